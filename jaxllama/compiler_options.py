@@ -2,6 +2,7 @@
 
     for_device()                options for ``jax.jit`` of a loop on one device; None: the defaults
     for_mesh(mesh)              options for ``jax.jit`` of a loop on a mesh; None: the defaults
+    check_sums(mesh)            raises JaxLlamaError if the defaults cannot add over its devices
     compiled_for(program, mesh) a jitted loop with these options
     compiled_here(lowered)      a program that can be serialized
 
@@ -40,6 +41,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import Jitted, Tree
 from pallas_kernels.dispatch import untested_jax
 from pallas_kernels.jax_internals import persistent_cache_min_compile_time_secs
@@ -81,6 +83,24 @@ def for_mesh(mesh: Mesh | None) -> Options | None:
         return None
     choices = (_SYMMETRIC, _ONE_GRAPH)
     return next((options for options in choices if _adds_up(mesh, options)), None)
+
+
+@functools.cache
+def check_sums(mesh: Mesh) -> None:
+    """Raise JaxLlamaError if XLA's defaults cannot add small arrays over the GPUs of ``mesh``.
+
+    That is so on hosts without NVLink multicast if jax started its devices before the mesh was
+    made (``parallel.mesh``).
+    """
+    devices = list(mesh.devices.flat)
+    axis = next((name for name, size in reversed(mesh.shape.items()) if size > 1), None)
+    if axis is None or devices[0].platform not in ("gpu", "cuda") or jax.process_count() > 1:
+        return
+    if not _adds_up(mesh, {}, axis):
+        raise JaxLlamaError(
+            "mesh: XLA's kernels for sums fail between these GPUs; make the mesh before anything "
+            "else uses jax, or set XLA_FLAGS=--xla_gpu_experimental_use_collective_kernels="
+        )
 
 
 def compiled_for(program: Jitted, mesh: Mesh | None, **jit: Any) -> Jitted:
@@ -130,12 +150,12 @@ def _counts(options: Options) -> bool:
         return False
 
 
-def _adds_up(mesh: Mesh, options: Options) -> bool:
-    """Return whether a sum over the devices with these options is correct."""
-    n = mesh.shape["model"]
+def _adds_up(mesh: Mesh, options: Options, axis: str = "model") -> bool:
+    """Return whether a sum over an axis of the devices with these options is correct."""
+    n = mesh.shape[axis]
     rows = np.arange(n * 1024, dtype=np.float32).reshape(n, 1024)
     total = jax.shard_map(
-        lambda row: lax.psum(row, "model"), mesh=mesh, in_specs=P("model"), out_specs=P()
+        lambda row: lax.psum(row, axis), mesh=mesh, in_specs=P(axis), out_specs=P()
     )
     try:
         got = jax.jit(total, compiler_options=options)(jnp.asarray(rows))

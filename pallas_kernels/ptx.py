@@ -492,8 +492,8 @@ def store_global(base: Value, values: Value | Sequence[Value], at: int = 0) -> N
 
 
 def load_address(base: Value, at: int = 0) -> Value:
-    """Load an i64 address from device memory."""
-    return ptx(f"ld.global.b64 $0, [$1+{at}];", base, results=i64())
+    """Load an i64 address from a table that no kernel writes; allowed before ``await_kernel``."""
+    return ptx(f"ld.global.nc.b64 $0, [$1+{at}];", base, results=i64())
 
 
 def load_posted(base: Value, at: int = 0) -> list[Value]:
@@ -511,10 +511,10 @@ def await_posted(words: Sequence[Value], base: Value, empty: int, at: int = 0) -
     tests += [f"setp.eq.or.u32 q, {word}, {empty}, q;" for word in "bcd"]
     code = (
         "{ .reg .pred q; .reg .b32 a, b, c, d; "
-        "mov.b32 a, $4; mov.b32 b, $5; mov.b32 c, $6; mov.b32 d, $7; "
-        f"again: {' '.join(tests)} @!q bra done; "
-        f"ld.volatile.global.v4.b32 {{a,b,c,d}}, [$8+{at}]; bra again; "
-        "done: mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d; }"
+        "mov.b32 a, $4; mov.b32 b, $5; mov.b32 c, $6; mov.b32 d, $7; bra test; "
+        f"again: ld.volatile.global.v4.b32 {{a,b,c,d}}, [$8+{at}]; "
+        f"test: {' '.join(tests)} @q bra again; "
+        "mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d; }"
     )
     return list(ptx(code, *words, base, results=[i32()] * 4, convergent=True))
 

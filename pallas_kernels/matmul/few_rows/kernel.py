@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.few_rows import row, tile
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
-from pallas_kernels.matmul.few_rows.posted import Posts
 from pallas_kernels.matmul.few_rows.plan import WARPS, RowPlan, TilePlan
+from pallas_kernels.matmul.few_rows.posted import Posts
 from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
 from pallas_kernels.qtensor import FLOAT4, QTensor
 

@@ -1,54 +1,19 @@
-"""Partial sums of one row that every device stores in the memory of all devices.
-
-A device has a mailbox in its own memory: float32 ``[SLOTS, peers, width]``, at first full of
-``EMPTY``.  The sums of a step go through the slots in turn.  A product with a ``post`` stores its row
-in its own place of every device's mailbox.  The product behind it polls its device's mailbox until no
-word is ``EMPTY``, and adds the rows in the order of the devices.  So all devices have the same bits,
-in every run.
-
-    product t         empties slot (t - 2) % SLOTS of its own mailbox, and posts to slot t % SLOTS
-    product behind    polls slot t % SLOTS
-
-Why no word is lost: a device posts t + 2 after it has all of t + 1.  So everywhere the readers of
-slot t have ended by then, and product t + 2 may empty it.  Posts to the same slot come with t + 4,
-after all of t + 3, and a device posts t + 3 when its product t + 2 has ended.
-
-A table for each sum says where the slots are: int32 ``[1, peers + 2, 2]``, the halves of addresses.
-The first ``peers`` are this device's place in the mailbox of each peer.  Then come its own mailbox's
-slot of this sum, and the slot to empty.
-"""
+"""The kernels' side of a sum over devices (``mailbox``): store a row's part, wait for all parts."""
 
 from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
+import jax
+import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith
+from pallas_kernels.launch import launch
+from pallas_kernels.matmul.few_rows.mailbox import EMPTY
 from pallas_kernels.ptx import Value
 
-SLOTS = 4
-EMPTY = 0xFFFFFFFF  # a NaN that no instruction makes
-
-
-def tables(mailboxes: list[int], width: int, n_sums: int) -> np.ndarray:
-    """Return the tables of the sums of a step, int32 ``[n_sums, peers, peers + 2, 2]``.
-
-    mailboxes: the address of each device's.  n_sums: a multiple of ``SLOTS``, because the first sum
-    of a step follows the last one of the step before.
-    """
-    if n_sums % SLOTS:
-        raise ValueError(f"{n_sums} sums a step: not a multiple of {SLOTS}")
-    peers = len(mailboxes)
-    row, slot = 4 * width, 4 * width * peers
-    found = np.zeros((n_sums, peers, peers + 2), np.int64)
-    for number in range(n_sums):
-        here, older = slot * (number % SLOTS), slot * ((number - 2) % SLOTS)
-        for me, mine in enumerate(mailboxes):
-            found[number, me, :peers] = [box + here + row * me for box in mailboxes]
-            found[number, me, peers:] = mine + here, mine + older
-    return found.view(np.int32).reshape(n_sums, peers, peers + 2, 2)
+_THREADS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,3 +63,33 @@ class Posts:
                 values += [p.from_bits(word) for word in four]
             totals = [arith.addf(a, b) for a, b in zip(totals, values, strict=True)]
         return totals
+
+
+def collect(order: jax.Array, table: jax.Array) -> jax.Array:
+    """Return the sum that a product has posted, float32 ``[1, width]``.
+
+    order: the product's result, ``[1, width]``, which has no values.
+    """
+    posts = Posts(table.shape[1] - 2, order.shape[1])
+    pieces = posts.width // 8
+
+    def body(gmem, smem) -> None:
+        del smem
+        slot = posts.slot(p.address(gmem.table))
+        p.await_kernel()
+        piece = p.add(p.mul(p.register("ctaid.x"), _THREADS), p.register("tid.x"))
+        mine = p.minimum(piece, pieces - 1)
+        totals = posts.total(posts.ask(slot, mine), slot, mine)
+        at = p.offset(p.address(gmem.out), mine, 32)
+        for i in (0, 4):
+            p.store_global(at, totals[i : i + 4], 4 * i)
+
+    (out,) = launch(
+        body,
+        {"order": order, "table": table},
+        {"out": jax.ShapeDtypeStruct(order.shape, jnp.float32)},
+        name="collect_posted",
+        grid=-(-pieces // _THREADS),
+        registers=True,
+    )
+    return out
