@@ -11,14 +11,14 @@ There is no other implementation: ask ``can_post`` first.  Nothing here has grad
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Reason, wants_kernel
-from pallas_kernels.matmul.call import MatmulCall
+from pallas_kernels.matmul.call import MatmulCall, Weight
 from pallas_kernels.matmul.few_rows.plan import RowPlan, row_plan
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.types import HasShape
@@ -39,15 +39,16 @@ class Posted(NamedTuple):
     table: jax.Array
 
 
-def _plan(x: HasShape, w: HasShape, **around: HasShape | float | bool | str | None):
-    call = MatmulCall.of(x, w, around.pop("out", jnp.float32), **around)
-    plan = row_plan(call)
+def _plan(
+    x: HasShape, w: jax.Array | Weight, out: DTypeLike = jnp.float32, **around: Any
+) -> RowPlan | None:
+    plan = row_plan(MatmulCall.of(x, w, out, **around))
     return None if isinstance(plan, Reason) else plan
 
 
-def can_post(x: HasShape, w: HasShape) -> bool:
+def can_post(x: HasShape, w: Weight) -> bool:
     """Return whether ``post`` has a kernel for these shapes and dtypes."""
-    return wants_kernel(None, x, w) and isinstance(_plan(x, w), RowPlan)
+    return wants_kernel(None, x, w) and _plan(x, w) is not None
 
 
 def post(x: jax.Array, w: jax.Array | QTensor, table: jax.Array) -> Posted:
