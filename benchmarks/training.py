@@ -1,7 +1,7 @@
 """Training steps: adapters of an 8B model on one GPU, and whole models, in FP8 or on several.
 
     python -m benchmarks.training adapters --base w4a16 --rows 1 --remat     QLoRA; none: LoRA
-    python -m benchmarks.training full --products both --curve 200           GLA-1.3B, FP8 and not
+    python -m benchmarks.training full --products both --curve 80            GLA-1.3B, FP8 and not
     python -m benchmarks.training full --model llama-3.1-8b --devices 4 --remat
 
 Random weights.  Each part prints a line of JSON for everything that it measured, as it comes.
@@ -152,11 +152,10 @@ def text_tokens() -> np.ndarray:
     return np.concatenate(parts).astype(np.int32)
 
 
-def full(args: argparse.Namespace, products: Literal["fp8"] | None, curve: int) -> None:
-    """Measure steps of full training; with ``curve`` above 0 print that many losses instead."""
+def full(args: argparse.Namespace, products: Literal["fp8"] | None) -> None:
+    """Measure steps of full training, and with ``--curve`` the losses of that many steps."""
     cfg, length = model_of(args.model, args.small), 64 if args.small else 2048
-    # A curve's steps are one microbatch.
-    micro = 1 if curve else args.microbatches
+    micro, curve = args.microbatches, args.curve
     config = TrainConfig(
         data=DataConfig(tokens="none"),
         steps=max(curve, 1000),
@@ -193,7 +192,8 @@ def full(args: argparse.Namespace, products: Literal["fp8"] | None, curve: int) 
 
     begun = time.perf_counter()
     losses: list[jax.Array] = []
-    for step in range(curve or args.steps + 2):
+    timed = args.steps + 2
+    for step in range(max(curve, timed)):
         if step == 2:
             jax.block_until_ready(state)
             begun = time.perf_counter()
@@ -202,23 +202,19 @@ def full(args: argparse.Namespace, products: Literal["fp8"] | None, curve: int) 
         if step == 0:
             jax.block_until_ready(state)
             about["compile_seconds"] = time.perf_counter() - begun
-    jax.block_until_ready(state)
-    seconds = (time.perf_counter() - begun) / (len(losses) - 2)
-    rate, peak = config.batch_size * length / seconds, peak_flops()
-    mfu = None
-    if peak is not None:
-        mfu = rate * flops_per_token(cfg, length) / (peak * args.devices)
-    found = [round(float(loss), 4) for loss in losses]
-    kept = found[:: max(len(found) // 20, 1)] + found[-1:] if curve else [found[0], found[-1]]
-    last = float(np.mean(found[-20:]))
-    say(
-        **about,
-        step_seconds=seconds,
-        tokens_per_second=rate,
-        mfu=mfu,
-        losses=kept,
-        mean_of_last_20=last,
-    )
+        if step == timed - 1:
+            jax.block_until_ready(state)
+            seconds = (time.perf_counter() - begun) / args.steps
+            rate, peak = config.batch_size * length / seconds, peak_flops()
+            mfu = None
+            if peak is not None:
+                mfu = rate * flops_per_token(cfg, length) / (peak * args.devices)
+            ends = [float(losses[0]), float(losses[-1])]
+            say(**about, step_seconds=seconds, tokens_per_second=rate, mfu=mfu, losses=ends)
+    if curve:
+        found = [round(float(loss), 4) for loss in losses]
+        kept = found[:: max(len(found) // 40, 1)]
+        say(**about, curve=kept, mean_of_last_20=float(np.mean(found[-20:])))
 
 
 def first_state(setup: TrainingSetup, mesh: Mesh | None) -> State:
@@ -274,9 +270,8 @@ def main(argv: list[str] | None = None) -> None:
         "fp8": ("fp8",),
         "both": ("fp8", None),
     }
-    for curve in (0, args.curve) if args.curve else (0,):
-        for products in kinds[args.products]:
-            full(args, products, curve)
+    for products in kinds[args.products]:
+        full(args, products)
 
 
 if __name__ == "__main__":

@@ -322,7 +322,7 @@ def _check_cache(cfg: ModelConfig, cache: Tree, batch: int) -> None:
         raise JaxLlamaError(f"cache: {type(cache).__name__}: expected a Cache (init_cache)")
     if cache.batch != batch:
         raise JaxLlamaError(f"cache: it has {cache.batch} rows, and there are tokens of {batch}")
-    kinds = [isinstance(layer, KVCache) for layer in cache.layers]
+    kinds = [layer is None or isinstance(layer, KVCache) for layer in cache.layers]
     if kinds != [kind == "attention" for kind in cfg.layer_types]:
         raise JaxLlamaError(f"cache: its layers are not those of {cfg.name}")
 

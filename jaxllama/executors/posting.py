@@ -28,11 +28,13 @@ Place = tuple[str, str, str]  # layer, part of it, linear layer
 def posting(cfg: ModelConfig, params: Params, rows: int) -> Params:
     """Return the parameters with tables for the sums of ``rows`` rows, if they are to be posted.
 
-    The sums of every decode step are posted in the order of the layers.  Parallel blocks are left
-    to collectives, because their two products do not wait for each other.
+    The sums of every decode step are posted in the order of the layers.  Parallel blocks and mixers
+    side by side are left to collectives, because their products do not wait for each other.
     """
     mesh = mesh_of(params)
-    if rows != 1 or mesh is None or mesh.shape[MODEL_AXIS] == 1 or cfg.parallel_block:
+    if rows != 1 or mesh is None or mesh.shape[MODEL_AXIS] == 1:
+        return params
+    if cfg.parallel_block or cfg.beside_layers:
         return params
     if compiler_options.for_mesh(mesh) is None:
         return params

@@ -21,6 +21,7 @@ Sources: Llama (arXiv 2302.13971), GLA (2312.06635).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypedDict, overload
@@ -33,7 +34,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model import linear
+from jaxllama.model import layer_inputs, linear
 from jaxllama.model.cache import (
     Cache,
     LayerState,
@@ -79,7 +80,10 @@ def block(
     module ``model.linear``, or an ``observer.Observer`` that records.
     """
     mixed, state = mix_half(cfg, kind, p, stream, state, at, ops)
-    return feed_half(cfg, p, mixed, ops, stream if cfg.parallel_block else None), state
+    stream = feed_half(cfg, p, mixed, ops, stream if cfg.parallel_block else None)
+    if cfg.layer_inputs is not None:
+        stream = layer_inputs.add(cfg, p["inputs"], stream, at, ops)
+    return scaled(p, stream), state
 
 
 def mix_half(
@@ -95,9 +99,34 @@ def mix_half(
     mixer, own = MIXERS[kind].mix, p["mixer"]
     if cfg.learned_positions is not None:
         stream = _placed(cfg, p["positions"]["weight"], stream, at)
-    y, stream = ops.norm_linear(stream, p.get("mixer_norm"), mixer.inputs(cfg, own), cfg)
+    y, stream = mixer_inputs(cfg, p, stream, mixer.inputs(cfg, own), ops)
     heads, state = mixer.mix(cfg, own, y, state, at)
-    return ops.linear_add(heads, own["o"], stream, cfg, p.get("mixer_out_norm")), state
+    after = ops.linear_add(heads, own["o"], stream, cfg, p.get("mixer_out_norm"))
+    return after._replace(beside=stream.beside), state
+
+
+def mixer_inputs(
+    cfg: ModelConfig,
+    p: Params,
+    stream: Stream,
+    weights: Params | Sequence[Params],
+    ops: LayerOps = linear,
+) -> tuple[Tree, Stream]:
+    """Return the products of the mixer's input, and the stream.
+
+    Two mixers that stand side by side are two layers.  The first one leaves its normed input beside
+    the stream, and the second one reads that.
+    """
+    if cfg.is_beside:
+        if stream.beside is None:
+            raise JaxLlamaError("this layer reads the input of the layer before, which is not here")
+        y, _ = ops.norm_linear(Stream(stream.beside), None, weights, cfg)
+        return y, Stream(stream.x, stream.pending)
+    if not cfg.has_beside:
+        return ops.norm_linear(stream, p.get("mixer_norm"), weights, cfg)
+    normed, stream = linear.norm(stream, p.get("mixer_norm"), cfg)
+    y, _ = ops.norm_linear(Stream(normed), None, weights, cfg)
+    return y, stream._replace(beside=normed)
 
 
 def _placed(cfg: ModelConfig, table: jax.Array, stream: Stream, at: At) -> Stream:
@@ -131,6 +160,13 @@ def feed_half(
     return ops.linear_add(y, p["mlp"]["down"], stream, cfg, p.get("mlp_out_norm"))
 
 
+def scaled(p: Params, stream: Stream) -> Stream:
+    """The stream behind a layer, times the layer's number if it has one (Gemma 4)."""
+    if "scale" not in p:
+        return stream
+    return Stream(stream.total * p["scale"]["weight"].astype(stream.x.dtype))
+
+
 def inner(
     cfg: ModelConfig, p: Params, stream: Stream, norm: Params | None, ops: LayerOps = linear
 ) -> tuple[linear.Input, Stream]:
@@ -152,9 +188,12 @@ def layer_config(cfg: ModelConfig, index: int) -> tuple[ModelConfig, str]:
         raise JaxLlamaError(f"index = {index}: {cfg.name} has layers 0 to {cfg.n_layers - 1}")
     kind = cfg.layer_types[index]
     pre_norms, post_norms = cfg.norms_of(index)
-    one = cfg.replace(
+    one = cfg.with_heads_of(index).replace(
         sliding_window=cfg.window_of(index),
         rope=cfg.rope_of(index),
+        d_ff=cfg.d_ff_of(index),
+        shared_kv_layers=0,
+        shared_kv_d_ff=None,
         experts=cfg.experts_of(index),
         n_layers=1,
         layer_types=(kind,),
@@ -166,6 +205,7 @@ def layer_config(cfg: ModelConfig, index: int) -> tuple[ModelConfig, str]:
         post_norm_layers=(),
         learned_positions=None if index else cfg.learned_positions,
         bare_layers=(0,) if index in cfg.bare_layers else (),
+        beside_layers=tuple(i for i in (0, 1) if index + i in cfg.beside_layers),
     )
     return one, kind
 
@@ -178,13 +218,21 @@ def walk(
     at: At,
     each: Callable[..., tuple[Stream, LayerState]] = block,
 ) -> tuple[Stream, tuple[LayerState, ...]]:
-    """Run the stream through all layers; each: the function of one layer, called as ``block``."""
-    new = []
+    """Run the stream through all layers; each: the function of one layer, called as ``block``.
+
+    A layer without keys and values gets the new state of the layer that lends it its own.
+    """
+    new: list[LayerState] = []
     for index in range(cfg.n_layers):
         state = None if states is None else states[index]
+        source, own = cfg.kv_source(index), at
+        if source is not None:
+            state = new[source]
+        if at.inputs is not None:
+            own = dataclasses.replace(at, inputs=at.inputs[:, :, index])
         layer = params[f"layer_{index}"]
-        stream, state = each(*layer_config(cfg, index), layer, stream, state, at)
-        new.append(state)
+        stream, state = each(*layer_config(cfg, index), layer, stream, state, own)
+        new.append(state if source is None else None)
     return stream, tuple(new)
 
 
@@ -201,6 +249,17 @@ def block_of_a_program() -> Callable[..., tuple[Stream, LayerState]]:
 
 
 # The code around the layers
+
+
+def begin(
+    cfg: ModelConfig, params: Params, tokens: jax.Array, dtype: DTypeLike, at: At
+) -> tuple[Stream, At]:
+    """Return the first layer's stream and record of ``tokens[B, T]``, whose places ``at`` has."""
+    x = embed_tokens(cfg, params, tokens, dtype)
+    if cfg.layer_inputs is not None:
+        inputs = layer_inputs.inputs_of(cfg, params["inputs"], tokens, x)
+        at = dataclasses.replace(at, inputs=inputs)
+    return Stream(x), at
 
 
 def embed_tokens(
@@ -330,9 +389,9 @@ def forward(
         lengths = jnp.minimum(lengths, jnp.maximum(cache.capacity - start, 0))
     total = start + lengths if total_lengths is None else total_lengths
     positions, rope = positions_of(cfg, start, total, tokens.shape[1])
-    stream = Stream(embed_tokens(cfg, params, tokens, activation_dtype(params)))
     states, table = (None, None) if cache is None else (cache.layers, cache.table)
     at = new_tokens(positions, lengths, rope, sparse, table, fresh, cached=cache is not None)
+    stream, at = begin(cfg, params, tokens, activation_dtype(params), at)
     stream, states = walk(cfg, params, stream, states, at, block_of_a_program())
     hidden = Hidden(stream.total)
     return hidden, None if cache is None else Cache(states, start + lengths, table)
@@ -404,7 +463,7 @@ def _forward_in_pieces(
     ) -> tuple[Hidden, Cache]:
         check(cfg, params)
         at = pieces_of(cfg, cache.lengths, lengths, total, width, n, cache.table)
-        stream = Stream(embed_tokens(cfg, params, tokens, activation_dtype(params)))
+        stream, at = begin(cfg, params, tokens, activation_dtype(params), at)
         stream, states = walk(cfg, params, stream, cache.layers, at, block_of_a_program())
         return Hidden(stream.total), Cache(states, cache.lengths + lengths, cache.table)
 

@@ -58,16 +58,33 @@ Input = jax.Array | QTensor | Adapted
 
 
 class Stream(NamedTuple):
-    """The residual stream ``[..., D]``: x, and a pending term that is added later, or None."""
+    """The residual stream ``[..., D]``: x, and a pending term that is added later, or None.
+
+    beside: the normed input of the layer before, where this layer's mixer reads it too.
+    """
 
     x: jax.Array
     pending: jax.Array | Posted | None = None
+    beside: jax.Array | None = None
 
     @property
     def total(self) -> jax.Array:
         """As one array."""
         last = collect(self.pending) if isinstance(self.pending, Posted) else self.pending
         return self.x if last is None else self.x + last.astype(self.x.dtype)
+
+    @property
+    def packed(self) -> jax.Array:
+        """As one array, with what is beside it behind its features; ``unpacked`` is the inverse."""
+        total = self.total
+        return total if self.beside is None else jnp.concatenate([total, self.beside], axis=-1)
+
+    @classmethod
+    def unpacked(cls, x: jax.Array, d_model: int) -> Stream:
+        """Return the stream of an array ``[..., D]``, or ``[..., 2 D]`` with what is beside it."""
+        if x.shape[-1] == d_model:
+            return cls(x)
+        return cls(x[..., :d_model], None, x[..., d_model:])
 
     @property
     def rounded(self) -> Stream:

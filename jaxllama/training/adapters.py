@@ -211,6 +211,6 @@ def save(
     """
     modules = {}
     for tensor, a, *ours in _pairs(cfg, lora, adapters):
-        theirs = (unfold_rows(tensor, one * np.float32(tensor.scale)) for one in ours)
+        theirs = (unfold_rows(tensor, one * tensor.factor(one.ndim)) for one in ours)
         modules[tensor.name.removesuffix(".weight")] = a, *map(np.ascontiguousarray, theirs)
     peft.save(directory, modules, lora.rank, lora.alpha, source)

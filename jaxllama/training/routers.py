@@ -15,7 +15,7 @@ function of them the router takes; a bias that only chooses experts is not in it
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.linear import Stream
 from jaxllama.model.records import At
 from jaxllama.model.stacked import embed, walk_with_results
-from jaxllama.typing import Params, Tree
+from jaxllama.typing import Params
 
 
 class Routed(NamedTuple):
@@ -45,11 +45,9 @@ class _Watch:
 
     def __init__(self, ops: LayerOps, segments: jax.Array | None) -> None:
         self.routed: Routed | None = None
-        self._ops = ops
+        self.norm_linear, self.linear_add = ops.norm_linear, ops.linear_add
+        self.product, self.grouped = ops.product, ops.grouped
         self._valid = None if segments is None else segments.reshape(-1) > 0
-
-    def __getattr__(self, name: str) -> Tree:
-        return getattr(self._ops, name)
 
     def route(
         self, options: ExpertsConfig, x: jax.Array, router: Params
@@ -114,7 +112,7 @@ def _watched(
 ) -> tuple[Stream, Routed | None]:
     """``decoder.block``, with what its router says."""
     watch = _Watch(ops, at.segments)
-    stream, _ = block(cfg, kind, params, stream, state, at, cast("LayerOps", watch))
+    stream, _ = block(cfg, kind, params, stream, state, at, watch)
     return stream, watch.routed
 
 

@@ -42,7 +42,10 @@ from jaxllama.training.step import State, per_layer, update
 from jaxllama.typing import JsonObject, ParamsDict, Tree
 
 GREEDY, PLAIN = Sampling(), Sampling(temperature=1.0)
-PAGE = 64  # tokens, at most, of a page of the cache
+# Tokens, at most, of a page of the cache on a GPU. A prompt's samples share whole pages, and the
+# kernels take multiples of 32.
+PAGE = 32
+STEPS = 8  # tokens of a row between two results: nobody reads along
 SHOWN = 4  # prompts whose answers samples.md shows
 
 
@@ -79,13 +82,15 @@ class Sampler:
         lm = self._model(params, fixed)
         slots = min(self._rollout.slots, config.batch_size)
         # By default an engine's cache takes the memory that is free, which the update needs.
-        row = -(-config.sequence_length // PAGE) * PAGE
+        row = -(-config.sequence_length // 64) * 64
         self._engine = Engine(
             lm,
             max_slots=slots,
             max_len=config.sequence_length,
             cache_tokens=slots * row,
             max_queue=max(config.batch_size, slots),
+            page_size=_page_size(setup),
+            steps_per_call=min(STEPS, self._rollout.max_new_tokens),
             kv_dtype="float32" if config.dtype == "float32" else None,
         )
 
@@ -225,6 +230,15 @@ class Sampler:
         self._refresh(params, fixed)
         adapter = None if self._config.lora is None else samples.ADAPTER
         return _padded(rescore(self._engine, found, adapter=adapter), tokens)
+
+
+def _page_size(setup: TrainingSetup) -> int | None:
+    """Return the page size of the engine's cache; None where prefixes are shared by chunks."""
+    assert setup.config.rollout is not None
+    by_chunks = setup.config.rollout.deterministic or setup.model.has_states
+    if by_chunks or jax.default_backend() == "cpu":
+        return None
+    return min(PAGE, setup.config.sequence_length)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -438,6 +438,8 @@ def transformers_reads(kind: str) -> dict[str, Any]:
     others = {"layer_types"}
     if kind in ("aria_text", "apertus1p5_text"):  # the same file has the multimodal model
         others |= {name for pair in found for name in pair} - {*config}
+    if kind == "falcon_h1":
+        others |= {"get_text_config"}  # a method
     if kind == "minicpm3":
         others |= {"logits_scaling"}  # computed from other keys
     if kind == "gemma3_text":  # the same file has the multimodal model
@@ -450,6 +452,12 @@ def transformers_reads(kind: str) -> dict[str, Any]:
             "use_cache",
         }
         others |= {"attn_logit_softcapping"}  # which it reads and never uses
+    if kind.startswith("gemma4"):  # the same file has the multimodal model
+        vision = transformers.AutoConfig.for_model(kind.replace("text", "vision")).to_dict()
+        audio = transformers.AutoConfig.for_model(kind.replace("text", "audio")).to_dict()
+        around = transformers.AutoConfig.for_model(kind.removesuffix("_text")).to_dict()
+        others |= {"get_text_config", *vision, *audio, *around} - {*config}
+        others |= {"use_cache", "kv_sharing_modes", "pad_token_id", "model_patch_size"}
     if kind in ("qwen3_5_text", "qwen3_5_moe_text"):
         vision = transformers.AutoConfig.for_model(kind.replace("text", "vision")).to_dict()
         others |= {
@@ -472,7 +480,8 @@ def test_what_transformers_reads_of_a_config_is_known(kind) -> None:
         said = json.load(file)[kind]
     config = said["config"]
     n_layers = FAMILIES[kind].shared(config)["num_hidden_layers"]
-    assert config_from_hf(config, "m").n_layers == n_layers
+    cfg = config_from_hf(config, "m")
+    assert cfg.n_layers == n_layers + len(cfg.beside_layers)
     for key in said["keys"]:
         with contextlib.suppress(JaxLlamaError):  # a warning is an error here
             config_from_hf({**config, "architectures": None, key: "x"}, "m")

@@ -111,11 +111,16 @@ def test_other_weights_are_refused_and_the_old_ones_stay():
 
 
 @pytest.mark.core
-def test_rollouts_are_the_samples_with_the_models_own_log_probabilities():
+def test_rollouts_are_the_samples_with_the_models_own_log_probabilities(monkeypatch):
     lm = model()
     engine = engine_of(lm)
     sampling = jl.Sampling(temperature=0.8, top_k=50)
+    order, submit = [], engine.submit
+    monkeypatch.setattr(engine, "submit", lambda r, row: (order.append(r.id), submit(r, row)))
     found = jl.rollout(engine, PROMPTS, n=3, sampling=sampling, max_new_tokens=8, seed=7)
+    # The pages of a prompt are there before its other samples are admitted.
+    assert order == [f"rollout-{index}" for index in (0, 3, 1, 2, 4, 5)]
+    assert engine.stats().prefix_hit_tokens == 2 * 32
     assert found.tokens.shape == (6, 48) and found.answers.shape == found.logprobs.shape == (6, 47)
     assert found.groups.tolist() == [0, 0, 0, 1, 1, 1]
     assert found.lengths.tolist() == [48, 48, 48, 11, 11, 11]

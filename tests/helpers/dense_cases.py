@@ -28,6 +28,8 @@ DEFAULT = (
     "gpt_neo",
     "deepseek_v3",
     "nanochat",
+    "gemma4_text",
+    "gemma4_text-experts",
 )  # one of each mechanism that no other case has
 _SIGMOID = {
     "moe_intermediate_size": 24,
@@ -52,6 +54,32 @@ _MSCALE = {
     "original_max_position_embeddings": 16,
     "mscale": 0.7,
     "mscale_all_dim": 1.0,
+}
+_FALCON = {
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "mamba_d_ssm": 48,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_GEMMA4 = {
+    "sliding_window": 9,
+    "global_head_dim": 16,
+    "tie_word_embeddings": True,
+    "final_logit_softcapping": 3.0,
+    "layer_types": [_SLIDING, _FULL],
+    "rope_parameters": {
+        _SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+        _FULL: {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1000.0,
+        },
+    },
 }
 FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("gemma", "", {"tie_word_embeddings": True, "head_dim": 16}),
@@ -400,6 +428,77 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "gpt_neox_japanese",
         "",
         {**_MHA, "intermediate_size": 64, "intermediate_multiple_size": 2, "rotary_pct": 0.5},
+    ),
+    (
+        "falcon_h1",
+        "",
+        {
+            **_FALCON,
+            "num_hidden_layers": 2,
+            "embedding_multiplier": 2.5,
+            "lm_head_multiplier": 0.7,
+            "key_multiplier": 0.5,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.9,
+            "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.24,
+            "ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.4],
+            "mlp_multipliers": [0.8, 0.6],
+        },
+    ),
+    (
+        "falcon_h1",
+        "bias",
+        {
+            **_FALCON,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_proj_bias": True,
+            "attention_in_multiplier": 1.2,
+            "ssm_in_multiplier": 0.8,
+            "key_multiplier": 0.5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    (
+        "gemma4_text",
+        "",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 5,
+            "layer_types": [_SLIDING, _FULL, _SLIDING, _SLIDING, _FULL],
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": 64,
+        },
+    ),
+    (
+        "gemma4_text",
+        "experts",
+        {
+            **_GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 64,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    (
+        "gemma4_unified_text",
+        "",
+        {
+            **_GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "attention_bias": True,
+        },
     ),
 )
 # transformers writes its convolutions in three equal parts, which are not q, k and v.

@@ -33,6 +33,7 @@ from pallas_kernels.rows.low_rank import quantize_adapted
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import swiglu
+from pallas_kernels.ssd import kernel as ssd
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 S = jax.ShapeDtypeStruct
@@ -134,6 +135,11 @@ def gla_chunks(b: int, t: int, h: int, dk: int, dv: int, save="nothing"):
     return both, (q, q, v, S(q.shape, F32), v)
 
 
+def ssd_chunks(b: int, t: int, groups: int, h: int, dk: int, dv: int):
+    q, v = S((b, t, groups, dk), BF16), S((b, t, h, dv), BF16)
+    return ssd.ssd_forward, (q, q, v, S((b, t, h), F32))
+
+
 def delta_chunks(b, t, hk, h, dk, dv, by_channel=False, backward=False):
     q, v, beta = S((b, t, hk, dk), BF16), S((b, t, h, dv), BF16), S((b, t, h), F32)
     g = S((b, t, h, dk), F32) if by_channel else beta
@@ -149,6 +155,11 @@ def step(f, b: int, hk: int, h: int, dk: int, dv: int, gates: int):
         for x, y in (((hk, dk), BF16), ((h, dv), BF16), ((h, dk)[:gates], F32), ((h, dk, dv), F32))
     )
     return f, (q, q, v, g, state)
+
+
+def ssd_one(b: int, h: int, dk: int, dv: int):
+    """GLA's step of narrow heads."""
+    return step(lambda *x: gla.gla_step(*x, 1.0), b, h, h, dk, dv, 2)
 
 
 def delta_one(q, k, v, g, state):
@@ -229,6 +240,9 @@ CASES = {
     "GLA-1.3B, pairs of blocks": lambda: gla_chunks(32, 2048, 4, 256, 512),
     "GLA-1.3B gradients, pairs of blocks": lambda: gla_chunks(32, 2048, 4, 256, 512, "all"),
     "GLA step": lambda: step(lambda *x: gla.gla_step(*x, 0.1), 64, 4, 4, 256, 512, 2),
+    "SSD": lambda: ssd_chunks(8, 4096, 8, 64, 128, 64),
+    "SSD in segments": lambda: ssd_chunks(1, 16384, 1, 48, 128, 64),
+    "SSD step": lambda: ssd_one(64, 64, 128, 64),
     "delta": lambda: delta_chunks(8, 4096, 16, 16, 128, 128),
     "delta gradients": lambda: delta_chunks(8, 4096, 16, 16, 128, 128, backward=True),
     "delta in segments": lambda: delta_chunks(1, 16384, 16, 16, 128, 128),
@@ -455,6 +469,10 @@ VARIANTS = {
     "direct int4": lambda: decode("int4", 1, 1152),
     "direct in pages": lambda: in_pages(rope_and_attend, "bfloat16", 1, rotates=True),
     "rope and cache int4 in pages": lambda: in_pages(rope_and_write, "int4", 64, rotates=True),
+    "SSD step, heads of 32": lambda: ssd_one(64, 48, 128, 32),
+    "SSD step of a row": lambda: ssd_one(1, 48, 128, 32),
+    "SSD, lengths": lambda: with_lengths(*ssd_chunks(8, 4096, 1, 48, 64, 64), 8),
+    "SSD, initial state": lambda: with_state(*ssd_chunks(8, 4096, 8, 8, 128, 64), 8, 8, 128, 64),
     "GLA, lengths": lambda: with_lengths(*gla_chunks(8, 4096, 16, 128, 128), 8),
     "GLA, initial state": lambda: with_state(*gla_chunks(8, 4096, 16, 128, 128), 8, 16, 128, 128),
     "GLA gradients of states": lambda: gla_chunks(8, 4096, 16, 128, 128, "states"),

@@ -40,6 +40,7 @@ from tests.helpers.seeded import seeded_params
 ROOT = Path(__file__).parents[2]
 CHILD = (sys.executable, "-m", "tests.helpers.parallel_child")
 LATENT = ("q_a", "kv_a", "kv_norm")  # what all heads share
+GEMMA4 = ("table", "project", "gate", "out", "scale", "mixer_out_norm", "mlp_out_norm")
 LOGPROB_BOUND = {"bfloat16": 0.1, "w8a8": 1e-4, "w4a8": 1e-4}
 CORE = "gqa:float32:2x4:sampled"
 QUICK = ("delta:w8a8:2x2:greedy:int8", "experts:w4a16:2x4:greedy")
@@ -59,6 +60,7 @@ FULL = [
             "qwen3.5",
             "experts",
             "latent",
+            "gemma4",
         )
     ),
     *(
@@ -105,6 +107,7 @@ def check_tokens(case: str, result: dict) -> None:
         "router",
         "shared_gate",
         *LATENT,
+        *GEMMA4,
     }, case
     if result["collectives"] is not None:
         check_collectives(case, result["collectives"], result["layers"])

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.offloaded.programs import Rope
-from jaxllama.model.linear import Stream, linear_add, norm_linear
+from jaxllama.model.decoder import mixer_inputs
+from jaxllama.model.linear import Stream, linear_add
 from jaxllama.model.mixers.attention import latent
 from jaxllama.model.mixers.attention.mix import (
     finished,
@@ -132,8 +133,7 @@ def project(
     With latents, ``[B, N + 1, R + r]``: the queries of latents, and what the cache holds.
     """
     mixer = weights["mixer"]
-    of = weights.get("mixer_norm"), inputs(cfg, mixer)
-    projected, stream = norm_linear(stream, *of, cfg)
+    projected, stream = mixer_inputs(cfg, weights, stream, inputs(cfg, mixer))
     if cfg.latent is not None:
         heads = latent.heads_of(cfg, mixer, projected)
         both = latent.absorbed(cfg, mixer, heads), latent.entries(heads)
@@ -158,14 +158,14 @@ def _attend(
     slots = jnp.where(lengths > 0, position, cache.k.shape[1])
     last = jnp.where(lengths > 0, position, -1)[:, None]
     if cfg.latent is not None:
-        heads = latent.turned_last(cfg.latent, qkv[:, None], *rope.of(cfg.rope))
+        heads = latent.turned_last(cfg.latent, qkv[:, None], *rope.of(cfg.rope, cfg.head_dim))
         (heads,) = to_cache_basis(cache.k, heads)
         q, new = jnp.split(heads, (cfg.n_heads,), axis=2)
         k = store(cache.k, new, slots[:, None])
         out = blockwise_attention(q, k, k, last, window=cfg.sliding_window)
         return from_cache_basis(k, out[:, 0]), KVCache(k, None)
     qkv, rope = widened(qkv, rope, cache.k.shape[-1])
-    cos, sin = (table[:, 0] for table in rope.of(cfg.rope))
+    cos, sin = (table[:, 0] for table in rope.of(cfg.rope, qkv.shape[-1]))
     q, k, v = rope_and_write(qkv, cos, sin, cache.k, cache.v, slots, implementation="xla")
     cache = KVCache(k, v)
     if cfg.attn_sparsity < 1.0:
@@ -193,4 +193,6 @@ def output(
     mixer, heads = weights["mixer"], heads[:, None]
     if cfg.latent is not None:
         heads = latent.lifted(cfg, mixer, heads)
-    return linear_add(finished(heads, gate), mixer["o"], stream, cfg, weights.get("mixer_out_norm"))
+    norm = weights.get("mixer_out_norm")
+    after = linear_add(finished(heads, gate), mixer["o"], stream, cfg, norm)
+    return after._replace(beside=stream.beside)

@@ -21,7 +21,8 @@ import numpy as np
 
 from jaxllama.config import ModelConfig
 from jaxllama.model import linear
-from jaxllama.model.experts.feed import gate_of, shared, with_output
+from jaxllama.model.decoder import scaled
+from jaxllama.model.experts.feed import gate_of, inputs_of, with_output
 from jaxllama.model.linear import Stream
 from jaxllama.offload.experts import ExpertLayout, HotSlots, unpack, unpack_on_cpu
 from jaxllama.typing import Options, Params, Tree
@@ -41,9 +42,9 @@ class RoutedTokens(NamedTuple):
 @functools.partial(jax.jit, static_argnums=0)
 def routed_tokens(cfg: ModelConfig, p: Params, stream: Stream, lengths: jax.Array) -> RoutedTokens:
     assert cfg.experts is not None
-    x, stream = linear.norm(stream, p.get("mlp_norm"), cfg)
+    (x, by), stream = inputs_of(cfg, p, stream)
     tokens = x.reshape(-1, x.shape[-1])
-    experts, weights = linear.route(cfg.experts, tokens, p["mlp"]["router"])
+    experts, weights = linear.route(cfg.experts, by.reshape(tokens.shape), p["mlp"]["router"])
     is_valid = jnp.arange(x.shape[1], dtype=jnp.int32) < lengths[:, None]
     experts = jnp.where(is_valid.reshape(-1, 1), experts, cfg.experts.n_experts)
     return RoutedTokens(tokens, experts, weights, stream)
@@ -135,6 +136,4 @@ def with_mixture(cfg: ModelConfig, p: Params, routed: RoutedTokens, y: jax.Array
     stream, tokens = routed.stream, routed.tokens
     pairs = y.reshape(*routed.experts.shape, y.shape[-1])
     out = weighted_sum(pairs, routed.weights, tokens.dtype).reshape(stream.x.shape)
-    if cfg.experts.shared:
-        out = out + shared(cfg, p["mlp"], tokens.reshape(stream.x.shape))
-    return with_output(cfg, p, stream, out)
+    return scaled(p, with_output(cfg, p, stream, tokens.reshape(stream.x.shape), out))

@@ -9,6 +9,8 @@ of the "expert" axis have tokens of their own, and exchange them (``parallel.exc
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -32,6 +34,27 @@ def feed_experts(
 
     before: the stream without the mixer's part, which a parallel block reads; None for others.
     """
+    read, stream = inputs_of(cfg, p, stream, before)
+    y = _experts(cfg, p["mlp"], read.x, read.by, ops)
+    return with_output(cfg, p, stream, read.x, y, ops)
+
+
+class MixtureInput(NamedTuple):
+    """The inputs ``[..., D]`` of a layer's experts (and shared expert) and of its router."""
+
+    x: jax.Array
+    by: jax.Array
+
+
+def inputs_of(
+    cfg: ModelConfig, p: Params, stream: Stream, before: Stream | None = None
+) -> tuple[MixtureInput, Stream]:
+    """Return what a layer's mixture reads, and the stream; before: as for ``feed_experts``."""
+    assert cfg.experts is not None
+    if cfg.experts.beside:
+        own, stream = p["mlp"], Stream(stream.total)
+        x, by = (linear.norm(stream, own[name], cfg)[0] for name in ("norm", "router_norm"))
+        return MixtureInput(x, by), stream
     if before is not None:
         own = p["mlp_norm" if cfg.parallel_norms else "mixer_norm"]
         normed, _ = linear.norm(before, own, cfg)
@@ -39,20 +62,47 @@ def feed_experts(
     else:
         normed, stream = linear.norm(stream, p.get("mlp_norm"), cfg)
     assert isinstance(normed, jax.Array)
-    return with_output(cfg, p, stream, mixture(cfg, p["mlp"], normed, ops))
+    return MixtureInput(normed, normed), stream
 
 
-def with_output(cfg: ModelConfig, p: Params, stream: Stream, y: jax.Array) -> Stream:
-    """Return the stream with the mixture's output ``y`` pending."""
-    scale = p.get("mlp_out_norm")
+def with_output(
+    cfg: ModelConfig,
+    p: Params,
+    stream: Stream,
+    x: jax.Array,
+    y: jax.Array,
+    ops: LayerOps = linear,
+) -> Stream:
+    """Return the stream with the layer's output pending.
+
+    x, y: the experts' input and output ``[..., D]``.  The expert that every token passes is added
+    to y.  If it is ``beside``, each of the two has norms of its own.
+    """
+    options, own, scale = cfg.experts, p["mlp"], p.get("mlp_out_norm")
+    assert options is not None
+    if options.beside:
+        dense, _ = linear.norm(stream, p.get("mlp_norm"), cfg)
+        dense, _ = linear.norm(Stream(shared(cfg, own, dense, ops)), own["shared_norm"], cfg)
+        y = linear.norm(Stream(y), own["out_norm"], cfg)[0] + dense
+    elif options.shared:
+        y = y + shared(cfg, own, x, ops)
     return Stream(stream.x, y if scale is None else linear.norm(Stream(y), scale, cfg)[0])
 
 
-def mixture(cfg: ModelConfig, own: Params, x: jax.Array, ops: LayerOps = linear) -> jax.Array:
+def mixture(cfg: ModelConfig, own: Params, x: jax.Array) -> jax.Array:
     """The mixture's output ``[..., D]`` for ``x[..., D]``; own: a layer's ``mlp`` parameters."""
+    assert cfg.experts is not None and not cfg.experts.beside
+    y = _experts(cfg, own, x, x, linear)
+    return y + shared(cfg, own, x) if cfg.experts.shared else y
+
+
+def _experts(
+    cfg: ModelConfig, own: Params, x: jax.Array, by: jax.Array, ops: LayerOps
+) -> jax.Array:
+    """The output of the chosen experts for ``x[..., D]``, in its shape; by: the router's input."""
     options, tokens = cfg.experts, x.reshape(-1, x.shape[-1])
     assert options is not None
-    experts, weights = ops.route(options, tokens, own["router"])
+    experts, weights = ops.route(options, by.reshape(tokens.shape), own["router"])
     gated: Options = {"gated": gate_of(cfg, options)}
     summed: Options = {}
     axes = expert_axes()
@@ -71,8 +121,7 @@ def mixture(cfg: ModelConfig, own: Params, x: jax.Array, ops: LayerOps = linear)
         axes = tuple(axis for axis in axes if axis != EXPERT_AXIS)
     else:
         y = compute(tokens, experts, weights)
-    y = (lax.psum(y, axes) if axes else y).reshape(x.shape).astype(x.dtype)
-    return y + shared(cfg, own, x, ops) if options.shared else y
+    return (lax.psum(y, axes) if axes else y).reshape(x.shape).astype(x.dtype)
 
 
 def gate_of(cfg: ModelConfig, options: ExpertsConfig) -> Gate:

@@ -28,7 +28,10 @@ from pallas_kernels.experts.op import grouped_matmul
 def route(options: ExpertsConfig, x: jax.Array, router: Params) -> tuple[jax.Array, jax.Array]:
     """Return the experts and weights of tokens ``x[T, D]``: int32 and float32 ``[T, k]``."""
     logits = router_logits(x, router["weight"], router.get("bias"))
-    return choose(options, logits, router.get("choice_bias"))
+    experts, weights = choose(options, logits, router.get("choice_bias"))
+    if "expert_scale" in router:
+        weights = weights * router["expert_scale"].astype(jnp.float32)[experts]
+    return experts, weights
 
 
 def router_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
