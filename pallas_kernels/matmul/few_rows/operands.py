@@ -56,13 +56,19 @@ class FewRowsOperands:
         return load_eight(at, self.kinds[name])
 
     def store_total(
-        self, words: Sequence[Value], pending: Sequence[Value], place: Callable, block: Callable
+        self,
+        words: Sequence[Value],
+        pending: Sequence[Value],
+        place: Callable,
+        block: Callable,
+        is_x: Value | None = None,
     ) -> list[Value]:
         """8 values of x with what was pending, rounded, as words: block 0 stores them at
-        ``place(total)``."""
+        ``place(total)``.  is_x: whether they are values of x; None where all are."""
         words = rounded_sum(words, pending)
-        at = place(self.total)
-        p.when(p.less(block(), 1), lambda: p.store_global(at, words))
+        at, stores = place(self.total), p.less(block(), 1)
+        stores = stores if is_x is None else arith.andi(stores, is_x)
+        p.when(stores, lambda: p.store_global(at, words))
         return words
 
     def factor(self, squares: Value) -> Value:

@@ -70,7 +70,7 @@ class Input:
 
     def ask(self, early: bool):
         """8 values a thread of x and of the norm's weight, those that are asked for before the
-        first of w, or the others: [(piece, is it one, x, gamma, pending)]."""
+        first of w, or the others: [(piece, is it one, is it x's, x, gamma, pending)]."""
         operands, pieces, of_x = self.operands, self.plan.padded_k // 8, self.plan.k // 8
         threads = 32 * self.plan.warps
         rounds = range(0, pieces, threads)
@@ -82,7 +82,7 @@ class Input:
             if first + threads > pieces:
                 inside, piece = p.less(piece, pieces), p.minimum(piece, pieces - 1)
             source = piece if of_x == pieces else p.minimum(piece, of_x - 1)
-            words = p.load_global(p.offset(operands.x, source, 16), 4)
+            words, is_x = p.load_global(p.offset(operands.x, source, 16), 4), None
             if of_x < pieces:
                 is_x = p.less(piece, of_x)
                 words = [arith.select(is_x, word, p.ci(0)) for word in words]
@@ -92,7 +92,7 @@ class Input:
                 pending = operands.posts.ask(self.slot, source)
             elif operands.pending is not None:
                 pending = self.eight("pending", source)
-            asked.append((piece, inside, words, gamma, pending))
+            asked.append((piece, inside, is_x, words, gamma, pending))
         return asked
 
     def eight(self, name: str, piece: Value) -> list[Value]:
@@ -102,14 +102,16 @@ class Input:
     def store(self, asked, warp: Value, lane: Value) -> None:
         """x times the norm's weight to shared memory, and the warps' sums of x's squares."""
         total = p.cf(0.0)
-        for piece, inside, words, gamma, pending in [*asked, *self.ask(early=False)]:
+        for piece, inside, is_x, words, gamma, pending in [*asked, *self.ask(early=False)]:
             if self.slot is not None:
                 source = p.minimum(piece, self.plan.k // 8 - 1)
                 pending = self.operands.posts.total(pending, self.slot, source)
             if pending is not None:
+                if is_x is not None:  # zeros behind x stay zeros
+                    pending = [arith.select(is_x, value, p.cf(0.0)) for value in pending]
                 place = functools.partial(p.offset, index=piece, stride=16)
                 block = functools.partial(p.register, "ctaid.x")
-                words = self.operands.store_total(words, pending, place, block)
+                words = self.operands.store_total(words, pending, place, block, is_x)
             values = floats(words)
             if gamma is not None:
                 is_one = None if inside is None else lambda inside=inside: inside
