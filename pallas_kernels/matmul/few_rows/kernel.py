@@ -96,6 +96,8 @@ def matmul(
             tile.TileProgram(plan, scheme, n, FewRowsOperands.of(memory, **facts), smem).run()
 
     sizes = [size // 4 for size in plan.scratch_sizes(normed=gamma is not None)]
+    if post is not None:
+        sizes[1] = 2 * plan.warps * plan.rows  # of ``row.Poster``
     out, total = launch(
         body,
         inputs,

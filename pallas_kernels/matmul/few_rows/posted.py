@@ -25,10 +25,9 @@ class Posts:
 
     # --- by the product that posts ---
 
-    def place(self, table: Value, lane: Value) -> Value:
-        """Return where a lane's peer expects this device's row; lanes from ``peers`` on have the
-        last one's."""
-        return p.load_address(p.offset(table, p.minimum(lane, self.peers - 1), 8))
+    def place(self, table: Value, peer: Value) -> Value:
+        """Return where a peer expects this device's row; numbers past the last are the last's."""
+        return p.load_address(p.offset(table, p.minimum(peer, self.peers - 1), 8))
 
     def empty(self, table: Value, thread: Value, threads: int) -> None:
         """Empty the slot of two sums ago.  thread: the number among all blocks' ``threads``."""

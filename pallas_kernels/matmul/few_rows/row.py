@@ -46,6 +46,7 @@ from pallas_kernels.matmul.few_rows.operands import (
     over_lanes,
 )
 from pallas_kernels.matmul.few_rows.plan import RowPlan
+from pallas_kernels.matmul.few_rows.posted import Posts
 from pallas_kernels.matmul.few_rows.row_loops import Float4, Float8, Floats, Nibbles
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.ptx import Value
@@ -153,7 +154,6 @@ class WeightRows:
     w: Value
     last_w: Value
     last_loop: Floats | Nibbles
-    place: Value | None
 
     def of(self, unit: Value) -> list[Value]:
         """The unit's rows: side by side, or one of gate and one of up."""
@@ -221,23 +221,59 @@ class WeightRows:
     def number(self, name: str, index: Value) -> Value:
         return load_number(getattr(self.operands, name), index, self.operands.kinds[name])
 
-    def finish(self, unit: Value, sums, asked, factor: Value | None) -> None:
+    def finish(self, unit: Value, sums, asked, factor: Value | None, kept: Value | None) -> None:
+        """kept: shared memory for the results of a block that posts them; None stores them."""
         totals = over_lanes(self.loop.totals(sums))
-        operands, place = self.operands, self.place
 
         def store():
-            values = operands.finish(totals, factor=factor, **asked)
+            values = self.operands.finish(totals, factor=factor, **asked)
+            if kept is not None:
+                for i, value in enumerate(values):
+                    p.store_shared(kept, [value], 4 * i)
+                return
             first = p.mul(unit, len(values))
             for i, value in enumerate(values):
-                row = p.add(first, i)
-                if place is None:
-                    operands.store(row, value)
-                else:
-                    p.post(p.offset(place, row, 4), value)
+                self.operands.store(p.add(first, i), value)
 
-        # Of a sum over devices each lane posts to its own.
-        lanes = 1 if place is None else operands.posts.peers
-        p.when(p.less(self.lane, lanes), store)
+        p.when(p.less(self.lane, 1), store)
+
+
+@dataclasses.dataclass(frozen=True)
+class Poster:
+    """A block's results of a round, which lie side by side, on their way to all devices.
+
+    Each warp posts all of them to one device, so that few large packets cross the link.
+
+    kept: shared memory for the results of two rounds, which take turns.
+    place: this row's place in the mailbox of the warp's device.
+    """
+
+    plan: RowPlan
+    posts: Posts
+    kept: Value
+    place: Value
+    block: Value
+    warp: Value
+    lane: Value
+
+    def buffer(self, turn: Value) -> Value:
+        """Return where the warp keeps its results of a round."""
+        size, rows = self.plan.warps * self.plan.rows, self.plan.rows
+        return p.add(self.kept, p.mul(p.masked(turn, 1), 4 * size), p.mul(self.warp, 4 * rows))
+
+    def post(self, turn: Value) -> None:
+        """By all warps, behind a round."""
+        p.barrier()
+        size = self.plan.warps * self.plan.rows
+        first = p.add(p.mul(turn, self.plan.blocks), self.block)
+        row = p.add(p.mul(first, size), self.lane)
+        is_mine = arith.andi(p.less(self.lane, size), p.less(row, self.posts.width))
+        kept = p.add(self.kept, p.mul(p.masked(turn, 1), 4 * size), p.mul(self.lane, 4))
+
+        def store():
+            p.post(p.offset(self.place, row, 4), p.load_float(kept))
+
+        p.when(arith.andi(is_mine, p.less(self.warp, self.posts.peers)), store)
 
 
 def run(
@@ -267,11 +303,13 @@ def run(
         last_lane = p.minimum(lane, plan.last_lanes - 1)
         last_w = p.offset(operands.w, last_lane, 16)
         last_loop = make_loop(operands, xs, last_lane)
-    posts = operands.posts
+    posts, poster = operands.posts, None
     slot = None if operands.posted is None else posts.slot(operands.posted)
-    place = None if operands.post is None else posts.place(operands.post, lane)
+    if operands.post is not None:  # without a norm, so that the memory for squares is free
+        place = posts.place(operands.post, warp)
+        poster = Poster(plan, posts, squares, place, block, warp, lane)
     source = Input(plan, operands, loop, thread, squares, slot)
-    rows = WeightRows(plan, scheme, operands, loop, lane, w, last_w, last_loop, place)
+    rows = WeightRows(plan, scheme, operands, loop, lane, w, last_w, last_loop)
     groups, stride = plan.groups, plan.blocks * plan.warps
 
     start = p.minimum(first, plan.units - 1)
@@ -288,7 +326,7 @@ def run(
     p.barrier()
     factor = source.factor()
 
-    def product(unit, ready, later=None):
+    def product(turn, unit, ready, later=None):
         """later: the warp's next unit."""
         asked = rows.ask(unit)
         sums = loop.nothing()
@@ -299,7 +337,7 @@ def run(
             elif later is not None:
                 ready = rows.load(later, groups[0])
             sums = loop.group(group, now, sums)
-        rows.finish(unit, sums, asked, factor)
+        rows.finish(unit, sums, asked, factor, None if poster is None else poster.buffer(turn))
         return ready
 
     def step(i, ready):
@@ -307,9 +345,14 @@ def run(
         later = p.add(unit, stride)
         # A warp without another unit reads its first one again, and stores nothing of it.
         later = arith.select(p.less(later, plan.units), later, first)
-        return product(unit, ready, later)
+        ready = product(i, unit, ready, later)
+        if poster is not None:
+            poster.post(i)
+        return ready
 
     if plan.rounds > 1:
         ready = p.loop(0, plan.rounds - 1, 1, ready, step)
-    last = p.add(first, stride * (plan.rounds - 1))
-    p.when(p.less(last, plan.units), lambda: product(last, ready))
+    turn, last = p.ci(plan.rounds - 1), p.add(first, stride * (plan.rounds - 1))
+    p.when(p.less(last, plan.units), lambda: product(turn, last, ready))
+    if poster is not None:
+        poster.post(turn)

@@ -1,5 +1,7 @@
 """Sums over devices that products post: the kernels' code on numpy, and the order of the slots."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,10 +46,15 @@ def test_a_posted_sum_is_read_as_a_pending_one(name, k, swiglu):
         np.testing.assert_array_equal(one, other)
 
 
-def test_a_product_is_posted_to_a_place():
-    w, x = weight("plain", 80, 1024, jnp.bfloat16), activations((1, 1024), jnp.bfloat16)
-    given = {"out_dtype": jnp.float32, "plan": divide_row(w)}
-    out = starts(x, w, np.zeros((1, 3, 2), np.int32))[-1]
+@pytest.mark.parametrize("name,n,k,sms", [("plain", 80, 1024, 2), ("w4-g128", 96, 4096, 2)])
+def test_a_product_is_posted_to_a_place(name, n, k, sms):
+    """In several rounds, of which the last one leaves warps without a row."""
+    w, x = weight(name, n, k, jnp.bfloat16), activations((1, k), jnp.bfloat16)
+    plan = dataclasses.replace(divide_row(w), sms=sms)
+    given = {"out_dtype": jnp.float32, "plan": plan}
+    assert plan.rounds > 1
+    parts = [part for part in kernel.parts_of(w).values() if part is not None]
+    out = starts(x, *parts, np.zeros((1, 3, 2), np.int32))[-1]
     with few_rows():
         want = kernel.matmul(x, w, **given)
         got = kernel.matmul(x, w, **given, post=table_of(out, out, out))
