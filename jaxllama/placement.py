@@ -112,6 +112,7 @@ class Placement:
             self.store,
             prepare_tree(leaf) if self.lays_out_experts else leaf,
             self._place(layer, leaf.shape[0]),
+            self.policy.cpu_expert > 0,
         )
 
     def _place(self, layer: int, n_experts: int) -> ExpertPlace:

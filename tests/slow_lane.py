@@ -42,7 +42,7 @@ PYTEST = (
 
 def pytest_runtest_logstart(nodeid: str) -> None:
     """Say that a test begins."""
-    tell(nodeid, "crashed", 0.0)
+    tell(nodeid, "crashed")
 
 
 def pytest_runtest_logreport(report: Any) -> None:
@@ -52,11 +52,14 @@ def pytest_runtest_logreport(report: Any) -> None:
         tell(report.nodeid, report.outcome, report.duration, text[-4000:])
 
 
-def tell(test: str, outcome: str, seconds: float, text: str = "") -> None:
+def outcome(test: str, kind: str, seconds: float = 0, text: str = "") -> dict[str, Any]:
+    return {"test": test, "outcome": kind, "seconds": round(seconds, 1), "text": text}
+
+
+def tell(test: str, kind: str, seconds: float = 0, text: str = "") -> None:
     if name := os.environ.get(OUTCOMES):
         with open(name, "a") as file:
-            line = {"test": test, "outcome": outcome, "seconds": round(seconds, 1), "text": text}
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(outcome(test, kind, seconds, text)) + "\n")
 
 
 @dataclasses.dataclass
@@ -86,8 +89,11 @@ class Process:
             os.killpg(self.child.pid, signal.SIGKILL)
             self.child.wait()
 
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
     def outcomes(self) -> dict[str, dict[str, Any]]:
-        """What became of each test that began; "crashed" if its process did not live to tell."""
+        """Return what became of each test that began; "crashed" if its process could not tell."""
         found: dict[str, dict[str, Any]] = {}
         file = self.folder / "outcomes"
         for line in file.read_text().splitlines() if file.exists() else ():
@@ -112,8 +118,8 @@ def collected(args: list[str]) -> list[str]:
         check=False,
     )
     known = re.findall(r"^tests/.*::.*", done.stdout, re.MULTILINE)
-    if done.returncode or not known:
-        sys.exit(done.stdout[-3000:])
+    if done.returncode:  # a file that cannot be imported; its tests are not known
+        print(done.stdout[-3000:], flush=True)
     within = ([test for test in known if test.startswith(path)] for path in paths)
     return list(dict.fromkeys(itertools.chain.from_iterable(within)))
 
@@ -128,8 +134,63 @@ def parts(tests: list[str], size: int) -> list[list[str]]:
     return [part for _, group in groups for part in batched(list(group), size)]
 
 
+class Lane:
+    """A queue of tests in parts, and what became of them.  cores: those of each process."""
+
+    def __init__(self, queue: list[list[str]], cores: list[list[int]]) -> None:
+        self.queue, self.free = collections.deque(queue), cores
+        self.running: list[Process] = []
+        self.results: dict[str, dict[str, Any]] = {}
+
+    def run(self, seconds: float, limit: float, folder: Path) -> None:
+        """Run until nothing is left or the time is up.  limit: seconds of a process."""
+        end, names = time.monotonic() + seconds, itertools.count()
+        try:
+            while (self.queue or self.running) and time.monotonic() < end:
+                while self.queue and self.free:
+                    own = folder / str(next(names))
+                    own.mkdir()
+                    process = Process(self.queue.popleft(), self.free.pop(), own)
+                    self.running.append(process)
+                time.sleep(0.2)
+                for process in list(self.running):
+                    if process.child.poll() is not None:
+                        self._ended(process, "crashed")
+                    elif time.monotonic() - process.started > limit:
+                        self._ended(process, "too long")
+        except KeyboardInterrupt:  # SIGTERM, too
+            pass
+        for process in list(self.running):
+            self._ended(process, "stopped")
+
+    def _ended(self, process: Process, how: str) -> None:
+        """Keep what the process told, and queue what it left undone.
+
+        how: "crashed" if it ended by itself, else "too long" or, with all others, "stopped".
+        """
+        process.stop()
+        self.running.remove(process)
+        self.free.append(process.cores)
+        told = process.outcomes()
+        undone = [test for test in process.tests if test not in told]
+        if not told and how != "stopped":
+            told = {test: outcome(test, how, text=process.log()[-4000:]) for test in undone}
+        elif how != "stopped" and undone:
+            self.queue.append(undone)
+        for test, one in told.items():
+            if one["outcome"] == "crashed":  # it began, and did not end
+                if how == "stopped":
+                    continue
+                if how == "crashed" and len(process.tests) > 1:
+                    self.queue.appendleft([test])
+                    continue
+                one |= outcome(test, how, one["seconds"], process.log()[-4000:])
+            self.results[test] = one
+            print(f"{one['outcome']:8} {one['seconds']:6.1f} {test}", flush=True)
+
+
 def main() -> int:
-    """Run the tests; return 1 if one failed."""
+    """Run the tests; return 1 if one failed or none ran."""
     parser = argparse.ArgumentParser(description="Slow tests, a fresh process each few")
     parser.add_argument("tests", nargs="+", help="paths, names of tests, @FILE of them")
     parser.add_argument("--seconds", type=float, default=1e6, help="when to stop; none")
@@ -138,72 +199,22 @@ def main() -> int:
     parser.add_argument("--cores", type=int, default=1, help="cores of a process; 1")
     parser.add_argument("--out", type=Path, help="a file of JSON to write")
     args = parser.parse_args()
-    end = time.monotonic() + args.seconds
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    begun = time.monotonic()
     tests = collected(args.tests)
-    queue = collections.deque(parts(tests, args.each))
-    cores = sorted(os.sched_getaffinity(0))
-    free = batched(cores, args.cores)
-    results: dict[str, dict[str, Any]] = {}
-    running: list[Process] = []
-    print(f"{len(tests)} tests in {len(queue)} processes, {len(free)} at once", flush=True)
-
-    def ended(process: Process, left: str) -> None:
-        """Keep what the process told, and ask for the rest once more."""
-        process.stop()
-        running.remove(process)
-        free.append(process.cores)
-        found = process.outcomes()
-        if left != "stopped":
-            alone = len(process.tests) == 1
-            begun = [test for test in process.tests if test in found]
-            undone = [test for test in process.tests if test not in found]
-            last = found.get(begun[-1]) if begun else None
-            if last is not None and last["outcome"] == "crashed":
-                if not alone and left == "crashed":
-                    found.pop(last["test"])
-                    queue.appendleft([last["test"]])
-                else:
-                    last |= {"outcome": left, "text": (process.folder / "log").read_text()[-4000:]}
-            if undone and begun:
-                queue.append(undone)
-            elif undone:
-                text = (process.folder / "log").read_text()[-4000:]
-                found |= {
-                    test: {"test": test, "outcome": "crashed", "seconds": 0, "text": text}
-                    for test in undone
-                }
-        else:
-            found = {k: told for k, told in found.items() if told["outcome"] != "crashed"}
-        for test, told in found.items():
-            results[test] = told
-            print(f"{told['outcome']:8} {told['seconds']:6.1f} {test}", flush=True)
-
+    lane = Lane(parts(tests, args.each), batched(sorted(os.sched_getaffinity(0)), args.cores))
+    print(
+        f"{len(tests)} tests in {len(lane.queue)} processes, {len(lane.free)} at once", flush=True
+    )
     with tempfile.TemporaryDirectory() as folder:
-        names = itertools.count()
-        try:
-            while (queue or running) and time.monotonic() < end:
-                while queue and free:
-                    own = Path(folder) / str(next(names))
-                    own.mkdir()
-                    running.append(Process(queue.popleft(), free.pop(), own))
-                time.sleep(0.2)
-                for process in list(running):
-                    if process.child.poll() is not None:
-                        ended(process, "crashed")
-                    elif time.monotonic() - process.started > args.limit:
-                        ended(process, "too long")
-        except KeyboardInterrupt:  # SIGTERM, too
-            pass
-        for process in list(running):
-            ended(process, "stopped")
-    count = collections.Counter(told["outcome"] for told in results.values())
-    count["not run"] = len(tests) - len(results)
-    print(dict(count), flush=True)
+        lane.run(args.seconds - (time.monotonic() - begun), args.limit, Path(folder))
+    count = collections.Counter(told["outcome"] for told in lane.results.values())
+    left = [test for test in tests if test not in lane.results]
+    print({**count, "not run": len(left)}, flush=True)
     if args.out:
-        left = [test for test in tests if test not in results]
-        args.out.write_text(json.dumps({"count": count, "left": left, "tests": results}, indent=1))
-    return int(any(count[kind] for kind in ("failed", "crashed", "too long", "not run")))
+        report = {"count": {**count, "not run": len(left)}, "left": left, "tests": lane.results}
+        args.out.write_text(json.dumps(report, indent=1))
+    return int(bool(left) or not set(count) <= {"passed", "skipped"} or not count)
 
 
 if __name__ == "__main__":

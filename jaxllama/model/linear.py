@@ -44,6 +44,7 @@ from pallas_kernels.experts.gate import Gate
 from pallas_kernels.experts.op import grouped_matmul
 from pallas_kernels.matmul.blocks import blocks_matmul, own_blocks
 from pallas_kernels.matmul.fused import fused_matmul
+from pallas_kernels.matmul.gated import gated_matmul
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.matmul.sums import Posted, collect, norm_matmul, post
 from pallas_kernels.operands import Columns
@@ -55,6 +56,7 @@ from pallas_kernels.rows.swiglu import gate, swiglu
 POST = "post"  # in a linear layer: the table of the sum over devices that its product posts
 Weight = jax.Array | QTensor | RowBlocks | CpuWeight
 Input = jax.Array | QTensor | Adapted
+StaticCodes = tuple[str, jax.Array]  # a dtype, and one scale for all inputs
 
 
 class Stream(NamedTuple):
@@ -123,7 +125,7 @@ def norm_linear(
         made = _fused_norm_linear(stream, scale, linear, cfg, into)
         if made is not None:
             return made
-    normed, stream = norm(stream, scale, cfg, codes, lora)
+    normed, stream = norm(stream, scale, cfg, codes, lora, static=_static_codes(linear))
     return product(normed, linear, stream.x.dtype, cfg, into=into), stream
 
 
@@ -240,6 +242,7 @@ def norm(
     cfg: ModelConfig,
     codes: None = None,
     lora: Lora | None = None,
+    static: None = None,
 ) -> tuple[jax.Array, Stream]: ...
 @overload
 def norm(
@@ -248,6 +251,7 @@ def norm(
     cfg: ModelConfig,
     codes: str | None,
     lora: Lora | None = None,
+    static: StaticCodes | None = None,
 ) -> tuple[Input, Stream]: ...
 def norm(
     stream: Stream,
@@ -255,11 +259,12 @@ def norm(
     cfg: ModelConfig,
     codes: str | None = None,
     lora: Lora | None = None,
+    static: StaticCodes | None = None,
 ) -> tuple[Input, Stream]:
     """(the norm of the stream, the stream added up); codes: the dtype to quantize it to, lora: of
-    the layer that reads the codes."""
+    the layer that reads the codes.  static: in place of codes, a dtype with one scale for all."""
     if scale is None or cfg.norm == "layer":
-        x = Stream(stream.total)
+        x = Stream(stream.total)  # its product uses a static scale
         return _quantized(layer_norm(x.x, scale, cfg.norm_eps), codes, lora), x
     stream, weight = stream.rounded, scale["weight"]
     assert not isinstance(stream.pending, Posted)
@@ -267,9 +272,11 @@ def norm(
     if codes is not None and lora is not None:
         y, *total = lora.adapted(x, codes, norm=(weight, cfg.norm_eps), residual=residual)
         return y, Stream(*total) if total else stream
+    codes, given = (codes, None) if static is None else static
+    of_codes: Options = {"quantize": codes, "scale": given}
     if residual is None:
-        return rms_norm(x, weight, cfg.norm_eps, quantize=codes), stream
-    y, total = rms_norm(x, weight, cfg.norm_eps, residual=residual, quantize=codes)
+        return rms_norm(x, weight, cfg.norm_eps, **of_codes), stream
+    y, total = rms_norm(x, weight, cfg.norm_eps, residual=residual, **of_codes)
     return y, Stream(total)
 
 
@@ -334,8 +341,23 @@ def product(
         y = y if gate_by is None else gate(y, gate_by)
     else:
         assert not isinstance(x, Adapted)  # only layers with adapters take one
+        made = _gated_codes(x, params, dtype, cfg, into)
+        if made is not None:
+            return made
         y = _matmul(x, params["weight"], params.get("bias"), dtype, gate_by)
     return _gated(y, into, cfg)
+
+
+def _gated_codes(
+    x: Input, params: Params, dtype: DTypeLike, cfg: ModelConfig, into: Params | None
+) -> QTensor | None:
+    """Return gate and up's product in the codes of a layer with a static scale, or None."""
+    weight, static = params["weight"], None if into is None else _static_codes(into)
+    if static is None or cfg.activation != "silu" or params.get("bias") is not None or is_split():
+        return None
+    if not isinstance(x, QTensor) or x.dtype != static[0] or not isinstance(weight, QTensor):
+        return None
+    return gated_matmul(x, weight, static[1], dtype=dtype)
 
 
 def grouped(
@@ -431,6 +453,14 @@ def _lora(linear: Params) -> Lora | None:
 def has_blocks(weight: QTensor) -> bool:
     """Whether the weight's input is quantized in the weight's groups of columns: FP8 in blocks."""
     return weight.dtype == jnp.float8_e4m3fn and weight.scale.shape[-1] > 1
+
+
+def _static_codes(linear: Params) -> StaticCodes | None:
+    """Return the codes of a layer whose inputs all have one scale."""
+    weight = linear["weight"]
+    if not isinstance(weight, QTensor) or weight.activations is None or _lora(linear) is not None:
+        return None
+    return None if weight.input_scale is None else (weight.activations, weight.input_scale)
 
 
 def input_codes(linear: Params) -> str | None:

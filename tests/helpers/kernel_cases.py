@@ -26,6 +26,7 @@ from pallas_kernels.gla import step_kernel
 from pallas_kernels.gla.token import gla_token, gla_tokens
 from pallas_kernels.matmul import sums
 from pallas_kernels.matmul.blocks import blocks_matmul
+from pallas_kernels.matmul.gated import gated_matmul
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.operands import Columns
 from pallas_kernels.rows import greedy_kernel
@@ -53,17 +54,26 @@ def weight(scheme: str, n: int, k: int):
 
 
 def product(rows: int, scheme: str, words: str | None = None, shape=(14336, 4096), **named):
-    """A product of ``rows`` tokens; words: the tokens' own codes."""
+    """A product of ``rows`` tokens; words: the tokens' own codes, "fp8-static" of one scale."""
     x = S((rows, shape[1]), BF16)
     if words == "fp8-block":
         to_codes = functools.partial(quantize_tokens, dtype="float8_e4m3fn", group_size=128)
         x = jax.eval_shape(to_codes, x)
+    elif words == "fp8-static":
+        x = jax.eval_shape(lambda x: quantize_tokens(x, "float8_e4m3fn", scale=jnp.float32(1.0)), x)
     elif words is not None:
         x = jax.eval_shape(functools.partial(quantize_tokens, dtype=words), x)
     return functools.partial(quantized_matmul, implementation="mosaic", **named), (
         x,
         weight(scheme, *shape),
     )
+
+
+def gated_codes(rows: int, n: int = 28672, k: int = 4096):
+    """gate and up between static scales."""
+    _, (x, w) = product(rows, "float8_e4m3fn", "fp8-static", shape=(n, k))
+    f = functools.partial(gated_matmul, dtype=BF16, implementation="mosaic")
+    return f, (x, w, S((), F32))
 
 
 def grouped(
@@ -219,6 +229,8 @@ CASES = {
     "product 2048 int8": lambda: product(2048, "int8"),
     "product 2048 W8A8": lambda: product(2048, "int8", "int8"),
     "product 2048 FP8": lambda: product(2048, "float8_e4m3fn", "float8_e4m3fn"),
+    "product 64 FP8 static": lambda: product(64, "float8_e4m3fn", "fp8-static"),
+    "gated FP8 static": lambda: gated_codes(64),
     "product 64 FP8 blocks": lambda: product(64, "fp8-block", "fp8-block"),
     "product 2048 FP8 blocks": lambda: product(2048, "fp8-block", "fp8-block"),
     "product 2048 W4A8": lambda: product(2048, "int4", "int8"),

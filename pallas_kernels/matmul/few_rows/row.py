@@ -20,8 +20,8 @@ all SMs read from one place of w.
 
 Numerics.  Float32, in an order that depends on K alone.  The norm's factor and an int8 row's scale
 multiply the sum.  x times the norm's weight stays float32.  Beside int4 it is rounded once to
-bfloat16, and a group's exact sum is scaled.  Beside float4 it is rounded so too, and the scales
-multiply the weights, exactly.
+float16, divided by a power of two that 256 columns share, and a group's sum is scaled.  Beside
+float4 it is rounded once to bfloat16, and the scales multiply the weights, exactly.
 
 Floor: w's bytes at 4.3 TB/s.  On an H200, us [floor]: 28672 x 4096 with norm and SwiGLU bfloat16
 54.2 [54.6], int8 29.0 [27.3], int4 16.3 [14.5].  The other shapes and attempts:
@@ -118,7 +118,7 @@ class Input:
                 is_one = None if inside is None else lambda inside=inside: inside
                 total = add_squares(total, values, is_one)
                 values = [arith.mulf(v, g) for v, g in zip(values, gamma, strict=True)]
-            store = functools.partial(self.loop.store_x, piece, values)
+            store = functools.partial(self.loop.store_x, piece, *self.loop.prepared(values))
             if inside is None:
                 store()
             else:

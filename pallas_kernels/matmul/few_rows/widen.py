@@ -35,6 +35,22 @@ def word_pairs(scheme: FewRowsScheme, word: Value, bias: Value) -> list[Value]:
     return [int8_pair(p.shift_right(word, 8 * i)) for i in range(2)]
 
 
+def half_nibbles(word: Value, offset: Value) -> list[Value]:
+    """The word's int4 codes less a zero as pairs of float16, exactly: nibbles i, i + 4.
+
+    Under the exponent of 1024 a nibble u = q + 8 is 1024 + u at bits 0 to 3, and 1024 + 16 u at
+    bits 4 to 7, which one multiply-add brings back.  offset: a pair of 8 + zero as integers.
+    """
+    low = p.add(offset, 0x64006400)
+    high = p.add(p.mul(offset, 16), 0xD400D400)  # -(64 + 8 + zero)
+    out = []
+    for half in (word, p.shift_right(word, 8)):
+        out.append(p.sub_pairs(p.and_xor(half, 0x000F000F, 0x64086408), low, "f16"))
+        shifted = p.and_xor(half, 0x00F000F0, 0x64806480)
+        out.append(p.fma_pairs(shifted, p.ci(0x2C002C00), high, "f16"))
+    return out
+
+
 def biased_nibbles(scheme: FewRowsScheme, word: Value) -> list[Value]:
     """Return 136 plus the word's int4 codes as pairs of bfloat16: nibbles i, i + 4."""
     low = (p.shift_right(word, 4 * i) for i in range(4))

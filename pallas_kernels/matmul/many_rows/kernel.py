@@ -51,7 +51,9 @@ def matmul(
         if x.scale.shape[1] > 1:
             scales = _by_step(x.scale), _by_step(w.scale)
         else:
-            scales = x.scale.reshape(-1), w.scale.reshape(-1)
+            of_all = x.input_scale
+            of_x = x.scale.reshape(-1) if of_all is None else of_all.reshape(1)
+            scales = of_x, w.scale.reshape(-1)
         return pair_matmul(x.q, w.q, *scales, bias, out_dtype, plan, low_rank=low_rank)
     out_dtype = jnp.dtype(out_dtype)
     fused = swiglu and bias is None and activation == "silu"

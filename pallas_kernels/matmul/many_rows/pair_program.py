@@ -35,8 +35,9 @@ LOW_BLOCK = BLOCK_BYTES // 2  # ranks of a low-rank term in a slot
 class PairBlock:
     """A block's memory, its place in the grid, and the tiles that it computes.
 
-    gmem.low: inner products and second factors of a low-rank term, or None; sources: the rows of w
-    that each second factor is for.  by_group: a step of K has scales of its own.
+    gmem.factor, scale_out: the scale of all rows of x, and of a gated result, or None; gmem.low:
+    inner products and second factors of a low-rank term, or None; sources: the rows of w that each
+    second factor is for.  by_group: a step of K has scales of its own.
     """
 
     def __init__(self, gmem, smem, barrier, *, tile: PairTile, swiglu: bool, sources, shape):
@@ -110,10 +111,13 @@ class _Feeder:
         pl.when(t >= 2)(lambda: plgpu.barrier_wait(self.barrier.vectors_empty.at[slot]))
         for name in self.block.vectors:
             to = getattr(self.smem, name)
-            span = pl.ds(m0 if name == "scale_x" else n0, to.shape[1])
-            plgpu.copy_gmem_to_smem(
-                getattr(self.gmem, name).at[span], to.at[slot], self.barrier.vectors_full.at[slot]
-            )
+            span = pl.ds(m0 if name == "scale_x" else n0, to.shape[-1])
+            source, full = getattr(self.gmem, name), self.barrier.vectors_full.at[slot]
+            if self.block.swiglu and name == "scale_w":
+                for half in range(2):
+                    plgpu.copy_gmem_to_smem(source.at[half, span], to.at[slot, half], full)
+            else:
+                plgpu.copy_gmem_to_smem(source.at[span], to.at[slot], full)
 
     def copy_slot(self, t, m0, n0, j, at):
         """Copy the j-th step of K into slot ``at``, and return the next slot."""
@@ -192,6 +196,10 @@ class _Multiplier:
         self.col0 = self.warpgroup * tile.cols if few else 0
         self.out0 = self.warpgroup * block.out_cols if few else 0
         self.sum_dtype = jnp.int32 if block.gmem.x.dtype == jnp.int8 else jnp.float32
+        self.factor = None if block.gmem.factor is None else block.gmem.factor[0]
+        self.out_factor = (
+            None if block.gmem.scale_out is None else _inverse(block.gmem.scale_out[0])
+        )
 
     def compute_tiles(self) -> None:
         block = self.block
@@ -337,15 +345,46 @@ class _Multiplier:
             return lax.broadcast_in_dim(v.astype(jnp.float32), (64, width), [axis])
 
         y = acc[r : r + 64, c : c + width]
+        if block.swiglu and self.gmem.scale_w is not None:
+            return self.gated(slot, acc, r, c)
         if block.swiglu:
             up = block.out_cols + c
             y = jax.nn.silu(y) * acc[r : r + 64, up : up + width]
-        if self.gmem.scale_x is not None and not block.by_group:
+        if self.gmem.scale_w is not None and not block.by_group:
             y = y.astype(jnp.float32)
-            y = y * vector(smem.scale_x, self.row0 + r, 64, 0)
+            if self.factor is None:
+                y = y * vector(smem.scale_x, self.row0 + r, 64, 0)
+            else:
+                y = y * self.factor
             y = y * vector(smem.scale_w, self.col0 + c, width, 1)
         if added is not None:
             y = y + added[r : r + 64, c : c + width]
         if self.gmem.bias is not None:
             y = y + vector(smem.bias, self.col0 + c, width, 1)
         return y
+
+    def gated(self, slot, acc, r: int, c: int):
+        """The same of gate and up in codes with scales, in multiples of the result's scale."""
+        block, smem = self.block, self.smem
+        width = smem.out.tiles.shape[-1]
+
+        def of(ref, first, size, axis):
+            v = plgpu.load(ref.at[pl.ds(first, size)], layout=_LAYOUT.reduce(1 - axis))
+            return lax.broadcast_in_dim(v, (64, width), [axis])
+
+        def scaled(half):
+            first = half * block.out_cols + c
+            y = acc[r : r + 64, first : first + width].astype(jnp.float32)
+            of_x = self.factor
+            if of_x is None:
+                of_x = of(smem.scale_x.at[slot], self.row0 + r, 64, 0)
+            return y * of_x * of(smem.scale_w.at[slot, half], self.out0 + c, width, 1)
+
+        return jax.nn.silu(scaled(0)) * scaled(1) * self.out_factor
+
+
+def _inverse(scale):
+    """1 / scale to some units in the last place: a division is a call, beside which ptxas waits for
+    every wgmma (its C7509)."""
+    root = lax.rsqrt(scale)
+    return root * root

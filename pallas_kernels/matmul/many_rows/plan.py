@@ -299,6 +299,15 @@ def _few_tokens_tile(m: int, n: int, k: int) -> WeightTile:
     return dataclasses.replace(tile, tokens=32 if m <= 32 else 64, sms=gpu().sms)
 
 
+def gated_tile() -> PairTile:
+    """The tile for up to 64 rows of e4m3 and w of gate and up, whose result is e4m3 too.
+
+    A warpgroup stores 32 columns: with fewer there is no swizzle of shared memory.
+    """
+    stages = _RING_BYTES // ((64 + 128) * BLOCK_BYTES)
+    return PairTile(64, 128, stages, cluster=1, promote=_FP8_PROMOTE, sms=gpu().sms)
+
+
 # --- plans ---------------------------------------------------------------------------------------
 
 

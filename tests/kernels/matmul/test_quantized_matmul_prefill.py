@@ -152,6 +152,21 @@ def test_pair_kernel_in_the_interpreter(interpreter, monkeypatch, tile, m, n, k,
     assert error(got, product(x, w, bias)) < 1e-6
 
 
+@pytest.mark.slow
+def test_one_scale_for_all_rows_in_the_interpreter(interpreter, monkeypatch):
+    """The same bits as with that scale for each row."""
+    one_view(monkeypatch)
+    tile = PairTile(64, 64, stages=2, cluster=1, sms=2)
+    x, w, bias = pair(24, 136, 256, I8)
+    of_x = x.scale[:1, 0], jnp.broadcast_to(x.scale[:1, 0], (24,))
+    with interpreter():
+        got, want = (
+            pair_matmul.__wrapped__(x.q, w.q, scale, w.scale[:, 0], bias, F32, tile)
+            for scale in of_x
+        )
+    np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize(
     "tile,m,n,k",
     [
