@@ -100,28 +100,33 @@ def rewards(args: argparse.Namespace) -> None:
         rate = rows * new / parts["rollout_seconds"]
         say(**about, at=f"step {step}", step_seconds=seconds, rollout_rate=rate, **parts)
     engine = sampler.engine
-    # In the order in which a rollout submits them.
-    ids = [prompt.tokens for _ in range(samples) for prompt in data.prompts]
-    for number in range(2):
-        took = _without_rollout(engine, ids, new, number * rows)
-        say(**about, at="the engine without rollout", rate=rows * new / took, seconds=took)
+    ids = [prompt.tokens for prompt in data.prompts]
+    for number in range(args.pairs):
+        took = {}
+        for name in ("rollout", "requests") if number % 2 else ("requests", "rollout"):
+            # As in a step, new weights let no earlier prefix be found.
+            engine.update_params(engine.lm.params)
+            begun = time.perf_counter()
+            if name == "rollout":
+                jl.rollout(engine, ids, n=samples, max_new_tokens=new, seed=1000 + number)
+            else:
+                _without_rollout(engine, ids * samples, new, number * rows)
+            took[name] = time.perf_counter() - begun
+        ratio = took["requests"] / took["rollout"]
+        say(**about, at="rollout beside its requests", seconds=took, ratio=ratio)
     own = load_of.run(engine, asked, new, rows, 0.5 if small else 4.0)
     say(**about, at="the engine's steady state", **own)
 
 
 def _without_rollout(
     engine: jl.Engine, prompts: list[tuple[int, ...]], new: int, first: int
-) -> float:
-    """Return the seconds of the same requests without log-probabilities and arrays."""
-    # As in a step, new weights let no earlier prefix be found.
-    engine.update_params(engine.lm.params)
-    begun = time.perf_counter()
+) -> None:
+    """Run the same requests, in a rollout's order, without log-probabilities and arrays."""
     for row, prompt in enumerate(prompts, first):
         sampling = jl.Sampling(temperature=1.0, seed=row)
         engine.submit(jl.Request(f"own-{row}", prompt, new, sampling), lambda event: None)
     while engine.live or engine.stats().waiting:
         engine.step()
-    return time.perf_counter() - begun
 
 
 def refreshes(args: argparse.Namespace) -> None:
@@ -129,28 +134,41 @@ def refreshes(args: argparse.Namespace) -> None:
     small, cfg = args.small, model_of(args.model, args.small)
     about = {"part": "refresh", "model": cfg.name}
     params = random_params(cfg, jax.random.key(0))
+    compiled: list[str] = []
+
+    def note(name: str, seconds: float, **_: Any) -> None:
+        if name.endswith("backend_compile_duration"):
+            compiled.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
     for scheme in (None, "w8a8"):
         held = params if scheme is None else jl.quantize_params(params, scheme)
-        engine = jl.Engine(LanguageModel(cfg, held, None, exact=not small), max_slots=8, max_len=64)
-        del held
-        jl.rollout(engine, [(1, 2, 3)], n=2, max_new_tokens=4)
-        compiled, marks, peaks = engine.runner.compiled_programs(), [], []
+        lm = LanguageModel(cfg, held, None, exact=not small)
+        engine = jl.Engine(lm, max_slots=8, max_len=64, cache_tokens=512)
+        del held, lm
+        before = 0
+        for _ in range(2):  # the second has programs' results as its arguments
+            before = len(compiled)
+            jl.rollout(engine, [(1, 2, 3)], n=2, max_new_tokens=4)
+        second = len(compiled) - before
+        seconds, used, during = [], [], 0
         for _ in range(21):
             params = jax.block_until_ready(jax.tree.map(lambda leaf: leaf * 1, params))
-            begun = time.perf_counter()
+            before, begun = len(compiled), time.perf_counter()
             engine.update_params(params)
             jax.block_until_ready(engine.lm.params)
-            marks.append(time.perf_counter() - begun)
-            peaks.append((jax.devices()[0].memory_stats() or {}).get("bytes_in_use", 0))
+            seconds.append(time.perf_counter() - begun)
+            during += len(compiled) - before if len(seconds) > 1 else 0
+            used.append((jax.devices()[0].memory_stats() or {}).get("bytes_in_use", 0))
+        before = len(compiled)
         jl.rollout(engine, [(1, 2, 3)], n=2, max_new_tokens=4)
-        new = engine.runner.compiled_programs() - compiled
-        figures = {"first": marks[0], "median": float(np.median(marks[1:])), "most": max(marks[1:])}
+        rest = seconds[1:]
         say(
             **about,
             at=f"update_params, {scheme or 'bfloat16'}",
-            seconds=figures,
-            new_programs=new,
-            grown_bytes=peaks[-1] - peaks[1],
+            seconds={"first": seconds[0], "median": float(np.median(rest)), "most": max(rest)},
+            programs={"second": second, "updates": during, "behind": len(compiled) - before},
+            used_bytes=used[1:],
         )
         del engine
 
@@ -248,6 +266,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="tiny models, for a CPU")
     parser.add_argument("--steps", type=int, default=3, help="steps behind the first")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--pairs", type=int, default=3, help="rollouts beside their requests")
     parser.add_argument("--slots", type=int, help="rows in flight; default: all, or 32")
     parser.add_argument("--mixers", default=",".join(MIXERS), help="of `bits`")
     parser.add_argument("--model", default="llama-3.2-1b", help="a preset; weights are random")

@@ -84,8 +84,10 @@ def packed_rows(cfg: ModelConfig, rows: int, length: int, segment: int) -> tuple
     return Batch(tokens, segments, weights / weights.mean()), squares / tokens.size
 
 
-def adapters(base: str | None, rows: int, remat: bool, small: bool, steps: int) -> None:
+def adapters(args: argparse.Namespace) -> None:
     """Measure steps of LoRA at an 8B model's shape, in packed rows of 2,048 tokens."""
+    base = None if args.base == "none" else args.base
+    rows, remat, small, steps = args.rows, args.remat, args.small, args.steps
     cfg, length = model_of("llama-3.1-8b", small), 64 if small else 2048
     config = TrainConfig(
         data=DataConfig(conversations="none", tokenizer="bytes"),
@@ -97,12 +99,12 @@ def adapters(base: str | None, rows: int, remat: bool, small: bool, steps: int) 
         lora=LoraConfig(16, base=base),
         dtype="bfloat16",
         remat=remat,
-        scan=True,
+        scan=not args.unrolled,
     )
     setup = TrainingSetup(config, cfg)
     begun = time.perf_counter()
     params = random_params(cfg, jax.random.key(0), jnp.bfloat16, base)
-    fixed = stack_layers(cfg, params, release=True)
+    fixed = params if args.unrolled else stack_layers(cfg, params, release=True)
     del params
     lora = config.lora
     assert lora is not None
@@ -116,6 +118,7 @@ def adapters(base: str | None, rows: int, remat: bool, small: bool, steps: int) 
         "rows": rows,
         "length": length,
         "remat": remat,
+        "unrolled": args.unrolled,
         "frozen_bytes": tree_bytes(fixed),
         "state_bytes": tree_bytes(state),
         "start_seconds": time.perf_counter() - begun,
@@ -168,7 +171,7 @@ def full(args: argparse.Namespace, products: Literal["fp8"] | None) -> None:
         dtype="bfloat16",
         products=products,
         remat=args.remat,
-        scan=True,
+        scan=not args.unrolled,
         fsdp=args.devices > 1,
     )
     setup = TrainingSetup(config, cfg)
@@ -181,6 +184,7 @@ def full(args: argparse.Namespace, products: Literal["fp8"] | None) -> None:
         "devices": args.devices,
         "tokens_a_step": config.batch_size * length,
         "remat": args.remat,
+        "unrolled": args.unrolled,
         "device_bytes": sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state)),
     }
     draw, tokens = np.random.default_rng(0), text_tokens()
@@ -254,6 +258,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--base", default="w4a16", help="scheme of the frozen weights, or none")
     parser.add_argument("--rows", type=int, default=1, help="rows of a microbatch")
     parser.add_argument("--remat", action="store_true")
+    parser.add_argument("--unrolled", action="store_true", help="layers are no loop")
     parser.add_argument("--steps", type=int, default=10, help="steps that are timed")
     parser.add_argument("--model", default="gla-1.3b", help="of full training; random weights")
     parser.add_argument("--products", default="none", choices=("none", "fp8", "both"))
@@ -262,8 +267,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--curve", type=int, default=0, help="steps of the curve of losses")
     args = parser.parse_args(argv)
     if args.part == "adapters":
-        base = None if args.base == "none" else args.base
-        adapters(base, args.rows, args.remat, args.small, args.steps)
+        adapters(args)
         return
     kinds: dict[str, tuple[Literal["fp8"] | None, ...]] = {
         "none": (None,),

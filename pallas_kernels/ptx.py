@@ -188,9 +188,16 @@ def select_bits(a: Value, mask: int, c: Value) -> Value:
     return _i32("lop3.b32 $0, $1, $2, $3, 0xea;", a, ci(mask), c)
 
 
-def permute(a: Value, b: Value, selector: int) -> Value:
-    """PRMT: four bytes picked from the eight of a (0..3) and b (4..7)."""
-    return _i32(f"prmt.b32 $0, $1, $2, {selector};", a, b)
+def merge_bits(a: Value, mask: int, c: Value) -> Value:
+    """``(a & mask) | (c & ~mask)``."""
+    return _i32("lop3.b32 $0, $1, $2, $3, 0xe2;", a, ci(mask), c)
+
+
+def permute(a: Value, b: Value, selector: int | Value) -> Value:
+    """PRMT: four bytes picked from the eight of a (0..3) and b (4..7); 8 + i is i's sign."""
+    if isinstance(selector, int):
+        return _i32(f"prmt.b32 $0, $1, $2, {selector};", a, b)
+    return _i32("prmt.b32 $0, $1, $2, $3;", a, b, selector)
 
 
 # --- Floats ---

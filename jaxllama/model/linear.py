@@ -33,7 +33,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.elementwise import layer_norm
-from jaxllama.model.experts.route import route as route
+from jaxllama.model.experts.route import Routed, has_plain_softmax, route
 from jaxllama.model.lora import Adapted, Lora
 from jaxllama.parallel.collectives import row_parallel_matmul
 from jaxllama.parallel.mesh import is_split
@@ -42,6 +42,7 @@ from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.dispatch import wants_kernel
 from pallas_kernels.experts.gate import Gate
 from pallas_kernels.experts.op import grouped_matmul
+from pallas_kernels.experts.route import fused_norm_and_route
 from pallas_kernels.matmul.blocks import blocks_matmul, own_blocks
 from pallas_kernels.matmul.fused import fused_matmul
 from pallas_kernels.matmul.gated import gated_matmul
@@ -308,14 +309,15 @@ def linear(x: Input, params: Params, dtype: DTypeLike | None = None) -> jax.Arra
             y = quantized_matmul(x.codes, weight, out_dtype=jnp.float32, low_rank=low_rank)
         else:
             assert isinstance(x, jax.Array)
-            y = _matmul(x, weight, None, jnp.float32) + lora.product(x)
+            y = _matmul(x, weight, None, jnp.float32) + lora.product(x).astype(jnp.float32)
         y = lora.scaled(y)
         return (y if bias is None else y + bias.astype(jnp.float32)).astype(dtype)
     if isinstance(x, Adapted):
         low_rank = x.inner, lora.b
         return quantized_matmul(x.codes, weight, bias=bias, out_dtype=dtype, low_rank=low_rank)
-    assert isinstance(x, jax.Array)
-    return (_matmul(x, weight, bias, jnp.float32) + lora.product(x)).astype(dtype)
+    assert isinstance(x, jax.Array) and dtype is not None
+    wide = lora.sums_in(dtype)
+    return (_matmul(x, weight, bias, wide) + lora.product(x).astype(wide)).astype(dtype)
 
 
 @overload
@@ -358,6 +360,34 @@ def _gated_codes(
     if not isinstance(x, QTensor) or x.dtype != static[0] or not isinstance(weight, QTensor):
         return None
     return gated_matmul(x, weight, static[1], dtype=dtype)
+
+
+def norm_route(
+    stream: Stream, scale: Params | None, router: Params, cfg: ModelConfig
+) -> tuple[jax.Array, Stream, Routed]:
+    """(the norm of the stream, the stream added up, its T tokens' experts and weights ``[T, k]``).
+
+    scale: as for ``norm_linear``.  router: the parameters of a mixture's router.
+    """
+    options = cfg.experts
+    assert options is not None
+    width = stream.x.shape[-1]
+    is_plain = stream.pending is None and has_plain_softmax(options, router)
+    if is_plain and scale is not None and cfg.norm == "rms":
+        made = fused_norm_and_route(
+            stream.x.reshape(-1, width),
+            (scale["weight"], cfg.norm_eps),
+            router["weight"],
+            router.get("bias"),
+            k=options.n_active,
+            normalize=options.normalize,
+            scale=options.scale,
+        )
+        if made is not None:
+            y, experts, weights = made
+            return y.reshape(stream.x.shape), stream, (experts, weights)
+    x, stream = norm(stream, scale, cfg)
+    return x, stream, route(options, x.reshape(-1, width), router)
 
 
 def grouped(

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllama.config import ExpertsConfig, ModelConfig
+from jaxllama.config import ModelConfig
 from jaxllama.model import linear
 from jaxllama.model.decoder import block, final_norm
 from jaxllama.model.experts.route import choose, router_logits
@@ -49,13 +49,16 @@ class _Watch:
         self.product, self.grouped = ops.product, ops.grouped
         self._valid = None if segments is None else segments.reshape(-1) > 0
 
-    def route(
-        self, options: ExpertsConfig, x: jax.Array, router: Params
-    ) -> tuple[jax.Array, jax.Array]:
-        logits = router_logits(x, router["weight"], router.get("bias"))
-        experts, weights = choose(options, logits, router.get("choice_bias"))
+    def norm_route(
+        self, stream: Stream, scale: Params | None, router: Params, cfg: ModelConfig
+    ) -> tuple[jax.Array, Stream, tuple[jax.Array, jax.Array]]:
+        assert cfg.experts is not None
+        x, stream = linear.norm(stream, scale, cfg)
+        tokens = x.reshape(-1, x.shape[-1])
+        logits = router_logits(tokens, router["weight"], router.get("bias"))
+        experts, weights = choose(cfg.experts, logits, router.get("choice_bias"))
         self.routed = routed(logits, experts, self._valid)
-        return experts, weights
+        return x, stream, (experts, weights)
 
 
 def routed(logits: jax.Array, experts: jax.Array, valid: jax.Array | None = None) -> Routed:

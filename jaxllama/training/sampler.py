@@ -28,6 +28,7 @@ import numpy as np
 
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.engine.engine import Engine
+from jaxllama.engine.options import PREFILL_TOKENS
 from jaxllama.engine.rollout import Rollouts, rescore, rollout
 from jaxllama.language_model import LanguageModel
 from jaxllama.text.tokenizer import Tokenizer
@@ -39,7 +40,7 @@ from jaxllama.training.rewards import reward_of
 from jaxllama.training.scores import scores
 from jaxllama.training.start import TrainingSetup
 from jaxllama.training.step import State, per_layer, update
-from jaxllama.typing import JsonObject, ParamsDict, Tree
+from jaxllama.typing import JsonObject, Options, ParamsDict, Tree
 
 GREEDY, PLAIN = Sampling(), Sampling(temperature=1.0)
 # Tokens, at most, of a page of the cache on a GPU. A prompt's samples share whole pages, and the
@@ -89,8 +90,8 @@ class Sampler:
             max_len=config.sequence_length,
             cache_tokens=slots * row,
             max_queue=max(config.batch_size, slots),
-            page_size=_page_size(setup),
             steps_per_call=min(STEPS, self._rollout.max_new_tokens),
+            **_prompt_options(setup, slots),
             kv_dtype="float32" if config.dtype == "float32" else None,
         )
 
@@ -232,13 +233,18 @@ class Sampler:
         return _padded(rescore(self._engine, found, adapter=adapter), tokens)
 
 
-def _page_size(setup: TrainingSetup) -> int | None:
-    """Return the page size of the engine's cache; None where prefixes are shared by chunks."""
+def _prompt_options(setup: TrainingSetup, slots: int) -> Options:
+    """Return the sizes of the engine's pages and calls for prompts, on a GPU.
+
+    Many rows end their prompts by a few tokens each behind shared pages.
+    """
     assert setup.config.rollout is not None
-    by_chunks = setup.config.rollout.deterministic or setup.model.has_states
-    if by_chunks or jax.default_backend() == "cpu":
-        return None
-    return min(PAGE, setup.config.sequence_length)
+    if setup.config.rollout.deterministic or jax.default_backend() == "cpu":
+        return {}
+    rows: Options = {"prefill_rows": min(slots, PREFILL_TOKENS // PAGE)}
+    if setup.model.has_states:  # prefixes are shared by chunks
+        return rows
+    return {"page_size": min(PAGE, setup.config.sequence_length), **rows}
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -89,6 +89,26 @@ def test_new_weights_give_the_tokens_of_their_model(cfg, scheme):
     assert pages.used == 0 and len(pages._roots) <= pages.count
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", [None, "w8a8"])
+def test_a_thousand_updates_compile_nothing_and_hold_nothing(scheme):
+    engine, params = engine_of(model(CFG, 0, scheme)), tree()
+    compiled = []
+
+    def note(name, seconds, **_):
+        compiled.extend([name] if name.endswith("backend_compile_duration") else [])
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    found = []
+    for number in range(1000):
+        params = jax.tree.map(lambda leaf: leaf * 1.001, params)
+        engine.update_params(params)
+        jl.rollout(engine, [(1, 2, 3)], n=2, max_new_tokens=4, seed=number)
+        found.append((len(compiled), len(jax.live_arrays())))
+    jax.monitoring.unregister_event_duration_listener(note)
+    assert len(set(found[2:])) == 1
+
+
 def test_other_weights_are_refused_and_the_old_ones_stay():
     lm = model(scheme="w8a16")
     engine = engine_of(lm)

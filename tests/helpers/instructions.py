@@ -42,15 +42,20 @@ def effect_of(*names: str) -> Callable:
 # A function of three words is named by its bits for a = 0xF0, b = 0xCC, c = 0xAA.
 LOGIC = {
     function(0xF0, 0xCC, 0xAA): function
-    for function in (lambda a, b, c: (a & b) ^ c, lambda a, b, c: (a & b) | c)
+    for function in (
+        lambda a, b, c: (a & b) ^ c,
+        lambda a, b, c: (a & b) | c,
+        lambda a, b, c: (a & b) | (c & ~b),
+    )
 }
 
 
 def _permute(a, b, selector):
     both = [np.ascontiguousarray(x).view(np.uint8).reshape(-1, 4) for x in (a, b)]
     both = np.concatenate(both, axis=1)
-    picked = [both[:, selector >> 4 * i & 7] for i in range(4)]
-    return np.stack(picked, 1).view(U32)[:, 0]
+    both = np.concatenate([both, np.uint8(255) * (both >> 7)], axis=1)
+    selector = np.broadcast_to(selector, len(both))[:, None] >> np.arange(0, 16, 4) & 15
+    return np.take_along_axis(both, selector, 1).view(U32)[:, 0]
 
 
 def _to_e4m3(high, low):

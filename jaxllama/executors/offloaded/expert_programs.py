@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.config import ModelConfig
-from jaxllama.model import linear
 from jaxllama.model.decoder import scaled
 from jaxllama.model.experts.feed import gate_of, inputs_of, with_output
 from jaxllama.model.linear import Stream
@@ -74,9 +73,8 @@ def routed_pairs(
     """Return the routed tokens, and float32 ``[T k, D]``: the pairs of experts on the device, and
     zeros."""
     assert cfg.experts is not None
-    (x, by), stream = inputs_of(cfg, p, stream)
+    (x, (experts, own_weights)), stream = inputs_of(cfg, p, stream)
     tokens = x.reshape(-1, x.shape[-1])
-    experts, own_weights = linear.route(cfg.experts, by.reshape(tokens.shape), p["mlp"]["router"])
     is_valid = jnp.arange(x.shape[1], dtype=jnp.int32) < lengths[:, None]
     experts = jnp.where(is_valid.reshape(-1, 1), experts, cfg.experts.n_experts)
     routed = RoutedTokens(tokens, experts, own_weights, stream)

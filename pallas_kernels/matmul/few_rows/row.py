@@ -1,16 +1,16 @@
 """The product of one row on Hopper, ``x[K] w[N, K]^T``, and the work around it.
 
-Contract.  w is in the plain layout: bfloat16, int8 with one scale a row, int4 in groups of 128,
-MXFP4, NVFP4, or float8 in groups of 64 or 128. x is bfloat16.  Every instruction of a
+Contract.  w is in the plain layout: bfloat16, int8 with one scale a row, int4 in groups of 32, 64
+or 128, MXFP4, NVFP4, or float8 in groups of 64 or 128. x is bfloat16.  Every instruction of a
 warp reads 512 bytes of one row of w that lie side by side, into registers.  The warp multiplies
 them there: one row needs no tile in shared memory.
 
-A row may end inside the last read (``plan.row_plan``): int4 at a multiple of 128 columns, float4 at
-one of 32 and float8 at one of 64.
+A row may end inside the last read (``plan.row_plan``): int4 in groups of 128 at a multiple of 128
+columns, float8 at one of 64, float4 and int4 in smaller groups at one of 32.
 
 Division of work.  A block of 16 warps per SM, or two of 8.  A warp has one or two rows of w at a
 time (with SwiGLU a row of gate and its row of up).  Neighbouring warps have neighbouring rows, so
-all SMs read from one place of w.
+all SMs read from one place of w.  All blocks have a share of a last round that is not full.
 
     all      the first of w -> L2 | the kernel before has ended | x and the norm's weight, then the
              first of w -> registers             (``prefetch``, ``Input.ask``, ``load``)
@@ -21,7 +21,8 @@ all SMs read from one place of w.
 Numerics.  Float32, in an order that depends on K alone.  The norm's factor and an int8 row's scale
 multiply the sum.  x times the norm's weight stays float32.  Beside int4 it is rounded once to
 float16, divided by a power of two that 256 columns share, and a group's sum is scaled.  Beside
-float4 it is rounded once to bfloat16, and the scales multiply the weights, exactly.
+float4 it is rounded once to bfloat16, and the scales multiply the weights, exactly.  Scales of
+int4's smaller groups multiply the weights, too, and that product is rounded to bfloat16.
 
 Floor: w's bytes at 4.3 TB/s.  On an H200, us [floor]: 28672 x 4096 with norm and SwiGLU bfloat16
 54.2 [54.6], int8 29.0 [27.3], int4 16.3 [14.5].  The other shapes and attempts:
@@ -47,7 +48,13 @@ from pallas_kernels.matmul.few_rows.operands import (
 )
 from pallas_kernels.matmul.few_rows.plan import RowPlan
 from pallas_kernels.matmul.few_rows.posted import Posts
-from pallas_kernels.matmul.few_rows.row_loops import Float4, Float8, Floats, Nibbles
+from pallas_kernels.matmul.few_rows.row_loops import (
+    Float4,
+    Float8,
+    Floats,
+    FoldedNibbles,
+    Nibbles,
+)
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.ptx import Value
 
@@ -292,9 +299,15 @@ def run(
     # Neighbouring warps of a block have neighbouring rows.
     has_waited = block is not None
     block = p.register("ctaid.x") if block is None else block
+    groups, stride = plan.groups, plan.blocks * plan.warps
     first = p.add(p.mul(block, plan.warps), warp)
+    last = p.add(first, stride * (plan.rounds - 1))
+    if plan.spread and plan.is_last_short:
+        # Each block has a share of the last round, not the first blocks all of it.
+        last = p.add(p.mul(warp, plan.blocks), block, stride * (plan.rounds - 1))
+        first = first if plan.rounds > 1 else last
     w = p.offset(operands.w, lane, 16)
-    kind = Nibbles if plan.bits == 4 else Floats
+    kind = (FoldedNibbles if scheme.fold else Nibbles) if plan.bits == 4 else Floats
     kind = Float4 if scheme.float4 else Float8 if scheme.float8 else kind
     make_loop = functools.partial(kind.of, plan, scheme)
     loop = last_loop = make_loop(operands, xs, lane)
@@ -306,11 +319,11 @@ def run(
     posts, poster = operands.posts, None
     slot = None if operands.posted is None else posts.slot(operands.posted)
     if operands.post is not None:  # without a norm, so that the memory for squares is free
+        assert not plan.spread, "a block's rows of a round lie side by side"
         place = posts.place(operands.post, warp)
         poster = Poster(plan, posts, squares, place, block, warp, lane)
     source = Input(plan, operands, loop, thread, squares, slot)
     rows = WeightRows(plan, scheme, operands, loop, lane, w, last_w, last_loop)
-    groups, stride = plan.groups, plan.blocks * plan.warps
 
     start = p.minimum(first, plan.units - 1)
     operands.prefetch(thread)
@@ -342,7 +355,7 @@ def run(
 
     def step(i, ready):
         unit = p.add(p.mul(i, stride), first)
-        later = p.add(unit, stride)
+        later = arith.select(p.less(i, plan.rounds - 2), p.add(unit, stride), last)
         # A warp without another unit reads its first one again, and stores nothing of it.
         later = arith.select(p.less(later, plan.units), later, first)
         ready = product(i, unit, ready, later)
@@ -352,7 +365,7 @@ def run(
 
     if plan.rounds > 1:
         ready = p.loop(0, plan.rounds - 1, 1, ready, step)
-    turn, last = p.ci(plan.rounds - 1), p.add(first, stride * (plan.rounds - 1))
+    turn = p.ci(plan.rounds - 1)
     p.when(p.less(last, plan.units), lambda: product(turn, last, ready))
     if poster is not None:
         poster.post(turn)

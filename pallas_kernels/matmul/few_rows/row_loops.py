@@ -112,22 +112,36 @@ class Nibbles:
         zeros = None if scheme.zero is None else p.offset(operands.zero, group)
         return cls(plan, scheme, xs, lane, scales, zeros, on_diagonal, is_second)
 
+    @property
+    def offset(self) -> int:
+        """A pair of 8s, which the codes lack."""
+        return 0x00080008
+
+    @property
+    def chunk_groups(self) -> int:
+        """Groups of a row in a chunk."""
+        return 1024 // self.scheme.group
+
     def vectors_of(self, row):
         """Where the lane's scale, and zero, of the row's first chunk are."""
-        groups = self.plan.k // 128
-        scale = p.offset(self.scales, row, self.scheme.scale_bytes * groups)
-        return [scale] if self.zeros is None else [scale, p.offset(self.zeros, row, groups)]
+        scale = p.offset(self.scales, row, self.scheme.scale_row)
+        return (
+            [scale]
+            if self.zeros is None
+            else [scale, p.offset(self.zeros, row, self.scheme.n_groups)]
+        )
 
     def vectors(self, places, chunk: int):
-        """Return the scale of the lane's group, and a pair of 8 + zero as integers."""
-        at, start = places[0], 8 * self.scheme.scale_bytes * chunk
+        """Return the scale of the lane's group, and what is subtracted from pairs of codes."""
+        at, first = places[0], self.chunk_groups * chunk
+        start = self.scheme.scale_bytes * first
         if self.scheme.scale_kind == "f32":
             scale = p.load_global(at, 1, start, "f32")[0]
         else:
             scale = p.load_half(at, start)
-        offset = p.ci(0x00080008)
+        offset = p.ci(self.offset)
         if self.zeros is not None:
-            zero = p.load_signed_byte(places[1], 8 * chunk)
+            zero = p.load_signed_byte(places[1], first)
             offset = arith.addi(offset, p.mul(zero, 0x00010001))
         return [scale, offset]
 
@@ -253,7 +267,21 @@ class Float8(Nibbles):
 
 
 @dataclasses.dataclass(frozen=True)
-class Float4(Nibbles):
+class OneSum(Nibbles):
+    """Products whose scales multiply the weights, as bfloat16: the mma's sums run over the row."""
+
+    def prepared(self, values):
+        return (values,)
+
+    def store_x(self, piece, values) -> None:
+        self.store_pairs(piece, [p.pack(values[i], values[i + 4]) for i in range(4)])
+
+    def nothing(self):
+        return [p.cf(0.0)] * 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Float4(OneSum):
     """The product of float4_e2m1fn with a scale for 32 or 16 columns, as ``Nibbles`` does it.
 
     A lane's 32 columns of a chunk share one scale, or two.  It multiplies the weights, exactly, so
@@ -282,15 +310,6 @@ class Float4(Nibbles):
             return [p.load_signed_byte(places[0], start)]
         return [p.load_half(places[0], start)]
 
-    def prepared(self, values):
-        return (values,)
-
-    def store_x(self, piece, values) -> None:
-        self.store_pairs(piece, [p.pack(values[i], values[i + 4]) for i in range(4)])
-
-    def nothing(self):
-        return [p.cf(0.0)] * 4
-
     def group(self, chunks, words, sums):
         """The accumulators of the mma, with the products of these chunks' words."""
         at, words, acc = p.add(self.xs, p.mul(self.lane, 16)), iter(words), list(sums)
@@ -311,3 +330,51 @@ class Float4(Nibbles):
     def totals(self, sums):
         parts = [arith.select(self.is_second, sums[2 * r + 1], sums[2 * r]) for r in range(2)]
         return [arith.mulf(v, p.cf(widen.FLOAT4_REST)) for v in super().totals(parts)]
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldedNibbles(OneSum):
+    """The product of int4 in groups of 32 or 64 columns, as ``Nibbles`` does it.
+
+    A lane's 32 columns of a chunk share one scale.  It multiplies the weights, which are rounded to
+    bfloat16, so sums run over the whole row.
+    """
+
+    @classmethod
+    def of(
+        cls, plan: RowPlan, scheme: FewRowsScheme, operands: FewRowsOperands, xs: Value, lane: Value
+    ) -> FoldedNibbles:
+        made = Nibbles.of(plan, scheme, operands, xs, lane)
+        group = p.shift_right(lane, (scheme.group // 32).bit_length() - 1)
+        scales = p.offset(operands.scale, group, scheme.scale_bytes)
+        zeros = None if scheme.zero is None else p.offset(operands.zero, group)
+        return cls(plan, scheme, xs, lane, scales, zeros, made.on_diagonal, made.is_second)
+
+    @property
+    def offset(self) -> int:
+        """A pair of what ``widen.biased_nibbles`` adds to the codes."""
+        return self.scheme.bias
+
+    def group(self, chunks, words, sums):
+        """The accumulators of the mma, with the products of these chunks' words."""
+        at, words, acc = p.add(self.xs, p.mul(self.lane, 16)), iter(words), list(sums)
+        kind = self.scheme.scale_kind
+        for chunk in chunks:
+            rows = [[next(words) for _ in range(4)] for _ in range(2)]
+            scales, offsets = zip(*[[next(words) for _ in range(2)] for _ in range(2)], strict=True)
+            scales = [v if kind == "f32" else p.widen(v, kind) for v in scales]
+            factors = [p.pack(scale, scale) for scale in scales]
+            for i in range(4):
+                low, high = (
+                    widen.folded_pairs(self.scheme, row[i], offset, factor)
+                    for row, offset, factor in zip(rows, offsets, factors, strict=True)
+                )
+                xs = p.load_shared(at, 4, 2048 * chunk + 512 * i)
+                for s in (0, 2):
+                    left = [low[s], high[s], low[s + 1], high[s + 1]]
+                    acc = p.mma(acc, left, xs[s : s + 2])
+        return acc
+
+    def totals(self, sums):
+        parts = [arith.select(self.is_second, sums[2 * r + 1], sums[2 * r]) for r in range(2)]
+        return super().totals(parts)

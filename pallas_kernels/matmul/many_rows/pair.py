@@ -21,8 +21,10 @@ clusters of 64 rows of w then have as much to do as 128 blocks of 32, and read h
 block sends the sums of one warpgroup to the other's shared memory and finishes the other.  With
 ``swiglu`` a warpgroup has rows of gate and as many of up.
 
-Groups of 128 columns (FP8 blocks) have scales in both operands.  A slot of the ring brings those of
-its step, and a step's sum is multiplied by both in float32 before it is added:
+Groups of 128 columns (FP8 blocks) have scales in both operands.  A step's sum is multiplied by both
+in float32 before it is added.  With many rows XLA turns the scales, and a slot of the ring brings
+those of its step.  With few rows they stay as they are stored: a ring of their own has two places,
+each with the scales of eight steps.
 
     out[m, n] = sum over g of acc_g[m, n] * scale_x[g, m] * scale_w[g, n]
 
@@ -49,7 +51,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul.many_rows import pipeline
-from pallas_kernels.matmul.many_rows.pair_program import PairBlock
+from pallas_kernels.matmul.many_rows.pair_program import HELD, PairBlock
 from pallas_kernels.matmul.many_rows.pipeline import launch_persistent, ring_barriers
 from pallas_kernels.matmul.many_rows.plan import BLOCK_BYTES, PairTile
 
@@ -75,7 +77,8 @@ def pair_matmul(
         Both int8, e4m3, bfloat16 or float16.
     scale_x, scale_w : [M] or [1], [N]
         Floats, or both None; [1] is one scale for all rows of x.  For e4m3 in groups of 128
-        columns: float32 [K / 128, M] and [K / 128, N], with M and N multiples of 4.
+        columns: float32 [K / 128, M] and [K / 128, N], with M and N multiples of 4; in a tile of 64
+        rows floats [M, K / 128] and [N, K / 128], whose rows have whole units of 16 bytes.
     bias : [N] or None
         Floats.
     swiglu : bool
@@ -138,7 +141,6 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
     n_vectors += swiglu and scale_w is not None
     more = {} if low is None else {"low": low[0].dtype}
     block_k = BLOCK_BYTES // x.dtype.itemsize
-    copied = -(-tile.n // 64) * 64  # of a vector: whole units of 128 bytes
     width = math.gcd(tile.cols // (1 + swiglu), 64 // jnp.dtype(out_dtype).itemsize)
     peer = {}
     if tile.split > 1:
@@ -152,11 +154,16 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
             ),
         }
 
-    def vector(v, size):
-        slots = tile.stages if by_group and v is not bias else 2
-        return plgpu.SMEM((32,), jnp.float32) if v is None else plgpu.SMEM((slots, size), v.dtype)
+    def vector(v, rows):
+        if v is None:
+            return plgpu.SMEM((32,), jnp.float32)
+        in_ring = by_group and v is not bias
+        if in_ring and tile.m == 64:  # as they are stored
+            return plgpu.SMEM((2, rows, HELD), v.dtype)
+        whole_units = -(-rows // 64) * 64  # of 128 bytes
+        return plgpu.SMEM((tile.stages if in_ring else 2, whole_units), v.dtype)
 
-    of_w = vector(scale_w, copied)
+    of_w = vector(scale_w, tile.n)
     if swiglu and scale_w is not None:
         of_w = plgpu.SMEM((2, 2, -(-tile.n // 128) * 64), scale_w.dtype)
     return {
@@ -167,9 +174,11 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
         "out": pipeline.rows_and_tiles((2, 2, 64, width), out_dtype),
         "scale_x": vector(scale_x, tile.m),
         "scale_w": of_w,
-        "bias": vector(bias, copied),
-        **ring_barriers(tile.stages, 2 + swiglu + 2 * by_group),
+        "bias": vector(bias, tile.n),
+        **ring_barriers(tile.stages, 2 + swiglu + 2 * (by_group and tile.m > 64)),
         "vectors_full": plgpu.Barrier(num_arrivals=max(1, n_vectors), num_barriers=2),
+        "scales_full": plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        "scales_empty": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         # Warpgroups that finish a tile.
         "vectors_empty": plgpu.Barrier(num_arrivals=2 // tile.split, num_barriers=2),
         **peer,

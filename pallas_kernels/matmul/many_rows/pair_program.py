@@ -30,6 +30,7 @@ from pallas_kernels.matmul.many_rows.plan import BLOCK_BYTES, PairTile
 
 _LAYOUT = plgpu.Layout.WGMMA
 LOW_BLOCK = BLOCK_BYTES // 2  # ranks of a low-rank term in a slot
+HELD = 8  # scales of a row, as they are stored, that one copy brings
 
 
 class PairBlock:
@@ -59,6 +60,7 @@ class PairBlock:
         self.part = lax.axis_index("part")
         self.tiles = my_tiles(self.grid[0] * self.grid[1], self.n_clusters)
         self.by_group = gmem.scale_x is not None and gmem.scale_x.ndim == 2
+        self.batches = pl.cdiv(self.steps, HELD)  # of a tile's scales as they are stored
         names = ("bias",) if self.by_group else ("scale_x", "scale_w", "bias")
         self.vectors = [x for x in names if getattr(gmem, x) is not None]
 
@@ -129,10 +131,7 @@ class _Feeder:
             lambda: plgpu.barrier_wait(self.barrier.empty.at[at])
         )
         if block.by_group:
-            for name, first in (("scale_x", m0), ("scale_w", n0)):
-                to = getattr(self.smem, name)
-                scales = getattr(self.gmem, name).at[step, pl.ds(first, to.shape[1])]
-                plgpu.copy_gmem_to_smem(scales, to.at[at], full)
+            self.copy_scales(t, m0, n0, j, at)
         plgpu.copy_gmem_to_smem(
             self.gmem.x.at[pl.ds(m0, self.box), columns],
             x.rows.at[at, pl.ds(0, self.box)],
@@ -149,6 +148,32 @@ class _Feeder:
                 self.gmem.w.at[rows, columns], w.rows.at[at], full, collective_axes=self.w_axes
             )
         return ring_next(at, 1, stages)
+
+    def copy_scales(self, t, m0, n0, j, at) -> None:
+        """Copy the scales of the tile's j-th step, or as they are stored those of eight steps."""
+        block, barrier = self.block, self.barrier
+        step = block.part * block.steps + j
+        operands = ("scale_x", m0, self.box), ("scale_w", n0, self.tile.n)
+
+        def by_step():
+            for name, first, _ in operands:
+                to = getattr(self.smem, name)
+                source = getattr(self.gmem, name).at[step, pl.ds(first, to.shape[1])]
+                plgpu.copy_gmem_to_smem(source, to.at[at], barrier.full.at[at])
+
+        def as_stored():
+            batch = t * block.batches + j // HELD
+            place = batch % 2
+            pl.when(batch >= 2)(lambda: plgpu.barrier_wait(barrier.scales_empty.at[place]))
+            for name, first, rows in operands:
+                source = getattr(self.gmem, name).at[pl.ds(first, rows), pl.ds(step, HELD)]
+                to = getattr(self.smem, name).at[place, pl.ds(0, rows)]
+                plgpu.copy_gmem_to_smem(source, to, barrier.scales_full.at[place])
+
+        if block.few:
+            pl.when(j % HELD == 0)(as_stored)
+        else:
+            by_step()
 
     def copy_low_rank(self, t, m0, n0, j, at):
         """Copy 64 ranks of the source that the tile's rows of w belong to; return the next slot."""
@@ -255,32 +280,60 @@ class _Multiplier:
 
     def product_by_group(self, t, ref):
         """The sum over K of each step's product times the scales of its rows of x and of w."""
-        block, tile, smem = self.block, self.tile, self.smem
-        shape = tile.rows, tile.cols
-
-        def scales(vector, first, axis):
-            part = vector.at[pl.ds(first, shape[axis])]
-            loaded = plgpu.load(part, layout=_LAYOUT.reduce(1 - axis))
-            return lax.broadcast_in_dim(loaded, shape, [axis])
-
-        def step(_, carry):
-            at, total = carry
-            plgpu.barrier_wait(self.barrier.full.at[at])
-
-            def multiplied(acc):
-                plgpu.wgmma(acc, *self.operands(smem.x.tiles, smem.w.tiles, at))
-                return plgpu.wgmma_accumulator_load(acc, wait_n=0)
-
-            sums = pl.run_scoped(multiplied, ref)
-            of_x = scales(smem.scale_x.at[at], self.row0, 0)
-            of_w = scales(smem.scale_w.at[at], self.col0, 1)
-            total += sums * (of_x * of_w)
-            plgpu.barrier_arrive(self.barrier.empty.at[at])
-            return ring_next(at, 1, tile.stages), total
-
-        zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _LAYOUT)
+        block, tile = self.block, self.tile
+        step = functools.partial(self.add_stored if block.few else self.add_by_step, t, ref)
+        zero = plgpu.layout_cast(jnp.zeros((tile.rows, tile.cols), jnp.float32), _LAYOUT)
         first = ring_slot(t * block.loads, tile.stages)
         return lax.fori_loop(0, block.steps, step, (first, zero))[1]
+
+    def step_product(self, ref, at):
+        """The product of the ring's slot."""
+        smem = self.smem
+        plgpu.barrier_wait(self.barrier.full.at[at])
+
+        def multiplied(acc):
+            plgpu.wgmma(acc, *self.operands(smem.x.tiles, smem.w.tiles, at))
+            return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+
+        return pl.run_scoped(multiplied, ref)
+
+    def add_by_step(self, t, ref, j, carry):
+        """Add a step's product, with scales from the ring's slot; return the next slot too."""
+        at, total = carry
+
+        def scales(vector, first, axis):
+            part = vector.at[at, pl.ds(first, ref.shape[axis])]
+            loaded = plgpu.load(part, layout=_LAYOUT.reduce(1 - axis))
+            return lax.broadcast_in_dim(loaded, ref.shape, [axis])
+
+        sums = self.step_product(ref, at)
+        of_x = scales(self.smem.scale_x, self.row0, 0)
+        of_w = scales(self.smem.scale_w, self.col0, 1)
+        total += sums * (of_x * of_w)
+        # One thread says that the slot is free, and other warps may still read its scales.
+        pipeline.warpgroup_barrier()
+        plgpu.barrier_arrive(self.barrier.empty.at[at])
+        return ring_next(at, 1, self.tile.stages), total
+
+    def add_stored(self, t, ref, j, carry):
+        """Add a step's product, with scales as they are stored; return the ring's next slot too."""
+        block, barrier = self.block, self.barrier
+        at, total = carry
+        place, held = (t * block.batches + j // HELD) % 2, j % HELD
+        pl.when(held == 0)(lambda: plgpu.barrier_wait(barrier.scales_full.at[place]))
+
+        def scales(vector, first, axis):
+            part = vector.at[place, pl.ds(first, ref.shape[axis]), held]
+            loaded = pipeline.load_strided(part, jnp.float32, axis)
+            return lax.broadcast_in_dim(loaded, ref.shape, [axis])
+
+        of_x = scales(self.smem.scale_x, self.row0, 0)
+        of_w = scales(self.smem.scale_w, self.col0, 1)
+        is_last = (held == HELD - 1) | (j == block.steps - 1)
+        pl.when(is_last)(lambda: plgpu.barrier_arrive(barrier.scales_empty.at[place]))
+        total += self.step_product(ref, at) * (of_x * of_w)
+        plgpu.barrier_arrive(barrier.empty.at[at])
+        return ring_next(at, 1, self.tile.stages), total
 
     def low_rank(self, t):
         """The low-rank term, from the slots behind the tile's last step of K; or None."""

@@ -415,6 +415,8 @@ def weight_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile 
         stored = tile.fitted(call.m, n, bits, row_bytes)
         if stored.stages >= 4:
             return stored
+    if is_format(w) and n % 16:
+        return Reason(f"w has N = {n}, and {n} scales of a byte are no whole 16 bytes")
     return tile.fitted(call.m, n, bits, 0)
 
 

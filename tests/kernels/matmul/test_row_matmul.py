@@ -43,6 +43,8 @@ CASES = [  # weights, N, K, fused, changes to the plan
     ("w4-g128", 128, 2048, "", {}),
     ("w4-g128-zero", 96, 2048, "nsb", {}),
     ("w4-g128-zero", 80, 3072, "nr", {"loads": 4}),
+    ("w4-g64-zero", 80, 2880, "nr", {"loads": 4}),
+    ("w4-g32", 96, 1056, "nsb", {}),
     ("mxfp4", 96, 1024, "nsb", {}),
     ("mxfp4", 80, 2880, "nr", {"loads": 4}),
     ("nvfp4", 128, 2048, "", {}),
@@ -98,6 +100,13 @@ def test_values_on_the_gpu(n, k, name, kinds):
     first, again = call(x, w, given), call(x, w, given)
     check(first, ref, x.dtype)
     assert (first == again).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n,k", [(5120, 2880), (34, 1056)])
+@pytest.mark.parametrize("name", ["w4-g64-zero", "w4-g32"])
+def test_small_groups_on_the_gpu(n, k, name):
+    test_values_on_the_gpu(n, k - k % 64 if "64" in name else k, name, "nsb")
 
 
 def test_what_it_takes():
