@@ -320,6 +320,7 @@ def run(
     posts, poster = operands.posts, None
     slot = None if operands.posted is None else posts.slot(operands.posted)
     if operands.post is not None:  # without a norm, so that the memory for squares is free
+        assert not plan.spread, "a block's rows of a round lie side by side"
         place = posts.place(operands.post, warp)
         poster = Poster(plan, posts, squares, place, block, warp, lane)
     source = Input(plan, operands, loop, thread, squares, slot)
