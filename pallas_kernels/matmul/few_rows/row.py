@@ -274,7 +274,7 @@ def run(
         p.await_kernel()
     asked = source.ask(early=True)
     ready = rows.load(start, groups[0])
-    # What ends a unit comes with its first loads: its own trip to memory would be waited for.
+    # A unit's bias comes with its first loads: a trip to memory of its own would be waited for.
     ends = rows.ask(start)
     source.store(asked, warp, lane)
     p.barrier()
