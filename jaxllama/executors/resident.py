@@ -183,7 +183,7 @@ class ResidentDecoding:
         self._cfg, self._params, self._call = cfg, params, call
         self._rows = rows
         if call.drafting is None:
-            self._params = posting(cfg, params, call.tokens.shape[0])
+            self._params = posting(cfg, params, rows.written.shape[1])
         if call.drafting is not None:
             plan, draft_params = call.drafting
             prompts = call.tokens, call.lengths
