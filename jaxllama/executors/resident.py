@@ -184,7 +184,7 @@ class ResidentDecoding:
         self._rows = rows
         if call.drafting is None:
             self._params = posting(cfg, params, rows.written.shape[1])
-        if call.drafting is not None:
+        else:
             plan, draft_params = call.drafting
             prompts = call.tokens, call.lengths
             self._rows = drafts.begin(plan, draft_params, *prompts, rows, call.capacity)
