@@ -37,6 +37,8 @@ import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
 
+import jax
+
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
 from pallas_kernels.jax_internals import arith
@@ -212,7 +214,7 @@ class WeightRows:
         return out
 
     def ask(self, unit: Value) -> dict[str, list[Value]]:
-        """Request the operands of ``finish`` in device memory, before the product."""
+        """Request the unit's operands of ``finish`` in device memory."""
         names = {"scales": "scale", "biases": "bias", "residual": "residual"}
         if self.loop.in_groups:
             del names["scales"]
@@ -302,8 +304,9 @@ def run(
     groups, stride = plan.groups, plan.blocks * plan.warps
     first = p.add(p.mul(block, plan.warps), warp)
     last = p.add(first, stride * (plan.rounds - 1))
-    if plan.spread and plan.is_last_short:
-        # Each block has a share of the last round, not the first blocks all of it.
+    if plan.spread and plan.is_last_short and operands.post is None:
+        # Each block has a share of the last round, not the first blocks all of it.  Posted rows of
+        # a block stand behind each other.
         last = p.add(p.mul(warp, plan.blocks), block, stride * (plan.rounds - 1))
         first = first if plan.rounds > 1 else last
     w = p.offset(operands.w, lane, 16)
@@ -335,37 +338,42 @@ def run(
         posts.empty(operands.post, p.add(p.mul(block, threads), thread), threads * plan.blocks)
     asked = source.ask(early=True)
     ready = rows.load(start, groups[0])
+    # A unit's bias comes with its first loads: a trip to memory of its own would be waited for.
+    ends = rows.ask(start)
     source.store(asked, warp, lane)
     p.barrier()
     factor = source.factor()
 
-    def product(turn, unit, ready, later=None):
+    def product(turn, unit, ready, ends, later=None):
         """later: the warp's next unit."""
-        asked = rows.ask(unit)
+        following = ends
         sums = loop.nothing()
         for i, group in enumerate(groups):
             now = ready
             if i + 1 < len(groups):
                 ready = rows.load(unit, groups[i + 1])
             elif later is not None:
-                ready = rows.load(later, groups[0])
+                ready, following = rows.load(later, groups[0]), rows.ask(later)
             sums = loop.group(group, now, sums)
-        rows.finish(unit, sums, asked, factor, None if poster is None else poster.buffer(turn))
-        return ready
+        rows.finish(unit, sums, ends, factor, None if poster is None else poster.buffer(turn))
+        return ready, following
 
-    def step(i, ready):
+    def step(i, carry):
+        ready, ends = jax.tree.unflatten(tree, carry)
         unit = p.add(p.mul(i, stride), first)
         later = arith.select(p.less(i, plan.rounds - 2), p.add(unit, stride), last)
         # A warp without another unit reads its first one again, and stores nothing of it.
         later = arith.select(p.less(later, plan.units), later, first)
-        ready = product(i, unit, ready, later)
+        ready, ends = product(i, unit, ready, ends, later)
         if poster is not None:
             poster.post(i)
-        return ready
+        return jax.tree.leaves((ready, ends))
 
     if plan.rounds > 1:
-        ready = p.loop(0, plan.rounds - 1, 1, ready, step)
+        carry, tree = jax.tree.flatten((ready, ends))
+        carry = p.loop(0, plan.rounds - 1, 1, carry, step)
+        ready, ends = jax.tree.unflatten(tree, carry)
     turn = p.ci(plan.rounds - 1)
-    p.when(p.less(last, plan.units), lambda: product(turn, last, ready))
+    p.when(p.less(last, plan.units), lambda: product(turn, last, ready, ends))
     if poster is not None:
         poster.post(turn)
