@@ -379,7 +379,7 @@ def forward(
         rows = tokens, lengths, cache, total_lengths
         if cache is not None and sparse is False:
             batch, n_new = tokens.shape
-            if is_cut(mesh, batch, n_new, cache.table is not None):
+            if is_cut(mesh, batch, n_new, cache.table is not None, layer_work(cfg, params)):
                 return _forward_in_pieces(mesh, cfg, params, tokens, lengths, cache, total_lengths)
         return _forward_over(mesh, cfg, params, *rows, sparse=sparse, fresh=fresh)
     check(cfg, params)
@@ -395,6 +395,19 @@ def forward(
     stream, states = walk(cfg, params, stream, states, at, block_of_a_program())
     hidden = Hidden(stream.total)
     return hidden, None if cache is None else Cache(states, start + lengths, table)
+
+
+def layer_work(cfg: ModelConfig, params: Params) -> float:
+    """Return the multiplications of a token in a layer with weights, in the mean of the layers."""
+    total = 0.0
+    for index in range(cfg.n_layers):
+        experts = cfg.experts_of(index)
+        share = 1.0 if experts is None else experts.n_active / experts.n_experts
+        for part in params[f"layer_{index}"].values():
+            for name, weights in part.items():
+                size = sum(leaf.size for leaf in jax.tree.leaves(weights))
+                total += size * share if name.startswith("experts_") else size
+    return total / cfg.n_layers
 
 
 def check(cfg: ModelConfig, params: Params) -> None:

@@ -47,12 +47,14 @@ from pallas_kernels.matmul.blocks import blocks_matmul, own_blocks
 from pallas_kernels.matmul.fused import fused_matmul
 from pallas_kernels.matmul.gated import gated_matmul
 from pallas_kernels.matmul.op import quantized_matmul
+from pallas_kernels.matmul.sums import Posted, collect, norm_matmul, post
 from pallas_kernels.operands import Columns
 from pallas_kernels.qtensor import QTensor, RowBlocks
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import gate, swiglu
 
+POST = "post"  # in a linear layer: the table of the sum over devices that its product posts
 Weight = jax.Array | QTensor | RowBlocks | CpuWeight
 Input = jax.Array | QTensor | Adapted
 StaticCodes = tuple[str, jax.Array]  # a dtype, and one scale for all inputs
@@ -65,13 +67,14 @@ class Stream(NamedTuple):
     """
 
     x: jax.Array
-    pending: jax.Array | None = None
+    pending: jax.Array | Posted | None = None
     beside: jax.Array | None = None
 
     @property
     def total(self) -> jax.Array:
         """As one array."""
-        return self.x if self.pending is None else self.x + self.pending.astype(self.x.dtype)
+        last = collect(self.pending) if isinstance(self.pending, Posted) else self.pending
+        return self.x if last is None else self.x + last.astype(self.x.dtype)
 
     @property
     def packed(self) -> jax.Array:
@@ -89,7 +92,10 @@ class Stream(NamedTuple):
     @property
     def rounded(self) -> Stream:
         """With a sum over devices, which is float32, added now instead of in the norm."""
-        is_sum = self.pending is not None and self.pending.dtype != self.x.dtype
+        pending = self.pending
+        is_sum = isinstance(pending, Posted) or (
+            pending is not None and pending.dtype != self.x.dtype
+        )
         return Stream(self.total) if is_sum else self
 
 
@@ -134,7 +140,10 @@ def _fused_norm_linear(
     if _is_inner(into, cfg):
         around |= {"swiglu": True, "activation": cfg.activation}
     if stream.pending is not None:
-        made = fused_matmul(stream.x, weight, **around, pending=stream.pending)
+        if isinstance(stream.pending, Posted):
+            made = norm_matmul(stream.x, weight, stream.pending, **around)
+        else:
+            made = fused_matmul(stream.x, weight, **around, pending=stream.pending)
         if made is not None:
             return _gated(made[0], into, cfg), Stream(made[1])
     stream = stream.rounded
@@ -207,6 +216,9 @@ def linear_add(
     if stream.pending is not None:  # the other sublayer's of a parallel block
         stream = Stream(stream.total)
     is_plain = _lora(linear) is None
+    if POST in linear:
+        assert isinstance(x, jax.Array)
+        return Stream(stream.x, post(x, weight, linear[POST]))
     if is_plain and is_split():
         assert isinstance(x, jax.Array)  # each shard quantizes its own part
         y = row_parallel_matmul(x, weight, bias, dtype)
@@ -256,6 +268,7 @@ def norm(
         x = Stream(stream.total)  # its product uses a static scale
         return _quantized(layer_norm(x.x, scale, cfg.norm_eps), codes, lora), x
     stream, weight = stream.rounded, scale["weight"]
+    assert not isinstance(stream.pending, Posted)
     x, residual = (stream.x, None) if stream.pending is None else (stream.pending, stream.x)
     if codes is not None and lora is not None:
         y, *total = lora.adapted(x, codes, norm=(weight, cfg.norm_eps), residual=residual)

@@ -116,7 +116,10 @@ def _xla(
 ) -> Routed:
     options, _ = static
     y = rms_norm(x, gamma, options.eps, implementation="xla")
-    floats = y.astype(jnp.float32), router.astype(jnp.float32)
+    # In a fusion XLA may leave out y's rounding, which the router reads here.
+    facts = jnp.finfo(y.dtype)
+    stored = lax.reduce_precision(y.astype(jnp.float32), facts.nexp, facts.nmant)
+    floats = stored, router.astype(jnp.float32)
     logits = lax.dot_general(*floats, (((1,), (1,)), ((), ())), lax.Precision.HIGHEST)
     logits = logits if bias is None else logits + bias.astype(jnp.float32)
     best, experts = lax.top_k(logits, options.k)

@@ -74,6 +74,8 @@ LANEWISE: dict[str, Callable[..., Any]] = {
     "lop3.b32": lambda a, b, c, table: LOGIC[table](a, b, c),
     "prmt.b32": _permute,
     "setp.ne.u32": lambda a, b: a != b,
+    "setp.eq.u32": lambda a, b: a == b,
+    "setp.eq.or.u32": lambda a, b, other: (a == b) | other,
     "selp.u32": lambda a, b, condition: np.where(condition, U32(a), U32(b)),
     "min.f32": np.fmin,
     "max.f32": np.fmax,
@@ -212,6 +214,7 @@ def _mma_int8(block, left, right, acc):
 # --- Memory ---------------------------------------------------------------------------------------
 
 SPACES = ("global", "global.nc", "global.L1::no_allocate", "shared", "shared::cluster")
+SPACES += ("volatile.global", "relaxed.sys.global")
 WORDS = {"b32": U32, "f32": F32}
 NARROW = {"u8": np.uint8, "s8": np.int8, "u16": U16}
 for _space, _kind, _n in itertools.product(SPACES, WORDS, (1, 2, 4)):
@@ -236,6 +239,11 @@ for _space, _kind in itertools.product(SPACES, NARROW):
         block.touches(space)
         raw = block.memory[block.at(address, np.dtype(dtype).itemsize)].view(dtype)[:, 0]
         return raw.astype(np.int16).view(U16) if dtype is np.int8 else raw.astype(U16)
+
+
+@result_of("ld.global.nc.b64")
+def _load_address(block, address):
+    return block.memory[block.at(address, 8)].view(np.int64)[:, 0]
 
 
 for _kind, _dtype in (("b8", np.uint8), ("b16", U16)):

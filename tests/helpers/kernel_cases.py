@@ -24,6 +24,7 @@ from pallas_kernels.gated_delta import token_kernel as delta_token_kernel
 from pallas_kernels.gla import kernel as gla
 from pallas_kernels.gla import step_kernel
 from pallas_kernels.gla.token import gla_token, gla_tokens
+from pallas_kernels.matmul import sums
 from pallas_kernels.matmul.blocks import blocks_matmul
 from pallas_kernels.matmul.gated import gated_matmul
 from pallas_kernels.matmul.op import quantized_matmul
@@ -428,6 +429,21 @@ def adapted():
     return run, (x, x, S((4096,), BF16), first, S((8,), I32))
 
 
+def posted_sums():
+    """A layer's two products whose sums are posted on two devices, and the readers behind them."""
+    d, f = 4096, 7168
+
+    def run(heads, o, stream, gate_up, gamma, down, tables):
+        pending = sums.post(heads, o, tables[0])
+        norm = {"norm": (gamma, 1e-5), "out_dtype": BF16, "swiglu": True}
+        y, total = sums.norm_matmul(stream, gate_up, pending, **norm)
+        return total, sums.collect(sums.post(y, down, tables[1]))
+
+    weights = S((2 * f, d), BF16), S((d,), BF16), S((d, f), BF16)
+    tables = [S((1, 4, 2), I32)] * 2
+    return run, (S((1, d // 2), BF16), S((d, d // 2), BF16), S((1, d), BF16), *weights, tables)
+
+
 # Branches of the kernels that CASES leave out.  They are lowered, not assembled.
 VARIANTS = {
     "decode 64 with sinks": lambda: with_sinks(64, 4096),
@@ -435,6 +451,7 @@ VARIANTS = {
     "direct with sinks": lambda: with_sinks(1, 1152),
     "product 1 int8 all": lambda: fused(1, "int8", (4096, 4096), residual=True, pending=True),
     "product 1 bfloat16 swiglu": lambda: fused(1, "bfloat16", swiglu=True, bias=True),
+    "product 1 bfloat16, posted sums": posted_sums,
     "product 8 int4 all": lambda: fused(8, "int4", (4096, 4096), residual=True, pending=True),
     "product 8 int8 swiglu": lambda: fused(8, "int8", swiglu=True),
     "product 16 int8 bias": lambda: biased(16, "int8"),

@@ -37,6 +37,8 @@ import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
 
+import jax
+
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
 from pallas_kernels.jax_internals import arith
@@ -47,6 +49,7 @@ from pallas_kernels.matmul.few_rows.operands import (
     over_lanes,
 )
 from pallas_kernels.matmul.few_rows.plan import RowPlan
+from pallas_kernels.matmul.few_rows.posted import Posts
 from pallas_kernels.matmul.few_rows.row_loops import (
     Float4,
     Float8,
@@ -73,10 +76,11 @@ class Input:
     loop: Floats | Nibbles
     thread: Value
     squares: Value
+    slot: Value | None
 
     def ask(self, early: bool):
         """8 values a thread of x and of the norm's weight, those that are asked for before the
-        first of w, or the others: [(piece, is it one, x, gamma, pending)]."""
+        first of w, or the others: [(piece, is it one, is it x's, x, gamma, pending)]."""
         operands, pieces, of_x = self.operands, self.plan.padded_k // 8, self.plan.k // 8
         threads = 32 * self.plan.warps
         rounds = range(0, pieces, threads)
@@ -88,13 +92,17 @@ class Input:
             if first + threads > pieces:
                 inside, piece = p.less(piece, pieces), p.minimum(piece, pieces - 1)
             source = piece if of_x == pieces else p.minimum(piece, of_x - 1)
-            words = p.load_global(p.offset(operands.x, source, 16), 4)
+            words, is_x = p.load_global(p.offset(operands.x, source, 16), 4), None
             if of_x < pieces:
                 is_x = p.less(piece, of_x)
                 words = [arith.select(is_x, word, p.ci(0)) for word in words]
             gamma = None if operands.gamma is None else self.eight("gamma", source)
-            pending = None if operands.pending is None else self.eight("pending", source)
-            asked.append((piece, inside, words, gamma, pending))
+            pending = None
+            if self.slot is not None:
+                pending = operands.posts.ask(self.slot, source)
+            elif operands.pending is not None:
+                pending = self.eight("pending", source)
+            asked.append((piece, inside, is_x, words, gamma, pending))
         return asked
 
     def eight(self, name: str, piece: Value) -> list[Value]:
@@ -104,11 +112,16 @@ class Input:
     def store(self, asked, warp: Value, lane: Value) -> None:
         """x times the norm's weight to shared memory, and the warps' sums of x's squares."""
         total = p.cf(0.0)
-        for piece, inside, words, gamma, pending in [*asked, *self.ask(early=False)]:
+        for piece, inside, is_x, words, gamma, pending in [*asked, *self.ask(early=False)]:
+            if self.slot is not None:
+                source = p.minimum(piece, self.plan.k // 8 - 1)
+                pending = self.operands.posts.total(pending, self.slot, source)
             if pending is not None:
+                if is_x is not None:  # zeros behind x stay zeros
+                    pending = [arith.select(is_x, value, p.cf(0.0)) for value in pending]
                 place = functools.partial(p.offset, index=piece, stride=16)
                 block = functools.partial(p.register, "ctaid.x")
-                words = self.operands.store_total(words, pending, place, block)
+                words = self.operands.store_total(words, pending, place, block, is_x)
             values = floats(words)
             if gamma is not None:
                 is_one = None if inside is None else lambda inside=inside: inside
@@ -201,7 +214,7 @@ class WeightRows:
         return out
 
     def ask(self, unit: Value) -> dict[str, list[Value]]:
-        """Request the operands of ``finish`` in device memory, before the product."""
+        """Request the unit's operands of ``finish`` in device memory."""
         names = {"scales": "scale", "biases": "bias", "residual": "residual"}
         if self.loop.in_groups:
             del names["scales"]
@@ -217,16 +230,59 @@ class WeightRows:
     def number(self, name: str, index: Value) -> Value:
         return load_number(getattr(self.operands, name), index, self.operands.kinds[name])
 
-    def finish(self, unit: Value, sums, asked, factor: Value | None) -> None:
+    def finish(self, unit: Value, sums, asked, factor: Value | None, kept: Value | None) -> None:
+        """kept: shared memory for the results of a block that posts them; None stores them."""
         totals = over_lanes(self.loop.totals(sums))
 
         def store():
             values = self.operands.finish(totals, factor=factor, **asked)
+            if kept is not None:
+                for i, value in enumerate(values):
+                    p.store_shared(kept, [value], 4 * i)
+                return
             first = p.mul(unit, len(values))
             for i, value in enumerate(values):
                 self.operands.store(p.add(first, i), value)
 
         p.when(p.less(self.lane, 1), store)
+
+
+@dataclasses.dataclass(frozen=True)
+class Poster:
+    """A block's results of a round, which lie side by side, on their way to all devices.
+
+    Each warp posts all of them to one device, so that few large packets cross the link.
+
+    kept: shared memory for the results of two rounds, which take turns.
+    place: this row's place in the mailbox of the warp's device.
+    """
+
+    plan: RowPlan
+    posts: Posts
+    kept: Value
+    place: Value
+    block: Value
+    warp: Value
+    lane: Value
+
+    def buffer(self, turn: Value) -> Value:
+        """Return where the warp keeps its results of a round."""
+        size, rows = self.plan.warps * self.plan.rows, self.plan.rows
+        return p.add(self.kept, p.mul(p.masked(turn, 1), 4 * size), p.mul(self.warp, 4 * rows))
+
+    def post(self, turn: Value) -> None:
+        """By all warps, behind a round."""
+        p.barrier()
+        size = self.plan.warps * self.plan.rows
+        first = p.add(p.mul(turn, self.plan.blocks), self.block)
+        row = p.add(p.mul(first, size), self.lane)
+        is_mine = arith.andi(p.less(self.lane, size), p.less(row, self.posts.width))
+        kept = p.add(self.kept, p.mul(p.masked(turn, 1), 4 * size), p.mul(self.lane, 4))
+
+        def store():
+            p.post(p.offset(self.place, row, 4), p.load_float(kept))
+
+        p.when(arith.andi(is_mine, p.less(self.warp, self.posts.peers)), store)
 
 
 def run(
@@ -248,8 +304,9 @@ def run(
     groups, stride = plan.groups, plan.blocks * plan.warps
     first = p.add(p.mul(block, plan.warps), warp)
     last = p.add(first, stride * (plan.rounds - 1))
-    if plan.spread and plan.is_last_short:
-        # Each block has a share of the last round, not the first blocks all of it.
+    if plan.spread and plan.is_last_short and operands.post is None:
+        # Each block has a share of the last round, not the first blocks all of it.  Posted rows of
+        # a block stand behind each other.
         last = p.add(p.mul(warp, plan.blocks), block, stride * (plan.rounds - 1))
         first = first if plan.rounds > 1 else last
     w = p.offset(operands.w, lane, 16)
@@ -262,7 +319,13 @@ def run(
         last_lane = p.minimum(lane, plan.last_lanes - 1)
         last_w = p.offset(operands.w, last_lane, 16)
         last_loop = make_loop(operands, xs, last_lane)
-    source = Input(plan, operands, loop, thread, squares)
+    posts, poster = operands.posts, None
+    slot = None if operands.posted is None else posts.slot(operands.posted)
+    if operands.post is not None:  # without a norm, so that the memory for squares is free
+        assert not plan.spread, "a block's rows of a round lie side by side"
+        place = posts.place(operands.post, warp)
+        poster = Poster(plan, posts, squares, place, block, warp, lane)
+    source = Input(plan, operands, loop, thread, squares, slot)
     rows = WeightRows(plan, scheme, operands, loop, lane, w, last_w, last_loop)
 
     start = p.minimum(first, plan.units - 1)
@@ -270,33 +333,47 @@ def run(
     rows.prefetch(start)
     if not has_waited:
         p.await_kernel()
+    if operands.post is not None:
+        threads = 32 * plan.warps
+        posts.empty(operands.post, p.add(p.mul(block, threads), thread), threads * plan.blocks)
     asked = source.ask(early=True)
     ready = rows.load(start, groups[0])
+    # A unit's bias comes with its first loads: a trip to memory of its own would be waited for.
+    ends = rows.ask(start)
     source.store(asked, warp, lane)
     p.barrier()
     factor = source.factor()
 
-    def product(unit, ready, later=None):
+    def product(turn, unit, ready, ends, later=None):
         """later: the warp's next unit."""
-        asked = rows.ask(unit)
+        following = ends
         sums = loop.nothing()
         for i, group in enumerate(groups):
             now = ready
             if i + 1 < len(groups):
                 ready = rows.load(unit, groups[i + 1])
             elif later is not None:
-                ready = rows.load(later, groups[0])
+                ready, following = rows.load(later, groups[0]), rows.ask(later)
             sums = loop.group(group, now, sums)
-        rows.finish(unit, sums, asked, factor)
-        return ready
+        rows.finish(unit, sums, ends, factor, None if poster is None else poster.buffer(turn))
+        return ready, following
 
-    def step(i, ready):
+    def step(i, carry):
+        ready, ends = jax.tree.unflatten(tree, carry)
         unit = p.add(p.mul(i, stride), first)
         later = arith.select(p.less(i, plan.rounds - 2), p.add(unit, stride), last)
         # A warp without another unit reads its first one again, and stores nothing of it.
         later = arith.select(p.less(later, plan.units), later, first)
-        return product(unit, ready, later)
+        ready, ends = product(i, unit, ready, ends, later)
+        if poster is not None:
+            poster.post(i)
+        return jax.tree.leaves((ready, ends))
 
     if plan.rounds > 1:
-        ready = p.loop(0, plan.rounds - 1, 1, ready, step)
-    p.when(p.less(last, plan.units), lambda: product(last, ready))
+        carry, tree = jax.tree.flatten((ready, ends))
+        carry = p.loop(0, plan.rounds - 1, 1, carry, step)
+        ready, ends = jax.tree.unflatten(tree, carry)
+    turn = p.ci(plan.rounds - 1)
+    p.when(p.less(last, plan.units), lambda: product(turn, last, ready, ends))
+    if poster is not None:
+        poster.post(turn)
