@@ -342,6 +342,8 @@ class ExpertsConfig:
         Width of the expert that every token passes; 0 for none.
     shared_gate : bool
         Whether the shared expert's output is multiplied by the sigmoid of a product.
+    shared_bias : bool
+        Whether the shared expert's products have biases.
     bias : bool
         Whether the experts' products have biases.
     gate_limit, gate_alpha : float
@@ -380,6 +382,7 @@ class ExpertsConfig:
     group_best: int = 2
     shared: int = 0
     shared_gate: bool = False
+    shared_bias: bool = False
     bias: bool = False
     gate_limit: float | None = None
     gate_alpha: float = 1.702
@@ -401,6 +404,9 @@ class ExpertsConfig:
         _require(self.shared >= 0, "experts.shared", self.shared, "must not be negative")
         _require(
             self.shared > 0 or not self.shared_gate, "experts.shared_gate", True, "needs shared"
+        )
+        _require(
+            self.shared > 0 or not self.shared_bias, "experts.shared_bias", True, "needs shared"
         )
         _require(
             self.n_experts % self.n_groups == 0,

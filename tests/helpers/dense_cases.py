@@ -11,7 +11,7 @@ EPS = {
     **dict.fromkeys(("nemotron", "lfm2", "lfm2_moe"), "norm_eps"),
     **dict.fromkeys(("jais2", "phi", "gpt_neox", "gpt_neox_japanese"), "layer_norm_eps"),
     **dict.fromkeys(("gpt2", "gpt-sw3", "gpt_bigcode", "gpt_neo"), "layer_norm_epsilon"),
-    **dict.fromkeys(("gptj", "codegen", "falcon"), "layer_norm_epsilon"),
+    **dict.fromkeys(("gptj", "codegen", "falcon", "nemotron_h"), "layer_norm_epsilon"),
     "starcoder2": "norm_epsilon",
     "cohere2_moe": "layer_norm_eps",
 }
@@ -442,6 +442,27 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "ssm_in_multiplier": 0.8,
             "key_multiplier": 0.5,
             "tie_word_embeddings": True,
+        },
+    ),
+    (
+        "nemotron_h",
+        "experts",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]
+            + ["linear_attention", "mlp"],
+            "num_hidden_layers": 6,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 12,
+            "n_groups": 2,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+            "n_group": 2,
+            "topk_group": 1,
+            "mlp_bias": True,
         },
     ),
 )

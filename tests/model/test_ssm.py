@@ -160,9 +160,10 @@ def test_nemotron_layers():
     cfg = nemotron("M-M*-")
     assert cfg.layer_types == ("ssm", "ssm", "attention")
     assert cfg.bare_layers == (1,)
+    assert nemotron("ME*-").experts.layers == (0,)
     table = param_table(cfg)
     assert table["layer_2", "mlp", "up", "weight"].sources[0].name.startswith("backbone.layers.4.")
-    for pattern, why in (("-M", "behind"), ("M--", "behind"), ("ME", "experts"), ("MX", "unknown")):
+    for pattern, why in (("-M", "behind"), ("M--", "behind"), ("ME-", "behind"), ("MX", "unknown")):
         with pytest.raises(JaxLlamaError, match=why):
             nemotron(pattern)
 

@@ -659,6 +659,7 @@ FAMILIES: dict[str, Family] = {
         facts={"gated_mlp": False},
         eps="layer_norm_epsilon",
         activation="mlp_hidden_act",
+        others={"num_local_experts": "n_routed_experts"},
     ),
     "gpt_oss": Family(
         ("GptOssForCausalLM",),
