@@ -133,6 +133,7 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "mlp_multipliers": [None, [0.8, 0.6]],
     },
     "nemotron_h": {
+        **_LEARNED,
         "layers_block_type": [
             ["linear_attention", "moe", "full_attention", "mlp"],
             ["full_attention", "linear_attention", "moe"],
