@@ -4,9 +4,9 @@ If there are too few heads to fill the GPU, a row is cut into segments.  A first
 segment's own state, from zeros.  A segment multiplies the state before it by one number a head, so
 the segments' first states follow in XLA.  A second pass has the outputs.
 
-Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed) and states; T of any length.  Dk is 64
-or 128, Dv a multiple of 16, which channels of zeros fill up to one of 64.  Everything is read and
-written in [B, T, H, D].  Command: ``python -m benchmarks.kernels.ssd``.
+Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed) and states; T of any length.  Dk is
+64, 128 or 256, Dv a multiple of 16, which channels of zeros fill up to one of 64.  Everything is
+read and written in [B, T, H, D].  Command: ``python -m benchmarks.kernels.ssd``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pallas_kernels.recurrence.scan import segment_states
 from pallas_kernels.recurrence.sequences import zero_padding
 from pallas_kernels.ssd.kernel_scan import WIDTH, scan
 
-WIDTHS = 64, 128  # of keys
+WIDTHS = 64, 128, 256  # of keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> SSDPlan | Reason:
     if reason := lacking("wgmma") or operands_reason(q, k, v, 16):
         return Reason(reason)
     if q.shape[-1] not in WIDTHS:
-        return Reason(f"q has Dk = {q.shape[-1]}, the kernel takes 64 and 128")
+        return Reason(f"q has Dk = {q.shape[-1]}, the kernel takes 64, 128 and 256")
     batch, length, heads, dv = v.shape
     return SSDPlan(segments_for(batch, heads, dv, -(-length // CHUNK)))
 

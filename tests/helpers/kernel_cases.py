@@ -241,6 +241,7 @@ CASES = {
     "GLA step": lambda: step(lambda *x: gla.gla_step(*x, 0.1), 64, 4, 4, 256, 512, 2),
     "SSD": lambda: ssd_chunks(8, 4096, 8, 64, 128, 64),
     "SSD in segments": lambda: ssd_chunks(1, 16384, 1, 48, 128, 64),
+    "SSD, Dk = 256": lambda: ssd_chunks(8, 4096, 1, 48, 256, 64),
     "SSD step": lambda: ssd_one(64, 64, 128, 64),
     "delta": lambda: delta_chunks(8, 4096, 16, 16, 128, 128),
     "delta gradients": lambda: delta_chunks(8, 4096, 16, 16, 128, 128, backward=True),

@@ -55,8 +55,8 @@ def test_a_head_must_have_a_group():
 
 
 def test_a_reason_names_the_fact():
-    q, k, v, *_ = case((1, 3, 2, 4, 256, 64))
-    assert "Dk = 256" in kernel.plan(q, k, v).text
+    q, k, v, *_ = case((1, 3, 2, 4, 96, 64))
+    assert "Dk = 96" in kernel.plan(q, k, v).text
     assert "v has Dv = 40" in kernel.plan(q[..., :64], k[..., :64], v[..., :40]).text
     assert "v is float32" in kernel.plan(q, k, v.astype(jnp.float32)).text
 
@@ -102,6 +102,7 @@ def test_forward_lowers_as_planned(shape, scans):
         ((2, 700, 2, 4, 128, 32), 4),  # heads padded to 64
         ((2, 520, 1, 2, 64, 128), 3),
         ((1, 300, 2, 2, 128, 80), None),
+        ((2, 300, 1, 2, 256, 64), 2),
     ],
 )
 def test_values(shape, segments):
