@@ -28,7 +28,7 @@ from benchmarks.kernels.timing import device_us
 from pallas_kernels.device import gpu
 from pallas_kernels.gla.kernel import gla_forward
 from pallas_kernels.gla.op import gla_step
-from pallas_kernels.ssd.kernel import segments_for, ssd_forward
+from pallas_kernels.ssd.kernel import SSDPlan, plan, ssd_forward
 from pallas_kernels.ssd.op import ssd_as_gla
 
 SHAPES = (  # B, T, groups, heads, Dk, Dv
@@ -126,14 +126,16 @@ def guarded(f: Callable[..., Any], *args: Any) -> None:
 def bench_kernel(shape: tuple[int, ...], check: bool) -> None:
     x = inputs(*shape)
     moved = sum(y.nbytes for y in x) + x[2].nbytes
-    ms, scan = (device_us(ssd_forward, [x], only=name) / 1e3 for name in ("", "ssd_scan"))
+    found = plan(*x[:3])
+    assert isinstance(found, SSDPlan)
+    forward = functools.partial(ssd_forward, segments=found.segments)
+    ms, scan = (device_us(jax.jit(forward), [x], only=name) / 1e3 for name in ("", "ssd_scan"))
     share = 1e3 * moved / gpu().copy_rate / ms
-    segments = segments_for(shape[0], shape[3], shape[5], shape[1] // 64)
-    line = f"{shape} kernel {ms:.4f} ms (scan {scan:.4f}, {segments} segments, {share:.0%} memory)"
+    line = f"{shape} kernel {ms:.4f} ms (scan {scan:.4f}, {found}, {share:.0%} of memory)"
     if check:
         with jax.enable_x64(True):
             want = recurrence64(*x)
-        errors = (relative_rms(a, b) for a, b in zip(ssd_forward(*x), want, strict=True))
+        errors = (relative_rms(a, b) for a, b in zip(forward(*x), want, strict=True))
         line += " rms o {:.1e} state {:.1e}".format(*errors)
     print(line, flush=True)
 
