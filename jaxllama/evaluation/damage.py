@@ -29,7 +29,14 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.perplexity import predictions, summary, tokens_of, window_and_stride
 from jaxllama.language_model import LanguageModel
-from jaxllama.model.decoder import activation_dtype, block, embed_tokens, logits, walk
+from jaxllama.model.decoder import (
+    activation_dtype,
+    block,
+    embed_tokens,
+    first_stream,
+    logits,
+    walk,
+)
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.records import At, Hidden, whole_rows
@@ -133,7 +140,7 @@ def _streams(cfg: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
         seen.append(stream.total[0])
         return stream, state
 
-    stream = Stream(embed_tokens(cfg, params, tokens, activation_dtype(params)))
+    stream = first_stream(cfg, embed_tokens(cfg, params, tokens, activation_dtype(params)))
     rows, length = tokens.shape
     walk(cfg, params, stream, None, whole_rows(cfg, rows, length), each)
     return jnp.stack(seen)

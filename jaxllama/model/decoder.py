@@ -33,7 +33,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model import linear
+from jaxllama.model import linear, shared_block
 from jaxllama.model.cache import (
     Cache,
     LayerState,
@@ -92,13 +92,15 @@ def mix_half(
     ops: LayerOps = linear,
 ) -> tuple[Stream, LayerState]:
     """A layer's first half: norm and mixer."""
+    if cfg.shared_blocks is not None and kind == "attention":
+        return shared_block.attend(cfg, p, stream, state, at, ops)
     mixer, own = MIXERS[kind].mix, p["mixer"]
     if cfg.learned_positions is not None:
         stream = _placed(cfg, p["positions"]["weight"], stream, at)
     y, stream = mixer_inputs(cfg, p, stream, mixer.inputs(cfg, own), ops)
     heads, state = mixer.mix(cfg, own, y, state, at)
     after = ops.linear_add(heads, own["o"], stream, cfg, p.get("mixer_out_norm"))
-    return after._replace(beside=stream.beside), state
+    return after._replace(beside=stream.beside, embedded=stream.embedded), state
 
 
 def mixer_inputs(
@@ -116,10 +118,14 @@ def mixer_inputs(
     if cfg.is_beside:
         if stream.beside is None:
             raise JaxLlamaError("this layer reads the input of the layer before, which is not here")
-        y, _ = ops.norm_linear(Stream(stream.beside), None, weights, cfg)
-        return y, Stream(stream.x, stream.pending)
+        beside, stream = stream.beside, stream._replace(beside=None)
+        if cfg.shared_blocks is None:
+            return ops.norm_linear(Stream(beside), None, weights, cfg)[0], stream
+        both = Stream(stream.total + beside)
+        return ops.norm_linear(both, p.get("mixer_norm"), weights, cfg)[0], stream
     if not cfg.has_beside:
-        return ops.norm_linear(stream, p.get("mixer_norm"), weights, cfg)
+        y, after = ops.norm_linear(stream, p.get("mixer_norm"), weights, cfg)
+        return y, after._replace(embedded=stream.embedded)
     normed, stream = linear.norm(stream, p.get("mixer_norm"), cfg)
     y, _ = ops.norm_linear(Stream(normed), None, weights, cfg)
     return y, stream._replace(beside=normed)
@@ -146,6 +152,8 @@ def feed_half(
     """
     if cfg.bare_layers:
         return stream
+    if cfg.shared_blocks is not None:
+        return shared_block.feed(cfg, p, stream, ops)
     if cfg.experts is not None:
         return feed_experts(cfg, p, stream, ops, before)
     if before is not None:
@@ -234,6 +242,11 @@ def embed_tokens(
 ) -> jax.Array:
     """``tokens[B, T]`` -> ``[B, T, D]``."""
     return scale_embedded(cfg, _rows_of_table(params["embed"]["weight"], tokens, dtype))
+
+
+def first_stream(cfg: ModelConfig, x: jax.Array) -> Stream:
+    """Return the stream of embeddings ``x[..., D]``."""
+    return Stream(x) if cfg.shared_blocks is None else Stream(x, embedded=x)
 
 
 def _rows_of_table(weight: linear.Weight, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -356,7 +369,7 @@ def forward(
         lengths = jnp.minimum(lengths, jnp.maximum(cache.capacity - start, 0))
     total = start + lengths if total_lengths is None else total_lengths
     positions, rope = positions_of(cfg, start, total, tokens.shape[1])
-    stream = Stream(embed_tokens(cfg, params, tokens, activation_dtype(params)))
+    stream = first_stream(cfg, embed_tokens(cfg, params, tokens, activation_dtype(params)))
     states, table = (None, None) if cache is None else (cache.layers, cache.table)
     at = new_tokens(positions, lengths, rope, sparse, table, fresh, cached=cache is not None)
     stream, states = walk(cfg, params, stream, states, at, block_of_a_program())
@@ -430,7 +443,8 @@ def _forward_in_pieces(
     ) -> tuple[Hidden, Cache]:
         check(cfg, params)
         at = pieces_of(cfg, cache.lengths, lengths, total, width, n, cache.table)
-        stream = Stream(embed_tokens(cfg, params, tokens, activation_dtype(params)))
+        embedded = embed_tokens(cfg, params, tokens, activation_dtype(params))
+        stream = first_stream(cfg, embedded)
         stream, states = walk(cfg, params, stream, cache.layers, at, block_of_a_program())
         return Hidden(stream.total), Cache(states, cache.lengths + lengths, cache.table)
 

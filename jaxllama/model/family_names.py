@@ -164,6 +164,13 @@ FAMILIES = {
         norm="model.final_layernorm",
         is_paired=True,
     ),
+    "zamba2": Names(
+        mlp_norm="pre_ff_layernorm",
+        mlp="feed_forward.",
+        norm="model.final_layernorm",
+        gate_up=("gate_up_proj",),
+        shared="shared_transformer.",
+    ),
     "granitemoehybrid": Names(
         mlp="shared_mlp.",
         gate_up=("input_linear",),

@@ -34,6 +34,7 @@ from jaxllama.model.decoder import (
     activation_dtype,
     block,
     embed_tokens,
+    first_stream,
     forward,
     head_product,
     inner,
@@ -295,7 +296,8 @@ class Decoder(nn.Module):
                 "with Decoder(cfg) and unstack_layers(params), on a mesh with jl.prefill"
             )
         at = tokens_at(self.cfg, tokens, None, lengths, None)
-        stream = Stream(embed_tokens(self.cfg, params, tokens, activation_dtype(params)))
+        embedded = embed_tokens(self.cfg, params, tokens, activation_dtype(params))
+        stream = first_stream(self.cfg, embedded)
         each = recomputed_block if self.remat else block
         return Hidden(walk(self.cfg, params, stream, at, each).total), None
 

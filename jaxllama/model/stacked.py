@@ -30,7 +30,13 @@ from jax import lax
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder, linear
-from jaxllama.model.decoder import block, embed_tokens, final_norm, layer_config
+from jaxllama.model.decoder import (
+    block,
+    embed_tokens,
+    final_norm,
+    first_stream,
+    layer_config,
+)
 from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers.common import LayerState
@@ -265,8 +271,7 @@ def walk_with_results(
         if run.count == 1:
             stream, results = period(stream, layers)
         else:
-            x, results = _repeated(period, stream.total, layers)
-            stream = Stream(x)
+            stream, results = _repeated(period, stream, layers)
         found += results
     return stream, found
 
@@ -293,15 +298,17 @@ def _period(
 
 
 def _repeated(
-    period: _Period, x: jax.Array, layers: tuple[Params, ...]
-) -> tuple[jax.Array, tuple[LayerState, ...]]:
+    period: _Period, stream: Stream, layers: tuple[Params, ...]
+) -> tuple[Stream, tuple[LayerState, ...]]:
     """The stream behind all turns of a loop, and their results."""
 
     def turn(x: jax.Array, now: tuple[Params, ...]) -> tuple[jax.Array, tuple[LayerState, ...]]:
-        stream, results = period(Stream(x), now)
-        return stream.total, results
+        after, results = period(Stream(x, embedded=embedded), now)
+        return after.total, results
 
-    return lax.scan(turn, x, layers)
+    embedded = stream.embedded
+    x, results = lax.scan(turn, stream.total, layers)
+    return Stream(x, embedded=embedded), results
 
 
 def recomputed_block(
@@ -349,5 +356,5 @@ def embed(
 ) -> tuple[Stream, At]:
     """Return the arguments of the first layer for whole rows; see ``hidden_states``."""
     batch, length = tokens.shape
-    stream = Stream(embed_tokens(cfg, params, tokens, dtype))
+    stream = first_stream(cfg, embed_tokens(cfg, params, tokens, dtype))
     return stream, whole_rows(cfg, batch, length, segments)

@@ -17,9 +17,9 @@ from jaxllama.model.decoder import (
     block_of_a_program,
     check,
     embed_tokens,
+    first_stream,
     walk,
 )
-from jaxllama.model.linear import Stream
 from jaxllama.model.lora import ROWS, chosen, for_rows
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.attention.state import KVCache
@@ -69,7 +69,8 @@ def propose(
     params = chosen(params)
     positions, is_new, rope = places_of(cfg, cache.lengths, lengths, width)
     at = Draft(positions, is_new, rope, width, cache.table, exact, sparse)
-    stream = Stream(embed_tokens(cfg, params, tokens.reshape(-1, 1), activation_dtype(params)))
+    embedded = embed_tokens(cfg, params, tokens.reshape(-1, 1), activation_dtype(params))
+    stream = first_stream(cfg, embedded)
     stream, states = walk(cfg, params, stream, cache.layers, at, block_of_a_program())
     hidden = Hidden(stream.total.reshape(batch, width, -1))
     kept = tuple(None if isinstance(state, KVCache) else state for state in states)

@@ -437,7 +437,7 @@ def transformers_reads(kind: str) -> dict[str, Any]:
     others = {"layer_types"}
     if kind in ("aria_text", "apertus1p5_text"):  # the same file has the multimodal model
         others |= {name for pair in found for name in pair} - {*config}
-    if kind in ("falcon_h1", "nemotron_h"):
+    if kind in ("falcon_h1", "nemotron_h", "zamba2"):
         others |= {"get_text_config"}  # a method
     if kind == "minicpm3":
         others |= {"logits_scaling"}  # computed from other keys

@@ -63,6 +63,16 @@ _FALCON = {
     "mamba_n_groups": 2,
     "mamba_d_state": 12,
 }
+_ZAMBA = {
+    "head_dim": 16,  # of both halves of the input
+    "num_key_value_heads": 4,
+    "hidden_act": "gelu",
+    "n_mamba_heads": 8,
+    "mamba_ngroups": 2,
+    "mamba_d_state": 12,
+    "adapter_rank": 6,
+    "tie_word_embeddings": True,
+}
 FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("gemma", "", {"tie_word_embeddings": True, "head_dim": 16}),
     ("gemma", "gelu", {"hidden_act": "gelu", "attention_bias": True}),
@@ -463,6 +473,30 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "n_group": 2,
             "topk_group": 1,
             "mlp_bias": True,
+        },
+    ),
+    (
+        "zamba2",
+        "",
+        {
+            **_ZAMBA,
+            "num_hidden_layers": 5,
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention"]
+            + ["hybrid"],
+            "num_mem_blocks": 2,
+            "use_shared_attention_adapter": True,
+            "use_mem_rope": True,
+        },
+    ),
+    (
+        "zamba2",
+        "bias",
+        {
+            **_ZAMBA,
+            "num_hidden_layers": 3,
+            "layers_block_type": ["hybrid", "linear_attention", "hybrid"],
+            "add_bias_linear": True,
+            "num_key_value_heads": 2,
         },
     ),
 )

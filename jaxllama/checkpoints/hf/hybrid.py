@@ -1,16 +1,17 @@
-"""Families whose layers are of several kinds: OLMo Hybrid, LFM2 and Falcon-H1.
+"""Families whose layers are of several kinds: OLMo Hybrid, LFM2, Falcon-H1 and Zamba2.
 
 ``hf.families`` adds ``FAMILIES`` to its own table.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from jaxllama.checkpoints.hf.family import BIAS, MLP_BIAS, Family, Fields
 from jaxllama.checkpoints.hf.mamba import MambaKeys, options_of
 from jaxllama.checkpoints.json_reader import JsonReader
-from jaxllama.config import UNMULTIPLIED, DeltaConfig, ModelConfig, Multipliers
+from jaxllama.config import UNMULTIPLIED, DeltaConfig, ModelConfig, Multipliers, SharedBlocks
 from jaxllama.errors import JaxLlamaError
 
 
@@ -185,7 +186,128 @@ def _falcon_h1_to_hf(cfg: ModelConfig) -> Fields:
     }
 
 
+_ZAMBA = dataclasses.replace(
+    _FALCON,
+    n_heads=("n_mamba_heads", 8),
+    head_dim=("mamba_headdim", None),
+    state=("mamba_d_state", 64),
+    n_groups=("mamba_ngroups", 1),
+    conv_bias=("use_conv_bias", True),
+    bias=("add_bias_linear", False),
+    least=("time_step_min", 0.001),
+)
+_ZAMBA_KINDS = {"hybrid": "hybrid", "linear_attention": "ssm", "mamba": "ssm"}
+
+
+def _zamba_types(read: JsonReader) -> list[str]:
+    """Return the kinds of a file's layers, "hybrid" or "ssm"."""
+    n = read.size("num_hidden_layers")
+    types = read.config.get("layers_block_type") or read.config.get("layer_types")
+    if types is None:
+        plain = ["ssm"] * 5 + ["hybrid"]
+        types = ["ssm", *plain * 7, *["ssm"] * 4, "hybrid", *["ssm"] * 3, "hybrid", "ssm", "ssm"]
+    else:
+        types = [_ZAMBA_KINDS.get(one) for one in types] if isinstance(types, list) else []
+    if len(types) != n or None in types:
+        raise read.error("layers_block_type", f"must be {n} entries of linear_attention, hybrid")
+    return types
+
+
+def _zamba2(read: JsonReader) -> Fields:
+    """Return the fields of Zamba2: a hybrid layer of the file is one of attention, whose block
+    several share, and one of Mamba-2 that reads its output beside the stream."""
+    d_model, n_heads = read.size("hidden_size"), read.size("num_attention_heads")
+    whole, mamba_heads = read.size("mamba_expand", 2) * d_model, read.size("n_mamba_heads", 8)
+    if whole % mamba_heads:
+        raise read.error("n_mamba_heads", f"must divide the {whole} features of the heads")
+    if 2 * d_model % n_heads:
+        raise read.error("num_attention_heads", f"must divide twice hidden_size ({2 * d_model})")
+    head_dim = whole // mamba_heads
+    found = _ZAMBA.fields(JsonReader({**read.config, "mamba_headdim": head_dim}))
+    found["mixers"]["ssm"] |= {"norm_eps": 1e-5, "conv_bias": True}
+    types: list[str] = []
+    beside: list[int] = []
+    for kind in _zamba_types(read):
+        if kind == "hybrid":
+            types.append("attention")
+            beside.append(len(types))
+        types.append("ssm")
+    n = len(types)
+    if not beside:
+        raise read.error("layers_block_type", "has no hybrid layer")
+    return {
+        **found,
+        "n_layers": n,
+        "layer_types": tuple(types),
+        "head_dim": 2 * d_model // n_heads,
+        "d_ff": read.size("intermediate_size", 4 * d_model),
+        "bare_layers": tuple(i for i, kind in enumerate(types) if kind == "ssm"),
+        "beside_layers": tuple(beside),
+        "nope_layers": () if read.flag("use_mem_rope", False) else tuple(range(n)),
+        "shared_blocks": SharedBlocks(
+            count=read.size("num_mem_blocks", 1),
+            rank=read.size("adapter_rank", 128),
+            attention_adapters=read.flag("use_shared_attention_adapter", False),
+        ),
+        "stored.query": 2**0.5,
+    }
+
+
+def _zamba2_to_hf(cfg: ModelConfig) -> Fields:
+    """Return the keys of Zamba2.  Raises JaxLlamaError where no blocks are shared."""
+    shared = cfg.shared_blocks
+    if shared is None:
+        raise JaxLlamaError("shared_blocks: this family's layers of attention have them")
+    kinds = ["linear_attention"] * cfg.n_layers
+    for index in cfg.beside_layers:
+        kinds[index] = "hybrid"
+    types = [one for i, one in enumerate(kinds) if cfg.layer_types[i] == "ssm"]
+    return {
+        **_ZAMBA.to_hf(cfg),
+        "num_hidden_layers": len(types),
+        "layers_block_type": types,
+        "num_mem_blocks": shared.count,
+        "adapter_rank": shared.rank,
+        "use_shared_attention_adapter": shared.attention_adapters,
+        "use_mem_rope": len(cfg.nope_layers) != cfg.n_layers,
+    }
+
+
 FAMILIES: dict[str, Family] = {
+    "zamba2": Family(
+        ("Zamba2ForCausalLM",),
+        defaults={
+            "num_hidden_layers": 54,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "gelu",
+            "tie_word_embeddings": True,
+        },
+        keys=(
+            *_ZAMBA.keys,
+            "layers_block_type",
+            "layer_types",
+            "num_mem_blocks",
+            "adapter_rank",
+            "use_shared_attention_adapter",
+            "use_mem_rope",
+            "use_mem_eff_path",
+            "attention_head_dim",
+            "attention_hidden_size",
+            "hybrid_layer_ids",
+            "kv_channels",
+            "num_query_groups",
+        ),
+        same=(("add_bias_linear", "mlp_bias", False),),
+        fields=_zamba2,
+        to_hf=_zamba2_to_hf,
+        # Without it transformers shares no blocks.
+        fixed={"use_long_context": (False, None), "tie_word_embeddings": (True, None)},
+        derived=lambda read: {
+            "head_dim": 2 * read.size("hidden_size") // read.size("num_attention_heads"),
+            "intermediate_size": 4 * read.size("hidden_size"),
+        },
+    ),
     "falcon_h1": Family(
         ("FalconH1ForCausalLM",),
         defaults={
