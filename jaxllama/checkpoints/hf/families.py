@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from jaxllama.checkpoints.hf import dense, gpt, hybrid, latent, mamba, routed, sparse
+from jaxllama.checkpoints.hf import dense, gpt, hybrid, latent, mamba, paired, routed, sparse
 from jaxllama.checkpoints.hf.experts import IntervalMixture, Mixture, SigmoidMixture
 from jaxllama.checkpoints.hf.family import (
     BIAS,
@@ -932,6 +932,7 @@ FAMILIES: dict[str, Family] = {
     **dense.FAMILIES,
     **gpt.FAMILIES,
     **hybrid.FAMILIES,
+    **paired.FAMILIES,
     **sparse.FAMILIES,
     **latent.FAMILIES,
     **routed.FAMILIES,
