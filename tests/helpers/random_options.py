@@ -137,7 +137,7 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "layers_block_type": [
             ["linear_attention", "moe", "full_attention", "mlp"],
             ["full_attention", "linear_attention", "moe"],
-            ["linear_attention", "mlp", "linear_attention"],
+            ["linear_attention", "mlp", "full_attention"],
         ],
         "num_hidden_layers": [1],
         "mamba_num_heads": [4],
@@ -154,7 +154,8 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "topk_group": [1],
         "mlp_bias": _FLAG,
         "use_conv_bias": _FLAG,
-        "mamba_proj_bias": _FLAG,
+        "use_bias": _FLAG,
+        "tie_word_embeddings": [False],  # transformers ties nothing here
     },
     "zamba2": {
         **_LEARNED,

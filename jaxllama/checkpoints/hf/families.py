@@ -302,7 +302,6 @@ _NEMOTRON_H = dataclasses.replace(
     n_heads=("mamba_num_heads", 128),
     head_dim=("mamba_head_dim", 64),
     state=("ssm_state_size", 128),
-    bias=("mamba_proj_bias", False),
     least=("time_step_min", 0.001),
 )
 _HYBRID_EXPERTS = dataclasses.replace(_GRANITE_EXPERTS, is_mixed=True)
@@ -630,6 +629,7 @@ FAMILIES: dict[str, Family] = {
         },
         keys=(
             *_NEMOTRON_H.keys,
+            "mamba_proj_bias",  # which no class reads
             "hybrid_override_pattern",
             "layers_block_type",
             "layer_types",
@@ -652,7 +652,6 @@ FAMILIES: dict[str, Family] = {
         to_hf=lambda cfg: {**_NEMOTRON_H.to_hf(cfg), **mamba.nemotron_to_hf(cfg)},
         # transformers reads attention_bias, and has no biases
         fixed={
-            "use_bias": (False, None),
             "sliding_window": (None,),
             "moe_latent_size": (None,),
         },
