@@ -596,6 +596,7 @@ FAMILIES: dict[str, Family] = {
             **_MAMBA.to_hf(cfg),
             "attn_layer_indices": [i for i, k in enumerate(cfg.layer_types) if k == "attention"],
         },
+        fixed={"partial_rotary_factor": (0.5, None)},  # whatever a file says, in transformers
     ),
     "granitemoehybrid": Family(
         ("GraniteMoeHybridForCausalLM",),
