@@ -21,6 +21,8 @@ from jaxllama.model.params import param_table
 from jaxllama.model.records import whole_rows
 from jaxllama.model.split import check_shards, local_config, natural_rows, row_order, split_axis
 from jaxllama.model.stacked import hidden_states, stack_layers
+from jaxllama.offload.policy import Policy
+from jaxllama.planner import accounting
 from jaxllama.quantization import calibration
 from pallas_kernels.operands import Columns
 from tests.helpers.arrays import as_jax
@@ -278,3 +280,13 @@ def test_mixers_side_by_side_are_calibrated_as_they_run():
         (h,) = calibration.advance(*layer_config(PAIRS, index), params[f"layer_{index}"], [h])
     hidden, _ = forward(PAIRS, params, as_jax(tokens), as_jax([WIDTH, WIDTH]))
     np.testing.assert_allclose(h, hidden.x, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cfg", [PAIRS, SHARED], ids=["side-by-side", "shared"])
+@pytest.mark.parametrize("halves", ["false", "true"])
+def test_the_planner_lowers_layers_with_something_beside_the_stream(cfg, halves):
+    policy = Policy.parse(f"0 50 0 50 0 50 sep_layer={halves}")
+    sizes = 2, 4, 16  # rows, tokens of a chunk, capacity
+    programs = accounting._programs(cfg, policy, *sizes, jnp.float32, jnp.float32, None)
+    assert len(list(programs)) >= 5
