@@ -360,7 +360,7 @@ def _programs(
             )
 
 
-def _stream(cfg: ModelConfig, part: str, x: jax.ShapeDtypeStruct) -> Tree:
+def _stream(cfg: ModelConfig, part: str, x: Tree) -> Stream:
     """Return the types of a layer's stream, with what may stand beside it."""
     is_read = cfg.is_beside or (cfg.shared_blocks is not None and part == "feed")
     return Stream(x, x, x if is_read else None, None if cfg.shared_blocks is None else x)
