@@ -211,6 +211,7 @@ _FACTS = {
     "embedding_scale": "scaled embeddings",
     "gated_mlp": "feed-forward without a gate",
     "head_bias": "head with a bias",
+    "layer_scale": "a multiplier of each layer",
     "learned_positions": "learned positions",
     "norm": "LayerNorm",
     "norm_weight": "norms without a weight",
@@ -219,6 +220,7 @@ _FACTS = {
     "pre_norms": "no norms before them",
     "qk_norm": "norms of q and k",
     "qk_norm_last": "which follow RoPE",
+    "v_norm": "norms of v",
 }
 
 
@@ -236,6 +238,9 @@ def _differs(family: Family) -> str:
     found += ["Mamba-2"] * ("time_step_limit" in keys)
     found += ["gated delta rule"] * ("linear_conv_kernel_dim" in keys)
     found += ["latent keys and values"] * ("kv_lora_rank" in keys)
+    found += ["two widths of heads, keys that are values"] * ("attention_k_eq_v" in keys)
+    found += ["keys that layers share"] * ("num_kv_shared_layers" in keys)
+    found += ["inputs of each layer"] * ("hidden_size_per_layer_input" in keys)
     found += ["experts"] * _has_experts(family)
     found += ["sliding windows"] * (family.window != "none")
     is_nope = family.is_nope is not None and "learned_positions" not in family.facts
@@ -247,13 +252,13 @@ def _differs(family: Family) -> str:
 def _has_experts(family: Family) -> bool:
     if "hybrid_override_pattern" in family.keys:  # Nemotron-H's experts are refused
         return False
-    return bool({"num_experts_per_tok", "moe_k", "moe_topk"} & set(family.keys) and family.to_hf)
+    counts = {"num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"}
+    return bool(counts & set(family.keys) and family.to_hf)
 
 
 def _runs(family: Family) -> str:
     """Say where models of a family run, as ``model.split.check_shards`` decides."""
-    is_whole = family.facts.get("qk_norm") == "full" or _has_experts(family)
-    return "CPU, GPU" if is_whole else "CPU, GPU, mesh"
+    return "CPU, GPU" if family.facts.get("qk_norm") == "full" else "CPU, GPU, mesh"
 
 
 def schemes() -> str:

@@ -21,7 +21,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import JsonObject, Params
 
 _PACKAGE = Path(__file__).resolve().parent
-RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 KINDS = ("attention", "gla", "delta")  # kinds of layers whose options are fields of their own
 Options = tuple[tuple[str, Any], ...]
 Norm = Literal["rms", "layer"]
@@ -41,11 +41,14 @@ class RopeConfig:
         Base of the frequencies.
     scaling : str
         Rule that extends the context: "none", "linear", "dynamic", "llama3", "yarn" (arXiv
-        2309.00071) or "longrope" (arXiv 2402.13753).
+        2309.00071) or "longrope" (arXiv 2402.13753). "proportional" has the frequencies of a head
+        of which all features rotate, divided by ``factor``; only the first ``rotary_dim / 2`` pairs
+        rotate (Gemma 4).
     factor : float
         Ratio of the extended context to the trained one.
     original_max_position : int, optional
-        Length of the trained context in tokens. All rules but "none" and "linear" need it.
+        Length of the trained context in tokens. All rules but "none", "linear" and "proportional"
+        need it.
     low_freq_factor, high_freq_factor : float
         Borders of the blended frequencies of "llama3".
     beta_fast, beta_slow : float
@@ -308,6 +311,64 @@ class LatentConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class FullAttentionConfig:
+    """Heads of the attention layers without a window, where they differ from the others' (Gemma 4).
+
+    Parameters
+    ----------
+    head_dim, n_kv_heads : int
+        Width of a head, and number of key and value heads.
+    k_is_v : bool
+        Whether one product gives both keys and values.
+
+    Raises
+    ------
+    JaxLlamaError
+        If a field is out of range. The message names the field.
+    """
+
+    head_dim: int
+    n_kv_heads: int
+    k_is_v: bool = False
+
+    def __post_init__(self) -> None:
+        _check_types(self, "full.")
+        for key in ("head_dim", "n_kv_heads"):
+            _require(getattr(self, key) > 0, f"full.{key}", getattr(self, key), "must be positive")
+        _require(self.head_dim % 2 == 0, "full.head_dim", self.head_dim, "must be even (RoPE)")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerInputsConfig:
+    """A further input of every layer, from tables of its own by token (Gemma 3n and 4).
+
+    Parameters
+    ----------
+    width : int
+        Features of a layer's input.
+    vocab_size : int
+        Rows of the table.
+    n_layers : int
+        Layers that the table has features for.
+
+    Raises
+    ------
+    JaxLlamaError
+        If a field is out of range. The message names the field.
+    """
+
+    width: int
+    vocab_size: int
+    n_layers: int
+
+    def __post_init__(self) -> None:
+        _check_types(self, "layer_inputs.")
+        for key in ("width", "vocab_size", "n_layers"):
+            value = getattr(self, key)
+            _require(value > 0, f"layer_inputs.{key}", value, "must be positive")
+
+
+@dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
     """Options of a mixture of experts in place of a layer's feed-forward (arXiv 1701.06538).
 
@@ -355,6 +416,9 @@ class ExpertsConfig:
         Whether experts are chosen by logits, and not by scores; ``choice_bias`` is added to these.
     out_norm : bool
         Whether the layers with experts have a norm of their output (A.X-K1).
+    beside : bool
+        Whether the expert that every token passes is a dense feed-forward beside the others, with
+        norms of its own (Gemma 4). The router then has a norm too, and a factor of each expert.
     layers : tuple of int
         Indices of the layers with experts; empty for every layer. Other layers have the dense
         feed-forward.
@@ -389,6 +453,7 @@ class ExpertsConfig:
     jitter: float = 0.01
     out_norm: bool = False
     choice_by_logits: bool = False
+    beside: bool = False
     layers: tuple[int, ...] = ()
     shards: int = 1
     exchanges: bool = False
@@ -405,6 +470,7 @@ class ExpertsConfig:
         _require(
             self.shared > 0 or not self.shared_gate, "experts.shared_gate", True, "needs shared"
         )
+        _require(self.shared > 0 or not self.beside, "experts.beside", True, "needs shared")
         _require(
             self.shared > 0 or not self.shared_bias, "experts.shared_bias", True, "needs shared"
         )
@@ -663,6 +729,24 @@ class ModelConfig:
         Options of attention layers that share weights (Zamba2); None for layers of their own.
     bare_layers : tuple of int
         Indices of layers without a feed-forward (Mamba-2).
+    full : FullAttentionConfig, optional
+        Heads of the attention layers without a window, if they differ.
+    k_is_v : bool
+        Whether one product gives both keys and values.
+    v_norm : bool
+        Whether each head of v has an RMSNorm without a weight.
+    shared_kv_layers : int
+        The last so many layers have no keys and values. Each reads those of the last layer before
+        them all that has a window where it has one, and none where it has none (Gemma 3n and 4).
+    shared_kv_d_ff : int, optional
+        Width of the feed-forward of these layers, if it differs.
+    kv_role : {"own", "lent", "borrowed"}
+        Whose keys and values a layer reads, in the config of one layer (``layer_config``): its own,
+        its own that other layers read too, or another layer's.
+    layer_inputs : LayerInputsConfig, optional
+        A further input of every layer.
+    layer_scale : bool
+        Whether each layer multiplies the stream by a stored number.
     stored : CheckpointForm
         Form of the checkpoint's tensors.
 
@@ -724,6 +808,14 @@ class ModelConfig:
     parallel_norms: bool = False
     learned_positions: int | None = None
     embed_norm: bool = False
+    full: FullAttentionConfig | None = None
+    k_is_v: bool = False
+    v_norm: bool = False
+    shared_kv_layers: int = 0
+    shared_kv_d_ff: int | None = None
+    kv_role: Literal["own", "lent", "borrowed"] = "own"
+    layer_inputs: LayerInputsConfig | None = None
+    layer_scale: bool = False
     stored: CheckpointForm = dataclasses.field(default_factory=CheckpointForm)
 
     def __post_init__(self) -> None:
@@ -880,14 +972,15 @@ class ModelConfig:
             "must be 1 where attention has sinks",
         )
         _require(self.pre_norms or not self.parallel_block, "pre_norms", False, "parallel_block")
-        for key in ("rope", "window_rope"):
+        widths = self.head_dim if self.full is None else self.full.head_dim, self.head_dim
+        for key, width in zip(("rope", "window_rope"), widths, strict=True):
             rope = getattr(self, key)
             turning = 0 if rope is None or rope.rotary_dim is None else rope.rotary_dim
             _require(
-                turning <= self.head_dim,
+                turning <= width,
                 f"{key}.rotary_dim",
                 turning,
-                f"must not exceed head_dim ({self.head_dim})",
+                f"must not exceed head_dim ({width})",
             )
         if self.latent is not None:
             width = self.latent.d_nope + self.latent.d_rope
@@ -916,6 +1009,7 @@ class ModelConfig:
                 self.latent.d_v,
                 f"must not exceed head_dim ({width})",
             )
+        self._check_shared_kv()
         if "delta" in self.layer_types:
             _require(self.delta is not None, "delta", None, "is needed by layers of type 'delta'")
         if "gla" in self.layer_types:
@@ -929,6 +1023,48 @@ class ModelConfig:
                     expand,
                     f"times d_model ({self.d_model}) must divide into {self.gla.n_heads} heads",
                 )
+
+    def _check_shared_kv(self) -> None:
+        """Check the options of heads that differ between layers, and of keys that layers share."""
+        full = self.full
+        if full is not None:
+            _require(self.latent is None, "full", full, "must be None where keys are latent")
+            _require(self.sliding_window is not None, "full", full, "needs a sliding_window")
+            _require(
+                self.n_heads % full.n_kv_heads == 0,
+                "full.n_kv_heads",
+                full.n_kv_heads,
+                f"must divide n_heads ({self.n_heads})",
+            )
+        shared = self.shared_kv_layers
+        _require(0 <= shared < self.n_layers, "shared_kv_layers", shared, "must be below n_layers")
+        _require(
+            shared > 0 or self.shared_kv_d_ff is None,
+            "shared_kv_d_ff",
+            self.shared_kv_d_ff,
+            "needs shared_kv_layers",
+        )
+        if shared:
+            own = {self.window_of(i) is None for i in range(self.n_layers - shared)}
+            _require(
+                all((self.window_of(i) is None) in own for i in range(self.n_layers)),
+                "shared_kv_layers",
+                shared,
+                "leaves no layer that keeps the keys of windows, or of none",
+            )
+        if not shared and self.kv_role == "own":
+            return
+        for key, want in (
+            ("layer_types", ("attention",) * self.n_layers),
+            ("latent", None),
+            ("qk_norm_last", False),
+            ("attn_gate", False),
+            ("attn_sinks", False),
+            ("attn_softcap", None),
+            ("attn_sparsity", 1.0),
+        ):
+            found = getattr(self, key)
+            _require(found == want, key, found, f"must be {want!r} where layers share keys")
 
     def options_of(self, kind: str) -> JsonObject:
         """Return the options of a kind of layers in ``mixers``.
@@ -955,11 +1091,58 @@ class ModelConfig:
         """Return the sliding window of layer ``layer`` in tokens, or None if it has none."""
         return self.sliding_window if layer in (self.window_layers or (layer,)) else None
 
+    def kv_source(self, layer: int) -> int | None:
+        """Return the layer whose keys and values layer ``layer`` reads; None for its own."""
+        first = self.n_layers - self.shared_kv_layers
+        if layer < first:
+            return None
+        has_window = self.window_of(layer) is not None
+        return max(i for i in range(first) if (self.window_of(i) is not None) == has_window)
+
+    def lends_kv(self, layer: int) -> bool:
+        """Return whether other layers read the keys and values of layer ``layer``."""
+        later = range(self.n_layers - self.shared_kv_layers, self.n_layers)
+        return any(self.kv_source(i) == layer for i in later)
+
+    def with_heads_of(self, layer: int) -> ModelConfig:
+        """Return the config of a model whose attention layers all have the heads of one layer.
+
+        Scores of heads of both widths have one scale.
+        """
+        role = "own"
+        if self.shared_kv_layers:
+            lends = self.lends_kv(layer)
+            role = "borrowed" if self.kv_source(layer) is not None else "lent" if lends else "own"
+        if self.full is None and role == self.kv_role:
+            return self
+        changes: JsonObject = {"kv_role": role} if self.shared_kv_layers else {}
+        if self.full is not None:
+            changes |= {"full": None, "rope": self.rope_of(layer), "window_rope": None}
+            if self.window_of(layer) is None:
+                changes |= self._full_heads()
+        return dataclasses.replace(self, **changes)
+
+    def _full_heads(self) -> JsonObject:
+        """Return changes that give every layer the heads of the layers without a window."""
+        if self.full is None:
+            return {}
+        query = self.stored.query * (self.full.head_dim / self.head_dim) ** 0.5
+        stored = dataclasses.replace(self.stored, query=query)
+        return {**dataclasses.asdict(self.full), "full": None, "stored": stored}
+
+    def d_ff_of(self, layer: int) -> int:
+        """Return the width of the dense feed-forward of layer ``layer``."""
+        is_shared = layer >= self.n_layers - self.shared_kv_layers
+        return self.shared_kv_d_ff if is_shared and self.shared_kv_d_ff else self.d_ff
+
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """Return the options of a layer's experts, or None if its feed-forward is dense."""
         if self.experts is None or layer not in (self.experts.layers or (layer,)):
             return None
-        return self.experts.of_a_layer
+        one = self.experts.of_a_layer
+        if one.beside:  # the dense feed-forward
+            one = dataclasses.replace(one, shared=self.d_ff_of(layer))
+        return one
 
     def norms_of(self, layer: int) -> tuple[bool, bool]:
         """Return whether one layer has norms before its sublayers, and whether after them."""
@@ -984,11 +1167,16 @@ class ModelConfig:
         slides = self.window_rope is not None and self.window_of(layer) is not None
         return typing.cast(RopeConfig, self.window_rope) if slides else self.rope
 
+    def head_dim_of(self, layer: int) -> int:
+        """Return the width of the attention heads of layer ``layer``."""
+        is_full = self.full is not None and self.window_of(layer) is None
+        return self.full.head_dim if self.full is not None and is_full else self.head_dim
+
     @functools.cached_property
-    def ropes(self) -> tuple[RopeConfig, ...]:
-        """The distinct RoPEs of the attention layers."""
+    def ropes(self) -> tuple[tuple[RopeConfig, int], ...]:
+        """The distinct (RoPE, width of a head) of the attention layers."""
         layers = (i for i, kind in enumerate(self.layer_types) if kind == "attention")
-        return tuple(dict.fromkeys(self.rope_of(i) for i in layers))
+        return tuple(dict.fromkeys((self.rope_of(i), self.head_dim_of(i)) for i in layers))
 
     @property
     def product_scale(self) -> float:
@@ -1038,6 +1226,7 @@ class ModelConfig:
         windows = tuple(i for i in range(count) if self.window_of(i) is not None)
         sparse = tuple(i for i in range(count) if self.experts_of(i) is not None)
         experts = self.experts and dataclasses.replace(self.experts, layers=sparse)
+        shared = max(0, count - (self.n_layers - self.shared_kv_layers))
         return dataclasses.replace(
             self,
             n_layers=count,
@@ -1048,8 +1237,11 @@ class ModelConfig:
             bare_layers=tuple(i for i in self.bare_layers if i < count),
             beside_layers=tuple(i for i in self.beside_layers if i < count),
             post_norm_layers=tuple(i for i in self.post_norm_layers if i < count),
+            shared_kv_layers=shared,
+            shared_kv_d_ff=self.shared_kv_d_ff if shared else None,
             experts=experts if sparse else None,
             mtp_layers=0,
+            **({} if windows else self._full_heads()),
         )
 
     def mtp_config(self) -> ModelConfig:

@@ -29,14 +29,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.perplexity import predictions, summary, tokens_of, window_and_stride
 from jaxllama.language_model import LanguageModel
-from jaxllama.model.decoder import (
-    activation_dtype,
-    block,
-    embed_tokens,
-    first_stream,
-    logits,
-    walk,
-)
+from jaxllama.model.decoder import activation_dtype, begin, block, logits, walk
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.records import At, Hidden, whole_rows
@@ -140,9 +133,10 @@ def _streams(cfg: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
         seen.append(stream.total[0])
         return stream, state
 
-    stream = first_stream(cfg, embed_tokens(cfg, params, tokens, activation_dtype(params)))
     rows, length = tokens.shape
-    walk(cfg, params, stream, None, whole_rows(cfg, rows, length), each)
+    at = whole_rows(cfg, rows, length)
+    stream, at = begin(cfg, params, tokens, activation_dtype(params), at)
+    walk(cfg, params, stream, None, at, each)
     return jnp.stack(seen)
 
 

@@ -45,7 +45,7 @@ class Cache:
     Parameters
     ----------
     layers : tuple
-        The state of each layer.
+        The state of each layer. None for a layer that reads another's keys and values.
     lengths : int32 [B]
         Number of tokens of each row.
     table : int32 [B, M], optional
@@ -142,10 +142,10 @@ def init_cache(
         name = str(dtype)
     if name not in QUANTIZED_CACHE and not name.startswith(("float", "bfloat")):
         raise JaxLlamaError(f"cache dtype {name!r} is not a float, {', '.join(QUANTIZED_CACHE)}")
-    width = cached_width(cfg, name, mesh)
+    widths = _widths(cfg, name, mesh)
     if mesh is not None:
-        return _init_on_mesh(cfg, width, batch, max_len, name, mesh)()
-    return _empty(cfg, width, batch, max_len, name)
+        return _init_on_mesh(cfg, widths, batch, max_len, name, mesh)()
+    return _empty(cfg, widths, batch, max_len, name)
 
 
 def default_dtype() -> jnp.dtype:
@@ -174,10 +174,19 @@ def cached_width(cfg: ModelConfig, dtype: str, mesh: Mesh | None = None) -> int:
     return next(fits, cfg.head_dim)
 
 
+Widths = tuple[int, ...]  # ``cached_width`` of each layer
+
+
+def _widths(cfg: ModelConfig, dtype: str, mesh: Mesh | None = None) -> Widths:
+    layers = (cfg.with_heads_of(index) for index in range(cfg.n_layers))
+    return tuple(cached_width(layer, dtype, mesh) for layer in layers)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))  # one program, not one for each array
-def _empty(cfg: ModelConfig, width: int, batch: int, max_len: int, dtype: str) -> Cache:
+def _empty(cfg: ModelConfig, widths: Widths, batch: int, max_len: int, dtype: str) -> Cache:
     layers = tuple(
-        MIXERS[kind].mix.init_state(cfg, batch, max_len, width, dtype) for kind in cfg.layer_types
+        MIXERS[kind].mix.init_state(cfg.with_heads_of(index), batch, max_len, width, dtype)
+        for index, (kind, width) in enumerate(zip(cfg.layer_types, widths, strict=True))
     )
     return Cache(layers, jnp.zeros((batch,), jnp.int32))
 
@@ -187,20 +196,21 @@ def init_pages(
 ) -> Cache:
     """Return an empty cache of ``pages`` pages of ``page`` tokens, which ``rows`` rows share. A row
     may have up to ``row_pages`` pages, and has none yet. dtype: as of ``init_cache``, its name."""
-    width = cached_width(cfg, dtype)
     layers: list[LayerState] = []
-    for kind in cfg.layer_types:
-        mixer = MIXERS[kind]
+    for index, (kind, width) in enumerate(zip(cfg.layer_types, _widths(cfg, dtype), strict=True)):
+        mixer, own = MIXERS[kind], cfg.with_heads_of(index)
         size = (pages, page) if mixer.parameters.KEEPS_TOKENS else (rows, 0)
-        layers.append(mixer.mix.init_state(cfg, *size, width, dtype))
+        layers.append(mixer.mix.init_state(own, *size, width, dtype))
     table = jnp.full((rows, row_pages), pages, jnp.int32)
     return Cache(tuple(layers), jnp.zeros((rows,), jnp.int32), table)
 
 
 @functools.lru_cache(maxsize=32)
-def _init_on_mesh(cfg: ModelConfig, width: int, batch: int, max_len: int, dtype: str, mesh: Mesh):
+def _init_on_mesh(
+    cfg: ModelConfig, widths: Widths, batch: int, max_len: int, dtype: str, mesh: Mesh
+):
     """The jitted function that makes the cache where it belongs."""
-    make = functools.partial(_empty, cfg, width, batch, max_len, dtype)
+    make = functools.partial(_empty, cfg, widths, batch, max_len, dtype)
     return jax.jit(make, out_shardings=cache_shardings(jax.eval_shape(make), mesh))
 
 
@@ -213,7 +223,7 @@ def cache_specs(cache: Cache, rows: RowAxis) -> Cache:
 
     table = None if cache.table is None else row
     specs: Tree = row, table  # where a cache has arrays
-    return Cache(tuple(layer.specs(rows) for layer in cache.layers), *specs)
+    return Cache(tuple(layer and layer.specs(rows) for layer in cache.layers), *specs)
 
 
 def proposal_specs(cache: Cache, rows: RowAxis) -> Proposal:
@@ -221,7 +231,7 @@ def proposal_specs(cache: Cache, rows: RowAxis) -> Proposal:
     tokens: Tree = P(rows, None, MODEL_AXIS)
 
     def one(layer: LayerState) -> Tree:
-        return None if isinstance(layer, KVCache) else tokens  # of all its arrays
+        return None if layer is None or isinstance(layer, KVCache) else tokens  # of all its arrays
 
     new: Tree = P(rows)
     return Proposal(cache_specs(cache, rows), new, tuple(map(one, cache.layers)))

@@ -21,6 +21,7 @@ Sources: Llama (arXiv 2302.13971), GLA (2312.06635).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypedDict, overload
@@ -33,7 +34,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model import linear, shared_block
+from jaxllama.model import layer_inputs, linear, shared_block
 from jaxllama.model.cache import (
     Cache,
     LayerState,
@@ -79,7 +80,10 @@ def block(
     module ``model.linear``, or an ``observer.Observer`` that records.
     """
     mixed, state = mix_half(cfg, kind, p, stream, state, at, ops)
-    return feed_half(cfg, p, mixed, ops, stream if cfg.parallel_block else None), state
+    stream = feed_half(cfg, p, mixed, ops, stream if cfg.parallel_block else None)
+    if cfg.layer_inputs is not None:
+        stream = layer_inputs.add(cfg, p["inputs"], stream, at, ops)
+    return scaled(p, stream), state
 
 
 def mix_half(
@@ -164,6 +168,13 @@ def feed_half(
     return ops.linear_add(y, p["mlp"]["down"], stream, cfg, p.get("mlp_out_norm"))
 
 
+def scaled(p: Params, stream: Stream) -> Stream:
+    """The stream behind a layer, times the layer's number if it has one (Gemma 4)."""
+    if "scale" not in p:
+        return stream
+    return Stream(stream.total * p["scale"]["weight"].astype(stream.x.dtype))
+
+
 def inner(
     cfg: ModelConfig, p: Params, stream: Stream, norm: Params | None, ops: LayerOps = linear
 ) -> tuple[linear.Input, Stream]:
@@ -185,9 +196,12 @@ def layer_config(cfg: ModelConfig, index: int) -> tuple[ModelConfig, str]:
         raise JaxLlamaError(f"index = {index}: {cfg.name} has layers 0 to {cfg.n_layers - 1}")
     kind = cfg.layer_types[index]
     pre_norms, post_norms = cfg.norms_of(index)
-    one = cfg.replace(
+    one = cfg.with_heads_of(index).replace(
         sliding_window=cfg.window_of(index),
         rope=cfg.rope_of(index),
+        d_ff=cfg.d_ff_of(index),
+        shared_kv_layers=0,
+        shared_kv_d_ff=None,
         experts=cfg.experts_of(index),
         n_layers=1,
         layer_types=(kind,),
@@ -212,13 +226,21 @@ def walk(
     at: At,
     each: Callable[..., tuple[Stream, LayerState]] = block,
 ) -> tuple[Stream, tuple[LayerState, ...]]:
-    """Run the stream through all layers; each: the function of one layer, called as ``block``."""
-    new = []
+    """Run the stream through all layers; each: the function of one layer, called as ``block``.
+
+    A layer without keys and values gets the new state of the layer that lends it its own.
+    """
+    new: list[LayerState] = []
     for index in range(cfg.n_layers):
         state = None if states is None else states[index]
+        source, own = cfg.kv_source(index), at
+        if source is not None:
+            state = new[source]
+        if at.inputs is not None:
+            own = dataclasses.replace(at, inputs=at.inputs[:, :, index])
         layer = params[f"layer_{index}"]
-        stream, state = each(*layer_config(cfg, index), layer, stream, state, at)
-        new.append(state)
+        stream, state = each(*layer_config(cfg, index), layer, stream, state, own)
+        new.append(state if source is None else None)
     return stream, tuple(new)
 
 
@@ -235,6 +257,17 @@ def block_of_a_program() -> Callable[..., tuple[Stream, LayerState]]:
 
 
 # The code around the layers
+
+
+def begin(
+    cfg: ModelConfig, params: Params, tokens: jax.Array, dtype: DTypeLike, at: At
+) -> tuple[Stream, At]:
+    """Return the first layer's stream and record of ``tokens[B, T]``, whose places ``at`` has."""
+    x = embed_tokens(cfg, params, tokens, dtype)
+    if cfg.layer_inputs is not None:
+        inputs = layer_inputs.inputs_of(cfg, params["inputs"], tokens, x)
+        at = dataclasses.replace(at, inputs=inputs)
+    return first_stream(cfg, x), at
 
 
 def embed_tokens(
@@ -359,7 +392,7 @@ def forward(
         rows = tokens, lengths, cache, total_lengths
         if cache is not None and sparse is False:
             batch, n_new = tokens.shape
-            if is_cut(mesh, batch, n_new, cache.table is not None):
+            if is_cut(mesh, batch, n_new, cache.table is not None, layer_work(cfg, params)):
                 return _forward_in_pieces(mesh, cfg, params, tokens, lengths, cache, total_lengths)
         return _forward_over(mesh, cfg, params, *rows, sparse=sparse, fresh=fresh)
     check(cfg, params)
@@ -369,12 +402,25 @@ def forward(
         lengths = jnp.minimum(lengths, jnp.maximum(cache.capacity - start, 0))
     total = start + lengths if total_lengths is None else total_lengths
     positions, rope = positions_of(cfg, start, total, tokens.shape[1])
-    stream = first_stream(cfg, embed_tokens(cfg, params, tokens, activation_dtype(params)))
     states, table = (None, None) if cache is None else (cache.layers, cache.table)
     at = new_tokens(positions, lengths, rope, sparse, table, fresh, cached=cache is not None)
+    stream, at = begin(cfg, params, tokens, activation_dtype(params), at)
     stream, states = walk(cfg, params, stream, states, at, block_of_a_program())
     hidden = Hidden(stream.total)
     return hidden, None if cache is None else Cache(states, start + lengths, table)
+
+
+def layer_work(cfg: ModelConfig, params: Params) -> float:
+    """Return the multiplications of a token in a layer with weights, in the mean of the layers."""
+    total = 0.0
+    for index in range(cfg.n_layers):
+        experts = cfg.experts_of(index)
+        share = 1.0 if experts is None else experts.n_active / experts.n_experts
+        for part in params[f"layer_{index}"].values():
+            for name, weights in part.items():
+                size = sum(leaf.size for leaf in jax.tree.leaves(weights))
+                total += size * share if name.startswith("experts_") else size
+    return total / cfg.n_layers
 
 
 def check(cfg: ModelConfig, params: Params) -> None:
@@ -443,8 +489,7 @@ def _forward_in_pieces(
     ) -> tuple[Hidden, Cache]:
         check(cfg, params)
         at = pieces_of(cfg, cache.lengths, lengths, total, width, n, cache.table)
-        embedded = embed_tokens(cfg, params, tokens, activation_dtype(params))
-        stream = first_stream(cfg, embedded)
+        stream, at = begin(cfg, params, tokens, activation_dtype(params), at)
         stream, states = walk(cfg, params, stream, cache.layers, at, block_of_a_program())
         return Hidden(stream.total), Cache(states, cache.lengths + lengths, cache.table)
 

@@ -17,6 +17,10 @@ LLAMA = Names()
 FLA = Names(embed="model.embeddings", mixer_norm="attn_norm", mixer="attn.", mlp_norm="mlp_norm")
 _OLMO = Names(mixer_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm")
 _GEMMA = dataclasses.replace(_OLMO, mlp_norm="pre_feedforward_layernorm")
+_GEMMA4 = dataclasses.replace(
+    _GEMMA,
+    mixers={"experts": ExpertNames("", router="router.proj", is_fused=True, shared="mlp.")},
+)
 _QWEN_NEXT = delta.DeltaNames(
     inputs=(("in_proj_qkvz", 4),),
     gates=(("in_proj_ba", 2),),
@@ -328,4 +332,6 @@ FAMILIES = {
         parallel_norms=("ln_attn", "ln_mlp"),
     ),
     "gemma3_text": _GEMMA,
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
 }

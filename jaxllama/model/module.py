@@ -32,9 +32,8 @@ from jaxllama.model.declare import Declared, ParameterTree, declare, table_of, t
 from jaxllama.model.decoder import (
     ForwardOptions,
     activation_dtype,
+    begin,
     block,
-    embed_tokens,
-    first_stream,
     forward,
     head_product,
     inner,
@@ -167,7 +166,7 @@ class DecoderLayer(nn.Module):
         names = table_of(cfg)["layer_0"]
         found = {}
         for name, table in names.items():
-            if name == "positions":
+            if name in ("positions", "inputs", "scale"):
                 found[name] = ParameterTree(table, name=name).tree()
             else:
                 found[name] = modules.get(name, norm)(cfg, name=name).tree()
@@ -232,6 +231,8 @@ class Decoder(nn.Module):
         cfg = self.cfg.with_head_of(self.variables.get("params", {}))
         table = table_of(cfg)
         found = {"embed": ParameterTree(table["embed"], name="embed").tree()}
+        if "inputs" in table:
+            found["inputs"] = ParameterTree(table["inputs"], name="inputs").tree()
         for run in runs(cfg):
             for index, name in enumerate(run.names, run.first):
                 if self.scan and run.count > 1:
@@ -296,8 +297,7 @@ class Decoder(nn.Module):
                 "with Decoder(cfg) and unstack_layers(params), on a mesh with jl.prefill"
             )
         at = tokens_at(self.cfg, tokens, None, lengths, None)
-        embedded = embed_tokens(self.cfg, params, tokens, activation_dtype(params))
-        stream = first_stream(self.cfg, embedded)
+        stream, at = begin(self.cfg, params, tokens, activation_dtype(params), at)
         each = recomputed_block if self.remat else block
         return Hidden(walk(self.cfg, params, stream, at, each).total), None
 

@@ -22,6 +22,18 @@ class MTPNames:
 
 
 @dataclasses.dataclass(frozen=True)
+class LayerInputNames:
+    """The names of further inputs of every layer; the last three are a layer's."""
+
+    table: str = "model.embed_tokens_per_layer"
+    project: str = "model.per_layer_model_projection"
+    norm: str = "model.per_layer_projection_norm"
+    gate: str = "per_layer_input_gate"
+    out: str = "per_layer_projection"
+    out_norm: str = "post_per_layer_input_norm"
+
+
+@dataclasses.dataclass(frozen=True)
 class Names:
     """The names of a decoder's parts in a family of checkpoints.
 
@@ -41,6 +53,7 @@ class Names:
     is_paired: two layers, whose mixers stand side by side, are one of the file (Falcon-H1).
     shared: prefix of the block that layers share, behind the first such layer's name (Zamba2).
     mixers: the own names of each kind of mixer, in a type of that mixer.
+    layer_scale: the number by which a layer multiplies the stream.
     """
 
     embed: str = "model.embed_tokens"
@@ -74,6 +87,8 @@ class Names:
     shared: str = ""
     mixers: Params = dataclasses.field(default_factory=ParamsDict)
     mtp: MTPNames = MTPNames()
+    layer_inputs: LayerInputNames = LayerInputNames()
+    layer_scale: str = "layer_scalar"
 
     def of(self, kind: str, default: MixerNames) -> MixerNames:
         """The names of a mixer of this kind; default: where the family has none of its own."""

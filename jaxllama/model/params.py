@@ -19,6 +19,7 @@ import functools
 from collections.abc import Collection, Mapping
 
 from jaxllama.config import UNMULTIPLIED, ModelConfig, SharedBlocks
+from jaxllama.model import layer_input_params as layer_inputs
 from jaxllama.model.experts import parameters as experts
 from jaxllama.model.family_names import FAMILIES, FLA, LLAMA
 from jaxllama.model.mixers import MIXERS
@@ -56,20 +57,25 @@ def param_table(
             f"{names.embed}.weight", cfg.vocab_size, d, fold={"scale": stored.embed}
         )
     }
+    if cfg.layer_inputs is not None:
+        tables = layer_inputs.table(cfg, names.layer_inputs)
+        table |= {("inputs", *path): param for path, param in tables.items()}
     for index, kind in enumerate(cfg.layer_types):
         (prefix, feed), layer = _halves(cfg, names, index), f"layer_{index}"
         if cfg.shared_blocks is not None and kind == "attention":
             table |= _shared_block(cfg, cfg.shared_blocks, names, index)
             continue
-        mixer = MIXERS[kind].parameters.table(cfg, f"{prefix}.", names, present)
+        own_heads = cfg.with_heads_of(index)
+        mixer = MIXERS[kind].parameters.table(own_heads, f"{prefix}.", names, present)
         is_other = f"{prefix}.{names.other_mlp}{names.gate_up[0]}.weight" in present
         mlp_prefix = names.other_mlp if is_other else names.mlp
         (pre_norms, post_norms), mlp = cfg.norms_of(index), dict[Path, Param]()
         if index not in cfg.bare_layers:
+            own = cfg.experts_of(index)
             mlp = (
-                _mlp(cfg, f"{feed}.{mlp_prefix}", names, present)
-                if cfg.experts_of(index) is None
-                else experts.table(cfg, f"{feed}.", names, present)
+                _mlp(cfg, f"{feed}.{mlp_prefix}", names, present, cfg.d_ff_of(index))
+                if own is None
+                else experts.table(cfg, own, f"{feed}.", names, present)
             )
         norm = functools.partial(_layer_norm, cfg, names, present)
         after = functools.partial(norm, scale=stored.residual)  # what the layer adds is multiplied
@@ -88,6 +94,12 @@ def param_table(
         own = cfg.experts_of(index)
         if mlp and (post_norms or (own is not None and own.out_norm)):
             table |= after((layer, "mlp_out_norm"), f"{feed}.{names.mlp_out_norm}")
+        if cfg.layer_inputs is not None:
+            own_inputs = layer_inputs.layer_table(cfg, f"{feed}.", names.layer_inputs)
+            table |= {(layer, "inputs", *path): param for path, param in own_inputs.items()}
+        if cfg.layer_scale:
+            scale_name = f"{feed}.{names.layer_scale}"
+            table[layer, "scale", "weight"] = one(scale_name, 1, mean=1.0, std=0.0)
     # A tied head has the embedding's multiplier, too.
     scale = stored.logits / (stored.embed if cfg.tie_embeddings else 1.0)
     table |= _norm(cfg, ("norm",), names.norm, scale)
@@ -203,17 +215,17 @@ def _norm(cfg: ModelConfig, path: Path, name: str, scale: float = 1.0) -> dict[P
 
 
 def _mlp(
-    cfg: ModelConfig, prefix: str, names: Names, present: Collection[str]
+    cfg: ModelConfig, prefix: str, names: Names, present: Collection[str], d_ff: int
 ) -> dict[Path, Param]:
-    """gate and up fused by rows, and down.  Old checkpoints of flash-linear-attention have both in
-    one tensor, too."""
+    """gate and up fused by rows, and down, of width ``d_ff``.  Old checkpoints of
+    flash-linear-attention have both in one tensor, too."""
     products = cfg.stored.products or UNMULTIPLIED
     down, d = f"{prefix}{names.down}", cfg.d_model
     residual = cfg.product_scale * products.down
-    last = written("down", down, d, cfg.d_ff, cfg.mlp_bias, residual, names.is_transposed)
+    last = written("down", down, d, d_ff, cfg.mlp_bias, residual, names.is_transposed)
     if not cfg.gated_mlp:
-        order = transposed(cfg.d_ff) if names.is_transposed else {}
-        up = fused("up", [(f"{prefix}{names.gate_up[-1]}", cfg.d_ff, order)], d, cfg.mlp_bias)
+        order = transposed(d_ff) if names.is_transposed else {}
+        up = fused("up", [(f"{prefix}{names.gate_up[-1]}", d_ff, order)], d, cfg.mlp_bias)
         if cfg.activation == "xielu":
             shapes = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
             scalars = (TensorSource(f"{prefix}act_fn.{key}", one) for key, one in shapes.items())
@@ -224,9 +236,9 @@ def _mlp(
         gate_up = gate_up[:1]
     folds: list[Options] = [{} for _ in gate_up]
     if products.gate != 1.0:
-        scales = ((cfg.d_ff, products.gate), (cfg.d_ff, 1.0))
+        scales = ((d_ff, products.gate), (d_ff, 1.0))
         folds[0] = {"row_scales": scales[:1] if len(gate_up) > 1 else scales}
-    parts = list(zip(gate_up, (2 * cfg.d_ff // len(gate_up),) * 2, folds, strict=False))
+    parts = list(zip(gate_up, (2 * d_ff // len(gate_up),) * 2, folds, strict=False))
     return fused("gate_up", parts, cfg.d_model, cfg.mlp_bias) | last
 
 

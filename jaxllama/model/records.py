@@ -50,6 +50,9 @@ class Chunk:
     segments
         int32 ``[B, T]`` where several sequences lie in a row, for rows without a cache. A token
         sees only tokens of its own segment, and a state begins anew where the number changes.
+    inputs
+        Further inputs of all layers, ``[B, T, L, P]``, or of one layer, ``[B, T, P]``
+        (``ModelConfig.layer_inputs``).
     """
 
     positions: jax.Array
@@ -60,6 +63,7 @@ class Chunk:
     sparse: bool = _static(False)
     fresh: bool = _static(False)
     segments: jax.Array | None = None
+    inputs: jax.Array | None = None
 
     def row_lengths(self) -> jax.Array:
         """Return the number of valid tokens of each row of the cache, int32 ``[B]``."""
@@ -84,6 +88,7 @@ class Step:
     table: jax.Array | None = None
     sparse_tokens: jax.Array | None = None
     sparse: bool = _static(True)
+    inputs: jax.Array | None = None
     segments: ClassVar[None] = None
 
     def row_lengths(self) -> jax.Array:
@@ -112,6 +117,7 @@ class Draft:
     table: jax.Array | None = None
     exact: bool = _static(False)
     sparse: bool = _static(True)
+    inputs: jax.Array | None = None
     sparse_tokens: ClassVar[None] = None
     segments: ClassVar[None] = None
 
@@ -153,6 +159,7 @@ class Pieces:
     totals: jax.Array
     n: int = dataclasses.field(metadata={"static": True})
     table: jax.Array | None = None
+    inputs: jax.Array | None = None
     sparse: ClassVar[bool] = False
     sparse_tokens: ClassVar[None] = None
     segments: ClassVar[None] = None
@@ -206,7 +213,7 @@ def positions_of(
     positions = start[:, None] + jnp.arange(n_new, dtype=jnp.int32)[None, :]
     if not cfg.ropes:
         return positions, None
-    tables = (rope_tables(one, cfg.head_dim, positions, total) for one in cfg.ropes)
+    tables = (rope_tables(*one, positions, total) for one in cfg.ropes)
     return positions, Ropes(cfg.ropes, tuple(tables))
 
 
@@ -264,7 +271,7 @@ def whole_rows(
     positions = place - lax.cummax(jnp.where(begins, place, 0), axis=1)
     rope = None
     if cfg.ropes:
-        tables = (rope_tables(one, cfg.head_dim, positions, lengths) for one in cfg.ropes)
+        tables = (rope_tables(*one, positions, lengths) for one in cfg.ropes)
         rope = Ropes(cfg.ropes, tuple(tables))
     return Chunk(positions, lengths, rope, segments=segments)
 

@@ -35,7 +35,11 @@ def rope_tables(
     keys, while transformers' generate computes the whole row again.
     """
     turning = head_dim if cfg.rotary_dim is None else cfg.rotary_dim
-    inv_freq, amplitude = _frequencies(cfg, turning)
+    if cfg.scaling == "proportional":  # of a head's frequencies the first
+        inv_freq, amplitude = _frequencies(cfg, head_dim)
+        inv_freq = inv_freq[: turning // 2]
+    else:
+        inv_freq, amplitude = _frequencies(cfg, turning)
     freq = jnp.asarray(inv_freq)
     if cfg.scaling in ("dynamic", "longrope"):
         freq = _frequencies_of_rows(cfg, turning, inv_freq, total_lengths)  # [B, 1, H/2]
@@ -71,25 +75,28 @@ def _with_still(
 class Ropes:
     """The tables of a call for each kind of positions that its layers have."""
 
-    configs: tuple[RopeConfig, ...]
+    configs: tuple[tuple[RopeConfig, int], ...]
     tables: tuple[tuple[jax.Array, jax.Array], ...]
 
-    def of(self, cfg: RopeConfig) -> tuple[jax.Array, jax.Array]:
-        return self.tables[self.configs.index(cfg)]
+    def of(self, cfg: RopeConfig, head_dim: int) -> tuple[jax.Array, jax.Array]:
+        """Return the tables of heads of ``head_dim`` features."""
+        return self.tables[self.configs.index((cfg, head_dim))]
 
-    def widened(self, width: int) -> Ropes:
-        """Return the tables for heads padded from H to ``width`` features.
+    def widened(self, head_dim: int, width: int) -> Ropes:
+        """Return the tables of heads of ``head_dim`` features, for heads padded to ``width``.
 
         Added features do not rotate.  cos and sin are multiplied by (width / H) ** (1 / 4).  So
         scores divided by sqrt(width) equal the original scores divided by sqrt(H), and no caller
         has to pass a scale.
         """
+        longer = (width / head_dim) ** 0.25
 
         def one(cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
-            longer = (width / (2 * cos.shape[-1])) ** 0.25
             return _with_still(cos * longer, sin * longer, width // 2, longer)
 
-        return Ropes(self.configs, tuple(one(*pair) for pair in self.tables))
+        pairs = zip(self.configs, self.tables, strict=True)
+        found = {(rope, width): one(*pair) for (rope, of), pair in pairs if of == head_dim}
+        return Ropes(tuple(found), tuple(found.values()))
 
 
 def widened(heads: jax.Array, rope: Ropes, width: int) -> tuple[jax.Array, Ropes]:
@@ -99,7 +106,8 @@ def widened(heads: jax.Array, rope: Ropes, width: int) -> tuple[jax.Array, Ropes
         return heads, rope
     halves = heads.reshape(*heads.shape[:-1], 2, -1)
     rest = ((0, 0),) * (halves.ndim - 1) + ((0, (width - heads.shape[-1]) // 2),)
-    return jnp.pad(halves, rest).reshape(*heads.shape[:-1], width), rope.widened(width)
+    padded = jnp.pad(halves, rest).reshape(*heads.shape[:-1], width)
+    return padded, rope.widened(heads.shape[-1], width)
 
 
 def narrowed(heads: jax.Array, head_dim: int) -> jax.Array:
@@ -115,7 +123,7 @@ def _frequencies(cfg: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """(inverse frequencies ``[H/2]`` float32, amplitude of the tables)."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     inv_freq = (1.0 / np.power(np.float64(cfg.theta), exponents)).astype(np.float32)
-    if cfg.scaling == "linear":
+    if cfg.scaling in ("linear", "proportional"):
         return inv_freq / np.float32(cfg.factor), 1.0
     if cfg.scaling == "llama3":
         return _llama3(cfg, inv_freq), 1.0

@@ -113,7 +113,8 @@ def _obstacle(cfg: ModelConfig, n: int) -> str | None:
             return f"the shared expert's width {experts.shared}"
         if all(cfg.experts_of(i) is not None for i in range(cfg.n_layers)):
             return None  # no layer has the dense feed-forward
-    return f"the feed-forward width {cfg.d_ff}" if cfg.d_ff % n else None
+    widths = {cfg.d_ff_of(i) for i in range(cfg.n_layers)}
+    return next((f"the feed-forward width {width}" for width in widths if width % n), None)
 
 
 def replicated_config(cfg: ModelConfig, n: int) -> ModelConfig:
@@ -134,6 +135,8 @@ def local_config(cfg: ModelConfig, n: int, groups: int = 1, own_rows: bool = Fal
     cfg = replicated_config(cfg, n)
     check_groups(cfg, n, groups)
     changes: Options = {"d_ff": cfg.d_ff // n, "vocab_size": padded_vocab(cfg, n) // n}
+    if cfg.shared_kv_d_ff is not None:
+        changes["shared_kv_d_ff"] = cfg.shared_kv_d_ff // n
     if (experts := cfg.experts) is not None:
         # A shard routes among all experts.
         changes["experts"] = dataclasses.replace(
@@ -165,9 +168,11 @@ def row_order(cfg: ModelConfig, path: Path, n: int) -> np.ndarray | None:
     layer = None if path[0] == "mtp" else int(path[0].removeprefix("layer_"))
     if parent == "gate_up":
         experts = cfg.experts if layer is None else cfg.experts_of(layer)
-        return _interleave([(cfg.d_ff if experts is None else experts.shared, 1)] * 2, n)
+        dense = cfg.d_ff if layer is None else cfg.d_ff_of(layer)
+        return _interleave([(dense if experts is None else experts.shared, 1)] * 2, n)
     kind = "attention" if layer is None else cfg.layer_types[layer]
-    parts = MIXERS[kind].parameters.fused_heads(cfg, parent, n)
+    own = cfg if layer is None else cfg.with_heads_of(layer)
+    parts = MIXERS[kind].parameters.fused_heads(own, parent, n)
     return None if parts is None else _interleave(parts, n)
 
 

@@ -30,13 +30,7 @@ from jax import lax
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder, linear
-from jaxllama.model.decoder import (
-    block,
-    embed_tokens,
-    final_norm,
-    first_stream,
-    layer_config,
-)
+from jaxllama.model.decoder import begin, block, final_norm, layer_config
 from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers.common import LayerState
@@ -67,7 +61,12 @@ class Run:
 
 @functools.lru_cache(maxsize=256)
 def runs(cfg: ModelConfig) -> tuple[Run, ...]:
-    """The runs that a model's layers are, such that as few layers as possible are compiled."""
+    """The runs that a model's layers are, such that as few layers as possible are compiled.
+
+    Layers that read another's keys, or inputs of their own, are in no loop.
+    """
+    if cfg.shared_kv_layers or cfg.layer_inputs is not None:
+        return (Run(0, cfg.n_layers, 1),)
     numbers: dict[tuple[ModelConfig, str], int] = {}
     layers = [layer_config(cfg, index) for index in range(cfg.n_layers)]
     kinds = [numbers.setdefault(layer, len(numbers)) for layer in layers]
@@ -316,15 +315,18 @@ def recomputed_block(
     kind: str,
     params: Params,
     stream: Stream,
-    state: None,
+    state: LayerState,
     at: At,
     ops: LayerOps = linear,
-) -> tuple[Stream, None]:
-    """Run ``decoder.block``; for the backward pass only the layer's input is kept."""
+) -> tuple[Stream, LayerState]:
+    """Run ``decoder.block``; for the backward pass only the layer's input is kept.
+
+    state: keys and values that the layer borrows, or None.
+    """
     layer = jax.checkpoint(
-        lambda params, stream: block(cfg, kind, params, stream, None, at, ops)[0]
+        lambda params, stream, state: block(cfg, kind, params, stream, state, at, ops)
     )
-    return layer(params, stream), state
+    return layer(params, stream, state)
 
 
 def hidden_states(
@@ -356,5 +358,4 @@ def embed(
 ) -> tuple[Stream, At]:
     """Return the arguments of the first layer for whole rows; see ``hidden_states``."""
     batch, length = tokens.shape
-    stream = first_stream(cfg, embed_tokens(cfg, params, tokens, dtype))
-    return stream, whole_rows(cfg, batch, length, segments)
+    return begin(cfg, params, tokens, dtype, whole_rows(cfg, batch, length, segments))

@@ -14,10 +14,9 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.cache import Cache, LayerState, Proposal, proposal_specs
 from jaxllama.model.decoder import (
     activation_dtype,
+    begin,
     block_of_a_program,
     check,
-    embed_tokens,
-    first_stream,
     walk,
 )
 from jaxllama.model.lora import ROWS, chosen, for_rows
@@ -69,8 +68,7 @@ def propose(
     params = chosen(params)
     positions, is_new, rope = places_of(cfg, cache.lengths, lengths, width)
     at = Draft(positions, is_new, rope, width, cache.table, exact, sparse)
-    embedded = embed_tokens(cfg, params, tokens.reshape(-1, 1), activation_dtype(params))
-    stream = first_stream(cfg, embedded)
+    stream, at = begin(cfg, params, tokens.reshape(-1, 1), activation_dtype(params), at)
     stream, states = walk(cfg, params, stream, cache.layers, at, block_of_a_program())
     hidden = Hidden(stream.total.reshape(batch, width, -1))
     kept = tuple(None if isinstance(state, KVCache) else state for state in states)

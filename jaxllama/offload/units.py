@@ -18,7 +18,7 @@ from jaxllama.typing import Params, ParamsDict
 Kind = Literal["embed", "layer", "mix", "feed", "head"]
 _HALVES = {
     "mix": ("positions", "mixer_norm", "mixer", "mixer_out_norm"),
-    "feed": ("mlp_norm", "mlp", "mlp_out_norm"),
+    "feed": ("mlp_norm", "mlp", "mlp_out_norm", "scale"),
 }
 
 
@@ -57,6 +57,9 @@ def check_halves(cfg: ModelConfig, policy: Policy) -> None:
     ):
         if cfg.parallel_block and halves:
             raise JaxLlamaError(f"policy: {name}: the sublayers of {cfg.name} run in parallel")
+    if cfg.shared_kv_layers or cfg.layer_inputs is not None:
+        what = "layers read each other's keys" if cfg.shared_kv_layers else "layers have inputs"
+        raise JaxLlamaError(f"policy: {cfg.name} runs on one device or a mesh only: its {what}")
     if policy.experts and cfg.experts is None:
         raise JaxLlamaError(f"policy: experts: {cfg.name} is no mixture of experts")
 

@@ -451,6 +451,12 @@ def transformers_reads(kind: str) -> dict[str, Any]:
             "use_cache",
         }
         others |= {"attn_logit_softcapping"}  # which it reads and never uses
+    if kind.startswith("gemma4"):  # the same file has the multimodal model
+        vision = transformers.AutoConfig.for_model(kind.replace("text", "vision")).to_dict()
+        audio = transformers.AutoConfig.for_model(kind.replace("text", "audio")).to_dict()
+        around = transformers.AutoConfig.for_model(kind.removesuffix("_text")).to_dict()
+        others |= {"get_text_config", *vision, *audio, *around} - {*config}
+        others |= {"use_cache", "kv_sharing_modes", "pad_token_id", "model_patch_size"}
     if kind in ("qwen3_5_text", "qwen3_5_moe_text"):
         vision = transformers.AutoConfig.for_model(kind.replace("text", "vision")).to_dict()
         others |= {

@@ -82,7 +82,7 @@ def test_tokens_are_those_of_the_request_alone_in_many_schedules(family):
     "family",
     [
         "llama",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("hybrid", "latent")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("hybrid", "latent", "gemma4")),
         *DELTA_ROWS,
     ],
 )

@@ -28,6 +28,8 @@ DEFAULT = (
     "gpt_neo",
     "deepseek_v3",
     "nanochat",
+    "gemma4_text",
+    "gemma4_text-experts",
 )  # one of each mechanism that no other case has
 _SIGMOID = {
     "moe_intermediate_size": 24,
@@ -72,6 +74,22 @@ _ZAMBA = {
     "mamba_d_state": 12,
     "adapter_rank": 6,
     "tie_word_embeddings": True,
+}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_GEMMA4 = {
+    "sliding_window": 9,
+    "global_head_dim": 16,
+    "tie_word_embeddings": True,
+    "final_logit_softcapping": 3.0,
+    "layer_types": [_SLIDING, _FULL],
+    "rope_parameters": {
+        _SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+        _FULL: {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1000.0,
+        },
+    },
 }
 FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("gemma", "", {"tie_word_embeddings": True, "head_dim": 16}),
@@ -452,6 +470,44 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "ssm_in_multiplier": 0.8,
             "key_multiplier": 0.5,
             "tie_word_embeddings": True,
+        },
+    ),
+    (
+        "gemma4_text",
+        "",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 5,
+            "layer_types": [_SLIDING, _FULL, _SLIDING, _SLIDING, _FULL],
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": 64,
+        },
+    ),
+    (
+        "gemma4_text",
+        "experts",
+        {
+            **_GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 64,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    (
+        "gemma4_unified_text",
+        "",
+        {
+            **_GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "attention_bias": True,
         },
     ),
     (

@@ -30,7 +30,7 @@ from jaxllama.placement import Placement
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers import mtp_cases
 from tests.helpers.arrays import as_jax
-from tests.helpers.models import HYBRIDS, IDENTITIES, LATENT, params_of
+from tests.helpers.models import GEMMA4, HYBRIDS, IDENTITIES, LATENT, params_of
 
 MAX_LEN, MAX_NEW = 96, 24
 # Pages for fewer tokens than four rows may take, so that rows are preempted.
@@ -70,8 +70,11 @@ CONFIGS = {
 } | {"mtp": mtp_cases.CONFIG}
 
 
-# Beside the tests of every family: attention from latents.
-OTHERS = {"latent": LATENT.first_layers(1).replace(vocab_size=256, name="tiny-latent")}
+# Beside the tests of every family: attention from latents, and keys that layers share.
+OTHERS = {
+    "latent": LATENT.first_layers(1).replace(vocab_size=256, name="tiny-latent"),
+    "gemma4": GEMMA4.replace(vocab_size=256, name="tiny-gemma4"),
+}
 # Families with layers of the gated delta rule, whose cases are slow.
 DELTA_FAMILIES = tuple(name for name, cfg in CONFIGS.items() if cfg.delta is not None)
 DELTA_ROWS = [pytest.param(name, marks=pytest.mark.slow) for name in DELTA_FAMILIES]

@@ -11,8 +11,10 @@ import numpy as np
 from jaxllama.config import (
     CheckpointForm,
     DeltaConfig,
+    FullAttentionConfig,
     GLAConfig,
     LatentConfig,
+    LayerInputsConfig,
     ModelConfig,
     RopeConfig,
 )
@@ -108,6 +110,28 @@ LATENT = LLAMA.replace(
     latent=LatentConfig(kv_rank=12, d_nope=6, d_rope=2, d_v=6, q_rank=10),
     rope=RopeConfig(theta=10000.0, rotary_dim=2),
     stored=CheckpointForm(family="deepseek_v3", interleaved=True),
+)
+
+# Gemma 4's layers: heads of two widths, keys that are values, layers that read another's keys, and
+# a further input of each layer.
+GEMMA4 = LLAMA.replace(
+    n_layers=4,
+    sliding_window=7,
+    window_layers=(0, 2),
+    rope=RopeConfig(theta=1000.0, scaling="proportional", rotary_dim=4),
+    window_rope=RopeConfig(theta=100.0),
+    full=FullAttentionConfig(head_dim=16, n_kv_heads=1, k_is_v=True),
+    shared_kv_layers=2,
+    shared_kv_d_ff=96,
+    layer_inputs=LayerInputsConfig(width=6, vocab_size=97, n_layers=4),
+    qk_norm="head",
+    v_norm=True,
+    post_norms=True,
+    layer_scale=True,
+    embedding_scale=True,
+    tie_embeddings=True,
+    activation="gelu_tanh",
+    stored=CheckpointForm(family="gemma4_text", query=8**0.5),
 )
 
 # The layer loop is the same for all: the identities run on one layer where layers are alike.

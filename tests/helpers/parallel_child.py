@@ -44,7 +44,7 @@ from jaxllama.training.passes import placed, sharding
 from jaxllama.training.start import TrainingSetup
 from jaxllama.training.step import init_state, update
 from pallas_kernels.qtensor import QTensor, RowBlocks
-from tests.helpers.models import LLAMA, params_of, tokens_of
+from tests.helpers.models import GEMMA4, LLAMA, params_of, tokens_of
 from tests.helpers.training_cases import (
     TEXT,
     byte_model,
@@ -116,6 +116,7 @@ FAMILIES = {
         latent=LatentConfig(kv_rank=12, d_nope=6, d_rope=2, d_v=6, q_rank=16),
         rope=dataclasses.replace(WIDE.rope, rotary_dim=2),
     ),
+    "gemma4": GEMMA4.replace(d_model=64, n_heads=8, d_ff=128, shared_kv_d_ff=256),
     "short-conv": WIDE.replace(
         n_layers=2, layer_types=("short_conv", "attention"), mixers={"short_conv": {"width": 64}}
     ),

@@ -45,7 +45,7 @@ def _rope(scaling: str, factor: float, **options: Any) -> ModelConfig:
     return _BASE.replace(rope=rope, max_position=max(longest, 32), head_dim=16)
 
 
-_EPS = {
+EPS = {
     **dict.fromkeys(("stablelm", "cohere", "cohere2"), "layer_norm_eps"),
     **dict.fromkeys(("mamba2", "nemotron_h"), "layer_norm_epsilon"),
     **dense_cases.EPS,
@@ -54,7 +54,7 @@ _EPS = {
 
 def _family(kind: str, case: str, **options: Any) -> ModelConfig:
     """The ModelConfig of a tiny config.json of that model type."""
-    eps = _EPS.get(kind, "rms_norm_eps")
+    eps = EPS.get(kind, "rms_norm_eps")
     config = {
         "model_type": kind,
         "vocab_size": 64,

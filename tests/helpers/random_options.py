@@ -49,6 +49,30 @@ _LATENT = {
         {**_YARN, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.7},
     ],
 }
+_TYPES = ("sliding_attention", "full_attention")
+_GEMMA4 = {
+    **_BIAS,
+    "num_hidden_layers": [5],
+    "layer_types": [
+        [_TYPES[i] for i in order] for order in ((0, 1, 0, 0, 1), (1, 0, 0, 1, 1), (0, 1, 1, 0, 1))
+    ],
+    "sliding_window": [3, 9],
+    "global_head_dim": [8, 16, 24],
+    "attention_k_eq_v": _FLAG,
+    "num_global_key_value_heads": [None, 1, 2],
+    "final_logit_softcapping": [None, 3.0],
+    "rope_parameters": [
+        {
+            _TYPES[0]: {"rope_type": "default", "rope_theta": 100.0},
+            _TYPES[1]: {
+                "rope_type": "proportional",
+                "partial_rotary_factor": share,
+                "rope_theta": theta,
+            },
+        }
+        for share, theta in ((0.25, 1000.0), (0.5, 100.0), (1.0, 100.0))
+    ],
+}
 _ORDER = {"rope_interleave": _FLAG}
 _GROUPS = {
     **_LATENT,
@@ -379,6 +403,18 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "head_dim": [16],
         "rotary_dim": [8, 16],
     },
+    "gemma4_text": {
+        **_GEMMA4,
+        "num_kv_shared_layers": [0, 1, 2, 3],
+        "use_double_wide_mlp": _FLAG,
+        "hidden_size_per_layer_input": [4, 6],  # without it transformers shares no keys
+        "vocab_size_per_layer_input": [64],
+        "enable_moe_block": _FLAG,
+        "num_experts": [4, 6],
+        "top_k_experts": [1, 3],
+        "moe_intermediate_size": [16, 24],
+    },
+    "gemma4_unified_text": {**_GEMMA4, "num_kv_shared_layers": [0]},
 }
 # Families whose classes know no other width of a head than hidden_size / num_attention_heads.
 DIVIDED = (

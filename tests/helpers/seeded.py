@@ -27,7 +27,7 @@ def seeded_params(cfg: ModelConfig, seed: int = 0) -> dict[str, Any]:
     for index, (path, spec) in enumerate(param_table(cfg).items()):
         values = uniform(seed * 1000 + index, spec.size).reshape(spec.shape)
         *rooms, leaf = path
-        if rooms[-1].endswith("norm"):
+        if rooms[-1].endswith(("norm", "scale")):
             values = 1 + np.float32(0.3) * values
         elif leaf == "weight" and rooms[-1] not in ("embed", "head"):
             values = values * np.float32((3.0 / spec.shape[-1]) ** 0.5)

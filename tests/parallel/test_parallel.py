@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -39,6 +40,7 @@ from tests.helpers.seeded import seeded_params
 ROOT = Path(__file__).parents[2]
 CHILD = (sys.executable, "-m", "tests.helpers.parallel_child")
 LATENT = ("q_a", "kv_a", "kv_norm")  # what all heads share
+GEMMA4 = ("table", "project", "gate", "out", "scale", "mixer_out_norm", "mlp_out_norm")
 LOGPROB_BOUND = {"bfloat16": 0.1, "w8a8": 1e-4, "w4a8": 1e-4}
 CORE = "gqa:float32:2x4:sampled"
 QUICK = ("delta:w8a8:2x2:greedy:int8", "experts:w4a16:2x4:greedy")
@@ -58,6 +60,7 @@ FULL = [
             "qwen3.5",
             "experts",
             "latent",
+            "gemma4",
         )
     ),
     *(
@@ -106,6 +109,7 @@ def check_tokens(case: str, result: dict) -> None:
         "router",
         "shared_gate",
         *LATENT,
+        *GEMMA4,
     }, case
     if result["collectives"] is not None:
         check_collectives(case, result["collectives"], result["layers"])
@@ -463,3 +467,27 @@ def test_a_port_that_is_taken_is_named():
 def test_hosts_that_make_no_sense_are_named(hosts, message):
     with pytest.raises(JaxLlamaError, match=message):
         join(hosts)
+
+
+@pytest.mark.parametrize(
+    "version,before,after",
+    [
+        ((0, 12, 0), None, "--xla_gpu_experimental_use_collective_kernels="),
+        ((0, 12, 0), "--a=1", "--a=1 --xla_gpu_experimental_use_collective_kernels="),
+        (
+            (0, 12, 0),
+            "--xla_gpu_experimental_use_collective_kernels=ALL_REDUCE",
+            "--xla_gpu_experimental_use_collective_kernels=ALL_REDUCE",
+        ),
+        ((0, 11, 2), None, None),
+    ],
+)
+def test_a_mesh_keeps_collective_kernels_off(monkeypatch, version, before, after):
+    """Earlier versions end the process at a flag that they do not know."""
+    monkeypatch.setattr(jax, "__version_info__", version)
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    if before is not None:
+        monkeypatch.setenv("XLA_FLAGS", before)
+    parallel.make_mesh("model=1")
+    parallel.make_mesh("model=1")
+    assert os.environ.get("XLA_FLAGS") == after

@@ -123,7 +123,8 @@ def config_from_hf(
         *windowed,
         *(key for key, _, _ in family.same),
     )
-    JsonReader(config).check_keys(name, kind, known, {**_FIXED, **family.fixed})
+    fixed = {key: values for key, values in _FIXED.items() if key not in family.keys}
+    JsonReader(config).check_keys(name, kind, known, {**fixed, **family.fixed})
     given = {k: v for k, v in config.items() if v is not None or k in _NULLABLE}
     read = JsonReader({**COMMON, **family.defaults, **given})
     if family.derived is not None:
@@ -228,7 +229,7 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
         family.eps: cfg.norm_eps,
         "max_position_embeddings": cfg.max_position,
         "rope_theta": cfg.rope.theta,
-        "rope_scaling": rope_scaling(cfg.rope),
+        "rope_scaling": rope_scaling(cfg.rope, cfg.head_dim),
         "tie_word_embeddings": cfg.tie_embeddings,
         "pad_token_id": None,  # some classes have a default that a small vocabulary lacks
         "bos_token_id": cfg.bos_token_id,
@@ -244,10 +245,15 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
         result["original_max_position_embeddings"] = cfg.rope.original_max_position
     if family.is_local:
         local = cfg.window_rope or cfg.rope
+        widths = cfg.head_dim if cfg.full is None else cfg.full.head_dim, cfg.head_dim
         result |= {"rope_local_base_freq": local.theta} if kind == "gemma3_text" else {}
         result["rope_parameters"] = {
-            name: {"rope_type": "default", **(rope_scaling(one) or {}), "rope_theta": one.theta}
-            for name, one in zip(_LAYER_TYPES, (cfg.rope, local), strict=True)
+            name: {
+                "rope_type": "default",
+                **(rope_scaling(one, width) or {}),
+                "rope_theta": one.theta,
+            }
+            for name, one, width in zip(_LAYER_TYPES, (cfg.rope, local), widths, strict=True)
         }
     for key, path, _ in family.same:
         first, _, rest = path.partition(".")

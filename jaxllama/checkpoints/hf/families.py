@@ -13,7 +13,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from jaxllama.checkpoints.hf import dense, gpt, hybrid, latent, mamba, paired, routed, sparse
+from jaxllama.checkpoints.hf import (
+    dense,
+    gemma4,
+    gpt,
+    hybrid,
+    latent,
+    mamba,
+    paired,
+    routed,
+    sparse,
+)
 from jaxllama.checkpoints.hf.experts import IntervalMixture, Mixture, SigmoidMixture
 from jaxllama.checkpoints.hf.family import (
     BIAS,
@@ -525,6 +535,8 @@ FAMILIES: dict[str, Family] = {
         },
         same=MLP_BIAS,
         window=lambda i, read: bool(i % 4),
+        # Its class wants a number, also if no layer slides.
+        to_hf=lambda cfg: {"sliding_window": cfg.sliding_window or 8192},
     ),
     "smollm3": Family(
         ("SmolLM3ForCausalLM",),
@@ -930,6 +942,7 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     **dense.FAMILIES,
+    **gemma4.FAMILIES,
     **gpt.FAMILIES,
     **hybrid.FAMILIES,
     **paired.FAMILIES,

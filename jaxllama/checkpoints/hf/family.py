@@ -72,6 +72,7 @@ class Family:
     unused_endings: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     turning: str = ""
+    full_width: Callable[[JsonReader], int] | None = None
 
     def shared(self, config: JsonMapping) -> JsonMapping:
         """Return a config.json under the shared names of its keys."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 WRAPPERS = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
@@ -23,7 +25,7 @@ _REASONS: dict[str, str] = {
         """,
     "image input": """
         cohere_compass_text emu3 fuyu git got_ocr2 llama4 mllama trocr phi4_multimodal
-        minimax_m3_vl_text dots3_note dots3_note_text gemma3n gemma4 gemma4_unified
+        minimax_m3_vl_text dots3_note dots3_note_text gemma3n
         """,
     "audio input or output": """
         moshi moss_transcribe_diarize musicgen musicgen_melody whisper
@@ -54,7 +56,7 @@ _REASONS: dict[str, str] = {
     "mixer: attention with a gate of softplus": "laguna",
     "mixer: attention with keys wider than values, and two sizes of heads": "mimo_v2_flash",
     "mixer: attention with layers of two head widths and shared keys": """
-        gemma3n_text gemma4_assistant gemma4_text gemma4_unified_assistant gemma4_unified_text
+        gemma3n_text gemma4_assistant gemma4_unified_assistant
         """,
     "mixer: short convolutions beside gated attention": "lfm3",
     "mixer: byte patches and cross attention between them": "blt",

@@ -42,7 +42,8 @@ def ropes(
                 raise top.error(key, "RoPE that differs between layers is not supported")
             full = nested[0]
         scaling = full
-    rope = _rope(kind, top, JsonReader(scaling, f"{key}."), theta, head_dim, max_position)
+    width = head_dim if family.full_width is None else family.full_width(top)
+    rope = _rope(kind, top, JsonReader(scaling, f"{key}."), theta, width, max_position)
     if not family.is_local:
         return rope, None
     theta = top.number("rope_local_base_freq", family.defaults["rope_theta"])
@@ -60,6 +61,11 @@ def _rope(
     share = read.number("partial_rotary_factor", top.number("partial_rotary_factor", 1.0))
     turning = int(head_dim * share)
     said_by = top if scaling.get("partial_rotary_factor") is None else read
+    type_key = "rope_type" if scaling.get("rope_type") is not None else "type"
+    kind = read.text(type_key, "default")
+    if kind == "proportional" and FAMILIES[family].full_width is not None and 0 <= share <= 1:
+        pairs = int(share * head_dim // 2)
+        return RopeConfig(theta, kind, read.positive("factor", 1.0), rotary_dim=2 * pairs)
     if share != 1 and "partial_rotary_factor" not in FAMILIES[family].defaults:
         raise said_by.error("partial_rotary_factor", "only 1.0 is supported")
     if not 0 < share <= 1 or turning % 2 or not turning:
@@ -70,8 +76,6 @@ def _rope(
     build = functools.partial(
         RopeConfig, theta, rotary_dim=None if share == 1 else turning, query_beta=beta
     )
-    type_key = "rope_type" if scaling.get("rope_type") is not None else "type"
-    kind = read.text(type_key, "default")
     if family == "phi3" and kind in ("su", "yarn"):  # older names
         kind = "longrope"
     if family == "sarvam_mla" and kind == "deepseek_yarn":
@@ -143,11 +147,15 @@ def _factors(read: JsonReader, key: str, turning: int) -> tuple[float, ...]:
     return tuple(map(float, values))
 
 
-def rope_scaling(rope: RopeConfig) -> JsonObject | None:
+def rope_scaling(rope: RopeConfig, head_dim: int) -> JsonObject | None:
     """Return the entry ``rope_scaling`` of a config.json; None for plain RoPE."""
     if rope.scaling == "none":
         return None
     result: JsonObject = {"rope_type": rope.scaling, "factor": rope.factor}
+    if rope.scaling == "proportional":
+        result["partial_rotary_factor"] = (rope.rotary_dim or 0) / head_dim
+        result |= {} if rope.factor != 1.0 else {"factor": None}
+        result = {key: value for key, value in result.items() if value is not None}
     if rope.scaling in ("llama3", "yarn", "longrope"):
         result["original_max_position_embeddings"] = rope.original_max_position
     if rope.scaling == "llama3":

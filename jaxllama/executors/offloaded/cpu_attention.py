@@ -160,14 +160,14 @@ def _attend(
     slots = jnp.where(lengths > 0, position, cache.k.shape[1])
     last = jnp.where(lengths > 0, position, -1)[:, None]
     if cfg.latent is not None:
-        heads = latent.turned_last(cfg.latent, qkv[:, None], *rope.of(cfg.rope))
+        heads = latent.turned_last(cfg.latent, qkv[:, None], *rope.of(cfg.rope, cfg.head_dim))
         (heads,) = to_cache_basis(cache.k, heads)
         q, new = jnp.split(heads, (cfg.n_heads,), axis=2)
         k = store(cache.k, new, slots[:, None])
         out = blockwise_attention(q, k, k, last, window=cfg.sliding_window)
         return from_cache_basis(k, out[:, 0]), KVCache(k, None)
     qkv, rope = widened(qkv, rope, cache.k.shape[-1])
-    cos, sin = (table[:, 0] for table in rope.of(cfg.rope))
+    cos, sin = (table[:, 0] for table in rope.of(cfg.rope, qkv.shape[-1]))
     q, k, v = rope_and_write(qkv, cos, sin, cache.k, cache.v, slots, implementation="xla")
     cache = KVCache(k, v)
     if cfg.attn_sparsity < 1.0:

@@ -68,7 +68,7 @@ def _run_layer(
     sparse, drafted: the kind of ``model.records`` that describes the tokens.
     """
     if part == "feed":
-        return decoder.feed_half(cfg, weights, stream), None
+        return decoder.scaled(weights, decoder.feed_half(cfg, weights, stream)), None
     run = decoder.mix_half if part == "mix" else decoder.block
     if drafted is None:
         at = new_tokens(positions, lengths, rope, sparse, cached=state is not None)

@@ -158,7 +158,7 @@ def _choose(
     batch, columns, n_kv, _ = keys.shape
     has_new = lengths > 0
     qkv, rope = widened(qkv, rope, tail.k.shape[-1])
-    cos, sin = (table[:, 0] for table in rope.of(cfg.rope))
+    cos, sin = (table[:, 0] for table in rope.of(cfg.rope, qkv.shape[-1]))
     tail_slot = jnp.where(has_new, held, TAIL)
     q, *kv = rope_and_write(qkv, cos, sin, tail.k, tail.v, tail_slot, implementation="xla")
     tail = KVCache(*kv)

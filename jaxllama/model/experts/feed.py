@@ -10,6 +10,8 @@ of the "expert" axis have tokens of their own, and exchange them (``parallel.exc
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -17,7 +19,7 @@ from jax import lax
 from jaxllama.config import UNGATED, ExpertsConfig, ModelConfig
 from jaxllama.model import linear
 from jaxllama.model.elementwise import activated
-from jaxllama.model.experts.route import router_logits
+from jaxllama.model.experts.route import Routed, route, router_logits
 from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.linear import Stream
 from jaxllama.parallel.collectives import row_parallel_matmul
@@ -34,27 +36,79 @@ def feed_experts(
 
     before: the stream without the mixer's part, which a parallel block reads; None for others.
     """
-    if before is not None:
-        own = p["mlp_norm" if cfg.parallel_norms else "mixer_norm"]
-        normed, _ = linear.norm(before, own, cfg)
+    read, stream = inputs_of(cfg, p, stream, before, ops)
+    y = _experts(cfg, p["mlp"], read.x, read.routed, ops)
+    return with_output(cfg, p, stream, read.x, y, ops)
+
+
+class MixtureInput(NamedTuple):
+    """The input ``[..., D]`` of a layer's experts and shared expert, and what the router says."""
+
+    x: jax.Array
+    routed: Routed
+
+
+def inputs_of(
+    cfg: ModelConfig,
+    p: Params,
+    stream: Stream,
+    before: Stream | None = None,
+    ops: LayerOps = linear,
+) -> tuple[MixtureInput, Stream]:
+    """Return what a layer's mixture reads, and the stream; before: as for ``feed_experts``."""
+    own, router = p["mlp"], p["mlp"]["router"]
+    assert cfg.experts is not None
+    if cfg.experts.beside:  # the router has a norm of its own
         stream = Stream(stream.total)
-    else:
-        normed, stream = linear.norm(stream, p.get("mlp_norm"), cfg)
-    assert isinstance(normed, jax.Array)
-    return with_output(cfg, p, stream, mixture(cfg, p["mlp"], normed, ops))
+        x, _ = linear.norm(stream, own["norm"], cfg)
+        _, _, routed = ops.norm_route(stream, own["router_norm"], router, cfg)
+        return MixtureInput(x, routed), stream
+    if before is not None:
+        scale = p["mlp_norm" if cfg.parallel_norms else "mixer_norm"]
+        x, _, routed = ops.norm_route(before, scale, router, cfg)
+        return MixtureInput(x, routed), Stream(stream.total)
+    x, stream, routed = ops.norm_route(stream, p.get("mlp_norm"), router, cfg)
+    return MixtureInput(x, routed), stream
 
 
-def with_output(cfg: ModelConfig, p: Params, stream: Stream, y: jax.Array) -> Stream:
-    """Return the stream with the mixture's output ``y`` pending."""
-    scale = p.get("mlp_out_norm")
+def with_output(
+    cfg: ModelConfig,
+    p: Params,
+    stream: Stream,
+    x: jax.Array,
+    y: jax.Array,
+    ops: LayerOps = linear,
+) -> Stream:
+    """Return the stream with the layer's output pending.
+
+    x, y: the experts' input and output ``[..., D]``.  The expert that every token passes is added
+    to y.  If it is ``beside``, each of the two has norms of its own.
+    """
+    options, own, scale = cfg.experts, p["mlp"], p.get("mlp_out_norm")
+    assert options is not None
+    if options.beside:
+        dense, _ = linear.norm(stream, p.get("mlp_norm"), cfg)
+        dense, _ = linear.norm(Stream(shared(cfg, own, dense, ops)), own["shared_norm"], cfg)
+        y = linear.norm(Stream(y), own["out_norm"], cfg)[0] + dense
+    elif options.shared:
+        y = y + shared(cfg, own, x, ops)
     return Stream(stream.x, y if scale is None else linear.norm(Stream(y), scale, cfg)[0])
 
 
-def mixture(cfg: ModelConfig, own: Params, x: jax.Array, ops: LayerOps = linear) -> jax.Array:
+def mixture(cfg: ModelConfig, own: Params, x: jax.Array) -> jax.Array:
     """The mixture's output ``[..., D]`` for ``x[..., D]``; own: a layer's ``mlp`` parameters."""
-    options, tokens = cfg.experts, x.reshape(-1, x.shape[-1])
+    assert cfg.experts is not None and not cfg.experts.beside
+    routed = route(cfg.experts, x.reshape(-1, x.shape[-1]), own["router"])
+    y = _experts(cfg, own, x, routed, linear)
+    return y + shared(cfg, own, x) if cfg.experts.shared else y
+
+
+def _experts(
+    cfg: ModelConfig, own: Params, x: jax.Array, routed: Routed, ops: LayerOps
+) -> jax.Array:
+    """The output of the chosen experts for ``x[..., D]``, in its shape."""
+    options, tokens, (experts, weights) = cfg.experts, x.reshape(-1, x.shape[-1]), routed
     assert options is not None
-    experts, weights = ops.route(options, tokens, own["router"])
     gated: Options = {"gated": gate_of(cfg, options)}
     summed: Options = {}
     axes = expert_axes()
@@ -74,8 +128,7 @@ def mixture(cfg: ModelConfig, own: Params, x: jax.Array, ops: LayerOps = linear)
         axes = tuple(axis for axis in axes if axis != EXPERT_AXIS)
     else:
         y = compute(tokens, experts, weights)
-    y = (lax.psum(y, axes) if axes else y).reshape(x.shape).astype(x.dtype)
-    return y + shared(cfg, own, x, ops) if options.shared else y
+    return (lax.psum(y, axes) if axes else y).reshape(x.shape).astype(x.dtype)
 
 
 def gate_of(cfg: ModelConfig, options: ExpertsConfig) -> Gate | None:

@@ -1,10 +1,12 @@
 """The parameters of a mixture of experts, in the place of a layer's ``mlp``.
 
-    router            weight [E, D], bias [E], choice_bias [E]
+    router            weight [E, D], bias [E], choice_bias [E], expert_scale [E]
     experts_gate_up   weight [E, 2F, D], bias [E, 2F]        gate, then up; without a gate [E, F, D]
     experts_down      weight [E, D, F], bias [E, D]
     gate_up, down     the shared expert's, as a dense layer's; without a gate up, down
     shared_gate       weight [1, D]
+    norm, router_norm, out_norm, shared_norm    weight [D]: norms of the inputs of experts and
+                      router and of both outputs, where the shared expert is beside the others
 
 A checkpoint stores the experts one by one, or all experts of a layer in one tensor ``[E, ...]``.
 Either gives the same array here.  This file imports no jax.
@@ -40,8 +42,9 @@ class ExpertNames:
     expert's own gate, up and down, where they are not a dense layer's.
     is_beside: the shared expert is beside ``prefix``, not behind it.
     choice_bias: bias that is added to scores only to choose experts.  is_matrix: it is [1, E].
-    is_bias_beside: that bias is beside ``prefix``, not behind it.  may_lack_bias: files may leave
-    it out, which stands for zeros.
+    is_bias_beside: that bias is beside ``prefix``, not behind it.  expert_scale: factors of the
+    experts' weights.  norms: of ``norm``, ``router_norm``, ``out_norm`` and ``shared_norm``.
+    may_lack_bias: files may leave the choice's bias out, which stands for zeros.
     """
 
     prefix: str = "mlp."
@@ -62,15 +65,31 @@ class ExpertNames:
     is_matrix: bool = False
     is_beside: bool = False
     is_bias_beside: bool = False
+    expert_scale: str = "router.per_expert_scale"
+    norms: tuple[str, str, str, str] = (
+        "pre_feedforward_layernorm_2.weight",
+        "router.scale",
+        "post_feedforward_layernorm_2.weight",
+        "post_feedforward_layernorm_1.weight",
+    )
     may_lack_bias: bool = False
 
 
+_NORMS = ("norm", "router_norm", "out_norm", "shared_norm")
+
+
 def table(
-    cfg: ModelConfig, layer: str, names: Names, present: Collection[str]
+    cfg: ModelConfig,
+    options: ExpertsConfig,
+    layer: str,
+    names: Names,
+    present: Collection[str],
 ) -> dict[Path, Param]:
-    """Return the parameters of a layer with experts, in the order of the forward pass."""
-    assert cfg.experts is not None
-    own, options, d = names.of("experts", ExpertNames()), cfg.experts, cfg.d_model
+    """Return the parameters of a layer with experts, in the order of the forward pass.
+
+    options: ``cfg.experts_of`` the layer.
+    """
+    own, d = names.of("experts", ExpertNames()), cfg.d_model
     prefix, residual = f"{layer}{own.prefix}", cfg.product_scale
     n = options.n_experts
     rows: dict[Path, Param] = {("router", "weight"): one(f"{prefix}{own.router}.weight", n, d)}
@@ -82,6 +101,13 @@ def table(
         lacks = own.may_lack_bias and bool(present) and source.name not in present
         sources = () if lacks else (source,)
         rows["router", "choice_bias"] = Param(sources, (n,), std=0.0, is_float32=True)
+    if options.beside:
+        name = f"{prefix}{own.expert_scale}"
+        rows["router", "expert_scale"] = one(name, n, mean=1.0, std=0.0)
+        for path, name in zip(_NORMS, own.norms, strict=True):
+            scale = d**-0.5 if path == "router_norm" else 1.0
+            fold = {"scale": scale}
+            rows[path, "weight"] = one(f"{prefix}{name}", d, mean=scale, std=0.0, fold=fold)
     halves = 1 + cfg.gated_mlp
     rows |= _experts(options, d, prefix, own, present, residual, halves)
     if options.shared:

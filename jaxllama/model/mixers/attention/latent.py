@@ -29,15 +29,14 @@ import jax.numpy as jnp
 from jaxllama.config import LatentConfig, ModelConfig
 from jaxllama.model.linear import linear
 from jaxllama.model.lora import floats
-from jaxllama.model.mixers.attention.chunk import attend, attend_cached
-from jaxllama.model.mixers.attention.state import KVCache, as_pages
-from jaxllama.model.records import At, Chunk, Draft
+from jaxllama.model.mixers.attention.chunk import attend
+from jaxllama.model.mixers.attention.shared import over_cache
+from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.model.records import At, Chunk
 from jaxllama.typing import Params
-from pallas_kernels.attention.op import decode_attention
 from pallas_kernels.attention.plain import rotate
 from pallas_kernels.attention.rope_cache import (
     capacity_of,
-    from_cache_basis,
     store,
     to_cache_basis,
 )
@@ -63,14 +62,15 @@ def mix(
 ) -> tuple[jax.Array, KVCache | None]:
     """The products of ``inputs`` -> (heads ``[B, T, N d_v]``, cache)."""
     assert cfg.latent is not None and at.rope is not None
-    heads = turned(cfg.latent, heads_of(cfg, p, projected), *at.rope.of(cfg.rope))
+    heads = turned(cfg.latent, heads_of(cfg, p, projected), *at.rope.of(cfg.rope, cfg.head_dim))
     if cache is not None:
         cache = written(heads, cache, at)
     if isinstance(at, Chunk) and (cache is None or at.fresh):
         out = _expanded(cfg, p, heads, at)
     else:
         assert cache is not None
-        out = lifted(cfg, p, _over_cache(cfg, absorbed(cfg, p, heads), cache, at))
+        both, q = KVCache(cache.k, cache.k), absorbed(cfg, p, heads)
+        out = lifted(cfg, p, over_cache(q, both, at, cfg.sliding_window))
     return out.reshape(*out.shape[:2], -1), cache
 
 
@@ -169,23 +169,3 @@ def _expanded(cfg: ModelConfig, p: Params, heads: LatentHeads, at: Chunk) -> jax
     window = cfg.sliding_window
     out = attend(heads.q, k, v, at.positions, window, segments=at.segments)
     return out[..., : latent.d_v]
-
-
-def _over_cache(cfg: ModelConfig, q: jax.Array, cache: KVCache, at: At) -> jax.Array:
-    """Attention of ``q [B, T, N, R + r]`` over a cache that holds the new tokens already."""
-    (q,), window = to_cache_basis(cache.k, q), cfg.sliding_window
-    if isinstance(at, Chunk):
-        both = KVCache(cache.k, cache.k)
-        out = attend_cached(q, both, at.positions, at.lengths, window, None, at.table)
-        return from_cache_basis(cache.k, out)
-    seen = jnp.where(at.lengths > 0, at.positions[:, 0] + 1, 0)
-    table = at.table
-    if isinstance(at, Draft) and not at.exact:
-        out = decode_attention(
-            at.by_row(q), cache.k, cache.k, at.by_row(seen[:, None]), table=table, window=window
-        )
-        return out.reshape(q.shape)
-    if isinstance(at, Draft):
-        cache, table = as_pages(cache, at.table, at.width)
-    out = decode_attention(q[:, 0], cache.k, cache.k, seen, table=table, window=window)
-    return out[:, None]

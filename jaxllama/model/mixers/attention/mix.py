@@ -14,7 +14,8 @@ The caller says which tokens read V sparsely (``ModelConfig.attn_sparsity``,
 ``mixers.attention.sparse``).  Generated tokens do, those of a prompt do not, however many tokens
 come at once.
 
-Keys and values of latents are ``attention.latent``'s.
+Keys and values of latents are ``attention.latent``'s, and those of another layer
+``attention.shared``'s.
 
 An int4 cache is stored in a rotated basis.  The op that writes it rotates the queries too, and
 ``from_cache_basis`` rotates the result back (``pallas_kernels.attention.rope_cache``); in decoding
@@ -39,8 +40,10 @@ from jaxllama.model.mixers.attention.chunk import (
     without_padding,
 )
 from jaxllama.model.mixers.attention.pieces import attend_pieces
+from jaxllama.model.mixers.attention.shared import KeysValues, borrow
 from jaxllama.model.mixers.attention.sparse import sparse_attend
 from jaxllama.model.mixers.attention.state import KVCache, as_pages, init_state
+from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.records import At, Chunk, Draft, Pieces, Step
 from jaxllama.model.rope import Ropes, narrowed, widened
 from jaxllama.typing import Params, Tree
@@ -59,6 +62,7 @@ from pallas_kernels.attention.rope_cache import (
     rope_and_write,
 )
 from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
+from pallas_kernels.rows.rms_norm import rms_norm
 
 HeadNorms = tuple[jax.Array, jax.Array, float]  # weights of q and of k, eps
 
@@ -71,12 +75,17 @@ def inputs(cfg: ModelConfig, p: Params) -> Params | list[Params]:
 
 
 def mix(
-    cfg: ModelConfig, p: Params, projected: Tree, cache: KVCache | None, at: At
-) -> tuple[jax.Array, KVCache | None]:
+    cfg: ModelConfig, p: Params, projected: Tree, cache: LayerState, at: At
+) -> tuple[jax.Array, LayerState]:
     """Multi-head attention with rotary positions: the products of ``inputs`` -> (heads
-    ``[B, T, N H]``, cache)."""
+    ``[B, T, N H]``, cache).
+
+    Without a cache a layer that others borrow from returns its keys and values instead.
+    """
     if cfg.latent is not None:
         return latent.mix(cfg, p, projected, cache, at)
+    if cfg.kv_role == "borrowed":
+        return borrow(cfg, p, projected, cache, at), cache
     gate, qkv = unpacked(cfg, projected)
     if cfg.rope.query_beta:
         qkv = _scaled_queries(cfg, qkv, at.positions)
@@ -87,6 +96,15 @@ def mix(
     else:
         heads, cache = _ATTENDS[type(at)](cfg, p, qkv, cache, at)
     return finished(heads.reshape(*qkv.shape[:2], -1, cfg.head_dim), gate), cache
+
+
+def _normed_values(cfg: ModelConfig, qkv: jax.Array) -> jax.Array:
+    """``qkv [B, T, (N + 2K) H]`` with the norm of each head of v, which has no weight."""
+    before = (cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim
+    qk, v = jnp.split(qkv, (before,), axis=-1)
+    heads = v.reshape(*v.shape[:-1], cfg.n_kv_heads, cfg.head_dim)
+    heads = rms_norm(heads, jnp.ones((cfg.head_dim,), v.dtype), cfg.norm_eps)
+    return jnp.concatenate([qk, heads.reshape(v.shape)], axis=-1)
 
 
 def _scaled_queries(cfg: ModelConfig, qkv: jax.Array, positions: jax.Array) -> jax.Array:
@@ -104,12 +122,12 @@ def _normed_last(
 ) -> tuple[ModelConfig, jax.Array, At]:
     """RoPE, then the norms of q and k; what follows has neither: its tables turn by nothing."""
     assert at.rope is not None
-    cos, sin = at.rope.of(cfg.rope)
+    cos, sin = at.rope.of(cfg.rope, cfg.head_dim)
     heads = qkv.reshape(*qkv.shape[:-1], -1, cfg.head_dim)
     qk, v = jnp.split(heads, (cfg.n_heads + cfg.n_kv_heads,), axis=2)
     heads = jnp.concatenate([rotate(qk, cos, sin), v], axis=2)
     heads = norm_heads(heads, cfg.n_kv_heads, _norms(p), cfg.norm_eps, False)
-    still = Ropes((cfg.rope,), ((jnp.ones_like(cos), jnp.zeros_like(sin)),))
+    still = Ropes(((cfg.rope, cfg.head_dim),), ((jnp.ones_like(cos), jnp.zeros_like(sin)),))
     plain = cfg.replace(qk_norm="none", qk_norm_last=False)
     return plain, heads.reshape(qkv.shape), dataclasses.replace(at, rope=still)
 
@@ -128,10 +146,12 @@ def _in_wide_heads(
 
 def unpacked(cfg: ModelConfig, projected: Tree) -> tuple[jax.Array | None, jax.Array]:
     """The product of ``inputs`` as (the heads' gate or None, ``q|k|v [B, T, (N + 2K) H]``)."""
-    if not cfg.attn_gate:
-        return None, projected
-    width = cfg.n_heads * cfg.head_dim
-    return projected[..., :width], projected[..., width:]
+    width, gate = cfg.n_heads * cfg.head_dim, None
+    if cfg.attn_gate:
+        gate, projected = projected[..., :width], projected[..., width:]
+    if cfg.k_is_v:
+        projected = jnp.concatenate([projected, projected[..., width:]], axis=-1)
+    return gate, _normed_values(cfg, projected) if cfg.v_norm else projected
 
 
 def sinks_of(cfg: ModelConfig, p: Params) -> jax.Array | None:
@@ -169,17 +189,18 @@ def _norms(p: Params) -> tuple[jax.Array, jax.Array]:
 
 def _extend(
     cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache | None, at: Chunk
-) -> tuple[jax.Array, KVCache | None]:
+) -> tuple[jax.Array, KVCache | KeysValues | None]:
     """Any number of tokens: ``qkv [B, T, (N + 2K) H]`` -> (heads ``[B, T, N, H]``, cache)."""
     n, n_kv, window = cfg.n_heads, cfg.n_kv_heads, cfg.sliding_window
     positions, lengths, table = at.positions, at.lengths, at.table
     assert at.rope is not None
-    rope, cap, sinks = at.rope.of(cfg.rope), cfg.attn_softcap, sinks_of(cfg, p)
+    rope, cap, sinks = at.rope.of(cfg.rope, cfg.head_dim), cfg.attn_softcap, sinks_of(cfg, p)
     if cache is None:
         qkv = split_heads(cfg, p, qkv)
         q, k, v = jnp.split(qkv, (n, n + n_kv), axis=2)
         q, k = rotate(q, *rope), rotate(k, *rope)
-        return attend(q, k, v, positions, window, cap, sinks, at.segments), None
+        lent = KeysValues(k, v) if cfg.kv_role == "lent" else None
+        return attend(q, k, v, positions, window, cap, sinks, at.segments), lent
     is_new = jnp.arange(qkv.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
     slots = jnp.where(is_new, positions, capacity_of(cache.k, table))
     if cap is None and _is_dense(cfg, at):
@@ -214,7 +235,7 @@ def _in_pieces(
 ) -> tuple[jax.Array, KVCache]:
     """``_extend`` of pieces: ``qkv [2 B, T, (N + 2K) H]`` -> (heads ``[2 B, T, N, H]``, cache)."""
     assert at.rope is not None
-    rope, ends = at.rope.of(cfg.rope), (cfg.n_heads, cfg.n_heads + cfg.n_kv_heads)
+    rope, ends = at.rope.of(cfg.rope, cfg.head_dim), (cfg.n_heads, cfg.n_heads + cfg.n_kv_heads)
     q, k, v = jnp.split(split_heads(cfg, p, qkv), ends, axis=2)
     q, k = rotate(q, *rope), rotate(k, *rope)
     limits = cfg.sliding_window, cfg.attn_softcap
@@ -228,7 +249,7 @@ def _decode(
     assert at.rope is not None
     window, position, table = cfg.sliding_window, at.positions[:, 0], at.table
     slots = jnp.where(at.lengths > 0, position, capacity_of(cache.k, table))
-    cos, sin = at.rope.of(cfg.rope)
+    cos, sin = at.rope.of(cfg.rope, cfg.head_dim)
     where = (cos[:, 0], sin[:, 0], cache.k, cache.v, slots)
     if cfg.attn_softcap is not None or not _is_dense(cfg, at):
         q, *kv = rope_and_write(split_heads(cfg, p, qkv)[:, 0], *where, table=table)
@@ -279,7 +300,7 @@ def _verify(
         heads, norm = _with_norm(cfg, p, qkv)
         heads = at.by_row(heads)
         if tokens_have_a_steps_bits(heads, cache.k, at.table):
-            cos, sin = map(at.by_row, at.rope.of(cfg.rope))
+            cos, sin = map(at.by_row, at.rope.of(cfg.rope, cfg.head_dim))
             slots = jnp.where(is_new > 0, positions, capacity_of(cache.k, at.table))
             out, *kv = rope_and_attend(
                 heads,
@@ -303,7 +324,7 @@ def _verify(
         out, pages = _decode(cfg, p, qkv, pages, each)
         return out, jax.tree.map(lambda new, old: new.reshape(old.shape), pages, cache)
     slots = jnp.where(at.lengths > 0, at.positions[:, 0], capacity_of(pages.k, shared))
-    cos, sin = (table[:, 0] for table in at.rope.of(cfg.rope))
+    cos, sin = (table[:, 0] for table in at.rope.of(cfg.rope, cfg.head_dim))
     q, *kv = rope_and_write(
         split_heads(cfg, p, qkv)[:, 0], cos, sin, pages.k, pages.v, slots, table=shared
     )
@@ -341,7 +362,7 @@ def _verify(
 
 
 # By the record of the tokens: ``qkv [B, T, (N + 2K) H]`` -> (heads of B T tokens, cache).
-_ATTENDS: dict[type[At], Callable[..., tuple[jax.Array, KVCache | None]]] = {
+_ATTENDS: dict[type[At], Callable[..., tuple[jax.Array, LayerState]]] = {
     Chunk: _extend,
     Step: _decode,
     Draft: _verify,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -59,7 +59,8 @@ def table(
     h, stored = cfg.head_dim, cfg.stored
     q, kv = cfg.n_heads * h, cfg.n_kv_heads * h
     n_rows = (2 * q if cfg.attn_gate else q), kv, kv
-    partial = next((r.rotary_dim for r in cfg.ropes if r.rotary_dim), h)
+    turning = (r.rotary_dim for r, _ in cfg.ropes if r.scaling != "proportional")
+    partial = next((count for count in turning if count), h)
     turned = functools.partial(
         Turned,
         head_dim=h,
@@ -104,10 +105,13 @@ def table(
         )
         folds[0] = {"turned": turned(cfg.n_heads, gated=True)}
     parts = list(zip(sources, n_rows, folds, strict=False))
-    table = fused("qkv", parts, cfg.d_model, cfg.qkv_bias)
+    n_parts = {"borrowed": 1}.get(cfg.kv_role, 2 if cfg.k_is_v else len(parts))
+    assert n_parts == len(parts) or len(names.qkv) == 3, "q, k and v in one tensor, where k is v"
+    table = fused("qkv", parts[:n_parts], cfg.d_model, cfg.qkv_bias)
     if cfg.qk_norm != "none":
         own_names = {"q_norm": names.q_norm, "k_norm": names.k_norm}
-        for name, width, scale in (("q_norm", q, stored.query), ("k_norm", kv, 1.0)):
+        norms = (("q_norm", q, stored.query), ("k_norm", kv, 1.0))
+        for name, width, scale in norms[: 1 if cfg.kv_role == "borrowed" else 2]:
             width = h if cfg.qk_norm == "head" else width
             if not cfg.norm_weight:
                 table[name, "weight"] = Param((), (width,), mean=scale, std=0.0)
@@ -173,17 +177,28 @@ def heads(cfg: ModelConfig) -> int:
 
 def obstacle(cfg: ModelConfig, n: int) -> str | None:
     """Return the name of the heads that ``n`` shards do not divide, or None."""
-    return heads_obstacle("", cfg.n_heads, cfg.n_kv_heads, n)
+    reason = heads_obstacle("", cfg.n_heads, cfg.n_kv_heads, n)
+    if reason is None and cfg.full is not None:
+        reason = heads_obstacle("full ", cfg.n_heads, cfg.full.n_kv_heads, n)
+    return reason
 
 
 def replicated(cfg: ModelConfig, n: int) -> Options:
     """Changes of the config where each of ``n`` shards has its own kv head."""
-    return {"n_kv_heads": max(cfg.n_kv_heads, n)}
+    return _of_kv_heads(cfg, lambda heads: max(heads, n))
 
 
 def shard(cfg: ModelConfig, n: int) -> Options:
     """Changes of the config, ``replicated``'s, that make it one of ``n`` shards'."""
-    return {"n_heads": cfg.n_heads // n, "n_kv_heads": cfg.n_kv_heads // n}
+    return {"n_heads": cfg.n_heads // n, **_of_kv_heads(cfg, lambda heads: heads // n)}
+
+
+def _of_kv_heads(cfg: ModelConfig, function: Callable[[int], int]) -> Options:
+    """Changes of the config: all numbers of kv heads as the function gives them."""
+    full = cfg.full
+    if full is not None:
+        full = dataclasses.replace(full, n_kv_heads=function(full.n_kv_heads))
+    return {"n_kv_heads": function(cfg.n_kv_heads), "full": full}
 
 
 def fused_heads(cfg: ModelConfig, name: str, n: int) -> Heads | None:
@@ -191,7 +206,8 @@ def fused_heads(cfg: ModelConfig, name: str, n: int) -> Heads | None:
     del n
     if name != "qkv":
         return None
-    counts = (cfg.n_heads,) * (1 + cfg.attn_gate) + (cfg.n_kv_heads,) * 2
+    n_kv = 0 if cfg.kv_role == "borrowed" else 2 - cfg.k_is_v
+    counts = (cfg.n_heads,) * (1 + cfg.attn_gate) + (cfg.n_kv_heads,) * n_kv
     return [(count, cfg.head_dim) for count in counts]
 
 
@@ -203,6 +219,8 @@ def sites(cfg: ModelConfig) -> Sites:
     n, n_kv, h = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
     shared = np.arange(n_kv * h).reshape(n_kv, 1, h)
     channel = np.broadcast_to(shared, (n_kv, n // n_kv, h)).reshape(-1)
+    if cfg.v_norm or cfg.k_is_v or cfg.kv_role == "borrowed":  # no rows of v alone, or a norm
+        return Sites(("qkv",), "", None, channel)
     before_k = n * (1 + cfg.attn_gate)
     rows = ((before_k + n_kv) * h, (before_k + 2 * n_kv) * h)
     return Sites(("qkv",), "qkv", rows, channel)
@@ -214,4 +232,4 @@ def flops(cfg: ModelConfig, index: int, sequence_length: int) -> float:
     # The mean number of keys a query sees: half of T, or nearly the window.
     seen = min(window, sequence_length)
     keys = seen - seen * seen / (2.0 * sequence_length)
-    return 4.0 * cfg.n_heads * cfg.head_dim * keys
+    return 4.0 * cfg.n_heads * cfg.head_dim_of(index) * keys

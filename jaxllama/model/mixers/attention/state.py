@@ -43,11 +43,13 @@ class KVCache:
         return jax.tree.map(lambda _: P(rows, None, MODEL_AXIS), self)
 
 
-def init_state(cfg: ModelConfig, rows: int, length: int, width: int, dtype: str) -> KVCache:
+def init_state(cfg: ModelConfig, rows: int, length: int, width: int, dtype: str) -> KVCache | None:
     """Return an empty cache of ``rows`` rows (or pages) of ``length`` tokens.
 
-    width: features of a head in the cache.
+    width: features of a head in the cache.  A layer that borrows another's keys has no cache.
     """
+    if cfg.kv_role == "borrowed":
+        return None
     is_latent = cfg.latent is not None
     shape = (rows, length, 1 if is_latent else cfg.n_kv_heads, width)
     if dtype not in QUANTIZED_CACHE:

@@ -1,0 +1,139 @@
+"""Gemma 4: heads of two widths, keys that layers share, and further inputs of every layer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllama as jl
+from jaxllama.checkpoints.hf.config import config_from_hf
+from jaxllama.errors import JaxLlamaError
+from jaxllama.model.cache import init_pages
+from jaxllama.model.rope import rope_tables
+from jaxllama.model.stacked import hidden_states, runs, stack_layers
+from jaxllama.offload.policy import Policy
+from jaxllama.placement import Placement
+from tests.helpers.models import GEMMA4, params_of, relative_error, tokens_of
+
+LENGTHS = np.array([13, 9], np.int32)
+WHOLE = 20
+
+
+def test_a_cache_has_the_heads_of_each_layer_and_none_where_keys_are_shared():
+    cache = jax.eval_shape(lambda: jl.init_cache(GEMMA4, 2, 16, "float32"))
+    shapes = [None if layer is None else layer.k.shape for layer in cache.layers]
+    assert shapes == [(2, 16, 2, 8), (2, 16, 1, 16), None, None]
+    assert [GEMMA4.kv_source(i) for i in range(4)] == [None, None, 0, 1]
+    assert cache.capacity == 16
+
+
+def test_the_first_layers_keep_who_lends_keys_to_whom():
+    cfg = GEMMA4.first_layers(3)
+    assert (cfg.shared_kv_layers, cfg.kv_source(2), cfg.window_layers) == (1, 0, (0, 2))
+    assert GEMMA4.first_layers(2).shared_kv_layers == 0
+    full = GEMMA4.replace(shared_kv_layers=0, shared_kv_d_ff=None, window_layers=(1,))
+    cfg = full.first_layers(1)
+    assert (cfg.full, cfg.head_dim, cfg.k_is_v) == (None, 16, True)
+    assert round(cfg.stored.query, 12) == 4.0
+
+
+def test_proportional_rope_turns_the_first_pairs_of_a_whole_heads_frequencies():
+    positions, total = np.arange(5)[None], np.full(1, 5)
+    cos, sin = rope_tables(GEMMA4.rope, 16, positions, total)
+    angles = np.arange(5)[:, None] * np.array([1.0, 1000.0 ** (-2 / 16), *[0.0] * 6])
+    np.testing.assert_allclose(cos[0], np.cos(angles), atol=1e-6)
+    np.testing.assert_allclose(sin[0], np.sin(angles), atol=1e-6)
+
+
+def paged(dtype: str) -> jl.Cache:
+    """An empty cache of two rows whose pages lie in turns."""
+    cache = init_pages(GEMMA4, 2, 3, 6, 8, dtype)
+    return dataclasses.replace(cache, table=jnp.arange(6, dtype=jnp.int32).reshape(3, 2).T)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound", "pages"),
+    [
+        ("float32", 1e-5, True),
+        pytest.param("float32", 1e-5, False, marks=pytest.mark.slow),
+        pytest.param("int8", 0.1, True, marks=pytest.mark.slow),
+        pytest.param("int4", 0.5, False, marks=pytest.mark.slow),
+        pytest.param("float8_e4m3fn", 0.2, False, marks=pytest.mark.slow),
+    ],
+)
+def test_chunks_and_steps_over_a_cache_are_whole_rows(dtype, bound, pages):
+    params, tokens = params_of(GEMMA4), np.asarray(tokens_of(GEMMA4, 2, WHOLE))
+    want = np.asarray(jl.logits(GEMMA4, params, tokens, np.full(2, WHOLE, np.int32)))
+    cache = paged(dtype) if pages else jl.init_cache(GEMMA4, 2, 24, dtype)
+    got, cache = jl.prefill(GEMMA4, params, tokens[:, :13], LENGTHS, cache, chunk=8)
+    for step in range(3):
+        at = LENGTHS + step
+        for row in range(2):
+            assert relative_error(got[row], want[row, at[row] - 1]) <= bound
+        got, cache = jl.decode_step(GEMMA4, params, tokens[np.arange(2), at], cache)
+
+
+@pytest.mark.slow
+def test_gradients_reach_every_parameter_and_no_layers_are_stacked():
+    """A query that borrows keys sends a gradient to the layer that lends them."""
+    params, tokens = params_of(GEMMA4), tokens_of(GEMMA4, 2, 12)
+    assert runs(GEMMA4)[0].count == 1 and "layer_0" in stack_layers(GEMMA4, params)
+
+    def loss(params, each=None):
+        options = {} if each is None else {"each": each}
+        x = hidden_states(GEMMA4, params, tokens, jnp.float32, **options)
+        return jnp.sum(jnp.sin(x))
+
+    grads = jax.grad(loss)(params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        assert float(jnp.max(jnp.abs(leaf))) > 0, jax.tree_util.keystr(path)
+    from jaxllama.model.stacked import recomputed_block
+
+    again = jax.grad(loss)(params, recomputed_block)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), grads, again)
+
+
+def test_an_offloaded_model_with_shared_keys_is_refused():
+    place = Placement(Policy.parse("50 50 100 0 100 0"), jnp.float32)
+    with pytest.raises(JaxLlamaError, match="layers read each other's keys"):
+        place.model(GEMMA4, place.tree(jax.tree.map(np.asarray, params_of(GEMMA4))), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"shared_kv_layers": 4}, "shared_kv_layers"),
+        ({"shared_kv_layers": 3}, "shared_kv_layers"),
+        ({"shared_kv_layers": 0}, "shared_kv_d_ff"),
+        ({"attn_softcap": 3.0}, "attn_softcap"),
+        ({"sliding_window": None, "window_layers": ()}, "full"),
+    ],
+)
+def test_a_config_that_shared_keys_contradict_names_the_key(changes, key):
+    with pytest.raises(JaxLlamaError, match=rf"^{key} = "):
+        GEMMA4.replace(**changes)
+
+
+def test_heads_by_layer_are_read_as_transformers_writes_them():
+    own = {
+        "model_type": "gemma4_text",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "attention_k_eq_v": True,
+    }
+    theirs = {"per_layer_config": {"5": {"head_dim": 16, "num_key_value_heads": 1}}}
+    ours = {"global_head_dim": 16, "num_global_key_value_heads": 1}
+    cfg = config_from_hf({**own, **theirs}, "tiny")
+    assert cfg == config_from_hf({**own, **ours}, "tiny")
+    assert cfg.full is not None and cfg.full.head_dim == 16 and cfg.rope.rotary_dim == 4
+    with pytest.raises(JaxLlamaError, match="per_layer_config"):
+        config_from_hf({**own, "per_layer_config": {"2": {"head_dim": 16}}}, "tiny")
