@@ -32,11 +32,11 @@ def expected(x, w, scale):
     return gate / (1 + np.exp(-gate)) * up / float(scale)
 
 
-def is_near(codes, steps, words, rounding):
-    """rounding: relative, of what is stored before."""
+def is_near(codes, steps, words, off):
+    """off: by how much the steps may be off before they are rounded."""
     steps = np.clip(steps, *ENDS[words])
     half = 0.5 if words == "int8" else np.maximum(np.abs(steps) / 16, 2.0**-10)
-    assert (np.abs(wide(codes) - steps) <= 1.001 * half + rounding * np.abs(steps)).all()
+    assert (np.abs(wide(codes) - steps) <= 1.001 * half + off).all()
 
 
 @pytest.mark.parametrize("words", ENDS)
@@ -47,7 +47,7 @@ def test_xla_s_form_is_the_float64_gate(words):
     np.testing.assert_array_equal(got.scale, np.full((5, 1), scale))
     steps = expected(x, w, scale)
     assert (np.abs(steps) > ENDS[words][1]).any()  # some are clipped
-    is_near(got.q, steps, words, 1e-5)
+    is_near(got.q, steps, words, 1e-5 * np.abs(steps))
 
 
 def test_operands_that_do_not_fit_are_named():
@@ -100,4 +100,8 @@ def test_values_on_the_gpu(rows, width, k, is_static):
     scale = scale * (k / 64)
     first, again = call(x, w, scale), call(x, w, scale)
     np.testing.assert_array_equal(np.asarray(first.q, np.float32), np.asarray(again.q, np.float32))
-    is_near(first.q, expected(x, w, scale), E4M3, 5e-3)
+    # The sums are off by up to 2e-3 of their size, more than that of a small gate or up.
+    y = exact(x) @ exact(w).T
+    gate, up = np.split(y, 2, axis=-1)
+    off = 2e-3 * np.sqrt(np.mean(y**2)) * (1.1 * np.abs(up) + np.abs(gate)) / float(scale)
+    is_near(first.q, expected(x, w, scale), E4M3, off)
