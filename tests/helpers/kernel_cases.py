@@ -69,6 +69,16 @@ def product(rows: int, scheme: str, words: str | None = None, shape=(14336, 4096
     )
 
 
+def given_scale(op, rows: int, width: int, quantizes: bool = True):
+    """Codes of a scale that is an operand."""
+    words = {"quantize" if quantizes else "dtype": "float8_e4m3fn"}
+
+    def f(x, scale):
+        return op(x, **words, scale=scale, implementation="mosaic")
+
+    return f, (S((rows, width), BF16), S((), F32))
+
+
 def gated_codes(rows: int, n: int = 28672, k: int = 4096):
     """gate and up between static scales."""
     _, (x, w) = product(rows, "float8_e4m3fn", "fp8-static", shape=(n, k))
@@ -271,6 +281,8 @@ CASES = {
     "norm": lambda: (normed, (S((64, 4096), BF16),)),
     "norm to int8": lambda: (functools.partial(normed, words="int8"), (S((8192, 4096), BF16),)),
     "gate to int8": lambda: rows(swiglu, 64, 28672, quantize="int8"),
+    "gate to a given FP8": lambda: given_scale(swiglu, 64, 28672),
+    "tokens to a given FP8": lambda: given_scale(quantize_tokens, 64, 4096, False),
     "tokens to int8": lambda: rows(quantize_tokens, 64, 4096, dtype="int8"),
 }
 
