@@ -107,7 +107,15 @@ def windows(tokenizer: Tokenizer | None, text: str, window: int, samples: int) -
 
 
 def embed(cfg: ModelConfig, params: Params, tokens: np.ndarray) -> list[jax.Array]:
-    """Return the residual stream before the first block, in batches of at most ``BATCH`` rows."""
+    """Return the residual stream before the first block, in batches of at most ``BATCH`` rows.
+
+    Raises JaxLlamaError for a model whose layers share weights.
+    """
+    if cfg.shared_blocks is not None:
+        raise JaxLlamaError(
+            f"{cfg.name}: layers share blocks of weights, which are only rounded to nearest; "
+            "quantize it without a calibration text"
+        )
     count = -(-len(tokens) // BATCH)
     size = -(-len(tokens) // count)
     table = {"embed": params["embed"]}

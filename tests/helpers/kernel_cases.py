@@ -147,7 +147,9 @@ def gla_chunks(b: int, t: int, h: int, dk: int, dv: int, save="nothing"):
 
 def ssd_chunks(b: int, t: int, groups: int, h: int, dk: int, dv: int):
     q, v = S((b, t, groups, dk), BF16), S((b, t, h, dv), BF16)
-    return ssd.ssd_forward, (q, q, v, S((b, t, h), F32))
+    # One row of 16,384 tokens is cut.
+    forward = functools.partial(ssd.ssd_forward, segments=4 if b == 1 else 1)
+    return forward, (q, q, v, S((b, t, h), F32))
 
 
 def delta_chunks(b, t, hk, h, dk, dv, by_channel=False, backward=False):
@@ -257,6 +259,7 @@ CASES = {
     "GLA step": lambda: step(lambda *x: gla.gla_step(*x, 0.1), 64, 4, 4, 256, 512, 2),
     "SSD": lambda: ssd_chunks(8, 4096, 8, 64, 128, 64),
     "SSD in segments": lambda: ssd_chunks(1, 16384, 1, 48, 128, 64),
+    "SSD, Dk = 256": lambda: ssd_chunks(8, 4096, 1, 48, 256, 64),
     "SSD step": lambda: ssd_one(64, 64, 128, 64),
     "delta": lambda: delta_chunks(8, 4096, 16, 16, 128, 128),
     "delta gradients": lambda: delta_chunks(8, 4096, 16, 16, 128, 128, backward=True),

@@ -13,7 +13,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from jaxllama.checkpoints.hf import dense, gemma4, gpt, hybrid, latent, mamba, routed, sparse
+from jaxllama.checkpoints.hf import (
+    dense,
+    gemma4,
+    gpt,
+    hybrid,
+    latent,
+    mamba,
+    paired,
+    routed,
+    sparse,
+)
 from jaxllama.checkpoints.hf.experts import IntervalMixture, Mixture, SigmoidMixture
 from jaxllama.checkpoints.hf.family import (
     BIAS,
@@ -302,7 +312,6 @@ _NEMOTRON_H = dataclasses.replace(
     n_heads=("mamba_num_heads", 128),
     head_dim=("mamba_head_dim", 64),
     state=("ssm_state_size", 128),
-    bias=("mamba_proj_bias", False),
     least=("time_step_min", 0.001),
 )
 _HYBRID_EXPERTS = dataclasses.replace(_GRANITE_EXPERTS, is_mixed=True)
@@ -599,6 +608,7 @@ FAMILIES: dict[str, Family] = {
             **_MAMBA.to_hf(cfg),
             "attn_layer_indices": [i for i, k in enumerate(cfg.layer_types) if k == "attention"],
         },
+        fixed={"partial_rotary_factor": (0.5, None)},  # whatever a file says, in transformers
     ),
     "granitemoehybrid": Family(
         ("GraniteMoeHybridForCausalLM",),
@@ -632,6 +642,7 @@ FAMILIES: dict[str, Family] = {
         },
         keys=(
             *_NEMOTRON_H.keys,
+            "mamba_proj_bias",  # which no class reads
             "hybrid_override_pattern",
             "layers_block_type",
             "layer_types",
@@ -654,13 +665,13 @@ FAMILIES: dict[str, Family] = {
         to_hf=lambda cfg: {**_NEMOTRON_H.to_hf(cfg), **mamba.nemotron_to_hf(cfg)},
         # transformers reads attention_bias, and has no biases
         fixed={
-            "use_bias": (False, None),
             "sliding_window": (None,),
             "moe_latent_size": (None,),
         },
         facts={"gated_mlp": False},
         eps="layer_norm_epsilon",
         activation="mlp_hidden_act",
+        others={"num_local_experts": "n_routed_experts"},
     ),
     "gpt_oss": Family(
         ("GptOssForCausalLM",),
@@ -934,6 +945,7 @@ FAMILIES: dict[str, Family] = {
     **gemma4.FAMILIES,
     **gpt.FAMILIES,
     **hybrid.FAMILIES,
+    **paired.FAMILIES,
     **sparse.FAMILIES,
     **latent.FAMILIES,
     **routed.FAMILIES,

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.decoder import scaled
+from jaxllama.model.elementwise import activated
 from jaxllama.model.experts.feed import gate_of, inputs_of, with_output
 from jaxllama.model.linear import Stream
 from jaxllama.offload.experts import ExpertLayout, HotSlots, unpack, unpack_on_cpu
@@ -133,6 +134,7 @@ def _products(
     assert cfg.experts is not None
     how: Options = {"gated": gate_of(cfg, cfg.experts), "bias": biases[0]}
     inner = grouped_matmul(x, weights[0], experts, first=0, **how)
+    inner = inner if cfg.gated_mlp else activated(inner, cfg.activation)
     return grouped_matmul(
         inner, weights[1], experts, first=0, bias=biases[1], out_dtype=jnp.float32
     )
