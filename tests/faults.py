@@ -160,8 +160,8 @@ CANDIDATES = [
     Fault(
         "a parallel block's MLP reads the stream behind the mixer",
         M + "decoder.py",
-        "ops, stream if cfg.parallel_block else None), state",
-        "ops, mixed if cfg.parallel_block else None), state",
+        "ops, stream if cfg.parallel_block else None)",
+        "ops, mixed if cfg.parallel_block else None)",
         MODEL,
         first="tests/model/test_parity.py::test_golden",
     ),

@@ -97,7 +97,8 @@ def _with_group(
     pieces = zip(layouts, group.pieces, strict=True)
     up, down = (unpack(layout, jnp.stack(own)) for layout, own in pieces)
     own = [None if bias is None else bias[group.experts] for bias in biases]
-    found = _products(cfg, (up, down), own, group.slots[:, None], tokens[group.rows])[:, 0]
+    slots = jnp.asarray(group.slots)[:, None]
+    found = _products(cfg, (up, down), own, slots, tokens[group.rows])[:, 0]
     return y.at[group.places].set(found, mode="drop")
 
 
