@@ -258,7 +258,7 @@ def _merge(one: dict[str, Sums], two: dict[str, Sums]) -> dict[str, Sums]:
 
 def advance(cfg: ModelConfig, kind: str, layer: Layer, h: list[jax.Array]) -> list[jax.Array]:
     """Return the residual stream after a block."""
-    # What stands beside the stream comes or goes with a pair of mixers, which changes the shape.
+    # A pair of mixers adds and takes what stands beside the stream, which changes the shape.
     run = _advance_pair if cfg.is_beside or cfg.has_beside else _advance_alone
     return [run(cfg, kind, layer, batch) for batch in h]
 
