@@ -616,7 +616,21 @@ class ModelConfig:
         Whether both sublayers read the stream before either output is added (Cohere), and whether
         each has a norm of its own there (GPT-NeoX).
     embed_norm : bool
-        Whether embeddings pass an RMSNorm without a weight (nanochat).
+        Whether embeddings, with their positions, pass a norm (nanochat, BERT).
+    first_norm : bool
+        Whether the first layer has a norm before its mixer. False is for ``embed_norm`` alone
+        (ModernBERT).
+    sum_norms : {"none", "all_but_last", "both", "first"}
+        Whether norms follow the sums with the stream (BERT): "all_but_last" is for a model, whose
+        last norm is that of the last sum. The others are for one layer: norms of both sums, or of
+        the first alone.
+    token_types : int
+        Rows of a table of types, whose first row is added to every embedding (BERT); 0 for none.
+    head_transform : bool
+        Whether a dense layer and the activation stand between a last norm and another one (BERT).
+        Models with ``sum_norms`` have the first of these norms, too.
+    head_transform_bias : bool
+        Whether this dense layer has a bias.
     learned_positions : int, optional
         Offset of the first position in a learned table that is added to the embeddings (0: GPT-2,
         2: OPT). None for no table.
@@ -722,6 +736,11 @@ class ModelConfig:
     parallel_norms: bool = False
     learned_positions: int | None = None
     embed_norm: bool = False
+    first_norm: bool = True
+    sum_norms: Literal["none", "all_but_last", "both", "first"] = "none"
+    token_types: int = 0
+    head_transform: bool = False
+    head_transform_bias: bool = False
     full: FullAttentionConfig | None = None
     k_is_v: bool = False
     v_norm: bool = False
@@ -863,6 +882,25 @@ class ModelConfig:
             "must be 1 where attention has sinks",
         )
         _require(self.pre_norms or not self.parallel_block, "pre_norms", False, "parallel_block")
+        _require(
+            self.head_transform or not self.head_transform_bias,
+            "head_transform_bias",
+            True,
+            "needs head_transform",
+        )
+        has_norms = self.pre_norms or self.post_norms or bool(after)
+        _require(
+            self.sum_norms == "none" or not has_norms,
+            "sum_norms",
+            self.sum_norms,
+            "needs pre_norms = false, without post_norms",
+        )
+        _require(
+            self.token_types == 0 or self.embed_norm or self.learned_positions is not None,
+            "token_types",
+            self.token_types,
+            "needs embed_norm or learned_positions",
+        )
         widths = self.head_dim if self.full is None else self.full.head_dim, self.head_dim
         for key, width in zip(("rope", "window_rope"), widths, strict=True):
             rope = getattr(self, key)
@@ -1041,6 +1079,12 @@ class ModelConfig:
             return False, True
         return self.pre_norms, self.post_norms
 
+    def sum_norms_of(self, layer: int) -> Literal["none", "all_but_last", "both", "first"]:
+        """Return the ``sum_norms`` of one layer."""
+        if self.sum_norms != "all_but_last":
+            return self.sum_norms
+        return "first" if layer == self.n_layers - 1 else "both"
+
     def rope_of(self, layer: int) -> RopeConfig:
         """Return the RoPE of layer ``layer``. A layer without positions has ``rotary_dim=0``."""
         if layer in self.nope_layers:
@@ -1137,6 +1181,9 @@ class ModelConfig:
             bare_layers=(),
             post_norm_layers=(),
             learned_positions=None,
+            embed_norm=False,
+            token_types=0,
+            first_norm=True,
             experts=self.experts and dataclasses.replace(self.experts, layers=()),
             attn_sparsity=1.0,
             mtp_layers=0,

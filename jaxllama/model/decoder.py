@@ -60,7 +60,6 @@ from pallas_kernels.cpu.head import norm_matmul
 from pallas_kernels.cpu.head import plan as head_plan
 from pallas_kernels.dispatch import is_recording
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
-from pallas_kernels.rows.rms_norm import rms_norm
 
 # A layer
 
@@ -97,18 +96,31 @@ def mix_half(
 ) -> tuple[Stream, LayerState]:
     """A layer's first half: norm and mixer."""
     mixer, own = MIXERS[kind].mix, p["mixer"]
-    if cfg.learned_positions is not None:
-        stream = _placed(cfg, p["positions"]["weight"], stream, at)
+    stream = _placed(cfg, p, stream, at)
     y, stream = ops.norm_linear(stream, p.get("mixer_norm"), mixer.inputs(cfg, own), cfg)
     heads, state = mixer.mix(cfg, own, y, state, at)
-    return ops.linear_add(heads, own["o"], stream, cfg, p.get("mixer_out_norm")), state
+    if cfg.sum_norms == "none":
+        return ops.linear_add(heads, own["o"], stream, cfg, p.get("mixer_out_norm")), state
+    return _normed_sum(
+        cfg, ops.linear_add(heads, own["o"], stream, cfg), p["mixer_out_norm"]
+    ), state
 
 
-def _placed(cfg: ModelConfig, table: jax.Array, stream: Stream, at: At) -> Stream:
-    """The embeddings with the learned vectors of their positions, which the first layer adds."""
-    assert cfg.learned_positions is not None
-    places = jnp.clip(at.positions + cfg.learned_positions, 0, table.shape[0] - 1)
-    return Stream(stream.total + table[places].astype(stream.x.dtype))
+def _normed_sum(cfg: ModelConfig, stream: Stream, scale: Params) -> Stream:
+    """The norm of a sum, which is the stream from there on (BERT)."""
+    return Stream(linear.norm(stream, scale, cfg)[0])
+
+
+def _placed(cfg: ModelConfig, p: Params, stream: Stream, at: At) -> Stream:
+    """The embeddings as the first layer's mixer reads them: with the learned vectors of their
+    positions and of the first type, and their norm."""
+    if cfg.learned_positions is not None:
+        table = p["positions"]["weight"]
+        places = jnp.clip(at.positions + cfg.learned_positions, 0, table.shape[0] - 1)
+        stream = Stream(stream.total + table[places].astype(stream.x.dtype))
+    if cfg.token_types:
+        stream = Stream(stream.total + p["types"]["weight"][0].astype(stream.x.dtype))
+    return _normed_sum(cfg, stream, p["embed_norm"]) if cfg.embed_norm else stream
 
 
 def feed_half(
@@ -132,6 +144,9 @@ def feed_half(
         y, _ = inner(cfg, p["mlp"], before, own, ops)
     else:
         y, stream = inner(cfg, p["mlp"], stream, p.get("mlp_norm"), ops)
+    if cfg.sum_norms == "both":
+        stream = ops.linear_add(y, p["mlp"]["down"], stream, cfg)
+        return _normed_sum(cfg, stream, p["mlp_out_norm"])
     return ops.linear_add(y, p["mlp"]["down"], stream, cfg, p.get("mlp_out_norm"))
 
 
@@ -179,6 +194,10 @@ def layer_config(cfg: ModelConfig, index: int) -> tuple[ModelConfig, str]:
         post_norms=post_norms,
         post_norm_layers=(),
         learned_positions=None if index else cfg.learned_positions,
+        token_types=0 if index else cfg.token_types,
+        embed_norm=cfg.embed_norm and not index,
+        first_norm=cfg.first_norm or index > 0,
+        sum_norms=cfg.sum_norms_of(index),
         bare_layers=(0,) if index in cfg.bare_layers else (),
     )
     return one, kind
@@ -256,15 +275,23 @@ def _rows_of_table(weight: linear.Weight, tokens: jax.Array, dtype: DTypeLike) -
 
 def scale_embedded(cfg: ModelConfig, x: jax.Array) -> jax.Array:
     """Return embeddings ``[..., D]`` as the first layer reads them."""
-    if cfg.embed_norm:
-        return rms_norm(x, jnp.ones((cfg.d_model,), x.dtype), cfg.norm_eps)
     return x * jnp.asarray(cfg.d_model**0.5, x.dtype) if cfg.embedding_scale else x
 
 
 def final_norm(cfg: ModelConfig, params: Params, stream: Stream | Hidden) -> jax.Array:
     """Apply the final norm; the head's product reads its result."""
     stream = Stream(stream.x) if isinstance(stream, Hidden) else stream
-    return linear.norm(stream, params["norm"], cfg)[0]
+    return linear.norm(transformed(cfg, params, stream), params["norm"], cfg)[0]
+
+
+def transformed(cfg: ModelConfig, params: Params, stream: Stream) -> Stream:
+    """Return the stream that the final norm reads: behind a norm, a dense layer and the activation
+    if the model has these (BERT)."""
+    if "transform" not in params:
+        return stream
+    own = params["transform"]
+    y, _ = linear.norm_linear(stream, own["norm"], own["dense"], cfg)
+    return Stream(activated(y, cfg.activation))
 
 
 def head(params: Params) -> Params:
@@ -469,7 +496,8 @@ def head_product(cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
         # XLA's product would round a row by how many there are.
         weight = head(params)["weight"]
         return norm_matmul(hidden.x, params["norm"]["weight"], weight, cfg.norm_eps)
-    return linear.norm_linear(Stream(hidden.x), params["norm"], head(params), cfg)[0]
+    stream = transformed(cfg, params, Stream(hidden.x))
+    return linear.norm_linear(stream, params["norm"], head(params), cfg)[0]
 
 
 def _has_float_head(cfg: ModelConfig, params: Params, x: jax.Array) -> bool:

@@ -17,7 +17,7 @@ from jaxllama.typing import Params, ParamsDict
 
 Kind = Literal["embed", "layer", "mix", "feed", "head"]
 _HALVES = {
-    "mix": ("positions", "mixer_norm", "mixer", "mixer_out_norm"),
+    "mix": ("positions", "types", "embed_norm", "mixer_norm", "mixer", "mixer_out_norm"),
     "feed": ("mlp_norm", "mlp", "mlp_out_norm", "scale"),
 }
 
@@ -39,7 +39,8 @@ class ModelUnit:
             return {"embed": params["embed"]}
         if self.kind == "head":
             table = "head" if "head" in params else "embed"
-            return {"norm": params["norm"], table: params[table]}
+            own = {name: params[name] for name in ("transform", "norm") if name in params}
+            return {**own, table: params[table]}
         layer = params[f"layer_{self.layer}"]
         return {name: layer[name] for name in _HALVES.get(self.kind, tuple(layer)) if name in layer}
 

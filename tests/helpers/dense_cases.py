@@ -13,6 +13,11 @@ EPS = {
     **dict.fromkeys(("gpt2", "gpt-sw3", "gpt_bigcode", "gpt_neo"), "layer_norm_epsilon"),
     **dict.fromkeys(("gptj", "codegen", "falcon"), "layer_norm_epsilon"),
     "starcoder2": "norm_epsilon",
+    **dict.fromkeys(("bert", "ernie", "electra", "roformer", "megatron-bert"), "layer_norm_eps"),
+    **dict.fromkeys(("bert-generation", "roberta", "camembert", "xlm-roberta"), "layer_norm_eps"),
+    **dict.fromkeys(("data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl"), "layer_norm_eps"),
+    "modernbert-decoder": "norm_eps",
+    "openai-gpt": "layer_norm_epsilon",
     "cohere2_moe": "layer_norm_eps",
 }
 _GRANITE = {
@@ -55,6 +60,20 @@ _MSCALE = {
     "mscale": 0.7,
     "mscale_all_dim": 1.0,
 }
+_ENCODER = {
+    **_MHA,
+    "is_decoder": True,
+    "tie_word_embeddings": True,
+    "type_vocab_size": 2,
+}
+# Families whose positions begin behind the number of the padding token, which no text has.
+PADDED = {"roberta": 3} | dict.fromkeys(
+    ("camembert", "xlm-roberta", "data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl"), 0
+)
+ENCODERS = (
+    *("bert", "ernie", "megatron-bert", "electra", "roformer", "bert-generation", *PADDED),
+    *("modernbert-decoder", "openai-gpt"),
+)
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _GEMMA4 = {
     "sliding_window": 9,
@@ -457,6 +476,41 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "attention_bias": True,
         },
     ),
+    *((kind, "", _ENCODER) for kind in ("bert", "ernie", "megatron-bert")),
+    *((kind, "", {**_ENCODER, "embedding_size": 32}) for kind in ("electra", "roformer")),
+    ("bert-generation", "", {**_ENCODER, "type_vocab_size": None}),
+    *(
+        (kind, "", {**_ENCODER, "pad_token_id": pad, "max_position_embeddings": 129 + pad})
+        for kind, pad in PADDED.items()
+    ),
+    (
+        "modernbert-decoder",
+        "",
+        {
+            **_MHA,
+            "num_hidden_layers": 3,
+            "tie_word_embeddings": True,
+            "sliding_window": 9,
+            "global_attn_every_n_layers": 2,
+            "rope_theta": 1000.0,
+            "rope_local_base_freq": 100.0,
+        },
+    ),
+    (
+        "modernbert-decoder",
+        "bias",
+        {
+            **_MHA,
+            "tie_word_embeddings": True,
+            "sliding_window": 9,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "norm_bias": True,
+            "decoder_bias": False,
+            "classifier_bias": True,
+        },
+    ),
+    ("openai-gpt", "", {**_MHA, "intermediate_size": 128, "tie_word_embeddings": True}),
 )
 # transformers writes its convolutions in three equal parts, which are not q, k and v.
 UNWRITTEN = ("olmo_hybrid",)

@@ -578,7 +578,11 @@ def params_of(name: str) -> dict[str, Any]:
 def tokens_of(name: str) -> np.ndarray:
     """int32 ``[LENGTH]``; the first PROMPT of them are what is continued."""
     raw = np.random.PCG64(list(CASES).index(name)).random_raw(LENGTH)
-    return (raw % np.uint64(CASES[name].vocab_size)).astype(np.int32)
+    pad = dense_cases.PADDED.get(CASES[name].stored.family)
+    if pad is None:
+        return (raw % np.uint64(CASES[name].vocab_size)).astype(np.int32)
+    tokens = (raw % np.uint64(CASES[name].vocab_size - 1)).astype(np.int32)
+    return tokens + (tokens >= pad)  # without padding tokens
 
 
 @dataclasses.dataclass(frozen=True)

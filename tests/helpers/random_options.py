@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.helpers.dense_cases import ENCODERS, PADDED
+
 _FLAG = [True, False]
 _BIAS = {"attention_bias": _FLAG}
 _BIASES = {**_BIAS, "mlp_bias": _FLAG}
@@ -48,6 +50,13 @@ _LATENT = {
         {**_YARN, "factor": 4.0},
         {**_YARN, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.7},
     ],
+}
+_ENCODER = {
+    **_LEARNED,
+    "is_decoder": [True],
+    "tie_word_embeddings": [True],
+    "type_vocab_size": [1, 2],
+    "hidden_act": ["gelu", "gelu_new", "relu"],
 }
 _TYPES = ("sliding_attention", "full_attention")
 _GEMMA4 = {
@@ -316,6 +325,29 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "top_k_experts": [1, 3],
         "moe_intermediate_size": [16, 24],
     },
+    **dict.fromkeys(("bert", "ernie", "megatron-bert", "bert-generation"), _ENCODER),
+    **dict.fromkeys(("electra", "roformer"), {**_ENCODER, "embedding_size": [32]}),
+    **{
+        kind: {**_ENCODER, "pad_token_id": [pad], "hidden_act": ["gelu"]}
+        for kind, pad in PADDED.items()
+    },
+    "modernbert-decoder": {
+        **_BIASES,
+        "tie_word_embeddings": [True],
+        "sliding_window": [3, 9],
+        "global_attn_every_n_layers": [2, 3],
+        "norm_bias": _FLAG,
+        "decoder_bias": _FLAG,
+        "classifier_bias": _FLAG,
+        "rope_theta": [1e4],
+        "rope_local_base_freq": [100.0, 1e4],
+    },
+    "openai-gpt": {
+        **_LEARNED,
+        "intermediate_size": [128],
+        "afn": ["gelu", "relu", "silu"],
+        "tie_word_embeddings": [True],
+    },
     "gemma4_unified_text": {**_GEMMA4, "num_kv_shared_layers": [0]},
 }
 # Families whose classes know no other width of a head than hidden_size / num_attention_heads.
@@ -335,6 +367,7 @@ DIVIDED = (
     "codegen",
     "gpt_neox",
     "gpt_neox_japanese",
+    *ENCODERS,
     "falcon",
     "flex_olmo",
     "granitemoeshared",
@@ -347,5 +380,6 @@ DIVIDED = (
 UNGROUPED = (
     *("gpt2", "gpt-sw3", "gpt_neo", "opt", "biogpt", "gptj", "codegen", "gpt_neox"),
     "gpt_neox_japanese",
+    *ENCODERS,
     *("deepseek_v2", "deepseek_v3", "sarvam_mla", "axk1", "glm4_moe_lite", "youtu", "minicpm3"),
 )

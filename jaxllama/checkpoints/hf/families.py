@@ -13,7 +13,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from jaxllama.checkpoints.hf import dense, gemma4, gpt, hybrid, latent, mamba, routed, sparse
+from jaxllama.checkpoints.hf import (
+    dense,
+    encoders,
+    gemma4,
+    gpt,
+    hybrid,
+    latent,
+    mamba,
+    routed,
+    sparse,
+)
 from jaxllama.checkpoints.hf.experts import IntervalMixture, Mixture, SigmoidMixture
 from jaxllama.checkpoints.hf.family import (
     BIAS,
@@ -929,6 +939,7 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     **dense.FAMILIES,
+    **encoders.FAMILIES,
     **gemma4.FAMILIES,
     **gpt.FAMILIES,
     **hybrid.FAMILIES,
