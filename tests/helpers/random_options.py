@@ -325,8 +325,10 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "top_k_experts": [1, 3],
         "moe_intermediate_size": [16, 24],
     },
-    **dict.fromkeys(("bert", "ernie", "megatron-bert", "bert-generation"), _ENCODER),
-    **dict.fromkeys(("electra", "roformer"), {**_ENCODER, "embedding_size": [32]}),
+    **dict.fromkeys(("bert", "ernie", "megatron-bert"), _ENCODER),
+    "bert-generation": {key: one for key, one in _ENCODER.items() if key != "type_vocab_size"},
+    "electra": {**_ENCODER, "embedding_size": [32], "hidden_act": ["gelu"]},
+    "roformer": {**_ENCODER, "embedding_size": [32]},
     **{
         kind: {**_ENCODER, "pad_token_id": [pad], "hidden_act": ["gelu"]}
         for kind, pad in PADDED.items()
@@ -334,6 +336,7 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
     "modernbert-decoder": {
         **_BIASES,
         "tie_word_embeddings": [True],
+        "num_hidden_layers": [2, 3],
         "sliding_window": [3, 9],
         "global_attn_every_n_layers": [2, 3],
         "norm_bias": _FLAG,
