@@ -195,11 +195,13 @@ def sites(options: ExpertsConfig, model: np.ndarray) -> tuple[Site, ...]:
 
     The router reads the same norm as the experts, so no scale can be absorbed before them.
     """
-    beside = ("mlp/gate_up",) if options.shared else ()
+    beside = ("mlp/gate_up",) if options.shared and not options.beside else ()
     found: tuple[Site, ...] = (
         (("mlp/experts_gate_up", *beside), "", None, model),
         (("mlp/experts_down",), "", None, np.arange(options.d_ff)),
     )
+    if options.beside:
+        found += ((("mlp/gate_up",), "", None, model),)
     if options.shared:
         width = options.shared
         found += ((("mlp/down",), "mlp/gate_up", (width, 2 * width), np.arange(width)),)
