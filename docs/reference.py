@@ -214,6 +214,7 @@ _FACTS = {
     "head_bias": "head with a bias",
     "head_transform": "a dense layer before the head",
     "layer_scale": "a multiplier of each layer",
+    "inner_norms": "norms before the last products",
     "learned_positions": "learned positions",
     "norm": "LayerNorm",
     "norm_weight": "norms without a weight",

@@ -634,6 +634,12 @@ class ModelConfig:
     learned_positions : int, optional
         Offset of the first position in a learned table that is added to the embeddings (0: GPT-2,
         2: OPT). None for no table.
+    sine_theta : float, optional
+        The table of positions is not learned: it has the sines and the cosines of the positions
+        times ``sine_theta ** (-2 i / d_model)`` (XGLM, CTRL).
+    inner_norms : bool
+        Whether norms stand before the last products of attention and feed-forward (BitNet). The
+        feed-forward's gate then has any activation.
     activation : str
         Activation of the feed-forward: "silu", "gelu", "gelu_tanh", "relu", "relu2" or "xielu".
     attn_softcap, logit_softcap : float, optional
@@ -741,6 +747,8 @@ class ModelConfig:
     token_types: int = 0
     head_transform: bool = False
     head_transform_bias: bool = False
+    sine_theta: float | None = None
+    inner_norms: bool = False
     full: FullAttentionConfig | None = None
     k_is_v: bool = False
     v_norm: bool = False
@@ -850,7 +858,7 @@ class ModelConfig:
         offset = self.learned_positions
         _require(offset is None or offset >= 0, "learned_positions", offset, "must not be negative")
         _require(
-            not (self.gated_mlp and self.activation in UNGATED),
+            self.inner_norms or not (self.gated_mlp and self.activation in UNGATED),
             "gated_mlp",
             True,
             f"must be false with activation {self.activation!r}",
@@ -882,6 +890,18 @@ class ModelConfig:
             "must be 1 where attention has sinks",
         )
         _require(self.pre_norms or not self.parallel_block, "pre_norms", False, "parallel_block")
+        _require(
+            self.sine_theta is None or offset is not None,
+            "sine_theta",
+            self.sine_theta,
+            "needs learned_positions",
+        )
+        _require(
+            not self.inner_norms or (self.experts is None and self.activation != "xielu"),
+            "inner_norms",
+            True,
+            "is for dense feed-forwards",
+        )
         _require(
             self.head_transform or not self.head_transform_bias,
             "head_transform_bias",
@@ -1181,6 +1201,7 @@ class ModelConfig:
             bare_layers=(),
             post_norm_layers=(),
             learned_positions=None,
+            sine_theta=None,
             embed_norm=False,
             token_types=0,
             first_norm=True,

@@ -49,6 +49,7 @@ from jaxllama.model.mixers import MIXERS
 from jaxllama.model.param import Path, Shape
 from jaxllama.model.params import param_table
 from jaxllama.model.records import At, Hidden, new_tokens, pieces_of, positions_of
+from jaxllama.model.rope import sines
 from jaxllama.model.sharded import over_mesh, over_pieces
 from jaxllama.parallel.collectives import lookup_rows
 from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis, is_split, traced_mesh
@@ -115,9 +116,13 @@ def _placed(cfg: ModelConfig, p: Params, stream: Stream, at: At) -> Stream:
     """The embeddings as the first layer's mixer reads them: with the learned vectors of their
     positions and of the first type, and their norm."""
     if cfg.learned_positions is not None:
-        table = p["positions"]["weight"]
-        places = jnp.clip(at.positions + cfg.learned_positions, 0, table.shape[0] - 1)
-        stream = Stream(stream.total + table[places].astype(stream.x.dtype))
+        places = at.positions + cfg.learned_positions
+        if cfg.sine_theta is None:
+            table = p["positions"]["weight"]
+            vectors = table[jnp.clip(places, 0, table.shape[0] - 1)]
+        else:
+            vectors = jnp.concatenate(sines(cfg.sine_theta, cfg.d_model, places), axis=-1)
+        stream = Stream(stream.total + vectors.astype(stream.x.dtype))
     if cfg.token_types:
         stream = Stream(stream.total + p["types"]["weight"][0].astype(stream.x.dtype))
     return _normed_sum(cfg, stream, p["embed_norm"]) if cfg.embed_norm else stream
@@ -161,11 +166,20 @@ def inner(
     cfg: ModelConfig, p: Params, stream: Stream, norm: Params | None, ops: LayerOps = linear
 ) -> tuple[linear.Input, Stream]:
     """(what the last product of the feed-forward ``p`` reads, the stream)."""
+    if cfg.gated_mlp and cfg.inner_norms:
+        y, stream = ops.norm_linear(stream, norm, p["gate_up"], cfg)
+        gate, up = jnp.split(y, 2, axis=-1)
+        return _inner_norm(cfg, p, activated(gate, cfg.activation) * up), stream
     if cfg.gated_mlp:
         return ops.norm_linear(stream, norm, p["gate_up"], cfg, into=p["down"])
     y, stream = ops.norm_linear(stream, norm, p["up"], cfg)
     scalars = p["xielu"]["weight"] if cfg.activation == "xielu" else None
-    return activated(y, cfg.activation, scalars), stream
+    return _inner_norm(cfg, p, activated(y, cfg.activation, scalars)), stream
+
+
+def _inner_norm(cfg: ModelConfig, p: Params, x: jax.Array) -> jax.Array:
+    """The input of a feed-forward's last product, with its norm if it has one (BitNet)."""
+    return linear.norm(Stream(x), p["inner_norm"], cfg)[0] if cfg.inner_norms else x
 
 
 @functools.lru_cache(maxsize=1024)
@@ -194,6 +208,7 @@ def layer_config(cfg: ModelConfig, index: int) -> tuple[ModelConfig, str]:
         post_norms=post_norms,
         post_norm_layers=(),
         learned_positions=None if index else cfg.learned_positions,
+        sine_theta=None if index else cfg.sine_theta,
         token_types=0 if index else cfg.token_types,
         embed_norm=cfg.embed_norm and not index,
         first_norm=cfg.first_norm or index > 0,

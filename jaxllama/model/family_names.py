@@ -98,6 +98,20 @@ _NEOX = Names(
 )
 
 
+_OPT = Names(
+    embed="model.decoder.embed_tokens",
+    positions="model.decoder.embed_positions",
+    layer="model.decoder.layers.{}",
+    mixer_norm="self_attn_layer_norm",
+    mlp_norm="final_layer_norm",
+    mlp="",
+    norm="model.decoder.final_layer_norm",
+    o="out_proj",
+    gate_up=("fc1",),
+    down="fc2",
+)
+
+
 def _bert(base: str, **changes: Any) -> Names:
     """The names of BERT's line, whose tensors but the head's begin with ``base``."""
     names = Names(
@@ -123,6 +137,25 @@ def _bert(base: str, **changes: Any) -> Names:
     return dataclasses.replace(names, **changes)
 
 
+_XGLM = dataclasses.replace(
+    _OPT,
+    embed="model.embed_tokens",
+    layer="model.layers.{}",
+    norm="model.layer_norm",
+)
+_CTRL = Names(
+    embed="transformer.w",
+    layer="transformer.h.{}",
+    mixer_norm="layernorm1",
+    mixer="multi_head_attention.",
+    mlp_norm="layernorm2",
+    mlp="ffn.",
+    norm="transformer.layernorm",
+    qkv=("Wq", "Wk", "Wv"),
+    o="dense",
+    gate_up=("0",),
+    down="2",
+)
 _LM_HEAD: dict[str, str] = {
     "transform": "lm_head.dense",
     "norm": "lm_head.layer_norm",
@@ -194,18 +227,6 @@ _ENCODERS = {
         norm="transformer.h.{}.ln_2",
     ),
 }
-_OPT = Names(
-    embed="model.decoder.embed_tokens",
-    positions="model.decoder.embed_positions",
-    layer="model.decoder.layers.{}",
-    mixer_norm="self_attn_layer_norm",
-    mlp_norm="final_layer_norm",
-    mlp="",
-    norm="model.decoder.final_layer_norm",
-    o="out_proj",
-    gate_up=("fc1",),
-    down="fc2",
-)
 _GRANITE_SHARED = Names(
     gate_up=("input_linear",),
     down="output_linear",
@@ -220,6 +241,8 @@ _GPT_OSS = ExpertNames(router="router", is_fused=True, alternates=True)
 # By ``cfg.stored.family``; LLAMA for those that are not here.
 FAMILIES = {
     **_ENCODERS,
+    "xglm": _XGLM,
+    "ctrl": _CTRL,
     "gla": FLA,
     "simple_gla": FLA,
     "linear_attn": dataclasses.replace(FLA, mixers={"gla": gla.GLANames(norms=("norm",))}),

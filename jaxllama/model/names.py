@@ -43,6 +43,7 @@ class Names:
     qkv, gate_up: a single name means that the file has them in one tensor.
     gate: the gate of attention's heads, where it is a tensor apart from q.
     last_bias: the bias of o, where only the last layer has one.
+    inner_norms: the norms before the last products of mixer and feed-forward.
     positions: the table of learned positions.  types: the table of token types.
     embed_norm: the norm of embeddings.
     transform, transform_norm: the dense layer before the last norm, and the norm before it, which
@@ -79,6 +80,7 @@ class Names:
     q_norm: str = "q_norm"
     k_norm: str = "k_norm"
     positions: str = ""
+    inner_norms: tuple[str, str] = ("attn_sub_norm", "ffn_sub_norm")
     types: str = ""
     embed_norm: str = "embed_norm"
     transform: str = ""

@@ -75,7 +75,7 @@ def param_table(
             )
         norm = functools.partial(_layer_norm, cfg, names, present)
         after = functools.partial(norm, scale=stored.residual)  # what the layer adds is multiplied
-        if index == 0 and cfg.learned_positions is not None:
+        if index == 0 and cfg.learned_positions is not None and cfg.sine_theta is None:
             places = cfg.max_position + cfg.learned_positions
             table[layer, "positions", "weight"] = one(f"{names.positions}.weight", places, d)
         if index == 0 and cfg.token_types:
@@ -177,7 +177,10 @@ def _mlp(
     """gate and up fused by rows, and down, of width ``d_ff``.  Old checkpoints of
     flash-linear-attention have both in one tensor, too."""
     down, residual, d = f"{prefix}{names.down}", cfg.product_scale, cfg.d_model
-    last = written("down", down, d, d_ff, cfg.mlp_bias, residual, names.is_transposed)
+    inner = {}
+    if cfg.inner_norms:
+        inner = _norm(cfg.replace(d_model=d_ff), ("inner_norm",), f"{prefix}{names.inner_norms[1]}")
+    last = inner | written("down", down, d, d_ff, cfg.mlp_bias, residual, names.is_transposed)
     if not cfg.gated_mlp:
         order = transposed(d_ff) if names.is_transposed else {}
         up = fused("up", [(f"{prefix}{names.gate_up[-1]}", d_ff, order)], d, cfg.mlp_bias)

@@ -61,6 +61,15 @@ def check_halves(cfg: ModelConfig, policy: Policy) -> None:
     if cfg.shared_kv_layers or cfg.layer_inputs is not None:
         what = "layers read each other's keys" if cfg.shared_kv_layers else "layers have inputs"
         raise JaxLlamaError(f"policy: {cfg.name} runs on one device or a mesh only: its {what}")
+    has_more = cfg.sum_norms != "none" or cfg.embed_norm or cfg.learned_positions is not None
+    for name, by_token in (
+        ("cpu_attention", policy.cpu_attention),
+        ("attn_sparsity", cfg.attn_sparsity < 1),
+    ):
+        if has_more and by_token:
+            raise JaxLlamaError(
+                f"policy: {name}: {cfg.name} adds positions or norms sums around its attention"
+            )
     if policy.experts and cfg.experts is None:
         raise JaxLlamaError(f"policy: experts: {cfg.name} is no mixture of experts")
 

@@ -18,6 +18,8 @@ EPS = {
     **dict.fromkeys(("data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl"), "layer_norm_eps"),
     "modernbert-decoder": "norm_eps",
     "openai-gpt": "layer_norm_epsilon",
+    "ctrl": "layer_norm_epsilon",
+    "xglm": "layer_norm_eps",
     "cohere2_moe": "layer_norm_eps",
 }
 _GRANITE = {
@@ -511,6 +513,10 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
         },
     ),
     ("openai-gpt", "", {**_MHA, "intermediate_size": 128, "tie_word_embeddings": True}),
+    ("xglm", "", {**_MHA, "tie_word_embeddings": True}),
+    ("ctrl", "", {**_MHA, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-6}),
+    ("bitnet", "", _DIVIDED),
+    ("bitnet", "silu", {**_DIVIDED, "hidden_act": "silu", "attention_bias": True}),
 )
 # transformers writes its convolutions in three equal parts, which are not q, k and v.
 UNWRITTEN = ("olmo_hybrid",)

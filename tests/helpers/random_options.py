@@ -351,6 +351,15 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "afn": ["gelu", "relu", "silu"],
         "tie_word_embeddings": [True],
     },
+    "xglm": {
+        **_LEARNED,
+        "rms_norm_eps": [1e-5],
+        "scale_embedding": _FLAG,
+        "activation_function": ["gelu", "relu"],
+        "tie_word_embeddings": [True, False],
+    },
+    "ctrl": {**_LEARNED, "rms_norm_eps": [1e-6], "tie_word_embeddings": [True]},
+    "bitnet": {**_BIAS, "hidden_act": ["relu2", "silu"]},
     "gemma4_unified_text": {**_GEMMA4, "num_kv_shared_layers": [0]},
 }
 # Families whose classes know no other width of a head than hidden_size / num_attention_heads.
@@ -371,6 +380,7 @@ DIVIDED = (
     "gpt_neox",
     "gpt_neox_japanese",
     *ENCODERS,
+    *("xglm", "ctrl", "bitnet"),
     "falcon",
     "flex_olmo",
     "granitemoeshared",
@@ -384,5 +394,6 @@ UNGROUPED = (
     *("gpt2", "gpt-sw3", "gpt_neo", "opt", "biogpt", "gptj", "codegen", "gpt_neox"),
     "gpt_neox_japanese",
     *ENCODERS,
+    *("xglm", "ctrl"),
     *("deepseek_v2", "deepseek_v3", "sarvam_mla", "axk1", "glm4_moe_lite", "youtu", "minicpm3"),
 )

@@ -58,16 +58,15 @@ _REASONS: dict[str, str] = {
     "mixer: attention whose gate has biases or scales of its own": "beam dory",
     "mixer: attention with a gate of softplus": "laguna",
     "mixer: attention with keys wider than values, and two sizes of heads": "mimo_v2_flash",
-    "mixer: attention with layers of two head widths and shared keys": """
-        gemma3n_text gemma4_assistant gemma4_unified_assistant
+    "mixer: a stream of four copies (AltUp)": "gemma3n_text",
+    "mixer: attention over the keys of another model, which it drafts for": """
+        gemma4_assistant gemma4_unified_assistant
         """,
     "mixer: short convolutions beside gated attention": "lfm3",
     "mixer: byte patches and cross attention between them": "blt",
     "mixer: a loop over the layers": "hrm_text",
-    "positions: a table of sines that no file has": "ctrl xglm",
     "mixer: attention with relative position biases": "cpmant",
     "norms: LayerNorm of each head of q and k": "persimmon",
-    "norms: inside of the sublayers, before their last product": "bitnet",
     "a mixture of experts with a router of its own": """
         dbrx lara_mini
         """,

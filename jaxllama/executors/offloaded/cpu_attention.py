@@ -193,4 +193,6 @@ def output(
     mixer, heads = weights["mixer"], heads[:, None]
     if cfg.latent is not None:
         heads = latent.lifted(cfg, mixer, heads)
-    return linear_add(finished(heads, gate), mixer["o"], stream, cfg, weights.get("mixer_out_norm"))
+    return linear_add(
+        finished(cfg, mixer, heads, gate), mixer["o"], stream, cfg, weights.get("mixer_out_norm")
+    )
