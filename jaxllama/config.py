@@ -637,6 +637,8 @@ class ModelConfig:
     sine_theta : float, optional
         The table of positions is not learned: it has the sines and the cosines of the positions
         times ``sine_theta ** (-2 i / d_model)`` (XGLM, CTRL).
+    qkv_limit : float, optional
+        Largest magnitude of q, k and v before positions; larger ones are clipped (OLMo 1.7).
     inner_norms : bool
         Whether norms stand before the last products of attention and feed-forward (BitNet). The
         feed-forward's gate then has any activation.
@@ -748,6 +750,7 @@ class ModelConfig:
     head_transform: bool = False
     head_transform_bias: bool = False
     sine_theta: float | None = None
+    qkv_limit: float | None = None
     inner_norms: bool = False
     full: FullAttentionConfig | None = None
     k_is_v: bool = False
@@ -896,6 +899,10 @@ class ModelConfig:
             self.sine_theta,
             "needs learned_positions",
         )
+        limit = self.qkv_limit
+        _require(limit is None or limit > 0, "qkv_limit", limit, "must be positive")
+        is_plain = self.qk_norm == "none" and self.latent is None and self.stored.query == 1.0
+        _require(limit is None or is_plain, "qkv_limit", limit, "needs qk_norm = 'none'")
         _require(
             not self.inner_norms or (self.experts is None and self.activation != "xielu"),
             "inner_norms",

@@ -513,6 +513,7 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
         },
     ),
     ("openai-gpt", "", {**_MHA, "intermediate_size": 128, "tie_word_embeddings": True}),
+    ("olmo", "clip", {"clip_qkv": 0.5, "tie_word_embeddings": True}),
     ("xglm", "", {**_MHA, "tie_word_embeddings": True}),
     ("ctrl", "", {**_MHA, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-6}),
     ("bitnet", "", _DIVIDED),

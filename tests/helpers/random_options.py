@@ -126,7 +126,7 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
     "iquestcoder": _BIASES,
     "hyperclovax": {**_SCALES, "mlp_bias": _FLAG, "use_post_norm": _FLAG},
     "granite_swa": {**_SCALES, **_THETAS, **_BIASES, "sliding_window": [3, 9]},
-    "olmo": _BIAS,
+    "olmo": {**_BIAS, "clip_qkv": [None, 0.3, 1.0]},
     "olmo_hybrid": {
         "num_hidden_layers": [3],
         "num_attention_heads": [4],

@@ -332,8 +332,7 @@ FAMILIES: dict[str, Family] = {
     "olmo": Family(
         ("OlmoForCausalLM",),
         defaults={"bos_token_id": None, "eos_token_id": 50279},
-        same=BIAS,
-        fixed={"clip_qkv": (None,)},
+        same=(*BIAS, ("clip_qkv", "qkv_limit", None)),
         facts={"norm": "layer", "norm_weight": False, "norm_eps": 1e-5},
     ),
 }

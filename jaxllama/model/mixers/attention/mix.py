@@ -149,6 +149,8 @@ def unpacked(cfg: ModelConfig, projected: Tree) -> tuple[jax.Array | None, jax.A
     width, gate = cfg.n_heads * cfg.head_dim, None
     if cfg.attn_gate:
         gate, projected = projected[..., :width], projected[..., width:]
+    if cfg.qkv_limit is not None:
+        projected = jnp.clip(projected, -cfg.qkv_limit, cfg.qkv_limit)
     if cfg.k_is_v:
         projected = jnp.concatenate([projected, projected[..., width:]], axis=-1)
     return gate, _normed_values(cfg, projected) if cfg.v_norm else projected

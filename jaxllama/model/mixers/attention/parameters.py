@@ -217,7 +217,7 @@ def sites(cfg: ModelConfig) -> Sites:
     shared = np.arange(n_kv * h).reshape(n_kv, 1, h)
     channel = np.broadcast_to(shared, (n_kv, n // n_kv, h)).reshape(-1)
     is_alone = not (cfg.v_norm or cfg.k_is_v or cfg.inner_norms) and cfg.kv_role != "borrowed"
-    if not is_alone:  # no rows of v alone, or a norm between
+    if not is_alone or cfg.qkv_limit is not None:  # no rows of v alone, or a norm or limit between
         return Sites(("qkv",), "", None, channel)
     before_k = n * (1 + cfg.attn_gate)
     rows = ((before_k + n_kv) * h, (before_k + 2 * n_kv) * h)
