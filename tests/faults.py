@@ -160,8 +160,16 @@ CANDIDATES = [
     Fault(
         "a parallel block's MLP reads the stream behind the mixer",
         M + "decoder.py",
-        "ops, stream if cfg.parallel_block else None), state",
-        "ops, mixed if cfg.parallel_block else None), state",
+        "ops, stream if cfg.parallel_block else None)",
+        "ops, mixed if cfg.parallel_block else None)",
+        MODEL,
+        first="tests/model/test_parity.py::test_golden",
+    ),
+    Fault(
+        "a layer without keys reads those of the first layer",
+        M + "decoder.py",
+        "state = new[source]",
+        "state = new[0]",
         MODEL,
         first="tests/model/test_parity.py::test_golden",
     ),

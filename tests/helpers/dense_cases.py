@@ -37,6 +37,10 @@ DEFAULT = (
     "nanochat",
     "gemma4_text",
     "gemma4_text-experts",
+    "bert",
+    "modernbert-decoder",
+    "xglm",
+    "bitnet",
 )  # one of each mechanism that no other case has
 _SIGMOID = {
     "moe_intermediate_size": 24,
