@@ -166,14 +166,6 @@ CANDIDATES = [
         first="tests/model/test_parity.py::test_golden",
     ),
     Fault(
-        "a layer without keys reads those of the first layer",
-        M + "decoder.py",
-        "state = new[source]",
-        "state = new[0]",
-        MODEL,
-        first="tests/model/test_parity.py::test_golden",
-    ),
-    Fault(
         "a commit keeps one token too many",
         M + "verification.py",
         "cache, count = proposal.cache, jnp.clip(count, 0, proposal.new)",
