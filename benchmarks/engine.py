@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--model", default="llama-3.1-8b", help="a preset; weights are random")
     parser.add_argument("--quantize", default="w8a8", help="a scheme, or none")
     parser.add_argument("--kv-dtype", default="int8")
+    parser.add_argument("--mesh", help="as model=2; the default is one device")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--in-flight", type=int, default=512, help="requests at a time")
@@ -97,7 +98,7 @@ def main() -> None:
     parser.add_argument("--token-budget", type=int)
     args = parser.parse_args()
     scheme = None if args.quantize == "none" else args.quantize
-    lm = jl.load(args.model, quantize=scheme, random=True)
+    lm = jl.load(args.model, quantize=scheme, mesh=args.mesh, random=True)
     engine = jl.Engine(
         lm,
         max_slots=args.in_flight,
@@ -123,6 +124,7 @@ def main() -> None:
         "prompt": args.prompt,
         "new": args.new,
         "in_flight": args.in_flight,
+        "mesh": None if lm.mesh is None else dict(lm.mesh.shape),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "warm_up_seconds": warm,

@@ -62,9 +62,10 @@ class Row:
 _BENCH = "jaxllama bench --model llama-3.1-8b --random --context 1024 --new-tokens 200 --json"
 _EXPERTS = "jaxllama bench --random --context 512 --new-tokens 100 --json"
 _BENCH27 = "jaxllama bench --random --json --model qwen3.6-27b --context 1024 --new-tokens 100"
-_BENCH30 = (
-    "jaxllama bench --random --json --model qwen3-30b-a3b --context 1024 --new-tokens 100 --runs 2"
-)
+_BENCH_EXPERTS = "jaxllama bench --random --json --context 1024 --new-tokens 100 --runs 2"
+_BENCH30 = f"{_BENCH_EXPERTS} --model qwen3-30b-a3b"
+_BENCH_OSS = f"{_BENCH_EXPERTS} --model gpt-oss-20b"
+_ROWS64 = "--batch 64 --chunk 64 --kv-dtype int8"
 _MATMUL = "python -m benchmarks.kernels.matmul quantized_matmul --shapes 'gate or up'"
 _ENGINE = "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m benchmarks.engine"
 _PARALLEL = "python -m benchmarks.parallel --model llama-3.1-8b --dtype bfloat16 --batch 1"
@@ -105,7 +106,18 @@ ROWS = {
             "bfloat16, 1 row": _BENCH30,
             "w4a16, 1 row": f"{_BENCH30} --quantize w4a16",
             "mxfp4, 1 row": f"{_BENCH30} --quantize mxfp4",
-            "w4a16, 64 rows": f"{_BENCH30} --quantize w4a16 --batch 64 --chunk 64 --kv-dtype int8",
+            "w4a16, 64 rows": f"{_BENCH30} --quantize w4a16 {_ROWS64}",
+        },
+        "decode_tokens_per_second",
+        "tokens/s",
+    ),
+    "gpt-oss": Row(
+        "gpt-oss-20b, 1,024 tokens before",
+        {
+            "mxfp4, 1 row": f"{_BENCH_OSS} --quantize mxfp4",
+            "w4a16, 1 row": f"{_BENCH_OSS} --quantize w4a16",
+            "bfloat16, 1 row": _BENCH_OSS,
+            "mxfp4, 64 rows": f"{_BENCH_OSS} --quantize mxfp4 {_ROWS64}",
         },
         "decode_tokens_per_second",
         "tokens/s",

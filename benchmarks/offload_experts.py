@@ -8,7 +8,7 @@ order of its own in each layer, beside logits of deviation 1. A run measures the
 Every layer has its own pinned buffers for each expert. All hold the same random bytes, those of one
 expert. The embedding and the routers are random and so large that tokens choose all experts about
 equally often (``planner.trial.spread_routes``). The costs of the prediction are measured with a
-model of two layers.
+model of four layers.
 The allocator should keep the budget, and XLA must be allowed to pin the experts:
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.19 XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=80 \\
@@ -48,6 +48,7 @@ from jaxllama.offload.experts import (
     layout_of,
     pack,
     unpack,
+    views_of,
 )
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import Store
@@ -92,7 +93,8 @@ class Host:
             for layer, count in expert_counts(cfg).items():
                 self.tensors[layer, name] = {e: self.store.pin(source) for e in range(count)}
         self.views: dict[tuple[int, str], dict[int, tuple[jax.Array, ...]]] = {
-            key: {} for key in self.tensors
+            key: views_of(self.layouts[key[1]], own) if computes else {}
+            for key, own in self.tensors.items()
         }
 
     def _dense(self, shapes: Params) -> ParamsDict:
@@ -270,8 +272,10 @@ def main() -> None:
     )
     tell("pinned_bytes", sum(x.nbytes for own in host.tensors.values() for x in own.values()))
     points: dict[str, list[StepPoint]] = {}
-    small = functools.partial(host.model, layers=2)
-    costs = measure_experts(cfg.first_layers(2), small, dtype, 512, points.__setitem__, computes)
+    small = functools.partial(host.model, layers=min(4, cfg.n_layers))
+    costs = measure_experts(
+        cfg.first_layers(min(4, cfg.n_layers)), small, dtype, 512, points.__setitem__, computes
+    )
     layer = [costs.layer[0] + costs.layer[1] * rows for rows in EXPERT_ROWS]
     rest = [
         max(1e-9, point.seconds - own)

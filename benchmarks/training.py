@@ -1,7 +1,7 @@
 """Training steps: adapters of an 8B model on one GPU, and whole models, in FP8 or on several.
 
     python -m benchmarks.training adapters --base w4a16 --rows 1 --remat     QLoRA; none: LoRA
-    python -m benchmarks.training full --products both --curve 200           GLA-1.3B, FP8 and not
+    python -m benchmarks.training full --products both --curve 80            GLA-1.3B, FP8 and not
     python -m benchmarks.training full --model llama-3.1-8b --devices 4 --remat
 
 Random weights.  Each part prints a line of JSON for everything that it measured, as it comes.
@@ -84,8 +84,10 @@ def packed_rows(cfg: ModelConfig, rows: int, length: int, segment: int) -> tuple
     return Batch(tokens, segments, weights / weights.mean()), squares / tokens.size
 
 
-def adapters(base: str | None, rows: int, remat: bool, small: bool, steps: int) -> None:
+def adapters(args: argparse.Namespace) -> None:
     """Measure steps of LoRA at an 8B model's shape, in packed rows of 2,048 tokens."""
+    base = None if args.base == "none" else args.base
+    rows, remat, small, steps = args.rows, args.remat, args.small, args.steps
     cfg, length = model_of("llama-3.1-8b", small), 64 if small else 2048
     config = TrainConfig(
         data=DataConfig(conversations="none", tokenizer="bytes"),
@@ -97,12 +99,12 @@ def adapters(base: str | None, rows: int, remat: bool, small: bool, steps: int) 
         lora=LoraConfig(16, base=base),
         dtype="bfloat16",
         remat=remat,
-        scan=True,
+        scan=not args.unrolled,
     )
     setup = TrainingSetup(config, cfg)
     begun = time.perf_counter()
     params = random_params(cfg, jax.random.key(0), jnp.bfloat16, base)
-    fixed = stack_layers(cfg, params, release=True)
+    fixed = params if args.unrolled else stack_layers(cfg, params, release=True)
     del params
     lora = config.lora
     assert lora is not None
@@ -116,6 +118,7 @@ def adapters(base: str | None, rows: int, remat: bool, small: bool, steps: int) 
         "rows": rows,
         "length": length,
         "remat": remat,
+        "unrolled": args.unrolled,
         "frozen_bytes": tree_bytes(fixed),
         "state_bytes": tree_bytes(state),
         "start_seconds": time.perf_counter() - begun,
@@ -152,11 +155,10 @@ def text_tokens() -> np.ndarray:
     return np.concatenate(parts).astype(np.int32)
 
 
-def full(args: argparse.Namespace, products: Literal["fp8"] | None, curve: int) -> None:
-    """Measure steps of full training; with ``curve`` above 0 print that many losses instead."""
+def full(args: argparse.Namespace, products: Literal["fp8"] | None) -> None:
+    """Measure steps of full training, and with ``--curve`` the losses of that many steps."""
     cfg, length = model_of(args.model, args.small), 64 if args.small else 2048
-    # A curve's steps are one microbatch.
-    micro = 1 if curve else args.microbatches
+    micro, curve = args.microbatches, args.curve
     config = TrainConfig(
         data=DataConfig(tokens="none"),
         steps=max(curve, 1000),
@@ -169,7 +171,7 @@ def full(args: argparse.Namespace, products: Literal["fp8"] | None, curve: int) 
         dtype="bfloat16",
         products=products,
         remat=args.remat,
-        scan=True,
+        scan=not args.unrolled,
         fsdp=args.devices > 1,
     )
     setup = TrainingSetup(config, cfg)
@@ -182,6 +184,7 @@ def full(args: argparse.Namespace, products: Literal["fp8"] | None, curve: int) 
         "devices": args.devices,
         "tokens_a_step": config.batch_size * length,
         "remat": args.remat,
+        "unrolled": args.unrolled,
         "device_bytes": sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state)),
     }
     draw, tokens = np.random.default_rng(0), text_tokens()
@@ -193,7 +196,8 @@ def full(args: argparse.Namespace, products: Literal["fp8"] | None, curve: int) 
 
     begun = time.perf_counter()
     losses: list[jax.Array] = []
-    for step in range(curve or args.steps + 2):
+    timed = args.steps + 2
+    for step in range(max(curve, timed)):
         if step == 2:
             jax.block_until_ready(state)
             begun = time.perf_counter()
@@ -202,23 +206,19 @@ def full(args: argparse.Namespace, products: Literal["fp8"] | None, curve: int) 
         if step == 0:
             jax.block_until_ready(state)
             about["compile_seconds"] = time.perf_counter() - begun
-    jax.block_until_ready(state)
-    seconds = (time.perf_counter() - begun) / (len(losses) - 2)
-    rate, peak = config.batch_size * length / seconds, peak_flops()
-    mfu = None
-    if peak is not None:
-        mfu = rate * flops_per_token(cfg, length) / (peak * args.devices)
-    found = [round(float(loss), 4) for loss in losses]
-    kept = found[:: max(len(found) // 20, 1)] + found[-1:] if curve else [found[0], found[-1]]
-    last = float(np.mean(found[-20:]))
-    say(
-        **about,
-        step_seconds=seconds,
-        tokens_per_second=rate,
-        mfu=mfu,
-        losses=kept,
-        mean_of_last_20=last,
-    )
+        if step == timed - 1:
+            jax.block_until_ready(state)
+            seconds = (time.perf_counter() - begun) / args.steps
+            rate, peak = config.batch_size * length / seconds, peak_flops()
+            mfu = None
+            if peak is not None:
+                mfu = rate * flops_per_token(cfg, length) / (peak * args.devices)
+            ends = [float(losses[0]), float(losses[-1])]
+            say(**about, step_seconds=seconds, tokens_per_second=rate, mfu=mfu, losses=ends)
+    if curve:
+        found = [round(float(loss), 4) for loss in losses]
+        kept = found[:: max(len(found) // 40, 1)]
+        say(**about, curve=kept, mean_of_last_20=float(np.mean(found[-20:])))
 
 
 def first_state(setup: TrainingSetup, mesh: Mesh | None) -> State:
@@ -258,6 +258,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--base", default="w4a16", help="scheme of the frozen weights, or none")
     parser.add_argument("--rows", type=int, default=1, help="rows of a microbatch")
     parser.add_argument("--remat", action="store_true")
+    parser.add_argument("--unrolled", action="store_true", help="layers are no loop")
     parser.add_argument("--steps", type=int, default=10, help="steps that are timed")
     parser.add_argument("--model", default="gla-1.3b", help="of full training; random weights")
     parser.add_argument("--products", default="none", choices=("none", "fp8", "both"))
@@ -266,17 +267,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--curve", type=int, default=0, help="steps of the curve of losses")
     args = parser.parse_args(argv)
     if args.part == "adapters":
-        base = None if args.base == "none" else args.base
-        adapters(base, args.rows, args.remat, args.small, args.steps)
+        adapters(args)
         return
     kinds: dict[str, tuple[Literal["fp8"] | None, ...]] = {
         "none": (None,),
         "fp8": ("fp8",),
         "both": ("fp8", None),
     }
-    for curve in (0, args.curve) if args.curve else (0,):
-        for products in kinds[args.products]:
-            full(args, products, curve)
+    for products in kinds[args.products]:
+        full(args, products)
 
 
 if __name__ == "__main__":

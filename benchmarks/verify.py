@@ -6,8 +6,9 @@
 One row of random weights: a loop of ``verify_step`` and ``commit`` keeps ``--accepted`` of
 ``--drafted`` tokens in each pass, whatever the model says.  Drafting itself costs nothing here.
 Plain decoding is the same loop without a draft.  ``--mtp`` times ``generate``'s own passes too, in
-which the model's MTP head drafts: how many tokens a pass keeps hardly changes its time.  One line
-of JSON: seconds a pass and a step, and the tokens a second of the one over the other.
+which the model's MTP head drafts: how many tokens a pass keeps hardly changes its time.  A first
+call of each compiles, all at once.  One line of JSON: seconds a pass and a step, and the tokens a
+second of the one over the other.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import argparse
 import functools
 import json
 import statistics
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -26,7 +29,7 @@ from jax import lax
 import jaxllama as jl
 from jaxllama import compiler_options
 from jaxllama.decoding.sampling import Sampling, SamplingParams
-from jaxllama.evaluation.speed.harness import timed
+from jaxllama.evaluation.speed.harness import held_cache, timed
 from jaxllama.executors.executor import Call
 from jaxllama.model.cache import Cache
 from jaxllama.typing import Params
@@ -64,41 +67,22 @@ def passes(
     return lax.fori_loop(0, PASSES, body, (cache, newest))
 
 
-def seconds(
-    lm: jl.LanguageModel, context: int, accepted: int, drafted: int, kv_dtype: str | None, runs: int
+def pass_seconds(
+    lm: jl.LanguageModel, context: int, accepted: int, drafted: int, kv_dtype: str | None
 ) -> float:
-    """Return the seconds of a pass behind ``context`` tokens, the median of ``runs`` calls."""
+    """Return the seconds of a pass behind ``context`` tokens, in one call of ``passes``."""
     room = context + PASSES * (accepted + 1) + drafted + 1
-    tokens = np.random.default_rng(0).integers(0, lm.config.vocab_size, (1, context), np.int32)
     loop = compiler_options.compiled_for(passes, None, static_argnums=(0, 4, 5), donate_argnums=2)
-    times = []
-    for _ in range(runs + 1):
-        cache = jl.init_cache(lm.config, 1, room, kv_dtype)
-        lengths = np.asarray([context], np.int32)
-        scores, cache = jl.prefill(lm.config, lm.params, tokens, lengths, cache)
-        newest = jnp.argmax(scores, -1).astype(jnp.int32)
-        _, took = timed(loop, lm.config, lm.params, cache, newest, accepted, drafted)
-        times.append(took / PASSES)
-    return statistics.median(times[1:])
+    dtype, _ = lm.executor.cache_options(kv_dtype, None, lm.dtype)
+    cache = held_cache(lm.config, 1, room, dtype, context)
+    newest = jnp.zeros((1,), jnp.int32)
+    jax.block_until_ready(cache)
+    _, took = timed(loop, lm.config, lm.params, cache, newest, accepted, drafted)
+    return took / PASSES
 
 
-def run(
-    lm: jl.LanguageModel, context: int, accepted: int, drafted: int, kv_dtype: str | None, runs: int
-) -> dict[str, Any]:
-    """Return seconds a pass and a plain step, and the gain in tokens a second."""
-    plain = seconds(lm, context, 0, 0, kv_dtype, runs)
-    one = seconds(lm, context, accepted, drafted, kv_dtype, runs)
-    return {
-        "pass_seconds": one,
-        "step_seconds": plain,
-        "times_plain": (accepted + 1) * plain / one,
-    }
-
-
-def mtp_seconds(
-    lm: jl.LanguageModel, context: int, drafted: int, kv_dtype: str | None, runs: int
-) -> float:
-    """Return the seconds of a pass in which the MTP head drafts, the median of ``runs`` calls."""
+def mtp_seconds(lm: jl.LanguageModel, context: int, drafted: int, kv_dtype: str | None) -> float:
+    """Return the seconds of a pass of ``generate`` in which the MTP head drafts, in one call."""
     tokens = np.random.default_rng(0).integers(0, lm.config.vocab_size, (1, context), np.int32)
     room = PASSES * (drafted + 1)
     dtype, chunk = lm.executor.cache_options(kv_dtype, None, lm.dtype)
@@ -114,14 +98,44 @@ def mtp_seconds(
         chunk=chunk,
         drafting=lm.drafting("mtp", drafted),
     )
-    times = []
-    for _ in range(runs + 1):
-        rows = lm.executor.begin(lm.config, lm.params, call)
-        jax.block_until_ready(rows.report)
-        report, took = timed(rows.advance, PASSES)
-        report = jax.device_get(report)
-        times.append(took / (int(report.counts[0]) - 1 - int(report.drafts[1, 0])))
-    return statistics.median(times[1:])
+    rows = lm.executor.begin(lm.config, lm.params, call)
+    jax.block_until_ready(rows.report)
+    report, took = timed(rows.advance, PASSES)
+    report = jax.device_get(report)
+    return took / (int(report.counts[0]) - 1 - int(report.drafts[1, 0]))
+
+
+def run(
+    lm: jl.LanguageModel,
+    context: int,
+    accepted: int,
+    drafted: int,
+    kv_dtype: str | None,
+    runs: int,
+    mtp: bool = False,
+) -> dict[str, Any]:
+    """Return seconds a pass and a plain step, medians of ``runs`` calls, and the gain in tokens a
+    second; ``mtp``: those of a pass in which the head drafts, too.
+
+    The programs are compiled side by side: one of them takes half a minute for 64 layers.
+    """
+    measures = {
+        "step": lambda: pass_seconds(lm, context, 0, 0, kv_dtype),
+        "pass": lambda: pass_seconds(lm, context, accepted, drafted, kv_dtype),
+    }
+    if mtp:
+        measures["mtp_pass"] = lambda: mtp_seconds(lm, context, drafted, kv_dtype)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda measure: measure(), measures.values()))
+    report = {}
+    for name, measure in measures.items():
+        report[f"{name}_seconds"] = took = statistics.median(measure() for _ in range(runs))
+        print(f"{name} {1e3 * took:.3f} ms", file=sys.stderr, flush=True)
+    kept = (accepted + 1) * report["step_seconds"]
+    report["times_plain"] = kept / report["pass_seconds"]
+    if mtp:
+        report["mtp_times_plain"] = kept / report["mtp_pass_seconds"]
+    return report
 
 
 def main() -> None:
@@ -136,11 +150,9 @@ def main() -> None:
     parser.add_argument("--mtp", action="store_true", help="time passes with the MTP head too")
     args = parser.parse_args()
     lm = jl.load(args.model, quantize=args.quantize, random=True)
-    report = run(lm, args.context, args.accepted, args.drafted, args.kv_dtype, args.runs)
-    if args.mtp:
-        one = mtp_seconds(lm, args.context, args.drafted, args.kv_dtype, args.runs)
-        report["mtp_pass_seconds"] = one
-        report["mtp_times_plain"] = (args.accepted + 1) * report["step_seconds"] / one
+    report = run(
+        lm, args.context, args.accepted, args.drafted, args.kv_dtype, args.runs, mtp=args.mtp
+    )
     about = {
         "model": args.model,
         "quantize": args.quantize,

@@ -2,6 +2,7 @@
 
     for_device()                options for ``jax.jit`` of a loop on one device; None: the defaults
     for_mesh(mesh)              options for ``jax.jit`` of a loop on a mesh; None: the defaults
+    check_sums(mesh)            raises JaxLlamaError if the defaults cannot add over its devices
     compiled_for(program, mesh) a jitted loop with these options
     compiled_here(lowered)      a program that can be serialized
 
@@ -23,8 +24,8 @@ a step by default and 8.1 in one graph. Prompts beside them take as long either 
 Versions of jax without these options get none. A small sum is tried first, with and without
 symmetric buffers. A backend that refuses it gets no options either.
 
-Left out: several processes; prefill on a mesh; the whole loop as one graph on a mesh, which XLA
-cannot instantiate with NCCL inside.
+Left out: prefill on a mesh; the whole loop as one graph on a mesh, which XLA cannot instantiate
+with NCCL inside.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import Jitted, Tree
 from pallas_kernels.dispatch import untested_jax
 from pallas_kernels.jax_internals import persistent_cache_min_compile_time_secs
@@ -75,12 +77,27 @@ def for_mesh(mesh: Mesh | None) -> Options | None:
     """Return the options for a loop with sums over the "model" axis of ``mesh``, or None."""
     if not _KNOWN or mesh is None or mesh.shape["model"] == 1:
         return None
-    devices = list(mesh.devices.flat)
-    is_one_process = len({device.process_index for device in devices}) == 1
-    if devices[0].platform not in ("gpu", "cuda") or not is_one_process:
+    if mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return None
     choices = (_SYMMETRIC, _ONE_GRAPH)
     return next((options for options in choices if _adds_up(mesh, options)), None)
+
+
+@functools.cache
+def check_sums(mesh: Mesh) -> None:
+    """Raise JaxLlamaError if XLA's defaults cannot add small arrays over the GPUs of ``mesh``.
+
+    That is so on hosts without NVLink multicast if jax started its devices before the mesh was
+    made (``parallel.mesh``).
+    """
+    axis = next((name for name, size in reversed(mesh.shape.items()) if size > 1), None)
+    if axis is None or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
+        return
+    if not _adds_up(mesh, {}, axis):
+        raise JaxLlamaError(
+            "mesh: XLA's kernels for sums fail between these GPUs; make the mesh before anything "
+            "else uses jax, or set XLA_FLAGS=--xla_gpu_experimental_use_collective_kernels="
+        )
 
 
 def compiled_for(program: Jitted, mesh: Mesh | None, **jit: Any) -> Jitted:
@@ -130,15 +147,26 @@ def _counts(options: Options) -> bool:
         return False
 
 
-def _adds_up(mesh: Mesh, options: Options) -> bool:
-    """Return whether a sum over the devices with these options is correct."""
-    n = mesh.shape["model"]
+def _adds_up(mesh: Mesh, options: Options, axis: str = "model") -> bool:
+    """Return whether a sum over an axis of the devices with these options is correct.
+
+    The mesh's processes call this together and have the same answer.
+    """
+    n = mesh.shape[axis]
     rows = np.arange(n * 1024, dtype=np.float32).reshape(n, 1024)
+    split = NamedSharding(mesh, P(axis))
+    placed = jax.make_array_from_callback(rows.shape, split, lambda index: rows[index])
     total = jax.shard_map(
-        lambda row: lax.psum(row, "model"), mesh=mesh, in_specs=P("model"), out_specs=P()
+        lambda row: lax.psum(row, axis), mesh=mesh, in_specs=P(axis), out_specs=P()
     )
     try:
-        got = jax.jit(total, compiler_options=options)(jnp.asarray(rows))
-        return bool(np.array_equal(np.asarray(got)[0], rows.sum(axis=0)))
+        got = jax.jit(total, compiler_options=options)(placed)
+        parts = [np.asarray(shard.data)[0] for shard in got.addressable_shards]
+        is_right = all(np.array_equal(part, rows.sum(axis=0)) for part in parts)
     except jax.errors.JaxRuntimeError:
-        return False
+        is_right = False
+    if jax.process_count() == 1:
+        return is_right
+    from jax.experimental import multihost_utils
+
+    return bool(multihost_utils.process_allgather(np.array(is_right)).all())

@@ -501,6 +501,43 @@ class ExpertsConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Multipliers:
+    """Multipliers of a layer's products and of their inputs, which loading folds into the weights.
+
+    Parameters
+    ----------
+    attention_input, key, attention_output : float
+        Multipliers of attention's input, of its keys and of its output.
+    ssm_input, ssm_output : float
+        Multipliers of the input and the output of a Mamba-2 mixer.
+    ssm_parts : tuple of float
+        Multipliers of its z, x, B, C and dt.
+    gate, down : float
+        Multipliers of the feed-forward's gate and of its output.
+
+    Notes
+    -----
+    Source: Falcon-H1 (arXiv 2507.22448), after maximal update parametrization (2203.03466).
+    """
+
+    attention_input: float = 1.0
+    key: float = 1.0
+    attention_output: float = 1.0
+    ssm_input: float = 1.0
+    ssm_parts: tuple[float, ...] = (1.0,) * 5
+    ssm_output: float = 1.0
+    gate: float = 1.0
+    down: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(len(self.ssm_parts) == 5, "ssm_parts", self.ssm_parts, "must be five numbers")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            values = value if isinstance(value, tuple) else (value,)
+            _require(all(values), f"stored.products.{field.name}", value, "must not be 0")
+
+
+@dataclasses.dataclass(frozen=True)
 class CheckpointForm:
     """The differences between a checkpoint's tensors and the parameters, which loading folds.
 
@@ -524,6 +561,8 @@ class CheckpointForm:
         Multiplier of the output of the expert that every token passes.
     interleaved : bool
         Whether RoPE rotates features 2i and 2i + 1 together, and not i and i + H/2.
+    products : Multipliers, optional
+        Multipliers of single products (Falcon-H1).
 
     Notes
     -----
@@ -539,6 +578,7 @@ class CheckpointForm:
     interleaved: bool = False
     shared: float = 1.0
     flipped: bool = False
+    products: Multipliers | None = None
 
     def __post_init__(self) -> None:
         for key in ("embed", "query", "residual", "logits", "shared"):
@@ -665,6 +705,9 @@ class ModelConfig:
     gated_mlp : bool
         Whether the feed-forward is down(activation(gate) * up). False for down(activation(up))
         (Nemotron), which "relu", "relu2" and "xielu" need.
+    beside_layers : tuple of int
+        Layers whose mixer reads the normed input of the layer before, which is one of bare_layers
+        (Falcon-H1: attention and Mamba-2 side by side).
     bare_layers : tuple of int
         Indices of layers without a feed-forward (Mamba-2).
     full : FullAttentionConfig, optional
@@ -738,6 +781,7 @@ class ModelConfig:
     mtp_layers: int = 0
     gated_mlp: bool = True
     bare_layers: tuple[int, ...] = ()
+    beside_layers: tuple[int, ...] = ()
     norm_weight: bool = True
     post_norm_layers: tuple[int, ...] = ()
     qk_norm_last: bool = False
@@ -816,7 +860,7 @@ class ModelConfig:
                 kind,
                 "must be 'attention', 'gla', 'delta' or a key of mixers",
             )
-        for key in ("bare_layers", "post_norm_layers"):
+        for key in ("bare_layers", "beside_layers", "post_norm_layers"):
             object.__setattr__(self, key, tuple(sorted(set(getattr(self, key)))))
         for key in ("nope_layers", "bare_layers", "post_norm_layers"):
             found = getattr(self, key)
@@ -826,6 +870,20 @@ class ModelConfig:
                 found,
                 f"must be below n_layers ({self.n_layers})",
             )
+        beside = self.beside_layers
+        _require(
+            set(beside) <= set(range(self.n_layers + 1)),  # n_layers: of a model cut before it
+            "beside_layers",
+            beside,
+            f"must not exceed n_layers ({self.n_layers})",
+        )
+        _require(
+            not beside
+            or ({i - 1 for i in beside} <= {-1, *self.bare_layers} and not self.parallel_block),
+            "beside_layers",
+            beside,
+            "must each stand behind a layer of bare_layers, without parallel_block",
+        )
         after = self.post_norm_layers
         _require(
             not after or (self.pre_norms and not self.post_norms and not self.parallel_block),
@@ -1112,6 +1170,16 @@ class ModelConfig:
             return self.sum_norms
         return "first" if layer == self.n_layers - 1 else "both"
 
+    @property
+    def is_beside(self) -> bool:
+        """Whether a layer's mixer reads the input of the layer before; of ``layer_config``'s."""
+        return 0 in self.beside_layers
+
+    @property
+    def has_beside(self) -> bool:
+        """Whether the next layer's mixer reads this one's input; of ``layer_config``'s."""
+        return self.n_layers in self.beside_layers
+
     def rope_of(self, layer: int) -> RopeConfig:
         """Return the RoPE of layer ``layer``. A layer without positions has ``rotary_dim=0``."""
         if layer in self.nope_layers:
@@ -1187,6 +1255,7 @@ class ModelConfig:
             window_layers=windows,
             nope_layers=tuple(i for i in self.nope_layers if i < count),
             bare_layers=tuple(i for i in self.bare_layers if i < count),
+            beside_layers=tuple(i for i in self.beside_layers if i < count),
             post_norm_layers=tuple(i for i in self.post_norm_layers if i < count),
             shared_kv_layers=shared,
             shared_kv_d_ff=self.shared_kv_d_ff if shared else None,
@@ -1206,6 +1275,7 @@ class ModelConfig:
             window_rope=None,
             nope_layers=(),
             bare_layers=(),
+            beside_layers=(),
             post_norm_layers=(),
             learned_positions=None,
             sine_theta=None,
@@ -1366,3 +1436,6 @@ def _check_types(instance: Any, prefix: str = "") -> None:
 def _require(condition: bool, key: str, value: Any, why: str) -> None:
     if not condition:
         raise JaxLlamaError(f"{key} = {value!r}: {why}")
+
+
+UNMULTIPLIED = Multipliers()

@@ -42,6 +42,7 @@ from jaxllama.decoding.forward import (
 from jaxllama.decoding.rows import Rows
 from jaxllama.decoding.sampling import Sampling, SamplingParams, sampling_rows
 from jaxllama.errors import JaxLlamaError
+from jaxllama.executors.posting import posting
 from jaxllama.executors.prompts import start
 from jaxllama.executors.resident import loop_for
 from jaxllama.model import decoder, verification
@@ -404,7 +405,8 @@ def generate(
         max_new_tokens=max_new_tokens,
         chunk=chunk,
     )
-    rows, _ = loop_for(params)(cfg, params, rows, sampling, stop_ids, max_new_tokens)
+    posted = posting(cfg, params, tokens.shape[0])
+    rows, _ = loop_for(params)(cfg, posted, rows, sampling, stop_ids, max_new_tokens)
     return rows
 
 

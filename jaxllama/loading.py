@@ -36,6 +36,7 @@ from jaxllama.checkpoints import hub, peft, pooling
 from jaxllama.checkpoints.gguf import load as gguf
 from jaxllama.checkpoints.gguf.file import opened
 from jaxllama.checkpoints.hf import load as hf
+from jaxllama.compiler_options import check_sums
 from jaxllama.config import ModelConfig, load_config, preset_names, preset_sampling
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError, SpeedWarning, WeightWarning
@@ -151,6 +152,11 @@ def load(
     adapters = dict(adapters or {})
     _check_adapters(adapters, merge, mesh is not None)
     enable_compilation_cache()
+    if mesh is not None and policy is not None:
+        raise JaxLlamaError("policy and mesh exclude each other: one device offloads")
+    grid = None if mesh is None else make_mesh(mesh)  # before anything else starts the devices
+    if grid is not None:
+        check_sums(grid)
     dtype = float_dtype(default_dtype() if dtype is None else dtype)
     if not random and is_random_preset(source):
         warnings.warn(
@@ -173,9 +179,6 @@ def load(
         from jaxllama.placement import Placement
 
         place = Placement(policy, dtype, quantize, deterministic, exact=exact)
-    grid = None if mesh is None else make_mesh(mesh)
-    if grid is not None and policy is not None:
-        raise JaxLlamaError("policy and mesh exclude each other: one device offloads")
     sampling, vectors, classifier = None, None, None
     if random and merge:
         raise JaxLlamaError("merge goes into a checkpoint's weights, and these are random")

@@ -11,6 +11,7 @@ on disk. It is on the device if all weights are.
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -111,14 +112,21 @@ class Placement:
             self.store,
             prepare_tree(leaf) if self.lays_out_experts else leaf,
             self._place(layer, leaf.shape[0]),
+            self.policy.cpu_expert > 0,
         )
 
     def _place(self, layer: int, n_experts: int) -> ExpertPlace:
-        counts = {layer: n_experts}
-        if self.use is not None:
-            self.use.of(layer, n_experts)
-            counts = {index: len(own) for index, own in self.use.layers.items()}
-        return places(self.policy, counts, self.use)[layer]
+        if self.use is None:
+            return places(self.policy, {layer: n_experts}, None)[layer]
+        self.use.of(layer, n_experts)
+        return self._places[layer]
+
+    @functools.cached_property
+    def _places(self) -> dict[int, ExpertPlace]:
+        """Where the experts of all layers of the table of use lie."""
+        assert self.use is not None
+        counts = {index: len(own) for index, own in self.use.layers.items()}
+        return places(self.policy, counts, self.use)
 
     def tree(self, params: ParamsDict) -> ParamsDict:
         """Return a whole tree, stored leaf by leaf. Each leaf is removed from ``params`` on the

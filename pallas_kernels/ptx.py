@@ -188,9 +188,16 @@ def select_bits(a: Value, mask: int, c: Value) -> Value:
     return _i32("lop3.b32 $0, $1, $2, $3, 0xea;", a, ci(mask), c)
 
 
-def permute(a: Value, b: Value, selector: int) -> Value:
-    """PRMT: four bytes picked from the eight of a (0..3) and b (4..7)."""
-    return _i32(f"prmt.b32 $0, $1, $2, {selector};", a, b)
+def merge_bits(a: Value, mask: int, c: Value) -> Value:
+    """``(a & mask) | (c & ~mask)``."""
+    return _i32("lop3.b32 $0, $1, $2, $3, 0xe2;", a, ci(mask), c)
+
+
+def permute(a: Value, b: Value, selector: int | Value) -> Value:
+    """PRMT: four bytes picked from the eight of a (0..3) and b (4..7); 8 + i is i's sign."""
+    if isinstance(selector, int):
+        return _i32(f"prmt.b32 $0, $1, $2, {selector};", a, b)
+    return _i32("prmt.b32 $0, $1, $2, $3;", a, b, selector)
 
 
 # --- Floats ---
@@ -489,6 +496,39 @@ def store_global(base: Value, values: Value | Sequence[Value], at: int = 0) -> N
         ptx(f"st.global.{'f32' if type_of(values) == f32() else 'b32'} [$0], $1;", base, values)
     else:
         _store("global", base, values, at)
+
+
+def load_address(base: Value, at: int = 0) -> Value:
+    """Load an i64 address from a table that no kernel writes; allowed before ``await_kernel``."""
+    return ptx(f"ld.global.nc.b64 $0, [$1+{at}];", base, results=i64())
+
+
+def load_posted(base: Value, at: int = 0) -> list[Value]:
+    """Load 4 words that other devices may write during the kernel."""
+    code = f"ld.volatile.global.v4.b32 {{$0,$1,$2,$3}}, [$4+{at}];"
+    return list(ptx(code, base, results=[i32()] * 4))
+
+
+def await_posted(words: Sequence[Value], base: Value, empty: int, at: int = 0) -> list[Value]:
+    """Load 4 words again until none of them is ``empty``.
+
+    words: the result of ``load_posted``.
+    """
+    tests = [f"setp.eq.u32 q, a, {empty};"]
+    tests += [f"setp.eq.or.u32 q, {word}, {empty}, q;" for word in "bcd"]
+    code = (
+        "{ .reg .pred q; .reg .b32 a, b, c, d; "
+        "mov.b32 a, $4; mov.b32 b, $5; mov.b32 c, $6; mov.b32 d, $7; bra test; "
+        f"again: ld.volatile.global.v4.b32 {{a,b,c,d}}, [$8+{at}]; "
+        f"test: {' '.join(tests)} @q bra again; "
+        "mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d; }"
+    )
+    return list(ptx(code, *words, base, results=[i32()] * 4, convergent=True))
+
+
+def post(base: Value, value: Value, at: int = 0) -> None:
+    """Store an f32 in device memory, perhaps another device's, that a kernel there polls."""
+    ptx(f"st.relaxed.sys.global.f32 [$0+{at}], $1;", base, value)
 
 
 def load_half(base: Value, at: int = 0, cache: str = "") -> Value:

@@ -10,6 +10,7 @@ Lanes, each usable alone:
     pytest -m gpu               on a GPU: the kernels themselves; with JAXLLAMA_TARGET=sm_80 those
                                 of older cards, and -rs names what has no form there
     pytest -m slow PATH         minutes of evidence, a room at a time
+    python -m tests.slow_lane PATH...    many rooms, a fresh process for each few tests
     python tests/faults.py      planted faults, when tests are removed or moved to slow (FAULTS.md)
 
 A test goes to ``slow`` where a default test covers the same behaviour. Nine tenths of the suite's

@@ -24,20 +24,20 @@ def fold(source: TensorSource, value: Tree) -> Tree:
     """Return a tensor (an array, or a QTensor of ``source.shape``) as rows of its parameter."""
     if isinstance(source.turned, Stacked) and isinstance(value, np.ndarray):
         return _stacked(source, value, inverse=False)
-    return _moved(value, source.row_order(), source.scale, source.offset)
+    return _moved(value, source.row_order(), source.factor(_axes(value)), source.offset)
 
 
 def fold_rows(source: TensorSource, value: np.ndarray) -> np.ndarray:
     """``fold`` of an array that has a value or a row for each row of the tensor, as an adapter's
     second factor ``[out, r]`` has."""
-    moved = _moved(value, source.row_order(), source.scale, 0.0)
+    moved = _moved(value, source.row_order(), source.factor(value.ndim), 0.0)
     assert isinstance(moved, np.ndarray)
     return moved
 
 
 def unfold_rows(source: TensorSource, value: np.ndarray) -> np.ndarray:
     """The inverse of ``fold_rows``."""
-    moved = _moved(value, source.row_order(inverse=True), 1.0 / source.scale, 0.0)
+    moved = _moved(value, source.row_order(inverse=True), 1.0 / source.factor(value.ndim), 0.0)
     assert isinstance(moved, np.ndarray)
     return moved
 
@@ -46,8 +46,12 @@ def unfold(source: TensorSource, value: Tree) -> Tree:
     """The inverse of ``fold``."""
     if isinstance(source.turned, Stacked) and isinstance(value, np.ndarray):
         return _stacked(source, value, inverse=True)
-    order = source.row_order(inverse=True)
-    return _moved(value, order, 1.0 / source.scale, -source.offset / source.scale)
+    order, factor = source.row_order(inverse=True), source.factor(_axes(value))
+    return _moved(value, order, 1.0 / factor, -source.offset / source.scale)
+
+
+def _axes(value: Tree) -> int:
+    return value.ndim if isinstance(value, np.ndarray) else 2
 
 
 def _stacked(source: TensorSource, value: np.ndarray, inverse: bool) -> np.ndarray:
@@ -63,20 +67,22 @@ def _stacked(source: TensorSource, value: np.ndarray, inverse: bool) -> np.ndarr
     return value.swapaxes(-1, -2) if source.is_transposed and inverse else value
 
 
-def _moved(value: Tree, order: np.ndarray | None, scale: float, offset: float) -> Tree:
+def _moved(value: Tree, order: np.ndarray | None, factor: np.ndarray, offset: float) -> Tree:
+    is_whole = bool(np.all(factor == 1.0))
     if isinstance(value, np.ndarray):
         value = value if order is None else value[order]
-        if (scale, offset) == (1.0, 0.0):
+        if is_whole and offset == 0.0:
             return value
-        out = value.astype(np.float32) * np.float32(scale) + np.float32(offset)
+        out = value.astype(np.float32) * factor + np.float32(offset)
         return out.astype(value.dtype)
     assert offset == 0.0, "only norms have offsets, and they are never quantized"
     value = value if order is None else value.rows(order)
-    return value if scale == 1.0 else _times(value, np.float32(scale))
+    return value if is_whole else _times(value, factor)
 
 
-def _times(w: QTensor, factor: np.float32) -> QTensor:
+def _times(w: QTensor, factor: np.ndarray) -> QTensor:
     if w.unit is not None:
+        assert np.ndim(factor) == 0, "one unit for all rows"
         return dataclasses.replace(w, unit=w.unit * factor)
     changes: JsonObject = {"scale": np.asarray(w.scale, np.float32) * factor}
     if w.zero is not None and not np.issubdtype(np.dtype(w.zero.dtype), np.integer):

@@ -81,7 +81,7 @@ class EngineOptions:
         Whether requests may begin with cached prefixes of earlier requests.
     prefill_chunk : int or None
         Tokens of a prompt between two decode steps, at most max_len. The default is 64 on a CPU and
-        2048 elsewhere.
+        2048 elsewhere, for each GPU that shares a prompt's tokens.
     prefill_rows : int or None
         Largest number of prompts in one prefill call; calls of wide chunks take fewer (``rows``).
         The default on a CPU is as many short prompts as a chunk has room for, and elsewhere a 32nd
@@ -169,7 +169,9 @@ class EngineOptions:
             raise JaxLlamaError(f"draft_tokens = {self.draft_tokens!r} needs a draft")
         DraftPlan.of(self.draft, self.draft_tokens)
 
-    def resolve(self, cfg: ModelConfig, dtype: jnp.dtype, devices: int = 1) -> ResolvedOptions:
+    def resolve(
+        self, cfg: ModelConfig, dtype: jnp.dtype, devices: int = 1, shards: int = 1
+    ) -> ResolvedOptions:
         """Replace every None.
 
         Parameters
@@ -180,6 +182,8 @@ class EngineOptions:
             Dtype of the activations.
         devices : int
             Number of devices over which a token's keys and values are split.
+        shards : int
+            Number of devices that may share the tokens of a prompt.
 
         Returns
         -------
@@ -206,7 +210,8 @@ class EngineOptions:
         tokens = self.cache_tokens or self._affordable(cfgs, kv_dtype, devices)
         share = tokens // self.max_slots if self.deterministic else tokens
         max_len = self.max_len or max(min(cfg.max_position, share), 2)
-        chunk = self.prefill_chunk or min(default_chunk(on_cpu), max_len)
+        default = default_chunk(on_cpu) * (1 if on_cpu else shards)
+        chunk = self.prefill_chunk or min(default, max_len)
         has_states = any(one.has_states for one in cfgs)
         is_dynamic = cfg.rope.scaling == "dynamic"
         page = self.page_size or min(16 if on_cpu else 64, chunk)

@@ -13,6 +13,7 @@ from jaxllama.engine.scheduler import Scheduler
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.parallel.mesh import MODEL_AXIS, mesh_of
+from jaxllama.parallel.sequence import sequence_shards
 from jaxllama.typing import Options
 
 
@@ -45,7 +46,8 @@ def _of_slots(
     adapters = AdapterSlots(
         lm.config, lm.params, lm.adapters, wanted.lora_slots, wanted.max_lora_rank
     )
-    options = wanted.resolve(lm.config, lm.dtype, devices)
+    shards = sequence_shards(mesh, 1, shares_pages=True)
+    options = wanted.resolve(lm.config, lm.dtype, devices, shards)
     runner = Runner(lm.config, lm.params, options, adapters, drafting)
     scheduler = Scheduler(
         max_slots=options.max_slots,

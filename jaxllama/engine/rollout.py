@@ -8,6 +8,7 @@ engine.update_params(params)                                after the trainer's 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -116,23 +117,22 @@ def rollout(
         for index in range(n * len(prompts))
     ]
     rows = _run(engine, requests)
-    longest = max(len(tokens) for tokens, *_ in rows)
+    longest = max(len(row.tokens) for row in rows)
     tokens = np.zeros((len(rows), longest), np.int32)
     answers = np.zeros((len(rows), longest - 1), np.float32)
     logprobs = np.zeros((len(rows), longest - 1), np.float32)
-    for row, (ids, numbers, *_) in enumerate(rows):
-        tokens[row, : len(ids)] = ids
-        answer = slice(len(ids) - len(numbers) - 1, len(ids) - 1)
-        answers[row, answer] = 1
-        logprobs[row, answer] = numbers
+    for index, row in enumerate(rows):
+        tokens[index, : len(row.tokens)] = row.tokens
+        answers[index, row.answer] = 1
+        logprobs[index, row.answer] = row.logprobs
     return Rollouts(
         tokens,
-        np.array([len(ids) for ids, *_ in rows], np.int32),
+        np.array([len(row.tokens) for row in rows], np.int32),
         answers,
         logprobs,
         np.arange(len(rows), dtype=np.int32) // n,
-        tuple(text for _, _, text, _ in rows),
-        tuple(reason for *_, reason in rows),
+        tuple(row.text for row in rows),
+        tuple(row.finish_reason for row in rows),
     )
 
 
@@ -180,35 +180,71 @@ def rescore(engine: Engine, rollouts: Rollouts, *, adapter: str | None = None) -
             )
         )
     logprobs = np.zeros(rollouts.answers.shape, np.float32)
-    for row, (ids, numbers, *_) in enumerate(_run(engine, requests)):
-        logprobs[row, len(ids) - len(numbers) - 1 : len(ids) - 1] = numbers
+    for index, row in enumerate(_run(engine, requests)):
+        logprobs[index, row.answer] = row.logprobs
     return logprobs
 
 
-Row = tuple[list[int], list[float], str, FinishReason]
+class _Row:
+    """A row's tokens so far, its answer's log-probabilities and its text; a request's listener.
+
+    Events are not kept: many live objects make Python's collector of cycles run, and it reads the
+    whole process.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.tokens, self.logprobs = list(request.prompt), list[float]()
+        self.parts: list[str] = []
+        self.reason: FinishReason | None = None
+        self.message = ""
+
+    def __call__(self, event: Event) -> None:
+        self.tokens += event.tokens
+        self.logprobs += event.logprobs
+        self.parts.append(event.text)
+        if event.finish_reason is not None:
+            self.reason, self.message = event.finish_reason, event.message
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        assert self.reason is not None
+        return self.reason
+
+    @property
+    def answer(self) -> slice:
+        """Where the answer's values stand in a row of ``Rollouts.logprobs``."""
+        return slice(len(self.tokens) - len(self.logprobs) - 1, len(self.tokens) - 1)
 
 
-def _run(engine: Engine, requests: list[Request]) -> list[Row]:
+def _run(engine: Engine, requests: list[Request]) -> list[_Row]:
     """Run requests on this thread, and return a row for each."""
-    events: dict[str, list[Event]] = {request.id: [] for request in requests}
-    queue = list(reversed(requests))
+    rows = [_Row(request) for request in requests]
+    queue = collections.deque(_first_of_prompts(requests))
     while queue or engine.live:
         # The engine bounds its queue.
         while queue and engine.stats().waiting < engine.options.max_queue:
-            request = queue.pop()
-            engine.submit(request, events[request.id].append)
+            index = queue.popleft()
+            engine.submit(requests[index], rows[index])
         engine.step()
-    return [_row(request, events[request.id]) for request in requests]
+    for request, row in zip(requests, rows, strict=True):
+        if row.reason not in ("stop", "length"):
+            raise JaxLlamaError(f"{request.id} ended with {row.reason!r}: {row.message}")
+    return rows
 
 
-def _row(request: Request, events: list[Event]) -> Row:
-    """Return a row's tokens, its answer's log-probabilities, its text and why it ended."""
-    tokens, logprobs, text = list(request.prompt), list[float](), ""
-    for event in events:
-        tokens += event.tokens
-        logprobs += event.logprobs
-        text += event.text
-    reason = events[-1].finish_reason
-    if reason not in ("stop", "length"):
-        raise JaxLlamaError(f"{request.id} ended with {reason!r}: {events[-1].message}")
-    return tokens, logprobs, text, reason
+def _first_of_prompts(requests: list[Request]) -> list[int]:
+    """Return the order of submission: each prompt's first request before all others.
+
+    A prompt's pages are found by requests of later steps, so samples that stand together would all
+    compute them.
+    """
+    first: dict[tuple[int, ...], int] = {}
+    for index, request in enumerate(requests):
+        first.setdefault(request.prompt, index)
+    ahead = list(first.values())
+    known = set(ahead)
+    return [*ahead, *(index for index in range(len(requests)) if index not in known)]

@@ -37,6 +37,7 @@ from jaxllama.decoding.rows import Report, Rows
 from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.decoding.turn import Inputs, Pass, drawn_by
 from jaxllama.executors.executor import Call, Executor, RowsDecoder
+from jaxllama.executors.posting import posting
 from jaxllama.executors.prompts import start, start_in_pieces
 from jaxllama.kept import signature
 from jaxllama.model import decoder, verification
@@ -181,6 +182,8 @@ class ResidentDecoding:
     def __init__(self, cfg: ModelConfig, params: Params, call: Call, rows: Rows) -> None:
         self._cfg, self._params, self._call = cfg, params, call
         self._rows = rows
+        if call.drafting is None:
+            self._params = posting(cfg, params, call.tokens.shape[0])
         if call.drafting is not None:
             plan, draft_params = call.drafting
             prompts = call.tokens, call.lengths

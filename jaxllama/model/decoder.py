@@ -98,13 +98,37 @@ def mix_half(
     """A layer's first half: norm and mixer."""
     mixer, own = MIXERS[kind].mix, p["mixer"]
     stream = _placed(cfg, p, stream, at)
-    y, stream = ops.norm_linear(stream, p.get("mixer_norm"), mixer.inputs(cfg, own), cfg)
+    y, stream = mixer_inputs(cfg, p, stream, mixer.inputs(cfg, own), ops)
     heads, state = mixer.mix(cfg, own, y, state, at)
-    if cfg.sum_norms == "none":
-        return ops.linear_add(heads, own["o"], stream, cfg, p.get("mixer_out_norm")), state
-    return _normed_sum(
-        cfg, ops.linear_add(heads, own["o"], stream, cfg), p["mixer_out_norm"]
-    ), state
+    if cfg.sum_norms != "none":
+        after = ops.linear_add(heads, own["o"], stream, cfg)
+        return _normed_sum(cfg, after, p["mixer_out_norm"]), state
+    after = ops.linear_add(heads, own["o"], stream, cfg, p.get("mixer_out_norm"))
+    return after._replace(beside=stream.beside), state
+
+
+def mixer_inputs(
+    cfg: ModelConfig,
+    p: Params,
+    stream: Stream,
+    weights: Params | Sequence[Params],
+    ops: LayerOps = linear,
+) -> tuple[Tree, Stream]:
+    """Return the products of the mixer's input, and the stream.
+
+    Two mixers that stand side by side are two layers.  The first one leaves its normed input beside
+    the stream, and the second one reads that.
+    """
+    if cfg.is_beside:
+        if stream.beside is None:
+            raise JaxLlamaError("this layer reads the input of the layer before, which is not here")
+        y, _ = ops.norm_linear(Stream(stream.beside), None, weights, cfg)
+        return y, Stream(stream.x, stream.pending)
+    if not cfg.has_beside:
+        return ops.norm_linear(stream, p.get("mixer_norm"), weights, cfg)
+    normed, stream = linear.norm(stream, p.get("mixer_norm"), cfg)
+    y, _ = ops.norm_linear(Stream(normed), None, weights, cfg)
+    return y, stream._replace(beside=normed)
 
 
 def _normed_sum(cfg: ModelConfig, stream: Stream, scale: Params) -> Stream:
@@ -214,6 +238,7 @@ def layer_config(cfg: ModelConfig, index: int) -> tuple[ModelConfig, str]:
         first_norm=cfg.first_norm or index > 0,
         sum_norms=cfg.sum_norms_of(index),
         bare_layers=(0,) if index in cfg.bare_layers else (),
+        beside_layers=tuple(i for i in (0, 1) if index + i in cfg.beside_layers),
     )
     return one, kind
 
@@ -395,7 +420,7 @@ def forward(
         rows = tokens, lengths, cache, total_lengths
         if cache is not None and sparse is False:
             batch, n_new = tokens.shape
-            if is_cut(mesh, batch, n_new, cache.table is not None):
+            if is_cut(mesh, batch, n_new, cache.table is not None, layer_work(cfg, params)):
                 return _forward_in_pieces(mesh, cfg, params, tokens, lengths, cache, total_lengths)
         return _forward_over(mesh, cfg, params, *rows, sparse=sparse, fresh=fresh)
     check(cfg, params)
@@ -411,6 +436,19 @@ def forward(
     stream, states = walk(cfg, params, stream, states, at, block_of_a_program())
     hidden = Hidden(stream.total)
     return hidden, None if cache is None else Cache(states, start + lengths, table)
+
+
+def layer_work(cfg: ModelConfig, params: Params) -> float:
+    """Return the multiplications of a token in a layer with weights, in the mean of the layers."""
+    total = 0.0
+    for index in range(cfg.n_layers):
+        experts = cfg.experts_of(index)
+        share = 1.0 if experts is None else experts.n_active / experts.n_experts
+        for part in params[f"layer_{index}"].values():
+            for name, weights in part.items():
+                size = sum(leaf.size for leaf in jax.tree.leaves(weights))
+                total += size * share if name.startswith("experts_") else size
+    return total / cfg.n_layers
 
 
 def check(cfg: ModelConfig, params: Params) -> None:

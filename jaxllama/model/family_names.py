@@ -275,6 +275,12 @@ FAMILIES = {
         _MAMBA, mlp_norm="norm", mlp="mixer.", is_halved=True, mixer="mixer."
     ),
     "bamba": Names(mlp_norm="pre_ff_layernorm", mlp="feed_forward.", norm="model.final_layernorm"),
+    "falcon_h1": Names(
+        mlp_norm="pre_ff_layernorm",
+        mlp="feed_forward.",
+        norm="model.final_layernorm",
+        is_paired=True,
+    ),
     "granitemoehybrid": Names(
         mlp="shared_mlp.",
         gate_up=("input_linear",),

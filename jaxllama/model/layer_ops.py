@@ -11,8 +11,9 @@ from typing import Protocol, overload
 import jax
 from jax.typing import DTypeLike
 
-from jaxllama.config import ExpertsConfig, ModelConfig
+from jaxllama.config import ModelConfig
 from jaxllama.model import linear as ops
+from jaxllama.model.experts.route import Routed, route
 from jaxllama.model.linear import Input, Stream
 from jaxllama.typing import Options, Params, Tree
 from pallas_kernels.experts.gate import Gate
@@ -47,9 +48,9 @@ class LayerOps(Protocol):
     def product(
         self, x: Input, params: Params, dtype: DTypeLike, cfg: ModelConfig, /, *, into: Params
     ) -> Input: ...
-    def route(
-        self, options: ExpertsConfig, x: jax.Array, router: Params, /
-    ) -> tuple[jax.Array, jax.Array]: ...
+    def norm_route(
+        self, stream: Stream, scale: Params | None, router: Params, cfg: ModelConfig
+    ) -> tuple[jax.Array, Stream, Routed]: ...
     def grouped(
         self,
         x: jax.Array,
@@ -104,10 +105,12 @@ class Steps:
     ) -> Tree:
         return ops.product(x, linear, dtype, cfg, into=into)
 
-    def route(
-        self, options: ExpertsConfig, x: jax.Array, router: Params
-    ) -> tuple[jax.Array, jax.Array]:
-        return ops.route(options, x, router)
+    def norm_route(
+        self, stream: Stream, scale: Params | None, router: Params, cfg: ModelConfig
+    ) -> tuple[jax.Array, Stream, Routed]:
+        assert cfg.experts is not None
+        x, stream = ops.norm(stream, scale, cfg)
+        return x, stream, route(cfg.experts, x.reshape(-1, x.shape[-1]), router)
 
     def grouped(
         self,

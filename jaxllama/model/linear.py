@@ -33,7 +33,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.elementwise import layer_norm
-from jaxllama.model.experts.route import route as route
+from jaxllama.model.experts.route import Routed, has_plain_softmax, route
 from jaxllama.model.lora import Adapted, Lora
 from jaxllama.parallel.collectives import row_parallel_matmul
 from jaxllama.parallel.mesh import is_split
@@ -42,34 +42,60 @@ from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.dispatch import wants_kernel
 from pallas_kernels.experts.gate import Gate
 from pallas_kernels.experts.op import grouped_matmul
+from pallas_kernels.experts.route import fused_norm_and_route
 from pallas_kernels.matmul.blocks import blocks_matmul, own_blocks
 from pallas_kernels.matmul.fused import fused_matmul
+from pallas_kernels.matmul.gated import gated_matmul
 from pallas_kernels.matmul.op import quantized_matmul
+from pallas_kernels.matmul.sums import Posted, collect, norm_matmul, post
 from pallas_kernels.operands import Columns
 from pallas_kernels.qtensor import QTensor, RowBlocks
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import gate, swiglu
 
+POST = "post"  # in a linear layer: the table of the sum over devices that its product posts
 Weight = jax.Array | QTensor | RowBlocks | CpuWeight
 Input = jax.Array | QTensor | Adapted
+StaticCodes = tuple[str, jax.Array]  # a dtype, and one scale for all inputs
 
 
 class Stream(NamedTuple):
-    """The residual stream ``[..., D]``: x, and a pending term that is added later, or None."""
+    """The residual stream ``[..., D]``: x, and a pending term that is added later, or None.
+
+    beside: the normed input of the layer before, where this layer's mixer reads it too.
+    """
 
     x: jax.Array
-    pending: jax.Array | None = None
+    pending: jax.Array | Posted | None = None
+    beside: jax.Array | None = None
 
     @property
     def total(self) -> jax.Array:
         """As one array."""
-        return self.x if self.pending is None else self.x + self.pending.astype(self.x.dtype)
+        last = collect(self.pending) if isinstance(self.pending, Posted) else self.pending
+        return self.x if last is None else self.x + last.astype(self.x.dtype)
+
+    @property
+    def packed(self) -> jax.Array:
+        """As one array, with what is beside it behind its features; ``unpacked`` is the inverse."""
+        total = self.total
+        return total if self.beside is None else jnp.concatenate([total, self.beside], axis=-1)
+
+    @classmethod
+    def unpacked(cls, x: jax.Array, d_model: int) -> Stream:
+        """Return the stream of an array ``[..., D]``, or ``[..., 2 D]`` with what is beside it."""
+        if x.shape[-1] == d_model:
+            return cls(x)
+        return cls(x[..., :d_model], None, x[..., d_model:])
 
     @property
     def rounded(self) -> Stream:
         """With a sum over devices, which is float32, added now instead of in the norm."""
-        is_sum = self.pending is not None and self.pending.dtype != self.x.dtype
+        pending = self.pending
+        is_sum = isinstance(pending, Posted) or (
+            pending is not None and pending.dtype != self.x.dtype
+        )
         return Stream(self.total) if is_sum else self
 
 
@@ -100,7 +126,7 @@ def norm_linear(
         made = _fused_norm_linear(stream, scale, linear, cfg, into)
         if made is not None:
             return made
-    normed, stream = norm(stream, scale, cfg, codes, lora)
+    normed, stream = norm(stream, scale, cfg, codes, lora, static=_static_codes(linear))
     return product(normed, linear, stream.x.dtype, cfg, into=into), stream
 
 
@@ -114,7 +140,10 @@ def _fused_norm_linear(
     if _is_inner(into, cfg):
         around |= {"swiglu": True, "activation": cfg.activation}
     if stream.pending is not None:
-        made = fused_matmul(stream.x, weight, **around, pending=stream.pending)
+        if isinstance(stream.pending, Posted):
+            made = norm_matmul(stream.x, weight, stream.pending, **around)
+        else:
+            made = fused_matmul(stream.x, weight, **around, pending=stream.pending)
         if made is not None:
             return _gated(made[0], into, cfg), Stream(made[1])
     stream = stream.rounded
@@ -187,6 +216,9 @@ def linear_add(
     if stream.pending is not None:  # the other sublayer's of a parallel block
         stream = Stream(stream.total)
     is_plain = _lora(linear) is None
+    if POST in linear:
+        assert isinstance(x, jax.Array)
+        return Stream(stream.x, post(x, weight, linear[POST]))
     if is_plain and is_split():
         assert isinstance(x, jax.Array)  # each shard quantizes its own part
         y = row_parallel_matmul(x, weight, bias, dtype)
@@ -211,6 +243,7 @@ def norm(
     cfg: ModelConfig,
     codes: None = None,
     lora: Lora | None = None,
+    static: None = None,
 ) -> tuple[jax.Array, Stream]: ...
 @overload
 def norm(
@@ -219,6 +252,7 @@ def norm(
     cfg: ModelConfig,
     codes: str | None,
     lora: Lora | None = None,
+    static: StaticCodes | None = None,
 ) -> tuple[Input, Stream]: ...
 def norm(
     stream: Stream,
@@ -226,20 +260,24 @@ def norm(
     cfg: ModelConfig,
     codes: str | None = None,
     lora: Lora | None = None,
+    static: StaticCodes | None = None,
 ) -> tuple[Input, Stream]:
     """(the norm of the stream, the stream added up); codes: the dtype to quantize it to, lora: of
-    the layer that reads the codes."""
+    the layer that reads the codes.  static: in place of codes, a dtype with one scale for all."""
     if scale is None or cfg.norm == "layer":
-        x = Stream(stream.total)
+        x = Stream(stream.total)  # its product uses a static scale
         return _quantized(layer_norm(x.x, scale, cfg.norm_eps), codes, lora), x
     stream, weight = stream.rounded, scale["weight"]
+    assert not isinstance(stream.pending, Posted)
     x, residual = (stream.x, None) if stream.pending is None else (stream.pending, stream.x)
     if codes is not None and lora is not None:
         y, *total = lora.adapted(x, codes, norm=(weight, cfg.norm_eps), residual=residual)
         return y, Stream(*total) if total else stream
+    codes, given = (codes, None) if static is None else static
+    of_codes: Options = {"quantize": codes, "scale": given}
     if residual is None:
-        return rms_norm(x, weight, cfg.norm_eps, quantize=codes), stream
-    y, total = rms_norm(x, weight, cfg.norm_eps, residual=residual, quantize=codes)
+        return rms_norm(x, weight, cfg.norm_eps, **of_codes), stream
+    y, total = rms_norm(x, weight, cfg.norm_eps, residual=residual, **of_codes)
     return y, Stream(total)
 
 
@@ -271,14 +309,15 @@ def linear(x: Input, params: Params, dtype: DTypeLike | None = None) -> jax.Arra
             y = quantized_matmul(x.codes, weight, out_dtype=jnp.float32, low_rank=low_rank)
         else:
             assert isinstance(x, jax.Array)
-            y = _matmul(x, weight, None, jnp.float32) + lora.product(x)
+            y = _matmul(x, weight, None, jnp.float32) + lora.product(x).astype(jnp.float32)
         y = lora.scaled(y)
         return (y if bias is None else y + bias.astype(jnp.float32)).astype(dtype)
     if isinstance(x, Adapted):
         low_rank = x.inner, lora.b
         return quantized_matmul(x.codes, weight, bias=bias, out_dtype=dtype, low_rank=low_rank)
-    assert isinstance(x, jax.Array)
-    return (_matmul(x, weight, bias, jnp.float32) + lora.product(x)).astype(dtype)
+    assert isinstance(x, jax.Array) and dtype is not None
+    wide = lora.sums_in(dtype)
+    return (_matmul(x, weight, bias, wide) + lora.product(x).astype(wide)).astype(dtype)
 
 
 @overload
@@ -304,8 +343,51 @@ def product(
         y = y if gate_by is None else gate(y, gate_by)
     else:
         assert not isinstance(x, Adapted)  # only layers with adapters take one
+        made = _gated_codes(x, params, dtype, cfg, into)
+        if made is not None:
+            return made
         y = _matmul(x, params["weight"], params.get("bias"), dtype, gate_by)
     return _gated(y, into, cfg)
+
+
+def _gated_codes(
+    x: Input, params: Params, dtype: DTypeLike, cfg: ModelConfig, into: Params | None
+) -> QTensor | None:
+    """Return gate and up's product in the codes of a layer with a static scale, or None."""
+    weight, static = params["weight"], None if into is None else _static_codes(into)
+    if static is None or cfg.activation != "silu" or params.get("bias") is not None or is_split():
+        return None
+    if not isinstance(x, QTensor) or x.dtype != static[0] or not isinstance(weight, QTensor):
+        return None
+    return gated_matmul(x, weight, static[1], dtype=dtype)
+
+
+def norm_route(
+    stream: Stream, scale: Params | None, router: Params, cfg: ModelConfig
+) -> tuple[jax.Array, Stream, Routed]:
+    """(the norm of the stream, the stream added up, its T tokens' experts and weights ``[T, k]``).
+
+    scale: as for ``norm_linear``.  router: the parameters of a mixture's router.
+    """
+    options = cfg.experts
+    assert options is not None
+    width = stream.x.shape[-1]
+    is_plain = stream.pending is None and has_plain_softmax(options, router)
+    if is_plain and scale is not None and cfg.norm == "rms":
+        made = fused_norm_and_route(
+            stream.x.reshape(-1, width),
+            (scale["weight"], cfg.norm_eps),
+            router["weight"],
+            router.get("bias"),
+            k=options.n_active,
+            normalize=options.normalize,
+            scale=options.scale,
+        )
+        if made is not None:
+            y, experts, weights = made
+            return y.reshape(stream.x.shape), stream, (experts, weights)
+    x, stream = norm(stream, scale, cfg)
+    return x, stream, route(options, x.reshape(-1, width), router)
 
 
 def grouped(
@@ -401,6 +483,14 @@ def _lora(linear: Params) -> Lora | None:
 def has_blocks(weight: QTensor) -> bool:
     """Whether the weight's input is quantized in the weight's groups of columns: FP8 in blocks."""
     return weight.dtype == jnp.float8_e4m3fn and weight.scale.shape[-1] > 1
+
+
+def _static_codes(linear: Params) -> StaticCodes | None:
+    """Return the codes of a layer whose inputs all have one scale."""
+    weight = linear["weight"]
+    if not isinstance(weight, QTensor) or weight.activations is None or _lora(linear) is not None:
+        return None
+    return None if weight.input_scale is None else (weight.activations, weight.input_scale)
 
 
 def input_codes(linear: Params) -> str | None:

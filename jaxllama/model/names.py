@@ -55,6 +55,7 @@ class Names:
     parallel_norms: names of the two norms of a parallel block, where they are its own (Falcon).
     is_transposed: weights of products are [in, out] (GPT-2).
     is_halved: a layer's mixer and its feed-forward are two layers of the file (Nemotron-H).
+    is_paired: two layers, whose mixers stand side by side, are one of the file (Falcon-H1).
     mixers: the own names of each kind of mixer, in a type of that mixer.
     layer_scale: the number by which a layer multiplies the stream.
     """
@@ -92,6 +93,7 @@ class Names:
     is_transposed: bool = False
     parallel_norms: tuple[str, str] | None = None
     is_halved: bool = False
+    is_paired: bool = False
     mixers: Params = dataclasses.field(default_factory=ParamsDict)
     mtp: MTPNames = MTPNames()
     layer_inputs: LayerInputNames = LayerInputNames()

@@ -152,6 +152,7 @@ class TensorSource:
     """A tensor as the checkpoint has it; the parameter's rows are ``scale * tensor + offset``, in
     our order of what RoPE turns, or of what is fused in groups.
 
+    row_scales: further multipliers, (number of rows, multiplier) of each part in turn.
     columns: the same for the columns of a matrix (GGUF only).
     is_rate: the tensor has -exp(x) of the parameter's x (GGUF only).
     shape: in the parameter; ``stored_shape`` is the checkpoint's.
@@ -164,6 +165,7 @@ class TensorSource:
     turned: Turned | ByHead | Grouped | Tiled | Stacked | None = None
     columns: Tiled | None = None
     is_rate: bool = False
+    row_scales: tuple[tuple[int, float], ...] = ()
 
     @property
     def size(self) -> int:
@@ -171,7 +173,16 @@ class TensorSource:
 
     @property
     def is_folded(self) -> bool:
-        return (self.scale, self.offset) != (1.0, 0.0) or self.turned is not None
+        is_scaled = (self.scale, self.offset) != (1.0, 0.0) or bool(self.row_scales)
+        return is_scaled or self.turned is not None
+
+    def factor(self, axes: int = 2) -> np.ndarray:
+        """The multiplier, float32: a number, or ``[rows, 1, ...]`` of so many axes."""
+        if not self.row_scales:
+            return np.float32(self.scale)  # type: ignore[return-value]
+        counts, scales = zip(*self.row_scales, strict=True)
+        by_row = np.repeat(np.asarray(scales, np.float32) * np.float32(self.scale), counts)
+        return by_row.reshape(-1, *(1,) * (axes - 1))
 
     @property
     def is_transposed(self) -> bool:
@@ -251,12 +262,18 @@ def rows(parts: Sequence[TensorSource], **facts: Unpack[Facts]) -> Param:
 def fused(
     name: str, parts: list[tuple[str, int, Options]], width: int, bias: bool
 ) -> dict[Path, Param]:
-    """A product that reads the residual stream."""
+    """A product that reads the residual stream.
+
+    parts: (tensor, rows, fields of its ``TensorSource``), and "bias_scale" where the bias has
+    another scale than the weight.
+    """
     table = {
-        (name, "weight"): rows([TensorSource(f"{n}.weight", (r, width), **f) for n, r, f in parts])
+        (name, "weight"): rows(
+            [TensorSource(f"{n}.weight", (r, width), **_of_weight(f)) for n, r, f in parts]
+        )
     }
     if bias:
-        of_bias = [{key: x for key, x in f.items() if not _is_transposed(x)} for *_, f in parts]
+        of_bias = [_of_bias(f) for *_, f in parts]
         table[name, "bias"] = rows(
             [
                 TensorSource(f"{n}.bias", (r,), **f)
@@ -265,6 +282,18 @@ def fused(
             std=0.0,
         )
     return table
+
+
+def _of_weight(fold: Options) -> Options:
+    """Without what only the bias has."""
+    return {key: value for key, value in fold.items() if key != "bias_scale"}
+
+
+def _of_bias(fold: Options) -> Options:
+    """A bias is not transposed, and multipliers of the input do not reach it."""
+    own = {key: value for key, value in fold.items() if not _is_transposed(value)}
+    scale = own.pop("bias_scale", own.get("scale", 1.0))
+    return own if scale == own.get("scale", 1.0) else {**own, "scale": scale}
 
 
 def _is_transposed(order: object) -> bool:

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 from collections.abc import Collection, Mapping
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import UNMULTIPLIED, ModelConfig
 from jaxllama.model import layer_input_params as layer_inputs
 from jaxllama.model.experts import parameters as experts
 from jaxllama.model.family_names import FAMILIES, FLA, LLAMA
@@ -33,7 +33,7 @@ from jaxllama.model.param import (
     transposed,
     written,
 )
-from jaxllama.typing import ParamsDict
+from jaxllama.typing import Options, ParamsDict
 
 
 def param_table(
@@ -82,7 +82,7 @@ def param_table(
             table[layer, "types", "weight"] = one(f"{names.types}.weight", cfg.token_types, d)
         if index == 0 and cfg.embed_norm:
             table |= norm((layer, "embed_norm"), names.embed_norm)
-        if pre_norms and (cfg.first_norm or index):
+        if pre_norms and index not in cfg.beside_layers and (cfg.first_norm or index):
             table |= norm((layer, "mixer_norm"), f"{prefix}.{names.mixer_norm}")
         table |= {(layer, "mixer", *path): param for path, param in mixer.items()}
         sums = cfg.sum_norms_of(index)
@@ -123,6 +123,8 @@ def param_table(
 
 def _halves(cfg: ModelConfig, names: Names, index: int) -> tuple[str, str]:
     """The prefixes of a layer's mixer and of its feed-forward."""
+    if names.is_paired:
+        return names.layer.format(index // 2), names.layer.format(index // 2)
     if not names.is_halved:
         return names.layer.format(index), names.layer.format(index)
     first = 2 * index - sum(bare < index for bare in cfg.bare_layers)
@@ -176,7 +178,9 @@ def _mlp(
 ) -> dict[Path, Param]:
     """gate and up fused by rows, and down, of width ``d_ff``.  Old checkpoints of
     flash-linear-attention have both in one tensor, too."""
-    down, residual, d = f"{prefix}{names.down}", cfg.product_scale, cfg.d_model
+    products = cfg.stored.products or UNMULTIPLIED
+    down, d = f"{prefix}{names.down}", cfg.d_model
+    residual = cfg.product_scale * products.down
     inner = {}
     if cfg.inner_norms:
         inner = _norm(cfg.replace(d_model=d_ff), ("inner_norm",), f"{prefix}{names.inner_norms[1]}")
@@ -192,7 +196,11 @@ def _mlp(
     gate_up = [f"{prefix}{name}" for name in names.gate_up]
     if f"{gate_up[0]}.weight" in present and f"{gate_up[-1]}.weight" not in present:
         gate_up = gate_up[:1]
-    parts = [(name, 2 * d_ff // len(gate_up), {}) for name in gate_up]
+    folds: list[Options] = [{} for _ in gate_up]
+    if products.gate != 1.0:
+        rows = ((d_ff, products.gate), (d_ff, 1.0))
+        folds[0] = {"row_scales": rows[:1] if len(gate_up) > 1 else rows}
+    parts = list(zip(gate_up, (2 * d_ff // len(gate_up),) * 2, folds, strict=False))
     return fused("gate_up", parts, cfg.d_model, cfg.mlp_bias) | last
 
 

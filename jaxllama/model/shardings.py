@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
+from jaxllama.model.linear import POST
 from jaxllama.model.split import (
     Path,
     check_groups,
@@ -64,6 +65,8 @@ def specs(params: Params, mesh: Mesh | AbstractMesh | None = None) -> Tree:
 
 def _spec(mesh: Mesh | AbstractMesh | None, path: Path, field: str, array: _Shaped) -> P:
     """field: of a QTensor, "" of a plain array."""
+    if path[-1] == POST:
+        return P(MODEL_AXIS)
     axis = split_axis(path)
     if mesh is not None and expert_groups(mesh) > 1 and path[-2].startswith("experts_"):
         return P((EXPERT_AXIS, MODEL_AXIS))

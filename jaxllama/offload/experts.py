@@ -2,7 +2,7 @@
 
     tensor = put_experts(store, leaf, place)        leaf: array, QTensor or CpuWeight
     unpack(tensor.layout, data[n, bytes])           the experts of packed bytes; runs in a program
-    tensor.begin(store, expert) -> uint8 [bytes]    begins to load an expert
+    tensor.stored(store, expert) -> uint8 [bytes]   an expert's bytes, to be loaded
     tensor.on_cpu(store, expert) -> leaves          an expert where it lies, for the CPU's programs
 
 An expert's parts (codes, scales, zeros) stand behind each other in one array of bytes, so a load is
@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -95,7 +95,7 @@ class ExpertTensor:
     place: ExpertPlace
     host: dict[int, jax.Array]
     disk: dict[int, Extent]
-    views: dict[int, tuple[jax.Array, ...]]  # of ``host``, on the CPU; made when needed
+    views: dict[int, tuple[jax.Array, ...]]  # of ``host``, on the CPU, if it computes experts
 
     @property
     def nbytes(self) -> tuple[int, int, int]:
@@ -109,22 +109,16 @@ class ExpertTensor:
         """Whether the device holds all experts."""
         return not self.host and not self.disk
 
-    def begin(self, store: Store, expert: int) -> jax.Array:
-        """Begin to load an expert; return its bytes on the device."""
+    def stored(self, store: Store, expert: int) -> jax.Array | np.ndarray:
+        """Return an expert's bytes where they lie, or as they are read from disk."""
         piece = self.host.get(expert)
-        if piece is None:
-            return jax.device_put(store.disk.read(self.disk[expert]), store.on_device)
-        return jax.device_put(piece, store.on_device)
+        return store.disk.read(self.disk[expert]) if piece is None else piece
 
     def on_cpu(self, store: Store, expert: int) -> tuple[jax.Array, ...]:
         """Return an expert's leaves on the CPU, codes of 4 bits as int8 ``[bytes]``."""
         if expert in self.views:
             return self.views[expert]
-        piece = self.host.get(expert)
-        if piece is None:
-            return _leaves_on_cpu(self.layout, store.disk.read(self.disk[expert]))
-        self.views[expert] = _leaves_on_cpu(self.layout, host_view(piece))
-        return self.views[expert]
+        return _leaves_on_cpu(self.layout, store.disk.read(self.disk[expert]))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -147,8 +141,12 @@ def _bytes(leaf: jax.Array) -> int:
     return packed_bytes(leaf.size, leaf.dtype)
 
 
-def put_experts(store: Store, leaf: Tree, place: ExpertPlace) -> ExpertTensor:
+def put_experts(
+    store: Store, leaf: Tree, place: ExpertPlace, computes: bool = False
+) -> ExpertTensor:
     """Return the experts of ``leaf [E, out, in]``, stored where ``place`` says.
+
+    computes: whether the CPU computes experts of the host.
 
     Raises JaxLlamaError if pinned memory or the disk has no room.
     """
@@ -166,7 +164,18 @@ def put_experts(store: Store, leaf: Tree, place: ExpertPlace) -> ExpertTensor:
     host = {expert: store.pin(packed(expert)) for expert in place.host}
     disk = {expert: store.disk.write(packed(expert)) for expert in place.disk}
     held = HotSlots.of(store, shape[0], place)
-    return ExpertTensor(shape, dtype, layout, hot, held, place, host, disk, {})
+    views = views_of(layout, host) if computes else {}
+    return ExpertTensor(shape, dtype, layout, hot, held, place, host, disk, views)
+
+
+def views_of(
+    layout: ExpertLayout, host: Mapping[int, jax.Array]
+) -> dict[int, tuple[jax.Array, ...]]:
+    """Return the leaves of pinned experts for the CPU's programs, without a copy.
+
+    They are made once, because making them takes as long as computing a token's expert.
+    """
+    return {expert: _leaves_on_cpu(layout, host_view(piece)) for expert, piece in host.items()}
 
 
 def layout_of(parts: Sequence[Any], structure: Any, platform: str) -> ExpertLayout:
@@ -246,12 +255,12 @@ def host_view(pinned: jax.Array) -> np.ndarray:
 
 
 def _leaves_on_cpu(layout: ExpertLayout, data: np.ndarray) -> tuple[jax.Array, ...]:
-    device, found = jax.devices("cpu")[0], []
+    found = []
     for leaf in layout.leaves:
         own = data[leaf.offset : leaf.offset + leaf.nbytes]
         if leaf.dtype in NIBBLES:
             own = own.view(np.int8)
         else:
             own = own.view(jnp.dtype(leaf.dtype)).reshape(leaf.shape)
-        found.append(jax.device_put(own, device))
-    return tuple(found)
+        found.append(own)
+    return tuple(jax.device_put(found, jax.devices("cpu")[0]))

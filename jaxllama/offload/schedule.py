@@ -41,7 +41,7 @@ class StepWork(Protocol):
     """
 
     units: list[ModelUnit]
-    moves: dict[str, bool]  # whether "cache" and "hidden" ever leave the device
+    moves: dict[str, bool]  # whether "weights", "cache" and "hidden" ever leave the device
 
     def active_batches(self) -> list[int]: ...
     def load_weights(self, unit: ModelUnit) -> Tree: ...
@@ -84,7 +84,7 @@ class Overlapped:
         units, batches = work.units, work.active_batches()
         slots = [(unit, batch) for unit in units for batch in batches]
         if self._weights is None:
-            self._weights = self._load("weights", None, work.load_weights, units[0])
+            self._weights = self._load_weights(work, None, units[0])
         cache = self._load_cache(work, None, *slots[0])
         hidden = self._load_hidden(work, slots[0][1])
         previous, stores = None, []
@@ -98,7 +98,7 @@ class Overlapped:
                 if not (last and unit is units[-1]):
                     # Begun before its predecessor has arrived, so that the link is never idle.
                     after = units[(units.index(unit) + 1) % len(units)]
-                    self._weights = self._load("weights", previous, work.load_weights, after)
+                    self._weights = self._load_weights(work, previous, after)
                 weights = work.finish_weights(own_weights.result())
                 del own_weights
             own_cache, own_hidden = cache.result(), hidden.result()
@@ -125,6 +125,11 @@ class Overlapped:
                 weights = None
         for store in stores:
             store.result()
+
+    def _load_weights(self, work: StepWork, previous: Tree, unit: ModelUnit) -> Future[Tree] | _Now:
+        if not work.moves["weights"]:
+            return _Now(work.load_weights(unit))
+        return self._load("weights", previous, work.load_weights, unit)
 
     def _load_cache(
         self, work: StepWork, previous: Tree, unit: ModelUnit, batch: int

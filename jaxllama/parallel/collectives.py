@@ -69,7 +69,8 @@ def _quantized_sum(x: jax.Array | QTensor, weight: QTensor, dtype: jnp.dtype) ->
     if isinstance(x, QTensor):
         # Sums of codes come first, scales after: integers below 2^24 add up exactly.
         one = jnp.ones((), jnp.float32)
-        integers = dataclasses.replace(x, scale=jnp.broadcast_to(one, x.scale.shape))
+        ones = jnp.broadcast_to(one, x.scale.shape)
+        integers = dataclasses.replace(x, scale=ones, input_scale=None)
         name = "scale" if weight.unit is None else "unit"
         of_rows = getattr(weight, name)
         if name == "scale" and weight.dtype == jnp.int4:  # a shard's groups have their own

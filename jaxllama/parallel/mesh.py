@@ -37,6 +37,7 @@ from jaxllama.typing import Tree
 DATA_AXIS, EXPERT_AXIS, MODEL_AXIS = "data", "expert", "model"
 AXES = (DATA_AXIS, EXPERT_AXIS, MODEL_AXIS)
 _WITHOUT_EXPERTS = (DATA_AXIS, MODEL_AXIS)
+_COLLECTIVE_KERNELS = "xla_gpu_experimental_use_collective_kernels"
 RowAxis: TypeAlias = str | tuple[str, ...] | None  # the axes that rows are split over
 
 
@@ -51,9 +52,7 @@ def make_mesh(shape: str | Mapping[str, int] | Mesh) -> Mesh:
     "model" is the inner axis, so that it stays on one host where it fits.  Raises JaxLlamaError
     naming the axis, or the number of devices that there are.
     """
-    # XLA already orders its NCCL calls, inside and outside of CUDA graphs.  By default NCCL orders
-    # the two kinds again, with two more graph nodes for every sum.
-    os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
+    _choose_collectives()
     sizes = mesh_sizes(shape)
     if isinstance(shape, Mesh):
         order = [shape.axis_names.index(axis) for axis in AXES if axis in shape.axis_names]
@@ -65,6 +64,19 @@ def make_mesh(shape: str | Mapping[str, int] | Mesh) -> Mesh:
     else:
         names = AXES
     return Mesh(devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _choose_collectives() -> None:
+    """Set what NCCL and XLA read when jax starts its devices; what the user has set stays."""
+    # XLA already orders its NCCL calls, inside and outside of CUDA graphs.  By default NCCL orders
+    # the two kinds again, with two more graph nodes for every sum.
+    os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
+    # From jax 0.12 on XLA computes small sums with kernels of its own, which ask NCCL for addresses
+    # of the peers' memory.  On hosts without NVLink multicast NCCL refuses (ncclSystemError).
+    # Earlier versions do not know the flag, and end the process.
+    flags = os.environ.get("XLA_FLAGS", "")
+    if jax.__version_info__ >= (0, 12) and _COLLECTIVE_KERNELS not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{_COLLECTIVE_KERNELS}=".strip()
 
 
 def mesh_sizes(shape: str | Mapping[str, int] | Mesh) -> tuple[int, ...]:

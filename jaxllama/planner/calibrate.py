@@ -253,9 +253,7 @@ class _Measure:
 
     def _shallow(self, model: LanguageModel) -> LanguageModel:
         """Return the model's first layers."""
-        count = self.layers[0]
-        cfg = self.cfg.replace(n_layers=count, layer_types=self.cfg.layer_types[:count])
-        return dataclasses.replace(model, config=cfg)
+        return dataclasses.replace(model, config=self.cfg.first_layers(self.layers[0]))
 
     def _runs(
         self, model: LanguageModel, rows: int, context: int

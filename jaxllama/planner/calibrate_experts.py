@@ -85,7 +85,7 @@ def measure_experts(
 
     lm, layers = spread(hot), cfg.n_layers
     warm = points("hot", lm)
-    shallow = cfg.replace(n_layers=1, layer_types=cfg.layer_types[:1])
+    shallow = cfg.first_layers(1)
     short = points("one layer", dataclasses.replace(lm, config=shallow))
     layer = nnls([(1.0, rows) for rows in EXPERT_ROWS], _beyond(warm, short, layers - 1))
     del lm

@@ -178,7 +178,7 @@ def _observe(
         watch.norm_linear(Stream(h), layer["norm"], layer["head"], cfg)
         after = h
     else:
-        after = _through(cfg, kind, layer, h, watch)
+        after = _through(cfg, kind, layer, h, watch)[..., : cfg.d_model]
     size = jnp.mean(jnp.square(after.astype(jnp.float32)), axis=-1).reshape(-1, 1)
     before = later = jnp.ones_like(size)
     if kind == "attention" and cfg.latent is None:
@@ -253,10 +253,11 @@ def _merge(one: dict[str, Sums], two: dict[str, Sums]) -> dict[str, Sums]:
 
 def advance(cfg: ModelConfig, kind: str, layer: Layer, h: list[jax.Array]) -> list[jax.Array]:
     """Return the residual stream after a block."""
-    return [_advance(cfg, kind, layer, batch) for batch in h]
+    # What stands beside the stream comes or goes with a pair of mixers, which changes the shape.
+    run = _advance_pair if cfg.is_beside or cfg.has_beside else _advance_alone
+    return [run(cfg, kind, layer, batch) for batch in h]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _advance(cfg: ModelConfig, kind: str, layer: Layer, h: jax.Array) -> jax.Array:
     # A weight-only product equals the product with its dequantized floats. Here it is faster to
     # make the floats once for a whole batch of windows.
@@ -269,8 +270,13 @@ def _advance(cfg: ModelConfig, kind: str, layer: Layer, h: jax.Array) -> jax.Arr
     return _through(cfg, kind, layer, h)
 
 
+_advance_pair = jax.jit(_advance, static_argnums=(0, 1))
+_advance_alone = jax.jit(_advance, static_argnums=(0, 1), donate_argnums=3)
+
+
 def _through(
     cfg: ModelConfig, kind: str, layer: Layer, h: jax.Array, ops: Any = linear
 ) -> jax.Array:
     at = whole_rows(cfg, h.shape[0], h.shape[1])
-    return block(cfg, kind, layer, Stream(h), None, at, ops)[0].total
+    stream = Stream.unpacked(h, cfg.d_model)
+    return block(cfg, kind, layer, stream, None, at, ops)[0].packed

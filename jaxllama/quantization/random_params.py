@@ -100,10 +100,14 @@ def random_params(
 
 
 def param_shapes(cfg: ModelConfig, dtype: DTypeLike = jnp.float32) -> Params:
-    """Return the parameter tree with a ``jax.ShapeDtypeStruct`` for every leaf."""
+    """Return the parameter tree with a ``jax.ShapeDtypeStruct`` for every leaf.
+
+    Leaves that loading keeps in float32 are float32.
+    """
     shapes: ParamsDict = {}
     for path, spec in param_table(cfg).items():
-        _put(shapes, path, jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype)))
+        own = jnp.float32 if spec.is_float32 else dtype
+        _put(shapes, path, jax.ShapeDtypeStruct(spec.shape, jnp.dtype(own)))
     return shapes
 
 

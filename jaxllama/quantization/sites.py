@@ -78,6 +78,8 @@ def sites(cfg: ModelConfig, kind: str) -> tuple[Site, ...]:
     before, mlp_norm = "", ""
     if cfg.pre_norms and cfg.norm_weight:  # a norm without a weight takes no scale
         before, mlp_norm = "mixer_norm", "mlp_norm"
+    if cfg.is_beside or cfg.has_beside:  # the norm belongs to two layers
+        before = ""
     if cfg.bare_layers:  # a layer without a feed-forward
         return _mixer_sites(cfg, kind, before, (), model)
     first = "mlp/gate_up" if cfg.gated_mlp else "mlp/up"

@@ -137,7 +137,7 @@ def _forward(
     return _through(cfg, kind, layer, learned, h)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4, 6))
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))
 def _backward(
     cfg: ModelConfig,
     kind: str,
@@ -182,7 +182,8 @@ def _through(
 ) -> jax.Array:
     layer = _plain(_applied(layer, learned, jnp.float32), h.dtype)
     at = whole_rows(cfg, h.shape[0], h.shape[1])
-    return block(cfg, kind, layer, Stream(h), None, at)[0].total
+    stream = Stream.unpacked(h, cfg.d_model)
+    return block(cfg, kind, layer, stream, None, at)[0].packed
 
 
 def _plain(part: Params, dtype: DTypeLike) -> ParamsDict:

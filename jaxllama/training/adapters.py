@@ -26,12 +26,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.scipy import linalg
 
 from jaxllama.checkpoints import peft
 from jaxllama.checkpoints.folding import unfold_rows
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.lora import Lora, row_norms
+from jaxllama.model.lora import TrainedLora, row_norms
 from jaxllama.model.param import Path as ParamPath
 from jaxllama.model.param import TensorSource
 from jaxllama.model.params import param_table
@@ -132,7 +133,9 @@ def joined(
             tree[key] = walk(node[key], part, (*path, key))
         return tree
 
-    def _record(sources: tuple[TensorSource, ...], added: Params, lead: int, weight: Tree) -> Lora:
+    def _record(
+        sources: tuple[TensorSource, ...], added: Params, lead: int, weight: Tree
+    ) -> TrainedLora:
         leading = jax.tree.leaves(added)[0].shape[:lead]
         first, second = [], []
         for source in sources:
@@ -145,13 +148,15 @@ def joined(
                 first.append(pair["a"].astype(dtype))
                 second.append((pair["b"] * np.float32(lora.scale * source.scale)).astype(dtype))
         a = jnp.stack(first, axis=lead)
+        block_diagonal = jax.vmap(linalg.block_diag) if lead else linalg.block_diag
         of_rows = jnp.ones((*leading, rows), jnp.int32)
         gain = None
         if lora.dora:
             found = functools.partial(_gain, lora, sources)
             # One layer's weight in floats at a time.
             gain = lax.map(found, (weight, added)) if lead else found((weight, added))
-        return Lora(jnp.expand_dims(a, lead), tuple(second), of_rows, gain)
+        b = block_diagonal(*second)
+        return TrainedLora(jnp.expand_dims(a, lead), (b,), of_rows, gain)
 
     return walk(base, adapters, ())
 
@@ -211,6 +216,6 @@ def save(
     """
     modules = {}
     for tensor, a, *ours in _pairs(cfg, lora, adapters):
-        theirs = (unfold_rows(tensor, one * np.float32(tensor.scale)) for one in ours)
+        theirs = (unfold_rows(tensor, one * tensor.factor(one.ndim)) for one in ours)
         modules[tensor.name.removesuffix(".weight")] = a, *map(np.ascontiguousarray, theirs)
     peft.save(directory, modules, lora.rank, lora.alpha, source)

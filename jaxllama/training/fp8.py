@@ -19,6 +19,8 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
@@ -42,17 +44,28 @@ def fp8_product(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[QTensor, jax.Array]]:
+    x = _whole(x)
     # The codes of x are half of its bytes.
     return fp8_product(x, w), (_columns(x), w)
 
 
 def _backward(saved: tuple[QTensor, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = saved
+    dy = _whole(dy)
     dx = _product(_rows(dy), _columns(w), dy.dtype)
     return dx, _product(_columns(dy), x, w.dtype)
 
 
 fp8_product.defvjp(_forward, _backward)
+
+
+def _whole(x: jax.Array) -> jax.Array:
+    """Return x as an array in memory with its rows one behind the other.
+
+    Both of its codes are made from it. Otherwise XLA chooses the transposed layout for all that x
+    comes from (the gate, a norm's derivative), and computes that in several float32 passes.
+    """
+    return with_layout_constraint(lax.optimization_barrier(x), Layout((0, 1)))
 
 
 def _rows(x: jax.Array) -> QTensor:

@@ -228,7 +228,10 @@ def _chunks(
 
     They are a function from ``[B, T, ...]`` to ``[chunks, C, ...]``, and bool ``[chunks, C]``.
     """
-    most = min(CHUNK, max(FROZEN_LOGITS // w.shape[0], 128)) if is_frozen else CHUNK
+    # Whole tiles of 128 rows.
+    most = CHUNK
+    if is_frozen:
+        most = min(most, max(FROZEN_LOGITS // w.shape[0] // 128, 1) * 128)
     size = min(most, count)
     chunks = -(-count // size)
 

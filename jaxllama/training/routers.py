@@ -15,13 +15,13 @@ function of them the router takes; a bias that only chooses experts is not in it
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllama.config import ExpertsConfig, ModelConfig
+from jaxllama.config import ModelConfig
 from jaxllama.model import linear
 from jaxllama.model.decoder import block, final_norm
 from jaxllama.model.experts.route import choose, router_logits
@@ -29,7 +29,7 @@ from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.linear import Stream
 from jaxllama.model.records import At
 from jaxllama.model.stacked import embed, walk_with_results
-from jaxllama.typing import Params, Tree
+from jaxllama.typing import Params
 
 
 class Routed(NamedTuple):
@@ -45,19 +45,20 @@ class _Watch:
 
     def __init__(self, ops: LayerOps, segments: jax.Array | None) -> None:
         self.routed: Routed | None = None
-        self._ops = ops
+        self.norm_linear, self.linear_add = ops.norm_linear, ops.linear_add
+        self.product, self.grouped = ops.product, ops.grouped
         self._valid = None if segments is None else segments.reshape(-1) > 0
 
-    def __getattr__(self, name: str) -> Tree:
-        return getattr(self._ops, name)
-
-    def route(
-        self, options: ExpertsConfig, x: jax.Array, router: Params
-    ) -> tuple[jax.Array, jax.Array]:
-        logits = router_logits(x, router["weight"], router.get("bias"))
-        experts, weights = choose(options, logits, router.get("choice_bias"))
+    def norm_route(
+        self, stream: Stream, scale: Params | None, router: Params, cfg: ModelConfig
+    ) -> tuple[jax.Array, Stream, tuple[jax.Array, jax.Array]]:
+        assert cfg.experts is not None
+        x, stream = linear.norm(stream, scale, cfg)
+        tokens = x.reshape(-1, x.shape[-1])
+        logits = router_logits(tokens, router["weight"], router.get("bias"))
+        experts, weights = choose(cfg.experts, logits, router.get("choice_bias"))
         self.routed = routed(logits, experts, self._valid)
-        return experts, weights
+        return x, stream, (experts, weights)
 
 
 def routed(logits: jax.Array, experts: jax.Array, valid: jax.Array | None = None) -> Routed:
@@ -114,7 +115,7 @@ def _watched(
 ) -> tuple[Stream, Routed | None]:
     """``decoder.block``, with what its router says."""
     watch = _Watch(ops, at.segments)
-    stream, _ = block(cfg, kind, params, stream, state, at, cast("LayerOps", watch))
+    stream, _ = block(cfg, kind, params, stream, state, at, watch)
     return stream, watch.routed
 
 

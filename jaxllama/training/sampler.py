@@ -28,6 +28,7 @@ import numpy as np
 
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.engine.engine import Engine
+from jaxllama.engine.options import PREFILL_TOKENS
 from jaxllama.engine.rollout import Rollouts, rescore, rollout
 from jaxllama.language_model import LanguageModel
 from jaxllama.text.tokenizer import Tokenizer
@@ -39,10 +40,13 @@ from jaxllama.training.rewards import reward_of
 from jaxllama.training.scores import scores
 from jaxllama.training.start import TrainingSetup
 from jaxllama.training.step import State, per_layer, update
-from jaxllama.typing import JsonObject, ParamsDict, Tree
+from jaxllama.typing import JsonObject, Options, ParamsDict, Tree
 
 GREEDY, PLAIN = Sampling(), Sampling(temperature=1.0)
-PAGE = 64  # tokens, at most, of a page of the cache
+# Tokens, at most, of a page of the cache on a GPU. A prompt's samples share whole pages, and the
+# kernels take multiples of 32.
+PAGE = 32
+STEPS = 8  # tokens of a row between two results: nobody reads along
 SHOWN = 4  # prompts whose answers samples.md shows
 
 
@@ -79,13 +83,15 @@ class Sampler:
         lm = self._model(params, fixed)
         slots = min(self._rollout.slots, config.batch_size)
         # By default an engine's cache takes the memory that is free, which the update needs.
-        row = -(-config.sequence_length // PAGE) * PAGE
+        row = -(-config.sequence_length // 64) * 64
         self._engine = Engine(
             lm,
             max_slots=slots,
             max_len=config.sequence_length,
             cache_tokens=slots * row,
             max_queue=max(config.batch_size, slots),
+            steps_per_call=min(STEPS, self._rollout.max_new_tokens),
+            **_prompt_options(setup, slots),
             kv_dtype="float32" if config.dtype == "float32" else None,
         )
 
@@ -225,6 +231,20 @@ class Sampler:
         self._refresh(params, fixed)
         adapter = None if self._config.lora is None else samples.ADAPTER
         return _padded(rescore(self._engine, found, adapter=adapter), tokens)
+
+
+def _prompt_options(setup: TrainingSetup, slots: int) -> Options:
+    """Return the sizes of the engine's pages and calls for prompts, on a GPU.
+
+    Many rows end their prompts by a few tokens each behind shared pages.
+    """
+    assert setup.config.rollout is not None
+    if setup.config.rollout.deterministic or jax.default_backend() == "cpu":
+        return {}
+    rows: Options = {"prefill_rows": min(slots, PREFILL_TOKENS // PAGE)}
+    if setup.model.has_states:  # prefixes are shared by chunks
+        return rows
+    return {"page_size": min(PAGE, setup.config.sequence_length), **rows}
 
 
 @functools.partial(jax.jit, static_argnums=0)

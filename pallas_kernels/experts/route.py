@@ -2,8 +2,7 @@
 
     y, experts, weights = norm_and_route(x, norm, router, bias, k=8, normalize=True, scale=1.0)
 
-``route_kernel`` has the equations and a kernel for Hopper that does all of it.  No GPU has timed it
-yet, so only ``implementation="mosaic"`` runs it.
+``route_kernel`` has the equations and a kernel for Hopper that does all of it for few tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import Implementation, choose_plan
+from pallas_kernels.dispatch import Implementation, choose_plan, own_plan
 from pallas_kernels.experts.route_kernel import RoutePlan, RouteStatic, route_plan, route_tokens
 from pallas_kernels.operands import check
 from pallas_kernels.rows.rms_norm import rms_norm
@@ -84,6 +83,23 @@ def norm_and_route(
     return _route(chosen(plan, implementation), (static, plan), x, gamma, router, bias)
 
 
+def fused_norm_and_route(
+    x: jax.Array,
+    norm: tuple[jax.Array, float],
+    router: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    k: int,
+    normalize: bool,
+    scale: float = 1.0,
+) -> Routed | None:
+    """Return ``norm_and_route`` of these if one kernel does all of it here, else None."""
+    static = RouteStatic(k, bool(normalize), float(scale), float(norm[1]))
+    if own_plan(functools.partial(route_plan, x, router, static), x, router) is None:
+        return None
+    return norm_and_route(x, norm, router, bias, k=k, normalize=normalize, scale=scale)
+
+
 _Static = tuple[RouteStatic, RoutePlan | None]
 
 
@@ -100,7 +116,10 @@ def _xla(
 ) -> Routed:
     options, _ = static
     y = rms_norm(x, gamma, options.eps, implementation="xla")
-    floats = y.astype(jnp.float32), router.astype(jnp.float32)
+    # In a fusion XLA may leave out y's rounding, which the router reads here.
+    facts = jnp.finfo(y.dtype)
+    stored = lax.reduce_precision(y.astype(jnp.float32), facts.nexp, facts.nmant)
+    floats = stored, router.astype(jnp.float32)
     logits = lax.dot_general(*floats, (((1,), (1,)), ((), ())), lax.Precision.HIGHEST)
     logits = logits if bias is None else logits + bias.astype(jnp.float32)
     best, experts = lax.top_k(logits, options.k)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.device import gpu, lacking
 from pallas_kernels.dispatch import Predicted, Reason
-from pallas_kernels.matmul.few_rows.plan import is_format
+from pallas_kernels.matmul.few_rows.plan import FOLDED, is_format
 from pallas_kernels.qtensor import QTensor
 
 Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
@@ -113,11 +113,11 @@ def summed_plan(
         return Reason(f"x is {x.dtype}, the kernel of sums over experts takes bfloat16")
     if not isinstance(w, QTensor) or not (w.dtype == jnp.int4 or is_format(w)):
         return Reason("the kernel of sums over experts takes int4, MXFP4 and NVFP4")
-    if w.dtype == jnp.int4 and w.group_size != SLOT:
-        return Reason(f"int4 in groups of {w.group_size}, not {SLOT}")
+    if w.dtype == jnp.int4 and w.group_size not in (SLOT, *FOLDED):
+        return Reason(f"int4 in groups of {w.group_size}, not {SLOT}, 64 or 32")
     if w.dtype == jnp.int4 and w.zero is not None and w.zero.dtype != jnp.int8:
         return Reason(f"zeros of {w.zero.dtype}")
-    wanted = SLOT if w.dtype == jnp.int4 else 32
+    wanted = SLOT if w.dtype == jnp.int4 and w.group_size == SLOT else 32
     if k % wanted or n % 2:
         return Reason(f"K = {k} is not a multiple of {wanted}, or N = {n} is odd")
     tokens = n_pairs // fan

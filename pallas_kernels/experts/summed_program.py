@@ -106,30 +106,43 @@ class WarpCodes:
         rows = [words[:half], words[half:]]
         acc = [p.cf(0.0)] * 4
         scheme = self.scheme
-        factors = [widen.float4_factors(scheme, r[4]) if scheme.float4 else None for r in rows]
+        pairs_of = [self.pairs_of(row) for row in rows]
         for i in range(4):
-            low, high = (
-                widen.biased_nibbles(scheme, row[i])
-                if f is None
-                else widen.float4_pairs(row[i], f[i])
-                for row, f in zip(rows, factors, strict=True)
-            )
+            low, high = (pairs(i) for pairs in pairs_of)
             for s in (0, 2):
                 left = [low[s], high[s], low[s + 1], high[s + 1]]
                 acc = p.mma(acc, left, self.x[4 * i + s : 4 * i + s + 2])
         found = [arith.select(self.is_odd, acc[2 * r + 1], acc[2 * r]) for r in range(2)]
-        if scheme.float4:
+        if scheme.float4 or scheme.fold:
             return found
         return [self.scaled(v, *row[4:]) for v, row in zip(found, rows, strict=True)]
+
+    def pairs_of(self, row: list[Value]) -> Callable[[int], list[Value]]:
+        """The function from a word's number to its weights, of a row's words of ``load``."""
+        scheme = self.scheme
+        if scheme.float4:
+            factors = widen.float4_factors(scheme, row[4])
+            return lambda i: widen.float4_pairs(row[i], factors[i])
+        if not scheme.fold:
+            return lambda i: widen.biased_nibbles(scheme, row[i])
+        bias = p.ci(scheme.bias)
+        if len(row) > 5:
+            bias = arith.addi(bias, p.mul(row[5], 0x00010001))
+        scale = self.as_float(row[4])
+        factor = p.pack(scale, scale)
+        return lambda i: widen.folded_pairs(scheme, row[i], bias, factor)
+
+    def as_float(self, scale: Value) -> Value:
+        """A scale of int4 as it is loaded."""
+        kind = self.scheme.scale_kind
+        assert kind is not None
+        return p.from_bits(scale) if kind == "f32" else p.widen(scale, kind)
 
     def scaled(self, value: Value, scale: Value, zero: Value | None = None) -> Value:
         """An int4 slot's sum without its bias, times its scale."""
         assert self.x_sum is not None
         bias = p.cf(-136.0) if zero is None else p.to_float(arith.subi(p.ci(2**32 - 136), zero))
-        kind = self.scheme.scale_kind
-        assert kind is not None
-        scale = p.from_bits(scale) if kind == "f32" else p.widen(scale, kind)
-        return arith.mulf(p.fma(bias, self.x_sum, value), scale)
+        return arith.mulf(p.fma(bias, self.x_sum, value), self.as_float(scale))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,7 +287,7 @@ class SumProgram:
         source = p.add(base, p.mul(lane, 16))
         loaded = [p.load_shared(source, 4, 512 * i) for i in range(4)]
         pairs = [pair for four in loaded for pair in widen.x_pairs(self.scheme, four)]
-        if self.scheme.float4:
+        if self.scheme.float4 or self.scheme.fold:
             return dataclasses.replace(codes, x=pairs)
         parts = [f(v) for v in pairs for f in (p.widen, p.widen_high)]
         while len(parts) > 1:

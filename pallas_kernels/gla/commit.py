@@ -76,7 +76,7 @@ def plan(
         return Reason(f"{len(states)} layers, over {step_kernel.LAYERS}")
     if k[0].shape[1] > MOST:
         return Reason(f"{k[0].shape[1]} tokens, over {MOST}")
-    if reason := shapes_reason(k[0], v[0], 128):
+    if reason := shapes_reason(k[0], v[0], 32):
         return Reason(reason)
     batch, heads, dk, dv = states[0].shape
     return step_kernel.divided(len(states) * batch, heads, dk, dv)

@@ -13,7 +13,7 @@ of a row, so that value blocks x heads x rows x segments just fits the GPU's SMs
 
 Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed) and states; T of any length. Dk is 64,
 128 or 256, or 512 as two heads of 256 whose answers are added. Dv is a multiple of 64, which
-channels of zeros fill up to one of 128 (``gla_step`` takes multiples of 128 only).  Everything is
+channels of zeros fill up to one of 128.  Everything is
 read and written in [B, T, H, D].  A reset inside a row (packed sequences) is log_decay = -inf at
 the first token of the new segment.
 

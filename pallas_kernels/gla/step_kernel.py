@@ -17,11 +17,12 @@ bits.
 
 The kernel is a stream over the state.  It reads every float once, updates it in a register, adds it
 to its column of o and writes it back to the same place.  One block per (row, head, 128 value
-channels, or 64 where there are few heads).  A warp takes Dk / warps rows of S, 16 bytes per lane at
-a time, a batch of them in flight.  The warps' partial rows of o meet in shared memory.  The norm is
-over all value channels of a head, whose blocks are a cluster.  Each block sends its sum of squares
-to all (st.async, counted by a barrier), so that no block waits for the stores of the state.
-Without clusters the kernel ends with o, and ``head_norm_kernel`` is a second kernel: the same bits.
+channels, or 64 or 32 where there are few heads or channels).  A warp takes Dk / warps rows of S, 16
+bytes per lane at a time, a batch of them in flight.  The warps' partial rows of o meet in shared
+memory.  The norm is over all value channels of a head, whose blocks are a cluster.  Each block
+sends its sum of squares to all (st.async, counted by a barrier), so that no block waits for the
+stores of the state.  Without clusters the kernel ends with o, and ``head_norm_kernel`` is a second
+kernel: the same bits.
 
     all: first batch of S -> L2 | the kernel before has ended
     warps: first batch of S in flight | q, k, decay -> smem | barrier
@@ -77,7 +78,7 @@ class GlaStepPlan:
 
 def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> GlaStepPlan | Reason:
     """How ``gla_step`` computes a call: the state is updated in place, so it cannot be padded."""
-    reason = half_reason(q=q, k=k, v=v) or shapes_reason(q, v, 128)
+    reason = half_reason(q=q, k=k, v=v) or shapes_reason(q, v, 32)
     return Reason(reason) if reason else divided(*q.shape, v.shape[-1])
 
 
@@ -85,7 +86,9 @@ def divided(batch: int, heads: int, dk: int, dv: int) -> GlaStepPlan:
     """With few heads blocks are narrow, as far as a cluster holds a head, and a lane has all its
     rows in flight at once."""
     few = batch * heads * dv // 128 <= gpu().sms // 2
-    columns = 64 if few and dv <= 512 else 128
+    columns = 64 if dv % 128 or (few and dv <= 512) else 128
+    if dv % 64:
+        columns = 32
     return GlaStepPlan(columns, max(4, dk * columns // (128 * BATCH)) if few else 4)
 
 
@@ -133,7 +136,7 @@ def gla_step(q, k, v, log_decay, state, scale: float, plan: GlaStepPlan | None =
     q, k : bfloat16 or float16 [B, H, Dk]
         Dk is 64, 128, 256 or 512.
     v : [B, H, Dv]
-        128 divides Dv.
+        32 divides Dv.
     log_decay : float32 [B, H, Dk]
     state : float32 [B, H, Dk, Dv]
 

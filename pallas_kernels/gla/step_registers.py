@@ -188,8 +188,9 @@ class GlaStepLayout:
             return
         mine = p.add(self.sums, p.mul(self.part, 4))
         for t in tokens:
-            if at_once > 1:
-                out[t] = [arith.addf(x, p.shuffle_xor(x, 16)) for x in out[t]]
+            for distance in (16, 8):
+                if distance >= self.lanes:
+                    out[t] = [arith.addf(x, p.shuffle_xor(x, distance)) for x in out[t]]
             at = p.add(mine, p.mul(self.warp, 4 * shape.columns))
             p.store_shared(at, out[t], 4 * shape.columns * shape.warps * t)
         p.barrier()

@@ -471,8 +471,13 @@ def _with_activation(
 
 
 def _flatten(x: _Tree) -> _Tree:
-    # Not -1, which zero columns leave open.
-    return jax.tree.map(lambda leaf: leaf.reshape(math.prod(leaf.shape[:-1]), leaf.shape[-1]), x)
+    def flat(leaf: jax.Array) -> jax.Array:
+        if leaf.ndim == 0:  # the scale of all rows
+            return leaf
+        # Not -1, which zero columns leave open.
+        return leaf.reshape(math.prod(leaf.shape[:-1]), leaf.shape[-1])
+
+    return jax.tree.map(flat, x)
 
 
 # --- the ops -------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
     gate   t = gate / (1 + exp(-gate)) * up                                     y = t
     copy   t = x                                                                y = t
 
-    int8, fp8:  scale = max|y| / qmax,  codes = round(t * (f / scale))
+    int8, fp8:  scale = max|y| / qmax,  codes = round(t * (f / scale)),  or a given scale
 
 max|y| is f * max|t|.  So one pass over a row in registers gives both the sum of squares and the
 largest value, and one barrier joins them.  There are three ways to run it (``RowsPlan``):
@@ -35,7 +35,7 @@ from pallas_kernels.jax_internals import arith, ir, scf
 from pallas_kernels.launch import launch
 from pallas_kernels.rows.inner import Inner, padded_ranks
 from pallas_kernels.rows.one_row import RowShare
-from pallas_kernels.rows.plan import KIND, QMAX, RowsPlan
+from pallas_kernels.rows.plan import KIND, RowsPlan
 
 
 def _one_row(gmem, smem, *, plan: RowsPlan) -> None:
@@ -130,6 +130,7 @@ def run(
     weight: jax.Array | None = None,
     first: jax.Array | None = None,
     adapter: jax.Array | None = None,
+    given: jax.Array | None = None,
 ) -> list[jax.Array]:
     """Run the kernel of a plan.
 
@@ -142,11 +143,13 @@ def run(
         First factors of n adapters.
     adapter : int32 [rows], optional
         The adapter of each row.
+    given : float32 scalar, optional
+        The codes' scale.
 
     Returns
     -------
     list
-        out [rows, width]; if out is quantized its scale [rows, 1]; if there is a residual the sum
+        out [rows, width]; if its scales are found these [rows, 1]; if there is a residual the sum
         [rows, width]; with adapters the inner products [rows, sources * n * rank].
     """
     op, rows = plan.op, x.shape[0]
@@ -154,7 +157,7 @@ def run(
     spec, warps, adapted = jax.ShapeDtypeStruct, plan.threads // 32, op.adapters is not None
     outs = {
         "out": spec((rows, op.width), jnp.dtype(dtype)),
-        "scale": spec((rows, 1), jnp.float32) if op.out in QMAX else None,
+        "scale": spec((rows, 1), jnp.float32) if op.finds_scales else None,
         "sum": spec((rows, op.width), x.dtype) if op.residual else None,
         "inner": spec((rows, math.prod(op.adapters)), x.dtype) if adapted else None,
     }
@@ -167,9 +170,10 @@ def run(
         else:
             _one_row(gmem, smem, plan=plan)
 
+    inputs = {"x": x, "residual": residual, "weight": weight, "first": first, "adapter": adapter}
     results = launch(
         body,
-        {"x": x, "residual": residual, "weight": weight, "first": first, "adapter": adapter},
+        inputs | {"given": None if given is None else given.reshape(1)},
         outs,
         name=f"{'residual_' * op.residual}{op.form}_to_{op.out}{'_adapted' * bool(op.adapters)}",
         grid=min(plan.blocks, rows) if plan.ring else rows,

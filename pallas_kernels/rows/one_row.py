@@ -118,6 +118,7 @@ class RowShare:
         self.first, self.adapter = mine(gmem.first, BYTES[op.x]), start(gmem.adapter)
         self.out, self.scale = mine(gmem.out, BYTES[op.out]), start(gmem.scale)
         self.sum, self.inner = mine(gmem.sum, 2), start(gmem.inner)
+        self.given = start(gmem.given)
         self.partial, self.inner_sums = shared(smem.partial), shared(smem.inner_sums)
         self.ring = shared(smem.ring)
 
@@ -203,12 +204,12 @@ class RowShare:
                 n = 2 * BYTES[op.weight]
                 w = _floats(weight[n * chunk : n * chunk + n], op.weight)
                 t = [arith.mulf(a, b) for a, b in zip(t, w, strict=True)]
-            if op.out in QMAX:
+            if op.finds_scales:
                 for i, value in enumerate(t):
                     peaks[i % 4] = _max_abs(peaks[i % 4], value)
             chunks.append(t)
         total = _tree(squares, arith.addf) if op.form == "norm" else None
-        return chunks, total, _tree(peaks, _max) if op.out in QMAX else None
+        return chunks, total, _tree(peaks, _max) if op.finds_scales else None
 
     def join(self, total: p.Value | None, peak: p.Value | None, turn: p.Value):
         """(sum of total, largest peak) of the whole row.  turn: 0 or 1, alternating by row, so
@@ -247,6 +248,14 @@ class RowShare:
             None if peak is None else _warp_max(got[1]),
         )
 
+    def load_given(self) -> Callable[[p.Value | None], p.Value] | None:
+        """Load the given scale, if there is one: (the norm's factor) -> the factor of t."""
+        if self.given is None:
+            return None
+        (scale,) = p.load_global(self.given, 1, 0, "f32")
+        inverse = _f32("rcp.rn.f32 $0, $1;", scale)
+        return lambda norm: inverse if norm is None else arith.mulf(inverse, norm)
+
     def norm_factor(self, total: p.Value | None) -> p.Value | None:
         if total is None:
             return None
@@ -279,6 +288,9 @@ class RowShare:
         for chunk, values in enumerate(chunks):
             if factor is not None:
                 values = [arith.mulf(value, factor) for value in values]
+            if self.given is not None and self.op.out == "s8":  # e4m3's conversion has its ends
+                ends = p.cf(-128.0), p.cf(127.0)
+                values = [p.minimum(p.maximum(value, ends[0]), ends[1]) for value in values]
             words = _pack(values, self.op.out)
 
             def write(chunk=chunk, words=words):
@@ -293,10 +305,11 @@ class RowShare:
         """release: called when every thread of the block has taken its words.  inner: an ``Inner``,
         where the row has adapters."""
         words = self.add_residual(row, words)
+        given = self.load_given()
         chunks, total, peak = self.compute(words, weight)
         total, peak = self.join(total, peak, turn)
         release()
         norm = self.norm_factor(total)
-        self.store(row, chunks, self.factor(row, norm, peak))
+        self.store(row, chunks, self.factor(row, norm, peak) if given is None else given(norm))
         if inner is not None:
             inner.products(chunks, norm)

@@ -42,6 +42,12 @@ class RowOp:
     residual: bool = False
     eps: float = 0.0
     adapters: tuple[int, int, int] | None = None  # n, sources, rank: also their inner products
+    given: bool = False  # codes have one scale, an operand, instead of one found for each row
+
+    @property
+    def finds_scales(self) -> bool:
+        """Whether codes have a scale for the row's largest value."""
+        return self.out in QMAX and not self.given
 
     @property
     def row_bytes(self) -> int:
@@ -71,10 +77,11 @@ def plan(
     eps: float = 0.0,
     *,
     first: jax.Array | None = None,
+    given: bool = False,
     name: str = "x",
 ) -> RowsPlan | Reason:
     """How the kernel computes ``out`` (a dtype) from the rows of x, the operand called ``name``.
-    first: of ``low_rank``'s adapters."""
+    first: of ``low_rank``'s adapters. given: the codes' scale is an operand."""
     width = x.shape[-1] // (2 if form == "gate" else 1)
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return Reason(f"{name} has rows of {x.dtype}; the kernel reads bfloat16 and float16")
@@ -83,7 +90,8 @@ def plan(
     if width % 8 or not 8 <= width <= MAX_WIDTH:
         return Reason(f"{name} {x.shape}: width {width} is not a multiple of 8 up to {MAX_WIDTH}")
     scales = None if weight is None else KIND[weight.dtype.name]
-    op = RowOp(form, width, KIND[x.dtype.name], KIND[out], scales, residual is not None, eps)
+    kinds = KIND[x.dtype.name], KIND[out], scales
+    op = RowOp(form, width, *kinds, residual is not None, eps, given=given)
     rows = x.size // x.shape[-1]
     if first is not None:
         if first.dtype != x.dtype:

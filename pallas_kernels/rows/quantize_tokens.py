@@ -51,7 +51,8 @@ def quantize_tokens(
     Returns
     -------
     QTensor
-        Codes ``[..., D]`` and scales ``[..., 1]``, or ``[..., D / group_size]``.
+        Codes ``[..., D]`` and scales ``[..., 1]``, or ``[..., D / group_size]``; with ``scale``
+        also its ``input_scale``.
 
     Raises
     ------
@@ -72,7 +73,8 @@ def quantize_tokens(
         if group_size is not None:
             raise ValueError("quantize_tokens: scale excludes group_size")
         rows = jnp.broadcast_to(scale.astype(jnp.float32), (*x.shape[:-1], 1))
-        return QTensor(to_codes(x.astype(jnp.float32) / rows, codes), rows)
+        made = to_codes(x.astype(jnp.float32) / rows, codes)
+        return QTensor(made, rows, input_scale=scale.astype(jnp.float32))
     if group_size not in (None, x.shape[-1]):
         choose_plan("quantize_tokens", implementation, lambda: _GROUPS, x)
         return quantize(x, codes, group_size=group_size, scale_dtype=jnp.float32)

@@ -22,11 +22,17 @@ from pallas_kernels.dispatch import Implementation, choose_plan
 from pallas_kernels.operands import FLOATS, ROW_CODES, check, dtype_name
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.qtensor import quantize as quantize_rows
+from pallas_kernels.rounding import to_codes
 from pallas_kernels.rows.plan import RowsPlan, plan
 from pallas_kernels.rows.run import run
 from pallas_kernels.transform import Op, chosen
 
-_OPERANDS = {"x": "float [..., D+]", "weight": "float [D]", "residual": "x [..., D] ?"}
+_OPERANDS = {
+    "x": "float [..., D+]",
+    "weight": "float [D]",
+    "residual": "x [..., D] ?",
+    "scale": "float [] ?",
+}
 
 
 class _Call(NamedTuple):
@@ -38,7 +44,7 @@ class _Call(NamedTuple):
 
 
 _Static = tuple[_Call, RowsPlan | None]
-_Operands = tuple[jax.Array, jax.Array | None, jax.Array]
+_Operands = tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None]
 _Result = jax.Array | QTensor | tuple[jax.Array | QTensor, jax.Array]
 
 
@@ -61,6 +67,7 @@ def rms_norm(
     *,
     residual: None = ...,
     quantize: DTypeLike | None = ...,
+    scale: jax.Array | None = ...,
     out_dtype: DTypeLike | None = ...,
     implementation: Implementation | None = ...,
 ) -> jax.Array | QTensor: ...
@@ -72,6 +79,7 @@ def rms_norm(
     *,
     residual: jax.Array,
     quantize: DTypeLike | None = ...,
+    scale: jax.Array | None = ...,
     out_dtype: DTypeLike | None = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[jax.Array | QTensor, jax.Array]: ...
@@ -83,6 +91,7 @@ def rms_norm(
     *,
     residual: jax.Array | None = ...,
     quantize: DTypeLike | None = ...,
+    scale: jax.Array | None = ...,
     out_dtype: DTypeLike | None = ...,
     implementation: Implementation | None = ...,
 ) -> jax.Array | QTensor | tuple[jax.Array | QTensor, jax.Array]: ...
@@ -93,6 +102,7 @@ def rms_norm(
     *,
     residual: jax.Array | None = None,
     quantize: DTypeLike | None = None,
+    scale: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | QTensor | tuple[jax.Array | QTensor, jax.Array]:
@@ -110,6 +120,9 @@ def rms_norm(
         Added to x first.
     quantize : "int8" or "float8_e4m3fn", optional
         Dtype of codes to return in place of floats.
+    scale : float scalar, optional
+        With ``quantize``: the scale of every row; values beyond its range are clipped. By default
+        each row has a scale for its largest magnitude.
     out_dtype : data-type, optional
         Float dtype of the result; x's by default. It has no effect with ``quantize``.
     implementation : "xla", "mosaic" or None
@@ -118,7 +131,8 @@ def rms_norm(
     Returns
     -------
     float [..., D], or QTensor with ``quantize``
-        The QTensor has one float32 scale for each row. With ``residual`` the result is a pair:
+        The QTensor has one float32 scale for each row, and with ``scale`` its ``input_scale``. With
+        ``residual`` the result is a pair:
         this, and the sum in x's dtype.
 
     Raises
@@ -134,31 +148,57 @@ def rms_norm(
     | jvp, grad, at any order       | x, residual, weight: the XLA form's |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
     """
-    check("rms_norm", _OPERANDS, x=x, weight=weight, residual=residual)
+    check("rms_norm", _OPERANDS, x=x, weight=weight, residual=residual, scale=scale)
     codes = None if quantize is None else dtype_name("rms_norm", "quantize", quantize, ROW_CODES)
+    if scale is not None and codes is None:
+        raise ValueError("rms_norm: scale without quantize")
+    scale = None if scale is None else scale.astype(jnp.float32)
     out = dtype_name("rms_norm", "out_dtype", x.dtype if out_dtype is None else out_dtype, FLOATS)
-    find = functools.partial(plan, "norm", x, codes or out, weight, residual, float(eps))
-    found = choose_plan("rms_norm", implementation, find, x, residual, weight)
+    given = {"given": scale is not None}
+    find = functools.partial(plan, "norm", x, codes or out, weight, residual, float(eps), **given)
+    found = choose_plan("rms_norm", implementation, find, x, residual, weight, scale)
     call = _Call(float(eps), codes, out), found
-    return _rms_norm(chosen(found, implementation), call, x, residual, weight)
+    return _rms_norm(chosen(found, implementation), call, x, residual, weight, scale)
 
 
 def _kernel(
-    static: tuple[_Call, RowsPlan], x: jax.Array, residual: jax.Array | None, weight: jax.Array
+    static: tuple[_Call, RowsPlan],
+    x: jax.Array,
+    residual: jax.Array | None,
+    weight: jax.Array,
+    scale: jax.Array | None,
 ) -> _Result:
     call, plan = static
-    out = run(plan, x, residual, weight)
-    y = out[0] if call.quantize is None else QTensor(out[0], out[1])
+    out = run(plan, x, residual, weight, given=scale)
+    y = out[0]
+    if call.quantize is not None:
+        y = QTensor(y, out[1]) if scale is None else _of_one_scale(y, scale)
     return y if residual is None else (y, out[-1])
 
 
-def _xla(static: _Static, x: jax.Array, residual: jax.Array | None, weight: jax.Array) -> _Result:
+def _of_one_scale(codes: jax.Array, scale: jax.Array) -> QTensor:
+    rows = jnp.broadcast_to(scale, (*codes.shape[:-1], 1))
+    return QTensor(codes, rows, input_scale=scale)
+
+
+def _xla(
+    static: _Static,
+    x: jax.Array,
+    residual: jax.Array | None,
+    weight: jax.Array,
+    scale: jax.Array | None,
+) -> _Result:
     call, _ = static
     total = x if residual is None else x + residual
     s = total.astype(jnp.float32)
     y = s * lax.rsqrt(jnp.mean(s * s, axis=-1, keepdims=True) + call.eps)
     y = y * weight.astype(jnp.float32)
-    y = y.astype(call.out_dtype) if call.quantize is None else quantize_rows(y, call.quantize)
+    if call.quantize is None:
+        y = y.astype(call.out_dtype)
+    elif scale is None:
+        y = quantize_rows(y, call.quantize)
+    else:
+        y = _of_one_scale(to_codes(y / scale, call.quantize), scale)
     return y if residual is None else (y, total)
 
 
@@ -166,8 +206,8 @@ def _at_the_sum(
     static: _Static, operands: _Operands, out: tuple[jax.Array, jax.Array]
 ) -> _Operands:
     """The sum is kept anyway, as the next residual; x and the residual need not be."""
-    _, residual, weight = operands
-    return operands if residual is None else (out[1], jnp.zeros_like(residual), weight)
+    _, residual, weight, scale = operands
+    return operands if residual is None else (out[1], jnp.zeros_like(residual), weight, scale)
 
 
 _rms_norm = Op("rms_norm", _xla, _kernel, at=_at_the_sum)

@@ -15,6 +15,7 @@ def run(
     weight: jax.Array | None = None,
     first: jax.Array | None = None,
     adapter: jax.Array | None = None,
+    given: jax.Array | None = None,
 ) -> list[jax.Array]:
     """Return the results of ``rows.kernel.run`` with the leading axes of x."""
     from pallas_kernels.rows import kernel
@@ -24,5 +25,5 @@ def run(
         residual = residual.reshape(rows.shape)
     if adapter is not None:
         adapter = adapter.reshape(-1)
-    out = kernel.run(plan, rows, residual, weight, first, adapter)
+    out = kernel.run(plan, rows, residual, weight, first, adapter, given)
     return [jnp.reshape(a, (*lead, a.shape[-1])) for a in out]

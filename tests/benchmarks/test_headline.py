@@ -103,9 +103,12 @@ def test_the_engines_steady_rate():
     assert report["tokens_per_second"] / report["requests_per_second"] == pytest.approx(6, rel=0.5)
 
 
-def test_passes_keep_the_accepted_tokens():
-    lm = model("llama")
-    report = verify.run(lm, context=8, accepted=3, drafted=4, kv_dtype=None, runs=1)
+@pytest.mark.parametrize("family", ["llama", pytest.param("mtp", marks=pytest.mark.slow)])
+def test_passes_keep_the_accepted_tokens(family):
+    is_mtp = family == "mtp"
+    report = verify.run(model(family), 8, accepted=3, drafted=4, kv_dtype=None, runs=1, mtp=is_mtp)
+    if is_mtp:
+        assert report["mtp_times_plain"] == 4 * report["step_seconds"] / report["mtp_pass_seconds"]
     assert report["times_plain"] == pytest.approx(
         4 * report["step_seconds"] / report["pass_seconds"]
     )

@@ -208,6 +208,25 @@ def test_input_codes_are_the_norms_only_where_each_token_has_its_scale() -> None
         assert input_codes({"weight": weight}) == words
 
 
+@pytest.mark.parametrize("words", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_norm_before_a_static_scale(words: str, kind: str) -> None:
+    """A norm of RMS quantizes by itself; the product is that of the norm's quantized floats."""
+    from jaxllama.model.linear import Stream, linear, norm, norm_linear
+    from pallas_kernels.rows.quantize_tokens import quantize_tokens
+
+    cfg = CFG.replace(norm=kind)
+    w = dataclasses.replace(words_of((8, 64), words), activations=words)
+    w = dataclasses.replace(w, input_scale=np.float32(0.02 if words == "int8" else 0.004))
+    rng = np.random.default_rng(0)
+    stream = Stream(as_jax(rng.normal(size=(5, 64)).astype(np.float32)))
+    scale = {"weight": as_jax(rng.normal(size=(64,)).astype(np.float32))}
+    got, _ = norm_linear(stream, scale, {"weight": w}, cfg)
+    floats, _ = norm(stream, scale, cfg)
+    codes = quantize_tokens(floats, words, scale=w.input_scale)
+    assert relative_error(got, linear(codes, {"weight": w}, np.float32)) < 1e-6
+
+
 # --- export and back ---------------------------------------------------------------------------
 
 

@@ -89,6 +89,26 @@ def test_new_weights_give_the_tokens_of_their_model(cfg, scheme):
     assert pages.used == 0 and len(pages._roots) <= pages.count
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", [None, "w8a8"])
+def test_a_thousand_updates_compile_nothing_and_hold_nothing(scheme):
+    engine, params = engine_of(model(CFG, 0, scheme)), tree()
+    compiled = []
+
+    def note(name, seconds, **_):
+        compiled.extend([name] if name.endswith("backend_compile_duration") else [])
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    found = []
+    for number in range(1000):
+        params = jax.tree.map(lambda leaf: leaf * 1.001, params)
+        engine.update_params(params)
+        jl.rollout(engine, [(1, 2, 3)], n=2, max_new_tokens=4, seed=number)
+        found.append((len(compiled), len(jax.live_arrays())))
+    jax.monitoring.unregister_event_duration_listener(note)
+    assert len(set(found[2:])) == 1
+
+
 def test_other_weights_are_refused_and_the_old_ones_stay():
     lm = model(scheme="w8a16")
     engine = engine_of(lm)
@@ -111,11 +131,16 @@ def test_other_weights_are_refused_and_the_old_ones_stay():
 
 
 @pytest.mark.core
-def test_rollouts_are_the_samples_with_the_models_own_log_probabilities():
+def test_rollouts_are_the_samples_with_the_models_own_log_probabilities(monkeypatch):
     lm = model()
     engine = engine_of(lm)
     sampling = jl.Sampling(temperature=0.8, top_k=50)
+    order, submit = [], engine.submit
+    monkeypatch.setattr(engine, "submit", lambda r, row: (order.append(r.id), submit(r, row)))
     found = jl.rollout(engine, PROMPTS, n=3, sampling=sampling, max_new_tokens=8, seed=7)
+    # The pages of a prompt are there before its other samples are admitted.
+    assert order == [f"rollout-{index}" for index in (0, 3, 1, 2, 4, 5)]
+    assert engine.stats().prefix_hit_tokens == 2 * 32
     assert found.tokens.shape == (6, 48) and found.answers.shape == found.logprobs.shape == (6, 47)
     assert found.groups.tolist() == [0, 0, 0, 1, 1, 1]
     assert found.lengths.tolist() == [48, 48, 48, 11, 11, 11]

@@ -82,7 +82,7 @@ device_description_str: "{card.name}"
 
 
 # Cases that call Hopper's kernels by name, without a plan.
-NEEDS_WGMMA = re.compile(r"(GLA|delta)(?! (step|layer|commit))|KDA|past")
+NEEDS_WGMMA = re.compile(r"(GLA|SSD|delta)(?! (step|layer|commit))|KDA|past")
 KERNEL = re.compile(
     r"entry function '(\w+?)_mosaic_gpu_kernel'.*?(\d+) bytes spill stores.*?Used (\d+) registers",
     re.DOTALL,

@@ -73,13 +73,28 @@ _ENCODER = {
     "type_vocab_size": 2,
 }
 # Families whose positions begin behind the number of the padding token, which no text has.
-PADDED = {"roberta": 3} | dict.fromkeys(
-    ("camembert", "xlm-roberta", "data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl"), 0
-)
+PADDED = {
+    "roberta": 3,
+    "camembert": 0,
+    "xlm-roberta": 0,
+    "data2vec-text": 5,
+    "roberta-prelayernorm": 0,
+    "xlm-roberta-xl": 0,
+}
 ENCODERS = (
     *("bert", "ernie", "megatron-bert", "electra", "roformer", "bert-generation", *PADDED),
     *("modernbert-decoder", "openai-gpt"),
 )
+_FALCON = {
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "mamba_d_ssm": 48,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _GEMMA4 = {
     "sliding_window": 9,
@@ -443,6 +458,39 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "gpt_neox_japanese",
         "",
         {**_MHA, "intermediate_size": 64, "intermediate_multiple_size": 2, "rotary_pct": 0.5},
+    ),
+    (
+        "falcon_h1",
+        "",
+        {
+            **_FALCON,
+            "num_hidden_layers": 2,
+            "embedding_multiplier": 2.5,
+            "lm_head_multiplier": 0.7,
+            "key_multiplier": 0.5,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.9,
+            "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.24,
+            "ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.4],
+            "mlp_multipliers": [0.8, 0.6],
+        },
+    ),
+    (
+        "falcon_h1",
+        "bias",
+        {
+            **_FALCON,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_proj_bias": True,
+            "attention_in_multiplier": 1.2,
+            "ssm_in_multiplier": 0.8,
+            "key_multiplier": 0.5,
+            "tie_word_embeddings": True,
+        },
     ),
     (
         "gemma4_text",

@@ -11,6 +11,7 @@ from pallas_kernels.matmul.few_rows import (
     copies,
     kernel,
     operands,
+    posted,
     row,
     row_loops,
     tile,
@@ -27,7 +28,7 @@ _TILES = block, copies, tile, tile_loop, tile_sums, tile_x
 
 def few_rows() -> contextlib.AbstractContextManager[None]:
     """Within, they compute on concrete arrays."""
-    return emulated(blocks, operands, row, row_loops, widen, *_TILES)
+    return emulated(blocks, operands, posted, row, row_loops, widen, *_TILES)
 
 
 def run_tiles(

@@ -42,15 +42,20 @@ def effect_of(*names: str) -> Callable:
 # A function of three words is named by its bits for a = 0xF0, b = 0xCC, c = 0xAA.
 LOGIC = {
     function(0xF0, 0xCC, 0xAA): function
-    for function in (lambda a, b, c: (a & b) ^ c, lambda a, b, c: (a & b) | c)
+    for function in (
+        lambda a, b, c: (a & b) ^ c,
+        lambda a, b, c: (a & b) | c,
+        lambda a, b, c: (a & b) | (c & ~b),
+    )
 }
 
 
 def _permute(a, b, selector):
     both = [np.ascontiguousarray(x).view(np.uint8).reshape(-1, 4) for x in (a, b)]
     both = np.concatenate(both, axis=1)
-    picked = [both[:, selector >> 4 * i & 7] for i in range(4)]
-    return np.stack(picked, 1).view(U32)[:, 0]
+    both = np.concatenate([both, np.uint8(255) * (both >> 7)], axis=1)
+    selector = np.broadcast_to(selector, len(both))[:, None] >> np.arange(0, 16, 4) & 15
+    return np.take_along_axis(both, selector, 1).view(U32)[:, 0]
 
 
 def _to_e4m3(high, low):
@@ -69,6 +74,8 @@ LANEWISE: dict[str, Callable[..., Any]] = {
     "lop3.b32": lambda a, b, c, table: LOGIC[table](a, b, c),
     "prmt.b32": _permute,
     "setp.ne.u32": lambda a, b: a != b,
+    "setp.eq.u32": lambda a, b: a == b,
+    "setp.eq.or.u32": lambda a, b, other: (a == b) | other,
     "selp.u32": lambda a, b, condition: np.where(condition, U32(a), U32(b)),
     "min.f32": np.fmin,
     "max.f32": np.fmax,
@@ -207,6 +214,7 @@ def _mma_int8(block, left, right, acc):
 # --- Memory ---------------------------------------------------------------------------------------
 
 SPACES = ("global", "global.nc", "global.L1::no_allocate", "shared", "shared::cluster")
+SPACES += ("volatile.global", "relaxed.sys.global")
 WORDS = {"b32": U32, "f32": F32}
 NARROW = {"u8": np.uint8, "s8": np.int8, "u16": U16}
 for _space, _kind, _n in itertools.product(SPACES, WORDS, (1, 2, 4)):
@@ -231,6 +239,11 @@ for _space, _kind in itertools.product(SPACES, NARROW):
         block.touches(space)
         raw = block.memory[block.at(address, np.dtype(dtype).itemsize)].view(dtype)[:, 0]
         return raw.astype(np.int16).view(U16) if dtype is np.int8 else raw.astype(U16)
+
+
+@result_of("ld.global.nc.b64")
+def _load_address(block, address):
+    return block.memory[block.at(address, 8)].view(np.int64)[:, 0]
 
 
 for _kind, _dtype in (("b8", np.uint8), ("b16", U16)):

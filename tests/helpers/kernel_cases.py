@@ -24,7 +24,9 @@ from pallas_kernels.gated_delta import token_kernel as delta_token_kernel
 from pallas_kernels.gla import kernel as gla
 from pallas_kernels.gla import step_kernel
 from pallas_kernels.gla.token import gla_token, gla_tokens
+from pallas_kernels.matmul import sums
 from pallas_kernels.matmul.blocks import blocks_matmul
+from pallas_kernels.matmul.gated import gated_matmul
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.operands import Columns
 from pallas_kernels.rows import greedy_kernel
@@ -32,6 +34,7 @@ from pallas_kernels.rows.low_rank import quantize_adapted
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import swiglu
+from pallas_kernels.ssd import kernel as ssd
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 S = jax.ShapeDtypeStruct
@@ -51,17 +54,26 @@ def weight(scheme: str, n: int, k: int):
 
 
 def product(rows: int, scheme: str, words: str | None = None, shape=(14336, 4096), **named):
-    """A product of ``rows`` tokens; words: the tokens' own codes."""
+    """A product of ``rows`` tokens; words: the tokens' own codes, "fp8-static" of one scale."""
     x = S((rows, shape[1]), BF16)
     if words == "fp8-block":
         to_codes = functools.partial(quantize_tokens, dtype="float8_e4m3fn", group_size=128)
         x = jax.eval_shape(to_codes, x)
+    elif words == "fp8-static":
+        x = jax.eval_shape(lambda x: quantize_tokens(x, "float8_e4m3fn", scale=jnp.float32(1.0)), x)
     elif words is not None:
         x = jax.eval_shape(functools.partial(quantize_tokens, dtype=words), x)
     return functools.partial(quantized_matmul, implementation="mosaic", **named), (
         x,
         weight(scheme, *shape),
     )
+
+
+def gated_codes(rows: int, n: int = 28672, k: int = 4096):
+    """gate and up between static scales."""
+    _, (x, w) = product(rows, "float8_e4m3fn", "fp8-static", shape=(n, k))
+    f = functools.partial(gated_matmul, dtype=BF16, implementation="mosaic")
+    return f, (x, w, S((), F32))
 
 
 def grouped(
@@ -133,6 +145,11 @@ def gla_chunks(b: int, t: int, h: int, dk: int, dv: int, save="nothing"):
     return both, (q, q, v, S(q.shape, F32), v)
 
 
+def ssd_chunks(b: int, t: int, groups: int, h: int, dk: int, dv: int):
+    q, v = S((b, t, groups, dk), BF16), S((b, t, h, dv), BF16)
+    return ssd.ssd_forward, (q, q, v, S((b, t, h), F32))
+
+
 def delta_chunks(b, t, hk, h, dk, dv, by_channel=False, backward=False):
     q, v, beta = S((b, t, hk, dk), BF16), S((b, t, h, dv), BF16), S((b, t, h), F32)
     g = S((b, t, h, dk), F32) if by_channel else beta
@@ -148,6 +165,11 @@ def step(f, b: int, hk: int, h: int, dk: int, dv: int, gates: int):
         for x, y in (((hk, dk), BF16), ((h, dv), BF16), ((h, dk)[:gates], F32), ((h, dk, dv), F32))
     )
     return f, (q, q, v, g, state)
+
+
+def ssd_one(b: int, h: int, dk: int, dv: int):
+    """GLA's step of narrow heads."""
+    return step(lambda *x: gla.gla_step(*x, 1.0), b, h, h, dk, dv, 2)
 
 
 def delta_one(q, k, v, g, state):
@@ -181,6 +203,9 @@ CASES = {
     "experts 64 zeros-64": lambda: grouped("zeros-64", 5760, 2880, ClampedGate(), 64, (32, 4)),
     "experts sum zeros": lambda: grouped_sum("zeros", 2048, 768),
     "experts sum mxfp4": lambda: grouped_sum("mxfp4", 2880, 2880, (32, 4)),
+    "experts sum zeros-64": lambda: grouped_sum("zeros-64", 2880, 2880, (32, 4)),
+    "experts zeros-64": lambda: grouped("zeros-64", 5760, 2880, ClampedGate(), 1, (32, 4)),
+    "product 1 zeros-64": lambda: product(1, "zeros-64", shape=(5120, 2880)),
     "norm and route": lambda: routed(128, 2048, 8),
     "experts 8192 int8": lambda: grouped("int8", 2048, 768, None, 8192),
     "experts 8192 fp8-block": lambda: grouped("fp8-block", 2048, 768, None, 8192),
@@ -207,6 +232,8 @@ CASES = {
     "product 2048 int8": lambda: product(2048, "int8"),
     "product 2048 W8A8": lambda: product(2048, "int8", "int8"),
     "product 2048 FP8": lambda: product(2048, "float8_e4m3fn", "float8_e4m3fn"),
+    "product 64 FP8 static": lambda: product(64, "float8_e4m3fn", "fp8-static"),
+    "gated FP8 static": lambda: gated_codes(64),
     "product 64 FP8 blocks": lambda: product(64, "fp8-block", "fp8-block"),
     "product 2048 FP8 blocks": lambda: product(2048, "fp8-block", "fp8-block"),
     "product 2048 W4A8": lambda: product(2048, "int4", "int8"),
@@ -228,6 +255,9 @@ CASES = {
     "GLA-1.3B, pairs of blocks": lambda: gla_chunks(32, 2048, 4, 256, 512),
     "GLA-1.3B gradients, pairs of blocks": lambda: gla_chunks(32, 2048, 4, 256, 512, "all"),
     "GLA step": lambda: step(lambda *x: gla.gla_step(*x, 0.1), 64, 4, 4, 256, 512, 2),
+    "SSD": lambda: ssd_chunks(8, 4096, 8, 64, 128, 64),
+    "SSD in segments": lambda: ssd_chunks(1, 16384, 1, 48, 128, 64),
+    "SSD step": lambda: ssd_one(64, 64, 128, 64),
     "delta": lambda: delta_chunks(8, 4096, 16, 16, 128, 128),
     "delta gradients": lambda: delta_chunks(8, 4096, 16, 16, 128, 128, backward=True),
     "delta in segments": lambda: delta_chunks(1, 16384, 16, 16, 128, 128),
@@ -399,6 +429,21 @@ def adapted():
     return run, (x, x, S((4096,), BF16), first, S((8,), I32))
 
 
+def posted_sums():
+    """A layer's two products whose sums are posted on two devices, and the readers behind them."""
+    d, f = 4096, 7168
+
+    def run(heads, o, stream, gate_up, gamma, down, tables):
+        pending = sums.post(heads, o, tables[0])
+        norm = {"norm": (gamma, 1e-5), "out_dtype": BF16, "swiglu": True}
+        y, total = sums.norm_matmul(stream, gate_up, pending, **norm)
+        return total, sums.collect(sums.post(y, down, tables[1]))
+
+    weights = S((2 * f, d), BF16), S((d,), BF16), S((d, f), BF16)
+    tables = [S((1, 4, 2), I32)] * 2
+    return run, (S((1, d // 2), BF16), S((d, d // 2), BF16), S((1, d), BF16), *weights, tables)
+
+
 # Branches of the kernels that CASES leave out.  They are lowered, not assembled.
 VARIANTS = {
     "decode 64 with sinks": lambda: with_sinks(64, 4096),
@@ -406,6 +451,7 @@ VARIANTS = {
     "direct with sinks": lambda: with_sinks(1, 1152),
     "product 1 int8 all": lambda: fused(1, "int8", (4096, 4096), residual=True, pending=True),
     "product 1 bfloat16 swiglu": lambda: fused(1, "bfloat16", swiglu=True, bias=True),
+    "product 1 bfloat16, posted sums": posted_sums,
     "product 8 int4 all": lambda: fused(8, "int4", (4096, 4096), residual=True, pending=True),
     "product 8 int8 swiglu": lambda: fused(8, "int8", swiglu=True),
     "product 16 int8 bias": lambda: biased(16, "int8"),
@@ -438,6 +484,10 @@ VARIANTS = {
     "direct int4": lambda: decode("int4", 1, 1152),
     "direct in pages": lambda: in_pages(rope_and_attend, "bfloat16", 1, rotates=True),
     "rope and cache int4 in pages": lambda: in_pages(rope_and_write, "int4", 64, rotates=True),
+    "SSD step, heads of 32": lambda: ssd_one(64, 48, 128, 32),
+    "SSD step of a row": lambda: ssd_one(1, 48, 128, 32),
+    "SSD, lengths": lambda: with_lengths(*ssd_chunks(8, 4096, 1, 48, 64, 64), 8),
+    "SSD, initial state": lambda: with_state(*ssd_chunks(8, 4096, 8, 8, 128, 64), 8, 8, 128, 64),
     "GLA, lengths": lambda: with_lengths(*gla_chunks(8, 4096, 16, 128, 128), 8),
     "GLA, initial state": lambda: with_state(*gla_chunks(8, 4096, 16, 128, 128), 8, 16, 128, 128),
     "GLA gradients of states": lambda: gla_chunks(8, 4096, 16, 128, 128, "states"),

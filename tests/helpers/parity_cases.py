@@ -45,7 +45,7 @@ def _rope(scaling: str, factor: float, **options: Any) -> ModelConfig:
     return _BASE.replace(rope=rope, max_position=max(longest, 32), head_dim=16)
 
 
-_EPS = {
+EPS = {
     **dict.fromkeys(("stablelm", "cohere", "cohere2"), "layer_norm_eps"),
     **dict.fromkeys(("mamba2", "nemotron_h"), "layer_norm_epsilon"),
     **dense_cases.EPS,
@@ -54,7 +54,7 @@ _EPS = {
 
 def _family(kind: str, case: str, **options: Any) -> ModelConfig:
     """The ModelConfig of a tiny config.json of that model type."""
-    eps = _EPS.get(kind, "rms_norm_eps")
+    eps = EPS.get(kind, "rms_norm_eps")
     config = {
         "model_type": kind,
         "vocab_size": 64,
@@ -614,7 +614,13 @@ def reference(name: str) -> Answer:
         # In this order: a model with dynamic RoPE remembers the longest length it has seen, until
         # it sees one below its trained context.
         logits = model(tokens).logits[0]
-        out = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False
-        )
+        if cfg.stored.family in dense_cases.PADDED:  # generate counts their positions from 0
+            out = prompt
+            for _ in range(NEW):
+                best = model(out, use_cache=False).logits[:, -1:].argmax(-1)
+                out = torch.cat([out, best], dim=1)
+        else:
+            out = model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False
+            )
     return Answer(logits.numpy(), out[0, PROMPT:].numpy().astype(np.int32))

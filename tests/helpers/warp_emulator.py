@@ -69,7 +69,7 @@ class Block:
         return np.full(self.n, value).astype(dtype)
 
     def touches(self, space: str) -> None:
-        self.touched = self.touched or space.startswith("global")
+        self.touched = self.touched or "global" in space
 
     def at(self, address, size):
         address = np.where(self.masks[-1], np.asarray(address, np.int64), 0)

@@ -37,6 +37,7 @@ IMPLIED = {
     "GLA in segments",
     "GLA-1.3B",
     "GLA-1.3B, pairs of blocks",
+    "SSD in segments",
     "delta in segments",
     "KDA",
     "past, heads of 64",
@@ -71,6 +72,7 @@ BESIDE = {
     "decode 64 int4",
     "GLA gradients",
     "delta gradients",
+    "SSD step",
     "delta, Dk = 256",
     "tokens to int8",
 }

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxllama as jl
 from jaxllama import compiler_options
-from jaxllama.config import DeltaConfig, ModelConfig
+from jaxllama.config import DeltaConfig, ExpertsConfig, ModelConfig
 from jaxllama.decoding.forward import verify
 from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.executors import resident
@@ -119,6 +119,15 @@ def test_a_qwen3_layer_of_one_row_is_five_kernels(on_hopper):
     """The norm of q's and k's heads is in the kernel that rotates them."""
     calls = kernels_of(1, None, "bfloat16", CFG.replace(qk_norm="head"))
     assert calls == kernels_of(1, None, "bfloat16")
+
+
+def test_a_layer_of_experts_of_one_row_is_six_kernels(on_hopper):
+    """Llama's first three, norm + router + choice, gate and up, down + sum; the next norm adds."""
+    experts = ExpertsConfig(n_experts=8, n_active=2, d_ff=1024)
+    cfg = CFG.replace(n_layers=1, layer_types=("attention",), experts=experts)
+    calls = kernels_of(1, "w4a16", "bfloat16", cfg)
+    kernels = {"grouped_rows": 1, "grouped_sum": 1, "route_tokens": 1}
+    assert calls == {"matmul": 3, "attend": 1, **kernels}
 
 
 def test_a_gemma3_layer_of_one_row_is_seven_kernels(on_hopper):

@@ -1,5 +1,4 @@
-"""Models with options drawn at random, beside transformers live: mixtures of experts, and the
-families of ``dense_cases``.
+"""Models with options drawn at random, beside transformers live, of every family.
 
 Bound: 1e-4 of the largest logit in float32; 64 greedy tokens are the same.  A draw whose answer
 has two nearly equal best logits is drawn again: there the order of additions decides.
@@ -18,7 +17,7 @@ import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.config import config_from_hf, config_to_hf
 from jaxllama.config import ModelConfig
-from tests.helpers import dense_cases, random_options
+from tests.helpers import dense_cases, parity_cases, random_dense, random_options
 from tests.helpers.seeded import seeded_params
 
 torch = pytest.importorskip("torch")
@@ -180,9 +179,9 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
     },
 }
 
-FAMILIES |= random_options.FAMILIES
+FAMILIES |= random_options.FAMILIES | random_dense.FAMILIES
 # Classes of transformers that know no other width of a head.
-DIVIDED = ("olmoe", "qwen2_moe", "granitemoe", *random_options.DIVIDED)
+DIVIDED = ("olmoe", "qwen2_moe", "granitemoe", *random_options.DIVIDED, *random_dense.DIVIDED)
 
 
 def drawn(family: str, seed: int) -> ModelConfig:
@@ -198,7 +197,7 @@ def drawn(family: str, seed: int) -> ModelConfig:
         config["topk_group"] = max(config["topk_group"], least)
     if family in random_options.UNGROUPED:
         config["num_key_value_heads"] = config["num_attention_heads"]
-    config[dense_cases.EPS.get(family, "rms_norm_eps")] = config.pop("rms_norm_eps")
+    config[parity_cases.EPS.get(family, "rms_norm_eps")] = config.pop("rms_norm_eps")
     if family in DIVIDED:
         config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     return config_from_hf({"model_type": family, **config}, "tiny")
@@ -241,7 +240,7 @@ def check(family: str, seed: int, folder) -> None:
     assert got[:, PROMPT - 1 : -1].argmax(-1).tolist() == greedy.tolist()
 
 
-@pytest.mark.parametrize("family", random_options.FAMILIES)
+@pytest.mark.parametrize("family", random_options.FAMILIES | random_dense.FAMILIES)
 def test_the_config_of_a_draw_goes_there_and_back(family):
     for seed in range(3):
         cfg = drawn(family, seed)

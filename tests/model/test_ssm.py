@@ -11,11 +11,14 @@ import jaxllama as jl
 from jaxllama.checkpoints.hf.config import config_from_hf
 from jaxllama.config import ModelConfig, from_dict
 from jaxllama.errors import JaxLlamaError
+from jaxllama.model.decoder import forward, layer_config, mix_half
+from jaxllama.model.linear import Stream
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.ssm.parameters import SSMOptions, options
 from jaxllama.model.params import param_table
 from jaxllama.model.records import whole_rows
 from jaxllama.model.split import check_shards, local_config, natural_rows, row_order, split_axis
+from jaxllama.quantization import calibration
 from pallas_kernels.operands import Columns
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import slow
@@ -162,3 +165,52 @@ def test_nemotron_layers():
     for pattern, why in (("-M", "behind"), ("M--", "behind"), ("ME", "experts"), ("MX", "unknown")):
         with pytest.raises(JaxLlamaError, match=why):
             nemotron(pattern)
+
+
+# Attention and Mamba-2 side by side, twice (Falcon-H1).
+PAIRS = LLAMA.replace(
+    n_layers=4,
+    layer_types=("attention", "ssm") * 2,
+    bare_layers=(0, 2),
+    beside_layers=(1, 3),
+    mixers={"ssm": SIZES},
+)
+
+
+def test_mixers_side_by_side_read_one_input():
+    """The sum of both is what is added, whichever is first."""
+    params = params_of(PAIRS)
+    assert "mixer_norm" not in params["layer_1"] and "mlp" not in params["layer_0"]
+    at, x = whole_rows(PAIRS, 1, WIDTH), np.random.default_rng(2).standard_normal((1, WIDTH, 32))
+    stream = Stream(as_jax(x, jnp.float32))
+    parts = []
+    for index in range(2):
+        cfg, kind = layer_config(PAIRS, index)
+        after, _ = mix_half(cfg, kind, params[f"layer_{index}"], stream, None, at)
+        parts.append(after.total - stream.total)
+        stream = after
+    assert stream.beside is None
+    alone = PAIRS.replace(n_layers=1, layer_types=("ssm",), bare_layers=(), beside_layers=())
+    own = {**params["layer_1"], "mixer_norm": params["layer_0"]["mixer_norm"]}
+    want, _ = mix_half(alone, "ssm", own, Stream(as_jax(x, jnp.float32)), None, at)
+    np.testing.assert_allclose(parts[1], want.total - x, atol=1e-5)
+    with pytest.raises(JaxLlamaError, match="reads the input of the layer before"):
+        mix_half(*layer_config(PAIRS, 1), params["layer_1"], Stream(stream.x), None, at)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("engines_of_one_size")
+def test_mixers_side_by_side_give_generates_answers():
+    lm = jl.LanguageModel(PAIRS, params_of(PAIRS), None)
+    every_way_generates(lm, model()[1])
+
+
+@pytest.mark.slow
+def test_mixers_side_by_side_are_calibrated_as_they_run():
+    """The windows' last states are those of the whole model."""
+    params, tokens = params_of(PAIRS), model()[1]
+    (h,) = calibration.embed(PAIRS, params, tokens)
+    for index in range(PAIRS.n_layers):
+        (h,) = calibration.advance(*layer_config(PAIRS, index), params[f"layer_{index}"], [h])
+    hidden, _ = forward(PAIRS, params, as_jax(tokens), as_jax([WIDTH, WIDTH]))
+    np.testing.assert_allclose(h, hidden.x, atol=1e-5)

@@ -53,7 +53,8 @@ def test_gpt_oss_s_experts_compile_for_hopper(monkeypatch, tokens, pairs):
 
     cfg = load_config("gpt-oss-120b")
     alike, _ = layer_config(cfg, 1)
-    own = weight_shapes(cfg, jnp.bfloat16, "none,experts_*=mxfp4")["layer_0"]["mlp"]
+    shapes = weight_shapes(cfg, jnp.bfloat16, "none,experts_*=mxfp4")["layer_0"]
+    own = shapes["mlp"]
     layouts, hot, width = [], [], min(pairs, GROUP)
     for name in ("experts_gate_up", "experts_down"):
         weight = own[name]["weight"]
@@ -64,22 +65,21 @@ def test_gpt_oss_s_experts_compile_for_hopper(monkeypatch, tokens, pairs):
         hot.append(jax.tree.map(lambda x: shape(24, *x.shape[1:], dtype=x.dtype), weight))
     ints = jnp.int32
     biases = [shape(128, 5760), shape(128, 2880)]
-    routed = programs.Routed(
-        shape(tokens, 2880),
-        shape(tokens, 4, dtype=ints),
-        shape(tokens, 4, dtype=jnp.float32),
-        Stream(shape(tokens, 1, 2880)),
-    )
+    arrays = jax.tree.map(lambda x: shape(*x.shape, dtype=x.dtype), shapes)
+    dense = {**arrays, "mlp": {"router": arrays["mlp"]["router"]}}
+    rows = shape(pairs, dtype=ints)
     pieces = tuple(
         tuple(shape(layout.nbytes, dtype=jnp.uint8) for _ in range(width)) for layout in layouts
     )
-    rows = shape(pairs, dtype=ints)
-    loaded = programs.loaded_pairs.lower(
-        alike, tuple(layouts), pieces, shape(width, dtype=ints), biases, routed.tokens, rows, rows
-    ).compile()
+    group = programs.LoadedGroup(shape(width, dtype=ints), pieces, rows, rows, rows)
+    y, x = shape(tokens * 4, 2880, dtype=jnp.float32), shape(tokens, 2880)
+    loaded = programs.added_pairs.lower(alike, tuple(layouts), biases, x, y, group).compile()
     packed = sum(layout.nbytes for layout in layouts)
     assert loaded.memory_analysis().temp_size_in_bytes <= 3 * width * packed
     held = HotSlots(shape(24, dtype=ints), shape(129, dtype=ints))
-    found = programs.hot_pairs.lower(alike, tuple(hot), biases, held, routed).compile()
+    stream, lengths = Stream(shape(tokens, 1, 2880)), shape(tokens, dtype=ints)
+    found = programs.routed_pairs.lower(
+        alike, dense, stream, lengths, tuple(hot), biases, held
+    ).compile()
     bound = expert_program_bytes(cfg, Policy(experts="0/100"), tokens, jnp.bfloat16)
     assert found.memory_analysis().temp_size_in_bytes <= bound + (1 << 20)

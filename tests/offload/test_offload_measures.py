@@ -45,7 +45,7 @@ class _Work:
     """Two layers; the weights of each arrive only once the next unit's have been begun."""
 
     units = [ModelUnit("layer", 0), ModelUnit("layer", 1), ModelUnit("head")]
-    moves = {"cache": False, "hidden": False}
+    moves = {"weights": True, "cache": False, "hidden": False}
 
     def __init__(self) -> None:
         self.begun = [threading.Event() for _ in self.units]

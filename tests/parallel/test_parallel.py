@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -464,3 +465,27 @@ def test_a_port_that_is_taken_is_named():
 def test_hosts_that_make_no_sense_are_named(hosts, message):
     with pytest.raises(JaxLlamaError, match=message):
         join(hosts)
+
+
+@pytest.mark.parametrize(
+    "version,before,after",
+    [
+        ((0, 12, 0), None, "--xla_gpu_experimental_use_collective_kernels="),
+        ((0, 12, 0), "--a=1", "--a=1 --xla_gpu_experimental_use_collective_kernels="),
+        (
+            (0, 12, 0),
+            "--xla_gpu_experimental_use_collective_kernels=ALL_REDUCE",
+            "--xla_gpu_experimental_use_collective_kernels=ALL_REDUCE",
+        ),
+        ((0, 11, 2), None, None),
+    ],
+)
+def test_a_mesh_keeps_collective_kernels_off(monkeypatch, version, before, after):
+    """Earlier versions end the process at a flag that they do not know."""
+    monkeypatch.setattr(jax, "__version_info__", version)
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    if before is not None:
+        monkeypatch.setenv("XLA_FLAGS", before)
+    parallel.make_mesh("model=1")
+    parallel.make_mesh("model=1")
+    assert os.environ.get("XLA_FLAGS") == after

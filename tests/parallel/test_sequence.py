@@ -11,13 +11,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
+from jaxllama.config import ExpertsConfig
+from jaxllama.model import decoder
 from jaxllama.parallel.mesh import make_mesh
-from jaxllama.parallel.sequence import cut, joined, piece_width, sequence_shards
+from jaxllama.parallel.sequence import (
+    cut,
+    is_cut,
+    joined,
+    least_tokens,
+    piece_width,
+    sequence_shards,
+)
 from tests.helpers.compiling import environment
+from tests.helpers.models import LLAMA
+from tests.helpers.seeded import seeded_params
 
 ROOT = Path(__file__).parents[2]
 CHILD = (sys.executable, "-m", "tests.helpers.sequence_child")
@@ -92,3 +105,27 @@ def test_a_device_has_an_early_and_a_late_piece():
 def test_one_device_and_no_mesh_share_nothing():
     assert sequence_shards(None, 1) == 1
     assert sequence_shards(make_mesh("data=1"), 1) == 1
+
+
+def test_gpus_share_a_prompt_from_the_length_on_that_pays(monkeypatch):
+    mesh = AbstractMesh((4, 1), ("data", "model"))
+    work = 218e6  # Llama-3.1-8B's
+    assert 2048 < least_tokens(work) < 4096
+    assert is_cut(mesh, 1, 2048, work=work)  # CPUs have no launches to wait for
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    cases = [(1, 2048, work), (1, 4096, work), (2, 2048, work), (1, 4096, 4e6), (1, 131072, 50e6)]
+    assert [is_cut(mesh, rows, width, work=each) for rows, width, each in cases] == [
+        False,
+        True,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_work_counts_the_experts_that_a_token_has():
+    one, all_of_them = (LLAMA.replace(experts=ExpertsConfig(8, n, 32)) for n in (1, 8))
+    params = jax.eval_shape(lambda: seeded_params(one))
+    experts = 8 * 3 * 32 * LLAMA.d_model
+    rest = decoder.layer_work(one, params) - experts / 8
+    assert decoder.layer_work(all_of_them, params) == rest + experts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,12 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.scipy.linalg import block_diag
 
 import jaxllama as jl
 from jaxllama.checkpoints import peft
 from jaxllama.cli.train import summary
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.lora import attach, for_rows
+from jaxllama.model.linear import linear
+from jaxllama.model.lora import TrainedLora, attach, for_rows
 from jaxllama.training import train, train_config_from_dict
 from jaxllama.training.adapters import factors, first_adapters, joined, save, with_magnitudes
 from jaxllama.training.loop import TrainResult
@@ -91,11 +94,29 @@ def test_what_is_trained_is_what_is_saved_and_served(family, dora, tmp_path):
     assert got.keys() == want.keys()
     for path, lora_of in got.items():
         np.testing.assert_allclose(lora_of.a, want[path].a, rtol=1e-6)
-        for ours, theirs in zip(lora_of.b, want[path].b, strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+        (ours,) = lora_of.b  # the fused tensors' factors, as one matrix
+        np.testing.assert_allclose(ours, block_diag(*want[path].b), rtol=1e-6)
         assert (lora_of.gain is not None) == dora
         if dora:
             np.testing.assert_allclose(lora_of.gain, want[path].gain, rtol=1e-5)
+
+
+def test_a_bfloat16_step_makes_no_float32_copy_of_a_product_with_an_adapter():
+    """Copies as wide as a layer's result took longer than the products of the adapters."""
+    shapes = {"x": (2, 8, 64), "a": (1, 2, 3, 64), "b": (96, 6), "w": (96, 64), "dy": (2, 8, 96)}
+    some = {name: jnp.ones(shape, jnp.bfloat16) for name, shape in shapes.items()}
+
+    def gradients(x, a, b, w, dy):
+        def product(x, a, b):
+            lora = TrainedLora(a, (b,), jnp.ones(2, jnp.int32))
+            return linear(x, {"weight": w, "lora": lora})
+
+        y, pull = jax.vjp(product, x, a, b)
+        return y, pull(dy)
+
+    program = str(jax.make_jaxpr(gradients)(**some))
+    assert "bf16[2,8,96]" in program and "bf16[96,6]" in program
+    assert not re.findall(r"f32\[(?:\d+,)*96\]", program.replace("bf16", "half"))
 
 
 def _loras(tree, path=()):

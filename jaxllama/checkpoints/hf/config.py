@@ -63,6 +63,7 @@ _NULLABLE = (
     "q_lora_rank",
     "scale_depth",
     "dim_model_base",
+    "mamba_d_ssm",
 )
 _KEYS = frozenset(
     """

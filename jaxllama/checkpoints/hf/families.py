@@ -536,6 +536,8 @@ FAMILIES: dict[str, Family] = {
         },
         same=MLP_BIAS,
         window=lambda i, read: bool(i % 4),
+        # Its class wants a number, also if no layer slides.
+        to_hf=lambda cfg: {"sliding_window": cfg.sliding_window or 8192},
     ),
     "smollm3": Family(
         ("SmolLM3ForCausalLM",),

@@ -457,7 +457,9 @@ def _read_folded(
         if source.is_transposed:  # a block is a whole matrix
             rows = rows.reshape(width, n).T
         rows = rows if order is None else rows[order[row : row + n] - row]
-        rows = rows * np.float32(source.scale) + np.float32(source.offset)
+        factor = source.factor()
+        factor = factor if factor.ndim == 0 else factor[row : row + n]
+        rows = rows * factor + np.float32(source.offset)
         if added is not None:
             rows += added[1][row : row + n] @ added[0]
             if len(added) > 2:  # DoRA's magnitudes

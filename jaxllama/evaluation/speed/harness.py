@@ -30,6 +30,7 @@ from jaxllama.decoding.rows import Fields, Report, Rows
 from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.evaluation.speed.hlo import count_loop_kernels
 from jaxllama.executors import prompts, resident
+from jaxllama.executors.posting import posting
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype
 from jaxllama.model.cache import Cache, cache_shardings, init_cache
@@ -196,6 +197,7 @@ class Decoding:
         sampling = SamplingParams.stack([Sampling()] * batch, lm.config.vocab_size)
         self.sampling, self.stop_ids = self._everywhere((sampling, jnp.zeros((0,), jnp.int32)))
         self._loop: Callable[..., Tree] = functools.partial(resident.loop_for(lm.params), lm.config)
+        self._params = posting(lm.config, lm.params, batch)
 
     def _everywhere(self, tree: Tree) -> Tree:
         """Place a tree where the loop needs it, so that calls do not copy it."""
@@ -256,13 +258,13 @@ class Decoding:
     def compile(self, state: Rows) -> DecodeProgram:
         """Compile the loop ahead of time for states like this one; ``run`` calls it from now on."""
         self._loop = program = compile_decode(
-            self.lm.config, self.lm.params, state, self.sampling, self.stop_ids
+            self.lm.config, self._params, state, self.sampling, self.stop_ids
         )
         return program
 
     def run(self, state: Rows, until: int) -> float:
         """Return the seconds until ``until`` tokens are written in all."""
-        arguments = self.lm.params, state, self.sampling, self.stop_ids, np.int32(until)
+        arguments = self._params, state, self.sampling, self.stop_ids, np.int32(until)
         return timed(self._loop, *arguments)[1]
 
     def trace(self, folder: str | Path, state: Rows, until: int) -> None:

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.offloaded.programs import Rope
-from jaxllama.model.linear import Stream, linear_add, norm_linear
+from jaxllama.model.decoder import mixer_inputs
+from jaxllama.model.linear import Stream, linear_add
 from jaxllama.model.mixers.attention import latent
 from jaxllama.model.mixers.attention.mix import (
     finished,
@@ -132,8 +133,7 @@ def project(
     With latents, ``[B, N + 1, R + r]``: the queries of latents, and what the cache holds.
     """
     mixer = weights["mixer"]
-    of = weights.get("mixer_norm"), inputs(cfg, mixer)
-    projected, stream = norm_linear(stream, *of, cfg)
+    projected, stream = mixer_inputs(cfg, weights, stream, inputs(cfg, mixer))
     if cfg.latent is not None:
         heads = latent.heads_of(cfg, mixer, projected)
         both = latent.absorbed(cfg, mixer, heads), latent.entries(heads)
@@ -193,6 +193,6 @@ def output(
     mixer, heads = weights["mixer"], heads[:, None]
     if cfg.latent is not None:
         heads = latent.lifted(cfg, mixer, heads)
-    return linear_add(
-        finished(cfg, mixer, heads, gate), mixer["o"], stream, cfg, weights.get("mixer_out_norm")
-    )
+    norm = weights.get("mixer_out_norm")
+    after = linear_add(finished(cfg, mixer, heads, gate), mixer["o"], stream, cfg, norm)
+    return after._replace(beside=stream.beside)

@@ -1,12 +1,13 @@
 """The jitted programs of a layer whose experts lie one by one (``experts`` calls them).
 
-    routed = routed_tokens(cfg, p, stream, lengths)      norm and router
-    y = hot_pairs(...)                                   pairs of the experts on the device
-    y = with_pairs(y, places, loaded_pairs(...))         pairs of loaded experts
-    y = with_pairs(y, places, computed_pairs_of(...))    pairs of experts that the CPU computes
-    stream = with_mixture(cfg, p, routed, y)             weighted sum, shared expert, residual
+    routed, y = routed_pairs(...)           norm, router; pairs of the experts on the device
+    y = added_pairs(..., y, group)          and of a group of loaded experts
+    computed_pairs_of(...)                  pairs of experts that the CPU computes
+    stream = with_mixture(..., y, group, computed)
+                                            the last group, the CPU's pairs, the weighted sum
 
-A pair is a token and one of its experts.
+A pair is a token and one of its experts. Dispatching a program costs a GPU's host more than most of
+them take, so there are few.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.config import ModelConfig
-from jaxllama.model import linear
 from jaxllama.model.decoder import scaled
 from jaxllama.model.experts.feed import gate_of, inputs_of, with_output
 from jaxllama.model.linear import Stream
@@ -39,53 +39,68 @@ class RoutedTokens(NamedTuple):
     stream: Stream
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def routed_tokens(cfg: ModelConfig, p: Params, stream: Stream, lengths: jax.Array) -> RoutedTokens:
-    assert cfg.experts is not None
-    (x, by), stream = inputs_of(cfg, p, stream)
-    tokens = x.reshape(-1, x.shape[-1])
-    experts, weights = linear.route(cfg.experts, by.reshape(tokens.shape), p["mlp"]["router"])
-    is_valid = jnp.arange(x.shape[1], dtype=jnp.int32) < lengths[:, None]
-    experts = jnp.where(is_valid.reshape(-1, 1), experts, cfg.experts.n_experts)
-    return RoutedTokens(tokens, experts, weights, stream)
+class LoadedGroup(NamedTuple):
+    """Loaded experts and their pairs.
+
+    pieces: the experts' bytes, of both products.  places ``[P]``: the pairs, ``token * k + j``; one
+    past the end is none.  slots, rows ``[P]``: a pair's place among ``experts`` and its token.
+    """
+
+    experts: np.ndarray
+    pieces: tuple[tuple[jax.Array, ...], ...]
+    places: np.ndarray
+    slots: np.ndarray
+    rows: np.ndarray
+
+
+class ComputedPairs(NamedTuple):
+    """Results ``found [P, D]`` of the CPU, and their places as in ``LoadedGroup``."""
+
+    places: np.ndarray
+    found: np.ndarray
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def hot_pairs(
+def routed_pairs(
     cfg: ModelConfig,
+    p: Params,
+    stream: Stream,
+    lengths: jax.Array,
     weights: tuple[Tree, Tree],
     biases: Sequence[jax.Array | None],
     held: HotSlots,
-    routed: RoutedTokens,
-) -> jax.Array:
-    """Return float32 ``[T k, D]``: the pairs of experts on the device, and zeros."""
-    count, width = routed.experts.size, routed.tokens.shape[-1]
+) -> tuple[RoutedTokens, jax.Array]:
+    """Return the routed tokens, and float32 ``[T k, D]``: the pairs of experts on the device, and
+    zeros."""
+    assert cfg.experts is not None
+    (x, (experts, own_weights)), stream = inputs_of(cfg, p, stream)
+    tokens = x.reshape(-1, x.shape[-1])
+    is_valid = jnp.arange(x.shape[1], dtype=jnp.int32) < lengths[:, None]
+    experts = jnp.where(is_valid.reshape(-1, 1), experts, cfg.experts.n_experts)
+    routed = RoutedTokens(tokens, experts, own_weights, stream)
     if weights[0] is None:
-        return jnp.zeros((count, width), jnp.float32)
+        return routed, jnp.zeros((experts.size, tokens.shape[-1]), jnp.float32)
     own = [None if bias is None else bias[held.experts] for bias in biases]
-    y = _products(cfg, weights, own, held.slots[routed.experts], routed.tokens)
-    return y.reshape(count, width)
+    y = _products(cfg, weights, own, held.slots[experts], tokens)
+    return routed, y.reshape(experts.size, -1)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def loaded_pairs(
+def _with_group(
     cfg: ModelConfig,
     layouts: tuple[ExpertLayout, ExpertLayout],
-    pieces: tuple[tuple[jax.Array, ...], ...],
-    experts: jax.Array,
     biases: Sequence[jax.Array | None],
     tokens: jax.Array,
-    slots: jax.Array,
-    rows: jax.Array,
+    y: jax.Array,
+    group: LoadedGroup,
 ) -> jax.Array:
-    """Return float32 ``[P, D]`` of pairs with loaded experts.
+    pieces = zip(layouts, group.pieces, strict=True)
+    up, down = (unpack(layout, jnp.stack(own)) for layout, own in pieces)
+    own = [None if bias is None else bias[group.experts] for bias in biases]
+    found = _products(cfg, (up, down), own, group.slots[:, None], tokens[group.rows])[:, 0]
+    return y.at[group.places].set(found, mode="drop")
 
-    pieces: the experts' bytes, of both products.  slots, rows ``[P]``: a pair's place among
-    ``experts`` and its token.
-    """
-    up, down = (unpack(layout, jnp.stack(own)) for layout, own in zip(layouts, pieces, strict=True))
-    own = [None if bias is None else bias[experts] for bias in biases]
-    return _products(cfg, (up, down), own, slots[:, None], tokens[rows])[:, 0]
+
+added_pairs = jax.jit(_with_group, static_argnums=(0, 1))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -123,17 +138,25 @@ def _products(
     )
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def with_pairs(y: jax.Array, places: np.ndarray, found: jax.Array) -> jax.Array:
-    """Return ``y [T k, D]`` with the rows ``found`` at ``places``; places past its end are none."""
-    return y.at[places].set(found, mode="drop")
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def with_mixture(cfg: ModelConfig, p: Params, routed: RoutedTokens, y: jax.Array) -> Stream:
-    """Return the stream with the mixture's output, of the pairs' ``y [T k, D]``."""
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def with_mixture(
+    cfg: ModelConfig,
+    layouts: tuple[ExpertLayout, ExpertLayout],
+    p: Params,
+    biases: Sequence[jax.Array | None],
+    routed: RoutedTokens,
+    y: jax.Array,
+    group: LoadedGroup | None = None,
+    computed: Sequence[ComputedPairs] = (),
+) -> Stream:
+    """Return the stream with the mixture's output, of the pairs' ``y [T k, D]`` and those of
+    ``group`` and ``computed``."""
     assert cfg.experts is not None
     stream, tokens = routed.stream, routed.tokens
+    if group is not None:
+        y = _with_group(cfg, layouts, biases, tokens, y, group)
+    for places, found in computed:
+        y = y.at[places].set(found, mode="drop")
     pairs = y.reshape(*routed.experts.shape, y.shape[-1])
     out = weighted_sum(pairs, routed.weights, tokens.dtype).reshape(stream.x.shape)
     return scaled(p, with_output(cfg, p, stream, tokens.reshape(stream.x.shape), out))

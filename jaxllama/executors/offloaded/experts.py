@@ -3,7 +3,7 @@
     work = ExpertWork(store, policy)
     stream = work.feed(cfg, unit, weights, stream, lengths)
 
-    device   norm, router; the pairs of the experts that it holds
+    device   norm, router, the pairs of the experts that it holds: one program
     link     the other experts with the most tokens, ``GROUP`` at a time, two groups ahead
     CPU      those with the fewest tokens, where they lie: their tokens move, not their weights
     device   the weighted sum of all pairs, the shared expert, the residual
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -30,7 +30,11 @@ import numpy as np
 from jaxllama.config import ModelConfig
 from jaxllama.executors.offloaded import expert_programs as programs
 from jaxllama.executors.offloaded.cpu_attention import cpu
-from jaxllama.executors.offloaded.expert_programs import RoutedTokens
+from jaxllama.executors.offloaded.expert_programs import (
+    ComputedPairs,
+    LoadedGroup,
+    RoutedTokens,
+)
 from jaxllama.model.linear import Stream
 from jaxllama.offload.experts import (
     ExpertBias,
@@ -48,6 +52,8 @@ ON_CPU = 4  # experts of one program of the CPU
 AHEAD = 2  # groups that are on their way or being computed
 
 Pieces = tuple[jax.Array, jax.Array]  # an expert's bytes on the device, of both products
+# What ``with_mixture`` reads: pairs so far, the last group of loaded experts, the CPU's pairs.
+_Rest = tuple[jax.Array, LoadedGroup | None, Sequence[ComputedPairs]]
 
 
 def without_mlp(weights: Tree) -> Tree:
@@ -142,15 +148,16 @@ class ExpertWork:
         up: ExpertTensor = gate_up["weight"]
         dense = {n: part for n, part in own.items() if not n.startswith("experts_")}
         dense = {**without_mlp(weights), "mlp": dense}
-        routed = programs.routed_tokens(cfg, dense, stream, lengths)
         cold = _Cold(self, cfg, (up, down["weight"]), (gate_up.get("bias"), down.get("bias")))
-        y = programs.hot_pairs(cfg, (up.hot, down["weight"].hot), cold.on_device, up.held, routed)
+        hot = up.hot, down["weight"].hot
+        routed, y = programs.routed_pairs(cfg, dense, stream, lengths, hot, cold.on_device, up.held)
+        rest: _Rest = (y, None, ())
         if not up.is_whole or self.counts_all:
-            chosen = np.asarray(routed.experts)  # waits for the router alone
+            chosen = np.asarray(routed.experts)  # waits for the router and the hot pairs
             count = np.bincount(chosen.reshape(-1), minlength=up.shape[0] + 1)[:-1]
             self.counts[unit.layer] = self.counts.get(unit.layer, 0) + count
-            y = cold.added(y, routed, chosen, unit, record, loaded)
-        return programs.with_mixture(cfg, dense, routed, y)
+            rest = cold.added(y, routed, chosen, unit, record, loaded)
+        return programs.with_mixture(cfg, cold.layouts, dense, cold.on_device, routed, *rest)
 
 
 class _Cold:
@@ -175,14 +182,14 @@ class _Cold:
         unit: ModelUnit,
         record: Recording,
         loaded: dict[int, Pieces] | None,
-    ) -> jax.Array:
-        """Return ``y [T k, D]`` with the pairs of all experts that are not on the device.
+    ) -> _Rest:
+        """Begin the experts that are not on the device; return what ``with_mixture`` reads.
 
         chosen: ``routed.experts`` on the host.
         """
         self.pairs = self._cold_pairs(chosen)
         if not self.pairs:
-            return y
+            return y, None, ()
         known = {} if loaded is None else loaded
         tokens = {expert: len(own) for expert, own in self.pairs.items()}
         to_load, to_compute = divided(tokens, set(known), self.work.policy)
@@ -195,7 +202,7 @@ class _Cold:
 
         def begin(group: list[int]) -> None:
             with record.watching("load weights", unit) as out:
-                begun.append([known.get(expert) or self._begin(expert) for expert in group])
+                begun.append(self._begin(group, known))
                 out.append(begun[-1])
             if loaded is not None:
                 loaded.update(zip(group, begun[-1], strict=True))
@@ -203,20 +210,24 @@ class _Cold:
         for group in groups[:AHEAD]:
             begin(group)
         results = self._compute(to_compute, routed) if to_compute else []
+        last: LoadedGroup | None = None
         for number, group in enumerate(groups):
-            found, places = self._group(group, begun.popleft(), routed)
-            y = programs.with_pairs(y, places, found)
-            running.append(found)
+            last = self._group(group, begun.popleft(), routed)
+            if number + 1 == len(groups):
+                break
+            y = programs.added_pairs(self.cfg, self.layouts, self.on_device, routed.tokens, y, last)
+            running.append(y)
             if number + AHEAD < len(groups):
                 jax.block_until_ready(running.popleft())
                 begin(groups[number + AHEAD])
         if results:
             with record("experts on CPU", unit):
                 jax.block_until_ready(results)
+        computed = []
         for places, result in results:
-            moved = jax.device_put(np.asarray(result), self.work.store.on_device)
-            y = programs.with_pairs(y, places, moved.reshape(-1, moved.shape[-1]))
-        return y
+            rows = np.asarray(result)
+            computed.append(ComputedPairs(places, rows.reshape(-1, rows.shape[-1])))
+        return y, last, computed
 
     def _cold_pairs(self, chosen: np.ndarray) -> dict[int, np.ndarray]:
         """Return the pairs, ``token * k + j``, of each expert that is not on the device."""
@@ -228,17 +239,19 @@ class _Cold:
         return {int(expert): cold[flat[cold] == expert] for expert in np.unique(flat[cold])}
 
     @property
-    def _layouts(self) -> tuple[ExpertLayout, ExpertLayout]:
+    def layouts(self) -> tuple[ExpertLayout, ExpertLayout]:
         return self.tensors[0].layout, self.tensors[1].layout
 
-    def _begin(self, expert: int) -> Pieces:
-        up, down = self.tensors
-        return up.begin(self.work.store, expert), down.begin(self.work.store, expert)
+    def _begin(self, group: list[int], known: Mapping[int, Pieces]) -> list[Pieces]:
+        """Begin to load a group's experts, but those that are ``known``."""
+        new, store = [expert for expert in group if expert not in known], self.work.store
+        stored = [tensor.stored(store, expert) for expert in new for tensor in self.tensors]
+        moved = jax.device_put(stored, store.on_device)
+        begun = dict(zip(new, zip(moved[::2], moved[1::2], strict=True), strict=True))
+        return [known[expert] if expert in known else begun[expert] for expert in group]
 
-    def _group(
-        self, group: list[int], pieces: list[Pieces], routed: RoutedTokens
-    ) -> tuple[jax.Array, np.ndarray]:
-        """Return (float32 ``[P, D]``, pairs) of loaded experts, padded to few sizes."""
+    def _group(self, group: list[int], pieces: list[Pieces], routed: RoutedTokens) -> LoadedGroup:
+        """Return a group of loaded experts, padded to few sizes."""
         width, fan = _size(len(group)), routed.experts.shape[1]
         pieces = pieces + pieces[:1] * (width - len(group))
         experts = np.asarray(group + group[:1] * (width - len(group)), np.int32)
@@ -251,17 +264,8 @@ class _Cold:
         places[: len(pairs)] = pairs
         slots = np.zeros(count, np.int32)
         slots[: len(pairs)] = np.repeat(np.arange(len(group)), [len(part) for part in own])
-        found = programs.loaded_pairs(
-            self.cfg,
-            self._layouts,
-            tuple(zip(*pieces, strict=True)),
-            experts,
-            self.on_device,
-            routed.tokens,
-            slots,
-            np.minimum(places // fan, len(routed.tokens) - 1),
-        )
-        return found, places
+        rows = np.minimum(places // fan, len(routed.tokens) - 1)
+        return LoadedGroup(experts, tuple(zip(*pieces, strict=True)), places, slots, rows)
 
     def _compute(
         self, experts: list[int], routed: RoutedTokens
@@ -279,7 +283,7 @@ class _Cold:
             with jax.default_device(cpu()):
                 found = programs.computed_pairs_of(
                     self.cfg,
-                    self._layouts,
+                    self.layouts,
                     [up.on_cpu(store, expert) for expert in group],
                     [down.on_cpu(store, expert) for expert in group],
                     [None if bias is None else bias.host[group] for bias in self.biases],

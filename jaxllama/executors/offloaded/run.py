@@ -102,6 +102,7 @@ class OffloadRun:
         if not self._embeds_by_unit():
             self.units = self.units[1:]
         self.moves = {
+            "weights": self.policy.weights.device < 100,
             "cache": self.policy.cache.device < 100,
             "hidden": self.policy.activations.device < 100,
         }

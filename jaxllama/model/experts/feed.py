@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxllama.config import UNGATED, ExpertsConfig, ModelConfig
 from jaxllama.model import linear
-from jaxllama.model.experts.route import router_logits
+from jaxllama.model.experts.route import Routed, route, router_logits
 from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.linear import Stream
 from jaxllama.parallel.collectives import row_parallel_matmul
@@ -34,35 +34,39 @@ def feed_experts(
 
     before: the stream without the mixer's part, which a parallel block reads; None for others.
     """
-    read, stream = inputs_of(cfg, p, stream, before)
-    y = _experts(cfg, p["mlp"], read.x, read.by, ops)
+    read, stream = inputs_of(cfg, p, stream, before, ops)
+    y = _experts(cfg, p["mlp"], read.x, read.routed, ops)
     return with_output(cfg, p, stream, read.x, y, ops)
 
 
 class MixtureInput(NamedTuple):
-    """The inputs ``[..., D]`` of a layer's experts (and shared expert) and of its router."""
+    """The input ``[..., D]`` of a layer's experts and shared expert, and what the router says."""
 
     x: jax.Array
-    by: jax.Array
+    routed: Routed
 
 
 def inputs_of(
-    cfg: ModelConfig, p: Params, stream: Stream, before: Stream | None = None
+    cfg: ModelConfig,
+    p: Params,
+    stream: Stream,
+    before: Stream | None = None,
+    ops: LayerOps = linear,
 ) -> tuple[MixtureInput, Stream]:
     """Return what a layer's mixture reads, and the stream; before: as for ``feed_experts``."""
+    own, router = p["mlp"], p["mlp"]["router"]
     assert cfg.experts is not None
-    if cfg.experts.beside:
-        own, stream = p["mlp"], Stream(stream.total)
-        x, by = (linear.norm(stream, own[name], cfg)[0] for name in ("norm", "router_norm"))
-        return MixtureInput(x, by), stream
-    if before is not None:
-        own = p["mlp_norm" if cfg.parallel_norms else "mixer_norm"]
-        normed, _ = linear.norm(before, own, cfg)
+    if cfg.experts.beside:  # the router has a norm of its own
         stream = Stream(stream.total)
-    else:
-        normed, stream = linear.norm(stream, p.get("mlp_norm"), cfg)
-    assert isinstance(normed, jax.Array)
-    return MixtureInput(normed, normed), stream
+        x, _ = linear.norm(stream, own["norm"], cfg)
+        _, _, routed = ops.norm_route(stream, own["router_norm"], router, cfg)
+        return MixtureInput(x, routed), stream
+    if before is not None:
+        scale = p["mlp_norm" if cfg.parallel_norms else "mixer_norm"]
+        x, _, routed = ops.norm_route(before, scale, router, cfg)
+        return MixtureInput(x, routed), Stream(stream.total)
+    x, stream, routed = ops.norm_route(stream, p.get("mlp_norm"), router, cfg)
+    return MixtureInput(x, routed), stream
 
 
 def with_output(
@@ -92,17 +96,17 @@ def with_output(
 def mixture(cfg: ModelConfig, own: Params, x: jax.Array) -> jax.Array:
     """The mixture's output ``[..., D]`` for ``x[..., D]``; own: a layer's ``mlp`` parameters."""
     assert cfg.experts is not None and not cfg.experts.beside
-    y = _experts(cfg, own, x, x, linear)
+    routed = route(cfg.experts, x.reshape(-1, x.shape[-1]), own["router"])
+    y = _experts(cfg, own, x, routed, linear)
     return y + shared(cfg, own, x) if cfg.experts.shared else y
 
 
 def _experts(
-    cfg: ModelConfig, own: Params, x: jax.Array, by: jax.Array, ops: LayerOps
+    cfg: ModelConfig, own: Params, x: jax.Array, routed: Routed, ops: LayerOps
 ) -> jax.Array:
-    """The output of the chosen experts for ``x[..., D]``, in its shape; by: the router's input."""
-    options, tokens = cfg.experts, x.reshape(-1, x.shape[-1])
+    """The output of the chosen experts for ``x[..., D]``, in its shape."""
+    options, tokens, (experts, weights) = cfg.experts, x.reshape(-1, x.shape[-1]), routed
     assert options is not None
-    experts, weights = ops.route(options, by.reshape(tokens.shape), own["router"])
     gated: Options = {"gated": gate_of(cfg, options)}
     summed: Options = {}
     axes = expert_axes()

@@ -24,8 +24,10 @@ from jaxllama.config import ExpertsConfig
 from jaxllama.typing import Params
 from pallas_kernels.experts.op import grouped_matmul
 
+Routed = tuple[jax.Array, jax.Array]  # experts and weights, as from ``route``
 
-def route(options: ExpertsConfig, x: jax.Array, router: Params) -> tuple[jax.Array, jax.Array]:
+
+def route(options: ExpertsConfig, x: jax.Array, router: Params) -> Routed:
     """Return the experts and weights of tokens ``x[T, D]``: int32 and float32 ``[T, k]``."""
     logits = router_logits(x, router["weight"], router.get("bias"))
     experts, weights = choose(options, logits, router.get("choice_bias"))
@@ -50,9 +52,15 @@ def router_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None
     return logits if bias is None else logits + bias.astype(jnp.float32)
 
 
+def has_plain_softmax(options: ExpertsConfig, router: Params) -> bool:
+    """Whether the logits alone order the experts, and the weights are those of a softmax."""
+    is_grouped = options.n_active_groups != options.n_groups
+    return options.scores == "softmax" and "choice_bias" not in router and not is_grouped
+
+
 def choose(
     options: ExpertsConfig, logits: jax.Array, choice_bias: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
+) -> Routed:
     """(experts, weights) as from ``route``, for float32 logits ``[T, E]``.
 
     choice_bias: ``[E]``, added to the scores for the choice, but not for the weights.
@@ -77,7 +85,7 @@ def choose(
     return experts.astype(jnp.int32), weights * options.scale
 
 
-def _sparsemixer(options: ExpertsConfig, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _sparsemixer(options: ExpertsConfig, logits: jax.Array) -> Routed:
     """``choose`` for SparseMixer.
 
     Near the best logit are those whose distance from it is at most ``2 * jitter`` of the larger of

@@ -14,6 +14,7 @@ from pallas_kernels.launch import launch
 from pallas_kernels.matmul.few_rows import row, tile
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import WARPS, RowPlan, TilePlan
+from pallas_kernels.matmul.few_rows.posted import Posts
 from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
 from pallas_kernels.qtensor import FLOAT4, QTensor
 
@@ -34,6 +35,8 @@ def matmul(
     swiglu: bool = False,
     activation: str = "silu",
     pending: jax.Array | None = None,
+    post: jax.Array | None = None,
+    posted: jax.Array | None = None,
     plan: RowPlan | TilePlan,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Return the product [M, N] of x [M, K] (bf16 or f16) and w [N, K].
@@ -70,15 +73,18 @@ def matmul(
         bias = bias.astype(jnp.float32)
     inputs = {"x": x, **parts_of(w), "bias": bias, "gamma": gamma, "residual": residual}
     inputs["pending"] = pending
+    inputs |= {"post": post, "posted": posted}
     parts = (plan.split,) if is_apart else ()
     outs = {"out": jax.ShapeDtypeStruct((*parts, m, n // 2 if swiglu else n), out_dtype)}
     outs["total"] = None if pending is None else jax.ShapeDtypeStruct((m, k), x.dtype)
+    table = post if posted is None else posted
     facts = {
         "k": k,
         "kinds": kinds_of(inputs | outs),
         "eps": eps,
         "swiglu": swiglu,
         "activation": activation,
+        "posts": None if table is None else Posts(table.shape[1] - 2, n if post is not None else k),
     }
 
     def body(gmem, smem):
@@ -90,6 +96,8 @@ def matmul(
             tile.TileProgram(plan, scheme, n, FewRowsOperands.of(memory, **facts), smem).run()
 
     sizes = [size // 4 for size in plan.scratch_sizes(normed=gamma is not None)]
+    if post is not None:
+        sizes[1] = 2 * plan.warps * plan.rows  # of ``row.Poster``
     out, total = launch(
         body,
         inputs,

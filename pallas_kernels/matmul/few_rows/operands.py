@@ -9,6 +9,7 @@ from pallas_kernels import ptx as p
 from pallas_kernels.experts.gate import ClampedGate
 from pallas_kernels.fused_parts import floats, gated, rounded_sum
 from pallas_kernels.jax_internals import arith
+from pallas_kernels.matmul.few_rows.posted import Posts
 from pallas_kernels.ptx import Value
 
 BYTES = {"bf16": 2, "f16": 2, "f32": 4}
@@ -33,6 +34,9 @@ class FewRowsOperands:
     pending: Value | None = None
     total: Value | None = None
     activation: str | ClampedGate = "silu"  # of the gate
+    post: Value | None = None  # the sum's table, of a product that posts
+    posted: Value | None = None  # that of the sum that is pending
+    posts: Posts | None = None
 
     @classmethod
     def of(cls, memory: Mapping[str, Value | None], **facts) -> FewRowsOperands:
@@ -52,13 +56,19 @@ class FewRowsOperands:
         return load_eight(at, self.kinds[name])
 
     def store_total(
-        self, words: Sequence[Value], pending: Sequence[Value], place: Callable, block: Callable
+        self,
+        words: Sequence[Value],
+        pending: Sequence[Value],
+        place: Callable,
+        block: Callable,
+        is_x: Value | None = None,
     ) -> list[Value]:
         """8 values of x with what was pending, rounded, as words: block 0 stores them at
-        ``place(total)``."""
+        ``place(total)``.  is_x: whether they are values of x; None where all are."""
         words = rounded_sum(words, pending)
-        at = place(self.total)
-        p.when(p.less(block(), 1), lambda: p.store_global(at, words))
+        at, stores = place(self.total), p.less(block(), 1)
+        stores = stores if is_x is None else arith.andi(stores, is_x)
+        p.when(stores, lambda: p.store_global(at, words))
         return words
 
     def factor(self, squares: Value) -> Value:

@@ -1,16 +1,16 @@
 """The product of one row on Hopper, ``x[K] w[N, K]^T``, and the work around it.
 
-Contract.  w is in the plain layout: bfloat16, int8 with one scale a row, int4 in groups of 128,
-MXFP4, NVFP4, or float8 in groups of 64 or 128. x is bfloat16.  Every instruction of a
+Contract.  w is in the plain layout: bfloat16, int8 with one scale a row, int4 in groups of 32, 64
+or 128, MXFP4, NVFP4, or float8 in groups of 64 or 128. x is bfloat16.  Every instruction of a
 warp reads 512 bytes of one row of w that lie side by side, into registers.  The warp multiplies
 them there: one row needs no tile in shared memory.
 
-A row may end inside the last read (``plan.row_plan``): int4 at a multiple of 128 columns, float4 at
-one of 32 and float8 at one of 64.
+A row may end inside the last read (``plan.row_plan``): int4 in groups of 128 at a multiple of 128
+columns, float8 at one of 64, float4 and int4 in smaller groups at one of 32.
 
 Division of work.  A block of 16 warps per SM, or two of 8.  A warp has one or two rows of w at a
 time (with SwiGLU a row of gate and its row of up).  Neighbouring warps have neighbouring rows, so
-all SMs read from one place of w.
+all SMs read from one place of w.  All blocks have a share of a last round that is not full.
 
     all      the first of w -> L2 | the kernel before has ended | x and the norm's weight, then the
              first of w -> registers             (``prefetch``, ``Input.ask``, ``load``)
@@ -20,8 +20,9 @@ all SMs read from one place of w.
 
 Numerics.  Float32, in an order that depends on K alone.  The norm's factor and an int8 row's scale
 multiply the sum.  x times the norm's weight stays float32.  Beside int4 it is rounded once to
-bfloat16, and a group's exact sum is scaled.  Beside float4 it is rounded so too, and the scales
-multiply the weights, exactly.
+float16, divided by a power of two that 256 columns share, and a group's sum is scaled.  Beside
+float4 it is rounded once to bfloat16, and the scales multiply the weights, exactly.  Scales of
+int4's smaller groups multiply the weights, too, and that product is rounded to bfloat16.
 
 Floor: w's bytes at 4.3 TB/s.  On an H200, us [floor]: 28672 x 4096 with norm and SwiGLU bfloat16
 54.2 [54.6], int8 29.0 [27.3], int4 16.3 [14.5].  The other shapes and attempts:
@@ -36,6 +37,8 @@ import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
 
+import jax
+
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
 from pallas_kernels.jax_internals import arith
@@ -46,7 +49,14 @@ from pallas_kernels.matmul.few_rows.operands import (
     over_lanes,
 )
 from pallas_kernels.matmul.few_rows.plan import RowPlan
-from pallas_kernels.matmul.few_rows.row_loops import Float4, Float8, Floats, Nibbles
+from pallas_kernels.matmul.few_rows.posted import Posts
+from pallas_kernels.matmul.few_rows.row_loops import (
+    Float4,
+    Float8,
+    Floats,
+    FoldedNibbles,
+    Nibbles,
+)
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.ptx import Value
 
@@ -66,10 +76,11 @@ class Input:
     loop: Floats | Nibbles
     thread: Value
     squares: Value
+    slot: Value | None
 
     def ask(self, early: bool):
         """8 values a thread of x and of the norm's weight, those that are asked for before the
-        first of w, or the others: [(piece, is it one, x, gamma, pending)]."""
+        first of w, or the others: [(piece, is it one, is it x's, x, gamma, pending)]."""
         operands, pieces, of_x = self.operands, self.plan.padded_k // 8, self.plan.k // 8
         threads = 32 * self.plan.warps
         rounds = range(0, pieces, threads)
@@ -81,13 +92,17 @@ class Input:
             if first + threads > pieces:
                 inside, piece = p.less(piece, pieces), p.minimum(piece, pieces - 1)
             source = piece if of_x == pieces else p.minimum(piece, of_x - 1)
-            words = p.load_global(p.offset(operands.x, source, 16), 4)
+            words, is_x = p.load_global(p.offset(operands.x, source, 16), 4), None
             if of_x < pieces:
                 is_x = p.less(piece, of_x)
                 words = [arith.select(is_x, word, p.ci(0)) for word in words]
             gamma = None if operands.gamma is None else self.eight("gamma", source)
-            pending = None if operands.pending is None else self.eight("pending", source)
-            asked.append((piece, inside, words, gamma, pending))
+            pending = None
+            if self.slot is not None:
+                pending = operands.posts.ask(self.slot, source)
+            elif operands.pending is not None:
+                pending = self.eight("pending", source)
+            asked.append((piece, inside, is_x, words, gamma, pending))
         return asked
 
     def eight(self, name: str, piece: Value) -> list[Value]:
@@ -97,17 +112,22 @@ class Input:
     def store(self, asked, warp: Value, lane: Value) -> None:
         """x times the norm's weight to shared memory, and the warps' sums of x's squares."""
         total = p.cf(0.0)
-        for piece, inside, words, gamma, pending in [*asked, *self.ask(early=False)]:
+        for piece, inside, is_x, words, gamma, pending in [*asked, *self.ask(early=False)]:
+            if self.slot is not None:
+                source = p.minimum(piece, self.plan.k // 8 - 1)
+                pending = self.operands.posts.total(pending, self.slot, source)
             if pending is not None:
+                if is_x is not None:  # zeros behind x stay zeros
+                    pending = [arith.select(is_x, value, p.cf(0.0)) for value in pending]
                 place = functools.partial(p.offset, index=piece, stride=16)
                 block = functools.partial(p.register, "ctaid.x")
-                words = self.operands.store_total(words, pending, place, block)
+                words = self.operands.store_total(words, pending, place, block, is_x)
             values = floats(words)
             if gamma is not None:
                 is_one = None if inside is None else lambda inside=inside: inside
                 total = add_squares(total, values, is_one)
                 values = [arith.mulf(v, g) for v, g in zip(values, gamma, strict=True)]
-            store = functools.partial(self.loop.store_x, piece, values)
+            store = functools.partial(self.loop.store_x, piece, *self.loop.prepared(values))
             if inside is None:
                 store()
             else:
@@ -194,7 +214,7 @@ class WeightRows:
         return out
 
     def ask(self, unit: Value) -> dict[str, list[Value]]:
-        """Request the operands of ``finish`` in device memory, before the product."""
+        """Request the unit's operands of ``finish`` in device memory."""
         names = {"scales": "scale", "biases": "bias", "residual": "residual"}
         if self.loop.in_groups:
             del names["scales"]
@@ -210,16 +230,59 @@ class WeightRows:
     def number(self, name: str, index: Value) -> Value:
         return load_number(getattr(self.operands, name), index, self.operands.kinds[name])
 
-    def finish(self, unit: Value, sums, asked, factor: Value | None) -> None:
+    def finish(self, unit: Value, sums, asked, factor: Value | None, kept: Value | None) -> None:
+        """kept: shared memory for the results of a block that posts them; None stores them."""
         totals = over_lanes(self.loop.totals(sums))
 
         def store():
             values = self.operands.finish(totals, factor=factor, **asked)
+            if kept is not None:
+                for i, value in enumerate(values):
+                    p.store_shared(kept, [value], 4 * i)
+                return
             first = p.mul(unit, len(values))
             for i, value in enumerate(values):
                 self.operands.store(p.add(first, i), value)
 
         p.when(p.less(self.lane, 1), store)
+
+
+@dataclasses.dataclass(frozen=True)
+class Poster:
+    """A block's results of a round, which lie side by side, on their way to all devices.
+
+    Each warp posts all of them to one device, so that few large packets cross the link.
+
+    kept: shared memory for the results of two rounds, which take turns.
+    place: this row's place in the mailbox of the warp's device.
+    """
+
+    plan: RowPlan
+    posts: Posts
+    kept: Value
+    place: Value
+    block: Value
+    warp: Value
+    lane: Value
+
+    def buffer(self, turn: Value) -> Value:
+        """Return where the warp keeps its results of a round."""
+        size, rows = self.plan.warps * self.plan.rows, self.plan.rows
+        return p.add(self.kept, p.mul(p.masked(turn, 1), 4 * size), p.mul(self.warp, 4 * rows))
+
+    def post(self, turn: Value) -> None:
+        """By all warps, behind a round."""
+        p.barrier()
+        size = self.plan.warps * self.plan.rows
+        first = p.add(p.mul(turn, self.plan.blocks), self.block)
+        row = p.add(p.mul(first, size), self.lane)
+        is_mine = arith.andi(p.less(self.lane, size), p.less(row, self.posts.width))
+        kept = p.add(self.kept, p.mul(p.masked(turn, 1), 4 * size), p.mul(self.lane, 4))
+
+        def store():
+            p.post(p.offset(self.place, row, 4), p.load_float(kept))
+
+        p.when(arith.andi(is_mine, p.less(self.warp, self.posts.peers)), store)
 
 
 def run(
@@ -238,9 +301,16 @@ def run(
     # Neighbouring warps of a block have neighbouring rows.
     has_waited = block is not None
     block = p.register("ctaid.x") if block is None else block
+    groups, stride = plan.groups, plan.blocks * plan.warps
     first = p.add(p.mul(block, plan.warps), warp)
+    last = p.add(first, stride * (plan.rounds - 1))
+    if plan.spread and plan.is_last_short and operands.post is None:
+        # Each block has a share of the last round, not the first blocks all of it.  Posted rows of
+        # a block stand behind each other.
+        last = p.add(p.mul(warp, plan.blocks), block, stride * (plan.rounds - 1))
+        first = first if plan.rounds > 1 else last
     w = p.offset(operands.w, lane, 16)
-    kind = Nibbles if plan.bits == 4 else Floats
+    kind = (FoldedNibbles if scheme.fold else Nibbles) if plan.bits == 4 else Floats
     kind = Float4 if scheme.float4 else Float8 if scheme.float8 else kind
     make_loop = functools.partial(kind.of, plan, scheme)
     loop = last_loop = make_loop(operands, xs, lane)
@@ -249,43 +319,61 @@ def run(
         last_lane = p.minimum(lane, plan.last_lanes - 1)
         last_w = p.offset(operands.w, last_lane, 16)
         last_loop = make_loop(operands, xs, last_lane)
-    source = Input(plan, operands, loop, thread, squares)
+    posts, poster = operands.posts, None
+    slot = None if operands.posted is None else posts.slot(operands.posted)
+    if operands.post is not None:  # without a norm, so that the memory for squares is free
+        assert not plan.spread, "a block's rows of a round lie side by side"
+        place = posts.place(operands.post, warp)
+        poster = Poster(plan, posts, squares, place, block, warp, lane)
+    source = Input(plan, operands, loop, thread, squares, slot)
     rows = WeightRows(plan, scheme, operands, loop, lane, w, last_w, last_loop)
-    groups, stride = plan.groups, plan.blocks * plan.warps
 
     start = p.minimum(first, plan.units - 1)
     operands.prefetch(thread)
     rows.prefetch(start)
     if not has_waited:
         p.await_kernel()
+    if operands.post is not None:
+        threads = 32 * plan.warps
+        posts.empty(operands.post, p.add(p.mul(block, threads), thread), threads * plan.blocks)
     asked = source.ask(early=True)
     ready = rows.load(start, groups[0])
+    # A unit's bias comes with its first loads: a trip to memory of its own would be waited for.
+    ends = rows.ask(start)
     source.store(asked, warp, lane)
     p.barrier()
     factor = source.factor()
 
-    def product(unit, ready, later=None):
+    def product(turn, unit, ready, ends, later=None):
         """later: the warp's next unit."""
-        asked = rows.ask(unit)
+        following = ends
         sums = loop.nothing()
         for i, group in enumerate(groups):
             now = ready
             if i + 1 < len(groups):
                 ready = rows.load(unit, groups[i + 1])
             elif later is not None:
-                ready = rows.load(later, groups[0])
+                ready, following = rows.load(later, groups[0]), rows.ask(later)
             sums = loop.group(group, now, sums)
-        rows.finish(unit, sums, asked, factor)
-        return ready
+        rows.finish(unit, sums, ends, factor, None if poster is None else poster.buffer(turn))
+        return ready, following
 
-    def step(i, ready):
+    def step(i, carry):
+        ready, ends = jax.tree.unflatten(tree, carry)
         unit = p.add(p.mul(i, stride), first)
-        later = p.add(unit, stride)
+        later = arith.select(p.less(i, plan.rounds - 2), p.add(unit, stride), last)
         # A warp without another unit reads its first one again, and stores nothing of it.
         later = arith.select(p.less(later, plan.units), later, first)
-        return product(unit, ready, later)
+        ready, ends = product(i, unit, ready, ends, later)
+        if poster is not None:
+            poster.post(i)
+        return jax.tree.leaves((ready, ends))
 
     if plan.rounds > 1:
-        ready = p.loop(0, plan.rounds - 1, 1, ready, step)
-    last = p.add(first, stride * (plan.rounds - 1))
-    p.when(p.less(last, plan.units), lambda: product(last, ready))
+        carry, tree = jax.tree.flatten((ready, ends))
+        carry = p.loop(0, plan.rounds - 1, 1, carry, step)
+        ready, ends = jax.tree.unflatten(tree, carry)
+    turn = p.ci(plan.rounds - 1)
+    p.when(p.less(last, plan.units), lambda: product(turn, last, ready, ends))
+    if poster is not None:
+        poster.post(turn)

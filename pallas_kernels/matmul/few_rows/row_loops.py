@@ -7,6 +7,7 @@ in shared memory, ``group`` multiplies a group of loads, ``totals`` returns a la
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith
@@ -36,6 +37,10 @@ class Floats:
     ) -> Floats:
         del scheme, operands
         return cls(plan, xs, lane)
+
+    def prepared(self, values):
+        """What ``store_x`` takes of 8 columns; all lanes of the warp call it."""
+        return (values,)
 
     def store_x(self, piece, values) -> None:
         """Columns 8 * piece and on."""
@@ -79,6 +84,10 @@ class Nibbles:
     4 lanes with row index g of the mma hold group g.  Row g of the left operand is group g of the
     first row of w; row g + 8 is group g of the second.  Column g of the right operand is x of group
     g.  So the wanted products are the diagonal, and seven eighths of the mma's work is unused.
+
+    The mma's operands are float16, whose 10 bits of mantissa hold two nibbles without a shift
+    (``widen.half_nibbles``).  float16 ends at 65,504 and bfloat16 does not, so 256 columns of x are
+    divided by a power of two that brings their largest below 2^15.  It multiplies a group's sum.
     """
 
     plan: RowPlan
@@ -103,28 +112,59 @@ class Nibbles:
         zeros = None if scheme.zero is None else p.offset(operands.zero, group)
         return cls(plan, scheme, xs, lane, scales, zeros, on_diagonal, is_second)
 
+    @property
+    def offset(self) -> int:
+        """A pair of 8s, which the codes lack."""
+        return 0x00080008
+
+    @property
+    def chunk_groups(self) -> int:
+        """Groups of a row in a chunk."""
+        return 1024 // self.scheme.group
+
     def vectors_of(self, row):
         """Where the lane's scale, and zero, of the row's first chunk are."""
-        groups = self.plan.k // 128
-        scale = p.offset(self.scales, row, self.scheme.scale_bytes * groups)
-        return [scale] if self.zeros is None else [scale, p.offset(self.zeros, row, groups)]
+        scale = p.offset(self.scales, row, self.scheme.scale_row)
+        return (
+            [scale]
+            if self.zeros is None
+            else [scale, p.offset(self.zeros, row, self.scheme.n_groups)]
+        )
 
     def vectors(self, places, chunk: int):
-        """Return the scale of the lane's group, and the offset subtracted from pairs of codes."""
-        at, start = places[0], 8 * self.scheme.scale_bytes * chunk
+        """Return the scale of the lane's group, and what is subtracted from pairs of codes."""
+        at, first = places[0], self.chunk_groups * chunk
+        start = self.scheme.scale_bytes * first
         if self.scheme.scale_kind == "f32":
             scale = p.load_global(at, 1, start, "f32")[0]
         else:
             scale = p.load_half(at, start)
-        offset = p.ci(self.scheme.bias)
+        offset = p.ci(self.offset)
         if self.zeros is not None:
-            zero = p.load_signed_byte(places[1], 8 * chunk)
+            zero = p.load_signed_byte(places[1], first)
             offset = arith.addi(offset, p.mul(zero, 0x00010001))
         return [scale, offset]
 
-    def store_x(self, piece, values) -> None:
+    def prepared(self, values):
+        """The 8 values divided by the power of two of the warp's 256, and that power.
+
+        The largest is below 2^15 afterwards.  Infinite values and NaN stay what they are.
+        """
+        largest = functools.reduce(p.maximum, [p.absolute(v) for v in values])
+        exponent = p.shift_right(p.warp_largest(p.bits(largest)), 23)
+        exponent = p.larger(exponent, p.ci(15))  # both powers are normal numbers
+        inverse = p.from_bits(p.shift_left(arith.subi(p.ci(268), exponent), 23))
+        power = p.from_bits(p.shift_left(p.add(exponent, -14), 23))
+        return [arith.mulf(v, inverse) for v in values], power
+
+    def store_x(self, piece, values, power) -> None:
         """Columns 8 * piece and on, as pairs i and i + 4, to where their words' lane reads them."""
-        pairs = [p.pack(values[i], values[i + 4]) for i in range(4)]
+        pairs = [p.pack(values[i], values[i + 4], "f16") for i in range(4)]
+        self.store_pairs(piece, pairs)
+        at = p.add(self.xs, 2 * self.plan.padded_k, p.mul(p.shift_right(piece, 5), 4))
+        p.when(p.equal(arith.andi(piece, p.ci(31)), 0), lambda: p.store_shared(at, [power]))
+
+    def store_pairs(self, piece, pairs) -> None:
         chunk, word = p.shift_right(piece, 7), arith.andi(piece, p.ci(3))
         lane = arith.andi(p.shift_right(piece, 2), p.ci(31))
         at = p.add(self.xs, p.mul(chunk, 2048), p.mul(word, 512), p.mul(lane, 16))
@@ -136,24 +176,28 @@ class Nibbles:
     def group(self, chunks, words, sums):
         """sums[row] and the scaled products of these chunks' words."""
         at, words, sums = p.add(self.xs, p.mul(self.lane, 16)), iter(words), list(sums)
+        powers = p.add(self.xs, 2 * self.plan.padded_k, p.mul(p.shift_right(self.lane, 3), 4))
         kind = self.scheme.scale_kind
         for chunk in chunks:
             rows = [[next(words) for _ in range(4)] for _ in range(2)]
             scales, offsets = zip(*[[next(words) for _ in range(2)] for _ in range(2)], strict=True)
-            acc = [p.cf(0.0)] * 4
+            power = p.load_float(powers, 16 * chunk)
+            parts = [[p.cf(0.0)] * 4 for _ in range(self.plan.chains)]
             for i in range(4):
                 low, high = (
-                    widen.word_pairs(self.scheme, row[i], offset)
+                    widen.half_nibbles(row[i], offset)
                     for row, offset in zip(rows, offsets, strict=True)
                 )
                 xs = p.load_shared(at, 4, 2048 * chunk + 512 * i)
                 for s in (0, 2):
                     left = [low[s], high[s], low[s + 1], high[s + 1]]
-                    acc = p.mma(acc, left, xs[s : s + 2])
+                    own = s // 2 % len(parts)
+                    parts[own] = p.mma(parts[own], left, xs[s : s + 2], "f16")
+            acc = [functools.reduce(arith.addf, four) for four in zip(*parts, strict=True)]
             for r, scale in enumerate(scales):
                 scale = scale if kind == "f32" else p.widen(scale, kind)
                 part = arith.select(self.is_second, acc[2 * r + 1], acc[2 * r])
-                sums[r] = p.fma(part, scale, sums[r])
+                sums[r] = p.fma(arith.mulf(part, power), scale, sums[r])
         return sums
 
     def totals(self, sums):
@@ -190,6 +234,9 @@ class Float8(Nibbles):
             return [p.load_global(places[0], 1, start, "f32")[0]]
         return [p.load_half(places[0], start)]
 
+    def prepared(self, values):
+        return (values,)
+
     def store_x(self, piece, values) -> None:
         """Columns 8 * piece and on, as pairs i and i + 2 of two words."""
         pairs = [p.pack(values[i], values[i + 2]) for i in (0, 1, 4, 5)]
@@ -220,7 +267,21 @@ class Float8(Nibbles):
 
 
 @dataclasses.dataclass(frozen=True)
-class Float4(Nibbles):
+class OneSum(Nibbles):
+    """Products whose scales multiply the weights, as bfloat16: the mma's sums run over the row."""
+
+    def prepared(self, values):
+        return (values,)
+
+    def store_x(self, piece, values) -> None:
+        self.store_pairs(piece, [p.pack(values[i], values[i + 4]) for i in range(4)])
+
+    def nothing(self):
+        return [p.cf(0.0)] * 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Float4(OneSum):
     """The product of float4_e2m1fn with a scale for 32 or 16 columns, as ``Nibbles`` does it.
 
     A lane's 32 columns of a chunk share one scale, or two.  It multiplies the weights, exactly, so
@@ -249,9 +310,6 @@ class Float4(Nibbles):
             return [p.load_signed_byte(places[0], start)]
         return [p.load_half(places[0], start)]
 
-    def nothing(self):
-        return [p.cf(0.0)] * 4
-
     def group(self, chunks, words, sums):
         """The accumulators of the mma, with the products of these chunks' words."""
         at, words, acc = p.add(self.xs, p.mul(self.lane, 16)), iter(words), list(sums)
@@ -272,3 +330,51 @@ class Float4(Nibbles):
     def totals(self, sums):
         parts = [arith.select(self.is_second, sums[2 * r + 1], sums[2 * r]) for r in range(2)]
         return [arith.mulf(v, p.cf(widen.FLOAT4_REST)) for v in super().totals(parts)]
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldedNibbles(OneSum):
+    """The product of int4 in groups of 32 or 64 columns, as ``Nibbles`` does it.
+
+    A lane's 32 columns of a chunk share one scale.  It multiplies the weights, which are rounded to
+    bfloat16, so sums run over the whole row.
+    """
+
+    @classmethod
+    def of(
+        cls, plan: RowPlan, scheme: FewRowsScheme, operands: FewRowsOperands, xs: Value, lane: Value
+    ) -> FoldedNibbles:
+        made = Nibbles.of(plan, scheme, operands, xs, lane)
+        group = p.shift_right(lane, (scheme.group // 32).bit_length() - 1)
+        scales = p.offset(operands.scale, group, scheme.scale_bytes)
+        zeros = None if scheme.zero is None else p.offset(operands.zero, group)
+        return cls(plan, scheme, xs, lane, scales, zeros, made.on_diagonal, made.is_second)
+
+    @property
+    def offset(self) -> int:
+        """A pair of what ``widen.biased_nibbles`` adds to the codes."""
+        return self.scheme.bias
+
+    def group(self, chunks, words, sums):
+        """The accumulators of the mma, with the products of these chunks' words."""
+        at, words, acc = p.add(self.xs, p.mul(self.lane, 16)), iter(words), list(sums)
+        kind = self.scheme.scale_kind
+        for chunk in chunks:
+            rows = [[next(words) for _ in range(4)] for _ in range(2)]
+            scales, offsets = zip(*[[next(words) for _ in range(2)] for _ in range(2)], strict=True)
+            scales = [v if kind == "f32" else p.widen(v, kind) for v in scales]
+            factors = [p.pack(scale, scale) for scale in scales]
+            for i in range(4):
+                low, high = (
+                    widen.folded_pairs(self.scheme, row[i], offset, factor)
+                    for row, offset, factor in zip(rows, offsets, factors, strict=True)
+                )
+                xs = p.load_shared(at, 4, 2048 * chunk + 512 * i)
+                for s in (0, 2):
+                    left = [low[s], high[s], low[s + 1], high[s + 1]]
+                    acc = p.mma(acc, left, xs[s : s + 2])
+        return acc
+
+    def totals(self, sums):
+        parts = [arith.select(self.is_second, sums[2 * r + 1], sums[2 * r]) for r in range(2)]
+        return super().totals(parts)

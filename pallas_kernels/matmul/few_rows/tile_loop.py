@@ -84,10 +84,10 @@ class TileLoop:
         scheme = self.block.scheme
         group = p.shift_right(p.add(self.lane_k, block * scheme.columns), 5)
         if scheme.scale_kind == "e8m0":
-            return [widen.e8m0_factor(p.load_shared_narrow(p.add(at, group), "u8"))] * 4
-        both = p.load_shared_narrow(p.add(at, p.mul(group, 2)), "u16")
-        found = [widen.e4m3_factor(v) for v in (p.masked(both, 255), p.shift_right(both, 8))]
-        return [found[0], found[0], found[1], found[1]]
+            scales = p.load_shared_narrow(p.add(at, group), "u8")
+        else:
+            scales = p.load_shared_narrow(p.add(at, p.mul(group, 2)), "u16")
+        return widen.float4_factors(scheme, scales)
 
     def row_units(self, slot) -> list[Value]:
         """The factors of the sums of the lane's rows of float4 codes: r twice, and r + 8."""

@@ -13,7 +13,11 @@ _FACTOR_BITS = 94
 # What makes float4 codes floats, and 2^-32, so that scales up to 2^33 do not overflow.
 FLOAT4_FACTOR = 2.0**_FACTOR_BITS
 FLOAT4_REST = 2.0 ** (126 - _FACTOR_BITS)  # what is left to multiply sums by
-_HALF_OF_FLOAT8 = 7, 0x3F803F80, 0x5C005C00  # as in ``float8_pair``, of float16
+FLOAT4_BITS = 0x81C081C0  # where two codes lie in a pair of bfloat16
+# Selectors of PRMT.  The first two bytes, each with its sign in the byte above:
+NEIGHBOURS = 0x9180
+FLOAT4_BYTE = 0xC480  # byte 0 of the first and of the second word, with their signs
+_HALF_OF_FLOAT8 = 7, 0xBF80BF80, 0x5C005C00  # as in ``float8_pair``, of float16
 _BYTE = 8388608.0 + 128.0  # the float whose low byte is 128, in units of its last place
 
 
@@ -26,7 +30,7 @@ def word_pairs(scheme: FewRowsScheme, word: Value, bias: Value) -> list[Value]:
     if scheme.plain:
         return [word]
     if scheme.float8:
-        return [float8_pair(half, scheme.kind) for half in (word, p.shift_right(word, 8))]
+        return [float8_pair(word, 0xA280 + 0x1111 * i, scheme.kind) for i in range(2)]
     if scheme.bits == 4 or scheme.kind == "f16":
         mask = 0x000F000F if scheme.bits == 4 else 0x00FF00FF
         low = (p.shift_right(word, scheme.bits * i) for i in range(16 // scheme.bits))
@@ -35,18 +39,38 @@ def word_pairs(scheme: FewRowsScheme, word: Value, bias: Value) -> list[Value]:
     return [int8_pair(p.shift_right(word, 8 * i)) for i in range(2)]
 
 
+def half_nibbles(word: Value, offset: Value) -> list[Value]:
+    """The word's int4 codes less a zero as pairs of float16, exactly: nibbles i, i + 4.
+
+    Under the exponent of 1024 a nibble u = q + 8 is 1024 + u at bits 0 to 3, and 1024 + 16 u at
+    bits 4 to 7, which one multiply-add brings back.  offset: a pair of 8 + zero as integers.
+    """
+    low = p.add(offset, 0x64006400)
+    high = p.add(p.mul(offset, 16), 0xD400D400)  # -(64 + 8 + zero)
+    out = []
+    for half in (word, p.shift_right(word, 8)):
+        out.append(p.sub_pairs(p.and_xor(half, 0x000F000F, 0x64086408), low, "f16"))
+        shifted = p.and_xor(half, 0x00F000F0, 0x64806480)
+        out.append(p.fma_pairs(shifted, p.ci(0x2C002C00), high, "f16"))
+    return out
+
+
 def biased_nibbles(scheme: FewRowsScheme, word: Value) -> list[Value]:
     """Return 136 plus the word's int4 codes as pairs of bfloat16: nibbles i, i + 4."""
     low = (p.shift_right(word, 4 * i) for i in range(4))
     return [p.and_xor(w, 0x000F000F, scheme.bias) for w in low]
 
 
+def folded_pairs(scheme: FewRowsScheme, word: Value, bias: Value, factor: Value) -> list[Value]:
+    """Return the word's int4 codes less the bias, times a pair of scales: nibbles i, i + 4."""
+    return [p.mul_pairs(pair, factor) for pair in word_pairs(scheme, word, bias)]
+
+
 def float4_factors(scheme: FewRowsScheme, scales: Value) -> list[Value]:
     """Return the factor of each of a lane's 4 words, of its scales as they are stored."""
     if scheme.scale_kind == "e8m0":
         return [e8m0_factor(scales)] * 4
-    low, high = p.masked(scales, 255), p.shift_right(scales, 8)
-    return [f for half in (low, high) for f in [e4m3_factor(half)] * 2]
+    return [factor for factor in e4m3_factors(scales) for _ in range(2)]
 
 
 def float4_pairs(word: Value, factor: Value) -> list[Value]:
@@ -55,20 +79,24 @@ def float4_pairs(word: Value, factor: Value) -> list[Value]:
     A code's exponent and mantissa are put at the lower end of bfloat16's exponent, which is 2^-126
     times its value.  So ``factor`` holds the scale times ``FLOAT4_FACTOR``.  The products are
     exact: a code has two significant bits, and a scale has at most four.
+
+    In bfloat16 seven bits lie between a sign and the rest of a code, in a word none.  Moving the
+    signs of two codes up, or the rest of two codes down, opens both gaps at once.
     """
-    out = []
-    for i in range(4):
-        left = 6 - 4 * i
-        magnitude = p.shift_left(word, left) if left > 0 else p.shift_right(word, -left)
-        sign = p.masked(p.shift_left(word, 12 - 4 * i) if i < 3 else word, 0x80008000)
-        out.append(p.mul_pairs(p.select_bits(magnitude, 0x01C001C0, sign), factor))
-    return out
+    low = p.merge_bits(p.shift_left(word, 6), 0x22002200, word)
+    high = p.merge_bits(p.shift_right(word, 6), 0x01DC01DC, word)
+    placed = p.shift_left(low, 6), p.shift_left(low, 2), p.shift_left(high, 4), high
+    return [p.mul_pairs(p.masked(v, FLOAT4_BITS), factor) for v in placed]
 
 
-def float4_bits(pair: Value) -> Value:
-    """Return the codes at the low ends of two half words at bfloat16's places, times 2^-126."""
-    sign = p.masked(p.shift_left(pair, 12), 0x80008000)
-    return p.select_bits(p.shift_left(pair, 6), 0x01C001C0, sign)
+def float4_neighbours(word: Value, selector: int | Value = FLOAT4_BYTE) -> Value:
+    """Return the codes of a byte of a word at bfloat16's places, times 2^-126.
+
+    selector: ``FLOAT4_BYTE`` and 0x1111 times the byte.  So PRMT fills the upper half of each half
+    word with the sign of the code at the top of the lower.
+    """
+    extended = p.permute(p.shift_left(word, 4), word, selector)
+    return p.masked(p.shift_left(extended, 2), FLOAT4_BITS)
 
 
 def int8_pair(word: Value) -> Value:
@@ -80,15 +108,16 @@ def int8_pair(word: Value) -> Value:
     return p.sub_pairs(low, p.and_xor(word, 0x00800080, 0x43004300))
 
 
-def float8_pair(word: Value, kind: str = "bf16") -> Value:
-    """Return the float8_e4m3fn codes in bytes 0 and 2 of a word as a pair, exactly.
+def float8_pair(word: Value, selector: int = NEIGHBOURS, kind: str = "bf16") -> Value:
+    """Return two float8_e4m3fn codes of a word as a pair, exactly.
 
     A code's fields are put at the lower end of the wider exponent, which is 2^-120 (bfloat16) or
-    2^-8 (float16) times its value.
+    2^-8 (float16) times its value.  selector: of PRMT, which fills the byte above each code with
+    its sign, so that one shift and one mask place all of it.
     """
-    shift, mask, factor = (4, 0x07F007F0, 0x7B807B80) if kind == "bf16" else _HALF_OF_FLOAT8
-    sign = p.masked(p.shift_left(word, 8), 0x80008000)
-    return p.mul_pairs(p.select_bits(p.shift_left(word, shift), mask, sign), p.ci(factor), kind)
+    shift, mask, factor = (4, 0x87F087F0, 0x7B807B80) if kind == "bf16" else _HALF_OF_FLOAT8
+    extended = p.permute(word, word, selector)
+    return p.mul_pairs(p.masked(p.shift_left(extended, shift), mask), p.ci(factor), kind)
 
 
 def e8m0_factor(scale: Value) -> Value:
@@ -98,12 +127,21 @@ def e8m0_factor(scale: Value) -> Value:
 
 
 def e4m3_factor(scale: Value) -> Value:
-    """Return a pair of a float8_e4m3fn scale times ``FLOAT4_FACTOR``; scale: no negative one.
+    """Return a pair of a float8_e4m3fn scale times ``FLOAT4_FACTOR``; scale: no negative one."""
+    return _e4m3_floats(p.mul(scale, 0x00100010))
 
-    Its bits at the lower end of bfloat16's exponent are 2^-120 times its value.  Two products are
-    needed for 2^214.
+
+def e4m3_factors(both: Value) -> list[Value]:
+    """Return ``e4m3_factor`` of the scales in bytes 0 and 1."""
+    pair = _e4m3_floats(p.shift_left(p.permute(both, p.ci(0), 0x4140), 4))
+    return [p.permute(pair, pair, 0x1010), p.permute(pair, pair, 0x3232)]
+
+
+def _e4m3_floats(low: Value) -> Value:
+    """Return two float8_e4m3fn codes at the lower end of bfloat16's exponent as factors.
+
+    They are 2^-120 times their values.  Two products are needed for 2^214.
     """
-    low = p.mul(scale, 0x00100010)
     half = p.ci(((_FACTOR_BITS + 120) // 2 + 127) * 0x00800080)
     return p.mul_pairs(p.mul_pairs(low, half), half)
 

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.matmul.few_rows.kernel import parts_of
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
-from pallas_kernels.matmul.few_rows.widen import FLOAT4_REST
 from pallas_kernels.matmul.many_rows.pair import pair_matmul
 from pallas_kernels.matmul.many_rows.plan import CODES_K, PairTile, WeightTile
 from pallas_kernels.matmul.many_rows.weight import weight_matmul
@@ -49,9 +48,12 @@ def matmul(
         return _weight_only(x, w, bias, out_dtype, plan)
     if isinstance(x, QTensor):
         if x.scale.shape[1] > 1:
-            scales = _by_step(x.scale), _by_step(w.scale)
+            prepared = _whole_units if plan.m == 64 else _by_step
+            scales = prepared(x.scale), prepared(w.scale)
         else:
-            scales = x.scale.reshape(-1), w.scale.reshape(-1)
+            of_all = x.input_scale
+            of_x = x.scale.reshape(-1) if of_all is None else of_all.reshape(1)
+            scales = of_x, w.scale.reshape(-1)
         return pair_matmul(x.q, w.q, *scales, bias, out_dtype, plan, low_rank=low_rank)
     out_dtype = jnp.dtype(out_dtype)
     fused = swiglu and bias is None and activation == "silu"
@@ -65,6 +67,11 @@ def matmul(
 def _by_step(scale: jax.Array) -> jax.Array:
     """float32 ``[groups, rows]`` of scales ``[rows, groups]``; copies want 16 bytes of rows."""
     return jnp.pad(scale.astype(jnp.float32).T, ((0, 0), (0, -scale.shape[0] % 4)))
+
+
+def _whole_units(scale: jax.Array) -> jax.Array:
+    """Scales ``[rows, groups]`` with zeros behind the groups, so that rows have whole 16 bytes."""
+    return jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % (16 // scale.dtype.itemsize))))
 
 
 def _weight_only(
@@ -90,10 +97,10 @@ def _weight_only(
 
 def _float4(x: jax.Array, w: QTensor, bias: jax.Array | None, out_dtype, plan: WeightTile):
     parts = parts_of(w)
-    unit = jnp.ones((w.shape[0],), jnp.float32) if w.unit is None else w.unit.reshape(-1)
+    unit = None if w.unit is None else w.unit.reshape(-1)
     kind = FewRowsScheme.of(w, "bf16").scale_kind
     scale = parts["scale"] if plan.stored else parts["scale"].T
-    vectors = scale, None, unit * FLOAT4_REST, bias
+    vectors = scale, None, unit, bias
     how = {"group": w.group_size, "float4": kind, "tile": plan}
     return weight_matmul(x, parts["w"], *vectors, out_dtype, **how)
 

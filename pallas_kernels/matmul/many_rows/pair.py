@@ -21,8 +21,10 @@ clusters of 64 rows of w then have as much to do as 128 blocks of 32, and read h
 block sends the sums of one warpgroup to the other's shared memory and finishes the other.  With
 ``swiglu`` a warpgroup has rows of gate and as many of up.
 
-Groups of 128 columns (FP8 blocks) have scales in both operands.  A slot of the ring brings those of
-its step, and a step's sum is multiplied by both in float32 before it is added:
+Groups of 128 columns (FP8 blocks) have scales in both operands.  A step's sum is multiplied by both
+in float32 before it is added.  With many rows XLA turns the scales, and a slot of the ring brings
+those of its step.  With few rows they stay as they are stored: a ring of their own has two places,
+each with the scales of eight steps.
 
     out[m, n] = sum over g of acc_g[m, n] * scale_x[g, m] * scale_w[g, n]
 
@@ -49,7 +51,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul.many_rows import pipeline
-from pallas_kernels.matmul.many_rows.pair_program import PairBlock
+from pallas_kernels.matmul.many_rows.pair_program import HELD, PairBlock
 from pallas_kernels.matmul.many_rows.pipeline import launch_persistent, ring_barriers
 from pallas_kernels.matmul.many_rows.plan import BLOCK_BYTES, PairTile
 
@@ -65,6 +67,7 @@ def pair_matmul(
     tile: PairTile,
     swiglu: bool = False,
     low_rank: tuple[jax.Array, tuple[jax.Array, ...]] | None = None,
+    scale_out: jax.Array | None = None,
 ) -> jax.Array:
     """Multiply two operands of one dtype; see the module's docstring.
 
@@ -72,18 +75,20 @@ def pair_matmul(
     ----------
     x, w : [M, K], [N, K]
         Both int8, e4m3, bfloat16 or float16.
-    scale_x, scale_w : [M], [N]
-        Floats, or both None.  For e4m3 in groups of 128 columns: float32 [K / 128, M] and
-        [K / 128, N], with M and N multiples of 4.
+    scale_x, scale_w : [M] or [1], [N]
+        Floats, or both None; [1] is one scale for all rows of x.  For e4m3 in groups of 128
+        columns: float32 [K / 128, M] and [K / 128, N], with M and N multiples of 4; in a tile of 64
+        rows floats [M, K / 128] and [N, K / 128], whose rows have whole units of 16 bytes.
     bias : [N] or None
         Floats.
     swiglu : bool
-        The rows of w are gate, then up.  Only for one tile of 64 rows, without scales, bias and
-        split.
+        The rows of w are gate, then up.  Only for one tile of 64 rows, without bias and split.
     low_rank : (inner [M, S R], S second factors [N_s, R]), optional
         16-bit floats.  The N_s rows of w of source s get ``inner[:, s R : s R + R]`` times its
         factors transposed, added in float32.  Only for one tile of 64 rows whose columns divide
         every N_s, and with scales.
+    scale_out : [1], optional
+        With ``swiglu`` and scales: of the codes that are returned.
 
     Returns
     -------
@@ -93,10 +98,16 @@ def pair_matmul(
     if swiglu:
         n //= 2
         w = w.reshape(2, n, k)
+        scale_w = None if scale_w is None else scale_w.reshape(2, n)
     inner, second = (None, ()) if low_rank is None else low_rank
+    factor = None
+    if scale_x is not None and scale_x.shape == (1,):
+        scale_x, factor = None, scale_x
     operands = {
         "x": x,
         "w": w,
+        "factor": factor,
+        "scale_out": scale_out,
         "scale_x": scale_x,
         "scale_w": scale_w,
         "bias": bias,
@@ -127,9 +138,9 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
     scale_x, scale_w, bias = (operands[name] for name in ("scale_x", "scale_w", "bias"))
     by_group = scale_x is not None and scale_x.ndim == 2
     n_vectors = sum(v is not None for v in ((bias,) if by_group else (scale_x, scale_w, bias)))
+    n_vectors += swiglu and scale_w is not None
     more = {} if low is None else {"low": low[0].dtype}
     block_k = BLOCK_BYTES // x.dtype.itemsize
-    copied = -(-tile.n // 64) * 64  # of a vector: whole units of 128 bytes
     width = math.gcd(tile.cols // (1 + swiglu), 64 // jnp.dtype(out_dtype).itemsize)
     peer = {}
     if tile.split > 1:
@@ -143,10 +154,18 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
             ),
         }
 
-    def vector(v, size):
-        slots = tile.stages if by_group and v is not bias else 2
-        return plgpu.SMEM((32,), jnp.float32) if v is None else plgpu.SMEM((slots, size), v.dtype)
+    def vector(v, rows):
+        if v is None:
+            return plgpu.SMEM((32,), jnp.float32)
+        in_ring = by_group and v is not bias
+        if in_ring and tile.m == 64:  # as they are stored
+            return plgpu.SMEM((2, rows, HELD), v.dtype)
+        whole_units = -(-rows // 64) * 64  # of 128 bytes
+        return plgpu.SMEM((tile.stages if in_ring else 2, whole_units), v.dtype)
 
+    of_w = vector(scale_w, tile.n)
+    if swiglu and scale_w is not None:
+        of_w = plgpu.SMEM((2, 2, -(-tile.n // 128) * 64), scale_w.dtype)
     return {
         "x": pipeline.rows_and_tiles((tile.stages, tile.m, block_k), x.dtype, **more),
         "w": pipeline.rows_and_tiles(
@@ -154,10 +173,12 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
         ),
         "out": pipeline.rows_and_tiles((2, 2, 64, width), out_dtype),
         "scale_x": vector(scale_x, tile.m),
-        "scale_w": vector(scale_w, copied),
-        "bias": vector(bias, copied),
-        **ring_barriers(tile.stages, 2 + swiglu + 2 * by_group),
+        "scale_w": of_w,
+        "bias": vector(bias, tile.n),
+        **ring_barriers(tile.stages, 2 + swiglu + 2 * (by_group and tile.m > 64)),
         "vectors_full": plgpu.Barrier(num_arrivals=max(1, n_vectors), num_barriers=2),
+        "scales_full": plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        "scales_empty": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         # Warpgroups that finish a tile.
         "vectors_empty": plgpu.Barrier(num_arrivals=2 // tile.split, num_barriers=2),
         **peer,

@@ -30,13 +30,15 @@ from pallas_kernels.matmul.many_rows.plan import BLOCK_BYTES, PairTile
 
 _LAYOUT = plgpu.Layout.WGMMA
 LOW_BLOCK = BLOCK_BYTES // 2  # ranks of a low-rank term in a slot
+HELD = 8  # scales of a row, as they are stored, that one copy brings
 
 
 class PairBlock:
     """A block's memory, its place in the grid, and the tiles that it computes.
 
-    gmem.low: inner products and second factors of a low-rank term, or None; sources: the rows of w
-    that each second factor is for.  by_group: a step of K has scales of its own.
+    gmem.factor, scale_out: the scale of all rows of x, and of a gated result, or None; gmem.low:
+    inner products and second factors of a low-rank term, or None; sources: the rows of w that each
+    second factor is for.  by_group: a step of K has scales of its own.
     """
 
     def __init__(self, gmem, smem, barrier, *, tile: PairTile, swiglu: bool, sources, shape):
@@ -58,6 +60,7 @@ class PairBlock:
         self.part = lax.axis_index("part")
         self.tiles = my_tiles(self.grid[0] * self.grid[1], self.n_clusters)
         self.by_group = gmem.scale_x is not None and gmem.scale_x.ndim == 2
+        self.batches = pl.cdiv(self.steps, HELD)  # of a tile's scales as they are stored
         names = ("bias",) if self.by_group else ("scale_x", "scale_w", "bias")
         self.vectors = [x for x in names if getattr(gmem, x) is not None]
 
@@ -110,10 +113,13 @@ class _Feeder:
         pl.when(t >= 2)(lambda: plgpu.barrier_wait(self.barrier.vectors_empty.at[slot]))
         for name in self.block.vectors:
             to = getattr(self.smem, name)
-            span = pl.ds(m0 if name == "scale_x" else n0, to.shape[1])
-            plgpu.copy_gmem_to_smem(
-                getattr(self.gmem, name).at[span], to.at[slot], self.barrier.vectors_full.at[slot]
-            )
+            span = pl.ds(m0 if name == "scale_x" else n0, to.shape[-1])
+            source, full = getattr(self.gmem, name), self.barrier.vectors_full.at[slot]
+            if self.block.swiglu and name == "scale_w":
+                for half in range(2):
+                    plgpu.copy_gmem_to_smem(source.at[half, span], to.at[slot, half], full)
+            else:
+                plgpu.copy_gmem_to_smem(source.at[span], to.at[slot], full)
 
     def copy_slot(self, t, m0, n0, j, at):
         """Copy the j-th step of K into slot ``at``, and return the next slot."""
@@ -125,10 +131,7 @@ class _Feeder:
             lambda: plgpu.barrier_wait(self.barrier.empty.at[at])
         )
         if block.by_group:
-            for name, first in (("scale_x", m0), ("scale_w", n0)):
-                to = getattr(self.smem, name)
-                scales = getattr(self.gmem, name).at[step, pl.ds(first, to.shape[1])]
-                plgpu.copy_gmem_to_smem(scales, to.at[at], full)
+            self.copy_scales(t, m0, n0, j, at)
         plgpu.copy_gmem_to_smem(
             self.gmem.x.at[pl.ds(m0, self.box), columns],
             x.rows.at[at, pl.ds(0, self.box)],
@@ -145,6 +148,32 @@ class _Feeder:
                 self.gmem.w.at[rows, columns], w.rows.at[at], full, collective_axes=self.w_axes
             )
         return ring_next(at, 1, stages)
+
+    def copy_scales(self, t, m0, n0, j, at) -> None:
+        """Copy the scales of the tile's j-th step, or as they are stored those of eight steps."""
+        block, barrier = self.block, self.barrier
+        step = block.part * block.steps + j
+        operands = ("scale_x", m0, self.box), ("scale_w", n0, self.tile.n)
+
+        def by_step():
+            for name, first, _ in operands:
+                to = getattr(self.smem, name)
+                source = getattr(self.gmem, name).at[step, pl.ds(first, to.shape[1])]
+                plgpu.copy_gmem_to_smem(source, to.at[at], barrier.full.at[at])
+
+        def as_stored():
+            batch = t * block.batches + j // HELD
+            place = batch % 2
+            pl.when(batch >= 2)(lambda: plgpu.barrier_wait(barrier.scales_empty.at[place]))
+            for name, first, rows in operands:
+                source = getattr(self.gmem, name).at[pl.ds(first, rows), pl.ds(step, HELD)]
+                to = getattr(self.smem, name).at[place, pl.ds(0, rows)]
+                plgpu.copy_gmem_to_smem(source, to, barrier.scales_full.at[place])
+
+        if block.few:
+            pl.when(j % HELD == 0)(as_stored)
+        else:
+            by_step()
 
     def copy_low_rank(self, t, m0, n0, j, at):
         """Copy 64 ranks of the source that the tile's rows of w belong to; return the next slot."""
@@ -192,6 +221,10 @@ class _Multiplier:
         self.col0 = self.warpgroup * tile.cols if few else 0
         self.out0 = self.warpgroup * block.out_cols if few else 0
         self.sum_dtype = jnp.int32 if block.gmem.x.dtype == jnp.int8 else jnp.float32
+        self.factor = None if block.gmem.factor is None else block.gmem.factor[0]
+        self.out_factor = (
+            None if block.gmem.scale_out is None else _inverse(block.gmem.scale_out[0])
+        )
 
     def compute_tiles(self) -> None:
         block = self.block
@@ -247,32 +280,60 @@ class _Multiplier:
 
     def product_by_group(self, t, ref):
         """The sum over K of each step's product times the scales of its rows of x and of w."""
-        block, tile, smem = self.block, self.tile, self.smem
-        shape = tile.rows, tile.cols
-
-        def scales(vector, first, axis):
-            part = vector.at[pl.ds(first, shape[axis])]
-            loaded = plgpu.load(part, layout=_LAYOUT.reduce(1 - axis))
-            return lax.broadcast_in_dim(loaded, shape, [axis])
-
-        def step(_, carry):
-            at, total = carry
-            plgpu.barrier_wait(self.barrier.full.at[at])
-
-            def multiplied(acc):
-                plgpu.wgmma(acc, *self.operands(smem.x.tiles, smem.w.tiles, at))
-                return plgpu.wgmma_accumulator_load(acc, wait_n=0)
-
-            sums = pl.run_scoped(multiplied, ref)
-            of_x = scales(smem.scale_x.at[at], self.row0, 0)
-            of_w = scales(smem.scale_w.at[at], self.col0, 1)
-            total += sums * (of_x * of_w)
-            plgpu.barrier_arrive(self.barrier.empty.at[at])
-            return ring_next(at, 1, tile.stages), total
-
-        zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _LAYOUT)
+        block, tile = self.block, self.tile
+        step = functools.partial(self.add_stored if block.few else self.add_by_step, t, ref)
+        zero = plgpu.layout_cast(jnp.zeros((tile.rows, tile.cols), jnp.float32), _LAYOUT)
         first = ring_slot(t * block.loads, tile.stages)
         return lax.fori_loop(0, block.steps, step, (first, zero))[1]
+
+    def step_product(self, ref, at):
+        """The product of the ring's slot."""
+        smem = self.smem
+        plgpu.barrier_wait(self.barrier.full.at[at])
+
+        def multiplied(acc):
+            plgpu.wgmma(acc, *self.operands(smem.x.tiles, smem.w.tiles, at))
+            return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+
+        return pl.run_scoped(multiplied, ref)
+
+    def add_by_step(self, t, ref, j, carry):
+        """Add a step's product, with scales from the ring's slot; return the next slot too."""
+        at, total = carry
+
+        def scales(vector, first, axis):
+            part = vector.at[at, pl.ds(first, ref.shape[axis])]
+            loaded = plgpu.load(part, layout=_LAYOUT.reduce(1 - axis))
+            return lax.broadcast_in_dim(loaded, ref.shape, [axis])
+
+        sums = self.step_product(ref, at)
+        of_x = scales(self.smem.scale_x, self.row0, 0)
+        of_w = scales(self.smem.scale_w, self.col0, 1)
+        total += sums * (of_x * of_w)
+        # One thread says that the slot is free, and other warps may still read its scales.
+        pipeline.warpgroup_barrier()
+        plgpu.barrier_arrive(self.barrier.empty.at[at])
+        return ring_next(at, 1, self.tile.stages), total
+
+    def add_stored(self, t, ref, j, carry):
+        """Add a step's product, with scales as they are stored; return the ring's next slot too."""
+        block, barrier = self.block, self.barrier
+        at, total = carry
+        place, held = (t * block.batches + j // HELD) % 2, j % HELD
+        pl.when(held == 0)(lambda: plgpu.barrier_wait(barrier.scales_full.at[place]))
+
+        def scales(vector, first, axis):
+            part = vector.at[place, pl.ds(first, ref.shape[axis]), held]
+            loaded = pipeline.load_strided(part, jnp.float32, axis)
+            return lax.broadcast_in_dim(loaded, ref.shape, [axis])
+
+        of_x = scales(self.smem.scale_x, self.row0, 0)
+        of_w = scales(self.smem.scale_w, self.col0, 1)
+        is_last = (held == HELD - 1) | (j == block.steps - 1)
+        pl.when(is_last)(lambda: plgpu.barrier_arrive(barrier.scales_empty.at[place]))
+        total += self.step_product(ref, at) * (of_x * of_w)
+        plgpu.barrier_arrive(barrier.empty.at[at])
+        return ring_next(at, 1, self.tile.stages), total
 
     def low_rank(self, t):
         """The low-rank term, from the slots behind the tile's last step of K; or None."""
@@ -337,15 +398,46 @@ class _Multiplier:
             return lax.broadcast_in_dim(v.astype(jnp.float32), (64, width), [axis])
 
         y = acc[r : r + 64, c : c + width]
+        if block.swiglu and self.gmem.scale_w is not None:
+            return self.gated(slot, acc, r, c)
         if block.swiglu:
             up = block.out_cols + c
             y = jax.nn.silu(y) * acc[r : r + 64, up : up + width]
-        if self.gmem.scale_x is not None and not block.by_group:
+        if self.gmem.scale_w is not None and not block.by_group:
             y = y.astype(jnp.float32)
-            y = y * vector(smem.scale_x, self.row0 + r, 64, 0)
+            if self.factor is None:
+                y = y * vector(smem.scale_x, self.row0 + r, 64, 0)
+            else:
+                y = y * self.factor
             y = y * vector(smem.scale_w, self.col0 + c, width, 1)
         if added is not None:
             y = y + added[r : r + 64, c : c + width]
         if self.gmem.bias is not None:
             y = y + vector(smem.bias, self.col0 + c, width, 1)
         return y
+
+    def gated(self, slot, acc, r: int, c: int):
+        """The same of gate and up in codes with scales, in multiples of the result's scale."""
+        block, smem = self.block, self.smem
+        width = smem.out.tiles.shape[-1]
+
+        def of(ref, first, size, axis):
+            v = plgpu.load(ref.at[pl.ds(first, size)], layout=_LAYOUT.reduce(1 - axis))
+            return lax.broadcast_in_dim(v, (64, width), [axis])
+
+        def scaled(half):
+            first = half * block.out_cols + c
+            y = acc[r : r + 64, first : first + width].astype(jnp.float32)
+            of_x = self.factor
+            if of_x is None:
+                of_x = of(smem.scale_x.at[slot], self.row0 + r, 64, 0)
+            return y * of_x * of(smem.scale_w.at[slot, half], self.out0 + c, width, 1)
+
+        return jax.nn.silu(scaled(0)) * scaled(1) * self.out_factor
+
+
+def _inverse(scale):
+    """1 / scale to some units in the last place: a division is a call, beside which ptxas waits for
+    every wgmma (its C7509)."""
+    root = lax.rsqrt(scale)
+    return root * root

@@ -83,35 +83,55 @@ def ring_barriers(stages: int, copies: int, readers: int = 2):
     }
 
 
-def load_column(column, dtype) -> jax.Array:
-    """A strided [64] slice of shared memory as one value per row of wgmma's layout."""
-    layout = plgpu.Layout.WGMMA.reduce(1)
-    out_type = plgpu.ShapeDtypeStruct((64,), dtype, layout=layout)
+def load_strided(values, dtype, axis: int) -> jax.Array:
+    """A strided slice of shared memory as one value per row (axis 0) or column of wgmma's layout.
+
+    A thread has rows r and r + 8 of 16, or two neighbours of 8 columns.
+    """
+    shape, layout = values.shape, plgpu.Layout.WGMMA.reduce(1 - axis)
+    out_type = plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out_type)
     def load(ctx, ref):
         del ctx
         kind = mgpu.utils.dtype_to_ir_type(dtype)
         thread = arith.andi(p.register("tid.x"), p.ci(127))
-        row = p.add(
-            p.mul(p.shift_right(thread, 5), 16), arith.andi(p.shift_right(thread, 2), p.ci(7))
-        )
+        if axis == 0:
+            in_eight = arith.andi(p.shift_right(thread, 2), p.ci(7))
+            first = p.add(p.mul(p.shift_right(thread, 5), 16), in_eight)
+        else:
+            first = p.mul(arith.andi(thread, p.ci(3)), 2)
+
+        def loaded(index: int):
+            at = arith.index_cast(ir.IndexType.get(), p.add(first, index))
+            value = memref.load(ref, [at])
+            if value.type == kind:
+                return value
+            integer = isinstance(value.type, ir.IntegerType)
+            return (arith.sitofp if integer else arith.extf)(kind, value)
+
         out = mgpu.FragmentedArray.splat(
-            mgpu.utils.c(0, kind), (64,), layout.to_mgpu(), is_signed=None
+            mgpu.utils.c(0, kind), shape, layout.to_mgpu(), is_signed=None
         )
         registers = out.registers.copy()
-        for i in range(2):
-            at = arith.index_cast(ir.IndexType.get(), p.add(row, 8 * i))
-            value = memref.load(ref, [at])
-            if value.type != kind:
-                integer = isinstance(value.type, ir.IntegerType)
-                value = (arith.sitofp if integer else arith.extf)(kind, value)
+        for i in range(registers.size):
             place = np.unravel_index(i, registers.shape)
-            wide = registers[place].type
-            registers[place] = vector.broadcast(wide, value)
+            held = [loaded(8 * i + j) for j in range(1 + axis)]
+            registers[place] = vector.from_elements(registers[place].type, held)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
 
-    return load(column)
+    return load(values)
+
+
+def warpgroup_barrier() -> None:
+    """Wait until all of the warpgroup's threads are here, and have read what they were to read."""
+
+    @plgpu.inline_mgpu()
+    def wait(ctx):
+        del ctx
+        p.warpgroup_barrier()
+
+    wait()
 
 
 def my_tiles(total: int, n_clusters: int) -> jax.Array:

@@ -299,6 +299,15 @@ def _few_tokens_tile(m: int, n: int, k: int) -> WeightTile:
     return dataclasses.replace(tile, tokens=32 if m <= 32 else 64, sms=gpu().sms)
 
 
+def gated_tile() -> PairTile:
+    """The tile for up to 64 rows of e4m3 and w of gate and up, whose result is e4m3 too.
+
+    A warpgroup stores 32 columns: with fewer there is no swizzle of shared memory.
+    """
+    stages = _RING_BYTES // ((64 + 128) * BLOCK_BYTES)
+    return PairTile(64, 128, stages, cluster=1, promote=_FP8_PROMOTE, sms=gpu().sms)
+
+
 # --- plans ---------------------------------------------------------------------------------------
 
 
@@ -406,6 +415,8 @@ def weight_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile 
         stored = tile.fitted(call.m, n, bits, row_bytes)
         if stored.stages >= 4:
             return stored
+    if is_format(w) and n % 16:
+        return Reason(f"w has N = {n}, and {n} scales of a byte are no whole 16 bytes")
     return tile.fitted(call.m, n, bits, 0)
 
 

@@ -22,8 +22,9 @@ That byte times 0x1001 has one code at the low end of each half word.  Under a c
 half word is 136 + q.  136 + zero is subtracted exactly, so a zero point from -8 to 119 costs
 nothing.  The product with the scale is rounded once.
 
-float4_e2m1fn to bfloat16.  The same product with 0x1001 brings a byte's two codes to where their
-fields are bfloat16's (``few_rows.widen``).  One multiplication by the scale, exact, makes the pair.
+float4_e2m1fn to bfloat16.  A byte's two codes go to where their fields are bfloat16's
+(``few_rows.widen``).  One multiplication by the scale, exact, makes the pair.  A thread may load
+the 16 bytes of which its quad has four each; PRMT then takes its own.
 
 float8_e4m3fn to bfloat16.  A thread's two columns are two bytes, whose fields go to the lower end
 of bfloat16's exponent (``few_rows.widen``).  The value is exact, and its product with the scale is
@@ -209,16 +210,12 @@ def to_bfloat16(codes, scales, zeros=None, where=_IN_ORDER) -> jax.Array:
     return widen(*refs)
 
 
-def float4_pair(byte: Value, factor: Value) -> Value:
-    """The two float4_e2m1fn codes of a byte times ``factor``, a pair of ``few_rows.widen``."""
-    return p.mul_pairs(few_rows.float4_bits(p.mul(byte, 0x1001)), factor)
-
-
-def float4_to_bfloat16(codes, scales, kind: str, where=_IN_ORDER) -> jax.Array:
+def float4_to_bfloat16(codes, scales, kind: str, where=_IN_ORDER, wide: bool = True) -> jax.Array:
     """``[64, 64]`` bfloat16 in wgmma's layout, of a warpgroup's rows in shared memory.
 
     codes: bytes ``[64, 32]``, swizzled by 32.  scales: bytes ``[64]`` of each group of 32 columns
-    (kind "e8m0") or 16 ("e4m3"), strided.  The result lacks ``widen.FLOAT4_REST``.
+    (kind "e8m0") or 16 ("e4m3"), strided.  wide: a thread loads all bytes of its quad, which takes
+    fewer instructions and more registers.  The result lacks ``widen.FLOAT4_REST``.
     """
     layout = plgpu.Layout.WGMMA
     out_type = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=layout)
@@ -228,21 +225,27 @@ def float4_to_bfloat16(codes, scales, kind: str, where=_IN_ORDER) -> jax.Array:
     def unpacked(ctx, codes, *scales):
         del ctx
         row, in_eight, quad = where.place()
-        base = p.add(p.shared_address(codes), p.mul(row, pitch), quad)
+        base = p.add(p.shared_address(codes), p.mul(row, pitch))
+        base = base if wide else p.add(base, quad)
         swizzle = p.mul(p.shift_right(in_eight, 2), 16)
         places = [p.add(base, arith.xori(swizzle, p.ci(16 * c))) for c in range(2)]
+        mine = few_rows.FLOAT4_BYTE
+        if wide:
+            mine = p.add(p.mul(quad, 0x1111), mine)
+
+        def words(place, at):
+            if wide:
+                return p.load_shared(place, 4, at)
+            return [p.load_shared_narrow(place, "u8", at + 4 * i) for i in range(4)]
+
         rows = []
         for half in range(2):
             at = p.add(row, where.apart * half)
-            held = [arith.extui(p.i32(), _of_row(v, at)) for v in scales]
-            factors = [factor_of(v) for v in held]
+            factors = [factor_of(arith.extui(p.i32(), _of_row(v, at))) for v in scales]
             each = 8 // len(factors)  # bytes of a thread that share a scale
-            mine = [
-                p.load_shared_narrow(place, "u8", where.apart * pitch * half + 4 * i)
-                for place in places
-                for i in range(4)
-            ]
-            rows.append([float4_pair(byte, factors[i // each]) for i, byte in enumerate(mine)])
+            held = [word for place in places for word in words(place, where.apart * pitch * half)]
+            pairs = [few_rows.float4_neighbours(word, mine) for word in held]
+            rows.append([p.mul_pairs(x, factors[i // each]) for i, x in enumerate(pairs)])
         return _operand(rows, layout, (64, 64), ir.BF16Type.get(), None)
 
     return unpacked(codes, *scales)
@@ -272,8 +275,10 @@ def bytes_to_bfloat16(codes, scales, where=_IN_ORDER, integers: bool = False) ->
             for place in places:
                 for at in (0, 8):
                     both = p.load_shared_narrow(place, "u16", where.apart * _PITCH * half + at)
-                    both = p.permute(both, p.ci(0), 0x4140)
-                    pair = few_rows.int8_pair(both) if integers else few_rows.float8_pair(both)
+                    if integers:
+                        pair = few_rows.int8_pair(p.permute(both, p.ci(0), 0x4140))
+                    else:
+                        pair = few_rows.float8_pair(both)
                     words.append(p.mul_pairs(pair, factors[0]) if factors else pair)
             rows.append(words)
         return _operand(rows, layout, (64, 64), ir.BF16Type.get(), None)

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.matmul.few_rows.widen import FLOAT4_REST
 from pallas_kernels.matmul.many_rows import pipeline, unpack
 from pallas_kernels.matmul.many_rows.pipeline import (
     REGISTERS,
@@ -203,7 +204,7 @@ class Multiplier:
 
         def of_group(g):
             if self.tile.stored:
-                v = pipeline.load_column(self.stored_at(ref, t, j, g), self.gmem.x.dtype)
+                v = pipeline.load_strided(self.stored_at(ref, t, j, g), self.gmem.x.dtype, 0)
             else:
                 v = plgpu.load(ref.at[at, g, self.rows], layout=_LAYOUT.reduce(1))
             return lax.broadcast_in_dim(v, shape, [0])
@@ -219,7 +220,9 @@ class Multiplier:
         gmem, smem, scheme = self.gmem, self.smem, self.scheme
         if scheme.float4 is not None:
             groups = [self.scales_of(t, j, at, g) for g in range(scheme.groups_per_slot)]
-            return unpack.float4_to_bfloat16(smem.w.bytes.at[at, self.rows], groups, scheme.float4)
+            codes = smem.w.bytes.at[at, self.rows]
+            has_registers = self.tile.parts == 1
+            return unpack.float4_to_bfloat16(codes, groups, scheme.float4, wide=has_registers)
         if scheme.float8:
             scales = None if gmem.scale is None else self.scales_of(t, j, at, 0)
             return unpack.bytes_to_bfloat16(smem.w.bytes.at[at, self.rows], scales)
@@ -288,7 +291,7 @@ class Multiplier:
         j = turn * self.tile.parts + self.turn
         plgpu.barrier_wait(self.barrier.full.at[at])
         a = self.dequantized(t, j, at)
-        column = pipeline.load_column(self.stored_at(self.smem.scale, t, j), jnp.float32)
+        column = pipeline.load_strided(self.stored_at(self.smem.scale, t, j), jnp.float32, 0)
         if self.sum_dtype == jnp.float32:
             column = column * (1 / unpack.E4M3_STEP)
 
@@ -365,6 +368,8 @@ class Multiplier:
             return lax.broadcast_in_dim(v.astype(jnp.float32), (64, width), [0])
 
         row_scale, row_bias = of_rows("row"), of_rows("bias")
+        if self.scheme.float4 is not None:  # the rest of what makes its codes floats
+            row_scale = FLOAT4_REST if row_scale is None else row_scale * FLOAT4_REST
         if block.by_tile and gmem.token is None:
             plgpu.barrier_arrive(barrier.vectors_empty.at[slot])
         for piece, c in enumerate(range(0, self.tile.tokens, width)):

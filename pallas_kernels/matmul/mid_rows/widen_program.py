@@ -12,6 +12,10 @@ from pallas_kernels.matmul.few_rows import widen as few_rows
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.ptx import Value
 
+# PRMT's selectors of a word's bytes, and of its pairs of bytes.
+_FLOAT4 = [few_rows.FLOAT4_BYTE + 0x1111 * i for i in range(4)]
+_FLOAT8 = [few_rows.NEIGHBOURS + 0x2222 * i for i in range(2)]
+
 
 def neighbours(w: FewRowsScheme, word: Value, zero: Value | None) -> list[Value]:
     """Return the word's codes less zero: pairs, the word's lowest bits first.
@@ -19,12 +23,9 @@ def neighbours(w: FewRowsScheme, word: Value, zero: Value | None) -> list[Value]
     float4_e2m1fn codes lack the factor that is in their scales' (``few_rows.widen``).
     """
     if w.float4:
-        upper = p.shift_right(word, 4)
-        spread = [p.permute(word, upper, 0x4400 + 0x1111 * i) for i in range(4)]
-        return [few_rows.float4_bits(x) for x in spread]
+        return [few_rows.float4_neighbours(word, selector) for selector in _FLOAT4]
     if w.float8:
-        spread = (p.permute(word, word, selector) for selector in (0x1100, 0x3322))
-        return [few_rows.float8_pair(x, w.kind) for x in spread]
+        return [few_rows.float8_pair(word, selector, w.kind) for selector in _FLOAT8]
     if w.bits == 8 and w.kind == "bf16":
         spread = (p.permute(word, word, selector) for selector in (0x1100, 0x3322))
         return [few_rows.int8_pair(x) for x in spread]

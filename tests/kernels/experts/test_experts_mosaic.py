@@ -99,7 +99,7 @@ def test_lowers_for_cuda(name, n, k, activation, has_bias) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["plain", "w8-row", "w4-g128", "w4-g128-zero"])
+@pytest.mark.parametrize("name", ["plain", "w8-row", "w4-g128", "w4-g128-zero", "w4-g64-zero"])
 @pytest.mark.parametrize("n,k", [(1536, 2048), (2048, 1024), (2048, 768), (5760, 3072)])
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_values_on_the_gpu(name, n, k, activation) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels.experts import route_kernel
 from pallas_kernels.experts.route import norm_and_route
-from pallas_kernels.experts.route_kernel import RouteStatic, route_plan
+from pallas_kernels.experts.route_kernel import RoutePlan, RouteStatic, route_plan
 from pallas_kernels.matmul.few_rows import operands
 from tests.helpers.arrays import as_jax
 from tests.helpers.matmul_cases import activations, newest
@@ -20,10 +20,10 @@ from tests.helpers.warp_emulator import emulated
 CASES = [(128, 512, 8, None, True), (32, 320, 4, "bfloat16", True), (60, 64, 6, None, False)]
 
 
-def case(n, d, k, bias, normalize):
+def case(n, d, k, bias, normalize, tokens=2):
     drawn = np.random.default_rng(0).normal(size=(n, d)) * d**-0.5
     drawn[5] = drawn[2]  # equal logits: the lower index comes first
-    x, router = activations((2, d), jnp.bfloat16), as_jax(drawn, jnp.bfloat16)
+    x, router = activations((tokens, d), jnp.bfloat16), as_jax(drawn, jnp.bfloat16)
     gamma = as_jax(1 + 0.1 * np.asarray(activations((d,), jnp.float32, 2)))
     if bias is not None:
         drawn = np.array(activations((n,), jnp.float32, 3))
@@ -62,14 +62,31 @@ def test_xla(given) -> None:
 @pytest.mark.parametrize("given", CASES, ids=str)
 def test_emulated(given) -> None:
     x, gamma, router, bias, static = case(*given)
-    plan = route_plan(x, router, static).plan
+    plan = route_plan(x, router, static)
     with emulated(route_kernel, operands):
         found = route_kernel.route_tokens(x, gamma, router, bias, static=static, plan=plan)
     check(found, x, gamma, router, bias, static)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize(
+    "n,d,k,bias,normalize",
+    [(128, 2048, 8, None, True), (32, 2880, 4, "bfloat16", True), (60, 2048, 4, None, False)],
+)
+def test_values_on_the_gpu(tokens, n, d, k, bias, normalize) -> None:
+    """A token has the same bits alone and beside others."""
+    x, gamma, router, bias, static = case(n, d, k, bias, normalize, tokens)
+    options = {"k": k, "normalize": normalize, "scale": static.scale, "implementation": "mosaic"}
+    run = jax.jit(lambda x: norm_and_route(x, (gamma, static.eps), router, bias, **options))
+    found = run(x)
+    check(found, x, gamma, router, bias, static)
+    for alone, together in zip(run(x[:1]), found, strict=True):
+        np.testing.assert_array_equal(alone, together[:1])
+
+
 @newest
-def test_lowers_for_cuda_if_it_is_named() -> None:
+def test_lowers_for_cuda() -> None:
     x, gamma, router, bias, _ = case(*CASES[1])
     f = functools.partial(norm_and_route, k=4, normalize=True, implementation="mosaic")
     call = jax.jit(lambda x, gamma, router, bias: f(x, (gamma, 1e-6), router, bias))
@@ -80,8 +97,8 @@ def test_lowers_for_cuda_if_it_is_named() -> None:
 def test_what_it_takes() -> None:
     x, router = jnp.zeros((1, 64), jnp.bfloat16), jnp.zeros((16, 64), jnp.bfloat16)
     static = RouteStatic(2, True, 1.0, 1e-6)
+    assert route_plan(x, router, static) == RoutePlan(1, 16, 64)
     assert "9 tokens" in route_plan(jnp.zeros((9, 64), jnp.bfloat16), router, static).text
     assert "x is float32" in route_plan(x.astype(jnp.float32), router, static).text
-    assert "no GPU has timed" in route_plan(x, router, static).text
     with pytest.raises(ValueError, match="k = 17 of 16 experts"):
         norm_and_route(x, (jnp.ones(64), 1e-6), router, k=17, normalize=True)

@@ -28,6 +28,8 @@ EXPERTS = [[4, 0, 2], [1, 4, 3]]
 CASES = [  # weights, N, K, the bias's dtype, units ahead
     ("w4-g128-zero", 24, 384, "bfloat16", 1),
     ("mxfp4", 24, 160, "float32", 4),  # rows end inside a slot
+    ("w4-g64-zero", 24, 192, "bfloat16", 2),
+    pytest.param("w4-g32", 48, 160, None, 4, marks=pytest.mark.slow),
     pytest.param("w4-g128", 64, 256, None, 4, marks=pytest.mark.slow),
     pytest.param("nvfp4", 48, 256, None, 1, marks=pytest.mark.slow),
 ]
@@ -85,6 +87,22 @@ def test_experts_outside_are_clamped_or_add_nothing() -> None:
         run(x, w, outside, weights, None, partial),
         grouped_matmul_reference(x, w, experts, weights=none),
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [None, "bfloat16"])
+@pytest.mark.parametrize("n,k", [(2048, 768), (2880, 2880)])
+@pytest.mark.parametrize("name", ["w4-g128", "w4-g128-zero", "w4-g64-zero", "mxfp4", "nvfp4"])
+def test_values_on_the_gpu(name, n, k, bias) -> None:
+    if k % 128 and name.startswith("w4-g128"):
+        pytest.skip("groups of 128 do not divide the row")
+    x, w, experts, weights, bias, _ = case(name, n, k, bias)
+    x, experts, weights = x[:1], experts[:1], weights[:1]
+    plan = summed_plan(x, w, FAN, FAN)
+    run = jax.jit(functools.partial(summed_kernel.grouped_sum, plan=plan))
+    first, again = run(x, w, experts, weights, bias), run(x, w, experts, weights, bias)
+    assert (first == again).all()
+    check(first, grouped_matmul_reference(x, w, experts, bias=bias, weights=weights))
 
 
 @newest

@@ -9,12 +9,13 @@ import pytest
 
 from pallas_kernels import quantized_matmul
 from pallas_kernels.matmul.call import MatmulCall
+from pallas_kernels.matmul.few_rows import kernel
 from pallas_kernels.matmul.few_rows import plan as planning
 from pallas_kernels.matmul.fused import fused_matmul
 from pallas_kernels.qtensor import QTensor, RowBlocks
 from pallas_kernels.shapes import LLAMA_8B
 from tests.helpers.arrays import as_jax
-from tests.helpers.few_rows import run_tiles
+from tests.helpers.few_rows import few_rows, run_tiles
 from tests.helpers.matmul_cases import (
     EPS,
     activations,
@@ -92,6 +93,21 @@ def test_what_is_pending_is_added_and_stored(name, m, k, kinds, changes):
     out, stored = run(x, pending=pending, **given, **changes)
     np.testing.assert_array_equal(stored, np.asarray(total))
     np.testing.assert_array_equal(out, run(total, **given, **changes))
+
+
+@pytest.mark.parametrize("name,k", [("plain", 1024), ("mxfp4", 2880)])
+def test_what_is_pending_of_one_row(name, k):
+    """The same bits as of the rounded sum, also where the last read goes past the row's end."""
+    w, x = weight(name, 96, k, jnp.bfloat16), activations((1, k), jnp.bfloat16)
+    pending = activations((1, k), jnp.float32, 9)
+    total = as_jax((wide(x) + wide(pending)).astype(np.float32), jnp.bfloat16)
+    given = {"gamma": activations((k,), jnp.bfloat16, 5), "eps": EPS, "out_dtype": jnp.bfloat16}
+    run = functools.partial(kernel.matmul, w=w, plan=planning.divide_row(w), **given)
+    with few_rows():
+        out, stored = run(x, pending=pending)
+        want = run(total)
+    np.testing.assert_array_equal(stored, np.asarray(total))
+    np.testing.assert_array_equal(out, want)
 
 
 # --- the op ---------------------------------------------------------------------------------------

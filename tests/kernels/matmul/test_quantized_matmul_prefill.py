@@ -152,19 +152,37 @@ def test_pair_kernel_in_the_interpreter(interpreter, monkeypatch, tile, m, n, k,
     assert error(got, product(x, w, bias)) < 1e-6
 
 
+@pytest.mark.slow
+def test_one_scale_for_all_rows_in_the_interpreter(interpreter, monkeypatch):
+    """The same bits as with that scale for each row."""
+    one_view(monkeypatch)
+    tile = PairTile(64, 64, stages=2, cluster=1, sms=2)
+    x, w, bias = pair(24, 136, 256, I8)
+    of_x = x.scale[:1, 0], jnp.broadcast_to(x.scale[:1, 0], (24,))
+    with interpreter():
+        got, want = (
+            pair_matmul.__wrapped__(x.q, w.q, scale, w.scale[:, 0], bias, F32, tile)
+            for scale in of_x
+        )
+    np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize(
     "tile,m,n,k",
     [
         (PairTile(128, 64, stages=3, cluster=2, promote=1), 130, 72, 384),
-        *slow((PairTile(64, 64, stages=3, cluster=1, promote=1), 22, 200, 384)),
+        *slow((PairTile(64, 64, stages=3, cluster=1, promote=1), 22, 200, 2304)),
     ],
 )
 def test_blocks_of_fp8_in_the_interpreter(interpreter, monkeypatch, tile, m, n, k):
     """A step's scales come through the ring, also past the edges and across tiles."""
     one_view(monkeypatch)
+    loaded = lambda ref, dtype, axis: ref[...].astype(dtype)  # noqa: E731
+    monkeypatch.setattr(prefill_pipeline, "load_strided", loaded)
     tile = dataclasses.replace(tile, sms=2)
     x, w, bias = blocks(m, n, k)
-    scales = prefill._by_step(x.scale), prefill._by_step(w.scale)
+    prepared = prefill._whole_units if tile.m == 64 else prefill._by_step
+    scales = prepared(x.scale), prepared(w.scale)
     with interpreter():
         got = pair_matmul.__wrapped__(x.q, w.q, *scales, bias, F32, tile)
     assert error(got, product(x, w, bias)) < 1e-6
@@ -201,6 +219,7 @@ def one_view(monkeypatch):
     monkeypatch.setattr(launching, "_memory", by_dtype)
     monkeypatch.setattr(launching, "_by_view", by_view)
     monkeypatch.setattr(prefill_pipeline, "await_kernel", lambda *_: None)
+    monkeypatch.setattr(prefill_pipeline, "warpgroup_barrier", lambda: None)
 
 
 def low_rank(m, sources, ranks, seed=1):
@@ -310,6 +329,20 @@ def test_unsupported_names_the_fact(change, fact):
     assert fact in planning.weight_plan(MatmulCall.of(x, w, a["out"])).text
     with pytest.raises(NotImplementedError, match=fact):
         choose_plan("quantized_matmul", "mosaic", lambda: product_plan(x, w, out_dtype=a["out"]))
+
+
+def test_scales_of_a_byte_need_whole_copies():
+    """MXFP4 and NVFP4 beside many rows, where the scales are turned."""
+    w = jax.eval_shape(lambda: quantize(jnp.zeros((1000, 2816), BF16), "mxfp4"))
+    assert "N = 1000" in planning.weight_plan(MatmulCall.of(shaped((40, 2816), BF16), w, BF16)).text
+
+
+@newest
+@pytest.mark.parametrize("m,n,k", [(300, 1000, 1280), (64, 14336, 4096)])
+def test_blocks_of_fp8_fit_in_shared_memory(m, n, k):
+    """The ring's slots hold scales too."""
+    x, w = (QTensor(shaped((r, k), F8), shaped((r, k // 128), F32)) for r in (m, n))
+    assert "mosaic_gpu" in lowered(lambda x, w: matmul(x, w, None, BF16), x, w)
 
 
 def test_plain_weights_of_few_rows():

@@ -1,6 +1,7 @@
 """The product of one row: the kernel's code on numpy, and the kernel on the GPU."""
 
 import dataclasses
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +11,16 @@ import pytest
 from pallas_kernels.architecture import TARGET
 from pallas_kernels.dispatch import named_plan
 from pallas_kernels.matmul.call import MatmulCall
-from pallas_kernels.matmul.few_rows import kernel
+from pallas_kernels.matmul.few_rows import kernel, widen
 from pallas_kernels.matmul.few_rows import plan as planning
+from tests.helpers import warp_emulator
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import pairwise
 from tests.helpers.few_rows import few_rows
 from tests.helpers.matmul_cases import (
     activations,
     check,
+    exact,
     extras,
     fused_product,
     newest,
@@ -40,6 +43,8 @@ CASES = [  # weights, N, K, fused, changes to the plan
     ("w4-g128", 128, 2048, "", {}),
     ("w4-g128-zero", 96, 2048, "nsb", {}),
     ("w4-g128-zero", 80, 3072, "nr", {"loads": 4}),
+    ("w4-g64-zero", 80, 2880, "nr", {"loads": 4}),
+    ("w4-g32", 96, 1056, "nsb", {}),
     ("mxfp4", 96, 1024, "nsb", {}),
     ("mxfp4", 80, 2880, "nr", {"loads": 4}),
     ("nvfp4", 128, 2048, "", {}),
@@ -97,6 +102,13 @@ def test_values_on_the_gpu(n, k, name, kinds):
     assert (first == again).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("n,k", [(5120, 2880), (34, 1056)])
+@pytest.mark.parametrize("name", ["w4-g64-zero", "w4-g32"])
+def test_small_groups_on_the_gpu(n, k, name):
+    test_values_on_the_gpu(n, k - k % 64 if "64" in name else k, name, "nsb")
+
+
 def test_what_it_takes():
     def found(n, k, name, rows=1, dtype=jnp.bfloat16, residual=None, swiglu=False):
         w = jax.tree.map(lambda v: shaped((n, *v.shape[1:]), v.dtype), weight(name, 1, k, dtype))
@@ -141,3 +153,57 @@ def test_what_is_pending_is_added_and_stored(name, n, k, kinds, dtype):
         want = kernel.matmul(total, w, **given)
     np.testing.assert_array_equal(stored, total)
     np.testing.assert_array_equal(out, want)
+
+
+def int4_row(k=2048, n=96, zeros=True, seed=3):
+    w = weight("w4-g128-zero" if zeros else "w4-g128", n, k, jnp.bfloat16, seed)
+    return w, wide(activations((1, k), jnp.bfloat16, seed)).astype(np.float32)
+
+
+def product_of_row(x, w, **given):
+    with few_rows():
+        plan = planning.divide_row(w)
+        return kernel.matmul(as_jax(x, jnp.bfloat16), w, out_dtype=jnp.float32, plan=plan, **given)
+
+
+@newest
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("power", [-110, -40, 15, 90])
+def test_int4_beside_x_of_any_size(power, zeros):
+    """float16 would be infinite from 65,504 on, and 0 below 6e-8."""
+    w, x = int4_row(zeros=zeros)
+    factor = np.float32(2.0) ** power
+    np.testing.assert_array_equal(product_of_row(x * factor, w), product_of_row(x, w) * factor)
+
+
+@newest
+def test_int4_beside_x_of_very_unlike_sizes():
+    """Each 256 columns are as precise as bfloat16 down to 2^-31 of their largest value."""
+    w, x = int4_row()
+    x *= 2.0 ** np.random.default_rng(0).integers(-28, 3, x.shape)
+    x[0, ::512] *= 2.0 ** np.linspace(-60, 90, 4)
+    x = wide(as_jax(x, jnp.bfloat16)).astype(np.float32)
+    want = wide(x) @ exact(w).T
+    size = np.abs(wide(x)) @ np.abs(exact(w)).T
+    assert (np.abs(wide(product_of_row(x, w)) - want) <= 1e-6 * size).all()
+
+
+@newest
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_int4_keeps_values_that_are_not_finite(bad):
+    w, x = int4_row()
+    x[0, 700] = bad
+    assert not np.isfinite(product_of_row(x, w)).any()
+
+
+def test_half_nibbles_are_exact():
+    """Every code less every zero, at each of a word's places."""
+    codes, zeros = (v.reshape(-1) for v in np.meshgrid(np.arange(-8, 8), np.arange(-8, 8)))
+    shifted = [np.roll(codes, i) for i in range(8)]
+    words = sum((v.astype(np.uint32) & 15) << np.uint32(4 * i) for i, v in enumerate(shifted))
+    offset = (8 + zeros).astype(np.uint32) * np.uint32(0x00010001)
+    with mock.patch.object(widen, "p", warp_emulator.registers(256)):
+        pairs = widen.half_nibbles(words, offset)
+    for i, pair in enumerate(pairs):
+        found = np.ascontiguousarray(pair).view(np.float16).reshape(-1, 2).T
+        np.testing.assert_array_equal(found, [shifted[i] - zeros, shifted[i + 4] - zeros])

@@ -17,8 +17,10 @@ import pytest
 from pallas_kernels import QTensor, quantize, rms_norm, swiglu
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import named_plan
+from pallas_kernels.rows import kernel, one_row
 from pallas_kernels.rows import plan as planning
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
+from tests.helpers import warp_emulator
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import pairwise
 from tests.helpers.matmul_cases import exact as dense
@@ -376,3 +378,43 @@ def test_the_kernel_without_words(dtype, eps):
             np.testing.assert_array_equal(
                 np.asarray(mine, np.float32), np.asarray(theirs, np.float32)
             )
+
+
+def within(x, words):
+    """The codes of x in steps: clipped, and to nearest."""
+    ends = {"int8": (-128, 127), "float8_e4m3fn": (-448, 448)}[words]
+    return np.clip(x, *ends)
+
+
+@pytest.mark.parametrize("words", ["int8", "float8_e4m3fn"])
+def test_a_norm_in_codes_of_a_given_scale(words):
+    x, residual = normal((9, 128), "bfloat16"), normal((9, 128), "bfloat16", 1)
+    weight, scale = normal((128,), "bfloat16", 2), jnp.float32(0.01 if words == "int8" else 0.003)
+    # One jitted program may round less.
+    got, total = rms_norm(x, weight, 1e-5, residual=residual, quantize=words, scale=scale)
+    np.testing.assert_array_equal(got.scale, np.full((9, 1), scale))
+    steps = norm64(total, weight, 1e-5) / float(scale)
+    assert (np.abs(steps) > within(steps, words)).any()  # some are clipped
+    half = 0.5 if words == "int8" else np.maximum(np.abs(within(steps, words)) / 16, 2.0**-10)
+    assert (np.abs(wide(got.q) - within(steps, words)) <= 1.001 * half).all()
+    with pytest.raises(ValueError, match="scale without quantize"):
+        rms_norm(x, weight, 1e-5, scale=scale)
+
+
+@newest
+@pytest.mark.parametrize("words", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_the_kernel_takes_a_given_scale(words, with_residual):
+    """Emulated, beside XLA's form: equal but where a value lies between two codes."""
+    x, weight = normal((3, 1024), "bfloat16"), normal((1024,), "bfloat16", 2)
+    given = {"scale": jnp.float32(0.01), "quantize": words}
+    given |= {"residual": normal(x.shape, "bfloat16", 1)} if with_residual else {}
+    want = rms_norm(x, weight, 1e-5, **given, implementation="xla")
+    with warp_emulator.emulated(kernel, one_row):
+        got = rms_norm(x, weight, 1e-5, **given, implementation="mosaic")
+    if with_residual:
+        np.testing.assert_array_equal(got[1], want[1])
+        got, want = got[0], want[0]
+    np.testing.assert_array_equal(got.scale, want.scale)
+    steps, codes = np.abs(wide(got.q) - wide(want.q)), np.abs(wide(want.q))
+    assert (steps > 0).mean() < 0.005 and (steps <= codes / 7 + 1).all()

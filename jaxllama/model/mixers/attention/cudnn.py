@@ -65,7 +65,10 @@ def causal(
         place = jnp.arange(q.shape[1], dtype=jnp.int32)
         seen = segments[:, :, None] == segments[:, None, :]
         seen &= is_visible(place[None], place[None], window)
-        return jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], implementation="cudnn")
+        # The kernels skip what lies behind the diagonal; a mask alone would be read whole.
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=seen[:, None], is_causal=True, implementation="cudnn"
+        )
     if sinks is not None:
         inner = window if window is not None and window < q.shape[1] else None
         return _finished(*_with_log_sum(q, k, v, is_causal=True, window=inner), sinks, q.dtype)

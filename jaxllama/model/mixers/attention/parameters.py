@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import UNMULTIPLIED, ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.mixers.common import Heads, Sites, heads_obstacle
 from jaxllama.model.names import Names
@@ -69,13 +69,19 @@ def table(
         flipped=stored.flipped,
     )
     moves = partial != h or stored.interleaved or stored.flipped
-    scales = (stored.query if cfg.qk_norm == "none" else 1.0, 1.0, 1.0)
+    products = stored.products or UNMULTIPLIED
+    of_query = stored.query if cfg.qk_norm == "none" else 1.0
+    scales = of_query, products.key, 1.0  # of the outputs
     heads = (cfg.n_heads, cfg.n_kv_heads, 0)
     if len(names.qkv) == 1:
         assert scales[0] == 1.0, "a multiplier of q, which is one tensor with k and v"
         n_rows, heads = (sum(n_rows),), (cfg.n_heads + cfg.n_kv_heads,)
     folds: list[Options] = [
-        {"scale": scale, "turned": turned(count) if moves and count else None}
+        {
+            "scale": scale * products.attention_input,
+            "bias_scale": scale,
+            "turned": turned(count) if moves and count else None,
+        }
         for scale, count in zip(scales, heads, strict=False)
     ]
     if names.is_by_head:
@@ -123,7 +129,7 @@ def table(
     if cfg.inner_norms:
         name = f"{prefix}{names.inner_norms[0]}.weight"
         table["inner_norm", "weight"] = one(name, q, mean=1.0, std=0.0)
-    source, scale = f"{prefix}{names.o}", cfg.product_scale
+    source, scale = f"{prefix}{names.o}", cfg.product_scale * products.attention_output
     has_bias = cfg.o_bias and not names.last_bias
     table |= written("o", source, cfg.d_model, q, has_bias, scale, names.is_transposed)
     if cfg.o_bias and names.last_bias:

@@ -7,10 +7,10 @@
     y_t          = C_t S_t + skip x_t
     out          = o(norm(y * silu(z)))           or o(norm(y) * silu(z)), or without the norm
 
-This is gated linear attention with q = C, k = B, v = dt x and scale 1. The scan, the step and the
-acceptance of drafts are GLA's kernels.  The heads of a group share B and C, and the norm is over a
-group.  A row's state is one ``[state, head_dim]`` matrix a head and the convolution's last
-``taps - 1`` inputs.  No positions.
+This is gated linear attention with q = C, k = B, v = dt x and scale 1. The scan is ``ssd``; the
+step and the acceptance of drafts are GLA's kernels.  The heads of a group share B and C, and the
+norm is over a group.  A row's state is one ``[state, head_dim]`` matrix a head and the
+convolution's last ``taps - 1`` inputs.  No positions.
 
 Source: arXiv 2405.21060; transformers' ``mamba2`` has the parameters' names.  dt is bounded in
 steps, too, where transformers' own step leaves it unbounded.
@@ -39,8 +39,9 @@ from jaxllama.model.mixers.ssm.parameters import SSMOptions, options
 from jaxllama.model.records import At, Chunk, Draft, Pieces, Step
 from jaxllama.typing import Params
 from pallas_kernels.brief import short_repr
-from pallas_kernels.gla.op import gla, gla_step
+from pallas_kernels.gla.op import gla_step
 from pallas_kernels.operands import Columns
+from pallas_kernels.ssd.op import ssd, ssd_as_gla
 
 commit = gla_mix.commit  # a draft's tokens are k, v and log_decay, as GLA's
 
@@ -98,7 +99,7 @@ def mix(
     new: RecurrentState | SSMTokens | None = None
     if isinstance(at, Draft):
         assert state is not None
-        q, k, v, log_decay = (at.by_row(one) for one in operands)
+        q, k, v, log_decay = (at.by_row(one) for one in ssd_as_gla(*operands))
         o, _ = steps(_step, (q, k, v, log_decay), state.state, at.row_lengths(), at.exact)
         new = SSMTokens(k, v, log_decay, (read,))
     else:
@@ -112,43 +113,39 @@ def mix(
 def _operands(
     ssm: SSMOptions, p: Params, xbc: jax.Array, dt: jax.Array, dtype: jnp.dtype
 ) -> tuple[jax.Array, ...]:
-    """(x in float32, then GLA's q, k, v and log_decay) of float32 xbc, each ``[B, T, H, D]``."""
+    """(x ``[B, T, H, D]`` in float32, then ``ssd``'s q, k, v and log_decay) of float32 xbc."""
     batch, n_new, _ = xbc.shape
     heads, groups = ssm.n_heads, ssm.n_groups
     x, b, c = jnp.split(xbc, (ssm.width, ssm.width + groups * ssm.state), axis=-1)
     x = x.reshape(batch, n_new, heads, ssm.head_dim)
-    k, q = (
-        jnp.repeat(one.astype(dtype).reshape(batch, n_new, groups, -1), heads // groups, axis=2)
-        for one in (b, c)
-    )
+    k, q = (one.astype(dtype).reshape(batch, n_new, groups, -1) for one in (b, c))
     bias, a_log = (p["decay"][name].astype(jnp.float32) for name in ("dt_bias", "a_log"))
     dt = jnp.clip(jax.nn.softplus(dt.astype(jnp.float32) + bias), ssm.least_step, ssm.largest_step)
-    log_decay = jnp.broadcast_to((-jnp.exp(a_log) * dt)[..., None], k.shape)
-    return x, q, k, (x * dt[..., None]).astype(dtype), log_decay
+    return x, q, k, (x * dt[..., None]).astype(dtype), -jnp.exp(a_log) * dt
 
 
 def _recur(
     operands: Sequence[jax.Array], at: Chunk | Step | Pieces, state: RecurrentState | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(heads ``[B, T, H, head_dim]``, state) of q, k, v and log_decay."""
+    """(heads ``[B, T, H, head_dim]``, state) of ``ssd``'s q, k, v and log_decay."""
     q, k, v, log_decay = operands
+    by_head = ssd_as_gla(q, k, v, log_decay)
     if isinstance(at, Step) and jax.default_backend() == "cpu":
         assert state is not None  # the loop of a draft, for the bits of a draft
-        return steps(_step, operands, state.state, at.lengths, False)
+        return steps(_step, by_head, state.state, at.lengths, False)
     if isinstance(at, Step):
         assert state is not None
-        now = (q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0])
-        o, after = _step(*now, at.lengths > 0, state=state.state)
+        q, k, v, log_decay = (one[:, 0] for one in by_head)
+        o, after = _step(q, k, v, log_decay, at.lengths > 0, state.state)
         return o[:, None], after
     if isinstance(at, Pieces):
         assert state is not None
-        return gla_mix.gla_pieces(operands, at, state.state, scale=1.0)
-    return gla(
+        return gla_mix.gla_pieces(by_head, at, state.state, scale=1.0)
+    return ssd(
         q,
         k,
         v,
         log_decay,
-        scale=1.0,
         initial_state=None if state is None else state.state,
         lengths=None if state is None else at.lengths,
         return_state=state is not None,

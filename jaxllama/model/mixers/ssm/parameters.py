@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxllama.config import ModelConfig, from_dict
+from jaxllama.config import UNMULTIPLIED, ModelConfig, from_dict
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.mixers.common import Heads, Sites
 from jaxllama.model.names import Names
@@ -41,6 +41,8 @@ class SSMOptions:
         Bounds of dt. A ``largest_step`` of None is no bound.
     conv_bias, bias : bool
         Whether the convolution, and the input's and the output's products, have a bias.
+    o_bias : bool, optional
+        Whether the output's product has a bias; as ``bias`` by default.
     norm : {"gate_first", "norm_first", "none"}
         RMSNorm of the gated heads, or of the heads before the gate.
 
@@ -61,6 +63,7 @@ class SSMOptions:
     conv_bias: bool = True
     bias: bool = False
     norm: Literal["gate_first", "norm_first", "none"] = "gate_first"
+    o_bias: bool | None = None
 
     def __post_init__(self) -> None:
         for key in ("n_heads", "head_dim", "state", "n_groups", "taps"):
@@ -68,6 +71,11 @@ class SSMOptions:
                 raise JaxLlamaError(f"mixers.ssm.{key}: must be positive")
         if self.n_heads % self.n_groups:
             raise JaxLlamaError(f"mixers.ssm.n_groups: must divide n_heads ({self.n_heads})")
+
+    @property
+    def has_o_bias(self) -> bool:
+        """Whether the output's product has a bias."""
+        return self.bias if self.o_bias is None else self.o_bias
 
     @property
     def width(self) -> int:
@@ -118,7 +126,13 @@ def table(
     conv = TensorSource(f"{prefix}{own.conv}.weight", (ssm.convolved, *between, ssm.taps))
     a_log = TensorSource(f"{prefix}{own.a_log}", (heads, *behind), is_rate=own.is_gguf)
     skip = TensorSource(f"{prefix}{own.skip}", (heads, *behind))
-    found = fused("zxbcdt", [(f"{prefix}{own.inputs}", rows, {})], d, ssm.bias)
+    products = cfg.stored.products or UNMULTIPLIED
+    fold: Options = {"scale": products.ssm_input, "bias_scale": 1.0}
+    if set(products.ssm_parts) != {1.0}:
+        groups = ssm.n_groups * ssm.state
+        sizes = ssm.width, ssm.width, groups, groups, heads
+        fold["row_scales"] = tuple(zip(sizes, products.ssm_parts, strict=True))
+    found = fused("zxbcdt", [(f"{prefix}{own.inputs}", rows, fold)], d, ssm.bias)
     found["conv", "weight"] = Param((conv,), (ssm.convolved, ssm.taps), std=ssm.taps**-0.5)
     if ssm.conv_bias:
         found["conv", "bias"] = one(f"{prefix}{own.conv}.bias", ssm.convolved, std=0.0)
@@ -129,7 +143,8 @@ def table(
         groups = (ssm.n_groups, ssm.width // ssm.n_groups) if own.is_gguf else (ssm.width,)
         norm = TensorSource(f"{prefix}{own.norm}.weight", groups)
         found["y_norm", "weight"] = Param((norm,), (ssm.width,), mean=1.0, std=0.0)
-    return found | written("o", f"{prefix}{own.o}", d, ssm.width, ssm.bias, cfg.product_scale)
+    scale = cfg.product_scale * products.ssm_output
+    return found | written("o", f"{prefix}{own.o}", d, ssm.width, ssm.has_o_bias, scale)
 
 
 def heads(cfg: ModelConfig) -> int:

@@ -1,0 +1,289 @@
+"""SSD's pass over the chunks on Hopper: the scores of a chunk, the state and the outputs, at once.
+
+With G the sums of log_decay from a chunk's start, D_ij = exp(G_i - G_j) for j <= i, else 0:
+
+    o = diag(exp(G)) Q S + (Q K^T * D) V        S <- exp(G_64) S + K^T diag(exp(G_64 - G)) V
+
+One decay a head needs no work ahead of the scan: a chunk's scores are one product, and D follows
+from 64 floats.  So q, k, v and the outputs are all that moves, and q and k of a group are read
+from the L2 by its heads.
+
+One block per two heads of a group (or one, where a group's heads are odd), batch row and segment of
+chunks.  A warpgroup has 64 value channels of a head, and the first one starts the copies.  S^T
+[64 dv, Dk] stays in registers for the whole loop, as parts of 64 key channels.  Rounded to bf16 it
+is the register operand of S^T Q^T.  V^T is that of V^T P^T and, decayed, of V^T K.  P = Q K^T * D
+goes through shared memory.  There are three slots: one that is computed, one that is there, one on
+its way.  The outputs leave from the place of the values.
+
+    wait c | wgmma Q K^T, S^T Q^T | P -> smem | wgmma V^T P^T, S | o -> TMA | slot of c-1 <- TMA c+2
+
+Command: ``python -m benchmarks.kernels.ssd``.  Measurements: docs/lab/ssd.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import ptx as p
+from pallas_kernels.gated_delta import kernel_inverse as inverse
+from pallas_kernels.gated_delta.kernel_chunks import bf16_array, pairs
+from pallas_kernels.gated_delta.value_tiles import read_transposed, store_transposed
+from pallas_kernels.jax_internals import arith
+from pallas_kernels.launch import launch
+from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
+from pallas_kernels.recurrence.scan import ScanFrame
+from pallas_kernels.recurrence.states import read_state, write_state
+
+STAGES = 3
+PART = 64  # key channels of a product
+WIDTH = 64  # value channels of a warpgroup
+_WGMMA = plgpu.Layout.WGMMA
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """The facts of a launch of the scan."""
+
+    dk: int
+    dv: int
+    n_chunks: int
+    group: int  # heads that share q and k
+    segments: int
+    warpgroups: int
+
+    @property
+    def parts(self) -> range:
+        """The parts of the key channels."""
+        return range(self.dk // PART)
+
+    @property
+    def units(self) -> int:
+        """Warpgroups that a head needs."""
+        return self.dv // WIDTH
+
+
+@plgpu.inline_mgpu(
+    arg_types=(plgpu.RefType(), _WGMMA),
+    return_type=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.bfloat16, layout=_WGMMA),
+)
+def _weighted(ctx, sums, scores):
+    """Q K^T * D, rounded."""
+    del ctx
+    rows = inverse.InverseRows()
+    decays = inverse.decays(rows, p.shared_address(sums), transposed=False)
+    words = []
+    for tile, factors in zip(pairs(scores), decays, strict=True):
+        for pair, factor in zip(tile, factors, strict=True):
+            words.append(p.pack(*(arith.mulf(x, y) for x, y in zip(pair, factor, strict=True))))
+    return bf16_array(words)
+
+
+class _Scan(ScanFrame):
+    """The program of a warpgroup: 64 value channels of a segment's chunks.
+
+    gmem.lengths, gmem.start and gmem.out may be None.
+    """
+
+    def __init__(self, gmem, smem, barrier, *, facts: _Facts):
+        super().__init__(gmem, smem, barrier, facts, pair=False)
+        self.pair = self.head
+        self.head, self.columns = self.place(self.warpgroup)
+        self.key_head = self.head // facts.group
+
+    def place(self, warpgroup):
+        """(head, value channels) of a warpgroup of this block."""
+        unit = self.pair * self.facts.warpgroups + warpgroup
+        return unit // self.facts.units, pl.ds((unit % self.facts.units) * WIDTH, WIDTH)
+
+    def run(self) -> None:
+        gmem, facts = self.gmem, self.facts
+        pl.when(self.warpgroup == 0)(self.fill_ring)
+        self.mask = jnp.full((128,), -1, jnp.int32)
+        state = lax.fori_loop(0, self.steps, self.chunk, [self.begin(x) for x in facts.parts])
+        for part, x in enumerate(state):
+            write_state(facts.dv)(self.state_of(gmem.final, part), x)
+        plgpu.wait_smem_to_gmem(0)
+        if gmem.lengths is not None and gmem.out is not None:
+            tile = 0, self.warpgroup
+            self.clear_outputs(self.columns, self.smem.v.tiles.at[tile], self.smem.v.rows.at[tile])
+            plgpu.wait_smem_to_gmem(0)
+
+    def state_of(self, states, part: int):
+        """A part of the warpgroup's state in device memory."""
+        keys = pl.ds(part * PART, PART)
+        return states.at[self.row, self.head, self.segment, keys, self.columns]
+
+    def begin(self, part: int):
+        """The transposed state at the segment's start."""
+        if self.gmem.start is not None:
+            return read_state(PART, self.facts.dv)(self.state_of(self.gmem.start, part))
+        return plgpu.layout_cast(jnp.zeros((WIDTH, PART), jnp.float32), _WGMMA)
+
+    # --- copies ---
+
+    def fill_ring(self) -> None:
+        lax.fori_loop(0, jnp.minimum(2, self.steps), lambda i, _: self.load(i), None)
+
+    def step(self, i):
+        """(chunk, slot, tokens) of the i-th step."""
+        c = self.first + i
+        return c, i % STAGES, pl.ds(c * CHUNK, CHUNK)
+
+    def load(self, i) -> None:
+        """q, k, v and the sums of log_decay of the i-th chunk."""
+        gmem, smem = self.gmem, self.smem
+        c, slot, rows = self.step(i)
+        bar = self.barrier.full.at[slot]
+        for x, to in ((gmem.q, smem.q), (gmem.k, smem.k)):
+            for part in self.facts.parts:
+                if x is None:
+                    continue
+                source = x.at[self.row, rows, self.key_head, pl.ds(part * PART, PART)]
+                plgpu.copy_gmem_to_smem(source, to.rows.at[slot, part], bar)
+        for w in range(self.facts.warpgroups):
+            head, columns = self.place(w)
+            source = gmem.v.at[self.row, rows, head, columns]
+            plgpu.copy_gmem_to_smem(source, smem.v.rows.at[slot, w], bar)
+            sums = gmem.sums.at[self.row, head, c]
+            plgpu.copy_gmem_to_smem(sums, smem.sums.at[slot, w], bar)
+
+    # --- a chunk ---
+
+    def chunk(self, i, state):
+        """wait | wgmma Q K^T, S^T Q^T | P -> smem | wgmma V^T P^T, S | o -> TMA | slot <- TMA"""
+        gmem, smem, own = self.gmem, self.smem, self.warpgroup
+        c, slot, rows = self.step(i)
+        plgpu.barrier_wait(self.barrier.full.at[slot])
+        sums = smem.sums.at[slot, own]
+        outputs = []
+        if gmem.out is not None:
+            square = plgpu.ACC((WIDTH, CHUNK), jnp.float32)
+            read = functools.partial(self.read, slot, [x.astype(jnp.bfloat16) for x in state])
+            scores, seen = pl.run_scoped(read, square, square)
+            smem.weights[own] = _weighted(sums, scores)
+            outputs = [seen * jnp.exp2(self.by_token(sums))]
+        values = self.inside(c, read_transposed(smem.v.rows.at[slot, own], self.mask))
+        to_end = jnp.exp2(sums[CHUNK - 1] - self.by_token(sums))
+        late = (values.astype(jnp.float32) * to_end).astype(jnp.bfloat16)
+        whole = jnp.exp2(sums[CHUNK - 1])
+        starts = [*[x * whole for x in state], *outputs]
+        plgpu.commit_smem()
+        update = functools.partial(self.update, slot, values, late)
+        results = pl.run_state(update)([plgpu.ACC.init(x) for x in starts])
+        if gmem.out is not None:  # in the place of the values
+            store_transposed(smem.v.tiles.at[slot, own], self.inside(c, results.pop()))
+            plgpu.commit_smem()
+            to = gmem.out.at[self.row, rows, self.head, self.columns]
+            plgpu.copy_smem_to_gmem(smem.v.rows.at[slot, own], to)
+        self.release(i)
+        return results
+
+    def by_token(self, sums):
+        """The sums of log_decay over the columns of [64 dv, 64 tokens]."""
+        x = plgpu.load(sums, layout=_WGMMA.reduce(0))
+        return lax.broadcast_in_dim(x, (WIDTH, CHUNK), [1])
+
+    def inside(self, c, x):
+        """Return x with zeros past the row's end."""
+        if self.gmem.lengths is None:
+            return x
+        token = plgpu.broadcasted_iota(jnp.int32, (WIDTH, CHUNK), 1, layout=_WGMMA)
+        left = self.gmem.lengths[self.row] - c * CHUNK
+        return jnp.where(token < left, x, jnp.zeros_like(x))
+
+    def read(self, slot, rounded, scores, seen):
+        """Q K^T and S^T Q^T."""
+        q, k = self.smem.q.tiles, self.smem.k.tiles
+        for part in self.facts.parts:
+            plgpu.wgmma(scores, q.at[slot, part], k.at[slot, part].transpose((1, 0)))
+        for part in self.facts.parts:
+            plgpu.wgmma(seen, rounded[part], q.at[slot, part].transpose((1, 0)))
+        return scores[...], seen[...]
+
+    def update(self, slot, values, late, accs) -> None:
+        """S += K^T V by parts, and the outputs, where they are wanted."""
+        n = len(self.facts.parts)
+        for acc in accs[n:]:
+            plgpu.wgmma(acc, values, self.smem.weights.at[self.warpgroup].transpose((1, 0)))
+        for part, acc in enumerate(accs[:n]):
+            plgpu.wgmma(acc, late, self.smem.k.tiles.at[slot, part])
+
+    def release(self, i) -> None:
+        """Give up the slot that has been read, and start the copies into it."""
+        empty = self.barrier.empty
+        if self.gmem.out is not None:
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        pl.when(i > 0)(lambda: plgpu.barrier_arrive(empty.at[(i - 1) % STAGES]))
+
+        @pl.when((self.warpgroup == 0) & (i + 2 < self.steps))
+        def _():
+            pl.when(i > 0)(lambda: plgpu.barrier_wait(empty.at[(i - 1) % STAGES]))
+            self.load(i + 2)
+
+
+def scan(q, k, v, sums, *, start=None, lengths=None, segments: int = 1, want_out: bool = True):
+    """Pass the state over the chunks.
+
+    Parameters
+    ----------
+    q, k : bfloat16 [B, T, G, Dk]
+        The heads of a group share them.  k is 0 past a row's end.
+    v : bfloat16 [B, T, H, Dv]
+    sums : float32 [B, H, NC, 64]
+        Sums of log_decay from a chunk's start, as exponents of 2; past a row's end they stay.
+    start : float32 [B, H, segments, Dk, Dv], optional
+        The states at the segments' starts; None is zeros.
+    lengths : int32 [B], optional
+
+    Returns
+    -------
+    list
+        out [B, T, H, Dv] or None; the states at the segments' ends, as ``start``.
+    """
+    b, t, h, dv = v.shape
+    groups, dk = k.shape[2:]
+    units, group = dv // WIDTH, h // groups
+    wgs = 2 if (units * group) % 2 == 0 else 1
+    facts = _Facts(dk, dv, -(-t // CHUNK), group, segments, wgs)
+
+    def body(gmem, smem, barrier):
+        _Scan(gmem, smem, barrier, facts=facts).run()
+
+    parts, spec = len(facts.parts), jax.ShapeDtypeStruct
+    return launch(
+        body,
+        {
+            "q": q if want_out else None,
+            "k": k,
+            "v": v,
+            "sums": sums,
+            "lengths": lengths,
+            "start": start,
+        },
+        {
+            "out": spec((b, t, h, dv), v.dtype) if want_out else None,
+            "final": spec((b, h, segments, dk, dv), jnp.float32),
+        },
+        name="ssd_scan" if want_out else "ssd_states",
+        grid={"values": 1, "head": h * units // wgs * segments, "row": b},
+        warpgroups=wgs,
+        approx_math=True,
+        scratch={
+            "q": tokens(STAGES, parts, CHUNK, PART) if want_out else None,
+            "k": tokens(STAGES, parts, CHUNK, PART),
+            "v": tokens(STAGES, wgs, CHUNK, WIDTH),
+            "weights": tiles(wgs, CHUNK, CHUNK) if want_out else None,
+            "sums": plgpu.SMEM((STAGES, wgs, CHUNK), jnp.float32),
+            "full": plgpu.Barrier(
+                num_arrivals=(1 + want_out) * parts + 2 * wgs, num_barriers=STAGES
+            ),
+            "empty": plgpu.Barrier(num_arrivals=wgs, num_barriers=STAGES),
+        },
+    )
