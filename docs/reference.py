@@ -208,10 +208,13 @@ def _refused(refused: Mapping[str, str]) -> list[tuple[str, str]]:
 _FACTS = {
     "attn_gate": "gated attention",
     "attn_sinks": "attention sinks",
+    "embed_norm": "a norm of embeddings",
     "embedding_scale": "scaled embeddings",
     "gated_mlp": "feed-forward without a gate",
     "head_bias": "head with a bias",
+    "head_transform": "a dense layer before the head",
     "layer_scale": "a multiplier of each layer",
+    "inner_norms": "norms before the last products",
     "learned_positions": "learned positions",
     "norm": "LayerNorm",
     "norm_weight": "norms without a weight",
@@ -220,6 +223,7 @@ _FACTS = {
     "pre_norms": "no norms before them",
     "qk_norm": "norms of q and k",
     "qk_norm_last": "which follow RoPE",
+    "sum_norms": "norms behind the sums",
     "v_norm": "norms of v",
 }
 

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # "as" is what makes a name public to type checkers
     from jaxllama.config import DeltaConfig as DeltaConfig
     from jaxllama.config import ExpertsConfig as ExpertsConfig
+    from jaxllama.config import FullAttentionConfig as FullAttentionConfig
     from jaxllama.config import GLAConfig as GLAConfig
     from jaxllama.config import LatentConfig as LatentConfig
+    from jaxllama.config import LayerInputsConfig as LayerInputsConfig
     from jaxllama.config import ModelConfig as ModelConfig
     from jaxllama.config import RopeConfig as RopeConfig
     from jaxllama.config import load_config as load_config
@@ -50,6 +52,8 @@ _HOME = {
     "GLAConfig": "config",
     "DeltaConfig": "config",
     "LatentConfig": "config",
+    "FullAttentionConfig": "config",
+    "LayerInputsConfig": "config",
     "ExpertsConfig": "config",
     "Tokenizer": "text.tokenizer",
     "init_params": "generation",

@@ -695,10 +695,32 @@ class ModelConfig:
         Whether both sublayers read the stream before either output is added (Cohere), and whether
         each has a norm of its own there (GPT-NeoX).
     embed_norm : bool
-        Whether embeddings pass an RMSNorm without a weight (nanochat).
+        Whether embeddings, with their positions, pass a norm (nanochat, BERT).
+    first_norm : bool
+        Whether the first layer has a norm before its mixer. False is for ``embed_norm`` alone
+        (ModernBERT).
+    sum_norms : {"none", "all_but_last", "both", "first"}
+        Whether norms follow the sums with the stream (BERT): "all_but_last" is for a model, whose
+        last norm is that of the last sum. The others are for one layer: norms of both sums, or of
+        the first alone.
+    token_types : int
+        Rows of a table of types, whose first row is added to every embedding (BERT); 0 for none.
+    head_transform : bool
+        Whether a dense layer and the activation stand between a last norm and another one (BERT).
+        Models with ``sum_norms`` have the first of these norms, too.
+    head_transform_bias : bool
+        Whether this dense layer has a bias.
     learned_positions : int, optional
         Offset of the first position in a learned table that is added to the embeddings (0: GPT-2,
         2: OPT). None for no table.
+    sine_theta : float, optional
+        The table of positions is not learned: it has the sines and the cosines of the positions
+        times ``sine_theta ** (-2 i / d_model)`` (XGLM, CTRL).
+    qkv_limit : float, optional
+        Largest magnitude of q, k and v before positions; larger ones are clipped (OLMo 1.7).
+    inner_norms : bool
+        Whether norms stand before the last products of attention and feed-forward (BitNet). The
+        feed-forward's gate then has any activation.
     activation : str
         Activation of the feed-forward: "silu", "gelu", "gelu_tanh", "relu", "relu2" or "xielu".
     attn_softcap, logit_softcap : float, optional
@@ -808,6 +830,14 @@ class ModelConfig:
     parallel_norms: bool = False
     learned_positions: int | None = None
     embed_norm: bool = False
+    first_norm: bool = True
+    sum_norms: Literal["none", "all_but_last", "both", "first"] = "none"
+    token_types: int = 0
+    head_transform: bool = False
+    head_transform_bias: bool = False
+    sine_theta: float | None = None
+    qkv_limit: float | None = None
+    inner_norms: bool = False
     full: FullAttentionConfig | None = None
     k_is_v: bool = False
     v_norm: bool = False
@@ -940,7 +970,7 @@ class ModelConfig:
         offset = self.learned_positions
         _require(offset is None or offset >= 0, "learned_positions", offset, "must not be negative")
         _require(
-            not (self.gated_mlp and self.activation in UNGATED),
+            self.inner_norms or not (self.gated_mlp and self.activation in UNGATED),
             "gated_mlp",
             True,
             f"must be false with activation {self.activation!r}",
@@ -972,6 +1002,41 @@ class ModelConfig:
             "must be 1 where attention has sinks",
         )
         _require(self.pre_norms or not self.parallel_block, "pre_norms", False, "parallel_block")
+        _require(
+            self.sine_theta is None or offset is not None,
+            "sine_theta",
+            self.sine_theta,
+            "needs learned_positions",
+        )
+        limit = self.qkv_limit
+        _require(limit is None or limit > 0, "qkv_limit", limit, "must be positive")
+        is_plain = self.qk_norm == "none" and self.latent is None and self.stored.query == 1.0
+        _require(limit is None or is_plain, "qkv_limit", limit, "needs qk_norm = 'none'")
+        _require(
+            not self.inner_norms or (self.experts is None and self.activation != "xielu"),
+            "inner_norms",
+            True,
+            "is for dense feed-forwards",
+        )
+        _require(
+            self.head_transform or not self.head_transform_bias,
+            "head_transform_bias",
+            True,
+            "needs head_transform",
+        )
+        has_norms = self.pre_norms or self.post_norms or bool(after)
+        _require(
+            self.sum_norms == "none" or not has_norms,
+            "sum_norms",
+            self.sum_norms,
+            "needs pre_norms = false, without post_norms",
+        )
+        _require(
+            self.token_types == 0 or self.embed_norm or self.learned_positions is not None,
+            "token_types",
+            self.token_types,
+            "needs embed_norm or learned_positions",
+        )
         widths = self.head_dim if self.full is None else self.full.head_dim, self.head_dim
         for key, width in zip(("rope", "window_rope"), widths, strict=True):
             rope = getattr(self, key)
@@ -1150,6 +1215,12 @@ class ModelConfig:
             return False, True
         return self.pre_norms, self.post_norms
 
+    def sum_norms_of(self, layer: int) -> Literal["none", "all_but_last", "both", "first"]:
+        """Return the ``sum_norms`` of one layer."""
+        if self.sum_norms != "all_but_last":
+            return self.sum_norms
+        return "first" if layer == self.n_layers - 1 else "both"
+
     @property
     def is_beside(self) -> bool:
         """Whether a layer's mixer reads the input of the layer before; of ``layer_config``'s."""
@@ -1258,6 +1329,10 @@ class ModelConfig:
             beside_layers=(),
             post_norm_layers=(),
             learned_positions=None,
+            sine_theta=None,
+            embed_norm=False,
+            token_types=0,
+            first_norm=True,
             experts=self.experts and dataclasses.replace(self.experts, layers=()),
             attn_sparsity=1.0,
             mtp_layers=0,

@@ -97,6 +97,16 @@ class ParameterTree(nn.Module):
         return declare(self, self.table)
 
 
+def layer_alone(cfg: ModelConfig) -> ModelConfig:
+    """Return the config of a layer that runs by itself, ``layer_config``'s; it lends no keys.
+
+    Raises JaxLlamaError for a layer that needs another one or the model's tables.
+    """
+    if cfg.kv_role == "borrowed":
+        raise JaxLlamaError(f"{cfg.name}: this layer reads another layer's keys; run the Decoder")
+    return cfg.replace(kv_role="own")
+
+
 def tokens_at(
     cfg: ModelConfig,
     x: jax.Array,

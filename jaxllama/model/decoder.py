@@ -49,6 +49,7 @@ from jaxllama.model.mixers import MIXERS
 from jaxllama.model.param import Path, Shape
 from jaxllama.model.params import param_table
 from jaxllama.model.records import At, Hidden, new_tokens, pieces_of, positions_of
+from jaxllama.model.rope import sines
 from jaxllama.model.sharded import over_mesh, over_pieces
 from jaxllama.parallel.collectives import lookup_rows
 from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis, is_split, traced_mesh
@@ -60,7 +61,6 @@ from pallas_kernels.cpu.head import norm_matmul
 from pallas_kernels.cpu.head import plan as head_plan
 from pallas_kernels.dispatch import is_recording
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
-from pallas_kernels.rows.rms_norm import rms_norm
 
 # A layer
 
@@ -99,10 +99,12 @@ def mix_half(
     if cfg.shared_blocks is not None and kind == "attention":
         return shared_block.attend(cfg, p, stream, state, at, ops)
     mixer, own = MIXERS[kind].mix, p["mixer"]
-    if cfg.learned_positions is not None:
-        stream = _placed(cfg, p["positions"]["weight"], stream, at)
+    stream = _placed(cfg, p, stream, at)
     y, stream = mixer_inputs(cfg, p, stream, mixer.inputs(cfg, own), ops)
     heads, state = mixer.mix(cfg, own, y, state, at)
+    if cfg.sum_norms != "none":
+        after = ops.linear_add(heads, own["o"], stream, cfg)
+        return _normed_sum(cfg, after, p["mixer_out_norm"]), state
     after = ops.linear_add(heads, own["o"], stream, cfg, p.get("mixer_out_norm"))
     return after._replace(beside=stream.beside, embedded=stream.embedded), state
 
@@ -135,11 +137,25 @@ def mixer_inputs(
     return y, stream._replace(beside=normed)
 
 
-def _placed(cfg: ModelConfig, table: jax.Array, stream: Stream, at: At) -> Stream:
-    """The embeddings with the learned vectors of their positions, which the first layer adds."""
-    assert cfg.learned_positions is not None
-    places = jnp.clip(at.positions + cfg.learned_positions, 0, table.shape[0] - 1)
-    return Stream(stream.total + table[places].astype(stream.x.dtype))
+def _normed_sum(cfg: ModelConfig, stream: Stream, scale: Params) -> Stream:
+    """The norm of a sum, which is the stream from there on (BERT)."""
+    return Stream(linear.norm(stream, scale, cfg)[0])
+
+
+def _placed(cfg: ModelConfig, p: Params, stream: Stream, at: At) -> Stream:
+    """The embeddings as the first layer's mixer reads them: with the learned vectors of their
+    positions and of the first type, and their norm."""
+    if cfg.learned_positions is not None:
+        places = at.positions + cfg.learned_positions
+        if cfg.sine_theta is None:
+            table = p["positions"]["weight"]
+            vectors = table[jnp.clip(places, 0, table.shape[0] - 1)]
+        else:
+            vectors = jnp.concatenate(sines(cfg.sine_theta, cfg.d_model, places), axis=-1)
+        stream = Stream(stream.total + vectors.astype(stream.x.dtype))
+    if cfg.token_types:
+        stream = Stream(stream.total + p["types"]["weight"][0].astype(stream.x.dtype))
+    return _normed_sum(cfg, stream, p["embed_norm"]) if cfg.embed_norm else stream
 
 
 def feed_half(
@@ -165,6 +181,9 @@ def feed_half(
         y, _ = inner(cfg, p["mlp"], before, own, ops)
     else:
         y, stream = inner(cfg, p["mlp"], stream, p.get("mlp_norm"), ops)
+    if cfg.sum_norms == "both":
+        stream = ops.linear_add(y, p["mlp"]["down"], stream, cfg)
+        return _normed_sum(cfg, stream, p["mlp_out_norm"])
     return ops.linear_add(y, p["mlp"]["down"], stream, cfg, p.get("mlp_out_norm"))
 
 
@@ -179,11 +198,20 @@ def inner(
     cfg: ModelConfig, p: Params, stream: Stream, norm: Params | None, ops: LayerOps = linear
 ) -> tuple[linear.Input, Stream]:
     """(what the last product of the feed-forward ``p`` reads, the stream)."""
+    if cfg.gated_mlp and cfg.inner_norms:
+        y, stream = ops.norm_linear(stream, norm, p["gate_up"], cfg)
+        gate, up = jnp.split(y, 2, axis=-1)
+        return _inner_norm(cfg, p, activated(gate, cfg.activation) * up), stream
     if cfg.gated_mlp:
         return ops.norm_linear(stream, norm, p["gate_up"], cfg, into=p["down"])
     y, stream = ops.norm_linear(stream, norm, p["up"], cfg)
     scalars = p["xielu"]["weight"] if cfg.activation == "xielu" else None
-    return activated(y, cfg.activation, scalars), stream
+    return _inner_norm(cfg, p, activated(y, cfg.activation, scalars)), stream
+
+
+def _inner_norm(cfg: ModelConfig, p: Params, x: jax.Array) -> jax.Array:
+    """The input of a feed-forward's last product, with its norm if it has one (BitNet)."""
+    return linear.norm(Stream(x), p["inner_norm"], cfg)[0] if cfg.inner_norms else x
 
 
 @functools.lru_cache(maxsize=1024)
@@ -212,6 +240,11 @@ def layer_config(cfg: ModelConfig, index: int) -> tuple[ModelConfig, str]:
         post_norms=post_norms,
         post_norm_layers=(),
         learned_positions=None if index else cfg.learned_positions,
+        sine_theta=None if index else cfg.sine_theta,
+        token_types=0 if index else cfg.token_types,
+        embed_norm=cfg.embed_norm and not index,
+        first_norm=cfg.first_norm or index > 0,
+        sum_norms=cfg.sum_norms_of(index),
         bare_layers=(0,) if index in cfg.bare_layers else (),
         beside_layers=tuple(i for i in (0, 1) if index + i in cfg.beside_layers),
     )
@@ -295,15 +328,23 @@ def _rows_of_table(weight: linear.Weight, tokens: jax.Array, dtype: DTypeLike) -
 
 def scale_embedded(cfg: ModelConfig, x: jax.Array) -> jax.Array:
     """Return embeddings ``[..., D]`` as the first layer reads them."""
-    if cfg.embed_norm:
-        return rms_norm(x, jnp.ones((cfg.d_model,), x.dtype), cfg.norm_eps)
     return x * jnp.asarray(cfg.d_model**0.5, x.dtype) if cfg.embedding_scale else x
 
 
 def final_norm(cfg: ModelConfig, params: Params, stream: Stream | Hidden) -> jax.Array:
     """Apply the final norm; the head's product reads its result."""
     stream = Stream(stream.x) if isinstance(stream, Hidden) else stream
-    return linear.norm(stream, params["norm"], cfg)[0]
+    return linear.norm(transformed(cfg, params, stream), params["norm"], cfg)[0]
+
+
+def transformed(cfg: ModelConfig, params: Params, stream: Stream) -> Stream:
+    """Return the stream that the final norm reads: behind a norm, a dense layer and the activation
+    if the model has these (BERT)."""
+    if "transform" not in params:
+        return stream
+    own = params["transform"]
+    y, _ = linear.norm_linear(stream, own["norm"], own["dense"], cfg)
+    return Stream(activated(y, cfg.activation))
 
 
 def head(params: Params) -> Params:
@@ -521,7 +562,8 @@ def head_product(cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
         # XLA's product would round a row by how many there are.
         weight = head(params)["weight"]
         return norm_matmul(hidden.x, params["norm"]["weight"], weight, cfg.norm_eps)
-    return linear.norm_linear(Stream(hidden.x), params["norm"], head(params), cfg)[0]
+    stream = transformed(cfg, params, Stream(hidden.x))
+    return linear.norm_linear(stream, params["norm"], head(params), cfg)[0]
 
 
 def _has_float_head(cfg: ModelConfig, params: Params, x: jax.Array) -> bool:

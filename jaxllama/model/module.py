@@ -28,7 +28,14 @@ from jaxllama.config import ExpertsConfig, ModelConfig, Norm
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import linear
 from jaxllama.model.cache import Cache, LayerState, init_cache
-from jaxllama.model.declare import Declared, ParameterTree, declare, table_of, tokens_at
+from jaxllama.model.declare import (
+    Declared,
+    ParameterTree,
+    declare,
+    layer_alone,
+    table_of,
+    tokens_at,
+)
 from jaxllama.model.decoder import (
     ForwardOptions,
     activation_dtype,
@@ -138,6 +145,8 @@ class MixtureOfExperts(SwiGLU):
         ``cfg.experts`` is None.
         """
         check_features(self.cfg, x)
+        if self._experts().beside:
+            raise JaxLlamaError(f"{self.cfg.name}: its experts read the stream; run a DecoderLayer")
         return mixture(self.own(), self.tree(), x)
 
 
@@ -166,7 +175,7 @@ class DecoderLayer(nn.Module):
         names = table_of(cfg)["layer_0"]
         found = {}
         for name, table in names.items():
-            if name in ("positions", "inputs", "scale"):
+            if name in ("positions", "types", "inputs", "scale"):
                 found[name] = ParameterTree(table, name=name).tree()
             else:
                 found[name] = modules.get(name, norm)(cfg, name=name).tree()
@@ -201,10 +210,14 @@ class DecoderLayer(nn.Module):
         ------
         JaxLlamaError
             If an array has another shape or dtype, if only one of ``state`` and ``start`` is given,
-            or if the model has no layer ``index``.
+            if the model has no layer ``index``, or if this layer needs the others: it reads their
+            keys, or has inputs that the Decoder computes.
         """
         check_features(self.cfg, x, "[B, T, D]")
         cfg, kind = layer_config(self.cfg, self.index)
+        cfg = layer_alone(cfg)
+        if cfg.layer_inputs is not None:
+            raise JaxLlamaError(f"{cfg.name}: its layers have inputs of the Decoder; run that")
         at = tokens_at(cfg, x, state, lengths, start)
         stream, state = block(cfg, kind, self.tree(), Stream(x), state, at)
         return stream.total, state
@@ -242,6 +255,8 @@ class Decoder(nn.Module):
                 for one in range(index, index + run.period * run.count, run.period):
                     found[f"layer_{one}"] = DecoderLayer(cfg, one, name=f"layer_{one}").tree()
         norm = RMSNorm if cfg.norm == "rms" else LayerNorm
+        if "transform" in table:
+            found["transform"] = ParameterTree(table["transform"], name="transform").tree()
         found["norm"] = norm(cfg, name="norm").tree()
         if "head" in table:
             found["head"] = ParameterTree(table["head"], name="head").tree()

@@ -43,7 +43,12 @@ class Names:
     qkv, gate_up: a single name means that the file has them in one tensor.
     gate: the gate of attention's heads, where it is a tensor apart from q.
     last_bias: the bias of o, where only the last layer has one.
-    positions: the table of learned positions.
+    inner_norms: the norms before the last products of mixer and feed-forward.
+    positions: the table of learned positions.  types: the table of token types.
+    embed_norm: the norm of embeddings.
+    transform, transform_norm: the dense layer before the last norm, and the norm before it, which
+    is formatted with the last layer's index, as ``norm`` is.
+    head_bias: the head's bias (without ".bias") where the head is tied.
     other_norms: names of norms that files may have instead, by the usual name.
     is_by_head: q|k|v in one tensor are ordered by kv head: the q heads that read it, k, v.
     n_blocks: they are ordered by so many blocks of heads, each with q, v, k (CodeGen).
@@ -77,6 +82,12 @@ class Names:
     q_norm: str = "q_norm"
     k_norm: str = "k_norm"
     positions: str = ""
+    inner_norms: tuple[str, str] = ("attn_sub_norm", "ffn_sub_norm")
+    types: str = ""
+    embed_norm: str = "embed_norm"
+    transform: str = ""
+    transform_norm: str = ""
+    head_bias: str = ""
     other_norms: Params = dataclasses.field(default_factory=ParamsDict)
     is_by_head: bool = False
     n_blocks: int = 0

@@ -79,20 +79,26 @@ def param_table(
             )
         norm = functools.partial(_layer_norm, cfg, names, present)
         after = functools.partial(norm, scale=stored.residual)  # what the layer adds is multiplied
-        if index == 0 and cfg.learned_positions is not None:
+        if index == 0 and cfg.learned_positions is not None and cfg.sine_theta is None:
             places = cfg.max_position + cfg.learned_positions
             table[layer, "positions", "weight"] = one(f"{names.positions}.weight", places, d)
+        if index == 0 and cfg.token_types:
+            table[layer, "types", "weight"] = one(f"{names.types}.weight", cfg.token_types, d)
+        if index == 0 and cfg.embed_norm:
+            table |= norm((layer, "embed_norm"), names.embed_norm)
         is_beside = cfg.shared_blocks is None and index in cfg.beside_layers
-        if pre_norms and not is_beside:
+        if pre_norms and not is_beside and (cfg.first_norm or index):
             table |= norm((layer, "mixer_norm"), f"{prefix}.{names.mixer_norm}")
         table |= {(layer, "mixer", *path): param for path, param in mixer.items()}
-        if post_norms:
+        sums = cfg.sum_norms_of(index)
+        if post_norms or sums != "none":
             table |= after((layer, "mixer_out_norm"), f"{prefix}.{names.mixer_out_norm}")
         if mlp and pre_norms and (cfg.parallel_norms or not cfg.parallel_block):
             table |= norm((layer, "mlp_norm"), f"{feed}.{names.mlp_norm}")
         table |= {(layer, "mlp", *path): param for path, param in mlp.items()}
         own = cfg.experts_of(index)
-        if mlp and (post_norms or (own is not None and own.out_norm)):
+        has_out_norm = post_norms or sums == "both" or (own is not None and own.out_norm)
+        if mlp and has_out_norm:
             table |= after((layer, "mlp_out_norm"), f"{feed}.{names.mlp_out_norm}")
         if cfg.layer_inputs is not None:
             own_inputs = layer_inputs.layer_table(cfg, f"{feed}.", names.layer_inputs)
@@ -102,7 +108,15 @@ def param_table(
             table[layer, "scale", "weight"] = one(scale_name, 1, mean=1.0, std=0.0)
     # A tied head has the embedding's multiplier, too.
     scale = stored.logits / (stored.embed if cfg.tie_embeddings else 1.0)
-    table |= _norm(cfg, ("norm",), names.norm, scale)
+    last = cfg.n_layers - 1
+    if cfg.head_transform:
+        table |= _norm(cfg, ("transform", "norm"), names.transform_norm.format(last))
+        dense = fused("dense", [(names.transform, d, {})], d, cfg.head_transform_bias)
+        table |= {("transform", *path): param for path, param in dense.items()}
+    table |= _norm(cfg, ("norm",), names.norm.format(last), scale)
+    if cfg.tie_embeddings and cfg.head_bias:
+        bias = one(f"{names.head_bias or names.head}.bias", cfg.vocab_size, std=0.0)
+        table["embed", "bias"] = bias
     if not cfg.tie_embeddings:
         table["head", "weight"] = one(f"{names.head}.weight", cfg.vocab_size, d)
         if cfg.head_bias:
@@ -222,7 +236,10 @@ def _mlp(
     products = cfg.stored.products or UNMULTIPLIED
     down, d = f"{prefix}{names.down}", cfg.d_model
     residual = cfg.product_scale * products.down
-    last = written("down", down, d, d_ff, cfg.mlp_bias, residual, names.is_transposed)
+    inner = {}
+    if cfg.inner_norms:
+        inner = _norm(cfg.replace(d_model=d_ff), ("inner_norm",), f"{prefix}{names.inner_norms[1]}")
+    last = inner | written("down", down, d, d_ff, cfg.mlp_bias, residual, names.is_transposed)
     if not cfg.gated_mlp:
         order = transposed(d_ff) if names.is_transposed else {}
         up = fused("up", [(f"{prefix}{names.gate_up[-1]}", d_ff, order)], d, cfg.mlp_bias)

@@ -69,6 +69,10 @@ def check_shards(cfg: ModelConfig, n: int) -> None:
         raise JaxLlamaError(
             f"mesh: model={n}: the norms of q and k of {cfg.name} are over all heads; allowed: 1"
         )
+    if cfg.inner_norms and n > 1:
+        raise JaxLlamaError(
+            f"mesh: model={n}: norms of {cfg.name} are over all heads and features; allowed: 1"
+        )
     reason = _obstacle(cfg, n)
     if reason is None:
         return

@@ -137,20 +137,21 @@ def observe(
     h: list[jax.Array],
     *,
     hessian: bool,
-    following: Layer | None = None,
+    following: tuple[ModelConfig, Layer] | None = None,
 ) -> dict[str, InputStats]:
     """Return statistics of the input of every site of a block (or of the "head").
 
-    following: the next block's parameters, if it is an attention block.
+    following: the next block's config and parameters, if it is an attention block.
     """
-    if following is not None:
-        mixer = {name: value for name, value in following["mixer"].items() if name != "o"}
-        norm = {name: value for name, value in following.items() if name == "mixer_norm"}
-        following = {"mixer": mixer, **norm}
+    next_cfg, following_layer = (None, None) if following is None else following
+    if following_layer is not None:
+        mixer = {name: value for name, value in following_layer["mixer"].items() if name != "o"}
+        norm = {name: value for name, value in following_layer.items() if name == "mixer_norm"}
+        following_layer = {"mixer": mixer, **norm}
     keep = -(-SAMPLE // len(h))
     sums, samples = None, []
     for batch in h:
-        part, sample = _observe(cfg, kind, layer, following, batch, hessian, keep)
+        part, sample = _observe(cfg, kind, next_cfg, layer, following_layer, batch, hessian, keep)
         sums = part if sums is None else _merge(sums, part)
         samples.append(sample)
     assert sums is not None
@@ -165,10 +166,11 @@ def observe(
 Sums = tuple[jax.Array | None, jax.Array, jax.Array, jax.Array, jax.Array]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 5, 6))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 6, 7))
 def _observe(
     cfg: ModelConfig,
     kind: str,
+    next_cfg: ModelConfig | None,
     layer: Layer,
     following: Layer | None,
     h: jax.Array,
@@ -193,7 +195,8 @@ def _observe(
     if following is not None and cfg.latent is None:
         y, _ = linear.norm(Stream(after), following.get("mixer_norm"), cfg)
         qkv = linear.linear(y, following["mixer"]["qkv"])
-        later = 1 + _attention_received(cfg, following["mixer"], qkv).reshape(-1, 1)
+        assert next_cfg is not None
+        later = 1 + _attention_received(next_cfg, following["mixer"], qkv).reshape(-1, 1)
     sums, samples = {}, {}
     for site in sites(cfg, kind):
         reader = id(get(layer, site.readers[0]))

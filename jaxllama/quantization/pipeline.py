@@ -34,7 +34,8 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
-from jaxllama.model.decoder import layer_config
+from jaxllama.model.decoder import layer_config, transformed
+from jaxllama.model.linear import Stream
 from jaxllama.progress import working
 from jaxllama.quantization import awq, smoothquant
 from jaxllama.quantization.calibration import InputStats, advance, embed, observe
@@ -124,6 +125,11 @@ def calibrate(
         whose inputs are not finite.
     """
     check_method(recipe, method)
+    if cfg.shared_kv_layers or cfg.layer_inputs is not None:
+        raise JaxLlamaError(
+            f"{cfg.name}: its layers share keys or have inputs of their own: no calibration runs "
+            "them one by one; load(quantize=) rounds them to nearest"
+        )
     is_quantized = [is_packed(leaf) for leaf in _leaves(params)]
     if any(is_quantized):
         raise JaxLlamaError(
@@ -148,17 +154,19 @@ def calibrate(
             if h is None:
                 h = embed(cfg, params, tokens) if index == 0 else _stored_hidden(work, name)
             layer_cfg, _ = layer_config(cfg, index)
-            next_kind = cfg.layer_types[index + 1] if index + 1 < cfg.n_layers else "head"
-            following = params[f"layer_{index + 1}"] if next_kind == "attention" else None
+            following = None
+            if index + 1 < cfg.n_layers and cfg.layer_types[index + 1] == "attention":
+                following = layer_config(cfg, index + 1)[0], params[f"layer_{index + 1}"]
             out[name], entries = run.layer(layer_cfg, kind, name, params[name], h, following)
             h = advance(layer_cfg, kind, out[name], h)
             if work is not None:
-                following = stages[index + 1][0] if index + 1 < len(stages) else "head"
-                work.save(name, out[name], entries, following, h)
+                next_name = stages[index + 1][0] if index + 1 < len(stages) else "head"
+                work.save(name, out[name], entries, next_name, h)
         report += entries
         progress(sum(leaf.nbytes for leaf in _leaves(params[name])))
     if "head" in params and recipe.of("head") is not None:
         h = _stored_hidden(work, "head") if h is None else h
+        h = [transformed(cfg, params, Stream(x)).total for x in h]
         last = {"norm": params["norm"], "head": params["head"]}
         done, entries = run.layer(cfg, "head", "", last, h)
         out.update(done)
@@ -223,7 +231,7 @@ class _Run:
         prefix: str,
         layer: Layer,
         h: list[jax.Array],
-        following: Layer | None = None,
+        following: tuple[ModelConfig, Layer] | None = None,
     ) -> tuple[Layer, list[JsonObject]]:
         """Return (the quantized layer, its report entries)."""
         hessian = self.method in ("awq", "gptq")

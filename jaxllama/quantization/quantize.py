@@ -38,7 +38,8 @@ def quantize_params(
         Recipe of ``quantization.scheme``, such as "w4a16,down=w8a16".
     cfg : ModelConfig or None
         The model's config. With it w4a16's grids are fitted to each weight's inputs for random
-        tokens, as in ``load``, which lowers the KL by a third.
+        tokens, as in ``load``, which lowers the KL by a third. Models whose layers share keys or
+        have inputs of their own (Gemma 4 E2B) are rounded without a fit.
     scale_dtype : data-type or None
         See ``Scheme.scale_dtype``.
     progress : bool
@@ -59,7 +60,8 @@ def quantize_params(
     recipe = parse(scheme) if isinstance(scheme, str) else scheme
     recipe.check_rounding()
     packed = any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed)))
-    if cfg is not None and not packed and any(one.is_fitted for one in recipe.schemes):
+    is_alone = cfg is not None and not cfg.shared_kv_layers and cfg.layer_inputs is None
+    if cfg is not None and is_alone and not packed and any(x.is_fitted for x in recipe.schemes):
         return round_model(cfg, dict(params), recipe, scale_dtype, progress)
     params, recipe = untie(params, recipe)
     total = sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -280,7 +280,11 @@ def untie(params: Params, recipe: Recipe) -> tuple[ParamsDict, Recipe]:
         return dict(params), recipe
     if is_packed(params["embed"]["weight"]):
         return dict(params), recipe
-    return {**params, "head": params["embed"]}, recipe.with_rule("head", recipe.tied_head)
+    embed = {name: leaf for name, leaf in params["embed"].items() if name != "bias"}
+    return (
+        {**params, "embed": embed, "head": params["embed"]},
+        recipe.with_rule("head", recipe.tied_head),
+    )
 
 
 def is_packed(leaf: object) -> TypeGuard[Packed]:

@@ -89,12 +89,13 @@ def sites(cfg: ModelConfig, kind: str) -> tuple[Site, ...]:
     if cfg.experts is not None:
         mlp = tuple(Site(of[0][0], *of) for of in experts.sites(cfg.experts, model, cfg.gated_mlp))
         return (*_mixer_sites(cfg, kind, before, (), model), *mlp)
+    keeps = cfg.gated_mlp and not cfg.inner_norms  # an activation or a norm keeps no scale
     mlp = tuple(Site(first, gate_up, mlp_norm, None, model) for _ in gate_up) + (
         Site(
             "mlp/down",
             ("mlp/down",),
-            first if cfg.gated_mlp else "",  # an activation keeps no scale
-            (cfg.d_ff, 2 * cfg.d_ff) if cfg.gated_mlp else None,
+            first if keeps else "",
+            (cfg.d_ff, 2 * cfg.d_ff) if keeps else None,
             np.arange(cfg.d_ff),
         ),
     )

@@ -32,6 +32,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.decoder import block
 from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.linear import Stream
+from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.params import param_table
 from jaxllama.model.records import At
 from jaxllama.model.stacked import one_layer_path
@@ -174,21 +175,21 @@ def gathered_block(
     kind: str,
     params: Params,
     stream: Stream,
-    state: None,
+    state: LayerState,
     at: At,
     *,
     ops: LayerOps,
     dtype: DTypeLike | None,
     remat: bool,
-) -> tuple[Stream, None]:
+) -> tuple[Stream, LayerState]:
     """Run ``decoder.block`` of a layer's parts; its whole matrices are kept for no backward pass.
 
     dtype: of the gathered matrices. remat: keep only the layer's input.
     """
 
-    def run(params: Params, stream: Stream) -> Stream:
+    def run(params: Params, stream: Stream, state: LayerState) -> tuple[Stream, LayerState]:
         whole = gathered(cfg, {"layer_0": params}, dtype)["layer_0"]
-        return block(cfg, kind, whole, stream, None, at, ops)[0]
+        return block(cfg, kind, whole, stream, state, at, ops)
 
     but = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
-    return jax.checkpoint(run, policy=None if remat else but)(params, stream), state
+    return jax.checkpoint(run, policy=None if remat else but)(params, stream, state)

@@ -154,6 +154,8 @@ def _check(setup: TrainingSetup, data: Data) -> None:
             raise JaxLlamaError(f"{one.name}: training has no objective for a head with a bias")
     if config.router is not None and model.experts is None:
         raise JaxLlamaError(f"router = {config.router}: {model.name} has no experts")
+    if config.router is not None and model.shared_kv_layers:
+        raise JaxLlamaError(f"router = {config.router}: the layers of {model.name} share keys")
     if data.vocab_size > model.vocab_size:
         options = config.data
         source = options.tokens or options.conversations or options.prompts

@@ -28,6 +28,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jaxllama.checkpoints.hf import encoders
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.config import config_from_hf, config_to_hf
 from jaxllama.checkpoints.hf.families import FAMILIES
@@ -427,11 +428,17 @@ def transformers_reads(kind: str) -> dict[str, Any]:
         "glm4_moe": {"head_dim": 128},
         "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
         "deepseek_v2": {"num_experts_per_tok": 6},
+        **dict.fromkeys(encoders.FAMILIES, {"is_decoder": True}),
+        "electra": {"is_decoder": True, "embedding_size": 256},
+        "modernbert-decoder": {},
+        "openai-gpt": {},
     }
     config = transformers.AutoConfig.for_model(kind, **given.get(kind, {})).to_dict()
     config.pop("transformers_version")
-    folder = MODEL_OF.get(kind, kind.removesuffix("_text"))
-    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    name = MODEL_OF.get(kind, kind.removesuffix("_text")).replace("-", "_")
+    folder = {"data2vec_text": "data2vec", "openai_gpt": "openai"}.get(name, name)
+    name = {"openai_gpt": "openai"}.get(name, name)
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{name}")
     found = set(re.findall(r"config\.([a-z]\w+)|config, \"(\w+)\"", inspect.getsource(module)))
     # Its masks read is_causal; layer_types it looks for in classes that share the code.
     others = {"layer_types"}

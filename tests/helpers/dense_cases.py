@@ -13,6 +13,13 @@ EPS = {
     **dict.fromkeys(("gpt2", "gpt-sw3", "gpt_bigcode", "gpt_neo"), "layer_norm_epsilon"),
     **dict.fromkeys(("gptj", "codegen", "falcon", "nemotron_h"), "layer_norm_epsilon"),
     "starcoder2": "norm_epsilon",
+    **dict.fromkeys(("bert", "ernie", "electra", "roformer", "megatron-bert"), "layer_norm_eps"),
+    **dict.fromkeys(("bert-generation", "roberta", "camembert", "xlm-roberta"), "layer_norm_eps"),
+    **dict.fromkeys(("data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl"), "layer_norm_eps"),
+    "modernbert-decoder": "norm_eps",
+    "openai-gpt": "layer_norm_epsilon",
+    "ctrl": "layer_norm_epsilon",
+    "xglm": "layer_norm_eps",
     "cohere2_moe": "layer_norm_eps",
 }
 _GRANITE = {
@@ -30,6 +37,10 @@ DEFAULT = (
     "nanochat",
     "gemma4_text",
     "gemma4_text-experts",
+    "bert",
+    "modernbert-decoder",
+    "xglm",
+    "bitnet",
 )  # one of each mechanism that no other case has
 _SIGMOID = {
     "moe_intermediate_size": 24,
@@ -55,6 +66,25 @@ _MSCALE = {
     "mscale": 0.7,
     "mscale_all_dim": 1.0,
 }
+_ENCODER = {
+    **_MHA,
+    "is_decoder": True,
+    "tie_word_embeddings": True,
+    "type_vocab_size": 2,
+}
+# Families whose positions begin behind the number of the padding token, which no text has.
+PADDED = {
+    "roberta": 3,
+    "camembert": 0,
+    "xlm-roberta": 0,
+    "data2vec-text": 5,
+    "roberta-prelayernorm": 0,
+    "xlm-roberta-xl": 0,
+}
+ENCODERS = (
+    *("bert", "ernie", "megatron-bert", "electra", "roformer", "bert-generation", *PADDED),
+    *("modernbert-decoder", "openai-gpt"),
+)
 _FALCON = {
     "num_hidden_layers": 1,
     "num_key_value_heads": 2,
@@ -555,6 +585,46 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "num_key_value_heads": 2,
         },
     ),
+    *((kind, "", _ENCODER) for kind in ("bert", "ernie", "megatron-bert")),
+    *((kind, "", {**_ENCODER, "embedding_size": 32}) for kind in ("electra", "roformer")),
+    ("bert-generation", "", {**_ENCODER, "type_vocab_size": None}),
+    *(
+        (kind, "", {**_ENCODER, "pad_token_id": pad, "max_position_embeddings": 129 + pad})
+        for kind, pad in PADDED.items()
+    ),
+    (
+        "modernbert-decoder",
+        "",
+        {
+            **_MHA,
+            "num_hidden_layers": 3,
+            "tie_word_embeddings": True,
+            "sliding_window": 9,
+            "global_attn_every_n_layers": 2,
+            "rope_theta": 1000.0,
+            "rope_local_base_freq": 100.0,
+        },
+    ),
+    (
+        "modernbert-decoder",
+        "bias",
+        {
+            **_MHA,
+            "tie_word_embeddings": True,
+            "sliding_window": 9,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "norm_bias": True,
+            "decoder_bias": False,
+            "classifier_bias": True,
+        },
+    ),
+    ("openai-gpt", "", {**_MHA, "intermediate_size": 128, "tie_word_embeddings": True}),
+    ("olmo", "clip", {"clip_qkv": 0.5, "tie_word_embeddings": True}),
+    ("xglm", "", {**_MHA, "tie_word_embeddings": True}),
+    ("ctrl", "", {**_MHA, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-6}),
+    ("bitnet", "", _DIVIDED),
+    ("bitnet", "silu", {**_DIVIDED, "hidden_act": "silu", "attention_bias": True}),
 )
 # transformers writes its convolutions in three equal parts, which are not q, k and v.
 UNWRITTEN = ("olmo_hybrid",)

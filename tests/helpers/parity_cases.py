@@ -578,7 +578,11 @@ def params_of(name: str) -> dict[str, Any]:
 def tokens_of(name: str) -> np.ndarray:
     """int32 ``[LENGTH]``; the first PROMPT of them are what is continued."""
     raw = np.random.PCG64(list(CASES).index(name)).random_raw(LENGTH)
-    return (raw % np.uint64(CASES[name].vocab_size)).astype(np.int32)
+    pad = dense_cases.PADDED.get(CASES[name].stored.family)
+    if pad is None:
+        return (raw % np.uint64(CASES[name].vocab_size)).astype(np.int32)
+    tokens = (raw % np.uint64(CASES[name].vocab_size - 1)).astype(np.int32)
+    return tokens + (tokens >= pad)  # without padding tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -610,7 +614,13 @@ def reference(name: str) -> Answer:
         # In this order: a model with dynamic RoPE remembers the longest length it has seen, until
         # it sees one below its trained context.
         logits = model(tokens).logits[0]
-        out = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False
-        )
+        if cfg.stored.family in dense_cases.PADDED:  # generate counts their positions from 0
+            out = prompt
+            for _ in range(NEW):
+                best = model(out, use_cache=False).logits[:, -1:].argmax(-1)
+                out = torch.cat([out, best], dim=1)
+        else:
+            out = model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False
+            )
     return Answer(logits.numpy(), out[0, PROMPT:].numpy().astype(np.int32))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.helpers.dense_cases import ENCODERS, PADDED
+
 _FLAG = [True, False]
 _BIAS = {"attention_bias": _FLAG}
 _BIASES = {**_BIAS, "mlp_bias": _FLAG}
@@ -48,6 +50,13 @@ _LATENT = {
         {**_YARN, "factor": 4.0},
         {**_YARN, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.7},
     ],
+}
+_ENCODER = {
+    **_LEARNED,
+    "is_decoder": [True],
+    "tie_word_embeddings": [True],
+    "type_vocab_size": [1, 2],
+    "hidden_act": ["gelu", "gelu_new", "relu"],
 }
 _TYPES = ("sliding_attention", "full_attention")
 _GEMMA4 = {
@@ -126,7 +135,7 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
     "iquestcoder": _BIASES,
     "hyperclovax": {**_SCALES, "mlp_bias": _FLAG, "use_post_norm": _FLAG},
     "granite_swa": {**_SCALES, **_THETAS, **_BIASES, "sliding_window": [3, 9]},
-    "olmo": _BIAS,
+    "olmo": {**_BIAS, "clip_qkv": [None, 0.3, 1.0]},
     "olmo_hybrid": {
         "num_hidden_layers": [3],
         "num_attention_heads": [4],
@@ -414,6 +423,41 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "top_k_experts": [1, 3],
         "moe_intermediate_size": [16, 24],
     },
+    **dict.fromkeys(("bert", "ernie", "megatron-bert"), _ENCODER),
+    "bert-generation": {key: one for key, one in _ENCODER.items() if key != "type_vocab_size"},
+    "electra": {**_ENCODER, "embedding_size": [32], "hidden_act": ["gelu"]},
+    "roformer": {**_ENCODER, "embedding_size": [32]},
+    **{
+        kind: {**_ENCODER, "pad_token_id": [pad], "hidden_act": ["gelu"]}
+        for kind, pad in PADDED.items()
+    },
+    "modernbert-decoder": {
+        **_BIASES,
+        "tie_word_embeddings": [True],
+        "num_hidden_layers": [2, 3],
+        "sliding_window": [3, 9],
+        "global_attn_every_n_layers": [2, 3],
+        "norm_bias": _FLAG,
+        "decoder_bias": _FLAG,
+        "classifier_bias": _FLAG,
+        "rope_theta": [1e4],
+        "rope_local_base_freq": [100.0, 1e4],
+    },
+    "openai-gpt": {
+        **_LEARNED,
+        "intermediate_size": [128],
+        "afn": ["gelu", "relu", "silu"],
+        "tie_word_embeddings": [True],
+    },
+    "xglm": {
+        **_LEARNED,
+        "rms_norm_eps": [1e-5],
+        "scale_embedding": _FLAG,
+        "activation_function": ["gelu", "relu"],
+        "tie_word_embeddings": [True, False],
+    },
+    "ctrl": {**_LEARNED, "rms_norm_eps": [1e-6], "tie_word_embeddings": [True]},
+    "bitnet": {**_BIAS, "hidden_act": ["relu2", "silu"]},
     "gemma4_unified_text": {**_GEMMA4, "num_kv_shared_layers": [0]},
 }
 # Families whose classes know no other width of a head than hidden_size / num_attention_heads.
@@ -433,6 +477,8 @@ DIVIDED = (
     "codegen",
     "gpt_neox",
     "gpt_neox_japanese",
+    *ENCODERS,
+    *("xglm", "ctrl", "bitnet"),
     "falcon",
     "flex_olmo",
     "granitemoeshared",
@@ -445,5 +491,7 @@ DIVIDED = (
 UNGROUPED = (
     *("gpt2", "gpt-sw3", "gpt_neo", "opt", "biogpt", "gptj", "codegen", "gpt_neox"),
     "gpt_neox_japanese",
+    *ENCODERS,
+    *("xglm", "ctrl"),
     *("deepseek_v2", "deepseek_v3", "sarvam_mla", "axk1", "glm4_moe_lite", "youtu", "minicpm3"),
 )

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxllama as jl
+from jaxllama import modules
+from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.config import config_from_hf
-from jaxllama.errors import JaxLlamaError
+from jaxllama.config import ExpertsConfig, FullAttentionConfig
+from jaxllama.errors import JaxLlamaError, WeightWarning
+from jaxllama.language_model import LanguageModel
 from jaxllama.model.cache import init_pages
 from jaxllama.model.rope import rope_tables
-from jaxllama.model.stacked import hidden_states, runs, stack_layers
+from jaxllama.model.stacked import hidden_states, recomputed_block, runs, stack_layers
 from jaxllama.offload.policy import Policy
 from jaxllama.placement import Placement
+from jaxllama.quantization.pipeline import calibrate
+from jaxllama.quantization.scheme import parse
 from tests.helpers.models import GEMMA4, params_of, relative_error, tokens_of
 
 LENGTHS = np.array([13, 9], np.int32)
@@ -91,8 +98,6 @@ def test_gradients_reach_every_parameter_and_no_layers_are_stacked():
     grads = jax.grad(loss)(params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         assert float(jnp.max(jnp.abs(leaf))) > 0, jax.tree_util.keystr(path)
-    from jaxllama.model.stacked import recomputed_block
-
     again = jax.grad(loss)(params, recomputed_block)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), grads, again)
 
@@ -137,3 +142,101 @@ def test_heads_by_layer_are_read_as_transformers_writes_them():
     assert cfg.full is not None and cfg.full.head_dim == 16 and cfg.rope.rotary_dim == 4
     with pytest.raises(JaxLlamaError, match="per_layer_config"):
         config_from_hf({**own, "per_layer_config": {"2": {"head_dim": 16}}}, "tiny")
+
+
+@pytest.mark.slow
+def test_modules_declare_and_compute_the_same():
+    params, tokens = params_of(GEMMA4), tokens_of(GEMMA4, 2, 12)
+    decoder = modules.Decoder(GEMMA4)
+    drawn = nn.unbox(decoder.init(jax.random.key(0), tokens)["params"])
+    assert jax.tree.map(jnp.shape, drawn) == jax.tree.map(jnp.shape, params)
+    hidden, _ = decoder.apply({"params": params}, tokens)
+    scores = decoder.apply({"params": params}, hidden, method="logits")
+    want = jl.logits(GEMMA4, params, tokens, np.full(2, 12, np.int32))
+    assert relative_error(scores, want) < 1e-6
+    for index, message in ((0, "inputs of the Decoder"), (2, "another layer's keys")):
+        layer = modules.DecoderLayer(GEMMA4, index)
+        x = jnp.zeros((1, 3, GEMMA4.d_model))
+        with pytest.raises(JaxLlamaError, match=message):
+            layer.apply({"params": params[f"layer_{index}"]}, x)
+
+
+EXPERTS = GEMMA4.replace(
+    head_dim=16,
+    full=FullAttentionConfig(head_dim=32, n_kv_heads=1, k_is_v=True),
+    d_ff=64,
+    shared_kv_layers=0,
+    shared_kv_d_ff=None,
+    layer_inputs=None,
+    experts=ExpertsConfig(8, 2, 32, shared=64, beside=True),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "bound"), [("rtn", 0.3), ("awq", 0.2), ("gptq", 0.2)])
+def test_experts_beside_a_feed_forward_are_calibrated(method, bound):
+    """And layers whose next layer has heads of another width."""
+    params, tokens = params_of(EXPERTS), np.asarray(tokens_of(EXPERTS, 2, 12))
+    lengths = np.full(2, 12, np.int32)
+    want = jl.logits(EXPERTS, params, tokens, lengths)
+    done, _ = calibrate(EXPERTS, params, tokens, parse("w4a16"), method, measure=False)
+    got = jl.logits(EXPERTS.with_head_of(done), done, tokens, lengths)
+    assert relative_error(got, want) < bound
+    with pytest.raises(JaxLlamaError, match="share keys"):
+        calibrate(GEMMA4, params_of(GEMMA4), tokens, parse("w4a16"), method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["0 100 100 0 100 0", "0 100 100 0 100 0 experts=25/75"])
+def test_offloaded_experts_beside_a_feed_forward(policy, tmp_path, monkeypatch):
+    """They give the tokens of a resident model."""
+    monkeypatch.setenv("JAXLLAMA_OFFLOAD_DIR", str(tmp_path))
+    params, prompts = params_of(EXPERTS), [[5, 9, 4, 7, 11], [3], [8, 6, 5]]
+    cfg = EXPERTS.replace(eos_token_ids=())
+    place = Placement(Policy.parse(policy), jnp.float32)
+    off = place.model(cfg, place.tree(jax.tree.map(np.asarray, params)), None)
+    want = LanguageModel(cfg, params, None).generate(prompts, 8)
+    assert [one.tokens for one in off.generate(prompts, 8)] == [one.tokens for one in want]
+
+
+@pytest.mark.slow
+def test_the_text_decoder_of_a_multimodal_checkpoint(tmp_path):
+    """As transformers' own class for images and texts computes a text."""
+    torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
+    text = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 9,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": 64,
+        "pad_token_id": 0,
+    }
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    vision |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    others = {"image_token_id": 60, "video_token_id": 61, "audio_token_id": 62}
+    config = transformers.Gemma4Config(text_config=text, vision_config=vision, **others)
+    torch.manual_seed(0)
+    model = transformers.Gemma4ForConditionalGeneration(config).eval().float()
+    with torch.no_grad():
+        for name, leaf in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("layer_scalar"):
+                leaf.fill_(0.7)
+            elif "norm" not in name and leaf.is_floating_point() and leaf.ndim == 2:
+                leaf.normal_(std=0.2)
+    model.save_pretrained(tmp_path / "m")
+    tokens = np.random.default_rng(0).integers(1, 50, (2, 40))
+    with torch.no_grad():
+        want = model(input_ids=torch.from_numpy(tokens)).logits.numpy()
+    with pytest.warns(WeightWarning, match="its text decoder alone is read"):
+        cfg, params = hf.load(tmp_path / "m")
+    assert cfg.stored.family == "gemma4_text" and cfg.shared_kv_layers == 2
+    got = jl.logits(cfg, params, tokens.astype(np.int32), np.full(2, 40, np.int32))
+    assert relative_error(got, want) < 1e-4

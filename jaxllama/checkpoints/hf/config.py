@@ -138,7 +138,7 @@ def config_from_hf(
         raise read.error("num_attention_heads", f"must divide hidden_size ({d_model})")
     head_dim = read.size(key, d_model // n_heads)
     activation = read.text(family.activation, "silu")
-    is_gated = family.facts.get("gated_mlp", True)
+    is_gated = family.facts.get("gated_mlp", True) and "inner_norms" not in family.facts
     known_ones = [name for name in ACTIVATIONS if not (is_gated and name in UNGATED)]
     if activation not in known_ones:
         raise read.error(family.activation, f"not supported; supported: {', '.join(known_ones)}")

@@ -97,6 +97,19 @@ _GEMMA2 = {
     "hidden_activation": "gelu_pytorch_tanh",
 }
 
+_BITNET = Family(
+    ("BitNetForCausalLM",),
+    defaults={
+        "num_key_value_heads": 5,
+        "hidden_act": "relu2",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    },
+    same=BIAS,
+    facts={"inner_norms": True},
+)
 _APERTUS = Family(
     ("ApertusForCausalLM",),
     defaults={
@@ -118,6 +131,7 @@ _APERTUS = Family(
     facts={"gated_mlp": False, "qk_norm": "head"},
 )
 FAMILIES: dict[str, Family] = {
+    "bitnet": _BITNET,
     "gemma": Family(
         ("GemmaForCausalLM",),
         defaults={
@@ -318,8 +332,7 @@ FAMILIES: dict[str, Family] = {
     "olmo": Family(
         ("OlmoForCausalLM",),
         defaults={"bos_token_id": None, "eos_token_id": 50279},
-        same=BIAS,
-        fixed={"clip_qkv": (None,)},
+        same=(*BIAS, ("clip_qkv", "qkv_limit", None)),
         facts={"norm": "layer", "norm_weight": False, "norm_eps": 1e-5},
     ),
 }

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 from jaxllama.checkpoints.hf import (
     dense,
+    encoders,
     gemma4,
     gpt,
     hybrid,
@@ -942,6 +943,7 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     **dense.FAMILIES,
+    **encoders.FAMILIES,
     **gemma4.FAMILIES,
     **gpt.FAMILIES,
     **hybrid.FAMILIES,

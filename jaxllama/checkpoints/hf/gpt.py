@@ -194,6 +194,14 @@ _GPTJ = Family(
 )
 
 
+def _xglm(read: JsonReader) -> Fields:
+    """Return the sines of XGLM's table, whose last frequency is 1 / 10000."""
+    pairs = read.size("hidden_size") // 2
+    if pairs < 2:
+        raise read.error("d_model", "must be at least 4")
+    return {"sine_theta": 10000.0 ** (pairs / (pairs - 1))}
+
+
 def _multiple(read: JsonReader) -> Fields:
     return {
         "intermediate_size": read.size("hidden_size") * read.size("intermediate_multiple_size", 4)
@@ -347,6 +355,58 @@ FAMILIES: dict[str, Family] = {
             "embed_norm": True,
         },
         stored={"flipped": True},
+    ),
+    "xglm": Family(
+        ("XGLMForCausalLM",),
+        defaults={
+            "activation_function": "gelu",
+            "layer_norm_eps": 1e-5,
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+            "tie_word_embeddings": True,
+        },
+        keys=("decoder_start_token_id", "init_std", "layerdrop", "dropout", "activation_dropout"),
+        same=(("scale_embedding", "embedding_scale", True),),
+        fields=_xglm,
+        fixed={"add_cross_attention": (False, None), "is_encoder_decoder": (False, None)},
+        facts={**_LINE, **_BIASES, "learned_positions": 2},
+        eps="layer_norm_eps",
+        activation="activation_function",
+        is_nope=lambda *_: True,
+        names={
+            "hidden_size": "d_model",
+            "intermediate_size": "ffn_dim",
+            "num_hidden_layers": "num_layers",
+            "num_attention_heads": "attention_heads",
+        },
+        absent=(*_HEADS, "layer_norm_eps"),
+        unused_endings=(".embed_positions.weights",),
+    ),
+    "ctrl": Family(
+        ("CTRLLMHeadModel",),
+        defaults={
+            "max_position_embeddings": 256,
+            "hidden_act": "relu",
+            "layer_norm_epsilon": 1e-6,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "tie_word_embeddings": True,
+        },
+        keys=("from_tf", "n_ctx"),
+        fixed={"layer_norm_epsilon": (1e-6,), "hidden_act": ("relu",)},
+        facts={
+            **_LINE,
+            **_BIASES,
+            **_LEARNED,
+            "sine_theta": 10000.0,
+            "embedding_scale": True,
+            "head_bias": True,
+        },
+        eps="layer_norm_epsilon",
+        is_nope=lambda *_: True,
+        names={key: name for key, name in _GPT2_NAMES.items() if name != "n_inner"}
+        | {"intermediate_size": "dff"},
+        absent=(*_HEADS, "hidden_act"),
     ),
     "phi": Family(
         ("PhiForCausalLM",),

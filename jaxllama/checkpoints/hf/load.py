@@ -405,7 +405,8 @@ def _untied(directory: Path, cfg: ModelConfig, files: Tensors) -> ModelConfig:
     """Return ``cfg`` untied if the checkpoint has a head with other values than the embedding."""
     for head in _tied_heads(cfg):
         (embed,) = param_table(cfg)["embed", "weight"].sources
-        if head in files and embed.name in files and not _equal(files, embed.name, head):
+        is_there = head.endswith(".weight") and head in files and embed.name in files
+        if is_there and not _equal(files, embed.name, head):
             warnings.warn(
                 f"{directory}: tie_word_embeddings = True, but {head!r} differs from "
                 f"{embed.name!r}: both are used",

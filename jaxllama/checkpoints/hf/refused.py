@@ -18,11 +18,12 @@ _REASONS: dict[str, str] = {
     "the decoder of an encoder-decoder": """
         bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet
         """,
-    "an encoder, whose norms follow the sum with the residual": """
-        bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert
-        roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod
-        modernbert-decoder
-        """,
+    "an encoder with embeddings narrower than its layers": "rembert",
+    "an encoder with embeddings of a character's shape and sound": "roc_bert",
+    "an encoder with an adapter for each language": "xmod",
+    "mixer: attention over random and sliding blocks": "big_bird",
+    "mixer: two streams of attention with relative positions": "xlnet",
+    "an encoder with embeddings of languages": "xlm",
     "image input": """
         cohere_compass_text emu3 fuyu git got_ocr2 llama4 mllama trocr phi4_multimodal
         minimax_m3_vl_text dots3_note dots3_note_text gemma3n
@@ -55,17 +56,15 @@ _REASONS: dict[str, str] = {
     "mixer: attention whose gate has biases or scales of its own": "beam dory",
     "mixer: attention with a gate of softplus": "laguna",
     "mixer: attention with keys wider than values, and two sizes of heads": "mimo_v2_flash",
-    "mixer: attention with layers of two head widths and shared keys": """
-        gemma3n_text gemma4_assistant gemma4_unified_assistant
+    "mixer: a stream of four copies (AltUp)": "gemma3n_text",
+    "mixer: attention over the keys of another model, which it drafts for": """
+        gemma4_assistant gemma4_unified_assistant
         """,
     "mixer: short convolutions beside gated attention": "lfm3",
     "mixer: byte patches and cross attention between them": "blt",
     "mixer: a loop over the layers": "hrm_text",
-    "positions: a table of sines that no file has": "ctrl xglm",
     "mixer: attention with relative position biases": "cpmant",
     "norms: LayerNorm of each head of q and k": "persimmon",
-    "norms: after the sum with the residual": "openai-gpt",
-    "norms: inside of the sublayers, before their last product": "bitnet",
     "a mixture of experts with a router of its own": """
         dbrx lara_mini
         """,

@@ -196,5 +196,5 @@ def output(
     if cfg.latent is not None:
         heads = latent.lifted(cfg, mixer, heads)
     norm = weights.get("mixer_out_norm")
-    after = linear_add(finished(heads, gate), mixer["o"], stream, cfg, norm)
+    after = linear_add(finished(cfg, mixer, heads, gate), mixer["o"], stream, cfg, norm)
     return after._replace(beside=stream.beside)

@@ -202,11 +202,13 @@ def sites(options: ExpertsConfig, model: np.ndarray, is_gated: bool) -> tuple[Si
     The router reads the same norm as the experts, so no scale can be absorbed before them.
     """
     first = "mlp/gate_up" if is_gated else "mlp/up"
-    beside = (first,) if options.shared else ()
+    beside = (first,) if options.shared and not options.beside else ()
     found: tuple[Site, ...] = (
         (("mlp/experts_gate_up", *beside), "", None, model),
         (("mlp/experts_down",), "", None, np.arange(options.d_ff)),
     )
+    if options.beside:
+        found += (((first,), "", None, model),)
     if options.shared:
         width = options.shared
         source, rows = (first, (width, 2 * width)) if is_gated else ("", None)

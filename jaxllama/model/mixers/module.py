@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxllama.config import ModelConfig
 from jaxllama.model import linear
 from jaxllama.model.cache import init_cache
-from jaxllama.model.declare import declare, table_of, tokens_at
+from jaxllama.model.declare import declare, layer_alone, table_of, tokens_at
 from jaxllama.model.decoder import layer_config
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers import MIXERS
@@ -76,10 +76,11 @@ class MixerModule(nn.Module):
         ------
         JaxLlamaError
             If an array has another shape or dtype, or only one of ``state`` and ``start`` is given.
-            Also if the config lacks the mixer's options or has no layer ``index``.
+            Also if the config lacks the mixer's options or has no layer ``index``, or if this layer
+            reads another layer's keys.
         """
         check_features(self.cfg, x, "[B, T, D]")
-        cfg, params, mixer = self.own(), self.tree(), MIXERS[self.kind].mix
+        cfg, params, mixer = layer_alone(self.own()), self.tree(), MIXERS[self.kind].mix
         at = tokens_at(cfg, x, state, lengths, start)
         projected, _ = linear.norm_linear(Stream(x), None, mixer.inputs(cfg, params), cfg)
         heads, state = mixer.mix(cfg, params, projected, state, at)

@@ -95,7 +95,7 @@ def mix(
         heads, cache = _in_wide_heads(cfg, p, qkv, cache, at, at.rope)
     else:
         heads, cache = _ATTENDS[type(at)](cfg, p, qkv, cache, at)
-    return finished(heads.reshape(*qkv.shape[:2], -1, cfg.head_dim), gate), cache
+    return finished(cfg, p, heads.reshape(*qkv.shape[:2], -1, cfg.head_dim), gate), cache
 
 
 def _normed_values(cfg: ModelConfig, qkv: jax.Array) -> jax.Array:
@@ -149,6 +149,8 @@ def unpacked(cfg: ModelConfig, projected: Tree) -> tuple[jax.Array | None, jax.A
     width, gate = cfg.n_heads * cfg.head_dim, None
     if cfg.attn_gate:
         gate, projected = projected[..., :width], projected[..., width:]
+    if cfg.qkv_limit is not None:
+        projected = jnp.clip(projected, -cfg.qkv_limit, cfg.qkv_limit)
     if cfg.k_is_v:
         projected = jnp.concatenate([projected, projected[..., width:]], axis=-1)
     return gate, _normed_values(cfg, projected) if cfg.v_norm else projected
@@ -159,10 +161,12 @@ def sinks_of(cfg: ModelConfig, p: Params) -> jax.Array | None:
     return p["sinks"]["weight"] if cfg.attn_sinks else None
 
 
-def finished(heads: jax.Array, gate: jax.Array | None) -> jax.Array:
+def finished(cfg: ModelConfig, p: Params, heads: jax.Array, gate: jax.Array | None) -> jax.Array:
     """Heads ``[B, T, N, H]`` as the output product reads them: times ``sigmoid(gate)`` in float32,
-    with one cast."""
+    with one cast, or with a norm."""
     y = heads.reshape(*heads.shape[:2], -1)
+    if cfg.inner_norms:
+        y = rms_norm(y, p["inner_norm"]["weight"], cfg.norm_eps)
     if gate is None:
         return y
     return (y.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(y.dtype)

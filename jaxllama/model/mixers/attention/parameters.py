@@ -126,6 +126,9 @@ def table(
             )
     if cfg.attn_sinks:
         table["sinks", "weight"] = one(f"{prefix}{names.sinks}", cfg.n_heads, is_float32=True)
+    if cfg.inner_norms:
+        name = f"{prefix}{names.inner_norms[0]}.weight"
+        table["inner_norm", "weight"] = one(name, q, mean=1.0, std=0.0)
     source, scale = f"{prefix}{names.o}", cfg.product_scale * products.attention_output
     has_bias = cfg.o_bias and not names.last_bias
     table |= written("o", source, cfg.d_model, q, has_bias, scale, names.is_transposed)
@@ -219,7 +222,8 @@ def sites(cfg: ModelConfig) -> Sites:
     n, n_kv, h = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
     shared = np.arange(n_kv * h).reshape(n_kv, 1, h)
     channel = np.broadcast_to(shared, (n_kv, n // n_kv, h)).reshape(-1)
-    if cfg.v_norm or cfg.k_is_v or cfg.kv_role == "borrowed":  # no rows of v alone, or a norm
+    is_alone = not (cfg.v_norm or cfg.k_is_v or cfg.inner_norms) and cfg.kv_role != "borrowed"
+    if not is_alone or cfg.qkv_limit is not None:  # no rows of v alone, or a norm or limit between
         return Sites(("qkv",), "", None, channel)
     before_k = n * (1 + cfg.attn_gate)
     rows = ((before_k + n_kv) * h, (before_k + 2 * n_kv) * h)
