@@ -81,8 +81,12 @@ def pass_seconds(
     return took / PASSES
 
 
-def mtp_seconds(lm: jl.LanguageModel, context: int, drafted: int, kv_dtype: str | None) -> float:
-    """Return the seconds of a pass of ``generate`` in which the MTP head drafts, in one call."""
+def mtp_pass(
+    lm: jl.LanguageModel, context: int, drafted: int, kv_dtype: str | None
+) -> tuple[float, float, float]:
+    """Return the seconds of a pass of ``generate`` in which the MTP head drafts, in one call, and
+    how many tokens a pass drafted and accepted.
+    """
     tokens = np.random.default_rng(0).integers(0, lm.config.vocab_size, (1, context), np.int32)
     room = PASSES * (drafted + 1)
     dtype, chunk = lm.executor.cache_options(kv_dtype, None, lm.dtype)
@@ -102,7 +106,9 @@ def mtp_seconds(lm: jl.LanguageModel, context: int, drafted: int, kv_dtype: str 
     jax.block_until_ready(rows.report)
     report, took = timed(rows.advance, PASSES)
     report = jax.device_get(report)
-    return took / (int(report.counts[0]) - 1 - int(report.drafts[1, 0]))
+    proposed, right = report.drafts[:, 0].tolist()
+    count = int(report.counts[0]) - 1 - right
+    return took / count, proposed / count, right / count
 
 
 def run(
@@ -124,7 +130,7 @@ def run(
         "pass": lambda: pass_seconds(lm, context, accepted, drafted, kv_dtype),
     }
     if mtp:
-        measures["mtp_pass"] = lambda: mtp_seconds(lm, context, drafted, kv_dtype)
+        measures["mtp_pass"] = lambda: mtp_pass(lm, context, drafted, kv_dtype)[0]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda measure: measure(), measures.values()))
     report = {}
@@ -135,6 +141,7 @@ def run(
     report["times_plain"] = kept / report["pass_seconds"]
     if mtp:
         report["mtp_times_plain"] = kept / report["mtp_pass_seconds"]
+        _, report["mtp_drafted"], report["mtp_accepted"] = mtp_pass(lm, context, drafted, kv_dtype)
     return report
 
 

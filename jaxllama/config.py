@@ -403,6 +403,8 @@ class ExpertsConfig:
         Width of the expert that every token passes; 0 for none.
     shared_gate : bool
         Whether the shared expert's output is multiplied by the sigmoid of a product.
+    shared_bias : bool
+        Whether the shared expert's products have biases.
     bias : bool
         Whether the experts' products have biases.
     gate_limit, gate_alpha : float
@@ -444,6 +446,7 @@ class ExpertsConfig:
     group_best: int = 2
     shared: int = 0
     shared_gate: bool = False
+    shared_bias: bool = False
     bias: bool = False
     gate_limit: float | None = None
     gate_alpha: float = 1.702
@@ -468,6 +471,9 @@ class ExpertsConfig:
             self.shared > 0 or not self.shared_gate, "experts.shared_gate", True, "needs shared"
         )
         _require(self.shared > 0 or not self.beside, "experts.beside", True, "needs shared")
+        _require(
+            self.shared > 0 or not self.shared_bias, "experts.shared_bias", True, "needs shared"
+        )
         _require(
             self.n_experts % self.n_groups == 0,
             "experts.n_groups",
@@ -498,6 +504,39 @@ class ExpertsConfig:
     def of_a_layer(self) -> ExpertsConfig:
         """The same experts for one of the layers that have them."""
         return dataclasses.replace(self, layers=())
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedBlocks:
+    """Attention layers that take turns with a few blocks of weights (Zamba2).
+
+    Such a layer reads the stream and the embeddings side by side, and has a feed-forward behind its
+    attention without a sum. The stream stays as it is: what the layer writes is added to the input
+    of the next layer's mixer alone. Each layer has low-rank adapters of its own, and in memory its
+    own copy of the block.
+
+    Parameters
+    ----------
+    count : int
+        Number of blocks; the i-th attention layer has the weights of block i modulo ``count``.
+    rank : int
+        Rank of the adapters.
+    attention_adapters : bool
+        Whether q, k and v have adapters, too, beside the feed-forward.
+
+    Notes
+    -----
+    Source: Zamba2 (arXiv 2411.15242).
+    """
+
+    count: int = 1
+    rank: int = 128
+    attention_adapters: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("count", "rank"):
+            value = getattr(self, key)
+            _require(value > 0, f"shared_blocks.{key}", value, "must be positive")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -708,6 +747,8 @@ class ModelConfig:
     beside_layers : tuple of int
         Layers whose mixer reads the normed input of the layer before, which is one of bare_layers
         (Falcon-H1: attention and Mamba-2 side by side).
+    shared_blocks : SharedBlocks, optional
+        Options of attention layers that share weights (Zamba2); None for layers of their own.
     bare_layers : tuple of int
         Indices of layers without a feed-forward (Mamba-2).
     full : FullAttentionConfig, optional
@@ -782,6 +823,7 @@ class ModelConfig:
     gated_mlp: bool = True
     bare_layers: tuple[int, ...] = ()
     beside_layers: tuple[int, ...] = ()
+    shared_blocks: SharedBlocks | None = None
     norm_weight: bool = True
     post_norm_layers: tuple[int, ...] = ()
     qk_norm_last: bool = False
@@ -879,11 +921,20 @@ class ModelConfig:
         )
         _require(
             not beside
+            or self.shared_blocks is not None
             or ({i - 1 for i in beside} <= {-1, *self.bare_layers} and not self.parallel_block),
             "beside_layers",
             beside,
             "must each stand behind a layer of bare_layers, without parallel_block",
         )
+        if self.shared_blocks is not None and self.n_layers > 1:
+            behind = {i + 1 for i, kind in enumerate(self.layer_types) if kind == "attention"}
+            _require(
+                behind == set(beside),
+                "beside_layers",
+                beside,
+                "must be the layers behind those of attention, whose blocks are shared",
+            )
         after = self.post_norm_layers
         _require(
             not after or (self.pre_norms and not self.post_norms and not self.parallel_block),

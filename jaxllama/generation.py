@@ -405,7 +405,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         chunk=chunk,
     )
-    posted = posting(cfg, params, tokens.shape[0])
+    posted = posting(cfg, params, rows.written.shape[1])
     rows, _ = loop_for(params)(cfg, posted, rows, sampling, stop_ids, max_new_tokens)
     return rows
 

@@ -332,6 +332,12 @@ def dequantize(w: QTensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
     return x if w.columns is None else jnp.take(x, jnp.argsort(w.columns), axis=-1, mode="clip")
 
 
+def of_one_scale(codes: jax.Array, scale: jax.Array) -> QTensor:
+    """Tokens' codes that all have one float32 scale."""
+    rows = jnp.broadcast_to(scale, (*codes.shape[:-1], 1))
+    return QTensor(codes, rows, input_scale=scale)
+
+
 def take_columns(x: jax.Array | QTensor, columns: jax.Array) -> jax.Array | QTensor:
     """Columns of ``x[..., K]`` in another order; of a QTensor with one scale a row, its codes'."""
     if isinstance(x, QTensor):

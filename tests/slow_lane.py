@@ -111,7 +111,7 @@ def collected(args: list[str]) -> list[str]:
         paths += Path(arg[1:]).read_text().split("\n") if arg[0] == "@" else [arg]
     paths = [path for path in paths if path]
     done = subprocess.run(
-        [*PYTEST, "--collect-only", *dict.fromkeys(path.split("[")[0] for path in paths)],
+        [*PYTEST, "--collect-only", *dict.fromkeys(path.split("::")[0] for path in paths)],
         env=environment(),
         stdout=subprocess.PIPE,
         text=True,

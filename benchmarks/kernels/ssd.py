@@ -28,16 +28,17 @@ from benchmarks.kernels.timing import device_us
 from pallas_kernels.device import gpu
 from pallas_kernels.gla.kernel import gla_forward
 from pallas_kernels.gla.op import gla_step
-from pallas_kernels.ssd.kernel import segments_for, ssd_forward
+from pallas_kernels.ssd.kernel import SSDPlan, plan, ssd_forward
 from pallas_kernels.ssd.op import ssd_as_gla
 
 SHAPES = (  # B, T, groups, heads, Dk, Dv
     (8, 4096, 8, 64, 128, 64),
     (8, 4096, 8, 128, 128, 64),
-    (8, 4096, 1, 64, 128, 64),
-    (1, 16384, 8, 128, 128, 64),
-    (1, 16384, 1, 48, 128, 64),
+    (1, 16384, 8, 64, 128, 64),
+    (8, 4096, 1, 48, 256, 64),
     (8, 4096, 1, 48, 128, 32),
+    (8, 4096, 1, 64, 128, 64),
+    (1, 16384, 1, 48, 128, 64),
 )
 STEPS = (  # B, groups, heads, Dk, Dv
     (64, 8, 64, 128, 64),
@@ -125,14 +126,16 @@ def guarded(f: Callable[..., Any], *args: Any) -> None:
 def bench_kernel(shape: tuple[int, ...], check: bool) -> None:
     x = inputs(*shape)
     moved = sum(y.nbytes for y in x) + x[2].nbytes
-    ms, scan = (device_us(ssd_forward, [x], only=name) / 1e3 for name in ("", "ssd_scan"))
+    found = plan(*x[:3])
+    assert isinstance(found, SSDPlan)
+    forward = functools.partial(ssd_forward, segments=found.segments)
+    ms, scan = (device_us(jax.jit(forward), [x], only=name) / 1e3 for name in ("", "ssd_scan"))
     share = 1e3 * moved / gpu().copy_rate / ms
-    segments = segments_for(shape[0], shape[3], shape[5], shape[1] // 64)
-    line = f"{shape} kernel {ms:.4f} ms (scan {scan:.4f}, {segments} segments, {share:.0%} memory)"
+    line = f"{shape} kernel {ms:.4f} ms (scan {scan:.4f}, {found}, {share:.0%} of memory)"
     if check:
         with jax.enable_x64(True):
             want = recurrence64(*x)
-        errors = (relative_rms(a, b) for a, b in zip(ssd_forward(*x), want, strict=True))
+        errors = (relative_rms(a, b) for a, b in zip(forward(*x), want, strict=True))
         line += " rms o {:.1e} state {:.1e}".format(*errors)
     print(line, flush=True)
 
@@ -170,10 +173,13 @@ def copy_rate() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="values against float64")
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
+    every = range(len(SHAPES))
+    parser.add_argument(
+        "--shapes", type=int, nargs="*", default=every, help="numbers of the shapes"
+    )
     parser.add_argument("--without-fla", action="store_true", help="without the other process")
     options = parser.parse_args()
-    shapes = SHAPES[: options.shapes]
+    shapes = [SHAPES[index] for index in options.shapes]
     print(
         f"copy {copy_rate() / 1e12:.2f} TB/s; floors use {gpu().copy_rate / 1e12:.2f}", flush=True
     )

@@ -183,8 +183,8 @@ class ResidentDecoding:
         self._cfg, self._params, self._call = cfg, params, call
         self._rows = rows
         if call.drafting is None:
-            self._params = posting(cfg, params, call.tokens.shape[0])
-        if call.drafting is not None:
+            self._params = posting(cfg, params, rows.written.shape[1])
+        else:
             plan, draft_params = call.drafting
             prompts = call.tokens, call.lengths
             self._rows = drafts.begin(plan, draft_params, *prompts, rows, call.capacity)

@@ -34,7 +34,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model import layer_inputs, linear
+from jaxllama.model import layer_inputs, linear, shared_block
 from jaxllama.model.cache import (
     Cache,
     LayerState,
@@ -96,6 +96,8 @@ def mix_half(
     ops: LayerOps = linear,
 ) -> tuple[Stream, LayerState]:
     """A layer's first half: norm and mixer."""
+    if cfg.shared_blocks is not None and kind == "attention":
+        return shared_block.attend(cfg, p, stream, state, at, ops)
     mixer, own = MIXERS[kind].mix, p["mixer"]
     stream = _placed(cfg, p, stream, at)
     y, stream = mixer_inputs(cfg, p, stream, mixer.inputs(cfg, own), ops)
@@ -104,7 +106,7 @@ def mix_half(
         after = ops.linear_add(heads, own["o"], stream, cfg)
         return _normed_sum(cfg, after, p["mixer_out_norm"]), state
     after = ops.linear_add(heads, own["o"], stream, cfg, p.get("mixer_out_norm"))
-    return after._replace(beside=stream.beside), state
+    return after._replace(beside=stream.beside, embedded=stream.embedded), state
 
 
 def mixer_inputs(
@@ -122,10 +124,14 @@ def mixer_inputs(
     if cfg.is_beside:
         if stream.beside is None:
             raise JaxLlamaError("this layer reads the input of the layer before, which is not here")
-        y, _ = ops.norm_linear(Stream(stream.beside), None, weights, cfg)
-        return y, Stream(stream.x, stream.pending)
+        beside, stream = stream.beside, stream._replace(beside=None)
+        if cfg.shared_blocks is None:
+            return ops.norm_linear(Stream(beside), None, weights, cfg)[0], stream
+        both = Stream(stream.total + beside)
+        return ops.norm_linear(both, p.get("mixer_norm"), weights, cfg)[0], stream
     if not cfg.has_beside:
-        return ops.norm_linear(stream, p.get("mixer_norm"), weights, cfg)
+        y, after = ops.norm_linear(stream, p.get("mixer_norm"), weights, cfg)
+        return y, after._replace(embedded=stream.embedded)
     normed, stream = linear.norm(stream, p.get("mixer_norm"), cfg)
     y, _ = ops.norm_linear(Stream(normed), None, weights, cfg)
     return y, stream._replace(beside=normed)
@@ -166,6 +172,8 @@ def feed_half(
     """
     if cfg.bare_layers:
         return stream
+    if cfg.shared_blocks is not None:
+        return shared_block.feed(cfg, p, stream, ops)
     if cfg.experts is not None:
         return feed_experts(cfg, p, stream, ops, before)
     if before is not None:
@@ -292,7 +300,7 @@ def begin(
     if cfg.layer_inputs is not None:
         inputs = layer_inputs.inputs_of(cfg, params["inputs"], tokens, x)
         at = dataclasses.replace(at, inputs=inputs)
-    return Stream(x), at
+    return first_stream(cfg, x), at
 
 
 def embed_tokens(
@@ -300,6 +308,11 @@ def embed_tokens(
 ) -> jax.Array:
     """``tokens[B, T]`` -> ``[B, T, D]``."""
     return scale_embedded(cfg, _rows_of_table(params["embed"]["weight"], tokens, dtype))
+
+
+def first_stream(cfg: ModelConfig, x: jax.Array) -> Stream:
+    """Return the stream of embeddings ``x[..., D]``."""
+    return Stream(x) if cfg.shared_blocks is None else Stream(x, embedded=x)
 
 
 def _rows_of_table(weight: linear.Weight, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:

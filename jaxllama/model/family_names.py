@@ -44,6 +44,11 @@ _GRANITE = ExpertNames(
 _ERNIE = ExpertNames(
     shared="shared_experts.", choice_bias="moe_statics.e_score_correction_bias", is_matrix=True
 )
+_NEMOTRON = ExpertNames(
+    "mixer.",
+    fused=("experts.up_proj", "experts.down_proj"),
+    shared="shared_experts.",
+)
 _MAMBA = Names(
     embed="backbone.embeddings",
     layer="backbone.layers.{}",
@@ -272,7 +277,12 @@ FAMILIES = {
     "qwen3_5_text": Names(mixers={"delta": delta.DeltaNames()}),
     "mamba2": _MAMBA,
     "nemotron_h": dataclasses.replace(
-        _MAMBA, mlp_norm="norm", mlp="mixer.", is_halved=True, mixer="mixer."
+        _MAMBA,
+        mlp_norm="norm",
+        mlp="mixer.",
+        is_halved=True,
+        mixer="mixer.",
+        mixers={**_MAMBA.mixers, "experts": _NEMOTRON},
     ),
     "bamba": Names(mlp_norm="pre_ff_layernorm", mlp="feed_forward.", norm="model.final_layernorm"),
     "falcon_h1": Names(
@@ -280,6 +290,13 @@ FAMILIES = {
         mlp="feed_forward.",
         norm="model.final_layernorm",
         is_paired=True,
+    ),
+    "zamba2": Names(
+        mlp_norm="pre_ff_layernorm",
+        mlp="feed_forward.",
+        norm="model.final_layernorm",
+        gate_up=("gate_up_proj",),
+        shared="shared_transformer.",
     ),
     "granitemoehybrid": Names(
         mlp="shared_mlp.",

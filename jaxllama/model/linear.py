@@ -63,12 +63,14 @@ StaticCodes = tuple[str, jax.Array]  # a dtype, and one scale for all inputs
 class Stream(NamedTuple):
     """The residual stream ``[..., D]``: x, and a pending term that is added later, or None.
 
-    beside: the normed input of the layer before, where this layer's mixer reads it too.
+    beside: what the layer before leaves for this layer's mixer, such as its own normed input.
+    embedded: the embeddings, where layers read them beside the stream.
     """
 
     x: jax.Array
     pending: jax.Array | Posted | None = None
     beside: jax.Array | None = None
+    embedded: jax.Array | None = None
 
     @property
     def total(self) -> jax.Array:

@@ -16,7 +16,8 @@ factors of all n adapters.  The results of adapters other than the row's own bec
 product multiplies the rest by the second factors.  So no factor is gathered, and a step reads each
 factor once for all rows.  A row without an adapter gets exactly zero added.
 
-Sums, including the base product's, are float32 before the one cast.  The values between the two
+Sums, including the base product's, are float32 before the one cast, except in training
+(``TrainedLora``).  The values between the two
 products are in the activations' dtype.  The input is the norm's output in floats, even if the
 weight takes it quantized.
 

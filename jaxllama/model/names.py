@@ -56,6 +56,7 @@ class Names:
     is_transposed: weights of products are [in, out] (GPT-2).
     is_halved: a layer's mixer and its feed-forward are two layers of the file (Nemotron-H).
     is_paired: two layers, whose mixers stand side by side, are one of the file (Falcon-H1).
+    shared: prefix of the block that layers share, behind the first such layer's name (Zamba2).
     mixers: the own names of each kind of mixer, in a type of that mixer.
     layer_scale: the number by which a layer multiplies the stream.
     """
@@ -94,6 +95,7 @@ class Names:
     parallel_norms: tuple[str, str] | None = None
     is_halved: bool = False
     is_paired: bool = False
+    shared: str = ""
     mixers: Params = dataclasses.field(default_factory=ParamsDict)
     mtp: MTPNames = MTPNames()
     layer_inputs: LayerInputNames = LayerInputNames()

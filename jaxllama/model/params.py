@@ -18,7 +18,7 @@ import dataclasses
 import functools
 from collections.abc import Collection, Mapping
 
-from jaxllama.config import UNMULTIPLIED, ModelConfig
+from jaxllama.config import UNMULTIPLIED, ModelConfig, SharedBlocks
 from jaxllama.model import layer_input_params as layer_inputs
 from jaxllama.model.experts import parameters as experts
 from jaxllama.model.family_names import FAMILIES, FLA, LLAMA
@@ -30,6 +30,7 @@ from jaxllama.model.param import (
     TensorSource,
     fused,
     one,
+    rows,
     transposed,
     written,
 )
@@ -61,6 +62,9 @@ def param_table(
         table |= {("inputs", *path): param for path, param in tables.items()}
     for index, kind in enumerate(cfg.layer_types):
         (prefix, feed), layer = _halves(cfg, names, index), f"layer_{index}"
+        if cfg.shared_blocks is not None and kind == "attention":
+            table |= _shared_block(cfg, cfg.shared_blocks, names, index)
+            continue
         own_heads = cfg.with_heads_of(index)
         mixer = MIXERS[kind].parameters.table(own_heads, f"{prefix}.", names, present)
         is_other = f"{prefix}.{names.other_mlp}{names.gate_up[0]}.weight" in present
@@ -82,7 +86,8 @@ def param_table(
             table[layer, "types", "weight"] = one(f"{names.types}.weight", cfg.token_types, d)
         if index == 0 and cfg.embed_norm:
             table |= norm((layer, "embed_norm"), names.embed_norm)
-        if pre_norms and index not in cfg.beside_layers and (cfg.first_norm or index):
+        is_beside = cfg.shared_blocks is None and index in cfg.beside_layers
+        if pre_norms and not is_beside and (cfg.first_norm or index):
             table |= norm((layer, "mixer_norm"), f"{prefix}.{names.mixer_norm}")
         table |= {(layer, "mixer", *path): param for path, param in mixer.items()}
         sums = cfg.sum_norms_of(index)
@@ -123,12 +128,62 @@ def param_table(
 
 def _halves(cfg: ModelConfig, names: Names, index: int) -> tuple[str, str]:
     """The prefixes of a layer's mixer and of its feed-forward."""
+    if names.shared:
+        layer = names.layer.format(index - sum(i <= index for i in cfg.beside_layers))
+        layer += ".mamba_decoder" * (index in cfg.beside_layers)
+        return layer, layer
     if names.is_paired:
         return names.layer.format(index // 2), names.layer.format(index // 2)
     if not names.is_halved:
         return names.layer.format(index), names.layer.format(index)
     first = 2 * index - sum(bare < index for bare in cfg.bare_layers)
     return names.layer.format(first), names.layer.format(first + 1)
+
+
+def _shared_block(
+    cfg: ModelConfig, shared: SharedBlocks, names: Names, index: int
+) -> dict[Path, Param]:
+    """The parameters of layer ``index``, whose block other layers have too (``shared_block``)."""
+    layers = [i for i, kind in enumerate(cfg.layer_types) if kind == "attention"]
+    turn = layers.index(index)
+    layer, d, width = f"layer_{index}", cfg.d_model, 2 * cfg.d_model
+    block = f"{_halves(cfg, names, layers[turn % shared.count])[0]}.{names.shared}"
+    attention, feed = f"{block}{names.mixer}", f"{block}{names.mlp}"
+    q, kv, rank = cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim, shared.rank
+    parts = list(zip(names.qkv, (q, kv, kv), strict=True))
+    scales = cfg.stored.query, 1.0, 1.0
+    qkv = rows(
+        [
+            TensorSource(f"{attention}{name}.weight", (n, width), scale)
+            for (name, n), scale in zip(parts, scales, strict=True)
+        ]
+    )
+    before = f"{block}{names.mixer_norm}.weight"
+    table = {
+        ("mixer_norm", "weight"): one(before, width, mean=1.0, std=0.0),
+        ("mixer", "qkv", "weight"): qkv,
+        ("mixer", "o", "weight"): one(f"{attention}{names.o}.weight", d, q),
+        ("mlp_norm", "weight"): one(f"{block}{names.mlp_norm}.weight", d, mean=1.0, std=0.0),
+    }
+    if shared.attention_adapters:
+        lists = [f"{attention}linear_{name[0]}_adapter_list.{turn}" for name in names.qkv]
+        ins = [TensorSource(f"{name}.0.weight", (rank, width)) for name in lists]
+        outs = [
+            TensorSource(f"{name}.1.weight", (n, rank), scale)
+            for name, (_, n), scale in zip(lists, parts, scales, strict=True)
+        ]
+        table["mixer", "adapter_in", "weight"] = rows(ins)
+        table["mixer", "adapter_out", "weight"] = rows(outs)
+    adapter = f"{feed}gate_up_proj_adapter_list.{turn}"
+    mlp = {
+        **fused("gate_up", [(f"{feed}{names.gate_up[0]}", 2 * cfg.d_ff, {})], d, cfg.mlp_bias),
+        ("adapter_in", "weight"): one(f"{adapter}.0.weight", rank, d),
+        ("adapter_out", "weight"): one(f"{adapter}.1.weight", 2 * cfg.d_ff, rank),
+        **written("down", f"{feed}{names.down}", d, cfg.d_ff, cfg.mlp_bias),
+        ("out", "weight"): one(f"{_halves(cfg, names, index)[0]}.linear.weight", d, d),
+    }
+    table |= {("mlp", *path): param for path, param in mlp.items()}
+    return {(layer, *path): param for path, param in table.items()}
 
 
 def _mtp(cfg: ModelConfig, names: Names, present: Collection[str]) -> dict[Path, Param]:
@@ -198,8 +253,8 @@ def _mlp(
         gate_up = gate_up[:1]
     folds: list[Options] = [{} for _ in gate_up]
     if products.gate != 1.0:
-        rows = ((d_ff, products.gate), (d_ff, 1.0))
-        folds[0] = {"row_scales": rows[:1] if len(gate_up) > 1 else rows}
+        scales = ((d_ff, products.gate), (d_ff, 1.0))
+        folds[0] = {"row_scales": scales[:1] if len(gate_up) > 1 else scales}
     parts = list(zip(gate_up, (2 * d_ff // len(gate_up),) * 2, folds, strict=False))
     return fused("gate_up", parts, cfg.d_model, cfg.mlp_bias) | last
 

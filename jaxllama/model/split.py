@@ -61,6 +61,10 @@ def split_axis(path: Path) -> int | None:
 
 def check_shards(cfg: ModelConfig, n: int) -> None:
     """Raises JaxLlamaError naming what ``n`` shards do not divide, and the numbers that do."""
+    if cfg.shared_blocks is not None and n > 1:
+        raise JaxLlamaError(
+            f"mesh: model={n}: layers of {cfg.name} share blocks of weights; allowed: 1"
+        )
     if cfg.qk_norm == "full" and n > 1:
         raise JaxLlamaError(
             f"mesh: model={n}: the norms of q and k of {cfg.name} are over all heads; allowed: 1"

@@ -270,8 +270,7 @@ def walk_with_results(
         if run.count == 1:
             stream, results = period(stream, layers)
         else:
-            x, results = _repeated(period, stream.total, layers)
-            stream = Stream(x)
+            stream, results = _repeated(period, stream, layers)
         found += results
     return stream, found
 
@@ -298,15 +297,17 @@ def _period(
 
 
 def _repeated(
-    period: _Period, x: jax.Array, layers: tuple[Params, ...]
-) -> tuple[jax.Array, tuple[LayerState, ...]]:
+    period: _Period, stream: Stream, layers: tuple[Params, ...]
+) -> tuple[Stream, tuple[LayerState, ...]]:
     """The stream behind all turns of a loop, and their results."""
 
     def turn(x: jax.Array, now: tuple[Params, ...]) -> tuple[jax.Array, tuple[LayerState, ...]]:
-        stream, results = period(Stream(x), now)
-        return stream.total, results
+        after, results = period(Stream(x, embedded=embedded), now)
+        return after.total, results
 
-    return lax.scan(turn, x, layers)
+    embedded = stream.embedded
+    x, results = lax.scan(turn, stream.total, layers)
+    return Stream(x, embedded=embedded), results
 
 
 def recomputed_block(

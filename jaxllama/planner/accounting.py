@@ -351,13 +351,19 @@ def _programs(
                 kind,
                 part,
                 weights,
-                Stream(x, x),
+                _stream(alike, part, x),
                 state if unit.has_cache else None,
                 at,
                 ints,
                 rope,
                 sparse=sparse,
             )
+
+
+def _stream(cfg: ModelConfig, part: str, x: Tree) -> Stream:
+    """Return the types of a layer's stream, with what may stand beside it."""
+    is_read = cfg.is_beside or (cfg.shared_blocks is not None and part == "feed")
+    return Stream(x, x, x if is_read else None, None if cfg.shared_blocks is None else x)
 
 
 def expert_program_bytes(cfg: ModelConfig, policy: Policy, tokens: int, dtype: DTypeLike) -> int:

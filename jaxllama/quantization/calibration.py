@@ -107,7 +107,15 @@ def windows(tokenizer: Tokenizer | None, text: str, window: int, samples: int) -
 
 
 def embed(cfg: ModelConfig, params: Params, tokens: np.ndarray) -> list[jax.Array]:
-    """Return the residual stream before the first block, in batches of at most ``BATCH`` rows."""
+    """Return the residual stream before the first block, in batches of at most ``BATCH`` rows.
+
+    Raises JaxLlamaError for a model whose layers share weights.
+    """
+    if cfg.shared_blocks is not None:
+        raise JaxLlamaError(
+            f"{cfg.name}: layers share blocks of weights, which are only rounded to nearest; "
+            "quantize it without a calibration text"
+        )
     count = -(-len(tokens) // BATCH)
     size = -(-len(tokens) // count)
     table = {"embed": params["embed"]}
@@ -253,7 +261,7 @@ def _merge(one: dict[str, Sums], two: dict[str, Sums]) -> dict[str, Sums]:
 
 def advance(cfg: ModelConfig, kind: str, layer: Layer, h: list[jax.Array]) -> list[jax.Array]:
     """Return the residual stream after a block."""
-    # What stands beside the stream comes or goes with a pair of mixers, which changes the shape.
+    # A pair of mixers adds and takes what stands beside the stream, which changes the shape.
     run = _advance_pair if cfg.is_beside or cfg.has_beside else _advance_alone
     return [run(cfg, kind, layer, batch) for batch in h]
 

@@ -87,7 +87,7 @@ def sites(cfg: ModelConfig, kind: str) -> tuple[Site, ...]:
     if cfg.parallel_block and not cfg.parallel_norms:  # one norm for both sublayers
         beside, gate_up = gate_up, ()
     if cfg.experts is not None:
-        mlp = tuple(Site(of[0][0], *of) for of in experts.sites(cfg.experts, model))
+        mlp = tuple(Site(of[0][0], *of) for of in experts.sites(cfg.experts, model, cfg.gated_mlp))
         return (*_mixer_sites(cfg, kind, before, (), model), *mlp)
     keeps = cfg.gated_mlp and not cfg.inner_norms  # an activation or a norm keeps no scale
     mlp = tuple(Site(first, gate_up, mlp_norm, None, model) for _ in gate_up) + (

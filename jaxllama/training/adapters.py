@@ -6,9 +6,10 @@
     save(directory, cfg, lora, adapters, source)               PEFT's directory
 
 A trained ``b`` is PEFT's own, without alpha / r and without a family's multiplier, so AdamW moves
-it as PEFT's. Its rows are in our order. ``joined`` puts a ``model.lora.Lora`` beside each weight,
-the same record that serves adapters, with all rows on adapter 1. So training and serving run the
-same code, and products of quantized weights get dX from one product with the dequantized weight.
+it as PEFT's. Its rows are in our order. ``joined`` puts a ``model.lora.TrainedLora`` beside each
+weight. It is the record that serves adapters, with all rows on adapter 1 and sums in the
+activations' dtype. Products of quantized weights get dX from one product with the dequantized
+weight.
 
 DoRA (2402.09353) also trains ``m [out]``, the norm of each adapted row, and ``joined`` gives the
 record its gains. As in PEFT, norms have no gradient of their own.

@@ -60,12 +60,18 @@ fp8_product.defvjp(_forward, _backward)
 
 
 def _whole(x: jax.Array) -> jax.Array:
-    """Return x as an array in memory with its rows one behind the other.
+    """Return x as an array in memory, from which both of its codes are made."""
+    return _by_rows(lax.optimization_barrier(x))
 
-    Both of its codes are made from it. Otherwise XLA chooses the transposed layout for all that x
-    comes from (the gate, a norm's derivative), and computes that in several float32 passes.
+
+def _by_rows(x: jax.Array) -> jax.Array:
+    """Return a matrix whose rows lie one behind the other.
+
+    A transposed one would otherwise spread. XLA would choose its layout for all that x comes from
+    (the gate, a norm's derivative) and compute that in several float32 passes. It would also
+    transpose the weights of all layers before a loop.
     """
-    return with_layout_constraint(lax.optimization_barrier(x), Layout((0, 1)))
+    return with_layout_constraint(x, Layout((0, 1)))
 
 
 def _rows(x: jax.Array) -> QTensor:
@@ -76,7 +82,8 @@ def _rows(x: jax.Array) -> QTensor:
 def _columns(x: jax.Array) -> QTensor:
     """Return codes of x transposed, with a scale for each column of x."""
     # XLA transposes in the pass that rounds.
-    return quantize_tokens(x.T, CODES, implementation="xla")
+    codes = quantize_tokens(_by_rows(x).T, CODES, implementation="xla")
+    return dataclasses.replace(codes, q=_by_rows(codes.q))
 
 
 def _product(x: QTensor, w: QTensor, dtype: DTypeLike) -> jax.Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dispatch import Implementation, choose_plan, own_plan
-from pallas_kernels.experts.route_kernel import RoutePlan, RouteStatic, route_plan, route_tokens
+from pallas_kernels.experts.route_plan import RoutePlan, RouteStatic, route_plan
 from pallas_kernels.operands import check
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.transform import Op, chosen
@@ -106,6 +106,8 @@ _Static = tuple[RouteStatic, RoutePlan | None]
 def _kernel(
     static: _Static, x: jax.Array, gamma: jax.Array, router: jax.Array, bias: jax.Array | None
 ) -> Routed:
+    from pallas_kernels.experts.route_kernel import route_tokens
+
     options, plan = static
     assert plan is not None
     return route_tokens(x, gamma, router, bias, static=options, plan=plan)

@@ -26,14 +26,12 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
-from pallas_kernels.device import gpu
-from pallas_kernels.dispatch import Reason
+from pallas_kernels.experts.route_plan import BLOCKS, WARPS, RoutePlan, RouteStatic
 from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
@@ -41,77 +39,9 @@ from pallas_kernels.matmul.few_rows.kernel import kinds_of
 from pallas_kernels.matmul.few_rows.operands import BYTES, load_eight, load_number, over_lanes
 from pallas_kernels.ptx import LOG2E, Value
 
-WARPS = 8
 THREADS = 32 * WARPS
-BLOCKS = 8  # of a token: the most that every cluster may have
 EARLY = 2  # parts of rows that a warp loads before the norm
-MOST_TOKENS = 8
-MOST_EXPERTS = 512
 SCRATCH = "y", "squares", "sums"
-
-
-class RouteStatic(NamedTuple):
-    """k: experts of a token.  normalize: the softmax is that of the chosen experts alone.  scale:
-    factor of the weights.  eps: of the norm."""
-
-    k: int
-    normalize: bool
-    scale: float
-    eps: float
-
-
-@dataclasses.dataclass(frozen=True)
-class RoutePlan:
-    """n, d: experts and columns of the router."""
-
-    kernel: ClassVar[str] = "route_experts_mosaic"
-    tokens: int
-    n: int
-    d: int
-
-    @property
-    def rows(self) -> int:
-        """Rows of the router that a block has."""
-        return -(-self.n // BLOCKS)
-
-    @property
-    def parts(self) -> int:
-        """Parts of a row; a warp has one of them."""
-        return max(1, WARPS // self.rows)
-
-    @property
-    def pieces(self) -> int:
-        """8 columns each."""
-        return self.d // 8
-
-    @property
-    def per_part(self) -> int:
-        """Pieces of a lane in a part of a row."""
-        return -(-self.pieces // (32 * self.parts))
-
-    @property
-    def per_lane(self) -> int:
-        """Experts that a lane compares."""
-        return -(-self.n // 32)
-
-    @property
-    def scratch_sizes(self) -> list[int]:
-        """Bytes of y, of the warps' squares and of the rows' sums."""
-        return [2 * self.d, 4 * WARPS, 4 * self.rows * self.parts]
-
-
-def route_plan(x: jax.Array, router: jax.Array, static: RouteStatic) -> RoutePlan | Reason:
-    """Return the plan for ``x[T, D]`` and ``router[E, D]``, or why there is none."""
-    (tokens, d), n = x.shape, router.shape[0]
-    if not gpu().arch.clusters:
-        return Reason("the GPU has no clusters of blocks")
-    if x.dtype != jnp.bfloat16 or router.dtype != jnp.bfloat16:
-        return Reason(f"x is {x.dtype} and the router {router.dtype}; the kernel takes bfloat16")
-    if tokens > MOST_TOKENS:
-        return Reason(f"{tokens} tokens; the kernel takes up to {MOST_TOKENS}")
-    if d % 8 or n > MOST_EXPERTS or static.k > 32:
-        return Reason(f"{static.k} of {n} experts of {d} columns")
-    return RoutePlan(tokens, n, d)
 
 
 @functools.partial(jax.jit, static_argnames=("static", "plan"))

@@ -19,8 +19,7 @@ from pallas_kernels.dispatch import Implementation, Reason, choose_plan
 from pallas_kernels.matmul.many_rows.plan import PairTile, gated_tile
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.operands import check
-from pallas_kernels.qtensor import QTensor
-from pallas_kernels.rows.quantize_tokens import quantize_tokens
+from pallas_kernels.qtensor import QTensor, of_one_scale
 from pallas_kernels.rows.swiglu import swiglu
 from pallas_kernels.transform import Op, chosen
 
@@ -110,17 +109,12 @@ def _kernel(static: _Static, x: QTensor, w: QTensor, scale: jax.Array) -> QTenso
     scales = of_x, w.scale.reshape(-1).astype(jnp.float32)
     codes = x.q.reshape(rows, x.shape[-1])
     out = pair_matmul(codes, w.q, *scales, None, x.dtype, tile, True, scale_out=scale.reshape(1))
-    return _of_one_scale(out.reshape(*x.shape[:-1], out.shape[-1]), scale)
-
-
-def _of_one_scale(codes: jax.Array, scale: jax.Array) -> QTensor:
-    rows = jnp.broadcast_to(scale, (*codes.shape[:-1], 1))
-    return QTensor(codes, rows, input_scale=scale)
+    return of_one_scale(out.reshape(*x.shape[:-1], out.shape[-1]), scale)
 
 
 def _xla(static: _Static, x: QTensor, w: QTensor, scale: jax.Array) -> QTensor:
     y = quantized_matmul(x, w, out_dtype=static[0])
-    return quantize_tokens(swiglu(y), x.dtype, scale=scale)
+    return swiglu(y, quantize=x.dtype, scale=scale)
 
 
 _gated = Op(_NAME, _xla, _kernel)

@@ -104,6 +104,8 @@ def plan(
     found = divided(op, rows)
     if width < MIN_WIDTH:
         return Reason(f"XLA is as fast below {MIN_WIDTH} columns", found)
+    if given and found.ring:
+        return Reason("a given scale, and rows that pass through a ring: no GPU has run it", found)
     return found
 
 

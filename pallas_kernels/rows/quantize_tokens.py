@@ -2,11 +2,12 @@
 
 Where a norm or a gate makes the activations, its ``quantize=`` saves this pass; the attention
 output, all heads of a token under one scale, comes here.  Source: FasterLLaMA's
-AttnQuantizedTranspose.  With a given ``scale`` nothing has to be reduced, and XLA's element-wise
-fusion is all there is to win: no kernel.
+AttnQuantizedTranspose.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, Reason, choose_plan
 from pallas_kernels.operands import ROW_CODES, check, dtype_name
-from pallas_kernels.qtensor import QTensor, quantize
+from pallas_kernels.qtensor import QTensor, of_one_scale, quantize
 from pallas_kernels.rounding import to_codes
 from pallas_kernels.rows.plan import RowsPlan, plan
 from pallas_kernels.rows.run import run
@@ -72,26 +73,27 @@ def quantize_tokens(
     if scale is not None:
         if group_size is not None:
             raise ValueError("quantize_tokens: scale excludes group_size")
-        rows = jnp.broadcast_to(scale.astype(jnp.float32), (*x.shape[:-1], 1))
-        made = to_codes(x.astype(jnp.float32) / rows, codes)
-        return QTensor(made, rows, input_scale=scale.astype(jnp.float32))
+        scale = scale.astype(jnp.float32)
     if group_size not in (None, x.shape[-1]):
         choose_plan("quantize_tokens", implementation, lambda: _GROUPS, x)
         return quantize(x, codes, group_size=group_size, scale_dtype=jnp.float32)
-    found = choose_plan("quantize_tokens", implementation, lambda: plan("copy", x, codes), x)
-    return _quantize(chosen(found, implementation), (codes, found), x)
+    find = functools.partial(plan, "copy", x, codes, given=scale is not None)
+    found = choose_plan("quantize_tokens", implementation, find, x, scale)
+    return _quantize(chosen(found, implementation), (codes, found), x, scale)
 
 
 _GROUPS = Reason("groups of columns: one fusion of XLA reads x once")
 
 
-def _kernel(static: tuple[str, RowsPlan], x: jax.Array) -> QTensor:
-    codes, scale = run(static[1], x)
-    return QTensor(codes, scale)
+def _kernel(static: tuple[str, RowsPlan], x: jax.Array, scale: jax.Array | None) -> QTensor:
+    out = run(static[1], x, given=scale)
+    return QTensor(out[0], out[1]) if scale is None else of_one_scale(out[0], scale)
 
 
-def _xla(static: tuple[str, RowsPlan | None], x: jax.Array) -> QTensor:
-    return quantize(x, static[0], scale_dtype=jnp.float32)
+def _xla(static: tuple[str, RowsPlan | None], x: jax.Array, scale: jax.Array | None) -> QTensor:
+    if scale is None:
+        return quantize(x, static[0], scale_dtype=jnp.float32)
+    return of_one_scale(to_codes(x.astype(jnp.float32) / scale, static[0]), scale)
 
 
 _quantize = Op("quantize_tokens", _xla, _kernel)

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, choose_plan
 from pallas_kernels.operands import FLOATS, ROW_CODES, check, dtype_name
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import QTensor, of_one_scale
 from pallas_kernels.qtensor import quantize as quantize_rows
 from pallas_kernels.rounding import to_codes
 from pallas_kernels.rows.plan import RowsPlan, plan
@@ -172,13 +172,8 @@ def _kernel(
     out = run(plan, x, residual, weight, given=scale)
     y = out[0]
     if call.quantize is not None:
-        y = QTensor(y, out[1]) if scale is None else _of_one_scale(y, scale)
+        y = QTensor(y, out[1]) if scale is None else of_one_scale(y, scale)
     return y if residual is None else (y, out[-1])
-
-
-def _of_one_scale(codes: jax.Array, scale: jax.Array) -> QTensor:
-    rows = jnp.broadcast_to(scale, (*codes.shape[:-1], 1))
-    return QTensor(codes, rows, input_scale=scale)
 
 
 def _xla(
@@ -198,7 +193,7 @@ def _xla(
     elif scale is None:
         y = quantize_rows(y, call.quantize)
     else:
-        y = _of_one_scale(to_codes(y / scale, call.quantize), scale)
+        y = of_one_scale(to_codes(y / scale, call.quantize), scale)
     return y if residual is None else (y, total)
 
 

@@ -6,6 +6,7 @@ Source: GLU variants, arXiv 2002.05202; FasterLLaMA's DequantizedSiluMultiplyQua
 
 from __future__ import annotations
 
+import functools
 from typing import overload
 
 import jax
@@ -14,11 +15,14 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, Reason, choose_plan
 from pallas_kernels.operands import ROW_CODES, check, dtype_name
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import QTensor, of_one_scale
 from pallas_kernels.qtensor import quantize as quantize_rows
+from pallas_kernels.rounding import to_codes
 from pallas_kernels.rows.plan import RowsPlan, plan
 from pallas_kernels.rows.run import run
 from pallas_kernels.transform import Op, chosen
+
+_OPERANDS = {"gate_up": "float [..., 2F+]", "scale": "float [] ?"}
 
 
 @overload
@@ -27,12 +31,17 @@ def swiglu(
 ) -> jax.Array: ...
 @overload
 def swiglu(
-    gate_up: jax.Array, *, quantize: DTypeLike, implementation: Implementation | None = ...
+    gate_up: jax.Array,
+    *,
+    quantize: DTypeLike,
+    scale: jax.Array | None = ...,
+    implementation: Implementation | None = ...,
 ) -> QTensor: ...
 def swiglu(
     gate_up: jax.Array,
     *,
     quantize: DTypeLike | None = None,
+    scale: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | QTensor:
     """Return ``silu(gate) * up``, computed in float32.
@@ -43,13 +52,17 @@ def swiglu(
         The gate's features, then up's. float32, bfloat16 or float16.
     quantize : "int8" or "float8_e4m3fn", optional
         Dtype of codes to return in place of floats.
+    scale : float scalar, optional
+        With ``quantize``: the scale of every row; values beyond its range are clipped. By default
+        each row has a scale for its largest magnitude.
     implementation : "xla", "mosaic" or None
         See ``pallas_kernels.dispatch``.
 
     Returns
     -------
     float [..., F], or QTensor with ``quantize``
-        Floats have gate_up's dtype. The QTensor has one float32 scale for each row.
+        Floats have gate_up's dtype. The QTensor has one float32 scale for each row, and with
+        ``scale`` its ``input_scale``.
 
     Raises
     ------
@@ -64,12 +77,16 @@ def swiglu(
     | jvp, grad, at any order       | gate_up: the XLA form's |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
     """
-    width = check("swiglu", {"gate_up": "float [..., 2F+]"}, gate_up=gate_up)["2F"]
+    width = check("swiglu", _OPERANDS, gate_up=gate_up, scale=scale)["2F"]
     if width % 2:
         raise ValueError(f"swiglu: the last axis of gate_up {gate_up.shape} is not gate and up")
     codes = None if quantize is None else dtype_name("swiglu", "quantize", quantize, ROW_CODES)
-    found = choose_plan("swiglu", implementation, lambda: _plan(gate_up, codes), gate_up)
-    return _swiglu(chosen(found, implementation), (codes, found), gate_up)
+    if scale is not None and codes is None:
+        raise ValueError("swiglu: scale without quantize")
+    scale = None if scale is None else scale.astype(jnp.float32)
+    find = functools.partial(_plan, gate_up, codes, scale is not None)
+    found = choose_plan("swiglu", implementation, find, gate_up, scale)
+    return _swiglu(chosen(found, implementation), (codes, found), gate_up, scale)
 
 
 def gate(
@@ -85,24 +102,30 @@ def gate(
     return (jax.nn.gelu(gate, approximate=activation == "gelu_tanh") * up).astype(gate_up.dtype)
 
 
-def _plan(gate_up: jax.Array, codes: str | None) -> RowsPlan | Reason:
+def _plan(gate_up: jax.Array, codes: str | None, given: bool) -> RowsPlan | Reason:
     if codes is None:
         return Reason(
             "without a quantize it is element-wise, and XLA's fusion runs at memory speed"
         )
-    return plan("gate", gate_up, codes, name="gate_up")
+    return plan("gate", gate_up, codes, given=given, name="gate_up")
 
 
-def _kernel(static: tuple[str, RowsPlan], gate_up: jax.Array) -> QTensor:
-    codes, scale = run(static[1], gate_up)
-    return QTensor(codes, scale)
+def _kernel(static: tuple[str, RowsPlan], gate_up: jax.Array, scale: jax.Array | None) -> QTensor:
+    out = run(static[1], gate_up, given=scale)
+    return QTensor(out[0], out[1]) if scale is None else of_one_scale(out[0], scale)
 
 
-def _xla(static: tuple[str | None, RowsPlan | None], gate_up: jax.Array) -> jax.Array | QTensor:
+def _xla(
+    static: tuple[str | None, RowsPlan | None], gate_up: jax.Array, scale: jax.Array | None
+) -> jax.Array | QTensor:
     codes, _ = static
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     y = jax.nn.silu(gate) * up
-    return y.astype(gate_up.dtype) if codes is None else quantize_rows(y, codes)
+    if codes is None:
+        return y.astype(gate_up.dtype)
+    if scale is None:
+        return quantize_rows(y, codes)
+    return of_one_scale(to_codes(y / scale, codes), scale)
 
 
 _swiglu = Op("swiglu", _xla, _kernel)

@@ -4,9 +4,9 @@ If there are too few heads to fill the GPU, a row is cut into segments.  A first
 segment's own state, from zeros.  A segment multiplies the state before it by one number a head, so
 the segments' first states follow in XLA.  A second pass has the outputs.
 
-Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed) and states; T of any length.  Dk is 64
-or 128, Dv a multiple of 16, which channels of zeros fill up to one of 64.  Everything is read and
-written in [B, T, H, D].  Command: ``python -m benchmarks.kernels.ssd``.
+Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed) and states; T of any length.  Dk is
+64, 128 or 256, Dv a multiple of 16, which channels of zeros fill up to one of 64.  Everything is
+read and written in [B, T, H, D].  Command: ``python -m benchmarks.kernels.ssd``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pallas_kernels.recurrence.scan import segment_states
 from pallas_kernels.recurrence.sequences import zero_padding
 from pallas_kernels.ssd.kernel_scan import WIDTH, scan
 
-WIDTHS = 64, 128  # of keys
+WIDTHS = 64, 128, 256  # of keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,18 +49,19 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> SSDPlan | Reason:
     if reason := lacking("wgmma") or operands_reason(q, k, v, 16):
         return Reason(reason)
     if q.shape[-1] not in WIDTHS:
-        return Reason(f"q has Dk = {q.shape[-1]}, the kernel takes 64 and 128")
+        return Reason(f"q has Dk = {q.shape[-1]}, the kernel takes 64, 128 and 256")
     batch, length, heads, dv = v.shape
-    return SSDPlan(segments_for(batch, heads, dv, -(-length // CHUNK)))
+    blocks = batch * heads * -(-dv // WIDTH) // (1 if q.shape[-1] > 128 else 2)
+    return SSDPlan(segments_for(blocks, -(-length // CHUNK)))
 
 
-def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int) -> int:
+def segments_for(blocks: int, n_chunks: int) -> int:
     """Return the number of segments of a row with the least predicted time on an H200.
 
-    A chunk of each wave of blocks takes 2 us, and 1 us in the pass without outputs.  The segments'
-    first states and the second launch take 15 us.
+    blocks: of the grid, without segments.  A chunk of each wave of blocks takes 2 us, and 1 us in
+    the pass without outputs.  The segments' first states and the second launch take 15 us.
     """
-    blocks = max(1, n_rows * n_heads * -(-dv // WIDTH) // 2)
+    blocks = max(1, blocks)
 
     def microseconds(n: int) -> float:
         waves, chunks = -(-n * blocks // gpu().sms), -(-n_chunks // n)
@@ -102,26 +103,26 @@ def ssd_forward(
     *,
     initial_state: jax.Array | None = None,
     lengths: jax.Array | None = None,
-    segments: int | None = None,
+    segments: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """q, k [B, T, G, Dk], v [B, T, H, Dv], log_decay [B, T, H] -> (o [B, T, H, Dv], state
     [B, H, Dk, Dv]).
 
     lengths: int32[B]; tokens at t >= lengths[b] are never read into a result (they may be NaN), o
         is 0 there, and whole chunks of them cost nothing.
-    segments: overrides ``segments_for``.
+    segments: parts of a row, of ``plan``.
     """
     if lengths is not None:
         lengths = lengths.astype(jnp.int32)
     k, log_decay = zero_padding(lengths, k, log_decay)
     sums, dv = chunk_sums(log_decay), v.shape[-1]
-    n = segments or segments_for(*v.shape[::2], dv, sums.shape[2])
     v, initial_state = _padded(v), _padded(initial_state)
     start = None if initial_state is None else initial_state[:, :, None]
-    if n > 1:
-        _, local = scan(q, k, v, sums, lengths=lengths, segments=n, want_out=False)
-        start = segment_starts(local, sums, initial_state, n)
-    o, states = scan(q, k, v, sums, start=start, lengths=lengths, segments=n)
+    given = {"lengths": lengths, "segments": segments}
+    if segments > 1:
+        _, local = scan(q, k, v, sums, want_out=False, **given)
+        start = segment_starts(local, sums, initial_state, segments)
+    o, states = scan(q, k, v, sums, start=start, **given)
     return o[..., :dv], states[:, :, -1, :, :dv]
 
 

@@ -8,12 +8,12 @@ One decay a head needs no work ahead of the scan: a chunk's scores are one produ
 from 64 floats.  So q, k, v and the outputs are all that moves, and q and k of a group are read
 from the L2 by its heads.
 
-One block per two heads of a group (or one, where a group's heads are odd), batch row and segment of
-chunks.  A warpgroup has 64 value channels of a head, and the first one starts the copies.  S^T
-[64 dv, Dk] stays in registers for the whole loop, as parts of 64 key channels.  Rounded to bf16 it
-is the register operand of S^T Q^T.  V^T is that of V^T P^T and, decayed, of V^T K.  P = Q K^T * D
-goes through shared memory.  There are three slots: one that is computed, one that is there, one on
-its way.  The outputs leave from the place of the values.
+One block per two heads of a group, batch row and segment of chunks; per one head where a group's
+heads are odd, or Dk is 256 and two would not fit.  A warpgroup has 64 value channels of a head, and
+the first one starts the copies.  S^T [64 dv, Dk] stays in registers for the whole loop, as parts of
+64 key channels.  Rounded to bf16 it is the register operand of S^T Q^T.  V^T is that of V^T P^T
+and, decayed, of V^T K.  P = Q K^T * D goes through shared memory.  There are three slots: one that
+is computed, one that is there, one on its way.  The outputs leave from the place of the values.
 
     wait c | wgmma Q K^T, S^T Q^T | P -> smem | wgmma V^T P^T, S | o -> TMA | slot of c-1 <- TMA c+2
 
@@ -96,6 +96,7 @@ class _Scan(ScanFrame):
         self.pair = self.head
         self.head, self.columns = self.place(self.warpgroup)
         self.key_head = self.head // facts.group
+        self.is_wide = len(facts.parts) > 2
 
     def place(self, warpgroup):
         """(head, value channels) of a warpgroup of this block."""
@@ -165,9 +166,15 @@ class _Scan(ScanFrame):
         outputs = []
         if gmem.out is not None:
             square = plgpu.ACC((WIDTH, CHUNK), jnp.float32)
-            read = functools.partial(self.read, slot, [x.astype(jnp.bfloat16) for x in state])
-            scores, seen = pl.run_scoped(read, square, square)
-            smem.weights[own] = _weighted(sums, scores)
+            if self.is_wide:  # too few registers for both
+                scores = pl.run_scoped(functools.partial(self.scores, slot), square)
+                smem.weights[own] = _weighted(sums, scores)
+                seen = pl.run_scoped(functools.partial(self.seen, slot, state), square)
+            else:
+                rounded = [x.astype(jnp.bfloat16) for x in state]
+                read = functools.partial(self.read, slot, rounded)
+                scores, seen = pl.run_scoped(read, square, square)
+                smem.weights[own] = _weighted(sums, scores)
             outputs = [seen * jnp.exp2(self.by_token(sums))]
         values = self.inside(c, read_transposed(smem.v.rows.at[slot, own], self.mask))
         to_end = jnp.exp2(sums[CHUNK - 1] - self.by_token(sums))
@@ -206,6 +213,21 @@ class _Scan(ScanFrame):
         for part in self.facts.parts:
             plgpu.wgmma(seen, rounded[part], q.at[slot, part].transpose((1, 0)))
         return scores[...], seen[...]
+
+    def scores(self, slot, acc):
+        """Q K^T"""
+        q, k = self.smem.q.tiles, self.smem.k.tiles
+        for part in self.facts.parts:
+            plgpu.wgmma(acc, q.at[slot, part], k.at[slot, part].transpose((1, 0)))
+        return acc[...]
+
+    def seen(self, slot, state, acc):
+        """S^T Q^T, whose state is rounded part by part."""
+        for part in self.facts.parts:
+            rounded = state[part].astype(jnp.bfloat16)
+            plgpu.wgmma(acc, rounded, self.smem.q.tiles.at[slot, part].transpose((1, 0)))
+            plgpu.wgmma_wait(1)  # so that two parts' copies are alive
+        return acc[...]
 
     def update(self, slot, values, late, accs) -> None:
         """S += K^T V by parts, and the outputs, where they are wanted."""
@@ -250,7 +272,7 @@ def scan(q, k, v, sums, *, start=None, lengths=None, segments: int = 1, want_out
     b, t, h, dv = v.shape
     groups, dk = k.shape[2:]
     units, group = dv // WIDTH, h // groups
-    wgs = 2 if (units * group) % 2 == 0 else 1
+    wgs = 2 if (units * group) % 2 == 0 and dk <= 128 else 1
     facts = _Facts(dk, dv, -(-t // CHUNK), group, segments, wgs)
 
     def body(gmem, smem, barrier):

@@ -108,6 +108,7 @@ def test_passes_keep_the_accepted_tokens(family):
     is_mtp = family == "mtp"
     report = verify.run(model(family), 8, accepted=3, drafted=4, kv_dtype=None, runs=1, mtp=is_mtp)
     if is_mtp:
+        assert report["mtp_drafted"] > 3  # of 4; the last draft may be shorter
         assert report["mtp_times_plain"] == 4 * report["step_seconds"] / report["mtp_pass_seconds"]
     assert report["times_plain"] == pytest.approx(
         4 * report["step_seconds"] / report["pass_seconds"]

@@ -11,7 +11,7 @@ EPS = {
     **dict.fromkeys(("nemotron", "lfm2", "lfm2_moe"), "norm_eps"),
     **dict.fromkeys(("jais2", "phi", "gpt_neox", "gpt_neox_japanese"), "layer_norm_eps"),
     **dict.fromkeys(("gpt2", "gpt-sw3", "gpt_bigcode", "gpt_neo"), "layer_norm_epsilon"),
-    **dict.fromkeys(("gptj", "codegen", "falcon"), "layer_norm_epsilon"),
+    **dict.fromkeys(("gptj", "codegen", "falcon", "nemotron_h"), "layer_norm_epsilon"),
     "starcoder2": "norm_epsilon",
     **dict.fromkeys(("bert", "ernie", "electra", "roformer", "megatron-bert"), "layer_norm_eps"),
     **dict.fromkeys(("bert-generation", "roberta", "camembert", "xlm-roberta"), "layer_norm_eps"),
@@ -94,6 +94,16 @@ _FALCON = {
     "mamba_d_head": 8,
     "mamba_n_groups": 2,
     "mamba_d_state": 12,
+}
+_ZAMBA = {
+    "head_dim": 16,  # of both halves of the input
+    "num_key_value_heads": 4,
+    "hidden_act": "gelu",
+    "n_mamba_heads": 8,
+    "mamba_ngroups": 2,
+    "mamba_d_state": 12,
+    "adapter_rank": 6,
+    "tie_word_embeddings": True,
 }
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _GEMMA4 = {
@@ -570,6 +580,51 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("ctrl", "", {**_MHA, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-6}),
     ("bitnet", "", _DIVIDED),
     ("bitnet", "silu", {**_DIVIDED, "hidden_act": "silu", "attention_bias": True}),
+    (
+        "nemotron_h",
+        "experts",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]
+            + ["linear_attention", "mlp"],
+            "num_hidden_layers": 6,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 12,
+            "n_groups": 2,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+            "n_group": 2,
+            "topk_group": 1,
+            "mlp_bias": True,
+        },
+    ),
+    (
+        "zamba2",
+        "",
+        {
+            **_ZAMBA,
+            "num_hidden_layers": 5,
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention"]
+            + ["hybrid"],
+            "num_mem_blocks": 2,
+            "use_shared_attention_adapter": True,
+            "use_mem_rope": True,
+        },
+    ),
+    (
+        "zamba2",
+        "bias",
+        {
+            **_ZAMBA,
+            "num_hidden_layers": 3,
+            "layers_block_type": ["hybrid", "linear_attention", "hybrid"],
+            "add_bias_linear": True,
+            "num_key_value_heads": 2,
+        },
+    ),
 )
 # transformers writes its convolutions in three equal parts, which are not q, k and v.
 UNWRITTEN = ("olmo_hybrid",)

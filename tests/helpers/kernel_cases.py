@@ -69,6 +69,16 @@ def product(rows: int, scheme: str, words: str | None = None, shape=(14336, 4096
     )
 
 
+def given_scale(op, rows: int, width: int, quantizes: bool = True):
+    """Codes of a scale that is an operand."""
+    words = {"quantize" if quantizes else "dtype": "float8_e4m3fn"}
+
+    def f(x, scale):
+        return op(x, **words, scale=scale, implementation="mosaic")
+
+    return f, (S((rows, width), BF16), S((), F32))
+
+
 def gated_codes(rows: int, n: int = 28672, k: int = 4096):
     """gate and up between static scales."""
     _, (x, w) = product(rows, "float8_e4m3fn", "fp8-static", shape=(n, k))
@@ -147,7 +157,9 @@ def gla_chunks(b: int, t: int, h: int, dk: int, dv: int, save="nothing"):
 
 def ssd_chunks(b: int, t: int, groups: int, h: int, dk: int, dv: int):
     q, v = S((b, t, groups, dk), BF16), S((b, t, h, dv), BF16)
-    return ssd.ssd_forward, (q, q, v, S((b, t, h), F32))
+    # One row of 16,384 tokens is cut.
+    forward = functools.partial(ssd.ssd_forward, segments=4 if b == 1 else 1)
+    return forward, (q, q, v, S((b, t, h), F32))
 
 
 def delta_chunks(b, t, hk, h, dk, dv, by_channel=False, backward=False):
@@ -257,6 +269,7 @@ CASES = {
     "GLA step": lambda: step(lambda *x: gla.gla_step(*x, 0.1), 64, 4, 4, 256, 512, 2),
     "SSD": lambda: ssd_chunks(8, 4096, 8, 64, 128, 64),
     "SSD in segments": lambda: ssd_chunks(1, 16384, 1, 48, 128, 64),
+    "SSD, Dk = 256": lambda: ssd_chunks(8, 4096, 1, 48, 256, 64),
     "SSD step": lambda: ssd_one(64, 64, 128, 64),
     "delta": lambda: delta_chunks(8, 4096, 16, 16, 128, 128),
     "delta gradients": lambda: delta_chunks(8, 4096, 16, 16, 128, 128, backward=True),
@@ -268,6 +281,8 @@ CASES = {
     "norm": lambda: (normed, (S((64, 4096), BF16),)),
     "norm to int8": lambda: (functools.partial(normed, words="int8"), (S((8192, 4096), BF16),)),
     "gate to int8": lambda: rows(swiglu, 64, 28672, quantize="int8"),
+    "gate to a given FP8": lambda: given_scale(swiglu, 64, 28672),
+    "tokens to a given FP8": lambda: given_scale(quantize_tokens, 64, 4096, False),
     "tokens to int8": lambda: rows(quantize_tokens, 64, 4096, dtype="int8"),
 }
 

@@ -23,6 +23,7 @@ def seeded_params(cfg: ModelConfig, seed: int = 0) -> dict[str, Any]:
     """A float32 parameter tree: matrices that keep the signal's size, norms around 1, and biases
     large enough that leaving one out shows."""
     params: dict[str, Any] = {}
+    shared: dict[tuple[str, ...], np.ndarray] = {}  # of layers that have the same tensors
     for index, (path, spec) in enumerate(param_table(cfg).items()):
         values = uniform(seed * 1000 + index, spec.size).reshape(spec.shape)
         *rooms, leaf = path
@@ -32,6 +33,8 @@ def seeded_params(cfg: ModelConfig, seed: int = 0) -> dict[str, Any]:
             values = values * np.float32((3.0 / spec.shape[-1]) ** 0.5)
         if spec.is_constant:
             values = np.full(spec.shape, spec.mean, np.float32)
+        else:
+            values = shared.setdefault(tuple(source.name for source in spec.sources), values)
         room = params
         for key in rooms:
             room = room.setdefault(key, {})

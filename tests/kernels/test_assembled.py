@@ -73,6 +73,7 @@ BESIDE = {
     "GLA gradients",
     "delta gradients",
     "SSD step",
+    "SSD, Dk = 256",
     "delta, Dk = 256",
     "tokens to int8",
 }
@@ -89,6 +90,7 @@ SPILLED = {
         "gla_scan_reverse": 68,
         "gla_chunk_gradients": 228,
     },
+    "SSD, Dk = 256": {"ssd_scan": 48},
     "delta gradients": {"gated_delta_gradients": 348},
     "KDA": {"gated_delta_channels": 80},
     "KDA gradients": {

@@ -13,7 +13,7 @@ from jaxllama.checkpoints.hf.refused import REFUSED, WRAPPERS
 from jaxllama.errors import JaxLlamaError
 from tests.helpers.parity_cases import CASES, FAMILY_CASES
 
-LOADED = 119  # of transformers' types; more is better
+LOADED = 120  # of transformers' types; more is better
 OWN_CLASS = ("internlm3",)  # written as Llama, tested as Llama
 SIZES = {
     "hidden_size": 32,

@@ -155,6 +155,43 @@ def test_engine_drafts_and_offloading_give_generates_answers() -> None:
     every_way_generates(*model()[:2])
 
 
+# Without a gate (Nemotron-H), and a shared expert with biases.
+UNGATED = LLAMA.replace(
+    activation="relu2",
+    gated_mlp=False,
+    experts=ExpertsConfig(8, 3, 32, scores="sigmoid", shared=40, shared_bias=True),
+)
+
+
+def test_experts_without_a_gate_are_the_formula() -> None:
+    own = params_of(UNGATED)["layer_0"]["mlp"]
+    x = np.random.default_rng(0).standard_normal((5, 32)).astype(np.float32)
+    cfg, _ = layer_config(UNGATED, 0)
+    got = jax.jit(functools.partial(mixture, cfg))(own, x)
+
+    def squared(y: np.ndarray) -> np.ndarray:
+        return np.maximum(y, 0) ** 2
+
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), own)
+    scores = 1 / (1 + np.exp(-x @ p["router"]["weight"].T))
+    want = squared(x @ p["up"]["weight"].T + p["up"]["bias"]) @ p["down"]["weight"].T
+    want += p["down"]["bias"]
+    for row, score in enumerate(scores):
+        best = np.argsort(-score)[:3]
+        for expert in best:
+            inner = squared(p["experts_gate_up"]["weight"][expert] @ x[row])
+            y = p["experts_down"]["weight"][expert] @ inner
+            want[row] += score[expert] / score[best].sum() * y
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("engines_of_one_size")
+def test_experts_without_a_gate_give_generates_answers() -> None:
+    lm = jl.LanguageModel(UNGATED, params_of(UNGATED), None)
+    every_way_generates(lm, np.asarray(tokens_of(UNGATED, ROWS, WIDTH)))
+
+
 @pytest.mark.parametrize(("scheme", "bound"), [("w4a16", 0.25), *slow(("w8a16", 0.02))])
 def test_quantized_saved_and_loaded(scheme, bound, tmp_path) -> None:
     lm, tokens, want = model()

@@ -9,7 +9,9 @@ import pytest
 
 import jaxllama as jl
 from jaxllama.checkpoints.hf.config import config_from_hf
-from jaxllama.config import ModelConfig, from_dict
+from jaxllama.checkpoints.hf.load import load as hf_load
+from jaxllama.checkpoints.hf.save import save as hf_save
+from jaxllama.config import CheckpointForm, ModelConfig, SharedBlocks, from_dict
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.decoder import forward, layer_config, mix_half
 from jaxllama.model.linear import Stream
@@ -18,12 +20,17 @@ from jaxllama.model.mixers.ssm.parameters import SSMOptions, options
 from jaxllama.model.params import param_table
 from jaxllama.model.records import whole_rows
 from jaxllama.model.split import check_shards, local_config, natural_rows, row_order, split_axis
+from jaxllama.model.stacked import hidden_states, stack_layers
+from jaxllama.offload.policy import Policy
+from jaxllama.planner import accounting
 from jaxllama.quantization import calibration
 from pallas_kernels.operands import Columns
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import slow
 from tests.helpers.engine_cases import every_way_generates
 from tests.helpers.models import LLAMA, params_of
+from tests.helpers.parity_cases import CASES
+from tests.helpers.seeded import seeded_params
 
 SIZES = {"n_heads": 4, "head_dim": 6, "state": 5, "n_groups": 2, "least_step": 0.3}
 CFG = LLAMA.replace(
@@ -160,9 +167,10 @@ def test_nemotron_layers():
     cfg = nemotron("M-M*-")
     assert cfg.layer_types == ("ssm", "ssm", "attention")
     assert cfg.bare_layers == (1,)
+    assert nemotron("ME*-").experts.layers == (0,)
     table = param_table(cfg)
     assert table["layer_2", "mlp", "up", "weight"].sources[0].name.startswith("backbone.layers.4.")
-    for pattern, why in (("-M", "behind"), ("M--", "behind"), ("ME", "experts"), ("MX", "unknown")):
+    for pattern, why in (("-M", "behind"), ("M--", "behind"), ("ME-", "behind"), ("MX", "unknown")):
         with pytest.raises(JaxLlamaError, match=why):
             nemotron(pattern)
 
@@ -205,6 +213,64 @@ def test_mixers_side_by_side_give_generates_answers():
     every_way_generates(lm, model()[1])
 
 
+# Three layers that share two blocks of attention, before Mamba-2 (Zamba2).
+SHARED = LLAMA.replace(
+    n_layers=6,
+    head_dim=16,
+    n_kv_heads=4,
+    layer_types=("attention", "ssm") * 3,
+    bare_layers=(1, 3, 5),
+    beside_layers=(1, 3, 5),
+    shared_blocks=SharedBlocks(count=2, rank=4, attention_adapters=True),
+    mixers={"ssm": SIZES},
+    tie_embeddings=True,
+    stored=CheckpointForm(family="zamba2"),
+)
+
+
+def test_layers_share_blocks_by_turns():
+    table = param_table(SHARED)
+    sources = [table[f"layer_{i}", "mixer", "o", "weight"].sources[0].name for i in (0, 2, 4)]
+    assert sources[0] == sources[2] != sources[1]
+    adapters = {table[f"layer_{i}", "mlp", "adapter_in", "weight"].sources for i in (0, 2, 4)}
+    assert len(adapters) == 3
+    with pytest.raises(JaxLlamaError, match="share blocks of weights; allowed: 1"):
+        check_shards(SHARED, 2)
+    with pytest.raises(JaxLlamaError, match="beside_layers"):
+        SHARED.replace(beside_layers=(1, 3))
+    with pytest.raises(JaxLlamaError, match="rounded to nearest"):
+        calibration.embed(SHARED, {}, np.zeros((1, 4), np.int32))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("engines_of_one_size")
+def test_shared_blocks_give_generates_answers():
+    lm = jl.LanguageModel(SHARED, params_of(SHARED), None)
+    every_way_generates(lm, model()[1])
+
+
+@pytest.mark.slow
+def test_shared_blocks_train_in_a_loop():
+    """Stacked layers give the states of single ones."""
+    params, tokens = params_of(SHARED), as_jax(model()[1])
+    want = hidden_states(SHARED, params, tokens, jnp.float32)
+    got = hidden_states(SHARED, stack_layers(SHARED, params), tokens, jnp.float32)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_shared_blocks_are_saved_once(tmp_path):
+    """Layers whose values of one tensor differ cannot be saved."""
+    own = CASES["zamba2-bias"]
+    params = seeded_params(own)
+    cfg, again = hf_load(hf_save(tmp_path / "m", own, params))
+    assert cfg.replace(name=own.name) == own
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6)  # q is multiplied
+    jax.tree.map(close, again, params)
+    params["layer_3"]["mlp_norm"]["weight"] = params["layer_3"]["mlp_norm"]["weight"] + 1
+    with pytest.raises(JaxLlamaError, match="layers that share model.layers.0.shared_transformer"):
+        hf_save(tmp_path / "n", own, params)
+
+
 @pytest.mark.slow
 def test_mixers_side_by_side_are_calibrated_as_they_run():
     """The windows' last states are those of the whole model."""
@@ -214,3 +280,13 @@ def test_mixers_side_by_side_are_calibrated_as_they_run():
         (h,) = calibration.advance(*layer_config(PAIRS, index), params[f"layer_{index}"], [h])
     hidden, _ = forward(PAIRS, params, as_jax(tokens), as_jax([WIDTH, WIDTH]))
     np.testing.assert_allclose(h, hidden.x, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cfg", [PAIRS, SHARED], ids=["side-by-side", "shared"])
+@pytest.mark.parametrize("halves", ["false", "true"])
+def test_the_planner_lowers_layers_with_something_beside_the_stream(cfg, halves):
+    policy = Policy.parse(f"0 50 0 50 0 50 sep_layer={halves}")
+    sizes = 2, 4, 16  # rows, tokens of a chunk, capacity
+    programs = accounting._programs(cfg, policy, *sizes, jnp.float32, jnp.float32, None)
+    assert len(list(programs)) >= 5

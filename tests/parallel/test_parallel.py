@@ -70,6 +70,8 @@ FULL = [
     ),
     *(f"experts:{scheme}:all:greedy" for scheme in ("bfloat16", "w8a16", "w4a16")),
     *(f"delta:{scheme}:all:greedy" for scheme in ("w8a16", "w4a16", "w8a8", "fp8")),
+    "experts-ungated:float32:2x2+2x4:sampled",
+    "side-by-side:float32:2x2+2x4:sampled",
     "short-conv:float32:all:sampled",
     "short-conv:w8a16:all:greedy",
     *(f"gqa:float32:2x4+1x8:greedy:{kv}" for kv in ("int8", "int4", "float8_e4m3fn")),

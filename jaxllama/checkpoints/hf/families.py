@@ -21,6 +21,7 @@ from jaxllama.checkpoints.hf import (
     hybrid,
     latent,
     mamba,
+    paired,
     routed,
     sparse,
 )
@@ -312,7 +313,6 @@ _NEMOTRON_H = dataclasses.replace(
     n_heads=("mamba_num_heads", 128),
     head_dim=("mamba_head_dim", 64),
     state=("ssm_state_size", 128),
-    bias=("mamba_proj_bias", False),
     least=("time_step_min", 0.001),
 )
 _HYBRID_EXPERTS = dataclasses.replace(_GRANITE_EXPERTS, is_mixed=True)
@@ -609,6 +609,7 @@ FAMILIES: dict[str, Family] = {
             **_MAMBA.to_hf(cfg),
             "attn_layer_indices": [i for i, k in enumerate(cfg.layer_types) if k == "attention"],
         },
+        fixed={"partial_rotary_factor": (0.5, None)},  # whatever a file says, in transformers
     ),
     "granitemoehybrid": Family(
         ("GraniteMoeHybridForCausalLM",),
@@ -642,6 +643,7 @@ FAMILIES: dict[str, Family] = {
         },
         keys=(
             *_NEMOTRON_H.keys,
+            "mamba_proj_bias",  # which no class reads
             "hybrid_override_pattern",
             "layers_block_type",
             "layer_types",
@@ -664,13 +666,13 @@ FAMILIES: dict[str, Family] = {
         to_hf=lambda cfg: {**_NEMOTRON_H.to_hf(cfg), **mamba.nemotron_to_hf(cfg)},
         # transformers reads attention_bias, and has no biases
         fixed={
-            "use_bias": (False, None),
             "sliding_window": (None,),
             "moe_latent_size": (None,),
         },
         facts={"gated_mlp": False},
         eps="layer_norm_epsilon",
         activation="mlp_hidden_act",
+        others={"num_local_experts": "n_routed_experts"},
     ),
     "gpt_oss": Family(
         ("GptOssForCausalLM",),
@@ -945,6 +947,7 @@ FAMILIES: dict[str, Family] = {
     **gemma4.FAMILIES,
     **gpt.FAMILIES,
     **hybrid.FAMILIES,
+    **paired.FAMILIES,
     **sparse.FAMILIES,
     **latent.FAMILIES,
     **routed.FAMILIES,

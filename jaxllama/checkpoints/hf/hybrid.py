@@ -1,4 +1,4 @@
-"""Families whose layers are of several kinds: OLMo Hybrid, LFM2 and Falcon-H1.
+"""Families whose layers are of several kinds: OLMo Hybrid and LFM2.
 
 ``hf.families`` adds ``FAMILIES`` to its own table.
 """
@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxllama.checkpoints.hf.family import BIAS, MLP_BIAS, Family, Fields
-from jaxllama.checkpoints.hf.mamba import MambaKeys, options_of
+from jaxllama.checkpoints.hf.family import BIAS, Family, Fields
 from jaxllama.checkpoints.json_reader import JsonReader
-from jaxllama.config import UNMULTIPLIED, DeltaConfig, ModelConfig, Multipliers
+from jaxllama.config import DeltaConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
 
 
@@ -109,113 +108,7 @@ def conv_to_hf(cfg: ModelConfig) -> Fields:
     }
 
 
-_FALCON = MambaKeys()
-
-
-def _numbers(read: JsonReader, key: str, count: int) -> tuple[float, ...]:
-    """Return a list of multipliers; ones where the key is missing."""
-    value = read.config.get(key)
-    if value is None:
-        return (1.0,) * count
-    is_list = isinstance(value, list | tuple) and len(value) == count
-    if not is_list or not all(type(one) in (int, float) for one in value):
-        raise read.error(key, f"expected {count} numbers")
-    return tuple(map(float, value))
-
-
-def _falcon_h1(read: JsonReader) -> Fields:
-    """Return the fields of Falcon-H1: a layer of the file is one of attention, without a
-    feed-forward, and one of Mamba-2 beside it."""
-    n, n_heads = read.size("num_hidden_layers"), read.size("mamba_n_heads", 128)
-    width = read.config.get("mamba_d_ssm", 1024)
-    if width is None:
-        width = read.size("mamba_expand", 2) * read.size("hidden_size")
-    head_dim = read.config.get("mamba_d_head")
-    if head_dim in (None, "auto"):
-        head_dim = width // n_heads if type(width) is int else 0
-    if type(head_dim) is not int or head_dim * n_heads != width:
-        raise read.error("mamba_d_head", f"times mamba_n_heads must be the width ({width!r})")
-    norm = "none"
-    if read.flag("mamba_rms_norm", False):
-        norm = "norm_first" if read.flag("mamba_norm_before_gate", True) else "gate_first"
-    found = _FALCON.fields(JsonReader({**read.config, "mamba_d_head": head_dim}), norm)
-    o_bias = read.flag("projectors_bias", False)
-    if o_bias != found["mixers"]["ssm"]["bias"]:
-        found["mixers"]["ssm"]["o_bias"] = o_bias
-    gate, down = _numbers(read, "mlp_multipliers", 2)
-    products = Multipliers(
-        attention_input=read.number("attention_in_multiplier", 1.0),
-        key=read.number("key_multiplier", 1.0),
-        attention_output=read.number("attention_out_multiplier", 1.0),
-        ssm_input=read.number("ssm_in_multiplier", 1.0),
-        ssm_parts=_numbers(read, "ssm_multipliers", 5),
-        ssm_output=read.number("ssm_out_multiplier", 1.0),
-        gate=gate,
-        down=down,
-    )
-    return {
-        **found,
-        "n_layers": 2 * n,
-        "layer_types": ("attention", "ssm") * n,
-        "bare_layers": tuple(range(0, 2 * n, 2)),
-        "beside_layers": tuple(range(1, 2 * n, 2)),
-        "stored.products": None if products == UNMULTIPLIED else products,
-    }
-
-
-def _falcon_h1_to_hf(cfg: ModelConfig) -> Fields:
-    """Return the keys of Falcon-H1.  Raises JaxLlamaError where the layers are no pairs."""
-    if cfg.layer_types != ("attention", "ssm") * (cfg.n_layers // 2):
-        raise JaxLlamaError("layer_types: this family has pairs of attention and Mamba-2")
-    ssm, products = options_of(cfg), cfg.stored.products or UNMULTIPLIED
-    return {
-        **_FALCON.to_hf(cfg),
-        "num_hidden_layers": cfg.n_layers // 2,
-        "mamba_d_ssm": ssm.width,
-        "mamba_rms_norm": ssm.norm != "none",
-        "mamba_norm_before_gate": ssm.norm != "gate_first",
-        "projectors_bias": ssm.has_o_bias,
-        "attention_in_multiplier": products.attention_input,
-        "key_multiplier": products.key,
-        "attention_out_multiplier": products.attention_output,
-        "ssm_in_multiplier": products.ssm_input,
-        "ssm_multipliers": list(products.ssm_parts),
-        "ssm_out_multiplier": products.ssm_output,
-        "mlp_multipliers": [products.gate, products.down],
-    }
-
-
 FAMILIES: dict[str, Family] = {
-    "falcon_h1": Family(
-        ("FalconH1ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 8192,
-            "rms_norm_eps": 1e-5,
-        },
-        keys=(
-            *_FALCON.keys,
-            "mamba_d_ssm",
-            "mamba_rms_norm",
-            "mamba_norm_before_gate",
-            "projectors_bias",
-            "attention_in_multiplier",
-            "key_multiplier",
-            "attention_out_multiplier",
-            "ssm_in_multiplier",
-            "ssm_multipliers",
-            "ssm_out_multiplier",
-            "mlp_multipliers",
-        ),
-        same=(
-            *BIAS,
-            *MLP_BIAS,
-            ("embedding_multiplier", "stored.embed", 1.0),
-            ("lm_head_multiplier", "stored.logits", 1.0),
-        ),
-        fields=_falcon_h1,
-        to_hf=_falcon_h1_to_hf,
-    ),
     "olmo_hybrid": Family(
         ("OlmoHybridForCausalLM",),
         defaults={

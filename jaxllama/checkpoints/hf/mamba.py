@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from jaxllama.checkpoints.json_reader import JsonReader
-from jaxllama.config import ModelConfig
+from jaxllama.config import ExpertsConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.mixers.ssm.parameters import SSMOptions, options
 from jaxllama.typing import JsonMapping, JsonObject
@@ -198,17 +198,17 @@ def nemotron_layers(read: JsonReader) -> Fields:
         kinds = [_KINDS.get(kind) if isinstance(kind, str) else None for kind in types]
     mixers: list[str] = []
     fed: set[int] = set()
+    sparse: list[int] = []
     for kind in kinds:
         if kind is None:
             raise read.error(key, "has an unknown kind of layer")
-        if kind == "moe":
-            raise read.error(key, "experts without a gate are not supported")
-        if kind != "mlp":
+        if kind not in ("mlp", "moe"):
             mixers.append(kind)
         elif len(mixers) - 1 in fed or not mixers:
             raise read.error(key, "a feed-forward must stand behind attention or Mamba-2")
         else:
             fed.add(len(mixers) - 1)
+            sparse += [len(mixers) - 1] * (kind == "moe")
     n = len(mixers)
     if not n:
         raise read.error(key, "has no layers")
@@ -217,7 +217,26 @@ def nemotron_layers(read: JsonReader) -> Fields:
         "layer_types": tuple(mixers),
         "bare_layers": tuple(i for i in range(n) if i not in fed),
         "nope_layers": tuple(range(n)),
+        "experts": _nemotron_experts(read, tuple(sparse)) if sparse else None,
     }
+
+
+def _nemotron_experts(read: JsonReader, layers: tuple[int, ...]) -> ExpertsConfig:
+    """Return the options of experts without a gate, and of the shared one beside them."""
+    return ExpertsConfig(
+        n_experts=read.size("n_routed_experts", 8),
+        n_active=read.size("num_experts_per_tok", 2),
+        d_ff=read.size("moe_intermediate_size", 7688),
+        scores="sigmoid",
+        normalize=read.flag("norm_topk_prob", True),
+        scale=read.number("routed_scaling_factor", 1.0),
+        choice_bias=True,
+        n_groups=read.size("n_group", 1),
+        n_active_groups=read.size("topk_group", 1),
+        shared=read.size("moe_shared_expert_intermediate_size", 7688),
+        shared_bias=read.flag("mlp_bias", False),
+        layers=layers,
+    )
 
 
 def nemotron_to_hf(cfg: ModelConfig) -> JsonMapping:
@@ -226,8 +245,20 @@ def nemotron_to_hf(cfg: ModelConfig) -> JsonMapping:
     for index, kind in enumerate(cfg.layer_types):
         types.append("full_attention" if kind == "attention" else "linear_attention")
         if index not in cfg.bare_layers:
-            types.append("mlp")
-    return {"layers_block_type": types, "num_hidden_layers": len(types)}
+            types.append("mlp" if cfg.experts_of(index) is None else "moe")
+    keys: JsonObject = {"layers_block_type": types, "num_hidden_layers": len(types)}
+    if (experts := cfg.experts) is None:
+        return keys
+    return keys | {
+        "n_routed_experts": experts.n_experts,
+        "num_experts_per_tok": experts.n_active,
+        "moe_intermediate_size": experts.d_ff,
+        "norm_topk_prob": experts.normalize,
+        "routed_scaling_factor": experts.scale,
+        "n_group": experts.n_groups,
+        "topk_group": experts.n_active_groups,
+        "moe_shared_expert_intermediate_size": experts.shared,
+    }
 
 
 def kinds_to_hf(cfg: ModelConfig) -> list[str]:

@@ -40,7 +40,6 @@ _REASONS: dict[str, str] = {
     "mixer: Mamba-1, whose decay is one number a feature and state": """
         falcon_mamba jamba mamba zamba
         """,
-    "mixer: attention blocks that layers share, beside Mamba-2": "zamba2",
     "mixer: a gated linear recurrence (RG-LRU)": "recurrent_gemma",
     "mixer: RWKV-4's time mixing": "rwkv",
     "mixer: xLSTM": "xlstm",

@@ -96,7 +96,7 @@ def save(
     JaxLlamaError
         Naming the path, the option that HF has no key for, or the quantized weight.
     """
-    units = [floats_unit(spec, value) for spec, value in _leaves(cfg, params)]
+    units = [floats_unit(spec, value) for spec, value in _once(_leaves(cfg, params))]
     dtype = np.dtype(params["embed"]["weight"].dtype)
     config = config_to_hf(cfg, dtype.name)
     documents = {"config.json": config, GENERATION: generation_config(cfg, sampling)}
@@ -170,6 +170,24 @@ def _leaves(cfg: ModelConfig, params: Params) -> list[Leaf]:
                 f"but the config wants {list(spec.shape)}"
             )
     return [(spec, flat[path]) for path, spec in table.items()]
+
+
+def _once(leaves: list[Leaf]) -> Iterator[Leaf]:
+    """Yield the leaves without those whose tensors an earlier one has: layers may share weights.
+
+    Raises JaxLlamaError naming a tensor of which two layers have different values.
+    """
+    seen: dict[tuple[str, ...], Any] = {}
+    for spec, value in leaves:
+        names = tuple(source.name for source in spec.sources)
+        if not names or names not in seen:
+            seen[names] = value
+            yield spec, value
+        elif not np.array_equal(np.asarray(seen[names]), np.asarray(value)):
+            raise JaxLlamaError(
+                f"params: layers that share {names[0]} have different values of it, "
+                "and no class of transformers has both"
+            )
 
 
 def check_paths(flat: dict[tensors.Path, Tree], table: Iterable[tensors.Path]) -> None:

@@ -164,6 +164,8 @@ def _units(
     if format == "native":
         units = [_native_unit(path, flat[path]) for path in table]
         return packed_native.to_config(flat), units, {}
+    if cfg.shared_blocks is not None:
+        raise JaxLlamaError(f"layers that share weights need format 'native', not {format!r}")
     if format == "mxfp4":
         return packed_mxfp4.CONFIG, packed_mxfp4.units(cfg, table, flat), {}
     for path, spec in table.items():

@@ -133,6 +133,8 @@ def project(
     With latents, ``[B, N + 1, R + r]``: the queries of latents, and what the cache holds.
     """
     mixer = weights["mixer"]
+    if cfg.shared_blocks is not None:
+        raise JaxLlamaError("attention beside the device: not of layers that share their weights")
     projected, stream = mixer_inputs(cfg, weights, stream, inputs(cfg, mixer))
     if cfg.latent is not None:
         heads = latent.heads_of(cfg, mixer, projected)

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.decoder import scaled
+from jaxllama.model.elementwise import activated
 from jaxllama.model.experts.feed import gate_of, inputs_of, with_output
 from jaxllama.model.linear import Stream
 from jaxllama.offload.experts import ExpertLayout, HotSlots, unpack, unpack_on_cpu
@@ -96,7 +97,8 @@ def _with_group(
     pieces = zip(layouts, group.pieces, strict=True)
     up, down = (unpack(layout, jnp.stack(own)) for layout, own in pieces)
     own = [None if bias is None else bias[group.experts] for bias in biases]
-    found = _products(cfg, (up, down), own, group.slots[:, None], tokens[group.rows])[:, 0]
+    slots = jnp.asarray(group.slots)[:, None]
+    found = _products(cfg, (up, down), own, slots, tokens[group.rows])[:, 0]
     return y.at[group.places].set(found, mode="drop")
 
 
@@ -133,6 +135,7 @@ def _products(
     assert cfg.experts is not None
     how: Options = {"gated": gate_of(cfg, cfg.experts), "bias": biases[0]}
     inner = grouped_matmul(x, weights[0], experts, first=0, **how)
+    inner = inner if cfg.gated_mlp else activated(inner, cfg.activation)
     return grouped_matmul(
         inner, weights[1], experts, first=0, bias=biases[1], out_dtype=jnp.float32
     )

@@ -30,13 +30,13 @@ head_logits = jax.jit(decoder.logits, static_argnums=0)
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def embed(cfg: ModelConfig, dtype: jnp.dtype, weights: Tree, tokens: jax.Array) -> Stream:
-    return Stream(decoder.embed_tokens(cfg, weights, tokens, dtype))
+    return decoder.first_stream(cfg, decoder.embed_tokens(cfg, weights, tokens, dtype))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def embed_rows(cfg: ModelConfig, dtype: jnp.dtype, rows: jax.Array) -> Stream:
     """Return ``embed`` of rows that were already looked up."""
-    return Stream(decoder.scale_embedded(cfg, rows.astype(dtype)))
+    return decoder.first_stream(cfg, decoder.scale_embedded(cfg, rows.astype(dtype)))
 
 
 def embed_tokens(store: Store, cfg: ModelConfig, params: Params, tokens: jax.Array) -> Stream:

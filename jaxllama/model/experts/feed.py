@@ -2,6 +2,7 @@
 
     stream += sum_j weight_j down_j(act(gate_j x) * up_j x)  +  gate(x) * shared(x)
 
+Experts without a gate (Nemotron-H) are ``down_j(act(up_j x))``.
 ``grouped_matmul`` computes the two products with experts.  All else is as in a dense layer.  On a
 mesh each device routes all tokens and computes the pairs of its own experts; then one sum.  Devices
 of the "expert" axis have tokens of their own, and exchange them (``parallel.exchange``).
@@ -17,6 +18,7 @@ from jax import lax
 
 from jaxllama.config import UNGATED, ExpertsConfig, ModelConfig
 from jaxllama.model import linear
+from jaxllama.model.elementwise import activated
 from jaxllama.model.experts.route import Routed, route, router_logits
 from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.linear import Stream
@@ -117,6 +119,7 @@ def _experts(
 
     def compute(tokens: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
         inner = ops.grouped(tokens, own["experts_gate_up"], experts, **gated)
+        inner = inner if cfg.gated_mlp else activated(inner, cfg.activation)
         return ops.grouped(inner, own["experts_down"], experts, weights=weights, **summed)
 
     if options.exchanges:
@@ -128,8 +131,10 @@ def _experts(
     return (lax.psum(y, axes) if axes else y).reshape(x.shape).astype(x.dtype)
 
 
-def gate_of(cfg: ModelConfig, options: ExpertsConfig) -> Gate:
-    """Return the experts' gated activation."""
+def gate_of(cfg: ModelConfig, options: ExpertsConfig) -> Gate | None:
+    """Return the experts' gated activation; None where their first product has no gate."""
+    if not cfg.gated_mlp:
+        return None
     if options.gate_limit is None:
         assert cfg.activation not in UNGATED  # no family gates experts by them
         return cfg.activation
@@ -138,7 +143,10 @@ def gate_of(cfg: ModelConfig, options: ExpertsConfig) -> Gate:
 
 def shared(cfg: ModelConfig, own: Params, x: jax.Array, ops: LayerOps = linear) -> jax.Array:
     """Return the shared expert's output for ``x[..., D]``."""
-    inner = ops.product(x, own["gate_up"], x.dtype, cfg, into=own["down"])
+    if cfg.gated_mlp:
+        inner = ops.product(x, own["gate_up"], x.dtype, cfg, into=own["down"])
+    else:
+        inner = activated(ops.product(x, own["up"], x.dtype, cfg), cfg.activation)
     if is_split():
         assert isinstance(inner, jax.Array)
         down = own["down"]

@@ -1,9 +1,9 @@
 """The parameters of a mixture of experts, in the place of a layer's ``mlp``.
 
     router            weight [E, D], bias [E], choice_bias [E], expert_scale [E]
-    experts_gate_up   weight [E, 2F, D], bias [E, 2F]        gate, then up
+    experts_gate_up   weight [E, 2F, D], bias [E, 2F]        gate, then up; without a gate [E, F, D]
     experts_down      weight [E, D, F], bias [E, D]
-    gate_up, down     the shared expert's, as a dense layer's
+    gate_up, down     the shared expert's, as a dense layer's; without a gate up, down
     shared_gate       weight [1, D]
     norm, router_norm, out_norm, shared_norm    weight [D]: norms of the inputs of experts and
                       router and of both outputs, where the shared expert is beside the others
@@ -108,15 +108,18 @@ def table(
             scale = d**-0.5 if path == "router_norm" else 1.0
             fold = {"scale": scale}
             rows[path, "weight"] = one(f"{prefix}{name}", d, mean=scale, std=0.0, fold=fold)
-    rows |= _experts(options, d, prefix, own, present, residual)
+    halves = 1 + cfg.gated_mlp
+    rows |= _experts(options, d, prefix, own, present, residual, halves)
     if options.shared:
         shared = f"{layer if own.is_beside else prefix}{own.shared}"
         *gate_up, down = own.shared_parts or (*names.gate_up, names.down)
-        width = 2 * options.shared // len(gate_up)
+        gate_up = gate_up[-halves:]
+        width = halves * options.shared // len(gate_up)
         parts = [(f"{shared}{name}", width, {}) for name in gate_up]
-        rows |= fused("gate_up", parts, d, False)
+        first, bias = "gate_up" if cfg.gated_mlp else "up", options.shared_bias
+        rows |= fused(first, parts, d, bias)
         scale = residual * cfg.stored.shared
-        rows |= written("down", f"{shared}{down}", d, options.shared, False, scale)
+        rows |= written("down", f"{shared}{down}", d, options.shared, bias, scale)
     if options.shared_gate:
         gate = TensorSource(f"{prefix}{own.shared_gate}.weight", (d,) if own.is_apart else (1, d))
         rows["shared_gate", "weight"] = Param((gate,), (1, d))
@@ -130,13 +133,16 @@ def _experts(
     own: ExpertNames,
     present: Collection[str],
     residual: float,
+    halves: int,
 ) -> dict[Path, Param]:
+    """The products with experts; halves: 2 where the first one has a gate and up."""
     n, width = options.n_experts // options.shards, options.d_ff
     gate_up, down = (f"{prefix}{name}" for name in own.fused)
+    own_up = own.gate_up[-halves:]
     is_fused = any(name.startswith(gate_up) for name in present)
     if own.is_apart:
-        up, out = [f"{prefix}{name}" for name in own.gate_up], f"{prefix}{own.down}"
-        high = 2 * width // len(up)
+        up, out = [f"{prefix}{name}" for name in own_up], f"{prefix}{own.down}"
+        high = halves * width // len(up)
         weights = (
             [TensorSource(f"{name}.weight", (n, high, d)) for name in up],
             [TensorSource(f"{out}.weight", (n, d, width), residual)],
@@ -148,19 +154,19 @@ def _experts(
     elif is_fused or (own.is_fused and not present):
         alternates, turned = own.alternates, own.alternates or own.is_transposed
         inner, outer = (
-            Stacked(n, 2 * width, alternates, turned),
+            Stacked(n, halves * width, alternates, turned),
             Stacked(n, d, False, turned),
         )
-        of_bias = Stacked(n, 2 * width, alternates)
+        of_bias = Stacked(n, halves * width, alternates)
         weights = (
-            [TensorSource(gate_up, (n, 2 * width, d), turned=inner if turned else None)],
+            [TensorSource(gate_up, (n, halves * width, d), turned=inner if turned else None)],
             [TensorSource(down, (n, d, width), residual, turned=outer if turned else None)],
         )
         biases = (
             [
                 TensorSource(
                     f"{gate_up}{own.fused_bias}",
-                    (n, 2 * width),
+                    (n, halves * width),
                     turned=of_bias if alternates else None,
                 )
             ],
@@ -168,7 +174,7 @@ def _experts(
         )
     else:
         experts = [f"{prefix}{own.expert.format(index)}" for index in range(n)]
-        up = [f"{expert}{name}" for expert in experts for name in own.gate_up]
+        up = [f"{expert}{name}" for expert in experts for name in own_up]
         out = [f"{expert}{own.down}" for expert in experts]
         weights = (
             [TensorSource(f"{name}.weight", (width, d)) for name in up],
@@ -180,7 +186,7 @@ def _experts(
         )
     rows: dict[Path, Param] = {}
     for index, name in enumerate(("experts_gate_up", "experts_down")):
-        high = (2 * width, d)[index]
+        high = (halves * width, d)[index]
         rows[name, "weight"] = Param(tuple(weights[index]), (n, high, (d, width)[index]))
         if options.bias:
             rows[name, "bias"] = Param(tuple(biases[index]), (n, high), std=0.0)
@@ -190,12 +196,13 @@ def _experts(
 Site: TypeAlias = tuple[tuple[str, ...], str, tuple[int, int] | None, np.ndarray]
 
 
-def sites(options: ExpertsConfig, model: np.ndarray) -> tuple[Site, ...]:
+def sites(options: ExpertsConfig, model: np.ndarray, is_gated: bool) -> tuple[Site, ...]:
     """(readers, source, rows, channels) of each input of the feed-forward's weights.
 
     The router reads the same norm as the experts, so no scale can be absorbed before them.
     """
-    beside = ("mlp/gate_up",) if options.shared and not options.beside else ()
+    first = "mlp/gate_up" if is_gated else "mlp/up"
+    beside = (first,) if options.shared and not options.beside else ()
     found: tuple[Site, ...] = (
         (("mlp/experts_gate_up", *beside), "", None, model),
         (("mlp/experts_down",), "", None, np.arange(options.d_ff)),
@@ -204,5 +211,6 @@ def sites(options: ExpertsConfig, model: np.ndarray) -> tuple[Site, ...]:
         found += ((("mlp/gate_up",), "", None, model),)
     if options.shared:
         width = options.shared
-        found += ((("mlp/down",), "mlp/gate_up", (width, 2 * width), np.arange(width)),)
+        source, rows = (first, (width, 2 * width)) if is_gated else ("", None)
+        found += ((("mlp/down",), source, rows, np.arange(width)),)
     return found

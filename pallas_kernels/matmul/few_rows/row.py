@@ -10,7 +10,7 @@ columns, float8 at one of 64, float4 and int4 in smaller groups at one of 32.
 
 Division of work.  A block of 16 warps per SM, or two of 8.  A warp has one or two rows of w at a
 time (with SwiGLU a row of gate and its row of up).  Neighbouring warps have neighbouring rows, so
-all SMs read from one place of w.  All blocks have a share of a last round that is not full.
+all SMs read from one place of w.
 
     all      the first of w -> L2 | the kernel before has ended | x and the norm's weight, then the
              first of w -> registers             (``prefetch``, ``Input.ask``, ``load``)
@@ -36,8 +36,6 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
-
-import jax
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
@@ -214,7 +212,7 @@ class WeightRows:
         return out
 
     def ask(self, unit: Value) -> dict[str, list[Value]]:
-        """Request the unit's operands of ``finish`` in device memory."""
+        """Request the operands of ``finish`` in device memory, before the product."""
         names = {"scales": "scale", "biases": "bias", "residual": "residual"}
         if self.loop.in_groups:
             del names["scales"]
@@ -304,11 +302,6 @@ def run(
     groups, stride = plan.groups, plan.blocks * plan.warps
     first = p.add(p.mul(block, plan.warps), warp)
     last = p.add(first, stride * (plan.rounds - 1))
-    if plan.spread and plan.is_last_short and operands.post is None:
-        # Each block has a share of the last round, not the first blocks all of it.  Posted rows of
-        # a block stand behind each other.
-        last = p.add(p.mul(warp, plan.blocks), block, stride * (plan.rounds - 1))
-        first = first if plan.rounds > 1 else last
     w = p.offset(operands.w, lane, 16)
     kind = (FoldedNibbles if scheme.fold else Nibbles) if plan.bits == 4 else Floats
     kind = Float4 if scheme.float4 else Float8 if scheme.float8 else kind
@@ -322,7 +315,6 @@ def run(
     posts, poster = operands.posts, None
     slot = None if operands.posted is None else posts.slot(operands.posted)
     if operands.post is not None:  # without a norm, so that the memory for squares is free
-        assert not plan.spread, "a block's rows of a round lie side by side"
         place = posts.place(operands.post, warp)
         poster = Poster(plan, posts, squares, place, block, warp, lane)
     source = Input(plan, operands, loop, thread, squares, slot)
@@ -338,42 +330,37 @@ def run(
         posts.empty(operands.post, p.add(p.mul(block, threads), thread), threads * plan.blocks)
     asked = source.ask(early=True)
     ready = rows.load(start, groups[0])
-    # A unit's bias comes with its first loads: a trip to memory of its own would be waited for.
-    ends = rows.ask(start)
     source.store(asked, warp, lane)
     p.barrier()
     factor = source.factor()
 
-    def product(turn, unit, ready, ends, later=None):
+    def product(turn, unit, ready, later=None):
         """later: the warp's next unit."""
-        following = ends
+        asked = rows.ask(unit)
         sums = loop.nothing()
         for i, group in enumerate(groups):
             now = ready
             if i + 1 < len(groups):
                 ready = rows.load(unit, groups[i + 1])
             elif later is not None:
-                ready, following = rows.load(later, groups[0]), rows.ask(later)
+                ready = rows.load(later, groups[0])
             sums = loop.group(group, now, sums)
-        rows.finish(unit, sums, ends, factor, None if poster is None else poster.buffer(turn))
-        return ready, following
+        rows.finish(unit, sums, asked, factor, None if poster is None else poster.buffer(turn))
+        return ready
 
-    def step(i, carry):
-        ready, ends = jax.tree.unflatten(tree, carry)
+    def step(i, ready):
         unit = p.add(p.mul(i, stride), first)
-        later = arith.select(p.less(i, plan.rounds - 2), p.add(unit, stride), last)
+        later = p.add(unit, stride)
         # A warp without another unit reads its first one again, and stores nothing of it.
         later = arith.select(p.less(later, plan.units), later, first)
-        ready, ends = product(i, unit, ready, ends, later)
+        ready = product(i, unit, ready, later)
         if poster is not None:
             poster.post(i)
-        return jax.tree.leaves((ready, ends))
+        return ready
 
     if plan.rounds > 1:
-        carry, tree = jax.tree.flatten((ready, ends))
-        carry = p.loop(0, plan.rounds - 1, 1, carry, step)
-        ready, ends = jax.tree.unflatten(tree, carry)
+        ready = p.loop(0, plan.rounds - 1, 1, ready, step)
     turn = p.ci(plan.rounds - 1)
-    p.when(p.less(last, plan.units), lambda: product(turn, last, ready, ends))
+    p.when(p.less(last, plan.units), lambda: product(turn, last, ready))
     if poster is not None:
         poster.post(turn)

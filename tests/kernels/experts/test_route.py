@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels.experts import route_kernel
 from pallas_kernels.experts.route import norm_and_route
-from pallas_kernels.experts.route_kernel import RoutePlan, RouteStatic, route_plan
+from pallas_kernels.experts.route_plan import RoutePlan, RouteStatic, route_plan
 from pallas_kernels.matmul.few_rows import operands
 from tests.helpers.arrays import as_jax
 from tests.helpers.matmul_cases import activations, newest

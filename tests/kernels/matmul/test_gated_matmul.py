@@ -33,10 +33,10 @@ def expected(x, w, scale):
 
 
 def is_near(codes, steps, words, rounding):
-    """rounding: relative, of what is stored before."""
+    """rounding: what the sums may add to a code's own rounding, in steps."""
     steps = np.clip(steps, *ENDS[words])
     half = 0.5 if words == "int8" else np.maximum(np.abs(steps) / 16, 2.0**-10)
-    assert (np.abs(wide(codes) - steps) <= 1.001 * half + rounding * np.abs(steps)).all()
+    assert (np.abs(wide(codes) - steps) <= 1.001 * half + rounding).all()
 
 
 @pytest.mark.parametrize("words", ENDS)
@@ -47,7 +47,7 @@ def test_xla_s_form_is_the_float64_gate(words):
     np.testing.assert_array_equal(got.scale, np.full((5, 1), scale))
     steps = expected(x, w, scale)
     assert (np.abs(steps) > ENDS[words][1]).any()  # some are clipped
-    is_near(got.q, steps, words, 1e-5)
+    is_near(got.q, steps, words, 1e-5 * np.abs(steps))
 
 
 def test_operands_that_do_not_fit_are_named():
@@ -100,4 +100,12 @@ def test_values_on_the_gpu(rows, width, k, is_static):
     scale = scale * (k / 64)
     first, again = call(x, w, scale), call(x, w, scale)
     np.testing.assert_array_equal(np.asarray(first.q, np.float32), np.asarray(again.q, np.float32))
-    is_near(first.q, expected(x, w, scale), E4M3, 5e-3)
+    # The tensor cores' sums of float8 are off by 1.3e-3 of their size (RMS), here up to six times
+    # that.  A product with the other half of the gate passes it on.
+    gate, up = np.split(exact(x) @ exact(w).T, 2, axis=-1)
+    size = np.sqrt(np.mean(gate**2 + up**2) / 2)
+    steps = expected(x, w, scale)
+    is_near(first.q, steps, E4M3, 8e-3 * size * (1.1 * np.abs(up) + np.abs(gate)) / float(scale))
+    steps = np.clip(steps, *ENDS[E4M3])
+    nearest = wide(jnp.asarray(steps, E4M3))
+    assert np.linalg.norm(wide(first.q) - steps) <= 1.05 * np.linalg.norm(nearest - steps)

@@ -50,7 +50,7 @@ def test_a_posted_sum_is_read_as_a_pending_one(name, k, swiglu):
 def test_a_product_is_posted_to_a_place(name, n, k, sms):
     """In several rounds, of which the last one leaves warps without a row."""
     w, x = weight(name, n, k, jnp.bfloat16), activations((1, k), jnp.bfloat16)
-    plan = dataclasses.replace(divide_row(w), sms=sms, spread=False)
+    plan = dataclasses.replace(divide_row(w), sms=sms)
     given = {"out_dtype": jnp.float32, "plan": plan}
     assert plan.rounds > 1
     parts = [part for part in kernel.parts_of(w).values() if part is not None]

@@ -264,6 +264,13 @@ def test_any_plan_fits_and_has_every_column():
             assert of_an_sm * plan.threads <= 2048
 
 
+def test_a_given_scale_and_a_ring_are_left_to_xla():
+    x = shaped((1500, 8192), jnp.bfloat16)
+    found = planning.plan("gate", x, "int8", given=True)
+    assert "no GPU has run it" in found.text and found.plan.ring
+    assert isinstance(planning.plan("norm", x, "int8", x, given=True), planning.RowsPlan)
+
+
 def test_narrow_rows_are_left_to_xla():
     narrow, wide = (jax.ShapeDtypeStruct((2, n), jnp.bfloat16) for n in (512, 1024))
     found = planning.plan("copy", narrow, "int8")
@@ -402,19 +409,38 @@ def test_a_norm_in_codes_of_a_given_scale(words):
 
 
 @newest
-@pytest.mark.parametrize("words", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("with_residual", [False, True])
-def test_the_kernel_takes_a_given_scale(words, with_residual):
-    """Emulated, beside XLA's form: equal but where a value lies between two codes."""
-    x, weight = normal((3, 1024), "bfloat16"), normal((1024,), "bfloat16", 2)
+@calls
+@pytest.mark.parametrize(("words", "width"), [("int8", 1024), ("float8_e4m3fn", 4096)])
+def test_the_kernel_takes_a_given_scale(call, words, width):
+    """Emulated, beside XLA's form: equal but where a value lies between two codes.  Of the wide
+    gate a cluster has a row."""
+    x, r, w = rows_for(call, 3, width, "bfloat16")
+    x = x.at[1].set(x[2])
     given = {"scale": jnp.float32(0.01), "quantize": words}
-    given |= {"residual": normal(x.shape, "bfloat16", 1)} if with_residual else {}
-    want = rms_norm(x, weight, 1e-5, **given, implementation="xla")
+    assert (gate_plan(3, width).split > 1) == (width == 4096)
+    want = CALLS[call](x, r, w, **given, implementation="xla")
     with warp_emulator.emulated(kernel, one_row):
-        got = rms_norm(x, weight, 1e-5, **given, implementation="mosaic")
-    if with_residual:
+        got = CALLS[call](x, r, w, **given, implementation="mosaic")
+    if call == "residual":
         np.testing.assert_array_equal(got[1], want[1])
         got, want = got[0], want[0]
     np.testing.assert_array_equal(got.scale, want.scale)
+    steps, codes = np.abs(wide(got.q) - wide(want.q)), np.abs(wide(want.q))
+    assert (steps > 0).mean() < 0.005 and (steps <= codes / 7 + 1).all()
+
+
+@pytest.mark.gpu
+@calls
+@pytest.mark.parametrize("words", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(("rows", "width"), [(8, 4096), (64, 14336), (1500, 4096)])
+def test_a_given_scale_on_the_gpu(call, words, rows, width):
+    x, r, w = rows_for(call, rows, width, "bfloat16")
+    given = {"scale": jnp.float32(0.01), "quantize": words}
+    got, want = (
+        jax.jit(functools.partial(CALLS[call], implementation=way, **given))(x, r, w)
+        for way in ("mosaic", "xla")
+    )
+    if call == "residual":
+        got, want = got[0], want[0]
     steps, codes = np.abs(wide(got.q) - wide(want.q)), np.abs(wide(want.q))
     assert (steps > 0).mean() < 0.005 and (steps <= codes / 7 + 1).all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,8 +57,8 @@ def test_a_head_must_have_a_group():
 
 
 def test_a_reason_names_the_fact():
-    q, k, v, *_ = case((1, 3, 2, 4, 256, 64))
-    assert "Dk = 256" in kernel.plan(q, k, v).text
+    q, k, v, *_ = case((1, 3, 2, 4, 96, 64))
+    assert "Dk = 96" in kernel.plan(q, k, v).text
     assert "v has Dv = 40" in kernel.plan(q[..., :64], k[..., :64], v[..., :40]).text
     assert "v is float32" in kernel.plan(q, k, v.astype(jnp.float32)).text
 
@@ -88,7 +90,9 @@ def test_forward_lowers_as_planned(shape, scans):
     q = jax.ShapeDtypeStruct((b, t, groups, 128), jnp.bfloat16)
     v = jax.ShapeDtypeStruct((b, t, h, 64), jnp.bfloat16)
     g = jax.ShapeDtypeStruct((b, t, h), jnp.float32)
-    names = kernels_in(lowered(kernel.ssd_forward, q, q, v, g))
+    found = kernel.plan(q, q, v)
+    forward = functools.partial(kernel.ssd_forward, segments=found.segments)
+    names = kernels_in(lowered(forward, q, q, v, g))
     assert names == ["ssd_scan", "ssd_states"][:scans]
 
 
@@ -97,11 +101,12 @@ def test_forward_lowers_as_planned(shape, scans):
     "shape, segments",
     [
         ((1, 64, 1, 1, 64, 64), 1),
-        ((2, 300, 2, 4, 128, 64), None),
+        ((2, 300, 2, 4, 128, 64), 1),
         ((1, 1003, 1, 3, 128, 64), 1),  # a block of one head
         ((2, 700, 2, 4, 128, 32), 4),  # heads padded to 64
         ((2, 520, 1, 2, 64, 128), 3),
-        ((1, 300, 2, 2, 128, 80), None),
+        ((1, 300, 2, 2, 128, 80), 1),
+        ((2, 300, 1, 2, 256, 64), 2),
     ],
 )
 def test_values(shape, segments):
