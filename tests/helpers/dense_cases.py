@@ -540,6 +540,46 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "attention_bias": True,
         },
     ),
+    *((kind, "", _ENCODER) for kind in ("bert", "ernie", "megatron-bert")),
+    *((kind, "", {**_ENCODER, "embedding_size": 32}) for kind in ("electra", "roformer")),
+    ("bert-generation", "", {**_ENCODER, "type_vocab_size": None}),
+    *(
+        (kind, "", {**_ENCODER, "pad_token_id": pad, "max_position_embeddings": 129 + pad})
+        for kind, pad in PADDED.items()
+    ),
+    (
+        "modernbert-decoder",
+        "",
+        {
+            **_MHA,
+            "num_hidden_layers": 3,
+            "tie_word_embeddings": True,
+            "sliding_window": 9,
+            "global_attn_every_n_layers": 2,
+            "rope_theta": 1000.0,
+            "rope_local_base_freq": 100.0,
+        },
+    ),
+    (
+        "modernbert-decoder",
+        "bias",
+        {
+            **_MHA,
+            "tie_word_embeddings": True,
+            "sliding_window": 9,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "norm_bias": True,
+            "decoder_bias": False,
+            "classifier_bias": True,
+        },
+    ),
+    ("openai-gpt", "", {**_MHA, "intermediate_size": 128, "tie_word_embeddings": True}),
+    ("olmo", "clip", {"clip_qkv": 0.5, "tie_word_embeddings": True}),
+    ("xglm", "", {**_MHA, "tie_word_embeddings": True}),
+    ("ctrl", "", {**_MHA, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-6}),
+    ("bitnet", "", _DIVIDED),
+    ("bitnet", "silu", {**_DIVIDED, "hidden_act": "silu", "attention_bias": True}),
     (
         "nemotron_h",
         "experts",
@@ -585,46 +625,6 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "num_key_value_heads": 2,
         },
     ),
-    *((kind, "", _ENCODER) for kind in ("bert", "ernie", "megatron-bert")),
-    *((kind, "", {**_ENCODER, "embedding_size": 32}) for kind in ("electra", "roformer")),
-    ("bert-generation", "", {**_ENCODER, "type_vocab_size": None}),
-    *(
-        (kind, "", {**_ENCODER, "pad_token_id": pad, "max_position_embeddings": 129 + pad})
-        for kind, pad in PADDED.items()
-    ),
-    (
-        "modernbert-decoder",
-        "",
-        {
-            **_MHA,
-            "num_hidden_layers": 3,
-            "tie_word_embeddings": True,
-            "sliding_window": 9,
-            "global_attn_every_n_layers": 2,
-            "rope_theta": 1000.0,
-            "rope_local_base_freq": 100.0,
-        },
-    ),
-    (
-        "modernbert-decoder",
-        "bias",
-        {
-            **_MHA,
-            "tie_word_embeddings": True,
-            "sliding_window": 9,
-            "attention_bias": True,
-            "mlp_bias": True,
-            "norm_bias": True,
-            "decoder_bias": False,
-            "classifier_bias": True,
-        },
-    ),
-    ("openai-gpt", "", {**_MHA, "intermediate_size": 128, "tie_word_embeddings": True}),
-    ("olmo", "clip", {"clip_qkv": 0.5, "tie_word_embeddings": True}),
-    ("xglm", "", {**_MHA, "tie_word_embeddings": True}),
-    ("ctrl", "", {**_MHA, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-6}),
-    ("bitnet", "", _DIVIDED),
-    ("bitnet", "silu", {**_DIVIDED, "hidden_act": "silu", "attention_bias": True}),
 )
 # transformers writes its convolutions in three equal parts, which are not q, k and v.
 UNWRITTEN = ("olmo_hybrid",)
