@@ -148,16 +148,17 @@ class Placement:
         params = dict(params)
         path, table = ("embed", "weight"), params["embed"]["weight"]
         if isinstance(table, np.ndarray):
-            if cfg.tie_embeddings:
+            if cfg.tie_embeddings and "head" not in params:
                 params, self.recipe = untie(params, self.recipe)
-                if params.get("head") is params["embed"]:
-                    params["head"] = {"weight": self._put(("head", "weight"), table)}
+                if "head" in params:  # the table, and perhaps a bias
+                    head = params["head"]
+                    params["head"] = {**head, "weight": self._put(("head", "weight"), table)}
             is_looked_up = "head" in params and self.recipe.of("embed") is None
             if is_looked_up and self.policy.weights.device < 100:
                 table = RowTable(self.store, table, self.policy.weights)
             else:
                 table = self._put(path, table)
-            params["embed"] = {"weight": table}
+            params["embed"] = {**params["embed"], "weight": table}
         if self.policy.attn_sparsity < 1:
             cfg = cfg.replace(attn_sparsity=self.policy.attn_sparsity)
         check_halves(cfg, self.policy)
