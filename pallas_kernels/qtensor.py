@@ -75,7 +75,7 @@ class QTensor:
     columns : int32 [K], optional
         Column of w that each column of ``q`` is, where they are stored in another order.
     input_scale : float32 scalar, optional
-        Scale of every token of the other operand, with ``activations``. Of tokens' codes: the one
+        Scale of every token of the other operand, with ``activations``. For tokens' codes: the one
         scale of all of them, which ``scale`` repeats.
     unit : float32 [..., 1], optional
         Factor of a row's int8 or float8_e4m3fn scales.

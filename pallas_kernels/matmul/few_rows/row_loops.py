@@ -39,7 +39,7 @@ class Floats:
         return cls(plan, xs, lane)
 
     def prepared(self, values):
-        """What ``store_x`` takes of 8 columns; all lanes of the warp call it."""
+        """Return the operands of ``store_x`` for 8 columns; all lanes of the warp call it."""
         return (values,)
 
     def store_x(self, piece, values) -> None:
