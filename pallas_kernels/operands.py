@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -27,8 +27,6 @@ from pallas_kernels.types import HasShape
 
 if TYPE_CHECKING:
     import jax
-
-    from pallas_kernels.qtensor import QTensor
 
 FLOATS = ("float32", "bfloat16", "float16")
 ROW_CODES = ("int8", "float8_e4m3fn")  # of the ops that quantize rows
@@ -115,7 +113,28 @@ def dtype_name(op: str, what: str, dtype: DTypeLike, names: Sequence[str]) -> st
     return name
 
 
-def check_parts(op: str, name: str, x: QTensor) -> None:
+class Parts(Protocol):
+    """The parts of a QTensor, whose module imports this one."""
+
+    @property
+    def q(self) -> jax.Array: ...
+    @property
+    def scale(self) -> jax.Array: ...
+    @property
+    def zero(self) -> jax.Array | None: ...
+    @property
+    def unit(self) -> jax.Array | None: ...
+    @property
+    def columns(self) -> jax.Array | None: ...
+    @property
+    def input_scale(self) -> jax.Array | None: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> jnp.dtype: ...
+
+
+def check_parts(op: str, name: str, x: Parts) -> None:
     """Raise ValueError if a QTensor's parts do not fit together."""
     q, scale = x.q, x.scale
     _check_dtype(op, f"{name}.q", q, tuple(CODES))
@@ -139,7 +158,7 @@ def _no_groups(name: str, q: jax.Array) -> str:
     return f"does not fit {codes}: an axis of groups that divides its last one"
 
 
-def _check_zero(op: str, name: str, x: QTensor) -> None:
+def _check_zero(op: str, name: str, x: Parts) -> None:
     assert x.zero is not None
     _check_dtype(op, f"{name}.q", x.q, tuple(c for c in CODES if c != "float4_e2m1fn"))
     is_int = jnp.issubdtype(x.zero.dtype, jnp.integer)
@@ -147,7 +166,7 @@ def _check_zero(op: str, name: str, x: QTensor) -> None:
     _check_array(op, f"{name}.zero", x.zero, dtypes, x.scale.shape)
 
 
-def _check_unit(op: str, name: str, x: QTensor) -> None:
+def _check_unit(op: str, name: str, x: Parts) -> None:
     assert x.unit is not None
     _check_array(op, f"{name}.unit", x.unit, ("float32",), (*x.shape[:-1], 1))
     _check_dtype(op, f"{name}.q", x.q, NIBBLES)
@@ -155,12 +174,12 @@ def _check_unit(op: str, name: str, x: QTensor) -> None:
         _check_dtype(op, f"{name}.zero", x.zero, ("int8",))
 
 
-def _check_columns(op: str, name: str, x: QTensor) -> None:
+def _check_columns(op: str, name: str, x: Parts) -> None:
     assert x.columns is not None
     _check_array(op, f"{name}.columns", x.columns, ("int32",), x.shape[-1:])
 
 
-def _check_input_scale(op: str, name: str, x: QTensor) -> None:
+def _check_input_scale(op: str, name: str, x: Parts) -> None:
     assert x.input_scale is not None
     _check_array(op, f"{name}.input_scale", x.input_scale, ("float32",), ())
 
@@ -187,8 +206,8 @@ def _check_dtype(op: str, name: str, x: HasShape, dtypes: tuple[str, ...]) -> No
         raise ValueError(f"{op}: {name} is {x.dtype}, not {_either(dtypes)}")
 
 
-def _is_quantized(x: HasShape) -> TypeGuard[QTensor]:
-    """A QTensor; its module imports this one."""
+def _is_quantized(x: HasShape) -> TypeGuard[Parts]:
+    """Whether x is a QTensor."""
     return hasattr(x, "scale")
 
 

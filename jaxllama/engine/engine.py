@@ -49,7 +49,6 @@ from jaxllama.engine.delivery import Delivery
 from jaxllama.engine.grammar import Matcher
 from jaxllama.engine.held import HeldModel
 from jaxllama.engine.inbox import Inbox
-from jaxllama.engine.lockstep import Ended, StepInput, Submitted
 from jaxllama.engine.options import checked_names
 from jaxllama.engine.output import OnEvent, RequestOutput
 from jaxllama.engine.parts import parts_of
@@ -57,6 +56,7 @@ from jaxllama.engine.request import EngineFailed, Event, FinishReason, QueueFull
 from jaxllama.engine.runner import Runner, Running
 from jaxllama.engine.scheduler import Sequence, TurnPlan
 from jaxllama.engine.stats import EngineStats, count
+from jaxllama.engine.step_input import Ended, StepInput, Submitted
 from jaxllama.engine.weights import replaced
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel

@@ -15,37 +15,13 @@ Left out: passes beside the engine, adapters and weights that change while it ru
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
 
-from jaxllama.engine.request import FinishReason, Request
+from jaxllama.engine.engine import Engine
+from jaxllama.engine.step_input import StepInput, Submitted
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import Options
 
-if TYPE_CHECKING:
-    from jaxllama.engine.engine import Engine
-
 UNLIMITED = {"max_queue": 1 << 30}  # the first process alone refuses requests
-
-
-class Submitted(NamedTuple):
-    """A request that a step takes. with_text: as for ``Engine.submit``."""
-
-    request: Request
-    with_text: bool
-
-
-class Ended(NamedTuple):
-    """A request that a step ends from outside."""
-
-    id: str
-    reason: FinishReason
-
-
-class StepInput(NamedTuple):
-    """The input of a step. number: of the steps before it. entries: in the order of taking."""
-
-    number: int
-    entries: tuple[Submitted | Ended, ...]
 
 
 def follower_options(options: Options) -> Options:

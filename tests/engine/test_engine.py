@@ -21,7 +21,6 @@ from jaxllama.config import RopeConfig
 from jaxllama.engine import runner
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.grammar import Matcher
-from jaxllama.engine.lockstep import Ended, StepInput, Submitted
 from jaxllama.engine.options import EngineOptions, ResolvedOptions, default_cache_dtype
 from jaxllama.engine.programs import (
     KEPT,
@@ -37,6 +36,7 @@ from jaxllama.engine.request import (
     QueueFull,
     Request,
 )
+from jaxllama.engine.step_input import Ended, StepInput, Submitted
 from jaxllama.kept import Kept, keep, read
 from jaxllama.language_model import LanguageModel
 from pallas_kernels.jax_internals import persistent_cache_min_compile_time_secs

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from jaxllama.config import ModelConfig
@@ -35,7 +35,6 @@ from jaxllama.typing import Options, Params, Tree
 if TYPE_CHECKING:
     import jax
 
-    from jaxllama.model.mixers.module import MixerModule
     from jaxllama.model.records import At
 
 
@@ -79,7 +78,7 @@ class Mix(Protocol):
 class ModuleFile(Protocol):
     """``mixers/<kind>/module.py``."""
 
-    MIXER: type[MixerModule]
+    MIXER: Callable[..., Tree]  # the class
 
 
 class Mixer:
