@@ -24,7 +24,7 @@ from jax import lax
 from jaxllama.config import ModelConfig
 from jaxllama.model import linear
 from jaxllama.model.decoder import block, final_norm
-from jaxllama.model.experts.route import choose, router_logits
+from jaxllama.model.experts.route import route_by, router_logits
 from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.linear import Stream
 from jaxllama.model.records import At
@@ -56,7 +56,7 @@ class _Watch:
         x, stream = linear.norm(stream, scale, cfg)
         tokens = x.reshape(-1, x.shape[-1])
         logits = router_logits(tokens, router["weight"], router.get("bias"))
-        experts, weights = choose(cfg.experts, logits, router.get("choice_bias"))
+        experts, weights = route_by(cfg.experts, logits, router)
         self.routed = routed(logits, experts, self._valid)
         return x, stream, (experts, weights)
 

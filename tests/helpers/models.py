@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxllama as jl
 from jaxllama.config import (
     CheckpointForm,
     DeltaConfig,
@@ -18,6 +19,7 @@ from jaxllama.config import (
     ModelConfig,
     RopeConfig,
 )
+from jaxllama.model.cache import init_pages
 from tests.helpers.arrays import as_jax
 from tests.helpers.seeded import seeded_params
 
@@ -157,3 +159,26 @@ def relative_error(got, want) -> float:
     """Largest difference over the largest magnitude."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     return float(np.max(np.abs(got - want)) / np.max(np.abs(want)))
+
+
+LENGTHS = np.array([13, 9], np.int32)
+WHOLE = 20
+
+
+def paged(cfg: ModelConfig, dtype: str) -> jl.Cache:
+    """An empty cache of two rows whose pages lie in turns."""
+    cache = init_pages(cfg, 2, 3, 6, 8, dtype)
+    return dataclasses.replace(cache, table=jnp.arange(6, dtype=jnp.int32).reshape(3, 2).T)
+
+
+def check_chunks_and_steps(cfg: ModelConfig, dtype: str, bound: float, pages: bool, n: int) -> None:
+    """Chunks of a prompt and n steps over a cache give the logits of whole rows, within bound."""
+    params, tokens = params_of(cfg), np.asarray(tokens_of(cfg, 2, WHOLE))
+    want = np.asarray(jl.logits(cfg, params, tokens, np.full(2, WHOLE, np.int32)))
+    cache = paged(cfg, dtype) if pages else jl.init_cache(cfg, 2, 24, dtype)
+    got, cache = jl.prefill(cfg, params, tokens[:, :13], LENGTHS, cache, chunk=8)
+    for step in range(n):
+        at = LENGTHS + step
+        for row in range(2):
+            assert relative_error(got[row], want[row, at[row] - 1]) <= bound
+        got, cache = jl.decode_step(cfg, params, tokens[np.arange(2), at], cache)

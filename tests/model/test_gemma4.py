@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -17,17 +15,23 @@ from jaxllama.checkpoints.hf.config import config_from_hf
 from jaxllama.config import ExpertsConfig, FullAttentionConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.language_model import LanguageModel
-from jaxllama.model.cache import init_pages
+from jaxllama.model import linear
+from jaxllama.model.linear import Stream
 from jaxllama.model.rope import rope_tables
 from jaxllama.model.stacked import hidden_states, recomputed_block, runs, stack_layers
 from jaxllama.offload.policy import Policy
 from jaxllama.placement import Placement
 from jaxllama.quantization.pipeline import calibrate
 from jaxllama.quantization.scheme import parse
-from tests.helpers.models import GEMMA4, params_of, relative_error, tokens_of
-
-LENGTHS = np.array([13, 9], np.int32)
-WHOLE = 20
+from jaxllama.training.routers import _Watch
+from tests.helpers.arrays import as_jax
+from tests.helpers.models import (
+    GEMMA4,
+    check_chunks_and_steps,
+    params_of,
+    relative_error,
+    tokens_of,
+)
 
 
 def test_a_cache_has_the_heads_of_each_layer_and_none_where_keys_are_shared():
@@ -56,10 +60,27 @@ def test_proportional_rope_turns_the_first_pairs_of_a_whole_heads_frequencies():
     np.testing.assert_allclose(sin[0], np.sin(angles), atol=1e-6)
 
 
-def paged(dtype: str) -> jl.Cache:
-    """An empty cache of two rows whose pages lie in turns."""
-    cache = init_pages(GEMMA4, 2, 3, 6, 8, dtype)
-    return dataclasses.replace(cache, table=jnp.arange(6, dtype=jnp.int32).reshape(3, 2).T)
+def test_factors_of_experts_reach_the_weights_however_they_are_routed(monkeypatch):
+    """The fused kernel of norm and router knows no factors, and the routers' losses watch."""
+    cfg = GEMMA4.replace(experts=ExpertsConfig(n_experts=4, n_active=2, d_ff=8))
+    draw = np.random.default_rng(0).standard_normal
+    x, gamma, weight = (as_jax(draw(shape), jnp.float32) for shape in ((3, 32), (32,), (4, 32)))
+    router = {"weight": weight, "expert_scale": jnp.arange(1.0, 5.0)}
+
+    def fused(*_, **__):
+        raise AssertionError("the factors are left out")
+
+    monkeypatch.setattr(linear, "fused_norm_and_route", fused)
+    scale, stream = {"weight": gamma}, Stream(x)
+    y, _, (experts, weights) = linear.norm_route(stream, scale, router, cfg)
+    logits = np.asarray(y, np.float64) @ np.asarray(weight, np.float64).T
+    best = np.argsort(-logits, axis=-1)[:, :2]
+    np.testing.assert_array_equal(experts, best)
+    odds = np.exp(np.take_along_axis(logits, best, 1))
+    np.testing.assert_allclose(weights, odds / odds.sum(1, keepdims=True) * (best + 1), rtol=1e-5)
+    *_, watched = _Watch(linear, None).norm_route(stream, scale, router, cfg)
+    for got, want in zip(watched, (experts, weights), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize(
@@ -73,15 +94,7 @@ def paged(dtype: str) -> jl.Cache:
     ],
 )
 def test_chunks_and_steps_over_a_cache_are_whole_rows(dtype, bound, pages):
-    params, tokens = params_of(GEMMA4), np.asarray(tokens_of(GEMMA4, 2, WHOLE))
-    want = np.asarray(jl.logits(GEMMA4, params, tokens, np.full(2, WHOLE, np.int32)))
-    cache = paged(dtype) if pages else jl.init_cache(GEMMA4, 2, 24, dtype)
-    got, cache = jl.prefill(GEMMA4, params, tokens[:, :13], LENGTHS, cache, chunk=8)
-    for step in range(3):
-        at = LENGTHS + step
-        for row in range(2):
-            assert relative_error(got[row], want[row, at[row] - 1]) <= bound
-        got, cache = jl.decode_step(GEMMA4, params, tokens[np.arange(2), at], cache)
+    check_chunks_and_steps(GEMMA4, dtype, bound, pages, n=3)
 
 
 @pytest.mark.slow

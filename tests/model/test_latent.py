@@ -12,14 +12,11 @@ import pytest
 import jaxllama as jl
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.model.cache import init_pages
 from jaxllama.offload.policy import Policy
 from jaxllama.placement import Placement
-from tests.helpers.models import LATENT, params_of, relative_error, tokens_of
+from tests.helpers.models import LATENT, check_chunks_and_steps, params_of
 
 CFG = LATENT.first_layers(1)
-LENGTHS = np.array([13, 9], np.int32)
-WHOLE = 20
 
 
 def test_the_cache_has_one_head_of_latents_and_no_values():
@@ -27,12 +24,6 @@ def test_the_cache_has_one_head_of_latents_and_no_values():
     assert [layer.k.shape for layer in cache.layers] == [(2, 16, 1, 14)] * 2
     assert all(layer.v is None for layer in cache.layers)
     assert cache.nbytes == 2 * (2 * 16 * 14 * 4) + 2 * 4
-
-
-def paged(dtype: str) -> jl.Cache:
-    """An empty cache of two rows whose pages lie in turns."""
-    cache = init_pages(CFG, 2, 3, 6, 8, dtype)
-    return dataclasses.replace(cache, table=jnp.arange(6, dtype=jnp.int32).reshape(3, 2).T)
 
 
 @pytest.mark.parametrize(
@@ -46,15 +37,7 @@ def paged(dtype: str) -> jl.Cache:
     ],
 )
 def test_chunks_and_steps_over_a_cache_are_whole_rows(dtype, bound, pages):
-    params, tokens = params_of(CFG), np.asarray(tokens_of(CFG, 2, WHOLE))
-    want = np.asarray(jl.logits(CFG, params, tokens, np.full(2, WHOLE, np.int32)))
-    cache = paged(dtype) if pages else jl.init_cache(CFG, 2, 24, dtype)
-    got, cache = jl.prefill(CFG, params, tokens[:, :13], LENGTHS, cache, chunk=8)
-    for step in range(4):
-        at = LENGTHS + step
-        for row in range(2):
-            assert relative_error(got[row], want[row, at[row] - 1]) <= bound
-        got, cache = jl.decode_step(CFG, params, tokens[np.arange(2), at], cache)
+    check_chunks_and_steps(CFG, dtype, bound, pages, n=4)
 
 
 def test_a_config_that_latents_contradict_names_the_key():

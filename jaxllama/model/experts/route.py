@@ -29,7 +29,11 @@ Routed = tuple[jax.Array, jax.Array]  # experts and weights, as from ``route``
 
 def route(options: ExpertsConfig, x: jax.Array, router: Params) -> Routed:
     """Return the experts and weights of tokens ``x[T, D]``: int32 and float32 ``[T, k]``."""
-    logits = router_logits(x, router["weight"], router.get("bias"))
+    return route_by(options, router_logits(x, router["weight"], router.get("bias")), router)
+
+
+def route_by(options: ExpertsConfig, logits: jax.Array, router: Params) -> Routed:
+    """Return ``route`` of tokens whose float32 logits ``[T, E]`` are known."""
     experts, weights = choose(options, logits, router.get("choice_bias"))
     if "expert_scale" in router:
         weights = weights * router["expert_scale"].astype(jnp.float32)[experts]
@@ -55,7 +59,8 @@ def router_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None
 def has_plain_softmax(options: ExpertsConfig, router: Params) -> bool:
     """Whether the logits alone order the experts, and the weights are those of a softmax."""
     is_grouped = options.n_active_groups != options.n_groups
-    return options.scores == "softmax" and "choice_bias" not in router and not is_grouped
+    has_more = "choice_bias" in router or "expert_scale" in router
+    return options.scores == "softmax" and not has_more and not is_grouped
 
 
 def choose(
