@@ -1156,6 +1156,12 @@ class ModelConfig:
         """Return the sliding window of layer ``layer`` in tokens, or None if it has none."""
         return self.sliding_window if layer in (self.window_layers or (layer,)) else None
 
+    @property
+    def layers_are_alone(self) -> bool:
+        """Whether each layer reads the stream and its own state alone: no other layer's keys, and
+        no inputs that the model computes."""
+        return not self.shared_kv_layers and self.layer_inputs is None
+
     def kv_source(self, layer: int) -> int | None:
         """Return the layer whose keys and values layer ``layer`` reads; None for its own."""
         first = self.n_layers - self.shared_kv_layers

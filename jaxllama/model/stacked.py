@@ -65,7 +65,7 @@ def runs(cfg: ModelConfig) -> tuple[Run, ...]:
 
     Layers that read another's keys, or inputs of their own, are in no loop.
     """
-    if cfg.shared_kv_layers or cfg.layer_inputs is not None:
+    if not cfg.layers_are_alone:
         return (Run(0, cfg.n_layers, 1),)
     numbers: dict[tuple[ModelConfig, str], int] = {}
     layers = [layer_config(cfg, index) for index in range(cfg.n_layers)]

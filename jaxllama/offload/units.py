@@ -58,7 +58,7 @@ def check_halves(cfg: ModelConfig, policy: Policy) -> None:
     ):
         if cfg.parallel_block and halves:
             raise JaxLlamaError(f"policy: {name}: the sublayers of {cfg.name} run in parallel")
-    if cfg.shared_kv_layers or cfg.layer_inputs is not None:
+    if not cfg.layers_are_alone:
         what = "layers read each other's keys" if cfg.shared_kv_layers else "layers have inputs"
         raise JaxLlamaError(f"policy: {cfg.name} runs on one device or a mesh only: its {what}")
     has_more = cfg.sum_norms != "none" or cfg.embed_norm or cfg.learned_positions is not None

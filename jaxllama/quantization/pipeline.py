@@ -125,7 +125,7 @@ def calibrate(
         whose inputs are not finite.
     """
     check_method(recipe, method)
-    if cfg.shared_kv_layers or cfg.layer_inputs is not None:
+    if not cfg.layers_are_alone:
         raise JaxLlamaError(
             f"{cfg.name}: its layers share keys or have inputs of their own: no calibration runs "
             "them one by one; load(quantize=) rounds them to nearest"

@@ -60,8 +60,8 @@ def quantize_params(
     recipe = parse(scheme) if isinstance(scheme, str) else scheme
     recipe.check_rounding()
     packed = any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed)))
-    is_alone = cfg is not None and not cfg.shared_kv_layers and cfg.layer_inputs is None
-    if cfg is not None and is_alone and not packed and any(x.is_fitted for x in recipe.schemes):
+    is_fitted = not packed and any(one.is_fitted for one in recipe.schemes)
+    if cfg is not None and cfg.layers_are_alone and is_fitted:
         return round_model(cfg, dict(params), recipe, scale_dtype, progress)
     params, recipe = untie(params, recipe)
     total = sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -7,6 +7,7 @@ transformers writes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from jaxllama.checkpoints.hf.family import BIAS, Family, Fields
@@ -154,39 +155,32 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
 _ABSENT = ("partial_rotary_factor", "rope_theta", "rope_scaling")
 _CAP = ("final_logit_softcapping", "logit_softcap", None)
 
+_UNIFIED = Family(
+    ("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
+    defaults={**_DEFAULTS, "sliding_window": 1024, "max_position_embeddings": 262144},
+    keys=_KEYS,
+    same=(*BIAS, _CAP),
+    fields=_gemma4,
+    to_hf=_unified_to_hf,
+    fixed=_FIXED,
+    facts=_FACTS,
+    activation="hidden_activation",
+    window=_slides,
+    is_local=True,
+    full_width=lambda read: full_heads(read).head_dim,
+    absent=_ABSENT,
+)
 FAMILIES: dict[str, Family] = {
-    "gemma4_text": Family(
-        ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+    "gemma4_text": dataclasses.replace(
+        _UNIFIED,
+        architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
         defaults={
             **_DEFAULTS,
             "hidden_size_per_layer_input": 256,
             "vocab_size_per_layer_input": 262144,
         },
         keys=(*_KEYS, *_NOT_UNIFIED),
-        same=(*BIAS, _CAP),
-        fields=_gemma4,
         to_hf=_gemma4_to_hf,
-        fixed=_FIXED,
-        facts=_FACTS,
-        activation="hidden_activation",
-        window=_slides,
-        is_local=True,
-        full_width=lambda read: full_heads(read).head_dim,
-        absent=_ABSENT,
     ),
-    "gemma4_unified_text": Family(
-        ("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
-        defaults={**_DEFAULTS, "sliding_window": 1024, "max_position_embeddings": 262144},
-        keys=_KEYS,
-        same=(*BIAS, _CAP),
-        fields=_gemma4,
-        to_hf=_unified_to_hf,
-        fixed=_FIXED,
-        facts=_FACTS,
-        activation="hidden_activation",
-        window=_slides,
-        is_local=True,
-        full_width=lambda read: full_heads(read).head_dim,
-        absent=_ABSENT,
-    ),
+    "gemma4_unified_text": _UNIFIED,
 }

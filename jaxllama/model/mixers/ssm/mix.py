@@ -128,28 +128,21 @@ def _recur(
     operands: Sequence[jax.Array], at: Chunk | Step | Pieces, state: RecurrentState | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """(heads ``[B, T, H, head_dim]``, state) of ``ssd``'s q, k, v and log_decay."""
-    q, k, v, log_decay = operands
-    by_head = ssd_as_gla(q, k, v, log_decay)
-    if isinstance(at, Step) and jax.default_backend() == "cpu":
-        assert state is not None  # the loop of a draft, for the bits of a draft
-        return steps(_step, by_head, state.state, at.lengths, False)
-    if isinstance(at, Step):
-        assert state is not None
-        q, k, v, log_decay = (one[:, 0] for one in by_head)
-        o, after = _step(q, k, v, log_decay, at.lengths > 0, state.state)
-        return o[:, None], after
+    if isinstance(at, Chunk):
+        return ssd(
+            *operands,
+            initial_state=None if state is None else state.state,
+            lengths=None if state is None else at.lengths,
+            return_state=state is not None,
+        )
+    assert state is not None
+    q, k, v, log_decay = by_head = ssd_as_gla(*operands)
     if isinstance(at, Pieces):
-        assert state is not None
         return gla_mix.gla_pieces(by_head, at, state.state, scale=1.0)
-    return ssd(
-        q,
-        k,
-        v,
-        log_decay,
-        initial_state=None if state is None else state.state,
-        lengths=None if state is None else at.lengths,
-        return_state=state is not None,
-    )
+    if jax.default_backend() == "cpu":  # the loop of a draft, for the bits of a draft
+        return steps(_step, by_head, state.state, at.lengths, False)
+    o, after = _step(q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], at.lengths > 0, state.state)
+    return o[:, None], after
 
 
 def _step(
