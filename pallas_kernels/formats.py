@@ -62,6 +62,15 @@ def format_group(name: str, k: int) -> int:
     return group
 
 
+def format_blocks(name: str, shape: tuple[int, ...]) -> int | None:
+    """Return ``QTensor.blocked`` of an array ``[..., N, K]`` in a format."""
+    if len(shape) < 2:
+        return None
+    rows, of_block = shape[-2], FORMATS[name].rows
+    is_one = of_block > 1 and rows > 0 and rows % of_block == 0
+    return rows if is_one and shape[-1] > FORMATS[name].group else None
+
+
 def format_scales(w: jax.Array, name: str, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
     """Return the scales of ``w[..., K]`` and the unit that multiplies them, as they are stored.
 

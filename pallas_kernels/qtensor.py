@@ -17,6 +17,9 @@ Invariants, for the logical array ``w[..., K]`` (weights are ``[out, in]``: K is
 * ``activations`` is static: the dtype to which products with this weight quantize the other operand
   (W8A8, FP8, W4A8), or None for a weight-only scheme.  Each token has its own scale, unless
   ``input_scale`` (float32 scalar) is present: then that is the scale of every token.
+* ``blocked`` is static: the rows of w where each 128 of them, from the first, share their scales
+  (FP8's blocks), or None where nobody knows.  Of an array with another number of rows it says
+  nothing, so parts of a weight need not forget it.
 * ``columns`` (int32 ``[K]``, or None for the identity) maps each column of ``q`` to its column of
   w.  The groups of GPTQ's act-order are not consecutive in w, so columns are stored sorted by
   group.  A matmul takes its other operand's features in that order; ``dequantize`` undoes it.
@@ -49,11 +52,19 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_kernels.brief import short_repr
-from pallas_kernels.formats import FORMATS, format_group, format_scales, whole_scale
+from pallas_kernels.formats import (
+    E4M3,
+    FORMATS,
+    format_blocks,
+    format_group,
+    format_scales,
+    whole_scale,
+)
 from pallas_kernels.operands import FLOATS, check, check_parts, dtype_name
 from pallas_kernels.rounding import CODES, NIBBLES, codes, grid, multiples
 
 FLOAT4 = jnp.dtype("float4_e2m1fn")
+BLOCK_ROWS = FORMATS["fp8-block"].rows
 
 
 @jax.tree_util.register_dataclass
@@ -79,6 +90,9 @@ class QTensor:
         scale of all of them, which ``scale`` repeats.
     unit : float32 [..., 1], optional
         Factor of a row's int8 or float8_e4m3fn scales.
+    blocked : int, optional
+        The rows of w, a multiple of 128, each 128 of which share their scales. Who permutes as many
+        rows, or scales them one by one, passes None.
 
     Notes
     -----
@@ -93,6 +107,7 @@ class QTensor:
     columns: jax.Array | None = None
     input_scale: jax.Array | None = None
     unit: jax.Array | None = None
+    blocked: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     if TYPE_CHECKING:
         # While a checkpoint is read or saved, the parts are numpy arrays in the host's memory.
@@ -105,6 +120,7 @@ class QTensor:
             columns: jax.Array | np.ndarray | None = None,
             input_scale: jax.Array | np.ndarray | None = None,
             unit: jax.Array | np.ndarray | None = None,
+            blocked: int | None = None,
         ) -> None: ...
 
     __repr__ = short_repr
@@ -145,11 +161,31 @@ class QTensor:
         """Bytes on an accelerator, where 4-bit codes lie two to a byte."""
         return tree_bytes(self)
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether each 128 rows are known to share their scales."""
+        return self.blocked is not None and self.q.shape[-2:-1] == (self.blocked,)
+
     def rows(self, index: jax.Array | np.ndarray | slice) -> QTensor:
         """Return the QTensor with its leading axes indexed: rows of a weight, or a slice."""
         zero, unit = (None if v is None else v[index] for v in (self.zero, self.unit))
         parts = {"q": self.q[index], "scale": self.scale[index], "zero": zero, "unit": unit}
-        return dataclasses.replace(self, **parts)
+        return dataclasses.replace(self, **parts, blocked=None)
+
+    def found_blocks(self) -> QTensor:
+        """Return the same, with ``blocked`` as its scales, which are in memory, are."""
+        rows = self.q.shape[-2] if self.q.ndim > 1 else 0
+        blocked = None
+        if (
+            self.q.dtype.name == E4M3
+            and rows
+            and rows % BLOCK_ROWS == 0
+            and self.scale.shape[-1] > 1
+        ):
+            scale = np.asarray(self.scale)
+            by_block = scale.reshape(*scale.shape[:-2], -1, BLOCK_ROWS, scale.shape[-1])
+            blocked = rows if (by_block == by_block[..., :1, :]).all() else None
+        return dataclasses.replace(self, blocked=blocked)
 
     def floats(self, dtype: DTypeLike) -> jax.Array:
         """Return the floats ``[..., K]`` that the codes stand for, in the codes' order of columns.
@@ -298,7 +334,7 @@ def _quantize_format(
         raise ValueError(f"quantize: the scales of {name} have a dtype of their own")
     scale, unit = format_scales(w, name, scale_dtype or w.dtype)
     q = codes(w, whole_scale(scale, unit), None, FORMATS[name].codes)
-    return QTensor(q, scale, unit=unit)
+    return QTensor(q, scale, unit=unit, blocked=format_blocks(name, w.shape))
 
 
 def dequantize(w: QTensor, dtype: DTypeLike = jnp.float32) -> jax.Array:

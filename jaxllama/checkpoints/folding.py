@@ -84,7 +84,7 @@ def _times(w: QTensor, factor: np.ndarray) -> QTensor:
     if w.unit is not None:
         assert np.ndim(factor) == 0, "one unit for all rows"
         return dataclasses.replace(w, unit=w.unit * factor)
-    changes: JsonObject = {"scale": np.asarray(w.scale, np.float32) * factor}
+    changes: JsonObject = {"scale": np.asarray(w.scale, np.float32) * factor, "blocked": None}
     if w.zero is not None and not np.issubdtype(np.dtype(w.zero.dtype), np.integer):
         changes["zero"] = np.asarray(w.zero, np.float32) * factor
     return dataclasses.replace(w, **changes)

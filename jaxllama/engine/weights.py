@@ -17,7 +17,7 @@ from jaxllama.quantization.scheme import Scheme, is_packed, round_weight
 from jaxllama.typing import ArrayOrNumpy, Params, Tree
 from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.formats import FORMATS
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import QTensor, RowBlocks
 
 
 def replaced(lm: LanguageModel, params: Params) -> LanguageModel:
@@ -89,6 +89,7 @@ def _like(old: Tree, new: Tree, path: str) -> Tree:
             key: _like(old[key], part, f"{path}/{key}" if path else key) if key in old else part
             for key, part in new.items()
         }
+    _check_blocks(old, new, path)
     is_floats = hasattr(new, "dtype") and jnp.issubdtype(new.dtype, jnp.floating)
     if not is_floats or is_packed(new) or getattr(old, "shape", None) != new.shape:
         return new
@@ -98,6 +99,20 @@ def _like(old: Tree, new: Tree, path: str) -> Tree:
     if jnp.issubdtype(old.dtype, jnp.floating) and old.dtype != new.dtype:
         return jnp.asarray(new).astype(old.dtype)
     return new
+
+
+def _check_blocks(old: Tree, new: Tree, path: str) -> None:
+    """Raise JaxLlamaError if 128 rows of ``old`` share scales, and those of ``new`` do not."""
+    if isinstance(old, RowBlocks) and isinstance(new, RowBlocks):
+        for one, other in zip(old.blocks, new.blocks, strict=False):
+            _check_blocks(one, other, path)
+        return
+    if not isinstance(old, QTensor) or not isinstance(new, QTensor) or not old.has_blocks:
+        return
+    if not new.has_blocks and not new.found_blocks().has_blocks:
+        raise JaxLlamaError(
+            f"update_params: {path}: rows have scales of their own, where 128 rows share theirs"
+        )
 
 
 def _scheme_of(weight: QTensor | CpuWeight, path: str) -> tuple[Scheme, str]:

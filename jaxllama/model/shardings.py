@@ -41,7 +41,7 @@ from jaxllama.model.split import (
 )
 from jaxllama.parallel.mesh import EXPERT_AXIS, MODEL_AXIS, expert_groups
 from jaxllama.typing import ArrayOrNumpy, Leaf, Params, ParamsDict, Tree
-from pallas_kernels.qtensor import QTensor, RowBlocks
+from pallas_kernels.qtensor import BLOCK_ROWS, QTensor, RowBlocks
 
 
 class _Shaped(Protocol):
@@ -97,7 +97,26 @@ def shard_leaf(cfg: ModelConfig, mesh: Mesh, path: Path, leaf: Leaf) -> Leaf:
         return put(array, NamedSharding(mesh, _spec(mesh, path, field, array)))
 
     leaf = _map_qtensors(lambda weight: split_groups(path, weight, n), leaf)
-    return _arrays_of_leaf(one, path, leaf, row_order(cfg, path, n))
+    order = row_order(cfg, path, n)
+    return _with_shards_blocks(path, leaf, _arrays_of_leaf(one, path, leaf, order), order, n)
+
+
+def _with_shards_blocks(
+    path: Path, leaf: Leaf, placed: Leaf, order: np.ndarray | None, n: int
+) -> Leaf:
+    """Return ``placed``, ``leaf``'s rows in an order, with what is known of a shard's blocks."""
+    if not isinstance(leaf, QTensor) or not isinstance(placed, QTensor):
+        return placed
+    if not leaf.has_blocks or leaf.ndim > 2 or split_axis(path) != 0:
+        return placed
+    order, rows = np.arange(leaf.shape[-2]) if order is None else order, None
+    if len(order) % (n * BLOCK_ROWS) == 0:
+        by_block = order.reshape(-1, BLOCK_ROWS)
+        is_whole = (by_block[:, :1] % BLOCK_ROWS == 0) & (np.diff(by_block) == 1).all(
+            1, keepdims=True
+        )
+        rows = len(order) // n if is_whole.all() else None
+    return dataclasses.replace(placed, blocked=rows)
 
 
 def leaf_readers(
@@ -153,7 +172,7 @@ def place_params(cfg: ModelConfig, params: Params, mesh: Mesh) -> tuple[ModelCon
 
     def one(path: Path, leaf: Leaf) -> Leaf:
         leaf = _map_qtensors(lambda weight: split_groups(path, weight, n), leaf)
-        return _arrays_of_leaf(
+        placed = _arrays_of_leaf(
             lambda path, field, array, _: jax.device_put(
                 array, NamedSharding(mesh, _spec(mesh, path, field, array))
             ),
@@ -161,6 +180,7 @@ def place_params(cfg: ModelConfig, params: Params, mesh: Mesh) -> tuple[ModelCon
             leaf,
             None,
         )
+        return _with_shards_blocks(path, leaf, placed, None, n)
 
     return replicated_config(cfg, n), _map_leaves(one, dict(params))
 
@@ -336,8 +356,10 @@ def _arrays_of_leaf(
     fields = {
         field.name: getattr(leaf, field.name)
         for field in dataclasses.fields(leaf)
-        if field.name != "activations"
+        if not field.metadata.get("static")
     }
+    if order is not None:
+        leaf = dataclasses.replace(leaf, blocked=None)
     return dataclasses.replace(
         leaf,
         **{

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.quantization.rounding import Grid
-from pallas_kernels.formats import FORMATS, format_scales, whole_scale
+from pallas_kernels.formats import FORMATS, format_blocks, format_scales, whole_scale
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import Shrink, reciprocal, to_codes
 from pallas_kernels.rounding import grid as make_grid
@@ -71,7 +71,12 @@ def gptq(
         own = None if fixed is None else whole_scale(*fixed)[rows]
         done.append(_rounded(weight[rows], upper, order, part, own, grid=grid, scale_dtype=name))
     found = jax.tree.map(lambda *parts: jnp.concatenate(parts), *done)
-    return found if fixed is None else QTensor(found.q, fixed[0], unit=fixed[1])
+    return found if fixed is None else _in_format(found.q, fixed, grid[0])
+
+
+def _in_format(q: jax.Array, fixed: tuple[jax.Array, jax.Array | None], name: str) -> QTensor:
+    scale, unit = fixed
+    return QTensor(q, scale, unit=unit, blocked=format_blocks(name, q.shape))
 
 
 @jax.jit

@@ -57,7 +57,7 @@ def fit_scales(weight: jax.Array, quantized: QTensor, hessian: jax.Array) -> QTe
     scale = lax.map(one_row, (steps, weight.astype(jnp.float32)), batch_size=batch)
     near = jnp.abs(scale - old) < _FURTHEST * old  # False for NaN
     scale = jnp.where(near, scale, old).astype(quantized.scale.dtype)
-    return dataclasses.replace(quantized, scale=scale)
+    return dataclasses.replace(quantized, scale=scale, blocked=None)
 
 
 def _solve(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -233,7 +233,8 @@ def _applied(part: Params, learned: Learned, dtype: DTypeLike | None = None) -> 
         if not isinstance(leaf, QTensor):
             return new.astype(old.dtype)
         field = "scale" if leaf.unit is None else "unit"
-        return dataclasses.replace(leaf, **{field: new.astype(dtype or old.dtype)})
+        changed: dict[str, Any] = {field: new.astype(dtype or old.dtype), "blocked": None}
+        return dataclasses.replace(leaf, **changed)
 
     return jax.tree_util.tree_map_with_path(one, part, is_leaf=_is_packed)
 

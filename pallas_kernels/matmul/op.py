@@ -301,7 +301,8 @@ def _without_notes(x: jax.Array | QTensor, w: QTensor) -> QTensor:
     # An accelerator reads NVFP4's scales as they are stored, and applies ``unit`` to the sums.
     keeps_levels = isinstance(x, QTensor) or w.dtype == FLOAT4
     w = w if keeps_levels else w.in_one_level
-    return QTensor(w.q, w.scale, w.zero, unit=w.unit)
+    blocked = w.blocked if isinstance(x, QTensor) else None
+    return QTensor(w.q, w.scale, w.zero, unit=w.unit, blocked=blocked)
 
 
 def _product(

@@ -13,6 +13,7 @@ import jaxllama as jl
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Request
 from jaxllama.language_model import LanguageModel
+from pallas_kernels.qtensor import QTensor
 from tests.helpers.models import FAMILIES, LLAMA
 from tests.helpers.seeded import seeded_params
 
@@ -96,3 +97,20 @@ def test_a_thousand_new_weights_compile_nothing_and_keep_no_memory():
             assert answer(engine) == (wants[number % 2], 0)
     assert wants[0] != wants[1] and engine.stats().compilations == 0
     assert held() == size
+
+
+def test_new_scales_of_rows_do_not_pass_for_those_of_blocks():
+    """A kernel reads one scale for 128 rows of a weight that says that they share it."""
+    from jaxllama.engine.weights import replaced
+
+    def params(scale):
+        w = QTensor(np.ones((128, 256), "float8_e4m3fn"), scale, blocked=blocked)
+        return {"embed": {"weight": w}}
+
+    ones, blocked = np.ones((128, 2), np.float32), 128
+    lm = LanguageModel(CFG, jax.tree.map(jnp.asarray, params(ones)), None, exact=True)
+    blocked = None
+    got = replaced(lm, params(2 * ones)).params["embed"]["weight"]
+    assert got.has_blocks and got.scale[0, 0] == 2
+    with pytest.raises(jl.JaxLlamaError, match="embed/weight: rows have scales of their own"):
+        replaced(lm, params(np.arange(256, dtype=np.float32).reshape(128, 2)))

@@ -107,6 +107,23 @@ def test_wrong_arguments_are_named(kwargs, message):
         quantize(_weights(), **kwargs)
 
 
+def test_rows_that_share_scales_are_known_while_they_are_all_there():
+    def rounded(n, k, dtype="fp8-block"):
+        return jax.eval_shape(functools.partial(quantize, dtype=dtype), jnp.zeros((n, k)))
+
+    w = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), rounded(256, 256))
+    assert w.blocked == 256 and w.has_blocks and w.found_blocks().blocked == 256
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), w, w)
+    assert stacked.has_blocks and jax.tree.map(lambda leaf: leaf[1], stacked).has_blocks
+    assert not w.rows(np.arange(256)[::-1]).has_blocks and not w.rows(slice(0, 128)).has_blocks
+    assert not jax.tree.map(lambda leaf: leaf[64:192], w).has_blocks
+    # A short block, one group of columns, other formats and rows' own scales are none.
+    assert rounded(200, 256).blocked is rounded(256, 128).blocked is None
+    assert rounded(256, 256, "nvfp4").blocked is None
+    w.scale[3, 1] = 2
+    assert w.found_blocks().blocked is None
+
+
 @pytest.mark.parametrize("words", [None, "int8"])
 def test_columns_reorder_the_other_operands_features(words):
     """Act-order: the product, and its gradient, are those of the weight in its own order."""

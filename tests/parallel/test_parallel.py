@@ -7,6 +7,7 @@ float32 sums (16-bit activations: a rounding that falls the other way) leave.
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -24,6 +25,7 @@ from jaxllama.config import load_config, preset_names
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.speed.trace import step_parts
 from jaxllama.language_model import LanguageModel
+from jaxllama.model import shardings
 from jaxllama.model.split import (
     check_shards,
     local_config,
@@ -33,6 +35,7 @@ from jaxllama.model.split import (
 )
 from jaxllama.parallel import mesh as parallel
 from jaxllama.parallel.hosts import join
+from pallas_kernels.qtensor import QTensor
 from tests.helpers.compiling import environment
 from tests.helpers.models import FAMILIES, LLAMA
 from tests.helpers.seeded import seeded_params
@@ -129,6 +132,18 @@ def check_collectives(case: str, found: dict[str, list[str]], n_layers: int) -> 
 def quick() -> dict[str, dict]:
     """All default cases by one process, whose start is dearer than most of them."""
     return child(CORE, *QUICK, "one-row", "random", "gradients", "sizes", "sequence")
+
+
+@pytest.mark.parametrize(
+    "path,d_ff,blocked", [("gate_up", 512, 512), ("gate_up", 384, None), ("up", 512, 128)]
+)
+def test_a_shard_knows_that_128_rows_share_scales(path, d_ff, blocked):
+    """Two shards, of interleaved gate and up or of rows in their order."""
+    cfg, path = LLAMA.replace(d_ff=d_ff), ("layer_0", "mlp", path, "weight")
+    leaf = QTensor(np.zeros((2 * d_ff if path[2] == "gate_up" else 256, 256), "int8"), np.ones(1))
+    leaf = dataclasses.replace(leaf, blocked=leaf.shape[0])
+    order = row_order(cfg, path, 2) if path[2] == "gate_up" else None
+    assert shardings._with_shards_blocks(path, leaf, leaf, order, 2).blocked == blocked
 
 
 @pytest.mark.core

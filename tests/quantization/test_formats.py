@@ -103,6 +103,7 @@ def test_blocks_of_fp8_beside_fp8_activations(tmp_path) -> None:
     plain, rounded = (quantize_params(params, name) for name in ("fp8-block", "fp8-block-a8"))
     weight = rounded["layer_0"]["mlp"]["down"]["weight"]
     assert weight.activations == "float8_e4m3fn" and weight.scale.shape[1] == 2
+    assert weight.has_blocks and rounded["layer_0"]["mlp"]["gate_up"]["weight"].has_blocks
     rows = np.arange(24, dtype=np.int32).reshape(2, 12), np.asarray([12, 12])
     of_floats, want, got = (np.asarray(jl.logits(cfg, p, *rows)) for p in (params, plain, rounded))
     change = np.std(got - want) / np.std(of_floats)

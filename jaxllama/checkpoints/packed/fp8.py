@@ -121,6 +121,8 @@ def read_weight(module: Module, scale_name: str, block: tuple[int, int] | None) 
         scale = np.repeat(scale, block[0], axis=0)[:out]
         groups = consecutive(width, block[1])
     w = by_group(words, scale, None, groups)
+    if block is not None and block[0] == BLOCK and out % BLOCK == 0 and w.scale.shape[1] > 1:
+        w = dataclasses.replace(w, blocked=out)
     check_scale(w, module.name)
     if words.dtype != np.int8:
         bad = int(np.count_nonzero((words.view(np.uint8) & 127) == 127))

@@ -139,6 +139,7 @@ def fuse(parts: list[QTensor | np.ndarray]) -> QTensor | RowBlocks | np.ndarray:
                 scale=np.concatenate([w.scale for w in like]),
                 unit=np.concatenate(units) if units else None,
                 zero=zero if zero.any() else None,
+                blocked=sum(w.shape[0] for w in like) if all(w.has_blocks for w in like) else None,
             )
         )
     return blocks[0] if len(blocks) == 1 else RowBlocks(tuple(blocks))

@@ -177,7 +177,7 @@ def _read(module: Module, words: str, activations: str | None) -> QTensor:
     if input_scale is not None and (not np.isfinite(input_scale) or input_scale <= 0):
         raise module.error("input_scale", f"{input_scale} is no scale")
     _check(w, module.name)
-    return w
+    return w.found_blocks()
 
 
 def _check(w: QTensor, name: str) -> None:

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from pallas_kernels.matmul.few_rows.kernel import parts_of
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.matmul.many_rows.pair import pair_matmul
-from pallas_kernels.matmul.many_rows.plan import CODES_K, PairTile, WeightTile
+from pallas_kernels.matmul.many_rows.plan import CODES_K, PairTile, WeightTile, has_block_scales
 from pallas_kernels.matmul.many_rows.weight import weight_matmul
-from pallas_kernels.qtensor import FLOAT4, QTensor
+from pallas_kernels.qtensor import BLOCK_ROWS, FLOAT4, QTensor
 from pallas_kernels.rows.swiglu import gate
 
 
@@ -49,7 +49,8 @@ def matmul(
     if isinstance(x, QTensor):
         if x.scale.shape[1] > 1:
             prepared = _whole_units if plan.m == 64 else _by_step
-            scales = prepared(x.scale), prepared(w.scale)
+            by_block = plan.m > 64 and has_block_scales(w)
+            scales = prepared(x.scale), (_by_block if by_block else prepared)(w.scale)
         else:
             of_all = x.input_scale
             of_x = x.scale.reshape(-1) if of_all is None else of_all.reshape(1)
@@ -67,6 +68,12 @@ def matmul(
 def _by_step(scale: jax.Array) -> jax.Array:
     """float32 ``[groups, rows]`` of scales ``[rows, groups]``; copies want 16 bytes of rows."""
     return jnp.pad(scale.astype(jnp.float32).T, ((0, 0), (0, -scale.shape[0] % 4)))
+
+
+def _by_block(scale: jax.Array) -> jax.Array:
+    """Scales ``[blocks, 128, groups]`` of rows ``[N, groups]``; groups have whole 16 bytes."""
+    scale = _whole_units(scale)
+    return scale.reshape(-1, BLOCK_ROWS, scale.shape[1])
 
 
 def _whole_units(scale: jax.Array) -> jax.Array:

@@ -23,8 +23,9 @@ block sends the sums of one warpgroup to the other's shared memory and finishes 
 
 Groups of 128 columns (FP8 blocks) have scales in both operands.  A step's sum is multiplied by both
 in float32 before it is added.  With many rows XLA turns the scales, and a slot of the ring brings
-those of its step.  With few rows they stay as they are stored: a ring of their own has two places,
-each with the scales of eight steps.
+those of its step.  Where 128 rows of w share theirs (``QTensor.blocked``), one copy a tile brings
+them, and a thread has at most 6 factors of a step, not 80.  With few rows scales stay as they are
+stored: a ring of their own has two places, each with the scales of eight steps.
 
     out[m, n] = sum over g of acc_g[m, n] * scale_x[g, m] * scale_w[g, n]
 
@@ -51,7 +52,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul.many_rows import pipeline
-from pallas_kernels.matmul.many_rows.pair_program import HELD, PairBlock
+from pallas_kernels.matmul.many_rows.pair_program import BLOCK_ROWS, HELD, PairBlock
 from pallas_kernels.matmul.many_rows.pipeline import launch_persistent, ring_barriers
 from pallas_kernels.matmul.many_rows.plan import BLOCK_BYTES, PairTile
 
@@ -78,7 +79,8 @@ def pair_matmul(
     scale_x, scale_w : [M] or [1], [N]
         Floats, or both None; [1] is one scale for all rows of x.  For e4m3 in groups of 128
         columns: float32 [K / 128, M] and [K / 128, N], with M and N multiples of 4; in a tile of 64
-        rows floats [M, K / 128] and [N, K / 128], whose rows have whole units of 16 bytes.
+        rows floats [M, K / 128] and [N, K / 128], whose rows have whole units of 16 bytes.  Where
+        128 rows of w share theirs, scale_w may be floats [N / 128, 128, K / 128], so padded.
     bias : [N] or None
         Floats.
     swiglu : bool
@@ -137,7 +139,9 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
     x, w, low = operands["x"], operands["w"], operands["low"]
     scale_x, scale_w, bias = (operands[name] for name in ("scale_x", "scale_w", "bias"))
     by_group = scale_x is not None and scale_x.ndim == 2
+    by_block = by_group and scale_w.ndim == 3
     n_vectors = sum(v is not None for v in ((bias,) if by_group else (scale_x, scale_w, bias)))
+    n_vectors += by_block
     n_vectors += swiglu and scale_w is not None
     more = {} if low is None else {"low": low[0].dtype}
     block_k = BLOCK_BYTES // x.dtype.itemsize
@@ -164,6 +168,11 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
         return plgpu.SMEM((tile.stages if in_ring else 2, whole_units), v.dtype)
 
     of_w = vector(scale_w, tile.n)
+    if by_block:
+        last = BLOCK_ROWS - math.gcd(tile.n, BLOCK_ROWS)  # of a block where a tile may begin
+        unit = 128 // scale_w.dtype.itemsize
+        groups = -(-scale_w.shape[2] // unit) * unit  # of whole units of 128 bytes
+        of_w = plgpu.SMEM((2, -(-(last + tile.n) // BLOCK_ROWS), groups), scale_w.dtype)
     if swiglu and scale_w is not None:
         of_w = plgpu.SMEM((2, 2, -(-tile.n // 128) * 64), scale_w.dtype)
     return {
@@ -175,7 +184,7 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
         "scale_x": vector(scale_x, tile.m),
         "scale_w": of_w,
         "bias": vector(bias, tile.n),
-        **ring_barriers(tile.stages, 2 + swiglu + 2 * (by_group and tile.m > 64)),
+        **ring_barriers(tile.stages, 2 + swiglu + (2 - by_block) * (by_group and tile.m > 64)),
         "vectors_full": plgpu.Barrier(num_arrivals=max(1, n_vectors), num_barriers=2),
         "scales_full": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         "scales_empty": plgpu.Barrier(num_arrivals=2, num_barriers=2),

@@ -8,6 +8,7 @@ is traced.
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ from pallas_kernels.matmul.many_rows.plan import BLOCK_BYTES, PairTile
 _LAYOUT = plgpu.Layout.WGMMA
 LOW_BLOCK = BLOCK_BYTES // 2  # ranks of a low-rank term in a slot
 HELD = 8  # scales of a row, as they are stored, that one copy brings
+BLOCK_ROWS = 128  # of w that share their scales
 
 
 class PairBlock:
@@ -38,7 +40,8 @@ class PairBlock:
 
     gmem.factor, scale_out: the scale of all rows of x, and of a gated result, or None; gmem.low:
     inner products and second factors of a low-rank term, or None; sources: the rows of w that each
-    second factor is for.  by_group: a step of K has scales of its own.
+    second factor is for.  by_group: a step of K has scales of its own.  by_block: 128 rows of w
+    share them.
     """
 
     def __init__(self, gmem, smem, barrier, *, tile: PairTile, swiglu: bool, sources, shape):
@@ -60,8 +63,10 @@ class PairBlock:
         self.part = lax.axis_index("part")
         self.tiles = my_tiles(self.grid[0] * self.grid[1], self.n_clusters)
         self.by_group = gmem.scale_x is not None and gmem.scale_x.ndim == 2
+        self.by_block = self.by_group and gmem.scale_w.ndim == 3
         self.batches = pl.cdiv(self.steps, HELD)  # of a tile's scales as they are stored
         names = ("bias",) if self.by_group else ("scale_x", "scale_w", "bias")
+        names = ("scale_w", "bias") if self.by_block else names
         self.vectors = [x for x in names if getattr(gmem, x) is not None]
 
     def origin(self, t):
@@ -115,7 +120,11 @@ class _Feeder:
             to = getattr(self.smem, name)
             span = pl.ds(m0 if name == "scale_x" else n0, to.shape[-1])
             source, full = getattr(self.gmem, name), self.barrier.vectors_full.at[slot]
-            if self.block.swiglu and name == "scale_w":
+            if self.block.by_block and name == "scale_w":
+                blocks = pl.ds(n0 // BLOCK_ROWS, to.shape[1])
+                columns = pl.ds(self.block.part * self.block.steps, to.shape[2])
+                plgpu.copy_gmem_to_smem(source.at[blocks, 0, columns], to.at[slot], full)
+            elif self.block.swiglu and name == "scale_w":
                 for half in range(2):
                     plgpu.copy_gmem_to_smem(source.at[half, span], to.at[slot, half], full)
             else:
@@ -154,6 +163,7 @@ class _Feeder:
         block, barrier = self.block, self.barrier
         step = block.part * block.steps + j
         operands = ("scale_x", m0, self.box), ("scale_w", n0, self.tile.n)
+        operands = operands[: 2 - block.by_block]
 
         def by_step():
             for name, first, _ in operands:
@@ -281,19 +291,57 @@ class _Multiplier:
     def product_by_group(self, t, ref):
         """The sum over K of each step's product times the scales of its rows of x and of w."""
         block, tile = self.block, self.tile
+        first = ring_slot(t * block.loads, tile.stages)
+        if block.by_block:
+            return self.product_by_block(t, ref, first)
         step = functools.partial(self.add_stored if block.few else self.add_by_step, t, ref)
         zero = plgpu.layout_cast(jnp.zeros((tile.rows, tile.cols), jnp.float32), _LAYOUT)
-        first = ring_slot(t * block.loads, tile.stages)
         return lax.fori_loop(0, block.steps, step, (first, zero))[1]
 
-    def step_product(self, ref, at):
-        """The product of the ring's slot."""
+    def product_by_block(self, t, ref, first):
+        """The same where 128 rows of w share their scales: a tuple of columns' sums.
+
+        A thread multiplies a step's products by its two rows' scales times one or two of w.
+        """
+        block, tile, smem = self.block, self.tile, self.smem
+        plgpu.barrier_wait(self.barrier.vectors_full.at[t % 2])
+        in_block = lax.rem(block.origin(t)[1], jnp.int32(BLOCK_ROWS))
+        of_w, unit = smem.scale_w.at[t % 2], math.gcd(tile.n, BLOCK_ROWS)
+
+        def step(j, carry):
+            at, totals = carry
+
+            def scales():
+                rows = smem.scale_x.at[at, pl.ds(self.row0, tile.rows)]
+                of_x = plgpu.load(rows, layout=_LAYOUT.reduce(1))
+                return of_x, [of_w[i, j].astype(jnp.float32) for i in range(of_w.shape[0])]
+
+            sums, (of_x, of_blocks) = self.step_product(ref, at, scales)
+            factors = [lax.broadcast_in_dim(of_x * s, (tile.rows, unit), [0]) for s in of_blocks]
+            added = []
+            for c, total in zip(range(0, tile.cols, unit), totals, strict=True):
+                factor = factors[0]
+                for i, later in enumerate(factors[1:], 1):
+                    factor = jnp.where(in_block + c >= i * BLOCK_ROWS, later, factor)
+                added.append(total + sums[:, c : c + unit] * factor)
+            pipeline.warpgroup_barrier()  # as in ``add_by_step``
+            plgpu.barrier_arrive(self.barrier.empty.at[at])
+            return ring_next(at, 1, tile.stages), tuple(added)
+
+        zero = plgpu.layout_cast(jnp.zeros((tile.rows, unit), jnp.float32), _LAYOUT)
+        zeros = (zero,) * (tile.cols // unit)
+        return lax.fori_loop(0, block.steps, step, (first, zeros))[1]
+
+    def step_product(self, ref, at, meanwhile=lambda: None):
+        """The product of the ring's slot; with ``meanwhile``, what that returns while it runs."""
         smem = self.smem
         plgpu.barrier_wait(self.barrier.full.at[at])
 
         def multiplied(acc):
             plgpu.wgmma(acc, *self.operands(smem.x.tiles, smem.w.tiles, at))
-            return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+            other = meanwhile()
+            product = plgpu.wgmma_accumulator_load(acc, wait_n=0)
+            return product if other is None else (product, other)
 
         return pl.run_scoped(multiplied, ref)
 
@@ -373,7 +421,7 @@ class _Multiplier:
     def finish(self, t, m0, n0, added, acc) -> None:
         block, tile, smem, barrier = self.block, self.tile, self.smem, self.barrier
         slot, width = t % 2, self.smem.out.tiles.shape[-1]
-        if block.vectors:
+        if block.vectors and not block.by_block:
             plgpu.barrier_wait(barrier.vectors_full.at[slot])
         pieces = [(r, c) for r in range(0, tile.rows, 64) for c in range(0, block.out_cols, width)]
         for piece, (r, c) in enumerate(pieces):
@@ -397,7 +445,7 @@ class _Multiplier:
             v = plgpu.load(ref.at[slot, pl.ds(start, size)], layout=_LAYOUT.reduce(1 - axis))
             return lax.broadcast_in_dim(v.astype(jnp.float32), (64, width), [axis])
 
-        y = acc[r : r + 64, c : c + width]
+        y = _columns(acc, c, width)[r : r + 64]
         if block.swiglu and self.gmem.scale_w is not None:
             return self.gated(slot, acc, r, c)
         if block.swiglu:
@@ -434,6 +482,14 @@ class _Multiplier:
             return y * of_x * of(smem.scale_w.at[slot, half], self.out0 + c, width, 1)
 
         return jax.nn.silu(scaled(0)) * scaled(1) * self.out_factor
+
+
+def _columns(acc, first: int, width: int):
+    """Columns of sums, or of a tuple of columns' sums."""
+    if isinstance(acc, tuple):
+        unit = acc[0].shape[1]
+        acc, first = acc[first // unit], first % unit
+    return acc[:, first : first + width]
 
 
 def _inverse(scale):

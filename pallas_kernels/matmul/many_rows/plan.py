@@ -26,6 +26,7 @@ from pallas_kernels.rounding import NIBBLES
 BLOCK_BYTES = 128  # of a row in a slot of the pair kernel: one swizzle
 BLOCK_K = 64  # columns in a slot of the weight kernel: one swizzle of 16-bit activations, ...
 CODES_K = 128  # ... and of 8-bit ones
+MOST_GROUPS = 256  # elements that a copy of shared memory has along an axis
 BARRIER_BYTES = 3 * 1024  # of a block's shared memory, at most
 
 
@@ -344,6 +345,11 @@ def _block_plan(call: MatmulCall) -> PairTile | Reason:
         return Reason("a low-rank term beside FP8 codes in groups")
     tile = pair_tile(call.m, n, k, call.x)
     return dataclasses.replace(tile, promote=1)
+
+
+def has_block_scales(w: QTensor) -> bool:
+    """Whether one copy brings a row's scales, and each 128 rows of w share them."""
+    return w.has_blocks and w.scale.shape[1] <= MOST_GROUPS
 
 
 def plain_plan(call: MatmulCall) -> PairTile | Reason:

@@ -58,12 +58,17 @@ def pair(m, n, k, dtype, seed=0):
     return one(m), one(n), as_jax(rng.normal(size=n), BF16)
 
 
-def blocks(m, n, k, seed=0):
-    """x and w in e4m3 with a scale for 128 columns of a row, and a bias."""
+def blocks(m, n, k, seed=0, blocked=None):
+    """x and w in e4m3 with a scale for 128 columns of a row, and a bias.
+
+    blocked: as of ``QTensor``, whose dtype of scales a checkpoint may choose.
+    """
     x, w, bias = pair(m, n, k, F8, seed)
     rng = np.random.default_rng(seed + 1)
     scales = [as_jax(rng.uniform(0.01, 0.03, (rows, k // 128)), F32) for rows in (m, n)]
-    return QTensor(x.q, scales[0]), QTensor(w.q, scales[1]), bias
+    if blocked is not None:
+        scales[1] = jnp.repeat(scales[1][::128], 128, axis=0).astype(BF16)
+    return QTensor(x.q, scales[0]), QTensor(w.q, scales[1], blocked=blocked), bias
 
 
 def plain(m, n, k, dtype=BF16, seed=0):
@@ -186,6 +191,24 @@ def test_blocks_of_fp8_in_the_interpreter(interpreter, monkeypatch, tile, m, n, 
     with interpreter():
         got = pair_matmul.__wrapped__(x.q, w.q, *scales, bias, F32, tile)
     assert error(got, product(x, w, bias)) < 1e-6
+
+
+def test_rows_that_share_scales_in_the_interpreter(interpreter, monkeypatch):
+    """Tiles that begin anywhere in a block of 128 rows of w."""
+    one_view(monkeypatch)
+    tile = PairTile(128, 96, stages=3, cluster=1, promote=1, sms=2)
+    x, w, bias = blocks(72, 256, 256, blocked=256)
+    scales = prefill._by_step(x.scale), prefill._by_block(w.scale)
+    with interpreter():
+        got = pair_matmul.__wrapped__(x.q, w.q, *scales, bias, F32, tile)
+    assert error(got, product(x, w, bias)) < 1e-6
+
+
+def test_rows_that_share_scales_fit_a_copy():
+    for k, fits in ((32768, True), (32896, False)):
+        w = QTensor(shaped((256, k), F8), shaped((256, k // 128), F32), blocked=256)
+        assert planning.has_block_scales(w) is fits
+    assert not planning.has_block_scales(dataclasses.replace(w, blocked=None))
 
 
 def test_blocks_of_fp8_in_xlas_form():
@@ -338,10 +361,13 @@ def test_scales_of_a_byte_need_whole_copies():
 
 
 @newest
-@pytest.mark.parametrize("m,n,k", [(300, 1000, 1280), (64, 14336, 4096)])
-def test_blocks_of_fp8_fit_in_shared_memory(m, n, k):
+@pytest.mark.parametrize(
+    "m,n,k,blocked", [(300, 1000, 1280, None), (64, 14336, 4096, None), (300, 1024, 1280, 1024)]
+)
+def test_blocks_of_fp8_fit_in_shared_memory(m, n, k, blocked):
     """The ring's slots hold scales too."""
     x, w = (QTensor(shaped((r, k), F8), shaped((r, k // 128), F32)) for r in (m, n))
+    w = dataclasses.replace(w, blocked=blocked)
     assert "mosaic_gpu" in lowered(lambda x, w: matmul(x, w, None, BF16), x, w)
 
 
@@ -372,11 +398,13 @@ def test_pair_values(dtype, m, n, k):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("is_blocked", [False, True])
 @pytest.mark.parametrize(
     "m,n,k", [(1, 264, 256), (65, 1024, 512), (259, 4104, 1024), (515, 768, 4096)]
 )
-def test_values_of_blocks(m, n, k):
-    x, w, bias = blocks(m, n, k)
+def test_values_of_blocks(m, n, k, is_blocked):
+    n = -(-n // 128) * 128 if is_blocked else n
+    x, w, bias = blocks(m, n, k, blocked=n if is_blocked else None)
     for out, bound in ((BF16, 4e-3), (F16, 4e-3), (F32, 5e-4)):
         run = jax.jit(lambda x, w, b, out=out: matmul(x, w, b, out))
         assert error(run(x, w, bias), product(x, w, bias)) < bound
