@@ -131,10 +131,18 @@ def e4m3_factor(scale: Value) -> Value:
     return _e4m3_floats(p.mul(scale, 0x00100010))
 
 
-def e4m3_factors(both: Value) -> list[Value]:
-    """Return ``e4m3_factor`` of the scales in bytes 0 and 1."""
-    pair = _e4m3_floats(p.shift_left(p.permute(both, p.ci(0), 0x4140), 4))
+def e4m3_factors(word: Value, first: int = 0) -> list[Value]:
+    """Return ``e4m3_factor`` of the scales in bytes ``first`` and ``first`` + 1."""
+    both = p.permute(word, p.ci(0), 0x4140 + 0x0101 * first)
+    pair = _e4m3_floats(p.shift_left(both, 4))
     return [p.permute(pair, pair, 0x1010), p.permute(pair, pair, 0x3232)]
+
+
+def factors_of_64(kind: str, word: Value) -> list[Value]:
+    """Return the factors of 64 columns, of the scales in a word: 2 of e8m0 or 4 of e4m3."""
+    if kind == "e8m0":
+        return [e8m0_factor(word), e8m0_factor(p.shift_right(word, 8))]
+    return [*e4m3_factors(word), *e4m3_factors(word, 2)]
 
 
 def _e4m3_floats(low: Value) -> Value:

@@ -48,9 +48,7 @@ def matmul(
         return _weight_only(x, w, bias, out_dtype, plan)
     if isinstance(x, QTensor):
         if x.scale.shape[1] > 1:
-            prepared = _whole_units if plan.m == 64 else _by_step
-            by_block = plan.m > 64 and has_block_scales(w)
-            scales = prepared(x.scale), (_by_block if by_block else prepared)(w.scale)
+            scales = _scales_of_groups(x.scale, w, plan)
         else:
             of_all = x.input_scale
             of_x = x.scale.reshape(-1) if of_all is None else of_all.reshape(1)
@@ -63,6 +61,16 @@ def matmul(
     if swiglu and not fused:
         y = gate(y, activation, implementation="xla").astype(out_dtype)
     return y
+
+
+def _scales_of_groups(of_x: jax.Array, w: QTensor, plan: PairTile) -> tuple[jax.Array, jax.Array]:
+    """Scales of x and of w as ``pair_matmul`` takes them."""
+    if plan.m > 64 and has_block_scales(w):
+        return jnp.pad(of_x, ((0, -of_x.shape[0] % (plan.m * plan.cluster)), (0, 0))), _by_block(
+            w.scale
+        )
+    prepared = _whole_units if plan.m == 64 else _by_step
+    return prepared(of_x), prepared(w.scale)
 
 
 def _by_step(scale: jax.Array) -> jax.Array:

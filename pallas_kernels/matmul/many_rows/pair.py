@@ -24,7 +24,8 @@ block sends the sums of one warpgroup to the other's shared memory and finishes 
 Groups of 128 columns (FP8 blocks) have scales in both operands.  A step's sum is multiplied by both
 in float32 before it is added.  With many rows XLA turns the scales, and a slot of the ring brings
 those of its step.  Where 128 rows of w share theirs (``QTensor.blocked``), one copy a tile brings
-them, and a thread has at most 6 factors of a step, not 80.  With few rows scales stay as they are
+them, and threads load those of x from memory while a step is multiplied.  A thread then has at most
+6 factors of a step, not 80.  With few rows scales stay as they are
 stored: a ring of their own has two places, each with the scales of eight steps.
 
     out[m, n] = sum over g of acc_g[m, n] * scale_x[g, m] * scale_w[g, n]
@@ -80,7 +81,8 @@ def pair_matmul(
         Floats, or both None; [1] is one scale for all rows of x.  For e4m3 in groups of 128
         columns: float32 [K / 128, M] and [K / 128, N], with M and N multiples of 4; in a tile of 64
         rows floats [M, K / 128] and [N, K / 128], whose rows have whole units of 16 bytes.  Where
-        128 rows of w share theirs, scale_w may be floats [N / 128, 128, K / 128], so padded.
+        128 rows of w share theirs, floats [M, K / 128], with rows for whole tiles of a cluster, and
+        [N / 128, 128, K / 128], with whole units of 16 bytes.
     bias : [N] or None
         Floats.
     swiglu : bool
@@ -140,6 +142,7 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
     scale_x, scale_w, bias = (operands[name] for name in ("scale_x", "scale_w", "bias"))
     by_group = scale_x is not None and scale_x.ndim == 2
     by_block = by_group and scale_w.ndim == 3
+    by_step = by_group and not by_block
     n_vectors = sum(v is not None for v in ((bias,) if by_group else (scale_x, scale_w, bias)))
     n_vectors += by_block
     n_vectors += swiglu and scale_w is not None
@@ -160,6 +163,8 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
 
     def vector(v, rows):
         if v is None:
+            return plgpu.SMEM((32,), jnp.float32)
+        if by_block and v is scale_x:  # which threads read from memory
             return plgpu.SMEM((32,), jnp.float32)
         in_ring = by_group and v is not bias
         if in_ring and tile.m == 64:  # as they are stored
@@ -184,7 +189,7 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
         "scale_x": vector(scale_x, tile.m),
         "scale_w": of_w,
         "bias": vector(bias, tile.n),
-        **ring_barriers(tile.stages, 2 + swiglu + (2 - by_block) * (by_group and tile.m > 64)),
+        **ring_barriers(tile.stages, 2 + swiglu + 2 * (by_step and tile.m > 64)),
         "vectors_full": plgpu.Barrier(num_arrivals=max(1, n_vectors), num_barriers=2),
         "scales_full": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         "scales_empty": plgpu.Barrier(num_arrivals=2, num_barriers=2),

@@ -139,7 +139,7 @@ class _Feeder:
         pl.when(t * block.loads + j >= stages)(
             lambda: plgpu.barrier_wait(self.barrier.empty.at[at])
         )
-        if block.by_group:
+        if block.by_group and not block.by_block:
             self.copy_scales(t, m0, n0, j, at)
         plgpu.copy_gmem_to_smem(
             self.gmem.x.at[pl.ds(m0, self.box), columns],
@@ -163,7 +163,6 @@ class _Feeder:
         block, barrier = self.block, self.barrier
         step = block.part * block.steps + j
         operands = ("scale_x", m0, self.box), ("scale_w", n0, self.tile.n)
-        operands = operands[: 2 - block.by_block]
 
         def by_step():
             for name, first, _ in operands:
@@ -303,20 +302,21 @@ class _Multiplier:
 
         A thread multiplies a step's products by its two rows' scales times one or two of w.
         """
-        block, tile, smem = self.block, self.tile, self.smem
+        block, tile = self.block, self.tile
         plgpu.barrier_wait(self.barrier.vectors_full.at[t % 2])
-        in_block = lax.rem(block.origin(t)[1], jnp.int32(BLOCK_ROWS))
-        of_w, unit = smem.scale_w.at[t % 2], math.gcd(tile.n, BLOCK_ROWS)
+        m0, n0 = block.origin(t)
+        in_block, rows = lax.rem(n0, jnp.int32(BLOCK_ROWS)), pl.ds(m0 + self.row0, tile.rows)
+        of_w, unit = self.smem.scale_w.at[t % 2], math.gcd(tile.n, BLOCK_ROWS)
 
         def step(j, carry):
             at, totals = carry
 
             def scales():
-                rows = smem.scale_x.at[at, pl.ds(self.row0, tile.rows)]
-                of_x = plgpu.load(rows, layout=_LAYOUT.reduce(1))
+                of_x = pipeline.load_strided(self.gmem.scale_x.at[rows, j], jnp.float32, 0)
                 return of_x, [of_w[i, j].astype(jnp.float32) for i in range(of_w.shape[0])]
 
             sums, (of_x, of_blocks) = self.step_product(ref, at, scales)
+            plgpu.barrier_arrive(self.barrier.empty.at[at])
             factors = [lax.broadcast_in_dim(of_x * s, (tile.rows, unit), [0]) for s in of_blocks]
             added = []
             for c, total in zip(range(0, tile.cols, unit), totals, strict=True):
@@ -324,8 +324,6 @@ class _Multiplier:
                 for i, later in enumerate(factors[1:], 1):
                     factor = jnp.where(in_block + c >= i * BLOCK_ROWS, later, factor)
                 added.append(total + sums[:, c : c + unit] * factor)
-            pipeline.warpgroup_barrier()  # as in ``add_by_step``
-            plgpu.barrier_arrive(self.barrier.empty.at[at])
             return ring_next(at, 1, tile.stages), tuple(added)
 
         zero = plgpu.layout_cast(jnp.zeros((tile.rows, unit), jnp.float32), _LAYOUT)

@@ -210,12 +210,16 @@ def to_bfloat16(codes, scales, zeros=None, where=_IN_ORDER) -> jax.Array:
     return widen(*refs)
 
 
-def float4_to_bfloat16(codes, scales, kind: str, where=_IN_ORDER, wide: bool = True) -> jax.Array:
+def float4_to_bfloat16(
+    codes, scales, kind: str, where=_IN_ORDER, wide: bool = True, scale_pitch: int | None = None
+) -> jax.Array:
     """``[64, 64]`` bfloat16 in wgmma's layout, of a warpgroup's rows in shared memory.
 
     codes: bytes ``[64, 32]``, swizzled by 32.  scales: bytes ``[64]`` of each group of 32 columns
-    (kind "e8m0") or 16 ("e4m3"), strided.  wide: a thread loads all bytes of its quad, which takes
-    fewer instructions and more registers.  The result lacks ``widen.FLOAT4_REST``.
+    (kind "e8m0") or 16 ("e4m3"), strided.  With ``scale_pitch``, bytes from row to row, they are
+    one ``[64, groups]``, of which a row's are one load: the rows lie in one bank.  wide: a thread
+    loads all bytes of its quad, which takes fewer instructions and more registers.  The result
+    lacks ``widen.FLOAT4_REST``.
     """
     layout = plgpu.Layout.WGMMA
     out_type = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=layout)
@@ -241,7 +245,13 @@ def float4_to_bfloat16(codes, scales, kind: str, where=_IN_ORDER, wide: bool = T
         rows = []
         for half in range(2):
             at = p.add(row, where.apart * half)
-            factors = [factor_of(arith.extui(p.i32(), _of_row(v, at))) for v in scales]
+            if scale_pitch is None:
+                factors = [factor_of(arith.extui(p.i32(), _of_row(v, at))) for v in scales]
+            else:
+                place = p.add(p.shared_address(scales[0]), p.mul(at, scale_pitch))
+                is_half = kind == "e8m0"
+                word = p.load_shared_narrow(place, "u16") if is_half else p.load_shared(place, 1)[0]
+                factors = few_rows.factors_of_64(kind, word)
             each = 8 // len(factors)  # bytes of a thread that share a scale
             held = [word for place in places for word in words(place, where.apart * pitch * half)]
             pairs = [few_rows.float4_neighbours(word, mine) for word in held]

@@ -185,12 +185,14 @@ class Multiplier:
 
     # --- codes -> floats ---
 
-    def stored_at(self, ref, t, j, g=0):
-        """Slot j's g-th group of the tile's stored vectors; shared memory holds the groups of this
-        block's part of K, or all."""
+    def stored_at(self, ref, t, j, g=0, count=None):
+        """Slot j's g-th group of the tile's stored vectors, or its first ``count``; shared memory
+        holds the groups of this block's part of K, or all."""
         block, scheme = self.block, self.scheme
         j = j if ref.shape[2] < block.k // scheme.group else block.first_step + j
-        return ref.at[lax.rem(t, block.vector_slots), self.rows, scheme.group_of(j) + g]
+        group = scheme.group_of(j) + g
+        group = group if count is None else pl.ds(group, count)
+        return ref.at[lax.rem(t, block.vector_slots), self.rows, group]
 
     def scales_of(self, t, j, at, g):
         """Slot j's g-th group of scales, from the tile's vectors or from the ring."""
@@ -219,10 +221,14 @@ class Multiplier:
         """The slot's weights as wgmma's register operand, in x's dtype."""
         gmem, smem, scheme = self.gmem, self.smem, self.scheme
         if scheme.float4 is not None:
-            groups = [self.scales_of(t, j, at, g) for g in range(scheme.groups_per_slot)]
+            count, pitch = scheme.groups_per_slot, None
+            if self.tile.stored:
+                groups, pitch = [self.stored_at(smem.scale, t, j, count=count)], smem.scale.shape[2]
+            else:
+                groups = [self.scales_of(t, j, at, g) for g in range(count)]
+            how = {"wide": self.tile.parts == 1, "scale_pitch": pitch}
             codes = smem.w.bytes.at[at, self.rows]
-            has_registers = self.tile.parts == 1
-            return unpack.float4_to_bfloat16(codes, groups, scheme.float4, wide=has_registers)
+            return unpack.float4_to_bfloat16(codes, groups, scheme.float4, **how)
         if scheme.float8:
             scales = None if gmem.scale is None else self.scales_of(t, j, at, 0)
             return unpack.bytes_to_bfloat16(smem.w.bytes.at[at, self.rows], scales)

@@ -204,6 +204,11 @@ def test_every_byte_is_two_float4_codes_with_every_scale(kind, monkeypatch):
         made = widen.p.mul_pairs(widen.float4_neighbours(byte << 8, selector), factor)
         got = made.view(np.uint16).view(np.dtype(BF16)).reshape(256, 2).astype(np.float32)
         np.testing.assert_array_equal(got * np.float32(widen.FLOAT4_REST), values * scale)
+    # The scales of 64 columns in one word.
+    word = np.random.default_rng(0).integers(60, 127, (4, 256), dtype=np.uint32)
+    together = word[0] | word[1] << 8 | word[2] << 16 | word[3] << 24
+    for one, got in zip(word, widen.factors_of_64(kind, together), strict=False):
+        np.testing.assert_array_equal(got, factor_of(one))
 
 
 def test_every_float8_code_is_its_float(monkeypatch):

@@ -186,8 +186,7 @@ def test_blocks_of_fp8_in_the_interpreter(interpreter, monkeypatch, tile, m, n, 
     monkeypatch.setattr(prefill_pipeline, "load_strided", loaded)
     tile = dataclasses.replace(tile, sms=2)
     x, w, bias = blocks(m, n, k)
-    prepared = prefill._whole_units if tile.m == 64 else prefill._by_step
-    scales = prepared(x.scale), prepared(w.scale)
+    scales = prefill._scales_of_groups(x.scale, w, tile)
     with interpreter():
         got = pair_matmul.__wrapped__(x.q, w.q, *scales, bias, F32, tile)
     assert error(got, product(x, w, bias)) < 1e-6
@@ -198,7 +197,8 @@ def test_rows_that_share_scales_in_the_interpreter(interpreter, monkeypatch):
     one_view(monkeypatch)
     tile = PairTile(128, 96, stages=3, cluster=1, promote=1, sms=2)
     x, w, bias = blocks(72, 256, 256, blocked=256)
-    scales = prefill._by_step(x.scale), prefill._by_block(w.scale)
+    monkeypatch.setattr(prefill_pipeline, "load_strided", lambda ref, dtype, _: ref[...])
+    scales = prefill._scales_of_groups(x.scale, w, tile)
     with interpreter():
         got = pair_matmul.__wrapped__(x.q, w.q, *scales, bias, F32, tile)
     assert error(got, product(x, w, bias)) < 1e-6
