@@ -53,9 +53,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul.many_rows import pipeline
-from pallas_kernels.matmul.many_rows.pair_program import BLOCK_ROWS, HELD, PairBlock
+from pallas_kernels.matmul.many_rows.groups_program import HELD
+from pallas_kernels.matmul.many_rows.pair_program import PairBlock
 from pallas_kernels.matmul.many_rows.pipeline import launch_persistent, ring_barriers
 from pallas_kernels.matmul.many_rows.plan import BLOCK_BYTES, PairTile
+from pallas_kernels.qtensor import BLOCK_ROWS
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tile", "swiglu"))

@@ -8,7 +8,6 @@ is traced.
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul.many_rows import pipeline
+from pallas_kernels.matmul.many_rows.groups_program import HELD, GroupSums
 from pallas_kernels.matmul.many_rows.pipeline import (
     REGISTERS,
     drain,
@@ -28,11 +28,10 @@ from pallas_kernels.matmul.many_rows.pipeline import (
     tile_of,
 )
 from pallas_kernels.matmul.many_rows.plan import BLOCK_BYTES, PairTile
+from pallas_kernels.qtensor import BLOCK_ROWS
 
 _LAYOUT = plgpu.Layout.WGMMA
 LOW_BLOCK = BLOCK_BYTES // 2  # ranks of a low-rank term in a slot
-HELD = 8  # scales of a row, as they are stored, that one copy brings
-BLOCK_ROWS = 128  # of w that share their scales
 
 
 class PairBlock:
@@ -212,7 +211,7 @@ class _Feeder:
         plgpu.copy_gmem_to_smem(second[source].at[rows, ranks], self.smem.w.low_rows.at[at], full)
 
 
-class _Multiplier:
+class _Multiplier(GroupSums):
     """A warpgroup that multiplies its part of a tile: 64 rows of x, or with ``few`` rows its share
     of the columns."""
 
@@ -286,100 +285,6 @@ class _Multiplier:
         if rest := block.steps % tile.promote:
             total += summed(t * block.loads + block.steps - rest, rest)
         return total
-
-    def product_by_group(self, t, ref):
-        """The sum over K of each step's product times the scales of its rows of x and of w."""
-        block, tile = self.block, self.tile
-        first = ring_slot(t * block.loads, tile.stages)
-        if block.by_block:
-            return self.product_by_block(t, ref, first)
-        step = functools.partial(self.add_stored if block.few else self.add_by_step, t, ref)
-        zero = plgpu.layout_cast(jnp.zeros((tile.rows, tile.cols), jnp.float32), _LAYOUT)
-        return lax.fori_loop(0, block.steps, step, (first, zero))[1]
-
-    def product_by_block(self, t, ref, first):
-        """The same where 128 rows of w share their scales: a tuple of columns' sums.
-
-        A thread multiplies a step's products by its two rows' scales times one or two of w.
-        """
-        block, tile = self.block, self.tile
-        plgpu.barrier_wait(self.barrier.vectors_full.at[t % 2])
-        m0, n0 = block.origin(t)
-        in_block, rows = lax.rem(n0, jnp.int32(BLOCK_ROWS)), pl.ds(m0 + self.row0, tile.rows)
-        of_w, unit = self.smem.scale_w.at[t % 2], math.gcd(tile.n, BLOCK_ROWS)
-
-        def step(j, carry):
-            at, totals = carry
-
-            def scales():
-                of_x = pipeline.load_strided(self.gmem.scale_x.at[rows, j], jnp.float32, 0)
-                return of_x, [of_w[i, j].astype(jnp.float32) for i in range(of_w.shape[0])]
-
-            sums, (of_x, of_blocks) = self.step_product(ref, at, scales)
-            plgpu.barrier_arrive(self.barrier.empty.at[at])
-            factors = [lax.broadcast_in_dim(of_x * s, (tile.rows, unit), [0]) for s in of_blocks]
-            added = []
-            for c, total in zip(range(0, tile.cols, unit), totals, strict=True):
-                factor = factors[0]
-                for i, later in enumerate(factors[1:], 1):
-                    factor = jnp.where(in_block + c >= i * BLOCK_ROWS, later, factor)
-                added.append(total + sums[:, c : c + unit] * factor)
-            return ring_next(at, 1, tile.stages), tuple(added)
-
-        zero = plgpu.layout_cast(jnp.zeros((tile.rows, unit), jnp.float32), _LAYOUT)
-        zeros = (zero,) * (tile.cols // unit)
-        return lax.fori_loop(0, block.steps, step, (first, zeros))[1]
-
-    def step_product(self, ref, at, meanwhile=lambda: None):
-        """The product of the ring's slot; with ``meanwhile``, what that returns while it runs."""
-        smem = self.smem
-        plgpu.barrier_wait(self.barrier.full.at[at])
-
-        def multiplied(acc):
-            plgpu.wgmma(acc, *self.operands(smem.x.tiles, smem.w.tiles, at))
-            other = meanwhile()
-            product = plgpu.wgmma_accumulator_load(acc, wait_n=0)
-            return product if other is None else (product, other)
-
-        return pl.run_scoped(multiplied, ref)
-
-    def add_by_step(self, t, ref, j, carry):
-        """Add a step's product, with scales from the ring's slot; return the next slot too."""
-        at, total = carry
-
-        def scales(vector, first, axis):
-            part = vector.at[at, pl.ds(first, ref.shape[axis])]
-            loaded = plgpu.load(part, layout=_LAYOUT.reduce(1 - axis))
-            return lax.broadcast_in_dim(loaded, ref.shape, [axis])
-
-        sums = self.step_product(ref, at)
-        of_x = scales(self.smem.scale_x, self.row0, 0)
-        of_w = scales(self.smem.scale_w, self.col0, 1)
-        total += sums * (of_x * of_w)
-        # One thread says that the slot is free, and other warps may still read its scales.
-        pipeline.warpgroup_barrier()
-        plgpu.barrier_arrive(self.barrier.empty.at[at])
-        return ring_next(at, 1, self.tile.stages), total
-
-    def add_stored(self, t, ref, j, carry):
-        """Add a step's product, with scales as they are stored; return the ring's next slot too."""
-        block, barrier = self.block, self.barrier
-        at, total = carry
-        place, held = (t * block.batches + j // HELD) % 2, j % HELD
-        pl.when(held == 0)(lambda: plgpu.barrier_wait(barrier.scales_full.at[place]))
-
-        def scales(vector, first, axis):
-            part = vector.at[place, pl.ds(first, ref.shape[axis]), held]
-            loaded = pipeline.load_strided(part, jnp.float32, axis)
-            return lax.broadcast_in_dim(loaded, ref.shape, [axis])
-
-        of_x = scales(self.smem.scale_x, self.row0, 0)
-        of_w = scales(self.smem.scale_w, self.col0, 1)
-        is_last = (held == HELD - 1) | (j == block.steps - 1)
-        pl.when(is_last)(lambda: plgpu.barrier_arrive(barrier.scales_empty.at[place]))
-        total += self.step_product(ref, at) * (of_x * of_w)
-        plgpu.barrier_arrive(barrier.empty.at[at])
-        return ring_next(at, 1, self.tile.stages), total
 
     def low_rank(self, t):
         """The low-rank term, from the slots behind the tile's last step of K; or None."""
