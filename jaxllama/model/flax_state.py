@@ -57,7 +57,8 @@ def _register() -> None:
             old = getattr(target, name)
             new = serialization.from_state_dict(_stored(old), state[name], name=name)
             parts[name] = _restored(new, old)
-        return dataclasses.replace(target, **parts)
+        found = dataclasses.replace(target, **parts)
+        return found.found_blocks() if isinstance(found, QTensor) and found.has_blocks else found
 
     for kind in (QTensor, RowBlocks, CpuWeight, Cache, KVCache, RecurrentState):
         serialization.register_serialization_state(kind, to_state, from_state)

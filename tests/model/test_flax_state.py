@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
+from jaxllama.model import flax_state
 from pallas_kernels.cpu import prepare_tree
 from pallas_kernels.qtensor import QTensor, RowBlocks, quantize
 from tests.helpers.arrays import as_jax
 from tests.helpers.models import FAMILIES, params_of
 
+flax_state.register()  # of a program that imports flax first and loads no model
 CFG = FAMILIES["hybrid"]
 W = as_jax(np.random.default_rng(0).standard_normal((32, 64)), jnp.float32)
 # Made in the test, because every worker collects the cases and one of them runs them.
@@ -47,3 +49,11 @@ def test_a_tree_of_other_shapes_is_not_taken():
     assert isinstance(
         flax.serialization.from_state_dict({"w": quantize(W, "int8")}, state)["w"], QTensor
     )
+
+
+def test_scales_of_rows_do_not_pass_for_those_of_blocks():
+    q, scale = np.ones((128, 256), "float8_e4m3fn"), np.ones((128, 2), np.float32)
+    target = {"w": QTensor(q, scale, blocked=128)}
+    for saved, has_blocks in ((2 * scale, True), (np.arange(256.0).reshape(128, 2), False)):
+        state = flax.serialization.to_state_dict({"w": QTensor(q, saved.astype(np.float32))})
+        assert flax.serialization.from_state_dict(target, state)["w"].has_blocks is has_blocks
