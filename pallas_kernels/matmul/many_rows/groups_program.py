@@ -49,33 +49,47 @@ class GroupSums:
 
         A thread multiplies a step's products by its two rows' scales times one or two of w.
         """
-        block, tile = self.block, self.tile
-        plgpu.barrier_wait(self.barrier.vectors_full.at[t % 2])
-        m0, n0 = block.origin(t)
-        in_block, rows = lax.rem(n0, jnp.int32(BLOCK_ROWS)), pl.ds(m0 + self.row0, tile.rows)
-        of_w, unit = self.smem.scale_w.at[t % 2], math.gcd(tile.n, BLOCK_ROWS)
-
-        def step(j, carry):
-            at, totals = carry
-
-            def scales():
-                of_x = pipeline.load_strided(self.gmem.scale_x.at[rows, j], jnp.float32, 0)
-                return of_x, [of_w[i, j].astype(jnp.float32) for i in range(of_w.shape[0])]
-
-            sums, (of_x, of_blocks) = self.step_product(ref, at, scales)
-            plgpu.barrier_arrive(self.barrier.empty.at[at])
-            factors = [lax.broadcast_in_dim(of_x * s, (tile.rows, unit), [0]) for s in of_blocks]
-            added = []
-            for c, total in zip(range(0, tile.cols, unit), totals, strict=True):
-                factor = factors[0]
-                for i, later in enumerate(factors[1:], 1):
-                    factor = jnp.where(in_block + c >= i * BLOCK_ROWS, later, factor)
-                added.append(total + sums[:, c : c + unit] * factor)
-            return ring_next(at, 1, tile.stages), tuple(added)
-
+        block, tile, barrier = self.block, self.tile, self.barrier
+        plgpu.barrier_wait(barrier.vectors_full.at[t % 2])
+        unit = math.gcd(tile.n, BLOCK_ROWS)
         zero = plgpu.layout_cast(jnp.zeros((tile.rows, unit), jnp.float32), _LAYOUT)
-        zeros = (zero,) * (tile.cols // unit)
-        return lax.fori_loop(0, block.steps, step, (first, zeros))[1]
+
+        def batch(b, carry):
+            place = (t * block.batches + b) % 2
+            plgpu.barrier_wait(barrier.scales_full.at[place])
+            step = functools.partial(self.add_by_block, t, ref, place, b * HELD)
+            whole = block.steps % HELD == 0  # then the loop's length is known
+            count = HELD if whole else jnp.minimum(HELD, block.steps - b * HELD)
+            carry = lax.fori_loop(0, count, step, carry)
+            # One thread says that the place is free, and other warps may still read it.
+            pipeline.warpgroup_barrier()
+            plgpu.barrier_arrive(barrier.scales_empty.at[place])
+            return carry
+
+        return lax.fori_loop(0, block.batches, batch, (first, (zero,) * (tile.cols // unit)))[1]
+
+    def add_by_block(self, t, ref, place, begin, i, carry):
+        """Add the product of step ``begin`` + i, whose scales of x are the i-th of ``place``."""
+        at, totals = carry
+        tile, smem, unit = self.tile, self.smem, totals[0].shape[1]
+        in_block = lax.rem(self.block.origin(t)[1], jnp.int32(BLOCK_ROWS))
+
+        def scales():
+            rows = smem.scale_x.at[place, pl.ds(self.row0, tile.rows), i]
+            of_w = smem.scale_w.at[t % 2]
+            of_blocks = [of_w[b, begin + i].astype(jnp.float32) for b in range(of_w.shape[0])]
+            return pipeline.load_strided(rows, jnp.float32, 0), of_blocks
+
+        sums, (of_x, of_blocks) = self.step_product(ref, at, scales)
+        plgpu.barrier_arrive(self.barrier.empty.at[at])
+        factors = [lax.broadcast_in_dim(of_x * s, (tile.rows, unit), [0]) for s in of_blocks]
+        added = []
+        for c, total in zip(range(0, tile.cols, unit), totals, strict=True):
+            factor = factors[0]
+            for b, later in enumerate(factors[1:], 1):
+                factor = jnp.where(in_block + c >= b * BLOCK_ROWS, later, factor)
+            added.append(total + sums[:, c : c + unit] * factor)
+        return ring_next(at, 1, tile.stages), tuple(added)
 
     def step_product(self, ref, at, meanwhile=lambda: None):
         """The product of the ring's slot; with ``meanwhile``, what that returns while it runs."""

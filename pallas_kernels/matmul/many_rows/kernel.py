@@ -66,9 +66,7 @@ def matmul(
 def _scales_of_groups(of_x: jax.Array, w: QTensor, plan: PairTile) -> tuple[jax.Array, jax.Array]:
     """Scales of x and of w as ``pair_matmul`` takes them."""
     if plan.m > 64 and has_block_scales(w):
-        return jnp.pad(of_x, ((0, -of_x.shape[0] % (plan.m * plan.cluster)), (0, 0))), _by_block(
-            w.scale
-        )
+        return _whole_units(of_x), _by_block(w.scale)
     prepared = _whole_units if plan.m == 64 else _by_step
     return prepared(of_x), prepared(w.scale)
 

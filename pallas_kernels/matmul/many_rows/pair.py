@@ -22,11 +22,11 @@ block sends the sums of one warpgroup to the other's shared memory and finishes 
 ``swiglu`` a warpgroup has rows of gate and as many of up.
 
 Groups of 128 columns (FP8 blocks) have scales in both operands.  A step's sum is multiplied by both
-in float32 before it is added.  With many rows XLA turns the scales, and a slot of the ring brings
-those of its step.  Where 128 rows of w share theirs (``QTensor.blocked``), one copy a tile brings
-them, and threads load those of x from memory while a step is multiplied.  A thread then has at most
-6 factors of a step, not 80.  With few rows scales stay as they are
-stored: a ring of their own has two places, each with the scales of eight steps.
+in float32 before it is added.  With few rows scales stay as they are stored: a ring of their own
+has two places, each with the scales of eight steps.  With many rows XLA turns the scales, and a
+slot of the ring brings those of its step.  Where 128 rows of w share theirs (``QTensor.blocked``),
+one copy a tile brings them, x's come as with few rows, and a thread has at most 6 factors of a
+step, not 80.
 
     out[m, n] = sum over g of acc_g[m, n] * scale_x[g, m] * scale_w[g, n]
 
@@ -83,8 +83,7 @@ def pair_matmul(
         Floats, or both None; [1] is one scale for all rows of x.  For e4m3 in groups of 128
         columns: float32 [K / 128, M] and [K / 128, N], with M and N multiples of 4; in a tile of 64
         rows floats [M, K / 128] and [N, K / 128], whose rows have whole units of 16 bytes.  Where
-        128 rows of w share theirs, floats [M, K / 128], with rows for whole tiles of a cluster, and
-        [N / 128, 128, K / 128], with whole units of 16 bytes.
+        128 rows of w share theirs, floats [M, K / 128] and [N / 128, 128, K / 128] with such rows.
     bias : [N] or None
         Floats.
     swiglu : bool
@@ -166,10 +165,8 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
     def vector(v, rows):
         if v is None:
             return plgpu.SMEM((32,), jnp.float32)
-        if by_block and v is scale_x:  # which threads read from memory
-            return plgpu.SMEM((32,), jnp.float32)
         in_ring = by_group and v is not bias
-        if in_ring and tile.m == 64:  # as they are stored
+        if in_ring and (tile.m == 64 or by_block):  # as they are stored
             return plgpu.SMEM((2, rows, HELD), v.dtype)
         whole_units = -(-rows // 64) * 64  # of 128 bytes
         return plgpu.SMEM((tile.stages if in_ring else 2, whole_units), v.dtype)
@@ -193,7 +190,7 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
         "bias": vector(bias, tile.n),
         **ring_barriers(tile.stages, 2 + swiglu + 2 * (by_step and tile.m > 64)),
         "vectors_full": plgpu.Barrier(num_arrivals=max(1, n_vectors), num_barriers=2),
-        "scales_full": plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        "scales_full": plgpu.Barrier(num_arrivals=2 - by_block, num_barriers=2),
         "scales_empty": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         # Warpgroups that finish a tile.
         "vectors_empty": plgpu.Barrier(num_arrivals=2 // tile.split, num_barriers=2),

@@ -138,7 +138,7 @@ class _Feeder:
         pl.when(t * block.loads + j >= stages)(
             lambda: plgpu.barrier_wait(self.barrier.empty.at[at])
         )
-        if block.by_group and not block.by_block:
+        if block.by_group:
             self.copy_scales(t, m0, n0, j, at)
         plgpu.copy_gmem_to_smem(
             self.gmem.x.at[pl.ds(m0, self.box), columns],
@@ -162,6 +162,7 @@ class _Feeder:
         block, barrier = self.block, self.barrier
         step = block.part * block.steps + j
         operands = ("scale_x", m0, self.box), ("scale_w", n0, self.tile.n)
+        operands = operands[:1] if block.by_block else operands
 
         def by_step():
             for name, first, _ in operands:
@@ -178,7 +179,7 @@ class _Feeder:
                 to = getattr(self.smem, name).at[place, pl.ds(0, rows)]
                 plgpu.copy_gmem_to_smem(source, to, barrier.scales_full.at[place])
 
-        if block.few:
+        if block.few or block.by_block:
             pl.when(j % HELD == 0)(as_stored)
         else:
             by_step()

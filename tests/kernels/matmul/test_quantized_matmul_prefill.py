@@ -192,11 +192,13 @@ def test_blocks_of_fp8_in_the_interpreter(interpreter, monkeypatch, tile, m, n, 
     assert error(got, product(x, w, bias)) < 1e-6
 
 
-def test_rows_that_share_scales_in_the_interpreter(interpreter, monkeypatch):
-    """Tiles that begin anywhere in a block of 128 rows of w."""
+@pytest.mark.parametrize("m,n,k", [(72, 256, 256), *slow((130, 128, 1152))])
+def test_rows_that_share_scales_in_the_interpreter(interpreter, monkeypatch, m, n, k):
+    """Tiles that begin anywhere in a block of 128 rows of w; nine steps, of which eight have their
+    scales in one copy."""
     one_view(monkeypatch)
-    tile = PairTile(128, 96, stages=3, cluster=1, promote=1, sms=2)
-    x, w, bias = blocks(72, 256, 256, blocked=256)
+    tile = PairTile(128, 96, stages=3, cluster=1 + (m > 128), promote=1, sms=2)
+    x, w, bias = blocks(m, n, k, blocked=n)
     monkeypatch.setattr(prefill_pipeline, "load_strided", lambda ref, dtype, _: ref[...])
     scales = prefill._scales_of_groups(x.scale, w, tile)
     with interpreter():
