@@ -81,8 +81,6 @@ BESIDE = {
 SPILLED = {
     "product 64 W4A8": {"quantized_matmul_w4a8": 28},
     "product 2048 FP8": {"quantized_matmul_fp8": 4},
-    # On jax 0.12.  Narrower tiles take longer.
-    "product 2048 FP8 blocks": {"quantized_matmul_fp8_block": 8},
     "GLA gradients": {"gla_chunk_gradients": 188},
     "GLA-1.3B": {"gla_chunk_gradients": 228},
     "GLA-1.3B gradients, pairs of blocks": {

@@ -179,6 +179,11 @@ FP8 = (
     (PairTile(128, 128, stages=6), 12.4),
     (PairTile(64, 128, stages=8, cluster=1), 9.1),
 )
+# FP8 in groups of 128 columns, of w by blocks of 128 rows too: 14336 x 4096, 2,048 rows.
+BLOCKS = (
+    (PairTile(128, 160, stages=5), 17.0 if _MOVES_REGISTERS else 19.0),
+    (PairTile(128, 128, stages=6), 13.9 if _MOVES_REGISTERS else 14.4),
+)
 _WIDEST = (
     ((WeightTile(256, stages=4, width=16), 43.5),)
     if _MOVES_REGISTERS
@@ -223,12 +228,16 @@ def pair_tile(
         alone = tile.split > 1 or tile.n < 128 or sources
         return tile if alone else dataclasses.replace(tile, cluster=2)
 
+    tile = _least_time(m, n, FP8 if fp8 else PAIR)
+    return dataclasses.replace(tile, promote=_FP8_PROMOTE if fp8 else 0, sms=gpu().sms)
+
+
+def _least_time(m: int, n: int, table: tuple[tuple[PairTile, float], ...]) -> PairTile:
     def cost(option: tuple[PairTile, float]) -> float:
         tile, us = option
         return _rounds(-(-m // (tile.m * tile.cluster)), -(-n // tile.n), tile.cluster) * us
 
-    tile = min(FP8 if fp8 else PAIR, key=cost)[0]
-    return dataclasses.replace(tile, promote=_FP8_PROMOTE if fp8 else 0, sms=gpu().sms)
+    return min(table, key=cost)[0]
 
 
 def stream_tile(
@@ -343,8 +352,9 @@ def _block_plan(call: MatmulCall) -> PairTile | Reason:
         return Reason(f"groups of {call.codes.group_size} columns, the kernel takes {CODES_K}")
     if call.low_rank is not None:
         return Reason("a low-rank term beside FP8 codes in groups")
-    tile = pair_tile(call.m, n, k, call.x)
-    return dataclasses.replace(tile, promote=1)
+    if call.m > 64 and has_block_scales(call.codes):
+        return dataclasses.replace(_least_time(call.m, n, BLOCKS), promote=1, sms=gpu().sms)
+    return dataclasses.replace(pair_tile(call.m, n, k, call.x), promote=1)
 
 
 def has_block_scales(w: QTensor) -> bool:
