@@ -11,6 +11,7 @@ There is no other implementation: ask ``can_post`` first.  Nothing here has grad
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -71,6 +72,7 @@ def post(x: jax.Array, w: jax.Array | QTensor, table: jax.Array) -> Posted:
 
     plan = _plan(x, w)
     assert plan is not None
+    plan = dataclasses.replace(plan, spread=False)  # a block posts rows that lie side by side
     out = jnp.dtype(jnp.float32)
     order = kernel.matmul(x.reshape(1, -1), w, out_dtype=out, post=table, plan=plan)
     return Posted(order.reshape(*x.shape[:-1], -1), table)

@@ -66,6 +66,7 @@ class RowPlan(Predicted):
     loads: int = 4  # of 16 bytes that a lane multiplies while as many more are under way
     warps: int = WARPS  # of a block; an SM has as many warps in any case
     sms: int = H200.sms
+    spread: bool = True  # a round without a unit for each warp is one of all blocks
 
     @property
     def per_load(self) -> int:
@@ -101,7 +102,14 @@ class RowPlan(Predicted):
 
     @property
     def blocks(self) -> int:
-        return min(self.sms * WARPS // self.warps, -(-self.units // self.warps))
+        return min(
+            self.sms * WARPS // self.warps, -(-self.units // (1 if self.spread else self.warps))
+        )
+
+    @property
+    def is_last_short(self) -> bool:
+        """Whether some warps have no unit in the last round."""
+        return self.units % (self.blocks * self.warps) != 0
 
     @property
     def rounds(self) -> int:

@@ -10,7 +10,7 @@ columns, float8 at one of 64, float4 and int4 in smaller groups at one of 32.
 
 Division of work.  A block of 16 warps per SM, or two of 8.  A warp has one or two rows of w at a
 time (with SwiGLU a row of gate and its row of up).  Neighbouring warps have neighbouring rows, so
-all SMs read from one place of w.
+all SMs read from one place of w.  All blocks have a share of a last round that is not full.
 
     all      the first of w -> L2 | the kernel before has ended | x and the norm's weight, then the
              first of w -> registers             (``prefetch``, ``Input.ask``, ``load``)
@@ -302,6 +302,11 @@ def run(
     groups, stride = plan.groups, plan.blocks * plan.warps
     first = p.add(p.mul(block, plan.warps), warp)
     last = p.add(first, stride * (plan.rounds - 1))
+    if plan.spread and plan.is_last_short and operands.post is None:
+        # Each block has a share of the last round, not the first blocks all of it.  Posted rows of
+        # a block stand behind each other.
+        last = p.add(p.mul(warp, plan.blocks), block, stride * (plan.rounds - 1))
+        first = first if plan.rounds > 1 else last
     w = p.offset(operands.w, lane, 16)
     kind = (FoldedNibbles if scheme.fold else Nibbles) if plan.bits == 4 else Floats
     kind = Float4 if scheme.float4 else Float8 if scheme.float8 else kind
@@ -315,6 +320,7 @@ def run(
     posts, poster = operands.posts, None
     slot = None if operands.posted is None else posts.slot(operands.posted)
     if operands.post is not None:  # without a norm, so that the memory for squares is free
+        assert not plan.spread, "a block's rows of a round lie side by side"
         place = posts.place(operands.post, warp)
         poster = Poster(plan, posts, squares, place, block, warp, lane)
     source = Input(plan, operands, loop, thread, squares, slot)
@@ -350,7 +356,7 @@ def run(
 
     def step(i, ready):
         unit = p.add(p.mul(i, stride), first)
-        later = p.add(unit, stride)
+        later = arith.select(p.less(i, plan.rounds - 2), p.add(unit, stride), last)
         # A warp without another unit reads its first one again, and stores nothing of it.
         later = arith.select(p.less(later, plan.units), later, first)
         ready = product(i, unit, ready, later)
