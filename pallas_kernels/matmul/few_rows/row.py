@@ -43,7 +43,8 @@ from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.operands import (
     FewRowsOperands,
     add_squares,
-    load_number,
+    as_float,
+    load_word,
     over_lanes,
 )
 from pallas_kernels.matmul.few_rows.plan import RowPlan
@@ -211,29 +212,45 @@ class WeightRows:
             out += [v for at in vectors for v in loop.vectors(at, chunk)]
         return out
 
-    def ask(self, unit: Value) -> dict[str, list[Value]]:
-        """Request the operands of ``finish`` in device memory, before the product."""
+    @property
+    def ends(self) -> dict[str, str]:
+        """Operands in device memory that ``FewRowsOperands.finish`` takes: {parameter: name}."""
         names = {"scales": "scale", "biases": "bias", "residual": "residual"}
         if self.loop.in_groups:
             del names["scales"]
         if self.scheme.zero == "unit":
             names["scales"] = "zero"
-        rows, operands = self.of(unit), self.operands
         return {
-            key: [self.number(name, row) for row in rows]
-            for key, name in names.items()
-            if getattr(operands, name) is not None
+            key: name for key, name in names.items() if getattr(self.operands, name) is not None
         }
 
-    def number(self, name: str, index: Value) -> Value:
-        return load_number(getattr(self.operands, name), index, self.operands.kinds[name])
+    def ask(self, unit: Value) -> list[Value]:
+        """Request the unit's ``ends``, as words: a conversion would wait for them."""
+        rows, operands = self.of(unit), self.operands
+        return [
+            load_word(getattr(operands, name), row, operands.kinds[name])
+            for name in self.ends.values()
+            for row in rows
+        ]
 
-    def finish(self, unit: Value, sums, asked, factor: Value | None, kept: Value | None) -> None:
+    def finish(
+        self,
+        unit: Value,
+        sums: Sequence[Value],
+        asked: Sequence[Value],
+        factor: Value | None,
+        kept: Value | None,
+    ) -> None:
         """kept: shared memory for the results of a block that posts them; None stores them."""
         totals = over_lanes(self.loop.totals(sums))
 
         def store():
-            values = self.operands.finish(totals, factor=factor, **asked)
+            words = iter(asked)
+            ends = {
+                key: [as_float(next(words), self.operands.kinds[name]) for _ in totals]
+                for key, name in self.ends.items()
+            }
+            values = self.operands.finish(totals, factor=factor, **ends)
             if kept is not None:
                 for i, value in enumerate(values):
                     p.store_shared(kept, [value], 4 * i)
@@ -320,7 +337,6 @@ def run(
     posts, poster = operands.posts, None
     slot = None if operands.posted is None else posts.slot(operands.posted)
     if operands.post is not None:  # without a norm, so that the memory for squares is free
-        assert not plan.spread, "a block's rows of a round lie side by side"
         place = posts.place(operands.post, warp)
         poster = Poster(plan, posts, squares, place, block, warp, lane)
     source = Input(plan, operands, loop, thread, squares, slot)
@@ -336,37 +352,41 @@ def run(
         posts.empty(operands.post, p.add(p.mul(block, threads), thread), threads * plan.blocks)
     asked = source.ask(early=True)
     ready = rows.load(start, groups[0])
+    # A unit's bias comes with its first loads: a trip to memory of its own would be waited for.
+    ends = rows.ask(start)
     source.store(asked, warp, lane)
     p.barrier()
     factor = source.factor()
+    n_ready = len(ready)
 
-    def product(turn, unit, ready, later=None):
-        """later: the warp's next unit."""
-        asked = rows.ask(unit)
+    def product(turn, unit, ready, ends, later=None):
+        """later: the warp's next unit, whose first loads and ends are returned."""
+        following = ends
         sums = loop.nothing()
         for i, group in enumerate(groups):
             now = ready
             if i + 1 < len(groups):
                 ready = rows.load(unit, groups[i + 1])
             elif later is not None:
-                ready = rows.load(later, groups[0])
+                ready, following = rows.load(later, groups[0]), rows.ask(later)
             sums = loop.group(group, now, sums)
-        rows.finish(unit, sums, asked, factor, None if poster is None else poster.buffer(turn))
-        return ready
+        rows.finish(unit, sums, ends, factor, None if poster is None else poster.buffer(turn))
+        return ready, following
 
-    def step(i, ready):
+    def step(i, carry):
         unit = p.add(p.mul(i, stride), first)
         later = arith.select(p.less(i, plan.rounds - 2), p.add(unit, stride), last)
         # A warp without another unit reads its first one again, and stores nothing of it.
         later = arith.select(p.less(later, plan.units), later, first)
-        ready = product(i, unit, ready, later)
+        ready, ends = product(i, unit, carry[:n_ready], carry[n_ready:], later)
         if poster is not None:
             poster.post(i)
-        return ready
+        return [*ready, *ends]
 
     if plan.rounds > 1:
-        ready = p.loop(0, plan.rounds - 1, 1, ready, step)
+        carry = p.loop(0, plan.rounds - 1, 1, [*ready, *ends], step)
+        ready, ends = carry[:n_ready], carry[n_ready:]
     turn = p.ci(plan.rounds - 1)
-    p.when(p.less(last, plan.units), lambda: product(turn, last, ready))
+    p.when(p.less(last, plan.units), lambda: product(turn, last, ready, ends))
     if poster is not None:
         poster.post(turn)
