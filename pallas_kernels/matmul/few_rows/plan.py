@@ -64,6 +64,7 @@ class RowPlan(Predicted):
     units: int  # of so many rows
     bits: int  # of a value of w
     loads: int = 4  # of 16 bytes that a lane multiplies while as many more are under way
+    most_ahead: int = 1  # groups of loads that are under way
     warps: int = WARPS  # of a block; an SM has as many warps in any case
     sms: int = H200.sms
     spread: bool = True  # a round without a unit for each warp is one of all blocks
@@ -120,6 +121,10 @@ class RowPlan(Predicted):
         """The chunks of a row by the groups in which they are loaded."""
         each = max(1, self.loads // self.rows)
         return [list(range(c, min(c + each, self.chunks))) for c in range(0, self.chunks, each)]
+
+    @property
+    def ahead(self) -> int:
+        return min(self.most_ahead, len(self.groups))
 
     def scratch_sizes(self, normed: bool) -> list[int]:
         """Bytes of x, as floats, or as pairs and their powers of two beside 4 bits; and of the

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -351,41 +352,49 @@ def run(
         threads = 32 * plan.warps
         posts.empty(operands.post, p.add(p.mul(block, threads), thread), threads * plan.blocks)
     asked = source.ask(early=True)
-    ready = rows.load(start, groups[0])
+    ahead = plan.ahead
+    ready = [rows.load(start, group) for group in groups[:ahead]]
     # A unit's bias comes with its first loads: a trip to memory of its own would be waited for.
     ends = rows.ask(start)
     source.store(asked, warp, lane)
     p.barrier()
     factor = source.factor()
-    n_ready = len(ready)
 
     def product(turn, unit, ready, ends, later=None):
-        """later: the warp's next unit, whose first loads and ends are returned."""
+        """ready: the unit's first groups.  later: the warp's next unit, whose first groups and ends
+        are returned."""
         following = ends
         sums = loop.nothing()
         for i, group in enumerate(groups):
-            now = ready
-            if i + 1 < len(groups):
-                ready = rows.load(unit, groups[i + 1])
+            now, *ready = ready
+            coming = i + ahead
+            if coming < len(groups):
+                ready.append(rows.load(unit, groups[coming]))
             elif later is not None:
-                ready, following = rows.load(later, groups[0]), rows.ask(later)
+                ready.append(rows.load(later, groups[coming - len(groups)]))
+                following = rows.ask(later) if coming == len(groups) else following
             sums = loop.group(group, now, sums)
         rows.finish(unit, sums, ends, factor, None if poster is None else poster.buffer(turn))
         return ready, following
+
+    sizes = [len(words) for words in ready]
+
+    def split(carry):
+        carry = iter(carry)
+        return [[next(carry) for _ in range(size)] for size in sizes], list(carry)
 
     def step(i, carry):
         unit = p.add(p.mul(i, stride), first)
         later = arith.select(p.less(i, plan.rounds - 2), p.add(unit, stride), last)
         # A warp without another unit reads its first one again, and stores nothing of it.
         later = arith.select(p.less(later, plan.units), later, first)
-        ready, ends = product(i, unit, carry[:n_ready], carry[n_ready:], later)
+        ready, ends = product(i, unit, *split(carry), later)
         if poster is not None:
             poster.post(i)
-        return [*ready, *ends]
+        return [*itertools.chain(*ready), *ends]
 
     if plan.rounds > 1:
-        carry = p.loop(0, plan.rounds - 1, 1, [*ready, *ends], step)
-        ready, ends = carry[:n_ready], carry[n_ready:]
+        ready, ends = split(p.loop(0, plan.rounds - 1, 1, [*itertools.chain(*ready), *ends], step))
     turn = p.ci(plan.rounds - 1)
     p.when(p.less(last, plan.units), lambda: product(turn, last, ready, ends))
     if poster is not None:
