@@ -90,7 +90,9 @@ class Input:
             piece = p.add(self.thread, first)
             inside = None
             if first + threads > pieces:
-                inside, piece = p.less(piece, pieces), p.minimum(piece, pieces - 1)
+                # Threads behind the end store a piece a second time: behind a condition, the
+                # assembler would put the loads of x last.  A warp's pieces stay neighbours.
+                inside, piece = p.less(piece, pieces), arith.remui(piece, p.ci(pieces))
             source = piece if of_x == pieces else p.minimum(piece, of_x - 1)
             words, is_x = p.load_global(p.offset(operands.x, source, 16), 4), None
             if of_x < pieces:
@@ -127,11 +129,7 @@ class Input:
                 is_one = None if inside is None else lambda inside=inside: inside
                 total = add_squares(total, values, is_one)
                 values = [arith.mulf(v, g) for v, g in zip(values, gamma, strict=True)]
-            store = functools.partial(self.loop.store_x, piece, *self.loop.prepared(values))
-            if inside is None:
-                store()
-            else:
-                p.when(inside, store)
+            self.loop.store_x(piece, *self.loop.prepared(values))
         if self.operands.gamma is not None:
             (total,) = over_lanes([total])
             at = p.add(self.squares, p.mul(warp, 4))
@@ -344,9 +342,9 @@ def run(
     rows = WeightRows(plan, scheme, operands, loop, lane, w, last_w, last_loop)
 
     start = p.minimum(first, plan.units - 1)
-    operands.prefetch(thread)
-    rows.prefetch(start)
     if not has_waited:
+        operands.prefetch(thread)
+        rows.prefetch(start)
         p.await_kernel()
     if operands.post is not None:
         threads = 32 * plan.warps
