@@ -62,6 +62,7 @@ class LayerOps(Protocol):
         gated: Gate | None = None,
         first: jax.Array | None = None,
         dtype: DTypeLike | None = None,
+        into: Params | None = None,
     ) -> jax.Array: ...
 
 
@@ -122,6 +123,7 @@ class Steps:
         gated: Gate | None = None,
         first: jax.Array | None = None,
         dtype: DTypeLike | None = None,
+        into: Params | None = None,
     ) -> jax.Array:
-        how: Options = {"gated": gated, "first": first, "dtype": dtype}
+        how: Options = {"gated": gated, "first": first, "dtype": dtype, "into": into}
         return ops.grouped(x, linear, experts, weights=weights, **how)

@@ -35,7 +35,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
@@ -305,9 +305,11 @@ def run(
     operands: FewRowsOperands,
     smem: SimpleNamespace,
     block: Value | None = None,
+    in_round: Callable[[Value, Value, Value, Value], None] | None = None,
 ) -> None:
     """Emit one block's program while the kernel is traced.  smem: x, and squares of it.  block: its
-    number, if it is not the grid's and the kernel before has ended (``experts.kernel``)."""
+    number, if it is not the grid's and the kernel before has ended (``experts.kernel``).  in_round:
+    called with (round, block, warp, lane) in every round but the last, or in the only one."""
     xs, squares = (p.shared_address(getattr(smem, name)) for name in SCRATCH)
     thread = p.register("tid.x")
     warp = p.shift_right(thread, 5)
@@ -370,7 +372,10 @@ def run(
                 ready.append(rows.load(unit, groups[coming]))
             elif later is not None:
                 ready.append(rows.load(later, groups[coming - len(groups)]))
-                following = rows.ask(later) if coming == len(groups) else following
+                if coming == len(groups):
+                    following = rows.ask(later)
+                    if in_round is not None:
+                        in_round(turn, block, warp, lane)
             sums = loop.group(group, now, sums)
         rows.finish(unit, sums, ends, factor, None if poster is None else poster.buffer(turn))
         return ready, following
@@ -393,6 +398,8 @@ def run(
 
     if plan.rounds > 1:
         ready, ends = split(p.loop(0, plan.rounds - 1, 1, [*itertools.chain(*ready), *ends], step))
+    elif in_round is not None:
+        in_round(p.ci(0), block, warp, lane)
     turn = p.ci(plan.rounds - 1)
     p.when(p.less(last, plan.units), lambda: product(turn, last, ready, ends))
     if poster is not None:
