@@ -67,7 +67,6 @@ def grouped_rows(
     scheme = FewRowsScheme.of(one, KIND[x.dtype.name])
     inputs = {"x": x, **parts_of(w), "bias": bias, "experts": experts}
     parts = [] if following is None else [v for v in parts_of(following).values() if v is not None]
-    parts = [v for v in parts if _expert_bytes(v) % 16 == 0]  # else L2 cannot be asked
     shares = [(size, _share(plan.row, size)) for size in map(_expert_bytes, parts)]
     n_out = n if gate is None else n // 2
     out = jax.ShapeDtypeStruct((plan.pairs, n_out), out_dtype)
@@ -126,7 +125,7 @@ def _expert_bytes(array: jax.Array) -> int:
 def _share(plan: RowPlan, size: int) -> int:
     """Bytes that a warp asks for in a round but the last, of ``size`` that all of them ask for."""
     shares = plan.blocks * plan.warps * max(1, plan.rounds - 1)
-    return min(size, -(-size // (128 * shares)) * 128)
+    return min(size // 32, -(-size // (128 * shares)) * 4) * 32
 
 
 def _ask(
@@ -141,10 +140,15 @@ def _ask(
     """Ask L2 for a warp's share of a round; coming: (address, (an expert's bytes, a share's)) of
     each array."""
     index = p.add(p.mul(p.add(p.mul(turn, plan.blocks), block), plan.warps), warp)
-    for i, (base, (size, share)) in enumerate(coming):
-        at = p.minimum(p.mul(index, share), size - share)
+    for base, (size, share) in coming:
+        at = p.add(p.minimum(p.mul(index, share), size - share), p.mul(lane, 32))
         at = p.offset(p.offset(base, expert, size), at)
-        p.when(p.equal(lane, i), functools.partial(p.prefetch, at, share))
+        for first in range(0, share, 1024):
+            sector = functools.partial(p.prefetch_sector, p.offset(at, p.ci(first)))
+            if first + 1024 <= share:
+                sector()
+            else:
+                p.when(p.less(lane, (share - first) // 32), sector)
 
 
 def divided(index: Value, by: int) -> tuple[Value, Value]:
