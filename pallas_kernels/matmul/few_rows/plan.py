@@ -65,6 +65,7 @@ class RowPlan(Predicted):
     bits: int  # of a value of w
     loads: int = 4  # of 16 bytes that a lane multiplies while as many more are under way
     most_ahead: int = 1  # groups of loads that are under way
+    asked: int = 0  # units that L2 is asked for before they are loaded
     warps: int = WARPS  # of a block; an SM has as many warps in any case
     sms: int = H200.sms
     spread: bool = True  # a round without a unit for each warp is one of all blocks

@@ -186,6 +186,17 @@ class WeightRows:
                     mine = p.equal(self.lane, len(runs) * i + j)
                     p.when(mine, functools.partial(one, base, row, apart, size))
 
+    def request(self, unit: Value) -> None:
+        """Ask L2 for all of the unit's codes, and for the first of its scales and zeros."""
+        for row in self.of(unit):
+            row_bytes = self.plan.k * self.plan.bits // 8
+            for chunk in range(self.plan.chunks):
+                w = self.last_w if self.plan.is_short(chunk) else self.w
+                at = p.offset(p.offset(w, row, row_bytes), p.ci(512 * chunk))
+                p.prefetch_sector(at)
+            for at in self.loop.vectors_of(row) if self.loop.in_groups else []:
+                p.prefetch_sector(at)
+
     def load(self, unit: Value, group: Sequence[int]) -> list[Value]:
         """Load a lane's part of these chunks of the unit's rows.
 
@@ -353,9 +364,18 @@ def run(
         posts.empty(operands.post, p.add(p.mul(block, threads), thread), threads * plan.blocks)
     asked = source.ask(early=True)
     ahead = plan.ahead
+
+    def unit_of(turn):
+        """The warp's unit of a round behind the first."""
+        unit = arith.select(p.less(turn, plan.rounds - 1), p.add(p.mul(turn, stride), first), last)
+        # A warp without another unit reads its first one again, and stores nothing of it.
+        return arith.select(p.less(unit, plan.units), unit, first)
+
     ready = [rows.load(start, group) for group in groups[:ahead]]
     # A unit's bias comes with its first loads: a trip to memory of its own would be waited for.
     ends = rows.ask(start)
+    for i in range(1, min(plan.asked, plan.rounds - 1) + 1):
+        rows.request(unit_of(p.ci(i)))
     source.store(asked, warp, lane)
     p.barrier()
     factor = source.factor()
@@ -387,10 +407,9 @@ def run(
         return [[next(carry) for _ in range(size)] for size in sizes], list(carry)
 
     def step(i, carry):
-        unit = p.add(p.mul(i, stride), first)
-        later = arith.select(p.less(i, plan.rounds - 2), p.add(unit, stride), last)
-        # A warp without another unit reads its first one again, and stores nothing of it.
-        later = arith.select(p.less(later, plan.units), later, first)
+        unit, later = p.add(p.mul(i, stride), first), unit_of(p.add(i, 1))
+        if 0 < plan.asked < plan.rounds - 1:
+            rows.request(unit_of(p.add(i, plan.asked + 1)))
         ready, ends = product(i, unit, *split(carry), later)
         if poster is not None:
             poster.post(i)
