@@ -92,6 +92,7 @@ class HeadWords:
         if not self.tables:
             return self.raw_query, keys, values
         if self.staged is not None:
+            p.barrier()  # else the assembler puts the wait before the loads of keys and values
             p.copies_wait(0)
             p.barrier()
         keys = self.with_new_key(token0, keys, shift, self.new_key, most)
