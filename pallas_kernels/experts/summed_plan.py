@@ -17,8 +17,7 @@ Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
 SLOT = 128  # columns
 WARPS = 12, 16, 8  # of a block, the best first
 MOST_TOKENS = 1  # more were not timed: ``docs/lab/experts.md``
-MOST_AHEAD = 4  # units whose scales a warp loads ahead
-CODES_BYTES = 144 * 1024  # of codes under way in a block
+MOST_AHEAD = 4  # units whose codes a warp loads ahead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,18 +83,7 @@ class GroupedSumPlan(Predicted):
 
     @property
     def ahead(self) -> int:
-        """Units of a warp whose scales are under way."""
         return min(self.rounds, self.most_ahead)
-
-    @property
-    def unit_bytes(self) -> int:
-        """Bytes of codes that the warps of a block have of a unit each."""
-        return 1024 * self.warps
-
-    @property
-    def depth(self) -> int:
-        """Units of a warp whose codes are under way: all of them, if they fit."""
-        return min(self.rounds, CODES_BYTES // self.unit_bytes)
 
     @property
     def items(self) -> int:
@@ -109,9 +97,8 @@ class GroupedSumPlan(Predicted):
 
     @property
     def scratch_sizes(self) -> list[int]:
-        """Bytes of x, of codes, of the slots' sums, and of the experts' parts of rows."""
-        codes, sums = self.depth * self.unit_bytes, 8 * self.most_units * self.pitch
-        return [2048 * self.warps, codes, sums, 4 * self.items]
+        """Bytes of x, of the slots' sums, and of the experts' parts of rows."""
+        return [2048 * self.warps, 8 * self.most_units * self.pitch, 4 * self.items]
 
 
 def summed_plan(

@@ -5,16 +5,12 @@ Contract.  The rows of a token's experts lie side by side as one row of ``fan`` 
 read.  A chunk is 8 slots, one instruction of a warp.  A warp keeps its chunk and goes from unit to
 unit, so it loads its part of x once and needs no other warp before the end.
 
-    warp    the kernel before has ended | the lanes' experts | x -> its own shared memory
-    lane    its own codes of the first ``depth`` units -> shared memory; scales of ``ahead`` units
-    warp    x -> registers, in the order of the codes
-    warp    per unit: codes -> registers, multiply (``WarpCodes``), 8 lanes store a sum; codes of
-            the unit ``depth`` later -> shared memory
+    warp    the kernel before has ended | the lanes' experts | x
+    warp    the codes of its first ``ahead`` units -> registers
+    warp    x -> its own shared memory -> registers, in the order of the codes
+    warp    per unit: multiply (``WarpCodes``), 8 lanes store a sum; the next codes -> registers
     block   barrier; a thread per row and expert: its slots, the bias, the expert's weight
     block   barrier; a thread per row: the sum over experts and the only rounding
-
-Codes go through shared memory because a copy can be waited for alone.  The assembler counts loads
-to registers together, and puts those of later units behind the first wait.
 
 Numerics.  float32 sums, in an order that depends on the shape alone.  int4: 136 plus the code is a
 bfloat16, and the products of 136 (and the zero point) with x are taken off a slot's sum.
@@ -28,7 +24,6 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
-from pallas_kernels.experts.summed_codes import WarpCodes
 from pallas_kernels.experts.summed_plan import SLOT, GroupedSumPlan
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows import widen
@@ -36,7 +31,8 @@ from pallas_kernels.matmul.few_rows.operands import BYTES, load_number
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.ptx import Value
 
-SCRATCH = "x", "codes", "sums", "parts"
+SCRATCH = "x", "sums", "parts"
+_STREAMED = ".L1::no_allocate"
 
 
 def divided(index: Value, by: int) -> tuple[Value, Value]:
@@ -64,6 +60,89 @@ class Place:
         is_inside = arith.andi(p.less(column, plan.k), p.less(slot, plan.row_slots))
         expert, column = (arith.select(is_inside, v, p.ci(0)) for v in (expert, column))
         return cls(expert, column, is_inside)
+
+
+@dataclasses.dataclass(frozen=True)
+class WarpCodes:
+    """A warp's codes of w, from device memory to sums of slots.
+
+    places: the lane's in the first row of its expert, by operand.
+    x: 16 pairs.  x_sum: of the slot, for int4.
+    """
+
+    scheme: FewRowsScheme
+    row_bytes: Mapping[str, int]
+    places: Mapping[str, Value]
+    is_odd: Value
+    x: list[Value] = dataclasses.field(default_factory=list)
+    x_sum: Value | None = None
+
+    @property
+    def words(self) -> int:
+        """Words of a unit in registers."""
+        return 2 * (4 + len(self.places) - 1)
+
+    def load(self, unit: Value) -> list[Value]:
+        """The lane's words of a unit's two rows: 4 of codes each, its scale and its zero."""
+        out: list[Value] = []
+        sizes = self.row_bytes
+        at = {name: p.offset_rows(v, unit, 2 * sizes[name]) for name, v in self.places.items()}
+        for row in range(2):
+            out += p.load_global(at["w"], 4, row * sizes["w"], cache=_STREAMED)
+            start = row * sizes["scale"]
+            if self.scheme.scale_kind == "f32":
+                out += p.load_global(at["scale"], 1, start)
+            elif self.scheme.scale_kind == "e8m0":
+                out.append(p.load_signed_byte(at["scale"], start))
+            else:
+                out.append(p.load_half(at["scale"], start))
+            if "zero" in at:
+                out.append(p.load_signed_byte(at["zero"], row * sizes["zero"]))
+        return out
+
+    def sums(self, words: list[Value]) -> list[Value]:
+        """The slot's sum of each row, in the lane of the slot that has it."""
+        half = len(words) // 2
+        rows = [words[:half], words[half:]]
+        acc = [p.cf(0.0)] * 4
+        scheme = self.scheme
+        pairs_of = [self.pairs_of(row) for row in rows]
+        for i in range(4):
+            low, high = (pairs(i) for pairs in pairs_of)
+            for s in (0, 2):
+                left = [low[s], high[s], low[s + 1], high[s + 1]]
+                acc = p.mma(acc, left, self.x[4 * i + s : 4 * i + s + 2])
+        found = [arith.select(self.is_odd, acc[2 * r + 1], acc[2 * r]) for r in range(2)]
+        if scheme.float4 or scheme.fold:
+            return found
+        return [self.scaled(v, *row[4:]) for v, row in zip(found, rows, strict=True)]
+
+    def pairs_of(self, row: list[Value]) -> Callable[[int], list[Value]]:
+        """The function from a word's number to its weights, of a row's words of ``load``."""
+        scheme = self.scheme
+        if scheme.float4:
+            factors = widen.float4_factors(scheme, row[4])
+            return lambda i: widen.float4_pairs(row[i], factors[i])
+        if not scheme.fold:
+            return lambda i: widen.biased_nibbles(scheme, row[i])
+        bias = p.ci(scheme.bias)
+        if len(row) > 5:
+            bias = arith.addi(bias, p.mul(row[5], 0x00010001))
+        scale = self.as_float(row[4])
+        factor = p.pack(scale, scale)
+        return lambda i: widen.folded_pairs(scheme, row[i], bias, factor)
+
+    def as_float(self, scale: Value) -> Value:
+        """A scale of int4 as it is loaded."""
+        kind = self.scheme.scale_kind
+        assert kind is not None
+        return p.from_bits(scale) if kind == "f32" else p.widen(scale, kind)
+
+    def scaled(self, value: Value, scale: Value, zero: Value | None = None) -> Value:
+        """An int4 slot's sum without its bias, times its scale."""
+        assert self.x_sum is not None
+        bias = p.cf(-136.0) if zero is None else p.to_float(arith.subi(p.ci(2**32 - 136), zero))
+        return arith.mulf(p.fma(bias, self.x_sum, value), self.as_float(scale))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +175,10 @@ class SumProgram:
         slot = p.add(p.mul(chunk, 8), p.shift_right(lane, 2))
         place = Place.of(plan, slot, p.mul(p.masked(lane, 3), 32))
         expert = self.clamped(self.expert_at(token, place.expert))
-        self.copy_x(token, chunk, warp, lane)
+        x = self.ask_x(token, chunk, lane)
         codes = self.codes(place, expert, lane)
         on_diagonal = p.equal(p.masked(lane, 3), p.shift_right(lane, 3))
         sums_at = p.add(p.shared_address(self.smem.sums), p.mul(slot, 4))
-        codes_at = p.add(p.shared_address(self.smem.codes), p.mul(thread, 16))
-        apart = plan.unit_bytes // 2
 
         def unit_of(i: Value | int) -> Value:
             step = p.ci(i) if isinstance(i, int) else i
@@ -113,21 +190,6 @@ class SumProgram:
                 return None if plan.members * plan.chunks == plan.warps else works
             return arith.andi(p.less(unit, end), works)
 
-        def when(i: Value | int, unit: Value, body: Callable[[], None]) -> None:
-            condition = has(i, unit)
-            if condition is None:
-                body()
-            else:
-                p.when(condition, body)
-
-        def place_of(i: Value | int) -> Value:
-            turn = p.ci(i) if isinstance(i, int) else i
-            return p.add(codes_at, p.mul(arith.remui(turn, p.ci(plan.depth)), plan.unit_bytes))
-
-        def copy(i: Value | int) -> None:
-            unit = unit_of(i)
-            when(i, unit, lambda: codes.copy(unit, place_of(i), apart))
-
         def load(i: Value | int) -> list[Value]:
             unit = unit_of(i)
             condition = has(i, unit)
@@ -136,29 +198,21 @@ class SumProgram:
             return p.choose(condition, lambda: codes.load(unit), [p.ci(0)] * codes.words)
 
         def multiply(i: Value | int, words: list[Value]) -> None:
-            unit, half = unit_of(i), codes.words // 2
+            unit = unit_of(i)
+            condition = has(i, unit)
 
             def body() -> None:
-                at = place_of(i)
-                found = [p.load_shared(at, 4, row * apart) for row in range(2)]
-                rows = [[*found[0], *words[:half]], [*found[1], *words[half:]]]
                 at = p.add(sums_at, p.mul(arith.subi(unit, first), 8 * plan.pitch))
-                for r, value in enumerate(codes.sums(rows)):
+                for r, value in enumerate(codes.sums(words)):
                     p.store_shared_if(on_diagonal, at, value, 4 * plan.pitch * r)
 
-            p.copies_wait(plan.depth - 1)
-            when(i, unit, body)
-            if plan.depth < plan.rounds:
-                later = i + plan.depth if isinstance(i, int) else p.add(i, plan.depth)
-                copy(later)
-            p.copies_commit()
+            if condition is None:
+                body()
+            else:
+                p.when(condition, body)
 
-        p.copies_commit()
-        for i in range(plan.depth):
-            copy(i)
-            p.copies_commit()
         ring = [load(i) for i in range(plan.ahead)]
-        codes = self.with_x(codes, warp, lane)
+        codes = self.with_x(codes, x, warp, lane)
         asked = self.ask(thread, token, first, end)
         self.multiply_all(ring, load, multiply)
         p.barrier()
@@ -194,21 +248,17 @@ class SumProgram:
         """An expert that w has."""
         return p.smaller(p.larger(expert, p.ci(0)), p.ci(self.n_experts - 1))
 
-    def copy_x(self, token: Value, chunk: Value, warp: Value, lane: Value) -> None:
-        """Copy the chunk's x to the warp's shared memory: 8 columns a lane, 4 times.
-
-        Piece 4 l + i is the lane l's, at 512 i + 16 l; there are zeros behind x.
-        """
-        plan = self.plan
-        to = p.add(p.mul(p.masked(lane, 3), 512), p.mul(p.shift_right(lane, 2), 16))
-        to = p.add(p.shared_address(self.smem.x), p.add(p.mul(warp, 2048), to))
+    def ask_x(self, token: Value, chunk: Value, lane: Value) -> list[Value]:
+        """The chunk's x as it lies: 8 columns a lane, 4 times."""
+        plan, out = self.plan, []
         for i in range(4):
             piece = p.add(p.mul(chunk, 128), p.add(lane, 32 * i))
             part = Place.of(plan, p.shift_right(piece, 4), p.mul(p.masked(piece, 15), 8))
             row = p.add(p.mul(token, plan.fan), part.expert)
             at = p.offset(p.offset(self.memory["x"], row, 2 * plan.k), part.column, 2)
-            size = arith.select(part.is_inside, p.ci(16), p.ci(0))
-            p.copy_async(to, at, 128 * i, size=size)
+            words = p.load_global(at, 4)
+            out += [arith.select(part.is_inside, word, p.ci(0)) for word in words]
+        return out
 
     def codes(self, place: Place, expert: Value, lane: Value) -> WarpCodes:
         scheme = self.scheme
@@ -226,11 +276,15 @@ class SumProgram:
         }
         return WarpCodes(scheme, self.row_bytes, places, p.bit(lane, 2))
 
-    def with_x(self, codes: WarpCodes, warp: Value, lane: Value) -> WarpCodes:
+    def with_x(self, codes: WarpCodes, words: list[Value], warp: Value, lane: Value) -> WarpCodes:
         """x in the order of the codes: a lane's 32 columns."""
-        p.copies_wait(self.plan.depth)
+        base = p.add(p.shared_address(self.smem.x), p.mul(warp, 2048))
+        # Piece 4 l + i is the lane l's, at 512 i + 16 l.
+        to = p.add(p.mul(p.masked(lane, 3), 512), p.mul(p.shift_right(lane, 2), 16))
+        for i in range(4):
+            p.store_shared(p.add(base, to), words[4 * i : 4 * i + 4], 128 * i)
         p.warp_barrier()
-        source = p.add(p.shared_address(self.smem.x), p.add(p.mul(warp, 2048), p.mul(lane, 16)))
+        source = p.add(base, p.mul(lane, 16))
         loaded = [p.load_shared(source, 4, 512 * i) for i in range(4)]
         pairs = [pair for four in loaded for pair in widen.x_pairs(self.scheme, four)]
         if self.scheme.float4 or self.scheme.fold:

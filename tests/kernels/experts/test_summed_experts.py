@@ -14,7 +14,7 @@ from pallas_kernels import grouped_matmul
 from pallas_kernels.architecture import TARGET
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.experts import plan as planning
-from pallas_kernels.experts import summed_codes, summed_kernel, summed_program
+from pallas_kernels.experts import summed_kernel, summed_program
 from pallas_kernels.experts.op import grouped_matmul_reference
 from pallas_kernels.experts.summed_plan import GroupedSumPlan, summed_plan
 from pallas_kernels.matmul.few_rows import operands, widen
@@ -58,7 +58,7 @@ def case(name, n, k, bias=None):
 
 
 def run(x, w, experts, weights, bias, plan):
-    with emulated(summed_kernel, summed_program, summed_codes, operands, widen):
+    with emulated(summed_kernel, summed_program, operands, widen):
         return summed_kernel.grouped_sum(x, w, experts, weights, bias, plan=plan)
 
 
