@@ -668,15 +668,6 @@ def prefetch(at: Value, size: int) -> None:
     ptx(f"cp.async.bulk.prefetch.L2.global [$0], {size};", at)
 
 
-def prefetch_sector(at: Value) -> None:
-    """Ask L2 for the 32 bytes of device memory around each thread's address.
-
-    It takes one instruction, where ``prefetch`` takes a loop over the threads that call it.
-    """
-    if _overlaps():
-        ptx("prefetch.global.L2 [$0];", at)
-
-
 # --- Copies into shared memory, and the barriers that count them ---
 
 

@@ -62,7 +62,6 @@ class LayerOps(Protocol):
         gated: Gate | None = None,
         first: jax.Array | None = None,
         dtype: DTypeLike | None = None,
-        into: Params | None = None,
     ) -> jax.Array: ...
 
 
@@ -123,7 +122,6 @@ class Steps:
         gated: Gate | None = None,
         first: jax.Array | None = None,
         dtype: DTypeLike | None = None,
-        into: Params | None = None,
     ) -> jax.Array:
-        how: Options = {"gated": gated, "first": first, "dtype": dtype, "into": into}
+        how: Options = {"gated": gated, "first": first, "dtype": dtype}
         return ops.grouped(x, linear, experts, weights=weights, **how)

@@ -401,15 +401,10 @@ def grouped(
     gated: Gate | None = None,
     first: jax.Array | None = None,
     dtype: DTypeLike | None = None,
-    into: Params | None = None,
 ) -> jax.Array:
-    """``grouped_matmul`` with the weight and bias of a layer's experts.
-
-    into: the parameters of the next product with these experts.
-    """
+    """``grouped_matmul`` with the weight and bias of a layer's experts."""
     weight, bias = params["weight"], params.get("bias")
-    following = None if into is None else into["weight"]
-    how: Options = {"gated": gated, "first": first, "out_dtype": dtype, "following": following}
+    how: Options = {"gated": gated, "first": first, "out_dtype": dtype}
     return grouped_matmul(x, weight, experts, weights=weights, bias=bias, **how)
 
 

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxllama.config import ModelConfig
 from jaxllama.model.layer_ops import Steps
 from jaxllama.model.linear import Input
-from jaxllama.typing import Options, Params, Tree
+from jaxllama.typing import Params, Tree
 from pallas_kernels.experts.gate import Gate
 
 Made = TypeVar("Made")
@@ -49,11 +49,11 @@ class Observer(Steps):
         gated: Gate | None = None,
         first: jax.Array | None = None,
         dtype: DTypeLike | None = None,
-        into: Params | None = None,
     ) -> jax.Array:
         self.experts[id(linear)] = experts
-        how: Options = {"gated": gated, "first": first, "dtype": dtype, "into": into}
-        y = super().grouped(x, linear, experts, weights=weights, **how)
+        y = super().grouped(
+            x, linear, experts, weights=weights, gated=gated, first=first, dtype=dtype
+        )
         return self._tell(linear, x, y)
 
     def _tell(self, linear: Params, x: Tree, y: Made) -> Made:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,6 @@ from pallas_kernels.launch import launch
 from pallas_kernels.matmul.few_rows import row
 from pallas_kernels.matmul.few_rows.kernel import kinds_of, parts_of
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
-from pallas_kernels.matmul.few_rows.plan import RowPlan
 from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
 from pallas_kernels.ptx import Value
 from pallas_kernels.qtensor import QTensor
@@ -46,7 +44,6 @@ def grouped_rows(
     w: jax.Array | QTensor,
     experts: jax.Array,
     bias: jax.Array | None = None,
-    following: jax.Array | QTensor | None = None,
     *,
     fan: int,
     gate: Gate | None,
@@ -59,26 +56,27 @@ def grouped_rows(
     x bfloat16 ``[P / fan, K]``, w ``[E, N, K]``, experts int32 ``[P]``, bias ``[E, N]``.
     Experts are clamped to [0, E).  With ``partial`` the row of a pair whose expert is E is not
     computed and may hold anything.
-    following: the weight of the next product with the same experts, for which blocks ask L2 while
-    they compute this one.
     """
     _, n, k = w.shape
     one = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), w)
     scheme = FewRowsScheme.of(one, KIND[x.dtype.name])
     inputs = {"x": x, **parts_of(w), "bias": bias, "experts": experts}
-    parts = [] if following is None else [v for v in parts_of(following).values() if v is not None]
-    shares = [(size, _share(plan.row, size)) for size in map(_expert_bytes, parts)]
     n_out = n if gate is None else n // 2
     out = jax.ShapeDtypeStruct((plan.pairs, n_out), out_dtype)
     kinds = kinds_of({**inputs, "out": out})
     gated = {"swiglu": gate is not None, "activation": gate or "silu"}
-    one_each = {k: v for k, v in inputs.items() if v is not None and k not in ("x", "experts")}
-    sizes = {name: _expert_bytes(v) for name, v in one_each.items()}
+    # Bytes of an expert, of each operand that has one.
+    sizes = {
+        name: v.size // w.shape[0] * jnp.iinfo(v.dtype).bits // 8
+        if jnp.issubdtype(v.dtype, jnp.integer)
+        else v.size // w.shape[0] * v.dtype.itemsize
+        for name, v in inputs.items()
+        if v is not None and name not in ("x", "experts")
+    }
 
     def body(gmem, smem):
         memory = dict(vars(gmem))
         chosen = p.address(memory.pop("experts"))
-        coming = [p.address(ref) for ref in memory.pop("following")]
         operands = FewRowsOperands.of(memory, k=k, kinds=kinds, eps=None, **gated)
         pair, block = divided(p.register("ctaid.x"), plan.row.blocks)
         p.await_kernel()
@@ -91,10 +89,9 @@ def grouped_rows(
         moved["x"] = p.offset(operands.x, token, 2 * k)
         moved["out"] = p.offset(operands.out, pair, out.dtype.itemsize * n_out)
         operands = dataclasses.replace(operands, **moved)
-        ask = functools.partial(_ask, plan.row, list(zip(coming, shares, strict=True)), expert)
 
         def product() -> None:
-            row.run(plan.row, scheme, operands, smem, block, ask if coming else None)
+            row.run(plan.row, scheme, operands, smem, block)
 
         if partial:
             p.when(is_own, product)
@@ -104,7 +101,7 @@ def grouped_rows(
     sizes_of_scratch = [size // 4 for size in plan.row.scratch_sizes(normed=False)]
     (found,) = launch(
         body,
-        {**inputs, "following": parts},
+        inputs,
         {"out": out},
         name=plan.kernel.removesuffix("_mosaic"),
         grid=plan.row.blocks * plan.pairs,
@@ -113,42 +110,6 @@ def grouped_rows(
         registers=True,
     )
     return found
-
-
-def _expert_bytes(array: jax.Array) -> int:
-    """Bytes of an expert in ``array[E, ...]``."""
-    is_integer = jnp.issubdtype(array.dtype, jnp.integer)
-    bits = jnp.iinfo(array.dtype).bits if is_integer else 8 * array.dtype.itemsize
-    return array.size // array.shape[0] * bits // 8
-
-
-def _share(plan: RowPlan, size: int) -> int:
-    """Bytes that a warp asks for in a round but the last, of ``size`` that all of them ask for."""
-    shares = plan.blocks * plan.warps * max(1, plan.rounds - 1)
-    return min(size // 32, -(-size // (128 * shares)) * 4) * 32
-
-
-def _ask(
-    plan: RowPlan,
-    coming: Sequence[tuple[Value, tuple[int, int]]],
-    expert: Value,
-    turn: Value,
-    block: Value,
-    warp: Value,
-    lane: Value,
-) -> None:
-    """Ask L2 for a warp's share of a round; coming: (address, (an expert's bytes, a share's)) of
-    each array."""
-    index = p.add(p.mul(p.add(p.mul(turn, plan.blocks), block), plan.warps), warp)
-    for base, (size, share) in coming:
-        at = p.add(p.minimum(p.mul(index, share), size - share), p.mul(lane, 32))
-        at = p.offset(p.offset(base, expert, size), at)
-        for first in range(0, share, 1024):
-            sector = functools.partial(p.prefetch_sector, p.offset(at, p.ci(first)))
-            if first + 1024 <= share:
-                sector()
-            else:
-                p.when(p.less(lane, (share - first) // 32), sector)
 
 
 def divided(index: Value, by: int) -> tuple[Value, Value]:

@@ -82,7 +82,6 @@ def grouped_matmul(
     bias: jax.Array | None = None,
     gated: Gate | None = None,
     first: jax.Array | int | None = None,
-    following: jax.Array | QTensor | CpuWeight | None = None,
     out_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -105,9 +104,6 @@ def grouped_matmul(
     first : int32 scalar, optional
         w holds the experts from ``first`` on, a device's share.  The product of a pair with another
         expert is zero, its bias too, and the kernels do not compute it.
-    following : float, QTensor or CpuWeight [E, ...], optional
-        The weight of the next product with the same experts, which has no effect on the result.
-        The kernel of one token asks the GPU's L2 cache for it.
     out_dtype : data-type, optional
         Of the result; default: x's.
     implementation : "xla", "mosaic", "cpu" or None
@@ -154,19 +150,7 @@ def grouped_matmul(
     static = GroupedStatic(fan, gated, plan, dtype, sizes["E"], first is not None)
     if plan is None and not isinstance(w, CpuWeight):
         return _composed(static, x, w, _clipped(static, experts), weights, bias)
-    coming = _coming(plan, following) if len(experts) == 1 else None
-    return _planned(chosen(plan, implementation), static, x, w, experts, weights, bias, coming)
-
-
-def _coming(plan: Plan | None, following: Any) -> jax.Array | QTensor | None:
-    """The next weight, if the plan's kernel asks for it."""
-    from pallas_kernels.experts.plan import GroupedRowPlan
-
-    if not isinstance(plan, GroupedRowPlan) or not isinstance(following, jax.Array | QTensor):
-        return None
-    if isinstance(following, QTensor):
-        following = QTensor(following.q, following.scale, following.zero, unit=following.unit)
-    return jax.lax.stop_gradient(following)
+    return _planned(chosen(plan, implementation), static, x, w, experts, weights, bias)
 
 
 def _kernel_plan(
@@ -313,7 +297,6 @@ def planned(
     experts: jax.Array,
     weights: jax.Array | None = None,
     bias: jax.Array | None = None,
-    following: jax.Array | QTensor | None = None,
 ) -> jax.Array:
     """Run a plan's kernel, then the steps of ``_finished`` that the kernel does not have."""
     gated, plan = static.gated, static.plan
@@ -328,8 +311,7 @@ def planned(
         from pallas_kernels.experts.kernel import grouped_rows
 
         how = {**_inside(static, weights), "partial": static.partial}  # it clamps experts itself
-        rows, pairs = x.reshape(-1, x.shape[-1]), experts.reshape(-1)
-        y = grouped_rows(rows, w, pairs, bias, following, plan=plan, **how)
+        y = grouped_rows(x.reshape(-1, x.shape[-1]), w, experts.reshape(-1), bias, plan=plan, **how)
         return _finished(static, y, _left(gated), _clipped(static, experts), weights, None)
     experts = _clipped(static, experts)
     pairs, rows = experts.reshape(-1), x.reshape(-1, x.shape[-1])
@@ -375,10 +357,8 @@ def _planned_xla(
     experts: jax.Array,
     weights: jax.Array | None,
     bias: jax.Array | None,
-    following: jax.Array | QTensor | None,
 ) -> jax.Array:
     """The XLA form; a weight in the CPU handler's layout is converted back first."""
-    del following
     plain: Any = _weight_only("grouped_matmul", restore(w)) if isinstance(w, CpuWeight) else w
     return _composed(static, x, plain, _clipped(static, experts), weights, bias)
 

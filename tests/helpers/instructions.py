@@ -298,11 +298,6 @@ def _prefetch(block, address, size):
     assert (address + size <= len(block.memory)).all()
 
 
-@effect_of("prefetch.global.L2")
-def _prefetch_sector(block, address):
-    assert (address[block.masks[-1]] < len(block.memory)).all()
-
-
 # --- Barriers, which all threads of an emulated block reach together ------------------------------
 
 

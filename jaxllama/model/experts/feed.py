@@ -118,10 +118,9 @@ def _experts(
         summed |= {"first": first, "dtype": jnp.float32}
 
     def compute(tokens: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
-        down = own["experts_down"]
-        inner = ops.grouped(tokens, own["experts_gate_up"], experts, into=down, **gated)
+        inner = ops.grouped(tokens, own["experts_gate_up"], experts, **gated)
         inner = inner if cfg.gated_mlp else activated(inner, cfg.activation)
-        return ops.grouped(inner, down, experts, weights=weights, **summed)
+        return ops.grouped(inner, own["experts_down"], experts, weights=weights, **summed)
 
     if options.exchanges:
         per_group = options.n_experts // lax.axis_size(EXPERT_AXIS)

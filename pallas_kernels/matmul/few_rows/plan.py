@@ -66,7 +66,6 @@ class RowPlan(Predicted):
     bits: int  # of a value of w
     loads: int = 4  # of 16 bytes that a lane multiplies while as many more are under way
     most_ahead: int = 1  # groups of loads that are under way
-    asked: int = 0  # units that L2 is asked for before they are loaded
     warps: int = WARPS  # of a block; see ``row_warps``
     sms: int = H200.sms
     spread: bool = True  # a round without a unit for each warp is one of all blocks
@@ -167,9 +166,10 @@ def row_warps(k: int, units: int, bits: int, sms: int) -> int:
     """Return the warps of a block that has a share of so many units on ``sms`` multiprocessors.
 
     A product of 4 bits waits for memory and for instructions in turn, which more warps overlap.  So
-    if 16 have several units each, 24 are taken: gate and up of gpt-oss take 12.6 us, not 14.1.
+    if 16 have several units each, 24 are taken: gate and up of gpt-oss take 12.6 us, not 14.1.  It
+    is slower with 2048 and 4096 columns.
     """
-    if bits == 4 and units > sms * WARPS:
+    if bits == 4 and 2048 < k < 4096 and units > sms * WARPS:
         return MOST_WARPS
     # With two blocks an SM, one of them ends earlier and makes room for the next kernel's block.
     # But each block loads all of x.

@@ -35,7 +35,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
@@ -186,17 +186,6 @@ class WeightRows:
                     mine = p.equal(self.lane, len(runs) * i + j)
                     p.when(mine, functools.partial(one, base, row, apart, size))
 
-    def request(self, unit: Value) -> None:
-        """Ask L2 for all of the unit's codes, and for the first of its scales and zeros."""
-        for row in self.of(unit):
-            row_bytes = self.plan.k * self.plan.bits // 8
-            for chunk in range(self.plan.chunks):
-                w = self.last_w if self.plan.is_short(chunk) else self.w
-                at = p.offset(p.offset(w, row, row_bytes), p.ci(512 * chunk))
-                p.prefetch_sector(at)
-            for at in self.loop.vectors_of(row) if self.loop.in_groups else []:
-                p.prefetch_sector(at)
-
     def load(self, unit: Value, group: Sequence[int]) -> list[Value]:
         """Load a lane's part of these chunks of the unit's rows.
 
@@ -316,11 +305,9 @@ def run(
     operands: FewRowsOperands,
     smem: SimpleNamespace,
     block: Value | None = None,
-    in_round: Callable[[Value, Value, Value, Value], None] | None = None,
 ) -> None:
     """Emit one block's program while the kernel is traced.  smem: x, and squares of it.  block: its
-    number, if it is not the grid's and the kernel before has ended (``experts.kernel``).  in_round:
-    called with (round, block, warp, lane) in every round but the last, or in the only one."""
+    number, if it is not the grid's and the kernel before has ended (``experts.kernel``)."""
     xs, squares = (p.shared_address(getattr(smem, name)) for name in SCRATCH)
     thread = p.register("tid.x")
     warp = p.shift_right(thread, 5)
@@ -374,8 +361,6 @@ def run(
     ready = [rows.load(start, group) for group in groups[:ahead]]
     # A unit's bias comes with its first loads: a trip to memory of its own would be waited for.
     ends = rows.ask(start)
-    for i in range(1, min(plan.asked, plan.rounds - 1) + 1):
-        rows.request(unit_of(p.ci(i)))
     source.store(asked, warp, lane)
     p.barrier()
     factor = source.factor()
@@ -394,8 +379,6 @@ def run(
                 ready.append(rows.load(later, groups[coming - len(groups)]))
                 if coming == len(groups):
                     following = rows.ask(later)
-                    if in_round is not None:
-                        in_round(turn, block, warp, lane)
             sums = loop.group(group, now, sums)
         rows.finish(unit, sums, ends, factor, None if poster is None else poster.buffer(turn))
         return ready, following
@@ -408,8 +391,6 @@ def run(
 
     def step(i, carry):
         unit, later = p.add(p.mul(i, stride), first), unit_of(p.add(i, 1))
-        if 0 < plan.asked < plan.rounds - 1:
-            rows.request(unit_of(p.add(i, plan.asked + 1)))
         ready, ends = product(i, unit, *split(carry), later)
         if poster is not None:
             poster.post(i)
@@ -417,8 +398,6 @@ def run(
 
     if plan.rounds > 1:
         ready, ends = split(p.loop(0, plan.rounds - 1, 1, [*itertools.chain(*ready), *ends], step))
-    elif in_round is not None:
-        in_round(p.ci(0), block, warp, lane)
     turn = p.ci(plan.rounds - 1)
     p.when(p.less(last, plan.units), lambda: product(turn, last, ready, ends))
     if poster is not None:
