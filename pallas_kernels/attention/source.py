@@ -5,8 +5,7 @@ Without RoPE q ``[B, N, H]`` comes as it is, beside the row's length.  With RoPE
 cache yet: the tile that it belongs to takes it from the projection and stores it.  If q's and k's
 heads have a norm, the four lanes that share one first sum its squares.  Its weights and the tables
 are then read from shared memory, because registers would not hold them.  Tokens past the row's end
-are the last one again.  The first tile of 16-bit floats is loaded before the row's length is known;
-there they are whatever the cache holds, and their values are zeros before they are used.
+are the last one again.
 
 With a block table (``attention.pages``) a tile lies in a page, whose entry is loaded a tile ahead.
 """
@@ -85,18 +84,14 @@ class HeadWords:
         else:
             entry = self.entry(token0)
         shift = self.shift(token0, entry)
-        is_before = early and self.tables and not self.pages and not self.codes.quantized
-        most = p.ci(self.capacity - 1) if is_before else None
-        keys = self.load_keys(token0, shift, most)
-        values = self.load_values(token0, shift, most)
+        keys, values = self.load_keys(token0, shift), self.load_values(token0, shift)
         if not self.tables:
             return self.raw_query, keys, values
         if self.staged is not None:
-            p.barrier()  # else the assembler puts the wait before the loads of keys and values
             p.copies_wait(0)
             p.barrier()
-        keys = self.with_new_key(token0, keys, shift, self.new_key, most)
-        values = self.with_new_value(token0, values, shift, self.new_value, most)
+        keys = self.with_new_key(token0, keys, shift, self.new_key)
+        values = self.with_new_value(token0, values, shift, self.new_value)
         return self.turned(self.raw_query, self.new_key[1], "q"), keys, values
 
     def next_keys(self, token0, entry):
@@ -127,18 +122,15 @@ class HeadWords:
             token = p.add(token, shift)
         return p.offset_rows(p.offset(base, self.head, size), token, self.n_kv * size)
 
-    def key_tokens(self, token0, most=None) -> list:
-        """most: the last token that is loaded; the row's by default."""
-        most = self.last if most is None else most
-        return [p.smaller(p.add(token0, self.g, 8 * i), most) for i in range(2)]
+    def key_tokens(self, token0) -> list:
+        return [p.smaller(p.add(token0, self.g, 8 * i), self.last) for i in range(2)]
 
-    def value_tokens(self, token0, most=None) -> list:
-        most = self.last if most is None else most
+    def value_tokens(self, token0) -> list:
         own = p.add(token0, p.mul(self.quad, 2))
-        return [p.smaller(p.add(own, t % 2 + t // 2 * 8), most) for t in range(4)]
+        return [p.smaller(p.add(own, t % 2 + t // 2 * 8), self.last) for t in range(4)]
 
-    def load_keys(self, token0, shift, most=None):
-        codes, tokens = self.codes, self.key_tokens(token0, most)
+    def load_keys(self, token0, shift):
+        codes, tokens = self.codes, self.key_tokens(token0)
         at = p.mul(self.quad, codes.k_chunk)
         return [
             [
@@ -153,10 +145,10 @@ class HeadWords:
             for t in tokens
         ], self.load_numbers(self.k, tokens, shift)
 
-    def load_values(self, token0, shift, most=None):
-        size, tokens = self.codes.row_bytes, self.value_tokens(token0, most)
+    def load_values(self, token0, shift):
+        size, tokens = self.codes.row_bytes, self.value_tokens(token0)
         lines = [self.line(self.v[0], t, size, shift) for t in tokens]
-        numbers = self.load_numbers(self.v, self.key_tokens(token0, most), shift)
+        numbers = self.load_numbers(self.v, self.key_tokens(token0), shift)
         return [self.value_words(at) for at in lines], numbers
 
     def value_words(self, base) -> list:
@@ -284,8 +276,8 @@ class HeadWords:
             x for i in range(features // 4) for x in p.load_shared(at, 4, begin + 16 * i, "f32")
         ]
 
-    def with_new_key(self, token0, keys, shift, loaded=None, most=None):
-        """loaded: by ``load_new_key``, where there are registers for it.  most: of ``keys``."""
+    def with_new_key(self, token0, keys, shift, loaded=None):
+        """loaded: by ``load_new_key``, where there are registers for it."""
         own, chunk = p.equal(p.masked(self.slot, 7), self.g), self.codes.k_chunk
 
         def new():
@@ -293,43 +285,34 @@ class HeadWords:
 
         at = self.line(self.k[0], self.slot, self.codes.row_bytes, shift)
         at = p.offset(at, p.mul(self.quad, chunk))
-        tokens = self.key_tokens(token0, most)
-        return self.with_new(token0, keys, tokens, new, own, at, 4 * chunk)
+        return self.with_new(token0, keys, self.key_tokens(token0), new, own, at, 4 * chunk)
 
-    def with_new_value(self, token0, values, shift, loaded=None, most=None):
+    def with_new_value(self, token0, values, shift, loaded=None):
         own, chunk = p.less(self.quad, 1), self.codes.v_chunk
         at = self.line(self.v[0], self.slot, self.codes.row_bytes, shift)
         at = p.offset(at, p.mul(self.g, chunk))
         return self.with_new(
             token0,
             values,
-            self.value_tokens(token0, most),
+            self.value_tokens(token0),
             lambda: loaded or self.load_new_value(),
             own,
             at,
             8 * chunk,
-            behind_is_zero=most is not None,
         )
 
-    def with_new(
-        self, token0, held, tokens, new, own, at, apart: int, *, behind_is_zero: bool = False
-    ):
+    def with_new(self, token0, held, tokens, new, own, at, apart: int):
         """Return the held words of ``tokens`` with those of the new token, and store these.
 
         Lanes ``own`` store four words at ``at`` and every four ``apart`` bytes on.
-        behind_is_zero: the words of tokens behind the new one become zeros.
         """
-
-        def kept(token, word):
-            behind = p.below(self.slot, token) if behind_is_zero else None
-            return word if behind is None else arith.select(behind, p.ci(0), word)
 
         def replaced():
             fresh = new()
             is_own = arith.andi(own, p.at_most(token0, self.slot))
             p.when(is_own, functools.partial(_store_words, at, fresh, apart))
             return [
-                arith.select(p.equal(t, self.slot), y, kept(t, x))
+                arith.select(p.equal(t, self.slot), y, x)
                 for t, old in zip(tokens, held[0], strict=True)
                 for x, y in zip(old, fresh, strict=True)
             ]

@@ -65,10 +65,9 @@ class RowPlan(Predicted):
     units: int  # of so many rows
     bits: int  # of a value of w
     loads: int = 4  # of 16 bytes that a lane multiplies while as many more are under way
-    most_ahead: int = 1  # groups of loads that are under way
     warps: int = WARPS  # of a block; see ``row_warps``
     sms: int = H200.sms
-    spread: bool = True  # a round without a unit for each warp is one of all blocks
+    spread: bool = False  # a round without a unit for each warp is one of all blocks
 
     @property
     def per_load(self) -> int:
@@ -122,10 +121,6 @@ class RowPlan(Predicted):
         each = max(1, self.loads // self.rows)
         return [list(range(c, min(c + each, self.chunks))) for c in range(0, self.chunks, each)]
 
-    @property
-    def ahead(self) -> int:
-        return min(self.most_ahead, len(self.groups))
-
     def scratch_sizes(self, normed: bool) -> list[int]:
         """Bytes of x, as floats, or as pairs and their powers of two beside 4 bits; and of the
         warps' sums of its squares."""
@@ -159,7 +154,9 @@ def divide_row(w: HasShape, swiglu: bool = False) -> RowPlan:
     in_pairs = bits == 4 or w.dtype == jnp.float8_e4m3fn
     rows = 2 if swiglu or in_pairs or one_round else 1
     units, sms = n // rows, gpu().sms
-    return RowPlan(k, rows, units, bits, warps=row_warps(k, units, bits, sms), sms=sms)
+    warps = row_warps(k, units, bits, sms)
+    # Of two blocks an SM, those without a unit in the last round make room for the next kernel's.
+    return RowPlan(k, rows, units, bits, warps=warps, sms=sms, spread=warps >= WARPS)
 
 
 def row_warps(k: int, units: int, bits: int, sms: int) -> int:

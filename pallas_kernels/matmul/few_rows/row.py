@@ -8,9 +8,10 @@ them there: one row needs no tile in shared memory.
 A row may end inside the last read (``plan.row_plan``): int4 in groups of 128 at a multiple of 128
 columns, float8 at one of 64, float4 and int4 in smaller groups at one of 32.
 
-Division of work.  A block of 16 warps per SM, or two of 8.  A warp has one or two rows of w at a
-time (with SwiGLU a row of gate and its row of up).  Neighbouring warps have neighbouring rows, so
-all SMs read from one place of w.  All blocks have a share of a last round that is not full.
+Division of work.  A block of 16 or 24 warps per SM, or two of 8.  A warp has one or two rows of w
+at a time (with SwiGLU a row of gate and its row of up).  Neighbouring warps have neighbouring rows,
+so all SMs read from one place of w.  With one block an SM, all blocks have a share of a last round
+that is not full.
 
     all      the first of w -> L2 | the kernel before has ended | x and the norm's weight, then the
              first of w -> registers             (``prefetch``, ``Input.ask``, ``load``)
@@ -34,7 +35,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -350,54 +350,41 @@ def run(
         threads = 32 * plan.warps
         posts.empty(operands.post, p.add(p.mul(block, threads), thread), threads * plan.blocks)
     asked = source.ask(early=True)
-    ahead = plan.ahead
-
-    def unit_of(turn):
-        """The warp's unit of a round behind the first."""
-        unit = arith.select(p.less(turn, plan.rounds - 1), p.add(p.mul(turn, stride), first), last)
-        # A warp without another unit reads its first one again, and stores nothing of it.
-        return arith.select(p.less(unit, plan.units), unit, first)
-
-    ready = [rows.load(start, group) for group in groups[:ahead]]
+    ready = rows.load(start, groups[0])
     # A unit's bias comes with its first loads: a trip to memory of its own would be waited for.
     ends = rows.ask(start)
+    n_ready = len(ready)
     source.store(asked, warp, lane)
     p.barrier()
     factor = source.factor()
 
     def product(turn, unit, ready, ends, later=None):
-        """ready: the unit's first groups.  later: the warp's next unit, whose first groups and ends
-        are returned."""
+        """later: the warp's next unit, whose first loads and ends are returned."""
         following = ends
         sums = loop.nothing()
         for i, group in enumerate(groups):
-            now, *ready = ready
-            coming = i + ahead
-            if coming < len(groups):
-                ready.append(rows.load(unit, groups[coming]))
+            now = ready
+            if i + 1 < len(groups):
+                ready = rows.load(unit, groups[i + 1])
             elif later is not None:
-                ready.append(rows.load(later, groups[coming - len(groups)]))
-                if coming == len(groups):
-                    following = rows.ask(later)
+                ready, following = rows.load(later, groups[0]), rows.ask(later)
             sums = loop.group(group, now, sums)
         rows.finish(unit, sums, ends, factor, None if poster is None else poster.buffer(turn))
-        return ready, following
-
-    sizes = [len(words) for words in ready]
-
-    def split(carry):
-        carry = iter(carry)
-        return [[next(carry) for _ in range(size)] for size in sizes], list(carry)
+        return [*ready, *following]
 
     def step(i, carry):
-        unit, later = p.add(p.mul(i, stride), first), unit_of(p.add(i, 1))
-        ready, ends = product(i, unit, *split(carry), later)
+        unit = p.add(p.mul(i, stride), first)
+        later = arith.select(p.less(i, plan.rounds - 2), p.add(unit, stride), last)
+        # A warp without another unit reads its first one again, and stores nothing of it.
+        later = arith.select(p.less(later, plan.units), later, first)
+        carry = product(i, unit, carry[:n_ready], carry[n_ready:], later)
         if poster is not None:
             poster.post(i)
-        return [*itertools.chain(*ready), *ends]
+        return carry
 
     if plan.rounds > 1:
-        ready, ends = split(p.loop(0, plan.rounds - 1, 1, [*itertools.chain(*ready), *ends], step))
+        carry = p.loop(0, plan.rounds - 1, 1, [*ready, *ends], step)
+        ready, ends = carry[:n_ready], carry[n_ready:]
     turn = p.ci(plan.rounds - 1)
     p.when(p.less(last, plan.units), lambda: product(turn, last, ready, ends))
     if poster is not None:
