@@ -211,8 +211,8 @@ class SumProgram:
             else:
                 p.when(condition, body)
 
-        codes = self.with_x(codes, x, warp, lane)
         ring = [load(i) for i in range(plan.ahead)]
+        codes = self.with_x(codes, x, warp, lane)
         asked = self.ask(thread, token, first, end)
         self.multiply_all(ring, load, multiply)
         p.barrier()
