@@ -110,6 +110,7 @@ class WeightTile(Predicted):
         the other's shared memory and finishes the other half.
     stored: the groups' scales and zeros come as they are stored, [N, K / group], once a tile.
     block: columns of a slot.
+    even: tiles of the last round are divided among all clusters (``shares``); one tile of tokens.
     """
 
     kernel: ClassVar[str] = "quantized_matmul_prefill_weight"
@@ -124,6 +125,7 @@ class WeightTile(Predicted):
     split: int = 1
     stored: bool = False
     block: int = BLOCK_K
+    even: bool = False
     sms: int = H200.sms
 
     def unrolled(self, k: int) -> int:
@@ -156,6 +158,8 @@ class WeightTile(Predicted):
 
     def vector_slots(self, m: int, n: int) -> int:
         """Two tiles' vectors are in shared memory, unless no block has two tiles."""
+        if self.even:
+            return 2
         blocks = self.cluster * self.split
         tiles = -(-m // self.tokens) * -(-n // (self.rows * self.cluster))
         return min(2, -(-tiles // (self.sms // blocks)))

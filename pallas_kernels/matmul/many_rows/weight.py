@@ -44,10 +44,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.launch import Views
-from pallas_kernels.matmul.many_rows import pipeline
+from pallas_kernels.matmul.many_rows import pipeline, shares
 from pallas_kernels.matmul.many_rows.pipeline import launch_persistent, ring_barriers, tiled
 from pallas_kernels.matmul.many_rows.plan import WeightTile, part_groups
-from pallas_kernels.matmul.many_rows.weight_program import WeightBlock, WeightScheme
+from pallas_kernels.matmul.many_rows.weight_program import WeightBlock, WeightScheme, shares_of
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "group", "float_zero", "float4", "tile"))
@@ -122,16 +122,21 @@ def weight_matmul(
         "bias": bias,
         "token": token,
     }
-    (out,) = launch_persistent(
+    out = {"out": jax.ShapeDtypeStruct((m, n), out_dtype)}
+    if tile.even:
+        divided = shares_of(tile, scheme.block, (m, n, k))
+        out["left"] = shares.sums_type(divided, tile)
+        operands["counters"] = shares.counters(divided.rest * tile.cluster)
+    result, *_ = launch_persistent(
         functools.partial(_run, tile=tile, scheme=scheme, shape=(m, n, k)),
         operands,
-        {"out": jax.ShapeDtypeStruct((m, n), out_dtype)},
+        out,
         name=f"quantized_matmul_w{bits}a{8 * x.dtype.itemsize}",
         scratch=_scratch(operands, out_dtype, scheme, tile),
         tile=tile,
         computing=tile.rows // 64 * tile.parts,
     )
-    return out
+    return result
 
 
 def _run(gmem, smem, barrier, **facts) -> None:
@@ -140,7 +145,7 @@ def _run(gmem, smem, barrier, **facts) -> None:
 
 def _scratch(operands, out_dtype, scheme: WeightScheme, tile: WeightTile) -> dict:
     """Shared memory of a block, and its barriers."""
-    x, w, vectors = operands["x"], operands["w"], dict(list(operands.items())[2:])
+    x, w, vectors = operands["x"], operands["w"], operands
     m, n = x.shape[0], w.shape[0]
     across, unused = tile.rows // 64, plgpu.SMEM((32,), jnp.float32)
     sum_dtype = jnp.int32 if scheme.codes and not scheme.scaled else jnp.float32
@@ -177,9 +182,11 @@ def _scratch(operands, out_dtype, scheme: WeightScheme, tile: WeightTile) -> dic
                 collective_axes=("part",), num_arrivals=1, num_barriers=across
             ),
         }
+    views = pipeline.rows_and_tiles((tile.stages, tile.tokens, tile.block), x.dtype)
+    words = plgpu.SMEM((tile.stages, shares.COPIES, tile.tokens // 8, 128), jnp.int32)
     given = plgpu.Barrier(num_arrivals=1, num_barriers=across * max(1, tile.parts - 1))
     return {
-        "x": pipeline.rows_and_tiles((tile.stages, tile.tokens, tile.block), x.dtype),
+        "x": Views(**views, **({"words": words} if tile.even else {})),
         "w": _slots(w, scheme, tile),
         "scale": groups_of(vectors["scale"]),
         "zero": groups_of(vectors["zero"]),

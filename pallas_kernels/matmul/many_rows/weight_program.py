@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul.few_rows.widen import FLOAT4_REST
-from pallas_kernels.matmul.many_rows import pipeline, unpack
+from pallas_kernels.matmul.many_rows import pipeline, shares, unpack
 from pallas_kernels.matmul.many_rows.pipeline import (
     REGISTERS,
     drain,
@@ -25,9 +25,9 @@ from pallas_kernels.matmul.many_rows.pipeline import (
     my_tiles,
     ring_next,
     ring_slot,
-    tile_of,
 )
 from pallas_kernels.matmul.many_rows.plan import SlotGroups, WeightTile
+from pallas_kernels.matmul.many_rows.shares import Segment, Shares
 
 _LAYOUT = plgpu.Layout.WGMMA
 
@@ -42,6 +42,14 @@ class WeightScheme(SlotGroups):
     unpacked: bool  # 4-bit codes become the operand byte by byte (``unpack``)
     float4: str | None = None  # "e8m0" or "e4m3": the scales of float4_e2m1fn codes, in bytes
     float8: bool = False  # the codes are float8_e4m3fn
+
+
+def shares_of(tile: WeightTile, block: int, shape: tuple[int, int, int]) -> Shares:
+    """Return the division of a product [m, n, k] among all clusters; block: columns of a step."""
+    _, n, k = shape
+    clusters = tile.sms // tile.cluster
+    unit = tile.parts * tile.unrolled(k)
+    return Shares(-(-n // (tile.rows * tile.cluster)), clusters, k // block, unit)
 
 
 class WeightBlock:
@@ -60,8 +68,15 @@ class WeightBlock:
         self.steps = k // scheme.block // tile.split
         self.first_step = self.k_part * self.steps
         self.tiles = my_tiles(self.grid[0] * self.grid[1], self.n_clusters)
-        self.vector_slots = tile.vector_slots(m, n)
         self.across = tile.rows // 64  # warpgroups side by side in w's rows
+        self.loads, self.shares = self.tiles * self.steps, None
+        if tile.even:
+            self.shares = shares_of(tile, scheme.block, shape)
+            self.cluster = self.n_clusters - 1 - lax.axis_index("cluster")
+            self.tiles, self.loads, _ = self.shares.segments(self.cluster, 0)
+            last = self.segment(self.tiles - 1)
+            self.loads = self.loads + jnp.where(last.receives, shares.SLOTS * self.across, 0)
+        self.vector_slots = tile.vector_slots(m, n)
         self.computing = self.across * tile.parts
         # Vectors that come with every slot of the ring, and those that come once a tile.
         of_groups, of_rows = self.present("scale", "zero"), self.present("row", "bias", "token")
@@ -71,10 +86,17 @@ class WeightBlock:
     def present(self, *names: str) -> list[str]:
         return [name for name in names if getattr(self.gmem, name) is not None]
 
-    def origin(self, t):
-        """The first token and the first row of w of this block's t-th tile."""
+    def segment(self, t) -> Segment:
+        """This block's t-th tile, or its t-th part of one."""
+        if self.shares is None:
+            index = t * self.n_clusters + lax.axis_index("cluster")
+            return Segment(index, self.first_step, self.steps, t * self.steps)
+        return self.shares.segments(self.cluster, t)[2]
+
+    def origin(self, segment: Segment):
+        """The segment's first token and first row of w."""
         tile = self.tile
-        mi, ni = tile_of(t, self.grid, self.n_clusters, 1, tile.width)
+        mi, ni = plgpu.planar_snake(segment.tile, self.grid, 1, tile.width)
         n0 = ni if tile.cluster == 1 else ni * tile.cluster + self.pair
         return mi * tile.tokens, n0 * tile.rows
 
@@ -95,18 +117,40 @@ class Feeder:
     def copy_tiles(self) -> None:
         block = self.block
         lax.fori_loop(0, block.tiles, self.copy_tile, None)
-        drain(self.barrier.empty, block.tiles * block.steps, self.tile.stages)
+        drain(self.barrier.empty, block.loads, self.tile.stages)
         if block.by_tile:
             drain(self.barrier.vectors_empty, block.tiles, block.vector_slots)
 
     def copy_tile(self, t, _) -> None:
         block = self.block
-        m0, n0 = block.origin(t)
+        segment = block.segment(t)
+        m0, n0 = block.origin(segment)
         slot, rows = lax.rem(t, block.vector_slots), pl.ds(n0, self.tile.rows)
         if block.by_tile:
             self.copy_vectors(t, m0, rows, slot)
-        first = ring_slot(t * block.steps, self.tile.stages)
-        lax.fori_loop(0, block.steps, functools.partial(self.copy_slot, t, m0, rows), first)
+        first = ring_slot(segment.begun, self.tile.stages)
+        copy = functools.partial(self.copy_slot, segment, m0, rows)
+        at = lax.fori_loop(0, segment.steps, copy, first)
+        if block.shares is not None:
+            pl.when(segment.receives)(lambda: self.copy_left(segment, at))
+
+    def copy_left(self, segment: Segment, at) -> None:
+        """Copy what another cluster left of a tile into the slots from ``at`` on."""
+        block, stages = self.block, self.tile.stages
+        place = segment.shared * self.tile.cluster + block.pair
+        shares.await_sums(block.gmem.counters.at[pl.ds(place, 1)], block.across)
+
+        def copy(e, at):
+            full = self.barrier.full.at[at]
+            pl.when(segment.begun + segment.steps + e >= stages)(
+                lambda: plgpu.barrier_wait(self.barrier.empty.at[at])
+            )
+            for i in range(shares.COPIES):
+                left = block.gmem.left.at[place, e, i]
+                plgpu.copy_gmem_to_smem(left, block.smem.x.words.at[at, i], full)
+            return ring_next(at, 1, stages)
+
+        lax.fori_loop(0, shares.SLOTS * block.across, copy, at)
 
     def copy_vectors(self, t, m0, rows, slot) -> None:
         block, full, empty = self.block, self.barrier.vectors_full, self.barrier.vectors_empty
@@ -120,14 +164,12 @@ class Feeder:
                 source = vector.at[rows, pl.ds(first, groups)]
             plgpu.copy_gmem_to_smem(source, to.at[slot], full.at[slot])
 
-    def copy_slot(self, t, m0, rows, j, at):
+    def copy_slot(self, segment: Segment, m0, rows, j, at):
         """Copy the j-th step of K into slot ``at``, and return the next slot."""
         block, gmem, smem, scheme = self.block, self.block.gmem, self.block.smem, self.block.scheme
         stages, full = self.tile.stages, self.barrier.full.at[at]
-        columns = pl.ds((block.first_step + j) * scheme.block, scheme.block)
-        pl.when(t * block.steps + j >= stages)(
-            lambda: plgpu.barrier_wait(self.barrier.empty.at[at])
-        )
+        columns = pl.ds((segment.first + j) * scheme.block, scheme.block)
+        pl.when(segment.begun + j >= stages)(lambda: plgpu.barrier_wait(self.barrier.empty.at[at]))
         plgpu.copy_gmem_to_smem(
             gmem.x.at[pl.ds(m0, self.box), columns],
             smem.x.rows.at[at, pl.ds(0, self.box)],
@@ -135,7 +177,7 @@ class Feeder:
             collective_axes=self.axes,
         )
         plgpu.copy_gmem_to_smem(gmem.w.at[rows, columns], block.w_tiles.at[at], full)
-        groups = pl.ds(scheme.group_of(block.first_step + j), scheme.groups_per_slot)
+        groups = pl.ds(scheme.group_of(segment.first + j), scheme.groups_per_slot)
         for name in block.by_slot:
             vector, to = getattr(gmem, name), getattr(smem, name)
             plgpu.copy_gmem_to_smem(vector.at[groups, rows], to.at[at], full)
@@ -170,26 +212,28 @@ class Multiplier:
 
     def compute_tile(self, t, _) -> None:
         block, tile = self.block, self.tile
-        m0, n0 = block.origin(t)
+        segment = block.segment(t)
         if tile.stored:
             plgpu.barrier_wait(self.barrier.vectors_full.at[lax.rem(t, block.vector_slots)])
         if self.scheme.scaled:
-            acc = self.sum_of_scaled(t)
+            acc = self.sum_of_scaled(t, segment)
         else:
             ref = plgpu.ACC((64, tile.tokens), self.sum_dtype)
-            acc = pl.run_scoped(functools.partial(self.sum_of_products, t), ref)
+            acc = pl.run_scoped(functools.partial(self.sum_of_products, t, segment), ref)
+        if block.shares is not None:
+            acc = self.with_left(segment, acc)
         if tile.parts == 1:
-            return self.over_blocks(t, m0, n0, acc)
+            return self.over_blocks(t, segment, acc)
         pl.when(self.turn > 0)(lambda: self.give_sum(t, acc))
-        return pl.when(self.turn == 0)(lambda: self.over_blocks(t, m0, n0, self.over_turns(acc)))
+        return pl.when(self.turn == 0)(lambda: self.over_blocks(t, segment, self.over_turns(acc)))
 
     # --- codes -> floats ---
 
     def stored_at(self, ref, t, j, g=0):
-        """Slot j's g-th group of the tile's stored vectors; shared memory holds the groups of this
+        """Step j's g-th group of the tile's stored vectors; shared memory holds the groups of this
         block's part of K, or all."""
         block, scheme = self.block, self.scheme
-        j = j if ref.shape[2] < block.k // scheme.group else block.first_step + j
+        j = j - block.first_step if ref.shape[2] < block.k // scheme.group else j
         return ref.at[lax.rem(t, block.vector_slots), self.rows, scheme.group_of(j) + g]
 
     def scales_of(self, t, j, at, g):
@@ -252,7 +296,7 @@ class Multiplier:
         """The rows of x in slot ``at``."""
         return self.smem.x.tiles.at[at]
 
-    def sum_of_products(self, t, acc):
+    def sum_of_products(self, t, segment: Segment, acc):
         """The sum over this warpgroup's slots, ``unroll`` of them at a time."""
         block, tile, stages = self.block, self.tile, self.tile.stages
         unroll = tile.unrolled(block.k)
@@ -263,7 +307,8 @@ class Multiplier:
             j = (turn * tile.parts + self.turn) * unroll
             for at in places:
                 plgpu.barrier_wait(self.barrier.full.at[at])
-            weights = [self.dequantized(t, j + u, at) for u, at in enumerate(places)]
+            first = segment.first + j
+            weights = [self.dequantized(t, first + u, at) for u, at in enumerate(places)]
             for at, a in zip(places, weights, strict=True):
                 plgpu.wgmma(acc, a, self.tokens_at(at).transpose((1, 0)))
             for u, at in enumerate(places):
@@ -271,24 +316,31 @@ class Multiplier:
                 plgpu.barrier_arrive(self.barrier.empty.at[at])
             return ring_next(places[-1], 1 + skip, stages)
 
-        turns = (block.steps // unroll - self.turn + tile.parts - 1) // tile.parts
-        first = ring_slot(t * block.steps + self.turn * unroll, stages)
+        turns = self.turns(segment, unroll)
+        first = ring_slot(segment.begun + self.turn * unroll, stages)
         lax.fori_loop(0, turns, step, first)
         return plgpu.wgmma_accumulator_load(acc, wait_n=None)
 
-    def sum_of_scaled(self, t):
+    def turns(self, segment: Segment, unroll: int):
+        """This warpgroup's turns of ``unroll`` steps each."""
+        if self.block.shares is not None:
+            return lax.div(segment.steps, self.block.shares.unit)
+        parts = self.tile.parts
+        return (segment.steps // unroll - self.turn + parts - 1) // parts
+
+    def sum_of_scaled(self, t, segment: Segment):
         """The float32 sum of every slot's sum times its group's scale."""
         block, tile = self.block, self.tile
-        turns = (block.steps - self.turn + tile.parts - 1) // tile.parts
+        turns = self.turns(segment, 1)
         nothing = plgpu.layout_cast(jnp.zeros((64, tile.tokens), jnp.float32), _LAYOUT)
-        first = ring_slot(t * block.steps + self.turn, tile.stages)
-        step = functools.partial(self.add_scaled, t)
+        first = ring_slot(segment.begun + self.turn, tile.stages)
+        step = functools.partial(self.add_scaled, t, segment)
         return lax.fori_loop(0, turns, step, (first, nothing))[1]
 
-    def add_scaled(self, t, turn, carry):
+    def add_scaled(self, t, segment: Segment, turn, carry):
         at, total = carry
         shape = 64, self.tile.tokens
-        j = turn * self.tile.parts + self.turn
+        j = segment.first + turn * self.tile.parts + self.turn
         plgpu.barrier_wait(self.barrier.full.at[at])
         a = self.dequantized(t, j, at)
         column = pipeline.load_strided(self.stored_at(self.smem.scale, t, j), jnp.float32, 0)
@@ -328,18 +380,55 @@ class Multiplier:
             plgpu.barrier_arrive(self.barrier.sums_empty.at[place])
         return total
 
-    def over_blocks(self, t, m0, n0, acc) -> None:
+    def with_left(self, segment: Segment, acc):
+        """Add what another cluster left of the tile; warpgroups in turns add half each."""
+        block, tile, stages = self.block, self.tile, self.tile.stages
+        unroll = block.shares.unit // tile.parts
+
+        def added(piece, _, acc):
+            for half in range(block.across):
+                slot = shares.slot_of(piece, half, tile.parts, unroll)
+                at = ring_slot(segment.begun + segment.steps + slot, stages)
+                plgpu.barrier_wait(self.barrier.full.at[at])
+            slot = shares.slot_of(piece, self.half, tile.parts, unroll)
+            at = ring_slot(segment.begun + segment.steps + slot, stages)
+            acc = shares.add(acc, piece, self.smem.x.words.at[at])
+            for half in range(block.across):
+                slot = shares.slot_of(piece, half, tile.parts, unroll)
+                at = ring_slot(segment.begun + segment.steps + slot, stages)
+                plgpu.barrier_arrive(self.barrier.empty.at[at])
+            return acc
+
+        for piece in range(2):
+            mine = segment.receives & ((self.turn == piece) | (tile.parts == 1))
+            acc = lax.fori_loop(0, mine.astype(jnp.int32), functools.partial(added, piece), acc)
+        return acc
+
+    def leave_sums(self, t, segment: Segment, acc) -> None:
+        """Leave the sums to the cluster that finishes the tile."""
+        block, tile = self.block, self.tile
+        place = segment.shared * tile.cluster + block.pair
+        unroll = block.shares.unit // tile.parts
+        slots = [shares.slot_of(piece, self.half, tile.parts, unroll) for piece in range(2)]
+        left = [block.gmem.left.at[place, slot] for slot in slots]
+        shares.leave(acc, left, block.gmem.counters.at[pl.ds(place, 1)])
+        self.free_vectors(t)
+
+    def free_vectors(self, t) -> None:
+        """Say that a tile that this block does not finish needs its vectors no more."""
+        if self.block.by_tile:
+            slot = lax.rem(t, self.block.vector_slots)
+            plgpu.barrier_arrive(self.barrier.vectors_empty.at[slot])
+
+    def over_blocks(self, t, segment: Segment, acc) -> None:
         """Finish the tile, with ``split`` in one of the two blocks that have half of K each."""
-        finish = functools.partial(self.finish, t, m0, n0)
+        finish = functools.partial(self.finish, t, *self.block.origin(segment))
+        if self.block.shares is not None:
+            pl.when(segment.sends)(lambda: self.leave_sums(t, segment, acc))
+            return pl.when(jnp.logical_not(segment.sends))(lambda: finish(acc))
         if self.tile.split == 1:
             return finish(acc)
         of_pair = self.smem.peer_sums.at[self.half // 2]  # of two warpgroups' rows one's are sent
-
-        def sent():
-            if self.block.by_tile:
-                slot = lax.rem(t, self.block.vector_slots)
-                plgpu.barrier_arrive(self.barrier.vectors_empty.at[slot])
-
         return meet_peer(
             t,
             acc,
@@ -349,7 +438,7 @@ class Multiplier:
             self.barrier.peer_full,
             self.barrier.peer_empty.at[self.half],
             finish,
-            sent,
+            lambda: self.free_vectors(t),
         )
 
     # --- acc * row + bias -> 16 bits, transposed -> TMA store ---
