@@ -44,7 +44,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.launch import Views
-from pallas_kernels.matmul.many_rows import pipeline, shares
+from pallas_kernels.matmul.many_rows import exchange, pipeline
 from pallas_kernels.matmul.many_rows.pipeline import launch_persistent, ring_barriers, tiled
 from pallas_kernels.matmul.many_rows.plan import WeightTile, part_groups
 from pallas_kernels.matmul.many_rows.weight_program import WeightBlock, WeightScheme, shares_of
@@ -125,8 +125,8 @@ def weight_matmul(
     out = {"out": jax.ShapeDtypeStruct((m, n), out_dtype)}
     if tile.even:
         divided = shares_of(tile, scheme.block, (m, n, k))
-        out["left"] = shares.sums_type(divided, tile)
-        operands["counters"] = shares.counters(divided.rest * tile.cluster)
+        out["left"] = exchange.sums_type(divided, tile)
+        operands["counters"] = exchange.counters(divided.rest * tile.cluster)
     result, *_ = launch_persistent(
         functools.partial(_run, tile=tile, scheme=scheme, shape=(m, n, k)),
         operands,
@@ -183,7 +183,7 @@ def _scratch(operands, out_dtype, scheme: WeightScheme, tile: WeightTile) -> dic
             ),
         }
     views = pipeline.rows_and_tiles((tile.stages, tile.tokens, tile.block), x.dtype)
-    words = plgpu.SMEM((tile.stages, shares.COPIES, tile.tokens // 8, 128), jnp.int32)
+    words = plgpu.SMEM((tile.stages, exchange.COPIES, tile.tokens // 8, 128), jnp.int32)
     given = plgpu.Barrier(num_arrivals=1, num_barriers=across * max(1, tile.parts - 1))
     return {
         "x": Views(**views, **({"words": words} if tile.even else {})),

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul.few_rows.widen import FLOAT4_REST
-from pallas_kernels.matmul.many_rows import pipeline, shares, unpack
+from pallas_kernels.matmul.many_rows import exchange, pipeline, unpack
 from pallas_kernels.matmul.many_rows.pipeline import (
     REGISTERS,
     drain,
@@ -75,7 +75,7 @@ class WeightBlock:
             self.cluster = self.n_clusters - 1 - lax.axis_index("cluster")
             self.tiles, self.loads, _ = self.shares.segments(self.cluster, 0)
             last = self.segment(self.tiles - 1)
-            self.loads = self.loads + jnp.where(last.receives, shares.SLOTS * self.across, 0)
+            self.loads = self.loads + jnp.where(last.receives, exchange.SLOTS * self.across, 0)
         self.vector_slots = tile.vector_slots(m, n)
         self.computing = self.across * tile.parts
         # Vectors that come with every slot of the ring, and those that come once a tile.
@@ -138,19 +138,19 @@ class Feeder:
         """Copy what another cluster left of a tile into the slots from ``at`` on."""
         block, stages = self.block, self.tile.stages
         place = segment.shared * self.tile.cluster + block.pair
-        shares.await_sums(block.gmem.counters.at[pl.ds(place, 1)], block.across)
+        exchange.await_sums(block.gmem.counters.at[pl.ds(place, 1)], block.across)
 
         def copy(e, at):
             full = self.barrier.full.at[at]
             pl.when(segment.begun + segment.steps + e >= stages)(
                 lambda: plgpu.barrier_wait(self.barrier.empty.at[at])
             )
-            for i in range(shares.COPIES):
+            for i in range(exchange.COPIES):
                 left = block.gmem.left.at[place, e, i]
                 plgpu.copy_gmem_to_smem(left, block.smem.x.words.at[at, i], full)
             return ring_next(at, 1, stages)
 
-        lax.fori_loop(0, shares.SLOTS * block.across, copy, at)
+        lax.fori_loop(0, exchange.SLOTS * block.across, copy, at)
 
     def copy_vectors(self, t, m0, rows, slot) -> None:
         block, full, empty = self.block, self.barrier.vectors_full, self.barrier.vectors_empty
@@ -330,7 +330,7 @@ class Multiplier:
 
     def sum_of_scaled(self, t, segment: Segment):
         """The float32 sum of every slot's sum times its group's scale."""
-        block, tile = self.block, self.tile
+        tile = self.tile
         turns = self.turns(segment, 1)
         nothing = plgpu.layout_cast(jnp.zeros((64, tile.tokens), jnp.float32), _LAYOUT)
         first = ring_slot(segment.begun + self.turn, tile.stages)
@@ -387,14 +387,14 @@ class Multiplier:
 
         def added(piece, _, acc):
             for half in range(block.across):
-                slot = shares.slot_of(piece, half, tile.parts, unroll)
+                slot = exchange.slot_of(piece, half, tile.parts, unroll)
                 at = ring_slot(segment.begun + segment.steps + slot, stages)
                 plgpu.barrier_wait(self.barrier.full.at[at])
-            slot = shares.slot_of(piece, self.half, tile.parts, unroll)
+            slot = exchange.slot_of(piece, self.half, tile.parts, unroll)
             at = ring_slot(segment.begun + segment.steps + slot, stages)
-            acc = shares.add(acc, piece, self.smem.x.words.at[at])
+            acc = exchange.add(acc, piece, self.smem.x.words.at[at])
             for half in range(block.across):
-                slot = shares.slot_of(piece, half, tile.parts, unroll)
+                slot = exchange.slot_of(piece, half, tile.parts, unroll)
                 at = ring_slot(segment.begun + segment.steps + slot, stages)
                 plgpu.barrier_arrive(self.barrier.empty.at[at])
             return acc
@@ -409,9 +409,9 @@ class Multiplier:
         block, tile = self.block, self.tile
         place = segment.shared * tile.cluster + block.pair
         unroll = block.shares.unit // tile.parts
-        slots = [shares.slot_of(piece, self.half, tile.parts, unroll) for piece in range(2)]
+        slots = [exchange.slot_of(piece, self.half, tile.parts, unroll) for piece in range(2)]
         left = [block.gmem.left.at[place, slot] for slot in slots]
-        shares.leave(acc, left, block.gmem.counters.at[pl.ds(place, 1)])
+        exchange.leave(acc, left, block.gmem.counters.at[pl.ds(place, 1)])
         self.free_vectors(t)
 
     def free_vectors(self, t) -> None:
