@@ -124,14 +124,12 @@ def _pair(plan: PairTile, call: MatmulCall) -> MatmulWork:
 
 
 def _weight(plan: WeightTile, call: MatmulCall) -> MatmulWork:
-    tiles = math.ceil(call.m / plan.tokens) * math.ceil(call.n / (plan.rows * plan.cluster))
-    rounds = math.ceil(tiles / (gpu().sms // (plan.cluster * plan.split)))
-    slots = rounds * call.k / plan.block / plan.split / 100
+    slots = plan.busiest(call.m, call.n, call.k) / 100
     groups = call.codes.scale.shape[1]
     ordered = float(not plan.stored and groups > 1)  # XLA transposes scales first
     widened = slots * plan.rows / plan.parts / 64
     serial = (
-        float(plan.split > 1),
+        float(plan.split > 1 or plan.even),
         ordered,
         ordered * call.n * groups / 1e6,
         call.m * call.n / 1e6,

@@ -20,6 +20,7 @@ from pallas_kernels.device import H200, gpu, lacking
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.plan import TOKENS, is_format
+from pallas_kernels.matmul.many_rows.shares import Shares
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import NIBBLES
 
@@ -110,7 +111,7 @@ class WeightTile(Predicted):
         the other's shared memory and finishes the other half.
     stored: the groups' scales and zeros come as they are stored, [N, K / group], once a tile.
     block: columns of a slot.
-    even: tiles of the last round are divided among all clusters (``shares``); one tile of tokens.
+    even: tiles of the last round are divided among all clusters (``shares``).
     """
 
     kernel: ClassVar[str] = "quantized_matmul_prefill_weight"
@@ -139,6 +140,22 @@ class WeightTile(Predicted):
         steps, rest = divmod(k // self.block, self.split)
         return rest == 0 and (self.parts == 1 or steps % turn == self.stages % turn == 0)
 
+    def tiles(self, m: int, n: int) -> int:
+        """Return the number of the clusters' tiles."""
+        return -(-m // self.tokens) * -(-n // (self.rows * self.cluster))
+
+    def shares(self, m: int, n: int, k: int) -> Shares:
+        """Return how all tiles of x [m, k] and w [n, k] are divided among all clusters."""
+        unit = self.parts * self.unrolled(k)
+        return Shares(self.tiles(m, n), self.sms // self.cluster, k // self.block, unit)
+
+    def busiest(self, m: int, n: int, k: int) -> int:
+        """Return the number of slots of the block that has the most."""
+        if self.even:
+            return self.shares(m, n, k).longest
+        rounds = -(-self.tiles(m, n) // (self.sms // (self.cluster * self.split)))
+        return rounds * (k // self.block // self.split)
+
     def fitted(self, m: int, n: int, bits: int, row_bytes: int) -> WeightTile:
         """With as many stages as fit.  row_bytes: that a block has of a row's scales and zeros if
         they come as they are stored, else 0."""
@@ -161,8 +178,7 @@ class WeightTile(Predicted):
         if self.even:
             return 2
         blocks = self.cluster * self.split
-        tiles = -(-m // self.tokens) * -(-n // (self.rows * self.cluster))
-        return min(2, -(-tiles // (self.sms // blocks)))
+        return min(2, -(-self.tiles(m, n) // (self.sms // blocks)))
 
 
 # Microseconds of one round of tiles at K = 4096 on an H200 (``bench.prefill --tiles``).

@@ -47,7 +47,7 @@ from pallas_kernels.launch import Views
 from pallas_kernels.matmul.many_rows import exchange, pipeline
 from pallas_kernels.matmul.many_rows.pipeline import launch_persistent, ring_barriers, tiled
 from pallas_kernels.matmul.many_rows.plan import WeightTile, part_groups
-from pallas_kernels.matmul.many_rows.weight_program import WeightBlock, WeightScheme, shares_of
+from pallas_kernels.matmul.many_rows.weight_program import WeightBlock, WeightScheme
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "group", "float_zero", "float4", "tile"))
@@ -124,7 +124,7 @@ def weight_matmul(
     }
     out = {"out": jax.ShapeDtypeStruct((m, n), out_dtype)}
     if tile.even:
-        divided = shares_of(tile, scheme.block, (m, n, k))
+        divided = tile.shares(m, n, k)
         out["left"] = exchange.sums_type(divided, tile)
         operands["counters"] = exchange.counters(divided.rest * tile.cluster)
     result, *_ = launch_persistent(

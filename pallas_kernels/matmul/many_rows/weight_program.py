@@ -27,7 +27,7 @@ from pallas_kernels.matmul.many_rows.pipeline import (
     ring_slot,
 )
 from pallas_kernels.matmul.many_rows.plan import SlotGroups, WeightTile
-from pallas_kernels.matmul.many_rows.shares import Segment, Shares
+from pallas_kernels.matmul.many_rows.shares import Segment
 
 _LAYOUT = plgpu.Layout.WGMMA
 
@@ -42,14 +42,6 @@ class WeightScheme(SlotGroups):
     unpacked: bool  # 4-bit codes become the operand byte by byte (``unpack``)
     float4: str | None = None  # "e8m0" or "e4m3": the scales of float4_e2m1fn codes, in bytes
     float8: bool = False  # the codes are float8_e4m3fn
-
-
-def shares_of(tile: WeightTile, block: int, shape: tuple[int, int, int]) -> Shares:
-    """Return the division of a product [m, n, k] among all clusters; block: columns of a step."""
-    _, n, k = shape
-    clusters = tile.sms // tile.cluster
-    unit = tile.parts * tile.unrolled(k)
-    return Shares(-(-n // (tile.rows * tile.cluster)), clusters, k // block, unit)
 
 
 class WeightBlock:
@@ -71,7 +63,7 @@ class WeightBlock:
         self.across = tile.rows // 64  # warpgroups side by side in w's rows
         self.loads, self.shares = self.tiles * self.steps, None
         if tile.even:
-            self.shares = shares_of(tile, scheme.block, shape)
+            self.shares = tile.shares(*shape)
             self.cluster = self.n_clusters - 1 - lax.axis_index("cluster")
             self.tiles, self.loads, _ = self.shares.segments(self.cluster, 0)
             last = self.segment(self.tiles - 1)
@@ -132,9 +124,9 @@ class Feeder:
         copy = functools.partial(self.copy_slot, segment, m0, rows)
         at = lax.fori_loop(0, segment.steps, copy, first)
         if block.shares is not None:
-            pl.when(segment.receives)(lambda: self.copy_left(segment, at))
+            pl.when(segment.receives)(lambda: self.copy_left(segment, rows, at))
 
-    def copy_left(self, segment: Segment, at) -> None:
+    def copy_left(self, segment: Segment, rows, at) -> None:
         """Copy what another cluster left of a tile into the slots from ``at`` on."""
         block, stages = self.block, self.tile.stages
         place = segment.shared * self.tile.cluster + block.pair
@@ -148,6 +140,7 @@ class Feeder:
             for i in range(exchange.COPIES):
                 left = block.gmem.left.at[place, e, i]
                 plgpu.copy_gmem_to_smem(left, block.smem.x.words.at[at, i], full)
+            self.copy_groups(0, rows, at)  # read by none: a slot's barrier counts all its copies
             return ring_next(at, 1, stages)
 
         lax.fori_loop(0, exchange.SLOTS * block.across, copy, at)
@@ -177,11 +170,16 @@ class Feeder:
             collective_axes=self.axes,
         )
         plgpu.copy_gmem_to_smem(gmem.w.at[rows, columns], block.w_tiles.at[at], full)
-        groups = pl.ds(scheme.group_of(segment.first + j), scheme.groups_per_slot)
-        for name in block.by_slot:
-            vector, to = getattr(gmem, name), getattr(smem, name)
-            plgpu.copy_gmem_to_smem(vector.at[groups, rows], to.at[at], full)
+        self.copy_groups(segment.first + j, rows, at)
         return ring_next(at, 1, stages)
+
+    def copy_groups(self, j, rows, at) -> None:
+        """Copy the vectors of step j's groups into slot ``at``, unless they come once a tile."""
+        block, scheme = self.block, self.block.scheme
+        groups = pl.ds(scheme.group_of(j), scheme.groups_per_slot)
+        for name in block.by_slot:
+            vector, to = getattr(block.gmem, name), getattr(block.smem, name)
+            plgpu.copy_gmem_to_smem(vector.at[groups, rows], to.at[at], self.barrier.full.at[at])
 
 
 class Multiplier:
