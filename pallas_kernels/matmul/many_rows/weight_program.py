@@ -88,7 +88,11 @@ class WeightBlock:
     def origin(self, segment: Segment):
         """The segment's first token and first row of w."""
         tile = self.tile
-        mi, ni = plgpu.planar_snake(segment.tile, self.grid, 1, tile.width)
+        if self.shares is None:
+            mi, ni = plgpu.planar_snake(segment.tile, self.grid, 1, tile.width)
+        else:  # neighbours share rows of w; few rounds need no other order
+            ni = lax.div(segment.tile, self.grid[0])
+            mi = segment.tile - ni * self.grid[0]
         n0 = ni if tile.cluster == 1 else ni * tile.cluster + self.pair
         return mi * tile.tokens, n0 * tile.rows
 
