@@ -41,13 +41,15 @@ def sums_type(shares: Shares, tile: WeightTile) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def slot_of(piece: int, half, parts: int, unroll: int):
+def slot_of(piece: int, half, tile: WeightTile, unroll: int):
     """Slot of the ring, behind the last step, that has half the sums of 64 rows.
 
-    piece: which half of the tokens; of ``parts`` == 2 it is the set of warpgroups that adds it.
-    half: which 64 rows.
+    piece: which half of the tokens; with ``tile.parts`` == 2 it is the set of warpgroups that adds
+    it.  half: which 64 rows.
     """
-    return 2 * half + piece if parts == 2 and unroll == 1 else 2 * piece + half
+    if tile.parts == 2 and unroll == 1:
+        return 2 * half + piece
+    return piece * (tile.rows // 64) + half
 
 
 def leave(acc: jax.Array, places, counter) -> None:

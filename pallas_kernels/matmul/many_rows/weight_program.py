@@ -389,14 +389,14 @@ class Multiplier:
 
         def added(piece, _, acc):
             for half in range(block.across):
-                slot = exchange.slot_of(piece, half, tile.parts, unroll)
+                slot = exchange.slot_of(piece, half, tile, unroll)
                 at = ring_slot(segment.begun + segment.steps + slot, stages)
                 plgpu.barrier_wait(self.barrier.full.at[at])
-            slot = exchange.slot_of(piece, self.half, tile.parts, unroll)
+            slot = exchange.slot_of(piece, self.half, tile, unroll)
             at = ring_slot(segment.begun + segment.steps + slot, stages)
             acc = exchange.add(acc, piece, self.smem.x.words.at[at])
             for half in range(block.across):
-                slot = exchange.slot_of(piece, half, tile.parts, unroll)
+                slot = exchange.slot_of(piece, half, tile, unroll)
                 at = ring_slot(segment.begun + segment.steps + slot, stages)
                 plgpu.barrier_arrive(self.barrier.empty.at[at])
             return acc
@@ -411,7 +411,7 @@ class Multiplier:
         block, tile = self.block, self.tile
         place = segment.shared * tile.cluster + block.pair
         unroll = block.shares.unit // tile.parts
-        slots = [exchange.slot_of(piece, self.half, tile.parts, unroll) for piece in range(2)]
+        slots = [exchange.slot_of(piece, self.half, tile, unroll) for piece in range(2)]
         left = [block.gmem.left.at[place, slot] for slot in slots]
         exchange.leave(acc, left, block.gmem.counters.at[pl.ds(place, 1)])
         self.free_vectors(t)

@@ -59,10 +59,14 @@ def test_every_step_is_computed_once(tiles, clusters, steps, unit, longest):
     assert begun.max() == shares.longest == longest
 
 
-@pytest.mark.parametrize("parts,unroll", [(1, 1), (1, 2), (2, 1), (2, 2)])
-def test_sums_come_in_the_slots_of_those_who_add_them(parts, unroll):
-    slots = [[slot_of(piece, half, parts, unroll) for half in range(2)] for piece in range(2)]
-    assert sorted(sum(slots, [])) == [0, 1, 2, 3]
+@pytest.mark.parametrize(
+    "rows,parts,unroll",
+    [(128, 1, 1), (128, 1, 2), (256, 1, 2), (64, 2, 1), (128, 2, 1), (128, 2, 2)],
+)
+def test_sums_come_in_the_slots_of_those_who_add_them(rows, parts, unroll):
+    tile, across = WeightTile(64, rows, parts=parts, unroll=unroll), rows // 64
+    slots = [[slot_of(piece, half, tile, unroll) for half in range(across)] for piece in range(2)]
+    assert sorted(sum(slots, [])) == list(range(2 * across))
     for piece, mine in enumerate(slots):
         assert parts == 1 or all(slot // unroll % parts == piece for slot in mine)
 
