@@ -100,13 +100,14 @@ def add(acc: jax.Array, piece: int, slot) -> jax.Array:
         is_float = isinstance(acc.mlir_dtype, ir.F32Type)
         registers = acc.registers.copy()
         size = registers.size // 2
-        words = [w for i in range(0, 2 * size, 4) for w in p.load_shared(at, 4, 512 * i)]
-        for i in range(size):
-            place = np.unravel_index(piece * size + i, registers.shape)
-            old = registers[place]
-            pair = vector.from_elements(ir.VectorType.get((2,), p.i32()), words[2 * i : 2 * i + 2])
-            other = vector.bitcast(old.type, pair)
-            registers[place] = (arith.addf if is_float else arith.addi)(old, other)
+        pair = ir.VectorType.get((2,), p.i32())
+        for i in range(0, size, 2):
+            words = p.load_shared(at, 4, 1024 * i)
+            for n in range(2):
+                place = np.unravel_index(piece * size + i + n, registers.shape)
+                other = vector.from_elements(pair, words[2 * n : 2 * n + 2])
+                other = vector.bitcast(registers[place].type, other)
+                registers[place] = (arith.addf if is_float else arith.addi)(registers[place], other)
         return mgpu.FragmentedArray(
             _registers=registers, _layout=acc.layout, _is_signed=acc.is_signed
         )
