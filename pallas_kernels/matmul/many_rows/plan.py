@@ -110,7 +110,7 @@ class WeightTile(Predicted):
     split: 2 gives each block of a cluster half of K.  Each sends the sums of half of its rows to
         the other's shared memory and finishes the other half.
     stored: the groups' scales and zeros come as they are stored, [N, K / group], once a tile.
-    block: columns of a slot.
+    block: columns of a slot, one swizzle of x or, with 8-bit x, two.
     even: tiles of the last round are divided among all clusters (``shares``).
     """
 
@@ -128,6 +128,11 @@ class WeightTile(Predicted):
     block: int = BLOCK_K
     even: bool = False
     sms: int = H200.sms
+
+    @property
+    def pieces(self) -> int:
+        """Swizzles of x in a slot."""
+        return max(1, self.block // CODES_K)
 
     def unrolled(self, k: int) -> int:
         """Slots that are dequantized together: all of a block's, in steps of as many."""
@@ -164,10 +169,10 @@ class WeightTile(Predicted):
         used += -(-across // 2) * (self.split - 1) * sum_bytes
         used += across * 256 * min(self.store, self.tokens)
         used += self.vector_slots(m, n) * self.rows * (row_bytes + 8)
-        used += self.vector_slots(m, n) * self.tokens * 4 * (self.block == CODES_K)
+        used += self.vector_slots(m, n) * self.tokens * 4 * (self.block >= CODES_K)
         # A slot holds two swizzles (or one) of x.  Where scales and zeros are not stored, it also
         # holds those of up to two groups.
-        slot = BLOCK_K * 2 * self.tokens + self.block * self.rows * bits // 8
+        slot = BLOCK_K * 2 * self.tokens * self.pieces + self.block * self.rows * bits // 8
         slot += 8 * self.rows * (not row_bytes)
         stages = min(self.stages, (gpu().shared_bytes - BARRIER_BYTES - used) // slot)
         turn = self.parts * self.unroll if self.parts > 1 else 1
@@ -399,7 +404,8 @@ def int4_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile | 
         return Reason(f"the output would be {call.out}, the kernel writes 16-bit floats")
     exact = call.x == jnp.int8 and w.unit is not None
     most = 256 if exact else _SCALED_TOKENS
-    made = dataclasses.replace(tile or weight_tile(call.m, n, k, CODES_K, most), block=CODES_K)
+    made = tile or weight_tile(call.m, n, k, CODES_K, most)
+    made = dataclasses.replace(made, block=max(CODES_K, made.block))
     if not exact:
         made = dataclasses.replace(made, unroll=1)
     row_bytes = _stored_bytes(w, made.split)

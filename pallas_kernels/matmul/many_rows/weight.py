@@ -109,7 +109,8 @@ def weight_matmul(
         zero=None if zero is None else "float" if float_zero else "int",
         codes=codes,
         scaled=codes and (x.dtype != jnp.int8 or row is None),
-        unpacked=is_float or (bits == 4 and tile.stored and group % tile.block == 0),
+        unpacked=is_float
+        or (bits == 4 and tile.stored and group % (tile.block // tile.pieces) == 0),
         float4=float4,
         float8=w.dtype == jnp.float8_e4m3fn,
     )
@@ -182,7 +183,8 @@ def _scratch(operands, out_dtype, scheme: WeightScheme, tile: WeightTile) -> dic
                 collective_axes=("part",), num_arrivals=1, num_barriers=across
             ),
         }
-    views = pipeline.rows_and_tiles((tile.stages, tile.tokens, tile.block), x.dtype)
+    of_slots = tile.stages, tile.pieces, tile.tokens, tile.block // tile.pieces
+    views = pipeline.rows_and_tiles(of_slots, x.dtype)
     words = plgpu.SMEM((tile.stages, exchange.COPIES, tile.tokens // 8, 128), jnp.int32)
     given = plgpu.Barrier(num_arrivals=1, num_barriers=across * max(1, tile.parts - 1))
     return {
@@ -195,7 +197,7 @@ def _scratch(operands, out_dtype, scheme: WeightScheme, tile: WeightTile) -> dic
         "bias": vector(vectors["bias"]),
         "token": vector(vectors["token"], tile.tokens),
         "sums": sums(across * (tile.parts - 1)) if tile.parts > 1 else unused,
-        **ring_barriers(tile.stages, 2 + len(of_groups), across),
+        **ring_barriers(tile.stages, 1 + tile.pieces + len(of_groups), across),
         "vectors_full": plgpu.Barrier(num_arrivals=max(1, len(of_tile)), num_barriers=2),
         "vectors_empty": plgpu.Barrier(num_arrivals=readers, num_barriers=2),
         "sums_full": given,

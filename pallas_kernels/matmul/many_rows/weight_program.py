@@ -165,14 +165,17 @@ class Feeder:
         """Copy the j-th step of K into slot ``at``, and return the next slot."""
         block, gmem, smem, scheme = self.block, self.block.gmem, self.block.smem, self.block.scheme
         stages, full = self.tile.stages, self.barrier.full.at[at]
-        columns = pl.ds((segment.first + j) * scheme.block, scheme.block)
+        first = (segment.first + j) * scheme.block
         pl.when(segment.begun + j >= stages)(lambda: plgpu.barrier_wait(self.barrier.empty.at[at]))
-        plgpu.copy_gmem_to_smem(
-            gmem.x.at[pl.ds(m0, self.box), columns],
-            smem.x.rows.at[at, pl.ds(0, self.box)],
-            full,
-            collective_axes=self.axes,
-        )
+        width = scheme.block // self.tile.pieces
+        for piece in range(self.tile.pieces):
+            plgpu.copy_gmem_to_smem(
+                gmem.x.at[pl.ds(m0, self.box), pl.ds(first + piece * width, width)],
+                smem.x.rows.at[at, piece, pl.ds(0, self.box)],
+                full,
+                collective_axes=self.axes,
+            )
+        columns = pl.ds(first, scheme.block)
         plgpu.copy_gmem_to_smem(gmem.w.at[rows, columns], block.w_tiles.at[at], full)
         self.copy_groups(segment.first + j, rows, at)
         return ring_next(at, 1, stages)
@@ -261,8 +264,8 @@ class Multiplier:
         column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_LAYOUT)
         return jnp.where(column < scheme.group, *parts)
 
-    def dequantized(self, t, j, at):
-        """The slot's weights as wgmma's register operand, in x's dtype."""
+    def dequantized(self, t, j, at, piece=0):
+        """A piece of the slot's weights as wgmma's register operand, in x's dtype."""
         gmem, smem, scheme = self.gmem, self.smem, self.scheme
         if scheme.float4 is not None:
             groups = [self.scales_of(t, j, at, g) for g in range(scheme.groups_per_slot)]
@@ -273,11 +276,13 @@ class Multiplier:
             scales = None if gmem.scale is None else self.scales_of(t, j, at, 0)
             return unpack.bytes_to_bfloat16(smem.w.bytes.at[at, self.rows], scales)
         if scheme.unpacked:
-            codes, scales = smem.w.bytes.at[at, self.rows], self.stored_at(smem.scale, t, j)
-            zeros = None if gmem.zero is None else self.stored_at(smem.zero, t, j)
+            codes = smem.w.bytes.at[at, self.rows]
+            group = piece * (scheme.groups_per_slot // self.tile.pieces)
+            scales = self.stored_at(smem.scale, t, j, group)
+            zeros = None if gmem.zero is None else self.stored_at(smem.zero, t, j, group)
             if scheme.codes:
                 multiples = None if scheme.scaled else scales
-                return unpack.to_8_bits(gmem.x.dtype, codes, zeros, multiples)
+                return unpack.to_8_bits(gmem.x.dtype, codes, zeros, multiples, piece)
             return unpack.to_bfloat16(codes, scales, zeros)
         wide = plgpu.Layout.WGMMA_UPCAST_2X
         if gmem.w.dtype == jnp.int4:
@@ -294,9 +299,9 @@ class Multiplier:
 
     # --- wgmma ---
 
-    def tokens_at(self, at):
+    def tokens_at(self, at, piece=0):
         """The rows of x in slot ``at``."""
-        return self.smem.x.tiles.at[at]
+        return self.smem.x.tiles.at[at, piece]
 
     def sum_of_products(self, t, segment: Segment, acc):
         """The sum over this warpgroup's slots, ``unroll`` of them at a time."""
@@ -310,11 +315,16 @@ class Multiplier:
             for at in places:
                 plgpu.barrier_wait(self.barrier.full.at[at])
             first = segment.first + j
-            weights = [self.dequantized(t, first + u, at) for u, at in enumerate(places)]
-            for at, a in zip(places, weights, strict=True):
-                plgpu.wgmma(acc, a, self.tokens_at(at).transpose((1, 0)))
+            pieces = range(tile.pieces)
+            weights = [
+                [self.dequantized(t, first + u, at, piece) for piece in pieces]
+                for u, at in enumerate(places)
+            ]
+            for at, of_slot in zip(places, weights, strict=True):
+                for piece, a in enumerate(of_slot):
+                    plgpu.wgmma(acc, a, self.tokens_at(at, piece).transpose((1, 0)))
             for u, at in enumerate(places):
-                plgpu.wgmma_wait(unroll - 1 - u)
+                plgpu.wgmma_wait((unroll - 1 - u) * tile.pieces)
                 plgpu.barrier_arrive(self.barrier.empty.at[at])
             return ring_next(places[-1], 1 + skip, stages)
 
@@ -350,7 +360,7 @@ class Multiplier:
             column = column * (1 / unpack.E4M3_STEP)
 
         def product(acc):
-            plgpu.wgmma(acc, a, self.smem.x.tiles.at[at].transpose((1, 0)))
+            plgpu.wgmma(acc, a, self.tokens_at(at).transpose((1, 0)))
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.barrier.empty.at[at])
             return plgpu.wgmma_accumulator_load(acc, wait_n=None)
