@@ -531,25 +531,6 @@ def post(base: Value, value: Value, at: int = 0) -> None:
     ptx(f"st.relaxed.sys.global.f32 [$0+{at}], $1;", base, value)
 
 
-def add_released(base: Value, value: int) -> None:
-    """Add to a word of device memory, behind all that the thread's barriers have ordered before."""
-    ptx(f"fence.acq_rel.gpu; red.relaxed.gpu.global.add.u32 [$0], {value};", base)
-
-
-def await_count(base: Value, count: int) -> None:
-    """Wait until a word of device memory, 0 or 1 at first, is at least ``count``; restore it.
-
-    What the threads that added wrote before is visible after.
-    """
-    ptx(
-        "{ .reg .pred q; .reg .b32 a; again: ld.acquire.gpu.global.u32 a, [$0]; "
-        f"setp.lt.u32 q, a, {count}; @q bra again; "
-        "and.b32 a, a, 1; st.relaxed.gpu.global.u32 [$0], a; }",
-        base,
-        convergent=True,
-    )
-
-
 def load_half(base: Value, at: int = 0, cache: str = "") -> Value:
     """Load 16 bits of device memory into the low half of a word; cache: as in ``load_global``."""
     code = f"{{ .reg .b16 h; ld.global{cache}.u16 h, [$1+{at}]; cvt.u32.u16 $0, h; }}"

@@ -124,12 +124,17 @@ def _pair(plan: PairTile, call: MatmulCall) -> MatmulWork:
 
 
 def _weight(plan: WeightTile, call: MatmulCall) -> MatmulWork:
-    slots = plan.busiest(call.m, call.n, call.k) / 100
+    if plan.block > many_rows.CODES_K:
+        work = many_rows.few_codes_work(plan, call.n, call.k)
+        return MatmulWork("weight int4 x int8", work, ())
+    tiles = math.ceil(call.m / plan.tokens) * math.ceil(call.n / (plan.rows * plan.cluster))
+    rounds = math.ceil(tiles / (gpu().sms // (plan.cluster * plan.split)))
+    slots = rounds * call.k / plan.block / plan.split / 100
     groups = call.codes.scale.shape[1]
     ordered = float(not plan.stored and groups > 1)  # XLA transposes scales first
     widened = slots * plan.rows / plan.parts / 64
     serial = (
-        float(plan.split > 1 or plan.even),
+        float(plan.split > 1),
         ordered,
         ordered * call.n * groups / 1e6,
         call.m * call.n / 1e6,

@@ -20,7 +20,6 @@ from pallas_kernels.device import H200, gpu, lacking
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.plan import TOKENS, is_format
-from pallas_kernels.matmul.many_rows.shares import Shares
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import NIBBLES
 
@@ -110,8 +109,8 @@ class WeightTile(Predicted):
     split: 2 gives each block of a cluster half of K.  Each sends the sums of half of its rows to
         the other's shared memory and finishes the other half.
     stored: the groups' scales and zeros come as they are stored, [N, K / group], once a tile.
-    block: columns of a slot, one swizzle of x or, with 8-bit x, two.
-    even: tiles of the last round are divided among all clusters (``shares``).
+    block: columns of a slot; 256 are two swizzles of 8-bit x, whose sums leave the tensor cores
+        once a tile.
     """
 
     kernel: ClassVar[str] = "quantized_matmul_prefill_weight"
@@ -126,7 +125,6 @@ class WeightTile(Predicted):
     split: int = 1
     stored: bool = False
     block: int = BLOCK_K
-    even: bool = False
     sms: int = H200.sms
 
     @property
@@ -145,22 +143,6 @@ class WeightTile(Predicted):
         steps, rest = divmod(k // self.block, self.split)
         return rest == 0 and (self.parts == 1 or steps % turn == self.stages % turn == 0)
 
-    def tiles(self, m: int, n: int) -> int:
-        """Return the number of the clusters' tiles."""
-        return -(-m // self.tokens) * -(-n // (self.rows * self.cluster))
-
-    def shares(self, m: int, n: int, k: int) -> Shares:
-        """Return how all tiles of x [m, k] and w [n, k] are divided among all clusters."""
-        unit = self.parts * self.unrolled(k)
-        return Shares(self.tiles(m, n), self.sms // self.cluster, k // self.block, unit)
-
-    def busiest(self, m: int, n: int, k: int) -> int:
-        """Return the number of slots of the block that has the most."""
-        if self.even:
-            return self.shares(m, n, k).longest
-        rounds = -(-self.tiles(m, n) // (self.sms // (self.cluster * self.split)))
-        return rounds * (k // self.block // self.split)
-
     def fitted(self, m: int, n: int, bits: int, row_bytes: int) -> WeightTile:
         """With as many stages as fit.  row_bytes: that a block has of a row's scales and zeros if
         they come as they are stored, else 0."""
@@ -170,7 +152,7 @@ class WeightTile(Predicted):
         used += across * 256 * min(self.store, self.tokens)
         used += self.vector_slots(m, n) * self.rows * (row_bytes + 8)
         used += self.vector_slots(m, n) * self.tokens * 4 * (self.block >= CODES_K)
-        # A slot holds two swizzles (or one) of x.  Where scales and zeros are not stored, it also
+        # A slot holds whole swizzles of x.  Where scales and zeros are not stored, it also
         # holds those of up to two groups.
         slot = BLOCK_K * 2 * self.tokens * self.pieces + self.block * self.rows * bits // 8
         slot += 8 * self.rows * (not row_bytes)
@@ -180,10 +162,9 @@ class WeightTile(Predicted):
 
     def vector_slots(self, m: int, n: int) -> int:
         """Two tiles' vectors are in shared memory, unless no block has two tiles."""
-        if self.even:
-            return 2
         blocks = self.cluster * self.split
-        return min(2, -(-self.tiles(m, n) // (self.sms // blocks)))
+        tiles = -(-m // self.tokens) * -(-n // (self.rows * self.cluster))
+        return min(2, -(-tiles // (self.sms // blocks)))
 
 
 # Microseconds of one round of tiles at K = 4096 on an H200 (``bench.prefill --tiles``).
@@ -225,6 +206,16 @@ FEW_WEIGHT = (
     (WeightTile(64, 128, stages=12, store=16, parts=2, cluster=1, split=2), 0.3),
     (WeightTile(64, 64, stages=12, store=16, parts=4, cluster=1, split=2, unroll=1), 0.18),
     (WeightTile(64, 128, stages=12, store=16), 0.34),
+)
+# One tile of tokens in int8 beside int4 codes, with int32 sums.  Slots of 256 columns have rows of
+# 128 bytes of codes; the copy engine takes as long for rows of 64.
+FEW_CODES = (
+    WeightTile(64, 128, stages=12, store=16, parts=2, cluster=1, unroll=1, block=2 * CODES_K),
+    WeightTile(64, 256, stages=12, store=16, cluster=1, unroll=1, block=2 * CODES_K),
+    WeightTile(64, 64, stages=12, store=16, parts=2, cluster=1, unroll=1, block=2 * CODES_K),
+    WeightTile(
+        64, 64, stages=12, store=16, parts=2, cluster=1, split=2, unroll=1, block=2 * CODES_K
+    ),
 )
 _RING_BYTES = 144 * 1024  # of a block with few rows; with more the first slot is full later
 _SCALED_TOKENS = 128  # at most, where groups' sums are multiplied: two sums are in registers
@@ -404,8 +395,9 @@ def int4_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile | 
         return Reason(f"the output would be {call.out}, the kernel writes 16-bit floats")
     exact = call.x == jnp.int8 and w.unit is not None
     most = 256 if exact else _SCALED_TOKENS
-    made = tile or weight_tile(call.m, n, k, CODES_K, most)
-    made = dataclasses.replace(made, block=max(CODES_K, made.block))
+    if exact and tile is None and call.m <= 64 and (wide := _few_codes_tile(call)) is not None:
+        return wide
+    made = dataclasses.replace(tile or weight_tile(call.m, n, k, CODES_K, most), block=CODES_K)
     if not exact:
         made = dataclasses.replace(made, unroll=1)
     row_bytes = _stored_bytes(w, made.split)
@@ -414,6 +406,33 @@ def int4_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile | 
     if not row_bytes:
         return Reason(f"w has {w.scale.shape[1]} groups, not a multiple of 16 up to 256")
     return made.fitted(call.m, n, 4, row_bytes)
+
+
+def _few_codes_tile(call: MatmulCall) -> WeightTile | None:
+    """Return the tile of ``FEW_CODES`` that is predicted to be shortest, of those that fit."""
+    w, n, k = call.codes, call.n, call.k
+
+    def fitted(tile: WeightTile) -> WeightTile:
+        tile = dataclasses.replace(tile, tokens=32 if call.m <= 32 else 64, sms=gpu().sms)
+        return tile.fitted(call.m, n, 4, _stored_bytes(w, tile.split))
+
+    def fits(tile: WeightTile) -> bool:
+        return tile.stored and tile.stages >= max(3, 2 * tile.parts) and tile.divides(k)
+
+    def us(tile: WeightTile) -> float:
+        halves, further, rows = few_codes_work(tile, n, k)
+        return halves + 1.5 * further + 5.3 * rows
+
+    tiles = [fitted(tile) for tile in FEW_CODES if k % tile.block == 0]
+    return min(filter(fits, tiles), key=us, default=None)
+
+
+def few_codes_work(tile: WeightTile, n: int, k: int) -> tuple[float, float, float]:
+    """Return whether K is halved, the tiles of the busiest block beyond one, and the thousands of
+    rows in all of its slots."""
+    rounds = _rounds(1, -(-n // (tile.rows * tile.cluster)), tile.cluster * tile.split)
+    rows = rounds * tile.rows * (k // tile.block // tile.split)
+    return float(tile.split > 1), rounds - 1.0, rows / 1e3
 
 
 def weight_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile | Reason:

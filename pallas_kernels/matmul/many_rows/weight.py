@@ -44,7 +44,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.launch import Views
-from pallas_kernels.matmul.many_rows import exchange, pipeline
+from pallas_kernels.matmul.many_rows import pipeline
 from pallas_kernels.matmul.many_rows.pipeline import launch_persistent, ring_barriers, tiled
 from pallas_kernels.matmul.many_rows.plan import WeightTile, part_groups
 from pallas_kernels.matmul.many_rows.weight_program import WeightBlock, WeightScheme
@@ -123,21 +123,16 @@ def weight_matmul(
         "bias": bias,
         "token": token,
     }
-    out = {"out": jax.ShapeDtypeStruct((m, n), out_dtype)}
-    if tile.even:
-        divided = tile.shares(m, n, k)
-        out["left"] = exchange.sums_type(divided, tile)
-        operands["counters"] = exchange.counters(divided.rest * tile.cluster)
-    result, *_ = launch_persistent(
+    (out,) = launch_persistent(
         functools.partial(_run, tile=tile, scheme=scheme, shape=(m, n, k)),
         operands,
-        out,
+        {"out": jax.ShapeDtypeStruct((m, n), out_dtype)},
         name=f"quantized_matmul_w{bits}a{8 * x.dtype.itemsize}",
         scratch=_scratch(operands, out_dtype, scheme, tile),
         tile=tile,
         computing=tile.rows // 64 * tile.parts,
     )
-    return result
+    return out
 
 
 def _run(gmem, smem, barrier, **facts) -> None:
@@ -146,7 +141,7 @@ def _run(gmem, smem, barrier, **facts) -> None:
 
 def _scratch(operands, out_dtype, scheme: WeightScheme, tile: WeightTile) -> dict:
     """Shared memory of a block, and its barriers."""
-    x, w, vectors = operands["x"], operands["w"], operands
+    x, w, vectors = operands["x"], operands["w"], dict(list(operands.items())[2:])
     m, n = x.shape[0], w.shape[0]
     across, unused = tile.rows // 64, plgpu.SMEM((32,), jnp.float32)
     sum_dtype = jnp.int32 if scheme.codes and not scheme.scaled else jnp.float32
@@ -184,11 +179,10 @@ def _scratch(operands, out_dtype, scheme: WeightScheme, tile: WeightTile) -> dic
             ),
         }
     of_slots = tile.stages, tile.pieces, tile.tokens, tile.block // tile.pieces
-    views = pipeline.rows_and_tiles(of_slots, x.dtype)
-    words = plgpu.SMEM((tile.stages, exchange.COPIES, tile.tokens // 8, 128), jnp.int32)
+    copies = 1 + tile.pieces + len(of_groups)
     given = plgpu.Barrier(num_arrivals=1, num_barriers=across * max(1, tile.parts - 1))
     return {
-        "x": Views(**views, **({"words": words} if tile.even else {})),
+        "x": pipeline.rows_and_tiles(of_slots, x.dtype),
         "w": _slots(w, scheme, tile),
         "scale": groups_of(vectors["scale"]),
         "zero": groups_of(vectors["zero"]),
@@ -197,7 +191,7 @@ def _scratch(operands, out_dtype, scheme: WeightScheme, tile: WeightTile) -> dic
         "bias": vector(vectors["bias"]),
         "token": vector(vectors["token"], tile.tokens),
         "sums": sums(across * (tile.parts - 1)) if tile.parts > 1 else unused,
-        **ring_barriers(tile.stages, 1 + tile.pieces + len(of_groups), across),
+        **ring_barriers(tile.stages, copies, across),
         "vectors_full": plgpu.Barrier(num_arrivals=max(1, len(of_tile)), num_barriers=2),
         "vectors_empty": plgpu.Barrier(num_arrivals=readers, num_barriers=2),
         "sums_full": given,

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul.few_rows.widen import FLOAT4_REST
-from pallas_kernels.matmul.many_rows import exchange, pipeline, unpack
+from pallas_kernels.matmul.many_rows import pipeline, unpack
 from pallas_kernels.matmul.many_rows.pipeline import (
     REGISTERS,
     drain,
@@ -25,9 +25,9 @@ from pallas_kernels.matmul.many_rows.pipeline import (
     my_tiles,
     ring_next,
     ring_slot,
+    tile_of,
 )
 from pallas_kernels.matmul.many_rows.plan import SlotGroups, WeightTile
-from pallas_kernels.matmul.many_rows.shares import Segment
 
 _LAYOUT = plgpu.Layout.WGMMA
 
@@ -60,15 +60,8 @@ class WeightBlock:
         self.steps = k // scheme.block // tile.split
         self.first_step = self.k_part * self.steps
         self.tiles = my_tiles(self.grid[0] * self.grid[1], self.n_clusters)
-        self.across = tile.rows // 64  # warpgroups side by side in w's rows
-        self.loads, self.shares = self.tiles * self.steps, None
-        if tile.even:
-            self.shares = tile.shares(*shape)
-            self.cluster = self.n_clusters - 1 - lax.axis_index("cluster")
-            self.tiles, self.loads, _ = self.shares.segments(self.cluster, 0)
-            last = self.segment(self.tiles - 1)
-            self.loads = self.loads + jnp.where(last.receives, exchange.SLOTS * self.across, 0)
         self.vector_slots = tile.vector_slots(m, n)
+        self.across = tile.rows // 64  # warpgroups side by side in w's rows
         self.computing = self.across * tile.parts
         # Vectors that come with every slot of the ring, and those that come once a tile.
         of_groups, of_rows = self.present("scale", "zero"), self.present("row", "bias", "token")
@@ -78,21 +71,10 @@ class WeightBlock:
     def present(self, *names: str) -> list[str]:
         return [name for name in names if getattr(self.gmem, name) is not None]
 
-    def segment(self, t) -> Segment:
-        """This block's t-th tile, or its t-th part of one."""
-        if self.shares is None:
-            index = t * self.n_clusters + lax.axis_index("cluster")
-            return Segment(index, self.first_step, self.steps, t * self.steps)
-        return self.shares.segments(self.cluster, t)[2]
-
-    def origin(self, segment: Segment):
-        """The segment's first token and first row of w."""
+    def origin(self, t):
+        """The first token and the first row of w of this block's t-th tile."""
         tile = self.tile
-        if self.shares is None:
-            mi, ni = plgpu.planar_snake(segment.tile, self.grid, 1, tile.width)
-        else:  # neighbours share rows of w; few rounds need no other order
-            ni = lax.div(segment.tile, self.grid[0])
-            mi = segment.tile - ni * self.grid[0]
+        mi, ni = tile_of(t, self.grid, self.n_clusters, 1, tile.width)
         n0 = ni if tile.cluster == 1 else ni * tile.cluster + self.pair
         return mi * tile.tokens, n0 * tile.rows
 
@@ -113,41 +95,18 @@ class Feeder:
     def copy_tiles(self) -> None:
         block = self.block
         lax.fori_loop(0, block.tiles, self.copy_tile, None)
-        drain(self.barrier.empty, block.loads, self.tile.stages)
+        drain(self.barrier.empty, block.tiles * block.steps, self.tile.stages)
         if block.by_tile:
             drain(self.barrier.vectors_empty, block.tiles, block.vector_slots)
 
     def copy_tile(self, t, _) -> None:
         block = self.block
-        segment = block.segment(t)
-        m0, n0 = block.origin(segment)
+        m0, n0 = block.origin(t)
         slot, rows = lax.rem(t, block.vector_slots), pl.ds(n0, self.tile.rows)
         if block.by_tile:
             self.copy_vectors(t, m0, rows, slot)
-        first = ring_slot(segment.begun, self.tile.stages)
-        copy = functools.partial(self.copy_slot, segment, m0, rows)
-        at = lax.fori_loop(0, segment.steps, copy, first)
-        if block.shares is not None:
-            pl.when(segment.receives)(lambda: self.copy_left(segment, rows, at))
-
-    def copy_left(self, segment: Segment, rows, at) -> None:
-        """Copy what another cluster left of a tile into the slots from ``at`` on."""
-        block, stages = self.block, self.tile.stages
-        place = segment.shared * self.tile.cluster + block.pair
-        exchange.await_sums(block.gmem.counters.at[pl.ds(place, 1)], block.across)
-
-        def copy(e, at):
-            full = self.barrier.full.at[at]
-            pl.when(segment.begun + segment.steps + e >= stages)(
-                lambda: plgpu.barrier_wait(self.barrier.empty.at[at])
-            )
-            for i in range(exchange.COPIES):
-                left = block.gmem.left.at[place, e, i]
-                plgpu.copy_gmem_to_smem(left, block.smem.x.words.at[at, i], full)
-            self.copy_groups(0, rows, at)  # read by none: a slot's barrier counts all its copies
-            return ring_next(at, 1, stages)
-
-        lax.fori_loop(0, exchange.SLOTS * block.across, copy, at)
+        first = ring_slot(t * block.steps, self.tile.stages)
+        lax.fori_loop(0, block.steps, functools.partial(self.copy_slot, t, m0, rows), first)
 
     def copy_vectors(self, t, m0, rows, slot) -> None:
         block, full, empty = self.block, self.barrier.vectors_full, self.barrier.vectors_empty
@@ -161,12 +120,14 @@ class Feeder:
                 source = vector.at[rows, pl.ds(first, groups)]
             plgpu.copy_gmem_to_smem(source, to.at[slot], full.at[slot])
 
-    def copy_slot(self, segment: Segment, m0, rows, j, at):
+    def copy_slot(self, t, m0, rows, j, at):
         """Copy the j-th step of K into slot ``at``, and return the next slot."""
         block, gmem, smem, scheme = self.block, self.block.gmem, self.block.smem, self.block.scheme
         stages, full = self.tile.stages, self.barrier.full.at[at]
-        first = (segment.first + j) * scheme.block
-        pl.when(segment.begun + j >= stages)(lambda: plgpu.barrier_wait(self.barrier.empty.at[at]))
+        first = (block.first_step + j) * scheme.block
+        pl.when(t * block.steps + j >= stages)(
+            lambda: plgpu.barrier_wait(self.barrier.empty.at[at])
+        )
         width = scheme.block // self.tile.pieces
         for piece in range(self.tile.pieces):
             plgpu.copy_gmem_to_smem(
@@ -175,18 +136,13 @@ class Feeder:
                 full,
                 collective_axes=self.axes,
             )
-        columns = pl.ds(first, scheme.block)
-        plgpu.copy_gmem_to_smem(gmem.w.at[rows, columns], block.w_tiles.at[at], full)
-        self.copy_groups(segment.first + j, rows, at)
-        return ring_next(at, 1, stages)
-
-    def copy_groups(self, j, rows, at) -> None:
-        """Copy the vectors of step j's groups into slot ``at``, unless they come once a tile."""
-        block, scheme = self.block, self.block.scheme
-        groups = pl.ds(scheme.group_of(j), scheme.groups_per_slot)
+        codes = gmem.w.at[rows, pl.ds(first, scheme.block)]
+        plgpu.copy_gmem_to_smem(codes, block.w_tiles.at[at], full)
+        groups = pl.ds(scheme.group_of(block.first_step + j), scheme.groups_per_slot)
         for name in block.by_slot:
-            vector, to = getattr(block.gmem, name), getattr(block.smem, name)
-            plgpu.copy_gmem_to_smem(vector.at[groups, rows], to.at[at], self.barrier.full.at[at])
+            vector, to = getattr(gmem, name), getattr(smem, name)
+            plgpu.copy_gmem_to_smem(vector.at[groups, rows], to.at[at], full)
+        return ring_next(at, 1, stages)
 
 
 class Multiplier:
@@ -217,29 +173,31 @@ class Multiplier:
 
     def compute_tile(self, t, _) -> None:
         block, tile = self.block, self.tile
-        segment = block.segment(t)
+        m0, n0 = block.origin(t)
         if tile.stored:
             plgpu.barrier_wait(self.barrier.vectors_full.at[lax.rem(t, block.vector_slots)])
         if self.scheme.scaled:
-            acc = self.sum_of_scaled(t, segment)
+            acc = self.sum_of_scaled(t)
         else:
             ref = plgpu.ACC((64, tile.tokens), self.sum_dtype)
-            acc = pl.run_scoped(functools.partial(self.sum_of_products, t, segment), ref)
-        if block.shares is not None:
-            acc = self.with_left(segment, acc)
+            acc = pl.run_scoped(functools.partial(self.sum_of_products, t), ref)
         if tile.parts == 1:
-            return self.over_blocks(t, segment, acc)
+            return self.over_blocks(t, m0, n0, acc)
         pl.when(self.turn > 0)(lambda: self.give_sum(t, acc))
-        return pl.when(self.turn == 0)(lambda: self.over_blocks(t, segment, self.over_turns(acc)))
+        return pl.when(self.turn == 0)(lambda: self.over_blocks(t, m0, n0, self.over_turns(acc)))
 
     # --- codes -> floats ---
 
     def stored_at(self, ref, t, j, g=0):
-        """Step j's g-th group of the tile's stored vectors; shared memory holds the groups of this
+        """Slot j's g-th group of the tile's stored vectors; shared memory holds the groups of this
         block's part of K, or all."""
         block, scheme = self.block, self.scheme
-        j = j - block.first_step if ref.shape[2] < block.k // scheme.group else j
+        j = j if ref.shape[2] < block.k // scheme.group else block.first_step + j
         return ref.at[lax.rem(t, block.vector_slots), self.rows, scheme.group_of(j) + g]
+
+    def group_of(self, piece: int) -> int:
+        """A piece's group among its slot's."""
+        return piece * self.scheme.groups_per_slot // self.tile.pieces
 
     def scales_of(self, t, j, at, g):
         """Slot j's g-th group of scales, from the tile's vectors or from the ring."""
@@ -276,8 +234,7 @@ class Multiplier:
             scales = None if gmem.scale is None else self.scales_of(t, j, at, 0)
             return unpack.bytes_to_bfloat16(smem.w.bytes.at[at, self.rows], scales)
         if scheme.unpacked:
-            codes = smem.w.bytes.at[at, self.rows]
-            group = piece * (scheme.groups_per_slot // self.tile.pieces)
+            codes, group = smem.w.bytes.at[at, self.rows], self.group_of(piece)
             scales = self.stored_at(smem.scale, t, j, group)
             zeros = None if gmem.zero is None else self.stored_at(smem.zero, t, j, group)
             if scheme.codes:
@@ -303,7 +260,7 @@ class Multiplier:
         """The rows of x in slot ``at``."""
         return self.smem.x.tiles.at[at, piece]
 
-    def sum_of_products(self, t, segment: Segment, acc):
+    def sum_of_products(self, t, acc):
         """The sum over this warpgroup's slots, ``unroll`` of them at a time."""
         block, tile, stages = self.block, self.tile, self.tile.stages
         unroll = tile.unrolled(block.k)
@@ -314,10 +271,9 @@ class Multiplier:
             j = (turn * tile.parts + self.turn) * unroll
             for at in places:
                 plgpu.barrier_wait(self.barrier.full.at[at])
-            first = segment.first + j
             pieces = range(tile.pieces)
             weights = [
-                [self.dequantized(t, first + u, at, piece) for piece in pieces]
+                [self.dequantized(t, j + u, at, piece) for piece in pieces]
                 for u, at in enumerate(places)
             ]
             for at, of_slot in zip(places, weights, strict=True):
@@ -328,31 +284,24 @@ class Multiplier:
                 plgpu.barrier_arrive(self.barrier.empty.at[at])
             return ring_next(places[-1], 1 + skip, stages)
 
-        turns = self.turns(segment, unroll)
-        first = ring_slot(segment.begun + self.turn * unroll, stages)
+        turns = (block.steps // unroll - self.turn + tile.parts - 1) // tile.parts
+        first = ring_slot(t * block.steps + self.turn * unroll, stages)
         lax.fori_loop(0, turns, step, first)
         return plgpu.wgmma_accumulator_load(acc, wait_n=None)
 
-    def turns(self, segment: Segment, unroll: int):
-        """This warpgroup's turns of ``unroll`` steps each."""
-        if self.block.shares is not None:
-            return lax.div(segment.steps, self.block.shares.unit)
-        parts = self.tile.parts
-        return (segment.steps // unroll - self.turn + parts - 1) // parts
-
-    def sum_of_scaled(self, t, segment: Segment):
+    def sum_of_scaled(self, t):
         """The float32 sum of every slot's sum times its group's scale."""
-        tile = self.tile
-        turns = self.turns(segment, 1)
+        block, tile = self.block, self.tile
+        turns = (block.steps - self.turn + tile.parts - 1) // tile.parts
         nothing = plgpu.layout_cast(jnp.zeros((64, tile.tokens), jnp.float32), _LAYOUT)
-        first = ring_slot(segment.begun + self.turn, tile.stages)
-        step = functools.partial(self.add_scaled, t, segment)
+        first = ring_slot(t * block.steps + self.turn, tile.stages)
+        step = functools.partial(self.add_scaled, t)
         return lax.fori_loop(0, turns, step, (first, nothing))[1]
 
-    def add_scaled(self, t, segment: Segment, turn, carry):
+    def add_scaled(self, t, turn, carry):
         at, total = carry
         shape = 64, self.tile.tokens
-        j = segment.first + turn * self.tile.parts + self.turn
+        j = turn * self.tile.parts + self.turn
         plgpu.barrier_wait(self.barrier.full.at[at])
         a = self.dequantized(t, j, at)
         column = pipeline.load_strided(self.stored_at(self.smem.scale, t, j), jnp.float32, 0)
@@ -392,55 +341,18 @@ class Multiplier:
             plgpu.barrier_arrive(self.barrier.sums_empty.at[place])
         return total
 
-    def with_left(self, segment: Segment, acc):
-        """Add what another cluster left of the tile; warpgroups in turns add half each."""
-        block, tile, stages = self.block, self.tile, self.tile.stages
-        unroll = block.shares.unit // tile.parts
-
-        def added(piece, _, acc):
-            for half in range(block.across):
-                slot = exchange.slot_of(piece, half, tile, unroll)
-                at = ring_slot(segment.begun + segment.steps + slot, stages)
-                plgpu.barrier_wait(self.barrier.full.at[at])
-            slot = exchange.slot_of(piece, self.half, tile, unroll)
-            at = ring_slot(segment.begun + segment.steps + slot, stages)
-            acc = exchange.add(acc, piece, self.smem.x.words.at[at])
-            for half in range(block.across):
-                slot = exchange.slot_of(piece, half, tile, unroll)
-                at = ring_slot(segment.begun + segment.steps + slot, stages)
-                plgpu.barrier_arrive(self.barrier.empty.at[at])
-            return acc
-
-        for piece in range(2):
-            mine = segment.receives & ((self.turn == piece) | (tile.parts == 1))
-            acc = lax.fori_loop(0, mine.astype(jnp.int32), functools.partial(added, piece), acc)
-        return acc
-
-    def leave_sums(self, t, segment: Segment, acc) -> None:
-        """Leave the sums to the cluster that finishes the tile."""
-        block, tile = self.block, self.tile
-        place = segment.shared * tile.cluster + block.pair
-        unroll = block.shares.unit // tile.parts
-        slots = [exchange.slot_of(piece, self.half, tile, unroll) for piece in range(2)]
-        left = [block.gmem.left.at[place, slot] for slot in slots]
-        exchange.leave(acc, left, block.gmem.counters.at[pl.ds(place, 1)])
-        self.free_vectors(t)
-
-    def free_vectors(self, t) -> None:
-        """Say that a tile that this block does not finish needs its vectors no more."""
-        if self.block.by_tile:
-            slot = lax.rem(t, self.block.vector_slots)
-            plgpu.barrier_arrive(self.barrier.vectors_empty.at[slot])
-
-    def over_blocks(self, t, segment: Segment, acc) -> None:
+    def over_blocks(self, t, m0, n0, acc) -> None:
         """Finish the tile, with ``split`` in one of the two blocks that have half of K each."""
-        finish = functools.partial(self.finish, t, *self.block.origin(segment))
-        if self.block.shares is not None:
-            pl.when(segment.sends)(lambda: self.leave_sums(t, segment, acc))
-            return pl.when(jnp.logical_not(segment.sends))(lambda: finish(acc))
+        finish = functools.partial(self.finish, t, m0, n0)
         if self.tile.split == 1:
             return finish(acc)
         of_pair = self.smem.peer_sums.at[self.half // 2]  # of two warpgroups' rows one's are sent
+
+        def sent():
+            if self.block.by_tile:
+                slot = lax.rem(t, self.block.vector_slots)
+                plgpu.barrier_arrive(self.barrier.vectors_empty.at[slot])
+
         return meet_peer(
             t,
             acc,
@@ -450,7 +362,7 @@ class Multiplier:
             self.barrier.peer_full,
             self.barrier.peer_empty.at[self.half],
             finish,
-            lambda: self.free_vectors(t),
+            sent,
         )
 
     # --- acc * row + bias -> 16 bits, transposed -> TMA store ---
