@@ -14,8 +14,8 @@ the difference of code and zero is a magnitude with a sign bit, four bytes at a 
 -8 to 8.  Weights are not multiplied; the scale multiplies a group's sum.
 
 A thread's four columns of wgmma's 8-bit operand are 2 bytes of codes; a quad's are 8 bytes in a row
-of 64.  A swizzle of 64 bytes spreads the warp's eight rows over all banks, so lanes exchange
-nothing.
+of 64, or of half a row of 128.  A swizzle as wide as the row spreads the warp's eight rows over all
+banks, so lanes exchange nothing.
 
 bfloat16.  A thread has two of eight columns of wgmma's 16-bit operand, which are one byte of codes.
 That byte times 0x1001 has one code at the low end of each half word.  Under a constant exponent the

@@ -28,7 +28,8 @@ The two blocks of a cluster lie side by side in N, and the activations are multi
 
 Up to 64 tokens, a block has too little work to keep its warpgroups busy.  ``parts`` lets more
 warpgroups take turns at the slots.  ``split`` gives each of a cluster's two blocks half of K.
-``stored`` vectors come once a tile, in the layout of the QTensor.
+``stored`` vectors come once a tile, in the layout of the QTensor.  Beside int8 codes whose sums are
+int32 a slot has 256 columns: two ``pieces`` of x, and rows of 128 bytes of codes.
 
 Floor: XLA's bfloat16 product, 840 TFLOP/s at K = 4096, N = 14336, M = 8192 on an H200 (humming 702
 in the same run).  Result: int4 in groups of 128 785, int8 758; M = 64 takes 21.9 us.  Attempts:
