@@ -207,8 +207,10 @@ FEW_WEIGHT = (
     (WeightTile(64, 64, stages=12, store=16, parts=4, cluster=1, split=2, unroll=1), 0.18),
     (WeightTile(64, 128, stages=12, store=16), 0.34),
 )
-# One tile of tokens in int8 beside int4 codes, with int32 sums.  Slots of 256 columns have rows of
-# 128 bytes of codes; the copy engine takes as long for rows of 64.
+# int4 beside bfloat16 alone: other codes were not timed so.
+FEW_INT4 = (*FEW_WEIGHT, (WeightTile(64, 64, stages=16, store=16, parts=2, cluster=1), 0.15))
+# One tile of tokens in int8 beside int4 codes, with int32 sums.  Slots of 256 columns have half as
+# many rows of codes to copy, of 128 bytes each, and half the barriers.
 FEW_CODES = (
     WeightTile(64, 128, stages=12, store=16, parts=2, cluster=1, unroll=1, block=2 * CODES_K),
     WeightTile(64, 256, stages=12, store=16, cluster=1, unroll=1, block=2 * CODES_K),
@@ -303,7 +305,9 @@ def weight_tile(m: int, n: int, k: int, block: int = BLOCK_K, most: int = 256) -
     return dataclasses.replace(tile, sms=gpu().sms)
 
 
-def _few_tokens_tile(m: int, n: int, k: int) -> WeightTile:
+def _few_tokens_tile(
+    m: int, n: int, k: int, table: tuple[tuple[WeightTile, float], ...] = FEW_WEIGHT
+) -> WeightTile:
     """Return the tile, for one tile of tokens, that gives the busiest block the least work."""
 
     def cost(option: tuple[WeightTile, float]) -> float:
@@ -311,7 +315,7 @@ def _few_tokens_tile(m: int, n: int, k: int) -> WeightTile:
         rounds = _rounds(1, -(-n // (tile.rows * tile.cluster)), tile.cluster * tile.split)
         return rounds * (k // BLOCK_K // tile.split) * us + (tile.split - 1)
 
-    tile = min((option for option in FEW_WEIGHT if option[0].divides(k)), key=cost)[0]
+    tile = min((option for option in table if option[0].divides(k)), key=cost)[0]
     return dataclasses.replace(tile, tokens=32 if m <= 32 else 64, sms=gpu().sms)
 
 
@@ -454,8 +458,11 @@ def weight_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile 
         return Reason(f"w has K = {k}, not a multiple of {BLOCK_K}")
     if w.group_size != 32 and w.group_size % BLOCK_K and not is_format(w):
         return Reason(f"w has group size {w.group_size}, neither 32 nor a multiple of {BLOCK_K}")
-    tile, bits = tile or weight_tile(call.m, n, k), 4 if w.dtype.name in NIBBLES else 8
+    bits = 4 if w.dtype.name in NIBBLES else 8
     is_stored = call.m <= 64 and (is_format(w) or _as_stored(call))
+    if tile is None and is_stored and w.dtype == jnp.int4:
+        tile = _few_tokens_tile(call.m, n, k, FEW_INT4)
+    tile = tile or weight_tile(call.m, n, k)
     if is_stored and (row_bytes := _stored_bytes(w, tile.split)):
         stored = tile.fitted(call.m, n, bits, row_bytes)
         if stored.stages >= 4:
