@@ -93,15 +93,6 @@ _GROUPS = {
     "first_k_dense_replace": [0, 1],
     "num_experts_per_tok": [1, 2],
 }
-_MAMBA = {
-    "num_hidden_layers": [3],
-    "mamba_n_heads": [4, 8],
-    "mamba_d_head": ["auto"],
-    "mamba_n_groups": [1, 2],
-    "mamba_d_state": [8, 12],
-    "mamba_d_conv": [2, 4],
-    "mamba_conv_bias": _FLAG,
-}
 FAMILIES: dict[str, dict[str, list[Any]]] = {
     "gemma": {**_BIAS, "hidden_act": ["gelu", "gelu_pytorch_tanh", "silu"]},
     "vaultgemma": {
@@ -173,50 +164,6 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "ssm_out_multiplier": [1.0, 0.3],
         "ssm_multipliers": [None, [0.35, 0.25, 0.18, 0.5, 0.4]],
         "mlp_multipliers": [None, [0.8, 0.6]],
-    },
-    "bamba": {
-        **_MAMBA,
-        **_BIASES,
-        "attn_layer_indices": [[1], [0, 2]],
-        "mamba_proj_bias": _FLAG,
-    },
-    "granitemoehybrid": {
-        **_MAMBA,
-        **_SCALES,
-        **_LEARNED,
-        **_EXPERTS,
-        "layer_types": [
-            ["linear_attention", "full_attention", "linear_attention"],
-            ["full_attention", "linear_attention", "linear_attention"],
-        ],
-        "num_local_experts": [0, 6],
-        "shared_intermediate_size": [24, 40],
-        "position_embedding_type": ["nope", "rope"],
-    },
-    "nemotron_h": {
-        **_LEARNED,
-        "layers_block_type": [
-            ["linear_attention", "moe", "full_attention", "mlp"],
-            ["full_attention", "linear_attention", "moe"],
-            ["linear_attention", "mlp", "full_attention"],
-        ],
-        "num_hidden_layers": [1],
-        "mamba_num_heads": [4],
-        "mamba_head_dim": [8, 16],
-        "ssm_state_size": [8, 12],
-        "n_groups": [1, 2],
-        "n_routed_experts": [8],
-        "num_experts_per_tok": [1, 2, 3],
-        "moe_intermediate_size": [16, 24],
-        "moe_shared_expert_intermediate_size": [24, 40],
-        "routed_scaling_factor": [1.0, 2.5],
-        "norm_topk_prob": _FLAG,
-        "n_group": [1, 2],
-        "topk_group": [1],
-        "mlp_bias": _FLAG,
-        "use_conv_bias": _FLAG,
-        "use_bias": _FLAG,
-        "tie_word_embeddings": [False],  # transformers ties nothing here
     },
     "zamba2": {
         **_LEARNED,

@@ -34,7 +34,10 @@ REST = (
     "glm4",
 )
 LATER = tuple(dict.fromkeys(kind for kind, case, _ in dense_cases.FAMILY_CASES if not case))
-EACH = [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in (*REST, *LATER))]
+# The first case of each family, and the mixtures of families whose first case is dense.
+OF_FAMILY = {cfg.stored.family: name for name, cfg in reversed(CASES.items())}
+MIXTURES = tuple(name for name in CASES if name.endswith("-experts"))
+EACH = tuple(dict.fromkeys((*REST, *OF_FAMILY.values(), *MIXTURES)))
 # Experts of compressed-tensors are refused, and groups of 16 do not divide these cases' experts.
 DENSE = (*REST, *(name for name in LATER if CASES[name].experts is None))
 PACKED = [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in DENSE)]

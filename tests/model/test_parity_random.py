@@ -1,4 +1,4 @@
-"""Models with options drawn at random, beside transformers live, of every family.
+"""Models with options drawn at random, saved, loaded, beside transformers live, of every family.
 
 Bound: 1e-4 of the largest logit in float32; 64 greedy tokens are the same.  A draw whose answer
 has two nearly equal best logits is drawn again: there the order of additions decides.
@@ -203,9 +203,8 @@ def drawn(family: str, seed: int) -> ModelConfig:
     return config_from_hf({"model_type": family, **config}, "tiny")
 
 
-def answer(cfg: ModelConfig, params: dict[str, Any], tokens: np.ndarray, path) -> Any:
+def answer(tokens: np.ndarray, path) -> Any:
     """transformers' (logits of the whole rows, greedy tokens) behind the prompts ``tokens``."""
-    hf.save(path, cfg, params)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prompt = torch.from_numpy(tokens.astype(np.int64))
     with torch.no_grad():
@@ -228,10 +227,12 @@ def check(family: str, seed: int, folder) -> None:
         tokens = np.random.default_rng(seed + again).integers(0, cfg.vocab_size, (ROWS, PROMPT))
         pad = dense_cases.PADDED.get(family)
         tokens = np.where(tokens == pad, 7, tokens)
-        want, whole = answer(cfg, params, tokens, folder / f"{seed}-{again}")
+        path = hf.save(folder / f"{seed}-{again}", cfg, params)
+        want, whole = answer(tokens, path)
         if not has_ties(want) and pad not in whole:
             break
     lengths = np.full(ROWS, whole.shape[1], np.int32)
+    cfg, params = hf.load(path)
     got = np.asarray(jl.logits(cfg, jax.device_put(params), whole, lengths))
     assert np.abs(got - want).max() <= BOUND * np.abs(want).max()
     greedy = whole[:, PROMPT:]
