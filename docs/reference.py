@@ -168,7 +168,7 @@ def models() -> str:
         (
             _code(kind),
             ", ".join(family.architectures),
-            "Llama's class" if kind == "internlm3" else "transformers",
+            _ORACLES.get(kind, "transformers"),
             _differs(family),
             _runs(family),
         )
@@ -205,6 +205,8 @@ def _refused(refused: Mapping[str, str]) -> list[tuple[str, str]]:
     return [(reason, ", ".join(of)) for reason, of in kinds.items()]
 
 
+# Of families without a class of their own in transformers.
+_ORACLES = {"minicpm": "Granite's class"}
 _FACTS = {
     "attn_gate": "gated attention",
     "attn_sinks": "attention sinks",

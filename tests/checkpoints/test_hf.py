@@ -404,12 +404,13 @@ def test_keys_of_another_architecture_are_one_warning(config, keys) -> None:
     assert cfg == config_from_hf({k: v for k, v in config.items() if k not in keys} | OFF, "m")
 
 
-KINDS = sorted(set(FAMILIES) - {"internlm3"})  # of which transformers has no model
+KINDS = sorted(set(FAMILIES) - {"minicpm"})  # of which transformers has no model
 
 
 # Types whose config has a class of its own, and whose model is another type's.
 MODEL_OF = {
     "exaone": "llama",
+    "internlm3": "llama",
     "iquestcoder": "llama",
     "gpt-sw3": "gpt2",
     "sarvam_moe": "glm4_moe",

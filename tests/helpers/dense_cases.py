@@ -625,7 +625,13 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "num_key_value_heads": 2,
         },
     ),
+    ("internlm3", "", {"head_dim": 16}),
+    ("internlm3", "bias", {"qkv_bias": True, "bias": True, "tie_word_embeddings": True}),
+    ("minicpm", "", {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}),
+    ("minicpm", "unscaled", {"tie_word_embeddings": True, "scale_depth": None}),
 )
-# transformers writes its convolutions in three equal parts, which are not q, k and v.
-UNWRITTEN = ("olmo_hybrid",)
+# Families without a class in transformers, and one whose class is the same function.
+ORACLES = {"minicpm": "granite"}
+# transformers writes OLMo Hybrid's convolutions in three equal parts, which are not q, k and v.
+UNWRITTEN = ("olmo_hybrid", "internlm3", "internlm3-bias", "minicpm", "minicpm-unscaled")
 NAMES = tuple(f"{kind}{f'-{case}' if case else ''}" for kind, case, _ in FAMILY_CASES)

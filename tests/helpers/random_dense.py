@@ -65,6 +65,7 @@ _MAMBA = {
 }
 FAMILIES: dict[str, dict[str, list[Any]]] = {
     "llama": {**_BIASES, "rope_parameters": _DEFAULT + _LINEAR + _LLAMA3 + _YARN},
+    "internlm3": {"bias": _FLAG, "rope_parameters": _DEFAULT + _LINEAR},
     "mistral": {"sliding_window": [None, 3, 9], "rope_parameters": _DEFAULT + _YARN},
     "ministral": _TYPES,
     "qwen2": _WINDOW,

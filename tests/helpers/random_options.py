@@ -93,6 +93,11 @@ _GROUPS = {
     "first_k_dense_replace": [0, 1],
     "num_experts_per_tok": [1, 2],
 }
+_MINICPM = {
+    "scale_emb": [1, 12],
+    "scale_depth": [None, 1.4],
+    "dim_model_base": [None, 16],
+}
 FAMILIES: dict[str, dict[str, list[Any]]] = {
     "gemma": {**_BIAS, "hidden_act": ["gelu", "gelu_pytorch_tanh", "silu"]},
     "vaultgemma": {
@@ -347,12 +352,8 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
     "axk1": {**_GROUPS, **_ORDER, "q_lora_rank": [12]},
     "glm4_moe_lite": {**_GROUPS, **_ORDER, "topk_group": [1]},
     "youtu": {**_LATENT, **_ORDER},
-    "minicpm3": {
-        **_LATENT,
-        "scale_emb": [1, 12],
-        "scale_depth": [None, 1.4],
-        "dim_model_base": [None, 16],
-    },
+    "minicpm": {**_BIAS, **_MINICPM},
+    "minicpm3": {**_LATENT, **_MINICPM},
     "minimax_m2": {
         **_EXPERTS,
         "num_local_experts": [8],

@@ -198,6 +198,8 @@ def drawn(family: str, seed: int) -> ModelConfig:
     if family in random_options.UNGROUPED:
         config["num_key_value_heads"] = config["num_attention_heads"]
     config[parity_cases.EPS.get(family, "rms_norm_eps")] = config.pop("rms_norm_eps")
+    if family == "internlm3":  # transformers' class has one switch for all biases
+        config["qkv_bias"] = config["bias"]
     if family in DIVIDED:
         config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     return config_from_hf({"model_type": family, **config}, "tiny")
@@ -228,7 +230,9 @@ def check(family: str, seed: int, folder) -> None:
         pad = dense_cases.PADDED.get(family)
         tokens = np.where(tokens == pad, 7, tokens)
         path = hf.save(folder / f"{seed}-{again}", cfg, params)
-        want, whole = answer(tokens, path)
+        theirs = parity_cases.for_transformers(cfg)
+        same = path if theirs == cfg else hf.save(path / "theirs", theirs, params)
+        want, whole = answer(tokens, same)
         if not has_ties(want) and pad not in whole:
             break
     lengths = np.full(ROWS, whole.shape[1], np.int32)
