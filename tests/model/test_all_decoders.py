@@ -5,12 +5,16 @@ Those that are loaded have a case in ``parity_cases``, which ``test_parity`` com
 transformers live.  The guide's table of families and refusals is made of the same entries.
 """
 
+import jax
+import numpy as np
 import pytest
 
+import jaxllama as jl
+from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.config import config_from_hf
 from jaxllama.checkpoints.hf.families import ALIKE, FAMILIES
 from jaxllama.checkpoints.hf.refused import REFUSED, WRAPPERS
-from jaxllama.errors import JaxLlamaError
+from jaxllama.errors import JaxLlamaError, WeightWarning
 from tests.helpers.parity_cases import CASES, FAMILY_CASES
 
 LOADED = 120  # of transformers' types; more is better
@@ -54,14 +58,37 @@ def test_a_refusal_says_what_the_model_would_need():
 def test_the_text_decoder_of_a_model_with_image_input_is_read(kind: str) -> None:
     text = {**SIZES, "model_type": WRAPPERS[kind], "num_experts": 4, "num_experts_per_tok": 2}
     text |= {"head_dim": 16, "sliding_window": 8}
-    text = {key: value for key, value in text.items() if "gemma" not in kind or "exp" not in key}
-    if kind != "gemma3":
+    has_experts = "gemma" not in kind and kind != "mistral3"
+    text = {key: value for key, value in text.items() if has_experts or "exp" not in key}
+    if kind not in ("gemma3", "mistral3"):
         text.pop("sliding_window")
     if kind == "qwen3_5":
         text.pop("num_experts")
         text.pop("num_experts_per_tok")
     cfg = config_from_hf({"model_type": kind, "text_config": text}, kind)
     assert cfg.stored.family == WRAPPERS[kind] and cfg.n_layers == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ministral3", "mistral"])
+def test_the_text_decoder_of_mistral3_has_transformers_logits(kind: str, tmp_path) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    vision = {"model_type": "pixtral", "num_hidden_layers": 1, "head_dim": 8, "image_size": 8}
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads")
+    config = transformers.Mistral3Config(
+        text_config={**SIZES, "model_type": kind},
+        vision_config={**vision, "patch_size": 4, **{key: SIZES[key] for key in sizes}},
+    )
+    torch.manual_seed(0)
+    model = transformers.Mistral3ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "m")
+    with pytest.warns(WeightWarning, match="its text decoder alone is read"):
+        cfg, params = hf.load(tmp_path / "m")
+    tokens = np.random.default_rng(0).integers(0, 64, (1, 40))
+    with torch.no_grad():
+        want = model(input_ids=torch.from_numpy(tokens)).logits.numpy()
+    got = jl.logits(cfg, jax.device_put(params), tokens.astype(np.int32), np.array([40]))
+    assert np.abs(np.asarray(got) - want).max() <= 1e-4 * np.abs(want).max()
 
 
 def test_every_family_has_a_case():
