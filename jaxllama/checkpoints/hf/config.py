@@ -194,7 +194,9 @@ def text_config(config: JsonMapping) -> JsonMapping:
     if not isinstance(text, Mapping) or text.get("model_type") not in FAMILIES:
         return config
     around = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")
-    return {**{key: config[key] for key in around if key in config}, **text}
+    found = {**{key: config[key] for key in around if key in config}, **text}
+    # transformers ties by the outer value; weights with a head of their own untie it.
+    return found | ({"tie_word_embeddings": True} if config.get("tie_word_embeddings") else {})
 
 
 def _same(read: JsonReader, key: str, default: Any) -> Any:

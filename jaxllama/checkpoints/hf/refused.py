@@ -2,7 +2,8 @@
 
 ``REFUSED[model_type]`` is the reason, which the error of ``hf.config`` gives.  ``WRAPPERS`` are the
 types with image or audio input whose text decoder, a family of ``hf.families``, is read.  The guide
-shows both tables.  A test goes through every type of transformers: each is loaded or stands here.
+shows both tables.  A test goes through every type of transformers: each is loaded or stands here,
+as do some types of other libraries.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ _REASONS: dict[str, str] = {
         """,
     "mixer: a gated linear recurrence (RG-LRU)": "recurrent_gemma",
     "mixer: RWKV-4's time mixing": "rwkv",
+    "mixer: RWKV-7's time mixing, which writes by another key than it erases by": "rwkv7",
     "mixer: xLSTM": "xlstm",
     "mixer: lightning attention": "minimax",
     "mixer: differential attention": "diffllama",
