@@ -25,7 +25,7 @@ RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope",
 KINDS = ("attention", "gla", "delta")  # kinds of layers whose options are fields of their own
 Options = tuple[tuple[str, Any], ...]
 Norm = Literal["rms", "layer"]
-QKNorm = Literal["none", "head", "full"]
+QKNorm = Literal["none", "head", "full", "layer"]
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "relu", "xielu"]
 UNGATED = ("relu2", "relu", "xielu")  # activations that no feed-forward with a gate has
 FeatureMap = Literal["none", "elu", "relu", "sqrelu", "sigmoid", "logsigmoid", "silu", "gelu_tanh"]
@@ -687,8 +687,9 @@ class ModelConfig:
     post_norm_layers : tuple of int
         Indices of layers that have norms after their sublayers and none before, where the others
         have them before (OLMo Hybrid).
-    qk_norm : {"none", "head", "full"}
-        RMSNorm of each head of q and k ("head", Qwen3), or of all heads at once ("full", OLMo 2).
+    qk_norm : {"none", "head", "full", "layer"}
+        RMSNorm of each head of q and k ("head", Qwen3), or of all heads at once ("full", OLMo 2);
+        LayerNorm of each head, with a bias ("layer", Persimmon).
     qk_norm_last : bool
         Whether that norm follows RoPE (HunYuan).
     parallel_block, parallel_norms : bool

@@ -444,6 +444,16 @@ FAMILIES = {
         norm="biogpt.layer_norm",
         head="output_projection",
     ),
+    "persimmon": Names(
+        qkv=("query_key_value",),
+        o="dense",
+        q_norm="q_layernorm",
+        k_norm="k_layernorm",
+        gate_up=("dense_h_to_4h",),
+        down="dense_4h_to_h",
+        norm="model.final_layernorm",
+        is_by_head=True,
+    ),
     "phi": Names(o="dense", gate_up=("fc1",), down="fc2", norm="model.final_layernorm"),
     "falcon": dataclasses.replace(
         _NEOX,

@@ -9,7 +9,9 @@ from typing import Any
 
 EPS = {
     **dict.fromkeys(("nemotron", "lfm2", "lfm2_moe"), "norm_eps"),
-    **dict.fromkeys(("jais2", "phi", "gpt_neox", "gpt_neox_japanese"), "layer_norm_eps"),
+    **dict.fromkeys(
+        ("persimmon", "jais2", "phi", "gpt_neox", "gpt_neox_japanese"), "layer_norm_eps"
+    ),
     **dict.fromkeys(("gpt2", "gpt-sw3", "gpt_bigcode", "gpt_neo"), "layer_norm_epsilon"),
     **dict.fromkeys(("gptj", "codegen", "falcon", "nemotron_h"), "layer_norm_epsilon"),
     "starcoder2": "norm_epsilon",
@@ -629,6 +631,8 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("internlm3", "bias", {"qkv_bias": True, "bias": True, "tie_word_embeddings": True}),
     ("minicpm", "", {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}),
     ("minicpm", "unscaled", {"tie_word_embeddings": True, "scale_depth": None}),
+    ("persimmon", "", _MHA),
+    ("persimmon", "no-norm", {**_MHA, "qk_layernorm": False, "tie_word_embeddings": True}),
 )
 # Families without a class in transformers, and one whose class is the same function.
 ORACLES = {"minicpm": "granite"}

@@ -216,6 +216,11 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "attention_bias": _FLAG,
         "hidden_act": ["gelu", "gelu_fast", "relu"],
     },
+    "persimmon": {
+        "qk_layernorm": _FLAG,
+        "partial_rotary_factor": [0.5, 1.0],
+        "hidden_act": ["relu2", "gelu", "relu"],
+    },
     "phi": {"tie_word_embeddings": [False], "partial_rotary_factor": [0.5, 1.0]},
     "falcon": {
         "bias": _FLAG,
@@ -426,7 +431,7 @@ DIVIDED = (
     "gpt_neox",
     "gpt_neox_japanese",
     *ENCODERS,
-    *("xglm", "ctrl", "bitnet"),
+    *("xglm", "ctrl", "bitnet", "persimmon"),
     "falcon",
     "flex_olmo",
     "granitemoeshared",
@@ -440,6 +445,6 @@ UNGROUPED = (
     *("gpt2", "gpt-sw3", "gpt_neo", "opt", "biogpt", "gptj", "codegen", "gpt_neox"),
     "gpt_neox_japanese",
     *ENCODERS,
-    *("xglm", "ctrl"),
+    *("xglm", "ctrl", "persimmon"),
     *("deepseek_v2", "deepseek_v3", "sarvam_mla", "axk1", "glm4_moe_lite", "youtu", "minicpm3"),
 )

@@ -67,7 +67,6 @@ _REASONS: dict[str, str] = {
     "mixer: byte patches and cross attention between them": "blt",
     "mixer: a loop over the layers": "hrm_text",
     "mixer: attention with relative position biases": "cpmant",
-    "norms: LayerNorm of each head of q and k": "persimmon",
     "a mixture of experts with a router of its own": """
         dbrx lara_mini
         """,
