@@ -274,6 +274,14 @@ FAMILIES = {
     "glm4_moe": Names(mixers={"experts": _SHARED}),
     "qwen3_5_moe_text": Names(mixers={"delta": delta.DeltaNames()}),
     "qwen3_next": Names(mixers={"delta": _QWEN_NEXT}),
+    "lara_mini": Names(
+        mixers={
+            "delta": delta.DeltaNames(
+                inputs=(("in_proj", 4),), gates=(("in_proj", 2),), norm="out_norm", is_joined=True
+            ),
+            "experts": ExpertNames(is_fused=True),
+        }
+    ),
     "qwen3_5_text": Names(mixers={"delta": delta.DeltaNames()}),
     "mamba2": _MAMBA,
     "nemotron_h": dataclasses.replace(
@@ -443,6 +451,25 @@ FAMILIES = {
         layer="biogpt.layers.{}",
         norm="biogpt.layer_norm",
         head="output_projection",
+    ),
+    "dbrx": Names(
+        embed="transformer.wte",
+        layer="transformer.blocks.{}",
+        mixer_norm="norm_attn_norm.norm_1",
+        mixer="norm_attn_norm.attn.",
+        mlp_norm="norm_attn_norm.norm_2",
+        norm="transformer.norm_f",
+        qkv=("Wqkv",),
+        o="out_proj",
+        mixers={
+            "experts": ExpertNames(
+                "ffn.",
+                router="router.layer",
+                gate_up=("experts.mlp.w1", "experts.mlp.v1"),
+                down="experts.mlp.w2",
+                in_rows=True,
+            )
+        },
     ),
     "persimmon": Names(
         qkv=("query_key_value",),

@@ -22,7 +22,7 @@ EPS = {
     "openai-gpt": "layer_norm_epsilon",
     "ctrl": "layer_norm_epsilon",
     "xglm": "layer_norm_eps",
-    "cohere2_moe": "layer_norm_eps",
+    **dict.fromkeys(("cohere2_moe", "dbrx"), "layer_norm_eps"),
 }
 _GRANITE = {
     "embedding_multiplier": 12.0,
@@ -107,6 +107,8 @@ _ZAMBA = {
     "adapter_rank": 6,
     "tie_word_embeddings": True,
 }
+_DBRX = {"ffn_hidden_size": 24, "moe_num_experts": 6, "moe_top_k": 3}
+_DBRX |= {"moe_normalize_expert_weights": 1.0}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _GEMMA4 = {
     "sliding_window": 9,
@@ -633,6 +635,35 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("minicpm", "unscaled", {"tie_word_embeddings": True, "scale_depth": None}),
     ("persimmon", "", _MHA),
     ("persimmon", "no-norm", {**_MHA, "qk_layernorm": False, "tie_word_embeddings": True}),
+    (
+        "lara_mini",
+        "",
+        {
+            **_ROUTED,
+            "num_hidden_layers": 5,
+            "num_experts": 6,
+            "shared_expert_intermediate_size": 40,
+            "sliding_window": 9,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+        },
+    ),
+    (
+        "dbrx",
+        "",
+        {**_DIVIDED, "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5}, "ffn_config": _DBRX},
+    ),
+    (
+        "dbrx",
+        "unnormalized",
+        {
+            **_DIVIDED,
+            "attn_config": {"kv_n_heads": 4, "clip_qkv": 8.0, "rope_theta": 1000.0},
+            "ffn_config": {**_DBRX, "moe_normalize_expert_weights": None},
+        },
+    ),
 )
 # Families without a class in transformers, and one whose class is the same function.
 ORACLES = {"minicpm": "granite"}

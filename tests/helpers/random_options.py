@@ -216,6 +216,48 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "attention_bias": _FLAG,
         "hidden_act": ["gelu", "gelu_fast", "relu"],
     },
+    "lara_mini": {
+        **_BIAS,
+        **_EXPERTS,
+        "num_experts": [6],
+        "moe_intermediate_size": [16, 24],
+        "norm_topk_prob": _FLAG,
+        "shared_expert_intermediate_size": [16, 40],
+        "sliding_window": [3, 9],
+        "linear_num_value_heads": [4],
+        "linear_num_key_heads": [2, 4],
+        "linear_key_head_dim": [8],
+        "linear_value_head_dim": [8, 12],
+        "linear_conv_kernel_dim": [2, 4],
+        "num_hidden_layers": [3],
+        "layer_types": [
+            ["linear_attention", "sliding_attention", "full_attention"],
+            ["sliding_attention", "linear_attention", "linear_attention"],
+        ],
+    },
+    "dbrx": {
+        "tie_word_embeddings": [False],
+        "rms_norm_eps": [1e-5],
+        "rope_theta": [None],
+        "attn_config": [
+            {"kv_n_heads": heads, "clip_qkv": limit, "rope_theta": theta}
+            for heads, limit, theta in ((1, 99.0, 1e4), (2, 0.3, 500.0), (4, 1.0, 1e4))
+        ],
+        "ffn_config": [
+            {
+                "ffn_hidden_size": width,
+                "moe_num_experts": count,
+                "moe_top_k": active,
+                "moe_normalize_expert_weights": power,
+            }
+            for width, count, active, power in (
+                (16, 4, 1, None),
+                (24, 6, 2, 1.0),
+                (24, 6, 3, None),
+                (40, 8, 4, 1.0),
+            )
+        ],
+    },
     "persimmon": {
         "qk_layernorm": _FLAG,
         "partial_rotary_factor": [0.5, 1.0],
@@ -431,7 +473,7 @@ DIVIDED = (
     "gpt_neox",
     "gpt_neox_japanese",
     *ENCODERS,
-    *("xglm", "ctrl", "bitnet", "persimmon"),
+    *("xglm", "ctrl", "bitnet", "persimmon", "dbrx"),
     "falcon",
     "flex_olmo",
     "granitemoeshared",

@@ -67,8 +67,5 @@ _REASONS: dict[str, str] = {
     "mixer: byte patches and cross attention between them": "blt",
     "mixer: a loop over the layers": "hrm_text",
     "mixer: attention with relative position biases": "cpmant",
-    "a mixture of experts with a router of its own": """
-        dbrx lara_mini
-        """,
 }
 REFUSED = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds.split()}
