@@ -293,7 +293,7 @@ _EXPERTS = "a mixture of experts, which is not supported"
             {"model_type": "deepseek_v32", "n_routed_experts": 256},
             "not supported: mixer: sparse attention by an indexer",
         ),
-        ({"model_type": "dbrx"}, "not supported: a mixture of experts with a router of its own"),
+        ({"model_type": "rembert"}, "not supported: an encoder with embeddings narrower"),
         # Dense models with the keys of experts
         (
             {"model_type": "unknown", "enable_moe_block": False, "num_experts": None},
@@ -447,6 +447,8 @@ def transformers_reads(kind: str) -> dict[str, Any]:
         others |= {name for pair in found for name in pair} - {*config}
     if kind in ("falcon_h1", "nemotron_h", "zamba2"):
         others |= {"get_text_config"}  # a method
+    if kind == "dbrx":
+        others |= {*config["attn_config"], *config["ffn_config"]}  # which it reads of these
     if kind == "minicpm3":
         others |= {"logits_scaling"}  # computed from other keys
     if kind == "gemma3_text":  # the same file has the multimodal model
