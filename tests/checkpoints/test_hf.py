@@ -1115,3 +1115,29 @@ def test_save_checks_the_tree(tmp_path, params) -> None:
     with pytest.raises(JaxLlamaError, match=r"norm/weight: shape \[15\], but .* \[16\]"):
         hf.save(tmp_path / "m", TINY, {**params, "norm": {"weight": np.ones(15, np.float32)}})
     assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "shape"),
+    [
+        ("dbrx", "transformer.blocks.1.ffn.experts.mlp.w2", (6 * 24, 32)),
+        ("lara_mini", "model.layers.2.linear_attn.in_proj.weight", (2 * 16 + 2 * 48 + 2 * 4, 32)),
+    ],
+)
+def test_parameters_that_share_a_tensor_have_rows_of_it(name, whole, shape, tmp_path) -> None:
+    cfg, params = CASES[name], parity_params(name)
+    path = hf.save(tmp_path / "m", cfg, params)
+    written = safetensors.numpy.load_file(path / "model.safetensors")
+    assert written[whole].shape == shape
+    assert not [tensor for tensor in written if "[" in tensor]
+    again, got = hf.load(path)
+    assert again.replace(name=cfg.name) == cfg
+    jax.tree.map(np.testing.assert_array_equal, got, params)
+    changed = json.loads((path / "config.json").read_text())
+    if name == "dbrx":
+        changed["ffn_config"]["ffn_hidden_size"] = 16
+    else:
+        changed["linear_num_key_heads"] = 4
+    (path / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(JaxLlamaError, match=rf"shape \[{shape[0]}, 32\], but the config wants"):
+        hf.load(path)

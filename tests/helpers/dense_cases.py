@@ -43,6 +43,7 @@ DEFAULT = (
     "modernbert-decoder",
     "xglm",
     "bitnet",
+    "persimmon",
 )  # one of each mechanism that no other case has
 _SIGMOID = {
     "moe_intermediate_size": 24,
