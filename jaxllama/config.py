@@ -706,6 +706,10 @@ class ModelConfig:
         the first alone.
     token_types : int
         Rows of a table of types, whose first row is added to every embedding (BERT); 0 for none.
+    embed_width, head_width : int or None
+        Features of the embeddings, with their positions and norm, before a product makes d_model of
+        them, and of the head's input, which the dense layer before it makes (Electra, RemBERT).
+        None: d_model.
     head_transform : bool
         Whether a dense layer and the activation stand between a last norm and another one (BERT).
         Models with ``sum_norms`` have the first of these norms, too.
@@ -834,6 +838,8 @@ class ModelConfig:
     first_norm: bool = True
     sum_norms: Literal["none", "all_but_last", "both", "first"] = "none"
     token_types: int = 0
+    embed_width: int | None = None
+    head_width: int | None = None
     head_transform: bool = False
     head_transform_bias: bool = False
     sine_theta: float | None = None
@@ -1019,6 +1025,21 @@ class ModelConfig:
             True,
             "is for dense feed-forwards",
         )
+        for key in ("embed_width", "head_width"):
+            width = getattr(self, key)
+            _require(width is None or width > 0, key, width, "must be positive")
+        _require(
+            self.head_width is None or self.head_transform,
+            "head_width",
+            self.head_width,
+            "needs head_transform",
+        )
+        _require(
+            not self.tie_embeddings or self.embed_width == self.head_width,
+            "head_width",
+            self.head_width,
+            "must be embed_width where the head is tied",
+        )
         _require(
             self.head_transform or not self.head_transform_bias,
             "head_transform_bias",
@@ -1158,10 +1179,18 @@ class ModelConfig:
         return self.sliding_window if layer in (self.window_layers or (layer,)) else None
 
     @property
+    def layers_read(self) -> str:
+        """What layers read beside a stream of one width and their own state; empty for nothing."""
+        if self.shared_kv_layers:
+            return "its layers read each other's keys"
+        if self.layer_inputs is not None:
+            return "its layers have inputs of their own"
+        return "its embeddings have another width" if self.embed_width else ""
+
+    @property
     def layers_are_alone(self) -> bool:
-        """Whether each layer reads the stream and its own state alone: no other layer's keys, and
-        no inputs that the model computes."""
-        return not self.shared_kv_layers and self.layer_inputs is None
+        """Whether each layer reads the stream and its own state alone (``layers_read``)."""
+        return not self.layers_read
 
     def kv_source(self, layer: int) -> int | None:
         """Return the layer whose keys and values layer ``layer`` reads; None for its own."""

@@ -124,6 +124,7 @@ def _bert(base: str, **changes: Any) -> Names:
         positions=f"{base}.embeddings.position_embeddings",
         types=f"{base}.embeddings.token_type_embeddings",
         embed_norm=f"{base}.embeddings.LayerNorm",
+        embed_dense=f"{base}.embeddings_project",
         layer=f"{base}.encoder.layer.{{}}",
         mixer="attention.",
         mixer_out_norm="attention.output.LayerNorm",
@@ -177,6 +178,12 @@ _ENCODERS = {
         norm="generator_predictions.LayerNorm",
         head="generator_lm_head",
         head_bias="generator_lm_head",
+    ),
+    "rembert": _bert(
+        "rembert",
+        embed_dense="rembert.encoder.embedding_hidden_mapping_in",
+        transform="cls.predictions.dense",
+        norm="cls.predictions.LayerNorm",
     ),
     "bert-generation": _bert(
         "bert",

@@ -293,7 +293,7 @@ _EXPERTS = "a mixture of experts, which is not supported"
             {"model_type": "deepseek_v32", "n_routed_experts": 256},
             "not supported: mixer: sparse attention by an indexer",
         ),
-        ({"model_type": "rembert"}, "not supported: an encoder with embeddings narrower"),
+        ({"model_type": "xmod"}, "not supported: an encoder with an adapter for each language"),
         # Dense models with the keys of experts
         (
             {"model_type": "unknown", "enable_moe_block": False, "num_experts": None},

@@ -16,6 +16,7 @@ EPS = {
     **dict.fromkeys(("gptj", "codegen", "falcon", "nemotron_h"), "layer_norm_epsilon"),
     "starcoder2": "norm_epsilon",
     **dict.fromkeys(("bert", "ernie", "electra", "roformer", "megatron-bert"), "layer_norm_eps"),
+    "rembert": "layer_norm_eps",
     **dict.fromkeys(("bert-generation", "roberta", "camembert", "xlm-roberta"), "layer_norm_eps"),
     **dict.fromkeys(("data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl"), "layer_norm_eps"),
     "modernbert-decoder": "norm_eps",
@@ -86,7 +87,7 @@ PADDED = {
 }
 ENCODERS = (
     *("bert", "ernie", "megatron-bert", "electra", "roformer", "bert-generation", *PADDED),
-    *("modernbert-decoder", "openai-gpt"),
+    *("rembert", "modernbert-decoder", "openai-gpt"),
 )
 _FALCON = {
     "num_hidden_layers": 1,
@@ -663,6 +664,17 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
             **_DIVIDED,
             "attn_config": {"kv_n_heads": 4, "clip_qkv": 8.0, "rope_theta": 1000.0},
             "ffn_config": {**_DBRX, "moe_normalize_expert_weights": None},
+        },
+    ),
+    ("electra", "narrow", {**_ENCODER, "embedding_size": 12}),
+    (
+        "rembert",
+        "",
+        {
+            **_ENCODER,
+            "tie_word_embeddings": False,
+            "input_embedding_size": 16,
+            "output_embedding_size": 48,
         },
     ),
 )

@@ -54,7 +54,7 @@ _LATENT = {
 _ENCODER = {
     **_LEARNED,
     "is_decoder": [True],
-    "tie_word_embeddings": [True],
+    "tie_word_embeddings": _FLAG,
     "type_vocab_size": [1, 2],
     "hidden_act": ["gelu", "gelu_new", "relu"],
 }
@@ -420,15 +420,21 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
     },
     **dict.fromkeys(("bert", "ernie", "megatron-bert"), _ENCODER),
     "bert-generation": {key: one for key, one in _ENCODER.items() if key != "type_vocab_size"},
-    "electra": {**_ENCODER, "embedding_size": [32], "hidden_act": ["gelu"]},
-    "roformer": {**_ENCODER, "embedding_size": [32]},
+    "electra": {**_ENCODER, "embedding_size": [12, 32, 40], "hidden_act": ["gelu"]},
+    "roformer": {**_ENCODER, "embedding_size": [12, 32]},
+    "rembert": {
+        **_ENCODER,
+        "tie_word_embeddings": [False],
+        "input_embedding_size": [12, 32],
+        "output_embedding_size": [24, 32, 48],
+    },
     **{
         kind: {**_ENCODER, "pad_token_id": [pad], "hidden_act": ["gelu"]}
         for kind, pad in PADDED.items()
     },
     "modernbert-decoder": {
         **_BIASES,
-        "tie_word_embeddings": [True],
+        "tie_word_embeddings": _FLAG,
         "num_hidden_layers": [2, 3],
         "sliding_window": [3, 9],
         "global_attn_every_n_layers": [2, 3],

@@ -17,7 +17,7 @@ from jaxllama.checkpoints.hf.refused import REFUSED, WRAPPERS
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from tests.helpers.parity_cases import CASES, FAMILY_CASES
 
-LOADED = 123  # of transformers' types; more is better
+LOADED = 124  # of transformers' types; more is better
 ELSEWHERE = ("rwkv7",)  # types of flash-linear-attention
 SIZES = {
     "hidden_size": 32,

@@ -20,7 +20,6 @@ _REASONS: dict[str, str] = {
     "the decoder of an encoder-decoder": """
         bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet
         """,
-    "an encoder with embeddings narrower than its layers": "rembert",
     "an encoder with embeddings of a character's shape and sound": "roc_bert",
     "an encoder with an adapter for each language": "xmod",
     "mixer: attention over random and sliding blocks": "big_bird",
