@@ -20,6 +20,7 @@ from pallas_kernels.dispatch import named_plan
 from pallas_kernels.rows import kernel, one_row
 from pallas_kernels.rows import plan as planning
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
+from pallas_kernels.rows.swiglu import gelu_tanh
 from tests.helpers import warp_emulator
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import pairwise
@@ -445,3 +446,11 @@ def test_a_given_scale_on_the_gpu(call, words, rows, width):
         got, want = got[0], want[0]
     steps, codes = np.abs(wide(got.q) - wide(want.q)), np.abs(wide(want.q))
     assert (steps > 0).mean() < 0.005 and (steps <= codes / 7 + 1).all()
+
+
+def test_gelu_keeps_its_digits_where_it_is_near_zero():
+    x = np.linspace(-4.5, 4.5, 91, dtype=np.float32)
+    wide = x.astype(np.float64)
+    u = np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)
+    got = jax.jit(gelu_tanh)(x)
+    np.testing.assert_allclose(got, 0.5 * wide * (1 + np.tanh(u)), rtol=4e-6)
