@@ -233,8 +233,11 @@ def _joined(units: Iterable[SaveUnit]) -> list[SaveUnit]:
     Parameters that share a tensor are neighbours.
     """
     result: list[SaveUnit] = []
-    by_kind = itertools.groupby(units, key=lambda unit: piece_of(unit.entries[0][0]) is not None)
-    for is_piece, group in by_kind:
+
+    def holds_rows(unit: SaveUnit) -> bool:  # a constant has no tensors
+        return any(piece_of(name) is not None for name, *_ in unit.entries)
+
+    for is_piece, group in itertools.groupby(units, key=holds_rows):
         result += [_whole(list(group))] if is_piece else list(group)
     return result
 
