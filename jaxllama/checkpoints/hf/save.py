@@ -238,7 +238,8 @@ def _joined(units: Iterable[SaveUnit]) -> list[SaveUnit]:
         return any(piece_of(name) is not None for name, *_ in unit.entries)
 
     for is_piece, group in itertools.groupby(units, key=holds_rows):
-        result += [_whole(list(group))] if is_piece else list(group)
+        alike = list(group)
+        result += [_whole(alike)] if is_piece else alike
     return result
 
 
