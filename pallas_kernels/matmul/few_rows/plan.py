@@ -66,6 +66,8 @@ class RowPlan(Predicted):
     loads: int = 4  # of 16 bytes that a lane multiplies while as many more are under way
     warps: int = WARPS  # of a block; an SM has as many warps in any case
     sms: int = H200.sms
+    ahead: int = 1  # groups of loads that a warp asks L2 for before it may read x
+    even: bool = False  # whether the units of the last round are dealt to all blocks in turn
 
     @property
     def per_load(self) -> int:
@@ -101,7 +103,8 @@ class RowPlan(Predicted):
 
     @property
     def blocks(self) -> int:
-        return min(self.sms * WARPS // self.warps, -(-self.units // self.warps))
+        most = self.sms * WARPS // self.warps
+        return min(most, self.units if self.even else -(-self.units // self.warps))
 
     @property
     def rounds(self) -> int:
@@ -112,6 +115,13 @@ class RowPlan(Predicted):
         """The chunks of a row by the groups in which they are loaded."""
         each = max(1, self.loads // self.rows)
         return [list(range(c, min(c + each, self.chunks))) for c in range(0, self.chunks, each)]
+
+    @property
+    def chunks_ahead(self) -> list[int]:
+        """The chunks of its first unit, of the next one, and so on, that a warp asks L2 for."""
+        sizes = [len(group) for group in self.groups]
+        rounds = min(self.rounds, -(-self.ahead // len(sizes)))
+        return [sum(sizes[: self.ahead - i * len(sizes)]) for i in range(rounds)]
 
     def scratch_sizes(self, normed: bool) -> list[int]:
         """Bytes of x, as floats, or as pairs and their powers of two beside 4 bits; and of the
@@ -138,7 +148,7 @@ def is_format(w: HasShape) -> bool:
     return kind in ((E8M0, 32, True), (E4M3, 16, False))
 
 
-def divide_row(w: HasShape, swiglu: bool = False) -> RowPlan:
+def divide_row(w: HasShape, swiglu: bool = False, normed: bool = False) -> RowPlan:
     n, k = w.shape
     bits = 4 if w.dtype.name in NIBBLES else 8 * w.dtype.itemsize
     # Two rows share what is read of x; one round of short rows is better than two.
@@ -167,7 +177,7 @@ def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason
         return Reason("codes other than int8 by rows, int4 in groups of 32, 64 and 128, MXFP4")
     elif (zero := call.codes.zero) is not None and (w.dtype, zero.dtype) != (jnp.int4, jnp.int8):
         return Reason(f"{w.dtype.name} codes with zeros of {zero.dtype.name}")
-    divided = divide_row(w, call.swiglu)
+    divided = divide_row(w, call.swiglu, call.norm is not None)
     wanted = 128 if short_chunk and divided.bits == 4 else 32 * divided.per_load
     if not call.plain and w.dtype.name not in ("int4", "int8"):
         wanted = 64 if w.dtype == jnp.float8_e4m3fn else 32

@@ -168,11 +168,11 @@ class WeightRows:
         row = unit if swiglu else p.mul(unit, self.plan.rows)
         return [row, p.add(row, self.plan.units if swiglu else 1)][: self.plan.rows]
 
-    def prefetch(self, unit: Value) -> None:
-        """Asks for the unit's first loads, its scales and its zeros: a lane for each."""
+    def prefetch(self, unit: Value, chunks: int) -> None:
+        """Asks for the unit's first chunks, its scales and its zeros: a lane for each."""
         plan, scheme = self.plan, self.scheme
         row_bytes = plan.k * plan.bits // 8
-        runs = [(self.operands.w, row_bytes, min(row_bytes, 512 * len(plan.groups[0])))]
+        runs = [(self.operands.w, row_bytes, min(row_bytes, 512 * chunks))]
         if self.loop.in_groups:
             parts = (self.operands.scale, scheme.scale_row), (self.operands.zero, scheme.zero_row)
             runs += [(base, row, row) for base, row in parts if base is not None]
@@ -301,7 +301,10 @@ def run(
     block = p.register("ctaid.x") if block is None else block
     groups, stride = plan.groups, plan.blocks * plan.warps
     first = p.add(p.mul(block, plan.warps), warp)
-    last = p.add(first, stride * (plan.rounds - 1))
+    dealt = p.add(p.mul(warp, plan.blocks), block) if plan.even else first
+    last = p.add(dealt, stride * (plan.rounds - 1))
+    if plan.rounds == 1:
+        first = last
     w = p.offset(operands.w, lane, 16)
     kind = (FoldedNibbles if scheme.fold else Nibbles) if plan.bits == 4 else Floats
     kind = Float4 if scheme.float4 else Float8 if scheme.float8 else kind
@@ -322,7 +325,9 @@ def run(
 
     start = p.minimum(first, plan.units - 1)
     operands.prefetch(thread)
-    rows.prefetch(start)
+    for turn, chunks in enumerate(plan.chunks_ahead):
+        unit = last if turn == plan.rounds - 1 else p.add(first, stride * turn)
+        rows.prefetch(p.minimum(unit, plan.units - 1), chunks)
     if not has_waited:
         p.await_kernel()
     if operands.post is not None:
@@ -351,6 +356,9 @@ def run(
     def step(i, ready):
         unit = p.add(p.mul(i, stride), first)
         later = p.add(unit, stride)
+        if plan.even:
+            is_last = p.equal(i, plan.rounds - 2)
+            later = arith.select(is_last, last, later)
         # A warp without another unit reads its first one again, and stores nothing of it.
         later = arith.select(p.less(later, plan.units), later, first)
         ready = product(i, unit, ready, later)
