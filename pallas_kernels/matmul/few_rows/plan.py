@@ -67,6 +67,7 @@ class RowPlan(Predicted):
     warps: int = WARPS  # of a block; an SM has as many warps in any case
     sms: int = H200.sms
     ahead: int = 1  # groups of loads that a warp asks L2 for before it may read x
+    slim: bool = False  # whether an SM has one block of these warps, not as many as fit
     even: bool = False  # whether the units of the last round are dealt to all blocks in turn
 
     @property
@@ -103,7 +104,7 @@ class RowPlan(Predicted):
 
     @property
     def blocks(self) -> int:
-        most = self.sms * WARPS // self.warps
+        most = self.sms if self.slim else self.sms * WARPS // self.warps
         return min(most, self.units if self.even else -(-self.units // self.warps))
 
     @property
