@@ -51,7 +51,9 @@ def can_post(x: HasShape, w: Weight) -> bool:
     return wants_kernel(None, x, w) and _plan(x, w) is not None
 
 
-def post(x: jax.Array, w: jax.Array | QTensor, table: jax.Array) -> Posted:
+def post(
+    x: jax.Array, w: jax.Array | QTensor, table: jax.Array, *, before: jax.Array | None = None
+) -> Posted:
     """Post this device's part of ``x @ w.T`` to the mailboxes of all devices.
 
     Parameters
@@ -62,6 +64,9 @@ def post(x: jax.Array, w: jax.Array | QTensor, table: jax.Array) -> Posted:
         This device's columns of the weight.
     table : int32 [1, peers + 2, 2]
         This sum's.
+    before : array, optional
+        What ``norm_matmul`` adds the sum to. It is computed before this product begins, because
+        that kernel reads it without waiting for this one.
 
     Returns
     -------
@@ -72,7 +77,8 @@ def post(x: jax.Array, w: jax.Array | QTensor, table: jax.Array) -> Posted:
     plan = _plan(x, w)
     assert plan is not None
     out = jnp.dtype(jnp.float32)
-    order = kernel.matmul(x.reshape(1, -1), w, out_dtype=out, post=table, plan=plan)
+    given = {"out_dtype": out, "post": table, "before": before, "plan": plan}
+    order = kernel.matmul(x.reshape(1, -1), w, **given)
     return Posted(order.reshape(*x.shape[:-1], -1), table)
 
 
@@ -89,7 +95,9 @@ def norm_matmul(
 ) -> tuple[jax.Array, jax.Array] | None:
     """Return ``quantized_matmul`` of x and the pending sum, and their total.
 
-    The result is None where the kernel of one row does not take the product.
+    Its kernel begins while the product that posts still runs (``few_rows.row``).  So x must be
+    ``post``'s ``before``, and w an argument of the program.  The result is None where the kernel of
+    one row does not take the product.
     """
     from pallas_kernels.matmul.few_rows import kernel
 
