@@ -654,29 +654,6 @@ def await_kernel() -> None:
         return
     ptx("griddepcontrol.wait;")
     ptx("griddepcontrol.launch_dependents;")
-    _mark_overlap()
-
-
-def begin_without_waiting() -> None:
-    """By all threads: the kernel behind may begin, though the one before has not ended.
-
-    What was written before the one before began can be read: that kernel waited for it before it
-    let this one begin.  Its own results can be read only if they say themselves that they are
-    there.  ``await_at_end`` must follow, so that whoever waits for this kernel waits for both.
-    """
-    if not _overlaps():
-        return
-    ptx("griddepcontrol.launch_dependents;")
-    _mark_overlap()
-
-
-def await_at_end() -> None:
-    """By all threads of a kernel that began without waiting: until the one before has ended."""
-    if _overlaps():
-        ptx("griddepcontrol.wait;")
-
-
-def _mark_overlap() -> None:
     owner = ir.InsertionPoint.current.block.owner
     while owner.parent is not None:
         owner = owner.parent

@@ -220,7 +220,7 @@ def linear_add(
     is_plain = _lora(linear) is None
     if POST in linear:
         assert isinstance(x, jax.Array)
-        return Stream(stream.x, post(x, weight, linear[POST], before=stream.x))
+        return Stream(stream.x, post(x, weight, linear[POST]))
     if is_plain and is_split():
         assert isinstance(x, jax.Array)  # each shard quantizes its own part
         y = row_parallel_matmul(x, weight, bias, dtype)

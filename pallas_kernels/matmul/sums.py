@@ -51,9 +51,7 @@ def can_post(x: HasShape, w: Weight) -> bool:
     return wants_kernel(None, x, w) and _plan(x, w) is not None
 
 
-def post(
-    x: jax.Array, w: jax.Array | QTensor, table: jax.Array, *, before: jax.Array | None = None
-) -> Posted:
+def post(x: jax.Array, w: jax.Array | QTensor, table: jax.Array) -> Posted:
     """Post this device's part of ``x @ w.T`` to the mailboxes of all devices.
 
     Parameters
@@ -64,9 +62,6 @@ def post(
         This device's columns of the weight.
     table : int32 [1, peers + 2, 2]
         This sum's.
-    before : array, optional
-        What ``norm_matmul`` adds the sum to. It is computed before this product begins, because
-        that kernel reads it without waiting for this one.
 
     Returns
     -------
@@ -77,8 +72,7 @@ def post(
     plan = _plan(x, w)
     assert plan is not None
     out = jnp.dtype(jnp.float32)
-    given = {"out_dtype": out, "post": table, "before": before, "plan": plan}
-    order = kernel.matmul(x.reshape(1, -1), w, **given)
+    order = kernel.matmul(x.reshape(1, -1), w, out_dtype=out, post=table, plan=plan)
     return Posted(order.reshape(*x.shape[:-1], -1), table)
 
 
@@ -95,9 +89,7 @@ def norm_matmul(
 ) -> tuple[jax.Array, jax.Array] | None:
     """Return ``quantized_matmul`` of x and the pending sum, and their total.
 
-    Its kernel begins while the product that posts still runs (``few_rows.row``).  So x must be
-    ``post``'s ``before``, and w an argument of the program.  The result is None where the kernel of
-    one row does not take the product.
+    The result is None where the kernel of one row does not take the product.
     """
     from pallas_kernels.matmul.few_rows import kernel
 

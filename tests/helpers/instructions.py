@@ -308,21 +308,15 @@ def _prefetch(block, address, size):
     "barrier.cluster.wait.acquire.aligned",
     "fence.mbarrier_init.release.cluster",
     "fence.proxy.async.shared::cta",
+    "griddepcontrol.launch_dependents",
 )
 def _nothing(block, *operands):
     pass
 
 
-@effect_of("griddepcontrol.launch_dependents")
-def _let_begin(block):
-    block.let_begin = True
-
-
 @effect_of("griddepcontrol.wait")
 def _await_kernel(block):
-    """Before the next may begin, or at the end of a kernel that reads posted sums."""
-    is_first = not block.touched or getattr(block, "let_begin", False)
-    assert is_first, "device memory is read or written before the kernel before ended"
+    assert not block.touched, "device memory is read or written before the kernel before ended"
 
 
 @effect_of("mbarrier.init.shared.b64")

@@ -37,15 +37,13 @@ def matmul(
     pending: jax.Array | None = None,
     post: jax.Array | None = None,
     posted: jax.Array | None = None,
-    before: jax.Array | None = None,
     plan: RowPlan | TilePlan,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Return the product [M, N] of x [M, K] (bf16 or f16) and w [N, K].
 
     ``plan`` has further conditions.  gamma [K], eps: of a norm of x.  residual: has the result's
     shape and dtype.  pending [M, K], f32 or x's dtype: is added to x before the norm; the result is
-    then a pair, with the sum.  before: an array that is computed before the
-    kernel begins, which reads nothing of it.
+    then a pair, with the sum.
     """
     (m, k), n = x.shape, w.shape[0]
     if isinstance(plan, TilePlan) and plan.m < m:
@@ -75,7 +73,7 @@ def matmul(
         bias = bias.astype(jnp.float32)
     inputs = {"x": x, **parts_of(w), "bias": bias, "gamma": gamma, "residual": residual}
     inputs["pending"] = pending
-    inputs |= {"post": post, "posted": posted, "before": before}
+    inputs |= {"post": post, "posted": posted}
     parts = (plan.split,) if is_apart else ()
     outs = {"out": jax.ShapeDtypeStruct((*parts, m, n // 2 if swiglu else n), out_dtype)}
     outs["total"] = None if pending is None else jax.ShapeDtypeStruct((m, k), x.dtype)
@@ -90,7 +88,7 @@ def matmul(
     }
 
     def body(gmem, smem):
-        memory = {name: ref for name, ref in vars(gmem).items() if name != "before"}
+        memory = vars(gmem)
         if is_row:
             row.run(plan, scheme, FewRowsOperands.of(memory, **facts), smem)
         else:

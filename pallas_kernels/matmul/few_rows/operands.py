@@ -66,16 +66,10 @@ class FewRowsOperands:
         """8 values of x with what was pending, rounded, as words: block 0 stores them at
         ``place(total)``.  is_x: whether they are values of x; None where all are."""
         words = rounded_sum(words, pending)
-        self.keep_total(words, place, block, is_x)
-        return words
-
-    def keep_total(
-        self, words: list[Value], place: Callable, block: Callable, is_x: Value | None = None
-    ) -> None:
-        """Store 8 values of the sum, as words; the arguments are ``store_total``'s."""
         at, stores = place(self.total), p.less(block(), 1)
         stores = stores if is_x is None else arith.andi(stores, is_x)
         p.when(stores, lambda: p.store_global(at, words))
+        return words
 
     def factor(self, squares: Value) -> Value:
         """The norm's, of a row with this sum of squares."""

@@ -18,11 +18,6 @@ all SMs read from one place of w.
     warp     per group of 4 loads: the next group -> registers, multiply this one   (``row_loops``)
     warp     sum over lanes; lane 0: fused parts, one rounding, store                   (``finish``)
 
-A posted sum (``mailbox``) says itself that it is there.  So a kernel that reads one does not wait
-for the kernel before, which posts it: x was there before that one began.  It stores nothing until
-all words have come, because a block of the kernel before may still read that memory.  At its end it
-waits for that kernel, so that the next one waits for both.
-
 Numerics.  Float32, in an order that depends on K alone.  The norm's factor and an int8 row's scale
 multiply the sum.  x times the norm's weight stays float32.  Beside int4 it is rounded once to
 float16, divided by a power of two that 256 columns share, and a group's sum is scaled.  Beside
@@ -39,11 +34,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import floats, rounded_sum
+from pallas_kernels.fused_parts import floats
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.operands import (
     FewRowsOperands,
@@ -112,12 +107,9 @@ class Input:
         size = 32 if self.operands.kinds[name] == "f32" else 16
         return self.operands.eight(name, p.offset(getattr(self.operands, name), piece, size))
 
-    def store(self, asked, warp: Value, lane: Value) -> list[Callable[[], None]]:
-        """x times the norm's weight to shared memory, and the warps' sums of x's squares.
-
-        Returns the stores of a posted sum's total, which are due behind the block's barrier.
-        """
-        total, due = p.cf(0.0), []
+    def store(self, asked, warp: Value, lane: Value) -> None:
+        """x times the norm's weight to shared memory, and the warps' sums of x's squares."""
+        total = p.cf(0.0)
         for piece, inside, is_x, words, gamma, pending in [*asked, *self.ask(early=False)]:
             if self.slot is not None:
                 source = p.minimum(piece, self.plan.k // 8 - 1)
@@ -127,12 +119,7 @@ class Input:
                     pending = [arith.select(is_x, value, p.cf(0.0)) for value in pending]
                 place = functools.partial(p.offset, index=piece, stride=16)
                 block = functools.partial(p.register, "ctaid.x")
-                words = rounded_sum(words, pending)
-                keep = functools.partial(self.operands.keep_total, words, place, block, is_x)
-                if self.slot is None:
-                    keep()
-                else:
-                    due.append(keep)
+                words = self.operands.store_total(words, pending, place, block, is_x)
             values = floats(words)
             if gamma is not None:
                 is_one = None if inside is None else lambda inside=inside: inside
@@ -147,7 +134,6 @@ class Input:
             (total,) = over_lanes([total])
             at = p.add(self.squares, p.mul(warp, 4))
             p.when(p.less(lane, 1), lambda: p.store_shared(at, [total]))
-        return due
 
     def factor(self) -> Value | None:
         if self.operands.gamma is None:
@@ -342,20 +328,15 @@ def run(
     for turn, chunks in enumerate(plan.chunks_ahead):
         unit = last if turn == plan.rounds - 1 else p.add(first, stride * turn)
         rows.prefetch(p.minimum(unit, plan.units - 1), chunks)
-    is_early = not has_waited and slot is not None
-    if is_early:
-        p.begin_without_waiting()
-    elif not has_waited:
+    if not has_waited:
         p.await_kernel()
     if operands.post is not None:
         threads = 32 * plan.warps
         posts.empty(operands.post, p.add(p.mul(block, threads), thread), threads * plan.blocks)
     asked = source.ask(early=True)
     ready = rows.load(start, groups[0])
-    due = source.store(asked, warp, lane)
+    source.store(asked, warp, lane)
     p.barrier()
-    for keep in due:
-        keep()
     factor = source.factor()
 
     def product(turn, unit, ready, later=None):
@@ -391,5 +372,3 @@ def run(
     p.when(p.less(last, plan.units), lambda: product(turn, last, ready))
     if poster is not None:
         poster.post(turn)
-    if is_early:
-        p.await_at_end()
