@@ -66,8 +66,6 @@ class RowPlan(Predicted):
     loads: int = 4  # of 16 bytes that a lane multiplies while as many more are under way
     warps: int = WARPS  # of a block; an SM has as many warps in any case
     sms: int = H200.sms
-    ahead: int = 1  # groups of loads that a warp asks L2 for before it may read x
-    slim: bool = False  # whether an SM has one block of these warps, not as many as fit
     even: bool = False  # whether the units of the last round are dealt to all blocks in turn
 
     @property
@@ -104,7 +102,7 @@ class RowPlan(Predicted):
 
     @property
     def blocks(self) -> int:
-        most = self.sms if self.slim else self.sms * WARPS // self.warps
+        most = self.sms * WARPS // self.warps
         return min(most, self.units if self.even else -(-self.units // self.warps))
 
     @property
@@ -116,13 +114,6 @@ class RowPlan(Predicted):
         """The chunks of a row by the groups in which they are loaded."""
         each = max(1, self.loads // self.rows)
         return [list(range(c, min(c + each, self.chunks))) for c in range(0, self.chunks, each)]
-
-    @property
-    def chunks_ahead(self) -> list[int]:
-        """The chunks of its first unit, of the next one, and so on, that a warp asks L2 for."""
-        sizes = [len(group) for group in self.groups]
-        rounds = min(self.rounds, -(-self.ahead // len(sizes)))
-        return [sum(sizes[: self.ahead - i * len(sizes)]) for i in range(rounds)]
 
     def scratch_sizes(self, normed: bool) -> list[int]:
         """Bytes of x, as floats, or as pairs and their powers of two beside 4 bits; and of the
@@ -159,7 +150,9 @@ def divide_row(w: HasShape, swiglu: bool = False, normed: bool = False) -> RowPl
     # With two blocks an SM, one of them ends earlier and makes room for the next kernel's block.
     # But each block loads all of x.
     warps = 8 if k <= 2048 else WARPS
-    return RowPlan(k, rows, n // rows, bits, warps=warps, sms=gpu().sms)
+    # Not behind a product whose block posts neighbouring rows together; codes were not measured.
+    even = normed and bits == 16
+    return RowPlan(k, rows, n // rows, bits, warps=warps, sms=gpu().sms, even=even)
 
 
 def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason:

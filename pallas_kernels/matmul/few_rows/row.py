@@ -10,7 +10,8 @@ columns, float8 at one of 64, float4 and int4 in smaller groups at one of 32.
 
 Division of work.  A block of 16 warps per SM, or two of 8.  A warp has one or two rows of w at a
 time (with SwiGLU a row of gate and its row of up).  Neighbouring warps have neighbouring rows, so
-all SMs read from one place of w.
+all SMs read from one place of w.  With ``plan.even`` the rows of the last round are dealt to the
+blocks in turn, so that no SM has a whole round more than another.
 
     all      the first of w -> L2 | the kernel before has ended | x and the norm's weight, then the
              first of w -> registers             (``prefetch``, ``Input.ask``, ``load``)
@@ -168,11 +169,11 @@ class WeightRows:
         row = unit if swiglu else p.mul(unit, self.plan.rows)
         return [row, p.add(row, self.plan.units if swiglu else 1)][: self.plan.rows]
 
-    def prefetch(self, unit: Value, chunks: int) -> None:
-        """Asks for the unit's first chunks, its scales and its zeros: a lane for each."""
+    def prefetch(self, unit: Value) -> None:
+        """Asks for the unit's first loads, its scales and its zeros: a lane for each."""
         plan, scheme = self.plan, self.scheme
         row_bytes = plan.k * plan.bits // 8
-        runs = [(self.operands.w, row_bytes, min(row_bytes, 512 * chunks))]
+        runs = [(self.operands.w, row_bytes, min(row_bytes, 512 * len(plan.groups[0])))]
         if self.loop.in_groups:
             parts = (self.operands.scale, scheme.scale_row), (self.operands.zero, scheme.zero_row)
             runs += [(base, row, row) for base, row in parts if base is not None]
@@ -303,8 +304,7 @@ def run(
     first = p.add(p.mul(block, plan.warps), warp)
     dealt = p.add(p.mul(warp, plan.blocks), block) if plan.even else first
     last = p.add(dealt, stride * (plan.rounds - 1))
-    if plan.rounds == 1:
-        first = last
+    first = first if plan.rounds > 1 else last
     w = p.offset(operands.w, lane, 16)
     kind = (FoldedNibbles if scheme.fold else Nibbles) if plan.bits == 4 else Floats
     kind = Float4 if scheme.float4 else Float8 if scheme.float8 else kind
@@ -325,9 +325,7 @@ def run(
 
     start = p.minimum(first, plan.units - 1)
     operands.prefetch(thread)
-    for turn, chunks in enumerate(plan.chunks_ahead):
-        unit = last if turn == plan.rounds - 1 else p.add(first, stride * turn)
-        rows.prefetch(p.minimum(unit, plan.units - 1), chunks)
+    rows.prefetch(start)
     if not has_waited:
         p.await_kernel()
     if operands.post is not None:

@@ -51,8 +51,8 @@ CASES = [  # weights, N, K, fused, changes to the plan
     ("nvfp4", 80, 1056, "nsb", {}),
     ("fp8-block", 96, 1024, "nsb", {}),
     ("fp8-block", 80, 896, "nr", {"loads": 4}),
-    ("plain", 96, 1024, "ng", {"even": True, "ahead": 5}),
-    ("plain", 56, 1024, "n", {"even": True, "ahead": 3}),
+    ("plain", 96, 1024, "ng", {"even": True}),
+    ("plain", 56, 1024, "n", {"even": True}),
     ("plain", 41, 512, "n", {"even": True}),
 ]
 
