@@ -58,7 +58,7 @@ def gradients() -> None:
         ("hybrid", "hybrid", 8, {}),
         ("packed", "gqa", 4, {"remat": True}),
     ):
-        model = deep(family, layers)
+        model = deep(family, layers).replace(tie_embeddings=name == "packed")
         with tempfile.TemporaryDirectory() as folder:
             config = run_config(
                 Path(folder), model, batch_size=12, microbatches=MICROBATCHES, scan=True, **more
