@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -57,7 +56,7 @@ def _tables(mesh: Mesh, width: int, n_sums: int) -> tuple[jax.Array, ...] | None
 
 
 @functools.cache
-def _addresses(mesh: Mesh, width: int) -> Sequence[Sequence[int] | None] | None:
+def _addresses(mesh: Mesh, width: int) -> list[list[int] | None] | None:
     """Return where each device sees the mailbox of each device, None for other processes'."""
     devices = list(mesh.devices.flat)
     if len({one.process_index for one in devices}) > 1:
