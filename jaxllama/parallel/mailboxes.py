@@ -5,10 +5,9 @@
 A sum of one row has 16 KB, so its time is that of starting a collective.  ``pallas_kernels`` has
 products that store their part in the other GPUs' memory and products that wait for all parts
 (``matmul.sums``).  jax has no name for such memory inside a program, so a table carries addresses:
-those of arrays which this module keeps as long as the process lives, or of memory that the
-processes of a host share (``parallel.shared_memory``).
+those of arrays which this module keeps as long as the process lives.
 
-Left out: several hosts, and GPUs without access to each other's memory.
+Left out: several processes, and GPUs without access to each other's memory.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllama.parallel.mesh import MODEL_AXIS
-from jaxllama.parallel.shared_memory import shared_memory
-from jaxllama.typing import LocalDevice
 from pallas_kernels.matmul.few_rows.mailbox import EMPTY, SLOTS, tables
 
 
@@ -32,41 +29,22 @@ def sum_tables(mesh: Mesh, width: int, n_sums: int) -> tuple[jax.Array, ...] | N
     """Return the tables of the sums of rows of ``width`` values, int32 ``[peers, peers + 2, 2]``.
 
     Each is split over "model".  The result is None where the devices cannot store into each other's
-    memory, or the number of sums does not suit the mailboxes.  All processes of a mesh call it.
+    memory, or the number of sums does not suit the mailboxes.
 
     All programs of a mesh and width share the mailboxes, and each runs whole steps.
     """
     if n_sums % SLOTS or not n_sums or mesh.size != mesh.shape[MODEL_AXIS]:
         return None
-    if any(one.platform not in ("gpu", "cuda") for one in mesh.devices.flat):
+    if not _have_access(mesh):
         return None
     return _tables(mesh, width, n_sums)
 
 
 @functools.cache
-def _tables(mesh: Mesh, width: int, n_sums: int) -> tuple[jax.Array, ...] | None:
-    seen = _addresses(mesh, width)
-    if seen is None:
-        return None
+def _tables(mesh: Mesh, width: int, n_sums: int) -> tuple[jax.Array, ...]:
+    addresses = [box.unsafe_buffer_pointer() for box in _mailboxes(mesh, width)]
     place = NamedSharding(mesh, P(MODEL_AXIS))
-    return tuple(
-        jax.make_array_from_callback(table.shape, place, table.__getitem__)
-        for table in tables(seen, width, n_sums)
-    )
-
-
-@functools.cache
-def _addresses(mesh: Mesh, width: int) -> list[list[int] | None] | None:
-    """Return where each device sees the mailbox of each device, None for other processes'."""
-    devices = list(mesh.devices.flat)
-    if len({one.process_index for one in devices}) > 1:
-        from jax.experimental.multihost_utils import process_allgather
-
-        nbytes = 4 * SLOTS * mesh.size * width
-        return shared_memory(devices, nbytes, lambda array: np.asarray(process_allgather(array)))
-    if not _have_access(devices):
-        return None
-    return [[box.unsafe_buffer_pointer() for box in _mailboxes(mesh, width)]] * len(devices)
+    return tuple(jax.device_put(table, place) for table in tables(addresses, width, n_sums))
 
 
 @functools.cache
@@ -77,11 +55,17 @@ def _mailboxes(mesh: Mesh, width: int) -> tuple[jax.Array, ...]:
     )
 
 
-def _have_access(devices: list[LocalDevice]) -> bool:
-    """Return whether GPUs of this process have access to each other's memory.
+@functools.cache
+def _have_access(mesh: Mesh) -> bool:
+    """Return whether the mesh's devices are GPUs of this process with access to each other.
 
     XLA grants the access to all pairs of devices that can have it.
     """
+    devices = list(mesh.devices.flat)
+    if any(one.platform not in ("gpu", "cuda") for one in devices):
+        return False
+    if len({one.process_index for one in devices}) > 1:
+        return False
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,12 +1,7 @@
 """Which sums of a decode step are posted, and in which order."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -15,7 +10,6 @@ from jaxllama.executors import posting
 from jaxllama.model.linear import POST
 from jaxllama.model.shardings import specs
 from jaxllama.parallel import mailboxes
-from jaxllama.parallel import shared_memory as sharing
 from jaxllama.parallel.mesh import make_mesh
 from tests.helpers.models import LLAMA
 from tests.helpers.seeded import seeded_params
@@ -61,59 +55,3 @@ def test_devices_without_access_have_no_tables():
     mesh = make_mesh("model=1")
     assert mailboxes.sum_tables(mesh, 64, 4) is None  # CPUs
     assert mailboxes.sum_tables(mesh, 64, 6) is None  # not all slots
-
-
-class _Processes:
-    """Two processes with two devices each, as threads; what they allocate is at 1000 * device."""
-
-    def __init__(self, monkeypatch, hosts=(b"a" * 16, b"a" * 16), refuses=()):
-        self.devices = [
-            SimpleNamespace(process_index=i // 2, local_hardware_id=i) for i in range(4)
-        ]
-        self.refuses, self.hosts, self.told = refuses, hosts, [None, None]
-        self.barrier, self.number = threading.Barrier(2, timeout=20), threading.local()
-        monkeypatch.setattr(sharing, "_host", lambda: self.hosts[self.number.index])
-
-    def allocate(self, ordinal, nbytes):
-        assert nbytes == 96
-        return 1000 * ordinal, bytes([ordinal]) * 64
-
-    def open(self, ordinal, handle):
-        if (ordinal, handle[0]) in self.refuses:
-            raise OSError("cuIpcOpenMemHandle_v2: 101")
-        return 1000 * handle[0] + ordinal + 1
-
-    def _gather(self, array):
-        self.told[self.number.index] = array
-        self.barrier.wait()
-        everyone = np.stack(self.told)
-        self.barrier.wait()
-        return everyone
-
-    def run(self):
-        def one(index):
-            self.number.index = index
-            made = {"driver": lambda: self, "process": index}
-            return sharing.shared_memory(self.devices, 96, self._gather, **made)
-
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(one, range(2)))
-
-
-def test_processes_of_a_host_see_each_other_s_memory(monkeypatch):
-    first, second = _Processes(monkeypatch).run()
-    assert first == [[0, 1000, 2001, 3001], [0, 1000, 2002, 3002], None, None]
-    assert second == [None, None, [3, 1003, 2000, 3000], [4, 1004, 2000, 3000]]
-
-
-@pytest.mark.parametrize(
-    "changes", [{"hosts": (b"a" * 16, b"b" * 16)}, {"refuses": [(3, 0)]}], ids=["hosts", "refused"]
-)
-def test_all_processes_do_without_where_one_cannot(monkeypatch, changes):
-    assert _Processes(monkeypatch, **changes).run() == [None, None]
-
-
-def test_a_process_without_a_driver_takes_part(monkeypatch):
-    processes = _Processes(monkeypatch)
-    processes.allocate = lambda *_: (_ for _ in ()).throw(OSError("libcuda.so.1"))
-    assert processes.run() == [None, None]

@@ -20,30 +20,26 @@ mailbox's slot of this sum, and the slot to empty.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 SLOTS = 4
 EMPTY = 0xFFFFFFFF  # a NaN that no instruction makes
 
 
-def tables(seen: Sequence[Sequence[int] | None], width: int, n_sums: int) -> np.ndarray:
+def tables(mailboxes: list[int], width: int, n_sums: int) -> np.ndarray:
     """Return the tables of the sums of a step, int32 ``[n_sums, peers, peers + 2, 2]``.
 
-    seen: for each device the address of each device's mailbox; None has no table.  n_sums: a
-    multiple of ``SLOTS``, because the first sum of a step follows the last one of the step before.
+    mailboxes: the address of each device's.  n_sums: a multiple of ``SLOTS``, because the first sum
+    of a step follows the last one of the step before.
     """
     if n_sums % SLOTS:
         raise ValueError(f"{n_sums} sums a step: not a multiple of {SLOTS}")
-    peers = len(seen)
+    peers = len(mailboxes)
     row, slot = 4 * width, 4 * width * peers
     found = np.zeros((n_sums, peers, peers + 2), np.int64)
     for number in range(n_sums):
         here, older = slot * (number % SLOTS), slot * ((number - 2) % SLOTS)
-        for me, boxes in enumerate(seen):
-            if boxes is None:
-                continue
-            found[number, me, :peers] = [box + here + row * me for box in boxes]
-            found[number, me, peers:] = boxes[me] + here, boxes[me] + older
+        for me, mine in enumerate(mailboxes):
+            found[number, me, :peers] = [box + here + row * me for box in mailboxes]
+            found[number, me, peers:] = mine + here, mine + older
     return found.view(np.int32).reshape(n_sums, peers, peers + 2, 2)
