@@ -51,9 +51,6 @@ CASES = [  # weights, N, K, fused, changes to the plan
     ("nvfp4", 80, 1056, "nsb", {}),
     ("fp8-block", 96, 1024, "nsb", {}),
     ("fp8-block", 80, 896, "nr", {"loads": 4}),
-    ("plain", 96, 1024, "ng", {"even": True}),
-    ("plain", 56, 1024, "n", {"even": True}),
-    ("plain", 41, 512, "n", {"even": True}),
 ]
 
 
@@ -81,6 +78,20 @@ def test_emulated(name, n, k, kinds, changes):
     with few_rows():
         out = kernel.matmul(x, w, out_dtype=x.dtype, plan=plan, **given)
     check(out, ref, x.dtype)
+
+
+@newest
+@pytest.mark.parametrize("warps", [8, 24])
+def test_a_short_last_round_is_shared_by_all_blocks(warps):
+    x, w, given, _ = case("mxfp4", 22 * warps, 1024, "nb")
+    plan = dataclasses.replace(planning.divide_row(w), sms=max(1, 3 * warps // 16), warps=warps)
+    assert plan.rounds > 1 and plan.is_last_short
+    with few_rows():
+        apart, shared = (
+            kernel.matmul(x, w, out_dtype=x.dtype, plan=one, **given)
+            for one in (plan, dataclasses.replace(plan, spread=True))
+        )
+    np.testing.assert_array_equal(apart, shared)
 
 
 @newest
