@@ -703,6 +703,12 @@ def copies_wait(pending: int) -> None:
     ptx(f"cp.async.wait_group {pending};")
 
 
+def copies_arrive(barrier: Value) -> None:
+    """Arrive on a barrier, one of the arrivals that it counts, when the copies that this thread has
+    begun are there."""
+    ptx("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", barrier)
+
+
 def copy_bulk(to: Value, source: Value, size: int, barrier: Value, at: int | None = None) -> None:
     """``size`` contiguous bytes (a multiple of 16) to shared memory by the copy engine, counted by
     ``barrier``."""

@@ -30,7 +30,7 @@ TILES = (
     (_tile(32, 256, stages=10, cluster=1, unroll=2), 0.55),
     (_tile(64, 256, stages=8, cluster=1, unroll=2), 0.63),
     (_tile(128, 192, stages=6, cluster=1), 0.60),
-    (_tile(192, 128, stages=5, cluster=2), 0.56),
+    (_tile(192, 128, stages=5, cluster=1), 0.56),
 )
 
 

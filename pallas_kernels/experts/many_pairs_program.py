@@ -2,8 +2,9 @@
 
 ``PairsBlock`` holds the facts that all of a block's warpgroups share.  The feeder and the
 multipliers are those of the dense product (``matmul.many_rows.weight_program``), which differ here
-in three places: a tile's rows of x and its expert come from a table, the rows of gate and up are
-copied side by side, and results go to their pairs.
+in three places: a tile's expert comes from a table, and so do its rows of x, which other warps
+gather (``many_pairs_gather``); the rows of gate and up are copied side by side; and results go to
+their pairs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.gate import Gate
+from pallas_kernels.experts.many_pairs_gather import WARPS, GatherShape, RowGather
 from pallas_kernels.experts.many_pairs_plan import PairsScheme
 from pallas_kernels.fused_parts import gated, times_reciprocal
 from pallas_kernels.jax_internals import arith, llvm
@@ -45,7 +47,7 @@ class PairsBlock:
     """
 
     def __init__(
-        self, gmem, smem, barrier, *, tile: WeightTile, scheme: PairsScheme, finish, shape
+        self, gmem, smem, barrier, *, tile: WeightTile, scheme: PairsScheme, finish, shape, fan
     ):
         self.gmem, self.smem, self.barrier = gmem, smem, barrier
         self.tile, self.scheme, self.finish = tile, scheme, finish
@@ -61,12 +63,25 @@ class PairsBlock:
         self.vector_slots = 2
         # Of the rows of x that are copied and multiplied: the least that has a part's.
         self.widths = [w for w in WIDTHS if w < tile.tokens] + [tile.tokens]
+        self.gather = RowGather(smem.gathered, tile.stages, self.computing)
+        self.gathered = GatherShape(
+            fan=fan,
+            pitch=2 * self.k,
+            steps=self.steps,
+            columns=self.columns,
+            n_clusters=self.n_clusters,
+            tokens=tile.tokens,
+            widths=tuple(self.widths),
+        )
         self.by_tile = [name for name in ("scale", "zero") if getattr(gmem, name) is not None]
 
     def run(self) -> None:
+        self.gather.start()
         plgpu.inline_mgpu()(lambda ctx: p.await_kernel())()
         self.tiles = my_tiles(self.gmem.work[0, 0] * self.columns, self.n_clusters)
-        feed(self.warpgroup, self.computing, PairsFeeder(self).copy_tiles)
+        copy = functools.partial(self.gather.copy, self.gmem, self.smem.x.bytes, self.gathered)
+        copies = [functools.partial(copy, warp) for warp in range(WARPS)]
+        feed(self.warpgroup, self.computing, PairsFeeder(self).copy_tiles, copies)
         multiply = lambda: PairsMultiplier.started(self).compute_tiles()  # noqa: E731
         pl.when(self.warpgroup < self.computing)(multiply)
 
@@ -85,26 +100,20 @@ class PairsBlock:
 
 
 class PairsFeeder(Feeder):
-    """The copies of a tile: its expert's rows of w, gate and up side by side, and its rows of x."""
+    """The copies of a tile's weight: its expert's rows, gate and up side by side."""
 
     def __init__(self, block: PairsBlock):
         self.block, self.tile, self.barrier = block, block.tile, block.barrier
-        self.axes = "pair" if block.tile.cluster > 1 else None
 
     def copy_tile(self, t, _) -> None:
         block = self.block
         part, n0 = block.origin(t)
-        expert, first = block.gmem.work[part + 1, 0], block.gmem.work[part + 1, 1]
+        expert = block.gmem.work[part + 1, 0]
         begins = [expert * block.n + n0 + block.n_out * i for i in range(1 + block.scheme.gated)]
         if block.by_tile:
             self.copy_vectors_of(t, begins)
         at = ring_slot(t * block.steps, self.tile.stages)
-
-        def copy(width: int) -> None:
-            rows = pl.ds(first, width)
-            lax.fori_loop(0, block.steps, functools.partial(self.copy_slot_of, t, rows, begins), at)
-
-        block.by_width(part, copy)
+        lax.fori_loop(0, block.steps, functools.partial(self.copy_slot_of, t, begins), at)
 
     def copy_vectors_of(self, t, begins) -> None:
         block = self.block
@@ -121,18 +130,12 @@ class PairsFeeder(Feeder):
                     full.at[slot],
                 )
 
-    def copy_slot_of(self, t, tokens, begins, j, at):
-        """Copy the j-th step of K into slot ``at``, and return the next slot."""
+    def copy_slot_of(self, t, begins, j, at):
+        """Copy the j-th step of w's columns into slot ``at``, and return the next slot."""
         block, gmem, smem, tile = self.block, self.block.gmem, self.block.smem, self.tile
         full, columns = self.barrier.full.at[at], pl.ds(j * BLOCK_K, BLOCK_K)
         is_used = t * block.steps + j >= tile.stages
         pl.when(is_used)(lambda: plgpu.barrier_wait(self.barrier.empty.at[at]))
-        plgpu.copy_gmem_to_smem(
-            gmem.x.at[tokens, columns],
-            smem.x.rows.at[at, pl.ds(0, tokens.size)],
-            full,
-            collective_axes=self.axes,
-        )
         for i, begin in enumerate(begins):
             rows = pl.ds(i * block.pitch, block.wide)
             source = gmem.w.at[pl.ds(begin, block.wide), columns]
@@ -165,6 +168,14 @@ class PairsMultiplier(Multiplier):
         self.width = width
         ref = plgpu.ACC((64, width), self.sum_dtype)
         self.finish(part, n0, pl.run_scoped(functools.partial(self.sum_of_products, t), ref))
+
+    def await_slot(self, t, j, at) -> None:
+        super().await_slot(t, j, at)
+        self.block.gather.wait(at, t * self.block.steps + j)
+
+    def release_slot(self, at) -> None:
+        super().release_slot(at)
+        self.block.gather.release(at)
 
     def tokens_at(self, at):
         return self.smem.x.tiles.at[at, pl.ds(0, self.width)]

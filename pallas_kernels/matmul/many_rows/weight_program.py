@@ -248,6 +248,15 @@ class Multiplier:
 
     # --- wgmma ---
 
+    def await_slot(self, t, j, at) -> None:
+        """Wait until the t-th tile's j-th step of K is in slot ``at``."""
+        del t, j
+        plgpu.barrier_wait(self.barrier.full.at[at])
+
+    def release_slot(self, at) -> None:
+        """Say that this warpgroup has read slot ``at``."""
+        plgpu.barrier_arrive(self.barrier.empty.at[at])
+
     def tokens_at(self, at):
         """The rows of x in slot ``at``."""
         return self.smem.x.tiles.at[at]
@@ -261,14 +270,14 @@ class Multiplier:
         def step(turn, at):
             places = [ring_next(at, u, stages) for u in range(unroll)]
             j = (turn * tile.parts + self.turn) * unroll
-            for at in places:
-                plgpu.barrier_wait(self.barrier.full.at[at])
+            for u, at in enumerate(places):
+                self.await_slot(t, j + u, at)
             weights = [self.dequantized(t, j + u, at) for u, at in enumerate(places)]
             for at, a in zip(places, weights, strict=True):
                 plgpu.wgmma(acc, a, self.tokens_at(at).transpose((1, 0)))
             for u, at in enumerate(places):
                 plgpu.wgmma_wait(unroll - 1 - u)
-                plgpu.barrier_arrive(self.barrier.empty.at[at])
+                self.release_slot(at)
             return ring_next(places[-1], 1 + skip, stages)
 
         turns = (block.steps // unroll - self.turn + tile.parts - 1) // tile.parts

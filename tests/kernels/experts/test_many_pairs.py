@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 
 import hypothesis
 import jax
@@ -12,13 +13,16 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_kernels import QTensor, grouped_matmul, quantize
+from pallas_kernels import ptx as p
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.experts import blocks, many_pairs_plan, sort_kernel
+from pallas_kernels.experts import blocks, many_pairs_gather, many_pairs_plan, sort_kernel
 from pallas_kernels.experts import plan as planning
 from pallas_kernels.experts.gate import ClampedGate
+from pallas_kernels.experts.many_pairs_gather import GatherShape, RowGather
 from pallas_kernels.experts.many_pairs_plan import TILES, GroupedTilePlan, tile_plan
 from pallas_kernels.experts.op import GroupedStatic, grouped_matmul_reference, planned
 from pallas_kernels.formats import FORMATS
+from pallas_kernels.launch import launch
 from pallas_kernels.qtensor import tree_bytes
 from tests.helpers.matmul_cases import activations, newest
 from tests.helpers.warp_emulator import emulated
@@ -88,6 +92,25 @@ def test_the_sort_s_code_on_numpy(n_experts, n_pairs, size) -> None:
     check_parts(found, experts, n_experts, size)
 
 
+@newest
+def test_a_cluster_s_sort_on_numpy(monkeypatch) -> None:
+    """Four blocks of 128 threads, which have up to two pairs each."""
+    for name, value in {"THREADS": 128, "BLOCKS": 4, "LONE": 128}.items():
+        monkeypatch.setattr(sort_kernel, name, value)
+    experts = np.random.default_rng(0).integers(0, 10, 700).astype(np.int32)
+    with emulated(sort_kernel):
+        found = sort_kernel.parts_of_pairs(jnp.asarray(experts), 9, 64)
+    check_parts(found, experts, 9, 64)
+
+
+@newest
+def test_the_sort_clamps_experts_on_numpy() -> None:
+    experts = np.random.default_rng(0).integers(-3, 9, 40).astype(np.int32)
+    with emulated(sort_kernel):
+        found = sort_kernel.parts_of_pairs(jnp.asarray(experts), 5, 4, partial=False)
+    check_parts(found, experts.clip(0, 4), 5, 4)
+
+
 def check_parts(found, experts, n_experts: int, size: int) -> None:
     order, work = np.asarray(found.order), np.asarray(found.work)
     want = parts(experts, n_experts, size)
@@ -102,12 +125,55 @@ def check_parts(found, experts, n_experts: int, size: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "n_experts,n_pairs,size", [(32, 2048, 128), (128, 512, 16), (512, 8192, 64), (1, 1, 16)]
+    "n_experts,n_pairs,size", [(32, 2048, 128), (128, 512, 16), (512, 8192, 64), (1, 1, 16), (128, 65536, 128)]
 )
 def test_the_sort_on_the_gpu(n_experts, n_pairs, size) -> None:
     experts = np.random.default_rng(0).integers(0, n_experts + 1, n_pairs).astype(np.int32)
     sort = jax.jit(sort_kernel.parts_of_pairs, static_argnums=(1, 2))
     check_parts(sort(jnp.asarray(experts), n_experts, size), experts, n_experts, size)
+
+
+# --- rows of x into the ring ---
+
+
+@newest
+def test_the_gather_s_code_on_numpy() -> None:
+    """Rows of two parts in four slots: swizzled, and behind a part's last row that row again."""
+    stages, tokens, fan, k = 4, 32, 2, 128
+    parts_of, width_of = [(0, 10), (10, 30)], [16, 32]
+    x = activations((20, k), jnp.bfloat16)
+    pairs = jnp.asarray(np.random.default_rng(0).permutation(40)[:30], jnp.int32)
+    work = jnp.asarray([[2, 0, 0, 0]] + [[0, *part, 0] for part in parts_of], jnp.int32)
+    how = GatherShape(fan, 2 * k, k // 64, 1, 1, tokens, (16, 32))
+    sizes = {"slots": stages * tokens * 32, "barriers": 4 * stages}
+
+    def body(gmem, smem) -> None:
+        gather = RowGather(smem.barriers, stages, 1)
+        gather.start()
+        warp = p.shift_right(p.register("tid.x"), 5)
+        for i in range(2):
+            p.when(p.equal(warp, i), functools.partial(gather.copy, gmem, smem.slots, how, i))
+        thread = p.mul(p.register("tid.x"), 4)
+        for i in range(sizes["slots"] // 128):
+            at = p.add(thread, 512 * i)
+            word = p.load_shared(p.add(p.shared_address(smem.slots), at), 1)
+            p.store_global(p.offset(p.address(gmem.out), at), word)
+
+    operands = {"x": x, "pairs": pairs, "work": work}
+    out = {"out": jax.ShapeDtypeStruct((stages, tokens, 8, 8), jnp.bfloat16)}
+    with emulated(many_pairs_gather, sys.modules[__name__]):
+        (found,) = launch(
+            body, operands, out, name="gather", grid=1, registers=True, scratch=sizes, warpgroups=1
+        )
+    row, chunk = np.arange(tokens), np.arange(8)
+    for slot, (first, end) in zip((0, 2), parts_of, strict=True):
+        width = width_of[slot // 2]
+        rows = np.asarray(pairs)[np.minimum(first + row[:width], end - 1)] // fan
+        for j in range(2):
+            want = np.asarray(x)[rows, 64 * j : 64 * (j + 1)].reshape(width, 8, 8)
+            place = chunk ^ row[:width, None] % 8
+            got = np.asarray(found)[slot + j, row[:width, None], place]
+            np.testing.assert_array_equal(got, want)
 
 
 # --- plans ---
