@@ -33,7 +33,7 @@ from pallas_kernels.ptx import Value
 
 WARPS = 2
 SLOT_BYTES = 2 * BLOCK_K  # of a row in a slot
-_SPLAT = plgpu.Layout.WG_SPLAT((128,))
+_SPLAT, _SCALAR = plgpu.Layout.WG_SPLAT((128,)), plgpu.Layout.WG_SPLAT(())
 _AT_ONCE = 8  # rows that both warps copy together
 
 
@@ -54,8 +54,9 @@ class GatherShape:
     """What the copying warps need to know of a block's tiles.
 
     fan: pairs of a row of x.  pitch: bytes of a row.  steps: slots of a tile.  columns: tiles of a
-    part.  n_clusters: blocks that share the tiles.  tokens: rows of a slot, and ``widths`` how many
-    of them are read, the least that has a part's.
+    part.  n_clusters: clusters that share the tiles.  tokens: rows of a slot, and ``widths`` how many
+    of them are read, the least that has a block's.  shared: whether two blocks share a part
+    (``half_of``).
     """
 
     fan: int
@@ -65,6 +66,12 @@ class GatherShape:
     n_clusters: int
     tokens: int
     widths: tuple[int, ...]
+    shared: bool = False
+
+
+def half_of(count, tokens: int):
+    """Rows that the first of two blocks has of a part of ``count``: each one or two warpgroups'."""
+    return jnp.where(count <= tokens, tokens // 2, tokens)
 
 
 class RowGather:
@@ -126,12 +133,15 @@ class RowGather:
         """Copy the rows of all of this block's tiles.  warp: this warp's place among ``WARPS``."""
         refs = gmem.x, gmem.pairs, gmem.work, slots, self.ref
         emit = functools.partial(self.emit_copies, how, warp)
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(emit)(*refs)
+        types = (plgpu.RefType(),) * len(refs), (_SCALAR,) * 2
+        place = lax.axis_index("cluster"), lax.axis_index("pair")
+        plgpu.inline_mgpu(arg_types=(*types[0], *types[1]))(emit)(*refs, *place)
 
     def emit_copies(
-        self, how: GatherShape, warp: int, ctx, x, pairs, work, slots, barriers
+        self, how: GatherShape, warp: int, ctx, x, pairs, work, slots, barriers, cluster, pair
     ) -> None:
         del ctx
+        cluster, pair = (one.registers.flat[0] for one in (cluster, pair))
         lane = p.masked(p.register("tid.x"), 31)
         row = p.add(p.shift_right(lane, 3), 4 * warp)  # of eight
         chunk = p.masked(lane, 7)
@@ -146,6 +156,11 @@ class RowGather:
         def tile(index: Value, carry: Sequence[Value]) -> list[Value]:
             part = arith.divui(index, p.ci(how.columns))
             _, first, end, _ = p.load_global(p.offset(at_work, p.add(part, 1), 16), 4)
+            if how.shared:
+                is_short = p.less(arith.subi(end, first), how.tokens + 1)
+                half = arith.select(is_short, p.ci(how.tokens // 2), p.ci(how.tokens))
+                first = p.add(first, arith.muli(pair, half))
+                end = p.smaller(p.add(first, half), end)
             count, last = arith.subi(end, first), arith.subi(end, p.ci(1))
             most = how.tokens // _AT_ONCE
             places = [p.smaller(p.add(first, row, _AT_ONCE * i), last) for i in range(most)]
@@ -172,10 +187,13 @@ class RowGather:
                 return p.loop(0, how.steps, 1, carry, step)
 
             result = list(carry)
-            for below, width in itertools.pairwise([0, *how.widths]):
-                is_width = arith.andi(p.less(p.ci(below), count), p.less(count, width + 1))
+            widths = [0, *how.widths]
+            if how.shared:  # the second block may have none, and then keeps step with the first
+                none = p.at_most(count, p.ci(0))
+                result = p.choose(none, lambda: steps(0), result)
+            for below, width in itertools.pairwise(widths):
+                is_width = arith.andi(p.below(p.ci(below), count), p.at_most(count, p.ci(width)))
                 result = p.choose(is_width, lambda width=width: steps(width), result)
             return result
 
-        first_tile = p.register("clusterid.x")
-        p.loop(first_tile, total, how.n_clusters, [p.ci(0), p.ci(0)], tile)
+        p.loop(cluster, total, how.n_clusters, [p.ci(0), p.ci(0)], tile)

@@ -37,13 +37,14 @@ from pallas_kernels.experts import sort_kernel
 from pallas_kernels.experts.blocks import parts_of_pairs
 from pallas_kernels.experts.gate import Gate
 from pallas_kernels.experts.many_pairs_gather import barriers_of_slots, rows_of_slots
-from pallas_kernels.experts.many_pairs_plan import PairsScheme
+from pallas_kernels.experts.many_pairs_plan import PairsScheme, Tile, TokenTile
 from pallas_kernels.experts.many_pairs_program import UNIT, PairsBlock, PairsFinish
+from pallas_kernels.experts.many_pairs_tokens import TokenBlock
 from pallas_kernels.launch import Views
 from pallas_kernels.matmul.few_rows.kernel import parts_of
 from pallas_kernels.matmul.few_rows.widen import FLOAT4_REST
 from pallas_kernels.matmul.many_rows.pipeline import launch_persistent, ring_barriers, tiled
-from pallas_kernels.matmul.many_rows.plan import BLOCK_K, WeightTile
+from pallas_kernels.matmul.many_rows.plan import BLOCK_K
 from pallas_kernels.qtensor import FLOAT4, QTensor
 
 _BOX = 256  # elements of an axis of a copy, at most
@@ -58,7 +59,7 @@ def grouped_tiles(
     *,
     fan: int,
     gate: Gate | None,
-    tile: WeightTile,
+    tile: Tile,
     out_dtype: DTypeLike,
     partial: bool = False,
 ) -> jax.Array:
@@ -78,7 +79,7 @@ def grouped_tiles(
         Pairs of a row of x.
     gate : "silu", "gelu_tanh", ClampedGate or None
         N is gate, then up.
-    tile : WeightTile
+    tile : WeightTile or TokenTile
         Of the plan.
     out_dtype : data-type
         float32 or bfloat16.
@@ -92,11 +93,12 @@ def grouped_tiles(
     n_experts, n, k = w.shape
     n_pairs = experts.shape[0]
     is_small = n_pairs <= sort_kernel.MOST_PAIRS and n_experts <= sort_kernel.MOST_EXPERTS
+    of_part = tile.tokens * tile.cluster
     if is_small:
-        parts = sort_kernel.parts_of_pairs(experts, n_experts, tile.tokens, partial=partial)
+        parts = sort_kernel.parts_of_pairs(experts, n_experts, of_part, partial=partial)
     else:
         clamped = jnp.clip(experts, 0, n_experts - (not partial))
-        parts = parts_of_pairs(clamped, n_experts, tile.tokens)
+        parts = parts_of_pairs(clamped, n_experts, of_part)
     scheme = PairsScheme.of(w, gate is not None)
     held, row = parts_of(w), _row_scale(w)
     flat = held["w"].reshape(n_experts * n, k)
@@ -125,13 +127,19 @@ def grouped_tiles(
         name=f"grouped_matmul_{scheme.values}",
         scratch=_scratch(operands, held, scheme, tile),
         tile=tile,
-        computing=tile.rows // 64,
+        computing=computing_of(tile),
     )
     return out
 
 
-def _run(gmem, smem, barrier, **facts) -> None:
-    PairsBlock(gmem, smem, barrier, **facts).run()
+def _run(gmem, smem, barrier, *, tile: Tile, **facts) -> None:
+    block = TokenBlock if isinstance(tile, TokenTile) else PairsBlock
+    block(gmem, smem, barrier, tile=tile, **facts).run()
+
+
+def computing_of(tile: Tile) -> int:
+    """Warpgroups of a block that multiply."""
+    return tile.tokens // 64 if isinstance(tile, TokenTile) else tile.rows // 64
 
 
 def _row_scale(w: jax.Array | QTensor) -> jax.Array | None:
@@ -158,9 +166,9 @@ def box_of(groups: int, dtype: DTypeLike) -> tuple[int, int]:
     return count // most, most * least
 
 
-def _scratch(operands, held, scheme: PairsScheme, tile: WeightTile) -> dict:
+def _scratch(operands, held, scheme: PairsScheme, tile: Tile) -> dict:
     """Shared memory of a block, and its barriers."""
-    across, sets = tile.rows // 64, 1 + scheme.gated
+    across, sets = computing_of(tile), 1 + scheme.gated
     n_rows = scheme.rows_in_memory(tile)
     unused = plgpu.SMEM((32,), jnp.float32)
     of_tile = [name for name in ("scale", "zero") if operands[name] is not None]

@@ -9,18 +9,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.device import gpu, lacking
+from pallas_kernels.device import H200, gpu, lacking
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.experts.gate import ClampedGate, Gate
 from pallas_kernels.matmul.few_rows.plan import is_format
 from pallas_kernels.matmul.many_rows.plan import BARRIER_BYTES, BLOCK_K, SlotGroups, WeightTile
 from pallas_kernels.qtensor import FLOAT4, QTensor
 
+AnyTile = TypeVar("AnyTile", bound="Tile")
 Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
 LEAST_STAGES = 3
 _tile = functools.partial(WeightTile, unroll=1)
@@ -34,12 +35,39 @@ TILES = (
 )
 
 
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenTile:
+    """One block's tile and pipeline where the weight is bfloat16: no operand is in registers.
+
+    tokens: 64 for each of two warpgroups.  rows: of w, the N of wgmma.
+    cluster: 2 blocks with tokens of one expert share (multicast) the weight.
+    """
+
+    tokens: int = 128
+    rows: int = 256
+    stages: int = 4
+    cluster: int = 2
+    sms: int = H200.sms
+    split: ClassVar[int] = 1
+
+
+Tile = WeightTile | TokenTile
+# The same for bfloat16 (the dense product's rate).
+TOKEN_TILES = (
+    (TokenTile(rows=256, cluster=2), 0.75),
+    (TokenTile(rows=192, cluster=2, stages=5), 0.6),
+    (TokenTile(rows=128, cluster=2, stages=6), 0.45),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class GroupedTilePlan(Predicted):
-    """tile: of one expert's rows and up to ``tile.tokens`` of its pairs."""
+    """tile: of one expert's rows and up to ``tile.tokens`` of its pairs, twice that in a cluster."""
 
     kernel: ClassVar[str] = "grouped_matmul_tiles_mosaic"
-    tile: WeightTile
+    tile: Tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,16 +107,18 @@ class PairsScheme(SlotGroups):
         """Bytes of a row's scales and zeros of groups."""
         return sum(self.vectors)
 
-    def is_aligned(self, tile: WeightTile) -> bool:
+    def is_aligned(self, tile: Tile) -> bool:
         """Whether the scales and zeros of up begin at a multiple of 128 bytes, as copies do."""
         rows = self.rows_in_memory(tile) // 2
         return not self.gated or all(rows * size % 128 == 0 for size in self.vectors)
 
-    def rows_in_memory(self, tile: WeightTile) -> int:
+    def rows_in_memory(self, tile: Tile) -> int:
         """Rows of w in a slot.  Those of gate fill a multiple of 64, for ``is_aligned``."""
+        if isinstance(tile, TokenTile):
+            return tile.rows
         return tile.rows if not self.gated else 2 * (-(-tile.rows // 128) * 64)
 
-    def results(self, tile: WeightTile) -> int:
+    def results(self, tile: Tile) -> int:
         """Results of a pair in a tile."""
         return tile.rows // 2 if self.gated else tile.rows
 
@@ -131,10 +161,11 @@ def _refusal(x: jax.Array, w: Weight) -> str | None:
     return None
 
 
-def shortest_tile(w: Weight, n_pairs: int, scheme: PairsScheme) -> tuple[WeightTile, float]:
+def shortest_tile(w: Weight, n_pairs: int, scheme: PairsScheme) -> tuple[Tile, float]:
     """The tile with the least work, with as many stages as fit, and the microseconds that its
     busiest block computes on the card that was measured."""
-    found = [(fitted(tile, scheme), us) for tile, us in TILES]
+    tiles = (*TILES, *TOKEN_TILES) if scheme.values == "bfloat16" else TILES
+    found = [(fitted(tile, scheme), us) for tile, us in tiles]
     found = [one for one in found if scheme.is_aligned(one[0])]
     found = [one for one in found if one[0].stages >= LEAST_STAGES] or found[:1]
     timed = [(tile, _busiest_us(tile, us, w, n_pairs, scheme)) for tile, us in found]
@@ -147,18 +178,18 @@ def chosen_experts(n_experts: int, n_pairs: int) -> float:
 
 
 def _busiest_us(
-    tile: WeightTile, slot_us: float, w: Weight, n_pairs: int, scheme: PairsScheme
+    tile: Tile, slot_us: float, w: Weight, n_pairs: int, scheme: PairsScheme
 ) -> float:
     n_experts, n, k = w.shape
     hit = chosen_experts(n_experts, n_pairs)
-    parts = max(hit, n_pairs / tile.tokens + hit / 2)
+    parts = max(hit, n_pairs / (tile.tokens * tile.cluster) + hit / 2)
     results = n // 2 if scheme.gated else n
-    across = math.ceil(results / (scheme.results(tile) * tile.cluster))
+    across = math.ceil(results / scheme.results(tile))
     rounds = math.ceil(parts * across / (gpu().sms // tile.cluster))
     return rounds * k / BLOCK_K * slot_us
 
 
-def fitted(tile: WeightTile, scheme: PairsScheme) -> WeightTile:
+def fitted(tile: AnyTile, scheme: PairsScheme) -> AnyTile:
     """The tile with as many stages as fit."""
     rows = scheme.rows_in_memory(tile)
     slot = BLOCK_K * (2 * tile.tokens + rows * scheme.bits // 8)

@@ -22,12 +22,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.gate import Gate
 from pallas_kernels.experts.many_pairs_gather import WARPS, GatherShape, RowGather
-from pallas_kernels.experts.many_pairs_plan import PairsScheme
+from pallas_kernels.experts.many_pairs_plan import PairsScheme, Tile
 from pallas_kernels.fused_parts import gated, times_reciprocal
 from pallas_kernels.jax_internals import arith, llvm
 from pallas_kernels.matmul.many_rows import unpack
 from pallas_kernels.matmul.many_rows.pipeline import feed, my_tiles, ring_next, ring_slot
-from pallas_kernels.matmul.many_rows.plan import BLOCK_K, WeightTile
+from pallas_kernels.matmul.many_rows.plan import BLOCK_K
 from pallas_kernels.matmul.many_rows.unpack import FragmentRows
 from pallas_kernels.matmul.many_rows.weight_program import Feeder, Multiplier
 from pallas_kernels.ptx import Value
@@ -47,7 +47,7 @@ class PairsBlock:
     """
 
     def __init__(
-        self, gmem, smem, barrier, *, tile: WeightTile, scheme: PairsScheme, finish, shape, fan
+        self, gmem, smem, barrier, *, tile: Tile, scheme: PairsScheme, finish, shape, fan
     ):
         self.gmem, self.smem, self.barrier = gmem, smem, barrier
         self.tile, self.scheme, self.finish = tile, scheme, finish
@@ -57,9 +57,9 @@ class PairsBlock:
         self.n_clusters = tile.sms // tile.cluster
         self.wide = scheme.results(tile)
         self.pitch = scheme.rows_in_memory(tile) // (1 + scheme.gated)
-        self.across = self.computing = tile.rows // 64  # warpgroups, side by side in w's rows
+        self.across = self.computing = self.n_warpgroups()
         self.steps = self.k // BLOCK_K
-        self.columns = pl.cdiv(self.n_out, self.wide * tile.cluster)
+        self.columns = pl.cdiv(self.n_out, self.wide)
         self.vector_slots = 2
         # Of the rows of x that are copied and multiplied: the least that has a part's.
         self.widths = [w for w in WIDTHS if w < tile.tokens] + [tile.tokens]
@@ -72,6 +72,7 @@ class PairsBlock:
             n_clusters=self.n_clusters,
             tokens=tile.tokens,
             widths=tuple(self.widths),
+            shared=tile.cluster > 1,
         )
         self.by_tile = [name for name in ("scale", "zero") if getattr(gmem, name) is not None]
 
@@ -82,15 +83,21 @@ class PairsBlock:
         copy = functools.partial(self.gather.copy, self.gmem, self.smem.x.bytes, self.gathered)
         copies = [functools.partial(copy, warp) for warp in range(WARPS)]
         feed(self.warpgroup, self.computing, PairsFeeder(self).copy_tiles, copies)
-        multiply = lambda: PairsMultiplier.started(self).compute_tiles()  # noqa: E731
-        pl.when(self.warpgroup < self.computing)(multiply)
+        pl.when(self.warpgroup < self.computing)(self.multiply)
+
+    def n_warpgroups(self) -> int:
+        """Warpgroups that multiply: side by side in w's rows."""
+        return self.tile.rows // 64
+
+    def multiply(self) -> None:
+        PairsMultiplier.started(self).compute_tiles()
 
     def origin(self, t):
         """The part and the first result of this block's t-th tile: neighbours share x."""
         index = t * self.n_clusters + lax.axis_index("cluster")
         ni = lax.rem(index, jnp.asarray(self.columns, index.dtype))
         part = lax.div(index, jnp.asarray(self.columns, index.dtype))
-        return part, (ni * self.tile.cluster + self.pair) * self.wide
+        return part, ni * self.wide
 
     def by_width(self, part, body: Callable[[int], None]) -> None:
         """Run ``body(width)`` for the least width that has the part's rows of x."""
@@ -104,6 +111,7 @@ class PairsFeeder(Feeder):
 
     def __init__(self, block: PairsBlock):
         self.block, self.tile, self.barrier = block, block.tile, block.barrier
+        self.axes = "pair" if block.tile.cluster > 1 else None
 
     def copy_tile(self, t, _) -> None:
         block = self.block
@@ -139,7 +147,8 @@ class PairsFeeder(Feeder):
         for i, begin in enumerate(begins):
             rows = pl.ds(i * block.pitch, block.wide)
             source = gmem.w.at[pl.ds(begin, block.wide), columns]
-            plgpu.copy_gmem_to_smem(source, smem.w.tiles.at[at, rows], full)
+            to = smem.w.tiles.at[at, rows]
+            plgpu.copy_gmem_to_smem(source, to, full, collective_axes=self.axes)
         return ring_next(at, 1, tile.stages)
 
 
@@ -283,6 +292,16 @@ class PairsFinish:
             return values
         gate, up = values
         return [gated(self.gate, gate, up, divide=times_reciprocal)]
+
+    def store_two(self, base: Value, values: Sequence[Value], condition: Value, at: int) -> None:
+        """Store two neighbouring results where the condition holds."""
+        is_own = arith.extui(p.i32(), condition)
+        code = "{ .reg .pred q; setp.ne.u32 q, $2, 0; @q st.global."
+        if self.bytes == 4:
+            code = code.replace("$2", "$3") + f"v2.f32 [$0+{at}], {{$1, $2}}; }}"
+            p.ptx(code, base, *values, is_own)
+        else:
+            p.ptx(f"{code}b32 [$0+{at}], $1; }}", base, p.pack(*values), is_own)
 
     def store(self, at: Value, value: Value, condition: Value) -> None:
         is_own = arith.extui(p.i32(), condition)

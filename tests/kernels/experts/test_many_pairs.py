@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from types import SimpleNamespace
 
 import hypothesis
 import jax
@@ -19,7 +20,7 @@ from pallas_kernels.experts import blocks, many_pairs_gather, many_pairs_plan, s
 from pallas_kernels.experts import plan as planning
 from pallas_kernels.experts.gate import ClampedGate
 from pallas_kernels.experts.many_pairs_gather import GatherShape, RowGather
-from pallas_kernels.experts.many_pairs_plan import TILES, GroupedTilePlan, tile_plan
+from pallas_kernels.experts.many_pairs_plan import TILES, TOKEN_TILES, GroupedTilePlan, tile_plan
 from pallas_kernels.experts.op import GroupedStatic, grouped_matmul_reference, planned
 from pallas_kernels.formats import FORMATS
 from pallas_kernels.launch import launch
@@ -136,26 +137,25 @@ def test_the_sort_on_the_gpu(n_experts, n_pairs, size) -> None:
 # --- rows of x into the ring ---
 
 
-@newest
-def test_the_gather_s_code_on_numpy() -> None:
-    """Rows of two parts in four slots: swizzled, and behind a part's last row that row again."""
-    stages, tokens, fan, k = 4, 32, 2, 128
-    parts_of, width_of = [(0, 10), (10, 30)], [16, 32]
-    x = activations((20, k), jnp.bfloat16)
-    pairs = jnp.asarray(np.random.default_rng(0).permutation(40)[:30], jnp.int32)
-    work = jnp.asarray([[2, 0, 0, 0]] + [[0, *part, 0] for part in parts_of], jnp.int32)
-    how = GatherShape(fan, 2 * k, k // 64, 1, 1, tokens, (16, 32))
+def gathered(parts_of, pair: int, x, pairs, fan: int, tokens: int, stages: int) -> np.ndarray:
+    """The slots ``[stages, tokens, 8, 8]`` of one of two blocks that share parts; no slot is read
+    before all are full."""
+    k = x.shape[1]
+    work = jnp.asarray([[len(parts_of), 0, 0, 0]] + [[0, *part, 0] for part in parts_of], jnp.int32)
+    how = GatherShape(fan, 2 * k, k // 64, 1, 1, tokens, (16, 32), shared=True)
     sizes = {"slots": stages * tokens * 32, "barriers": 4 * stages}
 
     def body(gmem, smem) -> None:
         gather = RowGather(smem.barriers, stages, 1)
         gather.start()
-        warp = p.shift_right(p.register("tid.x"), 5)
-        for i in range(2):
-            p.when(p.equal(warp, i), functools.partial(gather.copy, gmem, smem.slots, how, i))
-        thread = p.mul(p.register("tid.x"), 4)
+        place = [SimpleNamespace(registers=SimpleNamespace(flat=[p.ci(i)])) for i in (0, pair)]
+        refs = gmem.x, gmem.pairs, gmem.work, smem.slots, smem.barriers
+        thread = p.register("tid.x")
+        for warp in range(2):
+            copy = functools.partial(gather.emit_copies, how, warp, None, *refs, *place)
+            p.when(p.equal(p.shift_right(thread, 5), warp), copy)
         for i in range(sizes["slots"] // 128):
-            at = p.add(thread, 512 * i)
+            at = p.mul(p.add(thread, 128 * i), 4)
             word = p.load_shared(p.add(p.shared_address(smem.slots), at), 1)
             p.store_global(p.offset(p.address(gmem.out), at), word)
 
@@ -165,15 +165,29 @@ def test_the_gather_s_code_on_numpy() -> None:
         (found,) = launch(
             body, operands, out, name="gather", grid=1, registers=True, scratch=sizes, warpgroups=1
         )
-    row, chunk = np.arange(tokens), np.arange(8)
-    for slot, (first, end) in zip((0, 2), parts_of, strict=True):
-        width = width_of[slot // 2]
-        rows = np.asarray(pairs)[np.minimum(first + row[:width], end - 1)] // fan
-        for j in range(2):
-            want = np.asarray(x)[rows, 64 * j : 64 * (j + 1)].reshape(width, 8, 8)
-            place = chunk ^ row[:width, None] % 8
-            got = np.asarray(found)[slot + j, row[:width, None], place]
-            np.testing.assert_array_equal(got, want)
+    return np.asarray(found)
+
+
+@newest
+def test_the_gather_s_code_on_numpy() -> None:
+    """Rows of three parts, swizzled.  Of up to 32 pairs a block has up to 16, else up to 32; the
+    second may have none, and its slot is as it was.  Behind the last row is that row again."""
+    tokens, fan, steps, stages = 32, 2, 2, 6
+    x = activations((40, 64 * steps), jnp.bfloat16)
+    pairs = jnp.asarray(np.random.default_rng(0).permutation(80), jnp.int32)
+    parts_of, halves = [(0, 14), (14, 38), (38, 80)], [16, 16, 32]
+    chunk = np.arange(8)
+    for pair in range(2):
+        found = gathered(parts_of, pair, x, pairs, fan, tokens, stages)
+        for part, ((first, end), half) in enumerate(zip(parts_of, halves, strict=True)):
+            first += pair * half
+            count = min(first + half, end) - first
+            row = np.arange(max(0, -(-count // 16) * 16))
+            rows = np.asarray(pairs)[np.minimum(first + row, first + count - 1)] // fan
+            for j in range(steps):
+                want = np.asarray(x)[rows, 64 * j : 64 * (j + 1)].reshape(-1, 8, 8)
+                got = found[steps * part + j, row[:, None], chunk ^ row[:, None] % 8]
+                np.testing.assert_array_equal(got, want)
 
 
 # --- plans ---
@@ -265,7 +279,7 @@ def test_lowers_for_cuda(scheme, gate) -> None:
 CASES = [
     (scheme, list(GATES)[(i + j) % len(GATES)], tile)
     for i, scheme in enumerate(SCHEMES)
-    for j, (tile, _) in enumerate(TILES)
+    for j, (tile, _) in enumerate((*TILES, *(TOKEN_TILES if scheme == "bfloat16" else ())))
 ]
 
 
@@ -274,7 +288,7 @@ CASES = [
 def test_values_on_the_gpu(scheme, gate, tile) -> None:
     """Ragged experts, one without pairs, rows of w that fill no tile; with and without a bias."""
     gated, n, k = GATES[gate], 320, 768
-    x, w, experts, bias = operands(scheme, n, k, tokens=150)
+    x, w, experts, bias = operands(scheme, n, k, tokens=350)  # 284, 144 and 128 pairs
     tile = fitted(tile, w, gated)
     if tile.stages < 3:
         pytest.skip("no room for three stages: no plan has this tile")
