@@ -296,12 +296,12 @@ class PairsFinish:
     def store_two(self, base: Value, values: Sequence[Value], condition: Value, at: int) -> None:
         """Store two neighbouring results where the condition holds."""
         is_own = arith.extui(p.i32(), condition)
-        code = "{ .reg .pred q; setp.ne.u32 q, $2, 0; @q st.global."
         if self.bytes == 4:
-            code = code.replace("$2", "$3") + f"v2.f32 [$0+{at}], {{$1, $2}}; }}"
-            p.ptx(code, base, *values, is_own)
-        else:
-            p.ptx(f"{code}b32 [$0+{at}], $1; }}", base, p.pack(*values), is_own)
+            test = "{ .reg .pred q; setp.ne.u32 q, $3, 0; "
+            p.ptx(f"{test}@q st.global.v2.f32 [$0+{at}], {{$1, $2}}; }}", base, *values, is_own)
+            return
+        test = "{ .reg .pred q; setp.ne.u32 q, $2, 0; "
+        p.ptx(f"{test}@q st.global.b32 [$0+{at}], $1; }}", base, p.pack(*values), is_own)
 
     def store(self, at: Value, value: Value, condition: Value) -> None:
         is_own = arith.extui(p.i32(), condition)
