@@ -205,10 +205,8 @@ def report(name: str, scheme: str, tokens: int, path: str | None, only: list[str
         sizes = [jnp.bincount(e.reshape(-1), length=n_experts).astype(jnp.int32) for e in picked]
         rows_of_pairs = jax.random.normal(jax.random.key(3), (pairs, k)).astype(jnp.bfloat16)
         us = device_us(sorted_ragged, [(rows_of_pairs, turned, size) for size in sizes])
-        print(
-            f"{name:16} {scheme:5} T={tokens:5} {'ragged_dot':10} {us:9.1f} us  sorted rows, no gate",
-            flush=True,
-        )
+        of = "sorted rows, no gate"
+        print(f"{name:16} {scheme:5} T={tokens:5} {'ragged_dot':10} {us:9.1f} us  {of}", flush=True)
 
 
 def report_route(tokens: int, n: int, d: int, k: int) -> None:

@@ -54,8 +54,8 @@ class GatherShape:
     """What the copying warps need to know of a block's tiles.
 
     fan: pairs of a row of x.  pitch: bytes of a row.  steps: slots of a tile.  columns: tiles of a
-    part.  n_clusters: clusters that share the tiles.  tokens: rows of a slot, and ``widths`` how many
-    of them are read, the least that has a block's.  shared: whether two blocks share a part
+    part.  n_clusters: clusters that share the tiles.  tokens: rows of a slot.  widths: how many of
+    them are read, the least that has a block's.  shared: whether two blocks share a part
     (``half_of``).
     """
 

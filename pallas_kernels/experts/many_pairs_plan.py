@@ -35,8 +35,6 @@ TILES = (
 )
 
 
-
-
 @dataclasses.dataclass(frozen=True)
 class TokenTile:
     """One block's tile and pipeline where the weight is bfloat16: no operand is in registers.
@@ -64,7 +62,7 @@ TOKEN_TILES = (
 
 @dataclasses.dataclass(frozen=True)
 class GroupedTilePlan(Predicted):
-    """tile: of one expert's rows and up to ``tile.tokens`` of its pairs, twice that in a cluster."""
+    """tile: of one expert's rows and up to ``tile.tokens`` of its pairs, or of a cluster's blocks."""
 
     kernel: ClassVar[str] = "grouped_matmul_tiles_mosaic"
     tile: Tile
@@ -177,9 +175,7 @@ def chosen_experts(n_experts: int, n_pairs: int) -> float:
     return n_experts * (1 - (1 - 1 / n_experts) ** n_pairs)
 
 
-def _busiest_us(
-    tile: Tile, slot_us: float, w: Weight, n_pairs: int, scheme: PairsScheme
-) -> float:
+def _busiest_us(tile: Tile, slot_us: float, w: Weight, n_pairs: int, scheme: PairsScheme) -> float:
     n_experts, n, k = w.shape
     hit = chosen_experts(n_experts, n_pairs)
     parts = max(hit, n_pairs / (tile.tokens * tile.cluster) + hit / 2)

@@ -46,9 +46,7 @@ class PairsBlock:
     a part's expert, first row of x and end of its rows.  A tile is a part and ``wide`` results.
     """
 
-    def __init__(
-        self, gmem, smem, barrier, *, tile: Tile, scheme: PairsScheme, finish, shape, fan
-    ):
+    def __init__(self, gmem, smem, barrier, *, tile: Tile, scheme: PairsScheme, finish, shape, fan):
         self.gmem, self.smem, self.barrier = gmem, smem, barrier
         self.tile, self.scheme, self.finish = tile, scheme, finish
         self.n, self.k = shape
@@ -188,6 +186,51 @@ class PairsMultiplier(Multiplier):
 
     def tokens_at(self, at):
         return self.smem.x.tiles.at[at, pl.ds(0, self.width)]
+
+    def sum_of_products(self, t, acc):
+        """The sum over K.  While a slot is multiplied, the next one's weights are unpacked.
+
+        Two slots a turn have registers of their own: with one, ptxas lets every wgmma end before
+        the next weights are unpacked (its C7513).
+        """
+        block, stages = self.block, self.tile.stages
+
+        def weights(j, at):
+            self.await_slot(t, j, at)
+            return self.dequantized(t, j, at)
+
+        def multiply(at, a) -> None:
+            plgpu.wgmma(acc, a, self.tokens_at(at).transpose((1, 0)))
+
+        def multiplied(at) -> None:
+            plgpu.wgmma_wait(0)
+            self.release_slot(at)
+
+        def both(j, at, a):
+            """Multiply slots j and j + 1.  a: of slot j.  Return the second's place."""
+            multiply(at, a)
+            second = ring_next(at, 1, stages)
+            b = weights(j + 1, second)
+            multiplied(at)
+            multiply(second, b)
+            return second
+
+        def turn(i, carry):
+            at, a = carry
+            second = both(2 * i, at, a)
+            third = ring_next(second, 1, stages)
+            a = weights(2 * i + 2, third)
+            multiplied(second)
+            return third, a
+
+        first, turns = ring_slot(t * block.steps, stages), (block.steps - 1) // 2
+        at, a = lax.fori_loop(0, turns, turn, (first, weights(0, first)))
+        if block.steps % 2:
+            multiply(at, a)
+        else:
+            at = both(2 * turns, at, a)
+        multiplied(at)
+        return plgpu.wgmma_accumulator_load(acc, wait_n=None)
 
     def dequantized(self, t, j, at):
         scheme, smem, block = self.scheme, self.smem, self.block

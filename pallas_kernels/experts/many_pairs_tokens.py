@@ -141,7 +141,9 @@ class TokenMultiplier:
         sets = 1 + block.scheme.gated
         eights = self.tile.rows // 8 // sets
         column = p.add(n0, p.mul(quad, 2))
-        to = [p.offset(p.offset(p.address(out), r, block.n_out * size), column, size) for r in places]
+        to = [
+            p.offset(p.offset(p.address(out), r, block.n_out * size), column, size) for r in places
+        ]
         if biases:
             w_row = p.add(arith.muli(expert, p.ci(block.n)), column)
             of_rows = p.offset(p.address(biases[0]), w_row, 4)
@@ -168,5 +170,3 @@ class TokenMultiplier:
                     finish.store_two(to[h], pair, own[h], 8 * i * size)
 
             p.when(is_inside, store)
-
-

@@ -126,7 +126,8 @@ def check_parts(found, experts, n_experts: int, size: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "n_experts,n_pairs,size", [(32, 2048, 128), (128, 512, 16), (512, 8192, 64), (1, 1, 16), (128, 65536, 128)]
+    "n_experts,n_pairs,size",
+    [(32, 2048, 128), (128, 512, 16), (512, 8192, 64), (1, 1, 16), (128, 65536, 128)],
 )
 def test_the_sort_on_the_gpu(n_experts, n_pairs, size) -> None:
     experts = np.random.default_rng(0).integers(0, n_experts + 1, n_pairs).astype(np.int32)

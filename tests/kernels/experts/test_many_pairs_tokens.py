@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -34,39 +35,37 @@ def fragment(sums: jax.Array):
     return SimpleNamespace(registers=registers)
 
 
-def stored(sums, bias, gate, dtype, n0: int, n_out: int) -> np.ndarray:
-    """The result after the tile of n0 has been stored in zeros."""
-    finish = PairsFinish(False, gate, 1.0, jnp.dtype(dtype).itemsize)
-    scheme = SimpleNamespace(gated=gate is not None)
-    tile = SimpleNamespace(rows=sums.shape[1])
+def stored(sums, bias, gate, dtype, n0: int, n_out: int) -> tuple[np.ndarray, np.ndarray]:
+    """(the result ``[N_PAIRS, n_out]`` of the tile whose first result is n0, the pairs by expert).
+
+    A result that is not stored is NaN, as memory of the emulator is.
+    """
     block = SimpleNamespace(
-        finish=finish, scheme=scheme, n=N, n_out=n_out, tile=tile, smem=None, gmem=None
+        finish=PairsFinish(False, gate, 1.0, jnp.dtype(dtype).itemsize),
+        scheme=SimpleNamespace(gated=gate is not None),
+        tile=SimpleNamespace(rows=sums.shape[1]),
+        n=N,
+        n_out=n_out,
+        smem=None,
+        gmem=None,
+        warpgroup=0,
     )
-    block.warpgroup = 0
-    place = {"pairs": jnp.asarray(np.random.default_rng(0).permutation(N_PAIRS), jnp.int32)}
 
     def body(gmem, smem) -> None:
         del smem
-        scalar = lambda v: SimpleNamespace(registers=SimpleNamespace(flat=[p.ci(v)]))  # noqa: E731
-        zero = p.mul(p.register("tid.x"), 4)
-        for i in range(-(-N_PAIRS * n_out * jnp.dtype(dtype).itemsize // 512)):
-            at = p.add(zero, 512 * i)
-            is_inside = p.less(at, N_PAIRS * n_out * jnp.dtype(dtype).itemsize)
-            store = lambda at=at: p.store_global(p.offset(p.address(gmem.out), at), p.ci(0))  # noqa: E731
-            p.when(is_inside, store)
-        biases = [] if bias is None else [gmem.bias]
-        scalars = [scalar(v) for v in (n0, FIRST, END)]
-        multiplier = TokenMultiplier(block)
-        multiplier.stored(
-            None, gmem.out, gmem.pairs, gmem.part, *biases, *scalars, fragment(sums)
-        )
+        scalars = [
+            SimpleNamespace(registers=SimpleNamespace(flat=[p.ci(v)])) for v in (n0, FIRST, END)
+        ]
+        refs = gmem.out, gmem.pairs, gmem.part, gmem.bias
+        TokenMultiplier(block).stored(None, *refs, *scalars, fragment(sums))
 
-    operands = {**place, "part": jnp.asarray([EXPERT, 0, 0, 0], jnp.int32)}
-    operands |= {} if bias is None else {"bias": bias}
+    pairs = jnp.asarray(np.random.default_rng(0).permutation(N_PAIRS), jnp.int32)
+    part = jnp.asarray([EXPERT, 0, 0, 0], jnp.int32)
     out = {"out": jax.ShapeDtypeStruct((N_PAIRS, n_out), dtype)}
-    with emulated(many_pairs_tokens, many_pairs_program, unpack, __import__(__name__, fromlist=["p"])):
+    operands = {"pairs": pairs, "part": part, "bias": bias}
+    with emulated(many_pairs_tokens, many_pairs_program, unpack, sys.modules[__name__]):
         (found,) = launch(body, operands, out, name="stored", grid=1, registers=True, warpgroups=1)
-    return np.asarray(found, np.float32), np.asarray(place["pairs"])
+    return np.asarray(found, np.float32), np.asarray(pairs)
 
 
 @newest
@@ -77,19 +76,18 @@ def test_sums_reach_their_pairs(gate, dtype, monkeypatch) -> None:
     pick = lambda pair, e: pair[int(e[0])]  # noqa: E731
     monkeypatch.setattr(many_pairs_tokens, "llvm", SimpleNamespace(extractelement=pick))
     n_out = N // 2 if gate else N
-    rows = 32 if gate else 32
-    n0 = n_out - 8
-    sums = activations((64, rows), jnp.float32)
-    bias = activations((3, N), jnp.float32, 2)
+    n0, rows = n_out - 8, 32
+    sums, bias = activations((64, rows), jnp.float32), activations((3, N), jnp.float32, 2)
     got, pairs = stored(sums, bias, gate, dtype, n0, n_out)
-    want = np.zeros((N_PAIRS, n_out), np.float32)
-    own = np.asarray(sums)[: END - FIRST]
-    if gate:
-        half = rows // 2
-        both = np.concatenate([own[:, :8], own[:, half : half + 8]], 1)
-        both += np.concatenate([bias[EXPERT, n0 : n0 + 8], bias[EXPERT, n_out + n0 : n_out + n0 + 8]])
-        result = apply_gate(jnp.asarray(both), gate)
-    else:
-        result = own[:, :8] + np.asarray(bias)[EXPERT, n0 : n0 + 8]
-    want[pairs[FIRST:END], n0:] = np.asarray(jnp.asarray(result).astype(dtype), np.float32)
-    np.testing.assert_allclose(got, want, rtol=1e-2 if dtype == jnp.bfloat16 else 1e-5, atol=1e-6)
+    columns = [n0, n_out + n0] if gate else [n0]
+    own = [
+        np.asarray(sums)[: END - FIRST, first : first + 8]
+        + np.asarray(bias)[EXPERT, column : column + 8]
+        for first, column in zip((0, rows // 2), columns, strict=False)
+    ]
+    both = jnp.asarray(np.concatenate(own, 1))
+    result = both if gate is None else apply_gate(both, gate)
+    want = np.full((N_PAIRS, n_out), np.nan, np.float32)
+    want[pairs[FIRST:END], n0:] = np.asarray(result.astype(dtype), np.float32)
+    tolerance = 1e-2 if dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=1e-6)
