@@ -11,9 +11,11 @@ zeros, MXFP4 or NVFP4, ``[E, N, K]``.  64 divides K, a group has a multiple of 6
     others   codes -> bfloat16 in registers | wgmma over K | * row + bias, gate -> its pair's result
 
 The program is the dense product's (``matmul.many_rows.weight``): w is wgmma's register operand, and
-tokens are its N.  ``many_pairs_gather`` copies a tile's rows of x from where they lie.  Under a gate a warpgroup has 32 rows of gate and 32 of up, which a thread reads
-eight rows apart, so the gate needs no exchange.  Consecutive tiles have one part, so that L2 still
-has its rows of x, and a part's weight is read once.
+tokens are its N.  ``many_pairs_gather_program`` copies a tile's rows of x from where they lie.
+Under a gate a warpgroup has 32 rows of gate and 32 of up, which a thread reads eight rows apart, so
+the gate needs no exchange.  Consecutive tiles have one part, so that L2 still has its rows of x,
+and a part's weight is read once.  Where the weight is bfloat16 and experts have many pairs, no
+operand is in registers (``many_pairs_tokens_program``).
 
 A part's last tokens may be another expert's: their sums are not stored.  Rows of w past an
 expert's end are another's too, and are not stored either.
@@ -36,10 +38,10 @@ from jax.typing import DTypeLike
 from pallas_kernels.experts import sort_kernel
 from pallas_kernels.experts.blocks import parts_of_pairs
 from pallas_kernels.experts.gate import Gate
-from pallas_kernels.experts.many_pairs_gather import barriers_of_slots, rows_of_slots
+from pallas_kernels.experts.many_pairs_gather_program import barriers_of_slots, rows_of_slots
 from pallas_kernels.experts.many_pairs_plan import PairsScheme, Tile, TokenTile
 from pallas_kernels.experts.many_pairs_program import UNIT, PairsBlock, PairsFinish
-from pallas_kernels.experts.many_pairs_tokens import TokenBlock
+from pallas_kernels.experts.many_pairs_tokens_program import TokenBlock
 from pallas_kernels.launch import Views
 from pallas_kernels.matmul.few_rows.kernel import parts_of
 from pallas_kernels.matmul.few_rows.widen import FLOAT4_REST

@@ -62,7 +62,8 @@ TOKEN_TILES = (
 
 @dataclasses.dataclass(frozen=True)
 class GroupedTilePlan(Predicted):
-    """tile: of one expert's rows and up to ``tile.tokens`` of its pairs, or of a cluster's blocks."""
+    """tile: of one expert's rows and up to ``tile.tokens`` of its pairs for each block of a
+    cluster."""
 
     kernel: ClassVar[str] = "grouped_matmul_tiles_mosaic"
     tile: Tile

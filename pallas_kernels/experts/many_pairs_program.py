@@ -3,8 +3,8 @@
 ``PairsBlock`` holds the facts that all of a block's warpgroups share.  The feeder and the
 multipliers are those of the dense product (``matmul.many_rows.weight_program``), which differ here
 in three places: a tile's expert comes from a table, and so do its rows of x, which other warps
-gather (``many_pairs_gather``); the rows of gate and up are copied side by side; and results go to
-their pairs.
+gather (``many_pairs_gather_program``); the rows of gate and up are copied side by side; and results
+go to their pairs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.gate import Gate
-from pallas_kernels.experts.many_pairs_gather import WARPS, GatherShape, RowGather
+from pallas_kernels.experts.many_pairs_gather_program import WARPS, GatherShape, RowGather
 from pallas_kernels.experts.many_pairs_plan import PairsScheme, Tile
 from pallas_kernels.fused_parts import gated, times_reciprocal
 from pallas_kernels.jax_internals import arith, llvm

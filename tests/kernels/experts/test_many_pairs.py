@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from pallas_kernels import QTensor, grouped_matmul, quantize
 from pallas_kernels import ptx as p
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.experts import blocks, many_pairs_gather, many_pairs_plan, sort_kernel
+from pallas_kernels.experts import blocks, many_pairs_gather_program, many_pairs_plan, sort_kernel
 from pallas_kernels.experts import plan as planning
 from pallas_kernels.experts.gate import ClampedGate
-from pallas_kernels.experts.many_pairs_gather import GatherShape, RowGather
+from pallas_kernels.experts.many_pairs_gather_program import GatherShape, RowGather
 from pallas_kernels.experts.many_pairs_plan import TILES, TOKEN_TILES, GroupedTilePlan, tile_plan
 from pallas_kernels.experts.op import GroupedStatic, grouped_matmul_reference, planned
 from pallas_kernels.formats import FORMATS
@@ -162,7 +162,7 @@ def gathered(parts_of, pair: int, x, pairs, fan: int, tokens: int, stages: int) 
 
     operands = {"x": x, "pairs": pairs, "work": work}
     out = {"out": jax.ShapeDtypeStruct((stages, tokens, 8, 8), jnp.bfloat16)}
-    with emulated(many_pairs_gather, sys.modules[__name__]):
+    with emulated(many_pairs_gather_program, sys.modules[__name__]):
         (found,) = launch(
             body, operands, out, name="gather", grid=1, registers=True, scratch=sizes, warpgroups=1
         )

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ptx as p
-from pallas_kernels.experts import many_pairs_program, many_pairs_tokens
+from pallas_kernels.experts import many_pairs_program, many_pairs_tokens_program
 from pallas_kernels.experts.gate import ClampedGate, apply_gate
 from pallas_kernels.experts.many_pairs_program import PairsFinish
-from pallas_kernels.experts.many_pairs_tokens import TokenMultiplier
+from pallas_kernels.experts.many_pairs_tokens_program import TokenMultiplier
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.many_rows import unpack
 from tests.helpers.matmul_cases import activations, newest
@@ -63,7 +63,7 @@ def stored(sums, bias, gate, dtype, n0: int, n_out: int) -> tuple[np.ndarray, np
     part = jnp.asarray([EXPERT, 0, 0, 0], jnp.int32)
     out = {"out": jax.ShapeDtypeStruct((N_PAIRS, n_out), dtype)}
     operands = {"pairs": pairs, "part": part, "bias": bias}
-    with emulated(many_pairs_tokens, many_pairs_program, unpack, sys.modules[__name__]):
+    with emulated(many_pairs_tokens_program, many_pairs_program, unpack, sys.modules[__name__]):
         (found,) = launch(body, operands, out, name="stored", grid=1, registers=True, warpgroups=1)
     return np.asarray(found, np.float32), np.asarray(pairs)
 
@@ -74,7 +74,7 @@ def stored(sums, bias, gate, dtype, n0: int, n_out: int) -> tuple[np.ndarray, np
 def test_sums_reach_their_pairs(gate, dtype, monkeypatch) -> None:
     """Of 64 tokens 51 are the part's, and the tile's last 8 results are another expert's."""
     pick = lambda pair, e: pair[int(e[0])]  # noqa: E731
-    monkeypatch.setattr(many_pairs_tokens, "llvm", SimpleNamespace(extractelement=pick))
+    monkeypatch.setattr(many_pairs_tokens_program, "llvm", SimpleNamespace(extractelement=pick))
     n_out = N // 2 if gate else N
     n0, rows = n_out - 8, 32
     sums, bias = activations((64, rows), jnp.float32), activations((3, N), jnp.float32, 2)

@@ -16,7 +16,6 @@ not stored.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -24,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.experts.many_pairs_gather import half_of
+from pallas_kernels.experts.many_pairs_gather_program import half_of
 from pallas_kernels.experts.many_pairs_program import PairsBlock
 from pallas_kernels.jax_internals import arith, llvm
 from pallas_kernels.matmul.many_rows.pipeline import REGISTERS, ring_next, ring_slot
