@@ -36,7 +36,7 @@ _LAYOUT = plgpu.Layout.WGMMA
 _SPLAT = plgpu.Layout.WG_SPLAT((128,))
 UNIT = 32  # rows of w whose scales or zeros are one copy
 WIDTHS = 16, 32, 64, 96
-_AT_ONCE = 4  # groups of eight tokens whose pairs are loaded together
+_AT_ONCE = 16  # groups of eight tokens whose pairs are loaded together
 
 
 class PairsBlock:

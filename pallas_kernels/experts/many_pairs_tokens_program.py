@@ -16,6 +16,7 @@ not stored.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -32,6 +33,7 @@ from pallas_kernels.ptx import Value
 
 _LAYOUT = plgpu.Layout.WGMMA
 _SPLAT = plgpu.Layout.WG_SPLAT((128,))
+_AT_ONCE = 4  # groups of eight results whose biases are loaded together
 
 
 class TokenBlock(PairsBlock):
@@ -139,33 +141,33 @@ class TokenMultiplier:
         flat, size = list(acc.registers.reshape(-1)), finish.bytes
         sets = 1 + block.scheme.gated
         eights = self.tile.rows // 8 // sets
-        column = p.add(n0, p.mul(quad, 2))
-        to = [
-            p.offset(p.offset(p.address(out), r, block.n_out * size), column, size) for r in places
-        ]
-        if biases:
-            w_row = p.add(arith.muli(expert, p.ci(block.n)), column)
-            of_rows = p.offset(p.address(biases[0]), w_row, 4)
+        pair = p.mul(quad, 2)
+        in_row = p.offset(p.address(out), p.add(n0, pair), size)
+        to = [p.offset(in_row, place, block.n_out * size) for place in places]
+        w_row = p.add(arith.muli(expert, p.ci(block.n)), pair)
+        at_bias = p.address(biases[0]) if biases else None
 
-        def bias_of(i: int) -> list[list[Value]]:
-            """The biases of gate and up of two neighbouring results."""
-            at = [4 * (8 * i + s * block.n_out) for s in range(sets)]
-            return [p.load_global(of_rows, 2, place, "f32") for place in at]
+        def biases_of(i: int) -> list[Sequence[Value]]:
+            """Those of gate and up of two neighbouring results."""
+            first = p.add(w_row, p.minimum(p.add(n0, 8 * i), block.n_out - 8))
+            rows = [p.add(first, s * block.n_out) for s in range(sets)]
+            return [p.load_global(p.offset(at_bias, r, 4), 2, kind="f32") for r in rows]
 
-        for i in range(eights):
-            is_inside = p.less(p.add(n0, 8 * i), block.n_out)
+        def store(i: int, of_pair: list[Sequence[Value]] | None) -> None:
+            for h in range(2):
+                results = []
+                for e in range(2):
+                    sums = [
+                        llvm.extractelement(flat[2 * (i + s * eights) + h], p.ci(e))
+                        for s in range(sets)
+                    ]
+                    added = None if of_pair is None else [both[e] for both in of_pair]
+                    results += finish.results(sums, None, added)
+                finish.store_two(to[h], results, own[h], 8 * i * size)
 
-            def store(i: int = i) -> None:
-                held = bias_of(i) if biases else None
-                for h in range(2):
-                    pair = []
-                    for e in range(2):
-                        sums = [
-                            llvm.extractelement(flat[2 * (i + s * eights) + h], p.ci(e))
-                            for s in range(sets)
-                        ]
-                        of_sums = None if held is None else [b[e] for b in held]
-                        pair += finish.results(sums, None, of_sums)
-                    finish.store_two(to[h], pair, own[h], 8 * i * size)
-
-            p.when(is_inside, store)
+        for c in range(0, eights, _AT_ONCE):
+            group = range(c, min(c + _AT_ONCE, eights))
+            held = [biases_of(i) for i in group] if biases else [None] * len(group)
+            for i, of_pair in zip(group, held, strict=True):
+                is_inside = p.less(p.add(n0, 8 * i), block.n_out)
+                p.when(is_inside, functools.partial(store, i, of_pair))
