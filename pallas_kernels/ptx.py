@@ -660,6 +660,11 @@ def await_kernel() -> None:
     owner.attributes["mosaic_gpu.uses_pdl"] = ir.UnitAttr.get()
 
 
+def prefetch_line(at: Value) -> None:
+    """Ask L1 for the line at an address of device memory."""
+    ptx("prefetch.global.L1 [$0];", at)
+
+
 def prefetch(at: Value, size: int) -> None:
     """Asks L2 for ``size`` contiguous bytes of device memory, where there is an ``await_kernel`` to
     wait at; both multiples of 16."""

@@ -3,14 +3,15 @@
 A part's pairs lie in the table ``pairs``, and pair p reads row p // fan of x.  Two warps copy the
 rows, 16 bytes a lane and copy (cp.async), to where wgmma's swizzle of 128 bytes has them:
 
-    lane     8 lanes have 128 bytes of a row, so a warp copies 4 rows at once and both warps 8
-    slot     its copies, and an arrival on ``full`` that happens when they are there
-    readers  ``full`` | fence: copies are the generic proxy's, wgmma the asynchronous | wgmma |
-             a lane of each warp arrives on ``empty``
+    two warps   8 lanes have 128 bytes of a row, so both copy 8 rows at once | an arrival on
+                ``copied`` that happens when a slot's copies are there
+    a third     the weight's copy | ``copied`` | fence: copies are the generic proxy's, wgmma the
+                asynchronous | ``ready``
+    readers     ``ready`` | wgmma | a lane of each warp arrives on ``empty``
 
-So no sorted copy of x is written to device memory, and none is read.  Rows behind the part's last
-are its last row again.  Mosaic's barriers cannot be passed to inline code, so these are words of
-shared memory.
+So no sorted copy of x is written to device memory, and none is read.  Readers wait for one barrier,
+and need no fence.  Rows behind the part's last are its last row again.  Mosaic's barriers cannot be
+passed to inline code, so these are words of shared memory.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def rows_of_slots(stages: int, tokens: int) -> Views:
 
 
 def barriers_of_slots(stages: int):
-    """Shared memory of the barriers ``[2, stages, 2]``: full, then empty, of 8 bytes each."""
-    return plgpu.SMEM((2, stages, 2), jnp.int32)
+    """Shared memory of the barriers ``[3, stages, 2]``, 8 bytes each: copied, ready and empty."""
+    return plgpu.SMEM((3, stages, 2), jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +93,8 @@ class RowGather:
             def initialise() -> None:
                 base = p.shared_address(barriers)
                 for i in range(self.stages):
-                    p.barrier_init(p.add(base, 8 * i), 32 * WARPS)
-                    p.barrier_init(p.add(base, 8 * (self.stages + i)), 4 * self.readers)
+                    for kind, arrivals in enumerate((32 * WARPS, 1, 4 * self.readers)):
+                        p.barrier_init(p.add(base, 8 * (kind * self.stages + i)), arrivals)
                 p.barriers_ready()
 
             p.when(p.equal(p.register("tid.x"), 0), initialise)
@@ -104,17 +105,19 @@ class RowGather:
     # --- the warpgroups that multiply ---
 
     def wait(self, at, load) -> None:
-        """Until the rows of the ring's load number ``load``, in slot ``at``, are there."""
-        turn = lax.div(load, jnp.asarray(self.stages, load.dtype))
-        parity = lax.rem(turn, jnp.asarray(2, load.dtype))
+        """Until the ring's load number ``load``, rows and weight, is in slot ``at``."""
 
         def emit(ctx, barrier, parity) -> None:
             del ctx
             p.barrier_wait(p.shared_address(barrier), parity.registers.flat[0])
-            p.ptx("fence.proxy.async.shared::cta;")
 
-        splat = plgpu.layout_cast(jnp.full((128,), parity, jnp.int32), _SPLAT)
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SPLAT))(emit)(self.ref.at[0, at], splat)
+        splat = plgpu.layout_cast(jnp.full((128,), self.parity(load), jnp.int32), _SPLAT)
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SPLAT))(emit)(self.ref.at[1, at], splat)
+
+    def parity(self, load):
+        """Of the phase in which load number ``load`` arrives."""
+        turn = lax.div(load, jnp.asarray(self.stages, load.dtype))
+        return lax.rem(turn, jnp.asarray(2, load.dtype))
 
     def release(self, at) -> None:
         """This warpgroup has read slot ``at``."""
@@ -125,7 +128,30 @@ class RowGather:
             is_first = p.equal(p.masked(p.register("tid.x"), 31), 0)
             p.when(is_first, lambda: p.barrier_arrive(at))
 
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(emit)(self.ref.at[1, at])
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(emit)(self.ref.at[2, at])
+
+    # --- the warp that hands slots over ---
+
+    def hand_over(self, loads, full) -> None:
+        """Say of each of the ring's loads that it is there.  full: the barriers of the weight."""
+
+        def emit(ctx, copied, ready, parity) -> None:
+            del ctx
+            p.barrier_wait(p.shared_address(copied), parity.registers.flat[0])
+            p.ptx("fence.proxy.async.shared::cta;")
+            is_first = p.equal(p.masked(p.register("tid.x"), 31), 0)
+            at = p.shared_address(ready)
+            p.when(is_first, lambda: p.barrier_arrive(at))
+
+        types = plgpu.RefType(), plgpu.RefType(), _SCALAR
+
+        def step(load, at):
+            plgpu.barrier_wait(full.at[at])
+            parity = self.parity(load).astype(jnp.int32)
+            plgpu.inline_mgpu(arg_types=types)(emit)(self.ref.at[0, at], self.ref.at[1, at], parity)
+            return pipeline.ring_next(at, 1, self.stages)
+
+        lax.fori_loop(0, loads, step, jnp.asarray(0, jnp.int32))
 
     # --- the warps that copy ---
 
@@ -148,14 +174,23 @@ class RowGather:
         source = p.offset(p.address(x), chunk, 16)
         place = p.add(p.mul(row, SLOT_BYTES), p.mul(arith.xori(chunk, row), 16))
         to = p.add(p.shared_address(slots), place)
-        full = p.shared_address(barriers)
+        copied = p.shared_address(barriers)
         at_work, at_pairs = p.address(work), p.address(pairs)
         (parts,) = p.load_global(at_work, 1)
         total = p.mul(parts, how.columns)
+        last_tile = p.larger(arith.subi(total, p.ci(1)), p.ci(0))
+
+        def part_of(index: Value) -> list[Value]:
+            """The first pair of a tile's part, and their end."""
+            part = arith.divui(p.smaller(index, last_tile), p.ci(how.columns))
+            return p.load_global(p.offset(at_work, p.add(part, 1), 16), 4)[1:3]
 
         def tile(index: Value, carry: Sequence[Value]) -> list[Value]:
-            part = arith.divui(index, p.ci(how.columns))
-            _, first, end, _ = p.load_global(p.offset(at_work, p.add(part, 1), 16), 4)
+            *carry, first, end, next_first, next_end = carry
+            # The next tile's pairs come to L1 meanwhile, and the part behind it to registers.
+            line = p.smaller(p.add(next_first, p.mul(lane, 32)), p.add(next_end, -1))
+            p.prefetch_line(p.offset(at_pairs, line, 4))
+            following = [next_first, next_end, *part_of(p.add(index, 2 * how.n_clusters))]
             if how.shared:
                 is_short = p.less(arith.subi(end, first), how.tokens + 1)
                 half = arith.select(is_short, p.ci(how.tokens // 2), p.ci(how.tokens))
@@ -170,8 +205,8 @@ class RowGather:
             def steps(n_rows: int) -> list[Value]:
                 def step(j: Value, carry: Sequence[Value]) -> list[Value]:
                     slot, phase = carry
-                    barrier = p.add(full, p.mul(slot, 8))
-                    empty = p.add(barrier, 8 * self.stages)
+                    barrier = p.add(copied, p.mul(slot, 8))
+                    empty = p.add(barrier, 16 * self.stages)
                     p.barrier_wait(empty, arith.xori(phase, p.ci(1)))
                     columns = p.offset(source, j, SLOT_BYTES)
                     rows_at = p.add(to, p.mul(slot, how.tokens * SLOT_BYTES))
@@ -194,6 +229,7 @@ class RowGather:
             for below, width in itertools.pairwise(widths):
                 is_width = arith.andi(p.below(p.ci(below), count), p.at_most(count, p.ci(width)))
                 result = p.choose(is_width, lambda width=width: steps(width), result)
-            return result
+            return [*result, *following]
 
-        p.loop(cluster, total, how.n_clusters, [p.ci(0), p.ci(0)], tile)
+        parts = [v for i in range(2) for v in part_of(p.add(cluster, i * how.n_clusters))]
+        p.loop(cluster, total, how.n_clusters, [p.ci(0), p.ci(0), *parts], tile)

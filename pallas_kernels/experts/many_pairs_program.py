@@ -35,7 +35,7 @@ from pallas_kernels.ptx import Value
 _LAYOUT = plgpu.Layout.WGMMA
 _SPLAT = plgpu.Layout.WG_SPLAT((128,))
 UNIT = 32  # rows of w whose scales or zeros are one copy
-WIDTHS = 16, 32, 64, 96
+WIDTHS = 16, 32, 40, 48, 64, 96, 128, 160
 _AT_ONCE = 16  # groups of eight tokens whose pairs are loaded together
 
 
@@ -80,7 +80,9 @@ class PairsBlock:
         self.tiles = my_tiles(self.gmem.work[0, 0] * self.columns, self.n_clusters)
         copy = functools.partial(self.gather.copy, self.gmem, self.smem.x.bytes, self.gathered)
         copies = [functools.partial(copy, warp) for warp in range(WARPS)]
-        feed(self.warpgroup, self.computing, PairsFeeder(self).copy_tiles, copies)
+        loads, full = self.tiles * self.steps, self.barrier.full
+        hand_over = functools.partial(self.gather.hand_over, loads, full)
+        feed(self.warpgroup, self.computing, PairsFeeder(self).copy_tiles, [*copies, hand_over])
         pl.when(self.warpgroup < self.computing)(self.multiply)
 
     def n_warpgroups(self) -> int:
@@ -177,7 +179,6 @@ class PairsMultiplier(Multiplier):
         self.finish(part, n0, pl.run_scoped(functools.partial(self.sum_of_products, t), ref))
 
     def await_slot(self, t, j, at) -> None:
-        super().await_slot(t, j, at)
         self.block.gather.wait(at, t * self.block.steps + j)
 
     def release_slot(self, at) -> None:

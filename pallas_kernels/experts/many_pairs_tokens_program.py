@@ -81,7 +81,6 @@ class TokenMultiplier:
         pl.when(first >= end)(lambda: self.pass_by(t))
 
     def await_slot(self, t, j, at) -> None:
-        plgpu.barrier_wait(self.block.barrier.full.at[at])
         self.block.gather.wait(at, t * self.block.steps + j)
 
     def release_slot(self, at) -> None:

@@ -322,6 +322,7 @@ def _prefetch(block, address, size):
     "fence.mbarrier_init.release.cluster",
     "fence.proxy.async.shared::cta",
     "griddepcontrol.launch_dependents",
+    "prefetch.global.L1",
 )
 def _nothing(block, *operands):
     pass

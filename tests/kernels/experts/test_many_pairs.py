@@ -144,7 +144,7 @@ def gathered(parts_of, pair: int, x, pairs, fan: int, tokens: int, stages: int) 
     k = x.shape[1]
     work = jnp.asarray([[len(parts_of), 0, 0, 0]] + [[0, *part, 0] for part in parts_of], jnp.int32)
     how = GatherShape(fan, 2 * k, k // 64, 1, 1, tokens, (16, 32), shared=True)
-    sizes = {"slots": stages * tokens * 32, "barriers": 4 * stages}
+    sizes = {"slots": stages * tokens * 32, "barriers": 6 * stages}
 
     def body(gmem, smem) -> None:
         gather = RowGather(smem.barriers, stages, 1)
