@@ -217,8 +217,6 @@ CASES = {
     "experts int8": lambda: grouped("int8", 2048, 1024),
     "experts 64 bfloat16": lambda: grouped("bfloat16", 1536, 2048, "silu", 64),
     "experts 64 zeros": lambda: grouped("zeros", 1536, 2048, "silu", 64),
-    "experts 8192 bfloat16": lambda: grouped("bfloat16", 1536, 2048, "silu", 8192),
-    "experts 8192 bfloat16 down": lambda: grouped("bfloat16", 2048, 768, None, 8192),
     "experts 8192 bfloat16 bias": lambda: grouped_biased("bfloat16", 5760, 2880, 8192, (32, 4)),
     "experts 512 mxfp4": lambda: grouped("mxfp4", 5760, 2880, ClampedGate(), 512, (32, 4)),
     "experts 64 zeros-64": lambda: grouped("zeros-64", 5760, 2880, ClampedGate(), 64, (32, 4)),
