@@ -92,8 +92,9 @@ class _Sort:
         p.barrier()
         at_once = THREADS * self.blocks
         first = p.add(self.thread, p.mul(self.rank, THREADS))
-        turns = range(-(-self.n_pairs // at_once))
-        found = [self.counted(p.add(first, at_once * i)) for i in turns]
+        pairs = [p.add(first, at_once * i) for i in range(-(-self.n_pairs // at_once))]
+        experts = [self.expert_of(pair) for pair in pairs]  # all loads are on their way at once
+        found = [self.counted(pair, expert) for pair, expert in zip(pairs, experts, strict=True)]
         if self.blocks > 1:
             p.cluster_barrier()
             p.when(is_counted, self.over_blocks)
@@ -128,14 +129,17 @@ class _Sort:
     def at(self, base: Value, index: Value) -> Value:
         return p.add(base, p.mul(index, 4))
 
-    def counted(self, index: Value) -> tuple[Value, Value, Value]:
+    def expert_of(self, index: Value) -> Value:
+        """A pair's expert as it is stored; the last pair's where there is none."""
+        at = p.smaller(index, p.ci(self.n_pairs - 1))
+        return p.load_global(p.offset(self.experts, at, 4), 1)[0]
+
+    def counted(self, index: Value, expert: Value) -> tuple[Value, Value, Value]:
         """(index, expert, place among the block's pairs of the expert) of a pair; n_experts where
         there is none.
 
         The count of n_experts is in no sum.
         """
-        last = p.ci(self.n_pairs - 1)
-        (expert,) = p.load_global(p.offset(self.experts, p.smaller(index, last), 4), 1)
         expert = p.smaller(p.larger(expert, p.ci(0)), p.ci(self.largest))
         expert = arith.select(p.less(index, self.n_pairs), expert, p.ci(self.n_experts))
         return index, expert, p.add_shared(self.at(self.counts, expert), p.ci(1))
