@@ -24,6 +24,7 @@ from pallas_kernels.qtensor import FLOAT4, QTensor
 AnyTile = TypeVar("AnyTile", bound="Tile")
 Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
 LEAST_STAGES = 3
+_RESERVED = BARRIER_BYTES + 1024  # of shared memory: the gather has barriers of its own
 _tile = functools.partial(WeightTile, unroll=1)
 # Microseconds of a slot on an H200 (MXFP4; jax 0.12): ``docs/lab/experts.md``.
 TILES = (
@@ -54,9 +55,8 @@ class TokenTile:
 Tile = WeightTile | TokenTile
 # The same for bfloat16 (the dense product's rate).
 TOKEN_TILES = (
-    (TokenTile(rows=256, cluster=2), 0.75),
-    (TokenTile(rows=192, cluster=2, stages=5), 0.6),
-    (TokenTile(rows=128, cluster=2, stages=6), 0.45),
+    (TokenTile(cluster=2), 0.73),
+    (TokenTile(cluster=1), 0.82),
 )
 
 
@@ -190,5 +190,5 @@ def fitted(tile: AnyTile, scheme: PairsScheme) -> AnyTile:
     """The tile with as many stages as fit."""
     rows = scheme.rows_in_memory(tile)
     slot = BLOCK_K * (2 * tile.tokens + rows * scheme.bits // 8)
-    stages = (gpu().shared_bytes - BARRIER_BYTES - 2 * rows * scheme.row_bytes) // slot
+    stages = (gpu().shared_bytes - _RESERVED - 2 * rows * scheme.row_bytes) // slot
     return dataclasses.replace(tile, stages=min(tile.stages, stages), sms=gpu().sms)
