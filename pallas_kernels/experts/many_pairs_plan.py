@@ -25,14 +25,14 @@ AnyTile = TypeVar("AnyTile", bound="Tile")
 Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
 LEAST_STAGES = 3
 _RESERVED = BARRIER_BYTES + 1024  # of shared memory: the gather has barriers of its own
-_tile = functools.partial(WeightTile, unroll=1)
+_tile = functools.partial(WeightTile, cluster=1)
 # Microseconds of a slot on an H200 (MXFP4; jax 0.12): ``docs/lab/experts.md``.
 TILES = (
-    (_tile(16, 256, stages=10, cluster=1, unroll=2), 0.52),
-    (_tile(32, 256, stages=10, cluster=1, unroll=2), 0.55),
-    (_tile(64, 256, stages=8, cluster=1, unroll=2), 0.63),
-    (_tile(128, 192, stages=6, cluster=1), 0.60),
-    (_tile(192, 128, stages=5, cluster=1), 0.56),
+    (_tile(16, 256, stages=10), 0.52),
+    (_tile(32, 256, stages=10), 0.55),
+    (_tile(64, 256, stages=8), 0.63),
+    (_tile(128, 192, stages=6), 0.60),
+    (_tile(192, 128, stages=5), 0.56),
 )
 
 
