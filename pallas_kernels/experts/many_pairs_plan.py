@@ -41,14 +41,14 @@ class TokenTile:
     """One block's tile and pipeline where the weight is bfloat16: no operand is in registers.
 
     tokens: 64 for each of two warpgroups.  rows: of w, the N of wgmma.
-    cluster: 2 blocks with tokens of one expert share (multicast) the weight.
+    cluster: blocks with tokens of one expert, which share (multicast) the weight.
     """
 
     tokens: int = 128
     rows: int = 256
     stages: int = 4
-    cluster: int = 2
     sms: int = H200.sms
+    cluster: ClassVar[int] = 2
     split: ClassVar[int] = 1
 
 

@@ -49,8 +49,6 @@ class TokenBlock(PairsBlock):
     def tokens_of(self, part):
         """The first of this block's tokens of a part, and their end; it may have none."""
         first, end = self.gmem.work[part + 1, 1], self.gmem.work[part + 1, 2]
-        if self.tile.cluster == 1:
-            return first, end
         half = half_of(end - first, self.tile.tokens)
         first += self.pair * half
         return first, jnp.minimum(first + half, end)
