@@ -182,7 +182,7 @@ class PairsMultiplier(Multiplier):
         self.block.gather.wait(at, t * self.block.steps + j)
 
     def release_slot(self, at) -> None:
-        super().release_slot(at)
+        plgpu.barrier_arrive(self.barrier.empty.at[at])
         self.block.gather.release(at)
 
     def tokens_at(self, at):
