@@ -1,4 +1,4 @@
-"""The operations of a layer, computed by ``model.linear`` or by a ``Steps``, one step at a time.
+"""The operations of a layer, one step after another, by ``model.linear`` or by a ``Steps``.
 
 ``observer.Observer`` and ``training.fp8.Fp8`` are ``Steps`` with products of their own.
 """

@@ -49,8 +49,11 @@ def weight(scheme: str, n: int, k: int):
         return jax.eval_shape(functools.partial(quantize, dtype=scheme), floats)
     how = {"int4": (128, True), "zeros": (128, False), "zeros-64": (64, False)}
     how = how.get(scheme, (k, True))
-    words = "int4" if scheme.startswith("zeros") else scheme
-    return jax.eval_shape(lambda w: quantize(w, words, group_size=how[0], symmetric=how[1]), floats)
+    words, named = ("int4" if scheme.startswith("zeros") else scheme), {}
+    if scheme == "multiples":  # of one scale a row, with zero points
+        words, how, named = "int4", (128, False), {"scale_dtype": "int8"}
+    made = functools.partial(quantize, dtype=words, group_size=how[0], symmetric=how[1], **named)
+    return jax.eval_shape(made, floats)
 
 
 def product(rows: int, scheme: str, words: str | None = None, shape=(14336, 4096), **named):
@@ -103,6 +106,12 @@ def grouped_sum(scheme: str, n: int, k: int, of=(128, 8)):
     f, given = grouped(scheme, n, k, of=of)
     weights, bias = S((1, of[1]), F32), S((of[0], n), BF16)
     return lambda *x: f(*x[:3], weights=x[3], bias=x[4]), (*given, weights, bias)
+
+
+def grouped_biased(scheme: str, n: int, k: int, tokens: int, of: tuple[int, int]):
+    """Gate and up with gpt-oss's gate and biases."""
+    f, given = grouped(scheme, n, k, ClampedGate(), tokens, of)
+    return lambda *x: f(*x[:3], bias=x[3]), (*given, S((of[0], n), BF16))
 
 
 def routed(n: int, d: int, k: int):
@@ -211,6 +220,7 @@ CASES = {
     "experts int8": lambda: grouped("int8", 2048, 1024),
     "experts 64 bfloat16": lambda: grouped("bfloat16", 1536, 2048, "silu", 64),
     "experts 64 zeros": lambda: grouped("zeros", 1536, 2048, "silu", 64),
+    "experts 8192 bfloat16 bias": lambda: grouped_biased("bfloat16", 5760, 2880, 8192, (32, 4)),
     "experts 512 mxfp4": lambda: grouped("mxfp4", 5760, 2880, ClampedGate(), 512, (32, 4)),
     "experts 64 zeros-64": lambda: grouped("zeros-64", 5760, 2880, ClampedGate(), 64, (32, 4)),
     "experts sum zeros": lambda: grouped_sum("zeros", 2048, 768),
@@ -239,6 +249,13 @@ CASES = {
     "product 64 int4": lambda: product(64, "int4"),
     "product 64 W8A8": lambda: product(64, "int8", "int8"),
     "product 64 W4A8": lambda: product(64, "int4", "int8"),
+    "product 64 W4A8, two levels": lambda: product(64, "multiples", "int8", out_dtype=BF16),
+    "product 64 W4A8, wide": lambda: product(
+        64, "multiples", "int8", shape=(28672, 4096), out_dtype=BF16
+    ),
+    "product 64 W4A8, long": lambda: product(
+        64, "multiples", "int8", shape=(4096, 14336), out_dtype=BF16
+    ),
     "product 2048 int4": lambda: product(2048, "int4"),
     "product 2048 zeros": lambda: product(2048, "zeros"),
     "product 2048 int8": lambda: product(2048, "int8"),

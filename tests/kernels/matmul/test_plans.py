@@ -113,14 +113,15 @@ def test_a_launch_fits_and_is_what_was_planned(launched):
             sizes = list(map(bytes_of, launch["scratch_types"]))
             assert sum(sizes) <= SHARED_OF_A_BLOCK, (case, plan)
             blocks = math.prod(launch["grid"]) * math.prod(launch["cluster"])
-            of_an_sm = few_rows.WARPS // plan.warps if isinstance(plan, RowPlan) else 1
+            of_an_sm = max(1, few_rows.WARPS // plan.warps) if isinstance(plan, RowPlan) else 1
             assert blocks == blocks_of(plan) <= H200.sms * of_an_sm, (case, plan)
             if isinstance(plan, RowPlan | TilePlan):
                 assert launch["kernel_name"] == plan.kernel.removesuffix("_mosaic")
                 assert sizes == plan.scratch_sizes(normed=call.norm is not None)
             else:
                 assert launch["cluster"] == (plan.cluster, plan.split)
-                rows = plan.tokens if isinstance(plan, WeightTile) else plan.m
+                weight = isinstance(plan, WeightTile)
+                rows = plan.tokens * plan.pieces if weight else plan.m
                 ring = launch["scratch_types"][0].refs[0].shape
                 assert math.prod(ring[:-1]) == plan.stages * rows, (case, plan)
             kinds.add(type(plan))
