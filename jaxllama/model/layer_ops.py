@@ -1,4 +1,4 @@
-"""Who computes a layer's operations: ``model.linear``, or a ``Steps``, one step after another.
+"""The operations of a layer: ``model.linear`` computes them, or a ``Steps``, one after another.
 
 ``observer.Observer`` and ``training.fp8.Fp8`` are ``Steps`` with products of their own.
 """
