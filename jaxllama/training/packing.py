@@ -69,9 +69,18 @@ class Conversations:
         return self.tokenizer.save(directory)
 
     def split(self, last: int) -> tuple[PackedRows, PackedRows]:
-        """Return (rows of all but the last ``last`` lines, rows of the last ones)."""
+        """Return (rows of all but the last ``last`` lines, rows of the last ones).
+
+        Raises JaxLlamaError if none of the first ones fits.
+        """
         cut = len(self.lines) - last
-        return self._rows(self.lines[:cut]), self._rows(self.lines[cut:])
+        training = self._rows(self.lines[:cut])
+        if not len(training):
+            raise JaxLlamaError(
+                f"sequence_length = {self.length - 1}: no answer of the {cut} lines to train on "
+                "begins within a row, or no pair fits into one"
+            )
+        return training, self._rows(self.lines[cut:])
 
     def _rows(self, lines: Sequence[list[Unit]]) -> PackedRows:
         return PackedRows.of([unit for line in lines for unit in line], self.length, self.is_packed)

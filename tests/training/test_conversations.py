@@ -9,7 +9,7 @@ import pytest
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.training.conversations import Example, Unit, examples_of, read
-from jaxllama.training.packing import PackedRows, pack
+from jaxllama.training.packing import Conversations, PackedRows, pack
 from tests.helpers.chat_cases import END, FORGETFUL, say, tokenizer
 
 
@@ -73,6 +73,14 @@ def test_rows_are_filled_by_best_fit():
     assert sorted(index for row in rows for index in row) == list(range(300))
     assert all(sum(sizes[index] for index in row) <= 64 for row in rows)
     assert sum(sizes) / (64 * len(rows)) > 0.97
+
+
+def test_rows_too_short_for_every_answer_are_named():
+    words = tokenizer()
+    units = list(examples_of(say("a long question", "yes"), words))
+    data = Conversations(words, [[Unit((one,))] for one in units], "", length=9)
+    with pytest.raises(JaxLlamaError, match="sequence_length = 8: no answer of the 1 lines"):
+        data.split(0)
 
 
 def test_a_batch_has_every_answer_once_an_epoch_and_weights_of_mean_one():
