@@ -55,6 +55,7 @@ class Base:
 
     folder: Path
     cfg: ModelConfig
+    length: int  # tokens of a row
     rates: dict[str, float]
     falls: dict[str, float]
 
@@ -65,7 +66,7 @@ def base(request, tmp_path, monkeypatch):
     if request.param == "tiny":
         folder, cfg = chat_model(tmp_path)
         rates = {"sft": 5e-3, "dpo": 1e-3, "grpo": 2e-4}
-        return Base(folder, cfg, rates, {"sft": 2, "dpo": 0.3, "grpo": 0.1})
+        return Base(folder, cfg, 64, rates, {"sft": 2, "dpo": 0.3, "grpo": 0.1})
     try:
         lm = jl.load("smollm2-135m", "float32", exact=True)
     except (OSError, JaxLlamaError) as error:
@@ -76,8 +77,8 @@ def base(request, tmp_path, monkeypatch):
     found = folder, lm.config
     for module in (test_finetune, test_rewards):
         monkeypatch.setattr(module, "chat_model", lambda *_: found)
-    rates = {"sft": 1e-3, "dpo": 1e-5, "grpo": 1e-5}
-    return Base(*found, rates, {"sft": 1, "dpo": 0.3, "grpo": 0.02})
+    rates = {"sft": 1e-3, "dpo": 1e-5, "grpo": 1e-6}
+    return Base(*found, 128, rates, {"sft": 1, "dpo": 0.3, "grpo": 0.01})
 
 
 def options(folder, **more):
@@ -176,7 +177,7 @@ def test_dpo(torch, base, tmp_path):
         {
             "steps": STEPS,
             "batch_size": 2,
-            "sequence_length": 64,
+            "sequence_length": base.length,
             "learning_rate": base.rates["dpo"],
             "init_from": str(base.folder),
             "optimizer": {"warmup_steps": 5, "weight_decay": 0.01},
