@@ -125,19 +125,29 @@ class PackedRows:
         is_pair = any(len(unit.examples) == 2 for unit in self.units)
         return max(map(len, self.members), default=0) if is_pair else 0
 
+    @functools.cached_property
+    def _most(self) -> int:
+        """Most segments of a row, with its padding."""
+        return 1 + max(
+            (sum(len(self.units[one].examples) for one in row) for row in self.members), default=0
+        )
+
     def row(self, index: int) -> Batch:
         """Return one row; its weights are 0 or 1. A row past the last is empty."""
         tokens, segments = np.zeros((2, self.length), np.int32)
         answers = np.zeros(self.length, bool)
         members = self.members[index] if index < len(self) else []
-        at = 0
+        at, begins = 0, np.full(self._most, -1, np.int32)
         sequences = [one for member in members for one in self.units[member].examples]
         for number, example in enumerate(sequences, 1):
             end = at + len(example.tokens)
             tokens[at:end], segments[at:end] = example.tokens, number
+            begins[number - 1] = at
             answers[at + 1 : end] = example.answers[1:]
             at = end
-        row = Batch(tokens, segments, answers[1:].astype(np.float32))
+        if at < self.length:
+            begins[len(sequences)] = at
+        row = Batch(tokens, segments, answers[1:].astype(np.float32), begins=begins)
         if not self._pairs:
             return row
         labels = np.zeros(self._pairs, np.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxllama.model.cache import Cache, init_cache
 from jaxllama.model.mixers.attention import chunk
 from jaxllama.model.mixers.attention import cudnn as cudnn_attention
 from jaxllama.model.mixers.attention.state import KVCache, write
+from jaxllama.training.batch import Batch
 from pallas_kernels.attention.blockwise import blockwise_attention, floats
 from pallas_kernels.attention.rope_cache import to_cache_basis
 from pallas_kernels.attention.rope_tokens import as_stored
@@ -166,6 +168,26 @@ def test_a_prompt_s_pieces_are_as_few_as_its_memory_allows(backend, monkeypatch)
             assert -(-width // chunk) == pieces and pieces * chunk - width < 128 * pieces
 
 
+def test_segments_that_are_read_alone_have_their_places_and_sizes(monkeypatch):
+    """cuDNN takes where each segment begins and how long it is, without the row's end."""
+    taken = {}
+
+    def attention(q, k, v, **options):
+        taken.update(options)
+        return q
+
+    masks = types.SimpleNamespace(PADDING_CAUSAL="causal")
+    monkeypatch.setattr(cudnn_attention, "cudnn_attention", lambda: (attention, masks))
+    monkeypatch.setattr(cudnn_attention, "_takes_ragged", lambda q, begins: True)
+    x = jnp.zeros((2, 10, 1, 8), jnp.bfloat16)
+    batch = Batch(np.zeros((2, 11), np.int32), begins=np.array([[0, 4, 10], [0, -1, -1]], np.int32))
+    cudnn_attention.causal(x, x, x, segments=x[..., 0, 0], begins=batch.input_begins)
+    for name in ("q", "kv"):
+        assert taken[f"{name}_offsets"].tolist() == [[0, 4, -1, -1], [0, -1, -1, -1]]
+        assert taken[f"{name}_seqlen"].tolist() == [[4, 6, -1], [10, -1, -1]]
+    assert taken["mask_type"] == "causal"
+
+
 # --- on a Hopper GPU -----------------------------------------------------------------------------
 
 
@@ -210,24 +232,29 @@ def test_prefill_in_chunks_on_the_gpu(dtype, window):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 60])
-def test_packed_rows_are_those_alone_on_the_gpu(window):
+@pytest.mark.parametrize(("window", "known"), [(None, False), (60, False), (None, True)])
+def test_packed_rows_are_those_alone_on_the_gpu(window, known):
     """Values and gradients of three sequences in a row: 1e-2 as above."""
     keys = jax.random.split(jax.random.key(0), 4)
     sizes = (100, 37, 119)
     q, k, v, dy = (
-        jax.random.normal(key, (1, sum(sizes), heads, 64), jnp.bfloat16)
+        jax.random.normal(key, (2, sum(sizes), heads, 64), jnp.bfloat16)
         for key, heads in zip(keys, (4, 2, 2, 4), strict=True)
     )
     segments = jnp.repeat(jnp.arange(3, dtype=jnp.int32), jnp.array(sizes))[None]
+    # The second row is one segment, as far as its numbers say.
+    segments = jnp.concatenate([segments, jnp.zeros_like(segments)])
+    begins = jnp.array([[0, 100, 137, -1], [0, -1, -1, -1]], jnp.int32) if known else None
 
     def packed(q, k, v):
-        return cudnn_attention.causal(q, k, v, window, segments=segments)
+        return cudnn_attention.causal(q, k, v, window, segments=segments, begins=begins)
 
     def alone(q, k, v):
         ends = np.cumsum(sizes)[:-1]
-        parts = zip(*(jnp.split(x, ends, axis=1) for x in (q, k, v)), strict=True)
-        return jnp.concatenate([cudnn_attention.causal(*part, window) for part in parts], axis=1)
+        parts = zip(*(jnp.split(x[:1], ends, axis=1) for x in (q, k, v)), strict=True)
+        first = [cudnn_attention.causal(*part, window) for part in parts]
+        second = cudnn_attention.causal(q[1:], k[1:], v[1:], window)
+        return jnp.concatenate([jnp.concatenate(first, axis=1), second])
 
     for got, want in zip(
         *(_with_gradients(form, q, k, v, dy) for form in (packed, alone)), strict=True

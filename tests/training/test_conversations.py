@@ -95,6 +95,8 @@ def test_a_batch_has_every_answer_once_an_epoch_and_weights_of_mean_one():
         np.add.at(seen, batch.tokens[:, 1:][batch.weights > 0], 1)
         ends = batch.segments[:, 1:] != batch.segments[:, :-1]
         assert not (batch.weights[ends] > 0).any()
+        begins = batch.begins[batch.begins >= 0]
+        assert begins.tolist() == [0, *(np.nonzero(ends[0])[0] + 1)]
     want = [sum(len(example.answers.nonzero()[0]) > n for example in examples) for n in range(8)]
     assert seen[100:108].tolist() == want
     again = rows.batch(len(rows) + 1, 2, 16, seed=3)
