@@ -178,7 +178,7 @@ def test_segments_that_are_read_alone_have_their_places_and_sizes(monkeypatch):
 
     masks = types.SimpleNamespace(PADDING_CAUSAL="causal")
     monkeypatch.setattr(cudnn_attention, "cudnn_attention", lambda: (attention, masks))
-    monkeypatch.setattr(cudnn_attention, "_takes_ragged", lambda q, begins: True)
+    monkeypatch.setattr(cudnn_attention, "_reads_segments", lambda q, begins: True)
     x = jnp.zeros((2, 10, 1, 8), jnp.bfloat16)
     batch = Batch(np.zeros((2, 11), np.int32), begins=np.array([[0, 4, 10], [0, -1, -1]], np.int32))
     cudnn_attention.causal(x, x, x, segments=x[..., 0, 0], begins=batch.input_begins)
@@ -186,6 +186,18 @@ def test_segments_that_are_read_alone_have_their_places_and_sizes(monkeypatch):
         assert taken[f"{name}_offsets"].tolist() == [[0, 4, -1, -1], [0, -1, -1, -1]]
         assert taken[f"{name}_seqlen"].tolist() == [[4, 6, -1], [10, -1, -1]]
     assert taken["mask_type"] == "causal"
+
+
+def test_few_segments_are_read_alone_on_hopper(monkeypatch):
+    def reads(m, rows=4, capability="9.0"):
+        device = types.SimpleNamespace(compute_capability=capability)
+        monkeypatch.setattr(cudnn_attention, "device_of", lambda x: device)
+        q = jax.ShapeDtypeStruct((rows, 2048, 32, 128), jnp.bfloat16)
+        return cudnn_attention._reads_segments(q, jax.ShapeDtypeStruct((rows, m), jnp.int32))
+
+    assert reads(2) and reads(16)
+    assert not reads(17) and not reads(16, rows=5)  # 5.4 GB of work
+    assert not reads(16, capability="8.0") and not reads(16, capability="10.0")
 
 
 # --- on a Hopper GPU -----------------------------------------------------------------------------
