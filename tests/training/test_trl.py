@@ -77,8 +77,8 @@ def base(request, tmp_path, monkeypatch):
     found = folder, lm.config
     for module in (test_finetune, test_rewards):
         monkeypatch.setattr(module, "chat_model", lambda *_: found)
-    rates = {"sft": 1e-3, "dpo": 1e-5, "grpo": 1e-6}
-    return Base(*found, 128, rates, {"sft": 1, "dpo": 0.3, "grpo": 0.01})
+    rates = {"sft": 1e-3, "dpo": 1e-5, "grpo": 2e-7}
+    return Base(*found, 128, rates, {"sft": 1, "dpo": 0.3, "grpo": 0.005})
 
 
 def options(folder, **more):
