@@ -104,6 +104,8 @@ def plan(
     found = divided(op, rows)
     if width < MIN_WIDTH:
         return Reason(f"XLA is as fast below {MIN_WIDTH} columns", found)
+    if given and form != "norm" and rows == 1:
+        return Reason("XLA is faster for one row in codes of a given scale", found)
     return found
 
 

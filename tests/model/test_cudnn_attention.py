@@ -20,6 +20,7 @@ from jaxllama.model.mixers.attention import cudnn as cudnn_attention
 from jaxllama.model.mixers.attention.state import KVCache, write
 from jaxllama.training.batch import Batch
 from pallas_kernels.attention.blockwise import blockwise_attention, floats
+from pallas_kernels.attention.plain import attention_scores, weighted_values
 from pallas_kernels.attention.rope_cache import to_cache_basis
 from pallas_kernels.attention.rope_tokens import as_stored
 from tests.helpers.arrays import as_jax
@@ -245,8 +246,8 @@ def test_prefill_in_chunks_on_the_gpu(dtype, window):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("window", "known"), [(None, False), (60, False), (None, True)])
-def test_packed_rows_are_those_alone_on_the_gpu(window, known):
-    """Values and gradients of three sequences in a row: 1e-2 as above."""
+def test_packed_rows_on_the_gpu(window, known):
+    """Values and gradients beside float32 sums: 1.8e-3 to 3.5e-3 RMS were measured."""
     keys = jax.random.split(jax.random.key(0), 4)
     sizes = (100, 37, 119)
     q, k, v, dy = (
@@ -261,17 +262,20 @@ def test_packed_rows_are_those_alone_on_the_gpu(window, known):
     def packed(q, k, v):
         return cudnn_attention.causal(q, k, v, window, segments=segments, begins=begins)
 
-    def alone(q, k, v):
-        ends = np.cumsum(sizes)[:-1]
-        parts = zip(*(jnp.split(x[:1], ends, axis=1) for x in (q, k, v)), strict=True)
-        first = [cudnn_attention.causal(*part, window) for part in parts]
-        second = cudnn_attention.causal(q[1:], k[1:], v[1:], window)
-        return jnp.concatenate([jnp.concatenate(first, axis=1), second])
+    def exact(q, k, v):
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        place = jnp.arange(q.shape[1])
+        seen = (segments[:, :, None] == segments[:, None]) & (place[:, None] >= place)
+        if window is not None:
+            seen &= place[:, None] - place < window
+        scores = jnp.where(seen[:, None, None], attention_scores(q, k), -jnp.inf)
+        return weighted_values(jax.nn.softmax(scores, axis=-1), v)
 
-    for got, want in zip(
-        *(_with_gradients(form, q, k, v, dy) for form in (packed, alone)), strict=True
-    ):
-        assert relative_error(got, want) < 1e-2
+    with jax.default_matmul_precision("highest"):
+        expected = _with_gradients(exact, q, k, v, dy.astype(jnp.float32))
+    for got, want in zip(_with_gradients(packed, q, k, v, dy), expected, strict=True):
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        assert np.linalg.norm(got - want) < 5e-3 * np.linalg.norm(want)
 
 
 def _with_gradients(form, q, k, v, dy):
