@@ -108,6 +108,8 @@ H200 = Gpu(
         "weight int4 x 8 bits": KernelCost(
             start=3.93, serial=(0.949, 0.946, 2.36, 0.0, 8.61, 16.5, 0.0), shared=(0.123,)
         ),
+        # Not fitted: from five shapes of Llama-3.1-8B at 64 rows (docs/lab/matmul.md).
+        "weight int4 x int8": KernelCost(start=4.4, serial=(1.0, 1.5, 5.3)),
         "weight int8": KernelCost(
             start=4.4, serial=(0.545, 0.946, 7.57, 1.74, 12.3, 13.3, 0.107), shared=(0.0317,)
         ),

@@ -1,4 +1,4 @@
-"""The operations of a layer: ``model.linear`` computes them, or a ``Steps``, one after another.
+"""The operations of a layer, one step after another, by ``model.linear`` or by a ``Steps``.
 
 ``observer.Observer`` and ``training.fp8.Fp8`` are ``Steps`` with products of their own.
 """

@@ -49,8 +49,11 @@ def weight(scheme: str, n: int, k: int):
         return jax.eval_shape(functools.partial(quantize, dtype=scheme), floats)
     how = {"int4": (128, True), "zeros": (128, False), "zeros-64": (64, False)}
     how = how.get(scheme, (k, True))
-    words = "int4" if scheme.startswith("zeros") else scheme
-    return jax.eval_shape(lambda w: quantize(w, words, group_size=how[0], symmetric=how[1]), floats)
+    words, named = ("int4" if scheme.startswith("zeros") else scheme), {}
+    if scheme == "multiples":  # of one scale a row, with zero points
+        words, how, named = "int4", (128, False), {"scale_dtype": "int8"}
+    made = functools.partial(quantize, dtype=words, group_size=how[0], symmetric=how[1], **named)
+    return jax.eval_shape(made, floats)
 
 
 def product(rows: int, scheme: str, words: str | None = None, shape=(14336, 4096), **named):
@@ -239,6 +242,13 @@ CASES = {
     "product 64 int4": lambda: product(64, "int4"),
     "product 64 W8A8": lambda: product(64, "int8", "int8"),
     "product 64 W4A8": lambda: product(64, "int4", "int8"),
+    "product 64 W4A8, two levels": lambda: product(64, "multiples", "int8", out_dtype=BF16),
+    "product 64 W4A8, wide": lambda: product(
+        64, "multiples", "int8", shape=(28672, 4096), out_dtype=BF16
+    ),
+    "product 64 W4A8, long": lambda: product(
+        64, "multiples", "int8", shape=(4096, 14336), out_dtype=BF16
+    ),
     "product 2048 int4": lambda: product(2048, "int4"),
     "product 2048 zeros": lambda: product(2048, "zeros"),
     "product 2048 int8": lambda: product(2048, "int8"),

@@ -64,6 +64,8 @@ BESIDE = {
     "product 64 fp8-block",
     "product 64 mxfp4",
     "product 64 int4",
+    "product 64 W4A8, two levels",
+    "product 64 W4A8, wide",
     "product 2048 zeros",
     "product 2048 nvfp4",
     "product 2048 fp8-block",

@@ -82,7 +82,7 @@ def _weight_only(
         return _float4(x, w, bias, out_dtype, plan)
     if isinstance(x, QTensor):
         token = x.scale.reshape(-1)
-        if plan.block == CODES_K:
+        if plan.block >= CODES_K:
             unit = None if w.unit is None else w.unit.reshape(-1)
             vectors = w.scale, w.zero, unit, bias
             of_groups = {"group": w.group_size, "tile": plan}

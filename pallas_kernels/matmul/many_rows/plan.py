@@ -109,7 +109,8 @@ class WeightTile(Predicted):
     split: 2 gives each block of a cluster half of K.  Each sends the sums of half of its rows to
         the other's shared memory and finishes the other half.
     stored: the groups' scales and zeros come as they are stored, [N, K / group], once a tile.
-    block: columns of a slot.
+    block: columns of a slot; 256 are two swizzles of 8-bit x, whose sums leave the tensor cores
+        once a tile.
     """
 
     kernel: ClassVar[str] = "quantized_matmul_prefill_weight"
@@ -125,6 +126,11 @@ class WeightTile(Predicted):
     stored: bool = False
     block: int = BLOCK_K
     sms: int = H200.sms
+
+    @property
+    def pieces(self) -> int:
+        """Swizzles of x in a slot."""
+        return max(1, self.block // CODES_K)
 
     def unrolled(self, k: int) -> int:
         """Slots that are dequantized together: all of a block's, in steps of as many."""
@@ -145,10 +151,10 @@ class WeightTile(Predicted):
         used += -(-across // 2) * (self.split - 1) * sum_bytes
         used += across * 256 * min(self.store, self.tokens)
         used += self.vector_slots(m, n) * self.rows * (row_bytes + 8)
-        used += self.vector_slots(m, n) * self.tokens * 4 * (self.block == CODES_K)
-        # A slot holds two swizzles (or one) of x.  Where scales and zeros are not stored, it also
+        used += self.vector_slots(m, n) * self.tokens * 4 * (self.block >= CODES_K)
+        # A slot holds whole swizzles of x.  Where scales and zeros are not stored, it also
         # holds those of up to two groups.
-        slot = BLOCK_K * 2 * self.tokens + self.block * self.rows * bits // 8
+        slot = BLOCK_K * 2 * self.tokens * self.pieces + self.block * self.rows * bits // 8
         slot += 8 * self.rows * (not row_bytes)
         stages = min(self.stages, (gpu().shared_bytes - BARRIER_BYTES - used) // slot)
         turn = self.parts * self.unroll if self.parts > 1 else 1
@@ -200,6 +206,18 @@ FEW_WEIGHT = (
     (WeightTile(64, 128, stages=12, store=16, parts=2, cluster=1, split=2), 0.3),
     (WeightTile(64, 64, stages=12, store=16, parts=4, cluster=1, split=2, unroll=1), 0.18),
     (WeightTile(64, 128, stages=12, store=16), 0.34),
+)
+# int4 beside bfloat16 alone: other codes were not timed so.
+FEW_INT4 = (*FEW_WEIGHT, (WeightTile(64, 64, stages=16, store=16, parts=2, cluster=1), 0.15))
+# One tile of tokens in int8 beside int4 codes, with int32 sums.  Slots of 256 columns have half as
+# many rows of codes to copy, of 128 bytes each, and half the barriers.
+FEW_CODES = (
+    WeightTile(64, 128, stages=12, store=16, parts=2, cluster=1, unroll=1, block=2 * CODES_K),
+    WeightTile(64, 256, stages=12, store=16, cluster=1, unroll=1, block=2 * CODES_K),
+    WeightTile(64, 64, stages=12, store=16, parts=2, cluster=1, unroll=1, block=2 * CODES_K),
+    WeightTile(
+        64, 64, stages=12, store=16, parts=2, cluster=1, split=2, unroll=1, block=2 * CODES_K
+    ),
 )
 _RING_BYTES = 144 * 1024  # of a block with few rows; with more the first slot is full later
 _SCALED_TOKENS = 128  # at most, where groups' sums are multiplied: two sums are in registers
@@ -302,7 +320,9 @@ def weight_tile(m: int, n: int, k: int, block: int = BLOCK_K, most: int = 256) -
     return dataclasses.replace(tile, sms=gpu().sms)
 
 
-def _few_tokens_tile(m: int, n: int, k: int) -> WeightTile:
+def _few_tokens_tile(
+    m: int, n: int, k: int, table: tuple[tuple[WeightTile, float], ...] = FEW_WEIGHT
+) -> WeightTile:
     """Return the tile, for one tile of tokens, that gives the busiest block the least work."""
 
     def cost(option: tuple[WeightTile, float]) -> float:
@@ -310,7 +330,7 @@ def _few_tokens_tile(m: int, n: int, k: int) -> WeightTile:
         rounds = _rounds(1, -(-n // (tile.rows * tile.cluster)), tile.cluster * tile.split)
         return rounds * (k // BLOCK_K // tile.split) * us + (tile.split - 1)
 
-    tile = min((option for option in FEW_WEIGHT if option[0].divides(k)), key=cost)[0]
+    tile = min((option for option in table if option[0].divides(k)), key=cost)[0]
     return dataclasses.replace(tile, tokens=32 if m <= 32 else 64, sms=gpu().sms)
 
 
@@ -394,6 +414,8 @@ def int4_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile | 
         return Reason(f"the output would be {call.out}, the kernel writes 16-bit floats")
     exact = call.x == jnp.int8 and w.unit is not None
     most = 256 if exact else _SCALED_TOKENS
+    if exact and tile is None and call.m <= 64 and (wide := _few_codes_tile(call)) is not None:
+        return wide
     made = dataclasses.replace(tile or weight_tile(call.m, n, k, CODES_K, most), block=CODES_K)
     if not exact:
         made = dataclasses.replace(made, unroll=1)
@@ -403,6 +425,33 @@ def int4_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile | 
     if not row_bytes:
         return Reason(f"w has {w.scale.shape[1]} groups, not a multiple of 16 up to 256")
     return made.fitted(call.m, n, 4, row_bytes)
+
+
+def _few_codes_tile(call: MatmulCall) -> WeightTile | None:
+    """Return the tile of ``FEW_CODES`` that is predicted to be shortest, of those that fit."""
+    w, n, k = call.codes, call.n, call.k
+
+    def fitted(tile: WeightTile) -> WeightTile:
+        tile = dataclasses.replace(tile, tokens=32 if call.m <= 32 else 64, sms=gpu().sms)
+        return tile.fitted(call.m, n, 4, _stored_bytes(w, tile.split))
+
+    def fits(tile: WeightTile) -> bool:
+        return tile.stored and tile.stages >= max(3, 2 * tile.parts) and tile.divides(k)
+
+    def us(tile: WeightTile) -> float:
+        halves, further, rows = few_codes_work(tile, n, k)
+        return halves + 1.5 * further + 5.3 * rows
+
+    tiles = [fitted(tile) for tile in FEW_CODES if k % tile.block == 0]
+    return min(filter(fits, tiles), key=us, default=None)
+
+
+def few_codes_work(tile: WeightTile, n: int, k: int) -> tuple[float, float, float]:
+    """Return whether K is halved, the tiles of the busiest block beyond one, and the thousands of
+    rows in all of its slots."""
+    rounds = _rounds(1, -(-n // (tile.rows * tile.cluster)), tile.cluster * tile.split)
+    rows = rounds * tile.rows * (k // tile.block // tile.split)
+    return float(tile.split > 1), rounds - 1.0, rows / 1e3
 
 
 def weight_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile | Reason:
@@ -424,8 +473,11 @@ def weight_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile 
         return Reason(f"w has K = {k}, not a multiple of {BLOCK_K}")
     if w.group_size != 32 and w.group_size % BLOCK_K and not is_format(w):
         return Reason(f"w has group size {w.group_size}, neither 32 nor a multiple of {BLOCK_K}")
-    tile, bits = tile or weight_tile(call.m, n, k), 4 if w.dtype.name in NIBBLES else 8
+    bits = 4 if w.dtype.name in NIBBLES else 8
     is_stored = call.m <= 64 and (is_format(w) or _as_stored(call))
+    if tile is None and is_stored and w.dtype == jnp.int4:
+        tile = _few_tokens_tile(call.m, n, k, FEW_INT4)
+    tile = tile or weight_tile(call.m, n, k)
     if is_stored and (row_bytes := _stored_bytes(w, tile.split)):
         stored = tile.fitted(call.m, n, bits, row_bytes)
         if stored.stages >= 4:

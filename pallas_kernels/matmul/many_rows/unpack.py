@@ -14,8 +14,8 @@ the difference of code and zero is a magnitude with a sign bit, four bytes at a 
 -8 to 8.  Weights are not multiplied; the scale multiplies a group's sum.
 
 A thread's four columns of wgmma's 8-bit operand are 2 bytes of codes; a quad's are 8 bytes in a row
-of 64.  A swizzle of 64 bytes spreads the warp's eight rows over all banks, so lanes exchange
-nothing.
+of 64, or of half a row of 128.  A swizzle as wide as the row spreads the warp's eight rows over all
+banks, so lanes exchange nothing.
 
 bfloat16.  A thread has two of eight columns of wgmma's 16-bit operand, which are one byte of codes.
 That byte times 0x1001 has one code at the low end of each half word.  Under a constant exponent the
@@ -136,12 +136,14 @@ def row_words(load: Callable[[int, int], Value], widen: Widen) -> list[Value]:
     return words
 
 
-def to_8_bits(dtype, codes, zeros=None, multiples=None) -> jax.Array:
+def to_8_bits(dtype, codes, zeros=None, multiples=None, piece: int = 0) -> jax.Array:
     """``[64, 128]`` in wgmma's layout, of a warpgroup's rows in shared memory: int8 (code - zero) *
     multiple, or e4m3 (code - zero) * ``E4M3_STEP``, which has no multiples.
 
-    codes: bytes ``[64, 64]``, swizzled by 64.  zeros, multiples: ``[64]`` int8, strided.
+    codes: bytes ``[64, 64]``, swizzled by 64, or ``[64, 128]``, swizzled by 128, of which ``piece``
+    names the half.  zeros, multiples: ``[64]`` int8, strided.
     """
+    pitch = codes.shape[-1]
     layout = plgpu.Layout.WGMMA_8BIT
     refs = [v for v in (codes, zeros, multiples) if v is not None]
     out_type = plgpu.ShapeDtypeStruct((64, 128), dtype, layout=layout)
@@ -150,9 +152,12 @@ def to_8_bits(dtype, codes, zeros=None, multiples=None) -> jax.Array:
     def widen(ctx, codes, *vectors):
         del ctx
         row, in_eight, quad = _IN_ORDER.place()
-        base = p.add(p.shared_address(codes), p.mul(row, _PITCH), p.mul(quad, 2))
-        swizzle = arith.andi(p.shift_right(in_eight, 1), p.ci(3))
-        places = [p.add(base, p.mul(arith.xori(swizzle, p.ci(c)), 16)) for c in range(4)]
+        base = p.add(p.shared_address(codes), p.mul(row, pitch), p.mul(quad, 2))
+        swizzle = in_eight
+        if pitch == _PITCH:
+            swizzle = arith.andi(p.shift_right(in_eight, 1), p.ci(3))
+        chunks = [arith.xori(swizzle, p.ci(4 * piece + c)) for c in range(4)]
+        places = [p.add(base, p.mul(chunk, 16)) for chunk in chunks]
         rows = []
         for half in range(2):
             at = p.add(row, 8 * half)
@@ -162,7 +167,7 @@ def to_8_bits(dtype, codes, zeros=None, multiples=None) -> jax.Array:
             widened = multiplied(zero, multiple) if dtype == jnp.int8 else signed(zero)
 
             def load(chunk, part, half=half):
-                return p.load_shared_narrow(places[chunk], "u16", 8 * _PITCH * half + 8 * part)
+                return p.load_shared_narrow(places[chunk], "u16", 8 * pitch * half + 8 * part)
 
             rows.append(row_words(load, widened))
         is_signed = True if dtype == jnp.int8 else None

@@ -28,7 +28,8 @@ The two blocks of a cluster lie side by side in N, and the activations are multi
 
 Up to 64 tokens, a block has too little work to keep its warpgroups busy.  ``parts`` lets more
 warpgroups take turns at the slots.  ``split`` gives each of a cluster's two blocks half of K.
-``stored`` vectors come once a tile, in the layout of the QTensor.
+``stored`` vectors come once a tile, in the layout of the QTensor.  Beside int8 codes whose sums are
+int32 a slot has 256 columns: two ``pieces`` of x, and rows of 128 bytes of codes.
 
 Floor: XLA's bfloat16 product, 840 TFLOP/s at K = 4096, N = 14336, M = 8192 on an H200 (humming 702
 in the same run).  Result: int4 in groups of 128 785, int8 758; M = 64 takes 21.9 us.  Attempts:
@@ -109,7 +110,8 @@ def weight_matmul(
         zero=None if zero is None else "float" if float_zero else "int",
         codes=codes,
         scaled=codes and (x.dtype != jnp.int8 or row is None),
-        unpacked=is_float or (bits == 4 and tile.stored and group % tile.block == 0),
+        unpacked=is_float
+        or (bits == 4 and tile.stored and group % (tile.block // tile.pieces) == 0),
         float4=float4,
         float8=w.dtype == jnp.float8_e4m3fn,
     )
@@ -177,9 +179,11 @@ def _scratch(operands, out_dtype, scheme: WeightScheme, tile: WeightTile) -> dic
                 collective_axes=("part",), num_arrivals=1, num_barriers=across
             ),
         }
+    of_slots = tile.stages, tile.pieces, tile.tokens, tile.block // tile.pieces
+    copies = 1 + tile.pieces + len(of_groups)
     given = plgpu.Barrier(num_arrivals=1, num_barriers=across * max(1, tile.parts - 1))
     return {
-        "x": pipeline.rows_and_tiles((tile.stages, tile.tokens, tile.block), x.dtype),
+        "x": pipeline.rows_and_tiles(of_slots, x.dtype),
         "w": _slots(w, scheme, tile),
         "scale": groups_of(vectors["scale"]),
         "zero": groups_of(vectors["zero"]),
@@ -188,7 +192,7 @@ def _scratch(operands, out_dtype, scheme: WeightScheme, tile: WeightTile) -> dic
         "bias": vector(vectors["bias"]),
         "token": vector(vectors["token"], tile.tokens),
         "sums": sums(across * (tile.parts - 1)) if tile.parts > 1 else unused,
-        **ring_barriers(tile.stages, 2 + len(of_groups), across),
+        **ring_barriers(tile.stages, copies, across),
         "vectors_full": plgpu.Barrier(num_arrivals=max(1, len(of_tile)), num_barriers=2),
         "vectors_empty": plgpu.Barrier(num_arrivals=readers, num_barriers=2),
         "sums_full": given,

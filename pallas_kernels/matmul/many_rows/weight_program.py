@@ -124,17 +124,20 @@ class Feeder:
         """Copy the j-th step of K into slot ``at``, and return the next slot."""
         block, gmem, smem, scheme = self.block, self.block.gmem, self.block.smem, self.block.scheme
         stages, full = self.tile.stages, self.barrier.full.at[at]
-        columns = pl.ds((block.first_step + j) * scheme.block, scheme.block)
+        first = (block.first_step + j) * scheme.block
         pl.when(t * block.steps + j >= stages)(
             lambda: plgpu.barrier_wait(self.barrier.empty.at[at])
         )
-        plgpu.copy_gmem_to_smem(
-            gmem.x.at[pl.ds(m0, self.box), columns],
-            smem.x.rows.at[at, pl.ds(0, self.box)],
-            full,
-            collective_axes=self.axes,
-        )
-        plgpu.copy_gmem_to_smem(gmem.w.at[rows, columns], block.w_tiles.at[at], full)
+        width = scheme.block // self.tile.pieces
+        for piece in range(self.tile.pieces):
+            plgpu.copy_gmem_to_smem(
+                gmem.x.at[pl.ds(m0, self.box), pl.ds(first + piece * width, width)],
+                smem.x.rows.at[at, piece, pl.ds(0, self.box)],
+                full,
+                collective_axes=self.axes,
+            )
+        codes = gmem.w.at[rows, pl.ds(first, scheme.block)]
+        plgpu.copy_gmem_to_smem(codes, block.w_tiles.at[at], full)
         groups = pl.ds(scheme.group_of(block.first_step + j), scheme.groups_per_slot)
         for name in block.by_slot:
             vector, to = getattr(gmem, name), getattr(smem, name)
@@ -192,6 +195,10 @@ class Multiplier:
         j = j if ref.shape[2] < block.k // scheme.group else block.first_step + j
         return ref.at[lax.rem(t, block.vector_slots), self.rows, scheme.group_of(j) + g]
 
+    def group_of(self, piece: int) -> int:
+        """A piece's group among its slot's."""
+        return piece * self.scheme.groups_per_slot // self.tile.pieces
+
     def scales_of(self, t, j, at, g):
         """Slot j's g-th group of scales, from the tile's vectors or from the ring."""
         if self.tile.stored:
@@ -215,8 +222,8 @@ class Multiplier:
         column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_LAYOUT)
         return jnp.where(column < scheme.group, *parts)
 
-    def dequantized(self, t, j, at):
-        """The slot's weights as wgmma's register operand, in x's dtype."""
+    def dequantized(self, t, j, at, piece=0):
+        """A piece of the slot's weights as wgmma's register operand, in x's dtype."""
         gmem, smem, scheme = self.gmem, self.smem, self.scheme
         if scheme.float4 is not None:
             groups = [self.scales_of(t, j, at, g) for g in range(scheme.groups_per_slot)]
@@ -227,11 +234,12 @@ class Multiplier:
             scales = None if gmem.scale is None else self.scales_of(t, j, at, 0)
             return unpack.bytes_to_bfloat16(smem.w.bytes.at[at, self.rows], scales)
         if scheme.unpacked:
-            codes, scales = smem.w.bytes.at[at, self.rows], self.stored_at(smem.scale, t, j)
-            zeros = None if gmem.zero is None else self.stored_at(smem.zero, t, j)
+            codes, group = smem.w.bytes.at[at, self.rows], self.group_of(piece)
+            scales = self.stored_at(smem.scale, t, j, group)
+            zeros = None if gmem.zero is None else self.stored_at(smem.zero, t, j, group)
             if scheme.codes:
                 multiples = None if scheme.scaled else scales
-                return unpack.to_8_bits(gmem.x.dtype, codes, zeros, multiples)
+                return unpack.to_8_bits(gmem.x.dtype, codes, zeros, multiples, piece)
             return unpack.to_bfloat16(codes, scales, zeros)
         wide = plgpu.Layout.WGMMA_UPCAST_2X
         if gmem.w.dtype == jnp.int4:
@@ -248,9 +256,9 @@ class Multiplier:
 
     # --- wgmma ---
 
-    def tokens_at(self, at):
+    def tokens_at(self, at, piece=0):
         """The rows of x in slot ``at``."""
-        return self.smem.x.tiles.at[at]
+        return self.smem.x.tiles.at[at, piece]
 
     def sum_of_products(self, t, acc):
         """The sum over this warpgroup's slots, ``unroll`` of them at a time."""
@@ -263,11 +271,16 @@ class Multiplier:
             j = (turn * tile.parts + self.turn) * unroll
             for at in places:
                 plgpu.barrier_wait(self.barrier.full.at[at])
-            weights = [self.dequantized(t, j + u, at) for u, at in enumerate(places)]
-            for at, a in zip(places, weights, strict=True):
-                plgpu.wgmma(acc, a, self.tokens_at(at).transpose((1, 0)))
+            pieces = range(tile.pieces)
+            weights = [
+                [self.dequantized(t, j + u, at, piece) for piece in pieces]
+                for u, at in enumerate(places)
+            ]
+            for at, of_slot in zip(places, weights, strict=True):
+                for piece, a in enumerate(of_slot):
+                    plgpu.wgmma(acc, a, self.tokens_at(at, piece).transpose((1, 0)))
             for u, at in enumerate(places):
-                plgpu.wgmma_wait(unroll - 1 - u)
+                plgpu.wgmma_wait((unroll - 1 - u) * tile.pieces)
                 plgpu.barrier_arrive(self.barrier.empty.at[at])
             return ring_next(places[-1], 1 + skip, stages)
 
@@ -296,7 +309,7 @@ class Multiplier:
             column = column * (1 / unpack.E4M3_STEP)
 
         def product(acc):
-            plgpu.wgmma(acc, a, self.smem.x.tiles.at[at].transpose((1, 0)))
+            plgpu.wgmma(acc, a, self.tokens_at(at).transpose((1, 0)))
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.barrier.empty.at[at])
             return plgpu.wgmma_accumulator_load(acc, wait_n=None)

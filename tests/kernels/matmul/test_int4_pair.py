@@ -243,7 +243,7 @@ def call_of(m, n, k, *, levels=2, codes=I8, group=128, zeros=True, out=BF16):
 def test_lowers_at_real_shapes(n, k, m, levels, codes):
     x, w, call = call_of(m, n, k, levels=levels, codes=codes, zeros=m != 64)
     plan = planning.int4_plan(call)
-    assert plan.block == planning.CODES_K
+    assert plan.block == (256 if m <= 64 and levels == 2 and codes == I8 else planning.CODES_K)
     assert "mosaic_gpu" in lowered(lambda x, w: kernel.matmul(x, w, None, BF16, plan), x, w)
 
 
@@ -251,7 +251,8 @@ def test_calls_without_an_operand_of_8_bits():
     def found(*args, **more):
         return planning.int4_plan(call_of(*args, **more)[2])
 
-    assert found(64, 64, 2048).block == planning.CODES_K
+    assert found(64, 64, 2048).block == 256
+    assert found(65, 64, 2048).block == planning.CODES_K
     for more in ({"levels": 1}, {"codes": F8}, {"codes": F8, "levels": 1}):
         assert found(64, 64, 2048, **more).block == planning.CODES_K
     # In bfloat16: groups that no slot holds, rows of scales that are no box.
@@ -266,12 +267,22 @@ def test_calls_without_an_operand_of_8_bits():
         assert isinstance(reason, Reason) and fact in reason.text
 
 
+def test_a_tile_for_each_shape():
+    """Rows of w in a tile, and parts of K: those that were measured to be shortest."""
+    shapes = (14336, 4096), (28672, 4096), (4096, 14336), (4096, 4096)
+    plans = [planning.int4_plan(call_of(64, n, k)[2]) for n, k in shapes]
+    assert [(plan.rows, plan.split) for plan in plans] == [(128, 1), (256, 1), (64, 2), (64, 2)]
+    assert all(plan.block == 256 for plan in plans)
+    # Scales of all groups of a row, for 256 rows twice, would leave no room for three slots.
+    assert planning.int4_plan(call_of(64, 28672, 32768)[2]).rows == 64
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "m,n,k,levels,codes",
     pairwise(
         [1, 17, 64, 100, 300, 2048],
-        [(4096, 4096), (1000, 2048), (4096, 14336)],
+        [(4096, 4096), (1000, 2048), (4096, 14336), (14336, 2048), (28672, 2048)],
         [(2, "int8"), (1, "int8"), (1, F8.__name__), (2, F8.__name__)],
     ),
 )

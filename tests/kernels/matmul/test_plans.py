@@ -120,7 +120,8 @@ def test_a_launch_fits_and_is_what_was_planned(launched):
                 assert sizes == plan.scratch_sizes(normed=call.norm is not None)
             else:
                 assert launch["cluster"] == (plan.cluster, plan.split)
-                rows = plan.tokens if isinstance(plan, WeightTile) else plan.m
+                weight = isinstance(plan, WeightTile)
+                rows = plan.tokens * plan.pieces if weight else plan.m
                 ring = launch["scratch_types"][0].refs[0].shape
                 assert math.prod(ring[:-1]) == plan.stages * rows, (case, plan)
             kinds.add(type(plan))
