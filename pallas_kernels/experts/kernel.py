@@ -7,7 +7,7 @@ order sums go.  A block belongs to one pair: it reads the pair's expert and move
 w, scales, zeros, bias, x and the result there.
 
     block  ctaid -> pair, block of the pair | the kernel before has ended | the pair's expert
-    all    the program of one row with that expert's weight
+    all    the program of one row with that expert's weight; x does not wait for the expert
 
 Numerics are the one-row kernel's, so a pair's result depends on its row and expert alone.
 Floor: the bytes of the pairs' experts at the rate of a copy.  On an H100 (3.0 TB/s), 8 pairs of

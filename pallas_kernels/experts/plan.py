@@ -22,7 +22,7 @@ from pallas_kernels.experts.gate import Gate
 from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, inner_gate, tile_plan
 from pallas_kernels.experts.summed_plan import GroupedSumPlan, summed_plan
 from pallas_kernels.matmul.call import MatmulCall
-from pallas_kernels.matmul.few_rows.plan import RowPlan
+from pallas_kernels.matmul.few_rows.plan import RowPlan, row_warps
 from pallas_kernels.matmul.few_rows.plan import row_plan as one_row_plan
 
 MOST_PAIRS = 512
@@ -95,4 +95,6 @@ def row_plan(
         assert isinstance(divided, Reason)
         return divided
     assert isinstance(found, RowPlan)
-    return GroupedRowPlan(dataclasses.replace(found, sms=max(1, gpu().sms // n_pairs)), n_pairs)
+    sms = max(1, gpu().sms // n_pairs)
+    warps = row_warps(found.k, found.units, found.bits, sms)
+    return GroupedRowPlan(dataclasses.replace(found, sms=sms, warps=warps), n_pairs)

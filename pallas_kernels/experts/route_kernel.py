@@ -10,10 +10,11 @@ A token has a cluster of ``plan.blocks`` blocks, and each block has rows of the 
     all      the router's rows -> L2 | the kernel before has ended
     all      the warp's first rows, x, gamma -> registers; squares; barrier
     all      y -> shared memory (block 0: -> device memory); barrier
-    warp     a row, or a part of it, times y: its sum to shared memory; the cluster's barrier
-    warp 0   (of block 0) the logits from all blocks' shared memory -> registers; k times the
-             largest, by two ``redux``; the softmax; the results
-    all      the cluster's barrier: shared memory stays until it has been read
+    warp     a row, or a part of it, times y: its sum -> block 0's shared memory, by st.async
+    warp 0   (of block 0) all sums have come: the logits -> registers; k times the largest, by two
+             ``redux``; the softmax; the results
+
+A barrier in block 0 counts the sums.  One of the cluster would wait for y in device memory, too.
 
 Floor: one launch, a round trip to memory and one between blocks.  One token on an H200 (jax 0.12),
 us [norm, router and choice as XLA's kernels]: 8 of 128 experts, 2048 columns 3.7 [7.8]; 4 of 32,
@@ -31,17 +32,23 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
-from pallas_kernels.experts.route_plan import BLOCKS, WARPS, RoutePlan, RouteStatic
+from pallas_kernels.experts.route_plan import BLOCKS, SENT, WARPS, RoutePlan, RouteStatic
 from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.few_rows.kernel import kinds_of
-from pallas_kernels.matmul.few_rows.operands import BYTES, load_eight, load_number, over_lanes
+from pallas_kernels.matmul.few_rows.operands import (
+    BYTES,
+    as_float,
+    load_eight,
+    load_word,
+    over_lanes,
+)
 from pallas_kernels.ptx import LOG2E, Value
 
 THREADS = 32 * WARPS
 EARLY = 2  # parts of rows that a warp loads before the norm
-SCRATCH = "y", "squares", "sums"
+SCRATCH = "y", "squares", "sums", "arrival"
 
 
 @functools.partial(jax.jit, static_argnames=("static", "plan"))
@@ -111,21 +118,31 @@ class _Program:
         warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
         token, rank = p.register("clusterid.x"), p.register("cluster_ctarank")
         first = p.mul(rank, plan.rows)
+        chooses = arith.andi(p.less(rank, 1), p.less(warp, 1))
+        self.start(thread)
         self.prefetch(thread, first)
         p.await_kernel()
-        tasks = [p.add(warp, task) for task in range(0, plan.rows * plan.parts, WARPS)]
+        tasks = [p.add(warp, task) for task in range(0, plan.tasks, WARPS)]
         early = [self.load(task, lane, first) for task in tasks[:EARLY]]
+        bias = self.load_bias(chooses, lane)
         self.norm(thread, warp, lane, token, rank)
+        p.cluster_wait()
         for i, task in enumerate(tasks):
             row = early[i] if i < len(early) else self.load(task, lane, first)
-            self.multiply(task, lane, first, row)
-        p.cluster_barrier()
-        chooses = arith.andi(p.less(rank, 1), p.less(warp, 1))
-        nothing = [p.cf(0.0)] * plan.per_lane
-        logits = p.choose(chooses, lambda: self.logits(lane), nothing)
+            self.multiply(task, lane, rank, row)
+        p.when(chooses, lambda: self.choose(token, lane, self.logits(lane, bias)))
+
+    def start(self, thread: Value) -> None:
+        """Count what will come to this block, and announce that it has begun."""
+        arrival = self.smem.arrival
+
+        def initialise() -> None:
+            p.barrier_init(arrival, 1)
+            p.barriers_ready()
+            p.barrier_expect(arrival, SENT * BLOCKS * self.plan.tasks)
+
+        p.when(p.less(thread, 1), initialise)
         p.cluster_arrive()
-        p.when(chooses, lambda: self.choose(token, lane, logits))
-        p.cluster_wait()
 
     def prefetch(self, thread: Value, first: Value) -> None:
         """Asks for the block's rows of the router."""
@@ -185,8 +202,20 @@ class _Program:
             loaded.append((None if is_whole else p.less(piece, plan.pieces), at, words))
         return loaded
 
-    def multiply(self, task: Value, lane: Value, first: Value, loaded: list) -> None:
-        """The sum of a part of a row, to shared memory."""
+    def load_bias(self, chooses: Value, lane: Value) -> list[Value]:
+        """The words of the bias of the lane's experts, where the choice is made."""
+        plan, bias = self.plan, self.gmem.bias
+        if bias is None:
+            return []
+
+        def load() -> list[Value]:
+            experts = (p.minimum(p.add(lane, 32 * i), plan.n - 1) for i in range(plan.per_lane))
+            return [load_word(bias, expert, self.kinds["bias"]) for expert in experts]
+
+        return p.choose(chooses, load, [p.ci(0)] * plan.per_lane)
+
+    def multiply(self, task: Value, lane: Value, rank: Value, loaded: list) -> None:
+        """The sum of a part of a row, to block 0."""
         sums = [p.cf(0.0)] * 4
         for inside, at, words in loaded:
             ys = p.load_shared(p.add(self.smem.y, p.mul(at, 16)), 4)
@@ -195,24 +224,25 @@ class _Program:
                 sums[i % 4] = p.fma(a, b, sums[i % 4])
         total = arith.addf(arith.addf(sums[0], sums[1]), arith.addf(sums[2], sums[3]))
         (total,) = over_lanes([total])
-        is_one = arith.andi(p.less(lane, 1), p.less(task, self.plan.rows * self.plan.parts))
-        p.store_shared_if(is_one, p.add(self.smem.sums, p.mul(task, 4)), total)
+        is_one = arith.andi(p.less(lane, 1), p.less(task, self.plan.tasks))
+        at = p.add(p.mul(rank, self.plan.tasks), task)
+        to = p.peer_address(p.add(self.smem.sums, p.mul(at, SENT)), 0)
+        barrier = p.peer_address(self.smem.arrival, 0)
+        p.when(is_one, lambda: p.send_peer(to, [total, total], barrier))
 
-    def logits(self, lane: Value) -> list[Value]:
+    def logits(self, lane: Value, bias: Sequence[Value]) -> list[Value]:
         """The lane's: of experts lane, lane + 32 and so on; -inf behind the last."""
         plan, found = self.plan, []
+        p.barrier_wait(self.smem.arrival, p.ci(0))
         for i in range(plan.per_lane):
             expert = p.add(lane, 32 * i)
             here = p.minimum(expert, plan.n - 1)
-            rank, row = arith.divui(here, p.ci(plan.rows)), arith.remui(here, p.ci(plan.rows))
-            at = p.add(self.smem.sums, p.mul(row, 4 * plan.parts))
-            peer = p.peer_address(at, rank)
-            value = functools.reduce(
-                arith.addf, [p.load_peer(peer, 4 * part) for part in range(plan.parts)]
-            )
-            if self.gmem.bias is not None:
-                own = load_number(self.gmem.bias, here, self.kinds["bias"])
-                value = arith.addf(value, own)
+            # A row's parts lie side by side, and rows in the order of experts.
+            at = p.add(self.smem.sums, p.mul(here, SENT * plan.parts))
+            parts = [p.load_float(at, SENT * part) for part in range(plan.parts)]
+            value = functools.reduce(arith.addf, parts)
+            if bias:
+                value = arith.addf(value, as_float(bias[i], self.kinds["bias"]))
             found.append(arith.select(p.less(expert, plan.n), value, p.cf(float("-inf"))))
         return found
 

@@ -13,6 +13,7 @@ from pallas_kernels.dispatch import Reason
 
 WARPS = 8
 BLOCKS = 8  # of a token: the most that every cluster may have
+SENT = 8  # bytes of a sum on its way to block 0
 MOST_TOKENS = 8
 MOST_EXPERTS = 512
 
@@ -47,6 +48,11 @@ class RoutePlan:
         return max(1, WARPS // self.rows)
 
     @property
+    def tasks(self) -> int:
+        """Parts of rows that a block has."""
+        return self.rows * self.parts
+
+    @property
     def pieces(self) -> int:
         """8 columns each."""
         return self.d // 8
@@ -63,8 +69,8 @@ class RoutePlan:
 
     @property
     def scratch_sizes(self) -> list[int]:
-        """Bytes of y, of the warps' squares and of the rows' sums."""
-        return [2 * self.d, 4 * WARPS, 4 * self.rows * self.parts]
+        """Bytes of y, of the warps' squares, of all blocks' sums and of a barrier."""
+        return [2 * self.d, 4 * WARPS, SENT * BLOCKS * self.tasks, 16]
 
 
 def route_plan(x: jax.Array, router: jax.Array, static: RouteStatic) -> RoutePlan | Reason:

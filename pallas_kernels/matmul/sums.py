@@ -11,6 +11,7 @@ There is no other implementation: ask ``can_post`` first.  Nothing here has grad
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Reason, wants_kernel
 from pallas_kernels.matmul.call import MatmulCall, Weight
-from pallas_kernels.matmul.few_rows.plan import RowPlan, row_plan
+from pallas_kernels.matmul.few_rows.plan import WARPS, RowPlan, row_plan
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.types import HasShape
 
@@ -71,6 +72,8 @@ def post(x: jax.Array, w: jax.Array | QTensor, table: jax.Array) -> Posted:
 
     plan = _plan(x, w)
     assert plan is not None
+    # A block posts rows that lie side by side, and a warp all of them.
+    plan = dataclasses.replace(plan, spread=False, warps=min(plan.warps, WARPS))
     out = jnp.dtype(jnp.float32)
     order = kernel.matmul(x.reshape(1, -1), w, out_dtype=out, post=table, plan=plan)
     return Posted(order.reshape(*x.shape[:-1], -1), table)

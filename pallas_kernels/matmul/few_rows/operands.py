@@ -113,10 +113,18 @@ class FewRowsOperands:
 
 def load_number(base: Value, index: Value, kind: str) -> Value:
     """Load one value of an array of floats."""
+    return as_float(load_word(base, index, kind), kind)
+
+
+def load_word(base: Value, index: Value, kind: str) -> Value:
+    """Load one value of an array of floats as a word, for ``as_float``."""
     at = p.offset(base, index, BYTES[kind])
-    if kind == "f32":
-        return p.load_global(at, 1, 0, "f32")[0]
-    return p.widen(p.load_half(at), kind)
+    return p.load_global(at, 1)[0] if kind == "f32" else p.load_half(at)
+
+
+def as_float(word: Value, kind: str) -> Value:
+    """Return the f32 value of a word of ``load_word``."""
+    return p.from_bits(word) if kind == "f32" else p.widen(word, kind)
 
 
 def load_eight(at: Value, kind: str) -> list[Value]:

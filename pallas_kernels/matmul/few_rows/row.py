@@ -8,9 +8,10 @@ them there: one row needs no tile in shared memory.
 A row may end inside the last read (``plan.row_plan``): int4 in groups of 128 at a multiple of 128
 columns, float8 at one of 64, float4 and int4 in smaller groups at one of 32.
 
-Division of work.  A block of 16 warps per SM, or two of 8.  A warp has one or two rows of w at a
-time (with SwiGLU a row of gate and its row of up).  Neighbouring warps have neighbouring rows, so
-all SMs read from one place of w.
+Division of work.  A block of 16 or 24 warps per SM, or two of 8.  A warp has one or two rows of w
+at a time (with SwiGLU a row of gate and its row of up).  Neighbouring warps have neighbouring rows,
+so all SMs read from one place of w.  With one block an SM, all blocks have a share of a last round
+that is not full.
 
     all      the first of w -> L2 | the kernel before has ended | x and the norm's weight, then the
              first of w -> registers             (``prefetch``, ``Input.ask``, ``load``)
@@ -43,7 +44,8 @@ from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.operands import (
     FewRowsOperands,
     add_squares,
-    load_number,
+    as_float,
+    load_word,
     over_lanes,
 )
 from pallas_kernels.matmul.few_rows.plan import RowPlan
@@ -88,7 +90,9 @@ class Input:
             piece = p.add(self.thread, first)
             inside = None
             if first + threads > pieces:
-                inside, piece = p.less(piece, pieces), p.minimum(piece, pieces - 1)
+                # Threads behind the end store a piece a second time: behind a condition, the
+                # assembler would put the loads of x last.  A warp's pieces stay neighbours.
+                inside, piece = p.less(piece, pieces), arith.remui(piece, p.ci(pieces))
             source = piece if of_x == pieces else p.minimum(piece, of_x - 1)
             words, is_x = p.load_global(p.offset(operands.x, source, 16), 4), None
             if of_x < pieces:
@@ -125,11 +129,7 @@ class Input:
                 is_one = None if inside is None else lambda inside=inside: inside
                 total = add_squares(total, values, is_one)
                 values = [arith.mulf(v, g) for v, g in zip(values, gamma, strict=True)]
-            store = functools.partial(self.loop.store_x, piece, *self.loop.prepared(values))
-            if inside is None:
-                store()
-            else:
-                p.when(inside, store)
+            self.loop.store_x(piece, *self.loop.prepared(values))
         if self.operands.gamma is not None:
             (total,) = over_lanes([total])
             at = p.add(self.squares, p.mul(warp, 4))
@@ -211,29 +211,45 @@ class WeightRows:
             out += [v for at in vectors for v in loop.vectors(at, chunk)]
         return out
 
-    def ask(self, unit: Value) -> dict[str, list[Value]]:
-        """Request the operands of ``finish`` in device memory, before the product."""
+    @property
+    def ends(self) -> dict[str, str]:
+        """Operands in device memory that ``FewRowsOperands.finish`` takes: {parameter: name}."""
         names = {"scales": "scale", "biases": "bias", "residual": "residual"}
         if self.loop.in_groups:
             del names["scales"]
         if self.scheme.zero == "unit":
             names["scales"] = "zero"
-        rows, operands = self.of(unit), self.operands
         return {
-            key: [self.number(name, row) for row in rows]
-            for key, name in names.items()
-            if getattr(operands, name) is not None
+            key: name for key, name in names.items() if getattr(self.operands, name) is not None
         }
 
-    def number(self, name: str, index: Value) -> Value:
-        return load_number(getattr(self.operands, name), index, self.operands.kinds[name])
+    def ask(self, unit: Value) -> list[Value]:
+        """Request the unit's ``ends``, as words: a conversion would wait for them."""
+        rows, operands = self.of(unit), self.operands
+        return [
+            load_word(getattr(operands, name), row, operands.kinds[name])
+            for name in self.ends.values()
+            for row in rows
+        ]
 
-    def finish(self, unit: Value, sums, asked, factor: Value | None, kept: Value | None) -> None:
+    def finish(
+        self,
+        unit: Value,
+        sums: Sequence[Value],
+        asked: Sequence[Value],
+        factor: Value | None,
+        kept: Value | None,
+    ) -> None:
         """kept: shared memory for the results of a block that posts them; None stores them."""
         totals = over_lanes(self.loop.totals(sums))
 
         def store():
-            values = self.operands.finish(totals, factor=factor, **asked)
+            words = iter(asked)
+            ends = {
+                key: [as_float(next(words), self.operands.kinds[name]) for _ in totals]
+                for key, name in self.ends.items()
+            }
+            values = self.operands.finish(totals, factor=factor, **ends)
             if kept is not None:
                 for i, value in enumerate(values):
                     p.store_shared(kept, [value], 4 * i)
@@ -302,6 +318,11 @@ def run(
     groups, stride = plan.groups, plan.blocks * plan.warps
     first = p.add(p.mul(block, plan.warps), warp)
     last = p.add(first, stride * (plan.rounds - 1))
+    if plan.spread and plan.is_last_short and operands.post is None:
+        # Each block has a share of the last round, not the first blocks all of it.  Posted rows of
+        # a block stand behind each other.
+        last = p.add(p.mul(warp, plan.blocks), block, stride * (plan.rounds - 1))
+        first = first if plan.rounds > 1 else last
     w = p.offset(operands.w, lane, 16)
     kind = (FoldedNibbles if scheme.fold else Nibbles) if plan.bits == 4 else Floats
     kind = Float4 if scheme.float4 else Float8 if scheme.float8 else kind
@@ -321,46 +342,50 @@ def run(
     rows = WeightRows(plan, scheme, operands, loop, lane, w, last_w, last_loop)
 
     start = p.minimum(first, plan.units - 1)
-    operands.prefetch(thread)
-    rows.prefetch(start)
     if not has_waited:
+        operands.prefetch(thread)
+        rows.prefetch(start)
         p.await_kernel()
     if operands.post is not None:
         threads = 32 * plan.warps
         posts.empty(operands.post, p.add(p.mul(block, threads), thread), threads * plan.blocks)
     asked = source.ask(early=True)
     ready = rows.load(start, groups[0])
+    # A unit's bias comes with its first loads: a trip to memory of its own would be waited for.
+    ends = rows.ask(start)
+    n_ready = len(ready)
     source.store(asked, warp, lane)
     p.barrier()
     factor = source.factor()
 
-    def product(turn, unit, ready, later=None):
-        """later: the warp's next unit."""
-        asked = rows.ask(unit)
+    def product(turn, unit, ready, ends, later=None):
+        """later: the warp's next unit, whose first loads and ends are returned."""
+        following = ends
         sums = loop.nothing()
         for i, group in enumerate(groups):
             now = ready
             if i + 1 < len(groups):
                 ready = rows.load(unit, groups[i + 1])
             elif later is not None:
-                ready = rows.load(later, groups[0])
+                ready, following = rows.load(later, groups[0]), rows.ask(later)
             sums = loop.group(group, now, sums)
-        rows.finish(unit, sums, asked, factor, None if poster is None else poster.buffer(turn))
-        return ready
+        rows.finish(unit, sums, ends, factor, None if poster is None else poster.buffer(turn))
+        return [*ready, *following]
 
-    def step(i, ready):
+    def step(i, carry):
         unit = p.add(p.mul(i, stride), first)
-        later = p.add(unit, stride)
+        later = arith.select(p.less(i, plan.rounds - 2), p.add(unit, stride), last)
         # A warp without another unit reads its first one again, and stores nothing of it.
         later = arith.select(p.less(later, plan.units), later, first)
-        ready = product(i, unit, ready, later)
+        carry = product(i, unit, carry[:n_ready], carry[n_ready:], later)
         if poster is not None:
             poster.post(i)
-        return ready
+        return carry
 
     if plan.rounds > 1:
-        ready = p.loop(0, plan.rounds - 1, 1, ready, step)
+        carry = p.loop(0, plan.rounds - 1, 1, [*ready, *ends], step)
+        ready, ends = carry[:n_ready], carry[n_ready:]
     turn = p.ci(plan.rounds - 1)
-    p.when(p.less(last, plan.units), lambda: product(turn, last, ready))
+    p.when(p.less(last, plan.units), lambda: product(turn, last, ready, ends))
     if poster is not None:
         poster.post(turn)

@@ -81,6 +81,20 @@ def test_emulated(name, n, k, kinds, changes):
 
 
 @newest
+@pytest.mark.parametrize("warps", [8, 24])
+def test_a_short_last_round_is_shared_by_all_blocks(warps):
+    x, w, given, _ = case("mxfp4", 22 * warps, 1024, "nb")
+    plan = dataclasses.replace(planning.divide_row(w), sms=max(1, 3 * warps // 16), warps=warps)
+    assert plan.rounds > 1 and plan.is_last_short
+    with few_rows():
+        apart, shared = (
+            kernel.matmul(x, w, out_dtype=x.dtype, plan=one, **given)
+            for one in (plan, dataclasses.replace(plan, spread=True))
+        )
+    np.testing.assert_array_equal(apart, shared)
+
+
+@newest
 def test_the_portable_kernel_emulated(monkeypatch):
     monkeypatch.setenv(TARGET, "sm_80")
     test_emulated("w4-g128-zero", 96, 2048, "nsb", {})
