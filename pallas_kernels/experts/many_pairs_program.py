@@ -166,10 +166,12 @@ class PairsMultiplier(Multiplier):
         ref = plgpu.ACC((64, width), self.sum_dtype)
         self.finish(part, n0, pl.run_scoped(functools.partial(self.sum_of_products, t), ref))
 
-    def tokens_at(self, at):
+    def tokens_at(self, at, piece=0):
+        assert piece == 0  # a slot of experts has one
         return self.smem.x.tiles.at[at, pl.ds(0, self.width)]
 
-    def dequantized(self, t, j, at):
+    def dequantized(self, t, j, at, piece=0):
+        assert piece == 0
         scheme, smem, block = self.scheme, self.smem, self.block
         values, where = smem.w.bytes.at[at, self.rows], self.where
         if scheme.values == "bfloat16":
