@@ -270,8 +270,10 @@ def test_a_given_scale_leaves_a_thread_of_a_gate_two_chunks():
         found = planning.plan("gate", x, "int8", given=True)
         assert (found.ring > 0) == ring and (ring or found.threads == 896)
     assert planning.plan("gate", x, "int8").threads == 256
-    found = planning.plan("gate", shaped((1, 28672), jnp.bfloat16), "int8", given=True)
-    assert "XLA is faster for one row" in found.text and found.plan.split == 4
+    for rows in (1, 33, 64):
+        found = planning.plan("gate", shaped((rows, 28672), jnp.bfloat16), "int8", given=True)
+        assert f"XLA is as fast for {rows} rows" in found.text
+    assert isinstance(planning.plan("copy", x, "int8", given=True), planning.RowsPlan)
 
 
 def test_narrow_rows_are_left_to_xla():
