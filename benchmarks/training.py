@@ -73,16 +73,19 @@ def packed_rows(cfg: ModelConfig, rows: int, length: int, segment: int) -> tuple
     draw = np.random.default_rng(0)
     tokens = draw.integers(1, cfg.vocab_size, (1, rows, length + 1)).astype(np.int32)
     segments = np.zeros_like(tokens)
+    begins = np.full((1, rows, 16), -1, np.int32)
     squares = 0
-    for row in segments[0]:
+    for row, places in zip(segments[0], begins[0], strict=True):
         begin, number = 0, 1
         while begin < length + 1:
             end = min(begin + int(draw.integers(segment // 2, 2 * segment)), length + 1)
             row[begin:end] = number
+            places[number - 1] = begin
             squares += (end - begin) ** 2
             begin, number = end, number + 1
     weights = (draw.random((1, rows, length)) < 0.5).astype(np.float32)
-    return Batch(tokens, segments, weights / weights.mean()), squares / tokens.size
+    batch = Batch(tokens, segments, weights / weights.mean(), begins=begins)
+    return batch, squares / tokens.size
 
 
 def adapters(args: argparse.Namespace) -> None:

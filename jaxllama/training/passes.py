@@ -147,8 +147,17 @@ def run_step(
     """Return (state after the step, its metrics); ``state`` is donated."""
     if isinstance(data, Rewarded):
         return data.sampler.step(state, fixed, data.prompts, step)
-    batch = jax.device_put(_batch(setup.config, data, step), sharding(mesh, 1))
+    batch = _placed_batch(_batch(setup.config, data, step), mesh, 1)
     return update(setup, state, fixed, batch)
+
+
+def _placed_batch(batch: Batch, mesh: Mesh | None, rows: int) -> Batch:
+    """Return the batch on the devices; rows: the axis that they share.
+
+    cuDNN's calls of single segments are not divided, so a batch on a mesh has no ``begins``.
+    """
+    batch = batch if mesh is None else batch._replace(begins=None)
+    return jax.device_put(batch, sharding(mesh, rows))
 
 
 def validate(
@@ -171,6 +180,6 @@ def validate(
         batch = Batch.of(rows)
         counted = batch.weights if batch.labels is None else batch.labels
         shares.append(1.0 if counted is None else float(np.mean(np.abs(counted))))
-        batch = jax.device_put(batch, sharding(mesh, 0))
+        batch = _placed_batch(batch, mesh, 0)
         losses.append(validation_loss(setup, params, batch, fixed))
     return float(np.mean(jax.device_get(losses)) / np.mean(shares))

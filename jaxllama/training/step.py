@@ -202,7 +202,9 @@ def _with_routers(
     """Return (the weighted cross entropy with the routers' losses added; its parts)."""
     cfg, dtype = setup.model, jnp.dtype(setup.config.dtype)
     remat, segments = setup.config.remat, batch.input_segments
-    x, parts = routers.hidden_states(cfg, params, batch.inputs, dtype, remat, segments, _ops(setup))
+    x, parts = routers.hidden_states(
+        cfg, params, batch.inputs, dtype, remat, segments, _ops(setup), batch.input_begins
+    )
     weight, is_frozen = _head(setup, params)
     weights = None if batch.weights is None else jnp.asarray(batch.weights)
     ce, _ = cross_entropy(x, weight, batch.targets, cfg.logit_softcap, weights, is_frozen=is_frozen)
@@ -215,7 +217,8 @@ def _states_and_head(
     """Return (states before the head, its weight, whether that is frozen)."""
     cfg, dtype = setup.model, jnp.dtype(setup.config.dtype)
     params, segments = _outside_of_layers(setup, params), batch.input_segments
-    x = hidden_states(cfg, params, batch.inputs, dtype, segments, _each(setup, remat))
+    each, begins = _each(setup, remat), batch.input_begins
+    x = hidden_states(cfg, params, batch.inputs, dtype, segments, each, begins)
     return x, *_head(setup, params)
 
 

@@ -261,6 +261,9 @@ CASES = {
     "product 2048 int8": lambda: product(2048, "int8"),
     "product 2048 W8A8": lambda: product(2048, "int8", "int8"),
     "product 2048 FP8": lambda: product(2048, "float8_e4m3fn", "float8_e4m3fn"),
+    "product 11264 FP8, float32 result": lambda: product(
+        11264, "float8_e4m3fn", "float8_e4m3fn", (2048, 8192), out_dtype=F32
+    ),
     "product 64 FP8 static": lambda: product(64, "float8_e4m3fn", "fp8-static"),
     "gated FP8 static": lambda: gated_codes(64),
     "product 64 FP8 blocks": lambda: product(64, "fp8-block", "fp8-block"),

@@ -265,12 +265,16 @@ def test_any_plan_fits_and_has_every_column():
             assert of_an_sm * plan.threads <= 2048
 
 
-def test_a_given_scale_without_a_norm_is_left_to_xla():
-    x = shaped((1500, 8192), jnp.bfloat16)
-    found = planning.plan("gate", x, "int8", given=True)
-    assert "no GPU has run this form" in found.text and found.plan.ring
-    assert isinstance(planning.plan("copy", x, "int8", given=True).plan, planning.RowsPlan)
-    assert isinstance(planning.plan("norm", x, "int8", x, given=True), planning.RowsPlan)
+def test_a_given_scale_leaves_a_thread_of_a_gate_two_chunks():
+    for rows, ring in ((1500, True), (512, False)):
+        x = shaped((rows, 28672), jnp.bfloat16)
+        found = planning.plan("gate", x, "int8", given=True)
+        assert (found.ring > 0) == ring and (ring or found.threads == 896)
+    assert planning.plan("gate", x, "int8").threads == 256
+    for rows in (1, 33, 64):
+        found = planning.plan("gate", shaped((rows, 28672), jnp.bfloat16), "int8", given=True)
+        assert f"XLA is as fast for {rows} rows" in found.text
+    assert isinstance(planning.plan("copy", x, "int8", given=True), planning.RowsPlan)
 
 
 def test_narrow_rows_are_left_to_xla():

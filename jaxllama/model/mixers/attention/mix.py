@@ -209,7 +209,7 @@ def _extend(
         q, k, v = jnp.split(qkv, (n, n + n_kv), axis=2)
         q, k = rotate(q, *rope), rotate(k, *rope)
         lent = KeysValues(k, v) if cfg.kv_role == "lent" else None
-        return attend(q, k, v, positions, window, cap, sinks, at.segments), lent
+        return attend(q, k, v, positions, window, cap, sinks, at.segments, at.begins), lent
     is_new = jnp.arange(qkv.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
     slots = jnp.where(is_new, positions, capacity_of(cache.k, table))
     if cap is None and _is_dense(cfg, at):
