@@ -3,6 +3,7 @@
     python -m benchmarks.training adapters --base w4a16 --rows 1 --remat     QLoRA; none: LoRA
     python -m benchmarks.training full --products both --curve 80            GLA-1.3B, FP8 and not
     python -m benchmarks.training full --model llama-3.1-8b --devices 4 --remat
+    python -m benchmarks.training full --model llama-3.1-8b --stages 4 --microbatches 16 --remat
 
 Random weights.  Each part prints a line of JSON for everything that it measured, as it comes.
 Give each a process of its own, with XLA_PYTHON_CLIENT_PREALLOCATE=false, for its peak of memory.
@@ -26,7 +27,7 @@ from jax.sharding import Mesh
 from jaxllama.config import ModelConfig, load_config
 from jaxllama.model.flops import flops_per_token, peak_flops
 from jaxllama.model.stacked import stack_layers
-from jaxllama.parallel.mesh import make_mesh
+from jaxllama.parallel.mesh import make_mesh, make_stages
 from jaxllama.quantization.random_params import param_shapes, random_params
 from jaxllama.training.adapters import first_adapters
 from jaxllama.training.batch import Batch
@@ -72,16 +73,19 @@ def packed_rows(cfg: ModelConfig, rows: int, length: int, segment: int) -> tuple
     draw = np.random.default_rng(0)
     tokens = draw.integers(1, cfg.vocab_size, (1, rows, length + 1)).astype(np.int32)
     segments = np.zeros_like(tokens)
+    begins = np.full((1, rows, 16), -1, np.int32)
     squares = 0
-    for row in segments[0]:
+    for row, places in zip(segments[0], begins[0], strict=True):
         begin, number = 0, 1
         while begin < length + 1:
             end = min(begin + int(draw.integers(segment // 2, 2 * segment)), length + 1)
             row[begin:end] = number
+            places[number - 1] = begin
             squares += (end - begin) ** 2
             begin, number = end, number + 1
     weights = (draw.random((1, rows, length)) < 0.5).astype(np.float32)
-    return Batch(tokens, segments, weights / weights.mean()), squares / tokens.size
+    batch = Batch(tokens, segments, weights / weights.mean(), begins=begins)
+    return batch, squares / tokens.size
 
 
 def adapters(args: argparse.Namespace) -> None:
@@ -172,16 +176,23 @@ def full(args: argparse.Namespace, products: Literal["fp8"] | None) -> None:
         products=products,
         remat=args.remat,
         scan=not args.unrolled,
-        fsdp=args.devices > 1,
+        fsdp=args.devices > 1 and args.stages == 1,
     )
     setup = TrainingSetup(config, cfg)
-    mesh = None if args.devices == 1 else make_mesh(f"data={args.devices}")
+    devices, mesh = args.devices, None
+    if args.stages > 1:
+        devices = args.devices * args.stages
+        mesh = make_stages(f"data={args.devices},stage={args.stages}")
+    elif devices > 1:
+        mesh = make_mesh(f"data={devices}")
     state = first_state(setup, mesh)
     about = {
         "part": "full",
         "model": cfg.name,
         "products": products or config.dtype,
-        "devices": args.devices,
+        "devices": devices,
+        "stages": args.stages,
+        "microbatches": micro,
         "tokens_a_step": config.batch_size * length,
         "remat": args.remat,
         "unrolled": args.unrolled,
@@ -212,7 +223,7 @@ def full(args: argparse.Namespace, products: Literal["fp8"] | None) -> None:
             rate, peak = config.batch_size * length / seconds, peak_flops()
             mfu = None
             if peak is not None:
-                mfu = rate * flops_per_token(cfg, length) / (peak * args.devices)
+                mfu = rate * flops_per_token(cfg, length) / (peak * devices)
             ends = [float(losses[0]), float(losses[-1])]
             say(**about, step_seconds=seconds, tokens_per_second=rate, mfu=mfu, losses=ends)
     if curve:
@@ -263,7 +274,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", default="gla-1.3b", help="of full training; random weights")
     parser.add_argument("--products", default="none", choices=("none", "fp8", "both"))
     parser.add_argument("--microbatches", type=int, default=1)
-    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--devices", type=int, default=1, help="that share the rows")
+    parser.add_argument("--stages", type=int, default=1, help="that share the layers, of each row")
     parser.add_argument("--curve", type=int, default=0, help="steps of the curve of losses")
     args = parser.parse_args(argv)
     if args.part == "adapters":

@@ -168,7 +168,7 @@ def models() -> str:
         (
             _code(kind),
             ", ".join(family.architectures),
-            "Llama's class" if kind == "internlm3" else "transformers",
+            _ORACLES.get(kind, "transformers"),
             _differs(family),
             _runs(family),
         )
@@ -205,6 +205,8 @@ def _refused(refused: Mapping[str, str]) -> list[tuple[str, str]]:
     return [(reason, ", ".join(of)) for reason, of in kinds.items()]
 
 
+# Of families without a class of their own in transformers.
+_ORACLES = {"minicpm": "Granite's class"}
 _FACTS = {
     "attn_gate": "gated attention",
     "attn_sinks": "attention sinks",
@@ -231,7 +233,7 @@ _FACTS = {
 def _differs(family: Family) -> str:
     """Say what a family has that Llama lacks, from its entry."""
     found = [text for fact, text in _FACTS.items() if fact in family.facts]
-    keys = set(family.keys)
+    keys = {*family.keys, *family.defaults}
     found += ["xIELU"] * (family.defaults.get("hidden_act") == "xielu")
     found += ["parallel sublayers"] * ("use_parallel_residual" in {key for key, *_ in family.same})
     found += ["parallel sublayers"] * ("parallel_attn" in keys)
@@ -245,6 +247,9 @@ def _differs(family: Family) -> str:
     found += ["two widths of heads, keys that are values"] * ("attention_k_eq_v" in keys)
     found += ["keys that layers share"] * ("num_kv_shared_layers" in keys)
     found += ["inputs of each layer"] * ("hidden_size_per_layer_input" in keys)
+    found += ["norms of q and k"] * ("qk_layernorm" in keys)
+    is_narrow = "input_embedding_size" in keys or "embedding_size" in family.defaults
+    found += ["embeddings narrower than the layers"] * is_narrow
     found += ["experts"] * _has_experts(family)
     found += ["sliding windows"] * (family.window != "none")
     is_nope = family.is_nope is not None and "learned_positions" not in family.facts
@@ -254,9 +259,7 @@ def _differs(family: Family) -> str:
 
 
 def _has_experts(family: Family) -> bool:
-    if "hybrid_override_pattern" in family.keys:  # Nemotron-H's experts are refused
-        return False
-    counts = {"num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"}
+    counts = {"num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts", "ffn_config"}
     return bool(counts & set(family.keys) and family.to_hf)
 
 

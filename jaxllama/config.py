@@ -25,7 +25,7 @@ RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope",
 KINDS = ("attention", "gla", "delta")  # kinds of layers whose options are fields of their own
 Options = tuple[tuple[str, Any], ...]
 Norm = Literal["rms", "layer"]
-QKNorm = Literal["none", "head", "full"]
+QKNorm = Literal["none", "head", "full", "layer"]
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "relu", "xielu"]
 UNGATED = ("relu2", "relu", "xielu")  # activations that no feed-forward with a gate has
 FeatureMap = Literal["none", "elu", "relu", "sqrelu", "sigmoid", "logsigmoid", "silu", "gelu_tanh"]
@@ -687,8 +687,9 @@ class ModelConfig:
     post_norm_layers : tuple of int
         Indices of layers that have norms after their sublayers and none before, where the others
         have them before (OLMo Hybrid).
-    qk_norm : {"none", "head", "full"}
-        RMSNorm of each head of q and k ("head", Qwen3), or of all heads at once ("full", OLMo 2).
+    qk_norm : {"none", "head", "full", "layer"}
+        RMSNorm of each head of q and k ("head", Qwen3), or of all heads at once ("full", OLMo 2);
+        LayerNorm of each head, with a bias ("layer", Persimmon).
     qk_norm_last : bool
         Whether that norm follows RoPE (HunYuan).
     parallel_block, parallel_norms : bool
@@ -705,6 +706,10 @@ class ModelConfig:
         the first alone.
     token_types : int
         Rows of a table of types, whose first row is added to every embedding (BERT); 0 for none.
+    embed_width, head_width : int or None
+        Features of the embeddings, with their positions and norm, before a product makes d_model of
+        them, and of the head's input, which the dense layer before it makes (Electra, RemBERT).
+        None: d_model.
     head_transform : bool
         Whether a dense layer and the activation stand between a last norm and another one (BERT).
         Models with ``sum_norms`` have the first of these norms, too.
@@ -833,6 +838,8 @@ class ModelConfig:
     first_norm: bool = True
     sum_norms: Literal["none", "all_but_last", "both", "first"] = "none"
     token_types: int = 0
+    embed_width: int | None = None
+    head_width: int | None = None
     head_transform: bool = False
     head_transform_bias: bool = False
     sine_theta: float | None = None
@@ -1018,6 +1025,21 @@ class ModelConfig:
             True,
             "is for dense feed-forwards",
         )
+        for key in ("embed_width", "head_width"):
+            width = getattr(self, key)
+            _require(width is None or width > 0, key, width, "must be positive")
+        _require(
+            self.head_width is None or self.head_transform,
+            "head_width",
+            self.head_width,
+            "needs head_transform",
+        )
+        _require(
+            not self.tie_embeddings or self.embed_width == self.head_width,
+            "head_width",
+            self.head_width,
+            "must be embed_width where the head is tied",
+        )
         _require(
             self.head_transform or not self.head_transform_bias,
             "head_transform_bias",
@@ -1157,10 +1179,18 @@ class ModelConfig:
         return self.sliding_window if layer in (self.window_layers or (layer,)) else None
 
     @property
+    def layers_read(self) -> str:
+        """What layers read beside a stream of one width and their own state; empty for nothing."""
+        if self.shared_kv_layers:
+            return "its layers read each other's keys"
+        if self.layer_inputs is not None:
+            return "its layers have inputs of their own"
+        return "its embeddings have another width" if self.embed_width else ""
+
+    @property
     def layers_are_alone(self) -> bool:
-        """Whether each layer reads the stream and its own state alone: no other layer's keys, and
-        no inputs that the model computes."""
-        return not self.shared_kv_layers and self.layer_inputs is None
+        """Whether each layer reads the stream and its own state alone (``layers_read``)."""
+        return not self.layers_read
 
     def kv_source(self, layer: int) -> int | None:
         """Return the layer whose keys and values layer ``layer`` reads; None for its own."""

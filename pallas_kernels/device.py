@@ -65,9 +65,9 @@ H200 = Gpu(
         "experts mosaic float": KernelCost(start=4.21, serial=(1.12,)),
         "experts mosaic int4": KernelCost(start=4.21, serial=(1.49,)),
         "experts mosaic int8": KernelCost(start=4.21, serial=(1.33,)),
-        "experts tiles float": KernelCost(start=14.3, serial=(1.09,)),
-        "experts tiles int4": KernelCost(start=14.3, serial=(1.04,)),
-        "experts tiles int8": KernelCost(start=14.3, serial=(1.5,)),
+        "experts tiles float": KernelCost(start=11.9, serial=(1.12,)),
+        "experts tiles int4": KernelCost(start=11.9, serial=(1.1,)),
+        "experts tiles int8": KernelCost(start=11.9, serial=(1.58,)),
         "experts summed int4": KernelCost(start=1.52, serial=(1.36,)),
         "between kernels": KernelCost(1.3),  # in a CUDA graph; not fitted
         # Not fitted: from instruction rates (``matmul.mid_rows.plan``) at 1.7 GHz; of GPUs without

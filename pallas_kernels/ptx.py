@@ -660,6 +660,11 @@ def await_kernel() -> None:
     owner.attributes["mosaic_gpu.uses_pdl"] = ir.UnitAttr.get()
 
 
+def prefetch_line(at: Value) -> None:
+    """Ask L1 for the line at an address of device memory."""
+    ptx("prefetch.global.L1 [$0];", at)
+
+
 def prefetch(at: Value, size: int) -> None:
     """Asks L2 for ``size`` contiguous bytes of device memory, where there is an ``await_kernel`` to
     wait at; both multiples of 16."""
@@ -701,6 +706,12 @@ def copies_commit() -> None:
 def copies_wait(pending: int) -> None:
     """Until at most ``pending`` of this thread's groups are under way."""
     ptx(f"cp.async.wait_group {pending};")
+
+
+def copies_arrive(barrier: Value) -> None:
+    """Arrive on a barrier, one of the arrivals that it counts, when the copies that this thread has
+    begun are there."""
+    ptx("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", barrier)
 
 
 def copy_bulk(to: Value, source: Value, size: int, barrier: Value, at: int | None = None) -> None:

@@ -1,5 +1,6 @@
 """``grouped_matmul`` on a GPU: device time of each form beside ``jax.lax.ragged_dot`` and our own
-dense product of as many bytes, and values against the reference.
+dense product of as many bytes, and values against the reference.  The dense product has as many
+rows of x as an expert has pairs.
 
     python -m benchmarks.kernels.experts [--tokens 1 8 64 512 8192] [--schemes bf16 w8 w4 mxfp4]
     python -m benchmarks.kernels.experts --route      the kernel of norm, router and choice instead
@@ -104,9 +105,17 @@ def of_sum(plan: Any) -> Callable[..., jax.Array]:
     return run
 
 
+def sorted_ragged(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    """``jax.lax.ragged_dot`` alone: rows that are sorted by expert already, no gate.
+
+    w: ``[E, K, N]``.  sizes: pairs of each expert.
+    """
+    return lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
+
+
 def ragged(swiglu: bool) -> Callable[..., jax.Array]:
     """``jax.lax.ragged_dot`` on rows sorted by expert, of a weight in floats; floats of codes are
-    made first."""
+    made first.  Sorting, gathering and the scatter of results count."""
 
     def run(x: jax.Array, w: Any, experts: jax.Array) -> jax.Array:
         rows, pairs = x.reshape(-1, x.shape[-1]), experts.reshape(-1)
@@ -184,14 +193,20 @@ def report(name: str, scheme: str, tokens: int, path: str | None, only: list[str
             row |= {"scheme": scheme, "tokens": tokens, "rows": rows}
             with open(path, "a") as file:
                 print(json.dumps({**row, "form": form, "us": round(us, 1)}), file=file)
-    if tokens <= 16 and not only:
-        one = dense(w, hit)
-        us = device_us(
-            lambda x, w: quantized_matmul(x, w, swiglu=swiglu), [(x.reshape(-1, k)[:1], one)]
-        )
-        print(
-            f"{name:16} {scheme:5} T={tokens:5} {'dense':10} {us:9.1f} us  of {hit} experts' bytes"
-        )
+    if not only or "dense" in only:
+        one = jax.jit(functools.partial(dense, hit=hit))(w)
+        wide = jax.random.normal(jax.random.key(2), (-(-pairs // hit), k)).astype(jnp.bfloat16)
+        us = device_us(quantized_matmul, [(wide, one)])
+        of = f"{len(wide)} rows, {hit} experts' bytes, no gate"
+        print(f"{name:16} {scheme:5} T={tokens:5} {'dense':10} {us:9.1f} us  {of}", flush=True)
+        del one
+    if scheme == "bf16" and (not only or "ragged_dot" in only):
+        turned = jnp.swapaxes(w, 1, 2) + 0  # + 0: it is stored so
+        sizes = [jnp.bincount(e.reshape(-1), length=n_experts).astype(jnp.int32) for e in picked]
+        rows_of_pairs = jax.random.normal(jax.random.key(3), (pairs, k)).astype(jnp.bfloat16)
+        us = device_us(sorted_ragged, [(rows_of_pairs, turned, size) for size in sizes])
+        of = "sorted rows, no gate"
+        print(f"{name:16} {scheme:5} T={tokens:5} {'ragged_dot':10} {us:9.1f} us  {of}", flush=True)
 
 
 def report_route(tokens: int, n: int, d: int, k: int) -> None:

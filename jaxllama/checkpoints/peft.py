@@ -31,7 +31,7 @@ from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.checkpoints.safetensors import FLOATS, SafetensorsFile, parse_json, write
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.param import TensorSource
+from jaxllama.model.param import TensorSource, piece_of
 from jaxllama.model.params import param_table
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -122,12 +122,16 @@ def read(directory: str | Path, cfg: ModelConfig) -> Factors:
 
 
 def products(cfg: ModelConfig) -> dict[str, TensorSource]:
-    """Return the weights that can have an adapter, by their modules' names."""
+    """Return the weights that can have an adapter, by their modules' names.
+
+    A weight that is rows of a tensor beside another's (Lara Mini's) takes none.
+    """
     return {
         source.name.removesuffix(".weight"): source
         for (*_, product, leaf), param in param_table(cfg).items()
         if product in _PRODUCTS and leaf == "weight"
         for source in param.sources
+        if piece_of(source.name) is None
     }
 
 

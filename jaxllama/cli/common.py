@@ -291,10 +291,10 @@ def mesh(args: argparse.Namespace) -> Mesh | None:
     """Return the mesh of --mesh, or None. All its devices must exist."""
     if args.mesh is None:
         return None
-    from jaxllama.parallel.mesh import make_mesh
+    from jaxllama.parallel.mesh import make_mesh, make_stages
 
     try:
-        return make_mesh(args.mesh)
+        return make_stages(args.mesh) or make_mesh(args.mesh)
     except JaxLlamaError as error:
         raise JaxLlamaError(f"--{error}") from None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxllama.cli import common
-from jaxllama.cli.domains import Parser, out_folder
+from jaxllama.cli.domains import Parser, out_folder, refusing
 from jaxllama.progress import working
 from jaxllama.typing import JsonObject
 
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 HELP = "Train or distill a model as a TOML file says."
 
 
+@refusing
+def parse_mesh(text: str) -> str:
+    """Check a mesh's form, which may have stages."""
+    from jaxllama.parallel.mesh import stage_sizes
+
+    return common.parse_mesh(text) if stage_sizes(text) is None else text
+
+
 def options(sub: Parser) -> None:
     sub.add_argument("file", metavar="FILE", help="a TOML file, or the name of a shipped one")
     sub.add_argument(
@@ -32,9 +40,9 @@ def options(sub: Parser) -> None:
     )
     sub.add_argument(
         "--mesh",
-        type=common.parse_mesh,
+        type=parse_mesh,
         metavar="AXES",
-        help="devices that share every step's rows: data=N",
+        help="devices that share every step's rows (data=N) or the layers (stage=N)",
     )
     sub.add_argument(
         "--dry-run",

@@ -144,18 +144,20 @@ def _normed_sum(cfg: ModelConfig, stream: Stream, scale: Params) -> Stream:
 
 def _placed(cfg: ModelConfig, p: Params, stream: Stream, at: At) -> Stream:
     """The embeddings as the first layer's mixer reads them: with the learned vectors of their
-    positions and of the first type, and their norm."""
+    positions and of the first type, their norm, and the product that makes them wider."""
     if cfg.learned_positions is not None:
         places = at.positions + cfg.learned_positions
         if cfg.sine_theta is None:
             table = p["positions"]["weight"]
             vectors = table[jnp.clip(places, 0, table.shape[0] - 1)]
         else:
-            vectors = jnp.concatenate(sines(cfg.sine_theta, cfg.d_model, places), axis=-1)
+            width = stream.x.shape[-1]
+            vectors = jnp.concatenate(sines(cfg.sine_theta, width, places), axis=-1)
         stream = Stream(stream.total + vectors.astype(stream.x.dtype))
     if cfg.token_types:
         stream = Stream(stream.total + p["types"]["weight"][0].astype(stream.x.dtype))
-    return _normed_sum(cfg, stream, p["embed_norm"]) if cfg.embed_norm else stream
+    stream = _normed_sum(cfg, stream, p["embed_norm"]) if cfg.embed_norm else stream
+    return Stream(linear.linear(stream.total, p["embed_dense"])) if cfg.embed_width else stream
 
 
 def feed_half(
@@ -243,6 +245,8 @@ def layer_config(cfg: ModelConfig, index: int) -> tuple[ModelConfig, str]:
         sine_theta=None if index else cfg.sine_theta,
         token_types=0 if index else cfg.token_types,
         embed_norm=cfg.embed_norm and not index,
+        embed_width=None if index else cfg.embed_width,
+        head_width=None if index else cfg.head_width,
         first_norm=cfg.first_norm or index > 0,
         sum_norms=cfg.sum_norms_of(index),
         bare_layers=(0,) if index in cfg.bare_layers else (),

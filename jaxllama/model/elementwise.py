@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllama.typing import Params
+from pallas_kernels.rows.swiglu import gelu_tanh
 
 
 def layer_norm(x: jax.Array, scale: Params | None, eps: float) -> jax.Array:
@@ -25,7 +26,7 @@ def layer_norm(x: jax.Array, scale: Params | None, eps: float) -> jax.Array:
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
-    "gelu_tanh": jax.nn.gelu,
+    "gelu_tanh": gelu_tanh,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),

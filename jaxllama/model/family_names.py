@@ -124,6 +124,7 @@ def _bert(base: str, **changes: Any) -> Names:
         positions=f"{base}.embeddings.position_embeddings",
         types=f"{base}.embeddings.token_type_embeddings",
         embed_norm=f"{base}.embeddings.LayerNorm",
+        embed_dense=f"{base}.embeddings_project",
         layer=f"{base}.encoder.layer.{{}}",
         mixer="attention.",
         mixer_out_norm="attention.output.LayerNorm",
@@ -177,6 +178,12 @@ _ENCODERS = {
         norm="generator_predictions.LayerNorm",
         head="generator_lm_head",
         head_bias="generator_lm_head",
+    ),
+    "rembert": _bert(
+        "rembert",
+        embed_dense="rembert.encoder.embedding_hidden_mapping_in",
+        transform="cls.predictions.dense",
+        norm="cls.predictions.LayerNorm",
     ),
     "bert-generation": _bert(
         "bert",
@@ -274,6 +281,14 @@ FAMILIES = {
     "glm4_moe": Names(mixers={"experts": _SHARED}),
     "qwen3_5_moe_text": Names(mixers={"delta": delta.DeltaNames()}),
     "qwen3_next": Names(mixers={"delta": _QWEN_NEXT}),
+    "lara_mini": Names(
+        mixers={
+            "delta": delta.DeltaNames(
+                inputs=(("in_proj", 4),), gates=(("in_proj", 2),), norm="out_norm", is_joined=True
+            ),
+            "experts": ExpertNames(is_fused=True),
+        }
+    ),
     "qwen3_5_text": Names(mixers={"delta": delta.DeltaNames()}),
     "mamba2": _MAMBA,
     "nemotron_h": dataclasses.replace(
@@ -443,6 +458,35 @@ FAMILIES = {
         layer="biogpt.layers.{}",
         norm="biogpt.layer_norm",
         head="output_projection",
+    ),
+    "dbrx": Names(
+        embed="transformer.wte",
+        layer="transformer.blocks.{}",
+        mixer_norm="norm_attn_norm.norm_1",
+        mixer="norm_attn_norm.attn.",
+        mlp_norm="norm_attn_norm.norm_2",
+        norm="transformer.norm_f",
+        qkv=("Wqkv",),
+        o="out_proj",
+        mixers={
+            "experts": ExpertNames(
+                "ffn.",
+                router="router.layer",
+                gate_up=("experts.mlp.w1", "experts.mlp.v1"),
+                down="experts.mlp.w2",
+                in_rows=True,
+            )
+        },
+    ),
+    "persimmon": Names(
+        qkv=("query_key_value",),
+        o="dense",
+        q_norm="q_layernorm",
+        k_norm="k_layernorm",
+        gate_up=("dense_h_to_4h",),
+        down="dense_4h_to_h",
+        norm="model.final_layernorm",
+        is_by_head=True,
     ),
     "phi": Names(o="dense", gate_up=("fc1",), down="fc2", norm="model.final_layernorm"),
     "falcon": dataclasses.replace(

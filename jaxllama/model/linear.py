@@ -33,7 +33,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.elementwise import layer_norm
-from jaxllama.model.experts.route import Routed, has_plain_softmax, route
+from jaxllama.model.experts.route import Routed, has_plain_softmax, route, with_factors
 from jaxllama.model.lora import Adapted, Lora
 from jaxllama.parallel.collectives import row_parallel_matmul
 from jaxllama.parallel.mesh import is_split
@@ -387,6 +387,7 @@ def norm_route(
         )
         if made is not None:
             y, experts, weights = made
+            weights = with_factors(weights, experts, router)
             return y.reshape(stream.x.shape), stream, (experts, weights)
     x, stream = norm(stream, scale, cfg)
     return x, stream, route(options, x.reshape(-1, width), router)

@@ -45,7 +45,7 @@ class Names:
     last_bias: the bias of o, where only the last layer has one.
     inner_norms: the norms before the last products of mixer and feed-forward.
     positions: the table of learned positions.  types: the table of token types.
-    embed_norm: the norm of embeddings.
+    embed_norm: the norm of embeddings.  embed_dense: the product that makes them wider.
     transform, transform_norm: the dense layer before the last norm, and the norm before it, which
     is formatted with the last layer's index, as ``norm`` is.
     head_bias: the head's bias (without ".bias") where the head is tied.
@@ -85,6 +85,7 @@ class Names:
     inner_norms: tuple[str, str] = ("attn_sub_norm", "ffn_sub_norm")
     types: str = ""
     embed_norm: str = "embed_norm"
+    embed_dense: str = ""
     transform: str = ""
     transform_norm: str = ""
     head_bias: str = ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
@@ -145,6 +146,20 @@ class Stacked:
         one = np.arange(self.block)
         one = one.reshape(-1, 2).T.reshape(-1) if self.alternate else one
         return (np.arange(self.count)[:, None] * self.block + one).reshape(-1)
+
+
+def piece_name(whole: str, first: int, total: int) -> str:
+    """Return the name of rows of a tensor, from ``first`` on, of ``total`` rows in all.
+
+    A ``TensorSource`` of this name reads and writes its rows only.
+    """
+    return f"{whole}[{first}/{total}]"
+
+
+def piece_of(name: str) -> tuple[str, int, int] | None:
+    """Return the arguments of ``piece_name``, None for the name of a whole tensor."""
+    found = re.fullmatch(r"(.*)\[(\d+)/(\d+)\]", name)
+    return None if found is None else (found[1], int(found[2]), int(found[3]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,9 +52,10 @@ def param_table(
         first, second = names.parallel_norms
         names = dataclasses.replace(names, mixer_norm=first, mlp_norm=second)
     d, stored = cfg.d_model, cfg.stored
+    first, last = cfg.embed_width or d, cfg.head_width or d  # widths of the embeddings and the head
     table: dict[Path, Param] = {
         ("embed", "weight"): one(
-            f"{names.embed}.weight", cfg.vocab_size, d, fold={"scale": stored.embed}
+            f"{names.embed}.weight", cfg.vocab_size, first, fold={"scale": stored.embed}
         )
     }
     if cfg.layer_inputs is not None:
@@ -81,11 +82,14 @@ def param_table(
         after = functools.partial(norm, scale=stored.residual)  # what the layer adds is multiplied
         if index == 0 and cfg.learned_positions is not None and cfg.sine_theta is None:
             places = cfg.max_position + cfg.learned_positions
-            table[layer, "positions", "weight"] = one(f"{names.positions}.weight", places, d)
+            table[layer, "positions", "weight"] = one(f"{names.positions}.weight", places, first)
         if index == 0 and cfg.token_types:
-            table[layer, "types", "weight"] = one(f"{names.types}.weight", cfg.token_types, d)
+            table[layer, "types", "weight"] = one(f"{names.types}.weight", cfg.token_types, first)
         if index == 0 and cfg.embed_norm:
-            table |= norm((layer, "embed_norm"), names.embed_norm)
+            table |= _norm(cfg, (layer, "embed_norm"), names.embed_norm, width=first)
+        if index == 0 and cfg.embed_width:
+            dense = fused("dense", [(names.embed_dense, d, {})], first, True)
+            table |= {(layer, "embed_dense", path): param for (_, path), param in dense.items()}
         is_beside = cfg.shared_blocks is None and index in cfg.beside_layers
         if pre_norms and not is_beside and (cfg.first_norm or index):
             table |= norm((layer, "mixer_norm"), f"{prefix}.{names.mixer_norm}")
@@ -108,17 +112,17 @@ def param_table(
             table[layer, "scale", "weight"] = one(scale_name, 1, mean=1.0, std=0.0)
     # A tied head has the embedding's multiplier, too.
     scale = stored.logits / (stored.embed if cfg.tie_embeddings else 1.0)
-    last = cfg.n_layers - 1
+    layer = cfg.n_layers - 1
     if cfg.head_transform:
-        table |= _norm(cfg, ("transform", "norm"), names.transform_norm.format(last))
-        dense = fused("dense", [(names.transform, d, {})], d, cfg.head_transform_bias)
+        table |= _norm(cfg, ("transform", "norm"), names.transform_norm.format(layer))
+        dense = fused("dense", [(names.transform, last, {})], d, cfg.head_transform_bias)
         table |= {("transform", *path): param for path, param in dense.items()}
-    table |= _norm(cfg, ("norm",), names.norm.format(last), scale)
+    table |= _norm(cfg, ("norm",), names.norm.format(layer), scale, last)
     if cfg.tie_embeddings and cfg.head_bias:
         bias = one(f"{names.head_bias or names.head}.bias", cfg.vocab_size, std=0.0)
         table["embed", "bias"] = bias
     if not cfg.tie_embeddings:
-        table["head", "weight"] = one(f"{names.head}.weight", cfg.vocab_size, d)
+        table["head", "weight"] = one(f"{names.head}.weight", cfg.vocab_size, last)
         if cfg.head_bias:
             table["head", "bias"] = one(f"{names.head}.bias", cfg.vocab_size, std=0.0)
     if cfg.mtp_layers:
@@ -215,16 +219,19 @@ def _layer_norm(
     return _norm(cfg, path, other if is_other else name, scale)
 
 
-def _norm(cfg: ModelConfig, path: Path, name: str, scale: float = 1.0) -> dict[Path, Param]:
-    """A norm of the stream; the checkpoint's weight w stands for ``scale * (w + norm_offset)``."""
+def _norm(
+    cfg: ModelConfig, path: Path, name: str, scale: float = 1.0, width: int | None = None
+) -> dict[Path, Param]:
+    """A norm of ``width`` features; the checkpoint's weight w stands for ``scale * (w +
+    norm_offset)``.  None: those of the stream."""
+    width = width or cfg.d_model
     if not cfg.norm_weight:
-        return {(*path, "weight"): Param((), (cfg.d_model,), mean=scale, std=0.0)}
+        return {(*path, "weight"): Param((), (width,), mean=scale, std=0.0)}
     fold = {"scale": scale, "offset": scale * cfg.stored.norm_offset}
-    weight = one(f"{name}.weight", cfg.d_model, mean=1.0, std=0.0, fold=fold)
+    weight = one(f"{name}.weight", width, mean=1.0, std=0.0, fold=fold)
     table = {(*path, "weight"): weight}
     if cfg.norm_bias:
-        bias = one(f"{name}.bias", cfg.d_model, std=0.0, fold={"scale": scale})
-        table[*path, "bias"] = bias
+        table[*path, "bias"] = one(f"{name}.bias", width, std=0.0, fold={"scale": scale})
     return table
 
 

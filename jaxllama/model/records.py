@@ -53,6 +53,8 @@ class Chunk:
     inputs
         Further inputs of all layers, ``[B, T, L, P]``, or of one layer, ``[B, T, P]``
         (``ModelConfig.layer_inputs``).
+    begins
+        int32 ``[B, M]``, where the segments begin, then -1; None if that is not known.
     """
 
     positions: jax.Array
@@ -64,6 +66,7 @@ class Chunk:
     fresh: bool = _static(False)
     segments: jax.Array | None = None
     inputs: jax.Array | None = None
+    begins: jax.Array | None = None
 
     def row_lengths(self) -> jax.Array:
         """Return the number of valid tokens of each row of the cache, int32 ``[B]``."""
@@ -255,25 +258,29 @@ def places_of(
 
 
 def whole_rows(
-    cfg: ModelConfig, batch: int, length: int, segments: jax.Array | None = None
+    cfg: ModelConfig,
+    batch: int,
+    length: int,
+    segments: jax.Array | None = None,
+    begins: jax.Array | None = None,
 ) -> Chunk:
     """Return the Chunk of ``batch`` rows of ``length`` tokens, without padding or a past.
 
     segments: int32 ``[batch, length]``, for packed rows; positions then count from each segment's
-    first token. Tables of dynamic RoPE are those of ``length`` tokens.
+    first token. begins: as ``Chunk`` has it. Tables of dynamic RoPE are those of ``length`` tokens.
     """
     lengths = jnp.full((batch,), length, jnp.int32)
     if segments is None:
         positions, rope = positions_of(cfg, jnp.zeros_like(lengths), lengths, length)
         return Chunk(positions, lengths, rope)
     place = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), segments.shape)
-    begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    positions = place - lax.cummax(jnp.where(begins, place, 0), axis=1)
+    is_first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    positions = place - lax.cummax(jnp.where(is_first, place, 0), axis=1)
     rope = None
     if cfg.ropes:
         tables = (rope_tables(*one, positions, lengths) for one in cfg.ropes)
         rope = Ropes(cfg.ropes, tuple(tables))
-    return Chunk(positions, lengths, rope, segments=segments)
+    return Chunk(positions, lengths, rope, segments=segments, begins=begins)
 
 
 @jax.tree_util.register_dataclass

@@ -336,6 +336,7 @@ def hidden_states(
     dtype: jnp.dtype,
     segments: jax.Array | None = None,
     each: Callable[..., tuple[Stream, LayerState]] = block,
+    begins: jax.Array | None = None,
 ) -> jax.Array:
     """Return the states before the head, ``[B, T, D]`` of ``dtype``, of ``tokens[B, T]``.
 
@@ -343,8 +344,9 @@ def hidden_states(
     params: per layer, or stacked: then layers that are alike are one loop.
     segments: int32 ``[B, T]`` where several sequences lie in a row.
     each: what a layer does, as ``walk`` takes it.
+    begins: int32 ``[B, M]``, where the segments begin, as ``Chunk`` has it.
     """
-    stream, at = embed(cfg, params, tokens, dtype, segments)
+    stream, at = embed(cfg, params, tokens, dtype, segments, begins)
     stream = walk(cfg, params, stream, at, each)
     return final_norm(cfg, params, stream)
 
@@ -355,7 +357,8 @@ def embed(
     tokens: jax.Array,
     dtype: jnp.dtype,
     segments: jax.Array | None = None,
+    begins: jax.Array | None = None,
 ) -> tuple[Stream, At]:
     """Return the arguments of the first layer for whole rows; see ``hidden_states``."""
     batch, length = tokens.shape
-    return begin(cfg, params, tokens, dtype, whole_rows(cfg, batch, length, segments))
+    return begin(cfg, params, tokens, dtype, whole_rows(cfg, batch, length, segments, begins))

@@ -59,8 +59,9 @@ def check_halves(cfg: ModelConfig, policy: Policy) -> None:
         if cfg.parallel_block and halves:
             raise JaxLlamaError(f"policy: {name}: the sublayers of {cfg.name} run in parallel")
     if not cfg.layers_are_alone:
-        what = "layers read each other's keys" if cfg.shared_kv_layers else "layers have inputs"
-        raise JaxLlamaError(f"policy: {cfg.name} runs on one device or a mesh only: its {what}")
+        raise JaxLlamaError(
+            f"policy: {cfg.name} runs on one device or a mesh only: {cfg.layers_read}"
+        )
     has_more = cfg.sum_norms != "none" or cfg.embed_norm or cfg.learned_positions is not None
     for name, by_token in (
         ("cpu_attention", policy.cpu_attention),

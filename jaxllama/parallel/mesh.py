@@ -16,8 +16,9 @@ sharded arrays, which XLA partitions: logits stay split over the vocabulary. Gra
 a parameter's is summed over the data axis.
 
 Source: Megatron-LM (arXiv 1909.08053).  Communication is XLA's (NCCL on GPUs, gloo between CPUs);
-several hosts are ``parallel.hosts``, and long rows cut by their tokens ``parallel.sequence``.  Left
-out: pipeline parallelism.
+several hosts are ``parallel.hosts``, and long rows cut by their tokens ``parallel.sequence``.
+Training also has meshes of the axes "data" and "stage" (``make_stages``), on which
+``training.pipeline`` divides the layers.  Left out: pipelines for inference.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import Tree
 
-DATA_AXIS, EXPERT_AXIS, MODEL_AXIS = "data", "expert", "model"
+DATA_AXIS, EXPERT_AXIS, MODEL_AXIS, STAGE_AXIS = "data", "expert", "model", "stage"
 AXES = (DATA_AXIS, EXPERT_AXIS, MODEL_AXIS)
+STAGES = (DATA_AXIS, STAGE_AXIS)  # the axes of a mesh with stages
 _WITHOUT_EXPERTS = (DATA_AXIS, MODEL_AXIS)
 _COLLECTIVE_KERNELS = "xla_gpu_experimental_use_collective_kernels"
 RowAxis: TypeAlias = str | tuple[str, ...] | None  # the axes that rows are split over
@@ -58,12 +60,47 @@ def make_mesh(shape: str | Mapping[str, int] | Mesh) -> Mesh:
         order = [shape.axis_names.index(axis) for axis in AXES if axis in shape.axis_names]
         devices = np.transpose(shape.devices, order)
     else:
-        devices = _first_devices(sizes)
+        devices = _first_devices(dict(zip(AXES, sizes, strict=True)))
     if sizes[1] == 1:
         names, sizes = _WITHOUT_EXPERTS, (sizes[0], sizes[2])
     else:
         names = AXES
     return Mesh(devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def make_stages(shape: str | Mesh) -> Mesh | None:
+    """Return the mesh of "data=2,stage=4", with the axes "data" and "stage"; None without stages.
+
+    "stage" is the inner axis.  Raises JaxLlamaError as ``make_mesh`` does, and for other axes.
+    """
+    if isinstance(shape, Mesh):
+        return shape if shape.axis_names == STAGES else None
+    sizes = stage_sizes(shape)
+    if sizes is None:
+        return None
+    _choose_collectives()
+    devices = _first_devices(dict(zip(STAGES, sizes, strict=True)))
+    return Mesh(devices.reshape(sizes), STAGES, axis_types=(AxisType.Auto,) * 2)
+
+
+def stage_sizes(text: str) -> tuple[int, int] | None:
+    """Return the sizes of "data" and "stage" in a mesh's text, or None without stages.
+
+    Raises JaxLlamaError naming another axis.
+    """
+    sizes = _parse(text, (*AXES, STAGE_AXIS))
+    if STAGE_AXIS not in sizes:
+        return None
+    for axis, size in sizes.items():
+        if axis not in STAGES or size < 1:
+            raise JaxLlamaError(f"mesh {text!r}: stage=N goes with data=N alone")
+    return sizes.get(DATA_AXIS, 1), sizes[STAGE_AXIS]
+
+
+def is_staged(tree: Tree) -> bool:
+    """Whether arrays, traced ones too, are on a mesh with stages, outside of a shard_map."""
+    mesh = jax.typeof(jax.tree.leaves(tree)[0]).sharding.mesh
+    return mesh.axis_names == STAGES and not mesh.manual_axes
 
 
 def _choose_collectives() -> None:
@@ -93,22 +130,20 @@ def mesh_sizes(shape: str | Mapping[str, int] | Mesh) -> tuple[int, ...]:
     return tuple(shape.get(axis, 1) for axis in AXES)
 
 
-def _parse(text: str) -> dict[str, int]:
+def _parse(text: str, axes: tuple[str, ...] = AXES) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for entry in text.split(","):
         axis, _, size = (word.strip() for word in entry.partition("="))
         if not size.isdecimal() or axis in sizes:
-            raise JaxLlamaError(
-                f"mesh {text!r}: expected data=N,expert=N,model=N, each at most once"
-            )
+            words = ",".join(f"{axis}=N" for axis in axes)
+            raise JaxLlamaError(f"mesh {text!r}: expected {words}, each at most once")
         sizes[axis] = int(size)
     return sizes
 
 
-def _first_devices(sizes: tuple[int, ...]) -> np.ndarray:
-    wanted, devices = math.prod(sizes), jax.devices()
-    named = [*zip(AXES, sizes, strict=True)]
-    words = ",".join(f"{axis}={n}" for axis, n in named if n > 1 or axis != EXPERT_AXIS)
+def _first_devices(sizes: Mapping[str, int]) -> np.ndarray:
+    wanted, devices = math.prod(sizes.values()), jax.devices()
+    words = ",".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1 or axis != EXPERT_AXIS)
     if wanted > len(devices):
         raise JaxLlamaError(
             f"mesh {words}: needs {wanted} devices, and there are {len(devices)} "
@@ -176,15 +211,19 @@ def row_axis(mesh: Mesh | AbstractMesh, batch: int) -> RowAxis:
     return DATA_AXIS if size > 1 and batch % size == 0 else None
 
 
+def check_axes(mesh: Mesh | AbstractMesh) -> None:
+    """Raise JaxLlamaError for a mesh with "model" or "expert" above 1, which training has not."""
+    for axis in (EXPERT_AXIS, MODEL_AXIS):
+        size = mesh.shape.get(axis, 1)
+        if size > 1:
+            raise JaxLlamaError(f"mesh: {axis}={size}: training splits the data only; allowed: 1")
+
+
 def check_rows(mesh: Mesh | AbstractMesh, rows: Tree) -> None:
     """Raise JaxLlamaError for a mesh with "model" or "expert" above 1, or rows that "data" does not
     divide.
     """
-    count = jax.tree.leaves(rows)[0].shape[0]
-    data, model = (mesh.shape[axis] for axis in (DATA_AXIS, MODEL_AXIS))
-    if expert_groups(mesh) > 1:
-        raise JaxLlamaError("mesh: expert: training splits the data only; allowed: 1")
-    if model > 1:
-        raise JaxLlamaError(f"mesh: model={model}: training splits the data only; allowed: 1")
+    check_axes(mesh)
+    count, data = jax.tree.leaves(rows)[0].shape[0], mesh.shape[DATA_AXIS]
     if count % data:
         raise JaxLlamaError(f"mesh: data={data} does not divide the {count} rows of a batch")

@@ -127,8 +127,8 @@ def calibrate(
     check_method(recipe, method)
     if not cfg.layers_are_alone:
         raise JaxLlamaError(
-            f"{cfg.name}: its layers share keys or have inputs of their own: no calibration runs "
-            "them one by one; load(quantize=) rounds them to nearest"
+            f"{cfg.name}: {cfg.layers_read}: no calibration runs them one by one; "
+            "load(quantize=) rounds them to nearest"
         )
     is_quantized = [is_packed(leaf) for leaf in _leaves(params)]
     if any(is_quantized):

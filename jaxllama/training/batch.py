@@ -22,6 +22,9 @@ class Batch(NamedTuple):
         Weights of K pairs of segments (``training.preference``); ``weights`` are then 0 or 1.
     reference : float32 ``[..., K, 2]`` or None
         Log-probabilities of the pairs' answers under the first model.
+    begins : int32 ``[..., M]`` or None
+        Where the row's segments begin, the padding's too, then -1: a kernel skips what no token
+        sees. None: it masks that.
     """
 
     tokens: ArrayOrNumpy
@@ -29,6 +32,7 @@ class Batch(NamedTuple):
     weights: ArrayOrNumpy | None = None
     labels: ArrayOrNumpy | None = None
     reference: ArrayOrNumpy | None = None
+    begins: ArrayOrNumpy | None = None
 
     @classmethod
     def of(cls, rows: Batch | ArrayOrNumpy) -> Batch:
@@ -49,3 +53,11 @@ class Batch(NamedTuple):
     def input_segments(self) -> jax.Array | None:
         """``[..., T]``: segments of the inputs."""
         return None if self.segments is None else jnp.asarray(self.segments[..., :-1])
+
+    @property
+    def input_begins(self) -> jax.Array | None:
+        """``[..., M]``: where segments of the inputs begin."""
+        if self.begins is None:
+            return None
+        begins = jnp.asarray(self.begins)
+        return jnp.where(begins < self.tokens.shape[-1] - 1, begins, jnp.int32(-1))

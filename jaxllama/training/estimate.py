@@ -16,9 +16,8 @@ from jax.sharding import Mesh
 
 from jaxllama.model.flops import parameters
 from jaxllama.training.config import TrainConfig
-from jaxllama.training.passes import placed, rows_of, run_step, sharding, validate
+from jaxllama.training.passes import first_state, rows_of, run_step, sharding, validate
 from jaxllama.training.start import Data, begin
-from jaxllama.training.step import init_state
 from jaxllama.typing import Tree
 
 STEPS = 3  # steps that are timed after the first, which compiles
@@ -45,8 +44,7 @@ def estimate(config: TrainConfig, data: Data, mesh: Mesh | None = None) -> Estim
     """Return the estimate of a run. Raises JaxLlamaError as ``loop.train`` does for wrong data."""
     begun = time.perf_counter()
     setup, params, fixed = begin(config, data, False)
-    state = init_state(setup, params)
-    state = jax.device_put(state, placed(setup, state, mesh))
+    state = first_state(setup, params, mesh)
     fixed = jax.device_put(fixed, sharding(mesh))
     training, held_out = rows_of(setup, state["params"], fixed, data)
     marks = []

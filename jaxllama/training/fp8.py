@@ -81,7 +81,10 @@ def _rows(x: jax.Array) -> QTensor:
 
 def _columns(x: jax.Array) -> QTensor:
     """Return codes of x transposed, with a scale for each column of x."""
-    # XLA transposes in the pass that rounds.
+    if x.dtype.itemsize == 2:
+        # XLA's transposition at the memory's rate, then one pass of the kernel: 1.3% of a step of
+        # GLA-1.3B less than XLA's two passes, of which one transposes as it rounds.
+        return _rows(lax.optimization_barrier(_by_rows(_by_rows(x).T)))
     codes = quantize_tokens(_by_rows(x).T, CODES, implementation="xla")
     return dataclasses.replace(codes, q=_by_rows(codes.q))
 

@@ -12,8 +12,9 @@ current step before it ends the run. A run whose ``steps`` have grown continues 
 schedule.
 
 The devices of a mesh share the rows of every step, and with ``fsdp`` the weights and moments too.
-A mesh is not part of a run: the run may resume on another mesh, with the same curve up to the order
-in which gradients are added. Left out: several hosts, early stopping.
+Those of a mesh with stages share the layers (``pipeline``). A mesh is not part of a run: the run
+may resume on another mesh, with the same curve up to the order in which gradients are added. Left
+out: several hosts, early stopping.
 """
 
 from __future__ import annotations
@@ -36,23 +37,28 @@ from jaxllama.checkpoints.packed import load as packed
 from jaxllama.errors import JaxLlamaError
 from jaxllama.loading import enable_compilation_cache, load
 from jaxllama.model.flops import flops_per_token, peak_flops
-from jaxllama.parallel.mesh import make_mesh
+from jaxllama.parallel.mesh import DATA_AXIS, STAGE_AXIS, check_axes, make_mesh, make_stages
 from jaxllama.progress import Working, working
-from jaxllama.training import adapters, report, samples
+from jaxllama.training import adapters, pipeline, report, samples
 from jaxllama.training.checkpoint import Checkpoints
 from jaxllama.training.config import TrainConfig
 from jaxllama.training.packing import PackedRows
-from jaxllama.training.passes import Rows, placed, rows_of, run_step, sharding, validate
+from jaxllama.training.passes import (
+    Rows,
+    first_state,
+    on_disk,
+    placed,
+    rows_of,
+    run_step,
+    sharding,
+    stored,
+    validate,
+)
 from jaxllama.training.quantization_aware import quantized
 from jaxllama.training.run_directory import RunDirectory
 from jaxllama.training.sampler import Rewarded
 from jaxllama.training.start import Data, TrainingSetup, begin, open_data, tokenizer_of
-from jaxllama.training.step import (
-    State,
-    in_memory,
-    init_state,
-    per_layer,
-)
+from jaxllama.training.step import State, in_memory, per_layer
 from jaxllama.typing import JsonObject, Params, ParamsDict
 
 
@@ -88,7 +94,7 @@ def train(
     directory : str or Path
         Folder of the run.
     mesh : str, Mesh or None
-        Devices that share every step's rows, such as "data=2".
+        Devices that share every step's rows, such as "data=2", or the layers, "stage=4".
     progress : bool
         Whether to show a bar on stderr.
 
@@ -127,11 +133,13 @@ def _result(run: RunDirectory) -> TrainResult:
 
 def data_mesh(config: TrainConfig, mesh: str | Mesh) -> Mesh:
     """Return the mesh. Raises JaxLlamaError naming a size that the mesh does not divide."""
-    grid = make_mesh(mesh)
-    data, model = grid.shape.values()
+    stages = make_stages(mesh)
+    grid = make_mesh(mesh) if stages is None else stages
+    if stages is not None:
+        pipeline.check_config(config, stages.shape[STAGE_AXIS])
+    check_axes(grid)
+    data = grid.shape[DATA_AXIS]
     rows = config.batch_size // config.microbatches
-    if model > 1:
-        raise JaxLlamaError(f"mesh: model={model}: training splits the data only; allowed: 1")
     if config.rollout is not None:
         raise JaxLlamaError("mesh: a run with [rollout] uses one device")
     if rows % data:
@@ -153,9 +161,7 @@ def _run(
     best = Checkpoints(run.path / "best", 1) if config.keep_best else None
     try:
         setup, params, fixed = begin(config, data, progress)
-        # The devices are explicit, as in a restored state, so that both run the same program.
-        state = init_state(setup, params)
-        state = jax.device_put(state, placed(setup, state, mesh))
+        state = first_state(setup, params, mesh)
         fixed = jax.device_put(fixed, sharding(mesh))
         training, held_out = rows_of(setup, state["params"], fixed, data)
         shows = config.samples is not None or config.rollout is not None
@@ -166,7 +172,7 @@ def _run(
             like = jax.tree.map(
                 lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
                 shapes,
-                placed(setup, shapes, mesh),
+                on_disk(setup, shapes, mesh),
             )
             where = placed(setup, state, mesh)
             state = jax.device_put(in_memory(setup, checkpoints.restore(first, like)), where)
@@ -197,7 +203,7 @@ def _run(
                     is_best = run.is_best(value, log.validated)
                     log.validation(done, value, bar)
                     if best is not None and is_best:
-                        best.save(done, per_layer(state)["params"])
+                        best.save(done, stored(state["params"]))
                 if is_due and shows and (len(held_out) or config.rollout):
                     log.flush(bar)
                     _sample(setup, state, fixed, data, _shown(training, held_out), run, done, bar)
@@ -205,14 +211,14 @@ def _run(
                 if _is_due(done, config.checkpoint_every, last) or asked_to_stop.is_set():
                     log.flush(bar)
                     run.sync()
-                    checkpoints.save(done, per_layer(state))
+                    checkpoints.save(done, stored(state))
                 if asked_to_stop.is_set() and not last:
                     bar.say(
                         f"{run.path}: step {done} is saved; the same command goes on from there"
                     )
                     raise KeyboardInterrupt
         with working("writing the model", show=progress):
-            learned = per_layer(state)["params"]
+            learned = stored(state["params"])
             if best is not None:
                 learned = best.restore(best.latest_or_raise(), learned)
             _finish(setup, learned, data, run)

@@ -69,9 +69,18 @@ class Conversations:
         return self.tokenizer.save(directory)
 
     def split(self, last: int) -> tuple[PackedRows, PackedRows]:
-        """Return (rows of all but the last ``last`` lines, rows of the last ones)."""
+        """Return (rows of all but the last ``last`` lines, rows of the last ones).
+
+        Raises JaxLlamaError if none of the first ones fits.
+        """
         cut = len(self.lines) - last
-        return self._rows(self.lines[:cut]), self._rows(self.lines[cut:])
+        training = self._rows(self.lines[:cut])
+        if not len(training):
+            raise JaxLlamaError(
+                f"sequence_length = {self.length - 1}: no answer of the {cut} lines to train on "
+                "begins within a row, or no pair fits into one"
+            )
+        return training, self._rows(self.lines[cut:])
 
     def _rows(self, lines: Sequence[list[Unit]]) -> PackedRows:
         return PackedRows.of([unit for line in lines for unit in line], self.length, self.is_packed)
@@ -116,19 +125,29 @@ class PackedRows:
         is_pair = any(len(unit.examples) == 2 for unit in self.units)
         return max(map(len, self.members), default=0) if is_pair else 0
 
+    @functools.cached_property
+    def _most(self) -> int:
+        """Most segments of a row, with its padding."""
+        return 1 + max(
+            (sum(len(self.units[one].examples) for one in row) for row in self.members), default=0
+        )
+
     def row(self, index: int) -> Batch:
         """Return one row; its weights are 0 or 1. A row past the last is empty."""
         tokens, segments = np.zeros((2, self.length), np.int32)
         answers = np.zeros(self.length, bool)
         members = self.members[index] if index < len(self) else []
-        at = 0
+        at, begins = 0, np.full(self._most, -1, np.int32)
         sequences = [one for member in members for one in self.units[member].examples]
         for number, example in enumerate(sequences, 1):
             end = at + len(example.tokens)
             tokens[at:end], segments[at:end] = example.tokens, number
+            begins[number - 1] = at
             answers[at + 1 : end] = example.answers[1:]
             at = end
-        row = Batch(tokens, segments, answers[1:].astype(np.float32))
+        if at < self.length:
+            begins[len(sequences)] = at
+        row = Batch(tokens, segments, answers[1:].astype(np.float32), begins=begins)
         if not self._pairs:
             return row
         labels = np.zeros(self._pairs, np.float32)

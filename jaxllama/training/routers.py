@@ -99,12 +99,13 @@ def hidden_states(
     remat: bool = False,
     segments: jax.Array | None = None,
     ops: LayerOps = linear,
+    begins: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return ``model.stacked.hidden_states`` and the routers' ``losses``.
 
     Parameters and shapes are those of that function; some layer of ``cfg`` has experts.
     """
-    stream, at = embed(cfg, params, tokens, dtype, segments)
+    stream, at = embed(cfg, params, tokens, dtype, segments, begins)
     each = functools.partial(_recomputed if remat else _watched, ops)
     stream, results = walk_with_results(cfg, params, stream, at, each)
     return final_norm(cfg, params, stream), losses([one for one in results if one is not None])

@@ -10,7 +10,7 @@ depend on (seed, step) only. A step replaces the weights even if they are the sa
 cached prefix of earlier calls. A resumed run therefore has the bits of an uninterrupted one.
 
 ``policy`` has the losses. With ``rollout.deterministic`` the policy is the engine's form of the
-model (a prompt in fixed pieces, an answer token by token), and its log-probabilities are the old
+model: a prompt in fixed pieces, an answer token by token. Its log-probabilities are then the old
 and new ones, to the bit. Otherwise the policy is the trainer's form (whole rows, chunks of GLA and
 delta layers), and "gap_kl" and "gap_max" measure how far the engine is from it. Gradients are the
 trainer's in both cases. Left out: a mesh, a temperature, several steps of sampling ahead.

@@ -7,7 +7,7 @@ adapters, or a teacher's. Nothing is random here: the same state and batch give 
 form on disk.
 
 On a mesh each device takes its part of every microbatch's rows. It keeps the whole state, or with
-``fsdp`` its part.
+``fsdp`` its part. On a mesh with stages it has its part of the layers (``pipeline``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from jaxllama.model.stacked import (
     stack_layers,
     unstack_layers,
 )
-from jaxllama.training import adapters, distill, fsdp, preference, routers
+from jaxllama.parallel.mesh import is_staged
+from jaxllama.training import adapters, distill, fsdp, pipeline, preference, routers
 from jaxllama.training.batch import Batch
 from jaxllama.training.config import RouterConfig
 from jaxllama.training.fp8 import Fp8
@@ -47,9 +48,19 @@ State = ParamsDict  # params, optimizer, step
 
 def init_state(setup: TrainingSetup, params: Params) -> State:
     """Return the state before the first update; ``params`` are per layer."""
+    params = first_weights(setup, params)
+    return {"params": params, **without_weights(setup, params)}
+
+
+def first_weights(setup: TrainingSetup, params: Params, *, release: bool = False) -> Params:
+    """Return a state's "params"; release: delete arrays that are copied, as ``stack_layers``."""
     params = prepare(params, setup.config.quantize)
-    params = stack_layers(setup.model, params) if setup.config.scan else params
-    return {"params": params, "moments": _rule(setup, params).init(params), "step": jnp.int32(0)}
+    return stack_layers(setup.model, params, release=release) if setup.config.scan else params
+
+
+def without_weights(setup: TrainingSetup, params: Params) -> State:
+    """Return the rest of the state before the first update."""
+    return {"moments": _rule(setup, params).init(params), "step": jnp.int32(0)}
 
 
 def per_layer(state: State) -> State:
@@ -79,10 +90,14 @@ def update(
     clipping, "learning_rate".
     """
     multipliers, params = setup.multipliers, state["params"]
-    # The rows are the leading axis, which the devices of a mesh share.
-    gradient = fsdp.gradient_on_rows(setup, functools.partial(_gradient, setup))
-    rows = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), Batch.of(batch))
-    grads, metrics = gradient(params, fixed, rows)
+    if is_staged(params):
+        each = _each(setup, setup.config.remat)
+        grads, metrics = pipeline.gradient(setup, each, params, Batch.of(batch))
+    else:
+        # The rows are the leading axis, which the devices of a mesh share.
+        gradient = fsdp.gradient_on_rows(setup, functools.partial(_gradient, setup))
+        rows = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), Batch.of(batch))
+        grads, metrics = gradient(params, fixed, rows)
     grads = times_multipliers(multipliers, grads)
     squares = [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)]
     metrics["grad_norm"] = jnp.sqrt(sum(squares))
@@ -187,7 +202,9 @@ def _with_routers(
     """Return (the weighted cross entropy with the routers' losses added; its parts)."""
     cfg, dtype = setup.model, jnp.dtype(setup.config.dtype)
     remat, segments = setup.config.remat, batch.input_segments
-    x, parts = routers.hidden_states(cfg, params, batch.inputs, dtype, remat, segments, _ops(setup))
+    x, parts = routers.hidden_states(
+        cfg, params, batch.inputs, dtype, remat, segments, _ops(setup), batch.input_begins
+    )
     weight, is_frozen = _head(setup, params)
     weights = None if batch.weights is None else jnp.asarray(batch.weights)
     ce, _ = cross_entropy(x, weight, batch.targets, cfg.logit_softcap, weights, is_frozen=is_frozen)
@@ -200,7 +217,8 @@ def _states_and_head(
     """Return (states before the head, its weight, whether that is frozen)."""
     cfg, dtype = setup.model, jnp.dtype(setup.config.dtype)
     params, segments = _outside_of_layers(setup, params), batch.input_segments
-    x = hidden_states(cfg, params, batch.inputs, dtype, segments, _each(setup, remat))
+    each, begins = _each(setup, remat), batch.input_begins
+    x = hidden_states(cfg, params, batch.inputs, dtype, segments, each, begins)
     return x, *_head(setup, params)
 
 
@@ -279,6 +297,9 @@ def validation_loss(
 
     batch: a Batch of ``[B, ...]``, or its tokens alone. fixed: the weights beneath adapters.
     """
+
+    if is_staged(params):
+        return pipeline.mean_loss(setup, _each(setup, False), params, Batch.of(batch))
 
     def mean(params: Params, fixed: Params | None, rows: Batch) -> jax.Array:
         return _objective(setup, _weights(setup, params, fixed, len(rows.tokens)), rows)[0]

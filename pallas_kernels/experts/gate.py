@@ -17,6 +17,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.rows.swiglu import gelu_tanh
+
 
 @dataclasses.dataclass(frozen=True)
 class ClampedGate:
@@ -47,7 +49,7 @@ Gate = Literal["silu", "gelu", "gelu_tanh"] | ClampedGate
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_tanh": gelu_tanh,
 }
 
 

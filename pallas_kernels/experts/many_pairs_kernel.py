@@ -6,15 +6,16 @@ Contract.  x bfloat16.  w bfloat16, int8 and float8_e4m3fn by rows or groups, in
 zeros, MXFP4 or NVFP4, ``[E, N, K]``.  64 divides K, a group has a multiple of 64 columns (float4:
 32 or 16), and 64 divides N.  The gate is SwiGLU, GELU's by tanh, ``ClampedGate`` or none.
 
-    before   pairs by expert -> parts of up to ``tokens`` pairs of one expert (``sort_kernel``, XLA
-             above 8192 pairs); x in this order
-    feeder   a part's rows of x | its expert's rows of w: of gate and of up side by side
+    before   pairs by expert -> parts of up to ``tokens`` pairs of one expert (``sort_kernel``)
+    feeder   a part's rows of x, gathered | its expert's rows of w: of gate and of up side by side
     others   codes -> bfloat16 in registers | wgmma over K | * row + bias, gate -> its pair's result
 
 The program is the dense product's (``matmul.many_rows.weight``): w is wgmma's register operand, and
-tokens are its N.  Under a gate a warpgroup has 32 rows of gate and 32 of up, which a thread reads
-eight rows apart, so the gate needs no exchange.  Consecutive tiles have one part, so that L2 still
-has its rows of x, and a part's weight is read once.
+tokens are its N.  ``many_pairs_gather_program`` copies a tile's rows of x from where they lie.
+Under a gate a warpgroup has 32 rows of gate and 32 of up, which a thread reads eight rows apart, so
+the gate needs no exchange.  Consecutive tiles have one part, so that L2 still has its rows of x,
+and a part's weight is read once.  Where the weight is bfloat16 and experts have many pairs, no
+operand is in registers (``many_pairs_tokens_program``).
 
 A part's last tokens may be another expert's: their sums are not stored.  Rows of w past an
 expert's end are another's too, and are not stored either.
@@ -37,20 +38,21 @@ from jax.typing import DTypeLike
 from pallas_kernels.experts import sort_kernel
 from pallas_kernels.experts.blocks import parts_of_pairs
 from pallas_kernels.experts.gate import Gate
-from pallas_kernels.experts.many_pairs_plan import PairsScheme
+from pallas_kernels.experts.many_pairs_gather_program import barriers_of_slots, rows_of_slots
+from pallas_kernels.experts.many_pairs_plan import PairsScheme, Tile, TokenTile
 from pallas_kernels.experts.many_pairs_program import UNIT, PairsBlock, PairsFinish
+from pallas_kernels.experts.many_pairs_tokens_program import TokenBlock
 from pallas_kernels.launch import Views
 from pallas_kernels.matmul.few_rows.kernel import parts_of
 from pallas_kernels.matmul.few_rows.widen import FLOAT4_REST
-from pallas_kernels.matmul.many_rows import pipeline
 from pallas_kernels.matmul.many_rows.pipeline import launch_persistent, ring_barriers, tiled
-from pallas_kernels.matmul.many_rows.plan import BLOCK_K, WeightTile
+from pallas_kernels.matmul.many_rows.plan import BLOCK_K
 from pallas_kernels.qtensor import FLOAT4, QTensor
 
 _BOX = 256  # elements of an axis of a copy, at most
 
 
-@functools.partial(jax.jit, static_argnames=("fan", "gate", "tile", "out_dtype"))
+@functools.partial(jax.jit, static_argnames=("fan", "gate", "tile", "out_dtype", "partial"))
 def grouped_tiles(
     x: jax.Array,
     w: jax.Array | QTensor,
@@ -59,8 +61,9 @@ def grouped_tiles(
     *,
     fan: int,
     gate: Gate | None,
-    tile: WeightTile,
+    tile: Tile,
     out_dtype: DTypeLike,
+    partial: bool = False,
 ) -> jax.Array:
     """The products of all pairs.
 
@@ -71,17 +74,19 @@ def grouped_tiles(
     w : Array or QTensor [E, N, K]
         See the module's docstring.
     experts : int32 [P]
-        In [0, E).
+        Clamped to [0, E).
     bias : float [E, N], optional
         Added before the gate.
     fan : int
         Pairs of a row of x.
     gate : "silu", "gelu_tanh", ClampedGate or None
         N is gate, then up.
-    tile : WeightTile
+    tile : WeightTile or TokenTile
         Of the plan.
     out_dtype : data-type
         float32 or bfloat16.
+    partial : bool
+        An index of E is an expert that w has not: the pair's result may be anything.
 
     Returns
     -------
@@ -90,13 +95,17 @@ def grouped_tiles(
     n_experts, n, k = w.shape
     n_pairs = experts.shape[0]
     is_small = n_pairs <= sort_kernel.MOST_PAIRS and n_experts <= sort_kernel.MOST_EXPERTS
-    by_expert = sort_kernel.parts_of_pairs if is_small else parts_of_pairs
-    parts = by_expert(experts, n_experts, tile.tokens)
+    of_part = tile.tokens * tile.cluster
+    if is_small:
+        parts = sort_kernel.parts_of_pairs(experts, n_experts, of_part, partial=partial)
+    else:
+        clamped = jnp.clip(experts, 0, n_experts - (not partial))
+        parts = parts_of_pairs(clamped, n_experts, of_part)
     scheme = PairsScheme.of(w, gate is not None)
     held, row = parts_of(w), _row_scale(w)
     flat = held["w"].reshape(n_experts * n, k)
     operands = {
-        "x": x[parts.order // fan],
+        "x": x,
         "w": flat,
         "scale": _boxed(held["scale"]) if scheme.group else None,
         "zero": _boxed(held["zero"]) if scheme.values == "int4" else None,
@@ -112,7 +121,7 @@ def grouped_tiles(
         rest=FLOAT4_REST if scheme.values in ("e8m0", "e4m3") else 1.0,
         bytes=jnp.dtype(out_dtype).itemsize,
     )
-    facts = {"tile": tile, "scheme": scheme, "finish": finish, "shape": (n, k)}
+    facts = {"tile": tile, "scheme": scheme, "finish": finish, "shape": (n, k), "fan": fan}
     (out,) = launch_persistent(
         functools.partial(_run, **facts),
         operands,
@@ -120,13 +129,19 @@ def grouped_tiles(
         name=f"grouped_matmul_{scheme.values}",
         scratch=_scratch(operands, held, scheme, tile),
         tile=tile,
-        computing=tile.rows // 64,
+        computing=computing_of(tile),
     )
     return out
 
 
-def _run(gmem, smem, barrier, **facts) -> None:
-    PairsBlock(gmem, smem, barrier, **facts).run()
+def _run(gmem, smem, barrier, *, tile: Tile, **facts) -> None:
+    block = TokenBlock if isinstance(tile, TokenTile) else PairsBlock
+    block(gmem, smem, barrier, tile=tile, **facts).run()
+
+
+def computing_of(tile: Tile) -> int:
+    """Warpgroups of a block that multiply."""
+    return tile.tokens // 64 if isinstance(tile, TokenTile) else tile.rows // 64
 
 
 def _row_scale(w: jax.Array | QTensor) -> jax.Array | None:
@@ -153,9 +168,9 @@ def box_of(groups: int, dtype: DTypeLike) -> tuple[int, int]:
     return count // most, most * least
 
 
-def _scratch(operands, held, scheme: PairsScheme, tile: WeightTile) -> dict:
+def _scratch(operands, held, scheme: PairsScheme, tile: Tile) -> dict:
     """Shared memory of a block, and its barriers."""
-    across, sets = tile.rows // 64, 1 + scheme.gated
+    across, sets = computing_of(tile), 1 + scheme.gated
     n_rows = scheme.rows_in_memory(tile)
     unused = plgpu.SMEM((32,), jnp.float32)
     of_tile = [name for name in ("scale", "zero") if operands[name] is not None]
@@ -171,14 +186,15 @@ def _scratch(operands, held, scheme: PairsScheme, tile: WeightTile) -> dict:
     w, row_bytes = operands["w"], BLOCK_K * scheme.bits // 8
     shape = tile.stages, n_rows
     return {
-        "x": pipeline.rows_and_tiles((tile.stages, tile.tokens, BLOCK_K), operands["x"].dtype),
+        "x": rows_of_slots(tile.stages, tile.tokens),
+        "gathered": barriers_of_slots(tile.stages),
         "w": Views(
             tiles=plgpu.SMEM((*shape, BLOCK_K), w.dtype, transforms=tiled(w.dtype, row_bytes)),
             bytes=plgpu.SMEM((*shape, row_bytes), jnp.int8),
         ),
         "scale": vectors("scale"),
         "zero": vectors("zero"),
-        **ring_barriers(tile.stages, 1 + sets, across),
+        **ring_barriers(tile.stages, sets, across),
         "vectors_full": plgpu.Barrier(num_arrivals=max(1, sets * len(of_tile)), num_barriers=2),
         "vectors_empty": plgpu.Barrier(num_arrivals=across, num_barriers=2),
     }

@@ -9,37 +9,61 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.device import gpu, lacking
+from pallas_kernels.device import H200, gpu, lacking
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.experts.gate import ClampedGate, Gate
 from pallas_kernels.matmul.few_rows.plan import is_format
 from pallas_kernels.matmul.many_rows.plan import BARRIER_BYTES, BLOCK_K, SlotGroups, WeightTile
 from pallas_kernels.qtensor import FLOAT4, QTensor
 
+AnyTile = TypeVar("AnyTile", bound="Tile")
 Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
 LEAST_STAGES = 3
-_tile = functools.partial(WeightTile, unroll=1)
+_RESERVED = BARRIER_BYTES + 1024  # of shared memory: the gather has barriers of its own
+_tile = functools.partial(WeightTile, cluster=1)
 # Microseconds of a slot on an H200 (MXFP4; jax 0.12): ``docs/lab/experts.md``.
 TILES = (
-    (_tile(16, 256, stages=10, cluster=1, unroll=2), 0.52),
-    (_tile(32, 256, stages=10, cluster=1, unroll=2), 0.55),
-    (_tile(64, 256, stages=8, cluster=1, unroll=2), 0.63),
-    (_tile(128, 192, stages=6, cluster=1), 0.60),
-    (_tile(192, 128, stages=5, cluster=2), 0.56),
+    (_tile(16, 256, stages=10), 0.52),
+    (_tile(32, 256, stages=10), 0.55),
+    (_tile(64, 256, stages=8), 0.63),
+    (_tile(128, 192, stages=6), 0.60),
+    (_tile(192, 128, stages=5), 0.56),
 )
 
 
 @dataclasses.dataclass(frozen=True)
+class TokenTile:
+    """One block's tile and pipeline where the weight is bfloat16: no operand is in registers.
+
+    tokens: 64 for each of two warpgroups.  rows: of w, the N of wgmma.
+    cluster: blocks with tokens of one expert, which share (multicast) the weight.
+    """
+
+    tokens: int = 128
+    rows: int = 256
+    stages: int = 4
+    sms: int = H200.sms
+    cluster: ClassVar[int] = 2
+    split: ClassVar[int] = 1
+
+
+Tile = WeightTile | TokenTile
+TOKEN_TILES = ((TokenTile(), 0.553),)  # the same for bfloat16, without ``TOKEN_END_US``
+TOKEN_END_US = 6.0  # of a tile: its gate and its stores, which nothing overlaps
+
+
+@dataclasses.dataclass(frozen=True)
 class GroupedTilePlan(Predicted):
-    """tile: of one expert's rows and up to ``tile.tokens`` of its pairs."""
+    """tile: of one expert's rows and up to ``tile.tokens`` of its pairs for each block of a
+    cluster."""
 
     kernel: ClassVar[str] = "grouped_matmul_tiles_mosaic"
-    tile: WeightTile
+    tile: Tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,16 +103,18 @@ class PairsScheme(SlotGroups):
         """Bytes of a row's scales and zeros of groups."""
         return sum(self.vectors)
 
-    def is_aligned(self, tile: WeightTile) -> bool:
+    def is_aligned(self, tile: Tile) -> bool:
         """Whether the scales and zeros of up begin at a multiple of 128 bytes, as copies do."""
         rows = self.rows_in_memory(tile) // 2
         return not self.gated or all(rows * size % 128 == 0 for size in self.vectors)
 
-    def rows_in_memory(self, tile: WeightTile) -> int:
+    def rows_in_memory(self, tile: Tile) -> int:
         """Rows of w in a slot.  Those of gate fill a multiple of 64, for ``is_aligned``."""
+        if isinstance(tile, TokenTile):
+            return tile.rows
         return tile.rows if not self.gated else 2 * (-(-tile.rows // 128) * 64)
 
-    def results(self, tile: WeightTile) -> int:
+    def results(self, tile: Tile) -> int:
         """Results of a pair in a tile."""
         return tile.rows // 2 if self.gated else tile.rows
 
@@ -131,10 +157,11 @@ def _refusal(x: jax.Array, w: Weight) -> str | None:
     return None
 
 
-def shortest_tile(w: Weight, n_pairs: int, scheme: PairsScheme) -> tuple[WeightTile, float]:
+def shortest_tile(w: Weight, n_pairs: int, scheme: PairsScheme) -> tuple[Tile, float]:
     """The tile with the least work, with as many stages as fit, and the microseconds that its
     busiest block computes on the card that was measured."""
-    found = [(fitted(tile, scheme), us) for tile, us in TILES]
+    tiles = (*TILES, *TOKEN_TILES) if scheme.values == "bfloat16" else TILES
+    found = [(fitted(tile, scheme), us) for tile, us in tiles]
     found = [one for one in found if scheme.is_aligned(one[0])]
     found = [one for one in found if one[0].stages >= LEAST_STAGES] or found[:1]
     timed = [(tile, _busiest_us(tile, us, w, n_pairs, scheme)) for tile, us in found]
@@ -146,21 +173,20 @@ def chosen_experts(n_experts: int, n_pairs: int) -> float:
     return n_experts * (1 - (1 - 1 / n_experts) ** n_pairs)
 
 
-def _busiest_us(
-    tile: WeightTile, slot_us: float, w: Weight, n_pairs: int, scheme: PairsScheme
-) -> float:
+def _busiest_us(tile: Tile, slot_us: float, w: Weight, n_pairs: int, scheme: PairsScheme) -> float:
     n_experts, n, k = w.shape
     hit = chosen_experts(n_experts, n_pairs)
-    parts = max(hit, n_pairs / tile.tokens + hit / 2)
+    parts = max(hit, n_pairs / (tile.tokens * tile.cluster) + hit / 2)
     results = n // 2 if scheme.gated else n
-    across = math.ceil(results / (scheme.results(tile) * tile.cluster))
+    across = math.ceil(results / scheme.results(tile))
     rounds = math.ceil(parts * across / (gpu().sms // tile.cluster))
-    return rounds * k / BLOCK_K * slot_us
+    end_us = TOKEN_END_US if isinstance(tile, TokenTile) else 0.0
+    return rounds * (k / BLOCK_K * slot_us + end_us)
 
 
-def fitted(tile: WeightTile, scheme: PairsScheme) -> WeightTile:
+def fitted(tile: AnyTile, scheme: PairsScheme) -> AnyTile:
     """The tile with as many stages as fit."""
     rows = scheme.rows_in_memory(tile)
     slot = BLOCK_K * (2 * tile.tokens + rows * scheme.bits // 8)
-    stages = (gpu().shared_bytes - BARRIER_BYTES - 2 * rows * scheme.row_bytes) // slot
+    stages = (gpu().shared_bytes - _RESERVED - 2 * rows * scheme.row_bytes) // slot
     return dataclasses.replace(tile, stages=min(tile.stages, stages), sms=gpu().sms)

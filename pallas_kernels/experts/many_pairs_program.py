@@ -2,8 +2,9 @@
 
 ``PairsBlock`` holds the facts that all of a block's warpgroups share.  The feeder and the
 multipliers are those of the dense product (``matmul.many_rows.weight_program``), which differ here
-in three places: a tile's rows of x and its expert come from a table, the rows of gate and up are
-copied side by side, and results go to their pairs.
+in three places: a tile's expert comes from a table, and so do its rows of x, which other warps
+gather (``many_pairs_gather_program``); the rows of gate and up are copied side by side; and results
+go to their pairs.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.gate import Gate
-from pallas_kernels.experts.many_pairs_plan import PairsScheme
+from pallas_kernels.experts.many_pairs_gather_program import WARPS, GatherShape, RowGather
+from pallas_kernels.experts.many_pairs_plan import PairsScheme, Tile
 from pallas_kernels.fused_parts import gated, times_reciprocal
 from pallas_kernels.jax_internals import arith, llvm
 from pallas_kernels.matmul.many_rows import unpack
 from pallas_kernels.matmul.many_rows.pipeline import feed, my_tiles, ring_next, ring_slot
-from pallas_kernels.matmul.many_rows.plan import BLOCK_K, WeightTile
+from pallas_kernels.matmul.many_rows.plan import BLOCK_K
 from pallas_kernels.matmul.many_rows.unpack import FragmentRows
 from pallas_kernels.matmul.many_rows.weight_program import Feeder, Multiplier
 from pallas_kernels.ptx import Value
@@ -33,8 +35,8 @@ from pallas_kernels.ptx import Value
 _LAYOUT = plgpu.Layout.WGMMA
 _SPLAT = plgpu.Layout.WG_SPLAT((128,))
 UNIT = 32  # rows of w whose scales or zeros are one copy
-WIDTHS = 16, 32, 64, 96
-_AT_ONCE = 4  # groups of eight tokens whose pairs are loaded together
+WIDTHS = 16, 32, 40, 48, 64, 96, 128, 160
+_AT_ONCE = 16  # groups of eight tokens whose pairs are loaded together
 
 
 class PairsBlock:
@@ -44,9 +46,7 @@ class PairsBlock:
     a part's expert, first row of x and end of its rows.  A tile is a part and ``wide`` results.
     """
 
-    def __init__(
-        self, gmem, smem, barrier, *, tile: WeightTile, scheme: PairsScheme, finish, shape
-    ):
+    def __init__(self, gmem, smem, barrier, *, tile: Tile, scheme: PairsScheme, finish, shape, fan):
         self.gmem, self.smem, self.barrier = gmem, smem, barrier
         self.tile, self.scheme, self.finish = tile, scheme, finish
         self.n, self.k = shape
@@ -55,27 +55,49 @@ class PairsBlock:
         self.n_clusters = tile.sms // tile.cluster
         self.wide = scheme.results(tile)
         self.pitch = scheme.rows_in_memory(tile) // (1 + scheme.gated)
-        self.across = self.computing = tile.rows // 64  # warpgroups, side by side in w's rows
+        self.across = self.computing = self.n_warpgroups()
         self.steps = self.k // BLOCK_K
-        self.columns = pl.cdiv(self.n_out, self.wide * tile.cluster)
+        self.columns = pl.cdiv(self.n_out, self.wide)
         self.vector_slots = 2
         # Of the rows of x that are copied and multiplied: the least that has a part's.
         self.widths = [w for w in WIDTHS if w < tile.tokens] + [tile.tokens]
+        self.gather = RowGather(smem.gathered, tile.stages, self.computing)
+        self.gathered = GatherShape(
+            fan=fan,
+            pitch=2 * self.k,
+            steps=self.steps,
+            columns=self.columns,
+            n_clusters=self.n_clusters,
+            tokens=tile.tokens,
+            widths=tuple(self.widths),
+            shared=tile.cluster > 1,
+        )
         self.by_tile = [name for name in ("scale", "zero") if getattr(gmem, name) is not None]
 
     def run(self) -> None:
+        self.gather.start()
         plgpu.inline_mgpu()(lambda ctx: p.await_kernel())()
         self.tiles = my_tiles(self.gmem.work[0, 0] * self.columns, self.n_clusters)
-        feed(self.warpgroup, self.computing, PairsFeeder(self).copy_tiles)
-        multiply = lambda: PairsMultiplier.started(self).compute_tiles()  # noqa: E731
-        pl.when(self.warpgroup < self.computing)(multiply)
+        copy = functools.partial(self.gather.copy, self.gmem, self.smem.x.bytes, self.gathered)
+        copies = [functools.partial(copy, warp) for warp in range(WARPS)]
+        loads, full = self.tiles * self.steps, self.barrier.full
+        hand_over = functools.partial(self.gather.hand_over, loads, full)
+        feed(self.warpgroup, self.computing, PairsFeeder(self).copy_tiles, [*copies, hand_over])
+        pl.when(self.warpgroup < self.computing)(self.multiply)
+
+    def n_warpgroups(self) -> int:
+        """Warpgroups that multiply: side by side in w's rows."""
+        return self.tile.rows // 64
+
+    def multiply(self) -> None:
+        PairsMultiplier.started(self).compute_tiles()
 
     def origin(self, t):
         """The part and the first result of this block's t-th tile: neighbours share x."""
         index = t * self.n_clusters + lax.axis_index("cluster")
         ni = lax.rem(index, jnp.asarray(self.columns, index.dtype))
         part = lax.div(index, jnp.asarray(self.columns, index.dtype))
-        return part, (ni * self.tile.cluster + self.pair) * self.wide
+        return part, ni * self.wide
 
     def by_width(self, part, body: Callable[[int], None]) -> None:
         """Run ``body(width)`` for the least width that has the part's rows of x."""
@@ -85,7 +107,7 @@ class PairsBlock:
 
 
 class PairsFeeder(Feeder):
-    """The copies of a tile: its expert's rows of w, gate and up side by side, and its rows of x."""
+    """The copies of a tile's weight: its expert's rows, gate and up side by side."""
 
     def __init__(self, block: PairsBlock):
         self.block, self.tile, self.barrier = block, block.tile, block.barrier
@@ -94,17 +116,12 @@ class PairsFeeder(Feeder):
     def copy_tile(self, t, _) -> None:
         block = self.block
         part, n0 = block.origin(t)
-        expert, first = block.gmem.work[part + 1, 0], block.gmem.work[part + 1, 1]
+        expert = block.gmem.work[part + 1, 0]
         begins = [expert * block.n + n0 + block.n_out * i for i in range(1 + block.scheme.gated)]
         if block.by_tile:
             self.copy_vectors_of(t, begins)
         at = ring_slot(t * block.steps, self.tile.stages)
-
-        def copy(width: int) -> None:
-            rows = pl.ds(first, width)
-            lax.fori_loop(0, block.steps, functools.partial(self.copy_slot_of, t, rows, begins), at)
-
-        block.by_width(part, copy)
+        lax.fori_loop(0, block.steps, functools.partial(self.copy_slot_of, t, begins), at)
 
     def copy_vectors_of(self, t, begins) -> None:
         block = self.block
@@ -121,22 +138,17 @@ class PairsFeeder(Feeder):
                     full.at[slot],
                 )
 
-    def copy_slot_of(self, t, tokens, begins, j, at):
-        """Copy the j-th step of K into slot ``at``, and return the next slot."""
+    def copy_slot_of(self, t, begins, j, at):
+        """Copy the j-th step of w's columns into slot ``at``, and return the next slot."""
         block, gmem, smem, tile = self.block, self.block.gmem, self.block.smem, self.tile
         full, columns = self.barrier.full.at[at], pl.ds(j * BLOCK_K, BLOCK_K)
         is_used = t * block.steps + j >= tile.stages
         pl.when(is_used)(lambda: plgpu.barrier_wait(self.barrier.empty.at[at]))
-        plgpu.copy_gmem_to_smem(
-            gmem.x.at[tokens, columns],
-            smem.x.rows.at[at, pl.ds(0, tokens.size)],
-            full,
-            collective_axes=self.axes,
-        )
         for i, begin in enumerate(begins):
             rows = pl.ds(i * block.pitch, block.wide)
             source = gmem.w.at[pl.ds(begin, block.wide), columns]
-            plgpu.copy_gmem_to_smem(source, smem.w.tiles.at[at, rows], full)
+            to = smem.w.tiles.at[at, rows]
+            plgpu.copy_gmem_to_smem(source, to, full, collective_axes=self.axes)
         return ring_next(at, 1, tile.stages)
 
 
@@ -166,8 +178,60 @@ class PairsMultiplier(Multiplier):
         ref = plgpu.ACC((64, width), self.sum_dtype)
         self.finish(part, n0, pl.run_scoped(functools.partial(self.sum_of_products, t), ref))
 
+    def await_slot(self, t, j, at) -> None:
+        self.block.gather.wait(at, t * self.block.steps + j)
+
+    def release_slot(self, at) -> None:
+        plgpu.barrier_arrive(self.barrier.empty.at[at])
+        self.block.gather.release(at)
+
     def tokens_at(self, at):
         return self.smem.x.tiles.at[at, pl.ds(0, self.width)]
+
+    def sum_of_products(self, t, acc):
+        """The sum over K.  While a slot is multiplied, the next one's weights are unpacked.
+
+        Two slots a turn have registers of their own: with one, ptxas lets every wgmma end before
+        the next weights are unpacked (its C7513).
+        """
+        block, stages = self.block, self.tile.stages
+
+        def weights(j, at):
+            self.await_slot(t, j, at)
+            return self.dequantized(t, j, at)
+
+        def multiply(at, a) -> None:
+            plgpu.wgmma(acc, a, self.tokens_at(at).transpose((1, 0)))
+
+        def multiplied(at) -> None:
+            plgpu.wgmma_wait(0)
+            self.release_slot(at)
+
+        def both(j, at, a):
+            """Multiply slots j and j + 1.  a: of slot j.  Return the second's place."""
+            multiply(at, a)
+            second = ring_next(at, 1, stages)
+            b = weights(j + 1, second)
+            multiplied(at)
+            multiply(second, b)
+            return second
+
+        def turn(i, carry):
+            at, a = carry
+            second = both(2 * i, at, a)
+            third = ring_next(second, 1, stages)
+            a = weights(2 * i + 2, third)
+            multiplied(second)
+            return third, a
+
+        first, turns = ring_slot(t * block.steps, stages), (block.steps - 1) // 2
+        at, a = lax.fori_loop(0, turns, turn, (first, weights(0, first)))
+        if block.steps % 2:
+            multiply(at, a)
+        else:
+            at = both(2 * turns, at, a)
+        multiplied(at)
+        return plgpu.wgmma_accumulator_load(acc, wait_n=None)
 
     def dequantized(self, t, j, at):
         scheme, smem, block = self.scheme, self.smem, self.block
@@ -272,6 +336,16 @@ class PairsFinish:
             return values
         gate, up = values
         return [gated(self.gate, gate, up, divide=times_reciprocal)]
+
+    def store_two(self, base: Value, values: Sequence[Value], condition: Value, at: int) -> None:
+        """Store two neighbouring results where the condition holds."""
+        is_own = arith.extui(p.i32(), condition)
+        if self.bytes == 4:
+            test = "{ .reg .pred q; setp.ne.u32 q, $3, 0; "
+            p.ptx(f"{test}@q st.global.v2.f32 [$0+{at}], {{$1, $2}}; }}", base, *values, is_own)
+            return
+        test = "{ .reg .pred q; setp.ne.u32 q, $2, 0; "
+        p.ptx(f"{test}@q st.global.b32 [$0+{at}], $1; }}", base, p.pack(*values), is_own)
 
     def store(self, at: Value, value: Value, condition: Value) -> None:
         is_own = arith.extui(p.i32(), condition)

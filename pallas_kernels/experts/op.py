@@ -313,16 +313,17 @@ def planned(
         how = {**_inside(static, weights), "partial": static.partial}  # it clamps experts itself
         y = grouped_rows(x.reshape(-1, x.shape[-1]), w, experts.reshape(-1), bias, plan=plan, **how)
         return _finished(static, y, _left(gated), _clipped(static, experts), weights, None)
-    experts = _clipped(static, experts)
-    pairs, rows = experts.reshape(-1), x.reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])
     if isinstance(plan, cpu.GroupedPlan):
-        y = _handled(static.fan, plan, rows, w, pairs)
+        experts = _clipped(static, experts)
+        y = _handled(static.fan, plan, rows, w, experts.reshape(-1))
         left, added = (None, None) if plan.program.swiglu else (gated, bias)
     else:
         from pallas_kernels.experts.many_pairs_kernel import grouped_tiles
 
-        how, left, added = _inside(static, weights), _left(gated), None
-        y = grouped_tiles(rows, w, pairs, bias, tile=plan.tile, **how)
+        how = {**_inside(static, weights), "partial": static.partial}  # it clamps experts itself
+        left, added = _left(gated), None
+        y = grouped_tiles(rows, w, experts.reshape(-1), bias, tile=plan.tile, **how)
     return _finished(static, y, left, experts, weights, added)
 
 

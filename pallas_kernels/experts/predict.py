@@ -96,9 +96,8 @@ def form_work(form: Form, w: Weight, n_pairs: int, n_rows: int, gated: bool = Fa
         return FormWork(f"experts {form} {_codes(w)}", (_read_us(w, n_pairs * stored),))
     if form == "tiles":
         read = _copy_us(chosen_experts(n_experts, n_pairs) * stored)
-        sorted_rows = _copy_us(2 * 2 * n_pairs * width)
         _, busiest = shortest_tile(w, n_pairs, PairsScheme.of(w, gated))
-        return FormWork(f"experts tiles {_codes(w)}", (max(read, busiest) + sorted_rows,))
+        return FormWork(f"experts tiles {_codes(w)}", (max(read, busiest),))
     if form == "every":
         is_codes = isinstance(w, QTensor)
         read = n_experts * (stored + 2 * floats * is_codes)

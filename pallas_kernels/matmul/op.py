@@ -70,14 +70,14 @@ from pallas_kernels.matmul.weight_only import finish, weight_only, weight_only_g
 from pallas_kernels.operands import FLOATS, check, dtype_name
 from pallas_kernels.qtensor import FLOAT4, QTensor, take_columns
 from pallas_kernels.rows.rms_norm import rms_norm
-from pallas_kernels.rows.swiglu import gate
+from pallas_kernels.rows.swiglu import gate, gelu_tanh
 from pallas_kernels.transform import Op, chosen
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_tanh": gelu_tanh,
     "silu": jax.nn.silu,
 }
 _Tree = TypeVar("_Tree")

@@ -47,7 +47,7 @@ def _one_row(gmem, smem, *, plan: RowsPlan) -> None:
     words = rows.load(row)
     inner = None if plan.op.adapters is None else Inner(rows, row)
     rows.row(row, words, rows.load_weight(), p.ci(0), inner=inner)
-    if plan.split > 1:
+    if plan.split > 1 and rows.joins:
         p.cluster_wait()
 
 

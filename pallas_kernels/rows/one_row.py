@@ -187,17 +187,26 @@ class RowShare:
             )
         return words
 
+    @property
+    def joins(self) -> bool:
+        """Whether a row's threads exchange a sum or a largest value."""
+        return self.op.form == "norm" or self.op.finds_scales
+
+    def values(self, chunk: int, words: list[p.Value]) -> list[p.Value]:
+        """Eight values of the form, or of a norm the eight that it weighs."""
+        op = self.op
+        if op.form != "gate":
+            return _floats(words[4 * chunk : 4 * chunk + 4], op.x)
+        gate = _floats(words[8 * chunk : 8 * chunk + 4], op.x)
+        up = _floats(words[8 * chunk + 4 : 8 * chunk + 8], op.x)
+        return [arith.mulf(_silu(g), u) for g, u in zip(gate, up, strict=True)]
+
     def compute(self, words: list[p.Value], weight: list[p.Value]):
         """(t of each chunk, this thread's sum of squares or None, its max|t| or None)."""
         op, zero = self.op, p.cf(0.0)
         squares, peaks, chunks = [zero] * 4, [zero] * 4, []
         for chunk in range(len(self.inside)):
-            if op.form == "gate":
-                gate = _floats(words[8 * chunk : 8 * chunk + 4], op.x)
-                up = _floats(words[8 * chunk + 4 : 8 * chunk + 8], op.x)
-                t = [arith.mulf(_silu(g), u) for g, u in zip(gate, up, strict=True)]
-            else:
-                t = _floats(words[4 * chunk : 4 * chunk + 4], op.x)
+            t = self.values(chunk, words)
             if op.form == "norm":
                 for i, s in enumerate(t):
                     squares[i % 4] = p.fma(s, s, squares[i % 4])
@@ -283,21 +292,26 @@ class RowShare:
         return arith.select(arith.cmpf(arith.CmpFPredicate.OGT, scale, zero), inverse, zero)
 
     def store(self, row: p.Value, chunks: list[list[p.Value]], factor: p.Value | None) -> None:
+        for chunk, values in enumerate(chunks):
+            self.store_chunk(row, chunk, values, factor)
+
+    def store_chunk(
+        self, row: p.Value, chunk: int, values: list[p.Value], factor: p.Value | None
+    ) -> None:
         size = BYTES[self.op.out]
         base = p.offset(self.out, row, size * self.op.width)
-        for chunk, values in enumerate(chunks):
-            if factor is not None:
-                values = [arith.mulf(value, factor) for value in values]
-            if self.given is not None and self.op.out == "s8":  # e4m3's conversion has its ends
-                ends = p.cf(-128.0), p.cf(127.0)
-                values = [p.minimum(p.maximum(value, ends[0]), ends[1]) for value in values]
-            words = _pack(values, self.op.out)
+        if factor is not None:
+            values = [arith.mulf(value, factor) for value in values]
+        if self.given is not None and self.op.out == "s8":  # e4m3's conversion has its ends
+            ends = p.cf(-128.0), p.cf(127.0)
+            values = [p.minimum(p.maximum(value, ends[0]), ends[1]) for value in values]
+        words = _pack(values, self.op.out)
 
-            def write(chunk=chunk, words=words):
-                for i in range(0, len(words), 4):
-                    p.store_global(base, words[i : i + 4], self.at(chunk, size) + 4 * i)
+        def write() -> None:
+            for i in range(0, len(words), 4):
+                p.store_global(base, words[i : i + 4], self.at(chunk, size) + 4 * i)
 
-            self._guarded(chunk, write)
+        self._guarded(chunk, write)
 
     def row(
         self, row, words, weight, turn, release: Callable[[], None] = lambda: None, inner=None
@@ -306,6 +320,14 @@ class RowShare:
         where the row has adapters."""
         words = self.add_residual(row, words)
         given = self.load_given()
+        if not self.joins:
+            if self.plan.ring:  # every thread has its words
+                p.barrier()
+                release()
+            for chunk in range(len(self.inside)):
+                factor = None if given is None else given(None)
+                self.store_chunk(row, chunk, self.values(chunk, words), factor)
+            return
         chunks, total, peak = self.compute(words, weight)
         total, peak = self.join(total, peak, turn)
         release()

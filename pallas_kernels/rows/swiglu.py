@@ -7,6 +7,7 @@ Source: GLU variants, arXiv 2002.05202; FasterLLaMA's DequantizedSiluMultiplyQua
 from __future__ import annotations
 
 import functools
+import math
 from typing import overload
 
 import jax
@@ -89,6 +90,15 @@ def swiglu(
     return _swiglu(chosen(found, implementation), (codes, found), gate_up, scale)
 
 
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """GELU by its tanh form (arXiv 1606.08415), as the kernels have it: x times a logistic.
+
+    ``(1 + tanh u) / 2`` loses its digits where u is below -2.
+    """
+    u = x * (1.0 + 0.044715 * x * x) * math.sqrt(8 / math.pi)
+    return x * jax.nn.sigmoid(u)
+
+
 def gate(
     gate_up: jax.Array, activation: str, *, implementation: Implementation | None = None
 ) -> jax.Array:
@@ -99,7 +109,8 @@ def gate(
     if activation == "silu":
         return swiglu(gate_up, implementation=implementation)
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    return (jax.nn.gelu(gate, approximate=activation == "gelu_tanh") * up).astype(gate_up.dtype)
+    gate = gelu_tanh(gate) if activation == "gelu_tanh" else jax.nn.gelu(gate, approximate=False)
+    return (gate * up).astype(gate_up.dtype)
 
 
 def _plan(gate_up: jax.Array, codes: str | None, given: bool) -> RowsPlan | Reason:

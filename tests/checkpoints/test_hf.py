@@ -293,7 +293,7 @@ _EXPERTS = "a mixture of experts, which is not supported"
             {"model_type": "deepseek_v32", "n_routed_experts": 256},
             "not supported: mixer: sparse attention by an indexer",
         ),
-        ({"model_type": "dbrx"}, "not supported: a mixture of experts with a router of its own"),
+        ({"model_type": "xmod"}, "not supported: an encoder with an adapter for each language"),
         # Dense models with the keys of experts
         (
             {"model_type": "unknown", "enable_moe_block": False, "num_experts": None},
@@ -404,12 +404,13 @@ def test_keys_of_another_architecture_are_one_warning(config, keys) -> None:
     assert cfg == config_from_hf({k: v for k, v in config.items() if k not in keys} | OFF, "m")
 
 
-KINDS = sorted(set(FAMILIES) - {"internlm3"})  # of which transformers has no model
+KINDS = sorted(set(FAMILIES) - {"minicpm"})  # of which transformers has no model
 
 
 # Types whose config has a class of its own, and whose model is another type's.
 MODEL_OF = {
     "exaone": "llama",
+    "internlm3": "llama",
     "iquestcoder": "llama",
     "gpt-sw3": "gpt2",
     "sarvam_moe": "glm4_moe",
@@ -446,6 +447,8 @@ def transformers_reads(kind: str) -> dict[str, Any]:
         others |= {name for pair in found for name in pair} - {*config}
     if kind in ("falcon_h1", "nemotron_h", "zamba2"):
         others |= {"get_text_config"}  # a method
+    if kind == "dbrx":
+        others |= {*config["attn_config"], *config["ffn_config"]}  # which it reads of these
     if kind == "minicpm3":
         others |= {"logits_scaling"}  # computed from other keys
     if kind == "gemma3_text":  # the same file has the multimodal model
@@ -1112,3 +1115,29 @@ def test_save_checks_the_tree(tmp_path, params) -> None:
     with pytest.raises(JaxLlamaError, match=r"norm/weight: shape \[15\], but .* \[16\]"):
         hf.save(tmp_path / "m", TINY, {**params, "norm": {"weight": np.ones(15, np.float32)}})
     assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "shape"),
+    [
+        ("dbrx", "transformer.blocks.1.ffn.experts.mlp.w2", (6 * 24, 32)),
+        ("lara_mini", "model.layers.2.linear_attn.in_proj.weight", (2 * 16 + 2 * 48 + 2 * 4, 32)),
+    ],
+)
+def test_parameters_that_share_a_tensor_have_rows_of_it(name, whole, shape, tmp_path) -> None:
+    cfg, params = CASES[name], parity_params(name)
+    path = hf.save(tmp_path / "m", cfg, params)
+    written = safetensors.numpy.load_file(path / "model.safetensors")
+    assert written[whole].shape == shape
+    assert not [tensor for tensor in written if "[" in tensor]
+    again, got = hf.load(path)
+    assert again.replace(name=cfg.name) == cfg
+    jax.tree.map(np.testing.assert_array_equal, got, params)
+    changed = json.loads((path / "config.json").read_text())
+    if name == "dbrx":
+        changed["ffn_config"]["ffn_hidden_size"] = 16
+    else:
+        changed["linear_num_key_heads"] = 4
+    (path / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(JaxLlamaError, match=rf"shape \[{shape[0]}, 32\], but the config wants"):
+        hf.load(path)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxllama import extras
-from jaxllama.cli import bench, common, domains, experiment, gpu_memory, quantize, serve
+from jaxllama.cli import bench, common, domains, experiment, gpu_memory, quantize, serve, train
 from jaxllama.cli import main as cli
 from jaxllama.cli.domains import Number, OutFile, Parser
 
@@ -24,6 +24,7 @@ BAD = {
     quantize.scheme: "w3a16",
     common.rounding: "fp8-static",
     common.parse_mesh: "rows=2",
+    train.parse_mesh: "stage=2,model=2",
     common.parse_hosts: "here",
     common.parse_policy: "120 0 0 0 0 0",
     bench.length: "9:2",

@@ -9,18 +9,21 @@ from typing import Any
 
 EPS = {
     **dict.fromkeys(("nemotron", "lfm2", "lfm2_moe"), "norm_eps"),
-    **dict.fromkeys(("jais2", "phi", "gpt_neox", "gpt_neox_japanese"), "layer_norm_eps"),
+    **dict.fromkeys(
+        ("persimmon", "jais2", "phi", "gpt_neox", "gpt_neox_japanese"), "layer_norm_eps"
+    ),
     **dict.fromkeys(("gpt2", "gpt-sw3", "gpt_bigcode", "gpt_neo"), "layer_norm_epsilon"),
     **dict.fromkeys(("gptj", "codegen", "falcon", "nemotron_h"), "layer_norm_epsilon"),
     "starcoder2": "norm_epsilon",
     **dict.fromkeys(("bert", "ernie", "electra", "roformer", "megatron-bert"), "layer_norm_eps"),
+    "rembert": "layer_norm_eps",
     **dict.fromkeys(("bert-generation", "roberta", "camembert", "xlm-roberta"), "layer_norm_eps"),
     **dict.fromkeys(("data2vec-text", "roberta-prelayernorm", "xlm-roberta-xl"), "layer_norm_eps"),
     "modernbert-decoder": "norm_eps",
     "openai-gpt": "layer_norm_epsilon",
     "ctrl": "layer_norm_epsilon",
     "xglm": "layer_norm_eps",
-    "cohere2_moe": "layer_norm_eps",
+    **dict.fromkeys(("cohere2_moe", "dbrx"), "layer_norm_eps"),
 }
 _GRANITE = {
     "embedding_multiplier": 12.0,
@@ -41,6 +44,7 @@ DEFAULT = (
     "modernbert-decoder",
     "xglm",
     "bitnet",
+    "persimmon",
 )  # one of each mechanism that no other case has
 _SIGMOID = {
     "moe_intermediate_size": 24,
@@ -83,7 +87,7 @@ PADDED = {
 }
 ENCODERS = (
     *("bert", "ernie", "megatron-bert", "electra", "roformer", "bert-generation", *PADDED),
-    *("modernbert-decoder", "openai-gpt"),
+    *("rembert", "modernbert-decoder", "openai-gpt"),
 )
 _FALCON = {
     "num_hidden_layers": 1,
@@ -105,6 +109,8 @@ _ZAMBA = {
     "adapter_rank": 6,
     "tie_word_embeddings": True,
 }
+_DBRX = {"ffn_hidden_size": 24, "moe_num_experts": 6, "moe_top_k": 3}
+_DBRX |= {"moe_normalize_expert_weights": 1.0}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _GEMMA4 = {
     "sliding_window": 9,
@@ -625,7 +631,55 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "num_key_value_heads": 2,
         },
     ),
+    ("internlm3", "", {"head_dim": 16}),
+    ("internlm3", "bias", {"qkv_bias": True, "bias": True, "tie_word_embeddings": True}),
+    ("minicpm", "", {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}),
+    ("minicpm", "unscaled", {"tie_word_embeddings": True, "scale_depth": None}),
+    ("persimmon", "", _MHA),
+    ("persimmon", "no-norm", {**_MHA, "qk_layernorm": False, "tie_word_embeddings": True}),
+    (
+        "lara_mini",
+        "",
+        {
+            **_ROUTED,
+            "num_hidden_layers": 5,
+            "num_experts": 6,
+            "shared_expert_intermediate_size": 40,
+            "sliding_window": 9,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+        },
+    ),
+    (
+        "dbrx",
+        "",
+        {**_DIVIDED, "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5}, "ffn_config": _DBRX},
+    ),
+    (
+        "dbrx",
+        "unnormalized",
+        {
+            **_DIVIDED,
+            "attn_config": {"kv_n_heads": 4, "clip_qkv": 8.0, "rope_theta": 1000.0},
+            "ffn_config": {**_DBRX, "moe_normalize_expert_weights": None},
+        },
+    ),
+    ("electra", "narrow", {**_ENCODER, "embedding_size": 12}),
+    (
+        "rembert",
+        "",
+        {
+            **_ENCODER,
+            "tie_word_embeddings": False,
+            "input_embedding_size": 16,
+            "output_embedding_size": 48,
+        },
+    ),
 )
-# transformers writes its convolutions in three equal parts, which are not q, k and v.
-UNWRITTEN = ("olmo_hybrid",)
+# Families without a class in transformers, and one whose class is the same function.
+ORACLES = {"minicpm": "granite"}
+# transformers writes OLMo Hybrid's convolutions in three equal parts, which are not q, k and v.
+UNWRITTEN = ("olmo_hybrid", "internlm3", "internlm3-bias", "minicpm", "minicpm-unscaled")
 NAMES = tuple(f"{kind}{f'-{case}' if case else ''}" for kind, case, _ in FAMILY_CASES)

@@ -281,6 +281,19 @@ def _await_groups(block, pending):
     block.copies = left
 
 
+@effect_of("cp.async.mbarrier.arrive.noinc.shared.b64")
+def _copies_arrive(block, barrier):
+    """A copy arrives when the barrier hears of it, so no earlier than it may be read."""
+    left = []
+    for to, raw, keep, group in block.copies:
+        due = keep & block.masks[-1]
+        block.memory[block.at(to, raw.shape[1])[due]] = raw[due]
+        if (keep & ~due).any():
+            left.append((to, raw, keep & ~due, group))
+    block.copies = left
+    block.at_barrier(barrier, arrivals=1)
+
+
 @effect_of("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes")
 def _copy_bulk(block, to, source, size, barrier):
     assert size % 16 == 0
@@ -309,6 +322,7 @@ def _prefetch(block, address, size):
     "fence.mbarrier_init.release.cluster",
     "fence.proxy.async.shared::cta",
     "griddepcontrol.launch_dependents",
+    "prefetch.global.L1",
 )
 def _nothing(block, *operands):
     pass

@@ -108,6 +108,12 @@ def grouped_sum(scheme: str, n: int, k: int, of=(128, 8)):
     return lambda *x: f(*x[:3], weights=x[3], bias=x[4]), (*given, weights, bias)
 
 
+def grouped_biased(scheme: str, n: int, k: int, tokens: int, of: tuple[int, int]):
+    """Gate and up with gpt-oss's gate and biases."""
+    f, given = grouped(scheme, n, k, ClampedGate(), tokens, of)
+    return lambda *x: f(*x[:3], bias=x[3]), (*given, S((of[0], n), BF16))
+
+
 def routed(n: int, d: int, k: int):
     f = functools.partial(norm_and_route, k=k, normalize=True, implementation="mosaic")
     given = S((1, d), BF16), S((d,), BF16), S((n, d), BF16), S((n,), BF16)
@@ -214,6 +220,7 @@ CASES = {
     "experts int8": lambda: grouped("int8", 2048, 1024),
     "experts 64 bfloat16": lambda: grouped("bfloat16", 1536, 2048, "silu", 64),
     "experts 64 zeros": lambda: grouped("zeros", 1536, 2048, "silu", 64),
+    "experts 8192 bfloat16 bias": lambda: grouped_biased("bfloat16", 5760, 2880, 8192, (32, 4)),
     "experts 512 mxfp4": lambda: grouped("mxfp4", 5760, 2880, ClampedGate(), 512, (32, 4)),
     "experts 64 zeros-64": lambda: grouped("zeros-64", 5760, 2880, ClampedGate(), 64, (32, 4)),
     "experts sum zeros": lambda: grouped_sum("zeros", 2048, 768),
@@ -254,6 +261,9 @@ CASES = {
     "product 2048 int8": lambda: product(2048, "int8"),
     "product 2048 W8A8": lambda: product(2048, "int8", "int8"),
     "product 2048 FP8": lambda: product(2048, "float8_e4m3fn", "float8_e4m3fn"),
+    "product 11264 FP8, float32 result": lambda: product(
+        11264, "float8_e4m3fn", "float8_e4m3fn", (2048, 8192), out_dtype=F32
+    ),
     "product 64 FP8 static": lambda: product(64, "float8_e4m3fn", "fp8-static"),
     "gated FP8 static": lambda: gated_codes(64),
     "product 64 FP8 blocks": lambda: product(64, "fp8-block", "fp8-block"),

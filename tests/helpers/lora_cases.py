@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from jaxllama.checkpoints.peft import Factors
 from jaxllama.config import ModelConfig
+from jaxllama.model.param import piece_of
 from jaxllama.model.params import param_table
 
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "target_modules": None}
@@ -25,6 +26,7 @@ def modules(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
         if path[-2] in ("qkv", "qkvz", "o", "gate_up", "down", "q", "k", "v", "g")
         and path[-1] == "weight"
         for source in param.sources
+        if piece_of(source.name) is None
     }
 
 

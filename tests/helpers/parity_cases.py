@@ -593,6 +593,14 @@ class Answer:
     greedy: np.ndarray
 
 
+def for_transformers(cfg: ModelConfig) -> ModelConfig:
+    """The config as a family whose class transformers has."""
+    oracle = dense_cases.ORACLES.get(cfg.stored.family)
+    if oracle is None:
+        return cfg
+    return cfg.replace(stored=dataclasses.replace(cfg.stored, family=oracle))
+
+
 def reference(name: str) -> Answer:
     """transformers' answer for a model that it loads from the directory that ``hf.save`` wrote."""
     import torch
@@ -606,7 +614,7 @@ def reference(name: str) -> Answer:
         params["embed"]["weight"] = params["embed"]["weight"] * scale
         cfg = cfg.replace(embedding_scale=False)
     with tempfile.TemporaryDirectory() as folder:
-        path = hf.save(Path(folder) / "model", cfg, params)
+        path = hf.save(Path(folder) / "model", for_transformers(cfg), params)
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     tokens = torch.from_numpy(tokens_of(name)[None].astype(np.int64))
     prompt = tokens[:, :PROMPT]

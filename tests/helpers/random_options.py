@@ -54,7 +54,7 @@ _LATENT = {
 _ENCODER = {
     **_LEARNED,
     "is_decoder": [True],
-    "tie_word_embeddings": [True],
+    "tie_word_embeddings": _FLAG,
     "type_vocab_size": [1, 2],
     "hidden_act": ["gelu", "gelu_new", "relu"],
 }
@@ -93,14 +93,10 @@ _GROUPS = {
     "first_k_dense_replace": [0, 1],
     "num_experts_per_tok": [1, 2],
 }
-_MAMBA = {
-    "num_hidden_layers": [3],
-    "mamba_n_heads": [4, 8],
-    "mamba_d_head": ["auto"],
-    "mamba_n_groups": [1, 2],
-    "mamba_d_state": [8, 12],
-    "mamba_d_conv": [2, 4],
-    "mamba_conv_bias": _FLAG,
+_MINICPM = {
+    "scale_emb": [1, 12],
+    "scale_depth": [None, 1.4],
+    "dim_model_base": [None, 16],
 }
 FAMILIES: dict[str, dict[str, list[Any]]] = {
     "gemma": {**_BIAS, "hidden_act": ["gelu", "gelu_pytorch_tanh", "silu"]},
@@ -174,50 +170,6 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "ssm_multipliers": [None, [0.35, 0.25, 0.18, 0.5, 0.4]],
         "mlp_multipliers": [None, [0.8, 0.6]],
     },
-    "bamba": {
-        **_MAMBA,
-        **_BIASES,
-        "attn_layer_indices": [[1], [0, 2]],
-        "mamba_proj_bias": _FLAG,
-    },
-    "granitemoehybrid": {
-        **_MAMBA,
-        **_SCALES,
-        **_LEARNED,
-        **_EXPERTS,
-        "layer_types": [
-            ["linear_attention", "full_attention", "linear_attention"],
-            ["full_attention", "linear_attention", "linear_attention"],
-        ],
-        "num_local_experts": [0, 6],
-        "shared_intermediate_size": [24, 40],
-        "position_embedding_type": ["nope", "rope"],
-    },
-    "nemotron_h": {
-        **_LEARNED,
-        "layers_block_type": [
-            ["linear_attention", "moe", "full_attention", "mlp"],
-            ["full_attention", "linear_attention", "moe"],
-            ["linear_attention", "mlp", "full_attention"],
-        ],
-        "num_hidden_layers": [1],
-        "mamba_num_heads": [4],
-        "mamba_head_dim": [8, 16],
-        "ssm_state_size": [8, 12],
-        "n_groups": [1, 2],
-        "n_routed_experts": [8],
-        "num_experts_per_tok": [1, 2, 3],
-        "moe_intermediate_size": [16, 24],
-        "moe_shared_expert_intermediate_size": [24, 40],
-        "routed_scaling_factor": [1.0, 2.5],
-        "norm_topk_prob": _FLAG,
-        "n_group": [1, 2],
-        "topk_group": [1],
-        "mlp_bias": _FLAG,
-        "use_conv_bias": _FLAG,
-        "use_bias": _FLAG,
-        "tie_word_embeddings": [False],  # transformers ties nothing here
-    },
     "zamba2": {
         **_LEARNED,
         "tie_word_embeddings": [True],
@@ -263,6 +215,53 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "use_parallel_residual": _FLAG,
         "attention_bias": _FLAG,
         "hidden_act": ["gelu", "gelu_fast", "relu"],
+    },
+    "lara_mini": {
+        **_BIAS,
+        **_EXPERTS,
+        "num_experts": [6],
+        "moe_intermediate_size": [16, 24],
+        "norm_topk_prob": _FLAG,
+        "shared_expert_intermediate_size": [16, 40],
+        "sliding_window": [3, 9],
+        "linear_num_value_heads": [4],
+        "linear_num_key_heads": [2, 4],
+        "linear_key_head_dim": [8],
+        "linear_value_head_dim": [8, 12],
+        "linear_conv_kernel_dim": [2, 4],
+        "num_hidden_layers": [3],
+        "layer_types": [
+            ["linear_attention", "sliding_attention", "full_attention"],
+            ["sliding_attention", "linear_attention", "linear_attention"],
+        ],
+    },
+    "dbrx": {
+        "tie_word_embeddings": [False],
+        "rms_norm_eps": [1e-5],
+        "rope_theta": [None],
+        "attn_config": [
+            {"kv_n_heads": heads, "clip_qkv": limit, "rope_theta": theta}
+            for heads, limit, theta in ((1, 99.0, 1e4), (2, 0.3, 500.0), (4, 1.0, 1e4))
+        ],
+        "ffn_config": [
+            {
+                "ffn_hidden_size": width,
+                "moe_num_experts": count,
+                "moe_top_k": active,
+                "moe_normalize_expert_weights": power,
+            }
+            for width, count, active, power in (
+                (16, 4, 1, None),
+                (24, 6, 2, 1.0),
+                (24, 6, 3, None),
+                (40, 8, 4, 1.0),
+            )
+        ],
+    },
+    "persimmon": {
+        "qk_layernorm": _FLAG,
+        "partial_rotary_factor": [0.5, 1.0],
+        "hidden_act": ["relu2", "gelu", "relu"],
     },
     "phi": {"tie_word_embeddings": [False], "partial_rotary_factor": [0.5, 1.0]},
     "falcon": {
@@ -400,12 +399,8 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
     "axk1": {**_GROUPS, **_ORDER, "q_lora_rank": [12]},
     "glm4_moe_lite": {**_GROUPS, **_ORDER, "topk_group": [1]},
     "youtu": {**_LATENT, **_ORDER},
-    "minicpm3": {
-        **_LATENT,
-        "scale_emb": [1, 12],
-        "scale_depth": [None, 1.4],
-        "dim_model_base": [None, 16],
-    },
+    "minicpm": {**_BIAS, **_MINICPM},
+    "minicpm3": {**_LATENT, **_MINICPM},
     "minimax_m2": {
         **_EXPERTS,
         "num_local_experts": [8],
@@ -425,15 +420,21 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
     },
     **dict.fromkeys(("bert", "ernie", "megatron-bert"), _ENCODER),
     "bert-generation": {key: one for key, one in _ENCODER.items() if key != "type_vocab_size"},
-    "electra": {**_ENCODER, "embedding_size": [32], "hidden_act": ["gelu"]},
-    "roformer": {**_ENCODER, "embedding_size": [32]},
+    "electra": {**_ENCODER, "embedding_size": [12, 32, 40], "hidden_act": ["gelu"]},
+    "roformer": {**_ENCODER, "embedding_size": [12, 32]},
+    "rembert": {
+        **_ENCODER,
+        "tie_word_embeddings": [False],
+        "input_embedding_size": [12, 32],
+        "output_embedding_size": [24, 32, 48],
+    },
     **{
         kind: {**_ENCODER, "pad_token_id": [pad], "hidden_act": ["gelu"]}
         for kind, pad in PADDED.items()
     },
     "modernbert-decoder": {
         **_BIASES,
-        "tie_word_embeddings": [True],
+        "tie_word_embeddings": _FLAG,
         "num_hidden_layers": [2, 3],
         "sliding_window": [3, 9],
         "global_attn_every_n_layers": [2, 3],
@@ -478,7 +479,7 @@ DIVIDED = (
     "gpt_neox",
     "gpt_neox_japanese",
     *ENCODERS,
-    *("xglm", "ctrl", "bitnet"),
+    *("xglm", "ctrl", "bitnet", "persimmon", "dbrx"),
     "falcon",
     "flex_olmo",
     "granitemoeshared",
@@ -492,6 +493,6 @@ UNGROUPED = (
     *("gpt2", "gpt-sw3", "gpt_neo", "opt", "biogpt", "gptj", "codegen", "gpt_neox"),
     "gpt_neox_japanese",
     *ENCODERS,
-    *("xglm", "ctrl"),
+    *("xglm", "ctrl", "persimmon"),
     *("deepseek_v2", "deepseek_v3", "sarvam_mla", "axk1", "glm4_moe_lite", "youtu", "minicpm3"),
 )

@@ -5,16 +5,20 @@ Those that are loaded have a case in ``parity_cases``, which ``test_parity`` com
 transformers live.  The guide's table of families and refusals is made of the same entries.
 """
 
+import jax
+import numpy as np
 import pytest
 
+import jaxllama as jl
+from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.config import config_from_hf
 from jaxllama.checkpoints.hf.families import ALIKE, FAMILIES
 from jaxllama.checkpoints.hf.refused import REFUSED, WRAPPERS
-from jaxllama.errors import JaxLlamaError
+from jaxllama.errors import JaxLlamaError, WeightWarning
 from tests.helpers.parity_cases import CASES, FAMILY_CASES
 
-LOADED = 120  # of transformers' types; more is better
-OWN_CLASS = ("internlm3",)  # written as Llama, tested as Llama
+LOADED = 124  # of transformers' types; more is better
+ELSEWHERE = ("rwkv7",)  # types of flash-linear-attention
 SIZES = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -32,8 +36,8 @@ def test_every_type_is_loaded_or_refused():
     types = dict(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     loaded = sorted(kind for kind in types if kind in FAMILIES or kind in WRAPPERS)
     assert len(loaded) >= LOADED, loaded
-    assert set(types) == set(loaded) | set(REFUSED)
-    for kind in REFUSED:
+    assert set(types) == set(loaded) | (set(REFUSED) - set(ELSEWHERE))
+    for kind in set(REFUSED) & set(types):
         with pytest.raises(JaxLlamaError, match="model_type|architectures") as caught:
             config_from_hf({"model_type": kind, "architectures": [types[kind]], **SIZES}, kind)
         is_decoder = types[kind].endswith(("ForCausalLM", "LMHeadModel"))
@@ -47,6 +51,8 @@ def test_a_type_is_loaded_or_refused_and_not_both():
 
 
 def test_a_refusal_says_what_the_model_would_need():
+    with pytest.raises(JaxLlamaError, match="model_type = 'rwkv7': .*writes by another key"):
+        config_from_hf({"model_type": "rwkv7", **SIZES}, "rwkv7")
     with pytest.raises(JaxLlamaError, match=r"model_type = 'bloom': .*linear biases \(ALiBi\)"):
         config_from_hf({"model_type": "bloom", **SIZES}, "bloom")
 
@@ -55,8 +61,9 @@ def test_a_refusal_says_what_the_model_would_need():
 def test_the_text_decoder_of_a_model_with_image_input_is_read(kind: str) -> None:
     text = {**SIZES, "model_type": WRAPPERS[kind], "num_experts": 4, "num_experts_per_tok": 2}
     text |= {"head_dim": 16, "sliding_window": 8}
-    text = {key: value for key, value in text.items() if "gemma" not in kind or "exp" not in key}
-    if kind != "gemma3":
+    has_experts = "gemma" not in kind and kind != "mistral3"
+    text = {key: value for key, value in text.items() if has_experts or "exp" not in key}
+    if kind not in ("gemma3", "mistral3"):
         text.pop("sliding_window")
     if kind == "qwen3_5":
         text.pop("num_experts")
@@ -65,6 +72,28 @@ def test_the_text_decoder_of_a_model_with_image_input_is_read(kind: str) -> None
     assert cfg.stored.family == WRAPPERS[kind] and cfg.n_layers == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ministral3", "mistral"])
+def test_the_text_decoder_of_mistral3_has_transformers_logits(kind: str, tmp_path) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    vision = {"model_type": "pixtral", "num_hidden_layers": 1, "head_dim": 8, "image_size": 8}
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads")
+    config = transformers.Mistral3Config(
+        text_config={**SIZES, "model_type": kind},
+        vision_config={**vision, "patch_size": 4, **{key: SIZES[key] for key in sizes}},
+    )
+    torch.manual_seed(0)
+    model = transformers.Mistral3ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "m")
+    with pytest.warns(WeightWarning, match="its text decoder alone is read"):
+        cfg, params = hf.load(tmp_path / "m")
+    tokens = np.random.default_rng(0).integers(0, 64, (1, 40))
+    with torch.no_grad():
+        want = model(input_ids=torch.from_numpy(tokens)).logits.numpy()
+    got = jl.logits(cfg, jax.device_put(params), tokens.astype(np.int32), np.array([40]))
+    assert np.abs(np.asarray(got) - want).max() <= 1e-4 * np.abs(want).max()
+
+
 def test_every_family_has_a_case():
     tested = {kind for kind, _, _ in FAMILY_CASES} | {cfg.stored.family for cfg in CASES.values()}
-    assert set(FAMILIES) - set(ALIKE) - set(OWN_CLASS) <= tested
+    assert set(FAMILIES) - set(ALIKE) <= tested

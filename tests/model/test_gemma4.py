@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,7 @@ from jaxllama.placement import Placement
 from jaxllama.quantization.pipeline import calibrate
 from jaxllama.quantization.scheme import parse
 from jaxllama.training.routers import _Watch
+from pallas_kernels.experts.route import fused_norm_and_route, norm_and_route
 from tests.helpers.arrays import as_jax
 from tests.helpers.models import (
     GEMMA4,
@@ -60,27 +63,82 @@ def test_proportional_rope_turns_the_first_pairs_of_a_whole_heads_frequencies():
     np.testing.assert_allclose(sin[0], np.sin(angles), atol=1e-6)
 
 
-def test_factors_of_experts_reach_the_weights_however_they_are_routed(monkeypatch):
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_factors_of_experts_reach_the_weights_however_they_are_routed(is_fused, monkeypatch):
     """The fused kernel of norm and router knows no factors, and the routers' losses watch."""
     cfg = GEMMA4.replace(experts=ExpertsConfig(n_experts=4, n_active=2, d_ff=8))
     draw = np.random.default_rng(0).standard_normal
     x, gamma, weight = (as_jax(draw(shape), jnp.float32) for shape in ((3, 32), (32,), (4, 32)))
     router = {"weight": weight, "expert_scale": jnp.arange(1.0, 5.0)}
-
-    def fused(*_, **__):
-        raise AssertionError("the factors are left out")
-
-    monkeypatch.setattr(linear, "fused_norm_and_route", fused)
+    if is_fused:
+        fused = functools.partial(norm_and_route, implementation="xla")
+        monkeypatch.setattr(linear, "fused_norm_and_route", fused)
+        monkeypatch.setattr(linear, "route", None)
     scale, stream = {"weight": gamma}, Stream(x)
-    y, _, (experts, weights) = linear.norm_route(stream, scale, router, cfg)
-    logits = np.asarray(y, np.float64) @ np.asarray(weight, np.float64).T
-    best = np.argsort(-logits, axis=-1)[:, :2]
+    y, _, routed = linear.norm_route(stream, scale, router, cfg)
+    check_routed(y, routed, router)
+    *_, watched = _Watch(linear, None).norm_route(stream, scale, router, cfg)
+    for got, want in zip(watched, routed, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def check_routed(y, routed, router, rtol=1e-5) -> None:
+    """Compare with the softmax over the best logits of y, times the factors, in float64."""
+    y, weight, factors = (
+        np.asarray(one, np.float64) for one in (y, router["weight"], router["expert_scale"])
+    )
+    experts, weights = routed
+    logits = y @ weight.T
+    best = np.argsort(-logits, axis=-1)[:, : experts.shape[1]]
     np.testing.assert_array_equal(experts, best)
     odds = np.exp(np.take_along_axis(logits, best, 1))
-    np.testing.assert_allclose(weights, odds / odds.sum(1, keepdims=True) * (best + 1), rtol=1e-5)
-    *_, watched = _Watch(linear, None).norm_route(stream, scale, router, cfg)
-    for got, want in zip(watched, (experts, weights), strict=True):
-        np.testing.assert_array_equal(got, want)
+    want = odds / odds.sum(1, keepdims=True) * factors[best]
+    np.testing.assert_allclose(weights, want, rtol)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_factors_of_experts_on_the_gpu(tokens):
+    """They follow the kernel of norm and router."""
+    cfg = GEMMA4.replace(d_model=2816, experts=ExpertsConfig(n_experts=128, n_active=8, d_ff=704))
+    draw = np.random.default_rng(1).standard_normal
+    x, gamma = as_jax(draw((tokens, 2816)), jnp.bfloat16), as_jax(draw(2816), jnp.bfloat16)
+    router = {
+        "weight": as_jax(draw((128, 2816)) / 2816**0.5, jnp.bfloat16),
+        "expert_scale": as_jax(np.linspace(0.25, 4, 128), jnp.bfloat16),
+    }
+    norm = gamma, cfg.norm_eps
+    assert fused_norm_and_route(x, norm, router["weight"], k=8, normalize=True) is not None
+
+    @jax.jit
+    def routed(x, gamma, router):
+        y, _, routed = linear.norm_route(Stream(x), {"weight": gamma}, router, cfg)
+        return y, routed
+
+    check_routed(*routed(x, gamma, router), router, rtol=1e-4)
+
+
+@pytest.mark.gpu
+def test_a_mixture_with_factors_on_the_gpu():
+    """A prompt and steps in bfloat16 on the GPU, beside the CPU in float32."""
+    params = jax.tree.map(lambda one: one.astype(jnp.bfloat16), params_of(EXPERTS))
+    tokens = np.asarray(tokens_of(EXPERTS, 2, 12))
+
+    def steps(params, dtype):
+        cache = jl.init_cache(EXPERTS, 2, 16, dtype=dtype)
+        found, cache = jl.prefill(EXPERTS, params, tokens[:, :8], np.full(2, 8), cache)
+        logits = [np.asarray(found)]
+        for at in range(8, 12):
+            found, cache = jl.decode_step(EXPERTS, params, tokens[:, at], cache)
+            logits.append(np.asarray(found))
+        return np.stack(logits)
+
+    got = steps(params, jnp.bfloat16)
+    with jax.default_device(jax.devices("cpu")[0]):
+        wide = jax.tree.map(lambda one: np.asarray(one).astype(np.float32), params)
+        want = steps(jax.device_put(wide), jnp.float32)
+    rms = np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2))
+    assert rms <= 0.05, rms
 
 
 @pytest.mark.parametrize(
@@ -195,7 +253,7 @@ def test_experts_beside_a_feed_forward_are_calibrated(method, bound):
     done, _ = calibrate(EXPERTS, params, tokens, parse("w4a16"), method, measure=False)
     got = jl.logits(EXPERTS.with_head_of(done), done, tokens, lengths)
     assert relative_error(got, want) < bound
-    with pytest.raises(JaxLlamaError, match="share keys"):
+    with pytest.raises(JaxLlamaError, match="read each other"):
         calibrate(GEMMA4, params_of(GEMMA4), tokens, parse("w4a16"), method)
 
 

@@ -24,7 +24,7 @@ from jaxllama.generation import decode_step, logits, prefill
 from jaxllama.model.cache import init_cache
 from jaxllama.model.decoder import mix_half
 from jaxllama.model.linear import Stream
-from jaxllama.model.mixers.recurrent import RecurrentState
+from jaxllama.model.mixers.recurrent import RecurrentState, gated_norm
 from jaxllama.model.params import param_table
 from jaxllama.model.records import new_tokens, whole_rows
 from tests.golden.make_gla_golden import CONFIGS, tokens, weights
@@ -209,3 +209,12 @@ def test_gradients_reach_every_parameter():
     grads = jax.jit(jax.grad(loss))(params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         assert np.isfinite(np.asarray(leaf)).all() and np.asarray(leaf).any(), path
+
+
+def test_a_gated_norm_keeps_no_float32_copies_for_its_gradients():
+    o, gate = jnp.ones((2, 2, 5, 2, 16), jnp.bfloat16)
+    weight = jnp.ones(16)
+    y, back = jax.vjp(lambda o, gate: gated_norm(o, weight, 1e-6, gate), o, gate)
+    kept = [leaf for leaf in jax.tree.leaves(back) if jnp.size(leaf) >= o.size]
+    assert y.dtype == jnp.bfloat16
+    assert len(kept) == 2 and all(leaf.dtype == jnp.bfloat16 for leaf in kept)

@@ -104,6 +104,9 @@ def test_factors_are_folded_like_the_weights_they_are_added_to(name, tmp_path):
         ):
             if (product := want[layer].get(room, {}).get(name)) is None:
                 continue
+            if name == "qkvz" and cfg.stored.family == "lara_mini":  # rows of a tensor take none
+                assert "lora" not in adapted[layer][room][name]
+                continue
             lora = adapted[layer][room][name]["lora"]
             assert not np.any(lora.added(0))
             beside = plain[layer][room][name]["weight"] + lora.added(1)

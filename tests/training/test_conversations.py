@@ -9,7 +9,7 @@ import pytest
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.training.conversations import Example, Unit, examples_of, read
-from jaxllama.training.packing import PackedRows, pack
+from jaxllama.training.packing import Conversations, PackedRows, pack
 from tests.helpers.chat_cases import END, FORGETFUL, say, tokenizer
 
 
@@ -75,6 +75,14 @@ def test_rows_are_filled_by_best_fit():
     assert sum(sizes) / (64 * len(rows)) > 0.97
 
 
+def test_rows_too_short_for_every_answer_are_named():
+    words = tokenizer()
+    units = list(examples_of(say("a long question", "yes"), words))
+    data = Conversations(words, [[Unit((one,))] for one in units], "", length=9)
+    with pytest.raises(JaxLlamaError, match="sequence_length = 8: no answer of the 1 lines"):
+        data.split(0)
+
+
 def test_a_batch_has_every_answer_once_an_epoch_and_weights_of_mean_one():
     examples = [Example.of(range(1, n), range(100, 100 + n)) for n in range(2, 9)]
     units = [Unit((example,)) for example in examples]
@@ -87,6 +95,8 @@ def test_a_batch_has_every_answer_once_an_epoch_and_weights_of_mean_one():
         np.add.at(seen, batch.tokens[:, 1:][batch.weights > 0], 1)
         ends = batch.segments[:, 1:] != batch.segments[:, :-1]
         assert not (batch.weights[ends] > 0).any()
+        begins = batch.begins[batch.begins >= 0]
+        assert begins.tolist() == [0, *(np.nonzero(ends[0])[0] + 1)]
     want = [sum(len(example.answers.nonzero()[0]) > n for example in examples) for n in range(8)]
     assert seen[100:108].tolist() == want
     again = rows.batch(len(rows) + 1, 2, 16, seed=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ from jaxllama.training.preference import objective, sequence_sums
 from jaxllama.training.tuning import ObjectiveConfig
 from tests.helpers.chat_cases import END, chat_model, say, tokenizer
 from tests.helpers.models import relative_error
+
+WEIGHTS = "adapter_model.safetensors"
 
 
 def sigmoid(x):
@@ -145,7 +148,7 @@ def test_pairs_of_a_file(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dpo", "orpo", "kto"])
-def test_a_run_prefers_what_was_chosen(kind, tmp_path):
+def test_a_run_prefers_what_was_chosen_and_resumes_to_the_bit(kind, tmp_path):
     model, _ = chat_model(tmp_path)
     config = train_config_from_dict(
         {
@@ -155,6 +158,8 @@ def test_a_run_prefers_what_was_chosen(kind, tmp_path):
             "sequence_length": 128,
             "learning_rate": 0.02,
             "validate_every": 6,
+            "checkpoint_every": 6,
+            "keep_checkpoints": 2,
             "init_from": str(model),
             "optimizer": {"warmup_steps": 1, "weight_decay": 0.0},
             "lora": {"rank": 4},
@@ -166,9 +171,19 @@ def test_a_run_prefers_what_was_chosen(kind, tmp_path):
         },
         "pairs.toml",
     )
-    rows = train(config, tmp_path / "run").metrics
+    whole = train(config, tmp_path / "run")
+    rows = whole.metrics
     if kind != "orpo":  # the first model is the reference itself
         assert rows[0]["loss"] == pytest.approx(math.log(2) if kind == "dpo" else 0.5, rel=1e-6)
         assert rows[0]["margin"] == pytest.approx(0, abs=1e-6)
     assert rows[-1]["margin"] > rows[0]["margin"] + 0.05
     assert rows[-1]["loss"] < rows[0]["loss"]
+    half = tmp_path / "half"  # killed after step 6
+    shutil.copytree(tmp_path / "run", half)
+    for name in ("adapter", "checkpoints/12"):
+        shutil.rmtree(half / name)
+    again = train(config, half)
+    for name in ("loss", "margin", "grad_norm"):
+        assert [row[name] for row in again.metrics] == [row[name] for row in rows]
+    assert again.validation == whole.validation
+    assert (again.model / WEIGHTS).read_bytes() == (whole.model / WEIGHTS).read_bytes()

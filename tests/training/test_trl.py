@@ -6,11 +6,18 @@ clipping are ours. ``pip install trl`` first.
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxllama as jl
+from jaxllama.checkpoints.hf.save import save as save_model
+from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
 from jaxllama.training import train, train_config_from_dict
 from jaxllama.training.adapters import first_adapters, save
 from jaxllama.training.batch import Batch
@@ -21,6 +28,7 @@ from jaxllama.training.scores import scores
 from jaxllama.training.start import begin
 from jaxllama.training.step import init_state, update
 from tests.helpers.chat_cases import chat_model
+from tests.training import test_finetune, test_rewards
 from tests.training.test_finetune import config_of as chat_config
 from tests.training.test_preference import pairs_file
 from tests.training.test_rewards import config_of as rewards_config
@@ -41,6 +49,38 @@ def torch():
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """A model, how fast it learns, and by how much its losses fall at least."""
+
+    folder: Path
+    cfg: ModelConfig
+    length: int  # tokens of a row
+    rates: dict[str, float]
+    falls: dict[str, float]
+
+
+@pytest.fixture(params=["tiny", "smollm2"])
+def base(request, tmp_path, monkeypatch):
+    """The tiny chat model, or SmolLM2-135M from its GGUF file as a directory of float32."""
+    if request.param == "tiny":
+        folder, cfg = chat_model(tmp_path)
+        rates = {"sft": 5e-3, "dpo": 1e-3, "grpo": 2e-4}
+        return Base(folder, cfg, 64, rates, {"sft": 2, "dpo": 0.3, "grpo": 0.1})
+    try:
+        lm = jl.load("smollm2-135m", "float32", exact=True)
+    except (OSError, JaxLlamaError) as error:
+        pytest.skip(f"no SmolLM2-135M: {error}")
+    folder, words = tmp_path / "smollm2", tmp_path / "words"
+    words.mkdir()
+    save_model(folder, lm.config, lm.params, lm.tokenizer.save(words))
+    found = folder, lm.config
+    for module in (test_finetune, test_rewards):
+        monkeypatch.setattr(module, "chat_model", lambda *_: found)
+    rates = {"sft": 1e-3, "dpo": 1e-5, "grpo": 2e-7}
+    return Base(*found, 128, rates, {"sft": 1, "dpo": 0.3, "grpo": 0.005})
+
+
 def options(folder, **more):
     """A trainer's arguments on a CPU; everything but the loss is ours."""
     return {
@@ -54,13 +94,12 @@ def options(folder, **more):
     }
 
 
-def parts_of(folder):
+def parts_of(base):
     """(torch's model, its tokenizer)."""
     import transformers
 
-    model, _ = chat_model(folder)
-    net = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="float32")
-    words = transformers.AutoTokenizer.from_pretrained(model)
+    net = transformers.AutoModelForCausalLM.from_pretrained(base.folder, dtype="float32")
+    words = transformers.AutoTokenizer.from_pretrained(base.folder)
     words.pad_token = words.convert_ids_to_tokens(PAD)
     return net, words
 
@@ -93,16 +132,16 @@ def compared(got, want, least):
     np.testing.assert_allclose(got, want, rtol=1e-3)
 
 
-def test_sft_with_lora(torch, tmp_path):
+def test_sft_with_lora(torch, base, tmp_path):
     from peft import PeftModel
     from trl import SFTConfig, SFTTrainer
 
     from tests.helpers.training_torch import rule_of, torch_step
 
-    config = chat_config(tmp_path, steps=STEPS, learning_rate=5e-3)
-    _, cfg = chat_model(tmp_path)
+    config = chat_config(tmp_path, steps=STEPS, learning_rate=base.rates["sft"])
+    cfg = base.cfg
     save(tmp_path / "first", cfg, config.lora, first_adapters(cfg, config.lora, 0), None)
-    net, words = parts_of(tmp_path)
+    net, words = parts_of(base)
     net = PeftModel.from_pretrained(net, tmp_path / "first", is_trainable=True)
     trainer = SFTTrainer(
         net,
@@ -125,31 +164,30 @@ def test_sft_with_lora(torch, tmp_path):
         value = trainer.compute_loss(trainer.model, inputs)
         want.append(torch_step(trainer.model, rule, config, step, value))
     got = [row["loss"] for row in train(config, tmp_path / "run").metrics]
-    compared(got, want, 2)
+    compared(got, want, base.falls["sft"])
 
 
-def test_dpo(torch, tmp_path):
+def test_dpo(torch, base, tmp_path):
     from trl import DPOConfig, DPOTrainer
     from trl.trainer.dpo_trainer import DataCollatorForPreference
 
     from tests.helpers.training_torch import rule_of, torch_step
 
-    model, _ = chat_model(tmp_path)
     config = train_config_from_dict(
         {
             "steps": STEPS,
             "batch_size": 2,
-            "sequence_length": 64,
-            "learning_rate": 1e-3,
-            "init_from": str(model),
+            "sequence_length": base.length,
+            "learning_rate": base.rates["dpo"],
+            "init_from": str(base.folder),
             "optimizer": {"warmup_steps": 5, "weight_decay": 0.01},
             "objective": {"kind": "dpo", "beta": 0.1},
             "data": {"conversations": str(pairs_file(tmp_path, "dpo")), "packing": False},
         },
         "dpo.toml",
     )
-    net, words = parts_of(tmp_path)
-    reference, _ = parts_of(tmp_path)
+    net, words = parts_of(base)
+    reference, _ = parts_of(base)
     trainer = DPOTrainer(
         net,
         reference,
@@ -167,7 +205,7 @@ def test_dpo(torch, tmp_path):
         value = trainer._compute_loss(trainer.model, collate(examples), False)
         want.append(torch_step(trainer.model, rule, config, step, value))
     got = [row["loss"] for row in train(config, tmp_path / "run").metrics]
-    compared(got, want, 0.3)
+    compared(got, want, base.falls["dpo"])
 
 
 def given_rollouts(rng, rows=8):
@@ -179,19 +217,19 @@ def given_rollouts(rng, rows=8):
     return pairs, rng.normal(size=rows).astype(np.float32), rng.normal(0, 0.1, (rows, 64))
 
 
-def test_grpo_on_given_rollouts(torch, tmp_path):
+def test_grpo_on_given_rollouts(torch, base, tmp_path):
     from trl import GRPOConfig, GRPOTrainer
 
     from tests.helpers.training_torch import rule_of, torch_step
 
     goal = {"kind": "grpo", "beta": 0.04, "clip": 0.2}
     # Clipping is a step in the gradient; AdamW makes steps of rounding where gradients vanish.
-    slow = {"learning_rate": 2e-4, "optimizer": {"eps": 1e-6, "weight_decay": 0.0}}
+    slow = {"learning_rate": base.rates["grpo"], "optimizer": {"eps": 1e-6, "weight_decay": 0.0}}
     config = rewards_config(tmp_path, steps=STEPS, objective=goal, **slow)
     setup, params, _ = begin(config, PromptFile.open(config))
     first = jax.tree.map(jnp.copy, params)
     state = init_state(setup, params)
-    net, words = parts_of(tmp_path)
+    net, words = parts_of(base)
     arguments = options(tmp_path, per_device_train_batch_size=8, max_completion_length=8)
     trainer = GRPOTrainer(
         net,
@@ -243,4 +281,4 @@ def test_grpo_on_given_rollouts(torch, tmp_path):
         weights = np.asarray(change) * np.float32(-change.size)
         batch = Batch(tokens.reshape(2, 4, 65), None, weights.reshape(2, 4, 64))
         state, _ = update(setup, state, None, batch)
-    compared(got, want, 0.1)
+    compared(got, want, base.falls["grpo"])

@@ -194,7 +194,9 @@ def text_config(config: JsonMapping) -> JsonMapping:
     if not isinstance(text, Mapping) or text.get("model_type") not in FAMILIES:
         return config
     around = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")
-    return {**{key: config[key] for key in around if key in config}, **text}
+    found = {**{key: config[key] for key in around if key in config}, **text}
+    # transformers ties by the outer value; weights with a head of their own untie it.
+    return found | ({"tie_word_embeddings": True} if config.get("tie_word_embeddings") else {})
 
 
 def _same(read: JsonReader, key: str, default: Any) -> Any:
@@ -465,9 +467,10 @@ def _window(family: Family, read: JsonReader, n_layers: int) -> tuple[int | None
         first = read.natural("max_window_layers", 28) if window and family.window == "use" else 0
         pattern = family.window if callable(family.window) else lambda i, _: i >= first
         types = [_LAYER_TYPES[bool(window and pattern(i, read))] for i in range(n_layers)]
+    known = (*_LAYER_TYPES, *("linear_attention",) * ("layer_types" in family.keys))
     ok = isinstance(types, list) and len(types) == n_layers
-    if not ok or not all(entry in _LAYER_TYPES for entry in types):
-        raise read.error("layer_types", f"must be {n_layers} entries of {_LAYER_TYPES}")
+    if not ok or not all(entry in known for entry in types):
+        raise read.error("layer_types", f"must be {n_layers} entries of {known}")
     layers = tuple(index for index, entry in enumerate(types) if entry == "sliding_attention")
     if layers and window is None:
         raise read.error("layer_types", "'sliding_attention' without a sliding_window")

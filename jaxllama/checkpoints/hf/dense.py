@@ -21,6 +21,8 @@ from jaxllama.checkpoints.hf.family import (
     granite,
     granite_to_hf,
     head_scale,
+    minicpm,
+    minicpm_to_hf,
 )
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ModelConfig
@@ -177,6 +179,20 @@ FAMILIES: dict[str, Family] = {
         },
         same=(*BIAS, *MLP_BIAS),
         facts={"gated_mlp": False},
+    ),
+    "minicpm": Family(
+        ("MiniCPMForCausalLM",),
+        defaults={
+            "tie_word_embeddings": True,
+            "scale_emb": 1,
+            "scale_depth": 1,
+            "dim_model_base": 1,
+        },
+        keys=("mup_denominator",),
+        same=BIAS,
+        fields=minicpm,
+        to_hf=minicpm_to_hf,
+        fixed={"sparse_config": (None,)},  # attention to chosen blocks (InfLLM)
     ),
     "nemotron": Family(
         ("NemotronForCausalLM",),

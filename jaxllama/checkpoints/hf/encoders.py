@@ -44,7 +44,6 @@ _FIXED: Mapping[str, tuple[object, ...]] = {
     "add_cross_attention": (False, None),
     "is_encoder_decoder": (False, None),
     "position_embedding_type": ("absolute", None),
-    "tie_word_embeddings": (True, None),
 }
 # Options of training and of classifiers.
 _INERT = (
@@ -75,9 +74,6 @@ def _decoder(read: JsonReader) -> None:
 
 def _bert(read: JsonReader) -> Fields:
     _decoder(read)
-    width = read.size("hidden_size")
-    if read.config.get("embedding_size") is not None and read.size("embedding_size") != width:
-        raise read.error("embedding_size", f"must be hidden_size ({width})")
     return {"token_types": read.size("type_vocab_size")}
 
 
@@ -103,8 +99,31 @@ def _roberta_to_hf(cfg: ModelConfig) -> Fields:
     }
 
 
+def _sized(read: JsonReader) -> Fields:
+    """Return the fields of a file with ``embedding_size``, which is the head's width, too."""
+    width, layers = read.size("embedding_size", read.size("hidden_size")), read.size("hidden_size")
+    own = None if width == layers else width
+    return {**_bert(read), "embed_width": own, "head_width": own}
+
+
 def _sized_to_hf(cfg: ModelConfig) -> Fields:
-    return {**_bert_to_hf(cfg), "embedding_size": cfg.d_model}
+    return {**_bert_to_hf(cfg), "embedding_size": cfg.embed_width or cfg.d_model}
+
+
+def _rembert(read: JsonReader) -> Fields:
+    return {
+        **_bert(read),
+        "embed_width": read.size("input_embedding_size", 256),
+        "head_width": read.size("output_embedding_size", 1664),
+    }
+
+
+def _rembert_to_hf(cfg: ModelConfig) -> Fields:
+    return {
+        **_bert_to_hf(cfg),
+        "input_embedding_size": cfg.embed_width or cfg.d_model,
+        "output_embedding_size": cfg.head_width or cfg.d_model,
+    }
 
 
 def _generation(read: JsonReader) -> Fields:
@@ -163,6 +182,7 @@ FAMILIES: dict[str, Family] = {
         _BERT,
         architectures=("ElectraForCausalLM",),
         defaults={**_DEFAULTS, "embedding_size": 128},
+        fields=_sized,
         to_hf=_sized_to_hf,
         fixed={**_FIXED, "hidden_act": ("gelu", None)},
     ),
@@ -170,12 +190,28 @@ FAMILIES: dict[str, Family] = {
         _BERT,
         architectures=("RoFormerForCausalLM",),
         defaults={**_DEFAULTS, "max_position_embeddings": 1536},
+        fields=_sized,
         to_hf=_sized_to_hf,
         fixed={**_FIXED, "rotary_value": (False, None), "rope_theta": (10000.0, None)},
         facts={**_LINE, **_BEHIND},
         stored={"interleaved": True},
         is_nope=None,
         unused_endings=(".embed_positions.weight",),
+    ),
+    "rembert": dataclasses.replace(
+        _BERT,
+        architectures=("RemBertForCausalLM",),
+        defaults={
+            **_DEFAULTS,
+            "bos_token_id": 312,
+            "eos_token_id": 313,
+            "tie_word_embeddings": False,
+        },
+        keys=(*_INERT, "input_embedding_size", "output_embedding_size", "classifier_dropout_prob"),
+        fields=_rembert,
+        to_hf=_rembert_to_hf,
+        fixed={**_FIXED, "tie_word_embeddings": (False, None)},
+        unused=("rembert.pooler.",),
     ),
     "bert-generation": dataclasses.replace(
         _BERT,
@@ -244,7 +280,6 @@ FAMILIES: dict[str, Family] = {
         ),
         fields=_modernbert,
         to_hf=lambda cfg: {"classifier_activation": _hf_activation(cfg), "pad_token_id": 0},
-        fixed={"tie_word_embeddings": (True, None)},
         facts={"norm": "layer", "embed_norm": True, "first_norm": False, "head_transform": True},
         eps="norm_eps",
         activation="hidden_activation",

@@ -941,6 +941,7 @@ FAMILIES: dict[str, Family] = {
             ("bias", "o_bias", False),
             ("bias", "mlp_bias", False),
         ),
+        others={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
     ),
     **dense.FAMILIES,
     **encoders.FAMILIES,

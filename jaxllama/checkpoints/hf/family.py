@@ -136,3 +136,22 @@ def gemma(read: JsonReader) -> Fields:
 def gemma_to_hf(cfg: ModelConfig) -> Fields:
     """Return the key of Gemma's multiplier."""
     return {"query_pre_attn_scalar": round(cfg.head_dim / cfg.stored.query**2)}
+
+
+def minicpm(read: JsonReader) -> Fields:
+    """Return the multipliers of MiniCPM's embeddings, sublayers and logits."""
+    n, width = read.size("num_hidden_layers"), read.size("hidden_size")
+    return {
+        "stored.embed": read.number("scale_emb", 1.0),
+        "stored.residual": read.number("scale_depth", n**0.5) / n**0.5,
+        "stored.logits": read.size("dim_model_base", width) / width,
+    }
+
+
+def minicpm_to_hf(cfg: ModelConfig) -> Fields:
+    """Return the keys of MiniCPM's multipliers."""
+    return {
+        "scale_emb": cfg.stored.embed,
+        "scale_depth": cfg.stored.residual * cfg.n_layers**0.5,
+        "dim_model_base": round(cfg.stored.logits * cfg.d_model),
+    }

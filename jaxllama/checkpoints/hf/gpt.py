@@ -343,6 +343,21 @@ FAMILIES: dict[str, Family] = {
         names={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
         absent=(*_HEADS, "intermediate_size"),
     ),
+    "persimmon": Family(
+        ("PersimmonForCausalLM",),
+        defaults={
+            "hidden_act": "relu2",
+            "max_position_embeddings": 16384,
+            "layer_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+        },
+        keys=("qk_layernorm",),
+        fields=lambda read: {"qk_norm": "layer" if read.flag("qk_layernorm", True) else "none"},
+        to_hf=lambda cfg: {"qk_layernorm": cfg.qk_norm == "layer"},
+        facts={**_LINE, **_BIASES},
+        eps="layer_norm_eps",
+        absent=_HEADS,
+    ),
     "nanochat": Family(
         ("NanoChatForCausalLM",),
         defaults={"hidden_act": "relu2", "bos_token_id": 0, "eos_token_id": 1},

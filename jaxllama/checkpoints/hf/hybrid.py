@@ -1,12 +1,14 @@
-"""Families whose layers are of several kinds: OLMo Hybrid and LFM2.
+"""Families whose layers are of several kinds: OLMo Hybrid, Lara Mini and LFM2.
 
 ``hf.families`` adds ``FAMILIES`` to its own table.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
+from jaxllama.checkpoints.hf.experts import Mixture
 from jaxllama.checkpoints.hf.family import BIAS, Family, Fields
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import DeltaConfig, ModelConfig
@@ -64,6 +66,57 @@ def _olmo_hybrid_to_hf(cfg: ModelConfig) -> Fields:
     if len(cfg.nope_layers) == cfg.n_layers:
         keys["rope_parameters"] = {"rope_type": "default", "rope_theta": None}
     return keys
+
+
+_LARA_KINDS = ("linear_attention", "sliding_attention", "full_attention")
+_LARA_PATTERN = tuple(_LARA_KINDS[i] for i in (0, 1, 0, 2, 1))
+_LARA_EXPERTS = Mixture(128, 4, width=512, has_norm_key=True, shared=512)
+
+
+def _lara_types(read: JsonReader) -> Fields:
+    """Return the kinds of Lara Mini's layers, if a file leaves them out, and an expert's width."""
+    n = read.size("num_hidden_layers")
+    return {
+        "layer_types": [_LARA_PATTERN[i % 5] for i in range(n)],
+        "intermediate_size": read.size("moe_intermediate_size", 512),
+    }
+
+
+def _lara(read: JsonReader) -> Fields:
+    experts = _LARA_EXPERTS.fields(read)["experts"]
+    types = read.config["layer_types"]
+    return {
+        "layer_types": tuple("delta" if kind == _LARA_KINDS[0] else "attention" for kind in types),
+        "delta": DeltaConfig(
+            n_heads=read.size("linear_num_value_heads", 16),
+            n_k_heads=read.size("linear_num_key_heads", 8),
+            d_k=read.size("linear_key_head_dim", 128),
+            d_v=read.size("linear_value_head_dim", 128),
+            norm_eps=read.number("rms_norm_eps"),
+            conv_size=read.size("linear_conv_kernel_dim", 4),
+        ),
+        "experts": dataclasses.replace(experts, shared_gate=False),
+        "d_ff": experts.d_ff,
+    }
+
+
+def _lara_to_hf(cfg: ModelConfig) -> Fields:
+    delta = cfg.delta
+    if delta is None:
+        raise JaxLlamaError("delta = None: this family's layers have it")
+    kinds = [_LARA_KINDS[2 - (cfg.window_of(i) is not None)] for i in range(cfg.n_layers)]
+    return {
+        **_LARA_EXPERTS.to_hf(cfg),
+        "layer_types": [
+            _LARA_KINDS[0] if kind == "delta" else kinds[i]
+            for i, kind in enumerate(cfg.layer_types)
+        ],
+        "linear_num_value_heads": delta.n_heads,
+        "linear_num_key_heads": delta.n_k_heads,
+        "linear_key_head_dim": delta.d_k,
+        "linear_value_head_dim": delta.d_v,
+        "linear_conv_kernel_dim": delta.conv_size,
+    }
 
 
 def _inner_width(read: JsonReader) -> int:
@@ -136,6 +189,35 @@ FAMILIES: dict[str, Family] = {
         fixed={"linear_use_gate": (True, None)},
         facts={"qk_norm": "full"},
         is_nope=_has_no_theta,
+    ),
+    "lara_mini": Family(
+        ("LaraMiniForCausalLM",),
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "bos_token_id": None,
+            "eos_token_id": 151643,
+            "tie_word_embeddings": True,
+            "sliding_window": 512,
+        },
+        keys=(
+            "layer_types",
+            "linear_num_value_heads",
+            "linear_num_key_heads",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "linear_conv_kernel_dim",
+            *_LARA_EXPERTS.keys,
+        ),
+        same=BIAS,
+        fields=_lara,
+        to_hf=_lara_to_hf,
+        facts={"qk_norm": "head"},
+        window=lambda i, read: False,
+        is_nope=lambda i, read, slides: not slides,
+        derived=_lara_types,
+        absent=("intermediate_size",),
     ),
     "lfm2": Family(
         ("Lfm2ForCausalLM",),

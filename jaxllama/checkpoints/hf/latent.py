@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 
 from jaxllama.checkpoints.hf.experts import SigmoidMixture
-from jaxllama.checkpoints.hf.family import BIAS, Family, Fields
+from jaxllama.checkpoints.hf.family import BIAS, Family, Fields, minicpm, minicpm_to_hf
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import LatentConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
@@ -126,25 +126,6 @@ def _v2_to_hf(cfg: ModelConfig) -> Fields:
     has_groups = cfg.experts is not None and cfg.experts.n_groups > 1
     keys = {**latent_to_hf(cfg), **_V2_EXPERTS.to_hf(cfg), "topk_method": _METHODS[has_groups]}
     return {**keys, "norm_topk_prob": False}
-
-
-def _minicpm3(read: JsonReader) -> Fields:
-    n, width = read.size("num_hidden_layers"), read.size("hidden_size")
-    return {
-        **latent_fields(read),
-        "stored.embed": read.number("scale_emb", 12.0),
-        "stored.residual": read.number("scale_depth", n**0.5) / n**0.5,
-        "stored.logits": read.size("dim_model_base", width) / width,
-    }
-
-
-def _minicpm3_to_hf(cfg: ModelConfig) -> Fields:
-    return {
-        **latent_to_hf(cfg),
-        "scale_emb": cfg.stored.embed,
-        "scale_depth": cfg.stored.residual * cfg.n_layers**0.5,
-        "dim_model_base": round(cfg.stored.logits * cfg.d_model),
-    }
 
 
 def _value_width(read: JsonReader) -> Fields:
@@ -277,13 +258,14 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 32768,
             "rms_norm_eps": 1e-5,
             "tie_word_embeddings": True,
+            "scale_emb": 12,
             "scale_depth": 1.4,
             "dim_model_base": 256,
         },
-        keys=(*KEYS, "scale_emb"),
+        keys=KEYS,
         same=BIAS,
-        fields=_minicpm3,
-        to_hf=_minicpm3_to_hf,
+        fields=lambda read: {**latent_fields(read), **minicpm(read)},
+        to_hf=lambda cfg: {**latent_to_hf(cfg), **minicpm_to_hf(cfg)},
         fixed={"mlp_bias": (False, None)},
         turning=TURNING,
         derived=_value_width,

@@ -209,6 +209,7 @@ def load(
         cfg = found if cfg is None else check_preset(cfg, found)
         cfg = cfg.replace(mtp_layers=found.mtp_layers)
         table = param_table(cfg, files)
+        files = _in_pieces(files, table)
         leaves = packed.plan(directory, config, table, files)
         plain = {path: spec for path, spec in table.items() if path not in leaves}
         known = {name for leaf in leaves.values() for name in leaf.names}
@@ -271,6 +272,28 @@ def _text_tensors(directory: Path, config: JsonObject, stack: contextlib.ExitSta
                 for name, at in text.items()
             }
     raise JaxLlamaError(f"{directory}: no text decoder's embed_tokens.weight in its files")
+
+
+def _in_pieces(files: Tensors, table: dict[tensors.Path, Param]) -> Tensors:
+    """Return the tensors, with rows of them in their place where parameters read rows only."""
+    pieces: Tensors = {}
+    used: set[str] = set()
+    for source in (source for spec in table.values() for source in spec.sources):
+        piece = tensors.piece_of(source.name)
+        if piece is None or piece[0] not in files:
+            continue
+        (whole, first, total), rows = piece, source.stored_shape[0]
+        file, info = files[whole]
+        if info.shape[:1] != (total,):
+            raise file.error(
+                f"tensor {whole!r}: shape {list(info.shape)}, but the config wants {total} rows"
+            )
+        size = info.nbytes // total  # of a row
+        shape, offset = (rows, *info.shape[1:]), info.offset + first * size
+        entry = SafetensorsEntry(source.name, shape, info.dtype, offset, rows * size)
+        pieces[source.name] = file, entry
+        used.add(whole)
+    return {name: at for name, at in files.items() if name not in used} | pieces
 
 
 def _tied_if_headless(directory: Path, cfg: ModelConfig, files: Tensors) -> ModelConfig:

@@ -2,7 +2,8 @@
 
 ``REFUSED[model_type]`` is the reason, which the error of ``hf.config`` gives.  ``WRAPPERS`` are the
 types with image or audio input whose text decoder, a family of ``hf.families``, is read.  The guide
-shows both tables.  A test goes through every type of transformers: each is loaded or stands here.
+shows both tables.  A test goes through every type of transformers: each is loaded or stands here,
+as do some types of other libraries.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ WRAPPERS = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
+    "mistral3": "ministral3",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
@@ -18,7 +20,6 @@ _REASONS: dict[str, str] = {
     "the decoder of an encoder-decoder": """
         bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet
         """,
-    "an encoder with embeddings narrower than its layers": "rembert",
     "an encoder with embeddings of a character's shape and sound": "roc_bert",
     "an encoder with an adapter for each language": "xmod",
     "mixer: attention over random and sliding blocks": "big_bird",
@@ -42,6 +43,7 @@ _REASONS: dict[str, str] = {
         """,
     "mixer: a gated linear recurrence (RG-LRU)": "recurrent_gemma",
     "mixer: RWKV-4's time mixing": "rwkv",
+    "mixer: RWKV-7's time mixing, which writes by another key than it erases by": "rwkv7",
     "mixer: xLSTM": "xlstm",
     "mixer: lightning attention": "minimax",
     "mixer: differential attention": "diffllama",
@@ -64,9 +66,5 @@ _REASONS: dict[str, str] = {
     "mixer: byte patches and cross attention between them": "blt",
     "mixer: a loop over the layers": "hrm_text",
     "mixer: attention with relative position biases": "cpmant",
-    "norms: LayerNorm of each head of q and k": "persimmon",
-    "a mixture of experts with a router of its own": """
-        dbrx lara_mini
-        """,
 }
 REFUSED = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds.split()}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from jaxllama.checkpoints.hf.experts import Mixture, SigmoidMixture
 from jaxllama.checkpoints.hf.family import BIAS, Family, Fields, every
@@ -165,7 +166,86 @@ def _cohere_to_hf(cfg: ModelConfig) -> Fields:
     }
 
 
+def _part(read: JsonReader, key: str) -> JsonReader:
+    """Return the reader of an object within a config.json."""
+    own = read.config.get(key) or {}
+    if not isinstance(own, Mapping):
+        raise read.error(key, "must be an object")
+    return JsonReader({name: one for name, one in own.items() if one is not None}, f"{key}.")
+
+
+def _dbrx_sizes(read: JsonReader) -> Fields:
+    """Return what a file says in the parts of attention and experts."""
+    attention, feed = _part(read, "attn_config"), _part(read, "ffn_config")
+    return {
+        "num_key_value_heads": attention.size("kv_n_heads", 1),
+        "intermediate_size": feed.size("ffn_hidden_size", 3584),
+        "rope_theta": attention.number("rope_theta", 10000.0),
+    }
+
+
+def _dbrx(read: JsonReader) -> Fields:
+    attention, feed = _part(read, "attn_config"), _part(read, "ffn_config")
+    power = feed.number("moe_normalize_expert_weights", None)
+    if power not in (None, 1.0):
+        raise read.error("ffn_config", "moe_normalize_expert_weights must be 1 or null")
+    if (feed.config.get("ffn_act_fn") or {"name": "silu"}) != {"name": "silu"}:
+        raise read.error("ffn_config", "ffn_act_fn must be silu")
+    experts = ExpertsConfig(
+        n_experts=feed.size("moe_num_experts", 4),
+        n_active=feed.size("moe_top_k", 1),
+        d_ff=feed.size("ffn_hidden_size", 3584),
+        normalize=power is not None,
+    )
+    limit = attention.number("clip_qkv", None)
+    return {"experts": experts, "d_ff": experts.d_ff, "qkv_limit": limit}
+
+
+def _dbrx_to_hf(cfg: ModelConfig) -> Fields:
+    experts = cfg.experts
+    if experts is None:
+        raise JaxLlamaError("experts = None: this family's layers have them")
+    theta = cfg.rope.theta
+    return {
+        "rope_theta": theta,
+        "attn_config": {
+            "kv_n_heads": cfg.n_kv_heads,
+            "clip_qkv": cfg.qkv_limit,
+            "rope_theta": theta,
+        },
+        "ffn_config": {
+            "ffn_hidden_size": experts.d_ff,
+            "moe_num_experts": experts.n_experts,
+            "moe_top_k": experts.n_active,
+            "moe_normalize_expert_weights": 1.0 if experts.normalize else None,
+        },
+    }
+
+
 FAMILIES: dict[str, Family] = {
+    "dbrx": Family(
+        ("DbrxForCausalLM",),
+        defaults={
+            "rope_theta": None,
+            "layer_norm_eps": 1e-5,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        keys=("attn_config", "ffn_config", "output_router_logits", "resid_pdrop", "emb_pdrop"),
+        fields=_dbrx,
+        to_hf=_dbrx_to_hf,
+        fixed={"tie_word_embeddings": (False, None)},
+        facts={"norm": "layer"},
+        eps="layer_norm_eps",
+        names={
+            "hidden_size": "d_model",
+            "num_attention_heads": "n_heads",
+            "num_hidden_layers": "n_layers",
+            "max_position_embeddings": "max_seq_len",
+        },
+        derived=_dbrx_sizes,
+        absent=("num_key_value_heads", "head_dim", "intermediate_size", "hidden_act"),
+    ),
     "mellum": Family(
         ("MellumForCausalLM",),
         defaults={

@@ -9,6 +9,7 @@ temporary folder beside the target, and one rename moves it into place (``write_
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from jaxllama.checkpoints.hf.config import config_to_hf, generation_config
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import param as tensors
-from jaxllama.model.param import Param
+from jaxllama.model.param import Param, piece_of
 from jaxllama.model.params import param_table
 from jaxllama.progress import working
 from jaxllama.typing import JsonObject, Params, Tree
@@ -96,7 +97,7 @@ def save(
     JaxLlamaError
         Naming the path, the option that HF has no key for, or the quantized weight.
     """
-    units = [floats_unit(spec, value) for spec, value in _once(_leaves(cfg, params))]
+    units = _joined(floats_unit(spec, value) for spec, value in _once(_leaves(cfg, params)))
     dtype = np.dtype(params["embed"]["weight"].dtype)
     config = config_to_hf(cfg, dtype.name)
     documents = {"config.json": config, GENERATION: generation_config(cfg, sampling)}
@@ -224,6 +225,41 @@ def floats_unit(spec: Param, value: Tree) -> SaveUnit:
 
     entries = tuple((source.name, source.stored_shape, dtype) for source in spec.sources)
     return SaveUnit(entries, values)
+
+
+def _joined(units: Iterable[SaveUnit]) -> list[SaveUnit]:
+    """Return the units, those that hold rows of tensors as one unit of whole tensors.
+
+    Parameters that share a tensor are neighbours.
+    """
+    result: list[SaveUnit] = []
+
+    def holds_rows(unit: SaveUnit) -> bool:  # a constant has no tensors
+        return any(piece_of(name) is not None for name, *_ in unit.entries)
+
+    for is_piece, group in itertools.groupby(units, key=holds_rows):
+        alike = list(group)
+        result += [_whole(alike)] if is_piece else alike
+    return result
+
+
+def _whole(units: list[SaveUnit]) -> SaveUnit:
+    """Return the tensors whose rows the units hold."""
+    entries: dict[str, tuple[str, tuple[int, ...], np.dtype]] = {}
+    for name, shape, dtype in (entry for unit in units for entry in unit.entries):
+        whole, _, total = piece_of(name) or (name, 0, shape[0])
+        entries[whole] = whole, (total, *shape[1:]), dtype
+
+    def values() -> Iterator[np.ndarray]:
+        parts: dict[str, dict[int, np.ndarray]] = {name: {} for name in entries}
+        for unit in units:
+            for (name, *_), value in zip(unit.entries, unit.values(), strict=True):
+                whole, first, _ = piece_of(name) or (name, 0, 0)
+                parts[whole][first] = value
+        for by_row in parts.values():
+            yield np.concatenate([by_row[first] for first in sorted(by_row)])
+
+    return SaveUnit(tuple(entries.values()), values)
 
 
 def _write_shards(

@@ -15,6 +15,7 @@ Either gives the same array here.  This file imports no jax.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection
 from typing import TypeAlias
 
@@ -22,7 +23,17 @@ import numpy as np
 
 from jaxllama.config import ExpertsConfig, ModelConfig
 from jaxllama.model.names import Names
-from jaxllama.model.param import Param, Path, Stacked, TensorSource, fused, one, written
+from jaxllama.model.param import (
+    Param,
+    Path,
+    Stacked,
+    TensorSource,
+    fused,
+    one,
+    piece_name,
+    transposed,
+    written,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +49,7 @@ class ExpertNames:
     fused_bias: ending of the biases of fused tensors.
     is_apart: gate_up and down are tensors of all experts (GGUF), the gate's before the other's, or
     ``gate_up`` is one tensor with an expert's gate before its up.
+    in_rows: ``gate_up`` and ``down`` are matrices, with ``d_ff`` rows of each expert (DBRX).
     shared, shared_gate: prefix of the shared expert, and its gate.  shared_parts: the shared
     expert's own gate, up and down, where they are not a dense layer's.
     is_beside: the shared expert is beside ``prefix``, not behind it.
@@ -58,6 +70,7 @@ class ExpertNames:
     is_transposed: bool = False
     fused_bias: str = "_bias"
     is_apart: bool = False
+    in_rows: bool = False
     shared: str = "shared_expert."
     shared_parts: tuple[str, str, str] | None = None
     shared_gate: str = "shared_expert_gate"
@@ -172,6 +185,14 @@ def _experts(
             ],
             [TensorSource(f"{down}{own.fused_bias}", (n, d), residual)],
         )
+    elif own.in_rows:
+        of_name = [functools.partial(piece_name, f"{prefix}{name}") for name in (*own_up, own.down)]
+        starts, total, order = range(0, n * width, width), n * width, transposed(d)
+        weights = (
+            [TensorSource(name(at, total), (width, d)) for at in starts for name in of_name[:-1]],
+            [TensorSource(of_name[-1](at, total), (d, width), residual, **order) for at in starts],
+        )
+        biases = ([], [])
     else:
         experts = [f"{prefix}{own.expert.format(index)}" for index in range(n)]
         up = [f"{expert}{name}" for expert in experts for name in own_up]

@@ -35,9 +35,14 @@ def route(options: ExpertsConfig, x: jax.Array, router: Params) -> Routed:
 def route_by(options: ExpertsConfig, logits: jax.Array, router: Params) -> Routed:
     """Return ``route`` of tokens whose float32 logits ``[T, E]`` are known."""
     experts, weights = choose(options, logits, router.get("choice_bias"))
-    if "expert_scale" in router:
-        weights = weights * router["expert_scale"].astype(jnp.float32)[experts]
-    return experts, weights
+    return experts, with_factors(weights, experts, router)
+
+
+def with_factors(weights: jax.Array, experts: jax.Array, router: Params) -> jax.Array:
+    """Return the weights ``[T, k]`` times their experts' factors, if the router has any."""
+    if "expert_scale" not in router:
+        return weights
+    return weights * router["expert_scale"].astype(jnp.float32)[experts]
 
 
 def router_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
@@ -57,10 +62,9 @@ def router_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None
 
 
 def has_plain_softmax(options: ExpertsConfig, router: Params) -> bool:
-    """Whether the logits alone order the experts, and the weights are those of a softmax."""
+    """Whether the logits alone order the experts, and a softmax gives ``choose``'s weights."""
     is_grouped = options.n_active_groups != options.n_groups
-    has_more = "choice_bias" in router or "expert_scale" in router
-    return options.scores == "softmax" and not has_more and not is_grouped
+    return options.scores == "softmax" and "choice_bias" not in router and not is_grouped
 
 
 def choose(

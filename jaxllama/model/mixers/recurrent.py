@@ -7,6 +7,7 @@ the gated norm after it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -147,8 +148,18 @@ def _loop(
 def gated_norm(
     o: jax.Array, weight: jax.Array, eps: float, gate: jax.Array | None, activation: str = "silu"
 ) -> jax.Array:
-    """``rms_norm(o) * activation(gate)`` over the last axis, in float32 with one cast to o's dtype;
-    activation: "silu" or "sigmoid"."""
+    """Return ``rms_norm(o) * activation(gate)`` over the last axis, in o's dtype.
+
+    It is computed in float32 with one cast. A backward pass keeps o and gate as they are, and
+    computes the float32 arrays between them and the result again. activation: "silu" or "sigmoid".
+    """
+    return _gated_norm(o, weight, gate, eps, activation)
+
+
+@functools.partial(jax.checkpoint, static_argnums=(3, 4))
+def _gated_norm(
+    o: jax.Array, weight: jax.Array, gate: jax.Array | None, eps: float, activation: str
+) -> jax.Array:
     y = rms_norm(o, weight, eps, out_dtype=jnp.float32)
     if gate is not None:
         y = y * getattr(jax.nn, activation)(gate.astype(jnp.float32))

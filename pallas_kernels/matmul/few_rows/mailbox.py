@@ -11,7 +11,7 @@ bits, in every run.
 
 Why no word is lost: a device posts t + 2 after it has all of t + 1.  So everywhere the readers of
 slot t have ended by then, and product t + 2 may empty it.  Posts to the same slot come with t + 4,
-after all of t + 3, and a device posts t + 3 when its product t + 2 has ended.
+after all of t + 3.  A device posts t + 3 when its product t + 2 has ended.
 
 A table for each sum says where the slots are: int32 ``[1, peers + 2, 2]``, halves of addresses.
 The first ``peers`` are this device's place in the mailbox of each peer.  Then come its own

@@ -42,8 +42,8 @@ def word_pairs(scheme: FewRowsScheme, word: Value, bias: Value) -> list[Value]:
 def half_nibbles(word: Value, offset: Value) -> list[Value]:
     """The word's int4 codes less a zero as pairs of float16, exactly: nibbles i, i + 4.
 
-    Under the exponent of 1024 a nibble u = q + 8 is 1024 + u at bits 0 to 3, and 1024 + 16 u at
-    bits 4 to 7, which one multiply-add brings back.  offset: a pair of 8 + zero as integers.
+    Under the exponent of 1024 a nibble u = q + 8 is 1024 + u at bits 0 to 3.  At bits 4 to 7 it is
+    1024 + 16 u, which one multiply-add brings back.  offset: a pair of 8 + zero as integers.
     """
     low = p.add(offset, 0x64006400)
     high = p.add(p.mul(offset, 16), 0xD400D400)  # -(64 + 8 + zero)

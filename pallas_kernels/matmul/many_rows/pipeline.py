@@ -10,7 +10,7 @@ during the epilogue.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -157,15 +157,24 @@ def ring_next(at: jax.Array, by: int, stages: int) -> jax.Array:
     return jnp.where(at >= stages, at - stages, at)
 
 
-def feed(warpgroup: jax.Array, computing: int, copy_tiles: Callable[[], None]) -> None:
-    """Run a function in one warp of the last warpgroup.
+def feed(
+    warpgroup: jax.Array,
+    computing: int,
+    copy_tiles: Callable[[], None],
+    others: Sequence[Callable[[], None]] = (),
+) -> None:
+    """Run a function in the first warp of the last warpgroup, and ``others`` in the next warps.
 
     Each of the four warps would arrive on a slot's barrier for every copy.
     """
 
+    def of_warp(warp) -> None:
+        for i, run_warp in enumerate((copy_tiles, *others)):
+            pl.when(warp == i)(run_warp)
+
     def run() -> None:
         plgpu.set_max_registers(REGISTERS[computing][0], action="decrease")
-        plgpu.warp_map(lambda warp: pl.when(warp == 0)(copy_tiles))
+        plgpu.warp_map(of_warp)
 
     pl.when(warpgroup == computing)(run)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+from types import SimpleNamespace
 
 import hypothesis
 import jax
@@ -12,13 +14,16 @@ import pytest
 from hypothesis import strategies as st
 
 from pallas_kernels import QTensor, grouped_matmul, quantize
+from pallas_kernels import ptx as p
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.experts import blocks, many_pairs_plan, sort_kernel
+from pallas_kernels.experts import blocks, many_pairs_gather_program, many_pairs_plan, sort_kernel
 from pallas_kernels.experts import plan as planning
 from pallas_kernels.experts.gate import ClampedGate
-from pallas_kernels.experts.many_pairs_plan import TILES, GroupedTilePlan, tile_plan
+from pallas_kernels.experts.many_pairs_gather_program import GatherShape, RowGather
+from pallas_kernels.experts.many_pairs_plan import TILES, TOKEN_TILES, GroupedTilePlan, tile_plan
 from pallas_kernels.experts.op import GroupedStatic, grouped_matmul_reference, planned
 from pallas_kernels.formats import FORMATS
+from pallas_kernels.launch import launch
 from pallas_kernels.qtensor import tree_bytes
 from tests.helpers.matmul_cases import activations, newest
 from tests.helpers.warp_emulator import emulated
@@ -88,6 +93,25 @@ def test_the_sort_s_code_on_numpy(n_experts, n_pairs, size) -> None:
     check_parts(found, experts, n_experts, size)
 
 
+@newest
+def test_a_cluster_s_sort_on_numpy(monkeypatch) -> None:
+    """Four blocks of 128 threads, which have up to two pairs each."""
+    for name, value in {"THREADS": 128, "BLOCKS": 4, "LONE": 128}.items():
+        monkeypatch.setattr(sort_kernel, name, value)
+    experts = np.random.default_rng(0).integers(0, 10, 700).astype(np.int32)
+    with emulated(sort_kernel):
+        found = sort_kernel.parts_of_pairs(jnp.asarray(experts), 9, 64)
+    check_parts(found, experts, 9, 64)
+
+
+@newest
+def test_the_sort_clamps_experts_on_numpy() -> None:
+    experts = np.random.default_rng(0).integers(-3, 9, 40).astype(np.int32)
+    with emulated(sort_kernel):
+        found = sort_kernel.parts_of_pairs(jnp.asarray(experts), 5, 4, partial=False)
+    check_parts(found, experts.clip(0, 4), 5, 4)
+
+
 def check_parts(found, experts, n_experts: int, size: int) -> None:
     order, work = np.asarray(found.order), np.asarray(found.work)
     want = parts(experts, n_experts, size)
@@ -102,12 +126,69 @@ def check_parts(found, experts, n_experts: int, size: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "n_experts,n_pairs,size", [(32, 2048, 128), (128, 512, 16), (512, 8192, 64), (1, 1, 16)]
+    "n_experts,n_pairs,size",
+    [(32, 2048, 128), (128, 512, 16), (512, 8192, 64), (1, 1, 16), (128, 65536, 128)],
 )
 def test_the_sort_on_the_gpu(n_experts, n_pairs, size) -> None:
     experts = np.random.default_rng(0).integers(0, n_experts + 1, n_pairs).astype(np.int32)
     sort = jax.jit(sort_kernel.parts_of_pairs, static_argnums=(1, 2))
     check_parts(sort(jnp.asarray(experts), n_experts, size), experts, n_experts, size)
+
+
+# --- rows of x into the ring ---
+
+
+def gathered(parts_of, pair: int, x, pairs, fan: int, tokens: int, stages: int) -> np.ndarray:
+    """The slots ``[stages, tokens, 8, 8]`` of one of two blocks that share parts; no slot is read
+    before all are full."""
+    k = x.shape[1]
+    work = jnp.asarray([[len(parts_of), 0, 0, 0]] + [[0, *part, 0] for part in parts_of], jnp.int32)
+    how = GatherShape(fan, 2 * k, k // 64, 1, 1, tokens, (16, 32), shared=True)
+    sizes = {"slots": stages * tokens * 32, "barriers": 6 * stages}
+
+    def body(gmem, smem) -> None:
+        gather = RowGather(smem.barriers, stages, 1)
+        gather.start()
+        place = [SimpleNamespace(registers=SimpleNamespace(flat=[p.ci(i)])) for i in (0, pair)]
+        refs = gmem.x, gmem.pairs, gmem.work, smem.slots, smem.barriers
+        thread = p.register("tid.x")
+        for warp in range(2):
+            copy = functools.partial(gather.emit_copies, how, warp, None, *refs, *place)
+            p.when(p.equal(p.shift_right(thread, 5), warp), copy)
+        for i in range(sizes["slots"] // 128):
+            at = p.mul(p.add(thread, 128 * i), 4)
+            word = p.load_shared(p.add(p.shared_address(smem.slots), at), 1)
+            p.store_global(p.offset(p.address(gmem.out), at), word)
+
+    operands = {"x": x, "pairs": pairs, "work": work}
+    out = {"out": jax.ShapeDtypeStruct((stages, tokens, 8, 8), jnp.bfloat16)}
+    with emulated(many_pairs_gather_program, sys.modules[__name__]):
+        (found,) = launch(
+            body, operands, out, name="gather", grid=1, registers=True, scratch=sizes, warpgroups=1
+        )
+    return np.asarray(found)
+
+
+@newest
+def test_the_gather_s_code_on_numpy() -> None:
+    """Rows of three parts, swizzled.  Of up to 32 pairs a block has up to 16, else up to 32; the
+    second may have none, and its slot is as it was.  Behind the last row is that row again."""
+    tokens, fan, steps, stages = 32, 2, 2, 6
+    x = activations((40, 64 * steps), jnp.bfloat16)
+    pairs = jnp.asarray(np.random.default_rng(0).permutation(80), jnp.int32)
+    parts_of, halves = [(0, 14), (14, 38), (38, 80)], [16, 16, 32]
+    chunk = np.arange(8)
+    for pair in range(2):
+        found = gathered(parts_of, pair, x, pairs, fan, tokens, stages)
+        for part, ((first, end), half) in enumerate(zip(parts_of, halves, strict=True)):
+            first += pair * half
+            count = min(first + half, end) - first
+            row = np.arange(max(0, -(-count // 16) * 16))
+            rows = np.asarray(pairs)[np.minimum(first + row, first + count - 1)] // fan
+            for j in range(steps):
+                want = np.asarray(x)[rows, 64 * j : 64 * (j + 1)].reshape(-1, 8, 8)
+                got = found[steps * part + j, row[:, None], chunk ^ row[:, None] % 8]
+                np.testing.assert_array_equal(got, want)
 
 
 # --- plans ---
@@ -199,7 +280,7 @@ def test_lowers_for_cuda(scheme, gate) -> None:
 CASES = [
     (scheme, list(GATES)[(i + j) % len(GATES)], tile)
     for i, scheme in enumerate(SCHEMES)
-    for j, (tile, _) in enumerate(TILES)
+    for j, (tile, _) in enumerate((*TILES, *(TOKEN_TILES if scheme == "bfloat16" else ())))
 ]
 
 
@@ -208,7 +289,7 @@ CASES = [
 def test_values_on_the_gpu(scheme, gate, tile) -> None:
     """Ragged experts, one without pairs, rows of w that fill no tile; with and without a bias."""
     gated, n, k = GATES[gate], 320, 768
-    x, w, experts, bias = operands(scheme, n, k, tokens=150)
+    x, w, experts, bias = operands(scheme, n, k, tokens=350)  # 284, 144 and 128 pairs
     tile = fitted(tile, w, gated)
     if tile.stages < 3:
         pytest.skip("no room for three stages: no plan has this tile")

@@ -215,3 +215,13 @@ def test_the_shortest_predicted_time_is_chosen():
             assert f"XLA's form is predicted to take {xla:.1f} us" in found.text
         kernels.add(best.kernel if found is best else "xla")
     assert len(kernels) == 5
+
+
+@pytest.mark.parametrize(
+    ("rows", "width"), [(2048, 16), (8192, 16), (5632, 11), (11264, 11), (25 * 256, 16)]
+)
+def test_an_fp8_snake_s_parts_are_equally_wide_where_they_can_be(rows, width):
+    tile = many_rows.pair_tile(rows, 2048, 8192, jnp.float8_e4m3fn)
+    tiles = rows // (tile.m * tile.cluster)
+    assert tile.width == width
+    assert tiles <= 16 or tiles % width == 0 or tiles == 25

@@ -20,6 +20,7 @@ from pallas_kernels.dispatch import named_plan
 from pallas_kernels.rows import kernel, one_row
 from pallas_kernels.rows import plan as planning
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
+from pallas_kernels.rows.swiglu import gelu_tanh
 from tests.helpers import warp_emulator
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import pairwise
@@ -264,12 +265,16 @@ def test_any_plan_fits_and_has_every_column():
             assert of_an_sm * plan.threads <= 2048
 
 
-def test_a_given_scale_without_a_norm_is_left_to_xla():
-    x = shaped((1500, 8192), jnp.bfloat16)
-    found = planning.plan("gate", x, "int8", given=True)
-    assert "no GPU has run this form" in found.text and found.plan.ring
-    assert isinstance(planning.plan("copy", x, "int8", given=True).plan, planning.RowsPlan)
-    assert isinstance(planning.plan("norm", x, "int8", x, given=True), planning.RowsPlan)
+def test_a_given_scale_leaves_a_thread_of_a_gate_two_chunks():
+    for rows, ring in ((1500, True), (512, False)):
+        x = shaped((rows, 28672), jnp.bfloat16)
+        found = planning.plan("gate", x, "int8", given=True)
+        assert (found.ring > 0) == ring and (ring or found.threads == 896)
+    assert planning.plan("gate", x, "int8").threads == 256
+    for rows in (1, 33, 64):
+        found = planning.plan("gate", shaped((rows, 28672), jnp.bfloat16), "int8", given=True)
+        assert f"XLA is as fast for {rows} rows" in found.text
+    assert isinstance(planning.plan("copy", x, "int8", given=True), planning.RowsPlan)
 
 
 def test_narrow_rows_are_left_to_xla():
@@ -445,3 +450,11 @@ def test_a_given_scale_on_the_gpu(call, words, rows, width):
         got, want = got[0], want[0]
     steps, codes = np.abs(wide(got.q) - wide(want.q)), np.abs(wide(want.q))
     assert (steps > 0).mean() < 0.005 and (steps <= codes / 7 + 1).all()
+
+
+def test_gelu_keeps_its_digits_where_it_is_near_zero():
+    x = np.linspace(-4.5, 4.5, 91, dtype=np.float32)
+    wide = x.astype(np.float64)
+    u = np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)
+    got = jax.jit(gelu_tanh)(x)
+    np.testing.assert_allclose(got, 0.5 * wide * (1 + np.tanh(u)), rtol=4e-6)

@@ -55,13 +55,15 @@ def attend(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     segments: jax.Array | None = None,
+    begins: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of ``q[B, T, N, H]`` over ``k, v[B, T, K, H]``, all at ``positions``, which
     count up by one.  sinks: as ``decode_attention`` takes them.  segments: int32 ``[B, T]`` of
-    packed rows, whose tokens see their own segment; ``positions`` are not read then."""
+    packed rows, whose tokens see their own segment; ``positions`` are not read then.  begins: int32
+    ``[B, M]``, where these segments begin, then -1, if that is known."""
     if segments is not None:
         if has_cudnn(q) and softcap is None and sinks is None:
-            return causal(q, k, v, window, segments=segments)
+            return causal(q, k, v, window, segments=segments, begins=begins)
         place = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32), segments.shape)
         return _attend_in_blocks((window, softcap, None), q, k, v, place, sinks, segments)
     if has_cudnn(q) and softcap is None:

@@ -112,7 +112,7 @@ def table(
         own_names = {"q_norm": names.q_norm, "k_norm": names.k_norm}
         norms = (("q_norm", q, stored.query), ("k_norm", kv, 1.0))
         for name, width, scale in norms[: 1 if cfg.kv_role == "borrowed" else 2]:
-            width = h if cfg.qk_norm == "head" else width
+            width = width if cfg.qk_norm == "full" else h
             if not cfg.norm_weight:
                 table[name, "weight"] = Param((), (width,), mean=scale, std=0.0)
                 continue
@@ -121,9 +121,11 @@ def table(
                 "offset": scale * stored.norm_offset,
                 "turned": turned(width // h) if moves else None,
             }
-            table[name, "weight"] = one(
-                f"{prefix}{own_names[name]}.weight", width, mean=1.0, std=0.0, fold=fold
-            )
+            source = f"{prefix}{own_names[name]}"
+            table[name, "weight"] = one(f"{source}.weight", width, mean=1.0, std=0.0, fold=fold)
+            if cfg.qk_norm == "layer":
+                fold = {**fold, "offset": 0.0}
+                table[name, "bias"] = one(f"{source}.bias", width, std=0.0, fold=fold)
     if cfg.attn_sinks:
         table["sinks", "weight"] = one(f"{prefix}{names.sinks}", cfg.n_heads, is_float32=True)
     if cfg.inner_norms:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxllama.config import ModelConfig
 from jaxllama.model.mixers.common import Heads, Sites
 from jaxllama.model.names import Names
-from jaxllama.model.param import Grouped, Param, Path, TensorSource, Tiled, one, rows
+from jaxllama.model.param import Grouped, Param, Path, TensorSource, Tiled, one, piece_name, rows
 from jaxllama.typing import Options
 
 KEEPS_TOKENS = False
@@ -34,6 +34,7 @@ class DeltaNames:
     tiled: the value heads are counted across the key heads first.
     flat_conv: the convolutions are a matrix.
     is_rate: the tensor of A_log has -exp(A_log).
+    is_joined: the tensor of ``inputs`` has that of ``gates`` behind it.
     """
 
     mixer: str = "linear_attn."
@@ -50,6 +51,7 @@ class DeltaNames:
     tiled: bool = False
     flat_conv: bool = False
     is_rate: bool = False
+    is_joined: bool = False
 
 
 FLA = DeltaNames(
@@ -100,6 +102,14 @@ def table(
     inputs = (key, key, value, value) if delta.gate == "full" else (key, key, value)
     table = {("qkvz", "weight"): fused(own.inputs, inputs, d)}
     table["ba", "weight"] = fused(own.gates, ((heads, 1),) * (1 + (delta.decay == "head")), d)
+    if own.is_joined:
+        first, total = 0, sum(table[name, "weight"].shape[0] for name in ("qkvz", "ba"))
+        for name in ("qkvz", "ba"):
+            whole = f"{prefix}{own.inputs[0][0]}.weight"
+            table[name, "weight"] = one(
+                piece_name(whole, first, total), *table[name, "weight"].shape
+            )
+            first += table[name, "weight"].shape[0]
     if delta.conv_size:
         between = () if own.flat_conv else (1,)
         conv = fused(own.conv, (key, key, value), *between, delta.conv_size)

@@ -1,0 +1,235 @@
+"""The rows of x that a tile of many pairs reads, gathered into the ring's slots.
+
+A part's pairs lie in the table ``pairs``, and pair p reads row p // fan of x.  Two warps copy the
+rows, 16 bytes a lane and copy (cp.async), to where wgmma's swizzle of 128 bytes has them:
+
+    two warps   8 lanes have 128 bytes of a row, so both copy 8 rows at once | an arrival on
+                ``copied`` that happens when a slot's copies are there
+    a third     the weight's copy | ``copied`` | fence: copies are the generic proxy's, wgmma the
+                asynchronous | ``ready``
+    readers     ``ready`` | wgmma | a lane of each warp arrives on ``empty``
+
+So no sorted copy of x is written to device memory, and none is read.  Readers wait for one barrier,
+and need no fence.  Rows behind the part's last are its last row again.  Mosaic's barriers cannot be
+passed to inline code, so these are words of shared memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import ptx as p
+from pallas_kernels.jax_internals import arith
+from pallas_kernels.launch import Views
+from pallas_kernels.matmul.many_rows import pipeline
+from pallas_kernels.matmul.many_rows.plan import BLOCK_K
+from pallas_kernels.ptx import Value
+
+WARPS = 2
+SLOT_BYTES = 2 * BLOCK_K  # of a row in a slot
+_SPLAT, _SCALAR = plgpu.Layout.WG_SPLAT((128,)), plgpu.Layout.WG_SPLAT(())
+_AT_ONCE = 8  # rows that both warps copy together
+
+
+def rows_of_slots(stages: int, tokens: int) -> Views:
+    """Shared memory of the rows: wgmma's ``tiles``, and ``bytes``."""
+    shape = stages, tokens, BLOCK_K
+    tiles = plgpu.SMEM(shape, jnp.bfloat16, transforms=pipeline.tiled(jnp.bfloat16, SLOT_BYTES))
+    return Views(tiles=tiles, bytes=plgpu.SMEM((stages, tokens, SLOT_BYTES), jnp.int8))
+
+
+def barriers_of_slots(stages: int):
+    """Shared memory of the barriers ``[3, stages, 2]``, 8 bytes each: copied, ready and empty."""
+    return plgpu.SMEM((3, stages, 2), jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherShape:
+    """What the copying warps need to know of a block's tiles.
+
+    fan: pairs of a row of x.  pitch: bytes of a row.  steps: slots of a tile.  columns: tiles of a
+    part.  n_clusters: clusters that share the tiles.  tokens: rows of a slot.  widths: how many of
+    them are read, the least that has a block's.  shared: whether two blocks share a part
+    (``half_of``).
+    """
+
+    fan: int
+    pitch: int
+    steps: int
+    columns: int
+    n_clusters: int
+    tokens: int
+    widths: tuple[int, ...]
+    shared: bool = False
+
+
+def half_of(count, tokens: int):
+    """Rows that the first of two blocks has of a part of ``count``: each one or two warpgroups'."""
+    return jnp.where(count <= tokens, tokens // 2, tokens)
+
+
+class RowGather:
+    """The barriers of the gathered rows, and the code of both sides.
+
+    ref: the memory that ``barriers_of_slots`` describes.  readers: warpgroups that read a slot.
+    """
+
+    def __init__(self, ref, stages: int, readers: int):
+        self.ref, self.stages, self.readers = ref, stages, readers
+
+    def start(self) -> None:
+        """By all threads of the block, before anything else."""
+
+        def emit(ctx, barriers) -> None:
+            del ctx
+
+            def initialise() -> None:
+                base = p.shared_address(barriers)
+                for i in range(self.stages):
+                    for kind, arrivals in enumerate((32 * WARPS, 1, 4 * self.readers)):
+                        p.barrier_init(p.add(base, 8 * (kind * self.stages + i)), arrivals)
+                p.barriers_ready()
+
+            p.when(p.equal(p.register("tid.x"), 0), initialise)
+            p.barrier()
+
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(emit)(self.ref)
+
+    # --- the warpgroups that multiply ---
+
+    def wait(self, at, load) -> None:
+        """Until the ring's load number ``load``, rows and weight, is in slot ``at``."""
+
+        def emit(ctx, barrier, parity) -> None:
+            del ctx
+            p.barrier_wait(p.shared_address(barrier), parity.registers.flat[0])
+
+        splat = plgpu.layout_cast(jnp.full((128,), self.parity(load), jnp.int32), _SPLAT)
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SPLAT))(emit)(self.ref.at[1, at], splat)
+
+    def parity(self, load):
+        """Of the phase in which load number ``load`` arrives."""
+        turn = lax.div(load, jnp.asarray(self.stages, load.dtype))
+        return lax.rem(turn, jnp.asarray(2, load.dtype))
+
+    def release(self, at) -> None:
+        """This warpgroup has read slot ``at``."""
+
+        def emit(ctx, barrier) -> None:
+            del ctx
+            at = p.shared_address(barrier)
+            is_first = p.equal(p.masked(p.register("tid.x"), 31), 0)
+            p.when(is_first, lambda: p.barrier_arrive(at))
+
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(emit)(self.ref.at[2, at])
+
+    # --- the warp that hands slots over ---
+
+    def hand_over(self, loads, full) -> None:
+        """Say of each of the ring's loads that it is there.  full: the barriers of the weight."""
+
+        def emit(ctx, copied, ready, parity) -> None:
+            del ctx
+            p.barrier_wait(p.shared_address(copied), parity.registers.flat[0])
+            p.ptx("fence.proxy.async.shared::cta;")
+            is_first = p.equal(p.masked(p.register("tid.x"), 31), 0)
+            at = p.shared_address(ready)
+            p.when(is_first, lambda: p.barrier_arrive(at))
+
+        types = plgpu.RefType(), plgpu.RefType(), _SCALAR
+
+        def step(load, at):
+            plgpu.barrier_wait(full.at[at])
+            parity = self.parity(load).astype(jnp.int32)
+            plgpu.inline_mgpu(arg_types=types)(emit)(self.ref.at[0, at], self.ref.at[1, at], parity)
+            return pipeline.ring_next(at, 1, self.stages)
+
+        lax.fori_loop(0, loads, step, jnp.asarray(0, jnp.int32))
+
+    # --- the warps that copy ---
+
+    def copy(self, gmem, slots, how: GatherShape, warp: int) -> None:
+        """Copy the rows of all of this block's tiles.  warp: this warp's place among ``WARPS``."""
+        refs = gmem.x, gmem.pairs, gmem.work, slots, self.ref
+        emit = functools.partial(self.emit_copies, how, warp)
+        types = (plgpu.RefType(),) * len(refs), (_SCALAR,) * 2
+        place = lax.axis_index("cluster"), lax.axis_index("pair")
+        plgpu.inline_mgpu(arg_types=(*types[0], *types[1]))(emit)(*refs, *place)
+
+    def emit_copies(
+        self, how: GatherShape, warp: int, ctx, x, pairs, work, slots, barriers, cluster, pair
+    ) -> None:
+        del ctx
+        cluster, pair = (one.registers.flat[0] for one in (cluster, pair))
+        lane = p.masked(p.register("tid.x"), 31)
+        row = p.add(p.shift_right(lane, 3), 4 * warp)  # of eight
+        chunk = p.masked(lane, 7)
+        source = p.offset(p.address(x), chunk, 16)
+        place = p.add(p.mul(row, SLOT_BYTES), p.mul(arith.xori(chunk, row), 16))
+        to = p.add(p.shared_address(slots), place)
+        copied = p.shared_address(barriers)
+        at_work, at_pairs = p.address(work), p.address(pairs)
+        (parts,) = p.load_global(at_work, 1)
+        total = p.mul(parts, how.columns)
+        last_tile = p.larger(arith.subi(total, p.ci(1)), p.ci(0))
+
+        def part_of(index: Value) -> list[Value]:
+            """The first pair of a tile's part, and their end."""
+            part = arith.divui(p.smaller(index, last_tile), p.ci(how.columns))
+            return p.load_global(p.offset(at_work, p.add(part, 1), 16), 4)[1:3]
+
+        def tile(index: Value, carry: Sequence[Value]) -> list[Value]:
+            *carry, first, end, next_first, next_end = carry
+            # The next tile's pairs come to L1 meanwhile, and the part behind it to registers.
+            line = p.smaller(p.add(next_first, p.mul(lane, 32)), p.add(next_end, -1))
+            p.prefetch_line(p.offset(at_pairs, line, 4))
+            following = [next_first, next_end, *part_of(p.add(index, 2 * how.n_clusters))]
+            if how.shared:
+                is_short = p.less(arith.subi(end, first), how.tokens + 1)
+                half = arith.select(is_short, p.ci(how.tokens // 2), p.ci(how.tokens))
+                first = p.add(first, arith.muli(pair, half))
+                end = p.smaller(p.add(first, half), end)
+            count, last = arith.subi(end, first), arith.subi(end, p.ci(1))
+            most = how.tokens // _AT_ONCE
+            places = [p.smaller(p.add(first, row, _AT_ONCE * i), last) for i in range(most)]
+            found = [p.load_global(p.offset(at_pairs, place, 4), 1)[0] for place in places]
+            rows = [f if how.fan == 1 else arith.divui(f, p.ci(how.fan)) for f in found]
+
+            def steps(n_rows: int) -> list[Value]:
+                def step(j: Value, carry: Sequence[Value]) -> list[Value]:
+                    slot, phase = carry
+                    barrier = p.add(copied, p.mul(slot, 8))
+                    empty = p.add(barrier, 16 * self.stages)
+                    p.barrier_wait(empty, arith.xori(phase, p.ci(1)))
+                    columns = p.offset(source, j, SLOT_BYTES)
+                    rows_at = p.add(to, p.mul(slot, how.tokens * SLOT_BYTES))
+                    for i in range(n_rows // _AT_ONCE):
+                        begin = p.offset_rows(columns, rows[i], how.pitch)
+                        p.copy_async(rows_at, begin, _AT_ONCE * SLOT_BYTES * i, line=True)
+                    p.copies_arrive(barrier)
+                    following = p.add(slot, 1)
+                    is_last = p.equal(following, self.stages)
+                    slot = arith.select(is_last, p.ci(0), following)
+                    return [slot, arith.select(is_last, arith.xori(phase, p.ci(1)), phase)]
+
+                return p.loop(0, how.steps, 1, carry, step)
+
+            result = list(carry)
+            widths = [0, *how.widths]
+            if how.shared:  # the second block may have none, and then keeps step with the first
+                none = p.at_most(count, p.ci(0))
+                result = p.choose(none, lambda: steps(0), result)
+            for below, width in itertools.pairwise(widths):
+                is_width = arith.andi(p.below(p.ci(below), count), p.at_most(count, p.ci(width)))
+                result = p.choose(is_width, lambda width=width: steps(width), result)
+            return [*result, *following]
+
+        parts = [v for i in range(2) for v in part_of(p.add(cluster, i * how.n_clusters))]
+        p.loop(cluster, total, how.n_clusters, [p.ci(0), p.ci(0), *parts], tile)

@@ -1,0 +1,170 @@
+"""The program of a block of the grouped product of many pairs where the weight is bfloat16.
+
+``TokenBlock`` differs from ``PairsBlock`` in who has what: no operand is in registers, so tokens
+are the M of wgmma and rows of w its N.  A tile then has twice as many sums, and a byte of a tile's
+operands is multiplied more often.
+
+    cluster      two blocks with tokens of one expert, which share (multicast) the rows of w
+    warpgroup    64 tokens, all of the tile's rows of w; one wgmma stays in flight
+    thread       rows of gate and the same of up, so the gate needs no exchange
+
+A part has up to 256 pairs.  Its first block has 64 or 128 of them (``half_of``), the second the
+rest.  A warpgroup without tokens does not multiply.  Rows behind a part's last are multiplied, and
+not stored.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import ptx as p
+from pallas_kernels.experts.many_pairs_gather_program import half_of
+from pallas_kernels.experts.many_pairs_program import PairsBlock
+from pallas_kernels.jax_internals import arith, llvm
+from pallas_kernels.matmul.many_rows.pipeline import REGISTERS, ring_next, ring_slot
+from pallas_kernels.matmul.many_rows.unpack import FragmentRows
+from pallas_kernels.ptx import Value
+
+_LAYOUT = plgpu.Layout.WGMMA
+_SPLAT = plgpu.Layout.WG_SPLAT((128,))
+_AT_ONCE = 4  # groups of eight results whose biases are loaded together
+
+
+class TokenBlock(PairsBlock):
+    """A block of which each warpgroup has 64 tokens."""
+
+    def n_warpgroups(self) -> int:
+        return self.tile.tokens // 64
+
+    def multiply(self) -> None:
+        plgpu.set_max_registers(REGISTERS[self.computing][1], action="increase")
+        TokenMultiplier(self).compute_tiles()
+
+    def tokens_of(self, part):
+        """The first of this block's tokens of a part, and their end; it may have none."""
+        first, end = self.gmem.work[part + 1, 1], self.gmem.work[part + 1, 2]
+        half = half_of(end - first, self.tile.tokens)
+        first += self.pair * half
+        return first, jnp.minimum(first + half, end)
+
+
+class TokenMultiplier:
+    """A warpgroup that multiplies 64 tokens by a tile's rows of w."""
+
+    def __init__(self, block: TokenBlock):
+        self.block, self.tile, self.smem, self.gmem = block, block.tile, block.smem, block.gmem
+        self.tokens = pl.ds(64 * block.warpgroup, 64)
+
+    def compute_tiles(self) -> None:
+        lax.fori_loop(0, self.block.tiles, self.compute_tile, None)
+
+    def compute_tile(self, t, _) -> None:
+        block = self.block
+        part, n0 = block.origin(t)
+        first, end = block.tokens_of(part)
+        first += 64 * block.warpgroup
+
+        def multiply() -> None:
+            ref = plgpu.ACC((64, self.tile.rows), jnp.float32)
+            sums = pl.run_scoped(functools.partial(self.sum_of_products, t), ref)
+            self.finish(part, n0, first, end, sums)
+
+        pl.when(first < end)(multiply)
+        pl.when(first >= end)(lambda: self.pass_by(t))
+
+    def await_slot(self, t, j, at) -> None:
+        self.block.gather.wait(at, t * self.block.steps + j)
+
+    def release_slot(self, at) -> None:
+        plgpu.barrier_arrive(self.block.barrier.empty.at[at])
+        self.block.gather.release(at)
+
+    def pass_by(self, t) -> None:
+        """Keep step with the others through a tile."""
+
+        def step(j, at):
+            self.await_slot(t, j, at)
+            self.release_slot(at)
+            return ring_next(at, 1, self.tile.stages)
+
+        first = ring_slot(t * self.block.steps, self.tile.stages)
+        lax.fori_loop(0, self.block.steps, step, first)
+
+    def sum_of_products(self, t, acc):
+        block, stages = self.block, self.tile.stages
+
+        def step(j, at):
+            self.await_slot(t, j, at)
+            x, w = self.smem.x.tiles.at[at, self.tokens], self.smem.w.tiles.at[at]
+            plgpu.wgmma(acc, x, w.transpose((1, 0)))
+            plgpu.wgmma_wait(1)
+            pl.when(j > 0)(lambda: self.release_slot(ring_next(at, stages - 1, stages)))
+            return ring_next(at, 1, stages)
+
+        end = lax.fori_loop(0, block.steps, step, ring_slot(t * block.steps, stages))
+        plgpu.wgmma_wait(0)
+        self.release_slot(ring_next(end, stages - 1, stages))
+        return plgpu.wgmma_accumulator_load(acc, wait_n=None)
+
+    def finish(self, part, n0, first, end, acc) -> None:
+        """Store the sums at their pairs.  n0: the first result; first, end: this warpgroup's
+        tokens, of which it has 64 at most."""
+        gmem = self.gmem
+        scalars = (n0, first, end)
+        splats = [plgpu.layout_cast(jnp.full((128,), v, jnp.int32), _SPLAT) for v in scalars]
+        biases = [] if gmem.bias is None else [gmem.bias]
+        refs = gmem.out, gmem.pairs, gmem.work.at[part + 1], *biases
+        types = (*(plgpu.RefType(),) * len(refs), *(_SPLAT,) * len(splats), _LAYOUT)
+        plgpu.inline_mgpu(arg_types=types)(self.stored)(*refs, *splats, acc)
+
+    def stored(self, ctx, out, pairs, part, *rest) -> None:
+        """The code of ``finish``: a thread's two tokens, by pairs of neighbouring results."""
+        del ctx
+        block, finish = self.block, self.block.finish
+        *biases, n0, first, end, acc = rest
+        n0, first, end = (v.registers.flat[0] for v in (n0, first, end))
+        (expert,) = p.load_global(p.address(part), 1)
+        row, _, quad = FragmentRows().place()
+        tokens = [p.add(first, row, 8 * h) for h in range(2)]
+        last, at = arith.subi(end, p.ci(1)), p.address(pairs)
+        places = [p.load_global(p.offset(at, p.smaller(t, last), 4), 1)[0] for t in tokens]
+        own = [p.below(t, end) for t in tokens]
+        flat, size = list(acc.registers.reshape(-1)), finish.bytes
+        sets = 1 + block.scheme.gated
+        eights = self.tile.rows // 8 // sets
+        pair = p.mul(quad, 2)
+        in_row = p.offset(p.address(out), p.add(n0, pair), size)
+        to = [p.offset(in_row, place, block.n_out * size) for place in places]
+        w_row = p.add(arith.muli(expert, p.ci(block.n)), pair)
+        at_bias = p.address(biases[0]) if biases else None
+
+        def biases_of(i: int) -> list[Sequence[Value]]:
+            """Those of gate and up of two neighbouring results."""
+            first = p.add(w_row, p.minimum(p.add(n0, 8 * i), block.n_out - 8))
+            rows = [p.add(first, s * block.n_out) for s in range(sets)]
+            return [p.load_global(p.offset(at_bias, r, 4), 2, kind="f32") for r in rows]
+
+        def store(i: int, of_pair: list[Sequence[Value]] | None) -> None:
+            for h in range(2):
+                results = []
+                for e in range(2):
+                    sums = [
+                        llvm.extractelement(flat[2 * (i + s * eights) + h], p.ci(e))
+                        for s in range(sets)
+                    ]
+                    added = None if of_pair is None else [both[e] for both in of_pair]
+                    results += finish.results(sums, None, added)
+                finish.store_two(to[h], results, own[h], 8 * i * size)
+
+        for c in range(0, eights, _AT_ONCE):
+            group = range(c, min(c + _AT_ONCE, eights))
+            held = [biases_of(i) for i in group] if biases else [None] * len(group)
+            for i, of_pair in zip(group, held, strict=True):
+                is_inside = p.less(p.add(n0, 8 * i), block.n_out)
+                p.when(is_inside, functools.partial(store, i, of_pair))
