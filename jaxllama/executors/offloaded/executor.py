@@ -45,7 +45,8 @@ from jaxllama.executors.executor import Call, DraftSource, Executor
 from jaxllama.executors.offloaded import programs
 from jaxllama.executors.offloaded.batch import begin_answer
 from jaxllama.executors.offloaded.drafts import advance_drafts
-from jaxllama.executors.offloaded.experts import ExpertWork, placed_experts, without_mlp
+from jaxllama.executors.offloaded.expert_programs import without_mlp
+from jaxllama.executors.offloaded.experts import ExpertWork, placed_experts
 from jaxllama.executors.offloaded.room import check_host
 from jaxllama.executors.offloaded.run import OffloadRun
 from jaxllama.model import mtp

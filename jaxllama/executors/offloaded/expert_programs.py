@@ -5,6 +5,7 @@
     computed_pairs_of(...)                  pairs of experts that the CPU computes
     stream = with_mixture(..., y, group, computed)
                                             the last group, the CPU's pairs, the weighted sum
+    stream, state, count = fetched(...)     a whole layer whose experts the device itself reads
 
 A pair is a token and one of its experts. Dispatching a program costs a GPU's host more than most of
 them take, so there are few.
@@ -21,13 +22,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.config import ModelConfig
-from jaxllama.model.decoder import scaled
+from jaxllama.model.cache import LayerState
+from jaxllama.model.decoder import mix_half, scaled
 from jaxllama.model.elementwise import activated
 from jaxllama.model.experts.feed import gate_of, inputs_of, with_output
 from jaxllama.model.linear import Stream
+from jaxllama.model.records import new_tokens
+from jaxllama.model.rope import Ropes
 from jaxllama.offload.experts import ExpertLayout, HotSlots, unpack, unpack_on_cpu
 from jaxllama.typing import Options, Params, Tree
+from pallas_kernels.experts.fetch import fetch
 from pallas_kernels.experts.op import grouped_matmul, weighted_sum
+
+FETCHED = 16  # experts that ``fetched`` has in device memory at once
 
 
 class RoutedTokens(NamedTuple):
@@ -43,12 +50,13 @@ class RoutedTokens(NamedTuple):
 class LoadedGroup(NamedTuple):
     """Loaded experts and their pairs.
 
-    pieces: the experts' bytes, of both products.  places ``[P]``: the pairs, ``token * k + j``; one
+    pieces: of both products the experts' bytes, or the addresses of all experts, to be fetched;
+    then the index E is no expert.  places ``[P]``: the pairs, ``token * k + j``; one
     past the end is none.  slots, rows ``[P]``: a pair's place among ``experts`` and its token.
     """
 
     experts: np.ndarray
-    pieces: tuple[tuple[jax.Array, ...], ...]
+    pieces: tuple[tuple[jax.Array, ...] | jax.Array, ...]
     places: np.ndarray
     slots: np.ndarray
     rows: np.ndarray
@@ -61,8 +69,12 @@ class ComputedPairs(NamedTuple):
     found: np.ndarray
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def routed_pairs(
+def without_mlp(weights: Tree) -> Tree:
+    """Return a layer's weights without its second half's products."""
+    return {name: part for name, part in weights.items() if name != "mlp"}
+
+
+def _routed_pairs(
     cfg: ModelConfig,
     p: Params,
     stream: Stream,
@@ -86,6 +98,9 @@ def routed_pairs(
     return routed, y.reshape(experts.size, -1)
 
 
+routed_pairs = jax.jit(_routed_pairs, static_argnums=0)
+
+
 def _with_group(
     cfg: ModelConfig,
     layouts: tuple[ExpertLayout, ExpertLayout],
@@ -94,12 +109,35 @@ def _with_group(
     y: jax.Array,
     group: LoadedGroup,
 ) -> jax.Array:
-    pieces = zip(layouts, group.pieces, strict=True)
-    up, down = (unpack(layout, jnp.stack(own)) for layout, own in pieces)
-    own = [None if bias is None else bias[group.experts] for bias in biases]
     slots = jnp.asarray(group.slots)[:, None]
-    found = _products(cfg, (up, down), own, slots, tokens[group.rows])[:, 0]
+    found = _group_products(
+        cfg, layouts, biases, group.pieces, group.experts, slots, tokens[group.rows]
+    )[:, 0]
     return y.at[group.places].set(found, mode="drop")
+
+
+def _group_products(
+    cfg: ModelConfig,
+    layouts: tuple[ExpertLayout, ExpertLayout],
+    biases: Sequence[jax.Array | None],
+    pieces: tuple[tuple[jax.Array, ...] | jax.Array, ...],
+    experts: jax.Array | np.ndarray,
+    slots: jax.Array,
+    x: jax.Array,
+) -> jax.Array:
+    """Return float32 ``[T, k, D]`` of the pairs ``slots [T, k]``, places among ``experts``."""
+
+    def weight(layout: ExpertLayout, own: tuple[jax.Array, ...] | jax.Array) -> Tree:
+        if isinstance(own, tuple):
+            return unpack(layout, jnp.stack(own))
+        there = jnp.asarray(experts) < own.shape[0]
+        # The rest of a group that is not full holds anything, which no product should meet.
+        data = fetch(own, jnp.asarray(experts), layout.nbytes)
+        return unpack(layout, jnp.where(there[:, None], data, jnp.uint8(0)))
+
+    up, down = (weight(layout, own) for layout, own in zip(layouts, pieces, strict=True))
+    own = [None if bias is None else bias[experts] for bias in biases]
+    return _products(cfg, (up, down), own, slots, x)
 
 
 added_pairs = jax.jit(_with_group, static_argnums=(0, 1))
@@ -141,8 +179,7 @@ def _products(
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def with_mixture(
+def _with_mixture(
     cfg: ModelConfig,
     layouts: tuple[ExpertLayout, ExpertLayout],
     p: Params,
@@ -154,7 +191,6 @@ def with_mixture(
 ) -> Stream:
     """Return the stream with the mixture's output, of the pairs' ``y [T k, D]`` and those of
     ``group`` and ``computed``."""
-    assert cfg.experts is not None
     stream, tokens = routed.stream, routed.tokens
     if group is not None:
         y = _with_group(cfg, layouts, biases, tokens, y, group)
@@ -163,3 +199,72 @@ def with_mixture(
     pairs = y.reshape(*routed.experts.shape, y.shape[-1])
     out = weighted_sum(pairs, routed.weights, tokens.dtype).reshape(stream.x.shape)
     return scaled(p, with_output(cfg, p, stream, tokens.reshape(stream.x.shape), out))
+
+
+with_mixture = jax.jit(_with_mixture, static_argnums=(0, 1))
+
+
+class FetchedParts(NamedTuple):
+    """The weights of a layer whose experts the device itself reads.
+
+    own: without experts.  hot: the experts of both products on the device, or None.  addresses: of
+    the experts in pinned memory, or None if there are none.
+    """
+
+    own: Params
+    hot: tuple[Tree, Tree]
+    biases: Sequence[jax.Array | None]
+    held: HotSlots
+    addresses: tuple[jax.Array | None, jax.Array | None]
+
+
+class Flat(NamedTuple):
+    """A pytree as its leaves and its structure, which a step's programs need not find again."""
+
+    leaves: list[jax.Array]
+    structure: jax.tree_util.PyTreeDef
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 11), donate_argnums=(6, 10))
+def fetched(
+    cfg: ModelConfig,
+    kind: str | None,
+    layouts: tuple[ExpertLayout, ExpertLayout],
+    structure: jax.tree_util.PyTreeDef,
+    leaves: list[jax.Array],
+    stream: Stream,
+    state: LayerState | None,
+    positions: jax.Array,
+    lengths: jax.Array,
+    rope: Ropes | None,
+    count: jax.Array,
+    sparse: bool = False,
+) -> tuple[Stream, LayerState | None, jax.Array]:
+    """Return the stream and the state after a layer, and ``count`` and the experts fetched.
+
+    kind: of the layer; None leaves out its first half.  structure, leaves: of its ``FetchedParts``.
+    """
+    parts: FetchedParts = structure.unflatten(leaves)
+    if kind is not None:
+        at = new_tokens(positions, lengths, rope, sparse, cached=state is not None)
+        stream, state = mix_half(cfg, kind, without_mlp(parts.own), stream, state, at)
+    p, biases, held = parts.own, parts.biases, parts.held
+    routed, y = _routed_pairs(cfg, p, stream, lengths, parts.hot, biases, held)
+    experts, n_experts = routed.experts, held.slots.shape[0] - 1
+    most = min(n_experts - held.experts.shape[0], experts.size)
+    needed = jnp.zeros(n_experts + 1, bool).at[experts].set(True)[:-1]
+    needed &= held.slots[:-1] == held.experts.shape[0]
+    places = jnp.where(needed, jnp.cumsum(needed, dtype=jnp.int32) - 1, most)
+    every = jnp.arange(n_experts, dtype=jnp.int32)
+    listed = jnp.full(most, n_experts, jnp.int32).at[places].set(every, mode="drop")
+    slots = jnp.append(places, most)[experts]  # [T, k], ``most`` for those that are not fetched
+    y = y.reshape(*experts.shape, -1)
+    for first in range(0, most, FETCHED):
+        group = listed[first : first + FETCHED]
+        own = slots - first
+        is_own = (own >= 0) & (own < len(group))
+        own = jnp.where(is_own, own, len(group))
+        found = _group_products(cfg, layouts, biases, parts.addresses, group, own, routed.tokens)
+        y = jnp.where(is_own[:, :, None], found, y)
+    stream = _with_mixture(cfg, layouts, p, biases, routed, y.reshape(experts.size, -1))
+    return stream, state, count + jnp.sum(needed, dtype=jnp.int32)

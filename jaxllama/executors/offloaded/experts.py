@@ -11,6 +11,9 @@
 The host reads which experts the router has chosen, so a layer waits for its router. Everything else
 of it is dispatched. ``divided`` splits the experts between link and CPU, by the policy's costs.
 
+A GPU reads pinned memory itself. Where the CPU computes nothing, a layer is then one program, whose
+kernels fetch the experts that the router has chosen, and the host waits for nothing.
+
 A pair of a token and an expert has the same bits wherever it is computed, if the products have:
 each pair is computed once, in float32, and the sum goes in the order of the pairs. A machine with a
 GPU rounds differently on its CPU, whose handlers read activations in 8 bits.
@@ -32,10 +35,13 @@ from jaxllama.executors.offloaded import expert_programs as programs
 from jaxllama.executors.offloaded.cpu_attention import cpu
 from jaxllama.executors.offloaded.expert_programs import (
     ComputedPairs,
+    FetchedParts,
     LoadedGroup,
     RoutedTokens,
 )
+from jaxllama.model.cache import LayerState
 from jaxllama.model.linear import Stream
+from jaxllama.model.rope import Ropes
 from jaxllama.offload.experts import (
     ExpertBias,
     ExpertLayout,
@@ -54,11 +60,6 @@ AHEAD = 2  # groups that are on their way or being computed
 Pieces = tuple[jax.Array, jax.Array]  # an expert's bytes on the device, of both products
 # What ``with_mixture`` reads: pairs so far, the last group of loaded experts, the CPU's pairs.
 _Rest = tuple[jax.Array, LoadedGroup | None, Sequence[ComputedPairs]]
-
-
-def without_mlp(weights: Tree) -> Tree:
-    """Return a layer's weights without its second half's products."""
-    return {name: part for name, part in weights.items() if name != "mlp"}
 
 
 def placed_experts(weights: Tree) -> ExpertTensor | None:
@@ -111,22 +112,32 @@ class ExpertWork:
 
     counts: tokens that have passed each expert, ``[E]`` by layer; of a layer whose experts are all
         on the device only with ``counts_all``, because its router is not waited for otherwise.
-    loads, computed: numbers of experts that were loaded, and that the CPU computed.
+    moved, computed: numbers of experts that the host has sent, and that the CPU computed.
     computed_pairs: number of pairs that the CPU computed.
+    fetched: int32 on the device: number of experts that the device itself has read.
     """
 
     store: Store
     policy: Policy
     counts_all: bool = False
     counts: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
-    loads: int = 0
+    moved: int = 0
     computed: int = 0
     computed_pairs: int = 0
+    fetched: jax.Array | None = None
+    _flat: dict[ModelUnit, tuple[Tree, tuple[ExpertLayout, ExpertLayout], programs.Flat]] = (
+        dataclasses.field(default_factory=dict)
+    )
+
+    @property
+    def loads(self) -> int:
+        return self.moved + (0 if self.fetched is None else int(self.fetched))
 
     def reset(self) -> None:
         """Set all counts to zero."""
         self.counts = {}
-        self.loads = self.computed = self.computed_pairs = 0
+        self.moved = self.computed = self.computed_pairs = 0
+        self.fetched = None
 
     def feed(
         self,
@@ -143,21 +154,67 @@ class ExpertWork:
         stream: ``[B, T, D]``, of which ``lengths[B]`` tokens are valid.
         loaded: loaded experts, for which the layer's next batches look there; None keeps none.
         """
+        own, cold = self._parts(cfg, weights)
+        up, hot = own.held, own.hot
+        routed, y = programs.routed_pairs(cfg, own.own, stream, lengths, hot, own.biases, up)
+        chosen = np.asarray(routed.experts)  # waits for the router and the hot pairs
+        count = np.bincount(chosen.reshape(-1), minlength=len(up.slots))[:-1]
+        self.counts[unit.layer] = self.counts.get(unit.layer, 0) + count
+        rest = cold.added(y, routed, chosen, unit, record, loaded)
+        return programs.with_mixture(cfg, cold.layouts, own.own, own.biases, routed, *rest)
+
+    def fetches(self, weights: Tree, loaded: dict[int, Pieces] | None) -> bool:
+        """Whether the device reads a layer's experts by itself: nothing else needs to know them."""
+        up: ExpertTensor = weights["mlp"]["experts_gate_up"]["weight"]
+        if self.counts_all or up.is_whole:
+            return not self.counts_all
+        return loaded is None and self.policy.cpu_expert == 0 and up.addresses is not None
+
+    def layer(
+        self,
+        cfg: ModelConfig,
+        kind: str | None,
+        unit: ModelUnit,
+        weights: Tree,
+        stream: Stream,
+        state: LayerState | None,
+        at: tuple[jax.Array, jax.Array, Ropes | None],
+        sparse: bool,
+    ) -> tuple[Stream, LayerState | None]:
+        """Return the stream and the state after a layer that ``fetches`` its experts.
+
+        kind: None leaves out the layer's first half.  at: positions, lengths, rope.
+        """
+        if self._flat.get(unit, (None,))[0] is not weights:
+            parts, cold = self._parts(cfg, weights)
+            self._flat[unit] = weights, cold.layouts, programs.Flat(*jax.tree.flatten(parts))
+        _, layouts, flat = self._flat[unit]
+        if self.fetched is None:
+            self.fetched = jax.device_put(np.int32(0), self.store.on_device)
+        stream, state, self.fetched = programs.fetched(
+            cfg,
+            kind,
+            layouts,
+            flat.structure,
+            flat.leaves,
+            stream,
+            state,
+            *at,
+            self.fetched,
+            sparse,
+        )
+        return stream, state
+
+    def _parts(self, cfg: ModelConfig, weights: Tree) -> tuple[FetchedParts, _Cold]:
+        """Return a layer's parts, and those of its experts that are not on the device."""
         own = weights["mlp"]
         gate_up, down = own["experts_gate_up"], own["experts_down"]
         up: ExpertTensor = gate_up["weight"]
         dense = {n: part for n, part in own.items() if not n.startswith("experts_")}
-        dense = {**without_mlp(weights), "mlp": dense}
+        dense = {**programs.without_mlp(weights), "mlp": dense}
         cold = _Cold(self, cfg, (up, down["weight"]), (gate_up.get("bias"), down.get("bias")))
         hot = up.hot, down["weight"].hot
-        routed, y = programs.routed_pairs(cfg, dense, stream, lengths, hot, cold.on_device, up.held)
-        rest: _Rest = (y, None, ())
-        if not up.is_whole or self.counts_all:
-            chosen = np.asarray(routed.experts)  # waits for the router and the hot pairs
-            count = np.bincount(chosen.reshape(-1), minlength=up.shape[0] + 1)[:-1]
-            self.counts[unit.layer] = self.counts.get(unit.layer, 0) + count
-            rest = cold.added(y, routed, chosen, unit, record, loaded)
-        return programs.with_mixture(cfg, cold.layouts, dense, cold.on_device, routed, *rest)
+        return FetchedParts(dense, hot, cold.on_device, up.held, cold.addresses), cold
 
 
 class _Cold:
@@ -193,10 +250,16 @@ class _Cold:
         known = {} if loaded is None else loaded
         tokens = {expert: len(own) for expert, own in self.pairs.items()}
         to_load, to_compute = divided(tokens, set(known), self.work.policy)
-        self.work.loads += sum(expert not in known for expert in to_load)
+        self.work.moved += sum(expert not in known for expert in to_load)
         self.work.computed += len(to_compute)
         self.work.computed_pairs += sum(tokens[expert] for expert in to_compute)
         groups = [to_load[first : first + GROUP] for first in range(0, len(to_load), GROUP)]
+        x = np.asarray(routed.tokens) if to_compute else None
+        if loaded is None and self.addresses[0] is not None:
+            for group in groups:
+                y = self._with(y, routed, self._group(group, None, routed))
+            computed = self._compute(to_compute, x, routed)
+            return y, None, _finished(computed, unit, record)
         begun: deque[list[Pieces]] = deque()
         running: deque[jax.Array] = deque()
 
@@ -209,25 +272,21 @@ class _Cold:
 
         for group in groups[:AHEAD]:
             begin(group)
-        results = self._compute(to_compute, routed) if to_compute else []
+        computed = self._compute(to_compute, x, routed)
         last: LoadedGroup | None = None
         for number, group in enumerate(groups):
             last = self._group(group, begun.popleft(), routed)
             if number + 1 == len(groups):
                 break
-            y = programs.added_pairs(self.cfg, self.layouts, self.on_device, routed.tokens, y, last)
+            y = self._with(y, routed, last)
             running.append(y)
             if number + AHEAD < len(groups):
                 jax.block_until_ready(running.popleft())
                 begin(groups[number + AHEAD])
-        if results:
-            with record("experts on CPU", unit):
-                jax.block_until_ready(results)
-        computed = []
-        for places, result in results:
-            rows = np.asarray(result)
-            computed.append(ComputedPairs(places, rows.reshape(-1, rows.shape[-1])))
-        return y, last, computed
+        return y, last, _finished(computed, unit, record)
+
+    def _with(self, y: jax.Array, routed: RoutedTokens, group: LoadedGroup) -> jax.Array:
+        return programs.added_pairs(self.cfg, self.layouts, self.on_device, routed.tokens, y, group)
 
     def _cold_pairs(self, chosen: np.ndarray) -> dict[int, np.ndarray]:
         """Return the pairs, ``token * k + j``, of each expert that is not on the device."""
@@ -242,6 +301,10 @@ class _Cold:
     def layouts(self) -> tuple[ExpertLayout, ExpertLayout]:
         return self.tensors[0].layout, self.tensors[1].layout
 
+    @property
+    def addresses(self) -> tuple[jax.Array | None, jax.Array | None]:
+        return self.tensors[0].addresses, self.tensors[1].addresses
+
     def _begin(self, group: list[int], known: Mapping[int, Pieces]) -> list[Pieces]:
         """Begin to load a group's experts, but those that are ``known``."""
         new, store = [expert for expert in group if expert not in known], self.work.store
@@ -250,11 +313,22 @@ class _Cold:
         begun = dict(zip(new, zip(moved[::2], moved[1::2], strict=True), strict=True))
         return [known[expert] if expert in known else begun[expert] for expert in group]
 
-    def _group(self, group: list[int], pieces: list[Pieces], routed: RoutedTokens) -> LoadedGroup:
-        """Return a group of loaded experts, padded to few sizes."""
+    def _group(
+        self, group: list[int], pieces: list[Pieces] | None, routed: RoutedTokens
+    ) -> LoadedGroup:
+        """Return a group of experts, padded to few sizes.
+
+        pieces: if they are loaded; otherwise the device fetches them.
+        """
         width, fan = _size(len(group)), routed.experts.shape[1]
-        pieces = pieces + pieces[:1] * (width - len(group))
-        experts = np.asarray(group + group[:1] * (width - len(group)), np.int32)
+        empty = width - len(group)
+        if pieces is None:
+            parts = self.addresses
+            experts = group + [self.tensors[0].shape[0]] * empty
+        else:
+            parts = tuple(zip(*pieces, *[pieces[0]] * empty, strict=True))
+            experts = group + group[:1] * empty
+        experts = np.asarray(experts, np.int32)
         own = [self.pairs[expert] for expert in group]
         pairs = np.concatenate(own)
         count = width
@@ -265,13 +339,16 @@ class _Cold:
         slots = np.zeros(count, np.int32)
         slots[: len(pairs)] = np.repeat(np.arange(len(group)), [len(part) for part in own])
         rows = np.minimum(places // fan, len(routed.tokens) - 1)
-        return LoadedGroup(experts, tuple(zip(*pieces, strict=True)), places, slots, rows)
+        return LoadedGroup(experts, parts, places, slots, rows)
 
     def _compute(
-        self, experts: list[int], routed: RoutedTokens
+        self, experts: list[int], tokens: np.ndarray | None, routed: RoutedTokens
     ) -> list[tuple[np.ndarray, jax.Array]]:
-        """Begin the CPU's products; return (pairs, results float32 ``[experts, rows, D]``)."""
-        tokens, fan = np.asarray(routed.tokens), routed.experts.shape[1]
+        """Begin the CPU's products; return (pairs, results float32 ``[experts, rows, D]``).
+
+        tokens: ``routed.tokens`` on the host, if there are experts.
+        """
+        fan = routed.experts.shape[1]
         (up, down), store = self.tensors, self.work.store
         results = []
         for first in range(0, len(experts), ON_CPU):
@@ -291,6 +368,21 @@ class _Cold:
                 )
             results.append((places.reshape(-1), found))
         return results
+
+
+def _finished(
+    results: list[tuple[np.ndarray, jax.Array]], unit: ModelUnit, record: Recording
+) -> list[ComputedPairs]:
+    """Wait for the CPU's products."""
+    if not results:
+        return []
+    with record("experts on CPU", unit):
+        jax.block_until_ready([result for _, result in results])
+    rows = [np.asarray(result) for _, result in results]
+    return [
+        ComputedPairs(places, own.reshape(-1, own.shape[-1]))
+        for (places, _), own in zip(results, rows, strict=True)
+    ]
 
 
 def _size(count: int) -> int:
