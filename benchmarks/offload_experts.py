@@ -5,14 +5,18 @@ second of the solver's placement, beside all experts streamed and all computed b
 16 rows. Then the same with skewed use: the routers have a bias of ``-power * log(rank)``, in an
 order of its own in each layer, beside logits of deviation 1. A run measures the table of use.
 
-Every layer has its own pinned buffers for each expert. All hold the same random bytes, those of one
-expert. The embedding and the routers are random and so large that tokens choose all experts about
-equally often (``planner.trial.spread_routes``). The costs of the prediction are measured with a
-model of four layers.
-The allocator should keep the budget, and XLA must be allowed to pin the experts:
+Every layer has its own pinned buffers for each expert (``--distinct N``: N layers have, and the
+others share them). All hold the same random bytes, those of one expert. The embedding and the
+routers are random and so large that tokens choose all experts about equally often
+(``planner.trial.spread_routes``). The costs of the prediction are measured with a model of four
+layers. ``--sent``: the host sends the experts, though the device could read them. The allocator
+should keep the budget, and XLA must be allowed to pin the experts:
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.19 XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=80 \\
         python -m benchmarks.offload_experts
+
+The parts of a layer are timed too: what the link, a wait of the host and an expert of the CPU take
+alone, and the host's time in each program.
 
 ``--small`` runs the same code on a small shape, which is what a CPU can do.
 """
@@ -20,13 +24,16 @@ The allocator should keep the budget, and XLA must be allowed to pin the experts
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -35,15 +42,19 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxllama.config import ModelConfig, load_config
 from jaxllama.decoding.sampling import Sampling
+from jaxllama.executors.offloaded import expert_programs as programs
+from jaxllama.executors.offloaded import programs as layer_programs
 from jaxllama.executors.offloaded.executor import Offloaded, offloaded
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache
+from jaxllama.model.decoder import layer_config
 from jaxllama.offload.expert_places import ExpertPlace, ExpertUse, places
 from jaxllama.offload.experts import (
     ExpertBias,
     ExpertLayout,
     ExpertTensor,
     HotSlots,
+    fetched_from,
     host_view,
     layout_of,
     pack,
@@ -65,21 +76,24 @@ from pallas_kernels.cpu import prepare_tree, unavailable
 
 BUDGET = 16 * 10**9
 SCHEME = "none,experts_*=mxfp4"
-PROMPT, NEW, WARM, STEPS = 8, 56, 6, 10
+PROMPT, NEW, WARM, STEPS = 1, 63, 6, 10
 EXPERTS = ("experts_gate_up", "experts_down")
 
 
 class Host:
     """The experts of all layers in pinned memory, from which models of any placement are made."""
 
-    def __init__(self, cfg: ModelConfig, computes: bool) -> None:
+    def __init__(self, cfg: ModelConfig, computes: bool, distinct: int, sent: bool) -> None:
         self.cfg, self.dtype = cfg, default_dtype()
         self.place = Placement(Policy.parse("100 0 100 0 100 0"), self.dtype, SCHEME)
         self.store = self.place.store
+        self.store.fetches &= not sent
         self.shapes = weight_shapes(cfg, self.dtype, SCHEME)
         dense = self.place.model(cfg, self._dense(self.shapes), None).params
         self.params = spread_routes(dense, cfg)
-        own, self.packed, self.layouts, self.tensors = self.shapes["layer_0"]["mlp"], {}, {}, {}
+        own, self.packed, self.layouts = self.shapes["layer_0"]["mlp"], {}, {}
+        self.tensors: dict[tuple[int, str], dict[int, jax.Array]] = {}
+        self.views: dict[tuple[int, str], dict[int, tuple[jax.Array, ...]]] = {}
         for name in EXPERTS:
             one = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), own[name]["weight"]
@@ -91,11 +105,13 @@ class Host:
             self.packed[name] = pack(self.layouts[name], [np.asarray(x) for x in parts])
             source = jax.device_put(self.packed[name], self.store.on_device)
             for layer, count in expert_counts(cfg).items():
-                self.tensors[layer, name] = {e: self.store.pin(source) for e in range(count)}
-        self.views: dict[tuple[int, str], dict[int, tuple[jax.Array, ...]]] = {
-            key: views_of(self.layouts[key[1]], own) if computes else {}
-            for key, own in self.tensors.items()
-        }
+                if layer < distinct:
+                    pinned = {e: self.store.pin(source) for e in range(count)}
+                    views = views_of(self.layouts[name], pinned) if computes else {}
+                    self.tensors[layer, name], self.views[layer, name] = pinned, views
+                else:
+                    self.tensors[layer, name] = self.tensors[layer % distinct, name]
+                    self.views[layer, name] = self.views[layer % distinct, name]
 
     def _dense(self, shapes: Params) -> ParamsDict:
         """Return all other parameters; layers share one layer's arrays."""
@@ -151,6 +167,7 @@ class Host:
             source = jax.device_put(self.packed[name], self.store.on_device)
             hot = _unpacked(layout, source, len(place.device))
         held = HotSlots.of(self.store, shape.shape[0], place)
+        host = {expert: self.tensors[layer, name][expert] for expert in place.host}
         return ExpertTensor(
             shape.shape,
             np.dtype(shape.dtype),
@@ -158,9 +175,10 @@ class Host:
             hot,
             held,
             place,
-            self.tensors[layer, name],
+            host,
             {},
             self.views[layer, name],
+            fetched_from(self.store, host, shape.shape[0]),
         )
 
 
@@ -170,7 +188,10 @@ def _unpacked(layout: ExpertLayout, source: jax.Array, count: int) -> Tree:
 
 
 def measured(lm: LanguageModel, rows: int) -> dict[str, Any]:
-    """Return tokens a second of a step of ``rows`` rows, and what the experts took."""
+    """Return tokens a second of a step of ``rows`` rows, and what the experts took.
+
+    host_ms_a_layer: the host's milliseconds in each program, of further steps.
+    """
     run = random_run(
         lm, rows, PROMPT, NEW, PROMPT + NEW, lm.dtype, 512, Sampling(temperature=100.0)
     )
@@ -179,15 +200,101 @@ def measured(lm: LanguageModel, rows: int) -> dict[str, Any]:
     times = [timed_step(run) for _ in range(STEPS)]
     step, layers = sorted(times)[len(times) // 2], lm.config.n_layers
     stats = offloaded(lm.executor).store.device.memory_stats() or {}
+    loads, computed = (x / layers / STEPS for x in (run.experts.loads, run.experts.computed))
+    with timed_programs() as taken:
+        again = [timed_step(run) for _ in range(4)]
+    by_name = {name: [n / 4 / layers, 1e3 * own / 4 / layers] for name, (n, own) in taken.items()}
     return {
         "step_ms": 1e3 * step,
         "fastest_ms": 1e3 * min(times),
         "slowest_ms": 1e3 * max(times),
         "tokens_per_second": rows / step,
-        "loads_a_layer": run.experts.loads / layers / STEPS,
-        "computed_a_layer": run.experts.computed / layers / STEPS,
+        "loads_a_layer": loads,
+        "computed_a_layer": computed,
+        "calls_and_host_ms_a_layer": by_name,
+        "ms_a_layer": 1e3 * min(again) / layers,
         "peak_device_bytes": stats.get("peak_bytes_in_use"),
     }
+
+
+PROGRAMS = (
+    (layer_programs, ("run_layer",)),
+    (programs, ("fetched", "routed_pairs", "fetch_each", "added_pairs", "with_mixture")),
+    (programs, ("computed_pairs_of",)),
+    (np, ("asarray",)),  # the host's waits, for the router, the tokens and the CPU
+)
+
+
+@contextlib.contextmanager
+def timed_programs() -> Iterator[dict[str, list[float]]]:
+    """Yield the number of calls and the host's seconds of each program."""
+    taken: dict[str, list[float]] = {}
+    with contextlib.ExitStack() as patches:
+        for owner, names in PROGRAMS:
+            for name in names:
+                inner = getattr(owner, name)
+
+                def timed(*args: Any, _inner: Any = inner, _name: str = name, **named: Any) -> Any:
+                    begin = time.perf_counter()
+                    found = _inner(*args, **named)
+                    own = taken.setdefault(_name, [0, 0.0])
+                    own[0], own[1] = own[0] + 1, own[1] + time.perf_counter() - begin
+                    return found
+
+                patches.enter_context(mock.patch.object(owner, name, timed))
+        yield taken
+
+
+def parts_of(host: Host, computes: bool) -> dict[str, Any]:
+    """Return what the parts of a layer take alone, each the fastest of several runs."""
+    store, layouts = host.store, tuple(host.layouts[name] for name in EXPERTS)
+    each, found = sum(layout.nbytes for layout in layouts), {"expert_bytes": 0}
+    found["expert_bytes"] = each
+
+    def best(work: Callable[[], Any], times: int = 8) -> float:
+        taken = []
+        for _ in range(times):
+            begin = time.perf_counter()
+            jax.block_until_ready(work())
+            taken.append(time.perf_counter() - begin)
+        return min(taken[1:])
+
+    pinned = [host.tensors[0, name] for name in EXPERTS]
+    if store.fetches:
+        tables = [fetched_from(store, own, len(own)) for own in pinned]
+        for count in (1, 4, 16):
+            experts = jnp.arange(count, dtype=jnp.int32)
+            seconds = best(lambda: programs.fetch_each(layouts, tables, experts))  # noqa: B023
+            found[f"fetch {count}"] = [1e3 * seconds, count * each / seconds / 1e9]
+        got = programs.fetch_each(layouts, tables, jnp.asarray([5], jnp.int32))
+        same = [
+            np.array_equal(np.asarray(x), host.packed[n])
+            for x, n in zip(got[0], EXPERTS, strict=True)
+        ]
+        found["fetched bytes are right"] = bool(all(same))
+    for count in (1, 4):
+        pieces = [own[e] for e in range(count) for own in pinned]
+        seconds = best(lambda: jax.device_put(pieces, store.on_device))  # noqa: B023
+        found[f"device_put {count}"] = [1e3 * seconds, count * each / seconds / 1e9]
+    begin_put = time.perf_counter()
+    sent = jax.device_put(pieces, store.on_device)
+    found["device_put 4, the host alone"] = 1e3 * (time.perf_counter() - begin_put)
+    jax.block_until_ready(sent)
+    small = jax.jit(lambda x: x + 1)
+    x = jax.device_put(np.zeros(4, np.int32), store.on_device)
+    found["program and wait"] = 1e3 * best(lambda: np.asarray(small(x)), 30)
+    if computes:
+        cfg = layer_config(host.cfg, 0)[0]
+        views = [host.views[0, name] for name in EXPERTS]
+        biases = [np.zeros((4, w), host.dtype) for w in (2 * cfg.experts.d_ff, cfg.d_model)]
+        for count, rows in ((1, 1), (4, 1), (4, 4)):
+            x = np.zeros((count, rows, cfg.d_model), host.dtype)
+            own = [[view[e] for e in range(count)] for view in views]
+            given = [bias[:count] for bias in biases]
+            with jax.default_device(jax.devices("cpu")[0]):
+                seconds = best(lambda: programs.computed_pairs_of(cfg, layouts, *own, given, x))  # noqa: B023
+            found[f"CPU: {count} experts of {rows} tokens"] = 1e3 * seconds
+    return found
 
 
 def table_of(lm: LanguageModel, rows: int, tokens: int) -> ExpertUse:
@@ -219,6 +326,8 @@ def main() -> None:
     options.add_argument("--small", action="store_true")
     options.add_argument("--out", type=Path)
     options.add_argument("--rows", default="1,16")
+    options.add_argument("--distinct", type=int, default=10**6)
+    options.add_argument("--sent", action="store_true")
     options.add_argument("--kinds", default="uniform,zipf")
     args = options.parse_args()
     enable_compilation_cache()
@@ -261,7 +370,7 @@ def main() -> None:
     reason = unavailable()
     tell("cpu_handlers", "available" if reason is None else reason.text)
     computes = reason is None and bool(attempt("view", views_are_right))
-    host = Host(cfg, computes)
+    host = Host(cfg, computes, args.distinct, args.sent)
     tell(
         "handlers' layout",
         type(
@@ -271,18 +380,22 @@ def main() -> None:
         ).__name__,
     )
     tell("pinned_bytes", sum(x.nbytes for own in host.tensors.values() for x in own.values()))
+    attempt("parts", parts_of, host, computes)
     points: dict[str, list[StepPoint]] = {}
-    small = functools.partial(host.model, layers=min(4, cfg.n_layers))
-    costs = measure_experts(
-        cfg.first_layers(min(4, cfg.n_layers)), small, dtype, 512, points.__setitem__, computes
-    )
-    layer = [costs.layer[0] + costs.layer[1] * rows for rows in EXPERT_ROWS]
+
+    def point(name: str, own: list[StepPoint]) -> None:
+        points[name] = own
+        tell(f"calibrated: {name}", own)
+
+    depth = min(4, cfg.n_layers)
+    small = functools.partial(host.model, layers=depth)
+    costs = measure_experts(cfg.first_layers(depth), small, dtype, 512, point, computes)
+    short = zip(points["link"], points["link, one layer"], strict=True)
     rest = [
-        max(1e-9, point.seconds - own)
-        for point, own in zip(points["one layer"], layer, strict=True)
+        max(1e-9, one.seconds - (own.seconds - one.seconds) / (depth - 1)) for own, one in short
     ]
     head = nnls([(1.0, rows) for rows in EXPERT_ROWS], rest)
-    tell("costs", {**dataclasses.asdict(costs), "head": head, "points": points})
+    tell("costs", {**dataclasses.asdict(costs), "head": head})
     free = Moving(0.0, 0.0, 0.0, 0.0)
     fixed: Any = {name.name: free for name in dataclasses.fields(Calibration)}
     fixed |= {"join": (0.0,) * 2, "push_cache": 0.0, "look_up": (0.0,) * 2, "disk_cold": 0.0}
@@ -316,7 +429,7 @@ def main() -> None:
     def compared(name: str, policy: Policy, rows: int, lm: LanguageModel) -> None:
         expected = predict(cfg, policy, calibration, task(rows), settings).step
         need = need_of(cfg, policy, task(rows), settings, 0)
-        steps = experts_step(cfg, costs, policy, (rows,))
+        steps = experts_step(cfg, costs, policy, (rows,), rows)
 
         def one() -> dict[str, Any]:
             found = measured(lm, rows)

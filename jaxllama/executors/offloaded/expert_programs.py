@@ -14,12 +14,13 @@ them take, so there are few.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.cache import LayerState
@@ -50,13 +51,12 @@ class RoutedTokens(NamedTuple):
 class LoadedGroup(NamedTuple):
     """Loaded experts and their pairs.
 
-    pieces: of both products the experts' bytes, or the addresses of all experts, to be fetched;
-    then the index E is no expert.  places ``[P]``: the pairs, ``token * k + j``; one
+    pieces: the experts' bytes, of both products.  places ``[P]``: the pairs, ``token * k + j``; one
     past the end is none.  slots, rows ``[P]``: a pair's place among ``experts`` and its token.
     """
 
     experts: np.ndarray
-    pieces: tuple[tuple[jax.Array, ...] | jax.Array, ...]
+    pieces: tuple[tuple[jax.Array, ...], ...]
     places: np.ndarray
     slots: np.ndarray
     rows: np.ndarray
@@ -109,35 +109,12 @@ def _with_group(
     y: jax.Array,
     group: LoadedGroup,
 ) -> jax.Array:
+    pieces = zip(layouts, group.pieces, strict=True)
+    up, down = (unpack(layout, jnp.stack(own)) for layout, own in pieces)
+    own = [None if bias is None else bias[group.experts] for bias in biases]
     slots = jnp.asarray(group.slots)[:, None]
-    found = _group_products(
-        cfg, layouts, biases, group.pieces, group.experts, slots, tokens[group.rows]
-    )[:, 0]
+    found = _products(cfg, (up, down), own, slots, tokens[group.rows])[:, 0]
     return y.at[group.places].set(found, mode="drop")
-
-
-def _group_products(
-    cfg: ModelConfig,
-    layouts: tuple[ExpertLayout, ExpertLayout],
-    biases: Sequence[jax.Array | None],
-    pieces: tuple[tuple[jax.Array, ...] | jax.Array, ...],
-    experts: jax.Array | np.ndarray,
-    slots: jax.Array,
-    x: jax.Array,
-) -> jax.Array:
-    """Return float32 ``[T, k, D]`` of the pairs ``slots [T, k]``, places among ``experts``."""
-
-    def weight(layout: ExpertLayout, own: tuple[jax.Array, ...] | jax.Array) -> Tree:
-        if isinstance(own, tuple):
-            return unpack(layout, jnp.stack(own))
-        there = jnp.asarray(experts) < own.shape[0]
-        # The rest of a group that is not full holds anything, which no product should meet.
-        data = fetch(own, jnp.asarray(experts), layout.nbytes)
-        return unpack(layout, jnp.where(there[:, None], data, jnp.uint8(0)))
-
-    up, down = (weight(layout, own) for layout, own in zip(layouts, pieces, strict=True))
-    own = [None if bias is None else bias[experts] for bias in biases]
-    return _products(cfg, (up, down), own, slots, x)
 
 
 added_pairs = jax.jit(_with_group, static_argnums=(0, 1))
@@ -204,6 +181,27 @@ def _with_mixture(
 with_mixture = jax.jit(_with_mixture, static_argnums=(0, 1))
 
 
+def _fetched(
+    layouts: tuple[ExpertLayout, ExpertLayout],
+    addresses: Sequence[jax.Array | None],
+    experts: jax.Array,
+) -> Iterator[jax.Array]:
+    """Yield the bytes ``[G, bytes]`` of both products of ``experts``."""
+    for layout, table in zip(layouts, addresses, strict=True):
+        assert table is not None
+        yield fetch(table, experts, layout.nbytes)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def fetch_each(
+    layouts: tuple[ExpertLayout, ExpertLayout],
+    addresses: Sequence[jax.Array | None],
+    experts: jax.Array,
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Return the bytes of both products of each of ``experts``."""
+    return list(zip(*_fetched(layouts, addresses, experts), strict=True))
+
+
 class FetchedParts(NamedTuple):
     """The weights of a layer whose experts the device itself reads.
 
@@ -252,19 +250,30 @@ def fetched(
     routed, y = _routed_pairs(cfg, p, stream, lengths, parts.hot, biases, held)
     experts, n_experts = routed.experts, held.slots.shape[0] - 1
     most = min(n_experts - held.experts.shape[0], experts.size)
+    width = max(1, min(most, FETCHED))
+    groups = -(-most // width)
     needed = jnp.zeros(n_experts + 1, bool).at[experts].set(True)[:-1]
     needed &= held.slots[:-1] == held.experts.shape[0]
-    places = jnp.where(needed, jnp.cumsum(needed, dtype=jnp.int32) - 1, most)
+    places = jnp.where(needed, jnp.cumsum(needed, dtype=jnp.int32) - 1, groups * width)
     every = jnp.arange(n_experts, dtype=jnp.int32)
-    listed = jnp.full(most, n_experts, jnp.int32).at[places].set(every, mode="drop")
-    slots = jnp.append(places, most)[experts]  # [T, k], ``most`` for those that are not fetched
+    listed = jnp.full((groups, width), n_experts, jnp.int32)
+    listed = listed.reshape(-1).at[places].set(every, mode="drop").reshape(groups, width)
+    slots = jnp.append(places, groups * width)[experts]  # [T, k], the last if it is not fetched
+
+    def with_one(number: jax.Array | int, y: jax.Array) -> jax.Array:
+        group, own = listed[number], slots - number * width
+        up, down = (
+            # The rest of a group that is not full holds anything, which no product should meet.
+            unpack(layout, jnp.where(group[:, None] < n_experts, data, jnp.uint8(0)))
+            for layout, data in zip(layouts, _fetched(layouts, parts.addresses, group), strict=True)
+        )
+        is_own = (own >= 0) & (own < width)
+        given = [None if bias is None else bias[group] for bias in biases]
+        found = _products(cfg, (up, down), given, jnp.where(is_own, own, width), routed.tokens)
+        return jnp.where(is_own[:, :, None], found, y)
+
     y = y.reshape(*experts.shape, -1)
-    for first in range(0, most, FETCHED):
-        group = listed[first : first + FETCHED]
-        own = slots - first
-        is_own = (own >= 0) & (own < len(group))
-        own = jnp.where(is_own, own, len(group))
-        found = _group_products(cfg, layouts, biases, parts.addresses, group, own, routed.tokens)
-        y = jnp.where(is_own[:, :, None], found, y)
+    if groups:
+        y = with_one(0, y) if groups == 1 else lax.fori_loop(0, groups, with_one, y)
     stream = _with_mixture(cfg, layouts, p, biases, routed, y.reshape(experts.size, -1))
     return stream, state, count + jnp.sum(needed, dtype=jnp.int32)

@@ -254,12 +254,6 @@ class _Cold:
         self.work.computed += len(to_compute)
         self.work.computed_pairs += sum(tokens[expert] for expert in to_compute)
         groups = [to_load[first : first + GROUP] for first in range(0, len(to_load), GROUP)]
-        x = np.asarray(routed.tokens) if to_compute else None
-        if loaded is None and self.addresses[0] is not None:
-            for group in groups:
-                y = self._with(y, routed, self._group(group, None, routed))
-            computed = self._compute(to_compute, x, routed)
-            return y, None, _finished(computed, unit, record)
         begun: deque[list[Pieces]] = deque()
         running: deque[jax.Array] = deque()
 
@@ -272,21 +266,18 @@ class _Cold:
 
         for group in groups[:AHEAD]:
             begin(group)
-        computed = self._compute(to_compute, x, routed)
+        computed = self._compute(to_compute, routed)
         last: LoadedGroup | None = None
         for number, group in enumerate(groups):
             last = self._group(group, begun.popleft(), routed)
             if number + 1 == len(groups):
                 break
-            y = self._with(y, routed, last)
+            y = programs.added_pairs(self.cfg, self.layouts, self.on_device, routed.tokens, y, last)
             running.append(y)
             if number + AHEAD < len(groups):
                 jax.block_until_ready(running.popleft())
                 begin(groups[number + AHEAD])
         return y, last, _finished(computed, unit, record)
-
-    def _with(self, y: jax.Array, routed: RoutedTokens, group: LoadedGroup) -> jax.Array:
-        return programs.added_pairs(self.cfg, self.layouts, self.on_device, routed.tokens, y, group)
 
     def _cold_pairs(self, chosen: np.ndarray) -> dict[int, np.ndarray]:
         """Return the pairs, ``token * k + j``, of each expert that is not on the device."""
@@ -308,27 +299,26 @@ class _Cold:
     def _begin(self, group: list[int], known: Mapping[int, Pieces]) -> list[Pieces]:
         """Begin to load a group's experts, but those that are ``known``."""
         new, store = [expert for expert in group if expert not in known], self.work.store
-        stored = [tensor.stored(store, expert) for expert in new for tensor in self.tensors]
-        moved = jax.device_put(stored, store.on_device)
-        begun = dict(zip(new, zip(moved[::2], moved[1::2], strict=True), strict=True))
+        if not new:
+            return [known[expert] for expert in group]
+        if self.addresses[0] is not None:
+            rest = [self.tensors[0].shape[0]] * (
+                _size(len(new)) - len(new)
+            )  # none; few sizes are compiled
+            named = np.asarray(new + rest, np.int32)
+            moved = programs.fetch_each(self.layouts, self.addresses, named)
+        else:
+            stored = [tensor.stored(store, expert) for expert in new for tensor in self.tensors]
+            sent = jax.device_put(stored, store.on_device)
+            moved = list(zip(sent[::2], sent[1::2], strict=True))
+        begun = dict(zip(new, moved, strict=False))
         return [known[expert] if expert in known else begun[expert] for expert in group]
 
-    def _group(
-        self, group: list[int], pieces: list[Pieces] | None, routed: RoutedTokens
-    ) -> LoadedGroup:
-        """Return a group of experts, padded to few sizes.
-
-        pieces: if they are loaded; otherwise the device fetches them.
-        """
+    def _group(self, group: list[int], pieces: list[Pieces], routed: RoutedTokens) -> LoadedGroup:
+        """Return a group of loaded experts, padded to few sizes."""
         width, fan = _size(len(group)), routed.experts.shape[1]
-        empty = width - len(group)
-        if pieces is None:
-            parts = self.addresses
-            experts = group + [self.tensors[0].shape[0]] * empty
-        else:
-            parts = tuple(zip(*pieces, *[pieces[0]] * empty, strict=True))
-            experts = group + group[:1] * empty
-        experts = np.asarray(experts, np.int32)
+        pieces = pieces + pieces[:1] * (width - len(group))
+        experts = np.asarray(group + group[:1] * (width - len(group)), np.int32)
         own = [self.pairs[expert] for expert in group]
         pairs = np.concatenate(own)
         count = width
@@ -339,16 +329,15 @@ class _Cold:
         slots = np.zeros(count, np.int32)
         slots[: len(pairs)] = np.repeat(np.arange(len(group)), [len(part) for part in own])
         rows = np.minimum(places // fan, len(routed.tokens) - 1)
-        return LoadedGroup(experts, parts, places, slots, rows)
+        return LoadedGroup(experts, tuple(zip(*pieces, strict=True)), places, slots, rows)
 
     def _compute(
-        self, experts: list[int], tokens: np.ndarray | None, routed: RoutedTokens
+        self, experts: list[int], routed: RoutedTokens
     ) -> list[tuple[np.ndarray, jax.Array]]:
-        """Begin the CPU's products; return (pairs, results float32 ``[experts, rows, D]``).
-
-        tokens: ``routed.tokens`` on the host, if there are experts.
-        """
-        fan = routed.experts.shape[1]
+        """Begin the CPU's products; return (pairs, results float32 ``[experts, rows, D]``)."""
+        if not experts:
+            return []
+        tokens, fan = np.asarray(routed.tokens), routed.experts.shape[1]
         (up, down), store = self.tensors, self.work.store
         results = []
         for first in range(0, len(experts), ON_CPU):

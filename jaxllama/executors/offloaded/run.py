@@ -398,6 +398,8 @@ class OffloadRun:
         mixing = without_mlp(weights) if placed else weights
         results = []
         for piece, x in zip(batch.pieces, hidden, strict=True):
+            # Equal programs for a prompt's last token and a step, if no step reads V sparsely.
+            sparse = self.cfg.attn_sparsity < 1 and not piece.of_prompt
             at, part = (piece.positions, piece.lengths, piece.rope), unit.kind
             loaded = None
             if placed:
@@ -406,7 +408,6 @@ class OffloadRun:
                 loaded = self._loaded.of(unit) if several else None
             if placed and self._reads_experts(unit, batch, weights, cache, loaded):
                 known = None if part == "feed" else kind
-                sparse = not piece.of_prompt
                 x, cache = self.experts.layer(cfg, known, unit, weights, x, cache, at, sparse)
                 results.append(x)
                 continue
@@ -428,7 +429,7 @@ class OffloadRun:
                     x,
                     cache,
                     *at,
-                    sparse=not piece.of_prompt,
+                    sparse=sparse,
                     drafted=batch.drafted,
                 )
                 if stays:
