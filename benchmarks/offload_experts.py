@@ -9,8 +9,8 @@ Every layer has its own pinned buffers for each expert (``--distinct N``: N laye
 others share them). All hold the same random bytes, those of one expert. The embedding and the
 routers are random and so large that tokens choose all experts about equally often
 (``planner.trial.spread_routes``). The costs of the prediction are measured with a model of four
-layers. ``--sent``: the host sends the experts, though the device could read them. The allocator
-should keep the budget, and XLA must be allowed to pin the experts:
+layers. ``--sent``: the host sends the experts, though the device could read them. ``--alike``: all
+layers have a window, which no row fills, so fewer programs are compiled. The allocator keep the budget, and XLA must be allowed to pin the experts:
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.19 XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=80 \\
         python -m benchmarks.offload_experts
@@ -328,6 +328,7 @@ def main() -> None:
     options.add_argument("--rows", default="1,16")
     options.add_argument("--distinct", type=int, default=10**6)
     options.add_argument("--sent", action="store_true")
+    options.add_argument("--alike", action="store_true")
     options.add_argument("--kinds", default="uniform,zipf")
     args = options.parse_args()
     enable_compilation_cache()
@@ -366,6 +367,8 @@ def main() -> None:
             vocab_size=1024,
             experts=dataclasses.replace(cfg.experts, d_ff=128, n_experts=64),
         )
+    if args.alike:
+        cfg = cfg.replace(window_layers=tuple(range(cfg.n_layers)))
     dtype = default_dtype()
     reason = unavailable()
     tell("cpu_handlers", "available" if reason is None else reason.text)

@@ -144,6 +144,8 @@ def _both(
     costs: ExpertCosts, points: Sequence[StepPoint], seconds: Sequence[float]
 ) -> tuple[float, ...]:
     """Return what a layer of both adds, and the share of the shorter of both that is not hidden."""
+    from scipy.optimize import lsq_linear
+
     terms, rest = [], []
     waited = costs.seconds(0, 0, 0.0)
     for point, taken in zip(points, seconds, strict=True):
@@ -151,8 +153,11 @@ def _both(
             link = costs.seconds(point.loads, 0, 0.0) - waited
             cpu = costs.seconds(0, point.computed, point.extra) - waited
             terms.append((1.0, min(link, cpu)))
-            rest.append(max(taken - max(link, cpu), 1e-9))
-    return nnls(terms, rest) if terms else (0.0, 0.0)
+            rest.append(taken - max(link, cpu))
+    if not terms:
+        return 0.0, 0.0
+    found = lsq_linear(np.array(terms), np.array(rest), bounds=([0.0, 0.0], [np.inf, 1.0]))
+    return tuple(float(x) for x in found.x)
 
 
 def _point(lm: LanguageModel, rows: int, kv_dtype: DTypeLike, chunk: int, waits: bool) -> StepPoint:
