@@ -10,7 +10,8 @@ others share them). All hold the same random bytes, those of one expert. The emb
 routers are random and so large that tokens choose all experts about equally often
 (``planner.trial.spread_routes``). The costs of the prediction are measured with a model of four
 layers. ``--sent``: the host sends the experts, though the device could read them. ``--alike``: all
-layers have a window, which no row fills, so fewer programs are compiled. The allocator keep the budget, and XLA must be allowed to pin the experts:
+layers have a window, which no row fills, so fewer programs are compiled. The allocator should keep
+the budget, and XLA must be allowed to pin the experts:
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.19 XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=80 \\
         python -m benchmarks.offload_experts

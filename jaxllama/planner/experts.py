@@ -125,15 +125,16 @@ def layer_seconds(
     """
     chances = needed(shares, tokens) * (1.0 - needed(shares, known))
     mean = float(np.sum(chances))
-    if mean == 0.0:
-        return ExpertStep(costs.seconds(0, 0, 0.0, waits and len(shares) > 0, rows), 0.0, 0.0)
-    each = max(1.0, float(np.sum(shares) * tokens) / mean)  # tokens of a needed expert
+    if not waits or not len(shares):
+        # The host and the link each work off a queue of layers, so the longer mean counts.
+        return ExpertStep(costs.seconds(mean, 0, 0.0, False, rows), mean, 0.0)
+    each = max(1.0, float(np.sum(shares) * tokens) / max(mean, 1e-9))  # tokens of a needed expert
     seconds = loads = computed = 0.0
     for count, chance in enumerate(distribution(chances)):
         if chance < 1e-9:
             continue
         to_load, on_cpu = _divided(count, each, policy)
-        seconds += chance * costs.seconds(to_load, on_cpu, on_cpu * (each - 1.0), waits, rows)
+        seconds += chance * costs.seconds(to_load, on_cpu, on_cpu * (each - 1.0), True, rows)
         loads += chance * to_load
         computed += chance * on_cpu
     return ExpertStep(seconds, loads, computed)

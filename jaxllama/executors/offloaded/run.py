@@ -318,6 +318,11 @@ class OffloadRun:
 
     # The Work of a step
 
+    @property
+    def is_small(self) -> bool:
+        prompts = any(batch.reads_prompts for batch in self.batches)
+        return not (prompts or any(self.moves.values()))
+
     def active_batches(self) -> list[int]:
         return [index for index, batch in enumerate(self.batches) if batch.live]
 
