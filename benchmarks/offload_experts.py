@@ -44,7 +44,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxllama.config import ModelConfig, load_config
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.executors.offloaded import expert_programs as programs
-from jaxllama.executors.offloaded import programs as layer_programs
 from jaxllama.executors.offloaded.executor import Offloaded, offloaded
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache
@@ -219,8 +218,7 @@ def measured(lm: LanguageModel, rows: int) -> dict[str, Any]:
 
 
 PROGRAMS = (
-    (layer_programs, ("run_layer",)),
-    (programs, ("fetched", "routed_pairs", "fetch_each", "added_pairs", "with_mixture")),
+    (programs, ("fetched", "routed_layer", "fetch_each", "added_pairs", "with_mixture")),
     (programs, ("computed_pairs_of",)),
     (np, ("asarray",)),  # the host's waits, for the router, the tokens and the CPU
 )

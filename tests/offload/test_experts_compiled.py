@@ -81,7 +81,7 @@ def layer_of(shape):
     ints = jnp.int32
     held, table = HotSlots(shape(24, dtype=ints), shape(129, dtype=ints)), shape(128, 2, dtype=ints)
     biases = [shape(128, 5760), shape(128, 2880)]
-    parts = programs.FetchedParts(dense, tuple(hot), biases, held, (table, table))
+    parts = programs.MixtureParts(dense, tuple(hot), biases, held, (table, table))
     return alike, kind, tuple(layouts), parts
 
 
@@ -99,8 +99,9 @@ def test_gpt_oss_s_experts_compile_for_hopper(shape, tokens, pairs):
     packed = sum(layout.nbytes for layout in layouts)
     assert loaded.memory_analysis().temp_size_in_bytes <= 3 * width * packed
     stream, lengths = Stream(shape(tokens, 1, 2880)), shape(tokens, dtype=ints)
-    found = programs.routed_pairs.lower(
-        cfg, parts.own, stream, lengths, parts.hot, parts.biases, parts.held
+    flat = programs.FlatParts.of(parts)
+    found = programs.routed_layer.lower(
+        cfg, None, *flat, stream, None, None, lengths, None
     ).compile()
     bound = expert_program_bytes(cfg, Policy(experts="0/100"), tokens, jnp.bfloat16)
     assert found.memory_analysis().temp_size_in_bytes <= bound + (1 << 20)
@@ -120,9 +121,9 @@ def test_a_layer_that_reads_its_experts_compiles_for_hopper(shape, rows, width):
     blank = jax.ShapeDtypeStruct((rows,), ints)
     at = jax.eval_shape(lambda n: records.positions_of(cfg, n, n, width), blank)
     positions, rope = on_device(at)
-    leaves, structure = jax.tree.flatten(parts)
+    flat = programs.FlatParts.of(parts)
     found = programs.fetched.lower(
-        cfg, kind, layouts, structure, leaves, Stream(shape(rows, width, 2880)), state, positions,
+        cfg, kind, layouts, *flat, Stream(shape(rows, width, 2880)), state, positions,
         shape(rows, dtype=ints), rope, shape(dtype=ints), False,
     ).compile()  # fmt: skip
     policy = Policy.parse("100 0 100 0 100 0 experts=0/100")

@@ -1,6 +1,6 @@
 """The jitted programs of a layer whose experts lie one by one (``experts`` calls them).
 
-    routed, y = routed_pairs(...)           norm, router; pairs of the experts on the device
+    routed, y, state = routed_layer(...)    the first half; router; pairs of experts on the device
     y = added_pairs(..., y, group)          and of a group of loaded experts
     computed_pairs_of(...)                  pairs of experts that the CPU computes
     stream = with_mixture(..., y, group, computed)
@@ -48,6 +48,32 @@ class RoutedTokens(NamedTuple):
     stream: Stream
 
 
+class MixtureParts(NamedTuple):
+    """The weights of a layer.
+
+    own: without experts.  hot: the experts of both products on the device, or None.  addresses: of
+    the experts in pinned memory, or None if there are none or no kernel reads them.
+    """
+
+    own: Params
+    hot: tuple[Tree, Tree]
+    biases: Sequence[jax.Array | None]
+    held: HotSlots
+    addresses: tuple[jax.Array | None, jax.Array | None]
+
+
+class FlatParts(NamedTuple):
+    """``MixtureParts`` as leaves and structure, which no step needs to find again."""
+
+    structure: jax.tree_util.PyTreeDef
+    leaves: list[jax.Array]
+
+    @classmethod
+    def of(cls, parts: MixtureParts) -> FlatParts:
+        leaves, structure = jax.tree.flatten(parts)
+        return cls(structure, leaves)
+
+
 class LoadedGroup(NamedTuple):
     """Loaded experts and their pairs.
 
@@ -74,31 +100,41 @@ def without_mlp(weights: Tree) -> Tree:
     return {name: part for name, part in weights.items() if name != "mlp"}
 
 
-def _routed_pairs(
+def _routed_layer(
     cfg: ModelConfig,
-    p: Params,
+    kind: str | None,
+    structure: jax.tree_util.PyTreeDef,
+    leaves: list[jax.Array],
     stream: Stream,
+    state: LayerState | None,
+    positions: jax.Array,
     lengths: jax.Array,
-    weights: tuple[Tree, Tree],
-    biases: Sequence[jax.Array | None],
-    held: HotSlots,
-) -> tuple[RoutedTokens, jax.Array]:
-    """Return the routed tokens, and float32 ``[T k, D]``: the pairs of experts on the device, and
-    zeros."""
+    rope: Ropes | None,
+    sparse: bool = False,
+) -> tuple[RoutedTokens, jax.Array, LayerState | None]:
+    """Return the routed tokens, float32 ``[T k, D]``, which are the pairs of experts on the device
+    and zeros, and the state after the layer's first half.
+
+    kind: of the layer; None leaves out its first half.  structure, leaves: of ``FlatParts``.
+    """
+    parts: MixtureParts = structure.unflatten(leaves)
     assert cfg.experts is not None
-    (x, (experts, own_weights)), stream = inputs_of(cfg, p, stream)
-    tokens = x.reshape(-1, x.shape[-1])
+    if kind is not None:
+        at = new_tokens(positions, lengths, rope, sparse, cached=state is not None)
+        stream, state = mix_half(cfg, kind, without_mlp(parts.own), stream, state, at)
+    (x, (experts, own_weights)), stream = inputs_of(cfg, parts.own, stream)
+    tokens, held = x.reshape(-1, x.shape[-1]), parts.held
     is_valid = jnp.arange(x.shape[1], dtype=jnp.int32) < lengths[:, None]
     experts = jnp.where(is_valid.reshape(-1, 1), experts, cfg.experts.n_experts)
     routed = RoutedTokens(tokens, experts, own_weights, stream)
-    if weights[0] is None:
-        return routed, jnp.zeros((experts.size, tokens.shape[-1]), jnp.float32)
-    own = [None if bias is None else bias[held.experts] for bias in biases]
-    y = _products(cfg, weights, own, held.slots[experts], tokens)
-    return routed, y.reshape(experts.size, -1)
+    if parts.hot[0] is None:
+        return routed, jnp.zeros((experts.size, tokens.shape[-1]), jnp.float32), state
+    own = [None if bias is None else bias[held.experts] for bias in parts.biases]
+    y = _products(cfg, parts.hot, own, held.slots[experts], tokens)
+    return routed, y.reshape(experts.size, -1), state
 
 
-routed_pairs = jax.jit(_routed_pairs, static_argnums=0)
+routed_layer = jax.jit(_routed_layer, static_argnums=(0, 1, 2, 9), donate_argnums=5)
 
 
 def _with_group(
@@ -159,8 +195,8 @@ def _products(
 def _with_mixture(
     cfg: ModelConfig,
     layouts: tuple[ExpertLayout, ExpertLayout],
-    p: Params,
-    biases: Sequence[jax.Array | None],
+    structure: jax.tree_util.PyTreeDef,
+    leaves: list[jax.Array],
     routed: RoutedTokens,
     y: jax.Array,
     group: LoadedGroup | None = None,
@@ -168,17 +204,19 @@ def _with_mixture(
 ) -> Stream:
     """Return the stream with the mixture's output, of the pairs' ``y [T k, D]`` and those of
     ``group`` and ``computed``."""
+    parts: MixtureParts = structure.unflatten(leaves)
     stream, tokens = routed.stream, routed.tokens
     if group is not None:
-        y = _with_group(cfg, layouts, biases, tokens, y, group)
+        y = _with_group(cfg, layouts, parts.biases, tokens, y, group)
     for places, found in computed:
         y = y.at[places].set(found, mode="drop")
     pairs = y.reshape(*routed.experts.shape, y.shape[-1])
     out = weighted_sum(pairs, routed.weights, tokens.dtype).reshape(stream.x.shape)
-    return scaled(p, with_output(cfg, p, stream, tokens.reshape(stream.x.shape), out))
+    out = with_output(cfg, parts.own, stream, tokens.reshape(stream.x.shape), out)
+    return scaled(parts.own, out)
 
 
-with_mixture = jax.jit(_with_mixture, static_argnums=(0, 1))
+with_mixture = jax.jit(_with_mixture, static_argnums=(0, 1, 2))
 
 
 def _fetched(
@@ -202,27 +240,6 @@ def fetch_each(
     return list(zip(*_fetched(layouts, addresses, experts), strict=True))
 
 
-class FetchedParts(NamedTuple):
-    """The weights of a layer whose experts the device itself reads.
-
-    own: without experts.  hot: the experts of both products on the device, or None.  addresses: of
-    the experts in pinned memory, or None if there are none.
-    """
-
-    own: Params
-    hot: tuple[Tree, Tree]
-    biases: Sequence[jax.Array | None]
-    held: HotSlots
-    addresses: tuple[jax.Array | None, jax.Array | None]
-
-
-class Flat(NamedTuple):
-    """A pytree as its leaves and its structure, which a step's programs need not find again."""
-
-    leaves: list[jax.Array]
-    structure: jax.tree_util.PyTreeDef
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 11), donate_argnums=(6, 10))
 def fetched(
     cfg: ModelConfig,
@@ -240,15 +257,13 @@ def fetched(
 ) -> tuple[Stream, LayerState | None, jax.Array]:
     """Return the stream and the state after a layer, and ``count`` and the experts fetched.
 
-    kind: of the layer; None leaves out its first half.  structure, leaves: of its ``FetchedParts``.
+    kind, structure, leaves: as for ``routed_layer``.
     """
-    parts: FetchedParts = structure.unflatten(leaves)
-    if kind is not None:
-        at = new_tokens(positions, lengths, rope, sparse, cached=state is not None)
-        stream, state = mix_half(cfg, kind, without_mlp(parts.own), stream, state, at)
-    p, biases, held = parts.own, parts.biases, parts.held
-    routed, y = _routed_pairs(cfg, p, stream, lengths, parts.hot, biases, held)
-    experts, n_experts = routed.experts, held.slots.shape[0] - 1
+    parts: MixtureParts = structure.unflatten(leaves)
+    at = positions, lengths, rope
+    routed, y, state = _routed_layer(cfg, kind, structure, leaves, stream, state, *at, sparse)
+    held, biases, experts = parts.held, parts.biases, routed.experts
+    n_experts = held.slots.shape[0] - 1
     most = min(n_experts - held.experts.shape[0], experts.size)
     width = max(1, min(most, FETCHED))
     groups = -(-most // width)
@@ -275,5 +290,6 @@ def fetched(
     y = y.reshape(*experts.shape, -1)
     if groups:
         y = with_one(0, y) if groups == 1 else lax.fori_loop(0, groups, with_one, y)
-    stream = _with_mixture(cfg, layouts, p, biases, routed, y.reshape(experts.size, -1))
+    y = y.reshape(experts.size, -1)
+    stream = _with_mixture(cfg, layouts, structure, leaves, routed, y)
     return stream, state, count + jnp.sum(needed, dtype=jnp.int32)

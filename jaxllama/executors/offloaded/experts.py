@@ -35,8 +35,9 @@ from jaxllama.executors.offloaded import expert_programs as programs
 from jaxllama.executors.offloaded.cpu_attention import cpu
 from jaxllama.executors.offloaded.expert_programs import (
     ComputedPairs,
-    FetchedParts,
+    FlatParts,
     LoadedGroup,
+    MixtureParts,
     RoutedTokens,
 )
 from jaxllama.model.cache import LayerState
@@ -125,9 +126,7 @@ class ExpertWork:
     computed: int = 0
     computed_pairs: int = 0
     fetched: jax.Array | None = None
-    _flat: dict[ModelUnit, tuple[Tree, tuple[ExpertLayout, ExpertLayout], programs.Flat]] = (
-        dataclasses.field(default_factory=dict)
-    )
+    _flat: dict[ModelUnit, tuple[Tree, FlatParts, _Cold]] = dataclasses.field(default_factory=dict)
 
     @property
     def loads(self) -> int:
@@ -139,37 +138,6 @@ class ExpertWork:
         self.moved = self.computed = self.computed_pairs = 0
         self.fetched = None
 
-    def feed(
-        self,
-        cfg: ModelConfig,
-        unit: ModelUnit,
-        weights: Tree,
-        stream: Stream,
-        lengths: jax.Array,
-        record: Recording = NO_RECORD,
-        loaded: dict[int, Pieces] | None = None,
-    ) -> Stream:
-        """Return the stream after the layer's second half.
-
-        stream: ``[B, T, D]``, of which ``lengths[B]`` tokens are valid.
-        loaded: loaded experts, for which the layer's next batches look there; None keeps none.
-        """
-        own, cold = self._parts(cfg, weights)
-        up, hot = own.held, own.hot
-        routed, y = programs.routed_pairs(cfg, own.own, stream, lengths, hot, own.biases, up)
-        chosen = np.asarray(routed.experts)  # waits for the router and the hot pairs
-        count = np.bincount(chosen.reshape(-1), minlength=len(up.slots))[:-1]
-        self.counts[unit.layer] = self.counts.get(unit.layer, 0) + count
-        rest = cold.added(y, routed, chosen, unit, record, loaded)
-        return programs.with_mixture(cfg, cold.layouts, own.own, own.biases, routed, *rest)
-
-    def fetches(self, weights: Tree, loaded: dict[int, Pieces] | None) -> bool:
-        """Whether the device reads a layer's experts by itself: nothing else needs to know them."""
-        up: ExpertTensor = weights["mlp"]["experts_gate_up"]["weight"]
-        if self.counts_all or up.is_whole:
-            return not self.counts_all
-        return loaded is None and self.policy.cpu_expert == 0 and up.addresses is not None
-
     def layer(
         self,
         cfg: ModelConfig,
@@ -179,33 +147,45 @@ class ExpertWork:
         stream: Stream,
         state: LayerState | None,
         at: tuple[jax.Array, jax.Array, Ropes | None],
-        sparse: bool,
+        sparse: bool = False,
+        record: Recording = NO_RECORD,
+        loaded: dict[int, Pieces] | None = None,
     ) -> tuple[Stream, LayerState | None]:
-        """Return the stream and the state after a layer that ``fetches`` its experts.
+        """Return the stream and the state after the layer.
 
-        kind: None leaves out the layer's first half.  at: positions, lengths, rope.
+        kind: None leaves out the layer's first half.
+        at: positions, lengths, rope of ``stream [B, T, D]``, of which ``lengths[B]`` tokens are
+            valid.
+        loaded: loaded experts, for which the layer's next batches look there; None keeps none.
         """
-        if self._flat.get(unit, (None,))[0] is not weights:
-            parts, cold = self._parts(cfg, weights)
-            self._flat[unit] = weights, cold.layouts, programs.Flat(*jax.tree.flatten(parts))
-        _, layouts, flat = self._flat[unit]
-        if self.fetched is None:
-            self.fetched = jax.device_put(np.int32(0), self.store.on_device)
-        stream, state, self.fetched = programs.fetched(
-            cfg,
-            kind,
-            layouts,
-            flat.structure,
-            flat.leaves,
-            stream,
-            state,
-            *at,
-            self.fetched,
-            sparse,
-        )
-        return stream, state
+        known, flat, cold = self._flat.get(unit, (None, None, None))
+        if flat is None or cold is None or known is not weights:
+            flat, cold = self._parts(cfg, weights)
+            if self.policy.weights.device >= 100:  # others are gone after the layer
+                self._flat[unit] = weights, flat, cold
+        if self._fetches(cold, loaded):
+            if self.fetched is None:
+                self.fetched = jax.device_put(np.int32(0), self.store.on_device)
+            stream, state, self.fetched = programs.fetched(
+                cfg, kind, cold.layouts, *flat, stream, state, *at, self.fetched, sparse
+            )
+            return stream, state
+        routed, y, state = programs.routed_layer(cfg, kind, *flat, stream, state, *at, sparse)
+        if cold.may_compute:
+            routed.tokens.copy_to_host_async()
+        chosen = np.asarray(routed.experts)  # waits for the router and the hot pairs
+        count = np.bincount(chosen.reshape(-1), minlength=cold.n_experts + 1)[:-1]
+        self.counts[unit.layer] = self.counts.get(unit.layer, 0) + count
+        rest = cold.added(y, routed, chosen, unit, record, loaded)
+        return programs.with_mixture(cfg, cold.layouts, *flat, routed, *rest), state
 
-    def _parts(self, cfg: ModelConfig, weights: Tree) -> tuple[FetchedParts, _Cold]:
+    def _fetches(self, cold: _Cold, loaded: dict[int, Pieces] | None) -> bool:
+        """Whether the device reads a layer's experts by itself: nothing else needs to know them."""
+        if self.counts_all or cold.is_none:
+            return not self.counts_all
+        return loaded is None and not cold.may_compute and cold.addresses[0] is not None
+
+    def _parts(self, cfg: ModelConfig, weights: Tree) -> tuple[FlatParts, _Cold]:
         """Return a layer's parts, and those of its experts that are not on the device."""
         own = weights["mlp"]
         gate_up, down = own["experts_gate_up"], own["experts_down"]
@@ -214,11 +194,12 @@ class ExpertWork:
         dense = {**programs.without_mlp(weights), "mlp": dense}
         cold = _Cold(self, cfg, (up, down["weight"]), (gate_up.get("bias"), down.get("bias")))
         hot = up.hot, down["weight"].hot
-        return FetchedParts(dense, hot, cold.on_device, up.held, cold.addresses), cold
+        parts = MixtureParts(dense, hot, cold.on_device, up.held, cold.addresses)
+        return FlatParts.of(parts), cold
 
 
 class _Cold:
-    """The experts of a layer that are not on the device, for one batch."""
+    """The experts of a layer that are not on the device."""
 
     def __init__(
         self,
@@ -229,7 +210,13 @@ class _Cold:
     ) -> None:
         self.work, self.cfg, self.tensors, self.biases = work, cfg, tensors, biases
         self.on_device = [None if bias is None else bias.device for bias in biases]
-        self.pairs: dict[int, np.ndarray] = {}
+        self.pairs: dict[int, np.ndarray] = {}  # of the batch at hand, by expert
+        self.n_experts = tensors[0].shape[0]
+        self.is_none = tensors[0].is_whole
+        self.may_compute = work.policy.cpu_expert > 0 and not self.is_none
+        self.addresses = tensors[0].addresses, tensors[1].addresses
+        self._held = np.zeros(self.n_experts + 1, bool)
+        self._held[[*tensors[0].place.device, self.n_experts]] = True
 
     def added(
         self,
@@ -281,20 +268,13 @@ class _Cold:
 
     def _cold_pairs(self, chosen: np.ndarray) -> dict[int, np.ndarray]:
         """Return the pairs, ``token * k + j``, of each expert that is not on the device."""
-        up = self.tensors[0]
-        held = np.zeros(up.shape[0] + 1, bool)
-        held[[*up.place.device, up.shape[0]]] = True
         flat = chosen.reshape(-1)
-        cold = np.flatnonzero(~held[flat])
+        cold = np.flatnonzero(~self._held[flat])
         return {int(expert): cold[flat[cold] == expert] for expert in np.unique(flat[cold])}
 
     @property
     def layouts(self) -> tuple[ExpertLayout, ExpertLayout]:
         return self.tensors[0].layout, self.tensors[1].layout
-
-    @property
-    def addresses(self) -> tuple[jax.Array | None, jax.Array | None]:
-        return self.tensors[0].addresses, self.tensors[1].addresses
 
     def _begin(self, group: list[int], known: Mapping[int, Pieces]) -> list[Pieces]:
         """Begin to load a group's experts, but those that are ``known``."""
@@ -302,9 +282,7 @@ class _Cold:
         if not new:
             return [known[expert] for expert in group]
         if self.addresses[0] is not None:
-            rest = [self.tensors[0].shape[0]] * (
-                _size(len(new)) - len(new)
-            )  # none; few sizes are compiled
+            rest = [self.n_experts] * (_size(len(new)) - len(new))  # none; few sizes are compiled
             named = np.asarray(new + rest, np.int32)
             moved = programs.fetch_each(self.layouts, self.addresses, named)
         else:

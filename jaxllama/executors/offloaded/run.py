@@ -48,13 +48,13 @@ from jaxllama.executors.offloaded.expert_programs import without_mlp
 from jaxllama.executors.offloaded.experts import (
     ExpertWork,
     LoadedExperts,
-    Pieces,
     placed_experts,
 )
 from jaxllama.executors.offloaded.layer_cache import LayerCache
 from jaxllama.executors.offloaded.sparse_cache import SparseCache, SparseState
 from jaxllama.model.cache import Cache, LayerState, init_cache
 from jaxllama.model.decoder import activation_dtype, layer_config
+from jaxllama.model.linear import Stream
 from jaxllama.model.lora import ROWS, with_rows
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.records import Hidden
@@ -403,19 +403,13 @@ class OffloadRun:
         mixing = without_mlp(weights) if placed else weights
         results = []
         for piece, x in zip(batch.pieces, hidden, strict=True):
-            # Equal programs for a prompt's last token and a step, if no step reads V sparsely.
-            sparse = self.cfg.attn_sparsity < 1 and not piece.of_prompt
             at, part = (piece.positions, piece.lengths, piece.rope), unit.kind
-            loaded = None
-            if placed:
-                part = "mix" if part == "layer" else part
-                several = len(batch.pieces) > 1 or len(self.active_batches()) > 1
-                loaded = self._loaded.of(unit) if several else None
-            if placed and self._reads_experts(unit, batch, weights, cache, loaded):
-                known = None if part == "feed" else kind
-                x, cache = self.experts.layer(cfg, known, unit, weights, x, cache, at, sparse)
+            apart = batch.drafted is not None or isinstance(cache, tuple | SparseState)
+            if placed and (part == "feed" or not apart):
+                x, cache = self._mixture(unit, piece, weights, x, cache)
                 results.append(x)
                 continue
+            part = "mix" if placed else part
             if isinstance(cache, tuple):  # decode, with attention on the CPU
                 x, cache = cpu_attention.decode_layer(cfg, mixing, x, cache, *at)
                 part = "feed"
@@ -434,7 +428,7 @@ class OffloadRun:
                     x,
                     cache,
                     *at,
-                    sparse=sparse,
+                    sparse=self._is_sparse(piece),
                     drafted=batch.drafted,
                 )
                 if stays:
@@ -444,21 +438,33 @@ class OffloadRun:
             elif unit.kind != "mix" and not placed:
                 x, _ = programs.run_layer(cfg, kind, "feed", weights, x, None, *at)
             if placed:
-                x = self.experts.feed(cfg, unit, weights, x, piece.lengths, self.record, loaded)
+                x, _ = self._mixture(ModelUnit("feed", unit.layer), piece, weights, x, None)
             results.append(x)
         return results, cache
 
-    def _reads_experts(
-        self,
-        unit: ModelUnit,
-        batch: OffloadedBatch,
-        weights: Tree,
-        cache: Tree,
-        loaded: dict[int, Pieces] | None,
-    ) -> bool:
-        """Whether the layer, or its second half, is one program that reads its own experts."""
-        plain = batch.drafted is None and not isinstance(cache, tuple | SparseState)
-        return (plain or unit.kind == "feed") and self.experts.fetches(weights, loaded)
+    def _mixture(
+        self, unit: ModelUnit, piece: TokenPiece, weights: Tree, x: Stream, cache: LayerState | None
+    ) -> tuple[Stream, LayerState | None]:
+        """Run a layer, or its second half, whose experts lie one by one."""
+        cfg, kind = layer_config(self.cfg, unit.layer)
+        live = [self.batches[index] for index in self.active_batches()]
+        several = len(live) > 1 or any(len(batch.pieces) > 1 for batch in live)
+        return self.experts.layer(
+            cfg,
+            None if unit.kind == "feed" else kind,
+            unit,
+            weights,
+            x,
+            cache,
+            (piece.positions, piece.lengths, piece.rope),
+            self._is_sparse(piece),
+            self.record,
+            self._loaded.of(unit) if several else None,
+        )
+
+    def _is_sparse(self, piece: TokenPiece) -> bool:
+        """Whether the tokens read V sparsely. Otherwise a step has a prompt's programs."""
+        return self.cfg.attn_sparsity < 1 and not piece.of_prompt
 
     def _head(self, batch: OffloadedBatch, weights: Tree, hidden: Tree) -> None:
         if batch.drafted is not None:
