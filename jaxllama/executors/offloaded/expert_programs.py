@@ -3,8 +3,7 @@
     routed, y, state = routed_layer(...)    the first half; router; pairs of experts on the device
     y = added_pairs(..., y, group)          and of a group of loaded experts
     computed_pairs_of(...)                  pairs of experts that the CPU computes
-    stream = with_mixture(..., y, group, computed)
-                                            the last group, the CPU's pairs, the weighted sum
+    stream = with_mixture(..., y, computed)     and the CPU's pairs; the weighted sum
     stream, state, count = fetched(...)     a whole layer whose experts the device itself reads
 
 A pair is a token and one of its experts. Dispatching a program costs a GPU's host more than most of
@@ -137,7 +136,8 @@ def _routed_layer(
 routed_layer = jax.jit(_routed_layer, static_argnums=(0, 1, 2, 9), donate_argnums=5)
 
 
-def _with_group(
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def added_pairs(
     cfg: ModelConfig,
     layouts: tuple[ExpertLayout, ExpertLayout],
     biases: Sequence[jax.Array | None],
@@ -145,15 +145,13 @@ def _with_group(
     y: jax.Array,
     group: LoadedGroup,
 ) -> jax.Array:
+    """Return ``y`` with the pairs of a group of loaded experts."""
     pieces = zip(layouts, group.pieces, strict=True)
     up, down = (unpack(layout, jnp.stack(own)) for layout, own in pieces)
     own = [None if bias is None else bias[group.experts] for bias in biases]
     slots = jnp.asarray(group.slots)[:, None]
     found = _products(cfg, (up, down), own, slots, tokens[group.rows])[:, 0]
     return y.at[group.places].set(found, mode="drop")
-
-
-added_pairs = jax.jit(_with_group, static_argnums=(0, 1))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -194,29 +192,25 @@ def _products(
 
 def _with_mixture(
     cfg: ModelConfig,
-    layouts: tuple[ExpertLayout, ExpertLayout],
     structure: jax.tree_util.PyTreeDef,
     leaves: list[jax.Array],
     routed: RoutedTokens,
     y: jax.Array,
-    group: LoadedGroup | None = None,
-    computed: Sequence[ComputedPairs] = (),
+    computed: ComputedPairs | None = None,
 ) -> Stream:
-    """Return the stream with the mixture's output, of the pairs' ``y [T k, D]`` and those of
-    ``group`` and ``computed``."""
+    """Return the stream with the mixture's output, of the pairs' ``y [T k, D]`` and those that the
+    CPU has ``computed``."""
     parts: MixtureParts = structure.unflatten(leaves)
     stream, tokens = routed.stream, routed.tokens
-    if group is not None:
-        y = _with_group(cfg, layouts, parts.biases, tokens, y, group)
-    for places, found in computed:
-        y = y.at[places].set(found, mode="drop")
+    if computed is not None:
+        y = y.at[computed.places].set(computed.found, mode="drop")
     pairs = y.reshape(*routed.experts.shape, y.shape[-1])
     out = weighted_sum(pairs, routed.weights, tokens.dtype).reshape(stream.x.shape)
     out = with_output(cfg, parts.own, stream, tokens.reshape(stream.x.shape), out)
     return scaled(parts.own, out)
 
 
-with_mixture = jax.jit(_with_mixture, static_argnums=(0, 1, 2))
+with_mixture = jax.jit(_with_mixture, static_argnums=(0, 1))
 
 
 def _fetched(
@@ -291,5 +285,5 @@ def fetched(
     if groups:
         y = with_one(0, y) if groups == 1 else lax.fori_loop(0, groups, with_one, y)
     y = y.reshape(experts.size, -1)
-    stream = _with_mixture(cfg, layouts, structure, leaves, routed, y)
+    stream = _with_mixture(cfg, structure, leaves, routed, y)
     return stream, state, count + jnp.sum(needed, dtype=jnp.int32)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -59,8 +59,6 @@ ON_CPU = 4  # experts of one program of the CPU
 AHEAD = 2  # groups that are on their way or being computed
 
 Pieces = tuple[jax.Array, jax.Array]  # an expert's bytes on the device, of both products
-# What ``with_mixture`` reads: pairs so far, the last group of loaded experts, the CPU's pairs.
-_Rest = tuple[jax.Array, LoadedGroup | None, Sequence[ComputedPairs]]
 
 
 def placed_experts(weights: Tree) -> ExpertTensor | None:
@@ -176,8 +174,8 @@ class ExpertWork:
         chosen = np.asarray(routed.experts)  # waits for the router and the hot pairs
         count = np.bincount(chosen.reshape(-1), minlength=cold.n_experts + 1)[:-1]
         self.counts[unit.layer] = self.counts.get(unit.layer, 0) + count
-        rest = cold.added(y, routed, chosen, unit, record, loaded)
-        return programs.with_mixture(cfg, cold.layouts, *flat, routed, *rest), state
+        y, computed = cold.added(y, routed, chosen, unit, record, loaded)
+        return programs.with_mixture(cfg, *flat, routed, y, computed), state
 
     def _fetches(self, cold: _Cold, loaded: dict[int, Pieces] | None) -> bool:
         """Whether the device reads a layer's experts by itself: nothing else needs to know them."""
@@ -226,14 +224,14 @@ class _Cold:
         unit: ModelUnit,
         record: Recording,
         loaded: dict[int, Pieces] | None,
-    ) -> _Rest:
-        """Begin the experts that are not on the device; return what ``with_mixture`` reads.
+    ) -> tuple[jax.Array, ComputedPairs | None]:
+        """Return ``y`` with the pairs of loaded experts, and those of the CPU.
 
         chosen: ``routed.experts`` on the host.
         """
         self.pairs = self._cold_pairs(chosen)
         if not self.pairs:
-            return y, None, ()
+            return y, None
         known = {} if loaded is None else loaded
         tokens = {expert: len(own) for expert, own in self.pairs.items()}
         to_load, to_compute = divided(tokens, set(known), self.work.policy)
@@ -254,17 +252,14 @@ class _Cold:
         for group in groups[:AHEAD]:
             begin(group)
         computed = self._compute(to_compute, routed)
-        last: LoadedGroup | None = None
         for number, group in enumerate(groups):
-            last = self._group(group, begun.popleft(), routed)
-            if number + 1 == len(groups):
-                break
-            y = programs.added_pairs(self.cfg, self.layouts, self.on_device, routed.tokens, y, last)
+            own = self._group(group, begun.popleft(), routed)
+            y = programs.added_pairs(self.cfg, self.layouts, self.on_device, routed.tokens, y, own)
             running.append(y)
             if number + AHEAD < len(groups):
                 jax.block_until_ready(running.popleft())
                 begin(groups[number + AHEAD])
-        return y, last, _finished(computed, unit, record)
+        return y, _finished(computed, y.shape[0], unit, record)
 
     def _cold_pairs(self, chosen: np.ndarray) -> dict[int, np.ndarray]:
         """Return the pairs, ``token * k + j``, of each expert that is not on the device."""
@@ -338,18 +333,21 @@ class _Cold:
 
 
 def _finished(
-    results: list[tuple[np.ndarray, jax.Array]], unit: ModelUnit, record: Recording
-) -> list[ComputedPairs]:
-    """Wait for the CPU's products."""
+    results: list[tuple[np.ndarray, jax.Array]], none: int, unit: ModelUnit, record: Recording
+) -> ComputedPairs | None:
+    """Wait for the CPU's products; return them in few sizes, because each is a program.
+
+    none: a place that is none.
+    """
     if not results:
-        return []
+        return None
     with record("experts on CPU", unit):
         jax.block_until_ready([result for _, result in results])
-    rows = [np.asarray(result) for _, result in results]
-    return [
-        ComputedPairs(places, own.reshape(-1, own.shape[-1]))
-        for (places, _), own in zip(results, rows, strict=True)
-    ]
+    places = np.concatenate([own for own, _ in results])
+    rows = [np.asarray(own).reshape(-1, own.shape[-1]) for _, own in results]
+    empty = _size(len(places)) - len(places)
+    rows.append(np.zeros((empty, rows[0].shape[1]), rows[0].dtype))
+    return ComputedPairs(np.pad(places, (0, empty), constant_values=none), np.concatenate(rows))
 
 
 def _size(count: int) -> int:
