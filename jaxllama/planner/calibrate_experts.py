@@ -88,10 +88,17 @@ def measure_experts(
         tell(name, found)
         return found
 
-    def by_layer(name: str, lm: LanguageModel, **options: Any) -> list[float]:
+    def by_layer(
+        name: str,
+        lm: LanguageModel,
+        rows: Sequence[int] = EXPERT_ROWS,
+        waits: bool = False,
+        **changes: Any,
+    ) -> list[float]:
         """Return the seconds of a layer of further layers."""
-        short = points(f"{name}, one layer", dataclasses.replace(lm, config=shallow), **options)
-        found.append(points(name, lm, **options))
+        less = dataclasses.replace(lm, config=shallow)
+        short = points(f"{name}, one layer", less, rows, waits, **changes)
+        found.append(points(name, lm, rows, waits, **changes))
         return _beyond(found[-1], short, layers - 1)
 
     def spread(policy: Policy) -> LanguageModel:
@@ -117,7 +124,7 @@ def measure_experts(
         _beyond(computed, waiting, layers),
     )
     costs = ExpertCosts(layer, wait, load, cpu, (0.0, 0.0))
-    both = points("both", lm, CPU_ROWS, **costs.of_policy)
+    both = points("both", lm, CPU_ROWS, False, **costs.of_policy)
     return dataclasses.replace(costs, both=_both(costs, both, _beyond(both, waiting, layers)))
 
 

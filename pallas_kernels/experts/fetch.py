@@ -5,12 +5,8 @@
 
 A GPU reads pinned host memory by the host's own addresses (CUDA's unified addressing). So a kernel
 copies the experts that a router has just chosen, in the program that computes with them, at the
-link's rate. A transfer begun by the host waits until the host has read the choice.
-
-    all blocks    pieces of 16 KB of all experts of the list, one after the other, round by round
-    a thread      four loads of 16 bytes from the host under way, then four stores
-
-Floor: the link. The caller keeps the pinned arrays while programs that read them run.
+link's rate. A transfer begun by the host waits until the host has read the choice. The caller keeps
+the pinned arrays while programs that read them run.
 """
 
 from __future__ import annotations
@@ -22,15 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import ptx as p
-from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import hopper_reason
-from pallas_kernels.jax_internals import arith
-from pallas_kernels.launch import launch
-from pallas_kernels.ptx import Value
-
-THREADS, LOADS = 256, 4
-PIECE = THREADS * LOADS  # vectors of 16 bytes
 
 
 def addresses_of(pieces: Mapping[int, jax.Array], n_experts: int) -> np.ndarray:
@@ -51,22 +39,9 @@ def fetch(addresses: jax.Array, experts: jax.Array, nbytes: int) -> jax.Array:
     like = jax.ShapeDtypeStruct((experts.shape[0], nbytes), jnp.uint8)
     if hopper_reason() is not None:
         return jax.pure_callback(_copied, like, addresses, experts, nbytes)
-    count = addresses.shape[0]
+    from pallas_kernels.experts import fetch_kernel
 
-    def body(gmem, smem) -> None:
-        del smem
-        _copy(gmem, count, like.shape)
-
-    (found,) = launch(
-        body,
-        {"addresses": addresses, "experts": experts},
-        {"out": like},
-        name="fetch_experts",
-        grid=gpu().sms,
-        warpgroups=THREADS // 128,
-        registers=True,
-    )
-    return found
+    return fetch_kernel.fetch(addresses, experts, like)
 
 
 def _copied(addresses: np.ndarray, experts: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
@@ -76,32 +51,3 @@ def _copied(addresses: np.ndarray, experts: np.ndarray, nbytes: np.ndarray) -> n
         if 0 <= expert < len(own):
             ctypes.memmove(row.ctypes.data, int(own[expert]), row.nbytes)
     return found
-
-
-def _copy(gmem, count: int, shape: tuple[int, int]) -> None:
-    """The program of one thread."""
-    experts, nbytes = shape
-    vectors = nbytes // 16
-    pieces = -(-vectors // PIECE)
-    thread, block = p.register("tid.x"), p.register("ctaid.x")
-    table, chosen, out = (p.address(x) for x in (gmem.addresses, gmem.experts, gmem.out))
-    p.await_kernel()
-
-    def piece(index: Value, _: list[Value]) -> list[Value]:
-        slot, own = arith.divui(index, p.ci(pieces)), arith.remui(index, p.ci(pieces))
-        (expert,) = p.load_global(p.offset(chosen, slot, 4), 1)
-
-        def copy() -> None:
-            source = p.load_address(p.offset(table, expert, 8))
-            to = p.offset(out, slot, nbytes)
-            first = p.add(p.mul(own, PIECE), thread)
-            # The last piece's threads that lie past the end copy the last vector.
-            places = [p.minimum(p.add(first, THREADS * i), vectors - 1) for i in range(LOADS)]
-            words = [p.load_global(p.offset(source, at, 16), 4, cache=p.READ_ONLY) for at in places]
-            for at, own_words in zip(places, words, strict=True):
-                p.store_global(p.offset(to, at, 16), own_words)
-
-        p.when(p.less(expert, count), copy)
-        return []
-
-    p.loop(block, p.ci(experts * pieces), p.ci(gpu().sms), [], piece)

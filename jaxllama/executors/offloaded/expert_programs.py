@@ -33,6 +33,7 @@ from jaxllama.offload.experts import ExpertLayout, HotSlots, unpack, unpack_on_c
 from jaxllama.typing import Options, Params, Tree
 from pallas_kernels.experts.fetch import fetch
 from pallas_kernels.experts.op import grouped_matmul, weighted_sum
+from pallas_kernels.types import TreeDef
 
 FETCHED = 16  # experts that ``fetched`` has in device memory at once
 
@@ -64,7 +65,7 @@ class MixtureParts(NamedTuple):
 class FlatParts(NamedTuple):
     """``MixtureParts`` as leaves and structure, which no step needs to find again."""
 
-    structure: jax.tree_util.PyTreeDef
+    structure: TreeDef
     leaves: list[jax.Array]
 
     @classmethod
@@ -102,7 +103,7 @@ def without_mlp(weights: Tree) -> Tree:
 def _routed_layer(
     cfg: ModelConfig,
     kind: str | None,
-    structure: jax.tree_util.PyTreeDef,
+    structure: TreeDef,
     leaves: list[jax.Array],
     stream: Stream,
     state: LayerState | None,
@@ -192,7 +193,7 @@ def _products(
 
 def _with_mixture(
     cfg: ModelConfig,
-    structure: jax.tree_util.PyTreeDef,
+    structure: TreeDef,
     leaves: list[jax.Array],
     routed: RoutedTokens,
     y: jax.Array,
@@ -239,7 +240,7 @@ def fetched(
     cfg: ModelConfig,
     kind: str | None,
     layouts: tuple[ExpertLayout, ExpertLayout],
-    structure: jax.tree_util.PyTreeDef,
+    structure: TreeDef,
     leaves: list[jax.Array],
     stream: Stream,
     state: LayerState | None,

@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 
 from jaxllama.offload.store import Store
-from pallas_kernels.experts import fetch
+from pallas_kernels.experts import fetch, fetch_kernel
 from tests.helpers.warp_emulator import emulated
 
 FIRST = 128  # where the emulator lays the first operand
 
 
-@pytest.mark.parametrize("nbytes", [64, 16 * (fetch.PIECE + 3)])
+@pytest.mark.parametrize("nbytes", [64, 16 * (fetch_kernel.PIECE + 3)])
 def test_the_kernel_copies_the_listed_experts(monkeypatch, nbytes):
     """The table itself is what is copied: an expert's address is a place in it."""
     count = max(8, nbytes // 8 + 32)
     places = FIRST + 16 * (np.arange(count) % 7)
     table = places.astype(np.uint64).view(np.int32).reshape(count, 2)
     listed = np.array([5, 0, count, 2, -1], np.int32)
-    with emulated(fetch):
+    with emulated(fetch_kernel):
         monkeypatch.setattr(fetch, "hopper_reason", lambda: None)
         found = fetch.fetch(jnp.asarray(table), jnp.asarray(listed), nbytes)
     memory = np.concatenate([table.reshape(-1).view(np.uint8), np.zeros(4096, np.uint8)])
