@@ -32,7 +32,7 @@ from jaxllama.offload.expert_places import ExpertPlace
 from jaxllama.offload.store import Store
 from jaxllama.typing import Tree
 from pallas_kernels.cpu import restore_tree
-from pallas_kernels.experts.fetch import addresses_of
+from pallas_kernels.experts.fetch import addresses_of, fetched_weight
 from pallas_kernels.qtensor import packed_bytes
 from pallas_kernels.rounding import NIBBLES
 
@@ -229,6 +229,16 @@ def unpack(layout: ExpertLayout, data: jax.Array) -> Tree:
 
 
 _unpack = jax.jit(unpack, static_argnums=0)
+
+
+def fetched(layout: ExpertLayout, addresses: jax.Array, experts: jax.Array) -> Tree:
+    """Return ``experts [n]``, which the device reads from pinned memory, as ``[n, out, in]``.
+
+    addresses: of ``ExpertTensor``.  An index behind the last expert gives zeros.
+    """
+    shapes = [jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype)) for leaf in layout.leaves]
+    like, offsets = layout.structure.unflatten(shapes), [leaf.offset for leaf in layout.leaves]
+    return fetched_weight(addresses, experts, like, offsets, layout.restores)
 
 
 def unpack_on_cpu(layout: ExpertLayout, leaves: Sequence[jax.Array]) -> Tree:

@@ -40,7 +40,7 @@ from pallas_kernels.cpu import unavailable
 
 EXPERT_ROWS = (1, 16)
 CPU_ROWS = (1, 4, 16)  # three, for a layer, an expert and a further token of it
-CONTEXT, ROOM = 1, 64  # a prompt of one token has a step's programs
+CONTEXT, ROOM = 1, 63  # a prompt of one token has a step's programs
 WARM, STEPS = 6, 12
 COMPUTES = 1e-6  # the ratio of costs that leaves all experts to the CPU
 EVERYWHERE = Policy.parse(f"100 0 100 0 100 0 gpu_batch_size={EXPERT_ROWS[-1]}")

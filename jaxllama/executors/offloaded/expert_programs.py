@@ -13,7 +13,7 @@ them take, so there are few.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -29,9 +29,9 @@ from jaxllama.model.experts.feed import gate_of, inputs_of, with_output
 from jaxllama.model.linear import Stream
 from jaxllama.model.records import new_tokens
 from jaxllama.model.rope import Ropes
+from jaxllama.offload import experts as placed
 from jaxllama.offload.experts import ExpertLayout, HotSlots, unpack, unpack_on_cpu
 from jaxllama.typing import Options, Params, Tree
-from pallas_kernels.experts.fetch import fetch
 from pallas_kernels.experts.op import grouped_matmul, weighted_sum
 from pallas_kernels.types import TreeDef
 
@@ -75,14 +75,15 @@ class FlatParts(NamedTuple):
 
 
 class LoadedGroup(NamedTuple):
-    """Loaded experts and their pairs.
+    """Experts and their pairs.
 
-    pieces: the experts' bytes, of both products.  places ``[P]``: the pairs, ``token * k + j``; one
-    past the end is none.  slots, rows ``[P]``: a pair's place among ``experts`` and its token.
+    pieces: the experts' bytes, of both products; None if the device reads them.
+    places ``[P]``: the pairs, ``token * k + j``; one past the end is none.
+    slots, rows ``[P]``: a pair's place among ``experts`` and its token.
     """
 
     experts: np.ndarray
-    pieces: tuple[tuple[jax.Array, ...], ...]
+    pieces: tuple[tuple[jax.Array, ...], ...] | None
     places: np.ndarray
     slots: np.ndarray
     rows: np.ndarray
@@ -142,17 +143,34 @@ def added_pairs(
     cfg: ModelConfig,
     layouts: tuple[ExpertLayout, ExpertLayout],
     biases: Sequence[jax.Array | None],
+    addresses: Sequence[jax.Array | None],
     tokens: jax.Array,
     y: jax.Array,
     group: LoadedGroup,
 ) -> jax.Array:
-    """Return ``y`` with the pairs of a group of loaded experts."""
-    pieces = zip(layouts, group.pieces, strict=True)
-    up, down = (unpack(layout, jnp.stack(own)) for layout, own in pieces)
+    """Return ``y`` with the pairs of a group of experts."""
+    if group.pieces is None:
+        up, down = _fetched(layouts, addresses, jnp.asarray(group.experts))
+    else:
+        pieces = zip(layouts, group.pieces, strict=True)
+        up, down = (unpack(layout, jnp.stack(own)) for layout, own in pieces)
     own = [None if bias is None else bias[group.experts] for bias in biases]
     slots = jnp.asarray(group.slots)[:, None]
     found = _products(cfg, (up, down), own, slots, tokens[group.rows])[:, 0]
     return y.at[group.places].set(found, mode="drop")
+
+
+def _fetched(
+    layouts: tuple[ExpertLayout, ExpertLayout],
+    addresses: Sequence[jax.Array | None],
+    experts: jax.Array,
+) -> tuple[Tree, Tree]:
+    """Return both products' weights of ``experts``, which the device reads."""
+    found = []
+    for layout, table in zip(layouts, addresses, strict=True):
+        assert table is not None
+        found.append(placed.fetched(layout, table, experts))
+    return found[0], found[1]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -214,27 +232,6 @@ def _with_mixture(
 with_mixture = jax.jit(_with_mixture, static_argnums=(0, 1))
 
 
-def _fetched(
-    layouts: tuple[ExpertLayout, ExpertLayout],
-    addresses: Sequence[jax.Array | None],
-    experts: jax.Array,
-) -> Iterator[jax.Array]:
-    """Yield the bytes ``[G, bytes]`` of both products of ``experts``."""
-    for layout, table in zip(layouts, addresses, strict=True):
-        assert table is not None
-        yield fetch(table, experts, layout.nbytes)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def fetch_each(
-    layouts: tuple[ExpertLayout, ExpertLayout],
-    addresses: Sequence[jax.Array | None],
-    experts: jax.Array,
-) -> list[tuple[jax.Array, jax.Array]]:
-    """Return the bytes of both products of each of ``experts``."""
-    return list(zip(*_fetched(layouts, addresses, experts), strict=True))
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 11), donate_argnums=(6, 10))
 def fetched(
     cfg: ModelConfig,
@@ -272,11 +269,7 @@ def fetched(
 
     def with_one(number: jax.Array | int, y: jax.Array) -> jax.Array:
         group, own = listed[number], slots - number * width
-        up, down = (
-            # The rest of a group that is not full holds anything, which no product should meet.
-            unpack(layout, jnp.where(group[:, None] < n_experts, data, jnp.uint8(0)))
-            for layout, data in zip(layouts, _fetched(layouts, parts.addresses, group), strict=True)
-        )
+        up, down = _fetched(layouts, parts.addresses, group)
         is_own = (own >= 0) & (own < width)
         given = [None if bias is None else bias[group] for bias in biases]
         found = _products(cfg, (up, down), given, jnp.where(is_own, own, width), routed.tokens)

@@ -34,6 +34,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.executors.offloaded import expert_programs as programs
 from jaxllama.executors.offloaded.cpu_attention import cpu
 from jaxllama.executors.offloaded.expert_programs import (
+    FETCHED,
     ComputedPairs,
     FlatParts,
     LoadedGroup,
@@ -238,6 +239,8 @@ class _Cold:
         self.work.moved += sum(expert not in known for expert in to_load)
         self.work.computed += len(to_compute)
         self.work.computed_pairs += sum(tokens[expert] for expert in to_compute)
+        if loaded is None and self.addresses[0] is not None:
+            return self._beside(y, routed, to_load, to_compute, unit, record)
         groups = [to_load[first : first + GROUP] for first in range(0, len(to_load), GROUP)]
         begun: deque[list[Pieces]] = deque()
         running: deque[jax.Array] = deque()
@@ -254,12 +257,34 @@ class _Cold:
         computed = self._compute(to_compute, routed)
         for number, group in enumerate(groups):
             own = self._group(group, begun.popleft(), routed)
-            y = programs.added_pairs(self.cfg, self.layouts, self.on_device, routed.tokens, y, own)
+            y = self._with(y, routed, own)
             running.append(y)
             if number + AHEAD < len(groups):
                 jax.block_until_ready(running.popleft())
                 begin(groups[number + AHEAD])
         return y, _finished(computed, y.shape[0], unit, record)
+
+    def _beside(
+        self,
+        y: jax.Array,
+        routed: RoutedTokens,
+        to_load: list[int],
+        to_compute: list[int],
+        unit: ModelUnit,
+        record: Recording,
+    ) -> tuple[jax.Array, ComputedPairs | None]:
+        """As ``added``, if the device reads experts: the host begins that, and the CPU's part."""
+        groups = [to_load[first : first + FETCHED] for first in range(0, len(to_load), FETCHED)]
+        for group in groups[:1]:
+            y = self._with(y, routed, self._group(group, None, routed))
+        computed = self._compute(to_compute, routed)
+        for group in groups[1:]:
+            y = self._with(y, routed, self._group(group, None, routed))
+        return y, _finished(computed, y.shape[0], unit, record)
+
+    def _with(self, y: jax.Array, routed: RoutedTokens, group: LoadedGroup) -> jax.Array:
+        how = self.cfg, self.layouts, self.on_device, self.addresses
+        return programs.added_pairs(*how, routed.tokens, y, group)
 
     def _cold_pairs(self, chosen: np.ndarray) -> dict[int, np.ndarray]:
         """Return the pairs, ``token * k + j``, of each expert that is not on the device."""
@@ -276,22 +301,24 @@ class _Cold:
         new, store = [expert for expert in group if expert not in known], self.work.store
         if not new:
             return [known[expert] for expert in group]
-        if self.addresses[0] is not None:
-            rest = [self.n_experts] * (_size(len(new)) - len(new))  # none; few sizes are compiled
-            named = np.asarray(new + rest, np.int32)
-            moved = programs.fetch_each(self.layouts, self.addresses, named)
-        else:
-            stored = [tensor.stored(store, expert) for expert in new for tensor in self.tensors]
-            sent = jax.device_put(stored, store.on_device)
-            moved = list(zip(sent[::2], sent[1::2], strict=True))
-        begun = dict(zip(new, moved, strict=False))
+        stored = [tensor.stored(store, expert) for expert in new for tensor in self.tensors]
+        moved = jax.device_put(stored, store.on_device)
+        begun = dict(zip(new, zip(moved[::2], moved[1::2], strict=True), strict=True))
         return [known[expert] if expert in known else begun[expert] for expert in group]
 
-    def _group(self, group: list[int], pieces: list[Pieces], routed: RoutedTokens) -> LoadedGroup:
-        """Return a group of loaded experts, padded to few sizes."""
+    def _group(
+        self, group: list[int], pieces: list[Pieces] | None, routed: RoutedTokens
+    ) -> LoadedGroup:
+        """Return a group of experts, padded to few sizes.
+
+        pieces: of loaded experts; None if the device reads them.
+        """
         width, fan = _size(len(group)), routed.experts.shape[1]
-        pieces = pieces + pieces[:1] * (width - len(group))
-        experts = np.asarray(group + group[:1] * (width - len(group)), np.int32)
+        empty, parts = width - len(group), None
+        if pieces is not None:
+            parts = tuple(zip(*pieces, *pieces[:1] * empty, strict=True))
+        rest = [self.n_experts] if pieces is None else group[:1]
+        experts = np.asarray(group + rest * empty, np.int32)
         own = [self.pairs[expert] for expert in group]
         pairs = np.concatenate(own)
         count = width
@@ -302,7 +329,7 @@ class _Cold:
         slots = np.zeros(count, np.int32)
         slots[: len(pairs)] = np.repeat(np.arange(len(group)), [len(part) for part in own])
         rows = np.minimum(places // fan, len(routed.tokens) - 1)
-        return LoadedGroup(experts, tuple(zip(*pieces, strict=True)), places, slots, rows)
+        return LoadedGroup(experts, parts, places, slots, rows)
 
     def _compute(
         self, experts: list[int], routed: RoutedTokens

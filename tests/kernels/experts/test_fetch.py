@@ -1,4 +1,4 @@
-"""Experts' bytes that a kernel reads from pinned host memory."""
+"""Experts that a kernel reads from pinned host memory."""
 
 from __future__ import annotations
 
@@ -7,35 +7,73 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllama.offload.experts import layout_of, pack
 from jaxllama.offload.store import Store
+from pallas_kernels import quantize
+from pallas_kernels.cpu import CpuWeight, prepare_tree
 from pallas_kernels.experts import fetch, fetch_kernel
 from tests.helpers.warp_emulator import emulated
 
 FIRST = 128  # where the emulator lays the first operand
+SCHEMES = {
+    "mxfp4": {"dtype": "mxfp4"},
+    "nvfp4": {"dtype": "nvfp4"},
+    "int4": {"dtype": "int4", "group_size": 32},
+    "int4 zeros": {"dtype": "int4", "group_size": 32, "symmetric": False},
+    "int8": {"dtype": "int8", "group_size": 32},
+    "float32": None,
+}
 
 
-@pytest.mark.parametrize("nbytes", [64, 16 * (fetch_kernel.PIECE + 3)])
-def test_the_kernel_copies_the_listed_experts(monkeypatch, nbytes):
-    """The table itself is what is copied: an expert's address is a place in it."""
-    count = max(8, nbytes // 8 + 32)
-    places = FIRST + 16 * (np.arange(count) % 7)
-    table = places.astype(np.uint64).view(np.int32).reshape(count, 2)
-    listed = np.array([5, 0, count, 2, -1], np.int32)
+def experts_of(scheme: str, shape=(3, 32, 64)):
+    """Return (weight, the CPU's layout, its offsets, each expert's bytes)."""
+    weight = jax.random.normal(jax.random.key(0), shape, jnp.float32)
+    if SCHEMES[scheme] is not None:
+        weight = quantize(weight, **SCHEMES[scheme])
+    laid = prepare_tree(jax.tree.map(np.asarray, weight))
+    assert isinstance(laid, CpuWeight) or scheme == "float32"
+    parts, structure = jax.tree.flatten(laid)
+    layout = layout_of(parts, structure, "gpu")
+    packed = [
+        pack(layout, [np.asarray(part)[expert : expert + 1] for part in parts])
+        for expert in range(shape[0])
+    ]
+    shapes = [jax.ShapeDtypeStruct((1, *part.shape[1:]), part.dtype) for part in parts]
+    offsets = [leaf.offset for leaf in layout.leaves]
+    return weight, structure.unflatten(shapes), offsets, packed
+
+
+def assert_equal_experts(found, weight, order: list[int]) -> None:
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(weight), strict=True):
+        assert got.dtype == want.dtype
+        got, want = np.asarray(got)[: len(order)], np.asarray(want)[order]
+        np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_weight_that_the_host_reads_is_as_it_was(tmp_path, scheme):
+    weight, like, offsets, packed = experts_of(scheme)
+    pinned = {expert: Store(tmp_path).pin(data) for expert, data in enumerate(packed)}
+    table = jnp.asarray(fetch.addresses_of(pinned, 3))
+    found = fetch.fetched_weight(table, jnp.asarray([2, 0, 3]), like, offsets)
+    assert_equal_experts(found, weight, [2, 0])
+    factor = jax.tree.leaves(found)[0 if scheme == "float32" else 1]
+    assert not np.asarray(factor)[2].view(np.uint8).any()  # no expert: scales of 0
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_kernel_copies_and_lays_out_the_listed_experts(monkeypatch, scheme):
+    """The experts' bytes stand in the table, behind the addresses."""
+    weight, like, offsets, packed = experts_of(scheme)
+    data = np.concatenate(packed).view(np.uint64)
+    places = FIRST + 8 * (4 + np.arange(3) * len(packed[0]) // 8)
+    table = np.concatenate([places.astype(np.uint64), np.zeros(1, np.uint64), data])
+    monkeypatch.setattr(fetch, "hopper_reason", lambda: None)
     with emulated(fetch_kernel):
-        monkeypatch.setattr(fetch, "hopper_reason", lambda: None)
-        found = fetch.fetch(jnp.asarray(table), jnp.asarray(listed), nbytes)
-    memory = np.concatenate([table.reshape(-1).view(np.uint8), np.zeros(4096, np.uint8)])
-    for row, expert in zip(np.asarray(found), listed, strict=True):
-        if 0 <= expert < count:
-            at = int(places[expert]) - FIRST
-            np.testing.assert_array_equal(row, memory[at : at + nbytes])
-
-
-def test_the_host_reads_the_same_bytes(tmp_path):
-    store = Store(tmp_path)
-    rng = np.random.default_rng(0)
-    data = rng.integers(0, 256, (3, 4096), np.uint8)
-    pinned = {expert: store.pin(row) for expert, row in zip((4, 1, 2), data, strict=True)}
-    table = jnp.asarray(fetch.addresses_of(pinned, 5))
-    found = jax.jit(lambda t, e: fetch.fetch(t, e, 4096))(table, jnp.asarray([2, 4, 5]))
-    np.testing.assert_array_equal(found[:2], data[[2, 0]])
+        found = fetch.fetched_weight(
+            jnp.asarray(table.view(np.int32).reshape(-1, 2)),
+            jnp.asarray([2, 0, -1], jnp.int32),
+            like,
+            offsets,
+        )
+    assert_equal_experts(found, weight, [2, 0])
