@@ -195,7 +195,8 @@ def test_costs_and_use_are_measured(tmp_path):
         return place.model(cfg, place.tree(jax.tree.map(np.asarray, params_of(cfg))), None)
 
     costs = measure_experts(cfg, model, jnp.float32, 64)
-    assert min(costs.layer) >= 0 and len(costs.load) == 2 and 0 <= costs.beside <= 1
+    assert min(*costs.layer, *costs.wait, *costs.both) >= 0 and len(costs.load) == 2
+    assert not costs.cpu or costs.both[1] <= 1
     tokens = np.random.default_rng(0).integers(0, 256, (4, 16))
     use = measured_use(model(Policy.parse("100 0 100 0 100 0 experts=50/50")), tokens)
     assert [round(float(own.sum()), 6) for own in use.layers.values()] == [4.0, 4.0]
