@@ -320,7 +320,7 @@ class OffloadRun:
 
     @property
     def is_small(self) -> bool:
-        prompts = any(batch.reads_prompts for batch in self.batches)
+        prompts = any(piece.of_prompt for batch in self.batches for piece in batch.pieces)
         return not (prompts or any(self.moves.values()))
 
     def active_batches(self) -> list[int]:
