@@ -232,8 +232,10 @@ def main() -> None:
         few = cfg.first_layers(min(8, cfg.n_layers))
         cold = Policy.parse(f"{EVERY} experts=0/100 gpu_batch_size=16")
         hot = dataclasses.replace(cold, experts="100/0")
+        half = dataclasses.replace(cold, experts="50/50")
         whole, none = host.model(hot, cfg=alike.first_layers(2)), host.model(cold, cfg=alike)
-        runs = variants(whole, EXPERT_ROWS) + variants(whole, CPU_ROWS, True)
+        runs = variants(host.model(half, cfg=alike.first_layers(2)), EXPERT_ROWS)
+        runs += variants(whole, EXPERT_ROWS) + variants(whole, CPU_ROWS, True)
         runs += variants(none, EXPERT_ROWS) + variants(host.model(cold, cfg=few), all_rows)
         if computes:
             runs += variants(none, CPU_ROWS, **ON_CPU) + variants(none, CPU_ROWS, **SHARED)

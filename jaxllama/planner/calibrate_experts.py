@@ -8,7 +8,7 @@ that a run has. Each series gives the seconds of a layer:
 
     hot          all experts on the device: ``layer``
     wait         the same, while the host reads the routers' choices: ``wait``
-    link         none on the device, all loaded: ``load``
+    link         none or half on the device, all others loaded: ``load``
     CPU          none on the device, all computed by the CPU: ``cpu``, beyond ``wait``
     both         divided between them by the two costs: ``both``, beyond ``wait``
 
@@ -21,6 +21,7 @@ chooses. Rows sample their tokens, because greedy rows of a random model become 
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -41,7 +42,8 @@ from pallas_kernels.cpu import unavailable
 EXPERT_ROWS = (1, 16)
 CPU_ROWS = (1, 4, 16)  # three, for a layer, an expert and a further token of it
 CONTEXT, ROOM = 1, 63  # a prompt of one token has a step's programs
-WARM, STEPS = 6, 12
+WARM, STEPS, LEAST = 8, 40, 12  # steps; at least ``LEAST``, and more for ``SECONDS``
+SECONDS = 0.5
 COMPUTES = 1e-6  # the ratio of costs that leaves all experts to the CPU
 EVERYWHERE = Policy.parse(f"100 0 100 0 100 0 gpu_batch_size={EXPERT_ROWS[-1]}")
 
@@ -70,6 +72,7 @@ def measure_experts(
     computes: measure the CPU too, if it has handlers. Without them floats are slow.
     """
     hot = dataclasses.replace(EVERYWHERE, experts="100/0")
+    half = dataclasses.replace(EVERYWHERE, experts="50/50")
     cold = dataclasses.replace(EVERYWHERE, experts="0/100", cpu_expert=COMPUTES)
     computes = computes and unavailable() is None
     if not computes:
@@ -115,7 +118,10 @@ def measure_experts(
     del lm
     lm = spread(cold)
     seconds = by_layer("link", lm, cpu_expert=0.0)
-    load = nnls([(1.0, point.loads) for point in found[-1]], seconds)
+    loads = [point.loads for point in found[-1]]
+    seconds += by_layer("half", spread(half))
+    loads += [point.loads for point in found[-1]]
+    load = nnls([(1.0, own) for own in loads], seconds)
     if not computes:
         return ExpertCosts(layer, wait, load, (), ())
     computed = points("CPU", lm, CPU_ROWS)
@@ -174,11 +180,13 @@ def _point(lm: LanguageModel, rows: int, kv_dtype: DTypeLike, chunk: int, waits:
     for _ in range(WARM):
         timed_step(run)
     run.experts.reset()
-    times = [timed_step(run) for _ in range(STEPS)]
-    work, layers = run.experts, lm.config.n_layers
+    times: list[float] = []
+    while len(times) < LEAST or (len(times) < STEPS and sum(times) < SECONDS):
+        times.append(timed_step(run))
+    work, count = run.experts, lm.config.n_layers * len(times)
     return StepPoint(
-        sorted(times)[len(times) // 4],
-        work.loads / layers / STEPS,
-        work.computed / layers / STEPS,
-        (work.computed_pairs - work.computed) / layers / STEPS,
+        statistics.median(times),
+        work.loads / count,
+        work.computed / count,
+        (work.computed_pairs - work.computed) / count,
     )
