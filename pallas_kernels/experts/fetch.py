@@ -27,8 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import dispatch
 from pallas_kernels.cpu.weight import TILE, CpuWeight, restore
-from pallas_kernels.dispatch import hopper_reason
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import NIBBLES
 
@@ -73,7 +73,7 @@ def fetch(
     Where the kernel does not run, the host reads its memory in a callback.
     """
     out = [leaf.like(experts.shape[0]) for leaf in leaves]
-    if hopper_reason() is None:
+    if dispatch.hopper_reason() is None:
         from pallas_kernels.experts import fetch_kernel
 
         return fetch_kernel.fetch(addresses, experts, leaves, out)

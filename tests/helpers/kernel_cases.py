@@ -13,6 +13,7 @@ from pallas_kernels.attention.past import attend as attend_past
 from pallas_kernels.attention.rope_attention import rope_and_attend
 from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write
 from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
+from pallas_kernels.experts.fetch import FetchedLeaf, fetch
 from pallas_kernels.experts.gate import ClampedGate, Gate
 from pallas_kernels.experts.op import grouped_matmul
 from pallas_kernels.experts.route import norm_and_route
@@ -198,6 +199,19 @@ def normed(x, words=None):
     return rms_norm(x, weight, 1e-5, residual=x, quantize=words, implementation="mosaic")
 
 
+def fetched(rows: int, width: int, count: int):
+    """MXFP4 experts in the layout of the CPU's handlers."""
+    codes, scales = rows * width // 2, rows * width // 32
+    leaves = (
+        FetchedLeaf(0, codes, 4, width // 8, is_nibbles=True),
+        FetchedLeaf(codes, scales, 1, width // 32),
+    )
+    return lambda table, experts: fetch(table, experts, leaves), (
+        S((128, 2), I32),
+        S((count,), I32),
+    )
+
+
 CASES = {
     "product 1 int4": lambda: product(1, "int4"),
     "product 1 zeros": lambda: product(1, "zeros"),
@@ -218,6 +232,7 @@ CASES = {
     "experts sum zeros-64": lambda: grouped_sum("zeros-64", 2880, 2880, (32, 4)),
     "experts zeros-64": lambda: grouped("zeros-64", 5760, 2880, ClampedGate(), 1, (32, 4)),
     "product 1 zeros-64": lambda: product(1, "zeros-64", shape=(5120, 2880)),
+    "experts fetched": lambda: fetched(5760, 2880, 16),
     "norm and route": lambda: routed(128, 2048, 8),
     "experts 8192 int8": lambda: grouped("int8", 2048, 768, None, 8192),
     "experts 8192 fp8-block": lambda: grouped("fp8-block", 2048, 768, None, 8192),

@@ -42,15 +42,13 @@ from jaxllama.planner.trial import random_tree  # noqa: E402
 from pallas_kernels import dispatch  # noqa: E402
 from pallas_kernels.architecture import BY_NAME  # noqa: E402
 from pallas_kernels.cpu import CpuWeight, prepare_tree  # noqa: E402
-from pallas_kernels.experts import fetch  # noqa: E402
 
 
 @pytest.fixture
 def shape(monkeypatch):
     """Shapes on a Hopper GPU that is not there."""
     arch = BY_NAME["sm_90"]
-    for module in (dispatch, fetch):
-        monkeypatch.setattr(module, "hopper_reason", lambda *_: None)
+    monkeypatch.setattr(dispatch, "hopper_reason", lambda *_: None)
     monkeypatch.setattr(utils, "_infer_arch", lambda: arch.capability)
     where = topologies.get_topology_desc(
         platform="cuda", topology="1x1x1", target_config=assembling.description(arch)
@@ -95,7 +93,8 @@ def test_gpt_oss_s_experts_compile_for_hopper(shape, tokens, pairs):
     )
     group = programs.LoadedGroup(shape(width, dtype=ints), pieces, rows, rows, rows)
     y, x = shape(tokens * 4, 2880, dtype=jnp.float32), shape(tokens, 2880)
-    loaded = programs.added_pairs.lower(cfg, layouts, parts.biases, x, y, group).compile()
+    how = cfg, layouts, parts.biases, parts.addresses
+    loaded = programs.added_pairs.lower(*how, x, y, group).compile()
     packed = sum(layout.nbytes for layout in layouts)
     assert loaded.memory_analysis().temp_size_in_bytes <= 3 * width * packed
     stream, lengths = Stream(shape(tokens, 1, 2880)), shape(tokens, dtype=ints)
@@ -105,8 +104,9 @@ def test_gpt_oss_s_experts_compile_for_hopper(shape, tokens, pairs):
     ).compile()
     bound = expert_program_bytes(cfg, Policy(experts="0/100"), tokens, jnp.bfloat16)
     assert found.memory_analysis().temp_size_in_bytes <= bound + (1 << 20)
-    named = shape(width, dtype=ints)
-    assert programs.fetch_each.lower(layouts, parts.addresses, named).compile()
+    read = group._replace(pieces=None)
+    found = programs.added_pairs.lower(*how, x, y, read).compile()
+    assert found.memory_analysis().temp_size_in_bytes <= 3 * width * packed
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (16, 1), (2, 64)])

@@ -9,7 +9,7 @@ import pytest
 
 from jaxllama.offload.experts import layout_of, pack
 from jaxllama.offload.store import Store
-from pallas_kernels import quantize
+from pallas_kernels import dispatch, quantize
 from pallas_kernels.cpu import CpuWeight, prepare_tree
 from pallas_kernels.experts import fetch, fetch_kernel
 from tests.helpers.warp_emulator import emulated
@@ -68,7 +68,7 @@ def test_the_kernel_copies_and_lays_out_the_listed_experts(monkeypatch, scheme):
     data = np.concatenate(packed).view(np.uint64)
     places = FIRST + 8 * (4 + np.arange(3) * len(packed[0]) // 8)
     table = np.concatenate([places.astype(np.uint64), np.zeros(1, np.uint64), data])
-    monkeypatch.setattr(fetch, "hopper_reason", lambda: None)
+    monkeypatch.setattr(dispatch, "hopper_reason", lambda *_: None)
     with emulated(fetch_kernel):
         found = fetch.fetched_weight(
             jnp.asarray(table.view(np.int32).reshape(-1, 2)),
