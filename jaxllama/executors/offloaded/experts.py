@@ -1,18 +1,19 @@
-"""A layer's second half whose experts lie one by one: each runs where it is, or is loaded.
+"""A layer whose experts lie one by one: each runs where it is, or is loaded.
 
     work = ExpertWork(store, policy)
-    stream = work.feed(cfg, unit, weights, stream, lengths)
+    stream, state = work.layer(cfg, kind, unit, weights, stream, state, at)
 
-    device   norm, router, the pairs of the experts that it holds: one program
-    link     the other experts with the most tokens, ``GROUP`` at a time, two groups ahead
+A GPU reads pinned host memory itself. Where the CPU computes nothing, a layer is one program, whose
+kernels fetch the experts that the router has chosen, and the host waits for nothing. Otherwise:
+
+    device   the first half, norm, router, the pairs of the experts that it holds: one program
+    link     the other experts with the most tokens, ``FETCHED`` at a time; where the host sends
+             them, ``GROUP`` at a time, two groups ahead
     CPU      those with the fewest tokens, where they lie: their tokens move, not their weights
     device   the weighted sum of all pairs, the shared expert, the residual
 
 The host reads which experts the router has chosen, so a layer waits for its router. Everything else
 of it is dispatched. ``divided`` splits the experts between link and CPU, by the policy's costs.
-
-A GPU reads pinned memory itself. Where the CPU computes nothing, a layer is then one program, whose
-kernels fetch the experts that the router has chosen, and the host waits for nothing.
 
 A pair of a token and an expert has the same bits wherever it is computed, if the products have:
 each pair is computed once, in float32, and the sum goes in the order of the pairs. A machine with a
@@ -55,7 +56,7 @@ from jaxllama.offload.timeline import NO_RECORD, Recording
 from jaxllama.offload.units import ModelUnit
 from jaxllama.typing import Tree
 
-GROUP = 8  # experts that one program reads from the link
+GROUP = 8  # experts of one program that the host sends
 ON_CPU = 4  # experts of one program of the CPU
 AHEAD = 2  # groups that are on their way or being computed
 
@@ -112,7 +113,7 @@ class ExpertWork:
 
     counts: tokens that have passed each expert, ``[E]`` by layer; of a layer whose experts are all
         on the device only with ``counts_all``, because its router is not waited for otherwise.
-    moved, computed: numbers of experts that the host has sent, and that the CPU computed.
+    moved, computed: numbers of experts whose load the host has begun, and that the CPU computed.
     computed_pairs: number of pairs that the CPU computed.
     fetched: int32 on the device: number of experts that the device itself has read.
     """
