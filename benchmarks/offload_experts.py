@@ -63,7 +63,7 @@ from pallas_kernels.cpu import unavailable
 
 BUDGET = 16 * 10**9
 PROMPT, NEW, WARM, STEPS = 1, 63, 6, 10
-DEPTH = 4  # layers of the model that is calibrated
+DEPTH, FIRST = 4, 4  # layers of the model that is calibrated, and that are pinned at first
 EVERY = "100 0 100 0 100 0"
 ON_CPU, SHARED = {"cpu_expert": 1e-6}, {"cpu_expert": 1.0}
 
@@ -97,7 +97,7 @@ def measured(lm: LanguageModel, rows: int) -> dict[str, Any]:
     times = [timed_step(run) for _ in range(STEPS)]
     step, layers = sorted(times)[len(times) // 2], lm.config.n_layers
     stats = offloaded(lm.executor).store.device.memory_stats() or {}
-    loads, computed = (x / layers / STEPS for x in (run.experts.loads, run.experts.computed))
+    loads, computed = (x / layers / STEPS for x in (run.experts.loads, run.experts.tally.computed))
     with timed_programs() as taken:
         again = [timed_step(run) for _ in range(4)]
     by_name = {name: [n / 4 / layers, 1e3 * own / 4 / layers] for name, (n, own) in taken.items()}
@@ -200,12 +200,14 @@ def main() -> None:
     tell("cpu_handlers", "available" if reason is None else reason.text)
     computes = reason is None and bool(attempt("view", views_are_right))
     distinct = min(args.distinct, cfg.n_layers)
-    host = Host(cfg, computes, min(8, distinct), args.sent)
+    host = Host(cfg, computes, min(FIRST, distinct), args.sent)
     attempt("parts", parts_of, host, computes)
     settings = PlannerSettings(dtype, dtype, SCHEME)
     total = int(0.96 * BUDGET)  # the rest is for the allocator's gaps
     if args.small:
-        total = int(0.6 * cfg.n_layers / min(8, distinct) * host.pinned_bytes) + 4 * 1024 * 128 * 4
+        total = (
+            int(0.6 * cfg.n_layers / min(FIRST, distinct) * host.pinned_bytes) + 4 * 1024 * 128 * 4
+        )
     limits = MemoryLimits(total, 10**12, 0)
     alike = cfg.replace(window_layers=()).first_layers(min(DEPTH, cfg.n_layers))
     all_rows = [int(rows) for rows in args.rows.split(",")]
@@ -247,7 +249,7 @@ def main() -> None:
             if computes:
                 runs += variants(placed, [rows], **SHARED)
         with ThreadPoolExecutor(1) as thread:
-            pinning = thread.submit(host.pin, range(8, distinct))
+            pinning = thread.submit(host.pin, range(FIRST, distinct))
             warm(runs)
             tell("compiled", len(runs))
             pinning.result()

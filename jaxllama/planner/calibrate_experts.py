@@ -183,10 +183,10 @@ def _point(lm: LanguageModel, rows: int, kv_dtype: DTypeLike, chunk: int, waits:
     times: list[float] = []
     while len(times) < LEAST or (len(times) < STEPS and sum(times) < SECONDS):
         times.append(timed_step(run))
-    work, count = run.experts, lm.config.n_layers * len(times)
+    tally, count = run.experts.tally, lm.config.n_layers * len(times)
     return StepPoint(
         statistics.median(times),
-        work.loads / count,
-        work.computed / count,
-        (work.computed_pairs - work.computed) / count,
+        run.experts.loads / count,
+        tally.computed / count,
+        (tally.computed_pairs - tally.computed) / count,
     )

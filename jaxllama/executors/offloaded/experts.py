@@ -108,13 +108,21 @@ class LoadedExperts:
 
 
 @dataclasses.dataclass
+class ExpertTally:
+    """moved, computed: numbers of experts whose load the host has begun, and that the CPU computed.
+    computed_pairs: number of pairs that the CPU computed."""
+
+    moved: int = 0
+    computed: int = 0
+    computed_pairs: int = 0
+
+
+@dataclasses.dataclass
 class ExpertWork:
     """The work of one run with experts that lie one by one.
 
     counts: tokens that have passed each expert, ``[E]`` by layer; of a layer whose experts are all
         on the device only with ``counts_all``, because its router is not waited for otherwise.
-    moved, computed: numbers of experts whose load the host has begun, and that the CPU computed.
-    computed_pairs: number of pairs that the CPU computed.
     fetched: int32 on the device: number of experts that the device itself has read.
     """
 
@@ -122,21 +130,18 @@ class ExpertWork:
     policy: Policy
     counts_all: bool = False
     counts: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
-    moved: int = 0
-    computed: int = 0
-    computed_pairs: int = 0
+    tally: ExpertTally = dataclasses.field(default_factory=ExpertTally)
     fetched: jax.Array | None = None
     _flat: dict[ModelUnit, tuple[Tree, FlatParts, _Cold]] = dataclasses.field(default_factory=dict)
 
     @property
     def loads(self) -> int:
-        return self.moved + (0 if self.fetched is None else int(self.fetched))
+        """Number of experts that were loaded."""
+        return self.tally.moved + (0 if self.fetched is None else int(self.fetched))
 
     def reset(self) -> None:
         """Set all counts to zero."""
-        self.counts = {}
-        self.moved = self.computed = self.computed_pairs = 0
-        self.fetched = None
+        self.counts, self.tally, self.fetched = {}, ExpertTally(), None
 
     def layer(
         self,
@@ -176,7 +181,7 @@ class ExpertWork:
         chosen = np.asarray(routed.experts)  # waits for the router and the hot pairs
         count = np.bincount(chosen.reshape(-1), minlength=cold.n_experts + 1)[:-1]
         self.counts[unit.layer] = self.counts.get(unit.layer, 0) + count
-        y, computed = cold.added(y, routed, chosen, unit, record, loaded)
+        y, computed = cold.added(self.tally, y, routed, chosen, unit, record, loaded)
         return programs.with_mixture(cfg, *flat, routed, y, computed), state
 
     def _fetches(self, cold: _Cold, loaded: dict[int, Pieces] | None) -> bool:
@@ -192,34 +197,41 @@ class ExpertWork:
         up: ExpertTensor = gate_up["weight"]
         dense = {n: part for n, part in own.items() if not n.startswith("experts_")}
         dense = {**programs.without_mlp(weights), "mlp": dense}
-        cold = _Cold(self, cfg, (up, down["weight"]), (gate_up.get("bias"), down.get("bias")))
+        biases = gate_up.get("bias"), down.get("bias")
+        cold = _Cold(self.store, self.policy, cfg, (up, down["weight"]), biases)
         hot = up.hot, down["weight"].hot
         parts = MixtureParts(dense, hot, cold.on_device, up.held, cold.addresses)
         return FlatParts.of(parts), cold
 
 
 class _Cold:
-    """The experts of a layer that are not on the device."""
+    """The experts of a layer that are not on the device.
+
+    It knows no ``ExpertWork``, which keeps it: a run's memory is free as soon as the run is.
+    """
 
     def __init__(
         self,
-        work: ExpertWork,
+        store: Store,
+        policy: Policy,
         cfg: ModelConfig,
         tensors: tuple[ExpertTensor, ExpertTensor],
         biases: tuple[ExpertBias | None, ExpertBias | None],
     ) -> None:
-        self.work, self.cfg, self.tensors, self.biases = work, cfg, tensors, biases
+        self.store, self.policy, self.cfg = store, policy, cfg
+        self.tensors, self.biases = tensors, biases
         self.on_device = [None if bias is None else bias.device for bias in biases]
         self.pairs: dict[int, np.ndarray] = {}  # of the batch at hand, by expert
         self.n_experts = tensors[0].shape[0]
         self.is_none = tensors[0].is_whole
-        self.may_compute = work.policy.cpu_expert > 0 and not self.is_none
+        self.may_compute = policy.cpu_expert > 0 and not self.is_none
         self.addresses = tensors[0].addresses, tensors[1].addresses
         self._held = np.zeros(self.n_experts + 1, bool)
         self._held[[*tensors[0].place.device, self.n_experts]] = True
 
     def added(
         self,
+        tally: ExpertTally,
         y: jax.Array,
         routed: RoutedTokens,
         chosen: np.ndarray,
@@ -236,10 +248,10 @@ class _Cold:
             return y, None
         known = {} if loaded is None else loaded
         tokens = {expert: len(own) for expert, own in self.pairs.items()}
-        to_load, to_compute = divided(tokens, set(known), self.work.policy)
-        self.work.moved += sum(expert not in known for expert in to_load)
-        self.work.computed += len(to_compute)
-        self.work.computed_pairs += sum(tokens[expert] for expert in to_compute)
+        to_load, to_compute = divided(tokens, set(known), self.policy)
+        tally.moved += sum(expert not in known for expert in to_load)
+        tally.computed += len(to_compute)
+        tally.computed_pairs += sum(tokens[expert] for expert in to_compute)
         if loaded is None and self.addresses[0] is not None:
             return self._beside(y, routed, to_load, to_compute, unit, record)
         groups = [to_load[first : first + GROUP] for first in range(0, len(to_load), GROUP)]
@@ -299,7 +311,7 @@ class _Cold:
 
     def _begin(self, group: list[int], known: Mapping[int, Pieces]) -> list[Pieces]:
         """Begin to load a group's experts, but those that are ``known``."""
-        new, store = [expert for expert in group if expert not in known], self.work.store
+        new, store = [expert for expert in group if expert not in known], self.store
         if not new:
             return [known[expert] for expert in group]
         stored = [tensor.stored(store, expert) for expert in new for tensor in self.tensors]
@@ -339,7 +351,7 @@ class _Cold:
         if not experts:
             return []
         tokens, fan = np.asarray(routed.tokens), routed.experts.shape[1]
-        (up, down), store = self.tensors, self.work.store
+        (up, down), store = self.tensors, self.store
         results = []
         for first in range(0, len(experts), ON_CPU):
             group = experts[first : first + ON_CPU]
