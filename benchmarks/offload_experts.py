@@ -205,9 +205,8 @@ def main() -> None:
     settings = PlannerSettings(dtype, dtype, SCHEME)
     total = int(0.96 * BUDGET)  # the rest is for the allocator's gaps
     if args.small:
-        total = (
-            int(0.6 * cfg.n_layers / min(FIRST, distinct) * host.pinned_bytes) + 4 * 1024 * 128 * 4
-        )
+        whole = cfg.n_layers / min(FIRST, distinct) * host.pinned_bytes
+        total = int(0.6 * whole) + 4 * 1024 * 128 * 4
     limits = MemoryLimits(total, 10**12, 0)
     alike = cfg.replace(window_layers=()).first_layers(min(DEPTH, cfg.n_layers))
     all_rows = [int(rows) for rows in args.rows.split(",")]
