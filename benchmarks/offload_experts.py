@@ -5,14 +5,19 @@ second of the solver's placement, beside all experts streamed and all computed b
 16 rows. Then the same with skewed use: the routers have a bias of ``-power * log(rank)``, in an
 order of its own in each layer, beside logits of deviation 1. A run measures the table of use.
 
-Every layer has its own pinned buffers for each expert. All hold the same random bytes, those of one
-expert. The embedding and the routers are random and so large that tokens choose all experts about
-equally often (``planner.trial.spread_routes``). The costs of the prediction are measured with a
-model of four layers.
-The allocator should keep the budget, and XLA must be allowed to pin the experts:
+Every layer has its own pinned buffers for each expert (``--distinct N``: N layers have, and the
+others share them). All hold the same random bytes, those of one expert. The embedding and the
+routers are random and so large that tokens choose all experts about equally often
+(``planner.trial.spread_routes``). The costs of the prediction are measured with a model of four
+layers without windows, as ``jaxllama plan`` does. ``--sent``: the host sends the experts, though
+the device could read them. The allocator should keep the budget, and XLA must be allowed to pin
+the experts:
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.19 XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=80 \\
         python -m benchmarks.offload_experts
+
+The parts of a layer are timed too: what the link, a wait of the host and an expert of the CPU take
+alone, and the host's time in each program.
 
 ``--small`` runs the same code on a small shape, which is what a CPU can do.
 """
@@ -25,152 +30,65 @@ import functools
 import json
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
 
+from benchmarks.offload_experts_host import SCHEME, Host, parts_of, timed_programs
 from jaxllama.config import ModelConfig, load_config
 from jaxllama.decoding.sampling import Sampling
-from jaxllama.executors.offloaded.executor import Offloaded, offloaded
+from jaxllama.executors.offloaded.executor import offloaded
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache
-from jaxllama.offload.expert_places import ExpertPlace, ExpertUse, places
-from jaxllama.offload.experts import (
-    ExpertBias,
-    ExpertLayout,
-    ExpertTensor,
-    HotSlots,
-    host_view,
-    layout_of,
-    pack,
-    unpack,
-    views_of,
-)
+from jaxllama.offload.expert_places import ExpertUse
+from jaxllama.offload.experts import host_view
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import Store
-from jaxllama.placement import Placement
-from jaxllama.planner.accounting import weight_shapes
-from jaxllama.planner.calibrate_experts import EXPERT_ROWS, StepPoint, measure_experts
+from jaxllama.planner.calibrate_experts import (
+    CPU_ROWS,
+    EXPERT_ROWS,
+    StepPoint,
+    measure_experts,
+)
 from jaxllama.planner.cost import MemoryLimits, PlannerSettings, Task, need_of, predict
-from jaxllama.planner.experts import expert_counts, experts_step
+from jaxllama.planner.experts import ExpertCosts, expert_counts, experts_step
 from jaxllama.planner.fitting import Calibration, Moving, nnls
 from jaxllama.planner.solve import one_by_one
-from jaxllama.planner.trial import random_run, random_tree, spread_routes, timed_step
-from jaxllama.typing import Params, ParamsDict, Tree
-from pallas_kernels.cpu import prepare_tree, unavailable
+from jaxllama.planner.trial import random_run, timed_step
+from pallas_kernels.cpu import unavailable
 
 BUDGET = 16 * 10**9
-SCHEME = "none,experts_*=mxfp4"
-PROMPT, NEW, WARM, STEPS = 8, 56, 6, 10
-EXPERTS = ("experts_gate_up", "experts_down")
+PROMPT, NEW, WARM, STEPS = 1, 63, 6, 10
+DEPTH, FIRST = 4, 4  # layers of the model that is calibrated, and that are pinned at first
+EVERY = "100 0 100 0 100 0"
+ON_CPU, SHARED = {"cpu_expert": 1e-6}, {"cpu_expert": 1.0}
 
 
-class Host:
-    """The experts of all layers in pinned memory, from which models of any placement are made."""
+def warm(runs: Sequence[tuple[LanguageModel, int, bool]]) -> None:
+    """Compile the programs of several runs at once: (model, rows, whether it waits for routers)."""
 
-    def __init__(self, cfg: ModelConfig, computes: bool) -> None:
-        self.cfg, self.dtype = cfg, default_dtype()
-        self.place = Placement(Policy.parse("100 0 100 0 100 0"), self.dtype, SCHEME)
-        self.store = self.place.store
-        self.shapes = weight_shapes(cfg, self.dtype, SCHEME)
-        dense = self.place.model(cfg, self._dense(self.shapes), None).params
-        self.params = spread_routes(dense, cfg)
-        own, self.packed, self.layouts, self.tensors = self.shapes["layer_0"]["mlp"], {}, {}, {}
-        for name in EXPERTS:
-            one = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), own[name]["weight"]
-            )
-            weight = jax.tree.map(np.asarray, random_tree(one))
-            weight = prepare_tree(weight) if computes else weight
-            parts, structure = jax.tree.flatten(weight)
-            self.layouts[name] = layout_of(parts, structure, self.store.device.platform)
-            self.packed[name] = pack(self.layouts[name], [np.asarray(x) for x in parts])
-            source = jax.device_put(self.packed[name], self.store.on_device)
-            for layer, count in expert_counts(cfg).items():
-                self.tensors[layer, name] = {e: self.store.pin(source) for e in range(count)}
-        self.views: dict[tuple[int, str], dict[int, tuple[jax.Array, ...]]] = {
-            key: views_of(self.layouts[key[1]], own) if computes else {}
-            for key, own in self.tensors.items()
-        }
-
-    def _dense(self, shapes: Params) -> ParamsDict:
-        """Return all other parameters; layers share one layer's arrays."""
-        found: dict[tuple[str, ...], Any] = {}
-        for name in [name for name in shapes if not name.startswith("layer_")] + ["layer_0"]:
-            leaves: dict[tuple[str, ...], Any] = flatten_dict(shapes[name])
-            for path, shape in leaves.items():
-                if path[1:2] and path[1] in EXPERTS and path[-1] == "weight":
-                    continue
-                leaf = random_tree(shape)
-                if path[-1] == "bias" and path[1] in EXPERTS:
-                    leaf = ExpertBias(0 * leaf, np.zeros(shape.shape, shape.dtype))
-                elif len(path) > 1 and path[-2] == "router" and path[-1] == "bias":
-                    leaf = 0 * leaf
-                else:
-                    leaf = self.place((name, *path), leaf)
-                layers = range(self.cfg.n_layers) if name == "layer_0" else (None,)
-                for layer in layers:
-                    target = name if layer is None else f"layer_{layer}"
-                    found[target, *path] = leaf
-        return unflatten_dict(found)
-
-    def model(
-        self,
-        policy: Policy,
-        use: ExpertUse | None = None,
-        bias: dict[int, np.ndarray] | None = None,
-        layers: int | None = None,
-    ) -> LanguageModel:
-        """Return a model of the policy, perhaps with fewer layers.
-
-        bias: of the routers, by layer.
-        """
-        cfg = self.cfg if layers is None else self.cfg.first_layers(layers)
-        counts = expert_counts(cfg)
-        where = places(policy, counts, use)
-        kept = [name for name in self.params if not name.startswith("layer_")]
-        params = {name: self.params[name] for name in kept}
-        for layer in range(cfg.n_layers):
-            own = self.params[f"layer_{layer}"]
-            mlp = dict(own["mlp"])
-            for name in EXPERTS:
-                mlp[name] = {**mlp[name], "weight": self._tensor(layer, name, where[layer])}
-            if bias is not None:
-                mlp["router"] = {**mlp["router"], "bias": jnp.asarray(bias[layer], self.dtype)}
-            params[f"layer_{layer}"] = {**own, "mlp": mlp}
-        return LanguageModel(cfg, params, None, executor=Offloaded(policy, self.store))
-
-    def _tensor(self, layer: int, name: str, place: ExpertPlace) -> ExpertTensor:
-        shape = self.shapes["layer_0"]["mlp"][name]["weight"]
-        layout, hot = self.layouts[name], None
-        if place.device:
-            source = jax.device_put(self.packed[name], self.store.on_device)
-            hot = _unpacked(layout, source, len(place.device))
-        held = HotSlots.of(self.store, shape.shape[0], place)
-        return ExpertTensor(
-            shape.shape,
-            np.dtype(shape.dtype),
-            layout,
-            hot,
-            held,
-            place,
-            self.tensors[layer, name],
-            {},
-            self.views[layer, name],
+    def one(run: tuple[LanguageModel, int, bool]) -> None:
+        lm, rows, waits = run
+        own = random_run(
+            lm, rows, PROMPT, NEW, PROMPT + NEW, lm.dtype, 512, Sampling(temperature=100.0)
         )
+        own.experts.counts_all = waits
+        for _ in range(3):
+            timed_step(own)
 
-
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _unpacked(layout: ExpertLayout, source: jax.Array, count: int) -> Tree:
-    return unpack(layout, jnp.broadcast_to(source[None], (count, source.size)))
+    with ThreadPoolExecutor(len(runs)) as threads:
+        list(threads.map(one, runs))
 
 
 def measured(lm: LanguageModel, rows: int) -> dict[str, Any]:
-    """Return tokens a second of a step of ``rows`` rows, and what the experts took."""
+    """Return tokens a second of a step of ``rows`` rows, and what the experts took.
+
+    host_ms_a_layer: the host's milliseconds in each program, of further steps.
+    """
     run = random_run(
         lm, rows, PROMPT, NEW, PROMPT + NEW, lm.dtype, 512, Sampling(temperature=100.0)
     )
@@ -179,13 +97,19 @@ def measured(lm: LanguageModel, rows: int) -> dict[str, Any]:
     times = [timed_step(run) for _ in range(STEPS)]
     step, layers = sorted(times)[len(times) // 2], lm.config.n_layers
     stats = offloaded(lm.executor).store.device.memory_stats() or {}
+    loads, computed = (x / layers / STEPS for x in (run.experts.loads, run.experts.tally.computed))
+    with timed_programs() as taken:
+        again = [timed_step(run) for _ in range(4)]
+    by_name = {name: [n / 4 / layers, 1e3 * own / 4 / layers] for name, (n, own) in taken.items()}
     return {
         "step_ms": 1e3 * step,
         "fastest_ms": 1e3 * min(times),
         "slowest_ms": 1e3 * max(times),
         "tokens_per_second": rows / step,
-        "loads_a_layer": run.experts.loads / layers / STEPS,
-        "computed_a_layer": run.experts.computed / layers / STEPS,
+        "loads_a_layer": loads,
+        "computed_a_layer": computed,
+        "calls_and_host_ms_a_layer": by_name,
+        "ms_a_layer": 1e3 * min(again) / layers,
         "peak_device_bytes": stats.get("peak_bytes_in_use"),
     }
 
@@ -214,11 +138,25 @@ def zipf_bias(cfg: ModelConfig, power: float = 0.5) -> dict[int, np.ndarray]:
     return found
 
 
+def machine(costs: ExpertCosts, head: tuple[float, ...]) -> Calibration:
+    """Return a machine with these costs of experts and of a step's head."""
+    free = Moving(0.0, 0.0, 0.0, 0.0)
+    fixed: Any = {name.name: free for name in dataclasses.fields(Calibration)}
+    fixed |= {"join": (0.0,) * 2, "push_cache": 0.0, "look_up": (0.0,) * 2, "disk_cold": 0.0}
+    fixed |= {"contention": (1.0,) * 4, "cpu": (0.0,) * 3, "decode": (0.0,) * 3}
+    # Streaming dense parts is not measured here, so the plan must not choose it.
+    slow = Moving(1.0, 1e-9, 1e-9, 0.0)
+    fixed |= {"load_weights": slow, "load_cache": slow, "prefill": (1e-3, 0.0, 0.0)}
+    return Calibration(**{**fixed, "head": head, "experts": costs})
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--small", action="store_true")
     options.add_argument("--out", type=Path)
     options.add_argument("--rows", default="1,16")
+    options.add_argument("--distinct", type=int, default=10**6)
+    options.add_argument("--sent", action="store_true")
     options.add_argument("--kinds", default="uniform,zipf")
     args = options.parse_args()
     enable_compilation_cache()
@@ -261,50 +199,22 @@ def main() -> None:
     reason = unavailable()
     tell("cpu_handlers", "available" if reason is None else reason.text)
     computes = reason is None and bool(attempt("view", views_are_right))
-    host = Host(cfg, computes)
-    tell(
-        "handlers' layout",
-        type(
-            host.layouts[EXPERTS[0]].structure.unflatten(
-                [None] * len(host.layouts[EXPERTS[0]].leaves)
-            )
-        ).__name__,
-    )
-    tell("pinned_bytes", sum(x.nbytes for own in host.tensors.values() for x in own.values()))
-    points: dict[str, list[StepPoint]] = {}
-    small = functools.partial(host.model, layers=min(4, cfg.n_layers))
-    costs = measure_experts(
-        cfg.first_layers(min(4, cfg.n_layers)), small, dtype, 512, points.__setitem__, computes
-    )
-    layer = [costs.layer[0] + costs.layer[1] * rows for rows in EXPERT_ROWS]
-    rest = [
-        max(1e-9, point.seconds - own)
-        for point, own in zip(points["one layer"], layer, strict=True)
-    ]
-    head = nnls([(1.0, rows) for rows in EXPERT_ROWS], rest)
-    tell("costs", {**dataclasses.asdict(costs), "head": head, "points": points})
-    free = Moving(0.0, 0.0, 0.0, 0.0)
-    fixed: Any = {name.name: free for name in dataclasses.fields(Calibration)}
-    fixed |= {"join": (0.0,) * 2, "push_cache": 0.0, "look_up": (0.0,) * 2, "disk_cold": 0.0}
-    fixed |= {"contention": (1.0,) * 4, "cpu": (0.0,) * 3, "decode": (0.0,) * 3}
-    # Streaming dense parts is not measured here, so the plan must not choose it.
-    fixed |= {
-        "load_weights": Moving(1.0, 1e-9, 1e-9, 0.0),
-        "load_cache": Moving(1.0, 1e-9, 1e-9, 0.0),
-    }
-    fixed |= {"prefill": (1e-3, 0.0, 0.0), "head": head, "experts": costs}
-    calibration = Calibration(**fixed)
+    distinct = min(args.distinct, cfg.n_layers)
+    host = Host(cfg, computes, min(FIRST, distinct), args.sent)
+    attempt("parts", parts_of, host, computes)
     settings = PlannerSettings(dtype, dtype, SCHEME)
     total = int(0.96 * BUDGET)  # the rest is for the allocator's gaps
     if args.small:
-        total = int(0.6 * sum(x.nbytes for own in host.tensors.values() for x in own.values()))
-        total += 4 * 1024 * 128 * 4
+        whole = cfg.n_layers / min(FIRST, distinct) * host.pinned_bytes
+        total = int(0.6 * whole) + 4 * 1024 * 128 * 4
     limits = MemoryLimits(total, 10**12, 0)
+    alike = cfg.replace(window_layers=()).first_layers(min(DEPTH, cfg.n_layers))
+    all_rows = [int(rows) for rows in args.rows.split(",")]
 
     def task(rows: int) -> Task:
         return Task(rows, PROMPT, NEW)
 
-    def planned(rows: int, use: str) -> Policy:
+    def planned(rows: int, use: str, calibration: Calibration) -> Policy:
         base = Policy(gpu_batch_size=rows)  # the solver's part for one batch of all rows
         found = one_by_one(cfg, base, use, calibration, task(rows), limits, settings)
 
@@ -313,10 +223,59 @@ def main() -> None:
 
         return max(found, key=rate)
 
+    def variants(lm: LanguageModel, rows: Iterable[int], waits: bool = False, **own: Any) -> Any:
+        """Return the runs of a model with other fields of its policy."""
+        executor = offloaded(lm.executor).with_policy(**own)
+        return [(dataclasses.replace(lm, executor=executor), count, waits) for count in rows]
+
+    def warm_up() -> None:
+        """Compile what the calibration and the runs need, while further layers are pinned."""
+        few = cfg.first_layers(min(8, cfg.n_layers))
+        cold = Policy.parse(f"{EVERY} experts=0/100 gpu_batch_size=16")
+        hot = dataclasses.replace(cold, experts="100/0")
+        half = dataclasses.replace(cold, experts="50/50")
+        whole, none = host.model(hot, cfg=alike.first_layers(2)), host.model(cold, cfg=alike)
+        runs = variants(host.model(half, cfg=alike.first_layers(2)), EXPERT_ROWS)
+        runs += variants(whole, EXPERT_ROWS) + variants(whole, CPU_ROWS, True)
+        runs += variants(none, EXPERT_ROWS) + variants(host.model(cold, cfg=few), all_rows)
+        if computes:
+            runs += variants(none, CPU_ROWS, **ON_CPU) + variants(none, CPU_ROWS, **SHARED)
+            runs += variants(host.model(cold, cfg=few), all_rows, **ON_CPU)
+        guess = ExpertCosts((1e-3, 0.0), (1e-3, 0.0), (0.0, 3e-4), (), ())
+        for rows in all_rows:
+            placed = host.model(planned(rows, "", machine(guess, (0.0, 0.0))), cfg=few)
+            runs += variants(placed, [rows])
+            if computes:
+                runs += variants(placed, [rows], **SHARED)
+        with ThreadPoolExecutor(1) as thread:
+            pinning = thread.submit(host.pin, range(FIRST, distinct))
+            warm(runs)
+            tell("compiled", len(runs))
+            pinning.result()
+        tell("pinned_bytes", host.pinned_bytes)
+
+    attempt("warming", warm_up)
+    points: dict[str, list[StepPoint]] = {}
+
+    def point(name: str, own: list[StepPoint]) -> None:
+        points[name] = own
+        tell(f"calibrated: {name}", own)
+
+    small = functools.partial(host.model, cfg=alike)
+    costs = measure_experts(alike, small, dtype, 512, point, computes)
+    short = zip(points["link"], points["link, one layer"], strict=True)
+    rest = [
+        max(1e-9, one.seconds - (own.seconds - one.seconds) / (alike.n_layers - 1))
+        for own, one in short
+    ]
+    head = nnls([(1.0, rows) for rows in EXPERT_ROWS], rest)
+    tell("costs", {**dataclasses.asdict(costs), "head": head})
+    calibration = machine(costs, head)
+
     def compared(name: str, policy: Policy, rows: int, lm: LanguageModel) -> None:
         expected = predict(cfg, policy, calibration, task(rows), settings).step
         need = need_of(cfg, policy, task(rows), settings, 0)
-        steps = experts_step(cfg, costs, policy, (rows,))
+        steps = experts_step(cfg, costs, policy, (rows,), rows)
 
         def one() -> dict[str, Any]:
             found = measured(lm, rows)
@@ -350,21 +309,20 @@ def main() -> None:
                 ]
                 share = np.mean(top) / n_active
                 tell("zipf: share of pairs with a fifth of the experts", float(share))
-            for rows in map(int, args.rows.split(",")):
-                policy = attempt(f"{kind} plan {rows}", planned, rows, path)
+            for rows in all_rows:
+                policy = attempt(f"{kind} plan {rows}", planned, rows, path, calibration)
                 if policy is not None:
                     lm = host.model(policy, use, bias)
                     compared(f"{kind}, {rows} rows, solver", policy, rows, lm)
                     del lm
-                cold = Policy.parse(f"100 0 100 0 100 0 gpu_batch_size={rows} experts=0/100")
+                cold = Policy.parse(f"{EVERY} gpu_batch_size={rows} experts=0/100")
                 if path:
                     cold = dataclasses.replace(cold, expert_use=path)
                 lm = host.model(cold, use, bias)
                 compared(f"{kind}, {rows} rows, all streamed", cold, rows, lm)
                 if computes:
-                    on_cpu = dataclasses.replace(cold, cpu_expert=1e-6)
-                    own = dataclasses.replace(offloaded(lm.executor), policy=on_cpu)
-                    lm = dataclasses.replace(lm, executor=own)
+                    on_cpu = dataclasses.replace(cold, **ON_CPU)
+                    [(lm, _, _)] = variants(lm, [rows], **ON_CPU)
                     compared(f"{kind}, {rows} rows, all on the CPU", on_cpu, rows, lm)
                 del lm
 

@@ -32,6 +32,7 @@ from jaxllama.offload.expert_places import ExpertPlace
 from jaxllama.offload.store import Store
 from jaxllama.typing import Tree
 from pallas_kernels.cpu import restore_tree
+from pallas_kernels.experts.fetch import addresses_of, fetched_weight
 from pallas_kernels.qtensor import packed_bytes
 from pallas_kernels.rounding import NIBBLES
 
@@ -85,6 +86,8 @@ class ExpertTensor:
     """The experts of one product of a layer; the module docstring has the contract.
 
     host: packed experts in pinned memory.  disk: packed experts on disk.
+    addresses: int32 ``[E, 2]`` on the device, of the experts in pinned memory, if a kernel there
+        reads it and no expert is on disk.
     """
 
     shape: tuple[int, ...]
@@ -96,6 +99,7 @@ class ExpertTensor:
     host: dict[int, jax.Array]
     disk: dict[int, Extent]
     views: dict[int, tuple[jax.Array, ...]]  # of ``host``, on the CPU, if it computes experts
+    addresses: jax.Array | None = None
 
     @property
     def nbytes(self) -> tuple[int, int, int]:
@@ -165,7 +169,15 @@ def put_experts(
     disk = {expert: store.disk.write(packed(expert)) for expert in place.disk}
     held = HotSlots.of(store, shape[0], place)
     views = views_of(layout, host) if computes else {}
-    return ExpertTensor(shape, dtype, layout, hot, held, place, host, disk, views)
+    addresses = None if disk else fetched_from(store, host, shape[0])
+    return ExpertTensor(shape, dtype, layout, hot, held, place, host, disk, views, addresses)
+
+
+def fetched_from(store: Store, host: Mapping[int, jax.Array], n_experts: int) -> jax.Array | None:
+    """Return the addresses of pinned experts for a kernel, if one runs on the store's device."""
+    if not store.fetches or not host:
+        return None
+    return jax.device_put(addresses_of(host, n_experts), store.on_device)
 
 
 def views_of(
@@ -217,6 +229,16 @@ def unpack(layout: ExpertLayout, data: jax.Array) -> Tree:
 
 
 _unpack = jax.jit(unpack, static_argnums=0)
+
+
+def fetched(layout: ExpertLayout, addresses: jax.Array, experts: jax.Array) -> Tree:
+    """Return ``experts [n]``, which the device reads from pinned memory, as ``[n, out, in]``.
+
+    addresses: of ``ExpertTensor``.  An index behind the last expert gives zeros.
+    """
+    shapes = [jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype)) for leaf in layout.leaves]
+    like, offsets = layout.structure.unflatten(shapes), [leaf.offset for leaf in layout.leaves]
+    return fetched_weight(addresses, experts, like, offsets, layout.restores)
 
 
 def unpack_on_cpu(layout: ExpertLayout, leaves: Sequence[jax.Array]) -> Tree:

@@ -10,7 +10,7 @@ batch (FlexGen's zig-zag). The weights of a unit are loaded once for all batches
 Both call the same methods of a ``StepWork`` with the same arguments, so both give the same tokens.
 At most two units' weights and two batches' caches are on the device: a load begins when the
 computation that used its memory is done. At most ``AHEAD`` computations are dispatched ahead,
-because each holds its inputs and outputs until it is done.
+because each holds its inputs and outputs until it is done, or ``QUEUED`` where these are small.
 
 Source: FlexGen (arXiv 2303.06865), section 4.1 and Algorithm 1.
 """
@@ -29,7 +29,7 @@ from jaxllama.typing import Tree
 
 LANES = ("weights", "cache", "hidden", "store")
 Key = int | tuple[ModelUnit, int]  # hidden states of a batch, or the cache of a unit and a batch
-AHEAD = 2  # computations that are dispatched and not known to be done
+AHEAD, QUEUED = 2, 8  # computations that are dispatched and not known to be done
 
 
 class StepWork(Protocol):
@@ -43,6 +43,8 @@ class StepWork(Protocol):
     units: list[ModelUnit]
     moves: dict[str, bool]  # whether "weights", "cache" and "hidden" ever leave the device
 
+    @property
+    def is_small(self) -> bool: ...  # whether nothing moves, and a row has one new token
     def active_batches(self) -> list[int]: ...
     def load_weights(self, unit: ModelUnit) -> Tree: ...
     def finish_weights(self, pending: Tree) -> Tree: ...
@@ -90,6 +92,7 @@ class Overlapped:
         previous, stores = None, []
         weights: Tree = None
         dispatched: deque[Tree] = deque()
+        ahead = QUEUED if work.is_small else AHEAD
         for index, (unit, batch) in enumerate(slots):
             following = slots[index + 1] if index + 1 < len(slots) else None
             if batch == batches[0]:
@@ -106,7 +109,7 @@ class Overlapped:
                 cache = self._load_cache(work, previous, *following)
                 if following[1] != batch:
                     hidden = self._load_hidden(work, following[1])
-            if len(dispatched) == AHEAD:
+            if len(dispatched) == ahead:
                 jax.block_until_ready(dispatched.popleft())
             new_cache, new_hidden = work.compute(unit, batch, weights, own_cache, own_hidden)
             dispatched.append(new_hidden)

@@ -37,6 +37,7 @@ from jaxllama.offload.disk import DiskFile, Extent
 from jaxllama.offload.policy import Shares
 from jaxllama.offload.schedule import LANES
 from jaxllama.typing import ArrayOrNumpy, Leaf, LocalDevice, Tree
+from pallas_kernels.dispatch import hopper_reason
 from pallas_kernels.qtensor import packed_bytes
 from pallas_kernels.rounding import NIBBLES
 
@@ -132,6 +133,8 @@ class Store:
         self._disk: DiskFile | None = None
         self._lock = threading.Lock()
         self.lanes = {name: ThreadPoolExecutor(1, f"offload-{name}") for name in LANES}
+        # Whether a kernel reads pinned memory (``pallas_kernels.experts.fetch``).
+        self.fetches = self.device.platform == "gpu" and hopper_reason() is None
 
     @property
     def disk(self) -> DiskFile:

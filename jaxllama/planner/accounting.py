@@ -35,7 +35,7 @@ from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.records import Hidden
 from jaxllama.offload.experts import layout_of
 from jaxllama.offload.policy import Policy, Shares
-from jaxllama.offload.schedule import AHEAD
+from jaxllama.offload.schedule import AHEAD, QUEUED
 from jaxllama.offload.units import ModelUnit, units_of
 from jaxllama.planner.experts import expert_counts, shares_of
 from jaxllama.quantization.quantize import quantize_params
@@ -281,7 +281,8 @@ def footprint(
     padded = -(-width // chunk) * chunk
     pair = 2 * hidden_bytes(cfg, size, padded, dtype)
     hidden = split_bytes(jax.ShapeDtypeStruct((pair,), jnp.int8), Shares(100, 0))
-    loading_hidden = AHEAD * pair  # what is being made, before what it is made of is gone
+    # What is being made, before what it is made of is gone.
+    loading_hidden = max(AHEAD * pair, 2 * QUEUED * hidden_bytes(cfg, size, 1, dtype))
     if policy.activations.device < 100:
         shape = jax.ShapeDtypeStruct((pair // cfg.d_model, cfg.d_model), jnp.int8)
         hidden, loading_hidden = split_bytes(shape, policy.activations), (3 + AHEAD) * pair

@@ -137,7 +137,8 @@ def _fewer(experts: ExpertsConfig) -> ExpertsConfig:
 
 def _path(cfg: ModelConfig, *settings: object) -> Path:
     device = jax.devices()[0].device_kind
-    fields = [field.name for field in dataclasses.fields(Calibration)]
+    records = Calibration, ExpertCosts
+    fields = [field.name for record in records for field in dataclasses.fields(record)]
     words = [repr(cfg), device, jax.__version__, *fields, str(KINDS), *map(str, settings)]
     name = hashlib.sha256("|".join(words).encode()).hexdigest()[:16]
     return hub.cache_dir() / "offload" / f"calibration-{name}.json"
@@ -147,8 +148,7 @@ def _read(path: Path) -> Calibration:
     data = json.loads(path.read_text())
     experts = data.pop("experts")
     if experts is not None:
-        layer, load, cpu = (tuple(experts[name]) for name in ("layer", "load", "cpu"))
-        experts = ExpertCosts(layer, load, cpu, experts["beside"])
+        experts = ExpertCosts(**{name: tuple(own) for name, own in experts.items()})
     for field in dataclasses.fields(Calibration):
         if field.name == "experts":
             continue

@@ -3,16 +3,19 @@
     measure_experts(cfg, model, kv_dtype, chunk) -> ExpertCosts
     measured_use(lm, tokens) -> ExpertUse        how often these tokens pass each expert
 
-Steps of one small model are timed under policies that place its experts one by one. Their
-differences, a layer, are fitted:
+Steps of one small model are timed under policies that place its experts one by one, in the form
+that a run has. Each series gives the seconds of a layer:
 
-    hot          all experts on the device, at two depths: ``layer``
-    link         none on the device, all loaded: ``load``
-    CPU          none on the device, all computed by the CPU: ``cpu``
-    both         divided between them by the two costs: ``beside``
+    hot          all experts on the device: ``layer``
+    wait         the same, while the host reads the routers' choices: ``wait``
+    link         none or half on the device, all others loaded: ``load``
+    CPU          none on the device, all computed by the CPU: ``cpu``, beyond ``wait``
+    both         divided between them by the two costs: ``both``, beyond ``wait``
 
-The runs count the experts that they load and compute, so the fit does not assume how the random
-router chooses. Rows sample their tokens, because greedy rows of a random model become alike.
+Steps of the first three are timed at two depths, because what a step has besides its layers differs
+between them: the host dispatches layers while the link is busy, and not while it waits. The runs
+count the experts that they load and compute, so the fit does not assume how the random router
+chooses. Rows sample their tokens, because greedy rows of a random model become alike.
 """
 
 from __future__ import annotations
@@ -36,9 +39,11 @@ from jaxllama.planner.fitting import nnls
 from jaxllama.planner.trial import given_run, random_run, spread_routes, timed_step
 from pallas_kernels.cpu import unavailable
 
-EXPERT_ROWS = (1, 4, 16)
-CONTEXT, ROOM = 32, 64
-WARM, STEPS = 6, 12
+EXPERT_ROWS = (1, 16)
+CPU_ROWS = (1, 4, 16)  # three, for a layer, an expert and a further token of it
+CONTEXT, ROOM = 1, 63  # a prompt of one token has a step's programs
+WARM, STEPS, LEAST = 8, 40, 12  # steps; at least ``LEAST``, and more for ``SECONDS``
+SECONDS = 0.5
 COMPUTES = 1e-6  # the ratio of costs that leaves all experts to the CPU
 EVERYWHERE = Policy.parse(f"100 0 100 0 100 0 gpu_batch_size={EXPERT_ROWS[-1]}")
 
@@ -67,41 +72,66 @@ def measure_experts(
     computes: measure the CPU too, if it has handlers. Without them floats are slow.
     """
     hot = dataclasses.replace(EVERYWHERE, experts="100/0")
+    half = dataclasses.replace(EVERYWHERE, experts="50/50")
     cold = dataclasses.replace(EVERYWHERE, experts="0/100", cpu_expert=COMPUTES)
     computes = computes and unavailable() is None
     if not computes:
         cold = dataclasses.replace(cold, cpu_expert=0.0)
 
-    def points(name: str, lm: LanguageModel, **changes: Any) -> list[StepPoint]:
+    def points(
+        name: str,
+        lm: LanguageModel,
+        rows: Sequence[int] = EXPERT_ROWS,
+        waits: bool = False,
+        **changes: Any,
+    ) -> list[StepPoint]:
         changed = offloaded(lm.executor).with_policy(**changes)
         lm = dataclasses.replace(lm, executor=changed)
-        found = [_point(lm, rows, kv_dtype, chunk) for rows in EXPERT_ROWS]
+        found = [_point(lm, own, kv_dtype, chunk, waits) for own in rows]
         tell(name, found)
         return found
+
+    def by_layer(
+        name: str,
+        lm: LanguageModel,
+        rows: Sequence[int] = EXPERT_ROWS,
+        waits: bool = False,
+        **changes: Any,
+    ) -> list[float]:
+        """Return the seconds of a layer of further layers."""
+        less = dataclasses.replace(lm, config=shallow)
+        short = points(f"{name}, one layer", less, rows, waits, **changes)
+        found.append(points(name, lm, rows, waits, **changes))
+        return _beyond(found[-1], short, layers - 1)
 
     def spread(policy: Policy) -> LanguageModel:
         lm = model(policy)
         return dataclasses.replace(lm, params=spread_routes(lm.params, cfg))
 
-    lm, layers = spread(hot), cfg.n_layers
-    warm = points("hot", lm)
-    shallow = cfg.first_layers(1)
-    short = points("one layer", dataclasses.replace(lm, config=shallow))
-    layer = nnls([(1.0, rows) for rows in EXPERT_ROWS], _beyond(warm, short, layers - 1))
+    layers, shallow = cfg.n_layers, cfg.first_layers(1)
+    of_rows = [(1.0, rows) for rows in EXPERT_ROWS]
+    found: list[list[StepPoint]] = []
+    lm = spread(hot)
+    layer = nnls(of_rows, by_layer("hot", lm))
+    wait = nnls([(1.0, rows) for rows in CPU_ROWS], by_layer("wait", lm, rows=CPU_ROWS, waits=True))
+    waiting = found[-1]
     del lm
     lm = spread(cold)
-    loaded = points("link", lm, cpu_expert=0.0)
-    load = nnls([(1.0, point.loads) for point in loaded], _beyond(loaded, warm, layers))
+    seconds = by_layer("link", lm, cpu_expert=0.0)
+    loads = [point.loads for point in found[-1]]
+    seconds += by_layer("half", spread(half))
+    loads += [point.loads for point in found[-1]]
+    load = nnls([(1.0, own) for own in loads], seconds)
     if not computes:
-        return ExpertCosts(layer, load, (), 0.0)
-    computed = points("CPU", lm)
+        return ExpertCosts(layer, wait, load, (), ())
+    computed = points("CPU", lm, CPU_ROWS)
     cpu = nnls(
         [(1.0, point.computed, point.extra) for point in computed],
-        _beyond(computed, warm, layers),
+        _beyond(computed, waiting, layers),
     )
-    costs = ExpertCosts(layer, load, cpu, 0.0)
-    both = points("both", lm, **costs.of_policy)
-    return dataclasses.replace(costs, beside=_beside(costs, both, _beyond(both, warm, layers)))
+    costs = ExpertCosts(layer, wait, load, cpu, (0.0, 0.0))
+    both = points("both", lm, CPU_ROWS, False, **costs.of_policy)
+    return dataclasses.replace(costs, both=_both(costs, both, _beyond(both, waiting, layers)))
 
 
 def measured_use(lm: LanguageModel, tokens: np.ndarray) -> ExpertUse:
@@ -123,29 +153,40 @@ def _beyond(points: Sequence[StepPoint], base: Sequence[StepPoint], layers: int)
     return [max(1e-9, (point.seconds - own.seconds) / layers) for point, own in pairs]
 
 
-def _beside(costs: ExpertCosts, points: Sequence[StepPoint], seconds: Sequence[float]) -> float:
-    """Return the share of the shorter of link and CPU that was not hidden."""
-    shares = []
+def _both(
+    costs: ExpertCosts, points: Sequence[StepPoint], seconds: Sequence[float]
+) -> tuple[float, ...]:
+    """Return what a layer of both adds, and the share of the shorter of both that is not hidden."""
+    from scipy.optimize import lsq_linear
+
+    terms, rest = [], []
+    waited = costs.seconds(0, 0, 0.0)
     for point, taken in zip(points, seconds, strict=True):
         if point.loads and point.computed:
-            link = costs.seconds(point.loads, 0, 0.0)
-            cpu = costs.seconds(0, point.computed, point.extra)
-            shares.append((taken - max(link, cpu)) / max(min(link, cpu), 1e-9))
-    return float(np.clip(statistics.fmean(shares), 0.0, 1.0)) if shares else 0.0
+            link = costs.seconds(point.loads, 0, 0.0) - waited
+            cpu = costs.seconds(0, point.computed, point.extra) - waited
+            terms.append((1.0, min(link, cpu)))
+            rest.append(taken - max(link, cpu))
+    if not terms:
+        return 0.0, 0.0
+    found = lsq_linear(np.array(terms), np.array(rest), bounds=([0.0, 0.0], [np.inf, 1.0]))
+    return tuple(float(x) for x in found.x)
 
 
-def _point(lm: LanguageModel, rows: int, kv_dtype: DTypeLike, chunk: int) -> StepPoint:
+def _point(lm: LanguageModel, rows: int, kv_dtype: DTypeLike, chunk: int, waits: bool) -> StepPoint:
     capacity, spread = CONTEXT + ROOM, Sampling(temperature=100.0)
     run = random_run(lm, rows, CONTEXT, ROOM, capacity, kv_dtype, chunk, spread)
+    run.experts.counts_all = waits
     for _ in range(WARM):
         timed_step(run)
     run.experts.reset()
-    run.experts.counts_all = True  # a layer with all of its experts on the device waits too
-    times = [timed_step(run) for _ in range(STEPS)]
-    work, layers = run.experts, lm.config.n_layers
+    times: list[float] = []
+    while len(times) < LEAST or (len(times) < STEPS and sum(times) < SECONDS):
+        times.append(timed_step(run))
+    tally, count = run.experts.tally, lm.config.n_layers * len(times)
     return StepPoint(
-        sorted(times)[len(times) // 4],
-        work.loads / layers / STEPS,
-        work.computed / layers / STEPS,
-        (work.computed_pairs - work.computed) / layers / STEPS,
+        statistics.median(times),
+        run.experts.loads / count,
+        tally.computed / count,
+        (tally.computed_pairs - tally.computed) / count,
     )

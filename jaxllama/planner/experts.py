@@ -8,11 +8,14 @@ so with 1 - (1 - p)^n. The number of needed experts that are not on the device t
 distribution (Poisson-binomial). For each number, the run's own rule divides the experts between
 link and CPU (``offloaded.experts.divided``), and
 
-    seconds = longer + beside * shorter          of  load_visit + loads * load
-                                                 and cpu_visit + experts * expert + tokens * token
+    loads alone   max(dispatch, load_layer + loads * load)
+    else          wait + longer + both + share * shorter      of  loads * load
+                                              and cpu_visit + experts * expert + tokens * token
 
-where ``tokens`` are those beyond the first of an expert. The mean over the distribution is the
-layer's time, beside that of a layer whose experts are all on the device.
+where ``tokens`` are those beyond the first of an expert, and ``dispatch`` is the host's time for a
+layer whose experts are all on the device. A layer that only loads waits for nothing on the host, so
+the link hides the dispatch. A layer of which the CPU may compute experts waits for its router. The
+mean over the distribution is the layer's time.
 
 Left out: the dependence between a token's experts, which are distinct.
 """
@@ -36,16 +39,18 @@ class ExpertCosts:
     """Seconds of a layer whose experts lie one by one, as measured on one machine.
 
     layer: a decode step of a layer whose experts are all on the device: a layer, a row.
+    wait: the same where the host reads what the router has chosen.
     load: a layer that loads experts, one expert.
-    cpu: a layer with experts on the CPU, one expert, a further token of an expert; empty if this
-        CPU computes none.
-    beside: share of the shorter of both that is not hidden.
+    cpu: what the CPU adds: a layer with experts on it, one expert, a further token of an expert;
+        empty if this CPU computes none.
+    both: what a layer with both adds, and the share of the shorter of both that is not hidden.
     """
 
     layer: tuple[float, ...]
+    wait: tuple[float, ...]
     load: tuple[float, ...]
     cpu: tuple[float, ...]
-    beside: float
+    both: tuple[float, ...]
 
     @property
     def of_policy(self) -> dict[str, float]:
@@ -58,14 +63,27 @@ class ExpertCosts:
             "cpu_token": float(f"{self.cpu[2] / unit:.4g}"),
         }
 
-    def seconds(self, loads: float, computed: float, extra: float) -> float:
-        """Return a layer's seconds of ``loads`` and of the CPU's experts with ``extra`` tokens."""
-        link = self.load[0] + loads * self.load[1] if loads else 0.0
+    def seconds(
+        self, loads: float, computed: float, extra: float, waits: bool = True, rows: float = 1.0
+    ) -> float:
+        """Return a layer's seconds, beyond those of ``layer``, of ``loads`` and of the CPU's
+        experts with ``extra`` tokens.
+
+        waits: the host reads the router's choice, to give some experts to the CPU.
+        """
+        base = self.layer[0] + rows * self.layer[1]
+        if not waits:  # the host dispatches layers meanwhile
+            return max(0.0, self.load[0] + loads * self.load[1] - base) if loads else 0.0
+        waited = max(base, self.wait[0] + rows * self.wait[1])
+        link = loads * self.load[1] + max(0.0, self.load[0] - waited) if loads else 0.0
         cpu = 0.0
         if computed:
             visit, expert, token = self.cpu
             cpu = visit + computed * expert + extra * token
-        return max(link, cpu) + self.beside * min(link, cpu)
+        longer, shorter = max(link, cpu), min(link, cpu)
+        if shorter:
+            longer += self.both[0] + self.both[1] * shorter
+        return waited - base + longer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,24 +109,32 @@ def distribution(chances: np.ndarray) -> np.ndarray:
 
 
 def layer_seconds(
-    costs: ExpertCosts, policy: Policy, shares: np.ndarray, tokens: int, known: int = 0
+    costs: ExpertCosts,
+    policy: Policy,
+    shares: np.ndarray,
+    tokens: int,
+    known: int = 0,
+    waits: bool = True,
+    rows: int = 1,
 ) -> ExpertStep:
     """Return what a layer's experts that are not on the device take for ``tokens`` tokens.
 
     shares: of these experts.  known: tokens of the block's earlier batches, whose loaded experts
-    are still there.
+    are still there.  waits: the host reads the router's choice.  rows: of a decode step, on which
+    a layer without loads depends.
     """
     chances = needed(shares, tokens) * (1.0 - needed(shares, known))
     mean = float(np.sum(chances))
-    if mean == 0.0:
-        return ExpertStep(0.0, 0.0, 0.0)
-    each = max(1.0, float(np.sum(shares) * tokens) / mean)  # tokens of a needed expert
+    if not waits or not len(shares):
+        # The host and the link each work off a queue of layers, so the longer mean counts.
+        return ExpertStep(costs.seconds(mean, 0, 0.0, False, rows), mean, 0.0)
+    each = max(1.0, float(np.sum(shares) * tokens) / max(mean, 1e-9))  # tokens of a needed expert
     seconds = loads = computed = 0.0
     for count, chance in enumerate(distribution(chances)):
-        if chance < 1e-9 or not count:
+        if chance < 1e-9:
             continue
         to_load, on_cpu = _divided(count, each, policy)
-        seconds += chance * costs.seconds(to_load, on_cpu, on_cpu * (each - 1.0))
+        seconds += chance * costs.seconds(to_load, on_cpu, on_cpu * (each - 1.0), True, rows)
         loads += chance * to_load
         computed += chance * on_cpu
     return ExpertStep(seconds, loads, computed)
@@ -151,9 +177,12 @@ def expert_counts(cfg: ModelConfig) -> Mapping[int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def experts_step(
-    cfg: ModelConfig, costs: ExpertCosts, policy: Policy, batches: Sequence[int]
+    cfg: ModelConfig, costs: ExpertCosts, policy: Policy, batches: Sequence[int], rows: int = 1
 ) -> tuple[ExpertStep, ...]:
-    """Return the step of each layer with experts, for a block of batches of so many tokens."""
+    """Return the step of each layer with experts, for a block of batches of so many tokens.
+
+    rows: as for ``layer_seconds``.
+    """
     alike: dict[tuple[int, ...], ExpertStep] = {}
     found = []
     for place, shares in shares_of(cfg, policy):
@@ -162,7 +191,8 @@ def experts_step(
         if key not in alike:
             steps, known = [], 0
             for tokens in batches:
-                steps.append(layer_seconds(costs, policy, shares[cold], tokens, known))
+                waits = policy.cpu_expert > 0 or len(batches) > 1
+                steps.append(layer_seconds(costs, policy, shares[cold], tokens, known, waits, rows))
                 if policy.cpu_expert == 0:  # the CPU's experts were not loaded
                     known += tokens
             alike[key] = ExpertStep(
@@ -191,5 +221,6 @@ def experts_seconds(
         return {}
     whole, rest = divmod(width, chunk)
     pieces = batches * ([chunk] * whole + [rest] * (rest > 0))
-    steps = experts_step(cfg, costs, policy, tuple(rows * tokens for tokens in pieces))
+    tokens = tuple(rows * tokens for tokens in pieces)
+    steps = experts_step(cfg, costs, policy, tokens, rows if width == 1 else 1)
     return dict(zip(expert_counts(cfg), (step.seconds for step in steps), strict=True))

@@ -96,13 +96,13 @@ def _draw(noise: np.ndarray, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Ar
 def spread_routes(params: Params, cfg: ModelConfig) -> Params:
     """Return the parameters with routers that choose all experts about equally often.
 
-    The embedding becomes large beside what the layers add, so a token decides its own experts; the
-    logits of the routers have a deviation of 1.
+    The embedding becomes large beside what dozens of layers add, so a token decides its own
+    experts; the logits of the routers have a deviation of 1.
     """
     params, keys = dict(params), jax.random.split(jax.random.key(0), cfg.n_layers + 1)
     dtype = params["norm"]["weight"].dtype
     table = jax.random.normal(keys[-1], (cfg.vocab_size, cfg.d_model), dtype)
-    params["embed"] = {"weight": 64 * table}
+    params["embed"] = {"weight": 1024 * table}
     for index, key in enumerate(keys[:-1]):
         layer = params[f"layer_{index}"]
         if (experts := cfg.experts_of(index)) is None or index in cfg.bare_layers:

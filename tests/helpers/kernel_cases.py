@@ -13,6 +13,7 @@ from pallas_kernels.attention.past import attend as attend_past
 from pallas_kernels.attention.rope_attention import rope_and_attend
 from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write
 from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
+from pallas_kernels.experts.fetch import FetchedLeaf, fetch
 from pallas_kernels.experts.gate import ClampedGate, Gate
 from pallas_kernels.experts.op import grouped_matmul
 from pallas_kernels.experts.route import norm_and_route
@@ -207,6 +208,19 @@ def normed(x, words=None):
     return rms_norm(x, weight, 1e-5, residual=x, quantize=words, implementation="mosaic")
 
 
+def fetched(rows: int, width: int, count: int):
+    """MXFP4 experts in the layout of the CPU's handlers."""
+    codes, scales = rows * width // 2, rows * width // 32
+    leaves = (
+        FetchedLeaf(0, codes, 4, width // 8, is_nibbles=True),
+        FetchedLeaf(codes, scales, 1, width // 32),
+    )
+    return lambda table, experts: fetch(table, experts, leaves), (
+        S((128, 2), I32),
+        S((count,), I32),
+    )
+
+
 CASES = {
     "product 1 int4": lambda: product(1, "int4"),
     "product 1 zeros": lambda: product(1, "zeros"),
@@ -218,6 +232,7 @@ CASES = {
     "experts zeros swiglu": lambda: grouped("zeros", 1536, 2048, "silu"),
     "experts zeros short row": lambda: grouped("zeros", 2048, 768),
     "experts int8": lambda: grouped("int8", 2048, 1024),
+    "experts fetched": lambda: fetched(5760, 2880, 16),
     "experts 64 bfloat16": lambda: grouped("bfloat16", 1536, 2048, "silu", 64),
     "experts 64 zeros": lambda: grouped("zeros", 1536, 2048, "silu", 64),
     "experts 8192 bfloat16 bias": lambda: grouped_biased("bfloat16", 5760, 2880, 8192, (32, 4)),

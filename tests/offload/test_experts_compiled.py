@@ -27,19 +27,26 @@ from jax.sharding import SingleDeviceSharding  # noqa: E402
 from jaxllama.config import load_config  # noqa: E402
 from jaxllama.executors.offloaded import expert_programs as programs  # noqa: E402
 from jaxllama.executors.offloaded.experts import GROUP  # noqa: E402
+from jaxllama.model import records  # noqa: E402
+from jaxllama.model.cache import init_cache  # noqa: E402
 from jaxllama.model.decoder import layer_config  # noqa: E402
 from jaxllama.model.linear import Stream  # noqa: E402
 from jaxllama.offload.experts import HotSlots, layout_of  # noqa: E402
 from jaxllama.offload.policy import Policy  # noqa: E402
-from jaxllama.planner.accounting import expert_program_bytes, weight_shapes  # noqa: E402
+from jaxllama.planner.accounting import (  # noqa: E402
+    expert_program_bytes,
+    weight_shapes,
+    weights_footprint,
+)
 from jaxllama.planner.trial import random_tree  # noqa: E402
 from pallas_kernels import dispatch  # noqa: E402
 from pallas_kernels.architecture import BY_NAME  # noqa: E402
 from pallas_kernels.cpu import CpuWeight, prepare_tree  # noqa: E402
 
 
-@pytest.mark.parametrize(("tokens", "pairs"), [(1, 4), (16, 32)])
-def test_gpt_oss_s_experts_compile_for_hopper(monkeypatch, tokens, pairs):
+@pytest.fixture
+def shape(monkeypatch):
+    """Shapes on a Hopper GPU that is not there."""
     arch = BY_NAME["sm_90"]
     monkeypatch.setattr(dispatch, "hopper_reason", lambda *_: None)
     monkeypatch.setattr(utils, "_infer_arch", lambda: arch.capability)
@@ -51,35 +58,76 @@ def test_gpt_oss_s_experts_compile_for_hopper(monkeypatch, tokens, pairs):
     def shape(*sizes: int, dtype: object = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
 
+    return shape
+
+
+def layer_of(shape):
+    """Return (config, kind, layouts, the layer's parts) of gpt-oss-120b, 24 experts on the GPU."""
     cfg = load_config("gpt-oss-120b")
-    alike, _ = layer_config(cfg, 1)
+    alike, kind = layer_config(cfg, 1)
     shapes = weight_shapes(cfg, jnp.bfloat16, "none,experts_*=mxfp4")["layer_0"]
-    own = shapes["mlp"]
-    layouts, hot, width = [], [], min(pairs, GROUP)
+    layouts, hot = [], []
     for name in ("experts_gate_up", "experts_down"):
-        weight = own[name]["weight"]
+        weight = shapes["mlp"][name]["weight"]
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), weight)
         laid_out = prepare_tree(jax.tree.map(np.asarray, random_tree(one)))
         assert isinstance(laid_out, CpuWeight)  # which the GPU restores
         layouts.append(layout_of(*jax.tree.flatten(laid_out), "gpu"))
         hot.append(jax.tree.map(lambda x: shape(24, *x.shape[1:], dtype=x.dtype), weight))
-    ints = jnp.int32
-    biases = [shape(128, 5760), shape(128, 2880)]
     arrays = jax.tree.map(lambda x: shape(*x.shape, dtype=x.dtype), shapes)
     dense = {**arrays, "mlp": {"router": arrays["mlp"]["router"]}}
+    ints = jnp.int32
+    held, table = HotSlots(shape(24, dtype=ints), shape(129, dtype=ints)), shape(128, 2, dtype=ints)
+    biases = [shape(128, 5760), shape(128, 2880)]
+    parts = programs.MixtureParts(dense, tuple(hot), biases, held, (table, table))
+    return alike, kind, tuple(layouts), parts
+
+
+@pytest.mark.parametrize(("tokens", "pairs"), [(1, 4), (16, 32)])
+def test_gpt_oss_s_experts_compile_for_hopper(shape, tokens, pairs):
+    cfg, _, layouts, parts = layer_of(shape)
+    ints, width = jnp.int32, min(pairs, GROUP)
     rows = shape(pairs, dtype=ints)
     pieces = tuple(
         tuple(shape(layout.nbytes, dtype=jnp.uint8) for _ in range(width)) for layout in layouts
     )
     group = programs.LoadedGroup(shape(width, dtype=ints), pieces, rows, rows, rows)
     y, x = shape(tokens * 4, 2880, dtype=jnp.float32), shape(tokens, 2880)
-    loaded = programs.added_pairs.lower(alike, tuple(layouts), biases, x, y, group).compile()
+    how = cfg, layouts, parts.biases, parts.addresses
+    loaded = programs.added_pairs.lower(*how, x, y, group).compile()
     packed = sum(layout.nbytes for layout in layouts)
     assert loaded.memory_analysis().temp_size_in_bytes <= 3 * width * packed
-    held = HotSlots(shape(24, dtype=ints), shape(129, dtype=ints))
     stream, lengths = Stream(shape(tokens, 1, 2880)), shape(tokens, dtype=ints)
-    found = programs.routed_pairs.lower(
-        alike, dense, stream, lengths, tuple(hot), biases, held
+    flat = programs.FlatParts.of(parts)
+    found = programs.routed_layer.lower(
+        cfg, None, *flat, stream, None, None, lengths, None
     ).compile()
     bound = expert_program_bytes(cfg, Policy(experts="0/100"), tokens, jnp.bfloat16)
     assert found.memory_analysis().temp_size_in_bytes <= bound + (1 << 20)
+    read = group._replace(pieces=None)
+    found = programs.added_pairs.lower(*how, x, y, read).compile()
+    assert found.memory_analysis().temp_size_in_bytes <= 3 * width * packed
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (16, 1), (2, 64)])
+def test_a_layer_that_reads_its_experts_compiles_for_hopper(shape, rows, width):
+    cfg, kind, layouts, parts = layer_of(shape)
+    ints = jnp.int32
+
+    def on_device(tree):
+        return jax.tree.map(lambda x: shape(*x.shape, dtype=x.dtype), tree)
+
+    state = on_device(jax.eval_shape(lambda: init_cache(cfg, rows, 64, "bfloat16").layers[0]))
+    blank = jax.ShapeDtypeStruct((rows,), ints)
+    at = jax.eval_shape(lambda n: records.positions_of(cfg, n, n, width), blank)
+    positions, rope = on_device(at)
+    flat = programs.FlatParts.of(parts)
+    found = programs.fetched.lower(
+        cfg, kind, layouts, *flat, Stream(shape(rows, width, 2880)), state, positions,
+        shape(rows, dtype=ints), rope, shape(dtype=ints), False,
+    ).compile()  # fmt: skip
+    policy = Policy.parse("100 0 100 0 100 0 experts=0/100")
+    whole = load_config("gpt-oss-120b")
+    _, loading = weights_footprint(whole, policy, jnp.bfloat16, "none,experts_*=mxfp4", False)
+    bound = loading + expert_program_bytes(whole, policy, rows * width, jnp.bfloat16)
+    assert found.memory_analysis().temp_size_in_bytes <= bound

@@ -17,6 +17,7 @@ from jaxllama.executors.offloaded.experts import divided
 from jaxllama.language_model import LanguageModel
 from jaxllama.offload.expert_places import ExpertUse, places
 from jaxllama.offload.policy import Policy
+from jaxllama.offload.store import Store
 from jaxllama.placement import Placement
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.typing import Params
@@ -88,6 +89,40 @@ def test_every_placement_gives_the_resident_model_s_tokens(tmp_path, cfg, scheme
         params = quantize_params(params, scheme)
     lm = LanguageModel(cfg, params, None)
     want = lm.generate(PROMPTS, NEW)
+    for text in policies:
+        off = offloaded(cfg, params, text, tmp_path)
+        for one, other in zip(off.generate(PROMPTS, NEW), want, strict=True):
+            assert one.tokens == other.tokens, text
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+READS = "100 0 100 0 100 0 experts="
+
+
+@pytest.mark.parametrize(
+    ("cfg", "policies"),
+    [
+        (CFG, [f"{READS}25/75"]),
+        *slow(
+            (CFG, [f"{READS}25/75 cpu_expert=0.7", f"{READS}100/0"]),
+            (CFG, [f"{READS}0/100 sep_layer=true"]),
+            (CFG, [f"{READS}25/75 gpu_batch_size=2 num_gpu_batches=2"]),
+            (DEEP, [f"{READS}0/100", f"{READS}40/60", "30 70 30 70 30 70 experts=40/60"]),
+        ),
+    ],
+)
+def test_a_device_that_reads_pinned_memory_gives_the_same_tokens(
+    monkeypatch, tmp_path, cfg, policies
+):
+    begin = Store.__init__
+
+    def reading(store, *args) -> None:
+        begin(store, *args)
+        store.fetches = True  # as on a GPU; here the host reads for it
+
+    monkeypatch.setattr(Store, "__init__", reading)
+    params = params_of(cfg)
+    want = LanguageModel(cfg, params, None).generate(PROMPTS, NEW)
     for text in policies:
         off = offloaded(cfg, params, text, tmp_path)
         for one, other in zip(off.generate(PROMPTS, NEW), want, strict=True):

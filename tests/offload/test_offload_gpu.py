@@ -12,11 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllama.config import ExpertsConfig
 from jaxllama.executors.offloaded.executor import SCHEME
 from jaxllama.language_model import LanguageModel
+from jaxllama.offload.experts import fetched, layout_of, pack
 from jaxllama.offload.policy import Policy
+from jaxllama.offload.store import Store
 from jaxllama.placement import Placement
 from jaxllama.quantization.quantize import quantize_params
+from pallas_kernels.cpu import prepare_tree
+from pallas_kernels.experts import fetch
 from tests.helpers.models import FAMILIES, params_of
 
 # As wide as the native kernels want it.
@@ -73,3 +78,35 @@ def test_attention_beside_the_cache(tmp_path, monkeypatch, sparsity):
         for (tokens, logprobs), want in zip(written(params, "float32", policy), whole, strict=True):
             assert tokens == want.tokens, policy
             np.testing.assert_allclose(logprobs, want.logprobs, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", [None, "mxfp4"])
+def test_experts_that_the_gpu_reads_from_the_host(tmp_path, scheme):
+    experts = ExpertsConfig(16, 2, 256, bias=True, router_bias=True)
+    cfg = CFG.first_layers(1).replace(experts=experts)
+    params = params_of(cfg, dtype="float32")
+    params = params if scheme is None else quantize_params(params, scheme)
+    expected = None
+    for text in ("100/0", "25/75"):
+        policy = Policy.parse(f"{RESIDENT} experts={text}")
+        place = Placement(policy, jnp.float32, directory=tmp_path)
+        assert place.store.fetches
+        model = place.model(cfg, place.tree(jax.tree.map(np.asarray, params)), None)
+        found = [out.tokens for out in model.generate(PROMPTS, NEW)]
+        expected = expected or found
+        assert found == expected, text
+    laid_out = prepare_tree(jax.tree.map(np.asarray, params["layer_0"]["mlp"]["experts_down"]))
+    weight = laid_out["weight"]
+    store, (parts, structure) = Store(tmp_path), jax.tree.flatten(weight)
+    layout = layout_of(parts, structure, "gpu")
+    pinned = {
+        expert: store.pin(pack(layout, [np.asarray(part)[expert : expert + 1] for part in parts]))
+        for expert in (3, 1)
+    }
+    table = jnp.asarray(fetch.addresses_of(pinned, 16))
+    got = jax.jit(fetched, static_argnums=0)(layout, table, jnp.asarray([1, 16, 3]))
+    want = params["layer_0"]["mlp"]["experts_down"]["weight"]
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        one, other = (np.asarray(x.astype(jnp.float32)) for x in (one, other))
+        np.testing.assert_array_equal(one[[0, 2]], other[[1, 3]])

@@ -46,6 +46,7 @@ class _Work:
 
     units = [ModelUnit("layer", 0), ModelUnit("layer", 1), ModelUnit("head")]
     moves = {"weights": True, "cache": False, "hidden": False}
+    is_small = False
 
     def __init__(self) -> None:
         self.begun = [threading.Event() for _ in self.units]

@@ -1,10 +1,10 @@
 """The jitted programs of a layer whose experts lie one by one (``experts`` calls them).
 
-    routed, y = routed_pairs(...)           norm, router; pairs of the experts on the device
+    routed, y, state = routed_layer(...)    the first half; router; pairs of experts on the device
     y = added_pairs(..., y, group)          and of a group of loaded experts
     computed_pairs_of(...)                  pairs of experts that the CPU computes
-    stream = with_mixture(..., y, group, computed)
-                                            the last group, the CPU's pairs, the weighted sum
+    stream = with_mixture(..., y, computed)     and the CPU's pairs; the weighted sum
+    stream, state, count = fetched(...)     a whole layer whose experts the device itself reads
 
 A pair is a token and one of its experts. Dispatching a program costs a GPU's host more than most of
 them take, so there are few.
@@ -19,15 +19,23 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxllama.config import ModelConfig
-from jaxllama.model.decoder import scaled
+from jaxllama.model.cache import LayerState
+from jaxllama.model.decoder import mix_half, scaled
 from jaxllama.model.elementwise import activated
 from jaxllama.model.experts.feed import gate_of, inputs_of, with_output
 from jaxllama.model.linear import Stream
+from jaxllama.model.records import new_tokens
+from jaxllama.model.rope import Ropes
+from jaxllama.offload import experts as placed
 from jaxllama.offload.experts import ExpertLayout, HotSlots, unpack, unpack_on_cpu
 from jaxllama.typing import Options, Params, Tree
 from pallas_kernels.experts.op import grouped_matmul, weighted_sum
+from pallas_kernels.types import TreeDef
+
+FETCHED = 16  # experts that ``fetched`` has in device memory at once
 
 
 class RoutedTokens(NamedTuple):
@@ -40,15 +48,42 @@ class RoutedTokens(NamedTuple):
     stream: Stream
 
 
-class LoadedGroup(NamedTuple):
-    """Loaded experts and their pairs.
+class MixtureParts(NamedTuple):
+    """The weights of a layer.
 
-    pieces: the experts' bytes, of both products.  places ``[P]``: the pairs, ``token * k + j``; one
-    past the end is none.  slots, rows ``[P]``: a pair's place among ``experts`` and its token.
+    own: without experts.  hot: the experts of both products on the device, or None.  addresses: of
+    the experts in pinned memory, or None if there are none or no kernel reads them.
+    """
+
+    own: Params
+    hot: tuple[Tree, Tree]
+    biases: Sequence[jax.Array | None]
+    held: HotSlots
+    addresses: tuple[jax.Array | None, jax.Array | None]
+
+
+class FlatParts(NamedTuple):
+    """``MixtureParts`` as leaves and structure, which no step needs to find again."""
+
+    structure: TreeDef
+    leaves: list[jax.Array]
+
+    @classmethod
+    def of(cls, parts: MixtureParts) -> FlatParts:
+        leaves, structure = jax.tree.flatten(parts)
+        return cls(structure, leaves)
+
+
+class LoadedGroup(NamedTuple):
+    """Experts and their pairs.
+
+    pieces: the experts' bytes, of both products; None if the device reads them.
+    places ``[P]``: the pairs, ``token * k + j``; one past the end is none.
+    slots, rows ``[P]``: a pair's place among ``experts`` and its token.
     """
 
     experts: np.ndarray
-    pieces: tuple[tuple[jax.Array, ...], ...]
+    pieces: tuple[tuple[jax.Array, ...], ...] | None
     places: np.ndarray
     slots: np.ndarray
     rows: np.ndarray
@@ -61,48 +96,81 @@ class ComputedPairs(NamedTuple):
     found: np.ndarray
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def routed_pairs(
+def without_mlp(weights: Tree) -> Tree:
+    """Return a layer's weights without its second half's products."""
+    return {name: part for name, part in weights.items() if name != "mlp"}
+
+
+def _routed_layer(
     cfg: ModelConfig,
-    p: Params,
+    kind: str | None,
+    structure: TreeDef,
+    leaves: list[jax.Array],
     stream: Stream,
+    state: LayerState | None,
+    positions: jax.Array,
     lengths: jax.Array,
-    weights: tuple[Tree, Tree],
-    biases: Sequence[jax.Array | None],
-    held: HotSlots,
-) -> tuple[RoutedTokens, jax.Array]:
-    """Return the routed tokens, and float32 ``[T k, D]``: the pairs of experts on the device, and
-    zeros."""
+    rope: Ropes | None,
+    sparse: bool = False,
+) -> tuple[RoutedTokens, jax.Array, LayerState | None]:
+    """Return the routed tokens, float32 ``[T k, D]``, which are the pairs of experts on the device
+    and zeros, and the state after the layer's first half.
+
+    kind: of the layer; None leaves out its first half.  structure, leaves: of ``FlatParts``.
+    """
+    parts: MixtureParts = structure.unflatten(leaves)
     assert cfg.experts is not None
-    (x, (experts, own_weights)), stream = inputs_of(cfg, p, stream)
-    tokens = x.reshape(-1, x.shape[-1])
+    if kind is not None:
+        at = new_tokens(positions, lengths, rope, sparse, cached=state is not None)
+        stream, state = mix_half(cfg, kind, without_mlp(parts.own), stream, state, at)
+    (x, (experts, own_weights)), stream = inputs_of(cfg, parts.own, stream)
+    tokens, held = x.reshape(-1, x.shape[-1]), parts.held
     is_valid = jnp.arange(x.shape[1], dtype=jnp.int32) < lengths[:, None]
     experts = jnp.where(is_valid.reshape(-1, 1), experts, cfg.experts.n_experts)
     routed = RoutedTokens(tokens, experts, own_weights, stream)
-    if weights[0] is None:
-        return routed, jnp.zeros((experts.size, tokens.shape[-1]), jnp.float32)
-    own = [None if bias is None else bias[held.experts] for bias in biases]
-    y = _products(cfg, weights, own, held.slots[experts], tokens)
-    return routed, y.reshape(experts.size, -1)
+    if parts.hot[0] is None:
+        return routed, jnp.zeros((experts.size, tokens.shape[-1]), jnp.float32), state
+    own = [None if bias is None else bias[held.experts] for bias in parts.biases]
+    y = _products(cfg, parts.hot, own, held.slots[experts], tokens)
+    return routed, y.reshape(experts.size, -1), state
 
 
-def _with_group(
+routed_layer = jax.jit(_routed_layer, static_argnums=(0, 1, 2, 9), donate_argnums=5)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def added_pairs(
     cfg: ModelConfig,
     layouts: tuple[ExpertLayout, ExpertLayout],
     biases: Sequence[jax.Array | None],
+    addresses: Sequence[jax.Array | None],
     tokens: jax.Array,
     y: jax.Array,
     group: LoadedGroup,
 ) -> jax.Array:
-    pieces = zip(layouts, group.pieces, strict=True)
-    up, down = (unpack(layout, jnp.stack(own)) for layout, own in pieces)
+    """Return ``y`` with the pairs of a group of experts."""
+    if group.pieces is None:
+        up, down = _fetched(layouts, addresses, jnp.asarray(group.experts))
+    else:
+        pieces = zip(layouts, group.pieces, strict=True)
+        up, down = (unpack(layout, jnp.stack(own)) for layout, own in pieces)
     own = [None if bias is None else bias[group.experts] for bias in biases]
     slots = jnp.asarray(group.slots)[:, None]
     found = _products(cfg, (up, down), own, slots, tokens[group.rows])[:, 0]
     return y.at[group.places].set(found, mode="drop")
 
 
-added_pairs = jax.jit(_with_group, static_argnums=(0, 1))
+def _fetched(
+    layouts: tuple[ExpertLayout, ExpertLayout],
+    addresses: Sequence[jax.Array | None],
+    experts: jax.Array,
+) -> tuple[Tree, Tree]:
+    """Return both products' weights of ``experts``, which the device reads."""
+    found = []
+    for layout, table in zip(layouts, addresses, strict=True):
+        assert table is not None
+        found.append(placed.fetched(layout, table, experts))
+    return found[0], found[1]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -141,25 +209,75 @@ def _products(
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def with_mixture(
+def _with_mixture(
     cfg: ModelConfig,
-    layouts: tuple[ExpertLayout, ExpertLayout],
-    p: Params,
-    biases: Sequence[jax.Array | None],
+    structure: TreeDef,
+    leaves: list[jax.Array],
     routed: RoutedTokens,
     y: jax.Array,
-    group: LoadedGroup | None = None,
-    computed: Sequence[ComputedPairs] = (),
+    computed: ComputedPairs | None = None,
 ) -> Stream:
-    """Return the stream with the mixture's output, of the pairs' ``y [T k, D]`` and those of
-    ``group`` and ``computed``."""
-    assert cfg.experts is not None
+    """Return the stream with the mixture's output, of the pairs' ``y [T k, D]`` and those that the
+    CPU has ``computed``."""
+    parts: MixtureParts = structure.unflatten(leaves)
     stream, tokens = routed.stream, routed.tokens
-    if group is not None:
-        y = _with_group(cfg, layouts, biases, tokens, y, group)
-    for places, found in computed:
-        y = y.at[places].set(found, mode="drop")
+    if computed is not None:
+        y = y.at[computed.places].set(computed.found, mode="drop")
     pairs = y.reshape(*routed.experts.shape, y.shape[-1])
     out = weighted_sum(pairs, routed.weights, tokens.dtype).reshape(stream.x.shape)
-    return scaled(p, with_output(cfg, p, stream, tokens.reshape(stream.x.shape), out))
+    out = with_output(cfg, parts.own, stream, tokens.reshape(stream.x.shape), out)
+    return scaled(parts.own, out)
+
+
+with_mixture = jax.jit(_with_mixture, static_argnums=(0, 1))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 11), donate_argnums=(6, 10))
+def fetched(
+    cfg: ModelConfig,
+    kind: str | None,
+    layouts: tuple[ExpertLayout, ExpertLayout],
+    structure: TreeDef,
+    leaves: list[jax.Array],
+    stream: Stream,
+    state: LayerState | None,
+    positions: jax.Array,
+    lengths: jax.Array,
+    rope: Ropes | None,
+    count: jax.Array,
+    sparse: bool = False,
+) -> tuple[Stream, LayerState | None, jax.Array]:
+    """Return the stream and the state after a layer, and ``count`` and the experts fetched.
+
+    kind, structure, leaves: as for ``routed_layer``.
+    """
+    parts: MixtureParts = structure.unflatten(leaves)
+    at = positions, lengths, rope
+    routed, y, state = _routed_layer(cfg, kind, structure, leaves, stream, state, *at, sparse)
+    held, biases, experts = parts.held, parts.biases, routed.experts
+    n_experts = held.slots.shape[0] - 1
+    most = min(n_experts - held.experts.shape[0], experts.size)
+    width = max(1, min(most, FETCHED))
+    groups = -(-most // width)
+    needed = jnp.zeros(n_experts + 1, bool).at[experts].set(True)[:-1]
+    needed &= held.slots[:-1] == held.experts.shape[0]
+    places = jnp.where(needed, jnp.cumsum(needed, dtype=jnp.int32) - 1, groups * width)
+    every = jnp.arange(n_experts, dtype=jnp.int32)
+    listed = jnp.full((groups, width), n_experts, jnp.int32)
+    listed = listed.reshape(-1).at[places].set(every, mode="drop").reshape(groups, width)
+    slots = jnp.append(places, groups * width)[experts]  # [T, k], the last if it is not fetched
+
+    def with_one(number: jax.Array | int, y: jax.Array) -> jax.Array:
+        group, own = listed[number], slots - number * width
+        up, down = _fetched(layouts, parts.addresses, group)
+        is_own = (own >= 0) & (own < width)
+        given = [None if bias is None else bias[group] for bias in biases]
+        found = _products(cfg, (up, down), given, jnp.where(is_own, own, width), routed.tokens)
+        return jnp.where(is_own[:, :, None], found, y)
+
+    y = y.reshape(*experts.shape, -1)
+    if groups:
+        y = with_one(0, y) if groups == 1 else lax.fori_loop(0, groups, with_one, y)
+    y = y.reshape(experts.size, -1)
+    stream = _with_mixture(cfg, structure, leaves, routed, y)
+    return stream, state, count + jnp.sum(needed, dtype=jnp.int32)

@@ -1,10 +1,14 @@
-"""A layer's second half whose experts lie one by one: each runs where it is, or is loaded.
+"""A layer whose experts lie one by one: each runs where it is, or is loaded.
 
     work = ExpertWork(store, policy)
-    stream = work.feed(cfg, unit, weights, stream, lengths)
+    stream, state = work.layer(cfg, kind, unit, weights, stream, state, at)
 
-    device   norm, router, the pairs of the experts that it holds: one program
-    link     the other experts with the most tokens, ``GROUP`` at a time, two groups ahead
+A GPU reads pinned host memory itself. Where the CPU computes nothing, a layer is one program, whose
+kernels fetch the experts that the router has chosen, and the host waits for nothing. Otherwise:
+
+    device   the first half, norm, router, the pairs of the experts that it holds: one program
+    link     the other experts with the most tokens, ``FETCHED`` at a time; where the host sends
+             them, ``GROUP`` at a time, two groups ahead
     CPU      those with the fewest tokens, where they lie: their tokens move, not their weights
     device   the weighted sum of all pairs, the shared expert, the residual
 
@@ -22,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -31,11 +35,16 @@ from jaxllama.config import ModelConfig
 from jaxllama.executors.offloaded import expert_programs as programs
 from jaxllama.executors.offloaded.cpu_attention import cpu
 from jaxllama.executors.offloaded.expert_programs import (
+    FETCHED,
     ComputedPairs,
+    FlatParts,
     LoadedGroup,
+    MixtureParts,
     RoutedTokens,
 )
+from jaxllama.model.cache import LayerState
 from jaxllama.model.linear import Stream
+from jaxllama.model.rope import Ropes
 from jaxllama.offload.experts import (
     ExpertBias,
     ExpertLayout,
@@ -47,18 +56,11 @@ from jaxllama.offload.timeline import NO_RECORD, Recording
 from jaxllama.offload.units import ModelUnit
 from jaxllama.typing import Tree
 
-GROUP = 8  # experts that one program reads from the link
+GROUP = 8  # experts of one program that the host sends
 ON_CPU = 4  # experts of one program of the CPU
 AHEAD = 2  # groups that are on their way or being computed
 
 Pieces = tuple[jax.Array, jax.Array]  # an expert's bytes on the device, of both products
-# What ``with_mixture`` reads: pairs so far, the last group of loaded experts, the CPU's pairs.
-_Rest = tuple[jax.Array, LoadedGroup | None, Sequence[ComputedPairs]]
-
-
-def without_mlp(weights: Tree) -> Tree:
-    """Return a layer's weights without its second half's products."""
-    return {name: part for name, part in weights.items() if name != "mlp"}
 
 
 def placed_experts(weights: Tree) -> ExpertTensor | None:
@@ -106,96 +108,152 @@ class LoadedExperts:
 
 
 @dataclasses.dataclass
+class ExpertTally:
+    """moved, computed: numbers of experts whose load the host has begun, and that the CPU computed.
+    computed_pairs: number of pairs that the CPU computed."""
+
+    moved: int = 0
+    computed: int = 0
+    computed_pairs: int = 0
+
+
+@dataclasses.dataclass
 class ExpertWork:
     """The work of one run with experts that lie one by one.
 
     counts: tokens that have passed each expert, ``[E]`` by layer; of a layer whose experts are all
         on the device only with ``counts_all``, because its router is not waited for otherwise.
-    loads, computed: numbers of experts that were loaded, and that the CPU computed.
-    computed_pairs: number of pairs that the CPU computed.
+    fetched: int32 on the device: number of experts that the device itself has read.
     """
 
     store: Store
     policy: Policy
     counts_all: bool = False
     counts: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
-    loads: int = 0
-    computed: int = 0
-    computed_pairs: int = 0
+    tally: ExpertTally = dataclasses.field(default_factory=ExpertTally)
+    fetched: jax.Array | None = None
+    _flat: dict[ModelUnit, tuple[Tree, FlatParts, _Cold]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def loads(self) -> int:
+        """Number of experts that were loaded."""
+        return self.tally.moved + (0 if self.fetched is None else int(self.fetched))
 
     def reset(self) -> None:
         """Set all counts to zero."""
-        self.counts = {}
-        self.loads = self.computed = self.computed_pairs = 0
+        self.counts, self.tally, self.fetched = {}, ExpertTally(), None
 
-    def feed(
+    def layer(
         self,
         cfg: ModelConfig,
+        kind: str | None,
         unit: ModelUnit,
         weights: Tree,
         stream: Stream,
-        lengths: jax.Array,
+        state: LayerState | None,
+        at: tuple[jax.Array, jax.Array, Ropes | None],
+        sparse: bool = False,
         record: Recording = NO_RECORD,
         loaded: dict[int, Pieces] | None = None,
-    ) -> Stream:
-        """Return the stream after the layer's second half.
+    ) -> tuple[Stream, LayerState | None]:
+        """Return the stream and the state after the layer.
 
-        stream: ``[B, T, D]``, of which ``lengths[B]`` tokens are valid.
+        kind: None leaves out the layer's first half.
+        at: positions, lengths, rope of ``stream [B, T, D]``, of which ``lengths[B]`` tokens are
+            valid.
         loaded: loaded experts, for which the layer's next batches look there; None keeps none.
         """
+        known, flat, cold = self._flat.get(unit, (None, None, None))
+        if flat is None or cold is None or known is not weights:
+            flat, cold = self._parts(cfg, weights)
+            if self.policy.weights.device >= 100:  # others are gone after the layer
+                self._flat[unit] = weights, flat, cold
+        if self._fetches(cold, loaded):
+            if self.fetched is None:
+                self.fetched = jax.device_put(np.int32(0), self.store.on_device)
+            stream, state, self.fetched = programs.fetched(
+                cfg, kind, cold.layouts, *flat, stream, state, *at, self.fetched, sparse
+            )
+            return stream, state
+        routed, y, state = programs.routed_layer(cfg, kind, *flat, stream, state, *at, sparse)
+        if cold.may_compute:
+            routed.tokens.copy_to_host_async()
+        chosen = np.asarray(routed.experts)  # waits for the router and the hot pairs
+        count = np.bincount(chosen.reshape(-1), minlength=cold.n_experts + 1)[:-1]
+        self.counts[unit.layer] = self.counts.get(unit.layer, 0) + count
+        y, computed = cold.added(self.tally, y, routed, chosen, unit, record, loaded)
+        return programs.with_mixture(cfg, *flat, routed, y, computed), state
+
+    def _fetches(self, cold: _Cold, loaded: dict[int, Pieces] | None) -> bool:
+        """Whether the device reads a layer's experts by itself: nothing else needs to know them."""
+        if self.counts_all or cold.is_none:
+            return not self.counts_all
+        return loaded is None and not cold.may_compute and cold.addresses[0] is not None
+
+    def _parts(self, cfg: ModelConfig, weights: Tree) -> tuple[FlatParts, _Cold]:
+        """Return a layer's parts, and those of its experts that are not on the device."""
         own = weights["mlp"]
         gate_up, down = own["experts_gate_up"], own["experts_down"]
         up: ExpertTensor = gate_up["weight"]
         dense = {n: part for n, part in own.items() if not n.startswith("experts_")}
-        dense = {**without_mlp(weights), "mlp": dense}
-        cold = _Cold(self, cfg, (up, down["weight"]), (gate_up.get("bias"), down.get("bias")))
+        dense = {**programs.without_mlp(weights), "mlp": dense}
+        biases = gate_up.get("bias"), down.get("bias")
+        cold = _Cold(self.store, self.policy, cfg, (up, down["weight"]), biases)
         hot = up.hot, down["weight"].hot
-        routed, y = programs.routed_pairs(cfg, dense, stream, lengths, hot, cold.on_device, up.held)
-        rest: _Rest = (y, None, ())
-        if not up.is_whole or self.counts_all:
-            chosen = np.asarray(routed.experts)  # waits for the router and the hot pairs
-            count = np.bincount(chosen.reshape(-1), minlength=up.shape[0] + 1)[:-1]
-            self.counts[unit.layer] = self.counts.get(unit.layer, 0) + count
-            rest = cold.added(y, routed, chosen, unit, record, loaded)
-        return programs.with_mixture(cfg, cold.layouts, dense, cold.on_device, routed, *rest)
+        parts = MixtureParts(dense, hot, cold.on_device, up.held, cold.addresses)
+        return FlatParts.of(parts), cold
 
 
 class _Cold:
-    """The experts of a layer that are not on the device, for one batch."""
+    """The experts of a layer that are not on the device.
+
+    It knows no ``ExpertWork``, which keeps it: a run's memory is free as soon as the run is.
+    """
 
     def __init__(
         self,
-        work: ExpertWork,
+        store: Store,
+        policy: Policy,
         cfg: ModelConfig,
         tensors: tuple[ExpertTensor, ExpertTensor],
         biases: tuple[ExpertBias | None, ExpertBias | None],
     ) -> None:
-        self.work, self.cfg, self.tensors, self.biases = work, cfg, tensors, biases
+        self.store, self.policy, self.cfg = store, policy, cfg
+        self.tensors, self.biases = tensors, biases
         self.on_device = [None if bias is None else bias.device for bias in biases]
-        self.pairs: dict[int, np.ndarray] = {}
+        self.pairs: dict[int, np.ndarray] = {}  # of the batch at hand, by expert
+        self.n_experts = tensors[0].shape[0]
+        self.is_none = tensors[0].is_whole
+        self.may_compute = policy.cpu_expert > 0 and not self.is_none
+        self.addresses = tensors[0].addresses, tensors[1].addresses
+        self._held = np.zeros(self.n_experts + 1, bool)
+        self._held[[*tensors[0].place.device, self.n_experts]] = True
 
     def added(
         self,
+        tally: ExpertTally,
         y: jax.Array,
         routed: RoutedTokens,
         chosen: np.ndarray,
         unit: ModelUnit,
         record: Recording,
         loaded: dict[int, Pieces] | None,
-    ) -> _Rest:
-        """Begin the experts that are not on the device; return what ``with_mixture`` reads.
+    ) -> tuple[jax.Array, ComputedPairs | None]:
+        """Return ``y`` with the pairs of loaded experts, and those of the CPU.
 
         chosen: ``routed.experts`` on the host.
         """
         self.pairs = self._cold_pairs(chosen)
         if not self.pairs:
-            return y, None, ()
+            return y, None
         known = {} if loaded is None else loaded
         tokens = {expert: len(own) for expert, own in self.pairs.items()}
-        to_load, to_compute = divided(tokens, set(known), self.work.policy)
-        self.work.loads += sum(expert not in known for expert in to_load)
-        self.work.computed += len(to_compute)
-        self.work.computed_pairs += sum(tokens[expert] for expert in to_compute)
+        to_load, to_compute = divided(tokens, set(known), self.policy)
+        tally.moved += sum(expert not in known for expert in to_load)
+        tally.computed += len(to_compute)
+        tally.computed_pairs += sum(tokens[expert] for expert in to_compute)
+        if loaded is None and self.addresses[0] is not None:
+            return self._beside(y, routed, to_load, to_compute, unit, record)
         groups = [to_load[first : first + GROUP] for first in range(0, len(to_load), GROUP)]
         begun: deque[list[Pieces]] = deque()
         running: deque[jax.Array] = deque()
@@ -209,33 +267,42 @@ class _Cold:
 
         for group in groups[:AHEAD]:
             begin(group)
-        results = self._compute(to_compute, routed) if to_compute else []
-        last: LoadedGroup | None = None
+        computed = self._compute(to_compute, routed)
         for number, group in enumerate(groups):
-            last = self._group(group, begun.popleft(), routed)
-            if number + 1 == len(groups):
-                break
-            y = programs.added_pairs(self.cfg, self.layouts, self.on_device, routed.tokens, y, last)
+            own = self._group(group, begun.popleft(), routed)
+            y = self._with(y, routed, own)
             running.append(y)
             if number + AHEAD < len(groups):
                 jax.block_until_ready(running.popleft())
                 begin(groups[number + AHEAD])
-        if results:
-            with record("experts on CPU", unit):
-                jax.block_until_ready(results)
-        computed = []
-        for places, result in results:
-            rows = np.asarray(result)
-            computed.append(ComputedPairs(places, rows.reshape(-1, rows.shape[-1])))
-        return y, last, computed
+        return y, _finished(computed, y.shape[0], unit, record)
+
+    def _beside(
+        self,
+        y: jax.Array,
+        routed: RoutedTokens,
+        to_load: list[int],
+        to_compute: list[int],
+        unit: ModelUnit,
+        record: Recording,
+    ) -> tuple[jax.Array, ComputedPairs | None]:
+        """As ``added``, if the device reads experts: the host begins that, and the CPU's part."""
+        groups = [to_load[first : first + FETCHED] for first in range(0, len(to_load), FETCHED)]
+        for group in groups[:1]:
+            y = self._with(y, routed, self._group(group, None, routed))
+        computed = self._compute(to_compute, routed)
+        for group in groups[1:]:
+            y = self._with(y, routed, self._group(group, None, routed))
+        return y, _finished(computed, y.shape[0], unit, record)
+
+    def _with(self, y: jax.Array, routed: RoutedTokens, group: LoadedGroup) -> jax.Array:
+        how = self.cfg, self.layouts, self.on_device, self.addresses
+        return programs.added_pairs(*how, routed.tokens, y, group)
 
     def _cold_pairs(self, chosen: np.ndarray) -> dict[int, np.ndarray]:
         """Return the pairs, ``token * k + j``, of each expert that is not on the device."""
-        up = self.tensors[0]
-        held = np.zeros(up.shape[0] + 1, bool)
-        held[[*up.place.device, up.shape[0]]] = True
         flat = chosen.reshape(-1)
-        cold = np.flatnonzero(~held[flat])
+        cold = np.flatnonzero(~self._held[flat])
         return {int(expert): cold[flat[cold] == expert] for expert in np.unique(flat[cold])}
 
     @property
@@ -244,17 +311,27 @@ class _Cold:
 
     def _begin(self, group: list[int], known: Mapping[int, Pieces]) -> list[Pieces]:
         """Begin to load a group's experts, but those that are ``known``."""
-        new, store = [expert for expert in group if expert not in known], self.work.store
+        new, store = [expert for expert in group if expert not in known], self.store
+        if not new:
+            return [known[expert] for expert in group]
         stored = [tensor.stored(store, expert) for expert in new for tensor in self.tensors]
         moved = jax.device_put(stored, store.on_device)
         begun = dict(zip(new, zip(moved[::2], moved[1::2], strict=True), strict=True))
         return [known[expert] if expert in known else begun[expert] for expert in group]
 
-    def _group(self, group: list[int], pieces: list[Pieces], routed: RoutedTokens) -> LoadedGroup:
-        """Return a group of loaded experts, padded to few sizes."""
+    def _group(
+        self, group: list[int], pieces: list[Pieces] | None, routed: RoutedTokens
+    ) -> LoadedGroup:
+        """Return a group of experts, padded to few sizes.
+
+        pieces: of loaded experts; None if the device reads them.
+        """
         width, fan = _size(len(group)), routed.experts.shape[1]
-        pieces = pieces + pieces[:1] * (width - len(group))
-        experts = np.asarray(group + group[:1] * (width - len(group)), np.int32)
+        empty, parts = width - len(group), None
+        if pieces is not None:
+            parts = tuple(zip(*pieces, *pieces[:1] * empty, strict=True))
+        rest = [self.n_experts] if pieces is None else group[:1]
+        experts = np.asarray(group + rest * empty, np.int32)
         own = [self.pairs[expert] for expert in group]
         pairs = np.concatenate(own)
         count = width
@@ -265,14 +342,16 @@ class _Cold:
         slots = np.zeros(count, np.int32)
         slots[: len(pairs)] = np.repeat(np.arange(len(group)), [len(part) for part in own])
         rows = np.minimum(places // fan, len(routed.tokens) - 1)
-        return LoadedGroup(experts, tuple(zip(*pieces, strict=True)), places, slots, rows)
+        return LoadedGroup(experts, parts, places, slots, rows)
 
     def _compute(
         self, experts: list[int], routed: RoutedTokens
     ) -> list[tuple[np.ndarray, jax.Array]]:
         """Begin the CPU's products; return (pairs, results float32 ``[experts, rows, D]``)."""
+        if not experts:
+            return []
         tokens, fan = np.asarray(routed.tokens), routed.experts.shape[1]
-        (up, down), store = self.tensors, self.work.store
+        (up, down), store = self.tensors, self.store
         results = []
         for first in range(0, len(experts), ON_CPU):
             group = experts[first : first + ON_CPU]
@@ -291,6 +370,24 @@ class _Cold:
                 )
             results.append((places.reshape(-1), found))
         return results
+
+
+def _finished(
+    results: list[tuple[np.ndarray, jax.Array]], none: int, unit: ModelUnit, record: Recording
+) -> ComputedPairs | None:
+    """Wait for the CPU's products; return them in few sizes, because each is a program.
+
+    none: a place that is none.
+    """
+    if not results:
+        return None
+    with record("experts on CPU", unit):
+        jax.block_until_ready([result for _, result in results])
+    places = np.concatenate([own for own, _ in results])
+    rows = [np.asarray(own).reshape(-1, own.shape[-1]) for _, own in results]
+    empty = _size(len(places)) - len(places)
+    rows.append(np.zeros((empty, rows[0].shape[1]), rows[0].dtype))
+    return ComputedPairs(np.pad(places, (0, empty), constant_values=none), np.concatenate(rows))
 
 
 def _size(count: int) -> int:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,16 +44,17 @@ from jaxllama.executors.offloaded.batch import (
     without_written,
 )
 from jaxllama.executors.offloaded.cpu_attention import SplitCache
+from jaxllama.executors.offloaded.expert_programs import without_mlp
 from jaxllama.executors.offloaded.experts import (
     ExpertWork,
     LoadedExperts,
     placed_experts,
-    without_mlp,
 )
 from jaxllama.executors.offloaded.layer_cache import LayerCache
 from jaxllama.executors.offloaded.sparse_cache import SparseCache, SparseState
 from jaxllama.model.cache import Cache, LayerState, init_cache
 from jaxllama.model.decoder import activation_dtype, layer_config
+from jaxllama.model.linear import Stream
 from jaxllama.model.lora import ROWS, with_rows
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.records import Hidden
@@ -62,6 +64,12 @@ from jaxllama.offload.store import Pending, RowTable, Store, is_pending, is_stor
 from jaxllama.offload.timeline import NO_RECORD, Recording
 from jaxllama.offload.units import ModelUnit, units_of
 from jaxllama.typing import Params, Tree
+
+
+class _Whole(NamedTuple):
+    """A unit's weights that no step needs to load."""
+
+    tree: Tree
 
 
 class OffloadRun:
@@ -111,6 +119,7 @@ class OffloadRun:
         self.batches = [self._batch(*part) for part in self.cut(tokens, lengths, sampling)]
         self._mtp: tuple[MTPDraft, Params] | None = None
         self._known: dict[int, Pending] = {}  # the last loaded table, if it is tied
+        self._whole: dict[ModelUnit, _Whole | None] = {}  # what ``_resident`` has found
         self.experts = ExpertWork(store, policy)
         self._loaded = LoadedExperts()
         self._overlapped = Overlapped(store.lanes) if self.policy.overlap else None
@@ -309,10 +318,28 @@ class OffloadRun:
 
     # The Work of a step
 
+    @property
+    def is_small(self) -> bool:
+        prompts = any(piece.of_prompt for batch in self.batches for piece in batch.pieces)
+        return not (prompts or any(self.moves.values()))
+
     def active_batches(self) -> list[int]:
         return [index for index, batch in enumerate(self.batches) if batch.live]
 
+    def _resident(self, unit: ModelUnit) -> _Whole | None:
+        """Return a unit's weights if they are arrays on the device as they are."""
+        if self.moves["weights"]:
+            return None
+        if unit not in self._whole:
+            tree = unit.weights(self.params)
+            stored = [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_stored) if is_stored(leaf)]
+            here = all(x.device is not None and x.device.shape == x.shape for x in stored)
+            self._whole[unit] = _Whole(self.store.get(tree)) if here else None
+        return self._whole[unit]
+
     def load_weights(self, unit: ModelUnit) -> Tree:
+        if (whole := self._resident(unit)) is not None:
+            return whole
         tree = unit.weights(self.params)
         stored = [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_stored) if is_stored(leaf)]
         with self.record.watching("load weights", unit) as out:
@@ -326,7 +353,7 @@ class OffloadRun:
         return pending
 
     def finish_weights(self, pending: Tree) -> Tree:
-        return self.store.finish(pending)
+        return pending.tree if isinstance(pending, _Whole) else self.store.finish(pending)
 
     def load_cache(self, unit: ModelUnit, batch: int) -> LayerState | None:
         if not unit.has_cache:
@@ -377,8 +404,12 @@ class OffloadRun:
         results = []
         for piece, x in zip(batch.pieces, hidden, strict=True):
             at, part = (piece.positions, piece.lengths, piece.rope), unit.kind
-            if placed and part == "layer":
-                part = "mix"
+            apart = batch.drafted is not None or isinstance(cache, tuple | SparseState)
+            if placed and (part == "feed" or not apart):
+                x, cache = self._mixture(unit, piece, weights, x, cache)
+                results.append(x)
+                continue
+            part = "mix" if placed else part
             if isinstance(cache, tuple):  # decode, with attention on the CPU
                 x, cache = cpu_attention.decode_layer(cfg, mixing, x, cache, *at)
                 part = "feed"
@@ -397,7 +428,7 @@ class OffloadRun:
                     x,
                     cache,
                     *at,
-                    sparse=not piece.of_prompt,
+                    sparse=self._is_sparse(piece),
                     drafted=batch.drafted,
                 )
                 if stays:
@@ -407,11 +438,33 @@ class OffloadRun:
             elif unit.kind != "mix" and not placed:
                 x, _ = programs.run_layer(cfg, kind, "feed", weights, x, None, *at)
             if placed:
-                several = len(batch.pieces) > 1 or len(self.active_batches()) > 1
-                loaded = self._loaded.of(unit) if several else None
-                x = self.experts.feed(cfg, unit, weights, x, piece.lengths, self.record, loaded)
+                x, _ = self._mixture(ModelUnit("feed", unit.layer), piece, weights, x, None)
             results.append(x)
         return results, cache
+
+    def _mixture(
+        self, unit: ModelUnit, piece: TokenPiece, weights: Tree, x: Stream, cache: LayerState | None
+    ) -> tuple[Stream, LayerState | None]:
+        """Run a layer, or its second half, whose experts lie one by one."""
+        cfg, kind = layer_config(self.cfg, unit.layer)
+        live = [self.batches[index] for index in self.active_batches()]
+        several = len(live) > 1 or any(len(batch.pieces) > 1 for batch in live)
+        return self.experts.layer(
+            cfg,
+            None if unit.kind == "feed" else kind,
+            unit,
+            weights,
+            x,
+            cache,
+            (piece.positions, piece.lengths, piece.rope),
+            self._is_sparse(piece),
+            self.record,
+            self._loaded.of(unit) if several else None,
+        )
+
+    def _is_sparse(self, piece: TokenPiece) -> bool:
+        """Whether the tokens read V sparsely. Otherwise a step has a prompt's programs."""
+        return self.cfg.attn_sparsity < 1 and not piece.of_prompt
 
     def _head(self, batch: OffloadedBatch, weights: Tree, hidden: Tree) -> None:
         if batch.drafted is not None:
