@@ -1180,7 +1180,7 @@ class ModelConfig:
 
     @property
     def layers_read(self) -> str:
-        """What layers read beside a stream of one width and their own state; empty for nothing."""
+        """Name of the input of layers beside a stream of one width and their own state, or ""."""
         if self.shared_kv_layers:
             return "its layers read each other's keys"
         if self.layer_inputs is not None:

@@ -18,8 +18,8 @@ Invariants, for the logical array ``w[..., K]`` (weights are ``[out, in]``: K is
   (W8A8, FP8, W4A8), or None for a weight-only scheme.  Each token has its own scale, unless
   ``input_scale`` (float32 scalar) is present: then that is the scale of every token.
 * ``blocked`` is static: the rows of w where each 128 of them, from the first, share their scales
-  (FP8's blocks), or None where nobody knows.  Of an array with another number of rows it says
-  nothing, so parts of a weight need not forget it.
+  (FP8's blocks), or None where nobody knows.  It says nothing about an array with another
+  number of rows, so parts of a weight need not forget it.
 * ``columns`` (int32 ``[K]``, or None for the identity) maps each column of ``q`` to its column of
   w.  The groups of GPTQ's act-order are not consecutive in w, so columns are stored sorted by
   group.  A matmul takes its other operand's features in that order; ``dequantize`` undoes it.
@@ -91,8 +91,8 @@ class QTensor:
     unit : float32 [..., 1], optional
         Factor of a row's int8 or float8_e4m3fn scales.
     blocked : int, optional
-        The rows of w, a multiple of 128, each 128 of which share their scales. Who permutes as many
-        rows, or scales them one by one, passes None.
+        The rows of w, a multiple of 128, each 128 of which share their scales. Pass None if
+        rows are permuted or scaled one by one.
 
     Notes
     -----

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
 from jaxllama.typing import Params
-from pallas_kernels.rows.swiglu import gelu_tanh
+from pallas_kernels.rows.activations import ACTIVATIONS
 
 
 def layer_norm(x: jax.Array, scale: Params | None, eps: float) -> jax.Array:
@@ -24,13 +21,7 @@ def layer_norm(x: jax.Array, scale: Params | None, eps: float) -> jax.Array:
     return y.astype(x.dtype)
 
 
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": gelu_tanh,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "relu": jax.nn.relu,
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-}
+_ACTIVATIONS = {**ACTIVATIONS, "relu2": lambda x: jnp.square(jax.nn.relu(x))}
 
 
 def _xielu(x: jax.Array, scalars: jax.Array) -> jax.Array:

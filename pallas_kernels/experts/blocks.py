@@ -62,7 +62,7 @@ def blocks_of(experts: jax.Array, n_experts: int, size: int) -> Blocks:
     return Blocks(owner, pairs.reshape(count, size), places)
 
 
-class Parts(NamedTuple):
+class SortedPairs(NamedTuple):
     """order int32 ``[P]``: the pairs by expert.  work int32 ``[1 + N, 4]``: the number of parts in
     its first row; then a part's expert, its first place in that order and the end of its places."""
 
@@ -70,7 +70,7 @@ class Parts(NamedTuple):
     work: jax.Array
 
 
-def parts_of_pairs(experts: jax.Array, n_experts: int, size: int) -> Parts:
+def parts_of_pairs(experts: jax.Array, n_experts: int, size: int) -> SortedPairs:
     """Pairs by expert, without places between, in parts of up to ``size`` pairs of one expert.
 
     experts: int32 ``[P]`` in [0, n_experts]; the last is none, and its pairs are in no part.
@@ -82,4 +82,4 @@ def parts_of_pairs(experts: jax.Array, n_experts: int, size: int) -> Parts:
     end = jnp.minimum(first + size, starts[owner + 1])
     rows = jnp.stack([owner, first, end, jnp.zeros_like(owner)], axis=1)
     head = jnp.zeros((1, 4), jnp.int32).at[0, 0].set(count)
-    return Parts(order, jnp.concatenate([head, rows]))
+    return SortedPairs(order, jnp.concatenate([head, rows]))

@@ -10,14 +10,12 @@ Everything is float32.  Sources: GLU variants (arXiv 2002.05202), gpt-oss (arXiv
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.rows.swiglu import gelu_tanh
+from pallas_kernels.rows.activations import ACTIVATIONS, GATES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,20 +44,15 @@ class ClampedGate:
 
 
 Gate = Literal["silu", "gelu", "gelu_tanh"] | ClampedGate
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": gelu_tanh,
-}
 
 
 def check_gate(op: str, gated: Gate | None, width: int) -> None:
     """Raises ValueError for an unknown gate, or an odd number of rows of the weight."""
     if gated is None:
         return
-    if not isinstance(gated, ClampedGate) and gated not in _ACTIVATIONS:
+    if not isinstance(gated, ClampedGate) and gated not in GATES:
         raise ValueError(
-            f"{op}: gated {gated!r} is not one of {', '.join(_ACTIVATIONS)}, a ClampedGate or None"
+            f"{op}: gated {gated!r} is not one of {', '.join(GATES)}, a ClampedGate or None"
         )
     if width % 2:
         raise ValueError(f"{op}: the {width} rows of an expert are not gate and up")
@@ -69,7 +62,7 @@ def apply_gate(gate_up: jax.Array, gated: Gate) -> jax.Array:
     """float32 ``gate_up[..., 2F]``, gate then up, to ``[..., F]``."""
     gate, up = jnp.split(gate_up, 2, axis=-1)
     if not isinstance(gated, ClampedGate):
-        return _ACTIVATIONS[gated](gate) * up
+        return ACTIVATIONS[gated](gate) * up
     gate = jnp.minimum(gate, gated.limit)
     up = jnp.clip(up, -gated.limit, gated.limit)
     return (up + 1.0) * gate * jax.nn.sigmoid(gated.alpha * gate)

@@ -52,7 +52,7 @@ def barriers_of_slots(stages: int):
 
 @dataclasses.dataclass(frozen=True)
 class GatherShape:
-    """What the copying warps need to know of a block's tiles.
+    """Facts about a block's tiles that the copying warps need.
 
     fan: pairs of a row of x.  pitch: bytes of a row.  steps: slots of a tile.  columns: tiles of a
     part.  n_clusters: clusters that share the tiles.  tokens: rows of a slot.  widths: how many of
@@ -115,7 +115,7 @@ class RowGather:
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SPLAT))(emit)(self.ref.at[1, at], splat)
 
     def parity(self, load):
-        """Of the phase in which load number ``load`` arrives."""
+        """Parity of the phase in which load number ``load`` arrives."""
         turn = lax.div(load, jnp.asarray(self.stages, load.dtype))
         return lax.rem(turn, jnp.asarray(2, load.dtype))
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
-from pallas_kernels.experts.blocks import Parts, most_blocks
+from pallas_kernels.experts.blocks import SortedPairs, most_blocks
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
 from pallas_kernels.ptx import Value
@@ -27,7 +27,9 @@ LONE = 8 * THREADS  # pairs of one block
 MOST_PAIRS, MOST_EXPERTS = 16 * THREADS * BLOCKS, THREADS - 1
 
 
-def parts_of_pairs(experts: jax.Array, n_experts: int, size: int, *, partial: bool = True) -> Parts:
+def parts_of_pairs(
+    experts: jax.Array, n_experts: int, size: int, *, partial: bool = True
+) -> SortedPairs:
     """As ``blocks.parts_of_pairs``, but for the order of one expert's pairs.
 
     experts: int32 ``[P]``, up to ``MOST_PAIRS``; up to ``MOST_EXPERTS`` experts.  An index outside
@@ -57,7 +59,7 @@ def parts_of_pairs(experts: jax.Array, n_experts: int, size: int, *, partial: bo
         registers=True,
         scratch={name: each for name in ("counts", "before", "totals", "begins", "parts")},
     )
-    return Parts(order, work)
+    return SortedPairs(order, work)
 
 
 def _padded(n_experts: int) -> int:

@@ -45,7 +45,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import jax
@@ -69,17 +68,12 @@ from pallas_kernels.matmul.codes import codes, low_rank_sums
 from pallas_kernels.matmul.weight_only import finish, weight_only, weight_only_gradients
 from pallas_kernels.operands import FLOATS, check, dtype_name
 from pallas_kernels.qtensor import FLOAT4, QTensor, take_columns
+from pallas_kernels.rows.activations import ACTIVATIONS, GATES
 from pallas_kernels.rows.rms_norm import rms_norm
-from pallas_kernels.rows.swiglu import gate, gelu_tanh
+from pallas_kernels.rows.swiglu import gate
 from pallas_kernels.transform import Op, chosen
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "relu": jax.nn.relu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": gelu_tanh,
-    "silu": jax.nn.silu,
-}
 _Tree = TypeVar("_Tree")
 _Weight = jax.Array | QTensor | CpuWeight
 _Result = jax.Array | tuple[jax.Array, jax.Array]
@@ -437,7 +431,7 @@ def _check_residual(
 
 
 def _check_activation(activation: str, swiglu: bool) -> None:
-    known = operands.GATES if swiglu else tuple(ACTIVATIONS)
+    known = GATES if swiglu else tuple(ACTIVATIONS)
     if activation not in known:
         what = "the gate of swiglu" if swiglu else "a product"
         raise ValueError(

@@ -12,8 +12,6 @@ import jax.numpy as jnp
 from pallas_kernels.cpu.weight import CpuWeight
 from pallas_kernels.qtensor import QTensor
 
-GATES = ("silu", "gelu", "gelu_tanh")  # of SwiGLU
-
 
 def check_codes(x: QTensor, w: jax.Array | QTensor | CpuWeight, is_fused: bool) -> None:
     """Raise ValueError for a quantized x that no scheme multiplies by w.

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.matmul.op import ACTIVATIONS, Activation
+from pallas_kernels.matmul.op import Activation
 from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.rows.activations import ACTIVATIONS
 
 
 def quantized_matmul_reference(

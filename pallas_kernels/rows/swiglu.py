@@ -7,7 +7,6 @@ Source: GLU variants, arXiv 2002.05202; FasterLLaMA's DequantizedSiluMultiplyQua
 from __future__ import annotations
 
 import functools
-import math
 from typing import overload
 
 import jax
@@ -19,6 +18,7 @@ from pallas_kernels.operands import ROW_CODES, check, dtype_name
 from pallas_kernels.qtensor import QTensor, of_one_scale
 from pallas_kernels.qtensor import quantize as quantize_rows
 from pallas_kernels.rounding import to_codes
+from pallas_kernels.rows.activations import ACTIVATIONS
 from pallas_kernels.rows.plan import RowsPlan, plan
 from pallas_kernels.rows.run import run
 from pallas_kernels.transform import Op, chosen
@@ -90,15 +90,6 @@ def swiglu(
     return _swiglu(chosen(found, implementation), (codes, found), gate_up, scale)
 
 
-def gelu_tanh(x: jax.Array) -> jax.Array:
-    """GELU by its tanh form (arXiv 1606.08415), as the kernels have it: x times a logistic.
-
-    ``(1 + tanh u) / 2`` loses its digits where u is below -2.
-    """
-    u = x * (1.0 + 0.044715 * x * x) * math.sqrt(8 / math.pi)
-    return x * jax.nn.sigmoid(u)
-
-
 def gate(
     gate_up: jax.Array, activation: str, *, implementation: Implementation | None = None
 ) -> jax.Array:
@@ -109,8 +100,7 @@ def gate(
     if activation == "silu":
         return swiglu(gate_up, implementation=implementation)
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    gate = gelu_tanh(gate) if activation == "gelu_tanh" else jax.nn.gelu(gate, approximate=False)
-    return (gate * up).astype(gate_up.dtype)
+    return (ACTIVATIONS[activation](gate) * up).astype(gate_up.dtype)
 
 
 def _plan(gate_up: jax.Array, codes: str | None, given: bool) -> RowsPlan | Reason:

@@ -23,7 +23,7 @@ HELD = 8  # scales of a row, as they are stored, that one copy brings
 
 
 class GroupSums:
-    """What a warpgroup of ``pair_program`` does for groups; that class has the rest."""
+    """The part of ``pair_program``'s multiplying warpgroup that adds groups' sums."""
 
     block: Any
     tile: Any

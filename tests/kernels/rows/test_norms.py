@@ -19,8 +19,8 @@ from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import named_plan
 from pallas_kernels.rows import kernel, one_row
 from pallas_kernels.rows import plan as planning
+from pallas_kernels.rows.activations import gelu_tanh
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
-from pallas_kernels.rows.swiglu import gelu_tanh
 from tests.helpers import warp_emulator
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import pairwise

@@ -54,7 +54,7 @@ from pallas_kernels.gla.commit import gla_commit, own_commit
 from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.gla.token import gla_token, gla_tokens, own_token
 from pallas_kernels.operands import Columns
-from pallas_kernels.rows.swiglu import gelu_tanh
+from pallas_kernels.rows.activations import gelu_tanh
 
 _LEAST = 1e-10  # what is added to a normalizer, as flash-linear-attention does
 
