@@ -1180,7 +1180,7 @@ class ModelConfig:
 
     @property
     def layers_read(self) -> str:
-        """Name of the input of layers beside a stream of one width and their own state, or ""."""
+        """Reason why layers do not run one by one, or "" if they do."""
         if self.shared_kv_layers:
             return "its layers read each other's keys"
         if self.layer_inputs is not None:
