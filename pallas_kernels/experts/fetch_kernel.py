@@ -12,18 +12,15 @@ Floor: the link.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 
 from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
+from pallas_kernels.experts.fetch_plan import FetchedLeaf
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
 from pallas_kernels.ptx import Value
-
-if TYPE_CHECKING:
-    from pallas_kernels.experts.fetch import FetchedLeaf
 
 THREADS, LOADS = 256, 4
 PIECE = THREADS * LOADS  # vectors of 16 bytes
