@@ -28,11 +28,15 @@ from jaxllama.checkpoints.hf import (
 from jaxllama.checkpoints.hf.experts import IntervalMixture, Mixture, SigmoidMixture
 from jaxllama.checkpoints.hf.family import (
     BIAS,
+    DELTA_KEYS,
     GRANITE_SCALES,
     MLP_BIAS,
     QKV_BIAS,
     Family,
     Fields,
+    delta_config,
+    delta_of,
+    delta_to_hf,
     every,
     gemma,
     gemma_to_hf,
@@ -41,7 +45,6 @@ from jaxllama.checkpoints.hf.family import (
 )
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import DeltaConfig, ModelConfig
-from jaxllama.errors import JaxLlamaError
 
 MTP = "mtp."  # prefix of the tensors of a head for multi-token prediction
 
@@ -132,14 +135,7 @@ _MTP_LAYERS = "mtp_num_hidden_layers"
 def _qwen_delta(read: JsonReader) -> Fields:
     return {
         "layer_types": _linear_layers(read),
-        "delta": DeltaConfig(
-            n_heads=read.size("linear_num_value_heads", 32),
-            n_k_heads=read.size("linear_num_key_heads", 16),
-            d_k=read.size("linear_key_head_dim", 128),
-            d_v=read.size("linear_value_head_dim", 128),
-            norm_eps=read.number("rms_norm_eps"),
-            conv_size=read.size("linear_conv_kernel_dim", 4),
-        ),
+        "delta": delta_config(read, 32, 16, 128, 128, read.number("rms_norm_eps")),
         "mtp_layers": int(bool(read.config.get(_MTP_LAYERS))),
     }
 
@@ -157,16 +153,9 @@ def _qwen35_experts(read: JsonReader) -> Fields:
 
 
 def _qwen_delta_to_hf(cfg: ModelConfig) -> Fields:
-    delta = cfg.delta
-    if delta is None:
-        raise JaxLlamaError("delta = None: this family's layers have it")
     return {
         "layer_types": [_LINEAR[kind == "delta"] for kind in cfg.layer_types],
-        "linear_num_value_heads": delta.n_heads,
-        "linear_num_key_heads": delta.n_k_heads,
-        "linear_key_head_dim": delta.d_k,
-        "linear_value_head_dim": delta.d_v,
-        "linear_conv_kernel_dim": delta.conv_size,
+        **delta_to_hf(cfg),
         **({_MTP_LAYERS: cfg.mtp_layers} if cfg.mtp_layers else {}),
     }
 
@@ -212,9 +201,7 @@ def _kimi(read: JsonReader) -> Fields:
 
 
 def _kimi_to_hf(cfg: ModelConfig) -> Fields:
-    delta = cfg.delta
-    if delta is None:
-        raise JaxLlamaError("delta = None: this family's layers have it")
+    delta = delta_of(cfg)
     return {
         "layer_types": [_LINEAR[kind == "delta"] for kind in cfg.layer_types],
         **_KIMI_EXPERTS.to_hf(cfg),
@@ -253,11 +240,7 @@ _QWEN_DELTA = Family(
     keys=(
         "layer_types",
         "full_attention_interval",
-        "linear_num_value_heads",
-        "linear_num_key_heads",
-        "linear_key_head_dim",
-        "linear_value_head_dim",
-        "linear_conv_kernel_dim",
+        *DELTA_KEYS,
         _MTP_LAYERS,
     ),
     same=BIAS,

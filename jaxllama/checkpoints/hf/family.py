@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxllama.checkpoints.json_reader import JsonReader
-from jaxllama.config import ModelConfig
+from jaxllama.config import DeltaConfig, ModelConfig
+from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import JsonMapping, JsonObject
 
 Fields = JsonObject
@@ -155,3 +156,40 @@ def minicpm_to_hf(cfg: ModelConfig) -> Fields:
         "scale_depth": cfg.stored.residual * cfg.n_layers**0.5,
         "dim_model_base": round(cfg.stored.logits * cfg.d_model),
     }
+
+
+DELTA_KEYS = (
+    "linear_num_value_heads",
+    "linear_num_key_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+
+
+def delta_config(
+    read: JsonReader, n_heads: int, n_k_heads: int, d_k: int, d_v: int, norm_eps: float
+) -> DeltaConfig:
+    """Return the sizes of Gated DeltaNet's layers in ``DELTA_KEYS``; arguments are defaults."""
+    return DeltaConfig(
+        n_heads=read.size("linear_num_value_heads", n_heads),
+        n_k_heads=read.size("linear_num_key_heads", n_k_heads),
+        d_k=read.size("linear_key_head_dim", d_k),
+        d_v=read.size("linear_value_head_dim", d_v),
+        norm_eps=norm_eps,
+        conv_size=read.size("linear_conv_kernel_dim", 4),
+    )
+
+
+def delta_of(cfg: ModelConfig) -> DeltaConfig:
+    """Return the config of the delta layers. Raises JaxLlamaError if there are none."""
+    if cfg.delta is None:
+        raise JaxLlamaError("delta = None: this family's layers have it")
+    return cfg.delta
+
+
+def delta_to_hf(cfg: ModelConfig) -> Fields:
+    """Return ``DELTA_KEYS``."""
+    own = delta_of(cfg)
+    sizes = own.n_heads, own.n_k_heads, own.d_k, own.d_v, own.conv_size
+    return dict(zip(DELTA_KEYS, sizes, strict=True))

@@ -9,9 +9,17 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxllama.checkpoints.hf.experts import Mixture
-from jaxllama.checkpoints.hf.family import BIAS, Family, Fields
+from jaxllama.checkpoints.hf.family import (
+    BIAS,
+    DELTA_KEYS,
+    Family,
+    Fields,
+    delta_config,
+    delta_of,
+    delta_to_hf,
+)
 from jaxllama.checkpoints.json_reader import JsonReader
-from jaxllama.config import DeltaConfig, ModelConfig
+from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 
 
@@ -33,35 +41,21 @@ def _olmo_hybrid(read: JsonReader) -> Fields:
     heads = read.size("num_attention_heads")
     n_k_heads = read.size("linear_num_key_heads", heads)
     d_k = read.size("linear_key_head_dim", int(0.75 * read.size("hidden_size") / n_k_heads))
-    delta = DeltaConfig(
-        n_heads=read.size("linear_num_value_heads", heads),
-        n_k_heads=n_k_heads,
-        d_k=d_k,
-        d_v=read.size("linear_value_head_dim", 2 * d_k),
-        norm_eps=1e-5,
-        conv_size=read.size("linear_conv_kernel_dim", 4),
-        beta_max=2.0 if read.flag("linear_allow_neg_eigval", True) else 1.0,
-    )
+    sizes = delta_config(read, heads, n_k_heads, d_k, 2 * d_k, 1e-5)
+    beta_max = 2.0 if read.flag("linear_allow_neg_eigval", True) else 1.0
     return {
         "layer_types": tuple("attention" if kind == kinds[1] else "delta" for kind in types),
         "post_norm_layers": tuple(i for i, kind in enumerate(types) if kind == kinds[1]),
-        "delta": delta,
+        "delta": dataclasses.replace(sizes, beta_max=beta_max),
     }
 
 
 def _olmo_hybrid_to_hf(cfg: ModelConfig) -> Fields:
-    delta = cfg.delta
-    if delta is None:
-        raise JaxLlamaError("delta = None: this family's layers have it")
     kinds = {"attention": "full_attention", "delta": "linear_attention"}
     keys: Fields = {
         "layer_types": [kinds[kind] for kind in cfg.layer_types],
-        "linear_num_value_heads": delta.n_heads,
-        "linear_num_key_heads": delta.n_k_heads,
-        "linear_key_head_dim": delta.d_k,
-        "linear_value_head_dim": delta.d_v,
-        "linear_conv_kernel_dim": delta.conv_size,
-        "linear_allow_neg_eigval": delta.beta_max == 2.0,
+        **delta_to_hf(cfg),
+        "linear_allow_neg_eigval": delta_of(cfg).beta_max == 2.0,
     }
     if len(cfg.nope_layers) == cfg.n_layers:
         keys["rope_parameters"] = {"rope_type": "default", "rope_theta": None}
@@ -87,23 +81,13 @@ def _lara(read: JsonReader) -> Fields:
     types = read.config["layer_types"]
     return {
         "layer_types": tuple("delta" if kind == _LARA_KINDS[0] else "attention" for kind in types),
-        "delta": DeltaConfig(
-            n_heads=read.size("linear_num_value_heads", 16),
-            n_k_heads=read.size("linear_num_key_heads", 8),
-            d_k=read.size("linear_key_head_dim", 128),
-            d_v=read.size("linear_value_head_dim", 128),
-            norm_eps=read.number("rms_norm_eps"),
-            conv_size=read.size("linear_conv_kernel_dim", 4),
-        ),
+        "delta": delta_config(read, 16, 8, 128, 128, read.number("rms_norm_eps")),
         "experts": dataclasses.replace(experts, shared_gate=False),
         "d_ff": experts.d_ff,
     }
 
 
 def _lara_to_hf(cfg: ModelConfig) -> Fields:
-    delta = cfg.delta
-    if delta is None:
-        raise JaxLlamaError("delta = None: this family's layers have it")
     kinds = [_LARA_KINDS[2 - (cfg.window_of(i) is not None)] for i in range(cfg.n_layers)]
     return {
         **_LARA_EXPERTS.to_hf(cfg),
@@ -111,11 +95,7 @@ def _lara_to_hf(cfg: ModelConfig) -> Fields:
             _LARA_KINDS[0] if kind == "delta" else kinds[i]
             for i, kind in enumerate(cfg.layer_types)
         ],
-        "linear_num_value_heads": delta.n_heads,
-        "linear_num_key_heads": delta.n_k_heads,
-        "linear_key_head_dim": delta.d_k,
-        "linear_value_head_dim": delta.d_v,
-        "linear_conv_kernel_dim": delta.conv_size,
+        **delta_to_hf(cfg),
     }
 
 
@@ -171,11 +151,7 @@ FAMILIES: dict[str, Family] = {
         },
         keys=(
             "layer_types",
-            "linear_num_value_heads",
-            "linear_num_key_heads",
-            "linear_key_head_dim",
-            "linear_value_head_dim",
-            "linear_conv_kernel_dim",
+            *DELTA_KEYS,
             "linear_allow_neg_eigval",
             "linear_a_log_min",
             "linear_a_log_max",
@@ -203,11 +179,7 @@ FAMILIES: dict[str, Family] = {
         },
         keys=(
             "layer_types",
-            "linear_num_value_heads",
-            "linear_num_key_heads",
-            "linear_key_head_dim",
-            "linear_value_head_dim",
-            "linear_conv_kernel_dim",
+            *DELTA_KEYS,
             *_LARA_EXPERTS.keys,
         ),
         same=BIAS,
