@@ -71,9 +71,14 @@ def is_stored(leaf: object) -> TypeGuard[StoredTensor]:
     return isinstance(leaf, StoredTensor)
 
 
+def stored_leaves(tree: Tree) -> list[StoredTensor]:
+    """Return the stored tensors of a tree."""
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_stored) if is_stored(leaf)]
+
+
 def moves(tree: Tree) -> bool:
     """Return whether getting the tree moves anything."""
-    return any(is_stored(x) and x.moves for x in jax.tree.leaves(tree, is_leaf=is_stored))
+    return any(leaf.moves for leaf in stored_leaves(tree))
 
 
 def on_device(tree: Tree) -> int:
@@ -217,8 +222,8 @@ class Store:
 
     def free(self, tree: Tree) -> None:
         """Allow the disk's part of the tree to be overwritten."""
-        for leaf in jax.tree.leaves(tree, is_leaf=is_stored):
-            if is_stored(leaf) and leaf.disk is not None:
+        for leaf in stored_leaves(tree):
+            if leaf.disk is not None:
                 self.disk.free(leaf.disk)
 
     def _put(self, leaf: ArrayOrNumpy, shares: Shares, pinned: bool) -> StoredTensor | jax.Array:

@@ -17,7 +17,6 @@ out 13 MB of it, beside 0.29 ms for the link.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,7 +29,7 @@ from jax import lax
 from pallas_kernels import dispatch
 from pallas_kernels.cpu.weight import TILE, CpuWeight, restore
 from pallas_kernels.experts.fetch_plan import FetchedLeaf
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import QTensor, packed_bytes
 from pallas_kernels.rounding import NIBBLES
 
 
@@ -98,7 +97,7 @@ def fetched_leaves(
     restores: whether the CPU's layout becomes a QTensor.
     """
     parts = jax.tree.leaves(like)
-    sizes = [_nbytes(part) for part in parts]
+    sizes = [packed_bytes(math.prod(part.shape), part.dtype) for part in parts]
     leaves = [FetchedLeaf(at, -(-n // 16) * 16) for at, n in zip(offsets, sizes, strict=True)]
     if not (restores and isinstance(like, CpuWeight) and _turns(like)):
         return tuple(leaves)
@@ -115,11 +114,6 @@ def _turns(w: CpuWeight) -> bool:
     """Whether the kernel lays out the codes in rows: they have no padding, in which no row ends."""
     whole = w.form.n % TILE == 0 and w.padded_k == w.form.k
     return whole and w.zero is None and w.unit is None
-
-
-def _nbytes(part: Any) -> int:
-    bits = 4 if jnp.dtype(part.dtype).name in NIBBLES else 8 * jnp.dtype(part.dtype).itemsize
-    return math.prod(part.shape) * bits // 8
 
 
 def fetched_weight(
@@ -139,25 +133,19 @@ def fetched_weight(
         _typed(data, part) if not leaf.item else data
         for data, part, leaf in zip(fetch(addresses, experts, leaves), parts, leaves, strict=True)
     ]
+    weight = structure.unflatten(found)
     if not (restores and isinstance(like, CpuWeight)):
-        return structure.unflatten(found)
+        return weight
     if not leaves[0].item:
-        return restore(structure.unflatten(found))
+        return restore(weight)
     form, count = like.form, experts.shape[0]
-    q = lax.bitcast_convert_type(found[0], jnp.dtype(form.dtype)).reshape(count, form.n, form.k)
+    q = lax.bitcast_convert_type(weight.q, jnp.dtype(form.dtype)).reshape(count, form.n, form.k)
     if leaves[1].item:
-        scale = lax.bitcast_convert_type(found[1], jnp.dtype(form.scale))
+        scale = lax.bitcast_convert_type(weight.scale, jnp.dtype(form.scale))
     else:
-        scale = found[1].swapaxes(-1, -2).astype(form.scale)
+        scale = weight.scale.swapaxes(-1, -2).astype(form.scale)
     scale = scale.reshape(count, form.n, like.groups)
-    rest = dataclasses.replace(like, **dict(zip(_names(like)[2:], found[2:], strict=True)))
-    return QTensor(q, scale, None, form.activations, rest.columns, rest.input_scale)
-
-
-def _names(w: CpuWeight) -> list[str]:
-    """Names of the parts of ``w``, in the order of its leaves."""
-    names = ("q", "scale", "zero", "columns", "input_scale", "unit")
-    return [name for name in names if getattr(w, name) is not None]
+    return QTensor(q, scale, None, form.activations, weight.columns, weight.input_scale)
 
 
 def _typed(data: jax.Array, part: Any) -> jax.Array:

@@ -126,7 +126,7 @@ def _pair(plan: PairTile, call: MatmulCall) -> MatmulWork:
 def _weight(plan: WeightTile, call: MatmulCall) -> MatmulWork:
     if plan.block > many_rows.CODES_K:
         work = many_rows.few_codes_work(plan, call.n, call.k)
-        return MatmulWork("weight int4 x int8", work, ())
+        return MatmulWork(many_rows.FEW_CODES_FAMILY, work, ())
     tiles = math.ceil(call.m / plan.tokens) * math.ceil(call.n / (plan.rows * plan.cluster))
     rounds = math.ceil(tiles / (gpu().sms // (plan.cluster * plan.split)))
     slots = rounds * call.k / plan.block / plan.split / 100

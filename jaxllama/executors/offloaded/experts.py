@@ -186,9 +186,10 @@ class ExpertWork:
 
     def _fetches(self, cold: _Cold, loaded: dict[int, Pieces] | None) -> bool:
         """Whether the device reads a layer's experts by itself: nothing else needs to know them."""
-        if self.counts_all or cold.is_none:
-            return not self.counts_all
-        return loaded is None and not cold.may_compute and cold.addresses[0] is not None
+        if self.counts_all:
+            return False
+        reads = loaded is None and not cold.may_compute and cold.addresses[0] is not None
+        return cold.is_none or reads
 
     def _parts(self, cfg: ModelConfig, weights: Tree) -> tuple[FlatParts, _Cold]:
         """Return a layer's parts, and those of its experts that are not on the device."""

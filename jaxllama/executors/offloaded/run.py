@@ -60,7 +60,7 @@ from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.records import Hidden
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.schedule import Overlapped, serial
-from jaxllama.offload.store import Pending, RowTable, Store, is_pending, is_stored, moves, wait
+from jaxllama.offload.store import Pending, RowTable, Store, is_pending, moves, stored_leaves, wait
 from jaxllama.offload.timeline import NO_RECORD, Recording
 from jaxllama.offload.units import ModelUnit, units_of
 from jaxllama.typing import Params, Tree
@@ -332,7 +332,7 @@ class OffloadRun:
             return None
         if unit not in self._whole:
             tree = unit.weights(self.params)
-            stored = [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_stored) if is_stored(leaf)]
+            stored = stored_leaves(tree)
             here = all(x.device is not None and x.device.shape == x.shape for x in stored)
             self._whole[unit] = _Whole(self.store.get(tree)) if here else None
         return self._whole[unit]
@@ -341,7 +341,7 @@ class OffloadRun:
         if (whole := self._resident(unit)) is not None:
             return whole
         tree = unit.weights(self.params)
-        stored = [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_stored) if is_stored(leaf)]
+        stored = stored_leaves(tree)
         with self.record.watching("load weights", unit) as out:
             pending = self.store.begin(tree, self._known)
             leaves = jax.tree.leaves(pending, is_leaf=is_pending)

@@ -10,6 +10,7 @@ The tile comes from a small table of measured costs: the blocks are persistent, 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import ClassVar
 
 import jax
@@ -225,6 +226,7 @@ FEW_CODES = (
         64, 64, stages=12, store=16, parts=2, cluster=1, split=2, unroll=1, block=2 * CODES_K
     ),
 )
+FEW_CODES_FAMILY = "weight int4 x int8"  # of ``Gpu.costs``
 _RING_BYTES = 144 * 1024  # of a block with few rows; with more the first slot is full later
 _SCALED_TOKENS = 128  # at most, where groups' sums are multiplied: two sums are in registers
 _FP8_PROMOTE = 2  # steps of 128 columns; a float32 sum stands beside the tensor cores'
@@ -450,6 +452,7 @@ def int4_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile | 
 def _few_codes_tile(call: MatmulCall) -> WeightTile | None:
     """Return the tile of ``FEW_CODES`` that is predicted to be shortest, of those that fit."""
     w, n, k = call.codes, call.n, call.k
+    costs = gpu().costs[FEW_CODES_FAMILY].serial
 
     def fitted(tile: WeightTile) -> WeightTile:
         tile = dataclasses.replace(tile, tokens=32 if call.m <= 32 else 64, sms=gpu().sms)
@@ -459,8 +462,7 @@ def _few_codes_tile(call: MatmulCall) -> WeightTile | None:
         return tile.stored and tile.stages >= max(3, 2 * tile.parts) and tile.divides(k)
 
     def us(tile: WeightTile) -> float:
-        halves, further, rows = few_codes_work(tile, n, k)
-        return halves + 1.5 * further + 5.3 * rows
+        return sum(map(operator.mul, costs, few_codes_work(tile, n, k)))
 
     tiles = [fitted(tile) for tile in FEW_CODES if k % tile.block == 0]
     return min(filter(fits, tiles), key=us, default=None)
