@@ -40,6 +40,8 @@ from jaxllama.parallel import mesh as parallel
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import random_params
 from jaxllama.training import fsdp, loop, train
+from jaxllama.training.config import TrainConfig
+from jaxllama.training.loop import TrainResult
 from jaxllama.training.passes import placed, sharding
 from jaxllama.training.start import TrainingSetup
 from jaxllama.training.step import init_state, update
@@ -374,7 +376,6 @@ def training(
     fsdp: bool = False,
 ) -> None:
     """The curves of one run by its name, on the meshes that it has one after the other."""
-    curves = {}
     with tempfile.TemporaryDirectory() as folder:
         room = Path(folder)
         tokens = str(token_file(room))
@@ -387,39 +388,63 @@ def training(
             fsdp=fsdp,
             data={"tokens": tokens, "validation_tokens": 25 * 10},
         )
-        for name, meshes in runs.items():
-            for mesh in meshes[:-1]:
-                with contextlib.suppress(InterruptedError), interrupted_at(7):
-                    train(config, room / name, mesh=mesh)
-                assert not (room / name / "model").exists()
-            result = train(config, room / name, mesh=meshes[-1])
-            curves[name] = [
-                [row[key] for row in result.metrics] for key in ("loss", "grad_norm")
-            ] + [[row["validation_loss"] for row in result.validation]]
+        results = {name: resumed(config, room / name, meshes) for name, meshes in runs.items()}
+        *_, result = results.values()
         scores = [
             perplexity(load(result.model, mesh=mesh), TEXT[:300], window=64)["nll"]
             for mesh in ((None, "data=2,model=2") if is_scored else ())
         ]
-        for mesh, words in (
-            ("data=3", "does not divide the 8 rows of a microbatch"),
-            ("data=2,model=2", "splits the data only"),
-            ("data=16", "needs 16 devices"),
-        ):
-            try:
-                train(config, room / "refused", mesh=mesh)
-            except JaxLlamaError as error:
-                assert words in str(error), error
-            else:
-                raise AssertionError(mesh)
-    off = {
-        name: max(
-            np.max(np.abs(np.divide(a, b) - 1)) for a, b in zip(curve, curves["one"], strict=True)
+        refused(
+            config,
+            room,
+            {
+                "data=3": "does not divide the 8 rows of a microbatch",
+                "data=2,model=2": "splits the data only",
+                "data=16": "needs 16 devices",
+            },
         )
-        for name, curve in curves.items()
-    }
+    curves = {name: curves_of(result) for name, result in results.items()}
+    off = distances(curves)
     fell = curves["one"][0][-1] / curves["one"][0][0]
     same = curves.get("again") == curves.get("data=4")
     report(case="training", off=off, fell=fell, same=same, scores=scores)
+
+
+def resumed(config: TrainConfig, path: Path, meshes: list[str | None]) -> TrainResult:
+    """A run that is interrupted on each mesh but the last."""
+    for mesh in meshes[:-1]:
+        with contextlib.suppress(InterruptedError), interrupted_at(7):
+            train(config, path, mesh=mesh)
+        assert not (path / "model").exists()
+    return train(config, path, mesh=meshes[-1])
+
+
+def curves_of(result: TrainResult) -> list[list[float]]:
+    """Loss, norm of the gradient and held-out loss of a run."""
+    curves = [[row[key] for row in result.metrics] for key in ("loss", "grad_norm")]
+    return [*curves, [row["validation_loss"] for row in result.validation]]
+
+
+def distances(curves: dict[str, list[list[float]]]) -> dict[str, float]:
+    """The largest relative difference of each run's curves from those of the run "one"."""
+    return {
+        name: max(
+            float(np.max(np.abs(np.divide(a, b) - 1)))
+            for a, b in zip(curve, curves["one"], strict=True)
+        )
+        for name, curve in curves.items()
+    }
+
+
+def refused(config: TrainConfig, room: Path, meshes: dict[str, str]) -> None:
+    """Training on each mesh is refused with its words."""
+    for mesh, words in meshes.items():
+        try:
+            train(config, room / "refused", mesh=mesh)
+        except JaxLlamaError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(mesh)
 
 
 @contextlib.contextmanager

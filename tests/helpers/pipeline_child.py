@@ -8,7 +8,6 @@ One JSON line per result: the pipeline beside one device.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import sys
@@ -18,13 +17,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxllama.errors import JaxLlamaError
 from jaxllama.parallel.mesh import make_stages
-from jaxllama.training import pipeline, step, train
+from jaxllama.training import pipeline, step
 from jaxllama.training.batch import Batch
 from jaxllama.training.passes import first_state, placed, sharding
 from jaxllama.training.start import TrainingSetup
-from tests.helpers.parallel_child import interrupted_at
+from tests.helpers.parallel_child import curves_of, distances, refused, resumed
 from tests.helpers.training_cases import byte_model, first_params, rows_of, run_config, token_file
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -98,7 +96,6 @@ def held(tree) -> int:
 def run() -> None:
     """A run on stages that is interrupted, beside one device's: curves, models, refusals."""
     model = deep("gqa", 4)
-    curves, models = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         room = Path(folder)
         config = run_config(
@@ -111,42 +108,31 @@ def run() -> None:
             keep_best=True,
             data={"tokens": str(token_file(room)), "validation_tokens": 25 * 10},
         )
-        for name, meshes in (
-            ("one", [None]),
-            ("staged", ["stage=4"]),
-            ("again", ["stage=4", "stage=4"]),
-            ("moved", ["data=2,stage=2", "data=2"]),
-        ):
-            for mesh in meshes[:-1]:
-                with contextlib.suppress(InterruptedError), interrupted_at(7):
-                    train(config, room / name, mesh=mesh)
-                assert not (room / name / "model").exists()
-            result = train(config, room / name, mesh=meshes[-1])
-            curves[name] = [[row[key] for row in result.metrics] for key in ("loss", "grad_norm")]
-            curves[name].append([row["validation_loss"] for row in result.validation])
-            models[name] = (result.model / "model.safetensors").read_bytes()
-        for mesh, words in (
-            ("stage=3", "does not divide the 4 layers"),
-            ("stage=2,model=2", "goes with data=N alone"),
-            ("data=3,stage=2", "does not divide the 4 rows of a microbatch"),
-            ("stage=16", "needs 16 devices"),
-        ):
-            try:
-                train(config, room / "refused", mesh=mesh)
-            except JaxLlamaError as error:
-                assert words in str(error), error
-            else:
-                raise AssertionError(mesh)
-    off = {
-        name: max(
-            float(np.max(np.abs(np.divide(a, b) - 1)))
-            for a, b in zip(curve, curves["one"], strict=True)
+        runs: dict[str, list[str | None]] = {
+            "one": [None],
+            "staged": ["stage=4"],
+            "again": ["stage=4", "stage=4"],
+            "moved": ["data=2,stage=2", "data=2"],
+        }
+        results = {name: resumed(config, room / name, meshes) for name, meshes in runs.items()}
+        models = {
+            name: (result.model / "model.safetensors").read_bytes()
+            for name, result in results.items()
+        }
+        refused(
+            config,
+            room,
+            {
+                "stage=3": "does not divide the 4 layers",
+                "stage=2,model=2": "goes with data=N alone",
+                "data=3,stage=2": "does not divide the 4 rows of a microbatch",
+                "stage=16": "needs 16 devices",
+            },
         )
-        for name, curve in curves.items()
-    }
+    curves = {name: curves_of(result) for name, result in results.items()}
     report(
         case="run",
-        off=off,
+        off=distances(curves),
         same=curves["again"] == curves["staged"] and models["again"] == models["staged"],
     )
 
