@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith
+from pallas_kernels.jax_internals import arith, llvm
 from pallas_kernels.launch import Views
 from pallas_kernels.matmul.many_rows import pipeline
 from pallas_kernels.matmul.many_rows.plan import BLOCK_K
@@ -113,6 +113,24 @@ class RowGather:
 
         splat = plgpu.layout_cast(jnp.full((128,), self.parity(load), jnp.int32), _SPLAT)
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SPLAT))(emit)(self.ref.at[1, at], splat)
+
+    def wait_behind(self, at, load, a) -> None:
+        """Wait again for slot ``at``, which is there, once ``a`` (of wgmma's layout) is computed.
+
+        ptxas moves arithmetic behind a wait for wgmma that follows it, where nothing overlaps.  So
+        the parity of this wait depends on every word of a, by a zero that ptxas does not know.
+        """
+
+        def emit(ctx, barrier, parity, a) -> None:
+            del ctx
+            words = [llvm.bitcast(p.i32(), v) for v in a.registers.flat]
+            any_bits = functools.reduce(arith.ori, words)
+            zero = arith.andi(any_bits, p.register("ctaid.z"))
+            p.barrier_wait(p.shared_address(barrier), arith.xori(parity.registers.flat[0], zero))
+
+        splat = plgpu.layout_cast(jnp.full((128,), self.parity(load), jnp.int32), _SPLAT)
+        types = plgpu.RefType(), _SPLAT, plgpu.Layout.WGMMA
+        plgpu.inline_mgpu(arg_types=types)(emit)(self.ref.at[1, at], splat, a)
 
     def parity(self, load):
         """Parity of the phase in which load number ``load`` arrives."""

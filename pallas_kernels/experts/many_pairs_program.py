@@ -198,7 +198,10 @@ class PairsMultiplier(Multiplier):
 
         def weights(j, at):
             self.await_slot(t, j, at)
-            return self.dequantized(t, j, at)
+            a = self.dequantized(t, j, at)
+            if self.scheme.values != "bfloat16":  # whose words are loaded as they are
+                block.gather.wait_behind(at, t * block.steps + j, a)
+            return a
 
         def multiply(at, a) -> None:
             plgpu.wgmma(acc, a, self.tokens_at(at).transpose((1, 0)))
@@ -295,6 +298,10 @@ class PairsMultiplier(Multiplier):
             return finish.results(sums, scales, biases)
 
         last, eights = arith.subi(end, p.ci(1)), acc.shape[1] // 8
+        if size == 2:
+            in_eight = arith.subi(own, self.where.place()[1])
+            self.store_rows(value, at, to, in_eight, first, end, eights)
+            return
         for c in range(0, eights, _AT_ONCE):
             rows = [
                 (i, e, p.add(first, p.mul(quad, 2), 8 * i + e))
@@ -307,6 +314,37 @@ class PairsMultiplier(Multiplier):
                 for c_out, ok, y in zip(columns, inside, value(i, e), strict=True):
                     is_own = arith.andi(p.less(r, end), ok)
                     finish.store(p.offset(base, c_out, size), y, is_own)
+
+    def store_rows(self, value, pairs, to, n0, first, end, eights: int) -> None:
+        """Store bfloat16 results, eight of a token at a time.
+
+        A warp has eight neighbouring results of eight tokens, or twice as many without a gate.
+        Transposed, four lanes have a token's, and exchange them with those of other tokens.
+        value: the results (i, e) of the thread.  n0: the warp's first result.
+        """
+        block, sets = self.block, 1 if self.scheme.gated else 2
+        _, in_eight, quad = self.where.place()
+        odd, high = p.bit(quad, 0), p.bit(quad, 1)
+        at_once = 4 // sets  # eights of tokens that are stored together
+        token, column = quad, n0  # a lane's among these eights, and its first result
+        if sets == 2:
+            token, column = p.shift_right(quad, 1), p.add(n0, p.mul(p.masked(quad, 1), 8))
+        token = p.add(first, in_eight, p.mul(token, 8))
+        last, is_inside = arith.subi(end, p.ci(1)), p.less(column, block.n_out)
+        to = p.offset(to, column, 2)
+        groups = range(0, eights, at_once)
+        tokens = [p.add(token, 8 * c) for c in groups]
+        places = [p.load_global(p.offset(pairs, p.smaller(t, last), 4), 1)[0] for t in tokens]
+        for c, token, place in zip(groups, tokens, places, strict=True):
+            words = []
+            for i in range(c, min(c + at_once, eights)):
+                both = zip(*(value(i, e) for e in range(2)), strict=True)
+                words += [[p.transpose_8x8(p.pack(*results))] for results in both]
+            words += words[-1:] * (4 - len(words))  # of tokens past the part's end
+            of_two = [both_lanes(*words[g : g + 2], odd, 1) for g in (0, 2)]
+            is_own = arith.andi(p.less(token, end), is_inside)
+            base = p.offset(to, place, block.n_out * 2)
+            store_four(base, both_lanes(*of_two, high, 2), is_own, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,16 +375,6 @@ class PairsFinish:
         gate, up = values
         return [gated(self.gate, gate, up, divide=times_reciprocal)]
 
-    def store_two(self, base: Value, values: Sequence[Value], condition: Value, at: int) -> None:
-        """Store two neighbouring results where the condition holds."""
-        is_own = arith.extui(p.i32(), condition)
-        if self.bytes == 4:
-            test = "{ .reg .pred q; setp.ne.u32 q, $3, 0; "
-            p.ptx(f"{test}@q st.global.v2.f32 [$0+{at}], {{$1, $2}}; }}", base, *values, is_own)
-            return
-        test = "{ .reg .pred q; setp.ne.u32 q, $2, 0; "
-        p.ptx(f"{test}@q st.global.b32 [$0+{at}], $1; }}", base, p.pack(*values), is_own)
-
     def store(self, at: Value, value: Value, condition: Value) -> None:
         is_own = arith.extui(p.i32(), condition)
         if self.bytes == 4:
@@ -358,3 +386,20 @@ class PairsFinish:
             "@q st.global.b16 [$0], h; }"
         )
         p.ptx(code, at, value, is_own)
+
+
+def both_lanes(
+    a: Sequence[Value], b: Sequence[Value], is_second: Value, apart: int
+) -> list[Value]:
+    """Of two lanes, ``apart`` from one another, the first has both lanes' a, the second both b."""
+    got = [p.shuffle_xor(arith.select(is_second, *one), apart) for one in zip(a, b, strict=True)]
+    first = [arith.select(is_second, *one) for one in zip(got, a, strict=True)]
+    return first + [arith.select(is_second, *one) for one in zip(b, got, strict=True)]
+
+
+def store_four(base: Value, words: Sequence[Value], condition: Value, at: int) -> None:
+    """Store 16 bytes at ``base + at`` where the condition holds."""
+    kind = "f32" if p.type_of(words[0]) == p.f32() else "b32"
+    test = "{ .reg .pred q; setp.ne.u32 q, $5, 0; "
+    code = f"{test}@q st.global.v4.{kind} [$0+{at}], {{$1, $2, $3, $4}}; }}"
+    p.ptx(code, base, *words, arith.extui(p.i32(), condition))

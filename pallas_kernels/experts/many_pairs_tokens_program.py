@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.many_pairs_gather_program import half_of
-from pallas_kernels.experts.many_pairs_program import PairsBlock
+from pallas_kernels.experts.many_pairs_program import PairsBlock, both_lanes, store_four
 from pallas_kernels.jax_internals import arith, llvm
 from pallas_kernels.matmul.many_rows.pipeline import REGISTERS, ring_next, ring_slot
 from pallas_kernels.matmul.many_rows.unpack import FragmentRows
@@ -33,7 +33,6 @@ from pallas_kernels.ptx import Value
 
 _LAYOUT = plgpu.Layout.WGMMA
 _SPLAT = plgpu.Layout.WG_SPLAT((128,))
-_AT_ONCE = 4  # groups of eight results whose biases are loaded together
 
 
 class TokenBlock(PairsBlock):
@@ -124,7 +123,10 @@ class TokenMultiplier:
         plgpu.inline_mgpu(arg_types=types)(self.stored)(*refs, *splats, acc)
 
     def stored(self, ctx, out, pairs, part, *rest) -> None:
-        """The code of ``finish``: a thread's two tokens, by pairs of neighbouring results."""
+        """The code of ``finish``: a thread's two tokens, 16 bytes of a row at a time.
+
+        The four lanes of a row have two neighbours of every eight results.  They exchange them, so
+        that each lane has all of its own eight, or in float32 half of them."""
         del ctx
         block, finish = self.block, self.block.finish
         *biases, n0, first, end, acc = rest
@@ -138,11 +140,15 @@ class TokenMultiplier:
         flat, size = list(acc.registers.reshape(-1)), finish.bytes
         sets = 1 + block.scheme.gated
         eights = self.tile.rows // 8 // sets
-        pair = p.mul(quad, 2)
-        in_row = p.offset(p.address(out), p.add(n0, pair), size)
-        to = [p.offset(in_row, place, block.n_out * size) for place in places]
-        w_row = p.add(arith.muli(expert, p.ci(block.n)), pair)
+        w_row = p.add(arith.muli(expert, p.ci(block.n)), p.mul(quad, 2))
         at_bias = p.address(biases[0]) if biases else None
+        odd, high = p.bit(quad, 0), p.bit(quad, 1)
+        in_four = p.mul(quad, 8)  # the lane's first result of what it stores
+        if size == 4:
+            in_four = p.add(p.mul(p.masked(quad, 1), 8), p.mul(p.masked(quad, 2), 2))
+        column = p.add(n0, in_four)
+        in_row = p.offset(p.address(out), column, size)
+        to = [p.offset(in_row, place, block.n_out * size) for place in places]
 
         def biases_of(i: int) -> list[Sequence[Value]]:
             """Those of gate and up of two neighbouring results."""
@@ -150,21 +156,30 @@ class TokenMultiplier:
             rows = [p.add(first, s * block.n_out) for s in range(sets)]
             return [p.load_global(p.offset(at_bias, r, 4), 2, kind="f32") for r in rows]
 
-        def store(i: int, of_pair: list[Sequence[Value]] | None) -> None:
-            for h in range(2):
-                results = []
-                for e in range(2):
-                    sums = [
-                        llvm.extractelement(flat[2 * (i + s * eights) + h], p.ci(e))
-                        for s in range(sets)
-                    ]
-                    added = None if of_pair is None else [both[e] for both in of_pair]
-                    results += finish.results(sums, None, added)
-                finish.store_two(to[h], results, own[h], 8 * i * size)
+        def two(i: int, h: int, of_pair: list[Sequence[Value]] | None) -> list[Value]:
+            """The i-th eight's two results of this lane."""
+            results = []
+            for e in range(2):
+                sums = [
+                    llvm.extractelement(flat[2 * (i + s * eights) + h], p.ci(e))
+                    for s in range(sets)
+                ]
+                added = None if of_pair is None else [both[e] for both in of_pair]
+                results += finish.results(sums, None, added)
+            return results
 
-        for c in range(0, eights, _AT_ONCE):
-            group = range(c, min(c + _AT_ONCE, eights))
-            held = [biases_of(i) for i in group] if biases else [None] * len(group)
-            for i, of_pair in zip(group, held, strict=True):
-                is_inside = p.less(p.add(n0, 8 * i), block.n_out)
-                p.when(is_inside, functools.partial(store, i, of_pair))
+        at_once = 8 // size  # eights that the four lanes store together
+        for c in range(0, eights, at_once):
+            group = range(c, c + at_once)
+            held = [biases_of(i) for i in group] if biases else [None] * at_once
+            is_inside = p.less(p.add(column, 8 * c), block.n_out)
+            for h in range(2):
+                found = [two(i, h, of_pair) for i, of_pair in zip(group, held, strict=True)]
+                if size == 4:
+                    words = both_lanes(*found, odd, 1)
+                else:
+                    halves = [[p.pack(*values)] for values in found]
+                    of_two = [both_lanes(*halves[g : g + 2], odd, 1) for g in (0, 2)]
+                    words = both_lanes(*of_two, high, 2)
+                is_own = arith.andi(own[h], is_inside)
+                store_four(to[h], words, is_own, 8 * c * size)
