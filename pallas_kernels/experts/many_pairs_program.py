@@ -9,7 +9,6 @@ go to their pairs.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -20,10 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.experts.gate import Gate
+from pallas_kernels.experts.many_pairs_finish import both_lanes, store_four, store_one
 from pallas_kernels.experts.many_pairs_gather_program import WARPS, GatherShape, RowGather
 from pallas_kernels.experts.many_pairs_plan import PairsScheme, Tile
-from pallas_kernels.fused_parts import gated, times_reciprocal
 from pallas_kernels.jax_internals import arith, llvm
 from pallas_kernels.matmul.many_rows import unpack
 from pallas_kernels.matmul.many_rows.pipeline import feed, my_tiles, ring_next, ring_slot
@@ -313,7 +311,7 @@ class PairsMultiplier(Multiplier):
                 base = p.offset(to, place, block.n_out * size)
                 for c_out, ok, y in zip(columns, inside, value(i, e), strict=True):
                     is_own = arith.andi(p.less(r, end), ok)
-                    finish.store(p.offset(base, c_out, size), y, is_own)
+                    store_one(p.offset(base, c_out, size), y, is_own)
 
     def store_rows(self, value, pairs, to, n0, first, end, eights: int) -> None:
         """Store bfloat16 results, eight of a token at a time.
@@ -345,61 +343,3 @@ class PairsMultiplier(Multiplier):
             is_own = arith.andi(p.less(token, end), is_inside)
             base = p.offset(to, place, block.n_out * 2)
             store_four(base, both_lanes(*of_two, high, 2), is_own, 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class PairsFinish:
-    """The steps behind a sum: the row's scale, the bias, the gate, and the store.
-
-    scaled: whether rows have a scale.  gate: None leaves sums as they are.
-    rest: a constant factor of all sums.  bytes: of a result, 4 or 2 (bfloat16).
-    """
-
-    scaled: bool
-    gate: Gate | None
-    rest: float
-    bytes: int
-
-    def results(
-        self, sums: Sequence[Value], scales: Sequence[Value] | None, biases: Sequence[Value] | None
-    ) -> Sequence[Value]:
-        values = list(sums)
-        if scales is not None:
-            values = [arith.mulf(v, s) for v, s in zip(values, scales, strict=True)]
-        if self.rest != 1.0:
-            values = [arith.mulf(v, p.cf(self.rest)) for v in values]
-        if biases is not None:
-            values = [arith.addf(v, b) for v, b in zip(values, biases, strict=True)]
-        if self.gate is None:
-            return values
-        gate, up = values
-        return [gated(self.gate, gate, up, divide=times_reciprocal)]
-
-    def store(self, at: Value, value: Value, condition: Value) -> None:
-        is_own = arith.extui(p.i32(), condition)
-        if self.bytes == 4:
-            code = "{ .reg .pred q; setp.ne.u32 q, $2, 0; @q st.global.f32 [$0], $1; }"
-            p.ptx(code, at, value, is_own)
-            return
-        code = (
-            "{ .reg .pred q; .reg .b16 h; setp.ne.u32 q, $2, 0; cvt.rn.bf16.f32 h, $1; "
-            "@q st.global.b16 [$0], h; }"
-        )
-        p.ptx(code, at, value, is_own)
-
-
-def both_lanes(
-    a: Sequence[Value], b: Sequence[Value], is_second: Value, apart: int
-) -> list[Value]:
-    """Of two lanes, ``apart`` from one another, the first has both lanes' a, the second both b."""
-    got = [p.shuffle_xor(arith.select(is_second, *one), apart) for one in zip(a, b, strict=True)]
-    first = [arith.select(is_second, *one) for one in zip(got, a, strict=True)]
-    return first + [arith.select(is_second, *one) for one in zip(b, got, strict=True)]
-
-
-def store_four(base: Value, words: Sequence[Value], condition: Value, at: int) -> None:
-    """Store 16 bytes at ``base + at`` where the condition holds."""
-    kind = "f32" if p.type_of(words[0]) == p.f32() else "b32"
-    test = "{ .reg .pred q; setp.ne.u32 q, $5, 0; "
-    code = f"{test}@q st.global.v4.{kind} [$0+{at}], {{$1, $2, $3, $4}}; }}"
-    p.ptx(code, base, *words, arith.extui(p.i32(), condition))

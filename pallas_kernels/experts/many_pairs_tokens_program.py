@@ -24,8 +24,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
+from pallas_kernels.experts.many_pairs_finish import both_lanes, store_four
 from pallas_kernels.experts.many_pairs_gather_program import half_of
-from pallas_kernels.experts.many_pairs_program import PairsBlock, both_lanes, store_four
+from pallas_kernels.experts.many_pairs_program import PairsBlock
 from pallas_kernels.jax_internals import arith, llvm
 from pallas_kernels.matmul.many_rows.pipeline import REGISTERS, ring_next, ring_slot
 from pallas_kernels.matmul.many_rows.unpack import FragmentRows

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ptx as p
-from pallas_kernels.experts import many_pairs_program, many_pairs_tokens_program
+from pallas_kernels.experts import many_pairs_finish, many_pairs_program, many_pairs_tokens_program
 from pallas_kernels.experts.gate import ClampedGate, apply_gate
-from pallas_kernels.experts.many_pairs_program import PairsFinish, PairsMultiplier
+from pallas_kernels.experts.many_pairs_finish import PairsFinish
+from pallas_kernels.experts.many_pairs_program import PairsMultiplier
 from pallas_kernels.experts.many_pairs_tokens_program import TokenMultiplier
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.many_rows import unpack
@@ -39,7 +40,7 @@ def fragment(sums: jax.Array):
 def stored(of, sums, bias, gate, dtype, n0: int, n_out: int, scalars) -> np.ndarray:
     """The result ``[N_PAIRS, n_out]`` of the tile whose first result is n0, by a multiplier's code.
 
-    A result that is not stored is NaN, as memory of the emulator is.  of: (block) -> the multiplier.
+    of: (block) -> the multiplier.  A result that is not stored is NaN, as the emulator's memory is.
     """
     block = SimpleNamespace(
         finish=PairsFinish(False, gate, 1.0, jnp.dtype(dtype).itemsize),
@@ -62,7 +63,8 @@ def stored(of, sums, bias, gate, dtype, n0: int, n_out: int, scalars) -> np.ndar
     part = jnp.asarray([EXPERT, FIRST, END, 0], jnp.int32)
     out = {"out": jax.ShapeDtypeStruct((N_PAIRS, n_out), dtype)}
     operands = {"pairs": jnp.asarray(PAIRS), "part": part, "bias": bias}
-    with emulated(many_pairs_tokens_program, many_pairs_program, unpack, sys.modules[__name__]):
+    modules = many_pairs_tokens_program, many_pairs_program, many_pairs_finish, unpack
+    with emulated(*modules, sys.modules[__name__]):
         (found,) = launch(body, operands, out, name="stored", grid=1, registers=True, warpgroups=1)
     return np.asarray(found, np.float32)
 
