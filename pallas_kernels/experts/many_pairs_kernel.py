@@ -96,12 +96,11 @@ def grouped_tiles(
     n_experts, n, k = w.shape
     n_pairs = experts.shape[0]
     is_small = n_pairs <= sort_kernel.MOST_PAIRS and n_experts <= sort_kernel.MOST_EXPERTS
-    of_part = tile.tokens * tile.cluster
     if is_small:
-        parts = sort_kernel.parts_of_pairs(experts, n_experts, of_part, partial=partial)
+        parts = sort_kernel.parts_of_pairs(experts, n_experts, tile.tokens, partial=partial)
     else:
         clamped = jnp.clip(experts, 0, n_experts - (not partial))
-        parts = parts_of_pairs(clamped, n_experts, of_part)
+        parts = parts_of_pairs(clamped, n_experts, tile.tokens)
     scheme = PairsScheme.of(w, gate is not None)
     held, row = parts_of(w), _row_scale(w)
     flat = held["w"].reshape(n_experts * n, k)

@@ -41,7 +41,7 @@ class TokenTile:
     """One block's tile and pipeline where the weight is bfloat16: no operand is in registers.
 
     tokens: 64 for each of two warpgroups.  rows: of w, the N of wgmma.
-    cluster: blocks with tokens of one expert, which share (multicast) the weight.
+    cluster: blocks that share (multicast) the weight if their tokens have one expert.
     """
 
     tokens: int = 128
@@ -176,7 +176,7 @@ def chosen_experts(n_experts: int, n_pairs: int) -> float:
 def _busiest_us(tile: Tile, slot_us: float, w: Weight, n_pairs: int, scheme: PairsScheme) -> float:
     n_experts, n, k = w.shape
     hit = chosen_experts(n_experts, n_pairs)
-    parts = max(hit, n_pairs / (tile.tokens * tile.cluster) + hit / 2)
+    parts = max(hit, n_pairs / tile.tokens + hit / 2) / tile.cluster
     results = n // 2 if scheme.gated else n
     across = math.ceil(results / scheme.results(tile))
     rounds = math.ceil(parts * across / (gpu().sms // tile.cluster))

@@ -68,30 +68,36 @@ class PairsBlock:
             n_clusters=self.n_clusters,
             tokens=tile.tokens,
             widths=tuple(self.widths),
-            shared=tile.cluster > 1,
+            cluster=tile.cluster,
         )
         self.by_tile = [name for name in ("scale", "zero") if getattr(gmem, name) is not None]
 
     def run(self) -> None:
         self.gather.start()
         plgpu.inline_mgpu()(lambda ctx: p.await_kernel())()
-        self.tiles = my_tiles(self.gmem.work[0, 0] * self.columns, self.n_clusters)
+        groups = pl.cdiv(self.gmem.work[0, 0], self.tile.cluster)
+        self.tiles = my_tiles(groups * self.columns, self.n_clusters)
         copy = functools.partial(self.gather.copy, self.gmem, self.smem.x.bytes, self.gathered)
         copies = [functools.partial(copy, warp) for warp in range(WARPS)]
         loads, full = self.tiles * self.steps, self.barrier.full
         hand_over = functools.partial(self.gather.hand_over, loads, full)
-        feed(self.warpgroup, self.computing, PairsFeeder(self).copy_tiles, [*copies, hand_over])
+        feeder = self.feeder()
+        feed(self.warpgroup, self.computing, feeder.copy_tiles, [*copies, hand_over])
         pl.when(self.warpgroup < self.computing)(self.multiply)
 
     def n_warpgroups(self) -> int:
         """Warpgroups that multiply: side by side in w's rows."""
         return self.tile.rows // 64
 
+    def feeder(self) -> PairsFeeder:
+        return PairsFeeder(self)
+
     def multiply(self) -> None:
         PairsMultiplier.started(self).compute_tiles()
 
     def origin(self, t):
-        """The part and the first result of this block's t-th tile: neighbours share x."""
+        """The part, or the cluster's parts, and the first result of this block's t-th tile:
+        neighbours share x."""
         index = t * self.n_clusters + lax.axis_index("cluster")
         ni = lax.rem(index, jnp.asarray(self.columns, index.dtype))
         part = lax.div(index, jnp.asarray(self.columns, index.dtype))
@@ -109,17 +115,25 @@ class PairsFeeder(Feeder):
 
     def __init__(self, block: PairsBlock):
         self.block, self.tile, self.barrier = block, block.tile, block.barrier
-        self.axes = "pair" if block.tile.cluster > 1 else None
 
     def copy_tile(self, t, _) -> None:
         block = self.block
         part, n0 = block.origin(t)
-        expert = block.gmem.work[part + 1, 0]
-        begins = [expert * block.n + n0 + block.n_out * i for i in range(1 + block.scheme.gated)]
+        begins = self.begins(block.gmem.work[part + 1, 0], n0)
         if block.by_tile:
             self.copy_vectors_of(t, begins)
-        at = ring_slot(t * block.steps, self.tile.stages)
-        lax.fori_loop(0, block.steps, functools.partial(self.copy_slot_of, t, begins), at)
+        self.copy_slots(t, begins)
+
+    def begins(self, expert, n0) -> list:
+        """A tile's first row of w, or of gate and of up."""
+        block = self.block
+        return [expert * block.n + n0 + block.n_out * i for i in range(1 + block.scheme.gated)]
+
+    def copy_slots(self, t, begins, axes=None) -> None:
+        """Copy all of a tile's slots.  axes: of the blocks that share them."""
+        at = ring_slot(t * self.block.steps, self.tile.stages)
+        copy = functools.partial(self.copy_slot_of, t, begins, axes)
+        lax.fori_loop(0, self.block.steps, copy, at)
 
     def copy_vectors_of(self, t, begins) -> None:
         block = self.block
@@ -136,7 +150,7 @@ class PairsFeeder(Feeder):
                     full.at[slot],
                 )
 
-    def copy_slot_of(self, t, begins, j, at):
+    def copy_slot_of(self, t, begins, axes, j, at):
         """Copy the j-th step of w's columns into slot ``at``, and return the next slot."""
         block, gmem, smem, tile = self.block, self.block.gmem, self.block.smem, self.tile
         full, columns = self.barrier.full.at[at], pl.ds(j * BLOCK_K, BLOCK_K)
@@ -146,7 +160,7 @@ class PairsFeeder(Feeder):
             rows = pl.ds(i * block.pitch, block.wide)
             source = gmem.w.at[pl.ds(begin, block.wide), columns]
             to = smem.w.tiles.at[at, rows]
-            plgpu.copy_gmem_to_smem(source, to, full, collective_axes=self.axes)
+            plgpu.copy_gmem_to_smem(source, to, full, collective_axes=axes)
         return ring_next(at, 1, tile.stages)
 
 

@@ -4,13 +4,14 @@
 are the M of wgmma and rows of w its N.  A tile then has twice as many sums, and a byte of a tile's
 operands is multiplied more often.
 
-    cluster      two blocks with tokens of one expert, which share (multicast) the rows of w
+    cluster      two blocks with a part each, which share (multicast) the rows of w if both parts
+                 are of one expert
     warpgroup    64 tokens, all of the tile's rows of w; one wgmma stays in flight
     thread       rows of gate and the same of up, so the gate needs no exchange
 
-A part has up to 256 pairs.  Its first block has 64 or 128 of them (``half_of``), the second the
-rest.  A warpgroup without tokens does not multiply.  Rows behind a part's last are multiplied, and
-not stored.
+The two parts are neighbours in the order of pairs, so an expert's short last part goes with the
+first of the next expert.  A warpgroup without tokens does not multiply.  Rows behind a part's last
+are multiplied, and not stored.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.many_pairs_finish import both_lanes, store_four
-from pallas_kernels.experts.many_pairs_gather_program import half_of
-from pallas_kernels.experts.many_pairs_program import PairsBlock
+from pallas_kernels.experts.many_pairs_program import PairsBlock, PairsFeeder
 from pallas_kernels.jax_internals import arith, llvm
 from pallas_kernels.matmul.many_rows.pipeline import REGISTERS, ring_next, ring_slot
 from pallas_kernels.matmul.many_rows.unpack import FragmentRows
@@ -46,12 +46,31 @@ class TokenBlock(PairsBlock):
         plgpu.set_max_registers(REGISTERS[self.computing][1], action="increase")
         TokenMultiplier(self).compute_tiles()
 
-    def tokens_of(self, part):
-        """The first of this block's tokens of a part, and their end; it may have none."""
+    def feeder(self) -> PairsFeeder:
+        return TokenFeeder(self)
+
+    def part_of(self, group, rank):
+        """The part that a block of the cluster has of these, and whether it has one."""
+        n_parts, part = self.gmem.work[0, 0], group * self.tile.cluster + rank
+        return jnp.minimum(part, n_parts - 1), part < n_parts
+
+    def tokens_of(self, group):
+        """This block's part, its first token and their end; it may have none."""
+        part, has_one = self.part_of(group, self.pair)
         first, end = self.gmem.work[part + 1, 1], self.gmem.work[part + 1, 2]
-        half = half_of(end - first, self.tile.tokens)
-        first += self.pair * half
-        return first, jnp.minimum(first + half, end)
+        return part, jnp.where(has_one, first, end), end
+
+
+class TokenFeeder(PairsFeeder):
+    """The copies of a tile's weight: both blocks' at once where they have one expert."""
+
+    def copy_tile(self, t, _) -> None:
+        block = self.block
+        group, n0 = block.origin(t)
+        first, second = (block.gmem.work[block.part_of(group, i)[0] + 1, 0] for i in range(2))
+        begins = self.begins(jnp.where(block.pair == 0, first, second), n0)
+        pl.when(first == second)(lambda: self.copy_slots(t, begins, "pair"))
+        pl.when(first != second)(lambda: self.copy_slots(t, begins))
 
 
 class TokenMultiplier:
@@ -66,8 +85,8 @@ class TokenMultiplier:
 
     def compute_tile(self, t, _) -> None:
         block = self.block
-        part, n0 = block.origin(t)
-        first, end = block.tokens_of(part)
+        group, n0 = block.origin(t)
+        part, first, end = block.tokens_of(group)
         first += 64 * block.warpgroup
 
         def multiply() -> None:

@@ -139,11 +139,11 @@ def test_the_sort_on_the_gpu(n_experts, n_pairs, size) -> None:
 
 
 def gathered(parts_of, pair: int, x, pairs, fan: int, tokens: int, stages: int) -> np.ndarray:
-    """The slots ``[stages, tokens, 8, 8]`` of one of two blocks that share parts; no slot is read
-    before all are full."""
+    """The slots ``[stages, tokens, 8, 8]`` of one of a cluster's two blocks, which have a part
+    each; no slot is read before all are full."""
     k = x.shape[1]
     work = jnp.asarray([[len(parts_of), 0, 0, 0]] + [[0, *part, 0] for part in parts_of], jnp.int32)
-    how = GatherShape(fan, 2 * k, k // 64, 1, 1, tokens, (16, 32), shared=True)
+    how = GatherShape(fan, 2 * k, k // 64, 1, 1, tokens, (16, 32), cluster=2)
     sizes = {"slots": stages * tokens * 32, "barriers": 6 * stages}
 
     def body(gmem, smem) -> None:
@@ -171,23 +171,23 @@ def gathered(parts_of, pair: int, x, pairs, fan: int, tokens: int, stages: int) 
 
 @newest
 def test_the_gather_s_code_on_numpy() -> None:
-    """Rows of three parts, swizzled.  Of up to 32 pairs a block has up to 16, else up to 32; the
-    second may have none, and its slot is as it was.  Behind the last row is that row again."""
+    """Rows of five parts, swizzled.  Of a cluster's third tile the second block has no part, and
+    its slots are as they were.  Behind a part's last row is that row again."""
     tokens, fan, steps, stages = 32, 2, 2, 6
     x = activations((40, 64 * steps), jnp.bfloat16)
     pairs = jnp.asarray(np.random.default_rng(0).permutation(80), jnp.int32)
-    parts_of, halves = [(0, 14), (14, 38), (38, 80)], [16, 16, 32]
+    parts_of = [(0, 14), (14, 38), (38, 70), (70, 71), (71, 80)]
     chunk = np.arange(8)
     for pair in range(2):
         found = gathered(parts_of, pair, x, pairs, fan, tokens, stages)
-        for part, ((first, end), half) in enumerate(zip(parts_of, halves, strict=True)):
-            first += pair * half
-            count = min(first + half, end) - first
-            row = np.arange(max(0, -(-count // 16) * 16))
-            rows = np.asarray(pairs)[np.minimum(first + row, first + count - 1)] // fan
+        own = parts_of[pair::2]
+        assert (found[steps * len(own) :].view(np.uint16) == 0xFFFF).all()
+        for tile, (first, end) in enumerate(own):
+            row = np.arange(-(-(end - first) // 16) * 16)
+            rows = np.asarray(pairs)[np.minimum(first + row, end - 1)] // fan
             for j in range(steps):
                 want = np.asarray(x)[rows, 64 * j : 64 * (j + 1)].reshape(-1, 8, 8)
-                got = found[steps * part + j, row[:, None], chunk ^ row[:, None] % 8]
+                got = found[steps * tile + j, row[:, None], chunk ^ row[:, None] % 8]
                 np.testing.assert_array_equal(got, want)
 
 
