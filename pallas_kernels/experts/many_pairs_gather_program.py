@@ -19,14 +19,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith, llvm
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import Views
 from pallas_kernels.matmul.many_rows import pipeline
 from pallas_kernels.matmul.many_rows.plan import BLOCK_K
@@ -79,6 +79,12 @@ class RowGather:
     def __init__(self, ref, stages: int, readers: int):
         self.ref, self.stages, self.readers = ref, stages, readers
 
+    def workers(self, gmem, slots, how: GatherShape, loads, full) -> list[Callable[[], None]]:
+        """What the warps beside the weight's do.  slots: the rows' bytes.  loads: of the ring.
+        full: the barriers of the weight."""
+        copies = [functools.partial(self.copy, gmem, slots, how, warp) for warp in range(WARPS)]
+        return [*copies, functools.partial(self.hand_over, loads, full)]
+
     def start(self) -> None:
         """By all threads of the block, before anything else."""
 
@@ -108,24 +114,6 @@ class RowGather:
 
         splat = plgpu.layout_cast(jnp.full((128,), self.parity(load), jnp.int32), _SPLAT)
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SPLAT))(emit)(self.ref.at[1, at], splat)
-
-    def wait_behind(self, at, load, a) -> None:
-        """Wait again for slot ``at``, which is there, once ``a`` (of wgmma's layout) is computed.
-
-        ptxas moves arithmetic behind a wait for wgmma that follows it, where nothing overlaps.  So
-        the parity of this wait depends on every word of a, by a zero that ptxas does not know.
-        """
-
-        def emit(ctx, barrier, parity, a) -> None:
-            del ctx
-            words = [llvm.bitcast(p.i32(), v) for v in a.registers.flat]
-            any_bits = functools.reduce(arith.ori, words)
-            zero = arith.andi(any_bits, p.register("ctaid.z"))
-            p.barrier_wait(p.shared_address(barrier), arith.xori(parity.registers.flat[0], zero))
-
-        splat = plgpu.layout_cast(jnp.full((128,), self.parity(load), jnp.int32), _SPLAT)
-        types = plgpu.RefType(), _SPLAT, plgpu.Layout.WGMMA
-        plgpu.inline_mgpu(arg_types=types)(emit)(self.ref.at[1, at], splat, a)
 
     def parity(self, load):
         """Parity of the phase in which load number ``load`` arrives."""
@@ -248,3 +236,20 @@ class RowGather:
 
         parts = [v for i in range(2) for v in part_of(p.add(cluster, i * how.n_clusters))]
         p.loop(cluster, total, how.n_clusters, [p.ci(0), p.ci(0), *parts], tile)
+
+
+class SortedRows:
+    """The same for rows that lie by expert in memory already: the weight's feeder copies them."""
+
+    def __init__(self, full):
+        self.full = full
+
+    def start(self) -> None:
+        pass
+
+    def wait(self, at, load) -> None:
+        del load
+        plgpu.barrier_wait(self.full.at[at])
+
+    def release(self, at) -> None:
+        pass

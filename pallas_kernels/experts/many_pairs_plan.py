@@ -42,19 +42,54 @@ class TokenTile:
 
     tokens: 64 for each of two warpgroups.  rows: of w, the N of wgmma.
     cluster: blocks that share (multicast) the weight if their tokens have one expert.
+    by_expert: rows of x are sorted by expert in memory first, and the copy engine reads them.
     """
 
     tokens: int = 128
     rows: int = 256
     stages: int = 4
     sms: int = H200.sms
+    by_expert: bool = False
     cluster: ClassVar[int] = 2
     split: ClassVar[int] = 1
 
 
 Tile = WeightTile | TokenTile
+
+
+def has_sorted_rows(tile: Tile) -> bool:
+    """Whether a kernel before sorts rows of x by expert.  Two blocks can share no others."""
+    return tile.by_expert if isinstance(tile, TokenTile) else tile.cluster > 1
+
+
 TOKEN_TILES = ((TokenTile(), 0.553),)  # the same for bfloat16, without ``TOKEN_END_US``
 TOKEN_END_US = 6.0  # of a tile: its gate and its stores, which nothing overlaps
+
+
+def computing_of(tile: Tile) -> int:
+    """Warpgroups of a block that multiply."""
+    return tile.tokens // 64 if isinstance(tile, TokenTile) else tile.rows // 64
+
+
+# Results in 16 bits pass through shared memory on their way to rows (``many_pairs_finish``).
+# From one token to the next there are 16 bytes more than a row has, for the banks.
+
+
+def row_stage(gated: bool) -> tuple[int, int]:
+    """(tokens, bytes from one to the next) that a warpgroup with 64 rows of w stores at once."""
+    return (32, 80) if gated else (16, 144)
+
+
+def token_stage(tile: TokenTile) -> tuple[int, int]:
+    """The same for a warp with 16 tokens."""
+    return 8, 2 * min(128, tile.rows // 2) + 16
+
+
+def stage_bytes(tile: Tile, gated: bool) -> int:
+    """Of a warpgroup: those of its four warps, or of two turns."""
+    if isinstance(tile, TokenTile):
+        return 4 * math.prod(token_stage(tile))
+    return 2 * math.prod(row_stage(gated))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,5 +223,6 @@ def fitted(tile: AnyTile, scheme: PairsScheme) -> AnyTile:
     """The tile with as many stages as fit."""
     rows = scheme.rows_in_memory(tile)
     slot = BLOCK_K * (2 * tile.tokens + rows * scheme.bits // 8)
-    stages = (gpu().shared_bytes - _RESERVED - 2 * rows * scheme.row_bytes) // slot
+    used = 2 * rows * scheme.row_bytes + computing_of(tile) * stage_bytes(tile, scheme.gated)
+    stages = (gpu().shared_bytes - _RESERVED - used) // slot
     return dataclasses.replace(tile, stages=min(tile.stages, stages), sms=gpu().sms)

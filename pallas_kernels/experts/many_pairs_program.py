@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.experts.many_pairs_finish import both_lanes, store_four, store_one
-from pallas_kernels.experts.many_pairs_gather_program import WARPS, GatherShape, RowGather
-from pallas_kernels.experts.many_pairs_plan import PairsScheme, Tile
+from pallas_kernels.experts.many_pairs_finish import RowStage, store_one
+from pallas_kernels.experts.many_pairs_gather_program import GatherShape, RowGather, SortedRows
+from pallas_kernels.experts.many_pairs_plan import PairsScheme, Tile, has_sorted_rows
 from pallas_kernels.jax_internals import arith, llvm
 from pallas_kernels.matmul.many_rows import unpack
 from pallas_kernels.matmul.many_rows.pipeline import feed, my_tiles, ring_next, ring_slot
@@ -55,11 +55,18 @@ class PairsBlock:
         self.pitch = scheme.rows_in_memory(tile) // (1 + scheme.gated)
         self.across = self.computing = self.n_warpgroups()
         self.steps = self.k // BLOCK_K
-        self.columns = pl.cdiv(self.n_out, self.wide)
+        # The blocks of a cluster have neighbouring tiles of one part, or ``parts`` of one tile.
+        self.parts = self.parts_of_cluster()
+        self.columns = pl.cdiv(self.n_out, self.wide * tile.cluster // self.parts)
         self.vector_slots = 2
         # Of the rows of x that are copied and multiplied: the least that has a part's.
         self.widths = [w for w in WIDTHS if w < tile.tokens] + [tile.tokens]
-        self.gather = RowGather(smem.gathered, tile.stages, self.computing)
+        self.sorted = has_sorted_rows(tile)
+        self.gather = (
+            SortedRows(barrier.full)
+            if self.sorted
+            else RowGather(smem.gathered, tile.stages, self.computing)
+        )
         self.gathered = GatherShape(
             fan=fan,
             pitch=2 * self.k,
@@ -68,26 +75,28 @@ class PairsBlock:
             n_clusters=self.n_clusters,
             tokens=tile.tokens,
             widths=tuple(self.widths),
-            cluster=tile.cluster,
+            cluster=self.parts,
         )
         self.by_tile = [name for name in ("scale", "zero") if getattr(gmem, name) is not None]
 
     def run(self) -> None:
         self.gather.start()
         plgpu.inline_mgpu()(lambda ctx: p.await_kernel())()
-        groups = pl.cdiv(self.gmem.work[0, 0], self.tile.cluster)
+        groups = pl.cdiv(self.gmem.work[0, 0], self.parts)
         self.tiles = my_tiles(groups * self.columns, self.n_clusters)
-        copy = functools.partial(self.gather.copy, self.gmem, self.smem.x.bytes, self.gathered)
-        copies = [functools.partial(copy, warp) for warp in range(WARPS)]
-        loads, full = self.tiles * self.steps, self.barrier.full
-        hand_over = functools.partial(self.gather.hand_over, loads, full)
-        feeder = self.feeder()
-        feed(self.warpgroup, self.computing, feeder.copy_tiles, [*copies, hand_over])
+        others, loads = [], self.tiles * self.steps
+        if isinstance(self.gather, RowGather):
+            slots, full = self.smem.x.bytes, self.barrier.full
+            others = self.gather.workers(self.gmem, slots, self.gathered, loads, full)
+        feed(self.warpgroup, self.computing, self.feeder().copy_tiles, others)
         pl.when(self.warpgroup < self.computing)(self.multiply)
 
     def n_warpgroups(self) -> int:
         """Warpgroups that multiply: side by side in w's rows."""
         return self.tile.rows // 64
+
+    def parts_of_cluster(self) -> int:
+        return 1
 
     def feeder(self) -> PairsFeeder:
         return PairsFeeder(self)
@@ -101,6 +110,8 @@ class PairsBlock:
         index = t * self.n_clusters + lax.axis_index("cluster")
         ni = lax.rem(index, jnp.asarray(self.columns, index.dtype))
         part = lax.div(index, jnp.asarray(self.columns, index.dtype))
+        if self.tile.cluster > self.parts:
+            ni = ni * self.tile.cluster + self.pair
         return part, ni * self.wide
 
     def by_width(self, part, body: Callable[[int], None]) -> None:
@@ -122,17 +133,23 @@ class PairsFeeder(Feeder):
         begins = self.begins(block.gmem.work[part + 1, 0], n0)
         if block.by_tile:
             self.copy_vectors_of(t, begins)
-        self.copy_slots(t, begins)
+        if not block.sorted:
+            return self.copy_slots(t, begins)
+        axes = "pair" if self.tile.cluster > 1 else None
+        first = block.gmem.work[part + 1, 1]
+        copy = lambda width: self.copy_slots(t, begins, rows=(pl.ds(first, width), axes))  # noqa: E731
+        return block.by_width(part, copy)
 
     def begins(self, expert, n0) -> list:
         """A tile's first row of w, or of gate and of up."""
         block = self.block
         return [expert * block.n + n0 + block.n_out * i for i in range(1 + block.scheme.gated)]
 
-    def copy_slots(self, t, begins, axes=None) -> None:
-        """Copy all of a tile's slots.  axes: of the blocks that share them."""
+    def copy_slots(self, t, begins, axes=None, rows=None) -> None:
+        """Copy all of a tile's slots.  axes: of the blocks that share the weight.  rows: of x that
+        lies by expert, and the axes of the blocks that share them."""
         at = ring_slot(t * self.block.steps, self.tile.stages)
-        copy = functools.partial(self.copy_slot_of, t, begins, axes)
+        copy = functools.partial(self.copy_slot_of, t, begins, axes, rows)
         lax.fori_loop(0, self.block.steps, copy, at)
 
     def copy_vectors_of(self, t, begins) -> None:
@@ -150,12 +167,16 @@ class PairsFeeder(Feeder):
                     full.at[slot],
                 )
 
-    def copy_slot_of(self, t, begins, axes, j, at):
-        """Copy the j-th step of w's columns into slot ``at``, and return the next slot."""
+    def copy_slot_of(self, t, begins, axes, of_x, j, at):
+        """Copy the j-th step of K into slot ``at``, and return the next slot."""
         block, gmem, smem, tile = self.block, self.block.gmem, self.block.smem, self.tile
         full, columns = self.barrier.full.at[at], pl.ds(j * BLOCK_K, BLOCK_K)
         is_used = t * block.steps + j >= tile.stages
         pl.when(is_used)(lambda: plgpu.barrier_wait(self.barrier.empty.at[at]))
+        if of_x is not None:
+            tokens, sharing = of_x
+            to = smem.x.rows.at[at, pl.ds(0, tokens.size)]
+            plgpu.copy_gmem_to_smem(gmem.x.at[tokens, columns], to, full, collective_axes=sharing)
         for i, begin in enumerate(begins):
             rows = pl.ds(i * block.pitch, block.wide)
             source = gmem.w.at[pl.ds(begin, block.wide), columns]
@@ -210,10 +231,7 @@ class PairsMultiplier(Multiplier):
 
         def weights(j, at):
             self.await_slot(t, j, at)
-            a = self.dequantized(t, j, at)
-            if self.scheme.values != "bfloat16":  # whose words are loaded as they are
-                block.gather.wait_behind(at, t * block.steps + j, a)
-            return a
+            return self.dequantized(t, j, at)
 
         def multiply(at, a) -> None:
             plgpu.wgmma(acc, a, self.tokens_at(at).transpose((1, 0)))
@@ -273,11 +291,12 @@ class PairsMultiplier(Multiplier):
         gmem = self.gmem
         column = plgpu.layout_cast(jnp.full((128,), n0, jnp.int32), _SPLAT)
         vectors = [v for v in (gmem.row, gmem.bias) if v is not None]
-        refs = (plgpu.RefType(),) * (3 + len(vectors))
+        refs = (plgpu.RefType(),) * (4 + len(vectors))
         store = plgpu.inline_mgpu(arg_types=(*refs, _SPLAT, _LAYOUT))(self.stored)
-        store(gmem.out, gmem.pairs, gmem.work.at[part + 1], *vectors, column, acc)
+        stage = self.smem.stage.at[self.half]
+        store(gmem.out, gmem.pairs, gmem.work.at[part + 1], stage, *vectors, column, acc)
 
-    def stored(self, ctx, out, pairs, part, *rest) -> None:
+    def stored(self, ctx, out, pairs, part, stage, *rest) -> None:
         """The code of ``finish``: a thread's rows of w, by eight tokens at a time."""
         del ctx
         block, finish, gated = self.block, self.block.finish, self.scheme.gated
@@ -311,8 +330,9 @@ class PairsMultiplier(Multiplier):
 
         last, eights = arith.subi(end, p.ci(1)), acc.shape[1] // 8
         if size == 2:
-            in_eight = arith.subi(own, self.where.place()[1])
-            self.store_rows(value, at, to, in_eight, first, end, eights)
+            begin = p.add(column.registers.flat[0], p.mul(half, 32 if gated else 64))
+            how = RowStage(gated, p.shared_address(stage), at, to, begin, block.n_out)
+            how.store(value, first, end, eights)
             return
         for c in range(0, eights, _AT_ONCE):
             rows = [
@@ -326,34 +346,3 @@ class PairsMultiplier(Multiplier):
                 for c_out, ok, y in zip(columns, inside, value(i, e), strict=True):
                     is_own = arith.andi(p.less(r, end), ok)
                     store_one(p.offset(base, c_out, size), y, is_own)
-
-    def store_rows(self, value, pairs, to, n0, first, end, eights: int) -> None:
-        """Store bfloat16 results, eight of a token at a time.
-
-        A warp has eight neighbouring results of eight tokens, or twice as many without a gate.
-        Transposed, four lanes have a token's, and exchange them with those of other tokens.
-        value: the results (i, e) of the thread.  n0: the warp's first result.
-        """
-        block, sets = self.block, 1 if self.scheme.gated else 2
-        _, in_eight, quad = self.where.place()
-        odd, high = p.bit(quad, 0), p.bit(quad, 1)
-        at_once = 4 // sets  # eights of tokens that are stored together
-        token, column = quad, n0  # a lane's among these eights, and its first result
-        if sets == 2:
-            token, column = p.shift_right(quad, 1), p.add(n0, p.mul(p.masked(quad, 1), 8))
-        token = p.add(first, in_eight, p.mul(token, 8))
-        last, is_inside = arith.subi(end, p.ci(1)), p.less(column, block.n_out)
-        to = p.offset(to, column, 2)
-        groups = range(0, eights, at_once)
-        tokens = [p.add(token, 8 * c) for c in groups]
-        places = [p.load_global(p.offset(pairs, p.smaller(t, last), 4), 1)[0] for t in tokens]
-        for c, token, place in zip(groups, tokens, places, strict=True):
-            words = []
-            for i in range(c, min(c + at_once, eights)):
-                both = zip(*(value(i, e) for e in range(2)), strict=True)
-                words += [[p.transpose_8x8(p.pack(*results))] for results in both]
-            words += words[-1:] * (4 - len(words))  # of tokens past the part's end
-            of_two = [both_lanes(*words[g : g + 2], odd, 1) for g in (0, 2)]
-            is_own = arith.andi(p.less(token, end), is_inside)
-            base = p.offset(to, place, block.n_out * 2)
-            store_four(base, both_lanes(*of_two, high, 2), is_own, 0)

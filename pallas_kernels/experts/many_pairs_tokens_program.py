@@ -25,7 +25,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.experts.many_pairs_finish import both_lanes, store_four
+from pallas_kernels.experts.many_pairs_finish import TokenStage, exchanged_four
+from pallas_kernels.experts.many_pairs_plan import token_stage
 from pallas_kernels.experts.many_pairs_program import PairsBlock, PairsFeeder
 from pallas_kernels.jax_internals import arith, llvm
 from pallas_kernels.matmul.many_rows.pipeline import REGISTERS, ring_next, ring_slot
@@ -45,6 +46,9 @@ class TokenBlock(PairsBlock):
     def multiply(self) -> None:
         plgpu.set_max_registers(REGISTERS[self.computing][1], action="increase")
         TokenMultiplier(self).compute_tiles()
+
+    def parts_of_cluster(self) -> int:
+        return self.tile.cluster
 
     def feeder(self) -> PairsFeeder:
         return TokenFeeder(self)
@@ -69,8 +73,12 @@ class TokenFeeder(PairsFeeder):
         group, n0 = block.origin(t)
         first, second = (block.gmem.work[block.part_of(group, i)[0] + 1, 0] for i in range(2))
         begins = self.begins(jnp.where(block.pair == 0, first, second), n0)
-        pl.when(first == second)(lambda: self.copy_slots(t, begins, "pair"))
-        pl.when(first != second)(lambda: self.copy_slots(t, begins))
+        rows = None
+        if block.sorted:
+            _, begin, _ = block.tokens_of(group)
+            rows = pl.ds(begin, self.tile.tokens), None
+        pl.when(first == second)(lambda: self.copy_slots(t, begins, "pair", rows))
+        pl.when(first != second)(lambda: self.copy_slots(t, begins, None, rows))
 
 
 class TokenMultiplier:
@@ -138,37 +146,26 @@ class TokenMultiplier:
         scalars = (n0, first, end)
         splats = [plgpu.layout_cast(jnp.full((128,), v, jnp.int32), _SPLAT) for v in scalars]
         biases = [] if gmem.bias is None else [gmem.bias]
-        refs = gmem.out, gmem.pairs, gmem.work.at[part + 1], *biases
+        stage = self.smem.stage.at[self.block.warpgroup]
+        refs = gmem.out, gmem.pairs, gmem.work.at[part + 1], stage, *biases
         types = (*(plgpu.RefType(),) * len(refs), *(_SPLAT,) * len(splats), _LAYOUT)
         plgpu.inline_mgpu(arg_types=types)(self.stored)(*refs, *splats, acc)
 
-    def stored(self, ctx, out, pairs, part, *rest) -> None:
-        """The code of ``finish``: a thread's two tokens, 16 bytes of a row at a time.
+    def stored(self, ctx, out, pairs, part, stage, *rest) -> None:
+        """The code of ``finish``: a thread has two neighbours of every eight results of two tokens.
 
-        The four lanes of a row have two neighbours of every eight results.  They exchange them, so
-        that each lane has all of its own eight, or in float32 half of them."""
+        In float32 two lanes exchange them, so that each has four neighbours."""
         del ctx
         block, finish = self.block, self.block.finish
         *biases, n0, first, end, acc = rest
         n0, first, end = (v.registers.flat[0] for v in (n0, first, end))
         (expert,) = p.load_global(p.address(part), 1)
-        row, _, quad = FragmentRows().place()
-        tokens = [p.add(first, row, 8 * h) for h in range(2)]
-        last, at = arith.subi(end, p.ci(1)), p.address(pairs)
-        places = [p.load_global(p.offset(at, p.smaller(t, last), 4), 1)[0] for t in tokens]
-        own = [p.below(t, end) for t in tokens]
-        flat, size = list(acc.registers.reshape(-1)), finish.bytes
+        row, in_eight, quad = FragmentRows().place()
+        flat, at, to = list(acc.registers.reshape(-1)), p.address(pairs), p.address(out)
         sets = 1 + block.scheme.gated
         eights = self.tile.rows // 8 // sets
         w_row = p.add(arith.muli(expert, p.ci(block.n)), p.mul(quad, 2))
         at_bias = p.address(biases[0]) if biases else None
-        odd, high = p.bit(quad, 0), p.bit(quad, 1)
-        in_four = p.mul(quad, 8)  # the lane's first result of what it stores
-        if size == 4:
-            in_four = p.add(p.mul(p.masked(quad, 1), 8), p.mul(p.masked(quad, 2), 2))
-        column = p.add(n0, in_four)
-        in_row = p.offset(p.address(out), column, size)
-        to = [p.offset(in_row, place, block.n_out * size) for place in places]
 
         def biases_of(i: int) -> list[Sequence[Value]]:
             """Those of gate and up of two neighbouring results."""
@@ -177,7 +174,7 @@ class TokenMultiplier:
             return [p.load_global(p.offset(at_bias, r, 4), 2, kind="f32") for r in rows]
 
         def two(i: int, h: int, of_pair: list[Sequence[Value]] | None) -> list[Value]:
-            """The i-th eight's two results of this lane."""
+            """The i-th eight's two results of this lane's h-th token."""
             results = []
             for e in range(2):
                 sums = [
@@ -188,18 +185,24 @@ class TokenMultiplier:
                 results += finish.results(sums, None, added)
             return results
 
-        at_once = 8 // size  # eights that the four lanes store together
-        for c in range(0, eights, at_once):
-            group = range(c, c + at_once)
-            held = [biases_of(i) for i in group] if biases else [None] * at_once
-            is_inside = p.less(p.add(column, 8 * c), block.n_out)
+        def several(group: range, h: int) -> list[list[Value]]:
+            held = [biases_of(i) for i in group] if biases else [None] * len(group)
+            return [two(i, h, of_pair) for i, of_pair in zip(group, held, strict=True)]
+
+        if finish.bytes == 4:
             for h in range(2):
-                found = [two(i, h, of_pair) for i, of_pair in zip(group, held, strict=True)]
-                if size == 4:
-                    words = both_lanes(*found, odd, 1)
-                else:
-                    halves = [[p.pack(*values)] for values in found]
-                    of_two = [both_lanes(*halves[g : g + 2], odd, 1) for g in (0, 2)]
-                    words = both_lanes(*of_two, high, 2)
-                is_own = arith.andi(own[h], is_inside)
-                store_four(to[h], words, is_own, 8 * c * size)
+                token = p.add(first, row, 8 * h)
+                (place,) = p.load_global(p.offset(at, p.smaller(token, p.add(end, -1)), 4), 1)
+                to_row = p.offset_rows(to, place, block.n_out * 4)
+                exchanged_four(several, h, to_row, n0, p.below(token, end), eights, block.n_out)
+            return
+        own_tokens, pitch = token_stage(self.tile)
+        warp = p.shift_right(p.masked(p.register("tid.x"), 127), 5)
+        stage = p.add(p.shared_address(stage), p.mul(warp, own_tokens * pitch))
+        token, wide = p.add(first, arith.subi(row, in_eight)), pitch // 2 - 8
+        for c in range(0, 8 * eights, wide):
+            words = lambda i, h, c=c: [  # noqa: E731
+                p.pack(*values) for values in several(range(c // 8 + i, c // 8 + i + 4), h)
+            ]
+            how = TokenStage(stage, at, to, p.add(n0, c), block.n_out, pitch)
+            how.store(words, token, end)

@@ -16,14 +16,27 @@ from hypothesis import strategies as st
 from pallas_kernels import QTensor, grouped_matmul, quantize
 from pallas_kernels import ptx as p
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.experts import blocks, many_pairs_gather_program, many_pairs_plan, sort_kernel
+from pallas_kernels.experts import (
+    blocks,
+    many_pairs_gather_program,
+    many_pairs_plan,
+    sort_kernel,
+    sorted_rows_kernel,
+)
 from pallas_kernels.experts import plan as planning
 from pallas_kernels.experts.gate import ClampedGate
 from pallas_kernels.experts.many_pairs_gather_program import GatherShape, RowGather
-from pallas_kernels.experts.many_pairs_plan import TILES, TOKEN_TILES, GroupedTilePlan, tile_plan
+from pallas_kernels.experts.many_pairs_plan import (
+    TILES,
+    TOKEN_TILES,
+    GroupedTilePlan,
+    TokenTile,
+    tile_plan,
+)
 from pallas_kernels.experts.op import GroupedStatic, grouped_matmul_reference, planned
 from pallas_kernels.formats import FORMATS
 from pallas_kernels.launch import launch
+from pallas_kernels.matmul.many_rows.plan import WeightTile
 from pallas_kernels.qtensor import tree_bytes
 from tests.helpers.matmul_cases import activations, newest
 from tests.helpers.warp_emulator import emulated
@@ -191,6 +204,18 @@ def test_the_gather_s_code_on_numpy() -> None:
                 np.testing.assert_array_equal(got, want)
 
 
+@newest
+@pytest.mark.parametrize("k", [200, 3136])
+def test_the_sorted_rows_code_on_numpy(k, monkeypatch) -> None:
+    """Rows of fewer vectors than a warp has lanes, and of more than a warp has under way."""
+    monkeypatch.setattr(sorted_rows_kernel, "gpu", lambda: SimpleNamespace(sms=1))
+    x = activations((20, k), jnp.bfloat16)
+    order = np.random.default_rng(0).permutation(40).astype(np.int32)
+    with emulated(sorted_rows_kernel):
+        found = sorted_rows_kernel.sorted_rows(x, jnp.asarray(order), 2)
+    np.testing.assert_array_equal(found, x[order // 2])
+
+
 # --- plans ---
 
 
@@ -276,11 +301,20 @@ def test_lowers_for_cuda(scheme, gate) -> None:
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 2
 
 
+# Blocks that share rows of x, or have them by the copy engine.
+SORTED_TILES = WeightTile(192, 128, stages=6, cluster=2, unroll=1), TokenTile(by_expert=True)
+
+
+def tiles_of(scheme: str) -> list:
+    tiles = [*(tile for tile, _ in (*TILES, *TOKEN_TILES)), *SORTED_TILES]
+    return [tile for tile in tiles if scheme == "bfloat16" or not isinstance(tile, TokenTile)]
+
+
 # Every scheme with every tile, and every gate with every tile.
 CASES = [
     (scheme, list(GATES)[(i + j) % len(GATES)], tile)
     for i, scheme in enumerate(SCHEMES)
-    for j, (tile, _) in enumerate((*TILES, *(TOKEN_TILES if scheme == "bfloat16" else ())))
+    for j, tile in enumerate(tiles_of(scheme))
 ]
 
 

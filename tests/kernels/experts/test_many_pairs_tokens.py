@@ -55,9 +55,8 @@ def stored(of, sums, bias, gate, dtype, n0: int, n_out: int, scalars) -> np.ndar
     )
 
     def body(gmem, smem) -> None:
-        del smem
         given = [SimpleNamespace(registers=SimpleNamespace(flat=[p.ci(v)])) for v in scalars]
-        refs = gmem.out, gmem.pairs, gmem.part, gmem.bias
+        refs = gmem.out, gmem.pairs, gmem.part, smem.stage, gmem.bias
         of(block).stored(None, *refs, *given, fragment(sums))
 
     part = jnp.asarray([EXPERT, FIRST, END, 0], jnp.int32)
@@ -65,7 +64,16 @@ def stored(of, sums, bias, gate, dtype, n0: int, n_out: int, scalars) -> np.ndar
     operands = {"pairs": jnp.asarray(PAIRS), "part": part, "bias": bias}
     modules = many_pairs_tokens_program, many_pairs_program, many_pairs_finish, unpack
     with emulated(*modules, sys.modules[__name__]):
-        (found,) = launch(body, operands, out, name="stored", grid=1, registers=True, warpgroups=1)
+        (found,) = launch(
+            body,
+            operands,
+            out,
+            name="stored",
+            grid=1,
+            registers=True,
+            warpgroups=1,
+            scratch={"stage": 4096},
+        )
     return np.asarray(found, np.float32)
 
 
