@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.gate import Gate
 from pallas_kernels.experts.many_pairs_plan import row_stage
-from pallas_kernels.fused_parts import gated, times_reciprocal
+from pallas_kernels.fused_parts import two_gated
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import Value
+
+Vectors = Sequence[Value] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +34,17 @@ class PairsFinish:
     rest: float
     bytes: int
 
-    def results(
-        self, sums: Sequence[Value], scales: Sequence[Value] | None, biases: Sequence[Value] | None
-    ) -> Sequence[Value]:
+    def of_two(
+        self, sums: Sequence[Sequence[Value]], scales: Vectors, biases: Sequence[Vectors]
+    ) -> list[list[Value]]:
+        """The results of two neighbours.  sums: of each; with a gate those of gate and up."""
+        values = [self.values(own, scales, added) for own, added in zip(sums, biases, strict=True)]
+        if self.gate is None:
+            return values
+        return [[y] for y in two_gated(self.gate, *zip(*values, strict=True))]
+
+    def values(self, sums: Sequence[Value], scales: Vectors, biases: Vectors) -> list[Value]:
+        """The sums by the rows' scales and biases."""
         values = list(sums)
         if scales is not None:
             values = [arith.mulf(v, s) for v, s in zip(values, scales, strict=True)]
@@ -42,10 +52,7 @@ class PairsFinish:
             values = [arith.mulf(v, p.cf(self.rest)) for v in values]
         if biases is not None:
             values = [arith.addf(v, b) for v, b in zip(values, biases, strict=True)]
-        if self.gate is None:
-            return values
-        gate, up = values
-        return [gated(self.gate, gate, up, divide=times_reciprocal)]
+        return values
 
 
 def store_one(at: Value, value: Value, condition: Value) -> None:
@@ -101,9 +108,9 @@ class RowStage:
     n0: Value
     n_out: int
 
-    def store(self, value: Callable, first: Value, end: Value, eights: int) -> None:
-        """Store a tile's results.  value: (i, e) -> the thread's results of token
-        8 i + 2 (lane % 4) + e.  first, end: the tokens.  eights: of the tile's tokens."""
+    def store(self, values: Callable, first: Value, end: Value, eights: int) -> None:
+        """Store a tile's results.  values: i -> the thread's results of tokens
+        8 i + 2 (lane % 4) + (0, 1).  first, end: the tokens.  eights: of the tile's tokens."""
         tokens, pitch = row_stage(self.gated)
         sets, pieces = 2 - self.gated, (pitch - 16) // 16
         thread = p.masked(p.register("tid.x"), 127)
@@ -128,8 +135,7 @@ class RowStage:
         for turn, (c, token, place) in enumerate(zip(turns, own_tokens, places, strict=True)):
             words = []
             for i in range(c, min(c + tokens // 8, eights)):
-                both = zip(*(value(i, e) for e in range(2)), strict=True)
-                words += [p.pack(*results) for results in both]
+                words += [p.pack(*both) for both in zip(*values(i), strict=True)]
             words += words[-1:] * (4 - len(words))  # of tokens past the part's end
             begin = turn % 2 * tokens * pitch
             p.store_matrices_transposed(write, words, begin)

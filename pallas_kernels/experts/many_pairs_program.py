@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -323,26 +323,27 @@ class PairsMultiplier(Multiplier):
         flat, at, to = list(acc.registers.reshape(-1)), p.address(pairs), p.address(out)
         size = finish.bytes
 
-        def value(i: int, e: int) -> Sequence[Value]:
-            """The results of token 8 i + 2 quad + e."""
-            sums = [llvm.extractelement(flat[2 * i + h], p.ci(e)) for h in range(2)]
-            return finish.results(sums, scales, biases)
+        def values(i: int) -> list[list[Value]]:
+            """The results of tokens 8 i + 2 quad + (0, 1)."""
+            sums = [
+                [llvm.extractelement(flat[2 * i + h], p.ci(e)) for h in range(2)] for e in range(2)
+            ]
+            return finish.of_two(sums, scales, [biases] * 2)
 
         last, eights = arith.subi(end, p.ci(1)), acc.shape[1] // 8
         if size == 2:
             begin = p.add(column.registers.flat[0], p.mul(half, 32 if gated else 64))
             how = RowStage(gated, p.shared_address(stage), at, to, begin, block.n_out)
-            how.store(value, first, end, eights)
+            how.store(values, first, end, eights)
             return
         for c in range(0, eights, _AT_ONCE):
-            rows = [
-                (i, e, p.add(first, p.mul(quad, 2), 8 * i + e))
-                for i in range(c, min(c + _AT_ONCE, eights))
-                for e in range(2)
-            ]
-            places = [p.load_global(p.offset(at, p.smaller(r, last), 4), 1)[0] for *_, r in rows]
-            for (i, e, r), place in zip(rows, places, strict=True):
+            group = range(c, min(c + _AT_ONCE, eights))
+            tokens = [p.add(first, p.mul(quad, 2), 8 * i + e) for i in group for e in range(2)]
+            at_pairs = [p.offset(at, p.smaller(token, last), 4) for token in tokens]
+            places = [p.load_global(place, 1)[0] for place in at_pairs]
+            results = [y for i in group for y in values(i)]
+            for token, place, own_results in zip(tokens, places, results, strict=True):
                 base = p.offset(to, place, block.n_out * size)
-                for c_out, ok, y in zip(columns, inside, value(i, e), strict=True):
-                    is_own = arith.andi(p.less(r, end), ok)
+                for c_out, ok, y in zip(columns, inside, own_results, strict=True):
+                    is_own = arith.andi(p.less(token, end), ok)
                     store_one(p.offset(base, c_out, size), y, is_own)

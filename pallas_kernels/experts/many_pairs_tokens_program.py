@@ -175,15 +175,10 @@ class TokenMultiplier:
 
         def two(i: int, h: int, of_pair: list[Sequence[Value]] | None) -> list[Value]:
             """The i-th eight's two results of this lane's h-th token."""
-            results = []
-            for e in range(2):
-                sums = [
-                    llvm.extractelement(flat[2 * (i + s * eights) + h], p.ci(e))
-                    for s in range(sets)
-                ]
-                added = None if of_pair is None else [both[e] for both in of_pair]
-                results += finish.results(sums, None, added)
-            return results
+            of_sets = [flat[2 * (i + s * eights) + h] for s in range(sets)]
+            sums = [[llvm.extractelement(v, p.ci(e)) for v in of_sets] for e in range(2)]
+            held = [None if of_pair is None else [v[e] for v in of_pair] for e in range(2)]
+            return [y for (y,) in finish.of_two(sums, None, held)]
 
         def several(group: range, h: int) -> list[list[Value]]:
             held = [biases_of(i) for i in group] if biases else [None] * len(group)
