@@ -142,7 +142,7 @@ class RowStage:
             p.warpgroup_barrier()
             found = p.load_shared(read, 4, begin)
             is_own = arith.andi(p.less(token, end), is_inside)
-            store_four(p.offset(to, place, self.n_out * 2), found, is_own, 0)
+            store_four(p.offset_rows(to, place, self.n_out * 2), found, is_own, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,24 +166,22 @@ class TokenStage:
         lane = p.masked(p.register("tid.x"), 31)
         matrix, row = p.shift_right(lane, 3), p.masked(lane, 7)
         write = p.add(self.stage, p.mul(row, pitch), p.mul(matrix, 16))
-        reads = []
-        for i in range(8 * pieces // 32):
-            index = p.add(lane, 32 * i)
-            reads.append((arith.divui(index, p.ci(pieces)), arith.remui(index, p.ci(pieces))))
-        last = arith.subi(end, p.ci(1))
-        places = []
+        own = p.shift_right(
+            lane, pieces.bit_length() - 1
+        )  # of the tokens that a warp reads at once
+        piece, at_once = p.masked(lane, pieces - 1), 32 // pieces
+        read = p.add(self.stage, p.mul(own, pitch), p.mul(piece, 16))
+        column, last = p.add(self.n0, p.mul(piece, 8)), arith.subi(end, p.ci(1))
+        is_inside, to = p.less(column, self.n_out), p.offset(self.to, column, 2)
         for h in range(2):
-            at = [p.smaller(p.add(first, own, 8 * h), last) for own, _ in reads]
-            places.append([p.load_global(p.offset(self.pairs, a, 4), 1)[0] for a in at])
-        for h in range(2):
+            tokens = [p.add(first, own, 8 * h + i) for i in range(0, 8, at_once)]
+            at = [p.offset(self.pairs, p.smaller(token, last), 4) for token in tokens]
+            places = [p.load_global(place, 1)[0] for place in at]
             p.warp_barrier()  # nobody reads the tokens before
             for c in range(0, pieces, 4):
                 p.store_matrices(write, words(c, h), 16 * c)
             p.warp_barrier()
-            for (own, piece), place in zip(reads, places[h], strict=True):
-                token, column = p.add(first, own, 8 * h), p.add(self.n0, p.mul(piece, 8))
-                at = p.add(self.stage, p.mul(own, pitch), p.mul(piece, 16))
-                found = p.load_shared(at, 4)
-                is_own = arith.andi(p.below(token, end), p.less(column, self.n_out))
-                row_at = p.offset(self.to, place, self.n_out * 2)
-                store_four(p.offset(row_at, column, 2), found, is_own, 0)
+            for i, (token, place) in enumerate(zip(tokens, places, strict=True)):
+                found = p.load_shared(read, 4, at_once * i * pitch)
+                is_own = arith.andi(p.below(token, end), is_inside)
+                store_four(p.offset_rows(to, place, self.n_out * 2), found, is_own, 0)
