@@ -59,14 +59,16 @@ class PairsBlock:
         self.parts = self.parts_of_cluster()
         self.columns = pl.cdiv(self.n_out, self.wide * tile.cluster // self.parts)
         self.vector_slots = 2
-        # Of the rows of x that are copied and multiplied: the least that has a part's.
-        self.widths = [w for w in WIDTHS if w < tile.tokens] + [tile.tokens]
         self.sorted = has_sorted_rows(tile)
-        self.gather = (
-            SortedRows(barrier.full)
-            if self.sorted
-            else RowGather(smem.gathered, tile.stages, self.computing)
-        )
+        # Of the rows of x that are copied and multiplied: the least that has a part's.  Two blocks
+        # that share them copy half each, whole groups of eight.
+        least = 16 if self.sorted else 8
+        self.widths = [w for w in WIDTHS if w < tile.tokens and w % least == 0] + [tile.tokens]
+        self.gather: RowGather | SortedRows
+        if self.sorted:
+            self.gather = SortedRows(barrier.full)
+        else:
+            self.gather = RowGather(smem.gathered, tile.stages, self.computing)
         self.gathered = GatherShape(
             fan=fan,
             pitch=2 * self.k,
