@@ -38,7 +38,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.experts import sort_kernel
 from pallas_kernels.experts.blocks import parts_of_pairs
 from pallas_kernels.experts.gate import Gate
-from pallas_kernels.experts.many_pairs_finish import PairsFinish
+from pallas_kernels.experts.many_pairs_finish_program import PairsFinish
 from pallas_kernels.experts.many_pairs_gather_program import barriers_of_slots, rows_of_slots
 from pallas_kernels.experts.many_pairs_plan import (
     PairsScheme,

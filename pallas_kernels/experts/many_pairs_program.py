@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.experts.many_pairs_finish import RowStage, store_one
+from pallas_kernels.experts.many_pairs_finish_program import RowStage, store_one
 from pallas_kernels.experts.many_pairs_gather_program import GatherShape, RowGather, SortedRows
 from pallas_kernels.experts.many_pairs_plan import PairsScheme, Tile, has_sorted_rows
 from pallas_kernels.jax_internals import arith, llvm

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.experts.many_pairs_finish import TokenStage, exchanged_four
+from pallas_kernels.experts.many_pairs_finish_program import TokenStage, exchanged_four
 from pallas_kernels.experts.many_pairs_plan import token_stage
 from pallas_kernels.experts.many_pairs_program import PairsBlock, PairsFeeder
 from pallas_kernels.jax_internals import arith, llvm

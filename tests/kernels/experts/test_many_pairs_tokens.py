@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ptx as p
-from pallas_kernels.experts import many_pairs_finish, many_pairs_program, many_pairs_tokens_program
+from pallas_kernels.experts import (
+    many_pairs_finish_program,
+    many_pairs_program,
+    many_pairs_tokens_program,
+)
 from pallas_kernels.experts.gate import ClampedGate, apply_gate
-from pallas_kernels.experts.many_pairs_finish import PairsFinish
+from pallas_kernels.experts.many_pairs_finish_program import PairsFinish
 from pallas_kernels.experts.many_pairs_program import PairsMultiplier
 from pallas_kernels.experts.many_pairs_tokens_program import TokenMultiplier
 from pallas_kernels.launch import launch
@@ -62,7 +66,7 @@ def stored(of, sums, bias, gate, dtype, n0: int, n_out: int, scalars) -> np.ndar
     part = jnp.asarray([EXPERT, FIRST, END, 0], jnp.int32)
     out = {"out": jax.ShapeDtypeStruct((N_PAIRS, n_out), dtype)}
     operands = {"pairs": jnp.asarray(PAIRS), "part": part, "bias": bias}
-    modules = many_pairs_tokens_program, many_pairs_program, many_pairs_finish, unpack
+    modules = many_pairs_tokens_program, many_pairs_program, many_pairs_finish_program, unpack
     with emulated(*modules, sys.modules[__name__]):
         (found,) = launch(
             body,
