@@ -71,8 +71,8 @@ def computing_of(tile: Tile) -> int:
     return tile.tokens // 64 if isinstance(tile, TokenTile) else tile.rows // 64
 
 
-# Results in 16 bits pass through shared memory on their way to rows (``many_pairs_finish_program``).
-# From one token to the next there are 16 bytes more than a row has, for the banks.
+# Results in 16 bits pass through shared memory (``many_pairs_finish_program``).  There are 16 bytes
+# more than a row has from one token to the next, for the banks.
 
 
 def row_stage(gated: bool) -> tuple[int, int]:
