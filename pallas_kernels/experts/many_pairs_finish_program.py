@@ -166,10 +166,8 @@ class TokenStage:
         lane = p.masked(p.register("tid.x"), 31)
         matrix, row = p.shift_right(lane, 3), p.masked(lane, 7)
         write = p.add(self.stage, p.mul(row, pitch), p.mul(matrix, 16))
-        own = p.shift_right(
-            lane, pieces.bit_length() - 1
-        )  # of the tokens that a warp reads at once
-        piece, at_once = p.masked(lane, pieces - 1), 32 // pieces
+        at_once, shift = 32 // pieces, pieces.bit_length() - 1  # tokens that a warp reads at once
+        own, piece = p.shift_right(lane, shift), p.masked(lane, pieces - 1)
         read = p.add(self.stage, p.mul(own, pitch), p.mul(piece, 16))
         column, last = p.add(self.n0, p.mul(piece, 8)), arith.subi(end, p.ci(1))
         is_inside, to = p.less(column, self.n_out), p.offset(self.to, column, 2)
