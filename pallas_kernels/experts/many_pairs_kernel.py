@@ -110,8 +110,7 @@ def grouped_tiles(
     n_pairs = experts.shape[0]
     is_small = n_pairs <= sort_kernel.MOST_PAIRS and n_experts <= sort_kernel.MOST_EXPERTS
     if is_small:
-        how = {"partial": partial, "paired": isinstance(tile, TokenTile)}
-        parts = sort_kernel.parts_of_pairs(experts, n_experts, tile.tokens, **how)
+        parts = sort_kernel.parts_of_pairs(experts, n_experts, tile.tokens, partial=partial)
     else:
         clamped = jnp.clip(experts, 0, n_experts - (not partial))
         parts = parts_of_pairs(clamped, n_experts, tile.tokens)

@@ -8,11 +8,6 @@
     all      the block's pairs in that order, neighbours of one expert by neighbouring threads
     all      in the first block an expert's rows of the table
 
-With ``paired`` a cluster's two blocks have rows 2 i and 2 i + 1 of the table.  So an expert's parts
-lie in twos, and the last parts of experts that have an odd number, in twos too, behind those of a
-group of experts, whose weights L2 still holds then.  A group's last may have a row without pairs
-beside it.
-
 Up to ``LONE`` pairs have one block, more have a cluster of ``BLOCKS``.
 XLA takes about ten kernels for the same (``blocks.parts_of_pairs``).  The order of one expert's
 pairs differs from call to call.  No result depends on it: the kernel of many pairs computes a pair
@@ -36,34 +31,30 @@ THREADS, BLOCKS = 1024, 8
 LONE = 8 * THREADS  # pairs of one block
 MOST_PAIRS, MOST_EXPERTS = 16 * THREADS * BLOCKS, THREADS - 1
 _INDEX_BITS = (MOST_PAIRS - 1).bit_length()
-_GROUPS = 16  # of two lanes' experts
 
 
 def parts_of_pairs(
-    experts: jax.Array, n_experts: int, size: int, *, partial: bool = True, paired: bool = False
+    experts: jax.Array, n_experts: int, size: int, *, partial: bool = True
 ) -> SortedPairs:
     """As ``blocks.parts_of_pairs``, but for the order of one expert's pairs.
 
     experts: int32 ``[P]``, up to ``MOST_PAIRS``; up to ``MOST_EXPERTS`` experts.  An index outside
     of [0, n_experts) is clamped to it.  With ``partial``, n_experts is one that has no part.
-    The table behind the last part, and the order there, may hold anything.  paired: see above.
+    The table behind the last part, and the order there, may hold anything.
     """
     (n_pairs,) = experts.shape
-    most = most_blocks(n_pairs, n_experts, size) + paired * _GROUPS
     out = {
         "order": jax.ShapeDtypeStruct((n_pairs,), jnp.int32),
-        "work": jax.ShapeDtypeStruct((1 + most, 4), jnp.int32),
+        "work": jax.ShapeDtypeStruct((1 + most_blocks(n_pairs, n_experts, size), 4), jnp.int32),
     }
 
     blocks = 1 if n_pairs <= LONE else BLOCKS
 
     def body(gmem, smem) -> None:
-        largest = n_experts - (not partial)
-        _Sort(gmem, smem, n_pairs, n_experts, size, blocks, largest, paired).run()
+        _Sort(gmem, smem, n_pairs, n_experts, size, blocks, n_experts - (not partial)).run()
 
     each = _padded(n_experts)
-    names = "counts", "before", "totals", "begins", "parts", "lasts", "own", "shift"
-    scratch = dict.fromkeys(names, each)
+    scratch = dict.fromkeys(("counts", "before", "totals", "begins", "parts", "own", "shift"), each)
     order, work = launch(
         body,
         {"experts": experts},
@@ -92,24 +83,16 @@ class _Sort:
     """The program of one thread.  Everything is emitted while the kernel is traced."""
 
     def __init__(
-        self,
-        gmem,
-        smem,
-        n_pairs: int,
-        n_experts: int,
-        size: int,
-        blocks: int,
-        largest: int,
-        paired: bool,
+        self, gmem, smem, n_pairs: int, n_experts: int, size: int, blocks: int, largest: int
     ):
         self.n_pairs, self.n_experts, self.size = n_pairs, n_experts, size
-        self.blocks, self.largest, self.paired = blocks, largest, paired
+        self.blocks, self.largest = blocks, largest
         self.experts, self.order, self.work = (
             p.address(ref) for ref in (gmem.experts, gmem.order, gmem.work)
         )
-        self.counts, self.before, self.totals, self.begins, self.parts, self.lasts = (
+        self.counts, self.before, self.totals, self.begins, self.parts = (
             p.shared_address(ref)
-            for ref in (smem.counts, smem.before, smem.totals, smem.begins, smem.parts, smem.lasts)
+            for ref in (smem.counts, smem.before, smem.totals, smem.begins, smem.parts)
         )
         # Where the block's own pairs of an expert begin, and how far from there they are in all.
         self.own, self.shift = p.shared_address(smem.own), p.shared_address(smem.shift)
@@ -211,57 +194,15 @@ class _Sort:
         """A lane has neighbouring experts: what lies before them, then each of them."""
         first, counts = self.counts_of(self.all_counts)
         parts = [arith.divui(p.add(n, self.size - 1), p.ci(self.size)) for n in counts]
-        begin, _ = self.before_lane(counts)
-        rows, count = self.rows_in_twos(first, parts) if self.paired else self.rows_in_order(parts)
+        (begin, _), (part, count) = self.before_lane(counts), self.before_lane(parts)
         for i, own in enumerate(counts):
             expert = p.add(first, i)
             p.store_shared(self.at(self.begins, expert), [begin])
-            for base, row in zip((self.parts, self.lasts), rows[i], strict=True):
-                p.store_shared(self.at(base, expert), [row])
-            begin = p.add(begin, own)
+            p.store_shared(self.at(self.parts, expert), [part])
+            begin, part = p.add(begin, own), p.add(part, parts[i])
         none = p.ci(0)
         is_last = p.equal(self.lane, 31)
         p.when(is_last, lambda: p.store_global(self.work, [count, none, none, none]))
-
-    def rows_in_order(self, parts: list[Value]) -> tuple[list[tuple[Value, Value]], Value]:
-        """(each expert's first row and its last part's, up to the last lane's rows in all)."""
-        row, count = self.before_lane(parts)
-        rows = []
-        for own in parts:
-            rows.append((row, p.add(row, own, -1)))
-            row = p.add(row, own)
-        return rows, count
-
-    def rows_in_twos(
-        self, first: Value, parts: list[Value]
-    ) -> tuple[list[tuple[Value, Value]], Value]:
-        """The same where parts lie in twos.  A group has the experts of two lanes."""
-        odd = [p.masked(own, 1) for own in parts]
-        twos = [arith.subi(own, one) for own, one in zip(parts, odd, strict=True)]
-        of_twos, of_odd = p.add(*twos, 0), p.add(*odd, 0)
-        is_second = p.bit(self.lane, 0)
-        others = [p.shuffle_xor(v, 1) for v in (of_twos, of_odd)]
-        before_two, before_odd = (arith.select(is_second, v, p.ci(0)) for v in others)
-        both_twos, both_odd = p.add(of_twos, others[0]), p.add(of_odd, others[1])
-        in_twos = p.masked(p.add(both_odd, 1), ~1 & 0xFFFFFFFF)
-        # The group's rows count once, in its first lane.
-        own = arith.select(is_second, p.ci(0), p.add(both_twos, in_twos))
-        begin, count = self.before_lane([own])
-        begin = arith.select(is_second, p.shuffle_xor(begin, 1), begin)
-        row, last = p.add(begin, before_two), p.add(begin, both_twos, before_odd)
-        rows, last_odd = [], p.ci(0)
-        for i, (two, one) in enumerate(zip(twos, odd, strict=True)):
-            at_last = arith.select(p.equal(one, 1), last, p.add(row, two, -1))
-            rows.append((row, at_last))
-            last_odd = arith.select(p.equal(one, 1), p.add(first, i), last_odd)
-            row, last = p.add(row, two), p.add(last, one)
-        # Beside a single last part: the same expert, whose weight is copied for both, and no pairs.
-        of_group = p.larger(last_odd, p.shuffle_xor(last_odd, 1))
-        empty = p.add(begin, both_twos, both_odd, 1)
-        is_single = arith.andi(p.no(is_second), p.bit(both_odd, 0))
-        row = [of_group, p.ci(1), p.ci(1), p.ci(0)]
-        p.when(is_single, lambda: p.store_global(p.offset(self.work, empty, 16), row))
-        return rows, count
 
     def sum_own(self) -> None:
         """The same for the pairs of this block."""
@@ -298,17 +239,16 @@ class _Sort:
     def write_rows(self) -> None:
         """Write the rows of the expert that this thread has."""
         expert = self.thread
-        count, begin, part, last = (
+        count, begin, part = (
             p.load_shared(self.at(base, expert), 1)[0]
-            for base in (self.all_counts, self.begins, self.parts, self.lasts)
+            for base in (self.all_counts, self.begins, self.parts)
         )
         end = p.add(begin, count)
 
         def row(first: Value, carry: list[Value]) -> list[Value]:
             (at,) = carry
             stop = p.smaller(p.add(first, self.size), end)
-            own = arith.select(p.equal(stop, end), p.add(last, 1), at)
-            p.store_global(p.offset(self.work, own, 16), [expert, first, stop, p.ci(0)])
+            p.store_global(p.offset(self.work, at, 16), [expert, first, stop, p.ci(0)])
             return [p.add(at, 1)]
 
         p.loop(begin, end, self.size, [p.add(part, 1)], row)

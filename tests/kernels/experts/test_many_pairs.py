@@ -125,29 +125,6 @@ def test_the_sort_clamps_experts_on_numpy() -> None:
     check_parts(found, experts.clip(0, 4), 5, 4)
 
 
-@newest
-@pytest.mark.parametrize("n_experts,n_pairs", [(5, 40), (31, 90), (128, 1100)])
-def test_parts_in_twos_on_numpy(n_experts, n_pairs) -> None:
-    """A cluster's two parts are of one expert, or last ones of experts with an odd number."""
-    size, rng = 4, np.random.default_rng(n_experts)
-    experts = rng.integers(0, n_experts + 1, n_pairs).astype(np.int32)
-    with emulated(sort_kernel):
-        found = sort_kernel.parts_of_pairs(jnp.asarray(experts), n_experts, size, paired=True)
-    order, work = np.asarray(found.order), np.asarray(found.work)
-    rows = work[1 : 1 + work[0, 0], :3]
-    assert len(rows) % 2 == 0
-    places = []
-    for expert, first, end in rows:
-        assert 0 <= end - first <= size and end > 0
-        assert (experts[order[first:end]] == expert).all()
-        places += range(first, end)
-    assert sorted(places) == list(range((experts < n_experts).sum()))
-    parts_of = -(-np.bincount(experts, minlength=n_experts)[:n_experts] // size)
-    assert len(rows) <= parts_of.sum() + 16  # a group of experts has one row without pairs at most
-    for one, other in rows[:, 0].reshape(-1, 2):
-        assert one == other or (parts_of[[one, other]] % 2).all()
-
-
 def check_parts(found, experts, n_experts: int, size: int) -> None:
     order, work = np.asarray(found.order), np.asarray(found.work)
     want = parts(experts, n_experts, size)
