@@ -26,7 +26,7 @@ Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
 LEAST_STAGES = 3
 _RESERVED = BARRIER_BYTES + 1024  # of shared memory: the gather has barriers of its own
 _tile = functools.partial(WeightTile, cluster=1)
-# Microseconds of a slot on an H200 (MXFP4; jax 0.12): ``docs/lab/experts.md``.
+# Microseconds of a slot on an H200 (jax 0.12): ``docs/lab/experts.md``.  Of codes, MXFP4's.
 TILES = (
     (_tile(16, 256, stages=10), 0.52),
     (_tile(32, 256, stages=10), 0.55),
@@ -34,6 +34,17 @@ TILES = (
     (_tile(128, 192, stages=6), 0.60),
     (_tile(192, 128, stages=5), 0.56),
 )
+# Two blocks share sorted rows of x, if an average expert fills a tile.  In int4 they lose.
+FLOAT4_TILES = ((WeightTile(192, 128, stages=6, cluster=2), 0.48),)
+# Of bfloat16, which up to 64 tokens takes as long as its bytes.
+FLOAT_TILES = (
+    (_tile(16, 192, stages=9), 0.69),
+    (_tile(32, 128, stages=10), 0.495),
+    (_tile(64, 256, stages=8), 1.03),
+    (_tile(128, 192, stages=6), 0.79),
+    (_tile(192, 128, stages=5), 0.60),
+)
+ROWS_RATE = 2.2e12  # bytes a second at which rows of x are sorted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +53,12 @@ class TokenTile:
 
     tokens: 64 for each of two warpgroups.  rows: of w, the N of wgmma.
     cluster: blocks that share (multicast) the weight if their tokens have one expert.
-    by_expert: rows of x are sorted by expert in memory first, and the copy engine reads them.
     """
 
     tokens: int = 128
     rows: int = 256
     stages: int = 4
     sms: int = H200.sms
-    by_expert: bool = False
     cluster: ClassVar[int] = 2
     split: ClassVar[int] = 1
 
@@ -58,12 +67,14 @@ Tile = WeightTile | TokenTile
 
 
 def has_sorted_rows(tile: Tile) -> bool:
-    """Whether a kernel before sorts rows of x by expert.  Two blocks can share no others."""
-    return tile.by_expert if isinstance(tile, TokenTile) else tile.cluster > 1
+    """Whether a kernel before sorts rows of x by expert, so that two blocks can share them."""
+    return isinstance(tile, WeightTile) and tile.cluster > 1
 
 
-TOKEN_TILES = ((TokenTile(), 0.553),)  # the same for bfloat16, without ``TOKEN_END_US``
-TOKEN_END_US = 6.0  # of a tile: its gate and its stores, which nothing overlaps
+# The same for bfloat16: where experts have two parts and more, which share the weight, and else.
+TOKEN_TILES = ((TokenTile(), 0.73),)
+TOKEN_ALONE_US = 1.03
+TOKEN_END_US = 1.0  # of a tile: its gate and its stores, which nothing overlaps
 
 
 def computing_of(tile: Tile) -> int:
@@ -195,7 +206,12 @@ def _refusal(x: jax.Array, w: Weight) -> str | None:
 def shortest_tile(w: Weight, n_pairs: int, scheme: PairsScheme) -> tuple[Tile, float]:
     """The tile with the least work, with as many stages as fit, and the microseconds that its
     busiest block computes on the card that was measured."""
-    tiles = (*TILES, *TOKEN_TILES) if scheme.values == "bfloat16" else TILES
+    tiles = TILES
+    if scheme.values == "bfloat16":
+        tiles = *FLOAT_TILES, *TOKEN_TILES
+    elif scheme.values in ("e8m0", "e4m3"):
+        fills = lambda tile: n_pairs >= tile.tokens * w.shape[0]  # noqa: E731
+        tiles = *TILES, *(one for one in FLOAT4_TILES if fills(one[0]))
     found = [(fitted(tile, scheme), us) for tile, us in tiles]
     found = [one for one in found if scheme.is_aligned(one[0])]
     found = [one for one in found if one[0].stages >= LEAST_STAGES] or found[:1]
@@ -211,12 +227,17 @@ def chosen_experts(n_experts: int, n_pairs: int) -> float:
 def _busiest_us(tile: Tile, slot_us: float, w: Weight, n_pairs: int, scheme: PairsScheme) -> float:
     n_experts, n, k = w.shape
     hit = chosen_experts(n_experts, n_pairs)
-    parts = max(hit, n_pairs / tile.tokens + hit / 2) / tile.cluster
+    parts = max(hit, n_pairs / tile.tokens + hit / 2)
     results = n // 2 if scheme.gated else n
-    across = math.ceil(results / scheme.results(tile))
-    rounds = math.ceil(parts * across / (gpu().sms // tile.cluster))
-    end_us = TOKEN_END_US if isinstance(tile, TokenTile) else 0.0
-    return rounds * (k / BLOCK_K * slot_us + end_us)
+    rows_us, end_us, across = 0.0, 0.0, scheme.results(tile)
+    if isinstance(tile, TokenTile):
+        is_shared = n_pairs >= tile.cluster * tile.tokens * hit
+        slot_us = slot_us if is_shared else TOKEN_ALONE_US
+        parts, end_us = parts / tile.cluster, TOKEN_END_US
+    elif has_sorted_rows(tile):
+        across, rows_us = across * tile.cluster, 1e6 * 2 * n_pairs * k / ROWS_RATE
+    rounds = math.ceil(parts * math.ceil(results / across) / (gpu().sms // tile.cluster))
+    return rounds * (k / BLOCK_K * slot_us + end_us) + rows_us
 
 
 def fitted(tile: AnyTile, scheme: PairsScheme) -> AnyTile:

@@ -73,12 +73,8 @@ class TokenFeeder(PairsFeeder):
         group, n0 = block.origin(t)
         first, second = (block.gmem.work[block.part_of(group, i)[0] + 1, 0] for i in range(2))
         begins = self.begins(jnp.where(block.pair == 0, first, second), n0)
-        rows = None
-        if block.sorted:
-            _, begin, _ = block.tokens_of(group)
-            rows = pl.ds(begin, self.tile.tokens), None
-        pl.when(first == second)(lambda: self.copy_slots(t, begins, "pair", rows))
-        pl.when(first != second)(lambda: self.copy_slots(t, begins, None, rows))
+        pl.when(first == second)(lambda: self.copy_slots(t, begins, "pair"))
+        pl.when(first != second)(lambda: self.copy_slots(t, begins))
 
 
 class TokenMultiplier:

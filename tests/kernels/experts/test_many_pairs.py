@@ -27,16 +27,16 @@ from pallas_kernels.experts import plan as planning
 from pallas_kernels.experts.gate import ClampedGate
 from pallas_kernels.experts.many_pairs_gather_program import GatherShape, RowGather
 from pallas_kernels.experts.many_pairs_plan import (
+    FLOAT4_TILES,
+    FLOAT_TILES,
     TILES,
     TOKEN_TILES,
     GroupedTilePlan,
-    TokenTile,
     tile_plan,
 )
 from pallas_kernels.experts.op import GroupedStatic, grouped_matmul_reference, planned
 from pallas_kernels.formats import FORMATS
 from pallas_kernels.launch import launch
-from pallas_kernels.matmul.many_rows.plan import WeightTile
 from pallas_kernels.qtensor import tree_bytes
 from tests.helpers.matmul_cases import activations, newest
 from tests.helpers.warp_emulator import emulated
@@ -301,13 +301,10 @@ def test_lowers_for_cuda(scheme, gate) -> None:
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 2
 
 
-# Blocks that share rows of x, or have them by the copy engine.
-SORTED_TILES = WeightTile(192, 128, stages=6, cluster=2, unroll=1), TokenTile(by_expert=True)
-
-
 def tiles_of(scheme: str) -> list:
-    tiles = [*(tile for tile, _ in (*TILES, *TOKEN_TILES)), *SORTED_TILES]
-    return [tile for tile in tiles if scheme == "bfloat16" or not isinstance(tile, TokenTile)]
+    """Those of any scheme, and bfloat16's own."""
+    own = (*FLOAT_TILES[:2], *TOKEN_TILES) if scheme == "bfloat16" else ()
+    return [tile for tile, _ in (*TILES, *FLOAT4_TILES, *own)]
 
 
 # Every scheme with every tile, and every gate with every tile.
