@@ -15,7 +15,8 @@ tokens are its N.  ``many_pairs_gather_program`` copies a tile's rows of x from 
 Under a gate a warpgroup has 32 rows of gate and 32 of up, which a thread reads eight rows apart, so
 the gate needs no exchange.  Consecutive tiles have one part, so that L2 still has its rows of x,
 and a part's weight is read once.  Where the weight is bfloat16 and experts have many pairs, no
-operand is in registers (``many_pairs_tokens_program``).
+operand is in registers (``many_pairs_tokens_program``).  Where experts fill tiles of float4 codes,
+another kernel sorts rows of x in memory first (``sorted_rows_kernel``), and two blocks share them.
 
 A part's last tokens may be another expert's: their sums are not stored.  Rows of w past an
 expert's end are another's too, and are not stored either.
