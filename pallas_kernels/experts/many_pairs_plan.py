@@ -91,15 +91,15 @@ def row_stage(gated: bool) -> tuple[int, int]:
     return (32, 80) if gated else (16, 144)
 
 
-def token_stage(rows: int) -> tuple[int, int]:
-    """The same for a warp with 16 tokens and so many rows of w."""
-    return 8, 2 * min(128, rows // 2) + 16
+def token_stage(tile: TokenTile) -> tuple[int, int]:
+    """The same for a warp with 16 tokens."""
+    return 8, 2 * min(128, tile.rows // 2) + 16
 
 
 def stage_bytes(tile: Tile, gated: bool) -> int:
     """Of a warpgroup: those of its four warps, or of two turns."""
     if isinstance(tile, TokenTile):
-        return 4 * math.prod(token_stage(tile.rows))
+        return 4 * math.prod(token_stage(tile))
     return 2 * math.prod(row_stage(gated))
 
 

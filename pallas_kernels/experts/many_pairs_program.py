@@ -147,13 +147,11 @@ class PairsFeeder(Feeder):
         block = self.block
         return [expert * block.n + n0 + block.n_out * i for i in range(1 + block.scheme.gated)]
 
-    def copy_slots(self, t, begins, axes=None, rows=None, wide=None) -> None:
+    def copy_slots(self, t, begins, axes=None, rows=None) -> None:
         """Copy all of a tile's slots.  axes: of the blocks that share the weight.  rows: of x that
-        lies by expert, and the axes of the blocks that share them.  wide: rows of w from each of
-        ``begins``, if not all."""
+        lies by expert, and the axes of the blocks that share them."""
         at = ring_slot(t * self.block.steps, self.tile.stages)
-        wide = self.block.wide if wide is None else wide
-        copy = functools.partial(self.copy_slot_of, t, begins, axes, rows, wide)
+        copy = functools.partial(self.copy_slot_of, t, begins, axes, rows)
         lax.fori_loop(0, self.block.steps, copy, at)
 
     def copy_vectors_of(self, t, begins) -> None:
@@ -171,7 +169,7 @@ class PairsFeeder(Feeder):
                     full.at[slot],
                 )
 
-    def copy_slot_of(self, t, begins, axes, of_x, wide, j, at):
+    def copy_slot_of(self, t, begins, axes, of_x, j, at):
         """Copy the j-th step of K into slot ``at``, and return the next slot."""
         block, gmem, smem, tile = self.block, self.block.gmem, self.block.smem, self.tile
         full, columns = self.barrier.full.at[at], pl.ds(j * BLOCK_K, BLOCK_K)
@@ -182,8 +180,8 @@ class PairsFeeder(Feeder):
             to = smem.x.rows.at[at, pl.ds(0, tokens.size)]
             plgpu.copy_gmem_to_smem(gmem.x.at[tokens, columns], to, full, collective_axes=sharing)
         for i, begin in enumerate(begins):
-            rows = pl.ds(i * block.pitch, wide)
-            source = gmem.w.at[pl.ds(begin, wide), columns]
+            rows = pl.ds(i * block.pitch, block.wide)
+            source = gmem.w.at[pl.ds(begin, block.wide), columns]
             to = smem.w.tiles.at[at, rows]
             plgpu.copy_gmem_to_smem(source, to, full, collective_axes=axes)
         return ring_next(at, 1, tile.stages)

@@ -17,7 +17,7 @@ are multiplied, and not stored.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -58,14 +58,6 @@ class TokenBlock(PairsBlock):
         n_parts, part = self.gmem.work[0, 0], group * self.tile.cluster + rank
         return jnp.minimum(part, n_parts - 1), part < n_parts
 
-    def by_results(self, n0, body: Callable[[int], None]) -> None:
-        """Run ``body(results)`` for the tile's results, or for half if there are no more."""
-        half = self.wide // 2
-        if not 0 < self.n_out % self.wide <= half:
-            return body(self.wide)
-        pl.when(n0 + half >= self.n_out)(functools.partial(body, half))
-        return pl.when(n0 + half < self.n_out)(functools.partial(body, self.wide))
-
     def tokens_of(self, group):
         """This block's part, its first token and their end; it may have none."""
         part, has_one = self.part_of(group, self.pair)
@@ -81,12 +73,8 @@ class TokenFeeder(PairsFeeder):
         group, n0 = block.origin(t)
         first, second = (block.gmem.work[block.part_of(group, i)[0] + 1, 0] for i in range(2))
         begins = self.begins(jnp.where(block.pair == 0, first, second), n0)
-
-        def copy(wide: int) -> None:
-            pl.when(first == second)(lambda: self.copy_slots(t, begins, "pair", wide=wide))
-            pl.when(first != second)(lambda: self.copy_slots(t, begins, wide=wide))
-
-        block.by_results(n0, copy)
+        pl.when(first == second)(lambda: self.copy_slots(t, begins, "pair"))
+        pl.when(first != second)(lambda: self.copy_slots(t, begins))
 
 
 class TokenMultiplier:
@@ -105,20 +93,13 @@ class TokenMultiplier:
         part, first, end = block.tokens_of(group)
         first += 64 * block.warpgroup
 
-        def multiply(results: int) -> None:
-            refs = [plgpu.ACC((64, rows.size), jnp.float32) for rows in self.rows_of(results)]
-            sums = pl.run_scoped(functools.partial(self.sum_of_products, t, results), *refs)
+        def multiply() -> None:
+            ref = plgpu.ACC((64, self.tile.rows), jnp.float32)
+            sums = pl.run_scoped(functools.partial(self.sum_of_products, t), ref)
             self.finish(part, n0, first, end, sums)
 
-        pl.when(first < end)(lambda: block.by_results(n0, multiply))
+        pl.when(first < end)(multiply)
         pl.when(first >= end)(lambda: self.pass_by(t))
-
-    def rows_of(self, results: int) -> list:
-        """The rows of w in a slot that make so many results, as few pieces."""
-        block = self.block
-        if results == block.wide:
-            return [pl.ds(0, self.tile.rows)]
-        return [pl.ds(i * block.pitch, results) for i in range(1 + block.scheme.gated)]
 
     def await_slot(self, t, j, at) -> None:
         self.block.gather.wait(at, t * self.block.steps + j)
@@ -138,25 +119,23 @@ class TokenMultiplier:
         first = ring_slot(t * self.block.steps, self.tile.stages)
         lax.fori_loop(0, self.block.steps, step, first)
 
-    def sum_of_products(self, t, results: int, *accs):
+    def sum_of_products(self, t, acc):
         block, stages = self.block, self.tile.stages
-        pieces = list(zip(accs, self.rows_of(results), strict=True))
 
         def step(j, at):
             self.await_slot(t, j, at)
-            x = self.smem.x.tiles.at[at, self.tokens]
-            for acc, rows in pieces:
-                plgpu.wgmma(acc, x, self.smem.w.tiles.at[at, rows].transpose((1, 0)))
-            plgpu.wgmma_wait(len(pieces))
+            x, w = self.smem.x.tiles.at[at, self.tokens], self.smem.w.tiles.at[at]
+            plgpu.wgmma(acc, x, w.transpose((1, 0)))
+            plgpu.wgmma_wait(1)
             pl.when(j > 0)(lambda: self.release_slot(ring_next(at, stages - 1, stages)))
             return ring_next(at, 1, stages)
 
         end = lax.fori_loop(0, block.steps, step, ring_slot(t * block.steps, stages))
         plgpu.wgmma_wait(0)
         self.release_slot(ring_next(end, stages - 1, stages))
-        return [plgpu.wgmma_accumulator_load(acc, wait_n=None) for acc in accs]
+        return plgpu.wgmma_accumulator_load(acc, wait_n=None)
 
-    def finish(self, part, n0, first, end, sums) -> None:
+    def finish(self, part, n0, first, end, acc) -> None:
         """Store the sums at their pairs.  n0: the first result; first, end: this warpgroup's
         tokens, of which it has 64 at most."""
         gmem = self.gmem
@@ -165,8 +144,8 @@ class TokenMultiplier:
         biases = [] if gmem.bias is None else [gmem.bias]
         stage = self.smem.stage.at[self.block.warpgroup]
         refs = gmem.out, gmem.pairs, gmem.work.at[part + 1], stage, *biases
-        types = (*(plgpu.RefType(),) * len(refs), *(_SPLAT,) * len(splats), *(_LAYOUT,) * len(sums))
-        plgpu.inline_mgpu(arg_types=types)(self.stored)(*refs, *splats, *sums)
+        types = (*(plgpu.RefType(),) * len(refs), *(_SPLAT,) * len(splats), _LAYOUT)
+        plgpu.inline_mgpu(arg_types=types)(self.stored)(*refs, *splats, acc)
 
     def stored(self, ctx, out, pairs, part, stage, *rest) -> None:
         """The code of ``finish``: a thread has two neighbours of every eight results of two tokens.
@@ -174,14 +153,13 @@ class TokenMultiplier:
         In float32 two lanes exchange them, so that each has four neighbours."""
         del ctx
         block, finish = self.block, self.block.finish
-        biases = [v for v in rest if not hasattr(v, "registers")]
-        n0, first, end, *accs = rest[len(biases) :]
+        *biases, n0, first, end, acc = rest
         n0, first, end = (v.registers.flat[0] for v in (n0, first, end))
         (expert,) = p.load_global(p.address(part), 1)
         row, in_eight, quad = FragmentRows().place()
-        flat = [v for acc in accs for v in acc.registers.reshape(-1)]
-        at, to, sets = p.address(pairs), p.address(out), 1 + block.scheme.gated
-        eights = len(flat) // 2 // sets
+        flat, at, to = list(acc.registers.reshape(-1)), p.address(pairs), p.address(out)
+        sets = 1 + block.scheme.gated
+        eights = self.tile.rows // 8 // sets
         w_row = p.add(arith.muli(expert, p.ci(block.n)), p.mul(quad, 2))
         at_bias = p.address(biases[0]) if biases else None
 
@@ -209,7 +187,7 @@ class TokenMultiplier:
                 to_row = p.offset_rows(to, place, block.n_out * 4)
                 exchanged_four(several, h, to_row, n0, p.below(token, end), eights, block.n_out)
             return
-        own_tokens, pitch = token_stage(4 * len(flat))
+        own_tokens, pitch = token_stage(self.tile)
         warp = p.shift_right(p.masked(p.register("tid.x"), 127), 5)
         stage = p.add(p.shared_address(stage), p.mul(warp, own_tokens * pitch))
         token, wide = p.add(first, arith.subi(row, in_eight)), pitch // 2 - 8
