@@ -34,7 +34,8 @@ TILES = (
     (_tile(128, 192, stages=6), 0.60),
     (_tile(192, 128, stages=5), 0.56),
 )
-# Two blocks share sorted rows of x, if an average expert fills a tile.  In int4 they lose.
+# Two blocks share sorted rows of x, where at least 20 tiles read a row and an average expert fills
+# four.  With fewer they are not timed, or lose (int4).
 FLOAT4_TILES = ((WeightTile(192, 128, stages=6, cluster=2), 0.48),)
 # Of bfloat16, which up to 64 tokens takes as long as its bytes.
 FLOAT_TILES = (
@@ -210,13 +211,18 @@ def shortest_tile(w: Weight, n_pairs: int, scheme: PairsScheme) -> tuple[Tile, f
     if scheme.values == "bfloat16":
         tiles = *FLOAT_TILES, *TOKEN_TILES
     elif scheme.values in ("e8m0", "e4m3"):
-        fills = lambda tile: n_pairs >= tile.tokens * w.shape[0]  # noqa: E731
-        tiles = *TILES, *(one for one in FLOAT4_TILES if fills(one[0]))
+        tiles = *TILES, *(one for one in FLOAT4_TILES if _fills(one[0], w, n_pairs, scheme))
     found = [(fitted(tile, scheme), us) for tile, us in tiles]
     found = [one for one in found if scheme.is_aligned(one[0])]
     found = [one for one in found if one[0].stages >= LEAST_STAGES] or found[:1]
     timed = [(tile, _busiest_us(tile, us, w, n_pairs, scheme)) for tile, us in found]
     return min(timed, key=lambda one: one[1])
+
+
+def _fills(tile: Tile, w: Weight, n_pairs: int, scheme: PairsScheme) -> bool:
+    n_experts, n, _ = w.shape
+    results = n // 2 if scheme.gated else n
+    return results >= 20 * scheme.results(tile) and n_pairs >= 4 * n_experts * tile.tokens
 
 
 def chosen_experts(n_experts: int, n_pairs: int) -> float:
