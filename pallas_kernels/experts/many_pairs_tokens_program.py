@@ -193,9 +193,7 @@ class TokenMultiplier:
         token, wide = p.add(first, arith.subi(row, in_eight)), pitch // 2 - 8
         for c in range(0, 8 * eights, wide):
             words = lambda i, h, c=c: [  # noqa: E731
-                p.pack(*values)
-                for e in range(c // 8 + i, c // 8 + i + 4, 2)
-                for values in several(range(e, e + 2), h)
+                p.pack(*values) for values in several(range(c // 8 + i, c // 8 + i + 4), h)
             ]
             how = TokenStage(stage, at, to, p.add(n0, c), block.n_out, pitch)
             how.store(words, token, end)
