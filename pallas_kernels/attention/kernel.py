@@ -110,6 +110,7 @@ def decode_attention(
             "lengths": lengths,
             "table": table,
             "sinks": sinks if plan.cluster else None,
+            "order": longest_first(lengths, window) if plan.by_length else None,
         },
         {"out": out, "stats": stats},
         name="decode_attention_kernel",
@@ -133,3 +134,19 @@ def decode_attention(
         out_dtype=q.dtype,
     )
     return out.reshape(q.shape)
+
+
+def longest_first(lengths: jax.Array, window: int | None) -> jax.Array:
+    """Return int32 ``[B]``: the rows by the number of keys that they read, the largest first.
+
+    Blocks start in the order of their numbers, so the last to start have little to do.  Ranks are
+    counted, as a CUDA graph cannot contain XLA's sort.
+
+    lengths: int32 ``[B]``, or ``[B, T]``.
+    """
+    work = lengths if lengths.ndim == 1 else jnp.max(lengths, axis=1)
+    work = work if window is None else jnp.minimum(work, window)
+    index = jnp.arange(len(work), dtype=jnp.int32)
+    is_earlier = (work > work[:, None]) | ((work == work[:, None]) & (index < index[:, None]))
+    rank = jnp.sum(is_earlier, axis=1, dtype=jnp.int32)
+    return jnp.zeros_like(index).at[rank].set(index, unique_indices=True)

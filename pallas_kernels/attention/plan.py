@@ -39,7 +39,8 @@ class AttentionPlan:
     a block.  heads: kv heads of a team.  cluster: blocks that share a row's steps, and sum their
     parts; 0: chunks of ``chunk`` tokens to a team, and a second kernel that sums.  fuls: times
     eight query rows of a kv head that a warp takes.  by_warp: every warp has a ring of its own and
-    copies for itself (``warp_ring``); a team then has one kv head.
+    copies for itself (``warp_ring``); a team then has one kv head.  by_length: the longest rows
+    begin first (``kernel.longest_first``).
     """
 
     kernel: ClassVar[str] = "decode_attention_mosaic"
@@ -51,6 +52,7 @@ class AttentionPlan:
     chunk: int = 0
     fuls: int = 1
     by_warp: bool = False
+    by_length: bool = False
 
 
 def plan(call: AttentionCall) -> AttentionPlan:
@@ -105,7 +107,11 @@ def divided(call: AttentionCall, *, by_warp: bool) -> AttentionPlan:
         while cluster < CLUSTER and 2 * cluster * batch * (n_kv // heads) <= sms:
             cluster *= 2
         if cluster == 1 or gpu().arch.clusters:
-            plan = AttentionPlan(tiles, depth, warps, heads, cluster, fuls=fuls, by_warp=by_warp)
+            # Rows that wait for an SM: those that begin last should be short.
+            waits = cluster == 1 and batch * (n_kv // heads) > at_once
+            plan = AttentionPlan(
+                tiles, depth, warps, heads, cluster, 0, fuls, by_warp, by_length=waits
+            )
     if plan is None:
         if codes.quantized and batch * (n_kv // widest) * capacity < 64 * sms:
             tiles, warps = 1, 8  # so little that one small step is all that a team gets
