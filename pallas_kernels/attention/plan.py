@@ -108,7 +108,7 @@ def divided(call: AttentionCall, *, by_warp: bool) -> AttentionPlan:
             cluster *= 2
         if cluster == 1 or gpu().arch.clusters:
             # Rows that wait for an SM: those that begin last should be short.
-            waits = cluster == 1 and batch * (n_kv // heads) > at_once
+            waits = batch * (n_kv // heads) > gpu().sms * (16 // warps)
             plan = AttentionPlan(
                 tiles, depth, warps, heads, cluster, 0, fuls, by_warp, by_length=waits
             )

@@ -192,6 +192,28 @@ def test_a_plan_fits_the_gpu_and_takes_every_token(cache, sms, monkeypatch):
     assert n_seen > 150
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("several", [False, True])
+def test_the_longest_rows_come_first(window, several):
+    kernel = importlib.import_module("pallas_kernels.attention.kernel")
+    rows = np.random.default_rng(0).integers(0, 9, 70).astype(np.int32)  # many are equal
+    given = np.stack([rows - 1, rows], axis=1) if several else rows
+    order = kernel.longest_first(jnp.asarray(given), window)
+    work = rows if window is None else np.minimum(rows, window)
+    assert order.dtype == jnp.int32
+    assert np.array_equal(order, np.argsort(-work, kind="stable"))
+
+
+@pytest.mark.parametrize("batch, sorts", [(64, False), (132, False), (512, True)])
+def test_rows_that_wait_for_an_sm_are_sorted(batch, sorts, monkeypatch):
+    plans = importlib.import_module("pallas_kernels.attention.plan")
+    monkeypatch.setattr(plans, "gpu", lambda: H200)
+    pages = jax.eval_shape(lambda: as_cache(jnp.zeros((batch, 2048, 8, 128)), "float8_e4m3fn"))
+    found = plan(jax.ShapeDtypeStruct((batch, 32, 128), jnp.bfloat16), pages, pages)
+    assert found.by_length == sorts
+
+
 EMULATED = [  # form, capacity that is no whole page or step, heads, cache, q, window
     ("direct", 40, (8, 2, 64), "bfloat16", "bfloat16", None),
     ("direct", 333, (9, 3, 64), "int4", "bfloat16", None),
