@@ -87,7 +87,7 @@ def pair_matmul(
     bias : [N] or None
         Floats.
     swiglu : bool
-        The rows of w are gate, then up.  Only for one tile of 64 rows, without bias and split.
+        The rows of w are gate, then up.  Without bias and split; more than 64 rows only with scales.
     low_rank : (inner [M, S R], S second factors [N_s, R]), optional
         16-bit floats.  The N_s rows of w of source s get ``inner[:, s R : s R + R]`` times its
         factors transposed, added in float32.  Only for one tile of 64 rows whose columns divide
@@ -149,6 +149,8 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
     n_vectors += swiglu and scale_w is not None
     more = {} if low is None else {"low": low[0].dtype}
     block_k = BLOCK_BYTES // x.dtype.itemsize
+    # Gate and up: of each warpgroup in a tile of few rows, which copies each by itself.
+    halves = () if not swiglu else (2, 2) if tile.m == 64 else (2,)
     width = math.gcd(tile.cols // (1 + swiglu), 64 // jnp.dtype(out_dtype).itemsize)
     peer = {}
     if tile.split > 1:
@@ -181,14 +183,12 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
         of_w = plgpu.SMEM((2, 2, -(-tile.n // 128) * 64), scale_w.dtype)
     return {
         "x": pipeline.rows_and_tiles((tile.stages, tile.m, block_k), x.dtype, **more),
-        "w": pipeline.rows_and_tiles(
-            (tile.stages, tile.n, block_k), w.dtype, (2, 2) * swiglu, **more
-        ),
+        "w": pipeline.rows_and_tiles((tile.stages, tile.n, block_k), w.dtype, halves, **more),
         "out": pipeline.rows_and_tiles((2, 2, 64, width), out_dtype),
         "scale_x": vector(scale_x, tile.m),
         "scale_w": of_w,
         "bias": vector(bias, tile.n),
-        **ring_barriers(tile.stages, 2 + swiglu + 2 * (by_step and tile.m > 64)),
+        **ring_barriers(tile.stages, 2 + (len(halves) > 1) + 2 * (by_step and tile.m > 64)),
         "vectors_full": plgpu.Barrier(num_arrivals=max(1, n_vectors), num_barriers=2),
         "scales_full": plgpu.Barrier(num_arrivals=2 - by_block, num_barriers=2),
         "scales_empty": plgpu.Barrier(num_arrivals=2, num_barriers=2),

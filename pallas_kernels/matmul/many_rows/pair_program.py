@@ -146,7 +146,15 @@ class _Feeder:
             full,
             collective_axes=self.x_axes,
         )
-        if block.swiglu:  # a warpgroup's rows of gate, then the same of up
+        if block.swiglu and not block.few:  # the tile's rows of gate, then the same of up
+            rows = pl.ds(n0, block.wide)
+            plgpu.copy_gmem_to_smem(
+                self.gmem.w.at[:, rows, columns],
+                w.rows.at[at],
+                full,
+                collective_axes=self.w_axes,
+            )
+        elif block.swiglu:  # a warpgroup's rows of gate, then the same of up
             for half in range(2):
                 rows = pl.ds(n0 + half * block.out_cols, block.out_cols)
                 plgpu.copy_gmem_to_smem(self.gmem.w.at[:, rows, columns], w.rows.at[at, half], full)
