@@ -20,7 +20,8 @@ AttentionCall = tuple[
 ]  # q, the keys' rows, query heads
 CLUSTER = 8  # the largest cluster that any Hopper GPU takes
 # A row that would be cut into no more chunks than this is one cluster's instead: about as many SMs
-# then work on a long row beside short ones.  Not of int4, which wants long runs of memory.
+# then work on a long row beside short ones.  Not of int4, which wants long runs of memory.  With a
+# row for every SM twice as many.
 FEW_CHUNKS = 4
 # Tokens times kv heads of a cache from which on chunks are faster with a ring for each warp, by the
 # bits of a number: 64 x 8192 x 8, bfloat16 514.6 us (a team's ring 599.9), int4 170.0 (225.6), on
@@ -28,6 +29,9 @@ FEW_CHUNKS = 4
 # team's took 536 and 155.
 LONG_BY_WARP = {16: 64 * 8192 * 8, 4: 64 * 8192 * 8}
 _ASSEMBLED_BY_NVJITLINK = jax.__version_info__ >= (0, 12)
+# Rows for each SM from which on two rows of a float8 cache share one, where a thread has 124
+# registers with one tile (int8 167): one row begins while the other ends.
+TWO_ROWS = 1.5
 FULS = {64: 3, 128: 3, 256: 1}  # of a warp with 255 registers a thread, by a head's features
 
 
@@ -97,7 +101,10 @@ def divided(call: AttentionCall, *, by_warp: bool) -> AttentionPlan:
     longest = {16: max(512, min(1024, capacity // 128)), 8: 512, 4: 1024}[codes.bits]
     needed = 1 << (-(-capacity // longest) - 1).bit_length()
     plan = None
-    if needed <= FEW_CHUNKS and codes.bits > 4:
+    waves = batch * (n_kv // widest) / gpu().sms  # of rows, one to an SM
+    if needed <= FEW_CHUNKS * (2 if waves >= 1 else 1) and codes.bits > 4:
+        if codes.name == "float8_e4m3fn" and waves >= TWO_ROWS and fuls == 1 and not by_warp:
+            tiles, warps = 1, 8
         at_once = sms * (16 // warps)  # blocks
         heads = max(
             (d for d in range(1, widest + 1) if n_kv % d == 0 and batch * n_kv >= d * at_once),

@@ -282,6 +282,7 @@ CASES = {
     ),
     "product 64 FP8 static": lambda: product(64, "float8_e4m3fn", "fp8-static"),
     "gated FP8 static": lambda: gated_codes(64),
+    "gated FP8 static, many rows": lambda: gated_codes(2048),
     "product 64 FP8 blocks": lambda: product(64, "fp8-block", "fp8-block"),
     "product 2048 FP8 blocks": lambda: product(2048, "fp8-block", "fp8-block"),
     "product 2048 W4A8": lambda: product(2048, "int4", "int8"),

@@ -102,7 +102,7 @@ def pair_matmul(
     (m, k), n = x.shape, w.shape[0]
     if swiglu:
         n //= 2
-        w = w.reshape(2, n, k)
+        w = w.reshape(2, n, k) if tile.m == 64 else w
         scale_w = None if scale_w is None else scale_w.reshape(2, n)
     inner, second = (None, ()) if low_rank is None else low_rank
     factor = None
@@ -188,7 +188,7 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
         "scale_x": vector(scale_x, tile.m),
         "scale_w": of_w,
         "bias": vector(bias, tile.n),
-        **ring_barriers(tile.stages, 2 + (len(halves) > 1) + 2 * (by_step and tile.m > 64)),
+        **ring_barriers(tile.stages, 2 + swiglu + 2 * (by_step and tile.m > 64)),
         "vectors_full": plgpu.Barrier(num_arrivals=max(1, n_vectors), num_barriers=2),
         "scales_full": plgpu.Barrier(num_arrivals=2 - by_block, num_barriers=2),
         "scales_empty": plgpu.Barrier(num_arrivals=2, num_barriers=2),

@@ -46,7 +46,8 @@ class PairBlock:
     def __init__(self, gmem, smem, barrier, *, tile: PairTile, swiglu: bool, sources, shape):
         m, n, k = shape
         self.gmem, self.smem, self.barrier = gmem, smem, barrier
-        self.tile, self.swiglu, self.sources, self.m = tile, swiglu, sources, m
+        self.tile, self.swiglu, self.sources = tile, swiglu, sources
+        self.m, self.n = m, n
         self.warpgroup, self.pair = lax.axis_index("warpgroup"), lax.axis_index("pair")
         self.n_clusters = tile.sms // (tile.cluster * tile.split)
         self.out_cols = tile.cols // 2 if swiglu else tile.cols  # of a warpgroup
@@ -147,13 +148,14 @@ class _Feeder:
             collective_axes=self.x_axes,
         )
         if block.swiglu and not block.few:  # the tile's rows of gate, then the same of up
-            rows = pl.ds(n0, block.wide)
-            plgpu.copy_gmem_to_smem(
-                self.gmem.w.at[:, rows, columns],
-                w.rows.at[at],
-                full,
-                collective_axes=self.w_axes,
-            )
+            for half in range(2):
+                rows = pl.ds(half * block.n + n0, block.wide)
+                plgpu.copy_gmem_to_smem(
+                    self.gmem.w.at[rows, columns],
+                    w.rows.at[at, half],
+                    full,
+                    collective_axes=self.w_axes,
+                )
         elif block.swiglu:  # a warpgroup's rows of gate, then the same of up
             for half in range(2):
                 rows = pl.ds(n0 + half * block.out_cols, block.out_cols)
