@@ -4,8 +4,9 @@
           -> [extremes of a group, by shuffles] -> q out, or words and scales into the cache
 
 For one token a row (``_write``), a warp takes one of the N + 2K heads of the fused projection.  For
-many tokens, or many rows (``_write_tokens``), it takes the N / K + 2 heads of one kv head.  Tables are then read
-once for all of these, and many loads are in flight.  A block has four warps, which share nothing.
+many tokens, or many rows (``_write_tokens``), it takes the N / K + 2 heads of one kv head.  Tables
+are then read once for all of these, and many loads are in flight.  A block has four warps, which
+share nothing.
 
 A lane holds features (2 lane, 2 lane + 1) of each 64 of a head's first half, and their partners in
 the second half.  So every bit of a feature's number is a bit of the lane's number or of a

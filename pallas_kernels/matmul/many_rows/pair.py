@@ -87,7 +87,8 @@ def pair_matmul(
     bias : [N] or None
         Floats.
     swiglu : bool
-        The rows of w are gate, then up.  Without bias and split; more than 64 rows only with scales.
+        The rows of w are gate, then up.  Without bias and split; in tiles of more than 64 rows only
+        with scales.
     low_rank : (inner [M, S R], S second factors [N_s, R]), optional
         16-bit floats.  The N_s rows of w of source s get ``inner[:, s R : s R + R]`` times its
         factors transposed, added in float32.  Only for one tile of 64 rows whose columns divide
