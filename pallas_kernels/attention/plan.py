@@ -29,9 +29,6 @@ FEW_CHUNKS = 4
 # team's took 536 and 155.
 LONG_BY_WARP = {16: 64 * 8192 * 8, 4: 64 * 8192 * 8}
 _ASSEMBLED_BY_NVJITLINK = jax.__version_info__ >= (0, 12)
-# Rows for each SM from which on two rows of a float8 cache share one, where a thread has 124
-# registers with one tile (int8 167): one row begins while the other ends.
-TWO_ROWS = 1.5
 FULS = {64: 3, 128: 3, 256: 1}  # of a warp with 255 registers a thread, by a head's features
 
 
@@ -101,10 +98,8 @@ def divided(call: AttentionCall, *, by_warp: bool) -> AttentionPlan:
     longest = {16: max(512, min(1024, capacity // 128)), 8: 512, 4: 1024}[codes.bits]
     needed = 1 << (-(-capacity // longest) - 1).bit_length()
     plan = None
-    waves = batch * (n_kv // widest) / gpu().sms  # of rows, one to an SM
-    if needed <= FEW_CHUNKS * (2 if waves >= 1 else 1) and codes.bits > 4:
-        if codes.name == "float8_e4m3fn" and waves >= TWO_ROWS and fuls == 1 and not by_warp:
-            tiles, warps = 1, 8
+    is_full = batch * (n_kv // widest) >= gpu().sms  # an SM has a row at least
+    if needed <= FEW_CHUNKS * (2 if is_full else 1) and codes.bits > 4:
         at_once = sms * (16 // warps)  # blocks
         heads = max(
             (d for d in range(1, widest + 1) if n_kv % d == 0 and batch * n_kv >= d * at_once),

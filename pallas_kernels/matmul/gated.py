@@ -23,6 +23,7 @@ from pallas_kernels.qtensor import QTensor, of_one_scale
 from pallas_kernels.rows.swiglu import swiglu
 from pallas_kernels.transform import Op, chosen
 
+FEW_ROWS = 64  # of one tile
 _NAME = "gated_matmul"
 _OPERANDS = {"x": "float|QTensor [..., K]", "w": "float|QTensor [2F+, K]", "scale": "float []"}
 _E4M3 = "float8_e4m3fn"
@@ -92,7 +93,12 @@ def _plan(x: QTensor, w: QTensor) -> PairTile | Reason:
         return Reason("x has no rows")
     if n % 256 or k % 16:
         return Reason(f"w [{n}, {k}]: N is not a multiple of 256 or K not of 16")
-    return gated_tile(rows)
+    tile = gated_tile(rows)
+    if rows > FEW_ROWS and -rows % (tile.m * tile.cluster) >= tile.m:
+        return Reason(
+            f"{rows} rows: a block of the last pair has none, and two kernels are faster", tile
+        )
+    return tile
 
 
 _Static = tuple[jnp.dtype, PairTile | None]

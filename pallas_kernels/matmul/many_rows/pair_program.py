@@ -340,12 +340,14 @@ class _Multiplier(GroupSums):
         pieces = [(r, c) for r in range(0, tile.rows, 64) for c in range(0, block.out_cols, width)]
         for piece, (r, c) in enumerate(pieces):
             y = self.finished(slot, acc, added, r, c)
+            # The stores of all tiles take the two places in turn.
+            place = piece % 2 if len(pieces) % 2 == 0 else (t * len(pieces) + piece) % 2
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            smem.out.tiles[self.warpgroup, piece % 2] = y.astype(self.gmem.out.dtype)
+            smem.out.tiles[self.warpgroup, place] = y.astype(self.gmem.out.dtype)
             plgpu.commit_smem()
             rows, columns = pl.ds(m0 + self.row0 + r, 64), pl.ds(n0 + self.out0 + c, width)
             plgpu.copy_smem_to_gmem(
-                smem.out.rows.at[self.warpgroup, piece % 2], self.gmem.out.at[rows, columns]
+                smem.out.rows.at[self.warpgroup, place], self.gmem.out.at[rows, columns]
             )
         if block.vectors:
             plgpu.barrier_arrive(barrier.vectors_empty.at[slot])

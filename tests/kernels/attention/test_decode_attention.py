@@ -214,6 +214,15 @@ def test_rows_that_wait_for_an_sm_are_sorted(batch, sorts, monkeypatch):
     assert found.by_length == sorts
 
 
+@pytest.mark.parametrize("batch, is_whole", [(64, False), (256, True)])
+def test_with_a_row_for_every_sm_longer_rows_stay_whole(batch, is_whole, monkeypatch):
+    plans = importlib.import_module("pallas_kernels.attention.plan")
+    monkeypatch.setattr(plans, "gpu", lambda: H200)
+    rows = jax.eval_shape(lambda: as_cache(jnp.zeros((batch, 2176, 8, 128)), "float8_e4m3fn"))
+    found = plan(jax.ShapeDtypeStruct((batch, 32, 128), jnp.bfloat16), rows, rows)
+    assert (found.cluster > 0) == is_whole
+
+
 EMULATED = [  # form, capacity that is no whole page or step, heads, cache, q, window
     ("direct", 40, (8, 2, 64), "bfloat16", "bfloat16", None),
     ("direct", 333, (9, 3, 64), "int4", "bfloat16", None),
