@@ -205,12 +205,15 @@ def test_the_longest_rows_come_first(window, several):
     assert np.array_equal(order, np.argsort(-work, kind="stable"))
 
 
-@pytest.mark.parametrize("batch, sorts", [(64, False), (132, False), (512, True)])
-def test_rows_that_wait_for_an_sm_are_sorted(batch, sorts, monkeypatch):
+@pytest.mark.parametrize(
+    "batch, capacity, sorts",
+    [(64, 2048, False), (132, 2048, False), (512, 2048, True), (512, 256, False)],
+)
+def test_long_rows_that_wait_for_an_sm_are_sorted(batch, capacity, sorts, monkeypatch):
     plans = importlib.import_module("pallas_kernels.attention.plan")
     monkeypatch.setattr(plans, "gpu", lambda: H200)
-    pages = jax.eval_shape(lambda: as_cache(jnp.zeros((batch, 2048, 8, 128)), "float8_e4m3fn"))
-    found = plan(jax.ShapeDtypeStruct((batch, 32, 128), jnp.bfloat16), pages, pages)
+    rows = jax.eval_shape(lambda: as_cache(jnp.zeros((batch, capacity, 8, 128)), "float8_e4m3fn"))
+    found = plan(jax.ShapeDtypeStruct((batch, 32, 128), jnp.bfloat16), rows, rows)
     assert found.by_length == sorts
 
 
@@ -258,6 +261,7 @@ def form_given(monkeypatch, form):
     monkeypatch.setattr(direct, "ROWS", 100 if form == "direct" else 0)
     monkeypatch.setattr(direct, "TOKENS", 1 << 30)
     monkeypatch.setattr(plan, "FEW_CHUNKS", 0 if "chunks" in form else 100)
+    monkeypatch.setattr(plan, "LONGEST_FIRST", 100)
     # For a GPU of one SM there are few chunks, and no clusters.
     sms = 1 if form in ("few chunks", "blocks") else 132
     card = gpu() if asked_target() else H200
