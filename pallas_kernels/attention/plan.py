@@ -23,8 +23,8 @@ CLUSTER = 8  # the largest cluster that any Hopper GPU takes
 # then work on a long row beside short ones.  Not of int4, which wants long runs of memory.  With a
 # row for every SM twice as many.
 FEW_CHUNKS = 4
-# Tokens that a row may have from which on the longest rows begin first.  A block's order is one more
-# load before its first copies: of 128 to 256 tokens 512 rows took 67.2 us for 65.8.
+# Tokens that a row may have from which on the longest rows begin first.  The order is one more load
+# before a block's first copies: 512 rows of 128 to 256 tokens took 67.2 us for 65.8.
 LONGEST_FIRST = 1024
 # Tokens times kv heads of a cache from which on chunks are faster with a ring for each warp, by the
 # bits of a number: 64 x 8192 x 8, bfloat16 514.6 us (a team's ring 599.9), int4 170.0 (225.6), on
