@@ -26,7 +26,8 @@ summed beside the outputs.
 
 ``attention.plan`` splits the work by the batch, the capacity and the cache's dtype alone.  Nothing
 is added atomically, so a row's bits do not depend on the other rows.  Past a row's end the last
-token is copied once more and its scores are -inf.  Teams without a token leave at once.
+token is copied once more and its scores are -inf.  Teams without a token leave at once.  Where
+rows wait for an SM the longest begin first (``longest_first``), so that all SMs end together.
 
 The G query heads of several tokens are T * G query rows.  Each has an end of its own, and with a
 window a first key.  A warp takes ``Plan.fuls`` times eight of them over the words that it read
