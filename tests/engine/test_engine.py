@@ -494,8 +494,8 @@ def test_a_deterministic_engine_gives_the_same_bits_in_any_company(family):
         assert run(request)[request.id] == together[request.id]
 
 
-@pytest.mark.parametrize("slots, budget", [(16, 2048), (255, 2048), (256, 4096), (512, 4096)])
-def test_with_many_slots_a_step_on_a_gpu_has_two_prefill_calls(slots, budget, monkeypatch):
+@pytest.mark.parametrize("slots, budget", [(16, 2048), (256, 2048), (512, 4096), (1024, 8192)])
+def test_with_many_slots_a_step_on_a_gpu_has_several_prefill_calls(slots, budget, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     given = EngineOptions(max_slots=slots, max_len=3000, cache_tokens=10**6)
     options = given.resolve(model("llama").config, jnp.bfloat16)
