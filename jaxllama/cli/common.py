@@ -474,7 +474,9 @@ def sampling(args: argparse.Namespace, own: Sampling | None = None) -> Sampling:
             ("--seed", args.seed is not None),
         ):
             if used:
-                raise JaxLlamaError(f"{flag} needs --temperature above 0, which is greedy")
+                raise JaxLlamaError(
+                    f"{flag} needs --temperature above 0: 0 is greedy and draws nothing"
+                )
     return chosen
 
 
