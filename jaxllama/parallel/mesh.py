@@ -219,7 +219,7 @@ def check_axes(mesh: Mesh | AbstractMesh) -> None:
     for axis in (EXPERT_AXIS, MODEL_AXIS):
         size = mesh.shape.get(axis, 1)
         if size > 1:
-            raise JaxLlamaError(f"mesh: {axis}={size}: training splits the data only; allowed: 1")
+            raise JaxLlamaError(f"mesh: {axis}={size}: training takes data=N and stage=N only")
 
 
 def check_rows(mesh: Mesh | AbstractMesh, rows: Tree) -> None:
