@@ -132,7 +132,7 @@ def resolve(name: str | Path, revision: str | None = None, *, progress: bool = F
         try:
             return _from_hub(repo, revision, progress)
         except JaxLlamaError as error:
-            raise JaxLlamaError(f"{text}: {error}; or ask for random weights") from None
+            raise JaxLlamaError(f"{text}: {error}; or take random weights (--random)") from None
     return _from_hub(repo, revision or pinned or None, progress)
 
 
