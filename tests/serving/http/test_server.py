@@ -625,7 +625,8 @@ def test_a_bad_chat_is_400_with_a_reason(http, name):
     assert reply.status_code == 400 and error_of(reply)["param"] == param
     assert error_of(reply)["message"].startswith(param)
     if name == "image":
-        assert error_of(reply)["message"].startswith("messages[0].content")
+        path = "messages[0].content[0].type: must be 'text'"
+        assert error_of(reply)["message"].startswith(path)
 
 
 def test_what_concerns_another_service_or_nobody_knows_is_accepted(http, engine, caplog):
