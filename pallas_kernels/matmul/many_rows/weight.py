@@ -26,6 +26,9 @@ wgmma.  For int4 these are two shuffles and a permute per 32 bits, then LOP3, su
 per pair.  With ``stored`` scales a load of a byte and a multiplication replace them (``unpack``).
 The two blocks of a cluster lie side by side in N, and the activations are multicast to both.
 
+With ``lag`` no warpgroup only copies.  Multiplier 0 copies too, in each step after its wgmmas, so
+that a thread may have 255 registers where ptxas moves none (``plan``).
+
 Up to 64 tokens, a block has too little work to keep its warpgroups busy.  ``parts`` lets more
 warpgroups take turns at the slots.  ``split`` gives each of a cluster's two blocks half of K.
 ``stored`` vectors come once a tile, in the layout of the QTensor.  Beside int8 codes whose sums are
@@ -132,6 +135,7 @@ def weight_matmul(
         scratch=_scratch(operands, out_dtype, scheme, tile),
         tile=tile,
         computing=tile.rows // 64 * tile.parts,
+        feeds=tile.lag == 0,
     )
     return out
 
