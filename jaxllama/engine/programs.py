@@ -237,9 +237,7 @@ class Programs:
         try:
             if isinstance(lowered, Exception):
                 raise lowered
-            program = (
-                compiler_options.compiled_here(lowered) if self._is_cpu else lowered.compile()
-            )
+            program = compiler_options.compiled_here(lowered) if self._is_cpu else lowered.compile()
         except Exception as error:
             self._made[key].set_exception(error)
             return
