@@ -41,7 +41,7 @@ from jax.sharding import NamedSharding
 
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
-from jaxllama.kept import Kept, digest, keep, read
+from jaxllama.kept import Kept, collector_paused, digest, keep, read
 from jaxllama.typing import Jitted, LocalDevice, Tree
 from pallas_kernels.cpu import jit
 
@@ -218,7 +218,8 @@ class Programs:
         """
         with self._lowering:
             try:
-                lowered = wanted.lower()
+                with collector_paused():
+                    lowered = wanted.lower()
             except Exception as error:
                 return error
             if not self._is_cpu:
