@@ -14,7 +14,8 @@ arguments' shapes. On a CPU programs call handlers that must be registered first
 (``pallas_kernels/cpu``), so the handlers are kept with the programs. On a GPU programs call the
 runtime of Mosaic GPU.
 
-Left out: meshes of several processes, which compile together.
+Left out: meshes of GPUs, on which no second start has run yet, and meshes of several processes,
+which compile together.
 """
 
 from __future__ import annotations
