@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxllama.config.model import ModelConfig
-from jaxllama.config.reader import from_dict, read_toml
+from jaxllama.config.reader import from_dict, nearest, read_toml
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import JsonObject
 
@@ -70,5 +70,8 @@ def _preset_path(name: str | Path) -> Path:
     if path.suffix != ".toml":
         path = configs_dir() / "models" / f"{name}.toml"
         if not path.is_file():
-            raise JaxLlamaError(f"no preset {str(name)!r}; presets: {', '.join(preset_names())}")
+            names = preset_names()
+            raise JaxLlamaError(
+                f"no preset {str(name)!r}; presets: {', '.join(names)}{nearest(str(name), names)}"
+            )
     return path

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,13 +27,21 @@ def read_toml(path: Path) -> JsonObject:
         raise JaxLlamaError(f"{path}: not a TOML file: {error}") from None
 
 
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return the end of an error: which known word is close to ``word``, or "" if none is."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
 def from_dict(cls: type[T], data: JsonObject, prefix: str = "") -> T:
     """Build a (nested) frozen dataclass, rejecting unknown keys, missing keys and wrong types."""
     hints = _type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in data:
         if key not in fields:
-            raise JaxLlamaError(f"unknown key {prefix + key!r}; allowed: {', '.join(fields)}")
+            raise JaxLlamaError(
+                f"unknown key {prefix + key!r}; allowed: {', '.join(fields)}{nearest(key, fields)}"
+            )
     values = {}
     for key, field in fields.items():
         if key in data:

@@ -20,7 +20,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import DraftPlan
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.executor import DETERMINISTIC_ROWS
-from jaxllama.model.cache import init_pages
+from jaxllama.model.cache import cache_dtype_name, init_pages
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
 from jaxllama.text.rows import chunk_widths, default_chunk, powers_of, short
@@ -196,7 +196,8 @@ class EngineOptions:
         """
         if self.max_len is not None and self.max_len > cfg.max_position:
             raise JaxLlamaError(
-                f"max_len = {self.max_len}: {cfg.name} has a context of {cfg.max_position}"
+                f"max_len = {self.max_len}: {cfg.name} has a context of {cfg.max_position}, "
+                "so give at most that"
             )
         on_cpu = jax.default_backend() == "cpu"
         kv_dtype = self.kv_dtype or default_cache_dtype(dtype, jax.local_devices()[0])
@@ -479,10 +480,7 @@ def checked_names(options: Iterable[str]) -> None:
 
 
 def _cache_dtype(dtype: DTypeLike) -> str:
-    try:
-        name = jnp.dtype(dtype).name
-    except TypeError:
-        name = str(dtype)
+    name = cache_dtype_name(dtype)
     if name not in CACHE_DTYPES:
-        raise JaxLlamaError(f"kv_dtype = {name!r}: allowed are {', '.join(CACHE_DTYPES)}")
+        raise JaxLlamaError(f"kv_dtype = {name!r}: allowed are {', '.join(CACHE_DTYPES)} and fp8")
     return name

@@ -504,7 +504,7 @@ def test_options_that_do_not_go_together_are_refused_by_name():
         (lm, {"max_slots": None}, "max_slots = None: must be a whole number"),
         (lm, {"prefill_rows": 1.5}, "prefill_rows = 1.5: must be a whole number"),
         (lm, {"max_len": 1}, "max_len = 1: must be a whole number >= 2"),
-        (lm, {"max_len": 5000}, "max_len = 5000: tiny-llama has a context of 4096"),
+        (lm, {"max_len": 5000}, "tiny-llama has a context of 4096, so give at most that"),
         (lm, {"prefill_chunk": 128}, "prefill_chunk = 128: exceeds max_len = 96"),
         (lm, {"page_size": 32}, "page_size = 32: exceeds prefill_chunk = 16"),
         (model("hybrid"), {"page_size": 5}, "page_size = 5: must divide 16, as GLA's states"),

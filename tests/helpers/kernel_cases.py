@@ -358,12 +358,12 @@ def low_rank_product():
     return lambda x, w, *low: f(x, w, low_rank=low), (x, w, S((64, 3 * 64), BF16), second)
 
 
-def blocks():
-    w = weight("int4", 4096, 4096), weight("int4", 1024, 4096), S((64, 4096), BF16)
+def blocks(m: int = 8, k: int = 4096, words: str | None = "int4"):
+    large = (S((n, k), BF16) if words is None else weight(words, n, k) for n in (4096, 1024))
     return lambda x, w, gamma: [x.rows for x in blocks_matmul(x, w, norm=(gamma, 1e-5))], (
-        S((8, 4096), BF16),
-        w,
-        S((4096,), BF16),
+        S((m, k), BF16),
+        (*large, S((64, k), BF16)),
+        S((k,), BF16),
     )
 
 
@@ -511,6 +511,8 @@ VARIANTS = {
     "product 8 zeros": lambda: product(8, "zeros"),
     "product 8 bfloat16": lambda: product(8, "bfloat16"),
     "product 8 in blocks": blocks,
+    "product 1 in blocks": lambda: blocks(1, 2048),
+    "product 1 in blocks, floats": lambda: blocks(1, 2048, None),
     "product 64 bfloat16": lambda: product(64, "bfloat16"),
     "product 64 bfloat16 swiglu": lambda: product(64, "bfloat16", shape=(28672, 4096), swiglu=True),
     "product 64 W8A8 low rank": low_rank_product,
