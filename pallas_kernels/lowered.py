@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Emit = Callable[..., Sequence[Any]]
 # Of a module's context: what it has lowered before.
 _CACHES = "lowering_cache", "cached_primitive_lowerings", "pallas_lowering_cache"
-MOST = 1024  # kernels that are kept, of 50 to 400 KB each
+MOST = 1024  # kernels that are kept, of 46 KB on average and 300 KB at most
 _kept: dict[Hashable, bytes] = {}
 _lock = threading.Lock()
 
