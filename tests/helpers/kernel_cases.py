@@ -13,6 +13,7 @@ from pallas_kernels.attention.past import attend as attend_past
 from pallas_kernels.attention.rope_attention import rope_and_attend
 from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write
 from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
+from pallas_kernels.experts.best import best
 from pallas_kernels.experts.fetch import fetch
 from pallas_kernels.experts.fetch_plan import FetchedLeaf
 from pallas_kernels.experts.gate import ClampedGate, Gate
@@ -245,6 +246,7 @@ CASES = {
     "experts zeros-64": lambda: grouped("zeros-64", 5760, 2880, ClampedGate(), 1, (32, 4)),
     "product 1 zeros-64": lambda: product(1, "zeros-64", shape=(5120, 2880)),
     "norm and route": lambda: routed(128, 2048, 8),
+    "best of 128": lambda: (lambda x: best(x, 8, implementation="mosaic"), (S((256, 128), F32),)),
     "experts 8192 int8": lambda: grouped("int8", 2048, 768, None, 8192),
     "experts 8192 fp8-block": lambda: grouped("fp8-block", 2048, 768, None, 8192),
     "product 8 int4": lambda: product(8, "int4"),
