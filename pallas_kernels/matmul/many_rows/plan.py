@@ -219,7 +219,7 @@ FEW_INT4 = (*FEW_WEIGHT, (WeightTile(64, 64, stages=16, store=16, parts=2, clust
 # One tile of tokens in int8 beside int4 codes, with int32 sums.  Slots of 256 columns have half as
 # many rows of codes to copy, of 128 bytes each, and half the barriers.
 FEW_CODES = (
-    WeightTile(64, 128, stages=12, store=16, parts=2, cluster=1, unroll=1, block=2 * CODES_K),
+    WeightTile(64, 128, stages=12, store=16, cluster=1, unroll=1, block=2 * CODES_K),
     WeightTile(64, 256, stages=12, store=16, cluster=1, unroll=1, block=2 * CODES_K),
     WeightTile(64, 64, stages=12, store=16, parts=2, cluster=1, unroll=1, block=2 * CODES_K),
     WeightTile(
