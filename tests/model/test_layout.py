@@ -31,7 +31,7 @@ def on_a_gpu(monkeypatch):
 
 
 def test_logits_files_and_updates(on_a_gpu, tmp_path):
-    cfg = IDENTITIES["gqa"].replace(d_ff=64)
+    cfg = IDENTITIES["gqa"].replace(d_ff=64, n_layers=1)
     floats = params_of(cfg)
     params = jl.quantize_params(floats, "w4a8-g32,embed=w4a8-g32")
     plain, lm = LanguageModel(cfg, params, None, exact=True), LanguageModel(cfg, params, None)
