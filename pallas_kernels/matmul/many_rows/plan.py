@@ -219,7 +219,7 @@ FEW_INT4 = (*FEW_WEIGHT, (WeightTile(64, 64, stages=16, store=16, parts=2, clust
 # One tile of tokens in int8 beside int4 codes, with int32 sums.  Slots of 256 columns have half as
 # many rows of codes to copy, of 128 bytes each, and half the barriers.
 FEW_CODES = (
-    WeightTile(64, 128, stages=12, store=16, cluster=1, unroll=1, block=2 * CODES_K),
+    WeightTile(64, 128, stages=12, store=16, parts=2, cluster=1, unroll=1, block=2 * CODES_K),
     WeightTile(64, 256, stages=12, store=16, cluster=1, unroll=1, block=2 * CODES_K),
     WeightTile(64, 64, stages=12, store=16, parts=2, cluster=1, unroll=1, block=2 * CODES_K),
     WeightTile(
@@ -455,7 +455,10 @@ def _few_codes_tile(call: MatmulCall) -> WeightTile | None:
     costs = gpu().costs[FEW_CODES_FAMILY].serial
 
     def fitted(tile: WeightTile) -> WeightTile:
-        tile = dataclasses.replace(tile, tokens=32 if call.m <= 32 else 64, sms=gpu().sms)
+        tokens = 32 if call.m <= 32 else 64
+        # With 64 tokens one set of warpgroups is enough, and leaves room for two more slots.
+        parts = 1 if tokens == 64 and tile.rows == 128 else tile.parts
+        tile = dataclasses.replace(tile, tokens=tokens, parts=parts, sms=gpu().sms)
         return tile.fitted(call.m, n, 4, _stored_bytes(w, tile.split))
 
     def fits(tile: WeightTile) -> bool:
