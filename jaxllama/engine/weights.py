@@ -135,7 +135,8 @@ def _scheme_of(weight: QTensor | CpuWeight, path: str) -> tuple[Scheme, str]:
     else:
         size = None if groups == 1 and form.zero is None else form.group_size
         found = Scheme(codes, size, form.zero is not None, activations)
-    is_moved = weight.columns is not None and not getattr(weight, "interleaved", False)
+    is_interleaved = isinstance(weight, QTensor) and weight.interleaved
+    is_moved = weight.columns is not None and not is_interleaved
     fixed = is_moved or weight.input_scale is not None
     if fixed or (form.zero is not None and jnp.issubdtype(form.zero.dtype, jnp.floating)):
         raise JaxLlamaError(

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dequantize, quantize
-from pallas_kernels.matmul import choice
+from pallas_kernels.matmul import choice, op
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.interleave import in_order, in_order_tree, interleaved, interleaved_tree
 from pallas_kernels.matmul.many_rows import unpack
 from pallas_kernels.matmul.op import product_plan, quantized_matmul
-from pallas_kernels.qtensor import RowBlocks
+from pallas_kernels.qtensor import RowBlocks, take_columns
 from tests.helpers import warp_emulator
 from tests.helpers.arrays import as_jax
 from tests.helpers.matmul_cases import lowered, newest, shaped
@@ -80,6 +80,10 @@ def test_products_have_the_same_bits():
     ):
         got, want = (quantized_matmul(rows, v, out_dtype=F32, **more) for v in (made, w))
         np.testing.assert_array_equal(got, want)
+    # Whoever has moved x forgets the columns, and need not know the note.
+    moved = take_columns(x, made.columns), dataclasses.replace(made, columns=None)
+    np.testing.assert_array_equal(quantized_matmul(*moved), quantized_matmul(x, w))
+    assert not op._keeps_order(*moved) and op._keeps_order(x, made)
     got, want = (quantized_matmul(dequantize(x), v) for v in (made, w))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
