@@ -305,8 +305,9 @@ def _without_notes(x: jax.Array | QTensor, w: QTensor) -> QTensor:
 
 def _keeps_order(x: jax.Array | QTensor, w: _Weight) -> bool:
     """Whether a kernel reads w's columns in their order with x as it is."""
-    is_codes = isinstance(x, QTensor) and isinstance(w, QTensor)
-    return is_codes and w.interleaved and w.columns is not None
+    if not (isinstance(x, QTensor) and isinstance(w, QTensor)):
+        return False
+    return w.interleaved and w.columns is not None
 
 
 def _product(
