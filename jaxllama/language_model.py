@@ -32,6 +32,7 @@ from jaxllama.executors.executor import DraftSource, Executor, KeptCalls
 from jaxllama.generation import check_prompts
 from jaxllama.kept import KeptPrograms, signature
 from jaxllama.model.cache import cache_dtype_name
+from jaxllama.model.layout import as_stored
 from jaxllama.model.lora import for_rows
 from jaxllama.model.summary import summary
 from jaxllama.text.rows import (
@@ -45,7 +46,6 @@ from jaxllama.text.rows import (
 )
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import Params
-from pallas_kernels.cpu import restore_tree
 
 # a message has one of these beside its role
 _HOLDS = {"content", "tool_calls", "tool_responses", "reasoning_content", "reasoning", "thinking"}
@@ -79,7 +79,7 @@ class LanguageModel:
         Names of the LoRA adapters in ``params`` (``model.lora``), in their order.
     exact : bool
         On a CPU, quantized weights keep exact float32 products. Otherwise they are laid out for the
-        CPU's handlers (``model.cpu_layout``), which round activations to 8 bits.
+        CPU's handlers (``model.layout``), which round activations to 8 bits.
     programs : KeptPrograms, optional
         Programs that earlier processes compiled for this model. None uses jax's own cache alone.
     pooling : Pooling, optional
@@ -367,7 +367,7 @@ class LanguageModel:
         saving.check_format(format)
         if self.adapters:
             raise JaxLlamaError("adapters lie beside the weights: load(..., merge=True) joins them")
-        params = restore_tree(self.executor.whole(self.config, self.params))
+        params = as_stored(self.executor.whole(self.config, self.params))
         with tempfile.TemporaryDirectory() as scratch:
             files = [] if self.tokenizer is None else self.tokenizer.save(scratch)
             return saving.save(

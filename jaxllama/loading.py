@@ -44,7 +44,7 @@ from jaxllama.kept import LEAST_LAYERS, KeptPrograms
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import lora
 from jaxllama.model.cache import default_dtype
-from jaxllama.model.cpu_layout import handles, lay_out, slow_on_cpu
+from jaxllama.model.layout import handles, lay_out, slow_on_cpu
 from jaxllama.model.operands import float_dtype
 from jaxllama.model.shardings import leaf_readers, place_params, shard_params
 from jaxllama.parallel.mesh import make_mesh
@@ -230,9 +230,9 @@ def load(
 
         whole = cfg if grid is None else None  # its programs run on one device
         params = quantize_params(params, quantize, cfg=whole, progress=progress)
-        if grid is None and not exact:
-            with working("laying out weights", show=progress):
-                params = jax.block_until_ready(lay_out(params))
+    if grid is None and not exact:
+        with working("laying out weights", show=progress and quantize is not None):
+            params = jax.block_until_ready(lay_out(params, donate=True))
     if grid is not None:
         cfg, params = place_params(cfg, params, grid)
     if quantize is not None and not exact and (reason := slow_on_cpu(params)) is not None:

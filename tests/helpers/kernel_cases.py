@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -30,6 +31,7 @@ from pallas_kernels.gla.token import gla_token, gla_tokens
 from pallas_kernels.matmul import sums
 from pallas_kernels.matmul.blocks import blocks_matmul
 from pallas_kernels.matmul.gated import gated_matmul
+from pallas_kernels.matmul.interleave import interleaved
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.operands import Columns
 from pallas_kernels.rows import greedy_kernel
@@ -48,6 +50,9 @@ def weight(scheme: str, n: int, k: int):
     floats = S((n, k), BF16)
     if scheme == "bfloat16":
         return floats
+    if scheme == "interleaved":  # "multiples" in the order of the kernel
+        w = dataclasses.replace(weight("multiples", n, k), activations="int8")
+        return jax.eval_shape(interleaved, w)
     if scheme in FORMATS:
         return jax.eval_shape(functools.partial(quantize, dtype=scheme), floats)
     how = {"int4": (128, True), "zeros": (128, False), "zeros-64": (64, False)}
@@ -274,6 +279,11 @@ CASES = {
     "product 64 W4A8, long": lambda: product(
         64, "multiples", "int8", shape=(4096, 14336), out_dtype=BF16
     ),
+    "product 64 W4A8, interleaved": lambda: product(64, "interleaved", "int8", out_dtype=BF16),
+    "product 64 W4A8, interleaved, long": lambda: product(
+        64, "interleaved", "int8", shape=(4096, 14336), out_dtype=BF16
+    ),
+    "product 2048 W4A8, interleaved": lambda: product(2048, "interleaved", "int8", out_dtype=BF16),
     "product 2048 int4": lambda: product(2048, "int4"),
     "product 2048 zeros": lambda: product(2048, "zeros"),
     "product 2048 int8": lambda: product(2048, "int8"),

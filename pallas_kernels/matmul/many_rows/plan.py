@@ -468,7 +468,10 @@ def _few_codes_tile(call: MatmulCall) -> WeightTile | None:
     costs = gpu().costs[FEW_CODES_FAMILY].serial
 
     def fitted(tile: WeightTile) -> WeightTile:
-        tile = dataclasses.replace(tile, tokens=32 if call.m <= 32 else 64, sms=gpu().sms)
+        tokens = 32 if call.m <= 32 else 64
+        # With 64 tokens one set of warpgroups is enough, and leaves room for two more slots.
+        parts = 1 if tokens == 64 and tile.rows == 128 else tile.parts
+        tile = dataclasses.replace(tile, tokens=tokens, parts=parts, sms=gpu().sms)
         return tile.fitted(call.m, n, 4, _stored_bytes(w, tile.split))
 
     def fits(tile: WeightTile) -> bool:

@@ -54,7 +54,9 @@ from pallas_kernels.matmul.many_rows.plan import WeightTile, part_groups
 from pallas_kernels.matmul.many_rows.weight_program import WeightBlock, WeightScheme
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "group", "float_zero", "float4", "tile"))
+@functools.partial(
+    jax.jit, static_argnames=("out_dtype", "group", "float_zero", "float4", "interleaved", "tile")
+)
 def weight_matmul(
     x: jax.Array,
     w: jax.Array,
@@ -68,6 +70,7 @@ def weight_matmul(
     group: int,
     float_zero: bool = False,
     float4: str | None = None,
+    interleaved: bool = False,
     tile: WeightTile,
 ) -> jax.Array:
     """Multiply ``x`` by quantized weights; see the module's docstring.
@@ -91,6 +94,8 @@ def weight_matmul(
         zero is added after the scale, not subtracted before it.
     float4 : "e8m0", "e4m3" or None
         The bits of w are float4_e2m1fn codes, and scale holds the bytes of such scales as int8.
+    interleaved : bool
+        Beside 8-bit x: w's columns are in the order of ``matmul.interleave``.
 
     Returns
     -------
@@ -117,6 +122,7 @@ def weight_matmul(
         or (bits == 4 and tile.stored and group % (tile.block // tile.pieces) == 0),
         float4=float4,
         float8=w.dtype == jnp.float8_e4m3fn,
+        interleaved=interleaved,
     )
     operands = {
         "x": x,

@@ -42,6 +42,7 @@ class WeightScheme(SlotGroups):
     unpacked: bool  # 4-bit codes become the operand byte by byte (``unpack``)
     float4: str | None = None  # "e8m0" or "e4m3": the scales of float4_e2m1fn codes, in bytes
     float8: bool = False  # the codes are float8_e4m3fn
+    interleaved: bool = False  # int4 codes beside 8-bit x are in the order of ``interleave``
 
 
 class WeightBlock:
@@ -191,7 +192,8 @@ class Multiplier:
             zeros = None if gmem.zero is None else self.stored_at(smem.zero, t, j, group)
             if scheme.codes:
                 multiples = None if scheme.scaled else scales
-                return unpack.to_8_bits(gmem.x.dtype, codes, zeros, multiples, piece)
+                how = {"piece": piece, "interleaved": scheme.interleaved}
+                return unpack.to_8_bits(gmem.x.dtype, codes, zeros, multiples, **how)
             return unpack.to_bfloat16(codes, scales, zeros)
         wide = plgpu.Layout.WGMMA_UPCAST_2X
         if gmem.w.dtype == jnp.int4:
