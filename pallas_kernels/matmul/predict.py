@@ -87,7 +87,7 @@ def kernel_work(plan: _Plan, call: MatmulCall) -> MatmulWork:
 
 def _row(plan: RowPlan, call: MatmulCall) -> MatmulWork:
     normed = float(call.norm is not None)
-    busiest = plan.rounds * plan.rows * call.k * plan.bits / 8e3  # KB of a warp
+    busiest = plan.rounds * plan.rows * plan.padded_k * plan.bits / 8e3  # KB of a warp
     serial = normed, normed * call.k / 1e3, call.k / 1e3
     return MatmulWork(f"row {_codes(call)}", serial, (_megabytes(call), busiest))
 
