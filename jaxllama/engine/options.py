@@ -30,6 +30,8 @@ from pallas_kernels.qtensor import tree_bytes
 CACHE_DTYPES = ("float32", "bfloat16", "float16", *QUANTIZED_CACHE)
 # Tokens of one prefill call: enough to fill a GPU, and a short stall for the rows that decode.
 PREFILL_TOKENS = 2048
+# Slots from which on a step's default budget is two prefill calls.
+TWO_CALLS = 512
 # Context lengths, in tokens, up to which rows are decoded by programs of their own. Kernels are
 # planned for the longest row, so a program for 131,072 tokens would serve short rows badly. Up to
 # 2,048 tokens of an int8 cache no row is split into chunks.
@@ -87,8 +89,9 @@ class EngineOptions:
         The default on a CPU is as many short prompts as a chunk has room for, and elsewhere a 32nd
         of max_slots.
     token_budget : int or None
-        Tokens of prompts, padding included, between two decode steps, at least prefill_chunk. The
-        default is the tokens of one prefill call.
+        Tokens of prompts, padding included, between two decode calls, at least prefill_chunk. While
+        more wait, a decode call is one step. The default is the tokens of one prefill call, on a
+        GPU with 512 slots or more of two: few calls then leave a prompt to the next.
     max_queue : int
         Largest number of waiting requests.
     steps_per_call : int or None
@@ -233,6 +236,7 @@ class EngineOptions:
         if not on_cpu or self.prefill_rows is not None:
             rows = self.prefill_rows or rows
             call = max(width * _rows(rows, width, PREFILL_TOKENS) for width in _widths(chunk))
+        calls = 1 if on_cpu or self.deterministic or self.max_slots < TWO_CALLS else 2
         prefix_cache = self.prefix_cache and not is_dynamic
         resolved = ResolvedOptions(
             max_slots=self.max_slots,
@@ -244,7 +248,7 @@ class EngineOptions:
             prefix_cache=prefix_cache,
             prefill_chunk=chunk,
             prefill_rows=rows,
-            token_budget=self.token_budget or call,
+            token_budget=self.token_budget or calls * call,
             max_queue=self.max_queue,
             steps_per_call=self.steps_per_call or min(4, max_len - 1),
             deterministic=self.deterministic,

@@ -294,6 +294,7 @@ CASES = {
     ),
     "product 64 FP8 static": lambda: product(64, "float8_e4m3fn", "fp8-static"),
     "gated FP8 static": lambda: gated_codes(64),
+    "gated FP8 static, many rows": lambda: gated_codes(2048),
     "product 64 FP8 blocks": lambda: product(64, "fp8-block", "fp8-block"),
     "product 2048 FP8 blocks": lambda: product(2048, "fp8-block", "fp8-block"),
     "product 2048 W4A8": lambda: product(2048, "int4", "int8"),
@@ -544,11 +545,15 @@ VARIANTS = {
     ),
     "decode 64 in pages": lambda: in_pages(decode_attention, "bfloat16", 64),
     "decode 64 int4 in pages": lambda: in_pages(decode_attention, "int4", 64, window=700),
+    "decode 512 float8 in pages": lambda: in_pages(decode_attention, "float8_e4m3fn", 512),
     "decode 64 of 3 tokens int8 in pages": lambda: in_pages(decode_attention, "int8", 64, 3),
     "direct, norms and window": direct_normed,
     "direct int4": lambda: decode("int4", 1, 1152),
     "direct in pages": lambda: in_pages(rope_and_attend, "bfloat16", 1, rotates=True),
     "rope and cache int4 in pages": lambda: in_pages(rope_and_write, "int4", 64, rotates=True),
+    "rope and cache 512 float8 in pages": lambda: in_pages(
+        rope_and_write, "float8_e4m3fn", 512, rotates=True
+    ),
     "SSD step, heads of 32": lambda: ssd_one(64, 48, 128, 32),
     "SSD step of a row": lambda: ssd_one(1, 48, 128, 32),
     "SSD, lengths": lambda: with_lengths(*ssd_chunks(8, 4096, 1, 48, 64, 64), 8),

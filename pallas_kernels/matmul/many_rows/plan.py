@@ -362,11 +362,15 @@ def _few_tokens_tile(
     return dataclasses.replace(tile, tokens=32 if m <= 32 else 64, sms=gpu().sms)
 
 
-def gated_tile() -> PairTile:
-    """The tile for up to 64 rows of e4m3 and w of gate and up, whose result is e4m3 too.
+def gated_tile(m: int) -> PairTile:
+    """The tile for m rows of e4m3 and w of gate and up, whose result is e4m3 too.
 
-    A warpgroup stores 32 columns: with fewer there is no swizzle of shared memory.
+    A warpgroup stores 32 columns, or with many rows 64: fewer are no swizzle of shared memory, and
+    other numbers no whole swizzles.
     """
+    if m > 64:
+        tile = PairTile(128, 128, stages=6, promote=_FP8_PROMOTE, sms=gpu().sms)
+        return _in_even_snakes(tile, m)
     stages = _RING_BYTES // ((64 + 128) * BLOCK_BYTES)
     return PairTile(64, 128, stages, cluster=1, promote=_FP8_PROMOTE, sms=gpu().sms)
 
