@@ -114,6 +114,7 @@ def rewards(args: argparse.Namespace) -> None:
             took[name] = time.perf_counter() - begun
         ratio = took["requests"] / took["rollout"]
         say(**about, at="rollout beside its requests", seconds=took, ratio=ratio)
+    engine.warm_up()  # a rollout needs no calls of fewer prompts
     own = load_of.run(engine, asked, new, rows, 0.5 if small else 4.0)
     say(**about, at="the engine's steady state", **own)
 

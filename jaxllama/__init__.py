@@ -1,4 +1,4 @@
-"""jaxllama: Llama and Gated Linear Attention in JAX.
+"""jaxllama: language models in JAX, with attention, Gated Linear Attention or the delta rule.
 
 Public names, in the order data meets them.  They are imported on first use, so that
 ``import jaxllama`` is fast and touches no device.

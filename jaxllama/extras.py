@@ -33,11 +33,14 @@ def is_optional(package: str | None) -> bool:
     return package is not None and package.partition(".")[0] in _EXTRA_OF
 
 
-def missing(package: str, user: str) -> JaxLlamaError:
-    """The error of ``user``, which needs a package that is not installed.  jaxllama is on no
-    package index yet, so the line names the checkout."""
+def missing(package: str, user: str, extra: str | None = None) -> JaxLlamaError:
+    """Return the error of ``user``, which needs a package that is not installed.
+
+    extra: the extra to name, if several install the package.  jaxllama is on no package index yet,
+    so the line names the checkout.
+    """
     package = package.partition(".")[0]
-    return JaxLlamaError(f"{user} needs {package}: {how(_EXTRA_OF[package])}")
+    return JaxLlamaError(f"{user} needs {package}: {how(extra or _EXTRA_OF[package])}")
 
 
 def how(extra: str) -> str:

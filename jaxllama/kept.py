@@ -17,11 +17,12 @@ Left out: GPUs, meshes, and models of few layers, whose tracing takes little tim
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import os
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import MappingProxyType
@@ -91,7 +92,9 @@ class KeptPrograms:
         self._index.result()
         compiled = self._ready(name)
         if compiled is None:
-            compiled = _compiled(function.lower(*before, *arguments, **static))
+            with collector_paused():
+                lowered = function.lower(*before, *arguments, **static)
+            compiled = _compiled(lowered)
             made = self._made[name] = Future()
             made.set_result(compiled)
             if self._path is not None:
@@ -141,6 +144,22 @@ class KeptPrograms:
         programs[name] = blob
         newest = dict(list(programs.items())[-PROGRAMS:])
         _write(self._path, Kept(jit.registered(), newest))
+
+
+@contextlib.contextmanager
+def collector_paused() -> Generator[None]:
+    """Within, Python looks for no cycles: while a program is traced and lowered, whose objects are
+    many and stay, that takes a quarter of the time.
+
+    Other threads may pause it at the same time; it goes on when the first of them ends.
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def _compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:

@@ -31,6 +31,8 @@ from jaxllama.executors.drafting import draft_source
 from jaxllama.executors.executor import DraftSource, Executor, KeptCalls
 from jaxllama.generation import check_prompts
 from jaxllama.kept import KeptPrograms, signature
+from jaxllama.model.cache import cache_dtype_name
+from jaxllama.model.layout import as_stored
 from jaxllama.model.lora import for_rows
 from jaxllama.model.summary import summary
 from jaxllama.text.rows import (
@@ -44,7 +46,9 @@ from jaxllama.text.rows import (
 )
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import Params
-from pallas_kernels.cpu import restore_tree
+
+# a message has one of these beside its role
+_HOLDS = {"content", "tool_calls", "tool_responses", "reasoning_content", "reasoning", "thinking"}
 
 OnText = Callable[[int, str], None]
 
@@ -75,7 +79,7 @@ class LanguageModel:
         Names of the LoRA adapters in ``params`` (``model.lora``), in their order.
     exact : bool
         On a CPU, quantized weights keep exact float32 products. Otherwise they are laid out for the
-        CPU's handlers (``model.cpu_layout``), which round activations to 8 bits.
+        CPU's handlers (``model.layout``), which round activations to 8 bits.
     programs : KeptPrograms, optional
         Programs that earlier processes compiled for this model. None uses jax's own cache alone.
     pooling : Pooling, optional
@@ -163,7 +167,7 @@ class LanguageModel:
         stop : str or sequence of str
             Strings that end a row when they appear, also across token borders.
         kv_dtype : data-type, optional
-            Type of the cache; by default the activations' type.
+            Type of the cache, for example "int8" or "fp8"; by default the activations' type.
         chunk : int, optional
             Tokens of a prompt that pass through the model at once.
             ``decoding.forward.prefill_chunk`` chooses the default. ``docs/rooms/model.md`` lists
@@ -363,7 +367,7 @@ class LanguageModel:
         saving.check_format(format)
         if self.adapters:
             raise JaxLlamaError("adapters lie beside the weights: load(..., merge=True) joins them")
-        params = restore_tree(self.executor.whole(self.config, self.params))
+        params = as_stored(self.executor.whole(self.config, self.params))
         with tempfile.TemporaryDirectory() as scratch:
             files = [] if self.tokenizer is None else self.tokenizer.save(scratch)
             return saving.save(
@@ -401,6 +405,7 @@ class LanguageModel:
         check_rows(self.config, self.tokenizer, rows, max_new_tokens, stops)
         numbers = self._numbers(adapter, len(rows))
         per_row = sampling_of(sampling, seed, len(rows))
+        kv_dtype = None if kv_dtype is None else cache_dtype_name(kv_dtype)
         cache_dtype, chunk = self.executor.cache_options(kv_dtype, chunk, self.dtype)
         call = GenerateCall(
             rows,
@@ -449,7 +454,9 @@ class LanguageModel:
         if name is None:
             return 0
         if name not in self.adapters:
-            there = ", ".join(map(repr, self.adapters)) or "none"
+            there = (
+                ", ".join(map(repr, self.adapters)) or "none: give adapters= at load, or --adapter"
+            )
             raise JaxLlamaError(f"adapter = {short(name)}: {self.config.name} has {there}")
         return self.adapters.index(name) + 1
 
@@ -616,4 +623,7 @@ class LanguageModel:
             raise JaxLlamaError(
                 f'messages = {short(messages)}: expected a list of {{"role": ..., "content": ...}}'
             )
+        for index, message in enumerate(messages):
+            if not _HOLDS & message.keys():
+                raise JaxLlamaError(f'messages[{index}] = {short(message)}: "content" is missing')
         return self.tokenizer.encode_chat(messages)

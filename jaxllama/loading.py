@@ -44,7 +44,7 @@ from jaxllama.kept import LEAST_LAYERS, KeptPrograms
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import lora
 from jaxllama.model.cache import default_dtype
-from jaxllama.model.cpu_layout import handles, lay_out, slow_on_cpu
+from jaxllama.model.layout import handles, lay_out, slow_on_cpu
 from jaxllama.model.operands import float_dtype
 from jaxllama.model.shardings import leaf_readers, place_params, shard_params
 from jaxllama.parallel.mesh import make_mesh
@@ -66,7 +66,7 @@ def load(
     dtype: DTypeLike | None = None,
     quantize: str | None = None,
     *,
-    policy: Policy | None = None,
+    policy: str | Policy | None = None,
     mesh: str | Mapping[str, int] | Mesh | None = None,
     deterministic: bool = False,
     random: bool = False,
@@ -89,9 +89,10 @@ def load(
         GPU and float32 on a CPU.
     quantize : str, optional
         A scheme of ``quantize_params``, such as "w8a8". It is applied once, after loading.
-    policy : Policy, optional
+    policy : str or Policy, optional
         Where weights, cache and activations are stored, for models larger than the device
-        (``offload``). It excludes ``mesh`` and ":layers=N".
+        (``offload``): a Policy, or its text, such as "20 80 0 100 0 100". It excludes ``mesh`` and
+        ":layers=N".
     mesh : str, mapping or Mesh, optional
         Several devices, such as "data=1,model=4" (``parallel``). Each device reads its own part.
     deterministic : bool
@@ -176,8 +177,10 @@ def load(
     if policy is None and mesh is None and jax.default_backend() == "cpu":
         programs = KeptPrograms((str(source), revision, dtype.name, quantize, random, exact, merge))
     if policy is not None:
+        from jaxllama.offload.policy import Policy
         from jaxllama.placement import Placement
 
+        policy = Policy.parse(policy) if isinstance(policy, str) else policy
         place = Placement(policy, dtype, quantize, deterministic, exact=exact)
     sampling, vectors, classifier = None, None, None
     if random and merge:
@@ -227,9 +230,9 @@ def load(
 
         whole = cfg if grid is None else None  # its programs run on one device
         params = quantize_params(params, quantize, cfg=whole, progress=progress)
-        if grid is None and not exact:
-            with working("laying out weights", show=progress):
-                params = jax.block_until_ready(lay_out(params))
+    if grid is None and not exact:
+        with working("laying out weights", show=progress and quantize is not None):
+            params = jax.block_until_ready(lay_out(params, donate=True))
     if grid is not None:
         cfg, params = place_params(cfg, params, grid)
     if quantize is not None and not exact and (reason := slow_on_cpu(params)) is not None:

@@ -24,7 +24,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.offloaded.executor import SCHEME, Offloaded
 from jaxllama.language_model import LanguageModel
-from jaxllama.model.cpu_layout import handles
+from jaxllama.model.layout import handles
 from jaxllama.offload.expert_places import ExpertPlace, places, use_of
 from jaxllama.offload.experts import ExpertBias, ExpertTensor, put_experts
 from jaxllama.offload.policy import Policy, Shares

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jax._src.cudnn.fused_attention_stablehlo import MaskType
     from jax._src.distributed import State
     from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
-    from jax._src.lib.mlir.dialects import arith, gpu, llvm, memref, scf, vector
+    from jax._src.lib.mlir.dialects import arith, func, gpu, llvm, memref, scf, vector
 
     Value = ir.Value[ir.Type]
 
@@ -27,6 +27,7 @@ __all__ = [
     "arith",
     "cudnn_attention",
     "distributed_state",
+    "func",
     "get_opaque_trace_state",
     "gpu",
     "ir",
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 
-_DIALECTS = ("arith", "gpu", "llvm", "memref", "scf", "vector")
+_DIALECTS = ("arith", "func", "gpu", "llvm", "memref", "scf", "vector")
 
 
 def __getattr__(name: str) -> object:

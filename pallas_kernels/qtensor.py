@@ -23,6 +23,8 @@ Invariants, for the logical array ``w[..., K]`` (weights are ``[out, in]``: K is
 * ``columns`` (int32 ``[K]``, or None for the identity) maps each column of ``q`` to its column of
   w.  The groups of GPTQ's act-order are not consecutive in w, so columns are stored sorted by
   group.  A matmul takes its other operand's features in that order; ``dequantize`` undoes it.
+* ``interleaved`` is static: whether ``columns`` are those of ``matmul.interleave``, which a kernel
+  reads without moving x.  It is a note: whoever does not know it takes ``columns``.
 
 A row of zeros has codes 0, and dequantizes to zeros.  Its scale is 0, or 1 in float8_e8m0fnu, which
 has no 0.
@@ -44,7 +46,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +95,8 @@ class QTensor:
     blocked : int, optional
         The rows of w, a multiple of 128, each 128 of which share their scales. Pass None if
         rows are permuted or scaled one by one.
+    interleaved : bool
+        Whether ``columns`` are those of ``matmul.interleave.interleaved``.
 
     Notes
     -----
@@ -108,6 +112,7 @@ class QTensor:
     input_scale: jax.Array | None = None
     unit: jax.Array | None = None
     blocked: int | None = dataclasses.field(default=None, metadata={"static": True})
+    interleaved: bool = dataclasses.field(default=False, metadata={"static": True})
 
     if TYPE_CHECKING:
         # While a checkpoint is read or saved, the parts are numpy arrays in the host's memory.
@@ -121,6 +126,7 @@ class QTensor:
             input_scale: jax.Array | np.ndarray | None = None,
             unit: jax.Array | np.ndarray | None = None,
             blocked: int | None = None,
+            interleaved: bool = False,
         ) -> None: ...
 
     __repr__ = short_repr
@@ -374,6 +380,12 @@ def of_one_scale(codes: jax.Array, scale: jax.Array) -> QTensor:
     return QTensor(codes, rows, input_scale=scale)
 
 
+@overload
+def take_columns(x: jax.Array, columns: jax.Array) -> jax.Array: ...
+@overload
+def take_columns(x: QTensor, columns: jax.Array) -> QTensor: ...
+@overload
+def take_columns(x: jax.Array | QTensor, columns: jax.Array) -> jax.Array | QTensor: ...
 def take_columns(x: jax.Array | QTensor, columns: jax.Array) -> jax.Array | QTensor:
     """Columns of ``x[..., K]`` in another order; of a QTensor with one scale a row, its codes'."""
     if isinstance(x, QTensor):

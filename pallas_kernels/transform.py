@@ -294,7 +294,12 @@ def _kernel_lowering(
     if obstacle is not None:
         return _xla_lowering(ctx, args, call, obstacle)
     plain = ctx.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
-    return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(plain, *args)
+    emit = mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)
+    if call.choice.implementation == "mosaic":
+        from pallas_kernels.lowered import lowered
+
+        return lowered(call.op.name, plain, args, jaxpr, emit)
+    return emit(plain, *args)
 
 
 def _obstacle(call: OpCall[object], module: mlir.ModuleContext) -> tuple[str, ...] | None:

@@ -128,6 +128,7 @@ def test_toml_file(tmp_path) -> None:
         (("vocab_size = 8", "vocab_size = true"), "vocab_size = True"),
         (("vocab_size = 8", ""), "missing key 'vocab_size'"),
         (("vocab_size = 8", "vocab_size = 8\nvocabulary = 8"), "unknown key 'vocabulary'"),
+        (("vocab_size = 8", "vocab_sise = 8"), "did you mean 'vocab_size'?"),
         (("theta = 10000.0", 'theta = "big"'), "rope.theta"),
         (("theta = 10000.0", 'theta = 1e4\nscaling = "ntk"'), "rope.scaling = 'ntk'"),
         (("theta = 10000.0", 'theta = 1e4\nscaling = "yarn"'), "rope.original_max_position"),
@@ -164,7 +165,10 @@ def test_a_config_in_python_is_checked_as_a_file_is() -> None:
 
 
 def test_unknown_preset_lists_the_presets() -> None:
-    with pytest.raises(JaxLlamaError, match="no preset 'llama-9b'; presets: .*smollm2-135m"):
+    with pytest.raises(
+        JaxLlamaError,
+        match="no preset 'llama-9b'; presets: .*smollm2-135m.*did you mean 'llama-7b'",
+    ):
         load_config("llama-9b")
 
 

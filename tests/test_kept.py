@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 
 import jax
 import numpy as np
@@ -12,7 +14,7 @@ from jaxllama import kept
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.executors import batches
 from jaxllama.executors.resident import ResidentDecoding
-from jaxllama.kept import KeptPrograms
+from jaxllama.kept import KeptPrograms, collector_paused
 from jaxllama.language_model import LanguageModel
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.models import LLAMA, params_of
@@ -130,3 +132,13 @@ def test_damaged_programs_are_left_alone(tmp_path, damage):
     path.write_bytes(whole[:-1] + damage if damage else whole[:-1])
     with pytest.warns(UserWarning, match="compiling again"):
         assert kept._stored(path) == ((), {})
+
+
+def test_the_collector_rests_within_and_goes_on_behind() -> None:
+    assert gc.isenabled()
+    with contextlib.suppress(ValueError), collector_paused():
+        with collector_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+        raise ValueError
+    assert gc.isenabled()

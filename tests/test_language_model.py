@@ -133,6 +133,13 @@ def test_logits_are_the_full_forward(lm):
     np.testing.assert_array_equal(got, want)
 
 
+def test_fp8_names_the_float8_cache(lm):
+    def leaves(dtype):
+        return jax.tree.leaves(jl.init_cache(lm.config, 1, 8, dtype))
+
+    assert {x.dtype for x in leaves("fp8")} == {x.dtype for x in leaves("float8_e4m3fn")}
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -142,7 +149,15 @@ def test_logits_are_the_full_forward(lm):
         (lambda lm: lm.generate([[256]]), "id 256 is outside the vocabulary of 256"),
         (lambda lm: lm.generate([[-1]]), "id -1 is outside"),
         (lambda lm: lm.generate("a", max_new_tokens=0), "max_new_tokens = 0"),
-        (lambda lm: lm.generate("a" * 190, max_new_tokens=64), "exceed the context of 200"),
+        (
+            lambda lm: lm.generate("a" * 190, max_new_tokens=64),
+            "exceed the context of 200: .* at most 10 new tokens",
+        ),
+        (lambda lm: lm.generate("a" * 200, max_new_tokens=4), "of 200: shorten the prompt"),
+        (
+            lambda lm: lm.chat([{"role": "user", "contents": "a"}]),
+            r"messages\[0\] = .*\"content\" is missing",
+        ),
         (lambda lm: lm.generate("a", stop=""), "stop = ''"),
         (lambda lm: lm.generate(["a", "b"], seed=[1]), "seed: 1 entries for 2"),
         (lambda lm: lm.generate(["a"], sampling=[Sampling()] * 2), "sampling: 2 entries for 1"),

@@ -103,7 +103,7 @@ def state() -> tuple[jax.Array, list, tuple]:
     return x, caches, (jnp.cos(angle), jnp.sin(angle), jnp.full((1,), CONTEXT, jnp.int32))
 
 
-def _allow_next() -> None:
+def allow_next() -> None:
     """The kernel behind this one may begin, and this one waits for none."""
     if not p._overlaps():
         return
@@ -118,7 +118,7 @@ def _allow_next() -> None:
 def nobody_waits() -> Iterator[None]:
     """Within, kernels that are traced and compiled wait for none before them."""
     jax.clear_caches()
-    with mock.patch.object(p, "await_kernel", _allow_next):
+    with mock.patch.object(p, "await_kernel", allow_next):
         yield
     jax.clear_caches()
 

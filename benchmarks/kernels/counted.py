@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels.matmul import SCHEMES, _weights
+from pallas_kernels.matmul.interleave import interleaved
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 
@@ -27,7 +28,9 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=4096)
     parser.add_argument("--implementation", default="mosaic")
     args = parser.parse_args()
-    made = {scheme: _weights(scheme, args.rows, args.columns, 1)[0] for scheme, _ in CALLS}
+    made = {
+        scheme: interleaved(_weights(scheme, args.rows, args.columns, 1)[0]) for scheme, _ in CALLS
+    }
     for scheme, rows in CALLS:
         x = jax.random.normal(jax.random.key(9), (rows, args.columns), jnp.bfloat16)
         given = quantize_tokens(x, "int8") if SCHEMES[scheme][-1] else x

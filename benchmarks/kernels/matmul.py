@@ -23,6 +23,7 @@ from benchmarks.kernels.timing import device_us
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import hopper_reason, named_plan
 from pallas_kernels.formats import FORMATS
+from pallas_kernels.matmul.interleave import interleaved
 from pallas_kernels.matmul.op import product_plan, quantized_matmul
 from pallas_kernels.qtensor import QTensor, quantize
 from pallas_kernels.rounding import NIBBLES
@@ -53,7 +54,10 @@ def _weights(scheme: str, n: int, k: int, copies: int) -> list[QTensor]:
         if words in FORMATS:
             return quantize(w.astype(jnp.bfloat16), words)
         scale_dtype = jnp.float32 if group is None else jnp.int8 if quantized else jnp.bfloat16
-        return quantize(w, words, group_size=group, symmetric=symmetric, scale_dtype=scale_dtype)
+        made = quantize(w, words, group_size=group, symmetric=symmetric, scale_dtype=scale_dtype)
+        return (
+            dataclasses.replace(made, activations="int8") if words == "int4" and quantized else made
+        )
 
     return [one(jax.random.key(i)) for i in range(copies)]
 
@@ -83,7 +87,7 @@ def quantized_matmul_rows(schemes, shapes, tokens, copies=None):
                 if quantized:
                     x = quantize(x, codes, group_size=group, scale_dtype=jnp.float32)
 
-                def times(implementation, x=x, ws=ws):
+                def times(implementation, ws, x=x):
                     def run(x, ws):
                         return [
                             quantized_matmul(
@@ -99,8 +103,9 @@ def quantized_matmul_rows(schemes, shapes, tokens, copies=None):
                 rate = gpu().product_rates[codes if quantized else "bfloat16"]
                 moved = ws[0].nbytes + x.nbytes + 2 * m * n
                 floor = 1e6 * max(moved / gpu().copy_rate, 2 * m * n * k / rate)
-                ours = times("mosaic") if has_kernel else found.text
-                yield scheme, name, m, ours, times("xla"), dense_us(m, n, k), floor
+                laid_out = [interleaved(w) for w in ws]  # as models are loaded
+                ours = times("mosaic", laid_out) if has_kernel else found.text
+                yield scheme, name, m, ours, times("xla", ws), dense_us(m, n, k), floor
 
 
 def backward_rows(schemes, shapes, tokens):

@@ -132,7 +132,7 @@ def resolve(name: str | Path, revision: str | None = None, *, progress: bool = F
         try:
             return _from_hub(repo, revision, progress)
         except JaxLlamaError as error:
-            raise JaxLlamaError(f"{text}: {error}; or ask for random weights") from None
+            raise JaxLlamaError(f"{text}: {error}; or take random weights (--random)") from None
     return _from_hub(repo, revision or pinned or None, progress)
 
 
@@ -161,7 +161,7 @@ def find(name: str | Path) -> Path | None:
     if text in preset_names():
         raise JaxLlamaError(
             f"{text!r} is a preset without published weights: give a directory, a .gguf file or a "
-            "hub id of such a model, or ask for random weights"
+            "hub id of such a model, or take random weights (--random; random=True in Python)"
         )
     is_path = path.suffix == ".gguf" or path.is_absolute() or text.startswith((".", "~"))
     if is_path or text.count("/") > 1:
@@ -169,7 +169,9 @@ def find(name: str | Path) -> Path | None:
     if text.count("/") == 1 and all(text.split("/")):
         return None
     published = (*WHEELS, *REPOSITORIES)
-    near = difflib.get_close_matches(text, (*published, *preset_names()), 1)
+    near = difflib.get_close_matches(text, published, 1) or difflib.get_close_matches(
+        text, preset_names(), 1
+    )
     raise JaxLlamaError(
         f"unknown model {text!r}: tried names with published weights ({', '.join(published)}), "
         "presets (jaxllama doctor lists them), a directory or .gguf file of that name; a hub id "

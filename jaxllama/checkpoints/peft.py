@@ -152,9 +152,13 @@ def _factors(
     rank, scale = _scale(config, module)
     (out, width), (a, b) = source.shape, (pair["A"], pair["B"])
     if a.shape != (rank, width) or b.shape != (out, rank):
+        other = ""
+        if a.shape[1:] != (width,) or b.shape[:1] != (out,):
+            base = config.config.get("base_model_name_or_path")
+            other = f"; the adapter is for another model{f': {base!s:.100}' if base else ''}"
         raise file.error(
             f"{module}: lora_A {list(a.shape)} and lora_B {list(b.shape)}, but r = {rank} and the "
-            f"model want {[rank, width]} and {[out, rank]}"
+            f"model want {[rank, width]} and {[out, rank]}{other}"
         )
     with np.errstate(over="ignore", invalid="ignore"):
         b = fold_rows(source, b * np.float32(scale))

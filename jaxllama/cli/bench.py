@@ -186,14 +186,25 @@ def goodput(text: str) -> tuple[str, float]:
 
 def serve_options(sub: Parser) -> None:
     sub.add_argument(
-        "--url", type=url, default="http://127.0.0.1:8000", help="(default %(default)s)"
+        "--url",
+        type=url,
+        default="http://127.0.0.1:8000",
+        help="the server's address (default %(default)s)",
     )
     sub.add_argument(
-        "--model", type=filled, metavar="NAME", help="(default: the first that the server lists)"
+        "--model",
+        type=filled,
+        metavar="NAME",
+        help="one of its models (default: the first that it lists)",
     )
-    sub.add_argument("--api-key", type=api_key, metavar="KEY", help="(default $JAXLLAMA_API_KEY)")
     sub.add_argument(
-        "--requests", type=COUNT, default=100, metavar="N", help="(default %(default)s)"
+        "--api-key",
+        type=api_key,
+        metavar="KEY",
+        help="key of the server (default $JAXLLAMA_API_KEY)",
+    )
+    sub.add_argument(
+        "--requests", type=COUNT, default=100, metavar="N", help="how many (default %(default)s)"
     )
     sub.add_argument(
         "--rate",
@@ -252,7 +263,13 @@ def serve_options(sub: Parser) -> None:
         metavar="KEY=SECONDS",
         help="limits of ttft, tpot, e2e; may be given again",
     )
-    sub.add_argument("--seed", type=SEED, default=0, metavar="N", help="(default %(default)s)")
+    sub.add_argument(
+        "--seed",
+        type=SEED,
+        default=0,
+        metavar="N",
+        help="seed of prompts and lengths (default %(default)s)",
+    )
     common.json_option(sub)
 
 

@@ -205,7 +205,7 @@ def draft_options(sub: Parser) -> None:
         "--draft",
         type=filled,
         metavar="NAME",
-        help="source of drafts: ngram (the text itself), mtp (the head of Qwen3.5 "
+        help="source of drafts: ngram (the text itself), mtp (the head of Qwen3.5, Qwen3.6 "
         "and Qwen3-Next checkpoints), a smaller model with the same tokenizer, "
         "or MODEL:layers=N, the first layers of a model; it is loaded with the "
         "options of --model",
@@ -359,7 +359,10 @@ def also(policy: Policy, args: argparse.Namespace) -> Policy:
 def cache_options(sub: Parser, chunk: str = "--chunk") -> None:
     """Add the options of the cache. chunk: the option's name; ``Engine`` calls it prefill_chunk."""
     group = sub.add_argument_group("cache")
-    group.add_argument("--kv-dtype", choices=KV_DTYPES, help="dtype of the cache (default --dtype)")
+    small = "" if chunk == "--chunk" else "; int8 on GPUs of up to 16 GB, int4 on those of up to 8"
+    group.add_argument(
+        "--kv-dtype", choices=KV_DTYPES, help=f"dtype of the cache (default --dtype{small})"
+    )
     group.add_argument(
         "--attn-sparsity",
         type=SHARE,
@@ -398,7 +401,7 @@ def sampling_options(sub: Parser, max_new_tokens: int, default: str) -> None:
         type=COUNT,
         default=max_new_tokens,
         metavar="N",
-        help="(default %(default)s)",
+        help="most tokens of an answer (default %(default)s)",
     )
     group.add_argument("--temperature", type=Number(float, 0, 100), metavar="T", help="0 is greedy")
     group.add_argument(
@@ -474,7 +477,9 @@ def sampling(args: argparse.Namespace, own: Sampling | None = None) -> Sampling:
             ("--seed", args.seed is not None),
         ):
             if used:
-                raise JaxLlamaError(f"{flag} needs --temperature above 0, which is greedy")
+                raise JaxLlamaError(
+                    f"{flag} needs --temperature above 0: 0 is greedy and draws nothing"
+                )
     return chosen
 
 

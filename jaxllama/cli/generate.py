@@ -27,7 +27,7 @@ HELP = "Continue one or many prompts."
 
 
 def options(sub: Parser) -> None:
-    sub.add_argument("prompts", nargs="*", metavar="PROMPT")
+    sub.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue")
     sub.add_argument(
         "--file",
         type=text_input,

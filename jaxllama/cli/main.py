@@ -129,7 +129,9 @@ class _Version(argparse.Action):
 def parser() -> Parser:
     """Return the parser of all commands; wrong words raise JaxLlamaErrors naming the option."""
     top = Parser(
-        prog="jaxllama", allow_abbrev=False, description="Llama and Gated Linear Attention in JAX."
+        prog="jaxllama",
+        allow_abbrev=False,
+        description="Run, serve, quantize and train language models in JAX.",
     )
     top.add_argument("--version", action=_Version)
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)

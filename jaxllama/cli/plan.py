@@ -51,7 +51,7 @@ def options(sub: Parser) -> None:
         "--expert-use",
         type=text_file,
         metavar="JSON",
-        help="such a table of an earlier run, or of your own",
+        help="a table of that use, from an earlier run or your own",
     )
     sub.add_argument(
         "--recalibrate",

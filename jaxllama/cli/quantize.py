@@ -36,7 +36,12 @@ def options(sub: Parser) -> None:
         metavar="SCHEME",
         help="as --quantize of the other commands, or fp8-static (default %(default)s)",
     )
-    sub.add_argument("--method", choices=METHODS, default="rtn", help="(default %(default)s)")
+    sub.add_argument(
+        "--method",
+        choices=METHODS,
+        default="rtn",
+        help="how codes are chosen; rtn rounds to nearest (default %(default)s)",
+    )
     sub.add_argument(
         "--format",
         choices=FORMATS,

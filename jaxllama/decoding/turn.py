@@ -57,7 +57,7 @@ class Inputs(NamedTuple):
 class Pass(NamedTuple):
     """The result of a pass over the model.
 
-    scores: returns the float32 logits ``[B T, V]``.
+    scores: returns the logits ``[B T, V]``: float32, or 16-bit floats if the Draw casts them.
     commit: takes ``count[B]`` and returns the cache with the first ``count`` tokens of each row.
     greedy: one kernel that finishes a greedy step; it maps ``Rows``' (ints, written) to their new
         values.  None if there is no such kernel for the call.
@@ -73,7 +73,7 @@ class Pass(NamedTuple):
 class TurnReport(NamedTuple):
     """The parts of a turn's result that ``Rows`` does not keep.
 
-    scores float32 ``[B T, V]``; is_new bool ``[B, T]``: the tokens that were added.
+    scores: the pass's logits ``[B T, V]``; is_new bool ``[B, T]``: the tokens that were added.
     """
 
     scores: jax.Array

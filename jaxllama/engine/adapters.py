@@ -71,7 +71,9 @@ class AdapterSlots:
         if id is None:
             return 0
         if id not in self._numbers:
-            there = ", ".join(map(repr, self._numbers)) or "none"
+            there = (
+                ", ".join(map(repr, self._numbers)) or "none: give adapters= at load, or --adapter"
+            )
             raise JaxLlamaError(f"adapter = {short(id)}: {self._cfg.name} has {there}")
         return self._numbers[id]
 

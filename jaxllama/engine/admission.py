@@ -11,6 +11,7 @@ from jaxllama.engine.scheduler import Scheduler
 from jaxllama.engine.slots import MAX_BIAS
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
+from jaxllama.text.rows import fewer_tokens
 
 
 class Admission:
@@ -41,7 +42,8 @@ class Admission:
         if n_prompt + request.max_new_tokens > self._max_len:
             raise JaxLlamaError(
                 f"{n_prompt} prompt tokens and {request.max_new_tokens} new ones exceed the "
-                f"engine's limit of {self._max_len}"
+                f"engine's limit of {self._max_len} (max_len): "
+                f"{fewer_tokens(n_prompt, self._max_len)}"
             )
         if request.stop and self._tokenizer is None:
             raise JaxLlamaError(f"stop strings need a tokenizer, and {cfg.name} has none")

@@ -69,13 +69,21 @@ def options_of(lm: LanguageModel, asked: Options) -> ResolvedOptions:
         )
     for name, value in asked.items():
         if name not in OPTIONS and value is not None:
-            rows = f"{policy.block_size} rows of a block" if name == "max_slots" else "blocks"
-            raise JaxLlamaError(f"{name} = {value!r}: the policy has {rows}, and no such option")
+            why = "an engine of an offloaded model has no such option; leave it out"
+            if name == "max_slots":
+                why = (
+                    f"with a policy the slots are the {policy.block_size} rows of its block: "
+                    "set gpu_batch_size and num_gpu_batches there"
+                )
+            raise JaxLlamaError(f"{name} = {value!r}: {why}")
     options = EngineOptions(**asked)
     kv_dtype, chunk = executor.cache_options(options.kv_dtype, options.prefill_chunk, lm.dtype)
     max_len = options.max_len or cfg.max_position
     if max_len > cfg.max_position:
-        raise JaxLlamaError(f"max_len = {max_len}: {cfg.name} has a context of {cfg.max_position}")
+        raise JaxLlamaError(
+            f"max_len = {max_len}: {cfg.name} has a context of {cfg.max_position}, so give at "
+            "most that"
+        )
     return ResolvedOptions(
         max_slots=policy.block_size,
         max_len=max_len,

@@ -20,7 +20,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import DraftPlan
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.executor import DETERMINISTIC_ROWS
-from jaxllama.model.cache import init_pages
+from jaxllama.model.cache import cache_dtype_name, init_pages
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
 from jaxllama.text.rows import chunk_widths, default_chunk, powers_of, short
@@ -30,6 +30,8 @@ from pallas_kernels.qtensor import tree_bytes
 CACHE_DTYPES = ("float32", "bfloat16", "float16", *QUANTIZED_CACHE)
 # Tokens of one prefill call: enough to fill a GPU, and a short stall for the rows that decode.
 PREFILL_TOKENS = 2048
+# Slots from which on a step's default budget is two prefill calls.
+TWO_CALLS = 512
 # Context lengths, in tokens, up to which rows are decoded by programs of their own. Kernels are
 # planned for the longest row, so a program for 131,072 tokens would serve short rows badly. Up to
 # 2,048 tokens of an int8 cache no row is split into chunks.
@@ -87,8 +89,9 @@ class EngineOptions:
         The default on a CPU is as many short prompts as a chunk has room for, and elsewhere a 32nd
         of max_slots.
     token_budget : int or None
-        Tokens of prompts, padding included, between two decode steps, at least prefill_chunk. The
-        default is the tokens of one prefill call.
+        Tokens of prompts, padding included, between two decode calls, at least prefill_chunk. While
+        more wait, a decode call is one step. The default is the tokens of one prefill call, on a
+        GPU with 512 slots or more of two: few calls then leave a prompt to the next.
     max_queue : int
         Largest number of waiting requests.
     steps_per_call : int or None
@@ -196,7 +199,8 @@ class EngineOptions:
         """
         if self.max_len is not None and self.max_len > cfg.max_position:
             raise JaxLlamaError(
-                f"max_len = {self.max_len}: {cfg.name} has a context of {cfg.max_position}"
+                f"max_len = {self.max_len}: {cfg.name} has a context of {cfg.max_position}, "
+                "so give at most that"
             )
         on_cpu = jax.default_backend() == "cpu"
         kv_dtype = self.kv_dtype or default_cache_dtype(dtype, jax.local_devices()[0])
@@ -232,6 +236,7 @@ class EngineOptions:
         if not on_cpu or self.prefill_rows is not None:
             rows = self.prefill_rows or rows
             call = max(width * _rows(rows, width, PREFILL_TOKENS) for width in _widths(chunk))
+        calls = 1 if on_cpu or self.deterministic or self.max_slots < TWO_CALLS else 2
         prefix_cache = self.prefix_cache and not is_dynamic
         resolved = ResolvedOptions(
             max_slots=self.max_slots,
@@ -243,7 +248,7 @@ class EngineOptions:
             prefix_cache=prefix_cache,
             prefill_chunk=chunk,
             prefill_rows=rows,
-            token_budget=self.token_budget or call,
+            token_budget=self.token_budget or calls * call,
             max_queue=self.max_queue,
             steps_per_call=self.steps_per_call or min(4, max_len - 1),
             deterministic=self.deterministic,
@@ -479,10 +484,7 @@ def checked_names(options: Iterable[str]) -> None:
 
 
 def _cache_dtype(dtype: DTypeLike) -> str:
-    try:
-        name = jnp.dtype(dtype).name
-    except TypeError:
-        name = str(dtype)
+    name = cache_dtype_name(dtype)
     if name not in CACHE_DTYPES:
-        raise JaxLlamaError(f"kv_dtype = {name!r}: allowed are {', '.join(CACHE_DTYPES)}")
+        raise JaxLlamaError(f"kv_dtype = {name!r}: allowed are {', '.join(CACHE_DTYPES)} and fp8")
     return name

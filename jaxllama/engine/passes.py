@@ -30,7 +30,7 @@ from jaxllama.decoding.turn import Draw, Inputs, Pass, TurnReport, sampled
 from jaxllama.engine.batch import BatchState
 from jaxllama.engine.request import MAX_LOGPROBS
 from jaxllama.model.cache import Cache
-from jaxllama.model.decoder import forward, logits
+from jaxllama.model.decoder import forward, stored_logits
 from jaxllama.model.records import Hidden
 from jaxllama.model.verification import commit, propose
 from jaxllama.typing import Params
@@ -80,6 +80,9 @@ def run(
         fields = rows.fields
         return jnp.any(fields.is_live(limits)) & (fields.step[0] < steps)
 
+    def scores_of(hidden: Hidden) -> jax.Array:
+        return stored_logits(cfg, params, hidden.flat())
+
     def pass_over(rows: Rows, inputs: Inputs) -> Pass:
         before = rows.cache_of(inputs.fields.length)
         if inputs.tokens.shape[1] == 1:
@@ -87,10 +90,10 @@ def run(
             tokens, lengths = inputs.tokens, inputs.lengths
             hidden, after = forward(cfg, params, tokens, lengths, before, sparse=is_generated)
             assert after is not None
-            return Pass(lambda: logits(cfg, params, hidden.flat()), lambda _: after, hidden=hidden)
+            return Pass(lambda: scores_of(hidden), lambda _: after, hidden=hidden)
         hidden, proposal = propose(cfg, params, inputs.tokens, inputs.lengths, before, exact)
         return Pass(
-            lambda: logits(cfg, params, hidden.flat()),
+            lambda: scores_of(hidden),
             lambda count: commit(proposal, count, exact),
             hidden=hidden,
         )
@@ -218,7 +221,8 @@ def _draw_with(
             params = dataclasses.replace(sampling, features=features)
 
             def run(scores: jax.Array, seen: History | None) -> tuple[jax.Array, jax.Array]:
-                allowed = None
+                # Within the branch the cast is part of its reductions.
+                scores, allowed = scores.astype(jnp.float32), None
                 if features:
                     allowed = _allowed(masks, inputs.columns, cfg.vocab_size)
                 else:
@@ -341,6 +345,7 @@ def _likeliest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
     # Take the maximum repeatedly; the first of equal scores is taken. A CUDA graph can contain
     # neither XLA's sort, which ``top_k`` uses, nor the stacking of ``scan``, and a loop without a
     # graph keeps the host waiting.
+    scores = scores.astype(jnp.float32)
     index = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
     value = jnp.full((len(scores), 1), jnp.inf, scores.dtype)
     token = jnp.full((len(scores), 1), -1, jnp.int32)

@@ -1,6 +1,6 @@
 """Programs: the compiled programs of an engine, kept in a file for the next engine like it.
 
-    programs = Programs(folder("engines"), device)
+    programs = Programs(folder("engines"), devices)
     programs.add({key: Wanted(jitted, arguments, ...), ...})     reads, or compiles and keeps them
     programs.add_first(..., n)          compiles the first n of them
     programs.add_rest(..., n)           compiles the others, in a thread
@@ -14,7 +14,8 @@ arguments' shapes. On a CPU programs call handlers that must be registered first
 (``pallas_kernels/cpu``), so the handlers are kept with the programs. On a GPU programs call the
 runtime of Mosaic GPU.
 
-Left out: meshes.
+Left out: meshes of GPUs, on which no second start has run yet, and meshes of several processes,
+which compile together.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ import pickle
 import threading
 import time
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import serialize_executable
+from jax.sharding import NamedSharding
 
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
-from jaxllama.kept import Kept, digest, keep, read
+from jaxllama.kept import Kept, collector_paused, digest, keep, read
 from jaxllama.typing import Jitted, LocalDevice, Tree
 from pallas_kernels.cpu import jit
 
@@ -73,7 +75,10 @@ class Wanted(NamedTuple):
 
     def facts(self) -> tuple[object, ...]:
         leaves, structure = jax.tree.flatten(self.arguments)
-        kinds = [(leaf.shape, str(leaf.dtype), getattr(leaf, "weak_type", None)) for leaf in leaves]
+        kinds = [
+            (leaf.shape, str(leaf.dtype), getattr(leaf, "weak_type", None), _placed(leaf))
+            for leaf in leaves
+        ]
         return self.jitted.__name__, str(structure), kinds, self.cfg, dict(self.static)
 
 
@@ -87,15 +92,16 @@ class Programs:
     ----------
     folder
         Folder of the kept programs; None keeps none.
-    device
-        The jax.Device that the kept programs run on.
+    devices
+        The jax.Devices that the programs run on, in the order of their mesh.
     """
 
-    def __init__(self, folder: Path | None, device: LocalDevice) -> None:
+    def __init__(self, folder: Path | None, devices: Sequence[LocalDevice]) -> None:
         # Processes of one mesh wait for each other in every program that they compile.
         is_shared = jax.process_count() > 1
         self._workers = 1 if is_shared else os.cpu_count() or 1
-        self._folder, self._device = None if is_shared else folder, device
+        self._folder, self._devices = None if is_shared else folder, tuple(devices)
+        self._is_cpu = devices[0].platform == "cpu"
         self._made: dict[Hashable, Future[jax.stages.Compiled]] = {}
         self._claimed: set[Hashable] = set()
         self._lock = threading.Lock()  # of the claims
@@ -191,7 +197,7 @@ class Programs:
             for key in wanted:
                 self._made.setdefault(key, Future())
         if is_new and self._folder is not None:
-            self._path = self._folder / name(wanted, self._device)
+            self._path = self._folder / name(wanted, self._devices)
             kept = self._kept(self._path)
             self._is_kept = kept is not None
             for key, program in zip(wanted, kept or (), strict=kept is not None):
@@ -213,10 +219,11 @@ class Programs:
         """
         with self._lowering:
             try:
-                lowered = wanted.lower()
+                with collector_paused():
+                    lowered = wanted.lower()
             except Exception as error:
                 return error
-            if self._device.platform != "cpu":
+            if not self._is_cpu:
                 return lowered
             # A prompt's first chunk and the following ones may be one program.
             text = f"{lowered.in_tree}\n{lowered.as_text()}"
@@ -229,11 +236,10 @@ class Programs:
     def _compile(self, key: Hashable, lowered: jax.stages.Lowered | Exception | None) -> None:
         if lowered is None:
             return
-        is_cpu = self._device.platform == "cpu"
         try:
             if isinstance(lowered, Exception):
                 raise lowered
-            program = compiler_options.compiled_here(lowered) if is_cpu else lowered.compile()
+            program = compiler_options.compiled_here(lowered) if self._is_cpu else lowered.compile()
         except Exception as error:
             self._made[key].set_exception(error)
             return
@@ -271,7 +277,7 @@ class Programs:
         """Return the kept programs.  None if there are none, or, with a warning, if they are
         unusable."""
         load = functools.partial(
-            serialize_executable.deserialize_and_load, execution_devices=[self._device]
+            serialize_executable.deserialize_and_load, execution_devices=self._devices
         )
         try:
             kept = read(path)
@@ -279,7 +285,7 @@ class Programs:
                 return None
             for handler in kept.handlers:
                 jit.register(handler)
-            if self._device.platform != "cpu":
+            if not self._is_cpu:
                 _tell_where_kernels_are()
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 return list(pool.map(lambda one: load(*one), kept.programs))
@@ -302,6 +308,12 @@ class Programs:
             self._is_kept = True
 
 
+def _placed(leaf: Any) -> str | None:
+    """Return how an array lies on its mesh; None without one."""
+    sharding = getattr(leaf, "sharding", None)
+    return repr(sharding) if isinstance(sharding, NamedSharding) else None
+
+
 def _copy(made: Future[jax.stages.Compiled], to: Future[jax.stages.Compiled]) -> None:
     error = made.exception()
     if error is None:
@@ -320,9 +332,10 @@ def _tell_where_kernels_are() -> None:
         importlib.import_module("jax.experimental.mosaic.gpu.core")
 
 
-def name(wanted: Mapping[Hashable, Wanted], device: LocalDevice) -> str:
-    """Return the file name of these programs on a jax.Device: a hash of all that they depend on."""
-    facts = device.client.platform_version, device.device_kind, compiler_options.for_device()
-    facts += (jit.identity(),) if device.platform == "cpu" else ()
+def name(wanted: Mapping[Hashable, Wanted], devices: Sequence[LocalDevice]) -> str:
+    """Return the file name of these programs on jax.Devices: a hash of all that they depend on."""
+    first, kinds = devices[0], [device.device_kind for device in devices]
+    facts = first.client.platform_version, kinds, compiler_options.for_device()
+    facts += (jit.identity(),) if first.platform == "cpu" else ()
     programs = [(key, one.facts()) for key, one in wanted.items()]
     return f"engine-{digest(facts, programs)}.pickle"

@@ -102,6 +102,9 @@ def rollout(
         raise JaxLlamaError("sampling: rollout gives each sample a seed of its own; pass seed=")
     if not 0 <= seed < 2**32:
         raise JaxLlamaError(f"seed = {seed!r}: must lie between 0 and 2**32 - 1")
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            raise JaxLlamaError(f"prompts[{index}] is text: give its token ids, tokenizer.encode()")
     prompts = [tuple(int(token) for token in prompt) for prompt in prompts]
     if not 0 < n * len(prompts) <= 2**24:
         raise JaxLlamaError(f"{n * len(prompts)} samples: there must be 1 to {2**24}")

@@ -96,8 +96,9 @@ class Runner:
         draft_params = None if drafting is None else drafting.params
         self._calls = Calls(cfg, options, self.mesh, self._draft, draft_params)
         self.slots = self._empty()
-        [home, *_] = self.slots.token.devices()
-        self._programs = Programs(folder("engines") if self.mesh is None else None, home)
+        where = list(self.slots.token.devices() if self.mesh is None else self.mesh.devices.flat)
+        is_kept = self.mesh is None or where[0].platform == "cpu"
+        self._programs = Programs(folder("engines") if is_kept else None, where)
         self._asleep = False
         self._told: dict[Sequence, int] = {}  # number of pages that the device knows, by sequence
         self._thread = ThreadPoolExecutor(1, "jaxllama-decode")

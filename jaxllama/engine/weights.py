@@ -43,7 +43,7 @@ def replaced(lm: LanguageModel, params: Params) -> LanguageModel:
         if name not in params:
             raise JaxLlamaError(f"update_params: {name!r} is missing")
     params = _like(lm.params, params, "")
-    # The CPU's handlers have a layout of their own, in which the model holds its weights.
+    # The device's kernels may have a layout of their own, in which the model holds its weights.
     laid_out = params if lm.exact else lm.executor.laid_out(params)
     old, structure = jax.tree_util.tree_flatten_with_path(lm.params)
     new = jax.tree_util.tree_flatten_with_path(laid_out)[0]
@@ -135,7 +135,9 @@ def _scheme_of(weight: QTensor | CpuWeight, path: str) -> tuple[Scheme, str]:
     else:
         size = None if groups == 1 and form.zero is None else form.group_size
         found = Scheme(codes, size, form.zero is not None, activations)
-    fixed = weight.columns is not None or weight.input_scale is not None
+    is_interleaved = isinstance(weight, QTensor) and weight.interleaved
+    is_moved = weight.columns is not None and not is_interleaved
+    fixed = is_moved or weight.input_scale is not None
     if fixed or (form.zero is not None and jnp.issubdtype(form.zero.dtype, jnp.floating)):
         raise JaxLlamaError(
             f"update_params: {path}: this form of codes came with its calibration; pass quantized "

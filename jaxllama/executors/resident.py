@@ -42,7 +42,7 @@ from jaxllama.executors.prompts import start, start_in_pieces
 from jaxllama.kept import signature
 from jaxllama.model import decoder, verification
 from jaxllama.model.cache import Cache, init_cache
-from jaxllama.model.cpu_layout import lay_out
+from jaxllama.model.layout import lay_out
 from jaxllama.model.records import Hidden
 from jaxllama.model.shardings import gather_params
 from jaxllama.parallel.collectives import MODEL_AXIS

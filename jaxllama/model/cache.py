@@ -118,7 +118,7 @@ def init_cache(
     max_len : int
         Tokens that a row can hold, at least 1.
     dtype : data-type, optional
-        Type of keys and values: a float, or int8, int4 or float8_e4m3fn for a quantized cache. The
+        Type of keys and values: a float, or int8, int4 or "fp8" for a quantized cache. The
         default is ``default_dtype``: bfloat16, and float32 on a CPU.
     mesh : Mesh, optional
         The parameters' own mesh (``parallel.mesh_of``). Every device then holds only its rows and
@@ -136,16 +136,28 @@ def init_cache(
     """
     if batch < 1 or max_len < 1:
         raise JaxLlamaError(f"cache of batch {batch} x max_len {max_len}: both must be at least 1")
-    try:
-        name = (default_dtype() if dtype is None else jnp.dtype(dtype)).name
-    except TypeError:
-        name = str(dtype)
+    name = cache_dtype_name(default_dtype() if dtype is None else dtype)
     if name not in QUANTIZED_CACHE and not name.startswith(("float", "bfloat")):
-        raise JaxLlamaError(f"cache dtype {name!r} is not a float, {', '.join(QUANTIZED_CACHE)}")
+        raise JaxLlamaError(
+            f"cache dtype {name!r} is not a float, {', '.join(QUANTIZED_CACHE)} or fp8"
+        )
     widths = _widths(cfg, name, mesh)
     if mesh is not None:
         return _init_on_mesh(cfg, widths, batch, max_len, name, mesh)()
     return _empty(cfg, widths, batch, max_len, name)
+
+
+def cache_dtype_name(dtype: DTypeLike) -> str:
+    """Return the name of a cache's dtype, in which "fp8" is float8_e4m3fn.
+
+    A word that names no dtype is returned as it is.
+    """
+    if isinstance(dtype, str) and dtype == "fp8":
+        return "float8_e4m3fn"
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError:
+        return str(dtype)
 
 
 def default_dtype() -> jnp.dtype:

@@ -39,6 +39,7 @@ DATA_AXIS, EXPERT_AXIS, MODEL_AXIS, STAGE_AXIS = "data", "expert", "model", "sta
 AXES = (DATA_AXIS, EXPERT_AXIS, MODEL_AXIS)
 STAGES = (DATA_AXIS, STAGE_AXIS)  # the axes of a mesh with stages
 _WITHOUT_EXPERTS = (DATA_AXIS, MODEL_AXIS)
+_CPU_DEVICES = "--xla_force_host_platform_device_count"
 _COLLECTIVE_KERNELS = "xla_gpu_experimental_use_collective_kernels"
 RowAxis: TypeAlias = str | tuple[str, ...] | None  # the axes that rows are split over
 
@@ -145,9 +146,11 @@ def _first_devices(sizes: Mapping[str, int]) -> np.ndarray:
     wanted, devices = math.prod(sizes.values()), jax.devices()
     words = ",".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1 or axis != EXPERT_AXIS)
     if wanted > len(devices):
+        platform = devices[0].platform
+        trial = f"; for a trial XLA_FLAGS={_CPU_DEVICES}={wanted} shows the CPU as {wanted} devices"
         raise JaxLlamaError(
-            f"mesh {words}: needs {wanted} devices, and there are {len(devices)} "
-            f"({devices[0].platform})"
+            f"mesh {words}: needs {wanted} devices, and jax sees {len(devices)} ({platform})"
+            f"{trial if platform == 'cpu' else ''}"
         )
     hosts = {device.process_index for device in devices[:wanted]}
     if len(hosts) < jax.process_count():
@@ -216,7 +219,7 @@ def check_axes(mesh: Mesh | AbstractMesh) -> None:
     for axis in (EXPERT_AXIS, MODEL_AXIS):
         size = mesh.shape.get(axis, 1)
         if size > 1:
-            raise JaxLlamaError(f"mesh: {axis}={size}: training splits the data only; allowed: 1")
+            raise JaxLlamaError(f"mesh: {axis}={size}: training takes data=N and stage=N only")
 
 
 def check_rows(mesh: Mesh | AbstractMesh, rows: Tree) -> None:

@@ -175,8 +175,14 @@ def check_rows(
         if len(row) + max_new_tokens > limit:
             raise JaxLlamaError(
                 f"prompt {index}: {len(row)} tokens and {max_new_tokens} new ones exceed the "
-                f"context of {limit}"
+                f"context of {limit}: {fewer_tokens(len(row), limit)}"
             )
+
+
+def fewer_tokens(n_prompt: int, limit: int) -> str:
+    """Return what to do about a prompt that is too long with its answer."""
+    room = limit - n_prompt
+    return f"ask for at most {room} new tokens" if room > 0 else "shorten the prompt"
 
 
 def token_batch(tokens: Any, lengths: Any, vocab_size: int) -> tuple[jax.Array, jax.Array]:

@@ -271,7 +271,7 @@ class TrainConfig:
         others = {"lora": self.lora, "quantize": self.quantize, "mixers": mixers}
         for key in filter(lambda key: getattr(self, key), ("products", "fsdp")):
             for name in filter(others.get, others):
-                require(False, key, getattr(self, key), f"excludes {name}")
+                require(False, key, getattr(self, key), f"excludes {name}: leave one of them out")
         require(not (self.fsdp and self.router), "fsdp", self.fsdp, "excludes [router]")
         if self.model is not None:
             require(

@@ -189,6 +189,26 @@ def tokenize(
     return TokenFile.open(directory)
 
 
+def run_tokenizer(own: str | None, init_from: str | None) -> Tokenizer:
+    """Return the tokenizer of conversations or prompts: their own, or the first model's.
+
+    Raises JaxLlamaError naming the key of the file.
+    """
+    key, name = ("init_from", init_from) if own is None else ("data.tokenizer", own)
+    assert name is not None
+    with naming(key, name):
+        return load_tokenizer(name)
+
+
+@contextlib.contextmanager
+def naming(key: str, value: str) -> Generator[None]:
+    """Begin the JaxLlamaErrors of a block with the key of the run's file."""
+    try:
+        yield
+    except JaxLlamaError as error:
+        raise JaxLlamaError(f"{key} = {value!r}: {error}") from None
+
+
 def load_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer of a model, whose weights are not read, or "bytes"."""
     from jaxllama.checkpoints import hub

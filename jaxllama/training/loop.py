@@ -143,7 +143,10 @@ def data_mesh(config: TrainConfig, mesh: str | Mesh) -> Mesh:
     if config.rollout is not None:
         raise JaxLlamaError("mesh: a run with [rollout] uses one device")
     if rows % data:
-        raise JaxLlamaError(f"mesh: data={data} does not divide the {rows} rows of a microbatch")
+        raise JaxLlamaError(
+            f"mesh: data={data} does not divide the {rows} rows of a microbatch: make batch_size / "
+            f"microbatches a multiple of {data}"
+        )
     if len({device.process_index for device in grid.devices.flat}) > 1:
         raise JaxLlamaError("mesh: training runs on the devices of one host")
     held_out = max(config.data.validation_tokens - 1, 0) // config.sequence_length

@@ -31,7 +31,7 @@ from jaxllama.training import conversations
 from jaxllama.training.batch import Batch
 from jaxllama.training.config import TrainConfig
 from jaxllama.training.conversations import Example, Unit
-from jaxllama.training.data import epoch_order, load_tokenizer
+from jaxllama.training.data import epoch_order, run_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +48,8 @@ class Conversations:
     def open(cls, config: TrainConfig) -> Conversations:
         """Open the file of a configuration. Raises JaxLlamaError naming the line that is wrong."""
         data, length = config.data, config.sequence_length + 1
-        name = data.tokenizer or config.init_from
-        assert data.conversations is not None and name is not None
-        tokenizer = load_tokenizer(name)
+        assert data.conversations is not None
+        tokenizer = run_tokenizer(data.tokenizer, config.init_from)
         lines = conversations.read(data.conversations, tokenizer, config.goal.kind)
         digest = hashlib.sha256(Path(data.conversations).read_bytes()).hexdigest()
         if len(lines) <= data.validation_conversations:

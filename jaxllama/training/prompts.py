@@ -26,7 +26,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.training import conversations
 from jaxllama.training.config import TrainConfig
-from jaxllama.training.data import epoch_order, load_tokenizer
+from jaxllama.training.data import epoch_order, run_tokenizer
 from jaxllama.typing import JsonObject
 
 
@@ -55,9 +55,8 @@ class PromptFile:
     def open(cls, config: TrainConfig) -> PromptFile:
         """Open the file of a configuration. Raises JaxLlamaError naming the line that is wrong."""
         data, rollout = config.data, config.rollout
-        name = data.tokenizer or config.init_from
-        assert data.prompts is not None and name is not None and rollout is not None
-        tokenizer = load_tokenizer(name)
+        assert data.prompts is not None and rollout is not None
+        tokenizer = run_tokenizer(data.tokenizer, config.init_from)
         room = config.sequence_length - rollout.max_new_tokens
         prompts = []
         for number, line in conversations.lines(data.prompts):

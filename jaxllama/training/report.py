@@ -72,5 +72,5 @@ def new_figure(height: float = 4) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise extras.missing("matplotlib", "training") from None
+        raise extras.missing("matplotlib", "training", "train") from None
     return Figure(figsize=(7, height), layout="constrained")

@@ -19,7 +19,7 @@ from jaxllama.quantization.random_params import random_params
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.training.adapters import first_adapters, with_magnitudes
 from jaxllama.training.config import TrainConfig
-from jaxllama.training.data import TokenFile
+from jaxllama.training.data import TokenFile, naming
 from jaxllama.training.distill import answer_scales, scaled, student_config, student_params
 from jaxllama.training.optimizer import Multipliers, multipliers_of
 from jaxllama.training.packing import Conversations
@@ -70,11 +70,13 @@ def begin(
     teacher: ModelConfig | None = None
     teacher_params: Params | None = None
     if distill is not None:
-        lm = load(distill.teacher, config.dtype, exact=True, progress=progress)
+        with naming("distill.teacher", distill.teacher):
+            lm = load(distill.teacher, config.dtype, exact=True, progress=progress)
         teacher, teacher_params = lm.config, lm.params
     key = jax.random.key(config.seed)
     if config.init_from is not None:
-        lm = load(config.init_from, "float32", exact=True, progress=progress)
+        with naming("init_from", config.init_from):
+            lm = load(config.init_from, "float32", exact=True, progress=progress)
         model, params = lm.config, lm.params
         if any(isinstance(leaf, QTensor) for leaf in _leaves(params)):
             raise JaxLlamaError(f"init_from = {config.init_from!r}: quantized weights do not learn")
@@ -110,7 +112,8 @@ def _begin_adapters(
     assert lora is not None
     if config.init_from is not None:
         # Exact: a CPU would round activations to 8 bits, which have no gradient.
-        lm = load(config.init_from, config.dtype, lora.base, exact=True, progress=progress)
+        with naming("init_from", config.init_from):
+            lm = load(config.init_from, config.dtype, lora.base, exact=True, progress=progress)
         model, base = lm.config, lm.params
     else:
         model = _new_model(config, data)

@@ -26,7 +26,8 @@ summed beside the outputs.
 
 ``attention.plan`` splits the work by the batch, the capacity and the cache's dtype alone.  Nothing
 is added atomically, so a row's bits do not depend on the other rows.  Past a row's end the last
-token is copied once more and its scores are -inf.  Teams without a token leave at once.
+token is copied once more and its scores are -inf.  Teams without a token leave at once.  Where
+rows wait for an SM the longest begin first (``longest_first``), so that all SMs end together.
 
 The G query heads of several tokens are T * G query rows.  Each has an end of its own, and with a
 window a first key.  A warp takes ``Plan.fuls`` times eight of them over the words that it read
@@ -110,6 +111,7 @@ def decode_attention(
             "lengths": lengths,
             "table": table,
             "sinks": sinks if plan.cluster else None,
+            "order": longest_first(lengths, window) if plan.by_length else None,
         },
         {"out": out, "stats": stats},
         name="decode_attention_kernel",
@@ -133,3 +135,19 @@ def decode_attention(
         out_dtype=q.dtype,
     )
     return out.reshape(q.shape)
+
+
+def longest_first(lengths: jax.Array, window: int | None) -> jax.Array:
+    """Return int32 ``[B]``: the rows by the number of keys that they read, the largest first.
+
+    Blocks start in the order of their numbers, so the last to start have little to do.  Ranks are
+    counted, as a CUDA graph cannot contain XLA's sort.
+
+    lengths: int32 ``[B]``, or ``[B, T]``.
+    """
+    work = lengths if lengths.ndim == 1 else jnp.max(lengths, axis=1)
+    work = work if window is None else jnp.minimum(work, window)
+    index = jnp.arange(len(work), dtype=jnp.int32)
+    is_earlier = (work > work[:, None]) | ((work == work[:, None]) & (index < index[:, None]))
+    rank = jnp.sum(is_earlier, axis=1, dtype=jnp.int32)
+    return jnp.zeros_like(index).at[rank].set(index, unique_indices=True)

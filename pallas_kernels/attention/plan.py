@@ -20,8 +20,12 @@ AttentionCall = tuple[
 ]  # q, the keys' rows, query heads
 CLUSTER = 8  # the largest cluster that any Hopper GPU takes
 # A row that would be cut into no more chunks than this is one cluster's instead: about as many SMs
-# then work on a long row beside short ones.  Not of int4, which wants long runs of memory.
+# then work on a long row beside short ones.  Not of int4, which wants long runs of memory.  With a
+# row for every SM twice as many.
 FEW_CHUNKS = 4
+# Tokens that a row may have from which on the longest rows begin first.  The order is one more load
+# before a block's first copies: 512 rows of 128 to 256 tokens took 67.2 us for 65.8.
+LONGEST_FIRST = 1024
 # Tokens times kv heads of a cache from which on chunks are faster with a ring for each warp, by the
 # bits of a number: 64 x 8192 x 8, bfloat16 514.6 us (a team's ring 599.9), int4 170.0 (225.6), on
 # an H200 with jax 0.12.  With 0.11.2, whose assembler gives the team's code other registers, the
@@ -39,7 +43,8 @@ class AttentionPlan:
     a block.  heads: kv heads of a team.  cluster: blocks that share a row's steps, and sum their
     parts; 0: chunks of ``chunk`` tokens to a team, and a second kernel that sums.  fuls: times
     eight query rows of a kv head that a warp takes.  by_warp: every warp has a ring of its own and
-    copies for itself (``warp_ring``); a team then has one kv head.
+    copies for itself (``warp_ring``); a team then has one kv head.  by_length: the longest rows
+    begin first (``kernel.longest_first``).
     """
 
     kernel: ClassVar[str] = "decode_attention_mosaic"
@@ -51,6 +56,7 @@ class AttentionPlan:
     chunk: int = 0
     fuls: int = 1
     by_warp: bool = False
+    by_length: bool = False
 
 
 def plan(call: AttentionCall) -> AttentionPlan:
@@ -95,7 +101,8 @@ def divided(call: AttentionCall, *, by_warp: bool) -> AttentionPlan:
     longest = {16: max(512, min(1024, capacity // 128)), 8: 512, 4: 1024}[codes.bits]
     needed = 1 << (-(-capacity // longest) - 1).bit_length()
     plan = None
-    if needed <= FEW_CHUNKS and codes.bits > 4:
+    is_full = batch * (n_kv // widest) >= gpu().sms  # an SM has a row at least
+    if needed <= FEW_CHUNKS * (2 if is_full else 1) and codes.bits > 4:
         at_once = sms * (16 // warps)  # blocks
         heads = max(
             (d for d in range(1, widest + 1) if n_kv % d == 0 and batch * n_kv >= d * at_once),
@@ -105,7 +112,12 @@ def divided(call: AttentionCall, *, by_warp: bool) -> AttentionPlan:
         while cluster < CLUSTER and 2 * cluster * batch * (n_kv // heads) <= sms:
             cluster *= 2
         if cluster == 1 or gpu().arch.clusters:
-            plan = AttentionPlan(tiles, depth, warps, heads, cluster, fuls=fuls, by_warp=by_warp)
+            # Rows that wait for an SM: those that begin last should be short.
+            waits = batch * (n_kv // heads) > gpu().sms * (16 // warps)
+            by_length = waits and capacity >= LONGEST_FIRST
+            plan = AttentionPlan(
+                tiles, depth, warps, heads, cluster, 0, fuls, by_warp, by_length=by_length
+            )
     if plan is None:
         if codes.quantized and batch * (n_kv // widest) * capacity < 64 * sms:
             tiles, warps = 1, 8  # so little that one small step is all that a team gets

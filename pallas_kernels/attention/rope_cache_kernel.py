@@ -4,8 +4,9 @@
           -> [extremes of a group, by shuffles] -> q out, or words and scales into the cache
 
 For one token a row (``_write``), a warp takes one of the N + 2K heads of the fused projection.  For
-many tokens (``_write_tokens``), it takes the N / K + 2 heads of one kv head.  Tables are then read
-once for all of these, and many loads are in flight.  A block has four warps, which share nothing.
+many tokens, or many rows (``_write_tokens``), it takes the N / K + 2 heads of one kv head.  Tables
+are then read once for all of these, and many loads are in flight.  A block has four warps, which
+share nothing.
 
 A lane holds features (2 lane, 2 lane + 1) of each 64 of a head's first half, and their partners in
 the second half.  So every bit of a feature's number is a bit of the lane's number or of a
@@ -33,6 +34,7 @@ from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import CODES
 
 WARPS = 4
+MANY_ROWS = 128  # of one token each, from which on a warp takes several heads
 TEAM = 8  # query heads that a warp of many tokens loads at once
 
 
@@ -237,7 +239,10 @@ def _write(gmem, smem, *, shape, paging, dtype, groups, kind):
 
 
 def _write_tokens(gmem, smem, *, shape, paging, dtype, groups, kind):
-    """Many tokens of a row: a warp has the heads of one kv head."""
+    """Many tokens of a row: a warp has the heads of one kv head.
+
+    gmem.new_k, new_v: rotated keys, and values, as a reader of the cache gets them; or None.
+    """
     del smem
     batch, width, n, n_kv, h, capacity = shape
     heads, team = n + 2 * n_kv, n // n_kv
@@ -273,7 +278,9 @@ def _write_tokens(gmem, smem, *, shape, paging, dtype, groups, kind):
             own.store(of, place.line(kv_head), words, rounded)
 
         p.when(there, write)
-        own.put(p.offset(p.address(ref), unit, 2 * h), own.as_stored(rounded) if rounded else words)
+        if ref is not None:
+            stored = own.as_stored(rounded) if rounded else words
+            own.put(p.offset(p.address(ref), unit, 2 * h), stored)
 
 
 def _numbers(values, dtype):
@@ -315,9 +322,14 @@ def rope_and_write(
 ) -> tuple[jax.Array, jax.Array | QTensor, jax.Array | QTensor]:
     """See ``pallas_kernels.attention.rope_cache``."""
     batch, heads, h = qkv.shape
-    out = {"q": jax.ShapeDtypeStruct((batch, heads - 2 * k.shape[2], h), qkv.dtype)}
+    n_kv = k.shape[2]
+    out = {"q": jax.ShapeDtypeStruct((batch, heads - 2 * n_kv, h), qkv.dtype)}
     operands = {"qkv": qkv, "cos": cos, "sin": sin, "slots": slots, "table": table}
-    (q,), cache = _run(_write, (batch,), batch * heads, out, operands, (k, v))
+    if batch >= MANY_ROWS:
+        out |= {"new_k": None, "new_v": None}
+        (q, *_), cache = _run(_write_tokens, (batch, 1), batch * n_kv, out, operands, (k, v))
+    else:
+        (q,), cache = _run(_write, (batch,), batch * heads, out, operands, (k, v))
     return q, *cache
 
 
@@ -344,7 +356,7 @@ def rope_and_write_tokens(
 
 
 def _run(body, tokens, units, out, operands, cache):
-    """``units``: warps' worth of work."""
+    """tokens: rows, and tokens of each for ``_write_tokens``. units: warps' worth of work."""
     qkv, table, (k, _) = operands["qkv"], operands["table"], cache
     heads, h = qkv.shape[-2:]
     n_kv, paging = k.shape[2], Paging.of(k, table)

@@ -87,6 +87,9 @@ class TeamShare:
         plan, here = self.plan, self.here
         self.busy = p.less(here.team, self.teams)
         p.await_kernel()
+        if plan.by_length:
+            (row,) = p.load_global(p.offset(p.address(self.gmem.order), here.row, 4), 1)
+            self.here = here = here._replace(row=row)
         fewest, length = self.rows.span(self.gmem.lengths, here.row, here.lane)
         if plan.cluster:
             begin, late = self.share_steps(length)

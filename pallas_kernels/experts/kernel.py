@@ -91,7 +91,7 @@ def grouped_rows(
         operands = dataclasses.replace(operands, **moved)
 
         def product() -> None:
-            row.run(plan.row, scheme, operands, smem, block)
+            row.run(plan.row, scheme, operands, smem, block, waits=False)
 
         if partial:
             p.when(is_own, product)

@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
+from pallas_kernels.experts.best_kernel import largest, of_lane
 from pallas_kernels.experts.route_plan import BLOCKS, SENT, WARPS, RoutePlan, RouteStatic
 from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.jax_internals import arith
@@ -248,23 +249,7 @@ class _Program:
 
     def choose(self, token: Value, lane: Value, logits: list[Value]) -> None:
         plan = self.plan
-        keys = [_ordered(v) for v in logits]
-        # 0 is below the key of any float, so that no expert comes twice.
-        for i in range(plan.per_lane):
-            if 32 * (i + 1) > plan.n:
-                keys[i] = arith.select(p.less(p.add(lane, 32 * i), plan.n), keys[i], p.ci(0))
-        best, chosen = [], []
-        for _ in range(self.static.k):
-            largest = p.warp_largest(functools.reduce(arith.maxui, keys))
-            own = p.ci(0xFFFFFFFF)
-            for i in reversed(range(plan.per_lane)):
-                own = arith.select(p.equal(keys[i], largest), p.add(lane, 32 * i), own)
-            expert = p.warp_smallest(own)
-            for i in range(plan.per_lane):
-                is_it = p.equal(expert, p.add(lane, 32 * i))
-                keys[i] = arith.select(is_it, p.ci(0), keys[i])
-            best.append(_unordered(largest))
-            chosen.append(expert)
+        best, chosen = largest(logits, lane, plan.n, self.static.k)
 
         def power(value: Value) -> Value:
             return p.exp2(arith.mulf(arith.subf(value, best[0]), p.cf(LOG2E)))
@@ -274,10 +259,7 @@ class _Program:
             total = functools.reduce(arith.addf, powers)
         else:
             (total,) = over_lanes([functools.reduce(arith.addf, [power(v) for v in logits])])
-        mine, index = powers[0], chosen[0]
-        for j in range(1, self.static.k):
-            is_j = p.equal(lane, j)
-            mine, index = arith.select(is_j, powers[j], mine), arith.select(is_j, chosen[j], index)
+        mine, index = of_lane(lane, powers), of_lane(lane, chosen)
         weight = arith.mulf(p.divide(mine, total), p.cf(self.static.scale))
 
         def store() -> None:
@@ -286,16 +268,3 @@ class _Program:
             p.store_global(p.offset(self.gmem.weights, at, 4), weight)
 
         p.when(p.less(lane, self.static.k), store)
-
-
-def _ordered(value: Value) -> Value:
-    """A word whose unsigned order is that of floats.  -0 is 0 first."""
-    word = p.bits(arith.addf(value, p.cf(0.0)))
-    negative = p.bit(word, 31)
-    flip = arith.select(negative, p.ci(0xFFFFFFFF), p.ci(0x80000000))
-    return arith.xori(word, flip)
-
-
-def _unordered(word: Value) -> Value:
-    flip = arith.select(p.bit(word, 31), p.ci(0x80000000), p.ci(0xFFFFFFFF))
-    return p.from_bits(arith.xori(word, flip))

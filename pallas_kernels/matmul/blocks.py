@@ -2,7 +2,7 @@
 
     y_i[..., N_i] = rms_norm(x) w_i^T
 
-The tile kernel (``matmul.few_rows.tile``) of weights that lie in different places.
+The kernels of few rows (``matmul.few_rows``) for weights that lie in different places.
 GLA's projections then cost one launch, with neither a second copy of the codes nor another
 parameter tree.  Neighbours that are stored alike come out side by side in one array.  Small weights
 of another form have blocks of their own. An example is a low-rank projection that stays in floats
@@ -25,7 +25,8 @@ from jax.typing import DTypeLike
 from pallas_kernels.dispatch import Plan, Reason, choose_plan, is_empty, own_plan
 from pallas_kernels.matmul import choice
 from pallas_kernels.matmul.call import MatmulCall
-from pallas_kernels.matmul.few_rows.plan import BlocksPlan, divide_blocks
+from pallas_kernels.matmul.few_rows.blocks_plan import BlocksPlan, divide_blocks
+from pallas_kernels.matmul.few_rows.plan import RowPlan
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.operands import Columns
 from pallas_kernels.qtensor import QTensor, RowBlocks, stacked
@@ -111,14 +112,16 @@ def find_plan(
     (gamma, eps), groups = norm, alike(weights)
     out = x.dtype if out_dtype is None else out_dtype
     calls = [MatmulCall.of(x, stacked(group), out, gamma=gamma, eps=float(eps)) for group in groups]
-    for call in calls:
-        found = choice.plan(call)
+    chosen = [choice.plan(call) for call in calls]
+    for call, found in zip(calls, chosen, strict=True):
         # A small weight shares the launch of a large one, so its own time does not decide.
         if isinstance(found, Reason) and (found.plan is None or call.n > SMALL):
             return Reason(found.text)
     if sum(call.n > SMALL for call in calls) > 1:
         return Reason("several large weights that are stored differently")
-    return divide_blocks(calls, [tuple(w.shape[0] for w in group) for group in groups])
+    largest = chosen[max(range(len(calls)), key=lambda i: calls[i].n)]
+    rows = [tuple(w.shape[0] for w in group) for group in groups]
+    return divide_blocks(calls, rows, by_rows=isinstance(largest, RowPlan))
 
 
 def alike(weights: Sequence[Weight]) -> tuple[tuple[Weight, ...], ...]:

@@ -37,12 +37,16 @@ def plans(call: MatmulCall) -> list[KernelPlan | Reason]:
     return [*few_rows.plans(call), mid_rows.plan(call), many_rows.plan(call)]
 
 
+def _moves_columns(call: MatmulCall, w: QTensor) -> bool:
+    return w.columns is not None and not (call.quantized_x and w.interleaved)
+
+
 def plan(call: MatmulCall) -> Plan | Reason:
     """Return the plan with the shortest predicted time, or a Reason if XLA's form is shorter."""
     w = call.w
     if isinstance(w, CpuWeight):
         return Reason("w is in the layout of the CPU's handler")
-    if isinstance(w, QTensor) and (w.columns is not None or w.activations is not None):
+    if isinstance(w, QTensor) and (_moves_columns(call, w) or w.activations is not None):
         return Reason("columns in another order, or quantized activations, are not fused")
     if call.pending is not None and (
         call.norm is None or call.pending not in (jnp.float32, call.x)

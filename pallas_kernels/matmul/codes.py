@@ -9,6 +9,7 @@ GB/s).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -17,7 +18,7 @@ from jax import lax
 
 from pallas_kernels.matmul.call import LowRankTerm, Static
 from pallas_kernels.matmul.weight_only import Dims, finish, map_tiles, weight_only
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import QTensor, take_columns
 
 _LAST: Dims = (((1,), (1,)), ((), ()))
 # |sum of 1024 products of int8| <= 2^24, which float32 holds exactly.
@@ -28,6 +29,8 @@ def codes(
     static: Static, x: QTensor, w: QTensor, bias: jax.Array | None, low_rank: LowRankTerm | None
 ) -> jax.Array:
     """The product of codes by codes, ``x[M, K]`` times ``w[N, K]`` transposed."""
+    if w.columns is not None:
+        x, w = take_columns(x, w.columns), dataclasses.replace(w, columns=None, interleaved=False)
     if w.dtype == jnp.int4:
         return finish(_int4_sums(x, w) * x.scale.astype(jnp.float32), bias, static.out)
     if x.scale.shape[1] > 1:

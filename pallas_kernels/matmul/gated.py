@@ -2,8 +2,8 @@
 
     y = x w^T,   codes of silu(gate) * up   with one scale that is given
 
-In a step of up to 64 rows on Hopper it is one kernel, the product's own: its epilogue has the sums
-of a gate and of its up beside each other.
+On Hopper it is one kernel, the product's own: its epilogue has the sums of a gate and of its up
+beside each other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pallas_kernels.qtensor import QTensor, of_one_scale
 from pallas_kernels.rows.swiglu import swiglu
 from pallas_kernels.transform import Op, chosen
 
-MOST_ROWS = 64
+FEW_ROWS = 64  # of one tile
 _NAME = "gated_matmul"
 _OPERANDS = {"x": "float|QTensor [..., K]", "w": "float|QTensor [2F+, K]", "scale": "float []"}
 _E4M3 = "float8_e4m3fn"
@@ -89,11 +89,16 @@ def _plan(x: QTensor, w: QTensor) -> PairTile | Reason:
         return Reason(f"codes of {x.dtype} and {w.dtype}: the kernel multiplies {_E4M3}")
     if x.scale.shape[-1] > 1 or w.scale.shape[-1] > 1 or w.columns is not None:
         return Reason("scales of groups of columns, or columns in another order")
-    if not 1 <= rows <= MOST_ROWS:
-        return Reason(f"{rows} rows: up to {MOST_ROWS} have the gate in the product's kernel")
+    if not rows:
+        return Reason("x has no rows")
     if n % 256 or k % 16:
         return Reason(f"w [{n}, {k}]: N is not a multiple of 256 or K not of 16")
-    return gated_tile()
+    tile = gated_tile(rows)
+    if rows > FEW_ROWS and -rows % (tile.m * tile.cluster) >= tile.m:
+        return Reason(
+            f"{rows} rows: a block of the last pair has none, and two kernels are faster", tile
+        )
+    return tile
 
 
 _Static = tuple[jnp.dtype, PairTile | None]

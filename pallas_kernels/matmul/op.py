@@ -15,7 +15,8 @@ In the last four schemes ``x`` is a QTensor with one scale per token, without ze
 groups of columns, each with a scale (DeepSeek-V3's blocks, arXiv 2412.19437, section 3.3). An int4
 ``w`` may have groups and integer zeros. The scales of tokens and rows and the bias are applied to
 the accumulator, then the result is cast once. A ``w`` with ``columns`` (act-order) takes x's
-features in that order. x is gathered before everything else, so no kernel sees that order.
+features in that order. x is gathered before everything else, so no kernel sees that order, except
+that W4A8's kernel reads the one of ``interleave`` with x as it is.
 
 The call may include the work around the product in a decoder: an RMSNorm of x before it, and
 SwiGLU, an activation or a residual after it.  With up to 16 rows of 16-bit floats all of it but the
@@ -25,7 +26,8 @@ low-rank term (LoRA).  With up to 64 rows the product's kernel computes that ter
 
 The XLA forms are in ``weight_only`` and ``codes``, the kernels in ``few_rows`` (up to 16 rows of
 x), ``mid_rows`` and ``many_rows``; ``matmul.choice`` asks each for a plan.  All read the plain
-layout, so loading a model needs no new layout.  The CPU's handler (``cpu.matmul``) reads its own
+layout, so loading a model needs no new layout.  Only W4A8 is faster in another order of columns
+(``interleave``).  The CPU's handler (``cpu.matmul``) reads its own
 layout, a ``CpuWeight``; to prepare one is to choose the handler.  It rounds floats of x to 8 bits
 by blocks of 32.
 
@@ -295,8 +297,17 @@ def _without_notes(x: jax.Array | QTensor, w: QTensor) -> QTensor:
     # An accelerator reads NVFP4's scales as they are stored, and applies ``unit`` to the sums.
     keeps_levels = isinstance(x, QTensor) or w.dtype == FLOAT4
     w = w if keeps_levels else w.in_one_level
-    blocked = w.blocked if isinstance(x, QTensor) else None
-    return QTensor(w.q, w.scale, w.zero, unit=w.unit, blocked=blocked)
+    notes: dict[str, Any] = {"blocked": w.blocked} if isinstance(x, QTensor) else {}
+    if _keeps_order(x, w):
+        notes |= {"columns": w.columns, "interleaved": True}
+    return QTensor(w.q, w.scale, w.zero, unit=w.unit, **notes)
+
+
+def _keeps_order(x: jax.Array | QTensor, w: _Weight) -> bool:
+    """Whether a kernel reads w's columns in their order with x as it is."""
+    if not (isinstance(x, QTensor) and isinstance(w, QTensor)):
+        return False
+    return w.interleaved and w.columns is not None
 
 
 def _product(
@@ -306,7 +317,7 @@ def _product(
     implementation: Implementation | None,
 ) -> jax.Array:
     """Compute the product of a weight in codes with nothing around it but a low-rank term."""
-    if w.columns is not None and not is_empty(x, w):
+    if w.columns is not None and not _keeps_order(x, w) and not is_empty(x, w):
         x, w = take_columns(x, w.columns), dataclasses.replace(w, columns=None)
     if isinstance(w, CpuWeight):
         return _prepared_product(x, w, around, implementation)

@@ -38,6 +38,7 @@ from pallas_kernels.rounding import NIBBLES
 from pallas_kernels.types import HasShape
 
 FITTED_ROWS = 256
+L2_BYTES = 50e6  # of Hopper; sums of 32 bits that XLA's form scales stay there if they fit
 # Of a weight-only product on an accelerator; ``weight_only`` describes them.
 Form = Literal["words", "sums", "copy"]
 WORD = 8  # 4-bit codes in the 32 bits that a thread of the first form reads at a time
@@ -86,7 +87,7 @@ def kernel_work(plan: _Plan, call: MatmulCall) -> MatmulWork:
 
 def _row(plan: RowPlan, call: MatmulCall) -> MatmulWork:
     normed = float(call.norm is not None)
-    busiest = plan.rounds * plan.rows * call.k * plan.bits / 8e3  # KB of a warp
+    busiest = plan.rounds * plan.rows * plan.padded_k * plan.bits / 8e3  # KB of a warp
     serial = normed, normed * call.k / 1e3, call.k / 1e3
     return MatmulWork(f"row {_codes(call)}", serial, (_megabytes(call), busiest))
 
@@ -179,6 +180,8 @@ def product_us(call: MatmulCall) -> float:
         part = jax.eval_shape(lambda w: QTensor(w.q[:, :width], w.scale[:, :1]), call.codes)
         return groups * product_us(dataclasses.replace(call, w=part))
     us = predicted_us(product_work(call))
+    if call.quantized_x and (sums := 4 * call.m * call.n) > L2_BYTES:
+        us += 2e6 * sums / gpu().copy_rate  # stored, and read by the fusion that scales them
     if not call.plain and call.w.dtype == jnp.int4 and call.m > 1:
         us += predicted_us(MatmulWork("xla widened", (call.n * call.k / 1e6,), ()))
     return us

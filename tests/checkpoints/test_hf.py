@@ -766,7 +766,7 @@ def index(weight_map: Any):
 
 DAMAGE = {
     "no-weights": (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors and no"),
-    "no-config": (lambda f: (f / "config.json").unlink(), "config.json: No such file"),
+    "no-config": (lambda f: (f / "config.json").unlink(), "no config.json in this folder"),
     "config-not-json": (lambda f: (f / "config.json").write_text("{"), "config.json: not JSON"),
     "config-not-object": (lambda f: (f / "config.json").write_text("[]"), "expected a JSON object"),
     "config-deep": (lambda f: (f / "config.json").write_text('{"a":' * 10**5), "config.json: not"),

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 import jaxllama as jl
-from jaxllama import config
 from jaxllama.checkpoints import hub
+from jaxllama.config import presets
 from jaxllama.errors import JaxLlamaError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 400
@@ -124,7 +124,7 @@ def test_bad_names(
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "bare-preset.toml").write_text("")
     (tmp_path / "weights.bin").write_bytes(b"")
-    monkeypatch.setattr(config, "configs_dir", lambda: tmp_path)
+    monkeypatch.setattr(presets, "configs_dir", lambda: tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(JaxLlamaError) as caught:

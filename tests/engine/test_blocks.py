@@ -212,10 +212,10 @@ def test_over_http(lm):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_slots": 8}, "max_slots = 8: the policy has 4 rows of a block"),
-        ({"page_size": 16}, "page_size = 16: the policy has blocks"),
-        ({"prefix_cache": False}, "prefix_cache = False: the policy has blocks"),
-        ({"deterministic": True}, "deterministic = True: the policy has blocks"),
+        ({"max_slots": 8}, "max_slots = 8: with a policy the slots are the 4 rows"),
+        ({"page_size": 16}, "page_size = 16: an engine of an offloaded model has no such option"),
+        ({"prefix_cache": False}, "prefix_cache = False: an engine of an offloaded model"),
+        ({"deterministic": True}, "deterministic = True: an engine of an offloaded model"),
         ({"max_len": 10**6}, "max_len = 1000000: tiny-llama has a context of"),
         ({"max_queue": 0}, "max_queue = 0: must be a whole number"),
     ],

@@ -78,7 +78,7 @@ def _is_answered(events: list[Event]) -> bool:
 @pytest.mark.core
 def test_the_thread_yields_to_requests_and_keeps_all_programs(tmp_path, monkeypatch):
     monkeypatch.setattr(programs, "PATIENCE", 1000.0)
-    made, ran, busy = Programs(tmp_path, jax.devices()[0]), [], threading.Event()
+    made, ran, busy = Programs(tmp_path, jax.devices()[:1]), [], threading.Event()
     busy.set()
     ours = wanted(6)
     made.add_first(ours, 2)
@@ -89,7 +89,7 @@ def test_the_thread_yields_to_requests_and_keeps_all_programs(tmp_path, monkeypa
     busy.clear()
     wait_until(lambda: list(tmp_path.glob("engine-*")))
     assert sorted(ran) == [2, 3, 4, 5]
-    again = Programs(tmp_path, jax.devices()[0])
+    again = Programs(tmp_path, jax.devices()[:1])
     again.add_first(wanted(6), 2)
     assert len(again) == 6, "the next engine reads them all"
 
@@ -100,7 +100,7 @@ def test_a_program_that_cannot_be_compiled_fails_the_call_that_needs_it(caplog):
         raise TypeError("no such program")
 
     ours = {**wanted(2), "wrong": Wanted(jax.jit(wrong), (jnp.zeros(3),))}
-    made = Programs(None, jax.devices()[0])
+    made = Programs(None, jax.devices()[:1])
     made.add_first(ours, 1)
     made.add_rest(ours, 1, lambda: False, lambda key: None)
     wait_until(lambda: "a program cannot be compiled" in caplog.text)
@@ -110,7 +110,7 @@ def test_a_program_that_cannot_be_compiled_fails_the_call_that_needs_it(caplog):
 
 
 def test_a_stopped_engine_compiles_no_more():
-    made, ours = Programs(None, jax.devices()[0]), wanted(4)
+    made, ours = Programs(None, jax.devices()[:1]), wanted(4)
     made.add_first(ours, 1)
     made.stop()
     made.add_rest(ours, 1, lambda: False, lambda key: None)

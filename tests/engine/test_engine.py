@@ -120,7 +120,7 @@ def test_the_warm_up_compiles_all_and_a_second_engine_takes_it(tmp_path, monkeyp
     second = made()
     assert second.generate(requests) == answers
     assert second.stats().compilations == 0
-    wanted, home = second.runner._wanted(), jax.devices()[0]
+    wanted, home = second.runner._wanted(), jax.devices()[:1]
     key, one = wanted.popitem()
     others = [one, one._replace(static={**one.static, "width": 2}), one._replace(cfg=None)]
     assert len({name({**wanted, key: other}, home) for other in others}) == 3
@@ -131,7 +131,7 @@ def test_kept_programs_that_are_damaged_are_compiled_again(tmp_path):
     for damage in (0, 100):
         for path in tmp_path.iterdir():
             path.write_bytes(path.read_bytes()[:-damage])
-        programs = Programs(tmp_path, jax.devices()[0])
+        programs = Programs(tmp_path, jax.devices()[:1])
         if damage:
             with pytest.warns(UserWarning, match="compiling again"):
                 programs.add(wanted)
@@ -159,7 +159,7 @@ def test_a_cpus_program_is_compiled_past_jaxs_cache(tmp_path):
             asked.append((compiler_options, seconds.value))
             return jitted.lower(jnp.zeros(3)).compile()
 
-    before, programs = seconds.value, Programs(tmp_path, jax.devices()[0])
+    before, programs = seconds.value, Programs(tmp_path, jax.devices()[:1])
     programs.add({"one": Wanted(Known(), (jnp.zeros(3),))})
     assert asked == [({"xla_embed_ir_in_executable": False}, 1e9)] and seconds.value == before
     assert len(programs) == 1 and len(list(tmp_path.iterdir())) == 1
@@ -494,6 +494,15 @@ def test_a_deterministic_engine_gives_the_same_bits_in_any_company(family):
         assert run(request)[request.id] == together[request.id]
 
 
+@pytest.mark.parametrize("slots, budget", [(16, 2048), (511, 2048), (512, 4096), (1024, 4096)])
+def test_with_many_slots_a_step_on_a_gpu_has_two_prefill_calls(slots, budget, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    given = EngineOptions(max_slots=slots, max_len=3000, cache_tokens=10**6)
+    options = given.resolve(model("llama").config, jnp.bfloat16)
+    assert options.token_budget == budget
+    assert options.rows(1024) * 1024 <= 2048  # of a call
+
+
 def test_options_that_do_not_go_together_are_refused_by_name():
     lm = model("llama")
     fixed = dataclasses.replace(lm, deterministic=True)
@@ -504,7 +513,7 @@ def test_options_that_do_not_go_together_are_refused_by_name():
         (lm, {"max_slots": None}, "max_slots = None: must be a whole number"),
         (lm, {"prefill_rows": 1.5}, "prefill_rows = 1.5: must be a whole number"),
         (lm, {"max_len": 1}, "max_len = 1: must be a whole number >= 2"),
-        (lm, {"max_len": 5000}, "max_len = 5000: tiny-llama has a context of 4096"),
+        (lm, {"max_len": 5000}, "tiny-llama has a context of 4096, so give at most that"),
         (lm, {"prefill_chunk": 128}, "prefill_chunk = 128: exceeds max_len = 96"),
         (lm, {"page_size": 32}, "page_size = 32: exceeds prefill_chunk = 16"),
         (model("hybrid"), {"page_size": 5}, "page_size = 5: must divide 16, as GLA's states"),

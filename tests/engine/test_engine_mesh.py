@@ -45,3 +45,22 @@ def test_tokens_on_a_mesh_are_those_of_one_device(family):
         assert mesh["devices"] == {"model=2": 2, "data=2,model=4": 8}[name]
         assert mesh["compilations"] == alone["compilations"] == 0
         assert (mesh["accepted"] > 0) == ("data" in name)  # which alone drafts
+
+
+@pytest.mark.slow
+def test_a_second_start_on_a_mesh_reads_the_programs(tmp_path):
+    def start() -> list[dict]:
+        run = subprocess.run(
+            [sys.executable, "-m", "tests.helpers.engine_mesh_child", "gqa", "model=2"],
+            cwd=Path(__file__).parents[2],
+            env=environment(2) | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return [json.loads(line) for line in run.stdout.splitlines()]
+
+    first, again = start(), start()
+    assert all(engine.pop("lowered") > 4 for engine in first)
+    assert [engine.pop("lowered") for engine in again] == [0, 0]
+    assert first == again

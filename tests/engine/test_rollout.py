@@ -172,6 +172,8 @@ def test_rollouts_are_the_samples_with_the_models_own_log_probabilities(monkeypa
 def test_wrong_arguments(options, message):
     with pytest.raises(JaxLlamaError, match=message):
         jl.rollout(None, PROMPTS, **options)
+    with pytest.raises(JaxLlamaError, match=r"prompts\[0\] is text: give its token ids"):
+        jl.rollout(None, ["text"], n=1, max_new_tokens=1)
 
 
 def held():

@@ -57,6 +57,7 @@ def report(lm: LanguageModel, draft: str | None = None) -> dict:
         },
         "cached": sum(value[-1].cached_tokens for value in again.values()),
         "kv_heads": [keys.shape[2], keys.addressable_shards[0].data.shape[2]],
+        "lowered": len(engine.runner._programs._keys),
         "devices": len(keys.sharding.device_set),
         "compilations": engine.stats().compilations,
         "accepted": engine.stats().accepted_tokens,

@@ -14,6 +14,8 @@ from pallas_kernels.matmul.few_rows import (
     posted,
     row,
     row_loops,
+    row_x,
+    several,
     tile,
     tile_loop,
     tile_sums,
@@ -28,7 +30,8 @@ _TILES = block, copies, tile, tile_loop, tile_sums, tile_x
 
 def few_rows() -> contextlib.AbstractContextManager[None]:
     """Within, they compute on concrete arrays."""
-    return emulated(blocks, operands, posted, row, row_loops, widen, *_TILES)
+    rows = row, row_loops, row_x
+    return emulated(blocks, operands, posted, *rows, several, widen, *_TILES)
 
 
 def run_tiles(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -13,6 +14,7 @@ from pallas_kernels.attention.past import attend as attend_past
 from pallas_kernels.attention.rope_attention import rope_and_attend
 from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write
 from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
+from pallas_kernels.experts.best import best
 from pallas_kernels.experts.fetch import fetch
 from pallas_kernels.experts.fetch_plan import FetchedLeaf
 from pallas_kernels.experts.gate import ClampedGate, Gate
@@ -29,6 +31,7 @@ from pallas_kernels.gla.token import gla_token, gla_tokens
 from pallas_kernels.matmul import sums
 from pallas_kernels.matmul.blocks import blocks_matmul
 from pallas_kernels.matmul.gated import gated_matmul
+from pallas_kernels.matmul.interleave import interleaved
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.operands import Columns
 from pallas_kernels.rows import greedy_kernel
@@ -47,6 +50,9 @@ def weight(scheme: str, n: int, k: int):
     floats = S((n, k), BF16)
     if scheme == "bfloat16":
         return floats
+    if scheme == "interleaved":  # "multiples" in the order of the kernel
+        w = dataclasses.replace(weight("multiples", n, k), activations="int8")
+        return jax.eval_shape(interleaved, w)
     if scheme in FORMATS:
         return jax.eval_shape(functools.partial(quantize, dtype=scheme), floats)
     how = {"int4": (128, True), "zeros": (128, False), "zeros-64": (64, False)}
@@ -245,6 +251,7 @@ CASES = {
     "experts zeros-64": lambda: grouped("zeros-64", 5760, 2880, ClampedGate(), 1, (32, 4)),
     "product 1 zeros-64": lambda: product(1, "zeros-64", shape=(5120, 2880)),
     "norm and route": lambda: routed(128, 2048, 8),
+    "best of 128": lambda: (lambda x: best(x, 8, implementation="mosaic"), (S((256, 128), F32),)),
     "experts 8192 int8": lambda: grouped("int8", 2048, 768, None, 8192),
     "experts 8192 fp8-block": lambda: grouped("fp8-block", 2048, 768, None, 8192),
     "product 8 int4": lambda: product(8, "int4"),
@@ -272,6 +279,11 @@ CASES = {
     "product 64 W4A8, long": lambda: product(
         64, "multiples", "int8", shape=(4096, 14336), out_dtype=BF16
     ),
+    "product 64 W4A8, interleaved": lambda: product(64, "interleaved", "int8", out_dtype=BF16),
+    "product 64 W4A8, interleaved, long": lambda: product(
+        64, "interleaved", "int8", shape=(4096, 14336), out_dtype=BF16
+    ),
+    "product 2048 W4A8, interleaved": lambda: product(2048, "interleaved", "int8", out_dtype=BF16),
     "product 2048 int4": lambda: product(2048, "int4"),
     "product 2048 zeros": lambda: product(2048, "zeros"),
     "product 2048 int8": lambda: product(2048, "int8"),
@@ -282,6 +294,7 @@ CASES = {
     ),
     "product 64 FP8 static": lambda: product(64, "float8_e4m3fn", "fp8-static"),
     "gated FP8 static": lambda: gated_codes(64),
+    "gated FP8 static, many rows": lambda: gated_codes(2048),
     "product 64 FP8 blocks": lambda: product(64, "fp8-block", "fp8-block"),
     "product 2048 FP8 blocks": lambda: product(2048, "fp8-block", "fp8-block"),
     "product 2048 W4A8": lambda: product(2048, "int4", "int8"),
@@ -356,12 +369,12 @@ def low_rank_product():
     return lambda x, w, *low: f(x, w, low_rank=low), (x, w, S((64, 3 * 64), BF16), second)
 
 
-def blocks():
-    w = weight("int4", 4096, 4096), weight("int4", 1024, 4096), S((64, 4096), BF16)
+def blocks(m: int = 8, k: int = 4096, words: str | None = "int4"):
+    large = (S((n, k), BF16) if words is None else weight(words, n, k) for n in (4096, 1024))
     return lambda x, w, gamma: [x.rows for x in blocks_matmul(x, w, norm=(gamma, 1e-5))], (
-        S((8, 4096), BF16),
-        w,
-        S((4096,), BF16),
+        S((m, k), BF16),
+        (*large, S((64, k), BF16)),
+        S((k,), BF16),
     )
 
 
@@ -509,6 +522,8 @@ VARIANTS = {
     "product 8 zeros": lambda: product(8, "zeros"),
     "product 8 bfloat16": lambda: product(8, "bfloat16"),
     "product 8 in blocks": blocks,
+    "product 1 in blocks": lambda: blocks(1, 2048),
+    "product 1 in blocks, floats": lambda: blocks(1, 2048, None),
     "product 64 bfloat16": lambda: product(64, "bfloat16"),
     "product 64 bfloat16 swiglu": lambda: product(64, "bfloat16", shape=(28672, 4096), swiglu=True),
     "product 64 W8A8 low rank": low_rank_product,
@@ -530,11 +545,15 @@ VARIANTS = {
     ),
     "decode 64 in pages": lambda: in_pages(decode_attention, "bfloat16", 64),
     "decode 64 int4 in pages": lambda: in_pages(decode_attention, "int4", 64, window=700),
+    "decode 512 float8 in pages": lambda: in_pages(decode_attention, "float8_e4m3fn", 512),
     "decode 64 of 3 tokens int8 in pages": lambda: in_pages(decode_attention, "int8", 64, 3),
     "direct, norms and window": direct_normed,
     "direct int4": lambda: decode("int4", 1, 1152),
     "direct in pages": lambda: in_pages(rope_and_attend, "bfloat16", 1, rotates=True),
     "rope and cache int4 in pages": lambda: in_pages(rope_and_write, "int4", 64, rotates=True),
+    "rope and cache 512 float8 in pages": lambda: in_pages(
+        rope_and_write, "float8_e4m3fn", 512, rotates=True
+    ),
     "SSD step, heads of 32": lambda: ssd_one(64, 48, 128, 32),
     "SSD step of a row": lambda: ssd_one(1, 48, 128, 32),
     "SSD, lengths": lambda: with_lengths(*ssd_chunks(8, 4096, 1, 48, 64, 64), 8),

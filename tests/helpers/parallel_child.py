@@ -399,7 +399,7 @@ def training(
             room,
             {
                 "data=3": "does not divide the 8 rows of a microbatch",
-                "data=2,model=2": "splits the data only",
+                "data=2,model=2": "takes data=N and stage=N only",
                 "data=16": "needs 16 devices",
             },
         )

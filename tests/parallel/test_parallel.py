@@ -342,9 +342,9 @@ def test_presets_name_the_meshes_that_divide_them():
 @pytest.mark.parametrize(
     "mesh, message",
     [
-        ("model=64", "mesh data=1,model=64: needs 64 devices, and there are"),
+        ("model=64", "mesh data=1,model=64: needs 64 devices, and jax sees"),
         ("tensor=2", "axis 'tensor' is not one of data, expert, model"),
-        ("expert=64", "mesh data=1,expert=64,model=1: needs 64 devices, and there are"),
+        ("expert=64", "mesh data=1,expert=64,model=1: needs 64 devices, and jax sees"),
         ("model=2,model=2", "expected data=N,expert=N,model=N, each at most once"),
         ("model=-1", "expected data=N,expert=N,model=N"),
         ("", "expected data=N,expert=N,model=N"),

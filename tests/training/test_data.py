@@ -11,7 +11,7 @@ import pytest
 from jaxllama.errors import JaxLlamaError
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.training import data
-from jaxllama.training.data import TokenFile, pieces, tokenize
+from jaxllama.training.data import TokenFile, pieces, run_tokenizer, tokenize
 
 TEXT = "In the beginning\n\n  was the word.\nÄnd  \n\n\n so on.\n" * 30
 
@@ -128,3 +128,11 @@ def test_a_folder_that_is_no_token_file_is_refused(book, tmp_path):
     (book.directory / "tokens.npy").write_bytes(b"rubbish")
     with pytest.raises(JaxLlamaError, match="not a token file"):
         TokenFile.open(book.directory)
+
+
+@pytest.mark.parametrize(
+    ("own", "first", "key"), [(None, "smolm2", "init_from"), ("smolm2", None, "data.tokenizer")]
+)
+def test_a_tokenizer_that_is_missing_is_named_by_its_key(own, first, key):
+    with pytest.raises(JaxLlamaError, match=f"^{key} = 'smolm2': unknown model 'smolm2'"):
+        run_tokenizer(own, first)

@@ -126,6 +126,11 @@ def read_sampling(directory: str | Path) -> Sampling | None:
 
 def _read_config(directory: Path) -> JsonObject:
     """Return config.json, with ModelOpt's own file as its quantization if it names none."""
+    if directory.is_dir() and not (directory / "config.json").exists():
+        raise JaxLlamaError(
+            f"{directory}: no config.json in this folder; a model is a directory with config.json "
+            "and safetensors, or a .gguf file"
+        )
     config, other = _read_json(directory / "config.json"), directory / float4.OTHER_FILE
     if any(config.get(key) is not None for key in packed.KEYS) or not other.is_file():
         return config

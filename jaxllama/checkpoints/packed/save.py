@@ -219,10 +219,10 @@ def _choose(format: str, members: dict[Key, list[_Member]], tied_head: list[str]
             if isinstance(member.block, QTensor):
                 reason = _obstacle(format, path, member.block)
                 if reason is not None:
-                    raise JaxLlamaError(f"{'/'.join(path)}: {reason} (format {format!r})")
+                    raise _refusal(format, "/".join(path), reason)
                 outline = member.outline()
                 if reason := _member_obstacle(format, outline):
-                    raise JaxLlamaError(f"{member.linear}: {reason} (format {format!r})")
+                    raise _refusal(format, member.linear, reason)
                 weights[member.linear] = outline
             elif path[0] != "embed" and len(member.shape) == 2:
                 floats.append(member.linear)
@@ -240,7 +240,7 @@ def _choose(format: str, members: dict[Key, list[_Member]], tied_head: list[str]
         for name, w in weights.items():
             reason = packed_gptq.obstacle(w)
             if reason is not None:
-                raise JaxLlamaError(f"{name}: {reason} (format {format!r})")
+                raise _refusal(format, name, reason)
         return _Format(
             packed_gptq.layout,
             lambda w: packed_gptq.to_tensors(w, v2),
@@ -260,6 +260,12 @@ def _choose(format: str, members: dict[Key, list[_Member]], tied_head: list[str]
         packed_compressed_save.layout,
         packed_compressed_save.to_tensors,
         packed_compressed_save.to_config(weights, floats + tied_head),
+    )
+
+
+def _refusal(format: str, weight: str, reason: str) -> JaxLlamaError:
+    return JaxLlamaError(
+        f"format {format!r} cannot hold {weight}: {reason}; native holds every scheme"
     )
 
 

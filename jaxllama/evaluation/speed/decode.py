@@ -81,8 +81,8 @@ def run(
         return decode, prefill + decode
 
     sign.say(
-        f"weights      {tree_bytes(lm.params) / 1e9:.2f} GB on {devices} devices, "
-        f"{_since_process_start():.1f} s after the process began"
+        f"weights      {tree_bytes(lm.params) / 1e9:.2f} GB on {devices} "
+        f"device{'s' * (devices > 1)}, {_since_process_start():.1f} s after the process began"
     )
     sign.note(f"compiling a prefill of {SHORT} tokens")
     decoding.prefilled(SHORT, 1)

@@ -222,7 +222,10 @@ async def _model(session: aiohttp.ClientSession, load: Load) -> tuple[str, int, 
     except JaxLlamaError:
         raise
     except aiohttp.ClientConnectorError as error:
-        raise JaxLlamaError(f"{error.host}:{error.port}: {error.os_error.strerror}") from None
+        raise JaxLlamaError(
+            f"{load.url}: no server answers ({error.os_error.strerror}); start one with "
+            "jaxllama serve, or give its address by --url"
+        ) from None
     except (aiohttp.ClientError, ValueError, LookupError, TypeError, AttributeError):
         raise JaxLlamaError(f"{where}: no list of models as OpenAI's API has it") from None
     name = next(iter(sizes), None) if load.model is None else load.model

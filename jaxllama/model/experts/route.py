@@ -22,6 +22,7 @@ from jax import lax
 
 from jaxllama.config import ExpertsConfig
 from jaxllama.typing import Params
+from pallas_kernels.experts.best import best as largest
 from pallas_kernels.experts.op import grouped_matmul
 
 Routed = tuple[jax.Array, jax.Array]  # experts and weights, as from ``route``
@@ -83,7 +84,7 @@ def choose(
     if is_softmax and choice_bias is None and options.n_active_groups == options.n_groups:
         by = logits  # the same order, and fewer ties
     by = _best_groups(options, by)
-    best, experts = lax.top_k(by, options.n_active)
+    best, experts = largest(by, options.n_active)
     if is_softmax and options.normalize:
         best = best if by is logits else jnp.take_along_axis(logits, experts, axis=-1)
         weights = jax.nn.softmax(best, axis=-1)
@@ -124,7 +125,9 @@ def _best_groups(options: ExpertsConfig, by: jax.Array) -> jax.Array:
     if options.n_active_groups == options.n_groups:
         return by
     groups = by.reshape(by.shape[0], options.n_groups, -1)
-    best = jnp.sum(lax.top_k(groups, min(options.group_best, groups.shape[-1]))[0], axis=-1)
-    _, kept = lax.top_k(best, options.n_active_groups)
+    scores = groups.reshape(-1, groups.shape[-1])
+    best, _ = largest(scores, min(options.group_best, groups.shape[-1]))
+    best = jnp.sum(best.reshape(*groups.shape[:2], -1), axis=-1)
+    _, kept = largest(best, options.n_active_groups)
     is_kept = jnp.any(kept[:, :, None] == jnp.arange(options.n_groups), axis=1)
     return jnp.where(is_kept[..., None], groups, -jnp.inf).reshape(by.shape)

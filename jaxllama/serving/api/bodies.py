@@ -513,6 +513,10 @@ def explain(error: ValidationError) -> ApiError:
     reasons = [entry for entry in found if entry["loc"][0] == param]
     if first["type"] == "missing" and len(first["loc"]) == 1:
         return ApiError(400, f"{param}: is required", param=param, code="missing_parameter")
+    for entry in reasons:
+        if entry["loc"][-1] == "type" and entry["msg"] == "Input should be 'text'":
+            message = f"{_path(entry['loc'])}: must be 'text'; no model here reads images or audio"
+            return ApiError(400, message, param=param, code="invalid_value")
     texts = dict.fromkeys(f"{_path(entry['loc'])}: {entry['msg']}" for entry in reasons)
     return ApiError(400, "; or ".join(list(texts)[:4]), param=param, code="invalid_value")
 

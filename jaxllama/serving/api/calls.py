@@ -39,6 +39,7 @@ from jaxllama.serving.api.schemas import ApiError
 from jaxllama.serving.api.tools import offered
 from jaxllama.serving.tools import harmony
 from jaxllama.text.prompt_text import ChatPrompt
+from jaxllama.text.rows import fewer_tokens
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import JsonObject
 
@@ -303,7 +304,7 @@ class Prompts:
         return row
 
     def _too_long(self, key: str) -> ApiError:
-        message = f"{key}: more than {self.max_len} tokens, which is the context"
+        message = f"{key}: more than {self.max_len} tokens, which is the context: send less text"
         return ApiError(400, message, param=key, code="context_length_exceeded")
 
     def tokenizer(self) -> Tokenizer:
@@ -346,7 +347,7 @@ class Prompts:
                 raise ApiError(
                     400,
                     f"the context is {self.max_len} tokens; this asks for {len(row)} in the prompt "
-                    f"and {count} new ones",
+                    f"and {count} new ones: {fewer_tokens(len(row), self.max_len)}",
                     param="max_tokens",
                     code="context_length_exceeded",
                 )

@@ -21,7 +21,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -303,6 +303,8 @@ def answer_error(error: Exception, path: str = "") -> Response:
     """Return the error object for any exception: Anthropic's at its paths, ollama's and OpenAI's
     elsewhere."""
     headers = dict(getattr(error, "headers", None) or {})
+    if isinstance(error, HTTPException):
+        error = _wrong_route(error, path, headers)
     error = api_error(error)
     if error.retry_after is not None:
         headers["Retry-After"] = str(error.retry_after)
@@ -312,6 +314,18 @@ def answer_error(error: Exception, path: str = "") -> Response:
         return JSONResponse({"error": str(error)}, error.status, headers)
     body = message_error(error) if path.startswith("/v1/messages") else error.body()
     return respond(body, error.status, headers)
+
+
+def _wrong_route(error: HTTPException, path: str, headers: Mapping[str, str]) -> Exception:
+    """Return the error of a path or method that no route has, with what to do."""
+    if error.status_code == 404:
+        hint = "the guide's page HTTP lists the routes"
+        if path.endswith("_lora_adapter"):
+            hint = "serve --lora-slots N adds it"
+        return ApiError(404, f"this server has no route {path[:100]}: {hint}", code="not_found")
+    if error.status_code == 405 and "Allow" in headers:
+        return ApiError(405, f"{path[:100]}: the method must be {headers['Allow']}")
+    return error
 
 
 async def read_body(request: Request, limit: int) -> bytearray:

@@ -1,8 +1,9 @@
-"""The tile kernel of weights that lie in different places: see ``matmul.blocks``.
+"""The kernels of few rows for weights that lie in different places: see ``matmul.blocks``.
 
-A tile of 16 rows belongs to one of a group's weights, and only the addresses of its codes and
-scales depend on which: a shift, picked by comparing the tile's number with the weights' first ones.
-Each group has blocks of its own, which run the program of its form.
+A tile of 16 rows, or in the program of one row a row, belongs to one of a group's weights. Only the
+addresses of its codes and scales depend on which: a shift, picked by comparing its number with the
+weights' first ones (``several``).  Each group has blocks of its own, which run the program of its
+form.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import jax
 
 from pallas_kernels import ptx as p
 from pallas_kernels.launch import launch
-from pallas_kernels.matmul.few_rows import tile
+from pallas_kernels.matmul.few_rows import row, tile
+from pallas_kernels.matmul.few_rows.blocks_plan import BlocksPlan
 from pallas_kernels.matmul.few_rows.kernel import Weight, kinds_of, parts_of
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
-from pallas_kernels.matmul.few_rows.plan import WARPS, BlocksPlan
+from pallas_kernels.matmul.few_rows.plan import WARPS, RowPlan
 from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
+from pallas_kernels.matmul.few_rows.several import Several
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "eps", "plan"))
@@ -36,22 +39,25 @@ def matmul(
     outs = [jax.ShapeDtypeStruct((m, sum(g.rows)), out_dtype) for g in plan.groups]
     schemes = [FewRowsScheme.of(group[0], KIND[x.dtype.name]) for group in groups]
 
+    first = plan.groups[0].division
+    is_row = isinstance(first, RowPlan)
+    names = ("w", "scale", "zero")
+
     def program(i, gmem, smem):
-        group, (first, *others) = plan.groups[i], gmem.weights[i]
-        w, scale, zero = first
-        memory = {
-            "x": gmem.x,
-            "w": w,
-            "scale": scale,
-            "zero": zero,
-            "gamma": gmem.gamma,
-            "out": gmem.out[i],
-        }
-        kinds = kinds_of({"gamma": gamma, "out": outs[i]})
+        group, (own, *others) = plan.groups[i], gmem.weights[i]
+        memory = {"x": gmem.x, "gamma": gmem.gamma, "out": gmem.out[i]}
+        kinds = kinds_of(
+            {"gamma": gamma, "out": outs[i], **dict(zip(names, parts[i][0], strict=True))}
+        )
+        memory |= dict(zip(names, own, strict=True))
         operands = FewRowsOperands.of(memory, k=k, kinds=kinds, eps=eps, swiglu=False)
-        several = tile.Several(group.begin, group.firsts, others)
+        several = Several(group.begin, group.firsts, others)
+        if isinstance(group.division, RowPlan):
+            block = p.add(p.register("ctaid.x"), -group.begin)
+            row.run(group.division, schemes[i], operands, smem, block, several=several)
+            return
         rows = sum(group.rows)
-        tile.TileProgram(group.tiles, schemes[i], rows, operands, smem, several).run()
+        tile.TileProgram(group.division, schemes[i], rows, operands, smem, several).run()
 
     def body(gmem, smem):
         for i, group in enumerate(plan.groups):
@@ -60,19 +66,19 @@ def matmul(
                 run()
             else:
                 block = p.add(p.register("ctaid.x"), -group.begin)
-                p.when(p.less(block, group.tiles.clusters), run)
+                p.when(p.less(block, group.blocks), run)
 
-    sizes = [group.tiles.scratch_sizes(normed=True) for group in plan.groups]
+    sizes = [group.division.scratch_sizes(normed=True) for group in plan.groups]
     largest = [max(size) // 4 for size in zip(*sizes, strict=True)]
     (out,) = launch(
         body,
         {"x": x, "gamma": gamma, "weights": parts},
         {"out": outs},
         name="quantized_matmul_blocks",
-        grid=sum(group.tiles.clusters for group in plan.groups),
-        cluster=plan.groups[0].tiles.split,
-        warpgroups=WARPS // 4,
-        scratch=dict(zip(tile.SCRATCH, largest, strict=True)),
+        grid=sum(group.blocks for group in plan.groups),
+        cluster=1 if isinstance(first, RowPlan) else first.split,
+        warpgroups=(first.warps if is_row else WARPS) // 4,
+        scratch=dict(zip(row.SCRATCH if is_row else tile.SCRATCH, largest, strict=True)),
         registers=True,
     )
     return tuple(out)

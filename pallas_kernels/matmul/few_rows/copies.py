@@ -3,42 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.block import Params, TileBlock
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import SLOT
+from pallas_kernels.matmul.few_rows.several import RowOffsets
 from pallas_kernels.ptx import Value
-
-
-@dataclasses.dataclass(frozen=True)
-class RowOffsets:
-    """Where the 16 rows of a tile's codes (the lane's of them), scales or zeros begin.
-
-    stride: bytes of a tile.  firsts, moves: of other weights behind the first, the first tile, and
-    bytes from where it would lie behind the first to where it does.
-    """
-
-    base: Value | None
-    stride: int
-    firsts: Sequence[int] = ()
-    moves: Sequence[Value] | None = None
-
-    def and_others(self, start: Value, firsts: Sequence[int], refs: Sequence[Value]) -> RowOffsets:
-        near = [p.offset(start, p.ci(first), self.stride) for first in firsts]
-        moves = [arith.subi(p.address(ref), at) for ref, at in zip(refs, near, strict=True)]
-        return dataclasses.replace(self, firsts=firsts, moves=moves)
-
-    def of(self, tile: Value) -> Value:
-        at = p.offset(self.base, tile, self.stride)
-        if self.moves is None:
-            return at
-        shift = arith.subi(at, at)
-        for first, other in zip(self.firsts, self.moves, strict=True):
-            shift = arith.select(p.less(tile, first), shift, other)
-        return arith.addi(at, shift)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +87,7 @@ class Copies:
         for name, base in whole.items():
             if base is None:
                 continue
-            places = dataclasses.replace(self.places[name], base=base)
+            places = self.places[name].from_base(base)
             parts, rows = (plan.split, 16) if name == "w" else (1, 1)
             apart = places.stride // rows
             size = apart // parts

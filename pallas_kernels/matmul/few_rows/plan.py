@@ -7,7 +7,6 @@ blocks and warps of a GPU: arithmetic only.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -176,8 +175,9 @@ def row_warps(k: int, units: int, bits: int, sms: int) -> int:
 def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason:
     """The one-row kernel's plan, or why it has none.
 
-    short_chunk: int4 rows may end inside a chunk.  A dense product has tiles for such K.  Rows of
-    float4 may always, and those of int4 in small groups if there are no tiles.
+    short_chunk: int4 rows may end inside a chunk.  A dense product has tiles for such K, and the
+    choice is between both where the chunks have at most an eighth more columns.  Rows of float4 may
+    always, and those of int4 in small groups if there are no tiles.
     """
     w, n, k = call.w, call.n, call.k
     if call.m != 1 or call.x != jnp.bfloat16:
@@ -190,7 +190,9 @@ def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason
     elif (zero := call.codes.zero) is not None and (w.dtype, zero.dtype) != (jnp.int4, jnp.int8):
         return Reason(f"{w.dtype.name} codes with zeros of {zero.dtype.name}")
     divided = divide_row(w, call.swiglu)
-    wanted = 128 if short_chunk and divided.bits == 4 else 32 * divided.per_load
+    wanted = 32 * divided.per_load
+    if divided.bits == 4 and (short_chunk or 8 * (divided.padded_k - k) <= k):
+        wanted = 128
     if not call.plain and w.dtype.name not in ("int4", "int8"):
         wanted = 64 if w.dtype == jnp.float8_e4m3fn else 32
     if not call.plain and w.dtype == jnp.int4 and call.codes.group_size in FOLDED:
@@ -438,60 +440,3 @@ def tile_plan(call: MatmulCall, *, at_once: int = TOKENS) -> TilePlan | Reason:
     elif _straddles(whole.split, whole.warps, whole.k_warp, whole.resident, scheme):
         return Reason(f"w's groups of {scheme.group} columns straddle runs of {whole.k_warp}")
     return divided
-
-
-# --- several weights -----------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """Weights of one form, their numbers of rows, and the blocks that they have from ``begin``."""
-
-    tiles: TilePlan
-    rows: tuple[int, ...]
-    begin: int
-
-    @property
-    def firsts(self) -> list[int]:
-        """The first tile of each weight but the first."""
-        return [end // 16 for end in itertools.accumulate(self.rows[:-1])]
-
-
-@dataclasses.dataclass(frozen=True)
-class BlocksPlan:
-    """The division of one x's products with several weights."""
-
-    kernel: ClassVar[str] = "quantized_matmul_blocks_mosaic"
-    groups: tuple[Group, ...]
-
-    def __str__(self) -> str:
-        return str([group.tiles for group in self.groups])
-
-
-def divide_blocks(
-    calls: Sequence[MatmulCall], rows: Sequence[tuple[int, ...]]
-) -> BlocksPlan | Reason:
-    """calls: with each group's weights as one; rows: those of every weight in it.  The largest
-    group leaves SMs to the others where that costs it no time."""
-    plans = []
-    for call in calls:
-        divided = tile_plan(call)
-        if isinstance(divided, Reason):
-            if not isinstance(divided.plan, TilePlan):
-                return divided
-            divided = divided.plan
-        plans.append(divided)
-    if len(plans) > 1 and any(found.split > 1 for found in plans):
-        return Reason("weights that are stored differently, and K divided among blocks")
-    if any(found.apart for found in plans):
-        return Reason("K is divided among blocks that are no cluster")
-    if any(found.m < call.m for found, call in zip(plans, calls, strict=True)):
-        return Reason(f"{calls[0].m} rows need more than shared memory holds")
-    if len(plans) > 1:
-        main = max(range(len(plans)), key=lambda i: calls[i].n)
-        fewest = -(-calls[main].n // 16 // plans[main].per)
-        others = sum(found.clusters for i, found in enumerate(plans) if i != main)
-        clusters = max(fewest, min(plans[main].clusters, gpu().sms - others))
-        plans[main] = dataclasses.replace(plans[main], clusters=clusters)
-    begins = itertools.accumulate((found.clusters for found in plans), initial=0)
-    return BlocksPlan(tuple(Group(*parts) for parts in zip(plans, rows, begins, strict=False)))

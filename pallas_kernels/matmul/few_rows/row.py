@@ -35,15 +35,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import floats
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.operands import (
     FewRowsOperands,
-    add_squares,
     as_float,
     load_word,
     over_lanes,
@@ -57,7 +55,9 @@ from pallas_kernels.matmul.few_rows.row_loops import (
     FoldedNibbles,
     Nibbles,
 )
+from pallas_kernels.matmul.few_rows.row_x import Input
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
+from pallas_kernels.matmul.few_rows.several import RowOffsets, Several
 from pallas_kernels.ptx import Value
 
 _STREAMED = ".L1::no_allocate"
@@ -65,90 +65,11 @@ SCRATCH = "x", "squares"  # as ``RowPlan.scratch_sizes`` has it
 
 
 @dataclasses.dataclass(frozen=True)
-class Input:
-    """x on its way to shared memory, to where the inner loop reads it.
-
-    squares: shared memory of a sum for every warp.
-    """
-
-    plan: RowPlan
-    operands: FewRowsOperands
-    loop: Floats | Nibbles
-    thread: Value
-    squares: Value
-    slot: Value | None
-
-    def ask(self, early: bool):
-        """8 values a thread of x and of the norm's weight, those that are asked for before the
-        first of w, or the others: [(piece, is it one, is it x's, x, gamma, pending)]."""
-        operands, pieces, of_x = self.operands, self.plan.padded_k // 8, self.plan.k // 8
-        threads = 32 * self.plan.warps
-        rounds = range(0, pieces, threads)
-        at_once = 4 if operands.gamma is None else 2
-        asked = []
-        for first in rounds[:at_once] if early else rounds[at_once:]:
-            piece = p.add(self.thread, first)
-            inside = None
-            if first + threads > pieces:
-                # Threads behind the end store a piece a second time: behind a condition, the
-                # assembler would put the loads of x last.  A warp's pieces stay neighbours.
-                inside, piece = p.less(piece, pieces), arith.remui(piece, p.ci(pieces))
-            source = piece if of_x == pieces else p.minimum(piece, of_x - 1)
-            words, is_x = p.load_global(p.offset(operands.x, source, 16), 4), None
-            if of_x < pieces:
-                is_x = p.less(piece, of_x)
-                words = [arith.select(is_x, word, p.ci(0)) for word in words]
-            gamma = None if operands.gamma is None else self.eight("gamma", source)
-            pending = None
-            if self.slot is not None:
-                pending = operands.posts.ask(self.slot, source)
-            elif operands.pending is not None:
-                pending = self.eight("pending", source)
-            asked.append((piece, inside, is_x, words, gamma, pending))
-        return asked
-
-    def eight(self, name: str, piece: Value) -> list[Value]:
-        size = 32 if self.operands.kinds[name] == "f32" else 16
-        return self.operands.eight(name, p.offset(getattr(self.operands, name), piece, size))
-
-    def store(self, asked, warp: Value, lane: Value) -> None:
-        """x times the norm's weight to shared memory, and the warps' sums of x's squares."""
-        total = p.cf(0.0)
-        for piece, inside, is_x, words, gamma, pending in [*asked, *self.ask(early=False)]:
-            if self.slot is not None:
-                source = p.minimum(piece, self.plan.k // 8 - 1)
-                pending = self.operands.posts.total(pending, self.slot, source)
-            if pending is not None:
-                if is_x is not None:  # zeros behind x stay zeros
-                    pending = [arith.select(is_x, value, p.cf(0.0)) for value in pending]
-                place = functools.partial(p.offset, index=piece, stride=16)
-                block = functools.partial(p.register, "ctaid.x")
-                words = self.operands.store_total(words, pending, place, block, is_x)
-            values = floats(words)
-            if gamma is not None:
-                is_one = None if inside is None else lambda inside=inside: inside
-                total = add_squares(total, values, is_one)
-                values = [arith.mulf(v, g) for v, g in zip(values, gamma, strict=True)]
-            self.loop.store_x(piece, *self.loop.prepared(values))
-        if self.operands.gamma is not None:
-            (total,) = over_lanes([total])
-            at = p.add(self.squares, p.mul(warp, 4))
-            p.when(p.less(lane, 1), lambda: p.store_shared(at, [total]))
-
-    def factor(self) -> Value | None:
-        if self.operands.gamma is None:
-            return None
-        total = p.load_float(self.squares)
-        for w in range(1, self.plan.warps):
-            total = arith.addf(total, p.load_float(self.squares, 4 * w))
-        return self.operands.factor(total)
-
-
-@dataclasses.dataclass(frozen=True)
 class WeightRows:
     """A warp's rows of w, one unit of them after the other.
 
-    w: the lane's place in the first row.
+    places: of whole rows of "w", "scale" and "zero".
+    w: the lane's place in a row.
     last_w, last_loop: w and loop of a short chunk, where lanes past the row's end have the place of
     the last lane inside.  They multiply it by the zeros behind x.
     """
@@ -158,8 +79,9 @@ class WeightRows:
     operands: FewRowsOperands
     loop: Floats | Nibbles
     lane: Value
-    w: Value
-    last_w: Value
+    places: Mapping[str, RowOffsets]
+    w: RowOffsets
+    last_w: RowOffsets
     last_loop: Floats | Nibbles
 
     def of(self, unit: Value) -> list[Value]:
@@ -170,21 +92,20 @@ class WeightRows:
 
     def prefetch(self, unit: Value) -> None:
         """Asks for the unit's first loads, its scales and its zeros: a lane for each."""
-        plan, scheme = self.plan, self.scheme
-        row_bytes = plan.k * plan.bits // 8
-        runs = [(self.operands.w, row_bytes, min(row_bytes, 512 * len(plan.groups[0])))]
+        row_bytes = self.places["w"].stride
+        runs = [(self.places["w"], min(row_bytes, 512 * len(self.plan.groups[0])))]
         if self.loop.in_groups:
-            parts = (self.operands.scale, scheme.scale_row), (self.operands.zero, scheme.zero_row)
-            runs += [(base, row, row) for base, row in parts if base is not None]
+            parts = self.places["scale"], self.places["zero"]
+            runs += [(place, place.stride) for place in parts if place.base is not None]
 
-        def one(base: Value, row: Value, apart: int, size: int) -> None:
-            p.prefetch(p.offset(base, row, apart), size)
+        def one(place: RowOffsets, row: Value, size: int) -> None:
+            p.prefetch(place.of(row), size)
 
         for i, row in enumerate(self.of(unit)):
-            for j, (base, apart, size) in enumerate(runs):
-                if apart % 16 == 0:
+            for j, (place, size) in enumerate(runs):
+                if place.stride % 16 == 0:
                     mine = p.equal(self.lane, len(runs) * i + j)
-                    p.when(mine, functools.partial(one, base, row, apart, size))
+                    p.when(mine, functools.partial(one, place, row, size))
 
     def load(self, unit: Value, group: Sequence[int]) -> list[Value]:
         """Load a lane's part of these chunks of the unit's rows.
@@ -199,17 +120,21 @@ class WeightRows:
         return out
 
     def load_from(
-        self, w: Value, loop: Floats | Nibbles, rows: Sequence[Value], group: Sequence[int]
+        self, w: RowOffsets, loop: Floats | Nibbles, rows: Sequence[Value], group: Sequence[int]
     ) -> list[Value]:
         out = []
-        row_bytes = self.plan.k * self.plan.bits // 8
-        places = [p.offset(w, row, row_bytes) for row in rows]
-        vectors = [loop.vectors_of(row) for row in rows] if loop.in_groups else []
+        places = [w.of(row) for row in rows]
+        vectors = [self.vectors_of(loop, row) for row in rows] if loop.in_groups else []
         for chunk in group:
             for place in places:
                 out += p.load_global(place, 4, 512 * chunk, cache=_STREAMED)
             out += [v for at in vectors for v in loop.vectors(at, chunk)]
         return out
+
+    def vectors_of(self, loop: Nibbles, row: Value) -> list[Value]:
+        """Where the lane's scale, and zero, of the row's first chunk are."""
+        parts = self.places["scale"], self.places["zero"]
+        return [part.moved(at, row) for part, at in zip(parts, loop.vectors_of(row), strict=False)]
 
     @property
     def ends(self) -> dict[str, str]:
@@ -226,8 +151,13 @@ class WeightRows:
     def ask(self, unit: Value) -> list[Value]:
         """Request the unit's ``ends``, as words: a conversion would wait for them."""
         rows, operands = self.of(unit), self.operands
+
+        def base(name: str, row: Value) -> Value:
+            at = getattr(operands, name)
+            return self.places[name].moved(at, row) if name in self.places else at
+
         return [
-            load_word(getattr(operands, name), row, operands.kinds[name])
+            load_word(base(name, row), row, operands.kinds[name])
             for name in self.ends.values()
             for row in rows
         ]
@@ -305,15 +235,20 @@ def run(
     operands: FewRowsOperands,
     smem: SimpleNamespace,
     block: Value | None = None,
+    *,
+    waits: bool = True,
+    several: Several | None = None,
 ) -> None:
-    """Emit one block's program while the kernel is traced.  smem: x, and squares of it.  block: its
-    number, if it is not the grid's and the kernel before has ended (``experts.kernel``)."""
+    """Emit one block's program while the kernel is traced.
+
+    smem: x, and squares of it.  block: its number, if it is not the grid's.  waits: for the kernel
+    before; False if that has ended (``experts.kernel``).  several: the weights behind w.
+    """
     xs, squares = (p.shared_address(getattr(smem, name)) for name in SCRATCH)
     thread = p.register("tid.x")
     warp = p.shift_right(thread, 5)
     lane = arith.andi(thread, p.ci(31))
     # Neighbouring warps of a block have neighbouring rows.
-    has_waited = block is not None
     block = p.register("ctaid.x") if block is None else block
     groups, stride = plan.groups, plan.blocks * plan.warps
     first = p.add(p.mul(block, plan.warps), warp)
@@ -323,7 +258,14 @@ def run(
         # a block stand behind each other.
         last = p.add(p.mul(warp, plan.blocks), block, stride * (plan.rounds - 1))
         first = first if plan.rounds > 1 else last
-    w = p.offset(operands.w, lane, 16)
+    places = {
+        "w": RowOffsets(operands.w, plan.k * plan.bits // 8),
+        "scale": RowOffsets(operands.scale, scheme.scale_row),
+        "zero": RowOffsets(operands.zero, scheme.zero_row),
+    }
+    if several is not None:
+        places = several.added_to(places, operands)
+    w = places["w"].from_base(p.offset(operands.w, lane, 16))
     kind = (FoldedNibbles if scheme.fold else Nibbles) if plan.bits == 4 else Floats
     kind = Float4 if scheme.float4 else Float8 if scheme.float8 else kind
     make_loop = functools.partial(kind.of, plan, scheme)
@@ -331,7 +273,7 @@ def run(
     last_w = w
     if plan.last_lanes < 32:
         last_lane = p.minimum(lane, plan.last_lanes - 1)
-        last_w = p.offset(operands.w, last_lane, 16)
+        last_w = w.from_base(p.offset(operands.w, last_lane, 16))
         last_loop = make_loop(operands, xs, last_lane)
     posts, poster = operands.posts, None
     slot = None if operands.posted is None else posts.slot(operands.posted)
@@ -339,10 +281,10 @@ def run(
         place = posts.place(operands.post, warp)
         poster = Poster(plan, posts, squares, place, block, warp, lane)
     source = Input(plan, operands, loop, thread, squares, slot)
-    rows = WeightRows(plan, scheme, operands, loop, lane, w, last_w, last_loop)
+    rows = WeightRows(plan, scheme, operands, loop, lane, places, w, last_w, last_loop)
 
     start = p.minimum(first, plan.units - 1)
-    if not has_waited:
+    if waits:
         operands.prefetch(thread)
         rows.prefetch(start)
         p.await_kernel()

@@ -47,48 +47,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.block import Params, TileBlock
-from pallas_kernels.matmul.few_rows.copies import Copies, RowOffsets
+from pallas_kernels.matmul.few_rows.copies import Copies
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import SLOT, TilePlan
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
+from pallas_kernels.matmul.few_rows.several import RowOffsets, Several
 from pallas_kernels.matmul.few_rows.tile_loop import TileLoop
 from pallas_kernels.matmul.few_rows.tile_sums import PartialSums
 from pallas_kernels.matmul.few_rows.tile_x import NormedX, StagedX
-from pallas_kernels.ptx import Value
 
 # Shared memory of a block, as ``TilePlan.scratch_sizes`` has it; the last with a norm.
 SCRATCH = "partial", "ring", "params", "squares"
-
-
-@dataclasses.dataclass(frozen=True)
-class Several:
-    """The weights behind the first one, which the operands hold.
-
-    begin: the first block (or cluster) that runs the program.  firsts: the first tile of each.
-    others: references to each one's codes, scales and zeros, None where there is none.
-    """
-
-    begin: int
-    firsts: Sequence[int]
-    others: Sequence[Sequence[Value | None]]
-
-    def added_to(
-        self, places: dict[str, RowOffsets], operands: FewRowsOperands
-    ) -> dict[str, RowOffsets]:
-        """``places`` of the first weight, with the shifts to the others."""
-        starts = operands.w, operands.scale, operands.zero
-        # All codes, all scales, all zeros.
-        by_part = zip(*self.others, strict=True) if self.others else [()] * 3
-        return {
-            name: place if start is None else place.and_others(start, self.firsts, refs)
-            for (name, place), start, refs in zip(places.items(), starts, by_part, strict=True)
-        }
 
 
 class TileProgram:

@@ -47,7 +47,9 @@ class GroupSums:
     def product_by_block(self, t, ref, first):
         """The same where 128 rows of w share their scales: a tuple of columns' sums.
 
-        A thread multiplies a step's products by its two rows' scales times one or two of w.
+        A thread multiplies a step's products by its two rows' scales times one or two of w.  Two
+        steps' are loaded in the two before: among a step's wgmmas they would delay all but the
+        first.
         """
         block, tile, barrier = self.block, self.tile, self.barrier
         plgpu.barrier_wait(barrier.vectors_full.at[t % 2])
@@ -57,50 +59,63 @@ class GroupSums:
         def batch(b, carry):
             place = (t * block.batches + b) % 2
             plgpu.barrier_wait(barrier.scales_full.at[place])
-            step = functools.partial(self.add_by_block, t, ref, place, b * HELD)
             whole = block.steps % HELD == 0  # then the loop's length is known
             count = HELD if whole else jnp.minimum(HELD, block.steps - b * HELD)
-            carry = lax.fori_loop(0, count, step, carry)
+            factors_at = functools.partial(self.block_factors, t, place, b * HELD)
+
+            def added(at, factors, totals):
+                sums = self.step_product(ref, at)
+                plgpu.barrier_arrive(barrier.empty.at[at])
+                return ring_next(at, 1, tile.stages), self.added(t, sums, factors, totals)
+
+            def two_steps(i, carry):
+                at, factors, totals = carry
+                next_two = jnp.minimum(2 * i + 2, HELD - 2)
+                later = tuple(factors_at(next_two + k) for k in range(2))
+                for k in range(2):
+                    at, totals = added(at, factors[k], totals)
+                return at, later, totals
+
+            carry = carry[0], tuple(factors_at(k) for k in range(2)), carry[1]
+            at, factors, totals = lax.fori_loop(0, count // 2, two_steps, carry)
+            if not whole:
+                last = lambda _, carry: added(carry[0], factors[0], carry[1])  # noqa: E731
+                at, totals = lax.fori_loop(0, count % 2, last, (at, totals))
             # One thread says that the place is free, and other warps may still read it.
             pipeline.warpgroup_barrier()
             plgpu.barrier_arrive(barrier.scales_empty.at[place])
-            return carry
+            return at, totals
 
         return lax.fori_loop(0, block.batches, batch, (first, (zero,) * (tile.cols // unit)))[1]
 
-    def add_by_block(self, t, ref, place, begin, i, carry):
-        """Add the product of step ``begin`` + i, whose scales of x are the i-th of ``place``."""
-        at, totals = carry
-        tile, smem, unit = self.tile, self.smem, totals[0].shape[1]
+    def block_factors(self, t, place, begin, i):
+        """Factors of the rows' sums of step ``begin`` + i, for each block of w's rows; the step's
+        scales of x are the i-th of ``place``."""
+        rows = self.smem.scale_x.at[place, pl.ds(self.row0, self.tile.rows), i]
+        of_x, of_w = pipeline.load_strided(rows, jnp.float32, 0), self.smem.scale_w.at[t % 2]
+        return tuple(of_x * of_w[b, begin + i].astype(jnp.float32) for b in range(of_w.shape[0]))
+
+    def added(self, t, sums, factors, totals):
+        """``totals``, tuples of columns, plus a step's sums times their factors."""
+        unit = totals[0].shape[1]
         in_block = lax.rem(self.block.origin(t)[1], jnp.int32(BLOCK_ROWS))
-
-        def scales():
-            rows = smem.scale_x.at[place, pl.ds(self.row0, tile.rows), i]
-            of_w = smem.scale_w.at[t % 2]
-            of_blocks = [of_w[b, begin + i].astype(jnp.float32) for b in range(of_w.shape[0])]
-            return pipeline.load_strided(rows, jnp.float32, 0), of_blocks
-
-        sums, (of_x, of_blocks) = self.step_product(ref, at, scales)
-        plgpu.barrier_arrive(self.barrier.empty.at[at])
-        factors = [lax.broadcast_in_dim(of_x * s, (tile.rows, unit), [0]) for s in of_blocks]
-        added = []
-        for c, total in zip(range(0, tile.cols, unit), totals, strict=True):
-            factor = factors[0]
-            for b, later in enumerate(factors[1:], 1):
+        spread = [lax.broadcast_in_dim(x, (self.tile.rows, unit), [0]) for x in factors]
+        out = []
+        for c, total in zip(range(0, self.tile.cols, unit), totals, strict=True):
+            factor = spread[0]
+            for b, later in enumerate(spread[1:], 1):
                 factor = jnp.where(in_block + c >= b * BLOCK_ROWS, later, factor)
-            added.append(total + sums[:, c : c + unit] * factor)
-        return ring_next(at, 1, tile.stages), tuple(added)
+            out.append(total + sums[:, c : c + unit] * factor)
+        return tuple(out)
 
-    def step_product(self, ref, at, meanwhile=lambda: None):
-        """The product of the ring's slot; with ``meanwhile``, what that returns while it runs."""
+    def step_product(self, ref, at):
+        """The product of the ring's slot."""
         smem = self.smem
         plgpu.barrier_wait(self.barrier.full.at[at])
 
         def multiplied(acc):
             plgpu.wgmma(acc, *self.operands(smem.x.tiles, smem.w.tiles, at))
-            other = meanwhile()
-            product = plgpu.wgmma_accumulator_load(acc, wait_n=0)
-            return product if other is None else (product, other)
+            return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
         return pl.run_scoped(multiplied, ref)
 

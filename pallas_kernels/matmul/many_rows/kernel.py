@@ -98,7 +98,7 @@ def _weight_only(
         if plan.block >= CODES_K:
             unit = None if w.unit is None else w.unit.reshape(-1)
             vectors = w.scale, w.zero, unit, bias
-            of_groups = {"group": w.group_size, "tile": plan}
+            of_groups = {"group": w.group_size, "interleaved": w.interleaved, "tile": plan}
             return weight_matmul(x.q, w.q, *vectors, out_dtype, token, **of_groups)
         x, w = x.q.astype(jnp.bfloat16), w.in_one_level
     scale, zero, row = (w.scale, w.zero, None) if plan.stored else _weight_vectors(w, x.dtype)

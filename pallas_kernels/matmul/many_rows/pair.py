@@ -87,7 +87,8 @@ def pair_matmul(
     bias : [N] or None
         Floats.
     swiglu : bool
-        The rows of w are gate, then up.  Only for one tile of 64 rows, without bias and split.
+        The rows of w are gate, then up.  Without bias and split; in tiles of more than 64 rows only
+        with scales.
     low_rank : (inner [M, S R], S second factors [N_s, R]), optional
         16-bit floats.  The N_s rows of w of source s get ``inner[:, s R : s R + R]`` times its
         factors transposed, added in float32.  Only for one tile of 64 rows whose columns divide
@@ -102,7 +103,7 @@ def pair_matmul(
     (m, k), n = x.shape, w.shape[0]
     if swiglu:
         n //= 2
-        w = w.reshape(2, n, k)
+        w = w.reshape(2, n, k) if tile.m == 64 else w
         scale_w = None if scale_w is None else scale_w.reshape(2, n)
     inner, second = (None, ()) if low_rank is None else low_rank
     factor = None
@@ -149,6 +150,8 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
     n_vectors += swiglu and scale_w is not None
     more = {} if low is None else {"low": low[0].dtype}
     block_k = BLOCK_BYTES // x.dtype.itemsize
+    # Gate and up: of each warpgroup in a tile of few rows, which copies each by itself.
+    halves = () if not swiglu else (2, 2) if tile.m == 64 else (2,)
     width = math.gcd(tile.cols // (1 + swiglu), 64 // jnp.dtype(out_dtype).itemsize)
     peer = {}
     if tile.split > 1:
@@ -181,9 +184,7 @@ def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:
         of_w = plgpu.SMEM((2, 2, -(-tile.n // 128) * 64), scale_w.dtype)
     return {
         "x": pipeline.rows_and_tiles((tile.stages, tile.m, block_k), x.dtype, **more),
-        "w": pipeline.rows_and_tiles(
-            (tile.stages, tile.n, block_k), w.dtype, (2, 2) * swiglu, **more
-        ),
+        "w": pipeline.rows_and_tiles((tile.stages, tile.n, block_k), w.dtype, halves, **more),
         "out": pipeline.rows_and_tiles((2, 2, 64, width), out_dtype),
         "scale_x": vector(scale_x, tile.m),
         "scale_w": of_w,

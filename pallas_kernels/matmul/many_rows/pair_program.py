@@ -46,7 +46,8 @@ class PairBlock:
     def __init__(self, gmem, smem, barrier, *, tile: PairTile, swiglu: bool, sources, shape):
         m, n, k = shape
         self.gmem, self.smem, self.barrier = gmem, smem, barrier
-        self.tile, self.swiglu, self.sources, self.m = tile, swiglu, sources, m
+        self.tile, self.swiglu, self.sources = tile, swiglu, sources
+        self.m, self.n = m, n
         self.warpgroup, self.pair = lax.axis_index("warpgroup"), lax.axis_index("pair")
         self.n_clusters = tile.sms // (tile.cluster * tile.split)
         self.out_cols = tile.cols // 2 if swiglu else tile.cols  # of a warpgroup
@@ -146,7 +147,16 @@ class _Feeder:
             full,
             collective_axes=self.x_axes,
         )
-        if block.swiglu:  # a warpgroup's rows of gate, then the same of up
+        if block.swiglu and not block.few:  # the tile's rows of gate, then the same of up
+            for half in range(2):
+                rows = pl.ds(half * block.n + n0, block.wide)
+                plgpu.copy_gmem_to_smem(
+                    self.gmem.w.at[rows, columns],
+                    w.rows.at[at, half],
+                    full,
+                    collective_axes=self.w_axes,
+                )
+        elif block.swiglu:  # a warpgroup's rows of gate, then the same of up
             for half in range(2):
                 rows = pl.ds(n0 + half * block.out_cols, block.out_cols)
                 plgpu.copy_gmem_to_smem(self.gmem.w.at[:, rows, columns], w.rows.at[at, half], full)
@@ -330,12 +340,14 @@ class _Multiplier(GroupSums):
         pieces = [(r, c) for r in range(0, tile.rows, 64) for c in range(0, block.out_cols, width)]
         for piece, (r, c) in enumerate(pieces):
             y = self.finished(slot, acc, added, r, c)
+            # The stores of all tiles take the two places in turn.
+            place = piece % 2 if len(pieces) % 2 == 0 else (t * len(pieces) + piece) % 2
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            smem.out.tiles[self.warpgroup, piece % 2] = y.astype(self.gmem.out.dtype)
+            smem.out.tiles[self.warpgroup, place] = y.astype(self.gmem.out.dtype)
             plgpu.commit_smem()
             rows, columns = pl.ds(m0 + self.row0 + r, 64), pl.ds(n0 + self.out0 + c, width)
             plgpu.copy_smem_to_gmem(
-                smem.out.rows.at[self.warpgroup, piece % 2], self.gmem.out.at[rows, columns]
+                smem.out.rows.at[self.warpgroup, place], self.gmem.out.at[rows, columns]
             )
         if block.vectors:
             plgpu.barrier_arrive(barrier.vectors_empty.at[slot])

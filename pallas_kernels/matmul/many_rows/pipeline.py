@@ -179,6 +179,11 @@ def feed(
     pl.when(warpgroup == computing)(run)
 
 
+def in_one_warp(copies: Callable[[], None]) -> None:
+    """Run a function in the first warp of this warpgroup."""
+    plgpu.warp_map(lambda warp: pl.when(warp == 0)(copies))
+
+
 def meet_peer(t, acc, part, finishing, sums, full, empty, finish, sent=lambda: None) -> None:
     """One of a cluster's two blocks sends its sums of half of K to the other, which finishes them.
 
@@ -242,8 +247,11 @@ def drain(empty, last: jax.Array, stages: int) -> None:
     lax.fori_loop(jnp.maximum(last - stages, 0), last, wait, None)
 
 
-def launch_persistent(body, operands, out, *, name: str, scratch, tile, computing: int = 2):
-    """Launch a body on every SM, as ``launch`` does: ``computing`` warpgroups and, last, a feeder.
+def launch_persistent(
+    body, operands, out, *, name: str, scratch, tile, computing: int = 2, feeds: bool = True
+):
+    """Launch a body on every SM, as ``launch`` does: ``computing`` warpgroups and, last, a feeder
+    (unless ``feeds`` is False).
 
     The ``tile.cluster`` blocks that share an operand are axis "pair" of a cluster.  The
     ``tile.split`` blocks that have a part of K each are axis "part".
@@ -255,7 +263,7 @@ def launch_persistent(body, operands, out, *, name: str, scratch, tile, computin
         name=name,
         grid={"cluster": tile.sms // (tile.cluster * tile.split)},
         cluster={"pair": tile.cluster, "part": tile.split},
-        warpgroups=computing + 1,
+        warpgroups=computing + feeds,
         scratch=scratch,
         reduction_scratch_bytes=0,
     )

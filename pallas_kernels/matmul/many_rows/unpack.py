@@ -7,7 +7,8 @@ int8.  Codes are multiplied exactly:
 The arithmetic is in 32 bits, four bytes at a time.  With u = q + 8 in 0..15, each byte computes
 ``u * multiple + (128 - (zero + 8) * multiple)``, which is a + 128 in 0..255.  No byte carries into
 the next, even if intermediate values wrap.  Flipping each byte's top bit gives a.  8 weights take
-12 instructions, 4 of them loads.
+12 instructions; in the order of ``matmul.interleave``, where a word's low nibbles are one word of
+the operand and its high nibbles another, 8.
 
 e4m3.  The bytes 0..16 mean their number times 2^-9, subnormals and the first two binades alike.  So
 the difference of code and zero is a magnitude with a sign bit, four bytes at a time, for zeros from
@@ -37,7 +38,7 @@ arithmetic.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -136,12 +137,21 @@ def row_words(load: Callable[[int, int], Value], widen: Widen) -> list[Value]:
     return words
 
 
-def to_8_bits(dtype, codes, zeros=None, multiples=None, piece: int = 0) -> jax.Array:
+def interleaved_words(words: Sequence[Value], widen: Widen) -> list[Value]:
+    """A thread's eight words of one row of 128 columns, of its four words of interleaved codes."""
+    nibbles = (part for word in words for part in (word, p.shift_right(word, 4)))
+    return [widen(p.and_xor(part, _LOW, _EIGHTS)) for part in nibbles]
+
+
+def to_8_bits(
+    dtype, codes, zeros=None, multiples=None, *, piece: int = 0, interleaved: bool = False
+) -> jax.Array:
     """``[64, 128]`` in wgmma's layout, of a warpgroup's rows in shared memory: int8 (code - zero) *
     multiple, or e4m3 (code - zero) * ``E4M3_STEP``, which has no multiples.
 
     codes: bytes ``[64, 64]``, swizzled by 64, or ``[64, 128]``, swizzled by 128, of which ``piece``
-    names the half.  zeros, multiples: ``[64]`` int8, strided.
+    names the half.  zeros, multiples: ``[64]`` int8, strided.  interleaved: the codes are in the
+    order of ``matmul.interleave``.
     """
     pitch = codes.shape[-1]
     layout = plgpu.Layout.WGMMA_8BIT
@@ -152,7 +162,8 @@ def to_8_bits(dtype, codes, zeros=None, multiples=None, piece: int = 0) -> jax.A
     def widen(ctx, codes, *vectors):
         del ctx
         row, in_eight, quad = _IN_ORDER.place()
-        base = p.add(p.shared_address(codes), p.mul(row, pitch), p.mul(quad, 2))
+        base = p.add(p.shared_address(codes), p.mul(row, pitch))
+        base = p.add(base, p.mul(quad, 4 if interleaved else 2))
         swizzle = in_eight
         if pitch == _PITCH:
             swizzle = arith.andi(p.shift_right(in_eight, 1), p.ci(3))
@@ -169,7 +180,11 @@ def to_8_bits(dtype, codes, zeros=None, multiples=None, piece: int = 0) -> jax.A
             def load(chunk, part, half=half):
                 return p.load_shared_narrow(places[chunk], "u16", 8 * pitch * half + 8 * part)
 
-            rows.append(row_words(load, widened))
+            if interleaved:
+                words = [p.load_shared(place, 1, 8 * pitch * half)[0] for place in places]
+                rows.append(interleaved_words(words, widened))
+            else:
+                rows.append(row_words(load, widened))
         is_signed = True if dtype == jnp.int8 else None
         kind = mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype))
         return _operand(rows, layout, (64, 128), kind, is_signed)

@@ -26,6 +26,9 @@ wgmma.  For int4 these are two shuffles and a permute per 32 bits, then LOP3, su
 per pair.  With ``stored`` scales a load of a byte and a multiplication replace them (``unpack``).
 The two blocks of a cluster lie side by side in N, and the activations are multicast to both.
 
+With ``lag`` no warpgroup only copies.  Multiplier 0 copies too, in each step after its wgmmas, so
+that a thread may have 255 registers where ptxas moves none (``plan``).
+
 Up to 64 tokens, a block has too little work to keep its warpgroups busy.  ``parts`` lets more
 warpgroups take turns at the slots.  ``split`` gives each of a cluster's two blocks half of K.
 ``stored`` vectors come once a tile, in the layout of the QTensor.  Beside int8 codes whose sums are
@@ -51,7 +54,9 @@ from pallas_kernels.matmul.many_rows.plan import WeightTile, part_groups
 from pallas_kernels.matmul.many_rows.weight_program import WeightBlock, WeightScheme
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "group", "float_zero", "float4", "tile"))
+@functools.partial(
+    jax.jit, static_argnames=("out_dtype", "group", "float_zero", "float4", "interleaved", "tile")
+)
 def weight_matmul(
     x: jax.Array,
     w: jax.Array,
@@ -65,6 +70,7 @@ def weight_matmul(
     group: int,
     float_zero: bool = False,
     float4: str | None = None,
+    interleaved: bool = False,
     tile: WeightTile,
 ) -> jax.Array:
     """Multiply ``x`` by quantized weights; see the module's docstring.
@@ -88,6 +94,8 @@ def weight_matmul(
         zero is added after the scale, not subtracted before it.
     float4 : "e8m0", "e4m3" or None
         The bits of w are float4_e2m1fn codes, and scale holds the bytes of such scales as int8.
+    interleaved : bool
+        Beside 8-bit x: w's columns are in the order of ``matmul.interleave``.
 
     Returns
     -------
@@ -114,6 +122,7 @@ def weight_matmul(
         or (bits == 4 and tile.stored and group % (tile.block // tile.pieces) == 0),
         float4=float4,
         float8=w.dtype == jnp.float8_e4m3fn,
+        interleaved=interleaved,
     )
     operands = {
         "x": x,
@@ -132,6 +141,7 @@ def weight_matmul(
         scratch=_scratch(operands, out_dtype, scheme, tile),
         tile=tile,
         computing=tile.rows // 64 * tile.parts,
+        feeds=tile.lag == 0,
     )
     return out
 

@@ -1,8 +1,8 @@
 """The program of a block of the weight-only product: see ``weight`` for its contract and timeline.
 
-``WeightBlock`` holds the facts that all of a block's warpgroups share.  ``Feeder`` is the
-warpgroup that copies, ``Multiplier`` each of those that compute.  Everything is emitted while the
-kernel is traced.
+``WeightBlock`` holds the facts that all of a block's warpgroups share.  ``Multiplier`` is each of
+those that compute; the copies are in ``copies_program``.  Everything is emitted while the kernel is
+traced.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul.few_rows.widen import FLOAT4_REST
 from pallas_kernels.matmul.many_rows import pipeline, unpack
+from pallas_kernels.matmul.many_rows.copies_program import CopiesAhead, Feeder, NoCopies
 from pallas_kernels.matmul.many_rows.pipeline import (
     REGISTERS,
-    drain,
     feed,
     meet_peer,
     my_tiles,
@@ -42,6 +42,7 @@ class WeightScheme(SlotGroups):
     unpacked: bool  # 4-bit codes become the operand byte by byte (``unpack``)
     float4: str | None = None  # "e8m0" or "e4m3": the scales of float4_e2m1fn codes, in bytes
     float8: bool = False  # the codes are float8_e4m3fn
+    interleaved: bool = False  # int4 codes beside 8-bit x are in the order of ``interleave``
 
 
 class WeightBlock:
@@ -80,69 +81,11 @@ class WeightBlock:
 
     def run(self) -> None:
         pipeline.await_kernel(self.gmem.w, self.tile.rows, self.tile, self.m)
+        if self.tile.lag:
+            return Multiplier(self).compute_tiles()
         feed(self.warpgroup, self.computing, Feeder(self).copy_tiles)
-        pl.when(self.warpgroup < self.computing)(lambda: Multiplier.started(self).compute_tiles())
-
-
-class Feeder:
-    """The copies: x, w and the parameters of a slot go into the ring, vectors once a tile."""
-
-    def __init__(self, block: WeightBlock):
-        self.block, self.tile, self.barrier = block, block.tile, block.barrier
-        self.box = pipeline.rows_of_box(block.m, block.tile.tokens)
-        self.axes = "pair" if block.tile.cluster > 1 else None
-
-    def copy_tiles(self) -> None:
-        block = self.block
-        lax.fori_loop(0, block.tiles, self.copy_tile, None)
-        drain(self.barrier.empty, block.tiles * block.steps, self.tile.stages)
-        if block.by_tile:
-            drain(self.barrier.vectors_empty, block.tiles, block.vector_slots)
-
-    def copy_tile(self, t, _) -> None:
-        block = self.block
-        m0, n0 = block.origin(t)
-        slot, rows = lax.rem(t, block.vector_slots), pl.ds(n0, self.tile.rows)
-        if block.by_tile:
-            self.copy_vectors(t, m0, rows, slot)
-        first = ring_slot(t * block.steps, self.tile.stages)
-        lax.fori_loop(0, block.steps, functools.partial(self.copy_slot, t, m0, rows), first)
-
-    def copy_vectors(self, t, m0, rows, slot) -> None:
-        block, full, empty = self.block, self.barrier.vectors_full, self.barrier.vectors_empty
-        pl.when(t >= block.vector_slots)(lambda: plgpu.barrier_wait(empty.at[slot]))
-        for name in block.by_tile:
-            vector, to = getattr(block.gmem, name), getattr(block.smem, name)
-            source = vector.at[pl.ds(m0, self.tile.tokens) if name == "token" else rows]
-            if to.ndim == 3:  # a row of w has several groups, of which a block may need a part
-                groups = to.shape[2]
-                first = block.k_part * groups if groups < vector.shape[1] else 0
-                source = vector.at[rows, pl.ds(first, groups)]
-            plgpu.copy_gmem_to_smem(source, to.at[slot], full.at[slot])
-
-    def copy_slot(self, t, m0, rows, j, at):
-        """Copy the j-th step of K into slot ``at``, and return the next slot."""
-        block, gmem, smem, scheme = self.block, self.block.gmem, self.block.smem, self.block.scheme
-        stages, full = self.tile.stages, self.barrier.full.at[at]
-        first = (block.first_step + j) * scheme.block
-        pl.when(t * block.steps + j >= stages)(
-            lambda: plgpu.barrier_wait(self.barrier.empty.at[at])
-        )
-        width = scheme.block // self.tile.pieces
-        for piece in range(self.tile.pieces):
-            plgpu.copy_gmem_to_smem(
-                gmem.x.at[pl.ds(m0, self.box), pl.ds(first + piece * width, width)],
-                smem.x.rows.at[at, piece, pl.ds(0, self.box)],
-                full,
-                collective_axes=self.axes,
-            )
-        codes = gmem.w.at[rows, pl.ds(first, scheme.block)]
-        plgpu.copy_gmem_to_smem(codes, block.w_tiles.at[at], full)
-        groups = pl.ds(scheme.group_of(block.first_step + j), scheme.groups_per_slot)
-        for name in block.by_slot:
-            vector, to = getattr(gmem, name), getattr(smem, name)
-            plgpu.copy_gmem_to_smem(vector.at[groups, rows], to.at[at], full)
-        return ring_next(at, 1, stages)
+        is_computing = self.warpgroup < self.computing
+        return pl.when(is_computing)(lambda: Multiplier.started(self).compute_tiles())
 
 
 class Multiplier:
@@ -162,10 +105,13 @@ class Multiplier:
         self.half, self.turn = block.warpgroup % block.across, block.warpgroup // block.across
         self.rows = pl.ds(self.half * 64, 64)
         self.sum_dtype = jnp.int32 if self.gmem.x.dtype == jnp.int8 else jnp.float32
+        self.ahead = CopiesAhead(block) if block.tile.lag else NoCopies()
 
     def compute_tiles(self) -> None:
         block, tile = self.block, self.tile
+        self.ahead.begin()
         lax.fori_loop(0, block.tiles, self.compute_tile, None)
+        self.ahead.end()
         if tile.split > 1:  # a block must not leave while the other may signal it
             sent = (self.turn == 0) & (block.k_part != self.half % 2) & (block.tiles > 0)
             pl.when(sent)(lambda: plgpu.barrier_wait(self.barrier.peer_empty.at[self.half]))
@@ -174,6 +120,7 @@ class Multiplier:
     def compute_tile(self, t, _) -> None:
         block, tile = self.block, self.tile
         m0, n0 = block.origin(t)
+        self.ahead.start_tile(t)
         if tile.stored:
             plgpu.barrier_wait(self.barrier.vectors_full.at[lax.rem(t, block.vector_slots)])
         if self.scheme.scaled:
@@ -245,7 +192,8 @@ class Multiplier:
             zeros = None if gmem.zero is None else self.stored_at(smem.zero, t, j, group)
             if scheme.codes:
                 multiples = None if scheme.scaled else scales
-                return unpack.to_8_bits(gmem.x.dtype, codes, zeros, multiples, piece)
+                how = {"piece": piece, "interleaved": scheme.interleaved}
+                return unpack.to_8_bits(gmem.x.dtype, codes, zeros, multiples, **how)
             return unpack.to_bfloat16(codes, scales, zeros)
         wide = plgpu.Layout.WGMMA_UPCAST_2X
         if gmem.w.dtype == jnp.int4:
@@ -285,6 +233,7 @@ class Multiplier:
             for at, of_slot in zip(places, weights, strict=True):
                 for piece, a in enumerate(of_slot):
                     plgpu.wgmma(acc, a, self.tokens_at(at, piece).transpose((1, 0)))
+            self.ahead.copy(j)
             for u, at in enumerate(places):
                 plgpu.wgmma_wait((unroll - 1 - u) * tile.pieces)
                 plgpu.barrier_arrive(self.barrier.empty.at[at])
@@ -316,6 +265,7 @@ class Multiplier:
 
         def product(acc):
             plgpu.wgmma(acc, a, self.tokens_at(at).transpose((1, 0)))
+            self.ahead.copy(j)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(self.barrier.empty.at[at])
             return plgpu.wgmma_accumulator_load(acc, wait_n=None)

@@ -192,6 +192,40 @@ def test_a_plan_fits_the_gpu_and_takes_every_token(cache, sms, monkeypatch):
     assert n_seen > 150
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("several", [False, True])
+def test_the_longest_rows_come_first(window, several):
+    kernel = importlib.import_module("pallas_kernels.attention.kernel")
+    rows = np.random.default_rng(0).integers(0, 9, 70).astype(np.int32)  # many are equal
+    given = np.stack([rows - 1, rows], axis=1) if several else rows
+    order = kernel.longest_first(jnp.asarray(given), window)
+    work = rows if window is None else np.minimum(rows, window)
+    assert order.dtype == jnp.int32
+    assert np.array_equal(order, np.argsort(-work, kind="stable"))
+
+
+@pytest.mark.parametrize(
+    "batch, capacity, sorts",
+    [(64, 2048, False), (132, 2048, False), (512, 2048, True), (512, 256, False)],
+)
+def test_long_rows_that_wait_for_an_sm_are_sorted(batch, capacity, sorts, monkeypatch):
+    plans = importlib.import_module("pallas_kernels.attention.plan")
+    monkeypatch.setattr(plans, "gpu", lambda: H200)
+    rows = jax.eval_shape(lambda: as_cache(jnp.zeros((batch, capacity, 8, 128)), "float8_e4m3fn"))
+    found = plan(jax.ShapeDtypeStruct((batch, 32, 128), jnp.bfloat16), rows, rows)
+    assert found.by_length == sorts
+
+
+@pytest.mark.parametrize("batch, is_whole", [(64, False), (256, True)])
+def test_with_a_row_for_every_sm_longer_rows_stay_whole(batch, is_whole, monkeypatch):
+    plans = importlib.import_module("pallas_kernels.attention.plan")
+    monkeypatch.setattr(plans, "gpu", lambda: H200)
+    rows = jax.eval_shape(lambda: as_cache(jnp.zeros((batch, 2176, 8, 128)), "float8_e4m3fn"))
+    found = plan(jax.ShapeDtypeStruct((batch, 32, 128), jnp.bfloat16), rows, rows)
+    assert (found.cluster > 0) == is_whole
+
+
 EMULATED = [  # form, capacity that is no whole page or step, heads, cache, q, window
     ("direct", 40, (8, 2, 64), "bfloat16", "bfloat16", None),
     ("direct", 333, (9, 3, 64), "int4", "bfloat16", None),
@@ -227,6 +261,7 @@ def form_given(monkeypatch, form):
     monkeypatch.setattr(direct, "ROWS", 100 if form == "direct" else 0)
     monkeypatch.setattr(direct, "TOKENS", 1 << 30)
     monkeypatch.setattr(plan, "FEW_CHUNKS", 0 if "chunks" in form else 100)
+    monkeypatch.setattr(plan, "LONGEST_FIRST", 100)
     # For a GPU of one SM there are few chunks, and no clusters.
     sms = 1 if form in ("few chunks", "blocks") else 132
     card = gpu() if asked_target() else H200

@@ -115,6 +115,27 @@ def test_the_kernel_emulated_is_the_xla_form(cache, heads, page):
     as_xla(got, given, table, 0.02)
 
 
+@pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize(
+    ("cache", "heads", "page"),
+    [
+        ("float8_e4m3fn", (10, 1, 128), 16),
+        ("int4", (6, 2, 64), None),
+        ("bfloat16", (4, 2, 256), 32),
+    ],
+    ids=str,
+)
+def test_many_rows_emulated_are_the_xla_form(cache, heads, page, monkeypatch):
+    monkeypatch.setattr(rope_cache_kernel, "MANY_ROWS", 1)
+    (qkv, cos, sin, k, v, slots), table = case(cache, heads, width=1, page=page)
+    given = qkv[:, 0], cos[:, 0], sin[:, 0], k, v, slots[:, 0]
+    with emulated(rope_cache_kernel, *_parts()):
+        got = rope_and_write(*given, table=table, implementation="mosaic")
+    want = jax.jit(functools.partial(rope_and_write, table=table, implementation="xla"))(*given)
+    for ours, theirs in zip(got, want, strict=True):
+        near(ours, theirs, 0.02)
+
+
 def _parts():
     from pallas_kernels.attention import codes, pages
 

@@ -16,7 +16,7 @@ from pallas_kernels.experts import kernel
 from pallas_kernels.experts import plan as planning
 from pallas_kernels.experts.gate import ClampedGate
 from pallas_kernels.experts.op import GroupedStatic, grouped_matmul_reference, planned
-from pallas_kernels.matmul.few_rows import operands, row, row_loops, widen
+from pallas_kernels.matmul.few_rows import operands, row, row_loops, row_x, several, widen
 from tests.helpers.arrays import as_jax
 from tests.helpers.matmul_cases import activations, newest, weight
 from tests.helpers.warp_emulator import emulated
@@ -66,7 +66,7 @@ def test_emulated(name, n, k, activation, has_bias) -> None:
     plan = planning.row_plan(x, w, PAIRS, activation)
     assert not isinstance(plan, Reason)
     plan = dataclasses.replace(plan, row=dataclasses.replace(plan.row, sms=2))
-    with emulated(kernel, operands, row, row_loops, widen):
+    with emulated(kernel, operands, row, row_loops, row_x, several, widen):
         got = kernel.grouped_rows(
             x, w, experts.reshape(-1), bias, fan=2, gate=activation, plan=plan
         )
@@ -82,7 +82,7 @@ def test_a_short_row_reads_nothing_of_the_next() -> None:
     w = dataclasses.replace(w, scale=jnp.where(is_own, w.scale, jnp.nan))
     experts = jnp.ones((PAIRS,), jnp.int32)
     plan = planning.row_plan(x, w, PAIRS, None)
-    with emulated(kernel, operands, row, row_loops, widen):
+    with emulated(kernel, operands, row, row_loops, row_x, several, widen):
         got = kernel.grouped_rows(x, w, experts, fan=2, gate=None, plan=plan)
     np.testing.assert_array_equal(np.isfinite(got), np.broadcast_to(is_own[1, :, 0], got.shape))
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.experts import route_kernel
+from pallas_kernels.experts import best_kernel, route_kernel
 from pallas_kernels.experts.route import norm_and_route
 from pallas_kernels.experts.route_plan import RoutePlan, RouteStatic, route_plan
 from pallas_kernels.matmul.few_rows import operands
@@ -63,7 +63,7 @@ def test_xla(given) -> None:
 def test_emulated(given) -> None:
     x, gamma, router, bias, static = case(*given)
     plan = route_plan(x, router, static)
-    with emulated(route_kernel, operands):
+    with emulated(route_kernel, best_kernel, operands):
         found = route_kernel.route_tokens(x, gamma, router, bias, static=static, plan=plan)
     check(found, x, gamma, router, bias, static)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +19,11 @@ from pallas_kernels.matmul.blocks import (
     own_blocks,
     stacked,
 )
+from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows import blocks as kernel
-from pallas_kernels.matmul.few_rows.plan import BlocksPlan
+from pallas_kernels.matmul.few_rows import kernel as few_rows_kernel
+from pallas_kernels.matmul.few_rows.blocks_plan import BlocksPlan, Group, divide_blocks
+from pallas_kernels.matmul.few_rows.plan import RowPlan, divide_row
 from pallas_kernels.qtensor import QTensor, RowBlocks
 from tests.helpers.few_rows import few_rows
 from tests.helpers.matmul_cases import (
@@ -67,24 +73,67 @@ def test_the_kernel_s_code_on_numpy(given):
     check(np.concatenate(outs, -1), np.concatenate(want, -1), DTYPE)
 
 
-def test_blocks_are_shared_out():
-    """Every weight's tiles have blocks, which follow one another and fit the GPU at once."""
+BY_ROWS = [  # forms, K, rows
+    ("plain", 2048, (32, 48, 16)),
+    ("w4-g128-zero", 2048, (16, 16, 48, 16)),
+    (("w4-g128", "w4-g128", "plain"), 5120, (32, 48, 16)),
+    (("w8-row", "w8-row", "plain"), 1024, (16, 64, 32)),
+    ("nvfp4", 1024, (16, 32)),
+]
+
+
+@newest
+@pytest.mark.parametrize("given", BY_ROWS, ids=str)
+def test_one_row_has_the_bits_of_each_product_alone(given):
+    names, k, rows = given
+    x, weights, (gamma, eps) = case(names, 1, k, rows)
+    groups, options = alike(weights), {"eps": EPS, "out_dtype": jnp.dtype(DTYPE)}
+    calls = [MatmulCall.of(x, stacked(g), DTYPE, gamma=gamma, eps=eps) for g in groups]
+    plan = divide_blocks(calls, [tuple(w.shape[0] for w in g) for g in groups], by_rows=True)
+    assert all(isinstance(group.division, RowPlan) for group in plan.groups)
+    few = [dataclasses.replace(group.division, sms=1) for group in plan.groups]  # more rounds
+    begins = itertools.accumulate((found.blocks for found in few), initial=0)
+    numbers = zip((group.rows for group in plan.groups), begins, strict=False)
+    plan = BlocksPlan(tuple(map(lambda d, own: Group(d, *own), few, numbers)))
+    with few_rows():
+        outs = kernel.matmul(x, groups, gamma, **options, plan=plan)
+        alone = [
+            few_rows_kernel.matmul(x, w, gamma=gamma, **options, plan=divide_row(w))
+            for w in weights
+        ]
+    np.testing.assert_array_equal(np.concatenate(outs, -1), np.concatenate(alone, -1))
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_blocks_are_shared_out(m):
+    """Every weight's rows have blocks, which follow one another and fit the GPU at once."""
     low = shaped((16, 2048), DTYPE)
     norm = shaped((2048,), DTYPE), EPS
     for n in (6144, 132 * 16, 5 * 16):
         words = QTensor(shaped((n, 2048), jnp.int4), shaped((n, 16), DTYPE))
         for weights in ([words, low], [shaped((n, 2048), DTYPE), low]):
-            groups = find_plan(shaped((1, 2048), DTYPE), weights, norm=norm).groups
+            groups = find_plan(shaped((m, 2048), DTYPE), weights, norm=norm).groups
             begin = 0
             for group in groups:
                 assert group.begin == begin
-                assert group.tiles.clusters * group.tiles.per * 16 >= sum(group.rows)
-                begin += group.tiles.clusters
-            large = groups[0].tiles  # leaves SMs to the others where that costs it no time
-            assert begin <= H200.sms or large.clusters == -(-sum(groups[0].rows) // 16 // large.per)
+                begin += group.blocks
+                division, count = group.division, sum(group.rows)
+                if isinstance(division, RowPlan):
+                    reached = division.blocks * division.warps * division.rounds
+                    assert division.units * division.rows == count <= reached * division.rows
+                else:
+                    assert division.clusters * division.per * 16 >= count
+            # The largest leaves SMs to the others where that costs it no time.
+            large, count = groups[0].division, sum(groups[0].rows)
+            if isinstance(large, RowPlan):
+                assert m == 1 and begin <= H200.sms * 16 // large.warps
+            else:
+                assert begin <= H200.sms or large.clusters == -(-count // 16 // large.per)
             assert sum(sum(group.rows) for group in groups) == n + 16
             assert len(groups) == (2 if weights[0] is words else 1)
-    assert groups[0].firsts == [sum(groups[0].rows[:1]) // 16]
+            if n == 6144:
+                assert isinstance(large, RowPlan) == (m == 1)
+    assert groups[0].firsts == [n // (1 if isinstance(large, RowPlan) else 16)]
 
 
 def test_what_is_one_kernel(monkeypatch):

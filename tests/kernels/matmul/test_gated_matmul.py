@@ -61,15 +61,11 @@ def test_operands_that_do_not_fit_are_named():
 
 
 @newest
-def test_up_to_64_rows_are_one_kernel():
-    def text(rows):
-        x, w, scale = jax.eval_shape(functools.partial(operands, rows, 512, 256))
-        f = functools.partial(gated_matmul, dtype=jnp.bfloat16, implementation="mosaic")
-        return kernels_in(lowered(f, x, w, scale))
-
-    assert text(1) == text(64) == ["quantized_matmul_fp8"]
-    with pytest.raises(NotImplementedError, match="65 rows"):
-        text(65)
+@pytest.mark.parametrize("rows", [1, 64, 65, 2048])
+def test_it_is_one_kernel(rows):
+    x, w, scale = jax.eval_shape(functools.partial(operands, rows, 512, 256))
+    f = functools.partial(gated_matmul, dtype=jnp.bfloat16, implementation="mosaic")
+    assert kernels_in(lowered(f, x, w, scale)) == ["quantized_matmul_fp8"]
 
 
 def test_what_the_kernel_takes():
@@ -80,17 +76,29 @@ def test_what_the_kernel_takes():
             w = jax.eval_shape(functools.partial(quantize, dtype=words, group_size=group), floats)
         return gated._plan(x, w)
 
-    assert not isinstance(found(), Reason)
+    assert not any(isinstance(found(rows), Reason) for rows in (8, 200, 512, 2048))
+    advice = found(640)
+    assert isinstance(advice, Reason) and advice.plan is not None  # slower than two kernels
     for says, given in (
         ("codes of int8", {"words": "int8"}),
         ("groups", {"group": 128}),
         ("multiple of 256", {"width": 100}),
+        ("no rows", {"rows": 0}),
     ):
         assert says in found(**given).text
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows,width,k", [(64, 14336, 4096), (17, 1536, 576), (1, 8192, 2048)])
+@pytest.mark.parametrize(
+    "rows,width,k",
+    [
+        (64, 14336, 4096),
+        (17, 1536, 576),
+        (1, 8192, 2048),
+        (512, 14336, 4096),
+        (300, 1664, 576),
+    ],
+)
 @pytest.mark.parametrize("is_static", [True, False])
 def test_values_on_the_gpu(rows, width, k, is_static):
     x, w, scale = operands(rows, width, k)

@@ -277,6 +277,8 @@ def test_a_tile_for_each_shape():
     shapes = (14336, 4096), (28672, 4096), (4096, 14336), (4096, 4096)
     plans = [planning.int4_plan(call_of(64, n, k)[2]) for n, k in shapes]
     assert [(plan.rows, plan.split) for plan in plans] == [(128, 1), (256, 1), (64, 2), (64, 2)]
+    few = planning.int4_plan(call_of(32, *shapes[0])[2])
+    assert (plans[0].parts, few.parts, few.rows) == (1, 2, 128)
     assert all(plan.block == 256 for plan in plans)
     # Scales of all groups of a row, for 256 rows twice, would leave no room for three slots.
     assert planning.int4_plan(call_of(64, 28672, 32768)[2]).rows == 64

@@ -134,7 +134,8 @@ def covers(plan: Any, call) -> bool:
         in_order = [chunk for group in plan.groups for chunk in group]
         return (
             in_order == list(range(plan.chunks))
-            and plan.chunks * 32 * plan.per_load == call.k
+            and plan.k == call.k
+            and 0 <= plan.chunks * 32 * plan.per_load - call.k <= call.k // 8
             and plan.units * plan.rows == call.n
             and plan.rounds * plan.blocks * plan.warps >= plan.units
         )

@@ -206,6 +206,14 @@ def test_rows_that_share_scales_in_the_interpreter(interpreter, monkeypatch, m, 
     assert error(got, product(x, w, bias)) < 1e-6
 
 
+def test_a_block_that_copies_for_itself_fills_its_ring(monkeypatch):
+    """A copy may be of the next tile, not of the one after it."""
+    monkeypatch.setattr(planning, "_MOVES_REGISTERS", False)
+    monkeypatch.setattr(planning, "WEIGHT", planning.WEIGHT[-4:])  # any jax's
+    for codes, k, lag in (("int8", 320, 1), ("int8", 256, 0), ("", 320, 0)):
+        assert planning.weight_tile(2048, 14336, k, codes=codes).lag == lag
+
+
 def test_rows_that_share_scales_fit_a_copy():
     for k, fits in ((32768, True), (32896, False)):
         w = QTensor(shaped((256, k), F8), shaped((256, k // 128), F32), blocked=256)
@@ -519,7 +527,7 @@ def test_weight_only_values(dtype, group, zeros, x_dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("k", [320, 1024])
-@pytest.mark.parametrize("tile", [tile for tile, _ in planning.WEIGHT])
+@pytest.mark.parametrize("tile", [planning.AHEAD, *(tile for tile, _ in planning.WEIGHT)])
 def test_every_weight_tile(tile, k):
     """Also with five slots, which an unrolled step does not divide."""
     if not tile.divides(k):

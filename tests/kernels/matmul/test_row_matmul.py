@@ -43,6 +43,7 @@ CASES = [  # weights, N, K, fused, changes to the plan
     ("w4-g128", 128, 2048, "", {}),
     ("w4-g128-zero", 96, 2048, "nsb", {}),
     ("w4-g128-zero", 80, 3072, "nr", {"loads": 4}),
+    ("w4-g128-zero", 80, 3968, "nr", {}),
     ("w4-g64-zero", 80, 2880, "nr", {"loads": 4}),
     ("w4-g32", 96, 1056, "nsb", {}),
     ("mxfp4", 96, 1024, "nsb", {}),
@@ -125,6 +126,12 @@ def test_small_groups_on_the_gpu(n, k, name):
     test_values_on_the_gpu(n, k - k % 64 if "64" in name else k, name, "nsb")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["w4-g128", "w4-g128-zero"])
+def test_rows_that_end_inside_a_chunk_on_the_gpu(name):
+    test_values_on_the_gpu(4096, 11008, name, "nr")
+
+
 def test_what_it_takes():
     def found(n, k, name, rows=1, dtype=jnp.bfloat16, residual=None, swiglu=False):
         w = jax.tree.map(lambda v: shaped((n, *v.shape[1:]), v.dtype), weight(name, 1, k, dtype))
@@ -144,6 +151,7 @@ def test_what_it_takes():
         assert isinstance(found(64, k, name), planning.RowPlan)
         assert isinstance(found(1 << 17, k, name), planning.RowPlan)
         assert f"multiple of {k}" in no(64, k + 128, name)
+    assert isinstance(found(64, 11008, "w4-g128"), planning.RowPlan)  # ends inside a chunk
     assert "2 rows" in no(64, 1024, "plain", rows=2)
     assert "float16" in no(64, 1024, "plain", dtype=jnp.float16)
     assert "zeros of bfloat16" in no(64, 1024, "w4-g128-minimum")

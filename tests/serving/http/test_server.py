@@ -445,7 +445,14 @@ def test_pages_of_other_origins_ask_only_where_they_may(lm, engine, http):
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization,content-type",
     }
-    assert http.options("/v1/completions", headers=asks).status_code == 405
+    refused = http.options("/v1/completions", headers=asks)
+    assert refused.status_code == 405
+    assert error_of(refused)["message"] == "/v1/completions: the method must be POST"
+    for path, words in (
+        ("/v1/other", "no route /v1/other: the guide's page HTTP lists the routes"),
+        ("/v1/load_lora_adapter", "serve --lora-slots N adds it"),
+    ):
+        assert words in error_of(http.get(path))["message"]
     settings = {"origins": ("https://page",), "api_keys": ("secret",)}
     with serving(lm, engine, **settings) as url, client(url) as open_http:
         before = open_http.options("/v1/completions", headers=asks)
@@ -618,7 +625,8 @@ def test_a_bad_chat_is_400_with_a_reason(http, name):
     assert reply.status_code == 400 and error_of(reply)["param"] == param
     assert error_of(reply)["message"].startswith(param)
     if name == "image":
-        assert error_of(reply)["message"].startswith("messages[0].content")
+        path = "messages[0].content[0].type: must be 'text'"
+        assert error_of(reply)["message"].startswith(path)
 
 
 def test_what_concerns_another_service_or_nobody_knows_is_accepted(http, engine, caplog):

@@ -1,11 +1,14 @@
-"""Quantized weights in the layout that a CPU's handlers read.
+"""Quantized weights in the layout that this device's kernels read fastest.
 
-    lay_out(params) -> params             lays out weights on a CPU; elsewhere returns the tree.
+    lay_out(params) -> params             lays out the weights; the result computes the same.
     slow_on_cpu(params) -> str | None     returns why quantized weights run without a handler.
 
 ``LanguageModel`` calls ``lay_out`` for its parameters, so every way to a quantized weight leads
-through it.  A handler rounds activations to 8 bits (``pallas_kernels.cpu``).  Weights stay as they
-are on a mesh, while they are traced, and where activations are not float32.
+through it.  Weights stay as they are on a mesh and while they are traced.
+
+A CPU's handlers have a layout of their own.  They round activations to 8 bits
+(``pallas_kernels.cpu``), which must be float32.  On a Hopper GPU W4A8's columns are in the order of
+its kernel (``matmul.interleave``), but an embedding's, whose rows are read one by one.
 """
 
 from __future__ import annotations
@@ -18,16 +21,32 @@ from jax.core import Tracer
 
 from jaxllama.parallel.mesh import mesh_of
 from jaxllama.typing import Params
-from pallas_kernels.cpu import prepare, prepare_tree, unavailable
-from pallas_kernels.dispatch import Reason
+from pallas_kernels.cpu import prepare, prepare_tree, restore_tree, unavailable
+from pallas_kernels.dispatch import Reason, hopper_reason
+from pallas_kernels.matmul.interleave import in_order_tree, interleaved_tree
 from pallas_kernels.qtensor import QTensor
 
 
-def lay_out(params: Params) -> Params:
-    """``params`` with every QTensor laid out for which this CPU has a handler."""
-    if not _weights(params) or mesh_of(params) is not None or not handles(_dtype(params)):
+def lay_out(params: Params, donate: bool = False) -> Params:
+    """``params`` with every QTensor laid out for which this device has a layout.
+
+    donate: on a GPU, use up the weights that are laid out, so that none is held twice.
+    """
+    if not _weights(params) or mesh_of(params) is not None:
         return params
-    return jax.device_put(prepare_tree(params))
+    if handles(_dtype(params)):
+        return jax.device_put(prepare_tree(params))
+    if hopper_reason() is not None:
+        return params
+    return {
+        name: part if name == "embed" else interleaved_tree(part, donate)
+        for name, part in params.items()
+    }
+
+
+def as_stored(params: Params) -> Params:
+    """``params`` as they were before ``lay_out``."""
+    return in_order_tree(restore_tree(params))
 
 
 def slow_on_cpu(params: Params) -> str | None:

@@ -1,0 +1,139 @@
+"""Kernels that a process lowers once, whatever number of programs launch them.
+
+    results = lowered(name, ctx, args, jaxpr, emit)     in the lowering rule of a launch
+
+jax lowers an equation once a program. For a Mosaic kernel this is Python code that takes 0.2 s, and
+that threads cannot share. The programs of an engine differ in few of their kernels: decode steps by
+the length of the context have one norm and one product. So the first program that launches a kernel
+leaves its lowered function here, and the others get a copy of it.
+
+A kernel is known by its jaxpr. Inner jaxprs count as equal if they are one object, which
+``jax.jit`` sees to: calls of a jitted function with equal static arguments and shapes have one.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jax.interpreters import mlir
+
+from pallas_kernels.architecture import asked_target
+from pallas_kernels.jax_internals import func, ir  # pyright: ignore[reportPrivateImportUsage]
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr
+
+    from pallas_kernels.jax_internals import Value
+
+Emit = Callable[..., Sequence[Any]]
+# Of a module's context: what it has lowered before.
+_CACHES = "lowering_cache", "cached_primitive_lowerings", "pallas_lowering_cache"
+MOST = 1024  # kernels that are kept, of 46 KB on average and 300 KB at most
+_kept: dict[Hashable, bytes] = {}
+_lock = threading.Lock()
+
+
+def lowered(
+    name: str, ctx: mlir.LoweringRuleContext, args: Sequence[Value], jaxpr: ClosedJaxpr, emit: Emit
+) -> Sequence[Any]:
+    """Return ``emit(ctx, *args)``, the results of a kernel in the program that is being lowered.
+
+    Parameters
+    ----------
+    name
+        Of the kernel's function in the program.
+    ctx, args
+        Of the lowering rule of the launch, on one platform.
+    jaxpr
+        The kernel, traced.
+    emit
+        The kernel's own lowering rule, which is called unless the process has lowered the kernel.
+    """
+    module = ctx.module_context
+    key = _key(jaxpr, module)
+    if key is None:
+        return emit(ctx, *args)
+    functions = module.cached_primitive_lowerings
+    if key not in functions:
+        kept = _kept.get(key)
+        if kept is None:
+            kept = _function(ctx, args, emit)
+            if kept is None:
+                return emit(ctx, *args)
+            with _lock:
+                while len(_kept) >= MOST:
+                    del _kept[next(iter(_kept))]
+                _kept[key] = kept
+        copy = ir.Module.parse(kept, module.context)
+        own = mlir.merge_mlir_modules(module.module, name, copy, module.symbol_table)
+        functions[key] = module.symbol_table[own]
+    function = functions[key]
+    kind = ir.FunctionType(function.attributes["function_type"].value)
+    own = ir.FlatSymbolRefAttr.get(ir.StringAttr(function.attributes["sym_name"]).value)
+    return func.CallOp(kind.results, own, list(args)).results
+
+
+def _key(jaxpr: ClosedJaxpr, module: mlir.ModuleContext) -> Hashable | None:
+    """Return all that the lowered kernel depends on, or None if that cannot be compared."""
+    if jaxpr.consts:
+        return None
+    numbers: dict[Any, int] = {}
+
+    def named(x: Any) -> Hashable:
+        if hasattr(x, "val"):
+            return str(x.val), x.aval
+        return numbers.setdefault(x, len(numbers)), x.aval
+
+    steps = tuple(
+        (
+            step.primitive,
+            tuple(map(named, step.invars)),
+            tuple(map(named, step.outvars)),
+            tuple(sorted(step.params.items(), key=lambda item: item[0])),
+            step.ctx,
+        )
+        for step in jaxpr.eqns
+    )
+    ends = tuple(map(named, [*jaxpr.jaxpr.invars, *jaxpr.jaxpr.outvars]))
+    # The one device of a program without a mesh may be any of the process's.
+    where = module.axis_context
+    mesh = getattr(where, "mesh", None), getattr(where, "manual_axes", None)
+    key = steps, ends, tuple(module.platforms), mesh, asked_target()
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _function(ctx: mlir.LoweringRuleContext, args: Sequence[Value], emit: Emit) -> bytes | None:
+    """Return a module whose function "main" is the kernel, lowered apart from the program.
+
+    Returns None if the kernel needs more of the program than a function.
+    """
+    module = ctx.module_context
+    outside = len(module.keepalives), len(module.host_callbacks)
+    takes = [x.type for x in args]
+    with ir.Location.unknown(module.context):
+        apart = ir.Module.create()
+        table = ir.SymbolTable(apart.operation)
+        with ir.InsertionPoint(apart.body) as place:
+            function = func.FuncOp("main", (takes, []))
+        table.insert(function)
+        caches: dict[str, Any] = {name: {} for name in _CACHES}
+        inner = module.replace(module=apart, ip=place, symbol_table=table, **caches)
+        with ir.InsertionPoint(function.add_entry_block()):
+            inside = ctx.replace(module_context=inner)
+            results = list(emit(inside, *function.entry_block.arguments))
+            func.ReturnOp(results)
+    kind = ir.FunctionType.get(takes, [x.type for x in results], module.context)
+    function.attributes["function_type"] = ir.TypeAttr.get(kind, module.context)
+    is_alone = outside == (len(module.keepalives), len(module.host_callbacks))
+    if inside.tokens_out or not is_alone:
+        return None
+    file = io.BytesIO()
+    apart.operation.write_bytecode(file)
+    return file.getvalue()
