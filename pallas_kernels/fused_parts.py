@@ -7,7 +7,7 @@ approximate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.gate import ClampedGate
@@ -40,41 +40,50 @@ def layer_address(ref: Value | tuple[Value, ...] | None, layer: Value | None) ->
     return base
 
 
-def gated(
-    how: str | ClampedGate,
-    gate: Value,
-    up: Value,
-    divide: Callable[[Value, Value], Value] | None = None,
-) -> Value:
+def gated(how: str | ClampedGate, gate: Value, up: Value) -> Value:
     """``activation(gate) * up`` of "silu", "gelu_tanh" (arXiv 1606.08415) or a ClampedGate.
 
     gelu_tanh: (1 + tanh u) / 2 is the logistic of 2 u.  A NaN stays one under a ClampedGate.
-    divide: the division of the gate by 1 + e^-x, ``ptx.divide`` if None.
     """
+    gate, up, x = _gate_parts(how, gate, up)
+    return arith.mulf(_times_logistic(gate, x), up)
+
+
+def two_gated(how: str | ClampedGate, gates: Sequence[Value], ups: Sequence[Value]) -> list[Value]:
+    """``gated`` of two, by one reciprocal: of the product of both 1 + e^-x, which are up to 2^60.
+
+    Below x = -41 a result is gate * 2^-60 * up.  wgmma waits for a division.
+    """
+    parts = [_gate_parts(how, *both) for both in zip(gates, ups, strict=True)]
+    powers = [p.exp2(p.minimum(arith.mulf(x, p.cf(-LOG2E)), p.cf(60.0))) for *_, x in parts]
+    below = [arith.addf(power, p.cf(1.0)) for power in powers]
+    both = p.reciprocal(arith.mulf(*below))
+    shares = [arith.mulf(both, other) for other in reversed(below)]
+    return [
+        arith.mulf(arith.mulf(gate, share), up)
+        for (gate, up, _), share in zip(parts, shares, strict=True)
+    ]
+
+
+def _gate_parts(how: str | ClampedGate, gate: Value, up: Value) -> tuple[Value, Value, Value]:
+    """(gate, up, x) of ``gate * logistic(x) * up``."""
     if isinstance(how, ClampedGate):
         gate, up = (_replaced("OGT", v, how.limit) for v in (gate, up))
         up = arith.addf(_replaced("OLT", up, -how.limit), p.cf(1.0))
-        x = arith.mulf(gate, p.cf(how.alpha))
-    elif how == "gelu_tanh":
+        return gate, up, arith.mulf(gate, p.cf(how.alpha))
+    if how == "gelu_tanh":
         u = arith.mulf(gate, p.fma(arith.mulf(gate, gate), p.cf(0.044715), p.cf(1.0)))
-        x = arith.mulf(u, p.cf(math.sqrt(8 / math.pi)))
-    else:
-        x = gate
-    return arith.mulf(_times_logistic(gate, x, divide or p.divide), up)
+        return gate, up, arith.mulf(u, p.cf(math.sqrt(8 / math.pi)))
+    return gate, up, gate
 
 
 def silu(gate: Value) -> Value:
-    return _times_logistic(gate, gate, p.divide)
+    return _times_logistic(gate, gate)
 
 
-def _times_logistic(gate: Value, x: Value, divide: Callable[[Value, Value], Value]) -> Value:
+def _times_logistic(gate: Value, x: Value) -> Value:
     power = p.exp2(arith.mulf(x, p.cf(-LOG2E)))
-    return divide(gate, arith.addf(power, p.cf(1.0)))
-
-
-def times_reciprocal(a: Value, b: Value) -> Value:
-    """a / b to two units in the last place, beside wgmma, which waits for a division."""
-    return arith.mulf(a, p.reciprocal(b))
+    return p.divide(gate, arith.addf(power, p.cf(1.0)))
 
 
 def _replaced(comparison: str, value: Value, limit: float) -> Value:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -56,8 +56,8 @@ class GatherShape:
 
     fan: pairs of a row of x.  pitch: bytes of a row.  steps: slots of a tile.  columns: tiles of a
     part.  n_clusters: clusters that share the tiles.  tokens: rows of a slot.  widths: how many of
-    them are read, the least that has a block's.  shared: whether two blocks share a part
-    (``half_of``).
+    them are read, the least that has a block's.  cluster: blocks of a cluster, which have a part
+    each; the last cluster's last may have none.
     """
 
     fan: int
@@ -67,12 +67,7 @@ class GatherShape:
     n_clusters: int
     tokens: int
     widths: tuple[int, ...]
-    shared: bool = False
-
-
-def half_of(count, tokens: int):
-    """Rows that the first of two blocks has of a part of ``count``: each one or two warpgroups'."""
-    return jnp.where(count <= tokens, tokens // 2, tokens)
+    cluster: int = 1
 
 
 class RowGather:
@@ -83,6 +78,12 @@ class RowGather:
 
     def __init__(self, ref, stages: int, readers: int):
         self.ref, self.stages, self.readers = ref, stages, readers
+
+    def workers(self, gmem, slots, how: GatherShape, loads, full) -> list[Callable[[], None]]:
+        """What the warps beside the weight's do.  slots: the rows' bytes.  loads: of the ring.
+        full: the barriers of the weight."""
+        copies = [functools.partial(self.copy, gmem, slots, how, warp) for warp in range(WARPS)]
+        return [*copies, functools.partial(self.hand_over, loads, full)]
 
     def start(self) -> None:
         """By all threads of the block, before anything else."""
@@ -177,13 +178,20 @@ class RowGather:
         copied = p.shared_address(barriers)
         at_work, at_pairs = p.address(work), p.address(pairs)
         (parts,) = p.load_global(at_work, 1)
-        total = p.mul(parts, how.columns)
-        last_tile = p.larger(arith.subi(total, p.ci(1)), p.ci(0))
+        groups = parts
+        if how.cluster > 1:
+            groups = arith.divui(p.add(parts, how.cluster - 1), p.ci(how.cluster))
+        total = p.mul(groups, how.columns)
+        last_tile, last_part = (p.larger(p.add(n, -1), p.ci(0)) for n in (total, parts))
 
         def part_of(index: Value) -> list[Value]:
-            """The first pair of a tile's part, and their end."""
+            """The first pair of this block's part of a tile, and their end."""
             part = arith.divui(p.smaller(index, last_tile), p.ci(how.columns))
-            return p.load_global(p.offset(at_work, p.add(part, 1), 16), 4)[1:3]
+            if how.cluster > 1:
+                part = p.add(p.mul(part, how.cluster), pair)
+            at = p.smaller(part, last_part)
+            first, end = p.load_global(p.offset(at_work, p.add(at, 1), 16), 4)[1:3]
+            return [arith.select(p.less(last_part, part), end, first), end]
 
         def tile(index: Value, carry: Sequence[Value]) -> list[Value]:
             *carry, first, end, next_first, next_end = carry
@@ -191,11 +199,6 @@ class RowGather:
             line = p.smaller(p.add(next_first, p.mul(lane, 32)), p.add(next_end, -1))
             p.prefetch_line(p.offset(at_pairs, line, 4))
             following = [next_first, next_end, *part_of(p.add(index, 2 * how.n_clusters))]
-            if how.shared:
-                is_short = p.less(arith.subi(end, first), how.tokens + 1)
-                half = arith.select(is_short, p.ci(how.tokens // 2), p.ci(how.tokens))
-                first = p.add(first, arith.muli(pair, half))
-                end = p.smaller(p.add(first, half), end)
             count, last = arith.subi(end, first), arith.subi(end, p.ci(1))
             most = how.tokens // _AT_ONCE
             places = [p.smaller(p.add(first, row, _AT_ONCE * i), last) for i in range(most)]
@@ -223,7 +226,7 @@ class RowGather:
 
             result = list(carry)
             widths = [0, *how.widths]
-            if how.shared:  # the second block may have none, and then keeps step with the first
+            if how.cluster > 1:  # a block without pairs keeps step with the others
                 none = p.at_most(count, p.ci(0))
                 result = p.choose(none, lambda: steps(0), result)
             for below, width in itertools.pairwise(widths):
@@ -233,3 +236,20 @@ class RowGather:
 
         parts = [v for i in range(2) for v in part_of(p.add(cluster, i * how.n_clusters))]
         p.loop(cluster, total, how.n_clusters, [p.ci(0), p.ci(0), *parts], tile)
+
+
+class SortedRows:
+    """The same for rows that lie by expert in memory already: the weight's feeder copies them."""
+
+    def __init__(self, full):
+        self.full = full
+
+    def start(self) -> None:
+        pass
+
+    def wait(self, at, load) -> None:
+        del load
+        plgpu.barrier_wait(self.full.at[at])
+
+    def release(self, at) -> None:
+        pass

@@ -15,7 +15,8 @@ tokens are its N.  ``many_pairs_gather_program`` copies a tile's rows of x from 
 Under a gate a warpgroup has 32 rows of gate and 32 of up, which a thread reads eight rows apart, so
 the gate needs no exchange.  Consecutive tiles have one part, so that L2 still has its rows of x,
 and a part's weight is read once.  Where the weight is bfloat16 and experts have many pairs, no
-operand is in registers (``many_pairs_tokens_program``).
+operand is in registers (``many_pairs_tokens_program``).  Where experts fill tiles of float4 codes,
+another kernel sorts rows of x in memory first (``sorted_rows_kernel``), and two blocks share them.
 
 A part's last tokens may be another expert's: their sums are not stored.  Rows of w past an
 expert's end are another's too, and are not stored either.
@@ -38,14 +39,28 @@ from jax.typing import DTypeLike
 from pallas_kernels.experts import sort_kernel
 from pallas_kernels.experts.blocks import parts_of_pairs
 from pallas_kernels.experts.gate import Gate
+from pallas_kernels.experts.many_pairs_finish_program import PairsFinish
 from pallas_kernels.experts.many_pairs_gather_program import barriers_of_slots, rows_of_slots
-from pallas_kernels.experts.many_pairs_plan import PairsScheme, Tile, TokenTile
-from pallas_kernels.experts.many_pairs_program import UNIT, PairsBlock, PairsFinish
+from pallas_kernels.experts.many_pairs_plan import (
+    PairsScheme,
+    Tile,
+    TokenTile,
+    computing_of,
+    has_sorted_rows,
+    stage_bytes,
+)
+from pallas_kernels.experts.many_pairs_program import UNIT, PairsBlock
 from pallas_kernels.experts.many_pairs_tokens_program import TokenBlock
+from pallas_kernels.experts.sorted_rows_kernel import sorted_rows
 from pallas_kernels.launch import Views
 from pallas_kernels.matmul.few_rows.kernel import parts_of
 from pallas_kernels.matmul.few_rows.widen import FLOAT4_REST
-from pallas_kernels.matmul.many_rows.pipeline import launch_persistent, ring_barriers, tiled
+from pallas_kernels.matmul.many_rows.pipeline import (
+    launch_persistent,
+    ring_barriers,
+    rows_and_tiles,
+    tiled,
+)
 from pallas_kernels.matmul.many_rows.plan import BLOCK_K
 from pallas_kernels.qtensor import FLOAT4, QTensor
 
@@ -95,15 +110,16 @@ def grouped_tiles(
     n_experts, n, k = w.shape
     n_pairs = experts.shape[0]
     is_small = n_pairs <= sort_kernel.MOST_PAIRS and n_experts <= sort_kernel.MOST_EXPERTS
-    of_part = tile.tokens * tile.cluster
     if is_small:
-        parts = sort_kernel.parts_of_pairs(experts, n_experts, of_part, partial=partial)
+        parts = sort_kernel.parts_of_pairs(experts, n_experts, tile.tokens, partial=partial)
     else:
         clamped = jnp.clip(experts, 0, n_experts - (not partial))
-        parts = parts_of_pairs(clamped, n_experts, of_part)
+        parts = parts_of_pairs(clamped, n_experts, tile.tokens)
     scheme = PairsScheme.of(w, gate is not None)
     held, row = parts_of(w), _row_scale(w)
     flat = held["w"].reshape(n_experts * n, k)
+    if has_sorted_rows(tile):
+        x = sorted_rows(x, parts.order, fan)
     operands = {
         "x": x,
         "w": flat,
@@ -139,11 +155,6 @@ def _run(gmem, smem, barrier, *, tile: Tile, **facts) -> None:
     block(gmem, smem, barrier, tile=tile, **facts).run()
 
 
-def computing_of(tile: Tile) -> int:
-    """Warpgroups of a block that multiply."""
-    return tile.tokens // 64 if isinstance(tile, TokenTile) else tile.rows // 64
-
-
 def _row_scale(w: jax.Array | QTensor) -> jax.Array | None:
     """The factor of an expert's row ``[E, N, 1]`` that multiplies sums."""
     if not isinstance(w, QTensor):
@@ -168,6 +179,16 @@ def box_of(groups: int, dtype: DTypeLike) -> tuple[int, int]:
     return count // most, most * least
 
 
+def _scratch_of_rows(tile: Tile) -> dict:
+    """Shared memory of the rows of x."""
+    if has_sorted_rows(tile):
+        return {"x": rows_and_tiles((tile.stages, tile.tokens, BLOCK_K), jnp.bfloat16)}
+    return {
+        "x": rows_of_slots(tile.stages, tile.tokens),
+        "gathered": barriers_of_slots(tile.stages),
+    }
+
+
 def _scratch(operands, held, scheme: PairsScheme, tile: Tile) -> dict:
     """Shared memory of a block, and its barriers."""
     across, sets = computing_of(tile), 1 + scheme.gated
@@ -186,15 +207,15 @@ def _scratch(operands, held, scheme: PairsScheme, tile: Tile) -> dict:
     w, row_bytes = operands["w"], BLOCK_K * scheme.bits // 8
     shape = tile.stages, n_rows
     return {
-        "x": rows_of_slots(tile.stages, tile.tokens),
-        "gathered": barriers_of_slots(tile.stages),
+        **_scratch_of_rows(tile),
         "w": Views(
             tiles=plgpu.SMEM((*shape, BLOCK_K), w.dtype, transforms=tiled(w.dtype, row_bytes)),
             bytes=plgpu.SMEM((*shape, row_bytes), jnp.int8),
         ),
+        "stage": plgpu.SMEM((across, stage_bytes(tile, scheme.gated)), jnp.int8),
         "scale": vectors("scale"),
         "zero": vectors("zero"),
-        **ring_barriers(tile.stages, sets, across),
+        **ring_barriers(tile.stages, sets + has_sorted_rows(tile), across),
         "vectors_full": plgpu.Barrier(num_arrivals=max(1, sets * len(of_tile)), num_barriers=2),
         "vectors_empty": plgpu.Barrier(num_arrivals=across, num_barriers=2),
     }

@@ -26,7 +26,7 @@ Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
 LEAST_STAGES = 3
 _RESERVED = BARRIER_BYTES + 1024  # of shared memory: the gather has barriers of its own
 _tile = functools.partial(WeightTile, cluster=1)
-# Microseconds of a slot on an H200 (MXFP4; jax 0.12): ``docs/lab/experts.md``.
+# Microseconds of a slot on an H200 (jax 0.12): ``docs/lab/experts.md``.  Of codes, MXFP4's.
 TILES = (
     (_tile(16, 256, stages=10), 0.52),
     (_tile(32, 256, stages=10), 0.55),
@@ -34,6 +34,18 @@ TILES = (
     (_tile(128, 192, stages=6), 0.60),
     (_tile(192, 128, stages=5), 0.56),
 )
+# Two blocks share sorted rows of x, where at least 20 tiles read a row and an average expert fills
+# four.  With fewer they are not timed, or lose (int4).
+FLOAT4_TILES = ((WeightTile(192, 128, stages=6, cluster=2), 0.48),)
+# Of bfloat16, which up to 64 tokens takes as long as its bytes.
+FLOAT_TILES = (
+    (_tile(16, 192, stages=9), 0.69),
+    (_tile(32, 128, stages=10), 0.495),
+    (_tile(64, 256, stages=8), 1.03),
+    (_tile(128, 192, stages=6), 0.79),
+    (_tile(192, 128, stages=5), 0.60),
+)
+ROWS_RATE = 2.2e12  # bytes a second at which rows of x are sorted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +53,7 @@ class TokenTile:
     """One block's tile and pipeline where the weight is bfloat16: no operand is in registers.
 
     tokens: 64 for each of two warpgroups.  rows: of w, the N of wgmma.
-    cluster: blocks with tokens of one expert, which share (multicast) the weight.
+    cluster: blocks that share (multicast) the weight if their tokens have one expert.
     """
 
     tokens: int = 128
@@ -53,8 +65,43 @@ class TokenTile:
 
 
 Tile = WeightTile | TokenTile
-TOKEN_TILES = ((TokenTile(), 0.553),)  # the same for bfloat16, without ``TOKEN_END_US``
-TOKEN_END_US = 6.0  # of a tile: its gate and its stores, which nothing overlaps
+
+
+def has_sorted_rows(tile: Tile) -> bool:
+    """Whether a kernel before sorts rows of x by expert, so that two blocks can share them."""
+    return isinstance(tile, WeightTile) and tile.cluster > 1
+
+
+# The same for bfloat16: where experts have two parts and more, which share the weight, and else.
+TOKEN_TILES = ((TokenTile(), 0.73),)
+TOKEN_ALONE_US = 1.03
+TOKEN_END_US = 1.0  # of a tile: its gate and its stores, which nothing overlaps
+
+
+def computing_of(tile: Tile) -> int:
+    """Warpgroups of a block that multiply."""
+    return tile.tokens // 64 if isinstance(tile, TokenTile) else tile.rows // 64
+
+
+# Results in 16 bits pass through shared memory (``many_pairs_finish_program``).  There are 16 bytes
+# more than a row has from one token to the next, for the banks.
+
+
+def row_stage(gated: bool) -> tuple[int, int]:
+    """(tokens, bytes from one to the next) that a warpgroup with 64 rows of w stores at once."""
+    return (32, 80) if gated else (16, 144)
+
+
+def token_stage(tile: TokenTile) -> tuple[int, int]:
+    """The same for a warp with 16 tokens."""
+    return 8, 2 * min(128, tile.rows // 2) + 16
+
+
+def stage_bytes(tile: Tile, gated: bool) -> int:
+    """Of a warpgroup: those of its four warps, or of two turns."""
+    if isinstance(tile, TokenTile):
+        return 4 * math.prod(token_stage(tile))
+    return 2 * math.prod(row_stage(gated))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,12 +207,22 @@ def _refusal(x: jax.Array, w: Weight) -> str | None:
 def shortest_tile(w: Weight, n_pairs: int, scheme: PairsScheme) -> tuple[Tile, float]:
     """The tile with the least work, with as many stages as fit, and the microseconds that its
     busiest block computes on the card that was measured."""
-    tiles = (*TILES, *TOKEN_TILES) if scheme.values == "bfloat16" else TILES
+    tiles = TILES
+    if scheme.values == "bfloat16":
+        tiles = *FLOAT_TILES, *TOKEN_TILES
+    elif scheme.values in ("e8m0", "e4m3"):
+        tiles = *TILES, *(one for one in FLOAT4_TILES if _fills(one[0], w, n_pairs, scheme))
     found = [(fitted(tile, scheme), us) for tile, us in tiles]
     found = [one for one in found if scheme.is_aligned(one[0])]
     found = [one for one in found if one[0].stages >= LEAST_STAGES] or found[:1]
     timed = [(tile, _busiest_us(tile, us, w, n_pairs, scheme)) for tile, us in found]
     return min(timed, key=lambda one: one[1])
+
+
+def _fills(tile: Tile, w: Weight, n_pairs: int, scheme: PairsScheme) -> bool:
+    n_experts, n, _ = w.shape
+    results = n // 2 if scheme.gated else n
+    return results >= 20 * scheme.results(tile) and n_pairs >= 4 * n_experts * tile.tokens
 
 
 def chosen_experts(n_experts: int, n_pairs: int) -> float:
@@ -176,17 +233,23 @@ def chosen_experts(n_experts: int, n_pairs: int) -> float:
 def _busiest_us(tile: Tile, slot_us: float, w: Weight, n_pairs: int, scheme: PairsScheme) -> float:
     n_experts, n, k = w.shape
     hit = chosen_experts(n_experts, n_pairs)
-    parts = max(hit, n_pairs / (tile.tokens * tile.cluster) + hit / 2)
+    parts = max(hit, n_pairs / tile.tokens + hit / 2)
     results = n // 2 if scheme.gated else n
-    across = math.ceil(results / scheme.results(tile))
-    rounds = math.ceil(parts * across / (gpu().sms // tile.cluster))
-    end_us = TOKEN_END_US if isinstance(tile, TokenTile) else 0.0
-    return rounds * (k / BLOCK_K * slot_us + end_us)
+    rows_us, end_us, across = 0.0, 0.0, scheme.results(tile)
+    if isinstance(tile, TokenTile):
+        is_shared = n_pairs >= tile.cluster * tile.tokens * hit
+        slot_us = slot_us if is_shared else TOKEN_ALONE_US
+        parts, end_us = parts / tile.cluster, TOKEN_END_US
+    elif has_sorted_rows(tile):
+        across, rows_us = across * tile.cluster, 1e6 * 2 * n_pairs * k / ROWS_RATE
+    rounds = math.ceil(parts * math.ceil(results / across) / (gpu().sms // tile.cluster))
+    return rounds * (k / BLOCK_K * slot_us + end_us) + rows_us
 
 
 def fitted(tile: AnyTile, scheme: PairsScheme) -> AnyTile:
     """The tile with as many stages as fit."""
     rows = scheme.rows_in_memory(tile)
     slot = BLOCK_K * (2 * tile.tokens + rows * scheme.bits // 8)
-    stages = (gpu().shared_bytes - _RESERVED - 2 * rows * scheme.row_bytes) // slot
+    used = 2 * rows * scheme.row_bytes + computing_of(tile) * stage_bytes(tile, scheme.gated)
+    stages = (gpu().shared_bytes - _RESERVED - used) // slot
     return dataclasses.replace(tile, stages=min(tile.stages, stages), sms=gpu().sms)

@@ -9,10 +9,9 @@ go to their pairs.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -20,10 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.experts.gate import Gate
-from pallas_kernels.experts.many_pairs_gather_program import WARPS, GatherShape, RowGather
-from pallas_kernels.experts.many_pairs_plan import PairsScheme, Tile
-from pallas_kernels.fused_parts import gated, times_reciprocal
+from pallas_kernels.experts.many_pairs_finish_program import RowStage, store_one
+from pallas_kernels.experts.many_pairs_gather_program import GatherShape, RowGather, SortedRows
+from pallas_kernels.experts.many_pairs_plan import PairsScheme, Tile, has_sorted_rows
 from pallas_kernels.jax_internals import arith, llvm
 from pallas_kernels.matmul.many_rows import unpack
 from pallas_kernels.matmul.many_rows.pipeline import feed, my_tiles, ring_next, ring_slot
@@ -57,11 +55,20 @@ class PairsBlock:
         self.pitch = scheme.rows_in_memory(tile) // (1 + scheme.gated)
         self.across = self.computing = self.n_warpgroups()
         self.steps = self.k // BLOCK_K
-        self.columns = pl.cdiv(self.n_out, self.wide)
+        # The blocks of a cluster have neighbouring tiles of one part, or ``parts`` of one tile.
+        self.parts = self.parts_of_cluster()
+        self.columns = pl.cdiv(self.n_out, self.wide * tile.cluster // self.parts)
         self.vector_slots = 2
-        # Of the rows of x that are copied and multiplied: the least that has a part's.
-        self.widths = [w for w in WIDTHS if w < tile.tokens] + [tile.tokens]
-        self.gather = RowGather(smem.gathered, tile.stages, self.computing)
+        self.sorted = has_sorted_rows(tile)
+        # Of the rows of x that are copied and multiplied: the least that has a part's.  Two blocks
+        # that share them copy half each, whole groups of eight.
+        least = 16 if self.sorted else 8
+        self.widths = [w for w in WIDTHS if w < tile.tokens and w % least == 0] + [tile.tokens]
+        self.gather: RowGather | SortedRows
+        if self.sorted:
+            self.gather = SortedRows(barrier.full)
+        else:
+            self.gather = RowGather(smem.gathered, tile.stages, self.computing)
         self.gathered = GatherShape(
             fan=fan,
             pitch=2 * self.k,
@@ -70,33 +77,43 @@ class PairsBlock:
             n_clusters=self.n_clusters,
             tokens=tile.tokens,
             widths=tuple(self.widths),
-            shared=tile.cluster > 1,
+            cluster=self.parts,
         )
         self.by_tile = [name for name in ("scale", "zero") if getattr(gmem, name) is not None]
 
     def run(self) -> None:
         self.gather.start()
         plgpu.inline_mgpu()(lambda ctx: p.await_kernel())()
-        self.tiles = my_tiles(self.gmem.work[0, 0] * self.columns, self.n_clusters)
-        copy = functools.partial(self.gather.copy, self.gmem, self.smem.x.bytes, self.gathered)
-        copies = [functools.partial(copy, warp) for warp in range(WARPS)]
-        loads, full = self.tiles * self.steps, self.barrier.full
-        hand_over = functools.partial(self.gather.hand_over, loads, full)
-        feed(self.warpgroup, self.computing, PairsFeeder(self).copy_tiles, [*copies, hand_over])
+        groups = pl.cdiv(self.gmem.work[0, 0], self.parts)
+        self.tiles = my_tiles(groups * self.columns, self.n_clusters)
+        others, loads = [], self.tiles * self.steps
+        if isinstance(self.gather, RowGather):
+            slots, full = self.smem.x.bytes, self.barrier.full
+            others = self.gather.workers(self.gmem, slots, self.gathered, loads, full)
+        feed(self.warpgroup, self.computing, self.feeder().copy_tiles, others)
         pl.when(self.warpgroup < self.computing)(self.multiply)
 
     def n_warpgroups(self) -> int:
         """Warpgroups that multiply: side by side in w's rows."""
         return self.tile.rows // 64
 
+    def parts_of_cluster(self) -> int:
+        return 1
+
+    def feeder(self) -> PairsFeeder:
+        return PairsFeeder(self)
+
     def multiply(self) -> None:
         PairsMultiplier.started(self).compute_tiles()
 
     def origin(self, t):
-        """The part and the first result of this block's t-th tile: neighbours share x."""
+        """The part, or the cluster's parts, and the first result of this block's t-th tile:
+        neighbours share x."""
         index = t * self.n_clusters + lax.axis_index("cluster")
         ni = lax.rem(index, jnp.asarray(self.columns, index.dtype))
         part = lax.div(index, jnp.asarray(self.columns, index.dtype))
+        if self.tile.cluster > self.parts:
+            ni = ni * self.tile.cluster + self.pair
         return part, ni * self.wide
 
     def by_width(self, part, body: Callable[[int], None]) -> None:
@@ -111,17 +128,31 @@ class PairsFeeder(Feeder):
 
     def __init__(self, block: PairsBlock):
         self.block, self.tile, self.barrier = block, block.tile, block.barrier
-        self.axes = "pair" if block.tile.cluster > 1 else None
 
     def copy_tile(self, t, _) -> None:
         block = self.block
         part, n0 = block.origin(t)
-        expert = block.gmem.work[part + 1, 0]
-        begins = [expert * block.n + n0 + block.n_out * i for i in range(1 + block.scheme.gated)]
+        begins = self.begins(block.gmem.work[part + 1, 0], n0)
         if block.by_tile:
             self.copy_vectors_of(t, begins)
-        at = ring_slot(t * block.steps, self.tile.stages)
-        lax.fori_loop(0, block.steps, functools.partial(self.copy_slot_of, t, begins), at)
+        if not block.sorted:
+            return self.copy_slots(t, begins)
+        axes = "pair" if self.tile.cluster > 1 else None
+        first = block.gmem.work[part + 1, 1]
+        copy = lambda width: self.copy_slots(t, begins, rows=(pl.ds(first, width), axes))  # noqa: E731
+        return block.by_width(part, copy)
+
+    def begins(self, expert, n0) -> list:
+        """A tile's first row of w, or of gate and of up."""
+        block = self.block
+        return [expert * block.n + n0 + block.n_out * i for i in range(1 + block.scheme.gated)]
+
+    def copy_slots(self, t, begins, axes=None, rows=None) -> None:
+        """Copy all of a tile's slots.  axes: of the blocks that share the weight.  rows: of x that
+        lies by expert, and the axes of the blocks that share them."""
+        at = ring_slot(t * self.block.steps, self.tile.stages)
+        copy = functools.partial(self.copy_slot_of, t, begins, axes, rows)
+        lax.fori_loop(0, self.block.steps, copy, at)
 
     def copy_vectors_of(self, t, begins) -> None:
         block = self.block
@@ -138,17 +169,21 @@ class PairsFeeder(Feeder):
                     full.at[slot],
                 )
 
-    def copy_slot_of(self, t, begins, j, at):
-        """Copy the j-th step of w's columns into slot ``at``, and return the next slot."""
+    def copy_slot_of(self, t, begins, axes, of_x, j, at):
+        """Copy the j-th step of K into slot ``at``, and return the next slot."""
         block, gmem, smem, tile = self.block, self.block.gmem, self.block.smem, self.tile
         full, columns = self.barrier.full.at[at], pl.ds(j * BLOCK_K, BLOCK_K)
         is_used = t * block.steps + j >= tile.stages
         pl.when(is_used)(lambda: plgpu.barrier_wait(self.barrier.empty.at[at]))
+        if of_x is not None:
+            tokens, sharing = of_x
+            to = smem.x.rows.at[at, pl.ds(0, tokens.size)]
+            plgpu.copy_gmem_to_smem(gmem.x.at[tokens, columns], to, full, collective_axes=sharing)
         for i, begin in enumerate(begins):
             rows = pl.ds(i * block.pitch, block.wide)
             source = gmem.w.at[pl.ds(begin, block.wide), columns]
             to = smem.w.tiles.at[at, rows]
-            plgpu.copy_gmem_to_smem(source, to, full, collective_axes=self.axes)
+            plgpu.copy_gmem_to_smem(source, to, full, collective_axes=axes)
         return ring_next(at, 1, tile.stages)
 
 
@@ -258,11 +293,12 @@ class PairsMultiplier(Multiplier):
         gmem = self.gmem
         column = plgpu.layout_cast(jnp.full((128,), n0, jnp.int32), _SPLAT)
         vectors = [v for v in (gmem.row, gmem.bias) if v is not None]
-        refs = (plgpu.RefType(),) * (3 + len(vectors))
+        refs = (plgpu.RefType(),) * (4 + len(vectors))
         store = plgpu.inline_mgpu(arg_types=(*refs, _SPLAT, _LAYOUT))(self.stored)
-        store(gmem.out, gmem.pairs, gmem.work.at[part + 1], *vectors, column, acc)
+        stage = self.smem.stage.at[self.half]
+        store(gmem.out, gmem.pairs, gmem.work.at[part + 1], stage, *vectors, column, acc)
 
-    def stored(self, ctx, out, pairs, part, *rest) -> None:
+    def stored(self, ctx, out, pairs, part, stage, *rest) -> None:
         """The code of ``finish``: a thread's rows of w, by eight tokens at a time."""
         del ctx
         block, finish, gated = self.block, self.block.finish, self.scheme.gated
@@ -289,72 +325,27 @@ class PairsMultiplier(Multiplier):
         flat, at, to = list(acc.registers.reshape(-1)), p.address(pairs), p.address(out)
         size = finish.bytes
 
-        def value(i: int, e: int) -> Sequence[Value]:
-            """The results of token 8 i + 2 quad + e."""
-            sums = [llvm.extractelement(flat[2 * i + h], p.ci(e)) for h in range(2)]
-            return finish.results(sums, scales, biases)
+        def values(i: int) -> list[list[Value]]:
+            """The results of tokens 8 i + 2 quad + (0, 1)."""
+            sums = [
+                [llvm.extractelement(flat[2 * i + h], p.ci(e)) for h in range(2)] for e in range(2)
+            ]
+            return finish.of_two(sums, scales, [biases] * 2)
 
         last, eights = arith.subi(end, p.ci(1)), acc.shape[1] // 8
+        if size == 2:
+            begin = p.add(column.registers.flat[0], p.mul(half, 32 if gated else 64))
+            how = RowStage(gated, p.shared_address(stage), at, to, begin, block.n_out)
+            how.store(values, first, end, eights)
+            return
         for c in range(0, eights, _AT_ONCE):
-            rows = [
-                (i, e, p.add(first, p.mul(quad, 2), 8 * i + e))
-                for i in range(c, min(c + _AT_ONCE, eights))
-                for e in range(2)
-            ]
-            places = [p.load_global(p.offset(at, p.smaller(r, last), 4), 1)[0] for *_, r in rows]
-            for (i, e, r), place in zip(rows, places, strict=True):
+            group = range(c, min(c + _AT_ONCE, eights))
+            tokens = [p.add(first, p.mul(quad, 2), 8 * i + e) for i in group for e in range(2)]
+            at_pairs = [p.offset(at, p.smaller(token, last), 4) for token in tokens]
+            places = [p.load_global(place, 1)[0] for place in at_pairs]
+            results = [y for i in group for y in values(i)]
+            for token, place, own_results in zip(tokens, places, results, strict=True):
                 base = p.offset(to, place, block.n_out * size)
-                for c_out, ok, y in zip(columns, inside, value(i, e), strict=True):
-                    is_own = arith.andi(p.less(r, end), ok)
-                    finish.store(p.offset(base, c_out, size), y, is_own)
-
-
-@dataclasses.dataclass(frozen=True)
-class PairsFinish:
-    """The steps behind a sum: the row's scale, the bias, the gate, and the store.
-
-    scaled: whether rows have a scale.  gate: None leaves sums as they are.
-    rest: a constant factor of all sums.  bytes: of a result, 4 or 2 (bfloat16).
-    """
-
-    scaled: bool
-    gate: Gate | None
-    rest: float
-    bytes: int
-
-    def results(
-        self, sums: Sequence[Value], scales: Sequence[Value] | None, biases: Sequence[Value] | None
-    ) -> Sequence[Value]:
-        values = list(sums)
-        if scales is not None:
-            values = [arith.mulf(v, s) for v, s in zip(values, scales, strict=True)]
-        if self.rest != 1.0:
-            values = [arith.mulf(v, p.cf(self.rest)) for v in values]
-        if biases is not None:
-            values = [arith.addf(v, b) for v, b in zip(values, biases, strict=True)]
-        if self.gate is None:
-            return values
-        gate, up = values
-        return [gated(self.gate, gate, up, divide=times_reciprocal)]
-
-    def store_two(self, base: Value, values: Sequence[Value], condition: Value, at: int) -> None:
-        """Store two neighbouring results where the condition holds."""
-        is_own = arith.extui(p.i32(), condition)
-        if self.bytes == 4:
-            test = "{ .reg .pred q; setp.ne.u32 q, $3, 0; "
-            p.ptx(f"{test}@q st.global.v2.f32 [$0+{at}], {{$1, $2}}; }}", base, *values, is_own)
-            return
-        test = "{ .reg .pred q; setp.ne.u32 q, $2, 0; "
-        p.ptx(f"{test}@q st.global.b32 [$0+{at}], $1; }}", base, p.pack(*values), is_own)
-
-    def store(self, at: Value, value: Value, condition: Value) -> None:
-        is_own = arith.extui(p.i32(), condition)
-        if self.bytes == 4:
-            code = "{ .reg .pred q; setp.ne.u32 q, $2, 0; @q st.global.f32 [$0], $1; }"
-            p.ptx(code, at, value, is_own)
-            return
-        code = (
-            "{ .reg .pred q; .reg .b16 h; setp.ne.u32 q, $2, 0; cvt.rn.bf16.f32 h, $1; "
-            "@q st.global.b16 [$0], h; }"
-        )
-        p.ptx(code, at, value, is_own)
+                for c_out, ok, y in zip(columns, inside, own_results, strict=True):
+                    is_own = arith.andi(p.less(token, end), ok)
+                    store_one(p.offset(base, c_out, size), y, is_own)

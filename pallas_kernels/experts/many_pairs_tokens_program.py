@@ -4,13 +4,14 @@
 are the M of wgmma and rows of w its N.  A tile then has twice as many sums, and a byte of a tile's
 operands is multiplied more often.
 
-    cluster      two blocks with tokens of one expert, which share (multicast) the rows of w
+    cluster      two blocks with a part each, which share (multicast) the rows of w if both parts
+                 are of one expert
     warpgroup    64 tokens, all of the tile's rows of w; one wgmma stays in flight
     thread       rows of gate and the same of up, so the gate needs no exchange
 
-A part has up to 256 pairs.  Its first block has 64 or 128 of them (``half_of``), the second the
-rest.  A warpgroup without tokens does not multiply.  Rows behind a part's last are multiplied, and
-not stored.
+The two parts are neighbours in the order of pairs, so an expert's short last part goes with the
+first of the next expert.  A warpgroup without tokens does not multiply.  Rows behind a part's last
+are multiplied, and not stored.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.experts.many_pairs_gather_program import half_of
-from pallas_kernels.experts.many_pairs_program import PairsBlock
+from pallas_kernels.experts.many_pairs_finish_program import TokenStage, exchanged_four
+from pallas_kernels.experts.many_pairs_plan import token_stage
+from pallas_kernels.experts.many_pairs_program import PairsBlock, PairsFeeder
 from pallas_kernels.jax_internals import arith, llvm
 from pallas_kernels.matmul.many_rows.pipeline import REGISTERS, ring_next, ring_slot
 from pallas_kernels.matmul.many_rows.unpack import FragmentRows
@@ -33,7 +35,6 @@ from pallas_kernels.ptx import Value
 
 _LAYOUT = plgpu.Layout.WGMMA
 _SPLAT = plgpu.Layout.WG_SPLAT((128,))
-_AT_ONCE = 4  # groups of eight results whose biases are loaded together
 
 
 class TokenBlock(PairsBlock):
@@ -46,12 +47,34 @@ class TokenBlock(PairsBlock):
         plgpu.set_max_registers(REGISTERS[self.computing][1], action="increase")
         TokenMultiplier(self).compute_tiles()
 
-    def tokens_of(self, part):
-        """The first of this block's tokens of a part, and their end; it may have none."""
+    def parts_of_cluster(self) -> int:
+        return self.tile.cluster
+
+    def feeder(self) -> PairsFeeder:
+        return TokenFeeder(self)
+
+    def part_of(self, group, rank):
+        """The part that a block of the cluster has of these, and whether it has one."""
+        n_parts, part = self.gmem.work[0, 0], group * self.tile.cluster + rank
+        return jnp.minimum(part, n_parts - 1), part < n_parts
+
+    def tokens_of(self, group):
+        """This block's part, its first token and their end; it may have none."""
+        part, has_one = self.part_of(group, self.pair)
         first, end = self.gmem.work[part + 1, 1], self.gmem.work[part + 1, 2]
-        half = half_of(end - first, self.tile.tokens)
-        first += self.pair * half
-        return first, jnp.minimum(first + half, end)
+        return part, jnp.where(has_one, first, end), end
+
+
+class TokenFeeder(PairsFeeder):
+    """The copies of a tile's weight: both blocks' at once where they have one expert."""
+
+    def copy_tile(self, t, _) -> None:
+        block = self.block
+        group, n0 = block.origin(t)
+        first, second = (block.gmem.work[block.part_of(group, i)[0] + 1, 0] for i in range(2))
+        begins = self.begins(jnp.where(block.pair == 0, first, second), n0)
+        pl.when(first == second)(lambda: self.copy_slots(t, begins, "pair"))
+        pl.when(first != second)(lambda: self.copy_slots(t, begins))
 
 
 class TokenMultiplier:
@@ -66,8 +89,8 @@ class TokenMultiplier:
 
     def compute_tile(self, t, _) -> None:
         block = self.block
-        part, n0 = block.origin(t)
-        first, end = block.tokens_of(part)
+        group, n0 = block.origin(t)
+        part, first, end = block.tokens_of(group)
         first += 64 * block.warpgroup
 
         def multiply() -> None:
@@ -119,29 +142,25 @@ class TokenMultiplier:
         scalars = (n0, first, end)
         splats = [plgpu.layout_cast(jnp.full((128,), v, jnp.int32), _SPLAT) for v in scalars]
         biases = [] if gmem.bias is None else [gmem.bias]
-        refs = gmem.out, gmem.pairs, gmem.work.at[part + 1], *biases
+        stage = self.smem.stage.at[self.block.warpgroup]
+        refs = gmem.out, gmem.pairs, gmem.work.at[part + 1], stage, *biases
         types = (*(plgpu.RefType(),) * len(refs), *(_SPLAT,) * len(splats), _LAYOUT)
         plgpu.inline_mgpu(arg_types=types)(self.stored)(*refs, *splats, acc)
 
-    def stored(self, ctx, out, pairs, part, *rest) -> None:
-        """The code of ``finish``: a thread's two tokens, by pairs of neighbouring results."""
+    def stored(self, ctx, out, pairs, part, stage, *rest) -> None:
+        """The code of ``finish``: a thread has two neighbours of every eight results of two tokens.
+
+        In float32 two lanes exchange them, so that each has four neighbours."""
         del ctx
         block, finish = self.block, self.block.finish
         *biases, n0, first, end, acc = rest
         n0, first, end = (v.registers.flat[0] for v in (n0, first, end))
         (expert,) = p.load_global(p.address(part), 1)
-        row, _, quad = FragmentRows().place()
-        tokens = [p.add(first, row, 8 * h) for h in range(2)]
-        last, at = arith.subi(end, p.ci(1)), p.address(pairs)
-        places = [p.load_global(p.offset(at, p.smaller(t, last), 4), 1)[0] for t in tokens]
-        own = [p.below(t, end) for t in tokens]
-        flat, size = list(acc.registers.reshape(-1)), finish.bytes
+        row, in_eight, quad = FragmentRows().place()
+        flat, at, to = list(acc.registers.reshape(-1)), p.address(pairs), p.address(out)
         sets = 1 + block.scheme.gated
         eights = self.tile.rows // 8 // sets
-        pair = p.mul(quad, 2)
-        in_row = p.offset(p.address(out), p.add(n0, pair), size)
-        to = [p.offset(in_row, place, block.n_out * size) for place in places]
-        w_row = p.add(arith.muli(expert, p.ci(block.n)), pair)
+        w_row = p.add(arith.muli(expert, p.ci(block.n)), p.mul(quad, 2))
         at_bias = p.address(biases[0]) if biases else None
 
         def biases_of(i: int) -> list[Sequence[Value]]:
@@ -150,21 +169,31 @@ class TokenMultiplier:
             rows = [p.add(first, s * block.n_out) for s in range(sets)]
             return [p.load_global(p.offset(at_bias, r, 4), 2, kind="f32") for r in rows]
 
-        def store(i: int, of_pair: list[Sequence[Value]] | None) -> None:
-            for h in range(2):
-                results = []
-                for e in range(2):
-                    sums = [
-                        llvm.extractelement(flat[2 * (i + s * eights) + h], p.ci(e))
-                        for s in range(sets)
-                    ]
-                    added = None if of_pair is None else [both[e] for both in of_pair]
-                    results += finish.results(sums, None, added)
-                finish.store_two(to[h], results, own[h], 8 * i * size)
+        def two(i: int, h: int, of_pair: list[Sequence[Value]] | None) -> list[Value]:
+            """The i-th eight's two results of this lane's h-th token."""
+            of_sets = [flat[2 * (i + s * eights) + h] for s in range(sets)]
+            sums = [[llvm.extractelement(v, p.ci(e)) for v in of_sets] for e in range(2)]
+            held = [None if of_pair is None else [v[e] for v in of_pair] for e in range(2)]
+            return [y for (y,) in finish.of_two(sums, None, held)]
 
-        for c in range(0, eights, _AT_ONCE):
-            group = range(c, min(c + _AT_ONCE, eights))
+        def several(group: range, h: int) -> list[list[Value]]:
             held = [biases_of(i) for i in group] if biases else [None] * len(group)
-            for i, of_pair in zip(group, held, strict=True):
-                is_inside = p.less(p.add(n0, 8 * i), block.n_out)
-                p.when(is_inside, functools.partial(store, i, of_pair))
+            return [two(i, h, of_pair) for i, of_pair in zip(group, held, strict=True)]
+
+        if finish.bytes == 4:
+            for h in range(2):
+                token = p.add(first, row, 8 * h)
+                (place,) = p.load_global(p.offset(at, p.smaller(token, p.add(end, -1)), 4), 1)
+                to_row = p.offset_rows(to, place, block.n_out * 4)
+                exchanged_four(several, h, to_row, n0, p.below(token, end), eights, block.n_out)
+            return
+        own_tokens, pitch = token_stage(self.tile)
+        warp = p.shift_right(p.masked(p.register("tid.x"), 127), 5)
+        stage = p.add(p.shared_address(stage), p.mul(warp, own_tokens * pitch))
+        token, wide = p.add(first, arith.subi(row, in_eight)), pitch // 2 - 8
+        for c in range(0, 8 * eights, wide):
+            words = lambda i, h, c=c: [  # noqa: E731
+                p.pack(*values) for values in several(range(c // 8 + i, c // 8 + i + 4), h)
+            ]
+            how = TokenStage(stage, at, to, p.add(n0, c), block.n_out, pitch)
+            how.store(words, token, end)

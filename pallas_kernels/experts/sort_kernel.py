@@ -3,7 +3,10 @@
     all      a pair's expert | its place among the block's pairs of that expert, by an atomic count
     all      an expert's pairs in the blocks before, and in all blocks, from their shared memory
     a warp   where each expert's pairs and parts begin: sums over the lanes
-    all      a pair at its place | in the first block an expert's rows of the table
+    a warp   where they begin among the block's own pairs
+    all      a pair at its place among these, in shared memory
+    all      the block's pairs in that order, neighbours of one expert by neighbouring threads
+    all      in the first block an expert's rows of the table
 
 Up to ``LONE`` pairs have one block, more have a cluster of ``BLOCKS``.
 XLA takes about ten kernels for the same (``blocks.parts_of_pairs``).  The order of one expert's
@@ -12,6 +15,8 @@ from its own row and expert.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +30,7 @@ from pallas_kernels.ptx import Value
 THREADS, BLOCKS = 1024, 8
 LONE = 8 * THREADS  # pairs of one block
 MOST_PAIRS, MOST_EXPERTS = 16 * THREADS * BLOCKS, THREADS - 1
+_INDEX_BITS = (MOST_PAIRS - 1).bit_length()
 
 
 def parts_of_pairs(
@@ -48,6 +54,7 @@ def parts_of_pairs(
         _Sort(gmem, smem, n_pairs, n_experts, size, blocks, n_experts - (not partial)).run()
 
     each = _padded(n_experts)
+    scratch = dict.fromkeys(("counts", "before", "totals", "begins", "parts", "own", "shift"), each)
     order, work = launch(
         body,
         {"experts": experts},
@@ -57,7 +64,7 @@ def parts_of_pairs(
         cluster=blocks,
         warpgroups=THREADS // 128,
         registers=True,
-        scratch={name: each for name in ("counts", "before", "totals", "begins", "parts")},
+        scratch={**scratch, "sorted": THREADS * _turns(n_pairs, blocks)},
     )
     return SortedPairs(order, work)
 
@@ -65,6 +72,11 @@ def parts_of_pairs(
 def _padded(n_experts: int) -> int:
     """Words of shared memory: a multiple of 32, with one for pairs without an expert."""
     return -(-(n_experts + 1) // 32) * 32
+
+
+def _turns(n_pairs: int, blocks: int) -> int:
+    """Pairs of a thread, at most."""
+    return -(-n_pairs // (THREADS * blocks))
 
 
 class _Sort:
@@ -82,6 +94,9 @@ class _Sort:
             p.shared_address(ref)
             for ref in (smem.counts, smem.before, smem.totals, smem.begins, smem.parts)
         )
+        # Where the block's own pairs of an expert begin, and how far from there they are in all.
+        self.own, self.shift = p.shared_address(smem.own), p.shared_address(smem.shift)
+        self.sorted = p.shared_address(smem.sorted)
         self.thread, self.rank = p.register("tid.x"), p.register("cluster_ctarank")
         self.lane = p.masked(self.thread, 31)
 
@@ -94,7 +109,8 @@ class _Sort:
         p.barrier()
         at_once = THREADS * self.blocks
         first = p.add(self.thread, p.mul(self.rank, THREADS))
-        pairs = [p.add(first, at_once * i) for i in range(-(-self.n_pairs // at_once))]
+        turns = _turns(self.n_pairs, self.blocks)
+        pairs = [p.add(first, at_once * i) for i in range(turns)]
         experts = [self.expert_of(pair) for pair in pairs]  # all loads are on their way at once
         found = [self.counted(pair, expert) for pair, expert in zip(pairs, experts, strict=True)]
         if self.blocks > 1:
@@ -103,9 +119,16 @@ class _Sort:
             p.cluster_arrive()  # waited for at the end: the others still read this block's counts
         p.barrier()
         p.when(p.less(self.thread, 32), self.sum_up)
+        p.when(p.equal(p.shift_right(self.thread, 5), 1), self.sum_own)
         p.barrier()
         for index, expert, place in found:
             self.place(index, expert, place)
+        p.when(is_counted, self.leave_shift)
+        p.barrier()
+        (count,) = p.load_shared(self.at(self.own, p.ci(self.n_experts)), 1)
+        for i in range(turns):
+            place = p.add(self.thread, THREADS * i)
+            p.when(p.less(place, count), functools.partial(self.write, place))
         is_writer = p.less(p.add(self.thread, p.mul(self.rank, THREADS)), self.n_experts)
         p.when(is_writer, self.write_rows)
         if self.blocks > 1:
@@ -146,44 +169,72 @@ class _Sort:
         expert = arith.select(p.less(index, self.n_pairs), expert, p.ci(self.n_experts))
         return index, expert, p.add_shared(self.at(self.counts, expert), p.ci(1))
 
-    def sum_up(self) -> None:
-        """A lane has neighbouring experts: what lies before them, then each of them."""
+    def counts_of(self, base: Value) -> tuple[Value, list[Value]]:
+        """A lane's first expert, and the pairs of the neighbouring experts that it has."""
         per = _padded(self.n_experts) // 32
         first = p.mul(self.lane, per)
 
         def count_of(i: int) -> Value:
-            (count,) = p.load_shared(self.at(self.all_counts, p.add(first, i)), 1)
+            (count,) = p.load_shared(self.at(base, p.add(first, i)), 1)
             is_expert = p.less(p.add(first, i), self.n_experts)
             return arith.select(is_expert, count, p.ci(0))
 
-        counts = [count_of(i) for i in range(per)]
+        return first, [count_of(i) for i in range(per)]
+
+    def before_lane(self, counts: list[Value]) -> tuple[Value, Value]:
+        """The sum over the lanes before this one, and with this one."""
+        own = total = p.add(*counts, 0)
+        for distance in (1, 2, 4, 8, 16):
+            below = p.shuffle_up(total, distance)
+            is_there = p.less(self.lane, distance)
+            total = p.add(total, arith.select(is_there, p.ci(0), below))
+        return arith.subi(total, own), total
+
+    def sum_up(self) -> None:
+        """A lane has neighbouring experts: what lies before them, then each of them."""
+        first, counts = self.counts_of(self.all_counts)
         parts = [arith.divui(p.add(n, self.size - 1), p.ci(self.size)) for n in counts]
-        ends = []
-        for own in (p.add(*counts, 0), p.add(*parts, 0)):
-            total = own
-            for distance in (1, 2, 4, 8, 16):
-                below = p.shuffle_up(total, distance)
-                is_there = p.less(self.lane, distance)
-                total = p.add(total, arith.select(is_there, p.ci(0), below))
-            ends.append((arith.subi(total, own), total))
-        (begin, _), (part, count) = ends
-        for i in range(per):
+        (begin, _), (part, count) = self.before_lane(counts), self.before_lane(parts)
+        for i, own in enumerate(counts):
             expert = p.add(first, i)
             p.store_shared(self.at(self.begins, expert), [begin])
             p.store_shared(self.at(self.parts, expert), [part])
-            begin, part = p.add(begin, counts[i]), p.add(part, parts[i])
+            begin, part = p.add(begin, own), p.add(part, parts[i])
         none = p.ci(0)
         is_last = p.equal(self.lane, 31)
         p.when(is_last, lambda: p.store_global(self.work, [count, none, none, none]))
 
+    def sum_own(self) -> None:
+        """The same for the pairs of this block."""
+        first, counts = self.counts_of(self.counts)
+        begin, _ = self.before_lane(counts)
+        for i, own in enumerate(counts):
+            p.store_shared(self.at(self.own, p.add(first, i)), [begin])
+            begin = p.add(begin, own)
+
+    def leave_shift(self) -> None:
+        """How far this thread's expert's pairs are from their place among the block's."""
+        (begin,) = p.load_shared(self.at(self.begins, self.thread), 1)
+        if self.blocks > 1:
+            begin = p.add(begin, p.load_shared(self.at(self.before, self.thread), 1)[0])
+        (own,) = p.load_shared(self.at(self.own, self.thread), 1)
+        p.store_shared(self.at(self.shift, self.thread), [arith.subi(begin, own)])
+
     def place(self, index: Value, expert: Value, rank: Value) -> None:
         def store() -> None:
-            (begin,) = p.load_shared(self.at(self.begins, expert), 1)
-            if self.blocks > 1:
-                begin = p.add(begin, p.load_shared(self.at(self.before, expert), 1)[0])
-            p.store_global(p.offset(self.order, p.add(begin, rank), 4), [index])
+            (begin,) = p.load_shared(self.at(self.own, expert), 1)
+            both = p.add(p.shift_left(expert, _INDEX_BITS), index)
+            p.store_shared(self.at(self.sorted, p.add(begin, rank)), [both])
 
         p.when(p.less(expert, self.n_experts), store)
+
+    def write(self, place: Value) -> None:
+        """Write the block's pair at this place to its place among all."""
+        (both,) = p.load_shared(self.at(self.sorted, place), 1)
+        expert = p.shift_right(both, _INDEX_BITS)
+        (shift,) = p.load_shared(self.at(self.shift, expert), 1)
+        index = p.masked(both, (1 << _INDEX_BITS) - 1)
+        p.store_global(p.offset(self.order, p.add(place, shift), 4), [index])
 
     def write_rows(self) -> None:
         """Write the rows of the expert that this thread has."""

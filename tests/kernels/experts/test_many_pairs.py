@@ -16,11 +16,24 @@ from hypothesis import strategies as st
 from pallas_kernels import QTensor, grouped_matmul, quantize
 from pallas_kernels import ptx as p
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.experts import blocks, many_pairs_gather_program, many_pairs_plan, sort_kernel
+from pallas_kernels.experts import (
+    blocks,
+    many_pairs_gather_program,
+    many_pairs_plan,
+    sort_kernel,
+    sorted_rows_kernel,
+)
 from pallas_kernels.experts import plan as planning
 from pallas_kernels.experts.gate import ClampedGate
 from pallas_kernels.experts.many_pairs_gather_program import GatherShape, RowGather
-from pallas_kernels.experts.many_pairs_plan import TILES, TOKEN_TILES, GroupedTilePlan, tile_plan
+from pallas_kernels.experts.many_pairs_plan import (
+    FLOAT4_TILES,
+    FLOAT_TILES,
+    TILES,
+    TOKEN_TILES,
+    GroupedTilePlan,
+    tile_plan,
+)
 from pallas_kernels.experts.op import GroupedStatic, grouped_matmul_reference, planned
 from pallas_kernels.formats import FORMATS
 from pallas_kernels.launch import launch
@@ -139,11 +152,11 @@ def test_the_sort_on_the_gpu(n_experts, n_pairs, size) -> None:
 
 
 def gathered(parts_of, pair: int, x, pairs, fan: int, tokens: int, stages: int) -> np.ndarray:
-    """The slots ``[stages, tokens, 8, 8]`` of one of two blocks that share parts; no slot is read
-    before all are full."""
+    """The slots ``[stages, tokens, 8, 8]`` of one of a cluster's two blocks, which have a part
+    each; no slot is read before all are full."""
     k = x.shape[1]
     work = jnp.asarray([[len(parts_of), 0, 0, 0]] + [[0, *part, 0] for part in parts_of], jnp.int32)
-    how = GatherShape(fan, 2 * k, k // 64, 1, 1, tokens, (16, 32), shared=True)
+    how = GatherShape(fan, 2 * k, k // 64, 1, 1, tokens, (16, 32), cluster=2)
     sizes = {"slots": stages * tokens * 32, "barriers": 6 * stages}
 
     def body(gmem, smem) -> None:
@@ -171,24 +184,36 @@ def gathered(parts_of, pair: int, x, pairs, fan: int, tokens: int, stages: int) 
 
 @newest
 def test_the_gather_s_code_on_numpy() -> None:
-    """Rows of three parts, swizzled.  Of up to 32 pairs a block has up to 16, else up to 32; the
-    second may have none, and its slot is as it was.  Behind the last row is that row again."""
+    """Rows of five parts, swizzled.  Of a cluster's third tile the second block has no part, and
+    its slots are as they were.  Behind a part's last row is that row again."""
     tokens, fan, steps, stages = 32, 2, 2, 6
     x = activations((40, 64 * steps), jnp.bfloat16)
     pairs = jnp.asarray(np.random.default_rng(0).permutation(80), jnp.int32)
-    parts_of, halves = [(0, 14), (14, 38), (38, 80)], [16, 16, 32]
+    parts_of = [(0, 14), (14, 38), (38, 70), (70, 71), (71, 80)]
     chunk = np.arange(8)
     for pair in range(2):
         found = gathered(parts_of, pair, x, pairs, fan, tokens, stages)
-        for part, ((first, end), half) in enumerate(zip(parts_of, halves, strict=True)):
-            first += pair * half
-            count = min(first + half, end) - first
-            row = np.arange(max(0, -(-count // 16) * 16))
-            rows = np.asarray(pairs)[np.minimum(first + row, first + count - 1)] // fan
+        own = parts_of[pair::2]
+        assert (found[steps * len(own) :].view(np.uint16) == 0xFFFF).all()
+        for tile, (first, end) in enumerate(own):
+            row = np.arange(-(-(end - first) // 16) * 16)
+            rows = np.asarray(pairs)[np.minimum(first + row, end - 1)] // fan
             for j in range(steps):
                 want = np.asarray(x)[rows, 64 * j : 64 * (j + 1)].reshape(-1, 8, 8)
-                got = found[steps * part + j, row[:, None], chunk ^ row[:, None] % 8]
+                got = found[steps * tile + j, row[:, None], chunk ^ row[:, None] % 8]
                 np.testing.assert_array_equal(got, want)
+
+
+@newest
+@pytest.mark.parametrize("k", [200, 3136])
+def test_the_sorted_rows_code_on_numpy(k, monkeypatch) -> None:
+    """Rows of fewer vectors than a warp has lanes, and of more than a warp has under way."""
+    monkeypatch.setattr(sorted_rows_kernel, "gpu", lambda: SimpleNamespace(sms=1))
+    x = activations((20, k), jnp.bfloat16)
+    order = np.random.default_rng(0).permutation(40).astype(np.int32)
+    with emulated(sorted_rows_kernel):
+        found = sorted_rows_kernel.sorted_rows(x, jnp.asarray(order), 2)
+    np.testing.assert_array_equal(found, x[order // 2])
 
 
 # --- plans ---
@@ -276,11 +301,17 @@ def test_lowers_for_cuda(scheme, gate) -> None:
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 2
 
 
+def tiles_of(scheme: str) -> list:
+    """Those of any scheme, and bfloat16's own."""
+    own = (*FLOAT_TILES[:2], *TOKEN_TILES) if scheme == "bfloat16" else ()
+    return [tile for tile, _ in (*TILES, *FLOAT4_TILES, *own)]
+
+
 # Every scheme with every tile, and every gate with every tile.
 CASES = [
     (scheme, list(GATES)[(i + j) % len(GATES)], tile)
     for i, scheme in enumerate(SCHEMES)
-    for j, (tile, _) in enumerate((*TILES, *(TOKEN_TILES if scheme == "bfloat16" else ())))
+    for j, tile in enumerate(tiles_of(scheme))
 ]
 
 
