@@ -331,7 +331,10 @@ TINY = ["--model", "{tiny}", "--port", "0"]
     [
         ([*OFFLOADED, "--replicas", "2"], "--replicas: an offloaded"),
         ([*OFFLOADED, "--mesh", "model=1", *TINY], "--policy and --mesh exclude each other"),
-        ([*OFFLOADED, "--max-slots", "3", *TINY], "max_slots = 3: with a policy the slots are the 8 rows of its block"),
+        (
+            [*OFFLOADED, "--max-slots", "3", *TINY],
+            "max_slots = 3: with a policy the slots are the 8 rows",
+        ),
         (["--chunk", "64", "--max-len", "32", *TINY], "prefill_chunk = 64: exceeds max_len = 32"),
         (["--slots", "0", *TINY], "--slots = 0"),
         (["--mesh", "model=2", *TINY], "model=2: needs 2 devices"),
