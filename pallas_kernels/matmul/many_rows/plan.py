@@ -143,11 +143,14 @@ class WeightTile(Predicted):
         return self.unroll if k // self.block // self.split % self.unroll == 0 else 1
 
     def divides(self, k: int) -> bool:
-        """Whether a block has whole slots, and always the same set of warpgroups comes to a slot of
-        the ring: who skips a barrier's phase loses count."""
+        """Whether a block has whole slots, as many as the ring where copies are ``lag`` behind, and
+        always the same set of warpgroups comes to a slot of the ring: who skips a barrier's phase
+        loses count."""
         turn = self.parts * self.unrolled(k)
         steps, rest = divmod(k // self.block, self.split)
-        return rest == 0 and (self.parts == 1 or steps % turn == self.stages % turn == 0)
+        if rest or (self.lag and steps < self.stages):
+            return False
+        return self.parts == 1 or steps % turn == self.stages % turn == 0
 
     def fitted(self, m: int, n: int, bits: int, row_bytes: int) -> WeightTile:
         """With as many stages as fit.  row_bytes: that a block has of a row's scales and zeros if
@@ -342,7 +345,7 @@ def weight_tile(
         return tile.divides(k) and tile.tokens <= most and whole
 
     options = [option for option in WEIGHT if fits(option[0])]
-    if not _MOVES_REGISTERS and codes in _AHEAD_US and k // BLOCK_K >= AHEAD.stages:
+    if not _MOVES_REGISTERS and codes in _AHEAD_US and AHEAD.divides(k):
         options.append((AHEAD, _AHEAD_US[codes]))
     tile = min(options, key=cost)[0]
     return dataclasses.replace(tile, sms=gpu().sms)

@@ -341,7 +341,8 @@ class Multiplier:
             row_scale = FLOAT4_REST if row_scale is None else row_scale * FLOAT4_REST
         if block.by_tile and gmem.token is None:
             plgpu.barrier_arrive(barrier.vectors_empty.at[slot])
-        for piece, c in enumerate(range(0, self.tile.tokens, width)):
+        pieces = range(0, self.tile.tokens, width)
+        for piece, c in enumerate(pieces):
             y = acc[:, c : c + width]
             if gmem.token is not None:
                 v = plgpu.load(smem.token.at[slot, pl.ds(c, width)], layout=_LAYOUT.reduce(0))
@@ -350,7 +351,9 @@ class Multiplier:
                 y = y * row_scale
             if row_bias is not None:
                 y = y + row_bias
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            # After an odd number of stores the last of a tile was from the next one's first place.
+            pending = 0 if piece == 0 and len(pieces) % 2 else 1
+            plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
             out.at[self.half, piece % 2].transpose((1, 0))[...] = plgpu.layout_cast(
                 y.astype(gmem.out.dtype), plgpu.Layout.WGMMA_TRANSPOSED
             )
