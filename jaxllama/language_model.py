@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from jaxllama.executors.drafting import draft_source
 from jaxllama.executors.executor import DraftSource, Executor, KeptCalls
 from jaxllama.generation import check_prompts
 from jaxllama.kept import KeptPrograms, signature
-from jaxllama.model.cache import cache_dtype_name
 from jaxllama.model.layout import as_stored
 from jaxllama.model.lora import for_rows
 from jaxllama.model.summary import summary
@@ -405,7 +404,6 @@ class LanguageModel:
         check_rows(self.config, self.tokenizer, rows, max_new_tokens, stops)
         numbers = self._numbers(adapter, len(rows))
         per_row = sampling_of(sampling, seed, len(rows))
-        kv_dtype = None if kv_dtype is None else cache_dtype_name(kv_dtype)
         cache_dtype, chunk = self.executor.cache_options(kv_dtype, chunk, self.dtype)
         call = GenerateCall(
             rows,
@@ -454,10 +452,7 @@ class LanguageModel:
         if name is None:
             return 0
         if name not in self.adapters:
-            there = (
-                ", ".join(map(repr, self.adapters)) or "none: give adapters= at load, or --adapter"
-            )
-            raise JaxLlamaError(f"adapter = {short(name)}: {self.config.name} has {there}")
+            raise unknown_adapter(name, self.adapters, self.config)
         return self.adapters.index(name) + 1
 
     def _params_for(self, numbers: list[int]) -> Params:
@@ -627,3 +622,9 @@ class LanguageModel:
             if not _HOLDS & message.keys():
                 raise JaxLlamaError(f'messages[{index}] = {short(message)}: "content" is missing')
         return self.tokenizer.encode_chat(messages)
+
+
+def unknown_adapter(name: str, known: Iterable[str], cfg: ModelConfig) -> JaxLlamaError:
+    """Return the error of an adapter that a model does not have."""
+    there = ", ".join(map(repr, known)) or "none: give adapters= at load, or --adapter"
+    return JaxLlamaError(f"adapter = {short(name)}: {cfg.name} has {there}")

@@ -232,7 +232,9 @@ def load(
         params = quantize_params(params, quantize, cfg=whole, progress=progress)
     if grid is None and not exact:
         with working("laying out weights", show=progress and quantize is not None):
-            params = jax.block_until_ready(lay_out(params, donate=True))
+            params = lay_out(params, donate=True)
+            if quantize is not None:
+                jax.block_until_ready(params)
     if grid is not None:
         cfg, params = place_params(cfg, params, grid)
     if quantize is not None and not exact and (reason := slow_on_cpu(params)) is not None:

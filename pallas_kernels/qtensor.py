@@ -45,8 +45,9 @@ DeepSeek-V3 (2412.19437) for blocks of FP8.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, overload
+from collections.abc import Callable, Sequence
+from types import UnionType
+from typing import TYPE_CHECKING, Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -372,6 +373,20 @@ def dequantize(w: QTensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
     dtype_name("dequantize", "dtype", dtype, FLOATS)
     x = w.floats(dtype)
     return x if w.columns is None else jnp.take(x, jnp.argsort(w.columns), axis=-1, mode="clip")
+
+
+def map_weights(one: Callable[[Any], Any], params: Any, kinds: type | UnionType) -> Any:
+    """Return a tree of parameters with ``one`` of each leaf, and of each block of RowBlocks.
+
+    kinds: of leaves that are trees themselves, such as QTensor.
+    """
+
+    def leaf(value: Any) -> Any:
+        return (
+            RowBlocks(tuple(map(one, value.blocks))) if isinstance(value, RowBlocks) else one(value)
+        )
+
+    return jax.tree.map(leaf, params, is_leaf=lambda value: isinstance(value, kinds | RowBlocks))
 
 
 def of_one_scale(codes: jax.Array, scale: jax.Array) -> QTensor:

@@ -100,6 +100,12 @@ def check_types(instance: Any, prefix: str = "") -> None:
             object.__setattr__(instance, key, value)
 
 
+def require(condition: bool, key: str, value: object, why: str) -> None:
+    """Raise JaxLlamaError naming the key and its value unless ``condition``."""
+    if not condition:
+        raise JaxLlamaError(f"{key} = {value!r}: {why}")
+
+
 def requirement(config: Any, prefix: str = "") -> Callable[..., None]:
     """Return ``need(condition, key, why, value=...)``, which raises if a condition is false.
 
@@ -109,6 +115,6 @@ def requirement(config: Any, prefix: str = "") -> Callable[..., None]:
     def need(condition: bool, key: str, why: str, value: Any = ...) -> None:
         if not condition:
             value = functools.reduce(getattr, key.split("."), config) if value is ... else value
-            raise JaxLlamaError(f"{prefix}{key} = {value!r}: {why}")
+            require(False, prefix + key, value, why)
 
     return need

@@ -21,8 +21,8 @@ from pathlib import Path
 from jaxllama.checkpoints import peft
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.language_model import unknown_adapter
 from jaxllama.model import lora
-from jaxllama.text.rows import short
 from jaxllama.typing import Params
 
 HEADER = 1 << 20  # bytes of an adapter's file beside its factors
@@ -71,10 +71,7 @@ class AdapterSlots:
         if id is None:
             return 0
         if id not in self._numbers:
-            there = (
-                ", ".join(map(repr, self._numbers)) or "none: give adapters= at load, or --adapter"
-            )
-            raise JaxLlamaError(f"adapter = {short(id)}: {self._cfg.name} has {there}")
+            raise unknown_adapter(id, self._numbers, self._cfg)
         return self._numbers[id]
 
     def load(self, name: str, path: str | Path, reclaim: Callable[[], None]) -> str:

@@ -78,12 +78,8 @@ def options_of(lm: LanguageModel, asked: Options) -> ResolvedOptions:
             raise JaxLlamaError(f"{name} = {value!r}: {why}")
     options = EngineOptions(**asked)
     kv_dtype, chunk = executor.cache_options(options.kv_dtype, options.prefill_chunk, lm.dtype)
+    options.check_context(cfg)
     max_len = options.max_len or cfg.max_position
-    if max_len > cfg.max_position:
-        raise JaxLlamaError(
-            f"max_len = {max_len}: {cfg.name} has a context of {cfg.max_position}, so give at "
-            "most that"
-        )
     return ResolvedOptions(
         max_slots=policy.block_size,
         max_len=max_len,

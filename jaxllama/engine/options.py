@@ -172,6 +172,14 @@ class EngineOptions:
             raise JaxLlamaError(f"draft_tokens = {self.draft_tokens!r} needs a draft")
         DraftPlan.of(self.draft, self.draft_tokens)
 
+    def check_context(self, cfg: ModelConfig) -> None:
+        """Raise JaxLlamaError if ``max_len`` exceeds the model's context."""
+        if self.max_len is not None and self.max_len > cfg.max_position:
+            raise JaxLlamaError(
+                f"max_len = {self.max_len}: {cfg.name} has a context of {cfg.max_position}, "
+                "so give at most that"
+            )
+
     def resolve(
         self, cfg: ModelConfig, dtype: jnp.dtype, devices: int = 1, shards: int = 1
     ) -> ResolvedOptions:
@@ -197,11 +205,7 @@ class EngineOptions:
         JaxLlamaError
             For sizes that contradict each other.
         """
-        if self.max_len is not None and self.max_len > cfg.max_position:
-            raise JaxLlamaError(
-                f"max_len = {self.max_len}: {cfg.name} has a context of {cfg.max_position}, "
-                "so give at most that"
-            )
+        self.check_context(cfg)
         on_cpu = jax.default_backend() == "cpu"
         kv_dtype = self.kv_dtype or default_cache_dtype(dtype, jax.local_devices()[0])
         more = draft_config(cfg, self.draft)

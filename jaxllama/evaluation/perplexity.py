@@ -36,7 +36,6 @@ from jax.typing import DTypeLike
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.model.cache import cache_dtype_name
 from jaxllama.model.decoder import forward, logits
 from jaxllama.model.records import Hidden
 from jaxllama.progress import working
@@ -150,7 +149,6 @@ def predictions(
     if len(ids) < 2:
         raise JaxLlamaError(f"the text has {len(ids)} tokens: at least 2 are needed")
     models = [lm] if reference is None else [lm, reference]
-    kv_dtype = None if kv_dtype is None else cache_dtype_name(kv_dtype)
     kv_dtype, _ = lm.executor.cache_options(kv_dtype, None, None)
     if kv_dtype is None and lm.config.attn_sparsity < 1:
         kv_dtype = lm.dtype

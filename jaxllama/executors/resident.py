@@ -41,7 +41,7 @@ from jaxllama.executors.posting import posting
 from jaxllama.executors.prompts import start, start_in_pieces
 from jaxllama.kept import signature
 from jaxllama.model import decoder, verification
-from jaxllama.model.cache import Cache, init_cache
+from jaxllama.model.cache import Cache, cache_dtype_name, init_cache
 from jaxllama.model.layout import lay_out
 from jaxllama.model.records import Hidden
 from jaxllama.model.shardings import gather_params
@@ -80,7 +80,7 @@ class Resident:
     def cache_options(
         self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: DTypeLike | None
     ) -> tuple[Any, int | None]:
-        return dtype if kv_dtype is None else kv_dtype, chunk
+        return dtype if kv_dtype is None else cache_dtype_name(kv_dtype), chunk
 
     def check_drafts(self, deterministic: bool) -> None:
         """Accept any draft: a pass can verify it."""

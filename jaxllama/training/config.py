@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from jaxllama.config import ModelConfig, from_dict, load_config, read_toml, shipped
+from jaxllama.config.reader import require
 from jaxllama.errors import JaxLlamaError
 from jaxllama.training.tuning import (
     DataConfig,
@@ -30,7 +31,6 @@ from jaxllama.training.tuning import (
     RewardConfig,
     RolloutConfig,
     SamplesConfig,
-    require,
 )
 from jaxllama.typing import JsonObject
 

@@ -38,15 +38,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from jaxllama.config.reader import require
 from jaxllama.errors import JaxLlamaError
 
 ALL_PRODUCTS = "all-linear"
-
-
-def require(condition: bool, key: str, value: object, why: str) -> None:
-    """Raise JaxLlamaError naming the key and its value unless ``condition``."""
-    if not condition:
-        raise JaxLlamaError(f"{key} = {value!r}: {why}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,8 +22,6 @@ One layout serves all targets.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from types import UnionType
 from typing import Any, TypeVar
 
 import jax
@@ -37,7 +35,7 @@ from pallas_kernels.brief import short_repr
 from pallas_kernels.cpu import pages
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.formats import E4M3, E8M0
-from pallas_kernels.qtensor import FLOAT4, QTensor, RowBlocks, tree_bytes
+from pallas_kernels.qtensor import FLOAT4, QTensor, map_weights, tree_bytes
 from pallas_kernels.rounding import NIBBLES
 
 Params = TypeVar("Params")  # a tree of parameters
@@ -217,29 +215,21 @@ def prepare_tree(params: Params) -> Params:
     """
 
     def one(leaf: object) -> AnyArray:
-        if isinstance(leaf, RowBlocks):
-            return RowBlocks(tuple(one(block) for block in leaf.blocks))
         if not isinstance(leaf, QTensor):
             return _on_large_pages(leaf)
         found = prepare(leaf)
         return leaf if isinstance(found, Reason) else found
 
-    return _map(one, params, QTensor | RowBlocks)
+    return map_weights(one, params, QTensor)
 
 
 def restore_tree(params: Params) -> Params:
     """A tree of parameters as it was before ``prepare_tree``."""
 
     def one(leaf: object) -> AnyArray:
-        if isinstance(leaf, RowBlocks):
-            return RowBlocks(tuple(one(block) for block in leaf.blocks))
         return restore(leaf) if isinstance(leaf, CpuWeight) else leaf
 
-    return _map(one, params, CpuWeight | RowBlocks)
-
-
-def _map(one: Callable[[object], object], params: Params, kinds: UnionType) -> Params:
-    return jax.tree.map(one, params, is_leaf=lambda leaf: isinstance(leaf, kinds))
+    return map_weights(one, params, CpuWeight)
 
 
 def block_size(k: int, groups: int) -> int:

@@ -28,7 +28,7 @@ from jax import lax
 from pallas_kernels.device import lacking
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.many_rows.plan import CODES_K, WeightTile, int4_plan
-from pallas_kernels.qtensor import QTensor, RowBlocks
+from pallas_kernels.qtensor import QTensor, map_weights
 
 _BLOCK = 32  # columns of one step of wgmma
 _COLUMNS = np.arange(_BLOCK).reshape(2, 4, 4).transpose(1, 2, 0).reshape(-1)
@@ -77,12 +77,7 @@ def _has_kernel(w: QTensor) -> bool:
 
 
 def _map(one: Callable[[QTensor], QTensor], params: Any) -> Any:
-    def leaf(value: Any) -> Any:
-        if isinstance(value, RowBlocks):
-            return RowBlocks(tuple(map(leaf, value.blocks)))
-        return one(value) if isinstance(value, QTensor) else value
-
-    return jax.tree.map(leaf, params, is_leaf=lambda v: isinstance(v, QTensor | RowBlocks))
+    return map_weights(lambda w: one(w) if isinstance(w, QTensor) else w, params, QTensor)
 
 
 def _by_words(q: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:

@@ -49,7 +49,7 @@ from jaxllama.executors.offloaded.experts import ExpertWork, placed_experts
 from jaxllama.executors.offloaded.room import check_host
 from jaxllama.executors.offloaded.run import OffloadRun
 from jaxllama.model import mtp
-from jaxllama.model.cache import init_cache
+from jaxllama.model.cache import cache_dtype_name, init_cache
 from jaxllama.model.decoder import activation_dtype, layer_config
 from jaxllama.model.linear import Stream
 from jaxllama.model.lora import ROWS, with_rows
@@ -71,9 +71,10 @@ def kv_dtype_of(policy: Policy, kv_dtype: DTypeLike | None, dtype: DTypeLike | N
 
     Raises JaxLlamaError if the policy compresses the cache and the user names another dtype.
     """
+    name = None if kv_dtype is None else cache_dtype_name(kv_dtype)
     if not policy.compress_cache:
-        return dtype if kv_dtype is None else kv_dtype
-    if kv_dtype is not None and (name := jnp.dtype(kv_dtype).name) != KV_DTYPE:
+        return name or dtype
+    if name not in (None, KV_DTYPE):
         raise JaxLlamaError(f"policy: compress_cache is {KV_DTYPE}, and kv_dtype is {name!r}")
     return KV_DTYPE
 
