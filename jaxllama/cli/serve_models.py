@@ -161,7 +161,7 @@ def _spec(
     except JaxLlamaError as error:
         raise JaxLlamaError(f"{where}: {error}") from None
     words += [f"--served-model-name={one}" for one in (name, *aliases)]
-    words += [*shared, "--host=127.0.0.1", "--port=0", "--allowed-host=*"]
+    words += [*shared, "--host=127.0.0.1", "--port=0", "--allowed-host=localhost"]
     if args.state is not None:
         words.append(f"--state={args.state / name}")
     return ModelSpec(name, tuple(words), tuple(aliases), memory)

@@ -187,12 +187,11 @@ class Engine:
         """
         if self.asleep:
             raise JaxLlamaError("the engine sleeps: wake it first")
-        waiting = len(self.scheduler.waiting)
-        room = self.options.max_queue - waiting
         entry = request, on_event, self.admission.check(request), time.monotonic(), with_text
-        if not self._inbox.submit(request.id, entry, room):
-            waiting += len(self._inbox)
-            raise QueueFull(waiting, self._retry_after(waiting))
+        queued = self.scheduler.waiting
+        if not self._inbox.submit(request.id, entry, queued, self.options.max_queue):
+            waiting = self._inbox.waiting(queued)
+            raise QueueFull.of(waiting, self._retry_after(waiting))
 
     def cancel(self, request_id: str) -> None:
         """End a request; its last Event has the reason "cancelled". Unknown ids are ignored."""
@@ -494,8 +493,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return the figures as of the last step; may be called from any thread."""
-        waiting = len(self.scheduler.waiting) + len(self._inbox)
-        return dataclasses.replace(self._stats, waiting=waiting)
+        return dataclasses.replace(self._stats, waiting=self._inbox.waiting(self.scheduler.waiting))
 
     # The thread
 

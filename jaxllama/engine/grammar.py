@@ -12,7 +12,9 @@ request that ends for its length are a prefix of a match.
 from __future__ import annotations
 
 import functools
-import json
+import threading
+import time
+import weakref
 from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,7 +22,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jaxllama import extras
-from jaxllama.engine.request import Grammar
+from jaxllama.engine import grammar_process
+from jaxllama.engine.grammar_process import one_line
+from jaxllama.engine.request import Grammar, QueueFull
 from jaxllama.errors import JaxLlamaError
 from jaxllama.text.tokenizer import Tokenizer
 
@@ -29,6 +33,9 @@ if TYPE_CHECKING:
 
 # Largest number of forced tokens that are looked up before any of them is written.
 _AHEAD = 64
+MEMORY = 2**30  # bytes of all matchers that exist
+# CPU seconds that a request's grammar may take: so many at once, and so many for each token.
+SECONDS, SECONDS_A_TOKEN = 2.0, 0.01
 
 
 class NextTokens(NamedTuple):
@@ -45,10 +52,16 @@ class NextTokens(NamedTuple):
 
 
 class GrammarCompiler:
-    """Makes matchers for one tokenizer. eos_ids: the model's stop tokens, at least one."""
+    """Makes matchers for one tokenizer. eos_ids: the model's stop tokens, at least one.
+
+    The matchers that exist at a time take at most ``MEMORY`` bytes in all, as ``grammar_process``
+    measures them.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Sequence[int]):
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos_ids)
+        self._sizes: list[int] = []  # of the matchers that exist
+        self._lock = threading.Lock()
 
     @functools.cached_property
     def _library(self) -> ModuleType:
@@ -59,56 +72,69 @@ class GrammarCompiler:
         return llguidance
 
     @functools.cached_property
-    def _vocabulary(self) -> llguidance.LLTokenizer:
+    def _vocabulary(self) -> grammar_process.Vocabulary:
         if self._tokenizer is None or not self._eos:
             raise JaxLlamaError("constrained output needs a tokenizer and a stop token")
-        return self._library.LLTokenizer(
-            self._library.TokenizerWrapper(
-                _Vocabulary(self._tokenizer, self._vocab_size, self._eos)
-            ),
-            n_vocab=self._vocab_size,
-            eos_token=self._eos,
+        spelt = [self._tokenizer.token_bytes(i, skip_special=True) for i in range(self._vocab_size)]
+        # A token without bytes (special, unused) is marked so that no text can reach it.
+        return grammar_process.Vocabulary(
+            [
+                data or b"\xff<%d>" % index if index not in self._eos else b"\xff<eos-%d>" % index
+                for index, data in enumerate(spelt)
+            ],
+            [index for index, data in enumerate(spelt) if not data or index in self._eos],
+            self._eos,
+            self._tokenizer.bos_id,
+        )
+
+    @functools.cached_property
+    def _library_tokenizer(self) -> llguidance.LLTokenizer:
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        return grammar_process.library_tokenizer(
+            self._vocabulary, lambda text: tokenizer.encode(text, add_special=False)
         )
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """Return a matcher. An invalid grammar raises JaxLlamaError with the library's message."""
+        """Return a matcher.
+
+        Raises JaxLlamaError with the library's message for a grammar that is wrong, and with the
+        limit for one that is too large. Raises QueueFull if the matchers take too much memory.
+        """
         library = self._library.LLMatcher
-        try:
-            if grammar.kind == "regex":
-                source = library.grammar_from_regex(grammar.source)
-            elif grammar.kind == "lark":
-                source = _lark(grammar.source)
-            else:
-                # Only one spelling of white space is allowed: a weak model would go on writing
-                # blanks.
-                source = library.grammar_from_json_schema(
-                    grammar.source, defaults={"whitespace_flexible": False}
-                )
-        except ValueError as error:
-            raise JaxLlamaError(f"{grammar.kind}: {_one_line(error)}") from None
-        matcher = library(self._vocabulary, source, log_level=0)
-        if matcher.is_error():
-            raise JaxLlamaError(f"{grammar.kind}: {_one_line(matcher.get_error())}")
-        return Matcher(matcher, self._vocab_size)
+        compiled = grammar_process.compiled(grammar.kind, grammar.source, self._vocabulary)
+        with self._lock:
+            if sum(self._sizes) + compiled.size > MEMORY and self._sizes:
+                raise QueueFull("other requests have large grammars: no memory for one more", 1.0)
+            self._sizes.append(compiled.size)
+        matcher = Matcher(
+            library(self._library_tokenizer, compiled.source, log_level=0), self._vocab_size
+        )
+        weakref.finalize(matcher, self._sizes.remove, compiled.size)
+        return matcher
 
 
 class Matcher:
     """Follows one request's tokens.
 
     ``ahead`` and ``read`` raise JaxLlamaError if the grammar turns out too complex, because the
-    library builds its automaton as tokens come.
+    library builds its automaton as tokens come. The engine's thread computes the masks, so a
+    request's masks may take no more than ``SECONDS`` of it, and ``SECONDS_A_TOKEN`` for each token.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
         self._matcher, self._all = matcher, _everything(vocab_size)
         self._forced: list[int] = []  # the library's matcher has consumed these already
         self._mask: np.ndarray | None = None  # of the token after the forced ones
+        self._seconds = SECONDS  # that masks may still take
 
     def ahead(self) -> NextTokens:
         while self._mask is None and len(self._forced) < _AHEAD:
             if self._forced and self._matcher.is_stopped():
                 break
+            began = time.thread_time()
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._all)]
+            self._seconds += SECONDS_A_TOKEN - (time.thread_time() - began)
             self._check()
             token = _only(bits)
             if token is None:
@@ -140,7 +166,9 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise JaxLlamaError(f"grammar: {_one_line(self._matcher.get_error())}")
+            raise JaxLlamaError(f"grammar: {one_line(self._matcher.get_error())}")
+        if self._seconds < 0:
+            raise JaxLlamaError("grammar: its masks take too much time: send a simpler one")
 
 
 class AtLeast(Matcher):
@@ -226,45 +254,3 @@ def _only(mask: np.ndarray) -> int | None:
         return None
     bits = int(mask[words[0]])
     return int(words[0]) * 32 + bits.bit_length() - 1 if bits & (bits - 1) == 0 else None
-
-
-class _Vocabulary:
-    """The tokenizer interface that llguidance expects."""
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: list[int]) -> None:
-        self.eos_token_id, self.bos_token_id = eos[0], tokenizer.bos_id
-        spelt = [tokenizer.token_bytes(index, skip_special=True) for index in range(vocab_size)]
-        # A token without bytes (special, unused) is marked so that no text can reach it.
-        self.tokens = [
-            data or b"\xff<%d>" % index if index not in eos else b"\xff<eos-%d>" % index
-            for index, data in enumerate(spelt)
-        ]
-        self.special_token_ids = [
-            index for index, data in enumerate(spelt) if not data or index in eos
-        ]
-        self._tokenizer = tokenizer
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        return self._tokenizer.encode(text, add_special=False)
-
-
-def _lark(source: str) -> str:
-    """Return the grammar in the library's format. GBNF is accepted too."""
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    several = {"grammars": [{"lark_grammar": source}]}
-    if source.startswith('{"grammars"'):
-        several = json.loads(source)
-    for grammar in several["grammars"]:
-        if "lark_grammar" in grammar:
-            try:
-                grammar["lark_grammar"] = any_to_lark(grammar["lark_grammar"])
-            except Exception as error:  # the library has no type for it that is public
-                raise ValueError(error) from None
-    return json.dumps(several)
-
-
-def _one_line(error: object) -> str:
-    """Return an error without the dump of the library's state, which holds the written text."""
-    return " ".join(str(error).partition("<state>")[0].split())[:300]

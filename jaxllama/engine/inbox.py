@@ -1,6 +1,6 @@
 """Inbox: holds requests and cancellations from any thread until a step of the engine takes them.
 
-    inbox.submit(id, entry, room); inbox.end(id, reason) from any thread
+    inbox.submit(id, entry, ...); inbox.end(id, reason)  from any thread
     inbox.take()                                         by a step: the entries in order
     inbox.wait_for_work(is_busy)                         by the engine's thread
     inbox.wait_until_idle(is_alive, timeout)             by the thread that drains the engine
@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from jaxllama.engine.request import EngineClosed, FinishReason
+from jaxllama.engine.scheduler import Sequence as Queued
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import Tree
 
@@ -28,14 +29,28 @@ class Inbox:
         self._changed = threading.Condition()
         self._entries: collections.deque[Entry] = collections.deque()
         self._ids: set[str] = set()
+        self._new: set[str] = set()  # submitted, and neither taken nor ended
+        self._ending: set[str] = set()  # their ends have not been taken
         self.closed: str | None = None
         self._stopped = False
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def submit(self, request_id: str, entry: object, room: int) -> bool:
-        """Queue a request; return False if ``room`` entries wait already.
+    def waiting(self, queued: Sequence[Queued]) -> int:
+        """Return the number of waiting requests: the new ones, and ``queued``, taken before them.
+
+        A request whose end is on its way does not count.
+        """
+        with self._changed:
+            if not self._ending:
+                return len(self._new) + len(queued)
+            return len(self._new) + sum(q.request.id not in self._ending for q in list(queued))
+
+    def submit(self, request_id: str, entry: object, queued: Sequence[Queued], most: int) -> bool:
+        """Queue a request; return False if ``most`` requests wait already.
+
+        queued: as for ``waiting``.
 
         Raises EngineClosed after ``close``, and JaxLlamaError for an id in flight.
         """
@@ -44,9 +59,10 @@ class Inbox:
                 raise EngineClosed(self.closed)
             if request_id in self._ids:
                 raise JaxLlamaError(f"request id {request_id!r} is in flight already")
-            if len(self._entries) >= room:
+            if self.waiting(queued) >= most:
                 return False
             self._ids.add(request_id)
+            self._new.add(request_id)
             self._entries.append(("submit", entry))
             self._changed.notify_all()
             return True
@@ -56,11 +72,15 @@ class Inbox:
         with self._changed:
             if request_id in self._ids:
                 self._entries.append(("end", (request_id, reason)))
+                self._new.discard(request_id)
+                self._ending.add(request_id)
                 self._changed.notify_all()
 
     def take(self) -> collections.deque[Entry]:
         with self._changed:
             taken, self._entries = self._entries, collections.deque()
+            self._new.clear()
+            self._ending.clear()
             return taken
 
     def forget(self, request_id: str) -> None:

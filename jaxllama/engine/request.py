@@ -25,9 +25,14 @@ MAX_LOGPROBS = 20
 class QueueFull(JaxLlamaError):
     """The engine's queue is full. ``retry_after`` is the suggested wait in seconds."""
 
-    def __init__(self, waiting: int, retry_after: float) -> None:
-        super().__init__(f"the queue is full: {waiting} requests are waiting")
+    def __init__(self, reason: str, retry_after: float) -> None:
+        super().__init__(reason)
         self.retry_after = retry_after
+
+    @classmethod
+    def of(cls, waiting: int, retry_after: float) -> QueueFull:
+        """Return the error of a queue in which so many requests wait."""
+        return cls(f"the queue is full: {waiting} requests are waiting", retry_after)
 
 
 class EngineClosed(JaxLlamaError):

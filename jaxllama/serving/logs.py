@@ -55,6 +55,8 @@ def configuration(
         "disable_existing_loggers": False,
         "formatters": {"json": {"()": JsonLines}},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json"}},
+        # Of libraries: a line of another form would break the log.
+        "root": {"handlers": ["stderr"], "level": "WARNING"},
         "loggers": {
             name: {"handlers": ["stderr"], "level": level, "propagate": False} for name in loggers
         },

@@ -21,6 +21,7 @@ join two halves of a marker.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import secrets
@@ -29,8 +30,10 @@ from typing import Any, TypeAlias
 
 import tokenizers
 
-# Noncharacters of Unicode, and some characters of private use.
-_MARKS = tuple(map(chr, (*range(0xFDD0, 0xFDF0), *range(0xF800, 0xF900))))
+from jaxllama.errors import JaxLlamaError
+
+# Noncharacters of Unicode, and the characters of private use.
+_MARKS = (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF900), *range(0xF0000, 0x10FFFE))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,19 +84,24 @@ class Spellings:
         return found
 
     def unused_mark(self, value: object) -> str | None:
-        """A character that no text in ``value`` has; None if no text spells a marker."""
+        """A character that no text in ``value`` has; None if no text spells a marker.
+
+        Raises JaxLlamaError for texts that have every such character.
+        """
         texts = list(_texts(value))
         if not any(map(self.starts, texts)):
             return None
         used = set().union(*map(set, texts))
-        return next(mark for mark in _MARKS if mark not in used)
+        mark = next((chr(code) for code in _MARKS if chr(code) not in used), None)
+        if mark is None:
+            raise JaxLlamaError("the messages use every private character: none is left as a mark")
+        return mark
 
     def guard(self, value: Any, mark: str) -> Any:
         """Nested lists and objects with every text guarded, keys included."""
         if isinstance(value, str):
-            for start in sorted(self.starts(value), reverse=True):
-                value = value[: start + 1] + mark + value[start + 1 :]
-            return value
+            cuts = [0, *(start + 1 for start in sorted(self.starts(value))), len(value)]
+            return mark.join(value[begin:end] for begin, end in itertools.pairwise(cuts))
         if isinstance(value, Mapping):
             return {self.guard(key, mark): self.guard(item, mark) for key, item in value.items()}
         if isinstance(value, (list, tuple)):

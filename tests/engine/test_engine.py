@@ -646,6 +646,19 @@ def test_a_full_queue_says_when_to_come_back():
     eng.stop()
 
 
+def test_a_cancelled_request_does_not_wait():
+    eng = Engine(model("llama"), **{**OPTIONS, "max_queue": 3})
+    for index in range(9):
+        eng.submit(Request(f"q{index}", (5, 6), 2), lambda event: None)
+        eng.cancel(f"q{index}")
+        assert eng.stats().waiting == 0
+    for index in range(3):
+        eng.submit(Request(f"r{index}", (5, 6), 2), lambda event: None)
+    with pytest.raises(QueueFull, match="3 requests are waiting"):
+        eng.submit(Request("r3", (5, 6), 2), lambda event: None)
+    eng.stop()
+
+
 def test_thread_serves_many_submitters_and_drains():
     eng = Engine(model("llama"), **OPTIONS)
     eng.warm_up_behind = lambda: None  # compiled by the other tests, or when first needed

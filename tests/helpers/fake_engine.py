@@ -126,7 +126,7 @@ class FakeEngine:
             if self.closed is not None:
                 raise EngineClosed(self.closed)
             if len(self.live) >= self.options.max_queue:
-                raise QueueFull(len(self.live), 2.5)
+                raise QueueFull.of(len(self.live), 2.5)
             self.requests.append(request)
             begun = len(request.begun)
             tokens = itertools.islice(self.answer(request), begun, None)

@@ -57,7 +57,7 @@ class SleepingEngine:
             if self.closed is not None:
                 raise EngineClosed(self.closed)
             if len(self._rows) >= self.options.max_queue + ROWS:
-                raise QueueFull(len(self._rows), 1.0)
+                raise QueueFull.of(len(self._rows), 1.0)
             n = len(request.begun)
             tokens = itertools.islice(letters(request), n, None)
             self._rows[request.id] = Row(request, on_event, tokens, n)

@@ -299,7 +299,11 @@ def _drop_foreign(tools: Any, info: ValidationInfo) -> Any:
         _log.warning("tools ignored", extra={"fields": {"types": sorted(dropped)}})
         if info.context is not None:
             info.context["notes"].append(f"tools left out: {', '.join(sorted(dropped))}")
-    return [tool for tool, kind in zip(tools, kinds, strict=True) if kind not in dropped]
+    return [
+        tool
+        for tool, kind in zip(tools, kinds, strict=True)
+        if not (isinstance(kind, str) and kind in dropped)
+    ]
 
 
 def _kind(tool: Any) -> Any:

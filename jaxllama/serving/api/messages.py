@@ -60,13 +60,15 @@ class Accepted(IpcMessage):
 class Submit(IpcMessage, tag=0):
     """All requests of one body under ``id``, numbered from ``first`` on; all are queued or none.
 
-    is_known: the body is in the journal already. The answer is None.
+    owner: the key whose limits count their tokens. is_known: the body is in the journal
+    already. The answer is None.
     """
 
     call: int
     id: str
     first: int
     requests: list[Any]
+    owner: str
     entry: Accepted | None
     is_known: bool
 
@@ -104,7 +106,6 @@ class HubRequest(IpcMessage, tag=3):
         "replace",
         "items",
         "cancel",
-        "used",
         "load_adapter",
         "unload_adapter",
     ]
@@ -112,7 +113,10 @@ class HubRequest(IpcMessage, tag=3):
 
 
 class ServedRequest(IpcMessage, tag=4):
-    """A finished HTTP request, for the metrics and the key's limits. seconds: its duration."""
+    """A finished HTTP request, for the metrics and the key's limits.
+
+    seconds: its duration. tokens: of forward passes beside the engine.
+    """
 
     path: str
     method: str
@@ -162,11 +166,10 @@ class TextPiece(RowEvent):
 
 
 class Refused(IpcMessage, tag=1):
-    """An exception: its kind in ``_KINDS``, its text, and the fields of QueueFull."""
+    """An exception: its kind in ``_KINDS``, its text, and QueueFull's time."""
 
     kind: str
     text: str
-    waiting: int = 0
     retry_after: float = 0.0
     call: int = 0
 
@@ -291,14 +294,13 @@ def refusal(error: Exception, call: int = 0) -> Refused:
     """
     for name, kind in _KINDS.items():
         if isinstance(error, kind):
-            more = getattr(error, "waiting", 0), getattr(error, "retry_after", 0.0)
-            return Refused(name, str(error), *more, call)
+            return Refused(name, str(error), getattr(error, "retry_after", 0.0), call)
     _log.error("an error of ours", exc_info=error)
     return Refused("", "internal error: the server's log has the reason", call=call)
 
 
 def error(refused: Refused) -> Exception:
     if refused.kind == "QueueFull":
-        return QueueFull(refused.waiting, refused.retry_after)
+        return QueueFull(refused.text, refused.retry_after)
     kind = _KINDS.get(refused.kind)
     return ApiError(500, refused.text) if kind is None else kind(refused.text)

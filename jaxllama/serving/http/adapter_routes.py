@@ -45,8 +45,13 @@ class AdapterRoutes:
                 "adapter in place, set 'load_inplace' to True.",
                 param="lora_name",
             )
-        if not await asyncio.to_thread(Path(body.lora_path).is_dir):
-            message = f"No adapter found for {body.lora_path}: no such directory on this server"
+        try:
+            is_there = await asyncio.to_thread(Path(body.lora_path).is_dir)
+        except OSError:  # a name that is too long, a folder above it that nobody may read
+            is_there = False
+        if not is_there:
+            shown = body.lora_path[:200]
+            message = f"No adapter found for {shown}: this server reads no such directory"
             raise ApiError(404, message, param="lora_path", code="not_found")
         await self._link.ask("load_adapter", name, body.lora_path, in_place)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")

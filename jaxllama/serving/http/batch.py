@@ -125,7 +125,12 @@ def output_line(
         "response": response,
         "error": error,
     }
-    return json.dumps(entry, ensure_ascii=False) + "\n"
+    line = json.dumps(entry, ensure_ascii=False)
+    try:
+        line.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can write
+        line = json.dumps(entry)
+    return line + "\n"
 
 
 async def _all(lines: list[Line], one: Callable[[Line], Awaitable[None]], at_once: int) -> None:

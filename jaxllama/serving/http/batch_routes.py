@@ -19,7 +19,6 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
-from urllib.parse import urlsplit
 
 import python_multipart  # noqa: F401  # pyright: ignore[reportUnusedImport] - for Starlette's forms
 from starlette.datastructures import UploadFile
@@ -44,7 +43,7 @@ from jaxllama.serving.api.schemas import ApiError, respond
 from jaxllama.serving.http.batch_worker import BatchWorker
 from jaxllama.serving.http.file_store import Bounds, FileStore, StoredBatch
 from jaxllama.serving.http.limits import UPLOAD_SECONDS
-from jaxllama.serving.http.middleware import read_body
+from jaxllama.serving.http.middleware import page_size, read_body
 from jaxllama.serving.ipc.link import EngineClient
 
 NAME_LENGTH = 255  # characters of a file's name that are kept
@@ -168,13 +167,13 @@ class BatchRoutes:
         origin = http.headers.get("origin")
         if origin is None or "*" in self._origins or origin in self._origins:
             return
-        if urlsplit(origin).netloc != http.headers.get("host"):
+        if origin.partition("://")[2] != http.headers.get("host"):
             message = f"pages of {origin[:100]} may not send files: see --allowed-origin"
             raise ApiError(403, message, code="unknown_origin")
 
     async def files(self, http: HttpRequest) -> Response:
         query = http.query_params
-        limit, order = _limit(http, 10_000, 10_000), query.get("order", "desc")
+        limit, order = page_size(http, 10_000, 10_000), query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise ApiError(400, "order: must be asc or desc", param="order", code="invalid_value")
         found, has_more = await asyncio.to_thread(
@@ -223,7 +222,7 @@ class BatchRoutes:
             self._store.batches,
             http.state.owner,
             http.query_params.get("after"),
-            _limit(http, 100, 20),
+            page_size(http, 100, 20),
         )
         return respond(BatchList("list", found, *_ends(found), has_more))
 
@@ -256,15 +255,6 @@ class BatchRoutes:
     def _wake(self) -> None:
         if self._worker is not None:
             self._worker.wake()
-
-
-def _limit(http: HttpRequest, most: int, default: int) -> int:
-    """Return the length of a page."""
-    limit = http.query_params.get("limit", str(default))
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:6]) <= most):
-        message = f"limit: must be a whole number from 1 to {most}"
-        raise ApiError(400, message, param="limit", code="invalid_value")
-    return int(limit)
 
 
 def _ends(page: list[Any]) -> tuple[str | None, str | None]:

@@ -20,6 +20,7 @@ process that was killed, stay for the next server.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import logging
 import os
@@ -41,9 +42,11 @@ from jaxllama.typing import JsonObject
 
 LOOK_SECONDS = 2.0  # between two looks for batches of front ends that have ended
 BEAT_SECONDS = 0.5  # between two looks at a running batch: is it cancelled, and its counts
-RUNNING = 4  # batches that a front end runs at once
+RUNNING = 4  # batches of one key that a front end runs at once
 AGAIN_SECONDS = {"rate_limit_exceeded": 1.0, "queue_full": 0.1}
 PRIORITY = -1  # of a line that names none
+INTERNAL = "internal error: the server's log has the reason"
+EXPIRED = "the batch ended before this line began"
 _PRIORITIZED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _log = logging.getLogger("jaxllama.serving")
 
@@ -56,6 +59,7 @@ class BatchWorker:
         self._places = asyncio.Semaphore(at_once)
         self._at_once = at_once
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._owners: collections.Counter[str] = collections.Counter()  # of the tasks
         self._woken = asyncio.Event()
 
     def wake(self) -> None:
@@ -81,18 +85,20 @@ class BatchWorker:
             except sqlite3.Error as error:
                 _log.error("the batches cannot be read", extra={"fields": {"reason": str(error)}})
                 found = []
-            for id in found:
-                if id not in self._tasks and len(self._tasks) < RUNNING:
-                    self._start(id, app)
+            for id, owner in found:
+                if id not in self._tasks and self._owners[owner] < RUNNING:
+                    self._start(id, owner, app)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._woken.wait(), LOOK_SECONDS)
 
-    def _start(self, id: str, app: ASGIApp) -> None:
+    def _start(self, id: str, owner: str, app: ASGIApp) -> None:
         task = asyncio.create_task(self._claim(id, app))
         self._tasks[id] = task
+        self._owners[owner] += 1
 
         def ended(_: object) -> None:
             del self._tasks[id]
+            self._owners[owner] -= 1
             self.wake()
 
         task.add_done_callback(ended)
@@ -105,7 +111,13 @@ class BatchWorker:
             with self._store.claimed(stored) as is_ours:
                 if is_ours:
                     run = _Run(self._store, stored, self._name, app, self._places, self._link)
-                    await run.run(self._at_once)
+                    try:
+                        await run.run(self._at_once)
+                    except Exception as error:
+                        if isinstance(error, (OSError, sqlite3.Error)):
+                            raise
+                        _log.error("an error of ours", exc_info=error)
+                        await run.fail(JaxLlamaError(INTERNAL))
                     return
         except (OSError, sqlite3.Error) as error:  # of the disk: tried again
             fields = {"batch": id, "reason": str(error)}
@@ -139,7 +151,7 @@ class _Run:
             try:
                 total = await asyncio.to_thread(self._check, stored.batch.endpoint)
             except JaxLlamaError as error:
-                await self._fail(error)
+                await self.fail(error)
                 return
             batch = await self._update(lambda batch: _begin(batch, total))
             _log.info("a batch begins", extra={"fields": {"batch": self._id, "lines": total}})
@@ -180,7 +192,8 @@ class _Run:
             raise JaxLlamaError("the file has no lines")
         return total
 
-    async def _fail(self, error: Exception) -> None:
+    async def fail(self, error: Exception) -> None:
+        """End the batch with this error."""
         line = error.number if isinstance(error, InvalidLine) else None
         source = f"{self._store.path(self._stored.input_id)}: "
         text = error.reason if isinstance(error, InvalidLine) else str(error).removeprefix(source)
@@ -210,7 +223,11 @@ class _Run:
                 line = None if self._is_stopping.is_set() else next(lines, None)
                 if line is None:
                     return
-                status, text = await self._answer(line)
+                try:
+                    status, text = await self._answer(line)
+                except Exception as error:  # of this line: the others go on
+                    _log.error("an error of ours", exc_info=error)
+                    status, text = 500, _unanswered(line[0], "internal_error", INTERNAL)
                 if not status:
                     return
                 file = output if status == 200 else errors
@@ -268,11 +285,11 @@ class _Run:
             await self._end(_completed)
         elif _now() >= batch.expires_at:
             for custom_id, _, _ in lines:
-                errors.write(_expired_line(custom_id))
+                errors.write(_unanswered(custom_id, "batch_expired", EXPIRED))
             errors.flush()
             await self._end(_expired)
         else:
-            await self._fail(JaxLlamaError("the server's room for files is used up"))
+            await self.fail(JaxLlamaError("the server's room for files is used up"))
         fields = {"batch": self._id, "completed": self._completed, "failed": self._failed}
         _log.info("a batch has ended", extra={"fields": fields})
 
@@ -313,11 +330,9 @@ def _expired(batch: BatchObject) -> None:
     batch.status, batch.expired_at = "expired", _now()
 
 
-def _expired_line(custom_id: str) -> str:
-    error: JsonObject = {
-        "code": "batch_expired",
-        "message": "the batch ended before this line began",
-    }
+def _unanswered(custom_id: str, code: str, message: str) -> str:
+    """Return the output line of a line without an answer."""
+    error: JsonObject = {"code": code, "message": message}
     return runner.output_line(custom_id, uuid.uuid4().hex, None, error)
 
 

@@ -269,13 +269,11 @@ class FileStore:
         rows = self._page("batches", "record", owner, "", [], after, limit, False)
         return [_BATCH.validate_json(row[0]) for row in rows[:limit]], len(rows) > limit
 
-    def open(self) -> list[str]:
-        """Return the ids of the batches that have not ended, the oldest first."""
+    def open(self) -> list[tuple[str, str]]:
+        """Return (id, owner) of the batches that have not ended, the oldest first."""
         with self._lock:
-            rows = self._db.execute(
-                f"SELECT id FROM batches WHERE status IN ({_marks(OPEN)}) ORDER BY number", OPEN
-            )
-            return [id for [id] in rows]
+            query = f"SELECT id, owner FROM batches WHERE status IN ({_marks(OPEN)})"
+            return self._db.execute(f"{query} ORDER BY number", OPEN).fetchall()
 
     def update(self, id: str, change: Callable[[BatchObject], None]) -> BatchObject:
         """Change a batch in one transaction, and return it."""

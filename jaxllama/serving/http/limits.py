@@ -244,6 +244,8 @@ def uvicorn_config(app: ASGIApp, drain_timeout: int, **tls: Any) -> uvicorn.Conf
         log_config=logs.configuration(),
         access_log=False,
         server_header=False,
+        # uvicorn trusts local clients by default, and any of them could name another address.
+        proxy_headers="FORWARDED_ALLOW_IPS" in os.environ,
         timeout_graceful_shutdown=drain_timeout,
         **tls,
     )

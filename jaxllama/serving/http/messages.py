@@ -10,7 +10,6 @@ larger than the rest of the context. POST /v1/messages/count_tokens counts a pro
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -40,12 +39,8 @@ from jaxllama.serving.api.messages import TextPiece
 from jaxllama.serving.api.reading import PLAIN, answer_reader
 from jaxllama.serving.api.schemas import ApiError, Usage, respond, to_json
 from jaxllama.serving.api.tools import offered
-from jaxllama.serving.http.middleware import (
-    CLIENT_GONE,
-    ClientGone,
-    read_body,
-    unless_disconnected,
-)
+from jaxllama.serving.http.body_threads import in_thread
+from jaxllama.serving.http.middleware import read_body
 from jaxllama.serving.http.runs import CallRun, EventStream, submit
 from jaxllama.serving.ipc.link import EngineClient
 from jaxllama.serving.tools.parts import AnswerPart
@@ -64,19 +59,15 @@ class MessageRoutes:
 
     async def create(self, http: HttpRequest) -> ASGIApp:
         data, owner = await read_body(http, self._max_body), http.state.owner
-        body, call = await asyncio.to_thread(self._call, data, http.state.request_id, owner)
-        call, stream = await submit(self._link, call)
+        id = http.state.request_id
+        body, call = await in_thread(http, len(data), self._call, data, id, owner)
+        call, stream = await submit(self._link, call, owner)
         run = CallRun(
             "message", call, stream, http.state.fields, lambda id, answer: None, kept=False
         )
         if body.stream:
             return MessageStream(run, body.max_tokens)
-        try:
-            answer = await unless_disconnected(http.receive, whole(run, body.max_tokens))
-        except ClientGone:
-            run.abandon()
-            return Response(status_code=CLIENT_GONE)
-        return respond(answer)
+        return respond(await run.until_left(http.receive, whole(run, body.max_tokens)))
 
     def _call(self, data: bytearray, request_id: str, owner: str) -> tuple[Messages, AcceptedCall]:
         limit = self._prompts.max_len
@@ -95,7 +86,7 @@ class MessageRoutes:
 
     async def count(self, http: HttpRequest) -> Response:
         data = await read_body(http, self._max_body)
-        return respond(TokenCount(await asyncio.to_thread(self._count, data)))
+        return respond(TokenCount(await in_thread(http, len(data), self._count, data)))
 
     def _count(self, data: bytearray) -> int:
         limit = self._prompts.max_len

@@ -119,6 +119,7 @@ class Middleware:
             **scope.get("state", {}),
             "request_id": request_id,
             "fields": fields,
+            "scored_tokens": 0,  # tokens of forward passes beside the engine
         }
         scope["state"] = state
         status = CLIENT_GONE  # stays if nothing is ever sent
@@ -168,8 +169,7 @@ class Middleware:
                 fields["queue_seconds"] = round(admitted - submitted, 4)
                 fields["prefill_seconds"] = round(first - admitted, 4)
                 fields["decode_seconds"] = round(ended - first, 4)
-            tokens = fields.get("prompt_tokens", 0) + fields.get("completion_tokens", 0)
-            owner = str(state.get("owner", ""))
+            owner, tokens = str(state.get("owner", "")), state["scored_tokens"]
             self._link.tell(ServedRequest(path, method, status, seconds, owner, tokens))
             if trace is not None and self._tracer is not None and path not in UNTRACED:
                 named = {ATTRIBUTES[key]: fields[key] for key in ATTRIBUTES if key in fields}
@@ -302,6 +302,8 @@ def open_to(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 def answer_error(error: Exception, path: str = "") -> Response:
     """Return the error object for any exception: Anthropic's at its paths, ollama's and OpenAI's
     elsewhere."""
+    if isinstance(error, ClientGone):
+        return Response(status_code=CLIENT_GONE)
     headers = dict(getattr(error, "headers", None) or {})
     if isinstance(error, HTTPException):
         error = _wrong_route(error, path, headers)
@@ -354,6 +356,15 @@ async def read_body(request: Request, limit: int) -> bytearray:
     if size > limit:
         raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
     return data
+
+
+def page_size(http: Request, most: int, default: int) -> int:
+    """Return the query's ``limit``, the number of entries of a page. Raises ApiError 400."""
+    limit = http.query_params.get("limit", str(default))
+    if not (re.fullmatch("[0-9]{1,6}", limit) and 1 <= int(limit) <= most):
+        message = f"limit: must be a whole number from 1 to {most}"
+        raise ApiError(400, message, param="limit", code="invalid_value")
+    return int(limit)
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

@@ -37,7 +37,6 @@ from jaxllama.serving.api.keys import ApiKey
 from jaxllama.serving.api.schemas import ApiError, Health, Version, respond
 from jaxllama.serving.http import limits
 from jaxllama.serving.http.middleware import (
-    CLIENT_GONE,
     PAGE,
     ClientGone,
     Middleware,
@@ -91,12 +90,6 @@ _OWN = frozenset(
 _SENT = ("authorization", "x-api-key", "content-type", "accept", "traceparent", "tracestate")
 
 
-class _Named(msgspec.Struct):
-    """The part of a body that chooses a model."""
-
-    model: str | None = None
-
-
 class _NoEngine(EngineClient):
     """The link of a process without an engine: nothing is counted here."""
 
@@ -135,11 +128,7 @@ class Router:
 
     async def routed(self, http: HttpRequest) -> Response:
         data = await read_body(http, self._settings.max_body)
-        try:
-            named = msgspec.json.decode(data, type=_Named)
-        except msgspec.DecodeError:
-            raise ApiError(400, "the body is not valid JSON", code="invalid_json") from None
-        name = self._pool.resolve(named.model)
+        name, data = self._named(data)
         http.state.fields["model"] = name
         stack = contextlib.AsyncExitStack()
 
@@ -149,9 +138,6 @@ class Router:
 
         try:
             reply = await unless_disconnected(http.receive, connect())
-        except ClientGone:
-            await stack.aclose()
-            return Response(status_code=CLIENT_GONE)
         except BaseException:
             await stack.aclose()
             raise
@@ -162,6 +148,21 @@ class Router:
                     yield part
 
         return StreamingResponse(body(), reply.status, _headers(reply))
+
+    def _named(self, data: bytearray) -> tuple[str, bytearray | bytes]:
+        """Return the model that a body names, and the body with the name of a model."""
+        try:
+            body = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+            asked = msgspec.json.decode(body.get("model", b"null"), type=str | None)
+        except msgspec.ValidationError:
+            raise ApiError(400, "the body must be a JSON object, and model a text") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise ApiError(400, "the body is not valid JSON", code="invalid_json") from None
+        name = self._pool.resolve(asked)
+        if asked is None:
+            body["model"] = msgspec.Raw(msgspec.json.encode(name))
+            data = bytearray(msgspec.json.encode(body))
+        return name, data
 
     def _ask(self, http: HttpRequest, url: str, data: bytes | None) -> Any:
         assert self._session is not None
@@ -275,7 +276,7 @@ def application(pool: ModelPool, settings: RouterSettings) -> ASGIApp:
         Route("/metrics", router.metrics),
         *(Route(path, page_file(name, kind)) for path, (name, kind) in PAGE.items()),
     ]
-    errors = dict.fromkeys((ApiError, HTTPException, Exception), _answer_error)
+    errors = dict.fromkeys((ApiError, ClientGone, HTTPException, Exception), _answer_error)
     app: ASGIApp = Starlette(routes=routes, lifespan=router.lifespan, exception_handlers=errors)
     paths = [route.path for route in routes if "{" not in route.path]
     # The models count for the keys' limits.

@@ -8,7 +8,6 @@ Left out: pulling, creating and deleting models, and /api/embed (``/v1/embedding
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import datetime
 import json
@@ -27,12 +26,8 @@ from jaxllama.serving.api.messages import TextPiece
 from jaxllama.serving.api.ollama_bodies import OllamaChat, OllamaGenerate
 from jaxllama.serving.api.reading import PLAIN, answer_reader
 from jaxllama.serving.api.schemas import ApiError, to_json
-from jaxllama.serving.http.middleware import (
-    CLIENT_GONE,
-    ClientGone,
-    read_body,
-    unless_disconnected,
-)
+from jaxllama.serving.http.body_threads import in_thread
+from jaxllama.serving.http.middleware import read_body
 from jaxllama.serving.http.runs import CallRun, EventStream, submit
 from jaxllama.serving.ipc.link import EngineClient
 from jaxllama.serving.tools.parts import AnswerPart
@@ -64,21 +59,15 @@ class OllamaRoutes:
         self, http: HttpRequest, kind: type[OllamaChat] | type[OllamaGenerate]
     ) -> ASGIApp:
         data, owner = await read_body(http, self._max_body), http.state.owner
-        call, body = await asyncio.to_thread(
-            self._call, kind, data, f"ollama-{http.state.request_id}", owner
-        )
-        call, stream = await submit(self._link, call)
+        id = f"ollama-{http.state.request_id}"
+        call, body = await in_thread(http, len(data), self._call, kind, data, id, owner)
+        call, stream = await submit(self._link, call, owner)
         fields = http.state.fields
         run = CallRun("ollama", call, stream, fields, lambda id, answer: None, kept=False)
         lines = OllamaStream(run, kind is OllamaChat, fields)
         if body.stream:
             return lines
-        try:
-            whole = await unless_disconnected(http.receive, lines.whole())
-        except ClientGone:
-            run.abandon()
-            return Response(status_code=CLIENT_GONE)
-        return JSONResponse(whole)
+        return JSONResponse(await run.until_left(http.receive, lines.whole()))
 
     def _call(
         self, kind: type[OllamaChat] | type[OllamaGenerate], data: bytearray, id: str, owner: str

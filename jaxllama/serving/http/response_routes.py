@@ -30,12 +30,8 @@ from jaxllama.serving.api.response_schemas import (
     ResponseObject,
 )
 from jaxllama.serving.api.schemas import ApiError, respond, to_json
-from jaxllama.serving.http.middleware import (
-    CLIENT_GONE,
-    ClientGone,
-    read_body,
-    unless_disconnected,
-)
+from jaxllama.serving.http.body_threads import in_thread
+from jaxllama.serving.http.middleware import page_size, read_body
 from jaxllama.serving.http.responses import ResponseFrame, ResponseStream, whole
 from jaxllama.serving.http.runs import CallRun, submit
 from jaxllama.serving.ipc.link import EngineClient
@@ -69,13 +65,14 @@ class ResponseRoutes:
     async def create(self, http: HttpRequest) -> ASGIApp:
         data, owner = await read_body(http, self._max_body), http.state.owner
         limit = self._prompts.max_len
-        body = await asyncio.to_thread(parse, Responses, data, limit, limit)
+        body = await in_thread(http, len(data), parse, Responses, data, limit, limit)
         earlier = b"[]"
         if body.previous_response_id is not None:
             key = "previous_response_id"
             _, earlier = await self._recall(body.previous_response_id, owner, key)
-        frame = await asyncio.to_thread(self._frame, body, earlier, http.state.request_id, owner)
-        call, stream = await submit(self._link, frame.call)
+        size, id = len(data) + len(earlier), http.state.request_id
+        frame = await in_thread(http, size, self._frame, body, earlier, id, owner)
+        call, stream = await submit(self._link, frame.call, owner)
         frame = dataclasses.replace(frame, call=call)
         fields = {} if body.background else http.state.fields
         run = CallRun("response", call, stream, fields, lambda id, answer: None, kept=False)
@@ -85,22 +82,18 @@ class ResponseRoutes:
             if response.store:
                 said = CONVERSATION.dump_json(frame.conversation(response.output))
                 answer = to_json(response)
-                await self._link.ask(how, response.id, owner, answer, said, items, len(data))
+                await self._link.ask(how, response.id, owner, answer, said, items)
 
         if frame.body.background:
             begun = frame.response("in_progress", [])
             await done(begun)
-            task = asyncio.create_task(self._behind_client(run, frame, done, owner, fields))
+            task = asyncio.create_task(self._behind_client(run, frame, done, fields))
             self._behind.add(task)
             task.add_done_callback(self._behind.discard)
             return respond(begun)
         if frame.body.stream:
             return ResponseStream(run, frame, done)
-        try:
-            response = await unless_disconnected(http.receive, whole(run, frame))
-        except ClientGone:
-            run.abandon()
-            return Response(status_code=CLIENT_GONE)
+        response = await run.until_left(http.receive, whole(run, frame))
         await done(response)
         return respond(response)
 
@@ -109,7 +102,6 @@ class ResponseRoutes:
         run: CallRun,
         frame: ResponseFrame,
         done: Callable[[ResponseObject, str], Awaitable[None]],
-        owner: str,
         fields: JsonObject,
     ) -> None:
         """Make a response that no client waits for, and store how it ended."""
@@ -123,7 +115,6 @@ class ResponseRoutes:
                 response = frame.response("failed", [], error=failure)
         await done(response, "replace")
         tokens = sum(fields.get(name, 0) for name in ("prompt_tokens", "completion_tokens"))
-        await self._link.ask("used", owner, tokens)
         line = {"id": response.id, "status": response.status, "tokens": tokens}
         _log.info("response in the background", extra={"fields": line})
 
@@ -162,14 +153,11 @@ class ResponseRoutes:
         items: list[JsonObject] = msgspec.json.decode(kept)
         order, limit, after = (
             query.get("order", "desc"),
-            query.get("limit", "20"),
+            page_size(http, 100, 20),
             query.get("after"),
         )
         if order not in ("asc", "desc"):
             raise ApiError(400, "order: must be asc or desc", param="order", code="invalid_value")
-        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= 100):
-            message = "limit: must be a whole number from 1 to 100"
-            raise ApiError(400, message, param="limit", code="invalid_value")
         items = items if order == "asc" else items[::-1]
         if after is not None:
             ids = [item["id"] for item in items]
@@ -177,7 +165,7 @@ class ResponseRoutes:
                 message = f"after: no item with the id {after!r}"
                 raise ApiError(400, message, param="after", code="invalid_value")
             items = items[ids.index(after) + 1 :]
-        page = items[: int(limit)]
+        page = items[:limit]
         first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
         return respond(InputItemList("list", page, first, last, len(items) > len(page)))
 

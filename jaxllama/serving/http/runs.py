@@ -15,7 +15,8 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -45,20 +46,26 @@ from jaxllama.typing import JsonObject
 
 AGAIN_SECONDS = 0.05
 Outcome = CompletionObject | ChatObject | ErrorObject
+Result = TypeVar("Result")
 Finish = Callable[[str, Callable[[], Outcome] | None], None]
 
 
 async def submit(
-    link: EngineClient, call: AcceptedCall, entry: Accepted | None = None, is_known: bool = False
+    link: EngineClient,
+    call: AcceptedCall,
+    owner: str,
+    entry: Accepted | None = None,
+    is_known: bool = False,
 ) -> tuple[AcceptedCall, PieceStream]:
-    """Submit a call. A call whose id is taken gets another id: clients may reuse a request id.
+    """Submit a call of this owner.
 
-    A call that only scores the prompt submits no engine request.
+    A call whose id is taken gets another id: clients may reuse a request id. A call
+    that only scores the prompt submits no engine request.
     """
     requests = call.requests if call.is_written else ()
     while True:
         try:
-            stream = await link.submit(call.id, requests, entry, is_known)
+            stream = await link.submit(call.id, requests, owner, entry, is_known)
             break
         except IdTaken:
             if is_known:  # the rows belong to a front end that is gone, and will end
@@ -139,6 +146,14 @@ class CallRun:
                 pass
         return self._whole()
 
+    async def until_left(self, receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+        """Return the work's result. If the client leaves, abandon the call and raise ClientGone."""
+        try:
+            return await unless_disconnected(receive, work)
+        except ClientGone:
+            self.abandon()
+            raise
+
     def abandon(self) -> None:
         """Cancel the call, because its client has left; does nothing after the end."""
         self._stream.close()
@@ -187,10 +202,8 @@ class EventStream:
                 await _send_piece(send, self._failure(error))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        try:
-            await unless_disconnected(receive, write())
-        except ClientGone:
-            self._run.abandon()
+        with contextlib.suppress(ClientGone):
+            await self._run.until_left(receive, write())
 
     def _pieces(self) -> AsyncGenerator[bytes]:
         raise NotImplementedError

@@ -73,10 +73,10 @@ from jaxllama.serving.api.schemas import (
 )
 from jaxllama.serving.http.adapter_routes import AdapterRoutes
 from jaxllama.serving.http.batch_routes import BatchRoutes
+from jaxllama.serving.http.body_threads import in_thread
 from jaxllama.serving.http.file_store import Bounds
 from jaxllama.serving.http.messages import MessageRoutes
 from jaxllama.serving.http.middleware import (
-    CLIENT_GONE,
     PAGE,
     ClientGone,
     Middleware,
@@ -99,7 +99,6 @@ from jaxllama.serving.ipc.served import Passes, Served, forward_passes
 
 MAX_CHOICES = 128  # prompts times n of one body
 BATCH_SHARE = 4  # the lines of batches take one part in so many of the engine's queue
-SMALL_BODY = 2048  # bytes of a body that is tokenized sooner than a thread is woken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +196,8 @@ def application(
         *(Route(path, page_file(name, kind)) for path, (name, kind) in PAGE.items()),
     ]
     errors = dict.fromkeys(
-        (ApiError, EngineFailed, JaxLlamaError, HTTPException, Exception), _answer_error
+        (ApiError, ClientGone, EngineFailed, JaxLlamaError, HTTPException, Exception),
+        _answer_error,
     )
     app = Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=errors)
     paths = [route.path for route in routes if "{" not in route.path]
@@ -281,31 +281,22 @@ class _Server:
     async def _generate(self, http: HttpRequest, kind: str) -> ASGIApp:
         data, owner = await read_body(http, self._settings.max_body), http.state.owner
         call_id = f"{'cmpl' if kind == 'completion' else 'chatcmpl'}-{http.state.request_id}"
-        if len(data) <= SMALL_BODY:
-            body, call = self._call(kind, call_id, data, owner)
-        else:
-            body, call = await asyncio.to_thread(self._call, kind, call_id, data, owner)
+        body, call = await in_thread(http, len(data), self._call, kind, call_id, data, owner)
         if call.to_score is not None:
-            try:
-                call = await unless_disconnected(http.receive, self._scored(call))
-            except ClientGone:
-                return Response(status_code=CLIENT_GONE)
+            call = await unless_disconnected(http.receive, self._scored(call))
+            if not call.is_written:
+                http.state.scored_tokens = sum(len(r.prompt) for r in call.prompts)
         entry, is_kept = None, self._is_kept and not http.state.is_batch
         if is_kept:
             seeded = body.model_copy(update={"seed": call.seed})
             text = seeded.model_dump_json(exclude_none=True, by_alias=True)
             entry = Accepted(kind, call.created, text, owner)
-        call, stream = await submit(self._link, call, entry)
+        call, stream = await submit(self._link, call, owner, entry)
         finish = self._finish if is_kept else (lambda id, answer: None)
         run = CallRun(kind, call, stream, http.state.fields, finish, is_kept or not body.stream)
         if body.stream:
             return ChunkStream(run, body)
-        try:
-            answer = await unless_disconnected(http.receive, run.whole())
-        except ClientGone:
-            run.abandon()
-            return Response(status_code=CLIENT_GONE)
-        return respond(answer)
+        return respond(await run.until_left(http.receive, run.whole()))
 
     def _call(
         self, kind: str, call_id: str, data: bytes | bytearray, owner: str = ""
@@ -326,7 +317,7 @@ class _Server:
         if call.to_score is None:
             return call
         if self._scoring >= self._max_queue:
-            raise QueueFull(self._scoring, 1.0)
+            raise QueueFull.of(self._scoring, 1.0)
         self._scoring += 1
         try:
             scores = [
@@ -358,7 +349,7 @@ class _Server:
                 try:
                     if not call.scores:
                         call = await self._scored(call)
-                    call, stream = await submit(self._link, call, is_known=True)
+                    call, stream = await submit(self._link, call, accepted.owner, is_known=True)
                 except QueueFull as full:
                     await asyncio.sleep(full.retry_after)
         except (EngineClosed, EngineFailed):  # before the body began: the next server answers it
@@ -381,11 +372,8 @@ class _Server:
         if not self._is_kept:
             raise ApiError(404, "answers are kept only by a server with a state folder")
         call_id = http.path_params["id"]
-        try:
-            asked = self._link.ask("find", call_id, kind, http.state.owner)
-            [answer] = await unless_disconnected(http.receive, asked)
-        except ClientGone:
-            return Response(status_code=CLIENT_GONE)
+        asked = self._link.ask("find", call_id, kind, http.state.owner)
+        [answer] = await unless_disconnected(http.receive, asked)
         if answer == "":
             raise ApiError(503, "the server is stopping", code="stopping", retry_after=1)
         if answer is None:
@@ -397,7 +385,7 @@ class _Server:
 
     async def tokenize(self, http: HttpRequest) -> Response:
         data = await read_body(http, self._settings.max_body)
-        return await asyncio.to_thread(self._tokenize, data)
+        return await in_thread(http, len(data), self._tokenize, data)
 
     def _tokenize(self, data: bytearray) -> Response:
         limit = self._settings.max_len
@@ -415,7 +403,7 @@ class _Server:
 
     async def detokenize(self, http: HttpRequest) -> Response:
         data = await read_body(http, self._settings.max_body)
-        return await asyncio.to_thread(self._detokenize, data)
+        return await in_thread(http, len(data), self._detokenize, data)
 
     def _detokenize(self, data: bytearray) -> Response:
         body = parse(Detokenize, data, MAX_IDS, MAX_IDS)

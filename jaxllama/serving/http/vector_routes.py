@@ -35,12 +35,7 @@ from jaxllama.serving.api.ranking import (
     pair_row,
 )
 from jaxllama.serving.api.schemas import ApiError, EmbeddingUsage, respond
-from jaxllama.serving.http.middleware import (
-    CLIENT_GONE,
-    ClientGone,
-    read_body,
-    unless_disconnected,
-)
+from jaxllama.serving.http.middleware import read_body, unless_disconnected
 from jaxllama.serving.ipc.link import EngineClient
 
 WAITING = 32  # number of bodies
@@ -83,8 +78,6 @@ class VectorRoutes:
 
         try:
             return await unless_disconnected(http.receive, work())
-        except ClientGone:
-            return Response(status_code=CLIENT_GONE)
         finally:
             self._n_waiting -= 1
 

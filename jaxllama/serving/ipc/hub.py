@@ -212,9 +212,6 @@ class Hub:
             return [None if refused is None else dataclasses.astuple(refused)]
         if ask.name == "metrics":
             return self.metrics.page()
-        if ask.name == "used":
-            self.quotas.used(*ask.arguments)
-            return [None]
         if ask.name == "cancel":
             id, owner = ask.arguments
             if self.responses.recall(id, owner) is not None:
@@ -225,12 +222,18 @@ class Hub:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class FrontEndRequest:
-    """A front end's request in the engine. event: its last event. is_left: its reader is gone."""
+    """A front end's request in the engine.
+
+    n_prompt: tokens that its prompt counts for the owner's limits; one of several choices has them.
+    event: its last event. is_left: its reader is gone.
+    """
 
     port: Port
     number: int
     call: str
     request: Request
+    owner: str
+    n_prompt: int
     event: Event | None = None
     is_left: bool = False
     is_counted: bool = False
@@ -305,10 +308,11 @@ class Port:
         except Exception as error:
             self.send(messages.refusal(error, call.call))
             return
-        living = [
-            FrontEndRequest(self, number, call.id, request)
-            for number, request in enumerate(requests, start=call.first)
-        ]
+        living: list[FrontEndRequest] = []
+        for number, request in enumerate(requests, start=call.first):
+            is_choice = bool(living) and request.prompt == living[-1].request.prompt
+            n_prompt = 0 if is_choice else len(request.prompt)
+            living.append(FrontEndRequest(self, number, call.id, request, call.owner, n_prompt))
         self._rows.update({live.number: live for live in living})
         self._hub.calls[call.id] += 1 + len(living)
         # compiling a grammar takes long
@@ -326,6 +330,8 @@ class Port:
         Returns (how many it has taken, the exception of the next one).
         """
         for taken, live in enumerate(living):
+            if live.is_left:
+                return taken, JaxLlamaError("the client left")
             try:
                 self._hub.engine.submit(live.request, live.told, with_text=False)
             except Exception as error:
@@ -347,8 +353,8 @@ class Port:
                 self._hub.accept(self, call)
             except Exception as refused:
                 error = refused
-        if error is not None or not self._is_open:
-            for live in living[:taken]:
+        for live in living[:taken]:
+            if error is not None or live.is_left or not self._is_open:
                 self._leave(live)
         self._release(call.id)
         reply = messages.Reply(call.call, None)
@@ -383,8 +389,10 @@ class Port:
             live.is_counted = True
             self._hub.metrics.wrote(tokens)
             self._hub.metrics.ended(reason)
+            n_new = tokens if live.event is None else live.event.completion_tokens
+            self._hub.quotas.used(live.owner, live.n_prompt + n_new)
             if live.event is not None:
-                n_new, limit = live.event.completion_tokens, live.request.max_new_tokens
+                limit = live.request.max_new_tokens
                 self._hub.metrics.sized(len(live.request.prompt), n_new, limit)
 
     def _release(self, id: str) -> None:

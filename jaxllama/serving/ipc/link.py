@@ -258,12 +258,14 @@ class EngineClient:
         self,
         id: str,
         requests: Sequence[Request],
+        owner: str = "",
         entry: Accepted | None = None,
         is_known: bool = False,
     ) -> PieceStream:
         """Submit the requests of one body, all or none.
 
-        entry: the body, for the journal. is_known: whether the journal has the body already.
+        owner: the key whose limits count their tokens. entry: the body, for the journal. is_known:
+        whether the journal has the body already.
         """
         stream = PieceStream(self)
         numbers = [next(self._numbers) for _ in requests]
@@ -275,7 +277,9 @@ class EngineClient:
         first = numbers[0] if numbers else 0
         try:
             await self._call(
-                lambda call: messages.Submit(call, id, first, list(requests), entry, is_known)
+                lambda call: messages.Submit(
+                    call, id, first, list(requests), owner, entry, is_known
+                )
             )
         except asyncio.CancelledError:
             stream.close()

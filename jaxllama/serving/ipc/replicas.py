@@ -171,7 +171,9 @@ class Replica:
         request = dataclasses.replace(flight.request, stop=())
         self.flights[number], self._by_id[request.id] = flight, number
         try:
-            self.ask(lambda call: messages.Submit(call, request.id, number, [request], None, False))
+            self.ask(
+                lambda call: messages.Submit(call, request.id, number, [request], "", None, False)
+            )
         except BaseException:
             self._take(number)
             raise
@@ -396,7 +398,7 @@ class Replicas:
             else:
                 self._choice.remember(request, one)
                 return
-        raise QueueFull(
+        raise QueueFull.of(
             sum(stats.waiting for stats in self._stats), min(error.retry_after for error in full)
         )
 

@@ -11,8 +11,8 @@ STORED_BYTES = 64 * 2**20  # bytes of responses that can be continued
 class StoredResponses:
     """The newest ``STORED_BYTES`` of responses that can be continued, as JSON with conversations.
 
-    Each conversation is stored whole, so it outlives the response that it continues. A response of
-    another owner counts as missing.
+    Everything that is stored counts. Each conversation is stored whole, so it outlives the response
+    that it continues. A response of another owner counts as missing.
     """
 
     def __init__(self) -> None:
@@ -22,17 +22,9 @@ class StoredResponses:
     def __contains__(self, id: str) -> bool:
         return id in self._kept
 
-    def keep(
-        self,
-        id: str,
-        owner: str,
-        response: bytes,
-        conversation: bytes,
-        items: bytes,
-        body_size: int,
-    ) -> None:
+    def keep(self, id: str, owner: str, response: bytes, conversation: bytes, items: bytes) -> None:
         """Store a response with its conversation and its input items, as JSON."""
-        kept = _Kept(owner, response, conversation, items, len(response) + body_size)
+        kept = _Kept(owner, response, conversation, items)
         if id in self._kept:
             self._size -= self._kept[id].size
         self._kept[id] = kept
@@ -47,17 +39,11 @@ class StoredResponses:
         return kept.response, kept.conversation
 
     def replace(
-        self,
-        id: str,
-        owner: str,
-        response: bytes,
-        conversation: bytes,
-        items: bytes,
-        body_size: int,
+        self, id: str, owner: str, response: bytes, conversation: bytes, items: bytes
     ) -> None:
         """Store the end of a response in the background, unless it was deleted meanwhile."""
         if self.recall(id, owner) is not None:
-            self.keep(id, owner, response, conversation, items, body_size)
+            self.keep(id, owner, response, conversation, items)
 
     def items(self, id: str, owner: str) -> bytes | None:
         """Return the response's input items, as JSON."""
@@ -77,4 +63,7 @@ class _Kept:
     response: bytes
     conversation: bytes
     items: bytes
-    size: int
+
+    @property
+    def size(self) -> int:
+        return len(self.response) + len(self.conversation) + len(self.items)

@@ -160,7 +160,7 @@ class PooledEngine:
             raise EngineClosed(self.closed)
         in_flight = len(self._flights)
         if in_flight >= self._room * max(len(self._stats), 1):
-            raise QueueFull(in_flight, RETRY_AFTER)
+            raise QueueFull.of(in_flight, RETRY_AFTER)
         accepted: Future[None] = Future()
         flight = PooledFlight(request, on_event)
         self._loop.call_soon_threadsafe(self._begin, flight, accepted)

@@ -45,6 +45,15 @@ def adapting():
         yield engine
 
 
+def test_a_path_that_nobody_can_read_is_404(lm, adapting, tmp_path):
+    (tmp_path / "closed").write_text("")
+    with serving(lm, adapting, lora_slots=2) as url, client(url) as http:
+        for path in ("a" * 4000, str(tmp_path / ("a" * 300)), str(tmp_path / "closed" / "b")):
+            body = {"lora_name": "sql", "lora_path": path}
+            reply = http.post("/v1/load_lora_adapter", json=body)
+            assert reply.status_code == 404 and error_of(reply)["param"] == "lora_path"
+
+
 def test_clients_load_and_unload_adapters(lm, adapting, tmp_path):
     with serving(lm, adapting, lora_slots=2) as url, client(url) as http:
         load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

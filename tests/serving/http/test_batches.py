@@ -13,6 +13,7 @@ pytest.importorskip("python_multipart")
 
 import openai
 
+from jaxllama.serving.api.keys import owner_of
 from jaxllama.serving.http import batch_worker
 from jaxllama.serving.http.file_store import Bounds, FileStore
 from tests.helpers.collector import Collector
@@ -118,7 +119,7 @@ def test_a_batch_survives_its_server(lm, tmp_path):
             done = api.batches.retrieve(id).request_counts.completed
             assert 4 <= done < 20
     store = FileStore(tmp_path)
-    [stored] = [store.batch(open) for open in store.open()]
+    [stored] = [store.batch(id) for id, _ in store.open()]
     path = store.path(stored.output_id)
     store.close()
     path.write_bytes(path.read_bytes()[:-7])  # as if it had been killed while it wrote
@@ -253,8 +254,74 @@ def test_a_key_sees_its_own_and_its_limits_hold(lm, tmp_path):
         assert http.get(f"/v1/batches/{id}", headers={"x-api-key": "one"}).status_code == 401
 
 
+def test_a_line_that_breaks_something_of_ours_fails_alone(lm, tmp_path, monkeypatch):
+    """Half a surrogate pair as custom_id, and a line whose answer raises."""
+    post = batch_worker.runner.post
+
+    async def breaks(app, url, body, *more):
+        if body.get("seed") == 13:
+            raise RuntimeError("no such luck")
+        return await post(app, url, body, *more)
+
+    monkeypatch.setattr(batch_worker.runner, "post", breaks)
+    half = line(0).replace("c0", "\\ud800")
+    with FakeEngine() as engine, talking(lm, engine, state=str(tmp_path)) as api:
+        batch = ended(api, start(api, half + line(1) + line(2, seed=13)).id)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 2)
+        assert lines_of(api, batch.output_file_id).keys() == {"\ud800", "c1"}
+        [failed] = lines_of(api, batch.error_file_id).values()
+        assert failed["custom_id"] == "c2" and failed["error"]["code"] == "internal_error"
+        assert len(engine.requests) == 2, "each line is computed once"
+
+
+def test_a_batch_that_breaks_something_of_ours_fails(lm, tmp_path, monkeypatch):
+    monkeypatch.setattr(batch_worker.runner, "finished", lambda path: 1 / 0)
+    with FakeEngine() as engine, talking(lm, engine, state=str(tmp_path)) as api:
+        batch = ended(api, start(api, line(0)).id)
+        assert batch.status == "failed" and "internal error" in batch.errors.data[0].message
+
+
+def test_the_batches_of_one_key_keep_no_other_waiting(lm, tmp_path, monkeypatch):
+    """Four batches that cannot be written, and are tried again and again."""
+    finished, bad = batch_worker.runner.finished, set[str]()
+
+    def full(path):
+        if "one" in path.name:
+            raise OSError(28, "No space left on device")
+        return finished(path)
+
+    def named(store, id):
+        return f"{id}-{'one' if id in bad else 'two'}"
+
+    monkeypatch.setattr(batch_worker.runner, "finished", full)
+    path = FileStore.path
+    monkeypatch.setattr(
+        FileStore, "path", lambda store, id: path(store, id).with_name(named(store, id))
+    )
+    with (
+        FakeEngine() as engine,
+        serving(lm, engine, state=str(tmp_path), api_keys=("one", "two")) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="one", max_retries=0) as one,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="two", max_retries=0) as two,
+    ):
+        create = FileStore.create
+
+        def marked(store, *arguments):
+            batch = create(store, *arguments)
+            stored = store.batch(batch.id)
+            if stored.owner == owner_of(b"one"):
+                bad.update((stored.output_id, stored.error_id))
+            return batch
+
+        monkeypatch.setattr(FileStore, "create", marked)
+        held = [start(one, line(0)).id for _ in range(batch_worker.RUNNING)]
+        assert ended(two, start(two, line(1)).id).status == "completed"
+        assert {one.batches.retrieve(id).status for id in held} <= {"validating", "in_progress"}
+
+
 def test_uploads_of_strangers_and_without_a_folder_are_refused(lm, tmp_path):
     file = {"file": ("in.jsonl", io.BytesIO(line(0).encode()))}
+    form = {"content-type": "multipart/form-data; boundary=x"}
     with FakeEngine() as engine:
         with serving(lm, engine, state=str(tmp_path)) as url, client(url) as http:
             reply = http.post(
@@ -264,6 +331,13 @@ def test_uploads_of_strangers_and_without_a_folder_are_refused(lm, tmp_path):
                 headers={"origin": "https://elsewhere.example"},
             )
             assert reply.status_code == 403 and error_of(reply)["code"] == "unknown_origin"
+            for origin in ("http://[", "null", url.removeprefix("http://")):
+                reply = http.post("/v1/files", content=b"", headers={**form, "origin": origin})
+                assert reply.status_code == 403
+            for path in ("/v1/files", "/v1/batches"):
+                for limit in ("9" * 5000, "0" * 5000, "-1", "1.5", ""):
+                    reply = http.get(path, params={"limit": limit})
+                    assert reply.status_code == 400 and error_of(reply)["param"] == "limit"
             reply = http.post(
                 "/v1/files", data={"purpose": "batch"}, files=file, headers={"origin": url}
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import resource
@@ -29,6 +30,28 @@ MUCH = limits.HEAD_BYTES + 5000
 def engine():
     with FakeEngine(max_queue=64) as engine:
         yield engine
+
+
+@pytest.mark.parametrize("trusted", [None, "127.0.0.1"])
+def test_only_a_trusted_proxy_names_the_client(monkeypatch, trusted):
+    monkeypatch.delenv("FORWARDED_ALLOW_IPS", raising=False)
+    if trusted is not None:
+        monkeypatch.setenv("FORWARDED_ALLOW_IPS", trusted)
+    monkeypatch.setattr(limits.logs, "configuration", lambda: {"version": 1})
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append(scope["client"][0])
+
+    config = limits.uvicorn_config(app, 1)
+    config.load()
+    scope = {
+        "type": "http",
+        "client": ("127.0.0.1", 5),
+        "headers": [(b"x-forwarded-for", b"10.9.8.7")],
+    }
+    asyncio.run(config.loaded_app(scope, None, None))
+    assert seen == ["127.0.0.1" if trusted is None else "10.9.8.7"]
 
 
 @contextlib.contextmanager

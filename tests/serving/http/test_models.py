@@ -56,6 +56,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             names = ("authorization", "traceparent", "x-request-id")
             head = {n: self.headers[n] for n in names}
             told = {"name": name, "pid": os.getpid(), "path": self.path, "head": head}
+            told["model"] = body.get("model")
             return self.reply(200, json.dumps(told).encode())
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -135,6 +136,10 @@ def test_models_are_started_used_and_ended_by_the_budget():
         assert first.headers.get_list("x-request-id") == ["mine"]
         assert ask(http, "alias").json()["pid"] == ask(http, "a:adapter").json()["pid"]
         assert ask(http, None).json()["pid"] == told["pid"], "the first model"
+        assert ask(http, None).json()["model"] == "a", "which needs a name"
+        deep = b'{"model": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+        typed = {"content-type": "application/json"}
+        assert http.post("/v1/completions", content=deep, headers=typed).status_code == 400
         assert ask(http, "b").json()["name"] == "b" and pool.loaded == {"a": 10, "b": 10}
         ask(http, "a")
         assert ask(http, "c").json()["name"] == "c" and pool.loaded == {"c": 20}
@@ -221,6 +226,18 @@ def test_strangers_start_no_model():
         reply = http.post("/v1/completions", json={"model": "a" * 200}, headers=own)
         assert reply.status_code == 413
         assert http.post("/v1/completions", content=b"{", headers=own).status_code == 415
+        typed = {**own, "content-type": "application/json"}
+        for broken in (
+            b"{",
+            b'{"a":' * 2000,
+            b"[" * 90,
+            b'{"model": "\xff"}',
+            b'{"model": 5}',
+            b"[]",
+        ):
+            assert (
+                http.post("/v1/completions", content=broken[:100], headers=typed).status_code == 400
+            )
         assert pool.starts == {"a": 0}
         for _ in range(3):  # the model counts for the key's limits
             reply = http.post("/v1/completions", json={"model": "a"}, headers=own)

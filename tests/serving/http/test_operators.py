@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
+import logging
+import logging.config
 import re
 
 import pytest
 
 pytest.importorskip("uvicorn")
 
+import httpx2 as httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.serving import logs
 from jaxllama.serving.api import keys
 from jaxllama.serving.api.keys import ApiKey, Quotas
-from tests.helpers.http_server import NAME, client, error_of, serving
+from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.http_server import NAME, client, error_of, serving, wait_until
 
 # The queries of vLLM's own dashboard (examples/online_serving/prometheus_grafana), each selector.
 SELECTORS = """
@@ -93,6 +101,50 @@ def test_each_key_has_its_own_limits(lm, engine, tmp_path):
         header = {"Authorization": "Bearer one-key"}
         assert http.get("/v1/models", headers=header).status_code == 200
         assert http.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize("how", ["stream", "whole", "background", "stopped"])
+def test_tokens_count_whoever_ends_the_answer(lm, monkeypatch, how):
+    """A client that leaves, a response in the background that is cancelled, a stop string."""
+    named, used = (ApiKey("k", "n", tokens_per_minute=1000),), []
+    monkeypatch.setattr(Quotas, "used", lambda quotas, owner, tokens: used.append(tokens))
+    with (
+        FakeEngine(answer=lambda request: itertools.repeat(97)) as engine,
+        serving(lm, engine, named_keys=named) as url,
+        client(url) as http,
+    ):
+        http.headers["Authorization"] = "Bearer k"
+
+        body = {"model": NAME, "prompt": "abc", "max_tokens": 60, "n": 2, "ignore_eos": True}
+        with engine.held(5):
+            if how == "background":
+                asked = {"model": NAME, "input": "abc", "max_output_tokens": 60, "background": True}
+                begun = http.post("/v1/responses", json=asked).json()
+                assert engine.wait_for(lambda: [r.written for r in engine.live.values()] == [5])
+                http.post(f"/v1/responses/{begun['id']}/cancel")
+            elif how == "stopped":
+                http.post("/v1/completions", json={**body, "n": 1, "stop": "aaa"})
+            else:
+                with contextlib.suppress(httpx.ReadTimeout):
+                    asked = {**body, "stream": how == "stream"}
+                    with http.stream("POST", "/v1/completions", json=asked, timeout=0.5):
+                        assert engine.wait_for(
+                            lambda: [r.written for r in engine.live.values()] == [5, 5]
+                        )
+            [prompt, *_] = [len(request.prompt) for request in engine.requests]
+            wait_until(lambda: sum(used) == prompt + {"background": 5, "stopped": 3}.get(how, 10))
+
+
+def test_a_library_s_warning_is_a_line_of_the_log(capsys, monkeypatch):
+    for name in ("", "jaxllama", "uvicorn"):  # they are restored afterwards
+        logger = logging.getLogger(name)
+        monkeypatch.setattr(logger, "handlers", logger.handlers[:])
+        monkeypatch.setattr(logger, "propagate", logger.propagate)
+        monkeypatch.setattr(logger, "level", logger.level)
+    logging.config.dictConfig(logs.configuration())
+    logging.getLogger("python_multipart").warning("Skipping data after last boundary")
+    line = json.loads(capsys.readouterr().err)
+    assert line["event"] == "Skipping data after last boundary" and line["level"] == "warning"
 
 
 def test_buckets_fill_again():

@@ -177,6 +177,17 @@ def test_an_engine_that_fails_is_told_midway(lm):
         assert "as asked" in last.message
 
 
+def test_what_a_continuation_keeps_is_counted(monkeypatch, client):
+    """Each one keeps the whole conversation."""
+    monkeypatch.setattr(stored_responses, "STORED_BYTES", 20_000)
+    first = last = client.responses.create(model=NAME, input="x" * 1000)
+    for _ in range(20):
+        last = client.responses.create(model=NAME, input="y", previous_response_id=last.id)
+    assert client.responses.retrieve(last.id).id == last.id
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+
+
 def test_reasoning_alone_is_no_conversation(client):
     with pytest.raises(openai.BadRequestError, match="messages"):
         client.responses.create(model=NAME, input=[{"type": "reasoning", "summary": []}])
@@ -195,7 +206,13 @@ def test_the_input_of_a_response_is_listed_in_pages(client, engine, lm):
     assert texts == ["one", "two", "three"], "the client follows the pages"
     page = items.list(made.id, limit=2)
     assert [item.content[0].text for item in page.data] == ["three", "two"] and page.has_more
-    for query in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "x"}):
+    for query in (
+        {"limit": 0},
+        {"limit": 101},
+        {"limit": "9" * 5000},
+        {"order": "up"},
+        {"after": "x"},
+    ):
         with pytest.raises(openai.BadRequestError):
             items.list(made.id, extra_query=query)
     with pytest.raises(openai.NotFoundError):

@@ -43,7 +43,7 @@ from jaxllama.serving.api.logprobs import chat_entries, chat_logprobs
 from jaxllama.serving.api.messages import TextPiece
 from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.api.schemas import to_json
-from jaxllama.serving.http import vector_routes
+from jaxllama.serving.http import body_threads, vector_routes
 from jaxllama.serving.http.server import ServerSettings, _Server
 from jaxllama.serving.ipc.facts import ModelFacts
 from jaxllama.serving.ipc.hub import Hub
@@ -295,6 +295,9 @@ def test_tools_that_are_no_functions_are_dropped_with_a_line_in_the_log(http, en
     if path == "responses":
         dropped = http.post(f"/v1/{path}", json={**body, "tools": FOREIGN}).json()
         assert dropped["tools"] == [], "the answer lists the tools that the model was shown"
+    for odd in ({}, [], 5, None, True, {"a": []}):
+        reply = http.post(f"/v1/{path}", json={**body, "tools": [*FOREIGN, {"type": odd}]})
+        assert reply.status_code == 400 and error_of(reply)["param"].startswith("tools")
     # Nothing is left to be required.
     required = {**body, "tools": FOREIGN, "tool_choice": "required"}
     assert error_of(http.post(f"/v1/{path}", json=required))["param"] == "tool_choice"
@@ -401,6 +404,40 @@ def test_bodies_of_texts_to_embed_take_turns_and_end_with_their_client(url, pati
         go.release(1000)
         assert small.result().status_code == 200
         assert begun.index(1) <= 2 and len(begun) <= 3, "what its client left is not embedded"
+
+
+@pytest.mark.core
+def test_large_texts_of_clients_that_left_hold_nobody_up(url, lm, monkeypatch):
+    """Six of them. Those that have not begun never begin."""
+    go, begun, encode = threading.Event(), [], Tokenizer.encode
+
+    def slow(tokenizer, text, *more, **named):
+        if len(text) > body_threads.LARGE:
+            begun.append(len(text))
+            assert go.wait(60)
+        return encode(tokenizer, text, *more, **named)
+
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+    monkeypatch.setattr(Tokenizer, "exceeds", lambda *more: False)
+    text = "a" * (body_threads.LARGE + 1)
+    large = {"model": NAME, "prompt": text, "truncate_prompt_tokens": 4, "max_tokens": 1}
+    try:
+        with contextlib.ExitStack() as clients:
+            for _ in range(6):
+                clients.enter_context(posted(url, "/v1/completions", large))
+            wait_until(lambda: len(begun) == 2)
+            time.sleep(0.1)  # for the others to arrive
+        middle = {"model": NAME, "prompt": "ab" * 20, "max_tokens": 1, "user": "u" * 3000}
+        asked = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+        with client(url) as http:
+            assert http.post("/v1/completions", json=middle).status_code == 200
+            assert http.post("/v1/messages", json=asked).status_code == 200
+            time.sleep(0.1)
+            go.set()
+            assert http.post("/v1/completions", json=large).status_code == 200
+        assert len(begun) == 3, "two had begun, and the last one has a client"
+    finally:
+        go.set()
 
 
 def test_tokens_to_embed_are_bounded(http, monkeypatch):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import time
 
 import pytest
 
 pytest.importorskip("uvicorn")
 
 from jaxllama.cli import common, generate
+from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
+from jaxllama.text import prompt_text
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.http_server import NAME, byte_tokenizer, client, serving, tiny_model
 
@@ -55,6 +58,29 @@ def test_over_http(lm, parse_special):
             assert reply.status_code == 200, reply.text
             ids = reply.json()["tokens"] if path == "/tokenize" else engine.requests[-1].prompt
             assert special(ids) == want[path], path
+
+
+def test_a_text_of_special_tokens_takes_linear_time(lm):
+    """Also where no limit of tokens cuts it off early."""
+    tokenizer = lm.tokenizer
+    tokenizer.encode_prompt(tokenizer.chat_prompt(MESSAGES))  # makes its copy
+
+    def seconds(n: int) -> float:
+        began = time.process_time()
+        prompt = tokenizer.chat_prompt([{"role": "user", "content": END * n}])
+        assert special(tokenizer.encode_prompt(prompt)) == ONE_TURN
+        return time.process_time() - began
+
+    assert seconds(8000) < 20 * seconds(1000)
+
+
+def test_a_text_of_all_private_characters_is_refused(lm):
+    private = "".join(map(chr, prompt_text._MARKS))
+    with pytest.raises(JaxLlamaError, match="every private character"):
+        lm.tokenizer.chat_prompt([{"role": "user", "content": private + END}])
+    most = private[:6400]
+    prompt = lm.tokenizer.chat_prompt([{"role": "user", "content": most + END}])
+    assert most + END in prompt.text and special(lm.tokenizer.encode_prompt(prompt)) == ONE_TURN
 
 
 def test_in_python_and_on_the_command_line(lm, monkeypatch):
