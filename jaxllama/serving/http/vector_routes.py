@@ -85,7 +85,7 @@ class VectorRoutes:
 
     async def _embedded(self, data: bytearray, state: State) -> Response:
         body, rows = await asyncio.to_thread(self.embedding_rows, data)
-        state.fields["prompt_tokens"] = sum(map(len, rows))
+        _count(state, sum(map(len, rows)))
         vectors = await self._vectors(rows)
         return await asyncio.to_thread(self._answer, body, rows, vectors)
 
@@ -127,7 +127,7 @@ class VectorRoutes:
             RankedItem(i, scores[i], RankedDocument(texts[i]) if shown else None)
             for i in best[: len(best) if body.top_n is None else body.top_n]
         ]
-        state.fields["prompt_tokens"] = n_tokens
+        _count(state, n_tokens)
         usage = EmbeddingUsage(n_tokens, n_tokens)
         return respond(RerankObject(f"rerank-{state.request_id}", self._prompts.name, items, usage))
 
@@ -142,7 +142,7 @@ class VectorRoutes:
         pairs = list(zip(first, second, strict=True))
         scores, n_tokens = await self._pair_scores(body.model, pairs, body.instruction)
         items = [ScoreItem(index, "score", score) for index, score in enumerate(scores)]
-        state.fields["prompt_tokens"] = n_tokens
+        _count(state, n_tokens)
         usage, created = EmbeddingUsage(n_tokens, n_tokens), int(time.time())
         id, name = f"score-{state.request_id}", self._prompts.name
         return respond(ScoreList(id, "list", created, name, items, usage))
@@ -176,6 +176,11 @@ class VectorRoutes:
         if self._prompts.adapter_of(model) is not None:
             message = "model: embeddings and scores are the base model's, not an adapter's"
             raise ApiError(400, message, param="model", code="unsupported")
+
+
+def _count(state: State, tokens: int) -> None:
+    """Count tokens for the log and for the key's limits."""
+    state.fields["prompt_tokens"] = state.scored_tokens = tokens
 
 
 def _bounded(key: str, rows: Iterable[list[int]]) -> list[list[int]]:
