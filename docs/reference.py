@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxllama.checkpoints.hf.family import Family
@@ -295,32 +295,12 @@ def schemes() -> str:
 
 def http() -> str:
     """The page of the server's routes and metrics."""
-    from unittest import mock
+    from jaxllama.serving.http.routes import ROUTES
 
-    from starlette.applications import Starlette
-
-    from jaxllama.serving.api import openapi
-    from jaxllama.serving.http import middleware, server
-
-    # The application's own routes; nothing is served.
-    made: list[Any] = []
-    with mock.patch.object(
-        server, "Starlette", lambda **kw: made.append(kw["routes"]) or Starlette(**kw)
-    ):
-        stub = mock.MagicMock(tokenizer=None, adapters=())
-        server.application(
-            stub, mock.MagicMock(), server.ServerSettings("model", 64, lora_slots=1), 1
-        )
-    document = openapi.document(64, True, True, True)["paths"]
-    rows = []
-    for route in made[0]:
-        methods = sorted(route.methods - {"HEAD"})
-        for method in methods:
-            entry = document.get(route.path, {}).get(method.lower(), {})
-            key = "no" if route.path in middleware.OPEN else "yes"
-            rows.append(
-                (method, _code(route.path), entry.get("summary") or _summary(route.endpoint), key)
-            )
+    rows = [
+        (row.method, _code(row.path), row.summary, "yes" if row.scope == "key" else "no")
+        for row in ROUTES
+    ]
     return (
         f"# HTTP\n\n{NOTE}\n## Routes\n\nThe last column says whether a server with `--api-key` "
         "asks for the key. `/openapi.json` of a running server describes every body and answer.\n\n"
@@ -328,12 +308,6 @@ def http() -> str:
         + "\n## Metrics\n\n`GET /metrics` answers in Prometheus' text format.\n\n"
         + _table(("metric", "type", "meaning"), _metrics())
     )
-
-
-def _summary(endpoint: Any) -> str:
-    """Return what a route that the OpenAPI page lacks says of itself."""
-    text = endpoint.__doc__ if inspect.ismethod(endpoint) else None
-    return "" if text is None else text.partition("\n")[0].removesuffix(".")
 
 
 def _metrics() -> list[tuple[str, str, str]]:

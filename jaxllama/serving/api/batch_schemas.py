@@ -34,14 +34,7 @@ class CreateBatch(Strict):
     """Body of POST /v1/batches."""
 
     # ``endpoint`` of a Strict is the path of the body itself.
-    url: Literal[
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/embeddings",
-        "/v1/responses",
-        "/v1/rerank",
-        "/v1/score",
-    ] = Field(alias="endpoint")
+    url: str = Field(alias="endpoint")
     input_file_id: str = Field(max_length=64)
     completion_window: Literal["24h"]
     metadata: Metadata | None = None

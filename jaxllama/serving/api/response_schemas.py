@@ -120,6 +120,12 @@ class InputItemList(Schema):
 
 
 @schema
+class InputTokens(Schema):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+@schema
 class ResponseDeleted(Schema):
     id: str
     object: Literal["response"]

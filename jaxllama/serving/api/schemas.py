@@ -2,8 +2,8 @@
 
     to_json(value) -> bytes         the only serialization, by pydantic's serializer of the type
 
-``answers`` makes these objects, and the OpenAPI page (``openapi``) derives response schemas from
-them. ``bodies`` has the requests.
+``answers`` makes these objects, and ``http.openapi`` derives its response schemas from them.
+``bodies`` has the requests.
 """
 
 from __future__ import annotations

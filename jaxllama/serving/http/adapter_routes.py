@@ -16,50 +16,37 @@ from pathlib import Path
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
 
-from jaxllama.serving.api.bodies import LoadAdapter, UnloadAdapter, parse
-from jaxllama.serving.api.calls import Prompts
+from jaxllama.serving.api.bodies import LoadAdapter, UnloadAdapter
 from jaxllama.serving.api.schemas import ApiError
-from jaxllama.serving.http.middleware import read_body
-from jaxllama.serving.ipc.link import EngineClient
+from jaxllama.serving.http.context import Context
 
 
-class AdapterRoutes:
-    def __init__(self, prompts: Prompts, link: EngineClient, max_body: int) -> None:
-        self._prompts, self._link, self._max_body = prompts, link, max_body
+async def load(server: Context, http: HttpRequest, body: LoadAdapter) -> Response:
+    name, in_place, link = body.lora_name, bool(body.load_inplace), server.link
+    if name in server.prompts.models and not (in_place and name in link.loaded):
+        raise ApiError(
+            400,
+            f"The lora adapter '{name}' has already been loaded. If you want to load the "
+            "adapter in place, set 'load_inplace' to True.",
+            param="lora_name",
+        )
+    try:
+        is_there = await asyncio.to_thread(Path(body.lora_path).is_dir)
+    except OSError:  # a name that is too long, a folder above it that nobody may read
+        is_there = False
+    if not is_there:
+        shown = body.lora_path[:200]
+        message = f"No adapter found for {shown}: this server reads no such directory"
+        raise ApiError(404, message, param="lora_path", code="not_found")
+    await link.ask("load_adapter", name, body.lora_path, in_place)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
-    def routes(self) -> list[Route]:
-        return [
-            Route("/v1/load_lora_adapter", self.load, methods=["POST"]),
-            Route("/v1/unload_lora_adapter", self.unload, methods=["POST"]),
-        ]
 
-    async def load(self, http: HttpRequest) -> Response:
-        body = parse(LoadAdapter, await read_body(http, self._max_body), 1, 1)
-        name, in_place = body.lora_name, bool(body.load_inplace)
-        if name in self._prompts.models and not (in_place and name in self._link.loaded):
-            raise ApiError(
-                400,
-                f"The lora adapter '{name}' has already been loaded. If you want to load the "
-                "adapter in place, set 'load_inplace' to True.",
-                param="lora_name",
-            )
-        try:
-            is_there = await asyncio.to_thread(Path(body.lora_path).is_dir)
-        except OSError:  # a name that is too long, a folder above it that nobody may read
-            is_there = False
-        if not is_there:
-            shown = body.lora_path[:200]
-            message = f"No adapter found for {shown}: this server reads no such directory"
-            raise ApiError(404, message, param="lora_path", code="not_found")
-        await self._link.ask("load_adapter", name, body.lora_path, in_place)
-        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
-
-    async def unload(self, http: HttpRequest) -> Response:
-        name = parse(UnloadAdapter, await read_body(http, self._max_body), 1, 1).lora_name
-        if name not in self._link.loaded:
-            message = f"The lora adapter '{name}' cannot be found."
-            raise ApiError(404, message, param="lora_name", code="not_found")
-        await self._link.ask("unload_adapter", name)
-        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+async def unload(server: Context, http: HttpRequest, body: UnloadAdapter) -> Response:
+    name = body.lora_name
+    if name not in server.link.loaded:
+        message = f"The lora adapter '{name}' cannot be found."
+        raise ApiError(404, message, param="lora_name", code="not_found")
+    await server.link.ask("unload_adapter", name)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")

@@ -1,8 +1,4 @@
-"""The routes of /v1/files and /v1/batches, OpenAI's APIs for many requests at once.
-
-    POST /v1/files (multipart form: file, purpose), GET /v1/files, GET and DELETE /v1/files/ID,
-    GET /v1/files/ID/content
-    POST /v1/batches, GET /v1/batches, GET /v1/batches/ID, POST /v1/batches/ID/cancel
+"""/v1/files and /v1/batches, OpenAI's APIs for many requests at once.
 
 They need a state folder: ``file_store`` keeps the objects there, and ``batch_worker`` runs the
 batches. Without one they answer 400. A key sees its own files and batches only.
@@ -26,7 +22,6 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jaxllama.serving.api.batch_schemas import (
@@ -38,223 +33,202 @@ from jaxllama.serving.api.batch_schemas import (
     FileList,
     FileObject,
 )
-from jaxllama.serving.api.bodies import parse
-from jaxllama.serving.api.schemas import ApiError, respond
+from jaxllama.serving.api.schemas import ApiError
 from jaxllama.serving.http.batch_worker import BatchWorker
-from jaxllama.serving.http.file_store import Bounds, FileStore, StoredBatch
+from jaxllama.serving.http.context import Context
+from jaxllama.serving.http.file_store import FileStore, StoredBatch
 from jaxllama.serving.http.limits import UPLOAD_SECONDS
-from jaxllama.serving.http.middleware import page_size, read_body
-from jaxllama.serving.ipc.link import EngineClient
+from jaxllama.serving.http.middleware import page_size
 
 NAME_LENGTH = 255  # characters of a file's name that are kept
 FIELDS = ("file", "purpose")
 
 
-class BatchRoutes:
-    """state: the state folder, None for none. name: the model of lines that name none.
-    at_once: number of lines in flight. origins: as for ``ServerSettings``.
+@contextlib.asynccontextmanager
+async def running(server: Context, app: ASGIApp, at_once: int) -> AsyncGenerator[None]:
+    """Run batches over ``app`` within the block, if there is a state folder.
+
+    at_once: number of lines in flight.
     """
-
-    def __init__(
-        self,
-        link: EngineClient,
-        state: str | None,
-        name: str,
-        at_once: int,
-        max_body: int,
-        origins: tuple[str, ...],
-        bounds: Bounds | None = None,
-    ) -> None:
-        self._link, self._state, self._bounds = link, state, bounds
-        self._kept: FileStore | None = None  # while the application runs
-        self._name, self._at_once, self._max_body = name, at_once, max_body
-        self._origins = origins
-        self._worker: BatchWorker | None = None
-
-    def routes(self) -> list[Route]:
-        return [
-            Route("/v1/files", self.upload, methods=["POST"]),
-            Route("/v1/files", self.files),
-            Route("/v1/files/{id}", self.file),
-            Route("/v1/files/{id}", self.delete, methods=["DELETE"]),
-            Route("/v1/files/{id}/content", self.content),
-            Route("/v1/batches", self.create, methods=["POST"]),
-            Route("/v1/batches", self.batches),
-            Route("/v1/batches/{id}", self.batch),
-            Route("/v1/batches/{id}/cancel", self.cancel, methods=["POST"]),
-        ]
-
-    @contextlib.asynccontextmanager
-    async def running(self, app: ASGIApp) -> AsyncGenerator[None]:
-        """Run batches over ``app`` within the block, if there is a state folder."""
-        if self._state is None:
+    settings = server.settings
+    if settings.state is None:
+        yield
+        return
+    server.store = FileStore(settings.state, settings.files)
+    server.worker = BatchWorker(server.store, settings.name, at_once, server.link, server.batchable)
+    try:
+        async with server.worker.running(app):
             yield
+    finally:
+        server.store.close()
+
+
+def _store(server: Context) -> FileStore:
+    if server.store is None:
+        message = "files and batches need a server that was started with --state DIR"
+        raise ApiError(400, message, code="unsupported")
+    return server.store
+
+
+# Files
+
+
+async def upload(server: Context, http: HttpRequest) -> FileObject:
+    _check_origin(server, http)
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "multipart/form-data":
+        message = f"the content type is {kind or 'missing'}: send multipart/form-data"
+        raise ApiError(415, message)
+    form = await _form(server, http)
+    try:
+        file, purpose = form.get("file"), form.get("purpose")
+        if not isinstance(file, UploadFile):
+            message = "file: is required, as a part with a file's name"
+            raise ApiError(400, message, param="file", code="missing_parameter")
+        if purpose != "batch":
+            message = f"purpose: {str(purpose)[:64]!r}: only batch is supported"
+            raise ApiError(400, message, param="purpose", code="unsupported")
+        for name in form:
+            if name not in FIELDS:
+                message = f"{name[:64]}: only file and purpose are supported"
+                raise ApiError(400, message, param=name[:64], code="unsupported")
+        name = (file.filename or "file")[:NAME_LENGTH]
+        stored = await asyncio.to_thread(_store(server).add, http.state.owner, name, file.file)
+    finally:
+        await form.close()
+    return stored
+
+
+async def _form(server: Context, http: HttpRequest) -> Any:
+    limit = _store(server).bounds.file_bytes
+
+    async def stream() -> AsyncGenerator[bytes]:
+        size = 0
+        async for part in http.stream():
+            size += len(part)
+            if size > limit + server.settings.max_body:
+                message = f"file: larger than {limit} bytes"
+                raise ApiError(413, message, param="file", code="body_too_large")
+            yield part
+
+    try:
+        async with asyncio.timeout(UPLOAD_SECONDS):
+            form = await MultiPartParser(http.headers, stream(), max_files=1, max_fields=8).parse()
+    except MultiPartException as error:
+        raise ApiError(400, error.message, code="invalid_form") from None
+    except ClientDisconnect:
+        raise ApiError(400, "the body broke off") from None
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive in {UPLOAD_SECONDS:g} s") from None
+    file = form.get("file")
+    if isinstance(file, UploadFile) and (file.size or 0) > limit:
+        await form.close()
+        raise ApiError(413, f"file: larger than {limit} bytes", param="file", code="body_too_large")
+    return form
+
+
+def _check_origin(server: Context, http: HttpRequest) -> None:
+    origin = http.headers.get("origin")
+    if origin is None or "*" in server.settings.origins or origin in server.settings.origins:
+        return
+    if origin.partition("://")[2] != http.headers.get("host"):
+        message = f"pages of {origin[:100]} may not send files: see --allowed-origin"
+        raise ApiError(403, message, code="unknown_origin")
+
+
+async def files(server: Context, http: HttpRequest) -> FileList:
+    query = http.query_params
+    limit, order = page_size(http, 10_000, 10_000), query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise ApiError(400, "order: must be asc or desc", param="order", code="invalid_value")
+    found, has_more = await asyncio.to_thread(
+        _store(server).files,
+        http.state.owner,
+        query.get("purpose"),
+        query.get("after"),
+        limit,
+        order == "asc",
+    )
+    return FileList("list", found, *_ends(found), has_more)
+
+
+async def file(server: Context, http: HttpRequest) -> FileObject:
+    id = http.path_params["id"]
+    found = await asyncio.to_thread(_store(server).file, id, http.state.owner)
+    if found is None:
+        raise _missing("file", id)
+    return found
+
+
+async def content(server: Context, http: HttpRequest) -> Response:
+    found = await file(server, http)
+    return FileResponse(_store(server).path(found.id), media_type="application/octet-stream")
+
+
+async def delete(server: Context, http: HttpRequest) -> FileDeleted:
+    id = http.path_params["id"]
+    if not await asyncio.to_thread(_store(server).delete, id, http.state.owner):
+        raise _missing("file", id)
+    return FileDeleted(id, "file", True)
+
+
+# Batches
+
+
+async def create(server: Context, http: HttpRequest, body: CreateBatch) -> BatchObject:
+    store = _store(server)
+    if body.url not in server.batchable:
+        message = f"endpoint: must be one of {', '.join(server.batchable)}"
+        raise ApiError(400, message, param="endpoint", code="invalid_value")
+    batch = await asyncio.to_thread(
+        store.create, http.state.owner, body.url, body.input_file_id, body.metadata
+    )
+    _wake(server)
+    return batch
+
+
+async def batches(server: Context, http: HttpRequest) -> BatchList:
+    found, has_more = await asyncio.to_thread(
+        _store(server).batches,
+        http.state.owner,
+        http.query_params.get("after"),
+        page_size(http, 100, 20),
+    )
+    return BatchList("list", found, *_ends(found), has_more)
+
+
+async def batch(server: Context, http: HttpRequest) -> BatchObject:
+    return (await _batch(server, http)).batch
+
+
+async def _batch(server: Context, http: HttpRequest) -> StoredBatch:
+    id = http.path_params["id"]
+    found = await asyncio.to_thread(_store(server).batch, id, http.state.owner)
+    if found is None:
+        raise _missing("batch", id)
+    return found
+
+
+async def cancel(server: Context, http: HttpRequest) -> BatchObject:
+    """Begin to cancel a batch; its answers so far become its output files."""
+    found = await _batch(server, http)
+
+    def change(batch: BatchObject) -> None:
+        if batch.status == "cancelling":
             return
-        self._kept = FileStore(self._state, self._bounds)
-        self._worker = BatchWorker(self._kept, self._name, self._at_once, self._link)
-        try:
-            async with self._worker.running(app):
-                yield
-        finally:
-            self._kept.close()
+        if batch.status not in OPEN:
+            message = f"id: the batch is {batch.status}: only a running one can be cancelled"
+            raise ApiError(409, message, param="id", code="invalid_value")
+        batch.status, batch.cancelling_at = "cancelling", int(time.time())
 
-    @property
-    def _store(self) -> FileStore:
-        if self._kept is None:
-            message = "files and batches need a server that was started with --state DIR"
-            raise ApiError(400, message, code="unsupported")
-        return self._kept
+    batch = await asyncio.to_thread(_store(server).update, found.batch.id, change)
+    _wake(server)
+    return batch
 
-    # Files
 
-    async def upload(self, http: HttpRequest) -> Response:
-        self._check_origin(http)
-        kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "multipart/form-data":
-            message = f"the content type is {kind or 'missing'}: send multipart/form-data"
-            raise ApiError(415, message)
-        form = await self._form(http)
-        try:
-            file, purpose = form.get("file"), form.get("purpose")
-            if not isinstance(file, UploadFile):
-                message = "file: is required, as a part with a file's name"
-                raise ApiError(400, message, param="file", code="missing_parameter")
-            if purpose != "batch":
-                message = f"purpose: {str(purpose)[:64]!r}: only batch is supported"
-                raise ApiError(400, message, param="purpose", code="unsupported")
-            for name in form:
-                if name not in FIELDS:
-                    message = f"{name[:64]}: only file and purpose are supported"
-                    raise ApiError(400, message, param=name[:64], code="unsupported")
-            name = (file.filename or "file")[:NAME_LENGTH]
-            stored = await asyncio.to_thread(self._store.add, http.state.owner, name, file.file)
-        finally:
-            await form.close()
-        return respond(stored)
-
-    async def _form(self, http: HttpRequest) -> Any:
-        limit = self._store.bounds.file_bytes
-
-        async def stream() -> AsyncGenerator[bytes]:
-            size = 0
-            async for part in http.stream():
-                size += len(part)
-                if size > limit + self._max_body:
-                    message = f"file: larger than {limit} bytes"
-                    raise ApiError(413, message, param="file", code="body_too_large")
-                yield part
-
-        try:
-            async with asyncio.timeout(UPLOAD_SECONDS):
-                form = await MultiPartParser(
-                    http.headers, stream(), max_files=1, max_fields=8
-                ).parse()
-        except MultiPartException as error:
-            raise ApiError(400, error.message, code="invalid_form") from None
-        except ClientDisconnect:
-            raise ApiError(400, "the body broke off") from None
-        except TimeoutError:
-            raise ApiError(408, f"the body did not arrive in {UPLOAD_SECONDS:g} s") from None
-        file = form.get("file")
-        if isinstance(file, UploadFile) and (file.size or 0) > limit:
-            await form.close()
-            raise ApiError(
-                413, f"file: larger than {limit} bytes", param="file", code="body_too_large"
-            )
-        return form
-
-    def _check_origin(self, http: HttpRequest) -> None:
-        origin = http.headers.get("origin")
-        if origin is None or "*" in self._origins or origin in self._origins:
-            return
-        if origin.partition("://")[2] != http.headers.get("host"):
-            message = f"pages of {origin[:100]} may not send files: see --allowed-origin"
-            raise ApiError(403, message, code="unknown_origin")
-
-    async def files(self, http: HttpRequest) -> Response:
-        query = http.query_params
-        limit, order = page_size(http, 10_000, 10_000), query.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise ApiError(400, "order: must be asc or desc", param="order", code="invalid_value")
-        found, has_more = await asyncio.to_thread(
-            self._store.files,
-            http.state.owner,
-            query.get("purpose"),
-            query.get("after"),
-            limit,
-            order == "asc",
-        )
-        return respond(FileList("list", found, *_ends(found), has_more))
-
-    async def file(self, http: HttpRequest) -> Response:
-        return respond(await self._file(http))
-
-    async def _file(self, http: HttpRequest) -> FileObject:
-        id = http.path_params["id"]
-        found = await asyncio.to_thread(self._store.file, id, http.state.owner)
-        if found is None:
-            raise _missing("file", id)
-        return found
-
-    async def content(self, http: HttpRequest) -> Response:
-        found = await self._file(http)
-        return FileResponse(self._store.path(found.id), media_type="application/octet-stream")
-
-    async def delete(self, http: HttpRequest) -> Response:
-        id = http.path_params["id"]
-        if not await asyncio.to_thread(self._store.delete, id, http.state.owner):
-            raise _missing("file", id)
-        return respond(FileDeleted(id, "file", True))
-
-    # Batches
-
-    async def create(self, http: HttpRequest) -> Response:
-        store = self._store
-        body = parse(CreateBatch, await read_body(http, self._max_body), 1, 1)
-        batch = await asyncio.to_thread(
-            store.create, http.state.owner, body.url, body.input_file_id, body.metadata
-        )
-        self._wake()
-        return respond(batch)
-
-    async def batches(self, http: HttpRequest) -> Response:
-        found, has_more = await asyncio.to_thread(
-            self._store.batches,
-            http.state.owner,
-            http.query_params.get("after"),
-            page_size(http, 100, 20),
-        )
-        return respond(BatchList("list", found, *_ends(found), has_more))
-
-    async def batch(self, http: HttpRequest) -> Response:
-        return respond((await self._batch(http)).batch)
-
-    async def _batch(self, http: HttpRequest) -> StoredBatch:
-        id = http.path_params["id"]
-        found = await asyncio.to_thread(self._store.batch, id, http.state.owner)
-        if found is None:
-            raise _missing("batch", id)
-        return found
-
-    async def cancel(self, http: HttpRequest) -> Response:
-        """Begin to cancel a batch; its answers so far become its output files."""
-        found = await self._batch(http)
-
-        def change(batch: BatchObject) -> None:
-            if batch.status == "cancelling":
-                return
-            if batch.status not in OPEN:
-                message = f"id: the batch is {batch.status}: only a running one can be cancelled"
-                raise ApiError(409, message, param="id", code="invalid_value")
-            batch.status, batch.cancelling_at = "cancelling", int(time.time())
-
-        batch = await asyncio.to_thread(self._store.update, found.batch.id, change)
-        self._wake()
-        return respond(batch)
-
-    def _wake(self) -> None:
-        if self._worker is not None:
-            self._worker.wake()
+def _wake(server: Context) -> None:
+    if server.worker is not None:
+        server.worker.wake()
 
 
 def _ends(page: list[Any]) -> tuple[str | None, str | None]:

@@ -27,7 +27,7 @@ import os
 import sqlite3
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import TextIO
 
 from starlette.types import ASGIApp
@@ -47,14 +47,25 @@ AGAIN_SECONDS = {"rate_limit_exceeded": 1.0, "queue_full": 0.1}
 PRIORITY = -1  # of a line that names none
 INTERNAL = "internal error: the server's log has the reason"
 EXPIRED = "the batch ended before this line began"
-_PRIORITIZED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _log = logging.getLogger("jaxllama.serving")
 
 
 class BatchWorker:
-    """Runs batches; the module docstring has the rules. name: the model of lines without one."""
+    """Runs batches; the module docstring has the rules.
 
-    def __init__(self, store: FileStore, name: str, at_once: int, link: EngineClient) -> None:
+    name: the model of lines without one. urls: paths of lines, and whether their bodies have a
+    priority.
+    """
+
+    def __init__(
+        self,
+        store: FileStore,
+        name: str,
+        at_once: int,
+        link: EngineClient,
+        urls: Mapping[str, bool],
+    ) -> None:
+        self._urls = urls
         self._store, self._name, self._link = store, name, link
         self._places = asyncio.Semaphore(at_once)
         self._at_once = at_once
@@ -110,7 +121,9 @@ class BatchWorker:
                 return
             with self._store.claimed(stored) as is_ours:
                 if is_ours:
-                    run = _Run(self._store, stored, self._name, app, self._places, self._link)
+                    run = _Run(
+                        self._store, stored, self._name, app, self._places, self._link, self._urls
+                    )
                     try:
                         await run.run(self._at_once)
                     except Exception as error:
@@ -136,7 +149,9 @@ class _Run:
         app: ASGIApp,
         places: asyncio.Semaphore,
         link: EngineClient,
+        urls: Mapping[str, bool],
     ) -> None:
+        self._urls = urls
         self._store, self._stored, self._name, self._link = store, stored, name, link
         self._app, self._places, self._id = app, places, stored.batch.id
         self._completed = self._failed = 0
@@ -240,7 +255,7 @@ class _Run:
         """Return the status and the line of an answer; the status 0 if the batch stops."""
         custom_id, url, body = line
         body = {"model": self._name, **body}
-        if url in _PRIORITIZED:
+        if self._urls[url]:
             body.setdefault("priority", PRIORITY)
         while not self._is_stopping.is_set():
             if self._link.failure is not None:  # this process ends soon

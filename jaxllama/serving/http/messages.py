@@ -1,4 +1,4 @@
-"""The routes of /v1/messages, Anthropic's API: a message, whole or as a stream of events.
+"""/v1/messages, Anthropic's API: a message, whole or as a stream of events.
 
     message_start, then for each block content_block_start, content_block_delta, content_block_stop,
     then message_delta with the stop reason and the usage, and message_stop
@@ -16,12 +16,10 @@ import json
 from collections.abc import AsyncGenerator
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jaxllama.serving.api import answers
-from jaxllama.serving.api.bodies import Chat, parse
+from jaxllama.serving.api.bodies import Chat
 from jaxllama.serving.api.calls import AcceptedCall, Prompts
 from jaxllama.serving.api.message_bodies import CountTokens, Messages, to_chat
 from jaxllama.serving.api.message_schemas import (
@@ -37,64 +35,47 @@ from jaxllama.serving.api.message_schemas import (
 )
 from jaxllama.serving.api.messages import TextPiece
 from jaxllama.serving.api.reading import PLAIN, answer_reader
-from jaxllama.serving.api.schemas import ApiError, Usage, respond, to_json
+from jaxllama.serving.api.schemas import ApiError, Usage, to_json
 from jaxllama.serving.api.tools import offered
-from jaxllama.serving.http.body_threads import in_thread
-from jaxllama.serving.http.middleware import read_body
-from jaxllama.serving.http.runs import CallRun, EventStream, submit
-from jaxllama.serving.ipc.link import EngineClient
+from jaxllama.serving.http.context import Context
+from jaxllama.serving.http.generation import answered
+from jaxllama.serving.http.runs import Answer, CallRun
 from jaxllama.serving.tools.parts import AnswerPart
 from jaxllama.typing import JsonObject
 
 
-class MessageRoutes:
-    def __init__(self, prompts: Prompts, link: EngineClient, max_body: int) -> None:
-        self._prompts, self._link, self._max_body = prompts, link, max_body
+class MessageApi:
+    prefix, kind = "msg_", None
 
-    def routes(self) -> list[Route]:
-        return [
-            Route("/v1/messages", self.create, methods=["POST"]),
-            Route("/v1/messages/count_tokens", self.count, methods=["POST"]),
-        ]
-
-    async def create(self, http: HttpRequest) -> ASGIApp:
-        data, owner = await read_body(http, self._max_body), http.state.owner
-        id = http.state.request_id
-        body, call = await in_thread(http, len(data), self._call, data, id, owner)
-        call, stream = await submit(self._link, call, owner)
-        run = CallRun(
-            "message", call, stream, http.state.fields, lambda id, answer: None, kept=False
-        )
-        if body.stream:
-            return MessageStream(run, body.max_tokens)
-        return respond(await run.until_left(http.receive, whole(run, body.max_tokens)))
-
-    def _call(self, data: bytearray, request_id: str, owner: str) -> tuple[Messages, AcceptedCall]:
-        limit = self._prompts.max_len
-        body = parse(Messages, data, limit, limit)
-        call = self._prompts.chat(self._chat(body), f"msg_{request_id}", owner)
+    def read(self, prompts: Prompts, body: Messages, id: str, owner: str) -> AcceptedCall:
+        call = prompts.chat(_chat(prompts, body), id, owner)
         requests = [
             dataclasses.replace(r, max_new_tokens=min(r.max_new_tokens, body.max_tokens))
             for r in call.requests
         ]
-        return body, dataclasses.replace(call, requests=tuple(requests))
+        return dataclasses.replace(call, requests=tuple(requests))
 
-    def _chat(self, body: CountTokens) -> Chat:
-        self._prompts.adapter_of(body.model)
-        template = self._prompts.tokenizer().template_for(bool(body.tools)) or ""
-        return to_chat(body, template)
+    def write(self, run: CallRun, body: Messages) -> Answer:
+        return MessageAnswer(run, body.max_tokens)
 
-    async def count(self, http: HttpRequest) -> Response:
-        data = await read_body(http, self._max_body)
-        return respond(TokenCount(await in_thread(http, len(data), self._count, data)))
 
-    def _count(self, data: bytearray) -> int:
-        limit = self._prompts.max_len
-        chat = self._chat(parse(CountTokens, data, limit, limit))
-        template = self._prompts.tokenizer().template_for(bool(chat.tools)) or ""
-        tools = offered(chat, template)
-        prompt = self._prompts.chat_prompt(chat, list(tools.shown) if tools else None)
-        return len(self._prompts.encode_chat(prompt))
+async def create(server: Context, http: HttpRequest, body: Messages) -> ASGIApp:
+    return await answered(server, http, body, MessageApi())
+
+
+def count_tokens(server: Context, body: CountTokens) -> TokenCount:
+    prompts = server.prompts
+    chat = _chat(prompts, body)
+    template = prompts.tokenizer().template_for(bool(chat.tools)) or ""
+    tools = offered(chat, template)
+    prompt = prompts.chat_prompt(chat, list(tools.shown) if tools else None)
+    return TokenCount(len(prompts.encode_chat(prompt)))
+
+
+def _chat(prompts: Prompts, body: CountTokens) -> Chat:
+    prompts.adapter_of(body.model)
+    template = prompts.tokenizer().template_for(bool(body.tools)) or ""
+    return to_chat(body, template)
 
 
 def _usage(usage: Usage) -> MessageUsage:
@@ -217,25 +198,22 @@ def _object(text: str) -> JsonObject:
     return found if isinstance(found, dict) else {"INVALID_JSON": text}
 
 
-async def whole(run: CallRun, max_tokens: int) -> MessageObject:
-    """Return the whole message. Raises ApiError when the engine fails."""
-    writer = MessageWriter(run.call, max_tokens)
-    async with contextlib.aclosing(run.events()) as events:
-        async for pieces in events:
-            for piece in pieces:
-                writer.read(piece)
-    return writer.message(run.usage())
-
-
-class MessageStream(EventStream):
-    """A streamed message."""
+class MessageAnswer(Answer):
+    """A message, whole or streamed."""
 
     def __init__(self, run: CallRun, max_tokens: int) -> None:
         super().__init__(run)
-        self._max_tokens = max_tokens
+        self._writer = MessageWriter(run.call, max_tokens)
+
+    async def whole(self) -> MessageObject:
+        async with contextlib.aclosing(self.run.events()) as events:
+            async for pieces in events:
+                for piece in pieces:
+                    self._writer.read(piece)
+        return self._writer.message(self.run.usage())
 
     async def _pieces(self) -> AsyncGenerator[bytes]:
-        run, writer = self._run, MessageWriter(self._run.call, self._max_tokens)
+        run, writer = self.run, self._writer
         start = writer.message(run.usage())
         start.usage.input_tokens = len(run.call.requests[0].prompt)
         yield _event({"type": "message_start", "message": start}) + _event({"type": "ping"})

@@ -21,7 +21,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -45,17 +45,6 @@ from jaxllama.typing import JsonObject
 CLIENT_GONE = 499  # nginx's status for a client that left; only the log shows it
 BODY_SECONDS = 30.0  # seconds for a body to arrive
 RETRY_JOURNAL = 5  # seconds after which a client tries again if its body could not be journalled
-# The chat page: the file and content type of each path.
-PAGE = {
-    "/": ("page.html", "text/html"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/markdown.js": ("markdown.js", "text/javascript"),
-    "/marked.js": ("vendor/marked.js", "text/javascript"),
-    "/purify.js": ("vendor/purify.js", "text/javascript"),
-    "/page.css": ("page.css", "text/css"),
-}
-# paths without a key and without secrets
-OPEN = ("/health", "/live", "/ready", "/openapi.json", *PAGE)
 # Paths that probes ask all the time: without traces, and in the log only for debugging.
 UNTRACED = ("/health", "/live", "/ready", "/metrics")
 # The attributes of a request's span, by the field of the log.
@@ -88,8 +77,9 @@ class ClientGone(Exception):
 class Middleware:
     """The middleware of a server; the module docstring has its tasks.
 
-    paths: the paths that metrics distinguish. hosts: names that a Host header may have beside the
-    local ones; None allows any. tracer: takes each request's times, None for no traces.
+    paths: the paths that metrics distinguish. open_paths: those that need no key. hosts: names that
+    a Host header may have beside the local ones; None allows any. tracer: takes each request's
+    times, None for no traces.
     """
 
     def __init__(
@@ -97,12 +87,13 @@ class Middleware:
         app: ASGIApp,
         link: EngineClient,
         keys: Sequence[ApiKey],
-        paths: Sequence[str],
+        paths: Collection[str],
+        open_paths: Collection[str],
         hosts: Sequence[str] | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self._app, self._link, self._paths = app, link, frozenset(paths)
-        self._keys = tuple(keys)
+        self._open, self._keys = open_paths, tuple(keys)
         self._tracer = tracer
         self._hosts = None if hosts is None else frozenset(map(_host_name, hosts))
 
@@ -210,7 +201,7 @@ class Middleware:
 
     def _key(self, path: str, headers: dict[bytes, bytes]) -> ApiKey | None:
         """Return the API key of a request, or None if none is needed. Raises ApiError 401."""
-        if not self._keys or path in OPEN:
+        if not self._keys or path in self._open:
             return None
         scheme, _, sent = headers.get(b"authorization", b"").partition(b" ")
         sent = sent.strip() if scheme.lower() == b"bearer" else b""
@@ -318,7 +309,7 @@ def answer_error(error: Exception, path: str = "") -> Response:
     return respond(body, error.status, headers)
 
 
-def _wrong_route(error: HTTPException, path: str, headers: Mapping[str, str]) -> Exception:
+def _wrong_route(error: HTTPException, path: str, headers: dict[str, str]) -> Exception:
     """Return the error of a path or method that no route has, with what to do."""
     if error.status_code == 404:
         hint = "the guide's page HTTP lists the routes"
@@ -326,7 +317,9 @@ def _wrong_route(error: HTTPException, path: str, headers: Mapping[str, str]) ->
             hint = "serve --lora-slots N adds it"
         return ApiError(404, f"this server has no route {path[:100]}: {hint}", code="not_found")
     if error.status_code == 405 and "Allow" in headers:
-        return ApiError(405, f"{path[:100]}: the method must be {headers['Allow']}")
+        allowed = ", ".join(sorted(headers["Allow"].split(", ")))  # Starlette's are in any order
+        headers["Allow"] = allowed
+        return ApiError(405, f"{path[:100]}: the method must be {allowed}")
     return error
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -35,9 +36,8 @@ from starlette.types import ASGIApp
 from jaxllama import __version__
 from jaxllama.serving.api.keys import ApiKey
 from jaxllama.serving.api.schemas import ApiError, Health, Version, respond
-from jaxllama.serving.http import limits
+from jaxllama.serving.http import limits, page_files
 from jaxllama.serving.http.middleware import (
-    PAGE,
     ClientGone,
     Middleware,
     answer_error,
@@ -46,32 +46,9 @@ from jaxllama.serving.http.middleware import (
     unless_disconnected,
 )
 from jaxllama.serving.http.model_pool import ModelPool
-from jaxllama.serving.http.page_files import page_file
+from jaxllama.serving.http.routes import OPEN, ROUTES
 from jaxllama.serving.ipc.link import EngineClient
 
-# Paths of POST whose body names a model.
-ROUTED = (
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/v1/embeddings",
-    "/v1/rerank",
-    "/v1/score",
-    "/api/chat",
-    "/api/generate",
-    "/tokenize",
-    "/detokenize",
-)
-# Paths of an id, which the model that made it knows.
-BY_ID = (
-    ("/v1/completions/{id}", ("GET",)),
-    ("/v1/chat/completions/{id}", ("GET",)),
-    ("/v1/responses/{id}", ("GET", "DELETE")),
-    ("/v1/responses/{id}/input_items", ("GET",)),
-    ("/v1/responses/{id}/cancel", ("POST",)),
-)
 # Headers that belong to one connection, or that this process writes itself.
 _OWN = frozenset(
     (
@@ -265,8 +242,13 @@ def application(pool: ModelPool, settings: RouterSettings) -> ASGIApp:
     """Return the application of the port."""
     router = Router(pool, settings)
     routes = [
-        *(Route(path, router.routed, methods=["POST"]) for path in ROUTED),
-        *(Route(path, router.by_id, methods=[*methods]) for path, methods in BY_ID),
+        *(Route(row.path, router.routed, methods=[row.method]) for row in ROUTES if row.is_routed),
+        # The model that made an id knows it.
+        *(
+            Route(row.path, router.by_id, methods=[row.method])
+            for row in ROUTES
+            if "{id}" in row.path and row.needs is None
+        ),
         Route("/v1/models", router.models),
         Route("/v1/models/{model:path}", router.model),
         Route("/api/tags", router.tags),
@@ -274,14 +256,14 @@ def application(pool: ModelPool, settings: RouterSettings) -> ASGIApp:
         Route("/version", router.ollama_version),
         *(Route(path, router.health) for path in ("/health", "/live", "/ready")),
         Route("/metrics", router.metrics),
-        *(Route(path, page_file(name, kind)) for path, (name, kind) in PAGE.items()),
+        *(Route(path, functools.partial(page_files.page, router)) for path in page_files.PAGE),
     ]
     errors = dict.fromkeys((ApiError, ClientGone, HTTPException, Exception), _answer_error)
     app: ASGIApp = Starlette(routes=routes, lifespan=router.lifespan, exception_handlers=errors)
     paths = [route.path for route in routes if "{" not in route.path]
     # The models count for the keys' limits.
     keys = [ApiKey(key.key, key.name) for key in settings.keys]
-    app = Middleware(app, _NoEngine(), keys, paths, settings.hosts)
+    app = Middleware(app, _NoEngine(), keys, paths, OPEN, settings.hosts)
     return open_to(app, settings.origins)
 
 

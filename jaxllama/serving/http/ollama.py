@@ -14,100 +14,75 @@ import json
 from collections.abc import AsyncGenerator
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jaxllama import __version__
 from jaxllama.serving.api.answers import finish_reason
-from jaxllama.serving.api.bodies import Chat, parse
+from jaxllama.serving.api.bodies import Chat
 from jaxllama.serving.api.calls import AcceptedCall, Prompts
 from jaxllama.serving.api.messages import TextPiece
 from jaxllama.serving.api.ollama_bodies import OllamaChat, OllamaGenerate
 from jaxllama.serving.api.reading import PLAIN, answer_reader
 from jaxllama.serving.api.schemas import ApiError, to_json
-from jaxllama.serving.http.body_threads import in_thread
-from jaxllama.serving.http.middleware import read_body
-from jaxllama.serving.http.runs import CallRun, EventStream, submit
-from jaxllama.serving.ipc.link import EngineClient
+from jaxllama.serving.http.context import Context, rfc3339
+from jaxllama.serving.http.generation import answered
+from jaxllama.serving.http.runs import Answer, CallRun
 from jaxllama.serving.tools.parts import AnswerPart
 from jaxllama.typing import JsonObject
 
 
-class OllamaRoutes:
-    def __init__(self, prompts: Prompts, link: EngineClient, max_body: int) -> None:
-        self._prompts, self._link, self._max_body = prompts, link, max_body
-        self._began = _rfc3339(datetime.datetime.now(datetime.UTC))
+class OllamaApi:
+    prefix, kind = "ollama-", None
 
-    def routes(self) -> list[Route]:
-        return [
-            Route("/api/chat", self.chat, methods=["POST"]),
-            Route("/api/generate", self.generate, methods=["POST"]),
-            Route("/api/tags", self.tags),
-            Route("/api/version", self.version),
-        ]
-
-    async def chat(self, http: HttpRequest) -> ASGIApp:
-        """Answer a conversation (ollama's API)."""
-        return await self._answer(http, OllamaChat)
-
-    async def generate(self, http: HttpRequest) -> ASGIApp:
-        """Answer or continue a prompt (ollama's API)."""
-        return await self._answer(http, OllamaGenerate)
-
-    async def _answer(
-        self, http: HttpRequest, kind: type[OllamaChat] | type[OllamaGenerate]
-    ) -> ASGIApp:
-        data, owner = await read_body(http, self._max_body), http.state.owner
-        id = f"ollama-{http.state.request_id}"
-        call, body = await in_thread(http, len(data), self._call, kind, data, id, owner)
-        call, stream = await submit(self._link, call, owner)
-        fields = http.state.fields
-        run = CallRun("ollama", call, stream, fields, lambda id, answer: None, kept=False)
-        lines = OllamaStream(run, kind is OllamaChat, fields)
-        if body.stream:
-            return lines
-        return JSONResponse(await run.until_left(http.receive, lines.whole()))
-
-    def _call(
-        self, kind: type[OllamaChat] | type[OllamaGenerate], data: bytearray, id: str, owner: str
-    ) -> tuple[AcceptedCall, OllamaChat | OllamaGenerate]:
-        limit = self._prompts.max_len
-        body = parse(kind, data, limit, limit)
+    def read(
+        self, prompts: Prompts, body: OllamaChat | OllamaGenerate, id: str, owner: str
+    ) -> AcceptedCall:
         asked = body.translated()
         if isinstance(asked, Chat):
-            return self._prompts.chat(asked, id, owner), body
-        return self._prompts.completion(asked, id, owner), body
+            return prompts.chat(asked, id, owner)
+        return prompts.completion(asked, id, owner)
 
-    async def tags(self, _: HttpRequest) -> Response:
-        """List the models (ollama's API)."""
-        details = {"format": "jaxllama", "family": self._prompts.name, "parameter_size": ""}
-        models = [
-            {
-                "name": name,
-                "model": name,
-                "modified_at": self._began,
-                "size": 0,
-                "digest": "",
-                "details": {**details, "quantization_level": ""},
-            }
-            for name in self._prompts.models
-        ]
-        return JSONResponse({"models": models})
-
-    async def version(self, _: HttpRequest) -> Response:
-        """Return this program's version (ollama's API)."""
-        return JSONResponse({"version": __version__})
+    def write(self, run: CallRun, body: OllamaChat | OllamaGenerate) -> Answer:
+        return OllamaAnswer(run, isinstance(body, OllamaChat))
 
 
-class OllamaStream(EventStream):
+async def chat(server: Context, http: HttpRequest, body: OllamaChat) -> ASGIApp:
+    return await answered(server, http, body, OllamaApi())
+
+
+async def generate(server: Context, http: HttpRequest, body: OllamaGenerate) -> ASGIApp:
+    return await answered(server, http, body, OllamaApi())
+
+
+async def version(*_: object) -> JsonObject:
+    return {"version": __version__}
+
+
+async def tags(server: Context, _: HttpRequest) -> JsonObject:
+    """Return the list of models."""
+    details = {"format": "jaxllama", "family": server.settings.name, "parameter_size": ""}
+    models = [
+        {
+            "name": name,
+            "model": name,
+            "modified_at": server.began,
+            "size": 0,
+            "digest": "",
+            "details": {**details, "quantization_level": ""},
+        }
+        for name in server.prompts.models
+    ]
+    return {"models": models}
+
+
+class OllamaAnswer(Answer):
     """An answer in ollama's lines. is_chat: whether lines have messages or plain text."""
 
     media_type = b"application/x-ndjson"
 
-    def __init__(self, run: CallRun, is_chat: bool, fields: JsonObject) -> None:
+    def __init__(self, run: CallRun, is_chat: bool) -> None:
         super().__init__(run)
-        self._is_chat, self._fields = is_chat, fields
+        self._is_chat = is_chat
         self._reader = answer_reader(run.call.reading or PLAIN)
         self._called: JsonObject | None = None  # the call whose arguments are still coming
 
@@ -138,7 +113,7 @@ class OllamaStream(EventStream):
 
     async def _messages(self) -> AsyncGenerator[tuple[JsonObject, JsonObject]]:
         """Yield (part of a message, fields of the end), the latter empty before the end."""
-        async with contextlib.aclosing(self._run.events()) as events:
+        async with contextlib.aclosing(self.run.events()) as events:
             async for pieces in events:
                 for piece in pieces:
                     parts = self._reader.feed(piece.text)
@@ -176,7 +151,7 @@ class OllamaStream(EventStream):
         return [{"content": "", "tool_calls": [{"function": called}]}]
 
     def _end(self, piece: TextPiece) -> JsonObject:
-        usage = self._run.usage()
+        usage = self.run.usage()
         submitted, admitted, first, ended = piece.times or (0.0, 0.0, 0.0, 0.0)
         return {
             "done_reason": finish_reason(piece),
@@ -190,8 +165,8 @@ class OllamaStream(EventStream):
 
     def _line(self, message: JsonObject, end: JsonObject) -> JsonObject:
         line: JsonObject = {
-            "model": self._run.call.model,
-            "created_at": _rfc3339(datetime.datetime.now(datetime.UTC)),
+            "model": self.run.call.model,
+            "created_at": rfc3339(datetime.datetime.now(datetime.UTC)),
         }
         if self._is_chat:
             line["message"] = {"role": "assistant", **message}
@@ -200,7 +175,3 @@ class OllamaStream(EventStream):
             if "thinking" in message:
                 line["thinking"] = message["thinking"]
         return {**line, "done": bool(end), **end}
-
-
-def _rfc3339(time: datetime.datetime) -> str:
-    return time.isoformat().replace("+00:00", "Z")

@@ -3,7 +3,7 @@
     ResponseFrame(call, body, messages)     the parts of a response that are known beforehand
     Writer(frame)                           the engine's output to items, with an event for each
     step
-    ResponseStream(run, frame, done)        an ASGI response
+    ResponseAnswer(run, frame, kept)        the answer, whole or streamed
 
 Source: OpenAI's API reference, and its Python client's types. Reasoning tokens are not counted
 separately.
@@ -47,7 +47,7 @@ from jaxllama.serving.api.response_schemas import (
     Status,
 )
 from jaxllama.serving.api.schemas import ApiError, TokenLogprob, Usage, to_json
-from jaxllama.serving.http.runs import CallRun, EventStream
+from jaxllama.serving.http.runs import Answer, CallRun
 from jaxllama.serving.tools.parts import AnswerPart
 from jaxllama.typing import JsonObject
 
@@ -253,37 +253,40 @@ class Writer:
         return told
 
 
-async def whole(run: CallRun, frame: ResponseFrame) -> ResponseObject:
-    """Return the whole response. Raises ApiError when the engine fails."""
-    writer = Writer(frame)
-    async with contextlib.aclosing(run.events()) as events:
-        async for pieces in events:
-            for piece in pieces:
-                writer.read(piece)
-    return frame.response(writer.status, writer.output, run.usage())
-
-
-class ResponseStream(EventStream):
-    """A streamed response. done: called with the whole response."""
+class ResponseAnswer(Answer):
+    """A response, whole or streamed. kept: called to keep it, before its last event."""
 
     def __init__(
-        self, run: CallRun, frame: ResponseFrame, done: Callable[[ResponseObject], Awaitable[None]]
+        self, run: CallRun, frame: ResponseFrame, kept: Callable[[ResponseObject], Awaitable[None]]
     ) -> None:
         super().__init__(run)
-        self._frame, self._done, self._number = frame, done, 0
+        self.frame, self.kept, self._number = frame, kept, 0
+        self._writer = Writer(frame)
+
+    async def whole(self) -> ResponseObject:
+        async with contextlib.aclosing(self.run.events()) as events:
+            async for pieces in events:
+                for piece in pieces:
+                    self._writer.read(piece)
+        return await self._ended()
+
+    async def _ended(self) -> ResponseObject:
+        writer = self._writer
+        response = self.frame.response(writer.status, writer.output, self.run.usage())
+        await self.kept(response)
+        return response
 
     async def _pieces(self) -> AsyncGenerator[bytes]:
-        frame, writer = self._frame, Writer(self._frame)
+        frame, writer = self.frame, self._writer
         for name in ("created", "in_progress"):
             yield self._piece(
                 {"type": f"response.{name}", "response": frame.response("in_progress", [])}
             )
-        async with contextlib.aclosing(self._run.events()) as events:
+        async with contextlib.aclosing(self.run.events()) as events:
             async for pieces in events:
                 told = [self._piece(told) for piece in pieces for told in writer.read(piece)]
                 yield b"".join(told)
-        response = frame.response(writer.status, writer.output, self._run.usage())
-        await self._done(response)
+        response = await self._ended()
         yield self._piece({"type": f"response.{response.status}", "response": response})
 
     def _failure(self, error: ApiError) -> bytes:

@@ -1,8 +1,9 @@
 """One call on its way: the pieces of its requests become an answer, whole or streamed.
 
     run = CallRun(kind, call, stream, fields, finish)
-    await run.whole()              the answer object; ApiError when a row or the engine fails
-    ChunkStream(run, body)         an ASGI response that sends the answer as it is made
+    answer = ChunkAnswer(run, body)
+    await answer.whole()           the answer object; ApiError when a row or the engine fails
+    await answer(*asgi)            sends the answer as it is made
 
 Contract. ``finish(id, answer)`` is called once, when the answer is complete, has failed, or lost
 its client. In the last case the rows are cancelled. answer is None if the engine was stopped
@@ -93,16 +94,17 @@ async def submit(
 class CallRun:
     """One call on its way: follows the pieces, keeps the answer, and reports its end once.
 
+    kind: "completion" or "chat", whose objects it makes; None for other APIs, which make their own.
     kept: whether the whole answer is needed at the end.
     """
 
     def __init__(
         self,
-        kind: str,
+        kind: str | None,
         call: AcceptedCall,
         stream: PieceStream,
         fields: JsonObject,
-        finish: Finish,
+        finish: Finish | None = None,
         kept: bool = True,
     ) -> None:
         self.kind, self.call, self._stream, self._finish = kind, call, stream, finish
@@ -170,20 +172,21 @@ class CallRun:
         if not self._ended:
             self._ended = True
             self._fields.update(id=self.call.id, outcome=outcome)
-            self._finish(self.call.id, answer)
+            if self._finish is not None:
+                self._finish(self.call.id, answer)
 
 
-class EventStream:
-    """A streamed answer as an ASGI response of server-sent events.
+class Answer:
+    """An API's answer: ``whole`` as an object, or as an ASGI response of server-sent events.
 
-    Subclasses implement ``_pieces`` and may override ``_failure``, the event for an engine that
-    fails midway.
+    Subclasses implement ``whole`` and ``_pieces``. They may override ``_failure``, the event for an
+    engine that fails midway.
     """
 
     media_type = b"text/event-stream"
 
     def __init__(self, run: CallRun) -> None:
-        self._run = run
+        self.run = run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write() -> None:
@@ -203,7 +206,11 @@ class EventStream:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         with contextlib.suppress(ClientGone):
-            await self._run.until_left(receive, write())
+            await self.run.until_left(receive, write())
+
+    async def whole(self) -> Any:
+        """Return the whole answer. Raises ApiError when a row or the engine fails."""
+        raise NotImplementedError
 
     def _pieces(self) -> AsyncGenerator[bytes]:
         raise NotImplementedError
@@ -212,8 +219,8 @@ class EventStream:
         return _data(to_json(error.body()))
 
 
-class ChunkStream(EventStream):
-    """A stream of completions or chats: one chunk an event, ``[DONE]`` at the end.
+class ChunkAnswer(Answer):
+    """A completion or a chat. Streamed, each event is a chunk, and ``[DONE]`` ends them.
 
     If the engine fails midway, an error object takes the place of ``[DONE]``.
     """
@@ -224,8 +231,11 @@ class ChunkStream(EventStream):
         self._running_usage = bool(options and options.continuous_usage_stats)
         self._usage = self._running_usage or bool(options and options.include_usage)
 
+    async def whole(self) -> CompletionObject | ChatObject:
+        return await self.run.whole()
+
     async def _pieces(self) -> AsyncGenerator[bytes]:
-        run, call = self._run, self._run.call
+        run, call = self.run, self.run.call
         is_chat = run.kind == "chat"
         offsets = [TextOffsets(call) for _ in call.requests]
         opening: list[bytes] = []
@@ -254,7 +264,7 @@ class ChunkStream(EventStream):
         So one chunk is split into the parts around its text, and each further chunk is joined from
         them.
         """
-        run, call = self._run, self._run.call
+        run, call = self.run, self.run.call
         if call.reading is not None:
             return self._reading_writer(index)
 
@@ -282,7 +292,7 @@ class ChunkStream(EventStream):
 
     def _reading_writer(self, index: int) -> Callable[[TextPiece], bytes]:
         """Return the same function for a choice whose text is split into parts."""
-        run, call = self._run, self._run.call
+        run, call = self.run, self.run.call
         chunks = answers.ChatChunks(call, index)
         has_details = call.shows_ids or call.requests[index].logprobs is not None
         is_plain = not (self._running_usage or has_details)

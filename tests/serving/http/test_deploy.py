@@ -19,7 +19,7 @@ from jaxllama.cli.domains import Parser
 from jaxllama.engine.stats import EngineStats
 from jaxllama.serving.api import keys
 from jaxllama.serving.api.metrics import Metrics
-from jaxllama.serving.http.middleware import OPEN
+from jaxllama.serving.http.routes import OPEN
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 

@@ -43,8 +43,9 @@ from jaxllama.serving.api.logprobs import chat_entries, chat_logprobs
 from jaxllama.serving.api.messages import TextPiece
 from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.api.schemas import to_json
-from jaxllama.serving.http import body_threads, vector_routes
-from jaxllama.serving.http.server import ServerSettings, _Server
+from jaxllama.serving.http import basics, body_threads, vector_routes
+from jaxllama.serving.http.context import Context, ServerSettings
+from jaxllama.serving.http.routes import ROUTES
 from jaxllama.serving.ipc.facts import ModelFacts
 from jaxllama.serving.ipc.hub import Hub
 from jaxllama.serving.ipc.link import EngineClient, local
@@ -753,13 +754,21 @@ def test_a_refusal_is_cheap(lm, name, path):
     data = COSTLY[name]().encode()
     if path == "embedding":
         data = data.replace(b'"prompt"', b'"input"')
-    server = _Server(lm, EngineClient(), ServerSettings(NAME, MAX_LEN), 8)
-    ask = {
-        "completion": lambda: server._call("completion", "x", data),
-        "chat": lambda: server._call("chat", "x", data),
-        "embedding": lambda: server.vectors.embedding_rows(data),
-        "tokenize": lambda: server._tokenize(data),
+    server = Context(lm, EngineClient(), ServerSettings(NAME, MAX_LEN), 8)
+    path, read = {
+        "completion": ("/v1/completions", lambda body: server.prompts.completion(body, "x")),
+        "chat": ("/v1/chat/completions", lambda body: server.prompts.chat(body, "x")),
+        "embedding": (
+            "/v1/embeddings",
+            lambda body: vector_routes.embedding_rows(server.prompts, body),
+        ),
+        "tokenize": ("/tokenize", lambda body: basics.tokenize(server, body)),
     }[path]
+    row = next(row for row in ROUTES if row.path == path)
+
+    def ask():
+        read(parse(row.body, data, *row.n_ids(server)))
+
     seconds = []
     for _ in range(3):
         begin = time.thread_time()

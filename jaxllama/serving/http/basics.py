@@ -1,0 +1,87 @@
+"""Small routes: tokenize, the list of models, health, the version, metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from jaxllama import __version__
+from jaxllama.serving.api.bodies import Detokenize, Tokenize
+from jaxllama.serving.api.schemas import (
+    ApiError,
+    Health,
+    ModelList,
+    ModelObject,
+    Text,
+    Tokens,
+    Version,
+    respond,
+)
+from jaxllama.serving.http.context import Context
+
+
+def tokenize(server: Context, body: Tokenize) -> Tokens:
+    prompts = server.prompts
+    prompts.adapter_of(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "send either prompt or messages", param="prompt")
+    if body.messages is not None:
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        ids = prompts.encode_chat(prompts.chat_prompt(body, tools or None))
+    else:
+        ids = prompts.encode(body.prompt or "", "prompt", body.add_special_tokens is not False)
+    return Tokens(ids, len(ids), prompts.max_len)
+
+
+def detokenize(server: Context, body: Detokenize) -> Text:
+    server.prompts.adapter_of(body.model)
+    return Text(server.prompts.tokenizer().decode(body.tokens, skip_special=False))
+
+
+def _model(server: Context, name: str) -> ModelObject:
+    tokenizer = server.model.tokenizer
+    return ModelObject(
+        id=name,
+        object="model",
+        created=server.created,
+        owned_by="jaxllama",
+        max_model_len=server.settings.max_len,
+        vocab_size=server.model.config.vocab_size,
+        chat=tokenizer is not None and tokenizer.chat_template is not None,
+    )
+
+
+async def models(server: Context, _: HttpRequest) -> ModelList:
+    return ModelList("list", [_model(server, name) for name in server.prompts.models])
+
+
+async def model(server: Context, http: HttpRequest) -> ModelObject:
+    name = http.path_params["model"]
+    server.prompts.adapter_of(name)
+    return _model(server, name)
+
+
+async def health(server: Context, _: HttpRequest) -> Response:
+    problem = server.link.problem
+    return respond(Health("ok")) if problem is None else respond(Health(problem), 503)
+
+
+async def live(server: Context, _: HttpRequest) -> Response:
+    """Return 503 only for a failure that a restart repairs."""
+    failure = server.link.failure
+    return respond(Health("ok")) if failure is None else respond(Health(failure), 503)
+
+
+async def version(*_: Any) -> Version:
+    return Version(__version__)
+
+
+async def document(server: Context, _: HttpRequest) -> Response:
+    return JSONResponse(server.document)
+
+
+async def metrics(server: Context, _: HttpRequest) -> Response:
+    kind, page = await server.link.ask("metrics")
+    return Response(page, headers={"Content-Type": kind})
