@@ -59,7 +59,7 @@ def _run_on_ray(args: argparse.Namespace, name: str) -> dict[str, int]:
 
     options = serve.engine_of(args)
     slots = options.get("max_slots") or EngineOptions().max_slots
-    at_once = min(options["max_queue"], 2 * slots)
+    at_once = min(options.get("max_queue") or EngineOptions().max_queue, 2 * slots)
     open_app = functools.partial(app_on_cluster, serve.plain(args), os.getcwd(), name)
     return batch.run(serve.cluster_of(args), name, open_app, args.input, args.output, at_once)
 

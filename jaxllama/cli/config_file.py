@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxllama.errors import JaxLlamaError
@@ -22,11 +22,12 @@ OPTION = "--config"
 MODEL_TABLE = "--model-table"  # a [[model]] table as JSON; the file alone writes it
 
 
-def expanded(argv: Sequence[str]) -> list[str]:
+def expanded(argv: Sequence[str], check: Callable[[list[str]], object] | None = None) -> list[str]:
     """Return a command line with the options of its file.
 
-    Raises JaxLlamaError for a file that is missing or no TOML, for tables, and for other values
-    than texts, numbers and truth values.
+    check: parses a command line. Raises JaxLlamaError, which names the file and the key, for an
+    option that ``check`` refuses, for tables, and for other values than texts, numbers and truth
+    values. Raises it for a file that is missing or no TOML too.
     """
     if not argv or argv[0] != "serve":
         return list(argv)
@@ -41,11 +42,12 @@ def expanded(argv: Sequence[str]) -> list[str]:
                 name, end = rest[end] if end < len(rest) else "", end + 1
             if not name:
                 raise JaxLlamaError(f"{OPTION}: expected a TOML file")
-            return [command, *_words(Path(name)), *rest[:index], *rest[end:]]
+            words = None if check is None else lambda words: check([command, *words])
+            return [command, *_words(Path(name), words), *rest[:index], *rest[end:]]
     return list(argv)
 
 
-def _words(path: Path) -> list[str]:
+def _words(path: Path, check: Callable[[list[str]], object] | None) -> list[str]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -55,8 +57,8 @@ def _words(path: Path) -> list[str]:
     models = table.get("model")
     if isinstance(models, list) and all(isinstance(one, dict) for one in models):
         del table["model"]
-        return [*words_of(table, f"{OPTION}: {path}"), *map(_model_word, models)]
-    return words_of(table, f"{OPTION}: {path}")
+        return [*words_of(table, f"{OPTION}: {path}", check), *map(_model_word, models)]
+    return words_of(table, f"{OPTION}: {path}", check)
 
 
 def _model_word(table: JsonObject) -> str:
@@ -66,10 +68,16 @@ def _model_word(table: JsonObject) -> str:
         raise JaxLlamaError("[[model]]: expected texts, numbers and truth values") from None
 
 
-def words_of(table: JsonObject, where: str) -> list[str]:
-    """Return a table's keys as options. Raises JaxLlamaError beginning with ``where``."""
+def words_of(
+    table: JsonObject, where: str, check: Callable[[list[str]], object] | None = None
+) -> list[str]:
+    """Return a table's keys as options. Raises JaxLlamaError beginning with ``where`` and the key.
+
+    check: raises JaxLlamaError for the words of a wrong option.
+    """
     words: list[str] = []
     for key, value in table.items():
+        begin = len(words)
         option = f"--{key.replace('_', '-')}"
         if option == OPTION:
             raise JaxLlamaError(f"{where}: {key}: a file names no other file")
@@ -81,4 +89,9 @@ def words_of(table: JsonObject, where: str) -> list[str]:
             elif item is not False:
                 kind = "a table" if isinstance(item, dict) else type(item).__name__
                 raise JaxLlamaError(f"{where}: {key}: expected a value, not {kind}")
+        if check is not None:
+            try:
+                check(words[begin:])
+            except JaxLlamaError as error:
+                raise JaxLlamaError(f"{where}: {key}: {error}") from None
     return words

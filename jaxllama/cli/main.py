@@ -73,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            args = parser().parse_args(expanded(sys.argv[1:] if argv is None else argv))
+            top = parser()
+            words = expanded(sys.argv[1:] if argv is None else argv, top.parse_args)
+            args = top.parse_args(words)
             args.run(args)
             sys.stdout.flush()
     except KeyboardInterrupt:

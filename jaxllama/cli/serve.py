@@ -13,7 +13,6 @@ from jaxllama.cli.config_file import MODEL_TABLE, OPTION
 from jaxllama.cli.domains import (
     COUNT,
     POSITIVE,
-    SHARE,
     Number,
     Parser,
     api_key,
@@ -23,6 +22,7 @@ from jaxllama.cli.domains import (
     text_file,
 )
 from jaxllama.cli.gpu_memory import gpu_share
+from jaxllama.engine.declared import DECLARED, Option
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import Options
 
@@ -31,64 +31,40 @@ if TYPE_CHECKING:
     from jaxllama.serving.http.process import ServeOptions
     from jaxllama.serving.ray.options import ClusterOptions
 
-# The engine's sizes that are rarely changed: (option, help). By default the engine chooses.
-ENGINE = (
-    ("prefill-rows", "short prompts that are prefilled at once"),
-    ("token-budget", "tokens of prompts between two decode steps"),
-    ("cache-tokens", "tokens that the cache holds (default: as many as fit the memory)"),
-    ("page-size", "tokens in a page of the cache"),
-    ("steps-per-call", "tokens that a row may generate before the host reads them"),
-)
 HELP = "OpenAI's API, a chat page and metrics over HTTP."
 
 
 def engine_options(sub: Parser) -> None:
     sub.add_argument("--slots", dest="max_slots", type=COUNT, help=argparse.SUPPRESS)  # older names
     sub.add_argument("--chunk", type=COUNT, help=argparse.SUPPRESS)
-    sub.add_argument(
-        "--max-slots",
-        type=COUNT,
-        metavar="N",
-        help="requests that run at once (default 16; a policy's are the rows of its block)",
-    )
-    sub.add_argument(
-        "--max-len",
-        type=COUNT,
-        metavar="N",
-        help="tokens of a request with its answer (default the model's context, "
-        "if the cache holds it)",
-    )
-    sub.add_argument(
-        "--max-queue",
-        type=COUNT,
-        default=256,
-        metavar="N",
-        help="requests that wait; more get 429 (default %(default)s)",
-    )
-    group = sub.add_argument_group("engine", "sizes of the engine")
-    for option, text in ENGINE:
-        group.add_argument(f"--{option}", type=COUNT, metavar="N", help=text)
-    group.add_argument(
-        "--memory-share",
-        type=SHARE,
-        metavar="SHARE",
-        help="share of jax's GPU memory to use (default 0.9)",
-    )
-    group.add_argument(
-        "--no-prefix-cache",
-        dest="prefix_cache",
-        action="store_false",
-        default=None,
-        help="read every prompt whole, also if its beginning is cached",
-    )
-    group.add_argument(
-        "--deterministic",
-        action="store_true",
-        default=None,
-        help="a request's bits do not depend on other requests",
-    )
+    groups = {"command": sub, "engine": sub.add_argument_group("engine", "sizes of the engine")}
+    for option in DECLARED.values():
+        if option.group in groups:
+            declared_option(groups[option.group], option)
     common.chat_option(sub)
     common.draft_options(sub)
+
+
+def declared_option(group: common.OptionGroup, option: Option) -> None:
+    """Add the flag of an engine's option. Without it the engine's own default holds."""
+    flag = option.name.replace("_", "-")
+    if option.kind is bool:
+        group.add_argument(
+            f"--no-{flag}" if option.default else f"--{flag}",
+            dest=option.name,
+            action="store_false" if option.default else "store_true",
+            default=None,
+            help=option.text,
+        )
+        return
+    default = "" if option.default is None else f" (default {option.default})"
+    is_share = option.kind is float
+    group.add_argument(
+        f"--{flag}",
+        type=Number(option.kind, option.least, option.most, above=is_share),
+        metavar="SHARE" if is_share else "N",
+        help=f"{option.text}{default}",
+    )
 
 
 def engine_of(args: argparse.Namespace) -> Options:
@@ -96,15 +72,11 @@ def engine_of(args: argparse.Namespace) -> Options:
     if args.draft is None and args.draft_tokens is not None:
         raise JaxLlamaError("--draft-tokens needs --draft: who proposes them")
     engine = {
-        "max_slots": args.max_slots,
-        "max_len": args.max_len,
-        "max_queue": args.max_queue,
         "kv_dtype": common.kv_dtype(args),
         "prefill_chunk": args.chunk,
+        "draft_tokens": args.draft_tokens,
     }
-    named = [option.replace("-", "_") for option, _ in ENGINE]
-    named += ["memory_share", "prefix_cache", "deterministic", "draft_tokens"]
-    engine |= {name: getattr(args, name) for name in named}
+    engine |= {name: getattr(args, name) for name in DECLARED if name in args}
     if args.draft is not None:
         engine["draft"] = functools.partial(common.proposer, plain(args))
     return {name: value for name, value in engine.items() if value is not None}
@@ -275,19 +247,9 @@ def options(sub: Parser) -> None:
         metavar="URL",
         help="OpenTelemetry collector that gets a trace of each request (OTLP over HTTP)",
     )
-    sub.add_argument(
-        "--lora-slots",
-        type=Number(int, 0, 64),
-        metavar="N",
-        help="LoRA adapters that clients may load and unload while the server runs "
-        "(POST /v1/load_lora_adapter; default 0: none)",
-    )
-    sub.add_argument(
-        "--max-lora-rank",
-        type=Number(int, 1, 512),
-        metavar="N",
-        help="largest rank of these adapters (default 16)",
-    )
+    for option in DECLARED.values():
+        if option.group == "adapters":
+            declared_option(sub, option)
     common.policy_option(sub)
     common.mesh_option(sub)
     common.model_options(sub)
@@ -364,8 +326,6 @@ def run(args: argparse.Namespace) -> None:
     engine = engine_of(args)
     if args.max_lora_rank is not None and not args.lora_slots:
         raise JaxLlamaError("--max-lora-rank needs --lora-slots: the adapters that it bounds")
-    if args.lora_slots:
-        engine |= {"lora_slots": args.lora_slots, "max_lora_rank": args.max_lora_rank or 16}
     options = ServeOptions(
         args.model,
         args.host,

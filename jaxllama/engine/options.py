@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import DraftPlan
+from jaxllama.engine.declared import DECLARED
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.executor import DETERMINISTIC_ROWS
 from jaxllama.model.cache import cache_dtype_name, init_pages
@@ -124,44 +125,27 @@ class EngineOptions:
         If an option has the wrong type or lies outside its range. The message names the option.
     """
 
-    max_slots: int = 16
-    max_len: int | None = None
+    max_slots: int = DECLARED["max_slots"].default
+    max_len: int | None = DECLARED["max_len"].default
     kv_dtype: str | None = None
-    cache_tokens: int | None = None
-    memory_share: float = 0.9
-    page_size: int | None = None
-    prefix_cache: bool = True
-    prefill_chunk: int | None = None
-    prefill_rows: int | None = None
-    token_budget: int | None = None
-    max_queue: int = 256
-    steps_per_call: int | None = None
-    deterministic: bool = False
+    cache_tokens: int | None = DECLARED["cache_tokens"].default
+    memory_share: float = DECLARED["memory_share"].default
+    page_size: int | None = DECLARED["page_size"].default
+    prefix_cache: bool = DECLARED["prefix_cache"].default
+    prefill_chunk: int | None = DECLARED["prefill_chunk"].default
+    prefill_rows: int | None = DECLARED["prefill_rows"].default
+    token_budget: int | None = DECLARED["token_budget"].default
+    max_queue: int = DECLARED["max_queue"].default
+    steps_per_call: int | None = DECLARED["steps_per_call"].default
+    deterministic: bool = DECLARED["deterministic"].default
     draft: str | ModelConfig | None = None
     draft_tokens: int = 0
-    lora_slots: int = 0
-    max_lora_rank: int = 16
+    lora_slots: int = DECLARED["lora_slots"].default
+    max_lora_rank: int = DECLARED["max_lora_rank"].default
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type == "bool":
-                if not isinstance(value, bool):
-                    raise JaxLlamaError(f"{field.name} = {value!r}: must be true or false")
-            elif field.type == "float":
-                if isinstance(value, bool) or not isinstance(value, (int, float)):
-                    raise JaxLlamaError(f"{field.name} = {value!r}: must be a number")
-            elif field.name in ("kv_dtype", "draft", "draft_tokens"):
-                continue
-            elif not (value is None and field.default is None):
-                # The shortest request has one prompt token and one new token.
-                least = {"max_len": 2, "lora_slots": 0}.get(field.name, 1)
-                if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                    raise JaxLlamaError(
-                        f"{field.name} = {value!r}: must be a whole number >= {least}"
-                    )
-        if not 0 < self.memory_share <= 1:
-            raise JaxLlamaError(f"memory_share = {self.memory_share}: must be in (0, 1]")
+        for name, option in DECLARED.items():
+            option.check(getattr(self, name))
         if self.kv_dtype is not None:
             object.__setattr__(self, "kv_dtype", _cache_dtype(self.kv_dtype))
         if not isinstance(self.draft, ModelConfig) and self.draft not in (None, "ngram", "mtp"):

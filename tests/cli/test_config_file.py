@@ -53,6 +53,24 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, says):
         expanded(["serve", "--config", "/nowhere"])
 
 
+@pytest.mark.parametrize(
+    ("text", "key", "says"),
+    [
+        ("port = 7000\nmax-slot = 1", "max-slot", "did you mean --max-slots"),
+        ("max_len = 1", "max_len", "must be at least 2"),
+        ("memory-share = 2", "memory-share", "must be above 0 and at most 1"),
+        ('quantize = "w9"', "quantize", "w9"),
+        ("deterministic = 5", "deterministic", "ignored explicit argument"),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_file(tmp_path, capsys, text, key, says):
+    file = tmp_path / "server.toml"
+    file.write_text(text)
+    assert main(["serve", "--model", "m", "--config", str(file)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: --config: {file}: {key}: ") and says in told
+
+
 def test_a_form_excludes_what_cannot_keep_it(capsys):
     for words in (["--regex", "a", "--stream"], ["--regex", "a", "--draft", "ngram"]):
         assert main(["generate", "hi", "--model", "llama-1b", *words]) == 2

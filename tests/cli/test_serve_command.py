@@ -205,7 +205,6 @@ def test_flags_are_the_options_of_the_server_and_its_engine(monkeypatch):
     assert options.engine == {
         "max_slots": 2,
         "max_len": 128,
-        "max_queue": 256,
         "prefill_rows": 1,
         "token_budget": 32,
         "cache_tokens": 200,

@@ -517,7 +517,7 @@ def test_options_that_do_not_go_together_are_refused_by_name():
         (lm, {"prefill_chunk": 128}, "prefill_chunk = 128: exceeds max_len = 96"),
         (lm, {"page_size": 32}, "page_size = 32: exceeds prefill_chunk = 16"),
         (model("hybrid"), {"page_size": 5}, "page_size = 5: must divide 16, as GLA's states"),
-        (lm, {"memory_share": 1.5}, "memory_share = 1.5: must be in"),
+        (lm, {"memory_share": 1.5}, "memory_share = 1.5: must be a number in"),
         (lm, {"memory_share": "all"}, "memory_share = 'all': must be a number"),
         (lm, {"prefix_cache": 1}, "prefix_cache = 1: must be true or false"),
         (lm, {"prefill_rows": 5}, "prefill_rows = 5: exceeds max_slots = 4"),
