@@ -40,6 +40,7 @@ from jaxllama.compiler_options import check_sums
 from jaxllama.config import ModelConfig, load_config, preset_names, preset_sampling
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError, SpeedWarning, WeightWarning
+from jaxllama.files import exists
 from jaxllama.kept import LEAST_LAYERS, KeptPrograms
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import lora
@@ -338,7 +339,7 @@ def _from_checkpoint(
         cfg, params = hf.load(
             path, dtype=dtype, progress=progress, place=put, stream=stream, added=added
         )
-        has_tokenizer = (path / "tokenizer.json").is_file()
+        has_tokenizer = exists(path / "tokenizer.json")
         tokenizer = Tokenizer.from_file(path / "tokenizer.json") if has_tokenizer else None
     if own_codes:
         params = jax.device_put(params)

@@ -19,13 +19,25 @@ import functools
 import json
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers import decoders, models
 from tokenizers import pre_tokenizers as pre
 
+from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.errors import JaxLlamaError
+from jaxllama.files import (
+    SETTINGS,
+    TEMPLATE,
+    TOKENIZER,
+    exists,
+    one_line,
+    read,
+    read_json,
+    read_text,
+)
+from jaxllama.text.growth import check_growth, check_markers
 from jaxllama.text.prompt_text import ChatPrompt, PlainSpelling, Spellings
 from jaxllama.text.stream import StopStrings, TextStream
 from jaxllama.text.token_bytes import ByteRule, byte_characters
@@ -103,9 +115,10 @@ class Tokenizer:
         self._templates = (
             {"default": chat_template} if isinstance(chat_template, str) else chat_template or {}
         )
-        self._special_ids = frozenset(
-            index for index, token in backend.get_added_tokens_decoder().items() if token.special
-        )
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(index for index, token in added.items() if token.special)
+        special, spelt = self._markers
+        check_markers([*special, *spelt], source)
         self._rule = ByteRule(backend, source)
         self._bytes: dict[int, bytes] = {}
         self._plain: PlainSpelling | None = None
@@ -126,42 +139,48 @@ class Tokenizer:
         path = Path(path)
         path = path / "tokenizer.json" if path.is_dir() else path
         folder = path.parent
-        if not path.is_file():
+        if not exists(path):
             hint = ""
-            if (folder / "tokenizer.model").is_file():
+            if exists(folder / "tokenizer.model"):
                 hint = "; tokenizer.model alone is not read: save the tokenizer with transformers"
             raise JaxLlamaError(f"{path}: no such file{hint}")
+        raw = read(path, TOKENIZER)
+        check_growth(raw, str(path))
         with _library_errors(f"{path}: not a tokenizer"):
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend = tokenizers.Tokenizer.from_buffer(raw)
         backend.no_truncation()
         backend.no_padding()
-        config = _read_json(folder / "tokenizer_config.json")
-        special = _read_json(folder / "special_tokens_map.json")
+
+        def beside(name: str) -> JsonObject:
+            other = folder / name
+            return read_json(other, SETTINGS) if exists(other) else {}
+
+        config, special = beside("tokenizer_config.json"), beside("special_tokens_map.json")
         special.update((key, value) for key, value in config.items() if key in _SPECIAL and value)
         names = {key: text for key in _SPECIAL if (text := _content(special.get(key)))}
 
         def id_of(role: str) -> int | None:
             return backend.token_to_id(names[role]) if role in names else None
 
-        ends = _read_json(folder / "generation_config.json").get("eos_token_id")
-        ends = [end for end in (ends if isinstance(ends, list) else [ends]) if _is_id(end)]
+        generation = JsonReader(beside("generation_config.json"), f"{folder}: generation_config: ")
+        ends = generation.token_ids("eos_token_id", None)
         eos = id_of("eos_token")
         template = config.get("chat_template")
-        if isinstance(template, list):  # named templates
+        jinja = folder / "chat_template.jinja"
+        if exists(jinja):
+            template = read_text(jinja, TEMPLATE)
+        elif isinstance(template, list):  # named templates
             template = {
                 str(entry.get("name")): str(entry.get("template"))
                 for entry in template
                 if isinstance(entry, dict)
             }
-        jinja = folder / "chat_template.jinja"
-        if jinja.is_file():
-            template = _read_text(jinja)
-        if not isinstance(template, (str, dict, type(None))):
+        elif not isinstance(template, (str, type(None))):
             raise JaxLlamaError(f"{folder / 'tokenizer_config.json'}: chat_template is not text")
         return cls(
             backend,
             str(path),
-            eos_ids=ends + ([] if eos is None else [eos]),
+            eos_ids=ends if eos is None else (*ends, eos),
             bos_id=id_of("bos_token"),
             special_tokens=names,
             chat_template=template,
@@ -507,7 +526,7 @@ def _library_errors(what: str) -> Generator[None]:
         yield
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise JaxLlamaError(f"{what}: {_one_line(error)}") from None
+            raise JaxLlamaError(f"{what}: {one_line(error)}") from None
         raise
 
 
@@ -515,30 +534,3 @@ def _content(token: object) -> str | None:
     """Return a special token of tokenizer_config.json, which is a string or an object there."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
-
-
-def _is_id(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _read_json(path: Path) -> JsonObject:
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(_read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise JaxLlamaError(f"{path}: not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise JaxLlamaError(f"{path}: expected a JSON object")
-    return data
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise JaxLlamaError(f"{path}: {_one_line(error)}") from None
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

@@ -645,6 +645,14 @@ def test_saved_files_are_read_by_transformers(tokenizer: Tokenizer, tmp_path: Pa
             {"tokenizer.json": None, "tokenizer_config.json": '{"chat_template": 3}'},
             "chat_template is not text",
         ),
+        (
+            {"tokenizer.json": None, "tokenizer_config.json": '{"chat_template": {"default": 3}}'},
+            "chat_template is not text",
+        ),
+        (
+            {"tokenizer.json": None, "generation_config.json": '{"eos_token_id": [1e400]}'},
+            "eos_token_id = [inf]: expected a token id",
+        ),
     ],
 )
 def test_bad_directories_are_named(

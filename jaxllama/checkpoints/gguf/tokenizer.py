@@ -22,6 +22,7 @@ from jaxllama.checkpoints.gguf.file import GGUFFile
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _BYTE = 1, 2, 3, 4, 6
 # Trained pieces are much shorter; the splits of a longer one would take too long.
 _MAX_PIECE = 1000
+_MAX_LETTERS = 1 << 24  # of all pieces, each of which is split before every letter
 
 _GPT2_CUT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS_CUT = (
@@ -164,6 +165,8 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], types: list[int]) -> Token
     longest = max(map(len, pieces), default=0)
     if longest > _MAX_PIECE:
         raise file.error("tokenizer.ggml.tokens", f"a piece has {longest} characters")
+    if sum(map(len, pieces)) > _MAX_LETTERS:
+        raise file.error("tokenizer.ggml.tokens", f"more than {_MAX_LETTERS} characters")
     ranked = []
     for piece in pieces:
         index = vocab[piece]
