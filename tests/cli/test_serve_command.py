@@ -369,7 +369,7 @@ def test_nobody_listens(capsys):
 def test_a_second_server_does_not_take_the_state(tmp_path):
     first = Journal(tmp_path)
     first.accept("a", "chat", 1, "{}")
-    with pytest.raises(JaxLlamaError, match="locked"):
+    with pytest.raises(JaxLlamaError, match="another server uses this folder"):
         Journal(tmp_path)
     first.close()
     again = Journal(tmp_path)
