@@ -98,7 +98,7 @@ class Journal:
             if found != "ok":
                 raise JaxLlamaError(f"--state {folder}: {_damage(path)}")
         except (OSError, sqlite3.Error) as error:
-            raise JaxLlamaError(f"--state {folder}: {_reason(error, path)}") from None
+            raise JaxLlamaError(f"--state {folder}: {reason(error, path)}") from None
 
     def accept(self, id: str, kind: str, at: int, body: str, owner: str = "") -> None:
         with self._using("written"):
@@ -165,7 +165,7 @@ class Journal:
         try:
             yield
         except sqlite3.Error as error:
-            why = _reason(error, Path(self.folder) / FILE)
+            why = reason(error, Path(self.folder) / FILE)
             unavailable = JournalUnavailable(f"the journal cannot be {done}: {why}")
             unavailable.is_damaged = _code(error) in _DAMAGED
             raise unavailable from None
@@ -179,11 +179,13 @@ def _code(error: Exception) -> int:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
-def _reason(error: Exception, path: Path) -> str:
-    """Return why a journal cannot be used, and what to do."""
+def reason(error: Exception, path: Path) -> str:
+    """Return why a database or a file cannot be used, and what to do."""
     if _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return "another server uses this folder; give each server a folder of its own"
-    return _damage(path) if _code(error) in _DAMAGED else str(error)
+    if _code(error) in _DAMAGED:
+        return _damage(path)
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _damage(path: Path) -> str:

@@ -53,6 +53,7 @@ try:
     from jaxllama.serving.api.keys import read as read_keys
     from jaxllama.serving.api.metrics import HasStats, Metrics
     from jaxllama.serving.http import front_end
+    from jaxllama.serving.http.file_store import FileStore, StoreUnavailable
     from jaxllama.serving.http.middleware import is_local
     from jaxllama.serving.http.server import ServerSettings, create_app
     from jaxllama.serving.ipc.facts import ModelFacts
@@ -153,6 +154,17 @@ class ServeOptions:
         return self.hosts
 
 
+def _check_files(state: Path) -> None:
+    """Raise JaxLlamaError if the state folder's files cannot be used."""
+    store = FileStore(state)
+    try:
+        store.check()
+    except StoreUnavailable as error:
+        raise JaxLlamaError(f"--state {state}: {error.reason}") from None
+    finally:
+        store.close()
+
+
 def _has_otel() -> bool:
     return find_spec("opentelemetry") is not None and find_spec("opentelemetry.sdk") is not None
 
@@ -173,6 +185,8 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
         for one in front_ends:
             children.callback(one.kill)
         journal = None if options.state is None else Journal(options.state)
+        if options.state is not None:
+            _check_files(options.state)
         name, *aliases = options.names or (model_name(options.model),)
         metrics = Metrics(name)
         if options.replicas > 1:
