@@ -318,7 +318,7 @@ class _Server:
         self._ready, self._ending = asyncio.Event(), asyncio.Event()
         self._error: str | None = None
         self.stuck: str | None = None  # the thread that did not end
-        self._children: set[_FrontEnd] = set()
+        self._children: dict[_FrontEnd, Wire] = {}
         self._died = 0  # front ends in a row that died before they were ready
 
     async def run(
@@ -371,8 +371,7 @@ class _Server:
             if not self._unready:
                 self._ready.set()
 
-        self._children.add(one)
-        wire = Wire()
+        wire = self._children[one] = Wire()
         port = self._hub.open(wire.write)
         port.on_ready, port.on_pong, wire.on_data = ready, pulse.beat, port.received
         watching: list[asyncio.Task[None]] = []
@@ -384,7 +383,7 @@ class _Server:
             task.cancel()
         cancelled = port.close()
         status = await asyncio.to_thread(one.process.wait)
-        self._children.discard(one)
+        self._children.pop(one, None)
         if self._ending.is_set():
             return
         log = logging.getLogger("jaxllama.serving")
@@ -438,15 +437,24 @@ class _Server:
             await asyncio.wait(self._living, timeout=self._drain_timeout)
         stopping = threading.Thread(target=self._engine.stop, name="stop", daemon=True)
         stopping.start()
-        deadline = time.monotonic() + STUCK
-        while stopping.is_alive() and time.monotonic() < deadline:
-            await asyncio.sleep(LOOK)
-        if stopping.is_alive():
-            self.stuck = "jaxllama-engine"
+        await _ended(stopping, LAST_WORDS / 2)
+        if stopping.is_alive():  # front ends tell their clients that the engine is gone
+            for wire in self._children.values():
+                wire.close()
         if self._living:
             await asyncio.wait(self._living, timeout=LAST_WORDS)
+        await _ended(stopping, STUCK)
+        if stopping.is_alive():
+            self.stuck = "jaxllama-engine"
         for one in self._children:  # one that is stopped would be waited for
             one.process.kill()
+
+
+async def _ended(thread: threading.Thread, seconds: float) -> None:
+    """Wait for a thread, at most so long."""
+    deadline = time.monotonic() + seconds
+    while thread.is_alive() and time.monotonic() < deadline:
+        await asyncio.sleep(LOOK)
 
 
 async def report(engine: HasStats) -> None:
