@@ -98,6 +98,9 @@ class Engine:
     ----------
     failure : str or None
         The error that ended the engine; None while it works.
+    stalled : str or None
+        Why the engine's thread counts as hung: a step takes more than ten minutes, or an hour if
+        the model is offloaded.
     on_step
         Called before each step with its input, on the engine's thread (``engine.lockstep``).
 

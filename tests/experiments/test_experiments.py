@@ -698,7 +698,6 @@ def test_speed_raises_the_context_of_random_weights(write, tmp_path):
 
 
 def test_train_gives_curves_of_every_seed(write, tmp_path):
-    pytest.importorskip("orbax.checkpoint")
     pytest.importorskip("matplotlib")
     (tmp_path / "words.txt").write_text("to be or not to be, that is the question. " * 40)
     content = """
