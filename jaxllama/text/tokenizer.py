@@ -26,13 +26,16 @@ from tokenizers import decoders, models
 from tokenizers import pre_tokenizers as pre
 
 from jaxllama.errors import JaxLlamaError
-from jaxllama.text.prompt_text import ChatPrompt, PlainSpelling, Spellings
+from jaxllama.text.chat.messages import Messages
+from jaxllama.text.chat.prompt_text import ChatPrompt, Markers, PlainSpelling, Spellings
 from jaxllama.text.stream import StopStrings, TextStream
 from jaxllama.text.token_bytes import ByteRule, byte_characters
 from jaxllama.typing import JsonObject
 
 if TYPE_CHECKING:
     from jaxllama.checkpoints.gguf.file import GGUFFile
+    from jaxllama.text.chat.rendering import Chat
+    from jaxllama.text.chat.template import ChatTemplate
 
 __all__ = ["StopStrings", "TextStream", "Tokenizer"]
 
@@ -234,6 +237,11 @@ class Tokenizer:
             raise JaxLlamaError(f"{directory}: {error.strerror or error}") from None
         return [directory / name for name in contents]
 
+    @property
+    def name(self) -> str:
+        """The file's name, for errors that clients of a server read."""
+        return Path(self.source).name
+
     # Vocabulary
 
     @functools.cached_property
@@ -284,7 +292,7 @@ class Tokenizer:
             For text that is not Unicode.
         """
         self._check_unicode(text)
-        with _library_errors(f"{self.source}: cannot encode"):
+        with _library_errors(f"{self.name}: cannot encode"):
             return self._backend.encode(text, add_special_tokens=add_special).ids
 
     def encode_pair(self, first: str, second: str) -> list[int]:
@@ -297,7 +305,7 @@ class Tokenizer:
         """
         self._check_unicode(first)
         self._check_unicode(second)
-        with _library_errors(f"{self.source}: cannot encode"):
+        with _library_errors(f"{self.name}: cannot encode"):
             return self._backend.encode(first, second).ids
 
     @staticmethod
@@ -381,9 +389,11 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, object]],
+        messages: Messages,
         add_generation_prompt: bool = True,
         tools: Sequence[object] | None = None,
+        *,
+        continue_final_message: bool = False,
         **extra: object,
     ) -> str:
         """Return the prompt for messages, with special tokens as text.
@@ -393,11 +403,13 @@ class Tokenizer:
         Parameters
         ----------
         messages : sequence of mappings
-            Each {"role": ..., "content": ...}.
+            Each {"role": ..., "content": ...}; ``chat.messages`` lists the forms.
         add_generation_prompt : bool
             Whether the prompt ends with the beginning of an answer.
         tools : sequence or None
             JSON schemas, for templates that use them.
+        continue_final_message : bool
+            Whether the prompt ends with the text of the last message. No answer begins then.
         **extra
             Further template variables.
 
@@ -406,36 +418,66 @@ class Tokenizer:
         JaxLlamaError
             Without a template, or when it refuses the messages.
         """
-        return self._render(messages, add_generation_prompt, tools, extra)
+        return self.chat_prompt(
+            messages,
+            add_generation_prompt,
+            tools,
+            continue_final_message=continue_final_message,
+            **extra,
+        ).text
 
     def chat_prompt(
         self,
-        messages: Sequence[Mapping[str, object]],
+        messages: Messages,
         add_generation_prompt: bool = True,
         tools: Sequence[object] | None = None,
+        *,
+        continue_final_message: bool = False,
         **extra: object,
     ) -> ChatPrompt:
         """Return the prompt with the positions where a special token is only text."""
-        if self.parse_special:
-            return ChatPrompt(self._render(messages, add_generation_prompt, tools, extra))
-        everything, own = self._spellings
-        mark = everything.unused_mark([messages, tools, extra])
-        if mark is not None:
-            # Templates search the assistant's earlier messages for "</think>" and similar tokens.
-            messages = [
-                (own if message.get("role") == "assistant" else everything).guard(message, mark)
-                for message in messages
-            ]
-            tools, extra = everything.guard(tools, mark), everything.guard(extra, mark)
-        rendered = self._render(messages, add_generation_prompt, tools, extra)
-        return ChatPrompt.of(rendered, mark)
+        begins = add_generation_prompt and not continue_final_message
+        chat = self.chat(messages, tools, add_generation_prompt=begins, **extra)
+        if not continue_final_message:
+            return chat.prompt()
+        halves = chat.split(-1)
+        if halves is None:
+            raise JaxLlamaError(
+                "continue_final_message: the template does not show the last message's text"
+            )
+        return halves[0]
+
+    def chat(
+        self, messages: Messages, tools: Sequence[object] | None = None, **variables: object
+    ) -> Chat:
+        """Return a conversation for the chat template; see ``chat.rendering``."""
+        from jaxllama.text.chat.rendering import Chat
+
+        template = self.compiled_template(bool(tools))
+        markers = None if self.parse_special else self._spellings
+        return Chat.of(template, messages, tools, variables, markers)
+
+    def compiled_template(self, tools: bool) -> ChatTemplate:
+        """Return the template for conversations with or without tools.
+
+        Raises JaxLlamaError for a tokenizer without one.
+        """
+        from jaxllama.text.chat.template import chat_template  # jinja2 takes 50 ms to import
+
+        source = self.template_for(tools)
+        if source is None:
+            raise JaxLlamaError(
+                f"{self.name}: no chat template: this is not a chat model; a directory may hold "
+                "a template in chat_template.jinja"
+            )
+        return chat_template(source, self.name, tuple(self.special_tokens.items()))
 
     def encode_prompt(self, prompt: ChatPrompt) -> list[int]:
         """Return the token ids of a chat's prompt."""
         if not prompt.literal:
             return self.encode(prompt.text, add_special=False)
         self._check_unicode(prompt.text)
-        with _library_errors(f"{self.source}: cannot encode"):
+        with _library_errors(f"{self.name}: cannot encode"):
             if self._plain is None:
                 special, spelt = self._markers
                 self._plain = PlainSpelling(self._backend, [*special, *spelt])
@@ -465,35 +507,9 @@ class Tokenizer:
         return special, spelt
 
     @functools.cached_property
-    def _spellings(self) -> tuple[Spellings, Spellings]:
-        """Finders for all markers, and for the markers in an assistant's message."""
+    def _spellings(self) -> Markers:
         special, spelt = self._markers
-        return Spellings([*special, *spelt]), Spellings(special)
-
-    def _render(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        add_generation_prompt: bool,
-        tools: Sequence[object] | None,
-        extra: Mapping[str, object],
-    ) -> str:
-        template = self.template_for(bool(tools))
-        if template is None:
-            raise JaxLlamaError(
-                f"{self.source}: no chat template: this is not a chat model; a directory may hold "
-                "a template in chat_template.jinja"
-            )
-        from jaxllama.text.chat_template import render  # jinja2 takes 50 ms to import
-
-        variables = {
-            **self.special_tokens,
-            "messages": messages,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-            **extra,
-        }
-        return render(template, variables, self.source)
+        return Markers(Spellings([*special, *spelt]), Spellings(special))
 
 
 @contextlib.contextmanager

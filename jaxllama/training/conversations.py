@@ -23,16 +23,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.text.chat.answers import answer_of
+from jaxllama.text.chat.messages import Messages
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import JsonObject
-
-Messages = Sequence[Mapping[str, object]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,26 +206,3 @@ def chat(
     if current is None:
         raise JaxLlamaError("no message of the assistant: there is nothing to learn")
     yield current
-
-
-def answer_of(
-    messages: Messages, tokenizer: Tokenizer, tools: Sequence[object] | None = None
-) -> tuple[list[int], list[int]]:
-    """Return (tokens of the prompt, tokens of the last message, which answers it).
-
-    Raises JaxLlamaError for a template whose text of the answer does not follow the prompt.
-    """
-    prompt = tokenizer.chat_prompt(messages[:-1], tools=tools)
-    whole = tokenizer.chat_prompt(messages, add_generation_prompt=False, tools=tools)
-    head, ids = tokenizer.encode_prompt(prompt), tokenizer.encode_prompt(whole)
-    if ids[: len(head)] == head:
-        answer = ids[len(head) :]
-    elif whole.text.startswith(prompt.text):
-        # A token crosses the border; at inference none does.
-        answer = tokenizer.encode_prompt(whole.since(len(prompt.text)))
-    else:
-        raise JaxLlamaError(
-            f"{tokenizer.source}: the chat template does not write an answer behind its own prompt"
-        )
-    ends = [place for place, token in enumerate(answer) if token in tokenizer.eos_ids]
-    return head, answer[: ends[-1] + 1] if ends else answer
