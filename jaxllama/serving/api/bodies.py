@@ -256,11 +256,11 @@ class TextPart(Lenient):
 
 class FunctionCall(Lenient):
     name: str
-    arguments: str
+    arguments: str | JsonObject | None = None
 
 
 class ToolCall(Lenient):
-    id: str
+    id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -272,10 +272,11 @@ class Message(Lenient):
     tool_calls: Annotated[list[ToolCall], FIRST_ERROR] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # another server's name of it
 
 
-# OpenAI's pattern and a dot: templates write names unquoted into prompts.
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+# OpenAI's pattern and a dot, as long as Anthropic's: templates write names unquoted into prompts.
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 # Kinds of tools that a service runs itself, or whose calls are not JSON; some have a date behind.
 _FOREIGN = re.compile(
     r"(custom|local_shell|shell|apply_patch|web_search|web_fetch|file_search|code_interpreter"

@@ -25,7 +25,7 @@ from jaxllama.serving.api.reading import Reading
 from jaxllama.serving.api.schemas import ApiError
 from jaxllama.serving.api.strict import check_strict
 from jaxllama.serving.api.tools import Tools
-from jaxllama.serving.tools.lark import ANYTHING, LarkRules, quoted, tight
+from jaxllama.serving.tools.lark import ANYTHING, LarkRules, quoted, regex_terminal, tight
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import JsonObject
 
@@ -46,7 +46,7 @@ class AnswerConstraint:
             return {"name": "form", "json_schema": tight(json.loads(self.source), self.is_lenient)}
         source = self.source
         if self.kind == "regex":
-            source = "start: /" + source.replace("/", r"\/") + "/"
+            source = f"start: {regex_terminal(source)}"
         return {"name": "form", "lark_grammar": source}
 
 

@@ -344,7 +344,7 @@ PYTHONIC = LiteralFormat(
 )
 LFM2 = LiteralFormat(
     "lfm2",
-    ("<|tool_call_start|>",),
+    ("<|tool_call_start|>", "<|tool_list_start|>"),
     section=("<|tool_call_start|>", "<|tool_call_end|>"),
     is_list=True,
     separator=", ",
