@@ -392,7 +392,11 @@ class Prompts:
             is_written=max_tokens != 0,
             lists_scores=body.prompt_logprobs is not None,
             shows_ids=bool(body.return_token_ids),
-            notes=(*body.notes, *(() if wanted is None else wanted.notes)),
+            notes=(
+                *body.notes,
+                *(() if wanted is None else wanted.notes),
+                *(() if how.tools is None else how.tools.notes),
+            ),
         )
 
 
