@@ -315,11 +315,57 @@ def _sizes(file: GGUFFile, name: str, arch: GGUFArchitecture) -> JsonObject:
     }
 
 
+# Tokens that end a generation by their spelling, as in llama.cpp: files often name only one.
+_ENDS = frozenset(
+    (
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|calls|>",
+        "<|flush|>",
+        "<end_of_turn>",
+        "<turn|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<end_of_utterance>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "<eos>",
+        "</s>",
+        "<｜end▁of▁sentence｜>",
+        "[e~[",
+    )
+)
+_ENDS_OF_CHANNELS = frozenset(("<|return|>", "<|call|>", "<|calls|>", "<|flush|>"))
+_CONTROL = 3
+
+
 def eos_ids(file: GGUFFile) -> tuple[int, ...]:
-    """Return the ids that end a generation: end of sequence, end of turn, end of message."""
+    """Return the ids that end a generation: end of sequence, of turn, of message, of text.
+
+    The file's keys come first, then tokens with the spelling of an end.
+    """
     keys = (f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom"))
     ids = [file.integer(key) for key in keys if key in file]
-    return tuple(dict.fromkeys(ids))
+    if "tokenizer.ggml.tokens" not in file:
+        return tuple(dict.fromkeys(ids))
+    found = {
+        token: index
+        for index, token in enumerate(file.strings("tokenizer.ggml.tokens"))
+        if token in _ENDS
+    }
+    if "</s>" in found and "tokenizer.ggml.token_type" in file:
+        kinds = file.array("tokenizer.ggml.token_type")
+        if kinds[found["</s>"] : found["</s>"] + 1].tolist() != [_CONTROL]:
+            del found["</s>"]  # Gemma's HTML tag
+    if len(found.keys() & _ENDS_OF_CHANNELS) > 1:
+        found.pop("<|end|>", None)  # it ends one of an answer's several messages
+    return tuple(dict.fromkeys((*ids, *found.values())))
 
 
 def _per_layer(file: GGUFFile, key: str, default: int | None = None) -> int:
