@@ -123,7 +123,8 @@ class Tokenizer:
         """Return the tokenizer of ``tokenizer.json`` (or its directory) and the files beside it.
 
         If they exist, these files are read too: tokenizer_config.json and special_tokens_map.json
-        (special tokens, chat template), chat_template.jinja, generation_config.json (stop tokens).
+        (special tokens, chat template), chat_template.jinja, generation_config.json or config.json
+        (stop tokens).
         Raises JaxLlamaError naming the file.
         """
         path = Path(path)
@@ -146,7 +147,10 @@ class Tokenizer:
         def id_of(role: str) -> int | None:
             return backend.token_to_id(names[role]) if role in names else None
 
-        ends = _read_json(folder / "generation_config.json").get("eos_token_id")
+        ends = None
+        for name in ("generation_config.json", "config.json"):
+            if ends is None:
+                ends = _read_json(folder / name).get("eos_token_id")
         ends = [end for end in (ends if isinstance(ends, list) else [ends]) if _is_id(end)]
         eos = id_of("eos_token")
         template = config.get("chat_template")
