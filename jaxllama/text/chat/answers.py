@@ -29,8 +29,13 @@ def answer_of(
 ) -> tuple[list[int], list[int]]:
     """Return (tokens of the prompt, tokens of the last message, which answers it).
 
-    Raises JaxLlamaError for a template whose text of the answer does not follow the prompt.
+    Raises JaxLlamaError for a template whose text of the answer does not follow the prompt, or
+    that leaves out the answer's calls of tools.
     """
+    if messages[-1].get("tool_calls") and not tokenizer.compiled_template(bool(tools)).shows_calls:
+        raise JaxLlamaError(
+            f"{tokenizer.name}: the chat template does not show calls of tools, so none is learned"
+        )
     last = _Answer(messages, tokenizer, tools)
     prompt, answer = last.halves()
     head, ids = tokenizer.encode_prompt(prompt), tokenizer.encode_prompt(prompt + answer)

@@ -106,6 +106,14 @@ class ChatTemplate:
         chat = _chat("user", _ONE)
         return self._shown(chat, [_TOOL]) != self._shown(chat)
 
+    @functools.cached_property
+    def shows_calls(self) -> bool:
+        """Whether a call of a tool in an earlier answer is in the prompt."""
+        arguments = {_ONE: _TWO}
+        as_text = self.takes_text_arguments
+        shown = self._shown(_call(json.dumps(arguments) if as_text else arguments))
+        return shown is None or _TWO in shown
+
     def _shown(
         self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None = None
     ) -> str | None:
