@@ -20,8 +20,8 @@ from jaxllama.text.chat.prompt_text import ChatPrompt
 from jaxllama.text.chat.rendering import Chat
 from jaxllama.text.tokenizer import Tokenizer
 
-# Variables under which a template's prompt begins an answer without reasoning.
-_WITHOUT_REASONING = ("enable_thinking", "thinking")
+# Variables of templates that say whether an answer begins with reasoning.
+_SWITCHES = ("enable_thinking", "thinking")
 
 
 def answer_of(
@@ -58,8 +58,8 @@ class _Answer:
     def halves(self) -> tuple[ChatPrompt, ChatPrompt]:
         """Return (prompt, answer)."""
         source = self.tokenizer.template_for(bool(self.tools)) or ""
-        known = [name for name in _WITHOUT_REASONING if name in source]
-        for variables in ({}, *({name: False} for name in known)):
+        known = [name for name in _SWITCHES if name in source]
+        for variables in ({}, *({name: on} for name in known for on in (False, True))):
             earlier, whole = self._earlier(True, **variables), self._whole(**variables)
             prompt, written = earlier.prompt(), whole.prompt()
             if not written.text.startswith(prompt.text):

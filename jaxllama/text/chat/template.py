@@ -137,11 +137,13 @@ def _chat(role: str, content: object) -> list[JsonObject]:
     """Return a small chat with a message of this role."""
     question: JsonObject = {"role": "user", "content": "q"}
     message: JsonObject = {"role": role, "content": content}
+    if role == "tool":
+        return [*_call({}), {**message, "tool_call_id": _CALL_ID, "name": "f"}]
     if role == "user":
         return [message]
     if role == "system":
         return [message, question]
-    return [question, message] if role == "assistant" else [*_call({})[:2], message]
+    return [question, message]
 
 
 def _call(arguments: object) -> list[JsonObject]:
@@ -151,7 +153,6 @@ def _call(arguments: object) -> list[JsonObject]:
     return [
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "r", "tool_call_id": _CALL_ID, "name": "f"},
     ]
 
 
