@@ -12,11 +12,11 @@ Every line of the file is an object of one of these forms:
     {"chosen": [messages], "rejected": [messages]}       their first equal messages are the prompt
     {"prompt": ..., "completion": ..., "label": true}    KTO
 
-The tokenizer's own chat template writes messages. The tokens before an answer are exactly the
-prompt that the template gives at inference. An answer ends with the first token behind it that ends
-a generation; what the template writes after that is the next turn's. Some templates rewrite earlier
-turns (they remove old reasoning, say). Such a conversation becomes several examples, each as the
-model sees it at inference.
+Messages may have any of the forms that the server takes (``text.chat.messages``), and the model
+learns what the server shows it (``text.chat.answers``). The tokens before an answer are exactly the
+prompt of inference. An answer ends with the first token behind it that ends a generation. Some
+templates rewrite earlier turns (they remove old reasoning, say). Such a conversation becomes
+several examples, each as the model sees it at inference.
 """
 
 from __future__ import annotations
@@ -116,14 +116,14 @@ def examples_of(line: JsonObject, tokenizer: Tokenizer) -> Iterator[Example]:
     """Yield the examples of one line; the module docstring lists the forms."""
     if "messages" in line:
         messages = checked(line["messages"], "messages")
-        yield from chat(messages, tokenizer, line.get("tools"))
+        yield from chat(messages, tokenizer, tools_of(line))
     elif "prompt" in line and "completion" in line:
         prompt, completion = line["prompt"], line["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             yield Example.of(*text_pair(prompt, completion, tokenizer))
         else:
             before, after = checked(prompt, "prompt"), checked(completion, "completion")
-            yield from chat([*before, *after], tokenizer, line.get("tools"), first=len(before))
+            yield from chat([*before, *after], tokenizer, tools_of(line), first=len(before))
     else:
         raise JaxLlamaError("expected messages, or prompt and completion")
 
@@ -180,15 +180,28 @@ def text_pair(prompt: str, completion: str, tokenizer: Tokenizer) -> tuple[list[
     return tokenizer.encode(prompt), [*answer, *tokenizer.eos_ids[:1]]
 
 
+def tools_of(line: JsonObject) -> list[object] | None:
+    """Return the tools of a line. Raises JaxLlamaError for anything but a list of objects."""
+    tools = line.get("tools")
+    if tools is not None and not (isinstance(tools, list) and all(map(_is_object, tools))):
+        raise JaxLlamaError("tools: expected a list of objects")
+    return tools
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
 def chat(
-    messages: Messages, tokenizer: Tokenizer, tools: object = None, first: int = 0
+    messages: Messages,
+    tokenizer: Tokenizer,
+    tools: Sequence[object] | None = None,
+    first: int = 0,
 ) -> Iterator[Example]:
     """Yield the examples of a conversation.
 
     first: index of the first message whose answer counts.
     """
-    if tools is not None and not isinstance(tools, list):
-        raise JaxLlamaError("tools: expected a list")
     current: Example | None = None
     for index, message in enumerate(messages):
         if message["role"] != "assistant" or index < first:

@@ -62,16 +62,18 @@ class Chat:
         Returns None if the template does not show the message's text.
         """
         text = content_text(self.messages[index]["content"])
+        blanks = text[len(text.rstrip()) :]
         [end] = self._unused(1)
         rendered, mark = self._render(index, end + _BLANKS)
         before, found, after = rendered.rpartition(end)
         if not found:
             return None
-        before = before.replace(end + _BLANKS, "").replace(end, "")
+        # The text may be shown more than once.
+        before = before.replace(end + _BLANKS, "").replace(blanks + end, "").replace(end, "")
         if after.startswith(_BLANKS):
             after = after.removeprefix(_BLANKS)
         else:
-            before = before.removesuffix(text[len(text.rstrip()) :])
+            before = before.removesuffix(blanks)
         return ChatPrompt.of(before, mark), ChatPrompt.of(after, mark)
 
     def _unused(self, count: int) -> list[str]:

@@ -108,11 +108,10 @@ class ChatTemplate:
 
     @functools.cached_property
     def shows_calls(self) -> bool:
-        """Whether a call of a tool in an earlier answer is in the prompt."""
+        """Whether a prompt with an earlier call of a tool differs from one without."""
         arguments = {_ONE: _TWO}
-        as_text = self.takes_text_arguments
-        shown = self._shown(_call(json.dumps(arguments) if as_text else arguments))
-        return shown is None or _TWO in shown
+        called = _call(json.dumps(arguments) if self.takes_text_arguments else arguments)
+        return self._shown(called) != self._shown(_chat("assistant", ""))
 
     def _shown(
         self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None = None
