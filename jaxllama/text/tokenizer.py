@@ -26,7 +26,6 @@ from tokenizers import decoders, models
 from tokenizers import pre_tokenizers as pre
 
 from jaxllama.errors import JaxLlamaError
-from jaxllama.text.chat.messages import Messages
 from jaxllama.text.chat.prompt_text import ChatPrompt, Markers, PlainSpelling, Spellings
 from jaxllama.text.stream import StopStrings, TextStream
 from jaxllama.text.token_bytes import ByteRule, byte_characters
@@ -393,7 +392,7 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
-        messages: Messages,
+        messages: Sequence[Mapping[str, object]],
         add_generation_prompt: bool = True,
         tools: Sequence[object] | None = None,
         *,
@@ -432,7 +431,7 @@ class Tokenizer:
 
     def chat_prompt(
         self,
-        messages: Messages,
+        messages: Sequence[Mapping[str, object]],
         add_generation_prompt: bool = True,
         tools: Sequence[object] | None = None,
         *,
@@ -452,7 +451,10 @@ class Tokenizer:
         return halves[0]
 
     def chat(
-        self, messages: Messages, tools: Sequence[object] | None = None, **variables: object
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[object] | None = None,
+        **variables: object,
     ) -> Chat:
         """Return a conversation for the chat template; see ``chat.rendering``."""
         from jaxllama.text.chat.rendering import Chat

@@ -61,6 +61,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     endpoint: ClassVar[str | None] = None
     hints: ClassVar[dict[str, str]] = {}
+    shows_unknown: ClassVar[bool] = False  # whether unknown fields are kept, for the template
     _notes: tuple[str, ...] = PrivateAttr(())
 
     @property
@@ -76,9 +77,10 @@ class Strict(BaseModel):
         unknown = self.model_extra or {}
         if unknown and self.endpoint is not None:
             other_fields.refuse(self.endpoint, unknown, _of_others(), self.hints)
-        for name in unknown:
-            _log_unknown(name[:64])
-        unknown.clear()
+        if not self.shows_unknown:
+            for name in unknown:
+                _log_unknown(name[:64])
+            unknown.clear()
         return self
 
 
@@ -314,6 +316,7 @@ OnlyFunctions = BeforeValidator(_drop_foreign)
 
 
 class Function(Strict):
+    shows_unknown = True
     name: ToolName
     description: str | None = None
     parameters: JsonObject | None = None

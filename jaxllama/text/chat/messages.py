@@ -31,6 +31,7 @@ from jaxllama.typing import JsonObject
 
 Messages = Sequence[Mapping[str, object]]
 REASONING = ("reasoning_content", "thinking", "reasoning")
+_FUNCTION_KEYS = ("name", "description", "parameters")
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 
 
@@ -71,15 +72,17 @@ def normalized(messages: Messages, template: Accepts) -> list[JsonObject]:
 
 
 def shown_tools(tools: Sequence[object] | None) -> list[object] | None:
-    """Return tools as OpenAI's API has them; None for no tools.
+    """Return tools as OpenAI's API has them, in its order of keys; None for no tools.
 
     A function alone becomes a tool. Null keys are left out.
     """
     found: list[object] = []
     for tool in tools or ():
-        if isinstance(tool, Mapping):
-            tool = {"type": "function", "function": tool} if "function" not in tool else tool
-            tool = {key: _without_null(value) for key, value in tool.items() if value is not None}
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if isinstance(function, Mapping) and "name" in function:
+            keys = dict.fromkeys((*_FUNCTION_KEYS, *function))
+            known = {key: function[key] for key in keys if function.get(key) is not None}
+            tool = {"type": "function", "function": known}
         found.append(tool)
     return found or None
 
@@ -139,12 +142,6 @@ def _arguments(arguments: object, template: Accepts) -> object:
         return json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-
-
-def _without_null(value: object) -> object:
-    if not isinstance(value, Mapping):
-        return value
-    return {key: item for key, item in value.items() if item is not None}
 
 
 def _listed(value: object, key: str) -> list[object]:

@@ -122,6 +122,15 @@ def test_tools_in_any_form() -> None:
             "function": {"name": "f", "parameters": {"default": None}},
         }
     assert shown("{{ tools is none }}", [USER], tools=[]) == "True"
+    sorted_keys = {"description": "d", "name": "f", "parameters": {}, "return": {"type": "string"}}
+    text = shown("{{ tools[0] | tojson }}", [USER], tools=[{"function": sorted_keys, "x": 1}])
+    assert text == json.dumps(
+        {
+            "type": "function",
+            "function": {"name": "f", **{k: sorted_keys[k] for k in ("description", "parameters")}}
+            | {"return": {"type": "string"}},
+        }
+    )
 
 
 JSON_CASES = [
