@@ -301,3 +301,36 @@ def test_every_format_is_recognised_by_its_template():
         found = format_of(template)
         assert found is not None and found.name == name
     assert format_of("<tool_call>{{ name }}<tool_sep>") is None
+    first_of_lfm2 = format_of("List of tools: <|tool_list_start|>[{{ tool }}]<|tool_list_end|>")
+    assert first_of_lfm2 is not None and first_of_lfm2.name == "lfm2"
+
+
+OPENINGS = {  # that models at times leave out
+    "qwen-xml": "<tool_call>\n",
+    "minimax": "<minimax:tool_call>\n",
+    "deepseek-v3.2": "<｜DSML｜function_calls>\n",
+    "deepseek-v4": "<｜DSML｜tool_calls>\n",
+}
+
+
+@pytest.mark.parametrize("form", OPENINGS)
+def test_calls_without_their_opening_tag(form: str) -> None:
+    for seed in range(20):
+        draw = random.Random(seed)
+        calls = draw_calls(draw)
+        text = "So: " + render(form, calls).replace(OPENINGS[form], "")
+        content, found = read(form, pieces(text, draw))
+        assert [(name, json.loads(a)) for name, a in found] == calls, text
+        assert content == "So:"
+
+
+def test_a_literal_may_have_its_quote_unescaped() -> None:
+    for said in ("it's", 'say "hi" now', "'", "don't 'do' it", "a, b's"):
+        for quote in "'\"":
+            text = f"<|tool_call_start|>[weather(city={quote}{said}{quote}, days=2)]"
+            if f"{quote}," in said:
+                continue  # which ends a string
+            for cut in (1, 3, 99):
+                parts = [text[at : at + cut] for at in range(0, len(text), cut)]
+                _, [(name, arguments)] = read("lfm2", parts)
+                assert (name, json.loads(arguments)) == ("weather", {"city": said, "days": 2})

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -476,6 +477,35 @@ def test_a_schema_that_is_not_strict_is_held_to_as_far_as_can_be(lm, name, think
     assert not strict.notes
     with pytest.raises(JaxLlamaError):
         matches(lm, strict.requests[0].grammar, begin + good)
+
+
+REGEXES = [
+    (r"\d\/\d", "1/2", "12"),
+    ("a/b", "a/b", "ab"),
+    (r"\\/", "\\/", "/"),
+    (r"[/\\]+x", "/\\x", "x"),
+    ("a\nb", "a\nb", "ab"),
+    ('"/"', '"/"', "/"),
+]
+
+
+@pytest.mark.parametrize(("regex", "good", "bad"), REGEXES)
+def test_a_regex_may_have_slashes_wherever_it_stands(lm, regex, good, bad):
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": f"^{regex}$"}}}
+    schema |= {"required": ["a"], "additionalProperties": False}
+    for tail, begin in (("", ""), ("{{ '<think>' }}{# </think> #}", "hm</think>")):
+        own = dataclasses.replace(lm, tokenizer=tokenizer("hermes", tail))
+        for more in ({}, {"tools": TOOLS}):
+            body = Chat(model=NAME, messages=USER, guided_regex=regex, **more)
+            grammar = Prompts(own, NAME, MAX_LEN, 8).chat(body, "x").requests[0].grammar
+            assert matches(lm, grammar, begin + good) and not matches(lm, grammar, begin + bad)
+        offered = [tool("weather", schema, strict=True)]
+        body = Chat(model=NAME, messages=USER, tools=offered, tool_choice="required")
+        grammar = Prompts(own, NAME, MAX_LEN, 8).chat(body, "x").requests[0].grammar
+        for said in (good, bad):
+            text = TIME["hermes"].replace("time", "weather")
+            text = begin + text.replace("{}", json.dumps({"a": said}))
+            assert matches(lm, grammar, text) == (said == good)
 
 
 @pytest.mark.parametrize("name", ["look", "minimum", "minLength", "format"])
