@@ -105,10 +105,8 @@ def _is_limit(key: str, value: object) -> bool:
     """Return whether a value is a limit, and not a property of that name or something invalid."""
     if key in ("format", "pattern"):
         return isinstance(value, str)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and (
-        not key.endswith(("Length", "Items", "Properties")) or value == int(value)
-    )
+    kinds = int if key.endswith(("Length", "Items", "Properties")) else (int, float)
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def _short(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Calls in tags: Qwen3-Coder and Qwen3.5, GLM, MiniMax M2, DeepSeek from V3.2 on.
+"""Calls in tags: Qwen3-Coder and Qwen3.5, Seed-OSS, GLM, MiniMax M2, DeepSeek from V3.2 on.
 
     <tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n</function>\\n</tool_call>
 
@@ -218,6 +218,15 @@ QWEN = MarkupFormat(
     key=("<parameter=", ">\n"),
     close="\n</parameter>\n",
     tail="</function>",
+)
+SEED = dataclasses.replace(
+    QWEN,
+    name="seed",
+    marks=("<seed:tool_call>",),
+    begin="<seed:tool_call>\n",
+    end="\n</seed:tool_call>",
+    key=("<parameter=", ">"),
+    close="</parameter>\n",
 )
 _GLM = ("<tool_call>", "</tool_call>")
 GLM_47 = MarkupFormat(

@@ -24,10 +24,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import JsonObject
+
+if TYPE_CHECKING:
+    from jaxllama.text.chat.template import ChatTemplate
 
 Messages = Sequence[Mapping[str, object]]
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -35,17 +38,7 @@ _FUNCTION_KEYS = ("name", "description", "parameters")
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 
 
-class Accepts(Protocol):
-    """What a template accepts (``template.ChatTemplate``)."""
-
-    @property
-    def takes_text_arguments(self) -> bool: ...
-    @property
-    def knows_developer(self) -> bool: ...
-    def takes_parts(self, role: str) -> bool: ...
-
-
-def normalized(messages: Messages, template: Accepts) -> list[JsonObject]:
+def normalized(messages: Messages, template: ChatTemplate) -> list[JsonObject]:
     """Return new messages; the module docstring says how they differ.
 
     Raises JaxLlamaError that names what no template can show.
@@ -94,7 +87,7 @@ def content_text(content: object) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _content(content: object, role: str, template: Accepts) -> object:
+def _content(content: object, role: str, template: ChatTemplate) -> object:
     if isinstance(content, list):
         text = content_text(content)  # refuses other parts
         if len(content) > 1 and template.takes_parts(role):
@@ -117,7 +110,7 @@ def _part_text(part: object) -> str:
     return text
 
 
-def _call(call: object, template: Accepts) -> JsonObject:
+def _call(call: object, template: ChatTemplate) -> JsonObject:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise JaxLlamaError("tool_calls: a call needs a function with a name")
@@ -128,7 +121,7 @@ def _call(call: object, template: Accepts) -> JsonObject:
     return {**outer, "type": "function", "function": own}
 
 
-def _arguments(arguments: object, template: Accepts) -> object:
+def _arguments(arguments: object, template: ChatTemplate) -> object:
     """Return a call's arguments as the template takes them."""
     if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null")):
         arguments = {}
