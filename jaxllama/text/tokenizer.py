@@ -443,7 +443,7 @@ class Tokenizer:
         chat = self.chat(messages, tools, add_generation_prompt=begins, **extra)
         if not continue_final_message:
             return chat.prompt()
-        halves = chat.split(-1)
+        halves = chat.split(-1) if messages else None
         if halves is None:
             raise JaxLlamaError(
                 "continue_final_message: the template does not show the last message's text"

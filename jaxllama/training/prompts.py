@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.text.chat.messages import content_text
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.training import conversations
 from jaxllama.training.config import TrainConfig
@@ -41,7 +42,7 @@ class Prompt(NamedTuple):
     def text(self) -> str:
         """Return the prompt, or the last message of it."""
         prompt = self.line["prompt"]
-        return prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
+        return prompt if isinstance(prompt, str) else content_text(prompt[-1].get("content"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,6 +34,7 @@ from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.families import FAMILIES
 from jaxllama.config import ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
+from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import QTensor, dequantize
 from tests.helpers.arrays import as_jax
 from tests.helpers.gguf_cases import ARCHITECTURES as WRITTEN
@@ -323,7 +324,7 @@ ENDS = [
     (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], None, [0, 2]),
     (["a", "</s>", "<|eot_id|>", "<|eom_id|>"], None, [0, 1, 2, 3]),
     (["<eos>", "</s>", "<end_of_turn>"], [3, 4, 3], [0, 2]),  # an HTML tag in Gemma's vocabulary
-    (["a", "<|end|>"], None, [0, 1]),
+    (["a", "<|end|>"], [1, 1], [0, 1]),
     (["a", "<|end|>", "<|return|>", "<|call|>"], None, [0, 2, 3]),  # ends a message of several
 ]
 
@@ -336,15 +337,19 @@ def test_a_generation_ends_at_tokens_with_the_spelling_of_an_end(
     writer = GGUFWriter(path, "llama")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([*tokens, "b"])
-    writer.add_token_types([*(kinds or [3] * len(tokens)), 1])
-    writer.add_token_merges(["a a"])
+    writer.add_token_list([*tokens, "b", "bb"])
+    writer.add_token_types([*(kinds or [3] * len(tokens)), 1, 1])
+    writer.add_token_merges(["b b"])
     writer.add_eos_token_id(0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
     with GGUFFile(path) as file:
         assert list(eos_ids(file)) == ends
+    own = Tokenizer.from_gguf(path)
+    for end in ends[1:]:  # they are no text, whatever the file says of them
+        assert own.encode(f"{tokens[end]}b") == [end, len(tokens)]
+        assert own.decode([end, len(tokens)]) == "b"
 
 
 # Damage

@@ -15,6 +15,7 @@ import numpy as np
 from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES, GGUFArchitecture
 from jaxllama.checkpoints.gguf.file import GGUFFile, opened
 from jaxllama.checkpoints.gguf.rope import rope_keys
+from jaxllama.checkpoints.gguf.tokenizer import ends_by_spelling, token_types
 from jaxllama.checkpoints.hf.config import config_from_hf
 from jaxllama.checkpoints.hf.families import FAMILIES
 from jaxllama.config import ModelConfig
@@ -315,36 +316,6 @@ def _sizes(file: GGUFFile, name: str, arch: GGUFArchitecture) -> JsonObject:
     }
 
 
-# Tokens that end a generation by their spelling, as in llama.cpp: files often name only one.
-_ENDS = frozenset(
-    (
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<|return|>",
-        "<|call|>",
-        "<|calls|>",
-        "<|flush|>",
-        "<end_of_turn>",
-        "<turn|>",
-        "<|endoftext|>",
-        "<|end_of_text|>",
-        "<end_of_utterance>",
-        "<EOT>",
-        "_<EOT>",
-        "[EOT]",
-        "[EOS]",
-        "<eos>",
-        "</s>",
-        "<｜end▁of▁sentence｜>",
-        "[e~[",
-    )
-)
-_ENDS_OF_CHANNELS = frozenset(("<|return|>", "<|call|>", "<|calls|>", "<|flush|>"))
-_CONTROL = 3
-
-
 def eos_ids(file: GGUFFile) -> tuple[int, ...]:
     """Return the ids that end a generation: end of sequence, of turn, of message, of text.
 
@@ -352,20 +323,10 @@ def eos_ids(file: GGUFFile) -> tuple[int, ...]:
     """
     keys = (f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom"))
     ids = [file.integer(key) for key in keys if key in file]
-    if "tokenizer.ggml.tokens" not in file:
-        return tuple(dict.fromkeys(ids))
-    found = {
-        token: index
-        for index, token in enumerate(file.strings("tokenizer.ggml.tokens"))
-        if token in _ENDS
-    }
-    if "</s>" in found and "tokenizer.ggml.token_type" in file:
-        kinds = file.array("tokenizer.ggml.token_type")
-        if kinds[found["</s>"] : found["</s>"] + 1].tolist() != [_CONTROL]:
-            del found["</s>"]  # Gemma's HTML tag
-    if len(found.keys() & _ENDS_OF_CHANNELS) > 1:
-        found.pop("<|end|>", None)  # it ends one of an answer's several messages
-    return tuple(dict.fromkeys((*ids, *found.values())))
+    if "tokenizer.ggml.tokens" in file:
+        tokens = file.strings("tokenizer.ggml.tokens")
+        ids += ends_by_spelling(tokens, token_types(file, len(tokens)))
+    return tuple(dict.fromkeys(ids))
 
 
 def _per_layer(file: GGUFFile, key: str, default: int | None = None) -> int:

@@ -100,6 +100,35 @@ _PRE: dict[str, tuple[str, ...]] = {
 }
 
 
+# Tokens that end a generation by their spelling, as in llama.cpp: files often name only one.
+_ENDS = frozenset(
+    (
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|calls|>",
+        "<|flush|>",
+        "<end_of_turn>",
+        "<turn|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<end_of_utterance>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "<eos>",
+        "</s>",
+        "<｜end▁of▁sentence｜>",
+        "[e~[",
+    )
+)
+_ENDS_OF_CHANNELS = frozenset(("<|return|>", "<|call|>", "<|calls|>", "<|flush|>"))
+
+
 def build(file: GGUFFile) -> Tokenizer:
     """Return the tokenizer; ``add_special_tokens`` adds the begin and end that the file asks for.
 
@@ -109,13 +138,9 @@ def build(file: GGUFFile) -> Tokenizer:
     tokens = file.strings("tokenizer.ggml.tokens")
     if not tokens:
         raise file.error("tokenizer.ggml.tokens", "is empty")
-    types = [_NORMAL] * len(tokens)
-    if "tokenizer.ggml.token_type" in file:
-        types = file.array("tokenizer.ggml.token_type").tolist()
-        if len(types) != len(tokens):
-            raise file.error(
-                "tokenizer.ggml.token_type", f"{len(types)} types for {len(tokens)} tokens"
-            )
+    types = token_types(file, len(tokens))
+    for index in ends_by_spelling(tokens, types):
+        types[index] = _CONTROL  # whatever the file says, as in llama.cpp
     if model == "gpt2":
         tokenizer, adds_bos = _byte_level(file, tokens)
     elif model == "llama":
@@ -139,6 +164,26 @@ def build(file: GGUFFile) -> Tokenizer:
         except Exception as error:  # the binding has no exception type of its own
             raise file.error("tokenizer.ggml.bos_token_id", f"{ids}: {error}") from None
     return tokenizer
+
+
+def token_types(file: GGUFFile, count: int) -> list[int]:
+    """Return the type of each of ``count`` tokens."""
+    if "tokenizer.ggml.token_type" not in file:
+        return [_NORMAL] * count
+    types = file.array("tokenizer.ggml.token_type").tolist()
+    if len(types) != count:
+        raise file.error("tokenizer.ggml.token_type", f"{len(types)} types for {count} tokens")
+    return types
+
+
+def ends_by_spelling(tokens: list[str], types: list[int]) -> list[int]:
+    """Return the ids of tokens that end a generation by their spelling."""
+    found = {token: index for index, token in enumerate(tokens) if token in _ENDS}
+    if "</s>" in found and types[found["</s>"]] != _CONTROL:
+        del found["</s>"]  # an HTML tag in Gemma's vocabulary
+    if len(found.keys() & _ENDS_OF_CHANNELS) > 1:
+        found.pop("<|end|>", None)  # it ends one of an answer's several messages
+    return list(found.values())
 
 
 def token_id(file: GGUFFile, tokens: list[str] | int, key: str) -> int | None:

@@ -184,6 +184,8 @@ def test_a_message_is_continued_whatever_it_says(text: str) -> None:
     hidden = tokenizer("{{ messages[0].content }}")
     with pytest.raises(JaxLlamaError, match="does not show the last message's text"):
         hidden.chat_prompt(messages, continue_final_message=True)
+    with pytest.raises(JaxLlamaError, match="does not show the last message's text"):
+        own.chat_prompt([], continue_final_message=True)
 
 
 def test_a_trimmed_text_is_continued_without_its_last_blanks() -> None:
