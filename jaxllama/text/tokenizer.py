@@ -33,7 +33,7 @@ from jaxllama.typing import JsonObject
 
 if TYPE_CHECKING:
     from jaxllama.checkpoints.gguf.file import GGUFFile
-    from jaxllama.text.chat.rendering import Chat
+    from jaxllama.text.chat.rendering import Conversation
     from jaxllama.text.chat.template import ChatTemplate
 
 __all__ = ["StopStrings", "TextStream", "Tokenizer"]
@@ -440,7 +440,7 @@ class Tokenizer:
     ) -> ChatPrompt:
         """Return the prompt with the positions where a special token is only text."""
         begins = add_generation_prompt and not continue_final_message
-        chat = self.chat(messages, tools, add_generation_prompt=begins, **extra)
+        chat = self.conversation(messages, tools, add_generation_prompt=begins, **extra)
         if not continue_final_message:
             return chat.prompt()
         halves = chat.split(-1) if messages else None
@@ -450,18 +450,18 @@ class Tokenizer:
             )
         return halves[0]
 
-    def chat(
+    def conversation(
         self,
         messages: Sequence[Mapping[str, object]],
         tools: Sequence[object] | None = None,
         **variables: object,
-    ) -> Chat:
+    ) -> Conversation:
         """Return a conversation for the chat template; see ``chat.rendering``."""
-        from jaxllama.text.chat.rendering import Chat
+        from jaxllama.text.chat.rendering import Conversation
 
         template = self.compiled_template(bool(tools))
         markers = None if self.parse_special else self._spellings
-        return Chat.of(template, messages, tools, variables, markers)
+        return Conversation.of(template, messages, tools, variables, markers)
 
     def compiled_template(self, tools: bool) -> ChatTemplate:
         """Return the template for conversations with or without tools.

@@ -17,7 +17,7 @@ from os.path import commonprefix
 from jaxllama.errors import JaxLlamaError
 from jaxllama.text.chat.messages import Messages
 from jaxllama.text.chat.prompt_text import ChatPrompt
-from jaxllama.text.chat.rendering import Chat
+from jaxllama.text.chat.rendering import Conversation
 from jaxllama.text.tokenizer import Tokenizer
 
 # Variables of templates that say whether an answer begins with reasoning.
@@ -106,16 +106,18 @@ class _Answer:
 
     # The conversation without the answer and with it
 
-    def _earlier(self, begins: bool, **variables: object) -> Chat:
+    def _earlier(self, begins: bool, **variables: object) -> Conversation:
         return self._chat(self.messages[:-1], begins, **variables)
 
-    def _whole(self, **variables: object) -> Chat:
+    def _whole(self, **variables: object) -> Conversation:
         return self._chat(self.messages, False, **variables)
 
-    def _chat(self, messages: Messages, begins: bool, **variables: object) -> Chat:
-        return self.tokenizer.chat(messages, self.tools, add_generation_prompt=begins, **variables)
+    def _chat(self, messages: Messages, begins: bool, **variables: object) -> Conversation:
+        return self.tokenizer.conversation(
+            messages, self.tools, add_generation_prompt=begins, **variables
+        )
 
-    def _behind(self, chat: Chat) -> ChatPrompt:
+    def _behind(self, chat: Conversation) -> ChatPrompt:
         """Return a prompt's text behind the message before the answer, or the whole prompt."""
         index = len(self.messages) - 2
         halves = chat.split(index) if index >= 0 else None

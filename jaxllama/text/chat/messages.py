@@ -44,7 +44,7 @@ def normalized(messages: Messages, template: ChatTemplate) -> list[JsonObject]:
     Raises JaxLlamaError that names what no template can show.
     """
     found: list[JsonObject] = []
-    names: dict[object, object] = {}  # of the called functions, by the call's id
+    names: dict[str, str] = {}  # of the called functions, by the call's id
     for message in messages:
         plain: JsonObject = {key: value for key, value in message.items() if value is not None}
         role = str(plain.get("role"))
@@ -57,9 +57,10 @@ def normalized(messages: Messages, template: ChatTemplate) -> list[JsonObject]:
         calls: Any = plain.pop("tool_calls", None)
         if calls:  # templates test whether the key exists
             plain["tool_calls"] = [_call(call, template) for call in _listed(calls, "tool_calls")]
-            names |= {c["id"]: c["function"]["name"] for c in plain["tool_calls"] if "id" in c}
-        if role == "tool" and plain.get("tool_call_id") in names:
-            plain.setdefault("name", names[plain["tool_call_id"]])
+            names |= {str(c.get("id")): c["function"]["name"] for c in plain["tool_calls"]}
+        called = plain.get("tool_call_id")
+        if role == "tool" and isinstance(called, str) and called in names:
+            plain.setdefault("name", names[called])
         found.append(plain)
     return found
 
@@ -125,16 +126,15 @@ def _arguments(arguments: object, template: ChatTemplate) -> object:
     """Return a call's arguments as the template takes them."""
     if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null")):
         arguments = {}
-    if template.takes_text_arguments:
-        return (
-            arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        )
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
+    is_text = isinstance(arguments, str)
+    if is_text and not template.takes_text_arguments:
+        try:
+            return json.loads(arguments)
+        except (ValueError, RecursionError):
+            return arguments
+    if template.takes_text_arguments and not is_text:
+        return json.dumps(arguments, ensure_ascii=False)
+    return arguments
 
 
 def _listed(value: object, key: str) -> list[object]:

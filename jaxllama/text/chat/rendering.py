@@ -1,6 +1,6 @@
 """Rendering: a conversation to its prompt, and where one message's text ends in it.
 
-    chat = Chat.of(template, messages, tools, variables, markers)      normalizes the messages
+    chat = Conversation.of(template, messages, tools, variables, markers)
     chat.prompt() -> ChatPrompt
     chat.split(index) -> (ChatPrompt up to the end of a message's text, ChatPrompt of the rest)
 
@@ -23,7 +23,7 @@ _BLANKS = "   "  # trimmed with a text if the template trims it
 
 
 @dataclasses.dataclass(frozen=True)
-class Chat:
+class Conversation:
     """A conversation for a template.
 
     messages: normalized. variables: the template's further ones, tools among them. markers: None
@@ -43,7 +43,7 @@ class Chat:
         tools: Sequence[object] | None,
         variables: Mapping[str, object],
         markers: Markers | None,
-    ) -> Chat:
+    ) -> Conversation:
         """Return a conversation of messages and tools in any of their forms.
 
         Raises JaxLlamaError that names what no template can show.

@@ -32,7 +32,9 @@ from jaxllama.typing import JsonObject
 # Texts of the small chats, which no template changes.
 _ONE, _TWO = "jaxllamaone", "jaxllamatwo"
 _CALL_ID = "callcall1"  # Mistral's templates want nine letters and digits
-_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+_PARAMETERS = {"type": "object", "properties": {}}
+_FUNCTION = {"name": "f", "description": "d", "parameters": _PARAMETERS}
+_TOOL = {"type": "function", "function": _FUNCTION}
 
 
 class ChatTemplate:
@@ -103,15 +105,18 @@ class ChatTemplate:
     @functools.cached_property
     def shows_tools(self) -> bool:
         """Whether a prompt with tools differs from one without."""
-        chat = _chat("user", _ONE)
-        return self._shown(chat, [_TOOL]) != self._shown(chat)
+        chats = [_chat(role, _ONE) for role in ("system", "user")]
+        plain = [self._shown(chat) for chat in chats]
+        return plain == [None, None] or [self._shown(chat, [_TOOL]) for chat in chats] != plain
 
     @functools.cached_property
     def shows_calls(self) -> bool:
         """Whether a prompt with an earlier call of a tool differs from one without."""
         arguments = {_ONE: _TWO}
-        called = _call(json.dumps(arguments) if self.takes_text_arguments else arguments)
-        return self._shown(called) != self._shown(_chat("assistant", ""))
+        called = self._shown(
+            _call(json.dumps(arguments) if self.takes_text_arguments else arguments)
+        )
+        return called is None or called != self._shown(_chat("assistant", ""))
 
     def _shown(
         self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None = None

@@ -114,6 +114,24 @@ def test_the_role_developer_is_shown_as_the_template_knows_it() -> None:
     assert shown(roles + "{{ messages[0].role == 'developer' }}", messages) == "developerTrue"
 
 
+def test_what_a_template_shows_is_found_by_small_chats() -> None:
+    tools = "{% if tools %}{{ tools | tojson }}{% endif %}"
+    system = "{% if messages[0].role == 'system' %}" + tools + "{% endif %}"
+    refusing = "{{ raise_exception('no') }}"
+    alternating = "{% if messages[0].role != 'user' %}" + refusing + "{% endif %}"
+    for template, shows in (
+        (tools, True),
+        (system, True),
+        (alternating + tools, True),
+        (refusing, True),  # the template itself says why
+        (LAST, False),
+        (alternating, False),
+    ):
+        assert tokenizer(template).compiled_template(True).shows_tools == shows, template
+    for template, shows in ((LAST, False), (AS_JSON, True), (JOINED, True), (refusing, True)):
+        assert tokenizer(template).compiled_template(True).shows_calls == shows, template
+
+
 def test_tools_in_any_form() -> None:
     function = {"name": "f", "description": None, "parameters": {"default": None}}
     for tools in ([function], [{"type": "function", "function": function, "strict": None}]):
