@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.training import prompts
 from jaxllama.training.conversations import Example, Unit, examples_of, read
 from jaxllama.training.packing import Conversations, PackedRows, pack
+from jaxllama.training.prompts import Prompt
 from tests.helpers.chat_cases import END, FORGETFUL, TEMPLATE, say, tokenizer
 
 
@@ -76,6 +78,14 @@ def test_messages_in_openais_form_teach_what_the_server_shows():
         list(
             examples_of({"messages": [QUESTION, {**answer, "tool_calls": [function]}]}, tokenizer())
         )
+
+
+def test_a_prompt_for_a_reward_is_shown_with_its_tools():
+    words, parts = tokenizer(), [{"type": "text", "text": "q"}]
+    line = {"prompt": [{"role": "user", "content": parts}], "tools": [{"name": "f"}]}
+    prompt = Prompt(prompts._tokens(line, words, 999), line)
+    assert list(prompt.tokens) == words.encode_chat([QUESTION], tools=[{"name": "f"}])
+    assert '"function": {"name": "f"}' in words.decode(prompt.tokens) and prompt.text == "q"
 
 
 BARE = (  # as GLM's: the next role's token ends an answer
