@@ -37,14 +37,16 @@ from jaxllama.files import (
     read_json,
     read_text,
 )
+from jaxllama.text.chat.prompt_text import ChatPrompt, Markers, PlainSpelling, Spellings
 from jaxllama.text.growth import check_growth, check_markers
-from jaxllama.text.prompt_text import ChatPrompt, PlainSpelling, Spellings
 from jaxllama.text.stream import StopStrings, TextStream
 from jaxllama.text.token_bytes import ByteRule, byte_characters
 from jaxllama.typing import JsonObject
 
 if TYPE_CHECKING:
     from jaxllama.checkpoints.gguf.file import GGUFFile
+    from jaxllama.text.chat.rendering import Conversation
+    from jaxllama.text.chat.template import ChatTemplate
 
 __all__ = ["StopStrings", "TextStream", "Tokenizer"]
 
@@ -133,7 +135,8 @@ class Tokenizer:
         """Return the tokenizer of ``tokenizer.json`` (or its directory) and the files beside it.
 
         If they exist, these files are read too: tokenizer_config.json and special_tokens_map.json
-        (special tokens, chat template), chat_template.jinja, generation_config.json (stop tokens).
+        (special tokens, chat template), chat_template.jinja, generation_config.json or config.json
+        (stop tokens).
         Raises JaxLlamaError naming the file.
         """
         path = Path(path)
@@ -162,8 +165,11 @@ class Tokenizer:
         def id_of(role: str) -> int | None:
             return backend.token_to_id(names[role]) if role in names else None
 
-        generation = JsonReader(beside("generation_config.json"), f"{folder}: generation_config: ")
-        ends = generation.token_ids("eos_token_id", None)
+        ends: tuple[int, ...] = ()
+        for name in ("generation_config.json", "config.json"):
+            if not ends:
+                place = f"{folder}: {name.removesuffix('.json')}: "
+                ends = JsonReader(beside(name), place).token_ids("eos_token_id", None)
         eos = id_of("eos_token")
         template = config.get("chat_template")
         jinja = folder / "chat_template.jinja"
@@ -253,6 +259,11 @@ class Tokenizer:
             raise JaxLlamaError(f"{directory}: {error.strerror or error}") from None
         return [directory / name for name in contents]
 
+    @property
+    def name(self) -> str:
+        """The file's name, for errors that clients of a server read."""
+        return Path(self.source).name
+
     # Vocabulary
 
     @functools.cached_property
@@ -303,7 +314,7 @@ class Tokenizer:
             For text that is not Unicode.
         """
         self._check_unicode(text)
-        with _library_errors(f"{self.source}: cannot encode"):
+        with _library_errors(f"{self.name}: cannot encode"):
             return self._backend.encode(text, add_special_tokens=add_special).ids
 
     def encode_pair(self, first: str, second: str) -> list[int]:
@@ -316,7 +327,7 @@ class Tokenizer:
         """
         self._check_unicode(first)
         self._check_unicode(second)
-        with _library_errors(f"{self.source}: cannot encode"):
+        with _library_errors(f"{self.name}: cannot encode"):
             return self._backend.encode(first, second).ids
 
     @staticmethod
@@ -403,6 +414,8 @@ class Tokenizer:
         messages: Sequence[Mapping[str, object]],
         add_generation_prompt: bool = True,
         tools: Sequence[object] | None = None,
+        *,
+        continue_final_message: bool = False,
         **extra: object,
     ) -> str:
         """Return the prompt for messages, with special tokens as text.
@@ -412,11 +425,13 @@ class Tokenizer:
         Parameters
         ----------
         messages : sequence of mappings
-            Each {"role": ..., "content": ...}.
+            Each {"role": ..., "content": ...}; ``chat.messages`` lists the forms.
         add_generation_prompt : bool
             Whether the prompt ends with the beginning of an answer.
         tools : sequence or None
             JSON schemas, for templates that use them.
+        continue_final_message : bool
+            Whether the prompt ends with the text of the last message. No answer begins then.
         **extra
             Further template variables.
 
@@ -425,36 +440,69 @@ class Tokenizer:
         JaxLlamaError
             Without a template, or when it refuses the messages.
         """
-        return self._render(messages, add_generation_prompt, tools, extra)
+        return self.chat_prompt(
+            messages,
+            add_generation_prompt,
+            tools,
+            continue_final_message=continue_final_message,
+            **extra,
+        ).text
 
     def chat_prompt(
         self,
         messages: Sequence[Mapping[str, object]],
         add_generation_prompt: bool = True,
         tools: Sequence[object] | None = None,
+        *,
+        continue_final_message: bool = False,
         **extra: object,
     ) -> ChatPrompt:
         """Return the prompt with the positions where a special token is only text."""
-        if self.parse_special:
-            return ChatPrompt(self._render(messages, add_generation_prompt, tools, extra))
-        everything, own = self._spellings
-        mark = everything.unused_mark([messages, tools, extra])
-        if mark is not None:
-            # Templates search the assistant's earlier messages for "</think>" and similar tokens.
-            messages = [
-                (own if message.get("role") == "assistant" else everything).guard(message, mark)
-                for message in messages
-            ]
-            tools, extra = everything.guard(tools, mark), everything.guard(extra, mark)
-        rendered = self._render(messages, add_generation_prompt, tools, extra)
-        return ChatPrompt.of(rendered, mark)
+        begins = add_generation_prompt and not continue_final_message
+        chat = self.conversation(messages, tools, add_generation_prompt=begins, **extra)
+        if not continue_final_message:
+            return chat.prompt()
+        halves = chat.split(-1) if messages else None
+        if halves is None:
+            raise JaxLlamaError(
+                "continue_final_message: the template does not show the last message's text"
+            )
+        return halves[0]
+
+    def conversation(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[object] | None = None,
+        **variables: object,
+    ) -> Conversation:
+        """Return a conversation for the chat template; see ``chat.rendering``."""
+        from jaxllama.text.chat.rendering import Conversation
+
+        template = self.compiled_template(bool(tools))
+        markers = None if self.parse_special else self._spellings
+        return Conversation.of(template, messages, tools, variables, markers)
+
+    def compiled_template(self, tools: bool) -> ChatTemplate:
+        """Return the template for conversations with or without tools.
+
+        Raises JaxLlamaError for a tokenizer without one.
+        """
+        from jaxllama.text.chat.template import chat_template  # jinja2 takes 50 ms to import
+
+        source = self.template_for(tools)
+        if source is None:
+            raise JaxLlamaError(
+                f"{self.name}: no chat template: this is not a chat model; a directory may hold "
+                "a template in chat_template.jinja"
+            )
+        return chat_template(source, self.name, tuple(self.special_tokens.items()))
 
     def encode_prompt(self, prompt: ChatPrompt) -> list[int]:
         """Return the token ids of a chat's prompt."""
         if not prompt.literal:
             return self.encode(prompt.text, add_special=False)
         self._check_unicode(prompt.text)
-        with _library_errors(f"{self.source}: cannot encode"):
+        with _library_errors(f"{self.name}: cannot encode"):
             if self._plain is None:
                 special, spelt = self._markers
                 self._plain = PlainSpelling(self._backend, [*special, *spelt])
@@ -484,35 +532,9 @@ class Tokenizer:
         return special, spelt
 
     @functools.cached_property
-    def _spellings(self) -> tuple[Spellings, Spellings]:
-        """Finders for all markers, and for the markers in an assistant's message."""
+    def _spellings(self) -> Markers:
         special, spelt = self._markers
-        return Spellings([*special, *spelt]), Spellings(special)
-
-    def _render(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        add_generation_prompt: bool,
-        tools: Sequence[object] | None,
-        extra: Mapping[str, object],
-    ) -> str:
-        template = self.template_for(bool(tools))
-        if template is None:
-            raise JaxLlamaError(
-                f"{self.source}: no chat template: this is not a chat model; a directory may hold "
-                "a template in chat_template.jinja"
-            )
-        from jaxllama.text.chat_template import render  # jinja2 takes 50 ms to import
-
-        variables = {
-            **self.special_tokens,
-            "messages": messages,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-            **extra,
-        }
-        return render(template, variables, self.source)
+        return Markers(Spellings([*special, *spelt]), Spellings(special))
 
 
 @contextlib.contextmanager
