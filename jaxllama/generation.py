@@ -13,7 +13,8 @@ another type, shape or dtype raise JaxLlamaError. A row with impossible values (
 
 ``generate`` runs prefill, then one ``lax.while_loop`` on the device until every row has stopped
 (``executors.resident``). A token's sampling key is ``fold_in(row key, its position)``. A row's
-tokens therefore depend neither on its neighbours nor on its slot.
+tokens therefore depend neither on its neighbours nor on its slot.  Every function here runs inside
+of ``jit``, ``vmap``, ``scan`` and ``shard_map``; ``generate`` then takes a traced key.
 """
 
 from __future__ import annotations
@@ -358,7 +359,7 @@ def generate(
     sampling : Sampling, sequence of Sampling, or SamplingParams
         One for all rows, one per row, or the stacked form (``SamplingParams.stack``).
     key : jax.Array or int
-        A PRNG key or a seed, for rows without a seed of their own.
+        A PRNG key or a seed, for rows without a seed of their own. It may be traced.
     max_new_tokens : int
         Most new tokens of a row, at least 1.
     chunk : int, optional

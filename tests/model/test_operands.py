@@ -3,14 +3,20 @@ and with calls that are traced."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import jaxllama as jl
+from jaxllama import compiler_options
+from jaxllama.decoding.sampling import SamplingParams
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import slow
 from tests.helpers.models import IDENTITIES, LLAMA, params_of, relative_error, tokens_of
@@ -229,6 +235,78 @@ def test_vmap_over_rows_warns_of_nothing(params):
         got = jax.vmap(one)(as_jax(TOKENS), caches)
     want = [one(as_jax(TOKENS[row]), new_cache(batch=1)) for row in range(B)]
     assert relative_error(got, jnp.stack(want)) < 1e-5
+
+
+def _over_a_mesh(function):
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    return jax.shard_map(function, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+
+
+COMPOSED = {
+    "vmap": jax.vmap,
+    "scan": lambda one: jax.jit(lambda keys: lax.scan(lambda n, key: (n, one(key)), 0, keys)[1]),
+    "shard_map": lambda one: jax.jit(_over_a_mesh(jax.vmap(one))),
+    "jit": lambda one: lambda keys: jnp.stack([jax.jit(one)(key) for key in keys]),
+    "eager shard_map": lambda one: _over_a_mesh(jax.vmap(one)),
+}
+KEYS = jax.random.key_data(jax.random.split(jax.random.key(3), 2))
+FULL_SAMPLING = jl.Sampling(temperature=1.0, top_k=30, top_p=0.95, presence_penalty=0.5)
+
+
+@functools.cache
+def generating(family, sampling):
+    """Return a function of a key, and its tokens for KEYS in plain calls."""
+    cfg = IDENTITIES[family].replace(max_position=16)
+    params, own = params_of(cfg), jl.Sampling(temperature=1.0, seed=4)
+
+    def one(key):
+        cache = jl.init_cache(cfg, B, 8)
+        rows = jl.generate(
+            cfg, params, TOKENS, FULL, cache, [sampling, own], key, 3, chunk=3, stop_tokens=()
+        )
+        return rows.tokens
+
+    return one, np.stack([one(key) for key in KEYS])
+
+
+@pytest.mark.parametrize("form", [*list(COMPOSED)[:3], *slow(*list(COMPOSED)[3:])])
+@pytest.mark.parametrize(
+    ("family", "sampling"),
+    [
+        ("hybrid", jl.Sampling(temperature=1.0)),
+        *(pytest.param(f, FULL_SAMPLING, marks=pytest.mark.slow) for f in ("gqa", "delta")),
+    ],
+)
+def test_generate_composes(family, sampling, form):
+    """With the key as an argument, each transformation gives the tokens of the plain call."""
+    one, want = generating(family, sampling)
+    assert (want[0, 0] != want[1, 0]).any() and (want[0, 1] == want[1, 1]).all()
+    np.testing.assert_array_equal(COMPOSED[form](one)(KEYS), want)
+
+
+@pytest.mark.parametrize("seed", [7, -1, -(2**31)])
+def test_a_traced_seed_is_the_number(seed):
+    def key(seed):
+        return SamplingParams.stack([jl.Sampling(), jl.Sampling(seed=5)], 9, seed).key
+
+    np.testing.assert_array_equal(jax.jit(key)(jnp.int32(seed)), key(seed))
+    raw = jax.random.key_data(jax.random.key(seed))
+    np.testing.assert_array_equal(jax.jit(key)(raw), key(raw))
+
+
+def test_a_traced_seed_is_whole():
+    with pytest.raises(jl.JaxLlamaError, match="seed: float32: must be a whole number or a PRNG"):
+        jax.jit(lambda seed: SamplingParams.stack([jl.Sampling()], 9, seed).key)(1.5)
+
+
+def test_a_traced_loop_takes_no_options_of_a_device(monkeypatch):
+    """jax refuses a compiler's options inside of a trace; a trial program cannot run there."""
+    asked = []
+    monkeypatch.setattr(compiler_options, "for_device", lambda: asked.append(1))
+    program = jax.jit(lambda x: compiler_options.compiled_for(jax.jit(jnp.negative), None)(x))
+    assert program(1) == -1 and not asked
+    compiler_options.compiled_for(program, None)
+    assert asked == [1]
 
 
 def test_a_call_that_is_not_traced_donates(params):
