@@ -147,10 +147,10 @@ class EngineOptions:
             value = getattr(self, field.name)
             if field.type == "bool":
                 if not isinstance(value, bool):
-                    raise JaxLlamaError(f"{field.name} = {value!r}: must be true or false")
+                    raise JaxLlamaError(f"{field.name} = {short(value)}: must be true or false")
             elif field.type == "float":
                 if isinstance(value, bool) or not isinstance(value, (int, float)):
-                    raise JaxLlamaError(f"{field.name} = {value!r}: must be a number")
+                    raise JaxLlamaError(f"{field.name} = {short(value)}: must be a number")
             elif field.name in ("kv_dtype", "draft", "draft_tokens"):
                 continue
             elif not (value is None and field.default is None):
@@ -158,7 +158,7 @@ class EngineOptions:
                 least = {"max_len": 2, "lora_slots": 0}.get(field.name, 1)
                 if isinstance(value, bool) or not isinstance(value, int) or value < least:
                     raise JaxLlamaError(
-                        f"{field.name} = {value!r}: must be a whole number >= {least}"
+                        f"{field.name} = {short(value)}: must be a whole number >= {least}"
                     )
         if not 0 < self.memory_share <= 1:
             raise JaxLlamaError(f"memory_share = {self.memory_share}: must be in (0, 1]")
