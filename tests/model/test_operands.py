@@ -3,6 +3,7 @@ and with calls that are traced."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 
@@ -16,10 +17,19 @@ from jax.sharding import PartitionSpec as P
 
 import jaxllama as jl
 from jaxllama import compiler_options
+from jaxllama.config import preset_names
 from jaxllama.decoding.sampling import SamplingParams
+from jaxllama.model.mixers.attention.state import KVCache
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import slow
-from tests.helpers.models import IDENTITIES, LLAMA, params_of, relative_error, tokens_of
+from tests.helpers.models import (
+    IDENTITIES,
+    LLAMA,
+    params_of,
+    relative_error,
+    shrunk,
+    tokens_of,
+)
 
 CFG = LLAMA.replace(max_position=16, n_layers=1)
 B, T = 2, 5
@@ -321,3 +331,55 @@ def test_a_cache_has_the_backend_s_activations_by_default(backend, dtype, monkey
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     cache = jax.eval_shape(lambda: jl.init_cache(CFG, 1, 8))
     assert cache.layers[0].k.dtype == dtype
+
+
+# Rows for the next prompts
+
+
+@pytest.mark.parametrize("family", ["hybrid", *slow("gqa", "gla-conv-groups", "delta", "kda")])
+def test_a_row_that_is_reset_has_nothing_of_its_last_prompt(family):
+    """The next prompt gets the logits of an empty cache, and the neighbour goes on."""
+    cfg = IDENTITIES[family]
+    params = params_of(cfg)
+    first = np.array([0, T], np.int32)  # the neighbour rests
+    want, fresh = jl.prefill(cfg, params, TOKENS, np.array([3, T]), new_cache(cfg))
+    want_next, _ = jl.decode_step(cfg, params, TOKENS[:, 0], fresh)
+    _, used = jl.prefill(cfg, params, TOKENS[::-1], first[::-1], new_cache(cfg))
+    _, used = jl.prefill(cfg, params, TOKENS, first, used)
+    assert used.lengths.tolist() == [T, T]
+    for rows in (np.array([True, False]), np.array([0, 7, -1])):
+        cache = jl.reset_rows(jax.tree.map(jnp.copy, used), rows)
+        assert cache.lengths.tolist() == [0, T]
+        got, cache = jl.prefill(cfg, params, TOKENS, np.array([3, 0]), cache)
+        following, _ = jl.decode_step(cfg, params, TOKENS[:, 0], cache)
+        np.testing.assert_array_equal(got[0], want[0])
+        np.testing.assert_array_equal(following, want_next)
+    if any(kind != "attention" for kind in cfg.layer_types):  # what a length of 0 leaves behind
+        stale = dataclasses.replace(used, lengths=jnp.array([0, T], jnp.int32))
+        got, _ = jl.prefill(cfg, params, TOKENS, np.array([3, 0]), stale)
+        assert relative_error(got[0], want[0]) > 0.05
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_kind_of_state_is_reset(name):
+    """All rows after tokens of NaN are the rows of a new cache."""
+    empty = jl.init_cache(shrunk(jl.load_config(name)), 2, 4)
+    marked = jax.tree.map(lambda leaf: jnp.full_like(leaf, 3), empty)
+    cache = jl.reset_rows(marked, jnp.ones(2, bool))
+    assert cache.lengths.tolist() == [0, 0]
+    for got, want in zip(cache.layers, empty.layers, strict=True):
+        if not isinstance(want, KVCache):
+            jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (np.ones(3, bool), r"rows\[3\]: expected bool \[2\]"),
+        ([0], "rows: list: expected an array of integers"),
+        (np.ones(2, np.float32), "rows: float32: expected integers"),
+    ],
+)
+def test_rows_that_cannot_be_reset_are_named(rows, message):
+    with pytest.raises(jl.JaxLlamaError, match=message):
+        jl.reset_rows(new_cache(), rows)
