@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -47,7 +47,7 @@ from jaxllama.model.records import Hidden
 from jaxllama.model.shardings import gather_params
 from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import mesh_of, traced_mesh
-from jaxllama.typing import Jitted, Params, Tree
+from jaxllama.typing import ArrayOrNumpy, Jitted, Params, Tree
 from pallas_kernels.rows import greedy
 
 
@@ -76,6 +76,16 @@ class Resident:
         if self.mesh is None:
             return params
         return gather_params(cfg, params, self.mesh.shape[MODEL_AXIS])
+
+    @property
+    def arrangement(self) -> str | None:
+        if self.mesh is None:
+            return None
+        return "mesh " + ",".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
+
+    def leaves(self, params: Params) -> Iterator[tuple[str, ArrayOrNumpy]]:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            yield jax.tree_util.keystr(path), leaf
 
     def cache_options(
         self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: DTypeLike | None
