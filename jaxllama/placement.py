@@ -90,8 +90,19 @@ class Placement:
         self.lays_out_experts = self.lays_out or computes
 
     def fit(self, cfg: ModelConfig) -> None:
-        """Fit the grids of the parameters to come to their inputs, as ``Rounder`` does."""
+        """Fit the grids of the parameters to come to their inputs, as ``Rounder`` does.
+
+        Raises JaxLlamaError if the policy does not fit the model.
+        """
+        self._checked(cfg)
         self.rounder = Rounder(self.recipe, self._put, cfg)
+
+    def _checked(self, cfg: ModelConfig) -> ModelConfig:
+        """Return the config with the policy's sparsity, after checking that the policy fits it."""
+        if self.policy.attn_sparsity < 1:
+            cfg = cfg.replace(attn_sparsity=self.policy.attn_sparsity)
+        check_halves(cfg, self.policy)
+        return cfg
 
     def __call__(self, path: tuple[str, ...], leaf: Leaf) -> Tree:
         """Return the leaf at ``path``, an array or a quantized weight, stored where the policy puts
@@ -162,8 +173,6 @@ class Placement:
             else:
                 table = self._store(path, table)
             params["embed"] = {**params["embed"], "weight": table}
-        if self.policy.attn_sparsity < 1:
-            cfg = cfg.replace(attn_sparsity=self.policy.attn_sparsity)
-        check_halves(cfg, self.policy)
+        cfg = self._checked(cfg)
         executor = Offloaded(self.policy, self.store)
         return LanguageModel(cfg, params, tokenizer, self.deterministic, executor=executor)

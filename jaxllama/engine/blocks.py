@@ -82,7 +82,7 @@ def options_of(lm: LanguageModel, asked: Options) -> ResolvedOptions:
                 )
             raise JaxLlamaError(f"{name} = {short(value)}: {why}")
     options = EngineOptions(**asked)
-    kv_dtype, chunk = executor.cache_options(options.kv_dtype, options.prefill_chunk, lm.dtype)
+    kv_dtype, chunk = executor.cache_options(cfg, options.kv_dtype, options.prefill_chunk, lm.dtype)
     options.check_context(cfg)
     max_len = options.max_len or cfg.max_position
     return ResolvedOptions(

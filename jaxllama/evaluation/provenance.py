@@ -47,7 +47,7 @@ def provenance(
         ``device`` the backend and the device's name, ``versions`` Python's, jaxllama's and the
         packages'.
     """
-    cache, _ = lm.executor.cache_options(kv_dtype, None, None)
+    cache, _ = lm.executor.cache_options(lm.config, kv_dtype, None, None)
     facts: JsonObject = {
         "weights": weights_digest(lm.executor.leaves(lm.params)),
         "config": text_digest(repr(lm.config)),

@@ -144,11 +144,16 @@ class Executor(Protocol):
         ...
 
     def cache_options(
-        self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: DTypeLike | None
+        self,
+        cfg: ModelConfig,
+        kv_dtype: DTypeLike | None,
+        chunk: int | None,
+        dtype: DTypeLike | None,
     ) -> tuple[Any, int | None]:
         """(cache's dtype, chunk) for the user's values; dtype: the cache's default.
 
-        Raises JaxLlamaError if the executor has fixed values and the user's differ from them.
+        Raises JaxLlamaError if the executor has fixed values and the user's differ from them, or
+        if the model has no keys and values that ``kv_dtype`` could be of.
         """
         ...
 

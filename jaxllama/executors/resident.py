@@ -41,7 +41,7 @@ from jaxllama.executors.posting import posting
 from jaxllama.executors.prompts import start, start_in_pieces
 from jaxllama.kept import signature
 from jaxllama.model import decoder, verification
-from jaxllama.model.cache import Cache, cache_dtype_name, init_cache
+from jaxllama.model.cache import Cache, cache_dtype_name, check_has_keys, init_cache
 from jaxllama.model.layout import lay_out
 from jaxllama.model.records import Hidden
 from jaxllama.model.shardings import gather_params
@@ -88,8 +88,13 @@ class Resident:
             yield jax.tree_util.keystr(path), leaf
 
     def cache_options(
-        self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: DTypeLike | None
+        self,
+        cfg: ModelConfig,
+        kv_dtype: DTypeLike | None,
+        chunk: int | None,
+        dtype: DTypeLike | None,
     ) -> tuple[Any, int | None]:
+        check_has_keys(cfg, kv_dtype=kv_dtype)
         return dtype if kv_dtype is None else cache_dtype_name(kv_dtype), chunk
 
     def check_drafts(self, deterministic: bool) -> None:

@@ -26,6 +26,7 @@ import numpy as np
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.offload.policy import PERCENTAGES, Policy
+from jaxllama.offload.units import check_halves
 from jaxllama.planner.cost import (
     KINDS,
     LANES,
@@ -57,9 +58,10 @@ def solve(
     base: the options that are not searched: overlap, sep_layer, compression, sparsity, and
         attention on the CPU if it is set.
 
-    Raises JaxLlamaError if no policy fits.
+    Raises JaxLlamaError if no policy fits, or the base does not fit the model.
     """
     base = Policy() if base is None else base
+    check_halves(cfg, base)
     moving = dataclasses.replace(base, cpu_attention=False)
 
     def variants(policy: Policy) -> Iterator[Policy]:

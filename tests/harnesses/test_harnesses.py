@@ -72,7 +72,9 @@ def test_answers_are_made_again_from_the_state_folder(tmp_path, monkeypatch, rea
     assert replay(lm, tmp_path, [answers[1]["id"]]).same == 1
     with pytest.raises(JaxLlamaError, match="no answer with the id"):
         replay(lm, tmp_path, ["cmpl-x"])
-    with pytest.raises(JaxLlamaError, match="of another model: engine_deterministic differ"):
+    with pytest.raises(
+        JaxLlamaError, match="of another model: kv_dtype, engine_deterministic differ"
+    ):
         LocalModel(lm, NAME, tmp_path, **SIZES)
     (tmp_path / MODEL_FILE).unlink()
     with pytest.raises(JaxLlamaError, match="no state folder of an evaluation"):

@@ -52,7 +52,7 @@ def run(
     width, capacity, room = shapes_of(rows, new_tokens)
     sampling = SamplingParams.stack([Sampling()], lm.config.vocab_size)
     stop_ids = jnp.asarray(lm.config.eos_token_ids, jnp.int32)
-    dtype, width_of_chunk = lm.executor.cache_options(kv_dtype, chunk, lm.dtype)
+    dtype, width_of_chunk = lm.executor.cache_options(lm.config, kv_dtype, chunk, lm.dtype)
 
     def decoded(row: list[int], drafts: bool) -> np.ndarray:
         """Return (tokens after the first, seconds, drafted, accepted)."""

@@ -50,7 +50,7 @@ from jaxllama.executors.offloaded.experts import ExpertWork, placed_experts
 from jaxllama.executors.offloaded.room import check_host
 from jaxllama.executors.offloaded.run import OffloadRun
 from jaxllama.model import mtp
-from jaxllama.model.cache import cache_dtype_name, init_cache
+from jaxllama.model.cache import cache_dtype_name, check_has_keys, init_cache
 from jaxllama.model.decoder import activation_dtype, layer_config
 from jaxllama.model.linear import Stream
 from jaxllama.model.lora import ROWS, with_rows
@@ -152,12 +152,17 @@ class Offloaded:
                 yield name, self.store.get(leaf)
 
     def cache_options(
-        self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: DTypeLike | None
+        self,
+        cfg: ModelConfig,
+        kv_dtype: DTypeLike | None,
+        chunk: int | None,
+        dtype: DTypeLike | None,
     ) -> tuple[Any, int]:
         """Return the cache's dtype and the chunk, by default the policy's.
 
         Raises JaxLlamaError for values that differ from the policy's.
         """
+        check_has_keys(cfg, kv_dtype=kv_dtype)
         return kv_dtype_of(self.policy, kv_dtype, dtype), chunk_of(self.policy, chunk)
 
     def check_drafts(self, deterministic: bool) -> None:
