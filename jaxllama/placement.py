@@ -31,7 +31,7 @@ from jaxllama.offload.experts import ExpertBias, ExpertTensor, put_experts
 from jaxllama.offload.policy import Policy, Shares
 from jaxllama.offload.store import RowTable, Store, wait
 from jaxllama.offload.units import check_halves
-from jaxllama.quantization.quantize import Rounder
+from jaxllama.quantization.quantize import Rounder, in_order
 from jaxllama.quantization.scheme import parse
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import Leaf, Params, ParamsDict, Tree
@@ -158,7 +158,7 @@ class Placement:
                 name: walk(node.pop(name), (*path, name))
                 if isinstance(node[name], dict)
                 else self((*path, name), node.pop(name))
-                for name in list(node)
+                for name in (list(node) if path else in_order(node))
             }
 
         return walk(params, ())

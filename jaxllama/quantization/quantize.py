@@ -198,6 +198,14 @@ class Rounder:
         self._kept |= {path: self._keep(path, leaf) for path, leaf in _flat(tree).items()}
 
 
+def in_order(params: Params) -> list[str]:
+    """Return the names of a tree's parts in the order in which a ``Rounder`` takes them."""
+    layers = [name for name in params if name.startswith("layer_")]
+    layers.sort(key=lambda name: int(name.removeprefix("layer_")))
+    first = [name for name in ("embed", *layers) if name in params]
+    return first + [name for name in params if name not in set(first)]
+
+
 def _flat(tree: Params) -> dict[Path, Leaf]:
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_packed)
     return {tuple(key.key for key in path): leaf for path, leaf in leaves}
@@ -216,14 +224,10 @@ def _runs_alone(cfg: ModelConfig) -> bool:
 
 def _fitted(params: Params, put: Rounder, progress: bool) -> ParamsDict:
     """Return the tree that a Rounder makes of a whole tree."""
-    layers = [name for name in params if name.startswith("layer_")]
-    layers.sort(key=lambda name: int(name.removeprefix("layer_")))
-    order = [name for name in ("embed", *layers) if name in params]
-    order += [name for name in params if name not in order]
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     found: ParamsDict = {}
     with working("quantizing", total, progress) as bar:
-        for name in order:
+        for name in in_order(params):
             for path, leaf in _flat({name: params[name]}).items():
                 _put(found, path, put(path, leaf))
             bar(sum(leaf.nbytes for leaf in jax.tree.leaves(params[name])))
