@@ -49,6 +49,7 @@ from jaxllama.model.operands import float_dtype
 from jaxllama.model.shardings import leaf_readers, place_params, shard_params
 from jaxllama.parallel.mesh import make_mesh
 from jaxllama.progress import working
+from jaxllama.text.rows import short
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import Leaf
 from pallas_kernels.cpu import CpuWeight, prepare_tree
@@ -153,6 +154,8 @@ def load(
         from jaxllama.model.flax_state import register
 
         register()
+    if not isinstance(adapters, Mapping | None):
+        raise JaxLlamaError(f"adapters = {short(adapters)}: expected a mapping of names to paths")
     adapters = dict(adapters or {})
     _check_adapters(adapters, merge, mesh is not None)
     enable_compilation_cache()
@@ -175,6 +178,8 @@ def load(
     if quantize is not None:
         from jaxllama.quantization.scheme import parse
 
+        if not isinstance(quantize, str):
+            raise JaxLlamaError(f"quantize = {short(quantize)}: expected text, such as 'w8a8'")
         parse(quantize)
     programs, place = None, None
     if policy is None and mesh is None and jax.default_backend() == "cpu":
@@ -184,6 +189,11 @@ def load(
         from jaxllama.placement import Placement
 
         policy = Policy.parse(policy) if isinstance(policy, str) else policy
+        if not isinstance(policy, Policy):
+            raise JaxLlamaError(
+                f"policy = {short(policy)}: expected a Policy, or its text, such as "
+                "'20 80 0 100 0 100'"
+            )
         place = Placement(policy, dtype, quantize, deterministic, exact=exact)
     sampling, vectors, classifier = None, None, None
     if random and merge:

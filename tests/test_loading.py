@@ -459,3 +459,18 @@ def test_a_divided_model_has_the_weights_of_one_device(tmp_path):
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, env=own
     )
     assert run.returncode == 0, run.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"policy": [1, 2, 3]}, r"policy = \[1, 2, 3\]: expected a Policy, or its text"),
+        ({"mesh": [1, 2]}, r"mesh = \[1, 2\]: expected text such as 'data=1,model=4'"),
+        ({"quantize": 8}, "quantize = 8: expected text, such as 'w8a8'"),
+        ({"quantize": "w4a17"}, "w4a17' is not one of .* as in w4a16-sym"),
+        ({"adapters": ["a"]}, r"adapters = \['a'\]: expected a mapping of names to paths"),
+    ],
+)
+def test_arguments_of_another_type_are_named(options, said):
+    with pytest.raises(jl.JaxLlamaError, match=said):
+        jl.load("gla-340m", random=True, **options)
