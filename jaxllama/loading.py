@@ -203,9 +203,11 @@ def load(
         found = read_config(source, random, revision, progress)
         factors = [peft.read(path, found) for path in adapters.values()]
     if random:
-        from jaxllama.quantization.random_params import random_params
+        from jaxllama.quantization.random_params import check_memory, random_params
 
         cfg, tokenizer = load_config(source), Tokenizer.byte_level()
+        if place is None and grid is None:
+            check_memory(cfg, dtype, quantize)
         scheme = quantize if place is None else place.scheme
         put = _laid_out if not exact and _has_handlers(place, grid, dtype) else place
         params = random_params(cfg, jax.random.key(0), dtype, scheme, put, grid, progress=progress)

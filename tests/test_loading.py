@@ -34,6 +34,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.model import decoder
 from jaxllama.model.cache import init_cache
 from jaxllama.placement import Placement
+from jaxllama.quantization import random_params
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.scheme import SCHEMES, is_packed
 from pallas_kernels.cpu import CpuWeight, unavailable
@@ -474,3 +475,19 @@ def test_a_divided_model_has_the_weights_of_one_device(tmp_path):
 def test_arguments_of_another_type_are_named(options, said):
     with pytest.raises(jl.JaxLlamaError, match=said):
         jl.load("gla-340m", random=True, **options)
+
+
+@pytest.mark.parametrize("where", ["the host's memory", "the device's memory"])
+def test_memory_is_asked_before_weights_are_drawn(where, monkeypatch):
+    def drawn(*_, **__):
+        raise AssertionError("weights were drawn")
+
+    stats = {"bytes_limit": 3 * 10**9, "bytes_in_use": 10**9} if where[4] == "d" else None
+    device = SimpleNamespace(memory_stats=lambda: stats)
+    monkeypatch.setattr(random_params.jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(random_params, "available_memory", lambda: 2 * 10**9)
+    monkeypatch.setattr(random_params, "random_params", drawn)
+    with pytest.raises(jl.JaxLlamaError, match=r"llama-3.1-8b: .* 32.1 GB, and 2.0 GB of memory"):
+        jl.load("llama-3.1-8b", random=True)
+    with pytest.raises(jl.JaxLlamaError, match="weights need 6.1 GB, and 2.0 GB"):
+        jl.load("llama-3.1-8b", quantize="w4a16", random=True)

@@ -125,8 +125,9 @@ def said_options(record: object) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of the options of a record that differ from their defaults."""
     for field in dataclasses.fields(record):  # type: ignore[arg-type]
         value = getattr(record, field.name)
-        has_factory = field.default_factory is not dataclasses.MISSING
-        if value != (field.default_factory() if has_factory else field.default):
+        make = field.default_factory
+        default = field.default if make is dataclasses.MISSING else make()
+        if value != default:
             yield field.name, _said(value)
 
 

@@ -178,7 +178,7 @@ def _offload(experiment: Experiment, settings: OffloadSettings) -> Duration:
     settings = dataclasses.replace(settings, random=True)
     begun = time.perf_counter()
     lm, prompts = workloads.offload_task(experiment, settings, 0)
-    how = {
+    how: Options = {
         "kv_dtype": workloads.kv_dtype(settings.kv_dtype),
         **workloads.drafting(experiment, settings, lm, 0),
     }

@@ -17,7 +17,7 @@ from typing import Literal
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Event, Request
 from jaxllama.language_model import LanguageModel
-from jaxllama.typing import JsonObject
+from jaxllama.typing import JsonObject, Options
 
 Batching = Literal["continuous", "whole"]
 Times = dict[int, float]  # seconds from the start to the end of each request's answer
@@ -99,7 +99,7 @@ def _whole(
     draft: str | LanguageModel | None,
     draft_tokens: int,
 ) -> Times:
-    drafting = {} if draft is None else {"draft": draft, "draft_tokens": draft_tokens}
+    drafting: Options = {} if draft is None else {"draft": draft, "draft_tokens": draft_tokens}
     every = range(len(prompts))
     batches = [every[first : first + slots] for first in every[::slots]]
 

@@ -324,7 +324,10 @@ def offload(experiment: Experiment, settings: OffloadSettings, seed: int, room: 
     Prefill is included, as in FlexGen's figures. No row stops before ``new_tokens``.
     """
     lm, prompts = offload_task(experiment, settings, seed)
-    how = {"kv_dtype": kv_dtype(settings.kv_dtype), **drafting(experiment, settings, lm, seed)}
+    how: Options = {
+        "kv_dtype": kv_dtype(settings.kv_dtype),
+        **drafting(experiment, settings, lm, seed),
+    }
 
     def seconds(new_tokens: int) -> float:
         return timed(lambda: lm.generate(prompts, new_tokens, **how))[1]
