@@ -13,7 +13,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tests.helpers.emulator.machine import DEVICE, FIRST, LANES, PEER, Task
+from tests.helpers.emulator.machine import (
+    DEVICE,
+    FIRST,
+    LANES,
+    PEER,
+    InFlight,
+    Task,
+    in_flight,
+)
 from tests.helpers.emulator.clocks import GRAIN, Race
 from tests.helpers.instructions import EFFECTS, MEANING
 from tests.helpers.warp_emulator import Block, _operand
@@ -306,8 +314,9 @@ def _tensor_sum(t: Task, mask, found, where, source):
 # --- wgmma ---
 
 
-def _matrix(t: Task, desc: int, rows: int, depth: int, size: int, by_rows: bool) -> np.ndarray:
-    """Addresses [rows, depth, size] of the matrix that a descriptor describes.
+@functools.lru_cache(maxsize=4096)
+def _matrix(desc: int, rows: int, depth: int, size: int, by_rows: bool):
+    """Addresses [rows, depth, size] of the matrix that a descriptor describes, and its words.
 
     by_rows: the rows of M or N are contiguous, not K.
     """
@@ -322,7 +331,8 @@ def _matrix(t: Task, desc: int, rows: int, depth: int, size: int, by_rows: bool)
         offset = row // 8 * stride + k * size // 16 * leading + row % 8 * 16 + k * size % 16
     else:
         offset = row // 8 * stride + row % 8 * width + k * size
-    return swizzled(at + offset, width)[..., None] + np.arange(size)
+    out = swizzled(at + offset, width)[..., None] + np.arange(size)
+    return out, np.unique(out // GRAIN)
 
 
 @does(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.(\w+)\.(\w+)\.(\w+)", result=True)
@@ -332,52 +342,41 @@ def _wgmma(t: Task, mask, found, sums, left, right, uses_sums, *facts):
         raise Race("wgmma by a part of its lanes")
     n, depth, out = int(found[1]), int(found[2]), found[3]
     kinds = NUMBERS[found[4]], NUMBERS[found[5]]
-    sizes = [np.dtype(x).itemsize for x in kinds]
     by_rows = [bool(x) for x in facts[2:]]
     dtype = np.int32 if out == "s32" else np.float32
-    results = [np.full(t.n, np.nan if out == "f32" else -(1 << 30), dtype) for _ in sums]
     in_registers = isinstance(left, list)
     flips = dict(zip(("right",) if in_registers else ("left", "right"), by_rows, strict=False))
-    keep = not np.ndim(uses_sums) and bool(uses_sums) or np.all(uses_sums)
-    plan = []
+    keep = np.all(uses_sums)
+    results = [np.array(np.asarray(x).view(dtype) if keep else np.zeros(t.n, dtype)) for x in sums]
+    lane = np.arange(128)
+    row, column = lane // 32 * 16 + lane % 32 // 4, lane % 4 * 2
     for group in range(t.n // 128):
         lanes = slice(128 * group, 128 * group + 128)
         warps = t.warp[lanes][::LANES]
         if (warps // 4 != warps[0] // 4).any() or warps[0] % 4:
             raise Race("wgmma by warps of several warpgroups")
-        base = int(t.base[lanes.start])
 
-        def operand(desc, rows, size, by_row, base=base, lanes=lanes, warps=warps):
-            one = t.full(desc)[lanes.start]
-            at = _matrix(t, int(one) & (1 << 64) - 1, rows, depth, size, by_row) + base
-            low = at.min() - base - FIRST
-            if low < 0 or at.max() - base - FIRST >= t.machine.shared:
+        def operand(desc, rows, kind, by_row, lanes=lanes, warps=warps):
+            one = int(t.full(desc)[lanes.start]) & (1 << 64) - 1
+            size = np.dtype(kind).itemsize
+            at, words = _matrix(one, rows, depth, size, by_row)
+            if at[0, 0, 0] < FIRST or (words[-1] + 1) * GRAIN > t.machine.shared + FIRST:
                 raise Race("wgmma reads outside of shared memory")
+            base = int(t.base[lanes.start])
             reader = t.clocks.products + int(warps[0]) // 4
-            t.clocks.async_reads(warps, np.unique(at // GRAIN), reader, "wgmma")
-            return at
+            t.clocks.async_reads(warps, words + base // GRAIN, reader, "wgmma")
+            return t.machine.bytes[at + base].view(kind)[..., 0].astype(np.float64)
 
-        a = None if in_registers else operand(left, 64, sizes[0], flips.get("left", False))
-        plan.append((lanes, a, operand(right, n, sizes[1], flips.get("right", False))))
-
-    def product() -> None:
-        memory = t.machine.bytes
-        for lanes, a_at, b_at in plan:
-            b = memory[b_at].view(kinds[1])[..., 0].astype(np.float64)
-            if in_registers:
-                a = _fragments([x[lanes] for x in left], kinds[0], depth)
-            else:
-                a = memory[a_at].view(kinds[0])[..., 0].astype(np.float64)
-            c = a @ b.T
-            lane = np.arange(128)
-            row, column = lane // 32 * 16 + lane % 32 // 4, lane % 4 * 2
-            for i, (total, result) in enumerate(zip(sums, results, strict=True)):
-                part = c[row + i // 2 % 2 * 8, column + i % 2 + i // 4 * 8]
-                old = total[lanes].view(dtype).astype(np.float64) if keep else 0
-                result[lanes] = (old + part).astype(dtype)
-
-    t.products[-1].append(product)
-    return results
+        if in_registers:
+            a = _fragments([x[lanes] for x in left], kinds[0], depth)
+        else:
+            a = operand(left, 64, kinds[0], flips.get("left", False))
+        c = a @ operand(right, n, kinds[1], flips.get("right", False)).T
+        for i, result in enumerate(results):
+            part = c[row + i // 2 % 2 * 8, column + i % 2 + i // 4 * 8]
+            result[lanes] = (result[lanes].astype(np.float64) + part).astype(dtype)
+    flight = t.products[-1]
+    return [in_flight(x, (flight,)) for x in results]
 
 
 def _fragments(words, kind, depth: int) -> np.ndarray:
@@ -455,7 +454,7 @@ def execute(t: Task, code: str, tied: list[int], n_results: int, args, mask) -> 
     """Return ``$0`` to ``$n_results - 1``.  tied: results that begin as the first arguments."""
     registers = {f"${n_results + i}": x for i, x in enumerate(args)}
     if "wgmma.mma" in code:  # which takes its sums, even if it does not add to them
-        registers |= {f"${i}": np.full(t.n, np.nan, np.float32) for i in range(n_results)}
+        registers |= {f"${i}": np.zeros(t.n, np.float32) for i in range(n_results)}
     for i, result in enumerate(tied):
         registers[f"${result}"] = args[i]
     for function, found, results, operands, guard, negated in program(code):
@@ -515,10 +514,12 @@ def and_mask(t: Task, mask, condition):
     return condition if mask is None else condition & mask
 
 
-def argument(t: Task, x, way: str, is_vector: bool):
+def argument(t: Task, x, way: str, is_vector: bool, is_read: bool = True):
     """An operand as PTX has it.  way: its constraint."""
     if way == "n":
         return int(x)
+    if isinstance(x, InFlight) and is_read:
+        x.land()
     x = np.asarray(x)
     if is_vector:
         x = x[..., 0] if x.shape[-1] == 1 else np.ascontiguousarray(x).view(U32)[..., 0]
@@ -534,7 +535,7 @@ def results(values, kinds, is_struct: bool):
     out = []
     for value, (name, is_vector) in zip(values, kinds, strict=True):
         dtype = np.dtype(getattr(ml_dtypes, name, name))
-        x = np.asarray(value)
+        x = value if isinstance(value, InFlight) else np.asarray(value)
         x = x.view(dtype) if x.dtype.itemsize == dtype.itemsize else x.astype(dtype)
         out.append(x[..., None] if is_vector else x)
     return tuple(out) if is_struct else out[0]

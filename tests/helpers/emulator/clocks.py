@@ -2,6 +2,8 @@
 
 An access is a race with an earlier one if no chain of barriers orders them, whatever order they
 had in this run.  So one run finds the races of all orders in which its warps and copies may go.
+What a warp reads in a race is NaN, or -1: it may read what it does not use.  Two writes that race,
+and a race with a copy or a product in the background, are errors.
 
 Agents are the warps, and what reads or writes for them in the background: a warpgroup's wgmma, a
 warp's bulk stores, its cp.async, and each mbarrier for the copies that it counts.  ``seen[w, a]``
@@ -42,6 +44,10 @@ class Clocks:
         self.by_atomic = np.zeros(words, bool)
         self.read = np.zeros((words, self.readers), np.int32)
         self.names: dict[int, str] = {}
+        # Reads (a warp, a word, the warp's clock) that a later store may overtake: those that this
+        # run has found, and those that a run before has, which give anything now.
+        self.late: set[tuple[int, int, int]] = set()
+        self.doubtful: set[tuple[int, int, int]] = set()
 
     def new_agent(self, name: str) -> int:
         """An agent for a barrier's copies."""
@@ -80,16 +86,29 @@ class Clocks:
             self._fail(what, warps[i], word, writer, how)
 
     def check_read(self, warps, words, what: str, also=False) -> None:
+        """Note the reads that may come after this store, or raise if a copy's or a product's may.
+
+        also: which words may be read meanwhile.
+        """
         known = self.read[words] <= self.seen[warps][:, None, : self.readers]
         known |= np.asarray(also)[..., None]
-        if not known.all():
-            i, j, reader = np.argwhere(~known)[0]
-            self._fail(what, warps[i], words[i, j], reader, "reads")
+        if known.all():
+            return
+        for i, j, reader in np.argwhere(~known):
+            word = int(words[i, j])
+            if reader >= self.warps:
+                self._fail(what, warps[i], word, reader, "reads")
+            self.late.add((int(reader), word, int(self.read[word, reader])))
 
     def reads(self, warps, words) -> np.ndarray | None:
         """Which words are as no barrier says: a read of them may give anything.  None: no word."""
         known = self.known(warps, words)
         column = np.broadcast_to(warps[:, None], words.shape)
+        if self.doubtful:
+            for i, j in np.argwhere(np.isin(words, [word for _, word, _ in self.doubtful])):
+                warp = int(column[i, j])
+                key = warp, int(words[i, j]), int(self.seen[warp, warp])
+                known[i, j] &= key not in self.doubtful
         if known.all():
             self.read[words, column] = self.own(warps)[:, None]
             return None

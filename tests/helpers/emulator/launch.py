@@ -123,22 +123,31 @@ class Emulator:
         return out, new
 
     def cluster(self, program: Program, make, device, special, host, number: int) -> None:
+        doubtful: set[tuple[int, int, int]] = set()
+        before = None
         while True:
             machine = make(seed=f"{self.seed} {number}")
             machine.bytes[: machine.n_blocks * machine.apart] = 0xFF
-            before = machine.bytes[: machine.tracked].copy()
+            if before is None:
+                before = machine.bytes[: machine.tracked].copy()
+            else:
+                machine.bytes[: machine.tracked] = before
+            machine.clocks.doubtful = doubtful
             warps = range(machine.n_blocks * machine.threads // LANES)
             parts = program.parts or [frozenset(warps)]
             tasks = [
                 Task(machine, sorted(part), special, host.tensors, asm.Registers) for part in parts
             ]
             try:
-                return machine.run(tasks, device)
+                machine.run(tasks, device)
             except Apart as found:
                 split = [x for part in parts for x in _divided(part, found.parts)]
                 assert len(split) > len(parts)
-                program.parts = split
-                machine.bytes[: machine.tracked] = before
+                program.parts, doubtful = split, set()
+                continue
+            if machine.clocks.late <= doubtful:
+                return
+            doubtful = doubtful | machine.clocks.late
 
 
 def _divided(part: frozenset[int], by: list[frozenset[int]]) -> list[frozenset[int]]:

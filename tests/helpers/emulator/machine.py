@@ -96,6 +96,43 @@ class Meeting:
             self.here, self.met, self.released = 0, self.met + 1, self.joined
 
 
+class Flight:
+    """A group of wgmma, whose results are there when it has landed."""
+
+    def __init__(self) -> None:
+        self.landed = False
+
+
+class InFlight(np.ndarray):
+    """Results of wgmma: they may be moved, and only when they have landed may they be used."""
+
+    flights: tuple[Flight, ...] = ()
+
+    def __array_finalize__(self, source: Any) -> None:
+        self.flights = getattr(source, "flights", ())
+
+    def land(self) -> np.ndarray:
+        if not all(x.landed for x in self.flights):
+            raise Race("a result of wgmma is used before it is waited for")
+        return self.view(np.ndarray)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **named: Any) -> Any:
+        plain = [x.land() if isinstance(x, InFlight) else x for x in inputs]
+        return getattr(ufunc, method)(*plain, **named)
+
+
+def in_flight(x: np.ndarray, flights: tuple[Flight, ...]) -> np.ndarray:
+    if all(one.landed for one in flights):
+        return x
+    out = x.view(InFlight)
+    out.flights = flights
+    return out
+
+
+def flights_of(*values: Any) -> tuple[Flight, ...]:
+    return sum((x.flights for x in values if isinstance(x, InFlight)), ())
+
+
 class Machine:
     """A cluster.
 
@@ -184,7 +221,7 @@ class Task:
         self.index = np.arange(self.n)
         self.every = np.ones(self.n, bool)
         self.base = self.rank * machine.apart - FIRST
-        self.products: list[list[Callable[[], None]]] = [[]]  # groups of wgmma under way
+        self.products = [Flight()]  # groups of wgmma under way
         self.pending: list[tuple] = []  # cp.async under way
         self.stores: list[tuple] = []  # bulk stores under way, and the steps that they belong to
         self.met: dict[str, list] = {}  # the barriers of threads at which these are
@@ -282,14 +319,16 @@ class Task:
         out = np.ascontiguousarray(raw).view(dtype)
         return out.reshape(self.n, *shape) if shape else out[:, 0]
 
-    def store(self, value, address, mask, size: int, space: str = "") -> None:
+    def store(self, value, address, mask, size: int, space: str = "", dtype=None) -> None:
         unit = min(size, 4)
         at = self.place(address, mask, size, space, min(size, 16))
         if not len(at):
             return
         if at[0] >= self.machine.tracked:
             raise Race("a store to an operand")
-        value = self.full(value)
+        if isinstance(value, InFlight):
+            value.land()
+        value = self.full(np.asarray(value, dtype))
         value = np.ascontiguousarray(value if mask is None else value[mask])
         raw = value.reshape(len(at), -1).view(f"u{unit}")
         places, memory = (at // unit)[:, None] + np.arange(size // unit), self.machine.views[unit]
@@ -481,26 +520,25 @@ class Task:
         for end in due:
             end()
 
-    # --- wgmma: of a warpgroup, whose products end when they are waited for ---
+    # --- wgmma: of a warpgroup ---
 
     def products_commit(self) -> None:
-        self.products.append([])
-        self.clocks.steps[self._product_agents()] += 1
+        self.products.append(Flight())
+        self.clocks.steps[np.unique(self._product_agents())] += 1
 
     def _product_agents(self) -> np.ndarray:
-        return self.clocks.products + np.unique(self.warps // 4)
+        return self.clocks.products + self.warps // 4
 
     def products_wait(self, pending: int) -> None:
         done = max(len(self.products) - 1 - pending, 0)
-        for group in self.products[:done]:
-            for product in group:
-                product()
+        for flight in self.products[:done]:
+            flight.landed = True
         del self.products[:done]
-        agents = self.clocks.products + self.warps // 4
+        agents = self._product_agents()
         self.clocks.ended(self.warps, agents, self.clocks.steps[agents] - pending)
 
     def ended(self) -> None:
-        if any(self.products):
+        if len(self.products) > 1:
             raise Race(f"{self.name} end before their wgmma")
         if self.pending:
             raise Race(f"{self.name} end before their cp.async")

@@ -24,7 +24,7 @@ from jaxlib.mlir import passmanager
 
 from pallas_kernels.jax_internals import ir
 from tests.helpers.emulator import asm
-from tests.helpers.emulator.machine import LANES, Task
+from tests.helpers.emulator.machine import LANES, Task, flights_of, in_flight
 
 _DYNAMIC = -(1 << 63)
 _DYNAMIC_INDEX = -(1 << 31)
@@ -149,9 +149,11 @@ def kept(mask, is_all: bool, new, old, is_vector: bool):
 
 def recast(x, dtype, n: int, from_vector: bool):
     """The same bits as another type; n: its elements, 0 for no vector."""
-    x = np.asarray(x)
+    x = x if isinstance(x, np.ndarray) else np.asarray(x)
     x = x if from_vector else x[..., None]
-    out = np.ascontiguousarray(x).view(dtype)
+    if not x.flags.c_contiguous:
+        x = in_flight(np.ascontiguousarray(x), flights_of(x))
+    out = x.view(dtype)
     return out if n else out[..., 0]
 
 
@@ -168,19 +170,21 @@ def paired(x):
 
 def joined(a, b):
     shape = np.broadcast_shapes(np.shape(a)[:-1], np.shape(b)[:-1])
-    return np.concatenate([np.broadcast_to(x, (*shape, np.shape(x)[-1])) for x in (a, b)], -1)
+    out = np.concatenate([np.broadcast_to(x, (*shape, np.shape(x)[-1])) for x in (a, b)], -1)
+    return in_flight(out, flights_of(a, b))
 
 
 def stack(*parts):
     shape = np.broadcast_shapes(*(np.shape(x) for x in parts))
-    return np.stack([np.broadcast_to(x, shape) for x in parts], -1)
+    out = np.stack([np.broadcast_to(x, shape) for x in parts], -1)
+    return in_flight(out, flights_of(*parts))
 
 
 def inserted(vector, x, i):
     shape = np.broadcast_shapes(np.shape(vector)[:-1], np.shape(x))
     out = np.array(np.broadcast_to(vector, (*shape, np.shape(vector)[-1])))
     out[..., int(i)] = x
-    return out
+    return in_flight(out, flights_of(vector, x))
 
 
 def set_field(value, field, place):
@@ -316,7 +320,8 @@ class Writer:
         given = []
         for value, x, way in zip(op.operands, args, ways[n:], strict=True):
             way = ways[int(way)][1:] if way.isdigit() else way
-            given.append(f"asm.argument(t, {x}, {way!r}, {_is_vector(value)})")
+            moved = "" if "wgmma.mma" not in code and code else ", False"
+            given.append(f"asm.argument(t, {x}, {way!r}, {_is_vector(value)}{moved})")
         for pattern, name in _WAITS:
             if re.search(pattern, code):
                 call = f"asm.{name}(t, {code!r}, ({_join(given)}), m)"
@@ -663,7 +668,7 @@ def _stored(w: Writer, value: str, at: str, kind: Type, space: str) -> None:
     if not space:
         w.line("t.touch(m)")
     dtype = w.constant(kind.dtype)
-    w.line(f"t.store(np.asarray({value}, {dtype}), {at}, m, {_bytes(kind)}, {space!r})")
+    w.line(f"t.store({value}, {at}, m, {_bytes(kind)}, {space!r}, {dtype})")
 
 
 def _write_store(w: Writer, op, args, outs) -> None:
