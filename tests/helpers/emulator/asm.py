@@ -145,8 +145,13 @@ def _fence(t: Task, mask, found):
     t.clocks.fence(t.warps_of(mask))
 
 
+@does(r"fence\.mbarrier_init.*")
+def _publish(t: Task, mask, found):
+    t.clocks.publish(t.warps_of(mask))
+
+
 @does(
-    r"fence\.mbarrier_init.*|bar\.warp\.sync|setmaxnreg.*|wgmma\.fence.*|prefetch.*"
+    r"bar\.warp\.sync|setmaxnreg.*|wgmma\.fence.*|prefetch.*"
     r"|griddepcontrol\.launch_dependents"
 )
 def _nothing(t: Task, mask, found, *operands):
@@ -155,8 +160,7 @@ def _nothing(t: Task, mask, found, *operands):
 
 @does(r"griddepcontrol\.wait")
 def _await_kernel(t: Task, mask, found):
-    if t.touched.any() and t.touched[t.active(mask)].any():
-        raise Race("device memory is read or written before the kernel before ended")
+    t.may_touch[t.active(mask)] = True
 
 
 @does(r"cp\.async\.bulk\.prefetch\.L2\.global")
@@ -208,7 +212,7 @@ def _send(t: Task, mask, found, address, value, barrier):
     to = t.place(address, mask, size, "shared", size)
     of = t.place(barrier, mask, 8, "shared", 8)
     for lane, at, one in zip(lanes.tolist(), to.tolist(), of.tolist(), strict=True):
-        counter = t.machine.barrier(one)
+        counter = t.machine.barrier(one, t.warp[[lane]])
         words = np.arange(at // GRAIN, (at + size) // GRAIN)
         t.clocks.async_writes(int(t.warp[lane]), words, counter.agent, counter.phase + 1, "st.async")
 

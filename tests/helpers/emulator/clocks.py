@@ -25,6 +25,9 @@ class Race(AssertionError):
 class Clocks:
     """Clocks of the warps, and of the words of memory.
 
+    Agents that are no warps count their steps: a warpgroup's wgmma, and a warp's bulk stores, its
+    cp.async and its initialisations of barriers; then the barriers' copies.
+
     warps: of the cluster.  groups: warpgroups of the cluster.  words: of ``GRAIN`` bytes.
     """
 
@@ -33,9 +36,11 @@ class Clocks:
         self.products, self.stores = warps, warps + groups
         self.readers = self.stores + warps
         self.copies = self.readers
-        self.agents = self.copies + warps
+        self.inits = self.copies + warps
+        self.agents = self.inits + warps
         self.seen = np.zeros((warps, self.agents + 64), np.int32)
         self.fenced = np.zeros_like(self.seen)
+        self.published = np.zeros_like(self.seen)
         self.seen[np.arange(warps), np.arange(warps)] = 1
         self.steps = np.zeros(self.agents, np.int32)  # of the agents that are no warps
         self.writer = np.zeros(words, np.int32)
@@ -145,7 +150,7 @@ class Clocks:
 
     def name(self, agent: int) -> str:
         for kind, first in (
-            ("the barrier's copy", self.copies + self.warps),
+            ("the initialisation by warp", self.inits),
             ("cp.async of warp", self.copies),
             ("a bulk store of warp", self.stores),
             ("wgmma of warpgroup", self.products),
@@ -164,6 +169,18 @@ class Clocks:
     def released(self, warps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What the warps together know, for whom waits for them."""
         return self.seen[warps].max(0), self.fenced[warps].max(0)
+
+    def initialised(self, warp: int) -> tuple[int, int]:
+        """A warp has initialised a barrier: (the agent, its step)."""
+        agent = self.inits + warp
+        self.steps[agent] += 1
+        self.seen[warp, agent] = self.steps[agent]
+        return agent, int(self.steps[agent])
+
+    def publish(self, warps: np.ndarray) -> None:
+        """A fence for initialised barriers, which a relaxed arrival releases then."""
+        inits = slice(self.inits, self.inits + self.warps)
+        self.published[warps, inits] = self.seen[warps, inits]
 
     def fence(self, warps: np.ndarray) -> None:
         self.fenced[warps] = np.maximum(self.fenced[warps], self.seen[warps])

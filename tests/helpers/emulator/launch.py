@@ -132,7 +132,7 @@ class Emulator:
                 before = machine.bytes[: machine.tracked].copy()
             else:
                 machine.bytes[: machine.tracked] = before
-            machine.clocks.doubtful = doubtful
+            machine.clocks.doubtful, machine.overlaps = doubtful, program.overlaps
             warps = range(machine.n_blocks * machine.threads // LANES)
             parts = program.parts or [frozenset(warps)]
             tasks = [

@@ -36,10 +36,13 @@ class Deadlock(AssertionError):
 
 
 class Barrier:
-    """An mbarrier: ``count`` arrivals and the bytes that were announced end a phase."""
+    """An mbarrier: ``count`` arrivals and the bytes that were announced end a phase.
 
-    def __init__(self, count: int, agent: int, name: str):
-        self.count, self.agent, self.name = count, agent, name
+    made: its initialisation, an agent's step.
+    """
+
+    def __init__(self, count: int, agent: int, name: str, made: tuple[int, int]):
+        self.count, self.agent, self.name, self.made = count, agent, name, made
         self.left, self.bytes, self.phase = count, 0, 0
         self.joined = self.released = (np.zeros(0, np.int32),) * 2
         self.waits: dict[int, tuple[int, int]] = {}  # a warp's last wait: the phase, and its clock
@@ -152,11 +155,14 @@ class Machine:
         self.choose = random.Random(seed)
         self.copies: list[tuple[int, Callable[[], None]]] = []  # under way: when they end, and how
         self.time = self.changes = 0
+        self.overlaps = False  # with the kernel before, until it is waited for
 
-    def barrier(self, at: int) -> Barrier:
-        if at not in self.barriers:
-            raise Race(f"no mbarrier was initialised at byte {at}")
-        return self.barriers[at]
+    def barrier(self, at: int, warps: np.ndarray) -> Barrier:
+        """The mbarrier at a byte, which these warps must know to be initialised."""
+        found = self.barriers.get(at)
+        if found is None or (self.clocks.seen[warps, found.made[0]] < found.made[1]).any():
+            raise Race(f"an mbarrier at byte {at} may be used before it is initialised")
+        return found
 
     def meeting(self, key: Any) -> Meeting:
         return self.meetings.setdefault(key, Meeting())
@@ -202,6 +208,26 @@ class Machine:
                 self.changes += 1
         while self.end_copies(forced=True):
             pass
+        self.check_exit()
+
+    def check_exit(self) -> None:
+        """Shared memory goes with its block: other blocks and copies must be through with it."""
+        clocks, own = self.clocks, self.threads // LANES
+        agents = np.arange(clocks.agents)
+        for rank in range(self.n_blocks):
+            words = slice(rank * self.apart // GRAIN, (rank + 1) * self.apart // GRAIN)
+            warps = np.arange(rank * own, (rank + 1) * own)
+            last = clocks.read[words].max(0)
+            writer, written = clocks.writer[words], clocks.written[words]
+            steps = np.zeros(clocks.agents, np.int32)
+            np.maximum.at(steps, writer, written)
+            steps[: clocks.readers] = np.maximum(steps[: clocks.readers], last)
+            of_others = (agents < clocks.warps) & ~np.isin(agents, warps)
+            of_copies = agents >= clocks.inits + clocks.warps
+            late = (steps > clocks.seen[warps].max(0)[: clocks.agents]) & (of_others | of_copies)
+            if late.any():
+                name = clocks.name(int(np.flatnonzero(late)[0]))
+                raise Race(f"block {rank} may end before {name} is through with its memory")
 
 
 class Task:
@@ -226,14 +252,15 @@ class Task:
         self.stores: list[tuple] = []  # bulk stores under way, and the steps that they belong to
         self.met: dict[str, list] = {}  # the barriers of threads at which these are
         self.waits_at = "its start"
-        self.touched = np.zeros(self.n, bool)  # device memory
+        self.may_touch = np.full(self.n, not machine.overlaps)
         self.name = f"warps {warps}"
         self.first, self.tensors = np.int64(FIRST), tensors
         self.registers = registers_of(self)
 
     def touch(self, mask) -> None:
         """Device memory is read or written."""
-        self.touched[slice(None) if mask is None else mask] = True
+        if not (self.may_touch if mask is None else self.may_touch[mask]).all():
+            raise Race("device memory is read or written before the kernel before has ended")
 
     # --- values and masks ---
 
@@ -357,8 +384,9 @@ class Task:
         for at, lanes in self.each_barrier(address, mask):
             assert len(lanes) == 1, "several threads initialise a barrier"
             name = f"the mbarrier at byte {at % self.machine.apart + FIRST}"
-            agent = self.clocks.new_agent(f"a copy of {name}")
-            self.machine.barriers[at] = Barrier(int(self.full(count)[lanes[0]]), agent, name)
+            agent, warp = self.clocks.new_agent(f"a copy of {name}"), int(self.warp[lanes[0]])
+            made = self.clocks.initialised(warp)
+            self.machine.barriers[at] = Barrier(int(self.full(count)[lanes[0]]), agent, name, made)
 
     def arrive(self, address, mask, count=1, size=0) -> None:
         counts, sizes = self.full(count), self.full(size)
@@ -366,7 +394,7 @@ class Task:
         for at, lanes in self.each_barrier(address, mask):
             warps = np.unique(self.warp[lanes])
             joined = self.clocks.released(warps)
-            barrier = self.machine.barrier(at)
+            barrier = self.machine.barrier(at, warps)
             barrier.add(self.clocks, int(counts[lanes].sum()), int(sizes[lanes].sum()), joined)
             every.append(warps)
         if every:
@@ -378,7 +406,7 @@ class Task:
         yield False
         parity = self.full(parity)
         left = [
-            (self.machine.barrier(at), int(p), lanes[parity[lanes] == p])
+            (self.machine.barrier(at, self.warp[lanes]), int(p), lanes[parity[lanes] == p])
             for at, lanes in self.each_barrier(address, mask)
             for p in np.unique(parity[lanes])
         ]
@@ -414,8 +442,10 @@ class Task:
             warps = np.unique(self.warp[lanes[own]])
             meeting = self.machine.meeting((kind, one))
             self.met[kind].append((meeting, meeting.met, warps))
-            joined = self.clocks.released(warps) if is_release else ()
-            meeting.arrive(int(own.sum()), int(threads[own][0]), joined or (np.zeros(0, np.int32),) * 2)
+            joined = self.clocks.released(warps)
+            if not is_release:
+                joined = (self.clocks.published[warps].max(0),) * 2
+            meeting.arrive(int(own.sum()), int(threads[own][0]), joined)
         self.clocks.advance(self.warps_of(mask))
         self.machine.changes += 1
 
@@ -469,7 +499,8 @@ class Task:
             self.clocks.steps[agents] += 1
             known = np.zeros(self.clocks.agents, np.int32)
             known[agents] = self.clocks.steps[agents]
-            self.machine.barrier(at).add(self.clocks, len(lanes), 0, (known, known * 0))
+            barrier = self.machine.barrier(at, warps)
+            barrier.add(self.clocks, len(lanes), 0, (known, known * 0))
         self.machine.changes += 1
 
     # --- bulk copies: of one thread ---
@@ -477,7 +508,7 @@ class Task:
     def copy_in(self, lane: int, source, to: np.ndarray, barrier: int, size: int, what: str) -> None:
         """source: bytes of device memory, -1 where there are none.  to: their places."""
         machine = self.machine
-        of = machine.barrier(barrier)
+        of = machine.barrier(barrier, self.warp[[lane]])
         words = np.unique(to // GRAIN)
         self.clocks.async_writes(int(self.warp[lane]), words, of.agent, of.phase + 1, what)
         machine.bytes[to] = 0xFF

@@ -976,6 +976,7 @@ class Program:
                 if op.operation.name == "func.func" and len(op.regions[0].blocks)
             ]
             block = main.regions[0].blocks[0]
+            self.overlaps = "mosaic_gpu.uses_pdl" in module.operation.attributes
             self.name = ir.StringAttr(main.attributes["sym_name"]).value
             token, buffers = [writer.name(x) for x in block.arguments]
             writer.line("def main(h):")
