@@ -218,7 +218,7 @@ def _send(t: Task, mask, found, address, value, barrier):
 
         def end(at=at, lane=lane, counter=counter) -> None:
             t.machine.bytes[at : at + size] = raw[lane]
-            counter.add(t.clocks, 0, -size, None)
+            counter.add(t.clocks, 0, -size)
 
         t.machine.later(end)
 
@@ -375,7 +375,8 @@ def _wgmma(t: Task, mask, found, sums, left, right, uses_sums, *facts):
             a = _fragments([x[lanes] for x in left], kinds[0], depth)
         else:
             a = operand(left, 64, kinds[0], flips.get("left", False))
-        c = a @ operand(right, n, kinds[1], flips.get("right", False)).T
+        # In the same order for any number of columns.
+        c = np.einsum("ik,jk->ij", a, operand(right, n, kinds[1], flips.get("right", False)))
         for i, result in enumerate(results):
             part = c[row + i // 2 % 2 * 8, column + i % 2 + i // 4 * 8]
             result[lanes] = (result[lanes].astype(np.float64) + part).astype(dtype)

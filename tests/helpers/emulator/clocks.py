@@ -8,7 +8,8 @@ and a race with a copy or a product in the background, are errors.
 Agents are the warps, and what reads or writes for them in the background: a warpgroup's wgmma, a
 warp's bulk stores, its cp.async, and each mbarrier for the copies that it counts.  ``seen[w, a]``
 is how many of agent a's steps are known to have ended when warp w goes on.  ``fenced`` says the
-same of steps that the asynchronous proxy sees: plain stores after a fence.
+same of steps that the asynchronous proxy sees: plain stores after a fence.  ``after[w, a]`` says
+which steps came before, whether or not their stores are visible.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Clocks:
         self.agents = self.inits + warps
         self.seen = np.zeros((warps, self.agents + 64), np.int32)
         self.fenced = np.zeros_like(self.seen)
-        self.published = np.zeros_like(self.seen)
-        self.seen[np.arange(warps), np.arange(warps)] = 1
+        self.published, self.after = np.zeros_like(self.seen), np.zeros_like(self.seen)
+        self.advance(np.arange(warps))
         self.steps = np.zeros(self.agents, np.int32)  # of the agents that are no warps
         self.writer = np.zeros(words, np.int32)
         self.written = np.zeros(words, np.int32)
@@ -58,7 +59,8 @@ class Clocks:
         """An agent for a barrier's copies."""
         if self.agents == self.seen.shape[1]:
             more = np.zeros((self.warps, 64), np.int32)
-            self.seen, self.fenced = (np.hstack([x, more]) for x in (self.seen, self.fenced))
+            for name in ("seen", "fenced", "after", "published"):
+                setattr(self, name, np.hstack([getattr(self, name), more]))
         self.names[self.agents] = name
         self.agents += 1
         return self.agents - 1
@@ -69,6 +71,7 @@ class Clocks:
     def advance(self, warps: np.ndarray) -> None:
         """What the warps do from here on is not part of what they have released."""
         self.seen[warps, warps] += 1
+        self.after[warps, warps] = self.seen[warps, warps]
 
     # --- accesses: warps [n], words [n, k] ---
 
@@ -161,14 +164,14 @@ class Clocks:
 
     # --- order ---
 
-    def join(self, warps: np.ndarray, seen: np.ndarray, fenced: np.ndarray) -> None:
-        n = len(seen)
-        self.seen[warps, :n] = np.maximum(self.seen[warps, :n], seen)
-        self.fenced[warps, :n] = np.maximum(self.fenced[warps, :n], fenced)
+    def join(self, warps: np.ndarray, *known: np.ndarray) -> None:
+        """The warps know what they have waited for."""
+        for own, other in zip((self.seen, self.fenced, self.after), known, strict=True):
+            own[warps, : len(other)] = np.maximum(own[warps, : len(other)], other)
 
-    def released(self, warps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def released(self, warps: np.ndarray) -> tuple[np.ndarray, ...]:
         """What the warps together know, for whom waits for them."""
-        return self.seen[warps].max(0), self.fenced[warps].max(0)
+        return tuple(own[warps].max(0) for own in (self.seen, self.fenced, self.after))
 
     def initialised(self, warp: int) -> tuple[int, int]:
         """A warp has initialised a barrier: (the agent, its step)."""

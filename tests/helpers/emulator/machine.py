@@ -44,10 +44,11 @@ class Barrier:
     def __init__(self, count: int, agent: int, name: str, made: tuple[int, int]):
         self.count, self.agent, self.name, self.made = count, agent, name, made
         self.left, self.bytes, self.phase = count, 0, 0
-        self.joined = self.released = (np.zeros(0, np.int32),) * 2
+        self.joined = self.released = (np.zeros(0, np.int32),) * 3
         self.waits: dict[int, tuple[int, int]] = {}  # a warp's last wait: the phase, and its clock
 
-    def add(self, clocks: Clocks, arrivals: int, size: int, joined) -> None:
+    def add(self, clocks: Clocks, arrivals: int, size: int, joined=None) -> None:
+        """joined: what the arrivals release."""
         self.left, self.bytes = self.left - arrivals, self.bytes + size
         if joined is not None:
             self.joined = tuple(map(_larger, self.joined, joined))
@@ -57,9 +58,9 @@ class Barrier:
             self.end(clocks)
 
     def end(self, clocks: Clocks) -> None:
-        seen = self.joined[0]
+        *_, after = self.joined
         for warp, (phase, clock) in self.waits.items():
-            if phase == self.phase - 1 and (len(seen) <= warp or seen[warp] < clock):
+            if phase == self.phase - 1 and (len(after) <= warp or after[warp] < clock):
                 raise Race(f"{self.name}: a phase may end before {clocks.name(warp)} saw the last")
         self.phase, self.left = self.phase + 1, self.count
         known = np.zeros(self.agent + 1, np.int32)
@@ -88,7 +89,7 @@ class Meeting:
 
     def __init__(self) -> None:
         self.here, self.met = 0, 0
-        self.joined = self.released = (np.zeros(0, np.int32),) * 2
+        self.joined = self.released = (np.zeros(0, np.int32),) * 3
 
     def arrive(self, threads: int, of: int, joined) -> None:
         self.here += threads
@@ -104,6 +105,7 @@ class Flight:
 
     def __init__(self) -> None:
         self.landed = False
+        self.issued: list[tuple[np.ndarray, tuple[np.ndarray, ...]]] = []  # warps, what they knew
 
 
 class InFlight(np.ndarray):
@@ -444,7 +446,8 @@ class Task:
             self.met[kind].append((meeting, meeting.met, warps))
             joined = self.clocks.released(warps)
             if not is_release:
-                joined = (self.clocks.published[warps].max(0),) * 2
+                published = self.clocks.published[warps].max(0)
+                joined = published, published, joined[2]
             meeting.arrive(int(own.sum()), int(threads[own][0]), joined)
         self.clocks.advance(self.warps_of(mask))
         self.machine.changes += 1
@@ -500,7 +503,8 @@ class Task:
             known = np.zeros(self.clocks.agents, np.int32)
             known[agents] = self.clocks.steps[agents]
             barrier = self.machine.barrier(at, warps)
-            barrier.add(self.clocks, len(lanes), 0, (known, known * 0))
+            *_, after = self.clocks.released(warps)
+            barrier.add(self.clocks, len(lanes), 0, (known, known * 0, after))
         self.machine.changes += 1
 
     # --- bulk copies: of one thread ---
@@ -515,7 +519,7 @@ class Task:
 
         def end() -> None:
             machine.bytes[to] = np.where(source < 0, 0, machine.bytes[source])
-            of.add(self.clocks, 0, -size, None)
+            of.add(self.clocks, 0, -size)
 
         machine.later(end)
 
@@ -554,6 +558,10 @@ class Task:
     # --- wgmma: of a warpgroup ---
 
     def products_commit(self) -> None:
+        for group in np.unique(self.warps // 4):
+            warps = self.warps[self.warps // 4 == group]
+            self.products[-1].issued.append((warps, self.clocks.released(warps)))
+        self.clocks.advance(self.warps)
         self.products.append(Flight())
         self.clocks.steps[np.unique(self._product_agents())] += 1
 
@@ -564,6 +572,8 @@ class Task:
         done = max(len(self.products) - 1 - pending, 0)
         for flight in self.products[:done]:
             flight.landed = True
+            for warps, known in flight.issued:  # it ends when all four warps have begun it
+                self.clocks.join(warps, *known)
         del self.products[:done]
         agents = self._product_agents()
         self.clocks.ended(self.warps, agents, self.clocks.steps[agents] - pending)
