@@ -10,6 +10,7 @@ Shared memory and results hold NaN, or -1, at first.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -22,7 +23,7 @@ import jax
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, launch, transform
+from pallas_kernels import device, dispatch, launch, transform
 from pallas_kernels.jax_internals import ir
 from tests.helpers.emulator import asm
 from tests.helpers.emulator.machine import DEVICE, LANES, Apart, Machine, Task
@@ -183,16 +184,25 @@ def _special(grid, block, cluster, place) -> dict[str, np.ndarray]:
 
 
 @contextlib.contextmanager
-def emulated(seed: int = 0, change: Change | None = None) -> Iterator[Emulator]:
+def emulated(
+    seed: int = 0, change: Change | None = None, sms: int | None = None
+) -> Iterator[Emulator]:
     """Within, Mosaic kernels run here, and ops call theirs directly.
 
-    seed: of the orders.  change: takes the number, the kind and the text of each operation that
+    seed: of the orders.  sms: of the GPU that plans are for: with few, a block has several tiles.  change: takes the number, the kind and the text of each operation that
     orders others, and returns the text that takes its place, or None to leave it out.
     """
     emulator = Emulator(seed, change)
     names = {name: getattr(plgpu, name) for name in dir(plgpu) if not name.startswith("__")}
     fake = SimpleNamespace(**names | {"kernel": emulator.kernel})
+    facts = device._facts
+
+    def fewer(*args: Any) -> device.Gpu:
+        found = facts(*args)
+        return found if sms is None else dataclasses.replace(found, sms=sms)
+
     with (
+        mock.patch.object(device, "_facts", fewer),
         jax.disable_jit(),
         mock.patch.object(launch, "plgpu", fake),
         mock.patch.object(transform.Op, "__call__", _directly),
