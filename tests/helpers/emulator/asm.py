@@ -467,13 +467,11 @@ def execute(t: Task, code: str, tied: list[int], n_results: int, args, mask) -> 
         if guard is not None:
             condition = t.full(registers[guard]).astype(bool) != negated
             own = condition if mask is None else condition & mask
-        values = [read(t.registers, registers) for read in operands]
-        if found is None:
-            value = function(t.registers, *values)
-        elif guard is not None and not own.any():
+        if guard is not None and found is not None and not own.any():
             continue
-        else:
-            value = function(t, own, found, *values)
+        values = [read(t.registers, registers) for read in operands]
+        first = (t.registers,) if found is None else (t, own, found)
+        value = function(*first, *values)
         if not results:
             continue
         value = value if isinstance(value, list) else [value]

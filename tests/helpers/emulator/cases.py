@@ -26,6 +26,7 @@ from pallas_kernels.gated_delta.op import gated_delta_step
 from pallas_kernels.gla import kernel as gla_kernel
 from pallas_kernels.gla.op import gla_step
 from pallas_kernels.matmul.blocks import blocks_matmul
+from pallas_kernels.rows.greedy import append_greedy
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.ssd.op import ssd
 from tests.helpers import kernel_cases as real
@@ -44,6 +45,7 @@ class Case:
     want: Callable[[], Any]
     sms: int = 132
     error: float = 6e-3
+    target: str = ""
 
 
 def array(shape, dtype, seed: int = 0) -> jax.Array:
@@ -71,13 +73,17 @@ def both(kernels: str, f: Callable[..., Any], *args: Any, **facts: Any) -> Case:
     return Case(kernels, run, want, **facts)
 
 
-def product(kernels: str, m: int, n: int, k: int, scheme: str, words=None, sms=2, **named) -> Case:
+def product(
+    kernels: str, m: int, n: int, k: int, scheme: str, words=None, sms=2, target="", **named
+) -> Case:
     x, w = array((m, k), BF16), array((n, k), BF16, 1) * k**-0.5
     if scheme != "bfloat16":
         w = quantize(w, scheme, **named)
-    if words is not None:
+    if words == "fp8-block":
+        x = quantize_tokens(x, dtype="float8_e4m3fn", group_size=128, **XLA)
+    elif words is not None:
         x = quantize_tokens(x, dtype=words, **XLA)
-    return both(kernels, quantized_matmul, x, w, sms=sms)
+    return both(kernels, quantized_matmul, x, w, sms=sms, target=target)
 
 
 def lengths(batch: int, capacity: int, tokens: int | None = None) -> jax.Array:
@@ -127,13 +133,14 @@ def stacked(scheme: str, n_experts: int, n: int, k: int):
     return jax.tree.map(lambda *v: jnp.stack(v), *one)
 
 
-def grouped(kernels: str, scheme: str, tokens=1, gated=None, tile=None, sms=4, **facts) -> Case:
+def grouped(kernels: str, scheme: str, tokens=1, gated=None, tile=None, sms=4) -> Case:
     """Pairs of tokens and experts.  tile: of the kernel of many pairs."""
     n, k, n_experts = 256, 576, 4
     x, w = array((tokens, k), BF16), stacked(scheme, n_experts, n, k)
     experts = experts_of(tokens, n_experts, 2)
     if tile is None:
-        return both(kernels, grouped_matmul, x, w, experts, gated=gated, sms=sms, **facts)
+        call = functools.partial(grouped_matmul, x, w, experts, gated=gated)
+        return both(kernels, call, sms=sms)
 
     def run():
         from pallas_kernels.experts.many_pairs_kernel import grouped_tiles
@@ -147,6 +154,14 @@ def grouped(kernels: str, scheme: str, tokens=1, gated=None, tile=None, sms=4, *
 
     want = functools.partial(grouped_matmul_reference, x, w, experts, gated=gated)
     return Case(kernels, run, want, sms=sms, error=4e-3)
+
+
+def experts_sum() -> Case:
+    x, w = array((1, 2, 512), BF16), stacked("int4", 4, 256, 512)
+    call = functools.partial(
+        grouped_matmul, x, w, experts_of(1, 4, 2), weights=-array((1, 2), F32)
+    )
+    return both("grouped_matmul_sum", call)
 
 
 def gla_case(kernels: str, shape, save: str = "nothing", sms: int = 132) -> Case:
@@ -197,14 +212,22 @@ def step_case(kernels: str, op, hk: int, h: int, gates: int, *more) -> Case:
 
 
 def blocks_case() -> Case:
-    x, gamma = array((8, 512), BF16), array((512,), BF16, 3)
-    w = [quantize(array((n, 512), BF16, i), "int4", group_size=128) for i, n in enumerate((256, 64))]
+    x, gamma = array((8, 1024), BF16), array((1024,), BF16, 3)
+    floats = [array((n, 1024), BF16, i) for i, n in enumerate((256, 64))]
+    w = [quantize(one, "int4", group_size=128) for one in floats]
+    norm = gamma, 1e-5
+    return Case(
+        "quantized_matmul_blocks",
+        lambda: [y.rows[:, y.start : y.start + y.width] for y in blocks_matmul(x, w, norm=norm)],
+        lambda: [quantized_matmul(x, one, norm=norm, **XLA) for one in w],
+    )
 
-    def call(implementation):
-        found = blocks_matmul(x, tuple(w), norm=(gamma, 1e-5), implementation=implementation)
-        return [y.rows for y in found]
 
-    return both("quantized_matmul_blocks", call)
+def greedy_case() -> Case:
+    logits, rows = array((1, 20000), BF16), jnp.asarray([[11], [0], [2], [9], [2]], I32)
+    written, stops = array((2, 1, 64), I32), jnp.asarray([3, 5], I32)
+    call = functools.partial(append_greedy, logits, rows, written, stops, capacity=4096)
+    return both("append_greedy", call)
 
 
 def from_table(kernels: str, make, *args, **named) -> Case:
@@ -244,7 +267,13 @@ CASES: dict[str, Callable[[], Case]] = {
     "pair W4A8": lambda: product(
         "quantized_matmul_w4a8", 96, 256, 1024, "int4", "int8", group_size=128
     ),
-    "decode int4": lambda: decode("decode_attention_kernel", "int4", 2, 1024, sms=8),
+    "pair FP8 blocks": lambda: product(
+        "quantized_matmul_fp8_block", 96, 256, 1024, "fp8-block", "fp8-block"
+    ),
+    "mid rows": lambda: product("quantized_matmul_mid", 96, 128, 512, "int8", target="sm_80"),
+    "decode int4": lambda: decode(
+        "decode_attention_kernel decode_attention_merge", "int4", 2, 1024, sms=8
+    ),
     "decode int8": lambda: decode("decode_attention_kernel", "int8", 3, 640, sms=8),
     "decode, several tokens": lambda: decode(
         "decode_attention_kernel", "bfloat16", 2, 512, 3, sms=8
@@ -267,8 +296,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "many pairs tokens": lambda: grouped(
         "experts_sort grouped_matmul_bfloat16", "bfloat16", 90, "silu", TokenTile()
     ),
+    "experts sum": lambda: experts_sum(),
     "route": routed,
     "best": lambda: both("best_of_rows", best, array((9, 32), F32), 4),
+    "greedy": greedy_case,
     "norm": normed,
     "norm to int8": lambda: normed("int8"),
     "gate to int8": lambda: from_table(

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import itertools
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device, dispatch, launch, transform
+from pallas_kernels.architecture import TARGET
 from pallas_kernels.jax_internals import ir
 from tests.helpers.emulator import asm
 from tests.helpers.emulator.machine import DEVICE, LANES, Apart, Machine, Task
@@ -74,9 +75,7 @@ class Emulator:
             config = ir.DictAttr(call.attributes["mhlo.backend_config"])
             bytecode = ir.StringAttr(config["module"]).value_bytes
             shapes, tree = jax.tree.flatten(traced.out_info[0])
-            plain = [x for x, ref in zip(values, is_ref, strict=True) if not ref]
-            inout = [x for x, ref in zip(values, is_ref, strict=True) if ref]
-            outs, changed = self.execute(self.program(bytecode), plain, inout, shapes)
+            outs, changed = self.execute(self.program(bytecode), values, is_ref, shapes)
             refs = [x for x, ref in zip(operands, is_ref, strict=True) if ref]
             for ref, x in zip(refs, changed, strict=True):
                 ref[...] = x
@@ -84,9 +83,11 @@ class Emulator:
 
         return run
 
-    def execute(self, program: Program, operands, inout, shapes):
+    def execute(self, program: Program, values, is_ref, shapes):
         """(results, changed arrays) of a program.  shapes: of its results."""
-        given, changed = [to_bytes(x) for x in operands], [to_bytes(x) for x in inout]
+        inout = [x for x, ref in zip(values, is_ref, strict=True) if ref]
+        given = [to_bytes(x) for x, ref in zip(values, is_ref, strict=True) if not ref]
+        changed = [to_bytes(x) for x in inout]
         results = [np.full(_n_bytes(x), 0xFF, np.uint8) for x in shapes]
         host = Host([0] * (len(given) + 2 * len(changed) + len(results)))
         facts, _ = program.main(host)  # for the size of shared memory
@@ -106,8 +107,9 @@ class Emulator:
             memory[start : start + len(x)], owned[start : start + len(x)] = x, True
         n, k = len(changed), len(results)
         tracked = starts[n + k] if n + k < len(starts) else len(memory)
-        order = [*starts[n + k :], *starts[: n + k], *starts[:n]]  # what is changed is a result too
-        host = Host([DEVICE + x for x in order])
+        refs, rest = iter(starts[:n]), iter(starts[n + k :])
+        order = [next(refs if ref else rest) for ref in is_ref]
+        host = Host([DEVICE + x for x in [*order, *starts[n : n + k], *starts[:n]]])
         with np.errstate(all="ignore"):
             _, device = program.main(host)
             threads = int(np.prod(block))
@@ -185,11 +187,12 @@ def _special(grid, block, cluster, place) -> dict[str, np.ndarray]:
 
 @contextlib.contextmanager
 def emulated(
-    seed: int = 0, change: Change | None = None, sms: int | None = None
+    seed: int = 0, change: Change | None = None, sms: int | None = None, target: str = ""
 ) -> Iterator[Emulator]:
     """Within, Mosaic kernels run here, and ops call theirs directly.
 
-    seed: of the orders.  sms: of the GPU that plans are for: with few, a block has several tiles.  change: takes the number, the kind and the text of each operation that
+    seed: of the orders.  sms: of the GPU that plans are for: with few, a block has several tiles.
+    target: its architecture.  change: takes the number, the kind and the text of each operation that
     orders others, and returns the text that takes its place, or None to leave it out.
     """
     emulator = Emulator(seed, change)
@@ -202,6 +205,7 @@ def emulated(
         return found if sms is None else dataclasses.replace(found, sms=sms)
 
     with (
+        mock.patch.dict(os.environ, {TARGET: target} if target else {}),
         mock.patch.object(device, "_facts", fewer),
         jax.disable_jit(),
         mock.patch.object(launch, "plgpu", fake),
