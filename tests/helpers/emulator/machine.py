@@ -158,6 +158,7 @@ class Machine:
         self.copies: list[tuple[int, Callable[[], None]]] = []  # under way: when they end, and how
         self.time = self.changes = 0
         self.overlaps = False  # with the kernel before, until it is waited for
+        self.by_warp = False  # warps of a warpgroup may be tasks of their own
 
     def barrier(self, at: int, warps: np.ndarray) -> Barrier:
         """The mbarrier at a byte, which these warps must know to be initialised."""
@@ -292,13 +293,20 @@ class Task:
         return True, yes, True, no
 
     def part(self, yes: np.ndarray, no: np.ndarray) -> None:
-        """Make tasks of the warps that go different ways, unless each goes both."""
-        by_warp = np.stack([yes, no]).reshape(2, -1, LANES).any(2)
-        kinds = {tuple(x) for x in by_warp.T.tolist()} - {(False, False)}
-        if len(kinds) > 1:
-            raise Apart(
-                [frozenset(self.warps[(by_warp.T == kind).all(1)].tolist()) for kind in kinds]
-            )
+        """Make tasks of the warpgroups that go different ways, or of the warps if it has to be.
+
+        A warpgroup's warps go one way after the other, so that they multiply together.
+        """
+        size = 1 if self.machine.by_warp else 4
+        ways = np.stack([yes, no]).reshape(2, -1, LANES).any(2)
+        groups: dict[tuple, set[int]] = {}
+        for unit in np.unique(self.warps // size):
+            own = self.warps // size == unit
+            kind = tuple(ways[:, own].any(1))
+            groups.setdefault(kind, set()).update(self.warps[own].tolist())
+        groups.pop((False, False), None)
+        if len(groups) > 1:
+            raise Apart([frozenset(x) for x in groups.values()])
 
     def live(self, condition, mask, may_wait: bool):
         """(whether a loop goes on, the mask of its turn)."""
@@ -453,11 +461,14 @@ class Task:
         self.machine.changes += 1
 
     def await_met(self, kind: str) -> Run:
+        if not self.met.get(kind):
+            raise Race(f"{self.name} wait for a {kind} barrier without an arrival")
         while any(meeting.met == before for meeting, before, _ in self.met[kind]):
             self.waits_at = kind
             yield True
         for meeting, _, warps in self.met[kind]:
             self.clocks.join(warps, *meeting.released)
+        self.met[kind] = []
 
     # --- cp.async: 16 bytes of a thread ---
 

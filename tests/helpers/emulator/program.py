@@ -796,7 +796,8 @@ def _signs(form: str):
 
 
 def _pick(op, args) -> str:
-    return f"choose({', '.join(args)}, {_is_vector(op.operands[1])})"
+    each = _is_vector(op.operands[0])  # a condition for each element
+    return f"choose({', '.join(args)}, {_is_vector(op.operands[1]) and not each})"
 
 
 def _tensor_store(op, args) -> str:
@@ -987,4 +988,6 @@ class Program:
         names = dict(HELPERS) | writer.constants
         exec(compile(self.text, f"<{self.name}>", "exec"), names)
         self.main = names["main"]
-        self.parts: list[frozenset[int]] | None = None  # the warps of each task, once it is known
+        # The warps of each task, and whether those of a warpgroup part, once it is known.
+        self.parts: list[frozenset[int]] | None = None
+        self.by_warp = False
