@@ -13,6 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from tests.helpers.emulator.clocks import GRAIN, Race
 from tests.helpers.emulator.machine import (
     DEVICE,
     FIRST,
@@ -22,7 +23,6 @@ from tests.helpers.emulator.machine import (
     Task,
     in_flight,
 )
-from tests.helpers.emulator.clocks import GRAIN, Race
 from tests.helpers.instructions import EFFECTS, MEANING
 from tests.helpers.warp_emulator import Block, _operand
 
@@ -199,7 +199,9 @@ def _products_wait(t: Task, mask, found, pending):
 
 @does(r"mapa\.shared::cluster\.u32", result=True)
 def _peer(t: Task, mask, found, address, rank):
-    return (np.asarray(address, np.int64) % PEER + (np.asarray(rank, np.int64) + 1) * PEER).astype(U32)
+    return (np.asarray(address, np.int64) % PEER + (np.asarray(rank, np.int64) + 1) * PEER).astype(
+        U32
+    )
 
 
 @does(r"st\.async(?:\.\w+)?\.shared::cluster\.mbarrier::complete_tx::bytes(?:\.v(\d))?\.(\w+)")
@@ -214,7 +216,9 @@ def _send(t: Task, mask, found, address, value, barrier):
     for lane, at, one in zip(lanes.tolist(), to.tolist(), of.tolist(), strict=True):
         counter = t.machine.barrier(one, t.warp[[lane]])
         words = np.arange(at // GRAIN, (at + size) // GRAIN)
-        t.clocks.async_writes(int(t.warp[lane]), words, counter.agent, counter.phase + 1, "st.async")
+        t.clocks.async_writes(
+            int(t.warp[lane]), words, counter.agent, counter.phase + 1, "st.async"
+        )
 
         def end(at=at, lane=lane, counter=counter) -> None:
             t.machine.bytes[at : at + size] = raw[lane]
@@ -439,14 +443,18 @@ def program(code: str):
     """(function, its match or None, results, operands, predicate, negated) of each instruction."""
     out = []
     for name, operands, guard, negated in statements(code):
-        for pattern, function, has_result in OWN:
-            found = pattern.fullmatch(name)
-            if found:
-                break
+        own = (
+            (function, found, has_result)
+            for pattern, function, has_result in OWN
+            if (found := pattern.fullmatch(name))
+        )
+        if name in MEANING:
+            function, found, has_result = next(own, (MEANING[name], None, name not in EFFECTS))
         else:
-            if name not in MEANING:
+            meant = next(own, None)
+            if meant is None:
                 raise NotImplementedError(f"no meaning for the instruction {name!r}")
-            function, found, has_result = MEANING[name], None, name not in EFFECTS
+            function, found, has_result = meant
         rest = list(operands)
         results = re.findall(r"[$\w]+", rest[0]) if has_result else []
         if has_result and not name.startswith("wgmma"):

@@ -23,7 +23,6 @@ from pallas_kernels.experts.best import best
 from pallas_kernels.experts.many_pairs_plan import FLOAT4_TILES, TILES, PairsScheme, TokenTile
 from pallas_kernels.experts.op import grouped_matmul, grouped_matmul_reference
 from pallas_kernels.gated_delta.op import gated_delta_step
-from pallas_kernels.gla import kernel as gla_kernel
 from pallas_kernels.gla.op import gla_step
 from pallas_kernels.matmul.blocks import blocks_matmul
 from pallas_kernels.rows.greedy import append_greedy
@@ -158,9 +157,7 @@ def grouped(kernels: str, scheme: str, tokens=1, gated=None, tile=None, sms=4) -
 
 def experts_sum() -> Case:
     x, w = array((1, 2, 512), BF16), stacked("int4", 4, 256, 512)
-    call = functools.partial(
-        grouped_matmul, x, w, experts_of(1, 4, 2), weights=-array((1, 2), F32)
-    )
+    call = functools.partial(grouped_matmul, x, w, experts_of(1, 4, 2), weights=-array((1, 2), F32))
     return both("grouped_matmul_sum", call)
 
 
@@ -258,9 +255,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "few rows": lambda: product("quantized_matmul_decode", 8, 512, 1024, "int4", group_size=128),
     "few rows, floats": lambda: product("quantized_matmul_decode", 8, 256, 512, "bfloat16"),
     "blocks": blocks_case,
-    "weight int4": lambda: product(
-        "quantized_matmul_w4a16", 96, 256, 1024, "int4", group_size=128
-    ),
+    "weight int4": lambda: product("quantized_matmul_w4a16", 96, 256, 1024, "int4", group_size=128),
     "weight int8": lambda: product("quantized_matmul_w8a16", 96, 256, 1024, "int8"),
     "weight mxfp4": lambda: product("quantized_matmul_w4a16", 200, 256, 1024, "mxfp4"),
     "pair int8": lambda: product("quantized_matmul_w8a8", 200, 256, 1024, "int8", "int8"),
@@ -278,9 +273,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "decode, several tokens": lambda: decode(
         "decode_attention_kernel", "bfloat16", 2, 512, 3, sms=8
     ),
-    "direct": lambda: rope(
-        "decode_attention_direct", real.rope_and_attend, "bfloat16", 1, 256
-    ),
+    "direct": lambda: rope("decode_attention_direct", real.rope_and_attend, "bfloat16", 1, 256),
     "rope": lambda: rope("rope_and_cache_write", real.rope_and_write, "int8", 3, 64),
     "past": past_case,
     "experts row": lambda: grouped("grouped_matmul_row", "int4", gated="silu"),
@@ -312,14 +305,14 @@ CASES: dict[str, Callable[[], Case]] = {
     "GLA step": lambda: step_case("gla_step", gla_step, 2, 2, 2),
     "SSD": lambda: ssd_case("ssd_scan", 1),
     "SSD segments": lambda: ssd_case("ssd_states ssd_scan", 2),
-    "delta": lambda: delta_case("gated_delta_chunks gated_delta_scan", (1, 256, 1, 2, 128, 128)),
+    "delta": lambda: delta_case("gated_delta_chunks gated_delta_scan", (1, 128, 1, 2, 128, 128)),
     "delta gradients": lambda: delta_case(
         "gated_delta_chunks gated_delta_scan gated_delta_reverse gated_delta_gradients",
         (1, 128, 1, 1, 128, 128),
         backward=True,
     ),
     "KDA": lambda: delta_case(
-        "gated_delta_channels gated_delta_scan", (1, 128, 1, 1, 128, 128), True
+        "gated_delta_channels gated_delta_scan", (1, 64, 1, 1, 128, 128), True
     ),
     "KDA gradients": lambda: delta_case(
         "gated_delta_channels gated_delta_scan gated_delta_reverse gated_delta_products "

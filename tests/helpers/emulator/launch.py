@@ -28,7 +28,7 @@ from pallas_kernels.architecture import TARGET
 from pallas_kernels.jax_internals import ir
 from tests.helpers.emulator import asm
 from tests.helpers.emulator.machine import DEVICE, LANES, Apart, Deadlock, Machine, Task
-from tests.helpers.emulator.program import Change, Host, Program, _same
+from tests.helpers.emulator.program import Change, Host, Program
 from tests.helpers.kernel_modules import calls_in
 from tests.helpers.warp_emulator import _directly, from_bytes, to_bytes
 
@@ -121,8 +121,10 @@ class Emulator:
                     Machine, memory, tracked, owned, shared, apart, blocks, threads
                 )
                 self.cluster(program, machine, device, special, host, number)
-        out = [from_bytes(memory[s : s + len(x)], y) for s, x, y in zip(starts[n:], results, shapes)]
-        new = [from_bytes(memory[s : s + len(x)], y) for s, x, y in zip(starts, changed, inout)]
+        of_results = zip(starts[n : n + k], results, shapes, strict=True)
+        out = [from_bytes(memory[at : at + len(x)], like) for at, x, like in of_results]
+        of_refs = zip(starts[:n], changed, inout, strict=True)
+        new = [from_bytes(memory[at : at + len(x)], like) for at, x, like in of_refs]
         return out, new
 
     def cluster(self, program: Program, make, device, special, host, number: int) -> None:
@@ -198,8 +200,8 @@ def emulated(
     """Within, Mosaic kernels run here, and ops call theirs directly.
 
     seed: of the orders.  sms: of the GPU that plans are for: with few, a block has several tiles.
-    target: its architecture.  change: takes the number, the kind and the text of each operation that
-    orders others, and returns the text that takes its place, or None to leave it out.
+    target: its architecture.  change: takes the number, the kind and the text of each operation
+    that orders others, and returns the text that takes its place.
     """
     emulator = Emulator(seed, change)
     names = {name: getattr(plgpu, name) for name in dir(plgpu) if not name.startswith("__")}

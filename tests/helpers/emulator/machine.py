@@ -325,7 +325,9 @@ class Task:
         if not len(at):
             return at
         if (at % align).any():
-            raise Race(f"an address of {space} memory is no multiple of {align}: {at[at % align > 0][0]}")
+            raise Race(
+                f"an address of {space} memory is no multiple of {align}: {at[at % align > 0][0]}"
+            )
         if at[0] >= DEVICE:
             at = at - DEVICE
             if not (self.machine.owned[at] & self.machine.owned[at + size - 1]).all():
@@ -474,7 +476,10 @@ class Task:
 
     def copy_async(self, to, source, mask, size) -> None:
         at, start = self.place(to, mask, 16, "shared", 16), self.place(source, mask, 16, "", 16)
-        words, raw = at[:, None] // 4 + np.arange(4), self.machine.bytes[start[:, None] + np.arange(16)]
+        words, raw = (
+            at[:, None] // 4 + np.arange(4),
+            self.machine.bytes[start[:, None] + np.arange(16)],
+        )
         raw = np.where(np.arange(16) < self.full(size)[self.active(mask)][:, None], raw, 0)
         raw = raw.astype(np.uint8)
         warps = self.warp if mask is None else self.warp[mask]
@@ -520,7 +525,9 @@ class Task:
 
     # --- bulk copies: of one thread ---
 
-    def copy_in(self, lane: int, source, to: np.ndarray, barrier: int, size: int, what: str) -> None:
+    def copy_in(
+        self, lane: int, source, to: np.ndarray, barrier: int, size: int, what: str
+    ) -> None:
         """source: bytes of device memory, -1 where there are none.  to: their places."""
         machine = self.machine
         of = machine.barrier(barrier, self.warp[[lane]])

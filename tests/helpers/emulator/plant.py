@@ -1,8 +1,4 @@
-"""Plants races: a kernel's barriers, arrivals, waits and fences, one of them left out or changed.
-
-A lowered kernel has some dozens of operations that order others, numbered as in
-``Program.syncs``.  ``planted`` changes one of them while the kernel is written out.
-"""
+"""Plants races: one of a kernel's barriers, arrivals, waits or fences is left out or changed."""
 
 from __future__ import annotations
 
@@ -10,22 +6,17 @@ import re
 
 from tests.helpers.emulator.program import Change
 
-_COUNT = re.compile(r"(barrier_init\(\w+, \w+|mbarrier\.init\.shared\.b64 \[\$0\], \d+)")
-_PARITY = re.compile(r"(t\.wait\(\w+, )(\w+)(, m\))|(await_mbarrier\(.*?, \()(.*?\), )(.*)(, \), m\))")
 
-
-def _counts(text: str, more: int) -> str | None:
+def _counts(text: str, more: int) -> str:
     changed = re.sub(r"(barrier_init\(\w+, \w+)", rf"\1 + {more}", text)
     inline = re.search(r"(mbarrier\.init\.shared\.b64 \[\$0\], )(\d+)", text)
-    if inline:
-        changed = text.replace(inline[0], f"{inline[1]}{int(inline[2]) + more}")
-    return None if changed == text else changed
+    return text.replace(inline[0], f"{inline[1]}{int(inline[2]) + more}") if inline else changed
 
 
-def _other_phase(text: str) -> str | None:
+def _other_phase(text: str) -> str:
     changed = re.sub(r"(t\.wait\(\w+, )(\w+)(, m\))", r"\g<1>1 - \2\3", text)
-    changed = re.sub(r"(asm\.await_mbarrier\(.*, )(asm\.argument\(.*?\))(, \), m\))", r"\1\2 ^ 1\3", changed)
-    return None if changed == text else changed
+    inline = r"(asm\.await_mbarrier\(.*, )(asm\.argument\(.*?\))(, \), m\))"
+    return re.sub(inline, r"\1\2 ^ 1\3", changed)
 
 
 WAYS = {
@@ -36,36 +27,24 @@ WAYS = {
 }
 
 
-def ways_of(text: str) -> list[str]:
-    """How an operation, as it is written out, may be wrong."""
-    if ".init" in text or "barrier_init" in text:
-        return ["one arrival more", "one arrival less"]
-    return [way for way in ("left out", "the other phase") if WAYS[way](text) is not None]
+def planted(place: int, part: str, nth: int, way: str) -> Change:
+    """A change of one of a kernel's operations that order others.
 
+    place: of the kernel among those that are launched.  part, nth: the operation, as the program
+    calls it, is the nth that has this part.  way: of ``WAYS``.
+    """
+    begun, count = -1, 0
 
-def planted(program: int, number: int, way: str) -> Change:
-    """A change of the ``number``-th operation of the ``program``-th kernel that is launched."""
-    begun = -1
-
-    def change(own: int, kind: str, text: str) -> str | None:
-        nonlocal begun
-        begun += own == 0
-        if (begun, own) != (program, number):
+    def change(number: int, kind: str, text: str) -> str:
+        nonlocal begun, count
+        begun += number == 0
+        if begun != place or part not in text:
+            return text
+        count += 1
+        if count != nth + 1:
             return text
         changed = WAYS[way](text)
-        assert changed is not None, f"{way} is no fault of {kind}: {text}"
+        assert changed != text, f"{way} is no fault of {text}"
         return changed
-
-    return change
-
-
-def recorded(found: list[list[str]]) -> Change:
-    """No change; ``found`` gets the operations of each kernel, as they are written out."""
-
-    def change(own: int, kind: str, text: str) -> str | None:
-        if own == 0:
-            found.append([])
-        found[-1].append(text)
-        return text
 
     return change

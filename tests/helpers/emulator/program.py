@@ -1,8 +1,8 @@
 """A lowered Mosaic kernel as a Python program over numpy.
 
 The kernel's MLIR module is written out as one Python function: an SSA value is a local variable, a
-region is a branch or a loop, and a place where a warp may wait is a ``yield``.  So what runs here is
-what Mosaic made of a kernel, its own barriers and copies included, whoever wrote them.
+region is a branch or a loop, and a place where a warp may wait is a ``yield``.  So this runs what
+Mosaic made of a kernel, with the barriers and copies that Mosaic added.
 
 A value is a numpy scalar where all lanes have the same, else an array with an entry for each lane.
 A vector has its elements on the last axis.  A reference to memory is ``(address, offset, shape,
@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import ml_dtypes
 import numpy as np
 from jax.interpreters import mlir
@@ -240,12 +239,30 @@ def ordered(predicate: int, a, b):
 
 
 HELPERS = {
-    f.__name__: f
-    for f in (
-        unsigned, signed, choose, merge, kept, recast, nibbles, paired, joined, stack, inserted, set_field, get_field,
-        divide_signed, remainder_signed, shuffle, elected, at_element, ordered, tensor_of,
+    function.__name__: function
+    for function in (
+        unsigned,
+        signed,
+        choose,
+        merge,
+        kept,
+        recast,
+        nibbles,
+        paired,
+        joined,
+        stack,
+        inserted,
+        set_field,
+        get_field,
+        divide_signed,
+        remainder_signed,
+        shuffle,
+        elected,
+        at_element,
+        ordered,
+        tensor_of,
     )
-} | {"np": np, "asm": asm}  # fmt: skip
+} | {"np": np, "asm": asm}
 
 
 # --- writing it ---
@@ -254,7 +271,7 @@ HELPERS = {
 class Writer:
     """Writes a module's function, line by line."""
 
-    def __init__(self, change: Callable[[int, str, str], str | None]):
+    def __init__(self, change: Callable[[int, str, str], str]):
         self.lines: list[str] = []
         self.constants: dict[str, Any] = {}
         self.names: dict[Any, str] = {}
@@ -305,12 +322,10 @@ class Writer:
         return None
 
     def sync(self, kind: str, text: str) -> None:
-        """An operation that orders others, which ``change`` may leave out or write anew."""
+        """An operation that orders others, which ``change`` may write anew."""
         number = len(self.syncs)
         self.syncs.append(kind)
-        text = self.change(number, kind, text)
-        if text is not None:
-            self.line(text)
+        self.line(self.change(number, kind, text))
 
     def inline(self, op: Any, args: list[str], outs: list[str]) -> None:
         code = op.attributes["asm_string"].value
@@ -568,17 +583,19 @@ def _write_subview(w: Writer, op, args, outs) -> None:
     axes, left = [], list(kept_shape)
     for i, size in enumerate(shape):  # axes of size 1 may go
         dropped = len(shape) - i - len(left)
-        if left and (size == left[0] or not isinstance(size, int)) and not (
-            size == 1 and dropped > 0 and left[0] != 1
+        if (
+            left
+            and (size == left[0] or not isinstance(size, int))
+            and not (size == 1 and dropped > 0 and left[0] != 1)
         ):
             axes.append(i)
             left.pop(0)
     assert not left, (shape, kept_shape)
-    strides = [
-        f"{source}[3][{i}]" + ("" if steps[i] == 1 else f" * {steps[i]}") for i in axes
-    ]
+    strides = [f"{source}[3][{i}]" + ("" if steps[i] == 1 else f" * {steps[i]}") for i in axes]
     moved = " + ".join([f"{source}[1]", *terms])
-    w.line(f"{outs[0]} = ({source}[0], {moved}, {_tuple(shape[i] for i in axes)}, {_tuple(strides)})")
+    w.line(
+        f"{outs[0]} = ({source}[0], {moved}, {_tuple(shape[i] for i in axes)}, {_tuple(strides)})"
+    )
 
 
 def _write_transpose(w: Writer, op, args, outs) -> None:
@@ -953,7 +970,7 @@ class Host:
         return [self.cells[int(at) + 8 * i] for i in range(int(n))]
 
 
-Change = Callable[[int, str, str], "str | None"]
+Change = Callable[[int, str, str], str]
 
 
 def _same(number: int, kind: str, text: str) -> str:

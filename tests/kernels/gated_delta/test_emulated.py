@@ -29,16 +29,16 @@ def forward(shape, kind, lengths=None, seed=0, sms=132):
     return x, state, o, last[:, :, 0]
 
 
-@pytest.mark.parametrize("sms, seed", [(1, 0), (1, 1), (1, 2), (132, 0)])
-def test_values(sms, seed):
-    x, state, *got = forward((1, 500, 1, 2, 128, 128), "weak", seed=seed, sms=sms)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 2))])
+def test_two_warpgroups_of_a_scan(seed):
+    x, state, *got = forward((1, 140, 1, 2, 128, 128), "weak", seed=seed, sms=1)
     for a, b in zip(got, oracle(*x, state, scale=0.1), strict=True):
         assert relative_rms(a, b) < 5e-3
 
 
 def test_ragged_rows():
-    lengths = np.array([0, 37, 300], np.int32)
-    x, state, o, last = forward((3, 330, 1, 2, 128, 128), "mixed", lengths)
+    lengths = np.array([0, 37, 70], np.int32)
+    x, state, o, last = forward((3, 100, 1, 1, 128, 128), "mixed", lengths)
     for row, n in enumerate(lengths):
         own = [y[row : row + 1, :n] for y in x]
         want, want_last = oracle(*own, state[row : row + 1], scale=0.1)

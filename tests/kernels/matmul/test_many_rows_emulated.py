@@ -59,33 +59,33 @@ def product(kind, tile, m, n, k, seed):
     return np.linalg.norm(np.asarray(out, np.float64) - want) / np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind, k", [("int8", 832), ("int4", 640), ("mxfp4", 320)])
 def test_first_warpgroup_copies(kind, k, seed):
-    """Three rings' length, two and one; a cluster has four tiles, cut off at both edges."""
-    assert product(kind, SMALL, 100, 400, k, seed) < 3e-3
+    """Three rings' length, two and one; a cluster has two tiles, cut off at both edges."""
+    assert product(kind, SMALL, 50, 200, k, seed) < 3e-3
 
 
 def test_first_warpgroup_copies_whole_tiles():
-    assert product("int8", dataclasses.replace(AHEAD, sms=2), 300, 384, 384, 0) < 3e-3
+    assert product("int8", dataclasses.replace(AHEAD, sms=2), 200, 128, 384, 0) < 3e-3
 
 
 @pytest.mark.parametrize("kind, k", [("int8", 320), ("int4", 640), ("mxfp4", 192)])
 def test_a_warpgroup_copies(kind, k):
-    assert product(kind, FED, 100, 400, k, 0) < 3e-3
+    assert product(kind, FED, 50, 200, k, 0) < 3e-3
 
 
 @pytest.mark.parametrize("facts", [{"parts": 2}, {"parts": 2, "split": 2, "cluster": 1}])
 def test_parts_and_halves_of_k(facts):
     tile = dataclasses.replace(FED, unroll=1, **facts)
-    assert product("int4", tile, 60, 400, 256, 0) < 3e-3
+    assert product("int4", tile, 60, 200, 256, 0) < 3e-3
 
 
 def test_odd_number_of_stores():
     """Three stores of a tile leave from two places, and the next tile's first is not too early."""
-    assert product("int8", dataclasses.replace(FED, tokens=48), 100, 400, 320, 0) < 3e-3
+    assert product("int8", dataclasses.replace(FED, tokens=48), 60, 200, 320, 0) < 3e-3
 
 
 def test_fewer_steps_than_the_ring_are_refused():
     with pytest.raises(ValueError, match="does not divide K = 256"):
-        product("int8", SMALL, 100, 400, 256, 0)
+        product("int8", SMALL, 50, 200, 256, 0)
