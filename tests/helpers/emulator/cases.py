@@ -262,6 +262,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "pair W4A8": lambda: product(
         "quantized_matmul_w4a8", 96, 256, 1024, "int4", "int8", group_size=128
     ),
+    "pair FP8": lambda: product(
+        "quantized_matmul_fp8", 96, 256, 1024, "float8_e4m3fn", "float8_e4m3fn"
+    ),
+    "plain": lambda: product("quantized_matmul_plain", 48, 256, 1024, "bfloat16"),
     "pair FP8 blocks": lambda: product(
         "quantized_matmul_fp8_block", 96, 256, 1024, "fp8-block", "fp8-block"
     ),
@@ -301,6 +305,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "GLA": lambda: gla_case("gla_gates gla_scan", (1, 256, 1, 128, 128)),
     "GLA gradients": lambda: gla_case(
         "gla_gates gla_scan gla_scan_reverse gla_chunk_gradients", (1, 128, 1, 128, 128), "all"
+    ),
+    "GLA gradients, wide": lambda: gla_case(
+        "gla_gates gla_scan gla_scan_reverse gla_chunk_products gla_chunk_gradients",
+        (1, 64, 1, 256, 512),
+        "all",
     ),
     "GLA step": lambda: step_case("gla_step", gla_step, 2, 2, 2),
     "SSD": lambda: ssd_case("ssd_scan", 1),

@@ -37,8 +37,8 @@ def test_two_warpgroups_of_a_scan(seed):
 
 
 def test_ragged_rows():
-    lengths = np.array([0, 37, 70], np.int32)
-    x, state, o, last = forward((3, 100, 1, 1, 128, 128), "mixed", lengths)
+    lengths = np.array([0, 37, 72], np.int32)
+    x, state, o, last = forward((3, 110, 1, 2, 128, 128), "mixed", lengths)
     for row, n in enumerate(lengths):
         own = [y[row : row + 1, :n] for y in x]
         want, want_last = oracle(*own, state[row : row + 1], scale=0.1)
