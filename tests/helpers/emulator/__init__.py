@@ -1,8 +1,8 @@
 """Runs what Mosaic made of a kernel on the CPU, in random orders, and finds its races.
 
-``program`` writes a lowered module as Python over numpy.  ``asm`` has its PTX, ``machine`` the warps,
-barriers and copies of a cluster, and ``clocks`` what happens before what.  ``launch.emulated`` is
-the way in.  No kernel has code of its own here.
+``program`` writes a lowered module as Python over numpy.  ``asm`` has its PTX, ``machine`` the
+warps, barriers and copies of a cluster, and ``clocks`` what happens before what.
+``launch.emulated`` is the way in.  No kernel has code of its own here.
 
 The model
     warps       those of a task take each step together; tasks go on in a seeded order.  A warp's
@@ -41,7 +41,7 @@ Of kernels with more than one warpgroup, or warps with roles (``cases`` has a ca
     delta rule          gated_delta_chunks, _channels, _scan, _reverse,     delta ..., KDA ...
                         _gradients, _products, _step
 
-Not covered: gated_delta_token and append_greedy_parts, which ``warp_emulator`` runs thread by thread;
-gla_head_norm, collect_posted and fetch_experts, whose warps share nothing.  Blocks of different
+Not covered: gated_delta_token and append_greedy_parts, which ``warp_emulator`` runs thread by
+thread; gla_head_norm, collect_posted and fetch_experts, whose warps share nothing.  Blocks of different
 clusters run one after the other, and their accesses of device memory are not compared.
 """
