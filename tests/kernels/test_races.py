@@ -21,24 +21,21 @@ from tests.helpers.matmul_cases import newest
 
 pytestmark = newest
 
-# Cases that run by default cover each file of kernels.
-SLOW = {
-    "few rows, floats",
-    "weight int4",
-    "weight mxfp4",
-    "pair FP8",
-    "pair FP8 blocks",
-    "plain",
-    "decode int8",
-    "decode, several tokens",
-    "experts sum",
-    "many pairs mxfp4",
-    "many pairs sorted",
-    "GLA gradients",
-    "GLA gradients, wide",
-    "SSD segments",
-    "delta gradients",
-    "KDA gradients",
+# One of each family runs by default, beside the planted races and ``gated_delta/test_emulated``.
+DEFAULT = {
+    "few rows",
+    "pair W4A8",
+    "decode int4",
+    "direct",
+    "past",
+    "many pairs bfloat16",
+    "route",
+    "norm",
+    "greedy",
+    "GLA",
+    "GLA step",
+    "SSD",
+    "delta step",
 }
 
 
@@ -59,11 +56,11 @@ def launched(name: str, seed: int, change=None) -> tuple[list[str], float]:
     """(the kernels that a case launches, its error over what it may be)."""
     from tests.helpers.emulator.launch import emulated
 
-    case, want = made(name), jax.tree.leaves(wanted(name))
+    case = made(name)
     with emulated(seed, change, case.sms, case.target) as emulator:
         found = jax.tree.leaves(case.run())
     worst = 0.0
-    for x, y in zip(found, want, strict=True):
+    for x, y in zip(found, jax.tree.leaves(wanted(name)), strict=True):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         error = np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30)
         worst = max(worst, error / case.error if np.isfinite(error) else np.inf)
@@ -71,7 +68,7 @@ def launched(name: str, seed: int, change=None) -> tuple[list[str], float]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CASES]
+    "name", [x if x in DEFAULT else pytest.param(x, marks=pytest.mark.slow) for x in CASES]
 )
 def test_values(name):
     kernels, error = launched(name, 0)

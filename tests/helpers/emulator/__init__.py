@@ -42,6 +42,6 @@ Of kernels with more than one warpgroup, or warps with roles (``cases`` has a ca
                         _gradients, _products, _step
 
 Not covered: gated_delta_token and append_greedy_parts, which ``warp_emulator`` runs thread by
-thread; gla_head_norm, collect_posted and fetch_experts, whose warps share nothing.  Blocks of different
-clusters run one after the other, and their accesses of device memory are not compared.
+thread; gla_head_norm, collect_posted and fetch_experts, whose warps share nothing.  Blocks of
+different clusters run one after the other; their accesses of device memory are not compared.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ if VERSION >= (0, 11, 2):
     SMALL = dataclasses.replace(AHEAD, tokens=32, store=16, sms=4)
     FED = WeightTile(32, stages=4, store=16, sms=4)
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 FLOAT4 = np.arange(16).astype(np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 
 
@@ -59,23 +61,24 @@ def product(kind, tile, m, n, k, seed):
     return np.linalg.norm(np.asarray(out, np.float64) - want) / np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind, k", [("int8", 832), ("int4", 640), ("mxfp4", 320)])
+@pytest.mark.parametrize("seed", [0, slow(1)])
+@pytest.mark.parametrize("kind, k", [("int8", 832), slow("int4", 640), slow("mxfp4", 320)])
 def test_first_warpgroup_copies(kind, k, seed):
     """Three rings' length, two and one; a cluster has two tiles, cut off at both edges."""
     assert product(kind, SMALL, 50, 208, k, seed) < 3e-3
 
 
+@pytest.mark.slow
 def test_first_warpgroup_copies_whole_tiles():
     assert product("int8", dataclasses.replace(AHEAD, sms=2), 200, 128, 384, 0) < 3e-3
 
 
-@pytest.mark.parametrize("kind, k", [("int8", 320), ("int4", 640), ("mxfp4", 192)])
+@pytest.mark.parametrize("kind, k", [slow("int8", 320), slow("int4", 640), ("mxfp4", 192)])
 def test_a_warpgroup_copies(kind, k):
     assert product(kind, FED, 50, 208, k, 0) < 3e-3
 
 
-@pytest.mark.parametrize("facts", [{"parts": 2}, {"parts": 2, "split": 2, "cluster": 1}])
+@pytest.mark.parametrize("facts", [slow({"parts": 2}), {"parts": 2, "split": 2, "cluster": 1}])
 def test_parts_and_halves_of_k(facts):
     tile = dataclasses.replace(FED, unroll=1, **facts)
     assert product("int4", tile, 60, 208, 256, 0) < 3e-3
