@@ -314,7 +314,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "GLA step": lambda: step_case("gla_step", gla_step, 2, 2, 2),
     "SSD": lambda: ssd_case("ssd_scan", 1),
     "SSD segments": lambda: ssd_case("ssd_states ssd_scan", 2),
-    "delta": lambda: delta_case("gated_delta_chunks gated_delta_scan", (1, 128, 1, 2, 128, 128)),
+    "delta": lambda: delta_case("gated_delta_chunks gated_delta_scan", (1, 256, 1, 2, 128, 128)),
     "delta gradients": lambda: delta_case(
         "gated_delta_chunks gated_delta_scan gated_delta_reverse gated_delta_gradients",
         (1, 128, 1, 1, 128, 128),
