@@ -343,6 +343,25 @@ def test_a_pair_has_the_same_bits_in_any_place(scheme) -> None:
     assert (f(x[order], w, experts[order], bias) == got[order]).all()
 
 
+@newest
+def test_a_pair_has_the_same_bits_beside_any_other() -> None:
+    """The same on the emulator, in float32, whose last bit a neighbour's gate must not change."""
+    from pallas_kernels.experts.many_pairs_kernel import grouped_tiles
+    from tests.helpers.emulator.launch import emulated
+
+    x, w, experts, bias = operands("bfloat16", 128, 192, tokens=20, n_experts=3)
+    tile = fitted(TILES[0][0], w, "silu")
+    order = np.random.default_rng(1).permutation(20)
+
+    def products(x, experts):
+        how = {"fan": 2, "gate": "silu", "tile": tile, "out_dtype": jnp.dtype(jnp.float32)}
+        return np.asarray(grouped_tiles(x, w, experts.reshape(-1), bias, **how)).reshape(20, 2, -1)
+
+    with emulated(sms=2):
+        got, moved = products(x, experts), products(x[order], experts[order])
+    np.testing.assert_array_equal(moved, got[order])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["bfloat16", "mxfp4"])
 def test_a_nan_reaches_its_own_pairs_alone(scheme) -> None:
