@@ -181,11 +181,12 @@ class _Feeder:
                 plgpu.copy_gmem_to_smem(source, to.at[at], barrier.full.at[at])
 
         def as_stored():
-            batch = t * block.batches + j // HELD
-            place = batch % 2
+            of_tile = j // HELD
+            batch = t * block.batches + of_tile
+            place, held = batch % 2, pl.ds(block.part * block.steps + of_tile * HELD, HELD)
             pl.when(batch >= 2)(lambda: plgpu.barrier_wait(barrier.scales_empty.at[place]))
             for name, first, rows in operands:
-                source = getattr(self.gmem, name).at[pl.ds(first, rows), pl.ds(step, HELD)]
+                source = getattr(self.gmem, name).at[pl.ds(first, rows), held]
                 to = getattr(self.smem, name).at[place, pl.ds(0, rows)]
                 plgpu.copy_gmem_to_smem(source, to, barrier.scales_full.at[place])
 

@@ -1,0 +1,141 @@
+"""The copies of a traced kernel between global and shared memory, which a GPU wants by 16 bytes.
+
+    refuse_unaligned(name, jaxpr)       raises NotImplementedError for one that begins elsewhere
+
+Hopper's copy engine (TMA) stops the process with CUDA_ERROR_ILLEGAL_INSTRUCTION where a copy begins
+inside 16 bytes of the last axis. Neither jax nor the assembler refuses such a copy. So the kernel's
+jaxpr is read here: each integer has a divisor, and loops are repeated until divisors stay. A kernel
+must write offsets so that the divisor shows: ``8 * (j // 8)``, not a ``j`` that a condition limits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr, JaxprEqn
+
+UNIT = 16  # bytes
+_ANY = 0  # the divisor of zero, which every number divides
+_SAME = {"convert_element_type", "broadcast_in_dim", "neg", "squeeze", "reshape", "copy", "pcast"}
+_COMMON = {"add", "sub", "max", "min", "rem"}
+
+
+def refuse_unaligned(name: str, jaxpr: Jaxpr) -> None:
+    """Raise NotImplementedError for a copy of the kernel ``name`` that may begin inside 16 bytes.
+
+    jaxpr: of a program that launches the kernel.
+    """
+    walk = _Walk()
+    walk.outputs(jaxpr, [1] * len(jaxpr.invars))
+    if walk.faults:
+        raise NotImplementedError(
+            f"{name}: its kernel copies {walk.faults[0]}, and a GPU copies by {UNIT} bytes; "
+            'call it with implementation="xla"'
+        )
+
+
+class _Walk:
+    """Divisors of the integers of a jaxpr, and the faults of its copies."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self.alone: set[object] = set()  # axes of size 1, whose index is 0
+
+    def outputs(self, jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
+        """Return the divisors of a jaxpr's results, given those of its inputs."""
+        known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def of(atom: Any) -> int:
+            if hasattr(atom, "val"):
+                is_integer = jnp.issubdtype(atom.aval.dtype, jnp.integer) and not atom.aval.shape
+                return abs(int(atom.val)) if is_integer else 1
+            return known.get(atom, 1)
+
+        for step in jaxpr.eqns:
+            found = self.results(step, [of(x) for x in step.invars])
+            known.update(zip(step.outvars, found, strict=True))
+        return [of(x) for x in jaxpr.outvars]
+
+    def results(self, step: JaxprEqn, given: list[int]) -> list[int]:
+        """Return the divisors of a step's results."""
+        name, params = step.primitive.name, step.params
+        if name in _SAME:
+            return given[:1]
+        if name in _COMMON:
+            return [math.gcd(*given)]
+        if name == "mul":
+            return [given[0] * given[1]]
+        if name == "select_n":
+            return [math.gcd(*given[1:])]
+        if name == "axis_index":
+            return [_ANY if params["axis_name"] in self.alone else 1]
+        if name == "copy_gmem_to_smem":
+            self.check(
+                step, 0, given[2 + params["has_barrier"] :], params["src_transforms_treedef"]
+            )
+        if name == "copy_smem_to_gmem":
+            first = 2 + params["src_transforms_treedef"].num_leaves
+            self.check(step, 1, given[first:], params["dst_transforms_treedef"])
+        if name == "scan":  # a kernel's has no arrays to go over: all results are carried
+            return self.loop(params["jaxpr"].jaxpr, given, len(step.outvars))
+        if name == "while":
+            given = given[params["cond_nconsts"] :]
+            return self.loop(params["body_jaxpr"].jaxpr, given, len(step.outvars))
+        for mesh in params.get("meshes", ()):
+            self.alone |= {axis for axis, size in getattr(mesh, "shape", {}).items() if size == 1}
+        given = given[1:] if name == "cond" else given
+        found = [self.outputs(one, self.fitted(given, one)) for one in _jaxprs(params)]
+        found = [one for one in found if len(one) == len(step.outvars)]
+        return [math.gcd(*each) for each in zip(*found, strict=True)] or [1] * len(step.outvars)
+
+    @staticmethod
+    def fitted(given: list[int], jaxpr: Jaxpr) -> list[int]:
+        """Return the divisors of a jaxpr's inputs, whose first are the step's."""
+        return [*given, *[1] * len(jaxpr.invars)][: len(jaxpr.invars)]
+
+    def loop(self, body: Jaxpr, given: list[int], n_carry: int) -> list[int]:
+        """Return the divisors of a loop's carry, its last inputs, that hold in every turn."""
+        n_faults, n_consts = len(self.faults), len(given) - n_carry
+        consts, carry = given[:n_consts], given[n_consts:]
+        while True:
+            out = self.outputs(body, [*consts, *carry])
+            held = list(map(math.gcd, carry, out))
+            if held == carry:
+                return held
+            carry = held
+            del self.faults[n_faults:]
+
+    def check(self, step: JaxprEqn, which: int, given: list[int], tree: Any) -> None:
+        """Note a fault if the step's operand in global memory is no copy by 16 bytes."""
+        kind = step.invars[which].aval
+        bits, unit = bits_of(kind.dtype), 8 * UNIT
+        first, size = _ANY, kind.shape[-1]
+        for indexer in tree.unflatten(given[: tree.num_leaves]):
+            last = indexer.indices[-1]
+            first, size = math.gcd(first, last.start), last.size
+        what = f"{kind.dtype}[{','.join(map(str, kind.shape))}]"
+        if first * bits % unit:
+            self.faults.append(f"{what} from multiples of {first * bits / 8:g} bytes of a row")
+        if size * bits % unit:
+            self.faults.append(f"{what} in rows of {size * bits / 8:g} bytes")
+        if len(kind.shape) > 1 and kind.shape[-1] * bits % unit:
+            self.faults.append(f"{what}, whose rows have {kind.shape[-1] * bits / 8:g} bytes")
+
+
+def bits_of(dtype: Any) -> int:
+    """Return the bits of an element in memory."""
+    return (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits
+
+
+def _jaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
+    """Return the jaxprs among a step's parameters."""
+    for value in params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            inner = getattr(one, "jaxpr", one)
+            if hasattr(inner, "eqns"):
+                yield inner
