@@ -75,9 +75,8 @@ class _Walk:
         if name == "axis_index":
             return [_ANY if params["axis_name"] in self.alone else 1]
         if name == "copy_gmem_to_smem":
-            self.check(
-                step, 0, given[2 + params["has_barrier"] :], params["src_transforms_treedef"]
-            )
+            first = 2 + params["has_barrier"]
+            self.check(step, 0, given[first:], params["src_transforms_treedef"])
         if name == "copy_smem_to_gmem":
             first = 2 + params["src_transforms_treedef"].num_leaves
             self.check(step, 1, given[first:], params["dst_transforms_treedef"])

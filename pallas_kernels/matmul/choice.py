@@ -48,14 +48,8 @@ def plan(call: MatmulCall) -> Plan | Reason:
         return Reason("w is in the layout of the CPU's handler")
     if isinstance(w, QTensor) and (_moves_columns(call, w) or w.activations is not None):
         return Reason("columns in another order, or quantized activations, are not fused")
-    if (
-        isinstance(w, QTensor)
-        and w.unit is not None
-        and not (call.quantized_x or w.dtype == FLOAT4)
-    ):
-        return Reason(
-            "scales in two levels become one before a product of floats, which fuses none"
-        )
+    if isinstance(w, QTensor) and w.unit is not None and not call.quantized_x and w.dtype != FLOAT4:
+        return Reason("w has scales in two levels, which are one before a product of floats")
     if call.pending is not None and (
         call.norm is None or call.pending not in (jnp.float32, call.x)
     ):

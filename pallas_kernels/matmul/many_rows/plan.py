@@ -162,7 +162,7 @@ class WeightTile(Predicted):
         return dataclasses.replace(self, stages=next(stages, 0), stored=bool(row_bytes))
 
     def shared_bytes(self, call: MatmulCall, stages: int, row_bytes: tuple[int, ...]) -> int:
-        """Bytes of shared memory with so many stages, at most: a row may have a scale and a bias."""
+        """Bytes of shared memory with so many stages, where rows have a scale and a bias."""
         w, across, vectors = call.codes, self.rows // 64, self.vector_slots(call.m, call.n)
         bits = 4 if w.dtype.name in NIBBLES else 8
         sum_bytes, x_bytes = 256 * self.tokens, BLOCK_K * 2 * self.tokens * self.pieces
