@@ -31,7 +31,7 @@ def refuse_unaligned(name: str, jaxpr: Jaxpr) -> None:
     jaxpr: of a program that launches the kernel.
     """
     walk = _Walk()
-    walk.outputs(jaxpr, [1] * len(jaxpr.invars))
+    walk.outputs(jaxpr, [])
     if walk.faults:
         raise NotImplementedError(
             f"{name}: its kernel copies {walk.faults[0]}, and a GPU copies by {UNIT} bytes; "
@@ -47,8 +47,11 @@ class _Walk:
         self.alone: set[object] = set()  # axes of size 1, whose index is 0
 
     def outputs(self, jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
-        """Return the divisors of a jaxpr's results, given those of its inputs."""
-        known = dict(zip(jaxpr.invars, inputs, strict=True))
+        """Return the divisors of a jaxpr's results.
+
+        inputs: those of its constants and inputs, of which the last may be missing.
+        """
+        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=False))
 
         def of(atom: Any) -> int:
             if hasattr(atom, "val"):
@@ -88,21 +91,20 @@ class _Walk:
         for mesh in params.get("meshes", ()):
             self.alone |= {axis for axis, size in getattr(mesh, "shape", {}).items() if size == 1}
         given = given[1:] if name == "cond" else given
-        found = [self.outputs(one, self.fitted(given, one)) for one in _jaxprs(params)]
+        # What ``run_scoped`` is given are its jaxpr's constants; the inputs are new arrays.
+        is_scope = name == "run_scoped"
+        inputs = [([] if is_scope else [1] * len(one.constvars)) + given for one in _jaxprs(params)]
+        found = list(map(self.outputs, _jaxprs(params), inputs))
         found = [one for one in found if len(one) == len(step.outvars)]
         return [math.gcd(*each) for each in zip(*found, strict=True)] or [1] * len(step.outvars)
-
-    @staticmethod
-    def fitted(given: list[int], jaxpr: Jaxpr) -> list[int]:
-        """Return the divisors of a jaxpr's inputs, whose first are the step's."""
-        return [*given, *[1] * len(jaxpr.invars)][: len(jaxpr.invars)]
 
     def loop(self, body: Jaxpr, given: list[int], n_carry: int) -> list[int]:
         """Return the divisors of a loop's carry, its last inputs, that hold in every turn."""
         n_faults, n_consts = len(self.faults), len(given) - n_carry
         consts, carry = given[:n_consts], given[n_consts:]
+        of_body = [1] * len(body.constvars)
         while True:
-            out = self.outputs(body, [*consts, *carry])
+            out = self.outputs(body, [*of_body, *consts, *carry])
             held = list(map(math.gcd, carry, out))
             if held == carry:
                 return held
