@@ -330,7 +330,7 @@ class PairsMultiplier(Multiplier):
             sums = [
                 [llvm.extractelement(flat[2 * i + h], p.ci(e)) for h in range(2)] for e in range(2)
             ]
-            return finish.of_two(sums, scales, [biases] * 2)
+            return [finish.of_one(own, scales, biases) for own in sums]
 
         last, eights = arith.subi(end, p.ci(1)), acc.shape[1] // 8
         if size == 2:
