@@ -318,6 +318,7 @@ def _names(block: _Block) -> dict[str, object]:
         "lax": SimpleNamespace(
             axis_index=lambda name: block.own.state.axes[name],
             fori_loop=_fori,
+            div=np.floor_divide,
             rem=np.remainder,
             broadcast_in_dim=_broadcast,
         ),
