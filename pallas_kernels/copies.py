@@ -1,6 +1,9 @@
-"""The copies of a traced kernel between global and shared memory, which a GPU wants by 16 bytes.
+"""What a traced kernel asks of a GPU and no GPU has, which neither jax nor the assembler refuses.
 
-    refuse_unaligned(name, jaxpr)       raises NotImplementedError for one that begins elsewhere
+    refuse(name, jaxpr)       raises NotImplementedError
+
+Shared memory: all arrays and barriers of a block are counted.  Copies between global and shared
+memory: a GPU wants whole 16 bytes.
 
 Hopper's copy engine (TMA) stops the process with CUDA_ERROR_ILLEGAL_INSTRUCTION where a copy begins
 inside 16 bytes of the last axis. Neither jax nor the assembler refuses such a copy. So the kernel's
@@ -15,6 +18,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
+from jax.dtypes import extended
+
+from pallas_kernels.device import block_bytes, gpu
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn
@@ -25,8 +31,8 @@ _SAME = {"convert_element_type", "broadcast_in_dim", "neg", "squeeze", "reshape"
 _COMMON = {"add", "sub", "max", "min", "rem"}
 
 
-def refuse_unaligned(name: str, jaxpr: Jaxpr) -> None:
-    """Raise NotImplementedError for a copy of the kernel ``name`` that may begin inside 16 bytes.
+def refuse(name: str, jaxpr: Jaxpr) -> None:
+    """Raise NotImplementedError for a copy that may begin inside 16 bytes, or too much memory.
 
     jaxpr: of a program that launches the kernel.
     """
@@ -34,8 +40,7 @@ def refuse_unaligned(name: str, jaxpr: Jaxpr) -> None:
     walk.outputs(jaxpr, [])
     if walk.faults:
         raise NotImplementedError(
-            f"{name}: its kernel copies {walk.faults[0]}, and a GPU copies by {UNIT} bytes; "
-            'call it with implementation="xla"'
+            f'{name}: its kernel {walk.faults[0]}; call it with implementation="xla"'
         )
 
 
@@ -55,7 +60,8 @@ class _Walk:
 
         def of(atom: Any) -> int:
             if hasattr(atom, "val"):
-                is_integer = jnp.issubdtype(atom.aval.dtype, jnp.integer) and not atom.aval.shape
+                kind: Any = atom.aval
+                is_integer = jnp.issubdtype(kind.dtype, jnp.integer) and not kind.shape
                 return abs(int(atom.val)) if is_integer else 1
             return known.get(atom, 1)
 
@@ -91,6 +97,8 @@ class _Walk:
         for mesh in params.get("meshes", ()):
             self.alone |= {axis for axis, size in getattr(mesh, "shape", {}).items() if size == 1}
         given = given[1:] if name == "cond" else given
+        if name == "run_scoped":
+            self.check_memory([x.aval for x in params["jaxpr"].invars])
         # What ``run_scoped`` is given are its jaxpr's constants; the inputs are new arrays.
         is_scope = name == "run_scoped"
         inputs = [([] if is_scope else [1] * len(one.constvars)) + given for one in _jaxprs(params)]
@@ -111,21 +119,34 @@ class _Walk:
             carry = held
             del self.faults[n_faults:]
 
+    def check_memory(self, kinds: Sequence[Any]) -> None:
+        """Note a fault if arrays and barriers are more than a block's shared memory."""
+        shared = [x for x in kinds if str(getattr(x, "memory_space", "")).lower() == "smem"]
+        arrays = [x for x in shared if not jnp.issubdtype(x.dtype, extended)]
+        sizes = [math.prod(x.shape) * bits_of(x.dtype) // 8 for x in arrays]
+        barriers = sum(math.prod(x.shape) for x in shared if jnp.issubdtype(x.dtype, extended))
+        taken, most = block_bytes(sizes, barriers), gpu().shared_bytes
+        if taken > most:
+            self.faults.append(f"takes {taken:,} bytes of shared memory, and a block has {most:,}")
+
     def check(self, step: JaxprEqn, which: int, given: list[int], tree: Any) -> None:
         """Note a fault if the step's operand in global memory is no copy by 16 bytes."""
-        kind = step.invars[which].aval
+        kind: Any = step.invars[which].aval
         bits, unit = bits_of(kind.dtype), 8 * UNIT
         first, size = _ANY, kind.shape[-1]
         for indexer in tree.unflatten(given[: tree.num_leaves]):
             last = indexer.indices[-1]
             first, size = math.gcd(first, last.start), last.size
-        what = f"{kind.dtype}[{','.join(map(str, kind.shape))}]"
+        what = f"copies {kind.dtype}[{','.join(map(str, kind.shape))}]"
         if first * bits % unit:
-            self.faults.append(f"{what} from multiples of {first * bits / 8:g} bytes of a row")
+            self.refuse(f"{what} from multiples of {first * bits / 8:g} bytes of a row")
         if size * bits % unit:
-            self.faults.append(f"{what} in rows of {size * bits / 8:g} bytes")
+            self.refuse(f"{what} in rows of {size * bits / 8:g} bytes")
         if len(kind.shape) > 1 and kind.shape[-1] * bits % unit:
-            self.faults.append(f"{what}, whose rows have {kind.shape[-1] * bits / 8:g} bytes")
+            self.refuse(f"{what}, whose rows have {kind.shape[-1] * bits / 8:g} bytes")
+
+    def refuse(self, copy: str) -> None:
+        self.faults.append(f"{copy}, and a GPU copies by {UNIT} bytes")
 
 
 def bits_of(dtype: Any) -> int:

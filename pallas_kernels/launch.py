@@ -11,18 +11,13 @@ so every name is written once, where its type is.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
-
-from pallas_kernels.copies import bits_of
-from pallas_kernels.device import block_bytes, gpu
 
 Arrays = TypeVar("Arrays")  # a pytree of arrays, or of references to them
 R = TypeVar("R")
@@ -121,12 +116,6 @@ def launch(
     def kernel(*refs: object) -> None:
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(emit)(*refs)
 
-    taken, most = _shared_bytes(memory.leaves), gpu().shared_bytes
-    if taken > most:
-        raise NotImplementedError(
-            f"{name}: a block would take {taken:,} bytes of shared memory, and has {most:,}; "
-            'call it with implementation="xla"'
-        )
     grid = grid if isinstance(grid, Mapping) else {"block": grid}
     if not isinstance(cluster, Mapping):
         cluster = {"rank": cluster} if cluster > 1 else {}
@@ -148,19 +137,6 @@ def launch(
         ),
     )(*inputs.leaves)
     return results.tree.unflatten(found)
-
-
-def _shared_bytes(scratch: Iterable[object]) -> int:
-    """Return the bytes of shared memory that a scratch table's entries take."""
-    sizes: list[int] = []
-    barriers = 0
-    for kind in map(_memory, scratch):
-        if _is_barrier(kind):
-            barriers += int(np.prod(kind.num_barriers))
-        else:
-            refs = kind.refs if isinstance(kind, plgpu.RefUnion) else (kind,)
-            sizes.append(max(math.prod(ref.shape) * bits_of(ref.dtype) // 8 for ref in refs))
-    return block_bytes(sizes, barriers)
 
 
 def _memory(kind: Any) -> Any:

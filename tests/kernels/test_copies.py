@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import QTensor, quantized_matmul
-from pallas_kernels.copies import refuse_unaligned
-from pallas_kernels.launch import launch
+from pallas_kernels.copies import refuse
+from pallas_kernels.launch import Views, launch
 from pallas_kernels.matmul.many_rows import plan as planning
 from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.matmul_cases import newest
@@ -74,18 +74,41 @@ def traced(offset, columns: int = 256):
 def test_a_copy_begins_at_whole_16_bytes(name) -> None:
     offset, is_aligned = OFFSETS[name]
     if is_aligned:
-        return refuse_unaligned("copies", traced(offset))
+        return refuse("copies", traced(offset))
     with pytest.raises(
         NotImplementedError, match=r"copies: its kernel copies float32\[8,256\] from"
     ):
-        refuse_unaligned("copies", traced(offset))
+        refuse("copies", traced(offset))
     return None
 
 
 @newest
 def test_rows_have_whole_16_bytes() -> None:
     with pytest.raises(NotImplementedError, match="whose rows have 1032 bytes"):
-        refuse_unaligned("copies", traced(OFFSETS["j * 4"][0], columns=258))
+        refuse("copies", traced(OFFSETS["j * 4"][0], columns=258))
+
+
+def taking(arrays: dict, barriers: int):
+    """The jaxpr of a program that launches a kernel with such scratch memory."""
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    scratch = {**arrays, "full": plgpu.Barrier(num_barriers=barriers)}
+
+    def program(x):
+        return launch(lambda *_: None, {"x": x}, {"out": x}, name="full", grid=1, scratch=scratch)
+
+    return jax.make_jaxpr(program)(x).jaxpr
+
+
+@newest
+def test_a_block_s_memory_is_counted_to_the_byte() -> None:
+    """227 KiB: arrays begin at multiples of 1,024 bytes, and a barrier has 8."""
+    views = Views(words=plgpu.SMEM((128, 256), jnp.float32), codes=plgpu.SMEM((64,), jnp.int8))
+    arrays = {"views": views, "short": plgpu.SMEM((1,), jnp.float32), "half": 24832}
+    refuse("full", taking(arrays, 128))
+    with pytest.raises(
+        NotImplementedError, match="takes 232,456 bytes of shared memory, and a block"
+    ):
+        refuse("full", taking(arrays, 129))
 
 
 def block_scaled(m: int, n: int, k: int, dtype) -> tuple[QTensor, QTensor]:
