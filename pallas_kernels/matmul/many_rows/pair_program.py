@@ -289,14 +289,14 @@ class _Multiplier(GroupSums):
             return summed(t * block.loads, block.steps)
 
         def part(p, total):
-            first = t * block.loads + p * tile.promote
-            return total + summed(first, tile.promote)
+            begin = p * tile.promote
+            whole = block.steps % tile.promote == 0  # then the inner loop's length is known
+            # A last step with code of its own would take the registers that the two sums need.
+            count = tile.promote if whole else jnp.minimum(tile.promote, block.steps - begin)
+            return total + summed(t * block.loads + begin, count)
 
         zero = plgpu.layout_cast(jnp.zeros(ref.shape, self.sum_dtype), _LAYOUT)
-        total = lax.fori_loop(0, block.steps // tile.promote, part, zero)
-        if rest := block.steps % tile.promote:
-            total += summed(t * block.loads + block.steps - rest, rest)
-        return total
+        return lax.fori_loop(0, pl.cdiv(block.steps, tile.promote), part, zero)
 
     def low_rank(self, t):
         """The low-rank term, from the slots behind the tile's last step of K; or None."""
