@@ -34,7 +34,7 @@ _LAYOUT = plgpu.Layout.WGMMA
 _SPLAT = plgpu.Layout.WG_SPLAT((128,))
 UNIT = 32  # rows of w whose scales or zeros are one copy
 WIDTHS = 16, 32, 40, 48, 64, 96, 128, 160
-_AT_ONCE = 16  # groups of eight tokens whose pairs are loaded together
+_AT_ONCE = 8  # groups of eight tokens whose pairs are loaded together; 16 spill up to 84 bytes
 
 
 class PairsBlock:
