@@ -21,7 +21,7 @@ import dataclasses
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ from jaxllama.compiler_options import check_sums
 from jaxllama.config import ModelConfig, load_config, preset_names, preset_sampling
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError, SpeedWarning, WeightWarning
+from jaxllama.files import exists
 from jaxllama.kept import LEAST_LAYERS, KeptPrograms
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import lora
@@ -49,6 +50,7 @@ from jaxllama.model.operands import float_dtype
 from jaxllama.model.shardings import leaf_readers, place_params, shard_params
 from jaxllama.parallel.mesh import make_mesh
 from jaxllama.progress import working
+from jaxllama.text.rows import short
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import Leaf
 from pallas_kernels.cpu import CpuWeight, prepare_tree
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
 
 
 _SMALL = 1 << 16  # bytes
+Place = Callable[[tuple[str, ...], Any], Any]  # (path, leaf) to the tree's value of a parameter
 
 
 def load(
@@ -88,13 +91,15 @@ def load(
         Type of weights and activations: float32, bfloat16 or float16. The default is bfloat16 on a
         GPU and float32 on a CPU.
     quantize : str, optional
-        A scheme of ``quantize_params``, such as "w8a8". It is applied once, after loading.
+        A scheme of ``quantize_params``, such as "w8a8". Weights are rounded as they are read. They
+        are the same on one device, on a mesh and under a policy.
     policy : str or Policy, optional
         Where weights, cache and activations are stored, for models larger than the device
         (``offload``): a Policy, or its text, such as "20 80 0 100 0 100". It excludes ``mesh`` and
         ":layers=N".
     mesh : str, mapping or Mesh, optional
         Several devices, such as "data=1,model=4" (``parallel``). Each device reads its own part.
+        With ``quantize`` each process reads and rounds whole weights, and its devices keep theirs.
     deterministic : bool
         Makes the results independent of the batch. See ``LanguageModel``.
     random : bool
@@ -150,6 +155,8 @@ def load(
         from jaxllama.model.flax_state import register
 
         register()
+    if not isinstance(adapters, Mapping | None):
+        raise JaxLlamaError(f"adapters = {short(adapters)}: expected a mapping of names to paths")
     adapters = dict(adapters or {})
     _check_adapters(adapters, merge, mesh is not None)
     enable_compilation_cache()
@@ -172,6 +179,8 @@ def load(
     if quantize is not None:
         from jaxllama.quantization.scheme import parse
 
+        if not isinstance(quantize, str):
+            raise JaxLlamaError(f"quantize = {short(quantize)}: expected text, such as 'w8a8'")
         parse(quantize)
     programs, place = None, None
     if policy is None and mesh is None and jax.default_backend() == "cpu":
@@ -181,6 +190,11 @@ def load(
         from jaxllama.placement import Placement
 
         policy = Policy.parse(policy) if isinstance(policy, str) else policy
+        if not isinstance(policy, Policy):
+            raise JaxLlamaError(
+                f"policy = {short(policy)}: expected a Policy, or its text, such as "
+                "'20 80 0 100 0 100'"
+            )
         place = Placement(policy, dtype, quantize, deterministic, exact=exact)
     sampling, vectors, classifier = None, None, None
     if random and merge:
@@ -190,9 +204,11 @@ def load(
         found = read_config(source, random, revision, progress)
         factors = [peft.read(path, found) for path in adapters.values()]
     if random:
-        from jaxllama.quantization.random_params import random_params
+        from jaxllama.quantization.random_params import check_memory, random_params
 
         cfg, tokenizer = load_config(source), Tokenizer.byte_level()
+        if place is None and grid is None:
+            check_memory(cfg, dtype, quantize)
         scheme = quantize if place is None else place.scheme
         put = _laid_out if not exact and _has_handlers(place, grid, dtype) else place
         params = random_params(cfg, jax.random.key(0), dtype, scheme, put, grid, progress=progress)
@@ -225,11 +241,6 @@ def load(
         return dataclasses.replace(
             lm, params=params, sampling=sampling, adapters=names, pooling=vectors
         )
-    if quantize is not None and not random:
-        from jaxllama.quantization.quantize import quantize_params
-
-        whole = cfg if grid is None else None  # its programs run on one device
-        params = quantize_params(params, quantize, cfg=whole, progress=progress)
     if grid is None and not exact:
         with working("laying out weights", show=progress and quantize is not None):
             params = lay_out(params, donate=True)
@@ -315,6 +326,8 @@ def _from_checkpoint(
         with opened(path) as file, ThreadPoolExecutor(1, "jaxllama-load") as beside:
             reading = beside.submit(Tokenizer.from_gguf, file)
             cfg = gguf.read_config(file)
+            keep = (lambda _, leaf: leaf) if grid is not None else here
+            put, finish = _rounded(scheme, cfg, keep, place)
             params = gguf.load_params(
                 file,
                 cfg,
@@ -322,9 +335,10 @@ def _from_checkpoint(
                 keep_quantized=own_codes,
                 laid_out=own_codes,
                 progress=progress,
-                place=here if grid is None and place is None else place,
+                place=put,
             )
             tokenizer = reading.result()
+        params = finish(params)
         params = params if grid is None else shard_params(cfg, params, grid)[1]
     else:
         if scheme is not None and hf.is_packed(path):  # codes are not rounded again
@@ -332,19 +346,41 @@ def _from_checkpoint(
                 f"{source}: its weights are already quantized, so quantize={scheme!r} is not for "
                 "it: leave that out, or start from the model in floats"
             )
-        put, stream = place or here, None
+        cfg, keep, stream = hf.read_config(path), here, None
         if grid is not None:
-            put, stream = leaf_readers(hf.read_config(path), grid, dtype)
+            keep, stream = leaf_readers(cfg, grid, dtype)
+        put, finish = _rounded(scheme, cfg, keep, place)
+        stream = stream if scheme is None else None  # a weight is rounded as a whole
         cfg, params = hf.load(
             path, dtype=dtype, progress=progress, place=put, stream=stream, added=added
         )
-        has_tokenizer = (path / "tokenizer.json").is_file()
+        params = finish(params)
+        has_tokenizer = exists(path / "tokenizer.json")
         tokenizer = Tokenizer.from_file(path / "tokenizer.json") if has_tokenizer else None
     if own_codes:
         params = jax.device_put(params)
     if str(source) in preset_names():
         hf.check_preset(load_config(source), cfg)
     return cfg, params, tokenizer
+
+
+def _rounded(
+    scheme: str | None, cfg: ModelConfig, keep: Place, place: Placement | None
+) -> tuple[Place, Callable[[generation.Params], generation.Params]]:
+    """Return (place, finish): what a loader calls with each parameter, and with the whole tree.
+
+    keep: ``keep(path, leaf)`` returns the tree's value of a parameter where there is no ``place``.
+    """
+    if place is not None:
+        place.fit(cfg)
+        return place, lambda params: params  # ``place.model`` finishes the tree
+    if scheme is None:
+        return keep, lambda params: params
+    from jaxllama.quantization.quantize import Rounder
+    from jaxllama.quantization.scheme import parse
+
+    put = Rounder(parse(scheme), keep, cfg)
+    return put, put.finish
 
 
 def _has_handlers(place: Placement | None, grid: Mesh | None, dtype: jnp.dtype) -> bool:

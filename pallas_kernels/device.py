@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from pallas_kernels.architecture import (
@@ -158,6 +158,14 @@ def gpu() -> Gpu:
         getattr(device, "shared_memory_per_block_optin", None),
         target,
     )
+
+
+def block_bytes(sizes: Iterable[int], barriers: int = 0) -> int:
+    """Return the bytes of shared memory that a launch takes for a block.
+
+    sizes: bytes of its arrays, which Mosaic GPU puts at multiples of 1,024.  barriers: their count.
+    """
+    return sum(-(-size // 1024) * 1024 for size in sizes) + 8 * barriers
 
 
 def lacking(*features: str) -> str | None:

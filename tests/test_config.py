@@ -193,3 +193,11 @@ def test_a_preset_keeps_its_options_and_takes_the_checkpoints_token_ids(tmp_path
     got = check_preset(cfg.replace(attn_sparsity=0.5), cfg.replace(name="c", eos_token_ids=(3, 4)))
     assert isinstance(got, ModelConfig)
     assert (got.name, got.attn_sparsity, got.eos_token_ids) == ("m", 0.5, (3, 4))
+
+
+def test_a_printed_config_has_a_line_for_each_option_of_its_own() -> None:
+    lines = str(load_config("granite-4.0-h-350m")).splitlines()
+    assert lines[:3] == ["name: granite-4.0-h-350m", "vocab_size: 100352", "d_model: 768"]
+    kinds = next(line for line in lines if line.startswith("layer_types"))
+    assert kinds.startswith("layer_types: 10 x ssm, attention, 2 x ssm, attention")
+    assert len(lines) < 20 and max(map(len, lines)) <= 120

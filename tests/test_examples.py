@@ -22,6 +22,7 @@ from tests.helpers.models import LLAMA
 PRINTS = {
     "generate": "Paris",
     "pure_functions": "lengths [8, 5]",
+    "batcher": "5 of 5 answers are those of the prompt alone",
     "new_layer": "remembered after 120 steps: 100% of the tokens",
     "quantize": "KL of w8a16 to float32: 0.00",
     "serve_and_call": "ended with status 0",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from jaxllama.config.attention import FullAttentionConfig, LatentConfig, RopeConfig, SharedBlocks
 from jaxllama.config.experts import ExpertsConfig
 from jaxllama.config.linear import DeltaConfig, GLAConfig, Norm
-from jaxllama.config.reader import check_types, frozen, requirement
+from jaxllama.config.reader import check_types, frozen, requirement, said_options
 from jaxllama.config.stored import CheckpointForm
 from jaxllama.typing import JsonObject, Params
 
@@ -722,6 +722,10 @@ class ModelConfig:
             attn_sparsity=1.0,
             mtp_layers=0,
         )
+
+    def __str__(self) -> str:
+        """Return a text for people: the options that have no default, or another value."""
+        return "\n".join(f"{name}: {value}" for name, value in said_options(self))
 
     def to_dict(self) -> JsonObject:
         """Return the fields as a nested dict of plain values, which ``from_dict`` reads."""

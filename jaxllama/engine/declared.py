@@ -11,6 +11,7 @@ import math
 from typing import Any, Literal
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.files import short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Option:
             is_above = self.least < found if self.kind is float else self.least <= found
             if self.kind is bool or (is_above and found <= self.most):
                 return
-        raise JaxLlamaError(f"{self.name} = {value!r}: must be {self._domain}")
+        raise JaxLlamaError(f"{self.name} = {short(value)}: must be {self._domain}")
 
     @property
     def _domain(self) -> str:

@@ -1,7 +1,7 @@
 """Grammars are compiled under limits: in child processes, which the system ends at a limit.
 
     compiled(kind, source, vocabulary) -> Compiled       raises JaxLlamaError, so do both
-    best_effort(schema) -> (source, notes)               of a JSON schema, without what is not known
+    enforceable(schemas) -> (schema, notes) of each      as in ``best_effort``
 
 The library has limits of its own, but they do not bound every grammar. For the schema ``{"type":
 "integer", "multipleOf": 99999989}`` it builds as many states as the number says. A child process
@@ -10,7 +10,7 @@ therefore compiles every grammar before the engine does, and makes its first mas
 limit is dead, and the next grammar starts another one. Up to ``PROCESSES`` grammars compile at a
 time, and children stay for further grammars.
 
-The child imports this module and the library only.
+The child imports this module, ``best_effort`` and the library only.
 """
 
 from __future__ import annotations
@@ -27,15 +27,19 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+from jaxllama.engine import best_effort
 from jaxllama.errors import JaxLlamaError
+from jaxllama.typing import JsonObject
 
 CPU_SECONDS = 4  # for one grammar; a schema of 9,000 properties takes one second
 MEMORY = 128 * 2**20  # bytes for one grammar; a schema of 9,000 properties takes 90 MiB
 PROCESSES = 4
 # Bytes of a grammar after which a child is replaced: the memory that it reuses is not measured.
 LARGE = 8 * 2**20
+# A schema without what the library lacks, and notes of that.
+Enforceable: TypeAlias = tuple[JsonObject, tuple[str, ...]]
 
 
 class Vocabulary(NamedTuple):
@@ -68,12 +72,12 @@ def compiled(kind: str, source: str, vocabulary: Vocabulary) -> Compiled:
     return _asked(kind, vocabulary, _compile, kind, source)
 
 
-def best_effort(schema: object) -> tuple[str, tuple[str, ...]]:
-    """Return the source of a JSON schema without the parts that the library lacks, and their names.
+def enforceable(schemas: Sequence[JsonObject]) -> list[Enforceable]:
+    """Return ``best_effort.enforceable`` of each schema.
 
-    Raises JaxLlamaError if that takes too long.
+    Raises JaxLlamaError if all of them together take more than one grammar may.
     """
-    return _asked("json_schema", None, _best_effort, schema)
+    return _asked("json_schema", None, _enforceable, schemas) if schemas else []
 
 
 # In the parent
@@ -148,7 +152,7 @@ def _asked(kind: str, vocabulary: Vocabulary | None, job: Callable[..., Any], *a
         else:
             _idle.append(child)
     if isinstance(result, JaxLlamaError):
-        raise result
+        raise JaxLlamaError(f"{kind}: {result}")
     return result
 
 
@@ -163,7 +167,7 @@ def _end_all() -> None:
 
 def main() -> None:
     """Run the jobs of the parent until it closes the pipe."""
-    jobs = {job.__name__: job for job in (_compile, _best_effort)}
+    jobs = {job.__name__: job for job in (_compile, _enforceable)}
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     read, write = sys.stdin.buffer, sys.stdout.buffer
     tokenizer = None
@@ -177,8 +181,10 @@ def main() -> None:
             before = _memory()[1]
             try:
                 result = jobs[name](tokenizer, *arguments)
+            except MemoryError:
+                raise  # the parent names the limit, as where the library cannot allocate
             except Exception as error:
-                result = JaxLlamaError(f"{arguments[0]}: {one_line(error)}")
+                result = JaxLlamaError(one_line(error))
             pickle.dump((result, max(_memory()[1] - before, 0)), write)
             write.flush()
 
@@ -253,54 +259,8 @@ def _lark(source: str) -> str:
     return json.dumps(several)
 
 
-def _best_effort(_: Any, schema: Any) -> tuple[str, tuple[str, ...]]:
-    lenient = _lenient(schema)
-    is_wrong, notes = _warnings(lenient)
-    if is_wrong:
-        schema, patterns = _without_patterns(schema)
-        lenient = _lenient(schema)
-        is_wrong, notes = _warnings(lenient)
-        notes = [*(f"Unsupported pattern: {pattern}" for pattern in patterns), *notes]
-    told = [] if is_wrong else [" ".join(note.split())[:200] for note in notes[:16]]
-    return json.dumps(lenient), tuple(told)
-
-
-def _lenient(schema: dict[str, Any]) -> dict[str, Any]:
-    return {**schema, "x-guidance": {"whitespace_flexible": False, "lenient": True}}
-
-
-def _warnings(schema: dict[str, Any]) -> tuple[bool, Sequence[str]]:
-    """Return (whether the library refuses a schema, the library's messages)."""
-    from llguidance import LLMatcher
-
-    try:
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
-        return LLMatcher.validate_grammar_with_warnings(grammar)
-    except ValueError as error:
-        return True, [str(error)]
-
-
-def _without_patterns(value: Any) -> tuple[Any, list[str]]:
-    """Return a schema without the patterns that the library lacks, and a list of those."""
-    if isinstance(value, list):
-        parts = [_without_patterns(item) for item in value]
-        return [part for part, _ in parts], [name for _, found in parts for name in found]
-    if not isinstance(value, dict):
-        return value, []
-    kept: dict[str, Any] = {}
-    dropped: list[str] = []
-    for key, item in value.items():
-        given = [item] if key == "pattern" and isinstance(item, str) else []
-        if key == "patternProperties" and isinstance(item, dict):
-            given = list(item)
-        bad = [text for text in given if _warnings({"type": "string", "pattern": text})[0]]
-        dropped += bad
-        if bad and isinstance(item, dict):
-            item = {text: part for text, part in item.items() if text not in bad}
-        if not (key == "pattern" and bad):
-            kept[key], more = _without_patterns(item)
-            dropped += more
-    return kept, dropped
+def _enforceable(_: Any, schemas: Sequence[JsonObject]) -> list[Enforceable]:
+    return [best_effort.enforceable(schema) for schema in schemas]
 
 
 def one_line(error: object) -> str:

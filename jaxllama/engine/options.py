@@ -21,7 +21,7 @@ from jaxllama.decoding.drafts import DraftPlan
 from jaxllama.engine.declared import DECLARED
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.executor import DETERMINISTIC_ROWS
-from jaxllama.model.cache import cache_dtype_name, init_pages
+from jaxllama.model.cache import cache_dtype_name, check_has_keys, init_pages
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
 from jaxllama.text.rows import chunk_widths, default_chunk, powers_of, short
@@ -190,6 +190,7 @@ class EngineOptions:
             For sizes that contradict each other.
         """
         self.check_context(cfg)
+        check_has_keys(cfg, kv_dtype=self.kv_dtype)
         on_cpu = jax.default_backend() == "cpu"
         kv_dtype = self.kv_dtype or default_cache_dtype(dtype, jax.local_devices()[0])
         more = draft_config(cfg, self.draft)

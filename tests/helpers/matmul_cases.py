@@ -112,7 +112,7 @@ def product(x, w, bias=None) -> np.ndarray:
 def fused_product(x, w, bias=None, norm=None, residual=None, swiglu=False, activation="silu"):
     """The fused product on the same words: x * gamma is rounded once to x's type (the kernel's
     docstring), which alone is a bound's worth where one value is all of a row."""
-    values = wide(x)
+    values = exact(x)
     if norm is not None:
         scaled = wide((values * wide(norm[0])).astype(np.float32).astype(x.dtype))
         values = scaled / np.sqrt(np.mean(values**2, -1, keepdims=True) + norm[1])

@@ -31,6 +31,7 @@ from jaxllama.checkpoints.hf.rope import rope_scaling, ropes, usable_context
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import UNGATED, CheckpointForm, ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.model.mixers import MIXERS
 from jaxllama.typing import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
@@ -365,12 +366,21 @@ def check_preset(preset: ModelConfig, checkpoint: ModelConfig) -> ModelConfig:
 
 
 def _flat(cfg: ModelConfig) -> JsonObject:
-    result: JsonObject = {}
+    """Return all options by name, those of ``mixers`` with their defaults."""
+    found: JsonObject = {}
     for key, value in dataclasses.asdict(cfg).items():
-        result |= (
-            {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
-        )
-    return result
+        if key == "mixers":
+            found |= {f"mixers.{kind}": _options(cfg, kind) for kind, _ in cfg.mixers}
+        elif isinstance(value, dict):
+            found |= {f"{key}.{name}": one for name, one in value.items()}
+        else:
+            found[key] = value
+    return found
+
+
+def _options(cfg: ModelConfig, kind: str) -> object:
+    of = getattr(MIXERS[kind].parameters, "options", None) if kind in MIXERS else None
+    return cfg.options_of(kind) if of is None else of(cfg)
 
 
 def _model_type(config: JsonMapping) -> str:

@@ -19,14 +19,15 @@ import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from jaxllama.engine.grammar_process import best_effort
+from jaxllama.engine.best_effort import lenient
+from jaxllama.engine.grammar_process import enforceable
 from jaxllama.engine.request import Grammar
 from jaxllama.serving.api.bodies import Function, GenerationBody, StructuralTag
 from jaxllama.serving.api.reading import Reading
 from jaxllama.serving.api.schemas import ApiError
 from jaxllama.serving.api.strict import check_strict
 from jaxllama.serving.api.tools import Tools
-from jaxllama.serving.tools.lark import ANYTHING, LarkRules, quoted, tight
+from jaxllama.serving.tools.lark import ANYTHING, LarkRules, quoted, regex_terminal, tight
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import JsonObject
 
@@ -47,7 +48,7 @@ class AnswerConstraint:
             return {"name": "form", "json_schema": tight(json.loads(self.source), self.is_lenient)}
         source = self.source
         if self.kind == "regex":
-            source = "start: /" + source.replace("/", r"\/") + "/"
+            source = f"start: {regex_terminal(source)}"
         return {"name": "form", "lark_grammar": source}
 
 
@@ -87,8 +88,8 @@ def _response_format(body: GenerationBody) -> AnswerConstraint | None:
             check_strict(asked.json_schema.schema_, "response_format.json_schema.schema")
             return AnswerConstraint("json_schema", json.dumps(asked.json_schema.schema_))
         # The engine refuses an invalid schema.
-        source, notes = best_effort(asked.json_schema.schema_)
-        return AnswerConstraint("json_schema", source, notes, is_lenient=True)
+        [(schema, notes)] = enforceable([asked.json_schema.schema_])
+        return AnswerConstraint("json_schema", json.dumps(lenient(schema)), notes, is_lenient=True)
     raise _missing(f"response_format.{asked.type}", f"response_format.{asked.type}")
 
 

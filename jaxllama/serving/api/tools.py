@@ -12,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jaxllama.engine.best_effort import MOST_NOTES
+from jaxllama.engine.grammar_process import enforceable
 from jaxllama.serving.api.bodies import Chat, Function
 from jaxllama.serving.api.schemas import ApiError
 from jaxllama.serving.api.strict import check_strict
@@ -26,7 +28,7 @@ class Tools:
 
     shown: all tools, in the form that templates expect. functions: those that may be called.
     is_forced: at least one must be called. only_one: at most one call is allowed. earlier: number
-    of calls in the conversation.
+    of calls in the conversation. notes: the parts of schemas that are not enforced.
     """
 
     shown: tuple[JsonObject, ...]
@@ -35,6 +37,7 @@ class Tools:
     only_one: bool
     format: CallFormat
     earlier: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> dict[str, JsonObject]:
@@ -50,7 +53,8 @@ def offered(body: Chat, template: str) -> Tools | None:
     """Return the tools of a chat, or None if the model is shown none.
 
     Raises ApiError 400 for a template whose form of calls is unknown and for an invalid
-    ``tool_choice``. Also for the choice of a tool that does not exist.
+    ``tool_choice``. Also for the choice of a tool that does not exist. Raises JaxLlamaError for
+    schemas that take too much to read.
     """
     mode, chosen = _choice(body)
     if not body.tools:
@@ -79,7 +83,22 @@ def offered(body: Chat, template: str) -> Tools | None:
         raise ApiError(400, message, param="tools", code="unsupported")
     only_one = body.parallel_tool_calls is False or mode == "function"
     earlier = sum(len(message.tool_calls or ()) for message in body.messages)
-    return Tools(shown, allowed, mode != "auto", only_one, form, earlier)
+    notes: tuple[str, ...] = ()
+    if mode != "auto" or any(function.strict for function in allowed):
+        allowed, notes = _enforced(allowed)
+    return Tools(shown, allowed, mode != "auto", only_one, form, earlier, notes)
+
+
+def _enforced(functions: tuple[Function, ...]) -> tuple[tuple[Function, ...], tuple[str, ...]]:
+    """Return (functions whose schemas can be enforced, notes of the rest)."""
+    schemas = {f.name: f.parameters for f in functions if f.parameters and not f.strict}
+    found = dict(zip(schemas, enforceable(list(schemas.values())), strict=True))
+    notes = [f"{name}: {note}" for name, (_, ignored) in found.items() for note in ignored]
+    kept = (
+        f.model_copy(update={"parameters": found[f.name][0]}) if f.name in found else f
+        for f in functions
+    )
+    return tuple(kept), tuple(notes[:MOST_NOTES])
 
 
 def _choice(body: Chat) -> tuple[str, list[str] | None]:

@@ -69,9 +69,9 @@ async def health(server: Context, _: HttpRequest) -> Response:
 
 
 async def live(server: Context, _: HttpRequest) -> Response:
-    """Return 503 only for a failure that a restart repairs."""
-    failure = server.link.failure
-    return respond(Health("ok")) if failure is None else respond(Health(failure), 503)
+    """Return 503 only for what a restart repairs: an engine that failed or stands still."""
+    why = server.link.standstill
+    return respond(Health("ok")) if why is None else respond(Health(why), 503)
 
 
 async def version(*_: Any) -> Version:

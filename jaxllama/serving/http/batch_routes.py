@@ -36,7 +36,7 @@ from jaxllama.serving.api.batch_schemas import (
 from jaxllama.serving.api.schemas import ApiError
 from jaxllama.serving.http.batch_worker import BatchWorker
 from jaxllama.serving.http.context import Context
-from jaxllama.serving.http.file_store import FileStore, StoredBatch
+from jaxllama.serving.http.file_store import RETRY_SECONDS, FileStore, StoredBatch
 from jaxllama.serving.http.limits import UPLOAD_SECONDS
 from jaxllama.serving.http.middleware import page_size
 
@@ -79,8 +79,7 @@ async def upload(server: Context, http: HttpRequest) -> FileObject:
     if kind != "multipart/form-data":
         message = f"the content type is {kind or 'missing'}: send multipart/form-data"
         raise ApiError(415, message)
-    form = await _form(server, http)
-    try:
+    async with _form(server, http) as form:
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
             message = "file: is required, as a part with a file's name"
@@ -94,32 +93,55 @@ async def upload(server: Context, http: HttpRequest) -> FileObject:
                 raise ApiError(400, message, param=name[:64], code="unsupported")
         name = (file.filename or "file")[:NAME_LENGTH]
         stored = await asyncio.to_thread(_store(server).add, http.state.owner, name, file.file)
-    finally:
-        await form.close()
     return stored
 
 
-async def _form(server: Context, http: HttpRequest) -> Any:
-    limit = _store(server).bounds.file_bytes
+@contextlib.asynccontextmanager
+async def _form(server: Context, http: HttpRequest) -> AsyncGenerator[Any]:
+    """Yield the parts of an upload, which lie in the temporary folder meanwhile."""
+    bounds, owner, size = _store(server).bounds, http.state.owner, 0
+    limit, room = bounds.file_bytes, bounds.uploading * bounds.file_bytes
+    arriving = server.arriving
 
     async def stream() -> AsyncGenerator[bytes]:
-        size = 0
+        nonlocal size
         async for part in http.stream():
             size += len(part)
+            arriving[owner] += len(part)
             if size > limit + server.settings.max_body:
                 message = f"file: larger than {limit} bytes"
                 raise ApiError(413, message, param="file", code="body_too_large")
+            is_alone = arriving.total() == size
+            if not is_alone and (arriving.total() > room or arriving[owner] > room // 2):
+                message = "too many files arrive at once: come again later"
+                raise ApiError(429, message, param="file", code="too_many_uploads", retry_after=5)
             yield part
 
     try:
+        form = await _parsed(http, stream(), limit)
+        try:
+            yield form
+        finally:
+            await form.close()
+    finally:
+        arriving[owner] -= size
+        if not arriving[owner]:
+            del arriving[owner]
+
+
+async def _parsed(http: HttpRequest, parts: AsyncGenerator[bytes], limit: int) -> Any:
+    try:
         async with asyncio.timeout(UPLOAD_SECONDS):
-            form = await MultiPartParser(http.headers, stream(), max_files=1, max_fields=8).parse()
+            form = await MultiPartParser(http.headers, parts, max_files=1, max_fields=8).parse()
     except MultiPartException as error:
         raise ApiError(400, error.message, code="invalid_form") from None
     except ClientDisconnect:
         raise ApiError(400, "the body broke off") from None
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive in {UPLOAD_SECONDS:g} s") from None
+    except OSError as error:  # the temporary folder
+        message = f"the server's temporary folder cannot be used: {error.strerror or error}"
+        raise ApiError(503, message, code="state_unavailable", retry_after=RETRY_SECONDS) from None
     file = form.get("file")
     if isinstance(file, UploadFile) and (file.size or 0) > limit:
         await form.close()
@@ -162,7 +184,11 @@ async def file(server: Context, http: HttpRequest) -> FileObject:
 
 async def content(server: Context, http: HttpRequest) -> Response:
     found = await file(server, http)
-    return FileResponse(_store(server).path(found.id), media_type="application/octet-stream")
+    path = _store(server).path(found.id)
+    if not path.is_file():
+        message = f"the contents of {found.id!r} are gone from the server's disk"
+        raise ApiError(410, message, param="file_id", code="not_found")
+    return FileResponse(path, media_type="application/octet-stream")
 
 
 async def delete(server: Context, http: HttpRequest) -> FileDeleted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import datetime
 import time
@@ -55,9 +56,10 @@ class Context:
     """The state that handlers share.
 
     max_queue: the engine's. ended: called after the last request. store, worker: files and batches,
-    while the application runs with a state folder. behind: responses in the background. scoring,
-    vectors: number of bodies whose prompts are scored, and that wait for vectors or scores. app:
-    the application with its middleware, for batches.
+    while the application runs with a state folder. arriving: bytes of the files that arrive now, by
+    owner. behind: responses in the background. scoring, vectors: number of bodies whose prompts are
+    scored, and that wait for vectors or scores. app: the application with its middleware, for
+    batches.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Context:
         )
         self.store: FileStore | None = None
         self.worker: BatchWorker | None = None
+        self.arriving: collections.Counter[str] = collections.Counter()
         self.behind: set[asyncio.Task[None]] = set()
         self.scoring = self.vectors = 0
         self.app: ASGIApp | None = None

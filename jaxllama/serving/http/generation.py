@@ -26,13 +26,10 @@ from jaxllama.serving.api.bodies import Chat, Completion
 from jaxllama.serving.api.calls import AcceptedCall, Prompts
 from jaxllama.serving.api.messages import Accepted, Finish
 from jaxllama.serving.api.schemas import ApiError, respond, to_json
-from jaxllama.serving.http.body_threads import SMALL, in_thread
+from jaxllama.serving.http.body_threads import in_thread
 from jaxllama.serving.http.context import Context
 from jaxllama.serving.http.middleware import api_error, unless_disconnected
 from jaxllama.serving.http.runs import Answer, CallRun, ChunkAnswer, Outcome, submit
-
-# Fields with a schema, for which reading a body waits for another process (``grammar_process``).
-_FORMS = ("response_format", "text", "output_config", "output_format", "format")
 
 
 class Api(Protocol):
@@ -72,8 +69,6 @@ async def begun(
     """
     state, id = http.state, f"{api.prefix}{http.state.request_id}"
     size += state.body_size
-    if any(getattr(body, name, None) is not None for name in _FORMS):
-        size = max(size, SMALL + 1)
     call = await in_thread(http, size, api.read, server.prompts, body, id, state.owner)
     if call.to_score is not None:
         call = await unless_disconnected(http.receive, _scored(server, call))

@@ -37,6 +37,7 @@ from jaxllama.serving.api.messages import TextPiece
 from jaxllama.serving.api.reading import PLAIN, answer_reader
 from jaxllama.serving.api.schemas import ApiError, Usage, to_json
 from jaxllama.serving.api.tools import offered
+from jaxllama.serving.http.body_threads import in_thread
 from jaxllama.serving.http.context import Context
 from jaxllama.serving.http.generation import answered
 from jaxllama.serving.http.runs import Answer, CallRun
@@ -63,8 +64,11 @@ async def create(server: Context, http: HttpRequest, body: Messages) -> ASGIApp:
     return await answered(server, http, body, MessageApi())
 
 
-def count_tokens(server: Context, body: CountTokens) -> TokenCount:
-    prompts = server.prompts
+async def count_tokens(server: Context, http: HttpRequest, body: CountTokens) -> TokenCount:
+    return await in_thread(http, http.state.body_size, _counted, server.prompts, body)
+
+
+def _counted(prompts: Prompts, body: CountTokens) -> TokenCount:
     chat = _chat(prompts, body)
     template = prompts.tokenizer().template_for(bool(chat.tools)) or ""
     tools = offered(chat, template)

@@ -42,13 +42,15 @@ from jaxllama.serving.http import (
     response_routes,
     vector_routes,
 )
-from jaxllama.serving.http.body_threads import in_thread
+from jaxllama.serving.http.body_threads import SMALL, in_thread
 from jaxllama.serving.http.context import Context
 from jaxllama.serving.http.middleware import read_body
 
 TEXT, BINARY = "text/plain", "application/octet-stream"  # answers that are no JSON
 AGAIN = "An answer again, from the server's state folder"
 PAGED = ("limit", "after")
+# Fields with schemas, for which making a call waits for another process (``grammar_process``).
+FORMS = ("response_format", "text", "output_config", "output_format", "format", "tools")
 
 
 # How many token ids a body may have, and each of its lists.
@@ -321,11 +323,12 @@ def _endpoint(server: Context, row: Route) -> Callable[[HttpRequest], Any]:
 
     async def with_body(http: HttpRequest) -> ASGIApp:
         data = await read_body(http, server.settings.max_body)
-        http.state.body_size = len(data)
         if not is_async:
             work = lambda: _response(handler(server, parsed(data)))  # noqa: E731
             return await in_thread(http, len(data), work)
         body = await in_thread(http, len(data), parsed, data)
+        waits = any(getattr(body, name, None) is not None for name in FORMS)
+        http.state.body_size = max(len(data), SMALL + 1) if waits else len(data)
         return _response(await handler(server, http, body))
 
     return with_body

@@ -21,7 +21,7 @@ from benchmarks.kernels import fit
 from pallas_kernels.device import H200
 from pallas_kernels.dispatch import Reason, named_plan
 from pallas_kernels.matmul import choice, predict
-from pallas_kernels.matmul.call import Static
+from pallas_kernels.matmul.call import MatmulCall, Static
 from pallas_kernels.matmul.few_rows import plan as few_rows
 from pallas_kernels.matmul.few_rows.plan import RowPlan, TilePlan
 from pallas_kernels.matmul.many_rows import plan as many_rows
@@ -101,6 +101,37 @@ def blocks_of(plan: Any) -> int:
         return plan.clusters * plan.split
     size = plan.cluster * plan.split
     return plan.sms // size * size
+
+
+def w4a8(m, n, k, out, code="int8", zero=False) -> MatmulCall:
+    """Of 8-bit codes by int4 in groups of 128 columns with scales of bfloat16."""
+    shape, groups = jax.ShapeDtypeStruct, (n, k // 128)
+    zeros = shape(groups, jnp.int8) if zero else None
+    w = fit.QTensor(shape((n, k), jnp.int4), shape(groups, jnp.bfloat16), zeros)
+    return MatmulCall(m, jnp.dtype(code), w, jnp.dtype(out), quantized_x=True)
+
+
+# The first two asked for 232,592 of 232,448 bytes, the others for copies of 832 bytes.
+W4A8 = [
+    w4a8(200, 5120, 17920, "float16"),
+    w4a8(200, 5120, 17920, "bfloat16", zero=True),
+    w4a8(416, 5120, 34816, "bfloat16"),
+    w4a8(2522, 5120, 17920, "bfloat16", "float8_e4m3fn"),
+    w4a8(8192, 3200, 28160, "bfloat16", "float8_e4m3fn", zero=True),
+    w4a8(8191, 27648, 5120, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("call", W4A8, ids=lambda call: f"{call.m}-{call.n}-{call.k}-{call.x}")
+def test_codes_by_int4_fit_in_whole_copies(call, launched):
+    """The plan's bytes are those of the launch, or more where a row has no scale or no bias."""
+    plan = many_rows.plan(call)
+    sizes = list(map(bytes_of, launched(call, plan)["scratch_types"]))
+    taken = sum(size if size < 128 else -(-size // 1024) * 1024 for size in sizes)
+    row_bytes = many_rows._stored_bytes(call.codes, plan.split) if plan.stored else ()
+    counted = plan.shared_bytes(call, plan.stages, row_bytes)
+    assert taken <= counted <= SHARED_OF_A_BLOCK and counted - taken < 3 * 1024
+    assert 4 * plan.tokens % 128 == 0  # of the scales of a tile's tokens
 
 
 @pytest.mark.core

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import time
 
 import pytest
@@ -11,9 +12,8 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from jaxllama.cli import common, generate
-from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.text import prompt_text
+from jaxllama.text.chat import prompt_text
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.http_server import NAME, byte_tokenizer, client, serving, tiny_model
 
@@ -74,11 +74,8 @@ def test_a_text_of_special_tokens_takes_linear_time(lm):
     assert seconds(8000) < 20 * seconds(1000)
 
 
-def test_a_text_of_all_private_characters_is_refused(lm):
-    private = "".join(map(chr, prompt_text._MARKS))
-    with pytest.raises(JaxLlamaError, match="every private character"):
-        lm.tokenizer.chat_prompt([{"role": "user", "content": private + END}])
-    most = private[:6400]
+def test_a_text_of_many_private_characters_is_marked(lm):
+    most = "".join(map(chr, itertools.chain(*prompt_text.MARKS)))[:6400]
     prompt = lm.tokenizer.chat_prompt([{"role": "user", "content": most + END}])
     assert most + END in prompt.text and special(lm.tokenizer.encode_prompt(prompt)) == ONE_TURN
 
