@@ -37,8 +37,33 @@ def plan(call: MatmulCall) -> PairTile | WeightTile | Reason:
     if not call.alone or (call.plain and call.m <= TOKENS):
         return Reason("")
     if call.quantized_x:
-        return int4_plan(call) if call.w.dtype == jnp.int4 else quantized_plan(call)
-    return plain_plan(call) if call.plain else weight_plan(call)
+        found = int4_plan(call) if call.w.dtype == jnp.int4 else quantized_plan(call)
+    else:
+        found = plain_plan(call) if call.plain else weight_plan(call)
+    if not isinstance(found, Reason):
+        return dataclasses.replace(found, codes=_codes_of(call, found))
+    own = found.plan
+    if not isinstance(own, PairTile | WeightTile):
+        return found
+    return Reason(found.text, dataclasses.replace(own, codes=_codes_of(call, own)))
+
+
+def _codes_of(call: MatmulCall, plan: PairTile | WeightTile) -> str:
+    """Return how the operands are stored, as far as a kernel has a program of its own for it."""
+    if call.plain:
+        return "float"
+    w = call.codes
+    name = "float8" if w.dtype == jnp.float8_e4m3fn else w.dtype.name
+    if is_format(w):
+        name = "nvfp4" if w.unit is not None else "mxfp4"
+    if isinstance(plan, PairTile):
+        if w.scale.shape[1] == 1:
+            return name
+        return f"{name} blocks" if plan.m > 64 and has_block_scales(w) else f"{name} groups"
+    if plan.block < CODES_K:
+        return name
+    levels = " levels" if call.x == jnp.int8 and w.unit is not None else ""
+    return f"{name}{levels} x {'int8' if call.x == jnp.int8 else 'float8'}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +101,7 @@ class PairTile(Predicted):
         in groups of 128 columns 1.
     split: 2 (with m == 64) gives each block of a cluster half of K.  Each sends the columns of one
         of its warpgroups to the other's shared memory and finishes those of the other.
+    codes: how x and w are stored.
     """
 
     kernel: ClassVar[str] = "quantized_matmul_prefill_pair"
@@ -86,7 +112,18 @@ class PairTile(Predicted):
     width: int = 16
     promote: int = 0
     split: int = 1
-    sms: int = H200.sms
+    codes: str = ""
+    sms: int = dataclasses.field(default=H200.sms, repr=False)
+
+    def divide(self, call: MatmulCall) -> PairTile:
+        """Return the tile of a call that has this plan."""
+        return self.in_even_snakes(call.m)
+
+    def in_even_snakes(self, m: int) -> PairTile:
+        """Return the tile for m rows; the parts of e4m3's snake are equally wide if they can be."""
+        if not self.promote:
+            return self
+        return dataclasses.replace(self, width=_even_width(-(-m // (self.m * self.cluster))))
 
     @property
     def rows(self) -> int:
@@ -103,6 +140,7 @@ class WeightTile(Predicted):
 
     tokens: rows of x, the N of its wgmma.
     rows: of w, 64 per compute warpgroup.
+    stages: of a plan, at most; ``divide`` gives as many as fit.
     cluster: 2 blocks side by side in w's rows share (multicast) the activations.
     width: of the planar snake, in tiles of w's rows.
     unroll: slots that are dequantized before their wgmmas are issued.
@@ -116,6 +154,7 @@ class WeightTile(Predicted):
     lag: 0 gives a block a warpgroup that copies.  Else the first of two that multiply copies into
         the slot that it left as many steps ago, and a thread has up to 255 registers.  A step is
         one slot, and K has at least as many as the ring.
+    codes: how w is stored, and x if its codes are multiplied.
     """
 
     kernel: ClassVar[str] = "quantized_matmul_prefill_weight"
@@ -131,7 +170,8 @@ class WeightTile(Predicted):
     stored: bool = False
     block: int = BLOCK_K
     lag: int = 0
-    sms: int = H200.sms
+    codes: str = ""
+    sms: int = dataclasses.field(default=H200.sms, repr=False)
 
     @property
     def pieces(self) -> int:
@@ -151,6 +191,13 @@ class WeightTile(Predicted):
         if rest or (self.lag and steps < self.stages):
             return False
         return self.parts == 1 or steps % turn == self.stages % turn == 0
+
+    def divide(self, call: MatmulCall) -> WeightTile:
+        """Return the tile of a call that has this plan, with as many stages as fit."""
+        w = call.codes
+        bits = 4 if w.dtype.name in NIBBLES else 8
+        row_bytes = _stored_bytes(w, self.split) if self.stored else 0
+        return self.fitted(call.m, call.n, bits, row_bytes)
 
     def fitted(self, m: int, n: int, bits: int, row_bytes: int) -> WeightTile:
         """With as many stages as fit.  row_bytes: that a block has of a row's scales and zeros if
@@ -240,6 +287,7 @@ FEW_CODES = (
 FEW_CODES_FAMILY = "weight int4 x int8"  # of ``Gpu.costs``
 _RING_BYTES = 144 * 1024  # of a block with few rows; with more the first slot is full later
 _SCALED_TOKENS = 128  # at most, where groups' sums are multiplied: two sums are in registers
+_GATED = "float8 gated"
 _FP8_PROMOTE = 2  # steps of 128 columns; a float32 sum stands beside the tensor cores'
 
 
@@ -260,9 +308,7 @@ def pair_tile(
         return tile if alone else dataclasses.replace(tile, cluster=2)
 
     tile = _least_time(m, n, FP8 if fp8 else PAIR)
-    if fp8:
-        tile = dataclasses.replace(_in_even_snakes(tile, m), promote=_FP8_PROMOTE)
-    return dataclasses.replace(tile, sms=gpu().sms)
+    return dataclasses.replace(tile, promote=_FP8_PROMOTE if fp8 else 0, sms=gpu().sms)
 
 
 def _least_time(m: int, n: int, table: tuple[tuple[PairTile, float], ...]) -> PairTile:
@@ -271,10 +317,6 @@ def _least_time(m: int, n: int, table: tuple[tuple[PairTile, float], ...]) -> Pa
         return _rounds(-(-m // (tile.m * tile.cluster)), -(-n // tile.n), tile.cluster) * us
 
     return min(table, key=cost)[0]
-
-
-def _in_even_snakes(tile: PairTile, m: int) -> PairTile:
-    return dataclasses.replace(tile, width=_even_width(-(-m // (tile.m * tile.cluster))))
 
 
 def _even_width(tiles: int) -> int:
@@ -372,10 +414,10 @@ def gated_tile(m: int) -> PairTile:
     other numbers no whole swizzles.
     """
     if m > 64:
-        tile = PairTile(128, 128, stages=6, promote=_FP8_PROMOTE, sms=gpu().sms)
-        return _in_even_snakes(tile, m)
+        return PairTile(128, 128, stages=6, promote=_FP8_PROMOTE, codes=_GATED, sms=gpu().sms)
     stages = _RING_BYTES // ((64 + 128) * BLOCK_BYTES)
-    return PairTile(64, 128, stages, cluster=1, promote=_FP8_PROMOTE, sms=gpu().sms)
+    tile = PairTile(64, 128, stages, cluster=1, promote=_FP8_PROMOTE, codes=_GATED)
+    return dataclasses.replace(tile, sms=gpu().sms)
 
 
 # --- plans ---------------------------------------------------------------------------------------
@@ -413,7 +455,7 @@ def _block_plan(call: MatmulCall) -> PairTile | Reason:
     if call.low_rank is not None:
         return Reason("a low-rank term beside FP8 codes in groups")
     if call.m > 64 and has_block_scales(call.codes):
-        tile = _in_even_snakes(_least_time(call.m, n, BLOCKS), call.m)
+        tile = _least_time(call.m, n, BLOCKS)
         return dataclasses.replace(tile, promote=1, sms=gpu().sms)
     return dataclasses.replace(pair_tile(call.m, n, k, call.x), promote=1)
 
@@ -466,28 +508,28 @@ def int4_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile | 
         return weight_plan(as_floats, tile)
     if not row_bytes:
         return Reason(f"w has {w.scale.shape[1]} groups, not a multiple of 16 up to 256")
-    return made.fitted(call.m, n, 4, row_bytes)
+    return dataclasses.replace(made, stored=True)
 
 
 def _few_codes_tile(call: MatmulCall) -> WeightTile | None:
     """Return the tile of ``FEW_CODES`` that is predicted to be shortest, of those that fit."""
-    w, n, k = call.codes, call.n, call.k
+    n, k = call.n, call.k
     costs = gpu().costs[FEW_CODES_FAMILY].serial
 
-    def fitted(tile: WeightTile) -> WeightTile:
+    def for_tokens(tile: WeightTile) -> WeightTile:
         tokens = 32 if call.m <= 32 else 64
         # With 64 tokens one set of warpgroups is enough, and leaves room for two more slots.
         parts = 1 if tokens == 64 and tile.rows == 128 else tile.parts
-        tile = dataclasses.replace(tile, tokens=tokens, parts=parts, sms=gpu().sms)
-        return tile.fitted(call.m, n, 4, _stored_bytes(w, tile.split))
+        return dataclasses.replace(tile, tokens=tokens, parts=parts, stored=True, sms=gpu().sms)
 
     def fits(tile: WeightTile) -> bool:
-        return tile.stored and tile.stages >= max(3, 2 * tile.parts) and tile.divides(k)
+        made = tile.divide(call)
+        return made.stored and made.stages >= max(3, 2 * tile.parts) and made.divides(k)
 
     def us(tile: WeightTile) -> float:
         return sum(map(operator.mul, costs, few_codes_work(tile, n, k)))
 
-    tiles = [fitted(tile) for tile in FEW_CODES if k % tile.block == 0]
+    tiles = [for_tokens(tile) for tile in FEW_CODES if k % tile.block == 0]
     return min(filter(fits, tiles), key=us, default=None)
 
 
@@ -524,12 +566,11 @@ def weight_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile 
         tile = _few_tokens_tile(call.m, n, k, FEW_INT4)
     tile = tile or weight_tile(call.m, n, k, codes=_timed_ahead(call))
     if is_stored and (row_bytes := _stored_bytes(w, tile.split)):
-        stored = tile.fitted(call.m, n, bits, row_bytes)
-        if stored.stages >= 4:
-            return stored
+        if tile.fitted(call.m, n, bits, row_bytes).stages >= 4:
+            return dataclasses.replace(tile, stored=True)
     if is_format(w) and n % 16:
         return Reason(f"w has N = {n}, and {n} scales of a byte are no whole 16 bytes")
-    return tile.fitted(call.m, n, bits, 0)
+    return tile
 
 
 def _timed_ahead(call: MatmulCall) -> str:
