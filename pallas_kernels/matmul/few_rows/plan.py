@@ -67,7 +67,7 @@ class RowPlan(Predicted):
     codes: str
     rows: int  # of w that a warp has at a time
     warps: int  # of a block; see ``row_warps``
-    sms: int = H200.sms
+    sms: int = dataclasses.field(default=H200.sms, repr=False)
 
     def divide(self, call: MatmulCall) -> RowDivision:
         """Return the division of a call that has this plan."""
@@ -178,6 +178,29 @@ def is_format(w: HasShape) -> bool:
 def bits_of(w: HasShape) -> int:
     """Return the bits of a value of w."""
     return 4 if w.dtype.name in NIBBLES else 8 * w.dtype.itemsize
+
+
+# How many rows of w a warp may have at a time, by ``FewRowsScheme.form``.
+ROWS = {
+    "float": (1, 2),
+    "int8": (1, 2),
+    "float8": (2,),
+    "int4": (2,),
+    "int4 fold": (2,),
+    "mxfp4": (2,),
+    "nvfp4": (2,),
+}
+_FOUR_BITS = "int4", "int4 fold", "mxfp4", "nvfp4"
+
+
+def row_plans() -> list[RowPlan]:
+    """Return every plan that ``row_plan`` can return on this GPU."""
+    return [
+        RowPlan(form, rows, warps, gpu().sms)
+        for form, of_a_warp in ROWS.items()
+        for rows in of_a_warp
+        for warps in (8, WARPS, *((MOST_WARPS,) if form in _FOUR_BITS else ()))
+    ]
 
 
 def _one_row(w: HasShape, swiglu: bool) -> RowPlan:
@@ -303,7 +326,7 @@ class TilePlan(Predicted):
     split: int
     k_warp: int
     depth: int
-    clusters: int
+    clusters: int = dataclasses.field(repr=False)
     tokens: int = TOKENS
     apart: bool = False
 
@@ -392,6 +415,35 @@ class Cut(NamedTuple):
     resident: bool
 
 
+# (blocks that share K, columns of a warp) with x in registers.
+CUTS = (1, 64), (1, 128), (1, 256), (1, 512), (2, 256), (4, 256), (4, 512), (8, 256), (8, 512)
+# Bits of a value by ``FewRowsScheme.form``.
+TILES = {
+    "float": 16,
+    "int8": 8,
+    "int8 fold": 8,
+    "float8": 8,
+    "float8 fold": 8,
+    **dict.fromkeys(_FOUR_BITS, 4),
+}
+
+
+def tile_plans() -> list[TilePlan]:
+    """Return every plan that ``tile_plan`` can return on this GPU."""
+    passes = (TOKENS,) if gpu().arch.clusters else PASSES
+    found = []
+    for form, bits in TILES.items():
+        cuts = [cut for cut in CUTS if cut[1] * bits % 512 == 0]
+        depths = (4, 2) if form == "float" else (2,)
+        slots = [(*cut, depth) for cut in cuts for depth in depths] + [(1, 0, 4), (1, 0, 2)]
+        found += [
+            TilePlan(form, split, k_warp, depth, most_clusters(split), tokens, is_apart(split))
+            for split, k_warp, depth in slots
+            for tokens in passes
+        ]
+    return found
+
+
 def resident_cut(k: int, bits: int) -> Cut:
     unit = max(512 // bits, 64)  # the places of x are exchanged among 8 granules
     k_warp = -(-k // unit // WARPS) * unit
@@ -411,7 +463,8 @@ def slices(k: int, bits: int, m: int, splits: Sequence[int]) -> list[Cut]:
         # Floats get as many warps as there are: 6160 x 2048 9.1 to 8.2 us, 11264 x 2048 with SwiGLU
         # 16.5 to 14.2.  Codes were not measured.
         for k_warp in (64, 128, 256, 512) if bits == 16 else (256, 128, 64, 512):
-            if k_warp % block or k % (k_warp * split) or n_tiles * k_warp > 512:
+            is_one = (split, k_warp) in CUTS and k_warp % block == 0
+            if not is_one or k % (k_warp * split) or n_tiles * k_warp > 512:
                 continue
             warps = k // k_warp // split
             if 8 <= warps <= WARPS:

@@ -66,6 +66,49 @@ def _codes_of(call: MatmulCall, plan: PairTile | WeightTile) -> str:
     return f"{name}{levels} x {'int8' if call.x == jnp.int8 else 'float8'}"
 
 
+def pair_plans() -> list[PairTile]:
+    """Return every tile of the pair kernel that ``plan`` can return on a GPU with wgmma."""
+    promoted = {"float": 0, "int8": 0, "float8": _FP8_PROMOTE, "float8 groups": 1}
+    tables = {"int8": PAIR, "float8": FP8, "float8 groups": FP8}
+    found = []
+    for codes, promote in promoted.items():
+        tiles = [_stream(n, split, promote) for n in STREAM_WIDTHS for split in (1, 2)]
+        if codes != "float":
+            tiles += [dataclasses.replace(_stream(128, 1, promote), cluster=2)]
+        tiles += [tile for tile, _ in tables.get(codes, ())]
+        found += [dataclasses.replace(tile, promote=promote, codes=codes) for tile in tiles]
+    found += [dataclasses.replace(tile, promote=1, codes="float8 blocks") for tile, _ in BLOCKS]
+    return [dataclasses.replace(tile, sms=gpu().sms) for tile in found]
+
+
+def weight_plans() -> list[WeightTile]:
+    """Return every tile of the weight kernel that ``plan`` can return on a GPU with wgmma."""
+    few = [tile for tile, _ in FEW_WEIGHT]
+    found = []
+    for codes in ("int4", "int8", "float8", "mxfp4", "nvfp4"):
+        of_few = [tile for tile, _ in FEW_INT4] if codes == "int4" else few
+        tiles = [tile for tile, _ in WEIGHT] + ([AHEAD] if codes in _AHEAD_US else [])
+        tiles += [
+            dataclasses.replace(tile, tokens=tokens, stored=stored)
+            for tile in of_few
+            for tokens in (32, 64)
+            for stored in (False, True)
+        ]
+        found += [dataclasses.replace(tile, codes=codes) for tile in tiles]
+    for codes in ("int4 x int8", "int4 x float8", "int4 levels x int8"):
+        exact = codes == "int4 levels x int8"
+        most = 256 if exact else _SCALED_TOKENS
+        tiles = [tile for tile, _ in WEIGHT if tile.tokens % 32 == 0 and tile.tokens <= most]
+        tiles += [dataclasses.replace(tile, tokens=tokens) for tile in few for tokens in (32, 64)]
+        tiles = [dataclasses.replace(tile, block=CODES_K) for tile in tiles]
+        if exact:
+            tiles += [_for_tokens(tile, tokens) for tile in FEW_CODES for tokens in (32, 64)]
+        else:
+            tiles = [dataclasses.replace(tile, unroll=1) for tile in tiles]
+        found += [dataclasses.replace(tile, codes=codes, stored=True) for tile in tiles]
+    return [dataclasses.replace(tile, sms=gpu().sms) for tile in dict.fromkeys(found)]
+
+
 @dataclasses.dataclass(frozen=True)
 class SlotGroups:
     """The groups of scales in the ring's slots.
@@ -354,17 +397,19 @@ def stream_tile(
         copied = _rounds(1, tiles, tile.split) * (tile.m + tile.n) * row_bytes / tile.split
         return max(copied / 80, n * row_bytes / 4200) + 1000 * (tile.split - 1), copied
 
-    def tile(width: int, split: int) -> PairTile:
-        stages = _RING_BYTES // ((64 + width) * BLOCK_BYTES)
-        return PairTile(64, width, stages, cluster=1, promote=promote, split=split, sms=gpu().sms)
-
     splits = (1,) if swiglu or row_bytes % (2 * BLOCK_BYTES) else (1, 2)
     widths = [
-        n
-        for n in ((64, 128) if swiglu else (32, 64, 96, 128))
-        if not any(size % n for size in sources)
+        n for n in ((64, 128) if swiglu else STREAM_WIDTHS) if not any(size % n for size in sources)
     ]
-    return min((tile(n, s) for s in splits for n in widths), key=nanoseconds)
+    return min((_stream(n, s, promote) for s in splits for n in widths), key=nanoseconds)
+
+
+STREAM_WIDTHS = 32, 64, 96, 128  # rows of w in the tile of few rows of x
+
+
+def _stream(width: int, split: int, promote: int) -> PairTile:
+    stages = _RING_BYTES // ((64 + width) * BLOCK_BYTES)
+    return PairTile(64, width, stages, cluster=1, promote=promote, split=split, sms=gpu().sms)
 
 
 def weight_tile(
@@ -516,12 +561,6 @@ def _few_codes_tile(call: MatmulCall) -> WeightTile | None:
     n, k = call.n, call.k
     costs = gpu().costs[FEW_CODES_FAMILY].serial
 
-    def for_tokens(tile: WeightTile) -> WeightTile:
-        tokens = 32 if call.m <= 32 else 64
-        # With 64 tokens one set of warpgroups is enough, and leaves room for two more slots.
-        parts = 1 if tokens == 64 and tile.rows == 128 else tile.parts
-        return dataclasses.replace(tile, tokens=tokens, parts=parts, stored=True, sms=gpu().sms)
-
     def fits(tile: WeightTile) -> bool:
         made = tile.divide(call)
         return made.stored and made.stages >= max(3, 2 * tile.parts) and made.divides(k)
@@ -529,8 +568,15 @@ def _few_codes_tile(call: MatmulCall) -> WeightTile | None:
     def us(tile: WeightTile) -> float:
         return sum(map(operator.mul, costs, few_codes_work(tile, n, k)))
 
-    tiles = [for_tokens(tile) for tile in FEW_CODES if k % tile.block == 0]
+    tokens = 32 if call.m <= 32 else 64
+    tiles = [_for_tokens(tile, tokens) for tile in FEW_CODES if k % tile.block == 0]
     return min(filter(fits, tiles), key=us, default=None)
+
+
+def _for_tokens(tile: WeightTile, tokens: int) -> WeightTile:
+    # With 64 tokens one set of warpgroups is enough, and leaves room for two more slots.
+    parts = 1 if tokens == 64 and tile.rows == 128 else tile.parts
+    return dataclasses.replace(tile, tokens=tokens, parts=parts, stored=True, sms=gpu().sms)
 
 
 def few_codes_work(tile: WeightTile, n: int, k: int) -> tuple[float, float, float]:
