@@ -8,10 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.matmul.call import LowRank, MatmulCall
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.shapes import MODELS
+from tests.helpers.arrays import as_jax
+from tests.helpers.matmul_cases import codes, fused_product, product, wide
 
 S = jax.ShapeDtypeStruct
 BF16, F16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)
@@ -104,3 +107,96 @@ def _of_codes(draw: random.Random, m: int) -> MatmulCall:
     w = QTensor(S((n, k), INT4), S(groups, scale), zero, unit=unit)
     assert math.prod(w.shape) > 0
     return MatmulCall(m, x, w, out, True, **around)
+
+
+# --- operands -------------------------------------------------------------------------------------
+
+
+def shapes_of(call: MatmulCall) -> tuple[Any, Any, dict[str, Any]]:
+    """Return the shapes of x, w and of what stands around the product."""
+    m, n, k = call.m, call.n, call.k
+    x: Any = S((m, k), call.x)
+    if call.quantized_x:
+        groups = call.w.scale.shape[1] if call.x == call.w.dtype else 1
+        x = QTensor(x, S((m, groups), F32))
+    columns = n // 2 if call.swiglu else n
+    around = {"bias": S((n,), BF16)} if call.bias else {}
+    for name, dtype, shape in (
+        ("gamma", call.norm, (k,)),
+        ("residual", call.residual, (m, columns)),
+        ("pending", call.pending, (m, k)),
+    ):
+        if dtype is not None:
+            around[name] = S(shape, dtype)
+    if (low := call.low_rank) is not None:
+        second = tuple(S((rows, low.ranks), low.dtype) for rows in low.sources)
+        around["low_rank"] = S((m, low.ranks * len(second)), low.dtype), second
+    return x, call.w, around
+
+
+def values_of(call: MatmulCall, seed: int) -> tuple[Any, Any, dict[str, Any]]:
+    """Return operands of a call: a product of about 1, and zeros of about the codes' size."""
+    rng = np.random.default_rng(seed)
+    x, w, around = shapes_of(call)
+
+    def filled(shape: S, size: float = 1.0) -> jax.Array:
+        return as_jax(size * rng.standard_normal(shape.shape), shape.dtype)
+
+    def quantized(t: QTensor, size: float) -> QTensor:
+        q = codes(t.q.shape, t.dtype.name, seed)
+        peak = {"int4": 8, "int8": 128, "float4_e2m1fn": 6}.get(t.dtype.name, 448)
+        zero = t.zero
+        if zero is not None:
+            is_code = jnp.issubdtype(zero.dtype, jnp.integer)
+            drawn = (
+                rng.integers(-8, 8, zero.shape) if is_code else 0.1 * rng.normal(size=zero.shape)
+            )
+            zero = as_jax(drawn, zero.dtype)
+        if t.scale.dtype in (E8M0, E4M3):
+            low, high = (120, 126) if t.scale.dtype == E8M0 else (1, 127)
+            bits = rng.integers(low, high, t.scale.shape).astype(np.uint8)
+            scale: Any = jnp.asarray(bits.view(t.scale.dtype))
+        elif t.unit is not None:
+            scale = as_jax(rng.integers(1, 9, t.scale.shape), INT8)
+        else:
+            scale = as_jax(rng.uniform(size / 2, size, t.scale.shape) / peak, t.scale.dtype)
+        if t.blocked is not None:
+            scale = as_jax(np.repeat(wide(scale)[::128], 128, axis=0)[: len(scale)], scale.dtype)
+        unit = None if t.unit is None else as_jax(rng.uniform(1e-4, 3e-4, t.unit.shape), F32)
+        return QTensor(q, scale, zero, unit=unit, blocked=t.blocked)
+
+    x = quantized(x, 1.0) if isinstance(x, QTensor) else filled(x)
+    w = quantized(w, 0.05) if isinstance(w, QTensor) else filled(w, 0.02)
+    return x, w, jax.tree.map(filled, around)
+
+
+def columns_of(
+    call: MatmulCall, x: Any, w: Any, around: dict[str, Any], count: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return numbers of some columns of the result, and their values in float64."""
+    width = call.n // 2 if call.swiglu else call.n
+    chosen = np.unique(np.random.default_rng(seed).integers(0, width, count))
+    rows = np.concatenate([chosen, chosen + width]) if call.swiglu else chosen
+
+    def some(v: Any) -> Any:
+        return None if v is None else as_jax(np.asarray(v)[rows], v.dtype)
+
+    if isinstance(w, QTensor):
+        w = QTensor(some(w.q), some(w.scale), some(w.zero), unit=some(w.unit))
+    else:
+        w = some(w)
+    if (pending := around.get("pending")) is not None:
+        x = as_jax((wide(x) + wide(pending)).astype(np.float32), x.dtype)
+    given = {}
+    if "gamma" in around:
+        given["norm"] = around["gamma"], call.eps
+    bias = None if "bias" not in around else np.asarray(around["bias"])[rows]
+    if isinstance(x, QTensor):
+        out = product(x, w, bias)
+        if "low_rank" in around:
+            inner, (second, *_) = around["low_rank"]
+            out = out + wide(inner) @ wide(second)[rows].T
+        return chosen, out
+    if "residual" in around:
+        given["residual"] = np.asarray(around["residual"])[:, chosen]
+    return chosen, fused_product(x, w, bias, swiglu=call.swiglu, **given)

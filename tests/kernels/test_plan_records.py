@@ -9,9 +9,11 @@ On a GPU each plan runs at its smallest and at an odd shape, in parts that a sho
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,12 @@ from pallas_kernels.architecture import CARDS
 from pallas_kernels.device import planned_for
 from pallas_kernels.dispatch import OTHER_JAX, Reason, hopper_reason, named_plan
 from pallas_kernels.matmul import choice
+from pallas_kernels.matmul.call import Static
 from pallas_kernels.plans import OPS, plans
 from tests.golden import make_plans
-from tests.helpers import plan_cases
-from tests.helpers.matmul_cases import BOUNDS, error
+from tests.helpers import plan_cases, random_products
+from tests.helpers.lowering import kernels_in
+from tests.helpers.matmul_cases import BOUNDS, error, wide
 from tests.helpers.random_products import draw_product
 
 RECORDED = [card for card in CARDS if make_plans.path_of(card).exists()]
@@ -72,6 +76,30 @@ def test_random_calls_take_listed_plans(card, seed):
                 assert str(plan) in names, call
                 taken.add(type(plan))
     assert len(taken) >= 3
+
+
+def drawn(draw: random.Random, count: int, most: int) -> Iterator[tuple[Any, Any]]:
+    """Yield calls that have a plan, and plans; most: values of w."""
+    while count:
+        call = draw_product(draw)
+        plan = named_plan(choice.plan(call)) if call.n * call.k <= most else None
+        if plan is not None:
+            count -= 1
+            yield call, plan
+
+
+def computed(plan: Any, call: Any, x: Any, w: Any, around: dict[str, Any]) -> Any:
+    return choice.run(Static(call.out, call, plan), x, w, **around)
+
+
+@pytest.mark.skipif(jax.__version_info__ < OTHER_JAX, reason="kernels of other GPUs need jax 0.12")
+@pytest.mark.parametrize("count", [16, pytest.param(600, marks=pytest.mark.slow)])
+def test_random_calls_are_lowered(count):
+    with planned_for("NVIDIA H200"):
+        for call, plan in drawn(random.Random(count), count, 1 << 31):
+            f = jax.jit(functools.partial(computed, plan, call))
+            text = f.trace(*random_products.shapes_of(call)).lower(lowering_platforms=("cuda",))
+            assert kernels_in(text.as_text())
 
 
 @pytest.mark.parametrize("card", RECORDED)
@@ -131,6 +159,23 @@ def poison(*arrays: Any) -> None:
     """Leave NaN in freed memory, from which the next arrays of these sizes are taken."""
     made = [jnp.full(x.nbytes // 4 + 1, np.nan, jnp.float32) for x in arrays for _ in range(2)]
     jax.block_until_ready(made)
+
+
+@pytest.mark.plans
+@pytest.mark.slow
+@pytest.mark.skipif(hopper_reason() is not None, reason=str(hopper_reason()))
+@pytest.mark.parametrize("seed", range(40))
+def test_random_calls_have_their_values(seed):
+    """25 calls in one process, whose kernels follow one another."""
+    for i, (call, plan) in enumerate(drawn(random.Random(seed), 25, 1 << 24)):
+        x, w, around = random_products.values_of(call, i)
+        out = jax.tree.leaves(jax.jit(functools.partial(computed, plan, call))(x, w, around))[0]
+        columns, want = random_products.columns_of(call, x, w, around, 48, i)
+        got = wide(out)[:, columns]
+        assert np.isfinite(got).all(), (call, plan)
+        size = np.sqrt(np.mean(want**2))
+        # Weights of 16 bits, x beside them, and the result are rounded once each.
+        assert np.sqrt(np.mean((got - want) ** 2)) <= 6e-3 * size, (call, plan)
 
 
 @pytest.mark.plans
