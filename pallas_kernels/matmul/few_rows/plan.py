@@ -417,6 +417,8 @@ class Cut(NamedTuple):
 
 # (blocks that share K, columns of a warp) with x in registers.
 CUTS = (1, 64), (1, 128), (1, 256), (1, 512), (2, 256), (4, 256), (4, 512), (8, 256), (8, 512)
+# Where a block has less shared memory than Hopper's, more blocks share K with shorter runs.
+_NARROW_CUTS = (2, 64), (2, 128), (4, 64), (4, 128), (8, 64), (8, 128)
 # Bits of a value by ``FewRowsScheme.form``.
 TILES = {
     "float": 16,
@@ -428,12 +430,16 @@ TILES = {
 }
 
 
+def cuts_here() -> tuple[tuple[int, int], ...]:
+    return CUTS + (_NARROW_CUTS if gpu().shared_bytes < H200.shared_bytes else ())
+
+
 def tile_plans() -> list[TilePlan]:
     """Return every plan that ``tile_plan`` can return on this GPU."""
     passes = (TOKENS,) if gpu().arch.clusters else PASSES
     found = []
     for form, bits in TILES.items():
-        cuts = [cut for cut in CUTS if cut[1] * bits % 512 == 0]
+        cuts = [cut for cut in cuts_here() if cut[1] * bits % 512 == 0]
         depths = (4, 2) if form == "float" else (2,)
         slots = [(*cut, depth) for cut in cuts for depth in depths] + [(1, 0, 4), (1, 0, 2)]
         found += [
@@ -457,13 +463,13 @@ def slices(k: int, bits: int, m: int, splits: Sequence[int]) -> list[Cut]:
     runs divide K.  With x in shared memory one block has all of K; the last run then begins where
     it still ends with K, and reads zeros for the part of x that the one before it has.
     """
-    block, n_tiles = 512 // bits, -(-m // 8)
+    block, n_tiles, known = 512 // bits, -(-m // 8), cuts_here()
     cuts = []
     for split in splits:
         # Floats get as many warps as there are: 6160 x 2048 9.1 to 8.2 us, 11264 x 2048 with SwiGLU
         # 16.5 to 14.2.  Codes were not measured.
         for k_warp in (64, 128, 256, 512) if bits == 16 else (256, 128, 64, 512):
-            is_one = (split, k_warp) in CUTS and k_warp % block == 0
+            is_one = (split, k_warp) in known and k_warp % block == 0
             if not is_one or k % (k_warp * split) or n_tiles * k_warp > 512:
                 continue
             warps = k // k_warp // split
