@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels.device import H200, gpu
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.formats import E4M3, E8M0
-from pallas_kernels.matmul.call import MatmulCall
+from pallas_kernels.matmul.call import MatmulCall, Weight
 from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
 from pallas_kernels.qtensor import FLOAT4, QTensor
 from pallas_kernels.rounding import NIBBLES
@@ -215,7 +215,7 @@ def _one_row(w: HasShape, swiglu: bool) -> RowPlan:
     return RowPlan(FewRowsScheme.of(w, "bf16").form, rows, warps, sms)
 
 
-def divide_row(w: HasShape, swiglu: bool = False) -> RowDivision:
+def divide_row(w: jax.Array | Weight, swiglu: bool = False) -> RowDivision:
     """Return the division of one row's product with w."""
     call = MatmulCall.of(jax.ShapeDtypeStruct((1, w.shape[1]), jnp.bfloat16), w, jnp.bfloat16)
     return _one_row(w, swiglu).divide(call)
