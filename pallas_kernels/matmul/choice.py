@@ -79,7 +79,8 @@ def run(
         from pallas_kernels.matmul.few_rows import kernel
 
         fused = {"bias": bias, "gamma": gamma, "residual": residual, "pending": pending}
-        return kernel.matmul(x, w, **fused, out_dtype=call.out, eps=call.eps, **gated, plan=plan)
+        given = {**fused, **gated, "out_dtype": call.out, "eps": call.eps}
+        return kernel.matmul(x, w, **given, plan=plan.divide(call))
     if isinstance(plan, mid_rows.MidTile):
         from pallas_kernels.matmul.mid_rows import kernel
 
@@ -88,4 +89,5 @@ def run(
     assert isinstance(plan, many_rows.PairTile | many_rows.WeightTile)
     from pallas_kernels.matmul.many_rows import kernel
 
-    return kernel.matmul(x, w, bias, call.out, plan, **gated, low_rank=low_rank)
+    tile = plan.divide(call)
+    return kernel.matmul(x, w, bias, call.out, tile, **gated, low_rank=low_rank)

@@ -38,6 +38,7 @@ WEIGHTS = {  # words, group, zeros
     "w8-g32": ("int8", 32, None),
     "w8-g64-zero": ("int8", 64, "int"),
     "fp8-row": ("float8_e4m3fn", None, None),
+    "fp8-g32": ("float8_e4m3fn", 32, None),
     "fp8-block": ("float8_e4m3fn", 128, None),
     "mxfp4": ("float4_e2m1fn", 32, None),
     "nvfp4": ("float4_e2m1fn", 16, None),

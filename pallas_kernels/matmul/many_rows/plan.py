@@ -38,8 +38,76 @@ def plan(call: MatmulCall) -> PairTile | WeightTile | Reason:
     if not call.alone or (call.plain and call.m <= TOKENS):
         return Reason("")
     if call.quantized_x:
-        return int4_plan(call) if call.w.dtype == jnp.int4 else quantized_plan(call)
-    return plain_plan(call) if call.plain else weight_plan(call)
+        found = int4_plan(call) if call.w.dtype == jnp.int4 else quantized_plan(call)
+    else:
+        found = plain_plan(call) if call.plain else weight_plan(call)
+    if not isinstance(found, Reason):
+        return dataclasses.replace(found, codes=_codes_of(call, found))
+    own = found.plan
+    if not isinstance(own, PairTile | WeightTile):
+        return found
+    return Reason(found.text, dataclasses.replace(own, codes=_codes_of(call, own)))
+
+
+def _codes_of(call: MatmulCall, plan: PairTile | WeightTile) -> str:
+    """Return how the operands are stored, as far as a kernel has a program of its own for it."""
+    if call.plain:
+        return "float"
+    w = call.codes
+    name = "float8" if w.dtype == jnp.float8_e4m3fn else w.dtype.name
+    if is_format(w):
+        name = "nvfp4" if w.unit is not None else "mxfp4"
+    if isinstance(plan, PairTile):
+        if w.scale.shape[1] == 1:
+            return name
+        return f"{name} blocks" if plan.m > 64 and has_block_scales(w) else f"{name} groups"
+    if plan.block < CODES_K:
+        return name
+    levels = " levels" if call.x == jnp.int8 and w.unit is not None else ""
+    return f"{name}{levels} x {'int8' if call.x == jnp.int8 else 'float8'}"
+
+
+def pair_plans() -> list[PairTile]:
+    """Return every tile of the pair kernel that ``plan`` can return on a GPU with wgmma."""
+    promoted = {"float": 0, "int8": 0, "float8": _FP8_PROMOTE, "float8 groups": 1}
+    tables = {"int8": PAIR, "float8": FP8, "float8 groups": FP8}
+    found = []
+    for codes, promote in promoted.items():
+        tiles = [_stream(n, split, promote) for n in STREAM_WIDTHS for split in (1, 2)]
+        if codes != "float":
+            tiles += [dataclasses.replace(_stream(128, 1, promote), cluster=2)]
+        tiles += [tile for tile, _ in tables.get(codes, ())]
+        found += [dataclasses.replace(tile, promote=promote, codes=codes) for tile in tiles]
+    found += [dataclasses.replace(tile, promote=1, codes="float8 blocks") for tile, _ in BLOCKS]
+    return [dataclasses.replace(tile, sms=gpu().sms) for tile in found]
+
+
+def weight_plans() -> list[WeightTile]:
+    """Return every tile of the weight kernel that ``plan`` can return on a GPU with wgmma."""
+    few = [tile for tile, _ in FEW_WEIGHT]
+    found = []
+    for codes in ("int4", "int8", "float8", "mxfp4", "nvfp4"):
+        of_few = [tile for tile, _ in FEW_INT4] if codes == "int4" else few
+        tiles = [tile for tile, _ in WEIGHT] + ([AHEAD] if codes in _AHEAD_US else [])
+        tiles += [
+            dataclasses.replace(tile, tokens=tokens, stored=stored)
+            for tile in of_few
+            for tokens in (32, 64)
+            for stored in (False, True)
+        ]
+        found += [dataclasses.replace(tile, codes=codes) for tile in tiles]
+    for codes in ("int4 x int8", "int4 x float8", "int4 levels x int8"):
+        exact = codes == "int4 levels x int8"
+        most = 256 if exact else _SCALED_TOKENS
+        tiles = [tile for tile, _ in WEIGHT if tile.tokens % 32 == 0 and tile.tokens <= most]
+        tiles += [dataclasses.replace(tile, tokens=tokens) for tile in few for tokens in (32, 64)]
+        tiles = [dataclasses.replace(tile, block=CODES_K) for tile in tiles]
+        if exact:
+            tiles += [_for_tokens(tile, tokens) for tile in FEW_CODES for tokens in (32, 64)]
+        else:
+            tiles = [dataclasses.replace(tile, unroll=1) for tile in tiles]
+        found += [dataclasses.replace(tile, codes=codes, stored=True) for tile in tiles]
+    return [dataclasses.replace(tile, sms=gpu().sms) for tile in dict.fromkeys(found)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +145,7 @@ class PairTile(Predicted):
         in groups of 128 columns 1.
     split: 2 (with m == 64) gives each block of a cluster half of K.  Each sends the columns of one
         of its warpgroups to the other's shared memory and finishes those of the other.
+    codes: how x and w are stored.
     """
 
     kernel: ClassVar[str] = "quantized_matmul_prefill_pair"
@@ -87,7 +156,18 @@ class PairTile(Predicted):
     width: int = 16
     promote: int = 0
     split: int = 1
-    sms: int = H200.sms
+    codes: str = ""
+    sms: int = dataclasses.field(default=H200.sms, repr=False)
+
+    def divide(self, call: MatmulCall) -> PairTile:
+        """Return the tile of a call that has this plan."""
+        return self.in_even_snakes(call.m)
+
+    def in_even_snakes(self, m: int) -> PairTile:
+        """Return the tile for m rows; the parts of e4m3's snake are equally wide if they can be."""
+        if not self.promote:
+            return self
+        return dataclasses.replace(self, width=_even_width(-(-m // (self.m * self.cluster))))
 
     @property
     def rows(self) -> int:
@@ -104,6 +184,7 @@ class WeightTile(Predicted):
 
     tokens: rows of x, the N of its wgmma.
     rows: of w, 64 per compute warpgroup.
+    stages: of a plan, at most; ``divide`` gives as many as fit.
     cluster: 2 blocks side by side in w's rows share (multicast) the activations.
     width: of the planar snake, in tiles of w's rows.
     unroll: slots that are dequantized before their wgmmas are issued.
@@ -117,6 +198,7 @@ class WeightTile(Predicted):
     lag: 0 gives a block a warpgroup that copies.  Else the first of two that multiply copies into
         the slot that it left as many steps ago, and a thread has up to 255 registers.  A step is
         one slot, and K has at least as many as the ring.
+    codes: how w is stored, and x if its codes are multiplied.
     """
 
     kernel: ClassVar[str] = "quantized_matmul_prefill_weight"
@@ -132,7 +214,8 @@ class WeightTile(Predicted):
     stored: bool = False
     block: int = BLOCK_K
     lag: int = 0
-    sms: int = H200.sms
+    codes: str = ""
+    sms: int = dataclasses.field(default=H200.sms, repr=False)
 
     @property
     def pieces(self) -> int:
@@ -152,6 +235,10 @@ class WeightTile(Predicted):
         if rest or (self.lag and steps < self.stages):
             return False
         return self.parts == 1 or steps % turn == self.stages % turn == 0
+
+    def divide(self, call: MatmulCall) -> WeightTile:
+        """Return the tile of a call that has this plan, with as many stages as fit."""
+        return self.fitted(call, _stored_bytes(call.codes, self.split) if self.stored else ())
 
     def fitted(self, call: MatmulCall, row_bytes: tuple[int, ...] = ()) -> WeightTile:
         """With as many stages as fit.  row_bytes: those that a block has of a row's scales, and of
@@ -255,6 +342,7 @@ FEW_CODES = (
 FEW_CODES_FAMILY = "weight int4 x int8"  # of ``Gpu.costs``
 _RING_BYTES = 144 * 1024  # of a block with few rows; with more the first slot is full later
 _SCALED_TOKENS = 128  # at most, where groups' sums are multiplied: two sums are in registers
+_GATED = "float8 gated"
 _FP8_PROMOTE = 2  # steps of 128 columns; a float32 sum stands beside the tensor cores'
 
 
@@ -284,9 +372,7 @@ def pair_tile(
         return tile if alone else dataclasses.replace(tile, cluster=2)
 
     tile = _least_time(m, n, FP8 if fp8 else PAIR)
-    if fp8:
-        tile = dataclasses.replace(_in_even_snakes(tile, m), promote=_FP8_PROMOTE)
-    return dataclasses.replace(tile, sms=gpu().sms)
+    return dataclasses.replace(tile, promote=_FP8_PROMOTE if fp8 else 0, sms=gpu().sms)
 
 
 def _least_time(m: int, n: int, table: tuple[tuple[PairTile, float], ...]) -> PairTile:
@@ -295,10 +381,6 @@ def _least_time(m: int, n: int, table: tuple[tuple[PairTile, float], ...]) -> Pa
         return _rounds(-(-m // (tile.m * tile.cluster)), -(-n // tile.n), tile.cluster) * us
 
     return min(table, key=cost)[0]
-
-
-def _in_even_snakes(tile: PairTile, m: int) -> PairTile:
-    return dataclasses.replace(tile, width=_even_width(-(-m // (tile.m * tile.cluster))))
 
 
 def _even_width(tiles: int) -> int:
@@ -337,19 +419,21 @@ def stream_tile(
         copied = _rounds(1, tiles, tile.split) * (tile.m + tile.n) * row_bytes / tile.split
         return max(copied / 80, n * row_bytes / 4200) + 1000 * (tile.split - 1), copied
 
-    def tile(width: int, split: int) -> PairTile:
-        stages = _RING_BYTES // ((64 + width) * BLOCK_BYTES)
-        return PairTile(64, width, stages, cluster=1, promote=promote, split=split, sms=gpu().sms)
-
     # Copies of both halves of K begin at whole slots, and at whole 16 bytes of scales.
     halves = row_bytes % (2 * BLOCK_BYTES) == 0 and scales % (2 * UNIT) == 0
     splits = (1, 2) if halves and not swiglu else (1,)
     widths = [
-        n
-        for n in ((64, 128) if swiglu else (32, 64, 96, 128))
-        if not any(size % n for size in sources)
+        n for n in ((64, 128) if swiglu else STREAM_WIDTHS) if not any(size % n for size in sources)
     ]
-    return min((tile(n, s) for s in splits for n in widths), key=nanoseconds)
+    return min((_stream(n, s, promote) for s in splits for n in widths), key=nanoseconds)
+
+
+STREAM_WIDTHS = 32, 64, 96, 128  # rows of w in the tile of few rows of x
+
+
+def _stream(width: int, split: int, promote: int) -> PairTile:
+    stages = _RING_BYTES // ((64 + width) * BLOCK_BYTES)
+    return PairTile(64, width, stages, cluster=1, promote=promote, split=split, sms=gpu().sms)
 
 
 def weight_tile(
@@ -408,10 +492,10 @@ def gated_tile(m: int) -> PairTile:
     other numbers no whole swizzles.
     """
     if m > 64:
-        tile = PairTile(128, 128, stages=6, promote=_FP8_PROMOTE, sms=gpu().sms)
-        return _in_even_snakes(tile, m)
+        return PairTile(128, 128, stages=6, promote=_FP8_PROMOTE, codes=_GATED, sms=gpu().sms)
     stages = _RING_BYTES // ((64 + 128) * BLOCK_BYTES)
-    return PairTile(64, 128, stages, cluster=1, promote=_FP8_PROMOTE, sms=gpu().sms)
+    tile = PairTile(64, 128, stages, cluster=1, promote=_FP8_PROMOTE, codes=_GATED)
+    return dataclasses.replace(tile, sms=gpu().sms)
 
 
 # --- plans ---------------------------------------------------------------------------------------
@@ -449,7 +533,7 @@ def _block_plan(call: MatmulCall) -> PairTile | Reason:
     if call.low_rank is not None:
         return Reason("a low-rank term beside FP8 codes in groups")
     if call.m > 64 and has_block_scales(call.codes):
-        tile = _in_even_snakes(_least_time(call.m, n, BLOCKS), call.m)
+        tile = _least_time(call.m, n, BLOCKS)
         return dataclasses.replace(tile, promote=1, sms=gpu().sms)
     scales = call.codes.scale
     row_bytes = scales.shape[1] * min(4, scales.dtype.itemsize)  # x has as many of float32
@@ -505,29 +589,32 @@ def int4_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile | 
         return weight_plan(as_floats, tile)
     if not row_bytes:
         return Reason(f"w has {w.scale.shape[1]} groups, not a multiple of 16 up to 256")
-    return made.fitted(call, row_bytes)
+    if made.fitted(call, row_bytes).stages < 3:
+        return Reason(f"{row_bytes} bytes of scales and zeros a row leave no room for a ring")
+    return dataclasses.replace(made, stored=True)
 
 
 def _few_codes_tile(call: MatmulCall) -> WeightTile | None:
     """Return the tile of ``FEW_CODES`` that is predicted to be shortest, of those that fit."""
-    w, n, k = call.codes, call.n, call.k
+    n, k = call.n, call.k
     costs = gpu().costs[FEW_CODES_FAMILY].serial
 
-    def fitted(tile: WeightTile) -> WeightTile:
-        tokens = 32 if call.m <= 32 else 64
-        # With 64 tokens one set of warpgroups is enough, and leaves room for two more slots.
-        parts = 1 if tokens == 64 and tile.rows == 128 else tile.parts
-        tile = dataclasses.replace(tile, tokens=tokens, parts=parts, sms=gpu().sms)
-        return tile.fitted(call, _stored_bytes(w, tile.split))
-
     def fits(tile: WeightTile) -> bool:
-        return tile.stored and tile.stages >= max(3, 2 * tile.parts) and tile.divides(k)
+        made = tile.divide(call)
+        return made.stored and made.stages >= max(3, 2 * tile.parts) and made.divides(k)
 
     def us(tile: WeightTile) -> float:
         return sum(map(operator.mul, costs, few_codes_work(tile, n, k)))
 
-    tiles = [fitted(tile) for tile in FEW_CODES if k % tile.block == 0]
+    tokens = 32 if call.m <= 32 else 64
+    tiles = [_for_tokens(tile, tokens) for tile in FEW_CODES if k % tile.block == 0]
     return min(filter(fits, tiles), key=us, default=None)
+
+
+def _for_tokens(tile: WeightTile, tokens: int) -> WeightTile:
+    # With 64 tokens one set of warpgroups is enough, and leaves room for two more slots.
+    parts = 1 if tokens == 64 and tile.rows == 128 else tile.parts
+    return dataclasses.replace(tile, tokens=tokens, parts=parts, stored=True, sms=gpu().sms)
 
 
 def few_codes_work(tile: WeightTile, n: int, k: int) -> tuple[float, float, float]:
@@ -563,12 +650,11 @@ def weight_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile 
     ahead = _timed_ahead(call)
     tile = tile or weight_tile(call.m, n, k, codes=ahead, scaled=call.quantized_x)
     if is_stored and (row_bytes := _stored_bytes(w, tile.split)):
-        stored = tile.fitted(call, row_bytes)
-        if stored.stages >= 4:
-            return stored
+        if tile.fitted(call, row_bytes).stages >= 4:
+            return dataclasses.replace(tile, stored=True)
     if is_format(w) and n % 16:
         return Reason(f"w has N = {n}, and {n} scales of a byte are no whole 16 bytes")
-    return tile.fitted(call)
+    return tile
 
 
 def _timed_ahead(call: MatmulCall) -> str:

@@ -368,10 +368,11 @@ def test_portable_kernel_emulated(name, m, k, monkeypatch):
 def test_rows_beyond_a_block_s_are_passes_emulated(target, m, k, monkeypatch):
     monkeypatch.setenv(TARGET, target)
     w, x = weights("w4-g128-zero", 32, k, jnp.bfloat16), activations((m, k), jnp.bfloat16)
-    plan = planning.tile_plan(MatmulCall.of(x, w, x.dtype))
-    assert plan.m < m
+    call = MatmulCall.of(x, w, x.dtype)
+    division = planning.tile_plan(call).divide(call)
+    assert division.m < m
     with few_rows():
-        out = few_rows_kernel.matmul(x, w, out_dtype=jnp.bfloat16, plan=plan)
+        out = few_rows_kernel.matmul(x, w, out_dtype=jnp.bfloat16, plan=division)
     check(out, product(x, w), "bfloat16")
 
 
