@@ -46,15 +46,15 @@ def gated(how: str | ClampedGate, gate: Value, up: Value) -> Value:
     gelu_tanh: (1 + tanh u) / 2 is the logistic of 2 u.  A NaN stays one under a ClampedGate.
     """
     gate, up, x = _gate_parts(how, gate, up)
-    return arith.mulf(_times_logistic(gate, x), up)
+    return _times_logistic(gate, x) * up
 
 
 def quickly_gated(how: str | ClampedGate, gate: Value, up: Value) -> Value:
     """``gated`` by an approximate reciprocal: wgmma waits for a division."""
     gate, up, x = _gate_parts(how, gate, up)
-    power = p.exp2(p.minimum(arith.mulf(x, p.cf(-LOG2E)), p.cf(60.0)))
-    share = p.reciprocal(arith.addf(power, p.cf(1.0)))
-    return arith.mulf(arith.mulf(gate, share), up)
+    power = p.exp2(p.minimum(x * -LOG2E, p.cf(60.0)))
+    share = p.reciprocal(power + 1.0)
+    return gate * share * up
 
 
 def two_gated(how: str | ClampedGate, gates: Sequence[Value], ups: Sequence[Value]) -> list[Value]:
@@ -63,25 +63,22 @@ def two_gated(how: str | ClampedGate, gates: Sequence[Value], ups: Sequence[Valu
     Below x = -41 a result is gate * 2^-60 * up, as it is in ``quickly_gated``.
     """
     parts = [_gate_parts(how, *both) for both in zip(gates, ups, strict=True)]
-    powers = [p.exp2(p.minimum(arith.mulf(x, p.cf(-LOG2E)), p.cf(60.0))) for *_, x in parts]
-    below = [arith.addf(power, p.cf(1.0)) for power in powers]
+    powers = [p.exp2(p.minimum(x * -LOG2E, p.cf(60.0))) for *_, x in parts]
+    below = [power + 1.0 for power in powers]
     both = p.reciprocal(arith.mulf(*below))
-    shares = [arith.mulf(both, other) for other in reversed(below)]
-    return [
-        arith.mulf(arith.mulf(gate, share), up)
-        for (gate, up, _), share in zip(parts, shares, strict=True)
-    ]
+    shares = [both * other for other in reversed(below)]
+    return [gate * share * up for (gate, up, _), share in zip(parts, shares, strict=True)]
 
 
 def _gate_parts(how: str | ClampedGate, gate: Value, up: Value) -> tuple[Value, Value, Value]:
     """(gate, up, x) of ``gate * logistic(x) * up``."""
     if isinstance(how, ClampedGate):
         gate, up = (_replaced("OGT", v, how.limit) for v in (gate, up))
-        up = arith.addf(_replaced("OLT", up, -how.limit), p.cf(1.0))
-        return gate, up, arith.mulf(gate, p.cf(how.alpha))
+        up = _replaced("OLT", up, -how.limit) + 1.0
+        return gate, up, gate * how.alpha
     if how == "gelu_tanh":
-        u = arith.mulf(gate, p.fma(arith.mulf(gate, gate), p.cf(0.044715), p.cf(1.0)))
-        return gate, up, arith.mulf(u, p.cf(math.sqrt(8 / math.pi)))
+        u = gate * p.fma(gate * gate, p.cf(0.044715), p.cf(1.0))
+        return gate, up, u * math.sqrt(8 / math.pi)
     return gate, up, gate
 
 
@@ -90,8 +87,8 @@ def silu(gate: Value) -> Value:
 
 
 def _times_logistic(gate: Value, x: Value) -> Value:
-    power = p.exp2(arith.mulf(x, p.cf(-LOG2E)))
-    return p.divide(gate, arith.addf(power, p.cf(1.0)))
+    power = p.exp2(x * -LOG2E)
+    return p.divide(gate, power + 1.0)
 
 
 def _replaced(comparison: str, value: Value, limit: float) -> Value:
@@ -101,4 +98,4 @@ def _replaced(comparison: str, value: Value, limit: float) -> Value:
 
 def rounded_sum(words: Sequence[Value], addends: Sequence[Value]) -> list[Value]:
     """bfloat16 pairs plus floats, rounded, as pairs again."""
-    return packed([arith.addf(v, more) for v, more in zip(floats(words), addends, strict=True)])
+    return packed([v + more for v, more in zip(floats(words), addends, strict=True)])

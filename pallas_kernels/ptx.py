@@ -1,5 +1,7 @@
 """PTX and MLIR's integers and floats as Python functions, for code inside ``plgpu.inline_mgpu``.
 
+Arithmetic, comparisons and operations on bits are Python's operators (``operators``).
+
 Everything runs while a kernel is traced.  Values are MLIR scalars: f32; i32 words, which hold
 integers, a pair of 16-bit floats (the low half first) or packed codes; i64 addresses of device
 memory, i32 addresses of shared memory; i1 conditions.  ``at`` is a number of bytes.
@@ -16,8 +18,10 @@ from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels.device import gpu as device
 from pallas_kernels.jax_internals import arith, gpu, ir, llvm, scf
+from pallas_kernels.operators import install
 
 Value = ir.Value
+install()
 LOG2E = 1.4426950408889634
 # Pairs of bfloat16.
 _BF16_ONES, _BF16_MINUS_ONES, _BF16_MINUS_ZEROS = 0x3F803F80, 0xBF80BF80, 0x80008000
@@ -95,8 +99,8 @@ def offset(base: Value, index: Value, stride: int = 1) -> Value:
     """``base + index * stride`` for an i64 base and a non-negative i32 index."""
     wide = arith.extui(i64(), index)
     if stride != 1:
-        wide = arith.muli(wide, mgpu.utils.c(stride, i64()))
-    return arith.addi(base, wide)
+        wide = wide * stride
+    return base + wide
 
 
 def offset_rows(base: Value, index: Value, stride: int) -> Value:
@@ -106,42 +110,6 @@ def offset_rows(base: Value, index: Value, stride: int) -> Value:
 
 
 # --- Integers and conditions ---
-
-
-def add(*terms: Value | int) -> Value:
-    """Sum of i32 values and Python integers."""
-    total, constant = None, 0
-    for term in terms:
-        if isinstance(term, int):
-            constant += term
-        else:
-            total = term if total is None else arith.addi(total, term)
-    if total is None:
-        return ci(constant)
-    return arith.addi(total, ci(constant)) if constant else total
-
-
-def mul(a: Value, b: int) -> Value:
-    return a if b == 1 else arith.muli(a, ci(b))
-
-
-def shift_left(word: Value, bits: int) -> Value:
-    return arith.shli(word, ci(bits))
-
-
-def shift_right(word: Value, bits: int) -> Value:
-    return arith.shrui(word, ci(bits)) if bits else word
-
-
-def masked(word: Value, mask: int) -> Value:
-    """``word & mask``."""
-    return arith.andi(word, ci(mask))
-
-
-def less(a: Value, b: Value | int) -> Value:
-    """Unsigned ``a < b``."""
-    b = ci(b) if isinstance(b, int) else b
-    return arith.cmpi(arith.CmpIPredicate.ult, a, b)
 
 
 def below(a: Value, b: Value) -> Value:
@@ -161,11 +129,7 @@ def equal(a: Value, b: Value | int) -> Value:
 
 def bit(x: Value, k: int) -> Value:
     """Whether bit k of x is set."""
-    return arith.cmpi(arith.CmpIPredicate.ne, masked(x, 1 << k), ci(0))
-
-
-def no(condition: Value) -> Value:
-    return arith.xori(condition, arith.cmpi(arith.CmpIPredicate.eq, ci(0), ci(0)))
+    return arith.cmpi(arith.CmpIPredicate.ne, x & (1 << k), ci(0))
 
 
 def smaller(a: Value, b: Value) -> Value:
@@ -268,7 +232,7 @@ def to_float(x: Value) -> Value:
 def to_e4m3(low: Value, high: Value) -> Value:
     """Two f32 as FP8, saturated, in the low half of a word."""
     if not device().arch.float8:
-        return arith.ori(_byte_e4m3(low), shift_left(_byte_e4m3(high), 8))
+        return _byte_e4m3(low) | (_byte_e4m3(high) << 8)
     code = "{ .reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, $2, $1; cvt.u32.u16 $0, h; }"
     return _i32(code, low, high)
 
@@ -285,7 +249,7 @@ def to_e4m3_word(values: Sequence[Value]) -> Value:
 def from_e4m3(half: Value) -> list[Value]:
     """The two f32 of the FP8 in the low half of a word."""
     if not device().arch.float8:
-        return [_float_e4m3(half), _float_e4m3(shift_right(half, 8))]
+        return [_float_e4m3(half), _float_e4m3(half >> 8)]
     code = "{ .reg .b16 h; cvt.u16.u32 h, $1; cvt.rn.f16x2.e4m3x2 $0, h; }"
     word = _i32(code, half)
     return [widen(word, "f16"), widen_high(word, "f16")]
@@ -298,23 +262,23 @@ def _byte_e4m3(x: Value) -> Value:
     Below, 2^14 is added, whose last place is 2^-9, that of FP8's subnormal numbers.
     """
     word = bits(absolute(x))
-    is_nan = less(ci(0x7F800000), word)
+    is_nan = ci(0x7F800000) < word
     size = minimum(absolute(x), cf(448.0))
     word = bits(size)
-    even = masked(shift_right(word, 20), 1)
-    normal = shift_right(add(word, even, 0x7FFFF - (120 << 23)), 20)
-    small = arith.subi(bits(arith.addf(size, cf(16384.0))), bits(cf(16384.0)))
-    code = arith.select(less(word, 121 << 23), small, normal)
+    even = (word >> 20) & 1
+    normal = (word + even + (0x7FFFF - (120 << 23))) >> 20
+    small = bits(size + 16384.0) - bits(cf(16384.0))
+    code = arith.select(word < (121 << 23), small, normal)
     code = arith.select(is_nan, ci(0x7F), code)
-    return arith.ori(code, masked(shift_right(bits(x), 24), 0x80))
+    return code | ((bits(x) >> 24) & 0x80)
 
 
 def _float_e4m3(word: Value) -> Value:
     """The f32 of the FP8 in the low byte of a word: the bits at a float16's places, times 2^8."""
-    moved = shift_left(masked(word, 0x7F), 7)
-    value = arith.mulf(widen(moved, "f16"), cf(256.0))
-    value = arith.select(equal(masked(word, 0x7F), 0x7F), cf(float("nan")), value)
-    return from_bits(arith.ori(bits(value), shift_left(masked(word, 0x80), 24)))
+    moved = (word & 0x7F) << 7
+    value = widen(moved, "f16") * 256.0
+    value = arith.select(equal(word & 0x7F, 0x7F), cf(float("nan")), value)
+    return from_bits(bits(value) | ((word & 0x80) << 24))
 
 
 # --- 16-bit floats: kind is "bf16" or "f16" ---
@@ -323,15 +287,15 @@ def _float_e4m3(word: Value) -> Value:
 def widen(half: Value, kind: str = "bf16") -> Value:
     """The f32 value of the 16-bit float in the low half of a word."""
     if kind == "bf16":
-        return arith.bitcast(f32(), arith.shli(half, ci(16)))
+        return from_bits(half << 16)
     return _f32("{ .reg .b16 h; cvt.u16.u32 h, $1; cvt.f32.f16 $0, h; }", half)
 
 
 def widen_high(word: Value, kind: str = "bf16") -> Value:
     """The f32 value of the 16-bit float in the high half of a word."""
     if kind == "bf16":
-        return arith.bitcast(f32(), arith.andi(word, ci(0xFFFF0000)))
-    return widen(shift_right(word, 16), kind)
+        return from_bits(word & 0xFFFF0000)
+    return widen(word >> 16, kind)
 
 
 def narrow(value: Value, kind: str) -> Value:

@@ -62,21 +62,21 @@ class Codes:
             # Sign, exponent and fraction are moved into place; the exponents' biases differ.
             shift, factor = {"bf16": (4, 0x7B807B80), "f16": (1, 0x5C005C00)}[kind]
             out = []
-            for high in (p.shift_left(word, 8), word):
-                sign = p.masked(high, 0x80008000)
+            for high in (word << 8, word):
+                sign = high & 0x80008000
                 mask = (0x7F00 >> shift) * 0x00010001
-                moved = p.select_bits(p.shift_right(high, shift), mask, sign)
+                moved = p.select_bits(high >> shift, mask, sign)
                 out.append(p.mul_pairs(moved, p.ci(factor), kind))
             return out
         if self.bits == 4:
             return [
-                p.and_xor(p.shift_right(word, 8 * i), mask, mask // 15 * 8)
+                p.and_xor(word >> (8 * i), mask, mask // 15 * 8)
                 for i in range(2)
                 for mask in (0x000F000F, 0x00F000F0)
             ]
         out = []
         for i in range(2):
-            w = p.shift_right(word, 8 * i)
+            w = word >> (8 * i)
             if kind == "f16":
                 biased = p.and_xor(w, 0x00FF00FF, 0x64806480)
                 out.append(p.sub_pairs(biased, p.ci(0x64806480), kind))
@@ -115,16 +115,14 @@ def as_float16(raw, factor, kind):
     best = functools.reduce(p.maximum, [p.absolute(x) for values in chunks for x in values])
     for lanes in (1, 2, 4, 8, 16):
         best = p.maximum(best, p.shuffle_xor(best, lanes))
-    exponent = p.larger(p.shift_right(p.bits(best), 23), p.ci(15))
+    exponent = p.larger(p.bits(best) >> 23, p.ci(15))
 
     def power(word):
-        return p.from_bits(p.shift_left(word, 23))
+        return p.from_bits(word << 23)
 
-    up = power(arith.subi(p.ci(127 + 127 + 14), exponent))
-    chunks = [[arith.mulf(x, up) for x in values] for values in chunks]
-    return [packed(values, "f16") for values in chunks], arith.mulf(
-        factor, power(p.add(exponent, -14))
-    )
+    up = power(127 + 127 + 14 - exponent)
+    chunks = [[x * up for x in values] for values in chunks]
+    return [packed(values, "f16") for values in chunks], factor * power(exponent - 14)
 
 
 def query_sums_of(query, codes):
@@ -147,14 +145,14 @@ def hadamard_of_lanes(values, lane, lanes: int):
     a bit of a feature's number has to be one of the lane's number or of the place in ``values``."""
     size = lanes * len(values)
     for bit in range(lanes.bit_length() - 1):
-        upper = p.masked(p.shift_right(lane, bit), 1)
-        sign = arith.select(p.less(upper, 1), p.cf(1.0), p.cf(-1.0))
+        upper = (lane >> bit) & 1
+        sign = arith.select(upper < 1, p.cf(1.0), p.cf(-1.0))
         values = [p.fma(x, sign, p.shuffle_xor(x, 1 << bit)) for x in values]
     step = 1
     while step < len(values):
         values = [
-            arith.addf(x, values[i ^ step]) if not i & step else arith.subf(values[i ^ step], x)
+            x + values[i ^ step] if not i & step else values[i ^ step] - x
             for i, x in enumerate(values)
         ]
         step *= 2
-    return [arith.mulf(x, p.cf(size**-0.5)) for x in values]
+    return [x * size ** (-0.5) for x in values]

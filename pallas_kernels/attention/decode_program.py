@@ -65,12 +65,12 @@ class DecodeKernel:
     def run(self) -> None:
         here = self.share.here
         self.open_ring()
-        some = arith.andi(self.share.busy, p.below(self.share.begin, self.share.end))
+        some = self.share.busy & p.below(self.share.begin, self.share.end)
         p.when(some, self.attend)
         if self.plan.cluster:
-            first = p.mul(here.own, self.width)
-            mine = [p.add(first, i) for i in range(self.width)]
-            idle = arith.andi(self.share.busy, p.no(some))
+            first = here.own * self.width
+            mine = [first + i for i in range(self.width)]
+            idle = self.share.busy & ~some
             p.when(idle, lambda: self.share.gathering.empty(here.team, mine))
             lines = write_heads(self.gmem.out, self.line, here.lane, self.kind, self.head_dim)
             self.share.gathering.finish(lines, self.gmem.sinks, self.query_head)
@@ -81,11 +81,11 @@ class DecodeKernel:
         plan, codes, here = self.plan, self.codes, self.share.here
         self.order = Ring.order(here.g)
         barriers = p.shared_address(self.smem.barriers)
-        self.last = p.add(self.share.end, -1)
+        self.last = self.share.end - 1
         self.entries = [None] * (plan.depth + 1)  # of the steps that the ring takes first
         if self.share.pages:
             # The first step's is asked for before the row's length is known, but for a window's.
-            later = [p.add(self.share.begin, (i + 1) * self.share.apart) for i in range(plan.depth)]
+            later = [self.share.begin + (i + 1) * self.share.apart for i in range(plan.depth)]
             self.entries = [self.share.pages.entry(self.share.begin), *map(self.entry_of, later)]
         ring_size = ring_bytes(plan, plan.heads, codes)
         owner = here.warp if plan.by_warp else here.team
@@ -97,8 +97,8 @@ class DecodeKernel:
             members=self.share.members,
             member=here.member,
             lane=here.lane,
-            ring=p.add(p.shared_address(self.smem.ring), p.mul(owner, ring_size)),
-            barriers=p.add(barriers, p.mul(here.team, 2 * plan.depth * 16)),
+            ring=p.shared_address(self.smem.ring) + owner * ring_size,
+            barriers=barriers + here.team * (2 * plan.depth * 16),
             bases=[
                 self.row_of(refs[0], self.share.first_head, codes.row_bytes)
                 for refs in (self.gmem.k, self.gmem.v)
@@ -108,10 +108,10 @@ class DecodeKernel:
             pages=self.share.pages,
         )
         self.tokens = TokenWords(self.ring, codes, here.own, here.g, here.quad)
-        self.k_token = p.mul(self.order, self.ring.per_run)
+        self.k_token = self.order * self.ring.per_run
         if plan.by_warp:
             return
-        p.when(p.less(here.thread, 1), lambda: self.ring.initialise(self.share.teams, barriers))
+        p.when(here.thread < 1, lambda: self.ring.initialise(self.share.teams, barriers))
         p.barrier()
 
     def entry_of(self, step):
@@ -127,7 +127,7 @@ class DecodeKernel:
 
     def fill_ring(self) -> None:
         for i in range(self.plan.depth):
-            token0 = p.add(self.share.begin, i * self.share.apart)
+            token0 = self.share.begin + i * self.share.apart
             inside = p.below(token0, self.share.end) if i else None
             fills = (functools.partial(self.fill_slot, token0, i, v) for v in (False, True))
             self.ring.start(inside, list(fills))
@@ -142,7 +142,7 @@ class DecodeKernel:
             self.codes,
             n_kv=self.n_kv,
             lane=self.share.here.lane,
-            at=p.add(at, p.mul(self.share.here.warp, scale_bytes(self.plan, self.codes))),
+            at=at + self.share.here.warp * scale_bytes(self.plan, self.codes),
             last=self.last,
             adjust=lambda *numbers: self.queries.adjust(*numbers),
             pages=self.share.pages,
@@ -158,17 +158,17 @@ class DecodeKernel:
     def load_queries(self, ful: int):
         """The words of eight query rows; those past the last are copies of it."""
         here, fuls = self.share.here, self.plan.fuls
-        number = p.add(p.mul(here.sub, fuls * HEADS), here.g, ful * HEADS)
+        number = here.sub * (fuls * HEADS) + here.g + ful * HEADS
         number = p.smaller(number, p.ci(self.width - 1))
         first = p.address(self.gmem.q)
         at = p.offset(first, self.rows.line(here.row, self.share.head, number), 2 * self.head_dim)
-        at = p.offset(at, p.mul(here.quad, 2 * mma_tile.features_of(self.codes)))
+        at = p.offset(at, here.quad * (2 * mma_tile.features_of(self.codes)))
         return mma_tile.load_heads(at, self.codes)
 
     def number_of(self, here: TeamPlace, ful: int, c: int):
         """The number of one of the lane's two query rows, among the kv head's."""
-        first = p.mul(here.sub, self.plan.fuls * HEADS)
-        return p.add(first, p.mul(here.quad, 2), ful * HEADS + c)
+        first = here.sub * (self.plan.fuls * HEADS)
+        return first + here.quad * 2 + (ful * HEADS + c)
 
     def span_of(self, ful: int, c: int):
         """(first, past the last) key that one of the lane's query rows sees in the share."""
@@ -177,14 +177,14 @@ class DecodeKernel:
         number = p.smaller(self.number_of(self.share.here, ful, c), p.ci(self.width - 1))
         token = self.rows.token(number)
         own = self.rows.seen(self.gmem.lengths, self.share.here.row, token)
-        first = None if self.window is None else p.add(own, -self.window)
+        first = None if self.window is None else own - self.window
         return first, p.smaller(own, self.share.end)
 
     def is_seen(self, token, ful: int, c: int):
         first, end = self.spans[ful][c]
         inside = p.below(token, end)
         if self.window is not None:
-            inside = arith.andi(inside, p.at_most(first, token))
+            inside = inside & p.at_most(first, token)
         return inside
 
     # --- scores, weights, outputs ---
@@ -214,7 +214,7 @@ class DecodeKernel:
         # share an SM.
         again = self.share.place(volatile=True)
         first_head, chunk, _ = self.share.unit_of(again.in_row, again.team)
-        return self.write_parts(sums, again, p.add(first_head, again.own), chunk)
+        return self.write_parts(sums, again, first_head + again.own, chunk)
 
     def parts_of(self, carry):
         """(entries for the ``depth`` steps to come, slot, parity, ``_Sums`` of each ful)."""
@@ -229,9 +229,9 @@ class DecodeKernel:
         ahead, slot, parity, sums = self.parts_of(carry)
         later = []
         if self.share.pages:
-            later = [self.entry_of(p.add(token0, (plan.depth + 1) * self.share.apart))]
+            later = [self.entry_of(token0 + (plan.depth + 1) * self.share.apart)]
         if self.codes.quantized:
-            coming = self.scales.load(p.add(token0, self.share.apart), ahead[0])
+            coming = self.scales.load(token0 + self.share.apart, ahead[0])
         ring.wait(slot, parity, False)
         scores = self.scores_of(token0, slot)
         weights, sums = zip(*map(self.weigh, sums, scores), strict=True)
@@ -258,7 +258,7 @@ class DecodeKernel:
             for ful in fuls:
                 products = self.queries.scores(keys, numbers, ful)
                 for i in range(4):
-                    token = p.add(token0, self.k_token, 2 * u + i // 2)
+                    token = token0 + self.k_token + (2 * u + i // 2)
                     inside = self.is_seen(token, ful, i % 2)
                     products[i] = arith.select(inside, products[i], p.cf(NEG_INF))
                 scores[ful].append(products)
@@ -278,12 +278,12 @@ class DecodeKernel:
             functools.reduce(
                 arith.addf,
                 [w[i] for w in weights for i in (c, c + 2)],
-                arith.mulf(sums.total[c], fade[c]),
+                sums.total[c] * fade[c],
             )
             for c in range(2)
         ]
-        out = [arith.mulf(x, fade[i % 2]) for i, x in enumerate(sums.out)]
-        zeros = [arith.mulf(x, fade[i % 2]) for i, x in enumerate(sums.zeros)]
+        out = [x * fade[i % 2] for i, x in enumerate(sums.out)]
+        zeros = [x * fade[i % 2] for i, x in enumerate(sums.zeros)]
         return weights, _Sums(top, total, zeros, out)
 
     def right_operands(self, weights, sums) -> list:
@@ -304,7 +304,7 @@ class DecodeKernel:
         ring = self.ring
         if self.plan.depth == 1:
             return ring.refill(token0, slot, parity, False, ahead[-1])
-        before, emptied = p.add(token0, -self.share.apart), ring.neighbour(slot, parity, -1)
+        before, emptied = token0 - self.share.apart, ring.neighbour(slot, parity, -1)
         follows = p.at_most(self.share.begin, before)
         return ring.refill_if(follows, before, *emptied, True, ahead[-2])
 
@@ -330,15 +330,15 @@ class DecodeKernel:
                 else:
                     place = here, head, chunk
                     write = functools.partial(self.store_part, place, number, stats, outputs)
-                p.when(p.less(number, self.width), write)
+                p.when(number < self.width, write)
 
     def share_part(self, here: TeamPlace, number, stats, outputs) -> None:
         """Leave a query row's part where the cluster gathers them."""
         run = mma_tile.run_of(self.codes)
-        own_head = p.add(p.mul(here.own, self.width), number)
+        own_head = here.own * self.width + number
         at, to_stats = self.share.gathering.part(here.team, own_head)
-        at = p.add(at, p.mul(here.g, 4 * run))
-        p.when(p.less(here.g, 1), lambda: p.store_shared(to_stats, stats))
+        at = at + here.g * (4 * run)
+        p.when(here.g < 1, lambda: p.store_shared(to_stats, stats))
         for first, values in outputs():
             for i in range(0, run, 4):
                 p.store_shared(at, values[i : i + 4], 4 * (first + i))
@@ -347,12 +347,12 @@ class DecodeKernel:
         """Write a query row's part for the kernel that merges chunks."""
         here, head, chunk = place
         run = mma_tile.run_of(self.codes)
-        chunk = p.add(p.mul(here.row, -(-self.capacity // self.plan.chunk)), chunk)
+        chunk = here.row * -(-self.capacity // self.plan.chunk) + chunk
         line = self.rows.line(chunk, head, number)
         base = p.offset(p.address(self.gmem.out), line, 4 * self.head_dim)
         base = p.offset(base, here.g, 4 * run)
         to_stats = p.offset(p.address(self.gmem.stats), line, 8)
-        p.when(p.less(here.g, 1), lambda: p.store_global(to_stats, stats))
+        p.when(here.g < 1, lambda: p.store_global(to_stats, stats))
         for first, values in outputs():
             for i in range(0, run, 4):
                 p.store_global(base, values[i : i + 4], 4 * (first + i))
@@ -362,12 +362,12 @@ class DecodeKernel:
         row, rows = self.share.here.row, self.rows
         if rows.tokens == 1:
             return rows.line(row, self.share.first_head, number)
-        head = p.add(self.share.first_head, arith.divui(number, p.ci(self.width)))
-        return rows.line(row, head, arith.remui(number, p.ci(self.width)))
+        head = self.share.first_head + number // self.width
+        return rows.line(row, head, number % self.width)
 
     def query_head(self, number):
         """Which of the model's query heads one of the team's query rows is of."""
         group = self.rows.group
-        head = p.add(self.share.first_head, arith.divui(number, p.ci(self.width)))
-        own = arith.remui(arith.remui(number, p.ci(self.width)), p.ci(group))
-        return p.add(p.mul(head, group), own)
+        head = self.share.first_head + number // self.width
+        own = number % self.width % group
+        return head * group + own

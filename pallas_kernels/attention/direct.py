@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from typing import ClassVar
 
 import jax
@@ -106,12 +107,12 @@ class _Kernel:
         self.kind, self.shape, self.paging, self.gmem = kind, shape, paging, gmem
         self.staged = None if eps is None else (eps, p.shared_address(smem.staged))
         thread = p.register("tid.x")
-        self.warp, self.lane = p.shift_right(thread, 5), p.masked(thread, 31)
-        self.g, self.quad = p.shift_right(self.lane, 2), p.masked(self.lane, 3)
+        self.warp, self.lane = thread >> 5, thread & 31
+        self.g, self.quad = self.lane >> 2, self.lane & 3
         block, self.rank = p.register("ctaid.x"), p.ci(0)
         if plan.merged:
-            self.rank = arith.remui(block, p.ci(plan.cluster))
-            block = arith.divui(block, p.ci(plan.cluster))
+            self.rank = block % plan.cluster
+            block = block // plan.cluster
         elif plan.cluster > 1:
             block, self.rank = p.register("clusterid.x"), p.register("cluster_ctarank")
         _, _, n_kv, n, _ = shape
@@ -138,24 +139,24 @@ class _Kernel:
         )
         self.source, self.end, self.begin, first = source, source.end, p.ci(0), p.ci(0)
         if self.window is not None:
-            self.begin = p.larger(p.add(self.end, -self.window), p.ci(0))
-            first = p.masked(self.begin, -TILE)
-        place = p.add(p.mul(self.warp, self.plan.cluster), self.rank)
-        token0 = p.add(first, p.mul(place, TILE))
+            self.begin = p.larger(self.end - self.window, p.ci(0))
+            first = self.begin & -TILE
+        place = self.warp * self.plan.cluster + self.rank
+        token0 = first + place * TILE
         query, keys, values = source.first(token0, early=self.window is None)
         self.queries = tile.Queries([query], self.codes, self.scale, self.kind)
         self.write_part(*self.attend(token0, keys, values))
         _, _, _, n, h = self.shape
-        first = p.add(p.mul(self.row, n), p.mul(self.head, self.group))
-        line = functools.partial(p.add, first)
+        first = self.row * n + self.head * self.group
+        line = functools.partial(operator.add, first)
         write = write_heads(self.gmem.out, line, self.lane, self.kind, h)
         sinks = self.gmem.sinks
         if self.plan.merged:
-            part = p.add(p.mul(self.row, self.plan.cluster), self.rank)
-            first = p.add(p.mul(part, n), p.mul(self.head, self.group))
-            line = functools.partial(p.add, first)
+            part = self.row * self.plan.cluster + self.rank
+            first = part * n + self.head * self.group
+            line = functools.partial(operator.add, first)
             write, sinks = write_parts(self.gmem.out, self.gmem.stats, line, self.lane, h), None
-        number = lambda head: p.add(p.mul(self.head, self.group), head)  # noqa: E731
+        number = lambda head: self.head * self.group + head  # noqa: E731
         self.gathering.finish(write, sinks, number)
 
     def prefetch(self) -> None:
@@ -163,9 +164,9 @@ class _Kernel:
         _, capacity, n_kv, _, _ = self.shape
         size = self.codes.row_bytes
         keys, values = (p.address(refs[0]) for refs in (self.gmem.k, self.gmem.v))
-        place = p.add(p.mul(self.warp, self.plan.cluster), self.rank)
-        token = p.minimum(p.add(p.mul(place, TILE), p.masked(self.lane, TILE - 1)), capacity - 1)
-        base = arith.select(p.less(self.lane, TILE), keys, values)
+        place = self.warp * self.plan.cluster + self.rank
+        token = p.minimum(place * TILE + (self.lane & (TILE - 1)), capacity - 1)
+        base = arith.select(self.lane < TILE, keys, values)
         base = p.offset(base, self.row, capacity * n_kv * size)
         p.prefetch(p.offset(p.offset(base, self.head, size), token, n_kv * size), size)
 
@@ -198,14 +199,14 @@ class _Kernel:
         def body(token0, carry):
             state, keys, values, coming = jax.tree.unflatten(tree, carry)
             later = self.entry(token0, 2 * apart)
-            done = self.step(token0, state, keys, values, p.add(token0, apart), coming)
+            done = self.step(token0, state, keys, values, token0 + apart, coming)
             return jax.tree.leaves((*done, later))
 
         done = p.loop(token0, self.end, apart, flat, body)
         return jax.tree.unflatten(tree, done)[0]
 
     def entry(self, token0, ahead: int):
-        return self.source.entry(p.add(token0, ahead)) if self.paging else None
+        return self.source.entry(token0 + ahead) if self.paging else None
 
     def step(self, token0, state, keys, values, following, entry):
         """Compute one tile, and reload each used register for the tile at ``following``.
@@ -216,10 +217,10 @@ class _Kernel:
         pairs = tile.key_pairs(keys[0], self.codes)
         scores = self.queries.scores(pairs, self.adjusted(keys[1], False))
         for i in range(4):
-            token = p.add(token0, self.g, 8 * (i // 2))
+            token = token0 + self.g + 8 * (i // 2)
             seen = p.below(token, self.end)
             if self.window is not None:
-                seen = arith.andi(seen, p.at_most(self.begin, token))
+                seen = seen & p.at_most(self.begin, token)
             scores[i] = arith.select(seen, scores[i], p.cf(NEG_INF))
         keys = self.reload(following, entry, keys, self.source.next_keys)
         new_top, fade = tile.maxima([scores], top)
@@ -227,10 +228,9 @@ class _Kernel:
         total, zeros, out = list(total), list(zeros), list(out)
         if following is not None:
             total, zeros, out = (
-                [arith.mulf(x, fade[i % 2]) for i, x in enumerate(part)]
-                for part in (total, zeros, out)
+                [x * fade[i % 2] for i, x in enumerate(part)] for part in (total, zeros, out)
             )
-        total = [arith.addf(x, arith.addf(weights[c], weights[c + 2])) for c, x in enumerate(total)]
+        total = [x + (weights[c] + weights[c + 2]) for c, x in enumerate(total)]
         right = tile.right_operand(weights, self.adjusted(values[1], True), zeros, codes=self.codes)
         tile.add_values([out], values[0], [right], self.codes)
         values = self.reload(following, entry, values, self.source.next_values)
@@ -249,17 +249,17 @@ class _Kernel:
         run = tile.run_of(self.codes)
         for c in range(2):
             whole, *parts = [tile.over_tokens(x) for x in (total[c], *zeros[c::2])]
-            head = p.add(p.mul(self.quad, 2), c)
+            head = self.quad * 2 + c
 
             def write(c=c, whole=whole, parts=parts, head=head):
                 at, stats = self.gathering.part(self.warp, head)
-                at = p.add(at, p.mul(self.g, 4 * run))
-                p.when(p.less(self.g, 1), lambda: p.store_shared(stats, [top[c], whole]))
+                at = at + self.g * (4 * run)
+                p.when(self.g < 1, lambda: p.store_shared(stats, [top[c], whole]))
                 for first, values in tile.head_outputs(out, parts, c, self.codes):
                     for i in range(0, run, 4):
                         p.store_shared(at, values[i : i + 4], 4 * (first + i))
 
-            p.when(p.less(head, self.group), write)
+            p.when(head < self.group, write)
 
 
 @functools.partial(jax.jit, static_argnames=("window", "scale", "eps", "plan"))

@@ -58,11 +58,11 @@ class Gathering:
 
     def __init__(self, plan: Gather, part_ref, share_ref, barrier_ref, thread, rank):
         self.plan, self.thread, self.rank = plan, thread, rank
-        self.warp, self.lane = p.shift_right(thread, 5), p.masked(thread, 31)
+        self.warp, self.lane = thread >> 5, thread & 31
         self.columns = plan.head_dim // 32
         self.line = 4 * (plan.head_dim + PAD)
         self.parts = p.shared_address(part_ref)
-        self.stats = p.add(self.parts, plan.parts * plan.heads * self.line)
+        self.stats = self.parts + plan.parts * plan.heads * self.line
         self.share_line = 4 * plan.head_dim + 16
         self.shares, self.barriers = p.shared_address(share_ref), p.shared_address(barrier_ref)
 
@@ -79,24 +79,24 @@ class Gathering:
 
         def initialise():
             for i in range(plan.owned):
-                p.barrier_init(p.add(self.barriers, 8 * i), 1)
+                p.barrier_init(self.barriers + 8 * i, 1)
             p.barriers_ready()
             for i in range(plan.owned):
-                p.barrier_expect(p.add(self.barriers, 8 * i), size)
+                p.barrier_expect(self.barriers + 8 * i, size)
 
-        p.when(p.less(self.thread, 1), initialise)
+        p.when(self.thread < 1, initialise)
         p.cluster_arrive()
 
     def part(self, part, head):
         """Addresses of a part's outputs and of its (maximum, sum)."""
-        index = p.add(p.mul(part, self.plan.heads), head)
-        return p.add(self.parts, p.mul(index, self.line)), p.add(self.stats, p.mul(index, 8))
+        index = part * self.plan.heads + head
+        return self.parts + index * self.line, self.stats + index * 8
 
     def empty(self, part, heads) -> None:
         """By a warp whose part has seen nothing, its ``heads``: no weight, and finite outputs."""
         for head in heads:
             at, at_stats = self.part(part, head)
-            at = p.add(at, p.mul(self.lane, 4 * self.columns))
+            at = at + self.lane * (4 * self.columns)
             for c in range(0, self.columns, 4):
                 p.store_shared(at, [p.cf(0.0)] * min(4, self.columns), 4 * c)
             p.store_shared(at_stats, [p.cf(float("-inf")), p.cf(0.0)])
@@ -104,7 +104,7 @@ class Gathering:
     def _combined(self, base, stats, step: int, step_stats: int, count: int):
         """(maximum, sum, this lane's columns) of ``count`` shares."""
         vector, carry = min(self.columns, 4), []
-        base = p.add(base, p.mul(self.lane, 4 * self.columns))
+        base = base + self.lane * (4 * self.columns)
         for first in range(0, count, AT_ONCE):
             loaded = []
             for i in range(first, min(first + AT_ONCE, count)):
@@ -122,8 +122,8 @@ class Gathering:
     def _each(self, count: int, body: Callable) -> None:
         """body(i) for i below count, a warp each, in turn."""
         for first in range(0, count, self.plan.warps):
-            index = p.add(self.warp, first)
-            p.when(p.less(index, count), lambda index=index: body(index))
+            index = self.warp + first
+            p.when(index < count, lambda index=index: body(index))
 
     def finish(self, write: Callable, sinks_ref, query_head: Callable) -> None:
         """By all threads; write(head, this lane's columns), with ``raw`` write(head, maximum, sum,
@@ -151,36 +151,36 @@ class Gathering:
             if plan.raw:
                 return self.write(head, peak, whole, x)
             return self._done(head, [peak, whole, *x])
-        owner = arith.remui(head, p.ci(plan.cluster))
-        slot = arith.divui(head, p.ci(plan.cluster))
-        at = p.add(p.mul(slot, plan.cluster), self.rank)
-        to = p.peer_address(p.add(self.shares, p.mul(at, self.share_line)), owner)
-        barrier = p.peer_address(p.add(self.barriers, p.mul(slot, 8)), owner)
-        mine = p.add(to, p.mul(self.lane, 4 * self.columns))
+        owner = head % plan.cluster
+        slot = head // plan.cluster
+        at = slot * plan.cluster + self.rank
+        to = p.peer_address(self.shares + at * self.share_line, owner)
+        barrier = p.peer_address(self.barriers + slot * 8, owner)
+        mine = to + self.lane * (4 * self.columns)
         for c in range(0, self.columns, vector):
             p.send_peer(mine, x[c : c + vector], barrier, 4 * c)
-        stats, first = [peak, whole], p.less(self.lane, 1)
+        stats, first = [peak, whole], self.lane < 1
         return p.when(first, lambda: p.send_peer(to, stats, barrier, 4 * plan.head_dim))
 
     def _over_blocks(self, slot) -> None:
         """Sum the blocks' shares of an owned head."""
-        head = p.add(p.mul(slot, self.plan.cluster), self.rank)
-        p.when(p.less(head, self.plan.heads), lambda: self._sum_shares(slot, head))
+        head = slot * self.plan.cluster + self.rank
+        p.when(head < self.plan.heads, lambda: self._sum_shares(slot, head))
 
     def _sum_shares(self, slot, head) -> None:
         plan, line = self.plan, self.share_line
-        p.barrier_wait(p.add(self.barriers, p.mul(slot, 8)), p.ci(0))
-        at = p.add(self.shares, p.mul(slot, plan.cluster * line))
-        stats = p.add(at, 4 * plan.head_dim)
+        p.barrier_wait(self.barriers + slot * 8, p.ci(0))
+        at = self.shares + slot * (plan.cluster * line)
+        stats = at + 4 * plan.head_dim
         peak, whole, x = self._combined(at, stats, line, line, plan.cluster)
         self._done(head, [peak, whole, *x])
 
     def _done(self, head, sums) -> None:
         number = None if self.sinks_ref is None else self.query_head(head)
-        some = p.less(p.ci(0), p.bits(sums[1]))  # else the outputs may be NaN
+        some = 0 < p.bits(sums[1])  # else the outputs may be NaN
         _, whole, *x = with_sink(sums, self.sinks_ref, number)
         inverse = p.divide(p.cf(1.0), whole)
-        x = [arith.select(some, arith.mulf(v, inverse), p.cf(0.0)) for v in x]
+        x = [arith.select(some, v * inverse, p.cf(0.0)) for v in x]
         self.write(head, hadamard_of_lanes(x, self.lane, 32) if self.plan.rotated else x)
 
 
@@ -195,7 +195,7 @@ def write_parts(parts_ref, stats_ref, line: Callable, lane, head_dim: int) -> Ca
         for c in range(0, columns, 4):
             p.store_global(base, x[c : c + 4], 4 * c)
         stats = p.offset(p.address(stats_ref), at, 8)
-        p.when(p.less(lane, 1), lambda: p.store_global(stats, [peak, whole]))
+        p.when(lane < 1, lambda: p.store_global(stats, [peak, whole]))
 
     return write
 

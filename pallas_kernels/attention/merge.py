@@ -102,13 +102,13 @@ def _merge_parts(gmem, smem, *, shape, kind, rotated):
     del smem
     batch, splits, n, h = shape
     thread, block = p.register("tid.x"), p.register("ctaid.x")
-    lane, columns = p.masked(thread, 31), h // 32
-    index = p.add(p.mul(block, 4), p.shift_right(thread, 5))
+    lane, columns = thread & 31, h // 32
+    index = block * 4 + (thread >> 5)
     p.await_kernel()
 
     def merge():
-        row, head = arith.divui(index, p.ci(n)), arith.remui(index, p.ci(n))
-        line = p.add(p.mul(row, splits * n), head)
+        row, head = index // n, index % n
+        line = row * (splits * n) + head
         stats = p.offset(p.address(gmem.stats), line, 8)
         part = p.offset(p.offset(p.address(gmem.parts), line, 4 * h), lane, 4 * columns)
         shares = []
@@ -122,16 +122,16 @@ def _merge_parts(gmem, smem, *, shape, kind, rotated):
             ]
             shares.append((peak, whole, x))
         sums = combine(shares)
-        some = p.less(p.ci(0), p.bits(sums[1]))  # else the outputs may be NaN
+        some = 0 < p.bits(sums[1])  # else the outputs may be NaN
         _, whole, *x = with_sink(sums, gmem.sinks, head)
         inverse = p.divide(p.cf(1.0), arith.select(some, whole, p.cf(1.0)))
-        x = [arith.select(some, arith.mulf(v, inverse), p.cf(0.0)) for v in x]
+        x = [arith.select(some, v * inverse, p.cf(0.0)) for v in x]
         if rotated:
             x = hadamard_of_lanes(x, lane, 32)
         base = p.offset(p.offset(p.address(gmem.out), index, 2 * h), lane, 2 * columns)
         p.store_global(base, packed(x, kind))
 
-    p.when(p.less(index, batch * n), merge)
+    p.when(index < batch * n, merge)
 
 
 def _merge(
@@ -151,17 +151,17 @@ def _merge(
     capacity, n, h = shape
     splits = -(-capacity // chunk)
     thread, block = p.register("tid.x"), p.register("ctaid.x")
-    warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
-    row, head = arith.divui(block, p.ci(n)), arith.remui(block, p.ci(n))
-    own = arith.divui(block, p.ci(heads))
+    warp, lane = thread >> 5, thread & 31
+    row, head = block // n, block % n
+    own = block // heads
     p.await_kernel()
     (length,) = p.load_global(p.offset(p.address(gmem.lengths), own, 4), 1)
     length = p.larger(p.smaller(length, p.ci(capacity)), p.ci(0))
     first = p.ci(0)
     if window is not None:
-        first = arith.divui(p.larger(p.add(length, -window), p.ci(0)), p.ci(chunk))
-    stop = arith.divui(p.add(length, chunk - 1), p.ci(chunk))
-    line = p.add(p.mul(p.mul(row, splits), n), head)
+        first = p.larger(length - window, p.ci(0)) // chunk
+    stop = (length + (chunk - 1)) // chunk
+    line = row * splits * n + head
     stats = p.offset(p.address(gmem.stats), line, 8)
     columns = h // 32
     part = p.offset(p.offset(p.address(gmem.parts), line, 4 * h), lane, 4 * columns)
@@ -172,9 +172,9 @@ def _merge(
     def add(i, carry):
         loaded = []
         for b in range(batch_of):
-            index = p.add(i, b * warps)
+            index = i + b * warps
             inside = p.below(index, stop)
-            index = p.smaller(index, p.add(stop, -1))
+            index = p.smaller(index, stop - 1)
             at, at_part = p.offset_rows(stats, index, 8 * n), p.offset_rows(part, index, 4 * h * n)
             peak, whole = p.load_global(at, 2, kind="f32")
             values = [
@@ -186,9 +186,9 @@ def _merge(
         return combine([tuple(carry[:2]) + (carry[2:],), *loaded])
 
     start = [p.cf(NEG_INF)] + [p.cf(0.0)] * (1 + columns)
-    sums = p.loop(p.add(first, warp), stop, warps * batch_of, start, add)
-    table = p.add(p.shared_address(smem.sums), p.mul(lane, 4))
-    here = p.add(table, p.mul(warp, 4 * 32 * len(sums)))
+    sums = p.loop(first + warp, stop, warps * batch_of, start, add)
+    table = p.shared_address(smem.sums) + lane * 4
+    here = table + warp * (4 * 32 * len(sums))
     for i, x in enumerate(sums):
         p.store_shared(here, [x], 128 * i)
     p.barrier()
@@ -199,17 +199,17 @@ def _merge(
             for w in range(warps)
         ]
         joined = combine([(top, whole, out) for top, whole, *out in shares])
-        _, whole, *total = with_sink(joined, gmem.sinks, arith.remui(head, p.ci(heads)))
-        some = p.less(p.ci(0), length)
+        _, whole, *total = with_sink(joined, gmem.sinks, head % heads)
+        some = 0 < length
         inverse = p.divide(p.cf(1.0), arith.select(some, whole, p.cf(1.0)))
-        values = [arith.mulf(x, inverse) for x in total]
+        values = [x * inverse for x in total]
         if rotated:
             values = hadamard_of_lanes(values, lane, 32)
-        base = p.offset(p.address(gmem.out), p.add(p.mul(row, n), head), 2 * h)
+        base = p.offset(p.address(gmem.out), row * n + head, 2 * h)
         base = p.offset(base, lane, 2 * columns)
         p.store_global(base, packed(values, kind))
 
-    p.when(p.less(warp, 1), write)
+    p.when(warp < 1, write)
 
 
 def with_sink(sums, sinks_ref, head):
@@ -217,7 +217,7 @@ def with_sink(sums, sinks_ref, head):
     if sinks_ref is None:
         return sums
     (sink,) = p.load_global(p.offset(p.address(sinks_ref), head, 4), 1, kind="f32")
-    sink = arith.mulf(sink, p.cf(math.log2(math.e)))
+    sink = sink * math.log2(math.e)
     top, whole, *out = sums
     return combine([(top, whole, out), (sink, p.cf(1.0), [p.cf(0.0)] * len(out))])
 
@@ -230,7 +230,7 @@ def combine(shares):
     base = p.maximum(top, p.cf(-3.0e38))
     total, sums = p.cf(0.0), [p.cf(0.0)] * len(shares[0][2])
     for peak, whole, out in shares:
-        weight = p.exp2(arith.subf(peak, base))
+        weight = p.exp2(peak - base)
         total = p.fma(whole, weight, total)
         sums = [p.fma(x, weight, y) for x, y in zip(out, sums, strict=True)]
     return [top, total, *sums]

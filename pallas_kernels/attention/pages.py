@@ -13,7 +13,6 @@ import jax
 
 from pallas_kernels import ptx as p
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.types import HasShape
 
@@ -46,7 +45,7 @@ class BlockTable:
 
     def entry(self, token):
         """The table's entry for the page of ``token``; of any number, an entry of this row."""
-        index = p.minimum(arith.divui(token, p.ci(self.paging.page)), self.paging.entries - 1)
+        index = p.minimum(token // self.paging.page, self.paging.entries - 1)
         (entry,) = p.load_global(p.offset(self.at, index, 4), 1)
         return entry
 
@@ -55,13 +54,13 @@ class BlockTable:
 
         entry: the table's entry of that page.  Any value is safe: it is clamped to the pool.
         """
-        page = arith.divui(token, p.ci(self.paging.page))
+        page = token // self.paging.page
         entry = p.minimum(entry, self.paging.pool - 1)
-        return p.mul(arith.subi(entry, page), self.paging.page)
+        return (entry - page) * self.paging.page
 
     def holds(self, entry):
         """Is the entry a page of the pool?"""
-        return p.less(entry, self.paging.pool)
+        return entry < self.paging.pool
 
 
 def as_rows(

@@ -82,9 +82,9 @@ def _descriptor(ref, leading: int, stride: int, swizzle: int):
     """wgmma's of an operand in shared memory (PTX ISA, "Matrix Descriptor"): bytes between tiles of
     8 rows along the fast and the slow dimension."""
     word = functools.partial(mgpu.utils.c, ty=p.i64())
-    place = arith.shrui(arith.andi(p.address(ref), word(0x3FFFF)), word(4))
+    place = (p.address(ref) & word(0x3FFFF)) >> word(4)
     fixed = leading >> 4 << 16 | stride >> 4 << 32 | {128: 1, 64: 2}[swizzle] << 62
-    return arith.ori(place, word(fixed - (1 << 64) if fixed >> 63 else fixed))
+    return place | word(fixed - (1 << 64) if fixed >> 63 else fixed)
 
 
 def _names(first: int, n: int) -> str:
@@ -100,9 +100,9 @@ def tiling(width: int, dtype) -> tuple:
 
 def _place():
     """(warp, g, c) of a thread."""
-    thread = p.masked(p.register("tid.x"), 127)
-    lane = p.masked(thread, 31)
-    return p.shift_right(thread, 5), p.shift_right(lane, 2), p.masked(lane, 3)
+    thread = p.register("tid.x") & 127
+    lane = thread & 31
+    return thread >> 5, lane >> 2, lane & 3
 
 
 def _of_row(i: int) -> int:
@@ -252,7 +252,7 @@ class Tile:
         def call(ctx, factor):
             del ctx
             warp, g, _ = _place()
-            at = p.add(p.shared_address(factor), p.shift_left(warp, 6), p.shift_left(g, 2))
+            at = p.shared_address(factor) + (warp << 6) + (g << 2)
             return _bundle([p.load_float(at, 32 * row) for row in (0, 1)])
 
         return call
@@ -272,32 +272,28 @@ class Tile:
             scores, factor = _landed(_registers(scores)), _registers(factor)
             before, total = _registers(state)[:2], _registers(state)[2:]
             _, _, c = _place()
-            column = p.shift_left(c, 1)
-            at = p.add(p.shared_address(scale), p.shift_left(c, 3))
+            column = c << 1
+            at = p.shared_address(scale) + (c << 3)
             x = []
             for i, score in enumerate(scores):
                 if i % 4 == 0:
                     scales = p.load_shared(at, 2, 8 * i, "f32")
-                x.append(arith.mulf(p.to_float(score), scales[i % 2]))
+                x.append(p.to_float(score) * scales[i % 2])
                 if keys:
-                    seen = p.below(
-                        p.add(column, 2 * (i - i % 4) + i % 2), keys[0].registers.flat[0]
-                    )
+                    seen = p.below(column + (2 * (i - i % 4) + i % 2), keys[0].registers.flat[0])
                     x[i] = arith.select(seen, x[i], p.cf(-math.inf))
             best, fade = [], []
             for row in (0, 1):
                 mine = [y for i, y in enumerate(x) if _of_row(i) == row]
                 # Four chains: one would be as slow as an instruction's latency.
                 peaks = [functools.reduce(p.maximum, mine[n::4]) for n in range(4)]
-                peak = arith.mulf(
-                    _over_quad(p.maximum, functools.reduce(p.maximum, peaks)), factor[row]
-                )
-                is_far = arith.cmpf(_ABOVE, peak, arith.addf(before[row], p.cf(_SLACK)))
+                peak = _over_quad(p.maximum, functools.reduce(p.maximum, peaks)) * factor[row]
+                is_far = arith.cmpf(_ABOVE, peak, before[row] + _SLACK)
                 best.append(arith.select(is_far, peak, before[row]))
-                fade.append(p.exp2(arith.subf(before[row], best[row])))
+                fade.append(p.exp2(before[row] - best[row]))
             for i, y in enumerate(x):
                 row = _of_row(i)
-                x[i] = p.exp2(p.fma(y, factor[row], arith.negf(best[row])))
+                x[i] = p.exp2(p.fma(y, factor[row], -best[row]))
             for row in (0, 1):
                 mine = [y for i, y in enumerate(x) if _of_row(i) == row]
                 halves = [functools.reduce(arith.addf, mine[n::2]) for n in range(2)]
@@ -333,7 +329,7 @@ class Tile:
             unlike = [arith.cmpf(arith.CmpFPredicate.ONE, x, p.cf(1.0)) for x in fade]
 
             def faded():
-                return [arith.mulf(x, fade[_of_row(i)]) for i, x in enumerate(means)]
+                return [x * fade[_of_row(i)] for i, x in enumerate(means)]
 
             return _bundle(p.choose(p.any_lane(arith.ori(*unlike)), faded, means))
 
@@ -352,15 +348,15 @@ class Tile:
             p.ptx("wgmma.wait_group.sync.aligned 0;")
             means, state = _landed(_registers(means)), _registers(state)
             warp, g, c = _place()
-            place = p.add(p.shared_address(log), p.shift_left(warp, 6), p.shift_left(g, 2))
+            place = p.shared_address(log) + (warp << 6) + (g << 2)
             inverse = []
             for row, (best, part) in enumerate(zip(state[:2], state[2:], strict=True)):
                 total = _over_quad(arith.addf, part)
                 inverse.append(p.reciprocal(total))
-                value = arith.mulf(arith.addf(best, p.log2(total)), p.cf(math.log(2)))
+                value = (best + p.log2(total)) * math.log(2)
                 store = functools.partial(p.store_shared, place, [p.bits(value)], 32 * row)
                 p.when(p.equal(c, 0), store)
-            means = [arith.mulf(x, inverse[_of_row(i)]) for i, x in enumerate(means)]
+            means = [x * inverse[_of_row(i)] for i, x in enumerate(means)]
             shape = mgpu.FragmentedArray.splat(p.cf(0.0), (ROWS, self.h), out.to_mgpu())
             registers = np.empty((len(means) // 2,), dtype=object)
             kind, pairs = (

@@ -30,19 +30,19 @@ class QueryRows(NamedTuple):
         return self.tokens * self.group
 
     def token(self, j):
-        return arith.divui(j, p.ci(self.group))
+        return j // self.group
 
     def line(self, row, head, j):
         """The line of ``[B, T, N]`` that is number j of a kv head."""
         if self.tokens == 1:
-            return p.add(p.mul(row, self.n), p.mul(head, self.group), j)
-        token = p.add(p.mul(row, self.tokens), self.token(j))
-        own = arith.remui(j, p.ci(self.group))
-        return p.add(p.mul(token, self.n), p.mul(head, self.group), own)
+            return row * self.n + head * self.group + j
+        token = row * self.tokens + self.token(j)
+        own = j % self.group
+        return token * self.n + head * self.group + own
 
     def seen(self, lengths_ref, row, token=None):
         """How many keys a token sees."""
-        at = row if token is None else p.add(p.mul(row, self.tokens), token)
+        at = row if token is None else row * self.tokens + token
         (length,) = p.load_global(p.offset(p.address(lengths_ref), at, 4), 1)
         return p.larger(p.smaller(length, p.ci(self.capacity)), p.ci(0))
 
@@ -51,8 +51,8 @@ class QueryRows(NamedTuple):
         if self.tokens == 1:
             most = self.seen(lengths_ref, row)
             return most, most
-        most = self.seen(lengths_ref, row, p.minimum(p.masked(lane, 15), self.tokens - 1))
-        fewest = arith.select(p.less(most, 1), p.ci(self.capacity), most)
+        most = self.seen(lengths_ref, row, p.minimum(lane & 15, self.tokens - 1))
+        fewest = arith.select(most < 1, p.ci(self.capacity), most)
         for lanes in (1, 2, 4, 8):
             most = p.larger(most, p.shuffle_xor(most, lanes))
             fewest = p.smaller(fewest, p.shuffle_xor(fewest, lanes))

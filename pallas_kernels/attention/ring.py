@@ -73,15 +73,15 @@ class Ring:
     @staticmethod
     def order(row):
         """The run of an mma's row: neighbours, and every second row, lie in different banks."""
-        even = p.shift_right(row, 1)
-        odd = p.add(arith.xori(even, p.ci(2)), 4)
-        return arith.select(p.less(p.masked(row, 1), 1), even, odd)
+        even = row >> 1
+        odd = (even ^ 2) + 4
+        return arith.select(row & 1 < 1, even, odd)
 
     def initialise(self, teams: int, first) -> None:
         """All barriers of all teams, by one thread; first: the address of the first."""
         for i in range(2 * self.depth * teams):
-            p.barrier_init(p.add(first, 16 * i), RUNS)
-            p.barrier_init(p.add(first, 16 * i + 8), self.members)
+            p.barrier_init(first + 16 * i, RUNS)
+            p.barrier_init(first + (16 * i + 8), self.members)
         p.barriers_ready()
 
     def start(self, condition, fills: Sequence[Callable[[], None]]) -> None:
@@ -95,27 +95,27 @@ class Ring:
 
     def barrier(self, slot, values: bool, empty: bool):
         at = (16 * self.depth if values else 0) + 8 * empty
-        return p.add(self.barriers, p.mul(slot, 16), at)
+        return self.barriers + slot * 16 + at
 
     def fill(self, token0, slot, values: bool, entry) -> None:
         """Copy this warp's runs of the step at ``token0``, a lane a run."""
         full = self.barrier(slot, values, False)
-        mine = p.less(self.lane, RUNS)
+        mine = self.lane < RUNS
         if self.members > 1:
-            turn = arith.remui(self.lane, p.ci(self.members))
-            mine = arith.andi(mine, p.equal(turn, self.member))
+            turn = self.lane % self.members
+            mine = mine & p.equal(turn, self.member)
 
         p.when(mine, lambda: self.fill_run(token0, slot, values, entry, full))
 
     def fill_run(self, token0, slot, values: bool, entry, full) -> None:
         """Copy the lane's run, as one piece where its tokens are neighbours in memory."""
-        to = p.add(
-            self.ring,
-            p.mul(slot, self.slot_bytes),
-            p.mul(self.lane, self.stride),
-            self.depth * self.slot_bytes if values else 0,
+        to = (
+            self.ring
+            + slot * self.slot_bytes
+            + self.lane * self.stride
+            + (self.depth * self.slot_bytes if values else 0)
         )
-        first = p.add(token0, p.mul(self.lane, self.per_run))
+        first = token0 + self.lane * self.per_run
         size = self.per_run * self.token_bytes
         p.barrier_expect(full, size)
         shift = self.pages.shift(token0, entry) if self.pages else None
@@ -123,21 +123,21 @@ class Ring:
         if self.heads < self.n_kv:
             one_by_one()
             return
-        whole = p.below(p.add(first, self.per_run - 2), self.last)
+        whole = p.below(first + (self.per_run - 2), self.last)
         p.when(whole, lambda: p.copy_bulk(to, self.source(first, shift, values), size, full))
-        p.when(p.at_most(self.last, p.add(first, self.per_run - 2)), one_by_one)
+        p.when(p.at_most(self.last, first + (self.per_run - 2)), one_by_one)
 
     def source(self, token, shift, values: bool):
         """The address of a token's keys or values in the cache."""
-        token = p.add(token, shift) if self.pages else token
+        token = token + shift if self.pages else token
         return p.offset_rows(self.bases[values], token, self.from_bytes)
 
     def copy_tokens(self, first, shift, values: bool, to, full) -> None:
         """Copy a run token by token; past the last token that one is copied once more."""
 
         def copy(i, _):
-            source = self.source(p.smaller(p.add(first, i), self.last), shift, values)
-            at = p.add(to, p.mul(i, self.token_bytes))
+            source = self.source(p.smaller(first + i, self.last), shift, values)
+            at = to + i * self.token_bytes
             p.copy_bulk(at, source, self.token_bytes, full)
             return []
 
@@ -146,12 +146,12 @@ class Ring:
     def neighbour(self, slot, parity, step: int):
         """The slot and the parity of the next (1) or the last (-1) step."""
         if self.depth == 1:
-            return slot, arith.xori(parity, p.ci(1))
+            return slot, parity ^ 1
         edge, over = (self.depth - 1, 0) if step > 0 else (0, self.depth - 1)
         wraps = p.equal(slot, edge)
         return (
-            arith.select(wraps, p.ci(over), p.add(slot, step)),
-            arith.select(wraps, arith.xori(parity, p.ci(1)), parity),
+            arith.select(wraps, p.ci(over), slot + step),
+            arith.select(wraps, parity ^ 1, parity),
         )
 
     def wait(self, slot, parity, values: bool) -> None:
@@ -161,11 +161,11 @@ class Ring:
         """This warp has read the slot."""
         p.warp_barrier()
         empty = self.barrier(slot, values, True)
-        p.when(p.less(self.lane, 1), lambda: p.barrier_arrive(empty))
+        p.when(self.lane < 1, lambda: p.barrier_arrive(empty))
 
     def refill(self, token0, slot, parity, values: bool, entry) -> None:
         """The step that follows ``depth`` steps after the one at ``token0``, into its slot."""
-        token = p.add(token0, self.depth * self.apart)
+        token = token0 + self.depth * self.apart
 
         def go():
             p.barrier_wait(self.barrier(slot, values, True), parity)
@@ -186,16 +186,14 @@ class TokenWords:
 
     def __init__(self, ring: Ring, codes: Codes, own, g, quad):
         self.codes, self.token_bytes, self.slot_bytes = codes, ring.token_bytes, ring.slot_bytes
-        at = p.add(ring.ring, p.mul(own, codes.row_bytes))
-        self.k_at = p.add(at, p.mul(Ring.order(g), ring.stride), p.mul(quad, codes.k_chunk))
-        at = p.add(at, p.mul(g, codes.v_chunk), ring.depth * ring.slot_bytes)
-        self.v_at = [
-            p.add(at, p.mul(Ring.order(p.add(p.mul(quad, 2), i)), ring.stride)) for i in range(2)
-        ]
+        at = ring.ring + own * codes.row_bytes
+        self.k_at = at + Ring.order(g) * ring.stride + quad * codes.k_chunk
+        at = at + g * codes.v_chunk + ring.depth * ring.slot_bytes
+        self.v_at = [at + Ring.order(quad * 2 + i) * ring.stride for i in range(2)]
 
     def keys(self, slot, tile: int) -> list[list]:
         """The words of the tile's rows g and g + 8."""
-        codes, at = self.codes, p.add(self.k_at, p.mul(slot, self.slot_bytes))
+        codes, at = self.codes, self.k_at + slot * self.slot_bytes
         return [
             [
                 w
@@ -211,13 +209,13 @@ class TokenWords:
 
     def values(self, slot, tile: int) -> list[list]:
         """The words of the tile's rows 2 quad, 2 quad + 1, + 8 and + 9."""
-        codes, at = self.codes, p.mul(slot, self.slot_bytes)
+        codes, at = self.codes, slot * self.slot_bytes
         return [
             [
                 w
                 for j in range(codes.v_chunks)
                 for w in p.load_shared(
-                    p.add(self.v_at[t % 2], at),
+                    self.v_at[t % 2] + at,
                     codes.v_chunk // 4,
                     (2 * tile + t // 2) * self.token_bytes + j * 8 * codes.v_chunk,
                 )
@@ -248,14 +246,12 @@ class Scales:
     def _rounds(self):
         """(token of the step, where it is kept) of this lane, in turn: [i in its run][run]."""
         for first in range(0, self.per_step, 32):
-            token = p.add(self.lane, first)
+            token = self.lane + first
             if self.per_step < 32:  # the upper lanes repeat the lower
-                token = p.masked(token, self.per_step - 1)
+                token = token & (self.per_step - 1)
             shift = self.per_run.bit_length() - 1
-            place = p.add(
-                p.mul(p.masked(token, self.per_run - 1), RUNS), p.shift_right(token, shift)
-            )
-            yield token, p.add(self.at, p.mul(place, self.token_bytes))
+            place = (token & (self.per_run - 1)) * RUNS + (token >> shift)
+            yield token, self.at + place * self.token_bytes
 
     def load(self, token0, entry) -> list:
         """The words of the step at ``token0``."""
@@ -263,7 +259,7 @@ class Scales:
         size = self.codes.groups * self.codes.scale_size
         shift = self.pages.shift(p.smaller(token0, self.last), entry) if self.pages else 0
         for token, _ in self._rounds():
-            token = p.add(p.smaller(p.add(token0, token), self.last), shift)
+            token = p.smaller(token0 + token, self.last) + shift
             for source in (source for pair in self.sources for source in pair):
                 at = p.offset_rows(source, token, self.from_bytes)
                 if size == 2:
@@ -297,7 +293,7 @@ class Scales:
 
     def read(self, run, i: int, values: bool) -> list:
         """[scale, zero][group] (without zero points, [scale]) of token i of a run."""
-        at = p.add(self.at, p.mul(run, self.token_bytes))
+        at = self.at + run * self.token_bytes
         offset = i * RUNS * self.token_bytes + self.half * values
         groups, kept = self.codes.groups, []
         for first in range(0, self.codes.staged, 4):

@@ -45,10 +45,10 @@ class _Heads:
         self.h, self.dtype, self.groups, self.kind = h, dtype, groups, kind
         self.quantized, self.half = dtype in CODES, h // 2
         self.runs = max(1, self.half // 64)  # of 64 features, two to a lane
-        self.lane = p.masked(p.register("tid.x"), 31)
+        self.lane = p.register("tid.x") & 31
         # With heads of 64 the upper lanes repeat the lower: same loads, same stores.
-        lane = self.lane if self.half >= 64 else p.masked(self.lane, self.half // 2 - 1)
-        self.pair = p.mul(lane, 2)
+        lane = self.lane if self.half >= 64 else self.lane & (self.half // 2 - 1)
+        self.pair = lane * 2
 
     def feature(self, i):
         """First feature of word i, beside the lane's own offset."""
@@ -82,12 +82,9 @@ class _Heads:
         first, second = x[: 2 * self.runs], x[2 * self.runs :]
 
         def sums(a, b, turns):
-            return [
-                arith.addf(arith.mulf(x, c), arith.mulf(y, s))
-                for x, c, y, s in zip(a, cos, b, turns, strict=True)
-            ]
+            return [x * c + y * s for x, c, y, s in zip(a, cos, b, turns, strict=True)]
 
-        low = sums(first, second, [arith.negf(s) for s in sin])
+        low = sums(first, second, [-s for s in sin])
         return packed(low, self.kind) + packed(sums(second, first, sin), self.kind)
 
     def in_basis(self, words):
@@ -118,8 +115,8 @@ class _Heads:
             steps = values[2 * i : 2 * i + 2]
             *_, zero, inverse = numbers[self.group_of(i)]
             if self.dtype == "int4":
-                steps = [arith.subf(v, zero) for v in steps]
-            steps = [arith.mulf(v, inverse) for v in steps]
+                steps = [v - zero for v in steps]
+            steps = [v * inverse for v in steps]
             if self.dtype == "float8_e4m3fn":
                 codes.append([p.to_e4m3(*steps)])
                 continue
@@ -146,16 +143,16 @@ class _Heads:
                     else:
                         p.store_global_half(p.offset(base, p.ci(2 * s)), p.narrow(x, "f16"))
 
-            p.when(p.less(self.lane, 1), write)
+            p.when(self.lane < 1, write)
         bits = 4 if self.dtype == "int4" else 8
         base = line(refs[0], self.h * bits // 8)
-        base = p.offset(base, p.shift_right(p.mul(self.pair, bits), 3))
+        base = p.offset(base, (self.pair * bits) >> 3)
         mask = (1 << bits) - 1
         for i, code in enumerate(codes):
             word = code[0]
             if len(code) == 2:
-                low, high = (p.masked(x, mask) for x in code)
-                word = arith.ori(low, p.shift_left(high, bits))
+                low, high = (x & mask for x in code)
+                word = low | (high << bits)
             to = p.offset(base, p.ci(self.feature(i) * bits // 8))
             p.store_byte(to, word) if bits == 4 else p.store_global_half(to, word)
 
@@ -166,9 +163,9 @@ class _Heads:
         for i, code in enumerate(codes):
             scale, zero, _ = numbers[self.group_of(i)]
             values = p.from_e4m3(*code) if len(code) == 1 else [p.to_float(x) for x in code]
-            values = [arith.mulf(x, scale) for x in values]
+            values = [x * scale for x in values]
             if self.dtype == "int4":
-                values = [arith.addf(x, zero) for x in values]
+                values = [x + zero for x in values]
             words += packed(values, self.kind)
         return words
 
@@ -186,7 +183,7 @@ class _Place:
         def of(ref, size):
             base, token = p.address(ref), self.slot
             if self.pages:
-                token = p.add(self.slot, self.pages.shift(self.slot, self.entry))
+                token = self.slot + self.pages.shift(self.slot, self.entry)
             else:
                 base = p.offset(base, self.row, self.capacity * self.n_kv * size)
             return p.offset(p.offset(base, token, self.n_kv * size), head, size)
@@ -194,14 +191,14 @@ class _Place:
         return of
 
     def exists(self):
-        there = p.less(self.slot, self.capacity)
-        return arith.andi(there, self.pages.holds(self.entry)) if self.pages else there
+        there = self.slot < self.capacity
+        return there & self.pages.holds(self.entry) if self.pages else there
 
 
 def _unit(total):
     """Which of ``total`` this warp works on; those past the last repeat it."""
-    warp = p.shift_right(p.register("tid.x"), 5)
-    return p.minimum(p.add(p.mul(p.register("ctaid.x"), WARPS), warp), total - 1)
+    warp = p.register("tid.x") >> 5
+    return p.minimum(p.register("ctaid.x") * WARPS + warp, total - 1)
 
 
 def _write(gmem, smem, *, shape, paging, dtype, groups, kind):
@@ -212,7 +209,7 @@ def _write(gmem, smem, *, shape, paging, dtype, groups, kind):
 
     unit = _unit(batch * heads)
     p.await_kernel()
-    row, head = arith.divui(unit, p.ci(heads)), arith.remui(unit, p.ci(heads))
+    row, head = unit // heads, unit % heads
     own = _Heads(h, dtype, groups, kind)
     (slot,) = p.load_global(p.offset(p.address(gmem.slots), row, 4), 1)
     pages = BlockTable(gmem.table, row, paging) if paging else None
@@ -224,18 +221,18 @@ def _write(gmem, smem, *, shape, paging, dtype, groups, kind):
     words = own.in_basis([arith.select(is_v, w, t) for w, t in zip(raw, turned, strict=True)])
 
     def write_query():
-        own.put(p.offset(p.address(gmem.q), p.add(p.mul(row, n), head), 2 * h), words)
+        own.put(p.offset(p.address(gmem.q), row * n + head, 2 * h), words)
 
-    p.when(p.less(head, n), write_query)
+    p.when(head < n, write_query)
 
     def write_cache(of, first_head):
         rounded = own.rounded(words) if own.quantized else None
-        own.store(of, place.line(p.add(head, -first_head)), words, rounded)
+        own.store(of, place.line(head - first_head), words, rounded)
 
     there = place.exists()
-    is_k = arith.andi(p.less(head, n + n_kv), arith.cmpi(arith.CmpIPredicate.uge, head, p.ci(n)))
-    p.when(arith.andi(there, is_k), lambda: write_cache(gmem.k, n))
-    p.when(arith.andi(there, is_v), lambda: write_cache(gmem.v, n + n_kv))
+    is_k = (head < n + n_kv) & arith.cmpi(arith.CmpIPredicate.uge, head, p.ci(n))
+    p.when(there & is_k, lambda: write_cache(gmem.k, n))
+    p.when(there & is_v, lambda: write_cache(gmem.v, n + n_kv))
 
 
 def _write_tokens(gmem, smem, *, shape, paging, dtype, groups, kind):
@@ -249,8 +246,8 @@ def _write_tokens(gmem, smem, *, shape, paging, dtype, groups, kind):
 
     unit = _unit(batch * width * n_kv)
     p.await_kernel()
-    token, kv_head = arith.divui(unit, p.ci(n_kv)), arith.remui(unit, p.ci(n_kv))
-    row, first = arith.divui(token, p.ci(width)), p.mul(kv_head, team)
+    token, kv_head = unit // n_kv, unit % n_kv
+    row, first = token // width, kv_head * team
     own = _Heads(h, dtype, groups, kind)
     (slot,) = p.load_global(p.offset(p.address(gmem.slots), token, 4), 1)
     pages = BlockTable(gmem.table, row, paging) if paging else None
@@ -260,12 +257,12 @@ def _write_tokens(gmem, smem, *, shape, paging, dtype, groups, kind):
     def load(head):
         return own.load(p.offset(source, head, 2 * h))
 
-    k, v = (load(p.add(kv_head, past)) for past in (n, n + n_kv))
+    k, v = (load(kv_head + past) for past in (n, n + n_kv))
     tables = [own.load_table(ref, token) for ref in (gmem.cos, gmem.sin)]
     to = p.offset(p.offset(p.address(gmem.q), token, 2 * h * n), first, 2 * h)
     for begin in range(0, team, TEAM):
         some = range(begin, min(begin + TEAM, team))
-        loaded = [load(p.add(first, i)) for i in some]
+        loaded = [load(first + i) for i in some]
         for i, words in zip(some, loaded, strict=True):
             own.put(p.offset(to, p.ci(i), 2 * h), own.in_basis(own.turned(words, *tables)))
     there = place.exists()
@@ -295,8 +292,8 @@ def _numbers(values, dtype):
     if dtype == "int4":
         high = over_lanes(p.maximum, functools.reduce(p.maximum, values))
         low = over_lanes(p.minimum, functools.reduce(p.minimum, values))
-        scale = _to_float16(arith.mulf(arith.subf(high, low), p.cf(1 / 15)))
-        middle = arith.mulf(arith.addf(low, high), p.cf(0.5))
+        scale = _to_float16((high - low) * (1 / 15))
+        middle = (low + high) * 0.5
         zero = _to_float16(p.fma(scale, p.cf(0.5), middle))
     else:
         best = over_lanes(p.maximum, functools.reduce(p.maximum, [p.absolute(v) for v in values]))

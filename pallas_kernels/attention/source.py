@@ -53,7 +53,7 @@ class HeadWords:
     ):
         self.codes, self.kind, self.row, self.head = codes, kind, row, head
         _, self.capacity, self.n_kv, self.n, self.h = shape
-        self.g, self.quad = p.shift_right(lane, 2), p.masked(lane, 3)
+        self.g, self.quad = lane >> 2, lane & 3
         self.q, self.tables, self.k, self.v = gmem.q, gmem.tables, gmem.k, gmem.v
         self.pages = BlockTable(gmem.table, row, paging) if paging else None
         self.eps, self.staged = staged or (None, None)
@@ -61,17 +61,17 @@ class HeadWords:
             self.stage()
         (number,) = p.load_global(p.offset(p.address(gmem.lengths), row, 4), 1)
         group = self.n // self.n_kv
-        mine = p.add(p.mul(head, group), p.minimum(self.g, group - 1))  # past the group copies
+        mine = head * group + p.minimum(self.g, group - 1)  # past the group copies
         self.raw_query = self.projected(mine)
         if self.tables:
             # All loads from the projection start before the block knows whether it needs them.
             self.new_key, self.new_value = self.load_new_key(), self.load_new_value()
-            self.slot, self.there = number, p.less(number, self.capacity)
-            number = arith.select(self.there, p.add(number, 1), p.ci(0))
+            self.slot, self.there = number, number < self.capacity
+            number = arith.select(self.there, number + 1, p.ci(0))
         self.end = p.larger(p.smaller(number, p.ci(self.capacity)), p.ci(0))
-        self.last = p.larger(p.add(self.end, -1), p.ci(0))
+        self.last = p.larger(self.end - 1, p.ci(0))
         if self.tables and self.pages:
-            self.there = arith.andi(self.there, self.pages.holds(self.pages.entry(self.slot)))
+            self.there = self.there & self.pages.holds(self.pages.entry(self.slot))
             self.end = arith.select(self.there, self.end, p.ci(0))
 
     def first(self, token0, early: bool):
@@ -119,19 +119,19 @@ class HeadWords:
         if shift is None:
             base = p.offset(base, self.row, self.capacity * self.n_kv * size)
         else:
-            token = p.add(token, shift)
+            token = token + shift
         return p.offset_rows(p.offset(base, self.head, size), token, self.n_kv * size)
 
     def key_tokens(self, token0) -> list:
-        return [p.smaller(p.add(token0, self.g, 8 * i), self.last) for i in range(2)]
+        return [p.smaller(token0 + self.g + 8 * i, self.last) for i in range(2)]
 
     def value_tokens(self, token0) -> list:
-        own = p.add(token0, p.mul(self.quad, 2))
-        return [p.smaller(p.add(own, t % 2 + t // 2 * 8), self.last) for t in range(4)]
+        own = token0 + self.quad * 2
+        return [p.smaller(own + (t % 2 + t // 2 * 8), self.last) for t in range(4)]
 
     def load_keys(self, token0, shift):
         codes, tokens = self.codes, self.key_tokens(token0)
-        at = p.mul(self.quad, codes.k_chunk)
+        at = self.quad * codes.k_chunk
         return [
             [
                 w
@@ -153,7 +153,7 @@ class HeadWords:
 
     def value_words(self, base) -> list:
         codes = self.codes
-        base = p.offset(base, p.mul(self.g, codes.v_chunk))
+        base = p.offset(base, self.g * codes.v_chunk)
         return [
             w
             for j in range(codes.v_chunks)
@@ -183,32 +183,32 @@ class HeadWords:
 
     def projected(self, head) -> list:
         """A head's features that meet this lane's chunks of keys."""
-        at = p.mul(self.quad, 2 * tile.features_of(self.codes))
+        at = self.quad * (2 * tile.features_of(self.codes))
         return tile.load_heads(p.offset(self.head_of(head), at), self.codes)
 
     def stage(self) -> None:
         """Sends the row's tables and the norms' weights, 2 H bytes each, to shared memory."""
         thread, size = p.register("tid.x"), 2 * self.h
-        own = p.mul(thread, 16)
+        own = thread * 16
 
         def copy():
             for i, ref in enumerate(self.tables):
                 source = p.offset(p.address(ref), own)
                 if i < 2:
                     source = p.offset(source, self.row, size)
-                p.copy_async(p.add(self.staged, own), source, size * i)
+                p.copy_async(self.staged + own, source, size * i)
 
-        p.when(p.less(thread, size // 16), copy)
+        p.when(thread < size // 16, copy)
         p.copies_commit()
 
     def load_new_key(self):
         """The new token's features, not rotated, and (cos, sin) of a head's first half of them;
         None for those where they are staged."""
         features = tile.features_of(self.codes)
-        projected = self.projected(p.add(self.head, self.n))
+        projected = self.projected(self.head + self.n)
         if self.staged is not None:
             return projected, None
-        at = p.mul(self.quad, 4 * features)
+        at = self.quad * (4 * features)
         turns = [
             [
                 x
@@ -226,7 +226,7 @@ class HeadWords:
         return projected, turns
 
     def load_new_value(self) -> list:
-        return self.value_words(self.head_of(p.add(self.head, self.n + self.n_kv)))
+        return self.value_words(self.head_of(self.head + (self.n + self.n_kv)))
 
     def turned(self, chunks, turns, of: str) -> list:
         """RoPE of a head of q or k, after its norm; a lane has feature i + H / 2 in the chunk half
@@ -238,17 +238,15 @@ class HeadWords:
             x, y = (floats(chunks[i], self.kind) for i in (j, j + half))
             if factor is not None:
                 x, y = (
-                    [arith.mulf(arith.mulf(v, factor), w) for v, w in zip(part, own, strict=True)]
+                    [v * factor * w for v, w in zip(part, own, strict=True)]
                     for part, own in ((x, self.weights(j, of)), (y, self.weights(j + half, of)))
                 )
                 cos, sin = (self.staged_table(j, i) for i in range(2))
             else:
                 cos, sin = (table[j * features : (j + 1) * features] for table in turns)
             turn = list(zip(x, y, cos, sin, strict=True))
-            low.append(
-                [arith.addf(arith.mulf(x, c), arith.mulf(y, arith.negf(s))) for x, y, c, s in turn]
-            )
-            high.append([arith.addf(arith.mulf(y, c), arith.mulf(x, s)) for x, y, c, s in turn])
+            low.append([x * c + y * -s for x, y, c, s in turn])
+            high.append([y * c + x * s for x, y, c, s in turn])
         return [packed(part, self.kind) for part in low + high]
 
     def norm_factor(self, chunks):
@@ -256,13 +254,13 @@ class HeadWords:
         for x in floats([w for chunk in chunks for w in chunk], self.kind):
             total = p.fma(x, x, total)
         for lanes in (1, 2):  # the other features of the head
-            total = arith.addf(total, p.shuffle_xor(total, lanes))
+            total = total + p.shuffle_xor(total, lanes)
         return p.rsqrt(p.fma(total, p.cf(1.0 / self.h), p.cf(self.eps)))
 
     def weights(self, chunk: int, of: str) -> list:
         """The norm's at the lane's features of a chunk."""
         features = tile.features_of(self.codes)
-        at = p.add(self.staged, p.mul(self.quad, 2 * features))
+        at = self.staged + self.quad * (2 * features)
         begin = 2 * self.h * (2 + "qk".index(of)) + 8 * features * chunk
         words = [w for i in range(features // 8) for w in p.load_shared(at, 4, begin + 16 * i)]
         return floats(words, self.kind)
@@ -270,7 +268,7 @@ class HeadWords:
     def staged_table(self, chunk: int, index: int) -> list:
         """cos or sin at the lane's features of a chunk."""
         features = tile.features_of(self.codes)
-        at = p.add(self.staged, p.mul(self.quad, 4 * features))
+        at = self.staged + self.quad * (4 * features)
         begin = 2 * self.h * index + 16 * features * chunk
         return [
             x for i in range(features // 4) for x in p.load_shared(at, 4, begin + 16 * i, "f32")
@@ -278,19 +276,19 @@ class HeadWords:
 
     def with_new_key(self, token0, keys, shift, loaded=None):
         """loaded: by ``load_new_key``, where there are registers for it."""
-        own, chunk = p.equal(p.masked(self.slot, 7), self.g), self.codes.k_chunk
+        own, chunk = p.equal(self.slot & 7, self.g), self.codes.k_chunk
 
         def new():
             return [w for part in self.turned(*(loaded or self.load_new_key()), "k") for w in part]
 
         at = self.line(self.k[0], self.slot, self.codes.row_bytes, shift)
-        at = p.offset(at, p.mul(self.quad, chunk))
+        at = p.offset(at, self.quad * chunk)
         return self.with_new(token0, keys, self.key_tokens(token0), new, own, at, 4 * chunk)
 
     def with_new_value(self, token0, values, shift, loaded=None):
-        own, chunk = p.less(self.quad, 1), self.codes.v_chunk
+        own, chunk = self.quad < 1, self.codes.v_chunk
         at = self.line(self.v[0], self.slot, self.codes.row_bytes, shift)
-        at = p.offset(at, p.mul(self.g, chunk))
+        at = p.offset(at, self.g * chunk)
         return self.with_new(
             token0,
             values,
@@ -309,7 +307,7 @@ class HeadWords:
 
         def replaced():
             fresh = new()
-            is_own = arith.andi(own, p.at_most(token0, self.slot))
+            is_own = own & p.at_most(token0, self.slot)
             p.when(is_own, functools.partial(_store_words, at, fresh, apart))
             return [
                 arith.select(p.equal(t, self.slot), y, x)
@@ -318,7 +316,7 @@ class HeadWords:
             ]
 
         # Tiles past the row's end hold its last token over and over.
-        reached = arith.andi(self.there, p.below(self.slot, p.add(token0, TILE)))
+        reached = self.there & p.below(self.slot, token0 + TILE)
         flat, tree = jax.tree.flatten(held)  # no scales: the words alone
         return jax.tree.unflatten(tree, p.choose(reached, replaced, flat))
 

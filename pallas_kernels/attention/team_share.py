@@ -14,7 +14,6 @@ from pallas_kernels.attention.pages import BlockTable, Paging
 from pallas_kernels.attention.plan import AttentionPlan, blocks_of, gather_of, team_of, units_of
 from pallas_kernels.attention.query_rows import QueryRows
 from pallas_kernels.attention.tile import TILE
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import Value
 
 
@@ -65,11 +64,11 @@ class TeamShare:
         """anew: how the registers are read, so that a second reading is one."""
         thread, block = p.register("tid.x", **anew), p.register("ctaid.x", **anew)
         blocks = blocks_of(self.plan, self.rows.capacity, self.rows.n_kv, self.rows.width)
-        warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
-        g, quad = p.shift_right(lane, 2), p.masked(lane, 3)
-        row, in_row = arith.divui(block, p.ci(blocks)), arith.remui(block, p.ci(blocks))
-        team, member = arith.divui(warp, p.ci(self.members)), arith.remui(warp, p.ci(self.members))
-        sub, own = arith.remui(member, p.ci(self.subs)), arith.divui(member, p.ci(self.subs))
+        warp, lane = thread >> 5, thread & 31
+        g, quad = lane >> 2, lane & 3
+        row, in_row = block // blocks, block % blocks
+        team, member = warp // self.members, warp % self.members
+        sub, own = member % self.subs, member // self.subs
         return TeamPlace(thread, warp, lane, g, quad, row, in_row, team, member, sub, own)
 
     def unit_of(self, in_row, team):
@@ -77,15 +76,15 @@ class TeamShare:
         shares has no chunks."""
         heads = self.plan.heads
         if self.plan.cluster:
-            return p.mul(arith.divui(in_row, p.ci(self.plan.cluster)), heads), None, None
-        unit = p.add(p.mul(in_row, self.teams), team)
-        first_head = p.mul(arith.remui(unit, p.ci(self.rows.n_kv // heads)), heads)
-        return first_head, arith.divui(unit, p.ci(self.rows.n_kv // heads)), unit
+            return in_row // self.plan.cluster * heads, None, None
+        unit = in_row * self.teams + team
+        first_head = (unit % (self.rows.n_kv // heads)) * heads
+        return first_head, unit // (self.rows.n_kv // heads), unit
 
     def find(self) -> None:
         """Find the tokens of the team: from ``begin`` to ``end``, a step every ``apart``."""
         plan, here = self.plan, self.here
-        self.busy = p.less(here.team, self.teams)
+        self.busy = here.team < self.teams
         p.await_kernel()
         if plan.by_length:
             (row,) = p.load_global(p.offset(p.address(self.gmem.order), here.row, 4), 1)
@@ -95,13 +94,13 @@ class TeamShare:
             begin, late = self.share_steps(length)
         else:
             begin, late = self.share_chunks(length)
-        self.head = p.add(self.first_head, here.own)  # the warp's kv head
+        self.head = self.first_head + here.own  # the warp's kv head
         self.pages = BlockTable(self.gmem.table, here.row, self.paging) if self.paging else None
         self.seen = begin
         if self.window is not None:
-            self.seen = p.larger(begin, p.add(fewest, -self.window))
-            begin = p.masked(self.seen, -self.step_tokens)
-        self.begin = p.add(begin, late)
+            self.seen = p.larger(begin, fewest - self.window)
+            begin = self.seen & -self.step_tokens
+        self.begin = begin + late
 
     def share_steps(self, length):
         """All teams of the row, in all blocks of the cluster, take steps in turn."""
@@ -112,7 +111,7 @@ class TeamShare:
         self.gathering.start()
         self.first_head, self.chunk, _ = self.unit_of(here.in_row, here.team)
         begin, self.end = p.ci(0), length
-        late = p.mul(p.add(p.mul(rank, self.teams), here.team), self.step_tokens)
+        late = (rank * self.teams + here.team) * self.step_tokens
         self.apart = plan.cluster * self.teams * self.step_tokens
         return begin, late
 
@@ -120,9 +119,9 @@ class TeamShare:
         """A team takes a chunk of the row."""
         plan, here = self.plan, self.here
         self.first_head, self.chunk, unit = self.unit_of(here.in_row, here.team)
-        begin = p.mul(self.chunk, plan.chunk)
-        self.end = p.smaller(p.add(begin, plan.chunk), length)
+        begin = self.chunk * plan.chunk
+        self.end = p.smaller(begin + plan.chunk, length)
         units = units_of(plan, self.rows.capacity, self.rows.n_kv)
-        self.busy = arith.andi(self.busy, p.less(unit, units))
+        self.busy = self.busy & (unit < units)
         late, self.apart = p.ci(0), self.step_tokens
         return begin, late

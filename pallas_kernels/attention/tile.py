@@ -16,7 +16,6 @@ import math
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import Codes, as_float16, query_sums_of
-from pallas_kernels.jax_internals import arith
 
 LOG2E = math.log2(math.e)
 NEG_INF = float("-inf")
@@ -70,13 +69,13 @@ class Queries:
         operand.
         """
         if zero is None:
-            return (scale if values else arith.mulf(scale, self.factor),)
+            return (scale if values else scale * self.factor,)
         # Codes come 8 too large.
         zero = p.fma(scale, p.cf(-8.0), zero)
         if values:
             return scale, zero
-        step = arith.mulf(self.factor, p.cf(self.codes.steps[0]))
-        return arith.mulf(scale, step), arith.mulf(zero, self.factor)
+        step = self.factor * self.codes.steps[0]
+        return scale * step, zero * self.factor
 
     def scores(self, keys, numbers, ful: int = 0) -> list:
         """[token g | g + 8] x [head 2 quad | 2 quad + 1] of a ful.
@@ -92,7 +91,7 @@ class Queries:
                 left = [low[s], high[s], low[s + 1], high[s + 1]]
                 acc[of] = p.mma(acc[of], left, self.pairs[ful][j][s : s + 2], codes.q_kind)
         if numbers is None:
-            return [arith.mulf(x, self.factor) for x in acc[0]]
+            return [x * self.factor for x in acc[0]]
         out = []
         for i in range(4):
             total = zero
@@ -125,12 +124,12 @@ def maxima(scores, top) -> tuple[list, list]:
             best = p.maximum(best, p.shuffle_xor(best, lanes))
         best = p.maximum(best, top[c])
         new.append(best)
-        fade.append(p.exp2(arith.subf(top[c], best)))
+        fade.append(p.exp2(top[c] - best))
     return new, fade
 
 
 def weights_of(scores, top) -> list:
-    return [[p.exp2(arith.subf(s[i], top[i % 2])) for i in range(4)] for s in scores]
+    return [[p.exp2(s[i] - top[i % 2]) for i in range(4)] for s in scores]
 
 
 def right_operand(weights, numbers, zeros: list, codes: Codes) -> list:
@@ -146,7 +145,7 @@ def right_operand(weights, numbers, zeros: list, codes: Codes) -> list:
                 at = 2 * of + i % 2
                 zeros[at] = p.fma(x, numbers[i // 2][1][of], zeros[at])
         if codes.quantized:
-            w = [arith.mulf(x, numbers[i // 2][0][of]) for i, x in enumerate(w)]
+            w = [x * numbers[i // 2][0][of] for i, x in enumerate(w)]
         halves = [p.pack(w[2 * i], w[2 * i + 1], codes.v_kind) for i in range(2)]
         right.append([p.transpose_8x8(x) for x in halves])
     return right
@@ -171,7 +170,7 @@ def add_values(outs: list, tokens, rights, codes: Codes) -> None:
 def over_tokens(x):
     """The sum over the lanes that share a quad's place."""
     for lanes in (4, 8, 16):
-        x = arith.addf(x, p.shuffle_xor(x, lanes))
+        x = x + p.shuffle_xor(x, lanes)
     return x
 
 

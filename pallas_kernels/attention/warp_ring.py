@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.ring import RUNS, Ring
-from pallas_kernels.jax_internals import arith
 
 _PIECE = 16  # bytes of one copy
 
@@ -37,16 +36,16 @@ class WarpRing(Ring):
     def fill(self, token0: p.Value, slot: p.Value, values: bool, entry: p.Value | None) -> None:
         pieces = self.token_bytes // _PIECE  # of a token
         at_once = 32 // pieces  # tokens
-        token = p.shift_right(self.lane, pieces.bit_length() - 1)
-        piece = p.mul(p.masked(self.lane, pieces - 1), _PIECE)
-        run = p.shift_right(token, self.per_run.bit_length() - 1)
-        to = p.add(
-            self.ring,
-            p.mul(slot, self.slot_bytes),
-            p.mul(run, self.stride),
-            p.mul(p.masked(token, self.per_run - 1), self.token_bytes),
-            piece,
-            self.depth * self.slot_bytes if values else 0,
+        token = self.lane >> (pieces.bit_length() - 1)
+        piece = (self.lane & (pieces - 1)) * _PIECE
+        run = token >> (self.per_run.bit_length() - 1)
+        to = (
+            self.ring
+            + slot * self.slot_bytes
+            + run * self.stride
+            + (token & (self.per_run - 1)) * self.token_bytes
+            + piece
+            + (self.depth * self.slot_bytes if values else 0)
         )
         shift = self.pages.shift(token0, entry) if self.pages else None
         unit = max(at_once, self.per_run)  # tokens of a turn: whole runs
@@ -55,12 +54,12 @@ class WarpRing(Ring):
             # Unrolled, the turns' addresses take more registers than there are.
             (at,) = carry
             for rest in range(0, unit, at_once):
-                here = p.smaller(p.add(first, done, rest), self.last)
+                here = p.smaller(first + done + rest, self.last)
                 source = p.offset(self.source(here, shift, values), piece)
                 p.copy_async(at, source, rest * self.token_bytes)
-            return [p.add(at, unit // self.per_run * self.stride)]
+            return [at + unit // self.per_run * self.stride]
 
-        first = p.add(token0, token)
+        first = token0 + token
         p.loop(0, p.opaque(RUNS * self.per_run), unit, [to], copy)
 
     def wait(self, slot: p.Value, parity: p.Value, values: bool) -> None:
@@ -94,8 +93,8 @@ class WarpRing(Ring):
         entry: p.Value | None,
     ) -> None:
         del parity
-        token = p.add(token0, self.depth * self.apart)
+        token = token0 + self.depth * self.apart
         inside = p.at_most(token, self.last)
         if condition is not None:
-            inside = arith.andi(condition, inside)
+            inside = condition & inside
         self._group(inside, lambda: self.fill(token, slot, values, entry))

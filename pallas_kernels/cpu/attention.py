@@ -93,15 +93,15 @@ class Attend(Program):
 
         def count_parts(e: Emitter, call: CallFrame) -> Value:
             body = CallRows(self, e, call)
-            return e.b.mul(body.batch, body.most_parts())
+            return body.batch * body.most_parts()
 
         def part(e: Emitter, call: CallFrame, i: Value) -> None:
             KeyPart(self, e, call).chunk(i)
 
         def count_joined(e: Emitter, call: CallFrame) -> Value:
             body = CallRows(self, e, call)
-            many = e.b.icmp_signed(">", body.most_parts(), e.i64(1))
-            heads = e.b.mul(body.batch, e.i64(self.cache.heads))
+            many = body.most_parts() > 1
+            heads = body.batch * self.cache.heads
             return e.b.select(many, heads, e.i64(0))
 
         def joined(e: Emitter, call: CallFrame, i: Value) -> None:

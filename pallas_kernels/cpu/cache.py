@@ -101,21 +101,21 @@ class CachePlaces:
         self.capacity = self.page
         if table is not None:
             self.table, self.entries = call.argument(table), call.argument_dim(table, 1)
-            self.capacity = e.b.mul(self.entries, self.page)
+            self.capacity = self.entries * self.page
 
     def entry(self, row: Value, token: Value) -> Value:
         """The table's for a token below the capacity (i64)."""
         e, b = self.e, self.e.b
-        at = b.add(b.mul(row, self.entries), b.udiv(token, self.page))
-        return b.sext(e.load(self.table, e.I32, b.mul(at, e.i64(4))), e.I64)
+        at = row * self.entries + token // self.page
+        return b.sext(e.load(self.table, e.I32, at * 4), e.I64)
 
     def token(self, row: Value, token: Value) -> Value:
         """A row's token among all of the cache; where the table names no page, of another one."""
-        e, b = self.e, self.e.b
+        e = self.e
         if self.paged:
-            row = e.limited(self.entry(row, token), b.sub(self.pages, e.i64(1)))
-            token = b.urem(token, self.page)
-        return b.add(b.mul(row, self.page), token)
+            row = e.limited(self.entry(row, token), self.pages - 1)
+            token = token % self.page
+        return row * self.page + token
 
 
 class Heads:
@@ -138,8 +138,8 @@ class Heads:
     def at(self, token: Value, head: Value) -> Value:
         """Where a head (i64) of a token (i64, of all tokens of the cache) begins."""
         e, f = self.e, self.form
-        start = e.b.mul(token, e.i64(f.heads * f.bytes))
-        return e.at(self.codes, e.b.add(start, e.b.mul(head, e.i64(f.bytes))))
+        start = token * (f.heads * f.bytes)
+        return e.at(self.codes, start + head * f.bytes)
 
     def prefetch(self, token: Value, head: Value) -> None:
         for line in range(0, self.form.bytes, 64):
@@ -148,9 +148,9 @@ class Heads:
     def prefetch_scales(self, token: Value) -> None:
         """Prefetch the scales of one token of an int8 cache."""
         e = self.e
-        start = e.b.mul(token, e.i64(4 * self.form.heads))
+        start = token * (4 * self.form.heads)
         for line in range(0, 4 * self.form.heads, 64):
-            e.prefetch(self.scales[0], e.b.add(start, e.i64(line)))
+            e.prefetch(self.scales[0], start + line)
 
     def load(self, token: Value, head: Value, first: int, count: int) -> list[Value]:
         """Return the vectors of a head: int8 codes before scaling, int4 in pairs of vectors."""
@@ -168,7 +168,7 @@ class Heads:
                 numbers[group] = [e.splat(self._number(n, token, head, group)) for n in (0, 1)]
             both = b.sext(e.load(at, e.vector(e.I8), LANES // 2 * i), e.vector(e.I32))
             high_bits = e.splat(e.i32(28))
-            even = b.ashr(b.shl(both, high_bits), high_bits)
+            even = b.ashr(both << high_bits, high_bits)
             for codes in (even, b.ashr(both, four)):
                 made.append(e.fma(b.sitofp(codes, e.vector(e.F32)), *numbers[group]))
         return made
@@ -184,15 +184,15 @@ class Heads:
     def scale(self, token: Value, head: Value) -> Value:
         """Return the scale of a head of an int8 cache."""
         e = self.e
-        index = e.b.add(e.b.mul(token, e.i64(self.form.heads)), head)
-        return e.load(self.scales[0], e.F32, e.b.mul(index, e.i64(4)))
+        index = token * self.form.heads + head
+        return e.load(self.scales[0], e.F32, index * 4)
 
     def _number(self, which: int, token: Value, head: Value, group: int) -> Value:
         """The scale (0) or zero (1) of a group of an int4 head."""
         e, f = self.e, self.form
-        index = e.b.add(e.b.mul(token, e.i64(f.heads)), head)
-        index = e.b.add(e.b.mul(index, e.i64(f.groups)), e.i64(group))
-        half = e.load(self.scales[which], e.F16, e.b.mul(index, e.i64(2)))
+        index = token * f.heads + head
+        index = index * f.groups + group
+        half = e.load(self.scales[which], e.F16, index * 2)
         return e.b.fpext(half, e.F32)
 
     def store(self, token: Value, head: Value, values: list[Value]) -> None:
@@ -203,9 +203,9 @@ class Heads:
             scale = b.fdiv(e.max_magnitude(values), e.f32(127.0))
             inverse = b.fdiv(e.f32(1.0), scale)
             inverse = b.select(b.fcmp_ordered(">", scale, e.f32(0.0)), inverse, e.f32(0.0))
-            index = b.add(b.mul(token, e.i64(self.form.heads)), head)
-            e.store(scale, self.scales[0], b.mul(index, e.i64(4)))
-            codes = (e.round_to_i32(b.fmul(v, e.splat(inverse))) for v in values)
+            index = token * self.form.heads + head
+            e.store(scale, self.scales[0], index * 4)
+            codes = (e.round_to_i32(v * e.splat(inverse)) for v in values)
             kept = [b.trunc(c, e.vector(e.I8)) for c in codes]
         else:
             kept = [e.narrow(v, dtype) for v in values]

@@ -32,6 +32,60 @@ def vector(element: ir.Type, lanes: int = LANES) -> ir.VectorType:
     return ir.VectorType(element, lanes)
 
 
+def _builder_of(value: ir.values.Value) -> ir.IRBuilder:
+    """Return the builder of the function that a value belongs to."""
+    place = value.parent
+    function = place.parent if isinstance(place, ir.Block) else place
+    return function.emitted_by
+
+
+def _constant_like(value: ir.values.Value, number: float) -> ir.Constant:
+    """Return a number, in each lane of a vector, as a constant of the value's type."""
+    kind = value.type
+    return ir.Constant(kind, [number] * kind.count if isinstance(kind, ir.VectorType) else number)
+
+
+def _install_operators() -> None:
+    """Give LLVM's values the operators of Python.
+
+    Integers are unsigned under ``//``, ``%`` and ``>>``, signed under ``<`` and ``>``.  A Python
+    number is a constant of the other operand's type.
+    """
+
+    def binary(integers: str, floats: str | None = None, *order: str, swapped: bool = False):
+        def method(a: Value, b: Value):
+            if isinstance(b, int | float):
+                b = _constant_like(a, b)
+            elif not isinstance(b, ir.values.Value):
+                return NotImplemented
+            builder = _builder_of(b if isinstance(a, ir.Constant) else a)
+            element = getattr(a.type, "element", a.type)
+            name = floats if floats is not None and element == F32 else integers
+            return getattr(builder, name)(*order, *((b, a) if swapped else (a, b)))
+
+        return method
+
+    for name, integers, floats in (
+        ("add", "add", "fadd"),
+        ("sub", "sub", "fsub"),
+        ("mul", "mul", "fmul"),
+        ("floordiv", "udiv", None),
+        ("mod", "urem", None),
+        ("and", "and_", None),
+        ("or", "or_", None),
+        ("xor", "xor", None),
+        ("lshift", "shl", None),
+        ("rshift", "lshr", None),
+    ):
+        setattr(ir.values.Value, f"__{name}__", binary(integers, floats))
+        setattr(ir.values.Value, f"__r{name}__", binary(integers, floats, swapped=True))
+    for name, order in (("lt", "<"), ("gt", ">"), ("le", "<="), ("ge", ">=")):
+        setattr(ir.values.Value, f"__{name}__", binary("icmp_signed", None, order))
+
+
+_install_operators()
+
+
 class Emitter:
     """Appends to the function whose builder it has.  Types are its attributes, so that a program
     need not import llvmlite."""
@@ -41,6 +95,7 @@ class Emitter:
 
     def __init__(self, builder: ir.IRBuilder, target: Target) -> None:
         self.b = builder
+        builder.function.emitted_by = builder  # whom the operators of its values ask
         self.target = target
 
     # --- values -----------------------------------------------------------------------------
@@ -126,19 +181,17 @@ class Emitter:
             return self.b.sitofp(self.b.sext(value, vector(I32, value.type.count)), kind)
         wide = self.b.zext(value, vector(I32, value.type.count))
         shift = ir.Constant(wide.type, [16] * value.type.count)
-        return self.b.bitcast(self.b.shl(wide, shift), kind)
+        return self.b.bitcast(wide << shift, kind)
 
     def widen_float8(self, value: Value, dtype: str) -> Value:
         """Bytes of non-negative 8-bit floats as float32: float8_e8m0fnu, or 2^-8 times e4m3fn."""
         count = value.type.count
         if dtype == "float8_e8m0fnu":  # the exponent's field; 2^-127 becomes 0
             wide = self.b.zext(value, vector(I32, count))
-            return self.b.bitcast(
-                self.b.shl(wide, self.splat(self.i32(23), count)), vector(F32, count)
-            )
+            return self.b.bitcast(wide << 23, vector(F32, count))
         wide = self.b.zext(value, vector(I16, count))
         shift = ir.Constant(wide.type, [7] * count)
-        return self.widen(self.b.bitcast(self.b.shl(wide, shift), vector(F16, count)))
+        return self.widen(self.b.bitcast(wide << shift, vector(F16, count)))
 
     def narrow(self, value: Value, dtype: str) -> Value:
         """A vector of float32 in float32, float16 or bfloat16 (as 16-bit integers), to nearest."""
@@ -149,18 +202,18 @@ class Emitter:
             return self.b.fptrunc(value, vector(F16, count))
         b, bits = self.b, self.b.bitcast(value, vector(I32, count))
         shift = self.splat(self.i32(16), count)
-        high = b.lshr(bits, shift)
-        odd = b.and_(high, self.splat(self.i32(1), count))
-        near = b.lshr(b.add(b.add(bits, odd), self.splat(self.i32(0x7FFF), count)), shift)
-        quiet = b.or_(high, self.splat(self.i32(0x40), count))
+        high = bits >> shift
+        odd = high & 1
+        near = (bits + odd + 0x7FFF) >> shift
+        quiet = high | 0x40
         near = b.select(b.fcmp_unordered("uno", value, value), quiet, near)
         return b.trunc(near, vector(I16, count))
 
     def round_to_i32(self, value: Value) -> Value:
         """Round floats below 2^22 to the nearest integer, ties to even; NaN gives any integer."""
-        shifted = self.b.fadd(value, self.floats(_MAGIC))
+        shifted = value + _MAGIC
         bits = self.b.bitcast(shifted, vector(I32))
-        return self.b.sub(bits, self.splat(self.i32(0x4B400000)))
+        return bits - 0x4B400000
 
     def exp(self, x: Value) -> Value:
         """e^x of a vector within 2 ulp; 2^-126 and 2^127 at least and at most; NaN of NaN.
@@ -171,15 +224,15 @@ class Emitter:
         x = b.select(b.fcmp_ordered("<", x, self.floats(-87.3)), self.floats(-87.3), x)
         x = b.select(b.fcmp_ordered(">", x, self.floats(88.0)), self.floats(88.0), x)
         shifted = self.fma(x, self.floats(1.44269504088896341), self.floats(_MAGIC))
-        n = b.fsub(shifted, self.floats(_MAGIC))
+        n = shifted - _MAGIC
         r = self.fma(n, self.floats(-0.693359375), x)
         r = self.fma(n, self.floats(2.12194440e-4), r)
         p = self.floats(1.9875691500e-4)
         for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5):
             p = self.fma(p, r, self.floats(c))
-        p = self.fma(p, b.fmul(r, r), b.fadd(r, self.floats(1.0)))
-        power = b.shl(b.bitcast(shifted, vector(I32)), self.splat(self.i32(23)))
-        return b.bitcast(b.add(b.bitcast(p, vector(I32)), power), vector(F32))
+        p = self.fma(p, r * r, r + 1.0)
+        power = b.bitcast(shifted, vector(I32)) << 23
+        return b.bitcast(b.bitcast(p, vector(I32)) + power, vector(F32))
 
     def larger(self, a: Value, b: Value) -> Value:
         """Return the larger of two floats or of each pair of lanes; a NaN in ``a`` is dropped."""
@@ -211,7 +264,7 @@ class Emitter:
             low = [i for run in runs for start in (0, LANES) for i in (j + start for j in run)]
             high = [i + width for i in low]
             pairs = zip(found[:half], found[half:], strict=True)
-            found = [self.b.fadd(self.pick(a, b, low), self.pick(a, b, high)) for a, b in pairs]
+            found = [self.pick(a, b, low) + self.pick(a, b, high) for a, b in pairs]
             width //= 2
         return found[0]
 
@@ -226,11 +279,11 @@ class Emitter:
         mask = self.splat(self.i32(0x7FFFFFFF))
 
         def larger(x: Value, y: Value) -> Value:  # bits of non-negative floats order as they do
-            return b.select(b.icmp_signed(">", x, y), x, y)
+            return b.select(x > y, x, y)
 
         found = None
         for value in values:
-            bits = b.and_(b.bitcast(value, vector(I32)), mask)
+            bits = b.bitcast(value, vector(I32)) & mask
             found = bits if found is None else larger(found, bits)
         return b.bitcast(self._fold(found, larger), F32)
 
@@ -282,7 +335,7 @@ class Emitter:
     def lanes_below(self, count: Value) -> Value:
         """A mask of the lanes below an i64."""
         lane = ir.Constant(vector(I64), list(range(LANES)))
-        return self.b.icmp_signed("<", lane, self.splat(count))
+        return lane < self.splat(count)
 
     def first_lanes(self, value: Value, count: Value) -> Value:
         """The first ``count`` lanes of a vector of floats, zeros behind."""
@@ -316,13 +369,13 @@ class Emitter:
         phis = [b.phi(value.type) for value in carried]
         for phi, value in zip(phis, carried, strict=True):
             phi.add_incoming(value, before)
-        b.cbranch(b.icmp_signed("<", i, end), inside, after)
+        b.cbranch(i < end, inside, after)
         b.position_at_end(inside)
         made = body(i, *phis) or ()
         last = b.block
         for phi, value in zip(phis, made, strict=True):
             phi.add_incoming(value, last)
-        i.add_incoming(b.add(i, self.i64(step)), last)
+        i.add_incoming(i + step, last)
         b.branch(head)
         b.position_at_end(after)
         return phis
@@ -334,16 +387,16 @@ class Emitter:
 
     def least(self, a: Value, b: Value) -> Value:
         """Return the smaller of two signed i64."""
-        return self.b.select(self.b.icmp_signed("<", a, b), a, b)
+        return self.b.select(a < b, a, b)
 
     def limited(self, value: Value, end: Value) -> Value:
         """i64 between 0 and ``end``."""
         value = self.least(value, end)
-        return self.b.select(self.b.icmp_signed("<", value, self.i64(0)), self.i64(0), value)
+        return self.b.select(value < 0, self.i64(0), value)
 
     def divide_up(self, a: Value, b: int) -> Value:
         """i64, neither negative."""
-        return self.b.udiv(self.b.add(a, self.i64(b - 1)), self.i64(b))
+        return (a + (b - 1)) // b
 
     # --- dot products of 8-bit integers ---------------------------------------------------------
 
@@ -410,7 +463,7 @@ class Emitter:
         return chains[0] if len(chains) == 1 else self.b.add(*chains)
 
     def _unsigned(self, w: Value, bits: int) -> Value:
-        return self.b.xor(w, ir.Constant(w.type, [-128] * 64)) if bits == 8 else w
+        return w ^ ir.Constant(w.type, [-128] * 64) if bits == 8 else w
 
     def _parts(self, acc: Value, lanes: int, one: Callable[[Value, int], Value]) -> Value:
         """``one(part of acc, its first lane)`` for parts of some lanes, joined."""
@@ -447,8 +500,8 @@ class Emitter:
                 total = None
                 for w, x in pairs[start : start + at_once]:
                     found = sixteen(self.lanes(w, 4 * first, 32), self.lanes(x, 4 * first, 32))
-                    total = found if total is None else self.b.add(total, found)
-                part = self.b.add(part, self.sums_of_pairs(total))
+                    total = found if total is None else total + found
+                part = part + self.sums_of_pairs(total)
             return part
 
         return self._parts(acc, 8, one)

@@ -99,7 +99,7 @@ class GroupedMatmul(Matmul):
 
         def runs(e: Emitter, call: CallFrame) -> Value:
             body = _TilesOfExperts(self, e, call)
-            return e.b.mul(body.experts, body.runs)
+            return body.experts * body.runs
 
         return [rounded, Phase(runs, multiplied)]
 
@@ -110,10 +110,9 @@ class _TilesOfExperts(TilesOfRows):
     def __init__(self, program: GroupedMatmul, e: Emitter, call: CallFrame) -> None:
         last = program.arguments - 1
         self.starts = call.argument(last)
-        self.experts = e.b.sub(call.argument_dim(last, 0), e.i64(1))
+        self.experts = call.argument_dim(last, 0) - 1
         super().__init__(program, e, call)
-        b = e.b
-        self.runs = b.udiv(b.sub(b.add(self.tiles, self.run), e.i64(1)), self.run)
+        self.runs = (self.tiles + self.run - 1) // self.run
         self.base = e.i64(0)  # of the chunk's expert
 
     def count_tiles(self) -> Value:
@@ -121,25 +120,23 @@ class _TilesOfExperts(TilesOfRows):
 
     def chunk(self, i: Value) -> None:
         e, b, rows = self.e, self.e.b, self.p.rows
-        expert = b.udiv(i, self.runs)
-        first = b.mul(b.sub(i, b.mul(expert, self.runs)), self.run)
-        end = e.least(b.add(first, self.run), self.tiles)
-        self.base = b.mul(expert, self.all_tiles)
-        at = b.mul(expert, e.i64(4))
-        start, stop = (
-            b.sext(e.load(self.starts, e.I32, b.add(at, e.i64(offset))), e.I64) for offset in (0, 4)
-        )
-        last = b.sub(stop, e.i64(1))
+        expert = i // self.runs
+        first = (i - expert * self.runs) * self.run
+        end = e.least(first + self.run, self.tiles)
+        self.base = expert * self.all_tiles
+        at = expert * 4
+        start, stop = (b.sext(e.load(self.starts, e.I32, at + offset), e.I64) for offset in (0, 4))
+        last = stop - 1
 
         def some_rows(r: Value) -> None:
-            each = [e.least(b.add(r, e.i64(j)), last) for j in range(rows)]
+            each = [e.least(r + j, last) for j in range(rows)]
             e.loop(end, lambda tile: self.tile(tile, each), start=first)
 
         e.loop(stop, some_rows, start=start, step=rows)
 
     def tile(self, tile: Value, rows: list[Value]) -> None:
-        b, own = self.e.b, self.e.b.add(self.base, tile)
+        own = self.base + tile
         sums, up = self.products(own, rows), None
         if self.p.swiglu:
-            up = self.products(b.add(own, self.tiles), rows)
+            up = self.products(own + self.tiles, rows)
         self.store(tile, rows, sums, up)

@@ -92,29 +92,26 @@ class GlaStepProgram(Program):
         chunks = self.d_v // LANES // self.columns  # of a head
 
         def count(e: Emitter, call: CallFrame) -> Value:
-            heads = e.b.mul(call.argument_dim(0, 0), call.argument_dim(0, 1))
-            return e.b.mul(heads, e.i64(chunks))
+            heads = call.argument_dim(0, 0) * call.argument_dim(0, 1)
+            return heads * chunks
 
         def chunk(e: Emitter, call: CallFrame, i: Value) -> None:
-            self.chunk(e, call, e.b.udiv(i, e.i64(chunks)), e.b.urem(i, e.i64(chunks)))
+            self.chunk(e, call, i // chunks, i % chunks)
 
         return [Phase(count, chunk)]
 
     def chunk(self, e: Emitter, call: CallFrame, head: Value, part: Value) -> None:
         b, kind, many = e.b, e.vector(e.F32), range(self.columns)
         row = 4 * self.d_v  # bytes
-        q, k, g = (e.at(call.argument(i), b.mul(head, e.i64(4 * self.d_k))) for i in (0, 1, 3))
-        first = b.mul(part, e.i64(64 * self.columns))
-        v, o = (
-            e.at(at, b.add(b.mul(head, e.i64(row)), first))
-            for at in (call.argument(2), call.result(0))
-        )
-        state = e.at(call.result(1), b.add(b.mul(head, e.i64(row * self.d_k)), first))
+        q, k, g = (e.at(call.argument(i), head * (4 * self.d_k)) for i in (0, 1, 3))
+        first = part * (64 * self.columns)
+        v, o = (e.at(at, head * row + first) for at in (call.argument(2), call.result(0)))
+        state = e.at(call.result(1), head * (row * self.d_k) + first)
         decays = e.room(4 * -(-self.d_k // LANES) * LANES)
 
         def decay(i: Value) -> None:
-            at = b.mul(i, e.i64(4))
-            x = e.load_part(e.at(g, at), b.sub(e.i64(self.d_k), i))
+            at = i * 4
+            x = e.load_part(e.at(g, at), self.d_k - i)
             kept = b.fcmp_unordered(">=", x, e.floats(FORGOTTEN))
             e.store(b.select(kept, e.exp(x), e.floats(0.0)), decays, at, align=64)
 
@@ -122,17 +119,17 @@ class GlaStepProgram(Program):
         values = [e.load(v, kind, 64 * i) for i in many]
 
         def one(d: Value, *sums: Value) -> list[Value]:
-            at = e.at(state, b.mul(d, e.i64(row)))
-            of_d = (e.load(x, e.F32, b.mul(d, e.i64(4))) for x in (decays, k, q))
+            at = e.at(state, d * row)
+            of_d = (e.load(x, e.F32, d * 4) for x in (decays, k, q))
             fade, key, query = map(e.splat, of_d)
             made = []
             for i, value, total in zip(many, values, sums, strict=True):
                 e.prefetch(at, AHEAD * row + 64 * i)
-                new = e.fma(fade, e.load(at, kind, 64 * i), b.fmul(key, value))
+                new = e.fma(fade, e.load(at, kind, 64 * i), key * value)
                 e.store(new, at, 64 * i)
                 made.append(e.fma(query, new, total))
             return made
 
         scale = e.splat(call.attribute(0, e.F32))
         for i, total in enumerate(e.loop(self.d_k, one, [e.floats(0.0)] * self.columns)):
-            e.store(b.fmul(total, scale), o, 64 * i)
+            e.store(total * scale, o, 64 * i)

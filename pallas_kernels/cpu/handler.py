@@ -193,16 +193,16 @@ def _emit_take(take: ir.Function, e: Emitter, chunk_type: ir.FunctionType) -> ir
     b.position_at_end(look)
     i = b.phi(I64)
     i.add_incoming(first, before)
-    b.cbranch(b.icmp_signed("<", i, count), some, end)
+    b.cbranch(i < count, some, end)
     b.position_at_end(some)
-    span = e.least(b.udiv(b.sub(count, i), b.mul(takers, e.i64(SHARES))), e.i64(SPAN - 1))
-    after = b.add(i, b.add(span, e.i64(1)))
+    span = e.least((count - i) // (takers * SHARES), e.i64(SPAN - 1))
+    after = i + (span + 1)
     claimed = b.cmpxchg(e.at(slot, NEXT), i, after, "monotonic", "monotonic")
     i.add_incoming(b.extract_value(claimed, 0), b.block)
     b.cbranch(b.extract_value(claimed, 1), work, look)
     b.position_at_end(work)
     e.loop(after, lambda j: e.call_at(chunk, chunk_type, frame, j) and None, start=i)
-    b.atomic_rmw("add", e.at(slot, DONE), b.sub(after, i), "release")
+    b.atomic_rmw("add", e.at(slot, DONE), after - i, "release")
     i.add_incoming(b.load_atomic(e.at(slot, NEXT), "monotonic", 8, typ=I64), b.block)
     b.branch(look)
     b.position_at_end(end)
@@ -255,15 +255,15 @@ def _emit_parallel(
         e.loop(count, one)
         b.ret_void()
 
-    with e.when(b.icmp_signed("<=", count, e.i64(1))):
+    with e.when(count <= 1):
         alone()
     with b.goto_entry_block():
         threads = e.opaque(b.alloca(I64))
     e.store(e.i64(1), threads, align=8)
     ask(ffi.NUM_THREADS, _struct(e, 32, {16: context, 24: threads}))
     helpers = e.least(e.load(threads, I64, align=8), count)
-    helpers = b.sub(helpers, e.i64(1))
-    with e.when(b.icmp_signed("<=", helpers, e.i64(0))):
+    helpers = helpers - 1
+    with e.when(helpers <= 0):
         alone()
     # Claim a slot: itself and the helpers may look at it.
     head, claim, more = (b.append_basic_block(name) for name in ("head", "claim", "more"))
@@ -272,14 +272,14 @@ def _emit_parallel(
     b.position_at_end(head)
     i = b.phi(I64)
     i.add_incoming(e.i64(0), before)
-    slot = e.at(e.opaque(slots), b.mul(i, e.i64(SLOT)))
-    refs = b.add(helpers, e.i64(1))
+    slot = e.at(e.opaque(slots), i * SLOT)
+    refs = helpers + 1
     found = b.cmpxchg(e.at(slot, REFS), e.i64(0), refs, "acquire", "monotonic")
     b.cbranch(b.extract_value(found, 1), claim, more)
     b.position_at_end(more)
-    i.add_incoming(b.add(i, e.i64(1)), more)
+    i.add_incoming(i + 1, more)
     none = b.append_basic_block("none")
-    b.cbranch(b.icmp_signed("<", i, e.i64(SLOTS - 1)), head, none)
+    b.cbranch(i < SLOTS - 1, head, none)
     b.position_at_end(none)
     alone()
     b.position_at_end(claim)
@@ -314,15 +314,15 @@ def _emit_wait(e: Emitter, done: Value, count: Value) -> None:
     spins = b.phi(I64)
     spins.add_incoming(e.i64(0), before)
     seen = b.load_atomic(done, "acquire", 8, typ=I64)
-    b.cbranch(b.icmp_signed("<", seen, count), spin, after)
+    b.cbranch(seen < count, spin, after)
     b.position_at_end(spin)
     if e.target.arch == "x86_64":
         e.call("llvm.x86.sse2.pause", ir.VoidType())
     else:
         e.call("llvm.aarch64.hint", ir.VoidType(), e.i32(1))
-    spun = b.add(spins, e.i64(1))
+    spun = spins + 1
     spins.add_incoming(spun, b.block)
-    b.cbranch(b.icmp_signed("<", spun, e.i64(SPINS)), look, give)
+    b.cbranch(spun < SPINS, look, give)
     b.position_at_end(give)
     if "windows" not in b.module.triple:
         e.call("sched_yield", I32)

@@ -102,49 +102,46 @@ class Head(Program):
             return call.argument_dim(0, 0)
 
         def normed(e: Emitter, call: CallFrame, r: Value) -> None:
-            b, k = e.b, call.argument_dim(0, 1)
-            start = b.mul(b.mul(r, k), e.i64(4))
+            k = call.argument_dim(0, 1)
+            start = r * k * 4
             x, out = e.at(call.argument(0), start), e.at(call.result(1), start)
             factor = e.splat(norm_factor(e, x, k, call.attribute(0, e.F32)))
 
             def some(i: Value) -> None:
-                at = b.mul(i, e.i64(4))
+                at = i * 4
                 value, weight = (e.load(p, e.vector(e.F32), at) for p in (x, call.argument(2)))
-                e.store(b.fmul(b.fmul(value, factor), weight), out, at)
+                e.store(value * factor * weight, out, at)
 
             e.loop(k, some, step=TILE)
 
         def count_tiles(e: Emitter, call: CallFrame) -> Value:
-            return e.b.udiv(call.argument_dim(1, 0), e.i64(TILE))
+            return call.argument_dim(1, 0) // TILE
 
         def tile(e: Emitter, call: CallFrame, i: Value) -> None:
-            b, count = e.b, call.argument_dim(0, 0)
-            last = b.sub(count, e.i64(1))
+            count = call.argument_dim(0, 0)
+            last = count - 1
 
             def some_rows(r: Value) -> None:  # the last one stands for those that there are not
-                rows = [e.least(b.add(r, e.i64(j)), last) for j in range(self.rows)]
-                self._products(e, call, b.mul(i, e.i64(TILE)), rows)
+                rows = [e.least(r + j, last) for j in range(self.rows)]
+                self._products(e, call, i * TILE, rows)
 
             e.loop(count, some_rows, step=self.rows)
 
         return [Phase(count_rows, normed), Phase(count_tiles, tile)]
 
     def _products(self, e: Emitter, call: CallFrame, first: Value, rows: list[Value]) -> None:
-        b, (n, k) = e.b, (call.argument_dim(1, axis) for axis in (0, 1))
-        size = b.mul(k, e.i64(4))
-        xs = [e.at(call.result(1), b.mul(r, size)) for r in rows]
+        (n, k) = (call.argument_dim(1, axis) for axis in (0, 1))
+        size = k * 4
+        xs = [e.at(call.result(1), r * size) for r in rows]
         totals: list[Value] = []
         for start in range(0, TILE, OUTPUTS):
-            ws = [
-                e.at(call.argument(1), b.mul(b.add(first, e.i64(start + j)), size))
-                for j in range(OUTPUTS)
-            ]
+            ws = [e.at(call.argument(1), (first + (start + j)) * size) for j in range(OUTPUTS)]
 
             def add(i: Value, *sums: Value, ws: list[Value] = ws) -> list[Value]:
-                at = b.mul(i, e.i64(4))
+                at = i * 4
                 weights = [e.load(w, e.vector(e.F32), at) for w in ws]
                 for w in ws:
-                    e.prefetch(w, b.add(at, e.i64(2048)))
+                    e.prefetch(w, at + 2048)
                 made = []
                 for j, x in enumerate(xs):
                     value = e.load(x, e.vector(e.F32), at)
@@ -156,8 +153,8 @@ class Head(Program):
             if len(totals) == TILE:
                 found = e.sums(totals)
                 wide = TILE // len(rows)  # outputs of each row
-                begin = b.add(first, e.i64(start + OUTPUTS - wide))
+                begin = first + (start + OUTPUTS - wide)
                 for j, r in enumerate(rows):
-                    at = b.mul(b.add(b.mul(r, n), begin), e.i64(4))
+                    at = (r * n + begin) * 4
                     e.store(e.lanes(found, j * wide, wide), call.result(0), at)
                 totals = []

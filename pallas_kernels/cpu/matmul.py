@@ -191,12 +191,12 @@ class Matmul(Program):
 
         def row_runs(e: Emitter, call: CallFrame) -> Value:
             rows = call.argument_dim(0, 0)
-            many = e.b.icmp_signed(">", rows, e.i64(8))
+            many = rows > 8
             return e.b.select(many, e.divide_up(rows, PREPARED_ROWS), e.i64(1))
 
         def tile_runs(e: Emitter, call: CallFrame) -> Value:
             body = TilesOfRows(self, e, call)
-            return e.b.udiv(e.b.sub(e.b.add(body.tiles, body.run), e.i64(1)), body.run)
+            return (body.tiles + body.run - 1) // body.run
 
         return [Phase(row_runs, rounded), Phase(tile_runs, multiplied)]
 
@@ -205,18 +205,17 @@ class _Body:
     """The sizes (i64) and addresses that both phases read from the call."""
 
     def __init__(self, program: Matmul, e: Emitter, call: CallFrame) -> None:
-        b = e.b
         self.p, self.e, self.call = program, e, call
         self.x = call.argument(0)
         self.n_rows, self.k = (call.argument_dim(0, axis) for axis in (0, 1))
         self.tile_bytes = call.argument_dim(1, 1)
-        self.padded_k = b.udiv(self.tile_bytes, e.i64(TILE * program.bits // 8))
-        self.blocks = b.udiv(self.padded_k, e.i64(program.block))
+        self.padded_k = self.tile_bytes // (TILE * program.bits // 8)
+        self.blocks = self.padded_k // program.block
         self.groups = call.argument_dim(2, 1)
         # The scratch array: codes, their scales, initial values of sums, sums of groups.
         self.codes = call.result(1)
-        self.x_scales = e.at(self.codes, b.mul(self.n_rows, self.padded_k))
-        by_block = b.mul(b.mul(self.n_rows, self.blocks), e.i64(4))
+        self.x_scales = e.at(self.codes, self.n_rows * self.padded_k)
+        by_block = self.n_rows * self.blocks * 4
         self.presets = e.at(self.x_scales, by_block)
         self.group_sums = e.at(self.presets, by_block)
 
@@ -238,18 +237,18 @@ class _Round(_Body):
 
     def chunk(self, i: Value) -> None:
         e, b = self.e, self.e.b
-        many = b.icmp_signed(">", self.n_rows, e.i64(8))
-        first = b.mul(i, e.i64(PREPARED_ROWS))
-        end = e.least(b.add(first, e.i64(PREPARED_ROWS)), self.n_rows)
+        many = self.n_rows > 8
+        first = i * PREPARED_ROWS
+        end = e.least(first + PREPARED_ROWS, self.n_rows)
         e.loop(b.select(many, end, self.n_rows), self.row, start=first)
 
     def row(self, r: Value) -> None:
         e, b = self.e, self.e.b
-        x = e.at(self.x, b.mul(b.mul(r, self.k), e.i64(4)))
-        by_block = b.mul(b.mul(r, self.blocks), e.i64(4))
-        codes = e.at(self.codes, b.mul(r, self.padded_k))
+        x = e.at(self.x, r * self.k * 4)
+        by_block = r * self.blocks * 4
+        codes = e.at(self.codes, r * self.padded_k)
         x_scales, presets = (e.at(v, by_block) for v in (self.x_scales, self.presets))
-        by_group = b.mul(b.mul(r, self.groups), e.i64(4))
+        by_group = r * self.groups * 4
         group_sums = e.at(self.group_sums, by_group)
         factor = None
         if self.p.norm:
@@ -257,28 +256,28 @@ class _Round(_Body):
         gamma = self.call.argument(self.p.fused) if self.p.norm else None
 
         def group(g: Value) -> None:
-            start = b.mul(g, self._count())
+            start = g * self._count()
 
             def block(j: Value, total: Value) -> list[Value]:
-                j = b.add(start, j)
-                at = b.mul(j, e.i64(self.p.block))
+                j = start + j
+                at = j * self.p.block
                 values = []
                 for lane in range(0, self.p.block, TILE):
-                    column = b.add(at, e.i64(lane))
+                    column = at + lane
                     value = self._load(x, column)
                     if factor is not None:
                         weight = self._load(gamma, column)
-                        value = b.fmul(b.fmul(value, e.splat(factor)), weight)
+                        value = value * e.splat(factor) * weight
                     values.append(value)
                 scale, total_codes = self._store(values, e.at(codes, at))
-                word = b.mul(j, e.i64(4))
+                word = j * 4
                 e.store(scale, x_scales, word)
-                e.store(b.mul(total_codes, e.i32(-self.offset)), presets, word)
+                e.store(total_codes * -self.offset, presets, word)
                 return [e.fma(scale, b.sitofp(total_codes, e.F32), total)]
 
             (total,) = e.loop(self._count(), block, [e.f32(0.0)])
             if self.p.zero is not None:
-                e.store(total, group_sums, b.mul(g, e.i64(4)))
+                e.store(total, group_sums, g * 4)
 
         e.loop(self.groups, group)
 
@@ -291,7 +290,7 @@ class _Round(_Body):
         e, at = self.e, self.e.at(pointer, self.e.b.mul(column, self.e.i64(4)))
         if self.p.group:
             return e.load(at, e.vector(e.F32))
-        return e.load_part(at, e.b.sub(self.k, column))
+        return e.load_part(at, self.k - column)
 
     def _store(self, values: list[Value], codes: Value) -> tuple[Value, Value]:
         """(the scale, the sum of the codes)."""
@@ -306,13 +305,13 @@ class _Round(_Body):
         high, low = e.floats(127.0), e.floats(-127.0)
         total = None
         for i, value in enumerate(values):
-            value = b.fmul(value, e.splat(inverse))
+            value = value * e.splat(inverse)
             value = b.select(b.fcmp_ordered("<", value, high), value, high)
             value = b.select(b.fcmp_ordered(">", value, low), value, low)
             code = e.round_to_i32(value)
             e.store(b.trunc(code, e.vector(e.I8)), codes, TILE * i)
-            total = code if total is None else b.add(total, code)
-        return b.fmul(largest, e.f32(self.p.x_factor / 127)), e.sum(total)
+            total = code if total is None else total + code
+        return largest * (self.p.x_factor / 127), e.sum(total)
 
 
 def norm_factor(e: Emitter, x: Value, k: Value, eps: Value) -> Value:
@@ -320,22 +319,20 @@ def norm_factor(e: Emitter, x: Value, k: Value, eps: Value) -> Value:
     b = e.b
 
     def squares(i: Value, *sums: Value) -> list[Value]:
-        parts = [
-            e.load(x, e.vector(e.F32), b.mul(b.add(i, e.i64(TILE * j)), e.i64(4))) for j in range(4)
-        ]
+        parts = [e.load(x, e.vector(e.F32), (i + TILE * j) * 4) for j in range(4)]
         return [e.fma(v, v, s) for v, s in zip(parts, sums, strict=True)]
 
-    whole = b.and_(k, e.i64(-4 * TILE))
+    whole = k & (-4 * TILE)
     sums = e.loop(whole, squares, [e.floats(0.0)] * 4, step=4 * TILE)
 
     def rest(i: Value, total: Value) -> list[Value]:
-        v = e.load_part(e.at(x, b.mul(i, e.i64(4))), b.sub(k, i))
+        v = e.load_part(e.at(x, i * 4), k - i)
         return [e.fma(v, v, total)]
 
     (tail,) = e.loop(k, rest, [e.floats(0.0)], start=whole, step=TILE)
-    total = b.fadd(b.fadd(b.fadd(sums[0], sums[1]), b.fadd(sums[2], sums[3])), tail)
+    total = sums[0] + sums[1] + (sums[2] + sums[3]) + tail
     mean = b.fdiv(e.sum(total), b.sitofp(k, e.F32))
-    return b.fdiv(e.f32(1.0), e.sqrt(b.fadd(mean, eps)))
+    return b.fdiv(e.f32(1.0), e.sqrt(mean + eps))
 
 
 class TilesOfRows(_Body):
@@ -346,11 +343,11 @@ class TilesOfRows(_Body):
         b = e.b
         self.q = call.argument(1)
         self.all_tiles = self.count_tiles()
-        self.tiles = b.udiv(self.all_tiles, e.i64(2)) if program.swiglu else self.all_tiles
-        per_tile = b.mul(self.tile_bytes, e.i64(2)) if program.swiglu else self.tile_bytes
-        run = e.least(b.udiv(e.i64(RUN_BYTES), per_tile), b.udiv(self.tiles, e.i64(RUNS)))
-        run = b.select(b.icmp_signed(">", run, e.i64(1)), run, e.i64(1))
-        small = b.icmp_signed("<", b.mul(self.tiles, per_tile), e.i64(ALONE_BYTES))
+        self.tiles = self.all_tiles // 2 if program.swiglu else self.all_tiles
+        per_tile = self.tile_bytes * 2 if program.swiglu else self.tile_bytes
+        run = e.least(RUN_BYTES // per_tile, self.tiles // RUNS)
+        run = b.select(run > 1, run, e.i64(1))
+        small = self.tiles * per_tile < ALONE_BYTES
         self.run = b.select(small, self.tiles, run)
 
     def count_tiles(self) -> Value:
@@ -358,75 +355,75 @@ class TilesOfRows(_Body):
         return self.call.argument_dim(1, 0)
 
     def chunk(self, i: Value) -> None:
-        e, b, rows = self.e, self.e.b, self.p.rows
-        first = b.mul(i, self.run)
-        end = e.least(b.add(first, self.run), self.tiles)
+        e, rows = self.e, self.p.rows
+        first = i * self.run
+        end = e.least(first + self.run, self.tiles)
         if rows == HELD_ROWS:
             self._held_chunk(first, end)
             return
 
         def some_rows(r: Value) -> None:
             # The last ones stand in for rows that there are not: they compute and store it again.
-            last = b.sub(self.n_rows, e.i64(1))
-            each = [e.least(b.add(r, e.i64(j)), last) for j in range(rows)]
+            last = self.n_rows - 1
+            each = [e.least(r + j, last) for j in range(rows)]
             e.loop(end, lambda tile: self.tile(tile, each), start=first)
 
         e.loop(self.n_rows, some_rows, step=rows)
 
     def tile(self, tile: Value, rows: list[Value]) -> None:
-        b, p = self.e.b, self.p
+        p = self.p
         sums, up = self.products(tile, rows), None
         if p.swiglu:
-            up = self.products(b.add(tile, self.tiles), rows)
+            up = self.products(tile + self.tiles, rows)
         self.store(tile, rows, sums, up)
 
     def store(
         self, tile: Value, rows: list[Value], sums: list[Value], up: list[Value] | None
     ) -> None:
         """Rows of a tile's results, of the products (the gate's and up's, if there are two)."""
-        e, b, p = self.e, self.e.b, self.p
+        e, p = self.e, self.p
         sums = self._biased(sums, tile)
         if up is not None:
-            up = self._biased(up, b.add(tile, self.tiles))
-            sums = [b.fmul(_silu(e, g), u) for g, u in zip(sums, up, strict=True)]
-        column = b.mul(tile, e.i64(TILE))
+            up = self._biased(up, tile + self.tiles)
+            sums = [_silu(e, g) * u for g, u in zip(sums, up, strict=True)]
+        column = tile * TILE
         n = self.call.result_dim(0, 1)
-        count = b.sub(n, column)
+        count = n - column
         for r, total in zip(rows, sums, strict=True):
-            at = b.mul(b.add(b.mul(r, n), column), e.i64(4))
+            at = (r * n + column) * 4
             if p.residual:
                 added = e.at(self.call.argument(p.arguments - 1), at)
-                total = b.fadd(e.load_part(added, count), total)
+                total = e.load_part(added, count) + total
             e.store_part(total, e.at(self.call.result(0), at), count)
 
     def _biased(self, sums: list[Value], tile: Value) -> list[Value]:
         if not self.p.bias:
             return sums
-        e, b = self.e, self.e.b
-        column = b.mul(tile, e.i64(TILE))
+        e = self.e
+        column = tile * TILE
         n = self.call.argument_dim(self.p.fused + self.p.norm, 0)
-        pointer = e.at(self.call.argument(self.p.fused + self.p.norm), b.mul(column, e.i64(4)))
-        bias = e.load_part(pointer, b.sub(n, column))
-        return [b.fadd(total, bias) for total in sums]
+        pointer = e.at(self.call.argument(self.p.fused + self.p.norm), column * 4)
+        bias = e.load_part(pointer, n - column)
+        return [total + bias for total in sums]
 
     def _held_chunk(self, first: Value, end: Value) -> None:
         """The same for many rows on AVX2: codes are unpacked to memory, and sums lie there too.
         Every number is computed as ``products`` does it, so it has the same bits."""
-        e, b, p = self.e, self.e.b, self.p
+        e, p = self.e, self.p
         sums = [e.room(HELD_ROWS * _SUMS) for _ in range(1 + p.swiglu)]
         held = _Held(e.room(p.block * TILE), e.room(HELD_ROWS * _SUMS))
 
         def some_rows(start: Value) -> None:
-            count = e.least(e.i64(HELD_ROWS), b.sub(self.n_rows, start))
+            count = e.least(e.i64(HELD_ROWS), self.n_rows - start)
 
             def tile(tile: Value) -> None:
                 self._held_products(tile, start, count, sums[0], held)
                 if p.swiglu:
-                    self._held_products(b.add(tile, self.tiles), start, count, sums[1], held)
+                    self._held_products(tile + self.tiles, start, count, sums[1], held)
 
                 def row(j: Value) -> None:
                     found = [self._sums(s, j) for s in sums]
-                    self.store(tile, [b.add(start, j)], found[:1], found[1:] or None)
+                    self.store(tile, [start + j], found[:1], found[1:] or None)
 
                 e.loop(count, row)
 
@@ -443,14 +440,14 @@ class TilesOfRows(_Body):
     ) -> None:
         """16 outputs of ``count`` rows from ``start`` on, into ``totals[HELD_ROWS, 16]``."""
         e, b, p = self.e, self.e.b, self.p
-        q = e.at(self.q, b.mul(tile, self.tile_bytes))
-        first_group = b.mul(tile, self.groups)
+        q = e.at(self.q, tile * self.tile_bytes)
+        first_group = tile * self.groups
         many = self.blocks_of_group
         blocks = e.i64(many) if isinstance(many, int) else many
-        last = b.sub(count, e.i64(1))
+        last = count - 1
 
         def put(value: Value, pointer: Value, row: Value) -> None:
-            e.store(value, pointer, b.mul(row, e.i64(_SUMS)), align=64)
+            e.store(value, pointer, row * _SUMS, align=64)
 
         def each(body: Callable[[list[Value]], None]) -> None:
             """Run the body for four rows at a time; the last row replaces rows that do not exist.
@@ -460,12 +457,12 @@ class TilesOfRows(_Body):
             """
             e.loop(
                 count,
-                lambda j: body([e.least(b.add(j, e.i64(i)), last) for i in range(AT_ONCE)]),
+                lambda j: body([e.least(j + i, last) for i in range(AT_ONCE)]),
                 step=AT_ONCE,
             )
 
         def group(g: Value) -> None:
-            at = b.mul(b.add(first_group, g), e.i64(TILE))
+            at = (first_group + g) * TILE
             scale = self._numbers(2, p.scale, at)
             zero = None if p.zero is None else self._numbers(3, p.zero, at)
 
@@ -475,7 +472,7 @@ class TilesOfRows(_Body):
                 before = [self._sums(totals, j) for j in rows]
                 for j, found, total in zip(rows, sums, before, strict=True):
                     if zero is not None:
-                        index = b.add(b.mul(b.add(start, j), self.groups), g)
+                        index = (start + j) * self.groups + g
                         x_sum = e.splat(self._word(self.group_sums, index))
                         if p.zero == "int8":
                             found = e.fma(b.fneg(zero), x_sum, found)
@@ -505,7 +502,7 @@ class TilesOfRows(_Body):
                 each(only_block)
                 return
             e.loop(count, lambda j: put(e.floats(0.0), held.parts, j))
-            e.loop(b.mul(b.add(g, e.i64(1)), blocks), block, start=b.mul(g, blocks))
+            e.loop((g + 1) * blocks, block, start=g * blocks)
             each(lambda rows: add(rows, [self._sums(held.parts, j) for j in rows]))
 
         e.loop(count, lambda j: put(e.floats(0.0), totals, j))
@@ -513,25 +510,25 @@ class TilesOfRows(_Body):
 
     def _unpack(self, q: Value, block: Value, codes: Value) -> None:
         """A block's codes of 16 outputs, a byte each, 4 columns behind the other."""
-        e, b, p = self.e, self.e.b, self.p
+        e, p = self.e, self.p
         size = p.block * TILE * p.bits // 8
-        at = e.at(q, b.mul(block, e.i64(size)))
+        at = e.at(q, block * size)
         low = e.splat(e.i32(0x0F0F0F0F))
         for unit in range(0, size, 64):
             e.prefetch(at, unit + AHEAD)
             word = e.load(at, e.vector(e.I32), unit)
-            e.store(b.and_(word, low), codes, 2 * unit, align=64)
-            high = b.lshr(word, e.splat(e.i32(4)))
-            e.store(b.and_(high, low), codes, 2 * unit + 64, align=64)
+            e.store(word & low, codes, 2 * unit, align=64)
+            high = word >> 4
+            e.store(high & low, codes, 2 * unit + 64, align=64)
 
     def _held_block(
         self, codes: Value, block: Value, start: Value, rows: list[Value], before: list[Value]
     ) -> list[Value]:
         """``before`` + the sums of a block that is unpacked, of rows from ``start`` on."""
         e, b, p = self.e, self.e.b, self.p
-        column = b.mul(block, e.i64(p.block))
-        rows = [b.add(start, j) for j in rows]
-        xs = [e.at(self.codes, b.add(b.mul(r, self.padded_k), column)) for r in rows]
+        column = block * p.block
+        rows = [start + j for j in rows]
+        xs = [e.at(self.codes, r * self.padded_k + column) for r in rows]
         sums: list[list[Value]] = [[] for _ in rows]
         for four in range(p.block // 4):
             halves = [e.load(codes, e.vector(e.I8, 32), 64 * four + at, align=32) for at in (0, 32)]
@@ -540,14 +537,14 @@ class TilesOfRows(_Body):
                 word = b.bitcast(word, e.vector(e.I8, 32))
                 found = [e.products_of_pairs(half, word) for half in halves]
                 if four > 0:
-                    found = [b.add(s, f) for s, f in zip(sums[i], found, strict=True)]
+                    found = [s + f for s, f in zip(sums[i], found, strict=True)]
                 sums[i] = found
         made = []
         for r, parts, total in zip(rows, sums, before, strict=True):
-            index = b.add(b.mul(r, self.blocks), block)
+            index = r * self.blocks + block
             found = e.join(*(e.sums_of_pairs(part) for part in parts))
             if self.offset:
-                found = b.add(found, e.splat(self._word(self.presets, index, e.I32)))
+                found = found + e.splat(self._word(self.presets, index, e.I32))
             found = b.sitofp(found, e.vector(e.F32))
             made.append(e.fma(found, e.splat(self._word(self.x_scales, index)), total))
         return made
@@ -555,15 +552,15 @@ class TilesOfRows(_Body):
     def products(self, tile: Value, rows: list[Value]) -> list[Value]:
         """16 outputs of each row."""
         e, b, p = self.e, self.e.b, self.p
-        q = e.at(self.q, b.mul(tile, self.tile_bytes))
-        first_group = b.mul(tile, self.groups)
+        q = e.at(self.q, tile * self.tile_bytes)
+        first_group = tile * self.groups
         of_rows = []
         for r in rows:
-            by_block = b.mul(b.mul(r, self.blocks), e.i64(4))
-            by_group = b.mul(b.mul(r, self.groups), e.i64(4))
+            by_block = r * self.blocks * 4
+            by_group = r * self.groups * 4
             of_rows.append(
                 _Row(
-                    e.at(self.codes, b.mul(r, self.padded_k)),
+                    e.at(self.codes, r * self.padded_k),
                     e.at(self.x_scales, by_block),
                     e.at(self.presets, by_block),
                     e.at(self.group_sums, by_group),
@@ -571,7 +568,7 @@ class TilesOfRows(_Body):
             )
 
         def group(g: Value, *totals: Value) -> list[Value]:
-            at = b.mul(b.add(first_group, g), e.i64(TILE))
+            at = (first_group + g) * TILE
             scale = self._numbers(2, p.scale, at)
             sums = self._group_sums(q, g, of_rows)
             made = []
@@ -589,28 +586,28 @@ class TilesOfRows(_Body):
         sums = e.loop(self.groups, group, [e.floats(0.0)] * len(rows))
         if not p.unit:
             return sums
-        first = b.mul(tile, e.i64(TILE))
-        left = b.sub(self.call.argument_dim(p.fused - 1, 0), first)
-        unit = e.load_part(e.at(self.call.argument(p.fused - 1), b.mul(first, e.i64(4))), left)
-        return [b.fmul(total, unit) for total in sums]
+        first = tile * TILE
+        left = self.call.argument_dim(p.fused - 1, 0) - first
+        unit = e.load_part(e.at(self.call.argument(p.fused - 1), first * 4), left)
+        return [total * unit for total in sums]
 
     def _group_sums(self, q: Value, g: Value, rows: list[_Row]) -> list[Value]:
         """Return each row's sum over group g of w's codes times x, with x's scales applied."""
-        e, b, count = self.e, self.e.b, self.blocks_of_group
+        e, count = self.e, self.blocks_of_group
         zeros = [e.floats(0.0)] * len(rows)
         if isinstance(count, int) and count <= 4:
-            sums, first = zeros, b.mul(g, e.i64(count))
+            sums, first = zeros, g * count
             for j in range(count):
-                sums = self._block(q, b.add(first, e.i64(j)), rows, sums)
+                sums = self._block(q, first + j, rows, sums)
             return sums
         many = e.i64(count) if isinstance(count, int) else count
-        first = b.mul(g, many)
-        return e.loop(many, lambda j, *s: self._block(q, b.add(first, j), rows, list(s)), zeros)
+        first = g * many
+        return e.loop(many, lambda j, *s: self._block(q, first + j, rows, list(s)), zeros)
 
     def _block(self, q: Value, block: Value, rows: list[_Row], sums: list[Value]) -> list[Value]:
         e, b, p = self.e, self.e.b, self.p
-        column = b.mul(block, e.i64(p.block))
-        at = e.at(q, b.mul(column, e.i64(TILE * p.bits // 8)))
+        column = block * p.block
+        at = e.at(q, column * (TILE * p.bits // 8))
         codes: list[Value] = []
         low = e.splat(e.i32(0x0F0F0F0F))
         for unit in range(0, p.block * TILE * p.bits // 8, 64):
@@ -619,8 +616,8 @@ class TilesOfRows(_Body):
                 codes.append(e.load(at, e.vector(e.I8, 64), unit))
                 continue
             word = e.load(at, e.vector(e.I32), unit)
-            high = b.lshr(word, e.splat(e.i32(4)))
-            halves = [b.bitcast(b.and_(v, low), e.vector(e.I8, 64)) for v in (word, high)]
+            high = word >> 4
+            halves = [b.bitcast(v & low, e.vector(e.I8, 64)) for v in (word, high)]
             codes += [e.lookup(FLOAT4_TABLE, v) for v in halves] if p.float4 else halves
         largest = max(FLOAT4_TABLE) if p.float4 else 15
         made = []
@@ -644,7 +641,7 @@ class TilesOfRows(_Body):
             return e.widen_float8(byte, dtype)
         kind = {"float32": e.F32, "float16": e.F16, "bfloat16": e.I16, "int8": e.I8}
         size = np.dtype(jnp.dtype(dtype)).itemsize
-        at = e.b.mul(index, e.i64(size))
+        at = index * size
         return e.widen(e.load(self.call.argument(argument), e.vector(kind[dtype], lanes), at))
 
 
@@ -669,4 +666,4 @@ class _Row:
 def _silu(e: Emitter, gate: Value) -> Value:
     b = e.b
     power = e.exp(b.fneg(gate))
-    return b.fdiv(gate, b.fadd(power, e.floats(1.0)))
+    return b.fdiv(gate, power + 1.0)

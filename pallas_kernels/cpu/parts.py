@@ -58,44 +58,44 @@ class CallRows:
         table = 2 + 2 * program.cache.arrays if program.paged else None
         self.places = CachePlaces(e, call, 2, table)
         self.owners = call.argument_dim(2 if table is None else table, 0)  # rows of the cache
-        self.sharing = e.b.udiv(self.batch, self.owners)
+        self.sharing = self.batch // self.owners
 
     def row(self, row: Value) -> RowParts:
         e, b = self.e, self.b
-        length = b.sext(e.load(self.call.argument(1), e.I32, b.mul(row, e.i64(4))), e.I64)
+        length = b.sext(e.load(self.call.argument(1), e.I32, row * 4), e.I64)
         if self.p.new:
             inside = b.icmp_unsigned("<", length, self.places.capacity)
             if self.p.paged:
-                owner = b.udiv(row, self.sharing)
+                owner = row // self.sharing
                 entry = self.places.entry(owner, b.select(inside, length, e.i64(0)))
-                inside = b.and_(inside, b.icmp_unsigned("<", entry, self.places.pages))
-            length = b.select(inside, b.add(length, e.i64(1)), e.i64(0))
+                inside = inside & b.icmp_unsigned("<", entry, self.places.pages)
+            length = b.select(inside, length + 1, e.i64(0))
         length = e.limited(length, self.places.capacity)
         seen = b.sext(self.call.attribute(WINDOW, e.I32), e.I64)
-        first = b.sub(length, e.least(length, seen))
-        part = b.udiv(first, e.i64(PART))
-        parts = b.sub(e.divide_up(length, PART), part)
+        first = length - e.least(length, seen)
+        part = first // PART
+        parts = e.divide_up(length, PART) - part
         none = b.icmp_signed("==", parts, e.i64(0))
         return RowParts(first, length, part, b.select(none, e.i64(1), parts))
 
     def most_parts(self) -> Value:
         def row(i: Value, most: Value) -> list[Value]:
             parts = self.row(i).parts
-            return [self.b.select(self.b.icmp_signed(">", parts, most), parts, most)]
+            return [self.b.select(parts > most, parts, most)]
 
         return self.e.loop(self.batch, row, [self.e.i64(1)])[0]
 
     def record(self, row: Value, part: Value, parts: Value, head: Value) -> Value:
         """Where a part's sums of a head are; of each row there is room for ``parts``."""
-        e, b = self.e, self.b
-        index = b.add(b.mul(b.add(b.mul(row, parts), part), e.i64(self.p.heads)), head)
-        return e.at(self.call.result(1), b.mul(index, e.i64(4 * (self.p.cache.width + LANES))))
+        e = self.e
+        index = (row * parts + part) * self.p.heads + head
+        return e.at(self.call.result(1), index * (4 * (self.p.cache.width + LANES)))
 
     def heads_at(self, pointer: Value, row: Value, head: Value, heads: int) -> Value:
         """A head's floats in ``[rows, heads, H]``."""
-        e, b = self.e, self.b
-        index = b.add(b.mul(row, e.i64(heads)), head)
-        return e.at(pointer, b.mul(index, e.i64(4 * self.p.cache.width)))
+        e = self.e
+        index = row * heads + head
+        return e.at(pointer, index * (4 * self.p.cache.width))
 
     def vectors(self, pointer: Value, count: int | None = None) -> list[Value]:
         """A head's, or the first ones."""
@@ -111,7 +111,7 @@ class CallRows:
         """
         e, b, p = self.e, self.b, self.p
         if p.sinks:
-            sink = e.load(self.call.argument(p.arguments - 1), e.F32, b.mul(n, e.i64(4)))
+            sink = e.load(self.call.argument(p.arguments - 1), e.F32, n * 4)
             zeros = [e.floats(0.0)] * p.cache.vectors
             joined = join(e, joined, [e.splat(sink), e.floats(1.0), *zeros])
         _, total, *sums = joined
@@ -131,49 +131,49 @@ class Write(CallRows):
         self.k, self.v = (Heads.of(f, call, 2 + i * arrays) for i in range(2))
 
     def chunk(self, i: Value) -> None:
-        e, b = self.e, self.b
+        e = self.e
 
         def one(t: Value) -> None:
-            self.write_row(b.add(b.mul(i, self.sharing), t))
+            self.write_row(i * self.sharing + t)
 
         e.loop(self.sharing, one)
 
     def write_row(self, row: Value) -> None:
         """The row's new token, where it has one."""
-        e, b = self.e, self.b
+        e = self.e
         end = self.row(row).end
-        with e.when(b.icmp_signed(">", end, e.i64(0))):
-            owner = b.udiv(row, self.sharing)
-            self.write(row, self.places.token(owner, b.sub(end, e.i64(1))))
+        with e.when(end > 0):
+            owner = row // self.sharing
+            self.write(row, self.places.token(owner, end - 1))
 
     def turned(self, x: list[Value], row: Value, which: int) -> list[Value]:
         """A head of q (which = 0) or k (1) after its norm and RoPE."""
         e, b, p = self.e, self.b, self.p
         at = 2 + 2 * p.cache.arrays + p.paged
         if p.norm:
-            total = b.fmul(x[0], x[0])
+            total = x[0] * x[0]
             for value in x[1:]:
                 total = e.fma(value, value, total)
-            mean = b.fmul(e.sum(total), e.f32(1 / p.cache.width))
-            root = e.sqrt(b.fadd(mean, self.call.attribute(EPS, e.F32)))
+            mean = e.sum(total) * (1 / p.cache.width)
+            root = e.sqrt(mean + self.call.attribute(EPS, e.F32))
             factor = e.splat(b.fdiv(e.f32(1.0), root))
             weights = self.vectors(self.call.argument(at + 2 + which))
-            x = [b.fmul(b.fmul(v, factor), w) for v, w in zip(x, weights, strict=True)]
+            x = [v * factor * w for v, w in zip(x, weights, strict=True)]
         half = len(x) // 2
-        start = b.mul(row, e.i64(2 * p.cache.width))
+        start = row * (2 * p.cache.width)
         cos, sin = (self.vectors(e.at(self.call.argument(at + i), start), half) for i in (0, 1))
         pairs = list(zip(x[:half], x[half:], cos, sin, strict=True))
-        first = [b.fsub(b.fmul(u, c), b.fmul(v, s)) for u, v, c, s in pairs]
-        return first + [b.fadd(b.fmul(v, c), b.fmul(u, s)) for u, v, c, s in pairs]
+        first = [u * c - v * s for u, v, c, s in pairs]
+        return first + [v * c + u * s for u, v, c, s in pairs]
 
     def write(self, row: Value, token: Value) -> None:
         """The row's new token."""
-        e, b, p = self.e, self.b, self.p
+        e, p = self.e, self.p
         all_heads = p.heads + 2 * p.cache.heads
 
         def one(head: Value) -> None:
             for i, heads in enumerate((self.k, self.v)):
-                n = b.add(head, e.i64(p.heads + i * p.cache.heads))
+                n = head + (p.heads + i * p.cache.heads)
                 x = self.vectors(self.heads_at(self.call.argument(0), row, n, all_heads))
                 heads.store(token, head, x if i else self.turned(x, row, 1))
 
@@ -199,24 +199,24 @@ class KeyPart(Write):
     def chunk(self, i: Value) -> None:
         e, b = self.e, self.b
         parts = self.most_parts()
-        i, turn = b.udiv(i, self.sharing), b.urem(i, self.sharing)
-        owner, part = b.udiv(i, parts), b.urem(i, parts)
-        row = b.add(b.mul(owner, self.sharing), turn)
+        i, turn = i // self.sharing, i % self.sharing
+        owner, part = i // parts, i % parts
+        row = owner * self.sharing + turn
         found = self.row(row)
-        with e.when(b.icmp_signed("<", part, found.parts)):
-            begin = b.mul(b.add(found.part, part), e.i64(PART))
-            left = b.sub(found.end, begin)
+        with e.when(part < found.parts):
+            begin = (found.part + part) * PART
+            left = found.end - begin
             count = e.least(left, e.i64(PART))
             # Keys of the part that the row does not see, and whole blocks of them.
-            hidden = e.limited(b.sub(found.first, begin), e.i64(PART))
-            start = b.and_(hidden, e.i64(-BLOCK))
+            hidden = e.limited(found.first - begin, e.i64(PART))
+            start = hidden & -BLOCK
             self.find(owner, begin, found.first, left)
             self.take_queries(row)
             if self.p.new:
-                is_last = b.icmp_signed("==", b.add(part, e.i64(1)), found.parts)
-                is_it = b.and_(is_last, b.icmp_signed("==", self.sharing, e.i64(1)))
-                with e.when(b.and_(is_it, b.icmp_signed(">", count, e.i64(0)))):
-                    self.write(row, self.token(b.sub(count, e.i64(1))))
+                is_last = b.icmp_signed("==", part + 1, found.parts)
+                is_it = is_last & b.icmp_signed("==", self.sharing, e.i64(1))
+                with e.when(is_it & (count > 0)):
+                    self.write(row, self.token(count - 1))
             self.ask(count)
             e.loop(count, lambda j: self.some_keys(j, count), start=start, step=KEYS)
             self.weigh(row, part, parts, hidden, count)
@@ -236,17 +236,17 @@ class KeyPart(Write):
         many = e.least(left, e.i64(PART + self.ahead))
 
         def keep(place: Value, j: Value) -> None:
-            e.store(place, self.tokens, b.mul(j, e.i64(8)), align=8)
+            e.store(place, self.tokens, j * 8, align=8)
 
-        with e.when(b.icmp_signed(">", left, e.i64(0))):
+        with e.when(left > 0):
 
             def one(j: Value) -> None:
-                token = b.add(begin, j)
-                token = b.select(b.icmp_signed("<", token, first), first, token)
+                token = begin + j
+                token = b.select(token < first, first, token)
                 keep(self.places.token(owner, token), j)
 
             e.loop(many, one)
-            last = self.token(b.sub(many, e.i64(1)))
+            last = self.token(many - 1)
             e.loop(PART + self.ahead, lambda j: keep(last, j), start=many)
 
     def ask(self, count: Value) -> None:
@@ -265,8 +265,8 @@ class KeyPart(Write):
 
     def ask_next(self, heads: Heads, token: Value, n: Value) -> None:
         """For the n-th head from a token's first on: as they lie, whatever is read meanwhile."""
-        b, count = self.b, self.e.i64(self.p.cache.heads)
-        heads.prefetch(self.token(b.add(token, b.udiv(n, count))), b.urem(n, count))
+        count = self.e.i64(self.p.cache.heads)
+        heads.prefetch(self.token(token + n // count), n % count)
 
     def ask_scales(self, token: Value) -> None:
         if self.p.cache.dtype == "int8":
@@ -274,11 +274,11 @@ class KeyPart(Write):
                 heads.prefetch_scales(token)
 
     def token(self, j: Value) -> Value:
-        return self.e.load(self.tokens, self.e.I64, self.b.mul(j, self.e.i64(8)), align=8)
+        return self.e.load(self.tokens, self.e.I64, j * self.e.i64(8), align=8)
 
     def take_queries(self, row: Value) -> None:
         """Scaled, and rotated where they are new; sums begin at 0."""
-        e, b, width = self.e, self.b, self.p.cache.width
+        e, width = self.e, self.p.cache.width
         scale = e.splat(self.call.attribute(SCALE, e.F32))
         heads = self.p.heads + 2 * self.p.cache.heads * self.p.new
 
@@ -286,9 +286,9 @@ class KeyPart(Write):
             x = self.vectors(self.heads_at(self.call.argument(0), row, n, heads))
             if self.p.new:
                 x = self.turned(x, row, 0)
-            self.scored.take(n, [b.fmul(v, scale) for v in x])
+            self.scored.take(n, [v * scale for v in x])
             for i in range(self.p.cache.vectors):
-                at = b.add(b.mul(n, e.i64(4 * width)), e.i64(64 * i))
+                at = n * (4 * width) + 64 * i
                 e.store(e.floats(0.0), self.sums, at, align=64)
 
         e.loop(self.p.heads, one)
@@ -298,34 +298,34 @@ class KeyPart(Write):
     def some_keys(self, j: Value, count: Value) -> None:
         """Scores of 16 keys from the j-th on; where there are fewer, those behind stand in."""
         e, b = self.e, self.b
-        later = b.add(j, e.i64(self.ahead))
-        e.loop(KEYS, lambda t: self.ask_scales(self.token(b.add(later, t))))
-        whole = b.and_(b.add(count, e.i64(KEYS - 1)), e.i64(-KEYS))
-        inside = b.icmp_signed("<", later, whole)
-        later = b.select(inside, later, b.sub(later, whole))
+        later = j + self.ahead
+        e.loop(KEYS, lambda t: self.ask_scales(self.token(later + t)))
+        whole = (count + (KEYS - 1)) & -KEYS
+        inside = later < whole
+        later = b.select(inside, later, later - whole)
         asked = self.k.or_else(inside, self.v)
         e.loop(self.p.cache.heads, lambda head: self.keys_of(j, head, asked, later))
 
     def keys_of(self, j: Value, head: Value, asked: Heads, later: Value) -> None:
-        e, b, f = self.e, self.b, self.p.cache
-        places = [self.token(b.add(j, e.i64(t))) for t in range(KEYS)]
+        e, f = self.e, self.p.cache
+        places = [self.token(j + t) for t in range(KEYS)]
         self.scored.keys(places.__getitem__, head)
         for t in range(KEYS):
-            self.ask_next(asked, later, b.add(b.mul(head, e.i64(KEYS)), e.i64(t)))
+            self.ask_next(asked, later, head * KEYS + t)
         scale = None
         if f.dtype == "int8":
             scale, of_values = (
                 e.gather([x.scale(at, head) for at in places]) for x in (self.k, self.v)
             )
-            at = b.mul(b.add(b.mul(head, e.i64(PART)), j), e.i64(4))
+            at = (head * PART + j) * 4
             e.store(of_values, self.scales, at, align=64)
 
         def query(g: Value) -> None:
-            n = b.add(b.mul(head, e.i64(self.p.group)), g)
+            n = head * self.p.group + g
             scores = self.scored.score(n)
             if scale is not None:
-                scores = b.fmul(scores, scale)
-            at = b.mul(b.add(b.mul(n, e.i64(PART)), j), e.i64(4))
+                scores = scores * scale
+            at = (n * PART + j) * 4
             e.store(scores, self.scores, at, align=64)
 
         e.loop(self.p.group, query)
@@ -340,34 +340,32 @@ class KeyPart(Write):
         visits = BLOCK // VALUES
 
         def one(n: Value) -> None:
-            scores = e.at(self.scores, b.mul(n, e.i64(4 * PART)))
-            fades = e.at(self.fades, b.mul(n, e.i64(4 * per_head)))
+            scores = e.at(self.scores, n * (4 * PART))
+            fades = e.at(self.fades, n * (4 * per_head))
 
             def block(j: Value, top: Value, total: Value) -> list[Value]:
-                at = e.at(scores, b.mul(j, e.i64(4)))
+                at = e.at(scores, j * 4)
                 found = [
                     e.load(at, e.vector(e.F32), 64 * i, align=64) for i in range(BLOCK // LANES)
                 ]
-                weights, fade, top, total = weigh(
-                    e, found, b.sub(hidden, j), b.sub(count, j), top, total
-                )
+                weights, fade, top, total = weigh(e, found, hidden - j, count - j, top, total)
                 if self.p.cache.dtype == "int8":
-                    head = b.udiv(n, e.i64(self.p.group))
-                    scales = b.add(b.mul(head, e.i64(4 * PART)), b.mul(j, e.i64(4)))
+                    head = n // self.p.group
+                    scales = head * (4 * PART) + j * 4
                     scales = e.at(self.scales, scales)
                     weights = [
-                        b.fmul(w, e.load(scales, e.vector(e.F32), 64 * i, align=64))
+                        w * e.load(scales, e.vector(e.F32), 64 * i, align=64)
                         for i, w in enumerate(weights)
                     ]
                 for i, weight in enumerate(weights):
                     e.store(weight, at, 64 * i, align=64)
-                kept = e.at(fades, b.mul(b.udiv(j, e.i64(VALUES)), e.i64(4)))
+                kept = e.at(fades, j // VALUES * 4)
                 e.store(b.extract_element(fade, e.i32(0)), kept)
                 for visit in range(1, visits):
                     e.store(e.f32(1.0), kept, 4 * visit)
                 return [top, total]
 
-            start = b.and_(hidden, e.i64(-BLOCK))
+            start = hidden & -BLOCK
             none = [e.floats(float("-inf")), e.floats(0.0)]
             top, total = e.loop(count, block, none, start=start, step=BLOCK)
             end = e.at(self.record(row, part, parts, n), 4 * self.p.cache.width)
@@ -382,10 +380,10 @@ class KeyPart(Write):
         """Weights times values of the tokens from ``first`` on, but for those that are hidden,
         added to the faded sums."""
         e, b = self.e, self.b
-        end = e.least(count, b.add(first, e.i64(VALUES)))
-        self.visit = b.udiv(first, e.i64(VALUES))
-        first = b.select(b.icmp_signed("<", first, hidden), hidden, first)
-        inside = b.icmp_signed("<", b.add(first, e.i64(self.ahead)), count)
+        end = e.least(count, first + VALUES)
+        self.visit = first // VALUES
+        first = b.select(first < hidden, hidden, first)
+        inside = first + self.ahead < count
         asked = self.v.or_else(inside, self.k)
         e.loop(self.p.cache.heads, lambda head: self.values_of(head, first, end, asked))
 
@@ -410,28 +408,28 @@ class KeyPart(Write):
         many: int,
         asked: Heads | None,
     ) -> None:
-        e, b, f = self.e, self.b, self.p.cache
-        n = b.mul(head, e.i64(self.p.group))
+        e, f = self.e, self.p.cache
+        n = head * self.p.group
         places, sums = [], []
         for g in queries:
-            query = b.add(n, e.i64(g))
-            fade = b.add(b.mul(query, e.i64(PART // VALUES)), self.visit)
-            fade = e.splat(e.load(self.fades, e.F32, b.mul(fade, e.i64(4))))
-            at = b.mul(query, e.i64(4 * f.width))
+            query = n + g
+            fade = query * (PART // VALUES) + self.visit
+            fade = e.splat(e.load(self.fades, e.F32, fade * 4))
+            at = query * (4 * f.width)
             for m in range(many):
-                place = b.add(at, e.i64(64 * (i + m)))
+                place = at + 64 * (i + m)
                 places.append(place)
-                sums.append(b.fmul(e.load(self.sums, e.vector(e.F32), place, align=64), fade))
+                sums.append(e.load(self.sums, e.vector(e.F32), place, align=64) * fade)
 
         def one(t: Value, *sums: Value) -> list[Value]:
             token = self.token(t)
             values = self.v.load(token, head, i, many)
             if asked is not None:
-                done = b.add(b.mul(head, e.i64(VALUES)), b.sub(t, first))
-                self.ask_next(asked, b.add(first, e.i64(self.ahead)), done)
+                done = head * VALUES + (t - first)
+                self.ask_next(asked, first + self.ahead, done)
             made = []
             for j, g in enumerate(queries):
-                at = b.mul(b.add(b.mul(b.add(n, e.i64(g)), e.i64(PART)), t), e.i64(4))
+                at = ((n + g) * PART + t) * 4
                 weight = e.splat(e.load(self.scores, e.F32, at))
                 of_query = sums[j * many : (j + 1) * many]
                 made += [e.fma(weight, v, s) for v, s in zip(values, of_query, strict=True)]
@@ -450,7 +448,7 @@ class KeyPart(Write):
 
         def one(n: Value) -> None:
             record = self.record(row, part, parts, n)
-            sums = self.vectors(e.at(self.sums, b.mul(n, e.i64(4 * width))))
+            sums = self.vectors(e.at(self.sums, n * (4 * width)))
             with b.if_else(alone) as (whole, several):
                 with whole:
                     top, total = (e.splat(e.load(record, e.F32, 4 * width + at)) for at in (4, 0))
@@ -467,13 +465,13 @@ class Join(CallRows):
     """The parts of a row's heads of one kv head."""
 
     def chunk(self, i: Value) -> None:
-        e, b = self.e, self.b
+        e = self.e
         kv_heads, group = e.i64(self.p.cache.heads), e.i64(self.p.group)
-        row, head = b.udiv(i, kv_heads), b.urem(i, kv_heads)
+        row, head = i // kv_heads, i % kv_heads
         found, parts = self.row(row), self.most_parts()
-        with e.when(b.icmp_signed(">", found.parts, e.i64(1))):
-            n = b.mul(head, group)
-            e.loop(group, lambda g: self.head(row, b.add(n, g), found.parts, parts))
+        with e.when(found.parts > 1):
+            n = head * group
+            e.loop(group, lambda g: self.head(row, n + g, found.parts, parts))
 
     def head(self, row: Value, n: Value, count: Value, parts: Value) -> None:
         e, f = self.e, self.p.cache

@@ -88,14 +88,14 @@ class Prefill(Program):
             return e.divide_up(CallRows(self, e, call).batch, WRITTEN)
 
         def written(e: Emitter, call: CallFrame, i: Value) -> None:
-            body, first = Write(self, e, call), e.b.mul(i, e.i64(WRITTEN))
-            end = e.least(body.batch, e.b.add(first, e.i64(WRITTEN)))
+            body, first = Write(self, e, call), i * WRITTEN
+            end = e.least(body.batch, first + WRITTEN)
             e.loop(end, body.write_row, start=first)
 
         def count_tiles(e: Emitter, call: CallFrame) -> Value:
             body = CallRows(self, e, call)
-            tiles = e.b.mul(e.divide_up(body.sharing, self.tokens), e.i64(self.cache.heads))
-            return e.b.mul(body.owners, tiles)
+            tiles = e.divide_up(body.sharing, self.tokens) * self.cache.heads
+            return body.owners * tiles
 
         def tile(e: Emitter, call: CallFrame, i: Value) -> None:
             _Tile(self, e, call).chunk(i)
@@ -125,37 +125,37 @@ class _Tile(Write):
     def chunk(self, i: Value) -> None:
         e, b, p = self.e, self.b, self.p
         tiles = e.divide_up(self.sharing, p.tokens)
-        self.head = b.urem(i, e.i64(p.cache.heads))
-        i = b.udiv(i, e.i64(p.cache.heads))
-        self.owner = b.udiv(i, tiles)
+        self.head = i % p.cache.heads
+        i = i // p.cache.heads
+        self.owner = i // tiles
         # The last ones see the most keys: they go first.
-        tile = b.sub(b.sub(tiles, e.i64(1)), b.urem(i, tiles))
-        first = b.mul(tile, e.i64(p.tokens))
-        count = e.least(e.i64(p.tokens), b.sub(self.sharing, first))
-        self.first = b.add(b.mul(self.owner, self.sharing), first)
-        self.count = b.mul(count, e.i64(p.group))
+        tile = tiles - 1 - (i % tiles)
+        first = tile * p.tokens
+        count = e.least(e.i64(p.tokens), self.sharing - first)
+        self.first = self.owner * self.sharing + first
+        self.count = count * p.group
         self.groups = e.divide_up(self.count, AT_ONCE)
         begin, end = self.take_queries()
 
         def part(s: Value) -> None:
-            behind = e.least(end, b.add(s, e.i64(PART)))
-            start = b.and_(begin, e.i64(-BLOCK))
-            start = b.select(b.icmp_signed(">", s, start), s, start)
+            behind = e.least(end, s + PART)
+            start = begin & -BLOCK
+            start = b.select(s > start, s, start)
             e.loop(behind, block, start=start, step=BLOCK)
             e.loop(self.count, self.join)
 
         def block(s: Value) -> None:
-            self.take_keys(s, begin, b.sub(end, e.i64(1)))
+            self.take_keys(s, begin, end - 1)
             e.loop(self.groups, lambda group: self.rows_of(group, s))
 
-        e.loop(end, part, start=b.and_(begin, e.i64(-PART)), step=PART)
+        e.loop(end, part, start=begin & -PART, step=PART)
         e.loop(self.count, self.give)
 
     # --- what the tile is -----------------------------------------------------------------------
 
     def vector_at(self, room: Value, row: Value, i: int = 0, vectors: int = 1) -> Value:
         """The i-th of a row's vectors in an array of the stack."""
-        at = self.b.add(self.b.mul(row, self.e.i64(64 * vectors)), self.e.i64(64 * i))
+        at = row * self.e.i64(64 * vectors) + self.e.i64(64 * i)
         return self.e.at(room, at)
 
     def take_queries(self) -> tuple[Value, Value]:
@@ -163,34 +163,34 @@ class _Tile(Write):
         that there are not, of the last four, are the last again."""
         e, b, p = self.e, self.b, self.p
         scale = e.splat(self.call.attribute(SCALE, e.F32))
-        last, group = b.sub(self.count, e.i64(1)), e.i64(p.group)
+        last, group = self.count - 1, e.i64(p.group)
         heads = p.heads + 2 * p.cache.heads * p.new
 
         def one(i: Value, begin: Value, behind: Value) -> list[Value]:
             of = e.least(i, last)
-            row = b.add(self.first, b.udiv(of, group))
+            row = self.first + of // group
             found = self.row(row)
-            word = b.mul(i, e.i64(8))
+            word = i * 8
             e.store(found.first, self.firsts, word, align=8)
             e.store(found.end, self.ends, word, align=8)
-            n = b.add(b.mul(self.head, group), b.urem(of, group))
+            n = self.head * group + (of % group)
             x = self.vectors(self.heads_at(self.call.argument(0), row, n, heads))
             if p.new:
                 x = self.turned(x, row, 0)
-            self.scored.take(i, [b.fmul(v, scale) for v in x])
+            self.scored.take(i, [v * scale for v in x])
             self.begin_part(i)
             for m in range(p.cache.vectors):
                 at = self.vector_at(self.joined, i, m, p.cache.vectors)
                 e.store(e.floats(0.0), at, align=64)
             e.store(e.floats(float("-inf")), self.vector_at(self.joined_tops, i), align=64)
             e.store(e.floats(0.0), self.vector_at(self.joined_totals, i), align=64)
-            sees = b.icmp_signed(">", found.end, e.i64(0))
+            sees = found.end > 0
             begin = b.select(sees, e.least(found.first, begin), begin)
-            more = b.icmp_signed(">", found.end, behind)
+            more = found.end > behind
             return [begin, b.select(more, found.end, behind)]
 
         # Where no token sees a key the loop over keys is empty.
-        rows = b.mul(self.groups, e.i64(AT_ONCE))
+        rows = self.groups * AT_ONCE
         begin, end = e.loop(rows, one, [e.i64(1 << 40), e.i64(0)])
         return begin, end
 
@@ -207,27 +207,26 @@ class _Tile(Write):
         e, b, f = self.e, self.b, self.p.cache
 
         def some(j: Value) -> None:
-            each = (e.least(b.add(s, b.add(j, e.i64(t))), last) for t in range(LANES))
-            each = (b.select(b.icmp_signed("<", t, first), first, t) for t in each)
+            each = (e.least(s + (j + t), last) for t in range(LANES))
+            each = (b.select(t < first, first, t) for t in each)
             tokens = [self.places.token(self.owner, t) for t in each]
             self.scored.keys(tokens.__getitem__, self.head, j)
             for t, token in enumerate(tokens):
-                place = b.add(j, e.i64(t))
+                place = j + t
                 for i, value in enumerate(self.v.load(token, self.head, 0, f.vectors)):
                     e.store(value, self.vector_at(self.values, place, i, f.vectors), align=64)
             if f.dtype == "int8":
                 for heads, room in ((self.k, self.k_scales), (self.v, self.v_scales)):
                     scales = e.gather([heads.scale(token, self.head) for token in tokens])
-                    e.store(scales, room, b.mul(j, e.i64(4)), align=64)
+                    e.store(scales, room, j * 4, align=64)
 
         e.loop(BLOCK, some, step=LANES)
 
     # --- rows, four at a time -------------------------------------------------------------------
 
     def rows_of(self, group: Value, s: Value) -> None:
-        e, b = self.e, self.b
-        first = b.mul(group, e.i64(AT_ONCE))
-        rows = [b.add(first, e.i64(r)) for r in range(AT_ONCE)]
+        first = group * AT_ONCE
+        rows = [first + r for r in range(AT_ONCE)]
         self.scored.scores(rows, self.scores)
         fades = [self.weigh(row, r, s) for r, row in enumerate(rows)]
         for i in range(0, self.p.cache.vectors, self.at_once):
@@ -235,7 +234,7 @@ class _Tile(Write):
 
     def weigh(self, row: Value, r: int, s: Value) -> Value:
         """Scores of a row to weights; returns what its sums so far fade by."""
-        e, b = self.e, self.b
+        e = self.e
         vectors = range(BLOCK // LANES)
 
         def block_of(room: Value, start: int = 0) -> list[Value]:
@@ -244,11 +243,9 @@ class _Tile(Write):
         scores, is_int8 = block_of(self.scores, 4 * BLOCK * r), self.p.cache.dtype == "int8"
         if is_int8:
             pairs = zip(scores, block_of(self.k_scales), strict=True)
-            scores = [b.fmul(score, scale) for score, scale in pairs]
-        word = b.mul(row, e.i64(8))
-        first, end = (
-            b.sub(e.load(room, e.I64, word, align=8), s) for room in (self.firsts, self.ends)
-        )
+            scores = [score * scale for score, scale in pairs]
+        word = row * 8
+        first, end = (e.load(room, e.I64, word, align=8) - s for room in (self.firsts, self.ends))
         top_at, total_at = (self.vector_at(v, row) for v in (self.tops, self.totals))
         top, total = (e.load(at, e.vector(e.F32), align=64) for at in (top_at, total_at))
         weights, fade, top, total = weigh(e, scores, first, end, top, total)
@@ -256,20 +253,19 @@ class _Tile(Write):
         e.store(total, total_at, align=64)
         if is_int8:
             pairs = zip(weights, block_of(self.v_scales), strict=True)
-            weights = [b.fmul(weight, scale) for weight, scale in pairs]
+            weights = [weight * scale for weight, scale in pairs]
         for i, weight in enumerate(weights):
             e.store(weight, self.scores, 4 * BLOCK * r + 64 * i, align=64)
         return fade
 
     def add(self, rows: list[Value], fades: list[Value], i: int, many: int) -> None:
         """Weights times values, of the i-th vectors of a head on, to the faded sums."""
-        e, b, f = self.e, self.b, self.p.cache
+        e, f = self.e, self.p.cache
         places = [
             self.vector_at(self.sums, row, i + m, f.vectors) for row in rows for m in range(many)
         ]
         sums = [
-            b.fmul(e.load(at, e.vector(e.F32), align=64), fades[n // many])
-            for n, at in enumerate(places)
+            e.load(at, e.vector(e.F32), align=64) * fades[n // many] for n, at in enumerate(places)
         ]
 
         def key(t: Value, *sums: Value) -> list[Value]:
@@ -279,7 +275,7 @@ class _Tile(Write):
             ]
             made = []
             for r in range(AT_ONCE):
-                at = b.add(b.mul(t, e.i64(4)), e.i64(4 * BLOCK * r))
+                at = t * 4 + 4 * BLOCK * r
                 weight = e.splat(e.load(self.scores, e.F32, at))
                 of_row = sums[r * many : (r + 1) * many]
                 made += [e.fma(weight, v, total) for v, total in zip(values, of_row, strict=True)]
@@ -312,11 +308,11 @@ class _Tile(Write):
         self.begin_part(row)
 
     def give(self, row: Value) -> None:
-        e, b, p = self.e, self.b, self.p
+        e, p = self.e, self.p
         places = self.rooms(row, self.joined_tops, self.joined_totals, self.joined)
         sums = (e.load(at, e.vector(e.F32), align=64) for at in places)
         group = e.i64(p.group)
-        n = b.add(b.mul(self.head, group), b.urem(row, group))
-        row = b.add(self.first, b.udiv(row, group))
+        n = self.head * group + (row % group)
+        row = self.first + row // group
         out = self.heads_at(self.call.result(0), row, n, p.heads)
         self.finish(out, [*sums], n)

@@ -55,16 +55,16 @@ class FloatScores:
                 self.e.store(value, self.block, self.size * t + 64 * i, align=64)
 
     def score(self, n: Value) -> Value:
-        e, b = self.e, self.e.b
+        e = self.e
         kind, count = e.vector(e.F32), self.heads.form.vectors
-        at = e.at(self.queries, b.mul(n, e.i64(self.size)))
+        at = e.at(self.queries, n * self.size)
         q = [e.load(at, kind, 64 * i, align=64) for i in range(count)]
         totals = []
         for t in range(KEYS):
             total = None
             for i, value in enumerate(q):
                 key = e.load(self.block, kind, self.size * t + 64 * i, align=64)
-                total = b.fmul(value, key) if total is None else e.fma(value, key, total)
+                total = value * key if total is None else e.fma(value, key, total)
             totals.append(total)
         return e.sums(totals)
 
@@ -80,25 +80,25 @@ class FloatColumns(FloatScores):
 
     def keys(self, token: Token, head: Value, first: Value | int = 0) -> None:
         """16 keys, the block's from ``first`` on."""
-        e, b, count = self.e, self.e.b, self.heads.form.vectors
-        first = b.mul(first, e.i64(4)) if not isinstance(first, int) else e.i64(4 * first)
+        e, count = self.e, self.heads.form.vectors
+        first = first * 4 if not isinstance(first, int) else e.i64(4 * first)
         for i in range(0, count, 2):
             many = min(2, count - i)
             rows = [self.heads.load(token(t), head, i, many) for t in range(KEYS)]
             for m in range(many):
                 for lane, value in enumerate(e.transposed([row[m] for row in rows])):
-                    at = b.add(first, e.i64(4 * BLOCK * (LANES * (i + m) + lane)))
+                    at = first + 4 * BLOCK * (LANES * (i + m) + lane)
                     e.store(value, self.block, at, align=64)
 
     def scores(self, rows: Sequence[Value], out: Value) -> None:
         """Store scores of the queries ``rows`` with the block's keys in ``out[rows, BLOCK]``."""
-        e, b, n = self.e, self.e.b, self.at_once
+        e, n = self.e, self.at_once
         for r in range(0, len(rows), n):
-            queries = [e.at(self.queries, b.mul(row, e.i64(self.size))) for row in rows[r : r + n]]
+            queries = [e.at(self.queries, row * self.size) for row in rows[r : r + n]]
 
             def some(j: Value, r: int = r, queries: list[Value] = queries) -> None:
-                keys = e.at(self.block, b.mul(j, e.i64(4)))
-                to = e.at(out, b.add(b.mul(j, e.i64(4)), e.i64(4 * BLOCK * r)))
+                keys = e.at(self.block, j * 4)
+                to = e.at(out, j * 4 + 4 * BLOCK * r)
                 for i, value in enumerate(self._by_halves(queries, keys, 0, 1)):
                     of_row, of_vector = divmod(i, n)
                     e.store(value, to, 4 * BLOCK * of_row + 64 * of_vector, align=64)
@@ -112,7 +112,7 @@ class FloatColumns(FloatScores):
             halves = (
                 self._by_halves(queries, keys, start, 2 * step) for start in (lane, lane + step)
             )
-            return [e.b.fadd(low, high) for low, high in zip(*halves, strict=True)]
+            return [low + high for low, high in zip(*halves, strict=True)]
         totals: list[Value] = []
         for i in range(self.heads.form.vectors):
             feature = LANES * i + lane
@@ -140,26 +140,26 @@ class CodeScores:
 
     def take(self, n: Value, x: list[Value]) -> None:
         e, b = self.e, self.e.b
-        at = e.at(self.queries, b.mul(n, e.i64(self.size)))
+        at = e.at(self.queries, n * self.size)
         largest = e.max_magnitude(x)
         # So small that 127 / largest is infinite, or NaN: codes 0, and the scale as it is.
         normal = b.fcmp_ordered(">", largest, e.f32(1e-30))
         inverse = e.splat(b.select(normal, b.fdiv(e.f32(127.0), largest), e.f32(0.0)))
-        scale = b.fmul(largest, e.f32(1 / 127))
+        scale = largest * (1 / 127)
         e.store(scale, at, self.end + 4 * LEVELS)
         step = e.splat(scale)
         for level in range(LEVELS):
             total, rest = e.splat(e.i32(0)), []
             for i, value in enumerate(x):
-                code = e.round_to_i32(b.fmul(value, inverse))
+                code = e.round_to_i32(value * inverse)
                 e.store(b.trunc(code, e.vector(e.I8)), at, level * self.end // LEVELS + LANES * i)
-                total = b.add(total, code)
+                total = total + code
                 exact = b.sitofp(code, e.vector(e.F32))
                 rest.append(e.fma(b.fneg(exact), step, value))
-            raised = b.mul(e.sum(total), e.i32(-e.code_offset(8)))
+            raised = e.sum(total) * -e.code_offset(8)
             e.store(raised, at, self.end + 4 * level)
-            x, step = rest, b.fmul(step, e.floats(1 / STEP))
-            inverse = b.fmul(inverse, e.floats(STEP))
+            x, step = rest, step * (1 / STEP)
+            inverse = inverse * STEP
 
     def keys(self, token: Token, head: Value, first: Value | int = 0) -> None:
         """By four features of all 16 keys: lane t is key t's.  first: of them in the block."""
@@ -179,13 +179,13 @@ class CodeScores:
 
     def _block(self, first: Value | int) -> Value:
         e, width = self.e, self.heads.form.width
-        offset = first * width if isinstance(first, int) else e.b.mul(first, e.i64(width))
+        offset = first * width if isinstance(first, int) else first * width
         return e.at(self.block, offset)
 
     def score(self, n: Value, first: Value | int = 0) -> Value:
         e, b = self.e, self.e.b
         block = self._block(first)
-        at = e.at(self.queries, b.mul(n, e.i64(self.size)))
+        at = e.at(self.queries, n * self.size)
         # Two sums of a level, so that one need not wait for the other.
         sums = [e.splat(e.load(at, e.I32, self.end + 4 * i)) for i in range(LEVELS)]
         sums += [e.splat(e.i32(0))] * LEVELS
@@ -196,12 +196,12 @@ class CodeScores:
                 pair = codes, b.bitcast(four, e.vector(e.I8, 64))
                 to = level + i // 4 % 2 * LEVELS
                 sums[to] = e.dots(sums[to], [pair], 8, raised=True)
-        sums = [b.add(u, v) for u, v in zip(sums[:LEVELS], sums[LEVELS:], strict=True)]
+        sums = [u + v for u, v in zip(sums[:LEVELS], sums[LEVELS:], strict=True)]
         first, *more = (b.sitofp(v, e.vector(e.F32)) for v in sums)
         total = more.pop()
         for value in (*more[::-1], first):
             total = e.fma(total, e.floats(1 / STEP), value)
-        return b.fmul(total, e.splat(e.load(at, e.F32, self.end + 4 * LEVELS)))
+        return total * e.splat(e.load(at, e.F32, self.end + 4 * LEVELS))
 
 
 class CodeColumns(CodeScores):
@@ -212,11 +212,11 @@ class CodeColumns(CodeScores):
 
     def scores(self, rows: Sequence[Value], out: Value) -> None:
         """As ``FloatColumns.scores``, without the keys' scales."""
-        e, b = self.e, self.e.b
+        e = self.e
         for r, row in enumerate(rows):
 
             def some(j: Value, r: int = r, row: Value = row) -> None:
-                to = e.at(out, b.add(b.mul(j, e.i64(4)), e.i64(4 * BLOCK * r)))
+                to = e.at(out, j * 4 + 4 * BLOCK * r)
                 e.store(self.score(row, j), to, align=64)
 
             e.loop(BLOCK, some, step=KEYS)

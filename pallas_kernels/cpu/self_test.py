@@ -40,7 +40,7 @@ class SelfTest(Program):
             return call.argument_dim(0, 0)
 
         def chunk(e: Emitter, call: frame.CallFrame, i: Value) -> None:
-            b, at = e.b, e.b.mul(i, e.i64(64))
+            b, at = e.b, i * 64
             w, x = (e.load(call.argument(n), e.vector(e.I8, 64), at) for n in (0, 1))
             fours = e.splat(e.i32(0))
             ones = e.splat(e.i32(0x01010101))
@@ -49,9 +49,9 @@ class SelfTest(Program):
             if extra:  # the sum of x by the same instruction: codes of 1
                 one = b.bitcast(ones, e.vector(e.I8, 64))
                 sums = e.dots(fours, [(one, x)], 4)
-                acc = b.sub(acc, b.mul(sums, e.splat(e.i32(extra))))
+                acc = acc - sums * extra
             e.store(acc, call.result(0), at)
-            small = b.fmul(b.sitofp(acc, e.vector(e.F32)), e.floats(1e-3))
+            small = b.sitofp(acc, e.vector(e.F32)) * 0.001
             e.store(e.exp(small), call.result(1), at)
 
         return [Phase(count, chunk)]

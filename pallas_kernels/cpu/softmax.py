@@ -39,20 +39,20 @@ def weigh(
     seen = []
     for i, score in enumerate(scores):
         start = e.i64(LANES * i)
-        score = b.select(e.lanes_below(b.sub(end, start)), score, none)
-        seen.append(b.select(e.lanes_below(b.sub(first, start)), none, score))
+        score = b.select(e.lanes_below(end - start), score, none)
+        seen.append(b.select(e.lanes_below(first - start), none, score))
     largest = seen[0]
     for score in seen[1:]:
         largest = e.larger(score, largest)
     new_top = e.larger(e.splat(e.largest(largest)), top)
     base = _base(e, new_top)
-    fade = e.exp(b.fsub(top, base))
-    total, weights = b.fmul(total, fade), []
+    fade = e.exp(top - base)
+    total, weights = total * fade, []
     for score in seen:
         hidden = b.fcmp_ordered("==", score, none)
-        weight = b.select(hidden, e.floats(0.0), e.exp(b.fsub(score, base)))
+        weight = b.select(hidden, e.floats(0.0), e.exp(score - base))
         weights.append(weight)
-        total = b.fadd(total, weight)
+        total = total + weight
     return weights, fade, new_top, total
 
 
@@ -61,12 +61,11 @@ def join(e: Emitter, before: Sequence[Value], part: Sequence[Value]) -> list[Val
 
     Each is [top, total, *sums]; top and total are the same in every lane.
     """
-    b = e.b
     top = e.larger(part[0], before[0])
     base = _base(e, top)
-    fade, share = e.exp(b.fsub(before[0], base)), e.exp(b.fsub(part[0], base))
+    fade, share = e.exp(before[0] - base), e.exp(part[0] - base)
     pairs = zip(before[1:], part[1:], strict=True)
-    return [top, *(e.fma(share, new, b.fmul(fade, old)) for old, new in pairs)]
+    return [top, *(e.fma(share, new, fade * old) for old, new in pairs)]
 
 
 def _base(e: Emitter, top: Value) -> Value:

@@ -34,23 +34,23 @@ def best_of_rows(scores: jax.Array, *, plan: BestPlan) -> tuple[jax.Array, jax.A
     def body(gmem, smem) -> None:
         del smem
         thread, block = p.register("tid.x"), p.register("ctaid.x")
-        lane = p.masked(thread, 31)
-        row = p.add(p.mul(block, WARPS), p.shift_right(thread, 5))
+        lane = thread & 31
+        row = block * WARPS + (thread >> 5)
         at = p.offset(p.address(gmem.scores), p.smaller(row, p.ci(rows - 1)), 4 * plan.n)
         p.await_kernel()
         scores = []
         for i in range(plan.per_lane):
-            place = p.smaller(p.add(lane, 32 * i), p.ci(plan.n - 1))
+            place = p.smaller(lane + 32 * i, p.ci(plan.n - 1))
             scores.append(p.from_bits(p.load_global(p.offset(at, place, 4), 1)[0]))
         best, places = largest(scores, lane, plan.n, k)
         value, place = of_lane(lane, best), of_lane(lane, places)
 
         def store() -> None:
-            to = p.add(p.mul(row, k), lane)
+            to = row * k + lane
             p.store_global(p.offset(p.address(gmem.values), to, 4), value)
             p.store_global(p.offset(p.address(gmem.places), to, 4), place)
 
-        p.when(arith.andi(p.less(lane, k), p.less(row, rows)), store)
+        p.when((lane < k) & (row < rows), store)
 
     return tuple(
         launch(
@@ -77,16 +77,16 @@ def largest(
     # 0 is below the key of any float, so that no place comes twice.
     for i in range(len(keys)):
         if 32 * (i + 1) > n:
-            keys[i] = arith.select(p.less(p.add(lane, 32 * i), n), keys[i], p.ci(0))
+            keys[i] = arith.select(lane + 32 * i < n, keys[i], p.ci(0))
     best, places = [], []
     for _ in range(k):
         top = p.warp_largest(functools.reduce(arith.maxui, keys))
         own = p.ci(0xFFFFFFFF)
         for i in reversed(range(len(keys))):
-            own = arith.select(p.equal(keys[i], top), p.add(lane, 32 * i), own)
+            own = arith.select(p.equal(keys[i], top), lane + 32 * i, own)
         place = p.warp_smallest(own)
         for i in range(len(keys)):
-            is_it = p.equal(place, p.add(lane, 32 * i))
+            is_it = p.equal(place, lane + 32 * i)
             keys[i] = arith.select(is_it, p.ci(0), keys[i])
         best.append(_unordered(top))
         places.append(place)
@@ -103,12 +103,12 @@ def of_lane(lane: Value, values: Sequence[Value]) -> Value:
 
 def _ordered(value: Value) -> Value:
     """A word whose unsigned order is that of floats.  -0 is 0 first."""
-    word = p.bits(arith.addf(value, p.cf(0.0)))
+    word = p.bits(value + 0.0)
     negative = p.bit(word, 31)
     flip = arith.select(negative, p.ci(0xFFFFFFFF), p.ci(0x80000000))
-    return arith.xori(word, flip)
+    return word ^ flip
 
 
 def _unordered(word: Value) -> Value:
     flip = arith.select(p.bit(word, 31), p.ci(0x80000000), p.ci(0xFFFFFFFF))
-    return p.from_bits(arith.xori(word, flip))
+    return p.from_bits(word ^ flip)

@@ -18,7 +18,6 @@ import jax
 from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
 from pallas_kernels.experts.fetch_plan import FetchedLeaf
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
 from pallas_kernels.ptx import Value
 
@@ -73,13 +72,13 @@ class _Copy:
 
     def piece(self, index: Value, _: list[Value]) -> list[Value]:
         pieces = p.ci(self.pieces)
-        slot, own = arith.divui(index, pieces), arith.remui(index, pieces)
+        slot, own = index // pieces, index % pieces
         (expert,) = p.load_global(p.offset(self.chosen, slot, 4), 1)
         to = p.offset(self.out, slot, self.leaf.nbytes)
-        first = p.add(p.mul(own, PIECE), self.thread)
+        first = own * PIECE + self.thread
         # The last piece's threads that lie past the end copy the last vector.
-        places = [p.minimum(p.add(first, THREADS * i), self.vectors - 1) for i in range(LOADS)]
-        is_one = p.less(expert, self.count)
+        places = [p.minimum(first + THREADS * i, self.vectors - 1) for i in range(LOADS)]
+        is_one = expert < self.count
 
         def copy() -> None:
             source = p.load_address(p.offset(self.table, expert, 8))
@@ -95,7 +94,7 @@ class _Copy:
                 p.store_global(p.offset(to, at, 16), [p.ci(0)] * 4)
 
         p.when(is_one, copy)
-        p.when(p.no(is_one), clear)
+        p.when(~is_one, clear)
         return []
 
     def store_as_it_is(self, to: Value, at: Value, words: list[Value]) -> None:
@@ -104,14 +103,14 @@ class _Copy:
     def place(self, at: Value, per_unit: int) -> tuple[Value, Value]:
         """(the first row, the unit) of vector ``at``, of which a unit has ``per_unit``."""
         per_tile = p.ci(self.leaf.units * per_unit)
-        tile, own = arith.divui(at, per_tile), arith.remui(at, per_tile)
-        part = p.masked(own, per_unit - 1)
-        row = p.add(p.mul(tile, 16), p.mul(part, 16 // per_unit))
-        return row, p.shift_right(own, per_unit.bit_length() - 1)
+        tile, own = at // per_tile, at % per_tile
+        part = own & (per_unit - 1)
+        row = tile * 16 + part * (16 // per_unit)
+        return row, own >> (per_unit.bit_length() - 1)
 
     def store_words(self, to: Value, at: Value, words: list[Value]) -> None:
         row, unit = self.place(at, 4)
-        word = p.add(arith.muli(row, p.ci(self.leaf.units)), unit)
+        word = row * self.leaf.units + unit
         base = p.offset(to, word, 4)
         for i, own in enumerate(words):
             own = _in_order(own, self.leaf.flip) if self.leaf.is_nibbles else own
@@ -119,9 +118,9 @@ class _Copy:
 
     def store_bytes(self, to: Value, at: Value, words: list[Value]) -> None:
         row, unit = self.place(at, 1)
-        base = p.offset(to, p.add(arith.muli(row, p.ci(self.leaf.units)), unit))
+        base = p.offset(to, row * self.leaf.units + unit)
         for i in range(16):
-            byte = p.shift_right(words[i // 4], 8 * (i % 4))
+            byte = words[i // 4] >> (8 * (i % 4))
             p.store_byte(p.offset(base, p.ci(i * self.leaf.units)), byte)
 
 
@@ -129,9 +128,9 @@ def _in_order(word: Value, flip: int) -> Value:
     """Eight codes, the low halves of the bytes before the high halves, in the order of columns."""
 
     def gathered(own: Value) -> Value:
-        own = p.masked(own, 0x0F0F0F0F)
-        own = p.masked(arith.ori(own, p.shift_right(own, 4)), 0x00FF00FF)
-        return p.masked(arith.ori(own, p.shift_right(own, 8)), 0xFFFF)
+        own = own & 0x0F0F0F0F
+        own = (own | (own >> 4)) & 0x00FF00FF
+        return (own | (own >> 8)) & 0xFFFF
 
-    both = arith.ori(gathered(word), p.shift_left(gathered(p.shift_right(word, 4)), 16))
-    return arith.xori(both, p.ci(flip)) if flip else both
+    both = gathered(word) | (gathered(word >> 4) << 16)
+    return both ^ flip if flip else both

@@ -28,7 +28,6 @@ from jax.typing import DTypeLike
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.gate import Gate
 from pallas_kernels.experts.plan import GroupedRowPlan
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.few_rows import row
 from pallas_kernels.matmul.few_rows.kernel import kinds_of, parts_of
@@ -83,7 +82,7 @@ def grouped_rows(
         (expert,) = p.load_global(p.offset(chosen, pair, 4), 1)
         if not partial:
             expert = p.smaller(p.larger(expert, p.ci(0)), p.ci(w.shape[0] - 1))
-        is_own = p.less(expert, w.shape[0])
+        is_own = expert < w.shape[0]
         moved = {name: p.offset(getattr(operands, name), expert, sizes[name]) for name in sizes}
         token, _ = divided(pair, fan)
         moved["x"] = p.offset(operands.x, token, 2 * k)
@@ -114,4 +113,4 @@ def grouped_rows(
 
 def divided(index: Value, by: int) -> tuple[Value, Value]:
     """(quotient, remainder)."""
-    return arith.divui(index, p.ci(by)), arith.remui(index, p.ci(by))
+    return index // by, index % by

@@ -53,11 +53,11 @@ class PairsFinish:
         """The sums by the rows' scales and biases."""
         values = list(sums)
         if scales is not None:
-            values = [arith.mulf(v, s) for v, s in zip(values, scales, strict=True)]
+            values = [v * s for v, s in zip(values, scales, strict=True)]
         if self.rest != 1.0:
-            values = [arith.mulf(v, p.cf(self.rest)) for v in values]
+            values = [v * self.rest for v in values]
         if biases is not None:
-            values = [arith.addf(v, b) for v, b in zip(values, biases, strict=True)]
+            values = [v + b for v, b in zip(values, biases, strict=True)]
         return values
 
 
@@ -74,17 +74,17 @@ def exchanged_four(
 
     results: (range of two eights, h) -> the lane's two results of each.  to: the token's row.
     """
-    quad = p.masked(p.register("tid.x"), 3)
+    quad = p.register("tid.x") & 3
     odd = p.bit(quad, 0)
-    column = p.add(n0, p.mul(p.masked(quad, 1), 8), p.mul(p.masked(quad, 2), 2))
+    column = n0 + (quad & 1) * 8 + (quad & 2) * 2
     to = p.offset(to, column, 4)
     for c in range(0, eights, 2):
         a, b = results(range(c, c + 2), h)
         got = [p.shuffle_xor(arith.select(odd, *one), 1) for one in zip(a, b, strict=True)]
         words = [arith.select(odd, *one) for one in zip(got, a, strict=True)]
         words += [arith.select(odd, *one) for one in zip(b, got, strict=True)]
-        is_inside = p.less(p.add(column, 8 * c), n_out)
-        store_four(to, words, arith.andi(is_own, is_inside), 8 * c * 4)
+        is_inside = column + 8 * c < n_out
+        store_four(to, words, is_own & is_inside, 8 * c * 4)
 
 
 def store_four(base: Value, words: Sequence[Value], condition: Value, at: int) -> None:
@@ -119,22 +119,22 @@ class RowStage:
         8 i + 2 (lane % 4) + (0, 1).  first, end: the tokens.  eights: of the tile's tokens."""
         tokens, pitch = row_stage(self.gated)
         sets, pieces = 2 - self.gated, (pitch - 16) // 16
-        thread = p.masked(p.register("tid.x"), 127)
-        lane, warp = p.masked(thread, 31), p.shift_right(thread, 5)
-        matrix, row = p.shift_right(lane, 3), p.masked(lane, 7)
+        thread = p.register("tid.x") & 127
+        lane, warp = thread & 31, thread >> 5
+        matrix, row = lane >> 3, lane & 7
         eight, half = matrix, p.ci(0)
         if sets == 2:
-            eight, half = p.shift_right(matrix, 1), p.masked(matrix, 1)
-        row = p.mul(p.add(row, p.mul(eight, 8)), pitch)
-        write = p.add(self.stage, row, p.mul(warp, 16 * sets), p.mul(half, 16))
+            eight, half = matrix >> 1, matrix & 1
+        row = (row + eight * 8) * pitch
+        write = self.stage + row + warp * (16 * sets) + half * 16
         shift = pieces.bit_length() - 1
-        own, piece = p.shift_right(thread, shift), p.masked(thread, pieces - 1)
-        read = p.add(self.stage, p.mul(own, pitch), p.mul(piece, 16))
-        column = p.add(self.n0, p.mul(piece, 8))
-        last, is_inside = arith.subi(end, p.ci(1)), p.less(column, self.n_out)
+        own, piece = thread >> shift, thread & (pieces - 1)
+        read = self.stage + own * pitch + piece * 16
+        column = self.n0 + piece * 8
+        last, is_inside = end - 1, column < self.n_out
         to = p.offset(self.to, column, 2)
         turns = range(0, eights, tokens // 8)
-        own_tokens = [p.add(first, own, 8 * c) for c in turns]
+        own_tokens = [first + own + 8 * c for c in turns]
         at = [p.offset(self.pairs, p.smaller(token, last), 4) for token in own_tokens]
         places = [p.load_global(place, 1)[0] for place in at]
         p.warpgroup_barrier()  # nobody reads the tile before
@@ -147,7 +147,7 @@ class RowStage:
             p.store_matrices_transposed(write, words, begin)
             p.warpgroup_barrier()
             found = p.load_shared(read, 4, begin)
-            is_own = arith.andi(p.less(token, end), is_inside)
+            is_own = (token < end) & is_inside
             store_four(p.offset_rows(to, place, self.n_out * 2), found, is_own, 0)
 
 
@@ -169,16 +169,16 @@ class TokenStage:
         """Store them.  words: (i, h) -> of eights i to i + 3 the thread's pair of results of its
         h-th token.  first, end: the warp's first token, and the end of the part's."""
         pitch, pieces = self.pitch, self.pitch // 16 - 1
-        lane = p.masked(p.register("tid.x"), 31)
-        matrix, row = p.shift_right(lane, 3), p.masked(lane, 7)
-        write = p.add(self.stage, p.mul(row, pitch), p.mul(matrix, 16))
+        lane = p.register("tid.x") & 31
+        matrix, row = lane >> 3, lane & 7
+        write = self.stage + row * pitch + matrix * 16
         at_once, shift = 32 // pieces, pieces.bit_length() - 1  # tokens that a warp reads at once
-        own, piece = p.shift_right(lane, shift), p.masked(lane, pieces - 1)
-        read = p.add(self.stage, p.mul(own, pitch), p.mul(piece, 16))
-        column, last = p.add(self.n0, p.mul(piece, 8)), arith.subi(end, p.ci(1))
-        is_inside, to = p.less(column, self.n_out), p.offset(self.to, column, 2)
+        own, piece = lane >> shift, lane & (pieces - 1)
+        read = self.stage + own * pitch + piece * 16
+        column, last = self.n0 + piece * 8, end - 1
+        is_inside, to = column < self.n_out, p.offset(self.to, column, 2)
         for h in range(2):
-            tokens = [p.add(first, own, 8 * h + i) for i in range(0, 8, at_once)]
+            tokens = [first + own + (8 * h + i) for i in range(0, 8, at_once)]
             at = [p.offset(self.pairs, p.smaller(token, last), 4) for token in tokens]
             places = [p.load_global(place, 1)[0] for place in at]
             p.warp_barrier()  # nobody reads the tokens before
@@ -187,5 +187,5 @@ class TokenStage:
             p.warp_barrier()
             for i, (token, place) in enumerate(zip(tokens, places, strict=True)):
                 found = p.load_shared(read, 4, at_once * i * pitch)
-                is_own = arith.andi(p.below(token, end), is_inside)
+                is_own = p.below(token, end) & is_inside
                 store_four(p.offset_rows(to, place, self.n_out * 2), found, is_own, 0)

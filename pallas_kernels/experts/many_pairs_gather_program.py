@@ -95,7 +95,7 @@ class RowGather:
                 base = p.shared_address(barriers)
                 for i in range(self.stages):
                     for kind, arrivals in enumerate((32 * WARPS, 1, 4 * self.readers)):
-                        p.barrier_init(p.add(base, 8 * (kind * self.stages + i)), arrivals)
+                        p.barrier_init(base + 8 * (kind * self.stages + i), arrivals)
                 p.barriers_ready()
 
             p.when(p.equal(p.register("tid.x"), 0), initialise)
@@ -126,7 +126,7 @@ class RowGather:
         def emit(ctx, barrier) -> None:
             del ctx
             at = p.shared_address(barrier)
-            is_first = p.equal(p.masked(p.register("tid.x"), 31), 0)
+            is_first = p.equal(p.register("tid.x") & 31, 0)
             p.when(is_first, lambda: p.barrier_arrive(at))
 
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(emit)(self.ref.at[2, at])
@@ -140,7 +140,7 @@ class RowGather:
             del ctx
             p.barrier_wait(p.shared_address(copied), parity.registers.flat[0])
             p.ptx("fence.proxy.async.shared::cta;")
-            is_first = p.equal(p.masked(p.register("tid.x"), 31), 0)
+            is_first = p.equal(p.register("tid.x") & 31, 0)
             at = p.shared_address(ready)
             p.when(is_first, lambda: p.barrier_arrive(at))
 
@@ -169,58 +169,58 @@ class RowGather:
     ) -> None:
         del ctx
         cluster, pair = (one.registers.flat[0] for one in (cluster, pair))
-        lane = p.masked(p.register("tid.x"), 31)
-        row = p.add(p.shift_right(lane, 3), 4 * warp)  # of eight
-        chunk = p.masked(lane, 7)
+        lane = p.register("tid.x") & 31
+        row = (lane >> 3) + 4 * warp  # of eight
+        chunk = lane & 7
         source = p.offset(p.address(x), chunk, 16)
-        place = p.add(p.mul(row, SLOT_BYTES), p.mul(arith.xori(chunk, row), 16))
-        to = p.add(p.shared_address(slots), place)
+        place = row * SLOT_BYTES + (chunk ^ row) * 16
+        to = p.shared_address(slots) + place
         copied = p.shared_address(barriers)
         at_work, at_pairs = p.address(work), p.address(pairs)
         (parts,) = p.load_global(at_work, 1)
         groups = parts
         if how.cluster > 1:
-            groups = arith.divui(p.add(parts, how.cluster - 1), p.ci(how.cluster))
-        total = p.mul(groups, how.columns)
-        last_tile, last_part = (p.larger(p.add(n, -1), p.ci(0)) for n in (total, parts))
+            groups = (parts + (how.cluster - 1)) // how.cluster
+        total = groups * how.columns
+        last_tile, last_part = (p.larger(n - 1, p.ci(0)) for n in (total, parts))
 
         def part_of(index: Value) -> list[Value]:
             """The first pair of this block's part of a tile, and their end."""
-            part = arith.divui(p.smaller(index, last_tile), p.ci(how.columns))
+            part = p.smaller(index, last_tile) // how.columns
             if how.cluster > 1:
-                part = p.add(p.mul(part, how.cluster), pair)
+                part = part * how.cluster + pair
             at = p.smaller(part, last_part)
-            first, end = p.load_global(p.offset(at_work, p.add(at, 1), 16), 4)[1:3]
-            return [arith.select(p.less(last_part, part), end, first), end]
+            first, end = p.load_global(p.offset(at_work, at + 1, 16), 4)[1:3]
+            return [arith.select(last_part < part, end, first), end]
 
         def tile(index: Value, carry: Sequence[Value]) -> list[Value]:
             *carry, first, end, next_first, next_end = carry
             # The next tile's pairs come to L1 meanwhile, and the part behind it to registers.
-            line = p.smaller(p.add(next_first, p.mul(lane, 32)), p.add(next_end, -1))
+            line = p.smaller(next_first + lane * 32, next_end - 1)
             p.prefetch_line(p.offset(at_pairs, line, 4))
-            following = [next_first, next_end, *part_of(p.add(index, 2 * how.n_clusters))]
-            count, last = arith.subi(end, first), arith.subi(end, p.ci(1))
+            following = [next_first, next_end, *part_of(index + 2 * how.n_clusters)]
+            count, last = end - first, end - 1
             most = how.tokens // _AT_ONCE
-            places = [p.smaller(p.add(first, row, _AT_ONCE * i), last) for i in range(most)]
+            places = [p.smaller(first + row + _AT_ONCE * i, last) for i in range(most)]
             found = [p.load_global(p.offset(at_pairs, place, 4), 1)[0] for place in places]
-            rows = [f if how.fan == 1 else arith.divui(f, p.ci(how.fan)) for f in found]
+            rows = [f if how.fan == 1 else f // how.fan for f in found]
 
             def steps(n_rows: int) -> list[Value]:
                 def step(j: Value, carry: Sequence[Value]) -> list[Value]:
                     slot, phase = carry
-                    barrier = p.add(copied, p.mul(slot, 8))
-                    empty = p.add(barrier, 16 * self.stages)
-                    p.barrier_wait(empty, arith.xori(phase, p.ci(1)))
+                    barrier = copied + slot * 8
+                    empty = barrier + 16 * self.stages
+                    p.barrier_wait(empty, phase ^ 1)
                     columns = p.offset(source, j, SLOT_BYTES)
-                    rows_at = p.add(to, p.mul(slot, how.tokens * SLOT_BYTES))
+                    rows_at = to + slot * (how.tokens * SLOT_BYTES)
                     for i in range(n_rows // _AT_ONCE):
                         begin = p.offset_rows(columns, rows[i], how.pitch)
                         p.copy_async(rows_at, begin, _AT_ONCE * SLOT_BYTES * i, line=True)
                     p.copies_arrive(barrier)
-                    following = p.add(slot, 1)
+                    following = slot + 1
                     is_last = p.equal(following, self.stages)
                     slot = arith.select(is_last, p.ci(0), following)
-                    return [slot, arith.select(is_last, arith.xori(phase, p.ci(1)), phase)]
+                    return [slot, arith.select(is_last, phase ^ 1, phase)]
 
                 return p.loop(0, how.steps, 1, carry, step)
 
@@ -230,11 +230,11 @@ class RowGather:
                 none = p.at_most(count, p.ci(0))
                 result = p.choose(none, lambda: steps(0), result)
             for below, width in itertools.pairwise(widths):
-                is_width = arith.andi(p.below(p.ci(below), count), p.at_most(count, p.ci(width)))
+                is_width = p.below(p.ci(below), count) & p.at_most(count, p.ci(width))
                 result = p.choose(is_width, lambda width=width: steps(width), result)
             return [*result, *following]
 
-        parts = [v for i in range(2) for v in part_of(p.add(cluster, i * how.n_clusters))]
+        parts = [v for i in range(2) for v in part_of(cluster + i * how.n_clusters)]
         p.loop(cluster, total, how.n_clusters, [p.ci(0), p.ci(0), *parts], tile)
 
 

@@ -22,7 +22,7 @@ from pallas_kernels import ptx as p
 from pallas_kernels.experts.many_pairs_finish_program import RowStage, store_one
 from pallas_kernels.experts.many_pairs_gather_program import GatherShape, RowGather, SortedRows
 from pallas_kernels.experts.many_pairs_plan import PairsScheme, Tile, has_sorted_rows
-from pallas_kernels.jax_internals import arith, llvm
+from pallas_kernels.jax_internals import llvm
 from pallas_kernels.matmul.many_rows import unpack
 from pallas_kernels.matmul.many_rows.pipeline import feed, my_tiles, ring_next, ring_slot
 from pallas_kernels.matmul.many_rows.plan import BLOCK_K
@@ -305,15 +305,15 @@ class PairsMultiplier(Multiplier):
         *vectors, column, acc = rest
         expert, first, end, _ = p.load_global(p.address(part), 4)
         thread = p.register("tid.x")
-        half = arith.remui(p.shift_right(thread, 7), p.ci(block.across))
+        half = (thread >> 7) % block.across
         row, _, quad = self.where.place()
-        own = p.add(column.registers.flat[0], p.mul(half, 32 if gated else 64), row)
-        columns = [own] if gated else [own, p.add(own, 8)]
-        inside = [p.less(c, block.n_out) for c in columns]
-        w_row = arith.muli(expert, p.ci(block.n))
-        w_rows = [p.add(w_row, p.minimum(c, block.n_out - 1)) for c in columns]
+        own = column.registers.flat[0] + half * (32 if gated else 64) + row
+        columns = [own] if gated else [own, own + 8]
+        inside = [c < block.n_out for c in columns]
+        w_row = expert * block.n
+        w_rows = [w_row + p.minimum(c, block.n_out - 1) for c in columns]
         if gated:
-            w_rows.append(p.add(w_rows[0], block.n_out))
+            w_rows.append(w_rows[0] + block.n_out)
 
         def vector(ref) -> list[Value]:
             base = p.address(ref)
@@ -332,20 +332,20 @@ class PairsMultiplier(Multiplier):
             ]
             return [finish.of_one(own, scales, biases) for own in sums]
 
-        last, eights = arith.subi(end, p.ci(1)), acc.shape[1] // 8
+        last, eights = end - 1, acc.shape[1] // 8
         if size == 2:
-            begin = p.add(column.registers.flat[0], p.mul(half, 32 if gated else 64))
+            begin = column.registers.flat[0] + half * (32 if gated else 64)
             how = RowStage(gated, p.shared_address(stage), at, to, begin, block.n_out)
             how.store(values, first, end, eights)
             return
         for c in range(0, eights, _AT_ONCE):
             group = range(c, min(c + _AT_ONCE, eights))
-            tokens = [p.add(first, p.mul(quad, 2), 8 * i + e) for i in group for e in range(2)]
+            tokens = [first + quad * 2 + (8 * i + e) for i in group for e in range(2)]
             at_pairs = [p.offset(at, p.smaller(token, last), 4) for token in tokens]
             places = [p.load_global(place, 1)[0] for place in at_pairs]
             results = [y for i in group for y in values(i)]
             for token, place, own_results in zip(tokens, places, results, strict=True):
                 base = p.offset(to, place, block.n_out * size)
                 for c_out, ok, y in zip(columns, inside, own_results, strict=True):
-                    is_own = arith.andi(p.less(token, end), ok)
+                    is_own = (token < end) & ok
                     store_one(p.offset(base, c_out, size), y, is_own)

@@ -28,7 +28,7 @@ from pallas_kernels import ptx as p
 from pallas_kernels.experts.many_pairs_finish_program import TokenStage, exchanged_four
 from pallas_kernels.experts.many_pairs_plan import token_stage
 from pallas_kernels.experts.many_pairs_program import PairsBlock, PairsFeeder
-from pallas_kernels.jax_internals import arith, llvm
+from pallas_kernels.jax_internals import llvm
 from pallas_kernels.matmul.many_rows.pipeline import REGISTERS, ring_next, ring_slot
 from pallas_kernels.matmul.many_rows.unpack import FragmentRows
 from pallas_kernels.ptx import Value
@@ -160,13 +160,13 @@ class TokenMultiplier:
         flat, at, to = list(acc.registers.reshape(-1)), p.address(pairs), p.address(out)
         sets = 1 + block.scheme.gated
         eights = self.tile.rows // 8 // sets
-        w_row = p.add(arith.muli(expert, p.ci(block.n)), p.mul(quad, 2))
+        w_row = expert * block.n + quad * 2
         at_bias = p.address(biases[0]) if biases else None
 
         def biases_of(i: int) -> list[Sequence[Value]]:
             """Those of gate and up of two neighbouring results."""
-            first = p.add(w_row, p.minimum(p.add(n0, 8 * i), block.n_out - 8))
-            rows = [p.add(first, s * block.n_out) for s in range(sets)]
+            first = w_row + p.minimum(n0 + 8 * i, block.n_out - 8)
+            rows = [first + s * block.n_out for s in range(sets)]
             return [p.load_global(p.offset(at_bias, r, 4), 2, kind="f32") for r in rows]
 
         def two(i: int, h: int, of_pair: list[Sequence[Value]] | None) -> list[Value]:
@@ -182,18 +182,18 @@ class TokenMultiplier:
 
         if finish.bytes == 4:
             for h in range(2):
-                token = p.add(first, row, 8 * h)
-                (place,) = p.load_global(p.offset(at, p.smaller(token, p.add(end, -1)), 4), 1)
+                token = first + row + 8 * h
+                (place,) = p.load_global(p.offset(at, p.smaller(token, end - 1), 4), 1)
                 to_row = p.offset_rows(to, place, block.n_out * 4)
                 exchanged_four(several, h, to_row, n0, p.below(token, end), eights, block.n_out)
             return
         own_tokens, pitch = token_stage(self.tile)
-        warp = p.shift_right(p.masked(p.register("tid.x"), 127), 5)
-        stage = p.add(p.shared_address(stage), p.mul(warp, own_tokens * pitch))
-        token, wide = p.add(first, arith.subi(row, in_eight)), pitch // 2 - 8
+        warp = (p.register("tid.x") & 127) >> 5
+        stage = p.shared_address(stage) + warp * (own_tokens * pitch)
+        token, wide = first + (row - in_eight), pitch // 2 - 8
         for c in range(0, 8 * eights, wide):
             words = lambda i, h, c=c: [  # noqa: E731
                 p.pack(*values) for values in several(range(c // 8 + i, c // 8 + i + 4), h)
             ]
-            how = TokenStage(stage, at, to, p.add(n0, c), block.n_out, pitch)
+            how = TokenStage(stage, at, to, n0 + c, block.n_out, pitch)
             how.store(words, token, end)

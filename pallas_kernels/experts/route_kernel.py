@@ -116,14 +116,14 @@ class _Program:
         """Emit one block's program while the kernel is traced."""
         plan = self.plan
         thread = p.register("tid.x")
-        warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
+        warp, lane = thread >> 5, thread & 31
         token, rank = p.register("clusterid.x"), p.register("cluster_ctarank")
-        first = p.mul(rank, plan.rows)
-        chooses = arith.andi(p.less(rank, 1), p.less(warp, 1))
+        first = rank * plan.rows
+        chooses = (rank < 1) & (warp < 1)
         self.start(thread)
         self.prefetch(thread, first)
         p.await_kernel()
-        tasks = [p.add(warp, task) for task in range(0, plan.tasks, WARPS)]
+        tasks = [warp + task for task in range(0, plan.tasks, WARPS)]
         early = [self.load(task, lane, first) for task in tasks[:EARLY]]
         bias = self.load_bias(chooses, lane)
         self.norm(thread, warp, lane, token, rank)
@@ -142,13 +142,13 @@ class _Program:
             p.barriers_ready()
             p.barrier_expect(arrival, SENT * BLOCKS * self.plan.tasks)
 
-        p.when(p.less(thread, 1), initialise)
+        p.when(thread < 1, initialise)
         p.cluster_arrive()
 
     def prefetch(self, thread: Value, first: Value) -> None:
         """Asks for the block's rows of the router."""
-        row = p.add(first, thread)
-        mine = arith.andi(p.less(thread, self.plan.rows), p.less(row, self.plan.n))
+        row = first + thread
+        mine = (thread < self.plan.rows) & (row < self.plan.n)
         size = 2 * self.plan.d
         p.when(mine, lambda: p.prefetch(p.offset(self.gmem.router, row, size), size))
 
@@ -158,8 +158,8 @@ class _Program:
         x = p.offset(self.gmem.x, token, 2 * plan.d)
         asked, total = [], p.cf(0.0)
         for start in range(0, plan.pieces, THREADS):
-            piece = p.add(thread, start)
-            inside = p.less(piece, plan.pieces)
+            piece = thread + start
+            inside = piece < plan.pieces
             at = p.minimum(piece, plan.pieces - 1)
             words = p.load_global(p.offset(x, at, 16), 4)
             kind = self.kinds["gamma"]
@@ -167,22 +167,22 @@ class _Program:
             asked.append((piece, inside, floats(words), gamma))
         for _, inside, values, _ in asked:
             squares = functools.reduce(lambda sum_, v: p.fma(v, v, sum_), values, p.cf(0.0))
-            total = arith.addf(total, arith.select(inside, squares, p.cf(0.0)))
+            total = total + arith.select(inside, squares, p.cf(0.0))
         (total,) = over_lanes([total])
-        at = p.add(smem.squares, p.mul(warp, 4))
-        p.when(p.less(lane, 1), lambda: p.store_shared(at, [total]))
+        at = smem.squares + warp * 4
+        p.when(lane < 1, lambda: p.store_shared(at, [total]))
         p.barrier()
         sums = [p.load_float(smem.squares, 4 * w) for w in range(WARPS)]
-        mean = arith.mulf(functools.reduce(arith.addf, sums), p.cf(1.0 / plan.d))
-        factor = p.rsqrt(arith.addf(mean, p.cf(self.static.eps)))
+        mean = functools.reduce(arith.addf, sums) * (1.0 / plan.d)
+        factor = p.rsqrt(mean + self.static.eps)
         for piece, inside, values, gamma in asked:
             pairs = zip(values, gamma, strict=True)
-            words = packed([arith.mulf(arith.mulf(v, factor), g) for v, g in pairs])
+            words = packed([v * factor * g for v, g in pairs])
 
             def store(piece=piece, words=words) -> None:
-                p.store_shared(p.add(smem.y, p.mul(piece, 16)), words)
+                p.store_shared(smem.y + piece * 16, words)
                 out = p.offset(p.offset(self.gmem.y, token, 2 * plan.d), piece, 16)
-                p.when(p.less(rank, 1), lambda: p.store_global(out, words))
+                p.when(rank < 1, lambda: p.store_global(out, words))
 
             p.when(inside, store)
         p.barrier()
@@ -191,16 +191,16 @@ class _Program:
         """A lane's words of a part of a row: (are they the row's, or None, if they must be; their
         place in it; the words)."""
         plan = self.plan
-        row, part = arith.divui(task, p.ci(plan.parts)), arith.remui(task, p.ci(plan.parts))
-        expert = p.minimum(p.add(first, row), plan.n - 1)
+        row, part = task // plan.parts, task % plan.parts
+        expert = p.minimum(first + row, plan.n - 1)
         w = p.offset(self.gmem.router, expert, 2 * plan.d)
-        begin, loaded = p.mul(part, 32 * plan.per_part), []
+        begin, loaded = part * (32 * plan.per_part), []
         for i in range(plan.per_part):
-            piece = p.add(begin, p.add(lane, 32 * i))
+            piece = begin + (lane + 32 * i)
             at = p.minimum(piece, plan.pieces - 1)
             words = p.load_global(p.offset(w, at, 16), 4)
             is_whole = plan.pieces == 32 * plan.per_part * plan.parts
-            loaded.append((None if is_whole else p.less(piece, plan.pieces), at, words))
+            loaded.append((None if is_whole else piece < plan.pieces, at, words))
         return loaded
 
     def load_bias(self, chooses: Value, lane: Value) -> list[Value]:
@@ -210,7 +210,7 @@ class _Program:
             return []
 
         def load() -> list[Value]:
-            experts = (p.minimum(p.add(lane, 32 * i), plan.n - 1) for i in range(plan.per_lane))
+            experts = (p.minimum(lane + 32 * i, plan.n - 1) for i in range(plan.per_lane))
             return [load_word(bias, expert, self.kinds["bias"]) for expert in experts]
 
         return p.choose(chooses, load, [p.ci(0)] * plan.per_lane)
@@ -219,15 +219,15 @@ class _Program:
         """The sum of a part of a row, to block 0."""
         sums = [p.cf(0.0)] * 4
         for inside, at, words in loaded:
-            ys = p.load_shared(p.add(self.smem.y, p.mul(at, 16)), 4)
+            ys = p.load_shared(self.smem.y + at * 16, 4)
             for i, (a, b) in enumerate(zip(floats(ys), floats(words), strict=True)):
                 a = a if inside is None else arith.select(inside, a, p.cf(0.0))
                 sums[i % 4] = p.fma(a, b, sums[i % 4])
-        total = arith.addf(arith.addf(sums[0], sums[1]), arith.addf(sums[2], sums[3]))
+        total = sums[0] + sums[1] + (sums[2] + sums[3])
         (total,) = over_lanes([total])
-        is_one = arith.andi(p.less(lane, 1), p.less(task, self.plan.tasks))
-        at = p.add(p.mul(rank, self.plan.tasks), task)
-        to = p.peer_address(p.add(self.smem.sums, p.mul(at, SENT)), 0)
+        is_one = (lane < 1) & (task < self.plan.tasks)
+        at = rank * self.plan.tasks + task
+        to = p.peer_address(self.smem.sums + at * SENT, 0)
         barrier = p.peer_address(self.smem.arrival, 0)
         p.when(is_one, lambda: p.send_peer(to, [total, total], barrier))
 
@@ -236,15 +236,15 @@ class _Program:
         plan, found = self.plan, []
         p.barrier_wait(self.smem.arrival, p.ci(0))
         for i in range(plan.per_lane):
-            expert = p.add(lane, 32 * i)
+            expert = lane + 32 * i
             here = p.minimum(expert, plan.n - 1)
             # A row's parts lie side by side, and rows in the order of experts.
-            at = p.add(self.smem.sums, p.mul(here, SENT * plan.parts))
+            at = self.smem.sums + here * (SENT * plan.parts)
             parts = [p.load_float(at, SENT * part) for part in range(plan.parts)]
             value = functools.reduce(arith.addf, parts)
             if bias:
-                value = arith.addf(value, as_float(bias[i], self.kinds["bias"]))
-            found.append(arith.select(p.less(expert, plan.n), value, p.cf(float("-inf"))))
+                value = value + as_float(bias[i], self.kinds["bias"])
+            found.append(arith.select(expert < plan.n, value, p.cf(float("-inf"))))
         return found
 
     def choose(self, token: Value, lane: Value, logits: list[Value]) -> None:
@@ -252,7 +252,7 @@ class _Program:
         best, chosen = largest(logits, lane, plan.n, self.static.k)
 
         def power(value: Value) -> Value:
-            return p.exp2(arith.mulf(arith.subf(value, best[0]), p.cf(LOG2E)))
+            return p.exp2((value - best[0]) * LOG2E)
 
         powers = [power(v) for v in best]
         if self.static.normalize:
@@ -260,11 +260,11 @@ class _Program:
         else:
             (total,) = over_lanes([functools.reduce(arith.addf, [power(v) for v in logits])])
         mine, index = of_lane(lane, powers), of_lane(lane, chosen)
-        weight = arith.mulf(p.divide(mine, total), p.cf(self.static.scale))
+        weight = p.divide(mine, total) * self.static.scale
 
         def store() -> None:
-            at = p.add(p.mul(token, self.static.k), lane)
+            at = token * self.static.k + lane
             p.store_global(p.offset(self.gmem.experts, at, 4), index)
             p.store_global(p.offset(self.gmem.weights, at, 4), weight)
 
-        p.when(p.less(lane, self.static.k), store)
+        p.when(lane < self.static.k, store)

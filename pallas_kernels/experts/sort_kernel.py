@@ -17,6 +17,7 @@ from its own row and expert.
 from __future__ import annotations
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -98,19 +99,19 @@ class _Sort:
         self.own, self.shift = p.shared_address(smem.own), p.shared_address(smem.shift)
         self.sorted = p.shared_address(smem.sorted)
         self.thread, self.rank = p.register("tid.x"), p.register("cluster_ctarank")
-        self.lane = p.masked(self.thread, 31)
+        self.lane = self.thread & 31
 
     def run(self) -> None:
         each = _padded(self.n_experts)
         zero = lambda: p.store_shared(self.at(self.counts, self.thread), [p.ci(0)])  # noqa: E731
-        is_counted = p.less(self.thread, each)
+        is_counted = self.thread < each
         p.when(is_counted, zero)
         p.await_kernel()
         p.barrier()
         at_once = THREADS * self.blocks
-        first = p.add(self.thread, p.mul(self.rank, THREADS))
+        first = self.thread + self.rank * THREADS
         turns = _turns(self.n_pairs, self.blocks)
-        pairs = [p.add(first, at_once * i) for i in range(turns)]
+        pairs = [first + at_once * i for i in range(turns)]
         experts = [self.expert_of(pair) for pair in pairs]  # all loads are on their way at once
         found = [self.counted(pair, expert) for pair, expert in zip(pairs, experts, strict=True)]
         if self.blocks > 1:
@@ -118,8 +119,8 @@ class _Sort:
             p.when(is_counted, self.over_blocks)
             p.cluster_arrive()  # waited for at the end: the others still read this block's counts
         p.barrier()
-        p.when(p.less(self.thread, 32), self.sum_up)
-        p.when(p.equal(p.shift_right(self.thread, 5), 1), self.sum_own)
+        p.when(self.thread < 32, self.sum_up)
+        p.when(p.equal(self.thread >> 5, 1), self.sum_own)
         p.barrier()
         for index, expert, place in found:
             self.place(index, expert, place)
@@ -127,9 +128,9 @@ class _Sort:
         p.barrier()
         (count,) = p.load_shared(self.at(self.own, p.ci(self.n_experts)), 1)
         for i in range(turns):
-            place = p.add(self.thread, THREADS * i)
-            p.when(p.less(place, count), functools.partial(self.write, place))
-        is_writer = p.less(p.add(self.thread, p.mul(self.rank, THREADS)), self.n_experts)
+            place = self.thread + THREADS * i
+            p.when(place < count, functools.partial(self.write, place))
+        is_writer = self.thread + self.rank * THREADS < self.n_experts
         p.when(is_writer, self.write_rows)
         if self.blocks > 1:
             p.cluster_wait()
@@ -140,9 +141,9 @@ class _Sort:
         for block in range(self.blocks):
             peer = p.peer_address(self.at(self.counts, self.thread), block)
             count = p.bits(p.load_peer(peer))
-            is_before = p.less(p.ci(block), self.rank)
-            before = p.add(before, arith.select(is_before, count, p.ci(0)))
-            total = p.add(total, count)
+            is_before = block < self.rank
+            before = before + arith.select(is_before, count, p.ci(0))
+            total = total + count
         p.store_shared(self.at(self.before, self.thread), [before])
         p.store_shared(self.at(self.totals, self.thread), [total])
 
@@ -152,7 +153,7 @@ class _Sort:
         return self.counts if self.blocks == 1 else self.totals
 
     def at(self, base: Value, index: Value) -> Value:
-        return p.add(base, p.mul(index, 4))
+        return base + index * 4
 
     def expert_of(self, index: Value) -> Value:
         """A pair's expert as it is stored; the last pair's where there is none."""
@@ -166,40 +167,40 @@ class _Sort:
         The count of n_experts is in no sum.
         """
         expert = p.smaller(p.larger(expert, p.ci(0)), p.ci(self.largest))
-        expert = arith.select(p.less(index, self.n_pairs), expert, p.ci(self.n_experts))
+        expert = arith.select(index < self.n_pairs, expert, p.ci(self.n_experts))
         return index, expert, p.add_shared(self.at(self.counts, expert), p.ci(1))
 
     def counts_of(self, base: Value) -> tuple[Value, list[Value]]:
         """A lane's first expert, and the pairs of the neighbouring experts that it has."""
         per = _padded(self.n_experts) // 32
-        first = p.mul(self.lane, per)
+        first = self.lane * per
 
         def count_of(i: int) -> Value:
-            (count,) = p.load_shared(self.at(base, p.add(first, i)), 1)
-            is_expert = p.less(p.add(first, i), self.n_experts)
+            (count,) = p.load_shared(self.at(base, first + i), 1)
+            is_expert = first + i < self.n_experts
             return arith.select(is_expert, count, p.ci(0))
 
         return first, [count_of(i) for i in range(per)]
 
     def before_lane(self, counts: list[Value]) -> tuple[Value, Value]:
         """The sum over the lanes before this one, and with this one."""
-        own = total = p.add(*counts, 0)
+        own = total = functools.reduce(operator.add, counts)
         for distance in (1, 2, 4, 8, 16):
             below = p.shuffle_up(total, distance)
-            is_there = p.less(self.lane, distance)
-            total = p.add(total, arith.select(is_there, p.ci(0), below))
-        return arith.subi(total, own), total
+            is_there = self.lane < distance
+            total = total + arith.select(is_there, p.ci(0), below)
+        return total - own, total
 
     def sum_up(self) -> None:
         """A lane has neighbouring experts: what lies before them, then each of them."""
         first, counts = self.counts_of(self.all_counts)
-        parts = [arith.divui(p.add(n, self.size - 1), p.ci(self.size)) for n in counts]
+        parts = [(n + (self.size - 1)) // self.size for n in counts]
         (begin, _), (part, count) = self.before_lane(counts), self.before_lane(parts)
         for i, own in enumerate(counts):
-            expert = p.add(first, i)
+            expert = first + i
             p.store_shared(self.at(self.begins, expert), [begin])
             p.store_shared(self.at(self.parts, expert), [part])
-            begin, part = p.add(begin, own), p.add(part, parts[i])
+            begin, part = begin + own, part + parts[i]
         none = p.ci(0)
         is_last = p.equal(self.lane, 31)
         p.when(is_last, lambda: p.store_global(self.work, [count, none, none, none]))
@@ -209,32 +210,32 @@ class _Sort:
         first, counts = self.counts_of(self.counts)
         begin, _ = self.before_lane(counts)
         for i, own in enumerate(counts):
-            p.store_shared(self.at(self.own, p.add(first, i)), [begin])
-            begin = p.add(begin, own)
+            p.store_shared(self.at(self.own, first + i), [begin])
+            begin = begin + own
 
     def leave_shift(self) -> None:
         """How far this thread's expert's pairs are from their place among the block's."""
         (begin,) = p.load_shared(self.at(self.begins, self.thread), 1)
         if self.blocks > 1:
-            begin = p.add(begin, p.load_shared(self.at(self.before, self.thread), 1)[0])
+            begin = begin + p.load_shared(self.at(self.before, self.thread), 1)[0]
         (own,) = p.load_shared(self.at(self.own, self.thread), 1)
-        p.store_shared(self.at(self.shift, self.thread), [arith.subi(begin, own)])
+        p.store_shared(self.at(self.shift, self.thread), [begin - own])
 
     def place(self, index: Value, expert: Value, rank: Value) -> None:
         def store() -> None:
             (begin,) = p.load_shared(self.at(self.own, expert), 1)
-            both = p.add(p.shift_left(expert, _INDEX_BITS), index)
-            p.store_shared(self.at(self.sorted, p.add(begin, rank)), [both])
+            both = (expert << _INDEX_BITS) + index
+            p.store_shared(self.at(self.sorted, begin + rank), [both])
 
-        p.when(p.less(expert, self.n_experts), store)
+        p.when(expert < self.n_experts, store)
 
     def write(self, place: Value) -> None:
         """Write the block's pair at this place to its place among all."""
         (both,) = p.load_shared(self.at(self.sorted, place), 1)
-        expert = p.shift_right(both, _INDEX_BITS)
+        expert = both >> _INDEX_BITS
         (shift,) = p.load_shared(self.at(self.shift, expert), 1)
-        index = p.masked(both, (1 << _INDEX_BITS) - 1)
-        p.store_global(p.offset(self.order, p.add(place, shift), 4), [index])
+        index = both & ((1 << _INDEX_BITS) - 1)
+        p.store_global(p.offset(self.order, place + shift, 4), [index])
 
     def write_rows(self) -> None:
         """Write the rows of the expert that this thread has."""
@@ -243,12 +244,12 @@ class _Sort:
             p.load_shared(self.at(base, expert), 1)[0]
             for base in (self.all_counts, self.begins, self.parts)
         )
-        end = p.add(begin, count)
+        end = begin + count
 
         def row(first: Value, carry: list[Value]) -> list[Value]:
             (at,) = carry
-            stop = p.smaller(p.add(first, self.size), end)
+            stop = p.smaller(first + self.size, end)
             p.store_global(p.offset(self.work, at, 16), [expert, first, stop, p.ci(0)])
-            return [p.add(at, 1)]
+            return [at + 1]
 
-        p.loop(begin, end, self.size, [p.add(part, 1)], row)
+        p.loop(begin, end, self.size, [part + 1], row)

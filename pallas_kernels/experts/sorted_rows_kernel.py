@@ -10,7 +10,6 @@ import jax
 
 from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
 from pallas_kernels.ptx import Value
 
@@ -34,12 +33,12 @@ def sorted_rows(x: jax.Array, order: jax.Array, fan: int) -> jax.Array:
         source, pairs, out = p.address(gmem.x), p.address(gmem.order), p.address(gmem.out)
         p.await_kernel()
         thread = p.register("tid.x")
-        lane = p.masked(thread, 31)
-        first = p.add(p.mul(p.register("ctaid.x"), WARPS), p.shift_right(thread, 5))
+        lane = thread & 31
+        first = p.register("ctaid.x") * WARPS + (thread >> 5)
 
         def copy(i: Value, _: list[Value]) -> list[Value]:
             (pair,) = p.load_global(p.offset(pairs, i, 4), 1)
-            row = pair if fan == 1 else arith.divui(pair, p.ci(fan))
+            row = pair if fan == 1 else pair // fan
             begin = p.offset_rows(source, p.minimum(row, n_rows - 1), row_bytes)
             copy_row(begin, p.offset_rows(out, i, row_bytes), lane, row_bytes // 16)
             return []
@@ -61,7 +60,7 @@ def copy_row(source: Value, to: Value, lane: Value, vectors: int) -> None:
     """Copy so many vectors of 16 bytes by a warp.  Lanes past the end copy the last one again."""
     for c in range(0, vectors, 32 * _AT_ONCE):
         count = -(-min(vectors - c, 32 * _AT_ONCE) // 32)
-        places = [p.add(lane, c + 32 * i) for i in range(count)]
+        places = [lane + (c + 32 * i) for i in range(count)]
         if c + 32 * count > vectors:
             places[-1] = p.minimum(places[-1], vectors - 1)
         found = [p.load_global(p.offset(source, at, 16), 4) for at in places]

@@ -37,7 +37,7 @@ _STREAMED = ".L1::no_allocate"
 
 def divided(index: Value, by: int) -> tuple[Value, Value]:
     """(quotient, remainder)."""
-    return arith.divui(index, p.ci(by)), arith.remui(index, p.ci(by))
+    return index // by, index % by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Place:
     def of(cls, plan: GroupedSumPlan, slot: Value, first: Value) -> Place:
         """first: column in the slot."""
         expert, own = divided(slot, plan.slots)
-        column = p.add(p.mul(own, SLOT), first)
-        is_inside = arith.andi(p.less(column, plan.k), p.less(slot, plan.row_slots))
+        column = own * SLOT + first
+        is_inside = (column < plan.k) & (slot < plan.row_slots)
         expert, column = (arith.select(is_inside, v, p.ci(0)) for v in (expert, column))
         return cls(expert, column, is_inside)
 
@@ -127,7 +127,7 @@ class WarpCodes:
             return lambda i: widen.biased_nibbles(scheme, row[i])
         bias = p.ci(scheme.bias)
         if len(row) > 5:
-            bias = arith.addi(bias, p.mul(row[5], 0x00010001))
+            bias = bias + row[5] * 0x00010001
         scale = self.as_float(row[4])
         factor = p.pack(scale, scale)
         return lambda i: widen.folded_pairs(scheme, row[i], bias, factor)
@@ -141,8 +141,8 @@ class WarpCodes:
     def scaled(self, value: Value, scale: Value, zero: Value | None = None) -> Value:
         """An int4 slot's sum without its bias, times its scale."""
         assert self.x_sum is not None
-        bias = p.cf(-136.0) if zero is None else p.to_float(arith.subi(p.ci(2**32 - 136), zero))
-        return arith.mulf(p.fma(bias, self.x_sum, value), self.as_float(scale))
+        bias = p.cf(-136.0) if zero is None else p.to_float(2**32 - 136 - zero)
+        return p.fma(bias, self.x_sum, value) * self.as_float(scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,31 +164,29 @@ class SumProgram:
         """Emit one block's program while the kernel is traced."""
         plan = self.plan
         thread = p.register("tid.x")
-        warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
+        warp, lane = thread >> 5, thread & 31
         token, block = divided(p.register("ctaid.x"), plan.blocks)
         p.await_kernel()
         member, chunk = divided(warp, plan.chunks)
-        works = p.less(member, plan.members)
-        first, end = (
-            arith.divui(p.mul(at, plan.units), p.ci(plan.blocks)) for at in (block, p.add(block, 1))
-        )
-        slot = p.add(p.mul(chunk, 8), p.shift_right(lane, 2))
-        place = Place.of(plan, slot, p.mul(p.masked(lane, 3), 32))
+        works = member < plan.members
+        first, end = (at * plan.units // plan.blocks for at in (block, block + 1))
+        slot = chunk * 8 + (lane >> 2)
+        place = Place.of(plan, slot, (lane & 3) * 32)
         expert = self.clamped(self.expert_at(token, place.expert))
         x = self.ask_x(token, chunk, lane)
         codes = self.codes(place, expert, lane)
-        on_diagonal = p.equal(p.masked(lane, 3), p.shift_right(lane, 3))
-        sums_at = p.add(p.shared_address(self.smem.sums), p.mul(slot, 4))
+        on_diagonal = p.equal(lane & 3, lane >> 3)
+        sums_at = p.shared_address(self.smem.sums) + slot * 4
 
         def unit_of(i: Value | int) -> Value:
             step = p.ci(i) if isinstance(i, int) else i
-            return p.add(first, p.add(p.mul(step, plan.members), member))
+            return first + (step * plan.members + member)
 
         def has(i: Value | int, unit: Value) -> Value | None:
             """Whether the warp has this unit; None if all have it."""
             if isinstance(i, int) and (i + 1) * plan.members <= plan.least_units:
                 return None if plan.members * plan.chunks == plan.warps else works
-            return arith.andi(p.less(unit, end), works)
+            return (unit < end) & works
 
         def load(i: Value | int) -> list[Value]:
             unit = unit_of(i)
@@ -202,7 +200,7 @@ class SumProgram:
             condition = has(i, unit)
 
             def body() -> None:
-                at = p.add(sums_at, p.mul(arith.subi(unit, first), 8 * plan.pitch))
+                at = sums_at + (unit - first) * (8 * plan.pitch)
                 for r, value in enumerate(codes.sums(words)):
                     p.store_shared_if(on_diagonal, at, value, 4 * plan.pitch * r)
 
@@ -231,8 +229,8 @@ class SumProgram:
             carry = list(carry)
             for a in range(ahead):
                 part = slice(a * words, (a + 1) * words)
-                multiply(p.add(i, a), carry[part])
-                carry[part] = load(p.add(i, a + ahead))
+                multiply(i + a, carry[part])
+                carry[part] = load(i + (a + ahead))
             return carry
 
         p.loop(0, rounds, ahead, [v for words in ring for v in words], step)
@@ -241,7 +239,7 @@ class SumProgram:
 
     def expert_at(self, token: Value, index: Value) -> Value:
         """The token's expert of this number, as it is given."""
-        at = p.add(p.mul(token, self.plan.fan), index)
+        at = token * self.plan.fan + index
         return p.load_global(p.offset(self.memory["experts"], at, 4), 1)[0]
 
     def clamped(self, expert: Value) -> Value:
@@ -252,9 +250,9 @@ class SumProgram:
         """The chunk's x as it lies: 8 columns a lane, 4 times."""
         plan, out = self.plan, []
         for i in range(4):
-            piece = p.add(p.mul(chunk, 128), p.add(lane, 32 * i))
-            part = Place.of(plan, p.shift_right(piece, 4), p.mul(p.masked(piece, 15), 8))
-            row = p.add(p.mul(token, plan.fan), part.expert)
+            piece = chunk * 128 + (lane + 32 * i)
+            part = Place.of(plan, piece >> 4, (piece & 15) * 8)
+            row = token * plan.fan + part.expert
             at = p.offset(p.offset(self.memory["x"], row, 2 * plan.k), part.column, 2)
             words = p.load_global(at, 4)
             out += [arith.select(part.is_inside, word, p.ci(0)) for word in words]
@@ -262,10 +260,10 @@ class SumProgram:
 
     def codes(self, place: Place, expert: Value, lane: Value) -> WarpCodes:
         scheme = self.scheme
-        group = p.shift_right(place.column, scheme.group.bit_length() - 1)
+        group = place.column >> (scheme.group.bit_length() - 1)
         starts = {
-            "w": p.shift_right(place.column, 1),
-            "scale": p.mul(group, scheme.scale_bytes),
+            "w": place.column >> 1,
+            "scale": group * scheme.scale_bytes,
             "zero": group,
         }
         names = ["w", "scale"] + (["zero"] if scheme.zero == "int" else [])
@@ -278,13 +276,13 @@ class SumProgram:
 
     def with_x(self, codes: WarpCodes, words: list[Value], warp: Value, lane: Value) -> WarpCodes:
         """x in the order of the codes: a lane's 32 columns."""
-        base = p.add(p.shared_address(self.smem.x), p.mul(warp, 2048))
+        base = p.shared_address(self.smem.x) + warp * 2048
         # Piece 4 l + i is the lane l's, at 512 i + 16 l.
-        to = p.add(p.mul(p.masked(lane, 3), 512), p.mul(p.shift_right(lane, 2), 16))
+        to = (lane & 3) * 512 + (lane >> 2) * 16
         for i in range(4):
-            p.store_shared(p.add(base, to), words[4 * i : 4 * i + 4], 128 * i)
+            p.store_shared(base + to, words[4 * i : 4 * i + 4], 128 * i)
         p.warp_barrier()
-        source = p.add(base, p.mul(lane, 16))
+        source = base + lane * 16
         loaded = [p.load_shared(source, 4, 512 * i) for i in range(4)]
         pairs = [pair for four in loaded for pair in widen.x_pairs(self.scheme, four)]
         if self.scheme.float4 or self.scheme.fold:
@@ -295,7 +293,7 @@ class SumProgram:
             parts = [arith.addf(*two) for two in zip(parts[:half], parts[half:], strict=True)]
         (total,) = parts
         for distance in (1, 2):
-            total = arith.addf(total, p.shuffle_xor(total, distance))
+            total = total + p.shuffle_xor(total, distance)
         return dataclasses.replace(codes, x=pairs, x_sum=total)
 
     # --- behind them ---
@@ -304,14 +302,14 @@ class SumProgram:
         """Return (is it one; its expert's weight; bias, factor of w) of an item of ``finish``."""
         plan = self.plan
         row, index = divided(item, plan.fan)
-        has_one = p.less(p.add(first, p.shift_right(row, 1)), end)
-        row = arith.select(has_one, p.add(p.mul(first, 2), row), p.mul(first, 2))
+        has_one = first + (row >> 1) < end
+        row = arith.select(has_one, first * 2 + row, first * 2)
         expert = self.expert_at(token, index)
-        at = p.add(p.mul(token, plan.fan), index)
+        at = token * plan.fan + index
         found = SimpleNamespace(has_one=has_one, bias=None, factor=None, is_own=None)
         found.weight = load_number(self.memory["weights"], at, "f32")
         if plan.partial:
-            found.is_own = p.less(expert, self.n_experts)
+            found.is_own = expert < self.n_experts
         expert = self.clamped(expert)
         if self.memory["bias"] is not None:
             kind = self.kinds["bias"]
@@ -328,40 +326,40 @@ class SumProgram:
     ) -> None:
         plan, threads = self.plan, 32 * self.plan.warps
         for start in range(0, plan.items, threads):
-            item = p.add(thread, start)
+            item = thread + start
             here = asked if start == 0 else self.ask(item, token, first, end)
             p.when(here.has_one, functools.partial(self.finish_item, item, here))
         p.barrier()
         parts = p.shared_address(self.smem.parts)
         for start in range(0, 2 * plan.most_units, threads):
-            row = p.add(thread, start)
+            row = thread + start
 
             def store(row: Value = row) -> None:
-                at = p.add(parts, p.mul(row, 4 * plan.fan))
+                at = parts + row * (4 * plan.fan)
                 values = [p.load_float(at, 4 * j) for j in range(plan.fan)]
-                index = p.add(p.mul(token, plan.n), p.add(p.mul(first, 2), row))
+                index = token * plan.n + (first * 2 + row)
                 self.store(index, functools.reduce(arith.addf, values))
 
-            p.when(p.less(p.shift_right(row, 1), arith.subi(end, first)), store)
+            p.when(row >> 1 < end - first, store)
 
     def finish_item(self, item: Value, asked: SimpleNamespace) -> None:
         """One row of one expert, times the expert's weight."""
         plan = self.plan
         row, index = divided(item, plan.fan)
-        at = p.add(p.mul(row, plan.pitch), p.mul(index, plan.slots))
-        at = p.add(p.shared_address(self.smem.sums), p.mul(at, 4))
+        at = row * plan.pitch + index * plan.slots
+        at = p.shared_address(self.smem.sums) + at * 4
         slots = [p.load_float(at, 4 * i) for i in range(plan.slots)]
         value = functools.reduce(arith.addf, slots)
         if self.scheme.float4:
-            value = arith.mulf(value, p.cf(widen.FLOAT4_REST))
+            value = value * widen.FLOAT4_REST
         if asked.factor is not None:
-            value = arith.mulf(value, asked.factor)
+            value = value * asked.factor
         if asked.bias is not None:
-            value = arith.addf(value, asked.bias)
-        value = arith.mulf(value, asked.weight)
+            value = value + asked.bias
+        value = value * asked.weight
         if asked.is_own is not None:
             value = arith.select(asked.is_own, value, p.cf(0.0))
-        p.store_shared(p.add(p.shared_address(self.smem.parts), p.mul(item, 4)), [value])
+        p.store_shared(p.shared_address(self.smem.parts) + item * 4, [value])
 
     def store(self, index: Value, value: Value) -> None:
         """The only rounding."""

@@ -83,12 +83,12 @@ def _words(array):
 def _diagonal(out, x) -> None:
     """The diagonal of ``x[tile][half]``, pairs of floats, as 64 floats in shared memory."""
     rows = inverse.InverseRows()
-    at = p.add(out, p.shift_left(rows.first, 2))
+    at = out + (rows.first << 2)
     for half in range(2):
         for e in range(2):
             value = inverse._of_warp(rows, [x[2 * w + half][half][e] for w in range(4)])
             p.when(
-                p.equal(rows.g, p.add(p.shift_left(rows.c, 1), e)),
+                p.equal(rows.g, (rows.c << 1) + e),
                 lambda value=value, half=half: p.store_shared(at, [value], 32 * half),
             )
 
@@ -108,7 +108,7 @@ def _symmetric(tiles, lower, upper) -> None:
     symmetric = _Symmetric(lower, upper)
     symmetric.rows.store_tile(tiles, symmetric.whole())
     levels = symmetric.levels()
-    symmetric.rows.store_tile(p.add(tiles, TILE), levels)
+    symmetric.rows.store_tile(tiles + TILE, levels)
 
 
 class _Symmetric:
@@ -123,7 +123,7 @@ class _Symmetric:
         return [
             [
                 self.merged(
-                    p.add(self.rows.first, 8 * half),
+                    self.rows.first + 8 * half,
                     tile,
                     self.lower[tile][half],
                     self.upper[tile][half],
@@ -138,7 +138,7 @@ class _Symmetric:
         levels = [[None, None] for _ in range(8)]
         for tile in range(2):
             for half in range(2):
-                row = p.add(self.rows.g, 8 * half)
+                row = self.rows.g + 8 * half
                 x, y = (
                     inverse._of_warp(self.rows, [part[2 * w + tile][half] for w in range(4)])
                     for part in (self.lower, self.upper)
@@ -149,7 +149,7 @@ class _Symmetric:
         return levels
 
     def column(self, tile: int, e: int):
-        return p.add(p.shift_left(self.rows.c, 1), 8 * tile + e)
+        return (self.rows.c << 1) + (8 * tile + e)
 
     def merged(self, row, tile: int, x, y):
         """x below the diagonal, y above it, and zero on it."""
@@ -157,16 +157,16 @@ class _Symmetric:
         for e in range(2):
             j = self.column(tile, e)
             above = arith.select(p.equal(j, row), self.zero, y)
-            words.append(p.masked(arith.select(p.less(j, row), x, above), _HALVES[e]))
+            words.append(arith.select(j < row, x, above) & _HALVES[e])
         return arith.ori(*words)
 
     def met(self, row, tile: int, n: int, both):
         """``both`` where a row and a column meet on level 2^n, else zero."""
         words = []
         for e in range(2):
-            differ = arith.xori(row, self.column(tile, e))
-            word = arith.select(p.equal(p.shift_right(differ, n), 1), both, self.zero)
-            words.append(p.masked(word, _HALVES[e]))
+            differ = row ^ self.column(tile, e)
+            word = arith.select(p.equal(differ >> n, 1), both, self.zero)
+            words.append(word & _HALVES[e])
         return arith.ori(*words)
 
 
@@ -180,25 +180,23 @@ def _sum_states(tiles, out) -> None:
     """Sums over the value channels, a quarter of these a warp, of S E of 64 key channels.  tiles:
     address of the first of the warpgroup's."""
     place, total = ThreadPlace(), [p.cf(0.0)] * 8
-    row, chunk = p.shift_right(place.lane, 3), p.masked(place.lane, 7)  # of four, of eight
-    start = p.add(tiles, p.shift_left(place.warp, 11), p.shift_left(row, 7))
-    both = [
-        p.add(start, p.shift_left(arith.xori(chunk, p.add(row, 4 * odd)), 4)) for odd in range(2)
-    ]
+    row, chunk = place.lane >> 3, place.lane & 7  # of four, of eight
+    start = tiles + (place.warp << 11) + (row << 7)
+    both = [start + ((chunk ^ (row + 4 * odd)) << 4) for odd in range(2)]
     for tile in (0, 2):
         for r in range(4):
             words = [p.load_shared(both[r % 2], 4, TILE * (at + tile) + 512 * r) for at in (_S, _E)]
             state, end = ([f(x) for x in four for f in (p.widen, p.widen_high)] for four in words)
             total = [p.fma(x, y, z) for x, y, z in zip(state, end, total, strict=True)]
     for distance in (8, 16):
-        total = [arith.addf(x, p.shuffle_xor(x, distance)) for x in total]
-    to = p.offset(out, p.add(p.shift_left(place.warp, 3), chunk), 32)
+        total = [x + p.shuffle_xor(x, distance) for x in total]
+    to = p.offset(out, (place.warp << 3) + chunk, 32)
 
     def store():
         for n in (0, 4):
             p.store_global(to, total[n : n + 4], 4 * n)
 
-    p.when(p.less(row, 1), store)
+    p.when(row < 1, store)
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), plgpu.RefType()))

@@ -23,7 +23,7 @@ def _floats(word):
 
 
 def _gated(word, factors):
-    return p.pack(*[arith.mulf(x, f) for x, f in zip(_floats(word), factors, strict=True)])
+    return p.pack(*[x * f for x, f in zip(_floats(word), factors, strict=True)])
 
 
 class _Levels:
@@ -41,14 +41,14 @@ class _Levels:
         self.gone = p.ci(0)  # which decays are 0
         for i, x in enumerate(flat(self.up)):
             dead = arith.cmpf(arith.CmpFPredicate.OEQ, x, self.zero)
-            self.gone = arith.ori(self.gone, arith.select(dead, p.ci(1 << i), p.ci(0)))
+            self.gone = self.gone | arith.select(dead, p.ci(1 << i), p.ci(0))
         self.down = each(lambda *_: p.cf(1.0))
         self.whole = [[None] * 8, [None] * 8]
         self.flux, self.d_q, self.d_k = (each(lambda *_: self.zero) for _ in range(3))
 
     def decay(self, h: int, m: int, e: int):
         (x,) = p.load_shared(self.gates[h][e], 1, GATES * TILE + 1024 * m, "f32")
-        return p.exp2(arith.mulf(x, p.cf(LOG2E)))
+        return p.exp2(x * LOG2E)
 
     def run(self) -> None:
         for level in LEVELS:
@@ -109,7 +109,7 @@ class _Levels:
         if query is None:
             self.ys[0][h][m] = self.ys[1][h][m]
         elif self.level == 1:  # a pair of tokens: k, q
-            mixed = arith.ori(p.masked(key, 0xFFFF), p.masked(query, -65536))
+            mixed = (key & 0xFFFF) | (query & -65536)
             self.ys[0][h][m] = _gated(mixed, f)
         elif bit is not None:
             self.ys[0][h][m] = _gated(arith.select(bit, query, key), f)
@@ -152,10 +152,10 @@ class _Levels:
     def add_either(self, h: int, m: int, e: int, f, asked, seen, y_q, y_k) -> None:
         """Add the terms of a query or a key row; the lane's bit selects the half."""
         d_q, d_k, flux, bit = self.d_q[h][m], self.d_k[h][m], self.flux[h][m], self.bit
-        both = arith.addf(asked, seen)
-        d_q[e] = arith.addf(d_q[e], arith.select(bit, arith.mulf(f, asked), p.cf(0.0)))
-        d_k[e] = arith.addf(d_k[e], arith.mulf(f, arith.select(bit, seen, both)))
-        signed = arith.select(bit, asked, arith.negf(both))
+        both = asked + seen
+        d_q[e] = d_q[e] + arith.select(bit, f * asked, p.cf(0.0))
+        d_k[e] = d_k[e] + f * arith.select(bit, seen, both)
+        signed = arith.select(bit, asked, -both)
         flux[e] = p.fma(y_q, signed, flux[e])
         signed = arith.select(bit, seen, p.cf(0.0))
         flux[e] = p.fma(y_k, signed, flux[e])
@@ -169,9 +169,9 @@ class _Levels:
 
     def add_first(self, h: int, m: int, e: int, f, asked, seen, y, _) -> None:
         d_k, flux = self.d_k[h][m], self.flux[h][m]
-        both = arith.addf(asked, seen)
+        both = asked + seen
         d_k[e] = p.fma(f, both, d_k[e])
-        flux[e] = p.fma(arith.negf(y), both, flux[e])
+        flux[e] = p.fma(-y, both, flux[e])
 
     # --- p, t and the block products of twice the block ---
 
@@ -186,20 +186,20 @@ class _Levels:
         up, down, whole = self.up[h], self.down[h], self.whole[h]
         if self.level == 1:
             first, second = up[m]
-            both = arith.mulf(first, second)
+            both = first * second
             up[m], down[m], whole[m] = [first, both], [second, one], both
             return
         if self.bit is not None:
             other = p.shuffle_xor(old[m], self.level // 2)
             before = arith.select(self.bit, other, one)
             after = arith.select(self.bit, one, other)
-            up[m] = [arith.mulf(x, before) for x in up[m]]
-            down[m] = [arith.mulf(x, after) for x in down[m]]
+            up[m] = [x * before for x in up[m]]
+            down[m] = [x * after for x in down[m]]
         else:
             other = old[m ^ (self.level // 8)]
             side = up if self.is_second(m) else down
-            side[m] = [arith.mulf(x, other) for x in side[m]]
-        whole[m] = arith.mulf(old[m], other)
+            side[m] = [x * other for x in side[m]]
+        whole[m] = old[m] * other
 
 
 def levels(words, pairs) -> list:
@@ -234,7 +234,7 @@ def _add_rest(lane, columns, moved, diagonal, from_start, to_end, flux, d_q, d_k
     Returns the sums over the thread's tokens of k e, decayed to the chunk's end, by h.
     """
     sums = [p.cf(0.0)] * 2
-    start = p.add(diagonal, p.shift_left(lane.c, 3))
+    start = diagonal + (lane.c << 3)
     for b in range(4):
         q, k = (load_block(columns, TILE * tile, b) for tile in (Q, K))
         parts = [load_block(moved, TILE * tile, b) for tile in (ASKED, SEEN, KEYS)]
@@ -246,14 +246,14 @@ def _add_rest(lane, columns, moved, diagonal, from_start, to_end, flux, d_q, d_k
                 asked, seen, keys = (_floats(x[h][half]) for x in parts)
                 for e in range(2):
                     up, down = from_start[h][m][e], to_end[h][m][e]
-                    asked_e, seen_e = arith.mulf(up, asked[e]), arith.mulf(up, seen[e])
-                    keys_e = arith.mulf(down, keys[e])
-                    x = arith.addf(d_q[h][m][e], asked_e)
+                    asked_e, seen_e = up * asked[e], up * seen[e]
+                    keys_e = down * keys[e]
+                    x = d_q[h][m][e] + asked_e
                     d_q[h][m][e] = p.fma(weight[e], ks[e], x)
-                    x = arith.addf(d_k[h][m][e], arith.addf(seen_e, keys_e))
+                    x = d_k[h][m][e] + (seen_e + keys_e)
                     d_k[h][m][e] = p.fma(weight[e], qs[e], x)
                     x = p.fma(qs[e], asked_e, flux[h][m][e])
-                    flux[h][m][e] = p.fma(ks[e], arith.subf(seen_e, keys_e), x)
+                    flux[h][m][e] = p.fma(ks[e], seen_e - keys_e, x)
                     sums[h] = p.fma(ks[e], keys_e, sums[h])
     return sums
 
@@ -262,23 +262,23 @@ def _finish(lane, columns, gates, through, gone, sums, flux, d_q, d_k) -> None:
     """dlog_decay, the fluxes summed from the chunk's end, and the results to their places."""
     odd, upper, zero = p.bit(lane.c, 0), p.bit(lane.c, 1), p.cf(0.0)
     out = [[[None] * 8, [None] * 8] for _ in range(2)]
-    channel = p.add(p.shift_left(lane.warp, 4), lane.g)
+    channel = (lane.warp << 4) + lane.g
     for h in range(2):
         total = sums[h]
         for lanes in (1, 2):
-            total = arith.addf(total, p.shuffle_xor(total, lanes))
-        state = p.load_float(p.add(through, p.shift_left(channel, 2)), 32 * h)
-        running = arith.addf(total, state)
+            total = total + p.shuffle_xor(total, lanes)
+        state = p.load_float(through + (channel << 2), 32 * h)
+        running = total + state
         for m in reversed(range(8)):
             x = flux[h][m]
             mine = arith.addf(*x)
             near = p.shuffle_xor(mine, 1)
-            two = arith.addf(mine, near)
+            two = mine + near
             far = p.shuffle_xor(two, 2)
-            later = arith.addf(arith.select(odd, zero, near), arith.select(upper, zero, far))
-            second = arith.addf(arith.addf(running, later), x[1])
-            running = arith.addf(running, arith.addf(two, far))
-            for e, value in enumerate((arith.addf(second, x[0]), second)):
+            later = arith.select(odd, zero, near) + arith.select(upper, zero, far)
+            second = running + later + x[1]
+            running = running + (two + far)
+            for e, value in enumerate((second + x[0], second)):
                 dead = p.bit(gone, 16 * h + 2 * m + e)
                 value = arith.select(dead, zero, value)
                 p.store_shared(gates[h][e], [value], 1024 * m)

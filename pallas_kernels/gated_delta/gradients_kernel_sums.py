@@ -79,65 +79,58 @@ def finish_call(pitch: int):
 
 def finish(scratch, table, d_decays, d_betas, limit, pitch: int) -> None:
     """By the first warp of the warpgroup: a lane has two tokens, the last lane the first ones."""
-    thread = p.masked(p.register("tid.x"), 127)
+    thread = p.register("tid.x") & 127
     outs = d_decays, d_betas, pitch
-    p.when(p.less(thread, 32), lambda: _finish_tokens(scratch, table, thread, limit, outs))
+    p.when(thread < 32, lambda: _finish_tokens(scratch, table, thread, limit, outs))
 
 
 def _finish_tokens(scratch, table, thread, limit, outs) -> None:
-    lane = p.masked(thread, 31)
-    first = p.add(p.ci(62), p.mul(lane, -2))
-    at = p.shift_left(first, 2)
+    lane = thread & 31
+    first = lane * -2 + 62
+    at = first << 2
 
     def entries(row: int):
-        return p.load_shared(p.add(table, at), 2, 256 * row, "f32")
+        return p.load_shared(table + at, 2, 256 * row, "f32")
 
     def by_warp(row: int):
         x = entries(row)
         for w in range(1, 4):
-            x = [arith.addf(a, b) for a, b in zip(x, entries(row + w), strict=True)]
+            x = [a + b for a, b in zip(x, entries(row + w), strict=True)]
         return x
 
-    beta, log = (
-        p.load_shared(p.add(scratch, at), 2, x, "f32") for x in (inverse.BETA, inverse.DECAY)
-    )
+    beta, log = (p.load_shared(scratch + at, 2, x, "f32") for x in (inverse.BETA, inverse.DECAY))
     keys, scores = by_warp(BY_KEYS), by_warp(BY_SCORES)
     rows = [entries(row) for row in (FROM, FROM + 1, INSIDE, INSIDE + 1)]
-    rows = [
-        arith.addf(arith.addf(a, b), arith.addf(c, d)) for a, b, c, d in zip(*rows, strict=True)
-    ]
-    moved = [
-        arith.addf(arith.subf(a, b), arith.mulf(c, k))
-        for a, b, c, k in zip(rows, scores, beta, keys, strict=True)
-    ]
+    rows = [a + b + (c + d) for a, b, c, d in zip(*rows, strict=True)]
+    moved = [a - b + c * k for a, b, c, k in zip(rows, scores, beta, keys, strict=True)]
     parts = [entries(row) for row in (STATES, STATES + 1, TO_END, TO_END + 1)]
     parts = [arith.addf(*pair) for pair in parts]
     later = _from_end(lane, parts, moved)
-    d_decay = [arith.addf(later, moved[0]), later]
-    d_beta = [arith.addf(a, b) for a, b in zip(entries(BETAS), keys, strict=True)]
+    d_decay = [later + moved[0], later]
+    d_beta = [a + b for a, b in zip(entries(BETAS), keys, strict=True)]
     for e in range(2):
-        token = p.add(first, e)
+        token = first + e
         values = log[e], d_decay[e], d_beta[e]
         p.when(p.below(token, limit), functools.partial(_store_token, token, outs, *values))
 
 
 def _from_end(lane, parts, moved):
     """The sum of what moved from the lane's second token on, with the whole chunk's parts."""
-    whole = arith.addf(arith.addf(*parts[:2]), arith.addf(*parts[2:]))
+    whole = arith.addf(*parts[:2]) + arith.addf(*parts[2:])
     for distance in (1, 2, 4, 8, 16):
-        whole = arith.addf(whole, p.shuffle_xor(whole, distance))
+        whole = whole + p.shuffle_xor(whole, distance)
     total = arith.addf(*moved)
     for distance in (1, 2, 4, 8, 16):
         other = p.shuffle_up(total, distance)
-        there = p.no(p.less(lane, distance))
-        total = arith.select(there, arith.addf(total, other), total)
-    after = arith.select(p.less(lane, 1), p.cf(0.0), p.shuffle_up(total, 1))
-    return arith.addf(arith.addf(after, whole), moved[1])
+        there = ~(lane < distance)
+        total = arith.select(there, total + other, total)
+    after = arith.select(lane < 1, p.cf(0.0), p.shuffle_up(total, 1))
+    return after + whole + moved[1]
 
 
 def _store_token(token, outs, log, d_decay, d_beta) -> None:
     d_decays, d_betas, pitch = outs
-    decay = p.exp2(arith.mulf(log, p.cf(LOG2E)))
+    decay = p.exp2(log * LOG2E)
     alive = arith.cmpf(arith.CmpFPredicate.OGT, decay, p.cf(0.0))
     value = arith.select(alive, d_decay, p.cf(0.0))
     p.store_global(p.offset(d_decays, token, pitch), [value])

@@ -120,8 +120,8 @@ def _inverse_call(scale: float):
         rows = inverse.InverseRows()
         a, weights = tree.coefficients(rows, base, scratch, scale)
         p.warpgroup_barrier()  # all warps have read the sums
-        inverse.store_split(rows, p.add(base, TILE * tree.SCORES), weights)
-        places = (p.add(base, TILE * n) for n in (tree.KEYS, tree.BLOCKS))
+        inverse.store_split(rows, base + TILE * tree.SCORES, weights)
+        places = (base + TILE * n for n in (tree.KEYS, tree.BLOCKS))
         x = inverse.inverse_transposed(rows, *places, a)
         return array(inverse.scaled_rows(x, rows.by_row(scratch, tree.BETA)))
 

@@ -108,7 +108,7 @@ def _inverse_call(scale: float, save: bool):
             p.warpgroup_barrier()  # all warps have read A
             for n in range(2):
                 words = [[both[n] for both in tile] for tile in x]
-                rows.store_tile(p.add(tiles, n * TILE), words)
+                rows.store_tile(tiles + n * TILE, words)
         return parts_array(x)
 
     return call

@@ -44,43 +44,43 @@ def chunk_vectors(scratch, decays, betas, limit, pitch, out, scale) -> None:
     decays, betas: addresses of the first token's float, the next is ``pitch`` bytes on.
     limit: how many tokens there are; those past them decay nothing and have beta = 0.
     """
-    thread = p.masked(p.register("tid.x"), 127)
+    thread = p.register("tid.x") & 127
 
     def work():
-        lane = p.masked(thread, 31)
+        lane = thread & 31
         plain, x, beta = [], [], []
         for e in range(2):
-            token = p.add(p.shift_left(lane, 1), e)
+            token = (lane << 1) + e
             inside = p.below(token, limit)
             safe = arith.select(inside, token, p.ci(0))
             (g,) = p.load_global(p.offset(decays, safe, pitch), 1, 0, "f32", cache=p.READ_ONLY)
             (b,) = p.load_global(p.offset(betas, safe, pitch), 1, 0, "f32", cache=p.READ_ONLY)
             plain.append(g)
-            g = p.maximum(arith.mulf(g, p.cf(LOG2E)), p.cf(LOWEST))
+            g = p.maximum(g * LOG2E, p.cf(LOWEST))
             x.append(arith.select(inside, g, p.cf(0.0)))
             beta.append(arith.select(inside, b, p.cf(0.0)))
         total = arith.addf(*x)
         for distance in (1, 2, 4, 8, 16):
             other = p.shuffle_up(total, distance)
-            there = p.no(p.less(lane, distance))
-            total = arith.select(there, arith.addf(total, other), total)
-        before = arith.select(p.less(lane, 1), p.cf(0.0), p.shuffle_up(total, 1))
-        first = arith.addf(before, x[0])
-        log = [first, arith.addf(first, x[1])]
+            there = ~(lane < distance)
+            total = arith.select(there, total + other, total)
+        before = arith.select(lane < 1, p.cf(0.0), p.shuffle_up(total, 1))
+        first = before + x[0]
+        log = [first, first + x[1]]
         end = p.shuffle_from(log[1], 31)
-        at = p.add(scratch, p.shift_left(lane, 3))
+        at = scratch + (lane << 3)
         p.store_shared(at, log, LOG)
         p.store_shared(at, beta, BETA)
-        p.store_shared(at, [p.exp2(arith.subf(end, y)) for y in log], TO_END)
+        p.store_shared(at, [p.exp2(end - y) for y in log], TO_END)
         if out is None:
             p.store_shared(at, plain, DECAY)
             return
         decay = [p.exp2(y) for y in log]
         to = p.offset(out, lane, 8)
         p.store_global(to, decay)
-        p.store_global(to, [arith.mulf(y, p.cf(scale)) for y in decay], 256)
+        p.store_global(to, [y * scale for y in decay], 256)
 
-    p.when(p.less(thread, 32), work)
+    p.when(thread < 32, work)
 
 
 class InverseRows(ThreadPlace):
@@ -88,21 +88,21 @@ class InverseRows(ThreadPlace):
 
     def __init__(self):
         super().__init__()
-        self.first = p.add(p.shift_left(self.warp, 4), self.g)
+        self.first = (self.warp << 4) + self.g
 
     def by_row(self, base, at: int):
         """The thread's two rows' entries of a vector of floats."""
-        start = p.add(base, p.shift_left(self.first, 2))
+        start = base + (self.first << 2)
         return [p.load_float(start, at + 32 * half) for half in range(2)]
 
     def by_column(self, base, at: int):
         """The thread's column pairs' entries of a vector, by tile."""
-        start = p.add(base, p.shift_left(self.c, 3))
+        start = base + (self.c << 3)
         return [p.load_shared(start, 2, at + 32 * tile, "f32") for tile in range(8)]
 
     def store_tile(self, base, x) -> None:
         """bf16 pairs ``x[tile][half]`` to a swizzled [64, 64] tile."""
-        addresses = self.row_matrices(p.add(base, p.shift_left(self.warp, 11)))
+        addresses = self.row_matrices(base + (self.warp << 11))
         for n, at in enumerate(addresses):
             p.store_matrices(at, [*x[2 * n], *x[2 * n + 1]])
 
@@ -110,24 +110,24 @@ class InverseRows(ThreadPlace):
 def split(pair):
     """Split two floats into two words of bf16 pairs: the rounded values, and their remainders."""
     high = p.pack(*pair)
-    rest = [arith.subf(x, f(high)) for x, f in zip(pair, (p.widen, p.widen_high), strict=True)]
+    rest = [x - f(high) for x, f in zip(pair, (p.widen, p.widen_high), strict=True)]
     return high, p.pack(*rest)
 
 
 def joined(high, low):
-    return [arith.addf(f(high), f(low)) for f in (p.widen, p.widen_high)]
+    return [f(high) + f(low) for f in (p.widen, p.widen_high)]
 
 
 def store_split(rows: InverseRows, tiles, x) -> None:
     """Pairs of floats ``x[tile][half]`` as two bf16 tiles, high and low."""
     parts = [[split(pair) for pair in tile] for tile in x]
     for n in range(2):
-        rows.store_tile(p.add(tiles, n * TILE), [[word[n] for word in tile] for tile in parts])
+        rows.store_tile(tiles + n * TILE, [[word[n] for word in tile] for tile in parts])
 
 
 def scaled_rows(x, factors):
     """``x[tile][half]`` times a factor a row."""
-    return [[[arith.mulf(y, factors[half]) for y in tile[half]] for half in range(2)] for tile in x]
+    return [[[y * factors[half] for y in tile[half]] for half in range(2)] for tile in x]
 
 
 def decays(rows: InverseRows, scratch, transposed: bool):
@@ -137,14 +137,14 @@ def decays(rows: InverseRows, scratch, transposed: bool):
     for tile in range(8):
         out.append([])
         for half in range(2):
-            row = p.add(rows.first, 8 * half)
+            row = rows.first + 8 * half
             pair = []
             for e in range(2):
-                column = p.add(p.shift_left(rows.c, 1), 8 * tile + e)
-                between = arith.subf(log_row[half], log_column[tile][e])
+                column = (rows.c << 1) + (8 * tile + e)
+                between = log_row[half] - log_column[tile][e]
                 if transposed:
-                    between = arith.negf(between)
-                there = p.less(row, column) if transposed else p.no(p.less(row, column))
+                    between = -between
+                there = row < column if transposed else ~(row < column)
                 decay = p.exp2(p.minimum(between, p.cf(0.0)))
                 pair.append(arith.select(there, decay, p.cf(0.0)))
             out[tile].append(pair)
@@ -157,33 +157,33 @@ def sum_rows(rows: InverseRows, to, x) -> None:
     for half in range(2):
         total = p.cf(0.0)
         for tile in x:
-            total = arith.addf(total, arith.addf(*tile[half]))
+            total = total + arith.addf(*tile[half])
         for distance in (1, 2):
-            total = arith.addf(total, p.shuffle_xor(total, distance))
+            total = total + p.shuffle_xor(total, distance)
         sums.append(total)
 
     def store():
         for half in range(2):
-            p.store_shared(p.add(to, p.shift_left(rows.first, 2)), [sums[half]], 32 * half)
+            p.store_shared(to + (rows.first << 2), [sums[half]], 32 * half)
 
-    p.when(p.less(rows.c, 1), store)
+    p.when(rows.c < 1, store)
 
 
 def sum_columns(rows: InverseRows, to, x) -> None:
     """Sums of ``x[tile][half]`` over each warp's rows: 4 x 64 floats at ``to``."""
     sums = []
     for tile in x:
-        pair = [arith.addf(a, b) for a, b in zip(*tile, strict=True)]
+        pair = [a + b for a, b in zip(*tile, strict=True)]
         for distance in (4, 8, 16):
-            pair = [arith.addf(y, p.shuffle_xor(y, distance)) for y in pair]
+            pair = [y + p.shuffle_xor(y, distance) for y in pair]
         sums.append(pair)
 
     def store():
-        at = p.add(to, p.shift_left(rows.warp, 8), p.shift_left(rows.c, 3))
+        at = to + (rows.warp << 8) + (rows.c << 3)
         for tile, pair in enumerate(sums):
             p.store_shared(at, pair, 32 * tile)
 
-    p.when(p.less(rows.g, 1), store)
+    p.when(rows.g < 1, store)
 
 
 def coefficients(rows: InverseRows, scratch, kk, qk, scale: float):
@@ -196,16 +196,16 @@ def coefficients(rows: InverseRows, scratch, kk, qk, scale: float):
         a.append([])
         weights.append([])
         for half in range(2):
-            row = p.add(rows.first, 8 * half)
+            row = rows.first + 8 * half
             pairs = [], []
             for e in range(2):
-                column = p.add(p.shift_left(rows.c, 1), 8 * tile + e)
-                between = arith.subf(log_row[half], log_column[tile][e])
+                column = (rows.c << 1) + (8 * tile + e)
+                between = log_row[half] - log_column[tile][e]
                 decay = p.exp2(p.minimum(between, p.cf(0.0)))
-                below, upto = p.less(column, row), p.no(p.less(row, column))
-                x = arith.mulf(arith.mulf(kk[tile][half][e], beta[half]), decay)
+                below, upto = column < row, ~(row < column)
+                x = kk[tile][half][e] * beta[half] * decay
                 pairs[0].append(arith.select(below, x, p.cf(0.0)))
-                x = arith.mulf(arith.mulf(qk[tile][half][e], p.cf(scale)), decay)
+                x = qk[tile][half][e] * scale * decay
                 pairs[1].append(arith.select(upto, x, p.cf(0.0)))
             a[tile].append(pairs[0])
             weights[tile].append(pairs[1])
@@ -222,28 +222,28 @@ def _of_warp(rows: InverseRows, values):
 def _invert_diagonal(rows: InverseRows, block) -> None:
     """In the place of the warp's 16x16 block of A the inverse of I + A, transposed: a column of X a
     lane; lanes 0-15 store its high parts, 16-31 the low ones."""
-    column = p.masked(rows.lane, 15)
+    column = rows.lane & 15
     x = []
     for i in range(16):
         value = arith.select(p.equal(column, i), p.cf(1.0), p.cf(0.0))
         for m in range(0, i, 4):
             a = p.load_shared(block, 4, _ROW * i + 4 * m, "f32")
             for n in range(m, min(m + 4, i)):
-                value = p.fma(arith.negf(a[n - m]), x[n], value)
+                value = p.fma(-a[n - m], x[n], value)
         x.append(value)
-    upper = p.less(rows.lane, 16)
+    upper = rows.lane < 16
     words = [arith.select(upper, *split(x[i : i + 2])) for i in range(0, 16, 2)]
     p.warp_barrier()  # all lanes have read A
-    at = p.add(block, arith.muli(column, p.ci(_PITCH)))
-    at = p.add(at, arith.select(upper, p.ci(0), p.ci(_BLOCK)))
+    at = block + column * _PITCH
+    at = at + arith.select(upper, p.ci(0), p.ci(_BLOCK))
     for i in range(2):
         p.store_shared(at, words[4 * i : 4 * i + 4], 16 * i)
 
 
 def _matrices(rows: InverseRows, base):
     """ldmatrix address of a stored 16x16 block."""
-    row, side = p.masked(rows.lane, 15), p.shift_right(rows.lane, 4)
-    return p.add(base, arith.muli(row, p.ci(_PITCH)), p.shift_left(side, 4))
+    row, side = rows.lane & 15, rows.lane >> 4
+    return base + row * _PITCH + (side << 4)
 
 
 def _product(acc, left, right):
@@ -273,8 +273,8 @@ def inverse_parts(rows: InverseRows, tiles, scratch, a):
     """
     zero = [p.cf(0.0)] * 4
     store_split(rows, tiles, a)
-    block = p.add(scratch, p.mul(rows.warp, 2 * _BLOCK), _BLOCKS)
-    at = p.add(block, arith.muli(rows.g, p.ci(_ROW)), p.shift_left(rows.c, 3))
+    block = scratch + rows.warp * (2 * _BLOCK) + _BLOCKS
+    at = block + rows.g * _ROW + (rows.c << 3)
     for tile in range(2):
         for half in range(2):
             pair = [_of_warp(rows, [a[2 * w + tile][half][e] for w in range(4)]) for e in range(2)]
@@ -285,7 +285,7 @@ def inverse_parts(rows: InverseRows, tiles, scratch, a):
 
     own = _matrices(rows, block)
     own = [p.load_matrices(own, at=_BLOCK * n) for n in range(2)]
-    everywhere = _matrices(rows, p.add(scratch, _BLOCKS))
+    everywhere = _matrices(rows, scratch + _BLOCKS)
     addresses = rows.row_matrices(tiles)
     # As soon as a block is known it is multiplied into the sums of all below it, which wait for
     # nothing else.
@@ -299,7 +299,7 @@ def inverse_parts(rows: InverseRows, tiles, scratch, a):
             for n in range(2):
                 w = p.load_matrices(everywhere, at=(2 * i + n) * _BLOCK, transposed=True)
                 right.append([w[:2], w[2:]])
-            acc = [[arith.negf(x) for x in part] for part in acc]
+            acc = [[-x for x in part] for part in acc]
             acc = _product([zero, zero], _left(acc), right)
         words = [
             [arith.select(here, x, y) for x, y in zip(*both, strict=True)]

@@ -16,6 +16,7 @@ rows of 128 bytes with TMA's swizzle.  ``Slot`` and the constants after it numbe
 
 from __future__ import annotations
 
+import operator
 from typing import NamedTuple
 
 from pallas_kernels import ptx as p
@@ -66,11 +67,11 @@ def empty_sums():
 
 def load_betas(betas, scratch, limit, pitch: int) -> None:
     """beta of the chunk's tokens, the next one ``pitch`` bytes on; zeros from ``limit`` on."""
-    token = p.masked(p.register("tid.x"), 63)
+    token = p.register("tid.x") & 63
     inside = p.below(token, limit)
     safe = arith.select(inside, token, p.ci(0))
     (beta,) = p.load_global(p.offset(betas, safe, pitch), 1, 0, "f32", cache=p.READ_ONLY)
-    at = p.add(scratch, p.shift_left(token, 2))
+    at = scratch + (token << 2)
     p.store_shared(at, [arith.select(inside, beta, p.cf(0.0))], BETA)
 
 
@@ -112,8 +113,8 @@ def _level_products(lane, acc, first: int, tiles) -> None:
 def _far_products(lane, acc, slot: Slot, query16) -> None:
     """The blocks of levels 16 and 32: of level 16 a warp has q k^T or k k^T."""
     row, column = lane.near_block()
-    mixed = p.add(arith.subi(p.ci(1), p.shift_right(lane.warp, 1)), MIXED * TILE // 2048)
-    left = arith.select(query16, mixed, p.add(row, slot.near * TILE // 2048))
+    mixed = 1 - (lane.warp >> 1) + MIXED * TILE // 2048
+    left = arith.select(query16, mixed, row + slot.near * TILE // 2048)
     for a, b in zip(lane.rows_of(left), lane.rows_of(column), strict=True):
         a, b = p.load_matrices(a), p.load_matrices(b, at=TILE * slot.near)
         for n in range(2):
@@ -141,7 +142,7 @@ def add_slice(base, acc, slot: Slot, scratch, decay_at, limit, scale: float) -> 
     diagonal_products(lane, named, TILE * slot.q, TILE * slot.k)
     acc[0] = named[0]
     tiles = slot.near, slot.far
-    column = p.shift_left(lane.lane, 3)
+    column = lane.lane << 3
     for first in (0, 2):
         for half, tile in enumerate(tiles):
             level = _LEVELS[first + half]
@@ -149,7 +150,7 @@ def add_slice(base, acc, slot: Slot, scratch, decay_at, limit, scale: float) -> 
             tree.raise_level(level)
         if first:  # the 16-row products of the four warps, exchanged through a table
             total = tree.p[15]
-            p.store_shared(p.add(scratch, p.shift_left(lane.warp, 8), column), total, TABLE)
+            p.store_shared(scratch + (lane.warp << 8) + column, total, TABLE)
         p.warp_barrier()
         _level_products(lane, acc, first, tiles)
         p.warp_barrier()
@@ -157,17 +158,17 @@ def add_slice(base, acc, slot: Slot, scratch, decay_at, limit, scale: float) -> 
 
     borders = Borders(lane, scratch, column, TABLE)
     query16, query32, before = borders.query16, borders.query32, borders.before
-    scaled = [arith.mulf(x, p.cf(scale)) for x in before]
+    scaled = [x * scale for x in before]
     far = [
         times(borders.between, [arith.select(query32, x, y) for x, y in zip(up, down, strict=True)])
         for up, down in zip(tree.p, map(tree.suffix, range(16)), strict=True)
     ]
 
     def mix_near():  # warp 1's rows to its own place, warp 3's to warp 0's
-        moved = p.shift_left(arith.select(query32, p.ci(-3), p.ci(0)), 11)
+        moved = arith.select(query32, p.ci(-3), p.ci(0)) << 11
         for r in range(16):
             word = _gated(_floats(q[r]), tree.p[r])
-            p.store_shared(p.add(lane.pairs[r % 8], moved), [word], TILE * MIXED + 128 * r)
+            p.store_shared(lane.pairs[r % 8] + moved, [word], TILE * MIXED + 128 * r)
 
     def mix_far():
         for r in range(16):
@@ -197,50 +198,48 @@ def add_slice(base, acc, slot: Slot, scratch, decay_at, limit, scale: float) -> 
 
 def _word(base, tile, i, j):
     """Address of entry (i, j) of a [64, 64] float32 matrix of two tiles, swizzled by 32 bytes."""
-    chunk = arith.xori(p.shift_right(j, 3), p.masked(i, 7))
-    inner = p.shift_left(p.masked(j, 7), 2)
-    return p.add(base, tile, p.shift_left(i, 8), p.shift_left(chunk, 5), inner)
+    chunk = (j >> 3) ^ (i & 7)
+    inner = (j & 7) << 2
+    return base + tile + (i << 8) + (chunk << 5) + inner
 
 
 def spread(lane: Lane, acc, base) -> None:
     """The sums to where their pairs belong, on and below the diagonal of ``SCORES`` and ``KEYS``;
     what lies above stays what it was, as do the diagonals of the latter."""
-    start = p.shift_left(lane.warp, 4)
+    start = lane.warp << 4
     places = p.ci(SCORES * TILE), p.ci(KEYS * TILE)
 
     def put(tile, i, j, values):
         p.store_shared(_word(base, tile, i, j), values)
 
     for e in range(2):
-        column = p.add(p.shift_left(lane.c, 1), e)
+        column = (lane.c << 1) + e
         for n, level in enumerate(_LEVELS):
 
             def along(x, n=n, level=level):  # the row of the warp's 16 that a half's x-th is
-                return p.add(
-                    start, p.shift_left(p.shift_right(x, n), n + 1), p.masked(x, level - 1)
-                )
+                return start + ((x >> n) << (n + 1)) + (x & (level - 1))
 
             def level_pairs(n=n, level=level, e=e, column=column, along=along):
-                i, j = p.add(along(lane.g), level), along(column)
+                i, j = along(lane.g) + level, along(column)
                 for product, tile in enumerate(places):
                     put(tile, i, j, [acc[1 + n][2 * product + e]])
 
-            met = p.equal(p.shift_right(lane.g, n), p.shift_right(column, n))
+            met = p.equal(lane.g >> n, column >> n)
             p.when(met, level_pairs)
 
         def diagonal(e=e):
             for half in range(2):
-                row = p.add(start, lane.g, 8 * half)
+                row = start + lane.g + 8 * half
                 put(places[0], row, row, [acc[0][2 * half + e]])
 
         p.when(p.equal(lane.g, column), diagonal)
 
     def block(tile, place, halves):
-        rows, columns = (p.shift_left(x, 4) for x in place)
+        rows, columns = (x << 4 for x in place)
         for n, values in enumerate(halves):
             for half in range(2):
-                i = p.add(rows, lane.g, 8 * half)
-                j = p.add(columns, p.shift_left(lane.c, 1), 8 * n)
+                i = rows + lane.g + 8 * half
+                j = columns + (lane.c << 1) + 8 * n
                 put(tile, i, j, values[2 * half : 2 * half + 2])
 
     near = arith.select(p.bit(lane.warp, 0), *places)
@@ -251,18 +250,18 @@ def spread(lane: Lane, acc, base) -> None:
 
 def _lower(rows: InverseRows, base, tile: int, factors, there):
     """A matrix of ``spread`` as ``x[tile][half]``, its rows times factors, zeros elsewhere."""
-    at = p.add(base, p.shift_left(rows.first, 8), p.shift_left(rows.c, 3))
+    at = base + (rows.first << 8) + (rows.c << 3)
     out = []
     for n in range(8):
-        chunk = p.shift_left(arith.xori(p.ci(n), rows.g), 5)
+        chunk = (n ^ rows.g) << 5
         out.append([])
         for half in range(2):
-            pair = p.load_shared(p.add(at, chunk), 2, TILE * tile + 2048 * half, "f32")
-            row = p.add(rows.first, 8 * half)
-            columns = [p.add(p.shift_left(rows.c, 1), 8 * n + e) for e in range(2)]
+            pair = p.load_shared(at + chunk, 2, TILE * tile + 2048 * half, "f32")
+            row = rows.first + 8 * half
+            columns = [(rows.c << 1) + (8 * n + e) for e in range(2)]
             out[n].append(
                 [
-                    arith.select(there(column, row), arith.mulf(x, factors[half]), p.cf(0.0))
+                    arith.select(there(column, row), x * factors[half], p.cf(0.0))
                     for x, column in zip(pair, columns, strict=True)
                 ]
             )
@@ -271,9 +270,9 @@ def _lower(rows: InverseRows, base, tile: int, factors, there):
 
 def coefficients(rows: InverseRows, base, scratch, scale: float):
     """(A, P) of the chunk: beta_i k_i k_j decay below the diagonal, scale q_i k_j decay with it."""
-    a = _lower(rows, base, KEYS, rows.by_row(scratch, BETA), p.less)
+    a = _lower(rows, base, KEYS, rows.by_row(scratch, BETA), operator.lt)
     return a, _lower(rows, base, SCORES, [p.cf(scale)] * 2, _not_above)
 
 
 def _not_above(column, row):
-    return p.no(p.less(row, column))
+    return ~(row < column)

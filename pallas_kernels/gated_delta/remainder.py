@@ -12,7 +12,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith, ir, llvm, vector
+from pallas_kernels.jax_internals import ir, llvm, vector
 from pallas_kernels.recurrence.channels import thread_in_warpgroup
 
 WORDS = 4 * 128  # of a [64, 64] array
@@ -24,20 +24,20 @@ _WGMMA = plgpu.Layout.WGMMA
 def code(value, wide):
     """(value - bf16) in sixteenths of bf16's last place, and 8; ``wide``: the bf16's bits as a
     float32's."""
-    left = p.smaller(arith.subi(p.bits(value), wide), p.ci(_HALF - 1))
-    return p.shift_right(p.add(left, _HALF), 12)
+    left = p.smaller(p.bits(value) - wide, p.ci(_HALF - 1))
+    return (left + _HALF) >> 12
 
 
 def decoded(word, n: int, wide):
     """The float32 that the n-th code of ``word`` belongs to, but for half a sixteenth."""
     shift = 12 - 4 * n
-    moved = p.shift_left(word, shift) if shift >= 0 else p.shift_right(word, -shift)
-    return p.from_bits(p.add(wide, p.masked(moved, 0xF000), 2048 - _HALF))
+    moved = word << shift if shift >= 0 else word >> -shift
+    return p.from_bits(wide + (moved & 0xF000) + (2048 - _HALF))
 
 
 def widened(word):
     """A pair of bf16 as the bits of two float32."""
-    return p.shift_left(word, 16), p.masked(word, 0xFFFF0000)
+    return word << 16, word & 0xFFFF0000
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA, _WGMMA))
@@ -49,9 +49,9 @@ def store(ctx, to, x, rounded) -> None:
     for i, (pair, half) in enumerate(pairs):
         wide = widened(mgpu.utils.bitcast(half, p.i32()))
         codes = [code(llvm.extractelement(pair, p.ci(e)), wide[e]) for e in range(2)]
-        both = arith.ori(codes[0], p.shift_left(codes[1], 4))
+        both = codes[0] | (codes[1] << 4)
         if i % 4:
-            words[-1] = arith.ori(words[-1], p.shift_left(both, 8 * (i % 4)))
+            words[-1] = words[-1] | (both << (8 * (i % 4)))
         else:
             words.append(both)
     p.store_global(p.offset(p.address(to), thread_in_warpgroup(), 16), words)

@@ -90,22 +90,22 @@ class _Step:
         self.memory = SimpleNamespace(**{x: p.address(getattr(gmem, x)) for x in names})
         self.table, self.sums = p.shared_address(smem.table), p.shared_address(smem.sums)
         self.thread = p.register("tid.x")
-        self.warp, self.lane = p.shift_right(self.thread, 5), p.masked(self.thread, 31)
+        self.warp, self.lane = self.thread >> 5, self.thread & 31
         block, blocks = p.register("ctaid.x"), p.ci(shape.dv // shape.columns)
         # head: among the heads of all rows.
-        self.head, part = arith.divui(block, blocks), arith.remui(block, blocks)
-        self.key_head = arith.divui(self.head, p.ci(shape.group))
+        self.head, part = block // blocks, block % blocks
+        self.key_head = self.head // shape.group
         self.lanes = shape.columns // 4  # to a row of the state
         self.at_once = 32 // self.lanes
-        self.mine = p.mul(p.masked(self.lane, self.lanes - 1), 4)
-        self.column = p.add(p.mul(part, shape.columns), self.mine)
-        first = p.mul(self.warp, ROWS * self.at_once)
-        self.first = p.add(first, arith.divui(self.lane, p.ci(self.lanes)))
+        self.mine = (self.lane & (self.lanes - 1)) * 4
+        self.column = part * shape.columns + self.mine
+        first = self.warp * (ROWS * self.at_once)
+        self.first = first + self.lane // self.lanes
 
     def run(self) -> None:
         shape, memory = self.shape, self.memory
         state = p.offset(memory.state, self.head, 4 * shape.dk * shape.dv)
-        state = p.offset(state, p.add(p.mul(self.first, shape.dv), self.column), 4)
+        state = p.offset(state, self.first * shape.dv + self.column, 4)
         step = 4 * shape.dv * self.at_once
         old = [p.load_global(state, 4, step * r, "f32") for r in range(ROWS)]
         values = p.offset(p.offset(memory.v, self.head, 2 * shape.dv), self.column, 2)
@@ -117,23 +117,23 @@ class _Step:
         decayed, keys = self.products(old)
         p.barrier()
 
-        at = p.add(self.sums, p.mul(self.mine, 4))
+        at = self.sums + self.mine * 4
         seen = self.total(at, 4)
-        change = [arith.mulf(weight, arith.subf(x, y)) for x, y in zip(values, seen, strict=True)]
+        change = [weight * (x - y) for x, y in zip(values, seen, strict=True)]
         for r, (row, key) in enumerate(zip(decayed, keys, strict=True)):
             new = [p.fma(key, d, x) for x, d in zip(row, change, strict=True)]
             p.store_global(state, new, step * r)
-        p.when(p.less(self.thread, self.lanes), lambda: self.write(at, change))
+        p.when(self.thread < self.lanes, lambda: self.write(at, change))
 
     def fill_table(self) -> None:
         """a, k and q of every key channel to shared memory."""
         shape, threads = self.shape, 32 * self.shape.warps
         for base in range(0, shape.dk, threads):
-            d = p.add(self.thread, base)
+            d = self.thread + base
             if shape.dk - base >= threads:
                 self.fill_entry(d)
             else:
-                p.when(p.less(d, shape.dk), functools.partial(self.fill_entry, d))
+                p.when(d < shape.dk, functools.partial(self.fill_entry, d))
 
     def fill_entry(self, d) -> None:
         shape, memory = self.shape, self.memory
@@ -143,9 +143,9 @@ class _Step:
             at = p.offset(memory.log_decay, self.head, 4)
         (g,) = p.load_global(at, 1, 0, "f32", cache=p.READ_ONLY)
         key, query = (self.load_channel(x, d) for x in (memory.k, memory.q))
-        decay = p.exp2(arith.mulf(g, p.cf(LOG2E)))
-        words = [decay, key, arith.mulf(query, p.cf(shape.scale)), p.cf(0.0)]
-        p.store_shared(p.add(self.table, p.mul(d, 16)), words)
+        decay = p.exp2(g * LOG2E)
+        words = [decay, key, query * shape.scale, p.cf(0.0)]
+        p.store_shared(self.table + d * 16, words)
 
     def load_channel(self, base, d):
         """Channel d of the head's q or k."""
@@ -156,11 +156,11 @@ class _Step:
         """The lane's rows of a S and of k; the warp's k^T a S, q^T a S and q k to shared memory."""
         shape, zero = self.shape, p.cf(0.0)
         seen, asked, both = [zero] * 4, [zero] * 4, zero
-        entries = p.add(self.table, p.mul(self.first, 16))
+        entries = self.table + self.first * 16
         decayed, keys = [], []
         for r, row in enumerate(old):
             decay, key, query, _ = p.load_shared(entries, 4, 16 * self.at_once * r, "f32")
-            row = [arith.mulf(decay, x) for x in row]
+            row = [decay * x for x in row]
             seen = [p.fma(key, x, y) for x, y in zip(row, seen, strict=True)]
             asked = [p.fma(query, x, y) for x, y in zip(row, asked, strict=True)]
             both = p.fma(query, key, both)
@@ -168,9 +168,9 @@ class _Step:
             keys.append(key)
         found = [*seen, *asked, both]
         if self.at_once > 1:
-            found = [arith.addf(x, p.shuffle_xor(x, 16)) for x in found]
-        to = p.add(self.sums, p.mul(self.warp, shape.pitch))
-        at = p.add(to, p.mul(self.mine, 4))
+            found = [x + p.shuffle_xor(x, 16) for x in found]
+        to = self.sums + self.warp * shape.pitch
+        at = to + self.mine * 4
         p.store_shared(at, found[:4])
         p.store_shared(at, found[4:8], 4 * shape.columns)
         p.store_shared(to, found[8:], 8 * shape.columns)

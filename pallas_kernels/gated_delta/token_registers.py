@@ -109,7 +109,7 @@ class Token:
             p.shared_address(ref) for ref in (smem.table, smem.values, smem.sums)
         )
         self.thread = p.register("tid.x")
-        self.warp, self.lane = p.shift_right(self.thread, 5), p.masked(self.thread, 31)
+        self.warp, self.lane = self.thread >> 5, self.thread & 31
         self.commits = operands.k is not None
         self.writes = operands.kept is None
         alone = self.commits or shape.group == 1 or operands.before is not None
@@ -119,9 +119,9 @@ class Token:
             layer, head = (f(head, p.ci(heads)) for f in (arith.divui, arith.remui))
         if self.joined:
             self.rank = p.register("cluster_ctarank")
-            head = p.add(p.mul(head, shape.group), self.rank)
+            head = head * shape.group + self.rank
         else:
-            self.rank = arith.remui(head, p.ci(shape.group))
+            self.rank = head % shape.group
         self.whole_head = head
         self.memory = DeltaTokenOperands(*(layer_address(ref, layer) for ref in operands[:-1]))
         self.kept = None
@@ -130,30 +130,30 @@ class Token:
                 **dict(zip(_KEPT, map(p.address, operands.kept), strict=True))
             )
         self.row, self.head = (f(head, p.ci(shape.heads)) for f in (arith.divui, arith.remui))
-        self.key_head = arith.divui(self.head, p.ci(shape.group))
+        self.key_head = self.head // shape.group
         keys = shape.key_heads * shape.dk
         # A thread's channel of q or k, and of v.  There are as many channels of q and k as threads.
         # Threads beyond the channels of v repeat the work of others.
-        self.is_key = p.less(p.ci(shape.dk - 1), self.thread)
-        self.channel = p.masked(self.thread, shape.dk - 1)
-        of_head = p.add(p.mul(self.key_head, shape.dk), self.channel)
-        self.feature = p.add(of_head, arith.select(self.is_key, p.ci(keys), p.ci(0)))
-        self.v_channel = p.masked(self.thread, COLUMNS - 1)
-        self.v_feature = p.add(p.mul(self.head, COLUMNS), self.v_channel, 2 * keys)
-        self.column = p.mul(self.lane, 4)
+        self.is_key = shape.dk - 1 < self.thread
+        self.channel = self.thread & (shape.dk - 1)
+        of_head = self.key_head * shape.dk + self.channel
+        self.feature = of_head + arith.select(self.is_key, p.ci(keys), p.ci(0))
+        self.v_channel = self.thread & (COLUMNS - 1)
+        self.v_feature = self.head * COLUMNS + self.v_channel + 2 * keys
+        self.column = self.lane * 4
 
     def of_token(self, token: int):
         """Its row among all rows' tokens."""
         tokens = self.shape.tokens
-        return self.row if tokens == 1 else p.add(p.mul(self.row, tokens), token)
+        return self.row if tokens == 1 else self.row * tokens + token
 
     def of_head(self, base: Value, token: int, size: int):
         """Address of the head's ``size`` bytes of a token in ``[B, T, H, ...]``."""
-        return p.offset(base, p.add(p.mul(self.of_token(token), self.shape.heads), self.head), size)
+        return p.offset(base, self.of_token(token) * self.shape.heads + self.head, size)
 
     def of_key(self, base: Value, token: int):
         """Address of the thread's key channel in k ``[B, T, Hk, Dk]``."""
-        row = p.add(p.mul(self.of_token(token), self.shape.key_heads), self.key_head)
+        row = self.of_token(token) * self.shape.key_heads + self.key_head
         return p.offset(p.offset(base, row, 2 * self.shape.dk), self.channel, 2)
 
     def of_read(self, base: Value, token: int, feature: Value):
@@ -163,7 +163,7 @@ class Token:
     def stream(self, index: int, token: int, column: Value):
         """Address of a column of the token's qkvz (0) or ba (1)."""
         base = p.offset(self.memory[index], self.of_token(token), 2 * self.shape.pitches[index])
-        return p.offset(base, p.add(column, self.shape.starts[index]), 2)
+        return p.offset(base, column + self.shape.starts[index], 2)
 
     def load(self, at: Value):
         """A 16-bit float of device memory."""
@@ -174,9 +174,9 @@ class Token:
 
     def run(self) -> None:
         shape, tokens = self.shape, range(self.shape.tokens)
-        first = p.mul(self.warp, ROWS)
+        first = self.warp * ROWS
         state = p.offset(self.memory.state, self.whole_head, 4 * shape.dk * COLUMNS)
-        state = p.offset(state, p.add(p.mul(first, COLUMNS), self.column), 4)
+        state = p.offset(state, first * COLUMNS + self.column, 4)
         step = 4 * COLUMNS
         rows = [p.load_global(state, 4, step * r, "f32") for r in range(ROWS)]
         length = None
@@ -197,7 +197,7 @@ class Token:
                 shape.kind,
             )
             if shape.gated:
-                at = p.add(p.mul(self.head, COLUMNS), self.column, shape.features)
+                at = self.head * COLUMNS + self.column + shape.features
                 z = [p.load_global(self.stream(0, t, at), 2, cache=p.READ_ONLY) for t in tokens]
         p.barrier()
         if self.kept:
@@ -217,7 +217,7 @@ class Token:
         if self.commits:
             write()
         else:
-            p.when(p.less(p.ci(0), length), write)
+            p.when(0 < length, write)
 
     def step(
         self,
@@ -234,21 +234,21 @@ class Token:
         of_q, of_k = None if self.commits else self.length(t, 0), self.length(t, 1)
         seen, asked, both = [zero] * 4, [zero] * 4, zero
         decayed, keys = [], []
-        at = p.add(self.table, p.mul(first, 4), 8 * shape.dk * t)
+        at = self.table + first * 4 + 8 * shape.dk * t
         for r, row in enumerate(rows):
-            key = self.rounded(arith.mulf(p.load_float(at, 4 * (shape.dk + r)), of_k))
-            row = [arith.mulf(decay, x) for x in row]
+            key = self.rounded(p.load_float(at, 4 * (shape.dk + r)) * of_k)
+            row = [decay * x for x in row]
             if not self.commits:
-                query = self.rounded(arith.mulf(p.load_float(at, 4 * r), of_q))
-                query = arith.mulf(query, scale)
+                query = self.rounded(p.load_float(at, 4 * r) * of_q)
+                query = query * scale
                 asked = [p.fma(query, x, y) for x, y in zip(row, asked, strict=True)]
                 both = p.fma(query, key, both)
             seen = [p.fma(key, x, y) for x, y in zip(row, seen, strict=True)]
             decayed.append(row)
             keys.append(key)
-        here = p.add(self.sums, t % 2 * 4 * shape.warps * _PITCH)
-        to = p.add(here, p.mul(self.warp, 4 * _PITCH))
-        at = p.add(to, p.mul(self.column, 4))
+        here = self.sums + t % 2 * 4 * shape.warps * _PITCH
+        to = here + self.warp * (4 * _PITCH)
+        at = to + self.column * 4
         p.store_shared(at, seen)
         if not self.commits:
             p.store_shared(at, asked, 4 * COLUMNS)
@@ -260,10 +260,10 @@ class Token:
             parts = [p.load_shared(at, n, place, "f32") for place in places]
             return [functools.reduce(arith.addf, x) for x in zip(*parts, strict=True)]
 
-        at = p.add(here, p.mul(self.column, 4))
-        v = p.add(self.values, p.mul(self.column, 4), 4 * (COLUMNS + shape.warps) * t)
+        at = here + self.column * 4
+        v = self.values + self.column * 4 + 4 * (COLUMNS + shape.warps) * t
         v = p.load_shared(v, 4, 0, "f32")
-        change = [arith.mulf(beta, arith.subf(x, y)) for x, y in zip(v, total(at, 4), strict=True)]
+        change = [beta * (x - y) for x, y in zip(v, total(at, 4), strict=True)]
 
         def finish():
             asked, (both,) = total(at, 4, 4 * COLUMNS), total(here, 1, 8 * COLUMNS)
@@ -272,11 +272,11 @@ class Token:
             for x in o:
                 squares = p.fma(x, x, squares)
             for distance in (16, 8, 4, 2, 1):
-                squares = arith.addf(squares, p.shuffle_xor(squares, distance))
+                squares = squares + p.shuffle_xor(squares, distance)
             factor = p.rsqrt(p.fma(squares, p.cf(1.0 / COLUMNS), p.cf(shape.eps)))
-            y = [arith.mulf(arith.mulf(x, factor), w) for x, w in zip(o, weight, strict=True)]
+            y = [x * factor * w for x, w in zip(o, weight, strict=True)]
             if z is not None:
-                y = [arith.mulf(x, silu(g)) for x, g in zip(y, floats(z, shape.kind), strict=True)]
+                y = [x * silu(g) for x, g in zip(y, floats(z, shape.kind), strict=True)]
             to = self.of_head(self.memory.out, t, 2 * COLUMNS)
             pairs = packed(y, shape.kind)
             p.store_global(p.offset(to, self.column, 2), pairs)
@@ -294,21 +294,21 @@ class Token:
         at = (COLUMNS + warps) * t + COLUMNS + index * (dk // 32)
         total = p.load_float(self.values, 4 * at)
         for w in range(1, dk // 32):
-            total = arith.addf(total, p.load_float(self.values, 4 * (at + w)))
-        return p.rsqrt(arith.addf(total, p.cf(EPSILON)))
+            total = total + p.load_float(self.values, 4 * (at + w))
+        return p.rsqrt(total + EPSILON)
 
     def put(self, t: int, qk: Value, v: Value) -> None:
         """The thread's channels of a token, and the warp's sum of squares, to shared memory."""
-        at = p.add(self.table, p.mul(self.thread, 4))
+        at = self.table + self.thread * 4
         p.store_shared(at, [qk], 8 * self.shape.dk * t)
         place = 4 * (COLUMNS + self.shape.warps) * t
-        p.store_shared(p.add(self.values, p.mul(self.v_channel, 4)), [v], place)
-        squares = arith.mulf(qk, qk)
+        p.store_shared(self.values + self.v_channel * 4, [v], place)
+        squares = qk * qk
         for distance in (16, 8, 4, 2, 1):
-            squares = arith.addf(squares, p.shuffle_xor(squares, distance))
-        at = p.add(self.values, p.mul(self.warp, 4))
+            squares = squares + p.shuffle_xor(squares, distance)
+        at = self.values + self.warp * 4
         store = functools.partial(p.store_shared, at, [squares], place + 4 * COLUMNS)
-        p.when(p.less(self.lane, 1), store)
+        p.when(self.lane < 1, store)
 
     def convolved(self) -> Callable[[], None]:
         """Compute q, k and v of all tokens.
@@ -358,8 +358,8 @@ class Token:
             for w, x in enumerate(halves):
                 p.store_global_half(p.offset(at, p.ci(w), size), x)
 
-        p.when(p.less(self.rank, 1), lambda: store(self.feature, qk))
-        p.when(p.less(self.thread, COLUMNS), lambda: store(self.v_feature, v))
+        p.when(self.rank < 1, lambda: store(self.feature, qk))
+        p.when(self.thread < COLUMNS, lambda: store(self.v_feature, v))
 
     def keep(self, qk: list, v: list, of_qk: list, of_v: list) -> None:
         """Store the operands of ``taken``."""
@@ -377,8 +377,8 @@ class Token:
                 p.store_global_half(at, p.narrow(of_v[t], self.shape.kind))
                 p.store_global_half(self.of_read(kept.read, t, self.v_feature), v[before + t])
 
-            p.when(p.less(self.rank, 1), of_key_head)
-            p.when(p.less(self.thread, COLUMNS), of_value_head)
+            p.when(self.rank < 1, of_key_head)
+            p.when(self.thread < COLUMNS, of_value_head)
 
     def taken(self, count: Value):
         """Accept ``count`` of the draft's tokens; the others change nothing.
@@ -387,7 +387,7 @@ class Token:
         """
         shape, memory, gates = self.shape, self.memory, []
         for t in range(shape.tokens):
-            stays = p.less(p.ci(t), count)
+            stays = t < count
 
             def of(x, otherwise=0.0, stays=stays):
                 return arith.select(stays, x, p.cf(otherwise))
@@ -399,7 +399,7 @@ class Token:
                 p.load_global(self.of_head(x, t, 4), 1, 0, "f32", cache=p.READ_ONLY)[0]
                 for x in (memory.log_decay, memory.beta)
             )
-            gates.append((of(p.exp2(arith.mulf(g, p.cf(LOG2E))), 1.0), of(beta)))
+            gates.append((of(p.exp2(g * LOG2E), 1.0), of(beta)))
         qk, v = (self.inputs(feature) for feature in (self.feature, self.v_feature))
 
         def last(series):
@@ -414,17 +414,17 @@ class Token:
     def gates(self, t: int):
         """(a, beta) of a token, of every thread."""
         shape = self.shape
-        b, a = (self.load(self.stream(1, t, p.add(self.head, n))) for n in (0, shape.heads))
+        b, a = (self.load(self.stream(1, t, self.head + n)) for n in (0, shape.heads))
         rate, dt = (
             self.load(p.offset(x, self.head, 2)) for x in (self.memory.a_log, self.memory.dt)
         )
         one, log2e = p.cf(1.0), p.cf(LOG2E)
-        beta = p.divide(p.cf(shape.beta_max), arith.addf(p.exp2(arith.mulf(b, p.cf(-LOG2E))), one))
-        x = arith.mulf(arith.addf(a, dt), log2e)
-        away = p.exp2(arith.mulf(p.absolute(x), p.cf(-1.0)))
-        softplus = arith.addf(p.maximum(x, p.cf(0.0)), p.log2(arith.addf(away, one)))  # binary
-        rate = arith.mulf(p.exp2(arith.mulf(rate, log2e)), p.cf(-1.0 / LOG2E))
-        log_decay = arith.mulf(rate, softplus)
+        beta = p.divide(p.cf(shape.beta_max), p.exp2(b * -LOG2E) + one)
+        x = (a + dt) * log2e
+        away = p.exp2(p.absolute(x) * -1.0)
+        softplus = p.maximum(x, p.cf(0.0)) + p.log2(away + one)  # binary
+        rate = p.exp2(rate * log2e) * (-1.0 / LOG2E)
+        log_decay = rate * softplus
         if self.kept:
             kept = self.kept
 
@@ -432,9 +432,9 @@ class Token:
                 for base, x in ((kept.log_decay, log_decay), (kept.beta, beta)):
                     p.store_global(self.of_head(base, t, 4), [x])
 
-            p.when(p.less(self.thread, 1), keep)
+            p.when(self.thread < 1, keep)
         # From the natural logarithm, so that a token that is kept decays alike.
-        return p.exp2(arith.mulf(log_decay, log2e)), beta
+        return p.exp2(log_decay * log2e), beta
 
 
 _KEPT = ("k", "v", "log_decay", "beta", "read")

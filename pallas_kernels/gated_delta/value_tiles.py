@@ -8,7 +8,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith, ir
+from pallas_kernels.jax_internals import ir
 from pallas_kernels.recurrence.channels import CHUNK, ROWS, ChannelLane
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -29,7 +29,7 @@ def read_transposed(ctx, tile, mask):
     registers = array.registers.copy()
     kind = ir.VectorType.get((2,), half)
     words = [w for block in range(4) for w in p.load_matrices(base, 2048 * block, transposed=True)]
-    registers.reshape(-1)[:] = [mgpu.utils.bitcast(arith.andi(w, mask), kind) for w in words]
+    registers.reshape(-1)[:] = [mgpu.utils.bitcast(w & mask, kind) for w in words]
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 

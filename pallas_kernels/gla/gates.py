@@ -101,7 +101,7 @@ def _slice_call(scale: float, first: bool, last: bool, ragged: bool):
         gate_slice(lane, acc, p.shared_address(table), p.address(decay), limit, scale)
         if last:
             mgpu.utils.warpgroup_barrier()  # every warp has read y: A may overwrite it
-            merge(lane, acc, p.add(p.shared_address(slot), 2 * TILE), scale)
+            merge(lane, acc, p.shared_address(slot) + 2 * TILE, scale)
         return bundle([x for name in ACCUMULATORS for x in acc[name]])
 
     return call

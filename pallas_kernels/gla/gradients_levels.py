@@ -46,13 +46,13 @@ class _Levels:
         base = p.shared_address(slot_ref)
         self.columns, self.gates = self.lane.column_matrices(base), self.lane.gate_words(base)
         self.pair = self.lane.row_matrices(p.shared_address(pair_ref))
-        a = each(lambda *at: p.exp2(arith.mulf(gate_at(self.gates, *at), p.cf(p.LOG2E))))
+        a = each(lambda *at: p.exp2(gate_at(self.gates, *at) * p.LOG2E))
         self.one, self.zero = p.cf(1.0), p.cf(0.0)
         self.gone = p.ci(0)
         for i, x in enumerate(flat(a)):
             is_zero = arith.cmpf(arith.CmpFPredicate.OEQ, x, self.zero)
             mask = p.ci(1 << i)
-            self.gone = arith.ori(self.gone, arith.select(is_zero, mask, p.ci(0)))
+            self.gone = self.gone | arith.select(is_zero, mask, p.ci(0))
         self.flux, self.dq, self.dk = (each(lambda *_: self.zero) for _ in range(3))
         self.pp, self.tt = a, each(lambda *_: self.one)
         self.block = [[None] * 8, [None] * 8]
@@ -91,7 +91,7 @@ class _Levels:
         pp, tt, bit = self.pp[h][m], self.tt[h][m], self.bit
         if self.level == 1:
             gated = p.mul_pairs(q, p.pack(self.one, pp[1]))
-            self.y[h][m] = arith.ori(p.masked(k, 0xFFFF), p.masked(gated, -65536))
+            self.y[h][m] = (k & 0xFFFF) | (gated & -65536)
             self.factor[h][m] = [self.one, pp[1]]
             return
         if bit is not None:
@@ -131,12 +131,12 @@ class _Levels:
     def apply_pair(self, h: int, m: int, z) -> None:
         level, bit, word = self.level, self.bit, self.y[h][m]
         if bit is not None:
-            word = arith.xori(word, arith.select(bit, p.ci(0), p.ci(-0x7FFF8000)))
+            word = word ^ arith.select(bit, p.ci(0), p.ci(-0x7FFF8000))
         rounded = floats([word])
         if level == 1:
-            rounded[0] = arith.negf(rounded[0])
+            rounded[0] = -rounded[0]
         elif level >= 8 and not self.is_query(m):
-            rounded = [arith.negf(x) for x in rounded]
+            rounded = [-x for x in rounded]
         flux = self.flux[h][m]
         for e in range(2):
             flux[e] = p.fma(rounded[e], z[e], flux[e])
@@ -149,11 +149,11 @@ class _Levels:
             if e:
                 dq[e] = p.fma(f, z, dq[e])
             else:
-                dk[e] = arith.addf(dk[e], z)
+                dk[e] = dk[e] + z
         elif bit is not None:
-            fz = arith.mulf(f, z)
-            dq[e] = arith.addf(dq[e], arith.select(bit, fz, zero))
-            dk[e] = arith.addf(dk[e], arith.select(bit, zero, fz))
+            fz = f * z
+            dq[e] = dq[e] + arith.select(bit, fz, zero)
+            dk[e] = dk[e] + arith.select(bit, zero, fz)
         elif self.is_query(m):
             dq[e] = p.fma(f, z, dq[e])
         else:
@@ -171,26 +171,26 @@ class _Levels:
         pp, tt, block, one = self.pp[h], self.tt[h], self.block[h], self.one
         if self.level == 1:
             a0, a1 = pp[m]
-            both = arith.mulf(a0, a1)
+            both = a0 * a1
             pp[m], tt[m], block[m] = [a0, both], [a1, one], both
         elif self.bit is not None:
             other = p.shuffle_xor(old[m], self.level // 2)
             before = arith.select(self.bit, other, one)
             after = arith.select(self.bit, one, other)
-            pp[m] = [arith.mulf(x, before) for x in pp[m]]
-            tt[m] = [arith.mulf(x, after) for x in tt[m]]
-            block[m] = arith.mulf(old[m], other)
+            pp[m] = [x * before for x in pp[m]]
+            tt[m] = [x * after for x in tt[m]]
+            block[m] = old[m] * other
         else:
             other = old[m ^ (self.level // 8)]
             if self.is_query(m):
-                pp[m] = [arith.mulf(x, other) for x in pp[m]]
+                pp[m] = [x * other for x in pp[m]]
             else:
-                tt[m] = [arith.mulf(x, other) for x in tt[m]]
-            block[m] = arith.mulf(old[m], other)
+                tt[m] = [x * other for x in tt[m]]
+            block[m] = old[m] * other
 
     def add_diagonal(self, diagonal_ref) -> None:
         """The pairs i = j, which have no decay; and the fluxes into the gates' tile."""
-        diagonal = p.add(p.shared_address(diagonal_ref), p.shift_left(self.lane.c, 3))
+        diagonal = p.shared_address(diagonal_ref) + (self.lane.c << 3)
         for b in range(4):
             q, k = load_block(self.columns, 0, b), load_block(self.columns, TILE, b)
             for half in range(2):

@@ -81,15 +81,15 @@ class _States:
         qs, ks = floats([q]), floats([k])
         for i in range(2):
             (flux,) = p.load_shared(self.gates[h][i], 1, at, "f32")
-            f = arith.mulf(self.pp[h][m][i], p.cf(self.scale))
-            x = arith.mulf(f, zq[i])
-            dq[i] = arith.addf(dq[i], x)
+            f = self.pp[h][m][i] * self.scale
+            x = f * zq[i]
+            dq[i] = dq[i] + x
             flux = p.fma(qs[i], x, flux)
-            x = arith.mulf(self.tt[h][m][i], zk[i])
-            dk[i] = arith.addf(dk[i], x)
-            x = arith.mulf(ks[i], x)
-            p.store_shared(self.gates[h][i], [arith.subf(flux, x)], at)
-            self.total[h] = arith.addf(self.total[h], x)
+            x = self.tt[h][m][i] * zk[i]
+            dk[i] = dk[i] + x
+            x = ks[i] * x
+            p.store_shared(self.gates[h][i], [flux - x], at)
+            self.total[h] = self.total[h] + x
 
     def results(self):
         parts = self.dq, self.dk, self.pp, self.tt
@@ -156,26 +156,26 @@ def finish_call():
         out_q, out_k = [[None] * 8, [None] * 8], [[None] * 8, [None] * 8]
         for h in range(2):
             # <S, E> of channel 8h + g sits in the lane whose columns hold the same channel.
-            twice = p.shift_left(lane.c, 1)
+            twice = lane.c << 1
             states = zero
             for e in range(2):
-                here = p.equal(p.add(twice, e), lane.g)
-                states = arith.addf(states, arith.select(here, inner[2 * h + e], zero))
+                here = p.equal(twice + e, lane.g)
+                states = states + arith.select(here, inner[2 * h + e], zero)
             sums = total[h]
             for lanes in (1, 2):
-                states = arith.addf(states, p.shuffle_xor(states, lanes))
-                sums = arith.addf(sums, p.shuffle_xor(sums, lanes))
+                states = states + p.shuffle_xor(states, lanes)
+                sums = sums + p.shuffle_xor(sums, lanes)
             running = p.fma(decay[h], states, sums)
             for m in reversed(range(8)):
                 x = flux[h][m]
-                mine = arith.addf(x[0], x[1])
+                mine = x[0] + x[1]
                 near = p.shuffle_xor(mine, 1)
-                two = arith.addf(mine, near)
+                two = mine + near
                 far = p.shuffle_xor(two, 2)
-                later = arith.addf(arith.select(odd, zero, near), arith.select(upper, zero, far))
-                high = arith.addf(arith.addf(running, later), x[1])
-                dg = [arith.addf(high, x[0]), high]
-                running = arith.addf(running, arith.addf(two, far))
+                later = arith.select(odd, zero, near) + arith.select(upper, zero, far)
+                high = running + later + x[1]
+                dg = [high + x[0], high]
+                running = running + (two + far)
                 for e in range(2):
                     dead = p.bit(gone, 16 * h + 2 * m + e)
                     p.store_shared(

@@ -35,7 +35,7 @@ def squares(o: Sequence[Value], lanes: int) -> Value:
         total = p.fma(x, x, total)
     for distance in (16, 8, 4, 2, 1):
         if distance < lanes:
-            total = arith.addf(total, p.shuffle_xor(total, distance))
+            total = total + p.shuffle_xor(total, distance)
     return total
 
 
@@ -46,9 +46,9 @@ def finished(
     gate: Sequence[Value] | None,
 ) -> list[Value]:
     """The columns times the norm's factor and weight, and through the gate if there is one."""
-    y = [arith.mulf(arith.mulf(x, factor), w) for x, w in zip(o, weight, strict=True)]
+    y = [x * factor * w for x, w in zip(o, weight, strict=True)]
     if gate is not None:
-        y = [arith.mulf(x, silu(g)) for x, g in zip(y, gate, strict=True)]
+        y = [x * silu(g) for x, g in zip(y, gate, strict=True)]
     return y
 
 
@@ -80,16 +80,16 @@ class _Head:
     def __init__(self, shape: HeadNormShape, gmem):
         self.shape, self.gmem = shape, gmem
         thread = p.register("tid.x")
-        self.lane = p.masked(thread, 31)
-        self.index = p.add(p.mul(p.register("ctaid.x"), 4), p.shift_right(thread, 5))
+        self.lane = thread & 31
+        self.index = p.register("ctaid.x") * 4 + (thread >> 5)
 
     def run(self) -> None:
         p.await_kernel()
-        p.when(p.less(self.index, self.shape.count), self.finish)
+        p.when(self.index < self.shape.count, self.finish)
 
     def finish(self) -> None:
         shape, starts = self.shape, range(0, self.shape.dv, _WIDTH)
-        column = p.mul(self.lane, 4)
+        column = self.lane * 4
 
         def place(ref: Value, first: Value, size: int) -> Value:
             """Address of the lane's first column of a row that begins at element ``first``."""
@@ -98,14 +98,14 @@ class _Head:
         def pairs(at: Value) -> list[list[Value]]:
             return [floats(p.load_global(at, 2, 2 * start), shape.kind) for start in starts]
 
-        here = p.mul(self.index, shape.dv)
+        here = self.index * shape.dv
         at = place(self.gmem.o, here, 4)
         o = [p.load_global(at, 4, 4 * start, "f32") for start in starts]
         weight = pairs(place(self.gmem.weight, p.ci(0), 2))
         gates: list[list[Value] | None] = [None] * len(starts)
         if shape.pitch:
             row, head = (f(self.index, p.ci(shape.heads)) for f in (arith.divui, arith.remui))
-            first = p.add(p.mul(row, shape.pitch), p.mul(head, shape.dv), shape.start)
+            first = row * shape.pitch + head * shape.dv + shape.start
             gates = [*pairs(place(self.gmem.gate, first, 2))]
         factor = norm_factor(self.total(o), shape.dv, shape.eps)
         out = place(self.gmem.out, here, 2)
@@ -119,7 +119,7 @@ class _Head:
             mine = squares(values, lanes)
             for first in range(0, 32, lanes):
                 block = mine if lanes == 32 else p.shuffle_from(mine, first)
-                total = block if total is None else arith.addf(total, block)
+                total = block if total is None else total + block
         assert total is not None
         return total
 

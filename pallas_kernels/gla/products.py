@@ -62,14 +62,14 @@ def products_call():
         base = p.shared_address(tiles_ref)
         flat = unbundle(acc, 40)[0]
         regs = [flat[4 * i : 4 * i + 4] for i in range(10)]
-        mine = p.shift_left(lane.warp, 11)
+        mine = lane.warp << 11
         for at in lane.row_matrices(base):
-            own = p.add(at, mine)
+            own = at + mine
             d_own, v_own = p.load_matrices(own), p.load_matrices(own, at=TILE)
             for block in range(4):
                 above = arith.cmpi(arith.CmpIPredicate.ugt, p.ci(block), lane.warp)
                 shift = arith.select(above, p.ci(0), p.ci(TILE))
-                b = p.load_matrices(p.add(at, shift), at=2048 * block)
+                b = p.load_matrices(at + shift, at=2048 * block)
                 a = [arith.select(above, y, x) for x, y in zip(d_own, v_own, strict=True)]
                 for half, fragment in enumerate(b_tiles(b)):
                     regs[2 * block + half] = p.mma(regs[2 * block + half], a, fragment)
@@ -88,17 +88,17 @@ def symmetric_call(scale: float):
         del ctx
         lane = ChannelLane()
         flat = unbundle(acc, 40)[0]
-        regs = [[arith.mulf(x, p.cf(scale)) for x in flat[4 * i : 4 * i + 4]] for i in range(10)]
+        regs = [[x * scale for x in flat[4 * i : 4 * i + 4]] for i in range(10)]
         base, diagonal = p.shared_address(pair_ref), p.shared_address(diagonal_ref)
 
         def put(tile, row, chunk, values):
-            chunk = arith.xori(chunk, p.masked(row, 7))
+            chunk = chunk ^ (row & 7)
             p.store_shared(lane.pair(base, row, chunk), [p.pack(*values)], TILE * tile)
 
         for block in range(4):
             for half in range(2):
                 for h in range(2):
-                    row = p.add(p.shift_left(lane.warp, 4), lane.g, 8 * h)
+                    row = (lane.warp << 4) + lane.g + 8 * h
                     put(0, row, p.ci(2 * block + half), regs[2 * block + half][2 * h : 2 * h + 2])
         # The diagonal block of the warp: lower part do v^T, upper part v do^T.
         lower = []
@@ -113,24 +113,22 @@ def symmetric_call(scale: float):
             lower.append(picked)
         for half in range(2):
             for h in range(2):
-                i = p.add(lane.g, 8 * h)
-                row = p.add(p.shift_left(lane.warp, 4), i)
+                i = lane.g + 8 * h
+                row = (lane.warp << 4) + i
                 masked = {level: [] for level in (1, 2, 4, 8)}
                 for e in range(2):
-                    j = p.add(p.shift_left(lane.c, 1), 8 * half + e)
+                    j = (lane.c << 1) + (8 * half + e)
                     below = arith.cmpi(arith.CmpIPredicate.ugt, i, j)
                     value = arith.select(below, lower[half][2 * h + e], regs[8 + half][2 * h + e])
-                    differ = arith.xori(i, j)
+                    differ = i ^ j
                     for level, out in masked.items():
-                        top = arith.shrui(differ, p.ci(level.bit_length() - 1))
+                        top = differ >> (level.bit_length() - 1)
                         here = p.equal(top, 1)
                         out.append(arith.select(here, value, p.cf(0.0)))
                     if half == h:
                         same = p.equal(i, j)
                         with mgpu.when(same):
-                            p.store_shared(
-                                p.add(diagonal, p.shift_left(row, 2)), [lower[half][2 * h + e]]
-                            )
+                            p.store_shared(diagonal + (row << 2), [lower[half][2 * h + e]])
                 for n, values in enumerate(masked.values()):
                     put(1, row, p.ci(2 * n + half), values)
 

@@ -99,12 +99,12 @@ class GlaStepLayout:
         if smem.exchange is not None:
             self.barrier = p.shared_address(smem.exchange)
         self.thread = p.register("tid.x")
-        self.warp = p.shift_right(self.thread, 5)
-        self.lane = p.masked(self.thread, 31)
+        self.warp = self.thread >> 5
+        self.lane = self.thread & 31
         self.normed = operands.norm is not None
         if self.normed and shape.blocks > 1:
             head, self.block = p.register("clusterid.x"), p.register("cluster_ctarank")
-            self.shares = p.add(self.barrier, 16)
+            self.shares = self.barrier + 16
         else:
             block = p.register("ctaid.x")
             head, self.block = (f(block, p.ci(shape.blocks)) for f in (arith.divui, arith.remui))
@@ -115,24 +115,24 @@ class GlaStepLayout:
         self.kept = tuple(map(p.address, operands.kept or ()))
         self.whole_head = head
         self.row, self.head = (f(head, p.ci(shape.heads)) for f in (arith.divui, arith.remui))
-        self.kv_head = arith.divui(self.head, p.ci(shape.heads // shape.kv_heads))
+        self.kv_head = self.head // (shape.heads // shape.kv_heads)
         self.lanes = shape.columns // 4  # to a row of the state
-        self.part = p.mul(p.masked(self.lane, self.lanes - 1), 4)
-        self.column = p.add(p.mul(self.block, shape.columns), self.part)
+        self.part = (self.lane & (self.lanes - 1)) * 4
+        self.column = self.block * shape.columns + self.part
 
     def of_token(self, token: Value | int):
         """Its row among all rows' tokens."""
         tokens = self.shape.tokens
-        return self.row if tokens == 1 else p.add(p.mul(self.row, tokens), token)
+        return self.row if tokens == 1 else self.row * tokens + token
 
     def of_head(self, base: Value, token: Value | int, size: int):
         """Address of the head's ``size`` bytes of a token in ``[B, T, H, ...]``."""
-        return p.offset(base, p.add(p.mul(self.of_token(token), self.shape.heads), self.head), size)
+        return p.offset(base, self.of_token(token) * self.shape.heads + self.head, size)
 
     def stream(self, index: int, token: Value | int, column: Value):
         """Address of a column of the token's q, k, v, low or gate."""
         base = p.offset(self.memory[index], self.of_token(token), 2 * self.shape.pitches[index])
-        return p.offset(base, p.add(column, self.shape.starts[index]), 2)
+        return p.offset(base, column + self.shape.starts[index], 2)
 
     def load_pairs(self, at, n: int):
         """2 n 16-bit floats of device memory as floats."""
@@ -144,10 +144,10 @@ class GlaStepLayout:
             self.begin_exchange()
         at_once = 32 // self.lanes  # rows of the state in one load of the warp
         rows = shape.dk // shape.warps  # of this warp: contiguous
-        first = p.add(p.mul(self.warp, rows), arith.divui(self.lane, p.ci(self.lanes)))
+        first = self.warp * rows + self.lane // self.lanes
         rows //= at_once  # of this lane
         state = p.offset(self.memory.state, self.whole_head, 4 * shape.dk * shape.dv)
-        state = p.offset(state, p.add(p.mul(first, shape.dv), self.column), 4)
+        state = p.offset(state, first * shape.dv + self.column, 4)
         ahead = 1 if shape.tokens == 1 else 2  # batches under way
         batch, step = min(BATCH // ahead, rows), 4 * shape.dv * at_once
 
@@ -161,7 +161,7 @@ class GlaStepLayout:
         length = None
         if self.memory.lengths is not None:
             (length,) = p.load_global(p.offset(self.memory.lengths, self.row, 4), 1)
-        self.moves = [None if length is None else p.less(p.ci(t), length) for t in tokens]
+        self.moves = [None if length is None else t < length for t in tokens]
         self.fill_table()
         v = [self.load_v(t) for t in tokens]
         if normed:
@@ -170,7 +170,7 @@ class GlaStepLayout:
         p.barrier()
 
         out = [[p.cf(0.0)] * 4 for _ in tokens]
-        entries = p.add(self.table, p.mul(first, 16))
+        entries = self.table + first * 16
         for start in range(0, rows, batch):
             current = pending.pop(0)
             pending.append(load(start + ahead * batch))
@@ -178,7 +178,7 @@ class GlaStepLayout:
                 for t in tokens:
                     at = 16 * (shape.dk * t + at_once * (start + i))
                     decay, k, q, _ = p.load_shared(entries, 4, at, "f32")
-                    added = [arith.mulf(k, x) for x in v[t]]
+                    added = [k * x for x in v[t]]
                     row = [p.fma(decay, s, x) for s, x in zip(row, added, strict=True)]
                     if self.memory.out is not None:
                         out[t] = [p.fma(q, s, o) for s, o in zip(row, out[t], strict=True)]
@@ -186,12 +186,12 @@ class GlaStepLayout:
                     p.store_global(state, row, step * (start + i))
         if self.memory.out is None:
             return
-        mine = p.add(self.sums, p.mul(self.part, 4))
+        mine = self.sums + self.part * 4
         for t in tokens:
             for distance in (16, 8):
                 if distance >= self.lanes:
-                    out[t] = [arith.addf(x, p.shuffle_xor(x, distance)) for x in out[t]]
-            at = p.add(mine, p.mul(self.warp, 4 * shape.columns))
+                    out[t] = [x + p.shuffle_xor(x, distance) for x in out[t]]
+            at = mine + self.warp * (4 * shape.columns)
             p.store_shared(at, out[t], 4 * shape.columns * shape.warps * t)
         p.barrier()
         if normed and shape.blocks > 1:
@@ -209,7 +209,7 @@ class GlaStepLayout:
                 store = functools.partial(p.store_global, p.offset(at, self.column, size), words)
                 p.when(self.is_here(i), store) if i else store()
 
-        p.when(p.less(self.warp, min(shape.warps, shape.tokens)), finish)
+        p.when(self.warp < min(shape.warps, shape.tokens), finish)
 
     def prefetch(self, rows: int, count: int) -> None:
         """Prefetch memory that the previous kernel does not write, before it has ended.
@@ -221,16 +221,16 @@ class GlaStepLayout:
         size, pitch = 4 * shape.columns, 4 * shape.dv
         state = p.offset(self.memory.state, self.whole_head, pitch * shape.dk)
         state = p.offset(state, self.block, size)
-        state = p.offset(state, p.mul(self.warp, rows), pitch)
+        state = p.offset(state, self.warp * rows, pitch)
         for start in range(0, min(count, rows), 32):
-            row = p.add(self.lane, start)
+            row = self.lane + start
             ask = functools.partial(p.prefetch, p.offset(state, row, pitch), size)
-            p.when(p.less(row, min(count, rows)), ask)
+            p.when(row < min(count, rows), ask)
         if self.memory.decay_weight is not None:
-            first, size = p.mul(self.kv_head, shape.dk), 2 * shape.rank
+            first, size = self.kv_head * shape.dk, 2 * shape.rank
             weights = p.offset(self.memory.decay_weight, first, size)
             ask = functools.partial(p.prefetch, weights, size * shape.dk)
-            p.when(p.less(self.thread, 1), ask)
+            p.when(self.thread < 1, ask)
 
     def finished_here(self) -> list[Value]:
         """The tokens that this warp finishes, the last one again where there are no more."""
@@ -238,19 +238,19 @@ class GlaStepLayout:
         if last == 0:
             return [p.ci(0)]
         firsts = range(0, self.shape.tokens, self.shape.warps)
-        return [p.smaller(p.add(self.warp, first), p.ci(last)) for first in firsts]
+        return [p.smaller(self.warp + first, p.ci(last)) for first in firsts]
 
     def is_here(self, i: int):
         """Is the ``i``th of them one of its own?"""
-        return p.less(p.add(self.warp, i * self.shape.warps), self.shape.tokens)
+        return self.warp + i * self.shape.warps < self.shape.tokens
 
     def load_v(self, t: int):
         """The lane's columns of a token's v."""
-        columns = p.add(p.mul(self.kv_head, self.shape.dv), self.column)
+        columns = self.kv_head * self.shape.dv + self.column
         words = p.load_global(self.stream(2, t, columns), 2)
         if self.kept:
             at = p.offset(self.of_head(self.kept[1], t, 2 * self.shape.dv), self.column, 2)
-            p.when(p.less(self.thread, self.lanes), lambda: p.store_global(at, words))
+            p.when(self.thread < self.lanes, lambda: p.store_global(at, words))
         v = floats(words, self.shape.kind)
         if self.moves[t] is not None:
             v = [arith.select(self.moves[t], x, p.cf(0.0)) for x in v]
@@ -259,7 +259,7 @@ class GlaStepLayout:
     def load_gate(self, token: Value | int):
         if self.memory.gate is None:
             return None
-        columns = p.add(p.mul(self.head, self.shape.dv), self.column)
+        columns = self.head * self.shape.dv + self.column
         return self.load_pairs(self.stream(4, token, columns), 2)
 
     def fill_table(self) -> None:
@@ -267,7 +267,7 @@ class GlaStepLayout:
         shape, all_tokens = self.shape, range(self.shape.tokens)
 
         def entry(d):
-            key = p.add(p.mul(self.kv_head, shape.dk), d)
+            key = self.kv_head * shape.dk + d
             weights = None if self.memory.log_decay is not None else self.decay_weights(key)
             for start in all_tokens[::_TOGETHER]:
                 tokens = all_tokens[start : start + _TOGETHER]
@@ -277,17 +277,17 @@ class GlaStepLayout:
 
         threads = 32 * shape.warps
         for base in range(0, shape.dk, threads):
-            d = p.add(self.thread, base)
+            d = self.thread + base
             if shape.dk - base >= threads:
                 entry(d)
             else:
-                p.when(p.less(d, shape.dk), functools.partial(entry, d))
+                p.when(d < shape.dk, functools.partial(entry, d))
 
     def load_channel(self, t: int, d: Value, key: Value):
         """Load one channel: (q, k, the low-rank values of the decay or the decay itself)."""
         shape, q = self.shape, None
         if self.memory.q is not None:
-            q = p.load_half(self.stream(0, t, p.add(p.mul(self.head, shape.dk), d)))
+            q = p.load_half(self.stream(0, t, self.head * shape.dk + d))
         k = p.load_half(self.stream(1, t, key))
         if self.memory.log_decay is None:
             low = self.stream(3, t, p.ci(0))
@@ -313,14 +313,14 @@ class GlaStepLayout:
                 at = p.offset(self.of_head(self.kept[2], t, 4 * shape.dk), d, 4)
                 p.store_global(at, [log_decay])
 
-            p.when(p.less(self.block, 1), keep)
+            p.when(self.block < 1, keep)
         # From the natural logarithm also where it was made here: a token that is kept decays alike.
-        decay, k = p.exp2(arith.mulf(log_decay, p.cf(LOG2E))), p.widen(k, shape.kind)
+        decay, k = p.exp2(log_decay * LOG2E), p.widen(k, shape.kind)
         if self.moves[t] is not None:
             k = arith.select(self.moves[t], k, zero)
             decay = arith.select(self.moves[t], decay, p.cf(1.0))
-        q = zero if q is None else arith.mulf(p.widen(q, shape.kind), p.cf(shape.scale))
-        at = p.add(self.table, p.mul(d, 16))
+        q = zero if q is None else p.widen(q, shape.kind) * shape.scale
+        at = self.table + d * 16
         p.store_shared(at, [decay, k, q, zero], 16 * shape.dk * t)
 
     def decay_weights(self, key: Value):
@@ -337,10 +337,10 @@ class GlaStepLayout:
         for words, others in zip(rows, low, strict=True):
             for w, y in zip(*(floats(y, shape.kind) for y in (words, others)), strict=True):
                 x = p.fma(w, y, x)
-        x = arith.mulf(x, p.cf(LOG2E))
-        away = p.exp2(arith.mulf(p.absolute(x), p.cf(-1.0)))
-        x = arith.subf(p.minimum(x, p.cf(0.0)), p.log2(arith.addf(away, p.cf(1.0))))
-        x = arith.mulf(x, p.cf(1.0 / (LOG2E * shape.normalizer)))
+        x = x * LOG2E
+        away = p.exp2(p.absolute(x) * -1.0)
+        x = p.minimum(x, p.cf(0.0)) - p.log2(away + 1.0)
+        x = x * (1.0 / (LOG2E * shape.normalizer))
         return x if shape.clamp_min is None else p.maximum(x, p.cf(shape.clamp_min))
 
     def begin_exchange(self) -> None:
@@ -351,18 +351,18 @@ class GlaStepLayout:
             p.barriers_ready()
             p.barrier_expect(self.barrier, 8 * self.shape.blocks * self.shape.tokens)
 
-        p.when(p.less(self.thread, 1), initialise)
+        p.when(self.thread < 1, initialise)
         p.cluster_arrive()
 
     def total(self, mine: Value, token: Value | int):
         """A token's o of the lane's columns, over all warps."""
         at, columns = mine, 4 * self.shape.columns
         if self.shape.tokens > 1:
-            at = p.add(mine, p.mul(token, columns * self.shape.warps))
+            at = mine + token * (columns * self.shape.warps)
         total = p.load_shared(at, 4, 0, "f32")
         for w in range(1, self.shape.warps):
             part = p.load_shared(at, 4, columns * w, "f32")
-            total = [arith.addf(x, y) for x, y in zip(total, part, strict=True)]
+            total = [x + y for x, y in zip(total, part, strict=True)]
         return total
 
     def finished(
@@ -381,22 +381,22 @@ class GlaStepLayout:
     def over_blocks(self, squares: list[Value]) -> list[Value]:
         """All are sent before any is waited for: they share a barrier."""
         size = 8 * self.shape.blocks
-        places = [p.add(self.shares, p.mul(t, size)) for t in self.finished_here()]
+        places = [self.shares + t * size for t in self.finished_here()]
 
         def send(place, mine):
-            to = p.peer_address(p.add(place, p.mul(self.block, 8)), self.lane)
+            to = p.peer_address(place + self.block * 8, self.lane)
             p.send_peer(to, [mine, p.cf(0.0)], p.peer_address(self.barrier, self.lane))
 
         for i, each in enumerate(zip(places, squares, strict=True)):
-            is_sender = p.less(self.lane, self.shape.blocks)
+            is_sender = self.lane < self.shape.blocks
             if i:
-                is_sender = arith.andi(is_sender, self.is_here(i))
+                is_sender = is_sender & self.is_here(i)
             p.when(is_sender, functools.partial(send, *each))
         p.barrier_wait(self.barrier, p.ci(0))
         totals = []
         for place in places:
             total = p.load_float(place)
             for i in range(1, self.shape.blocks):
-                total = arith.addf(total, p.load_float(place, 8 * i))
+                total = total + p.load_float(place, 8 * i)
             totals.append(total)
         return totals

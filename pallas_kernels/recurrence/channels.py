@@ -64,7 +64,7 @@ def digits(item, *sizes: int) -> list:
 def thread_in_warpgroup():
     """0..127, read anew where it is used: addresses computed from it are then not carried, and
     spilled, through a whole persistent loop."""
-    return p.masked(p.register("tid.x", volatile=True), 127)
+    return p.register("tid.x", volatile=True) & 127
 
 
 def bundle_layout(n: int):
@@ -103,22 +103,20 @@ class ThreadPlace:
 
     def __init__(self):
         thread = thread_in_warpgroup()
-        self.warp = p.shift_right(thread, 5)
-        self.lane = p.masked(thread, 31)
-        self.g = p.shift_right(self.lane, 2)
-        self.c = p.masked(self.lane, 3)
+        self.warp = thread >> 5
+        self.lane = thread & 31
+        self.g = self.lane >> 2
+        self.c = self.lane & 3
 
     def pair(self, base, row, chunk):
         """Address of the thread's column pair in 16 bytes ``chunk``, swizzled, of a tile's row."""
-        return p.add(base, p.shift_left(row, 7), p.shift_left(chunk, 4), p.shift_left(self.c, 2))
+        return base + (row << 7) + (chunk << 4) + (self.c << 2)
 
     def row_matrices(self, base):
         """ldmatrix addresses of 16 rows of a [rows, 64] bf16 tile, by 16-column step."""
-        row, side = p.masked(self.lane, 15), p.shift_right(self.lane, 4)
-        low, seven = p.add(base, p.shift_left(row, 7)), p.masked(row, 7)
-        return [
-            p.add(low, p.shift_left(arith.xori(p.add(side, 2 * kk), seven), 4)) for kk in range(4)
-        ]
+        row, side = self.lane & 15, self.lane >> 4
+        low, seven = base + (row << 7), row & 7
+        return [low + (((side + 2 * kk) ^ seven) << 4) for kk in range(4)]
 
 
 class ChannelLane(ThreadPlace):
@@ -126,11 +124,11 @@ class ChannelLane(ThreadPlace):
 
     def column_matrices(self, base):
         """The transposed kind: 16 rows x the warp's 16 channels; add 2048 per further 16 rows."""
-        inner = p.masked(self.lane, 7)
-        half = p.masked(p.shift_right(self.lane, 3), 1)
-        row = p.add(p.shift_left(p.shift_right(self.lane, 4), 3), inner)
-        chunk = arith.xori(p.add(p.shift_left(self.warp, 1), half), inner)
-        return p.add(base, p.shift_left(row, 7), p.shift_left(chunk, 4))
+        inner = self.lane & 7
+        half = (self.lane >> 3) & 1
+        row = ((self.lane >> 4) << 3) + inner
+        chunk = ((self.warp << 1) + half) ^ inner
+        return base + (row << 7) + (chunk << 4)
 
     def gate_words(self, base):
         """Addresses [h][e] of f32 (token 2c + e, channel 16w + 8h + g); add 1024 per 8 tokens."""
@@ -138,20 +136,14 @@ class ChannelLane(ThreadPlace):
         for h in range(2):
             row = []
             for e in range(2):
-                token = p.add(p.shift_left(self.c, 1), e)
-                chunk = p.add(
-                    p.shift_left(p.masked(self.warp, 1), 2),
-                    2 * h,
-                    p.shift_right(self.g, 2),
-                )
+                token = (self.c << 1) + e
+                chunk = ((self.warp & 1) << 2) + (self.g >> 2) + 2 * h
                 row.append(
-                    p.add(
-                        base,
-                        p.shift_left(p.shift_right(self.warp, 1), 13),
-                        p.shift_left(token, 7),
-                        p.shift_left(arith.xori(chunk, token), 4),
-                        p.shift_left(p.masked(self.g, 3), 2),
-                    )
+                    base
+                    + ((self.warp >> 1) << 13)
+                    + (token << 7)
+                    + ((chunk ^ token) << 4)
+                    + ((self.g & 3) << 2)
                 )
             out.append(row)
         return out

@@ -18,11 +18,11 @@ def _state_pointer(ref, column: int, rows_stride: int):
     """Device address of the thread's element (channel ``column`` + its pair offset, its row)."""
     i64 = ir.IntegerType.get_signless(64)
     thread = thread_in_warpgroup()
-    warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
-    row = p.add(p.shift_left(warp, 4), p.shift_right(lane, 2))
-    dk = p.shift_left(p.masked(lane, 3), 1)
-    offset = arith.addi(arith.muli(p.add(dk, column), p.ci(rows_stride)), row)
-    return arith.addi(p.address(ref), arith.extui(i64, p.shift_left(offset, 2)))
+    warp, lane = thread >> 5, thread & 31
+    row = (warp << 4) + (lane >> 2)
+    dk = (lane & 3) << 1
+    offset = (dk + column) * rows_stride + row
+    return p.address(ref) + arith.extui(i64, offset << 2)
 
 
 def read_state(dk: int, dv: int):
@@ -85,11 +85,11 @@ def write_rows(width: int, dk: int):
         del ctx
         i64 = ir.IntegerType.get_signless(64)
         thread = thread_in_warpgroup()
-        warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
-        row = p.add(p.shift_left(warp, 4), p.shift_right(lane, 2))
-        c = p.masked(lane, 3)
-        offset = p.add(arith.muli(row, p.ci(2 * dk)), p.shift_left(c, 4))
-        base = arith.addi(p.address(ref), arith.extui(i64, offset))
+        warp, lane = thread >> 5, thread & 31
+        row = (warp << 4) + (lane >> 2)
+        c = lane & 3
+        offset = row * (2 * dk) + (c << 4)
+        base = p.address(ref) + arith.extui(i64, offset)
         words = [mgpu.utils.bitcast(x, p.i32()) for x in rows.registers.reshape(-1)]
         for half in range(2):
             for first in range(0, width // 8, 4):

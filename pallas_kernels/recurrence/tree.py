@@ -20,32 +20,32 @@ class Lane(ThreadPlace):
 
     def __init__(self, base):
         super().__init__()
-        self.row = p.add(p.shift_left(self.warp, 4), self.g)
+        self.row = (self.warp << 4) + self.g
         # Address of the thread's word in row 16w of a swizzled bf16 [64, 64] tile, by row & 7.
-        chunk, word = p.shift_right(self.lane, 2), p.masked(self.lane, 3)
-        start = p.add(base, p.shift_left(self.warp, 11))
-        low = p.add(start, p.shift_left(word, 2))
-        self.pairs = [p.add(low, p.shift_left(arith.xori(chunk, p.ci(r)), 4)) for r in range(8)]
+        chunk, word = self.lane >> 2, self.lane & 3
+        start = base + (self.warp << 11)
+        low = start + (word << 2)
+        self.pairs = [low + ((chunk ^ r) << 4) for r in range(8)]
         # The same two columns in two swizzled f32 [64, 32] tiles.
-        half = p.shift_right(self.lane, 4)
-        inner = p.masked(self.lane, 15)
-        chunk, word = p.shift_right(inner, 1), p.masked(inner, 1)
-        low = p.add(start, p.shift_left(half, 13), p.shift_left(word, 3))
-        self.floats = [p.add(low, p.shift_left(arith.xori(chunk, p.ci(r)), 4)) for r in range(8)]
+        half = self.lane >> 4
+        inner = self.lane & 15
+        chunk, word = inner >> 1, inner & 1
+        low = start + (half << 13) + (word << 3)
+        self.floats = [low + ((chunk ^ r) << 4) for r in range(8)]
         self.matrix = self.row_matrices(base)
 
     def rows_of(self, block):
         """ldmatrix addresses of row block ``block`` (an i32 value)."""
-        start = p.shift_left(block, 11)
-        return [p.add(x, start) for x in self.matrix]
+        start = block << 11
+        return [x + start for x in self.matrix]
 
     def far_block(self):
         """(row block, column block) of the level-32 product this warp computes."""
-        return arith.subi(p.ci(3), p.shift_right(self.warp, 1)), p.masked(self.warp, 1)
+        return 3 - (self.warp >> 1), self.warp & 1
 
     def near_block(self):
         """The same for level 16; warps 0 and 2 repeat their neighbour's."""
-        return arith.ori(self.warp, p.ci(1)), p.masked(self.warp, 2)
+        return self.warp | 1, self.warp & 2
 
 
 def load_slice(lane, q_at, k_at, g_at, limit):
@@ -56,13 +56,13 @@ def load_slice(lane, q_at, k_at, g_at, limit):
         (kw,) = p.load_shared(lane.pairs[r % 8], 1, k_at + 128 * r)
         gs = p.load_shared(lane.floats[r % 8], 2, g_at + 128 * r, "f32")
         if limit is not None:
-            row = p.add(p.shift_left(lane.warp, 4), r)
+            row = (lane.warp << 4) + r
             inside = p.below(row, limit)
             qw, kw = arith.select(inside, qw, p.ci(0)), arith.select(inside, kw, p.ci(0))
             gs = [arith.select(inside, x, p.cf(0.0)) for x in gs]
         q.append(qw)
         k.append(kw)
-        a.append([p.exp2(arith.mulf(x, p.cf(LOG2E))) for x in gs])
+        a.append([p.exp2(x * LOG2E) for x in gs])
     return q, k, a
 
 
@@ -72,7 +72,7 @@ def _gate(word, factors):
 
 
 def times(xs, ys):
-    return [arith.mulf(x, y) for x, y in zip(xs, ys, strict=True)]
+    return [x * y for x, y in zip(xs, ys, strict=True)]
 
 
 class Tree:
@@ -119,8 +119,8 @@ class Borders:
 
     def __init__(self, lane, table, column, at: int = 0):
         def of_warp(mask):
-            warp = arith.xori(lane.warp, p.ci(mask))
-            return p.load_shared(p.add(table, p.shift_left(warp, 8), column), 2, at, "f32")
+            warp = lane.warp ^ mask
+            return p.load_shared(table + (warp << 8) + column, 2, at, "f32")
 
         self.near, self.across = of_warp(1), times(of_warp(2), of_warp(3))
         one = p.cf(1.0)
@@ -181,8 +181,8 @@ def _diagonal_block(lane, acc):
             if row_half != tile:
                 regs.append(acc[8][r] if (row_half, tile) == (1, 0) else p.cf(0.0))
                 continue
-            j = p.add(p.shift_left(lane.c, 1), e)
-            differ = arith.xori(lane.g, j)
+            j = (lane.c << 1) + e
+            differ = lane.g ^ j
             below = arith.cmpi(arith.CmpIPredicate.ugt, lane.g, j)
             value = arith.select(p.equal(differ, 0), acc[0][r], p.cf(0.0))
             low = arith.select(
@@ -216,9 +216,9 @@ def gate_slice(lane, acc, table, decay_at, limit, scale):
             store_rows(lane, at, tree.operand(level, q, k))
             tree.raise_level(level)
         if pair[1] == 8:  # the 16-row products of the four warps, exchanged through a table
-            column = p.shift_left(lane.lane, 3)
+            column = lane.lane << 3
             total = tree.p[15]
-            p.store_shared(p.add(table, p.shift_left(lane.warp, 8), column), total)
+            p.store_shared(table + (lane.warp << 8) + column, total)
         mgpu.utils.warp_barrier()
         if pair[0] == 1:
             diagonal_products(lane, acc, q_at, k_at)
@@ -230,7 +230,7 @@ def gate_slice(lane, acc, table, decay_at, limit, scale):
     borders = Borders(lane, table, column)
     query16, query32 = borders.query16, borders.query32
     between = p.pack(*borders.between)
-    before = [arith.mulf(x, p.cf(scale)) for x in borders.before]
+    before = [x * scale for x in borders.before]
     y16, y32, qg, kg = [], [], [], []
     for r in range(16):
         suffix = tree.suffix(r)
@@ -244,7 +244,7 @@ def gate_slice(lane, acc, table, decay_at, limit, scale):
     first = p.equal(lane.warp, 0)
     with mgpu.when(first):
         offset = arith.extui(ir.IntegerType.get_signless(64), column)
-        p.store_global(arith.addi(decay_at, offset), borders.whole(total))
+        p.store_global(decay_at + offset, borders.whole(total))
     mgpu.utils.warpgroup_barrier()
     _block_products(lane, acc, 16, lane.near_block(), low)
     _block_products(lane, acc, 32, lane.far_block(), high)
@@ -255,10 +255,10 @@ def _put_block(lane, base, block, tiles, scale):
     rows, columns = block
     for tile, regs in enumerate(tiles):
         for half in range(2):
-            row = p.add(p.shift_left(rows, 4), lane.g, 8 * half)
-            chunk = p.add(p.shift_left(columns, 1), tile)
-            chunk = arith.xori(chunk, p.masked(row, 7))
-            values = [arith.mulf(x, p.cf(scale)) for x in regs[2 * half : 2 * half + 2]]
+            row = (rows << 4) + lane.g + 8 * half
+            chunk = (columns << 1) + tile
+            chunk = chunk ^ (row & 7)
+            values = [x * scale for x in regs[2 * half : 2 * half + 2]]
             p.store_shared(lane.pair(base, row, chunk), [p.pack(*values)])
 
 
@@ -270,6 +270,6 @@ def merge(lane, acc, base, scale):
         _put_block(lane, base, lane.near_block(), [acc[16], acc[17]], scale)
     zero = [zero_acc(), zero_acc()]
     for column in range(1, 4):
-        above = p.less(lane.warp, column)
+        above = lane.warp < column
         with mgpu.when(above):
             _put_block(lane, base, (lane.warp, p.ci(column)), zero, scale)

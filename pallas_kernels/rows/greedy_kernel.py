@@ -128,20 +128,20 @@ class _Greedy:
         self.stops, self.capacity, self.kind = stops, capacity, kind
         self.thread = p.register("tid.x")
         self.rank = p.register("cluster_ctarank" if gpu().arch.clusters else "ctaid.x")
-        self.warp, self.lane = p.shift_right(self.thread, 5), p.masked(self.thread, 31)
+        self.warp, self.lane = self.thread >> 5, self.thread & 31
         self.by_warp, self.by_block, self.barrier = (
             None if ref is None else p.shared_address(ref)
             for ref in (smem.by_warp, smem.by_block, smem.barrier)
         )
 
     def run(self) -> None:
-        p.when(p.less(self.thread, 1), self.initialise)
+        p.when(self.thread < 1, self.initialise)
         p.cluster_arrive()  # no block sends before all have begun
         p.await_kernel()
         self.load_row()
         self.leave_parts()
         p.cluster_wait()
-        p.when(p.less(self.warp, 1), self.over_warps)
+        p.when(self.warp < 1, self.over_warps)
 
     def load_row(self) -> None:
         gmem, lane = self.gmem, self.lane
@@ -156,8 +156,8 @@ class _Greedy:
         lane, logits = self.lane, p.address(self.gmem.logits)
         part = _of_thread(logits, self.thread, self.rank, self.vocabulary, self.kind)
         part = _over_lanes(part, 32)
-        at = p.add(self.by_warp, p.mul(self.warp, 16))
-        p.when(p.less(lane, 1), lambda: p.store_shared(at, _words(part)))
+        at = self.by_warp + self.warp * 16
+        p.when(lane < 1, lambda: p.store_shared(at, _words(part)))
         p.barrier()
 
     def write_part(self) -> None:
@@ -168,9 +168,9 @@ class _Greedy:
         def write() -> None:
             part = _over_lanes(_loaded(self.by_warp, self.lane), THREADS // 32)
             at = p.offset(p.address(self.gmem.parts), self.rank, 16)
-            p.when(p.less(self.lane, 1), lambda: p.store_global(at, _words(part)))
+            p.when(self.lane < 1, lambda: p.store_global(at, _words(part)))
 
-        p.when(p.less(self.warp, 1), write)
+        p.when(self.warp < 1, write)
 
     def from_parts(self) -> None:
         """The second of two kernels, of which one warp works."""
@@ -179,14 +179,14 @@ class _Greedy:
 
         def copy() -> None:
             part = p.load_global(p.offset(p.address(self.gmem.parts), self.lane, 16), 4)
-            p.store_shared(p.add(self.by_block, p.mul(self.lane, 16)), part)
+            p.store_shared(self.by_block + self.lane * 16, part)
 
         def work() -> None:
-            p.when(p.less(self.lane, CLUSTER), copy)
+            p.when(self.lane < CLUSTER, copy)
             p.warp_barrier()
             self.over_blocks()
 
-        p.when(p.less(self.warp, 1), work)
+        p.when(self.warp < 1, work)
 
     def initialise(self) -> None:
         p.barrier_init(self.barrier, 1)
@@ -196,12 +196,12 @@ class _Greedy:
     def over_warps(self) -> None:
         """The block's part to the first block of the cluster."""
         part = _over_lanes(_loaded(self.by_warp, self.lane), THREADS // 32)
-        to = p.peer_address(p.add(self.by_block, p.mul(self.rank, 16)), 0)
+        to = p.peer_address(self.by_block + self.rank * 16, 0)
         p.when(
-            p.less(self.lane, 1),
+            self.lane < 1,
             lambda: p.send_peer(to, _words(part), p.peer_address(self.barrier, 0)),
         )
-        p.when(p.less(self.rank, 1), self.wait_and_join)
+        p.when(self.rank < 1, self.wait_and_join)
 
     def wait_and_join(self) -> None:
         p.barrier_wait(self.barrier, p.ci(0))
@@ -209,18 +209,18 @@ class _Greedy:
 
     def over_blocks(self) -> None:
         """The token and its log-probability, and the row's words after it."""
-        share = _loaded(self.by_block, p.masked(self.lane, CLUSTER - 1))
+        share = _loaded(self.by_block, self.lane & (CLUSTER - 1))
         best, token, total = _over_lanes(share, CLUSTER)
         _, done, count, length, step = self.row
-        live = grown = arith.subi(p.ci(1), done)
+        live = grown = 1 - done
         is_none = _equal(best, p.cf(-math.inf))
         if self.capacity is not None:
-            past = p.below(p.ci(self.capacity), p.add(length, live))
-            is_none = arith.ori(is_none, past)
-            left = p.larger(arith.subi(p.ci(self.capacity), length), p.ci(0))
+            past = p.below(p.ci(self.capacity), length + live)
+            is_none = is_none | past
+            left = p.larger(self.capacity - length, p.ci(0))
             grown = p.smaller(live, left)
         token = arith.select(is_none, p.ci(0), token)
-        logprob = p.bits(arith.mulf(p.log2(total), p.cf(-LN2)))
+        logprob = p.bits(p.log2(total) * -LN2)
         logprob = arith.select(is_none, p.ci(_NAN), logprob)
         done_now = self.is_done(done, token)
         token, logprob = (arith.select(p.equal(done, 0), x, p.ci(0)) for x in (token, logprob))
@@ -228,13 +228,13 @@ class _Greedy:
         place = p.offset(place, p.minimum(step, self.places - 1), 4)
 
         def store() -> None:
-            new = token, done_now, p.add(count, live), p.add(length, grown), p.add(step, 1)
+            new = token, done_now, count + live, length + grown, step + 1
             for i, word in enumerate(new):
                 p.store_global(p.address(self.gmem.rows), [word], 4 * i)
             p.store_global(place, [token])
             p.store_global(place, [logprob], 4 * self.places)
 
-        p.when(p.less(self.lane, 1), store)
+        p.when(self.lane < 1, store)
 
     def is_done(self, done: Value, token: Value) -> Value:
         """1 if the row has ended or any lane's stop token is the new one."""
@@ -242,42 +242,42 @@ class _Greedy:
             return done
         is_stop = arith.select(p.equal(self.stop, token), p.ci(1), p.ci(0))
         for lanes in (16, 8, 4, 2, 1):
-            is_stop = arith.ori(is_stop, p.shuffle_xor(is_stop, lanes))
-        return arith.ori(done, is_stop)
+            is_stop = is_stop | p.shuffle_xor(is_stop, lanes)
+        return done | is_stop
 
 
 def _of_thread(logits: Value, thread: Value, rank: Value, vocabulary: int, kind: str) -> _Part:
     pieces, apart, asked = vocabulary // 8, CLUSTER * THREADS, []
-    first = p.add(p.mul(rank, THREADS), thread)
+    first = rank * THREADS + thread
     for start in range(0, pieces, apart):
-        piece, is_one = p.add(first, start), None
+        piece, is_one = first + start, None
         if start + apart > pieces:
-            is_one, piece = p.less(piece, pieces), p.minimum(piece, pieces - 1)
+            is_one, piece = piece < pieces, p.minimum(piece, pieces - 1)
         asked.append((piece, is_one, p.load_global(p.offset(logits, piece, 16), 4)))
     none = p.cf(-math.inf)
-    best, token, values = none, p.mul(first, 8), []
+    best, token, values = none, first * 8, []
     for piece, is_one, words in asked:
         for i, value in enumerate(floats(words, kind)):
             value = p.minimum(p.maximum(value, none), p.cf(_LARGEST))  # NaN: the other operand
             value = value if is_one is None else arith.select(is_one, value, none)
             is_larger = arith.cmpf(arith.CmpFPredicate.OGT, value, best)
             best = arith.select(is_larger, value, best)
-            token = arith.select(is_larger, p.add(p.mul(piece, 8), i), token)
+            token = arith.select(is_larger, piece * 8 + i, token)
             values.append(value)
     base = arith.select(_equal(best, none), p.cf(0.0), best)
     total = p.cf(0.0)
     for value in values:
-        total = arith.addf(total, _power(arith.subf(value, base)))
+        total = total + _power(value - base)
     return best, token, total
 
 
 def _merged(a: _Part, b: _Part) -> _Part:
     (best_a, token_a, total_a), (best_b, token_b, total_b) = a, b
-    is_same, is_first = _equal(best_a, best_b), p.less(token_a, token_b)
+    is_same, is_first = _equal(best_a, best_b), token_a < token_b
     is_larger = arith.cmpf(arith.CmpFPredicate.OGT, best_a, best_b)
-    is_a = arith.ori(is_larger, arith.andi(is_same, is_first))
+    is_a = is_larger | (is_same & is_first)
     best, other = p.maximum(best_a, best_b), p.minimum(best_a, best_b)
-    share = _power(arith.subf(other, best))
+    share = _power(other - best)
     share = arith.select(_equal(other, p.cf(-math.inf)), p.cf(0.0), share)
     own, less = (arith.select(is_a, *x) for x in ((total_a, total_b), (total_b, total_a)))
     return best, arith.select(is_a, token_a, token_b), p.fma(share, less, own)
@@ -296,13 +296,13 @@ def _words(part: _Part) -> list[Value]:
 
 
 def _loaded(base: Value, index: Value) -> _Part:
-    best, token, total, _ = p.load_shared(p.add(base, p.mul(index, 16)), 4, 0, "f32")
+    best, token, total, _ = p.load_shared(base + index * 16, 4, 0, "f32")
     return best, p.bits(token), total
 
 
 def _power(x: Value) -> Value:
     """e^x for x <= 0."""
-    return p.exp2(arith.mulf(x, p.cf(LOG2E)))
+    return p.exp2(x * LOG2E)
 
 
 def _equal(a: Value, b: Value) -> Value:

@@ -42,7 +42,7 @@ class Inner:
         self.ranks = self.sources * self.rank
         self.adapter = p.load_global(p.offset(rows.adapter, row, 4), 1)[0]  # 0: none
         # Without an adapter the first one's factors are read, and not used.
-        index = p.add(p.larger(self.adapter, p.ci(1)), -1)
+        index = p.larger(self.adapter, p.ci(1)) - 1
         self.first = p.offset(rows.first, index, 2 * self.ranks * op.width)
         steps = range(0, self.ranks, _RANKS)
         self.steps = [(first, chunk) for first in steps for chunk in range(len(rows.inside))]
@@ -60,8 +60,8 @@ class Inner:
         """chunks: the row's values here, each still to be multiplied by factor (None: by 1)."""
         plan = self.rows.plan
         warps, width = plan.threads // 32, padded_ranks(self.rows.op)
-        warp, lane = p.shift_right(self.rows.thread, 5), p.masked(self.rows.thread, 31)
-        here = p.add(self.rows.inner_sums, p.mul(warp, 4 * width), p.mul(p.shift_right(lane, 1), 4))
+        warp, lane = self.rows.thread >> 5, self.rows.thread & 31
+        here = self.rows.inner_sums + warp * (4 * width) + (lane >> 1) * 4
         sums = [p.cf(0.0)] * _RANKS
         for turn, (first, chunk) in enumerate(self.steps):
             words, following = self.asked, self.steps[turn + 1 : turn + 2]
@@ -71,7 +71,7 @@ class Inner:
                     sums[rank] = p.fma(a, y, sums[rank])
             if chunk + 1 == len(self.rows.inside):
                 total = _warp_sums(sums, lane)
-                even = p.equal(p.masked(lane, 1), 0)
+                even = p.equal(lane & 1, 0)
                 p.when(even, lambda t=total, at=4 * first: p.store_shared(here, [t], at))
                 sums = [p.cf(0.0)] * _RANKS
         if plan.split > 1:
@@ -86,10 +86,10 @@ class Inner:
         """The whole row: its adapter's ranks, and zeros."""
         rows, plan = self.rows, self.rows.plan
         columns, split = math.prod(rows.op.adapters), plan.split
-        own = p.add(self.adapter, -1)
+        own = self.adapter - 1
         begin = rows.thread
         if split > 1:
-            begin = p.add(begin, p.mul(rows.rank, plan.threads))
+            begin = begin + rows.rank * plan.threads
         out = p.offset(rows.inner, self.row, 2 * columns)
         sums = [rows.inner_sums]
         if split > 1:
@@ -97,27 +97,27 @@ class Inner:
         for first in range(0, columns, plan.threads * split):
 
             def one(column: p.Value) -> None:
-                source = arith.divui(column, p.ci(self.n * self.rank))
-                index = arith.divui(column, p.ci(self.rank))
-                rank = arith.subi(column, p.mul(index, self.rank))
-                adapter = arith.subi(index, p.mul(source, self.n))
-                at = p.mul(p.add(p.mul(source, self.rank), rank), 4)
+                source = column // (self.n * self.rank)
+                index = column // self.rank
+                rank = column - index * self.rank
+                adapter = index - source * self.n
+                at = (source * self.rank + rank) * 4
                 total = p.cf(0.0)
                 for block in sums:
                     for warp in range(warps):
-                        here, there = p.add(block, at), 4 * width * warp
+                        here, there = block + at, 4 * width * warp
                         if split > 1:
                             value = p.load_peer(here, there)
                         else:
                             value = p.load_float(here, there)
-                        total = arith.addf(total, value)
+                        total = total + value
                 if factor is not None:
-                    total = arith.mulf(total, factor)
+                    total = total * factor
                 total = arith.select(p.equal(adapter, own), total, p.cf(0.0))
                 p.store_global_half(p.offset(out, column, 2), p.narrow(total, rows.op.x))
 
-            column = p.add(begin, first)
-            p.when(p.less(column, columns), lambda column=column, one=one: one(column))
+            column = begin + first
+            p.when(column < columns, lambda column=column, one=one: one(column))
 
 
 def _warp_sums(values: list[p.Value], lane: p.Value) -> p.Value:
@@ -125,11 +125,9 @@ def _warp_sums(values: list[p.Value], lane: p.Value) -> p.Value:
     distance = 16
     while len(values) > 1:
         half = len(values) // 2
-        lower = p.less(p.masked(lane, distance), 1)
+        lower = lane & distance < 1
         keep = [arith.select(lower, values[i], values[i + half]) for i in range(half)]
         send = [arith.select(lower, values[i + half], values[i]) for i in range(half)]
-        values = [
-            arith.addf(k, p.shuffle_xor(s, distance)) for k, s in zip(keep, send, strict=True)
-        ]
+        values = [k + p.shuffle_xor(s, distance) for k, s in zip(keep, send, strict=True)]
         distance //= 2
-    return arith.addf(values[0], p.shuffle_xor(values[0], distance))
+    return values[0] + p.shuffle_xor(values[0], distance)

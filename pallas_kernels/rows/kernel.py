@@ -57,9 +57,9 @@ class _Ring:
     def __init__(self, gmem, smem, *, plan: RowsPlan, n_rows: int):
         self.plan, self.n_rows = plan, n_rows
         self.rows = RowShare(gmem, smem, plan)
-        self.block, self.is_first = p.register("ctaid.x"), p.less(self.rows.thread, 1)
+        self.block, self.is_first = p.register("ctaid.x"), self.rows.thread < 1
         # One barrier per slot.
-        self.full = p.add(self.rows.partial, 16 * (plan.threads // 32))
+        self.full = self.rows.partial + 16 * (plan.threads // 32)
         self.sources = [self.rows.x_start] + [self.rows.residual_start] * plan.op.residual
         self.slot_bytes = plan.op.row_bytes * len(self.sources)
 
@@ -68,13 +68,13 @@ class _Ring:
         p.when(self.is_first, self.initialise)
         p.await_kernel()
         for i in range(plan.ring):
-            slot = p.add(rows.ring, i * self.slot_bytes)
-            row = p.add(self.block, i * plan.blocks)
-            self.copy(row, slot, p.add(self.full, 8 * i))
+            slot = rows.ring + i * self.slot_bytes
+            row = self.block + i * plan.blocks
+            self.copy(row, slot, self.full + 8 * i)
         weight = rows.load_weight()
         p.barrier()
-        mine = arith.subi(p.ci(self.n_rows - 1 + plan.blocks), self.block)
-        count = arith.divui(mine, p.ci(plan.blocks))
+        mine = self.n_rows - 1 + plan.blocks - self.block
+        count = mine // plan.blocks
         loop = scf.ForOp(p.ci(0), count, p.ci(1), [self.block, p.ci(0), p.ci(0), p.ci(0)])
         with ir.InsertionPoint(loop.body):
             scf.yield_(self.one_row(weight, *loop.inner_iter_args))
@@ -96,29 +96,29 @@ class _Ring:
                     slot, p.offset(source, row, row_bytes), row_bytes, barrier, i * row_bytes
                 )
 
-        p.when(arith.andi(self.is_first, p.less(row, self.n_rows)), start)
+        p.when(self.is_first & (row < self.n_rows), start)
 
     def one_row(self, weight, row, turn, index, phase) -> list[p.Value]:
         """Wait for a slot, compute its row, refill it; (row, turn, slot, phase) of the next."""
         plan, rows = self.plan, self.rows
-        barrier = p.add(self.full, p.mul(index, 8))
-        slot = p.add(rows.ring, p.mul(index, self.slot_bytes))
+        barrier = self.full + index * 8
+        slot = rows.ring + index * self.slot_bytes
         p.ptx(
             "{ .reg .pred q; again: mbarrier.try_wait.parity.shared.b64 q, [$0], $1; "
             "@q bra done; bra again; done: }",
             barrier,
             phase,
         )
-        after = p.add(row, plan.ring * plan.blocks)
+        after = row + plan.ring * plan.blocks
         words = rows.load_shared(slot)
         rows.row(row, words, weight, turn, lambda: self.copy(after, slot, barrier))
-        moved = p.add(index, 1)
+        moved = index + 1
         wrap = p.equal(moved, plan.ring)
         return [
-            p.add(row, plan.blocks),
-            arith.xori(turn, p.ci(1)),
+            row + plan.blocks,
+            turn ^ 1,
             arith.select(wrap, p.ci(0), moved),
-            arith.xori(phase, arith.extui(p.i32(), wrap)),
+            phase ^ arith.extui(p.i32(), wrap),
         ]
 
 

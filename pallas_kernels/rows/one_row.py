@@ -38,7 +38,7 @@ def _tree(values: Sequence[p.Value], join: Callable[[p.Value, p.Value], p.Value]
 
 def _warp_sum(value: p.Value) -> p.Value:
     for distance in (16, 8, 4, 2, 1):
-        value = arith.addf(value, p.shuffle_xor(value, distance))
+        value = value + p.shuffle_xor(value, distance)
     return value
 
 
@@ -69,8 +69,8 @@ def _floats(words: Sequence[p.Value], kind: str) -> list[p.Value]:
 
 
 def _silu(gate: p.Value) -> p.Value:
-    power = _f32("ex2.approx.f32 $0, $1;", arith.mulf(gate, p.cf(-LOG2E)))
-    return arith.mulf(gate, _f32("rcp.approx.f32 $0, $1;", arith.addf(power, p.cf(1.0))))
+    power = _f32("ex2.approx.f32 $0, $1;", gate * -LOG2E)
+    return gate * _f32("rcp.approx.f32 $0, $1;", power + 1.0)
 
 
 def _pack(values: Sequence[p.Value], kind: str) -> list[p.Value]:
@@ -78,7 +78,7 @@ def _pack(values: Sequence[p.Value], kind: str) -> list[p.Value]:
     if kind == "f32":
         return [p.bits(value) for value in values]
     if kind == "s8":
-        ints = [p.bits(arith.addf(value, p.cf(_ROUND))) for value in values]
+        ints = [p.bits(value + _ROUND) for value in values]
         pairs = [p.permute(ints[i], ints[i + 1], 0x0040) for i in range(0, 8, 2)]
         return [p.permute(pairs[i], pairs[i + 1], 0x5410) for i in (0, 2)]
     if kind == "e4m3":
@@ -95,13 +95,13 @@ class RowShare:
         self.thread = p.register("tid.x")
         chunks = op.width // 8 // plan.split
         self.inside = [
-            None if first + plan.threads <= chunks else p.less(self.thread, chunks - first)
+            None if first + plan.threads <= chunks else self.thread < chunks - first
             for first in range(0, chunks, plan.threads)
         ]
-        column = p.mul(self.thread, 8)
+        column = self.thread * 8
         if plan.split > 1:
             self.rank = p.register("cluster_ctarank")
-            column = p.add(column, p.mul(self.rank, 8 * chunks))
+            column = column + self.rank * (8 * chunks)
 
         def start(ref: p.Value | None) -> p.Value | None:
             return None if ref is None else p.address(ref)
@@ -145,7 +145,7 @@ class RowShare:
 
     def load_shared(self, slot: p.Value) -> list[p.Value]:
         """The same out of a ring slot, where a chunk beyond the row holds something else."""
-        base = p.add(slot, p.mul(self.thread, 16))
+        base = slot + self.thread * 16
         words = []
         for source in range(2 if self.op.residual else 1):
             for chunk, inside in enumerate(self.inside):
@@ -199,7 +199,7 @@ class RowShare:
             return _floats(words[4 * chunk : 4 * chunk + 4], op.x)
         gate = _floats(words[8 * chunk : 8 * chunk + 4], op.x)
         up = _floats(words[8 * chunk + 4 : 8 * chunk + 8], op.x)
-        return [arith.mulf(_silu(g), u) for g, u in zip(gate, up, strict=True)]
+        return [_silu(g) * u for g, u in zip(gate, up, strict=True)]
 
     def compute(self, words: list[p.Value], weight: list[p.Value]):
         """(t of each chunk, this thread's sum of squares or None, its max|t| or None)."""
@@ -212,7 +212,7 @@ class RowShare:
                     squares[i % 4] = p.fma(s, s, squares[i % 4])
                 n = 2 * BYTES[op.weight]
                 w = _floats(weight[n * chunk : n * chunk + n], op.weight)
-                t = [arith.mulf(a, b) for a, b in zip(t, w, strict=True)]
+                t = [a * b for a, b in zip(t, w, strict=True)]
             if op.finds_scales:
                 for i, value in enumerate(t):
                     peaks[i % 4] = _max_abs(peaks[i % 4], value)
@@ -227,10 +227,10 @@ class RowShare:
         total = None if total is None else _warp_sum(total)
         peak = None if peak is None else _warp_max(peak)
         pair = [p.bits(zero if value is None else value) for value in (total, peak)]
-        here = p.add(self.partial, p.mul(turn, 8 * warps))
-        warp, lane = p.shift_right(self.thread, 5), p.masked(self.thread, 31)
-        mine = p.add(here, p.mul(warp, 8))
-        p.when(p.less(lane, 1), lambda: p.store_shared(mine, pair))
+        here = self.partial + turn * (8 * warps)
+        warp, lane = self.thread >> 5, self.thread & 31
+        mine = here + warp * 8
+        p.when(lane < 1, lambda: p.store_shared(mine, pair))
         if split == 1:
             p.barrier()
             words = [w for first in range(0, warps, 2) for w in p.load_shared(here, 4, 8 * first)]
@@ -244,10 +244,10 @@ class RowShare:
             )
         # A lane reads one warp of one block.
         p.cluster_barrier()
-        valid = p.less(lane, split * warps)
+        valid = lane < split * warps
         index = arith.select(valid, lane, p.ci(0))
-        rank, warp = arith.divui(index, p.ci(warps)), arith.remui(index, p.ci(warps))
-        there = p.peer_address(p.add(here, p.mul(warp, 8)), rank)
+        rank, warp = index // warps, index % warps
+        there = p.peer_address(here + warp * 8, rank)
         got = [arith.select(valid, p.load_peer(there, 4 * i), zero) for i in range(2)]
         # No block may leave while others read its memory: the wait is at the end of the kernel.
         if self.op.adapters is None:
@@ -263,12 +263,12 @@ class RowShare:
             return None
         (scale,) = p.load_global(self.given, 1, 0, "f32")
         inverse = _f32("rcp.rn.f32 $0, $1;", scale)
-        return lambda norm: inverse if norm is None else arith.mulf(inverse, norm)
+        return lambda norm: inverse if norm is None else inverse * norm
 
     def norm_factor(self, total: p.Value | None) -> p.Value | None:
         if total is None:
             return None
-        mean = arith.addf(arith.mulf(total, p.cf(1.0 / self.op.width)), p.cf(self.op.eps))
+        mean = total * (1.0 / self.op.width) + self.op.eps
         return p.rsqrt(mean)
 
     def factor(self, row: p.Value, factor: p.Value | None, peak: p.Value | None):
@@ -276,19 +276,19 @@ class RowShare:
         op, zero = self.op, p.cf(0.0)
         if peak is None:
             return factor
-        largest = peak if factor is None else arith.mulf(peak, factor)
+        largest = peak if factor is None else peak * factor
         scale = p.divide(largest, p.cf(QMAX[op.out]))
         # A row of zeros with eps = 0 has factor inf.
         scale = arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, peak, zero), zero, scale)
         inverse = _f32("rcp.rn.f32 $0, $1;", scale)
-        inverse = inverse if factor is None else arith.mulf(inverse, factor)
+        inverse = inverse if factor is None else inverse * factor
         # A subnormal scale's reciprocal overflows; with the largest float |word| is <= qmax still.
         inverse = p.minimum(inverse, p.cf(_FLOAT_MAX))
         owner = self.thread
         if self.plan.split > 1:
-            owner = p.add(owner, self.rank)
+            owner = owner + self.rank
         at = p.offset(self.scale, row, 4)
-        p.when(p.less(owner, 1), lambda: p.store_global(at, [scale]))
+        p.when(owner < 1, lambda: p.store_global(at, [scale]))
         return arith.select(arith.cmpf(arith.CmpFPredicate.OGT, scale, zero), inverse, zero)
 
     def store(self, row: p.Value, chunks: list[list[p.Value]], factor: p.Value | None) -> None:
@@ -301,7 +301,7 @@ class RowShare:
         size = BYTES[self.op.out]
         base = p.offset(self.out, row, size * self.op.width)
         if factor is not None:
-            values = [arith.mulf(value, factor) for value in values]
+            values = [value * factor for value in values]
         if self.given is not None and self.op.out == "s8":  # e4m3's conversion has its ends
             ends = p.cf(-128.0), p.cf(127.0)
             values = [p.minimum(p.maximum(value, ends[0]), ends[1]) for value in values]

@@ -35,7 +35,6 @@ from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta.kernel_chunks import bf16_array, pairs
 from pallas_kernels.gated_delta.value_tiles import read_transposed, store_transposed
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
 from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
 from pallas_kernels.recurrence.scan import ScanFrame
@@ -81,7 +80,7 @@ def _weighted(ctx, sums, scores):
     words = []
     for tile, factors in zip(pairs(scores), decays, strict=True):
         for pair, factor in zip(tile, factors, strict=True):
-            words.append(p.pack(*(arith.mulf(x, y) for x, y in zip(pair, factor, strict=True))))
+            words.append(p.pack(*(x * y for x, y in zip(pair, factor, strict=True))))
     return bf16_array(words)
 
 

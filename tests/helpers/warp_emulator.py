@@ -32,6 +32,25 @@ from tests.helpers.instructions import EFFECTS, MEANING
 U32 = np.uint32
 
 
+class Lanes(np.ndarray):
+    """One entry per thread.  Words wrap, so a negative number may be an operand beside them."""
+
+
+def _wrapping(name: str) -> Callable:
+    inner = getattr(np.ndarray, name)
+
+    def method(self, other):
+        if type(other) is int and other < 0 and self.dtype == U32:
+            other += 1 << 32
+        return inner(self, other)
+
+    return method
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "and", "rand"):
+    setattr(Lanes, f"__{_name}__", _wrapping(f"__{_name}__"))
+
+
 def to_bytes(x) -> np.ndarray:
     x = np.asarray(x)
     if x.dtype == jnp.int4:
@@ -66,7 +85,7 @@ class Block:
         self.special = {"tid.x": index % U32(threads), "cluster_ctarank": self.rank}
 
     def c(self, value, dtype=U32):
-        return np.full(self.n, value).astype(dtype)
+        return np.full(self.n, value).astype(dtype).view(Lanes)
 
     def touches(self, space: str) -> None:
         self.touched = self.touched or "global" in space
@@ -140,7 +159,8 @@ class Block:
         values = otherwise
         self.masks.append(self.masks[-1] & condition)
         if self.masks[-1].any():
-            values = [np.where(condition, x, y) for x, y in zip(body(), otherwise, strict=True)]
+            pairs = zip(body(), otherwise, strict=True)
+            values = [_select(condition, x, y) for x, y in pairs]
         self.masks.pop()
         return values
 
@@ -151,9 +171,8 @@ class Block:
         while (self.masks[-1] & (index < stop)).any():
             self.masks.append(self.masks[-1] & (index < stop))
             out = body(index.view(U32), list(carry))
-            carry = [
-                np.where(self.masks[-1], new, old) for new, old in zip(out, carry, strict=True)
-            ]
+            pairs = zip(out, carry, strict=True)
+            carry = [_select(self.masks[-1], new, old) for new, old in pairs]
             self.masks.pop()
             index = index + step
         return carry
@@ -226,10 +245,14 @@ def execute(block: Block, code: str, args: Sequence[Any], n_results: int) -> lis
         for name, value in zip(results, values, strict=True):
             kept = value if guard is None else np.where(registers[guard], value, registers[name])
             registers[name] = kept
-    return [registers[f"${i}"] for i in range(n_results)]
+    return [np.asarray(registers[f"${i}"]).view(Lanes) for i in range(n_results)]
 
 
 # --- MLIR's arith, and the rest that ptx.py takes from MLIR ---------------------------------------
+
+
+def _select(condition, x, y):
+    return np.where(condition, x, y).view(Lanes)
 
 
 def _signed(function):
@@ -251,7 +274,7 @@ ARITH = SimpleNamespace(
     addi=np.add,
     subi=np.subtract,
     muli=np.multiply,
-    select=np.where,
+    select=_select,
     minui=np.minimum,
     maxui=np.maximum,
     minsi=_words(np.minimum),

@@ -36,8 +36,8 @@ class TileBlock:
     @classmethod
     def here(cls, plan: TileDivision, scheme: FewRowsScheme, n: int, k: int) -> TileBlock:
         thread = p.register("tid.x")
-        warp, lane = p.shift_right(thread, 5), arith.andi(thread, p.ci(31))
-        row, quad = p.shift_right(lane, 2), arith.andi(lane, p.ci(3))
+        warp, lane = thread >> 5, thread & 31
+        row, quad = lane >> 2, lane & 3
         if plan.apart:
             block = p.register("ctaid.x")
             cluster, rank = (f(block, p.ci(plan.split)) for f in (arith.divui, arith.remui))
@@ -47,7 +47,7 @@ class TileBlock:
             cluster, rank = p.register("ctaid.x"), p.ci(0)
         # Warps without their own columns repeat those of the last warp; their sums are not read.
         working = p.minimum(warp, plan.warps - 1)
-        k0 = p.mul(p.add(p.mul(rank, plan.warps), working), plan.k_warp)
+        k0 = (rank * plan.warps + working) * plan.k_warp
         block = cls(plan, scheme, n, k, thread, warp, lane, row, quad, cluster, rank, working, k0)
         if block.overlap:
             block = dataclasses.replace(block, k0=p.minimum(k0, k - plan.k_warp))
@@ -70,28 +70,28 @@ class TileBlock:
     def working_warps(self, body: Callable[[], object]) -> None:
         """body() in the warps that have columns of their own."""
         if self.plan.warps < WARPS:
-            p.when(p.less(self.warp, self.plan.warps), body)
+            p.when(self.warp < self.plan.warps, body)
         else:
             body()
 
     def threads(self, count: int, body: Callable[[Value], object]) -> None:
         """body(i) for i below count, divided among the block's threads."""
         for first in range(0, count, THREADS):
-            index = p.add(self.thread, first)
+            index = self.thread + first
             if first + THREADS <= count:
                 body(index)
             else:
-                p.when(p.less(index, count), functools.partial(body, index))
+                p.when(index < count, functools.partial(body, index))
 
     def tile_of(self, step: Value) -> Value:
         """Tile of w of a step; a step too many is computed on the last tile and dropped.  With
         SwiGLU every second step is the tile of up that belongs to the tile of gate before."""
         if not self.plan.pairs:
-            tile = p.add(p.mul(step, self.plan.clusters), self.cluster)
+            tile = step * self.plan.clusters + self.cluster
             return p.minimum(tile, self.out_tiles - 1)
-        tile = p.add(p.mul(p.shift_right(step, 1), self.plan.clusters), self.cluster)
-        up = p.mul(arith.andi(step, p.ci(1)), self.out_tiles)
-        return p.add(p.minimum(tile, self.out_tiles - 1), up)
+        tile = (step >> 1) * self.plan.clusters + self.cluster
+        up = (step & 1) * self.out_tiles
+        return p.minimum(tile, self.out_tiles - 1) + up
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,7 +53,7 @@ def matmul(
         operands = FewRowsOperands.of(memory, k=k, kinds=kinds, eps=eps, swiglu=False)
         several = Several(group.begin, group.firsts, others)
         if isinstance(group.division, RowDivision):
-            block = p.add(p.register("ctaid.x"), -group.begin)
+            block = p.register("ctaid.x") - group.begin
             row.run(group.division, schemes[i], operands, smem, block, several=several)
             return
         rows = sum(group.rows)
@@ -65,8 +65,8 @@ def matmul(
             if len(groups) == 1:
                 run()
             else:
-                block = p.add(p.register("ctaid.x"), -group.begin)
-                p.when(p.less(block, group.blocks), run)
+                block = p.register("ctaid.x") - group.begin
+                p.when(block < group.blocks, run)
 
     sizes = [group.division.scratch_sizes(normed=True) for group in plan.groups]
     largest = [max(size) // 4 for size in zip(*sizes, strict=True)]

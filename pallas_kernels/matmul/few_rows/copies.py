@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.block import Params, TileBlock
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import SLOT
@@ -30,10 +29,10 @@ class Copies:
         plan, params = self.block.plan, self.params
 
         def copy(index):
-            t, piece = arith.divui(index, p.ci(pieces)), arith.remui(index, p.ci(pieces))
-            tile = self.block.tile_of(p.add(p.mul(batch, plan.batch), t))
-            slot = p.add(p.mul(buffer, plan.batch), t)
-            to = p.add(params.base, p.mul(slot, params.tile_bytes), p.mul(piece, 16))
+            t, piece = index // pieces, index % pieces
+            tile = self.block.tile_of(batch * plan.batch + t)
+            slot = buffer * plan.batch + t
+            to = params.base + slot * params.tile_bytes + piece * 16
             p.copy_async(to, source(tile, piece), start)
 
         self.block.threads(count * pieces, copy)
@@ -65,8 +64,8 @@ class Copies:
         if operands.residual is not None:
 
             def residuals(tile, piece):
-                token, half = p.shift_right(piece, 1), arith.andi(piece, p.ci(1))
-                at = p.add(p.mul(token, self.block.n), p.mul(tile, 16), p.mul(half, 8))
+                token, half = piece >> 1, piece & 1
+                at = token * self.block.n + tile * 16 + half * 8
                 return p.offset(operands.residual, at, 2)
 
             pieces = 2 * self.block.plan.m
@@ -95,17 +94,17 @@ class Copies:
                 continue
 
             def ask(places=places, rows=rows, apart=apart, size=size, parts=parts):
-                row = arith.remui(block.thread, p.ci(rows))
-                tile = block.tile_of(arith.divui(block.thread, p.ci(rows)))
+                row = block.thread % rows
+                tile = block.tile_of(block.thread // rows)
                 at = p.offset(places.of(tile), row, apart)
                 p.prefetch(at if parts == 1 else p.offset(at, block.rank, size), size)
 
-            p.when(p.less(block.thread, rows * tiles), ask)
+            p.when(block.thread < rows * tiles, ask)
 
     def fill(self) -> None:
         plan, n_blocks = self.block.plan, self.block.n_blocks
         for u in range(plan.depth):
             if u < plan.per * n_blocks:
-                slot = p.add(self.ring, u * SLOT)
+                slot = self.ring + u * SLOT
                 self.codes(p.ci(u // n_blocks), u % n_blocks, slot)
             p.copies_commit()

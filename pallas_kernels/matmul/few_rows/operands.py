@@ -49,7 +49,7 @@ class FewRowsOperands:
         """Asks for the norm's weight, which all blocks read."""
         if self.gamma is not None:
             size = BYTES[self.kinds["gamma"]] * self.k
-            p.when(p.less(thread, 1), lambda: p.prefetch(self.gamma, size))
+            p.when(thread < 1, lambda: p.prefetch(self.gamma, size))
 
     def eight(self, name: str, at: Value) -> list[Value]:
         """Load 8 neighbouring values of gamma or of the pending term, as floats."""
@@ -66,8 +66,8 @@ class FewRowsOperands:
         """8 values of x with what was pending, rounded, as words: block 0 stores them at
         ``place(total)``.  is_x: whether they are values of x; None where all are."""
         words = rounded_sum(words, pending)
-        at, stores = place(self.total), p.less(block(), 1)
-        stores = stores if is_x is None else arith.andi(stores, is_x)
+        at, stores = place(self.total), block() < 1
+        stores = stores if is_x is None else stores & is_x
         p.when(stores, lambda: p.store_global(at, words))
         return words
 
@@ -89,16 +89,16 @@ class FewRowsOperands:
         """Results of neighbouring rows of w or, with SwiGLU, of a row of gate and its row of up."""
         values = list(sums)
         if factor is not None:
-            values = [arith.mulf(v, factor) for v in values]
+            values = [v * factor for v in values]
         if scales is not None:
-            values = [arith.mulf(v, s) for v, s in zip(values, scales, strict=True)]
+            values = [v * s for v, s in zip(values, scales, strict=True)]
         if biases is not None:
-            values = [arith.addf(v, b) for v, b in zip(values, biases, strict=True)]
+            values = [v + b for v, b in zip(values, biases, strict=True)]
         if self.swiglu:
             gate, up = values
             values = [gated(self.activation, gate, up)]
         if residual is not None:
-            values = [arith.addf(v, r) for v, r in zip(values, residual, strict=True)]
+            values = [v + r for v, r in zip(values, residual, strict=True)]
         return values
 
     def store(self, index: Value, value: Value) -> None:
@@ -147,5 +147,5 @@ def over_lanes(values: Sequence[Value], lanes: int = 32) -> list[Value]:
     values = list(values)
     for distance in (16, 8, 4, 2, 1):
         if distance < lanes:
-            values = [arith.addf(v, p.shuffle_xor(v, distance)) for v in values]
+            values = [v + p.shuffle_xor(v, distance) for v in values]
     return values

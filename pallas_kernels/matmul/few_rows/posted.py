@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.few_rows.mailbox import EMPTY
 from pallas_kernels.ptx import Value
@@ -34,9 +33,9 @@ class Posts:
         pieces = self.peers * self.width // 4
         slot = p.load_address(table, 8 * (self.peers + 1))
         for first in range(0, pieces, threads):
-            piece = p.add(thread, first)
+            piece = thread + first
             at = p.offset(slot, piece, 16)
-            p.when(p.less(piece, pieces), lambda at=at: p.store_global(at, [p.ci(EMPTY)] * 4))
+            p.when(piece < pieces, lambda at=at: p.store_global(at, [p.ci(EMPTY)] * 4))
 
     # --- by the kernel that polls ---
 
@@ -60,7 +59,7 @@ class Posts:
                 first, start = 8 * peer + 4 * half, 4 * self.width * peer + 16 * half
                 four = p.await_posted(words[first : first + 4], at, EMPTY, start)
                 values += [p.from_bits(word) for word in four]
-            totals = [arith.addf(a, b) for a, b in zip(totals, values, strict=True)]
+            totals = [a + b for a, b in zip(totals, values, strict=True)]
         return totals
 
 
@@ -76,7 +75,7 @@ def collect(order: jax.Array, table: jax.Array) -> jax.Array:
         del smem
         slot = posts.slot(p.address(gmem.table))
         p.await_kernel()
-        piece = p.add(p.mul(p.register("ctaid.x"), _THREADS), p.register("tid.x"))
+        piece = p.register("ctaid.x") * _THREADS + p.register("tid.x")
         mine = p.minimum(piece, pieces - 1)
         totals = posts.total(posts.ask(slot, mine), slot, mine)
         at = p.offset(p.address(gmem.out), mine, 32)

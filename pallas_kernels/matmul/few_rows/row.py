@@ -87,8 +87,8 @@ class WeightRows:
     def of(self, unit: Value) -> list[Value]:
         """The unit's rows: side by side, or one of gate and one of up."""
         swiglu = self.operands.swiglu
-        row = unit if swiglu else p.mul(unit, self.plan.rows)
-        return [row, p.add(row, self.plan.units if swiglu else 1)][: self.plan.rows]
+        row = unit if swiglu else unit * self.plan.rows
+        return [row, row + (self.plan.units if swiglu else 1)][: self.plan.rows]
 
     def prefetch(self, unit: Value) -> None:
         """Asks for the unit's first loads, its scales and its zeros: a lane for each."""
@@ -184,11 +184,11 @@ class WeightRows:
                 for i, value in enumerate(values):
                     p.store_shared(kept, [value], 4 * i)
                 return
-            first = p.mul(unit, len(values))
+            first = unit * len(values)
             for i, value in enumerate(values):
-                self.operands.store(p.add(first, i), value)
+                self.operands.store(first + i, value)
 
-        p.when(p.less(self.lane, 1), store)
+        p.when(self.lane < 1, store)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,21 +212,21 @@ class Poster:
     def buffer(self, turn: Value) -> Value:
         """Return where the warp keeps its results of a round."""
         size, rows = self.plan.warps * self.plan.rows, self.plan.rows
-        return p.add(self.kept, p.mul(p.masked(turn, 1), 4 * size), p.mul(self.warp, 4 * rows))
+        return self.kept + (turn & 1) * (4 * size) + self.warp * (4 * rows)
 
     def post(self, turn: Value) -> None:
         """By all warps, behind a round."""
         p.barrier()
         size = self.plan.warps * self.plan.rows
-        first = p.add(p.mul(turn, self.plan.blocks), self.block)
-        row = p.add(p.mul(first, size), self.lane)
-        is_mine = arith.andi(p.less(self.lane, size), p.less(row, self.posts.width))
-        kept = p.add(self.kept, p.mul(p.masked(turn, 1), 4 * size), p.mul(self.lane, 4))
+        first = turn * self.plan.blocks + self.block
+        row = first * size + self.lane
+        is_mine = (self.lane < size) & (row < self.posts.width)
+        kept = self.kept + (turn & 1) * (4 * size) + self.lane * 4
 
         def store():
             p.post(p.offset(self.place, row, 4), p.load_float(kept))
 
-        p.when(arith.andi(is_mine, p.less(self.warp, self.posts.peers)), store)
+        p.when(is_mine & (self.warp < self.posts.peers), store)
 
 
 def run(
@@ -246,17 +246,17 @@ def run(
     """
     xs, squares = (p.shared_address(getattr(smem, name)) for name in SCRATCH)
     thread = p.register("tid.x")
-    warp = p.shift_right(thread, 5)
-    lane = arith.andi(thread, p.ci(31))
+    warp = thread >> 5
+    lane = thread & 31
     # Neighbouring warps of a block have neighbouring rows.
     block = p.register("ctaid.x") if block is None else block
     groups, stride = plan.groups, plan.blocks * plan.warps
-    first = p.add(p.mul(block, plan.warps), warp)
-    last = p.add(first, stride * (plan.rounds - 1))
+    first = block * plan.warps + warp
+    last = first + stride * (plan.rounds - 1)
     if plan.spread and plan.is_last_short and operands.post is None:
         # Each block has a share of the last round, not the first blocks all of it.  Posted rows of
         # a block stand behind each other.
-        last = p.add(p.mul(warp, plan.blocks), block, stride * (plan.rounds - 1))
+        last = warp * plan.blocks + block + stride * (plan.rounds - 1)
         first = first if plan.rounds > 1 else last
     places = {
         "w": RowOffsets(operands.w, plan.k * plan.bits // 8),
@@ -290,7 +290,7 @@ def run(
         p.await_kernel()
     if operands.post is not None:
         threads = 32 * plan.warps
-        posts.empty(operands.post, p.add(p.mul(block, threads), thread), threads * plan.blocks)
+        posts.empty(operands.post, block * threads + thread, threads * plan.blocks)
     asked = source.ask(early=True)
     ready = rows.load(start, groups[0])
     # A unit's bias comes with its first loads: a trip to memory of its own would be waited for.
@@ -315,10 +315,10 @@ def run(
         return [*ready, *following]
 
     def step(i, carry):
-        unit = p.add(p.mul(i, stride), first)
-        later = arith.select(p.less(i, plan.rounds - 2), p.add(unit, stride), last)
+        unit = i * stride + first
+        later = arith.select(i < plan.rounds - 2, unit + stride, last)
         # A warp without another unit reads its first one again, and stores nothing of it.
-        later = arith.select(p.less(later, plan.units), later, first)
+        later = arith.select(later < plan.units, later, first)
         carry = product(i, unit, carry[:n_ready], carry[n_ready:], later)
         if poster is not None:
             poster.post(i)
@@ -328,6 +328,6 @@ def run(
         carry = p.loop(0, plan.rounds - 1, 1, [*ready, *ends], step)
         ready, ends = carry[:n_ready], carry[n_ready:]
     turn = p.ci(plan.rounds - 1)
-    p.when(p.less(last, plan.units), lambda: product(turn, last, ready, ends))
+    p.when(last < plan.units, lambda: product(turn, last, ready, ends))
     if poster is not None:
         poster.post(turn)

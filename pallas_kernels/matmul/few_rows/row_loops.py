@@ -50,12 +50,12 @@ class Floats:
     def store_x(self, piece, values) -> None:
         """Columns 8 * piece and on."""
         if self.plan.bits == 16:
-            chunk, lane, at = p.shift_right(piece, 5), piece, self.xs
+            chunk, lane, at = piece >> 5, piece, self.xs
         else:
-            chunk, lane = p.shift_right(piece, 6), p.shift_right(piece, 1)
-            at = p.add(self.xs, p.mul(arith.andi(piece, p.ci(1)), 1024))
-        lane = arith.andi(lane, p.ci(31))
-        at = p.add(at, p.mul(chunk, 128 * self.plan.per_load), p.mul(lane, 16))
+            chunk, lane = piece >> 6, piece >> 1
+            at = self.xs + (piece & 1) * 1024
+        lane = lane & 31
+        at = at + chunk * (128 * self.plan.per_load) + lane * 16
         p.store_shared(at, values[:4])
         p.store_shared(at, values[4:], 512)
 
@@ -65,7 +65,7 @@ class Floats:
     def group(self, chunks, words, sums):
         """sums[row][2] and the products of these chunks' words."""
         sums, values = [list(pair) for pair in sums], self.plan.per_load
-        at, words = p.add(self.xs, p.mul(self.lane, 16)), iter(words)
+        at, words = self.xs + self.lane * 16, iter(words)
         for chunk in chunks:
             start = 4 * 32 * values * chunk
             loaded = [p.load_shared(at, 4, start + 512 * i, "f32") for i in range(values // 4)]
@@ -114,10 +114,10 @@ class Nibbles:
         xs: Value,
         lane: Value,
     ) -> Nibbles:
-        group = p.shift_right(lane, 2)
-        quad = arith.andi(lane, p.ci(3))
-        on_diagonal = p.equal(quad, p.shift_right(lane, 3))
-        is_second = p.equal(arith.andi(group, p.ci(1)), p.ci(1))
+        group = lane >> 2
+        quad = lane & 3
+        on_diagonal = p.equal(quad, lane >> 3)
+        is_second = p.equal(group & 1, p.ci(1))
         scales = p.offset(operands.scale, group, scheme.scale_bytes)
         zeros = None if scheme.zero is None else p.offset(operands.zero, group)
         return cls(plan, scheme, xs, lane, scales, zeros, on_diagonal, is_second)
@@ -152,7 +152,7 @@ class Nibbles:
         offset = p.ci(self.offset)
         if self.zeros is not None:
             zero = p.load_signed_byte(places[1], first)
-            offset = arith.addi(offset, p.mul(zero, 0x00010001))
+            offset = offset + zero * 0x00010001
         return [scale, offset]
 
     def prepared(self, values):
@@ -161,23 +161,23 @@ class Nibbles:
         The largest is below 2^15 afterwards.  Infinite values and NaN stay what they are.
         """
         largest = functools.reduce(p.maximum, [p.absolute(v) for v in values])
-        exponent = p.shift_right(p.warp_largest(p.bits(largest)), 23)
+        exponent = p.warp_largest(p.bits(largest)) >> 23
         exponent = p.larger(exponent, p.ci(15))  # both powers are normal numbers
-        inverse = p.from_bits(p.shift_left(arith.subi(p.ci(268), exponent), 23))
-        power = p.from_bits(p.shift_left(p.add(exponent, -14), 23))
-        return [arith.mulf(v, inverse) for v in values], power
+        inverse = p.from_bits((268 - exponent) << 23)
+        power = p.from_bits((exponent - 14) << 23)
+        return [v * inverse for v in values], power
 
     def store_x(self, piece, values, power) -> None:
         """Columns 8 * piece and on, as pairs i and i + 4, to where their words' lane reads them."""
         pairs = [p.pack(values[i], values[i + 4], "f16") for i in range(4)]
         self.store_pairs(piece, pairs)
-        at = p.add(self.xs, 2 * self.plan.padded_k, p.mul(p.shift_right(piece, 5), 4))
-        p.when(p.equal(arith.andi(piece, p.ci(31)), 0), lambda: p.store_shared(at, [power]))
+        at = self.xs + (piece >> 5) * 4 + 2 * self.plan.padded_k
+        p.when(p.equal(piece & 31, 0), lambda: p.store_shared(at, [power]))
 
     def store_pairs(self, piece, pairs) -> None:
-        chunk, word = p.shift_right(piece, 7), arith.andi(piece, p.ci(3))
-        lane = arith.andi(p.shift_right(piece, 2), p.ci(31))
-        at = p.add(self.xs, p.mul(chunk, 2048), p.mul(word, 512), p.mul(lane, 16))
+        chunk, word = piece >> 7, piece & 3
+        lane = (piece >> 2) & 31
+        at = self.xs + chunk * 2048 + word * 512 + lane * 16
         p.store_shared(at, [p.from_bits(pair) for pair in pairs])
 
     def nothing(self):
@@ -185,8 +185,8 @@ class Nibbles:
 
     def group(self, chunks, words, sums):
         """sums[row] and the scaled products of these chunks' words."""
-        at, words, sums = p.add(self.xs, p.mul(self.lane, 16)), iter(words), list(sums)
-        powers = p.add(self.xs, 2 * self.plan.padded_k, p.mul(p.shift_right(self.lane, 3), 4))
+        at, words, sums = self.xs + self.lane * 16, iter(words), list(sums)
+        powers = self.xs + (self.lane >> 3) * 4 + 2 * self.plan.padded_k
         kind = self.scheme.scale_kind
         for chunk in chunks:
             rows = [[next(words) for _ in range(4)] for _ in range(2)]
@@ -207,7 +207,7 @@ class Nibbles:
             for r, scale in enumerate(scales):
                 scale = scale if kind == "f32" else p.widen(scale, kind)
                 part = arith.select(self.is_second, acc[2 * r + 1], acc[2 * r])
-                sums[r] = p.fma(arith.mulf(part, power), scale, sums[r])
+                sums[r] = p.fma(part * power, scale, sums[r])
         return sums
 
     def totals(self, sums):
@@ -230,11 +230,11 @@ class Float8(Nibbles):
         xs: Value,
         lane: Value,
     ) -> Float8:
-        group = p.shift_right(lane, 2)
-        quad = arith.andi(lane, p.ci(3))
-        on_diagonal = p.equal(quad, p.shift_right(lane, 3))
-        is_second = p.equal(arith.andi(group, p.ci(1)), p.ci(1))
-        own = p.shift_right(lane, (scheme.group // 16).bit_length() - 1)
+        group = lane >> 2
+        quad = lane & 3
+        on_diagonal = p.equal(quad, lane >> 3)
+        is_second = p.equal(group & 1, p.ci(1))
+        own = lane >> ((scheme.group // 16).bit_length() - 1)
         scales = p.offset(operands.scale, own, scheme.scale_bytes)
         return cls(plan, scheme, xs, lane, scales, None, on_diagonal, is_second)
 
@@ -255,14 +255,14 @@ class Float8(Nibbles):
     def store_x(self, piece, values) -> None:
         """Columns 8 * piece and on, as pairs i and i + 2 of two words."""
         pairs = [p.pack(values[i], values[i + 2]) for i in (0, 1, 4, 5)]
-        chunk, half = p.shift_right(piece, 6), arith.andi(piece, p.ci(1))
-        lane = arith.andi(p.shift_right(piece, 1), p.ci(31))
-        at = p.add(self.xs, p.mul(chunk, 1024), p.mul(half, 512), p.mul(lane, 16))
+        chunk, half = piece >> 6, piece & 1
+        lane = (piece >> 1) & 31
+        at = self.xs + chunk * 1024 + half * 512 + lane * 16
         p.store_shared(at, [p.from_bits(pair) for pair in pairs])
 
     def group(self, chunks, words, sums):
         """sums[row] and the scaled products of these chunks' words."""
-        at, words, sums = p.add(self.xs, p.mul(self.lane, 16)), iter(words), list(sums)
+        at, words, sums = self.xs + self.lane * 16, iter(words), list(sums)
         kind = self.scheme.scale_kind
         for chunk in chunks:
             rows = [[next(words) for _ in range(4)] for _ in range(2)]
@@ -312,10 +312,10 @@ class Float4(OneSum):
         xs: Value,
         lane: Value,
     ) -> Float4:
-        group = p.shift_right(lane, 2)
-        quad = arith.andi(lane, p.ci(3))
-        on_diagonal = p.equal(quad, p.shift_right(lane, 3))
-        is_second = p.equal(arith.andi(group, p.ci(1)), p.ci(1))
+        group = lane >> 2
+        quad = lane & 3
+        on_diagonal = p.equal(quad, lane >> 3)
+        is_second = p.equal(group & 1, p.ci(1))
         scales = p.offset(operands.scale, lane, 32 // scheme.group)
         return cls(plan, scheme, xs, lane, scales, None, on_diagonal, is_second)
 
@@ -332,7 +332,7 @@ class Float4(OneSum):
 
     def group(self, chunks, words, sums):
         """The accumulators of the mma, with the products of these chunks' words."""
-        at, words, acc = p.add(self.xs, p.mul(self.lane, 16)), iter(words), list(sums)
+        at, words, acc = self.xs + self.lane * 16, iter(words), list(sums)
         for chunk in chunks:
             rows = [[next(words) for _ in range(4)] for _ in range(2)]
             factors = [widen.float4_factors(self.scheme, next(words)) for _ in range(2)]
@@ -349,7 +349,7 @@ class Float4(OneSum):
 
     def totals(self, sums):
         parts = [arith.select(self.is_second, sums[2 * r + 1], sums[2 * r]) for r in range(2)]
-        return [arith.mulf(v, p.cf(widen.FLOAT4_REST)) for v in super().totals(parts)]
+        return [v * widen.FLOAT4_REST for v in super().totals(parts)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -370,7 +370,7 @@ class FoldedNibbles(OneSum):
         lane: Value,
     ) -> FoldedNibbles:
         made = Nibbles.of(plan, scheme, operands, xs, lane)
-        group = p.shift_right(lane, (scheme.group // 32).bit_length() - 1)
+        group = lane >> ((scheme.group // 32).bit_length() - 1)
         scales = p.offset(operands.scale, group, scheme.scale_bytes)
         zeros = None if scheme.zero is None else p.offset(operands.zero, group)
         return cls(plan, scheme, xs, lane, scales, zeros, made.on_diagonal, made.is_second)
@@ -382,7 +382,7 @@ class FoldedNibbles(OneSum):
 
     def group(self, chunks, words, sums):
         """The accumulators of the mma, with the products of these chunks' words."""
-        at, words, acc = p.add(self.xs, p.mul(self.lane, 16)), iter(words), list(sums)
+        at, words, acc = self.xs + self.lane * 16, iter(words), list(sums)
         kind = self.scheme.scale_kind
         for chunk in chunks:
             rows = [[next(words) for _ in range(4)] for _ in range(2)]

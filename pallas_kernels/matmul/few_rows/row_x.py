@@ -37,16 +37,16 @@ class Input:
         at_once = 4 if operands.gamma is None else 2
         asked = []
         for first in rounds[:at_once] if early else rounds[at_once:]:
-            piece = p.add(self.thread, first)
+            piece = self.thread + first
             inside = None
             if first + threads > pieces:
                 # Threads behind the end store a piece a second time: behind a condition, the
                 # assembler would put the loads of x last.  A warp's pieces stay neighbours.
-                inside, piece = p.less(piece, pieces), arith.remui(piece, p.ci(pieces))
+                inside, piece = piece < pieces, piece % pieces
             source = piece if of_x == pieces else p.minimum(piece, of_x - 1)
             words, is_x = p.load_global(p.offset(operands.x, source, 16), 4), None
             if of_x < pieces:
-                is_x = p.less(piece, of_x)
+                is_x = piece < of_x
                 words = [arith.select(is_x, word, p.ci(0)) for word in words]
             gamma = None if operands.gamma is None else self.eight("gamma", source)
             pending = None
@@ -78,17 +78,17 @@ class Input:
             if gamma is not None:
                 is_one = None if inside is None else lambda inside=inside: inside
                 total = add_squares(total, values, is_one)
-                values = [arith.mulf(v, g) for v, g in zip(values, gamma, strict=True)]
+                values = [v * g for v, g in zip(values, gamma, strict=True)]
             self.loop.store_x(piece, *self.loop.prepared(values))
         if self.operands.gamma is not None:
             (total,) = over_lanes([total])
-            at = p.add(self.squares, p.mul(warp, 4))
-            p.when(p.less(lane, 1), lambda: p.store_shared(at, [total]))
+            at = self.squares + warp * 4
+            p.when(lane < 1, lambda: p.store_shared(at, [total]))
 
     def factor(self) -> Value | None:
         if self.operands.gamma is None:
             return None
         total = p.load_float(self.squares)
         for w in range(1, self.plan.warps):
-            total = arith.addf(total, p.load_float(self.squares, 4 * w))
+            total = total + p.load_float(self.squares, 4 * w)
         return self.operands.factor(total)

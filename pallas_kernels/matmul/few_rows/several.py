@@ -27,7 +27,7 @@ class RowOffsets:
 
     def and_others(self, start: Value, firsts: Sequence[int], refs: Sequence[Value]) -> RowOffsets:
         near = [p.offset(start, p.ci(first), self.stride) for first in firsts]
-        moves = [arith.subi(p.address(ref), at) for ref, at in zip(refs, near, strict=True)]
+        moves = [p.address(ref) - at for ref, at in zip(refs, near, strict=True)]
         return dataclasses.replace(self, firsts=firsts, moves=moves)
 
     def from_base(self, base: Value) -> RowOffsets:
@@ -41,10 +41,10 @@ class RowOffsets:
         """``at``, an address in the piece if all pieces lay behind the first one."""
         if not self.moves:
             return at
-        shift = arith.subi(at, at)
+        shift = at - at
         for first, other in zip(self.firsts, self.moves, strict=True):
-            shift = arith.select(p.less(piece, first), shift, other)
-        return arith.addi(at, shift)
+            shift = arith.select(piece < first, shift, other)
+        return at + shift
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,16 +85,16 @@ class TileProgram:
         names = SCRATCH if normed else SCRATCH[:-1]
         at = {name: p.shared_address(getattr(smem, name)) for name in names}
         block = TileBlock.here(plan, scheme, n, operands.k)
-        x_mine = p.add(at["partial"], p.mul(block.working, 2 * plan.m * plan.k_warp))
+        x_mine = at["partial"] + block.working * (2 * plan.m * plan.k_warp)
         if plan.resident:
-            x_mine = p.add(x_mine, plan.partial_bytes)
-        lane_k = p.add(block.k0, p.mul(block.quad, scheme.columns // 4))
+            x_mine = x_mine + plan.partial_bytes
+        lane_k = block.k0 + block.quad * (scheme.columns // 4)
         row_bytes = operands.k * scheme.bits // 8
         w = p.offset(operands.w, block.row, row_bytes)
         shift = 1 if scheme.bits == 4 else 0
-        w = p.offset(w, p.mul(block.k0, 2) if scheme.plain else p.shift_right(block.k0, shift))
+        w = p.offset(w, block.k0 * 2 if scheme.plain else block.k0 >> shift)
         w = p.offset(w, block.quad, 16)
-        ring = p.add(at["ring"], p.mul(block.warp, 1024), p.mul(block.lane, 16))
+        ring = at["ring"] + block.warp * 1024 + block.lane * 16
         layout = Params.of(at["params"], plan, scheme, operands)
         loop = TileLoop.of(block, layout, lane_k)
         places = {
@@ -103,7 +103,7 @@ class TileProgram:
             "zero": RowOffsets(operands.zero, 16 * layout.zero_row),
         }
         if several is not None:
-            block = dataclasses.replace(block, cluster=p.add(block.cluster, -several.begin))
+            block = dataclasses.replace(block, cluster=block.cluster - several.begin)
             places = several.added_to(places, operands)
         self.plan, self.operands, self.block = plan, operands, block
         self.copies = Copies(block, operands, layout, ring, places)
@@ -152,10 +152,10 @@ class TileProgram:
     def run_batch(self, batch, slot, count: int, *, final: bool):
         """``count`` tiles; [the ring's slot behind them]."""
         plan, n_blocks, copies = self.plan, self.block.n_blocks, self.copies
-        buffer = arith.andi(batch, p.ci(1)) if plan.buffers == 2 else p.ci(0)
+        buffer = batch & 1 if plan.buffers == 2 else p.ci(0)
         copies.addends(batch, buffer, count)
         if not final:
-            copies.scales(p.add(batch, 1), arith.xori(buffer, p.ci(1)))
+            copies.scales(batch + 1, buffer ^ 1)
         last = min(count, -(-plan.depth // n_blocks)) if final else 0
         if count > last:
             (slot,) = p.loop(
@@ -178,21 +178,21 @@ class TileProgram:
         many tiles there are from this one on, or None if they outlast the ring."""
         slots = [slot]
         next_codes = functools.partial(self.next_codes, slots, batch, i, left)
-        at = p.add(p.mul(buffer, self.plan.batch), i)
+        at = buffer * self.plan.batch + i
         self.sums.store_partial(at, self.loop.run(at, self.x, next_codes))
         return slots[-1]
 
     def next_codes(self, slots: list, batch, i, left: int | None, piece: int):
         """The codes of a piece of the tile, and its place refilled; slots: grows by the next."""
         depth, n_blocks, copies = self.plan.depth, self.block.n_blocks, self.copies
-        place = p.add(copies.ring, slots[-1])
+        place = copies.ring + slots[-1]
         p.copies_wait(depth - 1)
         rows = [p.load_shared(place, 4, 512 * half) for half in range(2)]
         later = piece + depth
         if left is None or later < left * n_blocks:
-            step = p.add(p.mul(batch, self.plan.batch), i, later // n_blocks)
+            step = batch * self.plan.batch + i + later // n_blocks
             copies.codes(step, later % n_blocks, place)
         p.copies_commit()
-        moved = p.add(slots[-1], SLOT)
-        slots.append(arith.select(p.less(moved, depth * SLOT), moved, p.ci(0)))
+        moved = slots[-1] + SLOT
+        slots.append(arith.select(moved < depth * SLOT, moved, p.ci(0)))
         return rows

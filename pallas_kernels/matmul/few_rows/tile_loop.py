@@ -28,15 +28,13 @@ class TileLoop:
     def of(cls, block: TileBlock, params: Params, lane_k: Value) -> TileLoop:
         scheme, first = block.scheme, p.ci(0)
         if scheme.n_groups > 1 and not scheme.fold:
-            first = arith.divui(block.k0, p.ci(scheme.group))
-        scales = p.add(
-            params.base, p.mul(block.row, params.scale_row), p.mul(first, scheme.scale_bytes)
-        )
-        zeros = p.add(
-            params.base,
-            16 * params.scale_row,
-            p.mul(block.row, params.zero_row),
-            p.mul(first, scheme.zero_bytes),
+            first = block.k0 // scheme.group
+        scales = params.base + block.row * params.scale_row + first * scheme.scale_bytes
+        zeros = (
+            params.base
+            + block.row * params.zero_row
+            + first * scheme.zero_bytes
+            + 16 * params.scale_row
         )
         return cls(block, params, lane_k, scales, zeros)
 
@@ -53,40 +51,37 @@ class TileLoop:
         """
         scheme = self.block.scheme
         scales, biases, zeros = [], [], []
-        at_slot = p.mul(slot, self.params.tile_bytes)
+        at_slot = slot * self.params.tile_bytes
         offset = p.ci(scheme.bias)
         for half in range(2):
-            at = p.add(self.scales, at_slot, half * 8 * self.params.scale_row)
-            at_zero = p.add(self.zeros, at_slot, half * 8 * self.params.zero_row)
+            at = self.scales + at_slot + half * 8 * self.params.scale_row
+            at_zero = self.zeros + at_slot + half * 8 * self.params.zero_row
             if scheme.float4:
                 scales.append([self.float4_factors(at, b) for b in groups])
             elif scheme.fold:
-                in_block = [
-                    arith.divui(p.add(self.lane_k, b * scheme.columns), p.ci(scheme.group))
-                    for b in groups
-                ]
-                scale_at = [p.add(at, p.mul(g, scheme.scale_bytes)) for g in in_block]
-                zero_at = [p.add(at_zero, p.mul(g, scheme.zero_bytes)) for g in in_block]
+                in_block = [(self.lane_k + b * scheme.columns) // scheme.group for b in groups]
+                scale_at = [at + g * scheme.scale_bytes for g in in_block]
+                zero_at = [at_zero + g * scheme.zero_bytes for g in in_block]
                 scales.append([self.doubled(self.load_scale(a)) for a in scale_at])
                 if scheme.zero == "float":
                     zeros.append([self.doubled(self.load_scale(a)) for a in zero_at])
             else:
-                zero_at = [p.add(at_zero, g) for g in groups]
+                zero_at = [at_zero + g for g in groups]
                 scales.append(self.group_scales(at, groups))
             biases.append([offset] * len(groups))
             if scheme.zero == "int":
                 raw = [p.load_shared_narrow(a, "s8") for a in zero_at]
-                biases[half] = [arith.addi(offset, p.mul(z, 0x00010001)) for z in raw]
+                biases[half] = [offset + z * 0x00010001 for z in raw]
         return scales, biases, zeros
 
     def float4_factors(self, at, block: int) -> list[Value]:
         """The factors of the lane's 4 words of a block of columns: of one scale, or of two."""
         scheme = self.block.scheme
-        group = p.shift_right(p.add(self.lane_k, block * scheme.columns), 5)
+        group = (self.lane_k + block * scheme.columns) >> 5
         if scheme.scale_kind == "e8m0":
-            scales = p.load_shared_narrow(p.add(at, group), "u8")
+            scales = p.load_shared_narrow(at + group, "u8")
         else:
-            scales = p.load_shared_narrow(p.add(at, p.mul(group, 2)), "u16")
+            scales = p.load_shared_narrow(at + group * 2, "u16")
         return widen.float4_factors(scheme, scales)
 
     def row_units(self, slot) -> list[Value]:
@@ -94,10 +89,8 @@ class TileLoop:
         rest = p.cf(widen.FLOAT4_REST)
         if self.block.scheme.zero != "unit":
             return [rest] * 4
-        at = p.add(self.zeros, p.mul(slot, self.params.tile_bytes))
-        units = [
-            arith.mulf(p.load_float(at, half * 8 * self.params.zero_row), rest) for half in (0, 1)
-        ]
+        at = self.zeros + slot * self.params.tile_bytes
+        units = [p.load_float(at, half * 8 * self.params.zero_row) * rest for half in (0, 1)]
         return [units[0], units[0], units[1], units[1]]
 
     def group_scales(self, at, groups: range):

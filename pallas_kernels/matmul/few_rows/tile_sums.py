@@ -27,17 +27,17 @@ class PartialSums:
 
     def partial_at(self, slot, warp, token, row):
         per_warp = 4 * self.block.plan.n_tiles * 8 * PITCH
-        return p.add(
-            self.partial,
-            p.mul(slot, WARPS * per_warp),
-            p.mul(warp, per_warp),
-            p.mul(token, 4 * PITCH),
-            p.mul(row, 4),
+        return (
+            self.partial
+            + slot * (WARPS * per_warp)
+            + warp * per_warp
+            + token * (4 * PITCH)
+            + row * 4
         )
 
     def store_partial(self, slot, total) -> None:
         block = self.block
-        at = self.partial_at(slot, block.warp, p.mul(block.quad, 2), block.row)
+        at = self.partial_at(slot, block.warp, block.quad * 2, block.row)
         for t in range(block.plan.n_tiles):
             for i in range(4):
                 p.store_shared(at, [total[t][i]], 4 * ((8 * t + i % 2) * PITCH + 8 * (i // 2)))
@@ -47,40 +47,40 @@ class PartialSums:
         block, plan = self.block, self.block.plan
         parts = 2 if plan.pairs else 1
         values = 16 * plan.m
-        slot_of = functools.partial(p.add, p.mul(buffer, plan.batch))
+        first = buffer * plan.batch
 
         def token_and_row(index):
-            rest = arith.remui(index, p.ci(values))
-            return p.shift_right(rest, 4), arith.andi(rest, p.ci(15))
+            rest = index % values
+            return rest >> 4, rest & 15
 
         def over_warps(slot, token, row):
             at = self.partial_at(slot, p.ci(0), token, row)
             value = p.load_float(at)
             for w in range(1, plan.warps):
                 warp_bytes = 4 * plan.n_tiles * 8 * PITCH
-                value = arith.addf(value, p.load_float(at, w * warp_bytes))
+                value = value + p.load_float(at, w * warp_bytes)
             return at, value
 
         def finish(index, t, value_of):
             """Finish output tile t; value_of(slot, token, row): a sum over all of K."""
             token, row = token_and_row(index)
-            slots = [slot_of(p.mul(t, parts), i) for i in range(parts)]
+            slots = [first + t * parts + i for i in range(parts)]
             sums = [value_of(slot, token, row) for slot in slots]
-            step = p.add(p.mul(batch, plan.batch // parts), t)
-            tile = p.add(p.mul(step, plan.clusters), block.cluster)
+            step = batch * (plan.batch // parts) + t
+            tile = step * plan.clusters + block.cluster
             self.write(sums, slots, tile, token, row)
 
         if plan.split == 1 or plan.apart:
 
             def whole(index):
-                t = arith.divui(index, p.ci(values))
+                t = index // values
                 finish(index, t, lambda *where: over_warps(*where)[1])
 
             block.threads(count // parts * values, whole)
             return
 
         def of_block(index):
-            slot = slot_of(arith.divui(index, p.ci(values)))
+            slot = first + index // values
             at, value = over_warps(slot, *token_and_row(index))
             p.store_shared(at, [value])
 
@@ -94,8 +94,8 @@ class PartialSums:
 
         def of_cluster(index):
             # Each block finishes every split-th tile of the output.
-            t = p.add(p.mul(arith.divui(index, p.ci(values)), plan.split), block.rank)
-            p.when(p.less(t, count // parts), lambda: finish(index, t, over_blocks))
+            t = index // values * plan.split + block.rank
+            p.when(t < count // parts, lambda: finish(index, t, over_blocks))
 
         block.threads(-(-count // parts // plan.split) * values, of_cluster)
 
@@ -103,14 +103,14 @@ class PartialSums:
         operands, params = self.operands, self.params
 
         def biases():
-            at = p.add(params.base, params.bias_at, p.mul(row, 4))
-            places = [p.add(at, p.mul(slot, params.tile_bytes)) for slot in slots]
+            at = params.base + row * 4 + params.bias_at
+            places = [at + slot * params.tile_bytes for slot in slots]
             for place in places:
                 yield p.load_float(place)
 
         def residual():
-            at = p.add(p.mul(slots[0], params.tile_bytes), p.mul(token, 32), p.mul(row, 2))
-            old = p.load_shared_narrow(p.add(params.base, at), "u16", params.residual_at)
+            at = slots[0] * params.tile_bytes + token * 32 + row * 2
+            old = p.load_shared_narrow(params.base + at, "u16", params.residual_at)
             yield p.widen(old, operands.kinds["out"])
 
         def store():
@@ -120,11 +120,11 @@ class PartialSums:
                 biases=None if operands.bias is None else biases(),
                 residual=None if operands.residual is None else residual(),
             )
-            column = p.add(p.mul(tile, 16), row)
-            index = p.add(p.mul(token, 16 * self.block.out_tiles), column)
+            column = tile * 16 + row
+            index = token * (16 * self.block.out_tiles) + column
             if self.block.plan.apart:
                 own = 16 * self.block.out_tiles * self.block.plan.m
-                index = p.add(index, p.mul(self.block.rank, own))
+                index = index + self.block.rank * own
             operands.store(index, out)
 
-        p.when(p.less(tile, self.block.out_tiles), store)
+        p.when(tile < self.block.out_tiles, store)

@@ -42,23 +42,23 @@ class StagedX:
         A load of fragments takes 4 granules of 2 tokens at a time; the exchange puts those 8 in
         different banks.
         """
-        odd, bits = arith.andi(token, p.ci(1)), self.block.scheme.bits
+        odd, bits = token & 1, self.block.scheme.bits
         if bits == 4:
-            odd = arith.xori(p.mul(odd, 2), arith.andi(p.shift_right(index, 3), p.ci(1)))
+            odd = (odd * 2) ^ ((index >> 3) & 1)
         elif bits == 16:
-            odd = p.mul(odd, 4)
-        row = p.mul(token, 2 * self.block.plan.k_warp)
-        return p.add(self.x_mine, row, p.mul(arith.xori(index, odd), 16))
+            odd = odd * 4
+        row = token * (2 * self.block.plan.k_warp)
+        return self.x_mine + row + (index ^ odd) * 16
 
     def source(self, token, index):
         at = p.offset(self.operands.x, token, 2 * self.block.k)
-        return p.offset(at, p.add(self.block.k0, p.mul(index, 8)), 2)
+        return p.offset(at, self.block.k0 + index * 8, 2)
 
     def repeated(self):
         """Granules at the start of the run that the warp before has too, or None."""
         if not self.block.overlap:
             return None
-        last = p.less(p.ci(self.block.plan.warps - 2), self.block.working)
+        last = self.block.plan.warps - 2 < self.block.working
         return arith.select(last, p.ci(self.block.overlap // 8), p.ci(0))
 
     def copy(self) -> None:
@@ -67,7 +67,7 @@ class StagedX:
         repeated = self.repeated()
         count = self.block.plan.m * per_token
         for first in range(0, count, 32):
-            piece = p.add(self.block.lane, first)
+            piece = self.block.lane + first
 
             def copy(piece=piece):
                 token, index = (f(piece, p.ci(per_token)) for f in (arith.divui, arith.remui))
@@ -75,13 +75,13 @@ class StagedX:
                 if repeated is None:
                     p.copy_async(to, source, 0)
                 else:
-                    size = arith.select(p.less(index, repeated), p.ci(0), p.ci(16))
+                    size = arith.select(index < repeated, p.ci(0), p.ci(16))
                     p.copy_async(to, source, 0, size=size)
 
             if first + 32 <= count:
                 copy()
             else:
-                p.when(p.less(piece, count), copy)
+                p.when(piece < count, copy)
 
     def fragments(self) -> Fragments:
         """In registers or, ``resident``, left where they are, in the order of the codes."""
@@ -112,12 +112,12 @@ class StagedX:
         each.)"""
         block = self.block
         # Columns of mma beyond the last token repeat it and are not stored.
-        token = p.minimum(p.add(block.row, 8 * tile), block.plan.m - 1)
+        token = p.minimum(block.row + 8 * tile, block.plan.m - 1)
         if block.scheme.plain:
-            return [self.granule(token, p.add(block.quad, 4 * i)) for i in range(2)]
+            return [self.granule(token, block.quad + 4 * i) for i in range(2)]
         pieces = block.scheme.columns // 32
-        mine = p.mul(block.quad, pieces)
-        return [self.granule(token, p.add(mine, i)) for i in range(pieces)]
+        mine = block.quad * pieces
+        return [self.granule(token, mine + i) for i in range(pieces)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,12 +176,12 @@ class NormedX:
         plan = block.plan
         lanes = {1: 32, 2: 16}.get(plan.m, 8)
         at_once = 32 // lanes
-        lane = arith.andi(block.lane, p.ci(lanes - 1))
-        first = p.shift_right(block.lane, lanes.bit_length() - 1)
-        tokens = [p.add(first, start) for start in range(0, plan.m, at_once)]
-        inside = [p.less(t, plan.m) for t in tokens]
+        lane = block.lane & (lanes - 1)
+        first = block.lane >> (lanes.bit_length() - 1)
+        tokens = [first + start for start in range(0, plan.m, at_once)]
+        inside = [t < plan.m for t in tokens]
         repeated = staged.repeated()
-        works = None if plan.warps == WARPS else p.less(block.warp, plan.warps)
+        works = None if plan.warps == WARPS else block.warp < plan.warps
         # Squares of the granules whose number is the same modulo 32: the same sums for any lanes.
         sums = [[p.cf(0.0)] * at_once for _ in tokens]
         where = lanes, lane, tokens, inside, repeated, works, sums
@@ -212,42 +212,42 @@ class NormedX:
         for token, is_one, parts in zip(self.tokens, self.inside, self.sums, strict=True):
             while len(parts) > 1:
                 half = len(parts) // 2
-                parts = [arith.addf(u, v) for u, v in zip(parts[:half], parts[half:], strict=True)]
+                parts = [u + v for u, v in zip(parts[:half], parts[half:], strict=True)]
             (total,) = over_lanes(parts, self.lanes)
-            mine = arith.andi(p.less(self.lane, 1), is_one)
-            mine = arith.andi(mine, p.less(self.block.warp, self.block.plan.warps))
-            at = p.add(self.squares, p.mul(self.block.warp, 4 * TOKENS), p.mul(token, 4))
+            mine = (self.lane < 1) & is_one
+            mine = mine & (self.block.warp < self.block.plan.warps)
+            at = self.squares + self.block.warp * (4 * TOKENS) + token * 4
             p.when(mine, lambda at=at, total=total: p.store_shared(at, [total]))
 
     def load(self, step: int):
-        index = p.add(self.lane, step * self.lanes)
+        index = self.lane + step * self.lanes
         index = p.minimum(index, self.per_token - 1)
         rows = [p.minimum(t, self.block.plan.m - 1) for t in self.tokens]
         xs = [p.load_global(self.staged.source(row, index), 4) for row in rows]
         if self.operands.pending is not None:
             pending = [self.load_pending(row, index) for row in rows]
             xs = list(zip(xs, pending, strict=True))
-        column = p.add(self.block.k0, p.mul(index, 8))
+        column = self.block.k0 + index * 8
         size = 4 if self.operands.kinds["gamma"] == "f32" else 2
         return xs, self.operands.eight("gamma", p.offset(self.operands.gamma, column, size))
 
     def use(self, step: int, xs, gamma) -> None:
         plan, per_token, at_once = self.block.plan, self.per_token, len(self.sums[0])
-        index = p.add(self.lane, step * self.lanes)
+        index = self.lane + step * self.lanes
         whole = (step + 1) * self.lanes <= per_token
 
         def is_one():
-            return p.less(index, per_token)
+            return index < per_token
 
         for r, (token, words) in enumerate(zip(self.tokens, xs, strict=True)):
             if self.operands.pending is not None:
                 words = self.store_total(*words, token, p.minimum(index, per_token - 1))
             if self.repeated is not None:
-                keep = p.less(index, self.repeated)
+                keep = index < self.repeated
                 words = [arith.select(keep, p.ci(0), w) for w in words]
             values, i = floats(words), step % at_once
             self.sums[r][i] = add_squares(self.sums[r][i], values, None if whole else is_one)
-            scaled = [arith.mulf(v, g) for v, g in zip(values, gamma, strict=True)]
+            scaled = [v * g for v, g in zip(values, gamma, strict=True)]
             pairs = packed(scaled)
 
             def store(token=token, pairs=pairs):
@@ -265,7 +265,7 @@ class NormedX:
         """Load 8 columns of a token's pending term, as floats."""
         size = BYTES[self.operands.kinds["pending"]]
         at = p.offset(self.operands.pending, token, size * self.block.k)
-        at = p.offset(at, p.add(self.block.k0, p.mul(index, 8)), size)
+        at = p.offset(at, self.block.k0 + index * 8, size)
         return self.operands.eight("pending", at)
 
     def store_total(self, words, pending, token, index):
@@ -273,7 +273,7 @@ class NormedX:
 
         def place(total):
             at = p.offset(total, p.minimum(token, self.block.plan.m - 1), 2 * self.block.k)
-            return p.offset(at, p.add(self.block.k0, p.mul(index, 8)), 2)
+            return p.offset(at, self.block.k0 + index * 8, 2)
 
         return self.operands.store_total(words, pending, place, lambda: self.block.cluster)
 
@@ -282,23 +282,23 @@ class NormedX:
         block, plan = self.block, self.block.plan
 
         def one():
-            at = p.add(self.squares, p.mul(block.thread, 4))
+            at = self.squares + block.thread * 4
             total = p.load_float(at)
             for w in range(1, plan.warps):
-                total = arith.addf(total, p.load_float(at, 4 * TOKENS * w))
+                total = total + p.load_float(at, 4 * TOKENS * w)
             if plan.split == 1:
                 total = self.operands.factor(total)
             p.store_shared(at, [total], 4 * TOKENS * WARPS)
 
-        p.when(p.less(block.thread, plan.m), one)
+        p.when(block.thread < plan.m, one)
 
     def factor(self, token):
         """The token's factor, in any thread, after the last barrier before the sums are written."""
-        at = p.add(self.squares, 4 * TOKENS * WARPS, p.mul(token, 4))
+        at = self.squares + token * 4 + 4 * TOKENS * WARPS
         split = self.block.plan.split
         if split == 1:
             return p.load_float(at)
         total = p.load_peer(p.peer_address(at, 0))
         for i in range(1, split):
-            total = arith.addf(total, p.load_peer(p.peer_address(at, i)))
+            total = total + p.load_peer(p.peer_address(at, i))
         return self.operands.factor(total)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.ptx import Value
 
@@ -33,10 +32,10 @@ def word_pairs(scheme: FewRowsScheme, word: Value, bias: Value) -> list[Value]:
         return [float8_pair(word, 0xA280 + 0x1111 * i, scheme.kind) for i in range(2)]
     if scheme.bits == 4 or scheme.kind == "f16":
         mask = 0x000F000F if scheme.bits == 4 else 0x00FF00FF
-        low = (p.shift_right(word, scheme.bits * i) for i in range(16 // scheme.bits))
+        low = (word >> (scheme.bits * i) for i in range(16 // scheme.bits))
         flipped = (p.and_xor(w, mask, scheme.bias) for w in low)
         return [p.sub_pairs(w, bias, scheme.kind) for w in flipped]
-    return [int8_pair(p.shift_right(word, 8 * i)) for i in range(2)]
+    return [int8_pair(word >> (8 * i)) for i in range(2)]
 
 
 def half_nibbles(word: Value, offset: Value) -> list[Value]:
@@ -45,10 +44,10 @@ def half_nibbles(word: Value, offset: Value) -> list[Value]:
     Under the exponent of 1024 a nibble u = q + 8 is 1024 + u at bits 0 to 3.  At bits 4 to 7 it is
     1024 + 16 u, which one multiply-add brings back.  offset: a pair of 8 + zero as integers.
     """
-    low = p.add(offset, 0x64006400)
-    high = p.add(p.mul(offset, 16), 0xD400D400)  # -(64 + 8 + zero)
+    low = offset + 0x64006400
+    high = offset * 16 + 0xD400D400  # -(64 + 8 + zero)
     out = []
-    for half in (word, p.shift_right(word, 8)):
+    for half in (word, word >> 8):
         out.append(p.sub_pairs(p.and_xor(half, 0x000F000F, 0x64086408), low, "f16"))
         shifted = p.and_xor(half, 0x00F000F0, 0x64806480)
         out.append(p.fma_pairs(shifted, p.ci(0x2C002C00), high, "f16"))
@@ -57,7 +56,7 @@ def half_nibbles(word: Value, offset: Value) -> list[Value]:
 
 def biased_nibbles(scheme: FewRowsScheme, word: Value) -> list[Value]:
     """Return 136 plus the word's int4 codes as pairs of bfloat16: nibbles i, i + 4."""
-    low = (p.shift_right(word, 4 * i) for i in range(4))
+    low = (word >> (4 * i) for i in range(4))
     return [p.and_xor(w, 0x000F000F, scheme.bias) for w in low]
 
 
@@ -83,10 +82,10 @@ def float4_pairs(word: Value, factor: Value) -> list[Value]:
     In bfloat16 seven bits lie between a sign and the rest of a code, in a word none.  Moving the
     signs of two codes up, or the rest of two codes down, opens both gaps at once.
     """
-    low = p.merge_bits(p.shift_left(word, 6), 0x22002200, word)
-    high = p.merge_bits(p.shift_right(word, 6), 0x01DC01DC, word)
-    placed = p.shift_left(low, 6), p.shift_left(low, 2), p.shift_left(high, 4), high
-    return [p.mul_pairs(p.masked(v, FLOAT4_BITS), factor) for v in placed]
+    low = p.merge_bits(word << 6, 0x22002200, word)
+    high = p.merge_bits(word >> 6, 0x01DC01DC, word)
+    placed = low << 6, low << 2, high << 4, high
+    return [p.mul_pairs(v & FLOAT4_BITS, factor) for v in placed]
 
 
 def float4_neighbours(word: Value, selector: int | Value = FLOAT4_BYTE) -> Value:
@@ -95,8 +94,8 @@ def float4_neighbours(word: Value, selector: int | Value = FLOAT4_BYTE) -> Value
     selector: ``FLOAT4_BYTE`` and 0x1111 times the byte.  So PRMT fills the upper half of each half
     word with the sign of the code at the top of the lower.
     """
-    extended = p.permute(p.shift_left(word, 4), word, selector)
-    return p.masked(p.shift_left(extended, 2), FLOAT4_BITS)
+    extended = p.permute(word << 4, word, selector)
+    return (extended << 2) & FLOAT4_BITS
 
 
 def int8_pair(word: Value) -> Value:
@@ -117,31 +116,31 @@ def float8_pair(word: Value, selector: int = NEIGHBOURS, kind: str = "bf16") -> 
     """
     shift, mask, factor = (4, 0x87F087F0, 0x7B807B80) if kind == "bf16" else _HALF_OF_FLOAT8
     extended = p.permute(word, word, selector)
-    return p.mul_pairs(p.masked(p.shift_left(extended, shift), mask), p.ci(factor), kind)
+    return p.mul_pairs((extended << shift) & mask, p.ci(factor), kind)
 
 
 def e8m0_factor(scale: Value) -> Value:
     """Return a pair of a float8_e8m0fnu scale times ``FLOAT4_FACTOR``; 2^34 and above are inf."""
-    field = p.mul(p.minimum(p.masked(scale, 255), 255 - _FACTOR_BITS), 0x00800080)
-    return p.add(field, _FACTOR_BITS * 0x00800080)
+    field = p.minimum(scale & 255, 255 - _FACTOR_BITS) * 0x00800080
+    return field + _FACTOR_BITS * 0x00800080
 
 
 def e4m3_factor(scale: Value) -> Value:
     """Return a pair of a float8_e4m3fn scale times ``FLOAT4_FACTOR``; scale: no negative one."""
-    return _e4m3_floats(p.mul(scale, 0x00100010))
+    return _e4m3_floats(scale * 0x00100010)
 
 
 def e4m3_factors(word: Value, first: int = 0) -> list[Value]:
     """Return ``e4m3_factor`` of the scales in bytes ``first`` and ``first`` + 1."""
     both = p.permute(word, p.ci(0), 0x4140 + 0x0101 * first)
-    pair = _e4m3_floats(p.shift_left(both, 4))
+    pair = _e4m3_floats(both << 4)
     return [p.permute(pair, pair, 0x1010), p.permute(pair, pair, 0x3232)]
 
 
 def factors_of_64(kind: str, word: Value) -> list[Value]:
     """Return the factors of 64 columns, of the scales in a word: 2 of e8m0 or 4 of e4m3."""
     if kind == "e8m0":
-        return [e8m0_factor(word), e8m0_factor(p.shift_right(word, 8))]
+        return [e8m0_factor(word), e8m0_factor(word >> 8)]
     return [*e4m3_factors(word), *e4m3_factors(word, 2)]
 
 
@@ -170,6 +169,6 @@ def floats(bits: int, word: Value) -> list[Value]:
     """The values of a word of bfloat16 or int8, in the order of its bytes."""
     if bits == 16:
         return [p.widen(word, "bf16"), p.widen_high(word, "bf16")]
-    flipped = arith.xori(word, p.ci(0x80808080))
+    flipped = word ^ 0x80808080
     made = [p.permute(flipped, p.ci(0x4B000000), 0x7540 + i) for i in range(4)]
-    return [arith.addf(p.from_bits(m), p.cf(-_BYTE)) for m in made]
+    return [p.from_bits(m) + -_BYTE for m in made]

@@ -95,15 +95,15 @@ def load_strided(values, dtype, axis: int) -> jax.Array:
     def load(ctx, ref):
         del ctx
         kind = mgpu.utils.dtype_to_ir_type(dtype)
-        thread = arith.andi(p.register("tid.x"), p.ci(127))
+        thread = p.register("tid.x") & 127
         if axis == 0:
-            in_eight = arith.andi(p.shift_right(thread, 2), p.ci(7))
-            first = p.add(p.mul(p.shift_right(thread, 5), 16), in_eight)
+            in_eight = (thread >> 2) & 7
+            first = (thread >> 5) * 16 + in_eight
         else:
-            first = p.mul(arith.andi(thread, p.ci(3)), 2)
+            first = (thread & 3) * 2
 
         def loaded(index: int):
-            at = arith.index_cast(ir.IndexType.get(), p.add(first, index))
+            at = arith.index_cast(ir.IndexType.get(), first + index)
             value = memref.load(ref, [at])
             if value.type == kind:
                 return value
@@ -244,11 +244,11 @@ def await_kernel(w, rows: int, tile, m: int) -> None:
         if size:
             thread, block = p.register("tid.x"), p.register("clusterid.x")
             pair, k_part = p.register("cluster_ctaid.y"), p.register("cluster_ctaid.x")
-            first = p.mul(p.add(p.mul(block, tile.cluster), pair), rows)
-            row = p.add(first, arith.remui(thread, p.ci(rows)))
-            of = arith.divui(thread, p.ci(rows))
-            at = p.offset(p.address(w), p.add(p.mul(of, n), row), pitch)
-            mine = arith.andi(p.less(of, math.prod(sets)), p.less(row, n))
+            first = (block * tile.cluster + pair) * rows
+            row = first + (thread % rows)
+            of = thread // rows
+            at = p.offset(p.address(w), of * n + row, pitch)
+            mine = (of < math.prod(sets)) & (row < n)
             p.when(mine, lambda: p.prefetch(p.offset(at, k_part, part), size))
         p.await_kernel()
 

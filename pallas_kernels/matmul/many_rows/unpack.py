@@ -73,10 +73,10 @@ class FragmentRows:
 
     def place(self) -> tuple[Value, Value, Value]:
         """A thread's first row, its place among eight, and the lane's among the row's four."""
-        thread = arith.andi(p.register("tid.x"), p.ci(127))
-        in_eight = arith.andi(p.shift_right(thread, 2), p.ci(7))
-        row = p.add(p.mul(p.shift_right(thread, 5), self.of_warp), in_eight)
-        return row, in_eight, arith.andi(thread, p.ci(3))
+        thread = p.register("tid.x") & 127
+        in_eight = (thread >> 2) & 7
+        row = (thread >> 5) * self.of_warp + in_eight
+        return row, in_eight, thread & 3
 
 
 _IN_ORDER = FragmentRows()
@@ -84,27 +84,27 @@ _IN_ORDER = FragmentRows()
 
 def multiplied(zero: Value | None, multiple: Value | None = None) -> Widen:
     """Four codes + 8 -> int8 (code - zero) * multiple."""
-    above = p.ci(8) if zero is None else p.add(zero, 8)
-    above = above if multiple is None else arith.muli(above, multiple)
-    offset = p.mul(arith.subi(p.ci(128), above), _ONES)
+    above = p.ci(8) if zero is None else zero + 8
+    above = above if multiple is None else above * multiple
+    offset = (128 - above) * _ONES
 
     def widen(u: Value) -> Value:
-        u = u if multiple is None else arith.muli(u, multiple)
-        return arith.xori(arith.addi(u, offset), p.ci(_SIGNS))
+        u = u if multiple is None else u * multiple
+        return (u + offset) ^ _SIGNS
 
     return widen
 
 
 def signed(zero: Value | None) -> Widen:
     """Four codes + 8 -> e4m3 (code - zero) * ``E4M3_STEP``."""
-    offset = p.ci(8 * _ONES) if zero is None else p.mul(arith.subi(p.ci(8), zero), _ONES)
+    offset = p.ci(8 * _ONES) if zero is None else (8 - zero) * _ONES
 
     def widen(u: Value) -> Value:
-        v = arith.addi(u, offset)  # 16 + code - zero
-        negative = p.shift_right(p.and_xor(v, _SIXTEENS, _SIXTEENS), 4)
+        v = u + offset  # 16 + code - zero
+        negative = p.and_xor(v, _SIXTEENS, _SIXTEENS) >> 4
         # 16 less the low bits: those flipped, and one more
-        low = arith.xori(arith.andi(v, p.ci(_LOW)), p.mul(negative, 0x0F))
-        return arith.addi(low, p.mul(negative, 0x81))
+        low = (v & _LOW) ^ (negative * 0x0F)
+        return low + negative * 0x81
 
     return widen
 
@@ -113,18 +113,18 @@ def eight(first: Value, second: Value, widen: Widen) -> list[Value]:
     """The weights of two half words of codes: a word of four each."""
     codes = p.permute(first, second, 0x5410)
     even = widen(p.and_xor(codes, _LOW, _EIGHTS))
-    odd = widen(p.and_xor(p.shift_right(codes, 4), _LOW, _EIGHTS))
+    odd = widen(p.and_xor(codes >> 4, _LOW, _EIGHTS))
     return [p.permute(even, odd, 0x5140), p.permute(even, odd, 0x7362)]
 
 
 def below_of(zero: Value | None) -> Value:
     """136 + zero, twice: as a code, so a zero is a small integer under a constant exponent."""
-    return p.ci(_BIASED) if zero is None else p.add(p.mul(zero, 0x10001), p.ci(_BIASED))
+    return p.ci(_BIASED) if zero is None else zero * 0x10001 + p.ci(_BIASED)
 
 
 def pair(byte: Value, scale: Value, below: Value, above: Value | None) -> Value:
     """(136 + q - below) * scale + above of a byte's two codes; all but the byte are pairs."""
-    code = p.sub_pairs(p.and_xor(p.mul(byte, 0x1001), _PAIR, _BIASED), below)
+    code = p.sub_pairs(p.and_xor(byte * 0x1001, _PAIR, _BIASED), below)
     return p.mul_pairs(code, scale) if above is None else p.fma_pairs(code, scale, above)
 
 
@@ -139,7 +139,7 @@ def row_words(load: Callable[[int, int], Value], widen: Widen) -> list[Value]:
 
 def interleaved_words(words: Sequence[Value], widen: Widen) -> list[Value]:
     """A thread's eight words of one row of 128 columns, of its four words of interleaved codes."""
-    nibbles = (part for word in words for part in (word, p.shift_right(word, 4)))
+    nibbles = (part for word in words for part in (word, word >> 4))
     return [widen(p.and_xor(part, _LOW, _EIGHTS)) for part in nibbles]
 
 
@@ -162,16 +162,16 @@ def to_8_bits(
     def widen(ctx, codes, *vectors):
         del ctx
         row, in_eight, quad = _IN_ORDER.place()
-        base = p.add(p.shared_address(codes), p.mul(row, pitch))
-        base = p.add(base, p.mul(quad, 4 if interleaved else 2))
+        base = p.shared_address(codes) + row * pitch
+        base = base + quad * (4 if interleaved else 2)
         swizzle = in_eight
         if pitch == _PITCH:
-            swizzle = arith.andi(p.shift_right(in_eight, 1), p.ci(3))
-        chunks = [arith.xori(swizzle, p.ci(4 * piece + c)) for c in range(4)]
-        places = [p.add(base, p.mul(chunk, 16)) for chunk in chunks]
+            swizzle = (in_eight >> 1) & 3
+        chunks = [swizzle ^ (4 * piece + c) for c in range(4)]
+        places = [base + chunk * 16 for chunk in chunks]
         rows = []
         for half in range(2):
-            at = p.add(row, 8 * half)
+            at = row + 8 * half
             held = [arith.extsi(p.i32(), _of_row(v, at)) for v in vectors]
             zero = None if zeros is None else held[0]
             multiple = None if multiples is None else held[-1]
@@ -207,12 +207,12 @@ def to_bfloat16(codes, scales, zeros=None, where=_IN_ORDER) -> jax.Array:
     def widen(ctx, codes, scales, *zeros):
         del ctx
         row, in_eight, quad = where.place()
-        base = p.add(p.shared_address(codes), p.mul(row, pitch), quad)
-        swizzle = p.mul(p.shift_right(in_eight, 2), 16)
-        places = [p.add(base, arith.xori(swizzle, p.ci(16 * c))) for c in range(2)]
+        base = p.shared_address(codes) + row * pitch + quad
+        swizzle = (in_eight >> 2) * 16
+        places = [base + (swizzle ^ (16 * c)) for c in range(2)]
         rows = []
         for half in range(2):
-            at = p.add(row, where.apart * half)
+            at = row + where.apart * half
             scale, zero, above = _factor(scales, at), None, None
             if integers:
                 zero = arith.extsi(p.i32(), _of_row(zeros[0], at))
@@ -249,13 +249,13 @@ def float4_to_bfloat16(
     def unpacked(ctx, codes, *scales):
         del ctx
         row, in_eight, quad = where.place()
-        base = p.add(p.shared_address(codes), p.mul(row, pitch))
-        base = base if wide else p.add(base, quad)
-        swizzle = p.mul(p.shift_right(in_eight, 2), 16)
-        places = [p.add(base, arith.xori(swizzle, p.ci(16 * c))) for c in range(2)]
+        base = p.shared_address(codes) + row * pitch
+        base = base if wide else base + quad
+        swizzle = (in_eight >> 2) * 16
+        places = [base + (swizzle ^ (16 * c)) for c in range(2)]
         mine = few_rows.FLOAT4_BYTE
         if wide:
-            mine = p.add(p.mul(quad, 0x1111), mine)
+            mine = quad * 0x1111 + mine
 
         def words(place, at):
             if wide:
@@ -264,11 +264,11 @@ def float4_to_bfloat16(
 
         rows = []
         for half in range(2):
-            at = p.add(row, where.apart * half)
+            at = row + where.apart * half
             if scale_pitch is None:
                 factors = [factor_of(arith.extui(p.i32(), _of_row(v, at))) for v in scales]
             else:
-                place = p.add(p.shared_address(scales[0]), p.mul(at, scale_pitch))
+                place = p.shared_address(scales[0]) + at * scale_pitch
                 is_half = kind == "e8m0"
                 word = p.load_shared_narrow(place, "u16") if is_half else p.load_shared(place, 1)[0]
                 factors = few_rows.factors_of_64(kind, word)
@@ -295,12 +295,12 @@ def bytes_to_bfloat16(codes, scales, where=_IN_ORDER, integers: bool = False) ->
     def unpacked(ctx, codes, *scales):
         del ctx
         row, in_eight, quad = where.place()
-        base = p.add(p.shared_address(codes), p.mul(row, _PITCH), p.mul(quad, 2))
-        swizzle = arith.andi(p.shift_right(in_eight, 1), p.ci(3))
-        places = [p.add(base, p.mul(arith.xori(swizzle, p.ci(c)), 16)) for c in range(4)]
+        base = p.shared_address(codes) + row * _PITCH + quad * 2
+        swizzle = (in_eight >> 1) & 3
+        places = [base + (swizzle ^ c) * 16 for c in range(4)]
         rows = []
         for half in range(2):
-            factors = [_factor(v, p.add(row, where.apart * half)) for v in scales]
+            factors = [_factor(v, row + where.apart * half) for v in scales]
             words = []
             for place in places:
                 for at in (0, 8):
@@ -329,8 +329,8 @@ def from_bfloat16(tile, where=_IN_ORDER) -> jax.Array:
         del ctx
         row, in_eight, quad = where.place()
         pitch = 2 * _PITCH
-        base = p.add(p.shared_address(tile), p.mul(row, pitch), p.mul(quad, 4))
-        places = [p.add(base, p.mul(arith.xori(in_eight, p.ci(c)), 16)) for c in range(8)]
+        base = p.shared_address(tile) + row * pitch + quad * 4
+        places = [base + (in_eight ^ c) * 16 for c in range(8)]
         rows = [
             [p.load_shared(place, 1, where.apart * pitch * half)[0] for place in places]
             for half in range(2)

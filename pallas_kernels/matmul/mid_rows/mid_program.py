@@ -54,19 +54,19 @@ class MidBlock:
         self.ring = p.shared_address(smem.ring)
         self.steps = self.k // scheme.columns // tile.parts  # of this block
         self.thread = p.register("tid.x")
-        lane = p.masked(self.thread, 31)
-        self.group, self.quad = p.shift_right(lane, 2), p.masked(lane, 3)
-        warp, across = p.shift_right(self.thread, 5), tile.rows // WARP_ROWS
-        self.warp_n, self.warp_k = arith.remui(warp, p.ci(across)), arith.divui(warp, p.ci(across))
+        lane = self.thread & 31
+        self.group, self.quad = lane >> 2, lane & 3
+        warp, across = self.thread >> 5, tile.rows // WARP_ROWS
+        self.warp_n, self.warp_k = warp % across, warp // across
         self.lane = lane
         block, down = p.register("ctaid.x"), -(-self.m // tile.tokens)
-        block, token = arith.divui(block, p.ci(down)), arith.remui(block, p.ci(down))
+        block, token = block // down, block % down
         wide = -(-self.n // tile.rows)
-        self.part, row = arith.divui(block, p.ci(wide)), arith.remui(block, p.ci(wide))
-        self.first_token, self.first_row = p.mul(token, tile.tokens), p.mul(row, tile.rows)
+        self.part, row = block // wide, block % wide
+        self.first_token, self.first_row = token * tile.tokens, row * tile.rows
         # A warp behind the last row computes the last rows again, and stores nothing.
-        own = p.add(self.first_row, p.mul(self.warp_n, WARP_ROWS))
-        self.has_rows = p.less(own, self.n)
+        own = self.first_row + self.warp_n * WARP_ROWS
+        self.has_rows = own < self.n
         self.warp_row = p.smaller(own, p.ci(self.n - WARP_ROWS))
 
     def run(self) -> None:
@@ -97,45 +97,43 @@ class MidBlock:
         """The thread's pieces of a step of an operand: its address, bytes from there, place in the
         ring.  begin: of the operand in a slot."""
         across = pitch // _PIECE
-        place = p.shift_right(self.thread, across.bit_length() - 1)
-        chunk = p.masked(self.thread, across - 1)
+        place = self.thread >> (across.bit_length() - 1)
+        chunk = self.thread & (across - 1)
         row = self.exchanged(place) if pitch == 64 else place
-        k0 = p.mul(self.part, self.steps * self.scheme.columns)
-        column = p.add(arith.divui(p.mul(k0, bits), p.ci(8)), p.mul(chunk, _PIECE))
+        k0 = self.part * (self.steps * self.scheme.columns)
+        column = k0 * bits // 8 + chunk * _PIECE
         last = (self.m if name == "x" else self.n) - 1
         apart = 32 * self.tile.warps // across  # rows between two pieces of a thread: 8 or more
         for i in range(rows // apart):
-            here = p.add(row, i * apart)
-            group = here if name == "x" else arith.divui(here, p.ci(_OWN))
-            moved = arith.xori(chunk, self.swizzle(group, pitch))
-            to = p.add(
-                self.ring, p.mul(p.add(place, i * apart), pitch), p.mul(moved, _PIECE), begin
-            )
-            there = p.smaller(p.add(first, here), p.ci(last))
-            source = p.add(p.mul(there, self.k * bits // 8), column)
+            here = row + i * apart
+            group = here if name == "x" else here // _OWN
+            moved = chunk ^ self.swizzle(group, pitch)
+            to = self.ring + (place + i * apart) * pitch + moved * _PIECE + begin
+            there = p.smaller(first + here, p.ci(last))
+            source = there * (self.k * bits // 8) + column
             self.pieces.append((self.gmem[name], source, to, pitch))
 
     def copy(self, step: Value, slot: Value) -> None:
         """Start the copies of a step of K into the ring at byte ``slot``."""
         for base, source, to, pitch in self.pieces:
-            at = p.offset(base, p.add(source, p.mul(step, pitch)))
-            p.copy_async(p.add(to, slot), at, 0, line=True)
+            at = p.offset(base, source + step * pitch)
+            p.copy_async(to + slot, at, 0, line=True)
 
     def swizzle(self, group: Value, pitch: int) -> Value:
         """The number that the pieces of a row are XORed with; group: of the lanes that load it."""
         if self.scheme.exact:
-            return p.masked(group, 7)
+            return group & 7
         if pitch > 64:
-            return p.shift_left(p.masked(group, 1), 2)
-        first, second = (p.masked(p.shift_right(group, i), 1) for i in (1, 2))
-        return p.add(p.shift_left(first, 1), second)
+            return (group & 1) << 2
+        first, second = ((group >> i) & 1 for i in (1, 2))
+        return (first << 1) + second
 
     def exchanged(self, row: Value) -> Value:
         """The number with bits 0 and 2 exchanged.  Lanes of a load have rows 4 apart, which thus
         are beside one another."""
-        low, high = p.masked(row, 1), p.masked(p.shift_right(row, 2), 1)
-        rest = arith.xori(row, p.add(low, p.shift_left(high, 2)))
-        return p.add(rest, high, p.shift_left(low, 2))
+        low, high = row & 1, (row >> 2) & 1
+        rest = row ^ (low + (high << 2))
+        return rest + high + (low << 2)
 
     # --- a step ---
 
@@ -143,11 +141,11 @@ class MidBlock:
         """The lane's places of each of the warp's units in the ring: of x and of w."""
         scheme = self.scheme
         share = scheme.units // self.tile.k_warps
-        units = [p.add(p.mul(self.warp_k, share), i) for i in range(share)]
+        units = [self.warp_k * share + i for i in range(share)]
         eight = 16 // scheme.x_size
-        self.columns = [p.add(p.mul(u, scheme.unit), p.mul(self.quad, eight)) for u in units]
-        w_begin = p.add(self.ring, self.tile.tokens * scheme.x_pitch)
-        w_begin = p.add(w_begin, p.mul(self.warp_n, WARP_ROWS * scheme.w_pitch))
+        self.columns = [u * scheme.unit + self.quad * eight for u in units]
+        w_begin = self.ring + self.tile.tokens * scheme.x_pitch
+        w_begin = w_begin + self.warp_n * (WARP_ROWS * scheme.w_pitch)
         if scheme.exact:
             self.place_matrices(units, w_begin)
         else:
@@ -156,39 +154,37 @@ class MidBlock:
     def place_words(self, units: list[Value], w_begin: Value) -> None:
         scheme = self.scheme
         # The first of the lane's rows; the others are a constant number of bytes behind it.
-        row = p.mul(self.group, _OWN)
+        row = self.group * _OWN
         self.row_places = [scheme.w_pitch * i for i in range(_OWN)]
         if scheme.w_pitch == 64:
             row, self.row_places = self.exchanged(row), [0, 4 * 64, 2 * 64, 6 * 64]
-        w_begin = p.add(w_begin, p.mul(row, scheme.w_pitch))
-        x_begin = p.add(self.ring, p.mul(self.group, scheme.x_pitch))
+        w_begin = w_begin + row * scheme.w_pitch
+        x_begin = self.ring + self.group * scheme.x_pitch
         x_moved, w_moved = (self.swizzle(self.group, x) for x in (scheme.x_pitch, scheme.w_pitch))
         self.words = scheme.w.bits // 4  # of the lane's codes of a unit
         self.x_places, self.w_places = [], []
         for unit in units:
-            piece = arith.xori(p.add(p.mul(unit, 4), self.quad), x_moved)
-            self.x_places.append(p.add(x_begin, p.mul(piece, _PIECE)))
-            at = p.mul(p.add(p.mul(unit, 4), self.quad), 4 * self.words)
-            piece = arith.xori(p.shift_right(at, 4), w_moved)
-            at = p.add(p.mul(piece, _PIECE), p.masked(at, _PIECE - 1))
-            self.w_places.append([p.add(w_begin, at)])
+            piece = (unit * 4 + self.quad) ^ x_moved
+            self.x_places.append(x_begin + piece * _PIECE)
+            at = (unit * 4 + self.quad) * (4 * self.words)
+            piece = (at >> 4) ^ w_moved
+            at = piece * _PIECE + (at & (_PIECE - 1))
+            self.w_places.append([w_begin + at])
 
     def place_matrices(self, units: list[Value], w_begin: Value) -> None:
         """Place four pieces of 8 rows of x for a unit, and two of 16 rows of w for each mma."""
         scheme = self.scheme
-        row, matrix = p.masked(self.lane, 7), p.shift_right(self.lane, 3)
-        of_w = p.add(p.mul(row, _OWN), p.masked(matrix, 1))
-        w_begin = p.add(w_begin, p.mul(of_w, scheme.w_pitch))
-        x_begin = p.add(self.ring, p.mul(row, scheme.x_pitch))
+        row, matrix = self.lane & 7, self.lane >> 3
+        of_w = row * _OWN + (matrix & 1)
+        w_begin = w_begin + of_w * scheme.w_pitch
+        x_begin = self.ring + row * scheme.x_pitch
 
         def place(begin: Value, piece: Value) -> Value:
-            return p.add(begin, p.mul(arith.xori(piece, row), _PIECE))
+            return begin + (piece ^ row) * _PIECE
 
-        upper = p.shift_right(matrix, 1)
-        self.x_places = [place(x_begin, p.add(p.mul(unit, 4), matrix)) for unit in units]
-        self.w_places = [
-            [place(w_begin, p.add(p.mul(unit, 4), upper, s)) for s in (0, 2)] for unit in units
-        ]
+        upper = matrix >> 1
+        self.x_places = [place(x_begin, unit * 4 + matrix) for unit in units]
+        self.w_places = [[place(w_begin, unit * 4 + upper + s) for s in (0, 2)] for unit in units]
 
     def step(self, index: Value, carry: list[Value]) -> list[Value]:
         """Multiply a step that has arrived, and start the copies of one that is to come."""
@@ -198,28 +194,26 @@ class MidBlock:
         size = tile.step_bytes(scheme)
         p.copies_wait(tile.stages - 2)
         p.barrier()
-        later = p.add(index, tile.stages - 1)
+        later = index + (tile.stages - 1)
         # The slot before this one, which all warps have read.
-        behind = arith.select(
-            p.equal(slot, 0), p.ci((tile.stages - 1) * size), arith.subi(slot, p.ci(size))
-        )
-        p.when(p.less(later, self.steps), functools.partial(self.copy, later, behind))
+        behind = arith.select(p.equal(slot, 0), p.ci((tile.stages - 1) * size), slot - size)
+        p.when(later < self.steps, functools.partial(self.copy, later, behind))
         p.copies_commit()
-        following = self.load_scales(p.smaller(p.add(index, 1), p.ci(self.steps - 1)))
+        following = self.load_scales(p.smaller(index + 1, p.ci(self.steps - 1)))
         per_unit = len(scales) // self.scale_sets if scales else 0
         for i in range(len(self.x_places)):
             held = i % self.scale_sets * per_unit if scales else 0
-            places = [p.add(place, slot) for place in self.w_places[i]]
+            places = [place + slot for place in self.w_places[i]]
             left = self.weights(places, scales[held : held + per_unit])
-            place = p.add(self.x_places[i], slot)
+            place = self.x_places[i] + slot
             for t in range(tile.tokens // 8):
                 right = self.load_x(place, 8 * t * scheme.x_pitch)
                 for s in range(2):
                     for half in range(2):
                         at = 2 * t + half
                         acc[at] = self.multiply(acc[at], left[half][s], right[2 * s : 2 * s + 2])
-        moved = p.add(slot, size)
-        moved = arith.select(p.less(moved, tile.stages * size), moved, p.ci(0))
+        moved = slot + size
+        moved = arith.select(moved < tile.stages * size, moved, p.ci(0))
         return [*(x for four in acc for x in four), moved, *following]
 
     def load_x(self, place: Value, at: int) -> list[Value]:
@@ -252,12 +246,12 @@ class MidBlock:
         zeros = self.gmem["zero"] is not None
         if not scheme.folds and not zeros:
             return []
-        begin = p.mul(p.add(self.warp_row, p.mul(self.group, _OWN)), w.n_groups)
+        begin = (self.warp_row + self.group * _OWN) * w.n_groups
         found = []
-        k0 = p.mul(p.add(p.mul(self.part, self.steps), step), scheme.columns)
+        k0 = (self.part * self.steps + step) * scheme.columns
         for i in range(self.scale_sets):
-            column = k0 if self.is_one_group else p.add(k0, self.columns[i])
-            at = p.add(begin, arith.divui(column, p.ci(w.group)))
+            column = k0 if self.is_one_group else k0 + self.columns[i]
+            at = begin + column // w.group
             if scheme.folds:
                 found += self.load_four("scale", at)
             if zeros:
@@ -315,17 +309,17 @@ class MidBlock:
         """Add the sums of the warps that share columns, in their order; the first ones store."""
         across = self.tile.rows // WARP_ROWS
         size = 16 * 32  # bytes of four sums of a warp
-        own = p.add(self.ring, p.mul(self.warp_n, len(sums) * size), p.mul(self.lane, 16))
+        own = self.ring + self.warp_n * (len(sums) * size) + self.lane * 16
         apart = across * len(sums) * size
         p.copies_wait(0)
         p.barrier()
-        to = p.add(own, p.mul(arith.subi(self.warp_k, p.ci(1)), apart))
+        to = own + (self.warp_k - 1) * apart
 
         def give() -> None:
             for i, four in enumerate(sums):
                 p.store_shared(to, four, i * size)
 
-        p.when(p.less(p.ci(0), self.warp_k), give)
+        p.when(0 < self.warp_k, give)
         p.barrier()
 
         def take() -> None:
@@ -343,14 +337,14 @@ class MidBlock:
     def store(self, sums: list[list[Value]]) -> None:
         """The lane's outputs of each of its rows of x, finished unless XLA adds parts."""
         whole = self.tile.parts == 1
-        row = p.add(self.warp_row, p.mul(self.group, _OWN))
+        row = self.warp_row + self.group * _OWN
         scale = self.row_scales(row) if whole else None
         bias = self.load_own("bias", row) if whole else None
         for t in range(self.tile.tokens // 8):
             for i in range(2):
-                token = p.add(self.first_token, 8 * t, p.mul(self.quad, 2), i)
+                token = self.first_token + self.quad * 2 + (8 * t + i)
                 values = [four[2 * half + i] for four in sums[2 * t : 2 * t + 2] for half in (0, 1)]
-                is_here = arith.andi(self.has_rows, p.less(token, self.m))
+                is_here = self.has_rows & (token < self.m)
                 body = functools.partial(self.store_own, token, row, values, scale, bias)
                 p.when(is_here, body)
 
@@ -359,7 +353,7 @@ class MidBlock:
         if self.scheme.w.float4:
             rest = p.cf(FLOAT4_REST)
             units = self.load_own("unit", row)
-            return [rest] * _OWN if units is None else [arith.mulf(x, rest) for x in units]
+            return [rest] * _OWN if units is None else [x * rest for x in units]
         return None if self.scheme.folds else self.load_own("scale", row)
 
     def load_own(self, name: str, row: Value) -> list[Value] | None:
@@ -381,18 +375,18 @@ class MidBlock:
         bias: list[Value] | None,
     ) -> None:
         if self.tile.parts > 1:
-            line = p.add(p.mul(self.part, self.m), token)
-            p.store_global(p.offset(self.gmem["out"], p.add(p.mul(line, self.n), row), 4), values)
+            line = self.part * self.m + token
+            p.store_global(p.offset(self.gmem["out"], line * self.n + row, 4), values)
             return
         if self.scheme.exact:
             values = [p.to_float(x) for x in values]
         if scale is not None:
             if self.gmem["scale_x"] is not None:
                 of_token = p.load_global(p.offset(self.gmem["scale_x"], token, 4), 1, 0, "f32")[0]
-                scale = [arith.mulf(of_token, x) for x in scale]
-            values = [arith.mulf(x, y) for x, y in zip(values, scale, strict=True)]
+                scale = [of_token * x for x in scale]
+            values = [x * y for x, y in zip(values, scale, strict=True)]
         if bias is not None:
-            values = [arith.addf(x, y) for x, y in zip(values, bias, strict=True)]
+            values = [x + y for x, y in zip(values, bias, strict=True)]
         kind = self.kinds["out"]
-        at = p.offset(self.gmem["out"], p.add(p.mul(token, self.n), row), _SIZE[kind])
+        at = p.offset(self.gmem["out"], token * self.n + row, _SIZE[kind])
         p.store_global(at, values if kind == "f32" else packed(values, kind))

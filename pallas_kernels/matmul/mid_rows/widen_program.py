@@ -32,11 +32,11 @@ def neighbours(w: FewRowsScheme, word: Value, zero: Value | None) -> list[Value]
     if w.bits == 8:
         spread, mask = [p.permute(word, word, selector) for selector in (0x1100, 0x3322)], 0xFF
     else:
-        upper, mask = p.shift_right(word, 4), 0xF
+        upper, mask = word >> 4, 0xF
         spread = [p.permute(word, upper, 0x4400 + 0x1111 * i) for i in range(4)]
     bias = p.ci(w.bias)
     if zero is not None:
-        bias = p.add(bias, p.mul(zero, 0x00010001))
+        bias = bias + zero * 0x00010001
     return [p.sub_pairs(p.and_xor(x, mask * 0x00010001, w.bias), bias, w.kind) for x in spread]
 
 
