@@ -100,7 +100,9 @@ class Figure:
 
 
 README = (
-    Figure("Llama-3.1-8B, one row, bfloat16", "decode", "bfloat16", "gpt-fast bfloat16", "gpt-fast"),
+    Figure(
+        "Llama-3.1-8B, one row, bfloat16", "decode", "bfloat16", "gpt-fast bfloat16", "gpt-fast"
+    ),
     Figure("Llama-3.1-8B, one row, 4 bits", "decode", "w4a16-sym", "gpt-fast w4a16", "gpt-fast"),
     Figure(
         "serving Llama-3.1-8B in FP8, 1,000 in and 1,000 out",
@@ -141,7 +143,9 @@ README = (
         more_is_better=False,
     ),
     Figure("training GLA-1.3B", "training", "bfloat16"),
-    Figure("SmolLM2-135M on two CPU cores, 4 bits", "cpu-decode", "decode", "llama.cpp", "llama.cpp"),
+    Figure(
+        "SmolLM2-135M on two CPU cores, 4 bits", "cpu-decode", "decode", "llama.cpp", "llama.cpp"
+    ),
 )
 
 ROWS = {
@@ -506,7 +510,7 @@ def main() -> None:
 
 
 def measure_all() -> None:
-    """Measure the figures of README.md's table that need no file of weights, one after the other."""
+    """Measure the figures of README.md's table that need no file of weights, in turn."""
     found = [figure for figure in README if not figure.row.startswith("cpu-")]
     for row in dict.fromkeys(figure.row for figure in found):
         labels = [figure.label for figure in found if figure.row == row]

@@ -354,6 +354,17 @@ def registers(threads: int) -> Any:
     return _modules(Block(threads, 0))["p"]
 
 
+@contextlib.contextmanager
+def running_on(block: Block, *modules) -> Any:
+    """Within, the code of ``modules`` that calls ``ptx`` and ``arith`` runs on ``block``."""
+    names = _modules(block)
+    with contextlib.ExitStack() as patches, np.errstate(all="ignore"):
+        for module in modules:
+            for name in names.keys() & vars(module).keys():
+                patches.enter_context(mock.patch.object(module, name, names[name]))
+        yield names["p"]
+
+
 def _directly(op, choice, static, *operands):
     """An op that neither traces its kernel nor has derivatives."""
     return (op.kernel if choice.implementation == "mosaic" else op.xla)(static, *operands)
@@ -380,12 +391,7 @@ def emulated(*modules):
             block = Block(128 * (num_threads or 1), size, blocks, apart)
             for start, x in zip(starts, data, strict=False):
                 block.memory[start : start + len(x)] = x
-            with contextlib.ExitStack() as patches, np.errstate(all="ignore"):
-                names = _modules(block)
-                for module in modules:
-                    mine = {name: x for name, x in names.items() if hasattr(module, name)}
-                    if mine:
-                        patches.enter_context(mock.patch.multiple(module, **mine))
+            with running_on(block, *modules):
                 for i in range(grid[0]):
                     block.special["clusterid.x"] = block.c(i)
                     block.special["ctaid.x"] = block.c(i) * U32(blocks) + block.rank

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import importlib
 import itertools
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -395,8 +394,7 @@ def test_the_rope_kernels_rotation_emulated_is_the_matrix(h):
     runs = max(1, h // 128)
     first = np.asarray([part * h // 2 + 64 * r for part in range(2) for r in range(runs)])
     index = (2 * (lane % (h // 4)))[:, None] + np.repeat(first, 2) + np.tile([0, 1], 2 * runs)
-    names = {name: warp_emulator._modules(block)[name] for name in ("p", "arith")}
-    with mock.patch.multiple(codes, **names):
+    with warp_emulator.running_on(block, codes):
         got = codes.hadamard_of_lanes(list(x[index].T), lane, min(32, h // 4))
     np.testing.assert_allclose(np.stack(got, 1), (x @ rotation(h))[index], atol=1e-5)
 

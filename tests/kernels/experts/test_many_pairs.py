@@ -201,10 +201,10 @@ def gathered(parts_of, pair: int, x, pairs, fan: int, tokens: int, stages: int) 
         thread = p.register("tid.x")
         for warp in range(2):
             copy = functools.partial(gather.emit_copies, how, warp, None, *refs, *place)
-            p.when(p.equal(p.shift_right(thread, 5), warp), copy)
+            p.when(p.equal(thread >> 5, warp), copy)
         for i in range(sizes["slots"] // 128):
-            at = p.mul(p.add(thread, 128 * i), 4)
-            word = p.load_shared(p.add(p.shared_address(smem.slots), at), 1)
+            at = (thread + 128 * i) * 4
+            word = p.load_shared(p.shared_address(smem.slots) + at, 1)
             p.store_global(p.offset(p.address(gmem.out), at), word)
 
     operands = {"x": x, "pairs": pairs, "work": work}

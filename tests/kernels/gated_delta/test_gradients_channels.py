@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from unittest import mock
 
 import jax
 import ml_dtypes
@@ -56,11 +55,7 @@ def words(x):
 @contextlib.contextmanager
 def threads():
     block = warp_emulator.Block(128, SIZE)
-    names = warp_emulator._modules(block)
-    with contextlib.ExitStack() as patches, np.errstate(all="ignore"):
-        for module in (channels, kernel_inverse, products, registers, slices):
-            mine = {name: x for name, x in names.items() if hasattr(module, name)}
-            patches.enter_context(mock.patch.multiple(module, **mine))
+    with warp_emulator.running_on(block, channels, kernel_inverse, products, registers, slices):
         yield block
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from unittest import mock
-
 import jax
 import numpy as np
 import pytest
@@ -50,10 +47,7 @@ def matrix(parts):
 
 def run(work):
     block = warp_emulator.Block(128, 1 << 16)
-    names = warp_emulator._modules(block)
-    with contextlib.ExitStack() as patches:
-        for module in (kernel_inverse, channels, sums, remainder):
-            patches.enter_context(mock.patch.multiple(module, **names))
+    with warp_emulator.running_on(block, kernel_inverse, channels, sums, remainder):
         return work(block)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from unittest import mock
-
 import jax
 import ml_dtypes
 import numpy as np
@@ -54,13 +51,10 @@ def get(block, address, dtype=BF16):
 def emulate(q, k, g, beta, limit=None):
     """A, P, and by slice scale * Q exp(G), K exp(G), K exp(G_64 - G), exp(G_64)."""
     block = warp_emulator.Block(128, SIZE)
-    names = warp_emulator._modules(block)
     slices = q.shape[1] // 64
     raw = np.ascontiguousarray(beta.astype(np.float32)).view(np.uint8)
     block.memory[BETAS : BETAS + len(raw)] = raw
-    with contextlib.ExitStack() as patches, np.errstate(all="ignore"):
-        for module in (kernel_inverse, channels, gates_registers, tree):
-            patches.enter_context(mock.patch.multiple(module, **names))
+    with warp_emulator.running_on(block, kernel_inverse, channels, gates_registers, tree):
         base, scratch = block.c(BASE), block.c(SCRATCH)
         tree.load_betas(block.c(BETAS, np.int64), scratch, block.c(limit or C), 4)
         acc, out = tree.empty_sums(), []

@@ -1,6 +1,7 @@
 """W4A8: int4 weights times activations in 8 bits: the grid in two levels, the XLA form and the
 unpacking anywhere, the kernel lowered at real shapes, and on a GPU its values."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -26,6 +27,12 @@ from tests.helpers.matmul_cases import wide as floats
 from tests.kernels.matmul.test_quantized_matmul_prefill import BF16, F32, I4, I8, LLAMA
 
 F8 = jnp.float8_e4m3fn
+
+
+@pytest.fixture
+def emulated():
+    with contextlib.ExitStack() as patches:
+        yield patches
 
 
 def operands(m, n, k, *, zeros=True, levels=2, codes="int8", group=128, seed=0):
@@ -129,10 +136,9 @@ ZEROS = (None, *range(-8, 8))
 
 
 @pytest.fixture
-def codes_of_half_words(monkeypatch):
+def codes_of_half_words(emulated):
     """(two half words of packed codes, the codes); the unpacking runs on the emulator."""
-    for name, emulated in warp_emulator._modules(warp_emulator.Block(4096, 0)).items():
-        monkeypatch.setattr(unpack, name, emulated)
+    emulated.enter_context(warp_emulator.running_on(warp_emulator.Block(4096, 0), unpack))
     halves = np.random.default_rng(0).integers(0, 1 << 16, (2, 4096)).astype(np.uint32)
     codes = np.stack([halves >> np.uint32(4 * i) & np.uint32(15) for i in range(4)], -1)
     codes = np.concatenate(list(codes.astype(np.int64)), 1)  # [4096, 8], of both words
@@ -171,10 +177,9 @@ def test_every_code_unpacks_to_a_step(codes_of_half_words):
         np.testing.assert_array_equal(got, steps * unpack.E4M3_STEP)
 
 
-def test_every_byte_is_two_floats(monkeypatch):
+def test_every_byte_is_two_floats(emulated):
     """For the 16-bit operand: exact, and rounded once by the scale."""
-    for name, emulated in warp_emulator._modules(warp_emulator.Block(256, 0)).items():
-        monkeypatch.setattr(unpack, name, emulated)
+    emulated.enter_context(warp_emulator.running_on(warp_emulator.Block(256, 0), unpack))
     byte, scale = np.arange(256, dtype=np.uint32), np.float32(as_jax(0.0137, BF16))
     scales = np.full((256, 2), scale).astype(np.dtype(BF16)).view(np.uint32)[:, 0]
     codes = np.stack([byte & 15, byte >> 4], 1).astype(np.int64)
@@ -188,10 +193,9 @@ def test_every_byte_is_two_floats(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["e8m0", "e4m3"])
-def test_every_byte_is_two_float4_codes_with_every_scale(kind, monkeypatch):
+def test_every_byte_is_two_float4_codes_with_every_scale(kind, emulated):
     """Exact: the products of codes and scales, and 2^-32."""
-    for name, emulated in warp_emulator._modules(warp_emulator.Block(256, 0)).items():
-        monkeypatch.setattr(widen, name, emulated, raising=False)
+    emulated.enter_context(warp_emulator.running_on(warp_emulator.Block(256, 0), widen))
     byte = np.arange(256, dtype=np.uint32)
     values = np.stack([byte & 15, byte >> 4], 1).astype(np.uint8)
     values = values.view(np.dtype(jnp.float4_e2m1fn)).astype(np.float32)
@@ -211,9 +215,8 @@ def test_every_byte_is_two_float4_codes_with_every_scale(kind, monkeypatch):
         np.testing.assert_array_equal(got, factor_of(one))
 
 
-def test_every_float8_code_is_its_float(monkeypatch):
-    for name, emulated in warp_emulator._modules(warp_emulator.Block(256, 0)).items():
-        monkeypatch.setattr(widen, name, emulated, raising=False)
+def test_every_float8_code_is_its_float(emulated):
+    emulated.enter_context(warp_emulator.running_on(warp_emulator.Block(256, 0), widen))
     code = np.arange(256, dtype=np.uint32)
     finite = (code & 127) != 127
     want = code.astype(np.uint8).view(np.dtype(jnp.float8_e4m3fn)).astype(np.float32)

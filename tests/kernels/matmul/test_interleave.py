@@ -1,6 +1,7 @@
 """W4A8 with its columns in the order of the kernel: the layout and its inverse, the XLA form, the
 unpacking and the plans."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -21,6 +22,12 @@ from tests.helpers.matmul_cases import lowered, newest, shaped
 from tests.kernels.matmul.test_int4_pair import BF16, F32, I8, ZEROS, call_of, operands
 
 K = 2048  # 16 groups, the least of which the kernel's copies have whole units
+
+
+@pytest.fixture
+def emulated():
+    with contextlib.ExitStack() as patches:
+        yield patches
 
 
 def weight(n=8, k=K, activations="int8", **options):
@@ -89,7 +96,7 @@ def test_products_have_the_same_bits():
 
 
 @pytest.mark.core
-def test_a_threads_words_are_those_of_the_plain_order(monkeypatch):
+def test_a_threads_words_are_those_of_the_plain_order(emulated):
     """All lanes of a quad, with a multiple and every zero."""
     w = weight(n=256, k=128 * 16)
     laid_out = interleaved(w)
@@ -97,8 +104,7 @@ def test_a_threads_words_are_those_of_the_plain_order(monkeypatch):
         np.asarray(jax.lax.bitcast_convert_type(q[:, :128].reshape(256, 64, 2), jnp.uint8))
         for q in (w.q, laid_out.q)
     )
-    for name, emulated in warp_emulator._modules(warp_emulator.Block(256, 0)).items():
-        monkeypatch.setattr(unpack, name, emulated)
+    emulated.enter_context(warp_emulator.running_on(warp_emulator.Block(256, 0), unpack))
     multiple = np.full(256, 7, np.uint32)
     for zero in ZEROS:
         held = None if zero is None else np.full(256, zero & 0xFFFFFFFF, np.uint32)
