@@ -382,6 +382,8 @@ def _composed(x: Any, w: _Weight, around: Around, implementation: Implementation
         return _composed(total, w, rest, implementation), total
     if around.norm is not None:
         x = rms_norm(x, *around.norm, implementation=implementation)
+    if isinstance(x, QTensor):
+        return _after_codes(x, w, around, implementation)
     if isinstance(w, QTensor | CpuWeight):
         alone = Around(around.out, around.bias, low_rank=around.low_rank)
         y = _product(x, w, alone, implementation)
@@ -390,6 +392,19 @@ def _composed(x: Any, w: _Weight, around: Around, implementation: Implementation
     if around.swiglu:
         y = gate(y, around.activation or "silu", implementation=implementation)
     return y if around.residual is None else around.residual + y
+
+
+def _after_codes(
+    x: QTensor, w: _Weight, around: Around, implementation: Implementation | None
+) -> jax.Array:
+    """Compute a product of codes, its gate and its residual in float32, rounded once at the end."""
+    alone = Around(jnp.dtype(jnp.float32), around.bias, low_rank=around.low_rank)
+    y = _product(x, w, alone, implementation)
+    if around.swiglu:
+        y = gate(y, around.activation or "silu")
+    if around.residual is not None:
+        y = y + around.residual.astype(jnp.float32)
+    return y.astype(around.out)
 
 
 def _dense(x: jax.Array, w: jax.Array, bias: jax.Array | None, out_dtype: jnp.dtype) -> jax.Array:
