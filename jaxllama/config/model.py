@@ -16,7 +16,7 @@ from jaxllama.typing import JsonObject, Params
 
 KINDS = ("attention", "gla", "delta")  # kinds of layers whose options are fields of their own
 Options = tuple[tuple[str, Any], ...]
-QKNorm = Literal["none", "head", "full", "layer"]
+QKNorm = Literal["none", "head", "full"]
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "relu", "xielu"]
 UNGATED = ("relu2", "relu", "xielu")  # activations that no feed-forward with a gate has
 # What attention must not have where its keys are latent, or shared between layers.
@@ -122,40 +122,18 @@ class ModelConfig:
     post_norm_layers : tuple of int
         Indices of layers that have norms after their sublayers and none before, where the others
         have them before (OLMo Hybrid).
-    qk_norm : {"none", "head", "full", "layer"}
-        RMSNorm of each head of q and k ("head", Qwen3), or of all heads at once ("full", OLMo 2);
-        LayerNorm of each head, with a bias ("layer", Persimmon).
+    qk_norm : {"none", "head", "full"}
+        RMSNorm of each head of q and k ("head", Qwen3), or of all heads at once ("full", OLMo 2).
     qk_norm_last : bool
         Whether that norm follows RoPE (HunYuan).
     parallel_block, parallel_norms : bool
         Whether both sublayers read the stream before either output is added (Cohere), and whether
         each has a norm of its own there (GPT-NeoX).
     embed_norm : bool
-        Whether embeddings, with their positions, pass a norm (nanochat, BERT).
-    first_norm : bool
-        Whether the first layer has a norm before its mixer. False is for ``embed_norm`` alone
-        (ModernBERT).
-    sum_norms : {"none", "all_but_last", "both", "first"}
-        Whether norms follow the sums with the stream (BERT): "all_but_last" is for a model, whose
-        last norm is that of the last sum. The others are for one layer: norms of both sums, or of
-        the first alone.
-    token_types : int
-        Rows of a table of types, whose first row is added to every embedding (BERT); 0 for none.
-    embed_width, head_width : int or None
-        Features of the embeddings, with their positions and norm, before a product makes d_model of
-        them, and of the head's input, which the dense layer before it makes (Electra, RemBERT).
-        None: d_model.
-    head_transform : bool
-        Whether a dense layer and the activation stand between a last norm and another one (BERT).
-        Models with ``sum_norms`` have the first of these norms, too.
-    head_transform_bias : bool
-        Whether this dense layer has a bias.
+        Whether embeddings, with their positions, pass a norm (nanochat).
     learned_positions : int, optional
         Offset of the first position in a learned table that is added to the embeddings (0: GPT-2,
         2: OPT). None for no table.
-    sine_theta : float, optional
-        The table of positions is not learned: it has the sines and the cosines of the positions
-        times ``sine_theta ** (-2 i / d_model)`` (XGLM, CTRL).
     qkv_limit : float, optional
         Largest magnitude of q, k and v before positions; larger ones are clipped (OLMo 1.7).
     inner_norms : bool
@@ -270,14 +248,6 @@ class ModelConfig:
     parallel_norms: bool = False
     learned_positions: int | None = None
     embed_norm: bool = False
-    first_norm: bool = True
-    sum_norms: Literal["none", "all_but_last", "both", "first"] = "none"
-    token_types: int = 0
-    embed_width: int | None = None
-    head_width: int | None = None
-    head_transform: bool = False
-    head_transform_bias: bool = False
-    sine_theta: float | None = None
     qkv_limit: float | None = None
     inner_norms: bool = False
     full: FullAttentionConfig | None = None
@@ -310,7 +280,7 @@ class ModelConfig:
         need = requirement(self)
         sizes = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff")
         optional = ("sliding_window", "attn_softcap", "logit_softcap", "qkv_limit")
-        for key in (*sizes, "max_position", *optional, "embed_width", "head_width"):
+        for key in (*sizes, "max_position", *optional):
             value = getattr(self, key)
             need(value is None or value > 0, key, "must be positive")
         divides = f"must divide n_heads ({self.n_heads})"
@@ -386,11 +356,6 @@ class ModelConfig:
         has_both = self.parallel_block or not self.parallel_norms
         need(has_both, "parallel_norms", "needs parallel_block")
         need(self.pre_norms or not self.parallel_block, "pre_norms", "parallel_block needs it")
-        need(
-            self.sum_norms == "none" or not (self.pre_norms or self.post_norms),
-            "sum_norms",
-            "needs pre_norms = false, without post_norms",
-        )
 
     def _check_attention(self) -> None:
         need, limit = requirement(self), self.qkv_limit
@@ -468,22 +433,6 @@ class ModelConfig:
         """Check the options of the embeddings and of the head."""
         need, offset = requirement(self), self.learned_positions
         need(offset is None or offset >= 0, "learned_positions", "must not be negative")
-        has_table = self.sine_theta is None or offset is not None
-        need(has_table, "sine_theta", "needs learned_positions")
-        need(
-            self.token_types == 0 or self.embed_norm or offset is not None,
-            "token_types",
-            "needs embed_norm or learned_positions",
-        )
-        is_tied = self.tie_embeddings
-        need(
-            not is_tied or self.embed_width == self.head_width,
-            "head_width",
-            "must be embed_width where the head is tied",
-        )
-        if not self.head_transform:
-            need(self.head_width is None, "head_width", "needs head_transform")
-            need(not self.head_transform_bias, "head_transform_bias", "needs head_transform")
 
     def _check_linear(self) -> None:
         """Check the options of layers with a state, and that GLA's heads have whole sizes."""
@@ -532,9 +481,7 @@ class ModelConfig:
         """Reason why layers do not run one by one, or "" if they do."""
         if self.shared_kv_layers:
             return "its layers read each other's keys"
-        if self.layer_inputs is not None:
-            return "its layers have inputs of their own"
-        return "its embeddings have another width" if self.embed_width else ""
+        return "" if self.layer_inputs is None else "its layers have inputs of their own"
 
     @property
     def layers_are_alone(self) -> bool:
@@ -599,12 +546,6 @@ class ModelConfig:
         if layer in self.post_norm_layers:
             return False, True
         return self.pre_norms, self.post_norms
-
-    def sum_norms_of(self, layer: int) -> Literal["none", "all_but_last", "both", "first"]:
-        """Return the ``sum_norms`` of one layer."""
-        if self.sum_norms != "all_but_last":
-            return self.sum_norms
-        return "first" if layer == self.n_layers - 1 else "both"
 
     @property
     def is_beside(self) -> bool:
@@ -714,10 +655,7 @@ class ModelConfig:
             beside_layers=(),
             post_norm_layers=(),
             learned_positions=None,
-            sine_theta=None,
             embed_norm=False,
-            token_types=0,
-            first_norm=True,
             experts=self.experts and dataclasses.replace(self.experts, layers=()),
             attn_sparsity=1.0,
             mtp_layers=0,

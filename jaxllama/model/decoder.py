@@ -49,7 +49,6 @@ from jaxllama.model.mixers import MIXERS
 from jaxllama.model.param import Path, Shape
 from jaxllama.model.params import param_table
 from jaxllama.model.records import At, Hidden, new_tokens, pieces_of, positions_of
-from jaxllama.model.rope import sines
 from jaxllama.model.sharded import over_mesh, over_pieces
 from jaxllama.parallel.collectives import lookup_rows
 from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis, is_split, traced_mesh
@@ -102,9 +101,6 @@ def mix_half(
     stream = _placed(cfg, p, stream, at)
     y, stream = mixer_inputs(cfg, p, stream, mixer.inputs(cfg, own), ops)
     heads, state = mixer.mix(cfg, own, y, state, at)
-    if cfg.sum_norms != "none":
-        after = ops.linear_add(heads, own["o"], stream, cfg)
-        return _normed_sum(cfg, after, p["mixer_out_norm"]), state
     after = ops.linear_add(heads, own["o"], stream, cfg, p.get("mixer_out_norm"))
     return after._replace(beside=stream.beside, embedded=stream.embedded), state
 
@@ -137,27 +133,14 @@ def mixer_inputs(
     return y, stream._replace(beside=normed)
 
 
-def _normed_sum(cfg: ModelConfig, stream: Stream, scale: Params) -> Stream:
-    """The norm of a sum, which is the stream from there on (BERT)."""
-    return Stream(linear.norm(stream, scale, cfg)[0])
-
-
 def _placed(cfg: ModelConfig, p: Params, stream: Stream, at: At) -> Stream:
     """The embeddings as the first layer's mixer reads them: with the learned vectors of their
-    positions and of the first type, their norm, and the product that makes them wider."""
+    positions, and their norm."""
     if cfg.learned_positions is not None:
-        places = at.positions + cfg.learned_positions
-        if cfg.sine_theta is None:
-            table = p["positions"]["weight"]
-            vectors = table[jnp.clip(places, 0, table.shape[0] - 1)]
-        else:
-            width = stream.x.shape[-1]
-            vectors = jnp.concatenate(sines(cfg.sine_theta, width, places), axis=-1)
+        table, places = p["positions"]["weight"], at.positions + cfg.learned_positions
+        vectors = table[jnp.clip(places, 0, table.shape[0] - 1)]
         stream = Stream(stream.total + vectors.astype(stream.x.dtype))
-    if cfg.token_types:
-        stream = Stream(stream.total + p["types"]["weight"][0].astype(stream.x.dtype))
-    stream = _normed_sum(cfg, stream, p["embed_norm"]) if cfg.embed_norm else stream
-    return Stream(linear.linear(stream.total, p["embed_dense"])) if cfg.embed_width else stream
+    return Stream(linear.norm(stream, p["embed_norm"], cfg)[0]) if cfg.embed_norm else stream
 
 
 def feed_half(
@@ -183,9 +166,6 @@ def feed_half(
         y, _ = inner(cfg, p["mlp"], before, own, ops)
     else:
         y, stream = inner(cfg, p["mlp"], stream, p.get("mlp_norm"), ops)
-    if cfg.sum_norms == "both":
-        stream = ops.linear_add(y, p["mlp"]["down"], stream, cfg)
-        return _normed_sum(cfg, stream, p["mlp_out_norm"])
     return ops.linear_add(y, p["mlp"]["down"], stream, cfg, p.get("mlp_out_norm"))
 
 
@@ -242,13 +222,7 @@ def layer_config(cfg: ModelConfig, index: int) -> tuple[ModelConfig, str]:
         post_norms=post_norms,
         post_norm_layers=(),
         learned_positions=None if index else cfg.learned_positions,
-        sine_theta=None if index else cfg.sine_theta,
-        token_types=0 if index else cfg.token_types,
         embed_norm=cfg.embed_norm and not index,
-        embed_width=None if index else cfg.embed_width,
-        head_width=None if index else cfg.head_width,
-        first_norm=cfg.first_norm or index > 0,
-        sum_norms=cfg.sum_norms_of(index),
         bare_layers=(0,) if index in cfg.bare_layers else (),
         beside_layers=tuple(i for i in (0, 1) if index + i in cfg.beside_layers),
     )
@@ -338,17 +312,7 @@ def scale_embedded(cfg: ModelConfig, x: jax.Array) -> jax.Array:
 def final_norm(cfg: ModelConfig, params: Params, stream: Stream | Hidden) -> jax.Array:
     """Apply the final norm; the head's product reads its result."""
     stream = Stream(stream.x) if isinstance(stream, Hidden) else stream
-    return linear.norm(transformed(cfg, params, stream), params["norm"], cfg)[0]
-
-
-def transformed(cfg: ModelConfig, params: Params, stream: Stream) -> Stream:
-    """Return the stream that the final norm reads: behind a norm, a dense layer and the activation
-    if the model has these (BERT)."""
-    if "transform" not in params:
-        return stream
-    own = params["transform"]
-    y, _ = linear.norm_linear(stream, own["norm"], own["dense"], cfg)
-    return Stream(activated(y, cfg.activation))
+    return linear.norm(stream, params["norm"], cfg)[0]
 
 
 def head(params: Params) -> Params:
@@ -576,8 +540,7 @@ def head_product(cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
         # XLA's product would round a row by how many there are.
         weight = head(params)["weight"]
         return norm_matmul(hidden.x, params["norm"]["weight"], weight, cfg.norm_eps)
-    stream = transformed(cfg, params, Stream(hidden.x))
-    return linear.norm_linear(stream, params["norm"], head(params), cfg)[0]
+    return linear.norm_linear(Stream(hidden.x), params["norm"], head(params), cfg)[0]
 
 
 def _has_float_head(cfg: ModelConfig, params: Params, x: jax.Array) -> bool:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from jaxllama.model.experts.parameters import ExpertNames
 from jaxllama.model.mixers.delta import parameters as delta
@@ -101,8 +100,6 @@ _NEOX = Names(
     down="dense_4h_to_h",
     is_by_head=True,
 )
-
-
 _OPT = Names(
     embed="model.decoder.embed_tokens",
     positions="model.decoder.embed_positions",
@@ -117,128 +114,6 @@ _OPT = Names(
 )
 
 
-def _bert(base: str, **changes: Any) -> Names:
-    """The names of BERT's line, whose tensors but the head's begin with ``base``."""
-    names = Names(
-        embed=f"{base}.embeddings.word_embeddings",
-        positions=f"{base}.embeddings.position_embeddings",
-        types=f"{base}.embeddings.token_type_embeddings",
-        embed_norm=f"{base}.embeddings.LayerNorm",
-        embed_dense=f"{base}.embeddings_project",
-        layer=f"{base}.encoder.layer.{{}}",
-        mixer="attention.",
-        mixer_out_norm="attention.output.LayerNorm",
-        mlp="",
-        mlp_out_norm="output.LayerNorm",
-        transform_norm=f"{base}.encoder.layer.{{}}.output.LayerNorm",
-        transform="cls.predictions.transform.dense",
-        norm="cls.predictions.transform.LayerNorm",
-        head="cls.predictions.decoder",
-        head_bias="cls.predictions",
-        qkv=("self.query", "self.key", "self.value"),
-        o="output.dense",
-        gate_up=("intermediate.dense",),
-        down="output.dense",
-    )
-    return dataclasses.replace(names, **changes)
-
-
-_XGLM = dataclasses.replace(
-    _OPT,
-    embed="model.embed_tokens",
-    layer="model.layers.{}",
-    norm="model.layer_norm",
-)
-_CTRL = Names(
-    embed="transformer.w",
-    layer="transformer.h.{}",
-    mixer_norm="layernorm1",
-    mixer="multi_head_attention.",
-    mlp_norm="layernorm2",
-    mlp="ffn.",
-    norm="transformer.layernorm",
-    qkv=("Wq", "Wk", "Wv"),
-    o="dense",
-    gate_up=("0",),
-    down="2",
-)
-_LM_HEAD: dict[str, str] = {
-    "transform": "lm_head.dense",
-    "norm": "lm_head.layer_norm",
-    "head": "lm_head.decoder",
-    "head_bias": "lm_head",
-}
-_ENCODERS = {
-    "bert": _bert("bert"),
-    "ernie": _bert("ernie"),
-    "roformer": _bert("roformer"),
-    "electra": _bert(
-        "electra",
-        transform="generator_predictions.dense",
-        norm="generator_predictions.LayerNorm",
-        head="generator_lm_head",
-        head_bias="generator_lm_head",
-    ),
-    "rembert": _bert(
-        "rembert",
-        embed_dense="rembert.encoder.embedding_hidden_mapping_in",
-        transform="cls.predictions.dense",
-        norm="cls.predictions.LayerNorm",
-    ),
-    "bert-generation": _bert(
-        "bert",
-        norm="bert.encoder.layer.{}.output.LayerNorm",
-        head="lm_head.decoder",
-        head_bias="lm_head",
-    ),
-    "megatron-bert": _bert(
-        "bert",
-        mixer_norm="attention.ln",
-        mlp_norm="ln",
-        transform_norm="bert.encoder.ln",
-    ),
-    "roberta": _bert("roberta", **_LM_HEAD),
-    "camembert": _bert("roberta", **_LM_HEAD),
-    "xlm-roberta": _bert("roberta", **_LM_HEAD),
-    "data2vec-text": _bert("data2vec_text", **_LM_HEAD),
-    "roberta-prelayernorm": _bert(
-        "roberta_prelayernorm",
-        **_LM_HEAD,
-        mixer_norm="attention.LayerNorm",
-        mlp_norm="intermediate.LayerNorm",
-        transform_norm="roberta_prelayernorm.LayerNorm",
-    ),
-    "xlm-roberta-xl": _bert(
-        "roberta",
-        **_LM_HEAD,
-        mixer_norm="attention.self_attn_layer_norm",
-        mlp_norm="LayerNorm",
-        transform_norm="roberta.encoder.LayerNorm",
-    ),
-    "modernbert-decoder": Names(
-        embed="model.embeddings.tok_embeddings",
-        embed_norm="model.embeddings.norm",
-        mixer_norm="attn_norm",
-        mixer="attn.",
-        o="Wo",
-        mlp_norm="mlp_norm",
-        gate_up=("Wi",),
-        down="Wo",
-        transform_norm="model.final_norm",
-        transform="lm_head.dense",
-        norm="lm_head.norm",
-        head="decoder",
-        head_bias="decoder",
-    ),
-    "openai-gpt": dataclasses.replace(
-        _GPT2,
-        embed="transformer.tokens_embed",
-        positions="transformer.positions_embed",
-        mixer_out_norm="ln_1",
-        mlp_out_norm="ln_2",
-        norm="transformer.h.{}.ln_2",
-    ),
-}
 _GRANITE_SHARED = Names(
     gate_up=("input_linear",),
     down="output_linear",
@@ -252,9 +127,6 @@ _APERTUS = Names(mixer_norm="attention_layernorm", mlp_norm="feedforward_layerno
 _GPT_OSS = ExpertNames(router="router", is_fused=True, alternates=True)
 # By ``cfg.stored.family``; LLAMA for those that are not here.
 FAMILIES = {
-    **_ENCODERS,
-    "xglm": _XGLM,
-    "ctrl": _CTRL,
     "gla": FLA,
     "simple_gla": FLA,
     "linear_attn": dataclasses.replace(FLA, mixers={"gla": gla.GLANames(norms=("norm",))}),
@@ -374,13 +246,6 @@ FAMILIES = {
     ),
     "apertus1p5_text": _APERTUS,
     "nanochat": Names(gate_up=("fc1",), down="fc2"),
-    "gpt_neox_japanese": dataclasses.replace(
-        _NEOX,
-        embed="gpt_neox_japanese.embed_in",
-        layer="gpt_neox_japanese.layers.{}",
-        norm="gpt_neox_japanese.final_layer_norm",
-        last_bias="dense_bias",
-    ),
     "flint": Names(sinks="softmax_offset"),
     "kolibri1": Names(
         mixer_out_norm="post_attn_norm",
@@ -448,17 +313,8 @@ FAMILIES = {
         _GPT2, mixer="attn.attention.", qkv=Names.qkv, o="out_proj", is_transposed=False
     ),
     "gptj": _GPTJ,
-    "codegen": dataclasses.replace(_GPTJ, qkv=("qkv_proj",), n_blocks=4),
     "gpt_neox": _NEOX,
     "opt": _OPT,
-    "biogpt": dataclasses.replace(
-        _OPT,
-        embed="biogpt.embed_tokens",
-        positions="biogpt.embed_positions",
-        layer="biogpt.layers.{}",
-        norm="biogpt.layer_norm",
-        head="output_projection",
-    ),
     "dbrx": Names(
         embed="transformer.wte",
         layer="transformer.blocks.{}",
@@ -477,16 +333,6 @@ FAMILIES = {
                 in_rows=True,
             )
         },
-    ),
-    "persimmon": Names(
-        qkv=("query_key_value",),
-        o="dense",
-        q_norm="q_layernorm",
-        k_norm="k_layernorm",
-        gate_up=("dense_h_to_4h",),
-        down="dense_4h_to_h",
-        norm="model.final_layernorm",
-        is_by_head=True,
     ),
     "phi": Names(o="dense", gate_up=("fc1",), down="fc2", norm="model.final_layernorm"),
     "falcon": dataclasses.replace(

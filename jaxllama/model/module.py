@@ -175,7 +175,7 @@ class DecoderLayer(nn.Module):
         names = table_of(cfg)["layer_0"]
         found = {}
         for name, table in names.items():
-            if name in ("positions", "types", "inputs", "scale"):
+            if name in ("positions", "inputs", "scale"):
                 found[name] = ParameterTree(table, name=name).tree()
             else:
                 found[name] = modules.get(name, norm)(cfg, name=name).tree()
@@ -255,8 +255,6 @@ class Decoder(nn.Module):
                 for one in range(index, index + run.period * run.count, run.period):
                     found[f"layer_{one}"] = DecoderLayer(cfg, one, name=f"layer_{one}").tree()
         norm = RMSNorm if cfg.norm == "rms" else LayerNorm
-        if "transform" in table:
-            found["transform"] = ParameterTree(table["transform"], name="transform").tree()
         found["norm"] = norm(cfg, name="norm").tree()
         if "head" in table:
             found["head"] = ParameterTree(table["head"], name="head").tree()

@@ -42,16 +42,10 @@ class Names:
     of ``mlp``.
     qkv, gate_up: a single name means that the file has them in one tensor.
     gate: the gate of attention's heads, where it is a tensor apart from q.
-    last_bias: the bias of o, where only the last layer has one.
     inner_norms: the norms before the last products of mixer and feed-forward.
-    positions: the table of learned positions.  types: the table of token types.
-    embed_norm: the norm of embeddings.  embed_dense: the product that makes them wider.
-    transform, transform_norm: the dense layer before the last norm, and the norm before it, which
-    is formatted with the last layer's index, as ``norm`` is.
-    head_bias: the head's bias (without ".bias") where the head is tied.
+    positions: the table of learned positions.  embed_norm: the norm of embeddings.
     other_norms: names of norms that files may have instead, by the usual name.
     is_by_head: q|k|v in one tensor are ordered by kv head: the q heads that read it, k, v.
-    n_blocks: they are ordered by so many blocks of heads, each with q, v, k (CodeGen).
     parallel_norms: names of the two norms of a parallel block, where they are its own (Falcon).
     is_transposed: weights of products are [in, out] (GPT-2).
     is_halved: a layer's mixer and its feed-forward are two layers of the file (Nemotron-H).
@@ -75,7 +69,6 @@ class Names:
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     gate: str = ""
-    last_bias: str = ""
     o: str = "o_proj"
     sinks: str = "sinks"
     down: str = "down_proj"
@@ -83,15 +76,9 @@ class Names:
     k_norm: str = "k_norm"
     positions: str = ""
     inner_norms: tuple[str, str] = ("attn_sub_norm", "ffn_sub_norm")
-    types: str = ""
     embed_norm: str = "embed_norm"
-    embed_dense: str = ""
-    transform: str = ""
-    transform_norm: str = ""
-    head_bias: str = ""
     other_norms: Params = dataclasses.field(default_factory=ParamsDict)
     is_by_head: bool = False
-    n_blocks: int = 0
     is_transposed: bool = False
     parallel_norms: tuple[str, str] | None = None
     is_halved: bool = False

@@ -52,10 +52,9 @@ def param_table(
         first, second = names.parallel_norms
         names = dataclasses.replace(names, mixer_norm=first, mlp_norm=second)
     d, stored = cfg.d_model, cfg.stored
-    first, last = cfg.embed_width or d, cfg.head_width or d  # widths of the embeddings and the head
     table: dict[Path, Param] = {
         ("embed", "weight"): one(
-            f"{names.embed}.weight", cfg.vocab_size, first, fold={"scale": stored.embed}
+            f"{names.embed}.weight", cfg.vocab_size, d, fold={"scale": stored.embed}
         )
     }
     if cfg.layer_inputs is not None:
@@ -80,28 +79,22 @@ def param_table(
             )
         norm = functools.partial(_layer_norm, cfg, names, present)
         after = functools.partial(norm, scale=stored.residual)  # what the layer adds is multiplied
-        if index == 0 and cfg.learned_positions is not None and cfg.sine_theta is None:
+        if index == 0 and cfg.learned_positions is not None:
             places = cfg.max_position + cfg.learned_positions
-            table[layer, "positions", "weight"] = one(f"{names.positions}.weight", places, first)
-        if index == 0 and cfg.token_types:
-            table[layer, "types", "weight"] = one(f"{names.types}.weight", cfg.token_types, first)
+            table[layer, "positions", "weight"] = one(f"{names.positions}.weight", places, d)
         if index == 0 and cfg.embed_norm:
-            table |= _norm(cfg, (layer, "embed_norm"), names.embed_norm, width=first)
-        if index == 0 and cfg.embed_width:
-            dense = fused("dense", [(names.embed_dense, d, {})], first, True)
-            table |= {(layer, "embed_dense", path): param for (_, path), param in dense.items()}
+            table |= _norm(cfg, (layer, "embed_norm"), names.embed_norm)
         is_beside = cfg.shared_blocks is None and index in cfg.beside_layers
-        if pre_norms and not is_beside and (cfg.first_norm or index):
+        if pre_norms and not is_beside:
             table |= norm((layer, "mixer_norm"), f"{prefix}.{names.mixer_norm}")
         table |= {(layer, "mixer", *path): param for path, param in mixer.items()}
-        sums = cfg.sum_norms_of(index)
-        if post_norms or sums != "none":
+        if post_norms:
             table |= after((layer, "mixer_out_norm"), f"{prefix}.{names.mixer_out_norm}")
         if mlp and pre_norms and (cfg.parallel_norms or not cfg.parallel_block):
             table |= norm((layer, "mlp_norm"), f"{feed}.{names.mlp_norm}")
         table |= {(layer, "mlp", *path): param for path, param in mlp.items()}
         own = cfg.experts_of(index)
-        has_out_norm = post_norms or sums == "both" or (own is not None and own.out_norm)
+        has_out_norm = post_norms or (own is not None and own.out_norm)
         if mlp and has_out_norm:
             table |= after((layer, "mlp_out_norm"), f"{feed}.{names.mlp_out_norm}")
         if cfg.layer_inputs is not None:
@@ -112,17 +105,11 @@ def param_table(
             table[layer, "scale", "weight"] = one(scale_name, 1, mean=1.0, std=0.0)
     # A tied head has the embedding's multiplier, too.
     scale = stored.logits / (stored.embed if cfg.tie_embeddings else 1.0)
-    layer = cfg.n_layers - 1
-    if cfg.head_transform:
-        table |= _norm(cfg, ("transform", "norm"), names.transform_norm.format(layer))
-        dense = fused("dense", [(names.transform, last, {})], d, cfg.head_transform_bias)
-        table |= {("transform", *path): param for path, param in dense.items()}
-    table |= _norm(cfg, ("norm",), names.norm.format(layer), scale, last)
+    table |= _norm(cfg, ("norm",), names.norm, scale)
     if cfg.tie_embeddings and cfg.head_bias:
-        bias = one(f"{names.head_bias or names.head}.bias", cfg.vocab_size, std=0.0)
-        table["embed", "bias"] = bias
+        table["embed", "bias"] = one(f"{names.head}.bias", cfg.vocab_size, std=0.0)
     if not cfg.tie_embeddings:
-        table["head", "weight"] = one(f"{names.head}.weight", cfg.vocab_size, last)
+        table["head", "weight"] = one(f"{names.head}.weight", cfg.vocab_size, d)
         if cfg.head_bias:
             table["head", "bias"] = one(f"{names.head}.bias", cfg.vocab_size, std=0.0)
     if cfg.mtp_layers:
@@ -219,12 +206,9 @@ def _layer_norm(
     return _norm(cfg, path, other if is_other else name, scale)
 
 
-def _norm(
-    cfg: ModelConfig, path: Path, name: str, scale: float = 1.0, width: int | None = None
-) -> dict[Path, Param]:
-    """A norm of ``width`` features; the checkpoint's weight w stands for ``scale * (w +
-    norm_offset)``.  None: those of the stream."""
-    width = width or cfg.d_model
+def _norm(cfg: ModelConfig, path: Path, name: str, scale: float = 1.0) -> dict[Path, Param]:
+    """A norm of the stream; the checkpoint's weight w stands for ``scale * (w + norm_offset)``."""
+    width = cfg.d_model
     if not cfg.norm_weight:
         return {(*path, "weight"): Param((), (width,), mean=scale, std=0.0)}
     fold = {"scale": scale, "offset": scale * cfg.stored.norm_offset}

@@ -17,7 +17,7 @@ from jaxllama.typing import Params, ParamsDict
 
 Kind = Literal["embed", "layer", "mix", "feed", "head"]
 _HALVES = {
-    "mix": ("positions", "types", "embed_norm", "mixer_norm", "mixer", "mixer_out_norm"),
+    "mix": ("positions", "embed_norm", "mixer_norm", "mixer", "mixer_out_norm"),
     "feed": ("mlp_norm", "mlp", "mlp_out_norm", "scale"),
 }
 
@@ -39,8 +39,7 @@ class ModelUnit:
             return {"embed": params["embed"]}
         if self.kind == "head":
             table = "head" if "head" in params else "embed"
-            own = {name: params[name] for name in ("transform", "norm") if name in params}
-            return {**own, table: params[table]}
+            return {"norm": params["norm"], table: params[table]}
         layer = params[f"layer_{self.layer}"]
         return {name: layer[name] for name in _HALVES.get(self.kind, tuple(layer)) if name in layer}
 
@@ -62,14 +61,14 @@ def check_halves(cfg: ModelConfig, policy: Policy) -> None:
         raise JaxLlamaError(
             f"policy: {cfg.name} runs on one device or a mesh only: {cfg.layers_read}"
         )
-    has_more = cfg.sum_norms != "none" or cfg.embed_norm or cfg.learned_positions is not None
+    has_more = cfg.embed_norm or cfg.learned_positions is not None
     for name, by_token in (
         ("cpu_attention", policy.cpu_attention),
         ("attn_sparsity", cfg.attn_sparsity < 1),
     ):
         if has_more and by_token:
             raise JaxLlamaError(
-                f"policy: {name}: {cfg.name} adds positions or norms sums around its attention"
+                f"policy: {name}: {cfg.name} adds positions to its embeddings, or norms them"
             )
     if policy.experts and cfg.experts is None:
         raise JaxLlamaError(f"policy: experts: {cfg.name} is no mixture of experts")

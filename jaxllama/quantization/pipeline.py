@@ -34,8 +34,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
-from jaxllama.model.decoder import layer_config, transformed
-from jaxllama.model.linear import Stream
+from jaxllama.model.decoder import layer_config
 from jaxllama.progress import working
 from jaxllama.quantization import awq, smoothquant
 from jaxllama.quantization.calibration import InputStats, advance, embed, observe
@@ -166,7 +165,6 @@ def calibrate(
         progress(sum(leaf.nbytes for leaf in _leaves(params[name])))
     if "head" in params and recipe.of("head") is not None:
         h = _stored_hidden(work, "head") if h is None else h
-        h = [transformed(cfg, params, Stream(x)).total for x in h]
         last = {"norm": params["norm"], "head": params["head"]}
         done, entries = run.layer(cfg, "head", "", last, h)
         out.update(done)

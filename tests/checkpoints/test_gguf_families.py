@@ -437,7 +437,7 @@ def test_mutated_configs_raise_only_our_error(n: int) -> None:
     ("case", "key", "value", "message"),
     [
         ("gpt_neo", "attention_types", 0.5, "attention_types = 0.5: expected pairs"),
-        ("codegen", "num_attention_heads", 2**20, "must not exceed hidden_size"),
+        ("gptj", "num_attention_heads", 2**20, "must not exceed hidden_size"),
         ("solar_open", "first_k_dense_replace", 31, "leaves no layer with experts"),
         ("granitemoehybrid", "layer_types", 7, "layer_types = 7: must be 3 entries"),
     ],

@@ -34,7 +34,9 @@ REST = (
     "phi3",
     "glm4",
 )
-LATER = tuple(dict.fromkeys(kind for kind, case, _ in dense_cases.FAMILY_CASES if not case))
+LATER = tuple(
+    dict.fromkeys(kind for kind, case, _ in dense_cases.FAMILY_CASES if kind and not case)
+)
 # The first case of each family, and the mixtures of families whose first case is dense.
 OF_FAMILY = {cfg.stored.family: name for name, cfg in reversed(CASES.items())}
 MIXTURES = tuple(name for name in CASES if name.endswith("-experts"))

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxllama.checkpoints.hf.families import ALIKE, FAMILIES, WRITTEN_AS
+from jaxllama.checkpoints.hf.families import ALIKE, FAMILIES
 from jaxllama.checkpoints.hf.family import ACTIVATIONS, Family
 from jaxllama.checkpoints.hf.fla import (
     MODELS,
@@ -184,7 +184,7 @@ def _stored_of(family: str, fields: JsonMapping) -> tuple[CheckpointForm, Mappin
     """Split fields by path into (``CheckpointForm``, the fields of ModelConfig)."""
     own = {key[7:]: value for key, value in fields.items() if key.startswith("stored.")}
     rest = {key: value for key, value in fields.items() if not key.startswith("stored.")}
-    name = "llama" if family in ALIKE else WRITTEN_AS.get(family, family)
+    name = "llama" if family in ALIKE else family
     return CheckpointForm(family=name, **FAMILIES[family].stored, **own), rest
 
 

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 
 from jaxllama.checkpoints.hf import (
     dense,
-    encoders,
     gemma4,
     gpt,
     hybrid,
@@ -927,7 +926,6 @@ FAMILIES: dict[str, Family] = {
         others={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
     ),
     **dense.FAMILIES,
-    **encoders.FAMILIES,
     **gemma4.FAMILIES,
     **gpt.FAMILIES,
     **hybrid.FAMILIES,
@@ -941,5 +939,3 @@ FAMILIES: dict[str, Family] = {
 # Families with Llama's tensor names and no folding. They share one name, so that equivalent configs
 # are equal.
 ALIKE = ("llama", "mistral", "ministral", "qwen2")
-# Families that transformers writes as another one.
-WRITTEN_AS = {"gpt-sw3": "gpt2"}

@@ -194,27 +194,8 @@ _GPTJ = Family(
 )
 
 
-def _xglm(read: JsonReader) -> Fields:
-    """Return the sines of XGLM's table, whose last frequency is 1 / 10000."""
-    pairs = read.size("hidden_size") // 2
-    if pairs < 2:
-        raise read.error("d_model", "must be at least 4")
-    return {"sine_theta": 10000.0 ** (pairs / (pairs - 1))}
-
-
-def _multiple(read: JsonReader) -> Fields:
-    return {
-        "intermediate_size": read.size("hidden_size") * read.size("intermediate_multiple_size", 4)
-    }
-
-
-def _multiple_to_hf(cfg: ModelConfig) -> Fields:
-    return {"intermediate_multiple_size": cfg.d_ff // cfg.d_model}
-
-
 FAMILIES: dict[str, Family] = {
     "gpt2": _GPT2,
-    "gpt-sw3": _GPT2,
     "gpt_bigcode": dataclasses.replace(
         _GPT2,
         architectures=("GPTBigCodeForCausalLM",),
@@ -283,28 +264,7 @@ FAMILIES: dict[str, Family] = {
         names={"intermediate_size": "ffn_dim"},
         absent=_HEADS,
     ),
-    "biogpt": Family(
-        ("BioGptForCausalLM",),
-        defaults={
-            "hidden_act": "gelu",
-            "max_position_embeddings": 1024,
-            "bos_token_id": 0,
-            "tie_word_embeddings": True,
-        },
-        keys=(
-            "layer_norm_eps",  # which transformers does not use
-            "activation_dropout",
-            "attention_probs_dropout_prob",
-            "hidden_dropout_prob",
-            "layerdrop",
-        ),
-        same=(("scale_embedding", "embedding_scale", True),),
-        facts={**_LINE, **_BIASES, "norm_eps": 1e-5, "learned_positions": 2},
-        is_nope=lambda *_: True,
-        absent=_HEADS,
-    ),
     "gptj": _GPTJ,
-    "codegen": dataclasses.replace(_GPTJ, architectures=("CodeGenForCausalLM",)),
     "gpt_neox": Family(
         ("GPTNeoXForCausalLM",),
         defaults={
@@ -325,39 +285,6 @@ FAMILIES: dict[str, Family] = {
         absent=_HEADS,
         unused_endings=(".attention.bias", ".attention.masked_bias"),
     ),
-    "gpt_neox_japanese": Family(
-        ("GPTNeoXJapaneseForCausalLM",),
-        defaults={
-            "hidden_act": "gelu",
-            "layer_norm_eps": 1e-5,
-            "bos_token_id": 31996,
-            "eos_token_id": 31999,
-            "tie_word_embeddings": True,
-            "partial_rotary_factor": 1.0,
-        },
-        keys=("intermediate_multiple_size", "hidden_dropout"),
-        facts={**_LINE, "o_bias": True},
-        to_hf=_multiple_to_hf,
-        derived=_multiple,
-        eps="layer_norm_eps",
-        names={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
-        absent=(*_HEADS, "intermediate_size"),
-    ),
-    "persimmon": Family(
-        ("PersimmonForCausalLM",),
-        defaults={
-            "hidden_act": "relu2",
-            "max_position_embeddings": 16384,
-            "layer_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-        },
-        keys=("qk_layernorm",),
-        fields=lambda read: {"qk_norm": "layer" if read.flag("qk_layernorm", True) else "none"},
-        to_hf=lambda cfg: {"qk_layernorm": cfg.qk_norm == "layer"},
-        facts={**_LINE, **_BIASES},
-        eps="layer_norm_eps",
-        absent=_HEADS,
-    ),
     "nanochat": Family(
         ("NanoChatForCausalLM",),
         defaults={"hidden_act": "relu2", "bos_token_id": 0, "eos_token_id": 1},
@@ -370,58 +297,6 @@ FAMILIES: dict[str, Family] = {
             "embed_norm": True,
         },
         stored={"flipped": True},
-    ),
-    "xglm": Family(
-        ("XGLMForCausalLM",),
-        defaults={
-            "activation_function": "gelu",
-            "layer_norm_eps": 1e-5,
-            "bos_token_id": 0,
-            "eos_token_id": 2,
-            "tie_word_embeddings": True,
-        },
-        keys=("decoder_start_token_id", "init_std", "layerdrop", "dropout", "activation_dropout"),
-        same=(("scale_embedding", "embedding_scale", True),),
-        fields=_xglm,
-        fixed={"add_cross_attention": (False, None), "is_encoder_decoder": (False, None)},
-        facts={**_LINE, **_BIASES, "learned_positions": 2},
-        eps="layer_norm_eps",
-        activation="activation_function",
-        is_nope=lambda *_: True,
-        names={
-            "hidden_size": "d_model",
-            "intermediate_size": "ffn_dim",
-            "num_hidden_layers": "num_layers",
-            "num_attention_heads": "attention_heads",
-        },
-        absent=(*_HEADS, "layer_norm_eps"),
-        unused_endings=(".embed_positions.weights",),
-    ),
-    "ctrl": Family(
-        ("CTRLLMHeadModel",),
-        defaults={
-            "max_position_embeddings": 256,
-            "hidden_act": "relu",
-            "layer_norm_epsilon": 1e-6,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "tie_word_embeddings": True,
-        },
-        keys=("from_tf", "n_ctx"),
-        fixed={"layer_norm_epsilon": (1e-6,), "hidden_act": ("relu",)},
-        facts={
-            **_LINE,
-            **_BIASES,
-            **_LEARNED,
-            "sine_theta": 10000.0,
-            "embedding_scale": True,
-            "head_bias": True,
-        },
-        eps="layer_norm_epsilon",
-        is_nope=lambda *_: True,
-        names={key: name for key, name in _GPT2_NAMES.items() if name != "n_inner"}
-        | {"intermediate_size": "dff"},
-        absent=(*_HEADS, "hidden_act"),
     ),
     "phi": Family(
         ("PhiForCausalLM",),

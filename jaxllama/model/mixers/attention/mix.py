@@ -33,7 +33,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllama.config import ModelConfig
-from jaxllama.model.elementwise import layer_norm
 from jaxllama.model.mixers.attention import latent
 from jaxllama.model.mixers.attention.chunk import (
     attend,
@@ -178,10 +177,6 @@ def split_heads(cfg: ModelConfig, p: Params, qkv: jax.Array) -> jax.Array:
     heads = qkv.reshape(*qkv.shape[:-1], -1, cfg.head_dim)
     if cfg.qk_norm == "none":
         return heads
-    if cfg.qk_norm == "layer":
-        q, k, v = jnp.split(heads, (cfg.n_heads, cfg.n_heads + cfg.n_kv_heads), axis=-2)
-        q, k = (layer_norm(x, p[f"{n}_norm"], cfg.norm_eps) for n, x in (("q", q), ("k", k)))
-        return jnp.concatenate([q, k, v], axis=-2)
     return norm_heads(heads, cfg.n_kv_heads, _norms(p), cfg.norm_eps, cfg.qk_norm == "full")
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from jaxllama.config import UNMULTIPLIED, ModelConfig
-from jaxllama.errors import JaxLlamaError
 from jaxllama.model.mixers.common import Heads, Sites, heads_obstacle
 from jaxllama.model.names import Names
 from jaxllama.model.param import (
@@ -86,12 +85,6 @@ def table(
     ]
     if names.is_by_head:
         folds = [{"turned": ByHead(cfg.n_kv_heads, cfg.group_size, turned(1))}]
-    if names.n_blocks:
-        if cfg.n_heads % names.n_blocks or cfg.n_kv_heads != cfg.n_heads:
-            raise JaxLlamaError(f"n_heads = {cfg.n_heads}: must be n {names.n_blocks} = n_kv_heads")
-        per_block = cfg.n_heads // names.n_blocks
-        order = ByHead(names.n_blocks, per_block, turned(1), per_block, v_first=True)
-        folds = [{"turned": order}]
     if names.is_transposed:
         assert not moves
         folds = [transposed(count) for count in n_rows]
@@ -123,22 +116,13 @@ def table(
             }
             source = f"{prefix}{own_names[name]}"
             table[name, "weight"] = one(f"{source}.weight", width, mean=1.0, std=0.0, fold=fold)
-            if cfg.qk_norm == "layer":
-                fold = {**fold, "offset": 0.0}
-                table[name, "bias"] = one(f"{source}.bias", width, std=0.0, fold=fold)
     if cfg.attn_sinks:
         table["sinks", "weight"] = one(f"{prefix}{names.sinks}", cfg.n_heads, is_float32=True)
     if cfg.inner_norms:
         name = f"{prefix}{names.inner_norms[0]}.weight"
         table["inner_norm", "weight"] = one(name, q, mean=1.0, std=0.0)
     source, scale = f"{prefix}{names.o}", cfg.product_scale * products.attention_output
-    has_bias = cfg.o_bias and not names.last_bias
-    table |= written("o", source, cfg.d_model, q, has_bias, scale, names.is_transposed)
-    if cfg.o_bias and names.last_bias:
-        is_last = layer == f"{names.layer.format(cfg.n_layers - 1)}."
-        bias = one(f"{prefix}{names.last_bias}", cfg.d_model, std=0.0)
-        table["o", "bias"] = bias if is_last else Param((), (cfg.d_model,), std=0.0)
-    return table
+    return table | written("o", source, cfg.d_model, q, cfg.o_bias, scale, names.is_transposed)
 
 
 def _latent(cfg: ModelConfig, prefix: str, names: Names) -> dict[Path, Param]:
