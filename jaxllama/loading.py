@@ -36,6 +36,7 @@ from jaxllama.checkpoints import hub, peft, pooling
 from jaxllama.checkpoints.gguf import load as gguf
 from jaxllama.checkpoints.gguf.file import opened
 from jaxllama.checkpoints.hf import load as hf
+from jaxllama.checkpoints.hf.names import tensor_table
 from jaxllama.compiler_options import check_sums
 from jaxllama.config import ModelConfig, load_config, preset_names, preset_sampling
 from jaxllama.decoding.sampling import Sampling
@@ -221,7 +222,7 @@ def load(
     names = () if merge else tuple(adapters)
     if place is not None:
         lm = place.model(cfg, params, tokenizer)
-        params = lora.attach(lm.config, lm.params, factors) if names else lm.params
+        params = lora.attach(tensor_table(lm.config), lm.params, factors) if names else lm.params
         return dataclasses.replace(
             lm, params=params, sampling=sampling, adapters=names, pooling=vectors
         )
@@ -240,7 +241,7 @@ def load(
     if quantize is not None and not exact and (reason := slow_on_cpu(params)) is not None:
         warnings.warn(f"{quantize}: {reason}", SpeedWarning, stacklevel=2)
     if names:
-        params = lora.attach(cfg, params, factors)
+        params = lora.attach(tensor_table(cfg), params, factors)
     if programs is not None and cfg.n_layers < LEAST_LAYERS:
         programs = None
     if programs is not None:

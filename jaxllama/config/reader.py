@@ -54,6 +54,8 @@ def from_dict(cls: type[T], data: JsonObject, prefix: str = "") -> T:
 def _convert(hint: Any, value: Any, key: str) -> Any:
     """Return ``value`` in the type ``hint``; TOML arrays become tuples."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
@@ -94,10 +96,11 @@ def _type_hints(cls: type) -> JsonObject:
 
 def check_types(instance: Any, prefix: str = "") -> None:
     """Raise JaxLlamaError for a field of another type; lists become tuples, so it can be hashed."""
-    for key, hint in _type_hints(type(instance)).items():
-        if key != "mixers":  # options of kinds that are not known here
-            value = _convert(hint, getattr(instance, key), prefix + key)
-            object.__setattr__(instance, key, value)
+    hints = _type_hints(type(instance))
+    for field in dataclasses.fields(instance):
+        if field.name != "mixers":  # options of kinds that are not known here
+            value = _convert(hints[field.name], getattr(instance, field.name), prefix + field.name)
+            object.__setattr__(instance, field.name, value)
 
 
 def require(condition: bool, key: str, value: object, why: str) -> None:

@@ -56,7 +56,7 @@ class MTPDraft:
     def begin(self, params: Params, batch: int, capacity: int) -> MTPState:
         """The state of ``batch`` rows before their prompts."""
         dtype, mesh = decoder.activation_dtype(params), mesh_of(params)
-        cache = init_cache(self.cfg.mtp_config(), batch, capacity, dtype, mesh=mesh)
+        cache = init_cache(self.cfg.draft_head(), batch, capacity, dtype, mesh=mesh)
         last = Hidden(jnp.zeros((batch, self.cfg.d_model), dtype))
         return MTPState(cache, last, jnp.zeros((batch,), bool))
 

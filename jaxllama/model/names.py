@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import TypeVar
 
+from jaxllama.config import CheckpointForm, LayerConfig
 from jaxllama.typing import Params, ParamsDict
 
 MixerNames = TypeVar("MixerNames")
@@ -46,11 +48,12 @@ class Names:
     positions: the table of learned positions.  embed_norm: the norm of embeddings.
     other_norms: names of norms that files may have instead, by the usual name.
     is_by_head: q|k|v in one tensor are ordered by kv head: the q heads that read it, k, v.
-    parallel_norms: names of the two norms of a parallel block, where they are its own (Falcon).
-    is_transposed: weights of products are [in, out] (GPT-2).
-    is_halved: a layer's mixer and its feed-forward are two layers of the file (Nemotron-H).
-    is_paired: two layers, whose mixers stand side by side, are one of the file (Falcon-H1).
-    shared: prefix of the block that layers share, behind the first such layer's name (Zamba2).
+    parallel_norms: names of the two norms of a parallel block, where it has two.
+    is_transposed: weights of products are [in, out].
+    is_halved: a layer's mixer and its feed-forward are two layers of the file.
+    is_paired: two layers, whose mixers stand side by side, are one of the file.
+    shared: prefix of the block that layers share, behind the first such layer's name.
+    reads: what follows the name of a layer that reads what such a block has written.
     mixers: the own names of each kind of mixer, in a type of that mixer.
     layer_scale: the number by which a layer multiplies the stream.
     """
@@ -84,6 +87,7 @@ class Names:
     is_halved: bool = False
     is_paired: bool = False
     shared: str = ""
+    reads: str = ""
     mixers: Params = dataclasses.field(default_factory=ParamsDict)
     mtp: MTPNames = MTPNames()
     layer_inputs: LayerInputNames = LayerInputNames()
@@ -92,3 +96,21 @@ class Names:
     def of(self, kind: str, default: MixerNames) -> MixerNames:
         """The names of a mixer of this kind; default: where the family has none of its own."""
         return self.mixers.get(kind, default)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a checkpoint has a model's parameters, and in which form.
+
+    present: the names of its tensors, where a family has had more than one name for a thing; empty
+    for the library's present names.
+    """
+
+    names: Names = Names()
+    stored: CheckpointForm = CheckpointForm()
+    present: Collection[str] = ()
+
+    def residual(self, layer: LayerConfig) -> float:
+        """Return the multiplier of the products that write the stream; a norm after them has it
+        instead."""
+        return 1.0 if layer.form.post_norms else self.stored.residual

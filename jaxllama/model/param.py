@@ -14,6 +14,7 @@ from typing import TypedDict, Unpack
 
 import numpy as np
 
+from jaxllama.config import NormConfig
 from jaxllama.typing import Options
 
 Path = tuple[str, ...]
@@ -331,4 +332,20 @@ def written(
     table = {(name, "weight"): one(f"{source}.weight", d, width, fold={**fold, **order})}
     if bias:
         table[name, "bias"] = one(f"{source}.bias", d, std=0.0, fold=fold)
+    return table
+
+
+def norm_rows(
+    path: Path, name: str, width: int, norm: NormConfig, offset: float, scale: float = 1.0
+) -> dict[Path, Param]:
+    """Return the parameters of a norm of ``width`` features.
+
+    The checkpoint's weight w stands for ``scale * (w + offset)``.
+    """
+    if not norm.weight:
+        return {(*path, "weight"): Param((), (width,), mean=scale, std=0.0)}
+    fold = {"scale": scale, "offset": scale * offset}
+    table = {(*path, "weight"): one(f"{name}.weight", width, mean=1.0, std=0.0, fold=fold)}
+    if norm.bias:
+        table[*path, "bias"] = one(f"{name}.bias", width, std=0.0, fold={"scale": scale})
     return table

@@ -49,19 +49,21 @@ class ModelUnit:
 
 def check_halves(cfg: ModelConfig, policy: Policy) -> None:
     """Raise JaxLlamaError for a policy that splits a layer if both halves read the same stream."""
+    is_parallel = any(layer.form.name == "parallel" for layer in cfg.layers)
     for name, halves in (
         ("sep_layer", policy.sep_layer),
         ("cpu_attention", policy.cpu_attention),
         ("attn_sparsity", cfg.attn_sparsity < 1),
         ("experts", bool(policy.experts)),
     ):
-        if cfg.parallel_block and halves:
+        if is_parallel and halves:
             raise JaxLlamaError(f"policy: {name}: the sublayers of {cfg.name} run in parallel")
-    if not cfg.layers_are_alone:
+    if cfg.needs_model:
         raise JaxLlamaError(
-            f"policy: {cfg.name} runs on one device or a mesh only: {cfg.layers_read}"
+            f"policy: {cfg.name} runs on one device or a mesh only: {cfg.needs_model}"
         )
-    has_more = cfg.embed_norm or cfg.learned_positions is not None
+    first = cfg.layers[0]
+    has_more = first.embed_norm or first.learned_positions is not None
     for name, by_token in (
         ("cpu_attention", policy.cpu_attention),
         ("attn_sparsity", cfg.attn_sparsity < 1),

@@ -61,7 +61,7 @@ def quantize_params(
     recipe.check_rounding()
     packed = any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed)))
     is_fitted = not packed and any(one.is_fitted for one in recipe.schemes)
-    if cfg is not None and cfg.layers_are_alone and is_fitted:
+    if cfg is not None and not cfg.needs_model and is_fitted:
         return round_model(cfg, dict(params), recipe, scale_dtype, progress)
     params, recipe = untie(params, recipe)
     total = sum(leaf.size for leaf in jax.tree.leaves(params))

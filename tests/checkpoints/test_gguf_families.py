@@ -119,8 +119,7 @@ def case(name: str) -> ModelConfig:
     if name == "lfm2_moe":  # no key says the scale
         return cfg.replace(experts=dataclasses.replace(cfg.experts, scale=1.0))
     if name == "ernie4_5_moe":  # no key says the last layer with experts
-        experts = dataclasses.replace(cfg.experts, layers=(1, 3))
-        return cfg.replace(n_layers=4, experts=experts)
+        return cfg.replace(n_layers=4, expert_layers=(1, 3))
     return (
         cfg.replace(stored=dataclasses.replace(cfg.stored, query=1.0))
         if (name.startswith("gemma"))
@@ -242,7 +241,7 @@ def test_patterns_of_windows(pattern: Any, layers: tuple[int, ...], tmp_path: Pa
     changes = {"cohere2.attention.sliding_window_pattern": pattern}
     cfg = read_config(written("cohere2", tmp_path, **changes)[0])
     assert (cfg.sliding_window, cfg.window_layers) == (9, layers)
-    assert cfg.nope_layers == tuple(i for i in range(4) if cfg.window_of(i) is None)
+    assert cfg.nope_layers == tuple(i for i in range(4) if cfg.layers[i].window is None)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gzip
 import importlib
 import inspect
@@ -38,7 +37,7 @@ from tests.helpers.parity_cases import CASES
 from tests.helpers.parity_cases import params_of as parity_params
 from tests.helpers.seeded import hf_tensors, seeded_params
 
-TINY = ModelConfig(
+TINY = ModelConfig.of(
     name="tiny",
     vocab_size=24,
     d_model=16,
@@ -79,7 +78,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "hf_configs.json.gz"
 
 
 def facts(config: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-    return dataclasses.asdict(config_from_hf(config, "m", **kwargs))
+    return config_from_hf(config, "m", **kwargs).to_dict()
 
 
 # config.json
@@ -961,7 +960,7 @@ def test_peak_memory_of_a_float32_directory(tmp_path) -> None:
     )
     half = np.full((), 0.5, np.float32)
     tree: dict[str, Any] = {}
-    for path, spec in hf.param_table(cfg).items():
+    for path, spec in hf.tensor_table(cfg).items():
         *rooms, leaf = path
         room = tree
         for key in rooms:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 
@@ -188,7 +187,7 @@ def test_random_words_are_those_of_quantized_floats_in_kind(scheme):
 @pytest.fixture(scope="module")
 def preset(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("presets") / "tiny.toml"
-    tables = {"": dataclasses.asdict(LLAMA.replace(vocab_size=256, eos_token_ids=(0,)))}
+    tables = {"": LLAMA.replace(vocab_size=256, eos_token_ids=(0,)).to_dict()}
     tables |= {name: tables[""].pop(name) for name in ("rope", "stored")}
     lines = []
     for name, table in tables.items():

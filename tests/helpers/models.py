@@ -23,7 +23,7 @@ from jaxllama.model.cache import init_pages
 from tests.helpers.arrays import as_jax
 from tests.helpers.seeded import seeded_params
 
-LLAMA = ModelConfig(
+LLAMA = ModelConfig.of(
     name="tiny",
     vocab_size=97,
     d_model=32,
@@ -127,7 +127,7 @@ GEMMA4 = LLAMA.replace(
     shared_kv_d_ff=96,
     layer_inputs=LayerInputsConfig(width=6, vocab_size=97, n_layers=4),
     qk_norm="head",
-    v_norm=True,
+    attention_parts=("value_norm",),
     post_norms=True,
     layer_scale=True,
     embedding_scale=True,

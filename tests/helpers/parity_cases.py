@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "llama.npz"
 LENGTH, PROMPT, NEW = 80, 24, 64  # tokens scored at once; tokens continued, and by how many
 SCORED = np.array([0, 1, 7, 20, 31, 32, 33, 47, 63, 79])  # positions whose logits are kept
 
-_BASE = ModelConfig(
+_BASE = ModelConfig.of(
     name="tiny",
     vocab_size=64,
     d_model=32,

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxllama as jl
 from jaxllama import compiler_options
+from jaxllama.checkpoints.hf.names import tensor_table
 from jaxllama.config import DeltaConfig, ExpertsConfig, ModelConfig
 from jaxllama.decoding.forward import verify
 from jaxllama.decoding.sampling import Sampling, SamplingParams
@@ -182,7 +183,9 @@ def test_adapters_beside_quantized_weights_cost_no_kernel(on_hopper, rows):
     adapter = lora_cases.factors(CFG, 1, rank=16)
 
     def adapt(params):
-        return for_rows(attach(CFG, params, [adapter] * 2), jnp.ones((rows,), jnp.int32))
+        return for_rows(
+            attach(tensor_table(CFG), params, [adapter] * 2), jnp.ones((rows,), jnp.int32)
+        )
 
     def products_of(**more):
         calls = kernels_of(rows, "w8a8", "int8", **more)

@@ -29,7 +29,6 @@ from jaxllama.executors.offloaded import expert_programs as programs  # noqa: E4
 from jaxllama.executors.offloaded.experts import GROUP  # noqa: E402
 from jaxllama.model import records  # noqa: E402
 from jaxllama.model.cache import init_cache  # noqa: E402
-from jaxllama.model.decoder import layer_config  # noqa: E402
 from jaxllama.model.linear import Stream  # noqa: E402
 from jaxllama.offload.experts import HotSlots, layout_of  # noqa: E402
 from jaxllama.offload.policy import Policy  # noqa: E402
@@ -62,9 +61,9 @@ def shape(monkeypatch):
 
 
 def layer_of(shape):
-    """Return (config, kind, layouts, the layer's parts) of gpt-oss-120b, 24 experts on the GPU."""
+    """Return (config, layouts, the layer's parts) of gpt-oss-120b, 24 experts on the GPU."""
     cfg = load_config("gpt-oss-120b")
-    alike, kind = layer_config(cfg, 1)
+    alike = cfg.layers[1]
     shapes = weight_shapes(cfg, jnp.bfloat16, "none,experts_*=mxfp4")["layer_0"]
     layouts, hot = [], []
     for name in ("experts_gate_up", "experts_down"):
@@ -80,12 +79,12 @@ def layer_of(shape):
     held, table = HotSlots(shape(24, dtype=ints), shape(129, dtype=ints)), shape(128, 2, dtype=ints)
     biases = [shape(128, 5760), shape(128, 2880)]
     parts = programs.MixtureParts(dense, tuple(hot), biases, held, (table, table))
-    return alike, kind, tuple(layouts), parts
+    return alike, tuple(layouts), parts
 
 
 @pytest.mark.parametrize(("tokens", "pairs"), [(1, 4), (16, 32)])
 def test_gpt_oss_s_experts_compile_for_hopper(shape, tokens, pairs):
-    cfg, _, layouts, parts = layer_of(shape)
+    cfg, layouts, parts = layer_of(shape)
     ints, width = jnp.int32, min(pairs, GROUP)
     rows = shape(pairs, dtype=ints)
     pieces = tuple(
@@ -111,7 +110,7 @@ def test_gpt_oss_s_experts_compile_for_hopper(shape, tokens, pairs):
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (16, 1), (2, 64)])
 def test_a_layer_that_reads_its_experts_compiles_for_hopper(shape, rows, width):
-    cfg, kind, layouts, parts = layer_of(shape)
+    cfg, layouts, parts = layer_of(shape)
     ints = jnp.int32
 
     def on_device(tree):
@@ -123,7 +122,7 @@ def test_a_layer_that_reads_its_experts_compiles_for_hopper(shape, rows, width):
     positions, rope = on_device(at)
     flat = programs.FlatParts.of(parts)
     found = programs.fetched.lower(
-        cfg, kind, layouts, *flat, Stream(shape(rows, width, 2880)), state, positions,
+        cfg, True, layouts, *flat, Stream(shape(rows, width, 2880)), state, positions,
         shape(rows, dtype=ints), rope, shape(dtype=ints), False,
     ).compile()  # fmt: skip
     policy = Policy.parse("100 0 100 0 100 0 experts=0/100")

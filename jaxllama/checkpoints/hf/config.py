@@ -177,7 +177,7 @@ def config_from_hf(
         "eos_token_ids": eos,
         "stored": stored,
     }
-    return ModelConfig(**{**found, **fields, **family.facts})
+    return ModelConfig.of(**{**found, **fields, **family.facts})
 
 
 def _stored_of(family: str, fields: JsonMapping) -> tuple[CheckpointForm, Mapping[str, Any]]:
@@ -237,9 +237,9 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
         "bos_token_id": cfg.bos_token_id,
         "eos_token_id": _id_or_ids(cfg.eos_token_ids),
     }
-    is_partial = cfg.rope.rotary_dim is not None and not family.turning
+    is_partial = bool(cfg.rope.rotary_dim) and not family.turning
     if is_partial or "partial_rotary_factor" in family.defaults:
-        turning = cfg.head_dim if cfg.rope.rotary_dim is None else cfg.rope.rotary_dim
+        turning = cfg.rope.rotary_dim or cfg.head_dim
         result["partial_rotary_factor"] = turning / cfg.head_dim
     if cfg.rope.scaling == "dynamic":
         result["max_position_embeddings"] = cfg.rope.original_max_position
@@ -264,7 +264,7 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
     if family.window != "none":
         result["sliding_window"] = cfg.sliding_window
         if cfg.window_layers or not isinstance(family.window, str):
-            slides = (cfg.window_of(index) is not None for index in range(cfg.n_layers))
+            slides = (layer.window is not None for layer in cfg.layers)
             result["layer_types"] = [_LAYER_TYPES[is_sliding] for is_sliding in slides]
     if family.window == "use":
         result["use_sliding_window"] = cfg.sliding_window is not None
@@ -366,7 +366,7 @@ def check_preset(preset: ModelConfig, checkpoint: ModelConfig) -> ModelConfig:
 
 def _flat(cfg: ModelConfig) -> JsonObject:
     result: JsonObject = {}
-    for key, value in dataclasses.asdict(cfg).items():
+    for key, value in dataclasses.asdict(cfg.flat).items():
         result |= (
             {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
         )

@@ -145,7 +145,7 @@ _FACTS = {
     "embedding_scale": True,
     "post_norms": True,
     "qk_norm": "head",
-    "v_norm": True,
+    "attention_parts": ("value_norm",),
     "layer_scale": True,
 }
 _FIXED: Mapping[str, tuple[object, ...]] = {

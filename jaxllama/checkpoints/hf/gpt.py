@@ -87,7 +87,7 @@ def _gpt_neo_window(read: JsonReader) -> Fields:
 
 
 def _gpt_neo_to_hf(cfg: ModelConfig) -> Fields:
-    kinds = ["global" if cfg.window_of(i) is None else "local" for i in range(cfg.n_layers)]
+    kinds = ["global" if layer.window is None else "local" for layer in cfg.layers]
     window = {} if cfg.sliding_window is None else {"window_size": cfg.sliding_window}
     return {"attention_types": [[kinds, 1]], **window}
 

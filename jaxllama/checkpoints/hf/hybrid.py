@@ -21,6 +21,7 @@ from jaxllama.checkpoints.hf.family import (
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.model.mixers.short_conv.parameters import options
 
 
 def _has_no_theta(index: int, read: JsonReader, slides: bool) -> bool:
@@ -88,7 +89,7 @@ def _lara(read: JsonReader) -> Fields:
 
 
 def _lara_to_hf(cfg: ModelConfig) -> Fields:
-    kinds = [_LARA_KINDS[2 - (cfg.window_of(i) is not None)] for i in range(cfg.n_layers)]
+    kinds = [_LARA_KINDS[2 - (layer.window is not None)] for layer in cfg.layers]
     return {
         **_LARA_EXPERTS.to_hf(cfg),
         "layer_types": [
@@ -132,12 +133,13 @@ def conv_layers(read: JsonReader) -> Fields:
 
 def conv_to_hf(cfg: ModelConfig) -> Fields:
     """Return the keys of LFM2's layers.  Raises JaxLlamaError where there is no convolution."""
-    if "short_conv" not in dict(cfg.mixers):
+    layer = next((one for one in cfg.layers if one.kind == "short_conv"), None)
+    if layer is None:
         raise JaxLlamaError("mixers.short_conv: this family's layers have it")
     kinds = {"attention": "full_attention", "short_conv": "conv"}
     return {
         "layer_types": [kinds[kind] for kind in cfg.layer_types],
-        "conv_L_cache": cfg.options_of("short_conv")["taps"],
+        "conv_L_cache": options(layer).taps,
     }
 
 

@@ -108,7 +108,8 @@ def _v2(read: JsonReader) -> Fields:
     method = read.text("topk_method", "greedy")
     if method not in _METHODS:
         raise read.error("topk_method", f"must be one of {', '.join(_METHODS)}")
-    experts = _V2_EXPERTS.fields(read)["experts"]
+    fields = _V2_EXPERTS.fields(read)
+    experts = fields["experts"]
     if experts is not None:
         groups = {} if method == _METHODS[1] else {"n_groups": 1, "n_active_groups": 1}
         experts = dataclasses.replace(
@@ -119,7 +120,7 @@ def _v2(read: JsonReader) -> Fields:
             group_best=1,
             **groups,
         )
-    return {**latent_fields(read), "experts": experts}
+    return {**latent_fields(read), **fields, "experts": experts}
 
 
 def _v2_to_hf(cfg: ModelConfig) -> Fields:
@@ -133,10 +134,11 @@ def _value_width(read: JsonReader) -> Fields:
 
 
 def _axk1(read: JsonReader) -> Fields:
-    experts = _AXK_EXPERTS.fields(read)["experts"]
+    fields = _AXK_EXPERTS.fields(read)
+    experts = fields["experts"]
     if experts is not None:
         experts = dataclasses.replace(experts, out_norm=True)
-    return {**_turning(read), "experts": experts}
+    return {**_turning(read), **fields, "experts": experts}
 
 
 _RANKS = {

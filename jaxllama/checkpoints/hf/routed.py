@@ -51,14 +51,14 @@ def _is_sparse(read: JsonReader, default: list[str]) -> list[bool]:
 
 
 def _kinds_to_hf(cfg: ModelConfig) -> list[str]:
-    return ["dense" if cfg.experts_of(index) is None else "sparse" for index in range(cfg.n_layers)]
+    return ["dense" if layer.experts is None else "sparse" for layer in cfg.layers]
 
 
 def _mellum(read: JsonReader) -> Fields:
     sparse = _is_sparse(read, ["sparse"] * read.size("num_hidden_layers"))
     experts = _MELLUM_EXPERTS.fields(read)["experts"]
     layers = tuple(index for index, is_sparse in enumerate(sparse) if is_sparse)
-    return {"experts": dataclasses.replace(experts, layers=layers) if layers else None}
+    return {"experts": experts, "expert_layers": layers} if layers else {"experts": None}
 
 
 def _mellum_to_hf(cfg: ModelConfig) -> Fields:
@@ -66,17 +66,17 @@ def _mellum_to_hf(cfg: ModelConfig) -> Fields:
     return {**keys, "mlp_layer_types": _kinds_to_hf(cfg)}
 
 
-def _sigmoids(experts: ExpertsConfig | None, **changes: bool) -> Fields:
-    """Return experts chosen by sigmoids, with a shared one that has no gate."""
+def _sigmoids(fields: Fields, **changes: bool) -> Fields:
+    """Return the fields of experts chosen by sigmoids, with a shared one that has no gate."""
+    experts = fields["experts"]
     if experts is not None:
         experts = dataclasses.replace(experts, scores="sigmoid", shared_gate=False, **changes)
-    return {"experts": experts}
+    return {**fields, "experts": experts}
 
 
 def _kolibri(read: JsonReader) -> Fields:
-    experts = _KOLIBRI_EXPERTS.fields(read)["experts"]
-    assert experts is not None  # every layer has them
-    return {**_sigmoids(experts, choice_bias=True, choice_by_logits=True), "d_ff": experts.d_ff}
+    fields = _sigmoids(_KOLIBRI_EXPERTS.fields(read), choice_bias=True, choice_by_logits=True)
+    return {**fields, "d_ff": fields["experts"].d_ff}  # every layer has them
 
 
 def _flint_window(index: int, read: JsonReader) -> bool:
@@ -119,10 +119,10 @@ def _cohere(read: JsonReader) -> Fields:
         normalize=scores == "softmax" or read.flag("norm_topk_prob", True),
         scale=share,
         shared=width * shared,
-        layers=layers,
     )
     found: Fields = {
         "experts": experts if layers else None,
+        "expert_layers": layers,
         "d_ff": read.size("prefix_dense_intermediate_size", width),
         "stored.shared": share,
     }
@@ -147,8 +147,8 @@ def _cohere_to_hf(cfg: ModelConfig) -> Fields:
     if experts is None:
         raise JaxLlamaError("experts = None: this family's layers have them")
     turning = any(
-        cfg.experts_of(i) is None and cfg.window_of(i) is None and i not in cfg.nope_layers
-        for i in range(cfg.n_layers)
+        layer.experts is None and layer.window is None and layer.mixer.rope.rotary_dim != 0
+        for layer in cfg.layers
     )
     return {
         "num_experts": experts.n_experts,
@@ -162,7 +162,7 @@ def _cohere_to_hf(cfg: ModelConfig) -> Fields:
         "prefix_dense_sliding_window_pattern": 1 if turning else 2,
         "mlp_layer_types": _kinds_to_hf(cfg),
         "layer_norm_eps": cfg.norm_eps,
-        "rms_norm_eps": cfg.norm_eps if cfg.norm == "rms" else None,
+        "rms_norm_eps": cfg.norm_eps if cfg.norm.kind == "rms" else None,
     }
 
 
@@ -291,7 +291,7 @@ FAMILIES: dict[str, Family] = {
         },
         keys=_FLINT_EXPERTS.keys,
         same=BIAS,
-        fields=lambda read: _sigmoids(_FLINT_EXPERTS.fields(read)["experts"]),
+        fields=lambda read: _sigmoids(_FLINT_EXPERTS.fields(read)),
         to_hf=_FLINT_EXPERTS.to_hf,
         facts={"qk_norm": "head", "attn_sinks": True},
         window=_flint_window,

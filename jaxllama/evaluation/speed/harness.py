@@ -315,7 +315,7 @@ def cache_bytes_per_step(cfg: ModelConfig, cache: Cache, held: int) -> int:
     for index, layer in enumerate(cache.layers):
         nbytes = tree_bytes(layer)
         if isinstance(layer, KVCache):
-            seen = min(held, cfg.window_of(index) or held)
+            seen = min(held, cfg.layers[index].window or held)
             total += nbytes * seen // layer.k.shape[1]
         else:
             total += 2 * nbytes

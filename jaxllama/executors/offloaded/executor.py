@@ -49,8 +49,8 @@ from jaxllama.executors.offloaded.experts import ExpertWork, placed_experts
 from jaxllama.executors.offloaded.room import check_host
 from jaxllama.executors.offloaded.run import OffloadRun
 from jaxllama.model import mtp
-from jaxllama.model.cache import cache_dtype_name, init_cache
-from jaxllama.model.decoder import activation_dtype, layer_config
+from jaxllama.model.cache import cache_dtype_name, init_layer
+from jaxllama.model.decoder import activation_dtype
 from jaxllama.model.linear import Stream
 from jaxllama.model.lora import ROWS, with_rows
 from jaxllama.model.records import Hidden
@@ -230,23 +230,22 @@ class Offloaded:
         work = ExpertWork(self.store, self.policy)
         for unit in units_of(cfg, self.policy.sep_layer)[1:-1]:
             weights = self.store.get(unit.weights(params))
-            alike, kind = layer_config(cfg, unit.layer)
+            layer = cfg.layers[unit.layer]
             has_cache = kv_dtype is not None and unit.has_cache
             for index, (at, (part, n)) in enumerate(zip(rope, parts, strict=True)):
                 own = weights
                 if adapters is not None:
                     own = with_rows(weights, adapters[index * size :][:size])
                 rows, width = part.shape
-                state = init_cache(alike, rows, width, kv_dtype).layers[0] if has_cache else None
+                state = init_layer(layer, rows, width, kv_dtype) if has_cache else None
                 if unit.kind != "mix" and placed_experts(own) is not None:
-                    known = None if unit.kind == "feed" else kind
+                    mixes = unit.kind != "feed"
                     hidden[index], _ = work.layer(
-                        alike, known, unit, own, hidden[index], state, (at[0], n, at[1]), has_cache
+                        layer, mixes, unit, own, hidden[index], state, (at[0], n, at[1]), has_cache
                     )
                     continue
                 hidden[index], _ = programs.run_layer(
-                    alike,
-                    kind,
+                    layer,
                     unit.kind,
                     own,
                     hidden[index],

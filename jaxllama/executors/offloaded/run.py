@@ -52,8 +52,8 @@ from jaxllama.executors.offloaded.experts import (
 )
 from jaxllama.executors.offloaded.layer_cache import LayerCache
 from jaxllama.executors.offloaded.sparse_cache import SparseCache, SparseState
-from jaxllama.model.cache import Cache, LayerState, init_cache
-from jaxllama.model.decoder import activation_dtype, layer_config
+from jaxllama.model.cache import Cache, LayerState, init_layer
+from jaxllama.model.decoder import activation_dtype
 from jaxllama.model.linear import Stream
 from jaxllama.model.lora import ROWS, with_rows
 from jaxllama.model.mixers.attention.state import KVCache
@@ -393,7 +393,7 @@ class OffloadRun:
     def _layer(
         self, unit: ModelUnit, batch: OffloadedBatch, weights: Tree, cache: Tree, hidden: Tree
     ) -> tuple[Tree, Tree]:
-        cfg, kind = layer_config(self.cfg, unit.layer)
+        layer = self.cfg.layers[unit.layer]
         if batch.adapters is not None:
             weights = with_rows(weights, batch.adapters_of_tokens)
         if batch.reads_prompts and batch.joining is not None and unit.has_cache:
@@ -411,18 +411,17 @@ class OffloadRun:
                 continue
             part = "mix" if placed else part
             if isinstance(cache, tuple):  # decode, with attention on the CPU
-                x, cache = cpu_attention.decode_layer(cfg, mixing, x, cache, *at)
+                x, cache = cpu_attention.decode_layer(layer, mixing, x, cache, *at)
                 part = "feed"
             elif isinstance(cache, SparseState):
                 store = self.store
-                x, cache = sparse_cache.decode_layer(cfg, store, mixing, x, cache, *at)
+                x, cache = sparse_cache.decode_layer(layer, store, mixing, x, cache, *at)
                 part = "feed"
             if part != "feed":
                 stays = batch.drafted is not None and not isinstance(cache, KVCache)
                 run = programs.verify_layer if stays else programs.run_layer
                 x, new = run(
-                    cfg,
-                    kind,
+                    layer,
                     part,
                     mixing,
                     x,
@@ -436,7 +435,7 @@ class OffloadRun:
                 else:
                     cache = new
             elif unit.kind != "mix" and not placed:
-                x, _ = programs.run_layer(cfg, kind, "feed", weights, x, None, *at)
+                x, _ = programs.run_layer(layer, "feed", weights, x, None, *at)
             if placed:
                 x, _ = self._mixture(ModelUnit("feed", unit.layer), piece, weights, x, None)
             results.append(x)
@@ -446,12 +445,11 @@ class OffloadRun:
         self, unit: ModelUnit, piece: TokenPiece, weights: Tree, x: Stream, cache: LayerState | None
     ) -> tuple[Stream, LayerState | None]:
         """Run a layer, or its second half, whose experts lie one by one."""
-        cfg, kind = layer_config(self.cfg, unit.layer)
         live = [self.batches[index] for index in self.active_batches()]
         several = len(live) > 1 or any(len(batch.pieces) > 1 for batch in live)
         return self.experts.layer(
-            cfg,
-            None if unit.kind == "feed" else kind,
+            self.cfg.layers[unit.layer],
+            unit.kind != "feed",
             unit,
             weights,
             x,
@@ -512,4 +510,4 @@ class OffloadRun:
 
 
 def _empty_state(cfg: ModelConfig, layer: int, batch: int, capacity: int, dtype: str) -> LayerState:
-    return init_cache(layer_config(cfg, layer)[0], batch, capacity, dtype).layers[0]
+    return init_layer(cfg.layers[layer], batch, capacity, dtype)

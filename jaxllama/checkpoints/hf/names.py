@@ -1,17 +1,23 @@
 """The names of tensors in each family of checkpoints, by ``cfg.stored.family``.
 
-``params`` reads the table.  Families that are not here have Llama's names.
+    tensor_table(cfg, present) -> {path: Param}        ``model.params``'s, with the family's names
+
+Families that are not here have Llama's names.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
+from jaxllama.config import ModelConfig
 from jaxllama.model.experts.parameters import ExpertNames
 from jaxllama.model.mixers.delta import parameters as delta
 from jaxllama.model.mixers.gla import parameters as gla
 from jaxllama.model.mixers.ssm import parameters as ssm
 from jaxllama.model.names import Names
+from jaxllama.model.param import Param, Path
+from jaxllama.model.params import param_table
 
 LLAMA = Names()
 FLA = Names(embed="model.embeddings", mixer_norm="attn_norm", mixer="attn.", mlp_norm="mlp_norm")
@@ -184,6 +190,7 @@ FAMILIES = {
         norm="model.final_layernorm",
         gate_up=("gate_up_proj",),
         shared="shared_transformer.",
+        reads=".mamba_decoder",
     ),
     "granitemoehybrid": Names(
         mlp="shared_mlp.",
@@ -348,3 +355,12 @@ FAMILIES = {
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
 }
+
+
+def tensor_table(cfg: ModelConfig, present: Collection[str] = ()) -> dict[Path, Param]:
+    """Return the parameters of ``cfg`` and the tensors of its family's files.
+
+    present: the names of a file's tensors, if it is at hand.
+    """
+    default = FLA if "gla" in cfg.layer_types else LLAMA
+    return param_table(cfg, present, FAMILIES.get(cfg.stored.family, default))
