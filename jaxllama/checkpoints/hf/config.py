@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxllama.checkpoints.hf.common import COMMON
 from jaxllama.checkpoints.hf.families import ALIKE, FAMILIES
 from jaxllama.checkpoints.hf.family import ACTIVATIONS, Family
 from jaxllama.checkpoints.hf.fla import (
@@ -40,16 +41,6 @@ _ARCHITECTURES = {
     name: kind for kind, family in reversed(FAMILIES.items()) for name in family.architectures
 } | {model.architecture: kind for kind, model in MODELS.items()}
 CLASSIFIER = "ForSequenceClassification"
-# Defaults of transformers for missing keys, unless the family has its own.
-COMMON: JsonObject = {
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-}
 # Keys in which null has a meaning of its own.
 _NULLABLE = (
     "head_dim",
@@ -248,7 +239,7 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
     if family.is_local:
         local = cfg.window_rope or cfg.rope
         widths = cfg.head_dim if cfg.full is None else cfg.full.head_dim, cfg.head_dim
-        result |= {"rope_local_base_freq": local.theta} if kind == "gemma3_text" else {}
+        result |= {"rope_local_base_freq": local.theta} if family.writes_local_theta else {}
         result["rope_parameters"] = {
             name: {
                 "rope_type": "default",
@@ -272,7 +263,7 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
         result["max_window_layers"] = min(cfg.window_layers, default=0)
     if len(cfg.nope_layers) == cfg.n_layers:
         del result["rope_theta"], result["rope_scaling"]
-    if kind == "ministral3":  # whose default is another one
+    if family.rope_key == "rope_parameters":
         result["rope_parameters"] = {
             "rope_type": "default",
             **(result.pop("rope_scaling") or {}),

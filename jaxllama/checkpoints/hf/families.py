@@ -24,6 +24,7 @@ from jaxllama.checkpoints.hf import (
     routed,
     sparse,
 )
+from jaxllama.checkpoints.hf.common import defaults_of
 from jaxllama.checkpoints.hf.experts import IntervalMixture, Mixture, SigmoidMixture
 from jaxllama.checkpoints.hf.family import (
     BIAS,
@@ -228,14 +229,6 @@ _KIMI_EXPERTS = SigmoidMixture(
 _GLM_EXPERTS = SigmoidMixture(128, 8, width=1408)
 _QWEN_DELTA = Family(
     architectures=("Qwen3_5ForCausalLM",),
-    defaults={
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 32768,
-        "partial_rotary_factor": 0.25,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    },
     keys=(
         "layer_types",
         "full_attention_interval",
@@ -300,77 +293,37 @@ _NEMOTRON_H = dataclasses.replace(
 _HYBRID_EXPERTS = dataclasses.replace(_GRANITE_EXPERTS, is_mixed=True)
 _GLM = Family(
     architectures=("GlmForCausalLM",),
-    defaults={
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1.5625e-07,
-        "partial_rotary_factor": 0.5,
-        "bos_token_id": None,
-        "eos_token_id": [151329, 151336, 151338],
-        "attention_bias": True,
-    },
+    defaults={"eos_token_id": [151329, 151336, 151338]},
     same=(QKV_BIAS,),
     stored={"interleaved": True},
 )
 
-FAMILIES: dict[str, Family] = {
+_ENTRIES: dict[str, Family] = {
     "llama": Family(
         ("LlamaForCausalLM", "LLaMAForCausalLM"),  # the second: the first converted Llama 1 files
         same=(*BIAS, *MLP_BIAS),
     ),
     "mistral": Family(
         ("MistralForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-        },
         window="all",
     ),
     "ministral": Family(
         ("MinistralForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-        },
         window="all",
     ),
     "qwen2": Family(
         ("Qwen2ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 32768,
-            "sliding_window": 4096,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
         window="use",
         facts={"qkv_bias": True},
     ),
     "qwen3": Family(
         ("Qwen3ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "max_position_embeddings": 32768,
-            "sliding_window": 4096,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
         same=BIAS,
         window="use",
         facts={"qk_norm": "head"},
     ),
     "mixtral": Family(
         ("MixtralForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1_000_000.0,
-        },
         keys=_MIXTRAL_EXPERTS.keys,
         fields=_MIXTRAL_EXPERTS.fields,
         to_hf=_MIXTRAL_EXPERTS.to_hf,
@@ -378,12 +331,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmoe": Family(
         ("OlmoeForCausalLM",),
-        defaults={
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "bos_token_id": None,
-            "eos_token_id": 50279,
-        },
         keys=_OLMOE_EXPERTS.keys,
         same=BIAS,
         fields=_OLMOE_EXPERTS.fields,
@@ -393,13 +340,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2_moe": Family(
         ("Qwen2MoeForCausalLM",),
-        defaults={
-            "num_key_value_heads": 16,
-            "max_position_embeddings": 32768,
-            "sliding_window": 4096,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
         keys=(*_QWEN2_EXPERTS.keys, "use_sliding_window", "max_window_layers"),
         same=(("qkv_bias", "qkv_bias", True),),
         fields=_QWEN2_EXPERTS.fields,
@@ -415,13 +355,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(
         ("Qwen3MoeForCausalLM",),
-        defaults={
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "sliding_window": 4096,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
         keys=(*_QWEN3_EXPERTS.keys, "use_sliding_window", "max_window_layers"),
         same=BIAS,
         fields=_QWEN3_EXPERTS.fields,
@@ -436,7 +369,6 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": dataclasses.replace(
         _QWEN_DELTA,
         architectures=("Qwen3NextForCausalLM",),
-        defaults={**_QWEN_DELTA.defaults, "num_key_value_heads": 2},
         keys=(*_QWEN_DELTA.keys, *_NEXT_EXPERTS.keys),
         fields=lambda read: {**_qwen_delta(read), **_NEXT_EXPERTS.fields(read)},
         to_hf=lambda cfg: {**_qwen_delta_to_hf(cfg), **_NEXT_EXPERTS.to_hf(cfg)},
@@ -445,23 +377,13 @@ FAMILIES: dict[str, Family] = {
         _QWEN_DELTA,
         architectures=("Qwen3_5MoeForCausalLM",),
         # No layer has a feed-forward of this width.
-        defaults={**_QWEN_DELTA.defaults, "num_key_value_heads": 2, "intermediate_size": 512},
+        defaults={"intermediate_size": 512},
         keys=(*_QWEN_DELTA.keys, *_QWEN35_EXPERTS.keys),
         fields=_qwen35_experts,
         to_hf=lambda cfg: {**_qwen_delta_to_hf(cfg), **_QWEN35_EXPERTS.to_hf(cfg)},
     ),
     "kimi_linear": Family(
         ("KimiLinearForCausalLM",),
-        defaults={
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "max_position_embeddings": 1048576,
-            "rms_norm_eps": 1e-5,
-            "bos_token_id": 163584,
-            "eos_token_id": 163586,
-        },
         keys=(
             "layer_types",
             "linear_attn_config",
@@ -486,36 +408,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi3": Family(
         ("Phi3ForCausalLM",),
-        defaults={
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "eos_token_id": 32000,
-            "original_max_position_embeddings": 4096,
-            "partial_rotary_factor": 1.0,
-        },
         window="all",
         fixed={"attention_bias": (False, None), "mlp_bias": (False, None)},
+        rope_kinds={"su": "longrope", "yarn": "longrope"},  # older names
     ),
     "cwm": Family(
         ("CwmForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "bos_token_id": 128000,
-            "eos_token_id": [128001, 128008, 128009],
-            "sliding_window": 8192,
-            "rope_theta": 1_000_000.0,
-            "rope_parameters": {
-                "rope_theta": 1_000_000.0,
-                "factor": 16.0,
-                "high_freq_factor": 4.0,
-                "low_freq_factor": 1.0,
-                "original_max_position_embeddings": 8192,
-                "rope_type": "llama3",
-            },
-        },
+        defaults={"eos_token_id": [128001, 128008, 128009]},
         same=MLP_BIAS,
         window=lambda i, read: bool(i % 4),
         # Its class wants a number, also if no layer slides.
@@ -523,14 +422,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "smollm3": Family(
         ("SmolLM3ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "rope_theta": 2_000_000.0,
-            "bos_token_id": 128000,
-            "eos_token_id": 128001,
-            "tie_word_embeddings": True,
-        },
         keys=("use_sliding_window", "no_rope_layers", "no_rope_layer_interval"),
         same=(*BIAS, *MLP_BIAS),
         window=lambda i, read: read.flag("use_sliding_window", False) and _smollm3_nope(i, read),
@@ -556,13 +447,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mamba2": Family(
         ("Mamba2ForCausalLM",),
-        defaults={
-            "num_attention_heads": 1,
-            "intermediate_size": 1,
-            "head_dim": 64,
-            "bos_token_id": 0,
-            "layer_norm_epsilon": 1e-5,
-        },
+        defaults={"num_attention_heads": 1, "intermediate_size": 1},
         keys=_MAMBA2.keys,
         fields=_mamba2,
         to_hf=_MAMBA2.to_hf,
@@ -572,12 +457,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "bamba": Family(
         ("BambaForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 262144,
-            "rms_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-        },
         keys=(
             *_MAMBA.keys,
             "attn_layer_indices",
@@ -615,14 +494,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "nemotron_h": Family(
         ("NemotronHForCausalLM",),
-        defaults={
-            "num_hidden_layers": 1,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 4096,
-            "layer_norm_epsilon": 1e-5,
-            "mlp_hidden_act": "relu2",
-        },
+        defaults={"num_hidden_layers": 1},
         keys=(
             *_NEMOTRON_H.keys,
             "mamba_proj_bias",  # which no class reads
@@ -658,66 +530,25 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_oss": Family(
         ("GptOssForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 150_000.0,
-            "sliding_window": 128,
-            "attention_bias": True,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "rope_parameters": {
-                "rope_theta": 150_000.0,
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            },
-        },
         keys=("initial_context_length", "experts_per_token", *_GPT_OSS_EXPERTS.keys),
         same=BIAS,
         fields=_GPT_OSS_EXPERTS.fields,
         to_hf=_GPT_OSS_EXPERTS.to_hf,
         facts={"attn_sinks": True},
         window=lambda i, read: bool((i + 1) % 2),
+        has_mxfp4=True,
     ),
     "seed_oss": Family(
         ("SeedOssForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 524288,
-            "bos_token_id": 0,
-            "attention_bias": True,
-        },
         same=(QKV_BIAS, ("attention_out_bias", "o_bias", False), *MLP_BIAS),
     ),
     "ernie4_5": Family(
         ("Ernie4_5ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500_000.0,
-            "tie_word_embeddings": True,
-        },
         same=tuple(("use_bias", field, False) for field in ("qkv_bias", "o_bias", "mlp_bias")),
         stored={"interleaved": True},
     ),
     "ernie4_5_moe": Family(
         ("Ernie4_5_MoeForCausalLM",),
-        defaults={
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500_000.0,
-            "tie_word_embeddings": True,
-        },
         keys=_ERNIE_EXPERTS.keys,
         fields=_ERNIE_EXPERTS.fields,
         to_hf=_ERNIE_EXPERTS.to_hf,
@@ -726,46 +557,26 @@ FAMILIES: dict[str, Family] = {
     ),
     "phimoe": Family(
         ("PhimoeForCausalLM", "PhiMoEForCausalLM"),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1_000_000.0,
-        },
         keys=("input_jitter_noise", *_PHI_EXPERTS.keys),
         same=(*BIAS, ("lm_head_bias", "head_bias", False)),
         fields=_PHI_EXPERTS.fields,
         to_hf=_phimoe_to_hf,
         window="all",
         facts={"norm": "layer", "norm_bias": True},
+        amplitude=("short_mscale", "long_mscale"),
     ),
     "helium": Family(
         ("HeliumForCausalLM",),
-        defaults={
-            "num_key_value_heads": 20,
-            "head_dim": 128,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-8,
-            "rope_theta": 100_000.0,
-        },
         same=(QKV_BIAS, *MLP_BIAS),
         stored={"interleaved": True},
     ),
     "olmo2": Family(
         ("Olmo2ForCausalLM",),
-        defaults={"rms_norm_eps": 1e-5, "bos_token_id": None, "eos_token_id": 50279},
         same=BIAS,
         facts={"pre_norms": False, "post_norms": True, "qk_norm": "full"},
     ),
     "olmo3": Family(
         ("Olmo3ForCausalLM",),
-        defaults={
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500_000.0,
-            "bos_token_id": None,
-            "eos_token_id": 50279,
-            "sliding_window": 4096,
-        },
         same=BIAS,
         window=lambda i, read: bool((i + 1) % 4),
         is_local=True,
@@ -773,18 +584,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma2": Family(
         ("Gemma2ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "max_position_embeddings": 8192,
-            "bos_token_id": 2,
-            "eos_token_id": 1,
-            "tie_word_embeddings": True,
-            "sliding_window": 4096,
-            "final_logit_softcapping": 30.0,
-            "attn_logit_softcapping": 50.0,
-            "hidden_activation": "gelu_pytorch_tanh",
-        },
         keys=("query_pre_attn_scalar", "hidden_act"),
         same=(*BIAS, ("attn_logit_softcapping", "attn_softcap", None), _LOGIT_CAP),
         fields=gemma,
@@ -797,18 +596,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         ("Gemma3ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "max_position_embeddings": 131072,
-            "rope_theta": 1_000_000.0,
-            "bos_token_id": 2,
-            "eos_token_id": 1,
-            "tie_word_embeddings": True,
-            "sliding_window": 4096,
-            "rope_local_base_freq": 10000.0,
-            "hidden_activation": "gelu_pytorch_tanh",
-        },
+        defaults={"rope_local_base_freq": 10000.0, "rope_parameters": None},
         keys=("query_pre_attn_scalar", "hidden_act", "sliding_window_pattern"),
         same=(*BIAS, _LOGIT_CAP),  # transformers reads attn_logit_softcapping, and caps nothing
         fields=gemma,
@@ -819,6 +607,7 @@ FAMILIES: dict[str, Family] = {
         activation="hidden_activation",
         window=every(6),
         is_local=True,
+        writes_local_theta=True,
     ),
     "glm": _GLM,
     "glm4": dataclasses.replace(
@@ -826,14 +615,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe": Family(
         ("Glm4MoeForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
         keys=(
             "use_qk_norm",
             "num_nextn_predict_layers",
@@ -850,14 +631,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "stablelm": Family(
         ("StableLmForCausalLM",),
-        defaults={
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 4096,
-            "layer_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.25,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        },
         same=(
             ("use_qkv_bias", "qkv_bias", False),
             ("use_parallel_residual", "parallel_block", False),
@@ -868,14 +641,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "cohere": Family(
         ("CohereForCausalLM",),
-        defaults={
-            "max_position_embeddings": 8192,
-            "layer_norm_eps": 1e-5,
-            "rope_theta": 500_000.0,
-            "bos_token_id": 5,
-            "eos_token_id": 255001,
-            "tie_word_embeddings": True,
-        },
         same=(*BIAS, ("logit_scale", "stored.logits", 0.0625)),
         fixed={"use_qk_norm": (False, None)},
         facts=_COHERE,
@@ -884,14 +649,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "cohere2": Family(
         ("Cohere2ForCausalLM",),
-        defaults={
-            "max_position_embeddings": 8192,
-            "layer_norm_eps": 1e-5,
-            "sliding_window": 4096,
-            "bos_token_id": 5,
-            "eos_token_id": 255001,
-            "tie_word_embeddings": True,
-        },
         keys=(
             "sliding_window_pattern",
             "order_of_interleaved_layers",
@@ -912,12 +669,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "internlm3": Family(
         ("InternLM3ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-5,
-        },
         same=(
             ("qkv_bias", "qkv_bias", False),
             ("bias", "o_bias", False),
@@ -933,6 +684,10 @@ FAMILIES: dict[str, Family] = {
     **sparse.FAMILIES,
     **latent.FAMILIES,
     **routed.FAMILIES,
+}
+FAMILIES = {
+    kind: dataclasses.replace(family, defaults={**defaults_of(kind), **family.defaults})
+    for kind, family in _ENTRIES.items()
 }
 
 

@@ -141,14 +141,6 @@ def _bigcode_to_hf(cfg: ModelConfig) -> Fields:
 
 _GPT2 = Family(
     ("GPT2LMHeadModel",),
-    defaults={
-        "max_position_embeddings": 1024,
-        "layer_norm_epsilon": 1e-5,
-        "activation_function": "gelu_new",
-        "bos_token_id": 50256,
-        "eos_token_id": 50256,
-        "tie_word_embeddings": True,
-    },
     keys=_GPT2_INERT,
     fixed={
         "scale_attn_weights": (True, None),
@@ -164,22 +156,9 @@ _GPT2 = Family(
     absent=_HEADS,
     unused_endings=(".attn.bias", ".attn.masked_bias"),
 )
-_OPT = {
-    "max_position_embeddings": 2048,
-    "activation_function": "relu",
-    "bos_token_id": 2,
-    "eos_token_id": 2,
-    "tie_word_embeddings": True,
-}
 _GPTJ = Family(
     ("GPTJForCausalLM",),
-    defaults={
-        "layer_norm_epsilon": 1e-5,
-        "activation_function": "gelu_new",
-        "bos_token_id": 50256,
-        "eos_token_id": 50256,
-        "partial_rotary_factor": None,  # which ``_rotary_share`` computes
-    },
+    defaults={"partial_rotary_factor": None},
     keys=("rotary_dim", *_GPT2_INERT, "scale_attn_weights"),
     to_hf=_rotary_dim,
     fixed={"tie_word_embeddings": (False, None), "rotary": (True, None)},
@@ -199,7 +178,6 @@ FAMILIES: dict[str, Family] = {
     "gpt_bigcode": dataclasses.replace(
         _GPT2,
         architectures=("GPTBigCodeForCausalLM",),
-        defaults={**_GPT2.defaults, "activation_function": "gelu_pytorch_tanh"},
         keys=(
             *_GPT2_INERT,
             "multi_query",
@@ -220,13 +198,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_neo": Family(
         ("GPTNeoForCausalLM",),
-        defaults={
-            "layer_norm_epsilon": 1e-5,
-            "activation_function": "gelu_new",
-            "bos_token_id": 50256,
-            "eos_token_id": 50256,
-            "tie_word_embeddings": True,
-        },
         keys=(
             "attention_types",
             "attention_layers",
@@ -249,7 +220,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "opt": Family(
         ("OPTForCausalLM",),
-        defaults=_OPT,
+        defaults={"max_position_embeddings": 2048, "eos_token_id": 2},
         keys=("dropout", "layerdrop", "init_std", "activation_dropout", "word_embed_proj_dim"),
         same=tuple(("enable_bias", field, True) for field in _BIASES),
         fields=_opt_width,
@@ -267,12 +238,6 @@ FAMILIES: dict[str, Family] = {
     "gptj": _GPTJ,
     "gpt_neox": Family(
         ("GPTNeoXForCausalLM",),
-        defaults={
-            "hidden_act": "gelu",
-            "layer_norm_eps": 1e-5,
-            "bos_token_id": 0,
-            "partial_rotary_factor": 0.25,
-        },
         same=(
             ("use_parallel_residual", "parallel_block", True),
             ("use_parallel_residual", "parallel_norms", True),
@@ -287,7 +252,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "nanochat": Family(
         ("NanoChatForCausalLM",),
-        defaults={"hidden_act": "relu2", "bos_token_id": 0, "eos_token_id": 1},
         same=(*BIAS, ("final_logit_softcapping", "logit_softcap", 15.0)),
         facts={
             "norm_weight": False,
@@ -300,24 +264,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi": Family(
         ("PhiForCausalLM",),
-        defaults={
-            "hidden_act": "gelu_new",
-            "layer_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-        },
         fixed={"qk_layernorm": (False, None), "tie_word_embeddings": (False, None)},
         facts={**_LINE, **_BIASES, "head_bias": True, "parallel_block": True},
         eps="layer_norm_eps",
     ),
     "falcon": Family(
         ("FalconForCausalLM", "RWForCausalLM"),
-        defaults={
-            "activation": "gelu",
-            "layer_norm_epsilon": 1e-5,
-            "bos_token_id": 11,
-            "eos_token_id": 11,
-            "tie_word_embeddings": True,
-        },
         keys=(
             "new_decoder_architecture",
             "multi_query",

@@ -146,11 +146,6 @@ def conv_to_hf(cfg: ModelConfig) -> Fields:
 FAMILIES: dict[str, Family] = {
     "olmo_hybrid": Family(
         ("OlmoHybridForCausalLM",),
-        defaults={
-            "max_position_embeddings": 65536,
-            "bos_token_id": None,
-            "eos_token_id": 100257,
-        },
         keys=(
             "layer_types",
             *DELTA_KEYS,
@@ -170,15 +165,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "lara_mini": Family(
         ("LaraMiniForCausalLM",),
-        defaults={
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "bos_token_id": None,
-            "eos_token_id": 151643,
-            "tie_word_embeddings": True,
-            "sliding_window": 512,
-        },
         keys=(
             "layer_types",
             *DELTA_KEYS,
@@ -195,13 +181,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "lfm2": Family(
         ("Lfm2ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 128000,
-            "norm_eps": 1e-5,
-            "rope_theta": 1_000_000.0,
-            "tie_word_embeddings": True,
-        },
         keys=(
             "layer_types",
             "full_attn_idxs",

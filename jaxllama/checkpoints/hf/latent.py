@@ -151,15 +151,7 @@ _RANKS = {
 _V3_KEYS = (*KEYS, "rope_interleave", "num_nextn_predict_layers", "num_mtp_layers")
 _DEEPSEEK_V3 = Family(
     ("DeepseekV3ForCausalLM",),
-    defaults={
-        **_RANKS,
-        "max_position_embeddings": 4096,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "n_group": 8,
-        "topk_group": 4,
-        "first_k_dense_replace": 3,
-    },
+    defaults={"n_group": 8, "topk_group": 4, "first_k_dense_replace": 3},
     keys=(*_V3_KEYS, "topk_method", "scoring_func", "moe_layer_freq", *_V3_EXPERTS.keys),
     same=BIAS,
     fields=lambda read: {**_turning(read), **_V3_EXPERTS.fields(read)},
@@ -171,7 +163,7 @@ _DEEPSEEK_V3 = Family(
 FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(
         ("DeepseekV2ForCausalLM",),
-        defaults={**_RANKS, "n_shared_experts": 2, "first_k_dense_replace": 0},
+        defaults={"n_shared_experts": 2, "first_k_dense_replace": 0},
         keys=(*KEYS, "topk_method", "scoring_func", "moe_layer_freq", *_V2_EXPERTS.keys),
         same=BIAS,
         fields=_v2,
@@ -189,28 +181,17 @@ FAMILIES: dict[str, Family] = {
     "sarvam_mla": dataclasses.replace(
         _DEEPSEEK_V3,
         architectures=("DeepseekV3ForCausalLM", "SarvamMLAForCausalLM"),
-        defaults={
-            **_DEEPSEEK_V3.defaults,
-            "q_lora_rank": None,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-        },
+        defaults={"q_lora_rank": None, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
         keys=(*_V3_KEYS, *_SARVAM_EXPERTS.keys),
         fields=lambda read: {**_turning(read), **_SARVAM_EXPERTS.fields(read)},
         to_hf=lambda cfg: {**_turning_to_hf(cfg), **_SARVAM_EXPERTS.to_hf(cfg)},
         fixed={},
+        rope_kinds={"deepseek_yarn": "yarn"},
     ),
     "axk1": dataclasses.replace(
         _DEEPSEEK_V3,
         architectures=("AXK1ForCausalLM",),
-        defaults={
-            **_DEEPSEEK_V3.defaults,
-            "max_position_embeddings": 32768,
-            "bos_token_id": 163691,
-            "eos_token_id": 163691,
-            "first_k_dense_replace": 1,
-        },
+        defaults={"n_group": 8, "topk_group": 4, "first_k_dense_replace": 1},
         keys=(*_V3_KEYS, "moe_layer_freq", *_AXK_EXPERTS.keys),
         fields=_axk1,
         to_hf=lambda cfg: {**_turning_to_hf(cfg), **_AXK_EXPERTS.to_hf(cfg)},
@@ -218,16 +199,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe_lite": Family(
         ("Glm4MoeLiteForCausalLM",),
-        defaults={
-            **_RANKS,
-            "q_lora_rank": 768,
-            "qk_nope_head_dim": 192,
-            "v_head_dim": 256,
-            "max_position_embeddings": 202752,
-            "rms_norm_eps": 1e-5,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-        },
         keys=(*_V3_KEYS, *_GLM_EXPERTS.keys),
         same=BIAS,
         fields=lambda read: {**_turning(read), **_GLM_EXPERTS.fields(read)},
@@ -237,13 +208,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "youtu": Family(
         ("YoutuForCausalLM",),
-        defaults={
-            **_RANKS,
-            "max_position_embeddings": 131072,
-            "bos_token_id": 128000,
-            "eos_token_id": 128001,
-            "tie_word_embeddings": True,
-        },
         keys=(*KEYS, "rope_interleave", "embedding_initializer_range"),
         same=BIAS,
         fields=_turning,
@@ -252,18 +216,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "minicpm3": Family(
         ("MiniCPM3ForCausalLM",),
-        defaults={
-            "kv_lora_rank": 256,
-            "q_lora_rank": 768,
-            "qk_nope_head_dim": 64,
-            TURNING: 32,
-            "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": True,
-            "scale_emb": 12,
-            "scale_depth": 1.4,
-            "dim_model_base": 256,
-        },
+        defaults={"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
         keys=KEYS,
         same=BIAS,
         fields=lambda read: {**latent_fields(read), **minicpm(read)},

@@ -181,13 +181,7 @@ def _zamba2_to_hf(cfg: ModelConfig) -> Fields:
 FAMILIES: dict[str, Family] = {
     "zamba2": Family(
         ("Zamba2ForCausalLM",),
-        defaults={
-            "num_hidden_layers": 54,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "hidden_act": "gelu",
-            "tie_word_embeddings": True,
-        },
+        defaults={"num_hidden_layers": 54},
         keys=(
             *_ZAMBA.keys,
             "layers_block_type",
@@ -215,11 +209,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "falcon_h1": Family(
         ("FalconH1ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 8192,
-            "rms_norm_eps": 1e-5,
-        },
         keys=(
             *_FALCON.keys,
             "mamba_d_ssm",

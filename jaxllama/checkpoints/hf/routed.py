@@ -225,12 +225,7 @@ def _dbrx_to_hf(cfg: ModelConfig) -> Fields:
 FAMILIES: dict[str, Family] = {
     "dbrx": Family(
         ("DbrxForCausalLM",),
-        defaults={
-            "rope_theta": None,
-            "layer_norm_eps": 1e-5,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
+        defaults={"rope_theta": None, "layer_norm_eps": 1e-05},
         keys=("attn_config", "ffn_config", "output_router_logits", "resid_pdrop", "emb_pdrop"),
         fields=_dbrx,
         to_hf=_dbrx_to_hf,
@@ -248,19 +243,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mellum": Family(
         ("MellumForCausalLM",),
-        defaults={
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "sliding_window": 1024,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            },
-            "rope_theta": 10000.0,
-        },
+        defaults={"rope_theta": 10000.0},
         keys=(
             "mlp_layer_types",
             "num_mtp_layers",
@@ -280,15 +263,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "flint": Family(
         ("FlintForCausalLM",),
-        defaults={
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "max_position_embeddings": 262144,
-            "sliding_window": 513,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "mlp_only_layers": [0, 1],
-        },
+        defaults={"mlp_only_layers": [0, 1]},
         keys=_FLINT_EXPERTS.keys,
         same=BIAS,
         fields=lambda read: _sigmoids(_FLINT_EXPERTS.fields(read)),
@@ -299,14 +274,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "kolibri1": Family(
         ("Kolibri1ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "max_position_embeddings": 262144,
-            "sliding_window": 513,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
         keys=_KOLIBRI_EXPERTS.keys,
         fields=_kolibri,
         to_hf=_KOLIBRI_EXPERTS.to_hf,
@@ -318,14 +285,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "afmoe": Family(
         ("AfmoeForCausalLM",),
-        defaults={
-            "head_dim": 128,
-            "max_position_embeddings": 16384,
-            "rms_norm_eps": 1e-5,
-            "sliding_window": 1024,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
         keys=("global_attn_every_n_layers", *_AFMOE_EXPERTS.keys),
         same=(*BIAS, ("mup_enabled", "embedding_scale", False)),
         fields=_AFMOE_EXPERTS.fields,
@@ -338,18 +297,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "cohere2_moe": Family(
         ("Cohere2MoeForCausalLM",),
-        defaults={
-            "head_dim": 128,
-            "max_position_embeddings": 8192,
-            "layer_norm_eps": 1e-5,
-            "sliding_window": 4096,
-            "bos_token_id": 5,
-            "eos_token_id": 255001,
-            "tie_word_embeddings": True,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "num_shared_experts": 0,
-        },
+        defaults={"num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 0},
         keys=_COHERE_KEYS,
         same=(*BIAS, ("logit_scale", "stored.logits", 0.0625)),
         fields=_cohere,

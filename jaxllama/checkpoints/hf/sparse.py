@@ -60,8 +60,6 @@ _HY_EXPERTS = SigmoidMixture(
     names=_COUNTS,
     has_types=True,
 )
-_NO_DENSE = {"first_k_dense_replace": 0}
-_NO_SHARED = {"n_shared_experts": 0}
 
 
 def _granite_shared(read: JsonReader) -> Fields:
@@ -142,14 +140,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "dots1": Family(
         ("Dots1ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 32,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "sliding_window": 4096,
-            "norm_topk_prob": False,
-            **_NO_DENSE,
-        },
+        defaults={"norm_topk_prob": False, "first_k_dense_replace": 0},
         keys=("max_window_layers", *_DOTS_EXPERTS.keys),
         same=BIAS,
         fields=_DOTS_EXPERTS.fields,
@@ -159,12 +150,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "exaone_moe": Family(
         ("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
-        defaults={
-            "num_key_value_heads": 32,
-            "rms_norm_eps": 1e-5,
-            "eos_token_id": 53,
-            "sliding_window": 4096,
-        },
         keys=("sliding_window_pattern", "num_nextn_predict_layers", *_EXAONE_EXPERTS.keys),
         fields=_EXAONE_EXPERTS.fields,
         to_hf=_EXAONE_EXPERTS.to_hf,
@@ -175,12 +160,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "flex_olmo": Family(
         ("FlexOlmoForCausalLM",),
-        defaults={
-            "max_position_embeddings": 4096,
-            "rope_theta": 500_000.0,
-            "bos_token_id": None,
-            "eos_token_id": 100257,
-        },
         keys=_FLEX_EXPERTS.keys,
         same=BIAS,
         fields=_FLEX_EXPERTS.fields,
@@ -189,17 +168,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "solar_open": Family(
         ("SolarOpenForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1_000_000.0,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "partial_rotary_factor": 1.0,
-            **_NO_DENSE,
-        },
+        defaults={"partial_rotary_factor": 1.0, "first_k_dense_replace": 0},
         keys=("use_qk_norm", *_SOLAR_EXPERTS.keys),
         same=(QKV_BIAS,),
         fields=lambda read: _of_experts(_SOLAR_EXPERTS, read),
@@ -208,15 +177,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "sarvam_moe": Family(
         ("SarvamMoEForCausalLM",),
-        defaults={
-            "num_key_value_heads": 4,
-            "head_dim": 64,
-            "max_position_embeddings": 131072,
-            "rope_theta": 8_000_000.0,
-            "bos_token_id": None,
-            "eos_token_id": 1,
-            "partial_rotary_factor": 1.0,
-        },
         keys=(
             "use_qk_norm",
             "num_nextn_predict_layers",
@@ -245,7 +205,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "granitemoe_swa": Family(
         ("GraniteMoeSWAForCausalLM",),
-        defaults={"sliding_window": 128},
         keys=(
             "attention_multiplier",
             "logits_scaling",
@@ -262,7 +221,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "hunyuan_v1_moe": Family(
         ("HunYuanMoEV1ForCausalLM",),
-        defaults={"rms_norm_eps": 1e-5},
         keys=(
             "eod_token_id",
             "moe_intermediate_size",
@@ -279,15 +237,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "hy_v3": Family(
         ("HYV3ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 11_158_840.0,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
         keys=("enable_moe_fp32_combine", *_HY_EXPERTS.keys),
         same=BIAS,
         fields=_HY_EXPERTS.fields,
@@ -299,15 +248,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "lfm2_moe": Family(
         ("Lfm2MoeForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 128000,
-            "norm_eps": 1e-5,
-            "rope_theta": 1_000_000.0,
-            "tie_word_embeddings": True,
-            "first_k_dense_replace": 2,
-            **_NO_SHARED,
-        },
+        defaults={"first_k_dense_replace": 2, "n_shared_experts": 0},
         keys=("layer_types", "conv_L_cache", *_LFM2_EXPERTS.keys),
         fields=lambda read: {**conv_layers(read), **_LFM2_EXPERTS.fields(read)},
         to_hf=lambda cfg: {**conv_to_hf(cfg), **_LFM2_EXPERTS.to_hf(cfg)},
@@ -319,17 +260,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "minimax_m2": Family(
         ("MiniMaxM2ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 196608,
-            "rope_theta": 5_000_000.0,
-            "bos_token_id": 200034,
-            "eos_token_id": 200020,
-            "partial_rotary_factor": None,  # which ``_minimax_derived`` computes
-            **_NO_DENSE,
-            **_NO_SHARED,
-        },
+        defaults={"partial_rotary_factor": None, "first_k_dense_replace": 0, "n_shared_experts": 0},
         keys=("rotary_dim", "use_qk_norm", "qk_norm_type", "scoring_func", *_MINIMAX_EXPERTS.keys),
         fields=lambda read: _of_experts(_MINIMAX_EXPERTS, read),
         to_hf=_MINIMAX_EXPERTS.to_hf,
