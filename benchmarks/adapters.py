@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllama.checkpoints.hf.names import tensor_table
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.checkpoints.peft import Factors, products
 from jaxllama.config import ModelConfig
 from jaxllama.evaluation.speed import decode

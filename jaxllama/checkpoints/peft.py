@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllama.checkpoints.folding import fold_rows
-from jaxllama.checkpoints.hf.names import tensor_table
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.checkpoints.safetensors import FLOATS, SafetensorsFile, parse_json, write
 from jaxllama.config import ModelConfig

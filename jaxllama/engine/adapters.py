@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from jaxllama.checkpoints import peft
-from jaxllama.checkpoints.hf.names import tensor_table
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import unknown_adapter

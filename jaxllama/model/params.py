@@ -31,7 +31,7 @@ def param_table(
 
     present: a checkpoint's tensors, where a family has had more than one name for a thing; without
         them the names are the library's present ones.
-    names: the checkpoint's, such as a family's (``checkpoints.hf.tensor_names``); Llama's by
+    names: the checkpoint's, such as a family's (``checkpoints.hf.tables``); Llama's by
         default.  Paths and shapes do not depend on them.
     """
     source = Source(names or Names(), cfg.stored, present)

@@ -31,7 +31,7 @@ from jax.scipy import linalg
 
 from jaxllama.checkpoints import peft
 from jaxllama.checkpoints.folding import unfold_rows
-from jaxllama.checkpoints.hf.names import tensor_table
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.lora import TrainedLora, row_norms

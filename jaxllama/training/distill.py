@@ -80,7 +80,7 @@ def student_config(teacher: ModelConfig, attention_layers: tuple[int, ...] = ())
             window_rope=None,
             nope_layers=(),
         )
-    if teacher.stored.family != "llama":
+    if teacher.stored.family != CheckpointForm().family:
         config_to_fla(student)
     return student
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from jaxllama.checkpoints.hf.names import tensor_table
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import lora
 from jaxllama.text.tokenizer import Tokenizer

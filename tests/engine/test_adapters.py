@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllama.checkpoints.hf.names import tensor_table
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Request
 from jaxllama.errors import JaxLlamaError

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
-from jaxllama.checkpoints.hf.names import tensor_table
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.engine import blocks
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Grammar, Request

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxllama.checkpoints.hf.names import tensor_table as param_table
+from jaxllama.checkpoints.hf.tables import tensor_table as param_table
 from jaxllama.checkpoints.peft import Factors
 from jaxllama.config import ModelConfig
 from jaxllama.model.param import piece_of

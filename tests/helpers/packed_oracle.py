@@ -17,7 +17,7 @@ import numpy as np
 import safetensors.numpy
 
 from jaxllama.checkpoints.hf.config import config_to_hf
-from jaxllama.checkpoints.hf.names import tensor_table as param_table
+from jaxllama.checkpoints.hf.tables import tensor_table as param_table
 from jaxllama.config import ModelConfig
 from tests.helpers.seeded import hf_tensors, seeded_params
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllama.checkpoints.hf.names import tensor_table as param_table
+from jaxllama.checkpoints.hf.tables import tensor_table as param_table
 from jaxllama.config import ModelConfig
 
 

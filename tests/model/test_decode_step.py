@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxllama as jl
 from jaxllama import compiler_options
-from jaxllama.checkpoints.hf.names import tensor_table
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.config import DeltaConfig, ExpertsConfig, ModelConfig
 from jaxllama.decoding.forward import verify
 from jaxllama.decoding.sampling import Sampling, SamplingParams

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from jaxllama.checkpoints.hf import fla
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.checkpoints.hf.names import tensor_table as param_table
+from jaxllama.checkpoints.hf.tables import tensor_table as param_table
 from jaxllama.config import load_config
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import decode_step, logits, prefill

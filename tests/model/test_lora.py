@@ -19,7 +19,7 @@ from jaxllama import generation
 from jaxllama.checkpoints import peft as adapter_files
 from jaxllama.checkpoints.folding import fold_rows, unfold_rows
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.checkpoints.hf.names import tensor_table as param_table
+from jaxllama.checkpoints.hf.tables import tensor_table as param_table
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.language_model import LanguageModel

@@ -10,8 +10,8 @@ import pytest
 import jaxllama as jl
 from jaxllama.checkpoints.hf.config import config_from_hf
 from jaxllama.checkpoints.hf.load import load as hf_load
-from jaxllama.checkpoints.hf.names import tensor_table
 from jaxllama.checkpoints.hf.save import save as hf_save
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.config import CheckpointForm, ModelConfig, SharedBlocks
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.decoder import forward, mix_half

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
-from jaxllama.checkpoints.hf.names import tensor_table
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.config import RopeConfig
 from jaxllama.model.lora import attach, for_rows
 from tests.helpers import lora_cases

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxllama.checkpoints.hf.names import tensor_table
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.offloaded.executor import SCHEME

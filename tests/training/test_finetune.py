@@ -15,7 +15,7 @@ from jax.scipy.linalg import block_diag
 
 import jaxllama as jl
 from jaxllama.checkpoints import peft
-from jaxllama.checkpoints.hf.names import tensor_table
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.cli.train import summary
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.linear import linear

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.checkpoints.hf.names import tensor_table as param_table
+from jaxllama.checkpoints.hf.tables import tensor_table as param_table
 from jaxllama.config import ExpertsConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.stacked import stack_layers

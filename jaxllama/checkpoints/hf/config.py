@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxllama.checkpoints.hf.common import COMMON
-from jaxllama.checkpoints.hf.families import ALIKE, FAMILIES
+from jaxllama.checkpoints.hf.families import FAMILIES, family_of, stored_name
 from jaxllama.checkpoints.hf.family import ACTIVATIONS, Family
 from jaxllama.checkpoints.hf.fla import (
     MODELS,
@@ -175,7 +175,7 @@ def _stored_of(family: str, fields: JsonMapping) -> tuple[CheckpointForm, Mappin
     """Split fields by path into (``CheckpointForm``, the fields of ModelConfig)."""
     own = {key[7:]: value for key, value in fields.items() if key.startswith("stored.")}
     rest = {key: value for key, value in fields.items() if not key.startswith("stored.")}
-    name = "llama" if family in ALIKE else family
+    name = stored_name(family)
     return CheckpointForm(family=name, **FAMILIES[family].stored, **own), rest
 
 
@@ -206,7 +206,7 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
         return config_to_fla(cfg)
     if cfg.stored.family == PAPER:
         return config_to_paper(cfg)
-    kind = _hf_model_type(cfg)
+    kind = family_of(cfg)
     family = FAMILIES[kind]
     result: JsonObject = {
         "architectures": [family.architectures[0]],
@@ -424,21 +424,6 @@ def _has_experts(config: JsonMapping, kind: str) -> bool:
     flags = [config[key] for key in ("is_moe", "enable_moe_block") if key in config]
     counts = [config[key] for key in _EXPERT_COUNTS if key in config]
     return any(flags or counts or ["moe" in kind])
-
-
-def _hf_model_type(cfg: ModelConfig) -> str:
-    """Return the architecture whose fixed options are those of ``cfg``."""
-    if cfg.stored.family not in ALIKE:
-        return cfg.stored.family
-    if cfg.sliding_window is None and cfg.qkv_bias == cfg.o_bias:
-        return "llama"
-    if cfg.mlp_bias:
-        raise JaxLlamaError("mlp_bias = True: only llama has it, without a window, bias q|k|v|o")
-    if cfg.o_bias:
-        raise JaxLlamaError("o_bias = True: only llama has it, without a window, bias q|k|v|o")
-    if cfg.qkv_bias:
-        return "qwen2"
-    return "ministral" if cfg.window_layers else "mistral"
 
 
 def _window(family: Family, read: JsonReader, n_layers: int) -> tuple[int | None, tuple[int, ...]]:

@@ -24,8 +24,12 @@ from jaxllama.checkpoints.hf.family import (
     minicpm,
     minicpm_to_hf,
 )
+from jaxllama.checkpoints.hf.names import OLMO
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ModelConfig
+from jaxllama.model.names import Names
+
+_APERTUS_TENSORS = Names(mixer_norm="attention_layernorm", mlp_norm="feedforward_layernorm")
 
 _LAYER_NORM = {"norm": "layer", "norm_bias": True}
 _OLMO_NORMS = {"pre_norms": False, "post_norms": True}
@@ -96,6 +100,7 @@ _APERTUS = Family(
     keys=("qk_norm", "post_norm", "mlp_bias"),
     same=BIAS,
     facts={"gated_mlp": False, "qk_norm": "head"},
+    tensors=_APERTUS_TENSORS,
 )
 FAMILIES: dict[str, Family] = {
     "bitnet": _BITNET,
@@ -122,6 +127,7 @@ FAMILIES: dict[str, Family] = {
         stored={"norm_offset": 1.0},
         activation="hidden_activation",
         window=lambda i, read: bool((i + 1) % 2),
+        tensors=Names(mlp_norm="pre_feedforward_layernorm"),
     ),
     "arcee": Family(
         ("ArceeForCausalLM",),
@@ -167,6 +173,7 @@ FAMILIES: dict[str, Family] = {
         facts={**_LAYER_NORM, "gated_mlp": False},
         eps="norm_epsilon",
         window="all",
+        tensors=Names(gate_up=("c_fc",), down="c_proj"),
     ),
     "apertus": _APERTUS,
     "apertus1p5_text": dataclasses.replace(
@@ -179,6 +186,7 @@ FAMILIES: dict[str, Family] = {
         keys=("use_qk_norm", "eod_token_id"),
         same=BIAS,
         facts={"qk_norm": "head", "qk_norm_last": True},
+        tensors=Names(q_norm="query_layernorm", k_norm="key_layernorm"),
     ),
     "ministral3": Family(
         ("Ministral3ForCausalLM",),
@@ -206,6 +214,17 @@ FAMILIES: dict[str, Family] = {
             "rms_norm_eps": "layer_norm_epsilon",
             "hidden_act": "activation_function",
         },
+        tensors=Names(
+            embed="transformer.wte",
+            layer="transformer.h.{}",
+            mixer_norm="ln_1",
+            mixer="attn.attention.",
+            mlp_norm="ln_2",
+            norm="transformer.ln_f",
+            gate_up=("c_fc_0", "c_fc_1"),
+            down="c_proj",
+            o="out_proj",
+        ),
     ),
     "exaone4": Family(
         ("Exaone4ForCausalLM",),
@@ -213,6 +232,7 @@ FAMILIES: dict[str, Family] = {
         facts={**_OLMO_NORMS, "qk_norm": "head"},
         window=every(4),
         is_nope=has_nope,
+        tensors=OLMO,
     ),
     "iquestcoder": Family(
         ("IQuestCoderForCausalLM",),
@@ -225,6 +245,7 @@ FAMILIES: dict[str, Family] = {
         same=(*GRANITE_SCALES, *MLP_BIAS),
         fields=_hyperclovax,
         to_hf=_hyperclovax_to_hf,
+        tensors=Names(mixer_out_norm="post_norm1", mlp_out_norm="post_norm2"),
     ),
     "granite_swa": Family(
         ("GraniteSWAForCausalLM",),

@@ -1,11 +1,12 @@
 """The families of models: a table from ``model_type`` to the meaning of its config.json.
 
-A family has the defaults of missing keys in transformers, the keys that change the computation, and
-their translation to fields of ModelConfig and back. ``hf.config`` reads the keys that all families
-share (sizes, RoPE, token ids). ``model.family_names`` has the names of tensors.
+A family has the keys that change the computation, and their translation to the flat form of a
+ModelConfig and back. ``hf.config`` reads the keys that all families
+share (sizes, RoPE, token ids), and ``defaults.json`` what transformers takes for a key that is
+missing.
 
-To add a family: an entry here, its tensor names there if they differ, and a case in the parity
-test.
+To add a family: an entry here or in a file beside this, with the names of its tensors where they
+differ from Llama's, and a case in the parity test. docs/howto/family.md has the steps.
 """
 
 from __future__ import annotations
@@ -43,8 +44,43 @@ from jaxllama.checkpoints.hf.family import (
     granite,
     granite_to_hf,
 )
+from jaxllama.checkpoints.hf.names import GEMMA, GRANITE, MIXTRAL, OLMO, SHARED
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import DeltaConfig, ModelConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.model.experts.parameters import ExpertNames
+from jaxllama.model.mixers.delta import parameters as delta
+from jaxllama.model.mixers.ssm import parameters as ssm
+from jaxllama.model.names import Names
+
+_QWEN_NEXT_TENSORS = delta.DeltaNames(
+    inputs=(("in_proj_qkvz", 4),),
+    gates=(("in_proj_ba", 2),),
+    grouped=("in_proj_qkvz", "in_proj_ba"),
+)
+_KIMI_TENSORS = dataclasses.replace(
+    delta.FLA,
+    mixer="self_attn.",
+    low_rank=(("f_a_proj", "f_b_proj"), ("g_a_proj", "g_b_proj")),
+    rate=(1, 1, -1, 1),
+)
+_KIMI_EXPERTS_TENSORS = dataclasses.replace(MIXTRAL, shared="shared_experts.")
+_ERNIE_TENSORS = ExpertNames(
+    shared="shared_experts.", choice_bias="moe_statics.e_score_correction_bias", is_matrix=True
+)
+_NEMOTRON_TENSORS = ExpertNames(
+    "mixer.",
+    fused=("experts.up_proj", "experts.down_proj"),
+    shared="shared_experts.",
+)
+_MAMBA_TENSORS = Names(
+    embed="backbone.embeddings",
+    layer="backbone.layers.{}",
+    mixer_norm="norm",
+    norm="backbone.norm_f",
+    mixers={"ssm": ssm.SSMNames(mixer="mixer.")},
+)
+_GPT_OSS_TENSORS = ExpertNames(router="router", is_fused=True, alternates=True)
 
 MTP = "mtp."  # prefix of the tensors of a head for multi-token prediction
 
@@ -242,6 +278,7 @@ _QWEN_DELTA = Family(
     facts={"qk_norm": "head", "attn_gate": True},
     stored={"norm_offset": 1.0},
     unused=(MTP,),
+    tensors=Names(mixers={"delta": delta.DeltaNames()}),
 )
 _COHERE = {"norm": "layer", "parallel_block": True}
 _GEMMA = {"embedding_scale": True, "post_norms": True}
@@ -296,6 +333,7 @@ _GLM = Family(
     defaults={"eos_token_id": [151329, 151336, 151338]},
     same=(QKV_BIAS,),
     stored={"interleaved": True},
+    tensors=Names(gate_up=("gate_up_proj",)),
 )
 
 _ENTRIES: dict[str, Family] = {
@@ -328,6 +366,7 @@ _ENTRIES: dict[str, Family] = {
         fields=_MIXTRAL_EXPERTS.fields,
         to_hf=_MIXTRAL_EXPERTS.to_hf,
         window="all",
+        tensors=Names(mixers={"experts": MIXTRAL}),
     ),
     "olmoe": Family(
         ("OlmoeForCausalLM",),
@@ -372,6 +411,7 @@ _ENTRIES: dict[str, Family] = {
         keys=(*_QWEN_DELTA.keys, *_NEXT_EXPERTS.keys),
         fields=lambda read: {**_qwen_delta(read), **_NEXT_EXPERTS.fields(read)},
         to_hf=lambda cfg: {**_qwen_delta_to_hf(cfg), **_NEXT_EXPERTS.to_hf(cfg)},
+        tensors=Names(mixers={"delta": _QWEN_NEXT_TENSORS}),
     ),
     "qwen3_5_moe_text": dataclasses.replace(
         _QWEN_DELTA,
@@ -405,12 +445,17 @@ _ENTRIES: dict[str, Family] = {
             "moe_router_activation_func": ("sigmoid", None),
         },
         is_nope=lambda *_: True,
+        tensors=Names(
+            mixers={"delta": _KIMI_TENSORS, "experts": _KIMI_EXPERTS_TENSORS},
+            other_mlp="block_sparse_moe.",
+        ),
     ),
     "phi3": Family(
         ("Phi3ForCausalLM",),
         window="all",
         fixed={"attention_bias": (False, None), "mlp_bias": (False, None)},
         rope_kinds={"su": "longrope", "yarn": "longrope"},  # older names
+        tensors=Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
     ),
     "cwm": Family(
         ("CwmForCausalLM",),
@@ -444,6 +489,7 @@ _ENTRIES: dict[str, Family] = {
         same=GRANITE_SCALES,
         fields=lambda read: {**granite(read), **_GRANITE_EXPERTS.fields(read)},
         to_hf=lambda cfg: {**granite_to_hf(cfg), **_GRANITE_EXPERTS.to_hf(cfg)},
+        tensors=Names(mixers={"experts": GRANITE}),
     ),
     "mamba2": Family(
         ("Mamba2ForCausalLM",),
@@ -454,6 +500,7 @@ _ENTRIES: dict[str, Family] = {
         fixed={"hidden_act": ("silu", None)},
         eps="layer_norm_epsilon",
         is_nope=lambda *_: True,
+        tensors=_MAMBA_TENSORS,
     ),
     "bamba": Family(
         ("BambaForCausalLM",),
@@ -471,6 +518,9 @@ _ENTRIES: dict[str, Family] = {
             "attn_layer_indices": [i for i, k in enumerate(cfg.layer_types) if k == "attention"],
         },
         fixed={"partial_rotary_factor": (0.5, None)},  # whatever a file says, in transformers
+        tensors=Names(
+            mlp_norm="pre_ff_layernorm", mlp="feed_forward.", norm="model.final_layernorm"
+        ),
     ),
     "granitemoehybrid": Family(
         ("GraniteMoeHybridForCausalLM",),
@@ -491,6 +541,12 @@ _ENTRIES: dict[str, Family] = {
         to_hf=_granite_hybrid_to_hf,
         fixed={"mamba_proj_bias": (False, None)},
         is_nope=lambda i, read, slides: read.config.get("position_embedding_type") != "rope",
+        tensors=Names(
+            mlp="shared_mlp.",
+            gate_up=("input_linear",),
+            down="output_linear",
+            mixers={"experts": dataclasses.replace(GRANITE, shared="shared_mlp.", is_beside=True)},
+        ),
     ),
     "nemotron_h": Family(
         ("NemotronHForCausalLM",),
@@ -527,6 +583,14 @@ _ENTRIES: dict[str, Family] = {
         eps="layer_norm_epsilon",
         activation="mlp_hidden_act",
         others={"num_local_experts": "n_routed_experts"},
+        tensors=dataclasses.replace(
+            _MAMBA_TENSORS,
+            mlp_norm="norm",
+            mlp="mixer.",
+            is_halved=True,
+            mixer="mixer.",
+            mixers={**_MAMBA_TENSORS.mixers, "experts": _NEMOTRON_TENSORS},
+        ),
     ),
     "gpt_oss": Family(
         ("GptOssForCausalLM",),
@@ -537,6 +601,7 @@ _ENTRIES: dict[str, Family] = {
         facts={"attn_sinks": True},
         window=lambda i, read: bool((i + 1) % 2),
         has_mxfp4=True,
+        tensors=Names(mixers={"experts": _GPT_OSS_TENSORS}),
     ),
     "seed_oss": Family(
         ("SeedOssForCausalLM",),
@@ -554,6 +619,7 @@ _ENTRIES: dict[str, Family] = {
         to_hf=_ERNIE_EXPERTS.to_hf,
         fixed={"use_bias": (False, None)},
         stored={"interleaved": True},
+        tensors=Names(mixers={"experts": _ERNIE_TENSORS}),
     ),
     "phimoe": Family(
         ("PhimoeForCausalLM", "PhiMoEForCausalLM"),
@@ -564,6 +630,7 @@ _ENTRIES: dict[str, Family] = {
         window="all",
         facts={"norm": "layer", "norm_bias": True},
         amplitude=("short_mscale", "long_mscale"),
+        tensors=Names(mixers={"experts": MIXTRAL}),
     ),
     "helium": Family(
         ("HeliumForCausalLM",),
@@ -574,6 +641,7 @@ _ENTRIES: dict[str, Family] = {
         ("Olmo2ForCausalLM",),
         same=BIAS,
         facts={"pre_norms": False, "post_norms": True, "qk_norm": "full"},
+        tensors=OLMO,
     ),
     "olmo3": Family(
         ("Olmo3ForCausalLM",),
@@ -581,6 +649,7 @@ _ENTRIES: dict[str, Family] = {
         window=lambda i, read: bool((i + 1) % 4),
         is_local=True,
         facts={"pre_norms": False, "post_norms": True, "qk_norm": "full"},
+        tensors=OLMO,
     ),
     "gemma2": Family(
         ("Gemma2ForCausalLM",),
@@ -593,6 +662,7 @@ _ENTRIES: dict[str, Family] = {
         stored={"norm_offset": 1.0},
         activation="hidden_activation",
         window=lambda i, read: bool((i + 1) % 2),
+        tensors=GEMMA,
     ),
     "gemma3_text": Family(
         ("Gemma3ForCausalLM",),
@@ -608,6 +678,7 @@ _ENTRIES: dict[str, Family] = {
         window=every(6),
         is_local=True,
         writes_local_theta=True,
+        tensors=GEMMA,
     ),
     "glm": _GLM,
     "glm4": dataclasses.replace(
@@ -628,6 +699,7 @@ _ENTRIES: dict[str, Family] = {
         },
         to_hf=lambda cfg: {"use_qk_norm": cfg.qk_norm == "head", **_GLM_EXPERTS.to_hf(cfg)},
         unused=("model.layers.{n_layers}.",),  # a draft of several tokens
+        tensors=Names(mixers={"experts": SHARED}),
     ),
     "stablelm": Family(
         ("StableLmForCausalLM",),
@@ -694,3 +766,23 @@ FAMILIES = {
 # Families with Llama's tensor names and no folding. They share one name, so that equivalent configs
 # are equal.
 ALIKE = ("llama", "mistral", "ministral", "qwen2")
+
+
+def stored_name(family: str) -> str:
+    """Return the name under which a config keeps a family."""
+    return ALIKE[0] if family in ALIKE else family
+
+
+def family_of(cfg: ModelConfig) -> str:
+    """Return the architecture whose fixed options are those of ``cfg``."""
+    if cfg.stored.family not in ALIKE:
+        return cfg.stored.family
+    if cfg.sliding_window is None and cfg.qkv_bias == cfg.o_bias:
+        return "llama"
+    if cfg.mlp_bias:
+        raise JaxLlamaError("mlp_bias = True: only llama has it, without a window, bias q|k|v|o")
+    if cfg.o_bias:
+        raise JaxLlamaError("o_bias = True: only llama has it, without a window, bias q|k|v|o")
+    if cfg.qkv_bias:
+        return "qwen2"
+    return "ministral" if cfg.window_layers else "mistral"

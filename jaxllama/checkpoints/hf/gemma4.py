@@ -11,8 +11,15 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxllama.checkpoints.hf.family import BIAS, Family, Fields
+from jaxllama.checkpoints.hf.names import GEMMA
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ExpertsConfig, FullAttentionConfig, LayerInputsConfig, ModelConfig
+from jaxllama.model.experts.parameters import ExpertNames
+
+_GEMMA4_TENSORS = dataclasses.replace(
+    GEMMA,
+    mixers={"experts": ExpertNames("", router="router.proj", is_fused=True, shared="mlp.")},
+)
 
 _FULL = "full_attention"
 
@@ -148,6 +155,7 @@ _UNIFIED = Family(
     is_local=True,
     full_width=lambda read: full_heads(read).head_dim,
     absent=_ABSENT,
+    tensors=_GEMMA4_TENSORS,
 )
 FAMILIES: dict[str, Family] = {
     "gemma4_text": dataclasses.replace(

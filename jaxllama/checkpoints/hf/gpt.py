@@ -13,6 +13,54 @@ from jaxllama.checkpoints.hf.family import BIAS, Family, Fields
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.model.names import Names
+
+_GPT2_TENSORS = Names(
+    embed="transformer.wte",
+    positions="transformer.wpe",
+    layer="transformer.h.{}",
+    mixer_norm="ln_1",
+    mixer="attn.",
+    mlp_norm="ln_2",
+    norm="transformer.ln_f",
+    qkv=("c_attn",),
+    o="c_proj",
+    gate_up=("c_fc",),
+    down="c_proj",
+    is_transposed=True,
+)
+_GPTJ_TENSORS = dataclasses.replace(
+    _GPT2_TENSORS,
+    qkv=Names.qkv,
+    o="out_proj",
+    gate_up=("fc_in",),
+    down="fc_out",
+    is_transposed=False,
+)
+_NEOX_TENSORS = Names(
+    embed="gpt_neox.embed_in",
+    layer="gpt_neox.layers.{}",
+    mixer="attention.",
+    norm="gpt_neox.final_layer_norm",
+    head="embed_out",
+    qkv=("query_key_value",),
+    o="dense",
+    gate_up=("dense_h_to_4h",),
+    down="dense_4h_to_h",
+    is_by_head=True,
+)
+_OPT_TENSORS = Names(
+    embed="model.decoder.embed_tokens",
+    positions="model.decoder.embed_positions",
+    layer="model.decoder.layers.{}",
+    mixer_norm="self_attn_layer_norm",
+    mlp_norm="final_layer_norm",
+    mlp="",
+    norm="model.decoder.final_layer_norm",
+    o="out_proj",
+    gate_up=("fc1",),
+    down="fc2",
+)
 
 _LINE = {"norm": "layer", "norm_bias": True, "gated_mlp": False}
 _BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
@@ -155,6 +203,7 @@ _GPT2 = Family(
     derived=_four_times,
     absent=_HEADS,
     unused_endings=(".attn.bias", ".attn.masked_bias"),
+    tensors=_GPT2_TENSORS,
 )
 _GPTJ = Family(
     ("GPTJForCausalLM",),
@@ -170,6 +219,7 @@ _GPTJ = Family(
     derived=_rotary_share,
     absent=(*_HEADS, "partial_rotary_factor", "rope_theta", "rope_scaling"),
     unused_endings=(".attn.bias", ".attn.masked_bias", ".attn.causal_mask"),
+    tensors=_GPTJ_TENSORS,
 )
 
 
@@ -195,6 +245,7 @@ FAMILIES: dict[str, Family] = {
         },
         to_hf=_bigcode_to_hf,
         fixed={"scale_attn_weights": (True, None), "add_cross_attention": (False, None)},
+        tensors=dataclasses.replace(_GPT2_TENSORS, is_transposed=False, is_by_head=True),
     ),
     "gpt_neo": Family(
         ("GPTNeoForCausalLM",),
@@ -217,6 +268,9 @@ FAMILIES: dict[str, Family] = {
         derived=_four_times,
         absent=_HEADS,
         unused_endings=(".attn.attention.bias", ".attn.attention.masked_bias"),
+        tensors=dataclasses.replace(
+            _GPT2_TENSORS, mixer="attn.attention.", qkv=Names.qkv, o="out_proj", is_transposed=False
+        ),
     ),
     "opt": Family(
         ("OPTForCausalLM",),
@@ -234,6 +288,7 @@ FAMILIES: dict[str, Family] = {
         is_nope=lambda *_: True,
         names={"intermediate_size": "ffn_dim"},
         absent=_HEADS,
+        tensors=_OPT_TENSORS,
     ),
     "gptj": _GPTJ,
     "gpt_neox": Family(
@@ -249,6 +304,7 @@ FAMILIES: dict[str, Family] = {
         names={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
         absent=_HEADS,
         unused_endings=(".attention.bias", ".attention.masked_bias"),
+        tensors=_NEOX_TENSORS,
     ),
     "nanochat": Family(
         ("NanoChatForCausalLM",),
@@ -261,12 +317,14 @@ FAMILIES: dict[str, Family] = {
             "embed_norm": True,
         },
         stored={"flipped": True},
+        tensors=Names(gate_up=("fc1",), down="fc2"),
     ),
     "phi": Family(
         ("PhiForCausalLM",),
         fixed={"qk_layernorm": (False, None), "tie_word_embeddings": (False, None)},
         facts={**_LINE, **_BIASES, "head_bias": True, "parallel_block": True},
         eps="layer_norm_eps",
+        tensors=Names(o="dense", gate_up=("fc1",), down="fc2", norm="model.final_layernorm"),
     ),
     "falcon": Family(
         ("FalconForCausalLM", "RWForCausalLM"),
@@ -292,5 +350,14 @@ FAMILIES: dict[str, Family] = {
         },
         derived=_four_times,
         absent=("head_dim",),
+        tensors=dataclasses.replace(
+            _NEOX_TENSORS,
+            embed="transformer.word_embeddings",
+            layer="transformer.h.{}",
+            mixer="self_attention.",
+            norm="transformer.ln_f",
+            head="lm_head",
+            parallel_norms=("ln_attn", "ln_mlp"),
+        ),
     ),
 }

@@ -18,10 +18,14 @@ from jaxllama.checkpoints.hf.family import (
     delta_of,
     delta_to_hf,
 )
+from jaxllama.checkpoints.hf.names import LFM2, OLMO
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.model.experts.parameters import ExpertNames
+from jaxllama.model.mixers.delta import parameters as delta
 from jaxllama.model.mixers.short_conv.parameters import options
+from jaxllama.model.names import Names
 
 
 def _has_no_theta(index: int, read: JsonReader, slides: bool) -> bool:
@@ -162,6 +166,14 @@ FAMILIES: dict[str, Family] = {
         fixed={"linear_use_gate": (True, None)},
         facts={"qk_norm": "full"},
         is_nope=_has_no_theta,
+        tensors=dataclasses.replace(
+            OLMO,
+            other_norms={
+                "input_layernorm": "attention_layer_norm",
+                "post_attention_layernorm": "feedforward_layer_norm",
+            },
+            mixers={"delta": dataclasses.replace(delta.FLA, mixer="linear_attn.")},
+        ),
     ),
     "lara_mini": Family(
         ("LaraMiniForCausalLM",),
@@ -178,6 +190,17 @@ FAMILIES: dict[str, Family] = {
         is_nope=lambda i, read, slides: not slides,
         derived=_lara_types,
         absent=("intermediate_size",),
+        tensors=Names(
+            mixers={
+                "delta": delta.DeltaNames(
+                    inputs=(("in_proj", 4),),
+                    gates=(("in_proj", 2),),
+                    norm="out_norm",
+                    is_joined=True,
+                ),
+                "experts": ExpertNames(is_fused=True),
+            }
+        ),
     ),
     "lfm2": Family(
         ("Lfm2ForCausalLM",),
@@ -206,5 +229,6 @@ FAMILIES: dict[str, Family] = {
         facts={"qk_norm": "head"},
         eps="norm_eps",
         others={"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"},
+        tensors=LFM2,
     ),
 }

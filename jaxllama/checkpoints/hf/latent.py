@@ -15,9 +15,11 @@ from collections.abc import Mapping
 
 from jaxllama.checkpoints.hf.experts import SigmoidMixture
 from jaxllama.checkpoints.hf.family import BIAS, Family, Fields, minicpm, minicpm_to_hf
+from jaxllama.checkpoints.hf.names import SHARED
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import LatentConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.model.names import Names
 
 KEYS = (
     "kv_lora_rank",
@@ -159,6 +161,7 @@ _DEEPSEEK_V3 = Family(
     fixed={"scoring_func": ("sigmoid", None), "moe_layer_freq": (1, None)},
     turning=TURNING,
     unused=("model.layers.{n_layers}.",),
+    tensors=Names(mixers={"experts": SHARED}),
 )
 FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(
@@ -176,6 +179,7 @@ FAMILIES: dict[str, Family] = {
         },
         stored={"interleaved": True},
         turning=TURNING,
+        tensors=Names(mixers={"experts": SHARED}),
     ),
     "deepseek_v3": _DEEPSEEK_V3,
     "sarvam_mla": dataclasses.replace(
@@ -196,6 +200,7 @@ FAMILIES: dict[str, Family] = {
         fields=_axk1,
         to_hf=lambda cfg: {**_turning_to_hf(cfg), **_AXK_EXPERTS.to_hf(cfg)},
         fixed={"moe_layer_freq": (1, None)},
+        tensors=Names(mixers={"experts": dataclasses.replace(SHARED, may_lack_bias=True)}),
     ),
     "glm4_moe_lite": Family(
         ("Glm4MoeLiteForCausalLM",),
@@ -205,6 +210,7 @@ FAMILIES: dict[str, Family] = {
         to_hf=lambda cfg: {**_turning_to_hf(cfg), **_GLM_EXPERTS.to_hf(cfg)},
         turning=TURNING,
         unused=("model.layers.{n_layers}.",),
+        tensors=Names(mixers={"experts": SHARED}),
     ),
     "youtu": Family(
         ("YoutuForCausalLM",),

@@ -36,8 +36,8 @@ from jaxllama.checkpoints.hf.config import (
     text_config,
 )
 from jaxllama.checkpoints.hf.families import FAMILIES, MTP
-from jaxllama.checkpoints.hf.names import tensor_table
 from jaxllama.checkpoints.hf.save import FOREIGN, GENERATION, OURS, index_file, save, weights_file
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.checkpoints.packed import float4
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.checkpoints.peft import Factors

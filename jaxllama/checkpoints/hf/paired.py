@@ -13,6 +13,7 @@ from jaxllama.checkpoints.hf.mamba import MambaKeys, options_of
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import UNMULTIPLIED, ModelConfig, Multipliers, SharedBlocks
 from jaxllama.errors import JaxLlamaError
+from jaxllama.model.names import Names
 
 _FALCON = MambaKeys()
 
@@ -206,6 +207,14 @@ FAMILIES: dict[str, Family] = {
             "head_dim": 2 * read.size("hidden_size") // read.size("num_attention_heads"),
             "intermediate_size": 4 * read.size("hidden_size"),
         },
+        tensors=Names(
+            mlp_norm="pre_ff_layernorm",
+            mlp="feed_forward.",
+            norm="model.final_layernorm",
+            gate_up=("gate_up_proj",),
+            shared="shared_transformer.",
+            reads=".mamba_decoder",
+        ),
     ),
     "falcon_h1": Family(
         ("FalconH1ForCausalLM",),
@@ -231,5 +240,11 @@ FAMILIES: dict[str, Family] = {
         ),
         fields=_falcon_h1,
         to_hf=_falcon_h1_to_hf,
+        tensors=Names(
+            mlp_norm="pre_ff_layernorm",
+            mlp="feed_forward.",
+            norm="model.final_layernorm",
+            is_paired=True,
+        ),
     ),
 }

@@ -8,9 +8,12 @@ from collections.abc import Mapping
 
 from jaxllama.checkpoints.hf.experts import Mixture, SigmoidMixture
 from jaxllama.checkpoints.hf.family import BIAS, Family, Fields, every
+from jaxllama.checkpoints.hf.names import SHARED
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ExpertsConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.model.experts.parameters import ExpertNames
+from jaxllama.model.names import Names
 
 _MELLUM_EXPERTS = Mixture(64, 8, "num_local_experts", width=896, has_norm_key=True)
 _FLINT_EXPERTS = Mixture(256, 6, width=512, has_norm_key=True, shared=1024, is_mixed=True)
@@ -240,6 +243,25 @@ FAMILIES: dict[str, Family] = {
         },
         derived=_dbrx_sizes,
         absent=("num_key_value_heads", "head_dim", "intermediate_size", "hidden_act"),
+        tensors=Names(
+            embed="transformer.wte",
+            layer="transformer.blocks.{}",
+            mixer_norm="norm_attn_norm.norm_1",
+            mixer="norm_attn_norm.attn.",
+            mlp_norm="norm_attn_norm.norm_2",
+            norm="transformer.norm_f",
+            qkv=("Wqkv",),
+            o="out_proj",
+            mixers={
+                "experts": ExpertNames(
+                    "ffn.",
+                    router="router.layer",
+                    gate_up=("experts.mlp.w1", "experts.mlp.v1"),
+                    down="experts.mlp.w2",
+                    in_rows=True,
+                )
+            },
+        ),
     ),
     "mellum": Family(
         ("MellumForCausalLM",),
@@ -271,6 +293,7 @@ FAMILIES: dict[str, Family] = {
         facts={"qk_norm": "head", "attn_sinks": True},
         window=_flint_window,
         is_nope=_is_full,
+        tensors=Names(sinks="softmax_offset"),
     ),
     "kolibri1": Family(
         ("Kolibri1ForCausalLM",),
@@ -282,6 +305,15 @@ FAMILIES: dict[str, Family] = {
         is_nope=_is_full_of_some,
         derived=lambda read: {"intermediate_size": read.size("moe_intermediate_size", 512)},
         absent=("intermediate_size",),
+        tensors=Names(
+            mixer_out_norm="post_attn_norm",
+            mlp_out_norm="post_ffn_norm",
+            mixers={
+                "experts": dataclasses.replace(
+                    SHARED, choice_bias="moe.router.expert_bias", is_bias_beside=True
+                )
+            },
+        ),
     ),
     "afmoe": Family(
         ("AfmoeForCausalLM",),
@@ -294,6 +326,16 @@ FAMILIES: dict[str, Family] = {
         window=lambda i, read: bool((i + 1) % read.size("global_attn_every_n_layers", 4)),
         is_nope=_is_full,
         names={"routed_scaling_factor": "route_scale", "first_k_dense_replace": "num_dense_layers"},
+        tensors=Names(
+            gate="gate_proj",
+            mixer_out_norm="post_attention_layernorm",
+            mlp_norm="pre_mlp_layernorm",
+            mixers={
+                "experts": dataclasses.replace(
+                    SHARED, router="router.gate", choice_bias="expert_bias"
+                )
+            },
+        ),
     ),
     "cohere2_moe": Family(
         ("Cohere2MoeForCausalLM",),
@@ -307,5 +349,6 @@ FAMILIES: dict[str, Family] = {
         eps="layer_norm_eps",
         window=_cohere_window,
         is_nope=_cohere_nope,
+        tensors=Names(mixers={"experts": SHARED}),
     ),
 }

@@ -17,9 +17,21 @@ from jaxllama.checkpoints.hf.family import (
     granite_to_hf,
 )
 from jaxllama.checkpoints.hf.hybrid import conv_layers, conv_to_hf
+from jaxllama.checkpoints.hf.names import GRANITE, LFM2, MIXTRAL, OLMO, SHARED
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ExpertsConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.model.experts.parameters import ExpertNames
+from jaxllama.model.names import Names
+
+_GRANITE_SHARED_TENSORS = Names(
+    gate_up=("input_linear",),
+    down="output_linear",
+    mixers={"experts": dataclasses.replace(GRANITE, shared="shared_mlp.", is_beside=True)},
+)
+_LFM2_EXPERTS_TENSORS = ExpertNames(
+    "feed_forward.", gate_up=("w1", "w3"), down="w2", choice_bias="expert_bias"
+)
 
 _GRANITE_EXPERTS = Mixture(8, 2, "num_local_experts", "intermediate_size")
 _FLEX_EXPERTS = Mixture(7, 5, width_key="intermediate_size", normalize=False, has_norm_key=True)
@@ -137,6 +149,17 @@ FAMILIES: dict[str, Family] = {
         fields=_aria,
         to_hf=_aria_to_hf,
         fixed={"hidden_act": ("silu",), "mlp_bias": (False, None)},
+        tensors=Names(
+            mixers={
+                "experts": dataclasses.replace(
+                    SHARED,
+                    router="router",
+                    fused=("experts.fc1.weight", "experts.fc2.weight"),
+                    is_fused=True,
+                    is_transposed=True,
+                )
+            }
+        ),
     ),
     "dots1": Family(
         ("Dots1ForCausalLM",),
@@ -147,6 +170,7 @@ FAMILIES: dict[str, Family] = {
         to_hf=_DOTS_EXPERTS.to_hf,
         facts={"qk_norm": "head"},
         window=lambda i, read: i >= read.natural("max_window_layers", 62),
+        tensors=Names(mixers={"experts": SHARED}),
     ),
     "exaone_moe": Family(
         ("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
@@ -157,6 +181,9 @@ FAMILIES: dict[str, Family] = {
         window=every(4),
         is_nope=has_nope,
         unused=("mtp.",),
+        tensors=Names(
+            mixers={"experts": dataclasses.replace(SHARED, choice_bias="e_score_correction_bias")}
+        ),
     ),
     "flex_olmo": Family(
         ("FlexOlmoForCausalLM",),
@@ -165,6 +192,7 @@ FAMILIES: dict[str, Family] = {
         fields=_FLEX_EXPERTS.fields,
         to_hf=_FLEX_EXPERTS.to_hf,
         facts={"pre_norms": False, "post_norms": True, "qk_norm": "full"},
+        tensors=OLMO,
     ),
     "solar_open": Family(
         ("SolarOpenForCausalLM",),
@@ -174,6 +202,7 @@ FAMILIES: dict[str, Family] = {
         fields=lambda read: _of_experts(_SOLAR_EXPERTS, read),
         to_hf=_SOLAR_EXPERTS.to_hf,
         derived=_moe_width,
+        tensors=Names(mixers={"experts": SHARED}),
     ),
     "sarvam_moe": Family(
         ("SarvamMoEForCausalLM",),
@@ -190,6 +219,15 @@ FAMILIES: dict[str, Family] = {
         },
         to_hf=lambda cfg: {"use_qk_norm": cfg.qk_norm == "head", **_SARVAM_EXPERTS.to_hf(cfg)},
         others={"use_qkv_bias": "attention_bias"},
+        tensors=Names(
+            embed="model.word_embeddings",
+            mixer="attention.",
+            qkv=("query_key_value",),
+            q_norm="query_layernorm",
+            k_norm="key_layernorm",
+            o="dense",
+            mixers={"experts": dataclasses.replace(SHARED, choice_bias="gate.expert_bias")},
+        ),
     ),
     "granitemoeshared": Family(
         ("GraniteMoeSharedForCausalLM",),
@@ -202,6 +240,7 @@ FAMILIES: dict[str, Family] = {
         same=GRANITE_SCALES,
         fields=_granite_shared,
         to_hf=_granite_shared_to_hf,
+        tensors=_GRANITE_SHARED_TENSORS,
     ),
     "granitemoe_swa": Family(
         ("GraniteMoeSWAForCausalLM",),
@@ -218,6 +257,18 @@ FAMILIES: dict[str, Family] = {
         facts={"attn_sinks": True},
         window=lambda i, read: i % 4 != 0,
         is_nope=granite_nope,
+        tensors=dataclasses.replace(
+            _GRANITE_SHARED_TENSORS,
+            mixers={
+                "experts": ExpertNames(
+                    "block_sparse_moe.",
+                    router="router",
+                    is_fused=True,
+                    shared="shared_mlp.",
+                    is_beside=True,
+                )
+            },
+        ),
     ),
     "hunyuan_v1_moe": Family(
         ("HunYuanMoEV1ForCausalLM",),
@@ -234,6 +285,11 @@ FAMILIES: dict[str, Family] = {
         to_hf=_HUNYUAN_EXPERTS.to_hf,
         facts={"qk_norm": "head", "qk_norm_last": True},
         names={"num_experts_per_tok": "moe_topk"},
+        tensors=Names(
+            q_norm="query_layernorm",
+            k_norm="key_layernorm",
+            mixers={"experts": ExpertNames(router="gate.wg", shared="shared_mlp.")},
+        ),
     ),
     "hy_v3": Family(
         ("HYV3ForCausalLM",),
@@ -245,6 +301,13 @@ FAMILIES: dict[str, Family] = {
         facts={"qk_norm": "head"},
         names={"routed_scaling_factor": "router_scaling_factor"},
         unused=("model.layers.{n_layers}.",),
+        tensors=Names(
+            mixers={
+                "experts": ExpertNames(
+                    router="router.gate", shared="shared_mlp.", choice_bias="expert_bias"
+                )
+            }
+        ),
     ),
     "lfm2_moe": Family(
         ("Lfm2MoeForCausalLM",),
@@ -257,6 +320,7 @@ FAMILIES: dict[str, Family] = {
         eps="norm_eps",
         names={"first_k_dense_replace": "num_dense_layers"},
         others={"tie_embedding": "tie_word_embeddings"},
+        tensors=dataclasses.replace(LFM2, mixers={"experts": _LFM2_EXPERTS_TENSORS}),
     ),
     "minimax_m2": Family(
         ("MiniMaxM2ForCausalLM",),
@@ -267,5 +331,8 @@ FAMILIES: dict[str, Family] = {
         facts={"qk_norm": "full"},
         names={"moe_intermediate_size": "intermediate_size"},
         derived=_minimax_derived,
+        tensors=Names(
+            mixers={"experts": dataclasses.replace(MIXTRAL, choice_bias="e_score_correction_bias")}
+        ),
     ),
 }

@@ -32,7 +32,6 @@ from jax.typing import DTypeLike
 
 from jaxllama.checkpoints.folding import unfold
 from jaxllama.checkpoints.hf.config import config_to_hf, generation_config
-from jaxllama.checkpoints.hf.names import tensor_table
 from jaxllama.checkpoints.hf.save import (
     FOREIGN,
     GENERATION,
@@ -42,6 +41,7 @@ from jaxllama.checkpoints.hf.save import (
     flatten,
     write_directory,
 )
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.checkpoints.packed import awq as packed_awq
 from jaxllama.checkpoints.packed import compressed_save as packed_compressed_save
 from jaxllama.checkpoints.packed import float4 as packed_float4

@@ -26,7 +26,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx2")
 pytest.importorskip("llguidance")
 
-from jaxllama.checkpoints.hf.names import tensor_table
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.engine.engine import Engine
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import lora
