@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxllama as jl
+from jaxllama.typing import Params
 
 
 class Cache(NamedTuple):
@@ -40,7 +41,7 @@ def new_cache(cfg: jl.ModelConfig, batch: int, max_len: int) -> Cache:
 
 
 def prefill(
-    cfg: jl.ModelConfig, params: dict, tokens: jax.Array, cache: Cache
+    cfg: jl.ModelConfig, params: Params, tokens: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Cache]:
     """Return (logits ``[B, V]`` after the last of ``tokens[B, T]``, the cache with them)."""
     x, cache = forward(cfg, params, tokens, cache)
@@ -48,14 +49,14 @@ def prefill(
 
 
 def decode_step(
-    cfg: jl.ModelConfig, params: dict, tokens: jax.Array, cache: Cache
+    cfg: jl.ModelConfig, params: Params, tokens: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Cache]:
     """Return (logits ``[B, V]`` after one token a row, ``tokens[B]``, the cache with them)."""
     return prefill(cfg, params, tokens[:, None], cache)
 
 
 def forward(
-    cfg: jl.ModelConfig, params: dict, tokens: jax.Array, cache: Cache
+    cfg: jl.ModelConfig, params: Params, tokens: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Cache]:
     """Return (the stream ``[B, T, D]`` behind the layers, the cache with the new tokens)."""
     x = params["embed"]["weight"][tokens]
@@ -75,18 +76,18 @@ def forward(
     return x, Cache(jnp.stack(keys), jnp.stack(values), first + tokens.shape[1])
 
 
-def logits(cfg: jl.ModelConfig, params: dict, x: jax.Array) -> jax.Array:
+def logits(cfg: jl.ModelConfig, params: Params, x: jax.Array) -> jax.Array:
     """Return the logits ``[B, V]`` of the stream ``x[B, D]``."""
     head = params["embed" if cfg.tie_embeddings else "head"]
     return rms_norm(x, params["norm"], cfg.norm_eps) @ head["weight"].T
 
 
-def rms_norm(x: jax.Array, p: dict, eps: float) -> jax.Array:
+def rms_norm(x: jax.Array, p: Params, eps: float) -> jax.Array:
     """Return ``x / rms(x) * weight`` over the last axis."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * p["weight"]
 
 
-def project(cfg: jl.ModelConfig, p: dict, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def project(cfg: jl.ModelConfig, p: Params, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return q ``[B, T, N, H]``, and k and v ``[B, T, K, H]``; one weight has the rows of all."""
     heads = (x @ p["qkv"]["weight"].T).reshape(*x.shape[:2], -1, cfg.head_dim)
     q, k, v = jnp.split(heads, (cfg.n_heads, cfg.n_heads + cfg.n_kv_heads), axis=2)
@@ -113,7 +114,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) ->
     return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(batch, width, n_heads * head_dim)
 
 
-def feed_forward(p: dict, x: jax.Array) -> jax.Array:
+def feed_forward(p: Params, x: jax.Array) -> jax.Array:
     """Return SwiGLU ``down(silu(gate(x)) * up(x))``; one weight has the rows of gate and up."""
     gate, up = jnp.split(x @ p["gate_up"]["weight"].T, 2, axis=-1)
     return (jax.nn.silu(gate) * up) @ p["down"]["weight"].T
@@ -121,6 +122,7 @@ def feed_forward(p: dict, x: jax.Array) -> jax.Array:
 
 def main() -> None:
     lm = jl.load("smollm2-135m", dtype="float32")
+    assert lm.tokenizer is not None
     tokens = lm.tokenizer.encode("The capital of France is")
     scores, cache = prefill(
         lm.config, lm.params, jnp.asarray([tokens]), new_cache(lm.config, 1, 32)
