@@ -20,8 +20,7 @@ from jax.sharding import Mesh
 
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
-from jaxllama.decoding.drafts import ModelDraft, NGram
-from jaxllama.decoding.mtp import MTPDraft
+from jaxllama.decoding.drafts import Draft
 from jaxllama.engine import slots as device
 from jaxllama.engine.options import ResolvedOptions
 from jaxllama.engine.programs import Wanted
@@ -59,7 +58,7 @@ class Calls:
         cfg: ModelConfig,
         options: ResolvedOptions,
         mesh: Mesh | None,
-        draft: NGram | ModelDraft | MTPDraft,
+        draft: Draft,
         draft_params: Params | None,
     ) -> None:
         self._cfg, self._options = cfg, options

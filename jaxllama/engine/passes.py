@@ -13,7 +13,6 @@ scans, must stay out of the loop.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -22,14 +21,12 @@ from jax import lax
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import loop
-from jaxllama.decoding.drafts import DraftContext, Drafted, ModelDraft, NGram, Pace
-from jaxllama.decoding.mtp import MTPDraft, MTPState
+from jaxllama.decoding.drafts import Draft, DraftContext, Drafted, Pace, observer
 from jaxllama.decoding.rows import Fields, Rows
 from jaxllama.decoding.sampling import History, Sampling, SamplingParams, sample
 from jaxllama.decoding.turn import Draw, Inputs, Pass, TurnReport, sampled
 from jaxllama.engine.batch import BatchState
 from jaxllama.engine.request import MAX_LOGPROBS
-from jaxllama.model.cache import Cache
 from jaxllama.model.decoder import forward, stored_logits
 from jaxllama.model.records import Hidden
 from jaxllama.model.verification import commit, propose
@@ -59,7 +56,7 @@ def run(
     width: int,
     widths: tuple[int, ...],
     most: int,
-    draft_by: NGram | ModelDraft | MTPDraft,
+    draft_by: Draft,
     draft_params: Params | None,
 ) -> tuple[BatchState, jax.Array, tuple[jax.Array, jax.Array]]:
     """Run one decode call, see ``slots.decode``.
@@ -70,9 +67,7 @@ def run(
     level, wants_top, steps = orders
     drafts_here, exact = widths[-1] > 1, len(widths) == 1
     most = min(most, widths[-1] - 1)
-    observe = None
-    if isinstance(draft_by, MTPDraft):
-        draft_params, observe = params, functools.partial(draft_by.observe, params)
+    draft_params, observe = draft_by.weights(params, draft_params), observer(draft_by, params)
     limits = jnp.minimum(limits, slots.remaining)
     prompted = slots.prompted
 
@@ -139,9 +134,7 @@ def run(
     return _after(slots, rows, draft_by, drafts_here), written, top
 
 
-def _rows_of(
-    slots: BatchState, width: int, draft_by: NGram | ModelDraft | MTPDraft, drafts_here: bool
-) -> Rows:
+def _rows_of(slots: BatchState, width: int, draft_by: Draft, drafts_here: bool) -> Rows:
     """Return the slots as ``decoding``'s Rows, with none of the call's ``width`` tokens written."""
     cache, drafting = slots.cache, slots.drafting
     none = jnp.zeros((slots.size,), jnp.int32)
@@ -149,6 +142,7 @@ def _rows_of(
     fields, text, kept = Fields(slots.token, done, none, cache.lengths, none), None, None
     if drafting is not None:
         text = drafting.text
+        kept = draft_by.state_of(drafting, cache, drafts_here)
     if drafting is not None and drafts_here:
         fields = fields._replace(
             drafted=none,
@@ -157,12 +151,6 @@ def _rows_of(
             wait=drafting.pace.wait,
             pause=drafting.pace.pause,
         )
-        if isinstance(draft_by, ModelDraft):
-            kept = Cache(drafting.layers, drafting.read)
-    if drafting is not None and isinstance(draft_by, MTPDraft):
-        assert drafting.last is not None
-        head = Cache(drafting.layers, cache.lengths, cache.table)
-        kept = MTPState(head, Hidden(drafting.last), drafting.read >= 0)
     return Rows(
         ints=fields.packed(),
         written=jnp.zeros((2, slots.size, width), jnp.int32),
@@ -174,9 +162,7 @@ def _rows_of(
     )
 
 
-def _after(
-    slots: BatchState, rows: Rows, draft_by: NGram | ModelDraft | MTPDraft, drafts_here: bool
-) -> BatchState:
+def _after(slots: BatchState, rows: Rows, draft_by: Draft, drafts_here: bool) -> BatchState:
     """Return the slots after a call that ends with ``rows``."""
     fields, drafting = rows.fields, slots.drafting
     has_written = fields.count > 0
@@ -187,15 +173,7 @@ def _after(
         drafting = drafting._replace(text=rows.text)
         if drafts_here:
             drafting = drafting._replace(pace=Pace(fields.ask, fields.wait, fields.pause))
-        if isinstance(rows.kept, MTPState):
-            state = rows.kept
-            drafting = drafting._replace(
-                layers=state.cache.layers,
-                read=jnp.where(state.is_known, fields.length, -1),
-                last=state.last.x,
-            )
-        elif rows.kept is not None:
-            drafting = drafting._replace(layers=rows.kept.layers, read=rows.kept.lengths)
+        drafting = draft_by.to_slots(drafting, rows.kept, fields.length)
     assert rows.history is not None
     return dataclasses.replace(
         slots,
@@ -270,7 +248,7 @@ def _top_collector(
 
 def _draft(
     cfg: ModelConfig,
-    draft_by: NGram | ModelDraft | MTPDraft,
+    draft_by: Draft,
     draft_params: Params | None,
     sampling: SamplingParams,
     rows: Rows,
@@ -300,28 +278,16 @@ def _draft(
     wanted = jnp.where(run > 0, 0, wanted)
     assert rows.text is not None
     text = rows.text[:, : rows.cache.capacity]
-    ask = DraftContext(text, fields.length + 1, wanted, most, sampling, None)
-    kept = rows.kept
-    if isinstance(draft_by, MTPDraft):
-        assert draft_params is not None
-        ask = ask._replace(history=rows.history, draw=_draw_at(level))
-        found = draft_by.propose(draft_params, kept, ask)
-        kept = found.kept
-    elif isinstance(draft_by, ModelDraft):
-        assert draft_params is not None
-        ask = ask._replace(history=rows.history, draw=_draw_at(level))
-        cache = dataclasses.replace(kept, table=rows.table)
-        found = draft_by.propose(draft_params, cache, ask)
-        kept = dataclasses.replace(found.kept, table=None)
-    else:
-        found = draft_by.propose(None, None, ask)
+    size, draw = fields.length + 1, _draw_at(level)
+    ask = DraftContext(text, size, wanted, most, sampling, rows.history, draw, rows.table)
+    found = draft_by.propose(draft_params, rows.kept, ask)
     lengths = jnp.where(is_live, jnp.minimum(run, room), 0)
     draft = Drafted(
         jnp.where(run[:, None] > 0, forced, found.tokens),
         jnp.where(run > 0, lengths, found.lengths),
         None,
     )
-    return dataclasses.replace(rows, kept=kept), draft
+    return dataclasses.replace(rows, kept=found.kept), draft
 
 
 def _draw_at(level: jax.Array) -> Callable[..., tuple[jax.Array, jax.Array]]:

@@ -38,11 +38,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllama.config import ModelConfig
-from jaxllama.decoding.drafts import ADAPTIVE, ModelDraft, NGram, Pace
-from jaxllama.decoding.mtp import MTPDraft
+from jaxllama.decoding.drafts import ADAPTIVE, Draft, NGram, Pace, PromptPart, SlotDrafts
 from jaxllama.decoding.sampling import BiasPairs, History, Sampling, SamplingParams
 from jaxllama.engine import passes
-from jaxllama.engine.batch import BatchState, SlotDrafts
+from jaxllama.engine.batch import BatchState
 from jaxllama.model.cache import Cache, LayerState, cache_shardings, init_pages
 from jaxllama.model.decoder import forward
 from jaxllama.model.mixers.attention.state import KVCache
@@ -204,7 +203,7 @@ def fill(
     draft_params: Params | None = None,
     *,
     fresh: bool,
-    draft: NGram | ModelDraft | MTPDraft = _NGRAM,
+    draft: Draft = _NGRAM,
 ) -> BatchState:
     """Append ``tokens[R, T]`` to rows of the cache, the draft model's too; computes no logits.
 
@@ -222,14 +221,10 @@ def fill(
     hidden, own = forward(cfg, params, tokens, lengths, own, totals, sparse=written, fresh=fresh)
     assert own is not None
     drafting = slots.drafting
-    if isinstance(draft, ModelDraft):
-        assert draft_params is not None and drafting is not None
-        more = draft.fill(draft_params, tokens, lengths, more, totals, fresh=fresh)
+    part = PromptPart(tokens, lengths, totals, hidden, following, fresh)
+    more = draft.fill(draft.weights(params, draft_params), more, part)
+    if drafting is not None and draft.counts_read:
         drafting = drafting._replace(read=_put(slot, drafting.read, own.lengths))
-    elif isinstance(draft, MTPDraft):
-        after = jnp.concatenate([tokens[:, 1:], following[:, None]], axis=1)
-        after = jnp.where(columns == lengths[:, None] - 1, following[:, None], after)
-        more = draft.fill(params, more, after, hidden, lengths, fresh=fresh)
     cache = dataclasses.replace(own, layers=(*own.layers, *more.layers))
     snapshots = tuple(
         None if known is None else _put(snapshot, known, state)
@@ -274,7 +269,7 @@ def decode(
     width: int,
     widths: tuple[int, ...] = (1,),
     most: int = 0,
-    draft: NGram | ModelDraft | MTPDraft = _NGRAM,
+    draft: Draft = _NGRAM,
 ) -> tuple[BatchState, jax.Array, tuple[jax.Array, jax.Array]]:
     """Generate up to ``width`` tokens for each of ``n`` rows, which have up to ``context`` pages.
 

@@ -32,7 +32,6 @@ from jaxllama.decoding.forward import (
     scores_of,
     verify,
 )
-from jaxllama.decoding.mtp import MTPDraft
 from jaxllama.decoding.rows import Report, Rows
 from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.decoding.turn import Inputs, Pass, drawn_by
@@ -98,7 +97,7 @@ class Resident:
         )
         asked = call.sampling, call.stop_ids
         mtp, state = None, None
-        if call.drafting is not None and isinstance(call.drafting.plan.draft, MTPDraft):
+        if call.drafting is not None and call.drafting.plan.draft.reads_hidden:
             mtp = call.drafting.plan.draft
             state = mtp.begin(params, batch, call.capacity)
         if call.on_prompt is not None and chunk is not None and chunk < width:
@@ -323,10 +322,7 @@ def advance_drafts(
             hidden=proposal.hidden,
         )
 
-    observe = None
-    if isinstance(plan.draft, MTPDraft):
-        draft_params = params
-        observe = functools.partial(plan.draft.observe, params)
+    draft_params = plan.draft.weights(params, draft_params)
     drafting = loop.Drafting(
         propose=lambda rows: drafts.propose(plan, draft_params, rows, sampling, limit),
         widths=plan.widths,
@@ -340,7 +336,7 @@ def advance_drafts(
         unfinished,
         limit=limit,
         drafting=drafting,
-        observe=observe,
+        observe=drafts.observer(plan.draft, params),
     )
     return rows, rows.copied_report()
 

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import drafts
 from jaxllama.decoding.drafts import Drafted
-from jaxllama.decoding.mtp import MTPDraft
 from jaxllama.decoding.rows import Rows
 from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.decoding.turn import Pass, drawn_by, finish, start
@@ -131,7 +130,7 @@ def _finished(
         stop_ids,
         adapts_to=plan.most if plan.adaptive else None,
     )
-    if isinstance(plan.draft, MTPDraft):
+    if plan.draft.reads_hidden:
         assert draft_params is not None
         hidden = Hidden(output.x.reshape(-1, width, output.x.shape[-1]))
         rows = plan.draft.observe(draft_params, rows, inputs, passed._replace(hidden=hidden))

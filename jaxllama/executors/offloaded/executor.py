@@ -38,7 +38,6 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import drafts
-from jaxllama.decoding.mtp import MTPDraft
 from jaxllama.decoding.rows import Report
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.executor import Call, DraftSource, Executor
@@ -151,7 +150,7 @@ class Offloaded:
         (rows, width), dtype = call.tokens.shape, activation_dtype(params)
         check_host(cfg, self.policy, (rows, width), call.capacity, call.kv_dtype, dtype)
         run = self.run(cfg, params, call)
-        if call.drafting is None or not isinstance(call.drafting.plan.draft, MTPDraft):
+        if call.drafting is None or not call.drafting.plan.draft.reads_hidden:
             run.step()
             return OffloadedDecoding(run, call)
         head = self._on_device(mtp.head_params(params))
