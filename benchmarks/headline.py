@@ -1,6 +1,7 @@
 """Measure a headline row of the README and write ``benchmarks/results/NAME.json``.
 
     python -m benchmarks.headline NAME [--only LABEL] [-- further arguments of the commands]
+    python -m benchmarks.headline --all        the figures of README.md's table, on one card
     python -m benchmarks.headline --list
 
 Run it from the repository's root.  A row is one command a figure; ``ROWS`` has them all.  A figure
@@ -19,7 +20,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,82 @@ _MATMUL = "python -m benchmarks.kernels.matmul quantized_matmul --shapes 'gate o
 _ENGINE = "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m benchmarks.engine"
 _PARALLEL = "python -m benchmarks.parallel --model llama-3.1-8b --dtype bfloat16 --batch 1"
 _TENSORRT = "TensorRT-LLM 1.0, FP8, one H200, as published"
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A line of README.md's table: one figure of a row's file beside one peer's figure.
+
+    Parameters
+    ----------
+    what
+        The line's words.
+    row, label
+        The row's key and the figure's label in its file.
+    peer
+        The peer's label in the file, or None.
+    named
+        The peer as the table names it.
+    more_is_better
+        Whether a larger figure is better.
+    """
+
+    what: str
+    row: str
+    label: str
+    peer: str | None = None
+    named: str = ""
+    more_is_better: bool = True
+
+
+README = (
+    Figure(
+        "Llama-3.1-8B, one row, bfloat16", "decode", "bfloat16", "gpt-fast bfloat16", "gpt-fast"
+    ),
+    Figure("Llama-3.1-8B, one row, 4 bits", "decode", "w4a16-sym", "gpt-fast w4a16", "gpt-fast"),
+    Figure(
+        "serving Llama-3.1-8B in FP8, 1,000 in and 1,000 out",
+        "engine-fp8",
+        "1000 / 1000",
+        "TensorRT-LLM 1000 / 1000",
+        "TensorRT-LLM",
+    ),
+    Figure(
+        "serving gpt-oss-20b, 1,000 in and 1,000 out",
+        "engine-gpt-oss",
+        "1000 / 1000",
+        "TensorRT-LLM 1000 / 1000",
+        "TensorRT-LLM",
+    ),
+    Figure(
+        "product of one row with 14336 x 4096 weights, 4 bits",
+        "matmul-decode",
+        "w4a16",
+        "humming",
+        "humming",
+        more_is_better=False,
+    ),
+    Figure(
+        "GLA, forward and backward, 8 x 4,096 tokens",
+        "gla",
+        "forward and backward",
+        "fla",
+        "fla",
+        more_is_better=False,
+    ),
+    Figure(
+        "gated delta rule, forward, 8 x 4,096 tokens",
+        "gated-delta",
+        "forward",
+        "fla",
+        "fla",
+        more_is_better=False,
+    ),
+    Figure("training GLA-1.3B", "training", "bfloat16"),
+    Figure(
+        "SmolLM2-135M on two CPU cores, 4 bits", "cpu-decode", "decode", "llama.cpp", "llama.cpp"
+    ),
+)
 
 ROWS = {
     "decode": Row(
@@ -205,6 +282,14 @@ ROWS = {
         "tokens_per_second",
         "tokens/s",
         {"TensorRT-LLM 128 / 128": 27_911, "TensorRT-LLM 1000 / 1000": 17_744},
+        _TENSORRT,
+    ),
+    "engine-fp8": Row(
+        "serving Llama-3.1-8B in the engine, FP8, fp8 cache, 512 in flight",
+        {"1000 / 1000": f"{_ENGINE} --quantize fp8 --kv-dtype fp8 --prompt 1000 --new 1000"},
+        "tokens_per_second",
+        "tokens/s",
+        {"TensorRT-LLM 1000 / 1000": 17_744},
         _TENSORRT,
     ),
     "engine-gpt-oss": Row(
@@ -352,7 +437,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PATH": path, "PYTHONPATH": modules}
 
 
-def measure(name: str, only: str | None = None, more: tuple[str, ...] = ()) -> Path:
+def measure(name: str, only: Sequence[str] = (), more: tuple[str, ...] = ()) -> Path:
     """Measure a row, and return the path of its file.
 
     Parameters
@@ -360,7 +445,7 @@ def measure(name: str, only: str | None = None, more: tuple[str, ...] = ()) -> P
     name
         A key of ``ROWS``.
     only
-        The one figure to measure; all by default.
+        Labels of the figures to measure; all by default.
     more
         Arguments that are added to every command.
     """
@@ -368,7 +453,7 @@ def measure(name: str, only: str | None = None, more: tuple[str, ...] = ()) -> P
     commands = {
         label: " ".join((command, *map(shlex.quote, more)))
         for label, command in row.commands.items()
-        if only in (None, label)
+        if not only or label in only
     }
     if not row.server:
         output = {label: run(command) for label, command in commands.items()}
@@ -408,17 +493,28 @@ def measure(name: str, only: str | None = None, more: tuple[str, ...] = ()) -> P
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("name", nargs="?", choices=ROWS, metavar="NAME")
+    parser.add_argument("--all", action="store_true", help="measure what README.md shows of a GPU")
     parser.add_argument("--list", action="store_true", help="print the rows and their commands")
     parser.add_argument("--only", metavar="LABEL", help="one figure of the row")
     parser.add_argument("more", nargs="*", help="behind --: arguments for every command")
     args = parser.parse_args()
+    if args.all:
+        return measure_all()
     if args.list or args.name is None:
         for name, row in ROWS.items():
             print(f"{name}: {row.what}, {row.unit}")
             for label, command in row.commands.items():
                 print(f"    {label}: {command}")
         return
-    measure(args.name, args.only, tuple(args.more))
+    measure(args.name, [args.only] if args.only else (), tuple(args.more))
+
+
+def measure_all() -> None:
+    """Measure the figures of README.md's table that need no file of weights, one by one."""
+    found = [figure for figure in README if not figure.row.startswith("cpu-")]
+    for row in dict.fromkeys(figure.row for figure in found):
+        labels = [figure.label for figure in found if figure.row == row]
+        measure(row, labels)
 
 
 if __name__ == "__main__":

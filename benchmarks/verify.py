@@ -73,7 +73,7 @@ def pass_seconds(
     """Return the seconds of a pass behind ``context`` tokens, in one call of ``passes``."""
     room = context + PASSES * (accepted + 1) + drafted + 1
     loop = compiler_options.compiled_for(passes, None, static_argnums=(0, 4, 5), donate_argnums=2)
-    dtype, _ = lm.executor.cache_options(kv_dtype, None, lm.dtype)
+    dtype, _ = lm.executor.cache_options(lm.config, kv_dtype, None, lm.dtype)
     cache = held_cache(lm.config, 1, room, dtype, context)
     newest = jnp.zeros((1,), jnp.int32)
     jax.block_until_ready(cache)
@@ -89,7 +89,7 @@ def mtp_pass(
     """
     tokens = np.random.default_rng(0).integers(0, lm.config.vocab_size, (1, context), np.int32)
     room = PASSES * (drafted + 1)
-    dtype, chunk = lm.executor.cache_options(kv_dtype, None, lm.dtype)
+    dtype, chunk = lm.executor.cache_options(lm.config, kv_dtype, None, lm.dtype)
     call = Call(
         tokens,
         np.asarray([context], np.int32),

@@ -1,12 +1,26 @@
-"""Write the page of benchmarks from ``benchmarks/results/*.json`` (``benchmarks/results.py``)."""
+"""Write all that shows measured figures, from ``benchmarks/results/*.json``.
+
+    python docs/results.py        rewrites README.md's table and ``docs/_static/headline.svg``
+
+The guide's build writes its page of benchmarks by ``write``.  ``benchmarks/headline.py`` lists the
+table's lines; a test compares README.md and the picture with the files.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.headline import README, Figure  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+PICTURE = ROOT / "docs" / "_static" / "headline.svg"
+BEGIN, END = "<!-- figures: python docs/results.py -->\n", "<!-- end of figures -->"
 
 HEAD = """# Benchmarks
 
@@ -58,3 +72,81 @@ def section(result: dict[str, Any]) -> str:
 def number(value: float) -> str:
     """Return a figure with four digits, or all digits before the point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def measured() -> list[tuple[Figure, dict[str, Any]]]:
+    """Return the lines of README.md's table whose row has a file, with that file."""
+    paths = [(figure, RESULTS / f"{figure.row}.json") for figure in README]
+    found = [(figure, json.loads(path.read_text())) for figure, path in paths if path.exists()]
+    return [(figure, result) for figure, result in found if figure.label in result["figures"]]
+
+
+def readme_table() -> str:
+    """Return README.md's table: a figure and the peer's in each line, the facts below."""
+    lines = ["| | jaxllama | peer | unit |", "|---|---|---|---|"]
+    facts: dict[str, list[int]] = {}
+    for place, (figure, result) in enumerate(measured(), start=1):
+        peer = ""
+        if figure.peer is not None:
+            peer = f"{number(result['peers'][figure.peer])} {figure.named}"
+        ours = number(result["figures"][figure.label])
+        lines.append(f"| {figure.what} | {ours} | {peer} | {result['unit']} |")
+        machine, versions = result["machine"], result["versions"]
+        device = (machine["devices"] or "").partition("gpu ")[2] or machine["cpu"]
+        facts.setdefault(f"{device}, jax {versions['jax']}, {result['date']}", []).append(place)
+    where = [f"lines {_spans(places)}: {fact}" for fact, places in facts.items()]
+    return "\n".join([*lines, "", f"Measured on {'; '.join(where)}.\n"])
+
+
+def _spans(places: list[int]) -> str:
+    """Return "1 to 3, 5" for [1, 2, 3, 5]."""
+    spans: list[list[int]] = []
+    for place in places:
+        if spans and spans[-1][-1] == place - 1:
+            spans[-1].append(place)
+        else:
+            spans.append([place])
+    return ", ".join(str(x[0]) if len(x) == 1 else f"{x[0]} to {x[-1]}" for x in spans)
+
+
+def picture() -> str:
+    """Return an SVG: how many times the peer's speed each line of the table has."""
+    bars = []
+    for figure, result in measured():
+        if figure.peer is not None:
+            ours, theirs = result["figures"][figure.label], result["peers"][figure.peer]
+            bars.append((figure, ours / theirs if figure.more_is_better else theirs / ours))
+    left, height, unit = 400, 28, 90
+    width = left + int(unit * max(times for _, times in bars)) + 90
+    rows = []
+    for place, (figure, times) in enumerate(bars):
+        y = 34 + place * height
+        rows.append(
+            f'<text x="{left - 10}" y="{y + 14}" text-anchor="end">{figure.what}</text>'
+            f'<rect x="{left}" y="{y}" width="{unit * times:.0f}" height="18" rx="3" '
+            'fill="#2f6fb3"/>'
+            f'<text x="{left + unit * times + 6:.0f}" y="{y + 14}">{times:.2f}x {figure.named}'
+            "</text>"
+        )
+    bottom = 34 + len(bars) * height
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 8}" '
+        f'width="{width}" font-family="sans-serif" font-size="13" fill="#222">\n'
+        f'<rect width="{width}" height="{bottom + 8}" fill="#fff"/>\n'
+        f'<text x="{left - 10}" y="18" text-anchor="end" font-weight="bold">speed, peer = 1</text>'
+        f'<line x1="{left + unit}" x2="{left + unit}" y1="8" y2="{bottom}" stroke="#c33" '
+        'stroke-dasharray="4 3"/>\n' + "\n".join(rows) + "\n</svg>\n"
+    )
+
+
+def readme_with(text: str) -> str:
+    """Return README.md's text with the table made anew."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{readme_table()}{END}{after}"
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    readme.write_text(readme_with(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    PICTURE.write_text(picture(), encoding="utf-8")

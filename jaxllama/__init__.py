@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # "as" is what makes a name public to type checkers
     from jaxllama.generation import init_params as init_params
     from jaxllama.generation import logits as logits
     from jaxllama.generation import prefill as prefill
+    from jaxllama.generation import reset_rows as reset_rows
     from jaxllama.generation import verify_step as verify_step
     from jaxllama.language_model import Generation as Generation
     from jaxllama.language_model import LanguageModel as LanguageModel
@@ -64,6 +65,7 @@ _HOME = {
     "decode_step": "generation",
     "verify_step": "generation",
     "commit": "generation",
+    "reset_rows": "generation",
     "generate": "generation",
     "logits": "generation",
     "Sampling": "decoding.sampling",

@@ -45,6 +45,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import Jitted, Tree
 from pallas_kernels.dispatch import untested_jax
 from pallas_kernels.jax_internals import persistent_cache_min_compile_time_secs
+from pallas_kernels.transform import is_traced
 
 _KNOWN = untested_jax() is None
 Options = dict[str, str | bool | int]
@@ -103,11 +104,14 @@ def check_sums(mesh: Mesh) -> None:
 def compiled_for(program: Jitted, mesh: Mesh | None, **jit: Any) -> Jitted:
     """Return the jitted ``program`` with the options for its devices.
 
-    Without options it is ``program`` itself. There is one function per program and options.
+    Without options it is ``program`` itself, and so it is inside of a trace, where jax takes no
+    options. There is one function per program and options.
 
     mesh: the mesh of the loop; None for one device.
     jit: the other arguments with which ``program`` was jitted.
     """
+    if is_traced():
+        return program
     options = for_device() if mesh is None else for_mesh(mesh)
     if options is None:
         return program

@@ -23,7 +23,7 @@ EXTRAS = {
     "grammar": ("llguidance",),
     "otel": ("opentelemetry_sdk",),
     "ray": ("ray",),
-    "train": ("orbax", "jsonschema"),
+    "train": ("jsonschema",),
 }
 _EXTRA_OF = {package: extra for extra, packages in EXTRAS.items() for package in packages}
 

@@ -1,9 +1,10 @@
-"""Pure jitted functions over (cfg, params, cache): prefill, decode_step, verify_step, generate.
+"""Pure jitted functions over (cfg, params, cache).
 
     logits, cache = prefill(cfg, params, tokens, lengths, cache)      whole prompts, ragged
     logits, cache = decode_step(cfg, params, tokens, cache)           one token per row
     logits, proposal = verify_step(cfg, params, tokens, lengths, cache)   a draft, all at once
     cache         = commit(proposal, accepted)                        the accepted tokens stay
+    cache         = reset_rows(cache, rows)                           rows for the next prompts
     output        = generate(cfg, params, tokens, lengths, cache, sampling, key, max_new_tokens)
 
 Each call donates its cache: use the cache that it returns. A traced call (inside of ``jax.grad``,
@@ -13,7 +14,8 @@ another type, shape or dtype raise JaxLlamaError. A row with impossible values (
 
 ``generate`` runs prefill, then one ``lax.while_loop`` on the device until every row has stopped
 (``executors.resident``). A token's sampling key is ``fold_in(row key, its position)``. A row's
-tokens therefore depend neither on its neighbours nor on its slot.
+tokens therefore depend neither on its neighbours nor on its slot.  Every function here runs inside
+of ``jit``, ``vmap``, ``scan`` and ``shard_map``; ``generate`` then takes a traced key.
 """
 
 from __future__ import annotations
@@ -305,6 +307,55 @@ def _commit(cache: Cache, new: jax.Array, tokens: LayerState, accepted: jax.Arra
     return verification.commit(Proposal(cache, new, tokens), *int32_ids(accepted + 1), exact=True)
 
 
+@donated(0)
+def reset_rows(cache: Cache, rows: jax.Array) -> Cache:
+    """Return the cache with some rows as ``init_cache`` makes them, for the next prompts.
+
+    Parameters
+    ----------
+    cache : Cache
+        The cache of B rows. The call donates it, unless it is traced.
+    rows : jax.Array
+        bool ``[B]``: the rows to empty; or integer ``[R]``: their indices. Indices outside of
+        [0, B) name no row.
+
+    Returns
+    -------
+    Cache
+        The cache. The other rows keep their tokens.
+
+    Raises
+    ------
+    JaxLlamaError
+        If ``rows`` has another type, shape or dtype.
+
+    Notes
+    -----
+    A length of 0 alone empties only attention's rows: the state of a GLA, delta rule, Mamba-2 or
+    short convolution layer would reach the next prompt.
+    """
+    if not isinstance(cache, Cache):
+        raise JaxLlamaError(f"cache: {type(cache).__name__}: expected a Cache (init_cache)")
+    if getattr(rows, "dtype", None) == jnp.bool_:
+        if rows.shape != (cache.batch,):
+            raise JaxLlamaError(f"rows{list(rows.shape)}: expected bool [{cache.batch}]")
+        is_reset = rows
+    else:
+        check_ints("rows", rows, "[R]")
+        each = jnp.arange(cache.batch, dtype=jnp.int32)[:, None]
+        is_reset = jnp.any(each == int32_ids(rows)[0], axis=1)
+
+    def empty(leaf: jax.Array) -> jax.Array:
+        of_row = is_reset.reshape(-1, *(1,) * (leaf.ndim - 1))
+        return jnp.where(of_row, jnp.zeros((), leaf.dtype), leaf)
+
+    layers = tuple(
+        layer if isinstance(layer, KVCache) else jax.tree.map(empty, layer)
+        for layer in cache.layers
+    )
+    return Cache(layers, empty(cache.lengths), cache.table)
+
+
 def check_prompts(cfg: ModelConfig, tokens: ArrayOrNumpy, lengths: ArrayOrNumpy) -> None:
     """Raise JaxLlamaError unless tokens and lengths are integer arrays ``[B, T]`` and ``[B]``."""
     check_ints("tokens", tokens, "[B, T]")
@@ -358,7 +409,7 @@ def generate(
     sampling : Sampling, sequence of Sampling, or SamplingParams
         One for all rows, one per row, or the stacked form (``SamplingParams.stack``).
     key : jax.Array or int
-        A PRNG key or a seed, for rows without a seed of their own.
+        A PRNG key or a seed, for rows without a seed of their own. It may be traced.
     max_new_tokens : int
         Most new tokens of a row, at least 1.
     chunk : int, optional

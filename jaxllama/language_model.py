@@ -404,7 +404,7 @@ class LanguageModel:
         check_rows(self.config, self.tokenizer, rows, max_new_tokens, stops)
         numbers = self._numbers(adapter, len(rows))
         per_row = sampling_of(sampling, seed, len(rows))
-        cache_dtype, chunk = self.executor.cache_options(kv_dtype, chunk, self.dtype)
+        cache_dtype, chunk = self.executor.cache_options(self.config, kv_dtype, chunk, self.dtype)
         call = GenerateCall(
             rows,
             per_row,

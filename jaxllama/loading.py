@@ -21,7 +21,7 @@ import dataclasses
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,7 @@ from jaxllama.compiler_options import check_sums
 from jaxllama.config import ModelConfig, load_config, preset_names, preset_sampling
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError, SpeedWarning, WeightWarning
+from jaxllama.files import exists
 from jaxllama.kept import LEAST_LAYERS, KeptPrograms
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import lora
@@ -50,6 +51,7 @@ from jaxllama.model.operands import float_dtype
 from jaxllama.model.shardings import leaf_readers, place_params, shard_params
 from jaxllama.parallel.mesh import make_mesh
 from jaxllama.progress import working
+from jaxllama.text.rows import short
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import Leaf
 from pallas_kernels.cpu import CpuWeight, prepare_tree
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
 
 
 _SMALL = 1 << 16  # bytes
+Place = Callable[[tuple[str, ...], Any], Any]  # (path, leaf) to the tree's value of a parameter
 
 
 def load(
@@ -89,13 +92,15 @@ def load(
         Type of weights and activations: float32, bfloat16 or float16. The default is bfloat16 on a
         GPU and float32 on a CPU.
     quantize : str, optional
-        A scheme of ``quantize_params``, such as "w8a8". It is applied once, after loading.
+        A scheme of ``quantize_params``, such as "w8a8". Weights are rounded as they are read. They
+        are the same on one device, on a mesh and under a policy.
     policy : str or Policy, optional
         Where weights, cache and activations are stored, for models larger than the device
         (``offload``): a Policy, or its text, such as "20 80 0 100 0 100". It excludes ``mesh`` and
         ":layers=N".
     mesh : str, mapping or Mesh, optional
         Several devices, such as "data=1,model=4" (``parallel``). Each device reads its own part.
+        With ``quantize`` each process reads and rounds whole weights, and its devices keep theirs.
     deterministic : bool
         Makes the results independent of the batch. See ``LanguageModel``.
     random : bool
@@ -136,6 +141,8 @@ def load(
         from jaxllama.model.flax_state import register
 
         register()
+    if not isinstance(adapters, Mapping | None):
+        raise JaxLlamaError(f"adapters = {short(adapters)}: expected a mapping of names to paths")
     adapters = dict(adapters or {})
     _check_adapters(adapters, merge, mesh is not None)
     enable_compilation_cache()
@@ -158,6 +165,8 @@ def load(
     if quantize is not None:
         from jaxllama.quantization.scheme import parse
 
+        if not isinstance(quantize, str):
+            raise JaxLlamaError(f"quantize = {short(quantize)}: expected text, such as 'w8a8'")
         parse(quantize)
     programs = None
     if policy is None and mesh is None and jax.default_backend() == "cpu":
@@ -230,14 +239,20 @@ def _placement(
     from jaxllama.placement import Placement
 
     policy = Policy.parse(policy) if isinstance(policy, str) else policy
+    if not isinstance(policy, Policy):
+        raise JaxLlamaError(
+            f"policy = {short(policy)}: expected a Policy, or its text, such as '20 80 0 100 0 100'"
+        )
     return Placement(policy, dtype, quantize, deterministic, exact=exact)
 
 
 def _random(order: _Order) -> _Model:
     """Return the preset with random weights, in the scheme, and a byte tokenizer."""
-    from jaxllama.quantization.random_params import random_params
+    from jaxllama.quantization.random_params import check_memory, random_params
 
     cfg, place = load_config(order.source), order.place
+    if place is None and order.grid is None:
+        check_memory(cfg, order.dtype, order.quantize)
     scheme = order.quantize if place is None else place.scheme
     lays_out = not order.exact and _has_handlers(place, order.grid, order.dtype)
     put = _laid_out if lays_out else place
@@ -271,8 +286,7 @@ def _read(order: _Order, added: peft.Factors | None) -> _Model:
     keeps_codes = keeps_codes and _has_handlers(order.place, grid, order.dtype)
     here = _laid_out if keeps_codes else lambda _, leaf: jax.device_put(leaf)
     if is_gguf:
-        put = here if grid is None and order.place is None else order.place
-        model = _of_gguf(path, order, put, keeps_codes)
+        model = _of_gguf(path, order, here, keeps_codes)
     else:
         model = _of_directory(path, order, here, added)
     params = jax.device_put(model.params) if keeps_codes else model.params
@@ -281,11 +295,13 @@ def _read(order: _Order, added: peft.Factors | None) -> _Model:
     return dataclasses.replace(model, params=params, sampling=sampling)
 
 
-def _of_gguf(path: Path, order: _Order, put: Any, keeps_codes: bool) -> _Model:
+def _of_gguf(path: Path, order: _Order, here: Place, keeps_codes: bool) -> _Model:
     # The tokenizer is built while weights are laid out: both take tenths of a second.
     with opened(path) as file, ThreadPoolExecutor(1, "jaxllama-load") as beside:
         reading = beside.submit(Tokenizer.from_gguf, file)
         cfg = gguf.read_config(file)
+        keep = here if order.grid is None else lambda _, leaf: leaf
+        put, finish = _rounded(order.quantize, cfg, keep, order.place)
         params = gguf.load_params(
             file,
             cfg,
@@ -296,18 +312,22 @@ def _of_gguf(path: Path, order: _Order, put: Any, keeps_codes: bool) -> _Model:
             place=put,
         )
         tokenizer = reading.result()
+    params = finish(params)
     params = params if order.grid is None else shard_params(cfg, params, order.grid)[1]
     return _Model(cfg, params, tokenizer)
 
 
-def _of_directory(path: Path, order: _Order, here: Any, added: peft.Factors | None) -> _Model:
-    put, stream, dtype = order.place or here, None, order.dtype
+def _of_directory(path: Path, order: _Order, here: Place, added: peft.Factors | None) -> _Model:
+    cfg, keep, stream, dtype = hf.read_config(path), here, None, order.dtype
     if order.grid is not None:
-        put, stream = leaf_readers(hf.read_config(path), order.grid, dtype)
+        keep, stream = leaf_readers(cfg, order.grid, dtype)
+    put, finish = _rounded(order.quantize, cfg, keep, order.place)
+    stream = stream if order.quantize is None else None  # a weight is rounded as a whole
     cfg, params = hf.load(
         path, dtype=dtype, progress=order.progress, place=put, stream=stream, added=added
     )
-    has_tokenizer = (path / "tokenizer.json").is_file()
+    params = finish(params)
+    has_tokenizer = exists(path / "tokenizer.json")
     tokenizer = Tokenizer.from_file(path / "tokenizer.json") if has_tokenizer else None
     vectors, classifier = pooling.read(path), hf.read_classifier(path)
     return _Model(cfg, params, tokenizer, pooling=vectors, classifier=classifier)
@@ -319,11 +339,6 @@ def _ready(order: _Order, model: _Model, programs: KeptPrograms | None) -> Langu
     if order.place is not None:
         lm = order.place.model(cfg, params, model.tokenizer)
         return dataclasses.replace(lm, sampling=model.sampling, pooling=model.pooling)
-    if quantize is not None and not order.random:
-        from jaxllama.quantization.quantize import quantize_params
-
-        whole = cfg if grid is None else None  # its programs run on one device
-        params = quantize_params(params, quantize, cfg=whole, progress=order.progress)
     if grid is None and not order.exact:
         with working("laying out weights", show=order.progress and quantize is not None):
             params = lay_out(params, donate=True)
@@ -376,6 +391,25 @@ def _check_adapters(adapters: dict[str, str | Path], merge: bool, on_mesh: bool)
         raise JaxLlamaError(f"merge takes one adapter, and there are {len(adapters)}")
     if on_mesh and adapters and not merge:
         raise JaxLlamaError("adapters beside a mesh: only one, merged into the weights")
+
+
+def _rounded(
+    scheme: str | None, cfg: ModelConfig, keep: Place, place: Placement | None
+) -> tuple[Place, Callable[[generation.Params], generation.Params]]:
+    """Return (place, finish): what a loader calls with each parameter, and with the whole tree.
+
+    keep: ``keep(path, leaf)`` returns the tree's value of a parameter where there is no ``place``.
+    """
+    if place is not None:
+        place.fit(cfg)
+        return place, lambda params: params  # ``place.model`` finishes the tree
+    if scheme is None:
+        return keep, lambda params: params
+    from jaxllama.quantization.quantize import Rounder
+    from jaxllama.quantization.scheme import parse
+
+    put = Rounder(parse(scheme), keep, cfg)
+    return put, put.finish
 
 
 def _has_handlers(place: Placement | None, grid: Mesh | None, dtype: jnp.dtype) -> bool:

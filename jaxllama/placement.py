@@ -4,7 +4,8 @@
     place(path, leaf)                            the entry of the parameter tree
     place.model(cfg, params, tokenizer)          the LanguageModel
 
-The device quantizes a matrix first, if there is a scheme. The input table of a model with a
+The device quantizes a matrix first, if there is a scheme, as ``load`` does without a policy. The
+input table of a model with a
 separate head is only looked up, one row per token. Such a table therefore stays in host memory or
 on disk. It is on the device if all weights are.
 """
@@ -30,7 +31,8 @@ from jaxllama.offload.experts import ExpertBias, ExpertTensor, put_experts
 from jaxllama.offload.policy import Policy, Shares
 from jaxllama.offload.store import RowTable, Store, wait
 from jaxllama.offload.units import check_halves
-from jaxllama.quantization.scheme import parse, quantize_leaf, untie
+from jaxllama.quantization.quantize import Rounder, in_order
+from jaxllama.quantization.scheme import parse
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import Leaf, Params, ParamsDict, Tree
 from pallas_kernels.cpu import CpuWeight, prepare_tree, unavailable
@@ -77,6 +79,7 @@ class Placement:
         self.policy, self.dtype = policy, jnp.dtype(dtype)
         self.scheme = scheme_of(policy, scheme)
         self.recipe = parse(self.scheme or "none")
+        self.rounder = Rounder(self.recipe, self._put)
         if directory is None:
             directory = os.environ.get(DIRECTORY) or hub.cache_dir() / "offload"
         self.store = Store(directory)
@@ -86,16 +89,33 @@ class Placement:
         computes = policy.cpu_expert > 0 and not exact and unavailable() is None
         self.lays_out_experts = self.lays_out or computes
 
+    def fit(self, cfg: ModelConfig) -> None:
+        """Fit the grids of the parameters to come to their inputs, as ``Rounder`` does.
+
+        Raises JaxLlamaError if the policy does not fit the model.
+        """
+        self._checked(cfg)
+        self.rounder = Rounder(self.recipe, self._put, cfg)
+
+    def _checked(self, cfg: ModelConfig) -> ModelConfig:
+        """Return the config with the policy's sparsity, after checking that the policy fits it."""
+        if self.policy.attn_sparsity < 1:
+            cfg = cfg.replace(attn_sparsity=self.policy.attn_sparsity)
+        check_halves(cfg, self.policy)
+        return cfg
+
     def __call__(self, path: tuple[str, ...], leaf: Leaf) -> Tree:
         """Return the leaf at ``path``, an array or a quantized weight, stored where the policy puts
-        it.
+        it; None for one that ``model`` puts into the tree.
         """
-        if path == ("embed", "weight") and not isinstance(leaf, QTensor | CpuWeight):
-            return np.asarray(leaf)  # ``model`` places it, when it knows the head
-        return self._put(path, leaf)
+        return self.rounder(path, leaf)
 
     def _put(self, path: tuple[str, ...], leaf: Leaf) -> Tree:
-        leaf = quantize_leaf(path, leaf, self.recipe)
+        if path == ("embed", "weight") and not isinstance(leaf, QTensor | CpuWeight):
+            return np.asarray(leaf)  # ``model`` places it, when it knows the head
+        return self._store(path, leaf)
+
+    def _store(self, path: tuple[str, ...], leaf: Leaf) -> Tree:
         if self.policy.experts and path[0].startswith("layer_") and path[1:2] == ("mlp",):
             if path[2] in ("experts_gate_up", "experts_down"):
                 return self._put_experts(int(path[0].removeprefix("layer_")), path[-1], leaf)
@@ -138,29 +158,21 @@ class Placement:
                 name: walk(node.pop(name), (*path, name))
                 if isinstance(node[name], dict)
                 else self((*path, name), node.pop(name))
-                for name in list(node)
+                for name in (list(node) if path else in_order(node))
             }
 
         return walk(params, ())
 
     def model(self, cfg: ModelConfig, params: Params, tokenizer: Tokenizer | None) -> LanguageModel:
         """Return the LanguageModel of placed parameters."""
-        params = dict(params)
+        params = self.rounder.finish(params)
         path, table = ("embed", "weight"), params["embed"]["weight"]
         if isinstance(table, np.ndarray):
-            if cfg.tie_embeddings and "head" not in params:
-                params, self.recipe = untie(params, self.recipe)
-                if "head" in params:  # the table, and perhaps a bias
-                    head = params["head"]
-                    params["head"] = {**head, "weight": self._put(("head", "weight"), table)}
-            is_looked_up = "head" in params and self.recipe.of("embed") is None
-            if is_looked_up and self.policy.weights.device < 100:
+            if "head" in params and self.policy.weights.device < 100:
                 table = RowTable(self.store, table, self.policy.weights)
             else:
-                table = self._put(path, table)
+                table = self._store(path, table)
             params["embed"] = {**params["embed"], "weight": table}
-        if self.policy.attn_sparsity < 1:
-            cfg = cfg.replace(attn_sparsity=self.policy.attn_sparsity)
-        check_halves(cfg, self.policy)
+        cfg = self._checked(cfg)
         executor = Offloaded(self.policy, self.store)
         return LanguageModel(cfg, params, tokenizer, self.deterministic, executor=executor)

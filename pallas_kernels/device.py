@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from pallas_kernels.architecture import (
@@ -140,6 +142,19 @@ TABLES = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}  # by the device's
 _SHEET_SHARE = 0.9
 
 
+_planned_card: contextvars.ContextVar[str | None] = contextvars.ContextVar("_", default=None)
+
+
+@contextlib.contextmanager
+def planned_for(card: str) -> Iterator[None]:
+    """Within, ``gpu`` returns the facts of a card of the table, whatever the device is."""
+    token = _planned_card.set(card)
+    try:
+        yield
+    finally:
+        _planned_card.reset(token)
+
+
 def gpu() -> Gpu:
     """Return the facts of the device on which new arrays are placed.
 
@@ -148,6 +163,8 @@ def gpu() -> Gpu:
     CPU, for which kernels are lowered only, stands for an H200, or for the first card of
     ``JAXLLAMA_TARGET``.
     """
+    if (card := _planned_card.get()) is not None:
+        return _facts(card, "", None, None, None)
     device, target = device_of(()), asked_target()
     if device.platform != "gpu":
         return _facts((target or BY_NAME["sm_90"]).cards[0].name, "", None, None, target)
@@ -158,6 +175,14 @@ def gpu() -> Gpu:
         getattr(device, "shared_memory_per_block_optin", None),
         target,
     )
+
+
+def block_bytes(sizes: Iterable[int], barriers: int = 0) -> int:
+    """Return the bytes of shared memory that a launch takes for a block.
+
+    sizes: bytes of its arrays, which Mosaic GPU puts at multiples of 1,024.  barriers: their count.
+    """
+    return sum(-(-size // 1024) * 1024 for size in sizes) + 8 * barriers
 
 
 def lacking(*features: str) -> str | None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from jax.interpreters import mlir
 
 from pallas_kernels.architecture import asked_target
+from pallas_kernels.copies import refuse
 from pallas_kernels.jax_internals import func, ir  # pyright: ignore[reportPrivateImportUsage]
 
 if TYPE_CHECKING:
@@ -55,11 +56,13 @@ def lowered(
     module = ctx.module_context
     key = _key(jaxpr, module)
     if key is None:
+        refuse(name, jaxpr.jaxpr)
         return emit(ctx, *args)
     functions = module.cached_primitive_lowerings
     if key not in functions:
         kept = _kept.get(key)
         if kept is None:
+            refuse(name, jaxpr.jaxpr)
             kept = _function(ctx, args, emit)
             if kept is None:
                 return emit(ctx, *args)

@@ -24,17 +24,19 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.derivative import is_codes, is_float, linear_p
 from pallas_kernels.dispatch import KERNELS, Implementation, Plan, kind_of
-from pallas_kernels.jax_internals import Primitive, jaxpr_as_fun
+from pallas_kernels.jax_internals import Primitive, get_opaque_trace_state, jaxpr_as_fun
 from pallas_kernels.types import TreeDef
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from pallas_kernels.jax_internals import Value
 
 Leaves = Sequence[jax.Array]
+_Tree = TypeVar("_Tree")
 # The results of an op, a pytree.
 Out = TypeVar("Out")
 Out_co = TypeVar("Out_co", covariant=True)
@@ -90,7 +93,7 @@ class Op(Generic[Out_co]):
         leaves, tree = jax.tree.flatten(operands)
         if choice.implementation != "xla" and any(map(_is_explicitly_sharded, leaves)):
             choice = self.unsharded(choice)
-        return _apply(OpCall(self, choice, static, tree), *_equally_varying(leaves))
+        return _apply(OpCall(self, choice, static, tree), *equally_varying(leaves))
 
     def unsharded(self, choice: OpChoice) -> OpChoice:
         """Return the choice for operands over explicit axes, which no kernel takes.
@@ -224,22 +227,38 @@ def _apply_jvp(
     return out, jax.tree.unflatten(out_tree, d_outs)
 
 
-def _equally_varying(leaves: Leaves) -> Leaves:
-    """Make the operands vary over the same axes, as a ``shard_map`` that checks it wants them.
+def equally_varying(tree: _Tree) -> _Tree:
+    """Make all arrays vary over the same axes, as a ``shard_map`` that checks it wants them.
 
-    This stands outside of the derivative, where jax sums the gradient of one that did not vary.
+    An op's operands need it, and the initial carry of a loop.  It stands outside of the derivative,
+    where jax sums the gradient of one that did not vary.  Leaves that are no arrays stay.
     """
-    axes = [jax.typeof(x).manual_axis_type.varying for x in leaves]
-    return _varying(leaves, axes) if len(set(axes)) > 1 else leaves
+    leaves, structure = jax.tree.flatten(tree)
+    own = {
+        at: jax.typeof(x).manual_axis_type.varying
+        for at, x in enumerate(leaves)
+        if isinstance(x, jax.Array | np.ndarray)
+    }
+    union = frozenset[Hashable]().union(*own.values())
+    for at, axes in own.items():
+        if missing := tuple(union - axes):
+            leaves[at] = jax.lax.pcast(leaves[at], missing, to="varying")
+    return jax.tree.unflatten(structure, leaves)
 
 
-def _varying(leaves: Leaves, axes: Sequence[frozenset[Hashable]]) -> Leaves:
-    """Cast each operand that varies over ``axes[i]`` to vary over the axes of all."""
-    union = frozenset[Hashable]().union(*axes)
-    missing = [tuple(union - own) for own in axes]
-    return [
-        jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(leaves, missing, strict=True)
-    ]
+def is_traced() -> bool:
+    """Return whether the caller is inside of a trace, such as that of ``jit`` or ``vmap``.
+
+    Comparing jax's states is one check. Looking for tracers among parameters takes hundreds.
+    """
+    return get_opaque_trace_state() != _untraced()
+
+
+@functools.cache
+def _untraced() -> object:
+    """Return jax's state outside of any trace, which a new thread has."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(get_opaque_trace_state).result()
 
 
 def _is_explicitly_sharded(x: jax.Array) -> bool:

@@ -9,6 +9,7 @@ Lanes, each usable alone:
     pytest tests/kernels        on Python >= 3.12: the emulator runs the Mosaic kernels
     pytest -m gpu               on a GPU: the kernels themselves; with JAXLLAMA_TARGET=sm_80 those
                                 of older cards, and -rs names what has no form there
+    pytest -m plans             on a GPU: every plan of a product, in parts
     pytest -m slow PATH         minutes of evidence, a room at a time
     python -m tests.slow_lane PATH...    many rooms, a fresh process for each few tests
     python tests/faults.py      planted faults, when tests are removed or moved to slow (FAULTS.md)
@@ -88,6 +89,11 @@ LONG = [
 JAX = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
 HAS_EMULATOR = JAX >= (0, 11, 2)
 LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", help="i/n: the plans of one part (-m plans)")
+    parser.addoption("--runs", help="folder for a line of each plan that ran (-m plans)")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

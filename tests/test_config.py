@@ -215,3 +215,11 @@ def test_a_run_directory_of_the_last_version_has_its_model(cfg: ModelConfig) -> 
     assert ModelConfig.of(**of_last_version(keys)) == cfg
     with pytest.raises(JaxLlamaError, match="sum_norms"):
         ModelConfig.of(**of_last_version({**keys, "sum_norms": "mlp"}))
+
+
+def test_a_printed_config_has_a_line_for_each_option_of_its_own() -> None:
+    lines = str(load_config("granite-4.0-h-350m")).splitlines()
+    assert lines[:3] == ["name: granite-4.0-h-350m", "vocab_size: 100352", "d_model: 768"]
+    kinds = next(line for line in lines if line.startswith("layer_types"))
+    assert kinds.startswith("layer_types: 10 x ssm, attention, 2 x ssm, attention")
+    assert len(lines) < 20 and max(map(len, lines)) <= 120

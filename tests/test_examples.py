@@ -23,6 +23,7 @@ PRINTS = {
     "plain_llama": "The capital of France is",
     "generate": "Paris",
     "pure_functions": "lengths [8, 5]",
+    "batcher": "5 of 5 answers are those of the prompt alone",
     "new_layer": "remembered after 120 steps: 100% of the tokens",
     "quantize": "KL of w8a16 to float32: 0.00",
     "serve_and_call": "ended with status 0",

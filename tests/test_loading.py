@@ -23,7 +23,8 @@ import jaxllama as jl
 from benchmarks.loops import most_repeated, read_prompts
 from jaxllama.checkpoints.gguf import load as gguf_load
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.config import preset_sampling
+from jaxllama.checkpoints.hf.save import save
+from jaxllama.config import CheckpointForm, ExpertsConfig, preset_sampling
 from jaxllama.errors import SpeedWarning
 from jaxllama.executors.resident import ResidentDecoding
 from jaxllama.experiments import workloads
@@ -32,14 +33,18 @@ from jaxllama.generation import prefill
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import decoder
 from jaxllama.model.cache import init_cache
+from jaxllama.placement import Placement
+from jaxllama.quantization import random_params
 from jaxllama.quantization.quantize import quantize_params
+from jaxllama.quantization.scheme import SCHEMES, is_packed
 from pallas_kernels.cpu import CpuWeight, unavailable
 from pallas_kernels.dispatch import choices
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import QTensor, dequantize
 from tests.checkpoints.test_gguf import Tiny
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import slow
-from tests.helpers.models import LLAMA, tokens_of
+from tests.helpers.compiling import environment
+from tests.helpers.models import FAMILIES, HYBRIDS, LLAMA, tokens_of
 from tests.helpers.packed_cases import write_case
 from tests.helpers.seeded import seeded_params
 
@@ -362,3 +367,128 @@ def test_loops_are_counted_by_four_tokens() -> None:
     assert most_repeated([1, 2, 3, 4] * 6) == 6
     prompts = read_prompts()
     assert len(set(prompts)) == len(prompts) == 40 and all(prompts)
+
+
+# One way to quantize at load
+
+ROUNDED = LLAMA.replace(d_model=64, head_dim=16, d_ff=128, vocab_size=96, tie_embeddings=True)
+MIXTURE = ROUNDED.replace(
+    experts=ExpertsConfig(4, 2, 128), stored=CheckpointForm(family="mixtral"), tie_embeddings=False
+)
+EVERY_SCHEME = [
+    "w4a8-g32,down=w4a16-g32,head=w4a16-g32",
+    *slow(
+        "w4a16-g32,embed=w8a16",
+        *(name for name in SCHEMES if name != "fp8-static"),
+        "w8a16-g32-zero",
+        "w4a16-g32-sym",
+        "w4a8-fp8-g32",
+        "w8a8,down=w4a16,head=none",
+        "none,layer_1/*=w4a16-g32",
+    ),
+]
+
+
+def weights_of(params) -> dict[tuple[str, ...], np.ndarray]:
+    """All leaves as floats, by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_packed)
+    return {
+        tuple(key.key for key in path): np.asarray(
+            dequantize(leaf) if isinstance(leaf, QTensor) else leaf, np.float32
+        )
+        for path, leaf in leaves
+    }
+
+
+def check_one_way(folder, scheme, monkeypatch, meshes=("data=1,model=1",)):
+    """load(quantize) has the weights of quantize_params, on a mesh and under a policy too."""
+    lm = jl.load(folder, jnp.float32, scheme, exact=True)
+    want = weights_of(lm.params)
+    floats = jl.load(folder, jnp.float32).params
+    found = {"quantize_params": weights_of(quantize_params(floats, scheme, cfg=lm.config))}
+    for mesh in meshes:
+        divided = jl.load(folder, jnp.float32, scheme, mesh=mesh)
+        found[mesh] = weights_of(divided.executor.whole(lm.config, divided.params))
+    stored, store = {}, Placement._store
+
+    def recorded(self, path, leaf):
+        stored[path] = leaf
+        return store(self, path, leaf)
+
+    monkeypatch.setattr(Placement, "_store", recorded)
+    jl.load(folder, jnp.float32, scheme, exact=True, policy="100 0 100 0 100 0")
+    found["policy"] = {
+        path: own for path, leaf in stored.items() for own in weights_of({"": leaf}).values()
+    }
+    for name, got in found.items():
+        assert set(got) == set(want), name
+        for path, values in want.items():
+            np.testing.assert_array_equal(got[path], values, f"{name}: {path}")
+
+
+@pytest.mark.parametrize("scheme", EVERY_SCHEME)
+def test_a_scheme_gives_the_same_weights_on_a_mesh_and_under_a_policy(
+    scheme, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("JAXLLAMA_OFFLOAD_DIR", str(tmp_path))
+    save(tmp_path / "model", ROUNDED, seeded_params(ROUNDED))
+    check_one_way(tmp_path / "model", scheme, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cfg", [MIXTURE, FAMILIES["hybrid"], HYBRIDS["qwen3.5"]])
+def test_every_kind_of_layer_is_rounded_in_one_way(cfg, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXLLAMA_OFFLOAD_DIR", str(tmp_path))
+    save(tmp_path / "model", cfg, seeded_params(cfg))
+    check_one_way(
+        tmp_path / "model", "w4a16-g32,down=w8a16,o=w8a16,qkv=w8a16,qkvz=w8a16", monkeypatch
+    )
+
+
+@pytest.mark.slow
+def test_a_divided_model_has_the_weights_of_one_device(tmp_path):
+    save(tmp_path / "model", ROUNDED, seeded_params(ROUNDED))
+    program = f"""
+        from _pytest.monkeypatch import MonkeyPatch
+        from tests.test_loading import check_one_way
+        for scheme in ("w4a16-g32", "w4a8-g32", "fp8-block", "w8a8"):
+            with MonkeyPatch.context() as patch:
+                check_one_way({str(tmp_path / "model")!r}, scheme, patch, ["data=1,model=2"])
+    """
+    code = textwrap.dedent(program)
+    own = environment(2) | {"JAXLLAMA_OFFLOAD_DIR": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False, env=own
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"policy": [1, 2, 3]}, r"policy = \[1, 2, 3\]: expected a Policy, or its text"),
+        ({"mesh": [1, 2]}, r"mesh = \[1, 2\]: expected text such as 'data=1,model=4'"),
+        ({"quantize": 8}, "quantize = 8: expected text, such as 'w8a8'"),
+        ({"quantize": "w4a17"}, "w4a17' is not one of .* as in w4a16-sym"),
+        ({"adapters": ["a"]}, r"adapters = \['a'\]: expected a mapping of names to paths"),
+    ],
+)
+def test_arguments_of_another_type_are_named(options, said):
+    with pytest.raises(jl.JaxLlamaError, match=said):
+        jl.load("gla-340m", random=True, **options)
+
+
+@pytest.mark.parametrize("where", ["the host's memory", "the device's memory"])
+def test_memory_is_asked_before_weights_are_drawn(where, monkeypatch):
+    def drawn(*_, **__):
+        raise AssertionError("weights were drawn")
+
+    stats = {"bytes_limit": 3 * 10**9, "bytes_in_use": 10**9} if where[4] == "d" else None
+    device = SimpleNamespace(memory_stats=lambda: stats)
+    monkeypatch.setattr(random_params.jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(random_params, "available_memory", lambda: 2 * 10**9)
+    monkeypatch.setattr(random_params, "random_params", drawn)
+    with pytest.raises(jl.JaxLlamaError, match=r"llama-3.1-8b: .* 32.1 GB, and 2.0 GB of memory"):
+        jl.load("llama-3.1-8b", random=True)
+    with pytest.raises(jl.JaxLlamaError, match="weights need 6.1 GB, and 2.0 GB"):
+        jl.load("llama-3.1-8b", quantize="w4a16", random=True)

@@ -88,7 +88,8 @@ def few_rows_us(call: MatmulCall, turns: list[tuple[Any, QTensor]]) -> float | N
     if not plans:
         return None
     plan = min(plans, key=lambda plan: predict.kernel_us(plan, call))
-    return device_us(lambda x, w: few_rows.matmul(x, w, out_dtype=BF16, plan=plan), turns)
+    own = plan.divide(call)
+    return device_us(lambda x, w: few_rows.matmul(x, w, out_dtype=BF16, plan=own), turns)
 
 
 def row(scheme: str, m: int, n: int, k: int, count: int) -> tuple[str, bool, bool, bool]:

@@ -29,15 +29,16 @@ import numpy as np
 from jaxllama.checkpoints.folding import fold_rows
 from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.checkpoints.json_reader import JsonReader
-from jaxllama.checkpoints.safetensors import FLOATS, SafetensorsFile, parse_json, write
+from jaxllama.checkpoints.name_patterns import first_fitting
+from jaxllama.checkpoints.safetensors import FLOATS, SafetensorsFile, write
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.files import ADAPTER, read_json, short
 from jaxllama.model.param import TensorSource, piece_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Factors = dict[str, tuple[np.ndarray, ...]]
 
-_MAX_CONFIG = 1 << 22  # bytes; patterns for every layer of the largest models take 100 KB
 _MAX_RANK = 1 << 16
 # products that take adapters
 _PRODUCTS = ("qkv", "qkvz", "zxbcdt", "o", "gate_up", "up", "down", "q", "k", "v", "g")
@@ -71,7 +72,7 @@ _KNOWN = frozenset(
 )
 
 
-def read(directory: str | Path, cfg: ModelConfig) -> Factors:
+def read(directory: str | Path, cfg: ModelConfig, max_bytes: int | None = None) -> Factors:
     """Return the factors of an adapter, by the base checkpoint's tensor; see the module docstring.
 
     Parameters
@@ -80,6 +81,8 @@ def read(directory: str | Path, cfg: ModelConfig) -> Factors:
         The adapter's directory.
     cfg : ModelConfig
         Config of the base model.
+    max_bytes : int or None
+        Largest size of the weights' file.
 
     Returns
     -------
@@ -95,28 +98,33 @@ def read(directory: str | Path, cfg: ModelConfig) -> Factors:
     config = _read_config(directory)
     sources = products(cfg)
     with SafetensorsFile(directory / WEIGHTS) as file:
+        if max_bytes is not None and file.size > max_bytes:
+            raise file.error(f"more than {max_bytes} bytes")
         found: dict[str, dict[str, np.ndarray]] = {}
         for name, info in file.tensors.items():
             match = re.fullmatch(_TENSOR, name)
             if match is None:
-                raise file.error(f"tensor {name[:120]!r}: only lora_A and lora_B are supported")
+                raise file.error(f"tensor {short(name)}: only lora_A and lora_B are supported")
             module = match[1]
             for part in _TEXT_PARTS:
                 module = "model." + module[len(part) :] if module.startswith(part) else module
             if ".experts." in module:
-                raise file.error(f"tensor {name[:120]!r}: experts take no adapters")
+                raise file.error(f"tensor {short(name)}: experts take no adapters")
             if module not in sources:
                 raise file.error(
-                    f"tensor {name[:120]!r}: {cfg.name} has no such product in its layers"
+                    f"tensor {short(name)}: {cfg.name} has no such product in its layers"
                 )
             part = match[2] or "m"
             if info.dtype not in FLOATS or len(info.shape) != (1 if part == "m" else 2):
-                raise file.error(f"tensor {name!r}: {info.dtype}{list(info.shape)} is no factor")
+                raise file.error(
+                    f"tensor {short(name)}: {info.dtype}{list(info.shape)} is no factor"
+                )
             found.setdefault(module, {})[part] = file.read(name).astype(np.float32)
         if not found:
             raise file.error("there are no tensors in it")
+        scales = _scales(config, list(found))
         return {
-            sources[module].name: _factors(file, config, module, sources[module], pair)
+            sources[module].name: _factors(file, config, module, scales, sources[module], pair)
             for module, pair in found.items()
         }
 
@@ -139,6 +147,7 @@ def _factors(
     file: SafetensorsFile,
     config: JsonReader,
     module: str,
+    scales: dict[str, tuple[int, float]],
     source: TensorSource,
     pair: dict[str, np.ndarray],
 ) -> tuple[np.ndarray, ...]:
@@ -149,7 +158,7 @@ def _factors(
     if has_magnitudes != ("m" in pair):
         what = "is missing" if has_magnitudes else "is there, but use_dora is not set"
         raise file.error(f"{module}: lora_magnitude_vector {what}")
-    rank, scale = _scale(config, module)
+    rank, scale = scales[module]
     (out, width), (a, b) = source.shape, (pair["A"], pair["B"])
     if a.shape != (rank, width) or b.shape != (out, rank):
         other = ""
@@ -176,47 +185,40 @@ def _factors(
 
 def _read_config(directory: Path) -> JsonReader:
     path = directory / CONFIG
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(_MAX_CONFIG + 1)
-    except OSError as error:
-        raise JaxLlamaError(f"{path}: {error.strerror or error}") from None
-    if len(raw) > _MAX_CONFIG:
-        raise JaxLlamaError(f"{path}: more than {_MAX_CONFIG} bytes are no adapter's config")
-    reader = JsonReader(parse_json(raw, str(path)), f"{path}: ")
+    reader = JsonReader(read_json(path, ADAPTER), f"{path}: ")
     reader.get("peft_type")
     reader.check_keys(str(directory), "LoRA", _KNOWN, _FIXED, file=CONFIG)
-    _scale(reader, "")  # the scale's keys must be numbers, even without modules
     return reader
 
 
-def _scale(config: JsonReader, module: str) -> tuple[int, float]:
-    """Return (rank, multiplier of b) of a module."""
-    ranks, rank = _pattern(config, "rank_pattern", module)
-    alphas, alpha = _pattern(config, "alpha_pattern", module)
-    n = ranks.size(rank, 8, limit=_MAX_RANK)
-    divisor = n**0.5 if config.flag("use_rslora", False) else n
-    return n, alphas.number(alpha, 8.0) / divisor
+def _scales(config: JsonReader, modules: list[str]) -> dict[str, tuple[int, float]]:
+    """Return (rank, multiplier of b) of each module."""
+    ranks, alphas = (
+        _values(config, "rank_pattern", modules),
+        _values(config, "alpha_pattern", modules),
+    )
+    is_stabilised = config.flag("use_rslora", False)
+    scales: dict[str, tuple[int, float]] = {}
+    for module in modules:
+        (owner, key), (alpha_owner, alpha_key) = ranks[module], alphas[module]
+        rank = owner.size(key, 8, limit=_MAX_RANK)
+        alpha = alpha_owner.number(alpha_key, 8.0)
+        scales[module] = rank, alpha / (rank**0.5 if is_stabilised else rank)
+    return scales
 
 
-def _pattern(config: JsonReader, key: str, module: str) -> tuple[JsonReader, str]:
-    """Return (object, key) of a module's own value, or of the default.
-
-    As in PEFT the first pattern that fits decides: a regular expression for the whole name, or for
-    its end after a dot.
-    """
+def _values(config: JsonReader, key: str, modules: list[str]) -> dict[str, tuple[JsonReader, str]]:
+    """Return (object, key) of each module's own value, or of the default."""
     patterns = config.get(key, {})
     if not isinstance(patterns, dict):
         raise config.error(key, "expected an object of module to number")
     inner = JsonReader(patterns, f"{config.prefix}{key}.")
-    for pattern in patterns:
-        try:
-            fits = re.match(rf"(.*\.)?({pattern})$", module)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise inner.error(pattern[:80], f"no regular expression: {error}") from None
-        if fits:
-            return inner, pattern
-    return config, "r" if key == "rank_pattern" else "lora_alpha"
+    default = config, "r" if key == "rank_pattern" else "lora_alpha"
+    fitting = first_fitting(list(patterns), modules, inner.prefix)
+    return {
+        module: default if pattern is None else (inner, pattern)
+        for module, pattern in zip(modules, fitting, strict=True)
+    }
 
 
 def save(

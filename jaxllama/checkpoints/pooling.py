@@ -14,11 +14,13 @@ because the vectors would differ from the model's own.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Literal
 
+from jaxllama import files
+from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.errors import JaxLlamaError
+from jaxllama.files import exists, short
 
 FILE = "modules.json"
 PoolingMode = Literal["mean", "last", "cls", "max"]
@@ -59,35 +61,28 @@ def read(directory: Path) -> Pooling | None:
         Naming the file and the module or mode that is not supported.
     """
     path = directory / FILE
-    if not path.is_file():
+    if not exists(path):
         return None
-    modules = _parsed(path)
+    modules = files.parse_json(files.read(path, files.SETTINGS), str(path))
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise JaxLlamaError(f"{path}: expected a list of modules")
     kinds = [str(module.get("type")).rpartition(".")[2] for module in modules]
     if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
         supported = "Transformer, Pooling and Normalize are supported, in this order"
-        raise JaxLlamaError(f"{path}: modules {', '.join(kinds)}: {supported}")
-    config_path = directory / str(modules[1].get("path")) / "config.json"
-    if not config_path.resolve().is_relative_to(directory.resolve()):
+        raise JaxLlamaError(f"{path}: modules {short(', '.join(kinds))}: {supported}")
+    folder = JsonReader(modules[1], f"{path}: Pooling: ").text("path", "")
+    # A name with ".." or a slash in front leads elsewhere.
+    if Path(folder).is_absolute() or ".." in Path(folder).parts:
         raise JaxLlamaError(f"{path}: the Pooling module's path is outside of the directory")
-    if not config_path.is_file():
-        raise JaxLlamaError(f"{path}: there is no {config_path.relative_to(directory)}")
-    config = _parsed(config_path)
-    if not isinstance(config, dict):
-        raise JaxLlamaError(f"{config_path}: expected an object")
-    given = config.get("pooling_mode", [name for flag, name in _FLAGS.items() if config.get(flag)])
-    names = [given] if isinstance(given, str) else given
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in _MODES:
+    config_path = directory / folder / "config.json"
+    if not exists(config_path):
+        raise JaxLlamaError(f"{path}: there is no {short(str(Path(folder) / 'config.json'))}")
+    config = JsonReader(files.read_json(config_path, files.SETTINGS), f"{config_path}: ")
+    flags = [name for flag, name in _FLAGS.items() if config.flag(flag, False)]
+    given = config.get("pooling_mode", flags)
+    names = given if isinstance(given, list) else [given]
+    if len(names) != 1 or not isinstance(names[0], str) or names[0] not in _MODES:
         raise JaxLlamaError(
-            f"{config_path}: pooling_mode = {str(given)[:80]}: one of {', '.join(_MODES)} "
-            "is supported"
+            f"{config_path}: pooling_mode = {short(given)}: one of {', '.join(_MODES)} is supported"
         )
     return Pooling(_MODES[names[0]], "Normalize" in kinds)
-
-
-def _parsed(path: Path) -> object:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise JaxLlamaError(f"{path}: {error}") from None

@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.files import opened, parse_object, short
 from jaxllama.typing import JsonObject
 
 DTYPES = {
@@ -68,10 +69,7 @@ class SafetensorsFile:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        try:
-            self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
-        except OSError as error:
-            raise JaxLlamaError(f"{self.path}: {error.strerror or error}") from None
+        self._file = opened(self.path)
         try:
             self.size = os.fstat(self._file.fileno()).st_size
             self._read_header()
@@ -128,9 +126,9 @@ class SafetensorsFile:
             try:
                 count = os.preadv(self._file.fileno(), [view[done:]], offset + done)
             except OSError as error:
-                raise self.error(f"tensor {name!r}: {error.strerror or error}") from None
+                raise self.error(f"tensor {short(name)}: {error.strerror or error}") from None
             if count == 0:
-                raise self.error(f"tensor {name!r}: the file ended while it was read")
+                raise self.error(f"tensor {short(name)}: the file ended while it was read")
             done += count
 
     def _read_header(self) -> None:
@@ -146,7 +144,7 @@ class SafetensorsFile:
             )
         raw = np.empty(length, np.uint8)
         self._pread(raw, 8, "header")
-        header = parse_json(raw.tobytes(), f"{self.path}: header")
+        header = parse_object(raw.tobytes(), f"{self.path}: header")
         metadata = header.pop("__metadata__", {})
         self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
         data = 8 + length
@@ -155,25 +153,25 @@ class SafetensorsFile:
 
     def _entry(self, name: str, value: object, data: int) -> SafetensorsEntry:
         if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= set(value):
-            raise self.error(f"tensor {name!r}: needs dtype, shape and data_offsets")
+            raise self.error(f"tensor {short(name)}: needs dtype, shape and data_offsets")
         dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
         if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise self.error(f"tensor {name!r}: unknown dtype {dtype!r}")
+            raise self.error(f"tensor {short(name)}: unknown dtype {short(dtype)}")
         if not _naturals(shape) or len(shape) > 32:
-            raise self.error(f"tensor {name!r}: bad shape {_short(shape)}")
+            raise self.error(f"tensor {short(name)}: bad shape {short(shape)}")
         if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise self.error(f"tensor {name!r}: bad data_offsets {_short(offsets)}")
+            raise self.error(f"tensor {short(name)}: bad data_offsets {short(offsets)}")
         begin, end = offsets
         if data + end > self.size:
             raise self.error(
-                f"tensor {name!r}: its data would end at byte {_short(data + end)}, "
+                f"tensor {short(name)}: its data would end at byte {short(data + end)}, "
                 f"but the file has {self.size} (truncated?)"
             )
         nbytes = math.prod(shape) * DTYPES[dtype].itemsize
         if end - begin != nbytes:
             raise self.error(
-                f"tensor {name!r}: {end - begin} bytes of data, "
-                f"but {dtype} of shape {_short(shape)} needs {_short(nbytes)}"
+                f"tensor {short(name)}: {end - begin} bytes of data, "
+                f"but {dtype} of shape {short(shape)} needs {short(nbytes)}"
             )
         return SafetensorsEntry(name, tuple(shape), dtype, data + begin, nbytes)
 
@@ -181,9 +179,11 @@ class SafetensorsFile:
         at, previous = data, None
         for info in sorted(self.tensors.values(), key=lambda info: (info.offset, info.nbytes)):
             if info.offset < at:
-                raise self.error(f"tensor {info.name!r}: its data overlaps {previous!r}")
+                raise self.error(f"tensor {short(info.name)}: its data overlaps {short(previous)}")
             if info.offset > at:
-                raise self.error(f"tensor {info.name!r}: a gap of {info.offset - at} bytes before")
+                raise self.error(
+                    f"tensor {short(info.name)}: a gap of {info.offset - at} bytes before"
+                )
             at, previous = info.offset + info.nbytes, info.name
         if at != self.size:
             raise self.error(f"{self.size - at} bytes after the last tensor belong to none")
@@ -235,41 +235,5 @@ def _write_all(fd: int, view: memoryview) -> None:
         done += os.write(fd, view[done : done + 16 * CHUNK])
 
 
-def parse_json(raw: bytes, what: str) -> JsonObject:
-    """Return a JSON object without duplicate keys; JaxLlamaErrors begin with ``what``."""
-
-    def unique(pairs: list[tuple[str, object]]) -> JsonObject:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            seen: set[str] = set()
-            twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-            raise JaxLlamaError(f"{what}: the key {_short(twice)} is there twice")
-        return result
-
-    try:
-        value = json.loads(raw, object_pairs_hook=unique)
-    except JaxLlamaError:
-        raise
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else _one_line(error)
-        raise JaxLlamaError(f"{what}: not JSON: {reason}") from None
-    if not isinstance(value, dict):
-        raise JaxLlamaError(f"{what}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
-
-
 def _naturals(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
-
-
-def _short(value: object) -> str:
-    """Return a value for a message: one line of bounded length."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of more digits than Python prints
-        return "(a huge number)"
-    return text if len(text) <= 80 else text[:77] + "..."

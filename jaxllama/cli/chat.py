@@ -100,6 +100,7 @@ def converse(
             return
         if line == "/reset":
             messages = list(opening)
+            _note("a new conversation")
         elif re.fullmatch("/[a-z]*", line):
             _note(f"{line} is not a command; there are /reset and /exit, and /{line} says {line}")
         elif line:

@@ -167,6 +167,7 @@ def load(args: argparse.Namespace) -> LanguageModel:
     import dataclasses
 
     from jaxllama.loading import load
+    from jaxllama.model.cache import check_has_keys
 
     placed, sparsity = policy(args), getattr(args, "attn_sparsity", None)
     added = adapters(args)
@@ -182,11 +183,8 @@ def load(args: argparse.Namespace) -> LanguageModel:
         **source(args),
         **added,
     )
-    if "attention" not in lm.config.layer_types:
-        for flag in ("kv_dtype", "attn_sparsity"):
-            if getattr(args, flag, None) is not None:
-                name = "--" + flag.replace("_", "-")
-                raise JaxLlamaError(f"{name}: {lm.config.name} has no layer with keys and values")
+    asked = {"--kv-dtype": getattr(args, "kv_dtype", None), "--attn-sparsity": sparsity}
+    check_has_keys(lm.config, **asked)
     if lm.tokenizer is not None:
         lm.tokenizer.parse_special = getattr(args, "parse_special", False)
     if sparsity is not None:

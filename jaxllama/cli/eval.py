@@ -92,31 +92,38 @@ def run(args: argparse.Namespace) -> None:
     if args.replay is not None:
         return _replay(args)
     from jaxllama.evaluation import damage
-    from jaxllama.evaluation.perplexity import BATCH, perplexity
-    from jaxllama.evaluation.provenance import provenance
+    from jaxllama.evaluation.perplexity import BATCH, perplexity, window_and_stride
+    from jaxllama.evaluation.provenance import provenance, text_digest
 
     files = [args.text] if args.texts is None else sorted(args.texts.glob("*.txt"))
     texts = {path.stem: common.read_text(path) for path in files}
     lm, reference = common.load(args), None
-    origin = provenance(lm)
     if args.reference is not None:
         from jaxllama.loading import load
 
         mesh = common.mesh(args)
         reference = load(args.reference, args.dtype, mesh=mesh, exact=True, progress=True)
+    window, stride = window_and_stride(lm, args.window, args.stride, reference)
+    origin = provenance(
+        lm,
+        common.kv_dtype(args),
+        window=window,
+        stride=stride,
+        texts=[text_digest(text) for text in texts.values()],
+    )
     how: Options = {
         "reference": reference,
         "kv_dtype": common.kv_dtype(args),
         "progress": True,
     }
     if args.texts is not None:
-        scores = damage.damage(lm, texts, args.window, args.stride, **how)
+        scores = damage.damage(lm, texts, window, stride, **how)
         report = {"model": args.model, "provenance": origin, **scores}
         for path in args.report:
             damage.write(report, path)
         return common.show(args, report, lambda own: f"{_said(origin)}\n{damage.table(own)}")
     (text,) = texts.values()
-    report = perplexity(lm, text, args.window, args.stride, **how)
+    report = perplexity(lm, text, window, stride, **how)
     if args.json:
         return common.print_json({"model": args.model, "provenance": origin, **report})
     print(_said(origin))

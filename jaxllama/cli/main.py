@@ -15,6 +15,7 @@ command runs and not before, so ``--help`` answers at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import io
 import os
@@ -73,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            args = parser().parse_args(expanded(sys.argv[1:] if argv is None else argv))
+            words = sys.argv[1:] if argv is None else argv
+            args = parser().parse_args(expanded(words or ["--help"]))
             args.run(args)
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -91,12 +93,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}")
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, AssertionError) as error:
         # The device's allocator has no exception type of its own.
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             return _fail(f"out of memory: {error}")
+        if (reason := _missing_device()) is not None:
+            return _fail(reason)
         raise
     return 0
+
+
+def _missing_device() -> str | None:
+    """Return why jax has no device of the kind that JAX_PLATFORMS asks for; None if it has one."""
+    import jax
+
+    asked = jax.config.jax_platforms  # type: ignore[attr-defined]
+    with contextlib.suppress(RuntimeError, AssertionError):
+        jax.devices()
+        return None
+    return (
+        f"JAX_PLATFORMS = {asked!r}: jax finds no such device on this machine: unset it, set cpu, "
+        "or install the driver and jax's package for the device"
+    )
 
 
 def _command(argv: Sequence[str] | None) -> str:

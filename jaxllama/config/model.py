@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllama.config.attention import RopeConfig
 from jaxllama.config.layer import FeedConfig, LayerConfig, NormConfig
-from jaxllama.config.reader import check_types, nearest, requirement
+from jaxllama.config.reader import check_types, nearest, requirement, said_options
 from jaxllama.config.stored import CheckpointForm
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import JsonObject, Params
@@ -232,6 +232,12 @@ class ModelConfig:
         if self.mtp is None:
             raise JaxLlamaError(f"mtp_layers = 0: {self.name} has no head that drafts")
         return self.of_layers([self.mtp])
+
+    def __str__(self) -> str:
+        """Return a text for people: the options that have no default, or another value."""
+        said = dict(said_options(self.flat))
+        names = sorted(said, key=lambda name: name not in type(self.flat).__annotations__)
+        return "\n".join(f"{name}: {said[name]}" for name in names)
 
     def to_dict(self) -> JsonObject:
         """Return the flat keys as a nested dict of plain values."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import itertools
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -121,3 +122,23 @@ def requirement(config: Any, prefix: str = "") -> Callable[..., None]:
             require(False, prefix + key, value, why)
 
     return need
+
+
+def said_options(record: object) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of the options of a record that differ from their defaults."""
+    for field in dataclasses.fields(record):  # type: ignore[arg-type]
+        value = getattr(record, field.name)
+        make = field.default_factory
+        default = field.default if make is dataclasses.MISSING else make()
+        if value != default:
+            yield field.name, _said(value)
+
+
+def _said(value: object) -> str:
+    if dataclasses.is_dataclass(value):
+        return ", ".join(f"{name} {text}" for name, text in said_options(value))
+    if not isinstance(value, tuple):
+        return str(value)
+    runs = [(one, len(list(same))) for one, same in itertools.groupby(value)]
+    text = ", ".join(f"{count} x {one}" if count > 1 else str(one) for one, count in runs)
+    return text if len(text) <= 80 else f"{text[:77]}..."

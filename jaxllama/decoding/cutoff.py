@@ -35,7 +35,7 @@ def cutoff(
         return lax.platform_dependent(below, mass, enough, cuda=by_digits, default=by_halves)
 
     def no_cut(below: jax.Array, mass: jax.Array | None, enough: jax.Array) -> jax.Array:
-        return jnp.full(enough.shape, jnp.inf, jnp.float32)
+        return jnp.full_like(below[:, 0], jnp.inf)
 
     if is_used is True:
         return search(below, mass, enough)
@@ -56,7 +56,7 @@ def by_halves(below: jax.Array, mass: jax.Array | None, enough: jax.Array) -> ja
         reached = got >= enough
         return jnp.where(reached, low, middle + 1), jnp.where(reached, middle, high)
 
-    low = jnp.zeros(below.shape[:1], jnp.int32)
+    low = jnp.zeros_like(below[:, 0], jnp.int32)
     _, high = lax.fori_loop(0, 31, halve, (low, jnp.full_like(low, _INF_BITS)))
     return lax.bitcast_convert_type(high, jnp.float32)
 

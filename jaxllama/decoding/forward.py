@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import jax
@@ -28,7 +27,7 @@ from jaxllama.model.cache import Cache, Proposal
 from jaxllama.model.records import Hidden
 from jaxllama.parallel.sequence import sequence_shards
 from jaxllama.typing import Params, Tree
-from pallas_kernels.jax_internals import get_opaque_trace_state
+from pallas_kernels.transform import equally_varying, is_traced
 
 # Tokens, of all rows together, that a GPU's prefill takes through the model at once: enough for its
 # products at full speed, and 3 GB of activations for Llama-3.1-8B, 6 GB for 70B.
@@ -40,32 +39,27 @@ CPU_PREFILL_TOKENS = 512
 def donated(at: int, **static: Any) -> Callable[[Callable[..., Tree]], jax.stages.Wrapped]:
     """``jax.jit`` that donates argument ``at``, unless the call is made inside of a trace.
 
+    Inside of a ``shard_map`` all operands then vary over the same axes, as a loop's carry must.
+
     static: keyword arguments of ``jax.jit``.  ``lower`` and ``trace`` are the donating program's.
     """
 
     def decorate(function: Callable[..., Tree]) -> jax.stages.Wrapped:
-        keeping = jax.jit(function, **static)
+        @functools.wraps(function)
+        def varying(*args: Tree, **kwargs: Any) -> Tree:
+            return function(*equally_varying(args), **kwargs)
+
+        keeping = jax.jit(varying, **static)
         donating = jax.jit(function, donate_argnums=at, **static)
 
         @functools.wraps(function)
         def call(*args: Tree, **kwargs: Any) -> Tree:
-            is_traced = get_opaque_trace_state() != _untraced()
-            return (keeping if is_traced else donating)(*args, **kwargs)
+            return (keeping if is_traced() else donating)(*args, **kwargs)
 
         vars(call).update(lower=donating.lower, trace=donating.trace)
         return cast(jax.stages.Wrapped, call)
 
     return decorate
-
-
-@functools.cache
-def _untraced() -> object:
-    """Return jax's state outside of any trace, which a new thread has.
-
-    Comparing states is one check a step.  Looking for tracers among the parameters takes hundreds.
-    """
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(get_opaque_trace_state).result()
 
 
 def prefill_chunk(rows: int, width: int, mesh: Mesh | None = None) -> int | None:
@@ -191,7 +185,8 @@ def fill_hidden(
         return (cache, hidden.last(n_new, last), kept), None
 
     index = jnp.arange(n_chunks, dtype=jnp.int32)
-    (cache, last, kept), _ = lax.scan(one_chunk, (cache, Hidden(before), kept), (index, pieces))
+    first = equally_varying((cache, Hidden(before), kept))
+    (cache, last, kept), _ = lax.scan(one_chunk, first, (index, pieces))
     return last, cache, kept
 
 

@@ -44,6 +44,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from jaxllama.decoding.cutoff import cutoff
 from jaxllama.errors import JaxLlamaError
@@ -223,10 +224,14 @@ class SamplingParams:
     ) -> SamplingParams:
         """Stack the parameters of ``rows`` into arrays on the device.
 
-        seed: an int or a PRNG key, for rows without a seed of their own.  Rows that share a seed
-        share their noise: equal prompts then give equal texts.
+        seed: an int or a PRNG key, for rows without a seed of their own; it may be traced.  Rows
+        that share a seed share their noise: equal prompts then give equal texts.
         """
-        return jax.device_put(cls.on_host(rows, vocab_size, seed))
+        if not isinstance(seed, Tracer):
+            return jax.device_put(cls.on_host(rows, vocab_size, seed))
+        params = jax.device_put(cls.on_host(rows, vocab_size))
+        has_own = np.array([row.seed is not None for row in rows])[:, None]
+        return dataclasses.replace(params, key=jnp.where(has_own, params.key, _traced_key(seed)))
 
     @classmethod
     def on_host(
@@ -272,15 +277,28 @@ class SamplingParams:
 
 def _key_data(seed: int | jax.Array) -> np.ndarray:
     """uint32[2], the data of a threefry ``jax.random.key(seed)``; seeds may have 64 bits."""
-    if isinstance(seed, jax.Array) and (
-        seed.ndim or jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
-    ):
-        data = jax.random.key_data(seed) if seed.dtype != jnp.uint32 else seed
-        if data.shape != (2,):  # another generator's key: draw a threefry key from it
-            data = jax.random.bits(seed, (2,), jnp.uint32)
-        return np.asarray(data)
+    if isinstance(seed, jax.Array) and _is_key(seed):
+        return np.asarray(_traced_key(seed))
     bits = whole("seed", seed) % 2**64
     return np.array([bits >> 32, bits & 0xFFFFFFFF], np.uint32)
+
+
+def _is_key(seed: jax.Array) -> bool:
+    return seed.ndim > 0 or jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
+
+
+def _traced_key(seed: jax.Array) -> jax.Array:
+    """``_key_data`` of an array that may be traced: a key, or a whole number."""
+    if not _is_key(seed):
+        if not jnp.issubdtype(seed.dtype, jnp.integer):
+            raise JaxLlamaError(f"seed: {seed.dtype}: must be a whole number or a PRNG key")
+        # An arithmetic shift of the sign, as a number of 64 bits has it.
+        high = seed >> 32 if seed.dtype.itemsize == 8 else -(seed < 0).astype(jnp.int32)
+        return jnp.stack([high.astype(jnp.uint32), seed.astype(jnp.uint32)])
+    data = jax.random.key_data(seed) if seed.dtype != jnp.uint32 else seed
+    if data.shape != (2,):  # another generator's key: draw a threefry key from it
+        data = jax.random.bits(seed, (2,), jnp.uint32)
+    return data
 
 
 def _stack_bias(rows: Sequence[Sampling], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:

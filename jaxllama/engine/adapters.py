@@ -93,13 +93,10 @@ class AdapterSlots:
             If the directory is wrong, its rank or size is too large, or no slot is free.
         """
         with self._loading:
-            file = Path(path) / peft.WEIGHTS
             limit = HEADER + 4 * self._rank * sum(
                 sum(source.shape) for source in self._sources.values()
             )
-            if file.is_file() and file.stat().st_size > limit:
-                raise JaxLlamaError(f"{file}: more than {limit} bytes, of rank {self._rank}")
-            factors = peft.read(path, self._cfg)
+            factors = peft.read(path, self._cfg, limit)
             if any(len(parts) > 2 for parts in factors.values()):
                 raise JaxLlamaError(
                     f"{path}: a DoRA adapter cannot come later: load it with the model, or merge it"

@@ -50,7 +50,7 @@ from jaxllama.executors.offloaded.room import check_host
 from jaxllama.executors.offloaded.run import OffloadRun
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.lora import for_rows
-from jaxllama.text.rows import pad_rows, shapes_of
+from jaxllama.text.rows import pad_rows, shapes_of, short
 from jaxllama.typing import Jitted, Options, Tree
 
 GATHER = 0.05
@@ -70,14 +70,19 @@ def options_of(lm: LanguageModel, asked: Options) -> ResolvedOptions:
     for name, value in asked.items():
         if name not in OPTIONS and value is not None:
             why = "an engine of an offloaded model has no such option; leave it out"
-            if name == "max_slots":
+            if name == "draft":
+                why = (
+                    "rows join the block of an offloaded model one by one, and drafts begin with "
+                    "all of them: leave it out, or call generate(draft=)"
+                )
+            elif name == "max_slots":
                 why = (
                     f"with a policy the slots are the {policy.block_size} rows of its block: "
                     "set gpu_batch_size and num_gpu_batches there"
                 )
-            raise JaxLlamaError(f"{name} = {value!r}: {why}")
+            raise JaxLlamaError(f"{name} = {short(value)}: {why}")
     options = EngineOptions(**asked)
-    kv_dtype, chunk = executor.cache_options(options.kv_dtype, options.prefill_chunk, lm.dtype)
+    kv_dtype, chunk = executor.cache_options(cfg, options.kv_dtype, options.prefill_chunk, lm.dtype)
     options.check_context(cfg)
     max_len = options.max_len or cfg.max_position
     return ResolvedOptions(
@@ -145,7 +150,7 @@ class BlockScheduler(Scheduler):
         for name in filter(refused.__getitem__, refused):
             value = getattr(request, name)
             what = "no alternatives are kept" if name == "logprobs" else "no logits are masked"
-            raise JaxLlamaError(f"{name} = {value!r}: the model is offloaded, where {what}")
+            raise JaxLlamaError(f"{name} = {short(value)}: the model is offloaded, where {what}")
         width, capacity, _ = shapes_of([request.prompt], request.max_new_tokens)
         check_host(
             self._lm.config,

@@ -65,6 +65,9 @@ from jaxllama.typing import Params
 _log = logging.getLogger("jaxllama.serving")
 # Seconds that listeners wait at most, so that the next step reaches the device first.
 HAND_OVER = 0.005
+# Seconds of one step after which the engine counts as stalled. A step may compile a program. One of
+# an offloaded model may read all weights from a disk, for many rows.
+STALLED, STALLED_OFFLOADED = 600.0, 3600.0
 RECLAIM = 1.0  # seconds to wait for the end of a step, after which the step has freed slots itself
 
 
@@ -95,6 +98,9 @@ class Engine:
     ----------
     failure : str or None
         The error that ended the engine; None while it works.
+    stalled : str or None
+        Why the engine's thread counts as hung: a step takes more than ten minutes, or an hour if
+        the model is offloaded.
     on_step
         Called before each step with its input, on the engine's thread (``engine.lockstep``).
 
@@ -143,6 +149,7 @@ class Engine:
         self._stepping = threading.RLock()
         self._is_warm = False
         self._thread: threading.Thread | None = None
+        self._step_began: float | None = None  # by the engine's thread; None between steps
         self._listeners: list[Callable[[], None]] = []
 
     @property
@@ -349,6 +356,16 @@ class Engine:
         for listener in self._listeners:
             listener()
 
+    @property
+    def stalled(self) -> str | None:
+        """Why the engine's thread counts as hung, or None; may be read from any thread."""
+        began = self._step_began
+        seconds = 0.0 if began is None else time.monotonic() - began
+        most = STALLED if self.lm.executor.on_device else STALLED_OFFLOADED
+        if seconds <= most:
+            return None
+        return f"the engine hangs: its step has not ended for {seconds:.0f} s"
+
     # Steps
 
     def step(self) -> bool:
@@ -513,11 +530,14 @@ class Engine:
 
     def _loop(self) -> None:
         while self._inbox.wait_for_work(lambda: bool(self.live)):
+            self._step_began = time.monotonic()
             try:
                 self.step()
             except BaseException as error:  # a library's panic is not an Exception
                 self._fail(error)
                 return
+            finally:
+                self._step_began = None
             if not self.live:
                 self._inbox.wake()
 

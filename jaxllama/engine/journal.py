@@ -12,7 +12,8 @@ stay.
 Contract. The journal is SQLite in write-ahead mode. An entry survives kill -9 once ``accept`` has
 returned; a loss of power may lose the last moments. One process at a time uses a journal. Only the
 file's owner may read it, since it holds prompts and answers. A write that the disk refuses raises
-JournalUnavailable and changes nothing, so the caller can try again.
+JournalUnavailable and changes nothing, so the caller can try again. So does a damaged page, which
+stays damaged: ``is_damaged`` says so, and the next start refuses the file.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ FILE = "journal.sqlite"
 
 
 class JournalUnavailable(JaxLlamaError):
-    """The journal cannot be written, for example because the disk is full."""
+    """The journal cannot be used, for example because the disk is full.
+
+    is_damaged: whether trying again is in vain.
+    """
+
+    is_damaged = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +94,14 @@ class Journal:
             )
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute("COMMIT")
+            [found] = self._db.execute("PRAGMA quick_check(1)").fetchone()
+            if found != "ok":
+                raise JaxLlamaError(f"--state {folder}: {_damage(path)}")
         except (OSError, sqlite3.Error) as error:
-            raise JaxLlamaError(f"--state {folder}: {error}") from None
+            raise JaxLlamaError(f"--state {folder}: {reason(error, path)}") from None
 
     def accept(self, id: str, kind: str, at: int, body: str, owner: str = "") -> None:
-        with _writing():
+        with self._using("written"):
             self._db.execute(
                 "INSERT INTO calls (id, kind, created, body, owner) VALUES (?, ?, ?, ?, ?)",
                 (id, kind, at, body, owner),
@@ -103,7 +112,7 @@ class Journal:
 
         A journal that keeps bodies drops and deletes nothing.
         """
-        with _writing():
+        with self._using("written"):
             body = "" if self._keeps_bodies else ", body = ''"
             self._db.execute(
                 f"UPDATE calls SET answer = ?{body} WHERE id = ? AND answer IS NULL", (answer, id)
@@ -118,7 +127,7 @@ class Journal:
 
     def check_writable(self) -> None:
         """Write one page, as a test that the disk has room for it."""
-        with _writing():
+        with self._using("written"):
             [version] = self._db.execute("PRAGMA user_version").fetchone()
             self._db.execute(f"PRAGMA user_version = {(version + 1) % 2**16}")
 
@@ -128,7 +137,8 @@ class Journal:
             "SELECT id, kind, created, body, owner FROM calls "
             "WHERE id IS NOT NULL AND answer IS NULL ORDER BY number"
         )
-        return [Entry(*row) for row in self._db.execute(query)]
+        with self._using("read"):
+            return [Entry(*row) for row in self._db.execute(query)]
 
     def answered(self) -> Generator[tuple[Entry, str]]:
         """Yield the bodies that were kept with their answers, oldest first."""
@@ -136,17 +146,50 @@ class Journal:
             "SELECT id, kind, created, body, owner, answer FROM calls "
             "WHERE answer IS NOT NULL AND body != '' ORDER BY number"
         )
-        for *entry, answer in self._db.execute(query):
-            yield Entry(*entry), answer
+        with self._using("read"):
+            for *entry, answer in self._db.execute(query):
+                yield Entry(*entry), answer
 
     def find(self, id: str) -> JournalAnswer | None:
         """Return the answer with this id; None for an unknown id."""
         query = "SELECT coalesce(answer, ''), kind, owner FROM calls WHERE id = ?"
-        row = self._db.execute(query, (id,)).fetchone()
+        with self._using("read"):
+            row = self._db.execute(query, (id,)).fetchone()
         return None if row is None else JournalAnswer(*row)
 
     def close(self) -> None:
         self._db.close()
+
+    @contextlib.contextmanager
+    def _using(self, done: str) -> Generator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            why = reason(error, Path(self.folder) / FILE)
+            unavailable = JournalUnavailable(f"the journal cannot be {done}: {why}")
+            unavailable.is_damaged = _code(error) in _DAMAGED
+            raise unavailable from None
+
+
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def _code(error: Exception) -> int:
+    """Return SQLite's code for an error, without its details."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def reason(error: Exception, path: Path) -> str:
+    """Return why a database or a file cannot be used, and what to do."""
+    if _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return "another server uses this folder; give each server a folder of its own"
+    if _code(error) in _DAMAGED:
+        return _damage(path)
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _damage(path: Path) -> str:
+    return f"{path} is damaged: restore it, or move it away, and start the server again"
 
 
 def _make_private(path: Path) -> None:
@@ -157,11 +200,3 @@ def _make_private(path: Path) -> None:
     os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     for file in path.parent.glob(f"{path.name}*"):
         file.chmod(0o600)
-
-
-@contextlib.contextmanager
-def _writing() -> Generator[None]:
-    try:
-        yield
-    except sqlite3.OperationalError as error:
-        raise JournalUnavailable(f"the journal cannot be written: {error}") from None

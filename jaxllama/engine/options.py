@@ -20,7 +20,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import DraftPlan
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.executor import DETERMINISTIC_ROWS
-from jaxllama.model.cache import cache_dtype_name, init_pages
+from jaxllama.model.cache import cache_dtype_name, check_has_keys, init_pages
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
 from jaxllama.text.rows import chunk_widths, default_chunk, powers_of, short
@@ -147,10 +147,10 @@ class EngineOptions:
             value = getattr(self, field.name)
             if field.type == "bool":
                 if not isinstance(value, bool):
-                    raise JaxLlamaError(f"{field.name} = {value!r}: must be true or false")
+                    raise JaxLlamaError(f"{field.name} = {short(value)}: must be true or false")
             elif field.type == "float":
                 if isinstance(value, bool) or not isinstance(value, (int, float)):
-                    raise JaxLlamaError(f"{field.name} = {value!r}: must be a number")
+                    raise JaxLlamaError(f"{field.name} = {short(value)}: must be a number")
             elif field.name in ("kv_dtype", "draft", "draft_tokens"):
                 continue
             elif not (value is None and field.default is None):
@@ -158,7 +158,7 @@ class EngineOptions:
                 least = {"max_len": 2, "lora_slots": 0}.get(field.name, 1)
                 if isinstance(value, bool) or not isinstance(value, int) or value < least:
                     raise JaxLlamaError(
-                        f"{field.name} = {value!r}: must be a whole number >= {least}"
+                        f"{field.name} = {short(value)}: must be a whole number >= {least}"
                     )
         if not 0 < self.memory_share <= 1:
             raise JaxLlamaError(f"memory_share = {self.memory_share}: must be in (0, 1]")
@@ -206,6 +206,7 @@ class EngineOptions:
             For sizes that contradict each other.
         """
         self.check_context(cfg)
+        check_has_keys(cfg, kv_dtype=self.kv_dtype)
         on_cpu = jax.default_backend() == "cpu"
         kv_dtype = self.kv_dtype or default_cache_dtype(dtype, jax.local_devices()[0])
         more = draft_config(cfg, self.draft)

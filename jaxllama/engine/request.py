@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
+from jaxllama.text.rows import short
 from jaxllama.typing import JsonObject
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
@@ -149,9 +150,9 @@ class Request:
             if isinstance(value, bool | np.integer):
                 object.__setattr__(self, name, value := int(value))
             if not isinstance(value, kind):
-                raise JaxLlamaError(f"{name} = {value!r}: must be {_named(kind)}")
+                raise JaxLlamaError(f"{name} = {short(value)}: must be {_named(kind)}")
         if not all(isinstance(text, str) for text in self.stop):
-            raise JaxLlamaError(f"stop = {self.stop!r}: must be strings")
+            raise JaxLlamaError(f"stop = {short(self.stop)}: must be strings")
         if not self.prompt:
             raise JaxLlamaError("the prompt is empty")
         if self.max_new_tokens < 1:

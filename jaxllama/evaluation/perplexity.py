@@ -149,7 +149,7 @@ def predictions(
     if len(ids) < 2:
         raise JaxLlamaError(f"the text has {len(ids)} tokens: at least 2 are needed")
     models = [lm] if reference is None else [lm, reference]
-    kv_dtype, _ = lm.executor.cache_options(kv_dtype, None, None)
+    kv_dtype, _ = lm.executor.cache_options(lm.config, kv_dtype, None, None)
     if kv_dtype is None and lm.config.attn_sparsity < 1:
         kv_dtype = lm.dtype
     rows, parts = [], list(_windows(ids, window, stride))

@@ -52,7 +52,7 @@ from jaxllama.planner.cost import (
     predict,
 )
 from jaxllama.planner.fitting import Calibration
-from jaxllama.planner.solve import solve
+from jaxllama.planner.solve import check_fits, solve
 from jaxllama.planner.trial import Watch, start_run, timed_step
 from jaxllama.typing import JsonObject
 from pallas_kernels.qtensor import packed_bytes
@@ -116,6 +116,7 @@ def run(
     settings = PlannerSettings(dtype, kv_dtype, scheme)
     limits = MemoryLimits(*_limits(device_bytes, host_bytes, disk_bytes))
     if policy is None:
+        check_fits(cfg, base, task, limits, settings)
         policy = resident(cfg, task, limits, settings, base)
     costs = calibrate(
         cfg,

@@ -10,7 +10,7 @@ An executor holds no parameters.  Each call passes them; the executor knows wher
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
@@ -24,7 +24,7 @@ from jaxllama.decoding.rows import Report
 from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.kept import KeptPrograms
 from jaxllama.model.records import Hidden
-from jaxllama.typing import Params
+from jaxllama.typing import ArrayOrNumpy, Params
 
 # Rows of the program that decodes every batch of a deterministic model.
 DETERMINISTIC_ROWS = 32
@@ -134,12 +134,26 @@ class Executor(Protocol):
         """Every parameter in one piece, to be saved.  Raises JaxLlamaError if it cannot be."""
         ...
 
+    @property
+    def arrangement(self) -> str | None:
+        """Where the parameters are, as text: a policy or a mesh; None for one device."""
+        ...
+
+    def leaves(self, params: Params) -> Iterator[tuple[str, ArrayOrNumpy]]:
+        """Yield (path, array) of every parameter, one at a time; a part of several has several."""
+        ...
+
     def cache_options(
-        self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: DTypeLike | None
+        self,
+        cfg: ModelConfig,
+        kv_dtype: DTypeLike | None,
+        chunk: int | None,
+        dtype: DTypeLike | None,
     ) -> tuple[Any, int | None]:
         """(cache's dtype, chunk) for the user's values; dtype: the cache's default.
 
-        Raises JaxLlamaError if the executor has fixed values and the user's differ from them.
+        Raises JaxLlamaError if the executor has fixed values and the user's differ from them, or
+        if the model has no keys and values that ``kv_dtype`` could be of.
         """
         ...
 

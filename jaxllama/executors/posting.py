@@ -21,6 +21,7 @@ from jaxllama.parallel.mesh import MODEL_AXIS, mesh_of
 from jaxllama.typing import Params
 from pallas_kernels.matmul.sums import can_post
 from pallas_kernels.qtensor import QTensor, RowBlocks
+from pallas_kernels.transform import is_traced
 
 Place = tuple[str, str, str]  # layer, part of it, linear layer
 
@@ -31,7 +32,7 @@ def posting(cfg: ModelConfig, params: Params, rows: int) -> Params:
     The sums of every decode step are posted in the order of the layers.  Parallel blocks and mixers
     side by side are left to collectives, because their products do not wait for each other.
     """
-    mesh = mesh_of(params)
+    mesh = None if is_traced() else mesh_of(params)
     if rows != 1 or mesh is None or mesh.shape[MODEL_AXIS] == 1:
         return params
     if any(layer.form.name in ("parallel", "beside", "shared") for layer in cfg.layers):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -40,13 +40,13 @@ from jaxllama.executors.posting import posting
 from jaxllama.executors.prompts import start, start_in_pieces
 from jaxllama.kept import signature
 from jaxllama.model import decoder, verification
-from jaxllama.model.cache import Cache, cache_dtype_name, init_cache
+from jaxllama.model.cache import Cache, cache_dtype_name, check_has_keys, init_cache
 from jaxllama.model.layout import lay_out
 from jaxllama.model.records import Hidden
 from jaxllama.model.shardings import gather_params
 from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import mesh_of, traced_mesh
-from jaxllama.typing import Jitted, Params, Tree
+from jaxllama.typing import ArrayOrNumpy, Jitted, Params, Tree
 from pallas_kernels.rows import greedy
 
 
@@ -76,9 +76,24 @@ class Resident:
             return params
         return gather_params(cfg, params, self.mesh.shape[MODEL_AXIS])
 
+    @property
+    def arrangement(self) -> str | None:
+        if self.mesh is None:
+            return None
+        return "mesh " + ",".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
+
+    def leaves(self, params: Params) -> Iterator[tuple[str, ArrayOrNumpy]]:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            yield jax.tree_util.keystr(path), leaf
+
     def cache_options(
-        self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: DTypeLike | None
+        self,
+        cfg: ModelConfig,
+        kv_dtype: DTypeLike | None,
+        chunk: int | None,
+        dtype: DTypeLike | None,
     ) -> tuple[Any, int | None]:
+        check_has_keys(cfg, kv_dtype=kv_dtype)
         return dtype if kv_dtype is None else cache_dtype_name(kv_dtype), chunk
 
     def check_drafts(self, deterministic: bool) -> None:

@@ -1,7 +1,7 @@
 """An experiment's TOML file: checked whole, and expanded into points.
 
     title = "Schemes by perplexity"      # heading of the table
-    workload = "quality"                 # quality | speed | train | offload | learn
+    workload = "quality"                 # quality | speed | train | offload | serve | learn
     seeds = [0, 1, 2]                    # a point is measured once a seed; the spread is the noise
     [models.tiny]                        # models without a preset: configs/models' keys
     [settings]                           # the workload's; a list is an axis of the grid

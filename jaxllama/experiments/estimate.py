@@ -30,6 +30,7 @@ from jaxllama.experiments.settings import (
     LearnSettings,
     OffloadSettings,
     QualitySettings,
+    ServeSettings,
     Settings,
     SpeedSettings,
     TrainSettings,
@@ -39,6 +40,7 @@ from jaxllama.loading import enable_compilation_cache
 from jaxllama.typing import Options, Tree
 
 STEPS = 2  # decode or training steps that are timed
+PROMPTS = 20  # of a kind in configs/texts/drafts.jsonl
 WARM = 2  # uncounted runs of ``bench.decode`` for each measurement
 # options of the speed measurement in "quality"
 BENCH: Options = {"prompt_tokens": 16, "runs": 5, "context": SHORT, "chunk": None}
@@ -115,6 +117,12 @@ def _speed(experiment: Experiment, settings: SpeedSettings) -> Duration:
     lm = workloads.speed_model(experiment, settings, 0)
     jax.block_until_ready(lm.params)
     making = time.perf_counter() - begun
+    if settings.draft is not None:
+        piece = dataclasses.replace(settings, runs=1)
+        run = functools.partial(workloads.drafted, experiment, piece, lm, 0, prompts=1)
+        cold, warm = _seconds(run), _seconds(run)
+        later = making + PROMPTS * settings.runs * warm
+        return Duration(max(0.0, cold - warm) + later, later)
     found = _bench(
         lm,
         batch=settings.batch,
@@ -170,17 +178,31 @@ def _offload(experiment: Experiment, settings: OffloadSettings) -> Duration:
     settings = dataclasses.replace(settings, random=True)
     begun = time.perf_counter()
     lm, prompts = workloads.offload_task(experiment, settings, 0)
+    how: Options = {
+        "kv_dtype": workloads.kv_dtype(settings.kv_dtype),
+        **workloads.drafting(experiment, settings, lm, 0),
+    }
     making = time.perf_counter() - begun
-    dtype = workloads.kv_dtype(settings.kv_dtype)
     tokens = min(1 + STEPS, settings.new_tokens)
 
     def generate(new_tokens: int) -> float:
-        return _seconds(lambda: lm.generate(prompts, new_tokens, kv_dtype=dtype))
+        return _seconds(lambda: lm.generate(prompts, new_tokens, **how))
 
     cold, prefill, warm = generate(tokens), generate(1), generate(tokens)
     step = max(0.0, warm - prefill) / (tokens - 1)
     later = making + 3 * prefill + 2 * (settings.new_tokens - 1) * step
     return Duration(max(0.0, cold - warm) + later, later)
+
+
+def _serve(experiment: Experiment, settings: ServeSettings) -> Duration:
+    """Return the time from that of as many requests as there are slots."""
+    few = min(settings.requests, settings.slots)
+    piece = dataclasses.replace(settings, random=True, requests=few)
+    begun = time.perf_counter()
+    found = workloads.serve(experiment, piece, 0, Path())
+    making = time.perf_counter() - begun - found["seconds"]
+    seconds = making + 2 * found["seconds"] * settings.requests / few  # the first run compiles
+    return Duration(seconds, seconds)
 
 
 def _train(experiment: Experiment, settings: TrainSettings) -> Duration:
@@ -245,6 +267,7 @@ _DURATIONS: dict[type, Callable[..., Duration]] = {
     QualitySettings: _quality,
     SpeedSettings: _speed,
     OffloadSettings: _offload,
+    ServeSettings: _serve,
     TrainSettings: _train,
     LearnSettings: _learn,
 }

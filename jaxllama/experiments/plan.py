@@ -29,6 +29,7 @@ from jaxllama.experiments.settings import (
     LearnSettings,
     OffloadSettings,
     QualitySettings,
+    ServeSettings,
     SpeedSettings,
     TrainSettings,
 )
@@ -159,10 +160,12 @@ def cost(experiment: Experiment, point: Point) -> PointCost | None:
     )
 
 
-def _decode(settings: SpeedSettings | OffloadSettings) -> tuple[int, int, int]:
+def _decode(settings: SpeedSettings | OffloadSettings | ServeSettings) -> tuple[int, int, int]:
     """Return (tokens in the cache, rows, number of runs)."""
     if isinstance(settings, SpeedSettings):
         return settings.context, settings.batch, settings.runs + 2
+    if isinstance(settings, ServeSettings):
+        return settings.prompt_tokens, settings.slots, -(-settings.requests // settings.slots)
     return settings.prompt_tokens, settings.batch, 3
 
 

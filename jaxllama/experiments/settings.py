@@ -1,7 +1,8 @@
 """The settings of each workload: frozen dataclasses that refuse invalid values.
 
     quality   QualitySettings     speed   SpeedSettings     offload   OffloadSettings
-    train     TrainSettings, around ``training.TrainConfig``             learn     LearnSettings
+    serve     ServeSettings       learn   LearnSettings
+    train     TrainSettings, around ``training.TrainConfig``
 
 Contract: a field's type and ``__post_init__`` check everything that can be checked without loading
 anything. Messages name the key.
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 Method = Literal["rtn", "awq", "gptq", "smoothquant"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 KVDtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "fp8"]
-Workload = Literal["quality", "speed", "train", "offload", "learn"]
+Workload = Literal["quality", "speed", "train", "offload", "serve", "learn"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,8 @@ class ModelSettings:
 
     model: a preset, a name under ``[models]`` (random weights), a directory, a .gguf or a hub id.
     random: use random weights of the preset's shape and fetch nothing. scheme: as for ``--scheme``,
-    "none" for floats. method: how its codes are found.
+    "none" for floats. method: how its codes are found. attn_sparsity: share of the attention
+    weights that decoding keeps (FlexGen, arXiv 2303.06865).
     """
 
     model: str
@@ -45,11 +47,31 @@ class ModelSettings:
     scheme: str = "none"
     method: Method = "rtn"
     kv_dtype: KVDtype | None = None
+    attn_sparsity: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 0 < self.attn_sparsity <= 1:
+            raise JaxLlamaError(f"attn_sparsity = {self.attn_sparsity}: must be in (0, 1]")
         recipe = parse(self.scheme)
         if self.method != "rtn":
             check_method(recipe, self.method)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftSettings(ModelSettings):
+    """A draft: "ngram", "mtp", "layers=N" (the model's own first layers), or a model's name.
+
+    draft_tokens: tokens of a draft; 0 adapts the number.
+    """
+
+    draft: str | None = None
+    draft_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, "draft_tokens", 0)
+        if self.draft_tokens and self.draft is None:
+            raise JaxLlamaError(f"draft_tokens = {self.draft_tokens}: needs a draft")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +81,8 @@ class QualitySettings(ModelSettings):
     The text is scored in windows, as in ``jaxllama eval``. The default reference is the same model
     in floats. calibration: the text for methods and static schemes, by default the shipped one;
     ``calibration_samples`` windows of ``calibration_window`` tokens are used. decode_tokens: if
-    positive, also time the decoding of this many tokens in one row.
+    positive, also time the decoding of this many tokens in one row. policy: offload the model, but
+    not the reference.
     """
 
     text: str
@@ -70,9 +93,16 @@ class QualitySettings(ModelSettings):
     calibration_samples: int = 32
     calibration_window: int = 512
     decode_tokens: int = 0
+    policy: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.policy is not None:
+            Policy.parse(self.policy)
+            if self.calibrated:
+                raise JaxLlamaError("policy: codes that a text decides are not offloaded")
+            if self.decode_tokens:
+                raise JaxLlamaError("policy: decode_tokens is without one; see workload offload")
         for key in ("window", "max_tokens", "calibration_window"):
             at_least(self, key, 2)
         at_least(self, "calibration_samples", 1)
@@ -86,11 +116,12 @@ class QualitySettings(ModelSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SpeedSettings(ModelSettings):
-    """Settings of ``bench.run``.
+class SpeedSettings(DraftSettings):
+    """Settings of ``bench.run``, or with a draft of ``evaluation.speed.drafts``.
 
     context: tokens in every row when decoding begins. chunk: tokens of a prompt that are prefilled
-    at once.
+    at once. With a draft one row continues the texts of configs/texts/drafts.jsonl by
+    ``new_tokens``; batch, context and prompt_tokens are not read.
     """
 
     batch: int = 1
@@ -115,7 +146,7 @@ class SpeedSettings(ModelSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OffloadSettings(ModelSettings):
+class OffloadSettings(DraftSettings):
     """Generation under an offloading ``policy``, which is text for ``offload.policy.Policy``."""
 
     policy: str
@@ -129,6 +160,32 @@ class OffloadSettings(ModelSettings):
             at_least(self, key, least)
         no_calibration(self)
         Policy.parse(self.policy)
+        if self.draft is not None and self.draft.startswith("layers="):
+            raise JaxLlamaError(
+                f"draft = {self.draft!r}: the layers are offloaded, and a draft lies on the device"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeSettings(DraftSettings):
+    """A queue of random prompts over ``slots`` rows (``experiments.serving``).
+
+    batching: "continuous", where a prompt takes the slot of an answer that has ended, or "whole",
+    where a batch holds its slots until its longest answer has ended. new_tokens: the longest
+    answer; lengths are drawn evenly from 1 on.
+    """
+
+    batching: Literal["continuous", "whole"] = "continuous"
+    requests: int = 32
+    slots: int = 8
+    prompt_tokens: int = 32
+    new_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("requests", "slots", "prompt_tokens", "new_tokens"):
+            at_least(self, key, 1)
+        no_calibration(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,7 +245,12 @@ class LearnSettings:
 
 
 Settings: TypeAlias = (
-    QualitySettings | SpeedSettings | OffloadSettings | LearnSettings | TrainSettings
+    QualitySettings
+    | SpeedSettings
+    | OffloadSettings
+    | ServeSettings
+    | LearnSettings
+    | TrainSettings
 )
 FACTS = "facts"
 BIBLE = "bible"
@@ -198,6 +260,7 @@ SETTINGS: dict[str, type] = {
     "quality": QualitySettings,
     "speed": SpeedSettings,
     "offload": OffloadSettings,
+    "serve": ServeSettings,
     "learn": LearnSettings,
 }
 

@@ -26,7 +26,9 @@ from jaxllama.config import ModelConfig, load_config, preset_names
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.perplexity import perplexity
 from jaxllama.evaluation.speed.decode import run as run_bench
+from jaxllama.evaluation.speed.drafts import run as run_drafts
 from jaxllama.evaluation.speed.harness import timed
+from jaxllama.experiments import serving
 from jaxllama.experiments.config import Experiment
 from jaxllama.experiments.settings import (
     BIBLE,
@@ -37,6 +39,7 @@ from jaxllama.experiments.settings import (
     ModelSettings,
     OffloadSettings,
     QualitySettings,
+    ServeSettings,
     Settings,
     SpeedSettings,
     TrainSettings,
@@ -48,13 +51,14 @@ from jaxllama.loading import (
     is_random_preset,
     load,
 )
+from jaxllama.model.cache import check_has_keys
 from jaxllama.quantization import calibration
 from jaxllama.quantization.pipeline import calibrate
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import random_params
 from jaxllama.quantization.scheme import parse
 from jaxllama.text.tokenizer import Tokenizer
-from jaxllama.typing import JsonObject
+from jaxllama.typing import JsonObject, Options
 from pallas_kernels.qtensor import tree_bytes
 
 if TYPE_CHECKING:
@@ -72,6 +76,8 @@ _PROCESS = (
     "compiled_from_cache",
     "ceiling_gigabytes_per_second",
 )
+PROMPT_BYTES = 512  # at least those of the longest prompt in configs/texts/drafts.jsonl
+_DRAFTS, _LAYERS = ("ngram", "mtp"), "layers="  # drafts that are no model's name
 _LAST = 0.05  # share of the last steps whose mean is the final loss
 
 
@@ -88,7 +94,8 @@ def quality(experiment: Experiment, settings: QualitySettings, seed: int, room: 
         kv_dtype=cache,
         max_tokens=settings.max_tokens,
     )
-    results = {**report, "weight_megabytes": tree_bytes(lm.params) / 1e6}
+    nbytes = sum(tree_bytes(leaf) for _, leaf in lm.executor.leaves(lm.params))
+    results = {**report, "weight_megabytes": nbytes / 1e6}
     if settings.decode_tokens:
         fast = dataclasses.replace(lm, exact=False)  # as ``load`` returns it
         speed = run_bench(fast, prompt_tokens=16, new_tokens=settings.decode_tokens, kv_dtype=cache)
@@ -103,9 +110,14 @@ def quality_models(
 
     calibrated: find the codes by the point's method, not by rounding to nearest.
     """
-    plain = _model(experiment, dataclasses.replace(settings, scheme="none", method="rtn"), seed)
+    floats = dataclasses.replace(
+        settings, scheme="none", method="rtn", kv_dtype=None, attn_sparsity=1.0
+    )
+    plain = _model(experiment, floats, seed)
     lm = plain
-    if calibrated:
+    if settings.policy is not None:
+        lm = _placed(plain, settings.policy, settings.scheme)
+    elif calibrated:
         source = settings.calibration
         sample = (
             calibration.DEFAULT_TEXT.read_text(encoding="utf-8")
@@ -122,17 +134,55 @@ def quality_models(
     elif settings.scheme != "none":
         params = quantize_params(plain.params, settings.scheme, cfg=plain.config)
         lm = dataclasses.replace(plain, params=params)
+    lm = _sparse(lm, settings)
     if settings.reference is None:
         return lm, plain
-    other = dataclasses.replace(
-        settings, model=settings.reference, scheme="none", method="rtn", kv_dtype=None
+    return lm, _model(experiment, dataclasses.replace(floats, model=settings.reference), seed)
+
+
+def _placed(plain: LanguageModel, policy: str, scheme: str) -> LanguageModel:
+    """Return a resident model under a policy, with the weights that ``load`` would give it."""
+    from jaxllama.offload.policy import Policy
+    from jaxllama.placement import Placement
+
+    place = Placement(
+        Policy.parse(policy), plain.dtype, None if scheme == "none" else scheme, exact=plain.exact
     )
-    return lm, _model(experiment, other, seed)
+    place.fit(plain.config)
+    params = place.tree(jax.tree.map(np.asarray, plain.params))
+    return place.model(plain.config, params, plain.tokenizer)
+
+
+def _sparse(lm: LanguageModel, settings: ModelSettings) -> LanguageModel:
+    """Return the model with the settings' sparsity."""
+    if settings.attn_sparsity == 1:
+        return lm
+    check_has_keys(lm.config, attn_sparsity=settings.attn_sparsity)
+    config = lm.config.replace(attn_sparsity=settings.attn_sparsity)
+    return dataclasses.replace(lm, config=config)
+
+
+def draft_of(
+    experiment: Experiment,
+    settings: SpeedSettings | OffloadSettings | ServeSettings,
+    lm: LanguageModel,
+    seed: int,
+) -> str | LanguageModel | None:
+    """Return the draft of a point, as ``generate`` takes it."""
+    name = settings.draft
+    if name is None or name in _DRAFTS:
+        return name
+    if name.startswith(_LAYERS):
+        return lm.first_layers(int(name.removeprefix(_LAYERS)))
+    other = dataclasses.replace(settings, model=name, scheme="none", attn_sparsity=1.0)
+    return _model(experiment, other, seed)
 
 
 def speed(experiment: Experiment, settings: SpeedSettings, seed: int, room: Path) -> Results:
     """Return the report of ``bench.run``, and the weights' bytes."""
     lm = speed_model(experiment, settings, seed)
+    if settings.draft is not None:
+        return drafted(experiment, settings, lm, seed)
     report = run_bench(
         lm,
         batch=settings.batch,
@@ -153,6 +203,32 @@ def speed(experiment: Experiment, settings: SpeedSettings, seed: int, room: Path
     }
 
 
+def drafted(
+    experiment: Experiment,
+    settings: SpeedSettings,
+    lm: LanguageModel,
+    seed: int,
+    prompts: int | None = None,
+) -> Results:
+    """Return the mean over the kinds of prompts of ``drafts.run``.
+
+    prompts: number of prompts of a kind; all by default.
+    """
+    report = run_drafts(
+        lm,
+        draft_of(experiment, settings, lm, seed) or "ngram",
+        settings.draft_tokens,
+        new_tokens=settings.new_tokens,
+        runs=settings.runs,
+        kv_dtype=kv_dtype(settings.kv_dtype),
+        chunk=settings.chunk,
+        prompts=prompts,
+    )
+    kinds = report["kinds"].values()
+    names = ("plain_tokens_per_second", "tokens_per_second", "speedup", "accepted_per_pass")
+    return {name: statistics.mean(kind[name] for kind in kinds) for name in names}
+
+
 def speed_model(experiment: Experiment, settings: SpeedSettings, seed: int) -> LanguageModel:
     """Return the point's model.
 
@@ -162,6 +238,8 @@ def speed_model(experiment: Experiment, settings: SpeedSettings, seed: int) -> L
     lm = _model(experiment, settings, seed)
     if is_random(experiment, settings):
         need = max(settings.prompt_tokens + 1, settings.context + settings.new_tokens)
+        if settings.draft is not None:
+            need = PROMPT_BYTES + settings.new_tokens  # their tokenizer has a token a byte
         longest = max(need, lm.config.max_position)
         lm = dataclasses.replace(lm, config=lm.config.replace(max_position=longest))
     return lm
@@ -246,10 +324,13 @@ def offload(experiment: Experiment, settings: OffloadSettings, seed: int, room: 
     Prefill is included, as in FlexGen's figures. No row stops before ``new_tokens``.
     """
     lm, prompts = offload_task(experiment, settings, seed)
+    how: Options = {
+        "kv_dtype": kv_dtype(settings.kv_dtype),
+        **drafting(experiment, settings, lm, seed),
+    }
 
     def seconds(new_tokens: int) -> float:
-        cache_dtype = kv_dtype(settings.kv_dtype)
-        return timed(lambda: lm.generate(prompts, new_tokens, kv_dtype=cache_dtype))[1]
+        return timed(lambda: lm.generate(prompts, new_tokens, **how))[1]
 
     seconds(settings.new_tokens)  # compiles
     prefill, whole = seconds(1), seconds(settings.new_tokens)
@@ -263,6 +344,40 @@ def offload(experiment: Experiment, settings: OffloadSettings, seed: int, room: 
     }
 
 
+def drafting(
+    experiment: Experiment, settings: OffloadSettings | ServeSettings, lm: LanguageModel, seed: int
+) -> Options:
+    """Return the arguments of ``generate`` for the point's draft."""
+    draft = draft_of(experiment, settings, lm, seed)
+    return {} if draft is None else {"draft": draft, "draft_tokens": settings.draft_tokens}
+
+
+def serve(experiment: Experiment, settings: ServeSettings, seed: int, room: Path) -> Results:
+    """Measure a queue of random prompts whose answers have different lengths."""
+    lm, prompts, lengths = serve_task(experiment, settings, seed)
+    return serving.serve(
+        lm,
+        prompts,
+        lengths,
+        slots=settings.slots,
+        batching=settings.batching,
+        kv_dtype=kv_dtype(settings.kv_dtype),
+        **drafting(experiment, settings, lm, seed),
+    )
+
+
+def serve_task(
+    experiment: Experiment, settings: ServeSettings, seed: int
+) -> tuple[LanguageModel, list[list[int]], list[int]]:
+    """Return the model without stop tokens, random prompts, and the lengths of their answers."""
+    lm = _model(experiment, settings, seed)
+    lm = dataclasses.replace(lm, config=lm.config.replace(eos_token_ids=()))
+    rng = np.random.default_rng(seed)
+    shape = (settings.requests, settings.prompt_tokens)
+    lengths = rng.integers(1, settings.new_tokens + 1, settings.requests).tolist()
+    return lm, rng.integers(0, lm.config.vocab_size, shape).tolist(), lengths
+
+
 def offload_task(
     experiment: Experiment, settings: OffloadSettings, seed: int
 ) -> tuple[LanguageModel, list[list[int]]]:
@@ -270,6 +385,8 @@ def offload_task(
     from jaxllama.offload.policy import Policy
 
     policy = Policy.parse(settings.policy)
+    if settings.attn_sparsity < 1:
+        policy = policy.also(attn_sparsity=settings.attn_sparsity)
     lm = _model(experiment, settings, seed, policy)
     lm = dataclasses.replace(lm, config=lm.config.replace(eos_token_ids=()))
     rng = np.random.default_rng(seed)
@@ -304,6 +421,7 @@ WORKLOADS: dict[str, Function] = {
     "speed": speed,
     "train": train,
     "offload": offload,
+    "serve": serve,
 }
 OF_SEEDS = {"learn": learn}  # workloads that measure several seeds at once
 
@@ -342,9 +460,12 @@ def _models(experiment: Experiment, settings: Settings) -> list[str]:
     if is_random(experiment, settings) and model_config(experiment, settings) is None:
         raise JaxLlamaError(_no_preset(experiment, settings.model))
     reference: str | None = getattr(settings, "reference", None)
+    draft: str | None = getattr(settings, "draft", None)
+    if draft is not None and (draft in _DRAFTS or draft.startswith(_LAYERS)):
+        draft = None
     names = {
         name
-        for name in (settings.model, reference)
+        for name in (settings.model, reference, draft)
         if name is not None and name not in experiment.models
     }
     if settings.random:
@@ -410,7 +531,8 @@ def _model(
     if not is_random(experiment, settings):
         path = experiment.find(settings.model)
         source = path if path.exists() else settings.model
-        return load(source, settings.dtype, scheme, policy=policy, exact=exact)
+        lm = load(source, settings.dtype, scheme, policy=policy, exact=exact)
+        return lm if isinstance(settings, QualitySettings) else _sparse(lm, settings)
     enable_compilation_cache()
     cfg = model_config(experiment, settings)
     if cfg is None:
@@ -419,7 +541,8 @@ def _model(
     tokenizer, key = Tokenizer.byte_level(), jax.random.key(seed)
     if policy is None:
         params = random_params(cfg, key, dtype, scheme)
-        return LanguageModel(cfg, params, tokenizer, exact=exact)
+        lm = LanguageModel(cfg, params, tokenizer, exact=exact)
+        return lm if isinstance(settings, QualitySettings) else _sparse(lm, settings)
     from jaxllama.placement import Placement
 
     place = Placement(policy, dtype, scheme)

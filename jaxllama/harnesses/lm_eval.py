@@ -98,13 +98,10 @@ class JaxLlamaLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        text = self.tokenizer.apply_chat_template(
-            chat_history, add_generation_prompt=add_generation_prompt
+        # Without a beginning, the answer goes on behind the last message.
+        return self.tokenizer.apply_chat_template(
+            chat_history, continue_final_message=not add_generation_prompt
         )
-        if add_generation_prompt:
-            return text
-        last = chat_history[-1]["content"].rstrip()  # the answer goes on behind it
-        return text[: text.rindex(last) + len(last)]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         return (self.tokenizer.chat_template or "") if chat_template else None

@@ -70,7 +70,7 @@ class LocalModel:
         **options: Any,
     ) -> None:
         self.lm, self.name = lm, name
-        facts = provenance(lm)
+        facts = provenance(lm, options.get("kv_dtype"))
         del facts["digest"]  # it leaves out the engine's promise
         self.origin: JsonObject = {**facts, "engine_deterministic": deterministic}
         origin = json.dumps(self.origin, sort_keys=True)

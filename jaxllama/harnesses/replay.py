@@ -61,7 +61,8 @@ def replay(lm: LanguageModel, state: Path, ids: Sequence[str] = ()) -> ReplayRep
     deterministic = bool(recorded["engine_deterministic"])
     name = json.loads(chosen[0][0].body)["model"]
     different: list[str] = []
-    with LocalModel(lm, name, deterministic=deterministic) as model:
+    cache = recorded.get("kv_dtype")  # missing in older folders
+    with LocalModel(lm, name, deterministic=deterministic, kv_dtype=cache) as model:
         for kind, url in PATHS.items():
             own = [(entry, answer) for entry, answer in chosen if entry.kind == kind]
             answers = model.post_all(url, [json.loads(entry.body) for entry, _ in own])

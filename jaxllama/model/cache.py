@@ -141,10 +141,25 @@ def init_cache(
         raise JaxLlamaError(
             f"cache dtype {name!r} is not a float, {', '.join(QUANTIZED_CACHE)} or fp8"
         )
+    check_has_keys(cfg, **{f"cache dtype {name!r}": name in QUANTIZED_CACHE})
     widths = _widths(cfg, name, mesh)
     if mesh is not None:
         return _init_on_mesh(cfg, widths, batch, max_len, name, mesh)()
     return _empty(cfg.layers, widths, batch, max_len, name)
+
+
+def check_has_keys(cfg: ModelConfig, **asked: object) -> None:
+    """Raise JaxLlamaError naming an option of keys and values for a model that has none.
+
+    asked: options by name; None and False are not asked for.
+    """
+    if "attention" in cfg.layer_types:
+        return
+    for name, value in asked.items():
+        if value is not None and value is not False:
+            raise JaxLlamaError(
+                f"{name}: {cfg.name} has no layer with keys and values: leave it out"
+            )
 
 
 def cache_dtype_name(dtype: DTypeLike) -> str:

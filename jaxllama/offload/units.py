@@ -12,6 +12,7 @@ from typing import Literal
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.model.cache import check_has_keys
 from jaxllama.offload.policy import Policy
 from jaxllama.typing import Params, ParamsDict
 
@@ -49,6 +50,14 @@ class ModelUnit:
 
 def check_halves(cfg: ModelConfig, policy: Policy) -> None:
     """Raise JaxLlamaError for a policy that splits a layer if both halves read the same stream."""
+    check_has_keys(
+        cfg,
+        **{
+            "policy: attn_sparsity": cfg.attn_sparsity < 1,
+            "policy: cpu_attention": policy.cpu_attention,
+            "policy: compress_cache": policy.compress_cache,
+        },
+    )
     is_parallel = any(layer.form.name == "parallel" for layer in cfg.layers)
     for name, halves in (
         ("sep_layer", policy.sep_layer),

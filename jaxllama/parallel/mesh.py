@@ -123,6 +123,10 @@ def mesh_sizes(shape: str | Mapping[str, int] | Mesh) -> tuple[int, ...]:
         shape = _parse(shape)
     elif isinstance(shape, Mesh):
         shape = dict(shape.shape)
+    if not isinstance(shape, Mapping):
+        raise JaxLlamaError(
+            f"mesh = {shape!r}: expected text such as 'data=1,model=4', a mapping of it, or a Mesh"
+        )
     for axis, size in shape.items():
         if axis not in AXES:
             raise JaxLlamaError(f"mesh: axis {axis!r} is not one of {', '.join(AXES)}")

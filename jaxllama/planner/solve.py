@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -26,6 +27,7 @@ import numpy as np
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.offload.policy import PERCENTAGES, Policy
+from jaxllama.offload.units import check_halves
 from jaxllama.planner.cost import (
     KINDS,
     LANES,
@@ -57,29 +59,24 @@ def solve(
     base: the options that are not searched: overlap, sep_layer, compression, sparsity, and
         attention on the CPU if it is set.
 
-    Raises JaxLlamaError if no policy fits.
+    Raises JaxLlamaError if no policy fits, or the base does not fit the model.
     """
     base = Policy() if base is None else base
+    check_fits(cfg, base, task, limits, settings)
     moving = dataclasses.replace(base, cpu_attention=False)
-
-    def variants(policy: Policy) -> Iterator[Policy]:
-        if not base.cpu_attention:
-            yield policy
-        if policy.cache.device < 100 and "attention" in cfg.layer_types:
-            on_host = 100 - policy.cache.device
-            yield dataclasses.replace(policy, cache_host=on_host, cpu_attention=True)
-
     best: tuple[float, Policy] | None = None
     for size, count in itertools.product(_BATCH_SIZES, _BATCHES):
         if size * count > 2 * task.rows and (size, count) != (1, 1):
             continue
         policy = dataclasses.replace(moving, gpu_batch_size=size, num_gpu_batches=count)
+        if _least_device(cfg, base, policy, task, settings) > (limits.device or math.inf):
+            continue  # before programs are compiled to know their bytes
         programs = program_bytes(cfg, policy, task, settings)
         found = itertools.chain(
             _candidates(cfg, policy, costs, task, limits, settings, programs),
             one_by_one(cfg, policy, expert_use, costs, task, limits, settings),
         )
-        for candidate in itertools.chain.from_iterable(map(variants, found)):
+        for candidate in itertools.chain.from_iterable(_variants(cfg, base, one) for one in found):
             if not limits.allow(need_of(cfg, candidate, task, settings, programs)):
                 continue
             rate = predict(cfg, candidate, costs, task, settings).tokens_per_second
@@ -94,6 +91,48 @@ def solve(
             f"{need.device / 1e9:.3f} GB on the device and {need.disk / 1e9:.3f} GB of disk"
         )
     return best[1]
+
+
+def check_fits(
+    cfg: ModelConfig,
+    base: Policy | None,
+    task: Task,
+    limits: MemoryLimits,
+    settings: PlannerSettings,
+) -> None:
+    """Raise JaxLlamaError if the device is too small for one row, or the base for the model.
+
+    Nothing is measured or compiled.
+    """
+    base = Policy() if base is None else base
+    check_halves(cfg, base)
+    one = dataclasses.replace(base, cpu_attention=False, gpu_batch_size=1, num_gpu_batches=1)
+    least = _least_device(cfg, base, one, task, settings)
+    if limits.device is not None and least > limits.device:
+        raise JaxLlamaError(
+            f"no policy fits: even one row with everything on disk needs {least / 1e9:.3f} GB on "
+            f"the device, and the limit is {limits.device / 1e9:g} GB"
+        )
+
+
+def _variants(cfg: ModelConfig, base: Policy, policy: Policy) -> Iterator[Policy]:
+    """Yield the policy, and with attention on the CPU if the base allows or asks for it."""
+    if not base.cpu_attention:
+        yield policy
+    if policy.cache.device < 100 and "attention" in cfg.layer_types:
+        on_host = 100 - policy.cache.device
+        yield dataclasses.replace(policy, cache_host=on_host, cpu_attention=True)
+
+
+def _least_device(
+    cfg: ModelConfig, base: Policy, policy: Policy, task: Task, settings: PlannerSettings
+) -> float:
+    """Return at most the bytes that the device needs for these batches, without programs'."""
+    if cfg.experts is not None:  # experts that lie one by one need less than a layer
+        return 0
+    nothing = _with_shares(policy, (0,) * 6)
+    needs = (need_of(cfg, one, task, settings, 0) for one in _variants(cfg, base, nothing))
+    return min((need.device for need in needs), default=0)
 
 
 def _candidates(

@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxllama.config import AttentionConfig, LayerConfig, ModelConfig, configs_dir
 from jaxllama.errors import JaxLlamaError
@@ -106,8 +107,12 @@ def windows(tokenizer: Tokenizer | None, text: str, window: int, samples: int) -
     return rows[np.round(chosen).astype(int)]
 
 
-def embed(cfg: ModelConfig, params: Params, tokens: np.ndarray) -> list[jax.Array]:
+def embed(
+    cfg: ModelConfig, params: Params, tokens: np.ndarray, dtype: DTypeLike | None = None
+) -> list[jax.Array]:
     """Return the residual stream before the first block, in batches of at most ``BATCH`` rows.
+
+    dtype: that of the activations; by default the one of the last norm.
 
     Raises JaxLlamaError for a model whose layers share weights.
     """
@@ -119,8 +124,9 @@ def embed(cfg: ModelConfig, params: Params, tokens: np.ndarray) -> list[jax.Arra
     count = -(-len(tokens) // BATCH)
     size = -(-len(tokens) // count)
     table = {"embed": params["embed"]}
+    name = (activation_dtype(params) if dtype is None else jnp.dtype(dtype)).name
     return [
-        _embed(cfg, table, jnp.asarray(tokens[first : first + size]), activation_dtype(params).name)
+        _embed(cfg, table, jnp.asarray(tokens[first : first + size]), name)
         for first in range(0, len(tokens), size)
     ]
 

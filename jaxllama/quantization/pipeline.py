@@ -34,7 +34,6 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import LayerConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
-from jaxllama.progress import working
 from jaxllama.quantization import awq, smoothquant
 from jaxllama.quantization.calibration import InputStats, advance, embed, observe
 from jaxllama.quantization.gptq import gptq
@@ -48,7 +47,6 @@ from jaxllama.typing import JsonObject, Leaf, Params, ParamsDict
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import CODES
 
-_RANDOM_TOKENS = 128  # tokens of a row
 _FEW = 16  # number of tokens that an expert's statistics need
 METHODS = ("rtn", "awq", "gptq", "smoothquant")
 
@@ -134,7 +132,7 @@ def calibrate(
             f"{cfg.name}: {sum(is_quantized)} weights are already quantized; calibrate floats"
         )
     params, recipe = untie(params, recipe)
-    run = _Run(recipe, method, scale_dtype, measure)
+    run = Run(recipe, method, scale_dtype, measure)
     names = [f"layer_{index}" for index in range(cfg.n_layers)]
     out, report = dict(params), []
     if "weight" in params["embed"] and recipe.of("embed") is not None:
@@ -171,48 +169,13 @@ def calibrate(
     return out, report
 
 
-def round_model(
-    cfg: ModelConfig,
-    params: Params,
-    recipe: Recipe,
-    scale_dtype: DTypeLike | None = None,
-    progress: bool = False,
-) -> ParamsDict:
-    """Round a model to nearest without a text, with grids fitted to the inputs of random tokens.
-
-    Random tokens show too which inputs of a weight are large, and that a few exceed all others
-    together (massive activations, arXiv 2402.17762). SmolLM2-135M in w4a16 has a KL of 0.21, and
-    0.30 with grids that ignore the inputs.
-    """
-    length = min(_RANDOM_TOKENS, cfg.max_position)
-    tokens = np.random.default_rng(0).integers(cfg.vocab_size, size=(4, length), dtype=np.int32)
-    total = sum(
-        leaf.nbytes
-        for name, part in params.items()
-        if name.startswith("layer_")
-        for leaf in jax.tree.leaves(part)
-    )
-    with working(f"quantizing to {recipe.text}", total, progress) as advance:
-        done, _ = calibrate(
-            cfg,
-            params,
-            tokens,
-            recipe,
-            "rtn",
-            scale_dtype=scale_dtype,
-            measure=False,
-            progress=advance,
-        )
-    return done
-
-
 def _stored_hidden(work: QuantizeWork | None, name: str) -> list[jax.Array]:
     assert work is not None
     return work.hidden(name)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
+class Run:
     """The settings that all layers share."""
 
     recipe: Recipe

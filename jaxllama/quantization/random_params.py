@@ -26,10 +26,12 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
 from jaxllama.model.param import Path
 from jaxllama.model.params import param_table
 from jaxllama.model.shardings import computed_leaf
 from jaxllama.model.split import check_groups
+from jaxllama.offload.store import available_memory
 from jaxllama.parallel.mesh import MODEL_AXIS, expert_groups
 from jaxllama.progress import working
 from jaxllama.quantization.quantize import quantize_params
@@ -77,9 +79,7 @@ def random_params(
     """
     if mesh is not None:
         check_groups(cfg, mesh.shape[MODEL_AXIS], expert_groups(mesh))
-    shapes = param_shapes(cfg, dtype)
-    if scheme is not None:
-        shapes = jax.eval_shape(functools.partial(quantize_params, scheme=scheme), shapes)
+    shapes = _shapes(cfg, dtype, scheme)
     flat = jax.tree_util.tree_leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, QTensor))
     leaves = {tuple(entry.key for entry in path): leaf for path, leaf in flat}
     # The table's order fixes the random numbers; leaves that a scheme adds follow.
@@ -97,6 +97,25 @@ def random_params(
             jax.block_until_ready(value)
             bar(tree_bytes(leaves[path]))
     return params
+
+
+def check_memory(cfg: ModelConfig, dtype: DTypeLike, scheme: str | None) -> None:
+    """Raise JaxLlamaError if one device has too little memory for the weights."""
+    stats = jax.local_devices()[0].memory_stats()
+    free = stats["bytes_limit"] - stats["bytes_in_use"] if stats else available_memory()
+    need = tree_bytes(_shapes(cfg, dtype, scheme))
+    if free is not None and need > free:
+        raise JaxLlamaError(
+            f"{cfg.name}: its weights need {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory "
+            "are free: quantize them, or offload them with a policy"
+        )
+
+
+def _shapes(cfg: ModelConfig, dtype: DTypeLike, scheme: str | None) -> Params:
+    shapes = param_shapes(cfg, dtype)
+    if scheme is None:
+        return shapes
+    return jax.eval_shape(functools.partial(quantize_params, scheme=scheme), shapes)
 
 
 def param_shapes(cfg: ModelConfig, dtype: DTypeLike = jnp.float32) -> Params:

@@ -249,7 +249,10 @@ def _scheme(text: str) -> Scheme | None:
         None,
     )
     if base is None:
-        raise JaxLlamaError(f"scheme {text!r} is not one of {', '.join(SCHEMES)}, none")
+        raise JaxLlamaError(
+            f"scheme {text!r} is not one of {', '.join(SCHEMES)}, none; those of 4 bits and w8a16 "
+            "take -gN, -zero and -sym, as in w4a16-sym"
+        )
     scheme = _BASES[base]
     if scheme.is_format and text != base:
         raise JaxLlamaError(f"scheme {text!r}: {base} fixes its groups and has no zero points")

@@ -19,20 +19,34 @@ import functools
 import json
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers import decoders, models
 from tokenizers import pre_tokenizers as pre
 
+from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.errors import JaxLlamaError
-from jaxllama.text.prompt_text import ChatPrompt, PlainSpelling, Spellings
+from jaxllama.files import (
+    SETTINGS,
+    TEMPLATE,
+    TOKENIZER,
+    exists,
+    one_line,
+    read,
+    read_json,
+    read_text,
+)
+from jaxllama.text.chat.prompt_text import ChatPrompt, Markers, PlainSpelling, Spellings
+from jaxllama.text.growth import check_growth, check_markers
 from jaxllama.text.stream import StopStrings, TextStream
 from jaxllama.text.token_bytes import ByteRule, byte_characters
 from jaxllama.typing import JsonObject
 
 if TYPE_CHECKING:
     from jaxllama.checkpoints.gguf.file import GGUFFile
+    from jaxllama.text.chat.rendering import Conversation
+    from jaxllama.text.chat.template import ChatTemplate
 
 __all__ = ["StopStrings", "TextStream", "Tokenizer"]
 
@@ -103,9 +117,10 @@ class Tokenizer:
         self._templates = (
             {"default": chat_template} if isinstance(chat_template, str) else chat_template or {}
         )
-        self._special_ids = frozenset(
-            index for index, token in backend.get_added_tokens_decoder().items() if token.special
-        )
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(index for index, token in added.items() if token.special)
+        special, spelt = self._markers
+        check_markers([*special, *spelt], source)
         self._rule = ByteRule(backend, source)
         self._bytes: dict[int, bytes] = {}
         self._plain: PlainSpelling | None = None
@@ -120,48 +135,58 @@ class Tokenizer:
         """Return the tokenizer of ``tokenizer.json`` (or its directory) and the files beside it.
 
         If they exist, these files are read too: tokenizer_config.json and special_tokens_map.json
-        (special tokens, chat template), chat_template.jinja, generation_config.json (stop tokens).
+        (special tokens, chat template), chat_template.jinja, generation_config.json or config.json
+        (stop tokens).
         Raises JaxLlamaError naming the file.
         """
         path = Path(path)
         path = path / "tokenizer.json" if path.is_dir() else path
         folder = path.parent
-        if not path.is_file():
+        if not exists(path):
             hint = ""
-            if (folder / "tokenizer.model").is_file():
+            if exists(folder / "tokenizer.model"):
                 hint = "; tokenizer.model alone is not read: save the tokenizer with transformers"
             raise JaxLlamaError(f"{path}: no such file{hint}")
+        raw = read(path, TOKENIZER)
+        check_growth(raw, str(path))
         with _library_errors(f"{path}: not a tokenizer"):
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend = tokenizers.Tokenizer.from_buffer(raw)
         backend.no_truncation()
         backend.no_padding()
-        config = _read_json(folder / "tokenizer_config.json")
-        special = _read_json(folder / "special_tokens_map.json")
+
+        def beside(name: str) -> JsonObject:
+            other = folder / name
+            return read_json(other, SETTINGS) if exists(other) else {}
+
+        config, special = beside("tokenizer_config.json"), beside("special_tokens_map.json")
         special.update((key, value) for key, value in config.items() if key in _SPECIAL and value)
         names = {key: text for key in _SPECIAL if (text := _content(special.get(key)))}
 
         def id_of(role: str) -> int | None:
             return backend.token_to_id(names[role]) if role in names else None
 
-        ends = _read_json(folder / "generation_config.json").get("eos_token_id")
-        ends = [end for end in (ends if isinstance(ends, list) else [ends]) if _is_id(end)]
+        ends: tuple[int, ...] = ()
+        for name in ("generation_config.json", "config.json"):
+            if not ends:
+                place = f"{folder}: {name.removesuffix('.json')}: "
+                ends = JsonReader(beside(name), place).token_ids("eos_token_id", None)
         eos = id_of("eos_token")
         template = config.get("chat_template")
-        if isinstance(template, list):  # named templates
+        jinja = folder / "chat_template.jinja"
+        if exists(jinja):
+            template = read_text(jinja, TEMPLATE)
+        elif isinstance(template, list):  # named templates
             template = {
                 str(entry.get("name")): str(entry.get("template"))
                 for entry in template
                 if isinstance(entry, dict)
             }
-        jinja = folder / "chat_template.jinja"
-        if jinja.is_file():
-            template = _read_text(jinja)
-        if not isinstance(template, (str, dict, type(None))):
+        elif not isinstance(template, (str, type(None))):
             raise JaxLlamaError(f"{folder / 'tokenizer_config.json'}: chat_template is not text")
         return cls(
             backend,
             str(path),
-            eos_ids=ends + ([] if eos is None else [eos]),
+            eos_ids=ends if eos is None else (*ends, eos),
             bos_id=id_of("bos_token"),
             special_tokens=names,
             chat_template=template,
@@ -234,6 +259,11 @@ class Tokenizer:
             raise JaxLlamaError(f"{directory}: {error.strerror or error}") from None
         return [directory / name for name in contents]
 
+    @property
+    def name(self) -> str:
+        """The file's name, for errors that clients of a server read."""
+        return Path(self.source).name
+
     # Vocabulary
 
     @functools.cached_property
@@ -284,7 +314,7 @@ class Tokenizer:
             For text that is not Unicode.
         """
         self._check_unicode(text)
-        with _library_errors(f"{self.source}: cannot encode"):
+        with _library_errors(f"{self.name}: cannot encode"):
             return self._backend.encode(text, add_special_tokens=add_special).ids
 
     def encode_pair(self, first: str, second: str) -> list[int]:
@@ -297,7 +327,7 @@ class Tokenizer:
         """
         self._check_unicode(first)
         self._check_unicode(second)
-        with _library_errors(f"{self.source}: cannot encode"):
+        with _library_errors(f"{self.name}: cannot encode"):
             return self._backend.encode(first, second).ids
 
     @staticmethod
@@ -384,6 +414,8 @@ class Tokenizer:
         messages: Sequence[Mapping[str, object]],
         add_generation_prompt: bool = True,
         tools: Sequence[object] | None = None,
+        *,
+        continue_final_message: bool = False,
         **extra: object,
     ) -> str:
         """Return the prompt for messages, with special tokens as text.
@@ -393,11 +425,13 @@ class Tokenizer:
         Parameters
         ----------
         messages : sequence of mappings
-            Each {"role": ..., "content": ...}.
+            Each {"role": ..., "content": ...}; ``chat.messages`` lists the forms.
         add_generation_prompt : bool
             Whether the prompt ends with the beginning of an answer.
         tools : sequence or None
             JSON schemas, for templates that use them.
+        continue_final_message : bool
+            Whether the prompt ends with the text of the last message. No answer begins then.
         **extra
             Further template variables.
 
@@ -406,36 +440,69 @@ class Tokenizer:
         JaxLlamaError
             Without a template, or when it refuses the messages.
         """
-        return self._render(messages, add_generation_prompt, tools, extra)
+        return self.chat_prompt(
+            messages,
+            add_generation_prompt,
+            tools,
+            continue_final_message=continue_final_message,
+            **extra,
+        ).text
 
     def chat_prompt(
         self,
         messages: Sequence[Mapping[str, object]],
         add_generation_prompt: bool = True,
         tools: Sequence[object] | None = None,
+        *,
+        continue_final_message: bool = False,
         **extra: object,
     ) -> ChatPrompt:
         """Return the prompt with the positions where a special token is only text."""
-        if self.parse_special:
-            return ChatPrompt(self._render(messages, add_generation_prompt, tools, extra))
-        everything, own = self._spellings
-        mark = everything.unused_mark([messages, tools, extra])
-        if mark is not None:
-            # Templates search the assistant's earlier messages for "</think>" and similar tokens.
-            messages = [
-                (own if message.get("role") == "assistant" else everything).guard(message, mark)
-                for message in messages
-            ]
-            tools, extra = everything.guard(tools, mark), everything.guard(extra, mark)
-        rendered = self._render(messages, add_generation_prompt, tools, extra)
-        return ChatPrompt.of(rendered, mark)
+        begins = add_generation_prompt and not continue_final_message
+        chat = self.conversation(messages, tools, add_generation_prompt=begins, **extra)
+        if not continue_final_message:
+            return chat.prompt()
+        halves = chat.split(-1) if messages else None
+        if halves is None:
+            raise JaxLlamaError(
+                "continue_final_message: the template does not show the last message's text"
+            )
+        return halves[0]
+
+    def conversation(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[object] | None = None,
+        **variables: object,
+    ) -> Conversation:
+        """Return a conversation for the chat template; see ``chat.rendering``."""
+        from jaxllama.text.chat.rendering import Conversation
+
+        template = self.compiled_template(bool(tools))
+        markers = None if self.parse_special else self._spellings
+        return Conversation.of(template, messages, tools, variables, markers)
+
+    def compiled_template(self, tools: bool) -> ChatTemplate:
+        """Return the template for conversations with or without tools.
+
+        Raises JaxLlamaError for a tokenizer without one.
+        """
+        from jaxllama.text.chat.template import chat_template  # jinja2 takes 50 ms to import
+
+        source = self.template_for(tools)
+        if source is None:
+            raise JaxLlamaError(
+                f"{self.name}: no chat template: this is not a chat model; a directory may hold "
+                "a template in chat_template.jinja"
+            )
+        return chat_template(source, self.name, tuple(self.special_tokens.items()))
 
     def encode_prompt(self, prompt: ChatPrompt) -> list[int]:
         """Return the token ids of a chat's prompt."""
         if not prompt.literal:
             return self.encode(prompt.text, add_special=False)
         self._check_unicode(prompt.text)
-        with _library_errors(f"{self.source}: cannot encode"):
+        with _library_errors(f"{self.name}: cannot encode"):
             if self._plain is None:
                 special, spelt = self._markers
                 self._plain = PlainSpelling(self._backend, [*special, *spelt])
@@ -465,35 +532,9 @@ class Tokenizer:
         return special, spelt
 
     @functools.cached_property
-    def _spellings(self) -> tuple[Spellings, Spellings]:
-        """Finders for all markers, and for the markers in an assistant's message."""
+    def _spellings(self) -> Markers:
         special, spelt = self._markers
-        return Spellings([*special, *spelt]), Spellings(special)
-
-    def _render(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        add_generation_prompt: bool,
-        tools: Sequence[object] | None,
-        extra: Mapping[str, object],
-    ) -> str:
-        template = self.template_for(bool(tools))
-        if template is None:
-            raise JaxLlamaError(
-                f"{self.source}: no chat template: this is not a chat model; a directory may hold "
-                "a template in chat_template.jinja"
-            )
-        from jaxllama.text.chat_template import render  # jinja2 takes 50 ms to import
-
-        variables = {
-            **self.special_tokens,
-            "messages": messages,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-            **extra,
-        }
-        return render(template, variables, self.source)
+        return Markers(Spellings([*special, *spelt]), Spellings(special))
 
 
 @contextlib.contextmanager
@@ -507,7 +548,7 @@ def _library_errors(what: str) -> Generator[None]:
         yield
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise JaxLlamaError(f"{what}: {_one_line(error)}") from None
+            raise JaxLlamaError(f"{what}: {one_line(error)}") from None
         raise
 
 
@@ -515,30 +556,3 @@ def _content(token: object) -> str | None:
     """Return a special token of tokenizer_config.json, which is a string or an object there."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
-
-
-def _is_id(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _read_json(path: Path) -> JsonObject:
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(_read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise JaxLlamaError(f"{path}: not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise JaxLlamaError(f"{path}: expected a JSON object")
-    return data
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise JaxLlamaError(f"{path}: {_one_line(error)}") from None
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

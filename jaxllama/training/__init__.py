@@ -4,10 +4,10 @@
     result = train(config, "runs/run", progress=True)
 
 ``config`` has the contents of a file, ``loop`` runs it, and ``run_directory`` keeps its outputs.
-``checkpoint`` and ``optimizer`` are thin layers over orbax and optax. ``forward`` and ``loss`` are
-the model in training. ``distill`` and ``quantization_aware`` are two further objectives. In
-``sampler`` an engine answers prompts, and the trainer learns from ``rewards`` by ``policy``.
-``corpus`` makes text without a download.
+``optimizer`` is a thin layer over optax, and ``checkpoint`` writes states. ``forward`` and
+``loss`` are the model in training. ``distill`` and ``quantization_aware`` are two further
+objectives. In ``sampler`` an engine answers prompts, and the trainer learns from ``rewards`` by
+``policy``. ``corpus`` makes text without a download.
 """
 
 from __future__ import annotations

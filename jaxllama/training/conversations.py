@@ -12,27 +12,27 @@ Every line of the file is an object of one of these forms:
     {"chosen": [messages], "rejected": [messages]}       their first equal messages are the prompt
     {"prompt": ..., "completion": ..., "label": true}    KTO
 
-The tokenizer's own chat template writes messages. The tokens before an answer are exactly the
-prompt that the template gives at inference. An answer ends with the first token behind it that ends
-a generation; what the template writes after that is the next turn's. Some templates rewrite earlier
-turns (they remove old reasoning, say). Such a conversation becomes several examples, each as the
-model sees it at inference.
+Messages may have any of the forms that the server takes (``text.chat.messages``), and the model
+learns what the server shows it (``text.chat.answers``). The tokens before an answer are exactly the
+prompt of inference. An answer ends with the first token behind it that ends a generation. Some
+templates rewrite earlier turns (they remove old reasoning, say). Such a conversation becomes
+several examples, each as the model sees it at inference.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.text.chat.answers import answer_of
+from jaxllama.text.chat.messages import Messages
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import JsonObject
-
-Messages = Sequence[Mapping[str, object]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,14 +116,14 @@ def examples_of(line: JsonObject, tokenizer: Tokenizer) -> Iterator[Example]:
     """Yield the examples of one line; the module docstring lists the forms."""
     if "messages" in line:
         messages = checked(line["messages"], "messages")
-        yield from chat(messages, tokenizer, line.get("tools"))
+        yield from chat(messages, tokenizer, tools_of(line))
     elif "prompt" in line and "completion" in line:
         prompt, completion = line["prompt"], line["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             yield Example.of(*text_pair(prompt, completion, tokenizer))
         else:
             before, after = checked(prompt, "prompt"), checked(completion, "completion")
-            yield from chat([*before, *after], tokenizer, line.get("tools"), first=len(before))
+            yield from chat([*before, *after], tokenizer, tools_of(line), first=len(before))
     else:
         raise JaxLlamaError("expected messages, or prompt and completion")
 
@@ -180,15 +180,28 @@ def text_pair(prompt: str, completion: str, tokenizer: Tokenizer) -> tuple[list[
     return tokenizer.encode(prompt), [*answer, *tokenizer.eos_ids[:1]]
 
 
+def tools_of(line: JsonObject) -> list[object] | None:
+    """Return the tools of a line. Raises JaxLlamaError for anything but a list of objects."""
+    tools = line.get("tools")
+    if tools is not None and not (isinstance(tools, list) and all(map(_is_object, tools))):
+        raise JaxLlamaError("tools: expected a list of objects")
+    return tools
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
 def chat(
-    messages: Messages, tokenizer: Tokenizer, tools: object = None, first: int = 0
+    messages: Messages,
+    tokenizer: Tokenizer,
+    tools: Sequence[object] | None = None,
+    first: int = 0,
 ) -> Iterator[Example]:
     """Yield the examples of a conversation.
 
     first: index of the first message whose answer counts.
     """
-    if tools is not None and not isinstance(tools, list):
-        raise JaxLlamaError("tools: expected a list")
     current: Example | None = None
     for index, message in enumerate(messages):
         if message["role"] != "assistant" or index < first:
@@ -206,26 +219,3 @@ def chat(
     if current is None:
         raise JaxLlamaError("no message of the assistant: there is nothing to learn")
     yield current
-
-
-def answer_of(
-    messages: Messages, tokenizer: Tokenizer, tools: Sequence[object] | None = None
-) -> tuple[list[int], list[int]]:
-    """Return (tokens of the prompt, tokens of the last message, which answers it).
-
-    Raises JaxLlamaError for a template whose text of the answer does not follow the prompt.
-    """
-    prompt = tokenizer.chat_prompt(messages[:-1], tools=tools)
-    whole = tokenizer.chat_prompt(messages, add_generation_prompt=False, tools=tools)
-    head, ids = tokenizer.encode_prompt(prompt), tokenizer.encode_prompt(whole)
-    if ids[: len(head)] == head:
-        answer = ids[len(head) :]
-    elif whole.text.startswith(prompt.text):
-        # A token crosses the border; at inference none does.
-        answer = tokenizer.encode_prompt(whole.since(len(prompt.text)))
-    else:
-        raise JaxLlamaError(
-            f"{tokenizer.source}: the chat template does not write an answer behind its own prompt"
-        )
-    ends = [place for place, token in enumerate(answer) if token in tokenizer.eos_ids]
-    return head, answer[: ends[-1] + 1] if ends else answer

@@ -26,6 +26,7 @@ import signal
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Generator
 from pathlib import Path
 
@@ -40,7 +41,7 @@ from jaxllama.model.flops import flops_per_token, peak_flops
 from jaxllama.parallel.mesh import DATA_AXIS, STAGE_AXIS, check_axes, make_mesh, make_stages
 from jaxllama.progress import Working, working
 from jaxllama.training import adapters, pipeline, report, samples
-from jaxllama.training.checkpoint import Checkpoints
+from jaxllama.training.checkpoint import Checkpoints, CheckpointWarning
 from jaxllama.training.config import TrainConfig
 from jaxllama.training.packing import PackedRows
 from jaxllama.training.passes import (
@@ -162,73 +163,76 @@ def _run(
 ) -> None:
     checkpoints = Checkpoints(run.path / "checkpoints", config.keep_checkpoints)
     best = Checkpoints(run.path / "best", 1) if config.keep_best else None
-    try:
-        setup, params, fixed = begin(config, data, progress)
-        state = first_state(setup, params, mesh)
-        fixed = jax.device_put(fixed, sharding(mesh))
-        training, held_out = rows_of(setup, state["params"], fixed, data)
-        shows = config.samples is not None or config.rollout is not None
-        del params
-        first = checkpoints.latest() or 0
+    first, sizes = _whole(checkpoints, best)
+    setup, params, fixed = begin(config, data, progress)
+    state = first_state(setup, params, mesh)
+    fixed = jax.device_put(fixed, sharding(mesh))
+    training, held_out = rows_of(setup, state["params"], fixed, data)
+    shows = config.samples is not None or config.rollout is not None
+    del params
+    if first:
+        shapes = jax.eval_shape(per_layer, state)
+        like = jax.tree.map(
+            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+            shapes,
+            on_disk(setup, shapes, mesh),
+        )
+        where = placed(setup, state, mesh)
+        state = jax.device_put(in_memory(setup, checkpoints.restore(first, like)), where)
+    run.keep(sizes)
+    checkpoints.keep_until(first)
+    if best is not None:
+        best.keep_until(first)
+    log = _Log(setup, run, first, 1 if mesh is None else mesh.size, training.density)
+    bar = working(str(run.path), config.steps, progress, unit="steps", done=first)
+    with bar as bar, _interruptible(bar) as asked_to_stop:
         if first:
-            shapes = jax.eval_shape(per_layer, state)
-            like = jax.tree.map(
-                lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-                shapes,
-                on_disk(setup, shapes, mesh),
-            )
-            where = placed(setup, state, mesh)
-            state = jax.device_put(in_memory(setup, checkpoints.restore(first, like)), where)
-        run.keep_until(first)
+            bar.say(f"{run.path}: goes on after step {first} of {config.steps}")
+        if isinstance(training, PackedRows) and training.cut:
+            bar.say(f"{training.cut} conversations are longer than a row and lose their end")
+        if config.rollout is not None and len(held_out) and not first:
+            log.validation(0, validate(setup, state["params"], held_out, mesh, fixed), bar)
+        if shows and not first:
+            _sample(setup, state, fixed, data, _shown(training, held_out), run, 0, bar)
+        bar.note("compiling")
+        for step in range(first, config.steps):
+            state, metrics = run_step(setup, state, fixed, training, step, mesh)
+            log.put(step + 1, metrics, bar)
+            done = step + 1
+            last = done == config.steps
+            is_due = _is_due(done, config.validate_every, last)
+            if is_due and len(held_out):
+                log.flush(bar)
+                value = validate(setup, state["params"], held_out, mesh, fixed)
+                is_best = run.is_best(value, log.validated)
+                log.validation(done, value, bar)
+                if best is not None and is_best:
+                    best.save(done, stored(state["params"]))
+            if is_due and shows and (len(held_out) or config.rollout):
+                log.flush(bar)
+                _sample(setup, state, fixed, data, _shown(training, held_out), run, done, bar)
+                log.restart_clock()
+            if _is_due(done, config.checkpoint_every, last) or asked_to_stop.is_set():
+                log.flush(bar)
+                checkpoints.save(done, stored(state), run.synced())
+            if asked_to_stop.is_set() and not last:
+                bar.say(f"{run.path}: step {done} is saved; the same command goes on from there")
+                raise KeyboardInterrupt
+    with working("writing the model", show=progress):
+        learned = stored(state["params"])
         if best is not None:
-            best.keep_until(first)
-        log = _Log(setup, run, first, 1 if mesh is None else mesh.size, training.density)
-        bar = working(str(run.path), config.steps, progress, unit="steps", done=first)
-        with bar as bar, _interruptible(bar) as asked_to_stop:
-            if first:
-                bar.say(f"{run.path}: goes on after step {first} of {config.steps}")
-            if isinstance(training, PackedRows) and training.cut:
-                bar.say(f"{training.cut} conversations are longer than a row and lose their end")
-            if config.rollout is not None and len(held_out) and not first:
-                log.validation(0, validate(setup, state["params"], held_out, mesh, fixed), bar)
-            if shows and not first:
-                _sample(setup, state, fixed, data, _shown(training, held_out), run, 0, bar)
-            bar.note("compiling")
-            for step in range(first, config.steps):
-                state, metrics = run_step(setup, state, fixed, training, step, mesh)
-                log.put(step + 1, metrics, bar)
-                done = step + 1
-                last = done == config.steps
-                is_due = _is_due(done, config.validate_every, last)
-                if is_due and len(held_out):
-                    log.flush(bar)
-                    value = validate(setup, state["params"], held_out, mesh, fixed)
-                    is_best = run.is_best(value, log.validated)
-                    log.validation(done, value, bar)
-                    if best is not None and is_best:
-                        best.save(done, stored(state["params"]))
-                if is_due and shows and (len(held_out) or config.rollout):
-                    log.flush(bar)
-                    _sample(setup, state, fixed, data, _shown(training, held_out), run, done, bar)
-                    log.restart_clock()
-                if _is_due(done, config.checkpoint_every, last) or asked_to_stop.is_set():
-                    log.flush(bar)
-                    run.sync()
-                    checkpoints.save(done, stored(state))
-                if asked_to_stop.is_set() and not last:
-                    bar.say(
-                        f"{run.path}: step {done} is saved; the same command goes on from there"
-                    )
-                    raise KeyboardInterrupt
-        with working("writing the model", show=progress):
-            learned = stored(state["params"])
-            if best is not None:
-                learned = best.restore(best.latest_or_raise(), learned)
-            _finish(setup, learned, data, run)
-    finally:
-        checkpoints.close()
-        if best is not None:
-            best.close()
+            learned = best.restore(best.latest_or_raise(), learned)
+        _finish(setup, learned, data, run)
+
+
+def _whole(checkpoints: Checkpoints, best: Checkpoints | None) -> tuple[int, dict[str, int]]:
+    """Return the step to go on from, and the sizes of the run's files then."""
+    first, sizes = checkpoints.newest_whole()
+    step = None if best is None else best.latest()
+    if best is None or step is None or step > first or (damage := best.damage(step)) is None:
+        return first, sizes
+    warnings.warn(f"{damage}: made again", CheckpointWarning, stacklevel=2)
+    return checkpoints.newest_whole(before=step)
 
 
 def _shown(training: Rows, held_out: Rows) -> Rows:

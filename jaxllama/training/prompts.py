@@ -9,6 +9,7 @@ reward reads ("answer", "schema", keys of your own):
 
     {"prompt": "12+34=", "answer": "46"}
     {"prompt": [{"role": "user", "content": "What is 12 + 34?"}], "answer": "46"}
+    {"prompt": [messages], "tools": [...], ...}
 
 The tokenizer's chat template writes messages up to where the answer begins. A seed shuffles the
 prompts again for every epoch. The prompts of a step depend on (seed, step) only, so there is no
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.text.chat.messages import content_text
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.training import conversations
 from jaxllama.training.config import TrainConfig
@@ -40,7 +42,7 @@ class Prompt(NamedTuple):
     def text(self) -> str:
         """Return the prompt, or the last message of it."""
         prompt = self.line["prompt"]
-        return prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
+        return prompt if isinstance(prompt, str) else content_text(prompt[-1].get("content"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +105,8 @@ def _tokens(line: JsonObject, tokenizer: Tokenizer, room: int) -> tuple[int, ...
     if isinstance(prompt, str) and prompt:
         tokens = tokenizer.encode(prompt)
     elif isinstance(prompt, list):
-        tokens = tokenizer.encode_chat(conversations.checked(prompt, "prompt"))
+        messages = conversations.checked(prompt, "prompt")
+        tokens = tokenizer.encode_chat(messages, tools=conversations.tools_of(line))
     else:
         raise JaxLlamaError("expected a prompt, a text or a list of messages")
     if not tokens:

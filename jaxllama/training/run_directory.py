@@ -2,7 +2,7 @@
 
     run.json        the resolved configuration, the data's SHA-256, the environment at the start
     metrics.jsonl   one line a step, and one a validation
-    checkpoints/    orbax's
+    checkpoints/    the states of some steps, with SHA-256 of their files (``checkpoint``)
     loss.png        the curve
     best/           with keep_best: the parameters of the lowest validation loss, or highest reward
     samples.jsonl   with [samples] or [rollout]: the model's answers; samples.md for people
@@ -25,13 +25,14 @@ import math
 import os
 import platform
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import jax
 
 from jaxllama.config import ModelConfig, of_last_version
 from jaxllama.errors import JaxLlamaError
+from jaxllama.files import parse_object
 from jaxllama.training.config import TrainConfig
 from jaxllama.typing import JsonObject, Tree
 
@@ -58,7 +59,7 @@ class RunDirectory:
                     raise JaxLlamaError(f"{self.path}: not a run's folder: it holds {foreign[0]!r}")
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.path / LOCK)
-            if (self.path / RUN).exists() and (self.rows() or self.model.exists()):
+            if (self.path / RUN).exists() and (self._has_rows() or self.model.exists()):
                 self._check(identity)
             else:
                 document = {"config": identity, "environment": _environment()}
@@ -94,17 +95,26 @@ class RunDirectory:
 
     def rows(self, name: str = METRICS) -> list[JsonObject]:
         """Return the lines of metrics.jsonl, without a last line that a kill cut short."""
-        path = self.path / name
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        path, rows = self.path / name, []
+        data = path.read_bytes() if path.exists() else b""
+        for number, line in enumerate(data.splitlines(keepends=True), start=1):
+            if line.endswith(b"\n"):
+                try:
+                    rows.append(parse_object(line, ""))
+                except JaxLlamaError:
+                    raise JaxLlamaError(f"{path}:{number}: damaged") from None
+        return rows
 
-    def keep_until(self, step: int) -> None:
-        """Remove the lines after ``step``, which will be computed again; for step 0 all lines."""
+    def _has_rows(self) -> bool:
+        path = self.path / METRICS
+        return path.exists() and b"\n" in path.read_bytes()
+
+    def keep(self, sizes: Mapping[str, int]) -> None:
+        """Cut metrics.jsonl and samples.jsonl to the bytes that they had before, or to none."""
+        (self.path / METRICS).touch()
         for name in (METRICS, SAMPLES):
-            rows = self.rows(name)
-            if rows or name == METRICS:
-                lines = [json.dumps(row) + "\n" for row in rows if 0 < step >= row["step"]]
-                _write_whole(self.path / name, "".join(lines))
+            if (self.path / name).exists():
+                os.truncate(self.path / name, sizes.get(name, 0))
 
     def is_best(self, value: float, key: str) -> bool:
         """Whether a validation's value, not written yet, is better than all before.
@@ -119,10 +129,13 @@ class RunDirectory:
         with open(self.path / METRICS, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
-    def sync(self) -> None:
-        """Write the lines before a checkpoint to the disk."""
-        with open(self.path / METRICS, "a", encoding="utf-8") as file:
-            os.fsync(file.fileno())
+    def synced(self) -> list[Path]:
+        """Return metrics.jsonl and, if it exists, samples.jsonl, after they reach the disk."""
+        paths = [path for name in (METRICS, SAMPLES) if (path := self.path / name).exists()]
+        for path in paths:
+            with open(path, "a", encoding="utf-8") as file:
+                os.fsync(file.fileno())
+        return paths
 
 
 def _locked(path: Path) -> int:

@@ -12,7 +12,8 @@ from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.gather import Gather
 from pallas_kernels.attention.ring import ring_bytes, scale_bytes
 from pallas_kernels.attention.tile import HEADS, TILE
-from pallas_kernels.device import gpu
+from pallas_kernels.device import block_bytes, gpu
+from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor
 
 AttentionCall = tuple[
@@ -59,22 +60,24 @@ class AttentionPlan:
     by_length: bool = False
 
 
-def plan(call: AttentionCall) -> AttentionPlan:
-    """Return the fastest measured division for any (q, k, query heads) that fits shared memory."""
+def plan(call: AttentionCall) -> AttentionPlan | Reason:
+    """Return the fastest measured division of (q, k, query heads) that fits shared memory."""
     if not gpu().arch.bulk_copies:
         return divided(call, by_warp=True)
     found = divided(call, by_warp=False)
     q, k, _ = call
     batch, capacity, n_kv, _ = k.shape
     is_long = batch * capacity * n_kv >= LONG_BY_WARP.get(Codes.of(q, k).bits, math.inf)
+    if isinstance(found, Reason):
+        return found
     is_measured = gpu().arch.wgmma and _ASSEMBLED_BY_NVJITLINK
     if is_measured and is_long and q.ndim == 3 and not found.cluster:
         return divided(call, by_warp=True)
     return found
 
 
-def divided(call: AttentionCall, *, by_warp: bool) -> AttentionPlan:
-    """Return the division with a ring for each warp, or for each team.
+def divided(call: AttentionCall, *, by_warp: bool) -> AttentionPlan | Reason:
+    """Return the division with a ring for each warp, or for each team, or why none fits.
 
     Chunks are as long as possible under two conditions: every SM has a team, and rows of unequal
     lengths can share the SMs.  A row then has 2^k chunks, which 2^i rows divide evenly.
@@ -125,7 +128,7 @@ def divided(call: AttentionCall, *, by_warp: bool) -> AttentionPlan:
         step = tiles * TILE
         chunk = -(-capacity // (splits * step)) * step
         plan = AttentionPlan(tiles, depth, warps, widest, 0, chunk, fuls, by_warp)
-    while sum(shared_bytes(plan, group, codes)) > gpu().shared_bytes - 1024:
+    while block_bytes(shared_bytes(plan, group, codes)) > gpu().shared_bytes:
         if plan.depth > 1:
             plan = dataclasses.replace(plan, depth=plan.depth - 1)
         elif plan.warps > 8:
@@ -137,7 +140,10 @@ def divided(call: AttentionCall, *, by_warp: bool) -> AttentionPlan:
         elif plan.heads % 2 == 0:
             plan = dataclasses.replace(plan, heads=plan.heads // 2)
         else:
-            raise AssertionError(f"{plan} does not fit the shared memory")
+            return Reason(
+                f"{group} query rows of {codes.head_dim} features on a kv head of k need more than "
+                "shared memory holds"
+            )
     return plan
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.gate import Gate
 from pallas_kernels.experts.many_pairs_plan import row_stage
-from pallas_kernels.fused_parts import two_gated
+from pallas_kernels.fused_parts import quickly_gated, two_gated
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import Value
 
@@ -34,10 +34,16 @@ class PairsFinish:
     rest: float
     bytes: int
 
+    def of_one(self, sums: Sequence[Value], scales: Vectors, biases: Vectors) -> list[Value]:
+        """The results of a token's sums; with a gate those of gate and up."""
+        values = self.values(sums, scales, biases)
+        return values if self.gate is None else [quickly_gated(self.gate, *values)]
+
     def of_two(
         self, sums: Sequence[Sequence[Value]], scales: Vectors, biases: Sequence[Vectors]
     ) -> list[list[Value]]:
-        """The results of two neighbours.  sums: of each; with a gate those of gate and up."""
+        """The results of two neighbours of one token: under a gate they share a reciprocal, so that
+        the last bit of each depends on the other."""
         values = [self.values(own, scales, added) for own, added in zip(sums, biases, strict=True)]
         if self.gate is None:
             return values

@@ -18,13 +18,13 @@ from pallas_kernels.device import H200, gpu, lacking
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.experts.gate import ClampedGate, Gate
 from pallas_kernels.matmul.few_rows.plan import is_format
-from pallas_kernels.matmul.many_rows.plan import BARRIER_BYTES, BLOCK_K, SlotGroups, WeightTile
+from pallas_kernels.matmul.many_rows.plan import BLOCK_K, SlotGroups, WeightTile
 from pallas_kernels.qtensor import FLOAT4, QTensor
 
 AnyTile = TypeVar("AnyTile", bound="Tile")
 Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
 LEAST_STAGES = 3
-_RESERVED = BARRIER_BYTES + 1024  # of shared memory: the gather has barriers of its own
+_RESERVED = 4 * 1024  # of shared memory, for barriers and the ends of arrays
 _tile = functools.partial(WeightTile, cluster=1)
 # Microseconds of a slot on an H200 (jax 0.12): ``docs/lab/experts.md``.  Of codes, MXFP4's.
 TILES = (

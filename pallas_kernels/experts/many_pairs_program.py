@@ -34,7 +34,7 @@ _LAYOUT = plgpu.Layout.WGMMA
 _SPLAT = plgpu.Layout.WG_SPLAT((128,))
 UNIT = 32  # rows of w whose scales or zeros are one copy
 WIDTHS = 16, 32, 40, 48, 64, 96, 128, 160
-_AT_ONCE = 16  # groups of eight tokens whose pairs are loaded together
+_AT_ONCE = 8  # groups of eight tokens whose pairs are loaded together; 16 spill up to 84 bytes
 
 
 class PairsBlock:
@@ -330,7 +330,7 @@ class PairsMultiplier(Multiplier):
             sums = [
                 [llvm.extractelement(flat[2 * i + h], p.ci(e)) for h in range(2)] for e in range(2)
             ]
-            return finish.of_two(sums, scales, [biases] * 2)
+            return [finish.of_one(own, scales, biases) for own in sums]
 
         last, eights = arith.subi(end, p.ci(1)), acc.shape[1] // 8
         if size == 2:

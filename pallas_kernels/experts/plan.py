@@ -22,7 +22,7 @@ from pallas_kernels.experts.gate import Gate
 from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, inner_gate, tile_plan
 from pallas_kernels.experts.summed_plan import GroupedSumPlan, summed_plan
 from pallas_kernels.matmul.call import MatmulCall
-from pallas_kernels.matmul.few_rows.plan import RowPlan, row_warps
+from pallas_kernels.matmul.few_rows.plan import RowDivision, RowPlan, row_warps
 from pallas_kernels.matmul.few_rows.plan import row_plan as one_row_plan
 
 MOST_PAIRS = 512
@@ -33,7 +33,7 @@ class GroupedRowPlan(Predicted):
     """row: the division of one pair's product among ``row.blocks`` blocks."""
 
     kernel: ClassVar[str] = "grouped_matmul_row_mosaic"
-    row: RowPlan
+    row: RowDivision
     pairs: int
 
 
@@ -95,6 +95,7 @@ def row_plan(
         assert isinstance(divided, Reason)
         return divided
     assert isinstance(found, RowPlan)
+    whole = found.divide(call)
     sms = max(1, gpu().sms // n_pairs)
-    warps = row_warps(found.k, found.units, found.bits, sms)
-    return GroupedRowPlan(dataclasses.replace(found, sms=sms, warps=warps), n_pairs)
+    warps = row_warps(whole.k, whole.units, whole.bits, sms)
+    return GroupedRowPlan(dataclasses.replace(whole, sms=sms, warps=warps), n_pairs)

@@ -21,7 +21,7 @@ from pallas_kernels.matmul.call import MatmulCall, Static
 from pallas_kernels.matmul.few_rows import plan as few_rows
 from pallas_kernels.matmul.many_rows import plan as many_rows
 from pallas_kernels.matmul.mid_rows import plan as mid_rows
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import FLOAT4, QTensor
 
 KernelPlan = (
     few_rows.RowPlan
@@ -48,6 +48,8 @@ def plan(call: MatmulCall) -> Plan | Reason:
         return Reason("w is in the layout of the CPU's handler")
     if isinstance(w, QTensor) and (_moves_columns(call, w) or w.activations is not None):
         return Reason("columns in another order, or quantized activations, are not fused")
+    if isinstance(w, QTensor) and w.unit is not None and not call.quantized_x and w.dtype != FLOAT4:
+        return Reason("w has scales in two levels, which are one before a product of floats")
     if call.pending is not None and (
         call.norm is None or call.pending not in (jnp.float32, call.x)
     ):
@@ -77,7 +79,8 @@ def run(
         from pallas_kernels.matmul.few_rows import kernel
 
         fused = {"bias": bias, "gamma": gamma, "residual": residual, "pending": pending}
-        return kernel.matmul(x, w, **fused, out_dtype=call.out, eps=call.eps, **gated, plan=plan)
+        given = {**fused, **gated, "out_dtype": call.out, "eps": call.eps}
+        return kernel.matmul(x, w, **given, plan=plan.divide(call))
     if isinstance(plan, mid_rows.MidTile):
         from pallas_kernels.matmul.mid_rows import kernel
 
@@ -86,4 +89,5 @@ def run(
     assert isinstance(plan, many_rows.PairTile | many_rows.WeightTile)
     from pallas_kernels.matmul.many_rows import kernel
 
-    return kernel.matmul(x, w, bias, call.out, plan, **gated, low_rank=low_rank)
+    tile = plan.divide(call)
+    return kernel.matmul(x, w, bias, call.out, tile, **gated, low_rank=low_rank)

@@ -112,7 +112,7 @@ def _kernel(static: _Static, x: QTensor, w: QTensor, scale: jax.Array) -> QTenso
     rows = math.prod(x.shape[:-1])
     of_x = x.scale.reshape(-1) if x.input_scale is None else x.input_scale.reshape(1)
     scales = of_x, w.scale.reshape(-1).astype(jnp.float32)
-    codes = x.q.reshape(rows, x.shape[-1])
+    codes, tile = x.q.reshape(rows, x.shape[-1]), tile.in_even_snakes(rows)
     out = pair_matmul(codes, w.q, *scales, None, x.dtype, tile, True, scale_out=scale.reshape(1))
     return of_one_scale(out.reshape(*x.shape[:-1], out.shape[-1]), scale)
 

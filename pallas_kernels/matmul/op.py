@@ -21,8 +21,9 @@ that W4A8's kernel reads the one of ``interleave`` with x as it is.
 The call may include the work around the product in a decoder: an RMSNorm of x before it, and
 SwiGLU, an activation or a residual after it.  With up to 16 rows of 16-bit floats all of it but the
 activation is one kernel, float32 from the product to the only rounding.  Elsewhere the ops run one
-after the other.  ``fused.fused_matmul`` is the one kernel or None.  A quantized x may have a
-low-rank term (LoRA).  With up to 64 rows the product's kernel computes that term.
+after the other.  ``fused.fused_matmul`` is the one kernel or None.  A quantized x takes what comes
+after the product, and no norm: ``rms_norm(quantize=)`` makes its codes.  It may have a low-rank
+term (LoRA).  With up to 64 rows the product's kernel computes that term.
 
 The XLA forms are in ``weight_only`` and ``codes``, the kernels in ``few_rows`` (up to 16 rows of
 x), ``mid_rows`` and ``many_rows``; ``matmul.choice`` asks each for a plan.  All read the plain
@@ -174,7 +175,7 @@ def quantized_matmul(
         Float dtype of the result. The default is x's. For a QTensor x it is the dtype of w.scale if
         that has 16 bits, else float32.
     norm : (float [K], float), optional
-        Weight and epsilon of an RMSNorm of x that comes first.
+        Weight and epsilon of an RMSNorm of a float x that comes first.
     residual : [..., N], optional
         Added last. It has the result's shape and dtype.
     swiglu : bool
@@ -224,6 +225,8 @@ def quantized_matmul(
         return _with_activation(x, w, around, activation, implementation)
     if around.is_nothing and isinstance(w, QTensor | CpuWeight):
         return _product(x, w, around, implementation)
+    if isinstance(x, QTensor):  # no kernel does more than the product
+        return _composed(x, w, around, implementation)
     find, on_cpu = planners(x, w, around, implementation)
     plan = choose_plan(_OP, implementation, find, x, w, *around.arrays, cpu=on_cpu)
     if plan is None:
@@ -380,7 +383,8 @@ def _composed(x: Any, w: _Weight, around: Around, implementation: Implementation
     if around.norm is not None:
         x = rms_norm(x, *around.norm, implementation=implementation)
     if isinstance(w, QTensor | CpuWeight):
-        y = _product(x, w, Around(around.out, around.bias), implementation)
+        alone = Around(around.out, around.bias, low_rank=around.low_rank)
+        y = _product(x, w, alone, implementation)
     else:
         y = _dense(x, w, around.bias, around.out)
     if around.swiglu:
@@ -410,8 +414,7 @@ def check_operands(x: jax.Array | QTensor, w: _Weight, around: Around) -> None:
     check(_OP, _OPERANDS, x=x, w=w.outline if isinstance(w, CpuWeight) else w, **fused)
     dtype_name(_OP, "out_dtype", around.out, FLOATS)
     if isinstance(x, QTensor):
-        is_fused = around.norm is not None or around.residual is not None or around.swiglu
-        operands.check_codes(x, w, is_fused)
+        operands.check_codes(x, w, around.norm is not None)
     if not around.is_nothing or around.low_rank is not None:
         _check_around(x, w, around)
 

@@ -13,11 +13,13 @@ from pallas_kernels.cpu.weight import CpuWeight
 from pallas_kernels.qtensor import QTensor
 
 
-def check_codes(x: QTensor, w: jax.Array | QTensor | CpuWeight, is_fused: bool) -> None:
-    """Raise ValueError for a quantized x that no scheme multiplies by w.
-
-    is_fused: whether the call has a norm, a residual or SwiGLU.
-    """
+def check_codes(x: QTensor, w: jax.Array | QTensor | CpuWeight, has_norm: bool) -> None:
+    """Raise ValueError for a quantized x that no scheme multiplies by w, or that has a norm."""
+    if has_norm:
+        raise ValueError(
+            "quantized_matmul: a norm comes before x is quantized: rms_norm(x, weight, eps, "
+            "quantize=...) gives the codes"
+        )
     if not isinstance(w, QTensor):
         raise ValueError("quantized_matmul: a quantized x goes with a quantized w")
     pair = (jnp.dtype(x.dtype).name, jnp.dtype(w.dtype).name)
@@ -33,8 +35,6 @@ def check_codes(x: QTensor, w: jax.Array | QTensor | CpuWeight, is_fused: bool) 
             raise ValueError(
                 f"quantized_matmul: x has {groups[0]} groups of scales, and w {groups[1]}"
             )
-        if is_fused:
-            raise ValueError("quantized_matmul: norm, residual and swiglu go with a float x")
         return
     for name, t in (("x", x), ("w", w)):
         if t.dtype == jnp.int4:
@@ -46,8 +46,6 @@ def check_codes(x: QTensor, w: jax.Array | QTensor | CpuWeight, is_fused: bool) 
                 f"zeros, not {t.scale.shape[-1]} groups"
                 + (" with zeros" if t.zero is not None else "")
             )
-    if is_fused:
-        raise ValueError("quantized_matmul: norm, residual and swiglu go with a float x")
 
 
 def check_low_rank(

@@ -27,7 +27,12 @@ import jax.numpy as jnp
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.matmul.call import MatmulCall
-from pallas_kernels.matmul.few_rows.plan import RowPlan, TilePlan
+from pallas_kernels.matmul.few_rows.plan import (
+    RowDivision,
+    RowPlan,
+    TileDivision,
+    TilePlan,
+)
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.matmul.many_rows import plan as many_rows
 from pallas_kernels.matmul.many_rows.plan import PairTile, WeightTile
@@ -64,9 +69,9 @@ _Plan = RowPlan | TilePlan | MidTile | PairTile | WeightTile
 
 
 def kernel_us(plan: _Plan, call: MatmulCall) -> float:
-    if isinstance(plan, TilePlan) and plan.m < call.m:
-        part = dataclasses.replace(call, m=plan.m)
-        return math.ceil(call.m / plan.m) * predicted_us(kernel_work(plan, part))
+    if isinstance(plan, TilePlan) and plan.tokens < call.m:
+        part = dataclasses.replace(call, m=plan.tokens)
+        return math.ceil(call.m / plan.tokens) * predicted_us(kernel_work(plan, part))
     fitted, times = _fitted(call)
     if times > 1:
         found = many_rows.plan(fitted)
@@ -77,22 +82,22 @@ def kernel_us(plan: _Plan, call: MatmulCall) -> float:
 
 def kernel_work(plan: _Plan, call: MatmulCall) -> MatmulWork:
     if isinstance(plan, RowPlan):
-        return _row(plan, call)
+        return _row(plan.divide(call), call)
     if isinstance(plan, TilePlan):
-        return _tile(plan, call)
+        return _tile(plan.divide(call), call)
     if isinstance(plan, MidTile):
         return _mid(plan, call)
     return _pair(plan, call) if isinstance(plan, PairTile) else _weight(plan, call)
 
 
-def _row(plan: RowPlan, call: MatmulCall) -> MatmulWork:
+def _row(plan: RowDivision, call: MatmulCall) -> MatmulWork:
     normed = float(call.norm is not None)
     busiest = plan.rounds * plan.rows * plan.padded_k * plan.bits / 8e3  # KB of a warp
     serial = normed, normed * call.k / 1e3, call.k / 1e3
     return MatmulWork(f"row {_codes(call)}", serial, (_megabytes(call), busiest))
 
 
-def _tile(plan: TilePlan, call: MatmulCall) -> MatmulWork:
+def _tile(plan: TileDivision, call: MatmulCall) -> MatmulWork:
     normed = float(call.norm is not None)
     fold = " fold" if not call.plain and FewRowsScheme.of(call.codes, "bf16").fold else ""
     busiest = plan.per * plan.k_warp / 1e3  # thousands of columns of a warp

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Reason, wants_kernel
 from pallas_kernels.matmul.call import MatmulCall, Weight
-from pallas_kernels.matmul.few_rows.plan import WARPS, RowPlan, row_plan
+from pallas_kernels.matmul.few_rows.plan import WARPS, RowDivision, row_plan
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.types import HasShape
 
@@ -42,9 +42,10 @@ class Posted(NamedTuple):
 
 def _plan(
     x: HasShape, w: jax.Array | Weight, out: DTypeLike = jnp.float32, **around: Any
-) -> RowPlan | None:
-    plan = row_plan(MatmulCall.of(x, w, out, **around))
-    return None if isinstance(plan, Reason) else plan
+) -> RowDivision | None:
+    call = MatmulCall.of(x, w, out, **around)
+    plan = row_plan(call)
+    return None if isinstance(plan, Reason) else plan.divide(call)
 
 
 def can_post(x: HasShape, w: Weight) -> bool:

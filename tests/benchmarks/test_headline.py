@@ -87,7 +87,7 @@ def test_a_row_is_written_with_machine_versions_and_commands(tmp_path, monkeypat
     )
     monkeypatch.setitem(headline.ROWS, "row", row)
     monkeypatch.setattr(results, "write", lambda *a, **k: write(*a, **k, folder=tmp_path))
-    path = headline.measure("row", only="b")
+    path = headline.measure("row", only=["b"])
     record = json.loads(path.read_text())
     assert record["figures"] == {"b": 4} and record["peers"] == {"peer": 2}
     assert record["versions"]["jax"] and record["machine"]["cores"] >= 1
@@ -113,3 +113,12 @@ def test_passes_keep_the_accepted_tokens(family):
     assert report["times_plain"] == pytest.approx(
         4 * report["step_seconds"] / report["pass_seconds"]
     )
+
+
+def test_the_readme_shows_what_the_files_hold(monkeypatch):
+    monkeypatch.syspath_prepend(str(headline.ROOT / "docs"))
+    from results import PICTURE, picture, readme_with
+
+    readme = (headline.ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme == readme_with(readme), "python docs/results.py"
+    assert PICTURE.read_text(encoding="utf-8") == picture(), "python docs/results.py"

@@ -664,6 +664,25 @@ def test_absurd_header_fields(at: int, code: str, value: Any, message: str, tmp_
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("bound", "message"),
+    [
+        ("_MAX_KEYS", "kv_count: 18 is more than the 3 that are supported"),
+        ("_MAX_TENSORS", "tensor_count: "),
+        ("_MAX_STRINGS", "tokenizer.ggml.tokens: "),
+    ],
+)
+def test_a_large_file_of_too_many_entries(
+    bound: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.gguf"
+    Tiny(tokenizer="llama").write(path)
+    monkeypatch.setattr(f"jaxllama.checkpoints.gguf.file.{bound}", 3)
+    with pytest.raises(JaxLlamaError, match="is more than the 3") as caught:
+        read_config(path)
+    assert message in str(caught.value)
+
+
 def patch_tensor(path: Path, name: bytes, field: str, value: int) -> None:
     """Overwrite a field of a matrix's entry in the tensor table."""
     data = bytearray(path.read_bytes())
@@ -783,7 +802,9 @@ def check_damaged(
 
 
 def test_smollm2_config_is_the_preset(smollm2: Path) -> None:
-    assert read_config(smollm2).replace(name="smollm2-135m") == load_config("smollm2-135m")
+    found = read_config(smollm2)
+    assert found.eos_token_ids == (2, 0)  # <|im_end|>, and <|endoftext|> by its spelling
+    assert found.replace(name="smollm2-135m", eos_token_ids=(2,)) == load_config("smollm2-135m")
 
 
 @pytest.mark.slow

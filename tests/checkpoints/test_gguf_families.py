@@ -20,18 +20,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
+from gguf import GGUFWriter
 from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, pre_tokenizers
 
 import jaxllama as jl
 from jaxllama.checkpoints.gguf import tokenizer
 from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES
+from jaxllama.checkpoints.gguf.config import eos_ids
 from jaxllama.checkpoints.gguf.file import GGUFFile
 from jaxllama.checkpoints.gguf.load import load_params, read_config
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.families import FAMILIES
 from jaxllama.config import ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
+from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import QTensor, dequantize
 from tests.helpers.arrays import as_jax
 from tests.helpers.gguf_cases import ARCHITECTURES as WRITTEN
@@ -276,12 +279,76 @@ def test_unknown_and_unsupported_keys_are_named(
         ("glm4", ["I", "'LL", " pay", " ", "123", "45", " €\n", "aB"]),
         ("gpt-4o", ["I'LL", " pay", " ", "123", "45", " €\n", "a", "B"]),
         ("seed-coder", ["I", "'LL", " pay", " ", "1", "2", "3", "4", "5", " €", "\n", "aB"]),
+        ("lfm2", ["I", "'LL", " pay", " ", "123", "45", " €\n", "aB"]),
+        ("deepseek-v3", ["I", "'LL", " pay", " ", "123", "45", " €\n", "aB"]),
+        ("deepseek-llm", ["I", "'", "LL", " pay", " ", "12345", " ", "€", "\n", "aB"]),
+        ("deepseek-coder", ["I", "'", "LL", " pay", " ", *"12345", " ", "€", "\n", "aB"]),
+        ("tiny_aya", ["I'LL", " pay", " ", "12", "345", " €\n", "a", "B"]),
+        ("viking", ["I'LL", " pay", " ", *"12345", " €", "\n", "aB"]),
     ],
 )
 def test_pre_tokenizers_of_the_families(pre: str, pieces: list[str]) -> None:
-    (cut,) = tokenizer._PRE[pre]
-    split = pre_tokenizers.Split(Regex(cut), behavior="isolated")
-    assert [text for text, _ in split.pre_tokenize_str("I'LL pay 12345 €\naB")] == pieces
+    assert cut(pre, "I'LL pay 12345 €\naB") == pieces
+
+
+def cut(pre: str, text: str) -> list[str]:
+    splits = [pre_tokenizers.Split(Regex(one), behavior="isolated") for one in tokenizer._PRE[pre]]
+    return [piece for piece, _ in pre_tokenizers.Sequence(splits).pre_tokenize_str(text)]
+
+
+def test_marks_stay_with_their_letters_and_han_stands_alone() -> None:
+    text = "e\u0301t 漢字ab"
+    assert cut("qwen35", text) == ["e\u0301t", " 漢字ab"]
+    assert cut("qwen2", text) == ["e", "\u0301t", " 漢字ab"]
+    assert cut("kimi-k2", text) == ["e\u0301t", " ", "漢字", "ab"]
+    assert cut("kimi-k2", "a //\n/") == ["a", " //\n", "/"]
+    assert cut("gpt-4o", "a //\n/") == ["a", " //\n/"]
+
+
+def test_names_that_conversion_writes_for_the_listed_architectures_are_read() -> None:
+    written = {
+        "qwen35": "qwen35",
+        "lfm2": "lfm2",
+        "kimi-linear": "kimi-k2",
+        "gpt-oss": "gpt-4o",
+        "cohere2": "tiny_aya",
+        "llama": "deepseek-coder",
+        "glm4moe": "glm4",
+    }
+    assert written.keys() <= ARCHITECTURES.keys()
+    assert set(written.values()) <= tokenizer._PRE.keys()
+
+
+ENDS = [
+    (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], None, [0, 2]),
+    (["a", "</s>", "<|eot_id|>", "<|eom_id|>"], None, [0, 1, 2, 3]),
+    (["<eos>", "</s>", "<end_of_turn>"], [3, 4, 3], [0, 2]),  # an HTML tag in Gemma's vocabulary
+    (["a", "<|end|>"], [1, 1], [0, 1]),
+    (["a", "<|end|>", "<|return|>", "<|call|>"], None, [0, 2, 3]),  # ends a message of several
+]
+
+
+@pytest.mark.parametrize(("tokens", "kinds", "ends"), ENDS)
+def test_a_generation_ends_at_tokens_with_the_spelling_of_an_end(
+    tokens: list[str], kinds: list[int] | None, ends: list[int], tmp_path: Path
+) -> None:
+    path = tmp_path / "vocabulary.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([*tokens, "b", "bb"])
+    writer.add_token_types([*(kinds or [3] * len(tokens)), 1, 1])
+    writer.add_token_merges(["b b"])
+    writer.add_eos_token_id(0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with GGUFFile(path) as file:
+        assert list(eos_ids(file)) == ends
+    own = Tokenizer.from_gguf(path)
+    for end in ends[1:]:  # they are no text, whatever the file says of them
+        assert own.encode(f"{tokens[end]}b") == [end, len(tokens)]
+        assert own.decode([end, len(tokens)]) == "b"
 
 
 # Damage

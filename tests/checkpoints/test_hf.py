@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import importlib
 import inspect
@@ -28,11 +29,12 @@ import pytest
 import safetensors.numpy
 
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.checkpoints.hf.config import config_from_hf, config_to_hf
+from jaxllama.checkpoints.hf.config import check_preset, config_from_hf, config_to_hf
 from jaxllama.checkpoints.hf.families import FAMILIES
-from jaxllama.config import ModelConfig, RopeConfig, load_config
+from jaxllama.config import ModelConfig, RopeConfig, load_config, preset_names
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError, WeightWarning
+from tests.helpers.models import shrunk
 from tests.helpers.parity_cases import CASES
 from tests.helpers.parity_cases import params_of as parity_params
 from tests.helpers.seeded import hf_tensors, seeded_params
@@ -1021,6 +1023,19 @@ def test_save_round_trips(tmp_path, params) -> None:
     assert stored.keys() == want.keys()
     for name, value in stored.items():
         np.testing.assert_array_equal(value, want[name])
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_is_saved_and_read_again(tmp_path, name) -> None:
+    """Its config at full size, and a small model of its structure with its weights."""
+    preset = load_config(name)
+    assert check_preset(preset, config_from_hf(config_to_hf(preset, "float32"), name)) == preset
+    cfg = shrunk(preset)
+    params = seeded_params(cfg)
+    hf.save(tmp_path / "saved", cfg, params)
+    _, read = hf.load(tmp_path / "saved", cfg=cfg)
+    # A multiplier that is folded into a weight (Granite's) rounds it twice.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=3e-7), read, params)
 
 
 def test_save_in_bfloat16_keeps_the_bits(tmp_path, params) -> None:

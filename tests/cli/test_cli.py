@@ -309,7 +309,7 @@ def test_reset_begins_anew_and_exit_ends(run, monkeypatch):
     _, once, _ = talk(run, monkeypatch, "one\n")
     status, out, err = talk(run, monkeypatch, "one\n/reset\none\n/help\n/exit\nnever\n")
     assert (status, out) == (0, once * 2)
-    assert "/help is not a command" in err
+    assert "/help is not a command" in err and "a new conversation\n" in err
 
 
 def test_a_line_may_begin_with_a_slash(run, monkeypatch):
@@ -542,9 +542,26 @@ def test_unknown_models_are_named(run, tmp_path):
     assert_error(run("generate", "hi", model=str(tmp_path)), "config.json")
 
 
-def test_no_command_is_an_error(capsys):
-    status = main([])
-    assert_error((status, *capsys.readouterr()), "COMMAND")
+def test_no_command_shows_the_help(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert "generate" in out and "doctor" in out
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["bench", "--preset", "gla-340m", "--random"]])
+def test_a_device_that_is_not_there_is_one_sentence(command, capsys, monkeypatch):
+    """jax raises an AssertionError without words, or a RuntimeError, by the kind of device."""
+    import jax
+
+    def fail(*_):
+        raise AssertionError
+
+    for name in ("devices", "local_devices", "default_backend"):
+        monkeypatch.setattr(jax, name, fail)
+    status = main(command)
+    assert_error((status, *capsys.readouterr()), "jax finds no such device on this machine")
 
 
 @pytest.mark.parametrize(

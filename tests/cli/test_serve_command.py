@@ -32,7 +32,7 @@ from jaxllama.engine.stats import EngineStats
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.speed.load_generator import Lengths
 from jaxllama.serving.http import process as server_process
-from tests.helpers.http_server import client, serve, tiny_checkpoint
+from tests.helpers.http_server import client, serve, tiny_checkpoint, wait_until
 from tests.helpers.models import HYBRIDS
 
 # Long enough that a signal arrives in the middle.
@@ -297,6 +297,27 @@ def test_an_engine_that_dies_ends_the_process_after_telling_everybody(folder):
 
 
 @pytest.mark.slow
+def test_an_engine_that_stalls_fails_the_probe_and_ends_with_sigterm(folder):
+    """The process answers, so a supervisor learns of it from /live alone."""
+    flags = ("--max-slots", "1", "--max-len", "2048", "--drain-timeout", "1")
+    with (
+        serve(folder, *flags, program=(CHILD, "stall")) as (process, url, log),
+        client(url) as http,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        assert http.get("/live").status_code == 200
+        asked = pool.submit(http.post, "/v1/completions", json=LONG)
+        wait_until(lambda: http.get("/live").status_code == 503)
+        assert "the engine hangs: its step has not ended" in http.get("/live").json()["status"]
+        assert http.get("/ready").status_code == 503
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 1 and time.monotonic() - began < 30
+        assert asked.result().status_code == 503
+        assert log.read_text().splitlines()[-1].endswith("thread jaxllama-engine does not end")
+
+
+@pytest.mark.slow
 def test_embeddings_end_with_the_drain_timeout(folder):
     flags = ("--max-slots", "1", "--max-len", "2048", "--drain-timeout", "1")
     with (
@@ -369,7 +390,7 @@ def test_nobody_listens(capsys):
 def test_a_second_server_does_not_take_the_state(tmp_path):
     first = Journal(tmp_path)
     first.accept("a", "chat", 1, "{}")
-    with pytest.raises(JaxLlamaError, match="locked"):
+    with pytest.raises(JaxLlamaError, match="another server uses this folder"):
         Journal(tmp_path)
     first.close()
     again = Journal(tmp_path)

@@ -226,6 +226,16 @@ def test_options_that_blocks_do_not_have_are_refused_by_name(lm, options, words)
         Engine(lm, **options)
 
 
+@pytest.mark.parametrize("draft", ["ngram", "a model"])
+def test_a_draft_is_refused_in_one_sentence(lm, draft):
+    draft = model("llama") if draft == "a model" else draft
+    with pytest.raises(
+        jl.JaxLlamaError, match="draft = .*: rows join the block .* one by one"
+    ) as e:
+        Engine(lm, draft=draft)
+    assert len(str(e.value)) < 250 and "\n" not in str(e.value)
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [

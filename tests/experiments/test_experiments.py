@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
+import re
 import statistics
 import textwrap
 from pathlib import Path
@@ -388,7 +390,7 @@ def test_comparison_of_single_seeds_says_that_noise_is_unknown(write, tmp_path, 
         ([], "no experiment"),
         (["f.toml", "--compare", ".", "."], "--compare takes two runs"),
         (["--compare", ".", "/nowhere"], "--compare = /nowhere: no such folder"),
-        (["/tmp"], "'/tmp' is no .toml file; shipped: context, "),
+        (["/tmp"], "'/tmp' is no .toml file; shipped: batching, context, "),
         (["missing.toml"], "missing.toml: No such file"),
     ],
 )
@@ -538,6 +540,7 @@ MEASURES = {
     "train": 'text = "words.txt"\nsteps = 40\nbatch_size = 2\nsequence_length = 16\n'
     "learning_rate = 0.01",
     "offload": 'policy = "100 0 100 0 100 0"\nprompt_tokens = 8\nnew_tokens = 11',
+    "serve": "requests = 5\nslots = 2\nprompt_tokens = 4\nnew_tokens = 5",
     "learn": 'text = "facts"\nlearning_rates = [1e-3]\nsteps = 40\nbatch_size = 2\n'
     "sequence_length = 16\nfacts = [2, 4]\ndistances = [4]\ntrials = 64",
 }
@@ -698,7 +701,6 @@ def test_speed_raises_the_context_of_random_weights(write, tmp_path):
 
 
 def test_train_gives_curves_of_every_seed(write, tmp_path):
-    pytest.importorskip("orbax.checkpoint")
     pytest.importorskip("matplotlib")
     (tmp_path / "words.txt").write_text("to be or not to be, that is the question. " * 40)
     content = """
@@ -798,3 +800,104 @@ def test_every_point_of_the_quantization_experiment_runs_on_a_tiny_model(write, 
     assert len(kl) == 13 and abs(kl.pop(floats)) < 1e-9
     assert all(0 < value < 0.1 for value in kl.values())
     assert (out / "1-kl-by-weight_megabytes.png").exists()
+
+
+SERVE = """
+title = "Serve"
+workload = "serve"
+[settings]
+model = "tiny"
+batching = ["continuous", "whole"]
+requests = 5
+slots = 2
+prompt_tokens = 4
+new_tokens = 6
+"""
+
+
+def test_serve_gives_every_answer_its_tokens(write, tmp_path, monkeypatch):
+    """A whole batch waits for its longest answer; a slot of the engine takes the next prompt."""
+    asked: list[tuple[int, int]] = []
+    generate = LanguageModel.generate
+
+    def noted(self, prompts, new_tokens, **how):
+        asked.append((len(prompts), new_tokens))
+        return generate(self, prompts, new_tokens, **how)
+
+    monkeypatch.setattr(LanguageModel, "generate", noted)
+    experiment = load_experiment(write(SERVE))
+    _, _, lengths = workloads.serve_task(experiment, experiment.points[0].settings, 0)
+    assert len(lengths) == 5 and min(lengths) >= 1 and max(lengths) <= 6
+    out = run(experiment, tmp_path / "out", quiet)
+    rows = json.loads((out / "results.json").read_text())["rows"]
+    assert [row["point"] for row in rows] == ["batching=continuous", "batching=whole"]
+    for row in rows:
+        found = row["results"]
+        assert found["tokens_per_second"] == pytest.approx(sum(lengths) / found["seconds"])
+        assert 0 < found["request_seconds"] <= found["seconds"]
+    batches = [(2, max(lengths[:2])), (2, max(lengths[2:4])), (1, lengths[4])]
+    assert asked == 2 * batches
+
+
+def test_quality_by_sparsity_and_under_a_policy(write, tmp_path):
+    """A policy alone changes nothing; its 4-bit cache and a sparsity do."""
+    (tmp_path / "words.txt").write_text("The quick brown fox jumps over the lazy dog. " * 3)
+    content = """
+    title = "Sparsity"
+    workload = "quality"
+    [settings]
+    model = "tiny"
+    dtype = "float32"
+    text = "words.txt"
+    window = 60
+    [[case]]
+    attn_sparsity = [1.0, 0.1]
+    [[case]]
+    scheme = ["none", "w8a16"]
+    policy = "0 100 100 0 100 0"
+    [[case]]
+    policy = "0 100 100 0 100 0 compress_cache=true"
+    """
+    experiment = load_experiment(write(content))
+    out = run(experiment, tmp_path / "out", quiet)
+    rows = json.loads((out / "results.json").read_text())["rows"]
+    kl = [row["results"]["kl"] for row in rows]
+    assert abs(kl[0]) < 1e-9 and abs(kl[2]) < 1e-7  # other programs round in another way
+    assert min(kl[1], kl[3], kl[4]) > 10 * abs(kl[2])
+    weights = [row["results"]["weight_megabytes"] for row in rows]
+    assert weights[0] == weights[2] and weights[3] < 0.7 * weights[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ["speed", "offload", "serve"])
+def test_drafts_are_settings(write, tmp_path, monkeypatch, workload):
+    few = functools.partial(workloads.run_drafts, prompts=1)
+    monkeypatch.setattr(workloads, "run_drafts", lambda *a, **how: few(*a, **{**how, "prompts": 1}))
+    head = f'title = "T"\nworkload = "{workload}"\n[settings]\nmodel = "tiny"\n'
+    more = "" if workload == "speed" else MEASURES[workload] + "\n"
+    runs = "new_tokens = 4\nruns = 1\n" if workload == "speed" else ""
+    text = f'{head}{more}{runs}draft = ["ngram", "layers=1"]\n'
+    if workload == "offload":
+        with pytest.raises(JaxLlamaError, match="draft = 'layers=1': the layers are offloaded"):
+            load_experiment(write(text))
+        text = text.replace("layers=1", "tiny")
+    experiment = load_experiment(write(text))
+    out = run(experiment, tmp_path / "out", quiet)
+    rows = json.loads((out / "results.json").read_text())["rows"]
+    assert all(row["results"]["tokens_per_second"] > 0 for row in rows) and len(rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("attn_sparsity = 0.0", "attn_sparsity = 0.0: must be in (0, 1]"),
+        ("draft_tokens = 3", "draft_tokens = 3: needs a draft"),
+        ("slots = 0", "slots = 0: must be at least 1"),
+        ('batching = "some"', "settings.batching = 'some'"),
+    ],
+)
+def test_settings_of_serve_that_cannot_be_are_refused(write, line, said):
+    with pytest.raises(JaxLlamaError, match=re.escape(said)):
+        key = line.partition(" ")[0]
+        lines = [one for one in SERVE.splitlines() if not one.startswith(f"{key} ")]
+        load_experiment(write("\n".join([*lines, line])))

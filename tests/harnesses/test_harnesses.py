@@ -51,7 +51,7 @@ def test_answers_are_made_again_from_the_state_folder(tmp_path, monkeypatch, rea
     if not real:
         monkeypatch.setattr(local_model, "local_app", fake_app)
     lm = tiny_model()
-    with LocalModel(lm, NAME, tmp_path, deterministic=True, **SIZES) as model:
+    with LocalModel(lm, NAME, tmp_path, deterministic=True, kv_dtype="int8", **SIZES) as model:
         answers = model.post_all("/v1/completions", [{**BODY, "seed": n} for n in range(4)])
         texts = [answer["choices"][0]["text"] for answer in answers]
         said = model.said()
@@ -72,7 +72,9 @@ def test_answers_are_made_again_from_the_state_folder(tmp_path, monkeypatch, rea
     assert replay(lm, tmp_path, [answers[1]["id"]]).same == 1
     with pytest.raises(JaxLlamaError, match="no answer with the id"):
         replay(lm, tmp_path, ["cmpl-x"])
-    with pytest.raises(JaxLlamaError, match="of another model: engine_deterministic differ"):
+    with pytest.raises(
+        JaxLlamaError, match="of another model: kv_dtype, engine_deterministic differ"
+    ):
         LocalModel(lm, NAME, tmp_path, **SIZES)
     (tmp_path / MODEL_FILE).unlink()
     with pytest.raises(JaxLlamaError, match="no state folder of an evaluation"):

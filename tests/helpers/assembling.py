@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -115,9 +115,26 @@ def _heard() -> Iterator[Any]:
                 os.close(old)
 
 
+@contextlib.contextmanager
+def assembler(arch: Architecture) -> Iterator[SingleDeviceSharding]:
+    """Within, programs for the device that is given are assembled for an architecture."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    where = topologies.get_topology_desc(
+        platform="cuda", topology="1x1x1", target_config=description(arch)
+    )
+    with mock.patch.object(utils, "_infer_arch", lambda: arch.capability):
+        yield SingleDeviceSharding(where.devices[0])
+
+
 def assemble(case: str, where: SingleDeviceSharding) -> tuple[list[Assembled], list[str]]:
     """Return the kernels of a case and the assembler's warnings."""
-    f, operands = (CASES | VARIANTS)[case]()
+    return assemble_program(*(CASES | VARIANTS)[case](), where)
+
+
+def assemble_program(
+    f: Callable[..., Any], operands: Any, where: SingleDeviceSharding
+) -> tuple[list[Assembled], list[str]]:
+    """Return the kernels of a function of these operands and the assembler's warnings."""
     operands = jax.tree.map(lambda x: S(x.shape, x.dtype, sharding=where), operands)
     with _heard() as file:
         lowered = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",))
@@ -146,15 +163,7 @@ def assemble(case: str, where: SingleDeviceSharding) -> tuple[list[Assembled], l
 def main() -> None:
     arch, cases = BY_NAME[sys.argv[1]], sys.argv[2:] or [*CASES, *VARIANTS]
     os.environ[TARGET] = arch.name
-    jax.config.update("jax_enable_compilation_cache", False)
-    with (
-        mock.patch.object(utils, "_infer_arch", lambda: arch.capability),
-        mock.patch.object(dispatch, "hopper_reason", lambda *_: None),
-    ):
-        where = topologies.get_topology_desc(
-            platform="cuda", topology="1x1x1", target_config=description(arch)
-        )
-        device = SingleDeviceSharding(where.devices[0])
+    with assembler(arch) as device, mock.patch.object(dispatch, "hopper_reason", lambda *_: None):
         for case in cases:
             line: dict[str, Any] = {"arch": arch.name, "case": case}
             if NEEDS_WGMMA.match(case) and not arch.wgmma:

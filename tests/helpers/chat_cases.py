@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,16 @@ FORGETFUL = TEMPLATE.replace(
 )
 
 
-def tokenizer(template: str = TEMPLATE) -> Tokenizer:
-    """Bytes, and the two tokens of the template."""
+def tokenizer(
+    template: str = TEMPLATE, special: Sequence[str] = (), ends: Sequence[str] = (END,)
+) -> Tokenizer:
+    """Bytes, the two tokens of the template, and further ones. ends: the stop tokens."""
     backend = Tokenizer.byte_level()._backend
-    backend.add_special_tokens([tokenizers.AddedToken(word, special=True) for word in (START, END)])
-    return Tokenizer(
-        backend, "chat", eos_ids=[257], special_tokens={"eos_token": END}, chat_template=template
-    )
+    words = (START, END, *special)
+    backend.add_special_tokens([tokenizers.AddedToken(word, special=True) for word in words])
+    ids = [backend.token_to_id(word) for word in ends]
+    names = {"eos_token": ends[0]}
+    return Tokenizer(backend, "chat", eos_ids=ids, special_tokens=names, chat_template=template)
 
 
 def chat_model(folder: Path, family: str = "gqa", **changes: Any) -> tuple[Path, ModelConfig]:

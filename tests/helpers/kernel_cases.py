@@ -413,8 +413,8 @@ def with_state(f, given, batch: int, heads: int, dk: int, dv: int):
     return lambda *x: f(*x[:-1], initial_state=x[-1]), (*given, S((batch, heads, dk, dv), F32))
 
 
-def gla_layer(tokens: int = 1):
-    b, h, dk, dv, rank = 8, 4, 256, 512, 16
+def gla_layer(tokens: int = 1, sizes=(8, 4, 256, 512, 16)):
+    b, h, dk, dv, rank = sizes
     widths = h * dk, h * dk, h * dv, rank, h * dv
     streams = [S((b * tokens, width), BF16) for width in widths]
     decay = S((h * dk, rank), BF16), S((h * dk,), BF16)
@@ -437,8 +437,8 @@ def gla_kept():
     )
 
 
-def delta_layer(tokens: int = 1):
-    b, hk, h, d = 8, 16, 32, 128
+def delta_layer(tokens: int = 1, sizes=(8, 16, 32, 128)):
+    b, hk, h, d = sizes
     features = 2 * hk * d + h * d
     widths = features + h * d, 2 * h
     streams = [S((b * tokens, width), BF16) for width in widths]

@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +31,11 @@ ALL = CASES | VARIANTS
 
 def modules(case: str) -> dict[str, str]:
     """Return the text of each kernel's module and of its call, by the kernel's name."""
-    f, operands = ALL[case]()
+    return modules_of(*ALL[case]())
+
+
+def modules_of(f: Callable[..., Any], operands: Any) -> dict[str, str]:
+    """Return the same of a function of these operands."""
     with mock.patch.object(dispatch, "hopper_reason", lambda *_: None):
         program = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",)).compiler_ir()
     found: dict[str, str] = {}

@@ -38,6 +38,7 @@ WEIGHTS = {  # words, group, zeros
     "w8-g32": ("int8", 32, None),
     "w8-g64-zero": ("int8", 64, "int"),
     "fp8-row": ("float8_e4m3fn", None, None),
+    "fp8-g32": ("float8_e4m3fn", 32, None),
     "fp8-block": ("float8_e4m3fn", 128, None),
     "mxfp4": ("float4_e2m1fn", 32, None),
     "nvfp4": ("float4_e2m1fn", 16, None),
@@ -112,7 +113,7 @@ def product(x, w, bias=None) -> np.ndarray:
 def fused_product(x, w, bias=None, norm=None, residual=None, swiglu=False, activation="silu"):
     """The fused product on the same words: x * gamma is rounded once to x's type (the kernel's
     docstring), which alone is a bound's worth where one value is all of a row."""
-    values = wide(x)
+    values = exact(x)
     if norm is not None:
         scaled = wide((values * wide(norm[0])).astype(np.float32).astype(x.dtype))
         values = scaled / np.sqrt(np.mean(values**2, -1, keepdims=True) + norm[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -182,3 +183,43 @@ def check_chunks_and_steps(cfg: ModelConfig, dtype: str, bound: float, pages: bo
         for row in range(2):
             assert relative_error(got[row], want[row, at[row] - 1]) <= bound
         got, cache = jl.decode_step(cfg, params, tokens[np.arange(2), at], cache)
+
+
+def shrunk(cfg: ModelConfig) -> ModelConfig:
+    """Return a small model of the same structure: the first layers that show every kind."""
+    chosen = [cfg.window_layers, cfg.bare_layers, cfg.expert_layers]
+    kinds = [
+        (kind, *(index in layers for layers in chosen))
+        for index, kind in enumerate(cfg.layer_types)
+    ]
+    n_layers = 1 + max(map(kinds.index, set(kinds)))
+    cfg = cfg.first_layers(min(max(n_layers, 2), cfg.n_layers))
+    share = cfg.n_heads // cfg.n_kv_heads
+    scale = 16 / cfg.head_dim
+    changes: dict[str, Any] = {
+        "vocab_size": 128,
+        "d_model": 64,
+        "n_heads": 4,
+        "n_kv_heads": max(4 // share, 1),
+        "head_dim": 16,
+        "d_ff": 48,
+        "eos_token_ids": tuple(range(2, 2 + len(cfg.eos_token_ids))),
+        "bos_token_id": None if cfg.bos_token_id is None else 1,
+    }
+    if cfg.rope.rotary_dim is not None:
+        turned = int(cfg.rope.rotary_dim * scale)
+        changes["rope"] = dataclasses.replace(cfg.rope, rotary_dim=turned)
+    if cfg.experts is not None:
+        sizes = {"n_experts": 4, "n_active": 2, "d_ff": 48}
+        sizes |= {"shared": 48} if cfg.experts.shared else {}
+        changes["experts"] = dataclasses.replace(cfg.experts, **sizes)
+    if cfg.gla is not None:
+        changes["gla"] = dataclasses.replace(cfg.gla, n_heads=4, n_kv_heads=4)
+    if cfg.delta is not None:
+        changes["delta"] = dataclasses.replace(cfg.delta, n_heads=4, n_k_heads=2, d_k=8, d_v=8)
+    mixers = {kind: dict(options) for kind, options in cfg.mixers}
+    if "ssm" in mixers:
+        groups = min(mixers["ssm"].get("n_groups", 1), 2)
+        sizes = {"n_heads": 8, "head_dim": 16, "state": 16, "n_groups": groups}
+        changes["mixers"] = {**mixers, "ssm": {**mixers["ssm"], **sizes}}
+    return cfg.replace(**changes)

@@ -204,7 +204,7 @@ def test_a_multimodal_model_s_text_adapter_is_the_decoder_s(tmp_path):
         ({"use_rslora": "yes"}, "use_rslora = 'yes': expected true or false"),
         ({"rank_pattern": [3]}, "rank_pattern = [3]: expected an object of module to number"),
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern.q_proj = 0: must be between 1"),
-        ({"alpha_pattern": {"(q": 3}}, "alpha_pattern.(q = 3: no regular expression"),
+        ({"alpha_pattern": {"(q": 3}}, "alpha_pattern.(q: no regular expression"),
         ({"rank_pattern": {"q_proj": 3}}, "but r = 3 and the model want [3, 32] and [32, 3]"),
         ({"lora_alpha": 1e30, "alpha_pattern": {"q_proj": 1e30}}, "numbers that are NaN or"),
     ],

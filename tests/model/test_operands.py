@@ -3,17 +3,33 @@ and with calls that are traced."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import jaxllama as jl
+from jaxllama import compiler_options
+from jaxllama.config import preset_names
+from jaxllama.decoding.sampling import SamplingParams
+from jaxllama.model.mixers.attention.state import KVCache
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import slow
-from tests.helpers.models import IDENTITIES, LLAMA, params_of, relative_error, tokens_of
+from tests.helpers.models import (
+    IDENTITIES,
+    LLAMA,
+    params_of,
+    relative_error,
+    shrunk,
+    tokens_of,
+)
 
 CFG = LLAMA.replace(max_position=16, n_layers=1)
 B, T = 2, 5
@@ -231,6 +247,78 @@ def test_vmap_over_rows_warns_of_nothing(params):
     assert relative_error(got, jnp.stack(want)) < 1e-5
 
 
+def _over_a_mesh(function):
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    return jax.shard_map(function, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+
+
+COMPOSED = {
+    "vmap": jax.vmap,
+    "scan": lambda one: jax.jit(lambda keys: lax.scan(lambda n, key: (n, one(key)), 0, keys)[1]),
+    "shard_map": lambda one: jax.jit(_over_a_mesh(jax.vmap(one))),
+    "jit": lambda one: lambda keys: jnp.stack([jax.jit(one)(key) for key in keys]),
+    "eager shard_map": lambda one: _over_a_mesh(jax.vmap(one)),
+}
+KEYS = jax.random.key_data(jax.random.split(jax.random.key(3), 2))
+FULL_SAMPLING = jl.Sampling(temperature=1.0, top_k=30, top_p=0.95, presence_penalty=0.5)
+
+
+@functools.cache
+def generating(family, sampling):
+    """Return a function of a key, and its tokens for KEYS in plain calls."""
+    cfg = IDENTITIES[family].replace(max_position=16)
+    params, own = params_of(cfg), jl.Sampling(temperature=1.0, seed=4)
+
+    def one(key):
+        cache = jl.init_cache(cfg, B, 8)
+        rows = jl.generate(
+            cfg, params, TOKENS, FULL, cache, [sampling, own], key, 3, chunk=3, stop_tokens=()
+        )
+        return rows.tokens
+
+    return one, np.stack([one(key) for key in KEYS])
+
+
+@pytest.mark.parametrize("form", [*list(COMPOSED)[:3], *slow(*list(COMPOSED)[3:])])
+@pytest.mark.parametrize(
+    ("family", "sampling"),
+    [
+        ("hybrid", jl.Sampling(temperature=1.0)),
+        *(pytest.param(f, FULL_SAMPLING, marks=pytest.mark.slow) for f in ("gqa", "delta")),
+    ],
+)
+def test_generate_composes(family, sampling, form):
+    """With the key as an argument, each transformation gives the tokens of the plain call."""
+    one, want = generating(family, sampling)
+    assert (want[0, 0] != want[1, 0]).any() and (want[0, 1] == want[1, 1]).all()
+    np.testing.assert_array_equal(COMPOSED[form](one)(KEYS), want)
+
+
+@pytest.mark.parametrize("seed", [7, -1, -(2**31)])
+def test_a_traced_seed_is_the_number(seed):
+    def key(seed):
+        return SamplingParams.stack([jl.Sampling(), jl.Sampling(seed=5)], 9, seed).key
+
+    np.testing.assert_array_equal(jax.jit(key)(jnp.int32(seed)), key(seed))
+    raw = jax.random.key_data(jax.random.key(seed))
+    np.testing.assert_array_equal(jax.jit(key)(raw), key(raw))
+
+
+def test_a_traced_seed_is_whole():
+    with pytest.raises(jl.JaxLlamaError, match="seed: float32: must be a whole number or a PRNG"):
+        jax.jit(lambda seed: SamplingParams.stack([jl.Sampling()], 9, seed).key)(1.5)
+
+
+def test_a_traced_loop_takes_no_options_of_a_device(monkeypatch):
+    """jax refuses a compiler's options inside of a trace; a trial program cannot run there."""
+    asked = []
+    monkeypatch.setattr(compiler_options, "for_device", lambda: asked.append(1))
+    program = jax.jit(lambda x: compiler_options.compiled_for(jax.jit(jnp.negative), None)(x))
+    assert program(1) == -1 and not asked
+    compiler_options.compiled_for(program, None)
+    assert asked == [1]
+
+
 def test_a_call_that_is_not_traced_donates(params):
     cache = new_cache()
     _, after = jl.prefill(CFG, params, TOKENS, FULL, cache)
@@ -243,3 +331,55 @@ def test_a_cache_has_the_backend_s_activations_by_default(backend, dtype, monkey
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     cache = jax.eval_shape(lambda: jl.init_cache(CFG, 1, 8))
     assert cache.layers[0].k.dtype == dtype
+
+
+# Rows for the next prompts
+
+
+@pytest.mark.parametrize("family", ["hybrid", *slow("gqa", "gla-conv-groups", "delta", "kda")])
+def test_a_row_that_is_reset_has_nothing_of_its_last_prompt(family):
+    """The next prompt gets the logits of an empty cache, and the neighbour goes on."""
+    cfg = IDENTITIES[family]
+    params = params_of(cfg)
+    first = np.array([0, T], np.int32)  # the neighbour rests
+    want, fresh = jl.prefill(cfg, params, TOKENS, np.array([3, T]), new_cache(cfg))
+    want_next, _ = jl.decode_step(cfg, params, TOKENS[:, 0], fresh)
+    _, used = jl.prefill(cfg, params, TOKENS[::-1], first[::-1], new_cache(cfg))
+    _, used = jl.prefill(cfg, params, TOKENS, first, used)
+    assert used.lengths.tolist() == [T, T]
+    for rows in (np.array([True, False]), np.array([0, 7, -1])):
+        cache = jl.reset_rows(jax.tree.map(jnp.copy, used), rows)
+        assert cache.lengths.tolist() == [0, T]
+        got, cache = jl.prefill(cfg, params, TOKENS, np.array([3, 0]), cache)
+        following, _ = jl.decode_step(cfg, params, TOKENS[:, 0], cache)
+        np.testing.assert_array_equal(got[0], want[0])
+        np.testing.assert_array_equal(following, want_next)
+    if any(kind != "attention" for kind in cfg.layer_types):  # what a length of 0 leaves behind
+        stale = dataclasses.replace(used, lengths=jnp.array([0, T], jnp.int32))
+        got, _ = jl.prefill(cfg, params, TOKENS, np.array([3, 0]), stale)
+        assert relative_error(got[0], want[0]) > 0.05
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_kind_of_state_is_reset(name):
+    """All rows after tokens of NaN are the rows of a new cache."""
+    empty = jl.init_cache(shrunk(jl.load_config(name)), 2, 4)
+    marked = jax.tree.map(lambda leaf: jnp.full_like(leaf, 3), empty)
+    cache = jl.reset_rows(marked, jnp.ones(2, bool))
+    assert cache.lengths.tolist() == [0, 0]
+    for got, want in zip(cache.layers, empty.layers, strict=True):
+        if not isinstance(want, KVCache):
+            jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (np.ones(3, bool), r"rows\[3\]: expected bool \[2\]"),
+        ([0], "rows: list: expected an array of integers"),
+        (np.ones(2, np.float32), "rows: float32: expected integers"),
+    ],
+)
+def test_rows_that_cannot_be_reset_are_named(rows, message):
+    with pytest.raises(jl.JaxLlamaError, match=message):
+        jl.reset_rows(new_cache(), rows)

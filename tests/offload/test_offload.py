@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.decoding.sampling import Sampling
+from jaxllama.engine.engine import Engine
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.offloaded.executor import SCHEME
 from jaxllama.language_model import LanguageModel
+from jaxllama.model.cache import init_cache
 from jaxllama.model.lora import attach
 from jaxllama.offload.policy import Policy, Shares
 from jaxllama.offload.store import Store, is_stored
@@ -503,3 +505,24 @@ def test_a_draft_is_refused_where_the_cache_is_not_on_the_device():
     for policy in ("0 100 50 50 100 0", "0 100 0 100 100 0 cpu_attention=true sep_layer=true"):
         with pytest.raises(JaxLlamaError, match="policy: a draft needs the whole cache"):
             offloaded(cfg, params_of(cfg), policy).generate([[5, 6]], 2, draft="ngram")
+
+
+@pytest.mark.parametrize(
+    "option", ["attn_sparsity=0.5", "cpu_attention=true", "compress_cache=true"]
+)
+def test_a_policy_s_options_of_the_cache_need_keys_and_values(option, folder):
+    cfg = FAMILIES["gla"]
+    with pytest.raises(JaxLlamaError, match=f"policy: {option.split('=')[0]}: tiny has no layer"):
+        offloaded(cfg, params_of(cfg), f"0 100 0 100 0 100 {option}")
+
+
+def test_a_kv_dtype_needs_keys_and_values(folder):
+    cfg = FAMILIES["gla"]
+    resident = LanguageModel(cfg, params_of(cfg), None)
+    for lm in (resident, offloaded(cfg, resident.params, "0 100 0 100 0 100")):
+        with pytest.raises(JaxLlamaError, match="kv_dtype: tiny has no layer with keys and values"):
+            lm.generate([[1, 2]], 2, kv_dtype="int8")
+        with pytest.raises(JaxLlamaError, match="kv_dtype: tiny has no layer with keys and values"):
+            Engine(lm, kv_dtype="int8")
+    with pytest.raises(JaxLlamaError, match="cache dtype 'int8': tiny has no layer with keys"):
+        init_cache(cfg, 1, 8, "int8")

@@ -105,6 +105,7 @@ WRITTEN: dict[str, tuple[str, str, str, Callable[[Call], str]]] = {
     "mistral": ("[TOOL_CALLS]", "[TOOL_CALLS]", "", lambda c: f"{c[0]}[ARGS]{compact(c[1])}"),
     "mistral-list": ("[TOOL_CALLS][", ", ", "]", with_name("arguments")),
     "minimax-m1": ("<tool_calls>\n", "\n", "\n</tool_calls>", with_name("arguments")),
+    "nemotron": ("<TOOLCALL>[", ", ", "]</TOOLCALL>", with_name("arguments")),
     "deepseek-v3": (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
         "\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
@@ -128,6 +129,12 @@ WRITTEN: dict[str, tuple[str, str, str, Callable[[Call], str]]] = {
         "\n</tool_call>\n<tool_call>\n",
         "\n</tool_call>",
         tags("<function=%s>\n", "", "</function>", "<parameter=%s>\n%s\n</parameter>\n"),
+    ),
+    "seed": (
+        "<seed:tool_call>\n",
+        "\n</seed:tool_call>\n<seed:tool_call>\n",
+        "\n</seed:tool_call>",
+        tags("<function=%s>\n", "", "</function>", "<parameter=%s>%s</parameter>\n"),
     ),
     "glm": (
         "<tool_call>",
@@ -172,6 +179,8 @@ TEMPLATES = {
     "mistral": '{{ "[TOOL_CALLS]" + c.name + "[ARGS]" }}',
     "mistral-list": '{{ "[TOOL_CALLS][" }}',
     "minimax-m1": "<tool_calls>\n{{ c }}\n</tool_calls>",
+    "nemotron": "<TOOLCALL>[{{ calls }}]</TOOLCALL>",
+    "seed": "<seed:tool_call>\n<function=example_function_name>\n",
     "deepseek-v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + t + '<｜tool▁sep｜>\\n```json",
     "deepseek-v3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ n + '<｜tool▁sep｜>' + a",
     "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>",
@@ -301,3 +310,37 @@ def test_every_format_is_recognised_by_its_template():
         found = format_of(template)
         assert found is not None and found.name == name
     assert format_of("<tool_call>{{ name }}<tool_sep>") is None
+    first_of_lfm2 = format_of("List of tools: <|tool_list_start|>[{{ tool }}]<|tool_list_end|>")
+    assert first_of_lfm2 is not None and first_of_lfm2.name == "lfm2"
+
+
+OPENINGS = {  # that models at times leave out
+    "qwen-xml": "<tool_call>\n",
+    "seed": "<seed:tool_call>\n",
+    "minimax": "<minimax:tool_call>\n",
+    "deepseek-v3.2": "<｜DSML｜function_calls>\n",
+    "deepseek-v4": "<｜DSML｜tool_calls>\n",
+}
+
+
+@pytest.mark.parametrize("form", OPENINGS)
+def test_calls_without_their_opening_tag(form: str) -> None:
+    for seed in range(20):
+        draw = random.Random(seed)
+        calls = draw_calls(draw)
+        text = "So: " + render(form, calls).replace(OPENINGS[form], "")
+        content, found = read(form, pieces(text, draw))
+        assert [(name, json.loads(a)) for name, a in found] == calls, text
+        assert content == "So:"
+
+
+def test_a_literal_may_have_its_quote_unescaped() -> None:
+    for said in ("it's", 'say "hi" now', "'", "don't 'do' it", "a, b's"):
+        for quote in "'\"":
+            text = f"<|tool_call_start|>[weather(city={quote}{said}{quote}, days=2)]"
+            if f"{quote}," in said:
+                continue  # which ends a string
+            for cut in (1, 3, 99):
+                parts = [text[at : at + cut] for at in range(0, len(text), cut)]
+                _, [(name, arguments)] = read("lfm2", parts)
+                assert (name, json.loads(arguments)) == ("weather", {"city": said, "days": 2})

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.training import prompts
 from jaxllama.training.conversations import Example, Unit, examples_of, read
 from jaxllama.training.packing import Conversations, PackedRows, pack
-from tests.helpers.chat_cases import END, FORGETFUL, say, tokenizer
+from jaxllama.training.prompts import Prompt
+from tests.helpers.chat_cases import END, FORGETFUL, TEMPLATE, say, tokenizer
 
 
 def learned(example: Example, words) -> str:
@@ -49,10 +51,133 @@ def test_prompts_with_completions():
     assert learned(example, words) == f"yes{END}"
 
 
+CALLING = TEMPLATE.replace(
+    "{{ message.content }}",
+    "{{ message.content }}{% for c in message.tool_calls or [] %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "{% endfor %}",
+)
+QUESTION = {"role": "user", "content": "q"}
+CALL = '{"name": "f", "arguments": {"a": 1}}'
+
+
+def test_messages_in_openais_form_teach_what_the_server_shows():
+    words = tokenizer(CALLING)
+    for arguments in ('{"a": 1}', {"a": 1}):
+        function = {"name": "f", "arguments": arguments}
+        for call in (function, {"function": function}, {"id": "c", "function": function}):
+            for content in ("", None):
+                answer = {"role": "assistant", "content": content, "tool_calls": [call]}
+                (example,) = examples_of({"messages": [QUESTION, answer]}, words)
+                assert learned(example, words) == CALL + END
+    for content in ("yes", [{"type": "text", "text": "yes"}], ["y", "es"]):
+        answer = {"role": "assistant", "content": content, "tool_calls": None, "name": None}
+        (example,) = examples_of({"messages": [QUESTION, answer]}, words)
+        assert learned(example, words) == f"yes{END}"
+    with pytest.raises(JaxLlamaError, match="does not show calls of tools, so none is learned"):
+        list(
+            examples_of({"messages": [QUESTION, {**answer, "tool_calls": [function]}]}, tokenizer())
+        )
+
+
+def test_a_prompt_for_a_reward_is_shown_with_its_tools():
+    words, parts = tokenizer(), [{"type": "text", "text": "q"}]
+    line = {"prompt": [{"role": "user", "content": parts}], "tools": [{"name": "f"}]}
+    prompt = Prompt(prompts._tokens(line, words, 999), line)
+    assert list(prompt.tokens) == words.encode_chat([QUESTION], tools=[{"name": "f"}])
+    assert '"function": {"name": "f"}' in words.decode(prompt.tokens) and prompt.text == "q"
+
+
+BARE = (  # as GLM's: the next role's token ends an answer
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}"
+    "{{ m.tool_calls[0].function.name if m.tool_calls }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+ROLES = ["<|user|>", "<|tool|>", "<|assistant|>", "<|endoftext|>"]
+TWO_ENDS = TEMPLATE.replace(
+    "{% if add_gen", "{% if not add_generation_prompt %}<|endoftext|>{% endif %}{% if add_gen"
+)
+
+
+@pytest.mark.parametrize(
+    ("ends", "after_text", "after_call"),
+    [
+        (["<|endoftext|>", "<|user|>", "<|tool|>"], "<|user|>", "<|tool|>"),
+        (["<|endoftext|>", "<|user|>"], "<|user|>", "<|endoftext|>"),
+        (["<|endoftext|>"], "<|endoftext|>", "<|endoftext|>"),
+    ],
+)
+def test_an_answer_ends_with_a_stop_token_where_the_template_writes_none(
+    ends, after_text, after_call
+):
+    words = tokenizer(BARE, ROLES, ends)
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
+    result, said = {"role": "tool", "content": "1"}, {"role": "assistant", "content": "b"}
+    found = list(examples_of({"messages": [QUESTION, call, result, said, QUESTION, said]}, words))
+    texts = "".join(learned(example, words) for example in found)
+    if len(ends) == 3:  # the conversation goes on with the token that ended the answer
+        assert len(found) == 1
+    assert f"f{after_call}" in texts and texts.count(f"b{after_text}") >= 2
+    for example in found:
+        text = words.decode(example.tokens.tolist(), skip_special=False)
+        assert text.startswith("<|user|>\nq<|assistant|>\nf")
+
+
+def test_an_answer_ends_with_its_first_stop_token():
+    words = tokenizer(TWO_ENDS, ["<|endoftext|>"], [END, "<|endoftext|>"])
+    line = say("a", "1")
+    line["messages"] += say("b", "2")["messages"]
+    (example,) = examples_of(line, words)
+    assert learned(example, words) == f"1{END}2{END}"
+
+
+def test_a_prompt_is_the_one_of_inference_though_the_template_rewrites_it_behind_an_answer():
+    # As gpt-oss's: an earlier call's reasoning is dropped once the answer is there.
+    later = "{% set last = messages[-1].role == 'assistant' %}"
+    template = later + CALLING.replace(
+        "{{ message.content }}",
+        "{{ '' if last and message.tool_calls else message.thinking }}{{ message.content }}",
+    )
+    words = tokenizer(template)
+    call = {"role": "assistant", "thinking": "hm", "tool_calls": [{"name": "f"}]}
+    messages = [QUESTION, call, {"role": "tool", "content": "1"}]
+    answer = {"role": "assistant", "content": "b"}
+    *_, example = examples_of({"messages": [*messages, answer]}, words)
+    prompt = words.encode_chat(messages)
+    assert "hm" in words.decode(prompt)
+    assert example.tokens[: len(prompt)].tolist() == prompt
+    assert words.decode(example.tokens[len(prompt) :].tolist(), skip_special=False) == f"b{END}"
+
+
+def test_an_answer_that_the_template_begins_in_another_way():
+    # As Nemotron's: an answer without reasoning follows the prompt without reasoning.
+    begin = "{{ '<think>\n' if enable_thinking | default(true) else '<think></think>' }}{% endif %}"
+    empty = "{{ '<think></think>' if message.role == 'assistant' }}{{ message.content }}"
+    template = TEMPLATE.removesuffix("{% endif %}") + begin
+    words = tokenizer(template.replace("{{ message.content }}", empty))
+    (example,) = examples_of(say("q", "a"), words)
+    assert learned(example, words) == f"a{END}"
+    head = words.decode(example.tokens[~example.answers].tolist(), skip_special=False)
+    assert head == words.apply_chat_template([QUESTION], enable_thinking=False)
+    # As DeepSeek's: it always begins with <think>, and writes an answer without it.
+    always = tokenizer(TEMPLATE.removesuffix("{% endif %}") + "<think>\n{% endif %}")
+    for text in ("a", "<thi", "<think>"):
+        (example,) = examples_of(say("q", text), always)
+        assert learned(example, always) == f"{text}{END}"
+    with pytest.raises(JaxLlamaError, match="does not write an answer behind its own prompt"):
+        list(examples_of(say("q", "a"), tokenizer("{{ messages | length }}")))
+
+
 @pytest.mark.parametrize(
     ("line", "why"),
     [
         ("{", "line 2: not JSON"),
+        ('{"messages": [{"role": "user"}], "tools": [1]}', "line 2: tools: expected a list of obj"),
+        (
+            '{"prompt": [{"role": "user", "content": [{"type": "image"}]}], '
+            '"completion": [{"role": "assistant"}]}',
+            "line 2: content: a part of type 'image': only text is read",
+        ),
         ("[]", "line 2: expected an object"),
         ("{}", "line 2: expected messages, or prompt and completion"),
         ('{"messages": [1]}', "line 2: messages: expected objects with a role, not '1'"),

@@ -27,6 +27,7 @@ from jaxllama.model.params import param_table
 from jaxllama.model.stacked import hidden_states, is_stacked, recomputed_block
 from jaxllama.training import loop, passes, train
 from jaxllama.training import loss as loss_module
+from jaxllama.training.checkpoint import CheckpointWarning
 from jaxllama.training.data import TokenFile
 from jaxllama.training.estimate import estimate
 from jaxllama.training.loss import cross_entropy, distillation
@@ -358,7 +359,6 @@ def test_a_run_with_scan_keeps_the_layers_apart_on_disk(folder, tmp_path):
         like = jax.device_put(init_state(setup, seeded_params(cfg)), jax.devices()[0])
         for step in (2, 4):
             assert set(checkpoints.restore(step, like)["params"]) == set(seeded_params(cfg))
-        checkpoints.close()
         assert jl.load(result.model).config.n_layers == 3
 
 
@@ -443,6 +443,68 @@ def test_killed_anywhere_and_resumed_the_curve_is_the_same_to_the_bit(finished, 
     assert result.validation == whole.validation
     name = "model/model.safetensors"
     assert (run / name).read_bytes() == (whole.directory / name).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def interrupted(finished, tmp_path_factory):
+    """(config, a run that was killed after step 8, with checkpoints of the steps 4 and 8)."""
+    config = dataclasses.replace(finished[0], keep_checkpoints=3)
+    run = tmp_path_factory.mktemp("interrupted") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Checkpoints, "save", deadly(loop.Checkpoints.save, 2, True))
+        with pytest.raises(Killed):
+            train(config, run)
+    return config, run
+
+
+def flipped(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("part", "damage"),
+    [
+        ("largest", flipped),
+        pytest.param("largest", lambda data: data[:-1], marks=pytest.mark.slow),
+        pytest.param("largest", None, marks=pytest.mark.slow),
+        ("metrics.jsonl", lambda data: data.replace(b'{"step": 6', b'{"step":x6')),
+        pytest.param("metrics.jsonl", lambda data: data[: len(data) // 2], marks=pytest.mark.slow),
+    ],
+)
+def test_a_damaged_checkpoint_is_left_for_the_one_before(
+    part, damage, finished, interrupted, tmp_path
+):
+    """The curve and the model are those of a run that nothing disturbed."""
+    config, run = interrupted
+    shutil.copytree(run, tmp_path / "run")
+    run = tmp_path / "run"
+    path = run / part
+    if part == "largest":
+        found = [path for path in (run / "checkpoints/8").rglob("*") if path.is_file()]
+        path = max(found, key=lambda path: path.stat().st_size)
+    whole = path.read_bytes()
+    path.unlink()
+    if damage is not None:
+        path.write_bytes(damage(whole))
+        assert path.read_bytes() != whole
+    with pytest.warns(CheckpointWarning) as told:
+        result = train(config, run)
+    assert len(told) == 1 and path.name in str(told[0].message)
+    assert _curve(result.metrics) == _curve(finished[1].metrics)
+    assert result.validation == finished[1].validation
+    name = "model/model.safetensors"
+    assert (run / name).read_bytes() == (finished[1].directory / name).read_bytes()
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["12", "4", "8"]
+
+
+def test_a_damaged_line_of_a_finished_run_is_named(finished, tmp_path):
+    config, result = finished
+    shutil.copytree(result.directory, tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'{"step": 2', b'{"step":', 1))
+    with pytest.raises(JaxLlamaError, match=r"metrics.jsonl:2: damaged$"):
+        train(config, tmp_path / "run")
 
 
 @pytest.mark.core

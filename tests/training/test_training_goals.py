@@ -174,7 +174,6 @@ def test_quantization_aware_training_beats_rounding(zeros, folder, teacher, tmp_
     before = jax.tree.map(np.array, state["params"]["layer_0"]["mlp"]["gate_up"]["weight"])
     checkpoints = loop.Checkpoints(result.directory / "checkpoints", 1)
     grids = checkpoints.restore(40, jax.device_put(state, jax.devices()[0]))["params"]
-    checkpoints.close()
     after = grids["layer_0"]["mlp"]["gate_up"]["weight"]
     # A zero has a gradient only where one of its group's weights is clipped.
     for part, least in (("w", 0.9), ("scale", 0.9), *([("zero", 0.3)] if zeros else [])):

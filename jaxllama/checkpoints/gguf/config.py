@@ -15,6 +15,7 @@ import numpy as np
 from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES, GGUFArchitecture
 from jaxllama.checkpoints.gguf.file import GGUFFile, opened
 from jaxllama.checkpoints.gguf.rope import rope_keys
+from jaxllama.checkpoints.gguf.tokenizer import ends_by_spelling, token_types
 from jaxllama.checkpoints.hf.config import config_from_hf
 from jaxllama.checkpoints.hf.families import FAMILIES
 from jaxllama.config import ModelConfig
@@ -313,9 +314,15 @@ def _sizes(file: GGUFFile, name: str, arch: GGUFArchitecture) -> JsonObject:
 
 
 def eos_ids(file: GGUFFile) -> tuple[int, ...]:
-    """Return the ids that end a generation: end of sequence, end of turn, end of message."""
+    """Return the ids that end a generation: end of sequence, of turn, of message, of text.
+
+    The file's keys come first, then tokens with the spelling of an end.
+    """
     keys = (f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom"))
     ids = [file.integer(key) for key in keys if key in file]
+    if "tokenizer.ggml.tokens" in file:
+        tokens = file.strings("tokenizer.ggml.tokens")
+        ids += ends_by_spelling(tokens, token_types(file, len(tokens)))
     return tuple(dict.fromkeys(ids))
 
 

@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxllama import files
 from jaxllama.checkpoints.gguf.types import BLOCKS, TensorType
 from jaxllama.errors import JaxLlamaError
 
@@ -50,6 +51,10 @@ _SCALARS = {
 }
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
+# Numbers of entries that a large file could have, and no model has.
+_MAX_KEYS = 1 << 16
+_MAX_TENSORS = 1 << 20
+_MAX_STRINGS = 1 << 22  # of one array
 _REQUIRED: Any = object()
 
 
@@ -100,7 +105,7 @@ class GGUFFile:
         self.path = Path(path)
         self._parts: list[GGUFFile] = [self]
         try:
-            with open(self.path, "rb") as file:
+            with files.opened(self.path) as file:
                 self.size = file.seek(0, 2)
                 if self.size < 24:
                     raise self.error("header", f"the file has {self.size} bytes, a header has 24")
@@ -199,6 +204,8 @@ class GGUFFile:
         assert value.count is not None
         ends = self._spans_of[key]
         first = ends[0] if ends else 0
+        if ends and ends[-1] - first > files.TOKENIZER:
+            raise self.error(key, f"more than {files.TOKENIZER} bytes")
         # slicing bytes is faster than slicing a map
         data = self._map[first : ends[-1] if ends else 0]
         try:
@@ -241,6 +248,8 @@ class GGUFFile:
         return result
 
     def _text(self, start: int, stop: int, field: str) -> str:
+        if stop - start > files.TEMPLATE:
+            raise self.error(field, f"a string of {stop - start} bytes")
         try:
             return self._map[start:stop].decode()
         except UnicodeDecodeError:
@@ -313,8 +322,8 @@ class GGUFFile:
         n_tensors = self._unpack("Q", "tensor_count")
         n_keys = self._unpack("Q", "kv_count")
         # The shortest entries: name length, type, one byte; name length, n_dims, type, offset.
-        self._fits(n_keys, 13, "kv_count")
-        self._fits(n_tensors, 24, "tensor_count")
+        self._fits(n_keys, 13, "kv_count", _MAX_KEYS)
+        self._fits(n_tensors, 24, "tensor_count", _MAX_TENSORS)
         self._values: dict[str, _Value] = {}
         # For arrays of strings: start and stop of each string, one after the other.
         self._spans_of: dict[str, array.array[int]] = {}
@@ -384,7 +393,7 @@ class GGUFFile:
                 raise self.error(key, "arrays of arrays are not supported")
         value = _Value(kind, count, self._at)
         if kind == _STRING:
-            self._fits(1 if count is None else count, 8, key)
+            self._fits(1 if count is None else count, 8, key, _MAX_STRINGS)
             ends = self._spans(value, key)
             self._at = ends[-1] if ends else self._at
             if count is not None:
@@ -460,10 +469,12 @@ class GGUFFile:
         self._at += width
         return value
 
-    def _fits(self, count: int, width: int, field: str) -> None:
+    def _fits(self, count: int, width: int, field: str, most: int | None = None) -> None:
         left = self.size - self._at
         if count * width > left:
             raise self.error(
                 field,
                 f"{count} x {width} bytes are announced, but {left} are left (truncated?)",
             )
+        if most is not None and count > most:
+            raise self.error(field, f"{count} is more than the {most} that are supported")

@@ -22,6 +22,7 @@ from jaxllama.checkpoints.gguf.file import GGUFFile
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _BYTE = 1, 2, 3, 4, 6
 # Trained pieces are much shorter; the splits of a longer one would take too long.
 _MAX_PIECE = 1000
+_MAX_LETTERS = 1 << 24  # of all pieces, each of which is split before every letter
 
 _GPT2_CUT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS_CUT = (
@@ -30,6 +31,9 @@ _WORDS_CUT = (
 )
 _LLAMA3_CUT = _WORDS_CUT.replace("DIGITS", "{1,3}")
 _QWEN2_CUT = _WORDS_CUT.replace("DIGITS", "")
+_QWEN35_CUT = _QWEN2_CUT.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
+    r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
+)
 _SEED_CUT = _QWEN2_CUT.replace(r"\p{N}]+[\r\n]*", r"\p{N}\r\n]+")
 _CASED_CUT = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+ENDING|"
@@ -40,37 +44,90 @@ _TEKKEN_CUT = _CASED_CUT.replace("DIGITS", "").replace("ENDING", "")
 _GPT4O_CUT = _CASED_CUT.replace("DIGITS", "{1,3}").replace(
     "ENDING", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 )
+_NO_HAN = r"&&[^\p{Han}]"
+_KIMI_CUT = r"\p{Han}+|" + _GPT4O_CUT.replace(r"\p{M}]", rf"\p{{M}}{_NO_HAN}]").replace(
+    r"[\r\n/]*", r"[\r\n]*"
+)
+_DEEPSEEK_CUTS = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_OLD_HAN = r"[一-龥ࠀ-一가-퟿]+"
+_DEEPSEEK_LLM_CUTS = (
+    r"[\r\n]",
+    r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    r"\s+$",
+    _OLD_HAN,
+    r"\p{N}+",
+)
+_DEEPSEEK_CODER_CUTS = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _OLD_HAN, r"\p{N}")
+_BLOOM_CUT = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _DEFAULT_CUTS = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_CUT, r"\p{N}+", r"[0-9][0-9][0-9]")
 
-# tokenizer.ggml.pre -> regular expressions that are applied one after the other.
+# Names in tokenizer.ggml.pre whose whole words that are tokens skip the merges.
+_IGNORE_MERGES = (
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "tekken", "glm4"),
+    *("midm-2.0", "lfm2", "minicpm5"),
+)
+_NO_BOS = ("glm4", "minicpm5")  # of these, the ones that add no token before a text by default
+# Regular expressions that are applied one after the other -> their names in tokenizer.ggml.pre.
+_NAMES: dict[tuple[str, ...], str] = {
+    (_GPT2_CUT,): "gpt-2 gpt2 phi-2 mpt olmo jais trillion granite-docling exaone4 mellum gigachat "
+    "a.x-4.0",
+    (r"\p{N}", _GPT2_CUT): "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
+    (_LLAMA3_CUT,): "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral dbrx smaug-bpe glm4 "
+    "chatglm-bpe midm-2.0 lfm2",
+    (_QWEN2_CUT,): "qwen2 deepseek-r1-qwen stablelm2 megrez hunyuan kormo f2llmv2 grok-2 "
+    "solar-open",
+    (_QWEN35_CUT,): "qwen35",
+    (_TEKKEN_CUT,): "tekken",
+    (_GPT4O_CUT,): "gpt-4o llama4 kanana2 minimax-m2",
+    (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O_CUT): "tiny_aya cohere2moe",
+    (_KIMI_CUT,): "kimi-k2",
+    (_SEED_CUT,): "seed-coder",
+    (r"\p{N}{1,3}", _WORDS_CUT.replace("DIGITS", "+")): "minicpm5",
+    _DEEPSEEK_CUTS: "deepseek-v3 hunyuan-dense joyai-llm",
+    _DEEPSEEK_LLM_CUTS: "deepseek-llm",
+    _DEEPSEEK_CODER_CUTS: "deepseek-coder",
+    (_BLOOM_CUT,): "bloom poro-chat gpt3-finnish",
+    (_BLOOM_CUT, r"\p{N}"): "viking",
+}
 _PRE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("default", ""), _DEFAULT_CUTS),
-    **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais"), (_GPT2_CUT,)),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
-        (r"\p{N}", _GPT2_CUT),
-    ),
-    **dict.fromkeys(
-        (
-            "llama3",
-            "llama-v3",
-            "llama-bpe",
-            "falcon3",
-            "pixtral",
-            "dbrx",
-            "smaug-bpe",
-            "glm4",
-            "chatglm-bpe",
-        ),
-        (_LLAMA3_CUT,),
-    ),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), (_QWEN2_CUT,)),
-    "tekken": (_TEKKEN_CUT,),
-    "gpt-4o": (_GPT4O_CUT,),
-    "seed-coder": (_SEED_CUT,),
+    **{name: cuts for cuts, names in _NAMES.items() for name in names.split()},
 }
-# For these, whole words that are tokens skip the merges.
-_IGNORE_MERGES = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken", "glm4")
+
+
+# Tokens that end a generation by their spelling, as in llama.cpp: files often name only one.
+_ENDS = frozenset(
+    (
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|calls|>",
+        "<|flush|>",
+        "<end_of_turn>",
+        "<turn|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<end_of_utterance>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "<eos>",
+        "</s>",
+        "<｜end▁of▁sentence｜>",
+        "[e~[",
+    )
+)
+_ENDS_OF_CHANNELS = frozenset(("<|return|>", "<|call|>", "<|calls|>", "<|flush|>"))
 
 
 def build(file: GGUFFile) -> Tokenizer:
@@ -82,13 +139,9 @@ def build(file: GGUFFile) -> Tokenizer:
     tokens = file.strings("tokenizer.ggml.tokens")
     if not tokens:
         raise file.error("tokenizer.ggml.tokens", "is empty")
-    types = [_NORMAL] * len(tokens)
-    if "tokenizer.ggml.token_type" in file:
-        types = file.array("tokenizer.ggml.token_type").tolist()
-        if len(types) != len(tokens):
-            raise file.error(
-                "tokenizer.ggml.token_type", f"{len(types)} types for {len(tokens)} tokens"
-            )
+    types = token_types(file, len(tokens))
+    for index in ends_by_spelling(tokens, types):
+        types[index] = _CONTROL  # whatever the file says, as in llama.cpp
     if model == "gpt2":
         tokenizer, adds_bos = _byte_level(file, tokens)
     elif model == "llama":
@@ -112,6 +165,26 @@ def build(file: GGUFFile) -> Tokenizer:
         except Exception as error:  # the binding has no exception type of its own
             raise file.error("tokenizer.ggml.bos_token_id", f"{ids}: {error}") from None
     return tokenizer
+
+
+def token_types(file: GGUFFile, count: int) -> list[int]:
+    """Return the type of each of ``count`` tokens."""
+    if "tokenizer.ggml.token_type" not in file:
+        return [_NORMAL] * count
+    types = file.array("tokenizer.ggml.token_type").tolist()
+    if len(types) != count:
+        raise file.error("tokenizer.ggml.token_type", f"{len(types)} types for {count} tokens")
+    return types
+
+
+def ends_by_spelling(tokens: list[str], types: list[int]) -> list[int]:
+    """Return the ids of tokens that end a generation by their spelling."""
+    found = {token: index for index, token in enumerate(tokens) if token in _ENDS}
+    if "</s>" in found and types[found["</s>"]] != _CONTROL:
+        del found["</s>"]  # an HTML tag in Gemma's vocabulary
+    if len(found.keys() & _ENDS_OF_CHANNELS) > 1:
+        found.pop("<|end|>", None)  # it ends one of an answer's several messages
+    return list(found.values())
 
 
 def token_id(file: GGUFFile, tokens: list[str] | int, key: str) -> int | None:
@@ -151,7 +224,7 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
         [*cuts, pre.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, name in _IGNORE_MERGES and name != "glm4"
+    return tokenizer, name in _IGNORE_MERGES and name not in _NO_BOS
 
 
 def _sentencepiece(file: GGUFFile, tokens: list[str], types: list[int]) -> Tokenizer:
@@ -164,6 +237,8 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], types: list[int]) -> Token
     longest = max(map(len, pieces), default=0)
     if longest > _MAX_PIECE:
         raise file.error("tokenizer.ggml.tokens", f"a piece has {longest} characters")
+    if sum(map(len, pieces)) > _MAX_LETTERS:
+        raise file.error("tokenizer.ggml.tokens", f"more than {_MAX_LETTERS} characters")
     ranked = []
     for piece in pieces:
         index = vocab[piece]

@@ -32,6 +32,7 @@ from jaxllama.checkpoints.hf.rope import rope_scaling, ropes, usable_context
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import UNGATED, CheckpointForm, ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.model.mixers import MIXERS
 from jaxllama.typing import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
@@ -356,12 +357,22 @@ def check_preset(preset: ModelConfig, checkpoint: ModelConfig) -> ModelConfig:
 
 
 def _flat(cfg: ModelConfig) -> JsonObject:
-    result: JsonObject = {}
+    """Return all options by flat key, those of ``mixers`` with their defaults."""
+    found: JsonObject = {}
     for key, value in dataclasses.asdict(cfg.flat).items():
-        result |= (
-            {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
-        )
-    return result
+        if key == "mixers":
+            found |= {f"mixers.{kind}": _options(cfg, kind, options) for kind, options in value}
+        elif isinstance(value, dict):
+            found |= {f"{key}.{name}": one for name, one in value.items()}
+        else:
+            found[key] = value
+    return found
+
+
+def _options(cfg: ModelConfig, kind: str, options: object) -> object:
+    layer = next((layer for layer in cfg.layers if layer.kind == kind), None)
+    of = getattr(MIXERS[kind].parameters, "options", None) if kind in MIXERS else None
+    return options if of is None or layer is None else of(layer)
 
 
 def _model_type(config: JsonMapping) -> str:

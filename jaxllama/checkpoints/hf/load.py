@@ -41,9 +41,10 @@ from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.checkpoints.packed import float4
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.checkpoints.peft import Factors
-from jaxllama.checkpoints.safetensors import SafetensorsEntry, SafetensorsFile, parse_json
+from jaxllama.checkpoints.safetensors import SafetensorsEntry, SafetensorsFile
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
+from jaxllama.files import INDEX, SETTINGS, exists, read_json
 from jaxllama.model import param as tensors
 from jaxllama.model.param import Param, TensorSource
 from jaxllama.progress import working
@@ -62,7 +63,6 @@ _TEXT_PARTS = (
 )
 
 _CLASSIFIER = "score.weight"
-_MAX_JSON = 1 << 26  # bytes; the largest index in use has about 200 KB
 # Tables in old checkpoints that follow from the config.
 _DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
 
@@ -78,7 +78,7 @@ def read_config(directory: str | Path, name: str | None = None) -> ModelConfig:
     directory = Path(directory)
     config = _read_config(directory)
     cfg = _to_config(directory, config, name)
-    reads_files = cfg.tie_embeddings or _may_have_mtp(cfg) or (directory / pooling.FILE).is_file()
+    reads_files = cfg.tie_embeddings or _may_have_mtp(cfg) or exists(directory / pooling.FILE)
     if not reads_files or not any(directory.glob("*.safetensors")):
         return cfg
     with contextlib.ExitStack() as stack:
@@ -119,27 +119,28 @@ def read_sampling(directory: str | Path) -> Sampling | None:
     """Return the sampling of a directory's generation_config.json; None if it has none."""
     path = Path(directory) / GENERATION
     try:
-        return sampling_of(_read_json(path)) if path.is_file() else None
+        return sampling_of(read_json(path, SETTINGS)) if exists(path) else None
     except JaxLlamaError as error:
         raise JaxLlamaError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
 
 
 def _read_config(directory: Path) -> JsonObject:
     """Return config.json, with ModelOpt's own file as its quantization if it names none."""
-    if directory.is_dir() and not (directory / "config.json").exists():
+    if directory.is_dir() and not exists(directory / "config.json"):
         raise JaxLlamaError(
             f"{directory}: no config.json in this folder; a model is a directory with config.json "
             "and safetensors, or a .gguf file"
         )
-    config, other = _read_json(directory / "config.json"), directory / float4.OTHER_FILE
-    if any(config.get(key) is not None for key in packed.KEYS) or not other.is_file():
+    config = read_json(directory / "config.json", SETTINGS)
+    other = directory / float4.OTHER_FILE
+    if any(config.get(key) is not None for key in packed.KEYS) or not exists(other):
         return config
-    return {**config, packed.KEYS[0]: {"quant_method": "modelopt", **_read_json(other)}}
+    return {**config, packed.KEYS[0]: {"quant_method": "modelopt", **read_json(other, SETTINGS)}}
 
 
 def _to_config(directory: Path, config: JsonObject, name: str | None = None) -> ModelConfig:
     generation_path = directory / GENERATION
-    generation = _read_json(generation_path) if generation_path.is_file() else None
+    generation = read_json(generation_path, SETTINGS) if exists(generation_path) else None
     try:
         return config_from_hf(config, name or directory.resolve().name, generation)
     except JaxLlamaError as error:
@@ -303,7 +304,7 @@ def _in_pieces(files: Tensors, table: dict[tensors.Path, Param]) -> Tensors:
 
 def _tied_if_headless(directory: Path, cfg: ModelConfig, files: Tensors) -> ModelConfig:
     """Return ``cfg`` tied if a model for embeddings has no head: nothing reads its logits."""
-    if cfg.tie_embeddings or not (directory / pooling.FILE).is_file():
+    if cfg.tie_embeddings or not exists(directory / pooling.FILE):
         return cfg
     heads = _tied_heads(cfg.replace(tie_embeddings=True))
     return cfg if any(name in files for name in heads) else cfg.replace(tie_embeddings=True)
@@ -356,11 +357,11 @@ def open_tensors(directory: Path, stack: contextlib.ExitStack) -> Tensors:
     """Return every tensor of a checkpoint by name, with its open, checked file."""
     files: Tensors = {}
     indexes = [directory / index_file(stem) for stem in (FOREIGN, OURS)]
-    index_path = next((path for path in indexes if path.is_file()), None)
-    if (directory / weights_file(FOREIGN)).is_file() or index_path is None:
+    index_path = next((path for path in indexes if exists(path)), None)
+    if exists(directory / weights_file(FOREIGN)) or index_path is None:
         file = stack.enter_context(SafetensorsFile(_single(directory)))
         return {name: (file, info) for name, info in file.tensors.items()}
-    weight_map = _read_json(index_path).get("weight_map")
+    weight_map = read_json(index_path, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise JaxLlamaError(f"{index_path}: weight_map: expected an object of tensor to file")
     for shard in dict.fromkeys(map(str, weight_map.values())):
@@ -379,7 +380,7 @@ def open_tensors(directory: Path, stack: contextlib.ExitStack) -> Tensors:
 
 def _single(directory: Path) -> Path:
     for stem in (FOREIGN, OURS):
-        if (directory / weights_file(stem)).exists():
+        if exists(directory / weights_file(stem)):
             return directory / weights_file(stem)
     others, index = sorted(directory.glob("*.safetensors")), index_file(FOREIGN)
     if len(others) == 1:
@@ -553,16 +554,6 @@ def aligned_empty(size: int, dtype: np.dtype) -> np.ndarray:
     raw = np.empty(size * dtype.itemsize + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size * dtype.itemsize].view(dtype)
-
-
-def _read_json(path: Path) -> JsonObject:
-    try:
-        if path.stat().st_size > _MAX_JSON:
-            raise JaxLlamaError(f"{path}: more than {_MAX_JSON} bytes are no model config")
-        raw = path.read_bytes()
-    except OSError as error:
-        raise JaxLlamaError(f"{path}: {error.strerror or error}") from None
-    return parse_json(raw, str(path))
 
 
 def _some(names: list[str]) -> str:

@@ -36,9 +36,11 @@ def run(
     runs: int = 1,
     kv_dtype: str | None = None,
     chunk: int | None = None,
+    prompts: int | None = None,
     sign: Working | None = None,
 ) -> JsonObject:
-    """Measure a draft. runs: number of runs of each prompt, whose median counts.
+    """Measure a draft. runs: number of runs of each prompt, whose median counts. prompts: number
+    of prompts of a kind, by default all 20.
 
     Raises JaxLlamaError for a model without a tokenizer, or an unsuitable draft.
     """
@@ -52,7 +54,7 @@ def run(
     width, capacity, room = shapes_of(rows, new_tokens)
     sampling = SamplingParams.stack([Sampling()], lm.config.vocab_size)
     stop_ids = jnp.asarray(lm.config.eos_token_ids, jnp.int32)
-    dtype, width_of_chunk = lm.executor.cache_options(kv_dtype, chunk, lm.dtype)
+    dtype, width_of_chunk = lm.executor.cache_options(lm.config, kv_dtype, chunk, lm.dtype)
 
     def decoded(row: list[int], drafts: bool) -> np.ndarray:
         """Return (tokens after the first, seconds, drafted, accepted)."""
@@ -81,7 +83,8 @@ def run(
     kinds: JsonObject = {}
     for kind in dict.fromkeys(one["kind"] for one in given):
         sums = np.zeros((2, 4))
-        for row in [row for row, one in zip(rows, given, strict=True) if one["kind"] == kind]:
+        own = [row for row, one in zip(rows, given, strict=True) if one["kind"] == kind]
+        for row in own[:prompts]:
             rounds = [[decoded(row, drafts) for drafts in (False, True)] for _ in range(runs)]
             sums += np.median(rounds, axis=0)
         (plain_tokens, plain, _, _), (tokens, seconds, drafted, accepted) = sums

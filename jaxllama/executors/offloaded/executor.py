@@ -29,6 +29,7 @@ Left out: a mesh, drafts of a deterministic model, tokens of a grammar.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, ClassVar, cast
 
 import jax
@@ -48,16 +49,17 @@ from jaxllama.executors.offloaded.experts import ExpertWork, placed_experts
 from jaxllama.executors.offloaded.room import check_host
 from jaxllama.executors.offloaded.run import OffloadRun
 from jaxllama.model import mtp
-from jaxllama.model.cache import cache_dtype_name, init_layer
+from jaxllama.model.cache import cache_dtype_name, check_has_keys, init_layer
 from jaxllama.model.decoder import activation_dtype
 from jaxllama.model.linear import Stream
 from jaxllama.model.lora import ROWS, with_rows
 from jaxllama.model.records import Hidden
+from jaxllama.offload.experts import ExpertBias, ExpertTensor
 from jaxllama.offload.policy import Policy
-from jaxllama.offload.store import RowTable, Store
+from jaxllama.offload.store import RowTable, Store, is_stored
 from jaxllama.offload.timeline import NO_RECORD, Recording
 from jaxllama.offload.units import ModelUnit, units_of
-from jaxllama.typing import Params, Tree
+from jaxllama.typing import ArrayOrNumpy, Params, Tree
 
 SCHEME = "w4a16-g64-zero"  # the scheme of compress_weight
 KV_DTYPE = "int4"  # the cache's dtype under compress_cache
@@ -126,13 +128,40 @@ class Offloaded:
     def whole(self, cfg: ModelConfig, params: Params) -> Params:
         raise JaxLlamaError("policy: an offloaded model is not saved: load it without one")
 
+    @property
+    def arrangement(self) -> str:
+        return f"policy {self.policy}"
+
+    def leaves(self, params: Params) -> Iterator[tuple[str, ArrayOrNumpy]]:
+        stored = jax.tree_util.tree_leaves_with_path(
+            params, is_leaf=lambda leaf: is_stored(leaf) or isinstance(leaf, ExpertTensor)
+        )
+        for path, leaf in stored:
+            name = jax.tree_util.keystr(path)
+            if isinstance(leaf, ExpertTensor):
+                for part in jax.tree.leaves(leaf.hot):
+                    yield name, part
+                for expert in sorted((*leaf.host, *leaf.disk)):
+                    yield f"{name}[{expert}]", leaf.stored(self.store, expert)
+            elif isinstance(leaf, RowTable):
+                yield name, leaf.lookup(np.arange(leaf.shape[0]))
+            elif isinstance(leaf, ExpertBias):
+                yield name, leaf.host
+            else:
+                yield name, self.store.get(leaf)
+
     def cache_options(
-        self, kv_dtype: DTypeLike | None, chunk: int | None, dtype: DTypeLike | None
+        self,
+        cfg: ModelConfig,
+        kv_dtype: DTypeLike | None,
+        chunk: int | None,
+        dtype: DTypeLike | None,
     ) -> tuple[Any, int]:
         """Return the cache's dtype and the chunk, by default the policy's.
 
         Raises JaxLlamaError for values that differ from the policy's.
         """
+        check_has_keys(cfg, kv_dtype=kv_dtype)
         return kv_dtype_of(self.policy, kv_dtype, dtype), chunk_of(self.policy, chunk)
 
     def check_drafts(self, deterministic: bool) -> None:

@@ -20,6 +20,7 @@ from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis
 from jaxllama.typing import Tree
 from pallas_kernels.brief import short_repr
 from pallas_kernels.rows.rms_norm import rms_norm
+from pallas_kernels.transform import equally_varying
 
 
 @jax.tree_util.register_dataclass
@@ -134,6 +135,7 @@ def _loop(
     """
     shapes = jax.eval_shape(one, *(x[0] for x in operands), count > 0, state=state)
     o = jnp.zeros((operands[0].shape[0], *shapes[0].shape), shapes[0].dtype)
+    o, state, *operands = equally_varying((o, state, *operands))
 
     def body(t: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         o, state = carry

@@ -61,6 +61,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     endpoint: ClassVar[str | None] = None
     hints: ClassVar[dict[str, str]] = {}
+    shows_unknown: ClassVar[bool] = False  # whether unknown fields are kept, for the template
     _notes: tuple[str, ...] = PrivateAttr(())
 
     @property
@@ -76,9 +77,10 @@ class Strict(BaseModel):
         unknown = self.model_extra or {}
         if unknown and self.endpoint is not None:
             other_fields.refuse(self.endpoint, unknown, _of_others(), self.hints)
-        for name in unknown:
-            _log_unknown(name[:64])
-        unknown.clear()
+        if not self.shows_unknown:
+            for name in unknown:
+                _log_unknown(name[:64])
+            unknown.clear()
         return self
 
 
@@ -256,11 +258,11 @@ class TextPart(Lenient):
 
 class FunctionCall(Lenient):
     name: str
-    arguments: str
+    arguments: str | JsonObject | None = None
 
 
 class ToolCall(Lenient):
-    id: str
+    id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -272,10 +274,11 @@ class Message(Lenient):
     tool_calls: Annotated[list[ToolCall], FIRST_ERROR] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # another server's name of it
 
 
-# OpenAI's pattern and a dot: templates write names unquoted into prompts.
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+# OpenAI's pattern and a dot, as long as Anthropic's: templates write names unquoted into prompts.
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 # Kinds of tools that a service runs itself, or whose calls are not JSON; some have a date behind.
 _FOREIGN = re.compile(
     r"(custom|local_shell|shell|apply_patch|web_search|web_fetch|file_search|code_interpreter"
@@ -313,6 +316,7 @@ OnlyFunctions = BeforeValidator(_drop_foreign)
 
 
 class Function(Strict):
+    shows_unknown = True
     name: ToolName
     description: str | None = None
     parameters: JsonObject | None = None

@@ -19,7 +19,6 @@ functions, ``suffix``, ``best_of``.
 from __future__ import annotations
 
 import dataclasses
-import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,14 +30,14 @@ from jaxllama.decoding.sampling import Sampling
 from jaxllama.engine.request import Request
 from jaxllama.engine.scoring import Scores
 from jaxllama.errors import JaxLlamaError
-from jaxllama.serving.api.bodies import Chat, Completion, GenerationBody, Message, Tokenize
+from jaxllama.serving.api.bodies import Chat, Completion, GenerationBody, Tokenize
 from jaxllama.serving.api.constraints import constraint, form
 from jaxllama.serving.api.infill import infill
 from jaxllama.serving.api.reading import PLAIN, Reading, reading
 from jaxllama.serving.api.schemas import ApiError
 from jaxllama.serving.api.tools import offered
-from jaxllama.serving.tools import harmony
-from jaxllama.text.prompt_text import ChatPrompt
+from jaxllama.text.chat.messages import content_text
+from jaxllama.text.chat.prompt_text import ChatPrompt
 from jaxllama.text.rows import fewer_tokens
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import JsonObject
@@ -252,11 +251,10 @@ class Prompts:
     def chat_prompt(self, body: Chat | Tokenize, tools: list[JsonObject] | None) -> ChatPrompt:
         """Return the conversation after the checkpoint's template."""
         tokenizer = self.tokenizer()
-        plain = [_plain(message) for message in body.messages or ()]
-        _name_results(plain)
+        messages = [message.model_dump(exclude_none=True) for message in body.messages or ()]
         # A template copies its messages several times.
         is_cut = isinstance(body, Chat) and body.truncate_prompt_tokens is not None
-        texts = [] if is_cut else [message["content"] for message in plain]
+        texts = [] if is_cut else [content_text(m.get("content")) for m in messages]
         if any(tokenizer.exceeds(text, self.max_len) for text in texts):
             raise self._too_long("messages")
         template = tokenizer.template_for(bool(tools))
@@ -268,15 +266,10 @@ class Prompts:
                 param="messages",
                 code="no_chat_template",
             )
-        if harmony.MARK in template:  # whose templates have another name of it
-            for message in plain:
-                if thought := message.get("reasoning_content"):
-                    message.setdefault("thinking", thought)
-        more = _template_variables(body, template)
-        prompt = tokenizer.chat_prompt(plain, tools=tools, **more)
-        if tools and prompt.text == tokenizer.apply_chat_template(plain, **more):
+        if tools and not tokenizer.compiled_template(tools=True).shows_tools:
             raise _unsupported("tools", "the model's chat template does not show tools")
-        return _cut(prompt, plain[-1]["content"]) if body.continue_final_message else prompt
+        more = _template_variables(body, template)
+        return tokenizer.chat_prompt(messages, tools=tools, **more)
 
     def encode(
         self, text: str, key: str, add_special: bool = True, keep: int | None = None
@@ -399,7 +392,11 @@ class Prompts:
             is_written=max_tokens != 0,
             lists_scores=body.prompt_logprobs is not None,
             shows_ids=bool(body.return_token_ids),
-            notes=(*body.notes, *(() if wanted is None else wanted.notes)),
+            notes=(
+                *body.notes,
+                *(() if wanted is None else wanted.notes),
+                *(() if how.tools is None else how.tools.notes),
+            ),
         )
 
 
@@ -469,7 +466,7 @@ def _template_variables(body: Chat | Tokenize, template: str) -> JsonObject:
             raise _unsupported("enable_thinking", "the model's chat template does not know it")
     if isinstance(body, Chat) and body.reasoning_effort and "reasoning_effort" in template:
         more.setdefault("reasoning_effort", body.reasoning_effort)
-    for key in ("messages", "tools", "add_generation_prompt", "self"):
+    for key in ("messages", "tools", "add_generation_prompt", "continue_final_message", "self"):
         if key in more:
             message = f"chat_template_kwargs: {key} cannot be given here"
             raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
@@ -477,49 +474,6 @@ def _template_variables(body: Chat | Tokenize, template: str) -> JsonObject:
         message = "continue_final_message: excludes add_generation_prompt"
         raise ApiError(400, message, param="continue_final_message", code="invalid_value")
     asked = body.add_generation_prompt
-    more["add_generation_prompt"] = not body.continue_final_message if asked is None else asked
+    more["add_generation_prompt"] = asked is not False
+    more["continue_final_message"] = bool(body.continue_final_message)
     return more
-
-
-def _cut(prompt: ChatPrompt, last: str) -> ChatPrompt:
-    """Return a prompt without the template's text after the last message.
-
-    The template may have dropped blanks around that message.
-    """
-    begin = prompt.text.rfind(last.strip())
-    if not last.strip() or begin < 0:
-        message = "continue_final_message: the template does not show the last message's text"
-        raise ApiError(400, message, param="continue_final_message", code="invalid_value")
-    whole = last.lstrip()
-    end = len(whole) if prompt.text.startswith(whole, begin) else len(last.strip())
-    return prompt.until(begin + end)
-
-
-def _plain(message: Message) -> JsonObject:
-    """Return a message for templates: text content, arguments of tool calls as objects."""
-    plain = message.model_dump(exclude_none=True)
-    if message.role == "developer":  # OpenAI's newer name; templates know the older one
-        plain["role"] = "system"
-    if isinstance(message.content, list):
-        plain["content"] = "".join(part.text for part in message.content)
-    plain.setdefault("content", "")
-    if not plain.get("tool_calls"):  # templates test whether the key exists
-        plain.pop("tool_calls", None)
-    for call in plain.get("tool_calls", ()):
-        try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        except (ValueError, RecursionError):
-            pass  # the model's text was not JSON: the template gets the string
-    return plain
-
-
-def _name_results(messages: list[JsonObject]) -> None:
-    """Add the function's name to each tool message, because some templates show it.
-
-    Clients need not send it.
-    """
-    names: dict[str, str] = {}
-    for message in messages:
-        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
-        if message["role"] == "tool" and message.get("tool_call_id") in names:
-            message.setdefault("name", names[message["tool_call_id"]])

@@ -20,12 +20,13 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from jaxllama.engine.request import Grammar
+from jaxllama.serving.api.best_effort import enforceable, lenient
 from jaxllama.serving.api.bodies import Function, GenerationBody, StructuralTag
 from jaxllama.serving.api.reading import Reading
 from jaxllama.serving.api.schemas import ApiError
 from jaxllama.serving.api.strict import check_strict
 from jaxllama.serving.api.tools import Tools
-from jaxllama.serving.tools.lark import ANYTHING, LarkRules, quoted, tight
+from jaxllama.serving.tools.lark import ANYTHING, LarkRules, quoted, regex_terminal, tight
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import JsonObject
 
@@ -46,7 +47,7 @@ class AnswerConstraint:
             return {"name": "form", "json_schema": tight(json.loads(self.source), self.is_lenient)}
         source = self.source
         if self.kind == "regex":
-            source = "start: /" + source.replace("/", r"\/") + "/"
+            source = f"start: {regex_terminal(source)}"
         return {"name": "form", "lark_grammar": source}
 
 
@@ -90,60 +91,9 @@ def _response_format(body: GenerationBody) -> AnswerConstraint | None:
 
 
 def _best_effort(schema: JsonObject) -> AnswerConstraint:
-    """Return a form with everything of the schema that the library can enforce.
-
-    Its notes list the rest. The engine refuses an invalid schema.
-    """
-    lenient = _lenient(schema)
-    is_wrong, notes = _warnings(lenient)
-    if is_wrong:
-        schema, patterns = _without_patterns(schema)
-        lenient = _lenient(schema)
-        is_wrong, notes = _warnings(lenient)
-        notes = [*(f"Unsupported pattern: {pattern}" for pattern in patterns), *notes]
-    told = [] if is_wrong else [" ".join(note.split())[:200] for note in notes[:16]]
-    return AnswerConstraint("json_schema", json.dumps(lenient), tuple(told), is_lenient=True)
-
-
-def _lenient(schema: JsonObject) -> JsonObject:
-    return {**schema, "x-guidance": {"whitespace_flexible": False, "lenient": True}}
-
-
-def _warnings(schema: JsonObject) -> tuple[bool, list[str]]:
-    """Return (whether the library refuses a schema, the library's messages)."""
-    try:
-        from llguidance import LLMatcher
-    except ImportError:  # the engine reports it
-        return False, []
-    try:
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
-        return LLMatcher.validate_grammar_with_warnings(grammar)
-    except ValueError as error:
-        return True, [str(error)]
-
-
-def _without_patterns(value: Any) -> tuple[Any, list[str]]:
-    """Return a schema without the patterns that the library lacks, and a list of those."""
-    if isinstance(value, list):
-        parts = [_without_patterns(item) for item in value]
-        return [part for part, _ in parts], [name for _, found in parts for name in found]
-    if not isinstance(value, dict):
-        return value, []
-    schema: JsonObject = value
-    kept: JsonObject = {}
-    dropped: list[str] = []
-    for key, item in schema.items():
-        given = [item] if key == "pattern" and isinstance(item, str) else []
-        if key == "patternProperties" and isinstance(item, dict):
-            given = list(item)
-        bad = [text for text in given if _warnings({"type": "string", "pattern": text})[0]]
-        dropped += bad
-        if bad and isinstance(item, dict):
-            item = {text: part for text, part in item.items() if text not in bad}
-        if not (key == "pattern" and bad):
-            kept[key], more = _without_patterns(item)
-            dropped += more
-    return kept, dropped
+    """Return a form with everything of the schema that the library can enforce."""
+    schema, notes = enforceable(schema)
+    return AnswerConstraint("json_schema", json.dumps(lenient(schema)), notes, is_lenient=True)
 
 
 def _structured(body: GenerationBody) -> AnswerConstraint | None:

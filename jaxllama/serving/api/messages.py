@@ -225,7 +225,12 @@ class Adapters(IpcMessage, tag=9):
 
 
 class Ping(IpcMessage, tag=8):
-    """A sign of life; the front end answers with ``Pong``."""
+    """A sign of life; the front end answers with ``Pong``.
+
+    stalled: ``Engine.stalled``.
+    """
+
+    stalled: str | None = None
 
 
 FromFrontEnd = Submit | End | Finish | HubRequest | ServedRequest | Ready | Pong

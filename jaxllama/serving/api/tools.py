@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jaxllama.serving.api.best_effort import MOST_NOTES, enforceable
 from jaxllama.serving.api.bodies import Chat, Function
 from jaxllama.serving.api.schemas import ApiError
 from jaxllama.serving.api.strict import check_strict
@@ -26,7 +27,7 @@ class Tools:
 
     shown: all tools, in the form that templates expect. functions: those that may be called.
     is_forced: at least one must be called. only_one: at most one call is allowed. earlier: number
-    of calls in the conversation.
+    of calls in the conversation. notes: the parts of schemas that are not enforced.
     """
 
     shown: tuple[JsonObject, ...]
@@ -35,6 +36,7 @@ class Tools:
     only_one: bool
     format: CallFormat
     earlier: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> dict[str, JsonObject]:
@@ -69,7 +71,7 @@ def offered(body: Chat, template: str) -> Tools | None:
     if mode == "none":
         return None
     shown = tuple(tool.model_dump(exclude_none=True) for tool in body.tools)
-    allowed = tuple(functions[name] for name in chosen or functions)
+    allowed = [functions[name] for name in chosen or functions]
     form = format_of(template)
     if form is None:
         message = (
@@ -79,7 +81,20 @@ def offered(body: Chat, template: str) -> Tools | None:
         raise ApiError(400, message, param="tools", code="unsupported")
     only_one = body.parallel_tool_calls is False or mode == "function"
     earlier = sum(len(message.tool_calls or ()) for message in body.messages)
-    return Tools(shown, allowed, mode != "auto", only_one, form, earlier)
+    notes: list[str] = []
+    if mode != "auto" or any(function.strict for function in allowed):
+        allowed = [_enforced(function, notes) for function in allowed]
+    kept = tuple(notes[:MOST_NOTES])
+    return Tools(shown, tuple(allowed), mode != "auto", only_one, form, earlier, kept)
+
+
+def _enforced(function: Function, notes: list[str]) -> Function:
+    """Return a function whose schema can be enforced, and add notes of the rest."""
+    if function.strict or function.parameters is None:
+        return function
+    parameters, ignored = enforceable(function.parameters)
+    notes += [f"{function.name}: {note}" for note in ignored]
+    return function.model_copy(update={"parameters": parameters})
 
 
 def _choice(body: Chat) -> tuple[str, list[str] | None]:

@@ -15,6 +15,7 @@ batch, ``expires_after``, uploads in parts.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import time
 from collections.abc import AsyncGenerator
@@ -42,7 +43,7 @@ from jaxllama.serving.api.batch_schemas import (
 from jaxllama.serving.api.bodies import parse
 from jaxllama.serving.api.schemas import ApiError, respond
 from jaxllama.serving.http.batch_worker import BatchWorker
-from jaxllama.serving.http.file_store import Bounds, FileStore, StoredBatch
+from jaxllama.serving.http.file_store import RETRY_SECONDS, Bounds, FileStore, StoredBatch
 from jaxllama.serving.http.limits import UPLOAD_SECONDS
 from jaxllama.serving.http.middleware import read_body
 from jaxllama.serving.ipc.link import EngineClient
@@ -70,6 +71,8 @@ class BatchRoutes:
         self._kept: FileStore | None = None  # while the application runs
         self._name, self._at_once, self._max_body = name, at_once, max_body
         self._origins = origins
+        # bytes of the files that arrive now, by owner
+        self._arriving: collections.Counter[str] = collections.Counter()
         self._worker: BatchWorker | None = None
 
     def routes(self) -> list[Route]:
@@ -114,8 +117,7 @@ class BatchRoutes:
         if kind != "multipart/form-data":
             message = f"the content type is {kind or 'missing'}: send multipart/form-data"
             raise ApiError(415, message)
-        form = await self._form(http)
-        try:
+        async with self._form(http) as form:
             file, purpose = form.get("file"), form.get("purpose")
             if not isinstance(file, UploadFile):
                 message = "file: is required, as a part with a file's name"
@@ -129,33 +131,57 @@ class BatchRoutes:
                     raise ApiError(400, message, param=name[:64], code="unsupported")
             name = (file.filename or "file")[:NAME_LENGTH]
             stored = await asyncio.to_thread(self._store.add, http.state.owner, name, file.file)
-        finally:
-            await form.close()
         return respond(stored)
 
-    async def _form(self, http: HttpRequest) -> Any:
-        limit = self._store.bounds.file_bytes
+    @contextlib.asynccontextmanager
+    async def _form(self, http: HttpRequest) -> AsyncGenerator[Any]:
+        """Yield the parts of an upload, which lie in the temporary folder meanwhile."""
+        bounds, owner, size = self._store.bounds, http.state.owner, 0
+        limit, room = bounds.file_bytes, bounds.uploading * bounds.file_bytes
 
         async def stream() -> AsyncGenerator[bytes]:
-            size = 0
+            nonlocal size
             async for part in http.stream():
                 size += len(part)
+                self._arriving[owner] += len(part)
                 if size > limit + self._max_body:
                     message = f"file: larger than {limit} bytes"
                     raise ApiError(413, message, param="file", code="body_too_large")
+                is_alone = self._arriving.total() == size
+                if not is_alone and (
+                    self._arriving.total() > room or self._arriving[owner] > room // 2
+                ):
+                    message = "too many files arrive at once: come again later"
+                    raise ApiError(
+                        429, message, param="file", code="too_many_uploads", retry_after=5
+                    )
                 yield part
 
         try:
+            form = await self._parsed(http, stream(), limit)
+            try:
+                yield form
+            finally:
+                await form.close()
+        finally:
+            self._arriving[owner] -= size
+            self._arriving += collections.Counter[str]()  # without zeros
+
+    async def _parsed(self, http: HttpRequest, parts: AsyncGenerator[bytes], limit: int) -> Any:
+        try:
             async with asyncio.timeout(UPLOAD_SECONDS):
-                form = await MultiPartParser(
-                    http.headers, stream(), max_files=1, max_fields=8
-                ).parse()
+                form = await MultiPartParser(http.headers, parts, max_files=1, max_fields=8).parse()
         except MultiPartException as error:
             raise ApiError(400, error.message, code="invalid_form") from None
         except ClientDisconnect:
             raise ApiError(400, "the body broke off") from None
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive in {UPLOAD_SECONDS:g} s") from None
+        except OSError as error:  # the temporary folder
+            message = f"the server's temporary folder cannot be used: {error.strerror or error}"
+            raise ApiError(
+                503, message, code="state_unavailable", retry_after=RETRY_SECONDS
+            ) from None
         file = form.get("file")
         if isinstance(file, UploadFile) and (file.size or 0) > limit:
             await form.close()
@@ -199,7 +225,11 @@ class BatchRoutes:
 
     async def content(self, http: HttpRequest) -> Response:
         found = await self._file(http)
-        return FileResponse(self._store.path(found.id), media_type="application/octet-stream")
+        path = self._store.path(found.id)
+        if not path.is_file():
+            message = f"the contents of {found.id!r} are gone from the server's disk"
+            raise ApiError(410, message, param="file_id", code="not_found")
+        return FileResponse(path, media_type="application/octet-stream")
 
     async def delete(self, http: HttpRequest) -> Response:
         id = http.path_params["id"]

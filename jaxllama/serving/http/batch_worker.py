@@ -12,7 +12,8 @@ engine's queue. They run behind requests of the usual priority.
 Lines take the way of a request of their owner's key: they count for its limits, for the metrics and
 for the log. The journal leaves them out, because the batch remembers them. An answer with status
 200 goes to the output file, any other to the error file. A full queue, a key's limit and a journal
-that cannot be written delay a line. A line that was in flight when the engine failed gets that
+that cannot be written delay a line. On a full disk a batch keeps the answers that it has and waits.
+A batch whose input file is gone fails. A line that was in flight when the engine failed gets that
 error, so that a line which fails the engine is not tried for ever. Other lines, and those of a
 process that was killed, stay for the next server.
 """
@@ -23,11 +24,10 @@ import asyncio
 import contextlib
 import logging
 import os
-import sqlite3
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
-from typing import TextIO
+from pathlib import Path
 
 from starlette.types import ASGIApp
 
@@ -35,7 +35,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.api.batch_schemas import BatchError, BatchErrors, BatchObject
 from jaxllama.serving.http import batch as runner
 from jaxllama.serving.http.batch import InvalidLine, Line
-from jaxllama.serving.http.file_store import FileStore, StoredBatch
+from jaxllama.serving.http.file_store import FileStore, StoredBatch, StoreUnavailable
 from jaxllama.serving.ipc.link import EngineClient
 from jaxllama.typing import JsonObject
 
@@ -57,6 +57,7 @@ class BatchWorker:
         self._at_once = at_once
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._woken = asyncio.Event()
+        self._reported: tuple[str, str] | None = None
 
     def wake(self) -> None:
         self._woken.set()
@@ -78,8 +79,8 @@ class BatchWorker:
             self._woken.clear()
             try:
                 found = await asyncio.to_thread(self._store.open)
-            except sqlite3.Error as error:
-                _log.error("the batches cannot be read", extra={"fields": {"reason": str(error)}})
+            except StoreUnavailable as error:
+                self._report("the batches cannot be read", error)
                 found = []
             for id in found:
                 if id not in self._tasks and len(self._tasks) < RUNNING:
@@ -107,10 +108,15 @@ class BatchWorker:
                     run = _Run(self._store, stored, self._name, app, self._places, self._link)
                     await run.run(self._at_once)
                     return
-        except (OSError, sqlite3.Error) as error:  # of the disk: tried again
-            fields = {"batch": id, "reason": str(error)}
-            _log.error("a batch cannot be written", extra={"fields": fields})
+        except StoreUnavailable as error:  # tried again
+            self._report("a batch cannot be written", error)
         await asyncio.sleep(LOOK_SECONDS)  # another front end runs it
+
+    def _report(self, event: str, error: StoreUnavailable) -> None:
+        """Log an error of the disk, but not the same one at every look."""
+        if (event, error.reason) != self._reported:
+            self._reported = event, error.reason
+            _log.error(event, extra={"fields": {"reason": error.reason}})
 
 
 class _Run:
@@ -129,18 +135,25 @@ class _Run:
         self._app, self._places, self._id = app, places, stored.batch.id
         self._completed = self._failed = 0
         self._is_stopping = asyncio.Event()
+        self._is_waiting = False  # whether the log says that the disk refuses answers
 
     async def run(self, at_once: int) -> None:
+        try:
+            await self._run(at_once)
+        except JaxLlamaError as error:  # of the input, or of the answers on the disk
+            await self._fail(error)
+        except OSError as error:
+            raise StoreUnavailable(error, self._store.path(self._stored.input_id).parent) from None
+
+    async def _run(self, at_once: int) -> None:
         stored = await asyncio.to_thread(self._store.batch, self._id)
         if stored is None or stored.batch.status not in ("validating", "in_progress", "cancelling"):
             return  # it ended before it was claimed
         source = self._store.path(stored.input_id)
+        if not await asyncio.to_thread(source.exists):
+            raise JaxLlamaError("the input file is gone from the server's disk")
         if stored.batch.status == "validating":
-            try:
-                total = await asyncio.to_thread(self._check, stored.batch.endpoint)
-            except JaxLlamaError as error:
-                await self._fail(error)
-                return
+            total = await asyncio.to_thread(self._check, stored.batch.endpoint)
             batch = await self._update(lambda batch: _begin(batch, total))
             _log.info("a batch begins", extra={"fields": {"batch": self._id, "lines": total}})
         else:
@@ -150,8 +163,8 @@ class _Run:
         self._completed, self._failed = len(answered), len(refused)
         lines = (line for line in runner.iterate(source) if line[0] not in answered | refused)
         with (
-            open(paths[0], "a", encoding="utf-8", opener=_private) as output,
-            open(paths[1], "a", encoding="utf-8", opener=_private) as errors,
+            contextlib.closing(_Lines(paths[0])) as output,
+            contextlib.closing(_Lines(paths[1])) as errors,
         ):
             watching = asyncio.create_task(self._watch(batch, output, errors))
             try:
@@ -162,7 +175,7 @@ class _Run:
                 raise group_error.exceptions[0] from None
             finally:
                 watching.cancel()
-                with contextlib.suppress(asyncio.CancelledError, OSError, sqlite3.Error):
+                with contextlib.suppress(asyncio.CancelledError):
                     await watching
             await self._finish(lines, errors)
 
@@ -192,19 +205,21 @@ class _Run:
 
         await asyncio.to_thread(self._store.end, self._id, change)
 
-    async def _watch(self, batch: BatchObject, output: TextIO, errors: TextIO) -> None:
+    async def _watch(self, batch: BatchObject, output: _Lines, errors: _Lines) -> None:
         """Store the counts from time to time, and stop the lines when no more are wanted."""
         while not self._is_stopping.is_set():
             if batch.status == "cancelling" or _now() >= batch.expires_at:
                 break
-            size = os.fstat(output.fileno()).st_size + os.fstat(errors.fileno()).st_size
-            if not await asyncio.to_thread(self._store.has_room, size):
-                break
+            with contextlib.suppress(StoreUnavailable):  # the next look may succeed
+                if not await asyncio.to_thread(self._store.has_room, output.size + errors.size):
+                    break
+                await asyncio.sleep(BEAT_SECONDS)
+                batch = await self._update(self._count)
+                continue
             await asyncio.sleep(BEAT_SECONDS)
-            batch = await self._update(self._count)
         self._is_stopping.set()
 
-    async def _work(self, lines: Iterator[Line], output: TextIO, errors: TextIO) -> None:
+    async def _work(self, lines: Iterator[Line], output: _Lines, errors: _Lines) -> None:
         while not self._is_stopping.is_set():
             async with self._places:
                 line = None if self._is_stopping.is_set() else next(lines, None)
@@ -213,11 +228,26 @@ class _Run:
                 status, text = await self._answer(line)
                 if not status:
                     return
-                file = output if status == 200 else errors
-                file.write(text)
-                file.flush()
+                if not await self._keep(text, output if status == 200 else errors):
+                    return
                 self._completed += status == 200
                 self._failed += status != 200
+
+    async def _keep(self, text: str, file: _Lines) -> bool:
+        """Write an answer, as soon as the disk takes it; return False if the batch stops first."""
+        while True:
+            try:
+                file.add(text)
+                return True
+            except OSError as error:
+                if not self._is_waiting:
+                    self._is_waiting = True
+                    fields = {"batch": self._id, "reason": error.strerror or str(error)}
+                    _log.error("a batch waits for the disk", extra={"fields": fields})
+            if self._is_stopping.is_set():
+                return False
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_stopping.wait(), LOOK_SECONDS)
 
     async def _answer(self, line: Line) -> tuple[int, str]:
         """Return the status and the line of an answer; the status 0 if the batch stops."""
@@ -256,7 +286,7 @@ class _Run:
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
 
-    async def _finish(self, lines: Iterator[Line], errors: TextIO) -> None:
+    async def _finish(self, lines: Iterator[Line], errors: _Lines) -> None:
         """End the batch: all lines are answered, or it was cancelled or has expired."""
         stored = await asyncio.to_thread(self._store.batch, self._id)
         assert stored is not None
@@ -268,8 +298,7 @@ class _Run:
             await self._end(_completed)
         elif _now() >= batch.expires_at:
             for custom_id, _, _ in lines:
-                errors.write(_expired_line(custom_id))
-            errors.flush()
+                errors.add(_expired_line(custom_id))
             await self._end(_expired)
         else:
             await self._fail(JaxLlamaError("the server's room for files is used up"))
@@ -289,6 +318,30 @@ class _Run:
             change(batch)
 
         await asyncio.to_thread(self._store.end, self._id, count)
+
+
+class _Lines:
+    """A file to which whole lines are added; a line that the disk refuses leaves nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._file).st_size
+
+    def add(self, line: str) -> None:
+        """Add a line. Raises OSError."""
+        data, before = line.encode(), self.size
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError:
+            os.ftruncate(self._file, before)
+            raise
+
+    def close(self) -> None:
+        os.close(self._file)
 
 
 def _begin(batch: BatchObject, total: int) -> None:
@@ -323,7 +376,3 @@ def _expired_line(custom_id: str) -> str:
 
 def _now() -> int:
     return int(time.time())
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

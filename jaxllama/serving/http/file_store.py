@@ -11,8 +11,9 @@ file that becomes visible as the batch ends, in the transaction that ends it. So
 leaves either a batch that another one continues, or a whole result. Only the folder's owner can
 read it.
 
-Sizes are bounded by ``Bounds``. Raises ApiError for what a client does wrong, and OSError or
-sqlite3.Error for a disk that fails.
+Sizes are bounded by ``Bounds``. Raises ApiError for what a client does wrong, and StoreUnavailable
+for a disk that is full or fails; the same call may succeed later. The folder is opened by the first
+call, so a server can start on a full disk and answer what needs no files.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 
 from pydantic import TypeAdapter
 
+from jaxllama.engine.journal import reason
 from jaxllama.serving.api.batch_schemas import (
     OPEN,
     BatchObject,
@@ -41,6 +43,8 @@ from jaxllama.serving.api.batch_schemas import (
 from jaxllama.serving.api.schemas import ApiError, to_json
 
 _BATCH = TypeAdapter(BatchObject)
+INDEX = "index.sqlite"
+RETRY_SECONDS = 5  # after which a client tries again if the disk failed
 _BUSY_SECONDS = 5.0  # in which another front end's transaction ends
 WINDOW_SECONDS = 24 * 3600
 Row = TypeVar("Row")
@@ -58,7 +62,8 @@ class Bounds:
     """Largest sizes, for all owners together.
 
     file_bytes: of an uploaded file. total_bytes: of all files. files: their number. lines: of a
-    batch. open_batches: number of batches that have not ended.
+    batch. open_batches: number of batches that have not ended. uploading: number of uploaded files
+    of the largest size that a front end receives at once, half of them of one owner.
     """
 
     file_bytes: int = 200 * 2**20
@@ -66,6 +71,16 @@ class Bounds:
     files: int = 10_000
     lines: int = 50_000
     open_batches: int = 100
+    uploading: int = 4
+
+
+class StoreUnavailable(ApiError):
+    """The disk cannot be read or written, for example because it is full."""
+
+    def __init__(self, error: Exception, folder: Path) -> None:
+        self.reason = reason(error, folder / INDEX)
+        message = f"the server's disk for files cannot be used: {self.reason}"
+        super().__init__(503, message, code="state_unavailable", retry_after=RETRY_SECONDS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,37 +100,73 @@ class FileStore:
 
     def __init__(self, folder: str | Path, bounds: Bounds | None = None) -> None:
         self._folder, self.bounds = Path(folder) / "files", bounds or Bounds()
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = threading.Lock()
-        self._db = sqlite3.connect(
-            self._folder / "index.sqlite",
-            isolation_level=None,
-            check_same_thread=False,
-            timeout=_BUSY_SECONDS,
-        )
-        (self._folder / "index.sqlite").chmod(0o600)
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = NORMAL")
-        self._db.executescript(_TABLES)
-        self._claims = os.open(self._folder / "claims", os.O_RDWR | os.O_CREAT, 0o600)
+        self._database: sqlite3.Connection | None = None
+        self._claims: int | None = None
         self._claimed: set[int] = set()
+        self._is_closed = False
+
+    def check(self) -> None:
+        """Open the folder. Raises StoreUnavailable if that fails."""
+        with self._using():
+            pass
 
     def close(self) -> None:
         """Close the store after the call that another thread may be in; later calls raise."""
         with self._lock:
-            self._db.close()
-            os.close(self._claims)
+            self._is_closed = True
+            if self._database is not None:
+                self._database.close()
+            if self._claims is not None:
+                os.close(self._claims)
+
+    @contextlib.contextmanager
+    def _disk(self) -> Generator[None]:
+        """Raise StoreUnavailable for an error of the disk."""
+        try:
+            yield
+        except (OSError, sqlite3.Error) as error:
+            raise StoreUnavailable(error, self._folder) from None
+
+    @contextlib.contextmanager
+    def _using(self) -> Generator[sqlite3.Connection]:
+        """Yield the database, for one thread at a time."""
+        with self._lock, self._disk():
+            if self._is_closed:
+                raise OSError("the server is stopping")
+            if self._database is None or self._claims is None:
+                self._database, self._claims = self._opened()
+            yield self._database
+
+    def _opened(self) -> tuple[sqlite3.Connection, int]:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            database = sqlite3.connect(
+                self._folder / INDEX,
+                isolation_level=None,
+                check_same_thread=False,
+                timeout=_BUSY_SECONDS,
+            )
+            stack.callback(database.close)
+            (self._folder / INDEX).chmod(0o600)
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = NORMAL")
+            database.executescript(_TABLES)
+            claims = os.open(self._folder / "claims", os.O_RDWR | os.O_CREAT, 0o600)
+            stack.pop_all()
+        return database, claims
 
     @contextlib.contextmanager
     def _transaction(self) -> Generator[sqlite3.Connection]:
-        with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
+        with self._using() as db:
+            db.execute("BEGIN IMMEDIATE")
             try:
-                yield self._db
+                yield db
+                db.execute("COMMIT")
             except BaseException:
-                self._db.execute("ROLLBACK")
+                if db.in_transaction:  # SQLite ends one itself if the disk is full
+                    db.execute("ROLLBACK")
                 raise
-            self._db.execute("COMMIT")
 
     # Files
 
@@ -127,7 +178,7 @@ class FileStore:
         """Copy a file into the store. Raises ApiError 413 if there is no room for it."""
         id, part = _new("file-"), self._folder / f"{_new('part-')}"
         try:
-            with open(part, "xb", opener=_private) as target:
+            with self._disk(), open(part, "xb", opener=_private) as target:
                 shutil.copyfileobj(source, target)
                 size = target.tell()
             with self._transaction() as db:
@@ -138,12 +189,13 @@ class FileStore:
                 os.replace(part, self.path(id))
                 return self._insert(db, id, owner, size, filename, "batch")
         finally:
-            part.unlink(missing_ok=True)
+            with self._disk():
+                part.unlink(missing_ok=True)
 
     def has_room(self, size: int) -> bool:
         """Return whether files of ``size`` more bytes fit."""
-        with self._lock:
-            return self._used(self._db) + size <= self.bounds.total_bytes
+        with self._using() as db:
+            return self._used(db) + size <= self.bounds.total_bytes
 
     def _used(self, db: sqlite3.Connection) -> int:
         return db.execute("SELECT coalesce(sum(bytes), 0) FROM files").fetchone()[0]
@@ -166,8 +218,8 @@ class FileStore:
         return FileObject(id, "file", size, now, filename, purpose, "processed")
 
     def file(self, id: str, owner: str) -> FileObject | None:
-        with self._lock:
-            row = self._db.execute(
+        with self._using() as db:
+            row = db.execute(
                 "SELECT id, bytes, created, filename, purpose FROM files "
                 "WHERE id = ? AND owner = ?",
                 (id, owner),
@@ -255,8 +307,8 @@ class FileStore:
 
     def batch(self, id: str, owner: str | None = None) -> StoredBatch | None:
         """Return a batch; of any owner if ``owner`` is None."""
-        with self._lock:
-            row = self._db.execute(
+        with self._using() as db:
+            row = db.execute(
                 "SELECT number, owner, record, input, output, errors FROM batches WHERE id = ?",
                 (id,),
             ).fetchone()
@@ -271,8 +323,8 @@ class FileStore:
 
     def open(self) -> list[str]:
         """Return the ids of the batches that have not ended, the oldest first."""
-        with self._lock:
-            rows = self._db.execute(
+        with self._using() as db:
+            rows = db.execute(
                 f"SELECT id FROM batches WHERE status IN ({_marks(OPEN)}) ORDER BY number", OPEN
             )
             return [id for [id] in rows]
@@ -321,7 +373,7 @@ class FileStore:
         The system lets go of it when the process ends, however it ends.
         """
         number = stored.number
-        with self._lock:
+        with self._using():
             is_ours = number not in self._claimed and self._lock_byte(number)
             if is_ours:
                 self._claimed.add(number)
@@ -331,9 +383,11 @@ class FileStore:
             if is_ours:
                 with self._lock:
                     self._claimed.discard(number)
-                    fcntl.lockf(self._claims, fcntl.LOCK_UN, 1, number)
+                    if not self._is_closed and self._claims is not None:
+                        fcntl.lockf(self._claims, fcntl.LOCK_UN, 1, number)
 
     def _lock_byte(self, number: int) -> bool:
+        assert self._claims is not None
         try:
             fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
         except OSError:
@@ -352,9 +406,9 @@ class FileStore:
         ascending: bool,
     ) -> list[Any]:
         """Return at most ``limit`` + 1 rows of an owner behind the row ``after``."""
-        with self._lock:
+        with self._using() as db:
             if after is not None:
-                found = self._db.execute(
+                found = db.execute(
                     f"SELECT number FROM {table} WHERE id = ? AND owner = ?", (after, owner)
                 ).fetchone()
                 if found is None:
@@ -363,7 +417,7 @@ class FileStore:
                 where += f" AND number {'>' if ascending else '<'} ?"
                 values = [*values, found[0]]
             order = "ASC" if ascending else "DESC"
-            return self._db.execute(
+            return db.execute(
                 f"SELECT {columns} FROM {table} WHERE owner = ?{where} "
                 f"ORDER BY number {order} LIMIT ?",
                 (owner, *values, limit + 1),

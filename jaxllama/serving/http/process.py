@@ -8,12 +8,17 @@ This process has the engine, its metrics and its journal. ``api_servers`` child 
 reported at once. They listen when the programs of a first request exist; a thread of the engine
 compiles the others (``engine.programs``).
 
-A front end that dies loses its own connections: its rows are cancelled, and it is started again. A
-front end that hangs is killed. SIGTERM drains the server: it takes no new connections and answers
-the requests in flight. Requests that have not ended after ``drain_timeout`` seconds get 503; with a
-state folder they are answered after the next start. When the engine fails, all clients get an
-error, and the process ends with status 1, so that a supervisor starts it again. When this process
-is killed, its front ends report that to their clients and end.
+A front end that dies loses its own connections: its rows are cancelled, and it is started again,
+later each time if it dies before it is ready. A front end that hangs is killed.
+
+SIGTERM drains the server: it takes no new connections and answers the requests in flight. Requests
+that have not ended after ``drain_timeout`` seconds get 503; with a state folder they are answered
+after the next start. A thread that does not end is given up after ``STUCK`` seconds.
+
+When the engine fails, all clients get an error, and the process ends with status 1, so that a
+supervisor starts it again. When the engine stands still, or this process hangs, front ends answer
+``/live`` with 503 (``EngineClient.standstill``). When this process is killed, its front ends report
+that to their clients and end.
 
 One line on stdout says where the server listens. Logs are JSON on stderr. One of the first lines
 names the model's own sampling, if it has one. While there is work, a line every ``INTERVAL``
@@ -33,6 +38,8 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Generator
@@ -53,10 +60,11 @@ try:
     from jaxllama.serving.api.keys import read as read_keys
     from jaxllama.serving.api.metrics import HasStats, Metrics
     from jaxllama.serving.http import front_end
+    from jaxllama.serving.http.file_store import FileStore, StoreUnavailable
     from jaxllama.serving.http.middleware import is_local
     from jaxllama.serving.http.server import ServerSettings, create_app
     from jaxllama.serving.ipc.facts import ModelFacts
-    from jaxllama.serving.ipc.hub import Hub, Port
+    from jaxllama.serving.ipc.hub import THREADS, Hub, Port
     from jaxllama.serving.ipc.replicas import Replicas
     from jaxllama.serving.ipc.served import forward_passes
     from jaxllama.serving.ipc.wire import Pulse, Wire
@@ -70,6 +78,8 @@ from jaxllama.engine.journal import Journal
 INTERVAL = 10.0
 KEY_VARIABLE = "JAXLLAMA_API_KEY"
 LOOK = 0.1  # seconds between two checks of the engine
+STUCK = 12.0  # seconds after which threads that do not end are given up
+LONGEST_DELAY = 30.0  # seconds before a front end that died as it started is replaced
 LAST_WORDS = 5  # seconds for front ends to report to their clients that the server stops
 
 
@@ -153,6 +163,17 @@ class ServeOptions:
         return self.hosts
 
 
+def _check_files(state: Path) -> None:
+    """Raise JaxLlamaError if the state folder's files cannot be used."""
+    store = FileStore(state)
+    try:
+        store.check()
+    except StoreUnavailable as error:
+        raise JaxLlamaError(f"--state {state}: {error.reason}") from None
+    finally:
+        store.close()
+
+
 def _has_otel() -> bool:
     return find_spec("opentelemetry") is not None and find_spec("opentelemetry.sdk") is not None
 
@@ -173,6 +194,8 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
         for one in front_ends:
             children.callback(one.kill)
         journal = None if options.state is None else Journal(options.state)
+        if options.state is not None:
+            _check_files(options.state)
         name, *aliases = options.names or (model_name(options.model),)
         metrics = Metrics(name)
         if options.replicas > 1:
@@ -219,10 +242,27 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
         server = _Server(hub, engine, pickle.dumps(setup), listener, options.drain_timeout)
         sampling = facts.sampling and str(facts.sampling)
         error = asyncio.run(server.run(front_ends, banner, sampling))
-        engine.stop()
         hub.close()
+        stuck = server.stuck or _stuck_thread(STUCK)
+        if stuck is not None:  # the interpreter would wait for it without a limit
+            children.close()
+            print(
+                f"error: {error or f'the thread {stuck} does not end'}", file=sys.stderr, flush=True
+            )
+            os._exit(1)
         if error is not None:
             raise SystemExit(f"error: {error}")
+
+
+def _stuck_thread(seconds: float) -> str | None:
+    """Return the name of a thread of the hub that does not end in time, or None."""
+    deadline = time.monotonic() + seconds
+    for thread in threading.enumerate():
+        if thread.name.startswith(THREADS):
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                return thread.name
+    return None
 
 
 @contextlib.contextmanager
@@ -277,6 +317,9 @@ class _Server:
         self._unready = 0
         self._ready, self._ending = asyncio.Event(), asyncio.Event()
         self._error: str | None = None
+        self.stuck: str | None = None  # the thread that did not end
+        self._children: dict[_FrontEnd, Wire] = {}
+        self._died = 0  # front ends in a row that died before they were ready
 
     async def run(
         self, front_ends: list[_FrontEnd], banner: str, sampling: str | None
@@ -322,13 +365,13 @@ class _Server:
 
         def ready() -> None:
             nonlocal is_ready
-            is_ready = True
+            is_ready, self._died = True, 0
             watching.append(asyncio.create_task(self._kill_if_hung(one, port, pulse)))
             self._unready -= 1
             if not self._unready:
                 self._ready.set()
 
-        wire = Wire()
+        wire = self._children[one] = Wire()
         port = self._hub.open(wire.write)
         port.on_ready, port.on_pong, wire.on_data = ready, pulse.beat, port.received
         watching: list[asyncio.Task[None]] = []
@@ -340,6 +383,7 @@ class _Server:
             task.cancel()
         cancelled = port.close()
         status = await asyncio.to_thread(one.process.wait)
+        self._children.pop(one, None)
         if self._ending.is_set():
             return
         log = logging.getLogger("jaxllama.serving")
@@ -347,13 +391,32 @@ class _Server:
         log.error("a front end has ended", extra={"fields": fields})
         if is_ready:
             self._unready += 1
-            self._watch(_FrontEnd(self._listener))
+        elif self._ready.is_set():  # the server works, so a later one may start
+            self._died += 1
         else:
             self._error = f"a front end ended with status {status} as it started"
             self._ending.set()
+        await self._replace()
+
+    async def _replace(self) -> None:
+        """Start a front end in the place of one that has ended, if need be after a while."""
+        while not self._ending.is_set():
+            delay = min(2.0 ** (self._died - 1), LONGEST_DELAY) if self._died else 0
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), delay)
+                return
+            try:
+                self._watch(_FrontEnd(self._listener))
+                return
+            except OSError as error:  # no process, no memory or no descriptor is left
+                self._died += 1
+                fields = {"reason": error.strerror or str(error)}
+                logging.getLogger("jaxllama.serving").error(
+                    "a front end cannot be started", extra={"fields": fields}
+                )
 
     async def _kill_if_hung(self, one: _FrontEnd, port: Port, pulse: Pulse) -> None:
-        await pulse.lost(lambda: port.send(messages.Ping()))
+        await pulse.lost(lambda: port.send(messages.Ping(self._engine.stalled)))
         logging.getLogger("jaxllama.serving").error(
             "a front end hangs", extra={"fields": {"pid": one.process.pid}}
         )
@@ -372,9 +435,26 @@ class _Server:
         self._hub.tell(messages.Drain())
         if self._living:
             await asyncio.wait(self._living, timeout=self._drain_timeout)
-        await asyncio.to_thread(self._engine.stop)
+        stopping = threading.Thread(target=self._engine.stop, name="stop", daemon=True)
+        stopping.start()
+        await _ended(stopping, LAST_WORDS / 2)
+        if stopping.is_alive():  # front ends tell their clients that the engine is gone
+            for wire in self._children.values():
+                wire.close()
         if self._living:
             await asyncio.wait(self._living, timeout=LAST_WORDS)
+        await _ended(stopping, STUCK)
+        if stopping.is_alive():
+            self.stuck = "jaxllama-engine"
+        for one in self._children:  # one that is stopped would be waited for
+            one.process.kill()
+
+
+async def _ended(thread: threading.Thread, seconds: float) -> None:
+    """Wait for a thread, at most so long."""
+    deadline = time.monotonic() + seconds
+    while thread.is_alive() and time.monotonic() < deadline:
+        await asyncio.sleep(LOOK)
 
 
 async def report(engine: HasStats) -> None:

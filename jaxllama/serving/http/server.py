@@ -447,9 +447,9 @@ class _Server:
         return respond(Health("ok")) if problem is None else respond(Health(problem), 503)
 
     async def live(self, _: HttpRequest) -> Response:
-        """Return 503 only for a failure that a restart repairs."""
-        failure = self._link.failure
-        return respond(Health("ok")) if failure is None else respond(Health(failure), 503)
+        """Return 503 only for what a restart repairs: an engine that failed or stands still."""
+        why = self._link.standstill
+        return respond(Health("ok")) if why is None else respond(Health(why), 503)
 
     async def version(self, _: HttpRequest) -> Response:
         return respond(Version(__version__))

@@ -45,6 +45,7 @@ from jaxllama.serving.ipc.journalled import JournalledAnswers
 from jaxllama.serving.ipc.served import Adapting, Passes, Served
 from jaxllama.serving.ipc.stored_responses import StoredResponses
 
+THREADS = "hub"  # the beginning of the names of a hub's threads
 _log = logging.getLogger("jaxllama.serving")
 
 
@@ -77,9 +78,9 @@ class Hub:
         self._waiting: dict[str, list[tuple[Port, messages.HubRequest]]] = {}
         self.loaded: dict[str, str] = {}  # adapters loaded at run time: id by name
         self._passes, self.waits = passes, waits
-        self._forward = ThreadPoolExecutor(1, "forward")
-        self._adapters = ThreadPoolExecutor(1, "adapters")
-        self.grammars = ThreadPoolExecutor(16 if waits else 4, "grammar")
+        self._forward = ThreadPoolExecutor(1, f"{THREADS}-forward")
+        self._adapters = ThreadPoolExecutor(1, f"{THREADS}-adapters")
+        self.grammars = ThreadPoolExecutor(16 if waits else 4, f"{THREADS}-grammar")
         engine.listen(self._told)
 
     def news(self, port: Port, live: FrontEndRequest, event: Event) -> None:

@@ -1,17 +1,18 @@
 """The answers that a journal owes its clients, whether it can be written or not.
 
-While the journal cannot be written (a full disk), bodies for it are refused. Answers that could not
-be written stay in memory, and writing is tried again every ``RETRY`` seconds. The next server makes
-the answers that are still unwritten at the end.
+While the journal cannot be used (a full disk), bodies for it are refused. Answers that could not
+be written stay in memory, and writing is tried again every ``RETRY`` seconds, unless the file is
+damaged. The next server makes the answers that are still unwritten at the end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
-from jaxllama.engine.journal import Entry, Journal, JournalUnavailable
+from jaxllama.engine.journal import Entry, Journal, JournalAnswer, JournalUnavailable
 from jaxllama.serving.api import messages
 
 RETRY = 1.0  # seconds between two attempts to write to a journal that failed
@@ -21,7 +22,7 @@ _log = logging.getLogger("jaxllama.serving")
 class JournalledAnswers:
     """A journal, or none, on the event loop.
 
-    trouble: why it cannot be written, or None. tell: called with the trouble when that changes.
+    trouble: why it cannot be used, or None. tell: called with the trouble when that changes.
     """
 
     def __init__(self, journal: Journal | None, tell: Callable[[str | None], None]) -> None:
@@ -31,7 +32,7 @@ class JournalledAnswers:
         self._retrying: asyncio.TimerHandle | None = None
 
     def has(self, id: str) -> bool:
-        return self._journal is not None and self._journal.find(id) is not None
+        return self._found(id) is not None
 
     def accept(self, id: str, entry: messages.Accepted) -> bool:
         """Write a body, and return whether there is a journal.
@@ -40,11 +41,8 @@ class JournalledAnswers:
         """
         if self._journal is None:
             return False
-        try:
+        with self._watched():
             self._journal.accept(id, entry.kind, entry.at, entry.body, entry.owner)
-        except JournalUnavailable as error:
-            self._failed(error)
-            raise
         return True
 
     def finish(self, id: str, answer: str) -> None:
@@ -62,14 +60,17 @@ class JournalledAnswers:
 
         "" means that there is no answer yet, and None that there is no such body.
         """
-        answer = None if self._journal is None else self._journal.find(id)
+        answer = self._found(id)
         if answer is None or (answer.kind, answer.owner) != (kind, owner):
             return None
         return answer.text or self._unwritten.get(id, "")
 
     def unfinished(self) -> list[Entry]:
-        """Return the bodies without an answer."""
-        entries = [] if self._journal is None else self._journal.unfinished()
+        """Return the bodies without an answer; none if the journal cannot be read."""
+        entries: list[Entry] = []
+        if self._journal is not None:
+            with contextlib.suppress(JournalUnavailable), self._watched():
+                entries = self._journal.unfinished()
         return [entry for entry in entries if entry.id not in self._unwritten]
 
     def close(self) -> None:
@@ -87,6 +88,21 @@ class JournalledAnswers:
             )
         self._journal.close()
 
+    def _found(self, id: str) -> JournalAnswer | None:
+        if self._journal is None:
+            return None
+        with self._watched():
+            return self._journal.find(id)
+
+    @contextlib.contextmanager
+    def _watched(self) -> Generator[None]:
+        """Note an error of the journal, which goes on to the caller."""
+        try:
+            yield
+        except JournalUnavailable as error:
+            self._failed(error)
+            raise
+
     def _write(self, journal: Journal) -> None:
         for id in list(self._unwritten):
             journal.finish(id, self._unwritten[id])
@@ -96,9 +112,9 @@ class JournalledAnswers:
         """Report the failure once, and try again later."""
         if self.trouble is None:
             self.trouble = str(error)
-            _log.error("the journal cannot be written", extra={"fields": {"reason": self.trouble}})
+            _log.error("the journal cannot be used", extra={"fields": {"reason": self.trouble}})
             self._tell(self.trouble)
-        if self._retrying is None:
+        if self._retrying is None and not error.is_damaged:
             self._retrying = asyncio.get_running_loop().call_later(RETRY, self._retry)
 
     def _retry(self) -> None:
@@ -111,5 +127,5 @@ class JournalledAnswers:
             self._failed(error)
             return
         self.trouble = None
-        _log.warning("the journal can be written again")
+        _log.warning("the journal can be used again")
         self._tell(None)

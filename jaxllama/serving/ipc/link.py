@@ -160,6 +160,7 @@ class EngineClient:
         self.loaded: dict[str, str] = {}  # adapters loaded at run time: id by name
         self._is_lost = False
         self._pinged: float | None = None  # time of the last Ping from the engine's process
+        self._stalled: str | None = None  # what that Ping said
         self.on_told: Callable[[Any], None] = lambda message: None
         self._send: Callable[[bytes], None] = lambda data: None
         self._frames = messages.Frames(messages.from_engine())
@@ -168,13 +169,18 @@ class EngineClient:
         self._asked: dict[int, asyncio.Future[Any]] = {}
 
     @property
-    def problem(self) -> str | None:
-        """Why the server is not healthy; None if it is."""
+    def standstill(self) -> str | None:
+        """Why a restart would help; None if the engine works."""
         if self.failure is None and self._pinged is not None:
             seconds = time.monotonic() - self._pinged
             if seconds > SILENCE:
                 return f"the engine's process has given no sign of life for {seconds:.0f} s"
-        return self.failure or self.trouble
+        return self.failure or self._stalled
+
+    @property
+    def problem(self) -> str | None:
+        """Why the server is not healthy; None if it is."""
+        return self.standstill or self.trouble
 
     @property
     def is_lost(self) -> bool:
@@ -204,7 +210,7 @@ class EngineClient:
             elif isinstance(message, messages.Adapters):
                 self.loaded = message.loaded
             elif isinstance(message, messages.Ping):
-                self._pinged = time.monotonic()
+                self._pinged, self._stalled = time.monotonic(), message.stalled
                 self.tell(messages.Pong())
             else:
                 self.on_told(message)

@@ -318,6 +318,7 @@ class Replicas:
         devices = named or [str(number) for number in range(count)]
         self.failure: str | None = None
         self.closed: str | None = None
+        self.stalled: str | None = None  # a replica that stalls fails, and all with it
         self.passes = {name: self._pass(name) for name in ("embed", "rank", "score")}
         self._observe = observe
         self._all = [Replica(n, load, options, devices[n]) for n in range(count)]
@@ -492,7 +493,7 @@ async def _run(connection: socket.socket, lm: LanguageModel, engine: Engine, rep
     while not wire.gone.is_set():
         times, reporter.times = reporter.times, []
         stats = dataclasses.asdict(engine.stats())
-        port.send(messages.EngineReport(stats, times, engine.failure))
+        port.send(messages.EngineReport(stats, times, engine.failure or engine.stalled))
         await asyncio.sleep(REPORT)
     port.close()
     engine.stop()

@@ -41,7 +41,8 @@ class Wire(asyncio.Protocol):
 
     def close(self) -> None:
         """Close the socket after the bytes that were written."""
-        self._transport.close()
+        if self._transport is not None:
+            self._transport.close()
 
 
 class Pulse:

@@ -139,6 +139,13 @@ MINIMAX_M1 = JsonFormat(
     ("<tool_calls>",),
     section=("<tool_calls>\n", "\n</tool_calls>"),
 )
+NEMOTRON = JsonFormat(
+    "nemotron",
+    ("<TOOLCALL>",),
+    section=("<TOOLCALL>", "</TOOLCALL>"),
+    separator=", ",
+    is_list=True,
+)
 
 # The allowed keys of a call's object, and the text after which its arguments are handed on.
 _KEYS = ("name", "arguments", "parameters", "type", "id")

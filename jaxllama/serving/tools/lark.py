@@ -35,6 +35,15 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+_SLASH = re.compile(r"\\.|[/\n]", re.DOTALL)
+_SPELT = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+
+
+def regex_terminal(regex: str) -> str:
+    """Return a terminal for a regular expression, which may have slashes, escaped or not."""
+    return f"/{_SLASH.sub(lambda found: _SPELT.get(found[0], found[0]), regex)}/"
+
+
 def tight(schema: JsonObject, is_lenient: bool = False) -> JsonObject:
     """Return a schema with at most one blank between tokens: a weak model would repeat blanks.
 

@@ -185,9 +185,20 @@ class LiteralFormat(WrittenFormat):
             yield "arguments", json_text(source.take(min(places)))
             if source.text.startswith(quote):
                 source.take(len(quote))
-                return
+                if not has_escapes or (yield from self._is_last(source)):
+                    return
+                yield "arguments", json_text(quote)
+                continue
             source.take(1)
             yield "arguments", json_text((yield from self._escape(source)))
+
+    def _is_last(self, source: Source) -> Parse[bool]:
+        """Return whether a quote ends its string; LFM2's template escapes no quote in a string."""
+        while True:
+            rest = source.text.lstrip()
+            if rest or source.is_over:
+                return not rest or rest[0] in f"{_ENDS}:"
+            yield None
 
     def _escape(self, source: Source) -> Parse[str]:
         char = yield from source.char()
@@ -344,7 +355,7 @@ PYTHONIC = LiteralFormat(
 )
 LFM2 = LiteralFormat(
     "lfm2",
-    ("<|tool_call_start|>",),
+    ("<|tool_call_start|>", "<|tool_list_start|>"),
     section=("<|tool_call_start|>", "<|tool_call_end|>"),
     is_list=True,
     separator=", ",

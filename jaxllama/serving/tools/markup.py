@@ -1,4 +1,4 @@
-"""Calls in tags: Qwen3-Coder and Qwen3.5, GLM, MiniMax M2, DeepSeek from V3.2 on.
+"""Calls in tags: Qwen3-Coder and Qwen3.5, Seed-OSS, GLM, MiniMax M2, DeepSeek from V3.2 on.
 
     <tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n</function>\\n</tool_call>
 
@@ -17,7 +17,7 @@ import json
 import re
 
 from jaxllama.serving.tools.format import Functions
-from jaxllama.serving.tools.lark import LarkRules, quoted, tight
+from jaxllama.serving.tools.lark import LarkRules, quoted, regex_terminal, tight
 from jaxllama.serving.tools.parts import begun
 from jaxllama.serving.tools.written import (
     LONGEST_NAME,
@@ -53,6 +53,10 @@ class MarkupFormat(WrittenFormat):
     @property
     def spelling(self) -> str:
         return " ".join((super().spelling, *self.head, *self.key, self.close, self.tail))
+
+    @property
+    def bare_mark(self) -> str:
+        return self.head[0].strip()
 
     # Reading
 
@@ -194,20 +198,15 @@ def text_pattern(schema: JsonObject, is_lenient: bool) -> str | None:
 
     is_lenient: patterns, which may be beyond the library, are left out.
     """
-    pattern = schema.get("pattern")
-    if isinstance(pattern, str) and not is_lenient:
-        begin = "" if pattern.startswith("^") else "(.|\\n)*"
-        end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(.|\\n)*"
-        body = pattern.removeprefix("^")
+    regex = schema.get("pattern")
+    if isinstance(regex, str) and not is_lenient:
+        begin = "" if regex.startswith("^") else "(.|\\n)*"
+        end = "" if regex.endswith("$") and not regex.endswith("\\$") else "(.|\\n)*"
+        body = regex.removeprefix("^")
         body = body if end else body.removesuffix("$")
-        return f"/{begin}({escaped(body)}){end}/"
+        return regex_terminal(f"{begin}({body}){end}")
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     return f"/(.|\\n){{{least},{most}}}/" if least or most != "" else None
-
-
-def escaped(pattern: str) -> str:
-    """Return a regular expression as Lark writes it between slashes."""
-    return pattern.replace("\\/", "/").replace("/", "\\/")
 
 
 QWEN = MarkupFormat(
@@ -219,6 +218,15 @@ QWEN = MarkupFormat(
     key=("<parameter=", ">\n"),
     close="\n</parameter>\n",
     tail="</function>",
+)
+SEED = dataclasses.replace(
+    QWEN,
+    name="seed",
+    marks=("<seed:tool_call>",),
+    begin="<seed:tool_call>\n",
+    end="\n</seed:tool_call>",
+    key=("<parameter=", ">"),
+    close="</parameter>\n",
 )
 _GLM = ("<tool_call>", "</tool_call>")
 GLM_47 = MarkupFormat(

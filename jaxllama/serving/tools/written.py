@@ -133,6 +133,11 @@ def json_text(text: str) -> str:
 class WrittenFormat(CallFormat):
     """A format whose calls a parser translates to JSON."""
 
+    @property
+    def bare_mark(self) -> str:
+        """The string that marks a call whose model left out ``begin`` or the section's begin."""
+        return ""
+
     def read(self, source: Source, functions: Functions) -> Parse[bool]:
         """Read a call behind ``begin``. Returns False if it is none; nothing was yielded then."""
         raise NotImplementedError
@@ -146,7 +151,7 @@ class WrittenReader:
 
     def __init__(self, format: WrittenFormat, functions: Functions, only_one: bool) -> None:
         self._format, self._functions, self._only_one = format, functions, only_one
-        marks = (format.section[0].strip(), format.call_mark)
+        marks = (format.section[0].strip(), format.call_mark, format.bare_mark)
         self._marks = tuple(filter(None, dict.fromkeys(marks)))
         self.calls = 0
         self._source = Source()
@@ -225,7 +230,8 @@ class WrittenReader:
             if self.calls > first:
                 source.mark()
             if form.begin and not (yield from source.skip(form.call_mark)):
-                break
+                if not form.bare_mark:
+                    break
             if not (yield from self._call()):
                 if self.calls > first:
                     source.rewind()

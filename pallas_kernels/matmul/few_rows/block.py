@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
-from pallas_kernels.matmul.few_rows.plan import THREADS, WARPS, TilePlan
+from pallas_kernels.matmul.few_rows.plan import THREADS, WARPS, TileDivision
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.ptx import Value
 
@@ -19,7 +19,7 @@ class TileBlock:
     """row, quad: the lane's of an mma's operands.  cluster, rank: the block's.  working: the warp,
     or the last that has columns of its own; k0: the first of its columns."""
 
-    plan: TilePlan
+    plan: TileDivision
     scheme: FewRowsScheme
     n: int
     k: int
@@ -34,7 +34,7 @@ class TileBlock:
     k0: Value
 
     @classmethod
-    def here(cls, plan: TilePlan, scheme: FewRowsScheme, n: int, k: int) -> TileBlock:
+    def here(cls, plan: TileDivision, scheme: FewRowsScheme, n: int, k: int) -> TileBlock:
         thread = p.register("tid.x")
         warp, lane = p.shift_right(thread, 5), arith.andi(thread, p.ci(31))
         row, quad = p.shift_right(lane, 2), arith.andi(lane, p.ci(3))
@@ -108,7 +108,7 @@ class Params:
 
     @classmethod
     def of(
-        cls, base: Value, plan: TilePlan, scheme: FewRowsScheme, operands: FewRowsOperands
+        cls, base: Value, plan: TileDivision, scheme: FewRowsScheme, operands: FewRowsOperands
     ) -> Params:
         scale_row, zero_row = scheme.scale_row, scheme.zero_row
         bias_at = 16 * (scale_row + zero_row)

@@ -18,7 +18,7 @@ from pallas_kernels.matmul.few_rows import row, tile
 from pallas_kernels.matmul.few_rows.blocks_plan import BlocksPlan
 from pallas_kernels.matmul.few_rows.kernel import Weight, kinds_of, parts_of
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
-from pallas_kernels.matmul.few_rows.plan import WARPS, RowPlan
+from pallas_kernels.matmul.few_rows.plan import WARPS, RowDivision
 from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
 from pallas_kernels.matmul.few_rows.several import Several
 
@@ -40,7 +40,7 @@ def matmul(
     schemes = [FewRowsScheme.of(group[0], KIND[x.dtype.name]) for group in groups]
 
     first = plan.groups[0].division
-    is_row = isinstance(first, RowPlan)
+    is_row = isinstance(first, RowDivision)
     names = ("w", "scale", "zero")
 
     def program(i, gmem, smem):
@@ -52,7 +52,7 @@ def matmul(
         memory |= dict(zip(names, own, strict=True))
         operands = FewRowsOperands.of(memory, k=k, kinds=kinds, eps=eps, swiglu=False)
         several = Several(group.begin, group.firsts, others)
-        if isinstance(group.division, RowPlan):
+        if isinstance(group.division, RowDivision):
             block = p.add(p.register("ctaid.x"), -group.begin)
             row.run(group.division, schemes[i], operands, smem, block, several=several)
             return
@@ -76,7 +76,7 @@ def matmul(
         {"out": outs},
         name="quantized_matmul_blocks",
         grid=sum(group.blocks for group in plan.groups),
-        cluster=1 if isinstance(first, RowPlan) else first.split,
+        cluster=1 if isinstance(first, RowDivision) else first.split,
         warpgroups=(first.warps if is_row else WARPS) // 4,
         scratch=dict(zip(row.SCRATCH if is_row else tile.SCRATCH, largest, strict=True)),
         registers=True,

@@ -12,16 +12,23 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from pallas_kernels.device import gpu
-from pallas_kernels.dispatch import Reason
+from pallas_kernels.dispatch import Reason, named_plan
 from pallas_kernels.matmul.call import MatmulCall
-from pallas_kernels.matmul.few_rows.plan import WARPS, RowPlan, TilePlan, row_plan, tile_plan
+from pallas_kernels.matmul.few_rows.plan import (
+    WARPS,
+    RowDivision,
+    RowPlan,
+    TileDivision,
+    row_plan,
+    tile_plan,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
     """Weights of one form, their numbers of rows, and the blocks that they have from ``begin``."""
 
-    division: RowPlan | TilePlan
+    division: RowDivision | TileDivision
     rows: tuple[int, ...]
     begin: int
 
@@ -32,7 +39,7 @@ class Group:
     @property
     def firsts(self) -> list[int]:
         """The first row, or tile, of each weight but the first."""
-        piece = 1 if isinstance(self.division, RowPlan) else 16
+        piece = 1 if isinstance(self.division, RowDivision) else 16
         return [end // piece for end in itertools.accumulate(self.rows[:-1])]
 
 
@@ -47,9 +54,9 @@ class BlocksPlan:
         return str([group.division for group in self.groups])
 
 
-def blocks_of(division: RowPlan | TilePlan) -> int:
+def blocks_of(division: RowDivision | TileDivision) -> int:
     """Return the number of blocks, or of clusters that share K."""
-    return division.blocks if isinstance(division, RowPlan) else division.clusters
+    return division.blocks if isinstance(division, RowDivision) else division.clusters
 
 
 def divide_blocks(
@@ -68,16 +75,15 @@ def divide_blocks(
     return BlocksPlan(tuple(Group(*parts) for parts in zip(found, rows, begins, strict=False)))
 
 
-def _row_plans(calls: Sequence[MatmulCall]) -> list[RowPlan] | None:
+def _row_plans(calls: Sequence[MatmulCall]) -> list[RowDivision] | None:
     """The largest group leaves whole SMs to the others where that costs it no round; these have as
     few blocks as give each warp a unit."""
     plans = []
     for call in calls:
-        divided = row_plan(call)
-        divided = divided.plan if isinstance(divided, Reason) else divided
-        if not isinstance(divided, RowPlan):
+        plan = named_plan(row_plan(call))
+        if not isinstance(plan, RowPlan):
             return None
-        plans.append(divided)
+        plans.append(plan.divide(call))
     main = max(range(len(plans)), key=lambda i: calls[i].n)
     largest, of_an_sm = plans[main], max(1, WARPS // plans[main].warps)
     plans = [dataclasses.replace(found, warps=largest.warps, spread=False) for found in plans]
@@ -87,16 +93,14 @@ def _row_plans(calls: Sequence[MatmulCall]) -> list[RowPlan] | None:
     return plans
 
 
-def _tile_plans(calls: Sequence[MatmulCall]) -> list[TilePlan] | Reason:
+def _tile_plans(calls: Sequence[MatmulCall]) -> list[TileDivision] | Reason:
     """The largest group leaves SMs to the others where that costs it no time."""
     plans = []
     for call in calls:
-        divided = tile_plan(call)
-        if isinstance(divided, Reason):
-            if not isinstance(divided.plan, TilePlan):
-                return divided
-            divided = divided.plan
-        plans.append(divided)
+        found = tile_plan(call)
+        if isinstance(found, Reason):
+            return found
+        plans.append(found.divide(call))
     if len(plans) > 1 and any(found.split > 1 for found in plans):
         return Reason("weights that are stored differently, and K divided among blocks")
     if any(found.apart for found in plans):

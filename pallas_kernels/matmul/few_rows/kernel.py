@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.few_rows import row, tile
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
-from pallas_kernels.matmul.few_rows.plan import WARPS, RowPlan, TilePlan
+from pallas_kernels.matmul.few_rows.plan import WARPS, RowDivision, TileDivision
 from pallas_kernels.matmul.few_rows.posted import Posts
 from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
 from pallas_kernels.qtensor import FLOAT4, QTensor
@@ -37,7 +37,7 @@ def matmul(
     pending: jax.Array | None = None,
     post: jax.Array | None = None,
     posted: jax.Array | None = None,
-    plan: RowPlan | TilePlan,
+    plan: RowDivision | TileDivision,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Return the product [M, N] of x [M, K] (bf16 or f16) and w [N, K].
 
@@ -46,7 +46,7 @@ def matmul(
     then a pair, with the sum.
     """
     (m, k), n = x.shape, w.shape[0]
-    if isinstance(plan, TilePlan) and plan.m < m:
+    if isinstance(plan, TileDivision) and plan.m < m:
         return _in_passes(
             plan,
             x,
@@ -64,7 +64,7 @@ def matmul(
             ),
         )
     scheme = FewRowsScheme.of(w, KIND[x.dtype.name])
-    is_row = isinstance(plan, RowPlan)
+    is_row = isinstance(plan, RowDivision)
     is_apart = not is_row and plan.apart
     added = bias, residual, out_dtype
     if is_apart:
@@ -115,7 +115,7 @@ def matmul(
 
 
 def _in_passes(
-    plan: TilePlan,
+    plan: TileDivision,
     x: jax.Array,
     residual: jax.Array | None,
     pending: jax.Array | None,

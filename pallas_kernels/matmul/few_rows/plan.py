@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.device import H200, gpu
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.formats import E4M3, E8M0
-from pallas_kernels.matmul.call import MatmulCall
+from pallas_kernels.matmul.call import MatmulCall, Weight
 from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
 from pallas_kernels.qtensor import FLOAT4, QTensor
 from pallas_kernels.rounding import NIBBLES
@@ -25,6 +26,7 @@ WARPS = 16
 MOST_WARPS = 24  # 80 registers a thread
 THREADS = 32 * WARPS
 TOKENS = 16  # at a time, at most
+PASSES = TOKENS, 8, 4, 2, 1
 MOST_PASSED = 64
 
 
@@ -56,9 +58,37 @@ FOLDED = 64, 32  # groups of int4 whose scales multiply the weights
 
 @dataclasses.dataclass(frozen=True)
 class RowPlan(Predicted):
-    """The division of one row's product among warps."""
+    """How the kernel of one row computes a product.
+
+    codes: ``FewRowsScheme.form`` of w.
+    """
 
     kernel: ClassVar[str] = "quantized_matmul_row_mosaic"
+    codes: str
+    rows: int  # of w that a warp has at a time
+    warps: int  # of a block; see ``row_warps``
+    sms: int = dataclasses.field(default=H200.sms, repr=False)
+
+    def divide(self, call: MatmulCall) -> RowDivision:
+        """Return the division of a call that has this plan."""
+        return RowDivision(
+            call.k,
+            self.rows,
+            call.n // self.rows,
+            bits_of(call.w),
+            warps=self.warps,
+            sms=self.sms,
+            # Of two blocks an SM, those without a unit in the last round make room for the next
+            # kernel's.
+            spread=self.warps >= WARPS,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RowDivision:
+    """The division of one row's product among warps."""
+
+    kernel: ClassVar[str] = RowPlan.kernel
     k: int
     rows: int  # of w that a warp has at a time
     units: int  # of so many rows
@@ -145,17 +175,50 @@ def is_format(w: HasShape) -> bool:
     return kind in ((E8M0, 32, True), (E4M3, 16, False))
 
 
-def divide_row(w: HasShape, swiglu: bool = False) -> RowPlan:
-    n, k = w.shape
-    bits = 4 if w.dtype.name in NIBBLES else 8 * w.dtype.itemsize
+def bits_of(w: HasShape) -> int:
+    """Return the bits of a value of w."""
+    return 4 if w.dtype.name in NIBBLES else 8 * w.dtype.itemsize
+
+
+# How many rows of w a warp may have at a time, by ``FewRowsScheme.form``.
+ROWS = {
+    "float": (1, 2),
+    "int8": (1, 2),
+    "float8": (2,),
+    "int4": (2,),
+    "int4 fold": (2,),
+    "mxfp4": (2,),
+    "nvfp4": (2,),
+}
+_FOUR_BITS = "int4", "int4 fold", "mxfp4", "nvfp4"
+
+
+def row_plans() -> list[RowPlan]:
+    """Return every plan that ``row_plan`` can return on this GPU."""
+    return [
+        RowPlan(form, rows, warps, gpu().sms)
+        for form, of_a_warp in ROWS.items()
+        for rows in of_a_warp
+        for warps in (8, WARPS, *((MOST_WARPS,) if form in _FOUR_BITS else ()))
+    ]
+
+
+def _one_row(w: HasShape, swiglu: bool) -> RowPlan:
+    """Return the plan for w, whose codes the kernel of one row reads."""
+    (n, k), bits = w.shape, bits_of(w)
     # Two rows share what is read of x; one round of short rows is better than two.
     one_round = bits == 8 and n % 2 == 0 and n <= 2 * gpu().sms * WARPS and k <= 4096
     in_pairs = bits == 4 or w.dtype == jnp.float8_e4m3fn
     rows = 2 if swiglu or in_pairs or one_round else 1
-    units, sms = n // rows, gpu().sms
-    warps = row_warps(k, units, bits, sms)
-    # Of two blocks an SM, those without a unit in the last round make room for the next kernel's.
-    return RowPlan(k, rows, units, bits, warps=warps, sms=sms, spread=warps >= WARPS)
+    sms = gpu().sms
+    warps = row_warps(k, n // rows, bits, sms)
+    return RowPlan(FewRowsScheme.of(w, "bf16").form, rows, warps, sms)
+
+
+def divide_row(w: jax.Array | Weight, swiglu: bool = False) -> RowDivision:
+    """Return the division of one row's product with w."""
+    call = MatmulCall.of(jax.ShapeDtypeStruct((1, w.shape[1]), jnp.bfloat16), w, jnp.bfloat16)
+    return _one_row(w, swiglu).divide(call)
 
 
 def row_warps(k: int, units: int, bits: int, sms: int) -> int:
@@ -189,7 +252,8 @@ def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason
         return Reason("codes other than int8 by rows, int4 in groups of 32, 64 and 128, MXFP4")
     elif (zero := call.codes.zero) is not None and (w.dtype, zero.dtype) != (jnp.int4, jnp.int8):
         return Reason(f"{w.dtype.name} codes with zeros of {zero.dtype.name}")
-    divided = divide_row(w, call.swiglu)
+    plan = _one_row(w, call.swiglu)
+    divided = plan.divide(call)
     wanted = 32 * divided.per_load
     if divided.bits == 4 and (short_chunk or 8 * (divided.padded_k - k) <= k):
         wanted = 128
@@ -208,8 +272,8 @@ def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason
     if n % 2 and divided.rows == 2:
         return Reason(f"N = {n} is odd")
     if call.alone and not call.plain and n % (16 if call.out == jnp.float32 else 8):
-        return Reason(f"N = {n} with nothing around the product is left to XLA", divided)
-    return divided
+        return Reason(f"N = {n} with nothing around the product is left to XLA", plan)
+    return plan
 
 
 # --- tiles ---------------------------------------------------------------------------------------
@@ -247,6 +311,40 @@ PITCH = 20
 
 @dataclasses.dataclass(frozen=True)
 class TilePlan(Predicted):
+    """How the kernel of few rows computes a product.
+
+    codes: ``FewRowsScheme.form`` of w.
+    split, apart: as of ``TileDivision``.
+    k_warp: columns of a warp; 0 gives one block all of K, and x stays in shared memory.
+    depth: ring slots.
+    clusters: most clusters, or with ``apart`` most sets of blocks.
+    tokens: most rows of x at a time.  With more rows w is read several times.
+    """
+
+    kernel: ClassVar[str] = "quantized_matmul_decode_mosaic"
+    codes: str
+    split: int
+    k_warp: int
+    depth: int
+    clusters: int = dataclasses.field(repr=False)
+    tokens: int = TOKENS
+    apart: bool = False
+
+    def divide(self, call: MatmulCall) -> TileDivision:
+        """Return the division of a call that has this plan."""
+        m = min(call.m, self.tokens)
+        found = _division(m, call.w, self._cut(call), self.depth, FusedTile.of(call))
+        assert found is not None
+        return found
+
+    def _cut(self, call: MatmulCall) -> Cut:
+        if not self.k_warp:
+            return resident_cut(call.k, bits_of(call.w))
+        return Cut(self.split, call.k // self.k_warp // self.split, self.k_warp, False)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileDivision:
     """The division of one product among blocks and warps.
 
     m: rows of x at a time, fewer than there are where no more fit shared memory.
@@ -254,7 +352,7 @@ class TilePlan(Predicted):
     writes its own sums as float32, and XLA adds these.
     """
 
-    kernel: ClassVar[str] = "quantized_matmul_decode_mosaic"
+    kernel: ClassVar[str] = TilePlan.kernel
     m: int
     split: int
     warps: int  # of a block that have columns of their own
@@ -305,78 +403,163 @@ class TilePlan(Predicted):
         return sum(-(-size // 1024) * 1024 for size in self.scratch_sizes(normed=True))
 
 
-def slices(k: int, bits: int, m: int, splits: Sequence[int]) -> list[tuple[int, int, int, bool]]:
-    """Ways to give K to warps, best first: (split, warps, columns of a warp, x resident).
+class Cut(NamedTuple):
+    """A way to give K to the warps of ``split`` blocks, of which so many have columns of their own.
+
+    resident: x is in shared memory.
+    """
+
+    split: int
+    warps: int
+    k_warp: int
+    resident: bool
+
+
+# (blocks that share K, columns of a warp) with x in registers.
+CUTS = (1, 64), (1, 128), (1, 256), (1, 512), (2, 256), (4, 256), (4, 512), (8, 256), (8, 512)
+# Where a block has less shared memory than Hopper's, more blocks share K with shorter runs.
+_NARROW_CUTS = (2, 64), (2, 128), (4, 64), (4, 128), (8, 64), (8, 128)
+# Bits of a value by ``FewRowsScheme.form``.
+TILES = {
+    "float": 16,
+    "int8": 8,
+    "int8 fold": 8,
+    "float8": 8,
+    "float8 fold": 8,
+    **dict.fromkeys(_FOUR_BITS, 4),
+}
+
+
+def cuts_here() -> tuple[tuple[int, int], ...]:
+    return CUTS + (_NARROW_CUTS if gpu().shared_bytes < H200.shared_bytes else ())
+
+
+def tile_plans() -> list[TilePlan]:
+    """Return every plan that ``tile_plan`` can return on this GPU."""
+    passes = (TOKENS,) if gpu().arch.clusters else PASSES
+    found = []
+    for form, bits in TILES.items():
+        cuts = [cut for cut in cuts_here() if cut[1] * bits % 512 == 0]
+        depths = (4, 2) if form == "float" else (2,)
+        slots = [(*cut, depth) for cut in cuts for depth in depths] + [(1, 0, 4), (1, 0, 2)]
+        found += [
+            TilePlan(form, split, k_warp, depth, most_clusters(split), tokens, is_apart(split))
+            for split, k_warp, depth in slots
+            for tokens in passes
+        ]
+    return found
+
+
+def resident_cut(k: int, bits: int) -> Cut:
+    unit = max(512 // bits, 64)  # the places of x are exchanged among 8 granules
+    k_warp = -(-k // unit // WARPS) * unit
+    return Cut(1, -(-k // k_warp), k_warp, True)
+
+
+def slices(k: int, bits: int, m: int, splits: Sequence[int]) -> list[Cut]:
+    """Ways to give K to warps, best first.
 
     With x in registers it takes a thread columns / 8 of them for 8 tokens, of which 64 fit, and the
     runs divide K.  With x in shared memory one block has all of K; the last run then begins where
     it still ends with K, and reads zeros for the part of x that the one before it has.
     """
-    block, n_tiles = 512 // bits, -(-m // 8)
+    block, n_tiles, known = 512 // bits, -(-m // 8), cuts_here()
     cuts = []
     for split in splits:
         # Floats get as many warps as there are: 6160 x 2048 9.1 to 8.2 us, 11264 x 2048 with SwiGLU
         # 16.5 to 14.2.  Codes were not measured.
         for k_warp in (64, 128, 256, 512) if bits == 16 else (256, 128, 64, 512):
-            if k_warp % block or k % (k_warp * split) or n_tiles * k_warp > 512:
+            is_one = (split, k_warp) in known and k_warp % block == 0
+            if not is_one or k % (k_warp * split) or n_tiles * k_warp > 512:
                 continue
             warps = k // k_warp // split
             if 8 <= warps <= WARPS:
-                cuts.append((split, warps, k_warp, False))
+                cuts.append(Cut(split, warps, k_warp, False))
                 break
     # A sum over a cluster takes longer than 512 columns a warp, which crowd the registers.
-    cuts.sort(key=lambda cut: (cut[0] > 1, cut[0] == 8, cut[2] == 512, cut[0]))
-    few = m <= RESIDENT_TOKENS and not (cuts and cuts[0][0] == 1)
+    cuts.sort(key=lambda cut: (cut.split > 1, cut.split == 8, cut.k_warp == 512, cut.split))
+    few = m <= RESIDENT_TOKENS and not (cuts and cuts[0].split == 1)
     if (few or not cuts) and k % block == 0 and k >= 8 * block:
-        unit = max(block, 64)  # the places of x are exchanged among 8 granules
-        k_warp = -(-k // unit // WARPS) * unit
-        cuts.insert(0, (1, -(-k // k_warp), k_warp, True))
+        cuts.insert(0, resident_cut(k, bits))
     return cuts
 
 
-def _straddles(split: int, warps: int, k_warp: int, resident: bool, scheme: FewRowsScheme) -> bool:
+def _straddles(cut: Cut, scheme: FewRowsScheme) -> bool:
     """Whether a group of columns would belong to two warps, or, with x in shared memory, to two
     blocks of columns."""
     group = scheme.group
     if scheme.fold or scheme.n_groups <= 1:
         return False
-    return bool(k_warp % group and group % k_warp) or (resident and group > scheme.columns)
+    straddled = bool(cut.k_warp % group and group % cut.k_warp)
+    return straddled or (cut.resident and group > scheme.columns)
 
 
-def divide_tiles(
-    m: int,
-    w: HasShape,
-    *,
-    bias: bool = False,
-    residual: bool = False,
-    pairs: bool = False,
-    normed: bool = False,
-) -> TilePlan | None:
-    """The plan for m tokens and w, or None if nothing fits shared memory."""
-    n, k = w.shape
-    parts = 2 if pairs else 1
-    tiles = n // 16 // parts
+class FusedTile(NamedTuple):
+    """The parts of a call around the product that take memory of a tile's."""
+
+    bias: bool = False
+    residual: bool = False
+    pairs: bool = False
+    normed: bool = False
+
+    @classmethod
+    def of(cls, call: MatmulCall) -> FusedTile:
+        return cls(call.bias, call.residual is not None, call.swiglu, call.norm is not None)
+
+
+def _division(m: int, w: HasShape, cut: Cut, depth: int, fused: FusedTile) -> TileDivision | None:
+    """Return the division with the longest batches that fit shared memory, or None."""
+    parts = 2 if fused.pairs else 1
+    tiles = w.shape[0] // 16 // parts
     scheme = FewRowsScheme.of(w, "bf16")
-    param_bytes = 16 * (scheme.scale_row + scheme.zero_row)
-    fused_bytes = (64 if bias else 0) + (32 * m if residual else 0)
-    cuts = slices(k, scheme.bits, m, splits_of(normed or pairs))
-    cuts.sort(key=lambda cut: _straddles(*cut, scheme))
+    apart = is_apart(cut.split)
+    clusters = min(tiles, most_clusters(cut.split))
+    tile_bytes = 16 * (scheme.scale_row + scheme.zero_row)
+    if not apart:
+        tile_bytes += (64 if fused.bias else 0) + (32 * m if fused.residual else 0)
+    per = -(-tiles // clusters)
+    for batch in (-(-per // i) for i in range(1, per + 1)):
+        sizes = clusters, parts * per, parts * batch, depth, tile_bytes
+        found = TileDivision(m, *cut, *sizes, pairs=fused.pairs, apart=apart)
+        if found.shared_bytes <= gpu().shared_bytes - 1024:
+            return found
+    return None
+
+
+def is_apart(split: int) -> bool:
+    """Whether blocks that share K are no cluster."""
+    return split > 1 and not gpu().arch.clusters
+
+
+def most_clusters(split: int) -> int:
+    """Return how many sets of ``split`` blocks the GPU runs at a time."""
+    return gpu().sms // split if is_apart(split) else clusters_at_once()[split]
+
+
+def _tile_of(m: int, w: HasShape, fused: FusedTile) -> tuple[Cut, int] | None:
+    """Return the way to give K to warps and the ring's slots, or None if nothing fits shared
+    memory."""
+    scheme = FewRowsScheme.of(w, "bf16")
+    cuts = slices(w.shape[1], scheme.bits, m, splits_of(fused.normed or fused.pairs))
+    cuts.sort(key=lambda cut: _straddles(cut, scheme))
     for cut in cuts:
-        apart = cut[0] > 1 and not gpu().arch.clusters
-        at_once = gpu().sms // cut[0] if apart else clusters_at_once()[cut[0]]
-        clusters = min(tiles, at_once)
-        own_bytes = param_bytes + (0 if apart else fused_bytes)
-        per = -(-tiles // clusters)
         # Codes that arrive while others are multiplied are not late, and a ring that is full at the
         # start delays the first of them; without arithmetic to wait for, or with x to load at
         # every step, more is better.
-        for slots in (4 if scheme.plain or cut[3] else 2, 2):
-            for batch in (-(-per // i) for i in range(1, per + 1)):
-                sizes = clusters, parts * per, parts * batch, slots, own_bytes
-                divided = TilePlan(m, *cut, *sizes, pairs=pairs, apart=apart)
-                if divided.shared_bytes <= gpu().shared_bytes - 1024:
-                    return divided
+        for depth in (4, 2) if scheme.plain or cut.resident else (2,):
+            if _division(m, w, cut, depth, fused):
+                return cut, depth
     return None
+
+
+def divide_tiles(m: int, w: HasShape, **fused: bool) -> TileDivision | None:
+    """The division for m tokens and w, or None if nothing fits shared memory.
+
+    fused: fields of ``FusedTile``.
+    """
+    around = FusedTile(**fused)
+    found = _tile_of(m, w, around)
+    return None if found is None else _division(m, w, *found, around)
 
 
 def tile_plan(call: MatmulCall, *, at_once: int = TOKENS) -> TilePlan | Reason:
@@ -406,23 +589,28 @@ def tile_plan(call: MatmulCall, *, at_once: int = TOKENS) -> TilePlan | Reason:
     if not slices(k, scheme.bits, m, splits_of(whole_k)):
         wanted = scheme.columns
         return Reason(f"w has K = {k}, not a multiple of {wanted} from {8 * wanted} on")
-    # The plan always reserves room for a bias, because the planner of fused calls does not see it.
-    fused = {
-        "residual": call.residual is not None,
-        "pairs": call.swiglu,
-        "normed": call.norm is not None,
-    }
-    if not gpu().arch.clusters:
-        # Where a call does not fit, fewer rows at a time read w several times.
-        fits = (rows for rows in range(m, 0, -1) if divide_tiles(rows, w, bias=True, **fused))
-        m = next(fits, m)
-    whole = divide_tiles(m, w, bias=True, **fused)
+    # Room for a bias is always reserved, because the planner of fused calls does not see it.
+    fused = FusedTile.of(call)._replace(bias=True)
+    # Where a call does not fit, fewer rows at a time read w several times.
+    passes = (at_once,) if gpu().arch.clusters else [size for size in PASSES if size <= at_once]
+    fits = ((size, _tile_of(min(call.m, size), w, fused)) for size in passes)
+    tokens, whole = next((found for found in fits if found[1] is not None), (at_once, None))
     if whole is None:
         return Reason(f"K = {k} of w and {m} tokens of x need more than shared memory holds")
-    divided = whole if call.bias else divide_tiles(m, w, **fused)
-    assert divided is not None
+    found = whole if call.bias else _tile_of(min(call.m, tokens), w, FusedTile.of(call))
+    assert found is not None
+    cut, depth = found
+    plan = TilePlan(
+        scheme.form,
+        cut.split,
+        0 if cut.resident else cut.k_warp,
+        depth,
+        most_clusters(cut.split),
+        tokens,
+        is_apart(cut.split),
+    )
     if call.plain:
-        return divided
+        return plan
     w = call.codes
     if scheme.bits == 8 and w.zero is not None:
         return Reason("w has int8 codes with zero points")
@@ -437,6 +625,6 @@ def tile_plan(call: MatmulCall, *, at_once: int = TOKENS) -> TilePlan | Reason:
             return Reason(
                 f"w has groups of {scheme.group}; multiples of {scheme.columns // 4} are needed"
             )
-    elif _straddles(whole.split, whole.warps, whole.k_warp, whole.resident, scheme):
-        return Reason(f"w's groups of {scheme.group} columns straddle runs of {whole.k_warp}")
-    return divided
+    elif _straddles(whole[0], scheme):
+        return Reason(f"w's groups of {scheme.group} columns straddle runs of {whole[0].k_warp}")
+    return plan

@@ -46,7 +46,7 @@ from pallas_kernels.matmul.few_rows.operands import (
     load_word,
     over_lanes,
 )
-from pallas_kernels.matmul.few_rows.plan import RowPlan
+from pallas_kernels.matmul.few_rows.plan import RowDivision
 from pallas_kernels.matmul.few_rows.posted import Posts
 from pallas_kernels.matmul.few_rows.row_loops import (
     Float4,
@@ -61,7 +61,7 @@ from pallas_kernels.matmul.few_rows.several import RowOffsets, Several
 from pallas_kernels.ptx import Value
 
 _STREAMED = ".L1::no_allocate"
-SCRATCH = "x", "squares"  # as ``RowPlan.scratch_sizes`` has it
+SCRATCH = "x", "squares"  # as ``RowDivision.scratch_sizes`` has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class WeightRows:
     the last lane inside.  They multiply it by the zeros behind x.
     """
 
-    plan: RowPlan
+    plan: RowDivision
     scheme: FewRowsScheme
     operands: FewRowsOperands
     loop: Floats | Nibbles
@@ -201,7 +201,7 @@ class Poster:
     place: this row's place in the mailbox of the warp's device.
     """
 
-    plan: RowPlan
+    plan: RowDivision
     posts: Posts
     kept: Value
     place: Value
@@ -230,7 +230,7 @@ class Poster:
 
 
 def run(
-    plan: RowPlan,
+    plan: RowDivision,
     scheme: FewRowsScheme,
     operands: FewRowsOperands,
     smem: SimpleNamespace,

@@ -13,7 +13,7 @@ from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows import widen
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
-from pallas_kernels.matmul.few_rows.plan import RowPlan
+from pallas_kernels.matmul.few_rows.plan import RowDivision
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.ptx import Value
 
@@ -26,14 +26,19 @@ class Floats:
     a time lie beside its neighbours' 4.
     """
 
-    plan: RowPlan
+    plan: RowDivision
     xs: Value
     lane: Value
     in_groups = False
 
     @classmethod
     def of(
-        cls, plan: RowPlan, scheme: FewRowsScheme, operands: FewRowsOperands, xs: Value, lane: Value
+        cls,
+        plan: RowDivision,
+        scheme: FewRowsScheme,
+        operands: FewRowsOperands,
+        xs: Value,
+        lane: Value,
     ) -> Floats:
         del scheme, operands
         return cls(plan, xs, lane)
@@ -90,7 +95,7 @@ class Nibbles:
     divided by a power of two that brings their largest below 2^15.  It multiplies a group's sum.
     """
 
-    plan: RowPlan
+    plan: RowDivision
     scheme: FewRowsScheme
     xs: Value
     lane: Value
@@ -102,7 +107,12 @@ class Nibbles:
 
     @classmethod
     def of(
-        cls, plan: RowPlan, scheme: FewRowsScheme, operands: FewRowsOperands, xs: Value, lane: Value
+        cls,
+        plan: RowDivision,
+        scheme: FewRowsScheme,
+        operands: FewRowsOperands,
+        xs: Value,
+        lane: Value,
     ) -> Nibbles:
         group = p.shift_right(lane, 2)
         quad = arith.andi(lane, p.ci(3))
@@ -213,7 +223,12 @@ class Float8(Nibbles):
 
     @classmethod
     def of(
-        cls, plan: RowPlan, scheme: FewRowsScheme, operands: FewRowsOperands, xs: Value, lane: Value
+        cls,
+        plan: RowDivision,
+        scheme: FewRowsScheme,
+        operands: FewRowsOperands,
+        xs: Value,
+        lane: Value,
     ) -> Float8:
         group = p.shift_right(lane, 2)
         quad = arith.andi(lane, p.ci(3))
@@ -290,7 +305,12 @@ class Float4(OneSum):
 
     @classmethod
     def of(
-        cls, plan: RowPlan, scheme: FewRowsScheme, operands: FewRowsOperands, xs: Value, lane: Value
+        cls,
+        plan: RowDivision,
+        scheme: FewRowsScheme,
+        operands: FewRowsOperands,
+        xs: Value,
+        lane: Value,
     ) -> Float4:
         group = p.shift_right(lane, 2)
         quad = arith.andi(lane, p.ci(3))
@@ -342,7 +362,12 @@ class FoldedNibbles(OneSum):
 
     @classmethod
     def of(
-        cls, plan: RowPlan, scheme: FewRowsScheme, operands: FewRowsOperands, xs: Value, lane: Value
+        cls,
+        plan: RowDivision,
+        scheme: FewRowsScheme,
+        operands: FewRowsOperands,
+        xs: Value,
+        lane: Value,
     ) -> FoldedNibbles:
         made = Nibbles.of(plan, scheme, operands, xs, lane)
         group = p.shift_right(lane, (scheme.group // 32).bit_length() - 1)

@@ -9,7 +9,7 @@ from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands, add_squares, over_lanes
-from pallas_kernels.matmul.few_rows.plan import RowPlan
+from pallas_kernels.matmul.few_rows.plan import RowDivision
 from pallas_kernels.matmul.few_rows.row_loops import Floats, Nibbles
 from pallas_kernels.ptx import Value
 
@@ -21,7 +21,7 @@ class Input:
     squares: shared memory of a sum for every warp.
     """
 
-    plan: RowPlan
+    plan: RowDivision
     operands: FewRowsOperands
     loop: Floats | Nibbles
     thread: Value

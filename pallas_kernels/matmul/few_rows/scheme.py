@@ -58,6 +58,14 @@ class FewRowsScheme:
         )
 
     @property
+    def form(self) -> str:
+        """Return how w is stored, as far as the kernels have a program of their own for it."""
+        if self.float4:
+            return "mxfp4" if self.scale_kind == "e8m0" else "nvfp4"
+        name = "float" if self.plain else "float8" if self.float8 else f"int{self.bits}"
+        return f"{name} fold" if self.fold and not self.plain else name
+
+    @property
     def scale_row(self) -> int:
         """Bytes of a row's scales."""
         return self.n_groups * self.scale_bytes

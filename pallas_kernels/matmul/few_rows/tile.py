@@ -54,14 +54,14 @@ from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.block import Params, TileBlock
 from pallas_kernels.matmul.few_rows.copies import Copies
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
-from pallas_kernels.matmul.few_rows.plan import SLOT, TilePlan
+from pallas_kernels.matmul.few_rows.plan import SLOT, TileDivision
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.matmul.few_rows.several import RowOffsets, Several
 from pallas_kernels.matmul.few_rows.tile_loop import TileLoop
 from pallas_kernels.matmul.few_rows.tile_sums import PartialSums
 from pallas_kernels.matmul.few_rows.tile_x import NormedX, StagedX
 
-# Shared memory of a block, as ``TilePlan.scratch_sizes`` has it; the last with a norm.
+# Shared memory of a block, as ``TileDivision.scratch_sizes`` has it; the last with a norm.
 SCRATCH = "partial", "ring", "params", "squares"
 
 
@@ -74,7 +74,7 @@ class TileProgram:
 
     def __init__(
         self,
-        plan: TilePlan,
+        plan: TileDivision,
         scheme: FewRowsScheme,
         n: int,
         operands: FewRowsOperands,

@@ -67,6 +67,7 @@ def _scales_of_groups(of_x: jax.Array, w: QTensor, plan: PairTile) -> tuple[jax.
     """Scales of x and of w as ``pair_matmul`` takes them."""
     if plan.m > 64 and has_block_scales(w):
         return _whole_units(of_x), _by_block(w.scale)
+    of_x = of_x.astype(jnp.float32)
     prepared = _whole_units if plan.m == 64 else _by_step
     return prepared(of_x), prepared(w.scale)
 

@@ -181,11 +181,12 @@ class _Feeder:
                 plgpu.copy_gmem_to_smem(source, to.at[at], barrier.full.at[at])
 
         def as_stored():
-            batch = t * block.batches + j // HELD
-            place = batch % 2
+            of_tile = j // HELD
+            batch = t * block.batches + of_tile
+            place, held = batch % 2, pl.ds(block.part * block.steps + of_tile * HELD, HELD)
             pl.when(batch >= 2)(lambda: plgpu.barrier_wait(barrier.scales_empty.at[place]))
             for name, first, rows in operands:
-                source = getattr(self.gmem, name).at[pl.ds(first, rows), pl.ds(step, HELD)]
+                source = getattr(self.gmem, name).at[pl.ds(first, rows), held]
                 to = getattr(self.smem, name).at[place, pl.ds(0, rows)]
                 plgpu.copy_gmem_to_smem(source, to, barrier.scales_full.at[place])
 
@@ -288,14 +289,14 @@ class _Multiplier(GroupSums):
             return summed(t * block.loads, block.steps)
 
         def part(p, total):
-            first = t * block.loads + p * tile.promote
-            return total + summed(first, tile.promote)
+            begin = p * tile.promote
+            whole = block.steps % tile.promote == 0  # then the inner loop's length is known
+            # A last step with code of its own would take the registers that the two sums need.
+            count = tile.promote if whole else jnp.minimum(tile.promote, block.steps - begin)
+            return total + summed(t * block.loads + begin, count)
 
         zero = plgpu.layout_cast(jnp.zeros(ref.shape, self.sum_dtype), _LAYOUT)
-        total = lax.fori_loop(0, block.steps // tile.promote, part, zero)
-        if rest := block.steps % tile.promote:
-            total += summed(t * block.loads + block.steps - rest, rest)
-        return total
+        return lax.fori_loop(0, pl.cdiv(block.steps, tile.promote), part, zero)
 
     def low_rank(self, t):
         """The low-rank term, from the slots behind the tile's last step of K; or None."""

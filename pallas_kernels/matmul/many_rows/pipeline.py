@@ -142,8 +142,28 @@ def my_tiles(total: int, n_clusters: int) -> jax.Array:
 
 def tile_of(t: jax.Array, grid: tuple[int, int], n_clusters: int, minor: int, width: int):
     """Coordinates of this cluster's t-th tile."""
-    index = t * n_clusters + lax.axis_index("cluster")
-    return plgpu.planar_snake(index, grid, minor, width)
+    return snake(t * n_clusters + lax.axis_index("cluster"), grid, minor, width)
+
+
+def snake(index: jax.Array, grid: tuple[int, int], minor: int, width: int):
+    """``plgpu.planar_snake`` without a division by a number that the assembler does not know.
+
+    Where the last part is narrower, LLVM divides by the part's width.  nvJitLink makes this a call
+    of a function, beside which ptxas waits for every wgmma (C7509).  A product with the reciprocal
+    has the same floor for an index below 2^22.
+    """
+    major, whole = grid[1 - minor], grid[minor] // width
+    last = grid[minor] - whole * width
+    if not whole or not last:
+        return plgpu.planar_snake(index, grid, minor, width if whole else last)
+    part = lax.div(index, jnp.int32(width * major))
+    inside = index - part * (width * major)
+    is_last = part == whole
+    share = jnp.where(is_last, jnp.float32(1 / last), jnp.float32(1 / width))
+    along = ((inside.astype(jnp.float32) + 0.5) * share).astype(jnp.int32)
+    across = part * width + inside - along * jnp.where(is_last, jnp.int32(last), jnp.int32(width))
+    along = jnp.where(lax.rem(part, jnp.int32(2)) == 0, along, major - 1 - along)
+    return (across, along) if minor == 0 else (along, across)
 
 
 def ring_slot(i: jax.Array, stages: int) -> jax.Array:

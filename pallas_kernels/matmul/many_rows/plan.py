@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.device import H200, gpu, lacking
+from pallas_kernels.copies import UNIT
+from pallas_kernels.device import H200, block_bytes, gpu, lacking
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.plan import TOKENS, is_format
@@ -28,7 +29,7 @@ BLOCK_BYTES = 128  # of a row in a slot of the pair kernel: one swizzle
 BLOCK_K = 64  # columns in a slot of the weight kernel: one swizzle of 16-bit activations, ...
 CODES_K = 128  # ... and of 8-bit ones
 MOST_GROUPS = 256  # elements that a copy of shared memory has along an axis
-BARRIER_BYTES = 3 * 1024  # of a block's shared memory, at most
+_UNUSED = 128  # bytes of an array of shared memory that a scheme has no use for
 
 
 def plan(call: MatmulCall) -> PairTile | WeightTile | Reason:
@@ -37,8 +38,76 @@ def plan(call: MatmulCall) -> PairTile | WeightTile | Reason:
     if not call.alone or (call.plain and call.m <= TOKENS):
         return Reason("")
     if call.quantized_x:
-        return int4_plan(call) if call.w.dtype == jnp.int4 else quantized_plan(call)
-    return plain_plan(call) if call.plain else weight_plan(call)
+        found = int4_plan(call) if call.w.dtype == jnp.int4 else quantized_plan(call)
+    else:
+        found = plain_plan(call) if call.plain else weight_plan(call)
+    if not isinstance(found, Reason):
+        return dataclasses.replace(found, codes=_codes_of(call, found))
+    own = found.plan
+    if not isinstance(own, PairTile | WeightTile):
+        return found
+    return Reason(found.text, dataclasses.replace(own, codes=_codes_of(call, own)))
+
+
+def _codes_of(call: MatmulCall, plan: PairTile | WeightTile) -> str:
+    """Return how the operands are stored, as far as a kernel has a program of its own for it."""
+    if call.plain:
+        return "float"
+    w = call.codes
+    name = "float8" if w.dtype == jnp.float8_e4m3fn else w.dtype.name
+    if is_format(w):
+        name = "nvfp4" if w.unit is not None else "mxfp4"
+    if isinstance(plan, PairTile):
+        if w.scale.shape[1] == 1:
+            return name
+        return f"{name} blocks" if plan.m > 64 and has_block_scales(w) else f"{name} groups"
+    if plan.block < CODES_K:
+        return name
+    levels = " levels" if call.x == jnp.int8 and w.unit is not None else ""
+    return f"{name}{levels} x {'int8' if call.x == jnp.int8 else 'float8'}"
+
+
+def pair_plans() -> list[PairTile]:
+    """Return every tile of the pair kernel that ``plan`` can return on a GPU with wgmma."""
+    promoted = {"float": 0, "int8": 0, "float8": _FP8_PROMOTE, "float8 groups": 1}
+    tables = {"int8": PAIR, "float8": FP8, "float8 groups": FP8}
+    found = []
+    for codes, promote in promoted.items():
+        tiles = [_stream(n, split, promote) for n in STREAM_WIDTHS for split in (1, 2)]
+        if codes != "float":
+            tiles += [dataclasses.replace(_stream(128, 1, promote), cluster=2)]
+        tiles += [tile for tile, _ in tables.get(codes, ())]
+        found += [dataclasses.replace(tile, promote=promote, codes=codes) for tile in tiles]
+    found += [dataclasses.replace(tile, promote=1, codes="float8 blocks") for tile, _ in BLOCKS]
+    return [dataclasses.replace(tile, sms=gpu().sms) for tile in found]
+
+
+def weight_plans() -> list[WeightTile]:
+    """Return every tile of the weight kernel that ``plan`` can return on a GPU with wgmma."""
+    few = [tile for tile, _ in FEW_WEIGHT]
+    found = []
+    for codes in ("int4", "int8", "float8", "mxfp4", "nvfp4"):
+        of_few = [tile for tile, _ in FEW_INT4] if codes == "int4" else few
+        tiles = [tile for tile, _ in WEIGHT] + ([AHEAD] if codes in _AHEAD_US else [])
+        tiles += [
+            dataclasses.replace(tile, tokens=tokens, stored=stored)
+            for tile in of_few
+            for tokens in (32, 64)
+            for stored in (False, True)
+        ]
+        found += [dataclasses.replace(tile, codes=codes) for tile in tiles]
+    for codes in ("int4 x int8", "int4 x float8", "int4 levels x int8"):
+        exact = codes == "int4 levels x int8"
+        most = 256 if exact else _SCALED_TOKENS
+        tiles = [tile for tile, _ in WEIGHT if tile.tokens % 32 == 0 and tile.tokens <= most]
+        tiles += [dataclasses.replace(tile, tokens=tokens) for tile in few for tokens in (32, 64)]
+        tiles = [dataclasses.replace(tile, block=CODES_K) for tile in tiles]
+        if exact:
+            tiles += [_for_tokens(tile, tokens) for tile in FEW_CODES for tokens in (32, 64)]
+        else:
+            tiles = [dataclasses.replace(tile, unroll=1) for tile in tiles]
+        found += [dataclasses.replace(tile, codes=codes, stored=True) for tile in tiles]
+    return [dataclasses.replace(tile, sms=gpu().sms) for tile in dict.fromkeys(found)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +145,7 @@ class PairTile(Predicted):
         in groups of 128 columns 1.
     split: 2 (with m == 64) gives each block of a cluster half of K.  Each sends the columns of one
         of its warpgroups to the other's shared memory and finishes those of the other.
+    codes: how x and w are stored.
     """
 
     kernel: ClassVar[str] = "quantized_matmul_prefill_pair"
@@ -86,7 +156,18 @@ class PairTile(Predicted):
     width: int = 16
     promote: int = 0
     split: int = 1
-    sms: int = H200.sms
+    codes: str = ""
+    sms: int = dataclasses.field(default=H200.sms, repr=False)
+
+    def divide(self, call: MatmulCall) -> PairTile:
+        """Return the tile of a call that has this plan."""
+        return self.in_even_snakes(call.m)
+
+    def in_even_snakes(self, m: int) -> PairTile:
+        """Return the tile for m rows; the parts of e4m3's snake are equally wide if they can be."""
+        if not self.promote:
+            return self
+        return dataclasses.replace(self, width=_even_width(-(-m // (self.m * self.cluster))))
 
     @property
     def rows(self) -> int:
@@ -103,6 +184,7 @@ class WeightTile(Predicted):
 
     tokens: rows of x, the N of its wgmma.
     rows: of w, 64 per compute warpgroup.
+    stages: of a plan, at most; ``divide`` gives as many as fit.
     cluster: 2 blocks side by side in w's rows share (multicast) the activations.
     width: of the planar snake, in tiles of w's rows.
     unroll: slots that are dequantized before their wgmmas are issued.
@@ -116,6 +198,7 @@ class WeightTile(Predicted):
     lag: 0 gives a block a warpgroup that copies.  Else the first of two that multiply copies into
         the slot that it left as many steps ago, and a thread has up to 255 registers.  A step is
         one slot, and K has at least as many as the ring.
+    codes: how w is stored, and x if its codes are multiplied.
     """
 
     kernel: ClassVar[str] = "quantized_matmul_prefill_weight"
@@ -131,7 +214,8 @@ class WeightTile(Predicted):
     stored: bool = False
     block: int = BLOCK_K
     lag: int = 0
-    sms: int = H200.sms
+    codes: str = ""
+    sms: int = dataclasses.field(default=H200.sms, repr=False)
 
     @property
     def pieces(self) -> int:
@@ -152,22 +236,40 @@ class WeightTile(Predicted):
             return False
         return self.parts == 1 or steps % turn == self.stages % turn == 0
 
-    def fitted(self, m: int, n: int, bits: int, row_bytes: int) -> WeightTile:
-        """With as many stages as fit.  row_bytes: that a block has of a row's scales and zeros if
-        they come as they are stored, else 0."""
-        across, sum_bytes = self.rows // 64, 256 * self.tokens
-        used = across * (self.parts - 1) * sum_bytes
-        used += -(-across // 2) * (self.split - 1) * sum_bytes
-        used += across * 256 * min(self.store, self.tokens)
-        used += self.vector_slots(m, n) * self.rows * (row_bytes + 8)
-        used += self.vector_slots(m, n) * self.tokens * 4 * (self.block >= CODES_K)
-        # A slot holds whole swizzles of x.  Where scales and zeros are not stored, it also
-        # holds those of up to two groups.
-        slot = BLOCK_K * 2 * self.tokens * self.pieces + self.block * self.rows * bits // 8
-        slot += 8 * self.rows * (not row_bytes)
-        stages = min(self.stages, (gpu().shared_bytes - BARRIER_BYTES - used) // slot)
-        turn = self.parts * self.unroll if self.parts > 1 else 1
-        return dataclasses.replace(self, stages=stages // turn * turn, stored=row_bytes > 0)
+    def divide(self, call: MatmulCall) -> WeightTile:
+        """Return the tile of a call that has this plan, with as many stages as fit."""
+        return self.fitted(call, _stored_bytes(call.codes, self.split) if self.stored else ())
+
+    def fitted(self, call: MatmulCall, row_bytes: tuple[int, ...] = ()) -> WeightTile:
+        """With as many stages as fit.  row_bytes: those that a block has of a row's scales, and of
+        its zeros, if they come as they are stored."""
+        turn, most = self.parts * self.unroll if self.parts > 1 else 1, gpu().shared_bytes
+        counts = (n for n in range(self.stages // turn * turn, 0, -turn))
+        stages = (n for n in counts if self.shared_bytes(call, n, row_bytes) <= most)
+        return dataclasses.replace(self, stages=next(stages, 0), stored=bool(row_bytes))
+
+    def shared_bytes(self, call: MatmulCall, stages: int, row_bytes: tuple[int, ...]) -> int:
+        """Bytes of shared memory with so many stages, where rows have a scale and a bias."""
+        w, across, vectors = call.codes, self.rows // 64, self.vector_slots(call.m, call.n)
+        bits = 4 if w.dtype.name in NIBBLES else 8
+        sum_bytes, x_bytes = 256 * self.tokens, BLOCK_K * 2 * self.tokens * self.pieces
+        of_groups = [vectors * self.rows * size for size in row_bytes]
+        if not row_bytes:  # of up to two groups in a slot, in 16 bits
+            in_slot = 2 * self.rows * SlotGroups(w.group_size, self.block).groups_per_slot
+            of_groups = [stages * in_slot] * (1 + (w.zero is not None))
+        sizes = (
+            stages * x_bytes,
+            stages * self.block * self.rows * bits // 8,
+            *of_groups,
+            *[_UNUSED] * (2 - len(of_groups)),
+            across * 256 * min(self.store, self.tokens),
+            *[vectors * self.rows * 4] * 2,
+            vectors * self.tokens * 4 if call.quantized_x else _UNUSED,
+            across * (self.parts - 1) * sum_bytes or _UNUSED,
+            -(-across // 2) * (self.split - 1) * sum_bytes,
+        )
+        barriers = 2 * stages + 4 + 2 * across * max(1, self.parts - 1)
+        return block_bytes(sizes, barriers + (1 + across) * (self.split - 1))
 
     def vector_slots(self, m: int, n: int) -> int:
         """Two tiles' vectors are in shared memory, unless no block has two tiles."""
@@ -240,6 +342,7 @@ FEW_CODES = (
 FEW_CODES_FAMILY = "weight int4 x int8"  # of ``Gpu.costs``
 _RING_BYTES = 144 * 1024  # of a block with few rows; with more the first slot is full later
 _SCALED_TOKENS = 128  # at most, where groups' sums are multiplied: two sums are in registers
+_GATED = "float8 gated"
 _FP8_PROMOTE = 2  # steps of 128 columns; a float32 sum stands beside the tensor cores'
 
 
@@ -248,21 +351,28 @@ def _rounds(m_tiles: int, n_tiles: int, cluster: int) -> int:
 
 
 def pair_tile(
-    m: int, n: int, k: int, dtype: DTypeLike = jnp.int8, sources: tuple[int, ...] = ()
+    m: int,
+    n: int,
+    k: int,
+    dtype: DTypeLike = jnp.int8,
+    sources: tuple[int, ...] = (),
+    scales: int = 0,
 ) -> PairTile:
-    """The tile for int8 or e4m3 operands x [m, k], w [n, k]; sources: multiples of 32 rows of w, of
-    which a tile of few rows of x has only one's."""
+    """The tile for int8 or e4m3 operands x [m, k], w [n, k].
+
+    sources: multiples of 32 rows of w, of which a tile of few rows of x has only one's.
+    scales: bytes of a row's scales of groups, the narrower operand's.
+    """
     fp8 = dtype != jnp.int8
     if m <= 64:
-        tile = stream_tile(n, k, _FP8_PROMOTE if fp8 else 0, sources=sources)
+        promote = _FP8_PROMOTE if fp8 else 0
+        tile = stream_tile(n, k, promote, sources=sources, scales=scales)
         # A block without a tile of its own has no source of a low-rank term to wait for.
         alone = tile.split > 1 or tile.n < 128 or sources
         return tile if alone else dataclasses.replace(tile, cluster=2)
 
     tile = _least_time(m, n, FP8 if fp8 else PAIR)
-    if fp8:
-        tile = dataclasses.replace(_in_even_snakes(tile, m), promote=_FP8_PROMOTE)
-    return dataclasses.replace(tile, sms=gpu().sms)
+    return dataclasses.replace(tile, promote=_FP8_PROMOTE if fp8 else 0, sms=gpu().sms)
 
 
 def _least_time(m: int, n: int, table: tuple[tuple[PairTile, float], ...]) -> PairTile:
@@ -271,10 +381,6 @@ def _least_time(m: int, n: int, table: tuple[tuple[PairTile, float], ...]) -> Pa
         return _rounds(-(-m // (tile.m * tile.cluster)), -(-n // tile.n), tile.cluster) * us
 
     return min(table, key=cost)[0]
-
-
-def _in_even_snakes(tile: PairTile, m: int) -> PairTile:
-    return dataclasses.replace(tile, width=_even_width(-(-m // (tile.m * tile.cluster))))
 
 
 def _even_width(tiles: int) -> int:
@@ -295,6 +401,7 @@ def stream_tile(
     promote: int = 0,
     swiglu: bool = False,
     sources: tuple[int, ...] = (),
+    scales: int = 0,
 ) -> PairTile:
     """Return the tile for one tile of rows, where the bytes of w [N, row_bytes] decide.
 
@@ -304,7 +411,7 @@ def stream_tile(
     it takes the one that copies least.
 
     swiglu: K is not split, and a warpgroup has at least 16 columns of gate.
-    sources: as of ``pair_tile``.
+    sources, scales: as of ``pair_tile``.
     """
 
     def nanoseconds(tile: PairTile) -> tuple[float, float]:
@@ -312,24 +419,37 @@ def stream_tile(
         copied = _rounds(1, tiles, tile.split) * (tile.m + tile.n) * row_bytes / tile.split
         return max(copied / 80, n * row_bytes / 4200) + 1000 * (tile.split - 1), copied
 
-    def tile(width: int, split: int) -> PairTile:
-        stages = _RING_BYTES // ((64 + width) * BLOCK_BYTES)
-        return PairTile(64, width, stages, cluster=1, promote=promote, split=split, sms=gpu().sms)
-
-    splits = (1,) if swiglu or row_bytes % (2 * BLOCK_BYTES) else (1, 2)
+    # Copies of both halves of K begin at whole slots, and at whole 16 bytes of scales.
+    halves = row_bytes % (2 * BLOCK_BYTES) == 0 and scales % (2 * UNIT) == 0
+    splits = (1, 2) if halves and not swiglu else (1,)
     widths = [
-        n
-        for n in ((64, 128) if swiglu else (32, 64, 96, 128))
-        if not any(size % n for size in sources)
+        n for n in ((64, 128) if swiglu else STREAM_WIDTHS) if not any(size % n for size in sources)
     ]
-    return min((tile(n, s) for s in splits for n in widths), key=nanoseconds)
+    return min((_stream(n, s, promote) for s in splits for n in widths), key=nanoseconds)
+
+
+STREAM_WIDTHS = 32, 64, 96, 128  # rows of w in the tile of few rows of x
+
+
+def _stream(width: int, split: int, promote: int) -> PairTile:
+    stages = _RING_BYTES // ((64 + width) * BLOCK_BYTES)
+    return PairTile(64, width, stages, cluster=1, promote=promote, split=split, sms=gpu().sms)
 
 
 def weight_tile(
-    m: int, n: int, k: int, block: int = BLOCK_K, most: int = 256, codes: str = ""
+    m: int,
+    n: int,
+    k: int,
+    block: int = BLOCK_K,
+    most: int = 256,
+    codes: str = "",
+    scaled: bool = False,
 ) -> WeightTile:
-    """The tile for activations x [m, K] and a quantized w [n, K]; block: columns of a slot; most:
-    tokens of a tile; codes: the scheme of ``_AHEAD_US``, if it is one."""
+    """The tile for activations x [m, K] and a quantized w [n, K].
+
+    block: columns of a slot.  most: tokens of a tile.  codes: the scheme of ``_AHEAD_US``, if it is
+    one.  scaled: each token has a scale.
+    """
     k = k * BLOCK_K // block  # in the time of so many columns of floats
     if m <= 64:
         return _few_tokens_tile(m, n, k)
@@ -340,8 +460,8 @@ def weight_tile(
         return _rounds(-(-m // tile.tokens), n_tiles, tile.cluster) * us
 
     def fits(tile: WeightTile) -> bool:
-        """Codes of x bring a scale a token: copies of whole units of 128 bytes."""
-        whole = block == BLOCK_K or tile.tokens % 32 == 0
+        """A tile's scales of tokens are a copy, of whole units of 128 bytes."""
+        whole = not scaled or tile.tokens % 32 == 0
         return tile.divides(k) and tile.tokens <= most and whole
 
     options = [option for option in WEIGHT if fits(option[0])]
@@ -372,10 +492,10 @@ def gated_tile(m: int) -> PairTile:
     other numbers no whole swizzles.
     """
     if m > 64:
-        tile = PairTile(128, 128, stages=6, promote=_FP8_PROMOTE, sms=gpu().sms)
-        return _in_even_snakes(tile, m)
+        return PairTile(128, 128, stages=6, promote=_FP8_PROMOTE, codes=_GATED, sms=gpu().sms)
     stages = _RING_BYTES // ((64 + 128) * BLOCK_BYTES)
-    return PairTile(64, 128, stages, cluster=1, promote=_FP8_PROMOTE, sms=gpu().sms)
+    tile = PairTile(64, 128, stages, cluster=1, promote=_FP8_PROMOTE, codes=_GATED)
+    return dataclasses.replace(tile, sms=gpu().sms)
 
 
 # --- plans ---------------------------------------------------------------------------------------
@@ -413,9 +533,11 @@ def _block_plan(call: MatmulCall) -> PairTile | Reason:
     if call.low_rank is not None:
         return Reason("a low-rank term beside FP8 codes in groups")
     if call.m > 64 and has_block_scales(call.codes):
-        tile = _in_even_snakes(_least_time(call.m, n, BLOCKS), call.m)
+        tile = _least_time(call.m, n, BLOCKS)
         return dataclasses.replace(tile, promote=1, sms=gpu().sms)
-    return dataclasses.replace(pair_tile(call.m, n, k, call.x), promote=1)
+    scales = call.codes.scale
+    row_bytes = scales.shape[1] * min(4, scales.dtype.itemsize)  # x has as many of float32
+    return dataclasses.replace(pair_tile(call.m, n, k, call.x, scales=row_bytes), promote=1)
 
 
 def has_block_scales(w: QTensor) -> bool:
@@ -458,7 +580,8 @@ def int4_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile | 
     most = 256 if exact else _SCALED_TOKENS
     if exact and tile is None and call.m <= 64 and (wide := _few_codes_tile(call)) is not None:
         return wide
-    made = dataclasses.replace(tile or weight_tile(call.m, n, k, CODES_K, most), block=CODES_K)
+    made = tile or weight_tile(call.m, n, k, CODES_K, most, scaled=True)
+    made = dataclasses.replace(made, block=CODES_K)
     if not exact:
         made = dataclasses.replace(made, unroll=1)
     row_bytes = _stored_bytes(w, made.split)
@@ -466,29 +589,32 @@ def int4_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile | 
         return weight_plan(as_floats, tile)
     if not row_bytes:
         return Reason(f"w has {w.scale.shape[1]} groups, not a multiple of 16 up to 256")
-    return made.fitted(call.m, n, 4, row_bytes)
+    if made.fitted(call, row_bytes).stages < 3:
+        return Reason(f"{row_bytes} bytes of scales and zeros a row leave no room for a ring")
+    return dataclasses.replace(made, stored=True)
 
 
 def _few_codes_tile(call: MatmulCall) -> WeightTile | None:
     """Return the tile of ``FEW_CODES`` that is predicted to be shortest, of those that fit."""
-    w, n, k = call.codes, call.n, call.k
+    n, k = call.n, call.k
     costs = gpu().costs[FEW_CODES_FAMILY].serial
 
-    def fitted(tile: WeightTile) -> WeightTile:
-        tokens = 32 if call.m <= 32 else 64
-        # With 64 tokens one set of warpgroups is enough, and leaves room for two more slots.
-        parts = 1 if tokens == 64 and tile.rows == 128 else tile.parts
-        tile = dataclasses.replace(tile, tokens=tokens, parts=parts, sms=gpu().sms)
-        return tile.fitted(call.m, n, 4, _stored_bytes(w, tile.split))
-
     def fits(tile: WeightTile) -> bool:
-        return tile.stored and tile.stages >= max(3, 2 * tile.parts) and tile.divides(k)
+        made = tile.divide(call)
+        return made.stored and made.stages >= max(3, 2 * tile.parts) and made.divides(k)
 
     def us(tile: WeightTile) -> float:
         return sum(map(operator.mul, costs, few_codes_work(tile, n, k)))
 
-    tiles = [fitted(tile) for tile in FEW_CODES if k % tile.block == 0]
+    tokens = 32 if call.m <= 32 else 64
+    tiles = [_for_tokens(tile, tokens) for tile in FEW_CODES if k % tile.block == 0]
     return min(filter(fits, tiles), key=us, default=None)
+
+
+def _for_tokens(tile: WeightTile, tokens: int) -> WeightTile:
+    # With 64 tokens one set of warpgroups is enough, and leaves room for two more slots.
+    parts = 1 if tokens == 64 and tile.rows == 128 else tile.parts
+    return dataclasses.replace(tile, tokens=tokens, parts=parts, stored=True, sms=gpu().sms)
 
 
 def few_codes_work(tile: WeightTile, n: int, k: int) -> tuple[float, float, float]:
@@ -518,18 +644,17 @@ def weight_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile 
         return Reason(f"w has K = {k}, not a multiple of {BLOCK_K}")
     if w.group_size != 32 and w.group_size % BLOCK_K and not is_format(w):
         return Reason(f"w has group size {w.group_size}, neither 32 nor a multiple of {BLOCK_K}")
-    bits = 4 if w.dtype.name in NIBBLES else 8
     is_stored = call.m <= 64 and (is_format(w) or _as_stored(call))
     if tile is None and is_stored and w.dtype == jnp.int4:
         tile = _few_tokens_tile(call.m, n, k, FEW_INT4)
-    tile = tile or weight_tile(call.m, n, k, codes=_timed_ahead(call))
+    ahead = _timed_ahead(call)
+    tile = tile or weight_tile(call.m, n, k, codes=ahead, scaled=call.quantized_x)
     if is_stored and (row_bytes := _stored_bytes(w, tile.split)):
-        stored = tile.fitted(call.m, n, bits, row_bytes)
-        if stored.stages >= 4:
-            return stored
+        if tile.fitted(call, row_bytes).stages >= 4:
+            return dataclasses.replace(tile, stored=True)
     if is_format(w) and n % 16:
         return Reason(f"w has N = {n}, and {n} scales of a byte are no whole 16 bytes")
-    return tile.fitted(call.m, n, bits, 0)
+    return tile
 
 
 def _timed_ahead(call: MatmulCall) -> str:
@@ -544,21 +669,21 @@ def _timed_ahead(call: MatmulCall) -> str:
     return "mxfp4" if is_format(w) and w.scale.dtype == jnp.float8_e8m0fnu else ""
 
 
-def _stored_bytes(w: QTensor, split: int) -> int:
-    """Bytes that a block has of a row's scales and zeros in the weight's own layout; 0 if a row is
-    no TMA box."""
+def _stored_bytes(w: QTensor, split: int) -> tuple[int, ...]:
+    """Bytes that a block has of a row's scales, and of its zeros, in the weight's own layout; none
+    if a row is no TMA box."""
     held = [v for v in (w.scale, w.zero) if v is not None]
     groups = w.scale.shape[1]
-    if not 1 < groups <= 256 or any(groups * v.dtype.itemsize % 16 for v in held):
-        return 0
-    return sum(part_groups(v, split) * v.dtype.itemsize for v in held)
+    if not 1 < groups <= 256 or any(groups * v.dtype.itemsize % UNIT for v in held):
+        return ()
+    return tuple(part_groups(v, split) * v.dtype.itemsize for v in held)
 
 
 def part_groups(v: jax.Array, split: int) -> int:
     """Groups of v [N, groups] that each of ``split`` parts of K copies: its own, or all where they
     are no multiple of 16 bytes."""
-    groups, rest = divmod(v.shape[1] * v.dtype.itemsize, 16 * split)
-    return v.shape[1] if rest else groups * 16 // v.dtype.itemsize
+    groups, rest = divmod(v.shape[1] * v.dtype.itemsize, UNIT * split)
+    return v.shape[1] if rest else groups * UNIT // v.dtype.itemsize
 
 
 def _as_stored(call: MatmulCall) -> bool:

@@ -28,6 +28,10 @@ UNIT_BYTES = 64  # of a row of x: two steps of mma, 16 bytes of each to a lane
 _KIB = 1024
 # Of a multiprocessor in a clock: multiply-adds of 16-bit floats, integer operations, bytes copied.
 _PRODUCTS, _INTEGERS, _COPIED = 1024, 64, 40
+SHAPES = (64, 2), (128, 1), (128, 2), (256, 1)  # rows and k_warps of a tile
+PARTS = 1, 2, 3, 4, 6, 8
+STAGES = 5, 4, 3, 2
+_SPILLS = 128, 128, 1  # tokens, rows, k_warps: 128 threads with 16 pieces to copy
 _STEP_CLOCKS = 100  # of a step besides: a barrier, and the first loads behind it
 _LATE_CLOCKS = 300  # of a step besides where only one step is copied ahead
 # Share of the shorter works that the longest hides, with two warps to a scheduler and with one.
@@ -192,19 +196,28 @@ def _shortest(m: int, n: int, k: int, scheme: MidScheme, device: Gpu) -> MidTile
     return min(tiles(m, n, k, scheme, device), key=us, default=None)
 
 
+def mid_plans() -> list[MidTile]:
+    """Return every tile that ``plan`` can return on this GPU."""
+    found = itertools.product((32, 64, 128), SHAPES, PARTS, STAGES)
+    return [
+        MidTile(tokens, *shape, parts, stages)
+        for tokens, shape, parts, stages in found
+        if (tokens, *shape) != _SPILLS
+    ]
+
+
 def tiles(m: int, n: int, k: int, scheme: MidScheme, device: Gpu) -> Iterator[MidTile]:
     """Yield the tiles that fit a call and shared memory."""
     steps = k // scheme.columns
     # With 128 rows of x a thread has no registers left to widen 4-bit codes: it would spill.
     widths = (32, 64) if scheme.w.bits == 4 else (32, 64, 128)
     widths = [tokens for tokens in widths if tokens < 2 * m]
-    shapes = ((64, 2), (128, 1), (128, 2), (256, 1))
-    for tokens, (rows, k_warps), parts in itertools.product(widths, shapes, (1, 2, 3, 4, 6, 8)):
+    for tokens, (rows, k_warps), parts in itertools.product(widths, SHAPES, PARTS):
         if steps % parts or rows > max(n, 64) or (parts > 1 and steps // parts < 4):
             continue
-        if (tokens, rows, k_warps) == (128, 128, 1):  # 128 threads with 16 pieces to copy: spills
+        if (tokens, rows, k_warps) == _SPILLS:
             continue
-        for stages in (5, 4, 3, 2):
+        for stages in STAGES:
             tile = MidTile(tokens, rows, k_warps, parts, stages)
             if tile.shared_bytes(scheme) <= device.shared_bytes - _KIB:
                 yield tile

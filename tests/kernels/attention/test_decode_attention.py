@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import device
 from pallas_kernels.architecture import TARGET, asked_target
 from pallas_kernels.attention.hadamard import hadamard
 from pallas_kernels.attention.op import decode_attention, decode_attention_reference, plan
 from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write
-from pallas_kernels.device import H200, gpu
+from pallas_kernels.device import H200, block_bytes, gpu
 from pallas_kernels.dispatch import Reason
 from tests.helpers import warp_emulator
 from tests.helpers.arrays import as_jax
@@ -179,7 +180,7 @@ def test_a_plan_fits_the_gpu_and_takes_every_token(cache, sms, monkeypatch):
         if isinstance(found, Reason) or found.kernel == "decode_attention_direct":
             continue
         n_seen += 1
-        assert sum(plans.shared_bytes(found, group, Codes.of(q, kv))) <= H200.shared_bytes - 1024
+        assert block_bytes(plans.shared_bytes(found, group, Codes.of(q, kv))) <= H200.shared_bytes
         members, teams = plans.team_of(found, group)
         assert n_kv % found.heads == 0 and members * teams <= found.warps and teams >= 1
         assert members * plans.HEADS * found.fuls >= found.heads * group
@@ -190,6 +191,32 @@ def test_a_plan_fits_the_gpu_and_takes_every_token(cache, sms, monkeypatch):
             assert units * found.chunk * found.heads >= capacity * n_kv
             assert plans.blocks_of(found, capacity, n_kv, group) * teams >= units
     assert n_seen > 150
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("card", ["NVIDIA L40S", "NVIDIA GeForce RTX 4090", "NVIDIA B200"])
+@pytest.mark.parametrize("cache", CACHES)
+def test_what_fits_no_block_has_a_reason(card, cache, monkeypatch):
+    """Sixteen tokens of four heads on a kv head of 256 features, and fewer."""
+    from pallas_kernels.attention import plan as plans
+    from pallas_kernels.attention.codes import Codes
+
+    facts = device._facts(card, "", None, None, None)
+    monkeypatch.setattr(plans, "gpu", lambda: facts)
+    dtype = jnp.float16 if cache == "float16" else jnp.bfloat16
+    reasons = 0
+    for batch, tokens, (n, n_kv, h) in itertools.product(
+        (1, 16, 200), (2, 5, 9, 16), [(4, 1, 256), (16, 8, 256), (8, 1, 128), (32, 8, 64)]
+    ):
+        kv = jax.eval_shape(lambda s=(batch, 1000, n_kv, h): as_cache(jnp.zeros(s), cache))
+        q = jax.ShapeDtypeStruct((batch, tokens, n, h), dtype)
+        found = plan(q, kv, kv)
+        if isinstance(found, Reason):
+            reasons += "need more than shared memory holds" in found.text
+            continue
+        taken = plans.shared_bytes(found, tokens * n // n_kv, Codes.of(q, kv))
+        assert block_bytes(taken) <= facts.shared_bytes
+    assert (reasons > 0) == (facts.arch.shared_bytes < 128 * 1024 and cache != "int4")
 
 
 @pytest.mark.core

@@ -18,13 +18,15 @@ from pallas_kernels import ptx as p
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.experts import (
     blocks,
+    many_pairs_finish_program,
     many_pairs_gather_program,
     many_pairs_plan,
     sort_kernel,
     sorted_rows_kernel,
 )
 from pallas_kernels.experts import plan as planning
-from pallas_kernels.experts.gate import ClampedGate
+from pallas_kernels.experts.gate import ClampedGate, apply_gate
+from pallas_kernels.experts.many_pairs_finish_program import PairsFinish
 from pallas_kernels.experts.many_pairs_gather_program import GatherShape, RowGather
 from pallas_kernels.experts.many_pairs_plan import (
     FLOAT4_TILES,
@@ -146,6 +148,38 @@ def test_the_sort_on_the_gpu(n_experts, n_pairs, size) -> None:
     experts = np.random.default_rng(0).integers(0, n_experts + 1, n_pairs).astype(np.int32)
     sort = jax.jit(sort_kernel.parts_of_pairs, static_argnums=(1, 2))
     check_parts(sort(jnp.asarray(experts), n_experts, size), experts, n_experts, size)
+
+
+# --- behind a sum ---
+
+
+@newest
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", ClampedGate()])
+def test_a_gated_result_has_its_own_reciprocal(gate) -> None:
+    """A thread's two tokens: the bits of one do not depend on the other."""
+    finish = PairsFinish(scaled=False, gate=gate, rest=1.0, bytes=4)
+    own, others = (np.asarray(activations((2, 128), jnp.float32, seed)) for seed in (1, 2))
+
+    def results(sums) -> np.ndarray:
+        def body(gmem, smem) -> None:
+            thread = p.register("tid.x")
+            at = p.offset(p.address(gmem.sums), thread, 4)
+            for token in range(2):
+                held = [p.load_global(at, 1, 512 * (2 * token + i), kind="f32")[0] for i in (0, 1)]
+                (y,) = finish.of_one(held, None, None)
+                p.store_global(p.offset(p.address(gmem.out), thread, 4), [y], 512 * token)
+
+        out = {"out": jax.ShapeDtypeStruct((2, 128), jnp.float32)}
+        with emulated(many_pairs_finish_program, sys.modules[__name__]):
+            (found,) = launch(
+                body, {"sums": sums}, out, name="ends", grid=1, registers=True, warpgroups=1
+            )
+        return np.asarray(found)
+
+    first = results(jnp.asarray([own, others]))
+    np.testing.assert_array_equal(first[0], results(jnp.asarray([own, own]))[0])
+    want = np.asarray(apply_gate(jnp.concatenate([*own]), gate))
+    np.testing.assert_allclose(first[0], want, rtol=2e-6, atol=1e-7)
 
 
 # --- rows of x into the ring ---
@@ -341,6 +375,25 @@ def test_a_pair_has_the_same_bits_in_any_place(scheme) -> None:
     got = f(x, w, experts, bias)
     order = np.random.default_rng(1).permutation(150)
     assert (f(x[order], w, experts[order], bias) == got[order]).all()
+
+
+@newest
+def test_a_pair_has_the_same_bits_beside_any_other() -> None:
+    """The same on the emulator, in float32, whose last bit a neighbour's gate must not change."""
+    from pallas_kernels.experts.many_pairs_kernel import grouped_tiles
+    from tests.helpers.emulator.launch import emulated
+
+    x, w, experts, bias = operands("bfloat16", 128, 192, tokens=20, n_experts=3)
+    tile = fitted(TILES[0][0], w, "silu")
+    order = np.random.default_rng(1).permutation(20)
+
+    def products(x, experts):
+        how = {"fan": 2, "gate": "silu", "tile": tile, "out_dtype": jnp.dtype(jnp.float32)}
+        return np.asarray(grouped_tiles(x, w, experts.reshape(-1), bias, **how)).reshape(20, 2, -1)
+
+    with emulated(sms=2):
+        got, moved = products(x, experts), products(x[order], experts[order])
+    np.testing.assert_array_equal(moved, got[order])
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows import blocks as kernel
 from pallas_kernels.matmul.few_rows import kernel as few_rows_kernel
 from pallas_kernels.matmul.few_rows.blocks_plan import BlocksPlan, Group, divide_blocks
-from pallas_kernels.matmul.few_rows.plan import RowPlan, divide_row
+from pallas_kernels.matmul.few_rows.plan import RowDivision, divide_row
 from pallas_kernels.qtensor import QTensor, RowBlocks
 from tests.helpers.few_rows import few_rows
 from tests.helpers.matmul_cases import (
@@ -90,7 +90,7 @@ def test_one_row_has_the_bits_of_each_product_alone(given):
     groups, options = alike(weights), {"eps": EPS, "out_dtype": jnp.dtype(DTYPE)}
     calls = [MatmulCall.of(x, stacked(g), DTYPE, gamma=gamma, eps=eps) for g in groups]
     plan = divide_blocks(calls, [tuple(w.shape[0] for w in g) for g in groups], by_rows=True)
-    assert all(isinstance(group.division, RowPlan) for group in plan.groups)
+    assert all(isinstance(group.division, RowDivision) for group in plan.groups)
     few = [dataclasses.replace(group.division, sms=1) for group in plan.groups]  # more rounds
     begins = itertools.accumulate((found.blocks for found in few), initial=0)
     numbers = zip((group.rows for group in plan.groups), begins, strict=False)
@@ -118,22 +118,22 @@ def test_blocks_are_shared_out(m):
                 assert group.begin == begin
                 begin += group.blocks
                 division, count = group.division, sum(group.rows)
-                if isinstance(division, RowPlan):
+                if isinstance(division, RowDivision):
                     reached = division.blocks * division.warps * division.rounds
                     assert division.units * division.rows == count <= reached * division.rows
                 else:
                     assert division.clusters * division.per * 16 >= count
             # The largest leaves SMs to the others where that costs it no time.
             large, count = groups[0].division, sum(groups[0].rows)
-            if isinstance(large, RowPlan):
+            if isinstance(large, RowDivision):
                 assert m == 1 and begin <= H200.sms * 16 // large.warps
             else:
                 assert begin <= H200.sms or large.clusters == -(-count // 16 // large.per)
             assert sum(sum(group.rows) for group in groups) == n + 16
             assert len(groups) == (2 if weights[0] is words else 1)
             if n == 6144:
-                assert isinstance(large, RowPlan) == (m == 1)
-    assert groups[0].firsts == [n // (1 if isinstance(large, RowPlan) else 16)]
+                assert isinstance(large, RowDivision) == (m == 1)
+    assert groups[0].firsts == [n // (1 if isinstance(large, RowDivision) else 16)]
 
 
 def test_what_is_one_kernel(monkeypatch):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import quantized_matmul
+from pallas_kernels.matmul import choice
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows import kernel
 from pallas_kernels.matmul.few_rows import plan as planning
@@ -186,6 +187,18 @@ def test_refusals():
     assert "float32" in no(jnp.bfloat16, w, residual=jnp.ones((1, 96), jnp.float32))
     assert "multiple of 32" in no(jnp.bfloat16, w[:80], swiglu=True)
     assert "plain weights bfloat16" in no(jnp.float16, w)
+
+
+@pytest.mark.parametrize("fused", ["gamma", "residual"])
+def test_scales_in_two_levels_are_no_part_of_a_fused_product(fused):
+    """They become one level before a product of floats, and no planner saw int8 scales."""
+    shape, (n, k) = jax.ShapeDtypeStruct, (96, 512)
+    codes, scale = shape((n, k), jnp.int4), shape((n, k // 128), jnp.int8)
+    w = QTensor(codes, scale, unit=shape((n, 1), jnp.float32))
+    around = {"gamma": (k,), "residual": (1, n)}
+    more = {fused: shape(around[fused], jnp.bfloat16)}
+    call = MatmulCall.of(shape((1, k), jnp.bfloat16), w, jnp.bfloat16, **more)
+    assert "scales in two levels" in choice.plan(call).text
 
 
 LOWERED = {  # codes, rows of x, what is fused

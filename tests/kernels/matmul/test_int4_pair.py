@@ -249,7 +249,8 @@ def test_lowers_at_real_shapes(n, k, m, levels, codes):
     x, w, call = call_of(m, n, k, levels=levels, codes=codes, zeros=m != 64)
     plan = planning.int4_plan(call)
     assert plan.block == (256 if m <= 64 and levels == 2 and codes == I8 else planning.CODES_K)
-    assert "mosaic_gpu" in lowered(lambda x, w: kernel.matmul(x, w, None, BF16, plan), x, w)
+    tile = plan.divide(call)
+    assert "mosaic_gpu" in lowered(lambda x, w: kernel.matmul(x, w, None, BF16, tile), x, w)
 
 
 def test_calls_without_an_operand_of_8_bits():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,36 +11,24 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.helpers.arrays import as_jax
+
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
 pytestmark = pytest.mark.skipif(
     VERSION < (0, 11, 2), reason=f"jax {jax.__version__}: the kernels need 0.11.2"
 )
 
 if VERSION >= (0, 11, 2):
-    from pallas_kernels.matmul.few_rows.widen import FLOAT4_REST
-    from pallas_kernels.matmul.many_rows import copies_program, pipeline, unpack, weight_program
     from pallas_kernels.matmul.many_rows.plan import AHEAD, WeightTile
     from pallas_kernels.matmul.many_rows.weight import weight_matmul
-    from tests.helpers.warpgroup_emulator import emulated
+    from tests.helpers.emulator.launch import emulated
 
     # Two clusters, each of which computes several tiles in turn.
     SMALL = dataclasses.replace(AHEAD, tokens=32, store=16, sms=4)
     FED = WeightTile(32, stages=4, store=16, sms=4)
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 FLOAT4 = np.arange(16).astype(np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-
-
-def float4_to_bfloat16(codes, scales, kind, wide, scale_pitch):
-    assert kind == "e8m0" and scale_pitch is None
-    of_columns = np.stack([2.0 ** (s[...].view(np.uint8) - 127.0) for s in scales], 1)
-    a = FLOAT4[codes[...].astype(np.int32) & 15] * np.repeat(of_columns, 32, 1)
-    return (a / FLOAT4_REST).astype(jnp.bfloat16)
-
-
-STAND_INS = {  # of code that is written for registers
-    "await_kernel": lambda *_: None,
-    "float4_to_bfloat16": float4_to_bfloat16,
-}
 
 
 def operands(kind, m, n, k, seed=0):
@@ -62,53 +51,44 @@ def operands(kind, m, n, k, seed=0):
     return (x, w, scale, None, None, None), {"group": 32, "float4": "e8m0"}, a
 
 
-def product(kind, tile, m, n, k, seed, **others):
+def product(kind, tile, m, n, k, seed):
     """The relative difference of the kernel's product from the exact one."""
     arrays, facts, a = operands(kind, m, n, k)
-    modules = weight_program, copies_program, pipeline, unpack
-    with emulated(*modules, seed=seed, **STAND_INS | others):
-        out = weight_matmul.__wrapped__(*arrays, jnp.bfloat16, **facts, tile=tile)
+    with emulated(seed):
+        given = [x if x is None else as_jax(x) for x in arrays]
+        out = weight_matmul(*given, jnp.bfloat16, **facts, tile=tile)
     want = arrays[0].astype(np.float64) @ a.T.astype(np.float64)
-    return np.linalg.norm(out.astype(np.float64) - want) / np.linalg.norm(want)
+    return np.linalg.norm(np.asarray(out, np.float64) - want) / np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("kind, k", [("int8", 832), ("int4", 640), ("mxfp4", 320)])
+@pytest.mark.parametrize("seed", [0, slow(1)])
+@pytest.mark.parametrize("kind, k", [("int8", 832), slow("int4", 640), slow("mxfp4", 320)])
 def test_first_warpgroup_copies(kind, k, seed):
-    """Three rings' length, two and one; a cluster has four tiles, cut off at both edges."""
-    assert product(kind, SMALL, 100, 400, k, seed) < 3e-3
+    """Three rings' length, two and one; a cluster has two tiles, cut off at both edges."""
+    assert product(kind, SMALL, 50, 208, k, seed) < 3e-3
 
 
+@pytest.mark.slow
 def test_first_warpgroup_copies_whole_tiles():
-    assert product("int8", dataclasses.replace(AHEAD, sms=2), 300, 384, 384, 0) < 3e-3
+    assert product("int8", dataclasses.replace(AHEAD, sms=2), 200, 128, 384, 0) < 3e-3
 
 
-@pytest.mark.parametrize("kind, k", [("int8", 320), ("int4", 640), ("mxfp4", 192)])
+@pytest.mark.parametrize("kind, k", [slow("int8", 320), slow("int4", 640), ("mxfp4", 192)])
 def test_a_warpgroup_copies(kind, k):
-    assert product(kind, FED, 100, 400, k, 0) < 3e-3
+    assert product(kind, FED, 50, 208, k, 0) < 3e-3
 
 
-@pytest.mark.parametrize("facts", [{"parts": 2}, {"parts": 2, "split": 2, "cluster": 1}])
+@pytest.mark.parametrize("facts", [slow({"parts": 2}), {"parts": 2, "split": 2, "cluster": 1}])
 def test_parts_and_halves_of_k(facts):
     tile = dataclasses.replace(FED, unroll=1, **facts)
-    assert product("int4", tile, 60, 400, 256, 0) < 3e-3
+    assert product("int4", tile, 60, 208, 256, 0) < 3e-3
 
 
 def test_odd_number_of_stores():
     """Three stores of a tile leave from two places, and the next tile's first is not too early."""
-    assert product("int8", dataclasses.replace(FED, tokens=48), 100, 400, 320, 0) < 3e-3
-
-
-@pytest.mark.parametrize("without", ["full", "empty", "products"])
-def test_a_missing_wait_is_found(without):
-    for tile in (SMALL, FED):
-        try:
-            assert not product("int8", tile, 100, 400, 448, 0, without=without) < 3e-3
-        except AssertionError as error:
-            # A barrier lost count.
-            assert "phase of a barrier" in str(error) or "more arrivals" in str(error)
+    assert product("int8", dataclasses.replace(FED, tokens=48), 60, 208, 320, 0) < 3e-3
 
 
 def test_fewer_steps_than_the_ring_are_refused():
     with pytest.raises(ValueError, match="does not divide K = 256"):
-        product("int8", SMALL, 100, 400, 256, 0)
+        product("int8", SMALL, 50, 208, 256, 0)

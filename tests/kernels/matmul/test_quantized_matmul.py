@@ -30,6 +30,8 @@ from tests.helpers.matmul_cases import (
     check,
     codes,
     exact,
+    extras,
+    fused_product,
     lowered,
     newest,
     product,
@@ -101,6 +103,56 @@ def test_both_quantized(implementation, name, m, out_dtype):
     if name == "fp8" and implementation == "mosaic" and out_dtype == "float32":
         out_dtype = "float16"  # the tensor cores' own sum of e4m3 products has about 14 bits
     check(out, ref, out_dtype)
+
+
+def of_codes(name, shape, is_weight):
+    """An operand of W8A8, FP8, FP8 in groups, or W4A8 with int8 or FP8 activations."""
+    if name == "fp8-groups":
+        return weights("fp8-block", *shape, jnp.float32, is_weight)
+    if is_weight and name.startswith("w4"):
+        return weights("w4-g128-zero", *shape, jnp.float32)
+    words = "float8_e4m3fn" if "fp8" in name else "int8"
+    return rows_of_codes(shape, words, is_weight)
+
+
+# The work after a product of codes: FasterLLaMA's dequantize, bias, residual and SiLU times up.
+# Kinds are those of ``extras``, and l for a low-rank term.
+AFTER = [
+    ("xla", "w8a8", "r", 5, "float16"),
+    ("xla", "w8a8", "s", 1, "float32"),
+    ("xla", "w8a8", "srl", 5, "float32"),
+    ("xla", "fp8", "gr", 5, "bfloat16"),
+    ("xla", "fp8-groups", "r", 5, "float32"),
+    ("xla", "w4a8", "sr", 5, "bfloat16"),
+    ("xla", "w4-fp8", "r", 5, "float32"),
+]
+AFTER += [
+    pytest.param("mosaic", *case.values, "bfloat16", marks=pytest.mark.gpu)
+    for case in pairwise(["w8a8", "fp8", "w4a8"], ["r", "s", "gr"], [2, 130])
+]
+
+
+@pytest.mark.parametrize("implementation,name,kinds,m,dtype", AFTER)
+def test_what_comes_after_a_product_of_codes(implementation, name, kinds, m, dtype):
+    n, k = 208, 512 if implementation == "xla" else 1536
+    x, w = of_codes(name, (m, k), False), of_codes(name, (n, k), True)
+    given = extras(m, n // 2 if {*"sg"} & {*kinds} else n, k, dtype, kinds)
+    bias, term = activations((n,), jnp.float32, 2), None
+    want = fused_product(x, w, bias, **given)
+    if "l" in kinds:
+        inner, second = activations((m, 8), jnp.float32, 7), activations((n, 8), jnp.float32, 8)
+        term = inner, (second,)
+        want = fused_product(x, w, wide(bias) + wide(inner) @ wide(second).T, **given)
+    ours = functools.partial(quantized_matmul, implementation=implementation, out_dtype=dtype)
+    got = jax.jit(functools.partial(ours, **given))(x, w, bias=bias, low_rank=term)
+    assert got.dtype == dtype
+    check(got, want, dtype)
+
+
+def test_codes_take_no_norm():
+    x = rows_of_codes((2, 64), "int8")
+    with pytest.raises(ValueError, match="a norm comes before x is quantized: rms_norm"):
+        quantized_matmul(x, x, norm=(jnp.ones(64), 1e-5))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -316,10 +368,11 @@ def test_portable_kernel_emulated(name, m, k, monkeypatch):
 def test_rows_beyond_a_block_s_are_passes_emulated(target, m, k, monkeypatch):
     monkeypatch.setenv(TARGET, target)
     w, x = weights("w4-g128-zero", 32, k, jnp.bfloat16), activations((m, k), jnp.bfloat16)
-    plan = planning.tile_plan(MatmulCall.of(x, w, x.dtype))
-    assert plan.m < m
+    call = MatmulCall.of(x, w, x.dtype)
+    division = planning.tile_plan(call).divide(call)
+    assert division.m < m
     with few_rows():
-        out = few_rows_kernel.matmul(x, w, out_dtype=jnp.bfloat16, plan=plan)
+        out = few_rows_kernel.matmul(x, w, out_dtype=jnp.bfloat16, plan=division)
     check(out, product(x, w), "bfloat16")
 
 

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import resource
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,7 +18,8 @@ pytest.importorskip("python_multipart")
 
 import openai
 
-from jaxllama.serving.http import batch_worker
+from jaxllama.errors import JaxLlamaError
+from jaxllama.serving.http import batch_worker, process
 from jaxllama.serving.http.file_store import Bounds, FileStore
 from tests.helpers.collector import Collector
 from tests.helpers.fake_engine import FakeEngine
@@ -194,6 +200,114 @@ def test_an_invalid_file_fails_its_batch_by_line_and_the_rest_expires(lm, tmp_pa
             errors = lines_of(api, batch.error_file_id)
             assert {e["error"]["code"] for e in errors.values()} == {"batch_expired"}
             assert errors.keys() == {"c0", "c1"} and not engine.requests
+
+
+@pytest.fixture
+def room():
+    """A function that bounds the size of every file of this process; None lifts the bound."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def bound(size: int | None) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most if size is None else size, most))
+
+    yield bound
+    bound(None)
+
+
+def test_a_batch_waits_for_a_full_disk_and_computes_no_line_twice(lm, tmp_path, room, caplog):
+    with FakeEngine() as engine, talking(lm, engine, state=str(tmp_path)) as api:
+        id = start(api, "".join(map(line, range(20)))).id
+        engine._go(18)
+        wait_until(lambda: api.batches.retrieve(id).request_counts.completed >= 4)
+        engine.wait_for(lambda: len(engine.live) == 2)
+        done = api.batches.retrieve(id).request_counts.completed
+        room(100)
+        engine._go(math.inf)
+        events = lambda: [record.getMessage() for record in caplog.records]  # noqa: E731
+        wait_until(lambda: "a batch waits for the disk" in events())
+        with pytest.raises(openai.InternalServerError) as refused:
+            upload(api, line(0))
+        assert refused.value.status_code == 503 and refused.value.code == "state_unavailable"
+        time.sleep(0.2)  # ten looks
+        assert len(engine.requests) <= done + 2, "those in flight, and no other"
+        assert api.batches.retrieve(id).status == "in_progress"
+        assert events().count("a batch waits for the disk") == 1
+        room(None)
+        batch = ended(api, id)
+        assert batch.status == "completed" and batch.request_counts.completed == 20
+        assert lines_of(api, batch.output_file_id).keys() == {f"c{n}" for n in range(20)}
+        assert len(engine.requests) == 20
+        upload(api, line(0))
+
+
+def test_a_batch_whose_file_is_gone_fails(lm, tmp_path):
+    with FakeEngine() as engine, talking(lm, engine, state=str(tmp_path)) as api:
+        file = upload(api, line(0))
+        (tmp_path / "files" / file.id).unlink()
+        made = api.batches.create(input_file_id=file.id, endpoint=URL, completion_window="24h")
+        batch = ended(api, made.id)
+        assert batch.status == "failed"
+        assert batch.errors.data[0].message == "the input file is gone from the server's disk"
+        with pytest.raises(openai.APIStatusError, match="contents of 'file-.*are gone") as gone:
+            api.files.content(file.id)
+        assert gone.value.status_code == 410
+        # So does one whose answers are damaged.
+        engine._go(0)
+        second = start(api, "".join(map(line, range(4)))).id
+        wait_until(lambda: api.batches.retrieve(second).status == "in_progress")
+    store = FileStore(tmp_path)
+    store.path(store.batch(second).output_id).write_text("no JSON\n")
+    store.close()
+    with FakeEngine() as engine, talking(lm, engine, state=str(tmp_path)) as api:
+        assert "no answer of a batch" in ended(api, second).errors.data[0].message
+
+
+def test_a_folder_that_cannot_be_used(lm, tmp_path):
+    """A start says so in one line. A server that runs already answers all but files."""
+    (tmp_path / "files").write_text("no folder")
+    with pytest.raises(JaxLlamaError, match=f"--state {tmp_path}: File exists"):
+        process._check_files(tmp_path)
+    with FakeEngine() as engine, talking(lm, engine, state=str(tmp_path)) as api:
+        chat = {"model": NAME, "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+        assert api.chat.completions.create(**chat).choices
+        for call in (api.files.list, api.batches.list, lambda: upload(api, line(0))):
+            with pytest.raises(openai.InternalServerError, match="cannot be used: (File|Not a)"):
+                call()
+        (tmp_path / "files").unlink()
+        assert api.files.list().data == [] and upload(api, line(0)).bytes > 0
+
+
+def test_uploads_that_do_not_end_are_bounded(lm, tmp_path):
+    head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    kind = {"Content-Type": "multipart/form-data; boundary=b"}
+    go, begun = threading.Event(), [threading.Event() for _ in range(2)]
+
+    def slow(event):
+        yield head + b"x" * 3800
+        event.set()
+        go.wait(30)
+        yield b'\r\n--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--'
+
+    with (
+        FakeEngine() as engine,
+        serving(lm, engine, state=str(tmp_path), files=SMALL) as url,
+        ThreadPoolExecutor(2) as pool,
+    ):
+
+        def send(event):
+            with client(url) as http:
+                return http.post("/v1/files", content=slow(event), headers=kind).status_code
+
+        sent = [pool.submit(send, event) for event in begun]
+        assert all(event.wait(30) for event in begun)
+        whole = {"file": ("in.jsonl", b"x" * 3000)}
+        with client(url) as http:
+            ask = lambda: http.post("/v1/files", files=whole, data={"purpose": "batch"})  # noqa: E731
+            wait_until(lambda: ask().status_code == 429)
+            assert error_of(ask())["code"] == "too_many_uploads"
+            go.set()
+            assert [one.result() for one in sent] == [200, 200]
+            assert ask().status_code == 200
 
 
 def test_sizes_are_bounded(lm, tmp_path):

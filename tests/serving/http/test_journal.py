@@ -16,6 +16,7 @@ pytest.importorskip("httpx2")
 
 from jaxllama.engine import journal as journals
 from jaxllama.engine.journal import Entry, Journal, JournalAnswer, JournalUnavailable
+from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.api import messages
 from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.http import server
@@ -117,8 +118,48 @@ def test_a_full_disk_refuses_what_it_cannot_keep_and_nothing_else(
             stored = http.get(f"/v1/completions/cmpl-{id}")
             assert stored.json()["choices"] == answer.json()["choices"]
         told = [record.getMessage() for record in caplog.records]
-        assert told == ["the journal cannot be written", "the journal can be written again"]
+        assert told == ["the journal cannot be used", "the journal can be used again"]
     assert Journal(tmp_path).unfinished() == []
+
+
+def damage(journal: Journal) -> None:
+    """Overwrite every page but the first, as a failing disk may."""
+    journal._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    journal._db.execute("PRAGMA shrink_memory")
+    with open(os.path.join(journal.folder, journals.FILE), "r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(4096)
+        file.write(b"\xff" * (size - 4096))
+
+
+def test_a_damaged_journal_is_told_by_health_and_by_the_next_start(
+    lm, engine, monkeypatch, tmp_path, caplog
+):
+    opened: list[Journal] = []
+
+    def opening(folder) -> Journal:
+        opened.append(Journal(folder))
+        return opened[-1]
+
+    monkeypatch.setattr(server, "Journal", opening)
+    monkeypatch.setattr(journalled, "RETRY", 0.01)
+    with serving(lm, engine, state=str(tmp_path)) as url, client(url) as http:
+        assert http.post("/v1/completions", json=ASK).status_code == 200
+        assert http.get("/health").status_code == 200
+        damage(opened[0])
+        for _ in range(3):
+            refused = http.post("/v1/completions", json=ASK)
+            error = refused.json()["error"]
+            assert refused.status_code == 503 and error["code"] == "state_unavailable"
+            assert "journal.sqlite is damaged: restore it, or move it away" in error["message"]
+            assert "is damaged" in http.get("/health").json()["status"]
+        assert http.get("/v1/completions/cmpl-a").status_code == 503
+        # What needs no journal goes on.
+        assert http.post("/v1/embeddings", json={"model": NAME, "input": "a"}).status_code == 200
+        told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+        assert told == ["the journal cannot be used"]
+    with pytest.raises(JaxLlamaError, match="journal.sqlite is damaged: restore it"):
+        Journal(tmp_path)
 
 
 def test_a_request_that_cannot_be_written_is_refused_and_stops(lm, engine, disk, tmp_path):

@@ -140,11 +140,27 @@ def test_ends_of_a_message(client, engine, lm):
 
 
 def test_a_last_message_of_the_assistant_is_continued(client, engine, lm):
-    turns = [*USER, {"role": "assistant", "content": "The river is"}]
-    message = answer(client, engine, lm, " long.", messages=turns)
-    assert (
-        prompt(engine).endswith("<assistant>The river is") and message.content[0].text == " long."
-    )
+    for begun in ("The river is", "<", "a", "user", "\\n"):  # the template writes some of these
+        turns = [*USER, {"role": "assistant", "content": begun}]
+        message = answer(client, engine, lm, " long.", messages=turns)
+        assert prompt(engine).endswith(f"hi\n<assistant>{begun}")
+        assert message.content[0].text == " long."
+
+
+def test_names_of_tools_have_up_to_128_characters(client, engine, lm):
+    name = "mcp__" + "x" * 123
+    call = CALL.replace("weather", name)
+    tools = [{**WEATHER, "name": name}]
+    [block] = answer(client, engine, lm, call, tools=tools).content
+    assert (block.type, block.name) == ("tool_use", name)
+    turns = [*USER, {"role": "assistant", "content": [block.model_dump(exclude={"caller"})]}]
+    turns += [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": block.id}]}]
+    answer(client, engine, lm, "fine", tools=tools, messages=turns)
+    assert name in prompt(engine)
+    with pytest.raises(anthropic.BadRequestError, match="tools"):
+        client.messages.create(
+            model=NAME, max_tokens=9, messages=USER, tools=[{**WEATHER, "name": name + "x"}]
+        )
 
 
 def test_tokens_are_counted(client, engine, lm):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 import logging
 import socket
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +16,7 @@ import pytest
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx2")
 
+from jaxllama.engine.request import Request
 from jaxllama.serving.api import messages
 from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.http import process
@@ -26,15 +30,18 @@ class Child:
 
     pid = 1234
 
-    def __init__(self, hangs: bool) -> None:
+    def __init__(self, hangs: bool, is_ready: bool = True) -> None:
         self.socket, self.theirs = socket.socketpair()
         self.process, self._hangs, self._ended = self, hangs, threading.Event()
-        self.pings = 0
+        self.pings, self._is_ready = 0, is_ready
         self.failures: list[str] = []
         threading.Thread(target=self._talk, daemon=True).start()
 
     def _talk(self) -> None:
         frames = messages.Frames(messages.from_engine())
+        if not self._is_ready:
+            self.kill()
+            return
         self.theirs.sendall(messages.encode(messages.Ready()))
         while not self._ended.is_set() and (data := self.theirs.recv(1 << 16)):
             for message in frames.feed(data):
@@ -67,7 +74,7 @@ def test_a_front_end_that_hangs_is_replaced(fast, monkeypatch, caplog):
     children = [Child(hangs=True), Child(hangs=False)]
     waiting = children[1:]
     monkeypatch.setattr(process, "_FrontEnd", lambda listener: waiting.pop())
-    engine = SimpleNamespace(failure=None, closed=None, listen=lambda told: None)
+    engine = SimpleNamespace(failure=None, closed=None, stalled=None, listen=lambda told: None)
     caplog.set_level(logging.ERROR, "jaxllama.serving")
 
     async def run() -> None:
@@ -95,6 +102,7 @@ def test_an_engine_that_fails_ends_the_server_with_its_reason(monkeypatch, capsy
     engine = SimpleNamespace(
         failure=None,
         closed=None,
+        stalled=None,
         listen=lambda told: None,
         stats=lambda: None,
         stop=lambda: stopped.append(True),
@@ -111,6 +119,107 @@ def test_an_engine_that_fails_ends_the_server_with_its_reason(monkeypatch, capsy
     assert asyncio.run(asyncio.wait_for(run(), 30)) == "the engine failed: gone"
     assert child.failures == ["the engine failed: gone"] and stopped
     assert capsys.readouterr().out == "jaxllama serves tiny\n"
+
+
+@pytest.mark.core
+def test_a_replaced_front_end_that_dies_before_it_is_ready_is_replaced(fast, monkeypatch, caplog):
+    """The engine's process goes on, and its other front ends too."""
+    children = [Child(hangs=False), Child(hangs=False, is_ready=False), Child(hangs=False)]
+    waiting, began = [OSError(11, "none left"), *children[1:]], []
+
+    def start(listener):
+        began.append(time.monotonic())
+        one = waiting.pop(0)
+        if isinstance(one, OSError):
+            raise one
+        return one
+
+    monkeypatch.setattr(process, "_FrontEnd", start)
+    monkeypatch.setattr(process, "LONGEST_DELAY", 0.05)
+    monkeypatch.setattr(wire, "MISSED", 10_000)  # none of them hangs
+    engine = SimpleNamespace(failure=None, closed=None, stalled=None, listen=lambda told: None)
+    caplog.set_level(logging.ERROR, "jaxllama.serving")
+
+    async def run() -> None:
+        server = process._Server(Hub(engine, {}, Metrics(), None), engine, b"", None, 1)
+        server._unready = 1
+        server._watch(children[0])
+        await server._ready.wait()
+        children[0].kill()
+        while children[2].pings < 3:
+            await asyncio.sleep(0.01)
+        assert server._error is None and not server._ending.is_set()
+        assert server._died == 0 and server._unready == 0
+        server._ending.set()
+        children[2].kill()
+        await asyncio.wait(server._living)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["a front end has ended", "a front end cannot be started"] + told[:1]
+    assert [late - early >= 0.05 for early, late in itertools.pairwise(began)] == [True, True]
+
+
+def test_a_first_front_end_that_dies_ends_the_start(fast):
+    child = Child(hangs=False, is_ready=False)
+    engine = SimpleNamespace(failure=None, closed=None, stalled=None, listen=lambda told: None)
+
+    async def run() -> str | None:
+        server = process._Server(Hub(engine, {}, Metrics(), None), engine, b"", None, 1)
+        server._watch(child)
+        await server._ending.wait()
+        return server._error
+
+    said = asyncio.run(asyncio.wait_for(run(), 30))
+    assert said == "a front end ended with status -9 as it started"
+
+
+def test_an_engine_that_does_not_stop_is_given_up(fast, monkeypatch):
+    monkeypatch.setattr(process, "STUCK", 0.2)
+    go = threading.Event()
+    engine = SimpleNamespace(
+        failure=None, closed=None, stalled=None, listen=lambda told: None, stop=go.wait
+    )
+
+    async def run() -> str | None:
+        listener = SimpleNamespace(close=lambda: None)
+        server = process._Server(Hub(engine, {}, Metrics(), None), engine, b"", listener, 1)
+        await server._drain()
+        return server.stuck
+
+    assert asyncio.run(asyncio.wait_for(run(), 30)) == "jaxllama-engine"
+    hub = Hub(engine, {"embed": go.wait}, Metrics(), None)
+    hub._forward.submit(go.wait)
+    hub.close()
+    assert process._stuck_thread(0.05) == "hub-forward_0"
+    go.set()
+    assert process._stuck_thread(10) is None
+
+
+def test_live_fails_while_the_engine_stands_still(lm, monkeypatch):
+    """A probe restarts a server whose step does not end; one that goes on is left alone."""
+    from jaxllama.engine import engine as engines
+
+    lm = dataclasses.replace(lm)
+    engine = engines.Engine(lm, max_slots=1, max_len=32)
+    go, run = threading.Event(), engine.runner.run
+    monkeypatch.setattr(engine.runner, "run", lambda *step: (go.wait(30), run(*step))[1])
+    monkeypatch.setattr(engines, "STALLED", 0.05)
+    engine.start()
+    try:
+        assert engine.stalled is None
+        events = []
+        engine.submit(Request("a", (1, 2), 2), events.append)
+        while engine.stalled is None:
+            time.sleep(0.01)
+        assert engine.stalled == "the engine hangs: its step has not ended for 0 s"
+        go.set()
+        while not events or events[-1].finish_reason is None:
+            time.sleep(0.01)
+        assert engine.drain(10) and engine.stalled is None
+    finally:
+        go.set()
+        engine.stop()
 
 
 def test_a_replica_that_hangs_ends_the_server(fast):
@@ -148,9 +257,14 @@ def test_a_front_end_tells_that_the_engines_process_hangs(monkeypatch):
     assert one.problem is None
     now[0] += 5
     assert one.problem == "the engine's process has given no sign of life for 35 s"
+    assert one.standstill == one.problem
+    one.received(messages.encode(messages.Ping()))
+    assert one.problem is None
+    one.received(messages.encode(messages.Ping("the engine hangs")))
+    assert one.problem == one.standstill == "the engine hangs"
     one.received(messages.encode(messages.Ping()))
     assert one.problem is None
     one.received(messages.encode(messages.Trouble("the disk is full")))
-    assert one.problem == "the disk is full"
+    assert one.problem == "the disk is full" and one.standstill is None
     one.received(messages.encode(messages.Trouble(None)))
     assert one.problem is None

@@ -613,7 +613,7 @@ CHAT_BAD = {
     "a tool of no known kind": {"tools": [{"type": "magic"}]},
     **{
         f"a tool called {name!r}": {"tools": [{"type": "function", "function": {"name": name}}]}
-        for name in ('say "hi"', "", "two words", "a" * 65, "f\n", "<f>")
+        for name in ('say "hi"', "", "two words", "a" * 129, "f\n", "<f>")
     },
 }
 
@@ -676,6 +676,34 @@ def test_tools_that_the_template_ignores_are_refused(lm, engine):
         assert reply.status_code == 400 and error_of(reply)["param"] == "tools"
         for body in ({"tools": [TOOL], "tool_choice": "none"}, {"tools": []}):
             assert http.post("/v1/chat/completions", json={**CHAT, **body}).status_code == 200
+
+
+def test_a_template_that_refuses_says_why_and_names_no_folder(lm, engine):
+    text = "{% if messages[0].role == 'system' %}{{ raise_exception('No system!') }}{% endif %}"
+    strict = Tokenizer(lm.tokenizer._backend, "/srv/models/secret/t.json", chat_template=text + "x")
+    with serving(dataclasses.replace(lm, tokenizer=strict), engine) as url, client(url) as http:
+        said = {**CHAT, "messages": [{"role": "system", "content": "x"}]}
+        for path, body in (
+            ("/v1/chat/completions", said),
+            ("/tokenize", {"messages": said["messages"]}),
+            ("/v1/messages", {**said, "max_tokens": 9}),
+        ):
+            reply = http.post(path, json=body)
+            assert reply.status_code == 400 and "No system!" in reply.text
+            assert "srv" not in reply.text and "secret" not in reply.text
+
+
+def test_past_calls_in_the_forms_that_clients_send(lm, engine):
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }};{% endfor %}"
+    shown = "{% for m in messages %}" + calls + "{{ m.content }}|{% endfor %}"
+    own = Tokenizer(lm.tokenizer._backend, "calls", chat_template=shown)
+    calls = [{"function": {"name": "f", "arguments": a}} for a in ("", None, {"a": 1}, '{"a": 1}')]
+    turns = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": calls}]
+    with serving(dataclasses.replace(lm, tokenizer=own), engine) as url, client(url) as http:
+        reply = http.post("/tokenize", json={"messages": [*turns, {"role": "assistant"}]})
+        assert reply.status_code == 200, reply.text
+        text = own.decode(reply.json()["tokens"])
+        assert text.endswith('|{};{};{"a": 1};{"a": 1};||')
 
 
 def prompt(value: str) -> str:

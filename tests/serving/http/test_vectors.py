@@ -56,6 +56,11 @@ def test_the_pooling_of_old_and_new_files(tmp_path):
         ([*MODULES[:2], {"path": "2_Dense", "type": "x.Dense"}], {"pooling_mode": "cls"}, "Dense"),
         ([MODULES[0], {**MODULES[1], "path": "../x"}], {}, "outside"),
         ({}, {}, "expected a list"),
+        (MODULES, {"pooling_mode": [["cls"]]}, "pooling_mode = "),
+        (MODULES, {"pooling_mode": {"cls": True}}, "pooling_mode = "),
+        (MODULES, {"pooling_mode_lasttoken": "no"}, "pooling_mode_lasttoken = 'no': expected true"),
+        ([MODULES[0], {**MODULES[1], "path": ["1_Pooling"]}], {}, r"path = \['1_Pooling'\]"),
+        ([MODULES[0], {**MODULES[1], "path": "x" * 5000}], {}, "there is no 'xxx"),
     ],
 )
 def test_a_pooling_that_is_not_supported_is_named(tmp_path, modules, config, words):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import pre_tokenizers as pre
 
-from jaxllama.text.prompt_text import ChatPrompt, PlainSpelling, Spellings
+from jaxllama.text.chat.prompt_text import ChatPrompt, PlainSpelling, Spellings
 from jaxllama.text.token_bytes import byte_characters
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.cases import each_once

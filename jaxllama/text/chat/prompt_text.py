@@ -1,7 +1,7 @@
 """Chat prompts in which a special token that a message spells stays text.
 
     spellings = Spellings(markers)
-    mark = spellings.unused_mark(messages)             None if no message spells a marker
+    mark = next(unused_marks(messages))                if spellings.are_in(messages)
     rendered = template(spellings.guard(messages, mark))
     prompt = ChatPrompt.of(rendered, mark)             the text, and where a marker is only text
     PlainSpelling(backend, markers).encode(prompt)     token ids
@@ -25,12 +25,14 @@ import json
 import re
 import secrets
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import tokenizers
 
+from jaxllama.errors import JaxLlamaError
+
 # Noncharacters of Unicode, and some characters of private use.
-_MARKS = tuple(map(chr, (*range(0xFDD0, 0xFDF0), *range(0xF800, 0xF900))))
+MARKS = tuple(map(chr, (*range(0xFDD0, 0xFDF0), *range(0xF800, 0xF900))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,10 @@ class ChatPrompt:
             size += len(piece)
             literal.add(size - 1)
         return cls("".join(pieces), frozenset(literal))
+
+    def __add__(self, other: ChatPrompt) -> ChatPrompt:
+        shifted = (at + len(self.text) for at in other.literal)
+        return ChatPrompt(self.text + other.text, self.literal.union(shifted))
 
     def until(self, end: int) -> ChatPrompt:
         """Return the first ``end`` characters."""
@@ -80,13 +86,9 @@ class Spellings:
                 found.add(end - size)
         return found
 
-    def unused_mark(self, value: object) -> str | None:
-        """A character that no text in ``value`` has; None if no text spells a marker."""
-        texts = list(_texts(value))
-        if not any(map(self.starts, texts)):
-            return None
-        used = set().union(*map(set, texts))
-        return next(mark for mark in _MARKS if mark not in used)
+    def are_in(self, value: object) -> bool:
+        """Return whether a text in ``value`` spells a marker."""
+        return any(map(self.starts, texts_in(value)))
 
     def guard(self, value: Any, mark: str) -> Any:
         """Nested lists and objects with every text guarded, keys included."""
@@ -99,6 +101,16 @@ class Spellings:
         if isinstance(value, (list, tuple)):
             return [self.guard(item, mark) for item in value]
         return value
+
+
+class Markers(NamedTuple):
+    """Finders for the special tokens of a chat: everywhere, and in an assistant's message.
+
+    Templates search the assistant's earlier messages for "</think>" and similar tokens.
+    """
+
+    everywhere: Spellings
+    in_answers: Spellings
 
 
 class PlainSpelling:
@@ -156,16 +168,23 @@ class PlainSpelling:
         return not self._names.keys().isdisjoint((left, right, left + right))
 
 
-def _texts(value: object) -> Iterator[str]:
+def unused_marks(value: object) -> Iterator[str]:
+    """Yield characters that no text in ``value`` has."""
+    used = set[str]().union(*map(set, texts_in(value)))
+    yield from (mark for mark in MARKS if mark not in used)
+    raise JaxLlamaError("the messages have every character with which a prompt could be marked")
+
+
+def texts_in(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _texts(key)
-            yield from _texts(item)
+            yield from texts_in(key)
+            yield from texts_in(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _texts(item)
+            yield from texts_in(item)
 
 
 _Branch: TypeAlias = "dict[str, _Branch]"  # what may follow, by its first character; "" ends
