@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import NamedTuple
 
 from pallas_kernels.architecture import (
@@ -146,7 +146,7 @@ _planned_card: contextvars.ContextVar[str | None] = contextvars.ContextVar("_", 
 
 
 @contextlib.contextmanager
-def planned_for(card: str) -> Iterator[None]:
+def planned_for(card: str) -> Generator[None, None, None]:
     """Within, ``gpu`` returns the facts of a card of the table, whatever the device is."""
     token = _planned_card.set(card)
     try:
