@@ -235,9 +235,7 @@ class ModelConfig:
 
     def __str__(self) -> str:
         """Return a text for people: the options that have no default, or another value."""
-        said = dict(said_options(self.flat))
-        names = sorted(said, key=lambda name: name not in type(self.flat).__annotations__)
-        return "\n".join(f"{name}: {said[name]}" for name in names)
+        return "\n".join(f"{name}: {text}" for name, text in said_options(self.flat))
 
     def to_dict(self) -> JsonObject:
         """Return the flat keys as a nested dict of plain values."""

@@ -37,7 +37,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def from_dict(cls: type[T], data: JsonObject, prefix: str = "") -> T:
     """Build a (nested) frozen dataclass, rejecting unknown keys, missing keys and wrong types."""
     hints = _type_hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = {field.name: field for field in _own_first(cls)}
     for key in data:
         if key not in fields:
             raise JaxLlamaError(
@@ -50,6 +50,11 @@ def from_dict(cls: type[T], data: JsonObject, prefix: str = "") -> T:
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise JaxLlamaError(f"missing key {prefix + key!r}")
     return cls(**values)
+
+
+def _own_first(cls: type) -> list[dataclasses.Field[Any]]:
+    """Return the fields of a dataclass, those that it inherits last."""
+    return sorted(dataclasses.fields(cls), key=lambda field: field.name not in cls.__annotations__)
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:
@@ -126,7 +131,7 @@ def requirement(config: Any, prefix: str = "") -> Callable[..., None]:
 
 def said_options(record: object) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of the options of a record that differ from their defaults."""
-    for field in dataclasses.fields(record):  # type: ignore[arg-type]
+    for field in _own_first(type(record)):
         value = getattr(record, field.name)
         make = field.default_factory
         default = field.default if make is dataclasses.MISSING else make()
