@@ -21,7 +21,7 @@ from jax import lax
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import loop
-from jaxllama.decoding.drafts import Draft, DraftContext, Drafted, Pace, observer
+from jaxllama.decoding.drafts import Draft, DraftContext, Drafted, NGram, Pace, observer
 from jaxllama.decoding.rows import Fields, Rows
 from jaxllama.decoding.sampling import History, Sampling, SamplingParams, sample
 from jaxllama.decoding.turn import Draw, Inputs, Pass, TurnReport, sampled
@@ -45,6 +45,23 @@ def level_of(requests: Sequence[Sampling], is_masked: bool) -> int:
     return int(is_masked or any(row.has_penalties or row.logit_bias for row in requests))
 
 
+@dataclasses.dataclass(frozen=True)
+class CallSizes:
+    """What a decode call is compiled for.
+
+    n, context: numbers of rows and of pages that a row may have. width: largest number of tokens of
+    a row. widths: numbers of tokens of a row that a pass may verify: 1, and more where there are
+    drafts. A deterministic engine has one. most: longest draft. draft: the source of drafts.
+    """
+
+    n: int
+    context: int
+    width: int
+    widths: tuple[int, ...] = (1,)
+    most: int = 0
+    draft: Draft = NGram()
+
+
 def run(
     cfg: ModelConfig,
     params: Params,
@@ -53,11 +70,8 @@ def run(
     orders: jax.Array,
     masks: jax.Array,
     stop_ids: jax.Array,
-    width: int,
-    widths: tuple[int, ...],
-    most: int,
-    draft_by: Draft,
     draft_params: Params | None,
+    sizes: CallSizes,
 ) -> tuple[BatchState, jax.Array, tuple[jax.Array, jax.Array]]:
     """Run one decode call, see ``slots.decode``.
 
@@ -65,8 +79,9 @@ def run(
     sampler's branch, whether the likeliest tokens are wanted, and the largest number of passes.
     """
     level, wants_top, steps = orders
+    width, widths, draft_by = sizes.width, sizes.widths, sizes.draft
     drafts_here, exact = widths[-1] > 1, len(widths) == 1
-    most = min(most, widths[-1] - 1)
+    most = min(sizes.most, widths[-1] - 1)
     draft_params, observe = draft_by.weights(params, draft_params), observer(draft_by, params)
     limits = jnp.minimum(limits, slots.remaining)
     prompted = slots.prompted

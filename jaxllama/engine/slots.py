@@ -249,12 +249,7 @@ def make_orders(rows: np.ndarray, *, level: int, wants_top: bool, steps: int) ->
     return np.concatenate([[level, wants_top, steps], rows.reshape(-1)]).astype(np.int32)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnums=0,
-    static_argnames=("n", "context", "width", "widths", "most", "draft"),
-    donate_argnums=2,
-)
+@functools.partial(jax.jit, static_argnums=0, static_argnames="sizes", donate_argnums=2)
 def decode(
     cfg: ModelConfig,
     params: Params,
@@ -264,14 +259,9 @@ def decode(
     stop_ids: jax.Array,
     draft_params: Params | None = None,
     *,
-    n: int,
-    context: int,
-    width: int,
-    widths: tuple[int, ...] = (1,),
-    most: int = 0,
-    draft: Draft = _NGRAM,
+    sizes: passes.CallSizes,
 ) -> tuple[BatchState, jax.Array, tuple[jax.Array, jax.Array]]:
-    """Generate up to ``width`` tokens for each of ``n`` rows, which have up to ``context`` pages.
+    """Generate up to ``sizes.width`` tokens for each of ``sizes.n`` rows.
 
     orders: from ``make_orders``. Slot indices past the last are ignored. In a full batch row i
     belongs to slot i or is unused. Page indices past the last are ignored too. Its first three
@@ -282,14 +272,12 @@ def decode(
     the bits hold forced tokens: 0 leaves a position to the bits, and t + 1 forces token t. Level 0
     of the sampler does not read the masks.
 
-    widths: numbers of tokens of a row that a pass may verify: 1, and more where there are drafts.
-    A deterministic engine has one width. most: longest draft. draft: the source of drafts.
-
     Returns (slots, rows, top). rows int32 ``[n, 3 + 2 width]``: number of new tokens, number of
     drafted tokens, number of accepted drafts, the tokens, and the bits of their logprobs. top: the
     likeliest tokens and their logprobs ``[n, width, top]``, if requested.
     """
-    told, every = orders[3:].reshape(n, -1), slots
+    n, every = sizes.n, slots
+    told = orders[3:].reshape(n, -1)
     rows, limits = told[:, 0], told[:, 1]
     if n != every.size:
         slots = _of_rows(every, rows)
@@ -297,25 +285,14 @@ def decode(
     cache = _with_pages(slots.cache, told[:, 2], told[:, 3:])
     table = cache.table
     assert table is not None
-    cache = dataclasses.replace(cache, table=table[:, :context])
+    cache = dataclasses.replace(cache, table=table[:, : sizes.context])
     cache, more = _parted(cfg, cache)
     slots = dataclasses.replace(slots, cache=cache, active=slots.active & is_live)
     if slots.drafting is not None:
         drafting = slots.drafting._replace(layers=more.layers)
         slots = dataclasses.replace(slots, drafting=drafting)
     slots, drawn, top = passes.run(
-        cfg,
-        params,
-        slots,
-        limits,
-        orders[:3],
-        masks,
-        stop_ids,
-        width,
-        widths,
-        most,
-        draft,
-        draft_params,
+        cfg, params, slots, limits, orders[:3], masks, stop_ids, draft_params, sizes
     )
     active, drafting = slots.active, slots.drafting
     if n == every.size:
