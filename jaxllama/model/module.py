@@ -180,13 +180,10 @@ class DecoderLayer(nn.Module):
             "mixer": MIXERS[layer.kind].module.MIXER,
             "mlp": SwiGLU if layer.experts is None else MixtureOfExperts,
         }
-        norm = RMSNorm if layer.norm.kind == "rms" else LayerNorm
         found = {}
         for name, table in table_of(self.cfg)[f"layer_{self.index}"].items():
             if name in modules:
                 found[name] = modules[name](self.cfg, self.index, name=name).tree()
-            elif name.endswith("norm"):
-                found[name] = norm(self.cfg, name=name).tree()
             else:
                 found[name] = ParameterTree(table, name=name).tree()
         return found

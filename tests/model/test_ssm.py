@@ -14,7 +14,7 @@ from jaxllama.checkpoints.hf.save import save as hf_save
 from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.config import CheckpointForm, ModelConfig, SharedBlocks
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.decoder import forward, mix_half
+from jaxllama.model.decoder import check, forward, mix_half
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.ssm.parameters import SSMOptions, options
@@ -242,6 +242,14 @@ def test_layers_share_blocks_by_turns():
         SHARED.replace(beside_layers=(1, 3))
     with pytest.raises(JaxLlamaError, match="rounded to nearest"):
         calibration.embed(SHARED, {}, np.zeros((1, 4), np.int32))
+
+
+def test_random_parameters_of_shared_blocks_have_the_tables_shapes():
+    """A block's norms are over the stream and the embeddings, side by side."""
+    params = jax.eval_shape(lambda key: jl.init_params(SHARED, key), jax.random.key(0))
+    check(SHARED, params)
+    width = params["layer_0"]["mixer_norm"]["weight"].shape[0]
+    assert width == 2 * SHARED.d_model
 
 
 @pytest.mark.slow
