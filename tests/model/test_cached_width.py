@@ -115,7 +115,7 @@ def test_heads_of_96_attend_as_in_float32(monkeypatch, batch, dtype, width):
         positions, rope = positions_of(cfg, begin, begin + length, length)
         count = jnp.full_like(begin, length)
         at = new_tokens(positions, count, rope, fresh=fresh, cached=True)
-        return mix(cfg, {}, qkv, cache, at=at)
+        return mix(cfg.layers[0], {}, qkv, cache, at=at)
 
     def heads(dtype: str, kv_dtype: str, width: int) -> list[jax.Array]:
         kept_wide(monkeypatch, width)
