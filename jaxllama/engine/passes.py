@@ -132,8 +132,9 @@ def run(
         drafting=loop.Drafting(drafted, widths, most) if drafts_here else None,
         observe=observe,
         ignores_stops=slots.ignore_eos,
-        extra=_no_top(cfg, slots.size, width),
-        collect=_top_collector(wants_top != 0, drafts_here),
+        collector=loop.Collector(
+            _no_top(cfg, slots.size, width), _top_adder(wants_top != 0, drafts_here)
+        ),
     )
     fields = rows.fields
     none = jnp.zeros((slots.size,), jnp.int32)
@@ -238,12 +239,12 @@ def _no_top(cfg: ModelConfig, batch: int, width: int) -> tuple[jax.Array, jax.Ar
     return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
 
-def _top_collector(
+def _top_adder(
     wants_top: jax.Array, drafts_here: bool
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Return the ``collect`` of ``loop.run``, which adds the likeliest tokens of a turn."""
+    """Return the ``add`` of a Collector, which adds the likeliest tokens of a turn."""
 
-    def collect(
+    def add(
         top: tuple[jax.Array, jax.Array], inputs: Inputs, report: TurnReport
     ) -> tuple[jax.Array, jax.Array]:
         found = lax.cond(wants_top, _likeliest, _no_likeliest, report.scores)
@@ -258,7 +259,7 @@ def _top_collector(
 
         return put(top[0], found[0]), put(top[1], found[1])
 
-    return collect
+    return add
 
 
 def _draft(

@@ -37,7 +37,7 @@ from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.decoding.turn import Inputs, Pass, drawn_by
 from jaxllama.executors.executor import Call, Executor, RowsDecoder
 from jaxllama.executors.posting import posting
-from jaxllama.executors.prompts import start, start_in_pieces
+from jaxllama.executors.prompts import PromptBatch, start, start_in_pieces
 from jaxllama.kept import signature
 from jaxllama.model import decoder, verification
 from jaxllama.model.cache import Cache, cache_dtype_name, check_has_keys, init_cache
@@ -104,13 +104,12 @@ class Resident:
 
     def _prefilled(self, cfg: ModelConfig, params: Params, call: Call) -> Rows:
         """Return the rows after their prompts and first tokens."""
-        tokens, lengths = call.tokens, call.lengths
-        batch, width = tokens.shape
+        batch, width = call.tokens.shape
         chunk = None if call.alone else call.chunk or prefill_chunk(batch, width, self.mesh)
         new_cache = functools.partial(
             init_cache, cfg, batch, call.capacity, call.kv_dtype, mesh=self.mesh
         )
-        asked = call.sampling, call.stop_ids
+        prompts = PromptBatch(call.tokens, call.lengths, call.sampling, call.stop_ids)
         mtp, state = None, None
         if call.drafting is not None and call.drafting.plan.draft.reads_hidden:
             mtp = call.drafting.plan.draft
@@ -119,10 +118,8 @@ class Resident:
             return start_in_pieces(
                 cfg,
                 params,
-                tokens,
-                lengths,
+                prompts,
                 new_cache(),
-                *asked,
                 max_new_tokens=call.room,
                 chunk=chunk,
                 on_prompt=call.on_prompt,
@@ -134,11 +131,9 @@ class Resident:
             return start(
                 cfg,
                 params,
-                tokens,
-                lengths,
+                prompts,
                 cache.layers,
                 cache.lengths,
-                *asked,
                 state,
                 max_new_tokens=call.room,
                 alone=call.alone,
@@ -155,7 +150,7 @@ class Resident:
             "start",
             start,
             cfg,
-            (params, tokens, lengths, cache.layers, cache.lengths, *asked),
+            (params, prompts, cache.layers, cache.lengths),
             {"max_new_tokens": call.room, "alone": call.alone, "chunk": chunk},
         )
 

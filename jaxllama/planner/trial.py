@@ -141,7 +141,7 @@ def random_run(
 ) -> OffloadRun:
     """Return a run of random prompts without stop tokens, by default a greedy one.
 
-    room, capacity, kv_dtype, chunk: as for ``OffloadRun``.
+    room, capacity, kv_dtype, chunk: as for ``Call``.
     """
     tokens = np.random.default_rng(0).integers(0, lm.config.vocab_size, (rows, prompt))
     return given_run(lm, tokens, room, capacity, kv_dtype, chunk, sampling)

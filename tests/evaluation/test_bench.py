@@ -88,9 +88,9 @@ def state_of(cfg, batch: int = 2, room: int = 6):
     stops = jnp.zeros((0,), jnp.int32)
     tokens, lengths = tokens_of(cfg, batch, 5), jnp.full((batch,), 5)
     cache = init_cache(cfg, batch, 5 + room)
-    held = cache.layers, cache.lengths
+    asked = prompts.PromptBatch(tokens, lengths, sampling, stops)
     state = prompts.start(
-        cfg, params_of(cfg), tokens, lengths, *held, sampling, stops, max_new_tokens=room
+        cfg, params_of(cfg), asked, cache.layers, cache.lengths, max_new_tokens=room
     )
     return state, sampling, stops
 

@@ -45,6 +45,7 @@ from jaxllama.executors.executor import Call, DraftSource, Executor
 from jaxllama.executors.offloaded import programs
 from jaxllama.executors.offloaded.batch import begin_answer
 from jaxllama.executors.offloaded.drafts import advance_drafts
+from jaxllama.executors.offloaded.expert_programs import Places
 from jaxllama.executors.offloaded.experts import ExpertWork, placed_experts
 from jaxllama.executors.offloaded.room import check_host
 from jaxllama.executors.offloaded.run import OffloadRun
@@ -198,24 +199,7 @@ class Offloaded:
 
     def run(self, cfg: ModelConfig, params: Params, call: Call) -> OffloadRun:
         """Return the run of a call's block, before its first step."""
-        assert call.chunk is not None
-        return OffloadRun(
-            self.policy,
-            self.store,
-            cfg,
-            params,
-            call.tokens,
-            call.lengths,
-            call.sampling,
-            call.stop_ids,
-            room=call.room,
-            limit=call.limit,
-            capacity=call.capacity,
-            kv_dtype=call.kv_dtype,
-            chunk=call.chunk,
-            alone=call.alone,
-            recorder=self.recorder,
-        )
+        return OffloadRun(self.policy, self.store, cfg, params, call, self.recorder)
 
     def logits(
         self, cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array
@@ -267,9 +251,9 @@ class Offloaded:
                 rows, width = part.shape
                 state = init_layer(layer, rows, width, kv_dtype) if has_cache else None
                 if unit.kind != "mix" and placed_experts(own) is not None:
-                    mixes = unit.kind != "feed"
+                    mixes, where = unit.kind != "feed", Places(at[0], n, at[1])
                     hidden[index], _ = work.layer(
-                        layer, mixes, unit, own, hidden[index], state, (at[0], n, at[1]), has_cache
+                        layer, mixes, unit, own, hidden[index], state, where, has_cache
                     )
                     continue
                 hidden[index], _ = programs.run_layer(

@@ -63,6 +63,14 @@ class MixtureParts(NamedTuple):
     addresses: tuple[jax.Array | None, jax.Array | None]
 
 
+class Places(NamedTuple):
+    """Where the tokens of a stream ``[B, T, D]`` stand; ``lengths[B]`` of a row's are valid."""
+
+    positions: jax.Array
+    lengths: jax.Array
+    rope: Ropes | None
+
+
 class FlatParts(NamedTuple):
     """``MixtureParts`` as leaves and structure, which no step needs to find again."""
 
@@ -109,9 +117,7 @@ def _routed_layer(
     leaves: list[jax.Array],
     stream: Stream,
     state: LayerState | None,
-    positions: jax.Array,
-    lengths: jax.Array,
-    rope: Ropes | None,
+    where: Places,
     sparse: bool = False,
 ) -> tuple[RoutedTokens, jax.Array, LayerState | None]:
     """Return the routed tokens, float32 ``[T k, D]``, which are the pairs of experts on the device
@@ -121,6 +127,7 @@ def _routed_layer(
     """
     parts: MixtureParts = structure.unflatten(leaves)
     assert layer.experts is not None
+    positions, lengths, rope = where
     if mixes:
         at = new_tokens(positions, lengths, rope, sparse, cached=state is not None)
         stream, state = mix_half(layer, without_mlp(parts.own), stream, state, at)
@@ -136,7 +143,7 @@ def _routed_layer(
     return routed, y.reshape(experts.size, -1), state
 
 
-routed_layer = jax.jit(_routed_layer, static_argnums=(0, 1, 2, 9), donate_argnums=5)
+routed_layer = jax.jit(_routed_layer, static_argnums=(0, 1, 2, 7), donate_argnums=5)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -233,7 +240,7 @@ def _with_mixture(
 with_mixture = jax.jit(_with_mixture, static_argnums=(0, 1))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 11), donate_argnums=(6, 10))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 9), donate_argnums=(6, 8))
 def fetched(
     layer: LayerConfig,
     mixes: bool,
@@ -242,9 +249,7 @@ def fetched(
     leaves: list[jax.Array],
     stream: Stream,
     state: LayerState | None,
-    positions: jax.Array,
-    lengths: jax.Array,
-    rope: Ropes | None,
+    where: Places,
     count: jax.Array,
     sparse: bool = False,
 ) -> tuple[Stream, LayerState | None, jax.Array]:
@@ -253,8 +258,7 @@ def fetched(
     kind, structure, leaves: as for ``routed_layer``.
     """
     parts: MixtureParts = structure.unflatten(leaves)
-    at = positions, lengths, rope
-    routed, y, state = _routed_layer(layer, mixes, structure, leaves, stream, state, *at, sparse)
+    routed, y, state = _routed_layer(layer, mixes, structure, leaves, stream, state, where, sparse)
     held, biases, experts = parts.held, parts.biases, routed.experts
     n_experts = held.slots.shape[0] - 1
     most = min(n_experts - held.experts.shape[0], experts.size)

@@ -40,11 +40,11 @@ from jaxllama.executors.offloaded.expert_programs import (
     FlatParts,
     LoadedGroup,
     MixtureParts,
+    Places,
     RoutedTokens,
 )
 from jaxllama.model.cache import LayerState
 from jaxllama.model.linear import Stream
-from jaxllama.model.rope import Ropes
 from jaxllama.offload.experts import (
     ExpertBias,
     ExpertLayout,
@@ -151,7 +151,7 @@ class ExpertWork:
         weights: Tree,
         stream: Stream,
         state: LayerState | None,
-        at: tuple[jax.Array, jax.Array, Ropes | None],
+        where: Places,
         sparse: bool = False,
         record: Recording = NO_RECORD,
         loaded: dict[int, Pieces] | None = None,
@@ -159,8 +159,6 @@ class ExpertWork:
         """Return the stream and the state after the layer.
 
         mixes: whether the layer's first half is run, too.
-        at: positions, lengths, rope of ``stream [B, T, D]``, of which ``lengths[B]`` tokens are
-            valid.
         loaded: loaded experts, for which the layer's next batches look there; None keeps none.
         """
         known, flat, cold = self._flat.get(unit, (None, None, None))
@@ -172,10 +170,10 @@ class ExpertWork:
             if self.fetched is None:
                 self.fetched = jax.device_put(np.int32(0), self.store.on_device)
             stream, state, self.fetched = programs.fetched(
-                layer, mixes, cold.layouts, *flat, stream, state, *at, self.fetched, sparse
+                layer, mixes, cold.layouts, *flat, stream, state, where, self.fetched, sparse
             )
             return stream, state
-        routed, y, state = programs.routed_layer(layer, mixes, *flat, stream, state, *at, sparse)
+        routed, y, state = programs.routed_layer(layer, mixes, *flat, stream, state, where, sparse)
         if cold.may_compute:
             routed.tokens.copy_to_host_async()
         chosen = np.asarray(routed.experts)  # waits for the router and the hot pairs
