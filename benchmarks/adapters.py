@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.checkpoints.peft import Factors, products
 from jaxllama.config import ModelConfig
 from jaxllama.evaluation.speed import decode
@@ -31,7 +32,9 @@ def run(
     lm: LanguageModel, *, adapters: int, rank: int, batch: int, **options: Any
 ) -> dict[str, Any]:
     """options: of ``decode.run``."""
-    params = attach(lm.config, lm.params, [_random(lm.config, rank, i) for i in range(adapters)])
+    params = attach(
+        tensor_table(lm.config), lm.params, [_random(lm.config, rank, i) for i in range(adapters)]
+    )
     rows = np.arange(batch, dtype=np.int32) % adapters + 1
     adapted = dataclasses.replace(lm, params=for_rows(params, jax.device_put(rows)))
     reports = [decode.run(each, batch=batch, **options) for each in (lm, adapted)]

@@ -41,10 +41,9 @@ from jaxllama.config import ModelConfig, load_config
 from jaxllama.evaluation.plan import measure
 from jaxllama.evaluation.speed.harness import timed
 from jaxllama.executors.offloaded.executor import SCHEME, offloaded
-from jaxllama.executors.offloaded.room import cache_shapes
+from jaxllama.executors.offloaded.room import layer_shapes
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache
-from jaxllama.model.decoder import layer_config
 from jaxllama.model.linear import Stream
 from jaxllama.model.records import Hidden
 from jaxllama.offload import units as programs
@@ -164,14 +163,9 @@ def on_cpu(cfg: ModelConfig, task: Task, settings: PlannerSettings) -> dict[str,
     units = unit_shapes(cfg, jnp.dtype(settings.dtype).name, settings.scheme, False)
     weights = {unit.kind: random_tree(tree) for unit, tree in units[1:2] + units[-1:]}
     rows = task.rows
-    [state] = cache_shapes(
-        cfg.replace(n_layers=1, layer_types=cfg.layer_types[:1]),
-        rows,
-        task.capacity,
-        settings.kv_dtype,
-    )
+    state = layer_shapes(cfg.layers[0], rows, task.capacity, settings.kv_dtype)
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
-    alike, kind = layer_config(cfg, units[1][0].layer)
+    layer = cfg.layers[units[1][0].layer]
     at = jnp.full((rows,), task.prompt, jnp.int32)
     one = jnp.ones_like(at)
     positions, rope = programs.positions_of(cfg, at, at + one, 1)
@@ -180,8 +174,7 @@ def on_cpu(cfg: ModelConfig, task: Task, settings: PlannerSettings) -> dict[str,
     for _ in range(3):
         (_, state), seconds = timed(
             programs.run_layer,
-            alike,
-            kind,
+            layer,
             "layer",
             weights["layer"],
             Stream(x, x),

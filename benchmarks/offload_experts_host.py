@@ -19,7 +19,6 @@ from jaxllama.executors.offloaded import expert_programs as programs
 from jaxllama.executors.offloaded.executor import Offloaded
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype
-from jaxllama.model.decoder import layer_config
 from jaxllama.offload.expert_places import ExpertPlace, ExpertUse, places
 from jaxllama.offload.experts import (
     ExpertBias,
@@ -246,7 +245,7 @@ def parts_of(host: Host, computes: bool) -> dict[str, Any]:
     x = jax.device_put(np.zeros(4, np.int32), store.on_device)
     found["program and wait"] = 1e3 * best(lambda: np.asarray(small(x)), 30)
     if computes:
-        cfg = layer_config(host.cfg, 0)[0]
+        cfg = host.cfg.layers[0]
         views = [host.views[0, name] for name in EXPERTS]
         biases = [np.zeros((4, w), host.dtype) for w in (2 * cfg.experts.d_ff, cfg.d_model)]
         for count, rows in ((1, 1), (4, 1), (4, 4)):

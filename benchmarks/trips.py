@@ -38,7 +38,7 @@ from pallas_kernels import quantize, quantized_matmul
 ROOT = str(Path(__file__).parents[1]) + os.sep
 PACKAGES = tuple(ROOT + name + os.sep for name in ("jaxllama", "pallas_kernels"))
 LAYERS = 8  # as many as keep compiled programs
-MODEL = jl.ModelConfig(
+MODEL = jl.ModelConfig.of(
     name="trips",
     vocab_size=512,
     d_model=64,

@@ -214,7 +214,6 @@ _FACTS = {
     "embedding_scale": "scaled embeddings",
     "gated_mlp": "feed-forward without a gate",
     "head_bias": "head with a bias",
-    "head_transform": "a dense layer before the head",
     "layer_scale": "a multiplier of each layer",
     "inner_norms": "norms before the last products",
     "learned_positions": "learned positions",
@@ -225,8 +224,7 @@ _FACTS = {
     "pre_norms": "no norms before them",
     "qk_norm": "norms of q and k",
     "qk_norm_last": "which follow RoPE",
-    "sum_norms": "norms behind the sums",
-    "v_norm": "norms of v",
+    "attention_parts": "norms of v",
 }
 
 
@@ -248,8 +246,6 @@ def _differs(family: Family) -> str:
     found += ["keys that layers share"] * ("num_kv_shared_layers" in keys)
     found += ["inputs of each layer"] * ("hidden_size_per_layer_input" in keys)
     found += ["norms of q and k"] * ("qk_layernorm" in keys)
-    is_narrow = "input_embedding_size" in keys or "embedding_size" in family.defaults
-    found += ["embeddings narrower than the layers"] * is_narrow
     found += ["experts"] * _has_experts(family)
     found += ["sliding windows"] * (family.window != "none")
     is_nope = family.is_nope is not None and "learned_positions" not in family.facts

@@ -45,7 +45,7 @@ from jaxllama.decoding.rows import Rows
 from jaxllama.decoding.sampling import Sampling, SamplingParams, sampling_rows
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.posting import posting
-from jaxllama.executors.prompts import start
+from jaxllama.executors.prompts import PromptBatch, start
 from jaxllama.executors.resident import loop_for
 from jaxllama.model import decoder, verification
 from jaxllama.model.cache import Cache, Proposal
@@ -447,12 +447,9 @@ def generate(
     rows = start(
         cfg,
         params,
-        tokens,
-        lengths,
+        PromptBatch(tokens, lengths, sampling, stop_ids),
         cache.layers,
         cache.lengths,
-        sampling,
-        stop_ids,
         max_new_tokens=max_new_tokens,
         chunk=chunk,
     )

@@ -198,11 +198,11 @@ class LanguageModel:
             outside the vocabulary. Also for text without a tokenizer, and for an argument of
             another type or number of rows.
         """
+        rows = self.encode(prompts)
         steps = self._steps(
-            prompts,
+            rows,
             max_new_tokens,
-            sampling,
-            seed,
+            sampling_of(sampling, seed, len(rows)),
             stop,
             kv_dtype,
             chunk,
@@ -319,10 +319,9 @@ class LanguageModel:
         if self.tokenizer is None:
             raise JaxLlamaError(f"{self.config.name} has no tokenizer: there is no text to stream")
         steps = self._steps(
-            [prompt],
+            self.encode([prompt]),
             max_new_tokens,
-            sampling,
-            seed,
+            sampling_of(sampling, seed, 1),
             stop,
             kv_dtype,
             chunk,
@@ -382,10 +381,9 @@ class LanguageModel:
 
     def _steps(
         self,
-        prompts: Any,
+        rows: list[list[int]],
         max_new_tokens: Any,
-        sampling: Any,
-        seed: Any,
+        per_row: list[Sampling],
         stop: Any,
         kv_dtype: DTypeLike | None,
         chunk: Any,
@@ -395,7 +393,6 @@ class LanguageModel:
         on_prompt: OnPrompt | None = None,
     ) -> Steps:
         """Check the arguments of ``generate`` now, and return an iterator that does its work."""
-        rows = self.encode(prompts)
         max_new_tokens = whole("max_new_tokens", max_new_tokens)
         chunk = None if chunk is None else whole("chunk", chunk)
         if chunk is not None and chunk < 1:
@@ -403,7 +400,6 @@ class LanguageModel:
         stops = stops_of(stop)
         check_rows(self.config, self.tokenizer, rows, max_new_tokens, stops)
         numbers = self._numbers(adapter, len(rows))
-        per_row = sampling_of(sampling, seed, len(rows))
         cache_dtype, chunk = self.executor.cache_options(self.config, kv_dtype, chunk, self.dtype)
         call = GenerateCall(
             rows,

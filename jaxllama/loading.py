@@ -36,6 +36,7 @@ from jaxllama.checkpoints import hub, peft, pooling
 from jaxllama.checkpoints.gguf import load as gguf
 from jaxllama.checkpoints.gguf.file import opened
 from jaxllama.checkpoints.hf import load as hf
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.compiler_options import check_sums
 from jaxllama.config import ModelConfig, load_config, preset_names, preset_sampling
 from jaxllama.decoding.sampling import Sampling
@@ -134,23 +135,8 @@ def load(
         was tried.
     """
     whole, layers = first_layers(source)
-    if layers is not None:
-        if policy is not None:
-            raise JaxLlamaError(f"{source}: policy and layers exclude each other")
-        lm = load(
-            whole,
-            dtype,
-            quantize,
-            mesh=mesh,
-            deterministic=deterministic,
-            random=random,
-            exact=exact,
-            revision=revision,
-            progress=progress,
-            adapters=adapters,
-            merge=merge,
-        )
-        return lm.first_layers(layers)
+    if layers is not None and policy is not None:
+        raise JaxLlamaError(f"{source}: policy and layers exclude each other")
     if "flax.serialization" in sys.modules:
         from jaxllama.model.flax_state import register
 
@@ -166,9 +152,9 @@ def load(
     if grid is not None:
         check_sums(grid)
     dtype = float_dtype(default_dtype() if dtype is None else dtype)
-    if not random and is_random_preset(source):
+    if not random and is_random_preset(whole):
         warnings.warn(
-            f"{source}: no trained weights are published for this preset: its weights are random; "
+            f"{whole}: no trained weights are published for this preset: its weights are random; "
             f"with trained ones: {', '.join((*hub.WHEELS, *hub.REPOSITORIES))}",
             WeightWarning,
             stacklevel=2,
@@ -182,91 +168,197 @@ def load(
         if not isinstance(quantize, str):
             raise JaxLlamaError(f"quantize = {short(quantize)}: expected text, such as 'w8a8'")
         parse(quantize)
-    programs, place = None, None
+    programs = None
     if policy is None and mesh is None and jax.default_backend() == "cpu":
-        programs = KeptPrograms((str(source), revision, dtype.name, quantize, random, exact, merge))
-    if policy is not None:
-        from jaxllama.offload.policy import Policy
-        from jaxllama.placement import Placement
-
-        policy = Policy.parse(policy) if isinstance(policy, str) else policy
-        if not isinstance(policy, Policy):
-            raise JaxLlamaError(
-                f"policy = {short(policy)}: expected a Policy, or its text, such as "
-                "'20 80 0 100 0 100'"
-            )
-        place = Placement(policy, dtype, quantize, deterministic, exact=exact)
-    sampling, vectors, classifier = None, None, None
+        programs = KeptPrograms((str(whole), revision, dtype.name, quantize, random, exact, merge))
     if random and merge:
         raise JaxLlamaError("merge goes into a checkpoint's weights, and these are random")
+    order = _Order(
+        whole,
+        dtype,
+        quantize,
+        None if policy is None else _placement(policy, dtype, quantize, deterministic, exact),
+        grid,
+        deterministic,
+        random,
+        exact,
+        revision,
+        progress,
+        merge,
+    )
     factors = []
     if adapters:
-        found = read_config(source, random, revision, progress)
+        found = read_config(whole, random, revision, progress)
         factors = [peft.read(path, found) for path in adapters.values()]
-    if random:
-        from jaxllama.quantization.random_params import check_memory, random_params
-
-        cfg, tokenizer = load_config(source), Tokenizer.byte_level()
-        if place is None and grid is None:
-            check_memory(cfg, dtype, quantize)
-        scheme = quantize if place is None else place.scheme
-        put = _laid_out if not exact and _has_handlers(place, grid, dtype) else place
-        params = random_params(cfg, jax.random.key(0), dtype, scheme, put, grid, progress=progress)
-        params = jax.device_put(params) if put is _laid_out else params
-    else:
-        path = hub.resolve(source, revision, progress=progress)
-        sampling = None if path.suffix == ".gguf" else hf.read_sampling(path)
-        if sampling is None and str(source) in preset_names():
-            said = preset_sampling(source)
-            sampling = Sampling(**said) if said else None
-        cfg, params, tokenizer = _from_checkpoint(
-            source,
-            path,
-            dtype,
-            progress,
-            place,
-            grid,
-            quantize,
-            factors[0] if merge else None,
-            own_codes=not exact and quantize is None,
-        )
-        if path.suffix != ".gguf":
-            vectors, classifier = pooling.read(path), hf.read_classifier(path)
-    if tokenizer is not None:
-        tokenizer.check_vocab(cfg.vocab_size)
+    model = _random(order) if random else _read(order, factors[0] if merge else None)
+    if model.tokenizer is not None:
+        model.tokenizer.check_vocab(model.cfg.vocab_size)
     names = () if merge else tuple(adapters)
-    if place is not None:
-        lm = place.model(cfg, params, tokenizer)
-        params = lora.attach(lm.config, lm.params, factors) if names else lm.params
-        return dataclasses.replace(
-            lm, params=params, sampling=sampling, adapters=names, pooling=vectors
+    lm = _ready(order, model, programs)
+    if names:
+        params = lora.attach(tensor_table(lm.config), lm.params, factors)
+        lm = dataclasses.replace(lm, params=params, adapters=names)
+    if lm.programs is not None:
+        lm.programs.wait()
+    return lm if layers is None else lm.first_layers(layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Order:
+    """The checked arguments of ``load``; place: of a policy, grid: of a mesh."""
+
+    source: str | Path
+    dtype: jnp.dtype
+    quantize: str | None
+    place: Placement | None
+    grid: Mesh | None
+    deterministic: bool
+    random: bool
+    exact: bool
+    revision: str | None
+    progress: bool
+    merge: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    """A model as its files have it, with parameters where they were read to."""
+
+    cfg: ModelConfig
+    params: generation.Params
+    tokenizer: Tokenizer | None
+    sampling: Sampling | None = None
+    pooling: pooling.Pooling | None = None
+    classifier: Any = None
+
+
+def _placement(
+    policy: str | Policy, dtype: jnp.dtype, quantize: str | None, deterministic: bool, exact: bool
+) -> Placement:
+    from jaxllama.offload.policy import Policy
+    from jaxllama.placement import Placement
+
+    policy = Policy.parse(policy) if isinstance(policy, str) else policy
+    if not isinstance(policy, Policy):
+        raise JaxLlamaError(
+            f"policy = {short(policy)}: expected a Policy, or its text, such as '20 80 0 100 0 100'"
         )
-    if grid is None and not exact:
-        with working("laying out weights", show=progress and quantize is not None):
+    return Placement(policy, dtype, quantize, deterministic, exact=exact)
+
+
+def _random(order: _Order) -> _Model:
+    """Return the preset with random weights, in the scheme, and a byte tokenizer."""
+    from jaxllama.quantization.random_params import check_memory, random_params
+
+    cfg, place = load_config(order.source), order.place
+    if place is None and order.grid is None:
+        check_memory(cfg, order.dtype, order.quantize)
+    scheme = order.quantize if place is None else place.scheme
+    lays_out = not order.exact and _has_handlers(place, order.grid, order.dtype)
+    put = _laid_out if lays_out else place
+    key, progress = jax.random.key(0), order.progress
+    params = random_params(cfg, key, order.dtype, scheme, put, order.grid, progress=progress)
+    params = jax.device_put(params) if lays_out else params
+    return _Model(cfg, params, Tokenizer.byte_level())
+
+
+def _read(order: _Order, added: peft.Factors | None) -> _Model:
+    """Return the model of files; added: the adapter that is merged into its weights."""
+    source, grid = order.source, order.grid
+    path = hub.resolve(source, order.revision, progress=order.progress)
+    is_gguf = path.suffix == ".gguf"
+    sampling = None if is_gguf else hf.read_sampling(path)
+    if sampling is None and str(source) in preset_names():
+        said = preset_sampling(source)
+        sampling = Sampling(**said) if said else None
+    is_packed = not is_gguf and hf.is_packed(path)
+    if added is not None and (is_gguf or is_packed):
+        raise JaxLlamaError(
+            f"{source}: merge goes into the floats of a Hugging Face directory, and this has none: "
+            "leave merge out, and the adapter stands beside the weights"
+        )
+    if order.quantize is not None and is_packed:  # codes are not rounded again
+        raise JaxLlamaError(
+            f"{source}: its weights are already quantized, so quantize={order.quantize!r} is not "
+            "for it: leave that out, or start from the model in floats"
+        )
+    keeps_codes = not order.exact and order.quantize is None and (is_gguf or is_packed)
+    keeps_codes = keeps_codes and _has_handlers(order.place, grid, order.dtype)
+    here = _laid_out if keeps_codes else lambda _, leaf: jax.device_put(leaf)
+    if is_gguf:
+        model = _of_gguf(path, order, here, keeps_codes)
+    else:
+        model = _of_directory(path, order, here, added)
+    params = jax.device_put(model.params) if keeps_codes else model.params
+    if str(source) in preset_names():
+        hf.check_preset(load_config(source), model.cfg)
+    return dataclasses.replace(model, params=params, sampling=sampling)
+
+
+def _of_gguf(path: Path, order: _Order, here: Place, keeps_codes: bool) -> _Model:
+    # The tokenizer is built while weights are laid out: both take tenths of a second.
+    with opened(path) as file, ThreadPoolExecutor(1, "jaxllama-load") as beside:
+        reading = beside.submit(Tokenizer.from_gguf, file)
+        cfg = gguf.read_config(file)
+        keep = here if order.grid is None else lambda _, leaf: leaf
+        put, finish = _rounded(order.quantize, cfg, keep, order.place)
+        params = gguf.load_params(
+            file,
+            cfg,
+            order.dtype,
+            keep_quantized=keeps_codes,
+            laid_out=keeps_codes,
+            progress=order.progress,
+            place=put,
+        )
+        tokenizer = reading.result()
+    params = finish(params)
+    params = params if order.grid is None else shard_params(cfg, params, order.grid)[1]
+    return _Model(cfg, params, tokenizer)
+
+
+def _of_directory(path: Path, order: _Order, here: Place, added: peft.Factors | None) -> _Model:
+    cfg, keep, stream, dtype = hf.read_config(path), here, None, order.dtype
+    if order.grid is not None:
+        keep, stream = leaf_readers(cfg, order.grid, dtype)
+    put, finish = _rounded(order.quantize, cfg, keep, order.place)
+    stream = stream if order.quantize is None else None  # a weight is rounded as a whole
+    cfg, params = hf.load(
+        path, dtype=dtype, progress=order.progress, place=put, stream=stream, added=added
+    )
+    params = finish(params)
+    has_tokenizer = exists(path / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path / "tokenizer.json") if has_tokenizer else None
+    vectors, classifier = pooling.read(path), hf.read_classifier(path)
+    return _Model(cfg, params, tokenizer, pooling=vectors, classifier=classifier)
+
+
+def _ready(order: _Order, model: _Model, programs: KeptPrograms | None) -> LanguageModel:
+    """Return the model with its parameters in the scheme and the layout in which they are used."""
+    cfg, params, grid, quantize = model.cfg, model.params, order.grid, order.quantize
+    if order.place is not None:
+        lm = order.place.model(cfg, params, model.tokenizer)
+        return dataclasses.replace(lm, sampling=model.sampling, pooling=model.pooling)
+    if grid is None and not order.exact:
+        with working("laying out weights", show=order.progress and quantize is not None):
             params = lay_out(params, donate=True)
             if quantize is not None:
                 jax.block_until_ready(params)
     if grid is not None:
         cfg, params = place_params(cfg, params, grid)
-    if quantize is not None and not exact and (reason := slow_on_cpu(params)) is not None:
-        warnings.warn(f"{quantize}: {reason}", SpeedWarning, stacklevel=2)
-    if names:
-        params = lora.attach(cfg, params, factors)
-    if programs is not None and cfg.n_layers < LEAST_LAYERS:
-        programs = None
-    if programs is not None:
-        programs.wait()
-    head = None if classifier is None else jnp.asarray(classifier)
+    if quantize is not None and not order.exact and (reason := slow_on_cpu(params)) is not None:
+        warnings.warn(f"{quantize}: {reason}", SpeedWarning, stacklevel=3)
+    head = None if model.classifier is None else jnp.asarray(model.classifier)
     return LanguageModel(
         cfg,
         params,
-        tokenizer,
-        deterministic,
-        sampling,
-        names,
-        exact,
-        programs,
-        pooling=vectors,
+        model.tokenizer,
+        order.deterministic,
+        model.sampling,
+        (),
+        order.exact,
+        programs if cfg.n_layers >= LEAST_LAYERS else None,
+        pooling=model.pooling,
         classifier=head,
     )
 
@@ -299,69 +391,6 @@ def _check_adapters(adapters: dict[str, str | Path], merge: bool, on_mesh: bool)
         raise JaxLlamaError(f"merge takes one adapter, and there are {len(adapters)}")
     if on_mesh and adapters and not merge:
         raise JaxLlamaError("adapters beside a mesh: only one, merged into the weights")
-
-
-def _from_checkpoint(
-    source: str | Path,
-    path: Path,
-    dtype: jnp.dtype,
-    progress: bool,
-    place: Placement | None = None,
-    grid: Mesh | None = None,
-    scheme: str | None = None,
-    added: peft.Factors | None = None,
-    own_codes: bool = False,
-) -> tuple[ModelConfig, generation.Params, Tokenizer | None]:
-    is_gguf = path.suffix == ".gguf"
-    if added is not None and (is_gguf or hf.is_packed(path)):
-        raise JaxLlamaError(
-            f"{source}: merge goes into the floats of a Hugging Face directory, and this has none: "
-            "leave merge out, and the adapter stands beside the weights"
-        )
-    own_codes &= is_gguf or hf.is_packed(path)
-    own_codes = own_codes and _has_handlers(place, grid, dtype)
-    here = _laid_out if own_codes else lambda _, leaf: jax.device_put(leaf)
-    if is_gguf:
-        # The tokenizer is built while weights are laid out: both take tenths of a second.
-        with opened(path) as file, ThreadPoolExecutor(1, "jaxllama-load") as beside:
-            reading = beside.submit(Tokenizer.from_gguf, file)
-            cfg = gguf.read_config(file)
-            keep = (lambda _, leaf: leaf) if grid is not None else here
-            put, finish = _rounded(scheme, cfg, keep, place)
-            params = gguf.load_params(
-                file,
-                cfg,
-                dtype,
-                keep_quantized=own_codes,
-                laid_out=own_codes,
-                progress=progress,
-                place=put,
-            )
-            tokenizer = reading.result()
-        params = finish(params)
-        params = params if grid is None else shard_params(cfg, params, grid)[1]
-    else:
-        if scheme is not None and hf.is_packed(path):  # codes are not rounded again
-            raise JaxLlamaError(
-                f"{source}: its weights are already quantized, so quantize={scheme!r} is not for "
-                "it: leave that out, or start from the model in floats"
-            )
-        cfg, keep, stream = hf.read_config(path), here, None
-        if grid is not None:
-            keep, stream = leaf_readers(cfg, grid, dtype)
-        put, finish = _rounded(scheme, cfg, keep, place)
-        stream = stream if scheme is None else None  # a weight is rounded as a whole
-        cfg, params = hf.load(
-            path, dtype=dtype, progress=progress, place=put, stream=stream, added=added
-        )
-        params = finish(params)
-        has_tokenizer = exists(path / "tokenizer.json")
-        tokenizer = Tokenizer.from_file(path / "tokenizer.json") if has_tokenizer else None
-    if own_codes:
-        params = jax.device_put(params)
-    if str(source) in preset_names():
-        hf.check_preset(load_config(source), cfg)
-    return cfg, params, tokenizer
 
 
 def _rounded(

@@ -159,9 +159,9 @@ CANDIDATES = [
     ),
     Fault(
         "a parallel block's MLP reads the stream behind the mixer",
-        M + "decoder.py",
-        "ops, stream if cfg.parallel_block else None)",
-        "ops, mixed if cfg.parallel_block else None)",
+        M + "forms/parallel.py",
+        'inner(layer, p["mlp"], before, p.get(',
+        'inner(layer, p["mlp"], stream, p.get(',
         MODEL,
         first="tests/model/test_parity.py::test_golden",
     ),

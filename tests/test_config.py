@@ -10,11 +10,18 @@ import pytest
 
 import jaxllama as jl
 from jaxllama.checkpoints.hf.config import check_preset, config_from_hf, config_to_hf
-from jaxllama.config import ModelConfig, RopeConfig, load_config, preset_names
+from jaxllama.config import (
+    ModelConfig,
+    RopeConfig,
+    load_config,
+    of_last_version,
+    preset_names,
+)
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import init_params
 from jaxllama.model.params import param_table
 from pallas_kernels import ClampedGate
+from tests.helpers import models
 
 # Parameters as the model cards' files count them (a tied head once).
 PUBLISHED = {
@@ -193,6 +200,21 @@ def test_a_preset_keeps_its_options_and_takes_the_checkpoints_token_ids(tmp_path
     got = check_preset(cfg.replace(attn_sparsity=0.5), cfg.replace(name="c", eos_token_ids=(3, 4)))
     assert isinstance(got, ModelConfig)
     assert (got.name, got.attn_sparsity, got.eos_token_ids) == ("m", 0.5, (3, 4))
+
+
+@pytest.mark.parametrize(
+    "cfg", [models.LLAMA, models.GEMMA4, load_config("mixtral-8x7b")], ids=lambda cfg: cfg.name
+)
+def test_a_run_directory_of_the_last_version_has_its_model(cfg: ModelConfig) -> None:
+    """Its keys that went have the values that every model of this version has."""
+    keys = cfg.flat.to_dict()
+    parts, expert_layers = keys.pop("attention_parts"), keys.pop("expert_layers")
+    keys |= {"v_norm": bool(parts), "first_norm": True, "sum_norms": "none", "embed_width": None}
+    if keys["experts"]:
+        keys["experts"] = {**keys["experts"], "layers": expert_layers}
+    assert ModelConfig.of(**of_last_version(keys)) == cfg
+    with pytest.raises(JaxLlamaError, match="sum_norms"):
+        ModelConfig.of(**of_last_version({**keys, "sum_norms": "mlp"}))
 
 
 def test_a_printed_config_has_a_line_for_each_option_of_its_own() -> None:

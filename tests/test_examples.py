@@ -20,6 +20,7 @@ from tests.helpers.http_server import tiny_checkpoint
 from tests.helpers.models import LLAMA
 
 PRINTS = {
+    "plain_llama": "The capital of France is",
     "generate": "Paris",
     "pure_functions": "lengths [8, 5]",
     "batcher": "5 of 5 answers are those of the prompt alone",
@@ -35,7 +36,7 @@ PRINTS = {
 
 # By default on small models: SmolLM2 compiles for the best part of a minute.
 TINY = LLAMA.replace(vocab_size=260, d_ff=64)
-ON_A_TINY_MODEL = ("generate", "quantize", "serve_and_call")
+ON_A_TINY_MODEL = ("plain_llama", "generate", "quantize", "serve_and_call")
 
 
 QUICK = ("one_kernel",)

@@ -323,8 +323,9 @@ def test_a_start_imports_neither_flax_nor_what_other_models_need() -> None:
 
 def test_layers_that_are_alike_are_traced_once(monkeypatch) -> None:
     cfg = LLAMA.replace(n_layers=4, layer_types=("attention",) * 4, d_ff=160)
-    params, traced, half = jax.device_put(seeded_params(cfg)), [], decoder.mix_half
-    monkeypatch.setattr(decoder, "mix_half", lambda *args: traced.append(1) or half(*args))
+    params, traced, half = jax.device_put(seeded_params(cfg)), [], decoder.block
+    once = jax.jit(lambda *args: traced.append(1) or half(*args), static_argnums=0)
+    monkeypatch.setattr(decoder, "_block_once", once)
     cache = init_cache(cfg, 1, 16)
     tokens = jnp.ones((1, 5), jnp.int32)
     step = lambda p, t, n, c: prefill.__wrapped__(cfg, p, t, n, c)  # noqa: E731

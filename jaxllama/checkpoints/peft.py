@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllama.checkpoints.folding import fold_rows
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.checkpoints.name_patterns import first_fitting
 from jaxllama.checkpoints.safetensors import FLOATS, SafetensorsFile, write
@@ -34,7 +35,6 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.files import ADAPTER, read_json, short
 from jaxllama.model.param import TensorSource, piece_of
-from jaxllama.model.params import param_table
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Factors = dict[str, tuple[np.ndarray, ...]]
@@ -136,7 +136,7 @@ def products(cfg: ModelConfig) -> dict[str, TensorSource]:
     """
     return {
         source.name.removesuffix(".weight"): source
-        for (*_, product, leaf), param in param_table(cfg).items()
+        for (*_, product, leaf), param in tensor_table(cfg).items()
         if product in _PRODUCTS and leaf == "weight"
         for source in param.sources
         if piece_of(source.name) is None

@@ -67,6 +67,7 @@ def options(sub: Parser) -> None:
 def run(args: argparse.Namespace) -> None:
     from jaxllama.evaluation import plan
     from jaxllama.offload.policy import Policy
+    from jaxllama.planner.cost import MemoryLimits, Task
 
     for tier in ("device", "host", "disk"):
         if args.policy is not None and getattr(args, f"{tier}_gb") is not None:
@@ -77,27 +78,22 @@ def run(args: argparse.Namespace) -> None:
             "--calibrate and --expert-use are for the solver, and --policy is given"
         )
     base = common.also(Policy(), args) if policy is None else policy
-    sizes = {}
-    for tier in ("device", "host", "disk"):
-        size = getattr(args, f"{tier}_gb")
-        sizes[f"{tier}_bytes"] = None if size is None else int(size * 1e9)
+    sizes = (args.device_gb, args.host_gb, args.disk_gb)
+    asked = plan.PlanRequest(
+        args.model,
+        Task(args.batch, args.prompt_tokens, args.new_tokens),
+        policy,
+        base,
+        MemoryLimits(*(None if size is None else int(size * 1e9) for size in sizes)),
+        dtype=args.dtype,
+        scheme=args.quantize,
+        kv_dtype=common.kv_dtype(args),
+        timeline=args.timeline,
+        recalibrate=args.recalibrate,
+        calibrate_on=args.calibrate,
+        expert_use=args.expert_use,
+        **common.source(args),
+    )
     with working("planning"):
-        report = plan.run(
-            args.model,
-            policy=policy,
-            base=base,
-            dtype=args.dtype,
-            scheme=args.quantize,
-            kv_dtype=common.kv_dtype(args),
-            rows=args.batch,
-            prompt_tokens=args.prompt_tokens,
-            new_tokens=args.new_tokens,
-            timeline=args.timeline,
-            recalibrate=args.recalibrate,
-            calibrate_on=args.calibrate,
-            expert_use=args.expert_use,
-            progress=lambda text: print(text, file=sys.stderr),
-            **common.source(args),
-            **sizes,
-        )
+        report = plan.run(asked, lambda text: print(text, file=sys.stderr))
     common.show(args, report, plan.table)

@@ -7,51 +7,78 @@ have no defaults here, so no preset can forget them.
 """
 
 from jaxllama.config.attention import (
+    AttentionConfig,
     FullAttentionConfig,
     LatentConfig,
+    LayerInputsConfig,
+    QKNorm,
     RopeConfig,
     RopeScaling,
     SharedBlocks,
 )
 from jaxllama.config.experts import ExpertsConfig
-from jaxllama.config.linear import DeltaConfig, FeatureMap, GLAConfig, Norm
-from jaxllama.config.model import (
-    KINDS,
+from jaxllama.config.flat import FlatConfig, expand, of_last_version
+from jaxllama.config.layer import (
     UNGATED,
     Activation,
-    LayerInputsConfig,
-    ModelConfig,
-    Options,
-    QKNorm,
+    Beside,
+    FeedConfig,
+    Form,
+    Inputs,
+    LayerConfig,
+    MixerOptions,
+    NormConfig,
+    Parallel,
+    Shared,
 )
+from jaxllama.config.linear import (
+    DeltaConfig,
+    FeatureMap,
+    GLAConfig,
+    Norm,
+)
+from jaxllama.config.model import ModelConfig, StepConfig, model_of
 from jaxllama.config.presets import configs_dir, load_config, preset_names, preset_sampling, shipped
 from jaxllama.config.reader import from_dict, read_toml
 from jaxllama.config.stored import UNMULTIPLIED, CheckpointForm, Multipliers
 
 __all__ = [
     "Activation",
+    "AttentionConfig",
+    "Beside",
     "CheckpointForm",
     "DeltaConfig",
     "ExpertsConfig",
     "FeatureMap",
+    "FeedConfig",
+    "FlatConfig",
+    "Form",
     "FullAttentionConfig",
     "GLAConfig",
-    "KINDS",
+    "Inputs",
     "LatentConfig",
+    "LayerConfig",
     "LayerInputsConfig",
+    "MixerOptions",
     "ModelConfig",
     "Multipliers",
     "Norm",
-    "Options",
+    "NormConfig",
+    "Parallel",
     "QKNorm",
     "RopeConfig",
     "RopeScaling",
+    "Shared",
     "SharedBlocks",
+    "StepConfig",
     "UNGATED",
     "UNMULTIPLIED",
     "configs_dir",
+    "expand",
     "from_dict",
     "load_config",
+    "model_of",
+    "of_last_version",
     "preset_names",
     "preset_sampling",
     "read_toml",

@@ -1,13 +1,22 @@
-"""Options of attention layers: positions, latents, heads, shared blocks."""
+"""Options of attention layers: positions, latents, heads, what layers share."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from jaxllama.config.reader import check_types, requirement
+from jaxllama.typing import JsonObject
 
+QKNorm = Literal["none", "head", "full"]
 RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
+# What attention must not have where its keys are latent, or shared between layers.
+_PLAIN_SCORES: JsonObject = {
+    "attn_gate": False,
+    "attn_sinks": False,
+    "attn_softcap": None,
+    "attn_sparsity": 1.0,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +148,7 @@ class LatentConfig:
 
 @dataclasses.dataclass(frozen=True)
 class FullAttentionConfig:
-    """Heads of the attention layers without a window, where they differ from the others' (Gemma 4).
+    """Heads of the attention layers without a window, where they differ from the others'.
 
     Parameters
     ----------
@@ -168,12 +177,7 @@ class FullAttentionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SharedBlocks:
-    """Attention layers that take turns with a few blocks of weights (Zamba2).
-
-    Such a layer reads the stream and the embeddings side by side, and has a feed-forward behind its
-    attention without a sum. The stream stays as it is: what the layer writes is added to the input
-    of the next layer's mixer alone. Each layer has low-rank adapters of its own, and in memory its
-    own copy of the block.
+    """Blocks of weights that attention layers take turns with (``layer.Shared``).
 
     Parameters
     ----------
@@ -183,10 +187,6 @@ class SharedBlocks:
         Rank of the adapters.
     attention_adapters : bool
         Whether q, k and v have adapters, too, beside the feed-forward.
-
-    Notes
-    -----
-    Source: Zamba2 (arXiv 2411.15242).
     """
 
     count: int = 1
@@ -198,3 +198,187 @@ class SharedBlocks:
         for key in ("count", "rank"):
             value = getattr(self, key)
             need(value > 0, key, "must be positive")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerInputsConfig:
+    """A further input of every layer, from tables by token (``layer.Inputs``).
+
+    Parameters
+    ----------
+    width : int
+        Features of a layer's input.
+    vocab_size : int
+        Rows of the table.
+    n_layers : int
+        Layers that the table has features for.
+
+    Raises
+    ------
+    JaxLlamaError
+        If a field is out of range. The message names the field.
+    """
+
+    width: int
+    vocab_size: int
+    n_layers: int
+
+    def __post_init__(self) -> None:
+        check_types(self, "layer_inputs.")
+        need = requirement(self, "layer_inputs.")
+        for key in ("width", "vocab_size", "n_layers"):
+            value = getattr(self, key)
+            need(value > 0, key, "must be positive")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """Options of attention that a model's flat form states, under the same names.
+
+    Parameters
+    ----------
+    n_heads, n_kv_heads, head_dim : int
+        Query heads, key and value heads, and their width. ``n_kv_heads`` divides ``n_heads``;
+        ``head_dim`` is even.
+    rope : RopeConfig
+        Rotary positions; ``rotary_dim = 0`` for a layer without positions (NoPE).
+    norm_eps : float
+        Epsilon of the norms of q and k.
+    norm_weight : bool
+        Whether these norms have a weight.
+    sliding_window : int, optional
+        Number of keys that a query sees, its own included. None for all of them.
+    qkv_bias, o_bias : bool
+        Whether these products have a bias.
+    qk_norm : {"none", "head", "full"}
+        RMSNorm of each head of q and k ("head"), or of all heads at once ("full").
+    qk_norm_last : bool
+        Whether that norm follows RoPE.
+    qkv_limit : float, optional
+        Largest magnitude of q, k and v before positions; larger ones are clipped.
+    attn_softcap : float, optional
+        Cap of the scores: x becomes cap tanh(x / cap).
+    attn_gate : bool
+        Whether heads are multiplied by the sigmoid of a product of the layer's input.
+    attn_sinks : bool
+        Whether each head has a learned logit in its softmax's denominator.
+    attn_sparsity : float
+        Share of the attention weights that decode keeps (FlexGen, arXiv 2303.06865, section 5).
+    inner_norms : bool
+        Whether a norm stands before the last product. A feed-forward has the same option.
+    attention_parts : tuple of str
+        Further steps between the products and the positions, files of
+        ``model/mixers/attention/parts``, in their order.
+    latent : LatentConfig, optional
+        Keys and values come from latents. The cache stores the latents. Then ``head_dim`` is the
+        width of a key, and ``rope.rotary_dim`` is ``latent.d_rope``.
+    k_is_v : bool
+        Whether one product gives both keys and values.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    norm_eps: float
+    norm_weight: bool = True
+    sliding_window: int | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: QKNorm = "none"
+    qk_norm_last: bool = False
+    qkv_limit: float | None = None
+    attn_softcap: float | None = None
+    attn_gate: bool = False
+    attn_sinks: bool = False
+    attn_sparsity: float = 1.0
+    inner_norms: bool = False
+    attention_parts: tuple[str, ...] = ()
+    latent: LatentConfig | None = None
+    k_is_v: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig(AttentionOptions):
+    """Options of one attention layer: those of ``AttentionOptions``, and these.
+
+    Parameters
+    ----------
+    query_scale : float
+        Multiplier of q beside that of the checkpoint's form; loading folds both.
+    lends, borrows : str
+        A layer that lends its keys and values has a name for them. A layer that borrows them has
+        none of its own and names the lender's.
+
+    Raises
+    ------
+    JaxLlamaError
+        If a field is out of range or contradicts another. The message names the field.
+    """
+
+    kind: ClassVar[str] = "attention"
+    query_scale: float = 1.0
+    lends: str = ""
+    borrows: str = ""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        need = requirement(self)
+        for key in ("n_heads", "n_kv_heads", "head_dim", "sliding_window", "qkv_limit"):
+            value = getattr(self, key)
+            need(value is None or value > 0, key, "must be positive")
+        need(self.attn_softcap is None or self.attn_softcap > 0, "attn_softcap", "must be positive")
+        divides = f"must divide n_heads ({self.n_heads})"
+        need(self.n_heads % self.n_kv_heads == 0, "n_kv_heads", divides)
+        need(self.head_dim % 2 == 0, "head_dim", "must be even (RoPE)")
+        need(self.norm_eps >= 0, "norm_eps", "must not be negative")
+        need(0 < self.attn_sparsity <= 1, "attn_sparsity", "must be in (0, 1]")
+        self._check_norms()
+        turning = self.rope.rotary_dim or 0
+        widest = f"must not exceed head_dim ({self.head_dim})"
+        need(turning <= self.head_dim, "rope.rotary_dim", widest)
+        if self.latent is not None:
+            self._check_latent(self.latent)
+        if self.lends or self.borrows:
+            self._need({"latent": None, "qk_norm_last": False}, "layers share keys")
+            self._need(_PLAIN_SCORES, "layers share keys")
+
+    def _check_norms(self) -> None:
+        need, is_bare = requirement(self), self.qk_norm == "none"
+        has_heads = self.qk_norm == "head" or not self.qk_norm_last
+        need(has_heads, "qk_norm_last", "needs qk_norm = 'head'")
+        need(is_bare or not self.rope.query_beta, "rope.query_beta", "needs qk_norm = 'none'")
+        is_plain = is_bare and self.latent is None
+        need(self.qkv_limit is None or is_plain, "qkv_limit", "needs qk_norm = 'none'")
+        for holds, where in (
+            (self.attn_softcap is not None, "attention scores are capped"),
+            (self.attn_sinks, "attention has sinks"),
+        ):
+            is_full = not holds or self.attn_sparsity == 1.0
+            need(is_full, "attn_sparsity", f"must be 1 where {where}")
+
+    def _check_latent(self, latent: LatentConfig) -> None:
+        width, where = latent.d_nope + latent.d_rope, "keys are latent"
+        self._need({"head_dim": width, "n_kv_heads": self.n_heads, "qk_norm": "none"}, where)
+        self._need(_PLAIN_SCORES, where)
+        requirement(self)(
+            self.rope.rotary_dim in (0, latent.d_rope),
+            "rope.rotary_dim",
+            f"must be latent.d_rope ({latent.d_rope}) where {where}",
+        )
+        requirement(self)(latent.d_v <= width, "latent.d_v", f"must not exceed head_dim ({width})")
+
+    def _need(self, fields: JsonObject, where: str) -> None:
+        """Raise JaxLlamaError if a field has another value than in ``fields``."""
+        for key, want in fields.items():
+            is_so = getattr(self, key) == want
+            requirement(self)(is_so, key, f"must be {want!r} where {where}")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per kv head (G)."""
+        return self.n_heads // self.n_kv_heads
+
+    def replace(self, **changes: Any) -> AttentionConfig:
+        """Return the options with changed fields."""
+        return dataclasses.replace(self, **changes)

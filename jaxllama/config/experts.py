@@ -55,13 +55,10 @@ class ExpertsConfig:
     choice_by_logits : bool
         Whether experts are chosen by logits, and not by scores; ``choice_bias`` is added to these.
     out_norm : bool
-        Whether the layers with experts have a norm of their output (A.X-K1).
+        Whether the layers with experts have a norm of their output.
     beside : bool
         Whether the expert that every token passes is a dense feed-forward beside the others, with
-        norms of its own (Gemma 4). The router then has a norm too, and a factor of each expert.
-    layers : tuple of int
-        Indices of the layers with experts; empty for every layer. Other layers have the dense
-        feed-forward.
+        norms of its own. The router then has a norm too, and a factor of each expert.
     shards : int
         Devices that hold ``n_experts / shards`` experts each (``split.local_config``).
     exchanges : bool
@@ -94,7 +91,6 @@ class ExpertsConfig:
     out_norm: bool = False
     choice_by_logits: bool = False
     beside: bool = False
-    layers: tuple[int, ...] = ()
     shards: int = 1
     exchanges: bool = False
 
@@ -132,8 +128,3 @@ class ExpertsConfig:
             "scores",
             "has neither groups nor a bias of the choice",
         )
-
-    @property
-    def of_a_layer(self) -> ExpertsConfig:
-        """The same experts for one of the layers that have them."""
-        return dataclasses.replace(self, layers=())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 from jaxllama.config.reader import check_types, requirement
 
@@ -61,6 +61,7 @@ class GLAConfig:
         If a field is out of range or contradicts another. The message names the field.
     """
 
+    kind: ClassVar[str] = "gla"
     n_heads: int
     n_kv_heads: int
     expand_k: float
@@ -90,6 +91,22 @@ class GLAConfig:
             "n_kv_heads",
             f"must divide gla.n_heads ({self.n_heads})",
         )
+
+    def check_width(self, d_model: int) -> None:
+        """Raise JaxLlamaError if heads of a model of width ``d_model`` have no whole sizes."""
+        need = requirement(self, "gla.")
+        for key in ("expand_k", "expand_v"):
+            width = getattr(self, key) * d_model
+            need(
+                width > 0 and width == int(width) and int(width) % self.n_heads == 0,
+                key,
+                f"times d_model ({d_model}) must divide into {self.n_heads} heads",
+            )
+
+    def head_dims(self, d_model: int) -> tuple[int, int]:
+        """Return (Dk, Dv) of one head."""
+        widths = self.expand_k * d_model, self.expand_v * d_model
+        return int(widths[0]) // self.n_heads, int(widths[1]) // self.n_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +144,7 @@ class DeltaConfig:
         If a field is out of range or contradicts another. The message names the field.
     """
 
+    kind: ClassVar[str] = "delta"
     n_heads: int
     n_k_heads: int
     d_k: int

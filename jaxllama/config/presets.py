@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxllama.config.model import ModelConfig
-from jaxllama.config.reader import from_dict, nearest, read_toml
+from jaxllama.config.reader import nearest, read_toml
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import JsonObject
 
@@ -31,7 +31,7 @@ def load_config(name: str | Path) -> ModelConfig:
     data.setdefault("name", path.stem)
     data.pop("sampling", None)
     try:
-        return from_dict(ModelConfig, data)
+        return ModelConfig.of(**data)
     except JaxLlamaError as error:
         raise JaxLlamaError(f"{path}: {error}") from None
 

@@ -37,7 +37,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def from_dict(cls: type[T], data: JsonObject, prefix: str = "") -> T:
     """Build a (nested) frozen dataclass, rejecting unknown keys, missing keys and wrong types."""
     hints = _type_hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = {field.name: field for field in _own_first(cls)}
     for key in data:
         if key not in fields:
             raise JaxLlamaError(
@@ -52,9 +52,16 @@ def from_dict(cls: type[T], data: JsonObject, prefix: str = "") -> T:
     return cls(**values)
 
 
+def _own_first(cls: type) -> list[dataclasses.Field[Any]]:
+    """Return the fields of a dataclass, those that it inherits last."""
+    return sorted(dataclasses.fields(cls), key=lambda field: field.name not in cls.__annotations__)
+
+
 def _convert(hint: Any, value: Any, key: str) -> Any:
     """Return ``value`` in the type ``hint``; TOML arrays become tuples."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
@@ -95,10 +102,11 @@ def _type_hints(cls: type) -> JsonObject:
 
 def check_types(instance: Any, prefix: str = "") -> None:
     """Raise JaxLlamaError for a field of another type; lists become tuples, so it can be hashed."""
-    for key, hint in _type_hints(type(instance)).items():
-        if key != "mixers":  # options of kinds that are not known here
-            value = _convert(hint, getattr(instance, key), prefix + key)
-            object.__setattr__(instance, key, value)
+    hints = _type_hints(type(instance))
+    for field in dataclasses.fields(instance):
+        if field.name != "mixers":  # options of kinds that are not known here
+            value = _convert(hints[field.name], getattr(instance, field.name), prefix + field.name)
+            object.__setattr__(instance, field.name, value)
 
 
 def require(condition: bool, key: str, value: object, why: str) -> None:
@@ -123,7 +131,7 @@ def requirement(config: Any, prefix: str = "") -> Callable[..., None]:
 
 def said_options(record: object) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of the options of a record that differ from their defaults."""
-    for field in dataclasses.fields(record):  # type: ignore[arg-type]
+    for field in _own_first(type(record)):
         value = getattr(record, field.name)
         make = field.default_factory
         default = field.default if make is dataclasses.MISSING else make()

@@ -55,7 +55,7 @@ class CheckpointForm:
     Parameters
     ----------
     family : str
-        Family of the tensors' names (``model.family_names``) and of the class in transformers.
+        Family of the tensors' names (``checkpoints.hf``) and of the class in transformers.
     embed : float
         Multiplier of the embedding.
     query : float

@@ -29,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ from jaxllama.decoding.rows import Rows
 from jaxllama.decoding.sampling import History, SamplingParams, sample, whole
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder, verification
-from jaxllama.model.cache import Cache, init_cache
+from jaxllama.model.cache import Cache, LayerState, init_cache
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.records import Hidden
 from jaxllama.parallel.mesh import mesh_of
@@ -81,6 +81,7 @@ class DraftContext(NamedTuple):
     wanted: int32 ``[B]``: number of tokens to propose, at most ``most``.
     sampling, history: the model's own.
     draw: called as ``sample``.
+    table: the places of the rows' pages, where the draft's cache has the model's.
     """
 
     text: jax.Array
@@ -90,6 +91,99 @@ class DraftContext(NamedTuple):
     sampling: SamplingParams
     history: History | None
     draw: Callable[..., tuple[jax.Array, jax.Array]] = sample
+    table: jax.Array | None = None
+
+
+class Pace(NamedTuple):
+    """How many tokens each row asks for, and when; int32 ``[B]`` each.
+
+    tokens: length of the next draft.  wait: turns until then.  pause: turns of the last pause.
+    """
+
+    tokens: jax.Array
+    wait: jax.Array
+    pause: jax.Array
+
+    def after(self, drafted: jax.Array, accepted: jax.Array, most: int) -> Pace:
+        """The pace after a turn; the module docstring has the rule.
+
+        drafted, accepted: int32 ``[B]``; a row that drafted nothing only waits.
+        most: longest draft.
+        """
+        is_wrong = accepted == 0
+        tokens = jnp.where(is_wrong, self.tokens // 2, jnp.minimum(4 * self.tokens, most))
+        pauses = tokens == 0
+        pause = jnp.where(pauses, jnp.minimum(2 * self.pause, _LONGEST_PAUSE), self.pause)
+        tried = Pace(
+            jnp.maximum(tokens, 1), jnp.where(pauses, pause, 0), jnp.where(is_wrong, pause, 1)
+        )
+        waited = self._replace(wait=jnp.maximum(self.wait - 1, 0))
+        return Pace(*(jnp.where(drafted > 0, *pair) for pair in zip(tried, waited, strict=True)))
+
+
+class SlotDrafts(NamedTuple):
+    """State of drafting in an engine, with one row for each slot.
+
+    text int32 ``[B, L]``: prompt and answer, up to the newest token. pace: number of tokens that
+    each row asks for. read int32 ``[B]``: number of tokens of the text that a draft model has in
+    its cache. layers: the draft model's layer states, present only inside a decode call. last: the
+    hidden state ``[B, D]`` from which an MTP head drafts; ``read`` is -1 where there is none yet.
+    """
+
+    text: jax.Array
+    pace: Pace
+    read: jax.Array
+    layers: tuple[LayerState, ...] = ()
+    last: jax.Array | None = None
+
+
+class PromptPart(NamedTuple):
+    """The next tokens of prompts, ``[R, T]``, of which ``lengths[R]`` count.
+
+    totals: int32 ``[R]``: lengths of the whole prompts.
+    hidden: ``[R, T, D]``: the model's states for the tokens.
+    following: int32 ``[R]``: the token after the valid ones.
+    fresh: whether the rows are empty.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    totals: jax.Array
+    hidden: Hidden
+    following: jax.Array
+    fresh: bool
+
+
+class Draft(Protocol):
+    """A source of drafts: ``NGram``, ``ModelDraft`` or ``mtp.MTPDraft``. No loop asks which.
+
+    reads_hidden: whether it reads the hidden states of each pass, by ``observe(params, rows,
+    inputs, passed)``.
+    counts_read: whether its cache may hold fewer tokens than the model's.
+    """
+
+    reads_hidden: ClassVar[bool]
+    counts_read: ClassVar[bool]
+
+    def weights(self, model: Params, draft: Params | None) -> Params | None:
+        """Return its parameters, of the model's and those given for a draft."""
+        ...
+
+    def fill(self, params: Any, cache: Cache, part: PromptPart) -> Cache:
+        """Return the cache with the part of the prompts."""
+        ...
+
+    def propose(self, params: Any, kept: Any, ask: DraftContext) -> Drafted:
+        """Draft up to ``ask.wanted`` tokens for each row."""
+        ...
+
+    def state_of(self, slots: SlotDrafts, cache: Cache, drafts_here: bool) -> Tree:
+        """Return the state for a call over slots, whose model has ``cache``."""
+        ...
+
+    def to_slots(self, slots: SlotDrafts, kept: Any, length: jax.Array) -> SlotDrafts:
+        """Return the slots with the state after such a call."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +201,24 @@ class NGram:
     least: int = 2
     unsure: bool = False
     reads_hidden: ClassVar[bool] = False
+    counts_read: ClassVar[bool] = False
 
     def begin(self, *_: object) -> None:
         """Return None: an n-gram draft has no state."""
+
+    def weights(self, model: Params, draft: Params | None) -> None:
+        """Return None, for the same reason."""
+
+    def fill(self, params: None, cache: Cache, part: PromptPart) -> Cache:
+        """Return the cache as it is."""
+        return cache
+
+    def state_of(self, slots: SlotDrafts, cache: Cache, drafts_here: bool) -> None:
+        """Return None."""
+
+    def to_slots(self, slots: SlotDrafts, kept: None, length: jax.Array) -> SlotDrafts:
+        """Return the slots as they are."""
+        return slots
 
     def propose(self, params: None, kept: None, ask: DraftContext) -> Drafted:
         text, size = ask.text, ask.size[:, None]
@@ -144,6 +253,7 @@ class ModelDraft:
     cfg: ModelConfig
     vocab_size: int
     reads_hidden: ClassVar[bool] = False
+    counts_read: ClassVar[bool] = True
 
     def begin(self, params: Params, tokens: jax.Array, lengths: jax.Array, capacity: int) -> Cache:
         """The cache after prompts ``tokens[B, T]`` of ``lengths[B]`` tokens."""
@@ -153,32 +263,37 @@ class ModelDraft:
         chunk = prefill_chunk(rows, width, mesh)
         return fill_rows(self.cfg, params, self._known(tokens), lengths, cache, chunk=chunk)[1]
 
-    def fill(
-        self,
-        params: Params,
-        tokens: jax.Array,
-        lengths: jax.Array,
-        cache: Cache,
-        totals: jax.Array,
-        *,
-        fresh: bool,
-    ) -> Cache:
+    def weights(self, model: Params, draft: Params | None) -> Params | None:
+        """Return the draft's own."""
+        return draft
+
+    def fill(self, params: Params, cache: Cache, part: PromptPart) -> Cache:
         """Return the cache with a prompt's next tokens, as ``decoding.forward`` takes them."""
-        tokens = self._known(tokens)
+        tokens = self._known(part.tokens)
+        lengths, totals, fresh = part.lengths, part.totals, part.fresh
         _, after = decoder.forward(self.cfg, params, tokens, lengths, cache, totals, fresh=fresh)
         assert after is not None
         return after
 
+    def state_of(self, slots: SlotDrafts, cache: Cache, drafts_here: bool) -> Cache | None:
+        """Return the cache of the draft's layers, without the table of pages."""
+        return Cache(slots.layers, slots.read) if drafts_here else None
+
+    def to_slots(self, slots: SlotDrafts, kept: Cache | None, length: jax.Array) -> SlotDrafts:
+        """Return the slots with the cache's layers and lengths."""
+        return slots if kept is None else slots._replace(layers=kept.layers, read=kept.lengths)
+
     def propose(self, params: Params, kept: Cache, ask: DraftContext) -> Drafted:
         """Draft ``ask.wanted`` tokens for each row; if no row wants any, the model does not run."""
         none = jnp.zeros((ask.size.shape[0], ask.most), jnp.int32)
+        cache = kept if ask.table is None else dataclasses.replace(kept, table=ask.table)
         # A loop of at most one iteration, because lax.cond would copy the cache.
-        tokens, kept, _ = lax.while_loop(
+        tokens, cache, _ = lax.while_loop(
             lambda carry: carry[2],
             lambda carry: (*self._proposed(params, carry[0], carry[1], ask), jnp.bool_(False)),
-            (none, kept, jnp.any(ask.wanted > 0)),
+            (none, cache, jnp.any(ask.wanted > 0)),
         )
-        return Drafted(tokens, ask.wanted, kept)
+        return Drafted(tokens, ask.wanted, dataclasses.replace(cache, table=kept.table))
 
     def _proposed(
         self, params: Params, none: jax.Array, kept: Cache, ask: DraftContext
@@ -256,7 +371,7 @@ class ModelDraft:
 class DraftPlan:
     """How a loop drafts.
 
-    draft: an ``NGram``, a ``ModelDraft`` or an ``mtp.MTPDraft``.
+    draft: a ``Draft``.
     most: largest number of tokens in a proposal.
     widths: numbers of tokens of a row for which a pass is compiled.
     adaptive: whether a row may ask for fewer than ``most`` tokens.
@@ -286,31 +401,9 @@ class DraftPlan:
         return cls(draft, most, widths, adaptive, deterministic)
 
 
-class Pace(NamedTuple):
-    """How many tokens each row asks for, and when; int32 ``[B]`` each.
-
-    tokens: length of the next draft.  wait: turns until then.  pause: turns of the last pause.
-    """
-
-    tokens: jax.Array
-    wait: jax.Array
-    pause: jax.Array
-
-    def after(self, drafted: jax.Array, accepted: jax.Array, most: int) -> Pace:
-        """The pace after a turn; the module docstring has the rule.
-
-        drafted, accepted: int32 ``[B]``; a row that drafted nothing only waits.
-        most: longest draft.
-        """
-        is_wrong = accepted == 0
-        tokens = jnp.where(is_wrong, self.tokens // 2, jnp.minimum(4 * self.tokens, most))
-        pauses = tokens == 0
-        pause = jnp.where(pauses, jnp.minimum(2 * self.pause, _LONGEST_PAUSE), self.pause)
-        tried = Pace(
-            jnp.maximum(tokens, 1), jnp.where(pauses, pause, 0), jnp.where(is_wrong, pause, 1)
-        )
-        waited = self._replace(wait=jnp.maximum(self.wait - 1, 0))
-        return Pace(*(jnp.where(drafted > 0, *pair) for pair in zip(tried, waited, strict=True)))
+def observer(draft: Any, params: Params) -> Callable[..., Rows] | None:
+    """Return ``loop.run``'s ``observe`` for a draft that reads the passes of a model, or None."""
+    return functools.partial(draft.observe, params) if draft.reads_hidden else None
 
 
 def begin(

@@ -1,6 +1,6 @@
 """The loop over turns, on the device.
 
-    rows, extra = run(forward, rows, draw, stop_ids, unfinished, ...)
+    rows, found = run(forward, rows, draw, stop_ids, unfinished, ...)
 
 ``forward`` is an argument, so that any executor whose pass is part of a program can use the loop.
 A pass takes the smallest compiled width that holds the longest draft of any row.
@@ -37,6 +37,13 @@ class Drafting(NamedTuple):
     adapts_to: int | None = None
 
 
+class Collector(NamedTuple):
+    """What a loop's caller collects: ``empty``, and ``add(found, inputs, report)`` after a turn."""
+
+    empty: Tree
+    add: Callable[[Tree, Inputs, TurnReport], Tree]
+
+
 def run(
     forward: Forward,
     rows: Rows,
@@ -48,24 +55,24 @@ def run(
     drafting: Drafting | None = None,
     observe: Callable[[Rows, Inputs, Pass], Rows] | None = None,
     ignores_stops: jax.Array | None = None,
-    extra: Tree = (),
-    collect: Callable[[Tree, Inputs, TurnReport], Tree] | None = None,
+    collector: Collector | None = None,
 ) -> tuple[Rows, Tree]:
     """Take turns while ``unfinished(rows)``, a bool scalar.
 
     forward, draw, stop_ids, limit, ignores_stops: as for ``start`` and ``finish``.
     observe: called after each turn with the new rows and its pass; returns the rows with another
         ``kept``.
-    extra: the caller's own carry.  ``collect(extra, inputs, report)`` returns it after each turn.
-    Returns (rows, extra).
+    collector: what the caller collects.
+    Returns (rows, what was collected).
 
     The loop's condition is computed anew in each iteration.  Carrying it would save a kernel, but a
     CUDA graph then reads it before the step has written it (``docs/lab/speed.md``).
     """
     adapts_to = None if drafting is None else drafting.adapts_to
+    found = () if collector is None else collector.empty
 
     def one_pass(draft: Drafted | None, width: int, carry: tuple[Rows, Tree]) -> tuple[Rows, Tree]:
-        rows, extra = carry
+        rows, found = carry
         inputs = start(rows, draft, width, limit)
         passed = forward(rows, inputs)
         rows, report = finish(
@@ -79,10 +86,10 @@ def run(
         )
         if observe is not None:
             rows = observe(rows, inputs, passed)
-        if collect is not None:
+        if collector is not None:
             assert report is not None
-            extra = collect(extra, inputs, report)
-        return rows, extra
+            found = collector.add(found, inputs, report)
+        return rows, found
 
     def turn(carry: tuple[Rows, Tree]) -> tuple[Rows, Tree]:
         if drafting is None:
@@ -92,7 +99,7 @@ def run(
         run_pass = functools.partial(one_pass, draft)
         return in_width(drafting.widths, needed, run_pass, (rows, carry[1]))
 
-    return lax.while_loop(lambda carry: unfinished(carry[0]), turn, (rows, extra))
+    return lax.while_loop(lambda carry: unfinished(carry[0]), turn, (rows, found))
 
 
 def in_width(

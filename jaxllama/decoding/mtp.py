@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllama.config import ModelConfig
-from jaxllama.decoding.drafts import DraftContext, Drafted
+from jaxllama.decoding.drafts import DraftContext, Drafted, PromptPart, SlotDrafts
 from jaxllama.decoding.rows import Rows
 from jaxllama.decoding.sampling import History
 from jaxllama.decoding.turn import Inputs, Pass
@@ -52,11 +52,12 @@ class MTPDraft:
 
     cfg: ModelConfig
     reads_hidden: ClassVar[bool] = True
+    counts_read: ClassVar[bool] = False
 
     def begin(self, params: Params, batch: int, capacity: int) -> MTPState:
         """The state of ``batch`` rows before their prompts."""
         dtype, mesh = decoder.activation_dtype(params), mesh_of(params)
-        cache = init_cache(self.cfg.mtp_config(), batch, capacity, dtype, mesh=mesh)
+        cache = init_cache(self.cfg.draft_head(), batch, capacity, dtype, mesh=mesh)
         last = Hidden(jnp.zeros((batch, self.cfg.d_model), dtype))
         return MTPState(cache, last, jnp.zeros((batch,), bool))
 
@@ -75,10 +76,35 @@ class MTPDraft:
         hidden ``[B, T, D]``: the model's for its tokens, of which ``lengths[B]`` count.
         following: int32 ``[B, T]``: the token after each of them.
         """
-        cache = self.fill(params, state.cache, following, hidden, lengths, fresh=fresh)
+        cache = self._filled(params, state.cache, following, hidden, lengths, fresh=fresh)
         return dataclasses.replace(state, cache=cache)
 
-    def fill(
+    def weights(self, model: Params, draft: Params | None) -> Params:
+        """Return the model's."""
+        del draft
+        return model
+
+    def fill(self, params: Params, cache: Cache, part: PromptPart) -> Cache:
+        """Return the head's cache with the part of the prompts."""
+        columns = jnp.arange(part.tokens.shape[1], dtype=jnp.int32)
+        last = part.following[:, None]
+        after = jnp.concatenate([part.tokens[:, 1:], last], axis=1)
+        after = jnp.where(columns == part.lengths[:, None] - 1, last, after)
+        return self._filled(params, cache, after, part.hidden, part.lengths, fresh=part.fresh)
+
+    def state_of(self, slots: SlotDrafts, cache: Cache, drafts_here: bool) -> MTPState:
+        """Return the state, which the head keeps also while no row drafts."""
+        del drafts_here
+        assert slots.last is not None
+        head = Cache(slots.layers, cache.lengths, cache.table)
+        return MTPState(head, Hidden(slots.last), slots.read >= 0)
+
+    def to_slots(self, slots: SlotDrafts, kept: MTPState, length: jax.Array) -> SlotDrafts:
+        """Return the slots with the state."""
+        read = jnp.where(kept.is_known, length, -1)
+        return slots._replace(layers=kept.cache.layers, read=read, last=kept.last.x)
+
+    def _filled(
         self,
         params: Params,
         cache: Cache,

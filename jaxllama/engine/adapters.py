@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from jaxllama.checkpoints import peft
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import unknown_adapter
@@ -58,7 +59,7 @@ class AdapterSlots:
         if n_free:
             self._sources = peft.products(cfg)
             targets = {source.name for source in self._sources.values()}
-            self.params = lora.reserve(cfg, params, targets, n_free, rank)
+            self.params = lora.reserve(tensor_table(cfg), params, targets, n_free, rank)
 
     def __bool__(self) -> bool:
         return bool(self._numbers) or self.n_free > 0
@@ -108,7 +109,7 @@ class AdapterSlots:
             if not self._empty:
                 raise JaxLlamaError(f"all {self.n_free} adapter slots are in use: unload one")
             number = self._empty.pop()
-            self.params = lora.put(self._cfg, self.params, number - 1, factors)
+            self.params = lora.put(tensor_table(self._cfg), self.params, number - 1, factors)
             self._loads += 1
             id = f"{name}#{self._loads}"
             self._numbers[id] = number

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 
-from jaxllama.decoding.drafts import Pace
+from jaxllama.decoding.drafts import SlotDrafts
 from jaxllama.decoding.sampling import History, SamplingParams
 from jaxllama.model.cache import Cache, LayerState
-
-
-class SlotDrafts(NamedTuple):
-    """State of drafting, with one row for each slot.
-
-    text int32 ``[B, L]``: prompt and answer, up to the newest token. pace: number of tokens that
-    each row asks for. read int32 ``[B]``: number of tokens of the text that a draft model has in
-    its cache. layers: the draft model's layer states, present only inside a decode call. last: the
-    hidden state ``[B, D]`` from which an MTP head drafts; ``read`` is -1 where there is none yet.
-    """
-
-    text: jax.Array
-    pace: Pace
-    read: jax.Array
-    layers: tuple[LayerState, ...] = ()
-    last: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -20,10 +20,10 @@ from jax.sharding import Mesh
 
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
-from jaxllama.decoding.drafts import ModelDraft, NGram
-from jaxllama.decoding.mtp import MTPDraft
+from jaxllama.decoding.drafts import Draft
 from jaxllama.engine import slots as device
 from jaxllama.engine.options import ResolvedOptions
+from jaxllama.engine.passes import CallSizes
 from jaxllama.engine.programs import Wanted
 from jaxllama.engine.scheduler import Sequence
 from jaxllama.engine.slots import NOBODY
@@ -59,7 +59,7 @@ class Calls:
         cfg: ModelConfig,
         options: ResolvedOptions,
         mesh: Mesh | None,
-        draft: NGram | ModelDraft | MTPDraft,
+        draft: Draft,
         draft_params: Params | None,
     ) -> None:
         self._cfg, self._options = cfg, options
@@ -68,11 +68,10 @@ class Calls:
         compiled = functools.partial(
             compiler_options.compiled_for, static_argnums=0, donate_argnums=2
         )
-        names = ("n", "context", "width", "widths", "most", "draft")
         self._fill: Jitted = device.fill
         if mesh is None:
             self._fill = compiled(device.fill, None, static_argnames=("fresh", "draft"))
-        self._decode: Jitted = compiled(device.decode, mesh, static_argnames=names)
+        self._decode: Jitted = compiled(device.decode, mesh, static_argnames="sizes")
         self._stop_ids = jax.device_put(np.array(cfg.eos_token_ids, np.int32))
         self.mask_words = -(-cfg.vocab_size // 32)
         # Masks on the device that allow everything, by the number of rows.
@@ -129,15 +128,9 @@ class Calls:
             self._stop_ids,
             self._draft_params,
         )
-        static = {
-            "n": n,
-            "context": context,
-            "width": self._width(n),
-            "widths": self._options.pass_widths(n),
-            "most": self._options.longest_draft,
-            "draft": self._draft,
-        }
-        return ("decode", n, context), Wanted(self._decode, told, self._cfg, static)
+        widths, most = self._options.pass_widths(n), self._options.longest_draft
+        sizes = CallSizes(n, context, self._width(n), widths, most, self._draft)
+        return ("decode", n, context), Wanted(self._decode, told, self._cfg, {"sizes": sizes})
 
     # Calls without rows
 

@@ -448,7 +448,7 @@ def draft_config(cfg: ModelConfig, draft: str | ModelConfig | None) -> ModelConf
     """As ``ResolvedOptions.draft_config``."""
     if isinstance(draft, ModelConfig):
         return draft
-    return cfg.mtp_config() if draft == "mtp" else None
+    return cfg.draft_head() if draft == "mtp" else None
 
 
 def _rows(most: int, width: int, tokens: int) -> int:

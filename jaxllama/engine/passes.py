@@ -13,7 +13,6 @@ scans, must stay out of the loop.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -22,14 +21,12 @@ from jax import lax
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import loop
-from jaxllama.decoding.drafts import DraftContext, Drafted, ModelDraft, NGram, Pace
-from jaxllama.decoding.mtp import MTPDraft, MTPState
+from jaxllama.decoding.drafts import Draft, DraftContext, Drafted, NGram, Pace, observer
 from jaxllama.decoding.rows import Fields, Rows
 from jaxllama.decoding.sampling import History, Sampling, SamplingParams, sample
 from jaxllama.decoding.turn import Draw, Inputs, Pass, TurnReport, sampled
 from jaxllama.engine.batch import BatchState
 from jaxllama.engine.request import MAX_LOGPROBS
-from jaxllama.model.cache import Cache
 from jaxllama.model.decoder import forward, stored_logits
 from jaxllama.model.records import Hidden
 from jaxllama.model.verification import commit, propose
@@ -48,6 +45,23 @@ def level_of(requests: Sequence[Sampling], is_masked: bool) -> int:
     return int(is_masked or any(row.has_penalties or row.logit_bias for row in requests))
 
 
+@dataclasses.dataclass(frozen=True)
+class CallSizes:
+    """What a decode call is compiled for.
+
+    n, context: numbers of rows and of pages that a row may have. width: largest number of tokens of
+    a row. widths: numbers of tokens of a row that a pass may verify: 1, and more where there are
+    drafts. A deterministic engine has one. most: longest draft. draft: the source of drafts.
+    """
+
+    n: int
+    context: int
+    width: int
+    widths: tuple[int, ...] = (1,)
+    most: int = 0
+    draft: Draft = NGram()
+
+
 def run(
     cfg: ModelConfig,
     params: Params,
@@ -56,11 +70,8 @@ def run(
     orders: jax.Array,
     masks: jax.Array,
     stop_ids: jax.Array,
-    width: int,
-    widths: tuple[int, ...],
-    most: int,
-    draft_by: NGram | ModelDraft | MTPDraft,
     draft_params: Params | None,
+    sizes: CallSizes,
 ) -> tuple[BatchState, jax.Array, tuple[jax.Array, jax.Array]]:
     """Run one decode call, see ``slots.decode``.
 
@@ -68,11 +79,10 @@ def run(
     sampler's branch, whether the likeliest tokens are wanted, and the largest number of passes.
     """
     level, wants_top, steps = orders
+    width, widths, draft_by = sizes.width, sizes.widths, sizes.draft
     drafts_here, exact = widths[-1] > 1, len(widths) == 1
-    most = min(most, widths[-1] - 1)
-    observe = None
-    if isinstance(draft_by, MTPDraft):
-        draft_params, observe = params, functools.partial(draft_by.observe, params)
+    most = min(sizes.most, widths[-1] - 1)
+    draft_params, observe = draft_by.weights(params, draft_params), observer(draft_by, params)
     limits = jnp.minimum(limits, slots.remaining)
     prompted = slots.prompted
 
@@ -122,8 +132,9 @@ def run(
         drafting=loop.Drafting(drafted, widths, most) if drafts_here else None,
         observe=observe,
         ignores_stops=slots.ignore_eos,
-        extra=_no_top(cfg, slots.size, width),
-        collect=_top_collector(wants_top != 0, drafts_here),
+        collector=loop.Collector(
+            _no_top(cfg, slots.size, width), _top_adder(wants_top != 0, drafts_here)
+        ),
     )
     fields = rows.fields
     none = jnp.zeros((slots.size,), jnp.int32)
@@ -139,9 +150,7 @@ def run(
     return _after(slots, rows, draft_by, drafts_here), written, top
 
 
-def _rows_of(
-    slots: BatchState, width: int, draft_by: NGram | ModelDraft | MTPDraft, drafts_here: bool
-) -> Rows:
+def _rows_of(slots: BatchState, width: int, draft_by: Draft, drafts_here: bool) -> Rows:
     """Return the slots as ``decoding``'s Rows, with none of the call's ``width`` tokens written."""
     cache, drafting = slots.cache, slots.drafting
     none = jnp.zeros((slots.size,), jnp.int32)
@@ -149,6 +158,7 @@ def _rows_of(
     fields, text, kept = Fields(slots.token, done, none, cache.lengths, none), None, None
     if drafting is not None:
         text = drafting.text
+        kept = draft_by.state_of(drafting, cache, drafts_here)
     if drafting is not None and drafts_here:
         fields = fields._replace(
             drafted=none,
@@ -157,12 +167,6 @@ def _rows_of(
             wait=drafting.pace.wait,
             pause=drafting.pace.pause,
         )
-        if isinstance(draft_by, ModelDraft):
-            kept = Cache(drafting.layers, drafting.read)
-    if drafting is not None and isinstance(draft_by, MTPDraft):
-        assert drafting.last is not None
-        head = Cache(drafting.layers, cache.lengths, cache.table)
-        kept = MTPState(head, Hidden(drafting.last), drafting.read >= 0)
     return Rows(
         ints=fields.packed(),
         written=jnp.zeros((2, slots.size, width), jnp.int32),
@@ -174,9 +178,7 @@ def _rows_of(
     )
 
 
-def _after(
-    slots: BatchState, rows: Rows, draft_by: NGram | ModelDraft | MTPDraft, drafts_here: bool
-) -> BatchState:
+def _after(slots: BatchState, rows: Rows, draft_by: Draft, drafts_here: bool) -> BatchState:
     """Return the slots after a call that ends with ``rows``."""
     fields, drafting = rows.fields, slots.drafting
     has_written = fields.count > 0
@@ -187,15 +189,7 @@ def _after(
         drafting = drafting._replace(text=rows.text)
         if drafts_here:
             drafting = drafting._replace(pace=Pace(fields.ask, fields.wait, fields.pause))
-        if isinstance(rows.kept, MTPState):
-            state = rows.kept
-            drafting = drafting._replace(
-                layers=state.cache.layers,
-                read=jnp.where(state.is_known, fields.length, -1),
-                last=state.last.x,
-            )
-        elif rows.kept is not None:
-            drafting = drafting._replace(layers=rows.kept.layers, read=rows.kept.lengths)
+        drafting = draft_by.to_slots(drafting, rows.kept, fields.length)
     assert rows.history is not None
     return dataclasses.replace(
         slots,
@@ -245,12 +239,12 @@ def _no_top(cfg: ModelConfig, batch: int, width: int) -> tuple[jax.Array, jax.Ar
     return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
 
-def _top_collector(
+def _top_adder(
     wants_top: jax.Array, drafts_here: bool
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Return the ``collect`` of ``loop.run``, which adds the likeliest tokens of a turn."""
+    """Return the ``add`` of a Collector, which adds the likeliest tokens of a turn."""
 
-    def collect(
+    def add(
         top: tuple[jax.Array, jax.Array], inputs: Inputs, report: TurnReport
     ) -> tuple[jax.Array, jax.Array]:
         found = lax.cond(wants_top, _likeliest, _no_likeliest, report.scores)
@@ -265,12 +259,12 @@ def _top_collector(
 
         return put(top[0], found[0]), put(top[1], found[1])
 
-    return collect
+    return add
 
 
 def _draft(
     cfg: ModelConfig,
-    draft_by: NGram | ModelDraft | MTPDraft,
+    draft_by: Draft,
     draft_params: Params | None,
     sampling: SamplingParams,
     rows: Rows,
@@ -300,28 +294,16 @@ def _draft(
     wanted = jnp.where(run > 0, 0, wanted)
     assert rows.text is not None
     text = rows.text[:, : rows.cache.capacity]
-    ask = DraftContext(text, fields.length + 1, wanted, most, sampling, None)
-    kept = rows.kept
-    if isinstance(draft_by, MTPDraft):
-        assert draft_params is not None
-        ask = ask._replace(history=rows.history, draw=_draw_at(level))
-        found = draft_by.propose(draft_params, kept, ask)
-        kept = found.kept
-    elif isinstance(draft_by, ModelDraft):
-        assert draft_params is not None
-        ask = ask._replace(history=rows.history, draw=_draw_at(level))
-        cache = dataclasses.replace(kept, table=rows.table)
-        found = draft_by.propose(draft_params, cache, ask)
-        kept = dataclasses.replace(found.kept, table=None)
-    else:
-        found = draft_by.propose(None, None, ask)
+    size, draw = fields.length + 1, _draw_at(level)
+    ask = DraftContext(text, size, wanted, most, sampling, rows.history, draw, rows.table)
+    found = draft_by.propose(draft_params, rows.kept, ask)
     lengths = jnp.where(is_live, jnp.minimum(run, room), 0)
     draft = Drafted(
         jnp.where(run[:, None] > 0, forced, found.tokens),
         jnp.where(run > 0, lengths, found.lengths),
         None,
     )
-    return dataclasses.replace(rows, kept=kept), draft
+    return dataclasses.replace(rows, kept=found.kept), draft
 
 
 def _draw_at(level: jax.Array) -> Callable[..., tuple[jax.Array, jax.Array]]:

@@ -17,7 +17,6 @@ import numpy as np
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import NGram
-from jaxllama.decoding.mtp import MTPDraft
 from jaxllama.engine import lazy_zeros
 from jaxllama.engine import slots as device
 from jaxllama.engine.adapters import AdapterSlots
@@ -115,7 +114,7 @@ class Runner:
             options.kv_dtype,
             0 if options.draft is None else options.max_len,
             options.draft_config(self.cfg),
-            activation_dtype(self.params).name if isinstance(self._draft, MTPDraft) else None,
+            activation_dtype(self.params).name if self._draft.reads_hidden else None,
         )
         if self.mesh is None:
             if jax.default_backend() != "cpu":

@@ -38,11 +38,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllama.config import ModelConfig
-from jaxllama.decoding.drafts import ADAPTIVE, ModelDraft, NGram, Pace
-from jaxllama.decoding.mtp import MTPDraft
+from jaxllama.decoding.drafts import ADAPTIVE, Draft, NGram, Pace, PromptPart, SlotDrafts
 from jaxllama.decoding.sampling import BiasPairs, History, Sampling, SamplingParams
 from jaxllama.engine import passes
-from jaxllama.engine.batch import BatchState, SlotDrafts
+from jaxllama.engine.batch import BatchState
 from jaxllama.model.cache import Cache, LayerState, cache_shardings, init_pages
 from jaxllama.model.decoder import forward
 from jaxllama.model.mixers.attention.state import KVCache
@@ -204,7 +203,7 @@ def fill(
     draft_params: Params | None = None,
     *,
     fresh: bool,
-    draft: NGram | ModelDraft | MTPDraft = _NGRAM,
+    draft: Draft = _NGRAM,
 ) -> BatchState:
     """Append ``tokens[R, T]`` to rows of the cache, the draft model's too; computes no logits.
 
@@ -222,14 +221,10 @@ def fill(
     hidden, own = forward(cfg, params, tokens, lengths, own, totals, sparse=written, fresh=fresh)
     assert own is not None
     drafting = slots.drafting
-    if isinstance(draft, ModelDraft):
-        assert draft_params is not None and drafting is not None
-        more = draft.fill(draft_params, tokens, lengths, more, totals, fresh=fresh)
+    part = PromptPart(tokens, lengths, totals, hidden, following, fresh)
+    more = draft.fill(draft.weights(params, draft_params), more, part)
+    if drafting is not None and draft.counts_read:
         drafting = drafting._replace(read=_put(slot, drafting.read, own.lengths))
-    elif isinstance(draft, MTPDraft):
-        after = jnp.concatenate([tokens[:, 1:], following[:, None]], axis=1)
-        after = jnp.where(columns == lengths[:, None] - 1, following[:, None], after)
-        more = draft.fill(params, more, after, hidden, lengths, fresh=fresh)
     cache = dataclasses.replace(own, layers=(*own.layers, *more.layers))
     snapshots = tuple(
         None if known is None else _put(snapshot, known, state)
@@ -254,12 +249,7 @@ def make_orders(rows: np.ndarray, *, level: int, wants_top: bool, steps: int) ->
     return np.concatenate([[level, wants_top, steps], rows.reshape(-1)]).astype(np.int32)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnums=0,
-    static_argnames=("n", "context", "width", "widths", "most", "draft"),
-    donate_argnums=2,
-)
+@functools.partial(jax.jit, static_argnums=0, static_argnames="sizes", donate_argnums=2)
 def decode(
     cfg: ModelConfig,
     params: Params,
@@ -269,14 +259,9 @@ def decode(
     stop_ids: jax.Array,
     draft_params: Params | None = None,
     *,
-    n: int,
-    context: int,
-    width: int,
-    widths: tuple[int, ...] = (1,),
-    most: int = 0,
-    draft: NGram | ModelDraft | MTPDraft = _NGRAM,
+    sizes: passes.CallSizes,
 ) -> tuple[BatchState, jax.Array, tuple[jax.Array, jax.Array]]:
-    """Generate up to ``width`` tokens for each of ``n`` rows, which have up to ``context`` pages.
+    """Generate up to ``sizes.width`` tokens for each of ``sizes.n`` rows.
 
     orders: from ``make_orders``. Slot indices past the last are ignored. In a full batch row i
     belongs to slot i or is unused. Page indices past the last are ignored too. Its first three
@@ -287,14 +272,12 @@ def decode(
     the bits hold forced tokens: 0 leaves a position to the bits, and t + 1 forces token t. Level 0
     of the sampler does not read the masks.
 
-    widths: numbers of tokens of a row that a pass may verify: 1, and more where there are drafts.
-    A deterministic engine has one width. most: longest draft. draft: the source of drafts.
-
     Returns (slots, rows, top). rows int32 ``[n, 3 + 2 width]``: number of new tokens, number of
     drafted tokens, number of accepted drafts, the tokens, and the bits of their logprobs. top: the
     likeliest tokens and their logprobs ``[n, width, top]``, if requested.
     """
-    told, every = orders[3:].reshape(n, -1), slots
+    n, every = sizes.n, slots
+    told = orders[3:].reshape(n, -1)
     rows, limits = told[:, 0], told[:, 1]
     if n != every.size:
         slots = _of_rows(every, rows)
@@ -302,25 +285,14 @@ def decode(
     cache = _with_pages(slots.cache, told[:, 2], told[:, 3:])
     table = cache.table
     assert table is not None
-    cache = dataclasses.replace(cache, table=table[:, :context])
+    cache = dataclasses.replace(cache, table=table[:, : sizes.context])
     cache, more = _parted(cfg, cache)
     slots = dataclasses.replace(slots, cache=cache, active=slots.active & is_live)
     if slots.drafting is not None:
         drafting = slots.drafting._replace(layers=more.layers)
         slots = dataclasses.replace(slots, drafting=drafting)
     slots, drawn, top = passes.run(
-        cfg,
-        params,
-        slots,
-        limits,
-        orders[:3],
-        masks,
-        stop_ids,
-        width,
-        widths,
-        most,
-        draft,
-        draft_params,
+        cfg, params, slots, limits, orders[:3], masks, stop_ids, draft_params, sizes
     )
     active, drafting = slots.active, slots.drafting
     if n == every.size:

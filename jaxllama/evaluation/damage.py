@@ -25,7 +25,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxllama import extras
-from jaxllama.config import ModelConfig
+from jaxllama.config import LayerConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.perplexity import predictions, summary, tokens_of, window_and_stride
 from jaxllama.language_model import LanguageModel
@@ -127,9 +127,9 @@ def _streams(cfg: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
     seen = []
 
     def each(
-        cfg: ModelConfig, kind: str, layer: Params, stream: Stream, state: LayerState, at: At
+        layer: LayerConfig, p: Params, stream: Stream, state: LayerState, at: At
     ) -> tuple[Stream, LayerState]:
-        stream, state = block(cfg, kind, layer, stream, state, at)
+        stream, state = block(layer, p, stream, state, at)
         seen.append(stream.total[0])
         return stream, state
 

@@ -1,6 +1,6 @@
 """``jaxllama plan``: the best policy for this machine, with its prediction and a measurement.
 
-    run(source, ...) -> report (a dict)        table(report) -> text
+    run(PlanRequest(source, task, ...)) -> report (a dict)        table(report) -> text
 
 A task that fits on the device runs there, and only computation is calibrated for it. Otherwise the
 machine is calibrated for the model's layers once (``planner.calibrate``), and ``planner.solve``
@@ -63,58 +63,60 @@ USE_ROWS, USE_WIDTH = 16, 128  # rows and tokens a row that measure the experts'
 SHORTEST = 64  # smallest number of tokens of those prompts
 
 
-def run(
-    source: str | Path,
-    *,
-    policy: Policy | None = None,
-    base: Policy | None = None,
-    dtype: DTypeLike | None = None,
-    scheme: str | None = None,
-    kv_dtype: DTypeLike | None = None,
-    rows: int = 8,
-    prompt_tokens: int = 512,
-    new_tokens: int = 32,
-    device_bytes: int | None = None,
-    host_bytes: int | None = None,
-    disk_bytes: int | None = None,
-    random: bool = False,
-    revision: str | None = None,
-    timeline: Path | None = None,
-    recalibrate: bool = False,
-    calibrate_on: Path | None = None,
-    expert_use: Path | None = None,
-    progress: Progress = lambda _: None,
-) -> JsonObject:
-    """Plan a task and measure it; see the module docstring.
+@dataclasses.dataclass(frozen=True)
+class PlanRequest:
+    """What is planned for, and what may be used.
 
-    policy: the policy to measure, by default the solver's. base: fields that the solver does not
-    search (``planner.solve``). device_bytes, host_bytes, disk_bytes: limits, by default the limits
-    of the device, the system and the disk. recalibrate: measure the machine and the task again.
+    source, random, revision, dtype, scheme, kv_dtype: the model, as for ``load``. policy: the
+    policy to measure, by default the solver's. base: fields that the solver does not search
+    (``planner.solve``). limits: by default those of the device, the system and the disk.
+    timeline: file of a picture of a step. recalibrate: measure the machine and the task again.
     calibrate_on: a text that measures the use of a mixture's experts, which ranks them. The table
     is stored, and the policy names its file. expert_use: such a table.
     """
+
+    source: str | Path
+    task: Task = Task(8, 512, 32)
+    policy: Policy | None = None
+    base: Policy | None = None
+    limits: MemoryLimits = MemoryLimits()
+    random: bool = False
+    revision: str | None = None
+    dtype: DTypeLike | None = None
+    scheme: str | None = None
+    kv_dtype: DTypeLike | None = None
+    timeline: Path | None = None
+    recalibrate: bool = False
+    calibrate_on: Path | None = None
+    expert_use: Path | None = None
+
+
+def run(asked: PlanRequest, progress: Progress = lambda _: None) -> JsonObject:
+    """Plan a task and measure it; see the module docstring."""
     enable_compilation_cache()
-    dtype = jnp.dtype(default_dtype() if dtype is None else dtype)
-    base = policy or base or Policy()
-    task = Task(rows, prompt_tokens, new_tokens)
+    dtype = jnp.dtype(default_dtype() if asked.dtype is None else asked.dtype)
+    source, random, revision = asked.source, asked.random, asked.revision
+    policy, expert_use, timeline = asked.policy, asked.expert_use, asked.timeline
+    base = policy or asked.base or Policy()
+    task = asked.task
     task = dataclasses.replace(task, chunk=base.prefill_batch_size or task.chunk)
     cfg = read_config(source, random, revision).replace(attn_sparsity=base.attn_sparsity)
     if task.capacity > cfg.max_position:
         raise JaxLlamaError(
-            f"plan: {prompt_tokens} + {new_tokens} tokens exceed the context of {cfg.max_position}"
+            f"plan: {task.prompt} + {task.new} tokens exceed the context of {cfg.max_position}"
         )
-    if cfg.experts is None and (calibrate_on or expert_use):
+    if cfg.experts is None and (asked.calibrate_on or expert_use):
         raise JaxLlamaError(
             f"plan: {cfg.name} is no mixture, so no experts are placed by their use"
         )
-    if calibrate_on is not None:
-        progress(f"measuring the experts' use: {calibrate_on}")
-        expert_use = use_on(source, calibrate_on, dtype, scheme, random, revision)
+    if asked.calibrate_on is not None:
+        progress(f"measuring the experts' use: {asked.calibrate_on}")
+        expert_use = use_on(source, asked.calibrate_on, dtype, asked.scheme, random, revision)
     if expert_use is not None:
         ExpertUse.load(expert_use)  # a file that is none is an error before anything is measured
-    scheme, kv_dtype = settings_of(base, dtype, scheme, kv_dtype)
+    scheme, kv_dtype = settings_of(base, dtype, asked.scheme, asked.kv_dtype)
     settings = PlannerSettings(dtype, kv_dtype, scheme)
-    limits = MemoryLimits(*_limits(device_bytes, host_bytes, disk_bytes))
+    limits = _limits(asked.limits)
     if policy is None:
         check_fits(cfg, base, task, limits, settings)
         policy = resident(cfg, task, limits, settings, base)
@@ -125,7 +127,7 @@ def run(
         kv_dtype,
         chunk=task.chunk,
         moves=policy is None or policy.moves,
-        fresh=recalibrate,
+        fresh=asked.recalibrate,
         progress=progress,
     )
     memory = available_memory()
@@ -137,7 +139,7 @@ def run(
     expected = predict(cfg, policy, costs, task, settings)
     need = need_of(cfg, policy, task, settings)
     known = measured_file(cfg, policy, task, settings)
-    if known.is_file() and timeline is None and not recalibrate:
+    if known.is_file() and timeline is None and not asked.recalibrate:
         progress(f"measured before: {policy}; --recalibrate measures anew")
         found = json.loads(known.read_text(encoding="utf-8"))
     else:
@@ -151,7 +153,7 @@ def run(
         if timeline is not None:
             draw(events, timeline, f"{cfg.name}: {policy}")
     measured_prompt = found["prompt_tokens"]
-    scale = _operations(cfg, prompt_tokens) / _operations(cfg, measured_prompt)
+    scale = _operations(cfg, task.prompt) / _operations(cfg, measured_prompt)
     prefill = found["prefill"] * scale
     lanes = {
         lane: {"predicted": expected.lanes[lane], "measured": found["lanes"][lane]}
@@ -160,18 +162,18 @@ def run(
     return {
         "model": cfg.name,
         "policy": str(policy),
-        "rows": rows,
-        "prompt_tokens": prompt_tokens,
-        "new_tokens": new_tokens,
+        "rows": task.rows,
+        "prompt_tokens": task.prompt,
+        "new_tokens": task.new,
         "measured_prompt_tokens": measured_prompt,
         "prefill_scale": scale,
         "prefill_seconds": {"predicted": expected.prefill, "measured": prefill},
         "step_seconds": {"predicted": expected.step, "measured": found["step"]},
         "tokens_per_second": {
             "predicted": expected.tokens_per_second,
-            "measured": rows
-            * new_tokens
-            / (expected.blocks * (prefill + (new_tokens - 1) * found["step"])),
+            "measured": task.rows
+            * task.new
+            / (expected.blocks * (prefill + (task.new - 1) * found["step"])),
         },
         "lanes": lanes,
         "bytes": {
@@ -331,15 +333,15 @@ def sees_programs(lm: LanguageModel) -> bool:
     return "peak_bytes_in_use" in (offloaded(lm.executor).store.device.memory_stats() or {})
 
 
-def _limits(*sizes: int | None) -> tuple[int | None, int | None, int | None]:
-    device, host, disk = sizes
+def _limits(asked: MemoryLimits) -> MemoryLimits:
+    """Return the limits, those that are None from the device, the system and the disk."""
     stats = jax.devices()[0].memory_stats() or {}
     folder = hub.cache_dir()
     folder.mkdir(parents=True, exist_ok=True)
-    return (
-        stats.get("bytes_limit") if device is None else device,
-        available_memory() if host is None else host,
-        shutil.disk_usage(folder).free if disk is None else disk,
+    return MemoryLimits(
+        stats.get("bytes_limit") if asked.device is None else asked.device,
+        available_memory() if asked.host is None else asked.host,
+        shutil.disk_usage(folder).free if asked.disk is None else asked.disk,
     )
 
 

@@ -35,7 +35,7 @@ def posting(cfg: ModelConfig, params: Params, rows: int) -> Params:
     mesh = None if is_traced() else mesh_of(params)
     if rows != 1 or mesh is None or mesh.shape[MODEL_AXIS] == 1:
         return params
-    if cfg.parallel_block or cfg.beside_layers:
+    if any(layer.form.name in ("parallel", "beside", "shared") for layer in cfg.layers):
         return params
     if compiler_options.for_mesh(mesh) is None:
         return params

@@ -1,7 +1,7 @@
 """The programs of a resident model that read prompts and write each row's first new token.
 
-    rows = start(cfg, params, tokens, lengths, layers, held, sampling, stop_ids, ...)   one program
-    rows = start_in_pieces(cfg, params, tokens, lengths, cache, ..., chunk, on_prompt)   several
+    rows = start(cfg, params, prompts, layers, held, ...)                       one program
+    rows = start_in_pieces(cfg, params, prompts, cache, ..., chunk, on_prompt)  several
 
 They donate the cache's layers, unless the call is traced. A draft that reads hidden states
 (``decoding.mtp``) reads those of the prompts here.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,15 @@ from jaxllama.model.cache import Cache, LayerState
 from jaxllama.model.lora import ROWS, for_rows
 from jaxllama.model.records import Hidden
 from jaxllama.typing import Params, Tree
+
+
+class PromptBatch(NamedTuple):
+    """Prompts ``tokens[B, T]`` of ``lengths[B]``, how to sample after them, and the stop tokens."""
+
+    tokens: jax.Array
+    lengths: jax.Array
+    sampling: SamplingParams
+    stop_ids: jax.Array
 
 
 def _prefill_alone(
@@ -100,16 +110,13 @@ def _prefill_alone(
     return scores, hidden[:, 0], verification.commit(proposal, live, exact=True), state
 
 
-@donated(4, static_argnums=0, static_argnames=("max_new_tokens", "chunk", "alone", "mtp"))
+@donated(3, static_argnums=0, static_argnames=("max_new_tokens", "chunk", "alone", "mtp"))
 def start(
     cfg: ModelConfig,
     params: Params,
-    tokens: jax.Array,
-    lengths: jax.Array,
+    prompts: PromptBatch,
     layers: tuple[LayerState, ...],
     held: jax.Array,
-    sampling: SamplingParams,
-    stop_ids: jax.Array,
     state: MTPState | None = None,
     *,
     max_new_tokens: int,
@@ -127,7 +134,7 @@ def start(
     mtp, state: a draft that reads hidden states, and its state, which becomes ``Rows.kept``.
     """
     cache = Cache(layers, held)
-    tokens, lengths = int32_ids(tokens, lengths)
+    tokens, lengths = int32_ids(prompts.tokens, prompts.lengths)
     if alone is not None:
         scores, last, cache, state = _prefill_alone(
             cfg, params, tokens, lengths, cache, alone, mtp, state
@@ -137,7 +144,8 @@ def start(
         read = None if mtp is None else functools.partial(mtp.read_prompt, params)
         last, after, state = fill_hidden(cfg, params, tokens, lengths, cache, chunk, read, state)
         scores, cache = scores_of(cfg, params, last, cache, lengths), after
-    rows = _first_token(cfg, tokens, lengths, scores, cache, sampling, stop_ids, max_new_tokens)
+    prompts = prompts._replace(tokens=tokens, lengths=lengths)
+    rows = _first_token(cfg, prompts, scores, cache, max_new_tokens)
     if mtp is None or state is None:
         return rows
     return mtp.begin_answer(params, rows, state, last, lengths)
@@ -146,11 +154,8 @@ def start(
 def start_in_pieces(
     cfg: ModelConfig,
     params: Params,
-    tokens: jax.Array,
-    lengths: jax.Array,
+    prompts: PromptBatch,
     cache: Cache,
-    sampling: SamplingParams,
-    stop_ids: jax.Array,
     *,
     max_new_tokens: int,
     chunk: int,
@@ -162,8 +167,8 @@ def start_in_pieces(
 
     on_prompt: called after each call as (tokens read, tokens of the longest prompt).
     """
-    check_room(cache, tokens.shape[1], "tokens")
-    tokens, lengths = int32_ids(tokens, lengths)
+    check_room(cache, prompts.tokens.shape[1], "tokens")
+    tokens, lengths = int32_ids(prompts.tokens, prompts.lengths)
     total, longest = cache.lengths + lengths, int(jax.device_get(lengths).max())
     last = Hidden(jnp.zeros((tokens.shape[0], cfg.d_model), decoder.activation_dtype(params)))
     for first in range(0, longest, chunk):
@@ -179,14 +184,11 @@ def start_in_pieces(
     return _after_pieces(
         cfg,
         params,
-        tokens,
-        lengths,
+        prompts._replace(tokens=tokens, lengths=lengths),
         cache.layers,
         cache.lengths,
         total,
         last,
-        sampling,
-        stop_ids,
         state,
         max_new_tokens=max_new_tokens,
         mtp=mtp,
@@ -220,43 +222,35 @@ def _piece(
 
 
 @functools.partial(
-    jax.jit, static_argnums=0, static_argnames=("max_new_tokens", "mtp"), donate_argnums=4
+    jax.jit, static_argnums=0, static_argnames=("max_new_tokens", "mtp"), donate_argnums=3
 )
 def _after_pieces(
     cfg: ModelConfig,
     params: Params,
-    tokens: jax.Array,
-    lengths: jax.Array,
+    prompts: PromptBatch,
     layers: tuple[LayerState, ...],
     held: jax.Array,
     total: jax.Array,
     last: Hidden,
-    sampling: SamplingParams,
-    stop_ids: jax.Array,
     state: MTPState | None,
     *,
     max_new_tokens: int,
     mtp: MTPDraft | None = None,
 ) -> Rows:
+    lengths = prompts.lengths
     before, cache = Cache(layers, total - lengths), Cache(layers, held)
     scores = scores_of(cfg, params, last, before, lengths)
-    rows = _first_token(cfg, tokens, lengths, scores, cache, sampling, stop_ids, max_new_tokens)
+    rows = _first_token(cfg, prompts, scores, cache, max_new_tokens)
     if mtp is None or state is None:
         return rows
     return mtp.begin_answer(params, rows, state, last, lengths)
 
 
 def _first_token(
-    cfg: ModelConfig,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    scores: jax.Array,
-    cache: Cache,
-    sampling: SamplingParams,
-    stop_ids: jax.Array,
-    max_new_tokens: int,
+    cfg: ModelConfig, prompts: PromptBatch, scores: jax.Array, cache: Cache, max_new_tokens: int
 ) -> Rows:
     """Return the rows after prompts whose last tokens have the logits ``scores [B, V]``."""
+    tokens, lengths, sampling, stop_ids = prompts
     history = History.of_prompt(tokens, lengths, cfg.vocab_size) if sampling.penalties else None
     rows = Rows.empty(lengths, cache, max_new_tokens, history)
     return append(rows, scores, drawn_by(sampling), stop_ids)[0]

@@ -32,13 +32,12 @@ from jaxllama.decoding.forward import (
     scores_of,
     verify,
 )
-from jaxllama.decoding.mtp import MTPDraft
 from jaxllama.decoding.rows import Report, Rows
 from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.decoding.turn import Inputs, Pass, drawn_by
 from jaxllama.executors.executor import Call, Executor, RowsDecoder
 from jaxllama.executors.posting import posting
-from jaxllama.executors.prompts import start, start_in_pieces
+from jaxllama.executors.prompts import PromptBatch, start, start_in_pieces
 from jaxllama.kept import signature
 from jaxllama.model import decoder, verification
 from jaxllama.model.cache import Cache, cache_dtype_name, check_has_keys, init_cache
@@ -105,25 +104,22 @@ class Resident:
 
     def _prefilled(self, cfg: ModelConfig, params: Params, call: Call) -> Rows:
         """Return the rows after their prompts and first tokens."""
-        tokens, lengths = call.tokens, call.lengths
-        batch, width = tokens.shape
+        batch, width = call.tokens.shape
         chunk = None if call.alone else call.chunk or prefill_chunk(batch, width, self.mesh)
         new_cache = functools.partial(
             init_cache, cfg, batch, call.capacity, call.kv_dtype, mesh=self.mesh
         )
-        asked = call.sampling, call.stop_ids
+        prompts = PromptBatch(call.tokens, call.lengths, call.sampling, call.stop_ids)
         mtp, state = None, None
-        if call.drafting is not None and isinstance(call.drafting.plan.draft, MTPDraft):
+        if call.drafting is not None and call.drafting.plan.draft.reads_hidden:
             mtp = call.drafting.plan.draft
             state = mtp.begin(params, batch, call.capacity)
         if call.on_prompt is not None and chunk is not None and chunk < width:
             return start_in_pieces(
                 cfg,
                 params,
-                tokens,
-                lengths,
+                prompts,
                 new_cache(),
-                *asked,
                 max_new_tokens=call.room,
                 chunk=chunk,
                 on_prompt=call.on_prompt,
@@ -135,11 +131,9 @@ class Resident:
             return start(
                 cfg,
                 params,
-                tokens,
-                lengths,
+                prompts,
                 cache.layers,
                 cache.lengths,
-                *asked,
                 state,
                 max_new_tokens=call.room,
                 alone=call.alone,
@@ -156,7 +150,7 @@ class Resident:
             "start",
             start,
             cfg,
-            (params, tokens, lengths, cache.layers, cache.lengths, *asked),
+            (params, prompts, cache.layers, cache.lengths),
             {"max_new_tokens": call.room, "alone": call.alone, "chunk": chunk},
         )
 
@@ -338,10 +332,7 @@ def advance_drafts(
             hidden=proposal.hidden,
         )
 
-    observe = None
-    if isinstance(plan.draft, MTPDraft):
-        draft_params = params
-        observe = functools.partial(plan.draft.observe, params)
+    draft_params = plan.draft.weights(params, draft_params)
     drafting = loop.Drafting(
         propose=lambda rows: drafts.propose(plan, draft_params, rows, sampling, limit),
         widths=plan.widths,
@@ -355,7 +346,7 @@ def advance_drafts(
         unfinished,
         limit=limit,
         drafting=drafting,
-        observe=observe,
+        observe=drafts.observer(plan.draft, params),
     )
     return rows, rows.copied_report()
 

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxllama.config import ModelConfig, from_dict, read_toml, shipped
+from jaxllama.config import FlatConfig, ModelConfig, expand, from_dict, read_toml, shipped
 from jaxllama.errors import JaxLlamaError
 from jaxllama.experiments.settings import (
     BIBLE,
@@ -174,7 +174,8 @@ def _experiment(path: Path, data: JsonObject) -> Experiment:
     for name, table in file.models.items():
         if not isinstance(table, dict):
             raise JaxLlamaError(f"models.{name} = {table!r}: expected a table")
-        models[name] = from_dict(ModelConfig, {"name": name, **table}, f"models.{name}.")
+        flat = from_dict(FlatConfig, {"name": name, **table}, f"models.{name}.")
+        models[name] = expand(flat)
     tables = [_merge(file.settings, case) for case in file.case or ({},)]
     settings = [
         _read(file.workload, one, path, models)

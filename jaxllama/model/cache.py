@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import AttentionConfig, LayerConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.attention.state import KVCache
@@ -145,7 +145,7 @@ def init_cache(
     widths = _widths(cfg, name, mesh)
     if mesh is not None:
         return _init_on_mesh(cfg, widths, batch, max_len, name, mesh)()
-    return _empty(cfg, widths, batch, max_len, name)
+    return _empty(cfg.layers, widths, batch, max_len, name)
 
 
 def check_has_keys(cfg: ModelConfig, **asked: object) -> None:
@@ -183,8 +183,9 @@ def default_dtype() -> jnp.dtype:
     return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
-def cached_width(cfg: ModelConfig, dtype: str, mesh: Mesh | None = None) -> int:
-    """Features of a head in an attention layer's cache, where this process (or the mesh) runs.
+def cached_width(layer: LayerConfig, dtype: str, mesh: Mesh | None = None) -> int:
+    """Features of a head in a layer's cache, where this process (or the mesh) runs; 0 for a layer
+    without heads.
 
     It is ``kv_rank + d_rope`` of latents.  Else it is ``head_dim``, or more where the kernels of
     decoding run.  These take heads of 64, 128 and 256.  Heads of at least 5/8 of such a width (80,
@@ -193,6 +194,9 @@ def cached_width(cfg: ModelConfig, dtype: str, mesh: Mesh | None = None) -> int:
     """
     place = None if mesh is None else NamedSharding(mesh, P())
     where = jax.ShapeDtypeStruct((), jnp.int32, sharding=place)
+    if layer.kind != "attention":
+        return 0
+    cfg: AttentionConfig = layer.mixer
     if cfg.latent is not None:
         return cfg.latent.kv_rank + cfg.latent.d_rope
     if dtype == "float32" or hopper_reason(where) is not None:
@@ -205,17 +209,26 @@ Widths = tuple[int, ...]  # ``cached_width`` of each layer
 
 
 def _widths(cfg: ModelConfig, dtype: str, mesh: Mesh | None = None) -> Widths:
-    layers = (cfg.with_heads_of(index) for index in range(cfg.n_layers))
-    return tuple(cached_width(layer, dtype, mesh) for layer in layers)
+    return tuple(cached_width(layer, dtype, mesh) for layer in cfg.layers)
+
+
+def init_layer(
+    layer: LayerConfig, batch: int, max_len: int, dtype: DTypeLike | None = None
+) -> LayerState:
+    """Return the state of one layer for ``batch`` rows without tokens, as ``init_cache`` does."""
+    name = cache_dtype_name(default_dtype() if dtype is None else dtype)
+    return _empty((layer,), (cached_width(layer, name),), batch, max_len, name).layers[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))  # one program, not one for each array
-def _empty(cfg: ModelConfig, widths: Widths, batch: int, max_len: int, dtype: str) -> Cache:
-    layers = tuple(
-        MIXERS[kind].mix.init_state(cfg.with_heads_of(index), batch, max_len, width, dtype)
-        for index, (kind, width) in enumerate(zip(cfg.layer_types, widths, strict=True))
+def _empty(
+    layers: tuple[LayerConfig, ...], widths: Widths, batch: int, max_len: int, dtype: str
+) -> Cache:
+    states = tuple(
+        MIXERS[layer.kind].mix.init_state(layer, batch, max_len, width, dtype)
+        for layer, width in zip(layers, widths, strict=True)
     )
-    return Cache(layers, jnp.zeros((batch,), jnp.int32))
+    return Cache(states, jnp.zeros((batch,), jnp.int32))
 
 
 def init_pages(
@@ -224,10 +237,10 @@ def init_pages(
     """Return an empty cache of ``pages`` pages of ``page`` tokens, which ``rows`` rows share. A row
     may have up to ``row_pages`` pages, and has none yet. dtype: as of ``init_cache``, its name."""
     layers: list[LayerState] = []
-    for index, (kind, width) in enumerate(zip(cfg.layer_types, _widths(cfg, dtype), strict=True)):
-        mixer, own = MIXERS[kind], cfg.with_heads_of(index)
+    for layer, width in zip(cfg.layers, _widths(cfg, dtype), strict=True):
+        mixer = MIXERS[layer.kind]
         size = (pages, page) if mixer.parameters.KEEPS_TOKENS else (rows, 0)
-        layers.append(mixer.mix.init_state(own, *size, width, dtype))
+        layers.append(mixer.mix.init_state(layer, *size, width, dtype))
     table = jnp.full((rows, row_pages), pages, jnp.int32)
     return Cache(tuple(layers), jnp.zeros((rows,), jnp.int32), table)
 
@@ -237,7 +250,7 @@ def _init_on_mesh(
     cfg: ModelConfig, widths: Widths, batch: int, max_len: int, dtype: str, mesh: Mesh
 ):
     """The jitted function that makes the cache where it belongs."""
-    make = functools.partial(_empty, cfg, widths, batch, max_len, dtype)
+    make = functools.partial(_empty, cfg.layers, widths, batch, max_len, dtype)
     return jax.jit(make, out_shardings=cache_shardings(jax.eval_shape(make), mesh))
 
 

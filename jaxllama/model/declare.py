@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax.core.meta import AxisMetadata
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import LayerConfig, ModelConfig, StepConfig, model_of
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.flax_state import register
 from jaxllama.model.mixers.common import LayerState
@@ -97,18 +97,25 @@ class ParameterTree(nn.Module):
         return declare(self, self.table)
 
 
-def layer_alone(cfg: ModelConfig) -> ModelConfig:
-    """Return the config of a layer that runs by itself, ``layer_config``'s; it lends no keys.
+@functools.lru_cache(maxsize=64)
+def table_of_layer(layer: LayerConfig) -> ParamsDict:
+    """``table_of`` for one layer, whatever model it is of."""
+    return table_of(model_of(layer))["layer_0"]
 
-    Raises JaxLlamaError for a layer that needs another one or the model's tables.
+
+def layer_alone(name: str, layer: LayerConfig) -> LayerConfig:
+    """Return the record of a layer that runs by itself; it lends no keys.
+
+    name: the model's.  Raises JaxLlamaError for a layer that needs another one or the model's
+    tables.
     """
-    if cfg.kv_role == "borrowed":
-        raise JaxLlamaError(f"{cfg.name}: this layer reads another layer's keys; run the Decoder")
-    return cfg.replace(kv_role="own")
+    if layer.borrows:
+        raise JaxLlamaError(f"{name}: this layer reads another layer's keys; run the Decoder")
+    return layer.replace(mixer=layer.mixer.replace(lends="")) if layer.lends else layer
 
 
 def tokens_at(
-    cfg: ModelConfig,
+    cfg: StepConfig,
     x: jax.Array,
     state: LayerState,
     lengths: jax.Array | None,

@@ -3,10 +3,10 @@
     hidden, cache = forward(cfg, params, tokens, lengths, cache)
     scores        = logits(cfg, params, hidden)
 
-    block:  stream += mixer(norm(stream));  stream += mlp(norm(stream))     mixer by cfg.layer_types
+    block:  stream += mixer(norm(stream));  stream += mlp(norm(stream))     a record of cfg.layers
 
-The config decides where norms stand, which norms they are, and whether the two sublayers read the
-same stream.  The parameters of a layer have no entry for a norm that it lacks.
+A layer's record names its form (``model.forms``), which says where norms stand and what the two
+sublayers read.  The parameters of a layer have no entry for a norm that it lacks.
 
 All functions here are pure functions of the parameter tree that ``model.module`` declares; the
 functions for users are in ``generation``.  ``walk`` is the only loop over the layers and ``block``
@@ -14,7 +14,7 @@ the only layer: training, distillation, calibration and offloading call them too
 a mesh, ``forward`` and ``logits`` run over it (``model.sharded``).
 
 In a decode step of few rows on Hopper, a Llama or GLA layer is five kernels: one for each line of
-``mix_half`` and ``feed_half`` that calls an op.  A norm after a sublayer (Gemma) is one more.
+``forms.sequential`` that calls an op.  A norm after a sublayer is one more.
 
 Sources: Llama (arXiv 2302.13971), GLA (2312.06635).
 """
@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypedDict, overload
+from typing import TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -32,29 +32,25 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from jaxllama.config import ModelConfig
-from jaxllama.errors import JaxLlamaError
-from jaxllama.model import layer_inputs, linear, shared_block
+from jaxllama.config import LayerConfig, ModelConfig
+from jaxllama.model import linear
 from jaxllama.model.cache import (
     Cache,
     LayerState,
     cache_specs,
 )
-from jaxllama.model.elementwise import activated
-from jaxllama.model.experts.feed import feed_experts
+from jaxllama.model.forms import FORMS
 from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.linear import Stream
 from jaxllama.model.lora import ROWS, chosen
-from jaxllama.model.mixers import MIXERS
 from jaxllama.model.param import Path, Shape
 from jaxllama.model.params import param_table
 from jaxllama.model.records import At, Hidden, new_tokens, pieces_of, positions_of
-from jaxllama.model.rope import sines
-from jaxllama.model.sharded import over_mesh, over_pieces
+from jaxllama.model.sharded import layer_work, over_mesh, over_pieces
 from jaxllama.parallel.collectives import lookup_rows
 from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis, is_split, traced_mesh
 from jaxllama.parallel.sequence import cut, is_cut, joined, piece_width, sequence_shards
-from jaxllama.typing import Params, Tree
+from jaxllama.typing import Options, Params, Tree
 from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.cpu.handler import CpuPlan
 from pallas_kernels.cpu.head import norm_matmul
@@ -66,193 +62,34 @@ from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 
 
 def block(
-    cfg: ModelConfig,
-    kind: str,
+    layer: LayerConfig,
     p: Params,
     stream: Stream,
     state: LayerState,
     at: At,
     ops: LayerOps = linear,
 ) -> tuple[Stream, LayerState]:
-    """One layer; ``cfg`` and ``kind`` are ``layer_config``'s.
+    """One layer, in its form (``model.forms``).
 
     state: None where there is no cache.  ops: who does ``norm_linear`` and ``linear_add``: the
     module ``model.linear``, or an ``observer.Observer`` that records.
     """
-    mixed, state = mix_half(cfg, kind, p, stream, state, at, ops)
-    stream = feed_half(cfg, p, mixed, ops, stream if cfg.parallel_block else None)
-    if cfg.layer_inputs is not None:
-        stream = layer_inputs.add(cfg, p["inputs"], stream, at, ops)
-    return scaled(p, stream), state
+    form = FORMS[layer.form.name]
+    mixed, state = form.mix(layer, p, stream, state, at, ops)
+    return form.finish(layer, p, form.feed(layer, p, mixed, stream, ops), at, ops), state
 
 
 def mix_half(
-    cfg: ModelConfig,
-    kind: str,
-    p: Params,
-    stream: Stream,
-    state: LayerState,
-    at: At,
-    ops: LayerOps = linear,
+    layer: LayerConfig, p: Params, stream: Stream, state: LayerState, at: At
 ) -> tuple[Stream, LayerState]:
     """A layer's first half: norm and mixer."""
-    if cfg.shared_blocks is not None and kind == "attention":
-        return shared_block.attend(cfg, p, stream, state, at, ops)
-    mixer, own = MIXERS[kind].mix, p["mixer"]
-    stream = _placed(cfg, p, stream, at)
-    y, stream = mixer_inputs(cfg, p, stream, mixer.inputs(cfg, own), ops)
-    heads, state = mixer.mix(cfg, own, y, state, at)
-    if cfg.sum_norms != "none":
-        after = ops.linear_add(heads, own["o"], stream, cfg)
-        return _normed_sum(cfg, after, p["mixer_out_norm"]), state
-    after = ops.linear_add(heads, own["o"], stream, cfg, p.get("mixer_out_norm"))
-    return after._replace(beside=stream.beside, embedded=stream.embedded), state
+    return FORMS[layer.form.name].mix(layer, p, stream, state, at)
 
 
-def mixer_inputs(
-    cfg: ModelConfig,
-    p: Params,
-    stream: Stream,
-    weights: Params | Sequence[Params],
-    ops: LayerOps = linear,
-) -> tuple[Tree, Stream]:
-    """Return the products of the mixer's input, and the stream.
-
-    Two mixers that stand side by side are two layers.  The first one leaves its normed input beside
-    the stream, and the second one reads that.
-    """
-    if cfg.is_beside:
-        if stream.beside is None:
-            raise JaxLlamaError("this layer reads the input of the layer before, which is not here")
-        beside, stream = stream.beside, stream._replace(beside=None)
-        if cfg.shared_blocks is None:
-            return ops.norm_linear(Stream(beside), None, weights, cfg)[0], stream
-        both = Stream(stream.total + beside)
-        return ops.norm_linear(both, p.get("mixer_norm"), weights, cfg)[0], stream
-    if not cfg.has_beside:
-        y, after = ops.norm_linear(stream, p.get("mixer_norm"), weights, cfg)
-        return y, after._replace(embedded=stream.embedded)
-    normed, stream = linear.norm(stream, p.get("mixer_norm"), cfg)
-    y, _ = ops.norm_linear(Stream(normed), None, weights, cfg)
-    return y, stream._replace(beside=normed)
-
-
-def _normed_sum(cfg: ModelConfig, stream: Stream, scale: Params) -> Stream:
-    """The norm of a sum, which is the stream from there on (BERT)."""
-    return Stream(linear.norm(stream, scale, cfg)[0])
-
-
-def _placed(cfg: ModelConfig, p: Params, stream: Stream, at: At) -> Stream:
-    """The embeddings as the first layer's mixer reads them: with the learned vectors of their
-    positions and of the first type, their norm, and the product that makes them wider."""
-    if cfg.learned_positions is not None:
-        places = at.positions + cfg.learned_positions
-        if cfg.sine_theta is None:
-            table = p["positions"]["weight"]
-            vectors = table[jnp.clip(places, 0, table.shape[0] - 1)]
-        else:
-            width = stream.x.shape[-1]
-            vectors = jnp.concatenate(sines(cfg.sine_theta, width, places), axis=-1)
-        stream = Stream(stream.total + vectors.astype(stream.x.dtype))
-    if cfg.token_types:
-        stream = Stream(stream.total + p["types"]["weight"][0].astype(stream.x.dtype))
-    stream = _normed_sum(cfg, stream, p["embed_norm"]) if cfg.embed_norm else stream
-    return Stream(linear.linear(stream.total, p["embed_dense"])) if cfg.embed_width else stream
-
-
-def feed_half(
-    cfg: ModelConfig,
-    p: Params,
-    stream: Stream,
-    ops: LayerOps = linear,
-    before: Stream | None = None,
-) -> Stream:
-    """A layer's second half: norm and SwiGLU, ``down(silu(gate) * up)``, or its experts, or nothing
-    in a layer without them.
-
-    before: what a parallel block reads instead, the stream without the mixer's part.
-    """
-    if cfg.bare_layers:
-        return stream
-    if cfg.shared_blocks is not None:
-        return shared_block.feed(cfg, p, stream, ops)
-    if cfg.experts is not None:
-        return feed_experts(cfg, p, stream, ops, before)
-    if before is not None:
-        own = p["mlp_norm" if cfg.parallel_norms else "mixer_norm"]
-        y, _ = inner(cfg, p["mlp"], before, own, ops)
-    else:
-        y, stream = inner(cfg, p["mlp"], stream, p.get("mlp_norm"), ops)
-    if cfg.sum_norms == "both":
-        stream = ops.linear_add(y, p["mlp"]["down"], stream, cfg)
-        return _normed_sum(cfg, stream, p["mlp_out_norm"])
-    return ops.linear_add(y, p["mlp"]["down"], stream, cfg, p.get("mlp_out_norm"))
-
-
-def scaled(p: Params, stream: Stream) -> Stream:
-    """The stream behind a layer, times the layer's number if it has one (Gemma 4)."""
-    if "scale" not in p:
-        return stream
-    return Stream(stream.total * p["scale"]["weight"].astype(stream.x.dtype))
-
-
-def inner(
-    cfg: ModelConfig, p: Params, stream: Stream, norm: Params | None, ops: LayerOps = linear
-) -> tuple[linear.Input, Stream]:
-    """(what the last product of the feed-forward ``p`` reads, the stream)."""
-    if cfg.gated_mlp and cfg.inner_norms:
-        y, stream = ops.norm_linear(stream, norm, p["gate_up"], cfg)
-        gate, up = jnp.split(y, 2, axis=-1)
-        return _inner_norm(cfg, p, activated(gate, cfg.activation) * up), stream
-    if cfg.gated_mlp:
-        return ops.norm_linear(stream, norm, p["gate_up"], cfg, into=p["down"])
-    y, stream = ops.norm_linear(stream, norm, p["up"], cfg)
-    scalars = p["xielu"]["weight"] if cfg.activation == "xielu" else None
-    return _inner_norm(cfg, p, activated(y, cfg.activation, scalars)), stream
-
-
-def _inner_norm(cfg: ModelConfig, p: Params, x: jax.Array) -> jax.Array:
-    """The input of a feed-forward's last product, with its norm if it has one (BitNet)."""
-    return linear.norm(Stream(x), p["inner_norm"], cfg)[0] if cfg.inner_norms else x
-
-
-@functools.lru_cache(maxsize=1024)
-def layer_config(cfg: ModelConfig, index: int) -> tuple[ModelConfig, str]:
-    """Return (config, kind) of a layer: all that its program depends on.
-
-    Layers that are alike have equal results. Raises JaxLlamaError if there is no layer ``index``.
-    """
-    if not 0 <= index < cfg.n_layers:
-        raise JaxLlamaError(f"index = {index}: {cfg.name} has layers 0 to {cfg.n_layers - 1}")
-    kind = cfg.layer_types[index]
-    pre_norms, post_norms = cfg.norms_of(index)
-    one = cfg.with_heads_of(index).replace(
-        sliding_window=cfg.window_of(index),
-        rope=cfg.rope_of(index),
-        d_ff=cfg.d_ff_of(index),
-        shared_kv_layers=0,
-        shared_kv_d_ff=None,
-        experts=cfg.experts_of(index),
-        n_layers=1,
-        layer_types=(kind,),
-        window_layers=(),
-        window_rope=None,
-        nope_layers=(),
-        pre_norms=pre_norms,
-        post_norms=post_norms,
-        post_norm_layers=(),
-        learned_positions=None if index else cfg.learned_positions,
-        sine_theta=None if index else cfg.sine_theta,
-        token_types=0 if index else cfg.token_types,
-        embed_norm=cfg.embed_norm and not index,
-        embed_width=None if index else cfg.embed_width,
-        head_width=None if index else cfg.head_width,
-        first_norm=cfg.first_norm or index > 0,
-        sum_norms=cfg.sum_norms_of(index),
-        bare_layers=(0,) if index in cfg.bare_layers else (),
-        beside_layers=tuple(i for i in (0, 1) if index + i in cfg.beside_layers),
-    )
-    return one, kind
+def feed_half(layer: LayerConfig, p: Params, stream: Stream) -> Stream:
+    """A layer's second half: norm and feed-forward, for layers whose halves run one by one."""
+    form = FORMS[layer.form.name]
+    return form.finish(layer, p, form.feed(layer, p, stream, stream), None)
 
 
 def walk(
@@ -261,28 +98,26 @@ def walk(
     stream: Stream,
     states: Sequence[LayerState] | None,
     at: At,
-    each: Callable[..., tuple[Stream, LayerState]] = block,
+    run: Callable[..., tuple[Stream, LayerState]] = block,
 ) -> tuple[Stream, tuple[LayerState, ...]]:
-    """Run the stream through all layers; each: the function of one layer, called as ``block``.
+    """Run the stream through all layers; run: the function of one layer, called as ``block``.
 
-    A layer without keys and values gets the new state of the layer that lends it its own.
+    A layer that borrows keys and values reads the new state of the layer that lends them.
     """
     new: list[LayerState] = []
-    for index in range(cfg.n_layers):
+    lent: dict[str, LayerState] = {}
+    for index, layer in enumerate(cfg.layers):
+        here = at if at.inputs is None else dataclasses.replace(at, inputs=at.inputs[:, :, index])
         state = None if states is None else states[index]
-        source, own = cfg.kv_source(index), at
-        if source is not None:
-            state = new[source]
-        if at.inputs is not None:
-            own = dataclasses.replace(at, inputs=at.inputs[:, :, index])
-        layer = params[f"layer_{index}"]
-        stream, state = each(*layer_config(cfg, index), layer, stream, state, own)
-        new.append(state if source is None else None)
+        state = lent.get(layer.borrows, state)
+        stream, state = run(layer, params[f"layer_{index}"], stream, state, here)
+        new.append(None if layer.borrows else state)
+        lent |= {layer.lends: state} if layer.lends else {}
     return stream, tuple(new)
 
 
 # Traced and lowered once for all layers that are alike; the compiler inlines it.
-_block_once = jax.jit(block, static_argnums=(0, 1))
+_block_once = jax.jit(block, static_argnums=0)
 
 
 def block_of_a_program() -> Callable[..., tuple[Stream, LayerState]]:
@@ -300,11 +135,9 @@ def begin(
     cfg: ModelConfig, params: Params, tokens: jax.Array, dtype: DTypeLike, at: At
 ) -> tuple[Stream, At]:
     """Return the first layer's stream and record of ``tokens[B, T]``, whose places ``at`` has."""
-    x = embed_tokens(cfg, params, tokens, dtype)
-    if cfg.layer_inputs is not None:
-        inputs = layer_inputs.inputs_of(cfg, params["inputs"], tokens, x)
-        at = dataclasses.replace(at, inputs=inputs)
-    return first_stream(cfg, x), at
+    x, form = embed_tokens(cfg, params, tokens, dtype), FORMS[cfg.layers[0].form.name]
+    inputs = form.inputs(cfg, params, tokens, x)
+    return form.begin(x), at if inputs is None else dataclasses.replace(at, inputs=inputs)
 
 
 def embed_tokens(
@@ -316,7 +149,7 @@ def embed_tokens(
 
 def first_stream(cfg: ModelConfig, x: jax.Array) -> Stream:
     """Return the stream of embeddings ``x[..., D]``."""
-    return Stream(x) if cfg.shared_blocks is None else Stream(x, embedded=x)
+    return FORMS[cfg.layers[0].form.name].begin(x)
 
 
 def _rows_of_table(weight: linear.Weight, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -338,17 +171,7 @@ def scale_embedded(cfg: ModelConfig, x: jax.Array) -> jax.Array:
 def final_norm(cfg: ModelConfig, params: Params, stream: Stream | Hidden) -> jax.Array:
     """Apply the final norm; the head's product reads its result."""
     stream = Stream(stream.x) if isinstance(stream, Hidden) else stream
-    return linear.norm(transformed(cfg, params, stream), params["norm"], cfg)[0]
-
-
-def transformed(cfg: ModelConfig, params: Params, stream: Stream) -> Stream:
-    """Return the stream that the final norm reads: behind a norm, a dense layer and the activation
-    if the model has these (BERT)."""
-    if "transform" not in params:
-        return stream
-    own = params["transform"]
-    y, _ = linear.norm_linear(stream, own["norm"], own["dense"], cfg)
-    return Stream(activated(y, cfg.activation))
+    return linear.norm(stream, params["norm"], cfg)[0]
 
 
 def head(params: Params) -> Params:
@@ -364,10 +187,12 @@ def activation_dtype(params: Params) -> jnp.dtype:
 # The model
 
 
-class ForwardOptions(TypedDict, total=False):
-    """Options of ``forward`` that a caller passes on."""
+SomeCache = TypeVar("SomeCache", bound=Cache | None)
 
-    total_lengths: jax.Array | None
+
+class ForwardOptions(TypedDict, total=False):
+    """Options of ``forward``."""
+
     sparse: bool | jax.Array
     fresh: bool
 
@@ -378,11 +203,7 @@ def forward(
     params: Params,
     tokens: jax.Array,
     lengths: jax.Array,
-    cache: None = ...,
-    total_lengths: jax.Array | None = ...,
-    *,
-    sparse: bool | jax.Array = ...,
-    fresh: bool = ...,
+    **options: Unpack[ForwardOptions],
 ) -> tuple[Hidden, None]: ...
 @overload
 def forward(
@@ -390,24 +211,10 @@ def forward(
     params: Params,
     tokens: jax.Array,
     lengths: jax.Array,
-    cache: Cache,
+    cache: SomeCache,
     total_lengths: jax.Array | None = ...,
-    *,
-    sparse: bool | jax.Array = ...,
-    fresh: bool = ...,
-) -> tuple[Hidden, Cache]: ...
-@overload
-def forward(
-    cfg: ModelConfig,
-    params: Params,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    cache: Cache | None,
-    total_lengths: jax.Array | None = ...,
-    *,
-    sparse: bool | jax.Array = ...,
-    fresh: bool = ...,
-) -> tuple[Hidden, Cache | None]: ...
+    **options: Unpack[ForwardOptions],
+) -> tuple[Hidden, SomeCache]: ...
 def forward(
     cfg: ModelConfig,
     params: Params,
@@ -439,7 +246,16 @@ def forward(
             batch, n_new = tokens.shape
             if is_cut(mesh, batch, n_new, cache.table is not None, layer_work(cfg, params)):
                 return _forward_in_pieces(mesh, cfg, params, tokens, lengths, cache, total_lengths)
-        return _forward_over(mesh, cfg, params, *rows, sparse=sparse, fresh=fresh)
+        options: Options = {"sparse": sparse, "fresh": fresh}
+        return over_mesh(
+            forward,
+            mesh,
+            cfg,
+            params,
+            *rows,
+            out=lambda rows: (P(rows), None if cache is None else cache_specs(cache, rows)),
+            **options,
+        )
     check(cfg, params)
     params = chosen(params) if ROWS in params else params
     start = jnp.zeros_like(lengths) if cache is None else cache.lengths
@@ -455,19 +271,6 @@ def forward(
     return hidden, None if cache is None else Cache(states, start + lengths, table)
 
 
-def layer_work(cfg: ModelConfig, params: Params) -> float:
-    """Return the multiplications of a token in a layer with weights, in the mean of the layers."""
-    total = 0.0
-    for index in range(cfg.n_layers):
-        experts = cfg.experts_of(index)
-        share = 1.0 if experts is None else experts.n_active / experts.n_experts
-        for part in params[f"layer_{index}"].values():
-            for name, weights in part.items():
-                size = sum(leaf.size for leaf in jax.tree.leaves(weights))
-                total += size * share if name.startswith("experts_") else size
-    return total / cfg.n_layers
-
-
 def check(cfg: ModelConfig, params: Params) -> None:
     """Raise ValueError naming a parameter that is missing or has another shape than ``cfg``'s."""
     for path, shape in _shapes(cfg):
@@ -481,27 +284,8 @@ def check(cfg: ModelConfig, params: Params) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _shapes(cfg: ModelConfig) -> tuple[tuple[Path, Shape], ...]:
-    cfg = cfg.replace(mtp_layers=0)  # the model runs without its head for drafts
+    cfg = cfg.replace(mtp=None)  # the model runs without its head for drafts
     return tuple((path, param.shape) for path, param in param_table(cfg).items())
-
-
-def _forward_over(
-    mesh: AbstractMesh,
-    cfg: ModelConfig,
-    params: Params,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    cache: Cache | None,
-    total_lengths: jax.Array | None,
-    **options: bool | jax.Array,
-) -> tuple[Hidden, Cache | None]:
-    """``forward`` of parameters on a mesh."""
-
-    def specs(rows: RowAxis) -> tuple[P, Cache | None]:
-        return P(rows), None if cache is None else cache_specs(cache, rows)
-
-    arrays = tokens, lengths, cache, total_lengths
-    return over_mesh(forward, mesh, cfg, params, *arrays, out=specs, **options)
 
 
 def _forward_in_pieces(
@@ -575,23 +359,19 @@ def head_product(cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
     if _has_float_head(cfg, params, hidden.x):
         # XLA's product would round a row by how many there are.
         weight = head(params)["weight"]
-        return norm_matmul(hidden.x, params["norm"]["weight"], weight, cfg.norm_eps)
-    stream = transformed(cfg, params, Stream(hidden.x))
-    return linear.norm_linear(stream, params["norm"], head(params), cfg)[0]
+        return norm_matmul(hidden.x, params["norm"]["weight"], weight, cfg.norm.eps)
+    return linear.norm_linear(Stream(hidden.x), params["norm"], head(params), cfg)[0]
 
 
 def _has_float_head(cfg: ModelConfig, params: Params, x: jax.Array) -> bool:
     """Whether a CPU's handler takes the head: of floats, where the layers' weights are in codes."""
-    own = head(params)
-    is_plain = set(own) == {"weight"} and isinstance(own["weight"], jax.Array)
-    if not is_plain or cfg.norm != "rms" or not _has_prepared_weights(params):
+    last = head(params)
+    is_plain = set(last) == {"weight"} and isinstance(last["weight"], jax.Array)
+    if not is_plain or cfg.norm.kind != "rms":
         return False
-    return isinstance(head_plan(x, own["weight"]), CpuPlan)
-
-
-def _has_prepared_weights(params: Params) -> bool:
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, CpuWeight))
-    return any(isinstance(leaf, CpuWeight) for leaf in leaves)
+    has_codes = any(isinstance(leaf, CpuWeight) for leaf in leaves)
+    return has_codes and isinstance(head_plan(x, last["weight"]), CpuPlan)
 
 
 def softcap(scores: jax.Array, cap: float | None) -> jax.Array:

@@ -33,8 +33,8 @@ def flops_per_token(cfg: ModelConfig, sequence_length: int, is_frozen: bool = Fa
 
 def forward_flops_per_token(cfg: ModelConfig, sequence_length: int) -> float:
     total = 2.0 * matmul_weights(cfg)
-    for index, kind in enumerate(cfg.layer_types):
-        total += MIXERS[kind].parameters.flops(cfg, index, sequence_length)
+    for layer in cfg.layers:
+        total += MIXERS[layer.kind].parameters.flops(layer, sequence_length)
     return total
 
 
@@ -46,11 +46,11 @@ def matmul_weights(cfg: ModelConfig) -> int:
     """Weights that a token is multiplied by: matrices, those of its own experts, a tied embedding
     once, as the head."""
     total = 0
-    for path, spec in param_table(cfg.replace(mtp_layers=0)).items():
+    for path, spec in param_table(cfg.replace(mtp=None)).items():
         if len(spec.shape) == 2 and not path[-2].endswith("conv"):
             total += spec.size
-        elif len(spec.shape) == 3 and cfg.experts is not None:
-            total += spec.size * cfg.experts.n_active // cfg.experts.n_experts
+        elif len(spec.shape) == 3 and (experts := cfg.experts) is not None:
+            total += spec.size * experts.n_active // experts.n_experts
     return total if cfg.tie_embeddings else total - cfg.vocab_size * cfg.d_model
 
 

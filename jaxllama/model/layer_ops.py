@@ -11,7 +11,7 @@ from typing import Protocol, overload
 import jax
 from jax.typing import DTypeLike
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import StepConfig
 from jaxllama.model import linear as ops
 from jaxllama.model.experts.route import Routed, route
 from jaxllama.model.linear import Input, Stream
@@ -28,7 +28,7 @@ class LayerOps(Protocol):
         stream: Stream,
         scale: Params | None,
         linear: Params | Sequence[Params],
-        cfg: ModelConfig,
+        cfg: StepConfig,
         *,
         into: Params | None = None,
     ) -> tuple[Tree, Stream]: ...
@@ -37,19 +37,33 @@ class LayerOps(Protocol):
         x: Input,
         linear: Params,
         stream: Stream,
-        cfg: ModelConfig,
+        cfg: StepConfig,
         scale: Params | None = None,
     ) -> Stream: ...
     @overload
     def product(
-        self, x: Input, params: Params, dtype: DTypeLike, cfg: ModelConfig, /, *, into: None = None
+        self,
+        x: Input,
+        params: Params,
+        dtype: DTypeLike,
+        cfg: StepConfig,
+        /,
+        *,
+        into: None = None,
     ) -> jax.Array: ...
     @overload
     def product(
-        self, x: Input, params: Params, dtype: DTypeLike, cfg: ModelConfig, /, *, into: Params
+        self,
+        x: Input,
+        params: Params,
+        dtype: DTypeLike,
+        cfg: StepConfig,
+        /,
+        *,
+        into: Params,
     ) -> Input: ...
     def norm_route(
-        self, stream: Stream, scale: Params | None, router: Params, cfg: ModelConfig
+        self, stream: Stream, scale: Params | None, router: Params, cfg: StepConfig
     ) -> tuple[jax.Array, Stream, Routed]: ...
     def grouped(
         self,
@@ -73,7 +87,7 @@ class Steps:
         stream: Stream,
         scale: Params | None,
         linear: Params | Sequence[Params],
-        cfg: ModelConfig,
+        cfg: StepConfig,
         *,
         into: Params | None = None,
     ) -> tuple[Tree, Stream]:
@@ -88,7 +102,7 @@ class Steps:
         x: Input,
         linear: Params,
         stream: Stream,
-        cfg: ModelConfig,
+        cfg: StepConfig,
         scale: Params | None = None,
     ) -> Stream:
         y = self.product(x, linear, stream.x.dtype, cfg)
@@ -99,18 +113,19 @@ class Steps:
         x: Input,
         linear: Params,
         dtype: DTypeLike,
-        cfg: ModelConfig,
+        cfg: StepConfig,
         *,
         into: Params | None = None,
     ) -> Tree:
         return ops.product(x, linear, dtype, cfg, into=into)
 
     def norm_route(
-        self, stream: Stream, scale: Params | None, router: Params, cfg: ModelConfig
+        self, stream: Stream, scale: Params | None, router: Params, cfg: StepConfig
     ) -> tuple[jax.Array, Stream, Routed]:
-        assert cfg.experts is not None
+        options = cfg.experts
+        assert options is not None
         x, stream = ops.norm(stream, scale, cfg)
-        return x, stream, route(cfg.experts, x.reshape(-1, x.shape[-1]), router)
+        return x, stream, route(options, x.reshape(-1, x.shape[-1]), router)
 
     def grouped(
         self,

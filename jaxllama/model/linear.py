@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import StepConfig
 from jaxllama.model.elementwise import layer_norm
 from jaxllama.model.experts.route import Routed, has_plain_softmax, route, with_factors
 from jaxllama.model.lora import Adapted, Lora
@@ -108,7 +108,7 @@ def norm_linear(
     stream: Stream,
     scale: Params | None,
     linear: Params | Sequence[Params],
-    cfg: ModelConfig,
+    cfg: StepConfig,
     *,
     into: Params | None = None,
 ) -> tuple[Tree, Stream]:
@@ -124,7 +124,7 @@ def norm_linear(
         return _norm_linears(stream, scale, linear, cfg)
     codes, lora = input_codes(linear), _lora(linear)
     has_kernel = codes is lora is None and _has_kernels(stream.x, linear["weight"])
-    if has_kernel and scale is not None and cfg.norm == "rms":
+    if has_kernel and scale is not None and cfg.norm.kind == "rms":
         made = _fused_norm_linear(stream, scale, linear, cfg, into)
         if made is not None:
             return made
@@ -133,11 +133,15 @@ def norm_linear(
 
 
 def _fused_norm_linear(
-    stream: Stream, scale: Params, linear: Params, cfg: ModelConfig, into: Params | None
+    stream: Stream,
+    scale: Params,
+    linear: Params,
+    cfg: StepConfig,
+    into: Params | None,
 ) -> tuple[Input, Stream] | None:
     """Return ``norm_linear`` of float inputs if one kernel does all of it, else None."""
     weight = linear["weight"]
-    around: Options = {"norm": (scale["weight"], cfg.norm_eps)}
+    around: Options = {"norm": (scale["weight"], cfg.norm.eps)}
     around |= {"bias": linear.get("bias"), "out_dtype": stream.x.dtype}
     if _is_inner(into, cfg):
         around |= {"swiglu": True, "activation": cfg.activation}
@@ -159,12 +163,12 @@ def _has_kernels(x: Input, weight: Weight) -> bool:
 
 
 def _norm_linears(
-    stream: Stream, scale: Params | None, linears: Sequence[Params], cfg: ModelConfig
+    stream: Stream, scale: Params | None, linears: Sequence[Params], cfg: StepConfig
 ) -> tuple[list[Columns], Stream]:
     weights = [linear["weight"] for linear in linears]
     has_lora = any(_lora(linear) is not None for linear in linears)
     has_kernel = not has_lora and wants_kernel(None, stream.x, weights)
-    if has_kernel and scale is not None and cfg.norm == "rms":
+    if has_kernel and scale is not None and cfg.norm.kind == "rms":
         made = _fused_norm_linears(stream.rounded, scale, linears, cfg)
         if made is not None:
             return made
@@ -178,10 +182,10 @@ def _norm_linears(
 
 
 def _fused_norm_linears(
-    stream: Stream, scale: Params, linears: Sequence[Params], cfg: ModelConfig
+    stream: Stream, scale: Params, linears: Sequence[Params], cfg: StepConfig
 ) -> tuple[list[Columns], Stream] | None:
     """Return the norm and all products if one kernel does them, else None."""
-    weights, norm = [linear["weight"] for linear in linears], (scale["weight"], cfg.norm_eps)
+    weights, norm = [linear["weight"] for linear in linears], (scale["weight"], cfg.norm.eps)
     plan = None if stream.pending is not None else own_blocks(stream.x, weights, norm=norm)
     if plan is None:
         return None
@@ -195,7 +199,7 @@ def _by_codes(
     scale: Params | None,
     linears: Sequence[Params],
     wanted: Sequence[str | None],
-    cfg: ModelConfig,
+    cfg: StepConfig,
 ) -> tuple[list[Columns], Stream]:
     """Compute products that want one input in several codes; each code is made once."""
     dtype = stream.x.dtype
@@ -209,7 +213,7 @@ def linear_add(
     x: Input,
     linear: Params,
     stream: Stream,
-    cfg: ModelConfig,
+    cfg: StepConfig,
     scale: Params | None = None,
 ) -> Stream:
     """``stream + x @ weight.T + bias``.  On a mesh each device has its own part of the inputs, and
@@ -242,7 +246,7 @@ def linear_add(
 def norm(
     stream: Stream,
     scale: Params | None,
-    cfg: ModelConfig,
+    cfg: StepConfig,
     codes: None = None,
     lora: Lora | None = None,
     static: None = None,
@@ -251,7 +255,7 @@ def norm(
 def norm(
     stream: Stream,
     scale: Params | None,
-    cfg: ModelConfig,
+    cfg: StepConfig,
     codes: str | None,
     lora: Lora | None = None,
     static: StaticCodes | None = None,
@@ -259,27 +263,27 @@ def norm(
 def norm(
     stream: Stream,
     scale: Params | None,
-    cfg: ModelConfig,
+    cfg: StepConfig,
     codes: str | None = None,
     lora: Lora | None = None,
     static: StaticCodes | None = None,
 ) -> tuple[Input, Stream]:
     """(the norm of the stream, the stream added up); codes: the dtype to quantize it to, lora: of
     the layer that reads the codes.  static: in place of codes, a dtype with one scale for all."""
-    if scale is None or cfg.norm == "layer":
+    if scale is None or cfg.norm.kind == "layer":
         x = Stream(stream.total)  # its product uses a static scale
-        return _quantized(layer_norm(x.x, scale, cfg.norm_eps), codes, lora), x
+        return _quantized(layer_norm(x.x, scale, cfg.norm.eps), codes, lora), x
     stream, weight = stream.rounded, scale["weight"]
     assert not isinstance(stream.pending, Posted)
     x, residual = (stream.x, None) if stream.pending is None else (stream.pending, stream.x)
     if codes is not None and lora is not None:
-        y, *total = lora.adapted(x, codes, norm=(weight, cfg.norm_eps), residual=residual)
+        y, *total = lora.adapted(x, codes, norm=(weight, cfg.norm.eps), residual=residual)
         return y, Stream(*total) if total else stream
     codes, given = (codes, None) if static is None else static
     of_codes: Options = {"quantize": codes, "scale": given}
     if residual is None:
-        return rms_norm(x, weight, cfg.norm_eps, **of_codes), stream
-    y, total = rms_norm(x, weight, cfg.norm_eps, residual=residual, **of_codes)
+        return rms_norm(x, weight, cfg.norm.eps, **of_codes), stream
+    y, total = rms_norm(x, weight, cfg.norm.eps, residual=residual, **of_codes)
     return y, Stream(total)
 
 
@@ -324,17 +328,22 @@ def linear(x: Input, params: Params, dtype: DTypeLike | None = None) -> jax.Arra
 
 @overload
 def product(
-    x: Input, params: Params, dtype: DTypeLike, cfg: ModelConfig, *, into: None = None
+    x: Input, params: Params, dtype: DTypeLike, cfg: StepConfig, *, into: None = None
 ) -> jax.Array: ...
 @overload
 def product(
-    x: Input, params: Params, dtype: DTypeLike, cfg: ModelConfig, *, into: Params | None
+    x: Input,
+    params: Params,
+    dtype: DTypeLike,
+    cfg: StepConfig,
+    *,
+    into: Params | None,
 ) -> Input: ...
 def product(
     x: Input,
     params: Params,
     dtype: DTypeLike,
-    cfg: ModelConfig,
+    cfg: StepConfig,
     *,
     into: Params | None = None,
 ) -> Input:
@@ -353,7 +362,7 @@ def product(
 
 
 def _gated_codes(
-    x: Input, params: Params, dtype: DTypeLike, cfg: ModelConfig, into: Params | None
+    x: Input, params: Params, dtype: DTypeLike, cfg: StepConfig, into: Params | None
 ) -> QTensor | None:
     """Return gate and up's product in the codes of a layer with a static scale, or None."""
     weight, static = params["weight"], None if into is None else _static_codes(into)
@@ -365,7 +374,7 @@ def _gated_codes(
 
 
 def norm_route(
-    stream: Stream, scale: Params | None, router: Params, cfg: ModelConfig
+    stream: Stream, scale: Params | None, router: Params, cfg: StepConfig
 ) -> tuple[jax.Array, Stream, Routed]:
     """(the norm of the stream, the stream added up, its T tokens' experts and weights ``[T, k]``).
 
@@ -375,10 +384,10 @@ def norm_route(
     assert options is not None
     width = stream.x.shape[-1]
     is_plain = stream.pending is None and has_plain_softmax(options, router)
-    if is_plain and scale is not None and cfg.norm == "rms":
+    if is_plain and scale is not None and cfg.norm.kind == "rms":
         made = fused_norm_and_route(
             stream.x.reshape(-1, width),
-            (scale["weight"], cfg.norm_eps),
+            (scale["weight"], cfg.norm.eps),
             router["weight"],
             router.get("bias"),
             k=options.n_active,
@@ -455,17 +464,17 @@ def _by_blocks(
     return jnp.concatenate(parts, axis=-1)
 
 
-def _is_inner(into: Params | None, cfg: ModelConfig) -> bool:
+def _is_inner(into: Params | None, cfg: StepConfig) -> bool:
     """Whether the product itself is to apply the gate."""
     return into is not None and cfg.activation != "gelu" and input_codes(into) is None
 
 
-def _gated(y: jax.Array, into: Params | None, cfg: ModelConfig) -> Input:
+def _gated(y: jax.Array, into: Params | None, cfg: StepConfig) -> Input:
     """``activation(gate) * up`` where the product did not do it itself."""
     return y if into is None or _is_inner(into, cfg) else _gate_for(y, into, cfg)
 
 
-def _gate_for(y: jax.Array, into: Params, cfg: ModelConfig) -> Input:
+def _gate_for(y: jax.Array, into: Params, cfg: StepConfig) -> Input:
     """``activation(gate) * up`` as the layer ``into`` wants it."""
     codes, lora = input_codes(into), _lora(into)
     if codes is not None and is_split():  # the token's scale needs the other shards

@@ -3,8 +3,8 @@
 DoRA (2402.09353) multiplies that, without the bias, by the gain ``m_i / |w + b_i a_i|`` of each
 output, where m_i are the adapter's magnitudes and norms are of rows.
 
-    params = attach(cfg, params, adapters)     once: the adapters' factors into the tree
-    params = reserve(cfg, params, targets, n, rank); params = put(cfg, params, index, adapter)
+    params = attach(table, params, adapters)   once: the adapters' factors into the tree
+    params = reserve(table, params, targets, n, rank); params = put(table, params, index, adapter)
                                            the same in two steps, for adapters that come later
     params = for_rows(params, rows)            rows int32 [B]: each row's adapter from 1 on, 0: none
 
@@ -41,9 +41,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.params import param_table
+from jaxllama.model.param import Param, Path
 from jaxllama.typing import Params, ParamsDict, Tree
 from pallas_kernels.cpu import CpuWeight, restore
 from pallas_kernels.matmul.codes import low_rank_sums
@@ -143,7 +142,7 @@ class TrainedLora(Lora):
 
 
 def attach(
-    cfg: ModelConfig,
+    table: Mapping[Path, Param],
     params: Params,
     adapters: Sequence[Mapping[str, tuple[np.ndarray, ...]]],
 ) -> ParamsDict:
@@ -154,7 +153,7 @@ def attach(
     Raises JaxLlamaError for DoRA beside weights that are not on a device.
     """
     tree, dtype = dict(params), params["norm"]["weight"].dtype
-    for (*rooms, _), param in param_table(cfg).items():
+    for (*rooms, _), param in table.items():
         names = [source.name for source in param.sources]
         if not any(name in adapter for adapter in adapters for name in names):
             continue
@@ -243,14 +242,14 @@ def floats(weight: Tree) -> jax.Array:
 
 
 def reserve(
-    cfg: ModelConfig, params: Params, targets: Collection[str], n: int, rank: int
+    table: Mapping[Path, Param], params: Params, targets: Collection[str], n: int, rank: int
 ) -> ParamsDict:
     """Return the tree with n more adapters of zeros, for ``put``.
 
     Parameters
     ----------
-    cfg : ModelConfig
-        Config of the model.
+    table : mapping
+        The model's parameters, with the names of a checkpoint's tensors.
     params : dict
         Its parameters, with or without adapters.
     targets : collection of str
@@ -262,7 +261,7 @@ def reserve(
     """
     tree, dtype = dict(params), params["norm"]["weight"].dtype
     n_before = max((len(own.a) for own in factors(params)), default=0)
-    for (*rooms, _), param in param_table(cfg).items():
+    for (*rooms, _), param in table.items():
         sources, wide = param.sources, param.shape[1] if len(param.shape) == 2 else 0
         if not any(source.name in targets for source in sources):
             continue
@@ -288,7 +287,7 @@ def reserve(
 
 
 def put(
-    cfg: ModelConfig,
+    table: Mapping[Path, Param],
     params: Params,
     index: int,
     adapter: Mapping[str, tuple[np.ndarray, ...]],
@@ -297,8 +296,8 @@ def put(
 
     Parameters
     ----------
-    cfg : ModelConfig
-        Config of the model.
+    table : mapping
+        The model's parameters, with the names of a checkpoint's tensors.
     params : dict
         Its parameters after ``reserve``.
     index : int
@@ -308,7 +307,7 @@ def put(
         magnitudes.
     """
     tree = dict(params)
-    for (*rooms, _), param in param_table(cfg).items():
+    for (*rooms, _), param in table.items():
         room: Tree = tree
         for name in rooms:
             room = room.get(name, {})

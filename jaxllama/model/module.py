@@ -17,6 +17,7 @@ functions (``jl.prefill``, ``jl.logits``) and not for these modules.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import ClassVar, Unpack
 
 import flax.linen as nn
@@ -24,16 +25,17 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxllama.config import ExpertsConfig, ModelConfig, Norm
+from jaxllama.config import ExpertsConfig, FeedConfig, LayerConfig, ModelConfig, Norm
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import linear
-from jaxllama.model.cache import Cache, LayerState, init_cache
+from jaxllama.model.cache import Cache, LayerState, init_layer
 from jaxllama.model.declare import (
     Declared,
     ParameterTree,
     declare,
     layer_alone,
     table_of,
+    table_of_layer,
     tokens_at,
 )
 from jaxllama.model.decoder import (
@@ -43,11 +45,10 @@ from jaxllama.model.decoder import (
     block,
     forward,
     head_product,
-    inner,
-    layer_config,
     softcap,
 )
 from jaxllama.model.experts.feed import mixture
+from jaxllama.model.forms.sequential import inner
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.operands import check_features, check_ints
@@ -77,7 +78,8 @@ class RMSNorm(nn.Module):
         Raises JaxLlamaError if x has another width or holds no floats.
         """
         check_features(self.cfg, x)
-        y, _ = linear.norm(Stream(x), self.tree(), self.cfg.replace(norm=self.norm))
+        kind = dataclasses.replace(self.cfg.norm, kind=self.norm)
+        y, _ = linear.norm(Stream(x), self.tree(), dataclasses.replace(self.cfg, norm=kind))
         assert isinstance(y, jax.Array)
         return y
 
@@ -103,15 +105,20 @@ class SwiGLU(nn.Module):
         """Return the options of the experts; None for a dense feed-forward."""
         return None
 
+    index: int = 0
+
     @nn.nowrap
-    def own(self) -> ModelConfig:
-        """Return the config of a model of one layer with this feed-forward."""
-        return layer_config(self.cfg, 0)[0].replace(experts=self._experts(), bare_layers=())
+    def layer(self) -> LayerConfig:
+        """Return the record of layer ``index``, with this feed-forward."""
+        layer = self.cfg.layer(self.index)
+        feeds = (layer.feed, *(one.feed for one in self.cfg.layers), *self.cfg.spare)
+        feed = next(one for one in feeds if isinstance(one, FeedConfig))
+        return layer.replace(feed=dataclasses.replace(feed, experts=self._experts()))
 
     @nn.compact
     def tree(self) -> ParamsDict:
         """Return the feed-forward's parameters by name, as the pure functions take them."""
-        return declare(self, table_of(self.own())["layer_0"]["mlp"])
+        return declare(self, table_of_layer(self.layer())["mlp"])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the output for ``x[..., D]`` in its shape and dtype; D is ``cfg.d_model``.
@@ -120,7 +127,7 @@ class SwiGLU(nn.Module):
         """
         check_features(self.cfg, x)
         params = self.tree()
-        y, _ = inner(self.own(), params, Stream(x), None)
+        y, _ = inner(self.layer(), params, Stream(x), None)
         return linear.linear(y, params["down"], x.dtype)
 
 
@@ -136,7 +143,7 @@ class MixtureOfExperts(SwiGLU):
         """Return the options of the experts."""
         if self.cfg.experts is None:
             raise JaxLlamaError("experts = None: is needed by MixtureOfExperts")
-        return self.cfg.experts.of_a_layer
+        return self.cfg.experts
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the mixture's output for ``x[..., D]`` in its shape and dtype.
@@ -147,7 +154,7 @@ class MixtureOfExperts(SwiGLU):
         check_features(self.cfg, x)
         if self._experts().beside:
             raise JaxLlamaError(f"{self.cfg.name}: its experts read the stream; run a DecoderLayer")
-        return mixture(self.own(), self.tree(), x)
+        return mixture(self.layer(), self.tree(), x)
 
 
 class DecoderLayer(nn.Module):
@@ -163,22 +170,22 @@ class DecoderLayer(nn.Module):
     @nn.nowrap
     def init_state(self, batch: int, max_len: int, dtype: DTypeLike | None = None) -> LayerState:
         """Return the state of ``batch`` rows without tokens, as ``jl.init_cache`` makes it."""
-        return init_cache(layer_config(self.cfg, self.index)[0], batch, max_len, dtype).layers[0]
+        return init_layer(self.cfg.layer(self.index), batch, max_len, dtype)
 
     @nn.compact
     def tree(self) -> ParamsDict:
         """Return the layer's parameters by name, as ``decoder.block`` takes them."""
-        cfg, kind = layer_config(self.cfg, self.index)
-        norm = RMSNorm if cfg.norm == "rms" else LayerNorm
-        feed = SwiGLU if cfg.experts is None else MixtureOfExperts
-        modules = {"mixer": MIXERS[kind].module.MIXER, "mlp": feed}
-        names = table_of(cfg)["layer_0"]
+        layer = self.cfg.layer(self.index)
+        modules = {
+            "mixer": MIXERS[layer.kind].module.MIXER,
+            "mlp": SwiGLU if layer.experts is None else MixtureOfExperts,
+        }
         found = {}
-        for name, table in names.items():
-            if name in ("positions", "types", "inputs", "scale"):
-                found[name] = ParameterTree(table, name=name).tree()
+        for name, table in table_of(self.cfg)[f"layer_{self.index}"].items():
+            if name in modules:
+                found[name] = modules[name](self.cfg, self.index, name=name).tree()
             else:
-                found[name] = modules.get(name, norm)(cfg, name=name).tree()
+                found[name] = ParameterTree(table, name=name).tree()
         return found
 
     def __call__(
@@ -214,12 +221,11 @@ class DecoderLayer(nn.Module):
             keys, or has inputs that the Decoder computes.
         """
         check_features(self.cfg, x, "[B, T, D]")
-        cfg, kind = layer_config(self.cfg, self.index)
-        cfg = layer_alone(cfg)
-        if cfg.layer_inputs is not None:
-            raise JaxLlamaError(f"{cfg.name}: its layers have inputs of the Decoder; run that")
-        at = tokens_at(cfg, x, state, lengths, start)
-        stream, state = block(cfg, kind, self.tree(), Stream(x), state, at)
+        layer = layer_alone(self.cfg.name, self.cfg.layer(self.index))
+        if layer.needs_model:
+            raise JaxLlamaError(f"{self.cfg.name}: {layer.needs_model}; run the Decoder")
+        at = tokens_at(layer, x, state, lengths, start)
+        stream, state = block(layer, self.tree(), Stream(x), state, at)
         return stream.total, state
 
 
@@ -254,9 +260,7 @@ class Decoder(nn.Module):
                     continue
                 for one in range(index, index + run.period * run.count, run.period):
                     found[f"layer_{one}"] = DecoderLayer(cfg, one, name=f"layer_{one}").tree()
-        norm = RMSNorm if cfg.norm == "rms" else LayerNorm
-        if "transform" in table:
-            found["transform"] = ParameterTree(table["transform"], name="transform").tree()
+        norm = RMSNorm if cfg.norm.kind == "rms" else LayerNorm
         found["norm"] = norm(cfg, name="norm").tree()
         if "head" in table:
             found["head"] = ParameterTree(table["head"], name="head").tree()

@@ -82,7 +82,8 @@ def forward(
             out=lambda rows: (P(rows), cache_specs(cache, rows)),
         )
     own = params["mtp"]
-    layer, kind = decoder.layer_config(cfg.mtp_config(), 0)
+    layer = cfg.mtp
+    assert layer is not None
     (batch, width), start = tokens.shape, cache.lengths
     if cache.capacity is not None:
         lengths = jnp.minimum(lengths, jnp.maximum(cache.capacity - start, 0))
@@ -101,7 +102,7 @@ def forward(
         positions, is_new, rope = places_of(layer, start, lengths, width)
         at = Draft(positions, is_new, rope, width, cache.table, sparse=False)
         x = x.reshape(batch * width, 1, -1)
-    stream, state = decoder.block(layer, kind, own["layer_0"], Stream(x), cache.layers[0], at)
+    stream, state = decoder.block(layer, own["layer_0"], Stream(x), cache.layers[0], at)
     hidden = Hidden(stream.total.reshape(batch, width, -1))
     return hidden, Cache((state,), start + lengths, cache.table)
 

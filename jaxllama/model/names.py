@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import TypeVar
 
+from jaxllama.config import CheckpointForm, LayerConfig
 from jaxllama.typing import Params, ParamsDict
 
 MixerNames = TypeVar("MixerNames")
@@ -42,21 +44,16 @@ class Names:
     of ``mlp``.
     qkv, gate_up: a single name means that the file has them in one tensor.
     gate: the gate of attention's heads, where it is a tensor apart from q.
-    last_bias: the bias of o, where only the last layer has one.
     inner_norms: the norms before the last products of mixer and feed-forward.
-    positions: the table of learned positions.  types: the table of token types.
-    embed_norm: the norm of embeddings.  embed_dense: the product that makes them wider.
-    transform, transform_norm: the dense layer before the last norm, and the norm before it, which
-    is formatted with the last layer's index, as ``norm`` is.
-    head_bias: the head's bias (without ".bias") where the head is tied.
+    positions: the table of learned positions.  embed_norm: the norm of embeddings.
     other_norms: names of norms that files may have instead, by the usual name.
     is_by_head: q|k|v in one tensor are ordered by kv head: the q heads that read it, k, v.
-    n_blocks: they are ordered by so many blocks of heads, each with q, v, k (CodeGen).
-    parallel_norms: names of the two norms of a parallel block, where they are its own (Falcon).
-    is_transposed: weights of products are [in, out] (GPT-2).
-    is_halved: a layer's mixer and its feed-forward are two layers of the file (Nemotron-H).
-    is_paired: two layers, whose mixers stand side by side, are one of the file (Falcon-H1).
-    shared: prefix of the block that layers share, behind the first such layer's name (Zamba2).
+    parallel_norms: names of the two norms of a parallel block, where it has two.
+    is_transposed: weights of products are [in, out].
+    is_halved: a layer's mixer and its feed-forward are two layers of the file.
+    is_paired: two layers, whose mixers stand side by side, are one of the file.
+    shared: prefix of the block that layers share, behind the first such layer's name.
+    reads: what follows the name of a layer that reads what such a block has written.
     mixers: the own names of each kind of mixer, in a type of that mixer.
     layer_scale: the number by which a layer multiplies the stream.
     """
@@ -75,7 +72,6 @@ class Names:
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     gate: str = ""
-    last_bias: str = ""
     o: str = "o_proj"
     sinks: str = "sinks"
     down: str = "down_proj"
@@ -83,20 +79,15 @@ class Names:
     k_norm: str = "k_norm"
     positions: str = ""
     inner_norms: tuple[str, str] = ("attn_sub_norm", "ffn_sub_norm")
-    types: str = ""
     embed_norm: str = "embed_norm"
-    embed_dense: str = ""
-    transform: str = ""
-    transform_norm: str = ""
-    head_bias: str = ""
     other_norms: Params = dataclasses.field(default_factory=ParamsDict)
     is_by_head: bool = False
-    n_blocks: int = 0
     is_transposed: bool = False
     parallel_norms: tuple[str, str] | None = None
     is_halved: bool = False
     is_paired: bool = False
     shared: str = ""
+    reads: str = ""
     mixers: Params = dataclasses.field(default_factory=ParamsDict)
     mtp: MTPNames = MTPNames()
     layer_inputs: LayerInputNames = LayerInputNames()
@@ -105,3 +96,21 @@ class Names:
     def of(self, kind: str, default: MixerNames) -> MixerNames:
         """The names of a mixer of this kind; default: where the family has none of its own."""
         return self.mixers.get(kind, default)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a checkpoint has a model's parameters, and in which form.
+
+    present: the names of its tensors, where a family has had more than one name for a thing; empty
+    for the library's present names.
+    """
+
+    names: Names = Names()
+    stored: CheckpointForm = CheckpointForm()
+    present: Collection[str] = ()
+
+    def residual(self, layer: LayerConfig) -> float:
+        """Return the multiplier of the products that write the stream; a norm after them has it
+        instead."""
+        return 1.0 if layer.form.post_norms else self.stored.residual

@@ -7,7 +7,7 @@ from typing import TypeVar
 import jax
 from jax.typing import DTypeLike
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import StepConfig
 from jaxllama.model.layer_ops import Steps
 from jaxllama.model.linear import Input
 from jaxllama.typing import Params, Tree
@@ -33,7 +33,7 @@ class Observer(Steps):
         x: Input,
         linear: Params,
         dtype: DTypeLike,
-        cfg: ModelConfig,
+        cfg: StepConfig,
         *,
         into: Params | None = None,
     ) -> Tree:

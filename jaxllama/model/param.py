@@ -14,6 +14,7 @@ from typing import TypedDict, Unpack
 
 import numpy as np
 
+from jaxllama.config import NormConfig
 from jaxllama.typing import Options
 
 Path = tuple[str, ...]
@@ -62,26 +63,22 @@ class Turned:
 class ByHead:
     """Rows of a fused q|k|v that a checkpoint orders by heads, and we by part.
 
-    Theirs are, for each of ``n_blocks`` blocks, ``n_q`` q heads, then ``n_kv`` of k and of v, or of
-    v and of k; ours are all q, all k, all v.  heads: the order of the rows of a head that RoPE
-    turns.
+    Theirs are, for each of ``n_kv`` kv heads, the ``n_q`` q heads that read it, then k and v; ours
+    are all q, all k, all v.  heads: the order of the rows of a head that RoPE turns.
     """
 
-    n_blocks: int
+    n_kv: int
     n_q: int
     heads: Turned
-    n_kv: int = 1
-    v_first: bool = False
 
     @property
     def block(self) -> int:
-        return self.n_blocks * (self.n_q + 2 * self.n_kv) * self.heads.head_dim
+        return self.n_kv * (self.n_q + 2) * self.heads.head_dim
 
     def rows(self) -> np.ndarray:
         """For each of our rows the checkpoint's."""
-        theirs = np.arange(self.block).reshape(self.n_blocks, self.n_q + 2 * self.n_kv, -1)
-        q, k, v = np.split(theirs, (self.n_q, self.n_q + self.n_kv), axis=1)
-        k, v = (v, k) if self.v_first else (k, v)
+        theirs = np.arange(self.block).reshape(self.n_kv, self.n_q + 2, -1)
+        q, k, v = np.split(theirs, (self.n_q, self.n_q + 1), axis=1)
         order = dataclasses.replace(self.heads, heads=1).rows()
         return np.concatenate([q[..., order].reshape(-1), k[..., order].reshape(-1), v.reshape(-1)])
 
@@ -335,4 +332,20 @@ def written(
     table = {(name, "weight"): one(f"{source}.weight", d, width, fold={**fold, **order})}
     if bias:
         table[name, "bias"] = one(f"{source}.bias", d, std=0.0, fold=fold)
+    return table
+
+
+def norm_rows(
+    path: Path, name: str, width: int, norm: NormConfig, offset: float, scale: float = 1.0
+) -> dict[Path, Param]:
+    """Return the parameters of a norm of ``width`` features.
+
+    The checkpoint's weight w stands for ``scale * (w + offset)``.
+    """
+    if not norm.weight:
+        return {(*path, "weight"): Param((), (width,), mean=scale, std=0.0)}
+    fold = {"scale": scale, "offset": scale * offset}
+    table = {(*path, "weight"): one(f"{name}.weight", width, mean=1.0, std=0.0, fold=fold)}
+    if norm.bias:
+        table[*path, "bias"] = one(f"{name}.bias", width, std=0.0, fold={"scale": scale})
     return table

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import ModelConfig, StepConfig
 from jaxllama.model.rope import Ropes, rope_tables
 from jaxllama.parallel.sequence import gathered, own, piece_indices
 from jaxllama.typing import ArrayOrNumpy
@@ -43,7 +43,7 @@ class Chunk:
     table
         The cache's table of pages.
     sparse_tokens
-        Which tokens read the share ``cfg.attn_sparsity`` of V, bool ``[B, T]``. None if all tokens
+        Which tokens read the share ``attn_sparsity`` of V, bool ``[B, T]``. None if all tokens
         are alike; ``sparse`` then says whether they do.
     fresh
         Every row begins here, so its cache need not be read.
@@ -209,7 +209,7 @@ def new_tokens(
 
 
 def positions_of(
-    cfg: ModelConfig, start: jax.Array, total: jax.Array, n_new: int
+    cfg: StepConfig, start: jax.Array, total: jax.Array, n_new: int
 ) -> tuple[jax.Array, Ropes | None]:
     """(positions ``[B, n_new]`` from ``start[B]`` on, RoPE tables or None); total[B]: tokens of
     each row when the whole prompt is in."""
@@ -241,7 +241,7 @@ def pieces_of(
 
 
 def places_of(
-    cfg: ModelConfig, start: jax.Array, lengths: jax.Array, width: int
+    cfg: StepConfig, start: jax.Array, lengths: jax.Array, width: int
 ) -> tuple[jax.Array, jax.Array, Ropes | None]:
     """Return the places of ``lengths[B]`` tokens from ``start[B]`` on, each as a row by itself.
 
@@ -258,7 +258,7 @@ def places_of(
 
 
 def whole_rows(
-    cfg: ModelConfig,
+    cfg: StepConfig,
     batch: int,
     length: int,
     segments: jax.Array | None = None,

@@ -48,14 +48,6 @@ def rope_tables(
     return _with_still(cos, sin, head_dim // 2)
 
 
-def sines(theta: float, width: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(sin, cos), each float32 ``[B, T, width // 2]``, of ``positions[B, T]`` times ``theta ** (-2
-    i / width)``: positions that are added to embeddings (arXiv 1706.03762)."""
-    inv_freq, _ = _frequencies(RopeConfig(theta), width)
-    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(inv_freq)
-    return jnp.sin(angles), jnp.cos(angles)
-
-
 def _frequencies_of_rows(
     cfg: RopeConfig, turning: int, inv_freq: np.ndarray, total_lengths: jax.Array
 ) -> jax.Array:

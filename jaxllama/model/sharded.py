@@ -87,3 +87,16 @@ def over_pieces(
         out_specs=(pieces_over, whole),
         check_vma=False,  # as in over_mesh
     )(dict(params), pieces, cache, *rows)
+
+
+def layer_work(cfg: ModelConfig, params: Params) -> float:
+    """Return the multiplications of a token in a layer with weights, in the mean of the layers."""
+    total = 0.0
+    for index, layer in enumerate(cfg.layers):
+        experts = layer.experts
+        share = 1.0 if experts is None else experts.n_active / experts.n_experts
+        for part in params[f"layer_{index}"].values():
+            for name, weights in part.items():
+                size = sum(leaf.size for leaf in jax.tree.leaves(weights))
+                total += size * share if name.startswith("experts_") else size
+    return total / len(cfg.layers)

@@ -29,11 +29,10 @@ import functools
 
 import numpy as np
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import LayerConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.mixers import MIXERS, Parameters
 from jaxllama.model.mixers.common import Heads
-from jaxllama.typing import Options
 
 Path = tuple[str, ...]
 
@@ -61,18 +60,11 @@ def split_axis(path: Path) -> int | None:
 
 def check_shards(cfg: ModelConfig, n: int) -> None:
     """Raises JaxLlamaError naming what ``n`` shards do not divide, and the numbers that do."""
-    if cfg.shared_blocks is not None and n > 1:
-        raise JaxLlamaError(
-            f"mesh: model={n}: layers of {cfg.name} share blocks of weights; allowed: 1"
-        )
-    if cfg.qk_norm == "full" and n > 1:
-        raise JaxLlamaError(
-            f"mesh: model={n}: the norms of q and k of {cfg.name} are over all heads; allowed: 1"
-        )
-    if cfg.inner_norms and n > 1:
-        raise JaxLlamaError(
-            f"mesh: model={n}: norms of {cfg.name} are over all heads and features; allowed: 1"
-        )
+    if n == 1:
+        return
+    whole = next((layer.whole for layer in cfg.layers if layer.whole), "")
+    if whole:
+        raise JaxLlamaError(f"mesh: model={n}: {whole.format(cfg.name)}; allowed: 1")
     reason = _obstacle(cfg, n)
     if reason is None:
         return
@@ -88,46 +80,44 @@ def check_groups(cfg: ModelConfig, n: int, groups: int) -> None:
     check_shards(cfg, n)
     if groups == 1:
         return
-    if cfg.experts is None:
+    experts = next((layer.experts for layer in cfg.layers if layer.experts is not None), None)
+    if experts is None:
         raise JaxLlamaError(f"mesh: expert={groups}: {cfg.name} has no experts; allowed: 1")
-    if cfg.experts.n_experts % (n * groups):
+    if experts.n_experts % (n * groups):
         raise JaxLlamaError(
-            f"mesh: expert={groups},model={n} does not divide the {cfg.experts.n_experts} experts "
+            f"mesh: expert={groups},model={n} does not divide the {experts.n_experts} experts "
             f"of {cfg.name}"
         )
 
 
-def _kinds(cfg: ModelConfig) -> list[Parameters]:
-    """Return the ``parameters`` modules of the mixers that ``cfg`` uses."""
-    return [mixer.parameters for kind, mixer in MIXERS.items() if kind in cfg.layer_types]
+def _mixer(layer: LayerConfig) -> Parameters:
+    return MIXERS[layer.kind].parameters
 
 
 def _most_shards(cfg: ModelConfig) -> int:
-    return min(kind.heads(cfg) for kind in _kinds(cfg))
+    return min(_mixer(layer).heads(layer) for layer in cfg.layers)
 
 
 def _obstacle(cfg: ModelConfig, n: int) -> str | None:
-    for kind in _kinds(cfg):
-        if reason := kind.obstacle(cfg, n):
-            return reason
-    if (experts := cfg.experts) is not None:
-        if experts.n_experts % n:
-            return f"the {experts.n_experts} experts"
-        if experts.shared % n:
-            return f"the shared expert's width {experts.shared}"
-        if all(cfg.experts_of(i) is not None for i in range(cfg.n_layers)):
-            return None  # no layer has the dense feed-forward
-    widths = {cfg.d_ff_of(i) for i in range(cfg.n_layers)}
-    return next((f"the feed-forward width {width}" for width in widths if width % n), None)
+    found = (_mixer(layer).obstacle(layer, n) or _feed_obstacle(layer, n) for layer in cfg.layers)
+    return next((reason for reason in found if reason), None)
+
+
+def _feed_obstacle(layer: LayerConfig, n: int) -> str | None:
+    feed, experts = layer.feed, layer.experts
+    if feed is None:
+        return None
+    if experts is None:
+        return f"the feed-forward width {feed.d_ff}" if feed.d_ff % n else None
+    if experts.n_experts % n:
+        return f"the {experts.n_experts} experts"
+    return f"the shared expert's width {experts.shared}" if experts.shared % n else None
 
 
 def replicated_config(cfg: ModelConfig, n: int) -> ModelConfig:
     """``cfg`` with kv heads repeated so that every one of ``n`` shards has its own."""
     check_shards(cfg, n)
-    changes: Options = {}
-    for kind in _kinds(cfg):
-        changes |= kind.replicated(cfg, n)
-    return cfg.replace(**changes)
+    return cfg.map_layers(lambda layer: layer.replace(mixer=_mixer(layer).replicated(layer, n)))
 
 
 def local_config(cfg: ModelConfig, n: int, groups: int = 1, own_rows: bool = False) -> ModelConfig:
@@ -138,20 +128,21 @@ def local_config(cfg: ModelConfig, n: int, groups: int = 1, own_rows: bool = Fal
     """
     cfg = replicated_config(cfg, n)
     check_groups(cfg, n, groups)
-    changes: Options = {"d_ff": cfg.d_ff // n, "vocab_size": padded_vocab(cfg, n) // n}
-    if cfg.shared_kv_d_ff is not None:
-        changes["shared_kv_d_ff"] = cfg.shared_kv_d_ff // n
-    if (experts := cfg.experts) is not None:
-        # A shard routes among all experts.
-        changes["experts"] = dataclasses.replace(
-            experts,
-            shared=experts.shared // n,
-            shards=n * groups,
-            exchanges=own_rows and groups > 1,
-        )
-    for kind in _kinds(cfg):
-        changes |= kind.shard(cfg, n)
-    return cfg.replace(**changes)
+
+    def cut(layer: LayerConfig) -> LayerConfig:
+        feed, experts = layer.feed, layer.experts
+        if experts is not None:  # a shard routes among all experts
+            experts = dataclasses.replace(
+                experts,
+                shared=experts.shared // n,
+                shards=n * groups,
+                exchanges=own_rows and groups > 1,
+            )
+        if feed is not None:
+            feed = dataclasses.replace(feed, d_ff=max(1, feed.d_ff // n), experts=experts)
+        return layer.replace(mixer=_mixer(layer).shard(layer, n), feed=feed)
+
+    return cfg.map_layers(cut).replace(vocab_size=padded_vocab(cfg, n) // n)
 
 
 def padded_vocab(cfg: ModelConfig, n: int) -> int:
@@ -169,14 +160,13 @@ def row_order(cfg: ModelConfig, path: Path, n: int) -> np.ndarray | None:
         return np.pad(np.arange(cfg.vocab_size), (0, pad), constant_values=-1) if pad else None
     if parent.startswith("experts_"):
         return None
-    layer = None if path[0] == "mtp" else int(path[0].removeprefix("layer_"))
+    layer = cfg.mtp if path[0] == "mtp" else cfg.layers[int(path[0].removeprefix("layer_"))]
+    assert layer is not None
     if parent == "gate_up":
-        experts = cfg.experts if layer is None else cfg.experts_of(layer)
-        dense = cfg.d_ff if layer is None else cfg.d_ff_of(layer)
-        return _interleave([(dense if experts is None else experts.shared, 1)] * 2, n)
-    kind = "attention" if layer is None else cfg.layer_types[layer]
-    own = cfg if layer is None else cfg.with_heads_of(layer)
-    parts = MIXERS[kind].parameters.fused_heads(own, parent, n)
+        assert layer.feed is not None
+        width = layer.feed.d_ff if layer.experts is None else layer.experts.shared
+        return _interleave([(width, 1)] * 2, n)
+    parts = _mixer(layer).fused_heads(layer, parent, n)
     return None if parts is None else _interleave(parts, n)
 
 

@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import LayerConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder, linear
-from jaxllama.model.decoder import begin, block, final_norm, layer_config
+from jaxllama.model.decoder import begin, block, final_norm
 from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers.common import LayerState
@@ -65,11 +65,10 @@ def runs(cfg: ModelConfig) -> tuple[Run, ...]:
 
     Layers that read another's keys, or inputs of their own, are in no loop.
     """
-    if not cfg.layers_are_alone:
+    if cfg.needs_model:
         return (Run(0, cfg.n_layers, 1),)
-    numbers: dict[tuple[ModelConfig, str], int] = {}
-    layers = [layer_config(cfg, index) for index in range(cfg.n_layers)]
-    kinds = [numbers.setdefault(layer, len(numbers)) for layer in layers]
+    numbers: dict[LayerConfig, int] = {}
+    kinds = [numbers.setdefault(layer, len(numbers)) for layer in cfg.layers]
     # best[n]: (compiled layers, loops, runs) of the first n layers.
     best: list[tuple[int, int, tuple[Run, ...]]] = [(0, 0, ())]
     for stop in range(1, cfg.n_layers + 1):
@@ -282,14 +281,14 @@ def _period(
     cfg: ModelConfig, run: Run, at: At, each: Callable[..., tuple[Stream, LayerState]]
 ) -> _Period:
     """Through the layers of one period."""
-    configs = [layer_config(cfg, run.first + offset) for offset in range(run.period)]
+    configs = cfg.layers[run.first : run.first + run.period]
 
     def through(
         stream: Stream, layers: tuple[Params, ...]
     ) -> tuple[Stream, tuple[LayerState, ...]]:
         results = []
         for config, layer in zip(configs, layers, strict=True):
-            stream, result = each(*config, layer, stream, None, at)
+            stream, result = each(config, layer, stream, None, at)
             results.append(result)
         return stream, tuple(results)
 
@@ -311,8 +310,7 @@ def _repeated(
 
 
 def recomputed_block(
-    cfg: ModelConfig,
-    kind: str,
+    layer: LayerConfig,
     params: Params,
     stream: Stream,
     state: LayerState,
@@ -323,10 +321,8 @@ def recomputed_block(
 
     state: keys and values that the layer borrows, or None.
     """
-    layer = jax.checkpoint(
-        lambda params, stream, state: block(cfg, kind, params, stream, state, at, ops)
-    )
-    return layer(params, stream, state)
+    run = jax.checkpoint(lambda params, stream, state: block(layer, params, stream, state, at, ops))
+    return run(params, stream, state)
 
 
 def hidden_states(

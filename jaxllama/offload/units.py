@@ -18,7 +18,7 @@ from jaxllama.typing import Params, ParamsDict
 
 Kind = Literal["embed", "layer", "mix", "feed", "head"]
 _HALVES = {
-    "mix": ("positions", "types", "embed_norm", "mixer_norm", "mixer", "mixer_out_norm"),
+    "mix": ("positions", "embed_norm", "mixer_norm", "mixer", "mixer_out_norm"),
     "feed": ("mlp_norm", "mlp", "mlp_out_norm", "scale"),
 }
 
@@ -40,8 +40,7 @@ class ModelUnit:
             return {"embed": params["embed"]}
         if self.kind == "head":
             table = "head" if "head" in params else "embed"
-            own = {name: params[name] for name in ("transform", "norm") if name in params}
-            return {**own, table: params[table]}
+            return {"norm": params["norm"], table: params[table]}
         layer = params[f"layer_{self.layer}"]
         return {name: layer[name] for name in _HALVES.get(self.kind, tuple(layer)) if name in layer}
 
@@ -59,26 +58,28 @@ def check_halves(cfg: ModelConfig, policy: Policy) -> None:
             "policy: compress_cache": policy.compress_cache,
         },
     )
+    is_parallel = any(layer.form.name == "parallel" for layer in cfg.layers)
     for name, halves in (
         ("sep_layer", policy.sep_layer),
         ("cpu_attention", policy.cpu_attention),
         ("attn_sparsity", cfg.attn_sparsity < 1),
         ("experts", bool(policy.experts)),
     ):
-        if cfg.parallel_block and halves:
+        if is_parallel and halves:
             raise JaxLlamaError(f"policy: {name}: the sublayers of {cfg.name} run in parallel")
-    if not cfg.layers_are_alone:
+    if cfg.needs_model:
         raise JaxLlamaError(
-            f"policy: {cfg.name} runs on one device or a mesh only: {cfg.layers_read}"
+            f"policy: {cfg.name} runs on one device or a mesh only: {cfg.needs_model}"
         )
-    has_more = cfg.sum_norms != "none" or cfg.embed_norm or cfg.learned_positions is not None
+    first = cfg.layers[0]
+    has_more = first.embed_norm or first.learned_positions is not None
     for name, by_token in (
         ("cpu_attention", policy.cpu_attention),
         ("attn_sparsity", cfg.attn_sparsity < 1),
     ):
         if has_more and by_token:
             raise JaxLlamaError(
-                f"policy: {name}: {cfg.name} adds positions or norms sums around its attention"
+                f"policy: {name}: {cfg.name} adds positions to its embeddings, or norms them"
             )
     if policy.experts and cfg.experts is None:
         raise JaxLlamaError(f"policy: experts: {cfg.name} is no mixture of experts")

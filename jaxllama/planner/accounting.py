@@ -23,13 +23,18 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import LayerConfig, ModelConfig
 from jaxllama.executors.offloaded import programs
 from jaxllama.executors.offloaded.experts import AHEAD as GROUPS_AHEAD
 from jaxllama.executors.offloaded.experts import GROUP
 from jaxllama.executors.offloaded.layer_cache import TAIL
-from jaxllama.executors.offloaded.room import Tiers, cache_shapes, hidden_bytes, split_bytes
-from jaxllama.model.decoder import layer_config
+from jaxllama.executors.offloaded.room import (
+    Tiers,
+    cache_shapes,
+    hidden_bytes,
+    layer_shapes,
+    split_bytes,
+)
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.records import Hidden
@@ -332,27 +337,26 @@ def _programs(
             x: Tree = jax.ShapeDtypeStruct((size, cfg.d_model), dtype)
             yield programs.head_logits.lower(cfg, weights, Hidden(x))
             continue
-        alike, kind = layer_config(cfg, unit.layer)
-        if (alike, kind, unit.kind) in seen:
+        layer = cfg.layers[unit.layer]
+        if (layer, unit.kind) in seen:
             continue
-        seen.add((alike, kind, unit.kind))
+        seen.add((layer, unit.kind))
         part = unit.kind
-        if singly and alike.experts is not None:
+        if singly and layer.experts is not None:
             if part == "feed":
                 continue
             part, weights = "mix", {n: own for n, own in weights.items() if n != "mlp"}
-        [state] = cache_shapes(alike, size, capacity, kv_dtype)
+        state = layer_shapes(layer, size, capacity, kv_dtype)
         for n_new, sparse in ((chunk, False), (1, True)):
             x: Tree = jax.ShapeDtypeStruct((size, n_new, cfg.d_model), dtype)
             at, rope = jax.eval_shape(
                 functools.partial(programs.positions_of, cfg, n_new=n_new), ints, ints
             )
             yield programs.run_layer.lower(
-                alike,
-                kind,
+                layer,
                 part,
                 weights,
-                _stream(alike, part, x),
+                _stream(layer, part, x),
                 state if unit.has_cache else None,
                 at,
                 ints,
@@ -361,10 +365,11 @@ def _programs(
             )
 
 
-def _stream(cfg: ModelConfig, part: str, x: Tree) -> Stream:
+def _stream(layer: LayerConfig, part: str, x: Tree) -> Stream:
     """Return the types of a layer's stream, with what may stand beside it."""
-    is_read = cfg.is_beside or (cfg.shared_blocks is not None and part == "feed")
-    return Stream(x, x, x if is_read else None, None if cfg.shared_blocks is None else x)
+    shares = layer.form.name == "shared"
+    is_read = getattr(layer.form, "reads", False) or (shares and part == "feed")
+    return Stream(x, x, x if is_read else None, x if shares else None)
 
 
 def expert_program_bytes(cfg: ModelConfig, policy: Policy, tokens: int, dtype: DTypeLike) -> int:

@@ -108,6 +108,7 @@ def calibrate(
         n_layers=DEPTHS[1] * len(kinds),
         layer_types=DEPTHS[1] * kinds,
         window_layers=(),
+        expert_layers=(),
         experts=None if cfg.experts is None else _fewer(cfg.experts),
         name="calibration",
     )
@@ -132,7 +133,7 @@ def _fewer(experts: ExpertsConfig) -> ExpertsConfig:
     """
     chosen = experts.n_active * EXPERT_ROWS[-1] // 2
     count = experts.n_experts if experts.n_groups > 1 else min(experts.n_experts, chosen)
-    return dataclasses.replace(experts, n_experts=count, layers=())
+    return dataclasses.replace(experts, n_experts=count)
 
 
 def _path(cfg: ModelConfig, *settings: object) -> Path:

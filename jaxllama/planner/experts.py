@@ -160,7 +160,7 @@ def _shares_of(
     use = use_of(policy)
     found = []
     for layer, place in places(policy, counts, use).items():
-        own = cfg.experts_of(layer)
+        own = cfg.layers[layer].experts
         assert own is not None
         even = np.full(own.n_experts, own.n_active / own.n_experts)
         found.append((place, even if use is None else use.of(layer, own.n_experts)))
@@ -170,8 +170,7 @@ def _shares_of(
 @functools.lru_cache(maxsize=64)
 def expert_counts(cfg: ModelConfig) -> Mapping[int, int]:
     """Return the number of experts of each layer that has some."""
-    layers = (layer for layer in range(cfg.n_layers) if layer not in cfg.bare_layers)
-    found = ((layer, cfg.experts_of(layer)) for layer in layers)
+    found = ((index, layer.experts) for index, layer in enumerate(cfg.layers))
     return {layer: own.n_experts for layer, own in found if own is not None}
 
 

@@ -105,7 +105,7 @@ def spread_routes(params: Params, cfg: ModelConfig) -> Params:
     params["embed"] = {"weight": 1024 * table}
     for index, key in enumerate(keys[:-1]):
         layer = params[f"layer_{index}"]
-        if (experts := cfg.experts_of(index)) is None or index in cfg.bare_layers:
+        if (experts := cfg.layers[index].experts) is None:
             continue
         router = layer["mlp"]["router"]
         drawn = jax.random.normal(key, (experts.n_experts, cfg.d_model), dtype)
@@ -141,7 +141,7 @@ def random_run(
 ) -> OffloadRun:
     """Return a run of random prompts without stop tokens, by default a greedy one.
 
-    room, capacity, kv_dtype, chunk: as for ``OffloadRun``.
+    room, capacity, kv_dtype, chunk: as for ``Call``.
     """
     tokens = np.random.default_rng(0).integers(0, lm.config.vocab_size, (rows, prompt))
     return given_run(lm, tokens, room, capacity, kv_dtype, chunk, sampling)

@@ -37,7 +37,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxllama.config import ModelConfig, configs_dir
+from jaxllama.config import AttentionConfig, LayerConfig, ModelConfig, configs_dir
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import linear
 from jaxllama.model.decoder import activation_dtype, block, embed_tokens
@@ -46,7 +46,7 @@ from jaxllama.model.mixers.attention.mix import split_heads, unpacked
 from jaxllama.model.observer import Observer
 from jaxllama.model.records import whole_rows
 from jaxllama.model.rope import rope_tables
-from jaxllama.quantization.sites import Layer, get, sites
+from jaxllama.quantization.sites import Layer, Part, get, sites
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import Params
 from pallas_kernels.attention.plain import attention_scores, is_visible, rotate
@@ -116,7 +116,7 @@ def embed(
 
     Raises JaxLlamaError for a model whose layers share weights.
     """
-    if cfg.shared_blocks is not None:
+    if any(layer.form.name == "shared" for layer in cfg.layers):
         raise JaxLlamaError(
             f"{cfg.name}: layers share blocks of weights, which are only rounded to nearest; "
             "quantize it without a calibration text"
@@ -137,19 +137,18 @@ def _embed(cfg: ModelConfig, params: Layer, tokens: jax.Array, dtype: str) -> ja
 
 
 def observe(
-    cfg: ModelConfig,
-    kind: str,
+    part: Part,
     layer: Layer,
     h: list[jax.Array],
     *,
     hessian: bool,
-    following: tuple[ModelConfig, Layer] | None = None,
+    following: tuple[LayerConfig, Layer] | None = None,
 ) -> dict[str, InputStats]:
-    """Return statistics of the input of every site of a block (or of the "head").
+    """Return statistics of the input of every site of a layer, or of a model's head.
 
-    following: the next block's config and parameters, if it is an attention block.
+    following: the next layer's record and parameters, if it has attention.
     """
-    next_cfg, following_layer = (None, None) if following is None else following
+    next_layer, following_layer = (None, None) if following is None else following
     if following_layer is not None:
         mixer = {name: value for name, value in following_layer["mixer"].items() if name != "o"}
         norm = {name: value for name, value in following_layer.items() if name == "mixer_norm"}
@@ -157,26 +156,25 @@ def observe(
     keep = -(-SAMPLE // len(h))
     sums, samples = None, []
     for batch in h:
-        part, sample = _observe(cfg, kind, next_cfg, layer, following_layer, batch, hessian, keep)
-        sums = part if sums is None else _merge(sums, part)
+        found, sample = _observe(part, next_layer, layer, following_layer, batch, hessian, keep)
+        sums = found if sums is None else _merge(sums, found)
         samples.append(sample)
     assert sums is not None
-    found: dict[str, InputStats] = {}
+    stats: dict[str, InputStats] = {}
     for name, (product, total, felt, peak, by_expert) in sums.items():
         sample, weight = map(jnp.concatenate, zip(*(x[name] for x in samples), strict=True))
-        found[name] = InputStats(product, total, felt, peak, sample, weight, by_expert)
-    return found
+        stats[name] = InputStats(product, total, felt, peak, sample, weight, by_expert)
+    return stats
 
 
 # Of a site: hessian, total, felt, peak, experts.
 Sums = tuple[jax.Array | None, jax.Array, jax.Array, jax.Array, jax.Array]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 6, 7))
+@functools.partial(jax.jit, static_argnums=(0, 1, 5, 6))
 def _observe(
-    cfg: ModelConfig,
-    kind: str,
-    next_cfg: ModelConfig | None,
+    part: Part,
+    next_layer: LayerConfig | None,
     layer: Layer,
     following: Layer | None,
     h: jax.Array,
@@ -188,33 +186,32 @@ def _observe(
     They are ({site: (hessian, total, felt, peak, experts)}, {site: (sample, weight)}).
     """
     watch = Observer()
-    if kind == "head":
-        watch.norm_linear(Stream(h), layer["norm"], layer["head"], cfg)
+    if isinstance(part, ModelConfig):
+        watch.norm_linear(Stream(h), layer["norm"], layer["head"], part)
         after = h
     else:
-        after = _through(cfg, kind, layer, h, watch)[..., : cfg.d_model]
+        after = _through(part, layer, h, watch)[..., : part.d_model]
     size = jnp.mean(jnp.square(after.astype(jnp.float32)), axis=-1).reshape(-1, 1)
     before = later = jnp.ones_like(size)
-    if kind == "attention" and cfg.latent is None:
+    if isinstance(part, LayerConfig) and _has_qkv(part):
         qkv = watch.outputs[id(layer["mixer"]["qkv"])]
-        before = 1 + _attention_received(cfg, layer["mixer"], qkv).reshape(-1, 1)
-    if following is not None and cfg.latent is None:
-        y, _ = linear.norm(Stream(after), following.get("mixer_norm"), cfg)
+        before = 1 + _attention_received(part.mixer, layer["mixer"], qkv).reshape(-1, 1)
+    if following is not None and next_layer is not None and _has_qkv(next_layer):
+        y, _ = linear.norm(Stream(after), following.get("mixer_norm"), next_layer)
         qkv = linear.linear(y, following["mixer"]["qkv"])
-        assert next_cfg is not None
-        later = 1 + _attention_received(next_cfg, following["mixer"], qkv).reshape(-1, 1)
+        later = 1 + _attention_received(next_layer.mixer, following["mixer"], qkv).reshape(-1, 1)
     sums, samples = {}, {}
-    for site in sites(cfg, kind):
+    for site in sites(part):
         reader = id(get(layer, site.readers[0]))
         x = watch.inputs[reader].astype(jnp.float32)
         x = x.reshape(-1, x.shape[-1])
         weight = before if site.name in _FIRST else later
         weight = jnp.repeat(weight, len(x) // len(weight), axis=0)  # a row for each expert
         if site.name in _ADDED:
-            weight = weight / (jnp.repeat(size, len(x) // len(size), axis=0) + cfg.norm_eps)
+            weight = weight / (jnp.repeat(size, len(x) // len(size), axis=0) + part.norm.eps)
         by_expert = None
         if reader in watch.experts:
-            by_expert = _by_expert(cfg, x, watch.experts[reader])
+            by_expert = _by_expert(part, x, watch.experts[reader])
         felt = x * jnp.sqrt(weight)
         second = jnp.matmul(felt.T, felt, precision=lax.Precision.HIGHEST) if hessian else None
         felt, at = jnp.abs(felt), np.linspace(0, len(x) - 1, min(keep, len(x))).astype(int)
@@ -225,16 +222,22 @@ def _observe(
     return sums, samples
 
 
-def _by_expert(cfg: ModelConfig, x: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _has_qkv(layer: LayerConfig) -> bool:
+    """Whether a layer has one product for q, k and v."""
+    return layer.kind == "attention" and layer.mixer.latent is None
+
+
+def _by_expert(part: Part, x: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return (sums of x^2 ``[E, K]``, rows ``[E]``) by expert, for x ``[rows, K]``."""
-    assert cfg.experts is not None
-    each = experts.reshape(len(x), -1)[..., None] == jnp.arange(cfg.experts.n_experts)
+    options = part.experts
+    assert options is not None
+    each = experts.reshape(len(x), -1)[..., None] == jnp.arange(options.n_experts)
     takes = jnp.sum(each, axis=1, dtype=jnp.float32)
     sums = jnp.matmul(takes.T, jnp.square(x), precision=lax.Precision.HIGHEST)
     return sums, jnp.sum(takes, axis=0)
 
 
-def _attention_received(cfg: ModelConfig, mixer: Layer, qkv: jax.Array) -> jax.Array:
+def _attention_received(cfg: AttentionConfig, mixer: Layer, qkv: jax.Array) -> jax.Array:
     """Return the attention weights that each token receives, ``[B, T]``.
 
     qkv is ``[B, T, (N + 2K) H]``. The weights are summed over the queries of the window and
@@ -246,7 +249,7 @@ def _attention_received(cfg: ModelConfig, mixer: Layer, qkv: jax.Array) -> jax.A
     visible = is_visible(positions, positions, cfg.sliding_window)[:, None, None]
 
     def one(row: jax.Array) -> jax.Array:
-        heads = split_heads(cfg, mixer, unpacked(cfg, row[None])[1])
+        heads = split_heads(cfg, mixer, unpacked(cfg, mixer, row[None])[1])
         q, k, _ = jnp.split(heads, (cfg.n_heads, cfg.n_heads + cfg.n_kv_heads), axis=2)
         scores = attention_scores(rotate(q, *rope), rotate(k, *rope), softcap=cfg.attn_softcap)
         weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
@@ -265,14 +268,14 @@ def _merge(one: dict[str, Sums], two: dict[str, Sums]) -> dict[str, Sums]:
     return {name: both(one[name], two[name]) for name in one}
 
 
-def advance(cfg: ModelConfig, kind: str, layer: Layer, h: list[jax.Array]) -> list[jax.Array]:
-    """Return the residual stream after a block."""
+def advance(config: LayerConfig, layer: Layer, h: list[jax.Array]) -> list[jax.Array]:
+    """Return the residual stream after a layer."""
     # A pair of mixers adds and takes what stands beside the stream, which changes the shape.
-    run = _advance_pair if cfg.is_beside or cfg.has_beside else _advance_alone
-    return [run(cfg, kind, layer, batch) for batch in h]
+    run = _advance_pair if config.form.neighbours else _advance_alone
+    return [run(config, layer, batch) for batch in h]
 
 
-def _advance(cfg: ModelConfig, kind: str, layer: Layer, h: jax.Array) -> jax.Array:
+def _advance(config: LayerConfig, layer: Layer, h: jax.Array) -> jax.Array:
     # A weight-only product equals the product with its dequantized floats. Here it is faster to
     # make the floats once for a whole batch of windows.
     def plain(leaf: jax.Array | QTensor) -> jax.Array | QTensor:
@@ -281,16 +284,14 @@ def _advance(cfg: ModelConfig, kind: str, layer: Layer, h: jax.Array) -> jax.Arr
         return leaf
 
     layer = jax.tree.map(plain, layer, is_leaf=lambda leaf: isinstance(leaf, QTensor))
-    return _through(cfg, kind, layer, h)
+    return _through(config, layer, h)
 
 
-_advance_pair = jax.jit(_advance, static_argnums=(0, 1))
-_advance_alone = jax.jit(_advance, static_argnums=(0, 1), donate_argnums=3)
+_advance_pair = jax.jit(_advance, static_argnums=0)
+_advance_alone = jax.jit(_advance, static_argnums=0, donate_argnums=2)
 
 
-def _through(
-    cfg: ModelConfig, kind: str, layer: Layer, h: jax.Array, ops: Any = linear
-) -> jax.Array:
-    at = whole_rows(cfg, h.shape[0], h.shape[1])
-    stream = Stream.unpacked(h, cfg.d_model)
-    return block(cfg, kind, layer, stream, None, at, ops)[0].packed
+def _through(config: LayerConfig, layer: Layer, h: jax.Array, ops: Any = linear) -> jax.Array:
+    at = whole_rows(config, h.shape[0], h.shape[1])
+    stream = Stream.unpacked(h, config.d_model)
+    return block(config, layer, stream, None, at, ops)[0].packed

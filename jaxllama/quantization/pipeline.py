@@ -32,10 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import LayerConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
-from jaxllama.model.decoder import layer_config, transformed
-from jaxllama.model.linear import Stream
 from jaxllama.quantization import awq, smoothquant
 from jaxllama.quantization.calibration import InputStats, advance, embed, observe
 from jaxllama.quantization.gptq import gptq
@@ -43,7 +41,7 @@ from jaxllama.quantization.report import weight_errors
 from jaxllama.quantization.rounding import Grid, nearest
 from jaxllama.quantization.scale_fit import fit_scales
 from jaxllama.quantization.scheme import Recipe, Scheme, is_packed, round_weight, untie
-from jaxllama.quantization.sites import Layer, Site, fold, get, put, row_factor, sites
+from jaxllama.quantization.sites import Layer, Part, Site, fold, get, put, row_factor, sites
 from jaxllama.quantization.work import QuantizeWork
 from jaxllama.typing import JsonObject, Leaf, Params, ParamsDict
 from pallas_kernels.qtensor import QTensor
@@ -123,9 +121,9 @@ def calibrate(
         whose inputs are not finite.
     """
     check_method(recipe, method)
-    if not cfg.layers_are_alone:
+    if cfg.needs_model:
         raise JaxLlamaError(
-            f"{cfg.name}: {cfg.layers_read}: no calibration runs them one by one; "
+            f"{cfg.name}: {cfg.needs_model}: no calibration runs them one by one; "
             "load(quantize=) rounds them to nearest"
         )
     is_quantized = [is_packed(leaf) for leaf in _leaves(params)]
@@ -135,7 +133,7 @@ def calibrate(
         )
     params, recipe = untie(params, recipe)
     run = Run(recipe, method, scale_dtype, measure)
-    stages = [(f"layer_{index}", kind) for index, kind in enumerate(cfg.layer_types)]
+    names = [f"layer_{index}" for index in range(cfg.n_layers)]
     out, report = dict(params), []
     if "weight" in params["embed"] and recipe.of("embed") is not None:
         scheme = recipe.of("embed")
@@ -144,29 +142,27 @@ def calibrate(
             raise JaxLlamaError(f"scheme {recipe.text!r}: an embedding needs a weight-only scheme")
         out["embed"] = {"weight": round_weight(params["embed"]["weight"], scheme, "embed")}
     h: list[jax.Array] | None = None
-    for index, (name, kind) in enumerate(stages):
+    for index, name in enumerate(names):
         stored = None if work is None else work.load(name)
         if stored is not None:
             out[name], entries = stored
         else:
             if h is None:
                 h = embed(cfg, params, tokens) if index == 0 else _stored_hidden(work, name)
-            layer_cfg, _ = layer_config(cfg, index)
-            following = None
-            if index + 1 < cfg.n_layers and cfg.layer_types[index + 1] == "attention":
-                following = layer_config(cfg, index + 1)[0], params[f"layer_{index + 1}"]
-            out[name], entries = run.layer(layer_cfg, kind, name, params[name], h, following)
-            h = advance(layer_cfg, kind, out[name], h)
+            layer, following = cfg.layers[index], None
+            if index + 1 < cfg.n_layers and cfg.layers[index + 1].kind == "attention":
+                following = cfg.layers[index + 1], params[f"layer_{index + 1}"]
+            out[name], entries = run.layer(layer, name, params[name], h, following)
+            h = advance(layer, out[name], h)
             if work is not None:
-                next_name = stages[index + 1][0] if index + 1 < len(stages) else "head"
+                next_name = names[index + 1] if index + 1 < len(names) else "head"
                 work.save(name, out[name], entries, next_name, h)
         report += entries
         progress(sum(leaf.nbytes for leaf in _leaves(params[name])))
     if "head" in params and recipe.of("head") is not None:
         h = _stored_hidden(work, "head") if h is None else h
-        h = [transformed(cfg, params, Stream(x)).total for x in h]
         last = {"norm": params["norm"], "head": params["head"]}
-        done, entries = run.layer(cfg, "head", "", last, h)
+        done, entries = run.layer(cfg, "", last, h)
         out.update(done)
         report += entries
         progress(params["head"]["weight"].nbytes)
@@ -189,19 +185,18 @@ class Run:
 
     def layer(
         self,
-        cfg: ModelConfig,
-        kind: str,
+        part: Part,
         prefix: str,
         layer: Layer,
         h: list[jax.Array],
-        following: tuple[ModelConfig, Layer] | None = None,
+        following: tuple[LayerConfig, Layer] | None = None,
     ) -> tuple[Layer, list[JsonObject]]:
         """Return (the quantized layer, its report entries)."""
         hessian = self.method in ("awq", "gptq")
-        stats = observe(cfg, kind, layer, h, hessian=hessian, following=following)
+        stats = observe(part, layer, h, hessian=hessian, following=following)
         n_tokens = sum(batch.shape[0] * batch.shape[1] for batch in h)
         scales = {}
-        for site in sites(cfg, kind):
+        for site in sites(part):
             seen = stats[site.name]
             if not bool(jnp.all(jnp.isfinite(seen.peak))):
                 raise JaxLlamaError(
@@ -213,9 +208,9 @@ class Run:
                 scales[site.name] = s
             if seen.experts is not None and self.is_measured:
                 _warn_of_few(_join(prefix, site.readers[0]), seen.experts[1])
-        folded = fold(cfg, kind, layer, scales)
+        folded = fold(part, layer, scales)
         done, entries = folded, []
-        for site in sites(cfg, kind):
+        for site in sites(part):
             one = jnp.ones((len(site.channel),), jnp.float32)
             s = site.of_inputs(scales[site.name]) if site.name in scales else one
             seen = stats[site.name].scaled(s)
@@ -229,7 +224,7 @@ class Run:
                 if not self.is_measured:
                     continue
                 weight = get(layer, reader)["weight"]
-                rows = _row_scales(cfg, kind, reader, weight.shape[0], scales)
+                rows = _row_scales(part, reader, weight.shape[0], scales)
                 errors = weight_errors(weight, rounded, stats[site.name], s, rows)
                 entries.append({"weight": name, "scheme": _describe(rounded), **errors})
         return done, entries
@@ -328,11 +323,9 @@ def _grid(weight: jax.Array, scheme: Scheme, name: str) -> Grid:
     return scheme.weights, scheme.group_of(weight.shape[-1], name), scheme.zeros
 
 
-def _row_scales(
-    cfg: ModelConfig, kind: str, path: str, n_rows: int, scales: dict[str, jax.Array]
-) -> jax.Array:
+def _row_scales(part: Part, path: str, n_rows: int, scales: dict[str, jax.Array]) -> jax.Array:
     """Return the divisor of each row of a weight from folding."""
-    for site in sites(cfg, kind):
+    for site in sites(part):
         if site.source == path and site.rows is not None and site.name in scales:
             return row_factor(site, n_rows, scales[site.name])
     return jnp.ones((n_rows,), jnp.float32)

@@ -24,8 +24,6 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.model import flax_state
-from jaxllama.model.decoder import layer_config, transformed
-from jaxllama.model.linear import Stream
 from jaxllama.progress import working
 from jaxllama.quantization.calibration import advance, embed
 from jaxllama.quantization.pipeline import Run
@@ -133,7 +131,7 @@ class Rounder:
         is_layer = path[0].startswith("layer_")
         if self._cfg is None or path[0] == "embed":
             return self._keep(path, self._rounded(path, leaf))
-        if is_layer or path[0] in ("norm", "transform", "head"):
+        if is_layer or path[0] in ("norm", "head"):
             if is_layer and path[0] not in self._held:
                 self._round_layer()
             _put(self._held, path, leaf)
@@ -178,9 +176,9 @@ class Rounder:
             dtype = self._embed["weight"].dtype
             self._hidden = embed(cfg, {"embed": self._embed}, tokens, dtype)
         layer = jax.tree.map(jnp.asarray, self._held.pop(name))
-        own, kind = layer_config(cfg, int(name.removeprefix("layer_")))
-        done, _ = self._run.layer(own, kind, name, layer, self._hidden)
-        self._hidden = advance(own, kind, done, self._hidden)
+        part = cfg.layers[int(name.removeprefix("layer_"))]
+        done, _ = self._run.layer(part, name, layer, self._hidden)
+        self._hidden = advance(part, done, self._hidden)
         self._keep_all({name: done})
 
     def _round_head(self, cfg: ModelConfig) -> None:
@@ -188,9 +186,8 @@ class Rounder:
         if "head" in held and self._recipe.of("head") is not None:
             held = jax.tree.map(jnp.asarray, held)
             assert self._hidden is not None
-            h = [transformed(cfg, held, Stream(x)).total for x in self._hidden]
             last = {"norm": held["norm"], "head": held["head"]}
-            held = {**held, **self._run.layer(cfg, "head", "", last, h)[0]}
+            held = {**held, **self._run.layer(cfg, "", last, self._hidden)[0]}
         self._keep_all(held)
         self._held = {}
 
@@ -219,7 +216,7 @@ def _put(tree: ParamsDict, path: Path, value: Tree) -> None:
 
 def _runs_alone(cfg: ModelConfig) -> bool:
     """Return whether the layers run one by one, with weights of their own."""
-    return cfg.layers_are_alone and cfg.shared_blocks is None
+    return not cfg.needs_model and cfg.shared_blocks is None
 
 
 def _fitted(params: Params, put: Rounder, progress: bool) -> ParamsDict:

@@ -32,12 +32,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import LayerConfig, ModelConfig
 from jaxllama.model.experts import parameters as experts
 from jaxllama.model.mixers import MIXERS
 from jaxllama.typing import Leaf, Params, ParamsDict
 
 Layer = ParamsDict
+
+Part = LayerConfig | ModelConfig  # a layer, or a model for its head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,47 +72,47 @@ class Site:
         return s[self.channel]
 
 
-def sites(cfg: ModelConfig, kind: str) -> tuple[Site, ...]:
-    """Return the sites of a block of ``kind`` (one of ``MIXERS``), or of the "head"."""
-    model = np.arange(cfg.d_model)
-    if kind == "head":
-        return (Site("head", ("head",), "norm" if cfg.norm_weight else "", None, model),)
-    before, mlp_norm = "", ""
-    if cfg.pre_norms and cfg.norm_weight:  # a norm without a weight takes no scale
-        before, mlp_norm = "mixer_norm", "mlp_norm"
-    if cfg.is_beside or cfg.has_beside:  # the norm belongs to two layers
+def sites(part: Part) -> tuple[Site, ...]:
+    """Return the sites of a layer, or of a model's head."""
+    model = np.arange(part.d_model)
+    if isinstance(part, ModelConfig):
+        return (Site("head", ("head",), "norm" if part.norm.weight else "", None, model),)
+    form, feed = part.form, part.feed
+    has_weight = part.norm.weight  # a norm without a weight takes no scale
+    before = "mixer_norm" if form.mixer_norm and has_weight else ""
+    if form.neighbours:  # the norm belongs to two layers
         before = ""
-    if cfg.bare_layers:  # a layer without a feed-forward
-        return _mixer_sites(cfg, kind, before, (), model)
-    first = "mlp/gate_up" if cfg.gated_mlp else "mlp/up"
-    beside, gate_up = (), (first,)
-    if cfg.parallel_block and not cfg.parallel_norms:  # one norm for both sublayers
-        beside, gate_up = gate_up, ()
-    if cfg.experts is not None:
-        mlp = tuple(Site(of[0][0], *of) for of in experts.sites(cfg.experts, model, cfg.gated_mlp))
-        return (*_mixer_sites(cfg, kind, before, (), model), *mlp)
-    keeps = cfg.gated_mlp and not cfg.inner_norms  # an activation or a norm keeps no scale
+    if feed is None:
+        return _mixer_sites(part, before, (), model)
+    has_one = form.mixer_norm and not form.feed_norm  # for both sublayers
+    first = "mlp/gate_up" if feed.gated_mlp else "mlp/up"
+    if feed.experts is not None:
+        of_experts = experts.sites(feed.experts, model, feed.gated_mlp)
+        mlp = tuple(Site(of[0][0], *of) for of in of_experts)
+        before = "" if has_one else before  # the router reads the same norm
+        return (*_mixer_sites(part, before, (), model), *mlp)
+    beside, gate_up = ((first,), ()) if has_one else ((), (first,))
+    keeps = feed.gated_mlp and not feed.inner_norms  # an activation or a norm keeps no scale
+    mlp_norm = "mlp_norm" if form.feed_norm and has_weight else ""
     mlp = tuple(Site(first, gate_up, mlp_norm, None, model) for _ in gate_up) + (
         Site(
             "mlp/down",
             ("mlp/down",),
             first if keeps else "",
-            (cfg.d_ff, 2 * cfg.d_ff) if keeps else None,
-            np.arange(cfg.d_ff),
+            (feed.d_ff, 2 * feed.d_ff) if keeps else None,
+            np.arange(feed.d_ff),
         ),
     )
-    return (*_mixer_sites(cfg, kind, before, beside, model), *mlp)
+    return (*_mixer_sites(part, before, beside, model), *mlp)
 
 
 def _mixer_sites(
-    cfg: ModelConfig, kind: str, before: str, beside: tuple[str, ...], model: np.ndarray
+    layer: LayerConfig, before: str, beside: tuple[str, ...], model: np.ndarray
 ) -> tuple[Site, Site]:
     """Return the mixer's sites. before: the norm's path. beside: further readers of the norm."""
-    mixer = MIXERS[kind].parameters.sites(cfg)
+    mixer = MIXERS[layer.kind].parameters.sites(layer)
     readers = tuple(f"mixer/{name}" for name in mixer.readers)
     source = f"mixer/{mixer.source}" if mixer.source else ""
-    if cfg.parallel_block and not cfg.parallel_norms and cfg.experts is not None:
-        before = ""  # the router reads the same norm
     return (
         Site(readers[0], readers + beside, before, None, model),
         Site("mixer/o", ("mixer/o",), source, mixer.rows, mixer.channel),
@@ -132,13 +134,13 @@ def put(layer: Layer, path: str, leaf: str, value: Leaf) -> Layer:
     return {**layer, first: new}
 
 
-def fold(cfg: ModelConfig, kind: str, layer: Layer, scales: Mapping[str, jax.Array]) -> Layer:
+def fold(part: Part, layer: Layer, scales: Mapping[str, jax.Array]) -> Layer:
     """Return the layer with scaled channels: readers' columns times s, the source over s.
 
     scales: ``s[n_channels]`` by site name; a missing site stays unchanged. Computed in float32,
     with one cast to each parameter's dtype.
     """
-    for site in sites(cfg, kind):
+    for site in sites(part):
         if site.name not in scales:
             continue
         s = scales[site.name].astype(jnp.float32)

@@ -33,8 +33,8 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxllama.config import ModelConfig
-from jaxllama.model.decoder import block, head, layer_config, logits
+from jaxllama.config import LayerConfig, ModelConfig
+from jaxllama.model.decoder import block, head, logits
 from jaxllama.model.linear import Stream
 from jaxllama.model.records import Hidden, whole_rows
 from jaxllama.quantization.calibration import advance, embed, windows
@@ -84,7 +84,6 @@ def tune(
         The tuned parameters, and the loss of every step in nats.
     """
     names = [f"layer_{index}" for index in range(cfg.n_layers)]
-    kinds = [layer_config(cfg, index) for index in range(cfg.n_layers)]
     parts = {name: params[name] for name in names} | {"last": {"norm": params["norm"]}}
     learned = {name: _nothing(part) for name, part in parts.items()}
     state = {name: _RULE.init(part) for name, part in learned.items()}
@@ -100,16 +99,16 @@ def tune(
         rate = jnp.float32(RATE * (0.5 + 0.5 * math.cos(math.pi * index / len(tokens))))
         wanted, (h,) = embed(cfg, exact, row), embed(cfg, params, row)
         borders = []
-        for name, kind in zip(names, kinds, strict=True):
-            wanted = advance(*kind, exact[name], wanted)
+        for name, layer in zip(names, cfg.layers, strict=True):
+            wanted = advance(layer, exact[name], wanted)
             borders.append(h)
-            h = _forward(*kind, parts[name], learned[name], h)
+            h = _forward(layer, parts[name], learned[name], h)
         loss, grad, learned["last"], state["last"] = _last(
             cfg, heads, learned["last"], state["last"], wanted[0], h, rate
         )
-        for name, kind in reversed(list(zip(names, kinds, strict=True))):
+        for name, layer in reversed(list(zip(names, cfg.layers, strict=True))):
             grad, learned[name], state[name] = _backward(
-                *kind, parts[name], learned[name], state[name], borders.pop(), grad, rate
+                layer, parts[name], learned[name], state[name], borders.pop(), grad, rate
             )
         losses.append(float(loss))
         if work is not None and (index + 1) % _KEPT == 0:
@@ -130,17 +129,14 @@ def steps(tokenizer: Tokenizer | None, text: str, window: int, count: int) -> np
     return np.concatenate(epochs)[:count]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _forward(
-    cfg: ModelConfig, kind: str, layer: Params, learned: Learned, h: jax.Array
-) -> jax.Array:
-    return _through(cfg, kind, layer, learned, h)
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(config: LayerConfig, layer: Params, learned: Learned, h: jax.Array) -> jax.Array:
+    return _through(config, layer, learned, h)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
 def _backward(
-    cfg: ModelConfig,
-    kind: str,
+    config: LayerConfig,
     layer: Params,
     learned: Learned,
     state: optax.OptState,
@@ -152,7 +148,7 @@ def _backward(
 
     grad: the gradient after the layer.
     """
-    _, pull = jax.vjp(functools.partial(_through, cfg, kind, layer), learned, h)
+    _, pull = jax.vjp(functools.partial(_through, config, layer), learned, h)
     grads, before = pull(grad)
     return before, *_moved(learned, state, grads, rate)
 
@@ -177,13 +173,11 @@ def _last(
     return value, before, *_moved(learned, state, grads, rate)
 
 
-def _through(
-    cfg: ModelConfig, kind: str, layer: Params, learned: Learned, h: jax.Array
-) -> jax.Array:
+def _through(config: LayerConfig, layer: Params, learned: Learned, h: jax.Array) -> jax.Array:
     layer = _plain(_applied(layer, learned, jnp.float32), h.dtype)
-    at = whole_rows(cfg, h.shape[0], h.shape[1])
-    stream = Stream.unpacked(h, cfg.d_model)
-    return block(cfg, kind, layer, stream, None, at)[0].packed
+    at = whole_rows(config, h.shape[0], h.shape[1])
+    stream = Stream.unpacked(h, config.d_model)
+    return block(config, layer, stream, None, at)[0].packed
 
 
 def _plain(part: Params, dtype: DTypeLike) -> ParamsDict:

@@ -31,12 +31,12 @@ from jax.scipy import linalg
 
 from jaxllama.checkpoints import peft
 from jaxllama.checkpoints.folding import unfold_rows
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.lora import TrainedLora, row_norms
 from jaxllama.model.param import Path as ParamPath
 from jaxllama.model.param import TensorSource
-from jaxllama.model.params import param_table
 from jaxllama.model.stacked import one_layer_path
 from jaxllama.training.tuning import ALL_PRODUCTS, LoraConfig
 from jaxllama.typing import Params, ParamsDict, Tree
@@ -69,7 +69,7 @@ def with_magnitudes(
     adapters, base: per layer. A magnitude is PEFT's own, without a family's multiplier, as b is.
     """
     tree = jax.tree.map(lambda leaf: leaf, dict(adapters))
-    table = param_table(cfg)
+    table = tensor_table(cfg)
     for path, name, source in _targets(cfg, lora):
         node, weight = tree, base
         for key in path:
@@ -89,7 +89,7 @@ def _targets(cfg: ModelConfig, lora: LoraConfig) -> Iterator[tuple[ParamPath, st
     adapted = {source.name for source in peft.products(cfg).values()}
     found = [
         (path[:-1], _name(source), source)
-        for path, param in param_table(cfg).items()
+        for path, param in tensor_table(cfg).items()
         for source in param.sources
         if source.name in adapted
     ]
@@ -122,7 +122,7 @@ def joined(
 
     base, adapters: both per layer or both stacked (``model.stacked``). dtype: of activations.
     """
-    table = param_table(cfg)
+    table = tensor_table(cfg)
 
     def walk(node: Params, added: Params, path: ParamPath) -> ParamsDict:
         own, lead = one_layer_path(path) if path else ((), 0)

@@ -21,7 +21,15 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from jaxllama.config import ModelConfig, from_dict, load_config, read_toml, shipped
+from jaxllama.config import (
+    FlatConfig,
+    ModelConfig,
+    expand,
+    from_dict,
+    load_config,
+    read_toml,
+    shipped,
+)
 from jaxllama.config.reader import require
 from jaxllama.errors import JaxLlamaError
 from jaxllama.training.tuning import (
@@ -429,7 +437,8 @@ def train_config_from_dict(data: JsonObject, where: str, folder: str | Path = ".
             named = Path(folder) / model if model.endswith(".toml") else model
             data["model"] = load_config(named)
         elif isinstance(model, dict):
-            data["model"] = {"name": Path(where).stem, **model}
+            keys = {"name": Path(where).stem, **model}
+            data["model"] = expand(from_dict(FlatConfig, keys, "model."))
         return from_dict(TrainConfig, data)
     except JaxLlamaError as error:
         raise JaxLlamaError(f"{where}: {error}") from None

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllama.checkpoints.hf.fla import config_to_fla
-from jaxllama.config import CheckpointForm, GLAConfig, ModelConfig, RopeConfig
+from jaxllama.config import CheckpointForm, GLAConfig, LayerConfig, ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.decoder import block, walk
 from jaxllama.model.linear import Stream, columns, linear
@@ -80,7 +80,7 @@ def student_config(teacher: ModelConfig, attention_layers: tuple[int, ...] = ())
             window_rope=None,
             nope_layers=(),
         )
-    if teacher.stored.family != "llama":
+    if teacher.stored.family != CheckpointForm().family:
         config_to_fla(student)
     return student
 
@@ -100,7 +100,7 @@ def student_params(student: ModelConfig, teacher_params: Params, key: jax.Array)
 def _mixer_params(cfg: ModelConfig, fresh: Params, attention: Params) -> Params:
     gla = cfg.gla
     assert gla is not None
-    d_k, _ = cfg.gla_head_dims
+    d_k, _ = gla.head_dims(cfg.d_model)
     rows = (gla.n_heads * d_k, (gla.n_heads + gla.n_kv_heads) * d_k)
     q, k, v = jnp.split(attention["qkv"]["weight"], rows)
     bias = jnp.tile(jnp.linspace(*GATE_BIAS, d_k, dtype=jnp.float32), gla.n_kv_heads)
@@ -130,7 +130,7 @@ def answer_scales(
     for index, (x, answer) in enumerate(seen):
         if student.layer_types[index] == "gla":
             answer = answer.astype(jnp.float32)
-            mine = _answer(student, params[f"layer_{index}"]["mixer"], x)
+            mine = _answer(student.layers[index], params[f"layer_{index}"]["mixer"], x)
             size = jnp.sum(mine**2)
             best = jnp.sum(mine * answer) / size
             scales[index] = jnp.maximum(best, 0.1 * jnp.sqrt(jnp.sum(answer**2) / size))
@@ -162,22 +162,22 @@ def mixer_loss(
     seen = _teacher_layers(teacher, teacher_params, tokens, dtype)
     for index, (x, answer) in enumerate(seen):
         if student.layer_types[index] == "gla":
-            loss = functools.partial(_imitation, student)
+            loss = functools.partial(_imitation, student.layers[index])
             loss = jax.checkpoint(loss) if remat else loss
             losses.append(loss(params[f"layer_{index}"]["mixer"], x, answer))
     return jnp.asarray(sum(losses) / len(losses)), {}
 
 
-def _imitation(cfg: ModelConfig, params: Params, x: jax.Array, answer: jax.Array) -> jax.Array:
+def _imitation(layer: LayerConfig, params: Params, x: jax.Array, answer: jax.Array) -> jax.Array:
     answer = answer.astype(jnp.float32)
-    return jnp.sum((_answer(cfg, params, x) - answer) ** 2) / jnp.sum(answer**2)
+    return jnp.sum((_answer(layer, params, x) - answer) ** 2) / jnp.sum(answer**2)
 
 
-def _answer(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
+def _answer(layer: LayerConfig, params: Params, x: jax.Array) -> jax.Array:
     """Return a GLA mixer's output, float32."""
     batch, length, _ = x.shape
-    at = whole_rows(cfg, batch, length)
-    heads, _ = gla.mix(cfg, params, columns(x, gla.inputs(cfg, params)), None, at)
+    at = whole_rows(layer, batch, length)
+    heads, _ = gla.mix(layer, params, columns(x, gla.inputs(layer, params)), None, at)
     return linear(heads, params["o"]).astype(jnp.float32)
 
 
@@ -188,10 +188,10 @@ def _teacher_layers(
     seen = []
 
     def each(
-        cfg: ModelConfig, kind: str, p: Params, stream: Stream, state: LayerState, at: At
+        layer: LayerConfig, p: Params, stream: Stream, state: LayerState, at: At
     ) -> tuple[Stream, LayerState]:
         watch = Observer()
-        out = block(cfg, kind, p, stream, state, at, watch)
+        out = block(layer, p, stream, state, at, watch)
         seen.append((watch.inputs[id(p["mixer"]["qkv"])], watch.outputs[id(p["mixer"]["o"])]))
         return out
 

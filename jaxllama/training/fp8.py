@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import StepConfig
 from jaxllama.model import linear as ops
 from jaxllama.model.layer_ops import Steps
 from jaxllama.model.linear import Input
@@ -101,7 +101,7 @@ class Fp8(Steps):
         x: Input,
         linear: Params,
         dtype: DTypeLike,
-        cfg: ModelConfig,
+        cfg: StepConfig,
         *,
         into: Params | None = None,
     ) -> jax.Array:

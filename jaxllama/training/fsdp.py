@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import LayerConfig, ModelConfig, model_of
 from jaxllama.model.decoder import block
 from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.linear import Stream
@@ -125,7 +125,7 @@ def _on_rows(
 def gathered(cfg: ModelConfig, params: Params, dtype: DTypeLike | None = None) -> ParamsDict:
     """Return parameters with their divided matrices whole, which ``cfg`` says.
 
-    params: any part of the tree by layer; that of a layer with its own ``cfg`` is "layer_0".
+    params: any part of the tree by layer; that of ``model_of`` a layer is "layer_0".
     dtype: of gathered matrices, float32 by default.
     """
     table = param_table(cfg)
@@ -171,8 +171,7 @@ def has_parts(config: TrainConfig) -> bool:
 
 
 def gathered_block(
-    cfg: ModelConfig,
-    kind: str,
+    layer: LayerConfig,
     params: Params,
     stream: Stream,
     state: LayerState,
@@ -188,8 +187,8 @@ def gathered_block(
     """
 
     def run(params: Params, stream: Stream, state: LayerState) -> tuple[Stream, LayerState]:
-        whole = gathered(cfg, {"layer_0": params}, dtype)["layer_0"]
-        return block(cfg, kind, whole, stream, state, at, ops)
+        whole = gathered(model_of(layer), {"layer_0": params}, dtype)["layer_0"]
+        return block(layer, whole, stream, state, at, ops)
 
     but = jax.checkpoint_policies.save_anything_except_these_names(_GATHERED)
     return jax.checkpoint(run, policy=None if remat else but)(params, stream, state)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import LayerConfig, ModelConfig, StepConfig
 from jaxllama.model import linear
 from jaxllama.model.decoder import block, final_norm
 from jaxllama.model.experts.route import route_by, router_logits
@@ -50,7 +50,7 @@ class _Watch:
         self._valid = None if segments is None else segments.reshape(-1) > 0
 
     def norm_route(
-        self, stream: Stream, scale: Params | None, router: Params, cfg: ModelConfig
+        self, stream: Stream, scale: Params | None, router: Params, cfg: StepConfig
     ) -> tuple[jax.Array, Stream, tuple[jax.Array, jax.Array]]:
         assert cfg.experts is not None
         x, stream = linear.norm(stream, scale, cfg)
@@ -112,19 +112,17 @@ def hidden_states(
 
 
 def _watched(
-    ops: LayerOps, cfg: ModelConfig, kind: str, params: Params, stream: Stream, state: None, at: At
+    ops: LayerOps, layer: LayerConfig, params: Params, stream: Stream, state: None, at: At
 ) -> tuple[Stream, Routed | None]:
     """``decoder.block``, with what its router says."""
     watch = _Watch(ops, at.segments)
-    stream, _ = block(cfg, kind, params, stream, state, at, watch)
+    stream, _ = block(layer, params, stream, state, at, watch)
     return stream, watch.routed
 
 
 def _recomputed(
-    ops: LayerOps, cfg: ModelConfig, kind: str, params: Params, stream: Stream, state: None, at: At
+    ops: LayerOps, layer: LayerConfig, params: Params, stream: Stream, state: None, at: At
 ) -> tuple[Stream, Routed | None]:
     """As ``_watched``; for the backward pass only the layer's input is kept."""
-    layer = jax.checkpoint(
-        lambda params, stream: _watched(ops, cfg, kind, params, stream, state, at)
-    )
-    return layer(params, stream)
+    run = jax.checkpoint(lambda params, stream: _watched(ops, layer, params, stream, state, at))
+    return run(params, stream)

@@ -30,6 +30,7 @@ from pathlib import Path
 
 import jax
 
+from jaxllama.config import ModelConfig, of_last_version
 from jaxllama.errors import JaxLlamaError
 from jaxllama.files import parse_object
 from jaxllama.training.config import TrainConfig
@@ -46,6 +47,7 @@ class RunDirectory:
         self.path = Path(directory)
         self.model = self.path / ("model" if config.lora is None else "adapter")
         settings = dataclasses.asdict(config)
+        settings["model"] = None if config.model is None else config.model.to_dict()
         for key in ("scan", "fsdp"):  # like a mesh; checkpoints do not depend on them
             del settings[key]
         identity = _plain({**settings, "data_sha256": data_sha256})
@@ -69,7 +71,10 @@ class RunDirectory:
         try:
             document = json.loads((self.path / RUN).read_text(encoding="utf-8"))
             stored = document["config"]
-        except (ValueError, KeyError, TypeError):
+            if stored.get("model"):
+                known = ModelConfig.of(**of_last_version(stored["model"]))
+                stored["model"] = _plain(known.to_dict())
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise JaxLlamaError(f"{self.path / RUN}: not a run's configuration") from None
         differences = list(_differences(stored, identity))
         if [key for key, *_ in differences] == ["steps"] and stored["steps"] < identity["steps"]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import lora
 from jaxllama.text.tokenizer import Tokenizer
@@ -36,7 +37,7 @@ def model_of(
         return LanguageModel(setup.model, floats, tokenizer, deterministic, exact=True)
     assert fixed is not None
     factors = adapters.factors(setup.model, config.lora, params)
-    whole = lora.attach(setup.model, fixed, [factors])
+    whole = lora.attach(tensor_table(setup.model), fixed, [factors])
     return LanguageModel(
         setup.model, whole, tokenizer, deterministic, adapters=(ADAPTER,), exact=True
     )

@@ -432,7 +432,7 @@ def test_config(tmp_path: Path) -> None:
             "tokenizer.ggml.bos_token_id": 1,
         }
     ).write(path)
-    assert read_config(path) == ModelConfig(
+    assert read_config(path) == ModelConfig.of(
         name="some-model",
         vocab_size=20,
         d_model=32,

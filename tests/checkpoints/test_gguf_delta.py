@@ -80,7 +80,7 @@ def test_kept_codes_have_our_order_of_columns(d_v, tmp_path) -> None:
 def mixture(name: str, **changes) -> ModelConfig:
     """A parity case with groups of 32 columns, and what a file implies."""
     cfg = CASES[name]
-    experts = dataclasses.replace(cfg.experts, d_ff=32, shared=32, layers=(0, 1, 2), normalize=True)
+    experts = dataclasses.replace(cfg.experts, d_ff=32, shared=32, normalize=True)
     delta = dataclasses.replace(cfg.delta, n_heads=4, n_k_heads=2, d_k=32, d_v=32)
     options = {"d_ff": 32, "experts": experts, "delta": delta, "eos_token_ids": ()}
     kinds = ("delta", "attention", "delta")

@@ -122,8 +122,7 @@ def case(name: str) -> ModelConfig:
     if name == "lfm2_moe":  # no key says the scale
         return cfg.replace(experts=dataclasses.replace(cfg.experts, scale=1.0))
     if name == "ernie4_5_moe":  # no key says the last layer with experts
-        experts = dataclasses.replace(cfg.experts, layers=(1, 3))
-        return cfg.replace(n_layers=4, experts=experts)
+        return cfg.replace(n_layers=4, expert_layers=(1, 3))
     return (
         cfg.replace(stored=dataclasses.replace(cfg.stored, query=1.0))
         if (name.startswith("gemma"))
@@ -245,7 +244,7 @@ def test_patterns_of_windows(pattern: Any, layers: tuple[int, ...], tmp_path: Pa
     changes = {"cohere2.attention.sliding_window_pattern": pattern}
     cfg = read_config(written("cohere2", tmp_path, **changes)[0])
     assert (cfg.sliding_window, cfg.window_layers) == (9, layers)
-    assert cfg.nope_layers == tuple(i for i in range(4) if cfg.window_of(i) is None)
+    assert cfg.nope_layers == tuple(i for i in range(4) if cfg.layers[i].window is None)
 
 
 @pytest.mark.parametrize(
@@ -504,7 +503,7 @@ def test_mutated_configs_raise_only_our_error(n: int) -> None:
     ("case", "key", "value", "message"),
     [
         ("gpt_neo", "attention_types", 0.5, "attention_types = 0.5: expected pairs"),
-        ("codegen", "num_attention_heads", 2**20, "must not exceed hidden_size"),
+        ("gptj", "num_attention_heads", 2**20, "must not exceed hidden_size"),
         ("solar_open", "first_k_dense_replace", 31, "leaves no layer with experts"),
         ("granitemoehybrid", "layer_types", 7, "layer_types = 7: must be 3 entries"),
     ],

@@ -230,5 +230,5 @@ def test_the_first_layers_keep_their_kinds():
     assert cfg.first_layers(1).sliding_window is None
     for count in (2, 3):
         first = cfg.first_layers(count)
-        assert [first.window_of(i) for i in range(count)] == [None, 5, None][:count]
+        assert [layer.window for layer in first.layers] == [None, 5, None][:count]
     assert cfg.first_layers(3).nope_layers == () and cfg.first_layers(4) == cfg

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Request
 from jaxllama.errors import JaxLlamaError
@@ -40,7 +41,7 @@ def tokens(engine, request: Request) -> list[int]:
 
 
 def wanted(base, seed: int) -> list[int]:
-    params = lora.attach(CFG, base.params, [lora_cases.factors(CFG, seed)])
+    params = lora.attach(tensor_table(CFG), base.params, [lora_cases.factors(CFG, seed)])
     lm = dataclasses.replace(base, params=params, adapters=("one",))
     return lm.generate([list(PROMPT)], 6, adapter="one")[0].tokens
 
@@ -97,14 +98,19 @@ def test_what_a_slot_refuses(base, folders):
 def test_slots_beside_adapters_of_the_model(base, folders):
     """A model's own adapters keep their factors beside slots of a larger rank."""
     own = [lora_cases.factors(CFG, seed) for seed in (1, 2)]
-    params = lora.attach(CFG, base.params, own)
+    params = lora.attach(tensor_table(CFG), base.params, own)
     targets = set(own[0])
-    grown = lora.put(CFG, lora.reserve(CFG, params, targets, 2, 6), 3, lora_cases.factors(CFG, 3))
+    grown = lora.put(
+        tensor_table(CFG),
+        lora.reserve(tensor_table(CFG), params, targets, 2, 6),
+        3,
+        lora_cases.factors(CFG, 3),
+    )
     for before, after in zip(lora.factors(params), lora.factors(grown), strict=True):
         assert after.a.shape[0] == 4 and after.a.shape[2] == 6
         for index in (0, 1):
             np.testing.assert_array_equal(after.added(index), before.added(index))
         assert not after.added(2).any()
-    alone = lora.attach(CFG, base.params, [lora_cases.factors(CFG, 3)])
+    alone = lora.attach(tensor_table(CFG), base.params, [lora_cases.factors(CFG, 3)])
     for want, got in zip(lora.factors(alone), lora.factors(grown), strict=True):
         np.testing.assert_allclose(got.added(3), want.added(0), rtol=1e-6, atol=1e-7)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.engine import blocks
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Grammar, Request
@@ -131,7 +132,7 @@ def test_rows_join_and_leave_whatever_holds_their_state(family, policy, began):
 @pytest.mark.slow
 def test_rows_of_a_block_have_adapters_of_their_own(lm):
     factors = [lora_cases.factors(lm.config, seed) for seed in (1, 2)]
-    params = attach(lm.config, lm.params, factors)
+    params = attach(tensor_table(lm.config), lm.params, factors)
     lm = dataclasses.replace(lm, params=params, adapters=("one", "two"))
     names = ["one", None, "two", "two", None, "one"]
     requests = [Request(f"{i}", (5, 6, 7), 3 + i, adapter=name) for i, name in enumerate(names)]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Request
 from jaxllama.errors import JaxLlamaError
@@ -34,7 +35,9 @@ def lm(request) -> LanguageModel:
     cfg = CONFIGS[request.param].replace(eos_token_ids=())
     base = jax.device_put(seeded_params(cfg))
     factors = [lora_cases.factors(cfg, seed) for seed in (1, 2)]
-    return LanguageModel(cfg, attach(cfg, base, factors), None, adapters=("one", "two"))
+    return LanguageModel(
+        cfg, attach(tensor_table(cfg), base, factors), None, adapters=("one", "two")
+    )
 
 
 # Deterministic engines have fewer programs; the others' prefill takes several prompts at once.

@@ -13,6 +13,7 @@ import pytest
 import jaxllama as jl
 from jaxllama.engine import slots as device
 from jaxllama.engine.engine import Engine
+from jaxllama.engine.passes import CallSizes
 from jaxllama.engine.request import Event, Grammar, Request
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import slow
@@ -228,9 +229,8 @@ def test_rows_pages_and_snapshots_move_unchanged(dtype):
     )
     orders = device.make_orders(np.array([[2, 0, 2, 3]]), level=0, wants_top=False, steps=2)
     masks = np.zeros((1, -(-cfg.vocab_size // 32) + 2), np.uint32)
-    slots, *_ = device.decode(
-        cfg, params_of(cfg), slots, orders, masks, np.array([2], np.int32), n=1, context=4, width=2
-    )
+    stops, sizes = np.array([2], np.int32), CallSizes(1, 4, width=2)
+    slots, *_ = device.decode(cfg, params_of(cfg), slots, orders, masks, stops, sizes=sizes)
     assert slots.cache.table[2].tolist() == [5, 0, 3, device.NOBODY]
     assert slots.cache.lengths.tolist() == [0, 0, 16] and slots.active.tolist() == [False] * 2 + [
         True

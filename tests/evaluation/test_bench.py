@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 
@@ -89,9 +88,9 @@ def state_of(cfg, batch: int = 2, room: int = 6):
     stops = jnp.zeros((0,), jnp.int32)
     tokens, lengths = tokens_of(cfg, batch, 5), jnp.full((batch,), 5)
     cache = init_cache(cfg, batch, 5 + room)
-    held = cache.layers, cache.lengths
+    asked = prompts.PromptBatch(tokens, lengths, sampling, stops)
     state = prompts.start(
-        cfg, params_of(cfg), tokens, lengths, *held, sampling, stops, max_new_tokens=room
+        cfg, params_of(cfg), asked, cache.layers, cache.lengths, max_new_tokens=room
     )
     return state, sampling, stops
 
@@ -188,7 +187,7 @@ def test_random_words_are_those_of_quantized_floats_in_kind(scheme):
 @pytest.fixture(scope="module")
 def preset(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("presets") / "tiny.toml"
-    tables = {"": dataclasses.asdict(LLAMA.replace(vocab_size=256, eos_token_ids=(0,)))}
+    tables = {"": LLAMA.replace(vocab_size=256, eos_token_ids=(0,)).to_dict()}
     tables |= {name: tables[""].pop(name) for name in ("rope", "stored")}
     lines = []
     for name, table in tables.items():

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from jaxllama.checkpoints.hf.tables import tensor_table as param_table
 from jaxllama.checkpoints.peft import Factors
 from jaxllama.config import ModelConfig
 from jaxllama.model.param import piece_of
-from jaxllama.model.params import param_table
 
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "target_modules": None}
 

@@ -24,7 +24,7 @@ from jaxllama.model.cache import init_pages
 from tests.helpers.arrays import as_jax
 from tests.helpers.seeded import seeded_params
 
-LLAMA = ModelConfig(
+LLAMA = ModelConfig.of(
     name="tiny",
     vocab_size=97,
     d_model=32,
@@ -128,7 +128,7 @@ GEMMA4 = LLAMA.replace(
     shared_kv_d_ff=96,
     layer_inputs=LayerInputsConfig(width=6, vocab_size=97, n_layers=4),
     qk_norm="head",
-    v_norm=True,
+    attention_parts=("value_norm",),
     post_norms=True,
     layer_scale=True,
     embedding_scale=True,
@@ -187,7 +187,7 @@ def check_chunks_and_steps(cfg: ModelConfig, dtype: str, bound: float, pages: bo
 
 def shrunk(cfg: ModelConfig) -> ModelConfig:
     """Return a small model of the same structure: the first layers that show every kind."""
-    chosen = [cfg.window_layers, cfg.bare_layers, getattr(cfg.experts, "layers", ())]
+    chosen = [cfg.window_layers, cfg.bare_layers, cfg.expert_layers]
     kinds = [
         (kind, *(index in layers for layers in chosen))
         for index, kind in enumerate(cfg.layer_types)
@@ -217,8 +217,9 @@ def shrunk(cfg: ModelConfig) -> ModelConfig:
         changes["gla"] = dataclasses.replace(cfg.gla, n_heads=4, n_kv_heads=4)
     if cfg.delta is not None:
         changes["delta"] = dataclasses.replace(cfg.delta, n_heads=4, n_k_heads=2, d_k=8, d_v=8)
-    if "ssm" in dict(cfg.mixers):
-        groups = min(dict(dict(cfg.mixers)["ssm"]).get("n_groups", 1), 2)
+    mixers = {kind: dict(options) for kind, options in cfg.mixers}
+    if "ssm" in mixers:
+        groups = min(mixers["ssm"].get("n_groups", 1), 2)
         sizes = {"n_heads": 8, "head_dim": 16, "state": 16, "n_groups": groups}
-        changes["mixers"] = cfg.with_options("ssm", **sizes)
+        changes["mixers"] = {**mixers, "ssm": {**mixers["ssm"], **sizes}}
     return cfg.replace(**changes)

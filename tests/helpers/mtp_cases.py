@@ -63,7 +63,7 @@ def _chain(params: Any, tokens: jax.Array, length: jax.Array, count: int) -> jax
     ``test_the_head_is_the_reference`` compares the head with ``proposed``.
     """
     hidden, _ = decoder.forward(CONFIG, params, tokens, length[None])
-    cache = init_cache(CONFIG.mtp_config(), 1, tokens.shape[1] + count, jnp.float32)
+    cache = init_cache(CONFIG.draft_head(), 1, tokens.shape[1] + count, jnp.float32)
     following, known = jnp.roll(tokens, -1, axis=1), length[None] - 1
     states, cache = mtp.forward(
         CONFIG, params, following, hidden, known, cache, is_prompt=True, fresh=True

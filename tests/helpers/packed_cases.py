@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxllama.model.params import param_table
+from jaxllama.checkpoints.hf.tables import tensor_table as param_table
 from pallas_kernels.qtensor import QTensor
 from tests.helpers import packed_oracle as oracle
 from tests.helpers.models import LLAMA

@@ -17,8 +17,8 @@ import numpy as np
 import safetensors.numpy
 
 from jaxllama.checkpoints.hf.config import config_to_hf
+from jaxllama.checkpoints.hf.tables import tensor_table as param_table
 from jaxllama.config import ModelConfig
-from jaxllama.model.params import param_table
 from tests.helpers.seeded import hf_tensors, seeded_params
 
 Linear = tuple[dict[str, np.ndarray], np.ndarray]

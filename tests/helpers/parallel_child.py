@@ -165,12 +165,9 @@ def decode(cfg, params, mesh, dtype, sampling, kv_dtype=None):
     state = prompts.start(
         cfg,
         params,
-        tokens,
-        lengths,
+        prompts.PromptBatch(tokens, lengths, stacked, stop_ids),
         cache.layers,
         cache.lengths,
-        stacked,
-        stop_ids,
         max_new_tokens=NEW,
     )
     arguments = (params, state, stacked, stop_ids, np.int32(NEW))
@@ -266,12 +263,9 @@ def one_row() -> None:
     state = prompts.start(
         config,
         params,
-        tokens_of(cfg, 1, 9),
-        jnp.asarray([9], jnp.int32),
+        prompts.PromptBatch(tokens_of(cfg, 1, 9), jnp.asarray([9], jnp.int32), stacked, stop_ids),
         cache.layers,
         cache.lengths,
-        stacked,
-        stop_ids,
         max_new_tokens=NEW,
     )
     loop = resident.advance.lower(config, params, state, stacked, stop_ids, np.int32(NEW))

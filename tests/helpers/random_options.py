@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.helpers.dense_cases import ENCODERS, PADDED
-
 _FLAG = [True, False]
 _BIAS = {"attention_bias": _FLAG}
 _BIASES = {**_BIAS, "mlp_bias": _FLAG}
@@ -50,13 +48,6 @@ _LATENT = {
         {**_YARN, "factor": 4.0},
         {**_YARN, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.7},
     ],
-}
-_ENCODER = {
-    **_LEARNED,
-    "is_decoder": [True],
-    "tie_word_embeddings": _FLAG,
-    "type_vocab_size": [1, 2],
-    "hidden_act": ["gelu", "gelu_new", "relu"],
 }
 _TYPES = ("sliding_attention", "full_attention")
 _GEMMA4 = {
@@ -193,18 +184,10 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
     },
     "lfm2": {**_CONV, "block_auto_adjust_ff_dim": _FLAG, "block_multiple_of": [8, 16]},
     "gpt2": _GPT2,
-    "gpt-sw3": _GPT2,
     "gpt_bigcode": {**_GPT2, "multi_query": _FLAG},
     "gpt_neo": {**_GPT2, "window_size": [3, 9], "num_hidden_layers": [2, 4]},
     "opt": {**_LEARNED, "enable_bias": _FLAG, "activation_function": ["relu", "gelu"]},
-    "biogpt": {**_LEARNED, "scale_embedding": _FLAG, "hidden_act": ["gelu", "relu"]},
     "gptj": {
-        "rotary_dim": [2, 4],
-        "tie_word_embeddings": [False],
-        "rope_theta": [10000.0],
-        "activation_function": ["gelu_new", "relu"],
-    },
-    "codegen": {
         "rotary_dim": [2, 4],
         "tie_word_embeddings": [False],
         "rope_theta": [10000.0],
@@ -257,11 +240,6 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
                 (40, 8, 4, 1.0),
             )
         ],
-    },
-    "persimmon": {
-        "qk_layernorm": _FLAG,
-        "partial_rotary_factor": [0.5, 1.0],
-        "hidden_act": ["relu2", "gelu", "relu"],
     },
     "phi": {"tie_word_embeddings": [False], "partial_rotary_factor": [0.5, 1.0]},
     "falcon": {
@@ -316,12 +294,6 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         **_BIAS,
         "hidden_act": ["relu2", "gelu"],
         "final_logit_softcapping": [None, 3.0, 15.0],
-    },
-    "gpt_neox_japanese": {
-        "intermediate_size": [64],
-        "intermediate_multiple_size": [2],
-        "rotary_pct": [0.5, 1.0],
-        "hidden_act": ["gelu", "relu"],
     },
     "aria_text": {**_BIAS, "moe_num_experts": [4, 6], "moe_topk": [1, 2, 3]},
     "apertus1p5_text": {**_BIAS, "hidden_act": ["xielu", "relu2"]},
@@ -418,46 +390,6 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "top_k_experts": [1, 3],
         "moe_intermediate_size": [16, 24],
     },
-    **dict.fromkeys(("bert", "ernie", "megatron-bert"), _ENCODER),
-    "bert-generation": {key: one for key, one in _ENCODER.items() if key != "type_vocab_size"},
-    "electra": {**_ENCODER, "embedding_size": [12, 32, 40], "hidden_act": ["gelu"]},
-    "roformer": {**_ENCODER, "embedding_size": [12, 32]},
-    "rembert": {
-        **_ENCODER,
-        "tie_word_embeddings": [False],
-        "input_embedding_size": [12, 32],
-        "output_embedding_size": [24, 32, 48],
-    },
-    **{
-        kind: {**_ENCODER, "pad_token_id": [pad], "hidden_act": ["gelu"]}
-        for kind, pad in PADDED.items()
-    },
-    "modernbert-decoder": {
-        **_BIASES,
-        "tie_word_embeddings": _FLAG,
-        "num_hidden_layers": [2, 3],
-        "sliding_window": [3, 9],
-        "global_attn_every_n_layers": [2, 3],
-        "norm_bias": _FLAG,
-        "decoder_bias": _FLAG,
-        "classifier_bias": _FLAG,
-        "rope_theta": [1e4],
-        "rope_local_base_freq": [100.0, 1e4],
-    },
-    "openai-gpt": {
-        **_LEARNED,
-        "intermediate_size": [128],
-        "afn": ["gelu", "relu", "silu"],
-        "tie_word_embeddings": [True],
-    },
-    "xglm": {
-        **_LEARNED,
-        "rms_norm_eps": [1e-5],
-        "scale_embedding": _FLAG,
-        "activation_function": ["gelu", "relu"],
-        "tie_word_embeddings": [True, False],
-    },
-    "ctrl": {**_LEARNED, "rms_norm_eps": [1e-6], "tie_word_embeddings": [True]},
     "bitnet": {**_BIAS, "hidden_act": ["relu2", "silu"]},
     "gemma4_unified_text": {**_GEMMA4, "num_kv_shared_layers": [0]},
 }
@@ -469,17 +401,13 @@ DIVIDED = (
     "olmo_hybrid",
     "lfm2",
     "gpt2",
-    "gpt-sw3",
     "gpt_bigcode",
     "gpt_neo",
     "opt",
-    "biogpt",
     "gptj",
-    "codegen",
     "gpt_neox",
-    "gpt_neox_japanese",
-    *ENCODERS,
-    *("xglm", "ctrl", "bitnet", "persimmon", "dbrx"),
+    "bitnet",
+    "dbrx",
     "falcon",
     "flex_olmo",
     "granitemoeshared",
@@ -490,9 +418,6 @@ DIVIDED = (
 )
 # Families without groups of q heads that share k and v.
 UNGROUPED = (
-    *("gpt2", "gpt-sw3", "gpt_neo", "opt", "biogpt", "gptj", "codegen", "gpt_neox"),
-    "gpt_neox_japanese",
-    *ENCODERS,
-    *("xglm", "ctrl", "persimmon"),
+    *("gpt2", "gpt_neo", "opt", "gptj", "gpt_neox"),
     *("deepseek_v2", "deepseek_v3", "sarvam_mla", "axk1", "glm4_moe_lite", "youtu", "minicpm3"),
 )

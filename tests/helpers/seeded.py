@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxllama.checkpoints.hf.tables import tensor_table as param_table
 from jaxllama.config import ModelConfig
-from jaxllama.model.params import param_table
 
 
 def uniform(seed: int, size: int) -> np.ndarray:

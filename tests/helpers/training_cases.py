@@ -58,7 +58,7 @@ def run_config(folder: Path, cfg: ModelConfig | None = None, **changes: Any) -> 
         "learning_rate": 3e-3,
         "optimizer": {"warmup_steps": 2},
         "data": {"tokens": str(token_file(folder))},
-        **({} if cfg is None else {"model": dataclasses.asdict(cfg)}),
+        **({} if cfg is None else {"model": cfg.to_dict()}),
         **changes,
     }
     return train_config_from_dict(table, "test.toml")

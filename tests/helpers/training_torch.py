@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from jaxllama.checkpoints.hf import load as hf
+from jaxllama.checkpoints.hf.tables import tensor_table as param_table
 from jaxllama.config import ModelConfig
-from jaxllama.model.params import param_table
 from jaxllama.training.config import TrainConfig
 from jaxllama.training.data import TokenFile
 from jaxllama.training.optimizer import learning_rate

@@ -60,9 +60,9 @@ def kept_wide(monkeypatch, width: int = WIDER) -> None:
 )
 def test_where_kernels_run_heads_are_kept_as_wide_as_they_take(monkeypatch, head_dim, dtype, width):
     cfg = LLAMA.replace(head_dim=head_dim)
-    assert caches.cached_width(cfg, dtype) == head_dim  # here there are none
+    assert caches.cached_width(cfg.layers[0], dtype) == head_dim  # here there are none
     monkeypatch.setattr(caches, "hopper_reason", lambda *_: None)
-    assert caches.cached_width(cfg, dtype) == width
+    assert caches.cached_width(cfg.layers[0], dtype) == width
     for made in (
         jax.eval_shape(lambda: jl.init_cache(cfg, 1, 8, dtype)),
         jax.eval_shape(lambda: caches.init_pages(cfg, 2, 2, 4, 8, dtype)),
@@ -104,7 +104,7 @@ def test_heads_of_96_attend_as_in_float32(monkeypatch, batch, dtype, width):
     """A prompt, one behind it and steps, beside a float32 cache as wide as the model's heads; on a
     Hopper GPU by the kernels."""
     cfg = LLAMA.replace(head_dim=96, n_heads=8)
-    wide = width or caches.cached_width(cfg, dtype)
+    wide = width or caches.cached_width(cfg.layers[0], dtype)
     assert wide == 128
     drawn = np.random.default_rng(0).standard_normal((batch, 76, 12 * 96)).astype("bfloat16")
     chosen: set[str] = set()
@@ -115,7 +115,7 @@ def test_heads_of_96_attend_as_in_float32(monkeypatch, batch, dtype, width):
         positions, rope = positions_of(cfg, begin, begin + length, length)
         count = jnp.full_like(begin, length)
         at = new_tokens(positions, count, rope, fresh=fresh, cached=True)
-        return mix(cfg, {}, qkv, cache, at=at)
+        return mix(cfg.layers[0], {}, qkv, cache, at=at)
 
     def heads(dtype: str, kv_dtype: str, width: int) -> list[jax.Array]:
         kept_wide(monkeypatch, width)

@@ -16,11 +16,12 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxllama as jl
 from jaxllama import compiler_options
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.config import DeltaConfig, ExpertsConfig, ModelConfig
 from jaxllama.decoding.forward import verify
 from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.executors import resident
-from jaxllama.executors.prompts import start
+from jaxllama.executors.prompts import PromptBatch, start
 from jaxllama.executors.resident import advance
 from jaxllama.generation import init_params
 from jaxllama.model import verification
@@ -182,7 +183,9 @@ def test_adapters_beside_quantized_weights_cost_no_kernel(on_hopper, rows):
     adapter = lora_cases.factors(CFG, 1, rank=16)
 
     def adapt(params):
-        return for_rows(attach(CFG, params, [adapter] * 2), jnp.ones((rows,), jnp.int32))
+        return for_rows(
+            attach(tensor_table(CFG), params, [adapter] * 2), jnp.ones((rows,), jnp.int32)
+        )
 
     def products_of(**more):
         calls = kernels_of(rows, "w8a8", "int8", **more)
@@ -209,7 +212,8 @@ def loop_of(sampling: Sampling, batch: int = 2) -> Counter[str]:
         prompt, lengths = jnp.ones((batch, 4), jnp.int32), jnp.full((batch,), 4, jnp.int32)
         rows = SamplingParams.stack([sampling] * batch, vocab)
         stops = jnp.zeros((2,), jnp.int32)
-        state = start(CFG, params, prompt, lengths, *parts(cache), rows, stops, max_new_tokens=8)
+        prompts = PromptBatch(prompt, lengths, rows, stops)
+        state = start(CFG, params, prompts, *parts(cache), max_new_tokens=8)
         return params, state, rows, stops
 
     loop = advance.trace(CFG, *jax.eval_shape(params_and_state), 8)
@@ -239,9 +243,8 @@ def test_a_step_that_ends_in_one_kernel_ends_as_any(monkeypatch):
         plan = greedy.GreedyPlan() if ends_in_one else None
         monkeypatch.setattr(resident, "_own_end", lambda *_: plan)
         cache, stops = jl.init_cache(cfg, 1, room), as_jax([stop], jnp.int32)
-        state = start(
-            cfg, params, prompt, lengths, *parts(cache), sampling, stops, max_new_tokens=n
-        )
+        prompts = PromptBatch(prompt, lengths, sampling, stops)
+        state = start(cfg, params, prompts, *parts(cache), max_new_tokens=n)
         return loops[ends_in_one](params, state, sampling, stops, n)[0]
 
     fourth = int(run(False).tokens[0, 3])

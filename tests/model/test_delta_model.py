@@ -164,9 +164,9 @@ def test_experts_are_in_the_layers_that_the_file_says():
         "num_attention_heads": 4,
     }
     cfg = config_from_hf(config, "x")
-    assert (cfg.experts.n_experts, cfg.experts.n_active, cfg.experts.layers) == (512, 10, ())
+    assert (cfg.experts.n_experts, cfg.experts.n_active, cfg.expert_layers) == (512, 10, ())
     mixed = config_from_hf({**config, "num_experts": 16, "mlp_only_layers": [0]}, "x")
-    assert mixed.experts.layers == (1,) and mixed.experts_of(0) is None
+    assert mixed.expert_layers == (1,) and mixed.layers[0].experts is None
     dense = config_from_hf({**config, "num_experts": 0}, "x")
     assert (dense.layer_types, dense.experts) == (("delta", "delta"), None)
 
@@ -256,12 +256,12 @@ def test_scales_of_channels_leave_the_function_alone(family):
     cfg, params = FAMILIES[family], params_of(FAMILIES[family])
     tokens, lengths = np.asarray(tokens_of(cfg, 1, 12)), np.array([12], np.int32)
     want, rng = jl.logits(cfg, params, tokens, lengths), np.random.default_rng(0)
-    for index, kind in enumerate(cfg.layer_types):
+    for index, part in enumerate(cfg.layers):
         scales = {
             site.name: np.exp(rng.standard_normal(site.n_channels)).astype(np.float32)
-            for site in sites.sites(cfg, kind)
+            for site in sites.sites(part)
         }
-        run = jax.jit(functools.partial(sites.fold, cfg, kind))
+        run = jax.jit(functools.partial(sites.fold, part))
         layer = run(params[f"layer_{index}"], scales)
         params = {**params, f"layer_{index}": layer}
     assert relative_error(jl.logits(cfg, params, tokens, lengths), want) < 1e-4

@@ -18,9 +18,9 @@ import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.checkpoints.peft import products
-from jaxllama.config import CheckpointForm, ExpertsConfig, ModelConfig, from_dict
+from jaxllama.config import CheckpointForm, ExpertsConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
-from jaxllama.model.decoder import feed_half, layer_config, logits
+from jaxllama.model.decoder import feed_half, logits
 from jaxllama.model.experts.feed import mixture
 from jaxllama.model.experts.route import choose, router_logits
 from jaxllama.model.linear import Stream
@@ -39,10 +39,11 @@ from tests.helpers.models import LLAMA, params_of, tokens_of
 from tests.helpers.parity_cases import CASES
 from tests.helpers.parity_cases import params_of as parity_params
 
-EXPERTS = ExpertsConfig(n_experts=8, n_active=3, d_ff=32, shared=32, shared_gate=True, layers=(1,))
+EXPERTS = ExpertsConfig(n_experts=8, n_active=3, d_ff=32, shared=32, shared_gate=True)
 CFG = LLAMA.replace(
     d_ff=64,
     experts=EXPERTS,
+    expert_layers=(1,),
     qkv_bias=True,
     norm_eps=1e-6,
     stored=CheckpointForm(family="qwen2_moe"),
@@ -119,10 +120,9 @@ def test_of_equal_scores_the_lowest_index_wins() -> None:
 def test_a_token_s_sublayer_has_the_same_bits_in_any_batch() -> None:
     """Router, weights and sums; a shared expert is an ordinary product, and none of it."""
     cfg = LLAMA.replace(experts=dataclasses.replace(EXPERTS, shared=0, shared_gate=False))
-    cfg, _ = layer_config(cfg, 1)
-    layer = {k: v for k, v in params_of(cfg)["layer_0"].items() if k != "mixer"}
+    layer = {k: v for k, v in params_of(cfg)["layer_1"].items() if k != "mixer"}
     x = np.random.default_rng(0).standard_normal((1, 40, 32)).astype(np.float32)
-    run = jax.jit(lambda x: feed_half(cfg, layer, Stream(x)).total)
+    run = jax.jit(lambda x: feed_half(cfg.layers[1], layer, Stream(x)).total)
     want = np.asarray(run(x))
     for rows in (slice(0, 1), slice(3, 12)):
         np.testing.assert_array_equal(run(x[:, rows]), want[:, rows])
@@ -166,7 +166,7 @@ UNGATED = LLAMA.replace(
 def test_experts_without_a_gate_are_the_formula() -> None:
     own = params_of(UNGATED)["layer_0"]["mlp"]
     x = np.random.default_rng(0).standard_normal((5, 32)).astype(np.float32)
-    cfg, _ = layer_config(UNGATED, 0)
+    cfg = UNGATED.layers[0]
     got = jax.jit(functools.partial(mixture, cfg))(own, x)
 
     def squared(y: np.ndarray) -> np.ndarray:
@@ -213,15 +213,14 @@ def test_quantized_saved_and_loaded(scheme, bound, tmp_path) -> None:
 
 def test_modules_declare_and_compute_the_same() -> None:
     lm, tokens, want = model()
-    cfg, _ = layer_config(CFG, 1)
     x = np.random.default_rng(0).standard_normal((2, 3, 32)).astype(np.float32)
 
     @jax.jit
     def run(params, x):
         own = params["layer_1"]["mlp"]
         hidden, _ = Decoder(CFG).apply({"params": params}, tokens)
-        mixed = MixtureOfExperts(cfg).apply({"params": own}, x)
-        return logits(CFG, params, hidden), mixed, mixture(cfg, own, x)
+        mixed = MixtureOfExperts(CFG, 1).apply({"params": own}, x)
+        return logits(CFG, params, hidden), mixed, mixture(CFG.layers[1], own, x)
 
     scores, got, pure = run(lm.params, x)
     np.testing.assert_allclose(scores, want, atol=2e-5)
@@ -240,7 +239,7 @@ def test_gradients_reach_every_parameter() -> None:
 
 
 def test_calibration_counts_the_rows_of_each_expert() -> None:
-    cfg = CFG.replace(experts=dataclasses.replace(EXPERTS, layers=(0, 1))).first_layers(1)
+    cfg = CFG.replace(expert_layers=(0, 1)).first_layers(1)
     text = np.asarray(tokens_of(cfg, 1, 24))
     with pytest.warns(WeightWarning, match="of 8 experts read fewer than 16 tokens"):
         params, report = calibrate(cfg, params_of(cfg), text, parse("none,experts_*=w4a16"), "gptq")
@@ -278,12 +277,12 @@ def test_a_choice_s_bias_stays_in_float32(tmp_path) -> None:
 
 
 def test_config() -> None:
-    assert from_dict(ModelConfig, CFG.to_dict()) == CFG
-    assert CFG.experts_of(0) is None
-    assert CFG.experts_of(1) == dataclasses.replace(EXPERTS, layers=())
+    assert ModelConfig.of(**CFG.to_dict()) == CFG
+    assert CFG.layers[0].experts is None
+    assert CFG.layers[1].experts == EXPERTS
     assert CFG.first_layers(1).experts is None
-    alike = CFG.replace(experts=dataclasses.replace(EXPERTS, layers=(0, 1)))
-    assert alike.experts.layers == () and alike.first_layers(1).experts == alike.experts
+    alike = CFG.replace(expert_layers=(0, 1))
+    assert alike.expert_layers == () and alike.first_layers(1).experts == alike.experts
     assert alike.feed_width == CFG.feed_width == 3 * 32 + 32
     shapes = {path[2:]: spec.shape for path, spec in param_table(alike).items() if "mlp" in path}
     assert shapes["experts_gate_up", "weight"] == (8, 64, 32)
@@ -292,7 +291,8 @@ def test_config() -> None:
         ({"n_active": 9}, "experts.n_active = 9"),
         ({"n_groups": 3}, "experts.n_groups = 3: must divide"),
         ({"shared": 0}, "experts.shared_gate"),
-        ({"layers": (2,)}, "experts.layers"),
     ):
         with pytest.raises(JaxLlamaError, match=text):
             CFG.replace(experts=dataclasses.replace(EXPERTS, **change))
+    with pytest.raises(JaxLlamaError, match="expert_layers"):
+        CFG.replace(expert_layers=(2,))

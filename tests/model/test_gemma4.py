@@ -41,18 +41,18 @@ def test_a_cache_has_the_heads_of_each_layer_and_none_where_keys_are_shared():
     cache = jax.eval_shape(lambda: jl.init_cache(GEMMA4, 2, 16, "float32"))
     shapes = [None if layer is None else layer.k.shape for layer in cache.layers]
     assert shapes == [(2, 16, 2, 8), (2, 16, 1, 16), None, None]
-    assert [GEMMA4.kv_source(i) for i in range(4)] == [None, None, 0, 1]
+    assert [layer.borrows for layer in GEMMA4.layers] == ["", "", "window", "full"]
     assert cache.capacity == 16
 
 
 def test_the_first_layers_keep_who_lends_keys_to_whom():
     cfg = GEMMA4.first_layers(3)
-    assert (cfg.shared_kv_layers, cfg.kv_source(2), cfg.window_layers) == (1, 0, (0, 2))
+    assert (cfg.shared_kv_layers, cfg.layers[2].borrows, cfg.window_layers) == (1, "window", (0, 2))
     assert GEMMA4.first_layers(2).shared_kv_layers == 0
     full = GEMMA4.replace(shared_kv_layers=0, shared_kv_d_ff=None, window_layers=(1,))
     cfg = full.first_layers(1)
     assert (cfg.full, cfg.head_dim, cfg.k_is_v) == (None, 16, True)
-    assert round(cfg.stored.query, 12) == 4.0
+    assert round(cfg.flat.stored.query, 12) == 4.0
 
 
 def test_proportional_rope_turns_the_first_pairs_of_a_whole_heads_frequencies():

@@ -20,7 +20,7 @@ import jaxllama as jl
 from jaxllama.checkpoints.hf.config import config_from_hf, config_to_hf
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import linear
-from jaxllama.model.decoder import layer_config, mix_half
+from jaxllama.model.decoder import mix_half
 from jaxllama.model.records import whole_rows
 from jaxllama.quantization import sites
 from tests.helpers.files import convolved, is_as_in_files, sigmoid, silu, softplus
@@ -253,9 +253,9 @@ def test_w8a8_quantizes_a_layer_s_input_once(name, monkeypatch):
 
     monkeypatch.setattr(linear, "quantize_tokens", quantize_tokens)
     monkeypatch.setattr(linear, "rms_norm", rms_norm)
-    one, kind = layer_config(cfg, 0)
+    one = cfg.layers[0]
     x = linear.Stream(jnp.ones((1, 5, cfg.d_model), jnp.float32))
-    layer = functools.partial(mix_half, one, kind)
+    layer = functools.partial(mix_half, one)
     at = whole_rows(one, 1, 5)
     jax.eval_shape(lambda p, x: layer(p, x, None, at), codes["layer_0"], x)
     # The projections' input, in the norm where no float is wanted beside it; the output product's.
@@ -269,13 +269,13 @@ def test_scales_of_channels_leave_the_function_alone():
         params = jax.device_put(seeded_params(cfg, seed=5))
         tokens, lengths = np.asarray(tokens_of(cfg, 1, 12)), np.array([12], np.int32)
         want = jl.logits(cfg, params, tokens, lengths)
-        for index, kind in enumerate(cfg.layer_types):
+        for index, part in enumerate(cfg.layers):
             scales = {
                 site.name: np.exp(rng.standard_normal(site.n_channels)).astype(np.float32)
-                for site in sites.sites(cfg, kind)
+                for site in sites.sites(part)
                 if site.source
             }
-            run = jax.jit(functools.partial(sites.fold, cfg, kind))
+            run = jax.jit(functools.partial(sites.fold, part))
             layer = run(params[f"layer_{index}"], scales)
             params = {**params, f"layer_{index}": layer}
         assert relative_error(jl.logits(cfg, params, tokens, lengths), want) < 1e-4

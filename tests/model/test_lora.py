@@ -19,6 +19,7 @@ from jaxllama import generation
 from jaxllama.checkpoints import peft as adapter_files
 from jaxllama.checkpoints.folding import fold_rows, unfold_rows
 from jaxllama.checkpoints.hf import load as hf
+from jaxllama.checkpoints.hf.tables import tensor_table as param_table
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.language_model import LanguageModel
@@ -26,7 +27,6 @@ from jaxllama.model import linear
 from jaxllama.model.linear import Stream
 from jaxllama.model.lora import Adapted, attach, chosen, factors, for_rows, with_rows
 from jaxllama.model.mixers.gla import mix as gla
-from jaxllama.model.params import param_table
 from jaxllama.quantization.quantize import quantize_params
 from pallas_kernels.qtensor import QTensor, dequantize
 from pallas_kernels.rows.swiglu import swiglu
@@ -93,7 +93,7 @@ def test_factors_are_folded_like_the_weights_they_are_added_to(name, tmp_path):
     save_file(checkpoint, base / WEIGHTS)
     read = adapter_files.read(path, cfg)
     _, merged = hf.load(base, added=read)
-    adapted = attach(cfg, plain, [{}, read])
+    adapted = attach(param_table(cfg), plain, [{}, read])
     for index, layer in enumerate(f"layer_{i}" for i in range(cfg.n_layers)):
         for room, name in (
             ("mixer", "qkv"),
@@ -273,7 +273,7 @@ def test_a_product_adds_each_row_s_own_factors(scheme):
     params = seeded_params(LLAMA)
     if scheme is not None:
         params = quantize_params(jax.device_put(params), scheme)
-    adapted = attach(LLAMA, params, two_adapters(LLAMA))
+    adapted = attach(param_table(LLAMA), params, two_adapters(LLAMA))
     p = chosen(for_rows(adapted, as_jax(ROWS, jnp.int32)))["layer_0"]
     base = params["layer_0"]
     x = as_jax(np.random.default_rng(0).normal(size=(4, 3, 32)), jnp.float32)
@@ -311,12 +311,14 @@ def test_several_products_of_one_input_have_their_own():
     """GLA's projections."""
     cfg = FAMILIES["gla"]
     params = seeded_params(cfg)
-    adapted = attach(cfg, params, two_adapters(cfg))
+    adapted = attach(param_table(cfg), params, two_adapters(cfg))
     p = chosen(for_rows(adapted, as_jax(ROWS, jnp.int32)))["layer_0"]
     x = as_jax(np.random.default_rng(0).normal(size=(4, 3, 32)), jnp.float32)
-    got, _ = linear.norm_linear(Stream(x), p["mixer_norm"], gla.inputs(cfg, p["mixer"]), cfg)
+    got, _ = linear.norm_linear(
+        Stream(x), p["mixer_norm"], gla.inputs(cfg.layers[0], p["mixer"]), cfg
+    )
     h = linear.norm(Stream(x), p["mixer_norm"], cfg)[0]
-    for name, columns in zip(gla.widths(cfg), got, strict=True):
+    for name, columns in zip(gla.widths(cfg.layers[0]), got, strict=True):
         want = linear.linear(h, p["mixer"][name])
         assert same(np.asarray(columns.value), np.asarray(want))
         plain = linear.linear(h, params["layer_0"]["mixer"][name])
@@ -335,12 +337,12 @@ def _in_floats(params):
 def test_beside_a_quantized_base_it_is_the_dequantized_one_with_the_product_added():
     base = quantize_params(jax.device_put(seeded_params(ONE_LAYER)), "w8a16")
     factors = two_adapters(ONE_LAYER)
-    params = attach(ONE_LAYER, base, factors)
+    params = attach(param_table(ONE_LAYER), base, factors)
     lm = LanguageModel(ONE_LAYER, params, None, adapters=("one", "two"), exact=True)
     floats = jax.device_get(jax.jit(_in_floats)(base))
     got = scores(lm, ROWS)
     for number, adapters in ((0, []), (1, factors[:1]), (2, factors[1:])):
-        tree = attach(ONE_LAYER, floats, adapters) if adapters else floats
+        tree = attach(param_table(ONE_LAYER), floats, adapters) if adapters else floats
         for room in ("mixer", "mlp"):
             for product in tree["layer_0"][room].values():
                 lora = product.pop("lora", None)
@@ -355,7 +357,9 @@ def test_beside_a_quantized_base_it_is_the_dequantized_one_with_the_product_adde
 @pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_batch_with_several_adapters_is_each_row_under_its_own(deterministic):
     """Ragged prompts in chunks, then the loop."""
-    params = attach(ONE_LAYER, jax.device_put(seeded_params(ONE_LAYER)), two_adapters(ONE_LAYER))
+    params = attach(
+        param_table(ONE_LAYER), jax.device_put(seeded_params(ONE_LAYER)), two_adapters(ONE_LAYER)
+    )
     lm = LanguageModel(ONE_LAYER, params, None, deterministic, adapters=("one", "two"))
     prompts = [tokens_of("llama-gqa")[:n].tolist() for n in (13, 13, 13, 9)]
     names = ["two", None, "one", "two"]
@@ -374,7 +378,7 @@ def test_a_batch_with_several_adapters_is_each_row_under_its_own(deterministic):
 def test_a_tree_without_rows_is_the_base_model_s_program():
     """And one decode step with rows reads each factor once, without a gather."""
     params = jax.device_put(seeded_params(LLAMA))
-    adapted = attach(LLAMA, params, two_adapters(LLAMA))
+    adapted = attach(param_table(LLAMA), params, two_adapters(LLAMA))
     cache, tokens = jl.init_cache(LLAMA, 4, 16), jnp.ones((4,), jnp.int32)
 
     def text(params) -> str:
@@ -464,7 +468,8 @@ def test_magnitudes_scale_a_whole_row_of_the_product(scheme):
         name("k"): (draw(3, 32), draw(32, 3), 1 + draw(32)),
         name("v"): (draw(2, 32), draw(32, 2)),
     }
-    node = with_rows(attach(cfg, tree, [adapter]), jnp.array([1, 0]))["layer_0"]["mixer"]["qkv"]
+    adapted = attach(param_table(cfg), tree, [adapter])
+    node = with_rows(adapted, jnp.array([1, 0]))["layer_0"]["mixer"]["qkv"]
     x = draw(2, 5, 32)
     got = np.asarray(linear.linear(jnp.asarray(x), node))
     w = params["layer_0"]["mixer"]["qkv"]["weight"].astype(np.float64)

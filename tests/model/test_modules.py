@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import subprocess
@@ -177,7 +176,7 @@ def test_a_mixer_is_its_pure_functions(kind):
     params = params_of(CFG)[f"layer_{KINDS.index(kind)}"]["mixer"]
     module, x = MIXER_MODULES[kind](cfg), activations()
     got, state = jax.jit(module.apply)({"params": params}, x)
-    own, mixer = module.own(), MIXERS[kind].mix
+    own, mixer = module.layer(), MIXERS[kind].mix
 
     @jax.jit
     def pure(params, x):
@@ -196,8 +195,8 @@ def test_a_layers_window_and_positions_are_its_own():
     params, x = params_of(cfg)["layer_0"]["mixer"], activations()
     of = [jax.jit(Attention(cfg, index).apply)({"params": params}, x)[0] for index in range(2)]
     assert np.abs(of[0] - of[1]).max() > 1e-3
-    assert Attention(cfg).own().sliding_window is None
-    assert Attention(cfg, 1).own().sliding_window == 3
+    assert Attention(cfg).layer().window is None
+    assert Attention(cfg, 1).layer().window == 3
 
 
 @pytest.mark.core
@@ -266,14 +265,14 @@ def test_a_feed_forward_is_dense_or_a_mixture_by_its_class():
         x = jnp.zeros((2, 5, CFG.d_model))
         params = nn.unbox(jax.eval_shape(module.init, jax.random.key(0), x))
         assert jax.eval_shape(module.apply, params, x).shape == x.shape
-        return module.own(), jax.tree.map(jnp.shape, params)
+        return module.layer(), jax.tree.map(jnp.shape, params)
 
     dense = shapes(SwiGLU(CFG))
     assert dense == shapes(SwiGLU(CFG.replace(experts=EXPERTS)))
     assert dense == shapes(SwiGLU(CFG.replace(bare_layers=(0,))))
-    later = dataclasses.replace(EXPERTS, layers=(1,))
     sparse = shapes(MixtureOfExperts(CFG.replace(experts=EXPERTS)))
-    assert sparse == shapes(MixtureOfExperts(CFG.replace(experts=later)))
+    later = CFG.replace(experts=EXPERTS, expert_layers=(1,))
+    assert sparse == shapes(MixtureOfExperts(later))
     assert sparse[1]["params"]["experts_down"]["weight"] == (4, 32, 16)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
-from jaxllama.config import ModelConfig, from_dict
+from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.params import param_table
@@ -55,7 +55,7 @@ def test_the_mixer_is_the_formula():
     @jax.jit
     def mixed(p, made):
         columns = [Columns(made, 0, made.shape[-1])]
-        return MIXERS["short_conv"].mix.mix(CFG, p, columns, None, at)
+        return MIXERS["short_conv"].mix.mix(CFG.layers[0], p, columns, None, at)
 
     got, state = mixed(p, made)
     assert state is None
@@ -97,9 +97,9 @@ def test_quantization_leaves_little_error():
     layer = lm.params["layer_0"]
     scales = {
         site.name: np.linspace(0.5, 2.0, site.n_channels, dtype=np.float32)
-        for site in sites(CFG, "short_conv")
+        for site in sites(CFG.layers[0])
     }
-    folded = jax.jit(functools.partial(fold, CFG, "short_conv"))(layer, scales)
+    folded = jax.jit(functools.partial(fold, CFG.layers[0]))(layer, scales)
     folded = {**lm.params, "layer_0": folded}
     got = jl.LanguageModel(CFG, folded, None).logits(tokens, np.full(ROWS, WIDTH, np.int32))
     np.testing.assert_allclose(got, want, atol=2e-5)
@@ -121,7 +121,7 @@ def test_a_shard_is_a_smaller_model():
 
 
 def test_config():
-    assert from_dict(ModelConfig, CFG.to_dict()) == CFG
+    assert ModelConfig.of(**CFG.to_dict()) == CFG
     with pytest.raises(JaxLlamaError, match="mixers.short_conv.tabs"):
         param_table(CFG.replace(mixers={"short_conv": {"width": 48, "tabs": 3}}))
     with pytest.raises(JaxLlamaError, match="missing key 'mixers.short_conv.width'"):

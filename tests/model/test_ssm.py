@@ -11,9 +11,10 @@ import jaxllama as jl
 from jaxllama.checkpoints.hf.config import config_from_hf
 from jaxllama.checkpoints.hf.load import load as hf_load
 from jaxllama.checkpoints.hf.save import save as hf_save
-from jaxllama.config import CheckpointForm, ModelConfig, SharedBlocks, from_dict
+from jaxllama.checkpoints.hf.tables import tensor_table
+from jaxllama.config import CheckpointForm, ModelConfig, SharedBlocks
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.decoder import forward, layer_config, mix_half
+from jaxllama.model.decoder import check, forward, mix_half
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.ssm.parameters import SSMOptions, options
@@ -93,11 +94,13 @@ def test_the_mixer_is_the_formula(norm):
 
     @jax.jit
     def mixed(p, made):
-        return MIXERS["ssm"].mix.mix(cfg, p, [Columns(made, 0, made.shape[-1])], None, at)
+        return MIXERS["ssm"].mix.mix(cfg.layers[0], p, [Columns(made, 0, made.shape[-1])], None, at)
 
     got, state = mixed(p, made)
     assert state is None
-    np.testing.assert_allclose(got[0], reference(options(cfg), p, x[0]), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        got[0], reference(options(cfg.layers[0]), p, x[0]), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.core
@@ -146,8 +149,8 @@ def test_a_shard_is_a_smaller_model():
 
 
 def test_config():
-    assert from_dict(ModelConfig, CFG.to_dict()) == CFG
-    with pytest.raises(JaxLlamaError, match=r"mixers.ssm.n_groups: must divide n_heads \(4\)"):
+    assert ModelConfig.of(**CFG.to_dict()) == CFG
+    with pytest.raises(JaxLlamaError, match=r"mixers.ssm.n_groups = 3: must divide n_heads \(4\)"):
         param_table(CFG.replace(mixers={"ssm": {**SIZES, "n_groups": 3}}))
     with pytest.raises(JaxLlamaError, match="bare_layers"):
         CFG.replace(bare_layers=(2,))
@@ -167,8 +170,8 @@ def test_nemotron_layers():
     cfg = nemotron("M-M*-")
     assert cfg.layer_types == ("ssm", "ssm", "attention")
     assert cfg.bare_layers == (1,)
-    assert nemotron("ME*-").experts.layers == (0,)
-    table = param_table(cfg)
+    assert nemotron("ME*-").expert_layers == (0,)
+    table = tensor_table(cfg)
     assert table["layer_2", "mlp", "up", "weight"].sources[0].name.startswith("backbone.layers.4.")
     for pattern, why in (("-M", "behind"), ("M--", "behind"), ("ME-", "behind"), ("MX", "unknown")):
         with pytest.raises(JaxLlamaError, match=why):
@@ -193,17 +196,16 @@ def test_mixers_side_by_side_read_one_input():
     stream = Stream(as_jax(x, jnp.float32))
     parts = []
     for index in range(2):
-        cfg, kind = layer_config(PAIRS, index)
-        after, _ = mix_half(cfg, kind, params[f"layer_{index}"], stream, None, at)
+        after, _ = mix_half(PAIRS.layers[index], params[f"layer_{index}"], stream, None, at)
         parts.append(after.total - stream.total)
         stream = after
     assert stream.beside is None
     alone = PAIRS.replace(n_layers=1, layer_types=("ssm",), bare_layers=(), beside_layers=())
     own = {**params["layer_1"], "mixer_norm": params["layer_0"]["mixer_norm"]}
-    want, _ = mix_half(alone, "ssm", own, Stream(as_jax(x, jnp.float32)), None, at)
+    want, _ = mix_half(alone.layers[0], own, Stream(as_jax(x, jnp.float32)), None, at)
     np.testing.assert_allclose(parts[1], want.total - x, atol=1e-5)
     with pytest.raises(JaxLlamaError, match="reads the input of the layer before"):
-        mix_half(*layer_config(PAIRS, 1), params["layer_1"], Stream(stream.x), None, at)
+        mix_half(PAIRS.layers[1], params["layer_1"], Stream(stream.x), None, at)
 
 
 @pytest.mark.slow
@@ -229,7 +231,7 @@ SHARED = LLAMA.replace(
 
 
 def test_layers_share_blocks_by_turns():
-    table = param_table(SHARED)
+    table = tensor_table(SHARED)
     sources = [table[f"layer_{i}", "mixer", "o", "weight"].sources[0].name for i in (0, 2, 4)]
     assert sources[0] == sources[2] != sources[1]
     adapters = {table[f"layer_{i}", "mlp", "adapter_in", "weight"].sources for i in (0, 2, 4)}
@@ -240,6 +242,14 @@ def test_layers_share_blocks_by_turns():
         SHARED.replace(beside_layers=(1, 3))
     with pytest.raises(JaxLlamaError, match="rounded to nearest"):
         calibration.embed(SHARED, {}, np.zeros((1, 4), np.int32))
+
+
+def test_random_parameters_of_shared_blocks_have_the_tables_shapes():
+    """A block's norms are over the stream and the embeddings, side by side."""
+    params = jax.eval_shape(lambda key: jl.init_params(SHARED, key), jax.random.key(0))
+    check(SHARED, params)
+    width = params["layer_0"]["mixer_norm"]["weight"].shape[0]
+    assert width == 2 * SHARED.d_model
 
 
 @pytest.mark.slow
@@ -277,7 +287,7 @@ def test_mixers_side_by_side_are_calibrated_as_they_run():
     params, tokens = params_of(PAIRS), model()[1]
     (h,) = calibration.embed(PAIRS, params, tokens)
     for index in range(PAIRS.n_layers):
-        (h,) = calibration.advance(*layer_config(PAIRS, index), params[f"layer_{index}"], [h])
+        (h,) = calibration.advance(PAIRS.layers[index], params[f"layer_{index}"], [h])
     hidden, _ = forward(PAIRS, params, as_jax(tokens), as_jax([WIDTH, WIDTH]))
     np.testing.assert_allclose(h, hidden.x, atol=1e-5)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.config import RopeConfig
 from jaxllama.model.lora import attach, for_rows
 from tests.helpers import lora_cases
@@ -174,7 +175,9 @@ def test_nan_past_the_accepted_tokens_reaches_nobody():
 
 def test_rows_keep_their_adapters():
     cfg = ONE_LAYER
-    params = attach(cfg, params_of(cfg), [lora_cases.factors(cfg, seed) for seed in (1, 2)])
+    params = attach(
+        tensor_table(cfg), params_of(cfg), [lora_cases.factors(cfg, seed) for seed in (1, 2)]
+    )
     own, each = (for_rows(params, as_jax([2, 0, 1] * n, jnp.int32)) for n in (1, WIDTH))
     tokens = np.asarray(tokens_of(cfg, BATCH, WIDTH, seed=5))
     start, steps = prefilled(cfg, own), []

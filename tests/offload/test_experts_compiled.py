@@ -28,8 +28,7 @@ from jaxllama.config import load_config  # noqa: E402
 from jaxllama.executors.offloaded import expert_programs as programs  # noqa: E402
 from jaxllama.executors.offloaded.experts import GROUP  # noqa: E402
 from jaxllama.model import records  # noqa: E402
-from jaxllama.model.cache import init_cache  # noqa: E402
-from jaxllama.model.decoder import layer_config  # noqa: E402
+from jaxllama.model.cache import init_layer  # noqa: E402
 from jaxllama.model.linear import Stream  # noqa: E402
 from jaxllama.offload.experts import HotSlots, layout_of  # noqa: E402
 from jaxllama.offload.policy import Policy  # noqa: E402
@@ -62,9 +61,9 @@ def shape(monkeypatch):
 
 
 def layer_of(shape):
-    """Return (config, kind, layouts, the layer's parts) of gpt-oss-120b, 24 experts on the GPU."""
+    """Return (layer, layouts, the layer's parts) of gpt-oss-120b, 24 experts on the GPU."""
     cfg = load_config("gpt-oss-120b")
-    alike, kind = layer_config(cfg, 1)
+    alike = cfg.layers[1]
     shapes = weight_shapes(cfg, jnp.bfloat16, "none,experts_*=mxfp4")["layer_0"]
     layouts, hot = [], []
     for name in ("experts_gate_up", "experts_down"):
@@ -80,12 +79,12 @@ def layer_of(shape):
     held, table = HotSlots(shape(24, dtype=ints), shape(129, dtype=ints)), shape(128, 2, dtype=ints)
     biases = [shape(128, 5760), shape(128, 2880)]
     parts = programs.MixtureParts(dense, tuple(hot), biases, held, (table, table))
-    return alike, kind, tuple(layouts), parts
+    return alike, tuple(layouts), parts
 
 
 @pytest.mark.parametrize(("tokens", "pairs"), [(1, 4), (16, 32)])
 def test_gpt_oss_s_experts_compile_for_hopper(shape, tokens, pairs):
-    cfg, _, layouts, parts = layer_of(shape)
+    layer, layouts, parts = layer_of(shape)
     ints, width = jnp.int32, min(pairs, GROUP)
     rows = shape(pairs, dtype=ints)
     pieces = tuple(
@@ -93,16 +92,17 @@ def test_gpt_oss_s_experts_compile_for_hopper(shape, tokens, pairs):
     )
     group = programs.LoadedGroup(shape(width, dtype=ints), pieces, rows, rows, rows)
     y, x = shape(tokens * 4, 2880, dtype=jnp.float32), shape(tokens, 2880)
-    how = cfg, layouts, parts.biases, parts.addresses
+    how = layer, layouts, parts.biases, parts.addresses
     loaded = programs.added_pairs.lower(*how, x, y, group).compile()
     packed = sum(layout.nbytes for layout in layouts)
     assert loaded.memory_analysis().temp_size_in_bytes <= 3 * width * packed
     stream, lengths = Stream(shape(tokens, 1, 2880)), shape(tokens, dtype=ints)
     flat = programs.FlatParts.of(parts)
     found = programs.routed_layer.lower(
-        cfg, None, *flat, stream, None, None, lengths, None
+        layer, None, *flat, stream, None, programs.Places(None, lengths, None)
     ).compile()
-    bound = expert_program_bytes(cfg, Policy(experts="0/100"), tokens, jnp.bfloat16)
+    whole = load_config("gpt-oss-120b")
+    bound = expert_program_bytes(whole, Policy(experts="0/100"), tokens, jnp.bfloat16)
     assert found.memory_analysis().temp_size_in_bytes <= bound + (1 << 20)
     read = group._replace(pieces=None)
     found = programs.added_pairs.lower(*how, x, y, read).compile()
@@ -111,21 +111,22 @@ def test_gpt_oss_s_experts_compile_for_hopper(shape, tokens, pairs):
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (16, 1), (2, 64)])
 def test_a_layer_that_reads_its_experts_compiles_for_hopper(shape, rows, width):
-    cfg, kind, layouts, parts = layer_of(shape)
+    layer, layouts, parts = layer_of(shape)
     ints = jnp.int32
 
     def on_device(tree):
         return jax.tree.map(lambda x: shape(*x.shape, dtype=x.dtype), tree)
 
-    state = on_device(jax.eval_shape(lambda: init_cache(cfg, rows, 64, "bfloat16").layers[0]))
+    state = on_device(jax.eval_shape(lambda: init_layer(layer, rows, 64, "bfloat16")))
     blank = jax.ShapeDtypeStruct((rows,), ints)
-    at = jax.eval_shape(lambda n: records.positions_of(cfg, n, n, width), blank)
+    at = jax.eval_shape(lambda n: records.positions_of(layer, n, n, width), blank)
     positions, rope = on_device(at)
     flat = programs.FlatParts.of(parts)
+    places = programs.Places(positions, shape(rows, dtype=ints), rope)
+    stream, count = Stream(shape(rows, width, 2880)), shape(dtype=ints)
     found = programs.fetched.lower(
-        cfg, kind, layouts, *flat, Stream(shape(rows, width, 2880)), state, positions,
-        shape(rows, dtype=ints), rope, shape(dtype=ints), False,
-    ).compile()  # fmt: skip
+        layer, True, layouts, *flat, stream, state, places, count, False
+    ).compile()
     policy = Policy.parse("100 0 100 0 100 0 experts=0/100")
     whole = load_config("gpt-oss-120b")
     _, loading = weights_footprint(whole, policy, jnp.bfloat16, "none,experts_*=mxfp4", False)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.engine.engine import Engine
 from jaxllama.errors import JaxLlamaError
@@ -247,7 +248,7 @@ def test_rows_have_their_adapters_beside_weights_that_stream(folder, draft):
     factors = [lora_cases.factors(cfg, seed) for seed in (1, 2)]
 
     def adapted(lm: LanguageModel) -> LanguageModel:
-        params = attach(lm.config, lm.params, factors)
+        params = attach(tensor_table(lm.config), lm.params, factors)
         return dataclasses.replace(lm, params=params, adapters=("one", "two"))
 
     lm = adapted(LanguageModel(cfg, params_of(cfg), None))

@@ -29,7 +29,8 @@ CFG = FAMILIES["gqa"].first_layers(1).replace(eos_token_ids=(), experts=EXPERTS)
 DEEP = FAMILIES["gqa"].replace(
     eos_token_ids=(),
     d_ff=64,
-    experts=ExpertsConfig(8, 3, 32, shared=32, shared_gate=True, layers=(1,)),
+    experts=ExpertsConfig(8, 3, 32, shared=32, shared_gate=True),
+    expert_layers=(1,),
 )
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5], [3, 4]]
 NEW = 4

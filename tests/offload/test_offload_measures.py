@@ -193,14 +193,14 @@ def test_plan_solves_measures_and_draws(tmp_path, monkeypatch):
     )
     weights = model_bytes(load_config(file), jnp.float32)
     found = plan.run(
-        file,
-        random=True,
-        rows=4,
-        prompt_tokens=16,
-        new_tokens=6,
-        device_bytes=weights,
-        dtype=jnp.float32,
-        timeline=tmp_path / "step.png",
+        plan.PlanRequest(
+            file,
+            plan.Task(4, 16, 6),
+            limits=plan.MemoryLimits(device=weights),
+            random=True,
+            dtype=jnp.float32,
+            timeline=tmp_path / "step.png",
+        )
     )
     assert found["bytes"]["device"]["predicted"] <= weights
     assert found["bytes"]["device"]["measured"] <= found["bytes"]["device"]["predicted"]
@@ -257,15 +257,8 @@ def test_what_fits_is_calibrated_for_computation_alone_and_measured_once(tmp_pat
     monkeypatch.setattr(plan, "measure", lambda *_: (found, []))
 
     def run(**options):
-        return plan.run(
-            "tiny",
-            rows=2,
-            prompt_tokens=4,
-            new_tokens=3,
-            dtype=jnp.float32,
-            progress=said.append,
-            **options,
-        )
+        asked = plan.PlanRequest("tiny", plan.Task(2, 4, 3), dtype=jnp.float32, **options)
+        return plan.run(asked, said.append)
 
     assert run() == run()
     assert moved == [False, False] and len(loaded) == 1 and not loaded[0].moves
@@ -327,7 +320,8 @@ def test_a_long_prefill_is_measured_on_shorter_prompts(seconds, text, prompt, mo
         }, []
 
     monkeypatch.setattr(plan, "measure", measure)
-    found = plan.run("tiny", policy=policy, dtype=jnp.float32, recalibrate=True)
+    asked = plan.PlanRequest("tiny", policy=policy, dtype=jnp.float32, recalibrate=True)
+    found = plan.run(asked)
     assert measured == [trial]
     assert found["prefill_seconds"]["measured"] == 2.0 * found["prefill_scale"]
     assert 1.0 <= found["prefill_scale"] / (512 / prompt) < 2.0  # attention grows faster

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from jaxllama.config import ExpertsConfig
-from jaxllama.model import decoder
+from jaxllama.model.sharded import layer_work
 from jaxllama.parallel.mesh import make_mesh
 from jaxllama.parallel.sequence import (
     cut,
@@ -127,5 +127,5 @@ def test_work_counts_the_experts_that_a_token_has():
     one, all_of_them = (LLAMA.replace(experts=ExpertsConfig(8, n, 32)) for n in (1, 8))
     params = jax.eval_shape(lambda: seeded_params(one))
     experts = 8 * 3 * 32 * LLAMA.d_model
-    rest = decoder.layer_work(one, params) - experts / 8
-    assert decoder.layer_work(all_of_them, params) == rest + experts
+    rest = layer_work(one, params) - experts / 8
+    assert layer_work(all_of_them, params) == rest + experts

@@ -195,7 +195,7 @@ def test_a_static_scale_covers_every_calibration_token(lm, tokens):
     words = params["layer_0"]["mixer"]["qkv"]["weight"]
     assert words.activations == "float8_e4m3fn" and len(errors) == 4
     h = calibration.embed(CFG, lm.params, tokens)
-    stats = calibration.observe(CFG, "attention", lm.params["layer_0"], h, hessian=False)
+    stats = calibration.observe(CFG.layers[0], lm.params["layer_0"], h, hessian=False)
     assert float(words.input_scale) * 448 == pytest.approx(float(stats["mixer/qkv"].peak.max()))
     assert isinstance(params["layer_1"]["mixer"]["qkv"]["weight"], jax.Array)
 
@@ -204,9 +204,9 @@ def test_second_moments_are_those_of_the_tokens_whatever_the_batches(lm, tokens)
     h = calibration.embed(CFG, lm.params, tokens)
     assert len(h) == 2  # of 6 windows each
     layer = lm.params["layer_0"]
-    parts = calibration.observe(CFG, "attention", layer, h, hessian=True)["mlp/down"]
+    parts = calibration.observe(CFG.layers[0], layer, h, hessian=True)["mlp/down"]
     whole = [as_jax(np.concatenate(h))]
-    whole = calibration.observe(CFG, "attention", layer, whole, hessian=True)
+    whole = calibration.observe(CFG.layers[0], layer, whole, hessian=True)
     whole = whole["mlp/down"]
     for name in ("hessian", "total", "felt", "peak"):  # float32 sums in another order
         assert relative_error(getattr(parts, name), getattr(whole, name)) < 1e-5
@@ -251,9 +251,9 @@ def test_a_killed_run_goes_on_to_the_same_bits(lm, tokens, made, tmp_path, monke
     seen = []
     observe = calibration.observe
 
-    def spy(cfg, kind, layer, *args, **kwargs):
+    def spy(part, layer, *args, **kwargs):
         seen.append(layer)
-        return observe(cfg, kind, layer, *args, **kwargs)
+        return observe(part, layer, *args, **kwargs)
 
     monkeypatch.setattr("jaxllama.quantization.pipeline.observe", spy)
     params, errors = calibrate(CFG, lm.params, tokens, plan, "gptq", work=work)

@@ -232,21 +232,20 @@ def test_w4a8_is_w4a16_in_two_levels_of_scales(normal):
 def test_folded_scales_leave_the_function_alone(normal, name):
     """Bound: float32 rounding of the scaled weights and of sums taken in other proportions."""
     cfg = FAMILIES[name]
-    kind = cfg.layer_types[0]
+    part = cfg.layers[0]
     # Biases of zero would hide one that is not divided.
     layer = jax.tree.map(lambda leaf: leaf + np.float32(0.1), seeded_params(cfg)["layer_0"])
     rng = np.random.default_rng(1)
     scales = {
-        site.name: rng.uniform(0.2, 5.0, site.n_channels).astype(np.float32)
-        for site in sites(cfg, kind)
+        site.name: rng.uniform(0.2, 5.0, site.n_channels).astype(np.float32) for site in sites(part)
     }
-    folded = jax.jit(functools.partial(fold, cfg, kind))(layer, scales)
-    for site in sites(cfg, kind):
+    folded = jax.jit(functools.partial(fold, part))(layer, scales)
+    for site in sites(part):
         reader = site.readers[0]
         before, after = get(layer, reader)["weight"], get(folded, reader)["weight"]
         assert relative_error(after, before) > 0.1
     x = normal(2, 6, cfg.d_model)
-    [want], [got] = (advance(cfg, kind, one, [as_jax(x)]) for one in (layer, folded))
+    [want], [got] = (advance(part, one, [as_jax(x)]) for one in (layer, folded))
     assert relative_error(got - x, want - x) < 2e-5
 
 

@@ -15,6 +15,7 @@ from jax.scipy.linalg import block_diag
 
 import jaxllama as jl
 from jaxllama.checkpoints import peft
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.cli.train import summary
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.linear import linear
@@ -85,7 +86,7 @@ def test_what_is_trained_is_what_is_saved_and_served(family, dora, tmp_path):
         assert len(others) == 1 + dora
         for one, b in zip(read[name][1:], others, strict=True):
             np.testing.assert_allclose(one, b, rtol=1e-6)
-    served = attach(cfg, base, [read])
+    served = attach(tensor_table(cfg), base, [read])
     got = joined(cfg, lora, base, trained, 2, jnp.dtype("float32"))
     got, want = (
         {(*path,): node for path, node in _loras(tree)}

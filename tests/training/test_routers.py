@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxllama.checkpoints.hf import load as hf
+from jaxllama.checkpoints.hf.tables import tensor_table as param_table
 from jaxllama.config import ExpertsConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.params import param_table
 from jaxllama.model.stacked import stack_layers
 from jaxllama.training import train
 from jaxllama.training.routers import hidden_states, losses, routed

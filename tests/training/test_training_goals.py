@@ -14,7 +14,7 @@ import jaxllama as jl
 from jaxllama import generation
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.decoder import block, layer_config
+from jaxllama.model.decoder import block
 from jaxllama.model.stacked import embed
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.training import loop, train
@@ -197,7 +197,7 @@ def imitation_loss(student, teacher, params, teacher_params, tokens):
 def test_a_student_is_its_teacher_but_for_the_mixers(teacher):
     lm = jl.load(teacher)
     cfg = student_config(lm.config, (1,))
-    assert cfg.layer_types == ("gla", "attention") and cfg.gla_head_dims == (8, 8)
+    assert cfg.layer_types == ("gla", "attention") and cfg.gla.head_dims(cfg.d_model) == (8, 8)
     params = student_params(cfg, lm.params, jax.random.key(0))
     shapes = jax.eval_shape(functools.partial(generation.init_params, cfg), jax.random.key(0))
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes)
@@ -228,11 +228,11 @@ def test_mixer_loss_compares_what_the_teacher_s_layers_took_and_gave(teacher):
     @functools.partial(jax.jit, static_argnums=0)
     def last_stream(config, tree):
         stream, at = embed(lm.config, lm.params, tokens, jnp.dtype(jnp.float32))
-        first, last = (layer_config(config, index) for index in range(2))
-        stream, _ = block(*first, tree["layer_0"], stream, None, at)
+        first, last = config.layers[:2]
+        stream, _ = block(first, tree["layer_0"], stream, None, at)
         before = stream.total
         silent = jax.tree.map(jnp.zeros_like, tree["layer_1"]["mlp"])
-        stream, _ = block(*last, {**tree["layer_1"], "mlp": silent}, stream, None, at)
+        stream, _ = block(last, {**tree["layer_1"], "mlp": silent}, stream, None, at)
         return stream.total - before
 
     streams = {

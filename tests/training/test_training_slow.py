@@ -79,7 +79,8 @@ def test_loss_falls_to_what_torch_reaches(family, tokens, tmp_path):
 def test_sigkill_at_any_moment_changes_nothing(tokens, tmp_path):
     """A process that is killed where it happens to be, four times, and one that is not."""
     config = shipped("tiny-gla", tokens, steps=60, checkpoint_every=3, validate_every=7)
-    table = json.loads(json.dumps(dataclasses.asdict(config)))
+    model = None if config.model is None else config.model.to_dict()
+    table = json.loads(json.dumps({**dataclasses.asdict(config), "model": model}))
     table = {key: value for key, value in table.items() if value is not None}
     (tmp_path / "run.json").write_text(json.dumps(table))
     program = (

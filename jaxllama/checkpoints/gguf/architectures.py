@@ -8,7 +8,7 @@ features, the patterns of windows, and the names that differ.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Literal
 
 from jaxllama.typing import JsonMapping, JsonObject
@@ -25,8 +25,14 @@ class GGUFArchitecture:
     1 of the stored q and k. keys: further metadata -> the key of config.json. more: (sizes) -> keys
     that the file does not have. mixture: the family of files with experts, None if there are none.
     experts: their metadata -> the key of config.json. gating: llama.cpp's number of the router's
-    scores: 1 softmax, 2 sigmoid, 3 softmax of the chosen. mlp_norm: name of the norm before the
-    feed-forward. has_mtp: whether the file may have a head for multi-token prediction behind its
+    scores: 1 softmax, 2 sigmoid, 3 softmax of the chosen. shared_mixture: the family of files whose
+    experts have a shared one beside them. read: keys of config.json that follow from the tensors'
+    names. local_theta: default of the sliding layers' theta. needs_window: whether a file without a
+    window is refused, and may_lack_window: whether the family's default stands for a missing one.
+    has_still: whether files may have no positions, which is refused. by_key_head: whether beta and
+    decay of the delta rule are together by key head. rope: further keys of a scaling. mlp_norm:
+    name of the norm before the feed-forward. has_mtp: whether the file may have a head for
+    multi-token prediction behind its
     layers. ignores_mtp: whether such heads are left out. mixer: the kind of the layers beside plain
     attention.
     """
@@ -40,6 +46,14 @@ class GGUFArchitecture:
     has_mtp: bool = False
     ignores_mtp: bool = False
     mixer: Literal["", "delta", "latent", "ssm", "short_conv"] = ""
+    shared_mixture: str = ""
+    read: Callable[[Collection[str]], JsonObject] | None = None
+    local_theta: float | None = None
+    needs_window: bool = False
+    may_lack_window: bool = False
+    has_still: bool = False
+    by_key_head: bool = False
+    rope: JsonMapping = dataclasses.field(default_factory=dict)
     mixture: str | None = None
     experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     gating: int = SOFTMAX
@@ -161,16 +175,18 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         experts={**_LOCAL, "expert_feed_forward_length": "intermediate_size"},
         gating=SOFTMAX_OF_CHOSEN,
         mlp_norm="post_attention_norm",
+        rope={"truncate": False},  # which no key says
     ),
     "phi3": GGUFArchitecture("phi3", windowed="phi3"),
     "internlm2": GGUFArchitecture("llama", interleaved=True),
     "smollm3": GGUFArchitecture("smollm3", interleaved=True),
     "phimoe": GGUFArchitecture("phimoe", windowed="phimoe", mixture="phimoe", experts=_LOCAL),
-    "granite": _GRANITE,
+    "granite": dataclasses.replace(_GRANITE, has_still=True),
     "granitemoe": dataclasses.replace(
         _GRANITE,
         mixture="granitemoe",
         experts={**_LOCAL, "expert_shared_feed_forward_length": "shared_intermediate_size"},
+        shared_mixture="granitemoeshared",
     ),
     "granitehybrid": dataclasses.replace(
         _GRANITE,
@@ -208,9 +224,10 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         windowed="gemma2",
         keys={**_SOFTCAP, "attn_logit_softcapping": "attn_logit_softcapping"},
         more=_gemma(46),
+        may_lack_window=True,
     ),
     "gemma3": GGUFArchitecture(
-        "gemma3_text", windowed="gemma3_text", keys=_SOFTCAP, more=_gemma(62)
+        "gemma3_text", windowed="gemma3_text", keys=_SOFTCAP, more=_gemma(62), local_theta=10000.0
     ),
     "chatglm": GGUFArchitecture("glm", interleaved=True),
     "glm4": GGUFArchitecture("glm4", interleaved=True),
@@ -222,12 +239,18 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         experts=_GLM_EXPERTS,
         gating=SIGMOID,
         more=lambda sizes: _GLM_DEFAULTS,
+        read=lambda names: {"use_qk_norm": "blk.0.attn_q_norm.weight" in names},
     ),
-    "stablelm": GGUFArchitecture("stablelm"),
+    "stablelm": GGUFArchitecture(
+        "stablelm",  # The key of parallel sublayers is True even if config.json had no value.
+        read=lambda names: {"use_parallel_residual": "blk.0.ffn_norm.weight" not in names},
+    ),
     "command-r": GGUFArchitecture(
         "cohere", interleaved=True, keys=_LOGIT_SCALE, more=lambda sizes: {"logit_scale": 1.0}
     ),
-    "cohere2": GGUFArchitecture("cohere2", windowed="cohere2", interleaved=True, keys=_LOGIT_SCALE),
+    "cohere2": GGUFArchitecture(
+        "cohere2", windowed="cohere2", interleaved=True, keys=_LOGIT_SCALE, needs_window=True
+    ),
     "lfm2": _LFM2,
     "lfm2moe": dataclasses.replace(
         _LFM2,
@@ -262,6 +285,7 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "qwen3next": dataclasses.replace(
         _DELTA,
         family="qwen3_next",
+        by_key_head=True,
         mixture="qwen3_next",
         experts={**_WIDE, **_SHARED_WIDTH},
         more=lambda sizes: {"norm_topk_prob": True},

@@ -111,13 +111,13 @@ def _config(file: GGUFFile) -> ModelConfig:
     mtp_layers = _mtp_layers(file, name, arch)
     sizes["num_hidden_layers"] -= mtp_layers
     window = file.integer(f"{name}.attention.sliding_window", None) if arch.windowed else None
-    if name == "cohere2" and not window:  # the window also decides which layers have positions
+    if arch.needs_window and not window:  # the window also decides which layers have positions
         raise file.error(f"{name}.attention.sliding_window", f"{window} is not a window")
     kind = arch.windowed if window and arch.windowed else arch.family
     if has_experts and arch.mixture is not None:
         kind = arch.mixture
-        if file.integer(f"{name}.{_SHARED}", 0) and kind == "granitemoe":
-            kind = "granitemoeshared"
+        if arch.shared_mixture and file.integer(f"{name}.{_SHARED}", 0):
+            kind = arch.shared_mixture
     config: JsonObject = {"model_type": kind, **sizes, **_window(file, name, kind, window, sizes)}
     config |= {} if arch.more is None else arch.more(sizes)
     for key, theirs in arch.keys.items():
@@ -128,16 +128,13 @@ def _config(file: GGUFFile) -> ModelConfig:
     if has_experts:
         found = {theirs: f"{name}.{key}" for key, theirs in arch.experts.items()}
         config |= {theirs: file.value(key) for theirs, key in found.items() if key in file}
-    if name == "glm4moe":
-        config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
-    if name == "stablelm":  # its key is True even if config.json had no value
-        config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
+    config |= {} if arch.read is None else arch.read(file.tensors)
     eps = "rms_epsilon" if FAMILIES[kind].eps in ("rms_norm_eps", "norm_eps") else "epsilon"
     config[FAMILIES[kind].eps] = file.number(f"{name}.attention.layer_norm_{eps}")
     config |= rope_keys(file, name, kind, sizes)
     scaling = config.get("rope_scaling")
-    if name == "gpt-oss" and isinstance(scaling, dict):
-        scaling["truncate"] = False  # as the model has it, which no key says
+    if isinstance(scaling, dict):
+        scaling |= arch.rope
     try:
         cfg = config_from_hf(config, file.string("general.name", file.stem))
     except JaxLlamaError as error:
@@ -263,8 +260,8 @@ def _check_keys(file: GGUFFile, name: str, arch: GGUFArchitecture) -> None:
         found = file.boolean(key) if isinstance(value, bool) else file.number(key)
         if found != value:
             raise file.error(key, f"{found} is not supported (only {value})")
-    finetuned = f"{name}.rope.scaling.finetuned"  # Granite's switch for positions
-    if name == "granite" and not file.boolean(finetuned, True):
+    finetuned = f"{name}.rope.scaling.finetuned"
+    if arch.has_still and not file.boolean(finetuned, True):
         raise file.error(finetuned, "a model without positions is not supported")
 
 
@@ -346,7 +343,7 @@ def _window(
 
     A window of 0 means none, and so does a missing key, except for Gemma 2.
     """
-    if FAMILIES[kind].window == "none" or (window is None and name == "gemma2"):
+    if FAMILIES[kind].window == "none" or (window is None and ARCHITECTURES[name].may_lack_window):
         return {}
     result: JsonObject = {"sliding_window": window or None}
     if FAMILIES[kind].window == "use":

@@ -106,7 +106,7 @@ def param_tensors(file: GGUFFile, cfg: ModelConfig) -> dict[TreePath, Param]:
     experts, delta = _EXPERTS, _DELTA
     if any(name.endswith(".ffn_gate_up_exps.weight") for name in file.tensors):
         experts = dataclasses.replace(_EXPERTS, gate_up=("ffn_gate_up_exps",))
-    if arch.family == "qwen3_next":
+    if arch.by_key_head:
         is_whole = any(name.endswith(".ssm_in.weight") for name in file.tensors)
         inputs = (("ssm_in", 4),) if is_whole else _DELTA.inputs
         delta = dataclasses.replace(_DELTA_NEXT, inputs=inputs)

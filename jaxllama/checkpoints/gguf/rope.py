@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 
+from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES
 from jaxllama.checkpoints.gguf.file import GGUFFile, GGUFTensor
 from jaxllama.checkpoints.gguf.types import TensorType
 from jaxllama.checkpoints.hf.families import FAMILIES
@@ -39,7 +40,7 @@ def rope_keys(file: GGUFFile, name: str, kind: str, sizes: JsonObject) -> JsonOb
         original = scaling["original_max_position_embeddings"]
         result["original_max_position_embeddings"] = original
     key = f"{name}.rope.freq_base_swa"
-    local = file.number(key, 10000.0 if name == "gemma3" else theta)
+    local = file.number(key, ARCHITECTURES[name].local_theta or theta)
     if not family.is_local:
         if key in file and local != theta:
             raise file.error(key, f"{local} differs from {name}.rope.freq_base ({theta})")
@@ -71,7 +72,7 @@ def _scaling(file: GGUFFile, name: str, theta: float, turning: int, context: int
             "short_factor": short,
         }
         key = f"{prefix}.attn_factor"
-        names = ("short_mscale", "long_mscale") if name == "phimoe" else ("attention_factor",)
+        names = FAMILIES[ARCHITECTURES[name].family].amplitude
         return found | (dict.fromkeys(names, file.number(key)) if key in file else {})
     for key, neutral in (("attn_factor", 1.0), ("yarn_attn_factor", 1.0)):
         key = f"{prefix}.{key}"

@@ -16,7 +16,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxllama.checkpoints.hf.families import ALIKE, FAMILIES, WRITTEN_AS
+from jaxllama.checkpoints.hf.common import COMMON
+from jaxllama.checkpoints.hf.families import FAMILIES, family_of, stored_name
 from jaxllama.checkpoints.hf.family import ACTIVATIONS, Family
 from jaxllama.checkpoints.hf.fla import (
     MODELS,
@@ -41,16 +42,6 @@ _ARCHITECTURES = {
     name: kind for kind, family in reversed(FAMILIES.items()) for name in family.architectures
 } | {model.architecture: kind for kind, model in MODELS.items()}
 CLASSIFIER = "ForSequenceClassification"
-# Defaults of transformers for missing keys, unless the family has its own.
-COMMON: JsonObject = {
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-}
 # Keys in which null has a meaning of its own.
 _NULLABLE = (
     "head_dim",
@@ -178,14 +169,14 @@ def config_from_hf(
         "eos_token_ids": eos,
         "stored": stored,
     }
-    return ModelConfig(**{**found, **fields, **family.facts})
+    return ModelConfig.of(**{**found, **fields, **family.facts})
 
 
 def _stored_of(family: str, fields: JsonMapping) -> tuple[CheckpointForm, Mapping[str, Any]]:
     """Split fields by path into (``CheckpointForm``, the fields of ModelConfig)."""
     own = {key[7:]: value for key, value in fields.items() if key.startswith("stored.")}
     rest = {key: value for key, value in fields.items() if not key.startswith("stored.")}
-    name = "llama" if family in ALIKE else WRITTEN_AS.get(family, family)
+    name = stored_name(family)
     return CheckpointForm(family=name, **FAMILIES[family].stored, **own), rest
 
 
@@ -216,7 +207,7 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
         return config_to_fla(cfg)
     if cfg.stored.family == PAPER:
         return config_to_paper(cfg)
-    kind = _hf_model_type(cfg)
+    kind = family_of(cfg)
     family = FAMILIES[kind]
     result: JsonObject = {
         "architectures": [family.architectures[0]],
@@ -238,9 +229,9 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
         "bos_token_id": cfg.bos_token_id,
         "eos_token_id": _id_or_ids(cfg.eos_token_ids),
     }
-    is_partial = cfg.rope.rotary_dim is not None and not family.turning
+    is_partial = bool(cfg.rope.rotary_dim) and not family.turning
     if is_partial or "partial_rotary_factor" in family.defaults:
-        turning = cfg.head_dim if cfg.rope.rotary_dim is None else cfg.rope.rotary_dim
+        turning = cfg.rope.rotary_dim or cfg.head_dim
         result["partial_rotary_factor"] = turning / cfg.head_dim
     if cfg.rope.scaling == "dynamic":
         result["max_position_embeddings"] = cfg.rope.original_max_position
@@ -249,7 +240,7 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
     if family.is_local:
         local = cfg.window_rope or cfg.rope
         widths = cfg.head_dim if cfg.full is None else cfg.full.head_dim, cfg.head_dim
-        result |= {"rope_local_base_freq": local.theta} if kind == "gemma3_text" else {}
+        result |= {"rope_local_base_freq": local.theta} if family.writes_local_theta else {}
         result["rope_parameters"] = {
             name: {
                 "rope_type": "default",
@@ -265,7 +256,7 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
     if family.window != "none":
         result["sliding_window"] = cfg.sliding_window
         if cfg.window_layers or not isinstance(family.window, str):
-            slides = (cfg.window_of(index) is not None for index in range(cfg.n_layers))
+            slides = (layer.window is not None for layer in cfg.layers)
             result["layer_types"] = [_LAYER_TYPES[is_sliding] for is_sliding in slides]
     if family.window == "use":
         result["use_sliding_window"] = cfg.sliding_window is not None
@@ -273,7 +264,7 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
         result["max_window_layers"] = min(cfg.window_layers, default=0)
     if len(cfg.nope_layers) == cfg.n_layers:
         del result["rope_theta"], result["rope_scaling"]
-    if kind == "ministral3":  # whose default is another one
+    if family.rope_key == "rope_parameters":
         result["rope_parameters"] = {
             "rope_type": "default",
             **(result.pop("rope_scaling") or {}),
@@ -366,11 +357,11 @@ def check_preset(preset: ModelConfig, checkpoint: ModelConfig) -> ModelConfig:
 
 
 def _flat(cfg: ModelConfig) -> JsonObject:
-    """Return all options by name, those of ``mixers`` with their defaults."""
+    """Return all options by flat key, those of ``mixers`` with their defaults."""
     found: JsonObject = {}
-    for key, value in dataclasses.asdict(cfg).items():
+    for key, value in dataclasses.asdict(cfg.flat).items():
         if key == "mixers":
-            found |= {f"mixers.{kind}": _options(cfg, kind) for kind, _ in cfg.mixers}
+            found |= {f"mixers.{kind}": _options(cfg, kind, options) for kind, options in value}
         elif isinstance(value, dict):
             found |= {f"{key}.{name}": one for name, one in value.items()}
         else:
@@ -378,9 +369,10 @@ def _flat(cfg: ModelConfig) -> JsonObject:
     return found
 
 
-def _options(cfg: ModelConfig, kind: str) -> object:
+def _options(cfg: ModelConfig, kind: str, options: object) -> object:
+    layer = next((layer for layer in cfg.layers if layer.kind == kind), None)
     of = getattr(MIXERS[kind].parameters, "options", None) if kind in MIXERS else None
-    return cfg.options_of(kind) if of is None else of(cfg)
+    return options if of is None or layer is None else of(layer)
 
 
 def _model_type(config: JsonMapping) -> str:
@@ -443,21 +435,6 @@ def _has_experts(config: JsonMapping, kind: str) -> bool:
     flags = [config[key] for key in ("is_moe", "enable_moe_block") if key in config]
     counts = [config[key] for key in _EXPERT_COUNTS if key in config]
     return any(flags or counts or ["moe" in kind])
-
-
-def _hf_model_type(cfg: ModelConfig) -> str:
-    """Return the architecture whose fixed options are those of ``cfg``."""
-    if cfg.stored.family not in ALIKE:
-        return cfg.stored.family
-    if cfg.sliding_window is None and cfg.qkv_bias == cfg.o_bias:
-        return "llama"
-    if cfg.mlp_bias:
-        raise JaxLlamaError("mlp_bias = True: only llama has it, without a window, bias q|k|v|o")
-    if cfg.o_bias:
-        raise JaxLlamaError("o_bias = True: only llama has it, without a window, bias q|k|v|o")
-    if cfg.qkv_bias:
-        return "qwen2"
-    return "ministral" if cfg.window_layers else "mistral"
 
 
 def _window(family: Family, read: JsonReader, n_layers: int) -> tuple[int | None, tuple[int, ...]]:

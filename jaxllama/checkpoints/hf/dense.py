@@ -24,8 +24,12 @@ from jaxllama.checkpoints.hf.family import (
     minicpm,
     minicpm_to_hf,
 )
+from jaxllama.checkpoints.hf.names import OLMO
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ModelConfig
+from jaxllama.model.names import Names
+
+_APERTUS_TENSORS = Names(mixer_norm="attention_layernorm", mlp_norm="feedforward_layernorm")
 
 _LAYER_NORM = {"norm": "layer", "norm_bias": True}
 _OLMO_NORMS = {"pre_norms": False, "post_norms": True}
@@ -86,65 +90,22 @@ def granite_thetas(cfg: ModelConfig) -> Fields:
     return {"layer_rope_theta": thetas, "rope_theta": cfg.rope.theta, "rope_scaling": None}
 
 
-_GEMMA2 = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 8192,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "tie_word_embeddings": True,
-    "sliding_window": 4096,
-    "final_logit_softcapping": 30.0,
-    "attn_logit_softcapping": 50.0,
-    "hidden_activation": "gelu_pytorch_tanh",
-}
-
 _BITNET = Family(
     ("BitNetForCausalLM",),
-    defaults={
-        "num_key_value_heads": 5,
-        "hidden_act": "relu2",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500_000.0,
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-    },
     same=BIAS,
     facts={"inner_norms": True},
 )
 _APERTUS = Family(
     ("ApertusForCausalLM",),
-    defaults={
-        "hidden_act": "xielu",
-        "max_position_embeddings": 65536,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 12_000_000.0,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 12_000_000.0,
-            "factor": 8.0,
-            "original_max_position_embeddings": 8192,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-        },
-    },
     keys=("qk_norm", "post_norm", "mlp_bias"),
     same=BIAS,
     facts={"gated_mlp": False, "qk_norm": "head"},
+    tensors=_APERTUS_TENSORS,
 )
 FAMILIES: dict[str, Family] = {
     "bitnet": _BITNET,
     "gemma": Family(
         ("GemmaForCausalLM",),
-        defaults={
-            "num_key_value_heads": 16,
-            "head_dim": 256,
-            "hidden_act": "gelu_pytorch_tanh",
-            "max_position_embeddings": 8192,
-            "bos_token_id": 2,
-            "eos_token_id": 1,
-            "tie_word_embeddings": True,
-        },
         keys=("hidden_activation",),
         same=BIAS,
         fields=_first_gemma,
@@ -154,7 +115,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "vaultgemma": Family(
         ("VaultGemmaForCausalLM",),
-        defaults=_GEMMA2,
         keys=("query_pre_attn_scalar", "hidden_act"),
         same=(
             *BIAS,
@@ -167,16 +127,10 @@ FAMILIES: dict[str, Family] = {
         stored={"norm_offset": 1.0},
         activation="hidden_activation",
         window=lambda i, read: bool((i + 1) % 2),
+        tensors=Names(mlp_norm="pre_feedforward_layernorm"),
     ),
     "arcee": Family(
         ("ArceeForCausalLM",),
-        defaults={
-            "hidden_act": "relu2",
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "bos_token_id": 128000,
-            "eos_token_id": 128001,
-        },
         same=(*BIAS, *MLP_BIAS),
         facts={"gated_mlp": False},
     ),
@@ -196,14 +150,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "nemotron": Family(
         ("NemotronForCausalLM",),
-        defaults={
-            "hidden_act": "relu2",
-            "max_position_embeddings": 4096,
-            "norm_eps": 1e-5,
-            "bos_token_id": 2,
-            "eos_token_id": 3,
-            "partial_rotary_factor": 0.5,
-        },
         same=(*BIAS, *MLP_BIAS),
         facts={**_LAYER_NORM, "gated_mlp": False},
         stored={"norm_offset": 1.0},
@@ -211,13 +157,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "jais2": Family(
         ("Jais2ForCausalLM",),
-        defaults={
-            "hidden_act": "relu2",
-            "max_position_embeddings": 8192,
-            "layer_norm_eps": 1e-5,
-            "bos_token_id": 0,
-            "eos_token_id": 150024,
-        },
         same=(
             ("attention_bias", "qkv_bias", True),
             ("attention_bias", "o_bias", True),
@@ -228,21 +167,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "starcoder2": Family(
         ("Starcoder2ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 2,
-            "hidden_act": "gelu_pytorch_tanh",
-            "max_position_embeddings": 4096,
-            "norm_epsilon": 1e-5,
-            "bos_token_id": 50256,
-            "eos_token_id": 50256,
-            "tie_word_embeddings": True,
-        },
         keys=("embedding_dropout", "activation_function", "layer_norm_epsilon", "mlp_type"),
         same=_USE_BIAS,
         fixed={"norm_type": ("layer_norm", None)},
         facts={**_LAYER_NORM, "gated_mlp": False},
         eps="norm_epsilon",
         window="all",
+        tensors=Names(gate_up=("c_fc",), down="c_proj"),
     ),
     "apertus": _APERTUS,
     "apertus1p5_text": dataclasses.replace(
@@ -252,22 +183,17 @@ FAMILIES: dict[str, Family] = {
     ),
     "hunyuan_v1_dense": Family(
         ("HunYuanDenseV1ForCausalLM",),
-        defaults={"rms_norm_eps": 1e-5},
         keys=("use_qk_norm", "eod_token_id"),
         same=BIAS,
         facts={"qk_norm": "head", "qk_norm_last": True},
+        tensors=Names(q_norm="query_layernorm", k_norm="key_layernorm"),
     ),
     "ministral3": Family(
         ("Ministral3ForCausalLM",),
         defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 262144,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1_000_000.0,
             "rope_parameters": {
                 "rope_type": "yarn",
-                "rope_theta": 1_000_000.0,
+                "rope_theta": 1000000.0,
                 "factor": 16.0,
                 "original_max_position_embeddings": 16384,
                 "beta_fast": 32.0,
@@ -275,47 +201,41 @@ FAMILIES: dict[str, Family] = {
                 "mscale_all_dim": 1.0,
                 "mscale": 1.0,
                 "llama_4_scaling_beta": 0.1,
-            },
+            }
         },
         window="all",
+        rope_key="rope_parameters",  # whose default is another one
     ),
     "exaone": Family(
         ("ExaoneForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500_000.0,
-            "eos_token_id": 361,
-        },
         same=(*BIAS, *MLP_BIAS),
         names={
             "num_hidden_layers": "num_layers",
             "rms_norm_eps": "layer_norm_epsilon",
             "hidden_act": "activation_function",
         },
+        tensors=Names(
+            embed="transformer.wte",
+            layer="transformer.h.{}",
+            mixer_norm="ln_1",
+            mixer="attn.attention.",
+            mlp_norm="ln_2",
+            norm="transformer.ln_f",
+            gate_up=("c_fc_0", "c_fc_1"),
+            down="c_proj",
+            o="out_proj",
+        ),
     ),
     "exaone4": Family(
         ("Exaone4ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 32,
-            "rms_norm_eps": 1e-5,
-            "bos_token_id": 0,
-            "sliding_window": 4096,
-        },
         keys=("sliding_window_pattern",),
         facts={**_OLMO_NORMS, "qk_norm": "head"},
         window=every(4),
         is_nope=has_nope,
+        tensors=OLMO,
     ),
     "iquestcoder": Family(
         ("IQuestCoderForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-        },
         same=(*BIAS, *MLP_BIAS),
         fixed={"clip_qkv": (None,), "use_sliding_window": (False, None)},
     ),
@@ -325,18 +245,10 @@ FAMILIES: dict[str, Family] = {
         same=(*GRANITE_SCALES, *MLP_BIAS),
         fields=_hyperclovax,
         to_hf=_hyperclovax_to_hf,
+        tensors=Names(mixer_out_norm="post_norm1", mlp_out_norm="post_norm2"),
     ),
     "granite_swa": Family(
         ("GraniteSWAForCausalLM",),
-        defaults={
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 8192,
-            "rms_norm_eps": 1e-5,
-            "bos_token_id": 100257,
-            "eos_token_id": 100257,
-            "tie_word_embeddings": True,
-            "sliding_window": 128,
-        },
         keys=("attention_multiplier", "logits_scaling", "layer_rope_theta"),
         same=(*GRANITE_SCALES, *MLP_BIAS),
         fields=granite,
@@ -347,7 +259,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo": Family(
         ("OlmoForCausalLM",),
-        defaults={"bos_token_id": None, "eos_token_id": 50279},
         same=(*BIAS, ("clip_qkv", "qkv_limit", None)),
         facts={"norm": "layer", "norm_weight": False, "norm_eps": 1e-5},
     ),

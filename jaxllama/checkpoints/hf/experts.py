@@ -59,7 +59,7 @@ class Mixture:
         return found + ("mlp_only_layers", "decoder_sparse_step") * self.is_mixed
 
     def fields(self, read: JsonReader) -> Fields:
-        """Return ``{"experts": ...}``, None if no layer has experts. Raises JaxLlamaError naming a
+        """Return the experts and the layers that have them, or None. Raises JaxLlamaError naming a
         key.
         """
         key = next((key for key in _COUNTS if key in read.config), self.count_key)
@@ -82,12 +82,11 @@ class Mixture:
             n_active=active,
             d_ff=read.size(self.width_key, *(() if self.width is None else (self.width,))),
             normalize=normalize,
-            layers=layers,
             **shared,
             **self.facts,
             **{field: read.number(key, default) for key, field, default in self.same},
         )
-        return {"experts": experts}
+        return {"experts": experts, "expert_layers": layers}
 
     def _layers(self, read: JsonReader) -> tuple[int, ...]:
         n = read.size("num_hidden_layers")
@@ -116,7 +115,7 @@ class Mixture:
         if self.shared is not None:
             keys["shared_expert_intermediate_size"] = experts.shared
         if self.is_mixed:
-            dense = [i for i in range(cfg.n_layers) if cfg.experts_of(i) is None]
+            dense = [i for i, layer in enumerate(cfg.layers) if layer.experts is None]
             keys |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
         return keys
 
@@ -144,7 +143,7 @@ class IntervalMixture:
     )
 
     def fields(self, read: JsonReader) -> Fields:
-        """Return ``{"experts": ...}``, with None if no layer has experts."""
+        """Return the experts and the layers that have them; None if no layer has experts."""
         n, step = read.size("num_hidden_layers"), read.size("moe_layer_interval", 1)
         first, last = read.natural("moe_layer_start_index", 1), n - 1
         if read.config.get("moe_layer_end_index", -1) != -1:
@@ -159,21 +158,20 @@ class IntervalMixture:
             d_ff=width,
             choice_bias=True,
             shared=width * read.natural("moe_num_shared_experts", 2),
-            layers=layers,
         )
-        return {"experts": experts}
+        return {"experts": experts, "expert_layers": layers}
 
     def to_hf(self, cfg: ModelConfig) -> Fields:
         """Return the keys of a config. Raises JaxLlamaError for layers that no interval has."""
         experts = cfg.experts
         if experts is None:
             return {"moe_layer_start_index": cfg.n_layers}
-        layers = experts.layers or tuple(range(cfg.n_layers))
+        layers = tuple(i for i, layer in enumerate(cfg.layers) if layer.experts is not None)
         first, *others = layers
         step = others[0] - first if others else 1
         last = others[-1] if others else first
         if layers != tuple(i for i in range(first, last + 1) if (i + 1) % step == 0):
-            raise JaxLlamaError(f"experts.layers = {layers}: not at one distance")
+            raise JaxLlamaError(f"expert_layers = {layers}: not at one distance")
         return {
             "moe_num_experts": experts.n_experts,
             "moe_k": experts.n_active,
@@ -227,7 +225,7 @@ class SigmoidMixture:
         return next((name for name in names if name in read.config), names[0])
 
     def fields(self, read: JsonReader) -> Fields:
-        """Return ``{"experts": ...}``, with None if no layer has experts.
+        """Return the experts and the layers that have them; None if no layer has experts.
 
         Raises JaxLlamaError, which names the key.
         """
@@ -247,9 +245,8 @@ class SigmoidMixture:
             n_groups=read.size(key("groups"), 1),
             n_active_groups=read.size(key("active_groups"), 1),
             shared=width * read.natural(key("shared"), 1),
-            layers=layers,
         )
-        return {"experts": experts}
+        return {"experts": experts, "expert_layers": layers}
 
     def _layers(self, read: JsonReader) -> tuple[int, ...]:
         n, dense = read.size("num_hidden_layers"), read.natural("first_k_dense_replace", 1)
@@ -264,7 +261,7 @@ class SigmoidMixture:
     def to_hf(self, cfg: ModelConfig) -> Fields:
         """Return the keys of ``config.json`` for a config."""
         experts, roles = cfg.experts, {**_ROLES, **self.names}
-        is_sparse = [cfg.experts_of(index) is not None for index in range(cfg.n_layers)]
+        is_sparse = [layer.experts is not None for layer in cfg.layers]
         keys: Fields = {"first_k_dense_replace": is_sparse.count(False)}
         if self.has_types:
             keys["mlp_layer_types"] = [("dense", "sparse")[one] for one in is_sparse]

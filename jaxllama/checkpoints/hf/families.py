@@ -1,11 +1,12 @@
 """The families of models: a table from ``model_type`` to the meaning of its config.json.
 
-A family has the defaults of missing keys in transformers, the keys that change the computation, and
-their translation to fields of ModelConfig and back. ``hf.config`` reads the keys that all families
-share (sizes, RoPE, token ids). ``model.family_names`` has the names of tensors.
+A family has the keys that change the computation, and their translation to the flat form of a
+ModelConfig and back. ``hf.config`` reads the keys that all families
+share (sizes, RoPE, token ids), and ``defaults.json`` what transformers takes for a key that is
+missing.
 
-To add a family: an entry here, its tensor names there if they differ, and a case in the parity
-test.
+To add a family: an entry here or in a file beside this, with the names of its tensors where they
+differ from Llama's, and a case in the parity test. docs/howto/family.md has the steps.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from collections.abc import Mapping
 
 from jaxllama.checkpoints.hf import (
     dense,
-    encoders,
     gemma4,
     gpt,
     hybrid,
@@ -25,6 +25,7 @@ from jaxllama.checkpoints.hf import (
     routed,
     sparse,
 )
+from jaxllama.checkpoints.hf.common import defaults_of
 from jaxllama.checkpoints.hf.experts import IntervalMixture, Mixture, SigmoidMixture
 from jaxllama.checkpoints.hf.family import (
     BIAS,
@@ -43,8 +44,43 @@ from jaxllama.checkpoints.hf.family import (
     granite,
     granite_to_hf,
 )
+from jaxllama.checkpoints.hf.names import GEMMA, GRANITE, MIXTRAL, OLMO, SHARED
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import DeltaConfig, ModelConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.model.experts.parameters import ExpertNames
+from jaxllama.model.mixers.delta import parameters as delta
+from jaxllama.model.mixers.ssm import parameters as ssm
+from jaxllama.model.names import Names
+
+_QWEN_NEXT_TENSORS = delta.DeltaNames(
+    inputs=(("in_proj_qkvz", 4),),
+    gates=(("in_proj_ba", 2),),
+    grouped=("in_proj_qkvz", "in_proj_ba"),
+)
+_KIMI_TENSORS = dataclasses.replace(
+    delta.FLA,
+    mixer="self_attn.",
+    low_rank=(("f_a_proj", "f_b_proj"), ("g_a_proj", "g_b_proj")),
+    rate=(1, 1, -1, 1),
+)
+_KIMI_EXPERTS_TENSORS = dataclasses.replace(MIXTRAL, shared="shared_experts.")
+_ERNIE_TENSORS = ExpertNames(
+    shared="shared_experts.", choice_bias="moe_statics.e_score_correction_bias", is_matrix=True
+)
+_NEMOTRON_TENSORS = ExpertNames(
+    "mixer.",
+    fused=("experts.up_proj", "experts.down_proj"),
+    shared="shared_experts.",
+)
+_MAMBA_TENSORS = Names(
+    embed="backbone.embeddings",
+    layer="backbone.layers.{}",
+    mixer_norm="norm",
+    norm="backbone.norm_f",
+    mixers={"ssm": ssm.SSMNames(mixer="mixer.")},
+)
+_GPT_OSS_TENSORS = ExpertNames(router="router", is_fused=True, alternates=True)
 
 MTP = "mtp."  # prefix of the tensors of a head for multi-token prediction
 
@@ -229,14 +265,6 @@ _KIMI_EXPERTS = SigmoidMixture(
 _GLM_EXPERTS = SigmoidMixture(128, 8, width=1408)
 _QWEN_DELTA = Family(
     architectures=("Qwen3_5ForCausalLM",),
-    defaults={
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 32768,
-        "partial_rotary_factor": 0.25,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    },
     keys=(
         "layer_types",
         "full_attention_interval",
@@ -250,6 +278,7 @@ _QWEN_DELTA = Family(
     facts={"qk_norm": "head", "attn_gate": True},
     stored={"norm_offset": 1.0},
     unused=(MTP,),
+    tensors=Names(mixers={"delta": delta.DeltaNames()}),
 )
 _COHERE = {"norm": "layer", "parallel_block": True}
 _GEMMA = {"embedding_scale": True, "post_norms": True}
@@ -301,90 +330,46 @@ _NEMOTRON_H = dataclasses.replace(
 _HYBRID_EXPERTS = dataclasses.replace(_GRANITE_EXPERTS, is_mixed=True)
 _GLM = Family(
     architectures=("GlmForCausalLM",),
-    defaults={
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1.5625e-07,
-        "partial_rotary_factor": 0.5,
-        "bos_token_id": None,
-        "eos_token_id": [151329, 151336, 151338],
-        "attention_bias": True,
-    },
+    defaults={"eos_token_id": [151329, 151336, 151338]},
     same=(QKV_BIAS,),
     stored={"interleaved": True},
+    tensors=Names(gate_up=("gate_up_proj",)),
 )
 
-FAMILIES: dict[str, Family] = {
+_ENTRIES: dict[str, Family] = {
     "llama": Family(
         ("LlamaForCausalLM", "LLaMAForCausalLM"),  # the second: the first converted Llama 1 files
         same=(*BIAS, *MLP_BIAS),
     ),
     "mistral": Family(
         ("MistralForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-        },
         window="all",
     ),
     "ministral": Family(
         ("MinistralForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-        },
         window="all",
     ),
     "qwen2": Family(
         ("Qwen2ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 32768,
-            "sliding_window": 4096,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
         window="use",
         facts={"qkv_bias": True},
     ),
     "qwen3": Family(
         ("Qwen3ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "max_position_embeddings": 32768,
-            "sliding_window": 4096,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
         same=BIAS,
         window="use",
         facts={"qk_norm": "head"},
     ),
     "mixtral": Family(
         ("MixtralForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1_000_000.0,
-        },
         keys=_MIXTRAL_EXPERTS.keys,
         fields=_MIXTRAL_EXPERTS.fields,
         to_hf=_MIXTRAL_EXPERTS.to_hf,
         window="all",
+        tensors=Names(mixers={"experts": MIXTRAL}),
     ),
     "olmoe": Family(
         ("OlmoeForCausalLM",),
-        defaults={
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "bos_token_id": None,
-            "eos_token_id": 50279,
-        },
         keys=_OLMOE_EXPERTS.keys,
         same=BIAS,
         fields=_OLMOE_EXPERTS.fields,
@@ -394,13 +379,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2_moe": Family(
         ("Qwen2MoeForCausalLM",),
-        defaults={
-            "num_key_value_heads": 16,
-            "max_position_embeddings": 32768,
-            "sliding_window": 4096,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
         keys=(*_QWEN2_EXPERTS.keys, "use_sliding_window", "max_window_layers"),
         same=(("qkv_bias", "qkv_bias", True),),
         fields=_QWEN2_EXPERTS.fields,
@@ -416,13 +394,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(
         ("Qwen3MoeForCausalLM",),
-        defaults={
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "sliding_window": 4096,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
         keys=(*_QWEN3_EXPERTS.keys, "use_sliding_window", "max_window_layers"),
         same=BIAS,
         fields=_QWEN3_EXPERTS.fields,
@@ -437,32 +408,22 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": dataclasses.replace(
         _QWEN_DELTA,
         architectures=("Qwen3NextForCausalLM",),
-        defaults={**_QWEN_DELTA.defaults, "num_key_value_heads": 2},
         keys=(*_QWEN_DELTA.keys, *_NEXT_EXPERTS.keys),
         fields=lambda read: {**_qwen_delta(read), **_NEXT_EXPERTS.fields(read)},
         to_hf=lambda cfg: {**_qwen_delta_to_hf(cfg), **_NEXT_EXPERTS.to_hf(cfg)},
+        tensors=Names(mixers={"delta": _QWEN_NEXT_TENSORS}),
     ),
     "qwen3_5_moe_text": dataclasses.replace(
         _QWEN_DELTA,
         architectures=("Qwen3_5MoeForCausalLM",),
         # No layer has a feed-forward of this width.
-        defaults={**_QWEN_DELTA.defaults, "num_key_value_heads": 2, "intermediate_size": 512},
+        defaults={"intermediate_size": 512},
         keys=(*_QWEN_DELTA.keys, *_QWEN35_EXPERTS.keys),
         fields=_qwen35_experts,
         to_hf=lambda cfg: {**_qwen_delta_to_hf(cfg), **_QWEN35_EXPERTS.to_hf(cfg)},
     ),
     "kimi_linear": Family(
         ("KimiLinearForCausalLM",),
-        defaults={
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "max_position_embeddings": 1048576,
-            "rms_norm_eps": 1e-5,
-            "bos_token_id": 163584,
-            "eos_token_id": 163586,
-        },
         keys=(
             "layer_types",
             "linear_attn_config",
@@ -484,39 +445,21 @@ FAMILIES: dict[str, Family] = {
             "moe_router_activation_func": ("sigmoid", None),
         },
         is_nope=lambda *_: True,
+        tensors=Names(
+            mixers={"delta": _KIMI_TENSORS, "experts": _KIMI_EXPERTS_TENSORS},
+            other_mlp="block_sparse_moe.",
+        ),
     ),
     "phi3": Family(
         ("Phi3ForCausalLM",),
-        defaults={
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "eos_token_id": 32000,
-            "original_max_position_embeddings": 4096,
-            "partial_rotary_factor": 1.0,
-        },
         window="all",
         fixed={"attention_bias": (False, None), "mlp_bias": (False, None)},
+        rope_kinds={"su": "longrope", "yarn": "longrope"},  # older names
+        tensors=Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
     ),
     "cwm": Family(
         ("CwmForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "bos_token_id": 128000,
-            "eos_token_id": [128001, 128008, 128009],
-            "sliding_window": 8192,
-            "rope_theta": 1_000_000.0,
-            "rope_parameters": {
-                "rope_theta": 1_000_000.0,
-                "factor": 16.0,
-                "high_freq_factor": 4.0,
-                "low_freq_factor": 1.0,
-                "original_max_position_embeddings": 8192,
-                "rope_type": "llama3",
-            },
-        },
+        defaults={"eos_token_id": [128001, 128008, 128009]},
         same=MLP_BIAS,
         window=lambda i, read: bool(i % 4),
         # Its class wants a number, also if no layer slides.
@@ -524,14 +467,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "smollm3": Family(
         ("SmolLM3ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "rope_theta": 2_000_000.0,
-            "bos_token_id": 128000,
-            "eos_token_id": 128001,
-            "tie_word_embeddings": True,
-        },
         keys=("use_sliding_window", "no_rope_layers", "no_rope_layer_interval"),
         same=(*BIAS, *MLP_BIAS),
         window=lambda i, read: read.flag("use_sliding_window", False) and _smollm3_nope(i, read),
@@ -554,31 +489,21 @@ FAMILIES: dict[str, Family] = {
         same=GRANITE_SCALES,
         fields=lambda read: {**granite(read), **_GRANITE_EXPERTS.fields(read)},
         to_hf=lambda cfg: {**granite_to_hf(cfg), **_GRANITE_EXPERTS.to_hf(cfg)},
+        tensors=Names(mixers={"experts": GRANITE}),
     ),
     "mamba2": Family(
         ("Mamba2ForCausalLM",),
-        defaults={
-            "num_attention_heads": 1,
-            "intermediate_size": 1,
-            "head_dim": 64,
-            "bos_token_id": 0,
-            "layer_norm_epsilon": 1e-5,
-        },
+        defaults={"num_attention_heads": 1, "intermediate_size": 1},
         keys=_MAMBA2.keys,
         fields=_mamba2,
         to_hf=_MAMBA2.to_hf,
         fixed={"hidden_act": ("silu", None)},
         eps="layer_norm_epsilon",
         is_nope=lambda *_: True,
+        tensors=_MAMBA_TENSORS,
     ),
     "bamba": Family(
         ("BambaForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 262144,
-            "rms_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-        },
         keys=(
             *_MAMBA.keys,
             "attn_layer_indices",
@@ -593,6 +518,9 @@ FAMILIES: dict[str, Family] = {
             "attn_layer_indices": [i for i, k in enumerate(cfg.layer_types) if k == "attention"],
         },
         fixed={"partial_rotary_factor": (0.5, None)},  # whatever a file says, in transformers
+        tensors=Names(
+            mlp_norm="pre_ff_layernorm", mlp="feed_forward.", norm="model.final_layernorm"
+        ),
     ),
     "granitemoehybrid": Family(
         ("GraniteMoeHybridForCausalLM",),
@@ -613,17 +541,16 @@ FAMILIES: dict[str, Family] = {
         to_hf=_granite_hybrid_to_hf,
         fixed={"mamba_proj_bias": (False, None)},
         is_nope=lambda i, read, slides: read.config.get("position_embedding_type") != "rope",
+        tensors=Names(
+            mlp="shared_mlp.",
+            gate_up=("input_linear",),
+            down="output_linear",
+            mixers={"experts": dataclasses.replace(GRANITE, shared="shared_mlp.", is_beside=True)},
+        ),
     ),
     "nemotron_h": Family(
         ("NemotronHForCausalLM",),
-        defaults={
-            "num_hidden_layers": 1,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 4096,
-            "layer_norm_epsilon": 1e-5,
-            "mlp_hidden_act": "relu2",
-        },
+        defaults={"num_hidden_layers": 1},
         keys=(
             *_NEMOTRON_H.keys,
             "mamba_proj_bias",  # which no class reads
@@ -656,136 +583,76 @@ FAMILIES: dict[str, Family] = {
         eps="layer_norm_epsilon",
         activation="mlp_hidden_act",
         others={"num_local_experts": "n_routed_experts"},
+        tensors=dataclasses.replace(
+            _MAMBA_TENSORS,
+            mlp_norm="norm",
+            mlp="mixer.",
+            is_halved=True,
+            mixer="mixer.",
+            mixers={**_MAMBA_TENSORS.mixers, "experts": _NEMOTRON_TENSORS},
+        ),
     ),
     "gpt_oss": Family(
         ("GptOssForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 150_000.0,
-            "sliding_window": 128,
-            "attention_bias": True,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "rope_parameters": {
-                "rope_theta": 150_000.0,
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            },
-        },
         keys=("initial_context_length", "experts_per_token", *_GPT_OSS_EXPERTS.keys),
         same=BIAS,
         fields=_GPT_OSS_EXPERTS.fields,
         to_hf=_GPT_OSS_EXPERTS.to_hf,
         facts={"attn_sinks": True},
         window=lambda i, read: bool((i + 1) % 2),
+        has_mxfp4=True,
+        tensors=Names(mixers={"experts": _GPT_OSS_TENSORS}),
     ),
     "seed_oss": Family(
         ("SeedOssForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 524288,
-            "bos_token_id": 0,
-            "attention_bias": True,
-        },
         same=(QKV_BIAS, ("attention_out_bias", "o_bias", False), *MLP_BIAS),
     ),
     "ernie4_5": Family(
         ("Ernie4_5ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500_000.0,
-            "tie_word_embeddings": True,
-        },
         same=tuple(("use_bias", field, False) for field in ("qkv_bias", "o_bias", "mlp_bias")),
         stored={"interleaved": True},
     ),
     "ernie4_5_moe": Family(
         ("Ernie4_5_MoeForCausalLM",),
-        defaults={
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500_000.0,
-            "tie_word_embeddings": True,
-        },
         keys=_ERNIE_EXPERTS.keys,
         fields=_ERNIE_EXPERTS.fields,
         to_hf=_ERNIE_EXPERTS.to_hf,
         fixed={"use_bias": (False, None)},
         stored={"interleaved": True},
+        tensors=Names(mixers={"experts": _ERNIE_TENSORS}),
     ),
     "phimoe": Family(
         ("PhimoeForCausalLM", "PhiMoEForCausalLM"),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1_000_000.0,
-        },
         keys=("input_jitter_noise", *_PHI_EXPERTS.keys),
         same=(*BIAS, ("lm_head_bias", "head_bias", False)),
         fields=_PHI_EXPERTS.fields,
         to_hf=_phimoe_to_hf,
         window="all",
         facts={"norm": "layer", "norm_bias": True},
+        amplitude=("short_mscale", "long_mscale"),
+        tensors=Names(mixers={"experts": MIXTRAL}),
     ),
     "helium": Family(
         ("HeliumForCausalLM",),
-        defaults={
-            "num_key_value_heads": 20,
-            "head_dim": 128,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-8,
-            "rope_theta": 100_000.0,
-        },
         same=(QKV_BIAS, *MLP_BIAS),
         stored={"interleaved": True},
     ),
     "olmo2": Family(
         ("Olmo2ForCausalLM",),
-        defaults={"rms_norm_eps": 1e-5, "bos_token_id": None, "eos_token_id": 50279},
         same=BIAS,
         facts={"pre_norms": False, "post_norms": True, "qk_norm": "full"},
+        tensors=OLMO,
     ),
     "olmo3": Family(
         ("Olmo3ForCausalLM",),
-        defaults={
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500_000.0,
-            "bos_token_id": None,
-            "eos_token_id": 50279,
-            "sliding_window": 4096,
-        },
         same=BIAS,
         window=lambda i, read: bool((i + 1) % 4),
         is_local=True,
         facts={"pre_norms": False, "post_norms": True, "qk_norm": "full"},
+        tensors=OLMO,
     ),
     "gemma2": Family(
         ("Gemma2ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "max_position_embeddings": 8192,
-            "bos_token_id": 2,
-            "eos_token_id": 1,
-            "tie_word_embeddings": True,
-            "sliding_window": 4096,
-            "final_logit_softcapping": 30.0,
-            "attn_logit_softcapping": 50.0,
-            "hidden_activation": "gelu_pytorch_tanh",
-        },
         keys=("query_pre_attn_scalar", "hidden_act"),
         same=(*BIAS, ("attn_logit_softcapping", "attn_softcap", None), _LOGIT_CAP),
         fields=gemma,
@@ -795,21 +662,11 @@ FAMILIES: dict[str, Family] = {
         stored={"norm_offset": 1.0},
         activation="hidden_activation",
         window=lambda i, read: bool((i + 1) % 2),
+        tensors=GEMMA,
     ),
     "gemma3_text": Family(
         ("Gemma3ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "max_position_embeddings": 131072,
-            "rope_theta": 1_000_000.0,
-            "bos_token_id": 2,
-            "eos_token_id": 1,
-            "tie_word_embeddings": True,
-            "sliding_window": 4096,
-            "rope_local_base_freq": 10000.0,
-            "hidden_activation": "gelu_pytorch_tanh",
-        },
+        defaults={"rope_local_base_freq": 10000.0, "rope_parameters": None},
         keys=("query_pre_attn_scalar", "hidden_act", "sliding_window_pattern"),
         same=(*BIAS, _LOGIT_CAP),  # transformers reads attn_logit_softcapping, and caps nothing
         fields=gemma,
@@ -820,6 +677,8 @@ FAMILIES: dict[str, Family] = {
         activation="hidden_activation",
         window=every(6),
         is_local=True,
+        writes_local_theta=True,
+        tensors=GEMMA,
     ),
     "glm": _GLM,
     "glm4": dataclasses.replace(
@@ -827,14 +686,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe": Family(
         ("Glm4MoeForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
         keys=(
             "use_qk_norm",
             "num_nextn_predict_layers",
@@ -848,17 +699,10 @@ FAMILIES: dict[str, Family] = {
         },
         to_hf=lambda cfg: {"use_qk_norm": cfg.qk_norm == "head", **_GLM_EXPERTS.to_hf(cfg)},
         unused=("model.layers.{n_layers}.",),  # a draft of several tokens
+        tensors=Names(mixers={"experts": SHARED}),
     ),
     "stablelm": Family(
         ("StableLmForCausalLM",),
-        defaults={
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 4096,
-            "layer_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.25,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        },
         same=(
             ("use_qkv_bias", "qkv_bias", False),
             ("use_parallel_residual", "parallel_block", False),
@@ -869,14 +713,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "cohere": Family(
         ("CohereForCausalLM",),
-        defaults={
-            "max_position_embeddings": 8192,
-            "layer_norm_eps": 1e-5,
-            "rope_theta": 500_000.0,
-            "bos_token_id": 5,
-            "eos_token_id": 255001,
-            "tie_word_embeddings": True,
-        },
         same=(*BIAS, ("logit_scale", "stored.logits", 0.0625)),
         fixed={"use_qk_norm": (False, None)},
         facts=_COHERE,
@@ -885,14 +721,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "cohere2": Family(
         ("Cohere2ForCausalLM",),
-        defaults={
-            "max_position_embeddings": 8192,
-            "layer_norm_eps": 1e-5,
-            "sliding_window": 4096,
-            "bos_token_id": 5,
-            "eos_token_id": 255001,
-            "tie_word_embeddings": True,
-        },
         keys=(
             "sliding_window_pattern",
             "order_of_interleaved_layers",
@@ -913,12 +741,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "internlm3": Family(
         ("InternLM3ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-5,
-        },
         same=(
             ("qkv_bias", "qkv_bias", False),
             ("bias", "o_bias", False),
@@ -927,7 +749,6 @@ FAMILIES: dict[str, Family] = {
         others={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
     ),
     **dense.FAMILIES,
-    **encoders.FAMILIES,
     **gemma4.FAMILIES,
     **gpt.FAMILIES,
     **hybrid.FAMILIES,
@@ -936,10 +757,32 @@ FAMILIES: dict[str, Family] = {
     **latent.FAMILIES,
     **routed.FAMILIES,
 }
+FAMILIES = {
+    kind: dataclasses.replace(family, defaults={**defaults_of(kind), **family.defaults})
+    for kind, family in _ENTRIES.items()
+}
 
 
 # Families with Llama's tensor names and no folding. They share one name, so that equivalent configs
 # are equal.
 ALIKE = ("llama", "mistral", "ministral", "qwen2")
-# Families that transformers writes as another one.
-WRITTEN_AS = {"gpt-sw3": "gpt2"}
+
+
+def stored_name(family: str) -> str:
+    """Return the name under which a config keeps a family."""
+    return ALIKE[0] if family in ALIKE else family
+
+
+def family_of(cfg: ModelConfig) -> str:
+    """Return the architecture whose fixed options are those of ``cfg``."""
+    if cfg.stored.family not in ALIKE:
+        return cfg.stored.family
+    if cfg.sliding_window is None and cfg.qkv_bias == cfg.o_bias:
+        return "llama"
+    if cfg.mlp_bias:
+        raise JaxLlamaError("mlp_bias = True: only llama has it, without a window, bias q|k|v|o")
+    if cfg.o_bias:
+        raise JaxLlamaError("o_bias = True: only llama has it, without a window, bias q|k|v|o")
+    if cfg.qkv_bias:
+        return "qwen2"
+    return "ministral" if cfg.window_layers else "mistral"

@@ -12,6 +12,7 @@ from typing import Any
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import DeltaConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.model.names import Names
 from jaxllama.typing import JsonMapping, JsonObject
 
 Fields = JsonObject
@@ -50,6 +51,10 @@ class Family:
     tensors that follow from the config. unused: prefixes of tensors that a file may have and the
     model does not use; ``{n_layers}`` in them becomes the number of layers. turning: the key of the
     number of a head's features that RoPE turns, where the rest of a head has another width.
+    tensors: names of the files' tensors; None for Llama's. rope_kinds: other names of scalings.
+    amplitude: the keys of longrope's multiplier, which have one value. writes_local_theta: whether
+    ``rope_local_base_freq`` is written, too. rope_key: the key of RoPE in a file that is written.
+    has_mxfp4: whether files may have MXFP4 experts.
     """
 
     architectures: tuple[str, ...]
@@ -74,6 +79,12 @@ class Family:
     unused: tuple[str, ...] = ()
     turning: str = ""
     full_width: Callable[[JsonReader], int] | None = None
+    tensors: Names | None = None
+    rope_kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    amplitude: tuple[str, ...] = ("attention_factor",)
+    writes_local_theta: bool = False
+    rope_key: str = "rope_scaling"
+    has_mxfp4: bool = False
 
     def shared(self, config: JsonMapping) -> JsonMapping:
         """Return a config.json under the shared names of its keys."""

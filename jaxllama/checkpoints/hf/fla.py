@@ -393,7 +393,7 @@ def config_from_fla(config: JsonMapping, name: str, kind: str = "gla") -> ModelC
     bos = read.token_ids("bos_token_id", 1)
     max_position = read.size("max_position_embeddings", 2048)
     kinds: Any = tuple("attention" if i in layers else model.layer for i in range(n_layers))
-    return ModelConfig(
+    return ModelConfig.of(
         name=name,
         vocab_size=read.size("vocab_size", 32000),
         d_model=d_model,
@@ -479,7 +479,7 @@ def config_to_fla(cfg: ModelConfig) -> JsonObject:
             ("rope.scaling", cfg.rope.scaling, "none"),
             ("head_dim", cfg.head_dim * cfg.n_heads if attention else cfg.d_model, cfg.d_model),
             ("window_layers", cfg.window_layers, ()),
-            *((key, getattr(cfg, key), only) for key, only in PLAIN),
+            *((key, getattr(cfg.flat, key), only) for key, only in PLAIN),
             ("stored", cfg.stored, _stored(kind)),
         ),
     )

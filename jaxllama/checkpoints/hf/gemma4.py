@@ -11,17 +11,16 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxllama.checkpoints.hf.family import BIAS, Family, Fields
+from jaxllama.checkpoints.hf.names import GEMMA
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ExpertsConfig, FullAttentionConfig, LayerInputsConfig, ModelConfig
+from jaxllama.model.experts.parameters import ExpertNames
 
-_ROPES = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-    "full_attention": {
-        "rope_type": "proportional",
-        "partial_rotary_factor": 0.25,
-        "rope_theta": 1_000_000.0,
-    },
-}
+_GEMMA4_TENSORS = dataclasses.replace(
+    GEMMA,
+    mixers={"experts": ExpertNames("", router="router.proj", is_fused=True, shared="mlp.")},
+)
+
 _FULL = "full_attention"
 
 
@@ -120,19 +119,6 @@ _NOT_UNIFIED = (
     "top_k_experts",
     "moe_intermediate_size",
 )
-_DEFAULTS = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131072,
-    "rope_theta": 1_000_000.0,
-    "rope_local_base_freq": 10_000.0,
-    "rope_parameters": _ROPES,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "tie_word_embeddings": True,
-    "sliding_window": 512,
-    "hidden_activation": "gelu_pytorch_tanh",
-}
 _KEYS = (
     "global_head_dim",
     "num_global_key_value_heads",
@@ -145,7 +131,7 @@ _FACTS = {
     "embedding_scale": True,
     "post_norms": True,
     "qk_norm": "head",
-    "v_norm": True,
+    "attention_parts": ("value_norm",),
     "layer_scale": True,
 }
 _FIXED: Mapping[str, tuple[object, ...]] = {
@@ -157,7 +143,7 @@ _CAP = ("final_logit_softcapping", "logit_softcap", None)
 
 _UNIFIED = Family(
     ("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
-    defaults={**_DEFAULTS, "sliding_window": 1024, "max_position_embeddings": 262144},
+    defaults={"rope_local_base_freq": 10000.0},
     keys=_KEYS,
     same=(*BIAS, _CAP),
     fields=_gemma4,
@@ -169,16 +155,13 @@ _UNIFIED = Family(
     is_local=True,
     full_width=lambda read: full_heads(read).head_dim,
     absent=_ABSENT,
+    tensors=_GEMMA4_TENSORS,
 )
 FAMILIES: dict[str, Family] = {
     "gemma4_text": dataclasses.replace(
         _UNIFIED,
         architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-        defaults={
-            **_DEFAULTS,
-            "hidden_size_per_layer_input": 256,
-            "vocab_size_per_layer_input": 262144,
-        },
+        defaults={"rope_local_base_freq": 10000.0},
         keys=(*_KEYS, *_NOT_UNIFIED),
         to_hf=_gemma4_to_hf,
     ),

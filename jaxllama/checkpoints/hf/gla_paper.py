@@ -52,7 +52,7 @@ def config_from_paper(config: JsonMapping, name: str) -> ModelConfig:
         gate_bias=True,
     )
     bos = read.token_ids("bos_token_id", 0)
-    return ModelConfig(
+    return ModelConfig.of(
         name=name,
         vocab_size=read.size("vocab_size", 50432),
         d_model=d_model,
@@ -105,5 +105,7 @@ def config_to_paper(cfg: ModelConfig) -> JsonObject:
         "the GLA paper's",
         ((f"gla.{key}", getattr(gla, key), value) for key, value in theirs.items()),
     )
-    only("the GLA paper's", ((key, getattr(cfg, key), getattr(have, key)) for key in keys))
+    only(
+        "the GLA paper's", ((key, getattr(cfg.flat, key), getattr(have.flat, key)) for key in keys)
+    )
     return result

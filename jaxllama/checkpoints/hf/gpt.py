@@ -13,6 +13,54 @@ from jaxllama.checkpoints.hf.family import BIAS, Family, Fields
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.model.names import Names
+
+_GPT2_TENSORS = Names(
+    embed="transformer.wte",
+    positions="transformer.wpe",
+    layer="transformer.h.{}",
+    mixer_norm="ln_1",
+    mixer="attn.",
+    mlp_norm="ln_2",
+    norm="transformer.ln_f",
+    qkv=("c_attn",),
+    o="c_proj",
+    gate_up=("c_fc",),
+    down="c_proj",
+    is_transposed=True,
+)
+_GPTJ_TENSORS = dataclasses.replace(
+    _GPT2_TENSORS,
+    qkv=Names.qkv,
+    o="out_proj",
+    gate_up=("fc_in",),
+    down="fc_out",
+    is_transposed=False,
+)
+_NEOX_TENSORS = Names(
+    embed="gpt_neox.embed_in",
+    layer="gpt_neox.layers.{}",
+    mixer="attention.",
+    norm="gpt_neox.final_layer_norm",
+    head="embed_out",
+    qkv=("query_key_value",),
+    o="dense",
+    gate_up=("dense_h_to_4h",),
+    down="dense_4h_to_h",
+    is_by_head=True,
+)
+_OPT_TENSORS = Names(
+    embed="model.decoder.embed_tokens",
+    positions="model.decoder.embed_positions",
+    layer="model.decoder.layers.{}",
+    mixer_norm="self_attn_layer_norm",
+    mlp_norm="final_layer_norm",
+    mlp="",
+    norm="model.decoder.final_layer_norm",
+    o="out_proj",
+    gate_up=("fc1",),
+    down="fc2",
+)
 
 _LINE = {"norm": "layer", "norm_bias": True, "gated_mlp": False}
 _BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
@@ -87,7 +135,7 @@ def _gpt_neo_window(read: JsonReader) -> Fields:
 
 
 def _gpt_neo_to_hf(cfg: ModelConfig) -> Fields:
-    kinds = ["global" if cfg.window_of(i) is None else "local" for i in range(cfg.n_layers)]
+    kinds = ["global" if layer.window is None else "local" for layer in cfg.layers]
     window = {} if cfg.sliding_window is None else {"window_size": cfg.sliding_window}
     return {"attention_types": [[kinds, 1]], **window}
 
@@ -141,14 +189,6 @@ def _bigcode_to_hf(cfg: ModelConfig) -> Fields:
 
 _GPT2 = Family(
     ("GPT2LMHeadModel",),
-    defaults={
-        "max_position_embeddings": 1024,
-        "layer_norm_epsilon": 1e-5,
-        "activation_function": "gelu_new",
-        "bos_token_id": 50256,
-        "eos_token_id": 50256,
-        "tie_word_embeddings": True,
-    },
     keys=_GPT2_INERT,
     fixed={
         "scale_attn_weights": (True, None),
@@ -163,23 +203,11 @@ _GPT2 = Family(
     derived=_four_times,
     absent=_HEADS,
     unused_endings=(".attn.bias", ".attn.masked_bias"),
+    tensors=_GPT2_TENSORS,
 )
-_OPT = {
-    "max_position_embeddings": 2048,
-    "activation_function": "relu",
-    "bos_token_id": 2,
-    "eos_token_id": 2,
-    "tie_word_embeddings": True,
-}
 _GPTJ = Family(
     ("GPTJForCausalLM",),
-    defaults={
-        "layer_norm_epsilon": 1e-5,
-        "activation_function": "gelu_new",
-        "bos_token_id": 50256,
-        "eos_token_id": 50256,
-        "partial_rotary_factor": None,  # which ``_rotary_share`` computes
-    },
+    defaults={"partial_rotary_factor": None},
     keys=("rotary_dim", *_GPT2_INERT, "scale_attn_weights"),
     to_hf=_rotary_dim,
     fixed={"tie_word_embeddings": (False, None), "rotary": (True, None)},
@@ -191,34 +219,15 @@ _GPTJ = Family(
     derived=_rotary_share,
     absent=(*_HEADS, "partial_rotary_factor", "rope_theta", "rope_scaling"),
     unused_endings=(".attn.bias", ".attn.masked_bias", ".attn.causal_mask"),
+    tensors=_GPTJ_TENSORS,
 )
-
-
-def _xglm(read: JsonReader) -> Fields:
-    """Return the sines of XGLM's table, whose last frequency is 1 / 10000."""
-    pairs = read.size("hidden_size") // 2
-    if pairs < 2:
-        raise read.error("d_model", "must be at least 4")
-    return {"sine_theta": 10000.0 ** (pairs / (pairs - 1))}
-
-
-def _multiple(read: JsonReader) -> Fields:
-    return {
-        "intermediate_size": read.size("hidden_size") * read.size("intermediate_multiple_size", 4)
-    }
-
-
-def _multiple_to_hf(cfg: ModelConfig) -> Fields:
-    return {"intermediate_multiple_size": cfg.d_ff // cfg.d_model}
 
 
 FAMILIES: dict[str, Family] = {
     "gpt2": _GPT2,
-    "gpt-sw3": _GPT2,
     "gpt_bigcode": dataclasses.replace(
         _GPT2,
         architectures=("GPTBigCodeForCausalLM",),
-        defaults={**_GPT2.defaults, "activation_function": "gelu_pytorch_tanh"},
         keys=(
             *_GPT2_INERT,
             "multi_query",
@@ -236,16 +245,10 @@ FAMILIES: dict[str, Family] = {
         },
         to_hf=_bigcode_to_hf,
         fixed={"scale_attn_weights": (True, None), "add_cross_attention": (False, None)},
+        tensors=dataclasses.replace(_GPT2_TENSORS, is_transposed=False, is_by_head=True),
     ),
     "gpt_neo": Family(
         ("GPTNeoForCausalLM",),
-        defaults={
-            "layer_norm_epsilon": 1e-5,
-            "activation_function": "gelu_new",
-            "bos_token_id": 50256,
-            "eos_token_id": 50256,
-            "tie_word_embeddings": True,
-        },
         keys=(
             "attention_types",
             "attention_layers",
@@ -265,10 +268,13 @@ FAMILIES: dict[str, Family] = {
         derived=_four_times,
         absent=_HEADS,
         unused_endings=(".attn.attention.bias", ".attn.attention.masked_bias"),
+        tensors=dataclasses.replace(
+            _GPT2_TENSORS, mixer="attn.attention.", qkv=Names.qkv, o="out_proj", is_transposed=False
+        ),
     ),
     "opt": Family(
         ("OPTForCausalLM",),
-        defaults=_OPT,
+        defaults={"max_position_embeddings": 2048, "eos_token_id": 2},
         keys=("dropout", "layerdrop", "init_std", "activation_dropout", "word_embed_proj_dim"),
         same=tuple(("enable_bias", field, True) for field in _BIASES),
         fields=_opt_width,
@@ -282,37 +288,11 @@ FAMILIES: dict[str, Family] = {
         is_nope=lambda *_: True,
         names={"intermediate_size": "ffn_dim"},
         absent=_HEADS,
-    ),
-    "biogpt": Family(
-        ("BioGptForCausalLM",),
-        defaults={
-            "hidden_act": "gelu",
-            "max_position_embeddings": 1024,
-            "bos_token_id": 0,
-            "tie_word_embeddings": True,
-        },
-        keys=(
-            "layer_norm_eps",  # which transformers does not use
-            "activation_dropout",
-            "attention_probs_dropout_prob",
-            "hidden_dropout_prob",
-            "layerdrop",
-        ),
-        same=(("scale_embedding", "embedding_scale", True),),
-        facts={**_LINE, **_BIASES, "norm_eps": 1e-5, "learned_positions": 2},
-        is_nope=lambda *_: True,
-        absent=_HEADS,
+        tensors=_OPT_TENSORS,
     ),
     "gptj": _GPTJ,
-    "codegen": dataclasses.replace(_GPTJ, architectures=("CodeGenForCausalLM",)),
     "gpt_neox": Family(
         ("GPTNeoXForCausalLM",),
-        defaults={
-            "hidden_act": "gelu",
-            "layer_norm_eps": 1e-5,
-            "bos_token_id": 0,
-            "partial_rotary_factor": 0.25,
-        },
         same=(
             ("use_parallel_residual", "parallel_block", True),
             ("use_parallel_residual", "parallel_norms", True),
@@ -324,43 +304,10 @@ FAMILIES: dict[str, Family] = {
         names={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
         absent=_HEADS,
         unused_endings=(".attention.bias", ".attention.masked_bias"),
-    ),
-    "gpt_neox_japanese": Family(
-        ("GPTNeoXJapaneseForCausalLM",),
-        defaults={
-            "hidden_act": "gelu",
-            "layer_norm_eps": 1e-5,
-            "bos_token_id": 31996,
-            "eos_token_id": 31999,
-            "tie_word_embeddings": True,
-            "partial_rotary_factor": 1.0,
-        },
-        keys=("intermediate_multiple_size", "hidden_dropout"),
-        facts={**_LINE, "o_bias": True},
-        to_hf=_multiple_to_hf,
-        derived=_multiple,
-        eps="layer_norm_eps",
-        names={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
-        absent=(*_HEADS, "intermediate_size"),
-    ),
-    "persimmon": Family(
-        ("PersimmonForCausalLM",),
-        defaults={
-            "hidden_act": "relu2",
-            "max_position_embeddings": 16384,
-            "layer_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-        },
-        keys=("qk_layernorm",),
-        fields=lambda read: {"qk_norm": "layer" if read.flag("qk_layernorm", True) else "none"},
-        to_hf=lambda cfg: {"qk_layernorm": cfg.qk_norm == "layer"},
-        facts={**_LINE, **_BIASES},
-        eps="layer_norm_eps",
-        absent=_HEADS,
+        tensors=_NEOX_TENSORS,
     ),
     "nanochat": Family(
         ("NanoChatForCausalLM",),
-        defaults={"hidden_act": "relu2", "bos_token_id": 0, "eos_token_id": 1},
         same=(*BIAS, ("final_logit_softcapping", "logit_softcap", 15.0)),
         facts={
             "norm_weight": False,
@@ -370,79 +317,17 @@ FAMILIES: dict[str, Family] = {
             "embed_norm": True,
         },
         stored={"flipped": True},
-    ),
-    "xglm": Family(
-        ("XGLMForCausalLM",),
-        defaults={
-            "activation_function": "gelu",
-            "layer_norm_eps": 1e-5,
-            "bos_token_id": 0,
-            "eos_token_id": 2,
-            "tie_word_embeddings": True,
-        },
-        keys=("decoder_start_token_id", "init_std", "layerdrop", "dropout", "activation_dropout"),
-        same=(("scale_embedding", "embedding_scale", True),),
-        fields=_xglm,
-        fixed={"add_cross_attention": (False, None), "is_encoder_decoder": (False, None)},
-        facts={**_LINE, **_BIASES, "learned_positions": 2},
-        eps="layer_norm_eps",
-        activation="activation_function",
-        is_nope=lambda *_: True,
-        names={
-            "hidden_size": "d_model",
-            "intermediate_size": "ffn_dim",
-            "num_hidden_layers": "num_layers",
-            "num_attention_heads": "attention_heads",
-        },
-        absent=(*_HEADS, "layer_norm_eps"),
-        unused_endings=(".embed_positions.weights",),
-    ),
-    "ctrl": Family(
-        ("CTRLLMHeadModel",),
-        defaults={
-            "max_position_embeddings": 256,
-            "hidden_act": "relu",
-            "layer_norm_epsilon": 1e-6,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "tie_word_embeddings": True,
-        },
-        keys=("from_tf", "n_ctx"),
-        fixed={"layer_norm_epsilon": (1e-6,), "hidden_act": ("relu",)},
-        facts={
-            **_LINE,
-            **_BIASES,
-            **_LEARNED,
-            "sine_theta": 10000.0,
-            "embedding_scale": True,
-            "head_bias": True,
-        },
-        eps="layer_norm_epsilon",
-        is_nope=lambda *_: True,
-        names={key: name for key, name in _GPT2_NAMES.items() if name != "n_inner"}
-        | {"intermediate_size": "dff"},
-        absent=(*_HEADS, "hidden_act"),
+        tensors=Names(gate_up=("fc1",), down="fc2"),
     ),
     "phi": Family(
         ("PhiForCausalLM",),
-        defaults={
-            "hidden_act": "gelu_new",
-            "layer_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-        },
         fixed={"qk_layernorm": (False, None), "tie_word_embeddings": (False, None)},
         facts={**_LINE, **_BIASES, "head_bias": True, "parallel_block": True},
         eps="layer_norm_eps",
+        tensors=Names(o="dense", gate_up=("fc1",), down="fc2", norm="model.final_layernorm"),
     ),
     "falcon": Family(
         ("FalconForCausalLM", "RWForCausalLM"),
-        defaults={
-            "activation": "gelu",
-            "layer_norm_epsilon": 1e-5,
-            "bos_token_id": 11,
-            "eos_token_id": 11,
-            "tie_word_embeddings": True,
-        },
         keys=(
             "new_decoder_architecture",
             "multi_query",
@@ -465,5 +350,14 @@ FAMILIES: dict[str, Family] = {
         },
         derived=_four_times,
         absent=("head_dim",),
+        tensors=dataclasses.replace(
+            _NEOX_TENSORS,
+            embed="transformer.word_embeddings",
+            layer="transformer.h.{}",
+            mixer="self_attention.",
+            norm="transformer.ln_f",
+            head="lm_head",
+            parallel_norms=("ln_attn", "ln_mlp"),
+        ),
     ),
 }

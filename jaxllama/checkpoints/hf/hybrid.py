@@ -18,9 +18,14 @@ from jaxllama.checkpoints.hf.family import (
     delta_of,
     delta_to_hf,
 )
+from jaxllama.checkpoints.hf.names import LFM2, OLMO
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.model.experts.parameters import ExpertNames
+from jaxllama.model.mixers.delta import parameters as delta
+from jaxllama.model.mixers.short_conv.parameters import options
+from jaxllama.model.names import Names
 
 
 def _has_no_theta(index: int, read: JsonReader, slides: bool) -> bool:
@@ -88,7 +93,7 @@ def _lara(read: JsonReader) -> Fields:
 
 
 def _lara_to_hf(cfg: ModelConfig) -> Fields:
-    kinds = [_LARA_KINDS[2 - (cfg.window_of(i) is not None)] for i in range(cfg.n_layers)]
+    kinds = [_LARA_KINDS[2 - (layer.window is not None)] for layer in cfg.layers]
     return {
         **_LARA_EXPERTS.to_hf(cfg),
         "layer_types": [
@@ -132,23 +137,19 @@ def conv_layers(read: JsonReader) -> Fields:
 
 def conv_to_hf(cfg: ModelConfig) -> Fields:
     """Return the keys of LFM2's layers.  Raises JaxLlamaError where there is no convolution."""
-    if "short_conv" not in dict(cfg.mixers):
+    layer = next((one for one in cfg.layers if one.kind == "short_conv"), None)
+    if layer is None:
         raise JaxLlamaError("mixers.short_conv: this family's layers have it")
     kinds = {"attention": "full_attention", "short_conv": "conv"}
     return {
         "layer_types": [kinds[kind] for kind in cfg.layer_types],
-        "conv_L_cache": cfg.options_of("short_conv")["taps"],
+        "conv_L_cache": options(layer).taps,
     }
 
 
 FAMILIES: dict[str, Family] = {
     "olmo_hybrid": Family(
         ("OlmoHybridForCausalLM",),
-        defaults={
-            "max_position_embeddings": 65536,
-            "bos_token_id": None,
-            "eos_token_id": 100257,
-        },
         keys=(
             "layer_types",
             *DELTA_KEYS,
@@ -165,18 +166,17 @@ FAMILIES: dict[str, Family] = {
         fixed={"linear_use_gate": (True, None)},
         facts={"qk_norm": "full"},
         is_nope=_has_no_theta,
+        tensors=dataclasses.replace(
+            OLMO,
+            other_norms={
+                "input_layernorm": "attention_layer_norm",
+                "post_attention_layernorm": "feedforward_layer_norm",
+            },
+            mixers={"delta": dataclasses.replace(delta.FLA, mixer="linear_attn.")},
+        ),
     ),
     "lara_mini": Family(
         ("LaraMiniForCausalLM",),
-        defaults={
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "bos_token_id": None,
-            "eos_token_id": 151643,
-            "tie_word_embeddings": True,
-            "sliding_window": 512,
-        },
         keys=(
             "layer_types",
             *DELTA_KEYS,
@@ -190,16 +190,20 @@ FAMILIES: dict[str, Family] = {
         is_nope=lambda i, read, slides: not slides,
         derived=_lara_types,
         absent=("intermediate_size",),
+        tensors=Names(
+            mixers={
+                "delta": delta.DeltaNames(
+                    inputs=(("in_proj", 4),),
+                    gates=(("in_proj", 2),),
+                    norm="out_norm",
+                    is_joined=True,
+                ),
+                "experts": ExpertNames(is_fused=True),
+            }
+        ),
     ),
     "lfm2": Family(
         ("Lfm2ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 128000,
-            "norm_eps": 1e-5,
-            "rope_theta": 1_000_000.0,
-            "tie_word_embeddings": True,
-        },
         keys=(
             "layer_types",
             "full_attn_idxs",
@@ -225,5 +229,6 @@ FAMILIES: dict[str, Family] = {
         facts={"qk_norm": "head"},
         eps="norm_eps",
         others={"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"},
+        tensors=LFM2,
     ),
 }

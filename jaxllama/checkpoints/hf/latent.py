@@ -15,9 +15,11 @@ from collections.abc import Mapping
 
 from jaxllama.checkpoints.hf.experts import SigmoidMixture
 from jaxllama.checkpoints.hf.family import BIAS, Family, Fields, minicpm, minicpm_to_hf
+from jaxllama.checkpoints.hf.names import SHARED
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import LatentConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.model.names import Names
 
 KEYS = (
     "kv_lora_rank",
@@ -108,7 +110,8 @@ def _v2(read: JsonReader) -> Fields:
     method = read.text("topk_method", "greedy")
     if method not in _METHODS:
         raise read.error("topk_method", f"must be one of {', '.join(_METHODS)}")
-    experts = _V2_EXPERTS.fields(read)["experts"]
+    fields = _V2_EXPERTS.fields(read)
+    experts = fields["experts"]
     if experts is not None:
         groups = {} if method == _METHODS[1] else {"n_groups": 1, "n_active_groups": 1}
         experts = dataclasses.replace(
@@ -119,7 +122,7 @@ def _v2(read: JsonReader) -> Fields:
             group_best=1,
             **groups,
         )
-    return {**latent_fields(read), "experts": experts}
+    return {**latent_fields(read), **fields, "experts": experts}
 
 
 def _v2_to_hf(cfg: ModelConfig) -> Fields:
@@ -133,10 +136,11 @@ def _value_width(read: JsonReader) -> Fields:
 
 
 def _axk1(read: JsonReader) -> Fields:
-    experts = _AXK_EXPERTS.fields(read)["experts"]
+    fields = _AXK_EXPERTS.fields(read)
+    experts = fields["experts"]
     if experts is not None:
         experts = dataclasses.replace(experts, out_norm=True)
-    return {**_turning(read), "experts": experts}
+    return {**_turning(read), **fields, "experts": experts}
 
 
 _RANKS = {
@@ -149,15 +153,7 @@ _RANKS = {
 _V3_KEYS = (*KEYS, "rope_interleave", "num_nextn_predict_layers", "num_mtp_layers")
 _DEEPSEEK_V3 = Family(
     ("DeepseekV3ForCausalLM",),
-    defaults={
-        **_RANKS,
-        "max_position_embeddings": 4096,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "n_group": 8,
-        "topk_group": 4,
-        "first_k_dense_replace": 3,
-    },
+    defaults={"n_group": 8, "topk_group": 4, "first_k_dense_replace": 3},
     keys=(*_V3_KEYS, "topk_method", "scoring_func", "moe_layer_freq", *_V3_EXPERTS.keys),
     same=BIAS,
     fields=lambda read: {**_turning(read), **_V3_EXPERTS.fields(read)},
@@ -165,11 +161,12 @@ _DEEPSEEK_V3 = Family(
     fixed={"scoring_func": ("sigmoid", None), "moe_layer_freq": (1, None)},
     turning=TURNING,
     unused=("model.layers.{n_layers}.",),
+    tensors=Names(mixers={"experts": SHARED}),
 )
 FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(
         ("DeepseekV2ForCausalLM",),
-        defaults={**_RANKS, "n_shared_experts": 2, "first_k_dense_replace": 0},
+        defaults={"n_shared_experts": 2, "first_k_dense_replace": 0},
         keys=(*KEYS, "topk_method", "scoring_func", "moe_layer_freq", *_V2_EXPERTS.keys),
         same=BIAS,
         fields=_v2,
@@ -182,66 +179,41 @@ FAMILIES: dict[str, Family] = {
         },
         stored={"interleaved": True},
         turning=TURNING,
+        tensors=Names(mixers={"experts": SHARED}),
     ),
     "deepseek_v3": _DEEPSEEK_V3,
     "sarvam_mla": dataclasses.replace(
         _DEEPSEEK_V3,
         architectures=("DeepseekV3ForCausalLM", "SarvamMLAForCausalLM"),
-        defaults={
-            **_DEEPSEEK_V3.defaults,
-            "q_lora_rank": None,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-        },
+        defaults={"q_lora_rank": None, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
         keys=(*_V3_KEYS, *_SARVAM_EXPERTS.keys),
         fields=lambda read: {**_turning(read), **_SARVAM_EXPERTS.fields(read)},
         to_hf=lambda cfg: {**_turning_to_hf(cfg), **_SARVAM_EXPERTS.to_hf(cfg)},
         fixed={},
+        rope_kinds={"deepseek_yarn": "yarn"},
     ),
     "axk1": dataclasses.replace(
         _DEEPSEEK_V3,
         architectures=("AXK1ForCausalLM",),
-        defaults={
-            **_DEEPSEEK_V3.defaults,
-            "max_position_embeddings": 32768,
-            "bos_token_id": 163691,
-            "eos_token_id": 163691,
-            "first_k_dense_replace": 1,
-        },
+        defaults={"n_group": 8, "topk_group": 4, "first_k_dense_replace": 1},
         keys=(*_V3_KEYS, "moe_layer_freq", *_AXK_EXPERTS.keys),
         fields=_axk1,
         to_hf=lambda cfg: {**_turning_to_hf(cfg), **_AXK_EXPERTS.to_hf(cfg)},
         fixed={"moe_layer_freq": (1, None)},
+        tensors=Names(mixers={"experts": dataclasses.replace(SHARED, may_lack_bias=True)}),
     ),
     "glm4_moe_lite": Family(
         ("Glm4MoeLiteForCausalLM",),
-        defaults={
-            **_RANKS,
-            "q_lora_rank": 768,
-            "qk_nope_head_dim": 192,
-            "v_head_dim": 256,
-            "max_position_embeddings": 202752,
-            "rms_norm_eps": 1e-5,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-        },
         keys=(*_V3_KEYS, *_GLM_EXPERTS.keys),
         same=BIAS,
         fields=lambda read: {**_turning(read), **_GLM_EXPERTS.fields(read)},
         to_hf=lambda cfg: {**_turning_to_hf(cfg), **_GLM_EXPERTS.to_hf(cfg)},
         turning=TURNING,
         unused=("model.layers.{n_layers}.",),
+        tensors=Names(mixers={"experts": SHARED}),
     ),
     "youtu": Family(
         ("YoutuForCausalLM",),
-        defaults={
-            **_RANKS,
-            "max_position_embeddings": 131072,
-            "bos_token_id": 128000,
-            "eos_token_id": 128001,
-            "tie_word_embeddings": True,
-        },
         keys=(*KEYS, "rope_interleave", "embedding_initializer_range"),
         same=BIAS,
         fields=_turning,
@@ -250,18 +222,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "minicpm3": Family(
         ("MiniCPM3ForCausalLM",),
-        defaults={
-            "kv_lora_rank": 256,
-            "q_lora_rank": 768,
-            "qk_nope_head_dim": 64,
-            TURNING: 32,
-            "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": True,
-            "scale_emb": 12,
-            "scale_depth": 1.4,
-            "dim_model_base": 256,
-        },
+        defaults={"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
         keys=KEYS,
         same=BIAS,
         fields=lambda read: {**latent_fields(read), **minicpm(read)},

@@ -37,6 +37,7 @@ from jaxllama.checkpoints.hf.config import (
 )
 from jaxllama.checkpoints.hf.families import FAMILIES, MTP
 from jaxllama.checkpoints.hf.save import FOREIGN, GENERATION, OURS, index_file, save, weights_file
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.checkpoints.packed import float4
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.checkpoints.peft import Factors
@@ -46,7 +47,6 @@ from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.files import INDEX, SETTINGS, exists, read_json
 from jaxllama.model import param as tensors
 from jaxllama.model.param import Param, TensorSource
-from jaxllama.model.params import param_table
 from jaxllama.progress import working
 from jaxllama.typing import JsonObject, Leaf, ParamsDict
 
@@ -214,7 +214,7 @@ def load(
         found = _untied(directory, found, files)
         cfg = found if cfg is None else check_preset(cfg, found)
         cfg = cfg.replace(mtp_layers=found.mtp_layers)
-        table = param_table(cfg, files)
+        table = tensor_table(cfg, files)
         files = _in_pieces(files, table)
         leaves = packed.plan(directory, config, table, files)
         plain = {path: spec for path, spec in table.items() if path not in leaves}
@@ -341,7 +341,7 @@ def _with_mtp(cfg: ModelConfig, files: Tensors) -> ModelConfig:
     whole = cfg.replace(mtp_layers=1)
     sources = [
         source.name
-        for path, spec in param_table(whole, files).items()
+        for path, spec in tensor_table(whole, files).items()
         if path[0] == "mtp"
         for source in spec.sources
     ]
@@ -424,7 +424,7 @@ def _check(
 
 def _tied_heads(cfg: ModelConfig) -> list[str]:
     """Return the tensors of a head that a tied checkpoint may hold in addition to the embedding."""
-    untied = param_table(cfg.replace(tie_embeddings=False)) if cfg.tie_embeddings else {}
+    untied = tensor_table(cfg.replace(tie_embeddings=False)) if cfg.tie_embeddings else {}
     return [
         source.name for path, spec in untied.items() if path[0] == "head" for source in spec.sources
     ]
@@ -433,7 +433,7 @@ def _tied_heads(cfg: ModelConfig) -> list[str]:
 def _untied(directory: Path, cfg: ModelConfig, files: Tensors) -> ModelConfig:
     """Return ``cfg`` untied if the checkpoint has a head with other values than the embedding."""
     for head in _tied_heads(cfg):
-        (embed,) = param_table(cfg)["embed", "weight"].sources
+        (embed,) = tensor_table(cfg)["embed", "weight"].sources
         is_there = head.endswith(".weight") and head in files and embed.name in files
         if is_there and not _equal(files, embed.name, head):
             warnings.warn(

@@ -139,9 +139,10 @@ class MambaKeys:
 
 def options_of(cfg: ModelConfig) -> SSMOptions:
     """Return the options.  Raises JaxLlamaError where a model has none."""
-    if "ssm" not in dict(cfg.mixers):
+    found = next((layer for layer in cfg.layers if layer.kind == "ssm"), None)
+    if found is None:
         raise JaxLlamaError("mixers.ssm: this family's layers have it")
-    return options(cfg)
+    return options(found)
 
 
 def _bounds(read: JsonReader) -> tuple[float, float | None]:
@@ -217,11 +218,12 @@ def nemotron_layers(read: JsonReader) -> Fields:
         "layer_types": tuple(mixers),
         "bare_layers": tuple(i for i in range(n) if i not in fed),
         "nope_layers": tuple(range(n)),
-        "experts": _nemotron_experts(read, tuple(sparse)) if sparse else None,
+        "experts": _nemotron_experts(read) if sparse else None,
+        "expert_layers": tuple(sparse),
     }
 
 
-def _nemotron_experts(read: JsonReader, layers: tuple[int, ...]) -> ExpertsConfig:
+def _nemotron_experts(read: JsonReader) -> ExpertsConfig:
     """Return the options of experts without a gate, and of the shared one beside them."""
     return ExpertsConfig(
         n_experts=read.size("n_routed_experts", 8),
@@ -235,7 +237,6 @@ def _nemotron_experts(read: JsonReader, layers: tuple[int, ...]) -> ExpertsConfi
         n_active_groups=read.size("topk_group", 1),
         shared=read.size("moe_shared_expert_intermediate_size", 7688),
         shared_bias=read.flag("mlp_bias", False),
-        layers=layers,
     )
 
 
@@ -244,8 +245,9 @@ def nemotron_to_hf(cfg: ModelConfig) -> JsonMapping:
     types: list[str] = []
     for index, kind in enumerate(cfg.layer_types):
         types.append("full_attention" if kind == "attention" else "linear_attention")
-        if index not in cfg.bare_layers:
-            types.append("mlp" if cfg.experts_of(index) is None else "moe")
+        layer = cfg.layers[index]
+        if layer.feed is not None:
+            types.append("mlp" if layer.experts is None else "moe")
     keys: JsonObject = {"layers_block_type": types, "num_hidden_layers": len(types)}
     if (experts := cfg.experts) is None:
         return keys

@@ -13,6 +13,7 @@ from jaxllama.checkpoints.hf.mamba import MambaKeys, options_of
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import UNMULTIPLIED, ModelConfig, Multipliers, SharedBlocks
 from jaxllama.errors import JaxLlamaError
+from jaxllama.model.names import Names
 
 _FALCON = MambaKeys()
 
@@ -181,13 +182,7 @@ def _zamba2_to_hf(cfg: ModelConfig) -> Fields:
 FAMILIES: dict[str, Family] = {
     "zamba2": Family(
         ("Zamba2ForCausalLM",),
-        defaults={
-            "num_hidden_layers": 54,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "hidden_act": "gelu",
-            "tie_word_embeddings": True,
-        },
+        defaults={"num_hidden_layers": 54},
         keys=(
             *_ZAMBA.keys,
             "layers_block_type",
@@ -212,14 +207,17 @@ FAMILIES: dict[str, Family] = {
             "head_dim": 2 * read.size("hidden_size") // read.size("num_attention_heads"),
             "intermediate_size": 4 * read.size("hidden_size"),
         },
+        tensors=Names(
+            mlp_norm="pre_ff_layernorm",
+            mlp="feed_forward.",
+            norm="model.final_layernorm",
+            gate_up=("gate_up_proj",),
+            shared="shared_transformer.",
+            reads=".mamba_decoder",
+        ),
     ),
     "falcon_h1": Family(
         ("FalconH1ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 8192,
-            "rms_norm_eps": 1e-5,
-        },
         keys=(
             *_FALCON.keys,
             "mamba_d_ssm",
@@ -242,5 +240,11 @@ FAMILIES: dict[str, Family] = {
         ),
         fields=_falcon_h1,
         to_hf=_falcon_h1_to_hf,
+        tensors=Names(
+            mlp_norm="pre_ff_layernorm",
+            mlp="feed_forward.",
+            norm="model.final_layernorm",
+            is_paired=True,
+        ),
     ),
 }

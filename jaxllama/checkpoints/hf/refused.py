@@ -20,11 +20,15 @@ _REASONS: dict[str, str] = {
     "the decoder of an encoder-decoder": """
         bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet
         """,
-    "an encoder with embeddings of a character's shape and sound": "roc_bert",
-    "an encoder with an adapter for each language": "xmod",
-    "mixer: attention over random and sliding blocks": "big_bird",
+    "an encoder, also if it runs as a decoder": """
+        bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert
+        modernbert-decoder rembert roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta
+        xlm-roberta-xl xmod
+        """,
+    "an early decoder, which newer models have replaced": """
+        biogpt codegen ctrl gpt-sw3 gpt_neox_japanese openai-gpt persimmon xglm
+        """,
     "mixer: two streams of attention with relative positions": "xlnet",
-    "an encoder with embeddings of languages": "xlm",
     "image input": """
         cohere_compass_text emu3 fuyu git got_ocr2 llama4 mllama trocr phi4_multimodal
         minimax_m3_vl_text dots3_note dots3_note_text gemma3n

@@ -76,10 +76,7 @@ def _rope(
     build = functools.partial(
         RopeConfig, theta, rotary_dim=None if share == 1 else turning, query_beta=beta
     )
-    if family == "phi3" and kind in ("su", "yarn"):  # older names
-        kind = "longrope"
-    if family == "sarvam_mla" and kind == "deepseek_yarn":
-        kind = "yarn"
+    kind = FAMILIES[family].rope_kinds.get(kind, kind)
     if kind == "default":
         return build()
     if kind == "linear":
@@ -128,12 +125,13 @@ def _rope(
 
 def _amplitude(family: str, read: JsonReader) -> float | None:
     """Return longrope's multiplier of cos and sin, None for its own formula."""
-    if family != "phimoe":
-        return read.number("attention_factor", None)
-    short, long = (read.positive(f"{name}_mscale") for name in ("short", "long"))
-    if short != long:
-        raise read.error("long_mscale", f"differs from short_mscale ({short}), which is not done")
-    return short
+    keys = FAMILIES[family].amplitude
+    if len(keys) == 1:
+        return read.number(keys[0], None)
+    first, *others = (read.positive(key) for key in keys)
+    if others != [first]:
+        raise read.error(keys[-1], f"differs from {keys[0]} ({first}), which is not done")
+    return first
 
 
 def _factors(read: JsonReader, key: str, turning: int) -> tuple[float, ...]:

@@ -8,9 +8,12 @@ from collections.abc import Mapping
 
 from jaxllama.checkpoints.hf.experts import Mixture, SigmoidMixture
 from jaxllama.checkpoints.hf.family import BIAS, Family, Fields, every
+from jaxllama.checkpoints.hf.names import SHARED
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ExpertsConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.model.experts.parameters import ExpertNames
+from jaxllama.model.names import Names
 
 _MELLUM_EXPERTS = Mixture(64, 8, "num_local_experts", width=896, has_norm_key=True)
 _FLINT_EXPERTS = Mixture(256, 6, width=512, has_norm_key=True, shared=1024, is_mixed=True)
@@ -51,14 +54,14 @@ def _is_sparse(read: JsonReader, default: list[str]) -> list[bool]:
 
 
 def _kinds_to_hf(cfg: ModelConfig) -> list[str]:
-    return ["dense" if cfg.experts_of(index) is None else "sparse" for index in range(cfg.n_layers)]
+    return ["dense" if layer.experts is None else "sparse" for layer in cfg.layers]
 
 
 def _mellum(read: JsonReader) -> Fields:
     sparse = _is_sparse(read, ["sparse"] * read.size("num_hidden_layers"))
     experts = _MELLUM_EXPERTS.fields(read)["experts"]
     layers = tuple(index for index, is_sparse in enumerate(sparse) if is_sparse)
-    return {"experts": dataclasses.replace(experts, layers=layers) if layers else None}
+    return {"experts": experts, "expert_layers": layers} if layers else {"experts": None}
 
 
 def _mellum_to_hf(cfg: ModelConfig) -> Fields:
@@ -66,17 +69,17 @@ def _mellum_to_hf(cfg: ModelConfig) -> Fields:
     return {**keys, "mlp_layer_types": _kinds_to_hf(cfg)}
 
 
-def _sigmoids(experts: ExpertsConfig | None, **changes: bool) -> Fields:
-    """Return experts chosen by sigmoids, with a shared one that has no gate."""
+def _sigmoids(fields: Fields, **changes: bool) -> Fields:
+    """Return the fields of experts chosen by sigmoids, with a shared one that has no gate."""
+    experts = fields["experts"]
     if experts is not None:
         experts = dataclasses.replace(experts, scores="sigmoid", shared_gate=False, **changes)
-    return {"experts": experts}
+    return {**fields, "experts": experts}
 
 
 def _kolibri(read: JsonReader) -> Fields:
-    experts = _KOLIBRI_EXPERTS.fields(read)["experts"]
-    assert experts is not None  # every layer has them
-    return {**_sigmoids(experts, choice_bias=True, choice_by_logits=True), "d_ff": experts.d_ff}
+    fields = _sigmoids(_KOLIBRI_EXPERTS.fields(read), choice_bias=True, choice_by_logits=True)
+    return {**fields, "d_ff": fields["experts"].d_ff}  # every layer has them
 
 
 def _flint_window(index: int, read: JsonReader) -> bool:
@@ -119,10 +122,10 @@ def _cohere(read: JsonReader) -> Fields:
         normalize=scores == "softmax" or read.flag("norm_topk_prob", True),
         scale=share,
         shared=width * shared,
-        layers=layers,
     )
     found: Fields = {
         "experts": experts if layers else None,
+        "expert_layers": layers,
         "d_ff": read.size("prefix_dense_intermediate_size", width),
         "stored.shared": share,
     }
@@ -147,8 +150,8 @@ def _cohere_to_hf(cfg: ModelConfig) -> Fields:
     if experts is None:
         raise JaxLlamaError("experts = None: this family's layers have them")
     turning = any(
-        cfg.experts_of(i) is None and cfg.window_of(i) is None and i not in cfg.nope_layers
-        for i in range(cfg.n_layers)
+        layer.experts is None and layer.window is None and layer.mixer.rope.rotary_dim != 0
+        for layer in cfg.layers
     )
     return {
         "num_experts": experts.n_experts,
@@ -162,7 +165,7 @@ def _cohere_to_hf(cfg: ModelConfig) -> Fields:
         "prefix_dense_sliding_window_pattern": 1 if turning else 2,
         "mlp_layer_types": _kinds_to_hf(cfg),
         "layer_norm_eps": cfg.norm_eps,
-        "rms_norm_eps": cfg.norm_eps if cfg.norm == "rms" else None,
+        "rms_norm_eps": cfg.norm_eps if cfg.norm.kind == "rms" else None,
     }
 
 
@@ -225,12 +228,7 @@ def _dbrx_to_hf(cfg: ModelConfig) -> Fields:
 FAMILIES: dict[str, Family] = {
     "dbrx": Family(
         ("DbrxForCausalLM",),
-        defaults={
-            "rope_theta": None,
-            "layer_norm_eps": 1e-5,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
+        defaults={"rope_theta": None, "layer_norm_eps": 1e-05},
         keys=("attn_config", "ffn_config", "output_router_logits", "resid_pdrop", "emb_pdrop"),
         fields=_dbrx,
         to_hf=_dbrx_to_hf,
@@ -245,22 +243,29 @@ FAMILIES: dict[str, Family] = {
         },
         derived=_dbrx_sizes,
         absent=("num_key_value_heads", "head_dim", "intermediate_size", "hidden_act"),
+        tensors=Names(
+            embed="transformer.wte",
+            layer="transformer.blocks.{}",
+            mixer_norm="norm_attn_norm.norm_1",
+            mixer="norm_attn_norm.attn.",
+            mlp_norm="norm_attn_norm.norm_2",
+            norm="transformer.norm_f",
+            qkv=("Wqkv",),
+            o="out_proj",
+            mixers={
+                "experts": ExpertNames(
+                    "ffn.",
+                    router="router.layer",
+                    gate_up=("experts.mlp.w1", "experts.mlp.v1"),
+                    down="experts.mlp.w2",
+                    in_rows=True,
+                )
+            },
+        ),
     ),
     "mellum": Family(
         ("MellumForCausalLM",),
-        defaults={
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "sliding_window": 1024,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            },
-            "rope_theta": 10000.0,
-        },
+        defaults={"rope_theta": 10000.0},
         keys=(
             "mlp_layer_types",
             "num_mtp_layers",
@@ -280,33 +285,18 @@ FAMILIES: dict[str, Family] = {
     ),
     "flint": Family(
         ("FlintForCausalLM",),
-        defaults={
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "max_position_embeddings": 262144,
-            "sliding_window": 513,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "mlp_only_layers": [0, 1],
-        },
+        defaults={"mlp_only_layers": [0, 1]},
         keys=_FLINT_EXPERTS.keys,
         same=BIAS,
-        fields=lambda read: _sigmoids(_FLINT_EXPERTS.fields(read)["experts"]),
+        fields=lambda read: _sigmoids(_FLINT_EXPERTS.fields(read)),
         to_hf=_FLINT_EXPERTS.to_hf,
         facts={"qk_norm": "head", "attn_sinks": True},
         window=_flint_window,
         is_nope=_is_full,
+        tensors=Names(sinks="softmax_offset"),
     ),
     "kolibri1": Family(
         ("Kolibri1ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "max_position_embeddings": 262144,
-            "sliding_window": 513,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
         keys=_KOLIBRI_EXPERTS.keys,
         fields=_kolibri,
         to_hf=_KOLIBRI_EXPERTS.to_hf,
@@ -315,17 +305,18 @@ FAMILIES: dict[str, Family] = {
         is_nope=_is_full_of_some,
         derived=lambda read: {"intermediate_size": read.size("moe_intermediate_size", 512)},
         absent=("intermediate_size",),
+        tensors=Names(
+            mixer_out_norm="post_attn_norm",
+            mlp_out_norm="post_ffn_norm",
+            mixers={
+                "experts": dataclasses.replace(
+                    SHARED, choice_bias="moe.router.expert_bias", is_bias_beside=True
+                )
+            },
+        ),
     ),
     "afmoe": Family(
         ("AfmoeForCausalLM",),
-        defaults={
-            "head_dim": 128,
-            "max_position_embeddings": 16384,
-            "rms_norm_eps": 1e-5,
-            "sliding_window": 1024,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
         keys=("global_attn_every_n_layers", *_AFMOE_EXPERTS.keys),
         same=(*BIAS, ("mup_enabled", "embedding_scale", False)),
         fields=_AFMOE_EXPERTS.fields,
@@ -335,21 +326,20 @@ FAMILIES: dict[str, Family] = {
         window=lambda i, read: bool((i + 1) % read.size("global_attn_every_n_layers", 4)),
         is_nope=_is_full,
         names={"routed_scaling_factor": "route_scale", "first_k_dense_replace": "num_dense_layers"},
+        tensors=Names(
+            gate="gate_proj",
+            mixer_out_norm="post_attention_layernorm",
+            mlp_norm="pre_mlp_layernorm",
+            mixers={
+                "experts": dataclasses.replace(
+                    SHARED, router="router.gate", choice_bias="expert_bias"
+                )
+            },
+        ),
     ),
     "cohere2_moe": Family(
         ("Cohere2MoeForCausalLM",),
-        defaults={
-            "head_dim": 128,
-            "max_position_embeddings": 8192,
-            "layer_norm_eps": 1e-5,
-            "sliding_window": 4096,
-            "bos_token_id": 5,
-            "eos_token_id": 255001,
-            "tie_word_embeddings": True,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "num_shared_experts": 0,
-        },
+        defaults={"num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 0},
         keys=_COHERE_KEYS,
         same=(*BIAS, ("logit_scale", "stored.logits", 0.0625)),
         fields=_cohere,
@@ -359,5 +349,6 @@ FAMILIES: dict[str, Family] = {
         eps="layer_norm_eps",
         window=_cohere_window,
         is_nope=_cohere_nope,
+        tensors=Names(mixers={"experts": SHARED}),
     ),
 }

@@ -24,11 +24,11 @@ import numpy as np
 from jaxllama.checkpoints import safetensors as safetensors_file
 from jaxllama.checkpoints.folding import unfold
 from jaxllama.checkpoints.hf.config import config_to_hf, generation_config
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import param as tensors
 from jaxllama.model.param import Param, piece_of
-from jaxllama.model.params import param_table
 from jaxllama.progress import working
 from jaxllama.typing import JsonObject, Params, Tree
 
@@ -156,7 +156,7 @@ Leaf = tuple[Param, Any]
 
 def _leaves(cfg: ModelConfig, params: Params) -> list[Leaf]:
     """Return (spec, array) of every parameter, after checking the tree against the table."""
-    flat, table = flatten(params), param_table(cfg)
+    flat, table = flatten(params), tensor_table(cfg)
     check_paths(flat, table)
     for path, spec in table.items():
         value = flat[path]

@@ -17,9 +17,21 @@ from jaxllama.checkpoints.hf.family import (
     granite_to_hf,
 )
 from jaxllama.checkpoints.hf.hybrid import conv_layers, conv_to_hf
+from jaxllama.checkpoints.hf.names import GRANITE, LFM2, MIXTRAL, OLMO, SHARED
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ExpertsConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.model.experts.parameters import ExpertNames
+from jaxllama.model.names import Names
+
+_GRANITE_SHARED_TENSORS = Names(
+    gate_up=("input_linear",),
+    down="output_linear",
+    mixers={"experts": dataclasses.replace(GRANITE, shared="shared_mlp.", is_beside=True)},
+)
+_LFM2_EXPERTS_TENSORS = ExpertNames(
+    "feed_forward.", gate_up=("w1", "w3"), down="w2", choice_bias="expert_bias"
+)
 
 _GRANITE_EXPERTS = Mixture(8, 2, "num_local_experts", "intermediate_size")
 _FLEX_EXPERTS = Mixture(7, 5, width_key="intermediate_size", normalize=False, has_norm_key=True)
@@ -60,8 +72,6 @@ _HY_EXPERTS = SigmoidMixture(
     names=_COUNTS,
     has_types=True,
 )
-_NO_DENSE = {"first_k_dense_replace": 0}
-_NO_SHARED = {"n_shared_experts": 0}
 
 
 def _granite_shared(read: JsonReader) -> Fields:
@@ -139,32 +149,31 @@ FAMILIES: dict[str, Family] = {
         fields=_aria,
         to_hf=_aria_to_hf,
         fixed={"hidden_act": ("silu",), "mlp_bias": (False, None)},
+        tensors=Names(
+            mixers={
+                "experts": dataclasses.replace(
+                    SHARED,
+                    router="router",
+                    fused=("experts.fc1.weight", "experts.fc2.weight"),
+                    is_fused=True,
+                    is_transposed=True,
+                )
+            }
+        ),
     ),
     "dots1": Family(
         ("Dots1ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 32,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "sliding_window": 4096,
-            "norm_topk_prob": False,
-            **_NO_DENSE,
-        },
+        defaults={"norm_topk_prob": False, "first_k_dense_replace": 0},
         keys=("max_window_layers", *_DOTS_EXPERTS.keys),
         same=BIAS,
         fields=_DOTS_EXPERTS.fields,
         to_hf=_DOTS_EXPERTS.to_hf,
         facts={"qk_norm": "head"},
         window=lambda i, read: i >= read.natural("max_window_layers", 62),
+        tensors=Names(mixers={"experts": SHARED}),
     ),
     "exaone_moe": Family(
         ("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
-        defaults={
-            "num_key_value_heads": 32,
-            "rms_norm_eps": 1e-5,
-            "eos_token_id": 53,
-            "sliding_window": 4096,
-        },
         keys=("sliding_window_pattern", "num_nextn_predict_layers", *_EXAONE_EXPERTS.keys),
         fields=_EXAONE_EXPERTS.fields,
         to_hf=_EXAONE_EXPERTS.to_hf,
@@ -172,51 +181,31 @@ FAMILIES: dict[str, Family] = {
         window=every(4),
         is_nope=has_nope,
         unused=("mtp.",),
+        tensors=Names(
+            mixers={"experts": dataclasses.replace(SHARED, choice_bias="e_score_correction_bias")}
+        ),
     ),
     "flex_olmo": Family(
         ("FlexOlmoForCausalLM",),
-        defaults={
-            "max_position_embeddings": 4096,
-            "rope_theta": 500_000.0,
-            "bos_token_id": None,
-            "eos_token_id": 100257,
-        },
         keys=_FLEX_EXPERTS.keys,
         same=BIAS,
         fields=_FLEX_EXPERTS.fields,
         to_hf=_FLEX_EXPERTS.to_hf,
         facts={"pre_norms": False, "post_norms": True, "qk_norm": "full"},
+        tensors=OLMO,
     ),
     "solar_open": Family(
         ("SolarOpenForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1_000_000.0,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "partial_rotary_factor": 1.0,
-            **_NO_DENSE,
-        },
+        defaults={"partial_rotary_factor": 1.0, "first_k_dense_replace": 0},
         keys=("use_qk_norm", *_SOLAR_EXPERTS.keys),
         same=(QKV_BIAS,),
         fields=lambda read: _of_experts(_SOLAR_EXPERTS, read),
         to_hf=_SOLAR_EXPERTS.to_hf,
         derived=_moe_width,
+        tensors=Names(mixers={"experts": SHARED}),
     ),
     "sarvam_moe": Family(
         ("SarvamMoEForCausalLM",),
-        defaults={
-            "num_key_value_heads": 4,
-            "head_dim": 64,
-            "max_position_embeddings": 131072,
-            "rope_theta": 8_000_000.0,
-            "bos_token_id": None,
-            "eos_token_id": 1,
-            "partial_rotary_factor": 1.0,
-        },
         keys=(
             "use_qk_norm",
             "num_nextn_predict_layers",
@@ -230,6 +219,15 @@ FAMILIES: dict[str, Family] = {
         },
         to_hf=lambda cfg: {"use_qk_norm": cfg.qk_norm == "head", **_SARVAM_EXPERTS.to_hf(cfg)},
         others={"use_qkv_bias": "attention_bias"},
+        tensors=Names(
+            embed="model.word_embeddings",
+            mixer="attention.",
+            qkv=("query_key_value",),
+            q_norm="query_layernorm",
+            k_norm="key_layernorm",
+            o="dense",
+            mixers={"experts": dataclasses.replace(SHARED, choice_bias="gate.expert_bias")},
+        ),
     ),
     "granitemoeshared": Family(
         ("GraniteMoeSharedForCausalLM",),
@@ -242,10 +240,10 @@ FAMILIES: dict[str, Family] = {
         same=GRANITE_SCALES,
         fields=_granite_shared,
         to_hf=_granite_shared_to_hf,
+        tensors=_GRANITE_SHARED_TENSORS,
     ),
     "granitemoe_swa": Family(
         ("GraniteMoeSWAForCausalLM",),
-        defaults={"sliding_window": 128},
         keys=(
             "attention_multiplier",
             "logits_scaling",
@@ -259,10 +257,21 @@ FAMILIES: dict[str, Family] = {
         facts={"attn_sinks": True},
         window=lambda i, read: i % 4 != 0,
         is_nope=granite_nope,
+        tensors=dataclasses.replace(
+            _GRANITE_SHARED_TENSORS,
+            mixers={
+                "experts": ExpertNames(
+                    "block_sparse_moe.",
+                    router="router",
+                    is_fused=True,
+                    shared="shared_mlp.",
+                    is_beside=True,
+                )
+            },
+        ),
     ),
     "hunyuan_v1_moe": Family(
         ("HunYuanMoEV1ForCausalLM",),
-        defaults={"rms_norm_eps": 1e-5},
         keys=(
             "eod_token_id",
             "moe_intermediate_size",
@@ -276,18 +285,14 @@ FAMILIES: dict[str, Family] = {
         to_hf=_HUNYUAN_EXPERTS.to_hf,
         facts={"qk_norm": "head", "qk_norm_last": True},
         names={"num_experts_per_tok": "moe_topk"},
+        tensors=Names(
+            q_norm="query_layernorm",
+            k_norm="key_layernorm",
+            mixers={"experts": ExpertNames(router="gate.wg", shared="shared_mlp.")},
+        ),
     ),
     "hy_v3": Family(
         ("HYV3ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 11_158_840.0,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
         keys=("enable_moe_fp32_combine", *_HY_EXPERTS.keys),
         same=BIAS,
         fields=_HY_EXPERTS.fields,
@@ -296,18 +301,17 @@ FAMILIES: dict[str, Family] = {
         facts={"qk_norm": "head"},
         names={"routed_scaling_factor": "router_scaling_factor"},
         unused=("model.layers.{n_layers}.",),
+        tensors=Names(
+            mixers={
+                "experts": ExpertNames(
+                    router="router.gate", shared="shared_mlp.", choice_bias="expert_bias"
+                )
+            }
+        ),
     ),
     "lfm2_moe": Family(
         ("Lfm2MoeForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 128000,
-            "norm_eps": 1e-5,
-            "rope_theta": 1_000_000.0,
-            "tie_word_embeddings": True,
-            "first_k_dense_replace": 2,
-            **_NO_SHARED,
-        },
+        defaults={"first_k_dense_replace": 2, "n_shared_experts": 0},
         keys=("layer_types", "conv_L_cache", *_LFM2_EXPERTS.keys),
         fields=lambda read: {**conv_layers(read), **_LFM2_EXPERTS.fields(read)},
         to_hf=lambda cfg: {**conv_to_hf(cfg), **_LFM2_EXPERTS.to_hf(cfg)},
@@ -316,25 +320,19 @@ FAMILIES: dict[str, Family] = {
         eps="norm_eps",
         names={"first_k_dense_replace": "num_dense_layers"},
         others={"tie_embedding": "tie_word_embeddings"},
+        tensors=dataclasses.replace(LFM2, mixers={"experts": _LFM2_EXPERTS_TENSORS}),
     ),
     "minimax_m2": Family(
         ("MiniMaxM2ForCausalLM",),
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 196608,
-            "rope_theta": 5_000_000.0,
-            "bos_token_id": 200034,
-            "eos_token_id": 200020,
-            "partial_rotary_factor": None,  # which ``_minimax_derived`` computes
-            **_NO_DENSE,
-            **_NO_SHARED,
-        },
+        defaults={"partial_rotary_factor": None, "first_k_dense_replace": 0, "n_shared_experts": 0},
         keys=("rotary_dim", "use_qk_norm", "qk_norm_type", "scoring_func", *_MINIMAX_EXPERTS.keys),
         fields=lambda read: _of_experts(_MINIMAX_EXPERTS, read),
         to_hf=_MINIMAX_EXPERTS.to_hf,
         facts={"qk_norm": "full"},
         names={"moe_intermediate_size": "intermediate_size"},
         derived=_minimax_derived,
+        tensors=Names(
+            mixers={"experts": dataclasses.replace(MIXTRAL, choice_bias="e_score_correction_bias")}
+        ),
     ),
 }

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxllama.checkpoints.hf.families import FAMILIES
 from jaxllama.checkpoints.hf.save import SaveUnit, floats_unit
 from jaxllama.checkpoints.packed.codes import E8M0, FP4, from_nibbles, nibbles
 from jaxllama.checkpoints.packed.module import Leaf, PackedPart, Tensors
@@ -99,8 +100,10 @@ def units(
 
     Raises JaxLlamaError naming another model, or a parameter that is stored otherwise.
     """
-    if cfg.stored.family != "gpt_oss":
-        raise JaxLlamaError(f"format 'mxfp4' is gpt-oss's own, and not of {cfg.stored.family!r}")
+    family = FAMILIES.get(cfg.stored.family)
+    if family is None or not family.has_mxfp4:
+        owners = ", ".join(kind for kind, one in FAMILIES.items() if one.has_mxfp4)
+        raise JaxLlamaError(f"format 'mxfp4' is {owners}'s own, and not of {cfg.stored.family!r}")
     return [_unit(path, spec, flat[path]) for path, spec in table.items()]
 
 

@@ -41,6 +41,7 @@ from jaxllama.checkpoints.hf.save import (
     flatten,
     write_directory,
 )
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.checkpoints.packed import awq as packed_awq
 from jaxllama.checkpoints.packed import compressed_save as packed_compressed_save
 from jaxllama.checkpoints.packed import float4 as packed_float4
@@ -53,7 +54,6 @@ from jaxllama.config import ModelConfig
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.param import Param, TensorSource
-from jaxllama.model.params import param_table
 from jaxllama.typing import JsonObject, Params, ParamsDict, Tree
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 
@@ -153,7 +153,7 @@ def _units(
     cfg: ModelConfig, params: Params, format: str
 ) -> tuple[JsonObject, list[SaveUnit], dict[str, JsonObject]]:
     """Return (the ``quantization_config``, the tensors of every parameter, further documents)."""
-    flat, table = flatten(params), param_table(cfg)
+    flat, table = flatten(params), tensor_table(cfg)
     check_paths(flat, table)
     for path, spec in table.items():
         if tuple(flat[path].shape) != spec.shape:
@@ -164,7 +164,7 @@ def _units(
     if format == "native":
         units = [_native_unit(path, flat[path]) for path in table]
         return packed_native.to_config(flat), units, {}
-    if cfg.shared_blocks is not None:
+    if any(layer.form.name == "shared" for layer in cfg.layers):
         raise JaxLlamaError(f"layers that share weights need format 'native', not {format!r}")
     if format == "mxfp4":
         return packed_mxfp4.CONFIG, packed_mxfp4.units(cfg, table, flat), {}
@@ -206,7 +206,7 @@ def _tied_head(cfg: ModelConfig) -> list[str]:
     """Return the head for which other programs have a Linear although it is the embedding."""
     if not cfg.tie_embeddings:
         return []
-    spec = param_table(cfg.replace(tie_embeddings=False))["head", "weight"]
+    spec = tensor_table(cfg.replace(tie_embeddings=False))["head", "weight"]
     return [source.name.removesuffix(".weight") for source in spec.sources]
 
 

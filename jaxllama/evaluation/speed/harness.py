@@ -230,15 +230,8 @@ class Decoding:
         lengths = jnp.full((self.batch,), prompt, jnp.int32)
         cache = held_cache(cfg, self.batch, held + prompt + room, self.kv_dtype, held, self.lm.mesh)
         chunk = self.chunk or prefill_chunk(self.batch, prompt, self.lm.mesh)
-        arguments = (
-            self.lm.params,
-            tokens,
-            lengths,
-            cache.layers,
-            cache.lengths,
-            self.sampling,
-            self.stop_ids,
-        )
+        asked = prompts.PromptBatch(tokens, lengths, self.sampling, self.stop_ids)
+        arguments = self.lm.params, asked, cache.layers, cache.lengths
         return arguments, {"max_new_tokens": room, "chunk": chunk}
 
     def begun(self, room: int) -> Rows:
@@ -315,7 +308,7 @@ def cache_bytes_per_step(cfg: ModelConfig, cache: Cache, held: int) -> int:
     for index, layer in enumerate(cache.layers):
         nbytes = tree_bytes(layer)
         if isinstance(layer, KVCache):
-            seen = min(held, cfg.window_of(index) or held)
+            seen = min(held, cfg.layers[index].window or held)
             total += nbytes * seen // layer.k.shape[1]
         else:
             total += 2 * nbytes

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,18 @@ class TokenPiece:
     rope: Rope
     slots: jax.Array | None = None
     of_prompt: bool = False
+
+
+class Verified(NamedTuple):
+    """The results of a pass of ``width`` tokens a row.
+
+    scores: ``[B width, V]``.  tokens: what recurrent states may take, by layer.
+    output: ``[B width, 1, D]``: the hidden states.
+    """
+
+    scores: jax.Array
+    tokens: dict[int, LayerState]
+    output: Hidden
 
 
 @dataclasses.dataclass

@@ -19,10 +19,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import AttentionConfig, LayerConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.offloaded.programs import Rope
-from jaxllama.model.decoder import mixer_inputs
+from jaxllama.model.forms import FORMS
 from jaxllama.model.linear import Stream, linear_add
 from jaxllama.model.mixers.attention import latent
 from jaxllama.model.mixers.attention.mix import (
@@ -96,7 +96,7 @@ def cpu() -> LocalDevice:
 
 
 def decode_layer(
-    cfg: ModelConfig,
+    layer: LayerConfig,
     weights: Tree,
     stream: Stream,
     parts: Parts,
@@ -105,8 +105,8 @@ def decode_layer(
     rope: Rope,
 ) -> tuple[Stream, Parts]:
     """Run the mixer's half of an attention layer for one token a row."""
-    qkv, gate, stream = project(cfg, weights, stream)
-    inputs, sinks = (qkv, positions[:, 0], lengths, rope), sinks_of(cfg, weights["mixer"])
+    qkv, gate, stream = project(layer, weights, stream)
+    inputs, sinks = (qkv, positions[:, 0], lengths, rope), sinks_of(layer.mixer, weights["mixer"])
     outs, new = [], []
     first = 0
     for part, device in zip(parts, (None, cpu()), strict=True):
@@ -118,35 +118,36 @@ def decode_layer(
         mine = jax.tree.map(lambda leaf, rows=rows: leaf[rows], inputs)
         if device is not None:
             mine, sinks = jax.device_put((mine, sinks), device)
-        out, new[-1] = _attend(cfg, *mine, sinks, part)
+        out, new[-1] = _attend(layer.mixer, *mine, sinks, part)
         outs.append(out if device is None else jax.device_put(out, stream.x.sharding))
     heads = outs[0] if len(outs) == 1 else jnp.concatenate(outs)
-    return output(cfg, weights, heads, gate, stream), (new[0], new[1])
+    return output(layer, weights, heads, gate, stream), (new[0], new[1])
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def project(
-    cfg: ModelConfig, weights: Tree, stream: Stream
+    layer: LayerConfig, weights: Tree, stream: Stream
 ) -> tuple[jax.Array, jax.Array | None, Stream]:
     """Return qkv ``[B, N + 2K, H]`` of one token a row, the heads' gate or None, and the stream.
 
     With latents, ``[B, N + 1, R + r]``: the queries of latents, and what the cache holds.
     """
-    mixer = weights["mixer"]
-    if cfg.shared_blocks is not None:
+    mixer, cfg = weights["mixer"], layer.mixer
+    if layer.form.name == "shared":
         raise JaxLlamaError("attention beside the device: not of layers that share their weights")
-    projected, stream = mixer_inputs(cfg, weights, stream, inputs(cfg, mixer))
+    read = FORMS[layer.form.name].read
+    projected, stream = read(layer, weights, stream, inputs(layer, mixer))
     if cfg.latent is not None:
         heads = latent.heads_of(cfg, mixer, projected)
         both = latent.absorbed(cfg, mixer, heads), latent.entries(heads)
         return jnp.concatenate(both, axis=2)[:, 0], None, stream
-    gate, qkv = unpacked(cfg, projected)
+    gate, qkv = unpacked(cfg, mixer, projected)
     return split_heads(cfg, mixer, qkv[:, 0]), gate, stream
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=6)
 def _attend(
-    cfg: ModelConfig,
+    cfg: AttentionConfig,
     qkv: jax.Array,
     position: jax.Array,
     lengths: jax.Array,
@@ -189,12 +190,12 @@ def _attend(
 
 @functools.partial(jax.jit, static_argnums=0)
 def output(
-    cfg: ModelConfig, weights: Tree, heads: jax.Array, gate: jax.Array | None, stream: Stream
+    layer: LayerConfig, weights: Tree, heads: jax.Array, gate: jax.Array | None, stream: Stream
 ) -> Stream:
     """Return the stream after the layer's first half, with heads ``[B, N, H]``."""
-    mixer, heads = weights["mixer"], heads[:, None]
+    mixer, heads, cfg = weights["mixer"], heads[:, None], layer.mixer
     if cfg.latent is not None:
         heads = latent.lifted(cfg, mixer, heads)
     norm = weights.get("mixer_out_norm")
-    after = linear_add(finished(cfg, mixer, heads, gate), mixer["o"], stream, cfg, norm)
+    after = linear_add(finished(cfg, mixer, heads, gate), mixer["o"], stream, layer, norm)
     return after._replace(beside=stream.beside)

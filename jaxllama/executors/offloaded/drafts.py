@@ -19,11 +19,10 @@ import jax.numpy as jnp
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import drafts
 from jaxllama.decoding.drafts import Drafted
-from jaxllama.decoding.mtp import MTPDraft
 from jaxllama.decoding.rows import Rows
 from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.decoding.turn import Pass, drawn_by, finish, start
-from jaxllama.executors.offloaded.batch import TokenPiece
+from jaxllama.executors.offloaded.batch import TokenPiece, Verified
 from jaxllama.executors.offloaded.run import OffloadRun
 from jaxllama.model import verification
 from jaxllama.model.cache import Cache, Proposal
@@ -61,21 +60,19 @@ def advance_drafts(
             index: TokenPiece(*_piece(run.cfg, width, batch.rows, found[index], limit))
             for index, batch in live.items()
         }
-        for index, (scores, tokens) in run.verify(pieces, width).items():
+        for index, verified in run.verify(pieces, width).items():
             batch = run.batches[index]
             batch.rows, layers = _finished(
                 plan,
                 width,
                 batch.rows,
                 found[index],
-                scores,
-                tokens,
-                {layer: batch.caches[layer].load() for layer in tokens},
+                verified,
+                {layer: batch.caches[layer].load() for layer in verified.tokens},
                 batch.sampling,
                 stop_ids,
                 limit,
                 draft_params,
-                batch.output,
             )
             for layer, cache in layers.items():
                 batch.caches[layer].save(cache, None, 0)
@@ -100,29 +97,24 @@ def _piece(
     return inputs.tokens.reshape(-1, 1), is_new, positions, rope
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 6))
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 5))
 def _finished(
     plan: drafts.DraftPlan,
     width: int,
     rows: Rows,
     draft: Drafted,
-    scores: jax.Array,
-    tokens: dict[int, LayerState],
+    verified: Verified,
     layers: dict[int, LayerState],
     sampling: SamplingParams,
     stop_ids: jax.Array,
     limit: int,
     draft_params: Params | None,
-    output: Hidden,
 ) -> tuple[Rows, dict[int, LayerState]]:
-    """Return the rows after a pass, and the recurrent ``layers`` with the accepted ``tokens``.
-
-    output: ``[B width, 1, D]``: the hidden states of the pass, which an MTP head reads.
-    """
+    """Return the rows after a pass, and the recurrent ``layers`` with the accepted tokens."""
     inputs = start(rows, draft, width, limit)
     cache = Cache(tuple(layers.values()), inputs.fields.length)
-    proposal = Proposal(cache, inputs.lengths, tuple(tokens.values()))
-    passed = Pass(lambda: scores, lambda count: verification.commit(proposal, count))
+    proposal = Proposal(cache, inputs.lengths, tuple(verified.tokens.values()))
+    passed = Pass(lambda: verified.scores, lambda count: verification.commit(proposal, count))
     rows, _ = finish(
         rows,
         inputs,
@@ -131,9 +123,10 @@ def _finished(
         stop_ids,
         adapts_to=plan.most if plan.adaptive else None,
     )
-    if isinstance(plan.draft, MTPDraft):
+    if plan.draft.reads_hidden:
         assert draft_params is not None
-        hidden = Hidden(output.x.reshape(-1, width, output.x.shape[-1]))
+        x = verified.output.x
+        hidden = Hidden(x.reshape(-1, width, x.shape[-1]))
         rows = plan.draft.observe(draft_params, rows, inputs, passed._replace(hidden=hidden))
     after = dict(zip(layers, rows.layers, strict=True))
     return dataclasses.replace(rows, layers=()), after

@@ -39,19 +39,19 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import drafts
-from jaxllama.decoding.mtp import MTPDraft
 from jaxllama.decoding.rows import Report
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.executor import Call, DraftSource, Executor
 from jaxllama.executors.offloaded import programs
 from jaxllama.executors.offloaded.batch import begin_answer
 from jaxllama.executors.offloaded.drafts import advance_drafts
+from jaxllama.executors.offloaded.expert_programs import Places
 from jaxllama.executors.offloaded.experts import ExpertWork, placed_experts
 from jaxllama.executors.offloaded.room import check_host
 from jaxllama.executors.offloaded.run import OffloadRun
 from jaxllama.model import mtp
-from jaxllama.model.cache import cache_dtype_name, check_has_keys, init_cache
-from jaxllama.model.decoder import activation_dtype, layer_config
+from jaxllama.model.cache import cache_dtype_name, check_has_keys, init_layer
+from jaxllama.model.decoder import activation_dtype
 from jaxllama.model.linear import Stream
 from jaxllama.model.lora import ROWS, with_rows
 from jaxllama.model.records import Hidden
@@ -180,7 +180,7 @@ class Offloaded:
         (rows, width), dtype = call.tokens.shape, activation_dtype(params)
         check_host(cfg, self.policy, (rows, width), call.capacity, call.kv_dtype, dtype)
         run = self.run(cfg, params, call)
-        if call.drafting is None or not isinstance(call.drafting.plan.draft, MTPDraft):
+        if call.drafting is None or not call.drafting.plan.draft.reads_hidden:
             run.step()
             return OffloadedDecoding(run, call)
         head = self._on_device(mtp.head_params(params))
@@ -199,24 +199,7 @@ class Offloaded:
 
     def run(self, cfg: ModelConfig, params: Params, call: Call) -> OffloadRun:
         """Return the run of a call's block, before its first step."""
-        assert call.chunk is not None
-        return OffloadRun(
-            self.policy,
-            self.store,
-            cfg,
-            params,
-            call.tokens,
-            call.lengths,
-            call.sampling,
-            call.stop_ids,
-            room=call.room,
-            limit=call.limit,
-            capacity=call.capacity,
-            kv_dtype=call.kv_dtype,
-            chunk=call.chunk,
-            alone=call.alone,
-            recorder=self.recorder,
-        )
+        return OffloadRun(self.policy, self.store, cfg, params, call, self.recorder)
 
     def logits(
         self, cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array
@@ -259,23 +242,22 @@ class Offloaded:
         work = ExpertWork(self.store, self.policy)
         for unit in units_of(cfg, self.policy.sep_layer)[1:-1]:
             weights = self.store.get(unit.weights(params))
-            alike, kind = layer_config(cfg, unit.layer)
+            layer = cfg.layers[unit.layer]
             has_cache = kv_dtype is not None and unit.has_cache
             for index, (at, (part, n)) in enumerate(zip(rope, parts, strict=True)):
                 own = weights
                 if adapters is not None:
                     own = with_rows(weights, adapters[index * size :][:size])
                 rows, width = part.shape
-                state = init_cache(alike, rows, width, kv_dtype).layers[0] if has_cache else None
+                state = init_layer(layer, rows, width, kv_dtype) if has_cache else None
                 if unit.kind != "mix" and placed_experts(own) is not None:
-                    known = None if unit.kind == "feed" else kind
+                    mixes, where = unit.kind != "feed", Places(at[0], n, at[1])
                     hidden[index], _ = work.layer(
-                        alike, known, unit, own, hidden[index], state, (at[0], n, at[1]), has_cache
+                        layer, mixes, unit, own, hidden[index], state, where, has_cache
                     )
                     continue
                 hidden[index], _ = programs.run_layer(
-                    alike,
-                    kind,
+                    layer,
                     unit.kind,
                     own,
                     hidden[index],

@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import LayerConfig
 from jaxllama.model.cache import LayerState
-from jaxllama.model.decoder import mix_half, scaled
+from jaxllama.model.decoder import mix_half
 from jaxllama.model.elementwise import activated
 from jaxllama.model.experts.feed import gate_of, inputs_of, with_output
+from jaxllama.model.forms import FORMS
 from jaxllama.model.linear import Stream
 from jaxllama.model.records import new_tokens
 from jaxllama.model.rope import Ropes
@@ -60,6 +61,14 @@ class MixtureParts(NamedTuple):
     biases: Sequence[jax.Array | None]
     held: HotSlots
     addresses: tuple[jax.Array | None, jax.Array | None]
+
+
+class Places(NamedTuple):
+    """Where the tokens of a stream ``[B, T, D]`` stand; ``lengths[B]`` of a row's are valid."""
+
+    positions: jax.Array
+    lengths: jax.Array
+    rope: Ropes | None
 
 
 class FlatParts(NamedTuple):
@@ -102,45 +111,44 @@ def without_mlp(weights: Tree) -> Tree:
 
 
 def _routed_layer(
-    cfg: ModelConfig,
-    kind: str | None,
+    layer: LayerConfig,
+    mixes: bool,
     structure: TreeDef,
     leaves: list[jax.Array],
     stream: Stream,
     state: LayerState | None,
-    positions: jax.Array,
-    lengths: jax.Array,
-    rope: Ropes | None,
+    where: Places,
     sparse: bool = False,
 ) -> tuple[RoutedTokens, jax.Array, LayerState | None]:
     """Return the routed tokens, float32 ``[T k, D]``, which are the pairs of experts on the device
     and zeros, and the state after the layer's first half.
 
-    kind: of the layer; None leaves out its first half.  structure, leaves: of ``FlatParts``.
+    mixes: whether its first half is run, too.  structure, leaves: of ``FlatParts``.
     """
     parts: MixtureParts = structure.unflatten(leaves)
-    assert cfg.experts is not None
-    if kind is not None:
+    assert layer.experts is not None
+    positions, lengths, rope = where
+    if mixes:
         at = new_tokens(positions, lengths, rope, sparse, cached=state is not None)
-        stream, state = mix_half(cfg, kind, without_mlp(parts.own), stream, state, at)
-    (x, (experts, own_weights)), stream = inputs_of(cfg, parts.own, stream)
+        stream, state = mix_half(layer, without_mlp(parts.own), stream, state, at)
+    (x, (experts, own_weights)), stream = inputs_of(layer, parts.own, stream)
     tokens, held = x.reshape(-1, x.shape[-1]), parts.held
     is_valid = jnp.arange(x.shape[1], dtype=jnp.int32) < lengths[:, None]
-    experts = jnp.where(is_valid.reshape(-1, 1), experts, cfg.experts.n_experts)
+    experts = jnp.where(is_valid.reshape(-1, 1), experts, layer.experts.n_experts)
     routed = RoutedTokens(tokens, experts, own_weights, stream)
     if parts.hot[0] is None:
         return routed, jnp.zeros((experts.size, tokens.shape[-1]), jnp.float32), state
     own = [None if bias is None else bias[held.experts] for bias in parts.biases]
-    y = _products(cfg, parts.hot, own, held.slots[experts], tokens)
+    y = _products(layer, parts.hot, own, held.slots[experts], tokens)
     return routed, y.reshape(experts.size, -1), state
 
 
-routed_layer = jax.jit(_routed_layer, static_argnums=(0, 1, 2, 9), donate_argnums=5)
+routed_layer = jax.jit(_routed_layer, static_argnums=(0, 1, 2, 7), donate_argnums=5)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def added_pairs(
-    cfg: ModelConfig,
+    layer: LayerConfig,
     layouts: tuple[ExpertLayout, ExpertLayout],
     biases: Sequence[jax.Array | None],
     addresses: Sequence[jax.Array | None],
@@ -156,7 +164,7 @@ def added_pairs(
         up, down = (unpack(layout, jnp.stack(own)) for layout, own in pieces)
     own = [None if bias is None else bias[group.experts] for bias in biases]
     slots = jnp.asarray(group.slots)[:, None]
-    found = _products(cfg, (up, down), own, slots, tokens[group.rows])[:, 0]
+    found = _products(layer, (up, down), own, slots, tokens[group.rows])[:, 0]
     return y.at[group.places].set(found, mode="drop")
 
 
@@ -175,7 +183,7 @@ def _fetched(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def computed_pairs_of(
-    cfg: ModelConfig,
+    layer: LayerConfig,
     layouts: tuple[ExpertLayout, ExpertLayout],
     ups: Sequence[tuple[jax.Array, ...]],
     downs: Sequence[tuple[jax.Array, ...]],
@@ -188,29 +196,29 @@ def computed_pairs_of(
         weights = [unpack_on_cpu(*pair) for pair in zip(layouts, leaves, strict=True)]
         only = jnp.zeros((x.shape[1], 1), jnp.int32)
         own = [None if bias is None else jnp.asarray(bias)[index : index + 1] for bias in biases]
-        found.append(_products(cfg, (weights[0], weights[1]), own, only, x[index])[:, 0])
+        found.append(_products(layer, (weights[0], weights[1]), own, only, x[index])[:, 0])
     return jnp.stack(found)
 
 
 def _products(
-    cfg: ModelConfig,
+    layer: LayerConfig,
     weights: tuple[Tree, Tree],
     biases: Sequence[jax.Array | None],
     experts: jax.Array,
     x: jax.Array,
 ) -> jax.Array:
     """Return float32 ``[T, k, D]``, unweighted; an index behind the last expert gives zeros."""
-    assert cfg.experts is not None
-    how: Options = {"gated": gate_of(cfg, cfg.experts), "bias": biases[0]}
+    assert layer.experts is not None
+    how: Options = {"gated": gate_of(layer, layer.experts), "bias": biases[0]}
     inner = grouped_matmul(x, weights[0], experts, first=0, **how)
-    inner = inner if cfg.gated_mlp else activated(inner, cfg.activation)
+    inner = inner if layer.gated_mlp else activated(inner, layer.activation)
     return grouped_matmul(
         inner, weights[1], experts, first=0, bias=biases[1], out_dtype=jnp.float32
     )
 
 
 def _with_mixture(
-    cfg: ModelConfig,
+    layer: LayerConfig,
     structure: TreeDef,
     leaves: list[jax.Array],
     routed: RoutedTokens,
@@ -225,25 +233,23 @@ def _with_mixture(
         y = y.at[computed.places].set(computed.found, mode="drop")
     pairs = y.reshape(*routed.experts.shape, y.shape[-1])
     out = weighted_sum(pairs, routed.weights, tokens.dtype).reshape(stream.x.shape)
-    out = with_output(cfg, parts.own, stream, tokens.reshape(stream.x.shape), out)
-    return scaled(parts.own, out)
+    out = with_output(layer, parts.own, stream, tokens.reshape(stream.x.shape), out)
+    return FORMS[layer.form.name].finish(layer, parts.own, out, None)
 
 
 with_mixture = jax.jit(_with_mixture, static_argnums=(0, 1))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 11), donate_argnums=(6, 10))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 9), donate_argnums=(6, 8))
 def fetched(
-    cfg: ModelConfig,
-    kind: str | None,
+    layer: LayerConfig,
+    mixes: bool,
     layouts: tuple[ExpertLayout, ExpertLayout],
     structure: TreeDef,
     leaves: list[jax.Array],
     stream: Stream,
     state: LayerState | None,
-    positions: jax.Array,
-    lengths: jax.Array,
-    rope: Ropes | None,
+    where: Places,
     count: jax.Array,
     sparse: bool = False,
 ) -> tuple[Stream, LayerState | None, jax.Array]:
@@ -252,8 +258,7 @@ def fetched(
     kind, structure, leaves: as for ``routed_layer``.
     """
     parts: MixtureParts = structure.unflatten(leaves)
-    at = positions, lengths, rope
-    routed, y, state = _routed_layer(cfg, kind, structure, leaves, stream, state, *at, sparse)
+    routed, y, state = _routed_layer(layer, mixes, structure, leaves, stream, state, where, sparse)
     held, biases, experts = parts.held, parts.biases, routed.experts
     n_experts = held.slots.shape[0] - 1
     most = min(n_experts - held.experts.shape[0], experts.size)
@@ -272,12 +277,12 @@ def fetched(
         up, down = _fetched(layouts, parts.addresses, group)
         is_own = (own >= 0) & (own < width)
         given = [None if bias is None else bias[group] for bias in biases]
-        found = _products(cfg, (up, down), given, jnp.where(is_own, own, width), routed.tokens)
+        found = _products(layer, (up, down), given, jnp.where(is_own, own, width), routed.tokens)
         return jnp.where(is_own[:, :, None], found, y)
 
     y = y.reshape(*experts.shape, -1)
     if groups:
         y = with_one(0, y) if groups == 1 else lax.fori_loop(0, groups, with_one, y)
     y = y.reshape(experts.size, -1)
-    stream = _with_mixture(cfg, structure, leaves, routed, y)
+    stream = _with_mixture(layer, structure, leaves, routed, y)
     return stream, state, count + jnp.sum(needed, dtype=jnp.int32)

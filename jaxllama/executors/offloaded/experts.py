@@ -1,7 +1,7 @@
 """A layer whose experts lie one by one: each runs where it is, or is loaded.
 
     work = ExpertWork(store, policy)
-    stream, state = work.layer(cfg, kind, unit, weights, stream, state, at)
+    stream, state = work.layer(layer, mixes, unit, weights, stream, state, at)
 
 A GPU reads pinned host memory itself. Where the CPU computes nothing, a layer is one program, whose
 kernels fetch the experts that the router has chosen, and the host waits for nothing. Otherwise:
@@ -31,7 +31,7 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import LayerConfig
 from jaxllama.executors.offloaded import expert_programs as programs
 from jaxllama.executors.offloaded.cpu_attention import cpu
 from jaxllama.executors.offloaded.expert_programs import (
@@ -40,11 +40,11 @@ from jaxllama.executors.offloaded.expert_programs import (
     FlatParts,
     LoadedGroup,
     MixtureParts,
+    Places,
     RoutedTokens,
 )
 from jaxllama.model.cache import LayerState
 from jaxllama.model.linear import Stream
-from jaxllama.model.rope import Ropes
 from jaxllama.offload.experts import (
     ExpertBias,
     ExpertLayout,
@@ -145,44 +145,42 @@ class ExpertWork:
 
     def layer(
         self,
-        cfg: ModelConfig,
-        kind: str | None,
+        layer: LayerConfig,
+        mixes: bool,
         unit: ModelUnit,
         weights: Tree,
         stream: Stream,
         state: LayerState | None,
-        at: tuple[jax.Array, jax.Array, Ropes | None],
+        where: Places,
         sparse: bool = False,
         record: Recording = NO_RECORD,
         loaded: dict[int, Pieces] | None = None,
     ) -> tuple[Stream, LayerState | None]:
         """Return the stream and the state after the layer.
 
-        kind: None leaves out the layer's first half.
-        at: positions, lengths, rope of ``stream [B, T, D]``, of which ``lengths[B]`` tokens are
-            valid.
+        mixes: whether the layer's first half is run, too.
         loaded: loaded experts, for which the layer's next batches look there; None keeps none.
         """
         known, flat, cold = self._flat.get(unit, (None, None, None))
         if flat is None or cold is None or known is not weights:
-            flat, cold = self._parts(cfg, weights)
+            flat, cold = self._parts(layer, weights)
             if self.policy.weights.device >= 100:  # others are gone after the layer
                 self._flat[unit] = weights, flat, cold
         if self._fetches(cold, loaded):
             if self.fetched is None:
                 self.fetched = jax.device_put(np.int32(0), self.store.on_device)
             stream, state, self.fetched = programs.fetched(
-                cfg, kind, cold.layouts, *flat, stream, state, *at, self.fetched, sparse
+                layer, mixes, cold.layouts, *flat, stream, state, where, self.fetched, sparse
             )
             return stream, state
-        routed, y, state = programs.routed_layer(cfg, kind, *flat, stream, state, *at, sparse)
+        routed, y, state = programs.routed_layer(layer, mixes, *flat, stream, state, where, sparse)
         if cold.may_compute:
             routed.tokens.copy_to_host_async()
         chosen = np.asarray(routed.experts)  # waits for the router and the hot pairs
         count = np.bincount(chosen.reshape(-1), minlength=cold.n_experts + 1)[:-1]
         self.counts[unit.layer] = self.counts.get(unit.layer, 0) + count
         y, computed = cold.added(self.tally, y, routed, chosen, unit, record, loaded)
-        return programs.with_mixture(cfg, *flat, routed, y, computed), state
+        return programs.with_mixture(layer, *flat, routed, y, computed), state
 
     def _fetches(self, cold: _Cold, loaded: dict[int, Pieces] | None) -> bool:
         """Whether the device reads a layer's experts by itself: nothing else needs to know them."""
@@ -191,7 +189,7 @@ class ExpertWork:
         reads = loaded is None and not cold.may_compute and cold.addresses[0] is not None
         return cold.is_none or reads
 
-    def _parts(self, cfg: ModelConfig, weights: Tree) -> tuple[FlatParts, _Cold]:
+    def _parts(self, layer: LayerConfig, weights: Tree) -> tuple[FlatParts, _Cold]:
         """Return a layer's parts, and those of its experts that are not on the device."""
         own = weights["mlp"]
         gate_up, down = own["experts_gate_up"], own["experts_down"]
@@ -199,7 +197,7 @@ class ExpertWork:
         dense = {n: part for n, part in own.items() if not n.startswith("experts_")}
         dense = {**programs.without_mlp(weights), "mlp": dense}
         biases = gate_up.get("bias"), down.get("bias")
-        cold = _Cold(self.store, self.policy, cfg, (up, down["weight"]), biases)
+        cold = _Cold(self.store, self.policy, layer, (up, down["weight"]), biases)
         hot = up.hot, down["weight"].hot
         parts = MixtureParts(dense, hot, cold.on_device, up.held, cold.addresses)
         return FlatParts.of(parts), cold
@@ -215,11 +213,11 @@ class _Cold:
         self,
         store: Store,
         policy: Policy,
-        cfg: ModelConfig,
+        layer: LayerConfig,
         tensors: tuple[ExpertTensor, ExpertTensor],
         biases: tuple[ExpertBias | None, ExpertBias | None],
     ) -> None:
-        self.store, self.policy, self.cfg = store, policy, cfg
+        self.store, self.policy, self.layer = store, policy, layer
         self.tensors, self.biases = tensors, biases
         self.on_device = [None if bias is None else bias.device for bias in biases]
         self.pairs: dict[int, np.ndarray] = {}  # of the batch at hand, by expert
@@ -297,7 +295,7 @@ class _Cold:
         return y, _finished(computed, y.shape[0], unit, record)
 
     def _with(self, y: jax.Array, routed: RoutedTokens, group: LoadedGroup) -> jax.Array:
-        how = self.cfg, self.layouts, self.on_device, self.addresses
+        how = self.layer, self.layouts, self.on_device, self.addresses
         return programs.added_pairs(*how, routed.tokens, y, group)
 
     def _cold_pairs(self, chosen: np.ndarray) -> dict[int, np.ndarray]:
@@ -362,7 +360,7 @@ class _Cold:
                 own[: len(self.pairs[expert])] = self.pairs[expert]
             with jax.default_device(cpu()):
                 found = programs.computed_pairs_of(
-                    self.cfg,
+                    self.layer,
                     self.layouts,
                     [up.on_cpu(store, expert) for expert in group],
                     [down.on_cpu(store, expert) for expert in group],

@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import LayerConfig, ModelConfig
 from jaxllama.model import decoder, records
 from jaxllama.model.cache import LayerState
 from jaxllama.model.linear import Stream
@@ -49,8 +49,7 @@ def embed_tokens(store: Store, cfg: ModelConfig, params: Params, tokens: jax.Arr
 
 
 def _run_layer(
-    cfg: ModelConfig,
-    kind: str,
+    layer: LayerConfig,
     part: Kind,
     weights: Tree,
     stream: Stream,
@@ -64,23 +63,22 @@ def _run_layer(
 ) -> tuple[Stream, LayerState]:
     """Run a layer or one of its halves.
 
-    cfg, kind: as ``layer_config`` returns them.
     sparse, drafted: the kind of ``model.records`` that describes the tokens.
     """
     if part == "feed":
-        return decoder.scaled(weights, decoder.feed_half(cfg, weights, stream)), None
+        return decoder.feed_half(layer, weights, stream), None
     run = decoder.mix_half if part == "mix" else decoder.block
     if drafted is None:
         at = new_tokens(positions, lengths, rope, sparse, cached=state is not None)
     else:
         at = Draft(positions, lengths, rope, drafted)
-    return run(cfg, kind, weights, stream, state, at)
+    return run(layer, weights, stream, state, at)
 
 
 _layer_program = functools.partial(
-    jax.jit, static_argnums=(0, 1, 2), static_argnames=("sparse", "drafted")
+    jax.jit, static_argnums=(0, 1), static_argnames=("sparse", "drafted")
 )
-run_layer = _layer_program(_run_layer, donate_argnums=5)
+run_layer = _layer_program(_run_layer, donate_argnums=4)
 # The same for a state that must stay: verifying a draft returns the tokens that it would take.
 verify_layer = _layer_program(_run_layer)
 

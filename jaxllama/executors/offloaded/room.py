@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxllama.config import ModelConfig
-from jaxllama.model.cache import init_cache
+from jaxllama.config import LayerConfig, ModelConfig
+from jaxllama.model.cache import init_cache, init_layer
 from jaxllama.model.mixers.common import LayerState
 from jaxllama.offload.policy import Policy, Shares
 from jaxllama.offload.store import check_host_memory
@@ -38,6 +38,12 @@ def cache_shapes(
     cfg: ModelConfig, rows: int, length: int, dtype: DTypeLike
 ) -> tuple[LayerState, ...]:
     return _cache_shapes(cfg, rows, length, jnp.dtype(dtype).name)
+
+
+def layer_shapes(layer: LayerConfig, rows: int, length: int, dtype: DTypeLike) -> LayerState:
+    """Return the shapes of one layer's state."""
+    name = jnp.dtype(dtype).name
+    return jax.eval_shape(lambda: init_layer(layer, rows, length, name))
 
 
 @functools.lru_cache(maxsize=256)

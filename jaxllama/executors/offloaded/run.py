@@ -1,6 +1,6 @@
 """OffloadRun: one block of rows through an offloaded model, from prompts to the last token.
 
-    run = OffloadRun(policy, store, cfg, params, tokens, lengths, ...)
+    run = OffloadRun(policy, store, cfg, params, call)
     run.step()             gives every row one token; the first step is the prefill
     run.join(tokens, ...)  new rows replace those that have ended
 
@@ -25,17 +25,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.mtp import MTPDraft
 from jaxllama.decoding.rows import Fields, Report, Rows
 from jaxllama.decoding.sampling import History, SamplingParams
-from jaxllama.executors.executor import Alone
+from jaxllama.executors.executor import Call
 from jaxllama.executors.offloaded import cpu_attention, programs, sparse_cache
 from jaxllama.executors.offloaded.batch import (
     OffloadedBatch,
     TokenPiece,
+    Verified,
     append_token,
     cleared,
     joined,
@@ -44,7 +44,7 @@ from jaxllama.executors.offloaded.batch import (
     without_written,
 )
 from jaxllama.executors.offloaded.cpu_attention import SplitCache
-from jaxllama.executors.offloaded.expert_programs import without_mlp
+from jaxllama.executors.offloaded.expert_programs import Places, without_mlp
 from jaxllama.executors.offloaded.experts import (
     ExpertWork,
     LoadedExperts,
@@ -52,8 +52,8 @@ from jaxllama.executors.offloaded.experts import (
 )
 from jaxllama.executors.offloaded.layer_cache import LayerCache
 from jaxllama.executors.offloaded.sparse_cache import SparseCache, SparseState
-from jaxllama.model.cache import Cache, LayerState, init_cache
-from jaxllama.model.decoder import activation_dtype, layer_config
+from jaxllama.model.cache import Cache, LayerState, init_layer
+from jaxllama.model.decoder import activation_dtype
 from jaxllama.model.linear import Stream
 from jaxllama.model.lora import ROWS, with_rows
 from jaxllama.model.mixers.attention.state import KVCache
@@ -75,10 +75,7 @@ class _Whole(NamedTuple):
 class OffloadRun:
     """One block of rows on its way through the model. See the module docstring.
 
-    tokens: ``[B, T]``, right-padded beyond ``lengths[B]``.
-    capacity: number of tokens of a row that the cache holds.
-    room: columns for new tokens, of which the caller uses at most ``limit``.
-    alone: the shapes of a deterministic model, which replace ``chunk``.
+    call: the prompts, and how they are continued; it has a ``chunk``, which ``alone`` replaces.
     """
 
     def __init__(
@@ -87,25 +84,16 @@ class OffloadRun:
         store: Store,
         cfg: ModelConfig,
         params: Params,
-        tokens: jax.Array,
-        lengths: jax.Array,
-        sampling: SamplingParams,
-        stop_ids: jax.Array,
-        *,
-        room: int,
-        limit: int,
-        capacity: int,
-        kv_dtype: DTypeLike | None,
-        chunk: int,
-        alone: Alone | None = None,
+        call: Call,
         recorder: Recording = NO_RECORD,
     ) -> None:
+        assert call.chunk is not None
         self.policy, self.store, self.record = policy, store, recorder
         self.cfg, self.params = cfg, params
         self.dtype = activation_dtype(params)
-        self.stop_ids, self.room, self.capacity = stop_ids, room, capacity
-        self.limit, self.chunk, self.alone = limit, chunk, alone
-        self.kv_dtype = jnp.dtype(kv_dtype).name
+        self.stop_ids, self.room, self.capacity = call.stop_ids, call.room, call.capacity
+        self.limit, self.chunk, self.alone = call.limit, call.chunk, call.alone
+        self.kv_dtype = jnp.dtype(call.kv_dtype).name
         self.units = units_of(self.cfg, self.policy.sep_layer)
         if not self._embeds_by_unit():
             self.units = self.units[1:]
@@ -115,15 +103,16 @@ class OffloadRun:
             "hidden": self.policy.activations.device < 100,
         }
         self.filled, self.steps = 0, 0
-        self.rows = tokens.shape[0]
-        self.batches = [self._batch(*part) for part in self.cut(tokens, lengths, sampling)]
+        self.rows = call.tokens.shape[0]
+        parts = self.cut(call.tokens, call.lengths, call.sampling)
+        self.batches = [self._batch(*part) for part in parts]
         self._mtp: tuple[MTPDraft, Params] | None = None
         self._known: dict[int, Pending] = {}  # the last loaded table, if it is tied
         self._whole: dict[ModelUnit, _Whole | None] = {}  # what ``_resident`` has found
         self.experts = ExpertWork(store, policy)
         self._loaded = LoadedExperts()
         self._overlapped = Overlapped(store.lanes) if self.policy.overlap else None
-        self.join(tokens, lengths, sampling, params.get(ROWS))
+        self.join(call.tokens, call.lengths, call.sampling, params.get(ROWS))
 
     def begin_mtp(self, draft: MTPDraft, params: Params) -> None:
         """Let an MTP head, whose parameters are on the device, read the first step's prompts."""
@@ -246,23 +235,20 @@ class OffloadRun:
         self._walk()
         self.filled += 1
 
-    def verify(
-        self, pieces: dict[int, TokenPiece], width: int
-    ) -> dict[int, tuple[jax.Array, dict[int, LayerState]]]:
+    def verify(self, pieces: dict[int, TokenPiece], width: int) -> dict[int, Verified]:
         """Run one pass over these batches' pieces, ``width`` tokens of a row at a time.
 
-        Returns each batch's logits ``[B width, V]``, and by layer the tokens that recurrent states
-        may take. Attention's tokens are in its cache, past its length.
+        Attention's tokens are in its cache, past its length.
         """
         for index, piece in pieces.items():
             batch = self.batches[index]
             batch.pieces, batch.drafted, batch.tokens = [piece], width, {}
         self._walk()
-        verified: dict[int, tuple[jax.Array, dict[int, LayerState]]] = {}
+        verified: dict[int, Verified] = {}
         for index in pieces:
             batch = self.batches[index]
-            assert batch.scores is not None
-            verified[index] = batch.scores, batch.tokens
+            assert batch.scores is not None and batch.output is not None
+            verified[index] = Verified(batch.scores, batch.tokens, batch.output)
         return verified
 
     def _walk(self) -> None:
@@ -393,7 +379,7 @@ class OffloadRun:
     def _layer(
         self, unit: ModelUnit, batch: OffloadedBatch, weights: Tree, cache: Tree, hidden: Tree
     ) -> tuple[Tree, Tree]:
-        cfg, kind = layer_config(self.cfg, unit.layer)
+        layer = self.cfg.layers[unit.layer]
         if batch.adapters is not None:
             weights = with_rows(weights, batch.adapters_of_tokens)
         if batch.reads_prompts and batch.joining is not None and unit.has_cache:
@@ -411,18 +397,17 @@ class OffloadRun:
                 continue
             part = "mix" if placed else part
             if isinstance(cache, tuple):  # decode, with attention on the CPU
-                x, cache = cpu_attention.decode_layer(cfg, mixing, x, cache, *at)
+                x, cache = cpu_attention.decode_layer(layer, mixing, x, cache, *at)
                 part = "feed"
             elif isinstance(cache, SparseState):
                 store = self.store
-                x, cache = sparse_cache.decode_layer(cfg, store, mixing, x, cache, *at)
+                x, cache = sparse_cache.decode_layer(layer, store, mixing, x, cache, *at)
                 part = "feed"
             if part != "feed":
                 stays = batch.drafted is not None and not isinstance(cache, KVCache)
                 run = programs.verify_layer if stays else programs.run_layer
                 x, new = run(
-                    cfg,
-                    kind,
+                    layer,
                     part,
                     mixing,
                     x,
@@ -436,7 +421,7 @@ class OffloadRun:
                 else:
                     cache = new
             elif unit.kind != "mix" and not placed:
-                x, _ = programs.run_layer(cfg, kind, "feed", weights, x, None, *at)
+                x, _ = programs.run_layer(layer, "feed", weights, x, None, *at)
             if placed:
                 x, _ = self._mixture(ModelUnit("feed", unit.layer), piece, weights, x, None)
             results.append(x)
@@ -446,17 +431,16 @@ class OffloadRun:
         self, unit: ModelUnit, piece: TokenPiece, weights: Tree, x: Stream, cache: LayerState | None
     ) -> tuple[Stream, LayerState | None]:
         """Run a layer, or its second half, whose experts lie one by one."""
-        cfg, kind = layer_config(self.cfg, unit.layer)
         live = [self.batches[index] for index in self.active_batches()]
         several = len(live) > 1 or any(len(batch.pieces) > 1 for batch in live)
         return self.experts.layer(
-            cfg,
-            None if unit.kind == "feed" else kind,
+            self.cfg.layers[unit.layer],
+            unit.kind != "feed",
             unit,
             weights,
             x,
             cache,
-            (piece.positions, piece.lengths, piece.rope),
+            Places(piece.positions, piece.lengths, piece.rope),
             self._is_sparse(piece),
             self.record,
             self._loaded.of(unit) if several else None,
@@ -512,4 +496,4 @@ class OffloadRun:
 
 
 def _empty_state(cfg: ModelConfig, layer: int, batch: int, capacity: int, dtype: str) -> LayerState:
-    return init_cache(layer_config(cfg, layer)[0], batch, capacity, dtype).layers[0]
+    return init_layer(cfg.layers[layer], batch, capacity, dtype)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import AttentionConfig, LayerConfig
 from jaxllama.executors.offloaded.cpu_attention import output, project
 from jaxllama.executors.offloaded.layer_cache import (
     TAIL,
@@ -102,7 +102,7 @@ class SparseCache(LayerCache):
 
 
 def decode_layer(
-    cfg: ModelConfig,
+    layer: LayerConfig,
     store: Store,
     weights: Tree,
     stream: Stream,
@@ -112,9 +112,9 @@ def decode_layer(
     rope: Rope,
 ) -> tuple[Stream, SparseState]:
     """Run the mixer's half of an attention layer for one token a row."""
-    qkv, gate, stream = project(cfg, weights, stream)
+    qkv, gate, stream = project(layer, weights, stream)
     tail, slots, kept, places = _choose(
-        cfg,
+        layer.mixer,
         state.capacity,
         qkv,
         state.keys,
@@ -129,15 +129,22 @@ def decode_layer(
     moved = store.take(state.values, rows)
     resident = jax.tree.map(lambda leaf: leaf.device, state.values, is_leaf=is_stored)
     heads = _attend(
-        cfg, kept, places, resident, moved, jax.device_put(rows, store.on_device), tail.v, qkv.dtype
+        layer.mixer,
+        kept,
+        places,
+        resident,
+        moved,
+        jax.device_put(rows, store.on_device),
+        tail.v,
+        qkv.dtype,
     )
     state = dataclasses.replace(state, tail=tail, slots=slots, held=state.held + 1)
-    return output(cfg, weights, heads, gate, stream), state
+    return output(layer, weights, heads, gate, stream), state
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 5))
 def _choose(
-    cfg: ModelConfig,
+    cfg: AttentionConfig,
     capacity: int,
     qkv: jax.Array,
     keys: jax.Array | QTensor,
@@ -193,7 +200,7 @@ def _rows_elsewhere(places: np.ndarray, state: SparseState) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=(0, 7))
 def _attend(
-    cfg: ModelConfig,
+    cfg: AttentionConfig,
     kept: jax.Array,
     places: jax.Array,
     resident: Tree,

@@ -2,7 +2,7 @@
 
     stream += sum_j weight_j down_j(act(gate_j x) * up_j x)  +  gate(x) * shared(x)
 
-Experts without a gate (Nemotron-H) are ``down_j(act(up_j x))``.
+Experts without a gate are ``down_j(act(up_j x))``.
 ``grouped_matmul`` computes the two products with experts.  All else is as in a dense layer.  On a
 mesh each device routes all tokens and computes the pairs of its own experts; then one sum.  Devices
 of the "expert" axis have tokens of their own, and exchange them (``parallel.exchange``).
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllama.config import UNGATED, ExpertsConfig, ModelConfig
+from jaxllama.config import UNGATED, ExpertsConfig, LayerConfig
 from jaxllama.model import linear
 from jaxllama.model.elementwise import activated
 from jaxllama.model.experts.route import Routed, route, router_logits
@@ -30,15 +30,15 @@ from pallas_kernels.experts.gate import ClampedGate, Gate
 
 
 def feed_experts(
-    cfg: ModelConfig, p: Params, stream: Stream, ops: LayerOps, before: Stream | None
+    layer: LayerConfig, p: Params, stream: Stream, ops: LayerOps, before: Stream | None
 ) -> Stream:
-    """``decoder.feed_half`` of a layer with experts: add the mixture's output to the stream.
+    """A form's ``feed`` of a layer with experts: add the mixture's output to the stream.
 
     before: the stream without the mixer's part, which a parallel block reads; None for others.
     """
-    read, stream = inputs_of(cfg, p, stream, before, ops)
-    y = _experts(cfg, p["mlp"], read.x, read.routed, ops)
-    return with_output(cfg, p, stream, read.x, y, ops)
+    read, stream = inputs_of(layer, p, stream, before, ops)
+    y = _experts(layer, p["mlp"], read.x, read.routed, ops)
+    return with_output(layer, p, stream, read.x, y, ops)
 
 
 class MixtureInput(NamedTuple):
@@ -49,7 +49,7 @@ class MixtureInput(NamedTuple):
 
 
 def inputs_of(
-    cfg: ModelConfig,
+    layer: LayerConfig,
     p: Params,
     stream: Stream,
     before: Stream | None = None,
@@ -57,22 +57,22 @@ def inputs_of(
 ) -> tuple[MixtureInput, Stream]:
     """Return what a layer's mixture reads, and the stream; before: as for ``feed_experts``."""
     own, router = p["mlp"], p["mlp"]["router"]
-    assert cfg.experts is not None
-    if cfg.experts.beside:  # the router has a norm of its own
+    assert layer.experts is not None
+    if layer.experts.beside:  # the router has a norm of its own
         stream = Stream(stream.total)
-        x, _ = linear.norm(stream, own["norm"], cfg)
-        _, _, routed = ops.norm_route(stream, own["router_norm"], router, cfg)
+        x, _ = linear.norm(stream, own["norm"], layer)
+        _, _, routed = ops.norm_route(stream, own["router_norm"], router, layer)
         return MixtureInput(x, routed), stream
     if before is not None:
-        scale = p["mlp_norm" if cfg.parallel_norms else "mixer_norm"]
-        x, _, routed = ops.norm_route(before, scale, router, cfg)
+        scale = p.get("mlp_norm", p.get("mixer_norm"))
+        x, _, routed = ops.norm_route(before, scale, router, layer)
         return MixtureInput(x, routed), Stream(stream.total)
-    x, stream, routed = ops.norm_route(stream, p.get("mlp_norm"), router, cfg)
+    x, stream, routed = ops.norm_route(stream, p.get("mlp_norm"), router, layer)
     return MixtureInput(x, routed), stream
 
 
 def with_output(
-    cfg: ModelConfig,
+    layer: LayerConfig,
     p: Params,
     stream: Stream,
     x: jax.Array,
@@ -84,32 +84,32 @@ def with_output(
     x, y: the experts' input and output ``[..., D]``.  The expert that every token passes is added
     to y.  If it is ``beside``, each of the two has norms of its own.
     """
-    options, own, scale = cfg.experts, p["mlp"], p.get("mlp_out_norm")
+    options, own, scale = layer.experts, p["mlp"], p.get("mlp_out_norm")
     assert options is not None
     if options.beside:
-        dense, _ = linear.norm(stream, p.get("mlp_norm"), cfg)
-        dense, _ = linear.norm(Stream(shared(cfg, own, dense, ops)), own["shared_norm"], cfg)
-        y = linear.norm(Stream(y), own["out_norm"], cfg)[0] + dense
+        dense, _ = linear.norm(stream, p.get("mlp_norm"), layer)
+        dense, _ = linear.norm(Stream(shared(layer, own, dense, ops)), own["shared_norm"], layer)
+        y = linear.norm(Stream(y), own["out_norm"], layer)[0] + dense
     elif options.shared:
-        y = y + shared(cfg, own, x, ops)
-    return Stream(stream.x, y if scale is None else linear.norm(Stream(y), scale, cfg)[0])
+        y = y + shared(layer, own, x, ops)
+    return Stream(stream.x, y if scale is None else linear.norm(Stream(y), scale, layer)[0])
 
 
-def mixture(cfg: ModelConfig, own: Params, x: jax.Array) -> jax.Array:
+def mixture(layer: LayerConfig, own: Params, x: jax.Array) -> jax.Array:
     """The mixture's output ``[..., D]`` for ``x[..., D]``; own: a layer's ``mlp`` parameters."""
-    assert cfg.experts is not None and not cfg.experts.beside
-    routed = route(cfg.experts, x.reshape(-1, x.shape[-1]), own["router"])
-    y = _experts(cfg, own, x, routed, linear)
-    return y + shared(cfg, own, x) if cfg.experts.shared else y
+    assert layer.experts is not None and not layer.experts.beside
+    routed = route(layer.experts, x.reshape(-1, x.shape[-1]), own["router"])
+    y = _experts(layer, own, x, routed, linear)
+    return y + shared(layer, own, x) if layer.experts.shared else y
 
 
 def _experts(
-    cfg: ModelConfig, own: Params, x: jax.Array, routed: Routed, ops: LayerOps
+    layer: LayerConfig, own: Params, x: jax.Array, routed: Routed, ops: LayerOps
 ) -> jax.Array:
     """The output of the chosen experts for ``x[..., D]``, in its shape."""
-    options, tokens, (experts, weights) = cfg.experts, x.reshape(-1, x.shape[-1]), routed
+    options, tokens, (experts, weights) = layer.experts, x.reshape(-1, x.shape[-1]), routed
     assert options is not None
-    gated: Options = {"gated": gate_of(cfg, options)}
+    gated: Options = {"gated": gate_of(layer, options)}
     summed: Options = {}
     axes = expert_axes()
     if axes:  # this device's experts, whose sums are added up before they are rounded
@@ -119,7 +119,7 @@ def _experts(
 
     def compute(tokens: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
         inner = ops.grouped(tokens, own["experts_gate_up"], experts, **gated)
-        inner = inner if cfg.gated_mlp else activated(inner, cfg.activation)
+        inner = inner if layer.gated_mlp else activated(inner, layer.activation)
         return ops.grouped(inner, own["experts_down"], experts, weights=weights, **summed)
 
     if options.exchanges:
@@ -131,28 +131,28 @@ def _experts(
     return (lax.psum(y, axes) if axes else y).reshape(x.shape).astype(x.dtype)
 
 
-def gate_of(cfg: ModelConfig, options: ExpertsConfig) -> Gate | None:
+def gate_of(layer: LayerConfig, options: ExpertsConfig) -> Gate | None:
     """Return the experts' gated activation; None where their first product has no gate."""
-    if not cfg.gated_mlp:
+    if not layer.gated_mlp:
         return None
     if options.gate_limit is None:
-        assert cfg.activation not in UNGATED  # no family gates experts by them
-        return cfg.activation
+        assert layer.activation not in UNGATED  # no family gates experts by them
+        return layer.activation
     return ClampedGate(options.gate_limit, options.gate_alpha)
 
 
-def shared(cfg: ModelConfig, own: Params, x: jax.Array, ops: LayerOps = linear) -> jax.Array:
+def shared(layer: LayerConfig, own: Params, x: jax.Array, ops: LayerOps = linear) -> jax.Array:
     """Return the shared expert's output for ``x[..., D]``."""
-    if cfg.gated_mlp:
-        inner = ops.product(x, own["gate_up"], x.dtype, cfg, into=own["down"])
+    if layer.gated_mlp:
+        inner = ops.product(x, own["gate_up"], x.dtype, layer, into=own["down"])
     else:
-        inner = activated(ops.product(x, own["up"], x.dtype, cfg), cfg.activation)
+        inner = activated(ops.product(x, own["up"], x.dtype, layer), layer.activation)
     if is_split():
         assert isinstance(inner, jax.Array)
         down = own["down"]
         y = row_parallel_matmul(inner, down["weight"], down.get("bias"), x.dtype).astype(x.dtype)
     else:
-        y = ops.product(inner, own["down"], x.dtype, cfg)
+        y = ops.product(inner, own["down"], x.dtype, layer)
     if "shared_gate" not in own:
         return y
     logits = router_logits(x.reshape(-1, x.shape[-1]), own["shared_gate"]["weight"])

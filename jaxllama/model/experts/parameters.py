@@ -21,8 +21,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxllama.config import ExpertsConfig, ModelConfig
-from jaxllama.model.names import Names
+from jaxllama.config import ExpertsConfig, LayerConfig
+from jaxllama.model.names import Source
 from jaxllama.model.param import (
     Param,
     Path,
@@ -40,23 +40,23 @@ from jaxllama.model.param import (
 class ExpertNames:
     """Names of the tensors in a checkpoint, behind the layer's name and ``prefix``.
 
-    router: the router.  expert: prefix of an expert, formatted with its index.
-    gate_up, down: an expert's matrices, behind ``expert``.
-    fused: (gate and up, down) tensors of all experts, which a file may have instead.
-    is_fused: whether to assume ``fused`` when the file's tensor names are not known.
-    alternates: the fused tensors have every matrix as [in, out], and gate and up take turns
-    (gpt-oss).  is_transposed: every matrix of the fused tensors is [in, out].
+      router: the router.  expert: prefix of an expert, formatted with its index.
+      gate_up, down: an expert's matrices, behind ``expert``.
+      fused: (gate and up, down) tensors of all experts, which a file may have instead.
+      is_fused: whether to assume ``fused`` when the file's tensor names are not known.
+      alternates: the fused tensors have every matrix as [in, out], and gate and up take turns
+    is_transposed: every matrix of the fused tensors is [in, out].
     fused_bias: ending of the biases of fused tensors.
     is_apart: gate_up and down are tensors of all experts (GGUF), the gate's before the other's, or
     ``gate_up`` is one tensor with an expert's gate before its up.
-    in_rows: ``gate_up`` and ``down`` are matrices, with ``d_ff`` rows of each expert (DBRX).
-    shared, shared_gate: prefix of the shared expert, and its gate.  shared_parts: the shared
-    expert's own gate, up and down, where they are not a dense layer's.
-    is_beside: the shared expert is beside ``prefix``, not behind it.
-    choice_bias: bias that is added to scores only to choose experts.  is_matrix: it is [1, E].
-    is_bias_beside: that bias is beside ``prefix``, not behind it.  expert_scale: factors of the
-    experts' weights.  norms: of ``norm``, ``router_norm``, ``out_norm`` and ``shared_norm``.
-    may_lack_bias: files may leave the choice's bias out, which stands for zeros.
+    in_rows: ``gate_up`` and ``down`` are matrices, with ``d_ff`` rows of each expert.
+      shared, shared_gate: prefix of the shared expert, and its gate.  shared_parts: the shared
+      expert's own gate, up and down, where they are not a dense layer's.
+      is_beside: the shared expert is beside ``prefix``, not behind it.
+      choice_bias: bias that is added to scores only to choose experts.  is_matrix: it is [1, E].
+      is_bias_beside: that bias is beside ``prefix``, not behind it.  expert_scale: factors of the
+      experts' weights.  norms: of ``norm``, ``router_norm``, ``out_norm`` and ``shared_norm``.
+      may_lack_bias: files may leave the choice's bias out, which stands for zeros.
     """
 
     prefix: str = "mlp."
@@ -91,28 +91,25 @@ class ExpertNames:
 _NORMS = ("norm", "router_norm", "out_norm", "shared_norm")
 
 
-def table(
-    cfg: ModelConfig,
-    options: ExpertsConfig,
-    layer: str,
-    names: Names,
-    present: Collection[str],
-) -> dict[Path, Param]:
-    """Return the parameters of a layer with experts, in the order of the forward pass.
+def table(layer: LayerConfig, outer: str, source: Source) -> dict[Path, Param]:
+    """Return the parameters of a layer's experts, in the order of the forward pass.
 
-    options: ``cfg.experts_of`` the layer.
+    outer: prefix of the layer's tensors.
     """
-    own, d = names.of("experts", ExpertNames()), cfg.d_model
-    prefix, residual = f"{layer}{own.prefix}", cfg.product_scale
+    feed, options, present = layer.feed, layer.experts, source.present
+    assert feed is not None and options is not None
+    names, d, residual = source.names, layer.d_model, source.residual(layer)
+    own = names.of("experts", ExpertNames())
+    prefix = f"{outer}{own.prefix}"
     n = options.n_experts
     rows: dict[Path, Param] = {("router", "weight"): one(f"{prefix}{own.router}.weight", n, d)}
     if options.router_bias:
         rows["router", "bias"] = one(f"{prefix}{own.router}.bias", n, std=0.0)
     if options.choice_bias:
-        name = f"{layer if own.is_bias_beside else prefix}{own.choice_bias}"
-        source = TensorSource(name, (1, n) if own.is_matrix else (n,))
-        lacks = own.may_lack_bias and bool(present) and source.name not in present
-        sources = () if lacks else (source,)
+        name = f"{outer if own.is_bias_beside else prefix}{own.choice_bias}"
+        bias = TensorSource(name, (1, n) if own.is_matrix else (n,))
+        lacks = own.may_lack_bias and bool(present) and bias.name not in present
+        sources = () if lacks else (bias,)
         rows["router", "choice_bias"] = Param(sources, (n,), std=0.0, is_float32=True)
     if options.beside:
         name = f"{prefix}{own.expert_scale}"
@@ -121,18 +118,18 @@ def table(
             scale = d**-0.5 if path == "router_norm" else 1.0
             fold = {"scale": scale}
             rows[path, "weight"] = one(f"{prefix}{name}", d, mean=scale, std=0.0, fold=fold)
-    halves = 1 + cfg.gated_mlp
+    halves = 1 + feed.gated_mlp
     rows |= _experts(options, d, prefix, own, present, residual, halves)
     if options.shared:
-        shared = f"{layer if own.is_beside else prefix}{own.shared}"
+        shared = f"{outer if own.is_beside else prefix}{own.shared}"
         *gate_up, down = own.shared_parts or (*names.gate_up, names.down)
         gate_up = gate_up[-halves:]
         width = halves * options.shared // len(gate_up)
         parts = [(f"{shared}{name}", width, {}) for name in gate_up]
-        first, bias = "gate_up" if cfg.gated_mlp else "up", options.shared_bias
-        rows |= fused(first, parts, d, bias)
-        scale = residual * cfg.stored.shared
-        rows |= written("down", f"{shared}{down}", d, options.shared, bias, scale)
+        first, has_bias = "gate_up" if feed.gated_mlp else "up", options.shared_bias
+        rows |= fused(first, parts, d, has_bias)
+        scale = residual * source.stored.shared
+        rows |= written("down", f"{shared}{down}", d, options.shared, has_bias, scale)
     if options.shared_gate:
         gate = TensorSource(f"{prefix}{own.shared_gate}.weight", (d,) if own.is_apart else (1, d))
         rows["shared_gate", "weight"] = Param((gate,), (1, d))

@@ -1,16 +1,18 @@
 """The kinds of layers.  ``MIXERS[kind]`` is the only list of them; a kind is a folder.
 
+``layer`` is a ``LayerConfig``, whose ``mixer`` is the kind's record of options.
+
     MIXERS[kind].parameters    the parameters of a layer; imports no jax
-        table(cfg, layer, names, present) -> {path: Param}      SPLIT: {parameter's name: axis}
+        table(layer, prefix, source) -> {path: Param}           SPLIT: {parameter's name: axis}
         KEEPS_TOKENS: its cache grows with the context
         heads, obstacle, replicated, shard, fused_heads          for a mesh
-        sites(cfg)                                               for calibration
-        flops(cfg, index, sequence_length)
+        sites(layer)                                             for calibration
+        flops(layer, sequence_length)
     MIXERS[kind].module        MIXER: its Flax module; imports flax
     MIXERS[kind].mix           the computation
-        inputs(cfg, p) -> the weights that multiply the layer's input
-        mix(cfg, p, projected, state, at) -> (heads, state)
-        init_state(cfg, rows, length, width, dtype) -> state
+        inputs(layer, p) -> the weights that multiply the layer's input
+        mix(layer, p, projected, state, at) -> (heads, state)
+        init_state(layer, rows, length, width, dtype) -> state
         commit(states, tokens, count, exact) -> states           accepts tokens of a draft
 
 A layer's state is a ``KVCache``, or any pytree of arrays ``[B, ...]`` of fixed size.  Its method
@@ -23,14 +25,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import LayerConfig
 from jaxllama.model.mixers.common import Heads, LayerState, Sites
-from jaxllama.model.names import Names
+from jaxllama.model.names import Source
 from jaxllama.model.param import Param, Path
-from jaxllama.typing import Options, Params, Tree
+from jaxllama.typing import Params, Tree
 
 if TYPE_CHECKING:
     import jax
@@ -44,27 +46,25 @@ class Parameters(Protocol):
     KEEPS_TOKENS: bool
     SPLIT: Mapping[str, int]
 
-    def table(
-        self, cfg: ModelConfig, layer: str, names: Names, present: Collection[str]
-    ) -> dict[Path, Param]: ...
-    def heads(self, cfg: ModelConfig) -> int: ...
-    def obstacle(self, cfg: ModelConfig, n: int) -> str | None: ...
-    def replicated(self, cfg: ModelConfig, n: int) -> Options: ...
-    def shard(self, cfg: ModelConfig, n: int) -> Options: ...
-    def fused_heads(self, cfg: ModelConfig, name: str, n: int) -> Heads | None: ...
-    def sites(self, cfg: ModelConfig) -> Sites: ...
-    def flops(self, cfg: ModelConfig, index: int, sequence_length: int) -> float: ...
+    def table(self, layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]: ...
+    def heads(self, layer: LayerConfig) -> int: ...
+    def obstacle(self, layer: LayerConfig, n: int) -> str | None: ...
+    def replicated(self, layer: LayerConfig, n: int) -> Any: ...
+    def shard(self, layer: LayerConfig, n: int) -> Any: ...
+    def fused_heads(self, layer: LayerConfig, name: str, n: int) -> Heads | None: ...
+    def sites(self, layer: LayerConfig) -> Sites: ...
+    def flops(self, layer: LayerConfig, sequence_length: int) -> float: ...
 
 
 class Mix(Protocol):
     """``mixers/<kind>/mix.py``; a state is of the mixer's own type."""
 
     def init_state(
-        self, cfg: ModelConfig, rows: int, length: int, width: int, dtype: str
+        self, layer: LayerConfig, rows: int, length: int, width: int, dtype: str
     ) -> LayerState: ...
-    def inputs(self, cfg: ModelConfig, p: Params) -> Params | list[Params]: ...
+    def inputs(self, layer: LayerConfig, p: Params) -> Params | list[Params]: ...
     def mix(
-        self, cfg: ModelConfig, p: Params, projected: Tree, state: LayerState, at: At
+        self, layer: LayerConfig, p: Params, projected: Tree, state: LayerState, at: At
     ) -> tuple[jax.Array, LayerState]: ...
     def commit(
         self,

@@ -8,11 +8,10 @@ import flax.linen as nn
 import jax
 from jax.typing import DTypeLike
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import LayerConfig, ModelConfig
 from jaxllama.model import linear
-from jaxllama.model.cache import init_cache
-from jaxllama.model.declare import declare, layer_alone, table_of, tokens_at
-from jaxllama.model.decoder import layer_config
+from jaxllama.model.cache import init_layer
+from jaxllama.model.declare import declare, layer_alone, table_of_layer, tokens_at
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.common import LayerState
@@ -32,19 +31,25 @@ class MixerModule(nn.Module):
     kind: ClassVar[str]
 
     @nn.nowrap
-    def own(self) -> ModelConfig:
-        """Return the config of a model that has only this layer."""
-        return layer_config(self.cfg, self.index)[0].replace(layer_types=(self.kind,))
+    def layer(self) -> LayerConfig:
+        """Return the record of this layer, with this mixer."""
+        layer = self.cfg.layer(self.index)
+        if layer.kind == self.kind:
+            return layer
+        kinds = tuple(
+            self.kind if i == self.index else kind for i, kind in enumerate(self.cfg.layer_types)
+        )
+        return self.cfg.replace(layer_types=kinds).layer(self.index)
 
     @nn.nowrap
     def init_state(self, batch: int, max_len: int, dtype: DTypeLike | None = None) -> LayerState:
         """Return the state of ``batch`` rows without tokens, as ``jl.init_cache`` makes it."""
-        return init_cache(self.own(), batch, max_len, dtype).layers[0]
+        return init_layer(self.layer(), batch, max_len, dtype)
 
     @nn.compact
     def tree(self) -> ParamsDict:
         """Return the layer's parameters by name, as the pure functions take them."""
-        return declare(self, table_of(self.own())["layer_0"]["mixer"])
+        return declare(self, table_of_layer(self.layer())["mixer"])
 
     def __call__(
         self,
@@ -80,8 +85,9 @@ class MixerModule(nn.Module):
             reads another layer's keys.
         """
         check_features(self.cfg, x, "[B, T, D]")
-        cfg, params, mixer = layer_alone(self.own()), self.tree(), MIXERS[self.kind].mix
-        at = tokens_at(cfg, x, state, lengths, start)
-        projected, _ = linear.norm_linear(Stream(x), None, mixer.inputs(cfg, params), cfg)
-        heads, state = mixer.mix(cfg, params, projected, state, at)
+        layer, params = layer_alone(self.cfg.name, self.layer()), self.tree()
+        mixer = MIXERS[self.kind].mix
+        at = tokens_at(layer, x, state, lengths, start)
+        projected, _ = linear.norm_linear(Stream(x), None, mixer.inputs(layer, params), layer)
+        heads, state = mixer.mix(layer, params, projected, state, at)
         return linear.linear(heads, params["o"], x.dtype), state

@@ -26,6 +26,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx2")
 pytest.importorskip("llguidance")
 
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.engine.engine import Engine
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import lora
@@ -160,7 +161,9 @@ def test_each_of_many_requests_is_answered_as_alone(tmp_path):
     for seed, name in enumerate(ADAPTERS):
         lora_cases.write(tmp_path / name, lora_cases.tensors(CFG, seed))
         factors.append(lora_cases.factors(CFG, seed))
-    alone = dataclasses.replace(lm, params=lora.attach(CFG, lm.params, factors), adapters=ADAPTERS)
+    alone = dataclasses.replace(
+        lm, params=lora.attach(tensor_table(CFG), lm.params, factors), adapters=ADAPTERS
+    )
     sizes = {"max_len": MAX_LEN, "prefill_chunk": 32, "max_queue": 64}
 
     engine = Engine(alone, max_slots=1, prefix_cache=False, **sizes)

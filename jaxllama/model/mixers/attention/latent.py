@@ -26,7 +26,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxllama.config import LatentConfig, ModelConfig
+from jaxllama.config import AttentionConfig, LatentConfig
 from jaxllama.model.linear import linear
 from jaxllama.model.lora import floats
 from jaxllama.model.mixers.attention.chunk import attend
@@ -58,7 +58,7 @@ def inputs(p: Params) -> list[Params]:
 
 
 def mix(
-    cfg: ModelConfig, p: Params, projected: Sequence[Columns], cache: KVCache | None, at: At
+    cfg: AttentionConfig, p: Params, projected: Sequence[Columns], cache: KVCache | None, at: At
 ) -> tuple[jax.Array, KVCache | None]:
     """The products of ``inputs`` -> (heads ``[B, T, N d_v]``, cache)."""
     assert cfg.latent is not None and at.rope is not None
@@ -74,7 +74,7 @@ def mix(
     return out.reshape(*out.shape[:2], -1), cache
 
 
-def heads_of(cfg: ModelConfig, p: Params, projected: Sequence[Columns]) -> LatentHeads:
+def heads_of(cfg: AttentionConfig, p: Params, projected: Sequence[Columns]) -> LatentHeads:
     """Return the heads of the products of ``inputs``, before RoPE."""
     latent = cfg.latent
     assert latent is not None
@@ -115,7 +115,7 @@ def written(heads: LatentHeads, cache: KVCache, at: At) -> KVCache:
     return KVCache(store(cache.k, new, slots, at.table), None)
 
 
-def absorbed(cfg: ModelConfig, p: Params, heads: LatentHeads) -> jax.Array:
+def absorbed(cfg: AttentionConfig, p: Params, heads: LatentHeads) -> jax.Array:
     """Return the queries of latents ``[B, T, N, R + r]``.
 
     They are scaled such that dividing scores by the root of their width gives those of the heads.
@@ -135,7 +135,7 @@ def absorbed(cfg: ModelConfig, p: Params, heads: LatentHeads) -> jax.Array:
     return (both * (both.shape[-1] / cfg.head_dim) ** 0.5).astype(q.dtype)
 
 
-def lifted(cfg: ModelConfig, p: Params, out: jax.Array) -> jax.Array:
+def lifted(cfg: AttentionConfig, p: Params, out: jax.Array) -> jax.Array:
     """Return the heads ``[B, T, N, d_v]`` of sums of the cache's entries ``[B, T, N, R + r]``."""
     latent = cfg.latent
     assert latent is not None
@@ -151,13 +151,13 @@ def lifted(cfg: ModelConfig, p: Params, out: jax.Array) -> jax.Array:
     return made.astype(out.dtype)
 
 
-def _ups(cfg: ModelConfig, latent: LatentConfig, p: Params) -> tuple[jax.Array, jax.Array]:
+def _ups(cfg: AttentionConfig, latent: LatentConfig, p: Params) -> tuple[jax.Array, jax.Array]:
     """The products that make keys ``[N, d_nope, R]`` and values ``[N, d_v, R]``."""
     both = floats(p["kv_b"]["weight"]).reshape(cfg.n_heads, -1, latent.kv_rank)
     return both[:, : latent.d_nope], both[:, latent.d_nope :]
 
 
-def _expanded(cfg: ModelConfig, p: Params, heads: LatentHeads, at: Chunk) -> jax.Array:
+def _expanded(cfg: AttentionConfig, p: Params, heads: LatentHeads, at: Chunk) -> jax.Array:
     """Attention among the new tokens, with the keys and values of each head."""
     latent = cfg.latent
     assert latent is not None

@@ -10,7 +10,7 @@ attention.  The tokens of a ``records.Draft`` are such rows too, several of one 
 them are written first, and then read the row together by ``decode_attention`` of several tokens.
 Each reads it alone if its kernel does not take so many tokens, or if the draft is exact.
 
-The caller says which tokens read V sparsely (``ModelConfig.attn_sparsity``,
+The caller says which tokens read V sparsely (``attn_sparsity``,
 ``mixers.attention.sparse``).  Generated tokens do, those of a prompt do not, however many tokens
 come at once.
 
@@ -32,14 +32,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllama.config import ModelConfig
-from jaxllama.model.elementwise import layer_norm
+from jaxllama.config import AttentionConfig, LayerConfig
 from jaxllama.model.mixers.attention import latent
 from jaxllama.model.mixers.attention.chunk import (
     attend,
     over_past,
     without_padding,
 )
+from jaxllama.model.mixers.attention.parts import part
 from jaxllama.model.mixers.attention.pieces import attend_pieces
 from jaxllama.model.mixers.attention.shared import KeysValues, borrow
 from jaxllama.model.mixers.attention.sparse import sparse_attend
@@ -70,24 +70,25 @@ HeadNorms = tuple[jax.Array, jax.Array, float]  # weights of q and of k, eps
 __all__ = ["init_state", "inputs", "mix"]
 
 
-def inputs(cfg: ModelConfig, p: Params) -> Params | list[Params]:
+def inputs(layer: LayerConfig, p: Params) -> Params | list[Params]:
     """Return the weights that multiply the layer's input."""
-    return p["qkv"] if cfg.latent is None else latent.inputs(p)
+    return p["qkv"] if layer.mixer.latent is None else latent.inputs(p)
 
 
 def mix(
-    cfg: ModelConfig, p: Params, projected: Tree, cache: LayerState, at: At
+    layer: LayerConfig, p: Params, projected: Tree, cache: LayerState, at: At
 ) -> tuple[jax.Array, LayerState]:
     """Multi-head attention with rotary positions: the products of ``inputs`` -> (heads
     ``[B, T, N H]``, cache).
 
     Without a cache a layer that others borrow from returns its keys and values instead.
     """
+    cfg: AttentionConfig = layer.mixer
     if cfg.latent is not None:
         return latent.mix(cfg, p, projected, cache, at)
-    if cfg.kv_role == "borrowed":
+    if cfg.borrows:
         return borrow(cfg, p, projected, cache, at), cache
-    gate, qkv = unpacked(cfg, projected)
+    gate, qkv = unpacked(cfg, p, projected)
     if cfg.rope.query_beta:
         qkv = _scaled_queries(cfg, qkv, at.positions)
     if cfg.qk_norm_last:
@@ -99,17 +100,8 @@ def mix(
     return finished(cfg, p, heads.reshape(*qkv.shape[:2], -1, cfg.head_dim), gate), cache
 
 
-def _normed_values(cfg: ModelConfig, qkv: jax.Array) -> jax.Array:
-    """``qkv [B, T, (N + 2K) H]`` with the norm of each head of v, which has no weight."""
-    before = (cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim
-    qk, v = jnp.split(qkv, (before,), axis=-1)
-    heads = v.reshape(*v.shape[:-1], cfg.n_kv_heads, cfg.head_dim)
-    heads = rms_norm(heads, jnp.ones((cfg.head_dim,), v.dtype), cfg.norm_eps)
-    return jnp.concatenate([qk, heads.reshape(v.shape)], axis=-1)
-
-
-def _scaled_queries(cfg: ModelConfig, qkv: jax.Array, positions: jax.Array) -> jax.Array:
-    """``qkv [B, T, (N + 2K) H]`` with q multiplied by a function of its position (Llama 4)."""
+def _scaled_queries(cfg: AttentionConfig, qkv: jax.Array, positions: jax.Array) -> jax.Array:
+    """``qkv [B, T, (N + 2K) H]`` with q multiplied by a function of its position."""
     assert cfg.rope.original_max_position is not None
     steps = (positions // cfg.rope.original_max_position).astype(jnp.float32)
     factor = 1.0 + cfg.rope.query_beta * jnp.log1p(steps)
@@ -119,8 +111,8 @@ def _scaled_queries(cfg: ModelConfig, qkv: jax.Array, positions: jax.Array) -> j
 
 
 def _normed_last(
-    cfg: ModelConfig, p: Params, qkv: jax.Array, at: At
-) -> tuple[ModelConfig, jax.Array, At]:
+    cfg: AttentionConfig, p: Params, qkv: jax.Array, at: At
+) -> tuple[AttentionConfig, jax.Array, At]:
     """RoPE, then the norms of q and k; what follows has neither: its tables turn by nothing."""
     assert at.rope is not None
     cos, sin = at.rope.of(cfg.rope, cfg.head_dim)
@@ -134,7 +126,7 @@ def _normed_last(
 
 
 def _in_wide_heads(
-    cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache, at: At, rope: Ropes
+    cfg: AttentionConfig, p: Params, qkv: jax.Array, cache: KVCache, at: At, rope: Ropes
 ) -> tuple[jax.Array, KVCache | None]:
     """Attention over a cache of wider heads (``cache.cached_width``)."""
     width = cache.k.shape[-1]
@@ -145,7 +137,9 @@ def _in_wide_heads(
     return narrowed(out.reshape(*qkv.shape[:2], -1, width), cfg.head_dim), after
 
 
-def unpacked(cfg: ModelConfig, projected: Tree) -> tuple[jax.Array | None, jax.Array]:
+def unpacked(
+    cfg: AttentionConfig, p: Params, projected: Tree
+) -> tuple[jax.Array | None, jax.Array]:
     """The product of ``inputs`` as (the heads' gate or None, ``q|k|v [B, T, (N + 2K) H]``)."""
     width, gate = cfg.n_heads * cfg.head_dim, None
     if cfg.attn_gate:
@@ -154,15 +148,19 @@ def unpacked(cfg: ModelConfig, projected: Tree) -> tuple[jax.Array | None, jax.A
         projected = jnp.clip(projected, -cfg.qkv_limit, cfg.qkv_limit)
     if cfg.k_is_v:
         projected = jnp.concatenate([projected, projected[..., width:]], axis=-1)
-    return gate, _normed_values(cfg, projected) if cfg.v_norm else projected
+    for name in cfg.attention_parts:
+        projected = part(name).apply(cfg, p, projected)
+    return gate, projected
 
 
-def sinks_of(cfg: ModelConfig, p: Params) -> jax.Array | None:
+def sinks_of(cfg: AttentionConfig, p: Params) -> jax.Array | None:
     """The heads' sinks, float32 ``[N]``, if the model has them."""
     return p["sinks"]["weight"] if cfg.attn_sinks else None
 
 
-def finished(cfg: ModelConfig, p: Params, heads: jax.Array, gate: jax.Array | None) -> jax.Array:
+def finished(
+    cfg: AttentionConfig, p: Params, heads: jax.Array, gate: jax.Array | None
+) -> jax.Array:
     """Heads ``[B, T, N, H]`` as the output product reads them: times ``sigmoid(gate)`` in float32,
     with one cast, or with a norm."""
     y = heads.reshape(*heads.shape[:2], -1)
@@ -173,19 +171,17 @@ def finished(cfg: ModelConfig, p: Params, heads: jax.Array, gate: jax.Array | No
     return (y.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(y.dtype)
 
 
-def split_heads(cfg: ModelConfig, p: Params, qkv: jax.Array) -> jax.Array:
+def split_heads(cfg: AttentionConfig, p: Params, qkv: jax.Array) -> jax.Array:
     """``qkv [..., (N + 2K) H]`` -> ``[..., N + 2K, H]``, with the norms of q and k."""
     heads = qkv.reshape(*qkv.shape[:-1], -1, cfg.head_dim)
     if cfg.qk_norm == "none":
         return heads
-    if cfg.qk_norm == "layer":
-        q, k, v = jnp.split(heads, (cfg.n_heads, cfg.n_heads + cfg.n_kv_heads), axis=-2)
-        q, k = (layer_norm(x, p[f"{n}_norm"], cfg.norm_eps) for n, x in (("q", q), ("k", k)))
-        return jnp.concatenate([q, k, v], axis=-2)
     return norm_heads(heads, cfg.n_kv_heads, _norms(p), cfg.norm_eps, cfg.qk_norm == "full")
 
 
-def _with_norm(cfg: ModelConfig, p: Params, qkv: jax.Array) -> tuple[jax.Array, HeadNorms | None]:
+def _with_norm(
+    cfg: AttentionConfig, p: Params, qkv: jax.Array
+) -> tuple[jax.Array, HeadNorms | None]:
     """``split_heads``, where each head's norm is left to who takes (weights of q, of k, eps)."""
     if cfg.qk_norm != "head":
         return split_heads(cfg, p, qkv), None
@@ -197,7 +193,7 @@ def _norms(p: Params) -> tuple[jax.Array, jax.Array]:
 
 
 def _extend(
-    cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache | None, at: Chunk
+    cfg: AttentionConfig, p: Params, qkv: jax.Array, cache: KVCache | None, at: Chunk
 ) -> tuple[jax.Array, KVCache | KeysValues | None]:
     """Any number of tokens: ``qkv [B, T, (N + 2K) H]`` -> (heads ``[B, T, N, H]``, cache)."""
     n, n_kv, window = cfg.n_heads, cfg.n_kv_heads, cfg.sliding_window
@@ -208,7 +204,7 @@ def _extend(
         qkv = split_heads(cfg, p, qkv)
         q, k, v = jnp.split(qkv, (n, n + n_kv), axis=2)
         q, k = rotate(q, *rope), rotate(k, *rope)
-        lent = KeysValues(k, v) if cfg.kv_role == "lent" else None
+        lent = KeysValues(k, v) if cfg.lends else None
         return attend(q, k, v, positions, window, cap, sinks, at.segments, at.begins), lent
     is_new = jnp.arange(qkv.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
     slots = jnp.where(is_new, positions, capacity_of(cache.k, table))
@@ -240,7 +236,7 @@ def _extend(
 
 
 def _in_pieces(
-    cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache, at: Pieces
+    cfg: AttentionConfig, p: Params, qkv: jax.Array, cache: KVCache, at: Pieces
 ) -> tuple[jax.Array, KVCache]:
     """``_extend`` of pieces: ``qkv [2 B, T, (N + 2K) H]`` -> (heads ``[2 B, T, N, H]``, cache)."""
     assert at.rope is not None
@@ -252,7 +248,7 @@ def _in_pieces(
 
 
 def _decode(
-    cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache, at: Step
+    cfg: AttentionConfig, p: Params, qkv: jax.Array, cache: KVCache, at: Step
 ) -> tuple[jax.Array, KVCache]:
     """One token per row: ``qkv [B, 1, (N + 2K) H]`` -> (heads ``[B, N, H]``, cache)."""
     assert at.rope is not None
@@ -272,7 +268,7 @@ def _decode(
     return out, KVCache(*kv)
 
 
-def _query(cfg: ModelConfig, p: Params, q: jax.Array, cache: KVCache, at: Step) -> jax.Array:
+def _query(cfg: AttentionConfig, p: Params, q: jax.Array, cache: KVCache, at: Step) -> jax.Array:
     """One query a row, ``q [B, N, H]``, over the cache that holds its token already; a row without
     a new token sees nothing."""
     window, position, table = cfg.sliding_window, at.positions[:, 0], at.table
@@ -299,7 +295,7 @@ def _query(cfg: ModelConfig, p: Params, q: jax.Array, cache: KVCache, at: Step) 
 
 
 def _verify(
-    cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache, at: Draft
+    cfg: AttentionConfig, p: Params, qkv: jax.Array, cache: KVCache, at: Draft
 ) -> tuple[jax.Array, KVCache]:
     """``_decode`` where ``at.width`` consecutive rows are tokens of one row of the cache."""
     assert at.rope is not None
@@ -379,13 +375,13 @@ _ATTENDS: dict[type[At], Callable[..., tuple[jax.Array, LayerState]]] = {
 }
 
 
-def _is_dense(cfg: ModelConfig, at: At) -> bool:
+def _is_dense(cfg: AttentionConfig, at: At) -> bool:
     """Whether every token reads all of V."""
     return cfg.attn_sparsity == 1.0 or not at.sparse
 
 
 def _mixed(
-    cfg: ModelConfig,
+    cfg: AttentionConfig,
     dense: Callable[[], jax.Array],
     q: jax.Array,
     cache: KVCache,

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
 
 import numpy as np
 
-from jaxllama.config import UNMULTIPLIED, ModelConfig
-from jaxllama.errors import JaxLlamaError
+from jaxllama.config import UNMULTIPLIED, AttentionConfig, LayerConfig
+from jaxllama.model.mixers.attention.parts import NAMES as PARTS
+from jaxllama.model.mixers.attention.parts import part
 from jaxllama.model.mixers.common import Heads, Sites, heads_obstacle
-from jaxllama.model.names import Names
+from jaxllama.model.names import Source
 from jaxllama.model.param import (
     ByHead,
     Param,
@@ -30,7 +30,10 @@ from jaxllama.model.param import (
 from jaxllama.typing import Options
 
 KEEPS_TOKENS = True
-SPLIT = dict.fromkeys(("qkv", "q", "kv_b", "sinks"), 0)
+SPLIT: dict[str, int] = {
+    **dict.fromkeys(("qkv", "q", "kv_b", "sinks"), 0),
+    **{key: axis for name in PARTS for key, axis in part(name).SPLIT.items()},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,20 +50,19 @@ class LatentNames:
     kv_b: tuple[str, ...] = ("kv_b_proj",)
 
 
-def table(
-    cfg: ModelConfig, layer: str, names: Names, present: Collection[str]
-) -> dict[Path, Param]:
+def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
     """q, k and v fused by rows, before them q's gate, the norms of q and k, sinks, and o; or q, and
     what makes k and v of latents."""
-    del present
-    prefix = f"{layer}{names.mixer}"
+    cfg: AttentionConfig = layer.mixer
+    names, stored, d = source.names, source.stored, layer.d_model
+    prefix = f"{prefix}{names.mixer}"
     if cfg.latent is not None:
-        return _latent(cfg, prefix, names)
-    h, stored = cfg.head_dim, cfg.stored
+        return _latent(layer, prefix, source)
+    h, query = cfg.head_dim, stored.query * cfg.query_scale
     q, kv = cfg.n_heads * h, cfg.n_kv_heads * h
     n_rows = (2 * q if cfg.attn_gate else q), kv, kv
-    turning = (r.rotary_dim for r, _ in cfg.ropes if r.scaling != "proportional")
-    partial = next((count for count in turning if count), h)
+    is_moved = cfg.rope.scaling != "proportional" and bool(cfg.rope.rotary_dim)
+    partial = cfg.rope.rotary_dim if is_moved and cfg.rope.rotary_dim else h
     turned = functools.partial(
         Turned,
         head_dim=h,
@@ -70,7 +72,7 @@ def table(
     )
     moves = partial != h or stored.interleaved or stored.flipped
     products = stored.products or UNMULTIPLIED
-    of_query = stored.query if cfg.qk_norm == "none" else 1.0
+    of_query = query if cfg.qk_norm == "none" else 1.0
     scales = of_query, products.key, 1.0  # of the outputs
     heads = (cfg.n_heads, cfg.n_kv_heads, 0)
     if len(names.qkv) == 1:
@@ -86,12 +88,6 @@ def table(
     ]
     if names.is_by_head:
         folds = [{"turned": ByHead(cfg.n_kv_heads, cfg.group_size, turned(1))}]
-    if names.n_blocks:
-        if cfg.n_heads % names.n_blocks or cfg.n_kv_heads != cfg.n_heads:
-            raise JaxLlamaError(f"n_heads = {cfg.n_heads}: must be n {names.n_blocks} = n_kv_heads")
-        per_block = cfg.n_heads // names.n_blocks
-        order = ByHead(names.n_blocks, per_block, turned(1), per_block, v_first=True)
-        folds = [{"turned": order}]
     if names.is_transposed:
         assert not moves
         folds = [transposed(count) for count in n_rows]
@@ -105,13 +101,13 @@ def table(
         )
         folds[0] = {"turned": turned(cfg.n_heads, gated=True)}
     parts = list(zip(sources, n_rows, folds, strict=False))
-    n_parts = {"borrowed": 1}.get(cfg.kv_role, 2 if cfg.k_is_v else len(parts))
+    n_parts = 1 if cfg.borrows else 2 if cfg.k_is_v else len(parts)
     assert n_parts == len(parts) or len(names.qkv) == 3, "q, k and v in one tensor, where k is v"
-    table = fused("qkv", parts[:n_parts], cfg.d_model, cfg.qkv_bias)
+    table = fused("qkv", parts[:n_parts], d, cfg.qkv_bias)
     if cfg.qk_norm != "none":
         own_names = {"q_norm": names.q_norm, "k_norm": names.k_norm}
-        norms = (("q_norm", q, stored.query), ("k_norm", kv, 1.0))
-        for name, width, scale in norms[: 1 if cfg.kv_role == "borrowed" else 2]:
+        norms = (("q_norm", q, query), ("k_norm", kv, 1.0))
+        for name, width, scale in norms[: 1 if cfg.borrows else 2]:
             width = width if cfg.qk_norm == "full" else h
             if not cfg.norm_weight:
                 table[name, "weight"] = Param((), (width,), mean=scale, std=0.0)
@@ -121,110 +117,98 @@ def table(
                 "offset": scale * stored.norm_offset,
                 "turned": turned(width // h) if moves else None,
             }
-            source = f"{prefix}{own_names[name]}"
-            table[name, "weight"] = one(f"{source}.weight", width, mean=1.0, std=0.0, fold=fold)
-            if cfg.qk_norm == "layer":
-                fold = {**fold, "offset": 0.0}
-                table[name, "bias"] = one(f"{source}.bias", width, std=0.0, fold=fold)
+            stored_name = f"{prefix}{own_names[name]}.weight"
+            table[name, "weight"] = one(stored_name, width, mean=1.0, std=0.0, fold=fold)
     if cfg.attn_sinks:
         table["sinks", "weight"] = one(f"{prefix}{names.sinks}", cfg.n_heads, is_float32=True)
     if cfg.inner_norms:
         name = f"{prefix}{names.inner_norms[0]}.weight"
         table["inner_norm", "weight"] = one(name, q, mean=1.0, std=0.0)
-    source, scale = f"{prefix}{names.o}", cfg.product_scale * products.attention_output
-    has_bias = cfg.o_bias and not names.last_bias
-    table |= written("o", source, cfg.d_model, q, has_bias, scale, names.is_transposed)
-    if cfg.o_bias and names.last_bias:
-        is_last = layer == f"{names.layer.format(cfg.n_layers - 1)}."
-        bias = one(f"{prefix}{names.last_bias}", cfg.d_model, std=0.0)
-        table["o", "bias"] = bias if is_last else Param((), (cfg.d_model,), std=0.0)
-    return table
+    for name in cfg.attention_parts:
+        table |= part(name).table(layer, prefix, source)
+    scale = source.residual(layer) * products.attention_output
+    return table | written("o", f"{prefix}{names.o}", d, q, cfg.o_bias, scale, names.is_transposed)
 
 
-def _latent(cfg: ModelConfig, prefix: str, names: Names) -> dict[Path, Param]:
-    latent, d, n, own = cfg.latent, cfg.d_model, cfg.n_heads, names.of("latent", LatentNames())
+def _latent(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
+    cfg: AttentionConfig = layer.mixer
+    names, latent, d, n = source.names, cfg.latent, layer.d_model, cfg.n_heads
     assert latent is not None
+    own = names.of("latent", LatentNames())
     rank, width = latent.kv_rank, n * (latent.d_nope + latent.d_v)
     tensors = [f"{prefix}{name}.weight" for name in own.kv_b]
     shapes = [(width, rank)]
     if len(tensors) == 2:
         shapes = [(n, rank, latent.d_nope), (n, latent.d_v, rank)]
     kv_b = tuple(TensorSource(*pair) for pair in zip(tensors, shapes, strict=True))
-    interleaved = cfg.stored.interleaved
+    interleaved = source.stored.interleaved
     turned = functools.partial(Turned, rotary_dim=latent.d_rope, interleaved=interleaved)
-    of_q: Options = {"scale": cfg.stored.query}
+    of_q: Options = {"scale": source.stored.query}
     of_kv: Options = {}
     if interleaved:
         of_q["turned"] = turned(n, cfg.head_dim, first=latent.d_nope)
         of_kv["turned"] = turned(1, rank + latent.d_rope, first=rank)
     table: dict[Path, Param] = {}
-    source, wide = own.q, d
+    of_queries, wide = own.q, d
     if latent.q_rank is not None:
-        source, wide = "q_b_proj", latent.q_rank
+        of_queries, wide = "q_b_proj", latent.q_rank
         table |= fused("q_a", [(f"{prefix}q_a_proj", wide, {})], d, cfg.qkv_bias)
         norm = one(f"{prefix}q_a_layernorm.weight", wide, mean=1.0, std=0.0)
         table["q_norm", "weight"] = norm
-    table["q", "weight"] = one(f"{prefix}{source}.weight", n * cfg.head_dim, wide, fold=of_q)
+    table["q", "weight"] = one(f"{prefix}{of_queries}.weight", n * cfg.head_dim, wide, fold=of_q)
     down = [(f"{prefix}{own.kv_a}", rank + latent.d_rope, of_kv)]
     return {
         **table,
         **fused("kv_a", down, d, cfg.qkv_bias),
         ("kv_norm", "weight"): one(f"{prefix}{own.kv_norm}.weight", rank, mean=1.0, std=0.0),
         ("kv_b", "weight"): Param(kv_b, (width, rank)),
-        **written("o", f"{prefix}{names.o}", d, n * latent.d_v, cfg.o_bias, cfg.product_scale),
+        **written("o", f"{prefix}{names.o}", d, n * latent.d_v, cfg.o_bias, source.residual(layer)),
     }
 
 
-def heads(cfg: ModelConfig) -> int:
+def heads(layer: LayerConfig) -> int:
     """Return the largest number of shards that each have a head."""
-    return cfg.n_heads
+    return layer.mixer.n_heads
 
 
-def obstacle(cfg: ModelConfig, n: int) -> str | None:
+def obstacle(layer: LayerConfig, n: int) -> str | None:
     """Return the name of the heads that ``n`` shards do not divide, or None."""
-    reason = heads_obstacle("", cfg.n_heads, cfg.n_kv_heads, n)
-    if reason is None and cfg.full is not None:
-        reason = heads_obstacle("full ", cfg.n_heads, cfg.full.n_kv_heads, n)
-    return reason
+    cfg: AttentionConfig = layer.mixer
+    return heads_obstacle("", cfg.n_heads, cfg.n_kv_heads, n)
 
 
-def replicated(cfg: ModelConfig, n: int) -> Options:
-    """Changes of the config where each of ``n`` shards has its own kv head."""
-    return _of_kv_heads(cfg, lambda heads: max(heads, n))
+def replicated(layer: LayerConfig, n: int) -> AttentionConfig:
+    """Return the options where each of ``n`` shards has its own kv head."""
+    return layer.mixer.replace(n_kv_heads=max(layer.mixer.n_kv_heads, n))
 
 
-def shard(cfg: ModelConfig, n: int) -> Options:
-    """Changes of the config, ``replicated``'s, that make it one of ``n`` shards'."""
-    return {"n_heads": cfg.n_heads // n, **_of_kv_heads(cfg, lambda heads: heads // n)}
+def shard(layer: LayerConfig, n: int) -> AttentionConfig:
+    """Return the options of one of ``n`` shards; the layer's are ``replicated``'s."""
+    cfg: AttentionConfig = layer.mixer
+    return cfg.replace(n_heads=cfg.n_heads // n, n_kv_heads=cfg.n_kv_heads // n)
 
 
-def _of_kv_heads(cfg: ModelConfig, function: Callable[[int], int]) -> Options:
-    """Changes of the config: all numbers of kv heads as the function gives them."""
-    full = cfg.full
-    if full is not None:
-        full = dataclasses.replace(full, n_kv_heads=function(full.n_kv_heads))
-    return {"n_kv_heads": function(cfg.n_kv_heads), "full": full}
-
-
-def fused_heads(cfg: ModelConfig, name: str, n: int) -> Heads | None:
+def fused_heads(layer: LayerConfig, name: str, n: int) -> Heads | None:
     """(heads, rows a head) of the parts that a parameter's rows are, None where none moves."""
     del n
+    cfg: AttentionConfig = layer.mixer
     if name != "qkv":
         return None
-    n_kv = 0 if cfg.kv_role == "borrowed" else 2 - cfg.k_is_v
+    n_kv = 0 if cfg.borrows else 2 - cfg.k_is_v
     counts = (cfg.n_heads,) * (1 + cfg.attn_gate) + (cfg.n_kv_heads,) * n_kv
     return [(count, cfg.head_dim) for count in counts]
 
 
-def sites(cfg: ModelConfig) -> Sites:
+def sites(layer: LayerConfig) -> Sites:
     """With GQA each v channel is read by the query heads of its group, which share its scale."""
+    cfg: AttentionConfig = layer.mixer
     if cfg.latent is not None:
         first = "q" if cfg.latent.q_rank is None else "q_a"
         return Sites((first, "kv_a"), "", None, np.arange(cfg.n_heads * cfg.latent.d_v))
     n, n_kv, h = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
     shared = np.arange(n_kv * h).reshape(n_kv, 1, h)
     channel = np.broadcast_to(shared, (n_kv, n // n_kv, h)).reshape(-1)
-    is_alone = not (cfg.v_norm or cfg.k_is_v or cfg.inner_norms) and cfg.kv_role != "borrowed"
+    is_alone = not (cfg.attention_parts or cfg.k_is_v or cfg.inner_norms or cfg.borrows)
     if not is_alone or cfg.qkv_limit is not None:  # no rows of v alone, or a norm or limit between
         return Sites(("qkv",), "", None, channel)
     before_k = n * (1 + cfg.attn_gate)
@@ -232,10 +216,11 @@ def sites(cfg: ModelConfig) -> Sites:
     return Sites(("qkv",), "qkv", rows, channel)
 
 
-def flops(cfg: ModelConfig, index: int, sequence_length: int) -> float:
+def flops(layer: LayerConfig, sequence_length: int) -> float:
     """A token's operations beside its products with weights, the mean over a sequence."""
-    window = cfg.window_of(index) or sequence_length
+    cfg: AttentionConfig = layer.mixer
+    window = cfg.sliding_window or sequence_length
     # The mean number of keys a query sees: half of T, or nearly the window.
     seen = min(window, sequence_length)
     keys = seen - seen * seen / (2.0 * sequence_length)
-    return 4.0 * cfg.n_heads * cfg.head_dim_of(index) * keys
+    return 4.0 * cfg.n_heads * cfg.head_dim * keys

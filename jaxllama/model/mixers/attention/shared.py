@@ -1,7 +1,7 @@
 """Attention over keys and values that are there already: another layer's, or latents.
 
     over_cache(q, cache, at, window)         over a cache that holds the new tokens
-    borrow(cfg, p, projected, state, at)     a layer without keys and values (Gemma 3n and 4)
+    borrow(cfg, p, projected, state, at)     a layer without keys and values
 
 The lender is a layer before.  Its state, with the call's tokens, is the ``state`` of every layer
 that borrows.  A call without a cache passes a ``KeysValues`` instead.
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import AttentionConfig
 from jaxllama.model.mixers.attention.chunk import attend, attend_cached
 from jaxllama.model.mixers.attention.state import KVCache, as_pages
 from jaxllama.model.records import At, Chunk, Draft, Pieces
@@ -36,11 +36,11 @@ class KeysValues(NamedTuple):
 
 
 def borrow(
-    cfg: ModelConfig, p: Params, projected: jax.Array, state: KVCache | KeysValues, at: At
+    cfg: AttentionConfig, p: Params, projected: jax.Array, state: KVCache | KeysValues, at: At
 ) -> jax.Array:
     """Return heads ``[B, T, N H]`` of queries ``projected [B, T, N H]`` over another layer's keys.
 
-    cfg: of a layer with ``kv_role = "borrowed"``.
+    cfg: of a layer that borrows.
     """
     assert at.rope is not None
     q = projected.reshape(*projected.shape[:-1], cfg.n_heads, cfg.head_dim)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import AttentionConfig, LayerConfig
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
 from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis
 from jaxllama.typing import Tree
@@ -43,12 +43,15 @@ class KVCache:
         return jax.tree.map(lambda _: P(rows, None, MODEL_AXIS), self)
 
 
-def init_state(cfg: ModelConfig, rows: int, length: int, width: int, dtype: str) -> KVCache | None:
+def init_state(
+    layer: LayerConfig, rows: int, length: int, width: int, dtype: str
+) -> KVCache | None:
     """Return an empty cache of ``rows`` rows (or pages) of ``length`` tokens.
 
     width: features of a head in the cache.  A layer that borrows another's keys has no cache.
     """
-    if cfg.kv_role == "borrowed":
+    cfg: AttentionConfig = layer.mixer
+    if cfg.borrows:
         return None
     is_latent = cfg.latent is not None
     shape = (rows, length, 1 if is_latent else cfg.n_kv_heads, width)

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllama.config import DeltaConfig, ModelConfig
+from jaxllama.config import DeltaConfig, LayerConfig
 from jaxllama.model.linear import linear
 from jaxllama.model.mixers.delta.parameters import INPUTS
 from jaxllama.model.mixers.pieces import convolve, scan_pieces
@@ -69,30 +69,34 @@ class DeltaTokens:
     __repr__ = short_repr
 
 
-def init_state(cfg: ModelConfig, rows: int, length: int, width: int, dtype: str) -> RecurrentState:
+def init_state(
+    layer: LayerConfig, rows: int, length: int, width: int, dtype: str
+) -> RecurrentState:
     """Return the state before any token; it does not grow with a row's ``length``."""
     del length, width
-    delta = cfg.delta
-    assert delta is not None
+    delta: DeltaConfig = layer.mixer
     features = (_qkv_width(delta),)
     return empty_state(rows, delta.n_heads, delta.d_k, delta.d_v, delta.conv_size, features, dtype)
 
 
-def inputs(cfg: ModelConfig, p: Params) -> list[Params]:
+def inputs(layer: LayerConfig, p: Params) -> list[Params]:
     """Return the weights that multiply the layer's input."""
     return [p[name] for name in INPUTS if name in p]
 
 
 def mix(
-    cfg: ModelConfig, p: Params, projected: Sequence[Columns], state: RecurrentState | None, at: At
+    layer: LayerConfig,
+    p: Params,
+    projected: Sequence[Columns],
+    state: RecurrentState | None,
+    at: At,
 ) -> tuple[jax.Array, RecurrentState | DeltaTokens | None]:
     """The projections of ``inputs``, columns of ``[B, T, n]`` -> (gated heads ``[B, T, H Dv]``,
     state); None, padding and tokens that are verified as in ``gla.mix``."""
-    delta = cfg.delta
-    assert delta is not None
+    delta: DeltaConfig = layer.mixer
     names = (name for name in INPUTS if name in p)
     columns = dict(zip(names, projected, strict=True))
-    fused = _fused(cfg, p, columns, state, at)
+    fused = _fused(layer, p, columns, state, at)
     if fused is not None:
         return fused
     streams = {name: x.value for name, x in columns.items()}
@@ -134,11 +138,10 @@ def mix(
 
 
 def _fused(
-    cfg: ModelConfig, p: Params, columns: dict[str, Columns], state: RecurrentState | None, at: At
+    layer: LayerConfig, p: Params, columns: dict[str, Columns], state: RecurrentState | None, at: At
 ) -> tuple[jax.Array, RecurrentState | DeltaTokens] | None:
     """``mix`` of one token, or of a draft's, as one kernel, or None where there is none."""
-    delta = cfg.delta
-    assert delta is not None
+    delta: DeltaConfig = layer.mixer
     batch = columns["qkvz"].rows.shape[0]
     if isinstance(at, Chunk | Pieces) or state is None or state.conv is None:
         return None

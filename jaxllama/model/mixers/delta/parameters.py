@@ -7,15 +7,14 @@ token takes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import DeltaConfig, LayerConfig
 from jaxllama.model.mixers.common import Heads, Sites
-from jaxllama.model.names import Names
+from jaxllama.model.names import Source
 from jaxllama.model.param import Grouped, Param, Path, TensorSource, Tiled, one, piece_name, rows
-from jaxllama.typing import Options
 
 KEEPS_TOKENS = False
 SPLIT = dict.fromkeys(("qkvz", "ba", "conv", "decay", "f_1", "g_1"), 0)
@@ -65,14 +64,10 @@ FLA = DeltaNames(
 )
 
 
-def table(
-    cfg: ModelConfig, layer: str, names: Names, present: Collection[str]
-) -> dict[Path, Param]:
+def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
     """The parameters of one gated delta mixer."""
-    del present
-    delta, own = cfg.delta, names.of("delta", FLA)
-    assert delta is not None
-    prefix, d, rank = f"{layer}{own.mixer}", cfg.d_model, delta.d_v
+    delta, own = layer.mixer, source.names.of("delta", FLA)
+    prefix, d, rank = f"{prefix}{own.mixer}", layer.d_model, delta.d_v
     k, v, heads = delta.n_k_heads * delta.d_k, delta.n_heads * delta.d_v, delta.n_heads
     groups, per_group = delta.n_k_heads, heads // delta.n_k_heads
 
@@ -143,56 +138,56 @@ def table(
     return table
 
 
-def heads(cfg: ModelConfig) -> int:
+def heads(layer: LayerConfig) -> int:
     """Return the largest number of shards that each have a head."""
-    assert cfg.delta is not None
-    return cfg.delta.n_k_heads
+    delta: DeltaConfig = layer.mixer
+    return delta.n_k_heads
 
 
-def obstacle(cfg: ModelConfig, n: int) -> str | None:
+def obstacle(layer: LayerConfig, n: int) -> str | None:
     """Return the name of the heads that ``n`` shards do not divide, or None."""
-    assert cfg.delta is not None
-    count = cfg.delta.n_k_heads
+    delta: DeltaConfig = layer.mixer
+    count = delta.n_k_heads
     return f"the {count} key heads of the delta rule" if count % n else None
 
 
-def replicated(cfg: ModelConfig, n: int) -> Options:
-    """No changes: each of ``n`` shards has key heads of its own."""
-    del cfg, n
-    return {}
+def replicated(layer: LayerConfig, n: int) -> DeltaConfig:
+    """Return the options as they are: each of ``n`` shards has key heads of its own."""
+    del n
+    return layer.mixer
 
 
-def shard(cfg: ModelConfig, n: int) -> Options:
-    """Changes of the config that make it one of ``n`` shards'."""
-    assert cfg.delta is not None
-    count, k_count = cfg.delta.n_heads // n, cfg.delta.n_k_heads // n
-    return {"delta": dataclasses.replace(cfg.delta, n_heads=count, n_k_heads=k_count)}
+def shard(layer: LayerConfig, n: int) -> DeltaConfig:
+    """Return the options of one of ``n`` shards."""
+    delta: DeltaConfig = layer.mixer
+    count, k_count = delta.n_heads // n, delta.n_k_heads // n
+    return dataclasses.replace(delta, n_heads=count, n_k_heads=k_count)
 
 
-def fused_heads(cfg: ModelConfig, name: str, n: int) -> Heads | None:
+def fused_heads(layer: LayerConfig, name: str, n: int) -> Heads | None:
     """(heads, rows a head) of the parts that a parameter's rows are, None where none moves."""
     del n
-    assert cfg.delta is not None
+    delta: DeltaConfig = layer.mixer
     if name == "ba":
-        return [(cfg.delta.n_heads, 1)] * (1 + (cfg.delta.decay == "head"))
+        return [(delta.n_heads, 1)] * (1 + (delta.decay == "head"))
     if name not in ("qkvz", "conv"):
         return None
-    k, v = (cfg.delta.n_k_heads, cfg.delta.d_k), (cfg.delta.n_heads, cfg.delta.d_v)
-    return [k, k, v] + [v] * (name == "qkvz" and cfg.delta.gate == "full")
+    k, v = (delta.n_k_heads, delta.d_k), (delta.n_heads, delta.d_v)
+    return [k, k, v] + [v] * (name == "qkvz" and delta.gate == "full")
 
 
-def sites(cfg: ModelConfig) -> Sites:
+def sites(layer: LayerConfig) -> Sites:
     """All heads share o_norm's weight, and so a scale."""
-    assert cfg.delta is not None
-    low_rank = cfg.delta.decay == "channel", cfg.delta.gate == "low_rank"
+    delta: DeltaConfig = layer.mixer
+    low_rank = delta.decay == "channel", delta.gate == "low_rank"
     there = (True, True, *low_rank)
     inputs = tuple(name for name, is_there in zip(INPUTS, there, strict=True) if is_there)
-    value = np.tile(np.arange(cfg.delta.d_v), cfg.delta.n_heads)
+    value = np.tile(np.arange(delta.d_v), delta.n_heads)
     return Sites(inputs, "o_norm", None, value)
 
 
-def flops(cfg: ModelConfig, index: int, sequence_length: int) -> float:
+def flops(layer: LayerConfig, sequence_length: int) -> float:
     """A token's operations beside its products with weights."""
-    del index, sequence_length
-    assert cfg.delta is not None
-    return 6.0 * cfg.delta.n_heads * cfg.delta.d_k * cfg.delta.d_v
+    del sequence_length
+    delta: DeltaConfig = layer.mixer
+    return 6.0 * delta.n_heads * delta.d_k * delta.d_v

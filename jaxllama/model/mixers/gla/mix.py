@@ -33,7 +33,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxllama.config import GLAConfig, ModelConfig
+from jaxllama.config import GLAConfig, LayerConfig
 from jaxllama.model.linear import linear
 from jaxllama.model.mixers.gla.parameters import widths
 from jaxllama.model.mixers.pieces import convolve, decayed, scan_pieces
@@ -77,24 +77,30 @@ class GLATokens:
     __repr__ = short_repr
 
 
-def init_state(cfg: ModelConfig, rows: int, length: int, width: int, dtype: str) -> RecurrentState:
+def init_state(
+    layer: LayerConfig, rows: int, length: int, width: int, dtype: str
+) -> RecurrentState:
     """Return the state before any token; it does not grow with a row's ``length``."""
     del length, width
-    gla, (d_k, d_v) = cfg.gla, cfg.gla_head_dims
-    assert gla is not None
+    gla: GLAConfig = layer.mixer
+    d_k, d_v = gla.head_dims(layer.d_model)
     features = gla.n_heads * d_k, gla.n_kv_heads * d_k, gla.n_kv_heads * d_v
     taps = gla.conv_size if gla.use_short_conv else 0
     # The keys' sum is a column of the state.
     return empty_state(rows, gla.n_heads, d_k, d_v + gla.normalizer, taps, features, dtype)
 
 
-def inputs(cfg: ModelConfig, p: Params) -> list[Params]:
+def inputs(layer: LayerConfig, p: Params) -> list[Params]:
     """Return the weights that multiply the layer's input."""
-    return [p[name] for name in widths(cfg)]
+    return [p[name] for name in widths(layer)]
 
 
 def mix(
-    cfg: ModelConfig, p: Params, projected: Sequence[Columns], state: RecurrentState | None, at: At
+    layer: LayerConfig,
+    p: Params,
+    projected: Sequence[Columns],
+    state: RecurrentState | None,
+    at: At,
 ) -> tuple[jax.Array, RecurrentState | GLATokens | None]:
     """The projections of ``inputs``, columns of ``[B, T, n]`` -> (gated heads ``[B, T, H Dv]``,
     state); a state of None starts from zero and is not returned.  Where tokens are verified
@@ -104,24 +110,23 @@ def mix(
     state, and its own heads mean nothing.  The recursion itself knows the order: positions are not
     read.
     """
-    gla = cfg.gla
-    assert gla is not None
-    streams = dict(zip(widths(cfg), projected, strict=True))
+    gla: GLAConfig = layer.mixer
+    streams = dict(zip(widths(layer), projected, strict=True))
     batch, n_new, _ = streams["q"].rows.shape
     conv_state, read = _convolve(p, streams, state, at) if gla.use_short_conv else (None, ())
     before = None if state is None else state.state
     if isinstance(at, Draft):
-        o, (k, v, log_decay) = _verify(cfg, p, streams, at, before)
+        o, (k, v, log_decay) = _verify(layer, p, streams, at, before)
         return o.reshape(batch, n_new, -1), GLATokens(k, v, log_decay, read)
     if isinstance(at, Step):
-        o, after = _step(cfg, p, streams, at, before)
+        o, after = _step(layer, p, streams, at, before)
     elif isinstance(at, Pieces):
         assert before is not None
-        heads = _heads(cfg, p, streams)
+        heads = _heads(layer, p, streams)
         o, after = gla_pieces(heads, at, before)
-        o = _gated(cfg, p, streams, o)
+        o = _gated(layer, p, streams, o)
     else:
-        o, after = _scan(cfg, p, streams, at, before)
+        o, after = _scan(layer, p, streams, at, before)
     return o.reshape(batch, n_new, -1), None if after is None else RecurrentState(after, conv_state)
 
 
@@ -146,11 +151,10 @@ def _convolve(
 
 
 def _fused(
-    cfg: ModelConfig, p: Params, streams: dict[str, Columns], at: Step | Draft, before: jax.Array
+    layer: LayerConfig, p: Params, streams: dict[str, Columns], at: Step | Draft, before: jax.Array
 ) -> tuple[jax.Array, Tree] | None:
     """``_step`` or ``_verify`` as one kernel, or None where there is none."""
-    gla = cfg.gla
-    assert gla is not None
+    gla: GLAConfig = layer.mixer
     plain = (
         gla.decay,
         gla.feature_map,
@@ -182,32 +186,32 @@ def _fused(
 
 
 def _step(
-    cfg: ModelConfig, p: Params, streams: dict[str, Columns], at: Step, before: jax.Array | None
+    layer: LayerConfig, p: Params, streams: dict[str, Columns], at: Step, before: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """(gated heads ``[B, 1, H, Dv]``, state) of one token a row."""
     assert before is not None
-    fused = _fused(cfg, p, streams, at, before) if wants_kernel(None, before) else None
+    fused = _fused(layer, p, streams, at, before) if wants_kernel(None, before) else None
     if fused is not None:
         return fused
-    q, k, v, log_decay = (x[:, 0] for x in _heads(cfg, p, streams))
+    q, k, v, log_decay = (x[:, 0] for x in _heads(layer, p, streams))
     o, after = _gla_step(q, k, v, log_decay, at.lengths > 0, before)
-    return _gated(cfg, p, streams, o[:, None]), after
+    return _gated(layer, p, streams, o[:, None]), after
 
 
 def _scan(
-    cfg: ModelConfig, p: Params, streams: dict[str, Columns], at: Chunk, before: jax.Array | None
+    layer: LayerConfig, p: Params, streams: dict[str, Columns], at: Chunk, before: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """(gated heads ``[B, T, H, Dv]``, state, None without one before) of any number of tokens."""
     # Padding comes last and so reaches no valid o; only a state to return must be kept from it, at
     # the price of masking every operand.
     o, after = gla(
-        *_heads(cfg, p, streams),
+        *_heads(layer, p, streams),
         initial_state=before,
         lengths=None if before is None else at.lengths,
         segment_ids=at.segments,
         return_state=before is not None,
     )
-    return _gated(cfg, p, streams, o), after
+    return _gated(layer, p, streams, o), after
 
 
 def gla_pieces(
@@ -224,11 +228,10 @@ def gla_pieces(
 
 
 def _heads(
-    cfg: ModelConfig, p: Params, streams: dict[str, Columns]
+    layer: LayerConfig, p: Params, streams: dict[str, Columns]
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """q, k, v and log_decay ``[B, T, H, D]`` of the streams, as the recursion takes them."""
-    settings = cfg.gla
-    assert settings is not None
+    settings: GLAConfig = layer.mixer
     heads, kv_heads = settings.n_heads, settings.n_kv_heads
     batch, n_new, _ = streams["q"].rows.shape
     q, k, v = (
@@ -302,10 +305,9 @@ def _one_of_several(exact: bool) -> Callable[..., tuple[jax.Array, jax.Array]]:
     return functools.partial(_gla_step, form="xla" if fuses else None)
 
 
-def _gated(cfg: ModelConfig, p: Params, streams: dict[str, Columns], o: jax.Array) -> jax.Array:
+def _gated(layer: LayerConfig, p: Params, streams: dict[str, Columns], o: jax.Array) -> jax.Array:
     """The recursion's answers ``[B, T, H, Dv]`` between it and the output's product."""
-    gla, dtype = cfg.gla, streams["q"].rows.dtype
-    assert gla is not None
+    gla, dtype = layer.mixer, streams["q"].rows.dtype
     if gla.normalizer:
         o = (o[..., :-1] / (o[..., -1:] + _LEAST)).astype(dtype)
     gate = streams["g"].value.reshape(o.shape) if gla.use_output_gate else None
@@ -317,18 +319,18 @@ def _gated(cfg: ModelConfig, p: Params, streams: dict[str, Columns], o: jax.Arra
 
 
 def _verify(
-    cfg: ModelConfig, p: Params, streams: dict[str, Columns], at: Draft, before: jax.Array | None
+    layer: LayerConfig, p: Params, streams: dict[str, Columns], at: Draft, before: jax.Array | None
 ) -> tuple[jax.Array, Sequence[jax.Array]]:
     """``_step`` of the tokens of a draft, from a state that stays as it is: (gated heads,
     (k, v, log_decay) by rows of the cache)."""
     assert before is not None
-    fused = _fused(cfg, p, streams, at, before)
+    fused = _fused(layer, p, streams, at, before)
     if fused is not None:
         return fused
-    q, *kept = (at.by_row(x) for x in _heads(cfg, p, streams))
+    q, *kept = (at.by_row(x) for x in _heads(layer, p, streams))
     count = at.row_lengths()
     o, _ = steps(_one_of_several(at.exact), (q, *kept), before, count, at.exact)
-    return _gated(cfg, p, streams, o.reshape(-1, 1, *o.shape[2:])), kept
+    return _gated(layer, p, streams, o.reshape(-1, 1, *o.shape[2:])), kept
 
 
 def commit(

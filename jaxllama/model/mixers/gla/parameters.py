@@ -10,15 +10,14 @@ import dataclasses
 import functools
 import math
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import GLAConfig, LayerConfig
 from jaxllama.model.mixers.common import Heads, Sites, heads_obstacle
-from jaxllama.model.names import Names
+from jaxllama.model.names import Source
 from jaxllama.model.param import Param, Path, TensorSource, one, written
-from jaxllama.typing import Options
 
 KEEPS_TOKENS = False
 SPLIT = dict.fromkeys(("q", "k", "v", "g", "gk", "gk_1", "q_conv", "k_conv", "v_conv"), 0)
@@ -37,11 +36,10 @@ class GLANames:
 
 
 @functools.lru_cache(maxsize=64)
-def widths(cfg: ModelConfig) -> Mapping[str, int]:
+def widths(layer: LayerConfig) -> Mapping[str, int]:
     """Return the width of every projection of the layer's input, in order."""
-    gla = cfg.gla
-    assert gla is not None
-    d_k, d_v = cfg.gla_head_dims
+    gla: GLAConfig = layer.mixer
+    d_k, d_v = gla.head_dims(layer.d_model)
     sizes = {"q": gla.n_heads * d_k, "k": gla.n_kv_heads * d_k, "v": gla.n_kv_heads * d_v}
     if gla.use_output_gate:
         sizes["g"] = gla.n_heads * d_v
@@ -49,26 +47,24 @@ def widths(cfg: ModelConfig) -> Mapping[str, int]:
     return types.MappingProxyType({**sizes, **decay[gla.decay]})
 
 
-def table(
-    cfg: ModelConfig, layer: str, names: Names, present: Collection[str]
-) -> dict[Path, Param]:
+def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
     """The parameters of one GLA mixer."""
-    gla, own, prefix = cfg.gla, names.of("gla", GLANames()), f"{layer}{names.mixer}"
-    assert gla is not None
-    d_k, d_v = cfg.gla_head_dims
+    names = source.names
+    gla, own, prefix = layer.mixer, names.of("gla", GLANames()), f"{prefix}{names.mixer}"
+    d_k, d_v = gla.head_dims(layer.d_model)
     q, k, v = gla.n_heads * d_k, gla.n_kv_heads * d_k, gla.n_kv_heads * d_v
-    d, out = cfg.d_model, gla.n_heads * d_v
+    d, out = layer.d_model, gla.n_heads * d_v
     table: dict[Path, Param] = {
-        ("q", "weight"): one(f"{prefix}q_proj.weight", q, d, fold={"scale": cfg.stored.query}),
+        ("q", "weight"): one(f"{prefix}q_proj.weight", q, d, fold={"scale": source.stored.query}),
         ("k", "weight"): one(f"{prefix}k_proj.weight", k, d),
         ("v", "weight"): one(f"{prefix}v_proj.weight", v, d),
     }
     if gla.use_short_conv:
         for name, width in (("q", q), ("k", k), ("v", v)):
             # The checkpoint's [features, 1, W] is the same memory.
-            source = TensorSource(f"{prefix}{name}_conv1d.weight", (width, 1, gla.conv_size))
+            taps = TensorSource(f"{prefix}{name}_conv1d.weight", (width, 1, gla.conv_size))
             table[f"{name}_conv", "weight"] = Param(
-                (source,), (width, gla.conv_size), std=gla.conv_size**-0.5
+                (taps,), (width, gla.conv_size), std=gla.conv_size**-0.5
             )
     rank, decay = gla.gate_low_rank_dim, f"{prefix}{own.decay}"
     if gla.decay == "channel":
@@ -85,42 +81,41 @@ def table(
     if gla.norm_weight:
         norms = [f"{prefix}{name}" for name in own.norms]
         plain = norms[0] if gla.use_output_gate else norms[-1]
-        norm = next((name for name in norms if f"{name}.weight" in present), plain)
+        norm = next((name for name in norms if f"{name}.weight" in source.present), plain)
         table["g_norm", "weight"] = one(f"{norm}.weight", d_v, mean=1.0, std=0.0)
     return table | written("o", f"{prefix}{names.o}", d, out, False)
 
 
-def heads(cfg: ModelConfig) -> int:
+def heads(layer: LayerConfig) -> int:
     """Return the largest number of shards that each have a head."""
-    assert cfg.gla is not None
-    return cfg.gla.n_heads
+    gla: GLAConfig = layer.mixer
+    return gla.n_heads
 
 
-def obstacle(cfg: ModelConfig, n: int) -> str | None:
+def obstacle(layer: LayerConfig, n: int) -> str | None:
     """Return the name of the heads that ``n`` shards do not divide, or None."""
-    assert cfg.gla is not None
-    return heads_obstacle("GLA ", cfg.gla.n_heads, cfg.gla.n_kv_heads, n)
+    gla: GLAConfig = layer.mixer
+    return heads_obstacle("GLA ", gla.n_heads, gla.n_kv_heads, n)
 
 
-def replicated(cfg: ModelConfig, n: int) -> Options:
-    """Changes of the config where each of ``n`` shards has its own kv head."""
-    assert cfg.gla is not None
-    return {"gla": dataclasses.replace(cfg.gla, n_kv_heads=max(cfg.gla.n_kv_heads, n))}
+def replicated(layer: LayerConfig, n: int) -> GLAConfig:
+    """Return the options where each of ``n`` shards has its own kv head."""
+    gla: GLAConfig = layer.mixer
+    return dataclasses.replace(gla, n_kv_heads=max(gla.n_kv_heads, n))
 
 
-def shard(cfg: ModelConfig, n: int) -> Options:
-    """Changes of the config, ``replicated``'s, that make it one of ``n`` shards'."""
-    assert cfg.gla is not None
-    d_k, d_v = cfg.gla_head_dims
-    count = cfg.gla.n_heads // n
-    own = dataclasses.replace(
-        cfg.gla,
+def shard(layer: LayerConfig, n: int) -> GLAConfig:
+    """Return the options of one of ``n`` shards; the layer's are ``replicated``'s."""
+    gla: GLAConfig = layer.mixer
+    d_k, d_v = gla.head_dims(layer.d_model)
+    count = gla.n_heads // n
+    return dataclasses.replace(
+        gla,
         n_heads=count,
-        n_kv_heads=cfg.gla.n_kv_heads // n,
-        expand_k=_ratio(count * d_k, cfg.d_model),
-        expand_v=_ratio(count * d_v, cfg.d_model),
+        n_kv_heads=gla.n_kv_heads // n,
+        expand_k=_ratio(count * d_k, layer.d_model),
+        expand_v=_ratio(count * d_v, layer.d_model),
     )
-    return {"gla": own}
 
 
 def _ratio(width: int, d_model: int) -> float:
@@ -132,29 +127,28 @@ def _ratio(width: int, d_model: int) -> float:
     raise AssertionError((width, d_model))
 
 
-def fused_heads(cfg: ModelConfig, name: str, n: int) -> Heads | None:
+def fused_heads(layer: LayerConfig, name: str, n: int) -> Heads | None:
     """(heads, rows a head) of the parts that a parameter's rows are, None where none moves."""
-    gla = cfg.gla
-    assert gla is not None
+    gla: GLAConfig = layer.mixer
     if name not in ("k", "v", "k_conv", "v_conv") or gla.n_kv_heads >= n:
         return None
-    d_k, d_v = cfg.gla_head_dims
+    d_k, d_v = gla.head_dims(layer.d_model)
     return [(gla.n_kv_heads, d_v if name in ("v", "v_conv") else d_k)]
 
 
-def sites(cfg: ModelConfig) -> Sites:
+def sites(layer: LayerConfig) -> Sites:
     """All heads share g_norm's weight, and so a scale.  A value's short convolution with SiLU is no
     obstacle, since o reads it behind g_norm."""
-    assert cfg.gla is not None
-    value = np.tile(np.arange(cfg.gla_head_dims[1]), cfg.gla.n_heads)
-    if not cfg.gla.norm_weight:
-        return Sites(tuple(widths(cfg)), "", None, np.arange(value.size))
-    return Sites(tuple(widths(cfg)), "g_norm", None, value)
+    gla: GLAConfig = layer.mixer
+    value = np.tile(np.arange(gla.head_dims(layer.d_model)[1]), gla.n_heads)
+    if not gla.norm_weight:
+        return Sites(tuple(widths(layer)), "", None, np.arange(value.size))
+    return Sites(tuple(widths(layer)), "g_norm", None, value)
 
 
-def flops(cfg: ModelConfig, index: int, sequence_length: int) -> float:
+def flops(layer: LayerConfig, sequence_length: int) -> float:
     """A token's operations beside its products with weights."""
-    del index, sequence_length
-    assert cfg.gla is not None
-    d_k, d_v = cfg.gla_head_dims
-    return 4.0 * cfg.gla.n_heads * d_k * d_v
+    del sequence_length
+    gla: GLAConfig = layer.mixer
+    d_k, d_v = gla.head_dims(layer.d_model)
+    return 4.0 * gla.n_heads * d_k * d_v

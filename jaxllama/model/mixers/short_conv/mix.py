@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import LayerConfig
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
 from jaxllama.model.mixers.pieces import convolve
 from jaxllama.model.mixers.recurrent import causal_convolution, last_inputs
@@ -54,25 +54,31 @@ class ShortConvTokens:
     read: jax.Array
 
 
-def init_state(cfg: ModelConfig, rows: int, length: int, width: int, dtype: str) -> ShortConvState:
+def init_state(
+    layer: LayerConfig, rows: int, length: int, width: int, dtype: str
+) -> ShortConvState:
     """Return the state before any token; it does not grow with a row's ``length``."""
     del length, width
-    own = options(cfg)
+    own = options(layer)
     dtype = "float32" if dtype in QUANTIZED_CACHE else dtype
     return ShortConvState(jnp.zeros((rows, own.taps - 1, own.width), dtype))
 
 
-def inputs(cfg: ModelConfig, p: Params) -> list[Params]:
+def inputs(layer: LayerConfig, p: Params) -> list[Params]:
     """Return the weights that multiply the layer's input."""
-    del cfg
+    del layer
     return [p["bcx"]]
 
 
 def mix(
-    cfg: ModelConfig, p: Params, projected: Sequence[Columns], state: ShortConvState | None, at: At
+    layer: LayerConfig,
+    p: Params,
+    projected: Sequence[Columns],
+    state: ShortConvState | None,
+    at: At,
 ) -> tuple[jax.Array, ShortConvState | ShortConvTokens | None]:
     """The products of ``inputs``, columns of ``[B, T, 3 n]`` -> (``[B, T, n]``, state)."""
-    del cfg
+    del layer
     b, c, x = jnp.split(projected[0].value, 3, axis=-1)
     read = at.by_row(b * x)
     past = None if state is None else state.last

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection
 
 import numpy as np
 
-from jaxllama.config import ModelConfig, from_dict
-from jaxllama.errors import JaxLlamaError
+from jaxllama.config import LayerConfig, MixerOptions, from_dict
+from jaxllama.config.reader import requirement
 from jaxllama.model.mixers.common import Heads, Sites
-from jaxllama.model.names import Names
+from jaxllama.model.names import Source
 from jaxllama.model.param import Param, Path, TensorSource, rows, written
-from jaxllama.typing import Options
 
 KEEPS_TOKENS = False
 SPLIT = dict.fromkeys(("bcx", "conv"), 0)
@@ -27,9 +25,9 @@ class ShortConvOptions:
     taps: int = 3
 
     def __post_init__(self) -> None:
+        need = requirement(self, "mixers.short_conv.")
         for key in ("width", "taps"):
-            if getattr(self, key) < 1:
-                raise JaxLlamaError(f"mixers.short_conv.{key}: must be positive")
+            need(getattr(self, key) > 0, key, "must be positive")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,18 +45,15 @@ class ShortConvNames:
 
 
 @functools.lru_cache(maxsize=64)
-def options(cfg: ModelConfig) -> ShortConvOptions:
-    """Raises JaxLlamaError naming the key."""
-    return from_dict(ShortConvOptions, cfg.options_of("short_conv"), "mixers.short_conv.")
+def options(layer: LayerConfig) -> ShortConvOptions:
+    """Return a layer's options. Raises JaxLlamaError naming the key."""
+    return from_dict(ShortConvOptions, dict(layer.mixer.options), "mixers.short_conv.")
 
 
-def table(
-    cfg: ModelConfig, layer: str, names: Names, present: Collection[str]
-) -> dict[Path, Param]:
+def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
     """b|c|x fused by rows, the convolution's taps, and o."""
-    del present
-    own, (width, taps), d = names.of("short_conv", ShortConvNames()), _sizes(cfg), cfg.d_model
-    prefix = f"{layer}{own.mixer}"
+    own, d = source.names.of("short_conv", ShortConvNames()), layer.d_model
+    width, taps, prefix = options(layer).width, options(layer).taps, f"{prefix}{own.mixer}"
     # The checkpoint's [features, 1, W] is the same memory.
     between = () if own.is_flat else (1,)
     conv = TensorSource(f"{prefix}{own.conv}.weight", (width, *between, taps))
@@ -69,47 +64,41 @@ def table(
     }
 
 
-def _sizes(cfg: ModelConfig) -> tuple[int, int]:
-    own = options(cfg)
-    return own.width, own.taps
-
-
-def heads(cfg: ModelConfig) -> int:
+def heads(layer: LayerConfig) -> int:
     """Return the largest number of shards that each have a stream."""
-    return options(cfg).width
+    return options(layer).width
 
 
-def obstacle(cfg: ModelConfig, n: int) -> str | None:
+def obstacle(layer: LayerConfig, n: int) -> str | None:
     """Return the name of the streams that ``n`` shards do not divide, or None."""
-    width = options(cfg).width
+    width = options(layer).width
     return f"the {width} streams of the short convolution" if width % n else None
 
 
-def replicated(cfg: ModelConfig, n: int) -> Options:
-    """No changes."""
-    del cfg, n
-    return {}
+def replicated(layer: LayerConfig, n: int) -> MixerOptions:
+    """Return the options as they are."""
+    del n
+    return layer.mixer
 
 
-def shard(cfg: ModelConfig, n: int) -> Options:
-    """Changes of the config that make it one of ``n`` shards'."""
-    return {"mixers": cfg.with_options("short_conv", width=options(cfg).width // n)}
+def shard(layer: LayerConfig, n: int) -> MixerOptions:
+    """Return the options of one of ``n`` shards."""
+    return layer.mixer.replace(width=options(layer).width // n)
 
 
-def fused_heads(cfg: ModelConfig, name: str, n: int) -> Heads | None:
+def fused_heads(layer: LayerConfig, name: str, n: int) -> Heads | None:
     """(heads, rows a head) of the parts that a parameter's rows are, None where none moves."""
     del n
-    return [(options(cfg).width, 1)] * 3 if name == "bcx" else None
+    return [(options(layer).width, 1)] * 3 if name == "bcx" else None
 
 
-def sites(cfg: ModelConfig) -> Sites:
+def sites(layer: LayerConfig) -> Sites:
     """o's input is a multiple of c."""
-    width = options(cfg).width
+    width = options(layer).width
     return Sites(("bcx",), "bcx", (width, 2 * width), np.arange(width))
 
 
-def flops(cfg: ModelConfig, index: int, sequence_length: int) -> float:
+def flops(layer: LayerConfig, sequence_length: int) -> float:
     """A token's operations beside its products with weights."""
-    del index, sequence_length
-    width, taps = _sizes(cfg)
-    return 2.0 * width * taps
+    del sequence_length
+    return 2.0 * options(layer).width * options(layer).taps

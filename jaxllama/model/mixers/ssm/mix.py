@@ -25,7 +25,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import LayerConfig
 from jaxllama.model.mixers.gla import mix as gla_mix
 from jaxllama.model.mixers.pieces import convolve
 from jaxllama.model.mixers.recurrent import (
@@ -64,26 +64,32 @@ class SSMTokens:
     __repr__ = short_repr
 
 
-def init_state(cfg: ModelConfig, rows: int, length: int, width: int, dtype: str) -> RecurrentState:
+def init_state(
+    layer: LayerConfig, rows: int, length: int, width: int, dtype: str
+) -> RecurrentState:
     """Return the state before any token; it does not grow with a row's ``length``."""
     del length, width
-    ssm = options(cfg)
+    ssm = options(layer)
     sizes = ssm.n_heads, ssm.state, ssm.head_dim, ssm.taps
     return empty_state(rows, *sizes, (ssm.convolved,), dtype)
 
 
-def inputs(cfg: ModelConfig, p: Params) -> list[Params]:
+def inputs(layer: LayerConfig, p: Params) -> list[Params]:
     """Return the weights that multiply the layer's input."""
-    del cfg
+    del layer
     return [p["zxbcdt"]]
 
 
 def mix(
-    cfg: ModelConfig, p: Params, projected: Sequence[Columns], state: RecurrentState | None, at: At
+    layer: LayerConfig,
+    p: Params,
+    projected: Sequence[Columns],
+    state: RecurrentState | None,
+    at: At,
 ) -> tuple[jax.Array, RecurrentState | SSMTokens | None]:
     """The products of ``inputs``, columns of ``[B, T, n]`` -> (heads ``[B, T, H head_dim]``,
     state); None, padding and tokens that are verified as in ``gla.mix``."""
-    ssm = options(cfg)
+    ssm = options(layer)
     ends = ssm.width, ssm.width + ssm.convolved
     z, xbc, dt = jnp.split(projected[0].value, ends, axis=-1)
     read = at.by_row(xbc)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection
 from typing import Literal
 
 import numpy as np
 
-from jaxllama.config import UNMULTIPLIED, ModelConfig, from_dict
-from jaxllama.errors import JaxLlamaError
+from jaxllama.config import UNMULTIPLIED, LayerConfig, MixerOptions, from_dict
+from jaxllama.config.reader import requirement
 from jaxllama.model.mixers.common import Heads, Sites
-from jaxllama.model.names import Names
+from jaxllama.model.names import Source
 from jaxllama.model.param import Param, Path, TensorSource, fused, one, written
 from jaxllama.typing import Options
 
@@ -66,11 +65,11 @@ class SSMOptions:
     o_bias: bool | None = None
 
     def __post_init__(self) -> None:
+        need = requirement(self, "mixers.ssm.")
         for key in ("n_heads", "head_dim", "state", "n_groups", "taps"):
-            if getattr(self, key) < 1:
-                raise JaxLlamaError(f"mixers.ssm.{key}: must be positive")
-        if self.n_heads % self.n_groups:
-            raise JaxLlamaError(f"mixers.ssm.n_groups: must divide n_heads ({self.n_heads})")
+            need(getattr(self, key) > 0, key, "must be positive")
+        divides = f"must divide n_heads ({self.n_heads})"
+        need(self.n_heads % self.n_groups == 0, "n_groups", divides)
 
     @property
     def has_o_bias(self) -> bool:
@@ -108,25 +107,22 @@ class SSMNames:
 
 
 @functools.lru_cache(maxsize=64)
-def options(cfg: ModelConfig) -> SSMOptions:
-    """Raises JaxLlamaError naming the key."""
-    return from_dict(SSMOptions, cfg.options_of("ssm"), "mixers.ssm.")
+def options(layer: LayerConfig) -> SSMOptions:
+    """Return a layer's options. Raises JaxLlamaError naming the key."""
+    return from_dict(SSMOptions, dict(layer.mixer.options), "mixers.ssm.")
 
 
-def table(
-    cfg: ModelConfig, layer: str, names: Names, present: Collection[str]
-) -> dict[Path, Param]:
+def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
     """z|x|B|C|dt fused by rows, the convolution, what makes the decay, the norm and o."""
-    del present
-    own, ssm, d = names.of("ssm", SSMNames()), options(cfg), cfg.d_model
-    prefix, heads = f"{layer}{own.mixer}", ssm.n_heads
+    own, ssm, d = source.names.of("ssm", SSMNames()), options(layer), layer.d_model
+    prefix, heads = f"{prefix}{own.mixer}", ssm.n_heads
     rows = ssm.width + ssm.convolved + heads
     # The checkpoint's [features, 1, W] is the same memory.
     between, behind = ((), (1,)) if own.is_gguf else ((1,), ())
     conv = TensorSource(f"{prefix}{own.conv}.weight", (ssm.convolved, *between, ssm.taps))
     a_log = TensorSource(f"{prefix}{own.a_log}", (heads, *behind), is_rate=own.is_gguf)
     skip = TensorSource(f"{prefix}{own.skip}", (heads, *behind))
-    products = cfg.stored.products or UNMULTIPLIED
+    products = source.stored.products or UNMULTIPLIED
     fold: Options = {"scale": products.ssm_input, "bias_scale": 1.0}
     if set(products.ssm_parts) != {1.0}:
         groups = ssm.n_groups * ssm.state
@@ -143,54 +139,53 @@ def table(
         groups = (ssm.n_groups, ssm.width // ssm.n_groups) if own.is_gguf else (ssm.width,)
         norm = TensorSource(f"{prefix}{own.norm}.weight", groups)
         found["y_norm", "weight"] = Param((norm,), (ssm.width,), mean=1.0, std=0.0)
-    scale = cfg.product_scale * products.ssm_output
+    scale = source.residual(layer) * products.ssm_output
     return found | written("o", f"{prefix}{own.o}", d, ssm.width, ssm.has_o_bias, scale)
 
 
-def heads(cfg: ModelConfig) -> int:
+def heads(layer: LayerConfig) -> int:
     """Return the largest number of shards that each have a group of heads."""
-    return options(cfg).n_groups
+    return options(layer).n_groups
 
 
-def obstacle(cfg: ModelConfig, n: int) -> str | None:
+def obstacle(layer: LayerConfig, n: int) -> str | None:
     """Return the name of the groups that ``n`` shards do not divide, or None: the norm is over
     all heads of a group."""
-    groups = options(cfg).n_groups
+    groups = options(layer).n_groups
     return f"the {groups} groups of Mamba-2 heads" if groups % n else None
 
 
-def replicated(cfg: ModelConfig, n: int) -> Options:
-    """No changes: each of ``n`` shards has groups of its own."""
-    del cfg, n
-    return {}
+def replicated(layer: LayerConfig, n: int) -> MixerOptions:
+    """Return the options as they are: each of ``n`` shards has groups of its own."""
+    del n
+    return layer.mixer
 
 
-def shard(cfg: ModelConfig, n: int) -> Options:
-    """Changes of the config that make it one of ``n`` shards'."""
-    ssm = options(cfg)
-    sizes = {"n_heads": ssm.n_heads // n, "n_groups": ssm.n_groups // n}
-    return {"mixers": cfg.with_options("ssm", **sizes)}
+def shard(layer: LayerConfig, n: int) -> MixerOptions:
+    """Return the options of one of ``n`` shards."""
+    ssm = options(layer)
+    return layer.mixer.replace(n_heads=ssm.n_heads // n, n_groups=ssm.n_groups // n)
 
 
-def fused_heads(cfg: ModelConfig, name: str, n: int) -> Heads | None:
+def fused_heads(layer: LayerConfig, name: str, n: int) -> Heads | None:
     """(heads, rows a head) of the parts that a parameter's rows are, None where none moves."""
     del n
-    ssm = options(cfg)
+    ssm = options(layer)
     x, group = (ssm.n_heads, ssm.head_dim), (ssm.n_groups, ssm.state)
     if name == "zxbcdt":
         return [x, x, group, group, (ssm.n_heads, 1)]
     return [x, group, group] if name == "conv" else None
 
 
-def sites(cfg: ModelConfig) -> Sites:
+def sites(layer: LayerConfig) -> Sites:
     """The norm's weight stands last before o."""
-    ssm = options(cfg)
+    ssm = options(layer)
     source = "" if ssm.norm == "none" else "y_norm"
     return Sites(("zxbcdt",), source, None, np.arange(ssm.width))
 
 
-def flops(cfg: ModelConfig, index: int, sequence_length: int) -> float:
+def flops(layer: LayerConfig, sequence_length: int) -> float:
     """A token's operations beside its products with weights."""
-    del index, sequence_length
-    ssm = options(cfg)
+    del sequence_length
+    ssm = options(layer)
     return 4.0 * ssm.width * ssm.state
