@@ -34,7 +34,7 @@ from jaxllama.serving.api.calls import AcceptedCall, Prompts
 from jaxllama.serving.api.logprobs import TextOffsets
 from jaxllama.serving.api.messages import Reply, RowEvent, StepNews, Submit
 from jaxllama.serving.http import front_end
-from jaxllama.serving.http.runs import CallRun, ChunkStream
+from jaxllama.serving.http.runs import CallRun, ChunkAnswer
 from jaxllama.serving.http.server import ServerSettings
 from jaxllama.serving.ipc.facts import ModelFacts
 from jaxllama.serving.ipc.link import EngineClient
@@ -266,7 +266,7 @@ async def _parts(
         CallRun(kind, call, stream, {}, lambda id, answer: None, kept=False)
         for call, stream in zip(calls, streams, strict=True)
     ]
-    answers = [ChunkStream(run, body) for run in runs]
+    answers = [ChunkAnswer(run, body) for run in runs]
     writers = [
         answer._writer(0, TextOffsets(call)) for answer, call in zip(answers, calls, strict=True)
     ]

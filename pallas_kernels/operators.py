@@ -25,7 +25,7 @@ Value = Any  # MLIR's, whose bindings have no types
 @functools.cache
 def install() -> None:
     """Give MLIR's values their operators, once."""
-    methods = {"neg": lambda a: arith.negf(a), "invert": _not}
+    methods: dict[str, Callable[..., Value]] = {"neg": lambda a: arith.negf(a), "invert": _not}
     for name, integers, floats, neutral in (
         ("add", arith.addi, arith.addf, 0),
         ("sub", arith.subi, arith.subf, 0),

@@ -125,6 +125,8 @@ class _TilesOfExperts(TilesOfRows):
         end = e.least(first + self.run, self.tiles)
         self.base = expert * self.all_tiles
         at = expert * 4
+        start: Value
+        stop: Value
         start, stop = (b.sext(e.load(self.starts, e.I32, at + offset), e.I64) for offset in (0, 4))
         last = stop - 1
 

@@ -62,9 +62,9 @@ class CallRows:
 
     def row(self, row: Value) -> RowParts:
         e, b = self.e, self.b
-        length = b.sext(e.load(self.call.argument(1), e.I32, row * 4), e.I64)
+        length: Value = b.sext(e.load(self.call.argument(1), e.I32, row * 4), e.I64)
         if self.p.new:
-            inside = b.icmp_unsigned("<", length, self.places.capacity)
+            inside: Value = b.icmp_unsigned("<", length, self.places.capacity)
             if self.p.paged:
                 owner = row // self.sharing
                 entry = self.places.entry(owner, b.select(inside, length, e.i64(0)))
@@ -213,7 +213,7 @@ class KeyPart(Write):
             self.find(owner, begin, found.first, left)
             self.take_queries(row)
             if self.p.new:
-                is_last = b.icmp_signed("==", part + 1, found.parts)
+                is_last: Value = b.icmp_signed("==", part + 1, found.parts)
                 is_it = is_last & b.icmp_signed("==", self.sharing, e.i64(1))
                 with e.when(is_it & (count > 0)):
                     self.write(row, self.token(count - 1))

@@ -51,8 +51,8 @@ class SelfTest(Program):
                 sums = e.dots(fours, [(one, x)], 4)
                 acc = acc - sums * extra
             e.store(acc, call.result(0), at)
-            small = b.sitofp(acc, e.vector(e.F32)) * 0.001
-            e.store(e.exp(small), call.result(1), at)
+            sums: Value = b.sitofp(acc, e.vector(e.F32))
+            e.store(e.exp(sums * 0.001), call.result(1), at)
 
         return [Phase(count, chunk)]
 

@@ -382,9 +382,9 @@ def _composed(x: Any, w: _Weight, around: Around, implementation: Implementation
         return _composed(total, w, rest, implementation), total
     if around.norm is not None:
         x = rms_norm(x, *around.norm, implementation=implementation)
-    if isinstance(x, QTensor):
-        return _after_codes(x, w, around, implementation)
     if isinstance(w, QTensor | CpuWeight):
+        if isinstance(x, QTensor):
+            return _after_codes(x, w, around, implementation)
         alone = Around(around.out, around.bias, low_rank=around.low_rank)
         y = _product(x, w, alone, implementation)
     else:
@@ -395,7 +395,7 @@ def _composed(x: Any, w: _Weight, around: Around, implementation: Implementation
 
 
 def _after_codes(
-    x: QTensor, w: _Weight, around: Around, implementation: Implementation | None
+    x: QTensor, w: QTensor | CpuWeight, around: Around, implementation: Implementation | None
 ) -> jax.Array:
     """Compute a product of codes, its gate and its residual in float32, rounded once at the end."""
     alone = Around(jnp.dtype(jnp.float32), around.bias, low_rank=around.low_rank)

@@ -123,7 +123,7 @@ def test_lists_are_axes_and_cases_follow_each_other(write):
 @pytest.mark.parametrize(
     "old, new, said",
     [
-        ("runs = 1", "runz = 1", "unknown key 'settings.runz'; allowed: model, random"),
+        ("runs = 1", "runz = 1", "did you mean 'runs'?"),
         ("runs = 1", 'runs = "1"', "settings.runs = '1': expected int"),
         ("batch = [1, 2]", "batch = [1, 2.5]", "settings.batch = 2.5: expected int"),
         ("batch = [1, 2]", "batch = []", "settings.batch = []: an axis needs a value"),
@@ -140,7 +140,7 @@ def test_lists_are_axes_and_cases_follow_each_other(write):
         ('"none", "w8a16"', '"fp8-static"', "scheme = 'fp8-static': needs calibration"),
         ("runs = 1", "[[picture]]\nx = 1", "picture.x = 1: expected str"),
         ("runs = 1", '[[picture]]\nx = "batch"\ny = "z"\nby = ["q"]', "picture.by = 'q'"),
-        ("d_ff = 64", "d_f = 64", "unknown key 'models.tiny.d_f'; allowed: d_ff, activation"),
+        ("d_ff = 64", "d_f = 64", "did you mean 'd_ff'?"),
         ("n_heads = 4", "n_heads = 3", "n_kv_heads = 2: must divide n_heads (3)"),
         ("runs = 1", "runs = ", "not a TOML file"),
     ],

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import logging
-import logging.config
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -17,7 +17,6 @@ import httpx2 as httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxllama.errors import JaxLlamaError
-from jaxllama.serving import logs
 from jaxllama.serving.api import keys
 from jaxllama.serving.api.keys import ApiKey, Quotas
 from tests.helpers.fake_engine import FakeEngine
@@ -135,15 +134,16 @@ def test_tokens_count_whoever_ends_the_answer(lm, monkeypatch, how):
             wait_until(lambda: sum(used) == prompt + {"background": 5, "stopped": 3}.get(how, 10))
 
 
-def test_a_library_s_warning_is_a_line_of_the_log(capsys, monkeypatch):
-    for name in ("", "jaxllama", "uvicorn"):  # they are restored afterwards
-        logger = logging.getLogger(name)
-        monkeypatch.setattr(logger, "handlers", logger.handlers[:])
-        monkeypatch.setattr(logger, "propagate", logger.propagate)
-        monkeypatch.setattr(logger, "level", logger.level)
-    logging.config.dictConfig(logs.configuration())
-    logging.getLogger("python_multipart").warning("Skipping data after last boundary")
-    line = json.loads(capsys.readouterr().err)
+def test_a_library_s_warning_is_a_line_of_the_log():
+    code = """
+import logging.config
+from jaxllama.serving import logs
+logging.config.dictConfig(logs.configuration())
+logging.getLogger("python_multipart").warning("Skipping data after last boundary")
+"""
+    # A process of its own: a configuration closes the handlers of those before it, pytest's too.
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    line = json.loads(ended.stderr)
     assert line["event"] == "Skipping data after last boundary" and line["level"] == "warning"
 
 
