@@ -51,7 +51,7 @@ from jaxllama.model import decoder, verification
 from jaxllama.model.cache import Cache, Proposal
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import LayerState
-from jaxllama.model.operands import check_ints, check_key, float_dtype
+from jaxllama.model.records import check_ints, check_key, float_dtype
 from jaxllama.typing import ArrayOrNumpy, Params, Tree
 
 

@@ -51,8 +51,7 @@ from jaxllama.model.experts.feed import mixture
 from jaxllama.model.forms.sequential import inner
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers import MIXERS
-from jaxllama.model.operands import check_features, check_ints
-from jaxllama.model.records import Hidden
+from jaxllama.model.records import Hidden, check_features, check_ints
 from jaxllama.model.stacked import recomputed_block, runs, walk
 from jaxllama.parallel.mesh import MODEL_AXIS, traced_mesh
 from jaxllama.typing import Params, ParamsDict

@@ -36,13 +36,14 @@ import jax.numpy as jnp
 from jaxllama.config import GLAConfig, LayerConfig
 from jaxllama.model.linear import linear
 from jaxllama.model.mixers.gla.parameters import widths
-from jaxllama.model.mixers.pieces import convolve, decayed, scan_pieces
 from jaxllama.model.mixers.recurrent import (
     RecurrentState,
+    decayed,
     empty_state,
     gated_norm,
     last_convolved,
     moving,
+    scan_pieces,
     short_convolution,
     steps,
 )
@@ -140,10 +141,7 @@ def _convolve(
     read: list[jax.Array] = []
     for name, old in zip(("q", "k", "v"), past, strict=True):
         x, weight = at.by_row(streams[name].value), p[f"{name}_conv"]["weight"]
-        if isinstance(at, Pieces):
-            y, last = convolve(short_convolution, x, weight, old, at)
-        else:
-            y, last = short_convolution(x, weight, old, at.row_lengths(), at.segments)
+        y, last = short_convolution(x, weight, old, at)
         streams[name] = Columns(y.reshape(batch, n_new, -1), 0, y.shape[-1])
         after.append(last)
         read.append(x)

@@ -23,10 +23,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllama.config import LayerConfig
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
-from jaxllama.model.mixers.pieces import convolve
-from jaxllama.model.mixers.recurrent import causal_convolution, last_inputs
+from jaxllama.model.mixers.recurrent import convolve, last_inputs
 from jaxllama.model.mixers.short_conv.parameters import options
-from jaxllama.model.records import At, Draft, Pieces
+from jaxllama.model.records import At, Draft
 from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis
 from jaxllama.typing import Params, Tree
 from pallas_kernels.operands import Columns
@@ -82,11 +81,7 @@ def mix(
     b, c, x = jnp.split(projected[0].value, 3, axis=-1)
     read = at.by_row(b * x)
     past = None if state is None else state.last
-    weight = p["conv"]["weight"]
-    if isinstance(at, Pieces):
-        y, last = convolve(causal_convolution, read, weight, past, at)
-    else:
-        y, last = causal_convolution(read, weight, past, at.row_lengths(), at.segments)
+    y, last = convolve(read, p["conv"]["weight"], past, at)
     out = (c.astype(jnp.float32) * y.reshape(c.shape)).astype(c.dtype)
     if isinstance(at, Draft):
         return out, ShortConvTokens(read)

@@ -27,10 +27,9 @@ import jax.numpy as jnp
 
 from jaxllama.config import LayerConfig
 from jaxllama.model.mixers.gla import mix as gla_mix
-from jaxllama.model.mixers.pieces import convolve
 from jaxllama.model.mixers.recurrent import (
     RecurrentState,
-    causal_convolution,
+    convolve,
     empty_state,
     moving,
     steps,
@@ -94,11 +93,7 @@ def mix(
     z, xbc, dt = jnp.split(projected[0].value, ends, axis=-1)
     read = at.by_row(xbc)
     past = None if state is None or state.conv is None else state.conv[0]
-    weight = p["conv"]["weight"]
-    if isinstance(at, Pieces):
-        y, last = convolve(causal_convolution, read, weight, past, at)
-    else:
-        y, last = causal_convolution(read, weight, past, at.row_lengths())
+    y, last = convolve(read, p["conv"]["weight"], past, at)
     if "bias" in p["conv"]:
         y = y + p["conv"]["bias"].astype(jnp.float32)
     x, *operands = _operands(ssm, p, jax.nn.silu(y).reshape(xbc.shape), dt, xbc.dtype)
