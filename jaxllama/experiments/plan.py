@@ -81,16 +81,16 @@ def plan(experiment: Experiment, directory: Path) -> str:
     costs = [cost(experiment, point) for point in experiment.points]
     bandwidth, rate = memory_bandwidth(), matmul_rate()
     total, calibrated, floors = 0.0, 0, 0
-    for point, one in zip(experiment.points, costs, strict=True):
-        if one is None:
+    for point, known in zip(experiment.points, costs, strict=True):
+        if known is None:
             lines.append(f"{point.name}: known when the model is loaded")
             continue
         is_calibrated = getattr(point.settings, "calibrated", False)
         calibrated += is_calibrated
-        floor = one.moved / bandwidth + one.operations / rate
+        floor = known.moved / bandwidth + known.operations / rate
         if is_calibrated:
             duration = "time unknown (calibration)"
-        elif floor / one.pieces > _LONGEST or not _fits(one):
+        elif floor / known.pieces > _LONGEST or not _fits(known):
             floors += 1
             total += floor * len(experiment.seeds)
             duration = f"at least {_time(floor)}"
@@ -98,7 +98,7 @@ def plan(experiment: Experiment, directory: Path) -> str:
             found = measured(experiment, point.settings)
             total += found.of(len(experiment.seeds))
             duration = f"about {_time(found.first)}"
-        cached = f", cache {_size(one.cache_bytes)}" if one.cache_bytes else ""
+        cached = f", cache {_size(known.cache_bytes)}" if known.cache_bytes else ""
         if isinstance(point.settings, OffloadSettings):
             need = offload_need(experiment, point.settings)
             cached += (
@@ -106,10 +106,10 @@ def plan(experiment: Experiment, directory: Path) -> str:
                 f"{_size(need.disk)}"
             )
         lines.append(
-            f"{point.name}: {one.shapes}; {one.parameters / 1e6:.1f} M parameters, weights "
-            f"{_size(one.weight_bytes)}{cached}; {duration}"
+            f"{point.name}: {known.shapes}; {known.parameters / 1e6:.1f} M parameters, weights "
+            f"{_size(known.weight_bytes)}{cached}; {duration}"
         )
-    unknown = sum(one is None for one in costs)
+    unknown = sum(cost is None for cost in costs)
     lines += [
         "",
         f"{'at least' if floors else 'about'} {_time(total)} in all on this "
@@ -121,10 +121,10 @@ def plan(experiment: Experiment, directory: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _fits(one: PointCost) -> bool:
+def _fits(cost: PointCost) -> bool:
     """Return whether a piece of the work leaves half of this machine's memory free."""
     free = (jax.devices()[0].memory_stats() or {}).get("bytes_limit") or available_memory()
-    return free is None or 2 * (one.weight_bytes + one.cache_bytes) <= free
+    return free is None or 2 * (cost.weight_bytes + cost.cache_bytes) <= free
 
 
 def cost(experiment: Experiment, point: Point) -> PointCost | None:
@@ -188,7 +188,7 @@ def _weights(cfg: ModelConfig, settings: Any) -> Tree:
     chosen = parse(settings.scheme)
     if not chosen.schemes:
         return floats
-    if any(one.static for one in chosen.schemes):  # calibration adds one scale a weight
+    if any(scheme.static for scheme in chosen.schemes):  # calibration adds one scale a weight
         chosen = parse("fp8")
     return jax.eval_shape(functools.partial(quantize_params, scheme=chosen), floats)
 

@@ -94,8 +94,8 @@ class Steps:
         x, stream = ops.norm(stream, scale, cfg)
         if isinstance(linear, Mapping):
             return self.product(x, linear, stream.x.dtype, cfg, into=into), stream
-        made = [self.product(x, one, x.dtype, cfg) for one in linear]
-        return [Columns(y, 0, y.shape[-1]) for y in made], stream
+        products = [self.product(x, params, x.dtype, cfg) for params in linear]
+        return [Columns(y, 0, y.shape[-1]) for y in products], stream
 
     def linear_add(
         self,

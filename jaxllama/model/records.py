@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from jaxllama.config import ModelConfig, StepConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.rope import Ropes, rope_tables
-from jaxllama.parallel.sequence import gathered, own, piece_indices
+from jaxllama.parallel.sequence import gathered, local_pieces, piece_indices
 from jaxllama.typing import ArrayOrNumpy
 
 
@@ -184,9 +184,9 @@ class Pieces:
         """``x[2 B, ...]`` of these pieces -> ``[2n, B, ...]`` of all, in the tokens' order."""
         return gathered(x, self.start.shape[0], self.n)
 
-    def own(self, every: jax.Array) -> jax.Array:
+    def local(self, every: jax.Array) -> jax.Array:
         """The inverse of ``every``: ``[2n, B, ...]`` -> ``[2 B, ...]``."""
-        return own(every, self.n)
+        return local_pieces(every, self.n)
 
 
 At = Chunk | Step | Draft | Pieces
@@ -221,7 +221,7 @@ def positions_of(
     positions = start[:, None] + jnp.arange(n_new, dtype=jnp.int32)[None, :]
     if not cfg.ropes:
         return positions, None
-    tables = (rope_tables(*one, positions, total) for one in cfg.ropes)
+    tables = (rope_tables(*options, positions, total) for options in cfg.ropes)
     return positions, Ropes(cfg.ropes, tuple(tables))
 
 
@@ -283,7 +283,7 @@ def whole_rows(
     positions = place - lax.cummax(jnp.where(is_first, place, 0), axis=1)
     rope = None
     if cfg.ropes:
-        tables = (rope_tables(*one, positions, lengths) for one in cfg.ropes)
+        tables = (rope_tables(*options, positions, lengths) for options in cfg.ropes)
         rope = Ropes(cfg.ropes, tuple(tables))
     return Chunk(positions, lengths, rope, segments=segments, begins=begins)
 

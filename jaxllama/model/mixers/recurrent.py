@@ -90,14 +90,14 @@ def last_convolved(
 
 
 def steps(
-    one: Callable[..., tuple[jax.Array, jax.Array]],
+    advance: Callable[..., tuple[jax.Array, jax.Array]],
     operands: Sequence[jax.Array],
     state: jax.Array,
     count: jax.Array,
     exact: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """A decoder's steps, of operands ``[B, T, ...]`` the first ``count[B]``: (``o [B, T, H, Dv]``,
-    state).  one: ``one(*operands at t, moves[B], state=)`` -> (o, state).
+    state).  advance: ``advance(*operands at t, moves[B], state=)`` -> (o, state).
 
     A CPU takes them in a loop, also a single one (``_loop``). A GPU fuses the chain and passes over
     the state once. exact: in a step of B * T rows, most of them empty.
@@ -109,11 +109,11 @@ def steps(
             for x in (*operands, state, count)
         )
     if is_cpu:
-        o, state = _loop(one, [jnp.moveaxis(x, 1, 0) for x in operands], state, count)
+        o, state = _loop(advance, [jnp.moveaxis(x, 1, 0) for x in operands], state, count)
         return jnp.moveaxis(o, 0, 1)[:batch], state[:batch]
 
     def step(state: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        o, state = one(*now, state=state)
+        o, state = advance(*now, state=state)
         return state, o
 
     moves = jnp.arange(width, dtype=count.dtype)[:, None] < count[None, :]
@@ -123,7 +123,7 @@ def steps(
 
 
 def _loop(
-    one: Callable[..., tuple[jax.Array, jax.Array]],
+    advance: Callable[..., tuple[jax.Array, jax.Array]],
     operands: Sequence[jax.Array],
     state: jax.Array,
     count: jax.Array,
@@ -136,14 +136,14 @@ def _loop(
     loop of one round nor move the decay's exponential out of it. So the number of rounds is not
     known to it, and which rows move depends on the round.
     """
-    shapes = jax.eval_shape(one, *(x[0] for x in operands), count > 0, state=state)
+    shapes = jax.eval_shape(advance, *(x[0] for x in operands), count > 0, state=state)
     o = jnp.zeros((operands[0].shape[0], *shapes[0].shape), shapes[0].dtype)
     o, state, *operands = equally_varying((o, state, *operands))
 
     def body(t: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         o, state = carry
         now = (jax.lax.dynamic_index_in_dim(x, t, keepdims=False) for x in operands)
-        new, state = one(*now, t < count, state=state)
+        new, state = advance(*now, t < count, state=state)
         return jax.lax.dynamic_update_index_in_dim(o, new, t, 0), state
 
     longest = jnp.max(count)
@@ -195,7 +195,7 @@ def convolve(
     if width < taps:
         raise ValueError(f"pieces of {width} tokens: a convolution reads the {taps} before a token")
     ends = at.every(x[:, width - taps :].astype(past.dtype))
-    before = at.own(jnp.concatenate([past[None], ends[:-1]]))
+    before = at.local(jnp.concatenate([past[None], ends[:-1]]))
     y, last = _causal(x, weight, before, at.lengths, None)
     newest = jnp.maximum(at.totals - 1, 0) // width
     return y, jnp.take_along_axis(at.every(last), newest[None, :, None, None], axis=0)[0]
@@ -268,13 +268,13 @@ def scan_pieces(
     states = [before]
     for index in range(2 * at.n):
         states.append(step(jnp.int32(index), states[-1]) + rest[index])
-    o, _ = scan(at.own(jnp.stack(states[:-1])))
+    o, _ = scan(at.local(jnp.stack(states[:-1])))
     return o, states[-1]
 
 
 def decayed(log_decay: jax.Array, at: Pieces) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Return ``scan_pieces``'s step for decays ``[2 B, T, H, Dk]`` of key channels."""
     is_token = jnp.arange(log_decay.shape[1], dtype=jnp.int32)[None, :] < at.lengths[:, None]
-    own = jnp.where(is_token[:, :, None, None], log_decay.astype(jnp.float32), 0.0)
-    products = at.every(jnp.exp(jnp.sum(own, axis=1)))
+    decays = jnp.where(is_token[:, :, None, None], log_decay.astype(jnp.float32), 0.0)
+    products = at.every(jnp.exp(jnp.sum(decays, axis=1)))
     return lambda index, state: products[index][..., None] * state

@@ -343,8 +343,8 @@ def commit(
     if plan is not None:
         after = gla_commit(before, keys, values, decays, count, planned=plan)
     else:
-        one = _one_of_several(exact)
+        step = _one_of_several(exact)
         chains = zip(before, keys, values, decays, strict=True)
-        after = [steps(one, (k, k, v, g), state, count, exact)[1] for state, k, v, g in chains]
+        after = [steps(step, (k, k, v, g), state, count, exact)[1] for state, k, v, g in chains]
     for old, of, state in zip(states, tokens, after, strict=True):
         yield RecurrentState(state, last_convolved(old, of, count))

@@ -58,9 +58,9 @@ def init_state(
 ) -> ShortConvState:
     """Return the state before any token; it does not grow with a row's ``length``."""
     del length, width
-    own = options(layer)
+    settings = options(layer)
     dtype = "float32" if dtype in QUANTIZED_CACHE else dtype
-    return ShortConvState(jnp.zeros((rows, own.taps - 1, own.width), dtype))
+    return ShortConvState(jnp.zeros((rows, settings.taps - 1, settings.width), dtype))
 
 
 def inputs(layer: LayerConfig, p: Params) -> list[Params]:

@@ -100,7 +100,7 @@ def mix(
     new: RecurrentState | SSMTokens | None = None
     if isinstance(at, Draft):
         assert state is not None
-        q, k, v, log_decay = (at.by_row(one) for one in ssd_as_gla(*operands))
+        q, k, v, log_decay = (at.by_row(operand) for operand in ssd_as_gla(*operands))
         o, _ = steps(_step, (q, k, v, log_decay), state.state, at.row_lengths(), at.exact)
         new = SSMTokens(k, v, log_decay, (read,))
     else:
@@ -119,7 +119,7 @@ def _operands(
     heads, groups = ssm.n_heads, ssm.n_groups
     x, b, c = jnp.split(xbc, (ssm.width, ssm.width + groups * ssm.state), axis=-1)
     x = x.reshape(batch, n_new, heads, ssm.head_dim)
-    k, q = (one.astype(dtype).reshape(batch, n_new, groups, -1) for one in (b, c))
+    k, q = (operand.astype(dtype).reshape(batch, n_new, groups, -1) for operand in (b, c))
     bias, a_log = (p["decay"][name].astype(jnp.float32) for name in ("dt_bias", "a_log"))
     dt = jnp.clip(jax.nn.softplus(dt.astype(jnp.float32) + bias), ssm.least_step, ssm.largest_step)
     return x, q, k, (x * dt[..., None]).astype(dtype), -jnp.exp(a_log) * dt
