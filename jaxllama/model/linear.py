@@ -52,7 +52,7 @@ from pallas_kernels.operands import Columns
 from pallas_kernels.qtensor import QTensor, RowBlocks
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
-from pallas_kernels.rows.swiglu import gate, swiglu
+from pallas_kernels.rows.swiglu import swiglu
 
 POST = "post"  # in a linear layer: the table of the sum over devices that its product posts
 Weight = jax.Array | QTensor | RowBlocks | CpuWeight
@@ -351,7 +351,7 @@ def product(
     gate_by = cfg.activation if _is_inner(into, cfg) else None
     if _lora(params) is not None:
         y = linear(x, params, dtype)
-        y = y if gate_by is None else gate(y, gate_by)
+        y = y if gate_by is None else swiglu(y, activation=gate_by)
     else:
         assert not isinstance(x, Adapted)  # only layers with adapters take one
         codes = _gated_codes(x, params, dtype, cfg, into)
@@ -439,7 +439,7 @@ def _matmul(
     else:
         gated: Options = {} if gate_by is None else {"swiglu": True, "activation": gate_by}
         return quantized_matmul(x, weight, bias=bias, out_dtype=dtype, **gated)
-    return out if gate_by is None else gate(out, gate_by)
+    return out if gate_by is None else swiglu(out, activation=gate_by)
 
 
 def _codes_matmul(
@@ -483,7 +483,7 @@ def _gate_for(y: jax.Array, into: Params, cfg: StepConfig) -> Input:
         if codes is None or lora is None:
             return swiglu(y, quantize=codes)
         return lora.adapted(y, codes, gated=True)[0]
-    return _quantized(gate(y, cfg.activation), codes, lora)
+    return _quantized(swiglu(y, activation=cfg.activation), codes, lora)
 
 
 def _lora(linear: Params) -> Lora | None:

@@ -151,7 +151,7 @@ def _smollm3_nope(index: int, read: JsonReader, slides: bool = False) -> bool:
     return not layers[index]
 
 
-_LINEAR = ("full_attention", "linear")
+_LINEAR = ("full_attention", "linear_attention")
 
 
 def _linear_layers(read: JsonReader) -> tuple[str, ...]:

@@ -162,9 +162,9 @@ def added_pairs(
     else:
         pieces = zip(layouts, group.pieces, strict=True)
         up, down = (unpack(layout, jnp.stack(weights)) for layout, weights in pieces)
-    weights = [None if bias is None else bias[group.experts] for bias in biases]
+    added = [None if bias is None else bias[group.experts] for bias in biases]
     slots = jnp.asarray(group.slots)[:, None]
-    found = _products(layer, (up, down), weights, slots, tokens[group.rows])[:, 0]
+    found = _products(layer, (up, down), added, slots, tokens[group.rows])[:, 0]
     return y.at[group.places].set(found, mode="drop")
 
 
