@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, overload
+from typing import NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -402,20 +402,20 @@ def norm_route(
     return x, stream, route(options, x.reshape(-1, width), router)
 
 
+class Grouping(TypedDict, total=False):
+    """The options that ``grouped`` passes to ``grouped_matmul``."""
+
+    weights: jax.Array | None
+    gated: Gate | None
+    first: jax.Array | None
+    out_dtype: DTypeLike | None
+
+
 def grouped(
-    x: jax.Array,
-    params: Params,
-    experts: jax.Array,
-    *,
-    weights: jax.Array | None = None,
-    gated: Gate | None = None,
-    first: jax.Array | None = None,
-    dtype: DTypeLike | None = None,
+    x: jax.Array, params: Params, experts: jax.Array, **options: Unpack[Grouping]
 ) -> jax.Array:
     """``grouped_matmul`` with the weight and bias of a layer's experts."""
-    weight, bias = params["weight"], params.get("bias")
-    how: Options = {"gated": gated, "first": first, "out_dtype": dtype}
-    return grouped_matmul(x, weight, experts, weights=weights, bias=bias, **how)
+    return grouped_matmul(x, params["weight"], experts, bias=params.get("bias"), **options)
 
 
 def columns(x: Input, linears: Sequence[Params], dtype: DTypeLike | None = None) -> list[Columns]:

@@ -34,9 +34,23 @@ def _static(default: bool) -> bool:
     return dataclasses.field(default=default, metadata={"static": True})
 
 
+class _ByRow:
+    """Tokens whose rows are those of the cache, or pieces of them."""
+
+    lengths: jax.Array
+
+    def row_lengths(self) -> jax.Array:
+        """Return the number of valid tokens of each row of the cache, int32 ``[B]``."""
+        return self.lengths
+
+    def by_row(self, x: jax.Array) -> jax.Array:
+        """Return ``x[B, T, ...]`` with the tokens of a row of the cache side by side."""
+        return x
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Chunk:
+class Chunk(_ByRow):
     """Consecutive tokens of every row.
 
     Attributes
@@ -73,18 +87,10 @@ class Chunk:
     inputs: jax.Array | None = None
     begins: jax.Array | None = None
 
-    def row_lengths(self) -> jax.Array:
-        """Return the number of valid tokens of each row of the cache, int32 ``[B]``."""
-        return self.lengths
-
-    def by_row(self, x: jax.Array) -> jax.Array:
-        """Return ``x[B, T, ...]`` with the tokens of a row of the cache side by side."""
-        return x
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Step:
+class Step(_ByRow):
     """One token of every row, behind its cache: a ``Chunk``'s fields with T = 1.
 
     ``lengths`` is 1 if the row has a token, else 0.
@@ -98,14 +104,6 @@ class Step:
     sparse: bool = _static(True)
     inputs: jax.Array | None = None
     segments: ClassVar[None] = None
-
-    def row_lengths(self) -> jax.Array:
-        """As ``Chunk``'s."""
-        return self.lengths
-
-    def by_row(self, x: jax.Array) -> jax.Array:
-        """As ``Chunk``'s."""
-        return x
 
 
 @jax.tree_util.register_dataclass
@@ -140,7 +138,7 @@ class Draft:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Pieces:
+class Pieces(_ByRow):
     """This device's pieces of a chunk that ``parallel.sequence`` cut: two of each row.
 
     Each is a row of the batch, first those of all rows with the lower index. The cache is whole on
@@ -171,14 +169,6 @@ class Pieces:
     sparse: ClassVar[bool] = False
     sparse_tokens: ClassVar[None] = None
     segments: ClassVar[None] = None
-
-    def row_lengths(self) -> jax.Array:
-        """Return the number of valid tokens of each piece, int32 ``[2 B]``."""
-        return self.lengths
-
-    def by_row(self, x: jax.Array) -> jax.Array:
-        """As ``Chunk``'s, for pieces."""
-        return x
 
     def every(self, x: jax.Array) -> jax.Array:
         """``x[2 B, ...]`` of these pieces -> ``[2n, B, ...]`` of all, in the tokens' order."""

@@ -117,7 +117,7 @@ def _experts(
     if axes:  # this device's experts, whose sums are added up before they are rounded
         first = lax.axis_index(axes) * params["experts_down"]["weight"].shape[0]
         gated |= {"first": first}
-        summed |= {"first": first, "dtype": jnp.float32}
+        summed |= {"first": first, "out_dtype": jnp.float32}
 
     def compute(tokens: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
         inner = ops.grouped(tokens, params["experts_gate_up"], experts, **gated)
