@@ -37,8 +37,8 @@ _REASONS: dict[str, str] = {
         moshi moss_transcribe_diarize musicgen musicgen_melody whisper
         """,
     "mixer: two layers of attention from latents, and experts that skip one": "longcat_flash",
-    "mixer: sparse attention by an indexer": """
-        axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4 qwen4_exp qwen4_exp_text
+    "mixer: sparse attention by an indexer, with other parts": """
+        axk2 deepseek_v4 hy_v4 qwen4_exp qwen4_exp_text
         """,
     "mixer: linear attention beside attention from latents with RoPE": "bailing_hybrid",
     "mixer: attention with linear biases (ALiBi)": "bloom mpt",

@@ -26,18 +26,20 @@ class KVCache:
     Heads are as wide as ``cached_width``. Each is an array, or a QTensor with one scale per token
     and head. int4 has a scale and a zero point per 64 features, in a rotated basis.
 
-    A cache of latents (``attention.latent``) has one head of ``kv_rank + d_rope`` features, and v
-    is None: the first features of k are the values."""
+    A cache of latents (``attention.latent``) has one head of ``kv_rank + d_rope`` features. Their
+    first features are the values, and v is None, or holds the indexer's keys, ``[B, S, 1, width]``.
+    """
 
     k: jax.Array | QTensor
     v: Tree
+    is_latent: bool = dataclasses.field(default=False, metadata={"static": True})
 
     __repr__ = short_repr
 
     def specs(self, rows: RowAxis) -> KVCache:
         """How it is split on a mesh: rows over the axis ``rows``, heads over the model's; latents,
         which have one head, over no other axis."""
-        if self.v is None:
+        if self.is_latent:
             alone = P() if rows is None else P(rows)
             return jax.tree.map(lambda _: alone, self)
         return jax.tree.map(lambda _: P(rows, None, MODEL_AXIS), self)
@@ -53,19 +55,24 @@ def init_state(
     cfg: AttentionConfig = layer.mixer
     if cfg.borrows:
         return None
-    is_latent = cfg.latent is not None
-    shape = (rows, length, 1 if is_latent else cfg.n_kv_heads, width)
+    if cfg.latent is None:
+        shape = (rows, length, cfg.n_kv_heads, width)
+        return KVCache(_zeros(shape, dtype), _zeros(shape, dtype))
+    k, indexer = _zeros((rows, length, 1, width), dtype), cfg.latent.indexer
+    if indexer is None:
+        return KVCache(k, None, True)
+    # Four bits would change too many choices.
+    dtype = "int8" if dtype == "int4" else dtype
+    return KVCache(k, _zeros((rows, length, 1, indexer.head_dim), dtype), True)
+
+
+def _zeros(shape: tuple[int, ...], dtype: str) -> jax.Array | QTensor:
     if dtype not in QUANTIZED_CACHE:
-        k = jnp.zeros(shape, dtype)
-        return KVCache(k, None if is_latent else jnp.zeros(shape, dtype))
+        return jnp.zeros(shape, dtype)
     # Zeros outright: quantizing them inside a jitted caller would be folded by the compiler, at
     # seconds a layer.
     words = jax.eval_shape(lambda: quantize_kv(jnp.zeros(shape, jnp.float32), dtype))
-    return KVCache(_zeros(words), None if is_latent else _zeros(words))
-
-
-def _zeros(like: QTensor) -> QTensor:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), words)
 
 
 def write(
