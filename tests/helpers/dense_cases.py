@@ -352,6 +352,16 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ),
     ("deepseek_v32", "", {**_INDEXED, "n_group": 2, "topk_group": 1, "rope_parameters": _MSCALE}),
     ("glm_moe_dsa", "", {**_INDEXED, "v_head_dim": 16}),
+    (
+        "mistral4",
+        "",
+        {
+            **_LATENT,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {**_MSCALE, "llama_4_scaling_beta": 0.3},
+        },
+    ),
     ("glm4_moe_lite", "", {**_LATENT, "v_head_dim": 16}),
     ("sarvam_mla", "", {**_LATENT, "q_lora_rank": None, "first_k_dense_replace": 1}),
     ("axk1", "", {**_LATENT, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}),

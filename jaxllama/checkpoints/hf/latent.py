@@ -125,6 +125,7 @@ _V2_EXPERTS = SigmoidMixture(64, 6, width=1407, names={"count": _COUNTS})
 _V3_EXPERTS = SigmoidMixture(256, 8, width=2048, scale=2.5)
 _V32_EXPERTS = SigmoidMixture(256, 8, width=2048, scale=2.5, has_types=True)
 _GLM_EXPERTS = SigmoidMixture(64, 4, width=1536, scale=1.8, has_types=True)
+_MISTRAL4_EXPERTS = SigmoidMixture(128, 4, width=2048)
 _AXK_EXPERTS = SigmoidMixture(192, 8, width=2048, scale=2.5, has_types=True)
 _SARVAM_EXPERTS = SigmoidMixture(
     128,
@@ -163,6 +164,15 @@ def _v2_to_hf(cfg: ModelConfig) -> Fields:
     has_groups = cfg.experts is not None and cfg.experts.n_groups > 1
     keys = {**latent_to_hf(cfg), **_V2_EXPERTS.to_hf(cfg), "topk_method": _METHODS[has_groups]}
     return {**keys, "norm_topk_prob": False}
+
+
+def _mistral4(read: JsonReader) -> Fields:
+    """Return the fields. The router is a softmax."""
+    fields = _MISTRAL4_EXPERTS.fields(read)
+    experts = fields["experts"]
+    if experts is not None:
+        experts = dataclasses.replace(experts, scores="softmax", choice_bias=False)
+    return {**_turning(read), **fields, "experts": experts}
 
 
 def _value_width(read: JsonReader) -> Fields:
@@ -261,6 +271,17 @@ FAMILIES: dict[str, Family] = {
         turning=TURNING,
         unused=("model.layers.{n_layers}.",),
         tensors=Names(mixers={"experts": SHARED}),
+    ),
+    "mistral4": dataclasses.replace(
+        _DEEPSEEK_V3,
+        architectures=("Mistral4ForCausalLM",),
+        defaults={"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+        keys=(*_V3_KEYS, *_MISTRAL4_EXPERTS.keys),
+        fields=_mistral4,
+        to_hf=lambda cfg: {**_turning_to_hf(cfg), **_MISTRAL4_EXPERTS.to_hf(cfg)},
+        fixed={},
+        unused=(),
+        tensors=Names(mixers={"experts": dataclasses.replace(SHARED, is_fused=True)}),
     ),
     "youtu": Family(
         ("YoutuForCausalLM",),

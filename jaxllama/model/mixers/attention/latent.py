@@ -38,6 +38,7 @@ from jaxllama.model.mixers.attention.indexer import IndexHeads
 from jaxllama.model.mixers.attention.shared import over_cache
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.records import At, Chunk
+from jaxllama.model.rope import scaled_by_position
 from jaxllama.typing import Params
 from pallas_kernels.attention.plain import rotate
 from pallas_kernels.attention.rope_cache import (
@@ -73,6 +74,8 @@ def mix(
     """The products of ``inputs`` -> (heads ``[B, T, N d_v]``, cache)."""
     assert cfg.latent is not None and at.rope is not None
     heads = turned(cfg.latent, heads_of(cfg, p, projected), *at.rope.of(cfg.rope, cfg.head_dim))
+    if cfg.rope.query_beta:
+        heads = heads._replace(q=scaled_by_position(cfg.rope, heads.q, at.positions))
     if cache is not None:
         cache = written(heads, cache, at)
     if _chooses(cfg.latent, cache, at):
