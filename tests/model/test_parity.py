@@ -246,7 +246,7 @@ def test_a_directory_that_transformers_writes(name: str, tmp_path) -> None:
     """There and back through transformers' own config classes and names: of a model that it loaded,
     which keeps the names of the file, and of one that it made."""
     torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     cfg, params = CASES[name], params_of(name)
     path = hf.save(tmp_path / "ours", cfg, params)
     model = their_class(path).from_pretrained(path, dtype=torch.float32)

@@ -13,9 +13,14 @@ WRAPPERS = {
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
     "mistral3": "ministral3",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_vl": "qwen2",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl": "qwen3",
 }
+# Types of text decoders that are a family of another name.
+TEXT_TYPES = {"qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 _REASONS: dict[str, str] = {
     "the decoder of an encoder-decoder": """
         bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet
