@@ -12,7 +12,7 @@ import pytest
 import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.config import config_from_hf
-from jaxllama.checkpoints.hf.families import ALIKE, FAMILIES
+from jaxllama.checkpoints.hf.families import ALIKE, FAMILIES, stored_name
 from jaxllama.checkpoints.hf.refused import REFUSED, WRAPPERS
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.typing import JsonObject
@@ -67,7 +67,7 @@ def test_the_text_decoder_of_a_model_with_image_input_is_read(kind: str) -> None
     if kind not in ("gemma3", "mistral3"):
         text.pop("sliding_window")
     cfg = config_from_hf({"model_type": kind, "text_config": text}, kind)
-    assert cfg.stored.family == WRAPPERS[kind] and cfg.n_layers == 2
+    assert cfg.stored.family == stored_name(WRAPPERS[kind]) and cfg.n_layers == 2
 
 
 _SMALL = ("hidden_size", "intermediate_size", "num_attention_heads")
