@@ -190,7 +190,8 @@ def text_config(config: JsonMapping) -> JsonMapping:
         return _with_plain_rope({**alone, "model_type": WRAPPERS[kind]})
     if not isinstance(text, Mapping):
         return config
-    kind = TEXT_TYPES.get(text.get("model_type"), text.get("model_type"))
+    kind = str(text.get("model_type"))
+    kind = TEXT_TYPES.get(kind, kind)
     if kind not in FAMILIES:
         return config
     around = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")

@@ -95,14 +95,16 @@ def _with_indexer(interleaved: bool) -> Callable[[JsonReader], Fields]:
         for key, value in (("index_topk_freq", 1), ("index_topk_pattern", None)):
             if read.config.get(key, value) != value:
                 raise read.error(key, f"must be {value}: layers do not share an indexer's choice")
-        found = {**latent_fields(read), **_V32_EXPERTS.fields(read), "stored.interleaved": True}
+        shared = latent_fields(read)
         indexer = IndexerConfig(
             n_heads=read.size("index_n_heads"),
             head_dim=read.size("index_head_dim"),
             top_k=read.size("index_topk"),
             interleaved=interleaved,
         )
-        return {**found, "latent": dataclasses.replace(found["latent"], indexer=indexer)}
+        latent = dataclasses.replace(shared["latent"], indexer=indexer)
+        found = {**shared, **_V32_EXPERTS.fields(read), "latent": latent}
+        return {**found, "stored.interleaved": True}
 
     return fields
 

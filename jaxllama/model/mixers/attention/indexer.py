@@ -108,9 +108,9 @@ def _over_cache(
     # One block of scores is alive at a time, in a backward pass, too.
     @jax.checkpoint
     def block(queries: tuple[jax.Array, ...]) -> jax.Array:
-        q, *index, seen = queries[:4]
+        q, of_index, weights, seen = queries[:4]
         of_queries = queries[4] if segments is not None else None
-        chosen, is_chosen = choice(*index, keys, seen, top_k, of_queries, segments)
+        chosen, is_chosen = choice(of_index, weights, keys, seen, top_k, of_queries, segments)
         return _attend(q, _taken(cache.k, chosen, table, q.dtype), is_chosen)
 
     size = max(1, MOST // (batch * max(heads * keys.shape[1], top_k * width)))

@@ -53,13 +53,13 @@ from pallas_kernels.rows.rms_norm import rms_norm
 class LatentHeads(NamedTuple):
     """Queries ``[B, T, N, d_nope + r]``, latents ``[B, T, R]`` and shared keys ``[B, T, 1, r]``.
 
-    index: the indexer's, if the layer has one.
+    indexed: the indexer's, if the layer has one.
     """
 
     q: jax.Array
     low: jax.Array
     key: jax.Array
-    index: IndexHeads | None = None
+    indexed: IndexHeads | None = None
 
 
 def inputs(p: Params) -> list[Params]:
@@ -79,9 +79,9 @@ def mix(
     if cache is not None:
         cache = written(heads, cache, at)
     if _chooses(cfg.latent, cache, at):
-        assert heads.index is not None
-        held = KVCache(entries(heads), heads.index.key) if cache is None else cache
-        out = indexer.over_chosen(cfg, absorbed(cfg, p, heads), heads.index, held, at)
+        assert heads.indexed is not None
+        held = KVCache(entries(heads), heads.indexed.key) if cache is None else cache
+        out = indexer.over_chosen(cfg, absorbed(cfg, p, heads), heads.indexed, held, at)
         out = lifted(cfg, p, out)
     elif isinstance(at, Chunk) and (cache is None or at.fresh):
         out = _expanded(cfg, p, heads, at)
@@ -122,7 +122,7 @@ def heads_of(cfg: AttentionConfig, p: Params, projected: Sequence[Columns]) -> L
 def turned(latent: LatentConfig, heads: LatentHeads, cos: jax.Array, sin: jax.Array) -> LatentHeads:
     """Return the heads with RoPE; tables ``[B, T, (d_nope + r) / 2]``, the turning pairs first."""
     turn = functools.partial(turned_last, latent, cos=cos, sin=sin)
-    index = heads.index
+    index = heads.indexed
     if index is not None:
         index = indexer.turned(index, *(table[..., : latent.d_rope // 2] for table in (cos, sin)))
     return LatentHeads(turn(heads.q), heads.low, turn(heads.key), index)
@@ -149,8 +149,8 @@ def written(heads: LatentHeads, cache: KVCache, at: At) -> KVCache:
     slots = jnp.where(is_new, positions, capacity_of(cache.k, at.table))
     (new,) = to_cache_basis(cache.k, new)
     keys = cache.v
-    if heads.index is not None:
-        keys = store(keys, at.by_row(heads.index.key), slots, at.table)
+    if heads.indexed is not None:
+        keys = store(keys, at.by_row(heads.indexed.key), slots, at.table)
     return dataclasses.replace(cache, k=store(cache.k, new, slots, at.table), v=keys)
 
 

@@ -25,24 +25,30 @@ class KVCache:
     """Keys (after RoPE) and values, each ``[B, S, K, H]``, or pages ``[P, S, K, H]`` with a table.
     Heads are as wide as ``cached_width``. Each is an array, or a QTensor with one scale per token
     and head. int4 has a scale and a zero point per 64 features, in a rotated basis.
-
-    A cache of latents (``attention.latent``) has one head of ``kv_rank + d_rope`` features. Their
-    first features are the values, and v is None, or holds the indexer's keys, ``[B, S, 1, width]``.
     """
 
     k: jax.Array | QTensor
     v: Tree
-    is_latent: bool = dataclasses.field(default=False, metadata={"static": True})
 
     __repr__ = short_repr
 
     def specs(self, rows: RowAxis) -> KVCache:
-        """How it is split on a mesh: rows over the axis ``rows``, heads over the model's; latents,
-        which have one head, over no other axis."""
-        if self.is_latent:
-            alone = P() if rows is None else P(rows)
-            return jax.tree.map(lambda _: alone, self)
+        """How it is split on a mesh: rows over the axis ``rows``, heads over the model's."""
         return jax.tree.map(lambda _: P(rows, None, MODEL_AXIS), self)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class LatentCache(KVCache):
+    """A cache of latents (``attention.latent``): k has one head of ``kv_rank + d_rope`` features.
+
+    Their first features are the values. v is None, or the indexer's keys, ``[B, S, 1, width]``.
+    """
+
+    def specs(self, rows: RowAxis) -> LatentCache:
+        """How it is split on a mesh: rows over the axis ``rows``; all heads read the one head."""
+        alone = P() if rows is None else P(rows)
+        return jax.tree.map(lambda _: alone, self)
 
 
 def init_state(
@@ -60,10 +66,10 @@ def init_state(
         return KVCache(_zeros(shape, dtype), _zeros(shape, dtype))
     k, indexer = _zeros((rows, length, 1, width), dtype), cfg.latent.indexer
     if indexer is None:
-        return KVCache(k, None, True)
+        return LatentCache(k, None)
     # Four bits would change too many choices.
     dtype = "int8" if dtype == "int4" else dtype
-    return KVCache(k, _zeros((rows, length, 1, indexer.head_dim), dtype), True)
+    return LatentCache(k, _zeros((rows, length, 1, indexer.head_dim), dtype))
 
 
 def _zeros(shape: tuple[int, ...], dtype: str) -> jax.Array | QTensor:
