@@ -22,9 +22,9 @@ stands still, or this process hangs, front ends answer ``/live`` with 503
 (``EngineClient.standstill``). When this process is killed, its front ends report that to their
 clients and end.
 
-One line on stdout says where the server listens. Logs are JSON on stderr. One of the first lines
-names the model's own sampling, if it has one. While there is work, a line every ``INTERVAL``
-seconds reports the engine's throughput.
+One line on stdout says where the server listens. Logs go to stderr (``logs``). One of the
+first lines names the model's own sampling, if it has one. While there is work, a line every
+``INTERVAL`` seconds reports the engine's throughput.
 """
 
 from __future__ import annotations
