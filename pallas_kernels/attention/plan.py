@@ -64,8 +64,8 @@ def plan(call: AttentionCall) -> AttentionPlan | Reason:
 
 def _cache_of(bits: int) -> Cache:
     """Return the card's numbers of a cache."""
-    card = gpu().attention
-    return {16: card.bits16, 8: card.bits8, 4: card.bits4}[bits]
+    card = gpu()
+    return {16: card.cache16, 8: card.cache8, 4: card.cache4}[bits]
 
 
 def divided(call: AttentionCall, *, by_warp: bool) -> AttentionPlan | Reason:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -26,7 +27,6 @@ FOLDER = Path(__file__).parent
 _COLUMN = re.compile(r"(.+)_(before|from)_(\d+)_(\d+)")
 # Share of the sheet's bandwidth that a card without measured rates is taken to reach.
 _SHEET_SHARE = 0.9
-NAN = float("nan")
 Version = tuple[Any, ...]
 Sections = Mapping[str, Any]
 
@@ -48,7 +48,7 @@ class TileTime(NamedTuple):
     """
 
     fields: Mapping[str, Any]
-    us: float = NAN
+    us: float = math.nan
 
 
 class Products(NamedTuple):
@@ -160,14 +160,10 @@ class Attention(NamedTuple):
 
     few_chunks: a row with no more chunks is one cluster's instead.
     longest_first: tokens of a row from which on the longest rows begin first.
-    bits16, bits8, bits4: by the bits of a number of the cache.
     """
 
     few_chunks: int
     longest_first: int
-    bits16: Cache
-    bits8: Cache
-    bits4: Cache
 
 
 class Rows(NamedTuple):
@@ -193,21 +189,31 @@ class Rows(NamedTuple):
     slow_gates: tuple[int, ...]
 
 
-class Recurrence(NamedTuple):
-    """Of a recurrence's chunks.
+class DeltaTimes(NamedTuple):
+    """Microseconds of a chunk of the gated delta rule.
 
-    chunk_us: of one wave of blocks.  segment_us: of one more segment.
-    wide_us: of a wave with heads of over 128 key channels.
-    block_us, identity_us: of a block's memory traffic, in the scan and in the pass for transitions.
-    state_us: of a wave in the pass for the segments' states.
+    wave, wide: of one wave of blocks, with heads of up to 128 key channels and of more.
+    block, identity: of a block's memory traffic, in the scan and in the pass for transitions.
+    segment: of the first state and the ends of one more segment, not of a chunk.
     """
 
-    chunk_us: float
-    segment_us: float
-    wide_us: float = NAN
-    block_us: float = NAN
-    identity_us: float = NAN
-    state_us: float = NAN
+    wave: float
+    wide: float
+    block: float
+    identity: float
+    segment: float
+
+
+class SsdTimes(NamedTuple):
+    """Microseconds of a chunk of Mamba-2's scan.
+
+    wave, state: of one wave of blocks, and of one in the pass without outputs.
+    segment: of the segments' first states and the second launch, not of a chunk.
+    """
+
+    wave: float
+    state: float
+    segment: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,6 +223,7 @@ class CardTable:
     copy_rate, sum_rate: bytes a second that a copy, and a sum, of device memory reach.
     product_rates: operations a second that XLA's products reach, by the operands' dtype.
     costs: of kernels and of XLA's forms, by family.  tiles: that planners choose from, by family.
+    cache16, cache8, cache4: by the bits of a number of the cache.
     """
 
     copy_rate: float
@@ -230,9 +237,12 @@ class CardTable:
     mid_rows: MidRows
     experts: Experts
     attention: Attention
+    cache16: Cache
+    cache8: Cache
+    cache4: Cache
     rows: Rows
-    gated_delta: Recurrence
-    ssd: Recurrence
+    gated_delta: DeltaTimes
+    ssd: SsdTimes
 
 
 def path_of(card: str) -> Path:
@@ -263,7 +273,8 @@ def table_of(card: Card, version: Version = jax.__version_info__) -> CardTable:
 def _record(kind: Any, values: Mapping[str, Any], where: str) -> Any:
     """Return a record of this class from a file's section."""
     if kind is TileTime:
-        return TileTime({key: x for key, x in values.items() if key != "us"}, values.get("us", NAN))
+        us = values.get("us", math.nan)
+        return TileTime({key: x for key, x in values.items() if key != "us"}, us)
     hints = get_type_hints(kind)
     if unknown := values.keys() - hints.keys():
         raise ValueError(f"{where}: no plan asks for {min(unknown)}")
@@ -290,13 +301,17 @@ def _sections(card: Card, version: Version) -> Sections:
     if card == MEASURED:
         return own
     like = own.pop("like", None)
-    base = _sections(MEASURED if like is None else CARDS[like], version)
-    base = _scaled(base, card) if like is None else base
-    merged = {
-        key: {**x, **own.get(key, {})} if isinstance(x, dict) else own.get(key, x)
-        for key, x in base.items()
-    }
-    return {**own, **merged}
+    if like is None:
+        base = _scaled(_sections(MEASURED, version), card)
+    elif like in CARDS:
+        base = _sections(CARDS[like], version)
+    else:
+        raise ValueError(f"{path}: like = {like!r} is no card of architecture.py")
+    for key, x in base.items():
+        if isinstance(x, dict) != isinstance(own.get(key, x), dict):
+            raise ValueError(f"{path}: {key} is a section in one table and a number in another")
+        own[key] = {**x, **own.get(key, {})} if isinstance(x, dict) else own.get(key, x)
+    return own
 
 
 def of_version(value: Any, version: Version) -> Any:
