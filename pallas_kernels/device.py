@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TypeVar
 
 from pallas_kernels.architecture import (
@@ -23,7 +23,7 @@ from pallas_kernels.dispatch import device_of
 Tile = TypeVar("Tile")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Gpu(Features, CardTable):
     """What kernels may use, within ``JAXLLAMA_TARGET``, and what was measured on the card.
 
@@ -83,12 +83,20 @@ def sms() -> int:
     return gpu().sms
 
 
-def timed_tiles(family: str, kind: Callable[..., Tile]) -> list[tuple[Tile, float]]:
+def timed_tiles(family: str, kind: Callable[..., Tile]) -> Sequence[tuple[Tile, float]]:
     """Return the tiles of a family in the card's table, of a class, and the microseconds of each.
 
     A card without such tiles has none.
     """
-    return [(kind(**tile.fields), tile.us) for tile in gpu().tiles.get(family, ())]
+    return _timed_tiles(gpu(), family, kind)
+
+
+@functools.lru_cache(maxsize=256)
+def _timed_tiles(
+    device: Gpu, family: str, kind: Callable[..., Tile]
+) -> Sequence[tuple[Tile, float]]:
+    rows = device.tiles.get(family, ())
+    return tuple((kind(**row.fields, sms=device.sms), row.us) for row in rows)
 
 
 def tiles_of(family: str, kind: Callable[..., Tile]) -> list[Tile]:

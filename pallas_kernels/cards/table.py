@@ -216,7 +216,7 @@ class SsdTimes(NamedTuple):
     segment: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class CardTable:
     """What was measured on a card.
 
@@ -228,9 +228,9 @@ class CardTable:
 
     copy_rate: float
     sum_rate: float
-    product_rates: Mapping[str, float] = dataclasses.field(hash=False)
-    costs: Mapping[str, KernelCost] = dataclasses.field(hash=False)
-    tiles: Mapping[str, tuple[TileTime, ...]] = dataclasses.field(hash=False)
+    product_rates: Mapping[str, float]
+    costs: Mapping[str, KernelCost]
+    tiles: Mapping[str, tuple[TileTime, ...]]
     products: Products
     few_rows: FewRows
     many_rows: ManyRows
