@@ -39,7 +39,7 @@ def _card(name: str, sms: int, gb_per_s: float, l2_mb: int, gb: int) -> Card:
     return Card(name, sms, gb_per_s * 1e9, l2_mb << 20, gb << 30)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Features:
     """What kernels may use.
 

@@ -29,6 +29,8 @@ class Gpu(Features, CardTable):
 
     arch: the architecture's name.  sms: multiprocessors.  shared_bytes: of shared memory, for one
     block at most.  shared_per_sm, registers: of a multiprocessor.
+
+    Two are equal if they are one object; ``gpu`` makes one for each device.
     """
 
     arch: str

@@ -287,6 +287,8 @@ def _value(hint: Any, x: Any, where: str) -> Any:
     """Return a file's value as the type that a record has it in."""
     if isinstance(x, list):
         return tuple(_value(get_args(hint)[0], one, where) for one in x)
+    if hint in (int, float) and not isinstance(x, int | hint):
+        raise ValueError(f"{where} = {x!r} is no number")
     if not isinstance(x, dict):
         return x
     if get_origin(hint) is None:
@@ -303,10 +305,10 @@ def _sections(card: Card, version: Version) -> Sections:
     like = own.pop("like", None)
     if like is None:
         base = _scaled(_sections(MEASURED, version), card)
-    elif like in CARDS:
+    elif like in CARDS and like != card.name:
         base = _sections(CARDS[like], version)
     else:
-        raise ValueError(f"{path}: like = {like!r} is no card of architecture.py")
+        raise ValueError(f"{path}: like = {like!r} is no other card of architecture.py")
     for key, x in base.items():
         if isinstance(x, dict) != isinstance(own.get(key, x), dict):
             raise ValueError(f"{path}: {key} is a section in one table and a number in another")
@@ -315,13 +317,13 @@ def _sections(card: Card, version: Version) -> Sections:
 
 
 def of_version(value: Any, version: Version) -> Any:
-    """Return a file's value with the columns of a version of jax, or None if it has none."""
+    """Return a file's value with the columns of a version of jax alone."""
     if isinstance(value, list):
-        found = (of_version(x, version) for x in value)
-        return [x for x in found if x is not None]
+        rows = [(x, of_version(x, version)) for x in value]
+        return [kept for x, kept in rows if not isinstance(x, dict) or _columns(x) <= kept.keys()]
     if not isinstance(value, dict):
         return value
-    kept, others = {}, set()
+    kept = {}
     for key, x in value.items():
         if (match := _COLUMN.fullmatch(key)) is None:
             kept[key] = of_version(x, version)
@@ -329,9 +331,12 @@ def of_version(value: Any, version: Version) -> Any:
         name, word, *first = match.groups()
         if (version >= tuple(map(int, first))) == (word == "from"):
             kept[name] = x
-        else:
-            others.add(name)
-    return kept if others <= kept.keys() else None
+    return kept
+
+
+def _columns(row: Mapping[str, Any]) -> set[str]:
+    """Return the keys of a row that have columns."""
+    return {match[1] for key in row if (match := _COLUMN.fullmatch(key))}
 
 
 def _scaled(sections: Sections, card: Card) -> Sections:

@@ -214,7 +214,10 @@ def test_columns_are_those_of_a_version_of_jax() -> None:
 @pytest.mark.parametrize(
     "text, words",
     [
-        ('like = "NVIDIA H400"', "like = 'NVIDIA H400' is no card of architecture.py"),
+        ('like = "NVIDIA H400"', "like = 'NVIDIA H400' is no other card of architecture.py"),
+        (f'like = "{NEW.name}"', f"like = '{NEW.name}' is no other card"),
+        ('copy_rate = "fast"', "copy_rate = 'fast' is no number"),
+        ("[rows]\nfew_rows = 1.5", "rows: few_rows = 1.5 is no number"),
         ("[rows]\nring = 3", "rows: no plan asks for ring"),
         ("[colours]\nred = 3", "no plan asks for colours"),
         ("rows = 3", "rows is a section in one table and a number in another"),

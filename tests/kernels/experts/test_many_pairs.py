@@ -289,10 +289,7 @@ def test_a_tile_fits_into_shared_memory(scheme) -> None:
     k = 2944 if scheme == "fp8-block" else k
     w = outline(scheme, 2, 128, k)
     made = many_pairs_plan.PairsScheme.of(w, True)
-    assert any(
-        many_pairs_plan.fitted(tile, made).stages >= 3
-        for tile in tiles_of("pairs codes", WeightTile)
-    )
+    assert any(many_pairs_plan.fitted(tile, made).stages >= 3 for tile in CODES_TILES)
 
 
 def test_the_choice_between_the_kernels() -> None:
@@ -338,7 +335,7 @@ def test_lowers_for_cuda(scheme, gate) -> None:
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 2
 
 
-def tiles_of(scheme: str) -> list:
+def tiles_beside(scheme: str) -> list:
     """Those of any scheme, and bfloat16's own."""
     found = [*CODES_TILES, *tiles_of("pairs float4 sorted", WeightTile)]
     if scheme != "bfloat16":
@@ -351,7 +348,7 @@ def tiles_of(scheme: str) -> list:
 CASES = [
     (scheme, list(GATES)[(i + j) % len(GATES)], tile)
     for i, scheme in enumerate(SCHEMES)
-    for j, tile in enumerate(tiles_of(scheme))
+    for j, tile in enumerate(tiles_beside(scheme))
 ]
 
 
