@@ -166,6 +166,21 @@ class Attention(NamedTuple):
     longest_first: int
 
 
+class Latent(NamedTuple):
+    """Of latent attention.
+
+    l2_rate: bytes a second from the L2.  round_us: the products of a round of 128 tokens.
+    block_us: of a block besides: start, queries, first tile, outputs.
+    merge_us: of the kernel that sums chunks, without its bytes.  xla_us: of XLA's form to start.
+    """
+
+    l2_rate: float
+    round_us: float
+    block_us: float
+    merge_us: float
+    xla_us: float
+
+
 class Rows(NamedTuple):
     """Of row-wise kernels.
 
@@ -240,6 +255,7 @@ class CardTable:
     cache16: Cache
     cache8: Cache
     cache4: Cache
+    latent: Latent
     rows: Rows
     gated_delta: DeltaTimes
     ssd: SsdTimes

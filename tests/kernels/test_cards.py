@@ -33,6 +33,7 @@ from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, PairsScheme,
 from pallas_kernels.experts.route_plan import RouteStatic, route_plan
 from pallas_kernels.gated_delta import op as gated_delta
 from pallas_kernels.gla import op as gla
+from pallas_kernels.latent import plan as latent
 from pallas_kernels.matmul import choice, gated, predict
 from pallas_kernels.matmul.few_rows.plan import RowPlan, TilePlan
 from pallas_kernels.matmul.many_rows.plan import PairTile, WeightTile
@@ -137,6 +138,10 @@ def attended() -> None:
             taken = many_rows_attention.shared_bytes(plan, 4, Codes.of(q, k))
             assert block_bytes(taken) <= gpu().shared_bytes
     assert seen >= 2
+    q, cache = S((4, 1, 128, latent.WIDTH), BF16), S((4, 4096, latent.WIDTH), BF16)
+    found: Any = named_plan(latent.plan(q, cache, None))
+    assert (found is not None) == gpu().wgmma
+    assert found is None or (0 < found.predicted_us < math.inf and 0 < found.xla_us < math.inf)
 
 
 def others() -> None:
