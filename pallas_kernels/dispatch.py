@@ -43,7 +43,6 @@ _NAMES = "'xla', 'mosaic', 'cpu' or None"
 KERNELS = {"mosaic": "Mosaic kernel", "cpu": "CPU handler"}
 # From the first version on, and below the second.
 TESTED_JAX = (0, 11, 2), (0, 13, 0)
-OTHER_JAX = 0, 12, 0  # the first that assembles kernels for other GPUs than Hopper's
 _SPAN = " <= jax < ".join(".".join(map(str, version)) for version in TESTED_JAX)
 
 
@@ -120,8 +119,8 @@ def _gpu_reason(gpu: Device) -> str | None:
         return f"compute capability {capability} is below 8.0, of the first GPUs with kernels"
     if reason := untested_jax():
         _say_once(reason)
-    elif arch.name != "sm_90" and jax.__version_info__ < OTHER_JAX:
-        reason = f"kernels of {arch.name} need jax {'.'.join(map(str, OTHER_JAX))}"
+    elif jax.__version_info__ < arch.first_jax:
+        reason = f"kernels of {arch.name} need jax {'.'.join(map(str, arch.first_jax))}"
         _say_once(reason)
     return reason
 

@@ -35,9 +35,8 @@ from jaxllama.loading import default_dtype, enable_compilation_cache, load
 from jaxllama.model.cache import init_cache
 from jaxllama.model.mixers.attention.chunk import has_cudnn
 from jaxllama.typing import JsonObject, LocalDevice, Params, Tree
-from pallas_kernels.architecture import TARGET, asked_target
+from pallas_kernels.architecture import TARGET, asked_target, nearest_card
 from pallas_kernels.cpu import CpuWeight, jit, unavailable
-from pallas_kernels.device import nearest_card
 from pallas_kernels.dispatch import Choice, choices
 from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.matmul.op import quantized_matmul
