@@ -106,9 +106,8 @@ class LatentBlock:
         lengths = [self.seen(t) for t in range(facts.tokens)]
         last = self.first + facts.chunk
         self.end = jnp.minimum(functools.reduce(jnp.maximum, lengths), last)
-        shortest = jnp.minimum(functools.reduce(jnp.minimum, lengths), last)
+        self.shortest = jnp.minimum(functools.reduce(jnp.minimum, lengths), last)
         self.rounds = (jnp.maximum(self.end - self.first, 0) + (ROUND - 1)) // ROUND
-        self.whole = jnp.maximum(shortest - self.first, 0) // ROUND  # rounds without a mask
 
     def seen(self, token: int):
         """How many keys a query token sees."""
@@ -180,10 +179,7 @@ class Half:
         top = plgpu.layout_cast(jnp.full((TILE,), UNSEEN, jnp.float32), _BY_ROW)
         total = plgpu.layout_cast(zeros((TILE,)), _BY_ROW)
         out = plgpu.layout_cast(zeros((TILE, HALF)), _WGMMA)
-        carry = out, top, total
-        for masked, span in (False, (0, block.whole)), (True, (block.whole, block.rounds)):
-            carry = lax.fori_loop(*span, functools.partial(self.round, masked=masked), carry)
-        self.finish(*carry)
+        self.finish(*lax.fori_loop(0, block.rounds, self.round, (out, top, total)))
 
     def begin(self) -> None:
         """The first tile, and the queries."""
@@ -193,19 +189,21 @@ class Half:
             self.block.load(0, self.slot, name)
         plgpu.barrier_wait(self.barrier.q)
 
-    def round(self, step, carry, *, masked: bool):
+    def round(self, step, carry):
         raise NotImplementedError
 
     # --- scores ---
 
-    def scores(self, step, masked: bool):
+    def scores(self, step):
         """Q K^T of this warpgroup's tile, as exponents of 2."""
         plgpu.barrier_wait(self.barrier.full.at[self.slot])
         scores = pl.run_scoped(self.multiply_keys, plgpu.ACC((TILE, TILE), jnp.float32))
         self.block.load_next(step, self.slot, "rope")
-        scores = scores * self.facts.factor
-        if not masked:
-            return scores
+        whole = self.block.shortest - self.block.start(step, self.slot) >= TILE
+        return lax.cond(whole, lambda x: x, lambda x: self.masked(step, x), scores * self.facts.factor)
+
+    def masked(self, step, scores):
+        """The scores of a tile that ends early, of whose rest nothing is seen."""
         self.clear(step)
         token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_WGMMA)
         return jnp.where(token < self.left(step), scores, jnp.full_like(scores, -jnp.inf))
@@ -293,10 +291,10 @@ class FirstHalf(Half):
 
     slot, name = 0, "left"
 
-    def round(self, step, carry, *, masked: bool):
+    def round(self, step, carry):
         out, before, total = carry
         block, barrier = self.block, self.barrier
-        scores = self.scores(step, masked)
+        scores = self.scores(step)
         top = jnp.maximum(before, jnp.max(scores, axis=1))
         self.publish_top(top)
         plgpu.barrier_arrive(barrier.top_ready)
@@ -319,10 +317,10 @@ class SecondHalf(Half):
 
     slot, name = 1, "right"
 
-    def round(self, step, carry, *, masked: bool):
+    def round(self, step, carry):
         out, before, total = carry
         block, barrier = self.block, self.barrier
-        scores = self.scores(step, masked)
+        scores = self.scores(step)
         plgpu.barrier_wait(barrier.top_ready)
         first = self.read(0)
         top = jnp.maximum(first, jnp.max(scores, axis=1))
