@@ -297,7 +297,6 @@ class FirstHalf(Half):
         scores = self.scores(step)
         top = jnp.maximum(before, jnp.max(scores, axis=1))
         self.publish_top(top)
-        plgpu.barrier_arrive(barrier.top_ready)
         weights, sums = softmax(scores, top)
         self.give_weights(weights, barrier.first)
         fade = jnp.exp2(before - top)
@@ -320,15 +319,14 @@ class SecondHalf(Half):
     def round(self, step, carry):
         out, before, total = carry
         block, barrier = self.block, self.barrier
-        scores = self.scores(step)
-        plgpu.barrier_wait(barrier.top_ready)
+        plgpu.barrier_wait(barrier.first)
         first = self.read(0)
+        out = self.add(out, jnp.exp2(before - first), self.smem.weights, 0)
+        block.load_next(step, 0, "right")
+        scores = self.scores(step)
         top = jnp.maximum(first, jnp.max(scores, axis=1))
         self.publish_top(top)
         weights, sums = softmax(scores, top)
-        plgpu.barrier_wait(barrier.first)
-        out = self.add(out, jnp.exp2(before - first), self.smem.weights, 0)
-        block.load_next(step, 0, "right")
         self.give_weights(weights, barrier.second)
         out = self.add(out, jnp.exp2(first - top), weights, 1)
         block.load_next(step, 1, "right")
