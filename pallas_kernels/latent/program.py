@@ -25,8 +25,10 @@ import dataclasses
 import functools
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
@@ -88,6 +90,28 @@ def _write_stats(facts: Facts):
             p.when((place.c < 1) & (row < facts.rows), functools.partial(p.store_global, at, pair))
 
     return write
+
+
+@plgpu.inline_mgpu(
+    arg_types=(_WGMMA, _BY_ROW),
+    return_type=plgpu.ShapeDtypeStruct((TILE, HALF), jnp.float32, layout=_WGMMA),
+)
+def _faded(ctx, out, fade):
+    """out * fade, of which a warp whose maxima all stay skips the work."""
+    del ctx
+    registers, one = out.registers, p.bits(p.cf(1.0))
+    falls = [p.below(p.bits(_scalar(x)), one) for x in fade.registers.flat]
+
+    def product():
+        factors = fade.broadcast_in_dim(out.shape, (0,), out.layout)
+        return list((out * factors).registers.flat)
+
+    found = p.choose(p.any_lane(falls[0] | falls[1]), product, list(registers.flat))
+    return mgpu.FragmentedArray(
+        _registers=np.array(found, dtype=object).reshape(registers.shape),
+        _layout=out.layout,
+        _is_signed=None,
+    )
 
 
 def _scalar(x):
@@ -255,8 +279,8 @@ class Half:
     def add(self, out, fade, weights, slot: int):
         """out * fade + weights @ the half of a tile's latents."""
         values = self.block.piece(self.name).at[slot]
-        start = out * lax.broadcast_in_dim(fade, out.shape, [0])
-        return pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values))(plgpu.ACC.init(start))
+        start = plgpu.ACC.init(_faded(out, fade))
+        return pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values))(start)
 
     def finish(self, out, top, total) -> None:
         """Write the outputs, and with chunks the maximum and sum of each query row."""
