@@ -131,7 +131,8 @@ def test_what_edit_and_new_conversation_remove_comes_back(page):
     whole = said(browser)
     for remove in (lambda: buttons(browser, "Edit")[0], lambda: find(browser, "reset")):
         remove().click()
-        assert said(browser) == [] and find(browser, "removed").text.startswith("4 messages removed")
+        assert said(browser) == []
+        assert find(browser, "removed").text.startswith("4 messages removed")
         find(browser, "input").send_keys("!")
         draft = find(browser, "input").get_attribute("value")
         browser.refresh()
