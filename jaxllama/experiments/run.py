@@ -76,8 +76,9 @@ def run(
         for measurement in work
     ]
     _write(directory / "results.json", {"title": experiment.title, "rows": rows})
-    _write_text(directory / "table.md", markdown(experiment, rows))
-    for picture in draw(experiment, rows, directory):
+    environment = json.loads((directory / "environment.json").read_text(encoding="utf-8"))
+    _write_text(directory / "table.md", markdown(experiment, rows, environment))
+    for picture in draw(experiment, rows, directory, environment):
         tell(f"{picture}")
     return directory
 
