@@ -215,7 +215,7 @@ def choose_plan(
     if implementation is not None:
         return _named_choice(op, implementation, find, cpu, operands, has_xla)
     found = _EMPTY if has_xla and is_empty(*operands) else _own_answer(find, cpu, operands)
-    plan = _faster_plan(found)
+    plan = None if isinstance(found, Reason) else found
     if _recorder.get() is not None:
         _record(op, operands, kind_of(plan), found, plan)
     return plan
@@ -288,17 +288,13 @@ def own_plan(
     """
     if is_empty(*operands):
         return None
-    return _faster_plan(_own_answer(find, cpu, operands))
+    found = _own_answer(find, cpu, operands)
+    return None if isinstance(found, Reason) else found
 
 
 def named_plan(found: Plan | Reason) -> Plan | None:
     """Return the plan for a caller who names the implementation."""
     return found.plan if isinstance(found, Reason) else found
-
-
-def _faster_plan(found: P | Reason) -> P | None:
-    """Return the plan for a caller who names nothing."""
-    return None if isinstance(found, Reason) else found
 
 
 def _text(found: Plan | Reason) -> str | None:

@@ -99,6 +99,12 @@ def decode(kernels: str, kind: str, batch: int, capacity: int, tokens=None, sms=
     return both(kernels, f.func, q, k, v, lengths(batch, capacity, tokens), sms=sms, **how)
 
 
+def latent(kernels: str, batch: int, tokens: int, n: int, capacity: int, page=0, sms=2) -> Case:
+    f, (q, cache, _, *table) = built(real.latent, batch, tokens, n, capacity, page)
+    table = [jnp.arange(t.size, dtype=I32).reshape(t.shape) for t in table]
+    return both(kernels, f, q, cache, lengths(batch, capacity, tokens), *table, sms=sms)
+
+
 def rope(kernels: str, op, kind: str, batch: int, capacity: int, tokens=None) -> Case:
     f, given = built(real.rope, op, kind, batch, capacity, tokens, HEADS)
     return both(kernels, f.func, *given[:-1], lengths(batch, capacity, tokens))
@@ -278,6 +284,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "decode int8": lambda: decode("decode_attention_kernel", "int8", 3, 640, sms=8),
     "decode, several tokens": lambda: decode(
         "decode_attention_kernel", "bfloat16", 2, 512, 3, sms=8
+    ),
+    "latent": lambda: latent("latent_attention_kernel", 1, 1, 8, 192, sms=1),
+    "latent, tokens in pages": lambda: latent(
+        "latent_attention_kernel decode_attention_merge", 1, 2, 8, 256, 32
     ),
     "direct": lambda: rope("decode_attention_direct", real.rope_and_attend, "bfloat16", 1, 256),
     "rope": lambda: rope("rope_and_cache_write", real.rope_and_write, "int8", 3, 64),
