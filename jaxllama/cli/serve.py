@@ -84,8 +84,8 @@ def engine_of(args: argparse.Namespace) -> Options:
 
 def plain(args: argparse.Namespace) -> argparse.Namespace:
     """Return the arguments without the parser, which cannot be sent to replicas."""
-    own = {name: value for name, value in vars(args).items() if name not in ("run", "top")}
-    return argparse.Namespace(**own)
+    options = {name: value for name, value in vars(args).items() if name not in ("run", "top")}
+    return argparse.Namespace(**options)
 
 
 def take_memory() -> None:
