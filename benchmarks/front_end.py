@@ -36,8 +36,8 @@ from jaxllama.serving.api.messages import Reply, RowEvent, StepNews, Submit
 from jaxllama.serving.http import front_end
 from jaxllama.serving.http.runs import CallRun, ChunkAnswer
 from jaxllama.serving.http.server import ServerSettings
-from jaxllama.serving.ipc.facts import ModelFacts
 from jaxllama.serving.ipc.link import EngineClient
+from jaxllama.serving.ipc.served import ModelFacts
 from jaxllama.text.stream import StopStrings
 from jaxllama.text.token_bytes import byte_characters
 from jaxllama.text.tokenizer import Tokenizer

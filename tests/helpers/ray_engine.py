@@ -26,10 +26,10 @@ from jaxllama.engine.stats import EngineStats
 from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.http.server import ServerSettings, application
 from jaxllama.serving.ipc import link
-from jaxllama.serving.ipc.facts import ModelFacts
 from jaxllama.serving.ipc.hub import Hub
 from jaxllama.serving.ipc.pool import Sizes
 from jaxllama.serving.ipc.replica import Observe, Started
+from jaxllama.serving.ipc.served import ModelFacts
 from tests.helpers.fake_engine import Row, letters
 
 ROWS = 8

@@ -64,12 +64,11 @@ try:
     from jaxllama.serving.http.file_store import FileStore, StoreUnavailable
     from jaxllama.serving.http.middleware import is_local
     from jaxllama.serving.http.server import ServerSettings, create_app
-    from jaxllama.serving.ipc.facts import ModelFacts
     from jaxllama.serving.ipc.hub import THREADS, Hub, Port
     from jaxllama.serving.ipc.pool import PooledEngine
     from jaxllama.serving.ipc.replica import StartEngine
     from jaxllama.serving.ipc.replicas import LocalPool
-    from jaxllama.serving.ipc.served import forward_passes
+    from jaxllama.serving.ipc.served import ModelFacts, forward_passes
     from jaxllama.serving.ipc.wire import Child, Pulse, Wire, delay
 except ImportError as error:
     if not extras.is_optional(error.name):

@@ -31,9 +31,8 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.parallel import hosts
 from jaxllama.serving import logs
-from jaxllama.serving.ipc.facts import ModelFacts
 from jaxllama.serving.ipc.replica import Observe, Started
-from jaxllama.serving.ipc.served import Passes
+from jaxllama.serving.ipc.served import ModelFacts, Passes
 from jaxllama.typing import Options
 
 KEPT = 4  # newest steps whose results are looked at
