@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Plan, Reason, choose_plan, own_plan
-from pallas_kernels.gated_delta.step import step
+from pallas_kernels.gated_delta.chunked import step
 from pallas_kernels.gated_delta.token import MOST
 from pallas_kernels.operands import check, half_reason
+from pallas_kernels.recurrence.op import Heads
 from pallas_kernels.transform import Op, chosen
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def _xla(
                 jnp.where((count > t).reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
                 for x in now
             )
-            state = step(k_t, k_t, v_t, g_t, b_t, state, scale=1.0, normalize_qk=True)[1]
+            state = step(Heads(k_t, k_t, v_t, g_t, b_t), state, 1.0, True)[1]
         width = jnp.arange(last.shape[1], dtype=jnp.int32)
         at = (count[:, None] + width)[:, :, None]
         return state, jnp.take_along_axis(jnp.concatenate([last, read], axis=1), at, axis=1)

@@ -24,12 +24,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gated_delta.kernel_chunks import PART, high_low
+from pallas_kernels.gated_delta.kernel_chunks import PART, Prepared, high_low
 from pallas_kernels.gated_delta.kernel_scan import STAGES
-from pallas_kernels.gated_delta.value_tiles import by_token, read_transposed, store_transposed
 from pallas_kernels.launch import launch
 from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
-from pallas_kernels.recurrence.states import VALUE_BLOCK, read_state, write_rows, write_state
+from pallas_kernels.recurrence.plan import VALUE_BLOCK
+from pallas_kernels.recurrence.states import (
+    by_token,
+    read_state,
+    read_transposed,
+    store_transposed,
+    write_rows,
+    write_state,
+)
 
 _WGMMA = plgpu.Layout.WGMMA
 
@@ -180,13 +187,8 @@ class _Reverse:
         )
 
 
-def reverse_scan(
-    q, k, keys, weights, decays, d_out, d_state, *, segments: int = 1, want_out: bool = True
-):
+def reverse_scan(prepared: Prepared, d_out, d_state, *, segments: int = 1, want_out: bool = True):
     """Pass the state's gradient over the chunks, from the last one on.
-
-    The operands are q, k, the results of ``kernel_chunks.chunks`` (or those of
-    ``kernel_channels.chunks_by_channel``) and do.
 
     Parameters
     ----------
@@ -203,8 +205,8 @@ def reverse_scan(
         segments, Dk, Dv].
     """
     b, t, h, dv = d_out.shape
-    hk, dk = q.shape[2:]
-    nc, parts, by_channel = -(-t // CHUNK), dk // PART, decays.ndim == 4
+    hk, dk = prepared.q.shape[2:]
+    nc, parts, by_channel = -(-t // CHUNK), dk // PART, prepared.by_channel
     options = {
         "dk": dk,
         "dv": dv,
@@ -221,15 +223,7 @@ def reverse_scan(
     borders = (b, h, nc, *(() if by_channel else (2,)), dv, dk)
     results = launch(
         body,
-        {
-            "q": q,
-            "k": k,
-            "keys": keys,
-            "weights": weights,
-            "decays": decays,
-            "d_out": d_out,
-            "d_state": d_state,
-        },
+        {**prepared._asdict(), "d_out": d_out, "d_state": d_state},
         {
             "d_v": spec((b, t, h, dv), d_out.dtype) if want_out else None,
             "borders": spec(borders, jnp.bfloat16) if want_out else None,
@@ -244,7 +238,7 @@ def reverse_scan(
             "keys": tiles(STAGES, parts, CHUNK, PART),
             "weights": tiles(STAGES, CHUNK, CHUNK),
             "d_out": tokens(STAGES, 2, CHUNK, 64),
-            "decays": plgpu.SMEM((STAGES, *decays.shape[3:]), jnp.float32),
+            "decays": plgpu.SMEM((STAGES, *prepared.decays.shape[3:]), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=3 * parts + 2 + 2, num_barriers=STAGES),
             "empty": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         },

@@ -29,6 +29,7 @@ Command: ``python -m benchmarks.kernels.gated_delta``.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,7 @@ from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.jax_internals import ir, llvm, vector
 from pallas_kernels.launch import launch
 from pallas_kernels.recurrence.channels import CHUNK, ROWS, TILE, tokens
+from pallas_kernels.recurrence.op import Heads
 
 PART = 64  # key channels of a tile
 _WGMMA = plgpu.Layout.WGMMA
@@ -248,25 +250,53 @@ class _Chunk:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def chunks(q, k, log_decay, beta, lengths, scale: float, save: bool = False):
-    """Compute the operands of ``kernel_scan.scan`` for a decay a head.
+class Prepared(NamedTuple):
+    """The operands of ``kernel_scan.scan``, and of the reverse scan.
 
-    Parameters
-    ----------
-    q, k : bfloat16 [B, T, Hk, Dk]
-    log_decay, beta : float32 [B, T, H]
-    lengths : int32 [B] or None
-        Chunks that start at or after a row's length are not written.
-    save : bool
-        Return the inverses too.
-
-    Returns
-    -------
-    list
-        K' [B, H, NC*64, Dk] and M^T [B, H, NC*64, 64], bfloat16; float32 [B, H, NC, 2, 64]: exp(G)
-        and scale * exp(G).  With ``save`` (I + A)^-1, transposed, in two bfloat16 parts, [B, H, 2,
-        NC*64, 64].
+    q, k: those of the call, ``[B, T, Hk, Dk]``; by channel Q and K from the chunk's start,
+    ``[B, T, H, Dk]``.  keys: K' ``[B, H, NC*64, Dk]``.  weights: M^T ``[B, H, NC*64, 64]``.  All
+    are bfloat16.  decays: float32 ``[B, H, NC, 2, 64]``, exp(G) and scale * exp(G); by channel
+    exp(G_64), ``[B, H, NC, Dk]``.
     """
+
+    q: jax.Array
+    k: jax.Array
+    keys: jax.Array
+    weights: jax.Array
+    decays: jax.Array
+
+    @property
+    def by_channel(self) -> bool:
+        return self.decays.ndim == 4
+
+
+class Around(NamedTuple):
+    """What the gradients inside the chunks take from the passes over them.
+
+    inverses: of ``chunks``.  d_out: of o.  d_v, ends: of ``gradients_kernel_scan.reverse_scan``.
+    states, remainders: the borders of ``kernel_scan.scan``.
+    """
+
+    prepared: Prepared
+    inverses: jax.Array
+    d_out: jax.Array
+    d_v: jax.Array
+    states: jax.Array
+    remainders: jax.Array
+    ends: jax.Array
+
+
+def chunks(
+    heads: Heads, lengths: jax.Array | None, scale: float, save: bool = False
+) -> tuple[Prepared, jax.Array | None]:
+    """Compute the scans' operands for a decay a head.
+
+    lengths: int32 [B]; chunks that start at or after a row's length are not written.
+
+    Returns them and, with ``save``, (I + A)^-1, transposed, in two bfloat16 parts, [B, H, 2, NC*64,
+    64].
+    """
+    q, k, _, log_decay, beta = heads
     b, t, hk, dk = q.shape
     h = beta.shape[-1]
     nc, parts = -(-t // CHUNK), dk // PART
@@ -276,7 +306,7 @@ def chunks(q, k, log_decay, beta, lengths, scale: float, save: bool = False):
         _Chunk(gmem, smem, barrier, **options).run()
 
     spec, half = jax.ShapeDtypeStruct, jnp.bfloat16
-    results = launch(
+    *prepared, inverses = launch(
         body,
         {"q": q, "k": k, "g": log_decay, "beta": beta, "lengths": lengths},
         {
@@ -295,4 +325,4 @@ def chunks(q, k, log_decay, beta, lengths, scale: float, save: bool = False):
             "ready": plgpu.Barrier(num_arrivals=2 * parts),
         },
     )
-    return results if save else results[:-1]
+    return Prepared(q, k, *prepared), inverses

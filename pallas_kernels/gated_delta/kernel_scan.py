@@ -38,12 +38,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import gpu
 from pallas_kernels.gated_delta import remainder
-from pallas_kernels.gated_delta.kernel_chunks import PART
-from pallas_kernels.gated_delta.value_tiles import by_token, read_transposed, store_transposed
+from pallas_kernels.gated_delta.kernel_chunks import PART, Prepared
 from pallas_kernels.launch import launch
 from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
+from pallas_kernels.recurrence.plan import VALUE_BLOCK
 from pallas_kernels.recurrence.scan import ScanFrame
-from pallas_kernels.recurrence.states import VALUE_BLOCK, write_rows, write_state
+from pallas_kernels.recurrence.states import (
+    by_token,
+    read_transposed,
+    store_transposed,
+    write_rows,
+    write_state,
+)
 
 STAGES = 3
 Want = Literal["out", "borders", "transitions"]
@@ -307,23 +313,8 @@ def _scratch(facts: _Facts, decay_shape) -> dict:
     }
 
 
-def scan(
-    q,
-    k,
-    keys,
-    weights,
-    decays,
-    v,
-    *,
-    start=None,
-    lengths=None,
-    segments: int = 1,
-    want: Want = "out",
-):
+def scan(prepared: Prepared, v, *, start=None, lengths=None, segments: int = 1, want: Want = "out"):
     """Pass the state over the chunks.
-
-    The operands are q, k, the results of ``kernel_chunks.chunks`` (or those of
-    ``kernel_channels.chunks_by_channel``) and v.
 
     Parameters
     ----------
@@ -342,21 +333,19 @@ def scan(
         - "borders": the transposed states at the chunks' starts, bfloat16 [B, H, NC, Dv, Dk], and
           their bits below bfloat16, int32 [B, H, NC, Dv/64, Dk/64, ``remainder.WORDS``].
         - "transitions": nothing.  The final states start from zero.  128 columns more start from
-        the
-          identity, without values: the first Dk of them are the matrix by which a segment
+          the identity, without values: the first Dk of them are the matrix by which a segment
           multiplies its first state.
     """
     b, t, h, dv = v.shape
-    hk, dk = q.shape[2:]
+    hk, dk = prepared.q.shape[2:]
     nc, parts = -(-t // CHUNK), dk // PART
-    by_channel = decays.ndim == 4
     want_out = want == "out"
     width = dv + (max(VALUE_BLOCK, dk) if want == "transitions" else 0)
     # A block of 64 value channels for each SM, where there are no more of them.
     few = b * h * segments * width // VALUE_BLOCK <= gpu().sms // 2
     narrow = is_narrow(dk)
     wgs, pair = 1 if few or narrow else 2, 2 if narrow else 1
-    facts = _Facts(dk, dv, nc, h // hk, segments, want, by_channel, wgs)
+    facts = _Facts(dk, dv, nc, h // hk, segments, want, prepared.by_channel, wgs)
 
     def body(gmem, smem, barrier):
         _Scan(gmem, smem, barrier, facts=facts).run()
@@ -365,16 +354,7 @@ def scan(
     codes = (b, h, nc, dv // 64, parts, remainder.WORDS)
     results = launch(
         body,
-        {
-            "q": q,
-            "k": k,
-            "keys": keys,
-            "weights": weights,
-            "decays": decays,
-            "v": v,
-            "lengths": lengths,
-            "start": start,
-        },
+        {**prepared._asdict(), "v": v, "lengths": lengths, "start": start},
         {
             "out": spec((b, t, h, dv), v.dtype) if want_out else None,
             "borders": spec((b, h, nc, dv, dk), jnp.bfloat16) if borders else None,
@@ -385,6 +365,6 @@ def scan(
         cluster=pair,
         grid={"values": width // (64 * wgs * pair), "head": h * segments, "row": b},
         warpgroups=wgs,
-        scratch=_scratch(facts, decays.shape[3:]),
+        scratch=_scratch(facts, prepared.decays.shape[3:]),
     )
     return [result for result in results if result is not None]

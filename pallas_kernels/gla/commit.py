@@ -64,7 +64,7 @@ def plan(
 ) -> Plan | Reason:
     """How the kernel computes a call."""
     from pallas_kernels.gla import step_kernel
-    from pallas_kernels.recurrence.operands import shapes_reason
+    from pallas_kernels.recurrence.plan import shapes_reason
 
     del log_decay, count
     for layer in zip(k, v, strict=True):

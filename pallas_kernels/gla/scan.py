@@ -38,11 +38,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import gpu
-from pallas_kernels.gla.gates import piece_width
+from pallas_kernels.gla.gates import Gated, piece_width
 from pallas_kernels.launch import launch
 from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
+from pallas_kernels.recurrence.plan import VALUE_BLOCK
 from pallas_kernels.recurrence.scan import ScanFrame
-from pallas_kernels.recurrence.states import VALUE_BLOCK, write_rows, write_state
+from pallas_kernels.recurrence.states import write_rows, write_state
 
 PART = 64  # key channels of a product of the state
 _WGMMA = plgpu.Layout.WGMMA
@@ -261,10 +262,7 @@ def _scratch(facts: _Facts, want_out: bool) -> dict:
 
 
 def scan(
-    qg: jax.Array,
-    kg: jax.Array,
-    attention: jax.Array,
-    decay: jax.Array,
+    gated: Gated,
     v: jax.Array,
     *,
     start: jax.Array | None = None,
@@ -274,7 +272,7 @@ def scan(
     want_borders: bool = False,
     reverse: bool = False,
 ):
-    """Pass the state over the chunks; the operands are those of ``gla.gates``, and v.
+    """Pass the state over the chunks.
 
     Parameters
     ----------
@@ -294,23 +292,14 @@ def scan(
         ``start``.
     """
     b, t, h, dv = v.shape
-    dk = qg.shape[-1]
+    dk = gated.qg.shape[-1]
     nc = -(-t // CHUNK)
     pieces = dk // piece_width(dk)
     blocks = dv // VALUE_BLOCK
     # The borders' staging tiles do not fit beside two slots of Dk = 256 operands.
     stage_borders = want_borders and (dk <= 128 or not want_out)
     pair = dk > 128 and blocks % 2 == 0 and b * h * segments * blocks > gpu().sms
-    facts = _Facts(
-        dk=dk,
-        dv=dv,
-        n_chunks=nc,
-        segments=segments,
-        pieces=pieces,
-        stage_borders=stage_borders,
-        reverse=reverse,
-        pair=pair,
-    )
+    facts = _Facts(dk, dv, nc, segments, pieces, stage_borders, reverse, pair)
 
     def body(gmem, smem, barrier):
         _Scan(gmem, smem, barrier, facts=facts).run()
@@ -318,15 +307,7 @@ def scan(
     spec = jax.ShapeDtypeStruct
     return launch(
         body,
-        {
-            "qg": qg,
-            "kg": kg,
-            "attention": attention,
-            "decay": decay,
-            "v": v,
-            "lengths": lengths,
-            "start": start,
-        },
+        {**gated._asdict(), "v": v, "lengths": lengths, "start": start},
         {
             "out": spec((b, t, h, dv), v.dtype) if want_out else None,
             "borders": spec((b, h, nc, dv, dk), jnp.bfloat16) if want_borders else None,

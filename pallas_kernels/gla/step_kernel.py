@@ -59,7 +59,7 @@ from pallas_kernels.gla.step_registers import (
 )
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.operands import half_reason
-from pallas_kernels.recurrence.operands import shapes_reason
+from pallas_kernels.recurrence.plan import shapes_reason
 
 LAYERS = 64  # of a commit: their addresses are the kernel's arguments
 

@@ -179,7 +179,7 @@ def plan(
     """How the kernel computes a call, without lengths one of ``gla_tokens``.  Raises ValueError as
     ``gla_token`` does."""
     from pallas_kernels.gla import step_kernel
-    from pallas_kernels.recurrence.operands import WIDTHS
+    from pallas_kernels.recurrence.plan import WIDTHS
 
     _check(streams, decay, norm, lengths, state)
     named = dict(zip(NAMES, (stream.rows for stream in streams), strict=False))

@@ -34,11 +34,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta.kernel_chunks import bf16_array, pairs
-from pallas_kernels.gated_delta.value_tiles import read_transposed, store_transposed
 from pallas_kernels.launch import launch
 from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
 from pallas_kernels.recurrence.scan import ScanFrame
-from pallas_kernels.recurrence.states import read_state, write_state
+from pallas_kernels.recurrence.states import (
+    read_state,
+    read_transposed,
+    store_transposed,
+    write_state,
+)
 
 STAGES = 3
 PART = 64  # key channels of a product

@@ -34,6 +34,7 @@ from pallas_kernels.matmul.gated import gated_matmul
 from pallas_kernels.matmul.interleave import interleaved
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.operands import Columns
+from pallas_kernels.recurrence.op import Heads
 from pallas_kernels.rows import greedy_kernel
 from pallas_kernels.rows.low_rank import quantize_adapted
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
@@ -159,15 +160,21 @@ def past(width: int, capacity: int, heads=HEADS, dtype=BF16):
     return attend_past, given
 
 
+def of_heads(op, **options):
+    """The op as a function of the arrays of its heads."""
+    return lambda *x, **named: op(Heads(*x), **options, **named)
+
+
 def gla_chunks(b: int, t: int, h: int, dk: int, dv: int, save="nothing"):
     q, v = S((b, t, h, dk), BF16), S((b, t, h, dv), BF16)
-    forward = functools.partial(gla.gla_forward, scale=0.1, save=save)
+    forward = of_heads(gla.gla_forward, scale=0.1, save=save)
     if save == "nothing":
         return forward, (q, q, v, S(q.shape, F32))
 
     def both(q, k, v, g, d_out):
-        o, state, saved = forward(q, k, v, g)
-        return o, gla.gla_backward(q, k, v, g, d_out, state, scale=0.1, saved=saved)
+        heads = Heads(q, k, v, g)
+        o, state, saved = forward(*heads[:4])
+        return o, gla.gla_backward(heads, d_out, state, scale=0.1, saved=saved)
 
     return both, (q, q, v, S(q.shape, F32), v)
 
@@ -175,7 +182,7 @@ def gla_chunks(b: int, t: int, h: int, dk: int, dv: int, save="nothing"):
 def ssd_chunks(b: int, t: int, groups: int, h: int, dk: int, dv: int):
     q, v = S((b, t, groups, dk), BF16), S((b, t, h, dv), BF16)
     # One row of 16,384 tokens is cut.
-    forward = functools.partial(ssd.ssd_forward, segments=4 if b == 1 else 1)
+    forward = of_heads(ssd.ssd_forward, segments=4 if b == 1 else 1)
     return forward, (q, q, v, S((b, t, h), F32))
 
 
@@ -183,9 +190,9 @@ def delta_chunks(b, t, hk, h, dk, dv, by_channel=False, backward=False):
     q, v, beta = S((b, t, hk, dk), BF16), S((b, t, h, dv), BF16), S((b, t, h), F32)
     g = S((b, t, h, dk), F32) if by_channel else beta
     if not backward:
-        return functools.partial(delta.gated_delta_forward, scale=0.1), (q, q, v, g, beta)
+        return of_heads(delta.gated_delta_forward, scale=0.1), (q, q, v, g, beta)
     f = functools.partial(delta.gated_delta_backward, scale=0.1)
-    return lambda *x: f(*x[:6], None), (q, q, v, g, beta, v)
+    return lambda *x: f(Heads(*x[:5]), x[5], None), (q, q, v, g, beta, v)
 
 
 def step(f, b: int, hk: int, h: int, dk: int, dv: int, gates: int):
