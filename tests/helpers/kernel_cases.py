@@ -12,8 +12,7 @@ from pallas_kernels import quantize
 from pallas_kernels.attention.op import decode_attention
 from pallas_kernels.attention.past import attend as attend_past
 from pallas_kernels.attention.rope_attention import rope_and_attend
-from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write
-from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
+from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write, rope_and_write_tokens
 from pallas_kernels.experts.best import best
 from pallas_kernels.experts.fetch import fetch
 from pallas_kernels.experts.fetch_plan import FetchedLeaf
