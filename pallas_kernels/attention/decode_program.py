@@ -7,6 +7,7 @@ the order of the calls.
 from __future__ import annotations
 
 import functools
+import operator
 from typing import NamedTuple
 
 import jax
@@ -265,7 +266,7 @@ class DecodeKernel:
         weights = mma_tile.weights_of(scores, top)
         total = [
             functools.reduce(
-                arith.addf,
+                operator.add,
                 [w[i] for w in weights for i in (c, c + 2)],
                 sums.total[c] * fade[c],
             )

@@ -134,7 +134,7 @@ class _Kernel:
             block, self.rank = p.register("clusterid.x"), p.register("cluster_ctarank")
         _, _, n_kv, n, _ = shape
         self.group = n // n_kv
-        self.row, self.head = (f(block, p.ci(n_kv)) for f in (arith.divui, arith.remui))
+        self.row, self.head = block // n_kv, block % n_kv
         gather = plan.gather(self.group, codes)
         self.gathering = gather.on(smem.parts, smem.shares, smem.arrivals, thread, self.rank)
 

@@ -123,7 +123,7 @@ class _Worker:
         """log_decay, dP and dN."""
         gmem, (s, c, head, b, rows, _) = self.gmem, self.place(i)
         for half, columns in enumerate(self.gate_columns(s)):
-            to = self.gates.at[registers.GATES + half]
+            to = self.gates.at[2 + half]
             plgpu.copy_gmem_to_smem(gmem.g.at[b, rows, head, columns], to, self.pairs_ready)
         for n in range(4):
             source = gmem.pairs.at[b, head, c, n]

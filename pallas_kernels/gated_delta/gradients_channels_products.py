@@ -158,7 +158,7 @@ class _Symmetric:
             j = self.column(tile, e)
             above = arith.select(p.equal(j, row), self.zero, y)
             words.append(arith.select(j < row, x, above) & _HALVES[e])
-        return arith.ori(*words)
+        return words[0] | words[1]
 
     def met(self, row, tile: int, n: int, both):
         """``both`` where a row and a column meet on level 2^n, else zero."""
@@ -167,7 +167,7 @@ class _Symmetric:
             differ = row ^ self.column(tile, e)
             word = arith.select(p.equal(differ >> n, 1), both, self.zero)
             words.append(word & _HALVES[e])
-        return arith.ori(*words)
+        return words[0] | words[1]
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), _WGMMA, _WGMMA))

@@ -35,14 +35,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
-from pallas_kernels.jax_internals import ir, llvm, vector
+from pallas_kernels.jax_internals import ir, llvm
 from pallas_kernels.launch import launch
-from pallas_kernels.recurrence.channels import CHUNK, ROWS, TILE, tokens
+from pallas_kernels.recurrence.channels import (
+    CHUNK,
+    ROWS,
+    TILE,
+    float_pairs,
+    half_pairs,
+    tokens,
+    wgmma_array,
+)
 from pallas_kernels.recurrence.op import Heads
 
 PART = 64  # key channels of a tile
@@ -81,13 +88,9 @@ def pairs(array):
 
 
 def array(parts):
-    layout = _WGMMA.to_mgpu()
-    zero = mgpu.FragmentedArray.splat(p.cf(0.0), (CHUNK, CHUNK), layout, is_signed=None)
-    registers = zero.registers.copy()
-    kind = ir.VectorType.get((2,), p.f32())
+    """``x[tile][half]``, pairs of floats, as a [64, 64] array."""
     pairs = [pair for tile in parts for pair in tile]
-    registers.reshape(-1)[:] = [vector.from_elements(kind, pair) for pair in pairs]
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+    return wgmma_array((CHUNK, CHUNK), p.f32(), float_pairs(pairs))
 
 
 def _inverse_call(scale: float, save: bool):
@@ -118,13 +121,7 @@ def _inverse_call(scale: float, save: bool):
 
 def bf16_array(words):
     """Words of two bf16 in the order of ``pairs`` as a [64, 8 * tiles] array."""
-    layout, half = _WGMMA.to_mgpu(), ir.BF16Type.get()
-    shape = (CHUNK, 4 * len(words))
-    zero = mgpu.FragmentedArray.splat(mgpu.utils.c(0.0, half), shape, layout, is_signed=None)
-    registers = zero.registers.copy()
-    kind = ir.VectorType.get((2,), half)
-    registers.reshape(-1)[:] = [mgpu.utils.bitcast(word, kind) for word in words]
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+    return wgmma_array((CHUNK, 4 * len(words)), ir.BF16Type.get(), half_pairs(words))
 
 
 def parts_array(x):

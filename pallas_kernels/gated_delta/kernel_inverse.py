@@ -59,7 +59,7 @@ def chunk_vectors(scratch, decays, betas, limit, pitch, out, scale) -> None:
             g = p.maximum(g * LOG2E, p.cf(LOWEST))
             x.append(arith.select(inside, g, p.cf(0.0)))
             beta.append(arith.select(inside, b, p.cf(0.0)))
-        total = arith.addf(*x)
+        total = x[0] + x[1]
         for distance in (1, 2, 4, 8, 16):
             other = p.shuffle_up(total, distance)
             there = ~(lane < distance)
@@ -157,7 +157,7 @@ def sum_rows(rows: InverseRows, to, x) -> None:
     for half in range(2):
         total = p.cf(0.0)
         for tile in x:
-            total = total + arith.addf(*tile[half])
+            total = total + (tile[half][0] + tile[half][1])
         for distance in (1, 2):
             total = total + p.shuffle_xor(total, distance)
         sums.append(total)

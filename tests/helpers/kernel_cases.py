@@ -26,7 +26,7 @@ from pallas_kernels.gated_delta import token as delta_token
 from pallas_kernels.gated_delta import token_kernel as delta_token_kernel
 from pallas_kernels.gla import kernel as gla
 from pallas_kernels.gla import step_kernel
-from pallas_kernels.gla.token import gla_token, gla_tokens
+from pallas_kernels.gla.token import GlaLayerTokens, gla_token
 from pallas_kernels.matmul import sums
 from pallas_kernels.matmul.blocks import blocks_matmul
 from pallas_kernels.matmul.gated import gated_matmul
@@ -428,10 +428,10 @@ def gla_layer(tokens: int = 1, sizes=(8, 4, 256, 512, 16)):
 
     def run(streams, *rest):
         columns = [Columns(x, 0, width) for x, width in zip(streams, widths, strict=True)]
-        return (gla_token if tokens == 1 else gla_tokens)(columns, *rest, **options)
+        return gla_token(GlaLayerTokens(columns, *rest), **options)
 
-    lengths = [S((b,), I32)] if tokens == 1 else []
-    return run, (streams, decay, S((dv,), BF16), *lengths, S((b, h, dk, dv), F32))
+    lengths = S((b,), I32) if tokens == 1 else None
+    return run, (streams, decay, S((dv,), BF16), lengths, S((b, h, dk, dv), F32))
 
 
 def gla_kept():
@@ -452,12 +452,12 @@ def delta_layer(tokens: int = 1, sizes=(8, 16, 32, 128)):
 
     def run(streams, *rest):
         columns = [Columns(x, 0, width) for x, width in zip(streams, widths, strict=True)]
-        op = delta_token.gated_delta_token if tokens == 1 else delta_token.gated_delta_tokens
-        return op(columns, *rest, eps=1e-6, beta_max=1.0)
+        given = delta_token.DeltaLayerTokens(columns, *rest)
+        return delta_token.gated_delta_token(given, eps=1e-6, beta_max=1.0)
 
-    lengths = [S((b,), I32)] if tokens == 1 else []
+    lengths = S((b,), I32) if tokens == 1 else None
     state, last = S((b, h, d, d), F32), S((b, 3, features), BF16)
-    return run, (streams, S((features, 4), BF16), decay, S((d,), BF16), *lengths, state, last)
+    return run, (streams, S((features, 4), BF16), decay, S((d,), BF16), lengths, state, last)
 
 
 def delta_kept():

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_kernels as pk
 from pallas_kernels import dispatch
 from pallas_kernels.attention.rope_cache import quantize_kv
-from pallas_kernels.gla.token import gla_token
+from pallas_kernels.gla.token import GlaLayerTokens, gla_token
 from pallas_kernels.operands import Columns
 from tests.helpers.arrays import as_jax
 from tests.kernels.gla.test_gla_token import case as token_case
@@ -462,7 +462,7 @@ def one_token():
         return streams, (weight, bias), norm, lengths, state
 
     def call(a, implementation):
-        return gla_token(*taken(a), eps=1e-5, normalizer=16.0, clamp_min=None)
+        return gla_token(GlaLayerTokens(*taken(a)), eps=1e-5, normalizer=16.0, clamp_min=None)
 
     return given, call, lambda a: token_expected(*taken(a), None)
 

@@ -13,7 +13,7 @@ from pallas_kernels.dispatch import Reason
 from pallas_kernels.gla import token
 from pallas_kernels.gla.commit import gla_commit
 from pallas_kernels.gla.commit import plan as plan_commit
-from pallas_kernels.gla.token import gla_token, gla_tokens
+from pallas_kernels.gla.token import GlaLayerTokens, gla_token
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import each_once
 from tests.helpers.lowering import kernels_in, lowered
@@ -51,7 +51,7 @@ def draft(rows, tokens, shape, **special):
 
 def check(rows, tokens, shape, **special):
     streams, weights, state = draft(rows, tokens, shape, **special)
-    y, *kept = gla_tokens(streams, *weights, state, **OPTIONS)
+    y, *kept = gla_token(GlaLayerTokens(streams, *weights, None, state), **OPTIONS)
     least = ROUNDS[y.dtype.name]
     before = np.asarray(state)
     y = np.asarray(y, np.float64).reshape(rows, tokens, -1)
@@ -61,7 +61,8 @@ def check(rows, tokens, shape, **special):
         assert relative_rms(y[:, t], want.reshape(rows, -1)) < least
     # The same state and tokens of two layers, of which the second one's are one token on.
     kept = [[x, jnp.roll(x, 1, axis=1)] for x in kept]
-    ys, states = steps(streams, weights, state, tokens, lambda *given: gla_token(*given, **OPTIONS))
+    one = lambda *given: gla_token(GlaLayerTokens(*given), **OPTIONS)  # noqa: E731
+    ys, states = steps(streams, weights, state, tokens, one)
     for t, one in enumerate(ys):
         np.testing.assert_array_equal(y[:, t], np.asarray(one, np.float64).reshape(rows, -1))
     np.testing.assert_array_equal(state, before)
@@ -114,11 +115,12 @@ def test_the_xla_form_of_a_commit_is_the_recursion():
 
 def test_what_the_kernels_refuse_is_said():
     streams, weights, state = draft(1, 17, (2, 2, 64, 128))
-    assert "17 tokens of 1 rows" in token.plan(streams, *weights, None, state).text
+    given = GlaLayerTokens(streams, *weights, None, state)
+    assert "17 tokens of 1 rows" in token.plan(given).text
     with pytest.raises(NotImplementedError, match="over 16 each"):
-        gla_tokens(streams, *weights, state, **OPTIONS)
+        gla_token(given, **OPTIONS)
     with pytest.raises(ValueError, match="gla_tokens: 17 rows of q"):
-        gla_tokens(streams, *weights, jnp.concatenate([state] * 2), **OPTIONS)
+        gla_token(given._replace(state=jnp.concatenate([state] * 2)), **OPTIONS)
     k, v = jnp.zeros((1, 4, 2, 64), jnp.bfloat16), jnp.zeros((1, 4, 2, 128), jnp.bfloat16)
     g, count = jnp.zeros(k.shape), jnp.ones((1,), jnp.int32)
 

@@ -52,7 +52,7 @@ from pallas_kernels.brief import short_repr
 from pallas_kernels.dispatch import Implementation, wants_kernel
 from pallas_kernels.gla.commit import gla_commit, own_commit
 from pallas_kernels.gla.op import gla, gla_step
-from pallas_kernels.gla.token import gla_token, gla_tokens, own_token
+from pallas_kernels.gla.token import GlaLayerTokens, gla_token, own_token
 from pallas_kernels.operands import Columns
 from pallas_kernels.rows.activations import gelu_tanh
 
@@ -169,7 +169,8 @@ def _fused(
     rows = [streams[name]._replace(rows=streams[name].rows[:, 0]) for name in names]
     weights = (p["gk_1"]["weight"], p["gk_1"]["bias"]), p["g_norm"]["weight"]
     lengths, exact = (at.lengths, False) if isinstance(at, Step) else (None, at.exact)
-    plan = own_token(rows, *weights, lengths, before, exact=exact)
+    operands = GlaLayerTokens(rows, *weights, lengths, before)
+    plan = own_token(operands, exact=exact)
     if plan is None:
         return None
     options: Options = {
@@ -178,11 +179,8 @@ def _fused(
         "clamp_min": gla.clamp_min,
         "planned": plan,
     }
-    if lengths is not None:
-        o, after = gla_token(rows, *weights, lengths, before, **options)
-        return o, after
-    o, *tokens = gla_tokens(rows, *weights, before, **options, exact=exact)
-    return o, tokens
+    o, *after = gla_token(operands, **options, exact=exact)
+    return (o, after[0]) if lengths is not None else (o, after)
 
 
 def _step(
