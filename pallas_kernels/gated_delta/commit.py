@@ -1,4 +1,4 @@
-"""Acceptance of a draft's first ``count`` tokens, after ``gated_delta_tokens`` computed them all.
+"""Acceptance of a draft's first ``count`` tokens, after ``gated_delta_token`` computed them all.
 
     d <- beta_t (v_t - a_t k_t^T S)        S <- a_t S + k_t d^T        for t < count, |k_t| = 1
 
@@ -44,7 +44,7 @@ def gated_delta_commit(
     """(states, last inputs) of all layers after the first ``count[B]`` of T tokens.
 
     layers: of each (state, last, k, v, log_decay, beta, read), the first two to be donated, the
-        others as ``gated_delta_tokens`` gives them; what is beyond count may hold anything.
+        others as ``gated_delta_token`` gives them; what is beyond count may hold anything.
     planned: ``own_commit``'s plan, which is then not asked for again.
     Under jax's transformations as ``gated_delta_step``.  Raises ValueError naming the operand for a
     wrong shape or dtype.

@@ -1,4 +1,4 @@
-"""The first of some tokens that a state may take: ``gla_tokens``' other half.
+"""The first of some tokens that a state may take: the other half of ``gla_token``.
 
     S <- exp(log_decay_t)[:, None] * S + k_t v_t^T        for t < count
 

@@ -118,9 +118,12 @@ def read_transposed(ctx, tile, mask):
     """V^T [64 dv, 64 tokens] from the swizzled rows of tokens, where the mask's bits are ones."""
     del ctx
     base, mask = ChannelLane().column_matrices(p.shared_address(tile)), mask.registers.flat[0]
-    loads = (p.load_matrices(base, 2048 * block, transposed=True) for block in range(4))
-    words = half_pairs(w & mask for four in loads for w in four)
-    return wgmma_array((64, CHUNK), ir.BF16Type.get(), words)
+
+    def words():
+        loads = [p.load_matrices(base, 2048 * block, transposed=True) for block in range(4)]
+        yield from (w & mask for four in loads for w in four)
+
+    return wgmma_array((64, CHUNK), ir.BF16Type.get(), half_pairs(words()))
 
 
 def by_token(vectors, slot, n: int):
