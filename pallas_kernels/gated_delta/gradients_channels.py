@@ -37,7 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import gradients_channels_registers as registers
 from pallas_kernels.gated_delta.gradients_channels_products import chunk_products
-from pallas_kernels.gated_delta.kernel_chunks import Around
+from pallas_kernels.gated_delta.kernel_chunks import AroundChunks
 from pallas_kernels.launch import Views, launch
 from pallas_kernels.recurrence.channels import (
     CHUNK,
@@ -164,7 +164,7 @@ class _Worker:
             plgpu.copy_smem_to_gmem(self.gates_out.at[half], gmem.d_g.at[b, rows, head, columns])
 
 
-def chunk_gradients(heads: Heads, around: Around, scale: float):
+def chunk_gradients(heads: Heads, around: AroundChunks, scale: float):
     """(dq, dk [B, T, H, 128] of every value head, dlog_decay [B, T, H, 128], dbeta [B, T, H]), for
     Dk = Dv = 128; beta may not be 0."""
     q, k, _, log_decay, beta = heads

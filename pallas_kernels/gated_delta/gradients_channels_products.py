@@ -36,7 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import gradients_kernel_sums as sums
 from pallas_kernels.gated_delta import kernel_inverse as inverse
-from pallas_kernels.gated_delta.kernel_chunks import PART, Around, high_low, pairs
+from pallas_kernels.gated_delta.kernel_chunks import PART, AroundChunks, high_low, pairs
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import Views, launch
 from pallas_kernels.recurrence.channels import (
@@ -345,7 +345,7 @@ def _readers(tiles_of):
     return (lambda n: tiles_of.at[n]), (lambda n: tiles_of.at[n].transpose((1, 0)))
 
 
-def chunk_products(v: jax.Array, around: Around, scale: float):
+def chunk_products(v: jax.Array, around: AroundChunks, scale: float):
     """Compute the operands of ``gradients_channels``, for Dk = Dv = 128.
 
     Returns

@@ -43,7 +43,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gated_delta import gradients_kernel_sums as sums
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta import remainder
-from pallas_kernels.gated_delta.kernel_chunks import PART, Around, high_low, vectors_call
+from pallas_kernels.gated_delta.kernel_chunks import PART, AroundChunks, high_low, vectors_call
 from pallas_kernels.launch import Views, in_place, launch
 from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
 from pallas_kernels.recurrence.op import Heads
@@ -327,7 +327,7 @@ class _Chunk:
         finish(self.smem.scratch, self.smem.table, *outs, self.limit)
 
 
-def chunk_gradients(heads: Heads, around: Around, scale: float):
+def chunk_gradients(heads: Heads, around: AroundChunks, scale: float):
     """Compute the gradients inside the chunks, for Dk = Dv = 128.
 
     Returns dq, dk, dlog_decay and dbeta.  dq and dk are those of every value head, [B, T, H, 128].

@@ -119,13 +119,7 @@ def _from_end(lane, parts, moved):
     whole = parts[0] + parts[1] + (parts[2] + parts[3])
     for distance in (1, 2, 4, 8, 16):
         whole = whole + p.shuffle_xor(whole, distance)
-    total = moved[0] + moved[1]
-    for distance in (1, 2, 4, 8, 16):
-        other = p.shuffle_up(total, distance)
-        there = ~(lane < distance)
-        total = arith.select(there, total + other, total)
-    after = arith.select(lane < 1, p.cf(0.0), p.shuffle_up(total, 1))
-    return after + whole + moved[1]
+    return inverse.lanes_before(lane, moved[0] + moved[1]) + whole + moved[1]
 
 
 def _store_token(token, outs, log, d_decay, d_beta) -> None:

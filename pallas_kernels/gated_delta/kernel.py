@@ -40,7 +40,7 @@ from pallas_kernels.gated_delta import gradients_channels
 from pallas_kernels.gated_delta.gradients_kernel_chunks import CHANNELS, chunk_gradients
 from pallas_kernels.gated_delta.gradients_kernel_scan import reverse_scan
 from pallas_kernels.gated_delta.kernel_channels import chunks_by_channel
-from pallas_kernels.gated_delta.kernel_chunks import Around, Prepared, chunks
+from pallas_kernels.gated_delta.kernel_chunks import AroundChunks, Prepared, chunks
 from pallas_kernels.gated_delta.kernel_scan import scan
 from pallas_kernels.recurrence.channels import CHUNK
 from pallas_kernels.recurrence.op import Heads
@@ -199,7 +199,7 @@ def gated_delta_backward(
     elif d_state is not None:
         d_state = d_state[:, :, None]
     d_v, ends, d_initial = reverse_scan(prepared, d_out, d_state, segments=n)
-    around = Around(prepared, inverses, d_out, d_v, states, remainders, ends)
+    around = AroundChunks(prepared, inverses, d_out, d_v, states, remainders, ends)
     d_q, d_k, d_g, d_beta = gradients_of(wide, around, float(scale))
     if heads.by_channel:
         d_g = d_g[..., :dk]

@@ -267,7 +267,7 @@ class Prepared(NamedTuple):
         return self.decays.ndim == 4
 
 
-class Around(NamedTuple):
+class AroundChunks(NamedTuple):
     """What the gradients inside the chunks take from the passes over them.
 
     inverses: of ``chunks``.  d_out: of o.  d_v, ends: of ``gradients_kernel_scan.reverse_scan``.

@@ -42,9 +42,7 @@ class LatentPlan(Predicted):
         return f"chunks of {self.chunk} tokens"
 
 
-def plan(
-    q: jax.Array, cache: jax.Array, table: jax.Array | None
-) -> LatentPlan | Reason:
+def plan(q: jax.Array, cache: jax.Array, table: jax.Array | None) -> LatentPlan | Reason:
     """Return the chunk with the least predicted time; q is ``[B, T, N, 576]``."""
     if reason := lacking("wgmma"):
         return Reason(reason)

@@ -1,6 +1,7 @@
-"""The op of a recurrence over whole sequences: one skeleton for GLA and the gated delta rule.
+"""The ops of a recurrence: one skeleton for GLA and the gated delta rule.
 
-An op supplies its equations as a ``Recurrence``.  What is here is the same for all: the call's
+An op over whole sequences supplies its equations as a ``Recurrence``, and one that accepts a
+draft's tokens as a ``Commit``.  What is here is the same for all: the call's
 checks and plan, rows that end early, segments, the zero state, and the gradients' two forms.
 """
 
@@ -8,14 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty
+from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty, own_plan
+from pallas_kernels.operands import check
 from pallas_kernels.transform import Op, OpChoice, chosen
 
 _Tree = TypeVar("_Tree")
@@ -164,6 +166,50 @@ class Recurrence:
         del kept
         states = self._chunked(call, heads, state)[1]
         return self.backward(heads, states, *d_results, *call[0])
+
+
+Layers = Sequence[Sequence[jax.Array]]
+Columns = tuple[tuple[jax.Array, ...], ...]  # an array of each layer, by kind
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Commit:
+    """Acceptance of a draft's first ``count[B]`` of T tokens by all layers of a model, in place.
+
+    operands: the lines of a layer's arrays and of count.  plan: ``plan(layers, count)``.
+    kernel: ``kernel(plan, *columns, count)`` -> the new arrays of all layers, by kind.
+    after: ``after(count, *layer)`` -> a layer's new arrays, in XLA.
+    """
+
+    name: str
+    operands: dict[str, str]
+    plan: Callable[[Layers, jax.Array], Plan | Reason]
+    kernel: Callable[..., Columns]
+    after: Callable[..., tuple[jax.Array, ...]]
+
+    def __call__(self, layers: Layers, count: jax.Array, planned: Plan | None) -> Columns:
+        for layer in layers:
+            check(self.name, self.operands, **self.named(layer, count))
+        operands = *map(tuple, zip(*layers, strict=True)), count
+        found = choose_plan(self.name, None, lambda: planned or self.plan(layers, count), *operands)
+        return self._op(chosen(found, None), found, *operands)
+
+    def own(self, layers: Layers, count: jax.Array) -> Plan | None:
+        """Return the plan of these operands, or None where there is no kernel for them here."""
+        return own_plan(lambda: self.plan(layers, count), *layers[0]) if layers else None
+
+    def named(self, layer: Sequence[jax.Array], count: jax.Array) -> dict[str, jax.Array]:
+        return dict(zip(self.operands, (*layer, count), strict=True))
+
+    @functools.cached_property
+    def _op(self) -> Op[Columns]:
+        return Op(self.name, self.xla, self.kernel)
+
+    def xla(self, found: Plan | None, *operands: Any) -> Columns:
+        del found
+        *columns, count = operands
+        after = [self.after(count, *layer) for layer in zip(*columns, strict=True)]
+        return tuple(zip(*after, strict=True))
 
 
 def default_scale(q: jax.Array, scale: float | None) -> float:

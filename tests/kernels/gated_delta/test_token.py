@@ -13,8 +13,7 @@ import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.architecture import TARGET
-from pallas_kernels.gated_delta.commit import _xla as xla_commit
-from pallas_kernels.gated_delta.commit import gated_delta_commit
+from pallas_kernels.gated_delta.commit import _commit, gated_delta_commit
 from pallas_kernels.gated_delta.reference import EPSILON
 from pallas_kernels.gated_delta.token import DeltaLayerTokens, gated_delta_token, plan
 from pallas_kernels.operands import Columns
@@ -142,7 +141,7 @@ def check_draft(rows, tokens, shape, **special):
     np.testing.assert_array_equal(lasts[1][0, -1], kept[-1][0, count[0] - 1])
     layers = [(*map(jnp.array, before), *kept) for before in after[:2]]
     for got, want in zip(
-        (states, lasts), xla_commit(None, *zip(*layers, strict=True), count), strict=True
+        (states, lasts), _commit.xla(None, *zip(*layers, strict=True), count), strict=True
     ):
         for one, other in zip(got, want, strict=True):
             assert relative_rms(one, np.asarray(other, np.float64)) < 2e-3  # it rounds no k

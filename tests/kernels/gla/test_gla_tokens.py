@@ -67,7 +67,8 @@ def check(rows, tokens, shape, **special):
         np.testing.assert_array_equal(y[:, t], np.asarray(one, np.float64).reshape(rows, -1))
     np.testing.assert_array_equal(state, before)
     count = as_jax([tokens, 0, 1, 2][:rows], jnp.int32)
-    first, second = gla_commit([as_jax(state), states[1]], *kept, count)
+    layers = list(zip([as_jax(state), states[1]], *kept, strict=True))
+    first, second = gla_commit(layers, count)
     for row, n in enumerate(count.tolist()):
         np.testing.assert_array_equal(first[row], states[n][row])
         if n == 0:
@@ -105,8 +106,8 @@ def test_the_xla_form_of_a_commit_is_the_recursion():
     rng = np.random.default_rng(0)
     k, g = rng.standard_normal((2, 2, 5, 3, 8))
     v, state = rng.standard_normal((2, 5, 3, 4)), rng.standard_normal((2, 3, 8, 4))
-    given = [[as_jax(x, jnp.float32)] for x in (state, k, v, -np.abs(g))]
-    (after,) = gla_commit(*given, as_jax([3, 0], jnp.int32))
+    given = [as_jax(x, jnp.float32) for x in (state, k, v, -np.abs(g))]
+    (after,) = gla_commit([given], as_jax([3, 0], jnp.int32))
     for t in range(3):
         kv = k[0, t][..., None] * v[0, t][:, None]
         state[0] = np.exp(-np.abs(g[0, t]))[..., None] * state[0] + kv
@@ -125,7 +126,7 @@ def test_what_the_kernels_refuse_is_said():
     g, count = jnp.zeros(k.shape), jnp.ones((1,), jnp.int32)
 
     def reason(states=(state,), k=k, v=v):
-        found = plan_commit(states, [k], [v], [g], count)
+        found = plan_commit([(x, k, v, g) for x in states], count)
         return found.text if isinstance(found, Reason) else None
 
     assert reason() is None
@@ -133,7 +134,7 @@ def test_what_the_kernels_refuse_is_said():
     assert "several shapes" in reason((state, state[:, :1]))
     assert "65 layers" in reason((state,) * 65)
     with pytest.raises(ValueError, match="gla_commit: count"):
-        gla_commit([state], [k], [v], [g], jnp.ones((2,), jnp.int32))
+        gla_commit([(state, k, v, g)], jnp.ones((2,), jnp.int32))
 
 
 @newest
@@ -148,7 +149,12 @@ def test_a_commit_lowers_for_cuda_as_one_kernel_in_place(monkeypatch):
     )
     states = [jax.ShapeDtypeStruct((2, 4, 256, 512), jnp.float32)] * layers
     count = jax.ShapeDtypeStruct((2,), jnp.int32)
-    text = lowered(lambda *given: gla_commit(*given), states, k, v, g, count, donate_argnums=0)
+
+    def call(states, *given):
+        *kept, count = given
+        return gla_commit(list(zip(states, *kept, strict=True)), count)
+
+    text = lowered(call, states, k, v, g, count, donate_argnums=0)
     assert len(kernels_in(text)) == 1 and text.count("tf.aliasing_output") == layers
 
 

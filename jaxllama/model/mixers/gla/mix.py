@@ -335,16 +335,13 @@ def commit(
     states: Sequence[RecurrentState], tokens: Sequence[GLATokens], count: jax.Array, exact: bool
 ) -> Iterator[RecurrentState]:
     """Yield each layer's state after the first ``count[B]`` of a draft's tokens."""
-    before = tuple(state.state for state in states)
-    keys = tuple(of.k for of in tokens)
-    values = tuple(of.v for of in tokens)
-    decays = tuple(of.log_decay for of in tokens)
-    plan = own_commit(before, keys, values, decays, count)
+    both = list(zip(states, tokens, strict=True))
+    layers = [(state.state, of.k, of.v, of.log_decay) for state, of in both]
+    plan = own_commit(layers, count)
     if plan is not None:
-        after = gla_commit(before, keys, values, decays, count, planned=plan)
+        after = gla_commit(layers, count, planned=plan)
     else:
         one = _one_of_several(exact)
-        chains = zip(before, keys, values, decays, strict=True)
-        after = [steps(one, (k, k, v, g), state, count, exact)[1] for state, k, v, g in chains]
-    for old, of, state in zip(states, tokens, after, strict=True):
+        after = [steps(one, (k, k, v, g), state, count, exact)[1] for state, k, v, g in layers]
+    for (old, of), state in zip(both, after, strict=True):
         yield RecurrentState(state, last_convolved(old, of, count))
