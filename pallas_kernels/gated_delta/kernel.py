@@ -78,24 +78,24 @@ def plan(heads: Heads) -> DeltaPlan | Reason:
 
 
 def segments_of(heads: Heads) -> int:
-    """Return the number of segments of a row with the least predicted time on an H200.
+    """Return the number of segments of a row with the least predicted time.
 
-    A chunk of each wave of blocks takes 1.4 us (Dk = 256: 2), or the time of its memory traffic.
-    The first state and the ends of one more segment take 18 us.
+    A chunk takes the time of its waves of blocks, or that of its memory traffic, and one more
+    segment that of its first state and its ends.
     """
-    batch, length, n_heads, dv = heads.v.shape
+    us, (batch, length, n_heads, dv) = gpu().gated_delta, heads.v.shape
     n_chunks, wide = -(-length // CHUNK), heads.q.shape[-1] > 128  # blocks of 64 value channels
     blocks = batch * n_heads * (1 + wide) * -(-dv // VALUE_BLOCK)
     of_identity = batch * n_heads * (1 + wide) ** 2
 
     def chunk(blocks: int, at_rate: float) -> float:
-        return max((2.0 if wide else 1.4) * -(-blocks // gpu().sms), at_rate * blocks)
+        return max((us.wide if wide else us.wave) * -(-blocks // gpu().sms), at_rate * blocks)
 
     def microseconds(n: int) -> float:
-        scans = chunk(n * blocks, 0.021)
+        scans = chunk(n * blocks, us.block)
         if n > 1:
-            scans += chunk(n * (blocks + of_identity), 0.0115)
-        return -(-n_chunks // n) * scans + 18 * (n - 1)
+            scans += chunk(n * (blocks + of_identity), us.identity)
+        return -(-n_chunks // n) * scans + us.segment * (n - 1)
 
     return segments_for(blocks, n_chunks, microseconds)
 

@@ -39,10 +39,10 @@ class SSDPlan(ScanPlan):
 
 
 def plan(heads: Heads) -> SSDPlan | Reason:
-    """How ``ssd_forward`` computes ``ssd``: by the least predicted time on an H200.
+    """How ``ssd_forward`` computes ``ssd``: by the least predicted time.
 
-    A chunk of each wave of blocks takes 2 us, and 1 us in the pass without outputs.  The segments'
-    first states and the second launch take 15 us.
+    A second pass over the chunks, without outputs, and the segments' first states are the price of
+    several segments.
     """
     (batch, length, n_heads, dv), dk = heads.v.shape, heads.q.shape[-1]
     if reason := lacking("wgmma") or operands_reason(*heads[:3], 16):
@@ -50,11 +50,11 @@ def plan(heads: Heads) -> SSDPlan | Reason:
     if dk not in WIDTHS:
         return Reason(f"q has Dk = {dk}, the kernel takes 64, 128 and 256")
     blocks = max(1, batch * n_heads * -(-dv // WIDTH) // (1 if dk > 128 else 2))
-    n_chunks = -(-length // CHUNK)
+    n_chunks, us = -(-length // CHUNK), gpu().ssd
 
     def microseconds(n: int) -> float:
         waves, chunks = -(-n * blocks // gpu().sms), -(-n_chunks // n)
-        return waves * chunks * (2 if n == 1 else 3) + 15 * (n > 1)
+        return waves * chunks * (us.wave + us.state * (n > 1)) + us.segment * (n > 1)
 
     return SSDPlan(segments_for(blocks, n_chunks, microseconds))
 
