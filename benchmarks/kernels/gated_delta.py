@@ -23,6 +23,7 @@ from benchmarks.kernels.timing import device_us
 from pallas_kernels.device import gpu
 from pallas_kernels.gated_delta import kernel, step_kernel
 from pallas_kernels.gated_delta.op import gated_delta
+from pallas_kernels.recurrence.op import Heads
 
 SHAPES = (  # B, T, Hk, H, Dk, Dv
     (8, 4096, 16, 16, 128, 128),
@@ -77,7 +78,7 @@ def report(shape: tuple, what: str, f: Callable[..., Any], args: tuple, names: t
 
 def bench_shape(shape: tuple[int, ...], check: bool, by_channel: bool = False) -> None:
     x, scale = inputs(*shape, by_channel=by_channel), shape[-2] ** -0.5
-    forward = jax.jit(functools.partial(kernel.gated_delta_forward, scale=scale))
+    forward = jax.jit(lambda *x: kernel.gated_delta_forward(Heads(*x), scale=scale))
     report(shape, "forward", forward, x, FORWARD_BY_CHANNEL if by_channel else FORWARD)
     xla = jax.jit(functools.partial(gated_delta, scale=scale, implementation="xla"))
     print(f"{shape} forward of the XLA form {device_us(xla, [x], 3):.1f} us", flush=True)
@@ -86,9 +87,11 @@ def bench_shape(shape: tuple[int, ...], check: bool, by_channel: bool = False) -
             want = recurrence64(*x, scale)
         errors = (relative_rms(a, b) for a, b in zip(forward(*x), want, strict=True))
         print(shape, "relative RMS of o, state:", *(f"{e:.2e}" for e in errors), flush=True)
-    plan = kernel.plan(*x[:4])
+    plan = kernel.plan(Heads(*x))
     if isinstance(plan, kernel.DeltaPlan) and plan.backward:
-        backward = jax.jit(lambda *x: kernel.gated_delta_backward(*x, None, scale=scale))
+        backward = jax.jit(
+            lambda *x: kernel.gated_delta_backward(Heads(*x[:5]), x[5], None, scale=scale)
+        )
         names = BACKWARD_BY_CHANNEL if by_channel else BACKWARD
         report(shape, "backward", backward, (*x, x[2]), names)
 

@@ -23,6 +23,7 @@ from jax import lax
 from benchmarks.kernels.timing import device_us
 from pallas_kernels.device import gpu
 from pallas_kernels.gla import kernel as gla_mosaic
+from pallas_kernels.recurrence.op import Heads
 
 SHAPES = (  # B, T, H, Dk, Dv; bars in ms: forward, forward + backward
     ((8, 4096, 16, 128, 128), 0.45, 2.0),
@@ -74,15 +75,16 @@ def wall_ms(f: Callable[..., Any], *args: Any, calls: int = 20) -> float:
 
 
 def forward(scale: float) -> Callable[..., Any]:
-    return jax.jit(lambda q, k, v, g: gla_mosaic.gla_forward(q, k, v, g, scale=scale))
+    return jax.jit(lambda *x: gla_mosaic.gla_forward(Heads(*x), scale=scale))
 
 
 def forward_backward(scale: float, save: Any) -> Callable[..., Any]:
     """Forward, then all gradients from d_out."""
 
     def run(q, k, v, g, d_out):
-        o, state, saved = gla_mosaic.gla_forward(q, k, v, g, scale=scale, save=save)
-        grads = gla_mosaic.gla_backward(q, k, v, g, d_out, None, scale=scale, saved=saved)
+        heads = Heads(q, k, v, g)
+        o, state, saved = gla_mosaic.gla_forward(heads, scale=scale, save=save)
+        grads = gla_mosaic.gla_backward(heads, d_out, None, scale=scale, saved=saved)
         return o, state, grads
 
     return jax.jit(run)

@@ -28,6 +28,7 @@ from benchmarks.kernels.timing import device_us
 from pallas_kernels.device import gpu
 from pallas_kernels.gla.kernel import gla_forward
 from pallas_kernels.gla.op import gla_step
+from pallas_kernels.recurrence.op import Heads
 from pallas_kernels.ssd.kernel import SSDPlan, plan, ssd_forward
 from pallas_kernels.ssd.op import ssd_as_gla
 
@@ -107,7 +108,7 @@ def by_chunks(q, k, v, g, chunk: int = 128):
 
 def by_gla(q, k, v, g):
     """The kernels of GLA."""
-    return gla_forward(*ssd_as_gla(q, k, v, g), scale=1.0)
+    return gla_forward(Heads(*ssd_as_gla(q, k, v, g)), scale=1.0)
 
 
 def ssd_step(q, k, v, g, state):
@@ -126,9 +127,9 @@ def guarded(f: Callable[..., Any], *args: Any) -> None:
 def bench_kernel(shape: tuple[int, ...], check: bool) -> None:
     x = inputs(*shape)
     moved = sum(y.nbytes for y in x) + x[2].nbytes
-    found = plan(*x[:3])
+    found = plan(Heads(*x))
     assert isinstance(found, SSDPlan)
-    forward = functools.partial(ssd_forward, segments=found.segments)
+    forward = lambda *x: ssd_forward(Heads(*x), segments=found.segments)  # noqa: E731
     ms, scan = (device_us(jax.jit(forward), [x], only=name) / 1e3 for name in ("", "ssd_scan"))
     share = 1e3 * moved / gpu().copy_rate / ms
     line = f"{shape} kernel {ms:.4f} ms (scan {scan:.4f}, {found}, {share:.0%} of memory)"

@@ -7,19 +7,23 @@ the order of the calls.
 from __future__ import annotations
 
 import functools
+import operator
 from typing import NamedTuple
 
 import jax
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile as mma_tile
-from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.gather import write_heads
-from pallas_kernels.attention.pages import Paging
-from pallas_kernels.attention.plan import AttentionPlan
-from pallas_kernels.attention.query_rows import QueryRows
-from pallas_kernels.attention.ring import Ring, Scales, TokenWords, ring_bytes, scale_bytes
-from pallas_kernels.attention.team_share import TeamPlace, TeamShare
+from pallas_kernels.attention.ring import (
+    Ring,
+    RingPlace,
+    Scales,
+    TokenWords,
+    ring_bytes,
+    scale_bytes,
+)
+from pallas_kernels.attention.team_share import DecodeFacts, TeamPlace, TeamShare
 from pallas_kernels.attention.tile import HEADS, LEAST, NEG_INF
 from pallas_kernels.attention.warp_ring import WarpRing
 from pallas_kernels.jax_internals import arith
@@ -39,28 +43,15 @@ class DecodeKernel:
 
     gmem: q; k and v, each [codes, scales, zero points] or the start of it; lengths; table or None;
     out; and stats, None where a cluster sums the parts.
-    shape: (batch, query rows, features of a head).
     """
 
-    def __init__(
-        self,
-        gmem,
-        smem,
-        *,
-        plan: AttentionPlan,
-        codes: Codes,
-        shape: tuple[int, QueryRows, int],
-        paging: Paging | None,
-        window: int | None,
-        scale: float,
-        kind: str,
-    ):
-        self.gmem, self.smem, self.plan, self.codes = gmem, smem, plan, codes
-        _, self.rows, self.head_dim = shape
-        self.window, self.scale, self.kind = window, scale, kind
+    def __init__(self, gmem, smem, facts: DecodeFacts):
+        self.gmem, self.smem, self.plan, self.codes = gmem, smem, facts.plan, facts.codes
+        self.rows, self.head_dim = facts.rows, facts.head_dim
+        self.window, self.scale, self.kind = facts.window, facts.scale, facts.kind
         self.n_kv, self.width = self.rows.n_kv, self.rows.width
         self.capacity = self.rows.capacity
-        self.share = TeamShare(gmem, smem, plan, codes, self.rows, paging, window)
+        self.share = TeamShare(gmem, smem, facts)
 
     def run(self) -> None:
         here = self.share.here
@@ -89,9 +80,7 @@ class DecodeKernel:
             self.entries = [self.share.pages.entry(self.share.begin), *map(self.entry_of, later)]
         ring_size = ring_bytes(plan, plan.heads, codes)
         owner = here.warp if plan.by_warp else here.team
-        self.ring = (WarpRing if plan.by_warp else Ring)(
-            plan,
-            codes,
+        place = RingPlace(
             heads=plan.heads,
             n_kv=self.n_kv,
             members=self.share.members,
@@ -107,6 +96,7 @@ class DecodeKernel:
             apart=self.share.apart,
             pages=self.share.pages,
         )
+        self.ring = (WarpRing if plan.by_warp else Ring)(plan, codes, place)
         self.tokens = TokenWords(self.ring, codes, here.own, here.g, here.quad)
         self.k_token = self.order * self.ring.per_run
         if plan.by_warp:
@@ -276,7 +266,7 @@ class DecodeKernel:
         weights = mma_tile.weights_of(scores, top)
         total = [
             functools.reduce(
-                arith.addf,
+                operator.add,
                 [w[i] for w in weights for i in (c, c + 2)],
                 sums.total[c] * fade[c],
             )

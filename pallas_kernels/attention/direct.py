@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,9 @@ from pallas_kernels.fused_parts import KIND, floats
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.qtensor import QTensor
+
+if TYPE_CHECKING:
+    from pallas_kernels.attention.op import Attended
 
 CLUSTER = 8  # the largest that any Hopper GPU takes
 BLOCKS = 64  # of a call: as many clusters of 8 as run at a time
@@ -99,12 +102,26 @@ def divided(call, *, merged: bool) -> DirectPlan | Reason:
     return DirectPlan(cluster, warps, steps, merged and cluster > 1)
 
 
+class _Facts(NamedTuple):
+    """The facts of a launch.  shape: (batch, capacity, kv heads, query heads, features)."""
+
+    plan: DirectPlan
+    codes: Codes
+    shape: tuple[int, int, int, int, int]
+    paging: Paging | None
+    window: int | None
+    scale: float
+    eps: float | None
+    kind: str
+
+
 class _Kernel:
     """The program of one warp.  Everything is emitted while the kernel is traced."""
 
-    def __init__(self, gmem, smem, *, plan, codes, shape, paging, window, scale, eps, kind):
-        self.plan, self.codes, self.window, self.scale = plan, codes, window, scale
-        self.kind, self.shape, self.paging, self.gmem = kind, shape, paging, gmem
+    def __init__(self, gmem, smem, facts: _Facts):
+        self.plan, self.codes, self.shape, self.paging = plan, codes, shape, _ = facts[:4]
+        self.window, self.scale, eps, self.kind = facts[4:]
+        self.gmem = gmem
         self.staged = None if eps is None else (eps, p.shared_address(smem.staged))
         thread = p.register("tid.x")
         self.warp, self.lane = thread >> 5, thread & 31
@@ -117,7 +134,7 @@ class _Kernel:
             block, self.rank = p.register("clusterid.x"), p.register("cluster_ctarank")
         _, _, n_kv, n, _ = shape
         self.group = n // n_kv
-        self.row, self.head = (f(block, p.ci(n_kv)) for f in (arith.divui, arith.remui))
+        self.row, self.head = block // n_kv, block % n_kv
         gather = plan.gather(self.group, codes)
         self.gathering = gather.on(smem.parts, smem.shares, smem.arrivals, thread, self.rank)
 
@@ -264,13 +281,8 @@ class _Kernel:
 
 @functools.partial(jax.jit, static_argnames=("window", "scale", "eps", "plan"))
 def attend(
-    q: jax.Array,
-    tables: tuple[jax.Array, ...] | None,
-    lengths: jax.Array,
-    k: jax.Array | QTensor,
-    v: jax.Array | QTensor,
-    table: jax.Array | None,
-    sinks: jax.Array | None = None,
+    x: Attended,
+    tables: tuple[jax.Array, ...] | None = None,
     *,
     window: int | None,
     scale: float,
@@ -282,32 +294,19 @@ def attend(
     With tables (cos, sin; with eps, the weights of q's and k's norm too) it is
     ``rope_and_attend``: q is the projection, lengths are the slots, and the result is (out, k, v).
     """
+    q, k, v, lengths, table, sinks = x
     batch, heads, h = q.shape
     capacity, n_kv = capacity_of(k, table), k.shape[2]
     n = heads - 2 * n_kv if tables else heads
-    kind = KIND[q.dtype.name]
     codes = Codes.of(q, k)
     parts, shares, arrivals = plan.gather(n // n_kv, codes).floats
-    scratch = {
-        "parts": parts,
-        "shares": shares,
-        "arrivals": arrivals,
-        "staged": None if eps is None else staged_floats(h),
-    }
+    staged = None if eps is None else staged_floats(h)
+    scratch = {"parts": parts, "shares": shares, "arrivals": arrivals, "staged": staged}
+    shape, paging = (batch, capacity, n_kv, n, h), Paging.of(k, table)
+    facts = _Facts(plan, codes, shape, paging, window, scale, eps, KIND[q.dtype.name])
 
     def body(gmem, smem):
-        _Kernel(
-            gmem,
-            smem,
-            plan=plan,
-            codes=codes,
-            shape=(batch, capacity, n_kv, n, h),
-            paging=Paging.of(k, table),
-            window=window,
-            scale=scale,
-            eps=eps,
-            kind=kind,
-        ).run()
+        _Kernel(gmem, smem, facts).run()
 
     out, stats = jax.ShapeDtypeStruct((batch, n, h), q.dtype), None
     if plan.merged:
@@ -319,13 +318,8 @@ def attend(
         found, parts = launch(
             body,
             {
-                "q": q,
-                "tables": list(tables or ()),
-                "lengths": lengths,
-                "table": table,
-                "sinks": sinks,
-                "k": k,
-                "v": v,
+                **{"q": q, "tables": list(tables or ()), "lengths": lengths, "table": table},
+                **{"sinks": sinks, "k": k, "v": v},
             },
             {"out": out, "stats": stats},
             name="decode_attention_direct",

@@ -46,6 +46,7 @@ docs/lab/attention.md.  Command: ``python -m benchmarks.kernels.attention``.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -55,11 +56,13 @@ from pallas_kernels.attention.decode_program import DecodeKernel
 from pallas_kernels.attention.merge import merge_chunks
 from pallas_kernels.attention.pages import Paging
 from pallas_kernels.attention.plan import AttentionPlan, blocks_of, shared_bytes
-from pallas_kernels.attention.query_rows import QueryRows
 from pallas_kernels.attention.rope_cache import capacity_of
+from pallas_kernels.attention.team_share import DecodeFacts, QueryRows
 from pallas_kernels.fused_parts import KIND
 from pallas_kernels.launch import launch
-from pallas_kernels.qtensor import QTensor
+
+if TYPE_CHECKING:
+    from pallas_kernels.attention.op import Attended
 
 # Shared memory of a block, as ``shared_bytes`` has it; the last three where a cluster sums parts.
 _SHARED = "ring", "scales", "barriers", "parts", "shares", "arrivals"
@@ -67,34 +70,19 @@ _SHARED = "ring", "scales", "barriers", "parts", "shares", "arrivals"
 
 @functools.partial(jax.jit, static_argnames=("window", "scale", "plan"))
 def decode_attention(
-    q: jax.Array,
-    k: jax.Array | QTensor,
-    v: jax.Array | QTensor,
-    lengths: jax.Array,
-    table: jax.Array | None,
-    sinks: jax.Array | None = None,
-    *,
-    window: int | None,
-    scale: float,
-    plan: AttentionPlan,
+    x: Attended, *, window: int | None, scale: float, plan: AttentionPlan
 ) -> jax.Array:
-    """See ``pallas_kernels.attention.op``."""
+    """See ``pallas_kernels.attention.op``; the sinks are float32."""
+    q, k, v, lengths, table, sinks = x
     batch, *tokens, n, h = q.shape
     capacity, n_kv = capacity_of(k, table), k.shape[2]
     codes, rows = Codes.of(q, k), QueryRows(*(tokens or [1]), n, n_kv, capacity)
-    shape, n = (batch, rows, h), rows.tokens * n
-    options = {
-        "plan": plan,
-        "codes": codes,
-        "shape": shape,
-        "paging": Paging.of(k, table),
-        "window": window,
-        "scale": scale,
-        "kind": KIND[q.dtype.name],
-    }
+    n = rows.tokens * n
+    paging, kind = Paging.of(k, table), KIND[q.dtype.name]
+    facts = DecodeFacts(plan, codes, rows, h, paging, window, scale, kind)
 
     def body(gmem, smem) -> None:
-        DecodeKernel(gmem, smem, **options).run()
+        DecodeKernel(gmem, smem, facts).run()
 
     out, stats = jax.ShapeDtypeStruct(q.shape, q.dtype), None
     if not plan.cluster:

@@ -21,6 +21,8 @@ Left out: a prompt's many query tokens (``attention.blockwise`` serves those).
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -57,6 +59,22 @@ _OPERANDS = {
 _SEVERAL = {"q": "float [B, T+, N, H]", "lengths": "int32 [B, T]"}
 MOST_ROWS = 64  # query heads of all tokens, to a kv head
 MOST_TOKENS = 16
+
+
+class Attended(NamedTuple):
+    """The queries of the newest tokens and the cache, as ``decode_attention`` takes them."""
+
+    q: jax.Array
+    k: Cached
+    v: Cached
+    lengths: jax.Array
+    table: jax.Array | None = None
+    sinks: jax.Array | None = None
+
+    def by_token(self) -> tuple[jax.Array, jax.Array]:
+        """Return (``q [B, T, N, H]``, ``lengths [B, T]``)."""
+        several = self.q.ndim == 4
+        return (self.q, self.lengths) if several else (self.q[:, None], self.lengths[:, None])
 
 
 def decode_attention(
@@ -114,111 +132,60 @@ def decode_attention(
     | jvp, grad, at any order       | q, sinks, and k, v or their scales: the XLA form's |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
     """
-    _check(q, k, v, lengths, table, sinks, window)
+    x = Attended(q, k, v, lengths, table, sinks)
+    _check(x, window)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     find = lambda: plan(q, k, v, table)  # noqa: E731
     on_cpu = lambda: cpu.plan(q, k, table, sinks is not None)  # noqa: E731
     found = choose_plan("decode_attention", implementation, find, q, k, v, cpu=on_cpu)
     if is_empty(q, k):  # there are no queries or no keys
         return jnp.zeros(q.shape, q.dtype)
-    call = window, scale, found
-    operands = q, k, v, lengths, table, sinks
-    return _decode_attention(chosen(found, implementation), call, *operands)
+    return _decode_attention(chosen(found, implementation), (window, scale, found), x)
 
 
-def _kernel(
-    call: _Static,
-    q: jax.Array,
-    k: Cached,
-    v: Cached,
-    lengths: jax.Array,
-    table: jax.Array | None,
-    sinks: jax.Array | None = None,
-) -> jax.Array:
-    window, scale, plan = call
-    if isinstance(plan, cpu.CpuPlan):
-        out = cpu.attend(
-            q, k, v, lengths, table, sinks=sinks, window=window, scale=scale, plan=plan
-        )
-        return from_cache_basis(v, out)
-    return _mosaic(call, q, k, v, lengths, table, sinks)
-
-
-def _mosaic(
-    call: _Static,
-    q: jax.Array,
-    k: Cached,
-    v: Cached,
-    lengths: jax.Array,
-    table: jax.Array | None,
-    sinks: jax.Array | None,
-) -> jax.Array:
+def _kernel(call: _Static, x: Attended) -> jax.Array:
     from pallas_kernels.attention import direct, kernel
 
     window, scale, plan = call
-    options = {"window": window, "scale": scale, "plan": plan}
-    sinks = None if sinks is None else sinks.astype(jnp.float32)
-    if isinstance(plan, direct.DirectPlan):
-        return direct.attend(q, None, lengths, k, v, table, sinks, **options)
-    return kernel.decode_attention(q, k, v, lengths, table, sinks, **options)
+    options: Any = {"window": window, "scale": scale, "plan": plan}
+    if isinstance(plan, cpu.CpuPlan):
+        return from_cache_basis(x.v, cpu.attend(*x[:5], sinks=x.sinks, **options))
+    sinks = None if x.sinks is None else x.sinks.astype(jnp.float32)
+    attend = direct.attend if isinstance(plan, direct.DirectPlan) else kernel.decode_attention
+    return attend(x._replace(sinks=sinks), **options)
 
 
-def _xla(
+def _xla(call: _Static, x: Attended) -> jax.Array:
+    block = CPU_DECODE_BLOCK if jax.default_backend() == "cpu" else None
+    return _blockwise(call, x, x.k, x.v, block, x.table)
+
+
+def _blockwise(
     call: _Static,
-    q: jax.Array,
+    x: Attended,
     k: Cached,
     v: Cached,
-    lengths: jax.Array,
-    table: jax.Array | None,
-    sinks: jax.Array | None = None,
+    block: int | None,
+    table: jax.Array | None = None,
 ) -> jax.Array:
     window, scale, _ = call
-    rows, lengths = _with_tokens(q, lengths)
-    block = CPU_DECODE_BLOCK if jax.default_backend() == "cpu" else None
-    out = blockwise_attention(
-        rows,
-        k,
-        v,
-        lengths - 1,
-        window=window,
-        scale=scale,
-        block=block,
-        table=table,
-        sinks=sinks,
-    )
-    return from_cache_basis(v, out.reshape(q.shape))
+    q, lengths = x.by_token()
+    given: Any = {"window": window, "scale": scale, "block": block}
+    out = blockwise_attention(q, k, v, lengths - 1, **given, table=table, sinks=x.sinks)
+    return from_cache_basis(x.v, out.reshape(x.q.shape))
 
 
-def _with_tokens(q: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(``q [B, T, N, H]``, ``lengths [B, T]``)."""
-    return (q, lengths) if q.ndim == 4 else (q[:, None], lengths[:, None])
-
-
-def attend_at_once(
-    call: _Static,
-    q: jax.Array,
-    k: Cached,
-    v: Cached,
-    lengths: jax.Array,
-    table: jax.Array | None,
-    sinks: jax.Array | None = None,
-) -> jax.Array:
+def attend_at_once(call: _Static, x: Attended) -> jax.Array:
     """The form that is differentiated: all keys in one block.
 
     A loop with a length known only at run time has no transpose.  Keys and values that no query
     sees are replaced by zeros, so NaN there reaches no gradient.
     """
-    window, scale, _ = call
-    capacity = capacity_of(k, table)
-    rows, lengths = _with_tokens(q, lengths)
+    capacity, (_, lengths) = capacity_of(x.k, x.table), x.by_token()
     position = jnp.arange(capacity, dtype=jnp.int32)[None, :]
-    seen = jnp.any(is_visible(lengths - 1, position, window), axis=1)[:, :, None, None]
-    cache = v
-    k, v = (jnp.where(seen, load(x, 0, capacity, q.dtype, table), 0) for x in (k, v))
-    out = blockwise_attention(
-        rows, k, v, lengths - 1, window=window, scale=scale, block=capacity, sinks=sinks
-    )
-    return from_cache_basis(cache, out.reshape(q.shape))
+    seen = jnp.any(is_visible(lengths - 1, position, call[0]), axis=1)[:, :, None, None]
+    k, v = (jnp.where(seen, load(y, 0, capacity, x.q.dtype, x.table), 0) for y in (x.k, x.v))
+    return _blockwise(call, x, k, v, capacity)
 
 
 _decode_attention = Op("decode_attention", _xla, _kernel, derivative=attend_at_once)
@@ -312,19 +279,10 @@ def decode_attention_reference(
     return from_cache_basis(cache, out.reshape(batch, n, h)).astype(q.dtype)
 
 
-def _check(
-    q: jax.Array,
-    k: Cached,
-    v: Cached,
-    lengths: jax.Array,
-    table: jax.Array | None,
-    sinks: jax.Array | None,
-    window: int | None,
-) -> None:
-    lines = _OPERANDS if table is None else _OPERANDS | PAGED
-    lines = lines | _SEVERAL if q.ndim == 4 else lines
-    operands = {"q": q, "k": k, "v": v, "lengths": lengths, "table": table, "sinks": sinks}
-    sizes = check("decode_attention", lines, **operands)
+def _check(x: Attended, window: int | None) -> None:
+    lines = _OPERANDS if x.table is None else _OPERANDS | PAGED
+    lines = lines | _SEVERAL if x.q.ndim == 4 else lines
+    sizes = check("decode_attention", lines, **x._asdict())
     if sizes["N"] % sizes["K"]:
         raise ValueError(
             f"decode_attention: q has {sizes['N']} heads on {sizes['K']} kv heads of k"

@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 
 import jax.numpy as jnp
 import numpy as np
@@ -296,8 +297,8 @@ class Tile:
                 x[i] = p.exp2(p.fma(y, factor[row], -best[row]))
             for row in (0, 1):
                 mine = [y for i, y in enumerate(x) if _of_row(i) == row]
-                halves = [functools.reduce(arith.addf, mine[n::2]) for n in range(2)]
-                total[row] = p.fma(total[row], fade[row], arith.addf(*halves))
+                halves = [functools.reduce(operator.add, mine[n::2]) for n in range(2)]
+                total[row] = p.fma(total[row], fade[row], halves[0] + halves[1])
             return _bundle(_landed(x)), _bundle(best + total), _bundle(fade)
 
         return call
@@ -331,7 +332,7 @@ class Tile:
             def faded():
                 return [x * fade[_of_row(i)] for i, x in enumerate(means)]
 
-            return _bundle(p.choose(p.any_lane(arith.ori(*unlike)), faded, means))
+            return _bundle(p.choose(p.any_lane(unlike[0] | unlike[1]), faded, means))
 
         return call
 
@@ -351,7 +352,7 @@ class Tile:
             place = p.shared_address(log) + (warp << 6) + (g << 2)
             inverse = []
             for row, (best, part) in enumerate(zip(state[:2], state[2:], strict=True)):
-                total = _over_quad(arith.addf, part)
+                total = _over_quad(operator.add, part)
                 inverse.append(p.reciprocal(total))
                 value = (best + p.log2(total)) * math.log(2)
                 store = functools.partial(p.store_shared, place, [p.bits(value)], 32 * row)

@@ -1,5 +1,10 @@
 """Attention's parts in plain jax.numpy: RoPE's rotation, scores, mask, softmax, weighted values.
 
+``hadamard`` spreads outlier channels of a head before 4-bit rounding: x W, W = W^T = W^-1.  W is
+orthonormal, so q W . k W = q . k, and attention over rotated values comes out rotated and is
+rotated back by W itself.  (QuaRot, arXiv 2404.00456, folds the values' rotation into the
+projections at load; two small products around attention need no such weights.)
+
 Rows without a cache, as in training, are these parts alone.  ``blockwise`` runs them over a cache.
 Products are accumulated in float32.
 
@@ -9,8 +14,11 @@ second (RoFormer, arXiv 2104.09864).
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -80,3 +88,30 @@ def is_visible(q_positions: jax.Array, k_positions: jax.Array, window: int | Non
     q_pos, k_pos = q_positions[:, :, None], k_positions[:, None, :]
     visible = k_pos <= q_pos
     return visible if window is None else visible & (k_pos > q_pos - window)
+
+
+def hadamard(x: jax.Array) -> jax.Array:
+    """``x[..., H]`` rotated; summed in float32, in x's dtype.
+
+    H that is no power of two is rotated in blocks of the largest one that divides it: heads of 96
+    in three blocks of 32, heads of an odd width not at all.
+    """
+    size = x.shape[-1] & -x.shape[-1]
+    if size == 1:
+        return x
+    # Signs are exact in every dtype, so 16-bit products are too.
+    parts = jnp.einsum(
+        "...i,ij->...j",
+        x.reshape(*x.shape[:-1], x.shape[-1] // size, size),
+        jnp.asarray(_signs(size), x.dtype),
+        preferred_element_type=jnp.float32,
+        precision=lax.Precision.HIGHEST,
+    )
+    return (parts * size**-0.5).reshape(x.shape).astype(x.dtype)
+
+
+@functools.cache
+def _signs(size: int) -> np.ndarray:
+    """Sylvester's matrix: entry (i, j) is -1 where i and j share an odd number of set bits."""
+    shared = np.arange(size)[:, None] & np.arange(size)[None, :]
+    return 1 - 2 * (np.bitwise_count(shared).astype(np.int8) & 1)

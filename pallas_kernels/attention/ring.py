@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import Codes
+from pallas_kernels.attention.pages import BlockTable
 from pallas_kernels.fused_parts import floats
 from pallas_kernels.jax_internals import arith
+from pallas_kernels.ptx import Value
 
 RUNS = 8
 PAD = 32  # bytes between two runs in shared memory
@@ -35,38 +38,40 @@ def scale_bytes(plan, codes: Codes) -> int:
     return 2 * RUNS * 2 * plan.tiles * 4 * codes.staged if codes.quantized else 0
 
 
-class Ring:
-    """``depth`` steps of keys and as many of values.
+class RingPlace(NamedTuple):
+    """Where a warp and its ring are.
 
+    heads: kv heads of the team, of the cache's ``n_kv``.  member: this warp's number among the
+    ``members`` of the team.  ring, barriers: addresses in shared memory.
     bases: addresses in device memory of the row's first token of keys and of values, at the team's
     first head.  last: the last token that may be read; past it that token is copied once more.
     apart: tokens from one step of the team to its next.  pages: where the tokens are scattered over
     pages, and bases are the pool's; a copy then takes the entry for its step.
     """
 
-    def __init__(
-        self,
-        plan,
-        codes,
-        *,
-        heads,
-        n_kv,
-        members,
-        member,
-        lane,
-        ring,
-        barriers,
-        bases,
-        last,
-        apart,
-        pages,
-    ):
-        self.depth, self.heads, self.n_kv, self.members = plan.depth, heads, n_kv, members
-        self.member, self.lane, self.ring, self.barriers = member, lane, ring, barriers
-        self.bases, self.last, self.apart, self.pages = bases, last, apart, pages
+    heads: int
+    n_kv: int
+    members: int
+    member: Value
+    lane: Value
+    ring: Value
+    barriers: Value
+    bases: Sequence[Value]
+    last: Value
+    apart: Value | int
+    pages: BlockTable | None
+
+
+class Ring:
+    """``depth`` steps of keys and as many of values."""
+
+    def __init__(self, plan, codes: Codes, place: RingPlace):
+        self.depth, self.heads, self.n_kv, self.members = plan.depth, *place[:3]
+        self.member, self.lane, self.ring, self.barriers = place[3:7]
+        self.bases, self.last, self.apart, self.pages = place[7:]
         self.per_run = 2 * plan.tiles
-        self.token_bytes = heads * codes.row_bytes  # of the team, in shared memory
-        self.from_bytes = n_kv * codes.row_bytes  # in the cache
+        self.token_bytes = self.heads * codes.row_bytes  # of the team, in shared memory
+        self.from_bytes = self.n_kv * codes.row_bytes  # in the cache
         self.stride = self.per_run * self.token_bytes + PAD
         self.slot_bytes = RUNS * self.stride
 

@@ -19,9 +19,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import rope_cache, rope_tokens
-from pallas_kernels.attention.op import decode_attention
-from pallas_kernels.attention.rope_cache import Cached, norm_heads, place
+from pallas_kernels.attention import rope_cache
+from pallas_kernels.attention.op import Attended, decode_attention
+from pallas_kernels.attention.rope_cache import (
+    Cached,
+    NewTokens,
+    Result,
+    norm_heads,
+    place,
+    rope_and_write,
+    rope_and_write_tokens,
+)
 from pallas_kernels.cpu import attend as cpu
 from pallas_kernels.device import lacking
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, device_of
@@ -31,7 +39,6 @@ from pallas_kernels.transform import Op, chosen
 # Window, scale, eps, the kernel's plan.
 _Static = tuple[int | None, float, float | None, Plan | None]
 _Weights = tuple[jax.Array, jax.Array]  # of the norm of q's heads, of k's
-_Result = tuple[jax.Array, Cached, Cached]
 
 
 def rope_and_attend(
@@ -95,8 +102,8 @@ def rope_and_attend(
     | jvp, grad, at any order       | floats, and k, v or their scales: the XLA form's |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
     """
-    check = rope_tokens.check_operands if qkv.ndim == 4 else rope_cache.check_operands
-    check("rope_and_attend", qkv, cos, sin, k, v, slots, table)
+    x = NewTokens(qkv, cos, sin, k, v, slots, table)
+    x.check("rope_and_attend", is_several=qkv.ndim == 4)
     if window is not None and window < 1:
         raise ValueError(f"rope_and_attend: window {window} is below 1")
     n = qkv.shape[-2] - 2 * k.shape[2]
@@ -109,10 +116,10 @@ def rope_and_attend(
         cpu.new_token_plan, qkv, k, table, norm is not None, sinks is not None
     )
     found = choose_plan("rope_and_attend", implementation, find, qkv, k, v, cpu=on_cpu)
-    operands = qkv, cos, sin, k, v, slots, weights, table, sinks
+    call = *static, found
     if found is None:
-        return _composed((*static, found), *operands, implementation=implementation)
-    return _rope_and_attend(chosen(found, implementation), (*static, found), *operands)
+        return _composed(call, x, weights, sinks, implementation)
+    return _rope_and_attend(chosen(found, implementation), call, x, weights, sinks)
 
 
 def _checked_norm(
@@ -130,26 +137,19 @@ def _checked_norm(
 
 def _composed(
     static: _Static,
-    qkv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    k: Cached,
-    v: Cached,
-    slots: jax.Array,
+    x: NewTokens,
     weights: _Weights | None,
-    table: jax.Array | None,
     sinks: jax.Array | None = None,
     implementation: Implementation | None = "xla",
-) -> _Result:
+) -> Result:
     """Compute the two ops one after the other, with their own choices."""
     window, scale, eps, _ = static
     if weights is not None and eps is not None:  # both or neither
-        qkv = norm_heads(qkv, k.shape[2], weights, eps)
+        x = x._replace(qkv=norm_heads(x.qkv, x.k.shape[2], weights, eps))
+    slots, table = x.slots, x.table
     options: dict[str, Any] = {"table": table, "implementation": implementation}
-    if qkv.ndim == 4:
-        q, _, _, k, v = rope_tokens.rope_and_write_tokens(qkv, cos, sin, k, v, slots, **options)
-    else:
-        q, k, v = rope_cache.rope_and_write(qkv, cos, sin, k, v, slots, **options)
+    write = rope_and_write_tokens if x.qkv.ndim == 4 else rope_and_write
+    q, *_, k, v = write(*x[:6], **options)
     if table is None:
         inside = (slots >= 0) & (slots < k.shape[1])
     else:
@@ -170,33 +170,18 @@ def tokens_have_a_steps_bits(qkv: jax.Array, k: Cached, table: jax.Array | None)
     return on_cpu and isinstance(cpu.new_token_plan(token, k, table), cpu.CpuPlan)
 
 
-def _kernel(static: _Static, *operands: Any) -> _Result:
-    window, scale, eps, plan = static
-    if isinstance(plan, cpu.CpuPlan):
-        options: dict[str, Any] = {"window": window, "scale": scale, "eps": eps or 0.0}
-        return cpu.rope_and_attend(*operands, **options, plan=plan)
-    return _mosaic(static, *operands)
-
-
-def _mosaic(
-    static: _Static,
-    qkv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    k: Cached,
-    v: Cached,
-    slots: jax.Array,
-    weights: _Weights | None,
-    table: jax.Array | None,
-    sinks: jax.Array | None,
-) -> _Result:
+def _kernel(
+    static: _Static, x: NewTokens, weights: _Weights | None, sinks: jax.Array | None
+) -> Result:
     from pallas_kernels.attention import direct
 
     window, scale, eps, plan = static
-    tables = cos, sin, *(weights or ())
+    options: dict[str, Any] = {"window": window, "scale": scale, "plan": plan}
+    if isinstance(plan, cpu.CpuPlan):
+        return cpu.rope_and_attend(*x[:6], weights, x.table, sinks, **options, eps=eps or 0.0)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    options: dict[str, Any] = {"window": window, "scale": scale, "eps": eps, "plan": plan}
-    return direct.attend(qkv, tables, slots, k, v, table, sinks, **options)
+    attended = Attended(x.qkv, x.k, x.v, x.slots, x.table, sinks)
+    return direct.attend(attended, (x.cos, x.sin, *(weights or ())), **options, eps=eps)
 
 
 _rope_and_attend = Op("rope_and_attend", _composed, _kernel)

@@ -10,27 +10,29 @@ An int4 cache holds k and v in another basis (``to_cache_basis``), because four 
 outlier channels: q comes out in it too.  ``decode_attention`` brings its result back; what
 ``attention.blockwise`` gives, ``from_cache_basis`` does.
 
-More than one token per row: ``rope_tokens``.
+``rope_and_write_tokens`` does so for T tokens a row; k and v also come back, with the rounding of
+the cache.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.hadamard import hadamard
-from pallas_kernels.attention.plain import rotate
+from pallas_kernels.attention.plain import hadamard, rotate
 from pallas_kernels.dispatch import Implementation, Reason, choose_plan
 from pallas_kernels.operands import check
-from pallas_kernels.qtensor import QTensor, quantize
+from pallas_kernels.qtensor import QTensor, dequantize, quantize
 from pallas_kernels.rounding import reciprocal, to_codes
 from pallas_kernels.transform import Op, chosen
 
 Cached = jax.Array | QTensor
 WIDTHS = (64, 128, 256)  # of the heads that decoding's kernels take, in features
+Result = tuple[jax.Array, Cached, Cached]  # q or the heads, and the cache
+Written = tuple[jax.Array, jax.Array, jax.Array, Cached, Cached]
 _OPERANDS = {
     "qkv": "float [B, N + 2K, H+]",
     "k": "float|QTensor [B, S, K+, H]",
@@ -40,8 +42,47 @@ _OPERANDS = {
     "slots": "int32 [B]",
     "table": "int32 [B, M+] ?",
 }
+_SEVERAL = {
+    "qkv": "float [B, T, N + 2K, H+]",
+    "cos": "float32 [B, T, H / 2]",
+    "sin": "float32 [B, T, H / 2]",
+    "slots": "int32 [B, T]",
+}
 # With a table k and v are pools of pages.
 PAGED = {"k": "float|QTensor [P, page+, K+, H]", "v": "k|QTensor [P, page, K, H]"}
+
+
+class NewTokens(NamedTuple):
+    """One new token of each row, as ``rope_and_write`` takes it, or T: then qkv, cos, sin and slots
+    have an axis T behind B."""
+
+    qkv: jax.Array
+    cos: jax.Array
+    sin: jax.Array
+    k: Cached
+    v: Cached
+    slots: jax.Array
+    table: jax.Array | None = None
+
+    def check(self, op: str, is_several: bool) -> None:
+        """Raise ValueError that names what does not fit together."""
+        lines = _OPERANDS if self.table is None else _OPERANDS | PAGED
+        lines, several = (lines | _SEVERAL, "T, ") if is_several else (lines, "")
+        sizes = check(op, lines, **self._asdict())
+        heads, n_kv, h = sizes["N + 2K"], sizes["K"], sizes["H"]
+        if heads < 3 * n_kv or heads % n_kv:
+            raise ValueError(
+                f"{op}: qkv {self.qkv.shape} is not [B, {several}N + 2K, H] with N a multiple of "
+                f"the {n_kv} heads of k"
+            )
+        if h != 2 * sizes["H / 2"]:
+            raise ValueError(
+                f"{op}: cos {self.cos.shape} and sin {self.sin.shape} are not "
+                f"[B, {several}H / 2] for qkv {self.qkv.shape}"
+            )
+        for name, kv in (("k", self.k), ("v", self.v)):
+            if isinstance(kv, QTensor):
+                _check_codes(op, name, kv, h)
 
 
 def rope_and_write(
@@ -54,7 +95,7 @@ def rope_and_write(
     *,
     table: jax.Array | None = None,
     implementation: Implementation | None = None,
-) -> tuple[jax.Array, Cached, Cached]:
+) -> Result:
     """Rotate a new token of each row, and return its queries and the cache with its key and value.
 
     Parameters
@@ -94,9 +135,38 @@ def rope_and_write(
     | jvp, grad, at any order       | qkv, cos, sin, and k, v or their scales: the XLA form's |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
     """
-    check_operands("rope_and_write", qkv, cos, sin, k, v, slots, table)
+    x = NewTokens(qkv, cos, sin, k, v, slots, table)
+    x.check("rope_and_write", is_several=False)
     found = choose_plan("rope_and_write", implementation, lambda: plan(qkv, k), qkv, k, v)
-    return _rope_and_write(chosen(found, implementation), None, qkv, cos, sin, k, v, slots, table)
+    return _rope_and_write(chosen(found, implementation), None, x)
+
+
+def rope_and_write_tokens(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k: Cached,
+    v: Cached,
+    slots: jax.Array,
+    *,
+    table: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> Written:
+    """Rotate several new tokens a row and write them to the cache.
+
+    qkv: ``[B, T, N + 2K, H]``, the heads of q, then of k, then of v.
+    k, v: the cache, ``[B, S, K, H]``.
+    cos, sin: float32 ``[B, T, H / 2]``.
+    slots: int32 ``[B, T]``, all different within a row.
+
+    Returns (q ``[B, T, N, H]``, the new k and v ``[B, T, K, H]`` as they are stored, k, v).  A
+    prompt's tokens attend to one another through these arrays, without reading the cache.
+    Everything else, jax's transformations too, is as for ``rope_and_write``.
+    """
+    op, x = "rope_and_write_tokens", NewTokens(qkv, cos, sin, k, v, slots, table)
+    x.check(op, is_several=True)
+    found = choose_plan(op, implementation, lambda: plan(qkv, k), qkv, k, v)
+    return _rope_and_write_tokens(chosen(found, implementation), None, x)
 
 
 def norm_heads(
@@ -121,85 +191,44 @@ def norm_heads(
     return jnp.where(index < n + n_kv, y, x).astype(qkv.dtype)
 
 
-def _kernel(
-    _: None,
-    qkv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    k: Cached,
-    v: Cached,
-    slots: jax.Array,
-    table: jax.Array | None,
-) -> tuple[jax.Array, Cached, Cached]:
-    from pallas_kernels.attention import rope_cache_kernel as rope_cache_mosaic
+def _kernel(_: None, x: NewTokens) -> Result:
+    from pallas_kernels.attention import rope_cache_kernel
 
-    return rope_cache_mosaic.rope_and_write(qkv, cos, sin, k, v, slots, table)
+    return rope_cache_kernel.rope_and_write(x)
 
 
-def rotate_and_store(
-    _: None,
-    qkv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    k: Cached,
-    v: Cached,
-    slots: jax.Array,
-    table: jax.Array | None,
-) -> tuple[jax.Array, Cached, Cached]:
-    """The XLA form."""
-    n_kv = k.shape[2]
-    n = qkv.shape[1] - 2 * n_kv
-    q, new_k, new_v = jnp.split(qkv[:, None], (n, n + n_kv), axis=2)
-    tables = cos[:, None], sin[:, None]
-    q, new_k = rotate(q, *tables), rotate(new_k, *tables)
-    q, new_k, new_v = to_cache_basis(k, q, new_k, new_v)
-    k, v = (store(x, new, slots[:, None], table) for x, new in ((k, new_k), (v, new_v)))
+def _kernel_of_several(_: None, x: NewTokens) -> Written:
+    from pallas_kernels.attention import rope_cache_kernel
+
+    return rope_cache_kernel.rope_and_write_tokens(x)
+
+
+def _xla(_: None, x: NewTokens) -> Result:
+    one = {name: getattr(x, name)[:, None] for name in _SEVERAL}
+    q, new_k, new_v = _rotated(x._replace(**one))
+    k, v = (store(kv, new, one["slots"], x.table) for kv, new in ((x.k, new_k), (x.v, new_v)))
     return q[:, 0], k, v
 
 
-_rope_and_write = Op("rope_and_write", rotate_and_store, _kernel)
+def _xla_of_several(_: None, x: NewTokens) -> Written:
+    q, *new = _rotated(x)
+    (kept_k, k), (kept_v, v) = (
+        (as_stored(kv, y), store(kv, y, x.slots, x.table))
+        for kv, y in zip((x.k, x.v), new, strict=True)
+    )
+    return q, kept_k, kept_v, k, v
 
 
-def check_operands(
-    op: str,
-    qkv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    k: Cached,
-    v: Cached,
-    slots: jax.Array,
-    table: jax.Array | None,
-) -> None:
-    """ValueError that names what ``rope_and_write`` cannot take."""
-    lines = _OPERANDS if table is None else _OPERANDS | PAGED
-    sizes = check(op, lines, qkv=qkv, k=k, v=v, cos=cos, sin=sin, slots=slots, table=table)
-    check_heads(op, sizes, qkv, cos, sin, k, v)
+def _rotated(x: NewTokens) -> tuple[jax.Array, ...]:
+    """q, k and v of T tokens a row, in the cache's basis."""
+    n_kv = x.k.shape[2]
+    n = x.qkv.shape[2] - 2 * n_kv
+    q, k, v = jnp.split(x.qkv, (n, n + n_kv), axis=2)
+    return to_cache_basis(x.k, rotate(q, x.cos, x.sin), rotate(k, x.cos, x.sin), v)
 
 
-def check_heads(
-    op: str,
-    sizes: dict[str, int],
-    qkv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    k: Cached,
-    v: Cached,
-) -> None:
-    """ValueError where heads, halves of them, or a quantized cache's scales do not fit together."""
-    heads, n_kv, h = sizes["N + 2K"], sizes["K"], sizes["H"]
-    if heads < 3 * n_kv or heads % n_kv:
-        raise ValueError(
-            f"{op}: qkv {qkv.shape} is not [B, {'T, ' * (qkv.ndim - 3)}N + 2K, H] "
-            f"with N a multiple of the {n_kv} heads of k"
-        )
-    if h != 2 * sizes["H / 2"]:
-        raise ValueError(
-            f"{op}: cos {cos.shape} and sin {sin.shape} are not "
-            f"[B, {'T, ' * (qkv.ndim - 3)}H / 2] for qkv {qkv.shape}"
-        )
-    for name, kv in (("k", k), ("v", v)):
-        if isinstance(kv, QTensor):
-            _check_codes(op, name, kv, h)
+_rope_and_write = Op("rope_and_write", _xla, _kernel)
+_rope_and_write_tokens = Op("rope_and_write_tokens", _xla_of_several, _kernel_of_several)
 
 
 def _check_codes(op: str, name: str, kv: QTensor, head_dim: int) -> None:
@@ -307,6 +336,14 @@ def to_stored(kv: Cached, new: jax.Array) -> Cached:
     if isinstance(kv, QTensor):
         return quantize_kv(new, jnp.dtype(kv.dtype).name)
     return new.astype(kv.dtype)
+
+
+def as_stored(kv: Cached, new: jax.Array) -> jax.Array:
+    """New keys or values as a reader of the cache ``kv`` would get them, rounding included."""
+    stored = to_stored(kv, new)
+    return (
+        dequantize(stored, new.dtype) if isinstance(stored, QTensor) else stored.astype(new.dtype)
+    )
 
 
 def store_codes(

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import hadamard_of_lanes
 from pallas_kernels.attention.pages import BlockTable, Paging
+from pallas_kernels.attention.rope_cache import NewTokens, Result, Written, capacity_of
 from pallas_kernels.fused_parts import KIND, floats, packed
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import in_place, launch
@@ -308,67 +309,47 @@ def _to_float16(x):
 
 
 @jax.jit
-def rope_and_write(
-    qkv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    k: jax.Array | QTensor,
-    v: jax.Array | QTensor,
-    slots: jax.Array,
-    table: jax.Array | None,
-) -> tuple[jax.Array, jax.Array | QTensor, jax.Array | QTensor]:
+def rope_and_write(x: NewTokens) -> Result:
     """See ``pallas_kernels.attention.rope_cache``."""
-    batch, heads, h = qkv.shape
-    n_kv = k.shape[2]
-    out = {"q": jax.ShapeDtypeStruct((batch, heads - 2 * n_kv, h), qkv.dtype)}
-    operands = {"qkv": qkv, "cos": cos, "sin": sin, "slots": slots, "table": table}
+    batch, heads, h = x.qkv.shape
+    n_kv = x.k.shape[2]
+    out = {"q": jax.ShapeDtypeStruct((batch, heads - 2 * n_kv, h), x.qkv.dtype)}
     if batch >= MANY_ROWS:
         out |= {"new_k": None, "new_v": None}
-        (q, *_), cache = _run(_write_tokens, (batch, 1), batch * n_kv, out, operands, (k, v))
+        (q, *_), cache = _run(_write_tokens, (batch, 1), batch * n_kv, out, x)
     else:
-        (q,), cache = _run(_write, (batch,), batch * heads, out, operands, (k, v))
+        (q,), cache = _run(_write, (batch,), batch * heads, out, x)
     return q, *cache
 
 
 @jax.jit
-def rope_and_write_tokens(
-    qkv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    k: jax.Array | QTensor,
-    v: jax.Array | QTensor,
-    slots: jax.Array,
-    table: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | QTensor, jax.Array | QTensor]:
-    """See ``pallas_kernels.attention.rope_tokens``."""
-    (batch, width, heads, h), n_kv = qkv.shape, k.shape[2]
+def rope_and_write_tokens(x: NewTokens) -> Written:
+    """See ``pallas_kernels.attention.rope_cache``."""
+    (batch, width, heads, h), n_kv = x.qkv.shape, x.k.shape[2]
     out = {
-        name: jax.ShapeDtypeStruct((batch, width, n, h), qkv.dtype)
+        name: jax.ShapeDtypeStruct((batch, width, n, h), x.qkv.dtype)
         for name, n in (("q", heads - 2 * n_kv), ("new_k", n_kv), ("new_v", n_kv))
     }
-    units = batch * width * n_kv
-    operands = {"qkv": qkv, "cos": cos, "sin": sin, "slots": slots, "table": table}
-    new, cache = _run(_write_tokens, (batch, width), units, out, operands, (k, v))
+    new, cache = _run(_write_tokens, (batch, width), batch * width * n_kv, out, x)
     return *new, *cache
 
 
-def _run(body, tokens, units, out, operands, cache):
+def _run(body, tokens, units, out, x: NewTokens):
     """tokens: rows, and tokens of each for ``_write_tokens``. units: warps' worth of work."""
-    qkv, table, (k, _) = operands["qkv"], operands["table"], cache
-    heads, h = qkv.shape[-2:]
-    n_kv, paging = k.shape[2], Paging.of(k, table)
-    capacity = k.shape[1] if paging is None else paging.capacity
+    heads, h = x.qkv.shape[-2:]
+    n_kv, paging = x.k.shape[2], Paging.of(x.k, x.table)
     body = functools.partial(
         body,
-        shape=(*tokens, heads - 2 * n_kv, n_kv, h, capacity),
+        shape=(*tokens, heads - 2 * n_kv, n_kv, h, capacity_of(x.k, x.table)),
         paging=paging,
-        dtype=jnp.dtype(k.dtype).name,
-        groups=k.scale.shape[-1] if isinstance(k, QTensor) else 1,
-        kind=KIND[qkv.dtype.name],
+        dtype=jnp.dtype(x.k.dtype).name,
+        groups=x.k.scale.shape[-1] if isinstance(x.k, QTensor) else 1,
+        kind=KIND[x.qkv.dtype.name],
     )
+    operands = {name: getattr(x, name) for name in ("qkv", "cos", "sin", "slots", "table")}
 
     def run(cache):
-        k, v = (jax.tree.leaves(x) for x in cache)
+        k, v = (jax.tree.leaves(y) for y in cache)
         return launch(
             body,
             {**operands, "k": k, "v": v},
@@ -378,4 +359,4 @@ def _run(body, tokens, units, out, operands, cache):
             registers=True,
         )
 
-    return in_place(run, cache)
+    return in_place(run, (x.k, x.v))

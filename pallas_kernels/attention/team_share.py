@@ -12,9 +12,74 @@ from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.pages import BlockTable, Paging
 from pallas_kernels.attention.plan import AttentionPlan, blocks_of, gather_of, team_of, units_of
-from pallas_kernels.attention.query_rows import QueryRows
 from pallas_kernels.attention.tile import TILE
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import Value
+
+
+class QueryRows(NamedTuple):
+    """Which query rows meet a kv head of a row of the cache: G heads of each of its query tokens.
+
+    A kv head's are numbered ``token * G + head``; q and out are ``[B, T, N, H]``, lengths ``[B,
+    T]``.  There are ``tokens`` (up to 16) a row, of ``n`` heads on the cache's ``n_kv``, and
+    ``capacity`` keys.
+    """
+
+    tokens: int
+    n: int
+    n_kv: int
+    capacity: int
+
+    @property
+    def group(self) -> int:
+        return self.n // self.n_kv
+
+    @property
+    def width(self) -> int:
+        """Query rows of a kv head."""
+        return self.tokens * self.group
+
+    def token(self, j):
+        return j // self.group
+
+    def line(self, row, head, j):
+        """The line of ``[B, T, N]`` that is number j of a kv head."""
+        if self.tokens == 1:
+            return row * self.n + head * self.group + j
+        token = row * self.tokens + self.token(j)
+        own = j % self.group
+        return token * self.n + head * self.group + own
+
+    def seen(self, lengths_ref, row, token=None):
+        """How many keys a token sees."""
+        at = row if token is None else row * self.tokens + token
+        (length,) = p.load_global(p.offset(p.address(lengths_ref), at, 4), 1)
+        return p.larger(p.smaller(length, p.ci(self.capacity)), p.ci(0))
+
+    def span(self, lengths_ref, row, lane):
+        """(fewest, most) keys that a token of the row sees, of the tokens that see any."""
+        if self.tokens == 1:
+            most = self.seen(lengths_ref, row)
+            return most, most
+        most = self.seen(lengths_ref, row, p.minimum(lane & 15, self.tokens - 1))
+        fewest = arith.select(most < 1, p.ci(self.capacity), most)
+        for lanes in (1, 2, 4, 8):
+            most = p.larger(most, p.shuffle_xor(most, lanes))
+            fewest = p.smaller(fewest, p.shuffle_xor(fewest, lanes))
+        return fewest, most
+
+
+class DecodeFacts(NamedTuple):
+    """The facts of a launch of the kernel."""
+
+    plan: AttentionPlan
+    codes: Codes
+    rows: QueryRows
+    head_dim: int
+    paging: Paging | None
+    window: int | None
+    scale: float
+    kind: str  # of the queries' floats
 
 
 class TeamPlace(NamedTuple):
@@ -42,18 +107,10 @@ class TeamShare:
     row's block table, or None.  busy: whether the team has work.  gathering: of a cluster's parts.
     """
 
-    def __init__(
-        self,
-        gmem,
-        smem,
-        plan: AttentionPlan,
-        codes: Codes,
-        rows: QueryRows,
-        paging: Paging | None,
-        window: int | None,
-    ):
-        self.gmem, self.smem, self.plan, self.codes, self.rows = gmem, smem, plan, codes, rows
-        self.paging, self.window = paging, window
+    def __init__(self, gmem, smem, facts: DecodeFacts):
+        self.gmem, self.smem = gmem, smem
+        self.plan, self.codes, self.rows, _, self.paging, self.window, *_ = facts
+        plan, rows = self.plan, self.rows
         self.members, self.teams = team_of(plan, rows.width)
         self.subs = self.members // plan.heads  # warps of a kv head
         self.step_tokens = plan.tiles * TILE

@@ -118,7 +118,7 @@ class CachePlaces:
         return row * self.page + token
 
 
-class Heads:
+class CacheHeads:
     """The arrays of one cache, k or v, in emitted code."""
 
     def __init__(self, form: CacheForm, e: Emitter, arrays: list[Value]) -> None:
@@ -126,14 +126,14 @@ class Heads:
         self.codes, *self.scales = arrays
 
     @classmethod
-    def of(cls, form: CacheForm, call: CallFrame, first: int) -> Heads:
+    def of(cls, form: CacheForm, call: CallFrame, first: int) -> CacheHeads:
         """Return the heads whose arrays are the call's operands from number ``first`` on."""
         return cls(form, call.e, [call.argument(first + i) for i in range(form.arrays)])
 
-    def or_else(self, condition: Value, other: Heads) -> Heads:
+    def or_else(self, condition: Value, other: CacheHeads) -> CacheHeads:
         """This cache where the condition holds, else another of its form."""
         pairs = zip((self.codes, *self.scales), (other.codes, *other.scales), strict=True)
-        return Heads(self.form, self.e, [self.e.b.select(condition, x, y) for x, y in pairs])
+        return CacheHeads(self.form, self.e, [self.e.b.select(condition, x, y) for x, y in pairs])
 
     def at(self, token: Value, head: Value) -> Value:
         """Where a head (i64) of a token (i64, of all tokens of the cache) begins."""

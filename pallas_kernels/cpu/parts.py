@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from pallas_kernels.cpu.cache import LANES, AttendForm, CacheForm, CachePlaces, Heads
+from pallas_kernels.cpu.cache import LANES, AttendForm, CacheForm, CacheHeads, CachePlaces
 from pallas_kernels.cpu.scores import KEYS, scores_of
 from pallas_kernels.cpu.softmax import BLOCK, PART, join, weigh
 
@@ -117,7 +117,7 @@ class CallRows:
         _, total, *sums = joined
         some = b.fcmp_unordered("une", total, e.floats(0.0))
         total = b.select(some, total, e.floats(1.0))
-        kept = Heads(self.p.cache, e, [out]).in_order([b.fdiv(v, total) for v in sums])
+        kept = CacheHeads(self.p.cache, e, [out]).in_order([b.fdiv(v, total) for v in sums])
         for i, value in enumerate(kept):
             e.store(value, out, 64 * i)
 
@@ -128,7 +128,7 @@ class Write(CallRows):
     def __init__(self, program: AttendForm, e: Emitter, call: CallFrame) -> None:
         super().__init__(program, e, call)
         f, arrays = program.cache, program.cache.arrays
-        self.k, self.v = (Heads.of(f, call, 2 + i * arrays) for i in range(2))
+        self.k, self.v = (CacheHeads.of(f, call, 2 + i * arrays) for i in range(2))
 
     def chunk(self, i: Value) -> None:
         e = self.e
@@ -263,7 +263,7 @@ class KeyPart(Write):
 
         e.loop(e.least(count, e.i64(self.ahead)), one)
 
-    def ask_next(self, heads: Heads, token: Value, n: Value) -> None:
+    def ask_next(self, heads: CacheHeads, token: Value, n: Value) -> None:
         """For the n-th head from a token's first on: as they lie, whatever is read meanwhile."""
         count = self.e.i64(self.p.cache.heads)
         heads.prefetch(self.token(token + n // count), n % count)
@@ -306,7 +306,7 @@ class KeyPart(Write):
         asked = self.k.or_else(inside, self.v)
         e.loop(self.p.cache.heads, lambda head: self.keys_of(j, head, asked, later))
 
-    def keys_of(self, j: Value, head: Value, asked: Heads, later: Value) -> None:
+    def keys_of(self, j: Value, head: Value, asked: CacheHeads, later: Value) -> None:
         e, f = self.e, self.p.cache
         places = [self.token(j + t) for t in range(KEYS)]
         self.scored.keys(places.__getitem__, head)
@@ -387,7 +387,7 @@ class KeyPart(Write):
         asked = self.v.or_else(inside, self.k)
         e.loop(self.p.cache.heads, lambda head: self.values_of(head, first, end, asked))
 
-    def values_of(self, head: Value, first: Value, end: Value, asked: Heads) -> None:
+    def values_of(self, head: Value, first: Value, end: Value, asked: CacheHeads) -> None:
         f, group = self.p.cache, self.p.group
         room = 2 * self.e.target.rows  # vectors of sums in registers
         queries = min(4, group)
@@ -406,7 +406,7 @@ class KeyPart(Write):
         queries: range,
         i: int,
         many: int,
-        asked: Heads | None,
+        asked: CacheHeads | None,
     ) -> None:
         e, f = self.e, self.p.cache
         n = head * self.p.group

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from pallas_kernels.cpu.cache import LANES, Heads
+from pallas_kernels.cpu.cache import LANES, CacheHeads
 from pallas_kernels.cpu.softmax import BLOCK
 
 if TYPE_CHECKING:
@@ -29,17 +29,17 @@ STEP = 254.0  # from a level to the next
 Token = Callable[[int], "Value"]
 
 
-def scores_of(heads: Heads, queries: int) -> FloatScores | CodeScores:
+def scores_of(heads: CacheHeads, queries: int) -> FloatScores | CodeScores:
     return (CodeScores if heads.form.dtype == "int8" else FloatScores)(heads, queries)
 
 
-def columns_of(heads: Heads, queries: int) -> FloatColumns | CodeColumns:
+def columns_of(heads: CacheHeads, queries: int) -> FloatColumns | CodeColumns:
     """Return the scores of ``BLOCK`` keys at once, with the same bits as ``scores_of``."""
     return (CodeColumns if heads.form.dtype == "int8" else FloatColumns)(heads, queries)
 
 
 class FloatScores:
-    def __init__(self, heads: Heads, queries: int, keys: int = KEYS) -> None:
+    def __init__(self, heads: CacheHeads, queries: int, keys: int = KEYS) -> None:
         self.heads, self.e, self.size = heads, heads.e, 4 * heads.form.width
         self.queries, self.block = (self.e.room(n * self.size) for n in (queries, keys))
 
@@ -73,7 +73,7 @@ class FloatColumns(FloatScores):
     """``FloatScores`` of ``BLOCK`` keys, laid out by features, with the same sums: for many
     queries."""
 
-    def __init__(self, heads: Heads, queries: int) -> None:
+    def __init__(self, heads: CacheHeads, queries: int) -> None:
         super().__init__(heads, queries, BLOCK)
         # Queries and vectors of keys that share what is loaded, as registers allow.
         self.at_once = 2 if self.e.target.rows == 8 else 1
@@ -130,7 +130,7 @@ class FloatColumns(FloatScores):
 
 
 class CodeScores:
-    def __init__(self, heads: Heads, queries: int, keys: int = KEYS) -> None:
+    def __init__(self, heads: CacheHeads, queries: int, keys: int = KEYS) -> None:
         self.heads, self.e, width = heads, heads.e, heads.form.width
         # A query's record: its codes level by level, each level's sum of codes times the offset
         # that is added to keys, and the query's scale.
@@ -207,7 +207,7 @@ class CodeScores:
 class CodeColumns(CodeScores):
     """``CodeScores`` of ``BLOCK`` keys, for many queries."""
 
-    def __init__(self, heads: Heads, queries: int) -> None:
+    def __init__(self, heads: CacheHeads, queries: int) -> None:
         super().__init__(heads, queries, BLOCK)
 
     def scores(self, rows: Sequence[Value], out: Value) -> None:

@@ -27,7 +27,6 @@ Sources: arXiv 2406.06484 section 3, 2412.06464 section 3.3, 2510.26692 (channel
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,99 +34,49 @@ import jax.numpy as jnp
 from pallas_kernels.gated_delta.reference import heads_of
 from pallas_kernels.recurrence import groups
 from pallas_kernels.recurrence.decay import decay_sums, pairs, second_halves
-from pallas_kernels.recurrence.groups import (
-    dot,
-    grouping_of,
-    join,
-    scan_groups,
-    scan_unroll,
-    split,
-)
+from pallas_kernels.recurrence.groups import dot, scan_unroll
+from pallas_kernels.recurrence.op import Heads
 
 CHUNK = 64
 _FLOAT32 = jnp.dtype(jnp.float32)
 _dot = functools.partial(dot, dtype=_FLOAT32)
 
 
-class DeltaChunks(NamedTuple):
-    """Inputs of one group, ``[B, H, N, C, D]``: N chunks of C tokens; q and k have the key heads,
-    log_decay ``g`` the width Dk or 1, beta 1."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    g: jax.Array
-    beta: jax.Array
-
-
 @functools.partial(jax.jit, static_argnames=("scale", "normalize_qk"))
 def chunked_forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
-    beta: jax.Array,
-    initial_state: jax.Array,
-    *,
-    scale: float,
-    normalize_qk: bool,
+    heads: Heads, initial_state: jax.Array, scale: float, normalize_qk: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (``o [B, T, H, Dv]``, final state, states ``[groups, B, H, Dk, Dv]``).
-
-    Operands are those of ``gated_delta``; log_decay and beta have a last axis.  The states are
-    those before each group.
-    """
-    grouping = _grouping(q, v)
-    groups = DeltaChunks(*(split(x, grouping) for x in (q, k, v, log_decay, beta)))
-
-    def one_group(state: jax.Array, group: DeltaChunks) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        o, final = _group(group, state, scale, normalize_qk)
-        return final, (o.astype(v.dtype), state)
-
-    final, (o, borders) = scan_groups(one_group, initial_state, groups)
-    return join(o, q.shape[1]), final, borders
+    """Return the results of ``groups.forward``."""
+    group = functools.partial(_group, scale=scale, normalize_qk=normalize_qk)
+    return groups.forward(group, heads, initial_state, CHUNK)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "normalize_qk"))
 def chunked_backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
-    beta: jax.Array,
+    heads: Heads,
     borders: jax.Array,
     d_o: jax.Array,
     d_state: jax.Array,
-    *,
     scale: float,
     normalize_qk: bool,
-) -> tuple[jax.Array, ...]:
-    """Gradients of q, k, v, log_decay, beta (in their dtypes) and of the initial state."""
-    grouping = _grouping(q, v)
-    groups = DeltaChunks(*(split(x, grouping) for x in (q, k, v, log_decay, beta)))
+) -> tuple[Heads, jax.Array]:
+    """Return the results of ``groups.backward``."""
 
-    def one_group(
-        d_final: jax.Array, inputs: tuple[DeltaChunks, jax.Array, jax.Array]
-    ) -> tuple[jax.Array, DeltaChunks]:
-        group, state, d_out = inputs
-        _, pull = jax.vjp(lambda x, s: _group(x, s, scale, normalize_qk), group, state)
-        d_group, d_initial = pull((d_out.astype(jnp.float32), d_final))
-        return d_initial, d_group
+    def group(
+        x: Heads, state: jax.Array, d_out: jax.Array, d_final: jax.Array
+    ) -> tuple[Heads, jax.Array]:
+        _, pull = jax.vjp(lambda x, s: _group(x, s, scale, normalize_qk), x, state)
+        return pull((d_out.astype(jnp.float32), d_final))
 
-    inputs = (groups, borders, split(d_o, grouping))
-    d_initial, grads = scan_groups(one_group, d_state, inputs, reverse=True)
-    return (*(join(x, q.shape[1]) for x in grads), d_initial)
-
-
-def _grouping(q: jax.Array, v: jax.Array) -> tuple[int, int, int]:
-    return grouping_of(jax.ShapeDtypeStruct((*v.shape[:3], q.shape[-1]), q.dtype), v, CHUNK)
+    return groups.backward(group, heads, borders, d_o, d_state, CHUNK)
 
 
 def _group(
-    x: DeltaChunks, state: jax.Array, scale: float, normalize_qk: bool
+    x: Heads, state: jax.Array, scale: float, normalize_qk: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """(o float32 ``[B, H, N, C, Dv]``, state after the group)."""
-    q, k, v, g, beta = (part.astype(jnp.float32) for part in x)
+    """(o float32 ``[B, H, N, C, Dv]``, state after the group) of ``[B, H, N, C, D]``: N chunks of C
+    tokens; q and k have the key heads, log_decay the width Dk or 1, beta 1."""
+    q, k, v, g, beta = jax.tree.map(lambda part: part.astype(jnp.float32), x)
     q, k = heads_of(q, k, v.shape[1], scale, normalize_qk, axis=1)
     levels, prefix, suffix = decay_sums(g, _FLOAT32, groups.on_gpu())
     products = _scalar_products if g.shape[-1] == 1 else _channel_products
@@ -209,3 +158,22 @@ def _inverse_jvp(
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     return _dot("...ij,...jk->...ik", a, b)
+
+
+def step(
+    heads: Heads, state: jax.Array, scale: float, normalize_qk: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Return (o, the new state) of one token, as ``gated_delta_step``.
+
+    o is read from the decayed state and corrected by ``(q k) u``.  So the state is read once for
+    both sums and written once.
+    """
+    q, k, v = (x.astype(jnp.float32) for x in heads[:3])
+    q, k = heads_of(q, k, v.shape[1], scale, normalize_qk, axis=1)
+    decay, beta = jnp.exp(heads.log_decay), heads.beta
+    assert beta is not None
+    state = (decay[..., None] if decay.ndim == 3 else decay[..., None, None]) * state
+    found, read = (jnp.sum(x[..., None] * state, axis=-2) for x in (k, q))
+    u = beta[..., None] * (v - found)
+    o = read + jnp.sum(q * k, axis=-1, keepdims=True) * u
+    return o.astype(heads.v.dtype), state + k[..., None] * u[..., None, :]

@@ -1,4 +1,4 @@
-"""Acceptance of a draft's first ``count`` tokens, after ``gated_delta_tokens`` computed them all.
+"""Acceptance of a draft's first ``count`` tokens, after ``gated_delta_token`` computed them all.
 
     d <- beta_t (v_t - a_t k_t^T S)        S <- a_t S + k_t d^T        for t < count, |k_t| = 1
 
@@ -8,17 +8,16 @@ place.  The XLA form is a chain of steps for each layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Plan, Reason, choose_plan, own_plan
-from pallas_kernels.gated_delta.step import step
+from pallas_kernels.dispatch import Plan, Reason
+from pallas_kernels.gated_delta.chunked import step
 from pallas_kernels.gated_delta.token import MOST
 from pallas_kernels.operands import check, half_reason
-from pallas_kernels.transform import Op, chosen
+from pallas_kernels.recurrence.op import Columns, Commit, Heads, Layers
 
 if TYPE_CHECKING:
     from pallas_kernels.gated_delta.token_kernel import DeltaTokenPlan
@@ -34,7 +33,6 @@ _OPERANDS = {
     "read": "float [B, T, F]",
     "count": "int32 [B]",
 }
-Layers = Sequence[Sequence[jax.Array]]
 
 
 def gated_delta_commit(
@@ -43,24 +41,15 @@ def gated_delta_commit(
     """(states, last inputs) of all layers after the first ``count[B]`` of T tokens.
 
     layers: of each (state, last, k, v, log_decay, beta, read), the first two to be donated, the
-        others as ``gated_delta_tokens`` gives them; what is beyond count may hold anything.
+        others as ``gated_delta_token`` gives them; what is beyond count may hold anything.
     planned: ``own_commit``'s plan, which is then not asked for again.
     Under jax's transformations as ``gated_delta_step``.  Raises ValueError naming the operand for a
     wrong shape or dtype.
     """
     if not layers:
         return (), ()
-    for layer in layers:
-        check("gated_delta_commit", _OPERANDS, **_named(layer, count))
-    operands = *map(tuple, zip(*layers, strict=True)), count
-    found = choose_plan(
-        "gated_delta_commit", None, lambda: planned or plan(layers, count), *operands
-    )
-    return _gated_delta_commit(chosen(found, None), found, *operands)
-
-
-def _named(layer: Sequence[jax.Array], count: jax.Array) -> dict[str, jax.Array]:
-    return dict(zip(_OPERANDS, (*layer, count), strict=True))
+    states, lasts = _commit(layers, count, planned)
+    return states, lasts
 
 
 def plan(layers: Layers, count: jax.Array) -> Plan | Reason:
@@ -71,7 +60,7 @@ def plan(layers: Layers, count: jax.Array) -> Plan | Reason:
         return Reason(f"{len(layers)} layers, not 1 to {LAYERS}")
     sizes: dict[str, int] = {}
     for layer in layers:
-        named = _named(layer, count)
+        named = _commit.named(layer, count)
         sizes = check("gated_delta_commit", _OPERANDS, **named)
         if reason := half_reason(**{name: named[name] for name in ("last", "k", "v", "read")}):
             return Reason(reason)
@@ -86,47 +75,25 @@ def plan(layers: Layers, count: jax.Array) -> Plan | Reason:
     return token_kernel.DeltaTokenPlan(sizes["Dk"] // token_kernel.ROWS)
 
 
-def own_commit(layers: Layers, count: jax.Array) -> Plan | None:
-    """``plan`` of these operands, or None where there is no kernel for them here."""
-    return own_plan(lambda: plan(layers, count), *layers[0]) if layers else None
-
-
-def _kernel(
-    found: DeltaTokenPlan, *operands: jax.Array | tuple[jax.Array, ...]
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+def _kernel(found: DeltaTokenPlan, *operands: Any) -> Columns:
     from pallas_kernels.gated_delta import token_kernel
 
     return token_kernel.gated_delta_commit(*operands, plan=found)
 
 
-def _xla(
-    found: Plan | None, *operands: *tuple[*tuple[tuple[jax.Array, ...], ...], jax.Array]
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    del found
-    *layers, count = operands
-
-    def after(
-        state: jax.Array,
-        last: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        log_decay: jax.Array,
-        beta: jax.Array,
-        read: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        for t in range(k.shape[1]):
-            now = (x[:, t] for x in (k, v, log_decay, beta))
-            k_t, v_t, g_t, b_t = (
-                jnp.where((count > t).reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
-                for x in now
-            )
-            state = step(k_t, k_t, v_t, g_t, b_t, state, scale=1.0, normalize_qk=True)[1]
-        width = jnp.arange(last.shape[1], dtype=jnp.int32)
-        at = (count[:, None] + width)[:, :, None]
-        return state, jnp.take_along_axis(jnp.concatenate([last, read], axis=1), at, axis=1)
-
-    states, lasts = zip(*map(after, *layers), strict=True)
-    return states, lasts
+def _after(count: jax.Array, *layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+    state, last, k, v, log_decay, beta, read = layer
+    for t in range(k.shape[1]):
+        now = (x[:, t] for x in (k, v, log_decay, beta))
+        k_t, v_t, g_t, b_t = (
+            jnp.where((count > t).reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
+            for x in now
+        )
+        state = step(Heads(k_t, k_t, v_t, g_t, b_t), state, 1.0, True)[1]
+    width = jnp.arange(last.shape[1], dtype=jnp.int32)
+    at = (count[:, None] + width)[:, :, None]
+    return state, jnp.take_along_axis(jnp.concatenate([last, read], axis=1), at, axis=1)
 
 
-_gated_delta_commit = Op("gated_delta_commit", _xla, _kernel)
+_commit = Commit("gated_delta_commit", _OPERANDS, plan, _kernel, _after)
+own_commit = _commit.own

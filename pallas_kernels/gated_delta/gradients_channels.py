@@ -37,6 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import gradients_channels_registers as registers
 from pallas_kernels.gated_delta.gradients_channels_products import chunk_products
+from pallas_kernels.gated_delta.kernel_chunks import AroundChunks
 from pallas_kernels.launch import Views, launch
 from pallas_kernels.recurrence.channels import (
     CHUNK,
@@ -50,6 +51,7 @@ from pallas_kernels.recurrence.channels import (
     unbundle,
     worker_items,
 )
+from pallas_kernels.recurrence.op import Heads
 
 WARPGROUPS = 2  # workers of a block
 
@@ -121,7 +123,7 @@ class _Worker:
         """log_decay, dP and dN."""
         gmem, (s, c, head, b, rows, _) = self.gmem, self.place(i)
         for half, columns in enumerate(self.gate_columns(s)):
-            to = self.gates.at[registers.GATES + half]
+            to = self.gates.at[2 + half]
             plgpu.copy_gmem_to_smem(gmem.g.at[b, rows, head, columns], to, self.pairs_ready)
         for n in range(4):
             source = gmem.pairs.at[b, head, c, n]
@@ -162,30 +164,16 @@ class _Worker:
             plgpu.copy_smem_to_gmem(self.gates_out.at[half], gmem.d_g.at[b, rows, head, columns])
 
 
-def chunk_gradients(
-    q, k, v, log_decay, beta, writers, d_v, d_out, states, ends, from_start, decays, scale: float
-):
+def chunk_gradients(heads: Heads, around: AroundChunks, scale: float):
     """(dq, dk [B, T, H, 128] of every value head, dlog_decay [B, T, H, 128], dbeta [B, T, H]), for
-    Dk = Dv = 128; beta may not be 0.
-
-    writers, from_start, decays: X, K from the chunk's start and exp(G_64), as
-    ``kernel_channels.chunks_by_channel`` gives them.  states: ``kernel_scan.scan``'s borders.
-    d_v, ends: ``gradients_kernel_scan.reverse_scan``'s.
-    """
-    *products, through, written = chunk_products(
-        from_start, v, writers, d_out, d_v, states, ends, scale
-    )
+    Dk = Dv = 128; beta may not be 0."""
+    q, k, _, log_decay, beta = heads
+    pairs, diagonal, asked, seen, keys, through, written = chunk_products(heads.v, around, scale)
+    decays = around.prepared.decays
     through = decays * jnp.sum(through, axis=4).reshape(decays.shape)
-    b, t, h = beta.shape
+    b, t, h, dk = log_decay.shape
     written = jnp.sum(written, axis=3).reshape(b, h, -1)[:, :, :t]
     d_beta = jnp.swapaxes(written, 1, 2) / (beta * beta)
-    return *_gradients(q, k, log_decay, products, through), d_beta
-
-
-def _gradients(q, k, log_decay, products, through):
-    """(dq, dk, dlog_decay); products: the first five of ``chunk_products``; through: exp(G_64)
-    <S, E>, f32 [B, H, NC, Dk]."""
-    b, t, h, dk = log_decay.shape
     n_slices, nc = dk // SLICE, -(-t // CHUNK)
     sizes = n_slices, nc, h, b
     half, n = jnp.bfloat16, WARPGROUPS
@@ -197,8 +185,7 @@ def _gradients(q, k, log_decay, products, through):
     def body(gmem, smem, barrier):
         _Worker(gmem, smem, barrier, group=h // q.shape[2], sizes=sizes).run()
 
-    pairs, diagonal, asked, seen, keys = products
-    return launch(
+    gradients = launch(
         body,
         {
             "q": q,
@@ -234,3 +221,4 @@ def _gradients(q, k, log_decay, products, through):
             "states_ready": plgpu.Barrier(num_arrivals=5, num_barriers=n),
         },
     )
+    return *gradients, d_beta

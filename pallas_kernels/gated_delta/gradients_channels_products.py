@@ -36,7 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import gradients_kernel_sums as sums
 from pallas_kernels.gated_delta import kernel_inverse as inverse
-from pallas_kernels.gated_delta.kernel_chunks import PART, high_low, pairs
+from pallas_kernels.gated_delta.kernel_chunks import PART, AroundChunks, high_low, pairs
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import Views, launch
 from pallas_kernels.recurrence.channels import (
@@ -158,7 +158,7 @@ class _Symmetric:
             j = self.column(tile, e)
             above = arith.select(p.equal(j, row), self.zero, y)
             words.append(arith.select(j < row, x, above) & _HALVES[e])
-        return arith.ori(*words)
+        return words[0] | words[1]
 
     def met(self, row, tile: int, n: int, both):
         """``both`` where a row and a column meet on level 2^n, else zero."""
@@ -167,7 +167,7 @@ class _Symmetric:
             differ = row ^ self.column(tile, e)
             word = arith.select(p.equal(differ >> n, 1), both, self.zero)
             words.append(word & _HALVES[e])
-        return arith.ori(*words)
+        return words[0] | words[1]
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), _WGMMA, _WGMMA))
@@ -345,17 +345,8 @@ def _readers(tiles_of):
     return (lambda n: tiles_of.at[n]), (lambda n: tiles_of.at[n].transpose((1, 0)))
 
 
-def chunk_products(k, v, writers, d_out, d_v, states, ends, scale: float):
+def chunk_products(v: jax.Array, around: AroundChunks, scale: float):
     """Compute the operands of ``gradients_channels``, for Dk = Dv = 128.
-
-    Parameters
-    ----------
-    k : [B, T, H, 128]
-        K from the chunk's start; it and ``writers`` are ``chunks_by_channel``'s.
-    states
-        The borders of ``kernel_scan.scan``.
-    d_v, ends
-        Results of ``gradients_kernel_scan.reverse_scan``.
 
     Returns
     -------
@@ -365,6 +356,7 @@ def chunk_products(k, v, writers, d_out, d_v, states, ends, scale: float):
         [B, H, NC*64, 128]; and, in parts that have to be summed, <S, E>, float32
         [B, H, NC, 2 halves of Dk, 4, 64], and u dv, [B, H, NC, 2, 64].
     """
+    k = around.prepared.k
     b, t, h, dk = k.shape
     assert dk == v.shape[-1] == CHANNELS
     nc, half = -(-t // CHUNK), jnp.bfloat16
@@ -379,11 +371,11 @@ def chunk_products(k, v, writers, d_out, d_v, states, ends, scale: float):
         {
             "k": k,
             "v": v,
-            "writers": writers,
-            "d_out": d_out,
-            "d_v": d_v,
-            "states": states,
-            "ends": ends,
+            "writers": around.inverses,
+            "d_out": around.d_out,
+            "d_v": around.d_v,
+            "states": around.states,
+            "ends": around.ends,
         },
         {
             "pairs": spec((b, h, nc, 4, CHUNK, CHUNK), half),

@@ -43,9 +43,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gated_delta import gradients_kernel_sums as sums
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta import remainder
-from pallas_kernels.gated_delta.kernel_chunks import PART, high_low, vectors_call
+from pallas_kernels.gated_delta.kernel_chunks import PART, AroundChunks, high_low, vectors_call
 from pallas_kernels.launch import Views, in_place, launch
 from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
+from pallas_kernels.recurrence.op import Heads
 
 CHANNELS = 128  # value channels of a head, and key channels
 _WGMMA = plgpu.Layout.WGMMA
@@ -326,48 +327,31 @@ class _Chunk:
         finish(self.smem.scratch, self.smem.table, *outs, self.limit)
 
 
-def chunk_gradients(
-    q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, decays, scale: float
-):
+def chunk_gradients(heads: Heads, around: AroundChunks, scale: float):
     """Compute the gradients inside the chunks, for Dk = Dv = 128.
 
-    Parameters
-    ----------
-    inverses, decays
-        Results of ``kernel_chunks.chunks``.
-    states, remainders
-        The borders of ``kernel_scan.scan``.
-    d_rest, ends
-        Results of ``gradients_kernel_scan.reverse_scan``.
-
-    Returns
-    -------
-    dq, dk, dlog_decay, dbeta
-        dq and dk of every value head, [B, T, H, 128].  If two value heads share a key head they are
-        the sums, [B, T, Hk, 128], which depend on no order.  The others are [B, T, H].
+    Returns dq, dk, dlog_decay and dbeta.  dq and dk are those of every value head, [B, T, H, 128].
+    If two value heads share a key head they are the sums, [B, T, Hk, 128], which depend on no
+    order.  The others are [B, T, H].
     """
-    b, t, h, dv = d_out.shape
-    hk, dk = q.shape[2:]
+    b, t, h, dv = heads.v.shape
+    hk, dk = heads.q.shape[2:]
     assert dk == dv == CHANNELS
     group = h // hk
     added = group == 2
     options = {"length": t, "scale": scale, "group": group, "added": added}
-    of_keys = jax.ShapeDtypeStruct((b, t, hk if added else h, dk), q.dtype)
+    of_keys = jax.ShapeDtypeStruct((b, t, hk if added else h, dk), heads.q.dtype)
     of_tokens = jax.ShapeDtypeStruct((b, t, h), jnp.float32)
     per_token = {"d_g": of_tokens, "d_beta": of_tokens}
     operands = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "g": g,
-        "beta": beta,
-        "inverses": inverses,
-        "d_rest": d_rest,
-        "d_out": d_out,
-        "states": states,
-        "remainders": remainders,
-        "ends": ends,
-        "decays": decays,
+        **dict(zip(("q", "k", "v", "g", "beta"), heads, strict=True)),
+        "inverses": around.inverses,
+        "d_rest": around.d_v,
+        "d_out": around.d_out,
+        "states": around.states,
+        "remainders": around.remainders,
+        "ends": around.ends,
+        "decays": around.prepared.decays,
     }
 
     def body(gmem, smem, barrier):

@@ -104,7 +104,7 @@ def _finish_tokens(scratch, table, thread, limit, outs) -> None:
     rows = [a + b + (c + d) for a, b, c, d in zip(*rows, strict=True)]
     moved = [a - b + c * k for a, b, c, k in zip(rows, scores, beta, keys, strict=True)]
     parts = [entries(row) for row in (STATES, STATES + 1, TO_END, TO_END + 1)]
-    parts = [arith.addf(*pair) for pair in parts]
+    parts = [a + b for a, b in parts]
     later = _from_end(lane, parts, moved)
     d_decay = [later + moved[0], later]
     d_beta = [a + b for a, b in zip(entries(BETAS), keys, strict=True)]
@@ -116,16 +116,10 @@ def _finish_tokens(scratch, table, thread, limit, outs) -> None:
 
 def _from_end(lane, parts, moved):
     """The sum of what moved from the lane's second token on, with the whole chunk's parts."""
-    whole = arith.addf(*parts[:2]) + arith.addf(*parts[2:])
+    whole = parts[0] + parts[1] + (parts[2] + parts[3])
     for distance in (1, 2, 4, 8, 16):
         whole = whole + p.shuffle_xor(whole, distance)
-    total = arith.addf(*moved)
-    for distance in (1, 2, 4, 8, 16):
-        other = p.shuffle_up(total, distance)
-        there = ~(lane < distance)
-        total = arith.select(there, total + other, total)
-    after = arith.select(lane < 1, p.cf(0.0), p.shuffle_up(total, 1))
-    return after + whole + moved[1]
+    return inverse.lanes_before(lane, moved[0] + moved[1]) + whole + moved[1]
 
 
 def _store_token(token, outs, log, d_decay, d_beta) -> None:

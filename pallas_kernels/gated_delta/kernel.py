@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import ClassVar
 
 import jax
@@ -41,55 +40,53 @@ from pallas_kernels.gated_delta import gradients_channels
 from pallas_kernels.gated_delta.gradients_kernel_chunks import CHANNELS, chunk_gradients
 from pallas_kernels.gated_delta.gradients_kernel_scan import reverse_scan
 from pallas_kernels.gated_delta.kernel_channels import chunks_by_channel
-from pallas_kernels.gated_delta.kernel_chunks import chunks
+from pallas_kernels.gated_delta.kernel_chunks import AroundChunks, Prepared, chunks
 from pallas_kernels.gated_delta.kernel_scan import scan
 from pallas_kernels.recurrence.channels import CHUNK
-from pallas_kernels.recurrence.operands import operands_reason, padded
+from pallas_kernels.recurrence.op import Heads
+from pallas_kernels.recurrence.plan import (
+    VALUE_BLOCK,
+    ScanPlan,
+    operands_reason,
+    padded,
+    segments_for,
+)
 from pallas_kernels.recurrence.scan import segment_states
-from pallas_kernels.recurrence.states import VALUE_BLOCK
 
 LEAST_BETA = 1e-10  # least divisor of a token's gradients, with a decay for each key channel
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaPlan:
-    """The division of a call.
-
-    segments: parts of a row that are scanned side by side.  backward: do the gradients have kernels
-    too?
-    """
+class DeltaPlan(ScanPlan):
+    """backward: do the gradients have kernels too?"""
 
     kernel: ClassVar[str] = "gated_delta_mosaic"
-    segments: int
     backward: bool
 
     def __str__(self) -> str:
-        gradients = "kernels" if self.backward else "XLA"
-        return f"{self.segments} segments a row, gradients by {gradients}"
+        return f"{super().__str__()}, gradients by {'kernels' if self.backward else 'XLA'}"
 
 
-def plan(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> DeltaPlan | Reason:
+def plan(heads: Heads) -> DeltaPlan | Reason:
     """How ``gated_delta_forward`` computes ``gated_delta``."""
-    if reason := lacking("wgmma") or operands_reason(q, k, v, 64):
+    if reason := lacking("wgmma") or operands_reason(*heads[:3], 64):
         return Reason(reason)
-    dk, by_channel = q.shape[-1], log_decay.ndim == q.ndim
-    if dk > (128 if by_channel else 256):
+    dk, dv = heads.q.shape[-1], heads.v.shape[-1]
+    if dk > (128 if heads.by_channel else 256):
         return Reason(f"q has Dk = {dk}, the kernel takes 64, 128 and, with a decay a head, 256")
-    batch, length, heads, dv = v.shape
-    n = segments_for(batch, heads, dv, -(-length // CHUNK), dk)
-    return DeltaPlan(n, max(dk, dv) <= CHANNELS)
+    return DeltaPlan(segments_of(heads), max(dk, dv) <= CHANNELS)
 
 
-def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int, dk: int = 128) -> int:
+def segments_of(heads: Heads) -> int:
     """Return the number of segments of a row with the least predicted time.
 
     A chunk takes the time of its waves of blocks, or that of its memory traffic, and one more
     segment that of its first state and its ends.
     """
-    us = gpu().gated_delta
-    wide = dk > 128  # blocks of 64 value channels, not 128
-    blocks = n_rows * n_heads * (1 + wide) * -(-dv // VALUE_BLOCK)
-    of_identity = n_rows * n_heads * (1 + wide) ** 2
+    us, (batch, length, n_heads, dv) = gpu().gated_delta, heads.v.shape
+    n_chunks, wide = -(-length // CHUNK), heads.q.shape[-1] > 128  # blocks of 64 value channels
+    blocks = batch * n_heads * (1 + wide) * -(-dv // VALUE_BLOCK)
+    of_identity = batch * n_heads * (1 + wide) ** 2
 
     def chunk(blocks: int, at_rate: float) -> float:
         return max((us.wide if wide else us.wave) * -(-blocks // gpu().sms), at_rate * blocks)
@@ -100,7 +97,7 @@ def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int, dk: int = 12
             scans += chunk(n * (blocks + of_identity), us.identity)
         return -(-n_chunks // n) * scans + us.segment * (n - 1)
 
-    return min(range(1, max(1, min(gpu().sms // blocks, n_chunks // 4)) + 1), key=microseconds)
+    return segments_for(blocks, n_chunks, microseconds)
 
 
 def segment_starts(
@@ -121,7 +118,8 @@ def segment_starts(
 
 
 def _starts(
-    operands: Sequence[jax.Array],
+    prepared: Prepared,
+    v: jax.Array,
     start: jax.Array | None,
     lengths: jax.Array | None,
     segments: int,
@@ -129,60 +127,48 @@ def _starts(
     """Return (the argument ``start`` of ``scan``, the segments' transitions)."""
     if segments == 1:
         return None if start is None else start[:, :, None], None
-    (ends,) = scan(*operands, lengths=lengths, segments=segments, want="transitions")
-    dk, dv = ends.shape[-2], operands[-1].shape[-1]
+    (ends,) = scan(prepared, v, lengths=lengths, segments=segments, want="transitions")
+    dk, dv = ends.shape[-2], v.shape[-1]
     transitions = ends[..., dv : dv + dk]
     return segment_starts(ends[..., :dv], transitions, start), transitions
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "segments"))
 def gated_delta_forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
-    beta: jax.Array,
+    heads: Heads,
     *,
     scale: float,
     initial_state: jax.Array | None = None,
     lengths: jax.Array | None = None,
     segments: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """q, k [B, T, Hk, Dk], v [B, T, H, Dv], log_decay [B, T, H] or [B, T, H, Dk], beta [B, T, H] ->
-    (o [B, T, H, Dv], state [B, H, Dk, Dv]).
+    """Return o [B, T, H, Dv] and the state [B, H, Dk, Dv].
 
     lengths: int32[B]; tokens at t >= lengths[b] are never read into a result (they may be NaN), o
         is 0 there, and whole chunks of them cost nothing.
-    segments: overrides ``segments_for``.
+    segments: overrides ``segments_of``.
     """
     if lengths is not None:
         lengths = lengths.astype(jnp.int32)
-    dv = v.shape[-1]
-    if log_decay.ndim == q.ndim:
-        operands = *chunks_by_channel(q, k, log_decay, beta, lengths, float(scale)), padded(v)
-    else:
-        operands = q, k, *chunks(q, k, log_decay, beta, lengths, float(scale)), padded(v)
-    n = segments or segments_for(*v.shape[::2], dv, -(-v.shape[1] // CHUNK), q.shape[-1])
-    start, _ = _starts(operands, padded(initial_state), lengths, n)
-    o, states = scan(*operands, start=start, lengths=lengths, segments=n)
+    prepare, dv = chunks_by_channel if heads.by_channel else chunks, heads.v.shape[-1]
+    prepared, _ = prepare(heads, lengths, float(scale))
+    n, v = segments or segments_of(heads), padded(heads.v)
+    start, _ = _starts(prepared, v, padded(initial_state), lengths, n)
+    o, states = scan(prepared, v, start=start, lengths=lengths, segments=n)
     return o[..., :dv], states[:, :, -1, :, :dv]
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "segments"))
 def gated_delta_backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
-    beta: jax.Array,
+    heads: Heads,
     d_out: jax.Array,
     d_state: jax.Array | None,
     *,
     scale: float,
     initial_state: jax.Array | None = None,
     segments: int | None = None,
-) -> tuple[jax.Array, ...]:
-    """Gradients (dq, dk, dv, dlog_decay, dbeta, dinitial_state) from those of o and of the final
+) -> tuple[Heads, jax.Array]:
+    """Return the gradients of heads and of the initial state, from those of o and of the final
     state, for Dv up to 128.
 
     Four kernels, six where a row has segments: what a chunk's tokens do among themselves; the
@@ -190,68 +176,37 @@ def gated_delta_backward(
     chunks' gradients, which are two kernels for a decay a key channel.  Where exp(log_decay) is 0
     its gradient is 0.
     """
-    b, t, hk, dk = q.shape
-    width, by_channel = v.shape[-1], log_decay.ndim == q.ndim
+    b, t, hk, dk = heads.q.shape
+    width, n = heads.v.shape[-1], segments or segments_of(heads)
+    q, k, v, log_decay, beta = heads
     v, d_out, d_state, initial_state = map(padded, (v, d_out, d_state, initial_state))
     if dk < CHANNELS:
         q, k, log_decay = (padded(x) if x.ndim == q.ndim else x for x in (q, k, log_decay))
         d_state, initial_state = (
             x if x is None else padded(x.mT).mT for x in (d_state, initial_state)
         )
-    if by_channel:
+    prepare, gradients_of = chunks, chunk_gradients
+    if heads.by_channel:
         beta = jnp.where(jnp.abs(beta) < LEAST_BETA, LEAST_BETA, beta)
-        *operands, inverses = chunks_by_channel(
-            q, k, log_decay, beta, None, float(scale), save=True
-        )
-    else:
-        *prepared, inverses = chunks(q, k, log_decay, beta, None, float(scale), save=True)
-        operands = q, k, *prepared
-    n = segments or segments_for(*v.shape[::2], width, -(-t // CHUNK))
-    start, transitions = _starts((*operands, v), initial_state, None, n)
-    states, remainders, _ = scan(*operands, v, start=start, segments=n, want="borders")
+        prepare, gradients_of = chunks_by_channel, gradients_channels.chunk_gradients
+    wide = Heads(q, k, v, log_decay, beta)
+    prepared, inverses = prepare(wide, None, float(scale), save=True)
+    start, transitions = _starts(prepared, v, initial_state, None, n)
+    states, remainders, _ = scan(prepared, v, start=start, segments=n, want="borders")
     if n > 1:
-        (local,) = reverse_scan(*operands, d_out, None, segments=n, want_out=False)
+        (local,) = reverse_scan(prepared, d_out, None, segments=n, want_out=False)
         d_state = segment_starts(local, transitions, d_state, reverse=True)
     elif d_state is not None:
         d_state = d_state[:, :, None]
-    d_v, ends, d_initial = reverse_scan(*operands, d_out, d_state, segments=n)
-    if by_channel:
-        d_q, d_k, d_g, d_beta = gradients_channels.chunk_gradients(
-            q,
-            k,
-            v,
-            log_decay,
-            beta,
-            inverses,
-            d_v,
-            d_out,
-            states,
-            ends,
-            operands[1],
-            operands[-1],
-            float(scale),
-        )
+    d_v, ends, d_initial = reverse_scan(prepared, d_out, d_state, segments=n)
+    around = AroundChunks(prepared, inverses, d_out, d_v, states, remainders, ends)
+    d_q, d_k, d_g, d_beta = gradients_of(wide, around, float(scale))
+    if heads.by_channel:
         d_g = d_g[..., :dk]
-    else:
-        d_q, d_k, d_g, d_beta = chunk_gradients(
-            q,
-            k,
-            v,
-            log_decay,
-            beta,
-            inverses,
-            d_v,
-            d_out,
-            states,
-            remainders,
-            ends,
-            operands[-1],
-            float(scale),
-        )
     if hk != d_q.shape[2]:
         d_q, d_k = (
             jnp.sum(x.reshape(b, t, hk, -1, CHANNELS), axis=3, dtype=jnp.float32).astype(q.dtype)
             for x in (d_q, d_k)
         )
-    d_initial = d_initial[:, :, 0, :dk, :width]
-    return d_q[..., :dk], d_k[..., :dk], d_v[..., :width], d_g, d_beta, d_initial
+    gradients = Heads(d_q[..., :dk], d_k[..., :dk], d_v[..., :width], d_g, d_beta)
+    return gradients, d_initial[:, :, 0, :dk, :width]

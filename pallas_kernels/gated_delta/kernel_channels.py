@@ -34,7 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta import kernel_tree as tree
-from pallas_kernels.gated_delta.kernel_chunks import PART, array, high_low
+from pallas_kernels.gated_delta.kernel_chunks import PART, Prepared, array, high_low
 from pallas_kernels.launch import Views, launch
 from pallas_kernels.recurrence.channels import (
     BF16_TILE,
@@ -49,6 +49,7 @@ from pallas_kernels.recurrence.channels import (
     unbundle,
     worker_items,
 )
+from pallas_kernels.recurrence.op import Heads
 from pallas_kernels.recurrence.tree import Lane
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -132,19 +133,10 @@ class _Worker:
     """The program of a warpgroup: its chunks and value heads."""
 
     def __init__(
-        self,
-        gmem,
-        smem,
-        barrier,
-        *,
-        length: int,
-        scale: float,
-        group: int,
-        parts: int,
-        sizes: tuple[int, int, int],
+        self, gmem, smem, barrier, *, length: int, scale: float, group: int, sizes: tuple[int, ...]
     ):
         self.gmem, self.length, self.scale, self.group = gmem, length, scale, group
-        self.parts, self.ragged = parts, gmem.lengths is not None
+        self.parts, self.ragged = gmem.q.shape[-1] // PART, gmem.lengths is not None
         self.n_heads, self.n_chunks, n_rows = sizes
         n_work = self.n_heads * self.n_chunks * n_rows
         own, self.n_items, self.item_of = worker_items(n_work, WARPGROUPS)
@@ -282,42 +274,26 @@ class _Worker:
             plgpu.copy_smem_to_gmem(self.rows_of.at[tree.BLOCKS + part], to)
 
 
-def chunks_by_channel(q, k, log_decay, beta, lengths, scale: float, save: bool = False):
-    """Compute the operands of ``kernel_scan.scan`` for a decay of every key channel.
+def chunks_by_channel(
+    heads: Heads, lengths: jax.Array | None, scale: float, save: bool = False
+) -> tuple[Prepared, jax.Array | None]:
+    """Compute the scans' operands for a decay of every key channel.
 
-    Parameters
-    ----------
-    q, k : bfloat16 [B, T, Hk, Dk]
-    log_decay : float32 [B, T, H, Dk]
-    beta : float32 [B, T, H]
-    lengths : int32 [B] or None
-        Chunks that start at or after a row's length are not written.
-    save : bool
-        Return X^T too.
+    lengths: int32 [B]; chunks that start at or after a row's length are not written.
 
-    Returns
-    -------
-    list
-        Q and K from the chunk's start [B, T, H, Dk], K' [B, H, NC*64, Dk] and M^T [B, H, NC*64,
-        64], bfloat16; exp(G_64), float32 [B, H, NC, Dk].  With ``save`` X^T in two bfloat16 parts,
-        [B, H, 2, NC*64, 64].
+    Returns them and, with ``save``, X^T in two bfloat16 parts, [B, H, 2, NC*64, 64].
     """
+    q, k, _, log_decay, beta = heads
     b, t, hk, dk = q.shape
     h = beta.shape[-1]
     nc, parts = -(-t // CHUNK), dk // PART
-    options = {
-        "length": t,
-        "scale": scale,
-        "group": h // hk,
-        "parts": parts,
-        "sizes": (h, nc, b),
-    }
+    options = {"length": t, "scale": scale, "group": h // hk, "sizes": (h, nc, b)}
 
     def body(gmem, smem, barrier):
         _Worker(gmem, smem, barrier, **options).run()
 
     tiles, half, spec = (WARPGROUPS, tree.TILES, CHUNK, PART), jnp.bfloat16, jax.ShapeDtypeStruct
-    results = launch(
+    *prepared, writers = launch(
         body,
         {"q": q, "k": k, "g": log_decay, "beta": beta, "lengths": lengths},
         {
@@ -341,4 +317,4 @@ def chunks_by_channel(q, k, log_decay, beta, lengths, scale: float, save: bool =
             "ready": plgpu.Barrier(num_arrivals=4, num_barriers=(WARPGROUPS, parts)),
         },
     )
-    return results if save else results[:-1]
+    return Prepared(*prepared), writers

@@ -29,19 +29,28 @@ Command: ``python -m benchmarks.kernels.gated_delta``.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
-from pallas_kernels.jax_internals import ir, llvm, vector
+from pallas_kernels.jax_internals import ir, llvm
 from pallas_kernels.launch import launch
-from pallas_kernels.recurrence.channels import CHUNK, ROWS, TILE, tokens
+from pallas_kernels.recurrence.channels import (
+    CHUNK,
+    ROWS,
+    TILE,
+    float_pairs,
+    half_pairs,
+    tokens,
+    wgmma_array,
+)
+from pallas_kernels.recurrence.op import Heads
 
 PART = 64  # key channels of a tile
 _WGMMA = plgpu.Layout.WGMMA
@@ -79,13 +88,9 @@ def pairs(array):
 
 
 def array(parts):
-    layout = _WGMMA.to_mgpu()
-    zero = mgpu.FragmentedArray.splat(p.cf(0.0), (CHUNK, CHUNK), layout, is_signed=None)
-    registers = zero.registers.copy()
-    kind = ir.VectorType.get((2,), p.f32())
+    """``x[tile][half]``, pairs of floats, as a [64, 64] array."""
     pairs = [pair for tile in parts for pair in tile]
-    registers.reshape(-1)[:] = [vector.from_elements(kind, pair) for pair in pairs]
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+    return wgmma_array((CHUNK, CHUNK), p.f32(), float_pairs(pairs))
 
 
 def _inverse_call(scale: float, save: bool):
@@ -116,13 +121,7 @@ def _inverse_call(scale: float, save: bool):
 
 def bf16_array(words):
     """Words of two bf16 in the order of ``pairs`` as a [64, 8 * tiles] array."""
-    layout, half = _WGMMA.to_mgpu(), ir.BF16Type.get()
-    shape = (CHUNK, 4 * len(words))
-    zero = mgpu.FragmentedArray.splat(mgpu.utils.c(0.0, half), shape, layout, is_signed=None)
-    registers = zero.registers.copy()
-    kind = ir.VectorType.get((2,), half)
-    registers.reshape(-1)[:] = [mgpu.utils.bitcast(word, kind) for word in words]
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+    return wgmma_array((CHUNK, 4 * len(words)), ir.BF16Type.get(), half_pairs(words))
 
 
 def parts_array(x):
@@ -248,25 +247,53 @@ class _Chunk:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def chunks(q, k, log_decay, beta, lengths, scale: float, save: bool = False):
-    """Compute the operands of ``kernel_scan.scan`` for a decay a head.
+class Prepared(NamedTuple):
+    """The operands of ``kernel_scan.scan``, and of the reverse scan.
 
-    Parameters
-    ----------
-    q, k : bfloat16 [B, T, Hk, Dk]
-    log_decay, beta : float32 [B, T, H]
-    lengths : int32 [B] or None
-        Chunks that start at or after a row's length are not written.
-    save : bool
-        Return the inverses too.
-
-    Returns
-    -------
-    list
-        K' [B, H, NC*64, Dk] and M^T [B, H, NC*64, 64], bfloat16; float32 [B, H, NC, 2, 64]: exp(G)
-        and scale * exp(G).  With ``save`` (I + A)^-1, transposed, in two bfloat16 parts, [B, H, 2,
-        NC*64, 64].
+    q, k: those of the call, ``[B, T, Hk, Dk]``; by channel Q and K from the chunk's start,
+    ``[B, T, H, Dk]``.  keys: K' ``[B, H, NC*64, Dk]``.  weights: M^T ``[B, H, NC*64, 64]``.  All
+    are bfloat16.  decays: float32 ``[B, H, NC, 2, 64]``, exp(G) and scale * exp(G); by channel
+    exp(G_64), ``[B, H, NC, Dk]``.
     """
+
+    q: jax.Array
+    k: jax.Array
+    keys: jax.Array
+    weights: jax.Array
+    decays: jax.Array
+
+    @property
+    def by_channel(self) -> bool:
+        return self.decays.ndim == 4
+
+
+class AroundChunks(NamedTuple):
+    """What the gradients inside the chunks take from the passes over them.
+
+    inverses: of ``chunks``.  d_out: of o.  d_v, ends: of ``gradients_kernel_scan.reverse_scan``.
+    states, remainders: the borders of ``kernel_scan.scan``.
+    """
+
+    prepared: Prepared
+    inverses: jax.Array
+    d_out: jax.Array
+    d_v: jax.Array
+    states: jax.Array
+    remainders: jax.Array
+    ends: jax.Array
+
+
+def chunks(
+    heads: Heads, lengths: jax.Array | None, scale: float, save: bool = False
+) -> tuple[Prepared, jax.Array | None]:
+    """Compute the scans' operands for a decay a head.
+
+    lengths: int32 [B]; chunks that start at or after a row's length are not written.
+
+    Returns them and, with ``save``, (I + A)^-1, transposed, in two bfloat16 parts, [B, H, 2, NC*64,
+    64].
+    """
+    q, k, _, log_decay, beta = heads
     b, t, hk, dk = q.shape
     h = beta.shape[-1]
     nc, parts = -(-t // CHUNK), dk // PART
@@ -276,7 +303,7 @@ def chunks(q, k, log_decay, beta, lengths, scale: float, save: bool = False):
         _Chunk(gmem, smem, barrier, **options).run()
 
     spec, half = jax.ShapeDtypeStruct, jnp.bfloat16
-    results = launch(
+    *prepared, inverses = launch(
         body,
         {"q": q, "k": k, "g": log_decay, "beta": beta, "lengths": lengths},
         {
@@ -295,4 +322,4 @@ def chunks(q, k, log_decay, beta, lengths, scale: float, save: bool = False):
             "ready": plgpu.Barrier(num_arrivals=2 * parts),
         },
     )
-    return results if save else results[:-1]
+    return Prepared(q, k, *prepared), inverses

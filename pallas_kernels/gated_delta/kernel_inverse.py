@@ -59,13 +59,7 @@ def chunk_vectors(scratch, decays, betas, limit, pitch, out, scale) -> None:
             g = p.maximum(g * LOG2E, p.cf(LOWEST))
             x.append(arith.select(inside, g, p.cf(0.0)))
             beta.append(arith.select(inside, b, p.cf(0.0)))
-        total = arith.addf(*x)
-        for distance in (1, 2, 4, 8, 16):
-            other = p.shuffle_up(total, distance)
-            there = ~(lane < distance)
-            total = arith.select(there, total + other, total)
-        before = arith.select(lane < 1, p.cf(0.0), p.shuffle_up(total, 1))
-        first = before + x[0]
+        first = lanes_before(lane, x[0] + x[1]) + x[0]
         log = [first, first + x[1]]
         end = p.shuffle_from(log[1], 31)
         at = scratch + (lane << 3)
@@ -81,6 +75,14 @@ def chunk_vectors(scratch, decays, betas, limit, pitch, out, scale) -> None:
         p.store_global(to, [y * scale for y in decay], 256)
 
     p.when(thread < 32, work)
+
+
+def lanes_before(lane, total):
+    """The sum of ``total`` over the lanes before this one."""
+    for distance in (1, 2, 4, 8, 16):
+        other = p.shuffle_up(total, distance)
+        total = arith.select(~(lane < distance), total + other, total)
+    return arith.select(lane < 1, p.cf(0.0), p.shuffle_up(total, 1))
 
 
 class InverseRows(ThreadPlace):
@@ -157,7 +159,7 @@ def sum_rows(rows: InverseRows, to, x) -> None:
     for half in range(2):
         total = p.cf(0.0)
         for tile in x:
-            total = total + arith.addf(*tile[half])
+            total = total + (tile[half][0] + tile[half][1])
         for distance in (1, 2):
             total = total + p.shuffle_xor(total, distance)
         sums.append(total)

@@ -38,14 +38,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import gpu
 from pallas_kernels.gated_delta import remainder
-from pallas_kernels.gated_delta.kernel_chunks import PART
-from pallas_kernels.gated_delta.value_tiles import by_token, read_transposed, store_transposed
+from pallas_kernels.gated_delta.kernel_chunks import Prepared
 from pallas_kernels.launch import launch
 from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
-from pallas_kernels.recurrence.scan import ScanFrame
-from pallas_kernels.recurrence.states import VALUE_BLOCK, write_rows, write_state
+from pallas_kernels.recurrence.plan import VALUE_BLOCK
+from pallas_kernels.recurrence.scan import PART, ChunkScan, ScanFacts
+from pallas_kernels.recurrence.states import (
+    by_token,
+    read_transposed,
+    write_rows,
+)
 
-STAGES = 3
 Want = Literal["out", "borders", "transitions"]
 _WGMMA = plgpu.Layout.WGMMA
 
@@ -57,21 +60,14 @@ def is_narrow(dk: int) -> bool:
 
 def stages_of(dk: int) -> int:
     """Slots of a block's ring."""
-    return 2 if is_narrow(dk) else STAGES
+    return 2 if is_narrow(dk) else ChunkScan.stages
 
 
 @dataclasses.dataclass(frozen=True)
-class _Facts:
-    """The facts of a launch of the scan."""
-
-    dk: int
-    dv: int
-    n_chunks: int
-    group: int  # value heads of a key head
-    segments: int
-    want: Want
-    by_channel: bool  # a decay for every key channel
-    warpgroups: int
+class _Facts(ScanFacts):
+    want: Want = "out"
+    by_channel: bool = False  # a decay for every key channel
+    warpgroups: int = 2
 
     @property
     def parts(self) -> list[slice]:
@@ -84,11 +80,8 @@ class _Facts:
         return 64 * self.warpgroups
 
 
-class _Scan(ScanFrame):
-    """The program of a warpgroup: 64 value channels of a segment's chunks.
-
-    gmem.lengths, gmem.start, gmem.out, gmem.borders and gmem.remainders may be None.
-    """
+class _Scan(ChunkScan):
+    """gmem.borders and gmem.remainders may be None."""
 
     def __init__(self, gmem, smem, barrier, *, facts: _Facts):
         super().__init__(gmem, smem, barrier, facts, pair=is_narrow(facts.dk))
@@ -96,10 +89,10 @@ class _Scan(ScanFrame):
         self.blocks = facts.dv // facts.width
 
     def run(self) -> None:
-        gmem, facts = self.gmem, self.facts
+        facts, values, tile = self.facts, self.smem.v, (0, self.warpgroup)
         pl.when(self.warpgroup == 0)(self.fill_ring)
-        self.columns = pl.ds(self.block * facts.width + self.warpgroup * 64, 64)
-        state = self.first_state(self.columns)
+        self.columns = self.value_columns(facts.warpgroups)
+        state = self.first_state()
         if facts.want == "transitions":
             state = self.identity(state)
         mask = jnp.where(self.block < self.blocks, -1, 0)
@@ -107,13 +100,9 @@ class _Scan(ScanFrame):
         state = lax.fori_loop(0, self.steps, self.chunk, state)
         if self.narrow:
             pl.when(self.steps > 0)(lambda: plgpu.barrier_wait(self.barrier.done_by_both))
-        final = gmem.final.at[self.row, self.head, self.segment, :, self.columns]
-        write_state(gmem.final.shape[-1])(final, state)
+        self.write_state(state)
         plgpu.wait_smem_to_gmem(0)
-        if gmem.lengths is not None and gmem.out is not None:
-            tile = 0, self.warpgroup
-            self.clear_outputs(self.columns, self.smem.v.tiles.at[tile], self.smem.v.rows.at[tile])
-            plgpu.wait_smem_to_gmem(0)
+        self.clear_outputs(values.tiles.at[tile], values.rows.at[tile])
 
     def identity(self, state):
         """The first state of the blocks beyond v: columns of the identity."""
@@ -126,19 +115,9 @@ class _Scan(ScanFrame):
     # --- copies ---
 
     def fill_ring(self) -> None:
-        lax.fori_loop(0, jnp.minimum(2, self.steps), lambda i, _: self.load(i), None)
+        super().fill_ring()
         if self.narrow:
             pl.when(self.steps > 0)(lambda: self.load_values(0))
-
-    def place(self, i):
-        """(chunk, slot, tokens, barrier) of the i-th step."""
-        c, slot = self.first + i, i % self.stages
-        return (
-            c,
-            slot,
-            pl.ds((self.first + i) * CHUNK, CHUNK),
-            self.barrier.full.at[i % self.stages],
-        )
 
     def load(self, i) -> None:
         self.load_tokens(i)
@@ -149,18 +128,20 @@ class _Scan(ScanFrame):
     def load_tokens(self, i) -> None:
         """k, and q where there are outputs."""
         gmem, smem, facts = self.gmem, self.smem, self.facts
-        _, slot, rows, bar = self.place(i)
+        _, slot, rows = self.place(i)
+        bar = self.barrier.full.at[slot]
         operands = [(gmem.k, smem.k)]
         if gmem.out is not None:
             operands.append((gmem.q, smem.q))
         for x, to in operands:
-            for part, _ in enumerate(facts.parts):
-                source = x.at[self.row, rows, self.head // facts.group, pl.ds(part * PART, PART)]
+            for part, keys in enumerate(facts.keys):
+                source = x.at[self.row, rows, self.head // facts.group, keys]
                 plgpu.copy_gmem_to_smem(source, to.rows.at[slot, part], bar, **self.both)
 
     def load_values(self, i) -> None:
         facts = self.facts
-        _, slot, rows, bar = self.place(i)
+        _, slot, rows = self.place(i)
+        bar = self.barrier.full.at[slot]
         for w in range(facts.warpgroups):
             at = pl.ds((self.block % self.blocks) * facts.width + w * 64, 64)
             source = self.gmem.v.at[self.row, rows, self.head, at]
@@ -169,7 +150,8 @@ class _Scan(ScanFrame):
     def load_prepared(self, i) -> None:
         """e, K' and M."""
         gmem, smem, at = self.gmem, self.smem, (self.row, self.head)
-        c, slot, rows, bar = self.place(i)
+        c, slot, rows = self.place(i)
+        bar = self.barrier.full.at[slot]
         plgpu.copy_gmem_to_smem(gmem.decays.at[*at, c], smem.decays.at[slot], bar)
         plgpu.copy_gmem_to_smem(gmem.keys.at[*at, rows], smem.keys.at[slot], bar, **self.both)
         if gmem.out is not None:
@@ -182,8 +164,8 @@ class _Scan(ScanFrame):
     def chunk(self, i, state):
         """wait | S -> bf16 | wgmma S^T K^T, S^T Q^T | R | wgmma S, o | o -> TMA | slot <- TMA"""
         facts, narrow, smem = self.facts, self.narrow, self.smem
-        c, slot, rows, bar = self.place(i)
-        plgpu.barrier_wait(bar)
+        c, slot, rows = self.place(i)
+        plgpu.barrier_wait(self.barrier.full.at[slot])
         rounded = None if narrow else state.astype(jnp.bfloat16)
         operands = [smem.k.tiles] if self.gmem.out is None else [smem.k.tiles, smem.q.tiles]
         read = functools.partial(self.read, slot, operands, state, rounded)
@@ -199,22 +181,9 @@ class _Scan(ScanFrame):
             seen = by_token(smem.decays, slot, 0) * seen
         rest = self.inside(c, values - seen).astype(jnp.bfloat16)
         state, *outputs = self.update(slot, state, asked, rest)
-        if self.gmem.out is not None:  # in the place of the values
-            store_transposed(smem.v.tiles.at[slot, self.warpgroup], self.inside(c, outputs[0]))
-        plgpu.commit_smem()
-        if self.gmem.out is not None:
-            to = self.gmem.out.at[self.row, rows, self.head, self.columns]
-            plgpu.copy_smem_to_gmem(smem.v.rows.at[slot, self.warpgroup], to)
+        self.store_outputs(slot, rows, self.inside(c, outputs[0]) if outputs else None)
         self.release(i)
         return state
-
-    def inside(self, c, x):
-        """Return x with zeros past the row's end."""
-        if self.gmem.lengths is None:
-            return x
-        token = plgpu.broadcasted_iota(jnp.int32, (64, CHUNK), 1, layout=_WGMMA)
-        left = self.gmem.lengths[self.row] - c * CHUNK
-        return jnp.where(token < left, x, jnp.zeros_like(x))
 
     def read(self, slot, operands, state, rounded, *accs):
         """S^T K^T and S^T Q^T; in narrow blocks the state is rounded part by part."""
@@ -268,22 +237,12 @@ class _Scan(ScanFrame):
         return pl.run_state(products)([plgpu.ACC.init(x) for x in starts])
 
     def release(self, i) -> None:
-        """Give up the slots that have been read, and start the copies into them."""
-        barrier = self.barrier
-        if self.narrow:
-            plgpu.barrier_arrive(barrier.done_by_both)
-            plgpu.barrier_wait(barrier.read_by_both)
-            pl.when(i + 2 < self.steps)(lambda: self.load_tokens(i + 2))
+        if not self.narrow:
+            super().release(i)
             return
-        if self.gmem.out is not None:
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        pl.when(i > 0)(lambda: plgpu.barrier_arrive(barrier.empty.at[(i - 1) % self.stages]))
-        pl.when((self.warpgroup == 0) & (i + 2 < self.steps))(lambda: self.refill(i))
-
-    def refill(self, i) -> None:
-        empty = self.barrier.empty
-        pl.when(i > 0)(lambda: plgpu.barrier_wait(empty.at[(i - 1) % self.stages]))
-        self.load(i + 2)
+        plgpu.barrier_arrive(self.barrier.done_by_both)
+        plgpu.barrier_wait(self.barrier.read_by_both)
+        pl.when(i + 2 < self.steps)(lambda: self.load_tokens(i + 2))
 
 
 def _scratch(facts: _Facts, decay_shape) -> dict:
@@ -307,23 +266,8 @@ def _scratch(facts: _Facts, decay_shape) -> dict:
     }
 
 
-def scan(
-    q,
-    k,
-    keys,
-    weights,
-    decays,
-    v,
-    *,
-    start=None,
-    lengths=None,
-    segments: int = 1,
-    want: Want = "out",
-):
+def scan(prepared: Prepared, v, *, start=None, lengths=None, segments: int = 1, want: Want = "out"):
     """Pass the state over the chunks.
-
-    The operands are q, k, the results of ``kernel_chunks.chunks`` (or those of
-    ``kernel_channels.chunks_by_channel``) and v.
 
     Parameters
     ----------
@@ -342,21 +286,19 @@ def scan(
         - "borders": the transposed states at the chunks' starts, bfloat16 [B, H, NC, Dv, Dk], and
           their bits below bfloat16, int32 [B, H, NC, Dv/64, Dk/64, ``remainder.WORDS``].
         - "transitions": nothing.  The final states start from zero.  128 columns more start from
-        the
-          identity, without values: the first Dk of them are the matrix by which a segment
+          the identity, without values: the first Dk of them are the matrix by which a segment
           multiplies its first state.
     """
     b, t, h, dv = v.shape
-    hk, dk = q.shape[2:]
+    hk, dk = prepared.q.shape[2:]
     nc, parts = -(-t // CHUNK), dk // PART
-    by_channel = decays.ndim == 4
     want_out = want == "out"
     width = dv + (max(VALUE_BLOCK, dk) if want == "transitions" else 0)
     # A block of 64 value channels for each SM, where there are no more of them.
     few = b * h * segments * width // VALUE_BLOCK <= gpu().sms // 2
     narrow = is_narrow(dk)
     wgs, pair = 1 if few or narrow else 2, 2 if narrow else 1
-    facts = _Facts(dk, dv, nc, h // hk, segments, want, by_channel, wgs)
+    facts = _Facts(dk, dv, nc, segments, h // hk, want, prepared.by_channel, wgs)
 
     def body(gmem, smem, barrier):
         _Scan(gmem, smem, barrier, facts=facts).run()
@@ -365,16 +307,7 @@ def scan(
     codes = (b, h, nc, dv // 64, parts, remainder.WORDS)
     results = launch(
         body,
-        {
-            "q": q,
-            "k": k,
-            "keys": keys,
-            "weights": weights,
-            "decays": decays,
-            "v": v,
-            "lengths": lengths,
-            "start": start,
-        },
+        {**prepared._asdict(), "v": v, "lengths": lengths, "start": start},
         {
             "out": spec((b, t, h, dv), v.dtype) if want_out else None,
             "borders": spec((b, h, nc, dv, dk), jnp.bfloat16) if borders else None,
@@ -385,6 +318,6 @@ def scan(
         cluster=pair,
         grid={"values": width // (64 * wgs * pair), "head": h * segments, "row": b},
         warpgroups=wgs,
-        scratch=_scratch(facts, decays.shape[3:]),
+        scratch=_scratch(facts, prepared.decays.shape[3:]),
     )
     return [result for result in results if result is not None]

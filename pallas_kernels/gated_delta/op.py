@@ -25,34 +25,24 @@ Sources: arXiv 2406.06484 (delta rule), 2412.06464 (Gated DeltaNet), 2510.26692 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty
-from pallas_kernels.gated_delta.chunked import chunked_backward, chunked_forward
+from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan
+from pallas_kernels.gated_delta.chunked import chunked_backward, chunked_forward, step
 from pallas_kernels.gated_delta.reference import normalized
-from pallas_kernels.gated_delta.step import step
 from pallas_kernels.operands import check
-from pallas_kernels.recurrence.sequences import check_decay, restarted, zero_padding
-from pallas_kernels.transform import Op, OpChoice, chosen
+from pallas_kernels.recurrence.op import Heads, Recurrence, Results, check_decay, default_scale
+from pallas_kernels.transform import Op, chosen
 
 if TYPE_CHECKING:
     from pallas_kernels.gated_delta.kernel import DeltaPlan
     from pallas_kernels.gated_delta.step_kernel import DeltaStepPlan
 
-_Pair = tuple[jax.Array, jax.Array]
-_Operands = tuple[
-    jax.Array,
-    jax.Array,
-    jax.Array,
-    jax.Array,
-    jax.Array,
-    jax.Array | None,
-    jax.Array | None,
-]
-_Static = tuple[float, bool, Plan | None]  # scale, normalize_qk, the kernel's plan
+_Options = tuple[float, bool]  # scale, normalize_qk
+_Call = tuple[_Options, "DeltaPlan"]
 _OPERANDS = {
     "q": "float [B, T, Hk+, Dk]",
     "k": "q [B, T, Hk, Dk]",
@@ -148,18 +138,8 @@ def gated_delta(
         lengths=lengths,
         segment_ids=segment_ids,
     )
-    d_k, heads, d_v = q.shape[-1], *v.shape[2:]
-    scale = max(d_k, 1) ** -0.5 if scale is None else float(scale)
-    check_decay("gated_delta", log_decay, lengths)
-    log_decay = restarted(log_decay.astype(jnp.float32), segment_ids)
-    operands = q, k, v, log_decay, beta.astype(jnp.float32)
-    found = choose_plan("gated_delta", implementation, lambda: plan(*operands), *operands)
-    if is_empty(*operands):  # no tokens, or none that hold anything
-        if initial_state is None:
-            initial_state = jnp.zeros((q.shape[0], heads, d_k, d_v), jnp.float32)
-        return jnp.zeros(v.shape, v.dtype), initial_state
-    choice, call = chosen(found, implementation), (scale, normalize_qk, found)
-    return _gated_delta(choice, call, *operands, initial_state, lengths)
+    heads, options = Heads(q, k, v, log_decay, beta), (default_scale(q, scale), normalize_qk)
+    return _gated_delta(options, heads, initial_state, lengths, segment_ids, implementation)
 
 
 def gated_delta_step(
@@ -226,15 +206,12 @@ def gated_delta_step(
         beta=beta,
         state=state,
     )
-    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     check_decay("gated_delta_step", log_decay)
-    log_decay, beta = log_decay.astype(jnp.float32), beta.astype(jnp.float32)
-    operands = q, k, v, log_decay, beta, state
-    found = choose_plan(
-        "gated_delta_step", implementation, lambda: _step_plan(*operands), *operands
-    )
-    choice, call = chosen(found, implementation), (scale, normalize_qk, found)
-    return _gated_delta_step(choice, call, *operands)
+    heads = Heads(q, k, v, log_decay, beta).in_float32()
+    find = lambda: _step_plan(heads)  # noqa: E731
+    found = choose_plan("gated_delta_step", implementation, find, *heads, state)
+    call = (default_scale(q, scale), normalize_qk), found
+    return _gated_delta_step(chosen(found, implementation), call, heads, state)
 
 
 def _check(
@@ -252,182 +229,71 @@ def _check(
         raise ValueError(f"{op}: v has {sizes['H']} heads, no multiple of the {sizes['Hk']} of q")
 
 
-def plan(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array) -> Plan | Reason:
+def plan(heads: Heads) -> Plan | Reason:
     """How a kernel computes ``gated_delta``."""
     from pallas_kernels.gated_delta import kernel
 
-    return kernel.plan(q, k, v, g)
+    return kernel.plan(heads)
 
 
-def _step_plan(
-    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, state: jax.Array
-) -> Plan | Reason:
-    from pallas_kernels.gated_delta import step_kernel
-
-    return step_kernel.plan(q, k, v)
+def _normalized(heads: Heads) -> Heads:
+    q, k = (normalized(x.astype(jnp.float32)).astype(x.dtype) for x in heads[:2])
+    return heads._replace(q=q, k=k)
 
 
 def _kernel(
-    static: tuple[float, bool, DeltaPlan], q: jax.Array, k: jax.Array, *operands: jax.Array
-) -> _Pair:
+    call: _Call, heads: Heads, state: jax.Array | None, lengths: jax.Array | None
+) -> Results:
     from pallas_kernels.gated_delta import kernel
 
-    scale, normalize_qk, plan = static
-    q, k = (_normalized(x) if normalize_qk else x for x in (q, k))
-    v, g, beta, initial_state, lengths = operands
-    return kernel.gated_delta_forward(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale=scale,
-        initial_state=initial_state,
-        lengths=lengths,
-        segments=plan.segments,
-    )
-
-
-def _normalized(x: jax.Array) -> jax.Array:
-    return normalized(x.astype(jnp.float32)).astype(x.dtype)
-
-
-def _xla(static: _Static, *operands: jax.Array) -> _Pair:
-    *inputs, initial_state, lengths = operands
-    return _chunked(static, *zero_padding(lengths, *inputs), initial_state=initial_state)[0]
-
-
-def _chunked(
-    static: _Static,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    initial_state: jax.Array | None,
-) -> tuple[_Pair, jax.Array]:
-    """((o, state), the states that ``chunked_backward`` takes)."""
-    scale, normalize_qk, _ = static
-    if initial_state is None:
-        # It is made from v, so that inside a shard_map it varies over the same axes as v.
-        zero = jnp.zeros_like(v[:, 0, :, None], jnp.float32)
-        initial_state = jnp.broadcast_to(zero, (*zero.shape[:2], q.shape[-1], zero.shape[-1]))
-    *out, borders = chunked_forward(
-        q, k, v, *_columns(q, g, beta), initial_state, scale=scale, normalize_qk=normalize_qk
-    )
-    return tuple(out), borders
-
-
-def _columns(q: jax.Array, g: jax.Array, beta: jax.Array) -> _Pair:
-    """log_decay and beta with a last axis."""
-    return (g[..., None] if g.ndim < q.ndim else g), beta[..., None]
-
-
-def _forward(
-    choice: OpChoice, static: _Static, *operands: jax.Array
-) -> tuple[_Pair, jax.Array | tuple[()]]:
-    if choice.implementation == "mosaic":  # which keeps no states
-        return _gated_delta(choice, static, *operands), ()
-    *inputs, initial_state, lengths = operands
-    return _chunked(static, *zero_padding(lengths, *inputs), initial_state=initial_state)
-
-
-def _backward(
-    choice: OpChoice,
-    static: _Static,
-    operands: _Operands,
-    saved: jax.Array,
-    d_o: jax.Array,
-    d_state: jax.Array,
-) -> tuple[jax.Array | None, ...]:
-    *inputs, initial_state, lengths = operands
-    q, k, v, g, beta, d_o = zero_padding(lengths, *inputs, d_o)
-    if choice.implementation == "mosaic":
-        *gradients, d_initial = _kernel_backward(
-            choice, static, q, k, v, g, beta, initial_state, d_o, d_state
-        )
-    else:
-        *gradients, d_initial = _chunked_gradients(static, q, k, v, g, beta, saved, d_o, d_state)
-    d_initial = None if initial_state is None else d_initial
-    return (*zero_padding(lengths, *gradients), d_initial, None)
-
-
-def _chunked_gradients(
-    static: _Static,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    borders: jax.Array,
-    d_o: jax.Array,
-    d_state: jax.Array,
-) -> tuple[jax.Array, ...]:
-    scale, normalize_qk, _ = static
-    d_q, d_k, d_v, d_g, d_beta, d_initial = chunked_backward(
-        q,
-        k,
-        v,
-        *_columns(q, g, beta),
-        borders,
-        d_o,
-        d_state,
-        scale=scale,
-        normalize_qk=normalize_qk,
-    )
-    return d_q, d_k, d_v, d_g.reshape(g.shape), d_beta.reshape(beta.shape), d_initial
-
-
-def _gradients_from_inputs(static: _Static, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    q, k, v, g, beta, initial_state, d_o, d_state = operands
-    borders = _chunked(static, q, k, v, g, beta, initial_state)[1]
-    return _chunked_gradients(static, q, k, v, g, beta, borders, d_o, d_state)
+    (scale, normalize_qk), plan = call
+    heads = _normalized(heads) if normalize_qk else heads
+    given = {"initial_state": state, "lengths": lengths, "segments": plan.segments}
+    return kernel.gated_delta_forward(heads, scale=scale, **given)
 
 
 def _gradients(
-    static: tuple[float, bool, DeltaPlan], q: jax.Array, k: jax.Array, *operands: jax.Array
-) -> tuple[jax.Array, ...]:
+    call: _Call,
+    heads: Heads,
+    state: jax.Array | None,
+    kept: tuple[()],
+    d_o: jax.Array,
+    d_state: jax.Array,
+) -> tuple[Heads, jax.Array] | None:
     from pallas_kernels.gated_delta import kernel
 
-    scale, normalize_qk, plan = static
+    (scale, normalize_qk), plan = call
     if not plan.backward:
-        return _gradients_from_inputs(static, q, k, *operands)
-    v, g, beta, initial_state, d_o, d_state = operands
+        return None
     pull = None
     if normalize_qk:
-        (q, k), pull = jax.vjp(lambda *x: tuple(map(_normalized, x)), q, k)
-    d_q, d_k, *rest = kernel.gated_delta_backward(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        d_o,
-        d_state,
-        scale=scale,
-        initial_state=initial_state,
-        segments=plan.segments,
-    )
-    if pull is not None:
-        d_q, d_k = pull((d_q, d_k))
-    return d_q, d_k, *rest
+        heads, pull = jax.vjp(_normalized, heads)
+    given: dict[str, Any] = {"initial_state": state, "segments": plan.segments}
+    gradients, d_initial = kernel.gated_delta_backward(heads, d_o, d_state, scale=scale, **given)
+    return gradients if pull is None else pull(gradients)[0], d_initial
 
 
-def _step_xla(static: _Static, *operands: jax.Array) -> _Pair:
-    scale, normalize_qk, _ = static
-    return step(*operands, scale=scale, normalize_qk=normalize_qk)
+_gated_delta = Recurrence(
+    "gated_delta", chunked_forward, chunked_backward, plan, _kernel, _gradients
+)
 
 
-def _step_kernel(
-    static: tuple[float, bool, DeltaStepPlan], q: jax.Array, k: jax.Array, *operands: jax.Array
-) -> _Pair:
+def _step_plan(heads: Heads) -> Plan | Reason:
     from pallas_kernels.gated_delta import step_kernel
 
-    scale, normalize_qk, plan = static
-    q, k = (_normalized(x) if normalize_qk else x for x in (q, k))
-    return step_kernel.gated_delta_step(q, k, *operands, scale=scale, plan=plan)
+    return step_kernel.plan(*heads[:3])
 
 
-_kernel_backward = Op("gated_delta", _gradients_from_inputs, _gradients)
-_gated_delta = Op("gated_delta", _xla, _kernel, forward=_forward, backward=_backward)
+def _step_xla(call: tuple[_Options, Plan | None], heads: Heads, state: jax.Array) -> Results:
+    return step(heads, state, *call[0])
+
+
+def _step_kernel(call: tuple[_Options, DeltaStepPlan], heads: Heads, state: jax.Array) -> Results:
+    from pallas_kernels.gated_delta import step_kernel
+
+    (scale, normalize_qk), plan = call
+    heads = _normalized(heads) if normalize_qk else heads
+    return step_kernel.gated_delta_step(*heads, state, scale=scale, plan=plan)
+
+
 _gated_delta_step = Op("gated_delta_step", _step_xla, _step_kernel)

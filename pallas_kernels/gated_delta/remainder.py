@@ -12,8 +12,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import ir, llvm, vector
-from pallas_kernels.recurrence.channels import thread_in_warpgroup
+from pallas_kernels.jax_internals import llvm
+from pallas_kernels.recurrence.channels import float_pairs, thread_in_warpgroup, wgmma_array
 
 WORDS = 4 * 128  # of a [64, 64] array
 LAYOUT = plgpu.Layout.WG_STRIDED((WORDS,), vec_size=4)  # of a thread's codes
@@ -64,16 +64,12 @@ def store(ctx, to, x, rounded) -> None:
 def joined(ctx, codes, rounded):
     """x, to twelve bits, from its bf16 and what ``store`` left."""
     del ctx
-    layout = _WGMMA.to_mgpu()
-    zero = mgpu.FragmentedArray.splat(p.cf(0.0), (64, 64), layout, is_signed=None)
-    registers = zero.registers.copy()
-    (codes,) = codes.registers.flat
-    words = [llvm.extractelement(codes, p.ci(n)) for n in range(4)]
-    kind = ir.VectorType.get((2,), p.f32())
-    pairs = []
-    for i, half in enumerate(rounded.registers.reshape(-1)):
-        wide = widened(mgpu.utils.bitcast(half, p.i32()))
-        values = [decoded(words[i // 4], 2 * (i % 4) + e, wide[e]) for e in range(2)]
-        pairs.append(vector.from_elements(kind, values))
-    registers.reshape(-1)[:] = pairs
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    def pairs():
+        (own,) = codes.registers.flat
+        words = [llvm.extractelement(own, p.ci(n)) for n in range(4)]
+        for i, half in enumerate(rounded.registers.reshape(-1)):
+            wide = widened(mgpu.utils.bitcast(half, p.i32()))
+            yield [decoded(words[i // 4], 2 * (i % 4) + e, wide[e]) for e in range(2)]
+
+    return wgmma_array((64, 64), p.f32(), float_pairs(pairs()))

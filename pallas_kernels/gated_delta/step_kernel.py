@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -28,7 +29,6 @@ from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.fused_parts import KIND, floats, packed
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.operands import half_reason
 from pallas_kernels.ptx import LOG2E
@@ -180,7 +180,7 @@ class _Step:
         """n sums over the warps."""
         shape = self.shape
         parts = [p.load_shared(at, n, offset + shape.pitch * w, "f32") for w in range(shape.warps)]
-        return [functools.reduce(arith.addf, x) for x in zip(*parts, strict=True)]
+        return [functools.reduce(operator.add, x) for x in zip(*parts, strict=True)]
 
     def write(self, at, change) -> None:
         shape = self.shape

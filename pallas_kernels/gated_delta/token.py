@@ -1,18 +1,18 @@
 """Tokens of a gated delta layer between its projections and its output product, as one kernel: the
 short convolution, the gates, the steps, the norm and the output's gate.
 
-``gated_delta_token`` computes one token.  ``gated_delta_tokens`` computes several tokens of a
-draft, some of which may be rejected.  It writes nothing of the row; it also returns the operands
-with which ``gated_delta.commit`` accepts some of them.
+``gated_delta_token`` computes one token, or several tokens of a draft, some of which may be
+rejected.  Of these it writes nothing of the row; it also returns the operands with which
+``gated_delta.commit`` accepts some of them.
 
-Both compute the same as ``jaxllama.model.mixers.delta.mix`` with one decay a head.  This folder has
+It computes the same as ``jaxllama.model.mixers.delta.mix`` with one decay a head.  This folder has
 no XLA form of it.  ``plan`` says which calls the kernel does not take.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,19 +24,8 @@ from pallas_kernels.transform import Op, OpChoice
 if TYPE_CHECKING:
     from pallas_kernels.gated_delta.token_kernel import DeltaTokenPlan
 
-P = TypeVar("P")
 # Columns where the streams begin; eps, beta_max, is there z; the kernel's plan.
-_Call = tuple[tuple[int, ...], tuple[float, float, bool], P]
-_Operands = tuple[
-    Sequence[Columns],
-    jax.Array,
-    tuple[jax.Array, jax.Array],
-    jax.Array,
-    jax.Array | None,
-    jax.Array,
-    jax.Array,
-]
-
+_Call = tuple[tuple[int, ...], tuple[float, float, bool], "DeltaTokenPlan"]
 CLUSTER = 8  # value heads of a key head
 MOST = 16  # tokens of a row
 _OPERANDS = {
@@ -57,135 +46,79 @@ _OF_SEVERAL = {
 }
 
 
-def gated_delta_token(
-    streams: Sequence[Columns],
-    conv: jax.Array,
-    decay: tuple[jax.Array, jax.Array],
-    norm: jax.Array,
-    lengths: jax.Array,
-    state: jax.Array,
-    last: jax.Array,
-    *,
-    eps: float,
-    beta_max: float,
-    planned: Plan | None = None,
-) -> tuple[jax.Array, ...]:
-    """(y ``[B, H, Dv]``, new state, new last inputs): donate the latter two.
+class DeltaLayerTokens(NamedTuple):
+    """A layer's operands for one token of each row, or for several, whose lengths are None.
 
     streams: qkvz, ``F = 2 Hk Dk + H Dv`` columns of q, k and v and, where the layer has a gate,
-        ``H Dv`` of z; ba, b and a of H heads.  All but the state are bfloat16, or all float16.
-    conv: taps ``[F, W]``; last: ``[B, W - 1, F]``.  decay: a_log, dt_bias ``[H]``.  norm: ``[Dv]``.
+        ``H Dv`` of z; ba, b and a of H heads; ``B * T`` rows for T tokens.  All but the state are
+        bfloat16, or all float16.
+    conv: taps ``[F, W]``.  decay: a_log, dt_bias ``[H]``.  norm: ``[Dv]``.
     lengths: int32 ``[B]``; where it is 0 the row stands still, and its y means nothing.
+    state: float32 ``[B, H, Dk, Dv]``.  last: inputs of the convolution, ``[B, W - 1, F]``.
+    """
+
+    streams: Sequence[Columns]
+    conv: jax.Array
+    decay: tuple[jax.Array, jax.Array]
+    norm: jax.Array
+    lengths: jax.Array | None
+    state: jax.Array
+    last: jax.Array
+
+
+def gated_delta_token(
+    x: DeltaLayerTokens, *, eps: float, beta_max: float, planned: Plan | None = None
+) -> tuple[jax.Array, ...]:
+    """Return (y ``[B, H, Dv]``, new state, new last inputs) of one token: donate the latter two.
+
+    Of T consecutive tokens of each row, from a state and last inputs that are only read, it returns
+    (y ``[B * T, H, Dv]``, k ``[B, T, Hk, Dk]``, v ``[B, T, H, Dv]``, log_decay and beta ``[B, T,
+    H]``, inputs ``[B, T, F]``).  k is not normalized.  log_decay and beta are float32.  The inputs
+    are those of the convolution.
+
     planned: ``own_token``'s plan, which is then not asked for again.
     Raises ValueError naming the operand for shapes and dtypes that no layer has,
-    NotImplementedError, naming the fact, where ``plan`` has none.
+    NotImplementedError, naming the fact, where ``plan`` has none; several tokens have none of an
+    empty state.
     """
-    operands = streams, conv, decay, norm, lengths, state, last
-    found = planned or plan(*operands)
-    if is_empty(state):
-        batch, heads, _, dv = state.shape
-        return jnp.zeros((batch, heads, dv), last.dtype), state, last
-    call, rows = _call("gated_delta_token", found, operands, eps, beta_max)
-    return _gated_delta_token(OpChoice("mosaic"), call, rows, *operands[1:])
-
-
-def gated_delta_tokens(
-    streams: Sequence[Columns],
-    conv: jax.Array,
-    decay: tuple[jax.Array, jax.Array],
-    norm: jax.Array,
-    state: jax.Array,
-    last: jax.Array,
-    *,
-    eps: float,
-    beta_max: float,
-    planned: Plan | None = None,
-) -> tuple[jax.Array, ...]:
-    """Compute T consecutive tokens of each row from a state and last inputs that are only read.
-
-    streams: as in ``gated_delta_token``, with ``B * T`` rows.
-
-    Returns (y ``[B * T, H, Dv]``, k ``[B, T, Hk, Dk]``, v ``[B, T, H, Dv]``, log_decay and beta
-    ``[B, T, H]``, inputs ``[B, T, F]``). k is not normalized. log_decay and beta are float32. The
-    inputs are those of the convolution.
-
-    Raises the errors of ``gated_delta_token``, and NotImplementedError for an empty state.
-    """
-    operands = streams, conv, decay, norm, None, state, last
-    found = planned or plan(*operands)
-    if is_empty(state):
+    found, op = planned or plan(x), _op(x)
+    if is_empty(x.state):
+        if x.lengths is not None:
+            batch, heads, _, dv = x.state.shape
+            return jnp.zeros((batch, heads, dv), x.last.dtype), x.state, x.last
         found = Reason("an operand of size 0")
-    call, rows = _call("gated_delta_tokens", found, operands, eps, beta_max)
-    return _gated_delta_tokens(OpChoice("mosaic"), call, rows, conv, decay, norm, state, last)
+    rows = tuple(stream.rows for stream in x.streams)
+    given = rows, x.conv, x.decay, x.norm, x.state, x.last
+    own = choose_plan(op.name, "mosaic", lambda: found, *given, has_xla=False)
+    options = float(eps), float(beta_max), x.streams[0].width > x.conv.shape[0]
+    call = tuple(stream.start for stream in x.streams), options, own
+    return op(OpChoice("mosaic"), call, rows, *x[1:])
 
 
-def _call(
-    op: str, found: Plan | Reason, operands: _Operands, eps: float, beta_max: float
-) -> tuple[_Call[Plan | None], tuple[jax.Array, ...]]:
-    streams, conv, *_ = operands
-    rows = tuple(x.rows for x in streams)
-    plan = choose_plan(
-        op, "mosaic", lambda: found, rows, *operands[1:4], *operands[5:], has_xla=False
-    )
-    gated = streams[0].width > conv.shape[0]
-    return (tuple(x.start for x in streams), (float(eps), float(beta_max), gated), plan), rows
-
-
-def _kernel(
-    call: _Call[DeltaTokenPlan],
-    *operands: jax.Array | tuple[jax.Array, ...] | None,
-    keeps: bool = False,
-) -> tuple[jax.Array, ...]:
+def _kernel(call: _Call, *operands: Any) -> tuple[jax.Array, ...]:
     from pallas_kernels.gated_delta import token_kernel
 
     starts, options, plan = call
-    return token_kernel.gated_delta_token(
-        *operands, starts=starts, options=options, plan=plan, keeps=keeps
-    )
-
-
-def _kernel_of_several(
-    call: _Call[DeltaTokenPlan],
-    rows: tuple[jax.Array, ...],
-    conv: jax.Array,
-    decay: tuple[jax.Array, jax.Array],
-    norm: jax.Array,
-    state: jax.Array,
-    last: jax.Array,
-) -> tuple[jax.Array, ...]:
-    return _kernel(call, rows, conv, decay, norm, None, state, last, keeps=True)
+    return token_kernel.gated_delta_token(*operands, starts=starts, options=options, plan=plan)
 
 
 _gated_delta_token = Op("gated_delta_token", None, _kernel)
-_gated_delta_tokens = Op("gated_delta_tokens", None, _kernel_of_several)
+_gated_delta_tokens = Op("gated_delta_tokens", None, _kernel)
 
 
-def plan(
-    streams: Sequence[Columns],
-    conv: jax.Array,
-    decay: tuple[jax.Array, jax.Array],
-    norm: jax.Array,
-    lengths: jax.Array | None,
-    state: jax.Array,
-    last: jax.Array,
-) -> Plan | Reason:
-    """How the kernel computes a call, without lengths one of ``gated_delta_tokens``.  Raises
-    ValueError as ``gated_delta_token`` does."""
+def _op(x: DeltaLayerTokens) -> Op[tuple[jax.Array, ...]]:
+    return _gated_delta_tokens if x.lengths is None else _gated_delta_token
+
+
+def plan(x: DeltaLayerTokens) -> Plan | Reason:
+    """How the kernel computes a call.  Raises ValueError as ``gated_delta_token`` does."""
     from pallas_kernels.gated_delta import token_kernel
 
-    qkvz, ba = (x.rows for x in streams)
-    named = {
-        "qkvz": qkvz,
-        "ba": ba,
-        "conv": conv,
-        "a_log": decay[0],
-        "dt_bias": decay[1],
-        "norm": norm,
-        "last": last,
-    }
-    op, lines = "gated_delta_token", _OPERANDS
-    if lengths is None:
-        op, lines = "gated_delta_tokens", _OF_SEVERAL
+    streams, conv, (a_log, dt_bias), norm, lengths, state, last = x
+    qkvz, ba = (stream.rows for stream in streams)
+    named = {"qkvz": qkvz, "ba": ba, "conv": conv, "a_log": a_log, "dt_bias": dt_bias}
+    named |= {"norm": norm, "last": last}
+    op, lines = _op(x).name, _OF_SEVERAL if lengths is None else _OPERANDS
     check(op, lines, **named, lengths=lengths, state=state)
     rows, batch = qkvz.shape[0], state.shape[0]
     if lengths is None and (batch == 0 or rows == 0 or rows % batch):
@@ -203,11 +136,11 @@ def plan(
             f"{op}: last {last.shape} has not one input less than conv {conv.shape} has taps"
         )
     widths = (features, features + heads * dv), (2 * heads,)
-    for name, x, allowed in zip(("qkvz", "ba"), streams, widths, strict=True):
-        if x.width not in allowed or not 0 <= x.start <= x.rows.shape[1] - x.width:
+    for name, stream, allowed in zip(("qkvz", "ba"), streams, widths, strict=True):
+        width, start, of = stream.width, stream.start, stream.rows.shape
+        if width not in allowed or not 0 <= start <= of[1] - width:
             raise ValueError(
-                f"{op}: {name} is {x.width} columns from {x.start} of "
-                f"{x.rows.shape}, not {allowed[-1]}"
+                f"{op}: {name} is {width} columns from {start} of {of}, not {allowed[-1]}"
             )
     if reason := half_reason(**named):
         return Reason(reason)
@@ -224,15 +157,6 @@ def plan(
     return token_kernel.DeltaTokenPlan(dk // token_kernel.ROWS)
 
 
-def own_token(
-    streams: Sequence[Columns],
-    conv: jax.Array,
-    decay: tuple[jax.Array, jax.Array],
-    norm: jax.Array,
-    lengths: jax.Array | None,
-    state: jax.Array,
-    last: jax.Array,
-) -> Plan | None:
+def own_token(x: DeltaLayerTokens) -> Plan | None:
     """``plan`` of these operands, or None where there is no kernel for them here."""
-    operands = streams, conv, decay, norm, lengths, state, last
-    return own_plan(lambda: plan(*operands), state, last)
+    return own_plan(lambda: plan(x), x.state, x.last)

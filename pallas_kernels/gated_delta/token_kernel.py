@@ -98,7 +98,7 @@ def _launched(
     return () if y is None else (y, *(others or ()))
 
 
-@functools.partial(jax.jit, static_argnames=("starts", "options", "plan", "keeps"))
+@functools.partial(jax.jit, static_argnames=("starts", "options", "plan"))
 def gated_delta_token(
     streams: tuple[jax.Array, jax.Array],
     conv: jax.Array,
@@ -111,13 +111,12 @@ def gated_delta_token(
     starts: tuple[int, int],
     options: tuple[float, float, bool],
     plan: DeltaTokenPlan,
-    keeps: bool = False,
 ):
     """See ``pallas_kernels.gated_delta.token``.
 
     streams: the rows ``[B T, pitch]`` that hold qkvz and ba, each from its column of ``starts`` on.
-    options: eps, beta_max, is there z.  keeps: state and last stay, and the result is (y, k, v,
-    log_decay, beta, read); else T is 1.
+    options: eps, beta_max, is there z.  Without lengths state and last stay, and the result is
+    (y, k, v, log_decay, beta, read); else T is 1.
     """
     del plan  # one division for each Dk
     b, h, dk, dv = state.shape
@@ -131,7 +130,7 @@ def gated_delta_token(
     operands = DeltaTokenOperands(*streams, conv, *decay, norm, lengths)
     spec, lead = jax.ShapeDtypeStruct, (b, tokens)
     out = (spec((b * tokens, h, dv), dtype),)
-    if keeps:
+    if lengths is None:
         out += (spec((*lead, key_heads, dk), dtype), spec((*lead, h, dv), dtype))
         out += (spec((*lead, h), jnp.float32),) * 2 + (spec((*lead, features), dtype),)
         return _launched(shape, operands, b, out, (state, last))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -116,7 +117,7 @@ class Token:
         self.joined = self.writes and not alone  # a cluster
         head, layer = p.register("clusterid.x" if self.joined else "ctaid.x"), None
         if isinstance(operands.state, tuple):
-            layer, head = (f(head, p.ci(heads)) for f in (arith.divui, arith.remui))
+            layer, head = head // heads, head % heads
         if self.joined:
             self.rank = p.register("cluster_ctarank")
             head = head * shape.group + self.rank
@@ -129,7 +130,7 @@ class Token:
             self.kept = DeltaTokenOperands(
                 **dict(zip(_KEPT, map(p.address, operands.kept), strict=True))
             )
-        self.row, self.head = (f(head, p.ci(shape.heads)) for f in (arith.divui, arith.remui))
+        self.row, self.head = head // shape.heads, head % shape.heads
         self.key_head = self.head // shape.group
         keys = shape.key_heads * shape.dk
         # A thread's channel of q or k, and of v.  There are as many channels of q and k as threads.
@@ -258,7 +259,7 @@ class Token:
         def total(at, n, offset=0):
             places = (offset + 4 * _PITCH * w for w in range(shape.warps))
             parts = [p.load_shared(at, n, place, "f32") for place in places]
-            return [functools.reduce(arith.addf, x) for x in zip(*parts, strict=True)]
+            return [functools.reduce(operator.add, x) for x in zip(*parts, strict=True)]
 
         at = here + self.column * 4
         v = self.values + self.column * 4 + 4 * (COLUMNS + shape.warps) * t

@@ -27,7 +27,6 @@ Sources: arXiv 2312.06635, section 4; the tree replaces its secondary chunking.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,89 +40,39 @@ from pallas_kernels.recurrence.decay import (
     second_halves,
     transpose_sums,
 )
-from pallas_kernels.recurrence.groups import (
-    dot,
-    grouping_of,
-    join,
-    operand_dtype,
-    scan_groups,
-    scan_unroll,
-    split,
-)
-
-
-class GlaChunks(NamedTuple):
-    """Inputs of one group, all ``[B, H, N, C, D]``: N chunks of C tokens."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    g: jax.Array
+from pallas_kernels.recurrence.groups import dot, operand_dtype, scan_unroll
+from pallas_kernels.recurrence.op import Heads
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "chunk"))
 def chunked_forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
-    initial_state: jax.Array,
-    *,
-    scale: float,
-    chunk: int,
+    heads: Heads, initial_state: jax.Array, scale: float, chunk: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (``o [B, T, H, Dv]``, the final state, the state before each group of chunks).
-
-    q, k, log_decay: ``[B, T, H, Dk]``.  v: ``[B, T, H, Dv]``.  initial_state: ``[B, H, Dk, Dv]``.
-    The states before the groups are ``[groups, B, H, Dk, Dv]``.
-    """
-    grouping = grouping_of(q, v, chunk)
-    groups = GlaChunks(*(split(x, grouping) for x in (q, k, v, log_decay)))
-    dtype = operand_dtype(q.dtype)
-
-    def one_group(state: jax.Array, group: GlaChunks) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        o, final = _group_forward(group, state, scale, dtype)
-        return final, (o.astype(v.dtype), state)
-
-    final, (o, borders) = scan_groups(one_group, initial_state, groups)
-    return join(o, q.shape[1]), final, borders
+    """Return the results of ``groups.forward``."""
+    group = functools.partial(_group_forward, scale=scale, dtype=operand_dtype(heads.q.dtype))
+    return groups.forward(group, heads, initial_state, chunk)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "chunk"))
 def chunked_backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
+    heads: Heads,
     borders: jax.Array,
     d_o: jax.Array,
     d_state: jax.Array,
-    *,
     scale: float,
     chunk: int,
-) -> tuple[jax.Array, ...]:
-    """Gradients of q, k, v, log_decay (in their dtypes) and of the initial state."""
-    grouping = grouping_of(q, v, chunk)
-    groups = GlaChunks(*(split(x, grouping) for x in (q, k, v, log_decay)))
-    dtype = operand_dtype(q.dtype)
-
-    def one_group(
-        d_final: jax.Array, inputs: tuple[GlaChunks, jax.Array, jax.Array]
-    ) -> tuple[jax.Array, GlaChunks]:
-        group, state, d_out = inputs
-        grads, d_initial = _group_backward(group, state, d_out, d_final, scale, dtype)
-        return d_initial, GlaChunks(*(d.astype(x.dtype) for d, x in zip(grads, group, strict=True)))
-
-    inputs = (groups, borders, split(d_o, grouping))
-    d_initial, grads = scan_groups(one_group, d_state, inputs, reverse=True)
-    return (*(join(x, q.shape[1]) for x in grads), d_initial)
+) -> tuple[Heads, jax.Array]:
+    """Return the results of ``groups.backward``."""
+    group = functools.partial(_group_backward, scale=scale, dtype=operand_dtype(heads.q.dtype))
+    return groups.backward(group, heads, borders, d_o, d_state, chunk)
 
 
 def _group_forward(
-    x: GlaChunks, state: jax.Array, scale: float, dtype: jnp.dtype
+    x: Heads, state: jax.Array, scale: float, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """(o float32 ``[B, H, N, C, Dv]``, state after the group)."""
-    levels, prefix, suffix = decay_sums(x.g, dtype, groups.on_gpu())
+    """(o float32 ``[B, H, N, C, Dv]``, state after the group) of ``[B, H, N, C, D]``: N chunks of C
+    tokens."""
+    levels, prefix, suffix = decay_sums(x.log_decay, dtype, groups.on_gpu())
     q = x.q.astype(jnp.float32) * scale
     k = x.k.astype(jnp.float32)
     a = _chunk_attention(q, k, levels, dtype)
@@ -133,15 +82,15 @@ def _group_forward(
 
 
 def _group_backward(
-    x: GlaChunks,
+    x: Heads,
     state: jax.Array,
     d_o: jax.Array,
     d_final: jax.Array,
     scale: float,
     dtype: jnp.dtype,
-) -> tuple[GlaChunks, jax.Array]:
+) -> tuple[Heads, jax.Array]:
     """(gradients of the group's inputs, gradient of the state before the group), all float32."""
-    levels, prefix, suffix = decay_sums(x.g, dtype, groups.on_gpu())
+    levels, prefix, suffix = decay_sums(x.log_decay, dtype, groups.on_gpu())
     q = x.q.astype(jnp.float32) * scale
     k = x.k.astype(jnp.float32)
     q_decay, k_decay = jnp.exp(prefix), jnp.exp(suffix)
@@ -167,7 +116,7 @@ def _group_backward(
     d_q += on_diagonal * k
     d_k += on_diagonal * q
     d_levels = []
-    length = x.g.shape[-2]
+    length = x.log_decay.shape[-2]
     for index, level in enumerate(levels):
         second = second_halves(length, 1 << index)[:, None]
         decay = jnp.exp(level)
@@ -179,7 +128,7 @@ def _group_backward(
         d_q += jnp.where(second, d_y, 0.0)
         d_k += jnp.where(second, 0.0, d_y)
     d_g = transpose_sums(DecaySums(tuple(d_levels), d_prefix, d_suffix), dtype, groups.on_gpu())
-    return GlaChunks(d_q * scale, d_k, d_v, d_g), d_state
+    return Heads(d_q * scale, d_k, d_v, d_g), d_state
 
 
 def _chunk_attention(

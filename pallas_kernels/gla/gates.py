@@ -38,6 +38,7 @@ and kg carry 2.5e-3.  Attempts: docs/lab/gla.md.  Command: ``python -m benchmark
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +64,20 @@ from pallas_kernels.recurrence.channels import (
     zero_acc,
 )
 from pallas_kernels.recurrence.tree import ACCUMULATORS, Lane, gate_slice, merge
+
+
+class Gated(NamedTuple):
+    """The results for ``gla.scan``: qg and kg bfloat16 [B, H, NC*64, Dk], A bfloat16 [B, H, pieces,
+    NC*64, 64], decay float32 [B, H, NC, Dk]."""
+
+    qg: jax.Array
+    kg: jax.Array
+    attention: jax.Array
+    decay: jax.Array
+
+    def reversed(self) -> Gated:
+        """Return the operands of the reverse scan."""
+        return self._replace(qg=self.kg, kg=self.qg)
 
 
 def piece_width(dk: int) -> int:
@@ -202,7 +217,7 @@ class _Worker:
             plgpu.copy_smem_to_gmem(words.at[slot, 2], gmem.attention.at[b, head, piece, rows])
 
 
-def gates(q, k, log_decay, lengths, scale: float):
+def gates(q, k, log_decay, lengths, scale: float) -> Gated:
     """Compute the gated operands of ``gla.scan``.
 
     Parameters
@@ -211,12 +226,6 @@ def gates(q, k, log_decay, lengths, scale: float):
     log_decay : float32 [B, T, H, Dk]
     lengths : int32 [B] or None
         Chunks that start at or after a row's length are not written.
-
-    Returns
-    -------
-    list
-        qg, kg bfloat16 [B, H, NC*64, Dk]; A bfloat16 [B, H, pieces, NC*64, 64]; decay float32
-        [B, H, NC, Dk].
     """
     b, t, h, dk = q.shape
     width = piece_width(dk)
@@ -229,14 +238,15 @@ def gates(q, k, log_decay, lengths, scale: float):
     def body(gmem, smem, barrier):
         _Worker(gmem, smem, barrier, sizes=sizes, n_work=n_work, scale=scale).run()
 
-    return launch(
+    spec, half = jax.ShapeDtypeStruct, jnp.bfloat16
+    results = launch(
         body,
         {"q": q, "k": k, "g": log_decay, "lengths": lengths},
         {
-            "qg": jax.ShapeDtypeStruct((b, h, nc * CHUNK, dk), jnp.bfloat16),
-            "kg": jax.ShapeDtypeStruct((b, h, nc * CHUNK, dk), jnp.bfloat16),
-            "attention": jax.ShapeDtypeStruct((b, h, pieces, nc * CHUNK, CHUNK), jnp.bfloat16),
-            "decay": jax.ShapeDtypeStruct((b, h, nc, dk), jnp.float32),
+            "qg": spec((b, h, nc * CHUNK, dk), half),
+            "kg": spec((b, h, nc * CHUNK, dk), half),
+            "attention": spec((b, h, pieces, nc * CHUNK, CHUNK), half),
+            "decay": spec((b, h, nc, dk), jnp.float32),
         },
         name="gla_gates",
         grid=blocks_for(n_work, WARPGROUPS),
@@ -250,3 +260,4 @@ def gates(q, k, log_decay, lengths, scale: float):
             "ready": plgpu.Barrier(num_arrivals=4, num_barriers=(WARPGROUPS, SLOTS)),
         },
     )
+    return Gated(*results)

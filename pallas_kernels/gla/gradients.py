@@ -66,6 +66,7 @@ from pallas_kernels.recurrence.channels import (
     worker_items,
     zeros,
 )
+from pallas_kernels.recurrence.op import Heads
 
 WARPGROUPS = 2
 
@@ -211,7 +212,7 @@ class _Worker:
         return tuple(carry)
 
 
-def chunk_gradients(q, k, log_decay, v, d_out, before, after, scale: float):
+def chunk_gradients(heads: Heads, d_out, before, after, scale: float):
     """Compute dq, dk (bfloat16) and dlog_decay (float32), all [B, T, H, Dk].
 
     Parameters
@@ -220,6 +221,7 @@ def chunk_gradients(q, k, log_decay, v, d_out, before, after, scale: float):
         The state at every chunk's start and the gradient of the state at its end, transposed
         (``scan(want_borders=True)``).
     """
+    q, k, v, log_decay, _ = heads
     b, t, h, dk = q.shape
     nc, n_slices = -(-t // CHUNK), dk // SLICE
     streamed = v.shape[-1] > 128
@@ -237,10 +239,7 @@ def chunk_gradients(q, k, log_decay, v, d_out, before, after, scale: float):
     return launch(
         body,
         {
-            "q": q,
-            "k": k,
-            "g": log_decay,
-            "v": v,
+            **{"q": q, "k": k, "g": log_decay, "v": v},
             "d_out": d_out,
             "before": before,
             "after": after,

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
-from pallas_kernels.gla.gradients_levels import N_STATE, gate_at
+from pallas_kernels.gla.gradients_levels import N_STATE
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.recurrence.channels import (
     ROWS,
@@ -27,7 +27,15 @@ from pallas_kernels.recurrence.channels import (
     unbundle,
     zero_acc,
 )
-from pallas_kernels.recurrence.slices import each, flat, load_block, nested
+from pallas_kernels.recurrence.slices import (
+    GATES,
+    each,
+    flat,
+    gate_at,
+    load_block,
+    nested,
+    store_gradients,
+)
 
 N_EXTRA = 2 + 4  # sum_j k_j dk_j of the states' part, per h; accumulator of <S, E>
 
@@ -145,46 +153,24 @@ def finish_call():
         del ctx
         lane = ChannelLane()
         dq, dk, _, _, decay, gone = unbundle(state, 32, 32, 32, 32, 2, 1)
-        gone = arith.bitcast(p.i32(), gone[0])
+        gone = p.bits(gone[0])
         dq, dk = nested(dq), nested(dk)
         flux = nested(unbundle(fluxes, 32)[0])
         total, inner = unbundle(extra, 2, 4)
         base = p.shared_address(out_ref)
         columns, gates = lane.column_matrices(base), lane.gate_words(base)
-        odd, upper = p.bit(lane.c, 0), p.bit(lane.c, 1)
-        zero = p.cf(0.0)
-        out_q, out_k = [[None] * 8, [None] * 8], [[None] * 8, [None] * 8]
-        for h in range(2):
+
+        def start(h):
             # <S, E> of channel 8h + g sits in the lane whose columns hold the same channel.
-            twice = lane.c << 1
-            states = zero
+            twice, states, sums = lane.c << 1, p.cf(0.0), total[h]
             for e in range(2):
                 here = p.equal(twice + e, lane.g)
-                states = states + arith.select(here, inner[2 * h + e], zero)
-            sums = total[h]
+                states = states + arith.select(here, inner[2 * h + e], p.cf(0.0))
             for lanes in (1, 2):
                 states = states + p.shuffle_xor(states, lanes)
                 sums = sums + p.shuffle_xor(sums, lanes)
-            running = p.fma(decay[h], states, sums)
-            for m in reversed(range(8)):
-                x = flux[h][m]
-                mine = x[0] + x[1]
-                near = p.shuffle_xor(mine, 1)
-                two = mine + near
-                far = p.shuffle_xor(two, 2)
-                later = arith.select(odd, zero, near) + arith.select(upper, zero, far)
-                high = running + later + x[1]
-                dg = [high + x[0], high]
-                running = running + (two + far)
-                for e in range(2):
-                    dead = p.bit(gone, 16 * h + 2 * m + e)
-                    p.store_shared(
-                        gates[h][e], [arith.select(dead, zero, dg[e])], 2 * TILE + 1024 * m
-                    )
-                out_q[h][m], out_k[h][m] = p.pack(*dq[h][m]), p.pack(*dk[h][m])
-        for b in range(4):
-            for out, at in ((out_q, 0), (out_k, TILE)):
-                four = [out[0][2 * b], out[1][2 * b], out[0][2 * b + 1], out[1][2 * b + 1]]
-                p.store_matrices_transposed(columns, four, at=at + 2048 * b)
+            return p.fma(decay[h], states, sums)
+
+        store_gradients(lane, columns, gates, GATES, gone, start, flux, dq, dk)
 
     return call

@@ -21,7 +21,6 @@ import jax
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import KIND, floats, packed, silu
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
 from pallas_kernels.ptx import Value
 
@@ -104,7 +103,7 @@ class _Head:
         weight = pairs(place(self.gmem.weight, p.ci(0), 2))
         gates: list[list[Value] | None] = [None] * len(starts)
         if shape.pitch:
-            row, head = (f(self.index, p.ci(shape.heads)) for f in (arith.divui, arith.remui))
+            row, head = self.index // shape.heads, self.index % shape.heads
             first = row * shape.pitch + head * shape.dv + shape.start
             gates = [*pairs(place(self.gmem.gate, first, 2))]
         factor = norm_factor(self.total(o), shape.dv, shape.eps)

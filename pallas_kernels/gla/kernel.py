@@ -8,7 +8,7 @@
     scan with outputs                          gla_scan
 
 The kernel joins two known designs, "store chunk states and scan" and "loop inside the kernel".  The
-loop runs inside the kernel over a segment of chunks.  ``segments_for`` picks the number of segments
+loop runs inside the kernel over a segment of chunks.  ``segments_of`` picks the number of segments
 of a row, so that value blocks x heads x rows x segments just fits the GPU's SMs.
 
 Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed) and states; T of any length. Dk is 64,
@@ -24,45 +24,50 @@ on one H200, forward and backward 1.521; errors against the float64 recurrence: 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.device import gpu, lacking
+from pallas_kernels.device import lacking
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.gla.gates import gates
+from pallas_kernels.gla.gates import Gated, gates
 from pallas_kernels.gla.gradients import chunk_gradients
 from pallas_kernels.gla.scan import scan
 from pallas_kernels.gla.step_kernel import gla_step as gla_step
 from pallas_kernels.recurrence.channels import CHUNK
-from pallas_kernels.recurrence.operands import operands_reason, padded
+from pallas_kernels.recurrence.op import Heads
+from pallas_kernels.recurrence.plan import (
+    VALUE_BLOCK,
+    ScanPlan,
+    operands_reason,
+    padded,
+    segments_for,
+)
 from pallas_kernels.recurrence.scan import segment_states
-from pallas_kernels.recurrence.states import VALUE_BLOCK
 
-Gated = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # qg, kg, A, decay
 Saved = tuple[Gated | None, jax.Array | None]  # and the states at the chunks' starts
 
 
-@dataclasses.dataclass(frozen=True)
-class GlaPlan:
-    """segments: parts of a row that are scanned side by side."""
+class GlaPlan(ScanPlan):
+    """How a row is cut."""
 
     kernel: ClassVar[str] = "gla_mosaic"
-    segments: int
-
-    def __str__(self) -> str:
-        return f"{self.segments} segments a row"
 
 
-def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> GlaPlan | Reason:
+def plan(heads: Heads) -> GlaPlan | Reason:
     """How ``gla_forward`` and ``gla_backward`` compute ``gla``."""
-    if reason := lacking("wgmma") or operands_reason(q, k, v, 64):
+    if reason := lacking("wgmma") or operands_reason(*heads[:3], 64):
         return Reason(reason)
-    batch, length, heads, dv = v.shape
-    return GlaPlan(segments_for(batch, heads * (1 + is_halved(q)), dv, -(-length // CHUNK)))
+    return GlaPlan(segments_of(heads))
+
+
+def segments_of(heads: Heads) -> int:
+    """Return the segments of a row: as many as still run in one wave."""
+    batch, length, n_heads, dv = heads.v.shape
+    blocks = batch * n_heads * (1 + is_halved(heads.q)) * -(-dv // VALUE_BLOCK)
+    return segments_for(blocks, -(-length // CHUNK))
 
 
 def is_halved(q: jax.Array) -> bool:
@@ -94,10 +99,10 @@ def _state_halves(state: jax.Array | None) -> jax.Array | None:
     return state.reshape(batch, 2 * heads, dk // 2, dv)
 
 
-def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int) -> int:
-    """Segments per row: as many as still run in one wave, each of at least four chunks."""
-    blocks = n_rows * n_heads * -(-dv // VALUE_BLOCK)
-    return max(1, min(gpu().sms // blocks, n_chunks // 4))
+def _halved(heads: Heads) -> Heads:
+    """The two heads that each of ``heads`` is."""
+    q, k, v, log_decay, _ = heads
+    return Heads(halves(q), halves(k), twice(v), halves(log_decay))
 
 
 def segment_starts(
@@ -129,32 +134,24 @@ def _scan_in_segments(
     v: jax.Array,
     start: jax.Array | None,
     lengths: jax.Array | None,
-    *,
-    segments: int | None = None,
+    segments: int,
     **options: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """``scan`` of gated = (qg, kg, attention, decay), a row cut into segments where that fills the
-    GPU; final state [B, H, Dk, Dv]."""
-    decay = gated[3]
-    b, h, nc, _ = decay.shape
-    reverse = options.get("reverse", False)
-    n = segments or segments_for(b, h, v.shape[-1], nc)
-    if n == 1:
+    """``scan`` of a row cut into segments; final state [B, H, Dk, Dv]."""
+    if segments == 1:
         first = None if start is None else start[:, :, None]
-        out, borders, final = scan(*gated, v, start=first, lengths=lengths, **options)
+        out, borders, final = scan(gated, v, start=first, lengths=lengths, **options)
         return out, borders, final[:, :, 0]
-    _, _, local = scan(*gated, v, lengths=lengths, segments=n, want_out=False, reverse=reverse)
-    starts = segment_starts(local, decay, start, lengths, n, reverse=reverse)
-    out, borders, final = scan(*gated, v, start=starts, lengths=lengths, segments=n, **options)
-    return out, borders, final[:, :, 0 if reverse else n - 1]
+    reverse, given = options.get("reverse", False), {"lengths": lengths, "segments": segments}
+    _, _, local = scan(gated, v, want_out=False, reverse=reverse, **given)
+    starts = segment_starts(local, gated.decay, start, lengths, segments, reverse=reverse)
+    out, borders, final = scan(gated, v, start=starts, **given, **options)
+    return out, borders, final[:, :, 0 if reverse else segments - 1]
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "segments", "save"))
 def gla_forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
+    heads: Heads,
     *,
     scale: float,
     initial_state: jax.Array | None = None,
@@ -162,55 +159,39 @@ def gla_forward(
     segments: int | None = None,
     save: Literal["nothing", "states", "all"] = "nothing",
 ) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, Saved]:
-    """q, k, log_decay [B, T, H, Dk], v [B, T, H, Dv] -> (o [B, T, H, Dv], state [B, H, Dk, Dv]).
+    """Return o [B, T, H, Dv] and the state [B, H, Dk, Dv].
 
     lengths: int32[B]; tokens at t >= lengths[b] are never read into a result (they may be NaN), o
         is 0 there, and whole chunks of them cost nothing.
-    segments: overrides ``segments_for``.
+    segments: overrides ``segments_of``.
     save: what to return, as a third result, for ``gla_backward`` to take instead of computing it
         again.  "states": the states at the chunks' starts, bf16, Dk * Dv per 64 tokens and head.
         "all": also A, qg, kg and decay, about 5 bytes per element of q.  ValueError with
         lengths: chunks past a row's end are never written.
     """
+    q, k, v, log_decay, _ = heads
     if lengths is not None:
         if save != "nothing":
             raise ValueError("gla_forward: save needs whole rows; zero the padding, omit lengths")
         lengths = lengths.astype(jnp.int32)
     if is_halved(q):
-        o, state, *kept = gla_forward(
-            halves(q),
-            halves(k),
-            twice(v),
-            halves(log_decay),
-            scale=scale,
-            lengths=lengths,
-            initial_state=_state_halves(initial_state),
-            segments=segments,
-            save=save,
-        )
+        given = {"scale": scale, "lengths": lengths, "segments": segments, "save": save}
+        initial_state = _state_halves(initial_state)
+        o, state, *kept = gla_forward(_halved(heads), initial_state=initial_state, **given)
         return summed(o), state.reshape(*q.shape[::2], q.shape[3], v.shape[3]), *kept
-    dv = v.shape[-1]
-    gated = gates(q, k, log_decay, lengths, float(scale))
-    o, borders, state = _scan_in_segments(
-        gated,
-        padded(v),
-        padded(initial_state),
-        lengths,
-        segments=segments,
-        want_borders=save != "nothing",
-    )
+    dv, n = v.shape[-1], segments or segments_of(heads)
+    gated, wants = gates(q, k, log_decay, lengths, float(scale)), save != "nothing"
+    v, initial_state = padded(v), padded(initial_state)
+    o, borders, state = _scan_in_segments(gated, v, initial_state, lengths, n, want_borders=wants)
     o, state = o[..., :dv], state[..., :dv]
-    if save == "nothing":
+    if not wants:
         return o, state
     return o, state, (gated if save == "all" else None, borders)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "segments"))
 def gla_backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
+    heads: Heads,
     d_out: jax.Array,
     d_state: jax.Array | None,
     *,
@@ -218,46 +199,32 @@ def gla_backward(
     initial_state: jax.Array | None = None,
     saved: Saved | None = None,
     segments: int | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Gradients (dq, dk, dv, dlog_decay, dinitial_state) from those of o and of the final state.
+) -> tuple[Heads, jax.Array]:
+    """Return the gradients of heads and of the initial state, from those of o and of the final
+    state.
 
     Four or five kernels: the gates and the states at the chunks' borders, unless ``saved`` by the
     forward pass; the same scan backwards for the states' gradients and dv; the chunk-local
     gradients.  Where exp(log_decay) is 0 its gradient is 0.
     """
+    q, k, v, log_decay, _ = heads
     if is_halved(q):
-        dq, dk, dv, dg, d_initial = gla_backward(
-            halves(q),
-            halves(k),
-            twice(v),
-            halves(log_decay),
-            twice(d_out),
-            _state_halves(d_state),
-            scale=scale,
-            initial_state=_state_halves(initial_state),
-            saved=saved,
-            segments=segments,
-        )
+        states = {"d_state": _state_halves(d_state), "initial_state": _state_halves(initial_state)}
+        given = {"scale": scale, "saved": saved, "segments": segments, **states}
+        gradients, d_initial = gla_backward(_halved(heads), twice(d_out), **given)
+        dq, dk, dv, dg, _ = gradients
         dq, dk, dg = (x.reshape(q.shape) for x in (dq, dk, dg))
-        return dq, dk, summed(dv), dg, d_initial.reshape(*q.shape[::2], q.shape[3], v.shape[3])
-    width = v.shape[-1]
+        d_initial = d_initial.reshape(*q.shape[::2], q.shape[3], v.shape[3])
+        return Heads(dq, dk, summed(dv), dg), d_initial
+    width, n = v.shape[-1], segments or segments_of(heads)
     v, d_out, d_state, initial_state = map(padded, (v, d_out, d_state, initial_state))
     gated, before = saved if saved is not None else (None, None)
     if gated is None:
         gated = gates(q, k, log_decay, None, float(scale))
-    qg, kg, attention, decay = gated
     if before is None:
-        _, before, _ = _scan_in_segments(
-            gated, v, initial_state, None, segments=segments, want_out=False, want_borders=True
-        )
-    dv, after, d_initial = _scan_in_segments(
-        (kg, qg, attention, decay),
-        d_out,
-        d_state,
-        None,
-        segments=segments,
-        reverse=True,
-        want_borders=True,
-    )
-    dq, dk, dg = chunk_gradients(q, k, log_decay, v, d_out, before, after, float(scale))
-    return dq, dk, dv[..., :width], dg, d_initial[..., :width]
+        wants = {"want_out": False, "want_borders": True}
+        _, before, _ = _scan_in_segments(gated, v, initial_state, None, n, **wants)
+    wants = {"reverse": True, "want_borders": True}
+    dv, after, d_initial = _scan_in_segments(gated.reversed(), d_out, d_state, None, n, **wants)
+    dq, dk, dg = chunk_gradients(heads._replace(v=v), d_out, before, after, float(scale))
+    return Heads(dq, dk, dv[..., :width], dg), d_initial[..., :width]

@@ -19,26 +19,23 @@ Source: arXiv 2312.06635.  Left out: gates on value channels.
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cpu import gla as cpu
-from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty
+from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan
 from pallas_kernels.gla.chunked import chunked_backward, chunked_forward
 from pallas_kernels.operands import check
-from pallas_kernels.recurrence.sequences import check_decay, restarted, zero_padding
-from pallas_kernels.transform import Op, OpChoice, chosen
+from pallas_kernels.recurrence.op import Heads, Recurrence, Results, check_decay, default_scale
+from pallas_kernels.transform import Op, chosen
 
 if TYPE_CHECKING:
     from pallas_kernels.gla.kernel import GlaPlan, Saved
     from pallas_kernels.gla.step_kernel import GlaStepPlan
 
-_Pair = tuple[jax.Array, jax.Array]
-_Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
-_Static = tuple[float, int, Plan | None]  # scale, chunk, the kernel's plan
+_Call = tuple[tuple[float, int], "GlaPlan"]  # (scale, chunk), the kernels' plan
 _OPERANDS = {
     "q": "float [B, T, H, Dk]",
     "k": "q [B, T, H, Dk]",
@@ -130,20 +127,10 @@ def gla(
         lengths=lengths,
         segment_ids=segment_ids,
     )
-    batch, _, heads, d_k = q.shape
     if chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"gla: chunk {chunk} is not a power of two")
-    scale = max(d_k, 1) ** -0.5 if scale is None else float(scale)
-    check_decay("gla", log_decay, lengths)
-    log_decay = restarted(log_decay.astype(jnp.float32), segment_ids)
-    operands = q, k, v, log_decay
-    found = choose_plan("gla", implementation, lambda: plan(q, k, v), *operands)
-    if is_empty(*operands):  # no tokens, or none that hold anything
-        if initial_state is None:
-            initial_state = jnp.zeros((batch, heads, d_k, v.shape[-1]), jnp.float32)
-        return jnp.zeros(v.shape, v.dtype), initial_state if return_state else None
-    choice, call = chosen(found, implementation), (scale, chunk, found)
-    o, state = _gla(choice, call, *operands, initial_state, lengths)
+    heads, options = Heads(q, k, v, log_decay), (default_scale(q, scale), chunk)
+    o, state = _gla(options, heads, initial_state, lengths, segment_ids, implementation)
     return o, state if return_state else None
 
 
@@ -196,219 +183,78 @@ def gla_step(
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
     """
     check("gla_step", _STEP_OPERANDS, q=q, k=k, v=v, log_decay=log_decay, state=state)
-    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     check_decay("gla_step", log_decay)
-    log_decay = log_decay.astype(jnp.float32)
-    operands = q, k, v, log_decay, state
-    find, on_cpu = lambda: _step_plan(q, k, v), lambda: cpu.plan(q, v)
-    found = choose_plan("gla_step", implementation, find, *operands, cpu=on_cpu)
-    return _gla_step(chosen(found, implementation), (scale, found), *operands)
+    heads = Heads(q, k, v, log_decay).in_float32()
+    find, on_cpu = lambda: _step_plan(heads), lambda: cpu.plan(q, v)
+    leaves = jax.tree.leaves((heads, state))
+    found = choose_plan("gla_step", implementation, find, *leaves, cpu=on_cpu)
+    call = default_scale(q, scale), found
+    return _gla_step(chosen(found, implementation), call, heads, state)
 
 
-def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
+def plan(heads: Heads) -> Plan | Reason:
     """How the kernels compute ``gla``."""
     from pallas_kernels.gla import kernel
 
-    return kernel.plan(q, k, v)
-
-
-def _step_plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
-    from pallas_kernels.gla import step_kernel
-
-    return step_kernel.plan(q, k, v)
+    return kernel.plan(heads)
 
 
 def _kernel(
-    static: tuple[float, int, GlaPlan],
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    initial_state: jax.Array | None,
-    lengths: jax.Array | None,
-) -> _Pair:
-    from pallas_kernels.gla import kernel as gla_mosaic
+    call: _Call, heads: Heads, state: jax.Array | None, lengths: jax.Array | None, **save: Any
+) -> Any:
+    from pallas_kernels.gla import kernel
 
-    scale, _, plan = static
-    return gla_mosaic.gla_forward(
-        q,
-        k,
-        v,
-        g,
-        scale=scale,
-        initial_state=initial_state,
-        lengths=lengths,
-        segments=plan.segments,
-    )
+    (scale, _), plan = call
+    given = {"initial_state": state, "lengths": lengths, "segments": plan.segments}
+    return kernel.gla_forward(heads, scale=scale, **given, **save)
 
 
-def _xla(
-    static: _Static,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    initial_state: jax.Array | None,
-    lengths: jax.Array | None,
-) -> _Pair:
-    return _chunked(static, *zero_padding(lengths, q, k, v, g), initial_state=initial_state)[0]
-
-
-def _chunked(
-    static: _Static,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    initial_state: jax.Array | None,
-) -> tuple[_Pair, jax.Array]:
-    """((o, state), the states that ``chunked_backward`` takes)."""
-    scale, chunk, _ = static
-    if initial_state is None:
-        # It is made from q, so that inside a shard_map it varies over the same axes as q.
-        zero = jnp.zeros_like(q[:, 0, :, :, None], jnp.float32)
-        initial_state = jnp.broadcast_to(zero, (*zero.shape[:-1], v.shape[-1]))
-    *out, borders = chunked_forward(q, k, v, g, initial_state, scale=scale, chunk=chunk)
-    return tuple(out), borders
-
-
-def _forward(
-    choice: OpChoice,
-    static: _Static,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    initial_state: jax.Array | None,
-    lengths: jax.Array | None,
-) -> tuple[_Pair, Saved | jax.Array]:
-    inputs = zero_padding(lengths, q, k, v, g)
-    if choice.implementation == "mosaic":
-        return _kept_forward(choice, static, *inputs, initial_state)
-    return _chunked(static, *inputs, initial_state=initial_state)
-
-
-def _backward(
-    choice: OpChoice,
-    static: _Static,
-    operands: _Operands,
-    saved: Saved | jax.Array,
-    d_o: jax.Array,
-    d_state: jax.Array,
-) -> tuple[jax.Array | None, ...]:
-    *inputs, initial_state, lengths = operands
-    *inputs, d_o = zero_padding(lengths, *inputs, d_o)
-    if choice.implementation == "mosaic":
-        gradients = _kernel_backward(choice, static, *inputs, initial_state, saved, d_o, d_state)
-    else:
-        scale, chunk, _ = static
-        gradients = chunked_backward(*inputs, saved, d_o, d_state, scale=scale, chunk=chunk)
-    *gradients, d_initial = gradients
-    d_initial = None if initial_state is None else d_initial
-    return (*zero_padding(lengths, *gradients), d_initial, None)
-
-
-def _keeping(
-    static: tuple[float, int, GlaPlan],
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    initial_state: jax.Array | None,
-) -> tuple[_Pair, Saved]:
-    from pallas_kernels.gla import kernel as gla_mosaic
-
-    scale, _, plan = static
+def _keeping(call: _Call, heads: Heads, state: jax.Array | None) -> tuple[Results, Saved]:
     # The saved arrays are linear in T: a bf16 state per 64 tokens, 5 bytes per element of q.
-    o, state, saved = gla_mosaic.gla_forward(
-        q, k, v, g, scale=scale, initial_state=initial_state, segments=plan.segments, save="all"
-    )
-    return (o, state), saved
-
-
-def _keeping_nothing(static: tuple[float, int, GlaPlan], *inputs: jax.Array) -> tuple[_Pair, Saved]:
-    saved = jax.eval_shape(functools.partial(_keeping, static), *inputs)[1]
-    return _chunked(static, *inputs)[0], jax.tree.map(jnp.zeros_like, saved)
+    o, last, saved = _kernel(call, heads, state, None, save="all")
+    return (o, last), saved
 
 
 def _gradients(
-    static: tuple[float, int, GlaPlan],
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    initial_state: jax.Array | None,
+    call: _Call,
+    heads: Heads,
+    state: jax.Array | None,
     saved: Saved,
     d_o: jax.Array,
     d_state: jax.Array,
-) -> tuple[jax.Array, ...]:
-    from pallas_kernels.gla import kernel as gla_mosaic
+) -> tuple[Heads, jax.Array]:
+    from pallas_kernels.gla import kernel
 
-    scale, _, plan = static
-    return gla_mosaic.gla_backward(
-        q,
-        k,
-        v,
-        g,
-        d_o,
-        d_state,
-        scale=scale,
-        initial_state=initial_state,
-        saved=saved,
-        segments=plan.segments,
-    )
+    (scale, _), plan = call
+    given = {"initial_state": state, "saved": saved, "segments": plan.segments}
+    return kernel.gla_backward(heads, d_o, d_state, scale=scale, **given)
 
 
-def _gradients_from_inputs(
-    static: _Static,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    initial_state: jax.Array | None,
-    saved: Saved,
-    d_o: jax.Array,
-    d_state: jax.Array,
-) -> tuple[jax.Array, ...]:
-    scale, chunk, _ = static
-    _, borders = _chunked(static, q, k, v, g, initial_state)
-    return chunked_backward(q, k, v, g, borders, d_o, d_state, scale=scale, chunk=chunk)
+_gla = Recurrence("gla", chunked_forward, chunked_backward, plan, _kernel, _gradients, _keeping)
 
 
-_kept_forward = Op("gla", _keeping_nothing, _keeping)
-_kernel_backward = Op("gla", _gradients_from_inputs, _gradients)
-_gla = Op("gla", _xla, _kernel, forward=_forward, backward=_backward)
+def _step_plan(heads: Heads) -> Plan | Reason:
+    from pallas_kernels.gla import step_kernel
+
+    return step_kernel.plan(*heads[:3])
 
 
 def _step_kernel(
-    static: tuple[float, GlaStepPlan | cpu.CpuPlan],
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    state: jax.Array,
-) -> _Pair:
-    scale, plan = static
+    call: tuple[float, GlaStepPlan | cpu.CpuPlan], heads: Heads, state: jax.Array
+) -> Results:
+    scale, plan = call
     if isinstance(plan, cpu.CpuPlan):
-        return cpu.gla_step(q, k, v, g, state, scale, plan)
+        return cpu.gla_step(*heads[:4], state, scale, plan)
     from pallas_kernels.gla import step_kernel
 
-    return step_kernel.gla_step(q, k, v, g, state, scale, plan)
+    return step_kernel.gla_step(*heads[:4], state, scale, plan)
 
 
-def _step_xla(
-    static: tuple[float, Plan | None],
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    state: jax.Array,
-) -> _Pair:
-    scale, _ = static
-    q_f, k_f, v_f = (x.astype(jnp.float32) for x in (q, k, v))
-    state = jnp.exp(g)[..., None] * state + k_f[..., None] * v_f[..., None, :]
-    o = scale * jnp.sum(q_f[..., None] * state, axis=-2)
-    return o.astype(v.dtype), state
+def _step_xla(call: tuple[float, Plan | None], heads: Heads, state: jax.Array) -> Results:
+    q, k, v = (x.astype(jnp.float32) for x in heads[:3])
+    state = jnp.exp(heads.log_decay)[..., None] * state + k[..., None] * v[..., None, :]
+    o = call[0] * jnp.sum(q[..., None] * state, axis=-2)
+    return o.astype(heads.v.dtype), state
 
 
 _gla_step = Op("gla_step", _step_xla, _step_kernel)

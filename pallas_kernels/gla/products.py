@@ -38,6 +38,7 @@ from pallas_kernels.recurrence.channels import (
     bundle,
     bundle_layout,
     bundle_type,
+    digits,
     unbundle,
     worker_items,
     zeros,
@@ -67,7 +68,7 @@ def products_call():
             own = at + mine
             d_own, v_own = p.load_matrices(own), p.load_matrices(own, at=TILE)
             for block in range(4):
-                above = arith.cmpi(arith.CmpIPredicate.ugt, p.ci(block), lane.warp)
+                above = p.ci(block) > lane.warp
                 shift = arith.select(above, p.ci(0), p.ci(TILE))
                 b = p.load_matrices(at + shift, at=2048 * block)
                 a = [arith.select(above, y, x) for x, y in zip(d_own, v_own, strict=True)]
@@ -118,7 +119,7 @@ def symmetric_call(scale: float):
                 masked = {level: [] for level in (1, 2, 4, 8)}
                 for e in range(2):
                     j = (lane.c << 1) + (8 * half + e)
-                    below = arith.cmpi(arith.CmpIPredicate.ugt, i, j)
+                    below = i > j
                     value = arith.select(below, lower[half][2 * h + e], regs[8 + half][2 * h + e])
                     differ = i ^ j
                     for level, out in masked.items():
@@ -154,8 +155,7 @@ class _Worker:
 
     def place(self, i):
         """(chunk, head, row) of item i."""
-        item, n_chunks = self.item_of(i), self.n_chunks
-        return item % n_chunks, item // n_chunks % self.n_heads, item // n_chunks // self.n_heads
+        return digits(self.item_of(i), self.n_chunks, self.n_heads)
 
     def load(self, n) -> None:
         """Copy do and v of stage n, counted over all items."""

@@ -38,13 +38,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.device import gpu
-from pallas_kernels.gla.gates import piece_width
+from pallas_kernels.gla.gates import Gated, piece_width
 from pallas_kernels.launch import launch
 from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
-from pallas_kernels.recurrence.scan import ScanFrame
-from pallas_kernels.recurrence.states import VALUE_BLOCK, write_rows, write_state
+from pallas_kernels.recurrence.plan import VALUE_BLOCK
+from pallas_kernels.recurrence.scan import PART, ChunkScan, ScanFacts
+from pallas_kernels.recurrence.states import write_rows
 
-PART = 64  # key channels of a product of the state
 _WGMMA = plgpu.Layout.WGMMA
 
 
@@ -54,48 +54,30 @@ def stages_of(dk: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Facts:
-    """The facts of a launch of the scan."""
-
-    dk: int
-    dv: int
-    n_chunks: int
-    segments: int
-    pieces: int  # of A
-    stage_borders: bool  # borders go out through shared memory
-    reverse: bool
-    pair: bool  # of blocks: a cluster
+class _Facts(ScanFacts):
+    pieces: int = 1  # of A
+    stage_borders: bool = False  # borders go out through shared memory
+    reverse: bool = False
+    pair: bool = False  # of blocks: a cluster
 
 
-class _Scan(ScanFrame):
-    """The program of a warpgroup: 64 value channels of a segment's chunks.
-
-    gmem.lengths, gmem.start, gmem.out and gmem.borders may be None.
-    """
+class _Scan(ChunkScan):
+    """gmem.borders may be None."""
 
     def __init__(self, gmem, smem, barrier, *, facts: _Facts):
-        super().__init__(gmem, smem, barrier, facts, pair=facts.pair)
+        super().__init__(gmem, smem, barrier, facts, reverse=facts.reverse, pair=facts.pair)
         self.stages = stages_of(facts.dk)
-        self.parts = [pl.ds(at, PART) for at in range(0, facts.dk, PART)]
 
     def run(self) -> None:
-        gmem, facts = self.gmem, self.facts
+        out = self.smem.out
         pl.when(self.warpgroup == 0)(self.fill_ring)
-        self.columns = pl.ds(self.block * VALUE_BLOCK + self.warpgroup * 64, 64)
-        state = self.first_state(self.columns)
-        state = lax.fori_loop(0, self.steps, self.chunk, state)
-        final = gmem.final.at[self.row, self.head, self.segment, :, self.columns]
-        write_state(facts.dv)(final, state)
-        if gmem.out is not None and gmem.lengths is not None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            out, own = self.smem.out, self.warpgroup
-            self.clear_outputs(self.columns, out.tiles.at[own], out.rows.at[own])
-        plgpu.wait_smem_to_gmem(0)
-        if facts.pair:  # a block stays until the other one has arrived at its barriers
+        self.columns = self.value_columns(2)
+        self.write_state(lax.fori_loop(0, self.steps, self.chunk, self.first_state()))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=self.clears)
+        if self.clears:
+            self.clear_outputs(out.tiles.at[self.warpgroup], out.rows.at[self.warpgroup])
+        if self.facts.pair:  # a block stays until the other one has arrived at its barriers
             pl.when(self.warpgroup == 0)(self.leave)
-
-    def chunk_of(self, i):
-        return self.stop - 1 - i if self.facts.reverse else self.first + i
 
     # --- copies ---
 
@@ -109,8 +91,8 @@ class _Scan(ScanFrame):
 
     def load_queries(self, i) -> None:
         gmem, smem, at = self.gmem, self.smem, (self.row, self.head)
-        c, slot = self.chunk_of(i), i % self.stages
-        rows, bar = pl.ds(c * CHUNK, CHUNK), self.barrier.q_full.at[slot]
+        _, slot, rows = self.place(i)
+        bar = self.barrier.q_full.at[slot]
         plgpu.copy_gmem_to_smem(gmem.qg.at[*at, rows], smem.q.at[slot], bar, **self.both)
         for piece in range(self.facts.pieces):
             plgpu.copy_gmem_to_smem(
@@ -122,8 +104,8 @@ class _Scan(ScanFrame):
 
     def load_keys(self, i) -> None:
         gmem, smem = self.gmem, self.smem
-        c, slot = self.chunk_of(i), i % self.stages
-        rows, bar = pl.ds(c * CHUNK, CHUNK), self.barrier.k_full.at[slot]
+        c, slot, rows = self.place(i)
+        bar = self.barrier.k_full.at[slot]
         for w in range(2):
             at = pl.ds(self.block * VALUE_BLOCK + w * 64, 64)
             source = gmem.v.at[self.row, rows, self.head, at]
@@ -145,8 +127,7 @@ class _Scan(ScanFrame):
     def chunk(self, i, state):
         """wait | S -> bf16 | wgmma out | out -> smem -> TMA | S *= decay, wgmma S"""
         gmem, barrier, facts = self.gmem, self.barrier, self.facts
-        c, slot = self.chunk_of(i), i % self.stages
-        rows = pl.ds(c * CHUNK, CHUNK)
+        c, slot, rows = self.place(i)
         values = self.smem.v.tiles.at[slot, self.warpgroup]
         if gmem.borders is not None and facts.stage_borders:
             self.store_border(c, state)
@@ -188,7 +169,7 @@ class _Scan(ScanFrame):
     def outputs(self, i, c, slot, values, state, acc):
         """out^T = S^T qg^T + v^T A^T"""
         gmem, smem, facts, dk = self.gmem, self.smem, self.facts, self.facts.dk
-        for part, at in enumerate(self.parts):
+        for part, at in enumerate(facts.keys):
             rounded = state[:, part * PART : (part + 1) * PART].astype(jnp.bfloat16)
             plgpu.wgmma(acc, rounded, smem.q.at[slot, :, at].transpose((1, 0)))
             if gmem.borders is not None and not facts.stage_borders:
@@ -261,10 +242,7 @@ def _scratch(facts: _Facts, want_out: bool) -> dict:
 
 
 def scan(
-    qg: jax.Array,
-    kg: jax.Array,
-    attention: jax.Array,
-    decay: jax.Array,
+    gated: Gated,
     v: jax.Array,
     *,
     start: jax.Array | None = None,
@@ -274,7 +252,7 @@ def scan(
     want_borders: bool = False,
     reverse: bool = False,
 ):
-    """Pass the state over the chunks; the operands are those of ``gla.gates``, and v.
+    """Pass the state over the chunks.
 
     Parameters
     ----------
@@ -294,23 +272,14 @@ def scan(
         ``start``.
     """
     b, t, h, dv = v.shape
-    dk = qg.shape[-1]
+    dk = gated.qg.shape[-1]
     nc = -(-t // CHUNK)
     pieces = dk // piece_width(dk)
     blocks = dv // VALUE_BLOCK
     # The borders' staging tiles do not fit beside two slots of Dk = 256 operands.
     stage_borders = want_borders and (dk <= 128 or not want_out)
     pair = dk > 128 and blocks % 2 == 0 and b * h * segments * blocks > gpu().sms
-    facts = _Facts(
-        dk=dk,
-        dv=dv,
-        n_chunks=nc,
-        segments=segments,
-        pieces=pieces,
-        stage_borders=stage_borders,
-        reverse=reverse,
-        pair=pair,
-    )
+    facts = _Facts(dk, dv, nc, segments, 1, pieces, stage_borders, reverse, pair)
 
     def body(gmem, smem, barrier):
         _Scan(gmem, smem, barrier, facts=facts).run()
@@ -318,15 +287,7 @@ def scan(
     spec = jax.ShapeDtypeStruct
     return launch(
         body,
-        {
-            "qg": qg,
-            "kg": kg,
-            "attention": attention,
-            "decay": decay,
-            "v": v,
-            "lengths": lengths,
-            "start": start,
-        },
+        {**gated._asdict(), "v": v, "lengths": lengths, "start": start},
         {
             "out": spec((b, t, h, dv), v.dtype) if want_out else None,
             "borders": spec((b, h, nc, dv, dk), jnp.bfloat16) if want_borders else None,

@@ -59,7 +59,7 @@ from pallas_kernels.gla.step_registers import (
 )
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.operands import half_reason
-from pallas_kernels.recurrence.operands import shapes_reason
+from pallas_kernels.recurrence.plan import shapes_reason
 
 LAYERS = 64  # of a commit: their addresses are the kernel's arguments
 
@@ -165,7 +165,7 @@ def gla_step(q, k, v, log_decay, state, scale: float, plan: GlaStepPlan | None =
     return o, state
 
 
-@functools.partial(jax.jit, static_argnames=("starts", "options", "plan", "keeps"))
+@functools.partial(jax.jit, static_argnames=("starts", "options", "plan"))
 def gla_token(
     streams: tuple[jax.Array, ...],
     decay: tuple[jax.Array, jax.Array],
@@ -176,13 +176,12 @@ def gla_token(
     starts: tuple[int, ...],
     options: tuple[float, float, float | None],
     plan: GlaStepPlan,
-    keeps: bool = False,
 ):
     """See ``pallas_kernels.gla.token``.
 
     streams: the rows ``[B T, pitch]`` that hold q, k, v, low and, where there is one, gate, each
-    from its column of ``starts`` on.  options: eps, normalizer, clamp_min.  keeps: the state stays,
-    and the result is (y, k, v, log_decay); else T is 1.
+    from its column of ``starts`` on.  options: eps, normalizer, clamp_min.  Without lengths the
+    state stays, and the result is (y, k, v, log_decay); else T is 1.
     """
     b, h, dk, dv = state.shape
     weight, bias = decay
@@ -221,7 +220,7 @@ def gla_token(
         gate, start = (streams[4], starts[4]) if len(streams) > 4 else (None, 0)
         return gated_norm(o, norm, gate, start=start, eps=eps, columns=plan.columns)
 
-    if keeps:
+    if lengths is None:
         kept = ((dk, dtype), (dv, dtype), (dk, jnp.float32))
         out += tuple(jax.ShapeDtypeStruct((b, tokens, h, n), kind) for n, kind in kept)
         o, *kept = _call(shape, operands, b, out)

@@ -107,14 +107,14 @@ class GlaStepLayout:
             self.shares = self.barrier + 16
         else:
             block = p.register("ctaid.x")
-            head, self.block = (f(block, p.ci(shape.blocks)) for f in (arith.divui, arith.remui))
+            head, self.block = block // shape.blocks, block % shape.blocks
         layer = None
         if isinstance(operands.state, tuple):
-            layer, head = (f(head, p.ci(heads)) for f in (arith.divui, arith.remui))
+            layer, head = head // heads, head % heads
         self.memory = GlaStepOperands(*(layer_address(ref, layer) for ref in operands[:-1]))
         self.kept = tuple(map(p.address, operands.kept or ()))
         self.whole_head = head
-        self.row, self.head = (f(head, p.ci(shape.heads)) for f in (arith.divui, arith.remui))
+        self.row, self.head = head // shape.heads, head % shape.heads
         self.kv_head = self.head // (shape.heads // shape.kv_heads)
         self.lanes = shape.columns // 4  # to a row of the state
         self.part = (self.lane & (self.lanes - 1)) * 4

@@ -125,7 +125,8 @@ def _xla(
 ) -> jax.Array:
     """Attention with one kv head, whose values are the whole entries."""
     kv = cache[:, :, None]
-    form = attention._xla((None, call[0], None), q, kv, kv, lengths, table)
+    given = attention.Attended(q, kv, kv, lengths, table)
+    form = attention._xla((None, call[0], None), given)
     return form[..., :LATENT]
 
 
@@ -138,7 +139,8 @@ def _at_once(
 ) -> jax.Array:
     """The form that is differentiated."""
     kv = cache[:, :, None]
-    out = attention.attend_at_once((None, call[0], None), q, kv, kv, lengths, table)
+    given = attention.Attended(q, kv, kv, lengths, table)
+    out = attention.attend_at_once((None, call[0], None), given)
     return out[..., :LATENT]
 
 

@@ -224,7 +224,9 @@ class Half:
         scores = pl.run_scoped(self.multiply_keys, plgpu.ACC((TILE, TILE), jnp.float32))
         self.block.load_next(step, self.slot, "rope")
         whole = self.block.shortest - self.block.start(step, self.slot) >= TILE
-        return lax.cond(whole, lambda x: x, lambda x: self.masked(step, x), scores * self.facts.factor)
+        return lax.cond(
+            whole, lambda x: x, lambda x: self.masked(step, x), scores * self.facts.factor
+        )
 
     def masked(self, step, scores):
         """The scores of a tile that ends early, of whose rest nothing is seen."""

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
-from pallas_kernels.jax_internals import arith, ir, llvm, vector
+from pallas_kernels.jax_internals import ir, llvm, vector
 from pallas_kernels.launch import Views
 
 CHUNK = 64  # tokens
@@ -80,11 +80,36 @@ def bundle(values):
     kind = ir.VectorType.get((1,), p.f32())
     registers = np.empty((len(values),), dtype=object)
     for i, x in enumerate(values):
-        x = x if x.type == p.f32() else arith.bitcast(p.f32(), x)
+        x = x if x.type == p.f32() else p.from_bits(x)
         registers[i] = vector.from_elements(kind, [x])
     return mgpu.FragmentedArray(
         _registers=registers, _layout=bundle_layout(len(values)).to_mgpu(), _is_signed=None
     )
+
+
+def wgmma_array(shape, kind, values):
+    """A bf16 or f32 array in wgmma's registers, from their pairs in order.
+
+    values: an iterator, which is asked after the array's own registers are emitted.
+    """
+    layout = plgpu.Layout.WGMMA.to_mgpu()
+    zero = mgpu.utils.c(0.0, kind)
+    array = mgpu.FragmentedArray.splat(zero, shape, layout, is_signed=None)
+    registers = array.registers.copy()
+    registers.reshape(-1)[:] = list(values)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def float_pairs(pairs):
+    """Pairs of f32 as registers."""
+    kind = ir.VectorType.get((2,), p.f32())
+    return (vector.from_elements(kind, pair) for pair in pairs)
+
+
+def half_pairs(words):
+    """Words of two bf16 as registers."""
+    kind = ir.VectorType.get((2,), ir.BF16Type.get())
+    return (mgpu.utils.bitcast(word, kind) for word in words)
 
 
 def unbundle(array, *shape_groups):

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.types import HasShape
+from pallas_kernels.recurrence.op import Heads
 
+Arrays = TypeVar("Arrays")
 Carry = TypeVar("Carry")
 X = TypeVar("X")
 Y = TypeVar("Y")
@@ -56,30 +57,86 @@ def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def grouping_of(q: HasShape, v: jax.Array, chunk: int) -> tuple[int, int, int]:
-    """(groups, chunks per group, tokens per chunk)."""
-    batch, length, heads = q.shape[:3]
+_Grouping = tuple[int, int, int]  # groups, chunks of a group, tokens of a chunk
+
+
+def forward(
+    group: Callable[[Heads, jax.Array], tuple[jax.Array, jax.Array]],
+    heads: Heads,
+    state: jax.Array,
+    chunk: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (``o [B, T, H, Dv]``, the final state, the states ``[groups, B, H, Dk, Dv]`` before
+    each group of chunks).
+
+    group: ``group(x, state)`` -> (o, the state after the group), of the ``split`` heads x.
+    """
+    grouping = _grouping_of(heads, chunk)
+
+    def one_group(state: jax.Array, x: Heads) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        o, final = group(x, state)
+        return final, (o.astype(heads.v.dtype), state)
+
+    final, (o, borders) = _scan_groups(one_group, state, _split(heads, grouping))
+    return _join(o, heads.v), final, borders
+
+
+def backward(
+    group: Callable[..., tuple[Heads, jax.Array]],
+    heads: Heads,
+    borders: jax.Array,
+    d_o: jax.Array,
+    d_state: jax.Array,
+    chunk: int,
+) -> tuple[Heads, jax.Array]:
+    """Return (the gradients of heads in their dtypes, that of the initial state).
+
+    group: ``group(x, state, d_o, d_final)`` -> (gradients of x, of the state before the group).
+    """
+    grouping = _grouping_of(heads, chunk)
+
+    def one_group(
+        d_final: jax.Array, inputs: tuple[Heads, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, Heads]:
+        x, state, d_out = inputs
+        gradients, d_initial = group(x, state, d_out, d_final)
+        return d_initial, jax.tree.map(lambda d, y: d.astype(y.dtype), gradients, x)
+
+    inputs = (_split(heads, grouping), borders, _split(d_o, grouping))
+    d_initial, gradients = _scan_groups(one_group, d_state, inputs, reverse=True)
+    return jax.tree.map(_join, gradients, heads), d_initial
+
+
+def _grouping_of(heads: Heads, chunk: int) -> _Grouping:
+    batch, length, n_heads, d_v = heads.v.shape
     n_chunks = -(-length // chunk)
-    elements = batch * heads * chunk * max(q.shape[-1], v.shape[-1])
+    elements = batch * n_heads * chunk * max(heads.q.shape[-1], d_v)
     limit = max(1, _GROUP_ELEMENTS[_platform()] // elements)
     n_groups = -(-n_chunks // limit)
     return n_groups, -(-n_chunks // n_groups), chunk
 
 
-def split(x: jax.Array, grouping: tuple[int, int, int]) -> jax.Array:
-    """``[B, T, H, D]`` -> ``[groups, B, H, N, C, D]``, padded with tokens that change nothing."""
-    batch, length, heads, width = x.shape
-    x = jnp.pad(x, ((0, 0), (0, math.prod(grouping) - length), (0, 0), (0, 0)))
-    return jnp.transpose(x.reshape(batch, *grouping, heads, width), (1, 0, 4, 2, 3, 5))
+def _split(arrays: Arrays, grouping: _Grouping) -> Arrays:
+    """``[B, T, H, D]`` -> ``[groups, B, H, N, C, D]``, padded with tokens that change nothing;
+    ``[B, T, H]`` has D = 1."""
+
+    def cut(x: jax.Array) -> jax.Array:
+        x = x if x.ndim == 4 else x[..., None]
+        batch, length, heads, width = x.shape
+        x = jnp.pad(x, ((0, 0), (0, math.prod(grouping) - length), (0, 0), (0, 0)))
+        return jnp.transpose(x.reshape(batch, *grouping, heads, width), (1, 0, 4, 2, 3, 5))
+
+    return jax.tree.map(cut, arrays)
 
 
-def join(x: jax.Array, length: int) -> jax.Array:
-    """``[groups, B, H, N, C, D]`` -> ``[B, T, H, D]``."""
+def _join(x: jax.Array, like: jax.Array) -> jax.Array:
+    """``[groups, B, H, N, C, D]`` -> the shape of ``like``, ``[B, T, H, D]`` or ``[B, T, H]``."""
     joined = jnp.transpose(x, (1, 0, 3, 4, 2, 5))
-    return joined.reshape(x.shape[1], -1, x.shape[2], x.shape[-1])[:, :length]
+    joined = joined.reshape(x.shape[1], -1, x.shape[2], x.shape[-1])[:, : like.shape[1]]
+    return joined.reshape(like.shape)
 
 
-def scan_groups(
+def _scan_groups(
     step: Callable[[Carry, X], tuple[Carry, Y]], carry: Carry, xs: X, reverse: bool = False
 ) -> tuple[Carry, Y]:
     """lax.scan, without the loop when there is one group."""

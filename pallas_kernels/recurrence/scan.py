@@ -1,11 +1,13 @@
-"""The frame of a scan over chunks: what a warpgroup computes, and how segments of a row are joined.
+"""The skeleton of a scan over chunks: its launch's facts, its ring, its states, joined segments.
 
 A launch has a block for 128 value channels (or 64) of a segment of a head, and a warpgroup for 64
-of them. ``gla.scan`` and ``gated_delta.kernel_scan`` add their copies, products and ring.
+of them.  The state stays in registers, transposed, for the whole loop.  An op's scan supplies its
+copies (``load``) and its products (``chunk``).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -15,18 +17,46 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.recurrence.channels import CHUNK
-from pallas_kernels.recurrence.states import read_state
+from pallas_kernels.recurrence.states import read_state, store_transposed, write_state
+
+PART = 64  # key channels of a product of the state
+WIDTH = 64  # value channels of a warpgroup
+_ALL = slice(None)
+_WGMMA = plgpu.Layout.WGMMA
 
 
-class ScanFrame:
-    """The place of a warpgroup in a scan, and the chunks of its segment.
+@dataclasses.dataclass(frozen=True)
+class ScanFacts:
+    """The facts of a scan's launch.  group: value heads of a key head."""
 
-    gmem.lengths, gmem.start and gmem.out may be None.  facts: with ``dk``, ``dv``, ``n_chunks`` and
-    ``segments``.  pair: two blocks are a cluster, and copy together what both read.
+    dk: int
+    dv: int
+    n_chunks: int
+    segments: int
+    group: int = 1
+
+    @property
+    def keys(self) -> list:
+        """The parts of the key channels."""
+        return [pl.ds(at, PART) for at in range(0, self.dk, PART)]
+
+
+class ChunkScan:
+    """The program of a warpgroup: 64 value channels of a segment's chunks.
+
+    gmem.lengths, gmem.start and gmem.out may be None.  ``columns`` are the value channels.  The
+    ring's methods are those of three slots: one that is computed, one that is there, one on its
+    way, whose outputs leave from the place of the values.
+
+    reverse: from the last chunk to the first.  pair: two blocks are a cluster, and copy together
+    what both read.
     """
 
-    def __init__(self, gmem, smem, barrier, facts, *, pair: bool):
+    stages = 3
+
+    def __init__(self, gmem, smem, barrier, facts, *, reverse: bool = False, pair: bool = False):
         self.gmem, self.smem, self.barrier, self.facts = gmem, smem, barrier, facts
+        self.reverse = reverse
         self.block, self.row = lax.axis_index("values"), lax.axis_index("row")
         if pair:
             self.block = 2 * self.block + lax.axis_index("rank")
@@ -42,30 +72,92 @@ class ScanFrame:
             chunks = (gmem.lengths[self.row] + (CHUNK - 1)) // CHUNK
             self.stop = jnp.minimum(self.last, chunks)
         self.steps = jnp.maximum(self.stop - self.first, 0)
+        self.clears = gmem.out is not None and gmem.lengths is not None
 
-    def first_state(self, columns):
-        """The transposed state at the segment's start, of the value channels ``columns``."""
-        gmem, facts = self.gmem, self.facts
-        if gmem.start is not None:
-            place = gmem.start.at[self.row, self.head, self.segment, :, columns]
-            return read_state(facts.dk, facts.dv)(place)
-        zeros = jnp.zeros((64, facts.dk), jnp.float32)
-        return plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+    def value_columns(self, warpgroups: int):
+        """The value channels of this warpgroup in a block of so many."""
+        return pl.ds(self.block * (WIDTH * warpgroups) + self.warpgroup * WIDTH, WIDTH)
 
-    def clear_outputs(self, columns, tiles, rows) -> None:
+    def place(self, i):
+        """(chunk, slot, tokens) of the i-th step."""
+        c = self.stop - 1 - i if self.reverse else self.first + i
+        return c, i % self.stages, pl.ds(c * CHUNK, CHUNK)
+
+    # --- the state ---
+
+    def state_of(self, states, keys=_ALL):
+        """The warpgroup's part of states in device memory."""
+        return states.at[self.row, self.head, self.segment, keys, self.columns]
+
+    def first_state(self, keys=_ALL):
+        """The transposed state at the segment's start, of all key channels or a part."""
+        width = self.facts.dk if keys is _ALL else PART
+        if self.gmem.start is not None:
+            return read_state(width, self.facts.dv)(self.state_of(self.gmem.start, keys))
+        return plgpu.layout_cast(jnp.zeros((WIDTH, width), jnp.float32), _WGMMA)
+
+    def write_state(self, state, keys=_ALL) -> None:
+        final = self.gmem.final
+        write_state(final.shape[-1])(self.state_of(final, keys), state)
+
+    # --- the ring ---
+
+    def load(self, i) -> None:
+        """Copy the operands of the i-th step."""
+        raise NotImplementedError
+
+    def fill_ring(self) -> None:
+        lax.fori_loop(0, jnp.minimum(2, self.steps), lambda i, _: self.load(i), None)
+
+    def release(self, i) -> None:
+        """Give up the slot that has been read, and start the copies into it."""
+        empty, before = self.barrier.empty, (i - 1) % self.stages
+        if self.gmem.out is not None:
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        pl.when(i > 0)(lambda: plgpu.barrier_arrive(empty.at[before]))
+
+        @pl.when((self.warpgroup == 0) & (i + 2 < self.steps))
+        def _():
+            pl.when(i > 0)(lambda: plgpu.barrier_wait(empty.at[before]))
+            self.load(i + 2)
+
+    # --- tokens ---
+
+    def inside(self, c, x):
+        """Return x, [64 value channels, 64 tokens], with zeros past the row's end."""
+        if self.gmem.lengths is None:
+            return x
+        token = plgpu.broadcasted_iota(jnp.int32, (WIDTH, CHUNK), 1, layout=_WGMMA)
+        left = self.gmem.lengths[self.row] - c * CHUNK
+        return jnp.where(token < left, x, jnp.zeros_like(x))
+
+    def store_outputs(self, slot, rows, x) -> None:
+        """Store outputs from the place of the values; every thread of the warpgroup takes part."""
+        values, own = self.smem.v, self.warpgroup
+        if self.gmem.out is not None:
+            store_transposed(values.tiles.at[slot, own], x)
+        plgpu.commit_smem()
+        if self.gmem.out is not None:
+            to = self.gmem.out.at[self.row, rows, self.head, self.columns]
+            plgpu.copy_smem_to_gmem(values.rows.at[slot, own], to)
+
+    def clear_outputs(self, tiles, rows) -> None:
         """Rows that end early: the outputs of the chunks beyond are zeros.
 
         tiles, rows: two views of this warpgroup's tile in shared memory, which is free.
         """
-        tiles[...] = plgpu.layout_cast(jnp.zeros((CHUNK, 64), jnp.bfloat16), plgpu.Layout.WGMMA)
+        if not self.clears:
+            return
+        tiles[...] = plgpu.layout_cast(jnp.zeros((CHUNK, WIDTH), jnp.bfloat16), _WGMMA)
         plgpu.commit_smem()
 
         def clear(c, _):
             chunk = pl.ds(c * CHUNK, CHUNK)
-            to = self.gmem.out.at[self.row, chunk, self.head, columns]
+            to = self.gmem.out.at[self.row, chunk, self.head, self.columns]
             plgpu.copy_smem_to_gmem(rows, to)
 
         lax.fori_loop(jnp.maximum(self.stop, self.first), self.last, clear, None)
+        plgpu.wait_smem_to_gmem(0)
 
 
 def segment_states(

@@ -1,28 +1,38 @@
-"""A state between device memory and wgmma's registers, and rows of one back, without staging."""
+"""A state between device memory and wgmma's registers, and rows of one back, without staging.
+
+Also a chunk's values as wgmma's register operand, [64 value channels, 64 tokens], for the scans.
+"""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith, ir, llvm, vector
-from pallas_kernels.recurrence.channels import CHUNK, thread_in_warpgroup
+from pallas_kernels.jax_internals import arith, ir, llvm
+from pallas_kernels.recurrence.channels import (
+    CHUNK,
+    ROWS,
+    ChannelLane,
+    float_pairs,
+    half_pairs,
+    thread_in_warpgroup,
+    wgmma_array,
+)
 
-VALUE_BLOCK = 128  # value channels of a block: two warpgroups of 64
 _WGMMA = plgpu.Layout.WGMMA
 
 
 def _state_pointer(ref, column: int, rows_stride: int):
     """Device address of the thread's element (channel ``column`` + its pair offset, its row)."""
-    i64 = ir.IntegerType.get_signless(64)
     thread = thread_in_warpgroup()
     warp, lane = thread >> 5, thread & 31
     row = (warp << 4) + (lane >> 2)
     dk = (lane & 3) << 1
     offset = (dk + column) * rows_stride + row
-    return p.address(ref) + arith.extui(i64, offset << 2)
+    return p.offset(p.address(ref), offset << 2)
 
 
 def read_state(dk: int, dv: int):
@@ -34,27 +44,22 @@ def read_state(dk: int, dv: int):
     )
     def read(ctx, ref):
         del ctx
-        layout = _WGMMA.to_mgpu()
-        zero = mgpu.FragmentedArray.splat(p.cf(0.0), (CHUNK, dk), layout, is_signed=None)
-        registers = zero.registers.copy()
-        flat = registers.reshape(-1)
-        base = _state_pointer(ref, 0, dv)
-        kind = ir.VectorType.get((2,), p.f32())
-        for i in range(flat.size):
-            tile, half = i // 2, i % 2
-            values = [
-                mgpu.utils.inline_ptx(
-                    f"ld.global.nc.f32 $0, [$1+{4 * ((8 * tile + e) * dv + 8 * half)}];",
-                    base,
-                    result_types=p.f32(),
-                    has_side_effects=True,
-                )
-                for e in range(2)
-            ]
-            flat[i] = vector.from_elements(kind, values)
-        return mgpu.FragmentedArray(
-            _registers=flat.reshape(registers.shape), _layout=layout, _is_signed=None
-        )
+
+        def pairs():
+            base = _state_pointer(ref, 0, dv)
+            for tile in range(dk // 8):
+                for half in range(2):
+                    yield [
+                        mgpu.utils.inline_ptx(
+                            f"ld.global.nc.f32 $0, [$1+{4 * ((8 * tile + e) * dv + 8 * half)}];",
+                            base,
+                            result_types=p.f32(),
+                            has_side_effects=True,
+                        )
+                        for e in range(2)
+                    ]
+
+        return wgmma_array((CHUNK, dk), p.f32(), float_pairs(pairs()))
 
     return read
 
@@ -83,13 +88,12 @@ def write_rows(width: int, dk: int):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA))
     def write(ctx, ref, rows):
         del ctx
-        i64 = ir.IntegerType.get_signless(64)
         thread = thread_in_warpgroup()
         warp, lane = thread >> 5, thread & 31
         row = (warp << 4) + (lane >> 2)
         c = lane & 3
         offset = row * (2 * dk) + (c << 4)
-        base = p.address(ref) + arith.extui(i64, offset)
+        base = p.offset(p.address(ref), offset)
         words = [mgpu.utils.bitcast(x, p.i32()) for x in rows.registers.reshape(-1)]
         for half in range(2):
             for first in range(0, width // 8, 4):
@@ -104,3 +108,32 @@ def write_rows(width: int, dk: int):
                 p.store_global(base, w, 16 * first + 16 * dk * half)
 
     return write
+
+
+@plgpu.inline_mgpu(
+    arg_types=(plgpu.RefType(ROWS), plgpu.Layout.WG_SPLAT((128,))),
+    return_type=plgpu.ShapeDtypeStruct((64, CHUNK), jnp.bfloat16, layout=_WGMMA),
+)
+def read_transposed(ctx, tile, mask):
+    """V^T [64 dv, 64 tokens] from the swizzled rows of tokens, where the mask's bits are ones."""
+    del ctx
+    base, mask = ChannelLane().column_matrices(p.shared_address(tile)), mask.registers.flat[0]
+
+    def words():
+        loads = [p.load_matrices(base, 2048 * block, transposed=True) for block in range(4)]
+        yield from (w & mask for four in loads for w in four)
+
+    return wgmma_array((64, CHUNK), ir.BF16Type.get(), half_pairs(words()))
+
+
+def by_token(vectors, slot, n: int):
+    """A chunk's n-th vector of floats over the rows of [64 dv, 64 tokens]."""
+    e = plgpu.load(vectors.at[slot, n], layout=_WGMMA.reduce(0))
+    return lax.broadcast_in_dim(e, (64, CHUNK), [1])
+
+
+def store_transposed(tile, x) -> None:
+    """Store [64 dv, 64 tokens] as rows of tokens."""
+    tile.transpose((1, 0))[...] = plgpu.layout_cast(
+        x.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith, ir
+from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import LOG2E
 from pallas_kernels.recurrence.channels import TILE, ThreadPlace, half_products, zero_acc
 
@@ -130,9 +130,9 @@ class Borders:
         self.before, self.after = [], []
         for x, y in zip(self.near, self.across, strict=True):
             passed = [arith.select(self.query16, x, one), arith.select(self.query32, y, one)]
-            self.before.append(arith.mulf(*passed))
+            self.before.append(passed[0] * passed[1])
             left = [arith.select(self.query16, one, x), arith.select(self.query32, one, y)]
-            self.after.append(arith.mulf(*left))
+            self.after.append(left[0] * left[1])
 
     def whole(self, own):
         """Return the decay of all 64 rows from ``own``, the decay of the warp's rows."""
@@ -183,7 +183,7 @@ def _diagonal_block(lane, acc):
                 continue
             j = (lane.c << 1) + e
             differ = lane.g ^ j
-            below = arith.cmpi(arith.CmpIPredicate.ugt, lane.g, j)
+            below = lane.g > j
             value = arith.select(p.equal(differ, 0), acc[0][r], p.cf(0.0))
             low = arith.select(
                 p.bit(differ, 2),
@@ -243,8 +243,7 @@ def gate_slice(lane, acc, table, decay_at, limit, scale):
         store_rows(lane, at, words)
     first = p.equal(lane.warp, 0)
     with mgpu.when(first):
-        offset = arith.extui(ir.IntegerType.get_signless(64), column)
-        p.store_global(decay_at + offset, borders.whole(total))
+        p.store_global(p.offset(decay_at, column), borders.whole(total))
     mgpu.utils.warpgroup_barrier()
     _block_products(lane, acc, 16, lane.near_block(), low)
     _block_products(lane, acc, 32, lane.far_block(), high)

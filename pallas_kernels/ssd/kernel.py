@@ -11,7 +11,6 @@ read and written in [B, T, H, D].  Command: ``python -m benchmarks.kernels.ssd``
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import ClassVar
 
@@ -25,49 +24,39 @@ from pallas_kernels.dispatch import Reason
 from pallas_kernels.gated_delta.kernel_inverse import LOWEST
 from pallas_kernels.ptx import LOG2E
 from pallas_kernels.recurrence.channels import CHUNK
-from pallas_kernels.recurrence.operands import operands_reason
+from pallas_kernels.recurrence.op import Heads, zero_padding
+from pallas_kernels.recurrence.plan import ScanPlan, operands_reason, padded, segments_for
 from pallas_kernels.recurrence.scan import segment_states
-from pallas_kernels.recurrence.sequences import zero_padding
 from pallas_kernels.ssd.kernel_scan import WIDTH, scan
 
 WIDTHS = 64, 128, 256  # of keys
 
 
-@dataclasses.dataclass(frozen=True)
-class SSDPlan:
-    """segments: parts of a row that are scanned side by side."""
+class SSDPlan(ScanPlan):
+    """How a row is cut."""
 
     kernel: ClassVar[str] = "ssd_mosaic"
-    segments: int
-
-    def __str__(self) -> str:
-        return f"{self.segments} segments a row"
 
 
-def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> SSDPlan | Reason:
-    """How ``ssd_forward`` computes ``ssd``."""
-    if reason := lacking("wgmma") or operands_reason(q, k, v, 16):
-        return Reason(reason)
-    if q.shape[-1] not in WIDTHS:
-        return Reason(f"q has Dk = {q.shape[-1]}, the kernel takes 64, 128 and 256")
-    batch, length, heads, dv = v.shape
-    blocks = batch * heads * -(-dv // WIDTH) // (1 if q.shape[-1] > 128 else 2)
-    return SSDPlan(segments_for(blocks, -(-length // CHUNK)))
+def plan(heads: Heads) -> SSDPlan | Reason:
+    """How ``ssd_forward`` computes ``ssd``: by the least predicted time.
 
-
-def segments_for(blocks: int, n_chunks: int) -> int:
-    """Return the number of segments of a row with the least predicted time.
-
-    blocks: of the grid, without segments.  Several segments take one more pass over the chunks,
-    without outputs, and the time of their first states and the second launch.
+    A second pass over the chunks, without outputs, and the segments' first states are the price of
+    several segments.
     """
-    blocks, us = max(1, blocks), gpu().ssd
+    (batch, length, n_heads, dv), dk = heads.v.shape, heads.q.shape[-1]
+    if reason := lacking("wgmma") or operands_reason(*heads[:3], 16):
+        return Reason(reason)
+    if dk not in WIDTHS:
+        return Reason(f"q has Dk = {dk}, the kernel takes 64, 128 and 256")
+    blocks = max(1, batch * n_heads * -(-dv // WIDTH) // (1 if dk > 128 else 2))
+    n_chunks, us = -(-length // CHUNK), gpu().ssd
 
     def microseconds(n: int) -> float:
         waves, chunks = -(-n * blocks // gpu().sms), -(-n_chunks // n)
         return waves * chunks * (us.wave + us.state * (n > 1)) + us.segment * (n > 1)
 
-    return min(range(1, max(1, min(gpu().sms // blocks, n_chunks // 4)) + 1), key=microseconds)
+    return SSDPlan(segments_for(blocks, n_chunks, microseconds))
 
 
 def chunk_sums(log_decay: jax.Array) -> jax.Array:
@@ -96,27 +85,24 @@ def segment_starts(
 
 @functools.partial(jax.jit, static_argnames="segments")
 def ssd_forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
+    heads: Heads,
     *,
     initial_state: jax.Array | None = None,
     lengths: jax.Array | None = None,
     segments: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
-    """q, k [B, T, G, Dk], v [B, T, H, Dv], log_decay [B, T, H] -> (o [B, T, H, Dv], state
-    [B, H, Dk, Dv]).
+    """Return o [B, T, H, Dv] and the state [B, H, Dk, Dv].
 
     lengths: int32[B]; tokens at t >= lengths[b] are never read into a result (they may be NaN), o
         is 0 there, and whole chunks of them cost nothing.
     segments: parts of a row, of ``plan``.
     """
+    q, k, v, log_decay, _ = heads
     if lengths is not None:
         lengths = lengths.astype(jnp.int32)
-    k, log_decay = zero_padding(lengths, k, log_decay)
+    k, log_decay = zero_padding(lengths, (k, log_decay))
     sums, dv = chunk_sums(log_decay), v.shape[-1]
-    v, initial_state = _padded(v), _padded(initial_state)
+    v, initial_state = padded(v, WIDTH), padded(initial_state, WIDTH)
     start = None if initial_state is None else initial_state[:, :, None]
     given = {"lengths": lengths, "segments": segments}
     if segments > 1:
@@ -124,10 +110,3 @@ def ssd_forward(
         start = segment_starts(local, sums, initial_state, segments)
     o, states = scan(q, k, v, sums, start=start, **given)
     return o[..., :dv], states[:, :, -1, :, :dv]
-
-
-def _padded(x: jax.Array | None) -> jax.Array | None:
-    """Pad x with zero channels to whole warpgroups; their state is zeros."""
-    if x is None or x.shape[-1] % WIDTH == 0:
-        return x
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % WIDTH)])

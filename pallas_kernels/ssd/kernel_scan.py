@@ -22,7 +22,6 @@ Command: ``python -m benchmarks.kernels.ssd``.  Measurements: docs/lab/ssd.md.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -34,38 +33,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta.kernel_chunks import bf16_array, pairs
-from pallas_kernels.gated_delta.value_tiles import read_transposed, store_transposed
 from pallas_kernels.launch import launch
 from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
-from pallas_kernels.recurrence.scan import ScanFrame
-from pallas_kernels.recurrence.states import read_state, write_state
+from pallas_kernels.recurrence.scan import PART, WIDTH, ChunkScan, ScanFacts
+from pallas_kernels.recurrence.states import by_token, read_transposed
 
-STAGES = 3
-PART = 64  # key channels of a product
-WIDTH = 64  # value channels of a warpgroup
 _WGMMA = plgpu.Layout.WGMMA
-
-
-@dataclasses.dataclass(frozen=True)
-class _Facts:
-    """The facts of a launch of the scan."""
-
-    dk: int
-    dv: int
-    n_chunks: int
-    group: int  # heads that share q and k
-    segments: int
-    warpgroups: int
-
-    @property
-    def parts(self) -> range:
-        """The parts of the key channels."""
-        return range(self.dk // PART)
-
-    @property
-    def units(self) -> int:
-        """Warpgroups that a head needs."""
-        return self.dv // WIDTH
 
 
 @plgpu.inline_mgpu(
@@ -84,71 +57,45 @@ def _weighted(ctx, sums, scores):
     return bf16_array(words)
 
 
-class _Scan(ScanFrame):
-    """The program of a warpgroup: 64 value channels of a segment's chunks.
+class _Scan(ChunkScan):
+    """A block's warpgroups are those of a head or two, whose key head is ``key_head``."""
 
-    gmem.lengths, gmem.start and gmem.out may be None.
-    """
-
-    def __init__(self, gmem, smem, barrier, *, facts: _Facts):
-        super().__init__(gmem, smem, barrier, facts, pair=False)
-        self.pair = self.head
-        self.head, self.columns = self.place(self.warpgroup)
+    def __init__(self, gmem, smem, barrier, *, facts: ScanFacts, warpgroups: int):
+        super().__init__(gmem, smem, barrier, facts)
+        self.warpgroups, self.pair = warpgroups, self.head
+        self.head, self.columns = self.columns_of(self.warpgroup)
         self.key_head = self.head // facts.group
-        self.is_wide = len(facts.parts) > 2
+        self.is_wide = len(facts.keys) > 2
 
-    def place(self, warpgroup):
+    def columns_of(self, warpgroup):
         """(head, value channels) of a warpgroup of this block."""
-        unit = self.pair * self.facts.warpgroups + warpgroup
-        return unit // self.facts.units, pl.ds((unit % self.facts.units) * WIDTH, WIDTH)
+        units = self.facts.dv // WIDTH  # warpgroups that a head needs
+        unit = self.pair * self.warpgroups + warpgroup
+        return unit // units, pl.ds((unit % units) * WIDTH, WIDTH)
 
     def run(self) -> None:
-        gmem, facts = self.gmem, self.facts
+        keys, values, tile = self.facts.keys, self.smem.v, (0, self.warpgroup)
         pl.when(self.warpgroup == 0)(self.fill_ring)
         self.mask = jnp.full((128,), -1, jnp.int32)
-        state = lax.fori_loop(0, self.steps, self.chunk, [self.begin(x) for x in facts.parts])
-        for part, x in enumerate(state):
-            write_state(facts.dv)(self.state_of(gmem.final, part), x)
+        state = lax.fori_loop(0, self.steps, self.chunk, [self.first_state(x) for x in keys])
+        for part, x in zip(keys, state, strict=True):
+            self.write_state(x, part)
         plgpu.wait_smem_to_gmem(0)
-        if gmem.lengths is not None and gmem.out is not None:
-            tile = 0, self.warpgroup
-            self.clear_outputs(self.columns, self.smem.v.tiles.at[tile], self.smem.v.rows.at[tile])
-            plgpu.wait_smem_to_gmem(0)
-
-    def state_of(self, states, part: int):
-        """A part of the warpgroup's state in device memory."""
-        keys = pl.ds(part * PART, PART)
-        return states.at[self.row, self.head, self.segment, keys, self.columns]
-
-    def begin(self, part: int):
-        """The transposed state at the segment's start."""
-        if self.gmem.start is not None:
-            return read_state(PART, self.facts.dv)(self.state_of(self.gmem.start, part))
-        return plgpu.layout_cast(jnp.zeros((WIDTH, PART), jnp.float32), _WGMMA)
-
-    # --- copies ---
-
-    def fill_ring(self) -> None:
-        lax.fori_loop(0, jnp.minimum(2, self.steps), lambda i, _: self.load(i), None)
-
-    def step(self, i):
-        """(chunk, slot, tokens) of the i-th step."""
-        c = self.first + i
-        return c, i % STAGES, pl.ds(c * CHUNK, CHUNK)
+        self.clear_outputs(values.tiles.at[tile], values.rows.at[tile])
 
     def load(self, i) -> None:
         """q, k, v and the sums of log_decay of the i-th chunk."""
         gmem, smem = self.gmem, self.smem
-        c, slot, rows = self.step(i)
+        c, slot, rows = self.place(i)
         bar = self.barrier.full.at[slot]
         for x, to in ((gmem.q, smem.q), (gmem.k, smem.k)):
-            for part in self.facts.parts:
+            for part, keys in enumerate(self.facts.keys):
                 if x is None:
                     continue
-                source = x.at[self.row, rows, self.key_head, pl.ds(part * PART, PART)]
+                source = x.at[self.row, rows, self.key_head, keys]
                 plgpu.copy_gmem_to_smem(source, to.rows.at[slot, part], bar)
-        for w in range(self.facts.warpgroups):
-            head, columns = self.place(w)
+        for w in range(self.warpgroups):
+            head, columns = self.columns_of(w)
             source = gmem.v.at[self.row, rows, head, columns]
             plgpu.copy_gmem_to_smem(source, smem.v.rows.at[slot, w], bar)
             sums = gmem.sums.at[self.row, head, c]
@@ -159,7 +106,7 @@ class _Scan(ScanFrame):
     def chunk(self, i, state):
         """wait | wgmma Q K^T, S^T Q^T | P -> smem | wgmma V^T P^T, S | o -> TMA | slot <- TMA"""
         gmem, smem, own = self.gmem, self.smem, self.warpgroup
-        c, slot, rows = self.step(i)
+        c, slot, rows = self.place(i)
         plgpu.barrier_wait(self.barrier.full.at[slot])
         sums = smem.sums.at[slot, own]
         outputs = []
@@ -174,9 +121,9 @@ class _Scan(ScanFrame):
                 read = functools.partial(self.read, slot, rounded)
                 scores, seen = pl.run_scoped(read, square, square)
                 smem.weights[own] = _weighted(sums, scores)
-            outputs = [seen * jnp.exp2(self.by_token(sums))]
+            outputs = [seen * jnp.exp2(by_token(smem.sums, slot, own))]
         values = self.inside(c, read_transposed(smem.v.rows.at[slot, own], self.mask))
-        to_end = jnp.exp2(sums[CHUNK - 1] - self.by_token(sums))
+        to_end = jnp.exp2(sums[CHUNK - 1] - by_token(smem.sums, slot, own))
         late = (values.astype(jnp.float32) * to_end).astype(jnp.bfloat16)
         whole = jnp.exp2(sums[CHUNK - 1])
         starts = [*[x * whole for x in state], *outputs]
@@ -184,45 +131,29 @@ class _Scan(ScanFrame):
         update = functools.partial(self.update, slot, values, late)
         results = pl.run_state(update)([plgpu.ACC.init(x) for x in starts])
         if gmem.out is not None:  # in the place of the values
-            store_transposed(smem.v.tiles.at[slot, own], self.inside(c, results.pop()))
-            plgpu.commit_smem()
-            to = gmem.out.at[self.row, rows, self.head, self.columns]
-            plgpu.copy_smem_to_gmem(smem.v.rows.at[slot, own], to)
+            self.store_outputs(slot, rows, self.inside(c, results.pop()))
         self.release(i)
         return results
-
-    def by_token(self, sums):
-        """The sums of log_decay over the columns of [64 dv, 64 tokens]."""
-        x = plgpu.load(sums, layout=_WGMMA.reduce(0))
-        return lax.broadcast_in_dim(x, (WIDTH, CHUNK), [1])
-
-    def inside(self, c, x):
-        """Return x with zeros past the row's end."""
-        if self.gmem.lengths is None:
-            return x
-        token = plgpu.broadcasted_iota(jnp.int32, (WIDTH, CHUNK), 1, layout=_WGMMA)
-        left = self.gmem.lengths[self.row] - c * CHUNK
-        return jnp.where(token < left, x, jnp.zeros_like(x))
 
     def read(self, slot, rounded, scores, seen):
         """Q K^T and S^T Q^T."""
         q, k = self.smem.q.tiles, self.smem.k.tiles
-        for part in self.facts.parts:
+        for part in range(len(self.facts.keys)):
             plgpu.wgmma(scores, q.at[slot, part], k.at[slot, part].transpose((1, 0)))
-        for part in self.facts.parts:
+        for part in range(len(self.facts.keys)):
             plgpu.wgmma(seen, rounded[part], q.at[slot, part].transpose((1, 0)))
         return scores[...], seen[...]
 
     def scores(self, slot, acc):
         """Q K^T"""
         q, k = self.smem.q.tiles, self.smem.k.tiles
-        for part in self.facts.parts:
+        for part in range(len(self.facts.keys)):
             plgpu.wgmma(acc, q.at[slot, part], k.at[slot, part].transpose((1, 0)))
         return acc[...]
 
     def seen(self, slot, state, acc):
         """S^T Q^T, whose state is rounded part by part."""
-        for part in self.facts.parts:
+        for part in range(len(self.facts.keys)):
             rounded = state[part].astype(jnp.bfloat16)
             plgpu.wgmma(acc, rounded, self.smem.q.tiles.at[slot, part].transpose((1, 0)))
             plgpu.wgmma_wait(1)  # so that two parts' copies are alive
@@ -230,23 +161,11 @@ class _Scan(ScanFrame):
 
     def update(self, slot, values, late, accs) -> None:
         """S += K^T V by parts, and the outputs, where they are wanted."""
-        n = len(self.facts.parts)
+        n = len(self.facts.keys)
         for acc in accs[n:]:
             plgpu.wgmma(acc, values, self.smem.weights.at[self.warpgroup].transpose((1, 0)))
         for part, acc in enumerate(accs[:n]):
             plgpu.wgmma(acc, late, self.smem.k.tiles.at[slot, part])
-
-    def release(self, i) -> None:
-        """Give up the slot that has been read, and start the copies into it."""
-        empty = self.barrier.empty
-        if self.gmem.out is not None:
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        pl.when(i > 0)(lambda: plgpu.barrier_arrive(empty.at[(i - 1) % STAGES]))
-
-        @pl.when((self.warpgroup == 0) & (i + 2 < self.steps))
-        def _():
-            pl.when(i > 0)(lambda: plgpu.barrier_wait(empty.at[(i - 1) % STAGES]))
-            self.load(i + 2)
 
 
 def scan(q, k, v, sums, *, start=None, lengths=None, segments: int = 1, want_out: bool = True):
@@ -270,14 +189,14 @@ def scan(q, k, v, sums, *, start=None, lengths=None, segments: int = 1, want_out
     """
     b, t, h, dv = v.shape
     groups, dk = k.shape[2:]
-    units, group = dv // WIDTH, h // groups
+    units, group, stages = dv // WIDTH, h // groups, ChunkScan.stages
     wgs = 2 if (units * group) % 2 == 0 and dk <= 128 else 1
-    facts = _Facts(dk, dv, -(-t // CHUNK), group, segments, wgs)
+    facts = ScanFacts(dk, dv, -(-t // CHUNK), segments, group)
 
     def body(gmem, smem, barrier):
-        _Scan(gmem, smem, barrier, facts=facts).run()
+        _Scan(gmem, smem, barrier, facts=facts, warpgroups=wgs).run()
 
-    parts, spec = len(facts.parts), jax.ShapeDtypeStruct
+    parts, spec = len(facts.keys), jax.ShapeDtypeStruct
     return launch(
         body,
         {
@@ -297,14 +216,14 @@ def scan(q, k, v, sums, *, start=None, lengths=None, segments: int = 1, want_out
         warpgroups=wgs,
         approx_math=True,
         scratch={
-            "q": tokens(STAGES, parts, CHUNK, PART) if want_out else None,
-            "k": tokens(STAGES, parts, CHUNK, PART),
-            "v": tokens(STAGES, wgs, CHUNK, WIDTH),
+            "q": tokens(stages, parts, CHUNK, PART) if want_out else None,
+            "k": tokens(stages, parts, CHUNK, PART),
+            "v": tokens(stages, wgs, CHUNK, WIDTH),
             "weights": tiles(wgs, CHUNK, CHUNK) if want_out else None,
-            "sums": plgpu.SMEM((STAGES, wgs, CHUNK), jnp.float32),
+            "sums": plgpu.SMEM((stages, wgs, CHUNK), jnp.float32),
             "full": plgpu.Barrier(
-                num_arrivals=(1 + want_out) * parts + 2 * wgs, num_barriers=STAGES
+                num_arrivals=(1 + want_out) * parts + 2 * wgs, num_barriers=stages
             ),
-            "empty": plgpu.Barrier(num_arrivals=wgs, num_barriers=STAGES),
+            "empty": plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
         },
     )

@@ -14,7 +14,7 @@ Source: arXiv 2405.21060.  Left out: the skip D, the norm and the convolution, w
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,12 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty
 from pallas_kernels.gla.op import gla
 from pallas_kernels.operands import check
-from pallas_kernels.recurrence.sequences import check_decay
+from pallas_kernels.recurrence.op import Heads, Results, check_decay
 from pallas_kernels.transform import Op, chosen
 
 if TYPE_CHECKING:
     from pallas_kernels.ssd.kernel import SSDPlan
 
-_Pair = tuple[jax.Array, jax.Array]
 _OPERANDS = {
     "q": "float [B, T, G, Dk]",
     "k": "q [B, T, G, Dk]",
@@ -103,18 +102,13 @@ def ssd(
     )
     _check_groups(q, v)
     check_decay("ssd", log_decay, lengths)
-    operands = q, k, v, log_decay.astype(jnp.float32)
-    found = choose_plan("ssd", implementation, lambda: plan(q, k, v), *operands)
-    if found is None or is_empty(*operands):
-        return gla(
-            *ssd_as_gla(*operands),
-            scale=1.0,
-            initial_state=initial_state,
-            lengths=lengths,
-            return_state=return_state,
-            implementation=implementation,
-        )
-    o, state = _ssd(chosen(found, implementation), found, *operands, initial_state, lengths)
+    heads = Heads(q, k, v, log_decay).in_float32()
+    leaves = jax.tree.leaves(heads)
+    found = choose_plan("ssd", implementation, lambda: plan(heads), *leaves)
+    if found is None or is_empty(heads):
+        o, state = _form(implementation)(None, heads, initial_state, lengths)
+    else:
+        o, state = _ssd(chosen(found, implementation), found, heads, initial_state, lengths)
     return o, state if return_state else None
 
 
@@ -133,49 +127,30 @@ def _check_groups(q: jax.Array, v: jax.Array) -> None:
         raise ValueError(f"ssd: q has {groups} groups, which do not divide the {heads} heads of v")
 
 
-def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
+def plan(heads: Heads) -> Plan | Reason:
     """How the kernel computes ``ssd``."""
     from pallas_kernels.ssd import kernel
 
-    return kernel.plan(q, k, v)
+    return kernel.plan(heads)
 
 
 def _kernel(
-    plan: SSDPlan,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    initial_state: jax.Array | None,
-    lengths: jax.Array | None,
-) -> _Pair:
+    plan: SSDPlan, heads: Heads, state: jax.Array | None, lengths: jax.Array | None
+) -> Results:
     from pallas_kernels.ssd import kernel
 
-    return kernel.ssd_forward(
-        q, k, v, g, initial_state=initial_state, lengths=lengths, segments=plan.segments
-    )
+    return kernel.ssd_forward(heads, initial_state=state, lengths=lengths, segments=plan.segments)
 
 
-def _form(implementation: Implementation | None) -> Callable[..., _Pair]:
+def _form(implementation: Implementation | None) -> Callable[..., Results]:
     """Return GLA's form of a call."""
 
     def form(
-        plan: SSDPlan,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        g: jax.Array,
-        initial_state: jax.Array | None,
-        lengths: jax.Array | None,
-    ) -> _Pair:
+        plan: SSDPlan | None, heads: Heads, state: jax.Array | None, lengths: jax.Array | None
+    ) -> Results:
         del plan
-        o, state = gla(
-            *ssd_as_gla(q, k, v, g),
-            scale=1.0,
-            initial_state=initial_state,
-            lengths=lengths,
-            implementation=implementation,
-        )
+        given: Any = {"initial_state": state, "lengths": lengths, "implementation": implementation}
+        o, state = gla(*ssd_as_gla(*heads[:4]), scale=1.0, **given)
         assert state is not None
         return o, state
 

@@ -12,8 +12,7 @@ from pallas_kernels import quantize
 from pallas_kernels.attention.op import decode_attention
 from pallas_kernels.attention.past import attend as attend_past
 from pallas_kernels.attention.rope_attention import rope_and_attend
-from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write
-from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
+from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write, rope_and_write_tokens
 from pallas_kernels.experts.best import best
 from pallas_kernels.experts.fetch import fetch
 from pallas_kernels.experts.fetch_plan import FetchedLeaf
@@ -27,7 +26,7 @@ from pallas_kernels.gated_delta import token as delta_token
 from pallas_kernels.gated_delta import token_kernel as delta_token_kernel
 from pallas_kernels.gla import kernel as gla
 from pallas_kernels.gla import step_kernel
-from pallas_kernels.gla.token import gla_token, gla_tokens
+from pallas_kernels.gla.token import GlaLayerTokens, gla_token
 from pallas_kernels.latent.op import latent_attention
 from pallas_kernels.matmul import sums
 from pallas_kernels.matmul.blocks import blocks_matmul
@@ -35,6 +34,7 @@ from pallas_kernels.matmul.gated import gated_matmul
 from pallas_kernels.matmul.interleave import interleaved
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.operands import Columns
+from pallas_kernels.recurrence.op import Heads
 from pallas_kernels.rows import greedy_kernel
 from pallas_kernels.rows.low_rank import quantize_adapted
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
@@ -174,15 +174,21 @@ def past(width: int, capacity: int, heads=HEADS, dtype=BF16):
     return attend_past, given
 
 
+def of_heads(op, **options):
+    """The op as a function of the arrays of its heads."""
+    return lambda *x, **named: op(Heads(*x), **options, **named)
+
+
 def gla_chunks(b: int, t: int, h: int, dk: int, dv: int, save="nothing"):
     q, v = S((b, t, h, dk), BF16), S((b, t, h, dv), BF16)
-    forward = functools.partial(gla.gla_forward, scale=0.1, save=save)
+    forward = of_heads(gla.gla_forward, scale=0.1, save=save)
     if save == "nothing":
         return forward, (q, q, v, S(q.shape, F32))
 
     def both(q, k, v, g, d_out):
-        o, state, saved = forward(q, k, v, g)
-        return o, gla.gla_backward(q, k, v, g, d_out, state, scale=0.1, saved=saved)
+        heads = Heads(q, k, v, g)
+        o, state, saved = forward(*heads[:4])
+        return o, gla.gla_backward(heads, d_out, state, scale=0.1, saved=saved)
 
     return both, (q, q, v, S(q.shape, F32), v)
 
@@ -190,7 +196,7 @@ def gla_chunks(b: int, t: int, h: int, dk: int, dv: int, save="nothing"):
 def ssd_chunks(b: int, t: int, groups: int, h: int, dk: int, dv: int):
     q, v = S((b, t, groups, dk), BF16), S((b, t, h, dv), BF16)
     # One row of 16,384 tokens is cut.
-    forward = functools.partial(ssd.ssd_forward, segments=4 if b == 1 else 1)
+    forward = of_heads(ssd.ssd_forward, segments=4 if b == 1 else 1)
     return forward, (q, q, v, S((b, t, h), F32))
 
 
@@ -198,9 +204,9 @@ def delta_chunks(b, t, hk, h, dk, dv, by_channel=False, backward=False):
     q, v, beta = S((b, t, hk, dk), BF16), S((b, t, h, dv), BF16), S((b, t, h), F32)
     g = S((b, t, h, dk), F32) if by_channel else beta
     if not backward:
-        return functools.partial(delta.gated_delta_forward, scale=0.1), (q, q, v, g, beta)
+        return of_heads(delta.gated_delta_forward, scale=0.1), (q, q, v, g, beta)
     f = functools.partial(delta.gated_delta_backward, scale=0.1)
-    return lambda *x: f(*x[:6], None), (q, q, v, g, beta, v)
+    return lambda *x: f(Heads(*x[:5]), x[5], None), (q, q, v, g, beta, v)
 
 
 def step(f, b: int, hk: int, h: int, dk: int, dv: int, gates: int):
@@ -439,10 +445,10 @@ def gla_layer(tokens: int = 1, sizes=(8, 4, 256, 512, 16)):
 
     def run(streams, *rest):
         columns = [Columns(x, 0, width) for x, width in zip(streams, widths, strict=True)]
-        return (gla_token if tokens == 1 else gla_tokens)(columns, *rest, **options)
+        return gla_token(GlaLayerTokens(columns, *rest), **options)
 
-    lengths = [S((b,), I32)] if tokens == 1 else []
-    return run, (streams, decay, S((dv,), BF16), *lengths, S((b, h, dk, dv), F32))
+    lengths = S((b,), I32) if tokens == 1 else None
+    return run, (streams, decay, S((dv,), BF16), lengths, S((b, h, dk, dv), F32))
 
 
 def gla_kept():
@@ -463,12 +469,12 @@ def delta_layer(tokens: int = 1, sizes=(8, 16, 32, 128)):
 
     def run(streams, *rest):
         columns = [Columns(x, 0, width) for x, width in zip(streams, widths, strict=True)]
-        op = delta_token.gated_delta_token if tokens == 1 else delta_token.gated_delta_tokens
-        return op(columns, *rest, eps=1e-6, beta_max=1.0)
+        given = delta_token.DeltaLayerTokens(columns, *rest)
+        return delta_token.gated_delta_token(given, eps=1e-6, beta_max=1.0)
 
-    lengths = [S((b,), I32)] if tokens == 1 else []
+    lengths = S((b,), I32) if tokens == 1 else None
     state, last = S((b, h, d, d), F32), S((b, 3, features), BF16)
-    return run, (streams, S((features, 4), BF16), decay, S((d,), BF16), *lengths, state, last)
+    return run, (streams, S((features, 4), BF16), decay, S((d,), BF16), lengths, state, last)
 
 
 def delta_kept():

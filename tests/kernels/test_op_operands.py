@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_kernels as pk
 from pallas_kernels import dispatch
 from pallas_kernels.attention.rope_cache import quantize_kv
-from pallas_kernels.gla.token import gla_token
+from pallas_kernels.gla.token import GlaLayerTokens, gla_token
 from pallas_kernels.operands import Columns
 from tests.helpers.arrays import as_jax
 from tests.kernels.gla.test_gla_token import case as token_case
@@ -462,7 +462,7 @@ def one_token():
         return streams, (weight, bias), norm, lengths, state
 
     def call(a, implementation):
-        return gla_token(*taken(a), eps=1e-5, normalizer=16.0, clamp_min=None)
+        return gla_token(GlaLayerTokens(*taken(a)), eps=1e-5, normalizer=16.0, clamp_min=None)
 
     return given, call, lambda a: token_expected(*taken(a), None)
 
@@ -735,6 +735,7 @@ def test_explain_tells_the_plan_that_the_planner_has():
     from pallas_kernels.attention import op as attention
     from pallas_kernels.gla import kernel, step_kernel
     from pallas_kernels.matmul.op import product_plan
+    from pallas_kernels.recurrence.op import Heads
 
     shape, bf16, f32 = jax.ShapeDtypeStruct, jnp.bfloat16, jnp.float32
     w = pk.QTensor(shape((28672, 4096), jnp.int4), shape((28672, 32), bf16))
@@ -742,10 +743,11 @@ def test_explain_tells_the_plan_that_the_planner_has():
     head, heads = shape((1, 4, 128), bf16), shape((1, 64, 4, 128), bf16)
     decays = shape(head.shape, f32), shape(heads.shape, f32)
     state = shape((1, 4, 128, 128), f32)
+    whole = Heads(heads, heads, heads, decays[1])
     cache, lengths = shape((1, 1024, 4, 128), bf16), shape((1,), jnp.int32)
     calls = [
         *(("quantized_matmul", (x, w), product_plan(x, w, out_dtype=bf16)) for x in rows),
-        ("gla", (heads, heads, heads, decays[1]), kernel.plan(heads, heads, heads)),
+        ("gla", tuple(whole[:4]), kernel.plan(whole)),
         ("gla_step", (head, head, head, decays[0], state), step_kernel.plan(head, head, head)),
         ("decode_attention", (head, cache, cache, lengths), attention.plan(head, cache, cache)),
     ]

@@ -47,7 +47,9 @@ def test_the_guide_and_the_changelog_state_the_number_of_families():
     _, _, own = stated_counts()
     assert own == len(set(FAMILIES) - set(ALONE))
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    [families] = re.findall(r"(\d+) model types of transformers, `minicpm` and `mistral4` load", changes)
+    [families] = re.findall(
+        r"(\d+) model types of transformers, `minicpm` and `mistral4` load", changes
+    )
     assert int(families) == own and ALONE == ("minicpm", "mistral4")
 
 

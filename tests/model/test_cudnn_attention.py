@@ -21,8 +21,7 @@ from jaxllama.model.mixers.attention.state import KVCache, write
 from jaxllama.training.batch import Batch
 from pallas_kernels.attention.blockwise import blockwise_attention, floats
 from pallas_kernels.attention.plain import attention_scores, weighted_values
-from pallas_kernels.attention.rope_cache import to_cache_basis
-from pallas_kernels.attention.rope_tokens import as_stored
+from pallas_kernels.attention.rope_cache import as_stored, to_cache_basis
 from tests.helpers.arrays import as_jax
 from tests.helpers.cudnn_plain import plain
 from tests.helpers.models import LLAMA, params_of, relative_error, tokens_of

@@ -11,8 +11,7 @@ import pytest
 
 from pallas_kernels.attention import rope_cache_kernel
 from pallas_kernels.attention.blockwise import joined
-from pallas_kernels.attention.rope_cache import rope_and_write
-from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
+from pallas_kernels.attention.rope_cache import rope_and_write, rope_and_write_tokens
 from tests.helpers.arrays import as_jax
 from tests.helpers.cache_cases import cache_of, values_of
 from tests.helpers.warp_emulator import emulated

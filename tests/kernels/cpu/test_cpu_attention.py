@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import decode_attention, explain, rope_and_attend
-from pallas_kernels.attention.rope_cache import rope_and_write
-from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
+from pallas_kernels.attention.rope_cache import rope_and_write, rope_and_write_tokens
 from pallas_kernels.cpu import attend as cpu
 from pallas_kernels.cpu import frame, jit
 from pallas_kernels.cpu.attend import attributes

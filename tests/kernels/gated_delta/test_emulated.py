@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(
 
 if VERSION >= (0, 11, 2):
     from pallas_kernels.gated_delta import kernel_chunks, kernel_scan
+    from pallas_kernels.recurrence.op import Heads
     from tests.helpers.emulator.launch import emulated
 
 
@@ -22,10 +23,9 @@ def forward(shape, kind, lengths=None, seed=0, sms=132):
     """(the operands, a first state, o, the last state).  sms: of the GPU; few of them, and a block
     of the scan has two warpgroups."""
     *x, state = case(shape, kind)
-    q, k, v, g, beta = x
     with emulated(seed, sms=sms):
-        prepared = kernel_chunks.chunks(q, k, g, beta, lengths, 0.1)
-        o, last = kernel_scan.scan(q, k, *prepared, v, start=state[:, :, None], lengths=lengths)
+        prepared, _ = kernel_chunks.chunks(Heads(*x), lengths, 0.1)
+        o, last = kernel_scan.scan(prepared, x[2], start=state[:, :, None], lengths=lengths)
     return x, state, o, last[:, :, 0]
 
 

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 if VERSION >= (0, 11, 2):
+    from pallas_kernels import fused_parts
     from pallas_kernels.gated_delta import gradients_channels_products as products
     from pallas_kernels.gated_delta import gradients_channels_registers as registers
     from pallas_kernels.gated_delta import kernel_inverse
@@ -55,7 +56,9 @@ def words(x):
 @contextlib.contextmanager
 def threads():
     block = warp_emulator.Block(128, SIZE)
-    with warp_emulator.running_on(block, channels, kernel_inverse, products, registers, slices):
+    with warp_emulator.running_on(
+        block, channels, fused_parts, kernel_inverse, products, registers, slices
+    ):
         yield block
 
 

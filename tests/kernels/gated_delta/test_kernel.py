@@ -23,12 +23,13 @@ pytestmark = pytest.mark.skipif(
 
 if VERSION >= (0, 11, 2):
     from pallas_kernels.gated_delta import kernel
+    from pallas_kernels.recurrence.op import Heads
 
 
 def operands(b, t, hk, h, dk, dv, dtype=jnp.bfloat16):
     spec = jax.ShapeDtypeStruct
     q, gate = spec((b, t, hk, dk), dtype), spec((b, t, h), jnp.float32)
-    return q, q, spec((b, t, h, dv), dtype), gate, gate
+    return Heads(q, q, spec((b, t, h, dv), dtype), gate, gate)
 
 
 @pytest.mark.parametrize(
@@ -37,20 +38,21 @@ def operands(b, t, hk, h, dk, dv, dtype=jnp.bfloat16):
 )
 def test_a_reason_names_the_fact(change, reason):
     shape = {"b": 1, "t": 64, "hk": 1, "h": 1, "dk": 128, "dv": 128} | change
-    assert reason in kernel.plan(*operands(**shape)[:4]).text
+    assert reason in kernel.plan(operands(**shape)).text
 
 
 def test_wide_keys_decay_by_head():
-    q, k, v, g, _ = operands(1, 64, 2, 2, 256, 128)
-    assert kernel.plan(q, k, v, g).segments == 1
-    assert "Dk = 256" in kernel.plan(q, k, v, jax.ShapeDtypeStruct(q.shape, g.dtype)).text
+    heads = operands(1, 64, 2, 2, 256, 128)
+    assert kernel.plan(heads).segments == 1
+    by_channel = jax.ShapeDtypeStruct(heads.q.shape, jnp.float32)
+    assert "Dk = 256" in kernel.plan(heads._replace(log_decay=by_channel)).text
 
 
 @pytest.mark.parametrize(
     "dk, dv, backward", [(128, 128, True), (128, 256, False), (256, 128, False)]
 )
 def test_gradients_of_wide_heads_are_xlas(dk, dv, backward):
-    assert kernel.plan(*operands(1, 64, 1, 1, dk, dv)[:4]).backward == backward
+    assert kernel.plan(operands(1, 64, 1, 1, dk, dv)).backward == backward
 
 
 def test_segments_are_one_wave_of_whole_chunks():
@@ -58,12 +60,13 @@ def test_segments_are_one_wave_of_whole_chunks():
     for heads, dv, chunks, dk in itertools.product(
         (1, 4, 16, 96), (64, 128, 512), (1, 3, 64, 256, 2048), (128, 256)
     ):
-        found = [kernel.segments_for(rows, heads, dv, chunks, dk) for rows in (1, 2, 8, 64)]
+        shapes = [operands(rows, 64 * chunks, heads, heads, dk, dv) for rows in (1, 2, 8, 64)]
+        found = [kernel.segments_of(shape) for shape in shapes]
         assert found == sorted(found, reverse=True)
         for rows, n in zip((1, 2, 8, 64), found, strict=True):
             blocks = rows * heads * (1 + (dk > 128)) * -(-dv // 128)
             assert n == 1 or (n * blocks <= sms() and chunks >= 4 * n)
-    assert kernel.segments_for(1, 1, 128, 2048) > 1  # a long row alone is cut
+    assert kernel.segments_of(operands(1, 64 * 2048, 1, 1, 128, 128)) > 1  # a long row alone is cut
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -89,12 +92,13 @@ def test_segment_starts_equal_the_plain_recursion(reverse):
     ids=str,
 )
 def test_forward_lowers_as_planned(shape, by_channel):
-    q, k, v, g, beta = operands(*shape)
+    heads = operands(*shape)
     if by_channel:
-        g = jax.ShapeDtypeStruct((*g.shape, shape[-2]), g.dtype)
-    text = lowered(functools.partial(kernel.gated_delta_forward, scale=0.1), q, k, v, g, beta)
+        g = heads.log_decay
+        heads = heads._replace(log_decay=jax.ShapeDtypeStruct((*g.shape, shape[-2]), g.dtype))
+    text = lowered(functools.partial(kernel.gated_delta_forward, scale=0.1), heads)
     chunks = "gated_delta_channels" if by_channel else "gated_delta_chunks"
-    scans = 1 + (kernel.plan(q, k, v, g).segments > 1)  # of the segments' own states
+    scans = 1 + (kernel.plan(heads).segments > 1)  # of the segments' own states
     assert kernels_in(text) == [chunks, *["gated_delta_scan"] * scans]
     assert "stablehlo.transpose" not in text  # everything is read and written where it lies
 
@@ -107,7 +111,9 @@ def test_short_ragged_rows_lower(by_channel):
     if by_channel:
         g = jax.ShapeDtypeStruct((*g.shape, 64), jnp.float32)
     text = lowered(
-        lambda *x: kernel.gated_delta_forward(*x[:5], scale=0.1, initial_state=x[5], lengths=x[6]),
+        lambda *x: kernel.gated_delta_forward(
+            Heads(*x[:5]), scale=0.1, initial_state=x[5], lengths=x[6]
+        ),
         q,
         k,
         v,
@@ -129,10 +135,11 @@ def test_short_ragged_rows_lower(by_channel):
     ids=str,
 )
 def test_backward_lowers(shape, by_channel):
-    x = list(operands(*shape))
+    x = operands(*shape)
     if by_channel:
-        x[3] = jax.ShapeDtypeStruct((*x[3].shape, shape[-2]), jnp.float32)
-    text = lowered(lambda *x: kernel.gated_delta_backward(*x, None, scale=0.1), *x, x[2])
+        by_channel = jax.ShapeDtypeStruct((*x.log_decay.shape, shape[-2]), jnp.float32)
+        x = x._replace(log_decay=by_channel)
+    text = lowered(lambda *x: kernel.gated_delta_backward(*x, None, scale=0.1), x, x.v)
     assert {"gated_delta_gradients", "gated_delta_reverse"} < set(kernels_in(text))
 
 
@@ -166,7 +173,7 @@ def test_values(shape, kind, segments, by_channel):
     *x, state = case(shape, kind, by_channel=by_channel)
     f = functools.partial(kernel.gated_delta_forward, scale=0.1, segments=segments)
     for start in (None, state):
-        got, again = (f(*x, initial_state=start) for _ in range(2))
+        got, again = (f(Heads(*x), initial_state=start) for _ in range(2))
         want = oracle(*x, 0 * state if start is None else state, scale=0.1)
         for a, b, c in zip(got, again, want, strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
@@ -188,12 +195,12 @@ def test_gradients(shape, kind, segments, by_channel):
     rng = np.random.default_rng(9)
     d_out = as_jax(rng.normal(size=x[2].shape), jnp.bfloat16)
     d_last = as_jax(rng.normal(size=state.shape), jnp.float32)
-    got = kernel.gated_delta_backward(
-        *x, d_out, d_last, scale=0.1, initial_state=state, segments=segments
+    heads, d_state = kernel.gated_delta_backward(
+        Heads(*x), d_out, d_last, scale=0.1, initial_state=state, segments=segments
     )
     _, _, *want = oracle(*x, state, d_out, d_last, scale=0.1)
     names = ("q", "k", "v", "log_decay", "beta", "state")
-    errors = {n: relative_rms(a, b) for n, a, b in zip(names, got, want, strict=True)}
+    errors = {n: relative_rms(a, b) for n, a, b in zip(names, (*heads, d_state), want, strict=True)}
     assert all(error < 5e-3 for error in errors.values()), errors
 
 
@@ -210,7 +217,7 @@ def test_padding_may_hold_anything(segments, dk, by_channel):
         for fill in (jnp.nan, 0)
     )
     o, last = kernel.gated_delta_forward(
-        *poison, scale=0.1, initial_state=state, lengths=as_jax(lengths), segments=segments
+        Heads(*poison), scale=0.1, initial_state=state, lengths=as_jax(lengths), segments=segments
     )
     want, want_last = oracle(*clean, state, scale=0.1)
     assert relative_rms(last, want_last) < 5e-3

@@ -13,10 +13,9 @@ import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.architecture import TARGET
-from pallas_kernels.gated_delta.commit import _xla as xla_commit
-from pallas_kernels.gated_delta.commit import gated_delta_commit
+from pallas_kernels.gated_delta.commit import _commit, gated_delta_commit
 from pallas_kernels.gated_delta.reference import EPSILON
-from pallas_kernels.gated_delta.token import gated_delta_token, gated_delta_tokens, plan
+from pallas_kernels.gated_delta.token import DeltaLayerTokens, gated_delta_token, plan
 from pallas_kernels.operands import Columns
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import slow
@@ -81,7 +80,7 @@ def expected(streams, conv, decay, norm, lengths, state, last, beta_max):
 def check(given, beta_max=1.0):
     want, want_state, want_last = expected(*given, beta_max)
     before = np.asarray(given[5])
-    y, state, last = gated_delta_token(*given, eps=EPS, beta_max=beta_max)
+    y, state, last = gated_delta_token(DeltaLayerTokens(*given), eps=EPS, beta_max=beta_max)
     moves, error = np.asarray(given[4]) > 0, ROUNDS[y.dtype.name]
     assert relative_rms(np.asarray(y, np.float32)[moves], want[moves]) < 8e-3 * error
     assert relative_rms(state, want_state) < 2e-3 * error
@@ -120,12 +119,14 @@ def check_draft(rows, tokens, shape, **special):
     streams, conv, decay, norm, *_ = case(rows * tokens, *shape, **special)
     *_, state, last = case(rows, *shape, **special, seed=1)
     weights, options = (conv, decay, norm), {"eps": EPS, "beta_max": 1.0}
-    y, *kept = gated_delta_tokens(streams, *weights, state, last, **options)
+    given = DeltaLayerTokens(streams, *weights, None, state, last)
+    y, *kept = gated_delta_token(given, **options)
     y = np.asarray(y, np.float32).reshape(rows, tokens, -1)
     ones, after = jnp.ones((rows,), jnp.int32), [(state, last)]
     for t in range(tokens):
         now = [x._replace(rows=x.rows[t::tokens]) for x in streams]
-        one, *new = gated_delta_token(now, *weights, ones, *map(jnp.array, after[-1]), **options)
+        given = DeltaLayerTokens(now, *weights, ones, *map(jnp.array, after[-1]))
+        one, *new = gated_delta_token(given, **options)
         np.testing.assert_array_equal(y[:, t], np.asarray(one, np.float32).reshape(rows, -1))
         after.append(new)
     count = as_jax([tokens - 1, 0, 1][:rows], jnp.int32)
@@ -140,7 +141,7 @@ def check_draft(rows, tokens, shape, **special):
     np.testing.assert_array_equal(lasts[1][0, -1], kept[-1][0, count[0] - 1])
     layers = [(*map(jnp.array, before), *kept) for before in after[:2]]
     for got, want in zip(
-        (states, lasts), xla_commit(None, *zip(*layers, strict=True), count), strict=True
+        (states, lasts), _commit.xla(None, *zip(*layers, strict=True), count), strict=True
     ):
         for one, other in zip(got, want, strict=True):
             assert relative_rms(one, np.asarray(other, np.float64)) < 2e-3  # it rounds no k
@@ -167,21 +168,22 @@ def test_a_draft_s_tokens_are_steps_bit_for_bit(name, monkeypatch):
 
 def test_what_the_kernel_refuses_is_said():
     def reason(*shape, **special):
-        found = plan(*case(*shape, **special))
+        found = plan(DeltaLayerTokens(*case(*shape, **special)))
         return found.text if isinstance(found, dispatch.Reason) else None
 
     assert reason(1, 16, 32, 128) is None
     assert "Dv = 128" in reason(1, 1, 1, 128, 256)
     assert "9 value heads" in reason(1, 1, 9, 64)
     assert "not 2 or 4 taps" in reason(1, 1, 1, 64, taps=3)
-    given = case(1, 1, 2, 64)
-    assert "last is float32" in plan(*given[:-1], given[-1].astype(jnp.float32)).text
+    given = DeltaLayerTokens(*case(1, 1, 2, 64))
+    last = given.last
+    assert "last is float32" in plan(given._replace(last=last.astype(jnp.float32))).text
     with pytest.raises(ValueError, match="conv .* does not fit state"):
-        plan(given[0], given[1][:-1], *given[2:-1], given[-1][..., :-1])
+        plan(given._replace(conv=given.conv[:-1], last=last[..., :-1]))
     with pytest.raises(ValueError, match="ba is 2 columns"):
-        plan([given[0][0], given[0][1]._replace(width=2)], *given[1:])
+        plan(given._replace(streams=[given.streams[0], given.streams[1]._replace(width=2)]))
     with pytest.raises(ValueError, match="one input less"):
-        plan(*given[:-1], given[-1][:, :2])
+        plan(given._replace(last=last[:, :2]))
 
 
 @newest
@@ -192,8 +194,8 @@ def test_it_lowers_for_cuda_as_one_kernel_in_place():
 
     def call(rows, conv, decay, norm, lengths, state, last):
         columns = [Columns(x, x.shape[1] - w, w) for x, w in zip(rows, widths, strict=True)]
-        given = conv, decay, norm, lengths, state, last
-        return gated_delta_token(columns, *given, eps=EPS, beta_max=1.0)
+        given = DeltaLayerTokens(columns, conv, decay, norm, lengths, state, last)
+        return gated_delta_token(given, eps=EPS, beta_max=1.0)
 
     text = lowered(call, rows, *given, donate_argnums=(5, 6))
     assert kernels_in(text) == ["gated_delta_token"] and text.count("tf.aliasing_output") == 2

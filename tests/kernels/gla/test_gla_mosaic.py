@@ -26,14 +26,15 @@ if VERSION >= (0, 11, 2):
     from pallas_kernels.gla import scan
     from pallas_kernels.gla.gates import gates
     from pallas_kernels.gla.op import gla
-    from pallas_kernels.recurrence.states import VALUE_BLOCK
+    from pallas_kernels.recurrence.op import Heads
+    from pallas_kernels.recurrence.plan import VALUE_BLOCK
 
 
 def test_segments_fill_the_gpu_and_no_more():
     """One more segment would be a second wave of blocks, or leave one with under four chunks."""
     sizes = itertools.product((1, 2, 8, 32), (1, 4, 16, 96), (64, 128, 512), (1, 3, 16, 256, 4096))
     for rows, heads, dv, chunks in sizes:
-        n = gla_mosaic.segments_for(rows, heads, dv, chunks)
+        n = gla_mosaic.segments_of(operands(rows, 64 * chunks, heads, 128, dv))
         blocks = rows * heads * -(-dv // VALUE_BLOCK)
         assert n == 1 or (n * blocks <= sms() and chunks >= 4 * n)
         assert (n + 1) * blocks > sms() or chunks < 4 * (n + 1)
@@ -77,7 +78,7 @@ def test_segment_starts_skip_the_chunks_past_a_row():
 def operands(b, t, h, dk, dv, dtype=jnp.bfloat16):
     spec = jax.ShapeDtypeStruct
     q = spec((b, t, h, dk), dtype)
-    return q, q, spec((b, t, h, dv), dtype), spec((b, t, h, dk), jnp.float32)
+    return Heads(q, q, spec((b, t, h, dv), dtype), spec((b, t, h, dk), jnp.float32))
 
 
 @pytest.mark.parametrize(
@@ -86,18 +87,18 @@ def operands(b, t, h, dk, dv, dtype=jnp.bfloat16):
 )
 def test_a_reason_names_the_fact(change, reason):
     shape = {"b": 1, "t": 64, "h": 1, "dk": 128, "dv": 128} | change
-    assert reason in gla_mosaic.plan(*operands(**shape)[:3]).text
+    assert reason in gla_mosaic.plan(operands(**shape)).text
 
 
 def test_ragged_rows_cannot_be_saved():
-    q, k, v, g = operands(1, 64, 1, 128, 128)
+    heads = operands(1, 64, 1, 128, 128)
     with pytest.raises(ValueError, match="save needs whole rows"):
-        gla_mosaic.gla_forward(q, k, v, g, scale=0.1, lengths=as_jax([3]), save="states")
+        gla_mosaic.gla_forward(heads, scale=0.1, lengths=as_jax([3]), save="states")
 
 
 def test_supported_shapes_have_no_reason():
     for dk, dv in ((64, 64), (64, 128), (128, 128), (256, 512), (512, 128)):
-        assert gla_mosaic.plan(*operands(2, 100, 3, dk, dv)[:3]).segments >= 1
+        assert gla_mosaic.plan(operands(2, 100, 3, dk, dv)).segments >= 1
 
 
 def test_halves_of_a_head_are_the_head():
@@ -127,7 +128,7 @@ def test_halves_of_a_head_are_the_head():
 @pytest.mark.parametrize("shape", [(64, 1, 4, 512, 128), (64, 1, 32, 128, 128)], ids=str)
 def test_step_lowers_in_place(shape):
     q, k, v, g = (
-        jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype) for x in operands(*shape)
+        jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype) for x in operands(*shape)[:4]
     )
     batch, _, heads, dk, dv = shape
     state = jax.ShapeDtypeStruct((batch, heads, dk, dv), jnp.float32)
@@ -139,17 +140,17 @@ def test_step_lowers_in_place(shape):
     "shape", [(8, 4096, 16, 128, 128), (1, 16384, 16, 128, 128), (8, 4096, 8, 512, 128)], ids=str
 )
 def test_forward_lowers_as_planned(shape):
-    q, k, v, g = operands(*shape)
-    text = lowered(lambda *x: gla_mosaic.gla_forward(*x, scale=0.1), q, k, v, g)
-    scans = 1 + (gla_mosaic.plan(q, k, v).segments > 1)  # of the segments' own states
+    heads = operands(*shape)
+    text = lowered(lambda x: gla_mosaic.gla_forward(x, scale=0.1), heads)
+    scans = 1 + (gla_mosaic.plan(heads).segments > 1)  # of the segments' own states
     assert kernels_in(text) == ["gla_gates", *["gla_scan"] * scans]
     assert "stablehlo.transpose" not in text  # everything is read and written where it lies
 
 
 @pytest.mark.parametrize("shape", [(32, 2048, 4, 256, 512), (8, 4096, 8, 512, 128)], ids=str)
 def test_backward_lowers(shape):
-    q, k, v, g = operands(*shape)
-    text = lowered(lambda *x: gla_mosaic.gla_backward(*x, None, scale=0.1), q, k, v, g, v)
+    heads = operands(*shape)
+    text = lowered(lambda *x: gla_mosaic.gla_backward(*x, None, scale=0.1), heads, heads.v)
     assert {"gla_chunk_gradients", "gla_scan_reverse"} < set(kernels_in(text))
     assert "stablehlo.transpose" not in text
 
@@ -159,10 +160,10 @@ def test_ragged_forward_with_state_lowers():
     state = jax.ShapeDtypeStruct((2, 2, 128, 256), jnp.float32)
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
 
-    def forward(q, k, v, g, s, n):
-        return gla_mosaic.gla_forward(q, k, v, g, scale=0.1, initial_state=s, lengths=n)
+    def forward(heads, s, n):
+        return gla_mosaic.gla_forward(heads, scale=0.1, initial_state=s, lengths=n)
 
-    assert set(kernels_in(lowered(forward, *given, state, lengths))) == {"gla_gates", "gla_scan"}
+    assert set(kernels_in(lowered(forward, given, state, lengths))) == {"gla_gates", "gla_scan"}
 
 
 # --- Values, on the GPU ---------------------------------------------------------------------------
@@ -199,22 +200,17 @@ def test_forward_and_backward_values(shape, gate, segments):
 
     @jax.jit
     def run(q, k, v, g, d_out, state, d_state):
+        heads = Heads(q, k, v, g)
         o, last, states = gla_mosaic.gla_forward(
-            q, k, v, g, scale=scale, initial_state=state, segments=segments, save="states"
+            heads, scale=scale, initial_state=state, segments=segments, save="states"
         )
         *_, everything = gla_mosaic.gla_forward(
-            q, k, v, g, scale=scale, initial_state=state, segments=segments, save="all"
+            heads, scale=scale, initial_state=state, segments=segments, save="all"
         )
-        grads = gla_mosaic.gla_backward(
-            q, k, v, g, d_out, d_state, scale=scale, initial_state=state, segments=segments
-        )
-        saved = [
-            gla_mosaic.gla_backward(
-                q, k, v, g, d_out, d_state, scale=scale, saved=x, segments=segments
-            )
-            for x in (states, everything)
-        ]
-        return (o, last, *grads), saved
+        back = functools.partial(gla_mosaic.gla_backward, heads, d_out, d_state, scale=scale)
+        grads = back(initial_state=state, segments=segments)
+        saved = [back(saved=x, segments=segments) for x in (states, everything)]
+        return (o, last, *jax.tree.leaves(grads)), [jax.tree.leaves(x) for x in saved]
 
     got, saved = run(q, k, v, g, d_out, state, d_state)
     again, _ = run(q, k, v, g, d_out, state, d_state)
@@ -242,7 +238,7 @@ def test_padding_may_hold_anything():
     clean = [jnp.where(valid, x, 0).astype(x.dtype) for x in (q, k, v, g)]
     run = jax.jit(
         lambda *x: gla_mosaic.gla_forward(
-            *x[:4], scale=0.1, initial_state=x[4], lengths=x[5], segments=2
+            Heads(*x[:4]), scale=0.1, initial_state=x[4], lengths=x[5], segments=2
         )
     )
     o, last = run(*poison, state, lengths)
@@ -260,7 +256,7 @@ def test_pairs_of_blocks_give_the_bits_of_blocks(monkeypatch):
     forward = gla_mosaic.gla_forward.__wrapped__  # each jit traces it anew
 
     def run(*x):
-        return forward(*x, scale=0.1, initial_state=state, lengths=lengths, segments=1)
+        return forward(Heads(*x), scale=0.1, initial_state=state, lengths=lengths, segments=1)
 
     alone = jax.jit(run)(q, k, v, g)
     small = dataclasses.replace(scan.gpu(), sms=1)

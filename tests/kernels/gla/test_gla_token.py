@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels.architecture import TARGET
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.gla.token import gla_token, plan
+from pallas_kernels.gla.token import GlaLayerTokens, gla_token, plan
 from pallas_kernels.operands import Columns
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import each_once
@@ -76,7 +76,7 @@ def check(given, clamp_min=None):
     want, want_state = expected(*given, clamp_min)
     before = np.asarray(given[-1])
     options = {"eps": EPS, "normalizer": NORMALIZER, "clamp_min": clamp_min}
-    y, state = gla_token(*given, **options)
+    y, state = gla_token(GlaLayerTokens(*given), **options)
     moves = np.asarray(given[3]) > 0
     assert relative_rms(np.asarray(y, np.float32)[moves], want[moves]) < ROUNDS[y.dtype.name]
     assert relative_rms(state, want_state) < 1e-6
@@ -125,9 +125,9 @@ def test_the_portable_kernels_have_the_bits_of_a_cluster(name, divided, monkeypa
     given = case(*shape, **special)
     options = {"eps": EPS, "normalizer": NORMALIZER, "clamp_min": -0.02}
     with emulated(gla_step_mosaic, step_registers, head_norm_kernel):
-        own = gla_token(*given, **options)
+        own = gla_token(GlaLayerTokens(*given), **options)
         monkeypatch.setenv(TARGET, "sm_80")
-        portable = gla_token(*given, **options)
+        portable = gla_token(GlaLayerTokens(*given), **options)
     jax.tree.map(np.testing.assert_array_equal, portable, own)
 
 
@@ -157,7 +157,7 @@ def test_the_step_s_code_on_numpy(divided, dtype):
 
 def test_what_the_kernel_refuses_is_said():
     def reason(shape=(1, 2, 2, 64, 128), **special):
-        found = plan(*case(*shape, **special))
+        found = plan(GlaLayerTokens(*case(*shape, **special)))
         return found.text if isinstance(found, Reason) else None
 
     assert reason() is None and reason((1, 2, 1, 256, 512)) is None
@@ -167,10 +167,11 @@ def test_what_the_kernel_refuses_is_said():
     assert "rank of 12" in reason(rank=12)
     streams, decay, norm, lengths, state = case(1, 2, 2, 64, 128)
     moved = [x._replace(start=x.start - 4) for x in streams]
-    assert "16 bytes" in plan(moved, decay, norm, lengths, state).text
+    given = GlaLayerTokens(moved, decay, norm, lengths, state)
+    assert "16 bytes" in plan(given).text
     options = {"eps": EPS, "normalizer": NORMALIZER, "clamp_min": None}
     with pytest.raises(NotImplementedError, match="float32"):
-        gla_token(streams, decay, norm.astype(jnp.float32), lengths, state, **options)
+        gla_token(given._replace(streams=streams, norm=norm.astype(jnp.float32)), **options)
 
 
 @newest
@@ -186,7 +187,8 @@ def test_it_lowers_for_cuda_as_one_kernel_in_place():
         widths = (1024, 1024, 2048, 16, 2048)
         streams = [Columns(rows, *at) for at in zip(starts, widths, strict=True)]
         options = {"eps": EPS, "normalizer": NORMALIZER, "clamp_min": None}
-        return gla_token(streams, (weight, bias), norm, lengths, state, **options)
+        given = GlaLayerTokens(streams, (weight, bias), norm, lengths, state)
+        return gla_token(given, **options)
 
     text = lowered(call, rows, weight, bias, norm, lengths, state, donate_argnums=5)
     assert kernels_in(text) == ["gla_step"] and "tf.aliasing_output" in text

@@ -13,7 +13,7 @@ from pallas_kernels.dispatch import Reason
 from pallas_kernels.gla import token
 from pallas_kernels.gla.commit import gla_commit
 from pallas_kernels.gla.commit import plan as plan_commit
-from pallas_kernels.gla.token import gla_token, gla_tokens
+from pallas_kernels.gla.token import GlaLayerTokens, gla_token
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import each_once
 from tests.helpers.lowering import kernels_in, lowered
@@ -51,7 +51,7 @@ def draft(rows, tokens, shape, **special):
 
 def check(rows, tokens, shape, **special):
     streams, weights, state = draft(rows, tokens, shape, **special)
-    y, *kept = gla_tokens(streams, *weights, state, **OPTIONS)
+    y, *kept = gla_token(GlaLayerTokens(streams, *weights, None, state), **OPTIONS)
     least = ROUNDS[y.dtype.name]
     before = np.asarray(state)
     y = np.asarray(y, np.float64).reshape(rows, tokens, -1)
@@ -61,12 +61,14 @@ def check(rows, tokens, shape, **special):
         assert relative_rms(y[:, t], want.reshape(rows, -1)) < least
     # The same state and tokens of two layers, of which the second one's are one token on.
     kept = [[x, jnp.roll(x, 1, axis=1)] for x in kept]
-    ys, states = steps(streams, weights, state, tokens, lambda *given: gla_token(*given, **OPTIONS))
+    one = lambda *given: gla_token(GlaLayerTokens(*given), **OPTIONS)  # noqa: E731
+    ys, states = steps(streams, weights, state, tokens, one)
     for t, one in enumerate(ys):
         np.testing.assert_array_equal(y[:, t], np.asarray(one, np.float64).reshape(rows, -1))
     np.testing.assert_array_equal(state, before)
     count = as_jax([tokens, 0, 1, 2][:rows], jnp.int32)
-    first, second = gla_commit([as_jax(state), states[1]], *kept, count)
+    layers = list(zip([as_jax(state), states[1]], *kept, strict=True))
+    first, second = gla_commit(layers, count)
     for row, n in enumerate(count.tolist()):
         np.testing.assert_array_equal(first[row], states[n][row])
         if n == 0:
@@ -104,8 +106,8 @@ def test_the_xla_form_of_a_commit_is_the_recursion():
     rng = np.random.default_rng(0)
     k, g = rng.standard_normal((2, 2, 5, 3, 8))
     v, state = rng.standard_normal((2, 5, 3, 4)), rng.standard_normal((2, 3, 8, 4))
-    given = [[as_jax(x, jnp.float32)] for x in (state, k, v, -np.abs(g))]
-    (after,) = gla_commit(*given, as_jax([3, 0], jnp.int32))
+    given = [as_jax(x, jnp.float32) for x in (state, k, v, -np.abs(g))]
+    (after,) = gla_commit([given], as_jax([3, 0], jnp.int32))
     for t in range(3):
         kv = k[0, t][..., None] * v[0, t][:, None]
         state[0] = np.exp(-np.abs(g[0, t]))[..., None] * state[0] + kv
@@ -114,16 +116,17 @@ def test_the_xla_form_of_a_commit_is_the_recursion():
 
 def test_what_the_kernels_refuse_is_said():
     streams, weights, state = draft(1, 17, (2, 2, 64, 128))
-    assert "17 tokens of 1 rows" in token.plan(streams, *weights, None, state).text
+    given = GlaLayerTokens(streams, *weights, None, state)
+    assert "17 tokens of 1 rows" in token.plan(given).text
     with pytest.raises(NotImplementedError, match="over 16 each"):
-        gla_tokens(streams, *weights, state, **OPTIONS)
+        gla_token(given, **OPTIONS)
     with pytest.raises(ValueError, match="gla_tokens: 17 rows of q"):
-        gla_tokens(streams, *weights, jnp.concatenate([state] * 2), **OPTIONS)
+        gla_token(given._replace(state=jnp.concatenate([state] * 2)), **OPTIONS)
     k, v = jnp.zeros((1, 4, 2, 64), jnp.bfloat16), jnp.zeros((1, 4, 2, 128), jnp.bfloat16)
     g, count = jnp.zeros(k.shape), jnp.ones((1,), jnp.int32)
 
     def reason(states=(state,), k=k, v=v):
-        found = plan_commit(states, [k], [v], [g], count)
+        found = plan_commit([(x, k, v, g) for x in states], count)
         return found.text if isinstance(found, Reason) else None
 
     assert reason() is None
@@ -131,7 +134,7 @@ def test_what_the_kernels_refuse_is_said():
     assert "several shapes" in reason((state, state[:, :1]))
     assert "65 layers" in reason((state,) * 65)
     with pytest.raises(ValueError, match="gla_commit: count"):
-        gla_commit([state], [k], [v], [g], jnp.ones((2,), jnp.int32))
+        gla_commit([(state, k, v, g)], jnp.ones((2,), jnp.int32))
 
 
 @newest
@@ -146,7 +149,12 @@ def test_a_commit_lowers_for_cuda_as_one_kernel_in_place(monkeypatch):
     )
     states = [jax.ShapeDtypeStruct((2, 4, 256, 512), jnp.float32)] * layers
     count = jax.ShapeDtypeStruct((2,), jnp.int32)
-    text = lowered(lambda *given: gla_commit(*given), states, k, v, g, count, donate_argnums=0)
+
+    def call(states, *given):
+        *kept, count = given
+        return gla_commit(list(zip(states, *kept, strict=True)), count)
+
+    text = lowered(call, states, k, v, g, count, donate_argnums=0)
     assert len(kernels_in(text)) == 1 and text.count("tf.aliasing_output") == layers
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.gla.step_kernel import plan as step_plan
+from pallas_kernels.recurrence.op import Heads
 from pallas_kernels.ssd import kernel
 from pallas_kernels.ssd.op import ssd, ssd_as_gla
 from tests.helpers.arrays import as_jax
@@ -57,10 +58,10 @@ def test_a_head_must_have_a_group():
 
 
 def test_a_reason_names_the_fact():
-    q, k, v, *_ = case((1, 3, 2, 4, 96, 64))
-    assert "Dk = 96" in kernel.plan(q, k, v).text
-    assert "v has Dv = 40" in kernel.plan(q[..., :64], k[..., :64], v[..., :40]).text
-    assert "v is float32" in kernel.plan(q, k, v.astype(jnp.float32)).text
+    q, k, v, g, _ = case((1, 3, 2, 4, 96, 64))
+    assert "Dk = 96" in kernel.plan(Heads(q, k, v, g)).text
+    assert "v has Dv = 40" in kernel.plan(Heads(q[..., :64], k[..., :64], v[..., :40], g)).text
+    assert "v is float32" in kernel.plan(Heads(q, k, v.astype(jnp.float32), g)).text
 
 
 def test_sums_of_chunks_start_at_zero_and_never_reach_infinity():
@@ -90,9 +91,9 @@ def test_forward_lowers_as_planned(shape, scans):
     q = jax.ShapeDtypeStruct((b, t, groups, 128), jnp.bfloat16)
     v = jax.ShapeDtypeStruct((b, t, h, 64), jnp.bfloat16)
     g = jax.ShapeDtypeStruct((b, t, h), jnp.float32)
-    found = kernel.plan(q, q, v)
+    found = kernel.plan(Heads(q, q, v, g))
     forward = functools.partial(kernel.ssd_forward, segments=found.segments)
-    names = kernels_in(lowered(forward, q, q, v, g))
+    names = kernels_in(lowered(forward, Heads(q, q, v, g)))
     assert names == ["ssd_scan", "ssd_states"][:scans]
 
 
@@ -113,7 +114,7 @@ def test_values(shape, segments):
     *x, state = case(shape)
     want = recursion(*x, state)
     for given in ({"segments": segments}, {"lengths": jnp.full((shape[0],), shape[1], jnp.int32)}):
-        got = kernel.ssd_forward(*x, initial_state=state, **given)
+        got = kernel.ssd_forward(Heads(*x), initial_state=state, **given)
         for a, b in zip(got, want, strict=True):
             assert error(a, b) < 6e-3
 
@@ -130,7 +131,8 @@ def test_padding_may_hold_anything():
     bad = [poisoned(x).astype(x.dtype) for x in (q, k, v, g)]
     want = recursion(q, k, v, g, state, lengths)
     for n in (1, 2):
-        got = kernel.ssd_forward(*bad, initial_state=state, lengths=as_jax(lengths), segments=n)
+        given = {"lengths": as_jax(lengths), "segments": n}
+        got = kernel.ssd_forward(Heads(*bad), initial_state=state, **given)
         for a, b in zip(got, want, strict=True):
             assert error(a, b) < 6e-3
         assert np.all(np.asarray(got[0], np.float32)[~valid] == 0)

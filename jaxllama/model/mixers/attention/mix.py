@@ -61,8 +61,8 @@ from pallas_kernels.attention.rope_cache import (
     from_cache_basis,
     norm_heads,
     rope_and_write,
+    rope_and_write_tokens,
 )
-from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
 
 HeadNorms = tuple[jax.Array, jax.Array, float]  # weights of q and of k, eps

@@ -46,7 +46,7 @@ from jaxllama.typing import Options, Params
 from pallas_kernels.brief import short_repr
 from pallas_kernels.gated_delta.commit import gated_delta_commit, own_commit
 from pallas_kernels.gated_delta.op import gated_delta, gated_delta_step
-from pallas_kernels.gated_delta.token import gated_delta_token, gated_delta_tokens, own_token
+from pallas_kernels.gated_delta.token import DeltaLayerTokens, gated_delta_token, own_token
 from pallas_kernels.operands import Columns
 
 
@@ -151,7 +151,8 @@ def _fused(
     weights = p["conv"]["weight"], decay, p["o_norm"]["weight"]
     before = state.state, state.conv[0]
     lengths = at.lengths if isinstance(at, Step) else None
-    plan = own_token(rows, *weights, lengths, *before)
+    operands = DeltaLayerTokens(rows, *weights, lengths, *before)
+    plan = own_token(operands)
     if plan is None:
         return None
     options: Options = {
@@ -159,11 +160,13 @@ def _fused(
         "beta_max": delta.beta_max,
         "planned": plan,
     }
+    o, *results = gated_delta_token(operands, **options)
+    o = o.reshape(batch, 1, -1)
     if lengths is not None:
-        o, after, last = gated_delta_token(rows, *weights, lengths, *before, **options)
-        return o.reshape(batch, 1, -1), RecurrentState(after, (last,))
-    o, k, v, log_decay, beta, read = gated_delta_tokens(rows, *weights, *before, **options)
-    return o.reshape(batch, 1, -1), DeltaTokens(k, v, log_decay, beta, (read,))
+        after, last = results
+        return o, RecurrentState(after, (last,))
+    k, v, log_decay, beta, read = results
+    return o, DeltaTokens(k, v, log_decay, beta, (read,))
 
 
 def commit(

@@ -53,7 +53,7 @@ from pallas_kernels.brief import short_repr
 from pallas_kernels.dispatch import Implementation, wants_kernel
 from pallas_kernels.gla.commit import gla_commit, own_commit
 from pallas_kernels.gla.op import gla, gla_step
-from pallas_kernels.gla.token import gla_token, gla_tokens, own_token
+from pallas_kernels.gla.token import GlaLayerTokens, gla_token, own_token
 from pallas_kernels.operands import Columns
 from pallas_kernels.rows.activations import gelu_tanh
 
@@ -167,7 +167,8 @@ def _fused(
     rows = [streams[name]._replace(rows=streams[name].rows[:, 0]) for name in names]
     weights = (p["gk_1"]["weight"], p["gk_1"]["bias"]), p["g_norm"]["weight"]
     lengths, exact = (at.lengths, False) if isinstance(at, Step) else (None, at.exact)
-    plan = own_token(rows, *weights, lengths, before, exact=exact)
+    operands = GlaLayerTokens(rows, *weights, lengths, before)
+    plan = own_token(operands, exact=exact)
     if plan is None:
         return None
     options: Options = {
@@ -176,11 +177,8 @@ def _fused(
         "clamp_min": gla.clamp_min,
         "planned": plan,
     }
-    if lengths is not None:
-        o, after = gla_token(rows, *weights, lengths, before, **options)
-        return o, after
-    o, *tokens = gla_tokens(rows, *weights, before, **options, exact=exact)
-    return o, tokens
+    o, *after = gla_token(operands, **options, exact=exact)
+    return (o, after[0]) if lengths is not None else (o, after)
 
 
 def _step(
@@ -335,16 +333,13 @@ def commit(
     states: Sequence[RecurrentState], tokens: Sequence[GLATokens], count: jax.Array, exact: bool
 ) -> Iterator[RecurrentState]:
     """Yield each layer's state after the first ``count[B]`` of a draft's tokens."""
-    before = tuple(state.state for state in states)
-    keys = tuple(of.k for of in tokens)
-    values = tuple(of.v for of in tokens)
-    decays = tuple(of.log_decay for of in tokens)
-    plan = own_commit(before, keys, values, decays, count)
+    both = list(zip(states, tokens, strict=True))
+    layers = [(state.state, of.k, of.v, of.log_decay) for state, of in both]
+    plan = own_commit(layers, count)
     if plan is not None:
-        after = gla_commit(before, keys, values, decays, count, planned=plan)
+        after = gla_commit(layers, count, planned=plan)
     else:
         step = _one_of_several(exact)
-        chains = zip(before, keys, values, decays, strict=True)
-        after = [steps(step, (k, k, v, g), state, count, exact)[1] for state, k, v, g in chains]
-    for old, of, state in zip(states, tokens, after, strict=True):
+        after = [steps(step, (k, k, v, g), state, count, exact)[1] for state, k, v, g in layers]
+    for (old, of), state in zip(both, after, strict=True):
         yield RecurrentState(state, last_convolved(old, of, count))
