@@ -75,17 +75,6 @@ def test_values(name, page):
     check(FORMS[name], *case(3, 2, 5, 96, page, dtype=jnp.float32), bound=1e-5)
 
 
-def test_gradients_are_those_of_the_definition():
-    q, cache, lengths, _ = case(2, 1, 3, 16, dtype=jnp.float32)
-    loss = lambda f, q, c: jnp.sum(f(q, c, lengths, scale=SCALE) ** 2)  # noqa: E731
-    cache = jnp.nan_to_num(cache)
-    got, want = (
-        jax.grad(functools.partial(loss, f), argnums=(0, 1))(q, cache) for f in FORMS.values()
-    )
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-
-
 def shapes(batch, tokens, n, capacity, page=0, dtype=jnp.bfloat16, width=576):
     S = jax.ShapeDtypeStruct
     q, cache = S((batch, tokens, n, width), dtype), S((batch, capacity, width), dtype)
@@ -123,10 +112,9 @@ def test_a_plan_fills_the_gpu(batch, n, capacity):
 
 
 @newest
-@pytest.mark.parametrize("page", [0, 64])
-@pytest.mark.parametrize("batch, splits", [(1, 2), (132, 1)])
-def test_lowers_as_planned(batch, splits, page):
-    q, cache, table = shapes(batch, 1, 16, 256, page)
+@pytest.mark.parametrize("batch, capacity, page", [(1, 8192, 0), (132, 256, 64)])
+def test_lowers_as_planned(batch, capacity, page):
+    q, cache, table = shapes(batch, 1, 16, capacity, page)
     lengths = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
     given = (q, cache, lengths, table) if page else (q, cache, lengths)
 
@@ -136,7 +124,7 @@ def test_lowers_as_planned(batch, splits, page):
         )
 
     names = ["decode_attention_merge", "latent_attention_kernel"]
-    assert kernels_in(lowered(f, *given)) == (names if splits > 1 else names[1:])
+    assert kernels_in(lowered(f, *given)) == (names if batch == 1 else names[1:])
 
 
 def emulated(seed, chunk, *given):
