@@ -28,7 +28,7 @@ class EngineLimits(Protocol):
 
 
 class Served(Protocol):
-    """The interface of an engine that a server needs; ``Engine`` and ``Replicas`` have it."""
+    """The interface of an engine that a server needs; ``Engine`` and ``PooledEngine`` have it."""
 
     @property
     def options(self) -> EngineLimits: ...
@@ -41,6 +41,11 @@ class Served(Protocol):
     @property
     def closed(self) -> str | None:
         """Why the engine takes no more requests, or None."""
+        ...
+
+    @property
+    def stalled(self) -> str | None:
+        """Why a restart would help, or None."""
         ...
 
     def submit(

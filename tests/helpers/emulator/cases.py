@@ -19,12 +19,14 @@ import numpy as np
 
 from pallas_kernels import gated_delta, gla, quantize, quantized_matmul
 from pallas_kernels.attention import past
+from pallas_kernels.device import tiles_of
 from pallas_kernels.experts.best import best
-from pallas_kernels.experts.many_pairs_plan import FLOAT4_TILES, TILES, PairsScheme, TokenTile
+from pallas_kernels.experts.many_pairs_plan import PairsScheme, TokenTile
 from pallas_kernels.experts.op import grouped_matmul, grouped_matmul_reference
 from pallas_kernels.gated_delta.op import gated_delta_step
 from pallas_kernels.gla.op import gla_step
 from pallas_kernels.matmul.blocks import blocks_matmul
+from pallas_kernels.matmul.many_rows.plan import WeightTile
 from pallas_kernels.rows.greedy import append_greedy
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.ssd.op import ssd
@@ -292,13 +294,25 @@ CASES: dict[str, Callable[[], Case]] = {
     "past": past_case,
     "experts row": lambda: grouped("grouped_matmul_row", "int4", gated="silu"),
     "many pairs bfloat16": lambda: grouped(
-        "experts_sort grouped_matmul_bfloat16", "bfloat16", 60, "silu", TILES[1][0]
+        "experts_sort grouped_matmul_bfloat16",
+        "bfloat16",
+        60,
+        "silu",
+        tiles_of("pairs codes", WeightTile)[1],
     ),
     "many pairs mxfp4": lambda: grouped(
-        "experts_sort grouped_matmul_e8m0", "mxfp4", 60, None, TILES[1][0]
+        "experts_sort grouped_matmul_e8m0",
+        "mxfp4",
+        60,
+        None,
+        tiles_of("pairs codes", WeightTile)[1],
     ),
     "many pairs sorted": lambda: grouped(
-        "experts_sort experts_rows grouped_matmul_e8m0", "mxfp4", 60, None, FLOAT4_TILES[0][0]
+        "experts_sort experts_rows grouped_matmul_e8m0",
+        "mxfp4",
+        60,
+        None,
+        tiles_of("pairs float4 sorted", WeightTile)[0],
     ),
     "many pairs tokens": lambda: grouped(
         "experts_sort grouped_matmul_bfloat16", "bfloat16", 90, "silu", TokenTile()
