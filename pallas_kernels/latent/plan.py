@@ -1,7 +1,7 @@
 """How latent attention on Hopper cuts the tokens of a row into chunks, and how long it takes.
 
-A block takes 64 query rows and a chunk.  Its rounds of 128 tokens take the longer of two times: the
-products' and the memory's.  All blocks of a row read the row's tokens, the first one from device
+A block takes 64 query rows and a chunk.  Its rounds of 128 tokens take the products' time and the
+memory's, as both of its tiles are in use at once.  All blocks of a row read the row's tokens, the first one from device
 memory and the others from the L2.
 """
 
@@ -92,7 +92,7 @@ def microseconds(batch: int, rows: int, capacity: int, chunk: int) -> float:
     card = gpu().latent
     memory = max(size * sms / query_tiles / gpu().copy_rate, size * sms / card.l2_rate) * 1e6
     rounds = -(-min(chunk, capacity) // ROUND)
-    own = waves * (card.block_us + rounds * max(card.round_us, memory))
+    own = waves * (card.block_us + rounds * (card.round_us + memory))
     if splits == 1:
         return own
     parts = 2 * 4 * LATENT * batch * splits * rows  # written and read
