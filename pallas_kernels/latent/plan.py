@@ -1,8 +1,8 @@
 """How latent attention on Hopper cuts the tokens of a row into chunks, and how long it takes.
 
 A block takes 64 query rows and a chunk.  Its rounds of 128 tokens take the products' time and the
-memory's, as both of its tiles are in use at once.  All blocks of a row read the row's tokens, the first one from device
-memory and the others from the L2.
+memory's, as both of its tiles are in use at once.  All blocks of a row read the row's tokens, the
+first one from device memory and the others from the L2.
 """
 
 from __future__ import annotations
