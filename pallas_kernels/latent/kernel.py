@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.merge import merge_chunks
 from pallas_kernels.attention.rope_cache import capacity_of
-from pallas_kernels.latent.plan import LatentPlan
+from pallas_kernels.latent.plan import LatentPlan, copy_of
 from pallas_kernels.latent.program import HALF, LATENT, PIECES, TILE, Facts, LatentBlock
 from pallas_kernels.launch import Views, launch
 from pallas_kernels.ptx import LOG2E
@@ -36,9 +36,12 @@ def latent_attention(
     heads = -(-n // ROWS) * ROWS
     q = jnp.pad(q, ((0, 0), (0, 0), (0, heads - n), (0, 0)))
     rows, capacity = tokens * heads, capacity_of(cache, table)
-    page, pool = (0, 0) if table is None else (cache.shape[1], cache.shape[0])
+    page = pool = 0
+    if table is not None:
+        pool, page = cache.shape[:2]
+    run = TILE if table is None else copy_of(table.shape[1], page)
     splits = -(-capacity // plan.chunk)
-    facts = Facts(tokens, rows, plan.chunk, splits, capacity, page, pool, scale * LOG2E)
+    facts = Facts(tokens, rows, plan.chunk, splits, capacity, run, page, pool, scale * LOG2E)
     out = jax.ShapeDtypeStruct((batch, rows, LATENT), q.dtype)
     stats = None
     if splits > 1:
@@ -105,6 +108,7 @@ def _scratch(out_dtype, copies: int) -> dict[str, object]:
         "by_row": plgpu.SMEM((4, TILE), jnp.float32),
         "q": plgpu.Barrier(num_arrivals=len(PIECES)),
         "full": plgpu.Barrier(num_arrivals=copies * len(PIECES), num_barriers=2),
+        "top_ready": plgpu.Barrier(),
         "first": plgpu.Barrier(),
         "second": plgpu.Barrier(),
         "total_ready": plgpu.Barrier(num_arrivals=2),

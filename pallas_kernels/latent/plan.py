@@ -1,8 +1,8 @@
 """How latent attention on Hopper cuts the tokens of a row into chunks, and how long it takes.
 
-A block takes 64 query rows and a chunk.  Its rounds of 128 tokens take the longer of two times: the
-products' and the memory's.  All blocks of a row read the row's tokens, the first one from device
-memory and the others from the L2.
+A block takes 64 query rows and a chunk.  Its rounds of 128 tokens take the products' time and the
+memory's, as both of its tiles are in use at once.  All blocks of a row read the row's tokens, the
+first one from device memory and the others from the L2.
 """
 
 from __future__ import annotations
@@ -48,11 +48,15 @@ def plan(q: jax.Array, cache: jax.Array, table: jax.Array | None) -> LatentPlan 
         return Reason(f"q has {width} features; the kernel takes 512 + 64")
     if tokens > MOST_TOKENS:
         return Reason(f"q has {tokens} tokens a row; the kernel takes {MOST_TOKENS}")
-    if table is None and cache.shape[1] % 8:
-        return Reason(f"cache holds {cache.shape[1]} tokens a row; the kernel takes multiples of 8")
-    page = TILE if table is None else cache.shape[1]
-    if page % TILE and page not in (8, 16, 32):
-        return Reason(f"cache has pages of {page} tokens; the kernel takes 8, 16, 32 and n * 64")
+    if cache.shape[1] % 8:
+        held = "row" if table is None else "page"
+        return Reason(
+            f"cache holds {cache.shape[1]} tokens a {held}; the kernel takes multiples of 8"
+        )
+    if table is not None and not copy_of(table.shape[1], cache.shape[1]):
+        return Reason(
+            f"cache has pages of {cache.shape[1]} tokens; the kernel takes 8, 16, 32 and n * 64"
+        )
     capacity, rows = capacity_of(cache, table), tokens * n
     found = [LatentPlan(chunk) for chunk in chunks_of(capacity)]
     return shortest(
@@ -60,6 +64,16 @@ def plan(q: jax.Array, cache: jax.Array, table: jax.Array | None) -> LatentPlan 
         lambda one: microseconds(batch, rows, capacity, one.chunk),
         lambda: xla_microseconds(batch, rows, capacity),
     )
+
+
+def copy_of(entries: int, page: int) -> int:
+    """Return how many neighbouring tokens a copy takes, or 0 if a tile is no number of copies.
+
+    entries: pages of a row.  A row of one page is as a row without pages.
+    """
+    if entries == 1 or page % TILE == 0:
+        return TILE
+    return page if TILE % page == 0 else 0
 
 
 def chunks_of(capacity: int) -> list[int]:
@@ -78,7 +92,7 @@ def microseconds(batch: int, rows: int, capacity: int, chunk: int) -> float:
     card = gpu().latent
     memory = max(size * sms / query_tiles / gpu().copy_rate, size * sms / card.l2_rate) * 1e6
     rounds = -(-min(chunk, capacity) // ROUND)
-    own = waves * (card.block_us + rounds * max(card.round_us, memory))
+    own = waves * (card.block_us + rounds * (card.round_us + memory))
     if splits == 1:
         return own
     parts = 2 * 4 * LATENT * batch * splits * rows  # written and read

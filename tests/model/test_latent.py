@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
+from jaxllama.config import RopeConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
+from jaxllama.model.mixers.attention import latent
 from jaxllama.offload.policy import Policy
 from jaxllama.placement import Placement
+from pallas_kernels.latent.op import latent_attention
+from pallas_kernels.latent.plan import LatentPlan
 from tests.helpers.models import LATENT, check_chunks_and_steps, params_of
 
 CFG = LATENT.first_layers(1)
@@ -38,6 +42,25 @@ def test_the_cache_has_one_head_of_latents_and_no_values():
 )
 def test_chunks_and_steps_over_a_cache_are_whole_rows(dtype, bound, pages):
     check_chunks_and_steps(CFG, dtype, bound, pages, n=4)
+
+
+@pytest.mark.parametrize("pages", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_steps_by_the_op_of_latent_attention(pages, monkeypatch):
+    """The op's XLA form stands for its kernel, which steps take where it has a plan."""
+    called, sizes = [], {"kv_rank": 512, "d_nope": 4, "d_rope": 4}
+    cfg = CFG.replace(
+        latent=dataclasses.replace(CFG.latent, **sizes),
+        rope=RopeConfig(theta=10000.0, rotary_dim=4),
+    )
+
+    def op(*operands, **named):
+        called.append(operands[0].shape)
+        return latent_attention(*operands, **named, implementation="xla")
+
+    monkeypatch.setattr(latent, "own_plan", lambda find, *operands: LatentPlan(64))
+    monkeypatch.setattr(latent, "latent_attention", op)
+    check_chunks_and_steps(cfg, "float32", 1e-5, pages, n=4)
+    assert called == [(2, 1, 4, 516)]
 
 
 def test_a_config_that_latents_contradict_names_the_key():

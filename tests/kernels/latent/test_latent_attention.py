@@ -64,7 +64,7 @@ def check(form, q, cache, lengths, table, bound=BOUND):
     got = form(q, cache, lengths, scale=SCALE, table=table)
     want = oracle(q, cache, np.asarray(lengths), table)
     assert got.shape == want.shape and got.dtype == q.dtype
-    assert relative_rms(np.asarray(got.astype(jnp.float32)), want) < bound
+    assert not want.any() or relative_rms(np.asarray(got.astype(jnp.float32)), want) < bound
     assert np.all(np.asarray(got, np.float32)[np.asarray(lengths) == 0] == 0)
 
 
@@ -73,17 +73,6 @@ def check(form, q, cache, lengths, table, bound=BOUND):
 def test_values(name, page):
     check(FORMS[name], *case(3, 2, 5, 96, page))
     check(FORMS[name], *case(3, 2, 5, 96, page, dtype=jnp.float32), bound=1e-5)
-
-
-def test_gradients_are_those_of_the_definition():
-    q, cache, lengths, _ = case(2, 1, 3, 16, dtype=jnp.float32)
-    loss = lambda f, q, c: jnp.sum(f(q, c, lengths, scale=SCALE) ** 2)  # noqa: E731
-    cache = jnp.nan_to_num(cache)
-    got, want = (
-        jax.grad(functools.partial(loss, f), argnums=(0, 1))(q, cache) for f in FORMS.values()
-    )
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def shapes(batch, tokens, n, capacity, page=0, dtype=jnp.bfloat16, width=576):
@@ -102,7 +91,8 @@ def shapes(batch, tokens, n, capacity, page=0, dtype=jnp.bfloat16, width=576):
         ({"width": 640}, "q has 640 features; the kernel takes 512 + 64"),
         ({"tokens": 17}, "q has 17 tokens a row; the kernel takes 16"),
         ({"capacity": 1020}, "cache holds 1020 tokens a row; the kernel takes multiples of 8"),
-        ({"capacity": 960, "page": 48}, "pages of 48 tokens"),
+        ({"capacity": 1020, "page": 1020}, "cache holds 1020 tokens a page"),
+        ({"capacity": 960, "page": 48}, "pages of 48 tokens; the kernel takes 8, 16, 32 and n"),
     ],
 )
 def test_a_reason_names_the_fact(given, words):
@@ -123,10 +113,9 @@ def test_a_plan_fills_the_gpu(batch, n, capacity):
 
 
 @newest
-@pytest.mark.parametrize("page", [0, 64])
-@pytest.mark.parametrize("batch, splits", [(1, 2), (132, 1)])
-def test_lowers_as_planned(batch, splits, page):
-    q, cache, table = shapes(batch, 1, 16, 256, page)
+@pytest.mark.parametrize("batch, capacity, page", [(1, 8192, 0), (132, 256, 64)])
+def test_lowers_as_planned(batch, capacity, page):
+    q, cache, table = shapes(batch, 1, 16, capacity, page)
     lengths = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
     given = (q, cache, lengths, table) if page else (q, cache, lengths)
 
@@ -136,7 +125,7 @@ def test_lowers_as_planned(batch, splits, page):
         )
 
     names = ["decode_attention_merge", "latent_attention_kernel"]
-    assert kernels_in(lowered(f, *given)) == (names if splits > 1 else names[1:])
+    assert kernels_in(lowered(f, *given)) == (names if batch == 1 else names[1:])
 
 
 def emulated(seed, chunk, *given):
@@ -162,6 +151,7 @@ def emulated(seed, chunk, *given):
         (128, (2, 3, 16, 192, 32)),  # several tokens and copies of pages
         (256, (1, 1, 72, 256, 128)),  # two blocks of query rows
         (192, (2, 1, 12, 384, 64)),  # heads that are filled up
+        (128, (2, 1, 8, 136, 136)),  # a row of one page, which no tile divides
     ],
 )
 def test_kernel_in_any_order(chunk, given):
@@ -169,13 +159,15 @@ def test_kernel_in_any_order(chunk, given):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(200))
-def test_kernel_at_random_shapes(seed):
-    rng = np.random.default_rng(seed)
+@pytest.mark.parametrize("number", range(10))
+def test_kernel_at_random_shapes(number):
+    """200 draws of ten shapes, each of which is assembled once."""
+    rng = np.random.default_rng(number)
     page = int(rng.choice([0, 0, 16, 32, 64, 128, 256]))
     capacity = int(rng.integers(1, 24)) * max(page, 8)
     batch, tokens = int(rng.integers(1, 9)), int(rng.choice([1, 1, 2, 3, 4, 8]))
-    given = case(batch, tokens, int(rng.choice([1, 5, 16, 20, 40, 64, 128])), capacity, page, seed)
-    chosen = named_plan(plan(given[0], given[1], given[3]))
-    assert chosen is not None
-    check(functools.partial(latent_attention, implementation="mosaic"), *given)
+    shape = batch, tokens, int(rng.choice([1, 5, 16, 20, 40, 64, 128])), capacity, page
+    for seed in range(20):
+        given = case(*shape, seed)
+        assert named_plan(plan(given[0], given[1], given[3])) is not None
+        check(functools.partial(latent_attention, implementation="mosaic"), *given)

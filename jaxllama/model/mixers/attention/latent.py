@@ -13,10 +13,10 @@ With an indexer a query reads the keys that ``attention.indexer`` chooses, absor
 Over a cache the up products move to the other side of attention ("absorbed"), because
 ``q . up_k latent = (up_k^T q) . latent``.  All query heads then read the same R + r features, and
 ``up_v`` multiplies the sum of latents.  The ops of ordinary attention do so, as they do for a
-single kv head.
+single kv head.  Where ``pallas_kernels.latent`` has a kernel, new tokens of a step or a draft take
+it.
 
-Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.  Left out: a kernel of its own on a GPU, where
-heads of R + r features take XLA's form.
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from jaxllama.model.mixers.attention import indexer
 from jaxllama.model.mixers.attention.chunk import attend
 from jaxllama.model.mixers.attention.indexer import IndexHeads
 from jaxllama.model.mixers.attention.shared import over_cache
-from jaxllama.model.mixers.attention.state import KVCache
-from jaxllama.model.records import At, Chunk
+from jaxllama.model.mixers.attention.state import KVCache, as_pages
+from jaxllama.model.records import At, Chunk, Draft, Step
 from jaxllama.model.rope import scaled_by_position
 from jaxllama.typing import Params
 from pallas_kernels.attention.plain import rotate
@@ -46,6 +46,8 @@ from pallas_kernels.attention.rope_cache import (
     store,
     to_cache_basis,
 )
+from pallas_kernels.dispatch import own_plan
+from pallas_kernels.latent.op import latent_attention, plan
 from pallas_kernels.operands import Columns
 from pallas_kernels.rows.rms_norm import rms_norm
 
@@ -87,9 +89,26 @@ def mix(
         out = _expanded(cfg, p, heads, at)
     else:
         assert cache is not None
-        both, q = KVCache(cache.k, cache.k), absorbed(cfg, p, heads)
-        out = lifted(cfg, p, over_cache(q, both, at, cfg.sliding_window))
+        out = lifted(cfg, p, over_latents(cfg, absorbed(cfg, p, heads), cache, at))
     return out.reshape(*out.shape[:2], -1), cache
+
+
+def over_latents(cfg: AttentionConfig, q: jax.Array, cache: KVCache, at: At) -> jax.Array:
+    """Return attention of absorbed queries ``[B, T, N, R + r]`` over a cache that holds their
+    tokens: sums of its entries, or with the kernel of latent attention of their latents."""
+    both, rows, table = KVCache(cache.k, cache.k), at.by_row(q), at.table
+    if isinstance(at, Step | Draft) and cfg.sliding_window is None and cache.k.dtype == q.dtype:
+        held = both
+        if isinstance(at, Draft) and at.exact:
+            held, table = as_pages(both, table, at.width)
+            rows = q
+        entries = held.k[:, :, 0]
+        if own_plan(lambda: plan(rows, entries, table), rows, entries) is not None:
+            seen = jnp.where(at.lengths > 0, at.positions[:, 0] + 1, 0).reshape(rows.shape[:2])
+            scale = q.shape[-1] ** -0.5
+            out = latent_attention(rows, entries, seen, scale=scale, table=table)
+            return out.reshape(*q.shape[:-1], -1)
+    return over_cache(q, both, at, cfg.sliding_window)
 
 
 def _chooses(latent: LatentConfig, cache: KVCache | None, at: At) -> bool:
