@@ -1,6 +1,6 @@
 """Latent attention on Hopper: one pass over the cache, whose latents are keys and values.
 
-See ``latent.op`` for the contract and ``latent.program`` for a block's program.
+See ``latent.op`` for the contract and ``latent.decode_program`` for a block's program.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention.merge import merge_chunks
 from pallas_kernels.attention.rope_cache import capacity_of
 from pallas_kernels.latent.plan import LatentPlan, copy_of
-from pallas_kernels.latent.program import HALF, LATENT, PIECES, TILE, Facts, LatentBlock
+from pallas_kernels.latent.decode_program import HALF, LATENT, PIECES, TILE, Facts, LatentBlock
 from pallas_kernels.launch import Views, launch
 from pallas_kernels.ptx import LOG2E
 
