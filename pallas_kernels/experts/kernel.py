@@ -32,7 +32,7 @@ from pallas_kernels.launch import launch
 from pallas_kernels.matmul.few_rows import row
 from pallas_kernels.matmul.few_rows.kernel import kinds_of, parts_of
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
-from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
+from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.ptx import Value
 from pallas_kernels.qtensor import QTensor
 
@@ -57,9 +57,8 @@ def grouped_rows(
     computed and may hold anything.
     """
     _, n, k = w.shape
-    one = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), w)
-    scheme = FewRowsScheme.of(one, KIND[x.dtype.name])
     inputs = {"x": x, **parts_of(w), "bias": bias, "experts": experts}
+    shape = {"weight": StoredWeight.of(w), "n": n, "k": k}
     n_out = n if gate is None else n // 2
     out = jax.ShapeDtypeStruct((plan.pairs, n_out), out_dtype)
     kinds = kinds_of({**inputs, "out": out})
@@ -76,7 +75,7 @@ def grouped_rows(
     def body(gmem, smem):
         memory = dict(vars(gmem))
         chosen = p.address(memory.pop("experts"))
-        operands = FewRowsOperands.of(memory, k=k, kinds=kinds, eps=None, **gated)
+        operands = FewRowsOperands.of(memory, **shape, kinds=kinds, eps=None, **gated)
         pair, block = divided(p.register("ctaid.x"), plan.row.blocks)
         p.await_kernel()
         (expert,) = p.load_global(p.offset(chosen, pair, 4), 1)
@@ -90,7 +89,7 @@ def grouped_rows(
         operands = dataclasses.replace(operands, **moved)
 
         def product() -> None:
-            row.run(plan.row, scheme, operands, smem, block, waits=False)
+            row.run(plan.row, operands, smem, block, waits=False)
 
         if partial:
             p.when(is_own, product)

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.cpu.weight import CpuWeight
 from pallas_kernels.dispatch import Plan
+from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.types import HasShape
 
@@ -93,6 +94,11 @@ class MatmulCall:
         """w, which is not in floats."""
         assert isinstance(self.w, QTensor)
         return self.w
+
+    @property
+    def weight(self) -> StoredWeight:
+        """How w is stored."""
+        return StoredWeight.of(self.w)
 
     @property
     def alone(self) -> bool:

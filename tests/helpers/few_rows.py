@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
+from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.few_rows import (
     block,
     blocks,
@@ -20,7 +21,6 @@ from pallas_kernels.matmul.few_rows import (
     tile_loop,
     tile_sums,
     tile_x,
-    widen,
 )
 from pallas_kernels.matmul.few_rows.plan import divide_tiles
 from tests.helpers.warp_emulator import emulated

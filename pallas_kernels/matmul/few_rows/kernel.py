@@ -15,7 +15,7 @@ from pallas_kernels.matmul.few_rows import row, tile
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import WARPS, RowDivision, TileDivision
 from pallas_kernels.matmul.few_rows.posted import Posts
-from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
+from pallas_kernels.matmul.stored import KIND, StoredWeight
 from pallas_kernels.qtensor import FLOAT4, QTensor
 
 Weight = jax.Array | QTensor
@@ -63,7 +63,6 @@ def matmul(
                 activation=activation,
             ),
         )
-    scheme = FewRowsScheme.of(w, KIND[x.dtype.name])
     is_row = isinstance(plan, RowDivision)
     is_apart = not is_row and plan.apart
     added = bias, residual, out_dtype
@@ -79,6 +78,8 @@ def matmul(
     outs["total"] = None if pending is None else jax.ShapeDtypeStruct((m, k), x.dtype)
     table = post if posted is None else posted
     facts = {
+        "weight": StoredWeight.of(w),
+        "n": n,
         "k": k,
         "kinds": kinds_of(inputs | outs),
         "eps": eps,
@@ -90,10 +91,10 @@ def matmul(
     def body(gmem, smem):
         memory = vars(gmem)
         if is_row:
-            row.run(plan, scheme, FewRowsOperands.of(memory, **facts), smem)
+            row.run(plan, FewRowsOperands.of(memory, **facts), smem)
         else:
             memory = dict(sorted(memory.items(), key=lambda item: item[0] in _LAST))
-            tile.TileProgram(plan, scheme, n, FewRowsOperands.of(memory, **facts), smem).run()
+            tile.TileProgram(plan, FewRowsOperands.of(memory, **facts), smem).run()
 
     sizes = [size // 4 for size in plan.scratch_sizes(normed=gamma is not None)]
     if post is not None:

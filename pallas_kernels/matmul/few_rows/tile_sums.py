@@ -9,7 +9,6 @@ import functools
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.block import Params, TileBlock
-from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import PITCH, WARPS
 from pallas_kernels.matmul.few_rows.tile_x import NormedX
 from pallas_kernels.ptx import Value
@@ -20,7 +19,6 @@ class PartialSums:
     """partial: shared memory of the partial sums."""
 
     block: TileBlock
-    operands: FewRowsOperands
     params: Params
     partial: Value
     normed: NormedX | None
@@ -100,7 +98,7 @@ class PartialSums:
         block.threads(-(-count // parts // plan.split) * values, of_cluster)
 
     def write(self, sums, slots, tile, token, row) -> None:
-        operands, params = self.operands, self.params
+        operands, params = self.block.operands, self.params
 
         def biases():
             at = params.base + row * 4 + params.bias_at

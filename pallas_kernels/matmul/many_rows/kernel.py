@@ -20,10 +20,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.matmul.few_rows.kernel import parts_of
-from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.matmul.many_rows.pair import pair_matmul
 from pallas_kernels.matmul.many_rows.plan import CODES_K, PairTile, WeightTile, has_block_scales
 from pallas_kernels.matmul.many_rows.weight import weight_matmul
+from pallas_kernels.matmul.many_rows.weight_program import WeightOperands
+from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.qtensor import BLOCK_ROWS, FLOAT4, QTensor
 from pallas_kernels.rows.swiglu import gate
 
@@ -65,7 +66,7 @@ def matmul(
 
 def _scales_of_groups(of_x: jax.Array, w: QTensor, plan: PairTile) -> tuple[jax.Array, jax.Array]:
     """Scales of x and of w as ``pair_matmul`` takes them."""
-    if plan.m > 64 and has_block_scales(w):
+    if plan.m > 64 and has_block_scales(StoredWeight.of(w)):
         return _whole_units(of_x), _by_block(w.scale)
     of_x = of_x.astype(jnp.float32)
     prepared = _whole_units if plan.m == 64 else _by_step
@@ -91,32 +92,22 @@ def _whole_units(scale: jax.Array) -> jax.Array:
 def _weight_only(
     x: jax.Array | QTensor, w: QTensor, bias: jax.Array | None, out_dtype, plan: WeightTile
 ) -> jax.Array:
-    token = None
-    if w.dtype == FLOAT4:
-        return _float4(x, w, bias, out_dtype, plan)
+    token, unit = None, None if w.unit is None else w.unit.reshape(-1)
     if isinstance(x, QTensor):
-        token = x.scale.reshape(-1)
-        if plan.block >= CODES_K:
-            unit = None if w.unit is None else w.unit.reshape(-1)
-            vectors = w.scale, w.zero, unit, bias
-            of_groups = {"group": w.group_size, "interleaved": w.interleaved, "tile": plan}
-            return weight_matmul(x.q, w.q, *vectors, out_dtype, token, **of_groups)
-        x, w = x.q.astype(jnp.bfloat16), w.in_one_level
-    scale, zero, row = (w.scale, w.zero, None) if plan.stored else _weight_vectors(w, x.dtype)
-    float_zero = zero is not None and not jnp.issubdtype(w.zero.dtype, jnp.integer)
-    vectors = scale, zero, row, bias
-    of_groups = {"group": w.group_size, "float_zero": float_zero}
-    return weight_matmul(x, w.q, *vectors, out_dtype, token, **of_groups, tile=plan)
-
-
-def _float4(x: jax.Array, w: QTensor, bias: jax.Array | None, out_dtype, plan: WeightTile):
-    parts = parts_of(w)
-    unit = None if w.unit is None else w.unit.reshape(-1)
-    kind = FewRowsScheme.of(w, "bf16").scale_kind
-    scale = parts["scale"] if plan.stored else parts["scale"].T
-    vectors = scale, None, unit, bias
-    how = {"group": w.group_size, "float4": kind, "tile": plan}
-    return weight_matmul(x, parts["w"], *vectors, out_dtype, **how)
+        token, x = x.scale.reshape(-1), x.q
+        if plan.block < CODES_K:
+            x, w = x.astype(jnp.bfloat16), w.in_one_level
+    if w.dtype == FLOAT4:
+        parts = parts_of(w)
+        codes, scale = parts["w"], parts["scale"]
+        vectors = scale if plan.stored else scale.T, None, unit
+    elif plan.block >= CODES_K:
+        codes, vectors = w.q, (w.scale, w.zero, unit)
+    else:
+        codes = w.q
+        vectors = (w.scale, w.zero, None) if plan.stored else _weight_vectors(w, x.dtype)
+    operands = WeightOperands(x, codes, *vectors, bias, token)
+    return weight_matmul(operands, StoredWeight.of(w), out_dtype, plan)
 
 
 def _weight_vectors(w: QTensor, dtype):

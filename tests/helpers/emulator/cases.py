@@ -20,11 +20,12 @@ import numpy as np
 from pallas_kernels import gated_delta, gla, quantize, quantized_matmul
 from pallas_kernels.attention import past
 from pallas_kernels.experts.best import best
-from pallas_kernels.experts.many_pairs_plan import FLOAT4_TILES, TILES, PairsScheme, TokenTile
+from pallas_kernels.experts.many_pairs_plan import FLOAT4_TILES, TILES, TokenTile
 from pallas_kernels.experts.op import grouped_matmul, grouped_matmul_reference
 from pallas_kernels.gated_delta.op import gated_delta_step
 from pallas_kernels.gla.op import gla_step
 from pallas_kernels.matmul.blocks import blocks_matmul
+from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.rows.greedy import append_greedy
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.ssd.op import ssd
@@ -145,7 +146,7 @@ def grouped(kernels: str, scheme: str, tokens=1, gated=None, tile=None, sms=4) -
         from pallas_kernels.experts.many_pairs_kernel import grouped_tiles
         from pallas_kernels.experts.many_pairs_plan import fitted
 
-        own = fitted(tile, PairsScheme.of(w, gated is not None))
+        own = fitted(tile, StoredWeight.of(w), gated is not None)
         out = grouped_tiles(
             x, w, experts.reshape(-1), fan=2, gate=gated, tile=own, out_dtype=jnp.dtype(F32)
         )

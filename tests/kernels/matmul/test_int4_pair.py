@@ -12,8 +12,8 @@ import pytest
 
 from pallas_kernels import dequantize, quantize
 from pallas_kernels.dispatch import Reason
+from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.call import MatmulCall
-from pallas_kernels.matmul.few_rows import widen
 from pallas_kernels.matmul.many_rows import kernel, unpack
 from pallas_kernels.matmul.many_rows import plan as planning
 from pallas_kernels.matmul.op import quantized_matmul

@@ -10,8 +10,9 @@ import pytest
 
 from pallas_kernels.architecture import TARGET
 from pallas_kernels.dispatch import named_plan
+from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.call import MatmulCall
-from pallas_kernels.matmul.few_rows import kernel, widen
+from pallas_kernels.matmul.few_rows import kernel
 from pallas_kernels.matmul.few_rows import plan as planning
 from tests.helpers import warp_emulator
 from tests.helpers.arrays import as_jax
