@@ -12,17 +12,19 @@ There is no other implementation: ask ``can_post`` first.  Nothing here has grad
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Reason, wants_kernel
-from pallas_kernels.matmul.call import MatmulCall, Weight
+from pallas_kernels.matmul.call import Around, MatmulCall, Weight
 from pallas_kernels.matmul.few_rows.plan import WARPS, RowDivision, row_plan
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.types import HasShape
+
+_FLOAT32 = jnp.dtype(jnp.float32)
 
 
 class Posted(NamedTuple):
@@ -40,17 +42,15 @@ class Posted(NamedTuple):
     table: jax.Array
 
 
-def _plan(
-    x: HasShape, w: jax.Array | Weight, out: DTypeLike = jnp.float32, **around: Any
-) -> RowDivision | None:
-    call = MatmulCall.of(x, w, out, **around)
+def _plan(x: HasShape, w: jax.Array | Weight, around: Around) -> RowDivision | None:
+    call = MatmulCall.around(x, w, around)
     plan = row_plan(call)
     return None if isinstance(plan, Reason) else plan.divide(call)
 
 
 def can_post(x: HasShape, w: Weight) -> bool:
     """Return whether ``post`` has a kernel for these shapes and dtypes."""
-    return wants_kernel(None, x, w) and _plan(x, w) is not None
+    return wants_kernel(None, x, w) and _plan(x, w, Around(_FLOAT32)) is not None
 
 
 def post(x: jax.Array, w: jax.Array | QTensor, table: jax.Array) -> Posted:
@@ -71,12 +71,12 @@ def post(x: jax.Array, w: jax.Array | QTensor, table: jax.Array) -> Posted:
     """
     from pallas_kernels.matmul.few_rows import kernel
 
-    plan = _plan(x, w)
+    around = Around(_FLOAT32, post=table)
+    plan = _plan(x, w, around)
     assert plan is not None
     # A block posts rows that lie side by side, and a warp all of them.
     plan = dataclasses.replace(plan, spread=False, warps=min(plan.warps, WARPS))
-    out = jnp.dtype(jnp.float32)
-    order = kernel.matmul(x.reshape(1, -1), w, out_dtype=out, post=table, plan=plan)
+    order = kernel.matmul(x.reshape(1, -1), w, around, plan)
     return Posted(order.reshape(*x.shape[:-1], -1), table)
 
 
@@ -98,21 +98,13 @@ def norm_matmul(
     from pallas_kernels.matmul.few_rows import kernel
 
     gamma, eps = norm
-    facts = {"eps": eps, "swiglu": swiglu, "activation": activation}
-    given = {"bias": bias, "gamma": gamma}
-    plan = _plan(x, w, out=out_dtype, pending=pending.order, **given, **facts)
+    rows, sums = x.reshape(1, -1), pending.order.reshape(1, -1)
+    work = bias, gamma, eps, None, sums, swiglu, activation
+    around = Around(jnp.dtype(out_dtype), *work, posted=pending.table)
+    plan = _plan(rows, w, around)
     if plan is None:
         return None
-    y, total = kernel.matmul(
-        x.reshape(1, -1),
-        w,
-        **given,
-        **facts,
-        out_dtype=jnp.dtype(out_dtype),
-        pending=pending.order.reshape(1, -1),
-        posted=pending.table,
-        plan=plan,
-    )
+    y, total = kernel.matmul(rows, w, around, plan)
     return y.reshape(*x.shape[:-1], -1), total.reshape(x.shape)
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.matmul.call import Around
 from pallas_kernels.matmul.few_rows.kernel import parts_of
 from pallas_kernels.matmul.many_rows.pair import pair_matmul
 from pallas_kernels.matmul.many_rows.plan import CODES_K, PairTile, WeightTile, has_block_scales
@@ -30,23 +31,15 @@ from pallas_kernels.rows.swiglu import gate
 
 
 def matmul(
-    x: jax.Array | QTensor,
-    w: jax.Array | QTensor,
-    bias: jax.Array | None,
-    out_dtype,
-    plan: PairTile | WeightTile,
-    *,
-    swiglu: bool = False,
-    activation: str = "silu",
-    low_rank: tuple[jax.Array, tuple[jax.Array, ...]] | None = None,
+    x: jax.Array | QTensor, w: jax.Array | QTensor, around: Around, plan: PairTile | WeightTile
 ) -> jax.Array:
     """x [M, K], w [N, K] -> [M, N]; sums in float32, of int8 in int32.
 
-    swiglu: w is plain, its rows are gate, then up; activation(gate) * up [M, N / 2] is returned.
-    low_rank: of a quantized x, as ``pair_matmul`` takes it.
+    With SwiGLU w is plain, its rows are gate, then up, and the result is [M, N / 2].
     """
+    bias, out = around.bias, around.out
     if isinstance(plan, WeightTile):
-        return _weight_only(x, w, bias, out_dtype, plan)
+        return _weight_only(x, w, around, plan)
     if isinstance(x, QTensor):
         if x.scale.shape[1] > 1:
             scales = _scales_of_groups(x.scale, w, plan)
@@ -54,14 +47,12 @@ def matmul(
             of_all = x.input_scale
             of_x = x.scale.reshape(-1) if of_all is None else of_all.reshape(1)
             scales = of_x, w.scale.reshape(-1)
-        return pair_matmul(x.q, w.q, *scales, bias, out_dtype, plan, low_rank=low_rank)
-    out_dtype = jnp.dtype(out_dtype)
-    fused = swiglu and bias is None and activation == "silu"
-    kernel_dtype = jnp.dtype(jnp.float32) if swiglu and not fused else out_dtype
-    y = pair_matmul(x, w, None, None, bias, kernel_dtype, plan, fused)
-    if swiglu and not fused:
-        y = gate(y, activation, implementation="xla").astype(out_dtype)
-    return y
+        return pair_matmul(x.q, w.q, *scales, bias, out, plan, low_rank=around.low_rank)
+    fused = around.swiglu and bias is None and around.gate == "silu"
+    if fused or not around.swiglu:
+        return pair_matmul(x, w, None, None, bias, out, plan, fused)
+    y = pair_matmul(x, w, None, None, bias, jnp.dtype(jnp.float32), plan)
+    return gate(y, around.gate, implementation="xla").astype(out)
 
 
 def _scales_of_groups(of_x: jax.Array, w: QTensor, plan: PairTile) -> tuple[jax.Array, jax.Array]:
@@ -89,9 +80,7 @@ def _whole_units(scale: jax.Array) -> jax.Array:
     return jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % (16 // scale.dtype.itemsize))))
 
 
-def _weight_only(
-    x: jax.Array | QTensor, w: QTensor, bias: jax.Array | None, out_dtype, plan: WeightTile
-) -> jax.Array:
+def _weight_only(x: jax.Array | QTensor, w: QTensor, around: Around, plan: WeightTile) -> jax.Array:
     token, unit = None, None if w.unit is None else w.unit.reshape(-1)
     if isinstance(x, QTensor):
         token, x = x.scale.reshape(-1), x.q
@@ -106,8 +95,8 @@ def _weight_only(
     else:
         codes = w.q
         vectors = (w.scale, w.zero, None) if plan.stored else _weight_vectors(w, x.dtype)
-    operands = WeightOperands(x, codes, *vectors, bias, token)
-    return weight_matmul(operands, StoredWeight.of(w), out_dtype, plan)
+    operands = WeightOperands(x, codes, *vectors, around.bias, token)
+    return weight_matmul(operands, StoredWeight.of(w), around.out, plan)
 
 
 def _weight_vectors(w: QTensor, dtype):

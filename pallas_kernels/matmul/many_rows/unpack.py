@@ -268,7 +268,7 @@ def _float4(
     for half in range(2):
         at = row + where.apart * half
         if scale_pitch is None:
-            held = [arith.extui(p.i32(), _of_row(v, at)) for v in scales]
+            held = (arith.extui(p.i32(), _of_row(v, at)) for v in scales)
             factors = [widen.scale_pair(weight, scale, "bf16") for scale in held]
         else:
             place = p.shared_address(scales[0]) + at * scale_pitch

@@ -12,7 +12,7 @@ from pallas_kernels import QTensor, explain, quantized_matmul
 from pallas_kernels.architecture import TARGET
 from pallas_kernels.dispatch import named_plan
 from pallas_kernels.matmul import widen
-from pallas_kernels.matmul.call import MatmulCall
+from pallas_kernels.matmul.call import Around, MatmulCall
 from pallas_kernels.matmul.few_rows import kernel as few_rows_kernel
 from pallas_kernels.matmul.few_rows import plan as planning
 from pallas_kernels.matmul.op import product_plan
@@ -372,7 +372,7 @@ def test_rows_beyond_a_block_s_are_passes_emulated(target, m, k, monkeypatch):
     division = planning.tile_plan(call).divide(call)
     assert division.m < m
     with few_rows():
-        out = few_rows_kernel.matmul(x, w, out_dtype=jnp.bfloat16, plan=division)
+        out = few_rows_kernel.matmul(x, w, Around(jnp.dtype(jnp.bfloat16)), division)
     check(out, product(x, w), "bfloat16")
 
 
