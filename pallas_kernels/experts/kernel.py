@@ -33,7 +33,6 @@ from pallas_kernels.matmul.few_rows import row
 from pallas_kernels.matmul.few_rows.kernel import kinds_of, parts_of
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.stored import StoredWeight
-from pallas_kernels.ptx import Value
 from pallas_kernels.qtensor import QTensor
 
 
@@ -76,14 +75,15 @@ def grouped_rows(
         memory = dict(vars(gmem))
         chosen = p.address(memory.pop("experts"))
         operands = FewRowsOperands.of(memory, **shape, kinds=kinds, eps=None, **gated)
-        pair, block = divided(p.register("ctaid.x"), plan.row.blocks)
+        block = p.register("ctaid.x")
+        pair, block = block // plan.row.blocks, block % plan.row.blocks
         p.await_kernel()
         (expert,) = p.load_global(p.offset(chosen, pair, 4), 1)
         if not partial:
             expert = p.smaller(p.larger(expert, p.ci(0)), p.ci(w.shape[0] - 1))
         is_own = expert < w.shape[0]
         moved = {name: p.offset(getattr(operands, name), expert, sizes[name]) for name in sizes}
-        token, _ = divided(pair, fan)
+        token = pair // fan
         moved["x"] = p.offset(operands.x, token, 2 * k)
         moved["out"] = p.offset(operands.out, pair, out.dtype.itemsize * n_out)
         operands = dataclasses.replace(operands, **moved)
@@ -108,8 +108,3 @@ def grouped_rows(
         registers=True,
     )
     return found
-
-
-def divided(index: Value, by: int) -> tuple[Value, Value]:
-    """(quotient, remainder)."""
-    return index // by, index % by

@@ -37,11 +37,6 @@ SCRATCH = "x", "sums", "parts"
 _STREAMED = ".L1::no_allocate"
 
 
-def divided(index: Value, by: int) -> tuple[Value, Value]:
-    """(quotient, remainder)."""
-    return index // by, index % by
-
-
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Columns of one of a token's experts.
@@ -57,7 +52,7 @@ class Place:
     @classmethod
     def of(cls, plan: GroupedSumPlan, slot: Value, first: Value) -> Place:
         """first: column in the slot."""
-        expert, own = divided(slot, plan.slots)
+        expert, own = slot // plan.slots, slot % plan.slots
         column = own * SLOT + first
         is_inside = (column < plan.k) & (slot < plan.row_slots)
         expert, column = (arith.select(is_inside, v, p.ci(0)) for v in (expert, column))
@@ -167,9 +162,10 @@ class SumProgram:
         plan = self.plan
         thread = p.register("tid.x")
         warp, lane = thread >> 5, thread & 31
-        token, block = divided(p.register("ctaid.x"), plan.blocks)
+        block = p.register("ctaid.x")
+        token, block = block // plan.blocks, block % plan.blocks
         p.await_kernel()
-        member, chunk = divided(warp, plan.chunks)
+        member, chunk = warp // plan.chunks, warp % plan.chunks
         works = member < plan.members
         first, end = (at * plan.units // plan.blocks for at in (block, block + 1))
         slot = chunk * 8 + (lane >> 2)
@@ -303,7 +299,7 @@ class SumProgram:
     def ask(self, item: Value, token: Value, first: Value, end: Value) -> SimpleNamespace:
         """Return (is it one; its expert's weight; bias, factor of w) of an item of ``finish``."""
         plan = self.plan
-        row, index = divided(item, plan.fan)
+        row, index = item // plan.fan, item % plan.fan
         has_one = first + (row >> 1) < end
         row = arith.select(has_one, first * 2 + row, first * 2)
         expert = self.expert_at(token, index)
@@ -347,7 +343,7 @@ class SumProgram:
     def finish_item(self, item: Value, asked: SimpleNamespace) -> None:
         """One row of one expert, times the expert's weight."""
         plan = self.plan
-        row, index = divided(item, plan.fan)
+        row, index = item // plan.fan, item % plan.fan
         at = row * plan.pitch + index * plan.slots
         at = p.shared_address(self.smem.sums) + at * 4
         slots = [p.load_float(at, 4 * i) for i in range(plan.slots)]

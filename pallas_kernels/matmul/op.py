@@ -70,7 +70,7 @@ from pallas_kernels.matmul.call import Around, LowRankTerm, MatmulCall, Static
 from pallas_kernels.matmul.codes import codes, low_rank_sums
 from pallas_kernels.matmul.weight_only import finish, weight_only, weight_only_gradients
 from pallas_kernels.operands import FLOATS, check, dtype_name
-from pallas_kernels.qtensor import FLOAT4, QTensor, take_columns
+from pallas_kernels.qtensor import FLOAT4, QTensor, dequantize, take_columns
 from pallas_kernels.rows.activations import ACTIVATIONS, GATES
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import gate
@@ -462,6 +462,20 @@ def _flatten(x: _Tree) -> _Tree:
         return leaf.reshape(math.prod(leaf.shape[:-1]), leaf.shape[-1])
 
     return jax.tree.map(flat, x)
+
+
+def quantized_matmul_reference(
+    x: jax.Array | QTensor,
+    w: QTensor,
+    *,
+    bias: jax.Array | None = None,
+    activation: Activation | None = None,
+) -> jax.Array:
+    """Return ``quantized_matmul`` written plainly, in float32, which tests compare it with."""
+    x32 = dequantize(x) if isinstance(x, QTensor) else x.astype(jnp.float32)
+    out = jnp.einsum("...k,nk->...n", x32, dequantize(w), precision=lax.Precision.HIGHEST)
+    out = out if bias is None else out + bias.astype(jnp.float32)
+    return out if activation is None else ACTIVATIONS[activation](out)
 
 
 # --- the ops -------------------------------------------------------------------------------------

@@ -4,9 +4,27 @@
     y, total = norm_matmul(x, w, pending, norm=...)      reads the sum, adds it to x
     collect(pending)                                     reads it into an array
 
-``few_rows.mailbox`` describes the mailboxes behind a table.  The order of the sums in a step is
+The order of the sums in a step is
 fixed: a product that posts must depend on the result of the kernel that read the sum before.
 There is no other implementation: ask ``can_post`` first.  Nothing here has gradients.
+
+Mailboxes are memory of each device into which all devices store their parts of a sum of one row.
+A device has a mailbox in its own memory: float32 ``[SLOTS, peers, width]``, at first full of
+``EMPTY``.  The sums of a step go through the slots in turn.  A product that posts stores its row in
+its own place of every device's mailbox.  The kernel behind it polls its device's mailbox until no
+word is ``EMPTY``, and adds the rows in the order of the devices.  So all devices have the same
+bits, in every run.
+
+    product t         empties slot (t - 2) % SLOTS of its own mailbox, and posts to slot t % SLOTS
+    kernel behind     polls slot t % SLOTS
+
+Why no word is lost: a device posts t + 2 after it has all of t + 1.  So everywhere the readers of
+slot t have ended by then, and product t + 2 may empty it.  Posts to the same slot come with t + 4,
+after all of t + 3.  A device posts t + 3 when its product t + 2 has ended.
+
+A table for each sum says where the slots are: int32 ``[1, peers + 2, 2]``, halves of addresses.
+The first ``peers`` are this device's place in the mailbox of each peer.  Then come its own
+mailbox's slot of this sum, and the slot to empty.
 """
 
 from __future__ import annotations
@@ -16,6 +34,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Reason, wants_kernel
@@ -24,6 +43,8 @@ from pallas_kernels.matmul.few_rows.plan import WARPS, RowDivision, row_plan
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.types import HasShape
 
+SLOTS = 4
+EMPTY = 0xFFFFFFFF  # a NaN that no instruction makes
 _FLOAT32 = jnp.dtype(jnp.float32)
 
 
@@ -114,3 +135,22 @@ def collect(pending: Posted) -> jax.Array:
 
     row = jax.jit(posted.collect)(pending.order.reshape(1, -1), pending.table)
     return row.reshape(pending.order.shape)
+
+
+def tables(mailboxes: list[int], width: int, n_sums: int) -> np.ndarray:
+    """Return the tables of the sums of a step, int32 ``[n_sums, peers, peers + 2, 2]``.
+
+    mailboxes: the address of each device's.  n_sums: a multiple of ``SLOTS``, because the first sum
+    of a step follows the last one of the step before.
+    """
+    if n_sums % SLOTS:
+        raise ValueError(f"{n_sums} sums a step: not a multiple of {SLOTS}")
+    peers = len(mailboxes)
+    row, slot = 4 * width, 4 * width * peers
+    found = np.zeros((n_sums, peers, peers + 2), np.int64)
+    for number in range(n_sums):
+        here, older = slot * (number % SLOTS), slot * ((number - 2) % SLOTS)
+        for me, mine in enumerate(mailboxes):
+            found[number, me, :peers] = [box + here + row * me for box in mailboxes]
+            found[number, me, peers:] = mine + here, mine + older
+    return found.view(np.int32).reshape(n_sums, peers, peers + 2, 2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.block import Params, TileBlock
 from pallas_kernels.matmul.few_rows.plan import PITCH, WARPS
 from pallas_kernels.matmul.few_rows.tile_x import NormedX
@@ -88,7 +88,7 @@ class PartialSums:
         def over_blocks(slot, token, row):
             at = self.partial_at(slot, p.ci(0), token, row)
             blocks = [p.load_peer(p.peer_address(at, i)) for i in range(plan.split)]
-            return functools.reduce(arith.addf, blocks)
+            return functools.reduce(operator.add, blocks)
 
         def of_cluster(index):
             # Each block finishes every split-th tile of the output.

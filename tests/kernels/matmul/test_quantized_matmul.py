@@ -15,8 +15,7 @@ from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.call import Around, MatmulCall
 from pallas_kernels.matmul.few_rows import kernel as few_rows_kernel
 from pallas_kernels.matmul.few_rows import plan as planning
-from pallas_kernels.matmul.op import product_plan
-from pallas_kernels.matmul.reference import quantized_matmul_reference
+from pallas_kernels.matmul.op import product_plan, quantized_matmul_reference
 from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.rows.swiglu import gate
 from pallas_kernels.shapes import LLAMA_8B
