@@ -364,9 +364,15 @@ def _composed(x: Any, w: _Weight, around: Around, implementation: Implementation
 def _after_codes(
     x: QTensor, w: QTensor | CpuWeight, around: Around, implementation: Implementation | None
 ) -> jax.Array:
-    """Compute a product of codes, its gate and its residual in float32, rounded once at the end."""
-    alone = Around(jnp.dtype(jnp.float32), around.bias, low_rank=around.low_rank)
-    y = _product(x, w, alone, implementation)
+    """Compute a product of codes, its gate and its residual in float32, rounded once at the end.
+
+    The kernel of int4 codes writes 16 bits, so on a GPU its products are rounded before the rest.
+    """
+    is_short = w.dtype == jnp.int4 and around.out.itemsize == 2 and implementation != "xla"
+    rounded = is_short and jax.default_backend() == "gpu"
+    out = around.out if rounded else jnp.dtype(jnp.float32)
+    alone = Around(out, around.bias, low_rank=around.low_rank)
+    y = _product(x, w, alone, implementation).astype(jnp.float32)
     if around.swiglu:
         y = gate(y, around.gate)
     if around.residual is not None:

@@ -7,6 +7,7 @@ file that stands in for it elsewhere (``golden/make_llama_golden.py``).
 from __future__ import annotations
 
 import dataclasses
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -600,10 +601,17 @@ def for_transformers(cfg: ModelConfig) -> ModelConfig:
     return cfg.replace(stored=dataclasses.replace(cfg.stored, family=oracle))
 
 
+def their_class(path: Path) -> Any:
+    """transformers' class of a directory, also one that its automatic classes do not know."""
+    import transformers
+
+    (name,) = json.loads((path / "config.json").read_text())["architectures"]
+    return getattr(transformers, name, transformers.AutoModelForCausalLM)
+
+
 def reference(name: str) -> Answer:
     """transformers' answer for a model that it loads from the directory that ``hf.save`` wrote."""
     import torch
-    import transformers
 
     cfg, params = CASES[name], params_of(name)
     if (
@@ -614,7 +622,7 @@ def reference(name: str) -> Answer:
         cfg = cfg.replace(embedding_scale=False)
     with tempfile.TemporaryDirectory() as folder:
         path = hf.save(Path(folder) / "model", for_transformers(cfg), params)
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model = their_class(path).from_pretrained(path, dtype=torch.float32)
     tokens = torch.from_numpy(tokens_of(name)[None].astype(np.int64))
     prompt = tokens[:, :PROMPT]
     with torch.no_grad():

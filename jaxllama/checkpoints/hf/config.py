@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from jaxllama.checkpoints.hf.fla import (
     model_of,
 )
 from jaxllama.checkpoints.hf.gla_paper import config_from_paper, config_to_paper
-from jaxllama.checkpoints.hf.refused import REFUSED
+from jaxllama.checkpoints.hf.refused import REFUSED, TEXT_TYPES, WRAPPERS
 from jaxllama.checkpoints.hf.rope import rope_scaling, ropes, usable_context
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import UNGATED, CheckpointForm, ModelConfig
@@ -71,6 +72,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Bounds what a damaged file can make us build before its tensors are checked.
 _MAX_LAYERS = 4096
+_OF_IMAGES = re.compile("vision|image|video")  # keys of a multimodal config
 
 
 def config_from_hf(
@@ -182,13 +184,33 @@ def _stored_of(family: str, fields: JsonMapping) -> tuple[CheckpointForm, Mappin
 
 def text_config(config: JsonMapping) -> JsonMapping:
     """Return the text decoder's part of a multimodal config.json; other configs as they are."""
-    text = config.get("text_config")
-    if not isinstance(text, Mapping) or text.get("model_type") not in FAMILIES:
+    text, kind = config.get("text_config"), config.get("model_type")
+    if text is None and kind in WRAPPERS and "vision_config" in config:  # keys side by side
+        alone = {key: config[key] for key in config if not _OF_IMAGES.search(key)}
+        return _with_plain_rope({**alone, "model_type": WRAPPERS[kind]})
+    if not isinstance(text, Mapping):
+        return config
+    kind = str(text.get("model_type"))
+    kind = TEXT_TYPES.get(kind, kind)
+    if kind not in FAMILIES:
         return config
     around = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")
-    found = {**{key: config[key] for key in around if key in config}, **text}
+    found = {**{key: config[key] for key in around if key in config}, **text, "model_type": kind}
     # transformers ties by the outer value; weights with a head of their own untie it.
-    return found | ({"tie_word_embeddings": True} if config.get("tie_word_embeddings") else {})
+    found |= {"tie_word_embeddings": True} if config.get("tie_word_embeddings") else {}
+    return _with_plain_rope(found)
+
+
+def _with_plain_rope(config: JsonMapping) -> JsonMapping:
+    """Return the config without the sections of M-RoPE (arXiv 2409.12191), whose three positions
+    are the same number in text."""
+    found = dict(config)
+    for key in ("rope_scaling", "rope_parameters"):
+        scaling = found.get(key)
+        if isinstance(scaling, Mapping) and "mrope_section" in scaling:
+            kept = {k: v for k, v in scaling.items() if not k.startswith("mrope")}
+            found[key] = {k: "default" if v == "mrope" else v for k, v in kept.items()}
+    return found
 
 
 def _same(read: JsonReader, key: str, default: Any) -> Any:

@@ -60,6 +60,7 @@ _FOLDED = 1 << 20  # number of elements that are folded at once
 _TEXT_PARTS = (
     ("model.language_model", "lm_head."),
     ("language_model.model", "language_model.lm_head."),
+    ("model", "lm_head."),
 )
 
 _CLASSIFIER = "score.weight"

@@ -46,7 +46,7 @@ from jaxllama.model.mixers.attention.sparse import sparse_attend
 from jaxllama.model.mixers.attention.state import KVCache, as_pages, init_state
 from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.records import At, Chunk, Draft, Pieces, Step
-from jaxllama.model.rope import Ropes, narrowed, widened
+from jaxllama.model.rope import Ropes, narrowed, scaled_by_position, widened
 from jaxllama.typing import Params, Tree
 from pallas_kernels.attention.blockwise import (
     CPU_DECODE_BLOCK,
@@ -102,12 +102,8 @@ def mix(
 
 def _scaled_queries(cfg: AttentionConfig, qkv: jax.Array, positions: jax.Array) -> jax.Array:
     """``qkv [B, T, (N + 2K) H]`` with q multiplied by a function of its position."""
-    assert cfg.rope.original_max_position is not None
-    steps = (positions // cfg.rope.original_max_position).astype(jnp.float32)
-    factor = 1.0 + cfg.rope.query_beta * jnp.log1p(steps)
     q, kv = jnp.split(qkv, (cfg.n_heads * cfg.head_dim,), axis=-1)
-    q = (q.astype(jnp.float32) * factor[..., None]).astype(q.dtype)
-    return jnp.concatenate([q, kv], axis=-1)
+    return jnp.concatenate([scaled_by_position(cfg.rope, q, positions), kv], axis=-1)
 
 
 def _normed_last(

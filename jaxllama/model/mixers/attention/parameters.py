@@ -11,7 +11,13 @@ import functools
 
 import numpy as np
 
-from jaxllama.config import UNMULTIPLIED, AttentionConfig, LayerConfig
+from jaxllama.config import (
+    UNMULTIPLIED,
+    AttentionConfig,
+    IndexerConfig,
+    LatentConfig,
+    LayerConfig,
+)
 from jaxllama.model.mixers.attention.parts import NAMES as PARTS
 from jaxllama.model.mixers.attention.parts import part
 from jaxllama.model.mixers.common import Heads, Sites, heads_obstacle
@@ -155,6 +161,8 @@ def _latent(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param
         table |= fused("q_a", [(f"{prefix}q_a_proj", wide, {})], d, cfg.qkv_bias)
         norm = one(f"{prefix}q_a_layernorm.weight", wide, mean=1.0, std=0.0)
         table["q_norm", "weight"] = norm
+        if latent.indexer is not None:
+            table |= _indexer(latent, latent.indexer, f"{prefix}indexer.", wide, d)
     table["q", "weight"] = one(f"{prefix}{of_queries}.weight", n * cfg.head_dim, wide, fold=of_q)
     down = [(f"{prefix}{own.kv_a}", rank + latent.d_rope, of_kv)]
     return {
@@ -163,6 +171,27 @@ def _latent(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param
         ("kv_norm", "weight"): one(f"{prefix}{own.kv_norm}.weight", rank, mean=1.0, std=0.0),
         ("kv_b", "weight"): Param(kv_b, (width, rank)),
         **written("o", f"{prefix}{names.o}", d, n * latent.d_v, cfg.o_bias, source.residual(layer)),
+    }
+
+
+def _indexer(
+    latent: LatentConfig, options: IndexerConfig, prefix: str, rank: int, d: int
+) -> dict[Path, Param]:
+    n, width = options.n_heads, options.head_dim
+    turned = functools.partial(
+        Turned, head_dim=width, rotary_dim=latent.d_rope, interleaved=options.interleaved
+    )
+    of_key: Options = {"turned": turned(1)}
+    return {
+        ("index_q", "weight"): one(
+            f"{prefix}wq_b.weight", n * width, rank, fold={"turned": turned(n)}
+        ),
+        ("index_k", "weight"): one(f"{prefix}wk.weight", width, d, fold=of_key),
+        ("index_norm", "weight"): one(
+            f"{prefix}k_norm.weight", width, mean=1.0, std=0.0, fold=of_key
+        ),
+        ("index_norm", "bias"): one(f"{prefix}k_norm.bias", width, std=0.0, fold=of_key),
+        ("index_w", "weight"): one(f"{prefix}weights_proj.weight", n, d),
     }
 
 
@@ -204,7 +233,9 @@ def sites(layer: LayerConfig) -> Sites:
     cfg: AttentionConfig = layer.mixer
     if cfg.latent is not None:
         first = "q" if cfg.latent.q_rank is None else "q_a"
-        return Sites((first, "kv_a"), "", None, np.arange(cfg.n_heads * cfg.latent.d_v))
+        of_index = () if cfg.latent.indexer is None else ("index_k", "index_w")
+        readers = (first, "kv_a", *of_index)
+        return Sites(readers, "", None, np.arange(cfg.n_heads * cfg.latent.d_v))
     n, n_kv, h = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
     shared = np.arange(n_kv * h).reshape(n_kv, 1, h)
     channel = np.broadcast_to(shared, (n_kv, n // n_kv, h)).reshape(-1)
