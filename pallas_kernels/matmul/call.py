@@ -139,6 +139,11 @@ class MatmulCall:
             activation=work.gate,
         )
 
+    def work(self, **arrays: Any) -> Around:
+        """Return the work around this call's product with these arrays."""
+        gated = {"swiglu": self.swiglu, "activation": self.activation}
+        return Around(self.out, eps=self.eps, **gated, **arrays)
+
     @property
     def n(self) -> int:
         return self.w.shape[0]

@@ -45,7 +45,7 @@ def matmul(x, w, bias, out_dtype, tile=None, *, swiglu=False):
         plan = tile or named_plan(form(call))
     else:
         plan = named_plan(planning.weight_plan(call, tile))
-    return prefill.matmul(x, w, bias, out_dtype, plan.divide(call), swiglu=swiglu)
+    return prefill.matmul(x, w, call.work(bias=bias), plan.divide(call))
 
 
 def pair(m, n, k, dtype, seed=0):
