@@ -7,14 +7,13 @@ The tile is the one that gives the busiest block the least work, by the measured
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.device import H200, gpu, lacking
+from pallas_kernels.device import gpu, lacking, sms, timed_tiles
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.experts.gate import ClampedGate, Gate
 from pallas_kernels.matmul.many_rows.plan import BLOCK_K, WeightTile
@@ -25,27 +24,6 @@ AnyTile = TypeVar("AnyTile", bound="Tile")
 Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
 LEAST_STAGES = 3
 _RESERVED = 4 * 1024  # of shared memory, for barriers and the ends of arrays
-_tile = functools.partial(WeightTile, cluster=1)
-# Microseconds of a slot on an H200 (jax 0.12): ``docs/lab/experts.md``.  Of codes, MXFP4's.
-TILES = (
-    (_tile(16, 256, stages=10), 0.52),
-    (_tile(32, 256, stages=10), 0.55),
-    (_tile(64, 256, stages=8), 0.63),
-    (_tile(128, 192, stages=6), 0.60),
-    (_tile(192, 128, stages=5), 0.56),
-)
-# Two blocks share sorted rows of x, where at least 20 tiles read a row and an average expert fills
-# four.  With fewer they are not timed, or lose (int4).
-FLOAT4_TILES = ((WeightTile(192, 128, stages=6, cluster=2), 0.48),)
-# Of bfloat16, which up to 64 tokens takes as long as its bytes.
-FLOAT_TILES = (
-    (_tile(16, 192, stages=9), 0.69),
-    (_tile(32, 128, stages=10), 0.495),
-    (_tile(64, 256, stages=8), 1.03),
-    (_tile(128, 192, stages=6), 0.79),
-    (_tile(192, 128, stages=5), 0.60),
-)
-ROWS_RATE = 2.2e12  # bytes a second at which rows of x are sorted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +37,7 @@ class TokenTile:
     tokens: int = 128
     rows: int = 256
     stages: int = 4
-    sms: int = H200.sms
+    sms: int = dataclasses.field(default_factory=sms)
     cluster: ClassVar[int] = 2
     split: ClassVar[int] = 1
 
@@ -70,12 +48,6 @@ Tile = WeightTile | TokenTile
 def has_sorted_rows(tile: Tile) -> bool:
     """Whether a kernel before sorts rows of x by expert, so that two blocks can share them."""
     return isinstance(tile, WeightTile) and tile.cluster > 1
-
-
-# The same for bfloat16: where experts have two parts and more, which share the weight, and else.
-TOKEN_TILES = ((TokenTile(), 0.73),)
-TOKEN_ALONE_US = 1.03
-TOKEN_END_US = 1.0  # of a tile: its gate and its stores, which nothing overlaps
 
 
 def computing_of(tile: Tile) -> int:
@@ -188,12 +160,16 @@ def _refusal(x: jax.Array, w: Weight) -> str | None:
 
 def shortest_tile(w: Weight, n_pairs: int, gated: bool) -> tuple[Tile, float]:
     """The tile with the least work, with as many stages as fit, and the microseconds that its
-    busiest block computes on the card that was measured."""
-    weight, tiles = StoredWeight.of(w), TILES
+    busiest block computes."""
+    weight = StoredWeight.of(w)
     if weight.plain:
-        tiles = *FLOAT_TILES, *TOKEN_TILES
-    elif weight.float4:
-        tiles = *TILES, *(one for one in FLOAT4_TILES if _fills(one[0], w, n_pairs, gated))
+        tiles: list[tuple[Tile, float]] = [*timed_tiles("pairs float", WeightTile)]
+        tiles += timed_tiles("pairs float by tokens", TokenTile)
+    else:
+        tiles = [*timed_tiles("pairs codes", WeightTile)]
+    if weight.float4:
+        more = timed_tiles("pairs float4 sorted", WeightTile)
+        tiles += [one for one in more if _fills(one[0], w, n_pairs, gated)]
     found = [(fitted(tile, weight, gated), us) for tile, us in tiles]
     found = [one for one in found if is_aligned(one[0], weight, gated)]
     found = [one for one in found if one[0].stages >= LEAST_STAGES] or found[:1]
@@ -203,8 +179,9 @@ def shortest_tile(w: Weight, n_pairs: int, gated: bool) -> tuple[Tile, float]:
 
 def _fills(tile: Tile, w: Weight, n_pairs: int, gated: bool) -> bool:
     n_experts, n, _ = w.shape
-    n_out = n // 2 if gated else n
-    return n_out >= 20 * results(tile, gated) and n_pairs >= 4 * n_experts * tile.tokens
+    n_out, card = n // 2 if gated else n, gpu().experts
+    is_long = n_pairs >= card.sorted_fill * n_experts * tile.tokens
+    return is_long and n_out >= card.sorted_tiles * results(tile, gated)
 
 
 def chosen_experts(n_experts: int, n_pairs: int) -> float:
@@ -216,15 +193,15 @@ def _busiest_us(tile: Tile, slot_us: float, w: Weight, n_pairs: int, gated: bool
     n_experts, n, k = w.shape
     hit = chosen_experts(n_experts, n_pairs)
     parts = max(hit, n_pairs / tile.tokens + hit / 2)
-    n_out = n // 2 if gated else n
+    n_out, card = n // 2 if gated else n, gpu().experts
     rows_us, end_us, across = 0.0, 0.0, results(tile, gated)
     if isinstance(tile, TokenTile):
         is_shared = n_pairs >= tile.cluster * tile.tokens * hit
-        slot_us = slot_us if is_shared else TOKEN_ALONE_US
-        parts, end_us = parts / tile.cluster, TOKEN_END_US
+        slot_us = slot_us if is_shared else card.alone_us
+        parts, end_us = parts / tile.cluster, card.end_us
     elif has_sorted_rows(tile):
-        across, rows_us = across * tile.cluster, 1e6 * 2 * n_pairs * k / ROWS_RATE
-    rounds = math.ceil(parts * math.ceil(n_out / across) / (gpu().sms // tile.cluster))
+        across, rows_us = across * tile.cluster, 1e6 * 2 * n_pairs * k / card.sort_rate
+    rounds = math.ceil(parts * math.ceil(n_out / across) / (sms() // tile.cluster))
     return rounds * (k / BLOCK_K * slot_us + end_us) + rows_us
 
 
@@ -234,4 +211,4 @@ def fitted(tile: AnyTile, weight: StoredWeight, gated: bool) -> AnyTile:
     slot = BLOCK_K * (2 * tile.tokens + rows * weight.bits // 8)
     used = 2 * rows * sum(vector_bytes(weight)) + computing_of(tile) * stage_bytes(tile, gated)
     stages = (gpu().shared_bytes - _RESERVED - used) // slot
-    return dataclasses.replace(tile, stages=min(tile.stages, stages), sms=gpu().sms)
+    return dataclasses.replace(tile, stages=min(tile.stages, stages))

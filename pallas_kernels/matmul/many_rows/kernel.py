@@ -27,7 +27,7 @@ from pallas_kernels.matmul.many_rows.weight import weight_matmul
 from pallas_kernels.matmul.many_rows.weight_program import WeightOperands
 from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.qtensor import BLOCK_ROWS, FLOAT4, QTensor
-from pallas_kernels.rows.swiglu import gate
+from pallas_kernels.rows.swiglu import swiglu as gate
 
 
 def matmul(
@@ -52,7 +52,7 @@ def matmul(
     if fused or not around.swiglu:
         return pair_matmul(x, w, None, None, bias, out, plan, fused)
     y = pair_matmul(x, w, None, None, bias, jnp.dtype(jnp.float32), plan)
-    return gate(y, around.gate, implementation="xla").astype(out)
+    return gate(y, activation=around.gate, implementation="xla").astype(out)
 
 
 def _scales_of_groups(of_x: jax.Array, w: QTensor, plan: PairTile) -> tuple[jax.Array, jax.Array]:
