@@ -121,7 +121,7 @@ def grouped() -> None:
             assert 0 < plan.predicted_us < math.inf and 0 < plan.xla_us < math.inf
             if isinstance(plan, GroupedTilePlan):
                 stored = StoredWeight.of(w)
-                assert fitted(plan.tile, scheme).stages >= plan.tile.stages >= 3
+                assert fitted(plan.tile, stored, True).stages >= plan.tile.stages >= 3
     static = RouteStatic(8, True, 1.0, 1e-6)
     found: Any = named_plan(route_plan(S((1, 2048), BF16), S((64, 2048), BF16), static))
     assert (found is not None) == gpu().clusters
