@@ -170,7 +170,8 @@ def kernels(case: FitCase) -> dict[str, Callable[..., Any]]:
     def program(plan: Any) -> Callable[..., Any]:
         def run(x: Any, w: Any, extras: dict[str, Any]) -> Any:
             gamma, others = extras.get("norm"), {k: v for k, v in extras.items() if k != "norm"}
-            return choice.run(Static(call.out, call, plan), x, w, gamma=gamma, **others)
+            around = call.work(gamma=gamma, **others)
+            return choice.run(Static(call.out, call, plan), x, w, around)
 
         return run
 

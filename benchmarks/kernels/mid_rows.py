@@ -25,7 +25,7 @@ from benchmarks.kernels.timing import device_us
 from pallas_kernels import quantize
 from pallas_kernels.device import gpu
 from pallas_kernels.matmul import choice, predict
-from pallas_kernels.matmul.call import MatmulCall
+from pallas_kernels.matmul.call import Around, MatmulCall
 from pallas_kernels.matmul.few_rows import kernel as few_rows
 from pallas_kernels.matmul.few_rows.plan import TilePlan
 from pallas_kernels.matmul.mid_rows import kernel
@@ -73,9 +73,9 @@ def relative_error(y: jax.Array, x: Any, w: QTensor) -> jax.Array:
 
 def others(tile: MidTile, call: MatmulCall, count: int) -> Iterator[MidTile]:
     """Yield the ``count`` tiles with the shortest predicted times but the first."""
-    scheme = planning.scheme_of(call)
+    step = planning.MidStep.of(call)
     us = functools.partial(predict.kernel_us, call=call)
-    found = planning.tiles(call.m, call.n, call.k, scheme, gpu())
+    found = planning.tiles(call.m, call.n, call.k, step, gpu())
     yield from [x for x in sorted(found, key=us) if x != tile][:count]
 
 
@@ -89,7 +89,7 @@ def few_rows_us(call: MatmulCall, turns: list[tuple[Any, QTensor]]) -> float | N
         return None
     plan = min(plans, key=lambda plan: predict.kernel_us(plan, call))
     own = plan.divide(call)
-    return device_us(lambda x, w: few_rows.matmul(x, w, out_dtype=BF16, plan=own), turns)
+    return device_us(lambda x, w: few_rows.matmul(x, w, Around(jnp.dtype(BF16)), own), turns)
 
 
 def row(scheme: str, m: int, n: int, k: int, count: int) -> tuple[str, bool, bool, bool]:

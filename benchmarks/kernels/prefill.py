@@ -70,7 +70,7 @@ def kernel(x, w, bias, tile=None):
     elif tile is None:
         by_form = plans.weight_plan if isinstance(w, QTensor) else plans.plain_plan
         tile = named_plan((plans.quantized_plan if isinstance(x, QTensor) else by_form)(call))
-    return prefill.matmul(x, w, bias, jnp.bfloat16, tile.divide(call))
+    return prefill.matmul(x, w, call.work(bias=bias), tile.divide(call))
 
 
 def xla(x, w, bias):

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllama.parallel.mesh import MODEL_AXIS
-from pallas_kernels.matmul.few_rows.mailbox import EMPTY, SLOTS, tables
+from pallas_kernels.matmul.sums import EMPTY, SLOTS, tables
 
 
 def sum_tables(mesh: Mesh, width: int, n_sums: int) -> tuple[jax.Array, ...] | None:

@@ -5,16 +5,36 @@ values, places = best(scores, k)
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import Implementation, choose_plan
-from pallas_kernels.experts.best_plan import BestPlan, best_plan
+from pallas_kernels.dispatch import Implementation, Reason, choose_plan
 from pallas_kernels.operands import check
 from pallas_kernels.transform import Op, chosen
+
+WARPS = 4  # of a block; each has a row
+MOST = 512  # scores of a row
+MOST_BEST = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class BestPlan:
+    """k of each of ``rows`` rows of n scores."""
+
+    kernel: ClassVar[str] = "best_of_rows_mosaic"
+    rows: int
+    n: int
+    k: int
+
+    @property
+    def per_lane(self) -> int:
+        """Scores that a lane compares."""
+        return -(-self.n // 32)
 
 
 def best(
@@ -48,6 +68,16 @@ def best(
     find = functools.partial(best_plan, scores, k)
     plan = choose_plan("best", implementation, find, scores)
     return _best(chosen(plan, implementation), (k, plan), scores)
+
+
+def best_plan(scores: jax.Array, k: int) -> BestPlan | Reason:
+    """Return the plan for ``scores[T, N]``, or why there is none."""
+    rows, n = scores.shape
+    if scores.dtype != jnp.float32:
+        return Reason(f"scores are {scores.dtype}; the kernel takes float32")
+    if n > MOST or k > MOST_BEST:
+        return Reason(f"{k} of {n}; the kernel takes up to {MOST_BEST} of {MOST}")
+    return BestPlan(rows, n, k)
 
 
 _Static = tuple[int, BestPlan | None]

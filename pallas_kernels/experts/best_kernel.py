@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
-from pallas_kernels.experts.best_plan import WARPS, BestPlan
+from pallas_kernels.experts.best import WARPS, BestPlan
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
 from pallas_kernels.ptx import Value

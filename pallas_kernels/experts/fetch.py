@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,30 @@ from jax import lax
 
 from pallas_kernels import dispatch
 from pallas_kernels.cpu.weight import TILE, CpuWeight, restore
-from pallas_kernels.experts.fetch_plan import FetchedLeaf
 from pallas_kernels.qtensor import QTensor, packed_bytes
 from pallas_kernels.rounding import NIBBLES
+
+
+class FetchedLeaf(NamedTuple):
+    """One part of an expert: ``nbytes`` at ``offset``, both multiples of 16.
+
+    item: 0 if it is copied as it is. Otherwise it lies by tile, unit and row, ``[tiles, units,
+    16]`` of 1 or 4 bytes, and becomes rows ``[tiles, 16, units]``.
+    is_nibbles: an item is 8 codes, the first four in the low halves of its bytes.
+    flip: bits of such an item that change.
+    """
+
+    offset: int
+    nbytes: int
+    item: int = 0
+    units: int = 0
+    is_nibbles: bool = False
+    flip: int = 0
+
+    def like(self, count: int) -> jax.ShapeDtypeStruct:
+        if self.item == 1:
+            return jax.ShapeDtypeStruct((count, self.nbytes), jnp.uint8)
+        return jax.ShapeDtypeStruct((count, self.nbytes // 4), jnp.int32)
 
 
 def addresses_of(pieces: Mapping[int, jax.Array], n_experts: int) -> np.ndarray:

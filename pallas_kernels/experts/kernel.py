@@ -32,8 +32,7 @@ from pallas_kernels.launch import launch
 from pallas_kernels.matmul.few_rows import row
 from pallas_kernels.matmul.few_rows.kernel import kinds_of, parts_of
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
-from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
-from pallas_kernels.ptx import Value
+from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.qtensor import QTensor
 
 
@@ -57,9 +56,8 @@ def grouped_rows(
     computed and may hold anything.
     """
     _, n, k = w.shape
-    one = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), w)
-    scheme = FewRowsScheme.of(one, KIND[x.dtype.name])
     inputs = {"x": x, **parts_of(w), "bias": bias, "experts": experts}
+    shape = {"weight": StoredWeight.of(w), "n": n, "k": k}
     n_out = n if gate is None else n // 2
     out = jax.ShapeDtypeStruct((plan.pairs, n_out), out_dtype)
     kinds = kinds_of({**inputs, "out": out})
@@ -76,21 +74,22 @@ def grouped_rows(
     def body(gmem, smem):
         memory = dict(vars(gmem))
         chosen = p.address(memory.pop("experts"))
-        operands = FewRowsOperands.of(memory, k=k, kinds=kinds, eps=None, **gated)
-        pair, block = divided(p.register("ctaid.x"), plan.row.blocks)
+        operands = FewRowsOperands.of(memory, **shape, kinds=kinds, eps=None, **gated)
+        block = p.register("ctaid.x")
+        pair, block = block // plan.row.blocks, block % plan.row.blocks
         p.await_kernel()
         (expert,) = p.load_global(p.offset(chosen, pair, 4), 1)
         if not partial:
             expert = p.smaller(p.larger(expert, p.ci(0)), p.ci(w.shape[0] - 1))
         is_own = expert < w.shape[0]
         moved = {name: p.offset(getattr(operands, name), expert, sizes[name]) for name in sizes}
-        token, _ = divided(pair, fan)
+        token = pair // fan
         moved["x"] = p.offset(operands.x, token, 2 * k)
         moved["out"] = p.offset(operands.out, pair, out.dtype.itemsize * n_out)
         operands = dataclasses.replace(operands, **moved)
 
         def product() -> None:
-            row.run(plan.row, scheme, operands, smem, block, waits=False)
+            row.run(plan.row, operands, smem, block, waits=False)
 
         if partial:
             p.when(is_own, product)
@@ -109,8 +108,3 @@ def grouped_rows(
         registers=True,
     )
     return found
-
-
-def divided(index: Value, by: int) -> tuple[Value, Value]:
-    """(quotient, remainder)."""
-    return index // by, index % by

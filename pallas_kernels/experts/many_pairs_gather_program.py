@@ -165,16 +165,15 @@ class RowGather:
         plgpu.inline_mgpu(arg_types=(*types[0], *types[1]))(emit)(*refs, *place)
 
     def emit_copies(
-        self, how: GatherShape, warp: int, ctx, x, pairs, work, slots, barriers, cluster, pair
+        self, how: GatherShape, warp: int, ctx, x, pairs, work, slots, barriers, *place
     ) -> None:
         del ctx
-        cluster, pair = (one.registers.flat[0] for one in (cluster, pair))
+        cluster, pair = (one.registers.flat[0] for one in place)
         lane = p.register("tid.x") & 31
         row = (lane >> 3) + 4 * warp  # of eight
         chunk = lane & 7
         source = p.offset(p.address(x), chunk, 16)
-        place = row * SLOT_BYTES + (chunk ^ row) * 16
-        to = p.shared_address(slots) + place
+        to = p.shared_address(slots) + (row * SLOT_BYTES + (chunk ^ row) * 16)
         copied = p.shared_address(barriers)
         at_work, at_pairs = p.address(work), p.address(pairs)
         (parts,) = p.load_global(at_work, 1)

@@ -42,11 +42,12 @@ from pallas_kernels.experts.gate import Gate
 from pallas_kernels.experts.many_pairs_finish_program import PairsFinish
 from pallas_kernels.experts.many_pairs_gather_program import barriers_of_slots, rows_of_slots
 from pallas_kernels.experts.many_pairs_plan import (
-    PairsScheme,
     Tile,
     TokenTile,
     computing_of,
     has_sorted_rows,
+    in_groups,
+    rows_in_memory,
     stage_bytes,
 )
 from pallas_kernels.experts.many_pairs_program import UNIT, PairsBlock
@@ -54,7 +55,6 @@ from pallas_kernels.experts.many_pairs_tokens_program import TokenBlock
 from pallas_kernels.experts.sorted_rows_kernel import sorted_rows
 from pallas_kernels.launch import Views
 from pallas_kernels.matmul.few_rows.kernel import parts_of
-from pallas_kernels.matmul.few_rows.widen import FLOAT4_REST
 from pallas_kernels.matmul.many_rows.pipeline import (
     launch_persistent,
     ring_barriers,
@@ -62,7 +62,9 @@ from pallas_kernels.matmul.many_rows.pipeline import (
     tiled,
 )
 from pallas_kernels.matmul.many_rows.plan import BLOCK_K
-from pallas_kernels.qtensor import FLOAT4, QTensor
+from pallas_kernels.matmul.stored import StoredWeight
+from pallas_kernels.matmul.widen import FLOAT4_REST
+from pallas_kernels.qtensor import QTensor
 
 _BOX = 256  # elements of an axis of a copy, at most
 
@@ -115,16 +117,18 @@ def grouped_tiles(
     else:
         clamped = jnp.clip(experts, 0, n_experts - (not partial))
         parts = parts_of_pairs(clamped, n_experts, tile.tokens)
-    scheme = PairsScheme.of(w, gate is not None)
-    held, row = parts_of(w), _row_scale(w)
+    weight, held = StoredWeight.of(w), parts_of(w)
+    row = None  # the factor of an expert's row [E, N, 1] that multiplies sums
+    if isinstance(w, QTensor):
+        row = w.unit if weight.float4 else None if in_groups(weight) else w.scale
     flat = held["w"].reshape(n_experts * n, k)
     if has_sorted_rows(tile):
         x = sorted_rows(x, parts.order, fan)
     operands = {
         "x": x,
         "w": flat,
-        "scale": _boxed(held["scale"]) if scheme.group else None,
-        "zero": _boxed(held["zero"]) if scheme.values == "int4" else None,
+        "scale": _boxed(held["scale"]) if in_groups(weight) else None,
+        "zero": _boxed(held["zero"]) if weight.codes == jnp.int4 else None,
         "row": None if row is None else row.astype(jnp.float32).reshape(-1),
         "bias": None if bias is None else bias.astype(jnp.float32).reshape(-1),
         "pairs": parts.order,
@@ -134,16 +138,16 @@ def grouped_tiles(
     finish = PairsFinish(
         scaled=row is not None,
         gate=gate,
-        rest=FLOAT4_REST if scheme.values in ("e8m0", "e4m3") else 1.0,
+        rest=FLOAT4_REST if weight.float4 else 1.0,
         bytes=jnp.dtype(out_dtype).itemsize,
     )
-    facts = {"tile": tile, "scheme": scheme, "finish": finish, "shape": (n, k), "fan": fan}
+    facts = {"tile": tile, "weight": weight, "finish": finish, "shape": (n, k), "fan": fan}
     (out,) = launch_persistent(
         functools.partial(_run, **facts),
         operands,
         {"out": jax.ShapeDtypeStruct((n_pairs, n_out), out_dtype)},
-        name=f"grouped_matmul_{scheme.values}",
-        scratch=_scratch(operands, held, scheme, tile),
+        name=f"grouped_matmul_{weight.scale_kind if weight.float4 else weight.codes.name}",
+        scratch=_scratch(operands, held, weight, tile, gate is not None),
         tile=tile,
         computing=computing_of(tile),
     )
@@ -153,15 +157,6 @@ def grouped_tiles(
 def _run(gmem, smem, barrier, *, tile: Tile, **facts) -> None:
     block = TokenBlock if isinstance(tile, TokenTile) else PairsBlock
     block(gmem, smem, barrier, tile=tile, **facts).run()
-
-
-def _row_scale(w: jax.Array | QTensor) -> jax.Array | None:
-    """The factor of an expert's row ``[E, N, 1]`` that multiplies sums."""
-    if not isinstance(w, QTensor):
-        return None
-    if w.dtype == FLOAT4:
-        return w.unit
-    return None if PairsScheme.of(w, False).group else w.scale
 
 
 def _boxed(v: jax.Array | None) -> jax.Array | None:
@@ -189,10 +184,10 @@ def _scratch_of_rows(tile: Tile) -> dict:
     }
 
 
-def _scratch(operands, held, scheme: PairsScheme, tile: Tile) -> dict:
+def _scratch(operands, held, weight: StoredWeight, tile: Tile, gated: bool) -> dict:
     """Shared memory of a block, and its barriers."""
-    across, sets = computing_of(tile), 1 + scheme.gated
-    n_rows = scheme.rows_in_memory(tile)
+    across, sets = computing_of(tile), 1 + gated
+    n_rows = rows_in_memory(tile, gated)
     unused = plgpu.SMEM((32,), jnp.float32)
     of_tile = [name for name in ("scale", "zero") if operands[name] is not None]
 
@@ -204,7 +199,7 @@ def _scratch(operands, held, scheme: PairsScheme, tile: Tile) -> dict:
         rows = 2, n_rows, held[name].shape[-1]
         return Views(boxes=plgpu.SMEM(boxes, v.dtype), rows=plgpu.SMEM(rows, v.dtype))
 
-    w, row_bytes = operands["w"], BLOCK_K * scheme.bits // 8
+    w, row_bytes = operands["w"], BLOCK_K * weight.bits // 8
     shape = tile.stages, n_rows
     return {
         **_scratch_of_rows(tile),
@@ -212,7 +207,7 @@ def _scratch(operands, held, scheme: PairsScheme, tile: Tile) -> dict:
             tiles=plgpu.SMEM((*shape, BLOCK_K), w.dtype, transforms=tiled(w.dtype, row_bytes)),
             bytes=plgpu.SMEM((*shape, row_bytes), jnp.int8),
         ),
-        "stage": plgpu.SMEM((across, stage_bytes(tile, scheme.gated)), jnp.int8),
+        "stage": plgpu.SMEM((across, stage_bytes(tile, gated)), jnp.int8),
         "scale": vectors("scale"),
         "zero": vectors("zero"),
         **ring_barriers(tile.stages, sets + has_sorted_rows(tile), across),

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from pallas_kernels.device import gpu, lacking, sms, timed_tiles
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.experts.gate import ClampedGate, Gate
-from pallas_kernels.matmul.few_rows.plan import is_format
-from pallas_kernels.matmul.many_rows.plan import BLOCK_K, SlotGroups, WeightTile
-from pallas_kernels.qtensor import FLOAT4, QTensor
+from pallas_kernels.matmul.many_rows.plan import BLOCK_K, WeightTile
+from pallas_kernels.matmul.stored import StoredWeight
+from pallas_kernels.qtensor import QTensor
 
 AnyTile = TypeVar("AnyTile", bound="Tile")
 Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
@@ -85,57 +85,39 @@ class GroupedTilePlan(Predicted):
     tile: Tile
 
 
-@dataclasses.dataclass(frozen=True)
-class PairsScheme(SlotGroups):
-    """How a weight's values become bfloat16.
+def in_groups(weight: StoredWeight) -> bool:
+    """Whether scales multiply weights: those of groups of columns, and all of 4 bits."""
+    by_rows = weight.n_groups == 1 and weight.zero is None and weight.bits > 4
+    return not (weight.plain or by_rows)
 
-    values: "bfloat16", "int8", "int4", "float8_e4m3fn", or float4 by its scales, "e8m0" or "e4m3".
-    group: 0 where rows alone have a scale.
-    gated: whether an expert's rows are gate, then up, and a result is made of one of each.
-    vectors: bytes of a row's scales of groups, and of its zeros.
-    """
 
-    values: str
-    gated: bool
-    vectors: tuple[int, ...] = ()
+def vector_bytes(weight: StoredWeight) -> tuple[int, ...]:
+    """Bytes of a row's scales of groups, and of its zeros."""
+    if not in_groups(weight):
+        return ()
+    zeros = weight.n_groups * weight.zero_bytes
+    return (weight.scale_row, zeros) if zeros else (weight.scale_row,)
 
-    @classmethod
-    def of(cls, w: Weight, gated: bool) -> PairsScheme:
-        if not isinstance(w, QTensor):
-            return cls(0, BLOCK_K, "bfloat16", gated)
-        if w.scale.shape[-1] == 1 and w.zero is None and w.dtype not in (jnp.int4, FLOAT4):
-            return cls(0, BLOCK_K, w.dtype.name, gated)
-        values = w.dtype.name
-        if w.dtype == FLOAT4:
-            values = "e8m0" if w.scale.dtype.name == "float8_e8m0fnu" else "e4m3"
-        of_groups = [v for v in (w.scale, w.zero) if v is not None]
-        vectors = tuple(v.shape[-1] * v.dtype.itemsize for v in of_groups)
-        return cls(w.group_size, BLOCK_K, values, gated, vectors)
 
-    @property
-    def bits(self) -> int:
-        """Bits of a value of the weight."""
-        return {"bfloat16": 16, "int8": 8, "float8_e4m3fn": 8}.get(self.values, 4)
+def is_aligned(tile: Tile, weight: StoredWeight, gated: bool) -> bool:
+    """Whether the scales and zeros of up begin at a multiple of 128 bytes, as copies do."""
+    rows = rows_in_memory(tile, gated) // 2
+    return not gated or all(rows * size % 128 == 0 for size in vector_bytes(weight))
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row's scales and zeros of groups."""
-        return sum(self.vectors)
 
-    def is_aligned(self, tile: Tile) -> bool:
-        """Whether the scales and zeros of up begin at a multiple of 128 bytes, as copies do."""
-        rows = self.rows_in_memory(tile) // 2
-        return not self.gated or all(rows * size % 128 == 0 for size in self.vectors)
+# Under a gate an expert's rows are gate, then up, and a result is made of one of each.
 
-    def rows_in_memory(self, tile: Tile) -> int:
-        """Rows of w in a slot.  Those of gate fill a multiple of 64, for ``is_aligned``."""
-        if isinstance(tile, TokenTile):
-            return tile.rows
-        return tile.rows if not self.gated else 2 * (-(-tile.rows // 128) * 64)
 
-    def results(self, tile: Tile) -> int:
-        """Results of a pair in a tile."""
-        return tile.rows // 2 if self.gated else tile.rows
+def rows_in_memory(tile: Tile, gated: bool) -> int:
+    """Rows of w in a slot.  Those of gate fill a multiple of 64, for ``is_aligned``."""
+    if isinstance(tile, TokenTile):
+        return tile.rows
+    return 2 * (-(-tile.rows // 128) * 64) if gated else tile.rows
+
+
+def results(tile: Tile, gated: bool) -> int:
+    """Results of a pair in a tile."""
+    return tile.rows // 2 if gated else tile.rows
 
 
 def inner_gate(gated: Gate | None) -> Gate | None:
@@ -152,10 +134,10 @@ def tile_plan(
     gated = inner_gate(gated)
     if reason := _refusal(x, w):
         return Reason(reason)
-    scheme = PairsScheme.of(w, gated is not None)
-    tile, _ = shortest_tile(w, n_pairs, scheme)
+    tile, _ = shortest_tile(w, n_pairs, gated is not None)
     if tile.stages < LEAST_STAGES:
-        return Reason(f"{scheme.row_bytes} bytes of scales a row leave no room for {tile}")
+        size = sum(vector_bytes(StoredWeight.of(w)))
+        return Reason(f"{size} bytes of scales a row leave no room for {tile}")
     return GroupedTilePlan(tile)
 
 
@@ -167,38 +149,39 @@ def _refusal(x: jax.Array, w: Weight) -> str | None:
         return f"w has N = {n} and K = {k}, not multiples of 64"
     if not isinstance(w, QTensor):
         return None if w.dtype == jnp.bfloat16 else f"no kernel multiplies bfloat16 by {w.dtype}"
-    if w.dtype not in (jnp.int4, jnp.int8, jnp.float8_e4m3fn) and not is_format(w):
+    if w.dtype not in (jnp.int4, jnp.int8, jnp.float8_e4m3fn) and not StoredWeight.of(w).is_format:
         return f"no kernel of many pairs multiplies by w of {w.dtype} codes"
-    if not is_format(w) and w.group_size % BLOCK_K:
+    if not StoredWeight.of(w).is_format and w.group_size % BLOCK_K:
         return f"w has group size {w.group_size}, not a multiple of {BLOCK_K}"
     if w.zero is not None and w.dtype != jnp.int4:
         return f"no kernel of many pairs takes zeros beside {w.dtype} codes"
     return None
 
 
-def shortest_tile(w: Weight, n_pairs: int, scheme: PairsScheme) -> tuple[Tile, float]:
+def shortest_tile(w: Weight, n_pairs: int, gated: bool) -> tuple[Tile, float]:
     """The tile with the least work, with as many stages as fit, and the microseconds that its
     busiest block computes."""
-    if scheme.values == "bfloat16":
+    weight = StoredWeight.of(w)
+    if weight.plain:
         tiles: list[tuple[Tile, float]] = [*timed_tiles("pairs float", WeightTile)]
         tiles += timed_tiles("pairs float by tokens", TokenTile)
     else:
         tiles = [*timed_tiles("pairs codes", WeightTile)]
-    if scheme.values in ("e8m0", "e4m3"):
+    if weight.float4:
         more = timed_tiles("pairs float4 sorted", WeightTile)
-        tiles += [one for one in more if _fills(one[0], w, n_pairs, scheme)]
-    found = [(fitted(tile, scheme), us) for tile, us in tiles]
-    found = [one for one in found if scheme.is_aligned(one[0])]
+        tiles += [one for one in more if _fills(one[0], w, n_pairs, gated)]
+    found = [(fitted(tile, weight, gated), us) for tile, us in tiles]
+    found = [one for one in found if is_aligned(one[0], weight, gated)]
     found = [one for one in found if one[0].stages >= LEAST_STAGES] or found[:1]
-    timed = [(tile, _busiest_us(tile, us, w, n_pairs, scheme)) for tile, us in found]
+    timed = [(tile, _busiest_us(tile, us, w, n_pairs, gated)) for tile, us in found]
     return min(timed, key=lambda one: one[1])
 
 
-def _fills(tile: Tile, w: Weight, n_pairs: int, scheme: PairsScheme) -> bool:
+def _fills(tile: Tile, w: Weight, n_pairs: int, gated: bool) -> bool:
     n_experts, n, _ = w.shape
-    results, card = n // 2 if scheme.gated else n, gpu().experts
+    n_out, card = n // 2 if gated else n, gpu().experts
     is_long = n_pairs >= card.sorted_fill * n_experts * tile.tokens
-    return is_long and results >= card.sorted_tiles * scheme.results(tile)
+    return is_long and n_out >= card.sorted_tiles * results(tile, gated)
 
 
 def chosen_experts(n_experts: int, n_pairs: int) -> float:
@@ -206,26 +189,26 @@ def chosen_experts(n_experts: int, n_pairs: int) -> float:
     return n_experts * (1 - (1 - 1 / n_experts) ** n_pairs)
 
 
-def _busiest_us(tile: Tile, slot_us: float, w: Weight, n_pairs: int, scheme: PairsScheme) -> float:
+def _busiest_us(tile: Tile, slot_us: float, w: Weight, n_pairs: int, gated: bool) -> float:
     n_experts, n, k = w.shape
     hit = chosen_experts(n_experts, n_pairs)
     parts = max(hit, n_pairs / tile.tokens + hit / 2)
-    results, card = n // 2 if scheme.gated else n, gpu().experts
-    rows_us, end_us, across = 0.0, 0.0, scheme.results(tile)
+    n_out, card = n // 2 if gated else n, gpu().experts
+    rows_us, end_us, across = 0.0, 0.0, results(tile, gated)
     if isinstance(tile, TokenTile):
         is_shared = n_pairs >= tile.cluster * tile.tokens * hit
         slot_us = slot_us if is_shared else card.alone_us
         parts, end_us = parts / tile.cluster, card.end_us
     elif has_sorted_rows(tile):
         across, rows_us = across * tile.cluster, 1e6 * 2 * n_pairs * k / card.sort_rate
-    rounds = math.ceil(parts * math.ceil(results / across) / (sms() // tile.cluster))
+    rounds = math.ceil(parts * math.ceil(n_out / across) / (sms() // tile.cluster))
     return rounds * (k / BLOCK_K * slot_us + end_us) + rows_us
 
 
-def fitted(tile: AnyTile, scheme: PairsScheme) -> AnyTile:
+def fitted(tile: AnyTile, weight: StoredWeight, gated: bool) -> AnyTile:
     """The tile with as many stages as fit."""
-    rows = scheme.rows_in_memory(tile)
-    slot = BLOCK_K * (2 * tile.tokens + rows * scheme.bits // 8)
-    used = 2 * rows * scheme.row_bytes + computing_of(tile) * stage_bytes(tile, scheme.gated)
+    rows = rows_in_memory(tile, gated)
+    slot = BLOCK_K * (2 * tile.tokens + rows * weight.bits // 8)
+    used = 2 * rows * sum(vector_bytes(weight)) + computing_of(tile) * stage_bytes(tile, gated)
     stages = (gpu().shared_bytes - _RESERVED - used) // slot
     return dataclasses.replace(tile, stages=min(tile.stages, stages))

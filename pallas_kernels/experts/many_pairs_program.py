@@ -21,13 +21,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.many_pairs_finish_program import RowStage, store_one
 from pallas_kernels.experts.many_pairs_gather_program import GatherShape, RowGather, SortedRows
-from pallas_kernels.experts.many_pairs_plan import PairsScheme, Tile, has_sorted_rows
+from pallas_kernels.experts.many_pairs_plan import (
+    Tile,
+    has_sorted_rows,
+    in_groups,
+    results,
+    rows_in_memory,
+)
 from pallas_kernels.jax_internals import llvm
 from pallas_kernels.matmul.many_rows import unpack
 from pallas_kernels.matmul.many_rows.pipeline import feed, my_tiles, ring_next, ring_slot
-from pallas_kernels.matmul.many_rows.plan import BLOCK_K
+from pallas_kernels.matmul.many_rows.plan import BLOCK_K, SlotGroups
 from pallas_kernels.matmul.many_rows.unpack import FragmentRows
 from pallas_kernels.matmul.many_rows.weight_program import Feeder, Multiplier
+from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.ptx import Value
 
 _LAYOUT = plgpu.Layout.WGMMA
@@ -44,15 +51,18 @@ class PairsBlock:
     a part's expert, first row of x and end of its rows.  A tile is a part and ``wide`` results.
     """
 
-    def __init__(self, gmem, smem, barrier, *, tile: Tile, scheme: PairsScheme, finish, shape, fan):
+    def __init__(
+        self, gmem, smem, barrier, *, tile: Tile, weight: StoredWeight, finish, shape, fan
+    ):
         self.gmem, self.smem, self.barrier = gmem, smem, barrier
-        self.tile, self.scheme, self.finish = tile, scheme, finish
+        self.tile, self.weight, self.finish = tile, weight, finish
+        self.gated, self.groups = finish.gate is not None, SlotGroups(weight.group, BLOCK_K)
         self.n, self.k = shape
-        self.n_out = self.n // 2 if scheme.gated else self.n
+        self.n_out = self.n // 2 if self.gated else self.n
         self.warpgroup, self.pair = lax.axis_index("warpgroup"), lax.axis_index("pair")
         self.n_clusters = tile.sms // tile.cluster
-        self.wide = scheme.results(tile)
-        self.pitch = scheme.rows_in_memory(tile) // (1 + scheme.gated)
+        self.wide = results(tile, self.gated)
+        self.pitch = rows_in_memory(tile, self.gated) // (1 + self.gated)
         self.across = self.computing = self.n_warpgroups()
         self.steps = self.k // BLOCK_K
         # The blocks of a cluster have neighbouring tiles of one part, or ``parts`` of one tile.
@@ -145,7 +155,7 @@ class PairsFeeder(Feeder):
     def begins(self, expert, n0) -> list:
         """A tile's first row of w, or of gate and of up."""
         block = self.block
-        return [expert * block.n + n0 + block.n_out * i for i in range(1 + block.scheme.gated)]
+        return [expert * block.n + n0 + block.n_out * i for i in range(1 + block.gated)]
 
     def copy_slots(self, t, begins, axes=None, rows=None) -> None:
         """Copy all of a tile's slots.  axes: of the blocks that share the weight.  rows: of x that
@@ -193,7 +203,7 @@ class PairsMultiplier(Multiplier):
     def __init__(self, block: PairsBlock):
         super().__init__(block)
         self.rows, self.where = pl.ds(64 * self.half, 64), FragmentRows()
-        if block.scheme.gated:  # the thread that has a row of gate also has that of up
+        if block.gated:  # the thread that has a row of gate also has that of up
             self.rows = pl.ds(32 * self.half, block.pitch + 32)
             self.where = FragmentRows(8, block.pitch)
 
@@ -269,24 +279,18 @@ class PairsMultiplier(Multiplier):
         return plgpu.wgmma_accumulator_load(acc, wait_n=None)
 
     def dequantized(self, t, j, at):
-        scheme, smem, block = self.scheme, self.smem, self.block
-        values, where = smem.w.bytes.at[at, self.rows], self.where
-        if scheme.values == "bfloat16":
-            return unpack.from_bfloat16(values, where)
+        smem, block, weight = self.smem, self.block, self.weight
         slot = lax.rem(t, block.vector_slots)
 
         def vector(name, g=0):
-            if getattr(block.gmem, name) is None:
-                return None
-            return getattr(smem, name).rows.at[slot, self.rows, scheme.group_of(j) + g]
+            group = block.groups.group_of(j) + g
+            return getattr(smem, name).rows.at[slot, self.rows, group]
 
-        if scheme.values == "int4":
-            return unpack.to_bfloat16(values, vector("scale"), vector("zero"), where)
-        if scheme.bits == 4:
-            scales = [vector("scale", g) for g in range(scheme.groups_per_slot)]
-            return unpack.float4_to_bfloat16(values, scales, scheme.values, where)
-        scale = vector("scale") if scheme.group else None
-        return unpack.bytes_to_bfloat16(values, scale, where, integers=scheme.values == "int8")
+        count = block.groups.groups_per_slot if in_groups(weight) else 0
+        scales = [vector("scale", g) for g in range(count)]
+        zeros = None if block.gmem.zero is None else vector("zero")
+        codes = smem.w.bytes.at[at, self.rows]
+        return unpack.to_bfloat16(weight, codes, scales, zeros, self.where)
 
     def finish(self, part, n0, acc) -> None:
         """Store a tile's results at their pairs.  n0: the first result."""
@@ -301,7 +305,7 @@ class PairsMultiplier(Multiplier):
     def stored(self, ctx, out, pairs, part, stage, *rest) -> None:
         """The code of ``finish``: a thread's rows of w, by eight tokens at a time."""
         del ctx
-        block, finish, gated = self.block, self.block.finish, self.scheme.gated
+        block, finish, gated = self.block, self.block.finish, self.block.gated
         *vectors, column, acc = rest
         expert, first, end, _ = p.load_global(p.address(part), 4)
         thread = p.register("tid.x")

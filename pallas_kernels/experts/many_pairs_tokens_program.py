@@ -158,7 +158,7 @@ class TokenMultiplier:
         (expert,) = p.load_global(p.address(part), 1)
         row, in_eight, quad = FragmentRows().place()
         flat, at, to = list(acc.registers.reshape(-1)), p.address(pairs), p.address(out)
-        sets = 1 + block.scheme.gated
+        sets = 1 + block.gated
         eights = self.tile.rows // 8 // sets
         w_row = expert * block.n + quad * 2
         at_bias = p.address(biases[0]) if biases else None

@@ -17,7 +17,7 @@ import jax
 
 from pallas_kernels.device import gpu
 from pallas_kernels.experts.blocks import most_blocks
-from pallas_kernels.experts.many_pairs_plan import PairsScheme, chosen_experts, shortest_tile
+from pallas_kernels.experts.many_pairs_plan import chosen_experts, shortest_tile
 from pallas_kernels.qtensor import QTensor, tree_bytes
 from pallas_kernels.rounding import NIBBLES
 
@@ -95,7 +95,7 @@ def form_work(form: Form, w: Weight, n_pairs: int, n_rows: int, gated: bool = Fa
         return FormWork(f"experts {form} {_codes(w)}", (_read_us(w, n_pairs * stored),))
     if form == "tiles":
         read = _copy_us(chosen_experts(n_experts, n_pairs) * stored)
-        _, busiest = shortest_tile(w, n_pairs, PairsScheme.of(w, gated))
+        _, busiest = shortest_tile(w, n_pairs, gated)
         return FormWork(f"experts tiles {_codes(w)}", (max(read, busiest),))
     if form == "every":
         is_codes = isinstance(w, QTensor)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
@@ -173,7 +174,7 @@ class _Program:
         p.when(lane < 1, lambda: p.store_shared(at, [total]))
         p.barrier()
         sums = [p.load_float(smem.squares, 4 * w) for w in range(WARPS)]
-        mean = functools.reduce(arith.addf, sums) * (1.0 / plan.d)
+        mean = functools.reduce(operator.add, sums) * (1.0 / plan.d)
         factor = p.rsqrt(mean + self.static.eps)
         for piece, inside, values, gamma in asked:
             pairs = zip(values, gamma, strict=True)
@@ -241,7 +242,7 @@ class _Program:
             # A row's parts lie side by side, and rows in the order of experts.
             at = self.smem.sums + here * (SENT * plan.parts)
             parts = [p.load_float(at, SENT * part) for part in range(plan.parts)]
-            value = functools.reduce(arith.addf, parts)
+            value = functools.reduce(operator.add, parts)
             if bias:
                 value = value + as_float(bias[i], self.kinds["bias"])
             found.append(arith.select(expert < plan.n, value, p.cf(float("-inf"))))
@@ -256,9 +257,9 @@ class _Program:
 
         powers = [power(v) for v in best]
         if self.static.normalize:
-            total = functools.reduce(arith.addf, powers)
+            total = functools.reduce(operator.add, powers)
         else:
-            (total,) = over_lanes([functools.reduce(arith.addf, [power(v) for v in logits])])
+            (total,) = over_lanes([functools.reduce(operator.add, [power(v) for v in logits])])
         mine, index = of_lane(lane, powers), of_lane(lane, chosen)
         weight = p.divide(mine, total) * self.static.scale
 

@@ -23,7 +23,7 @@ from pallas_kernels.experts import summed_program
 from pallas_kernels.experts.summed_plan import GroupedSumPlan
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.few_rows.kernel import kinds_of, parts_of
-from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
+from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.qtensor import QTensor
 
 
@@ -43,17 +43,16 @@ def grouped_sum(
     x bfloat16 ``[T, k, K]``, w ``[E, N, K]``, experts int32 ``[T, k]``, weights ``[T, k]``, bias
     ``[E, N]``.  Experts are clamped to [0, E); with ``plan.partial`` those outside add nothing.
     """
-    one = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape[1:], v.dtype), w)
-    scheme = FewRowsScheme.of(one, KIND[x.dtype.name])
+    weight = StoredWeight.of(w)
     inputs = {"x": x, **parts_of(w), "bias": bias, "experts": experts}
     inputs["weights"] = weights.astype(jnp.float32)
     out = jax.ShapeDtypeStruct((plan.tokens, plan.n), out_dtype)
-    row_bytes = {"w": plan.k // 2, "scale": scheme.scale_row, "zero": scheme.zero_row}
+    row_bytes = {"w": plan.k // 2, "scale": weight.scale_row, "zero": weight.zero_row}
     kinds = kinds_of({"bias": bias, "out": out})
 
     def body(gmem, smem):
         memory = {name: None if r is None else p.address(r) for name, r in vars(gmem).items()}
-        facts = plan, scheme, memory, row_bytes, w.shape[0], kinds
+        facts = plan, weight, memory, row_bytes, w.shape[0], kinds
         summed_program.SumProgram(*facts, smem).run()
 
     sizes = [-(-size // 4) for size in plan.scratch_sizes]

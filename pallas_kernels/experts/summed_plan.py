@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.device import gpu, lacking
 from pallas_kernels.dispatch import Predicted, Reason
-from pallas_kernels.matmul.few_rows.plan import FOLDED, is_format
+from pallas_kernels.matmul.few_rows.plan import FOLDED
+from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.qtensor import QTensor
 
 Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
@@ -113,7 +114,7 @@ def summed_plan(
         return Reason(reason)
     if x.dtype != jnp.bfloat16:
         return Reason(f"x is {x.dtype}, the kernel of sums over experts takes bfloat16")
-    if not isinstance(w, QTensor) or not (w.dtype == jnp.int4 or is_format(w)):
+    if not isinstance(w, QTensor) or not (w.dtype == jnp.int4 or StoredWeight.of(w).is_format):
         return Reason("the kernel of sums over experts takes int4, MXFP4 and NVFP4")
     if w.dtype == jnp.int4 and w.group_size not in (SLOT, *FOLDED):
         return Reason(f"int4 in groups of {w.group_size}, not {SLOT}, 64 or 32")

@@ -20,24 +20,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.summed_plan import SLOT, GroupedSumPlan
 from pallas_kernels.jax_internals import arith
-from pallas_kernels.matmul.few_rows import widen
+from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.few_rows.operands import BYTES, load_number
-from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
+from pallas_kernels.matmul.few_rows.plan import folds
+from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.ptx import Value
 
 SCRATCH = "x", "sums", "parts"
 _STREAMED = ".L1::no_allocate"
-
-
-def divided(index: Value, by: int) -> tuple[Value, Value]:
-    """(quotient, remainder)."""
-    return index // by, index % by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +52,7 @@ class Place:
     @classmethod
     def of(cls, plan: GroupedSumPlan, slot: Value, first: Value) -> Place:
         """first: column in the slot."""
-        expert, own = divided(slot, plan.slots)
+        expert, own = slot // plan.slots, slot % plan.slots
         column = own * SLOT + first
         is_inside = (column < plan.k) & (slot < plan.row_slots)
         expert, column = (arith.select(is_inside, v, p.ci(0)) for v in (expert, column))
@@ -70,7 +67,7 @@ class WarpCodes:
     x: 16 pairs.  x_sum: of the slot, for int4.
     """
 
-    scheme: FewRowsScheme
+    weight: StoredWeight
     row_bytes: Mapping[str, int]
     places: Mapping[str, Value]
     is_odd: Value
@@ -90,9 +87,9 @@ class WarpCodes:
         for row in range(2):
             out += p.load_global(at["w"], 4, row * sizes["w"], cache=_STREAMED)
             start = row * sizes["scale"]
-            if self.scheme.scale_kind == "f32":
+            if self.weight.scale_kind == "f32":
                 out += p.load_global(at["scale"], 1, start)
-            elif self.scheme.scale_kind == "e8m0":
+            elif self.weight.scale_kind == "e8m0":
                 out.append(p.load_signed_byte(at["scale"], start))
             else:
                 out.append(p.load_half(at["scale"], start))
@@ -105,7 +102,7 @@ class WarpCodes:
         half = len(words) // 2
         rows = [words[:half], words[half:]]
         acc = [p.cf(0.0)] * 4
-        scheme = self.scheme
+        weight = self.weight
         pairs_of = [self.pairs_of(row) for row in rows]
         for i in range(4):
             low, high = (pairs(i) for pairs in pairs_of)
@@ -113,28 +110,28 @@ class WarpCodes:
                 left = [low[s], high[s], low[s + 1], high[s + 1]]
                 acc = p.mma(acc, left, self.x[4 * i + s : 4 * i + s + 2])
         found = [arith.select(self.is_odd, acc[2 * r + 1], acc[2 * r]) for r in range(2)]
-        if scheme.float4 or scheme.fold:
+        if weight.float4 or folds(weight):
             return found
         return [self.scaled(v, *row[4:]) for v, row in zip(found, rows, strict=True)]
 
     def pairs_of(self, row: list[Value]) -> Callable[[int], list[Value]]:
         """The function from a word's number to its weights, of a row's words of ``load``."""
-        scheme = self.scheme
-        if scheme.float4:
-            factors = widen.float4_factors(scheme, row[4])
+        weight = self.weight
+        if weight.float4:
+            factors = widen.float4_factors(weight, row[4])
             return lambda i: widen.float4_pairs(row[i], factors[i])
-        if not scheme.fold:
-            return lambda i: widen.biased_nibbles(scheme, row[i])
-        bias = p.ci(scheme.bias)
+        if not folds(weight):
+            return lambda i: widen.biased_nibbles(row[i])
+        bias = p.ci(widen.code_bias(weight))
         if len(row) > 5:
             bias = bias + row[5] * 0x00010001
         scale = self.as_float(row[4])
         factor = p.pack(scale, scale)
-        return lambda i: widen.folded_pairs(scheme, row[i], bias, factor)
+        return lambda i: [p.mul_pairs(v, factor) for v in widen.word_pairs(weight, row[i], bias)]
 
     def as_float(self, scale: Value) -> Value:
         """A scale of int4 as it is loaded."""
-        kind = self.scheme.scale_kind
+        kind = self.weight.scale_kind
         assert kind is not None
         return p.from_bits(scale) if kind == "f32" else p.widen(scale, kind)
 
@@ -153,7 +150,7 @@ class SumProgram:
     """
 
     plan: GroupedSumPlan
-    scheme: FewRowsScheme
+    weight: StoredWeight
     memory: Mapping[str, Value]
     row_bytes: Mapping[str, int]
     n_experts: int
@@ -165,9 +162,10 @@ class SumProgram:
         plan = self.plan
         thread = p.register("tid.x")
         warp, lane = thread >> 5, thread & 31
-        token, block = divided(p.register("ctaid.x"), plan.blocks)
+        block = p.register("ctaid.x")
+        token, block = block // plan.blocks, block % plan.blocks
         p.await_kernel()
-        member, chunk = divided(warp, plan.chunks)
+        member, chunk = warp // plan.chunks, warp % plan.chunks
         works = member < plan.members
         first, end = (at * plan.units // plan.blocks for at in (block, block + 1))
         slot = chunk * 8 + (lane >> 2)
@@ -259,20 +257,20 @@ class SumProgram:
         return out
 
     def codes(self, place: Place, expert: Value, lane: Value) -> WarpCodes:
-        scheme = self.scheme
-        group = place.column >> (scheme.group.bit_length() - 1)
+        weight = self.weight
+        group = place.column >> (weight.group.bit_length() - 1)
         starts = {
             "w": place.column >> 1,
-            "scale": group * scheme.scale_bytes,
+            "scale": group * weight.scale_bytes,
             "zero": group,
         }
-        names = ["w", "scale"] + (["zero"] if scheme.zero == "int" else [])
+        names = ["w", "scale"] + (["zero"] if weight.int_zero else [])
         places = {
             name: p.offset_rows(at, expert, self.plan.n * self.row_bytes[name])
             for name in names
             for at in [p.offset(self.memory[name], starts[name])]
         }
-        return WarpCodes(scheme, self.row_bytes, places, p.bit(lane, 2))
+        return WarpCodes(weight, self.row_bytes, places, p.bit(lane, 2))
 
     def with_x(self, codes: WarpCodes, words: list[Value], warp: Value, lane: Value) -> WarpCodes:
         """x in the order of the codes: a lane's 32 columns."""
@@ -284,13 +282,13 @@ class SumProgram:
         p.warp_barrier()
         source = base + lane * 16
         loaded = [p.load_shared(source, 4, 512 * i) for i in range(4)]
-        pairs = [pair for four in loaded for pair in widen.x_pairs(self.scheme, four)]
-        if self.scheme.float4 or self.scheme.fold:
+        pairs = [pair for four in loaded for pair in widen.x_pairs(self.weight, four)]
+        if self.weight.float4 or folds(self.weight):
             return dataclasses.replace(codes, x=pairs)
         parts = [f(v) for v in pairs for f in (p.widen, p.widen_high)]
         while len(parts) > 1:
             half = len(parts) // 2
-            parts = [arith.addf(*two) for two in zip(parts[:half], parts[half:], strict=True)]
+            parts = [a + b for a, b in zip(parts[:half], parts[half:], strict=True)]
         (total,) = parts
         for distance in (1, 2):
             total = total + p.shuffle_xor(total, distance)
@@ -301,7 +299,7 @@ class SumProgram:
     def ask(self, item: Value, token: Value, first: Value, end: Value) -> SimpleNamespace:
         """Return (is it one; its expert's weight; bias, factor of w) of an item of ``finish``."""
         plan = self.plan
-        row, index = divided(item, plan.fan)
+        row, index = item // plan.fan, item % plan.fan
         has_one = first + (row >> 1) < end
         row = arith.select(has_one, first * 2 + row, first * 2)
         expert = self.expert_at(token, index)
@@ -315,7 +313,7 @@ class SumProgram:
             kind = self.kinds["bias"]
             base = p.offset(self.memory["bias"], expert, BYTES[kind] * plan.n)
             found.bias = load_number(base, row, kind)
-        if self.scheme.zero == "unit":
+        if self.weight.has_unit:
             found.factor = load_number(
                 p.offset(self.memory["zero"], expert, 4 * plan.n), row, "f32"
             )
@@ -338,19 +336,19 @@ class SumProgram:
                 at = parts + row * (4 * plan.fan)
                 values = [p.load_float(at, 4 * j) for j in range(plan.fan)]
                 index = token * plan.n + (first * 2 + row)
-                self.store(index, functools.reduce(arith.addf, values))
+                self.store(index, functools.reduce(operator.add, values))
 
             p.when(row >> 1 < end - first, store)
 
     def finish_item(self, item: Value, asked: SimpleNamespace) -> None:
         """One row of one expert, times the expert's weight."""
         plan = self.plan
-        row, index = divided(item, plan.fan)
+        row, index = item // plan.fan, item % plan.fan
         at = row * plan.pitch + index * plan.slots
         at = p.shared_address(self.smem.sums) + at * 4
         slots = [p.load_float(at, 4 * i) for i in range(plan.slots)]
-        value = functools.reduce(arith.addf, slots)
-        if self.scheme.float4:
+        value = functools.reduce(operator.add, slots)
+        if self.weight.float4:
             value = value * widen.FLOAT4_REST
         if asked.factor is not None:
             value = value * asked.factor

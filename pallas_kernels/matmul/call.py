@@ -12,10 +12,57 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.cpu.weight import CpuWeight
 from pallas_kernels.dispatch import Plan
+from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.types import HasShape
 
 Weight = jax.ShapeDtypeStruct | QTensor | CpuWeight
+
+
+def _static(*default: Any) -> Any:
+    values = {"default": default[0]} if default else {}
+    return dataclasses.field(**values, metadata={"static": True})
+
+
+LowRankTerm = tuple[jax.Array, tuple[jax.Array, ...]]  # inner products, second factors
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Around:
+    """The work around a product ``x w^T``, as ``quantized_matmul`` describes it.
+
+    out: the result's dtype.  gamma, eps: the norm's.  post, posted: tables of the sums over devices
+    that a product of one row posts, or reads as ``pending`` (``matmul.sums``).
+    """
+
+    out: jnp.dtype = _static()
+    bias: jax.Array | None = None
+    gamma: jax.Array | None = None
+    eps: float | None = _static(None)
+    residual: jax.Array | None = None
+    pending: jax.Array | None = None
+    swiglu: bool = _static(False)
+    activation: str | None = _static(None)
+    low_rank: LowRankTerm | None = None
+    post: jax.Array | None = None
+    posted: jax.Array | None = None
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether there is nothing but a bias and a low-rank term."""
+        is_bare = self.gamma is self.residual is self.pending is self.activation is None
+        return is_bare and not self.swiglu
+
+    @property
+    def others(self) -> tuple[jax.Array | None, ...]:
+        """The arrays beside the bias that a fused kernel reads."""
+        return self.gamma, self.residual, self.pending
+
+    @property
+    def gate(self) -> str:
+        """SwiGLU's activation."""
+        return self.activation or "silu"
 
 
 class LowRank(NamedTuple):
@@ -75,6 +122,28 @@ class MatmulCall:
             fixed["low_rank"] = LowRank(jnp.dtype(inner.dtype), second[0].shape[1], rows)
         return cls(*call, isinstance(x, QTensor), bias is not None, **dtypes, **fixed)
 
+    @classmethod
+    def around(cls, x: HasShape, w: jax.Array | Weight, work: Around) -> MatmulCall:
+        """Return the call of a product with the work around it."""
+        return cls.of(
+            x,
+            w,
+            work.out,
+            bias=work.bias,
+            gamma=work.gamma,
+            residual=work.residual,
+            pending=work.pending,
+            low_rank=work.low_rank,
+            eps=None if work.eps is None else float(work.eps),
+            swiglu=work.swiglu,
+            activation=work.gate,
+        )
+
+    def work(self, **arrays: Any) -> Around:
+        """Return the work around this call's product with these arrays."""
+        gated = {"swiglu": self.swiglu, "activation": self.activation}
+        return Around(self.out, eps=self.eps, **gated, **arrays)
+
     @property
     def n(self) -> int:
         return self.w.shape[0]
@@ -95,12 +164,14 @@ class MatmulCall:
         return self.w
 
     @property
+    def weight(self) -> StoredWeight:
+        """How w is stored."""
+        return StoredWeight.of(self.w)
+
+    @property
     def alone(self) -> bool:
         """Is nothing fused, except SwiGLU after plain weights, which many-row kernels fuse too?"""
         return self.norm is None and self.residual is None and (self.plain or not self.swiglu)
-
-
-LowRankTerm = tuple[jax.Array, tuple[jax.Array, ...]]  # inner products, second factors
 
 
 class Static(NamedTuple):

@@ -17,7 +17,7 @@ from pallas_kernels.cpu import matmul as cpu
 from pallas_kernels.cpu.weight import CpuWeight
 from pallas_kernels.dispatch import Plan, Reason, shortest
 from pallas_kernels.matmul import predict
-from pallas_kernels.matmul.call import MatmulCall, Static
+from pallas_kernels.matmul.call import Around, MatmulCall, Static
 from pallas_kernels.matmul.few_rows import plan as few_rows
 from pallas_kernels.matmul.many_rows import plan as many_rows
 from pallas_kernels.matmul.mid_rows import plan as mid_rows
@@ -58,36 +58,26 @@ def plan(call: MatmulCall) -> Plan | Reason:
     return shortest(plans(call), us, functools.partial(predict.xla_us, call))
 
 
-def run(
-    static: Static,
-    x: jax.Array | QTensor,
-    w: Any,  # or a CpuWeight, with a plan of its own
-    bias: jax.Array | None = None,
-    gamma: jax.Array | None = None,
-    residual: jax.Array | None = None,
-    pending: jax.Array | None = None,
-    low_rank: tuple[jax.Array, tuple[jax.Array, ...]] | None = None,
-) -> Any:
-    """Compute a product ``x[M, K] w[N, K]^T`` with the kernel of its plan."""
+def run(static: Static, x: jax.Array | QTensor, w: Any, around: Around) -> Any:
+    """Compute a product ``x[M, K] w[N, K]^T`` with the kernel of its plan.
+
+    w: or a CpuWeight, with a plan of its own.
+    """
     call, plan = static.call, static.plan
     assert call is not None and plan is not None
     if isinstance(plan, cpu.CpuPlan):
         assert not isinstance(x, QTensor)
-        return cpu.run(call, plan, x, w, bias, gamma, residual)
-    gated: dict[str, Any] = {"swiglu": call.swiglu, "activation": call.activation}
+        return cpu.run(call, plan, x, w, around.bias, around.gamma, around.residual)
     if isinstance(plan, few_rows.RowPlan | few_rows.TilePlan):
         from pallas_kernels.matmul.few_rows import kernel
 
-        fused = {"bias": bias, "gamma": gamma, "residual": residual, "pending": pending}
-        given = {**fused, **gated, "out_dtype": call.out, "eps": call.eps}
-        return kernel.matmul(x, w, **given, plan=plan.divide(call))
+        return kernel.matmul(x, w, around, plan.divide(call))
     if isinstance(plan, mid_rows.MidTile):
         from pallas_kernels.matmul.mid_rows import kernel
 
         assert isinstance(w, QTensor)
-        return kernel.matmul(x, w, bias, call.out, plan)
+        return kernel.matmul(x, w, around.bias, around.out, plan)
     assert isinstance(plan, many_rows.PairTile | many_rows.WeightTile)
     from pallas_kernels.matmul.many_rows import kernel
 
-    tile = plan.divide(call)
-    return kernel.matmul(x, w, bias, call.out, tile, **gated, low_rank=low_rank)
+    return kernel.matmul(x, w, around, plan.divide(call))

@@ -11,7 +11,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.cpu.weight import CpuWeight
 from pallas_kernels.dispatch import Find, Plan, choose_plan, own_plan
-from pallas_kernels.matmul.op import Around, check_operands, planners, run
+from pallas_kernels.matmul.call import Around
+from pallas_kernels.matmul.op import check_operands, planners, run
 from pallas_kernels.qtensor import QTensor, RowBlocks
 
 _Weight = jax.Array | QTensor | CpuWeight
@@ -64,7 +65,9 @@ def fused_matmul(
     if isinstance(x, QTensor) or isinstance(w, RowBlocks):
         return None
     out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    around = Around(out, bias, norm, residual, pending, swiglu, activation if swiglu else None)
+    gamma, eps = (None, None) if norm is None else norm
+    gated = swiglu, activation if swiglu else None
+    around = Around(out, bias, gamma, eps, residual, pending, *gated)
     check_operands(x, w, around)
     find, on_cpu = planners(x, w, around)
     plan = own_plan(find, x, w, cpu=on_cpu)
@@ -74,5 +77,5 @@ def fused_matmul(
 def _fused_run(x: jax.Array, w: _Weight, around: Around, plan: Plan) -> _Result:
     """Compute a fused product by the plan, and record the choice for ``explain``."""
     find: Find = lambda: plan  # noqa: E731
-    choose_plan("quantized_matmul", None, find, x, w, *around.arrays, cpu=find)
+    choose_plan("quantized_matmul", None, find, x, w, *around.others, cpu=find)
     return run(x, w, around, plan, None)

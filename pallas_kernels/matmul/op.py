@@ -48,7 +48,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -66,11 +66,11 @@ from pallas_kernels.dispatch import (
     is_empty,
 )
 from pallas_kernels.matmul import choice, operands
-from pallas_kernels.matmul.call import LowRankTerm, MatmulCall, Static
+from pallas_kernels.matmul.call import Around, LowRankTerm, MatmulCall, Static
 from pallas_kernels.matmul.codes import codes, low_rank_sums
 from pallas_kernels.matmul.weight_only import finish, weight_only, weight_only_gradients
 from pallas_kernels.operands import FLOATS, check, dtype_name
-from pallas_kernels.qtensor import FLOAT4, QTensor, take_columns
+from pallas_kernels.qtensor import FLOAT4, QTensor, dequantize, take_columns
 from pallas_kernels.rows.activations import ACTIVATIONS, GATES
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import swiglu
@@ -80,30 +80,6 @@ Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 _Tree = TypeVar("_Tree")
 _Weight = jax.Array | QTensor | CpuWeight
 _Result = jax.Array | tuple[jax.Array, jax.Array]
-
-
-class Around(NamedTuple):
-    """The work around a product, as ``quantized_matmul`` takes it; out: the result's dtype."""
-
-    out: jnp.dtype
-    bias: jax.Array | None = None
-    norm: tuple[jax.Array, float] | None = None
-    residual: jax.Array | None = None
-    pending: jax.Array | None = None
-    swiglu: bool = False
-    activation: str | None = None
-    low_rank: LowRankTerm | None = None
-
-    @property
-    def is_nothing(self) -> bool:
-        """Whether there is nothing but a bias and a low-rank term."""
-        is_bare = self.norm is self.residual is self.pending is self.activation is None
-        return is_bare and not self.swiglu
-
-    @property
-    def arrays(self) -> tuple[jax.Array | None, ...]:
-        """The other arrays that a fused kernel reads: the norm's weight, residual, pending."""
-        return None if self.norm is None else self.norm[0], self.residual, self.pending
 
 
 _OP = "quantized_matmul"
@@ -217,18 +193,26 @@ def quantized_matmul(
         out_dtype = _codes_result(x, w) if isinstance(x, QTensor) else x.dtype
     else:
         out_dtype = dtype_name(_OP, "out_dtype", out_dtype, FLOATS)
-    around = Around(
-        jnp.dtype(out_dtype), bias, norm, residual, pending, swiglu, activation, low_rank
-    )
+    gamma, eps = (None, None) if norm is None else norm
+    gated = swiglu, activation
+    around = Around(jnp.dtype(out_dtype), bias, gamma, eps, residual, pending, *gated, low_rank)
     check_operands(x, w, around)
-    if activation is not None and not swiglu:
+    return _computed(x, w, around, implementation)
+
+
+def _computed(
+    x: jax.Array | QTensor, w: _Weight, around: Around, implementation: Implementation | None
+) -> _Result:
+    """Compute a product and the work around it by the plan of ``dispatch``."""
+    activation = None if around.swiglu else around.activation
+    if activation is not None:
         return _with_activation(x, w, around, activation, implementation)
     if around.is_nothing and isinstance(w, QTensor | CpuWeight):
         return _product(x, w, around, implementation)
     if isinstance(x, QTensor):  # no kernel does more than the product
         return _composed(x, w, around, implementation)
     find, on_cpu = planners(x, w, around, implementation)
-    plan = choose_plan(_OP, implementation, find, x, w, *around.arrays, cpu=on_cpu)
+    plan = choose_plan(_OP, implementation, find, x, w, *around.others, cpu=on_cpu)
     if plan is None:
         return _composed(x, w, around, "xla" if is_empty(x, w) else implementation)
     return run(x, w, around, plan, implementation)
@@ -250,27 +234,9 @@ def planners(
 
     The handler is asked if w is in its layout, or if the caller named it.
     """
-    call = functools.partial(_call, x, w, around)
+    call = functools.partial(MatmulCall.around, x, w, around)
     is_asked = isinstance(w, CpuWeight) or implementation == "cpu"
     return lambda: choice.plan(call()), (lambda: cpu.plan(call())) if is_asked else None
-
-
-def _call(x: jax.Array | QTensor, w: _Weight, around: Around) -> MatmulCall:
-    """Return a product's call, as the planners see it."""
-    gamma, residual, pending = around.arrays
-    return MatmulCall.of(
-        x,
-        w,
-        around.out,
-        bias=around.bias,
-        gamma=gamma,
-        residual=residual,
-        pending=pending,
-        low_rank=around.low_rank,
-        eps=None if around.norm is None else float(around.norm[1]),
-        swiglu=around.swiglu,
-        activation=around.activation or "silu",
-    )
 
 
 def run(
@@ -281,10 +247,11 @@ def run(
     implementation: Implementation | None,
 ) -> _Result:
     """Compute a product and all that is fused with the plan's kernel."""
-    static = Static(around.out, _call(x, w, around), plan)
-    gamma, residual, pending = around.arrays
-    arrays = around.bias, gamma, _flatten(residual), _flatten(pending)
-    out = _fused(chosen(plan, implementation), static, _flatten(x), w, *arrays)
+    static = Static(around.out, MatmulCall.around(x, w, around), plan)
+    rows = {name: _flatten(getattr(around, name)) for name in ("residual", "pending")}
+    eps = None if around.eps is None else float(around.eps)
+    around = dataclasses.replace(around, **rows, eps=eps)
+    out = _fused(chosen(plan, implementation), static, _flatten(x), w, around)
     return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], y.shape[-1]), out)
 
 
@@ -332,7 +299,7 @@ def _product(
     if is_empty(x, w):
         return finish(jnp.zeros((*x.shape[:-1], w.shape[0]), jnp.float32), around.bias, around.out)
     made = chosen(plan, implementation)
-    static = Static(around.out, None if plan is None else _call(rows, w, around), plan)
+    static = Static(around.out, None if plan is None else MatmulCall.around(rows, w, around), plan)
     if isinstance(rows, QTensor):
         out = _codes(made, static, rows, w, around.bias, _flat_term(around.low_rank))
     else:
@@ -369,8 +336,8 @@ def _prepared_product(
     plan = choose_plan(_OP, implementation, find, rows, w, cpu=on_cpu)
     if plan is None:
         return _product(x, restore(w), around, "xla")
-    static = Static(around.out, _call(rows, w, around), plan)
-    out = _fused(chosen(plan, implementation), static, rows, w, around.bias, None, None, None)
+    static = Static(around.out, MatmulCall.around(rows, w, around), plan)
+    out = _fused(chosen(plan, implementation), static, rows, w, around)
     return out.reshape(*x.shape[:-1], w.shape[0])
 
 
@@ -378,10 +345,10 @@ def _composed(x: Any, w: _Weight, around: Around, implementation: Implementation
     """Compute the parts of a fused product one after the other."""
     if around.pending is not None:
         total = (x.astype(jnp.float32) + around.pending.astype(jnp.float32)).astype(x.dtype)
-        rest = around._replace(pending=None)
+        rest = dataclasses.replace(around, pending=None)
         return _composed(total, w, rest, implementation), total
-    if around.norm is not None:
-        x = rms_norm(x, *around.norm, implementation=implementation)
+    if around.gamma is not None and around.eps is not None:  # both or neither
+        x = rms_norm(x, around.gamma, around.eps, implementation=implementation)
     if isinstance(w, QTensor | CpuWeight):
         if isinstance(x, QTensor):
             return _after_codes(x, w, around, implementation)
@@ -390,7 +357,7 @@ def _composed(x: Any, w: _Weight, around: Around, implementation: Implementation
     else:
         y = _dense(x, w, around.bias, around.out)
     if around.swiglu:
-        y = swiglu(y, activation=around.activation or "silu", implementation=implementation)
+        y = swiglu(y, activation=around.gate, implementation=implementation)
     return y if around.residual is None else around.residual + y
 
 
@@ -407,7 +374,7 @@ def _after_codes(
     alone = Around(out, around.bias, low_rank=around.low_rank)
     y = _product(x, w, alone, implementation).astype(jnp.float32)
     if around.swiglu:
-        y = swiglu(y, activation=around.activation or "silu")
+        y = swiglu(y, activation=around.gate)
     if around.residual is not None:
         y = y + around.residual.astype(jnp.float32)
     return y.astype(around.out)
@@ -430,12 +397,12 @@ def _dense(x: jax.Array, w: jax.Array, bias: jax.Array | None, out_dtype: jnp.dt
 
 def check_operands(x: jax.Array | QTensor, w: _Weight, around: Around) -> None:
     """Raise ValueError, with the fact, for operands that make no product."""
-    gamma, residual, pending = around.arrays
+    gamma, residual, pending = around.others
     fused = {"bias": around.bias, "norm's weight": gamma, "pending": pending, "residual": residual}
     check(_OP, _OPERANDS, x=x, w=w.outline if isinstance(w, CpuWeight) else w, **fused)
     dtype_name(_OP, "out_dtype", around.out, FLOATS)
     if isinstance(x, QTensor):
-        operands.check_codes(x, w, around.norm is not None)
+        operands.check_codes(x, w, around.gamma is not None)
     if not around.is_nothing or around.low_rank is not None:
         _check_around(x, w, around)
 
@@ -444,7 +411,7 @@ def _check_around(x: jax.Array | QTensor, w: _Weight, around: Around) -> None:
     """Raise ValueError if what stands around the product does not fit it."""
     if around.low_rank is not None:
         operands.check_low_rank(x, w, *around.low_rank)
-    if around.pending is not None and around.norm is None:
+    if around.pending is not None and around.gamma is None:
         raise ValueError(f"{_OP}: pending, of x's shape {x.shape}, comes before a norm")
     if around.swiglu and w.shape[0] % 2:
         raise ValueError(f"{_OP}: the {w.shape[0]} rows of w are not gate and up")
@@ -478,19 +445,12 @@ def _with_activation(
     x: jax.Array | QTensor,
     w: _Weight,
     around: Around,
-    activation: Activation,
+    activation: str,
     implementation: Implementation | None,
 ) -> _Result:
     """Compute the product, then its activation in float32, then add the residual."""
-    alone: Any = quantized_matmul(
-        x,
-        w,
-        bias=around.bias,
-        out_dtype=around.out,
-        norm=around.norm,
-        pending=around.pending,
-        low_rank=around.low_rank,
-        implementation=implementation,
+    alone: Any = _computed(
+        x, w, dataclasses.replace(around, activation=None, residual=None), implementation
     )
     y, *total = alone if around.pending is not None else (alone,)
     reason = Reason("behind a product it is element-wise, and XLA's fusion runs at memory speed")
@@ -510,39 +470,44 @@ def _flatten(x: _Tree) -> _Tree:
     return jax.tree.map(flat, x)
 
 
+def quantized_matmul_reference(
+    x: jax.Array | QTensor,
+    w: QTensor,
+    *,
+    bias: jax.Array | None = None,
+    activation: Activation | None = None,
+) -> jax.Array:
+    """Return ``quantized_matmul`` written plainly, in float32, which tests compare it with."""
+    x32 = dequantize(x) if isinstance(x, QTensor) else x.astype(jnp.float32)
+    out = jnp.einsum("...k,nk->...n", x32, dequantize(w), precision=lax.Precision.HIGHEST)
+    out = out if bias is None else out + bias.astype(jnp.float32)
+    return out if activation is None else ACTIVATIONS[activation](out)
+
+
 # --- the ops -------------------------------------------------------------------------------------
 
 
-def _codes_kernel(
-    static: Static, x: QTensor, w: QTensor, bias: jax.Array | None, low_rank: LowRankTerm | None
-) -> jax.Array:
-    return choice.run(static, x, w, bias, low_rank=low_rank)
-
-
-def _fused_xla(static: Static, x: jax.Array, w: _Weight, *arrays: jax.Array | None) -> Any:
-    return _composed(x, w, _around(static, *arrays), "xla")
-
-
-def _fused_parts(static: Static, x: jax.Array, w: _Weight, *arrays: jax.Array | None) -> Any:
-    # A prepared weight's derivative is that of the weight which it stands for.
-    w = restore(w) if isinstance(w, CpuWeight) else w
-    return _composed(x, w, _around(static, *arrays), None)
-
-
-def _around(
+def _product_kernel(
     static: Static,
+    x: jax.Array | QTensor,
+    w: QTensor,
     bias: jax.Array | None,
-    gamma: jax.Array | None,
-    residual: jax.Array | None,
-    pending: jax.Array | None,
-) -> Around:
-    """Return the work around the product of a fused call."""
-    call = static.call
-    assert call is not None
-    norm = None if gamma is None or call.eps is None else (gamma, call.eps)  # both or neither
-    return Around(static.out, bias, norm, residual, pending, call.swiglu, call.activation)
+    low_rank: LowRankTerm | None = None,
+) -> jax.Array:
+    return choice.run(static, x, w, Around(static.out, bias, low_rank=low_rank))
 
 
-_weight_only = Op(_OP, weight_only, choice.run, backward=weight_only_gradients)
-_codes = Op(_OP, codes, _codes_kernel)
+def _fused_xla(static: Static, x: jax.Array, w: _Weight, around: Around) -> Any:
+    del static
+    return _composed(x, w, around, "xla")
+
+
+def _fused_parts(static: Static, x: jax.Array, w: _Weight, around: Around) -> Any:
+    del static
+    # A prepared weight's derivative is that of the weight which it stands for.
+    return _composed(x, restore(w) if isinstance(w, CpuWeight) else w, around, None)
+
+
+_weight_only = Op(_OP, weight_only, _product_kernel, backward=weight_only_gradients)
+_codes = Op(_OP, codes, _product_kernel)
 _fused = Op(_OP, _fused_xla, choice.run, derivative=_fused_parts)

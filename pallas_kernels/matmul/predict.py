@@ -32,8 +32,8 @@ from pallas_kernels.matmul.few_rows.plan import (
     RowPlan,
     TileDivision,
     TilePlan,
+    folds,
 )
-from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.matmul.many_rows import plan as many_rows
 from pallas_kernels.matmul.many_rows.plan import PairTile, WeightTile
 from pallas_kernels.matmul.mid_rows import plan as mid_rows
@@ -97,7 +97,7 @@ def _row(plan: RowDivision, call: MatmulCall) -> MatmulWork:
 
 def _tile(plan: TileDivision, call: MatmulCall) -> MatmulWork:
     normed = float(call.norm is not None)
-    fold = " fold" if not call.plain and FewRowsScheme.of(call.codes, "bf16").fold else ""
+    fold = " fold" if not call.plain and folds(call.weight) else ""
     busiest = plan.per * plan.k_warp / 1e3  # thousands of columns of a warp
     x = call.m * call.k / 1e3
     serial = normed, normed * x, x, float(plan.split > 1)
@@ -106,10 +106,10 @@ def _tile(plan: TileDivision, call: MatmulCall) -> MatmulWork:
 
 
 def _mid(plan: MidTile, call: MatmulCall) -> MatmulWork:
-    scheme = mid_rows.scheme_of(call)
-    clocks = plan.clocks(call.m, call.n, call.k, scheme, gpu())
+    step = mid_rows.MidStep.of(call)
+    clocks = plan.clocks(call.m, call.n, call.k, step, gpu())
     shared = _megabytes(call), clocks / 1e3
-    return MatmulWork(scheme.family, mid_rows.sum_work(plan, call.m, call.n), shared)
+    return MatmulWork(step.family, mid_rows.sum_work(plan, call.m, call.n), shared)
 
 
 def _pair(plan: PairTile, call: MatmulCall) -> MatmulWork:

@@ -22,10 +22,9 @@ from jax.typing import DTypeLike
 from pallas_kernels.dispatch import Implementation, Plan, choose_plan
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.rows.plan import RowsPlan, plan
+from pallas_kernels.rows.plan import RowsPlan, plan, run
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
-from pallas_kernels.rows.run import run
 from pallas_kernels.rows.swiglu import swiglu
 from pallas_kernels.transform import Op, chosen
 

@@ -3,6 +3,7 @@ block's sums, store."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
@@ -217,7 +218,7 @@ class RowShare:
                 for i, value in enumerate(t):
                     peaks[i % 4] = _max_abs(peaks[i % 4], value)
             chunks.append(t)
-        total = _tree(squares, arith.addf) if op.form == "norm" else None
+        total = _tree(squares, operator.add) if op.form == "norm" else None
         return chunks, total, _tree(peaks, _max) if op.finds_scales else None
 
     def join(self, total: p.Value | None, peak: p.Value | None, turn: p.Value):
@@ -239,7 +240,7 @@ class RowShare:
                 [p.from_bits(w) for w in words[1::2]],
             )
             return (
-                None if total is None else _tree(sums, arith.addf),
+                None if total is None else _tree(sums, operator.add),
                 None if peak is None else _tree(peaks, _max),
             )
         # A lane reads one warp of one block.

@@ -17,8 +17,7 @@ from pallas_kernels.dispatch import Implementation, Reason, choose_plan
 from pallas_kernels.operands import ROW_CODES, check, dtype_name
 from pallas_kernels.qtensor import QTensor, of_one_scale, quantize
 from pallas_kernels.rounding import to_codes
-from pallas_kernels.rows.plan import RowsPlan, plan
-from pallas_kernels.rows.run import run
+from pallas_kernels.rows.plan import RowsPlan, plan, run
 from pallas_kernels.transform import Op, chosen
 
 _OPERANDS = {"x": "float [..., D+]", "scale": "float [] ?"}

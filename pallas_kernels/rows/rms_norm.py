@@ -23,8 +23,7 @@ from pallas_kernels.operands import FLOATS, ROW_CODES, check, dtype_name
 from pallas_kernels.qtensor import QTensor, of_one_scale
 from pallas_kernels.qtensor import quantize as quantize_rows
 from pallas_kernels.rounding import to_codes
-from pallas_kernels.rows.plan import RowsPlan, plan
-from pallas_kernels.rows.run import run
+from pallas_kernels.rows.plan import RowsPlan, plan, run
 from pallas_kernels.transform import Op, chosen
 
 _OPERANDS = {

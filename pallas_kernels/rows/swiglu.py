@@ -20,8 +20,7 @@ from pallas_kernels.qtensor import QTensor, of_one_scale
 from pallas_kernels.qtensor import quantize as quantize_rows
 from pallas_kernels.rounding import to_codes
 from pallas_kernels.rows.activations import ACTIVATIONS, GATES
-from pallas_kernels.rows.plan import RowsPlan, plan
-from pallas_kernels.rows.run import run
+from pallas_kernels.rows.plan import RowsPlan, plan, run
 from pallas_kernels.transform import Op, chosen
 
 _OPERANDS = {"gate_up": "float [..., 2F+]", "scale": "float [] ?"}

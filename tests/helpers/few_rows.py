@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
+from pallas_kernels.matmul import widen
+from pallas_kernels.matmul.call import Around
 from pallas_kernels.matmul.few_rows import (
     block,
     blocks,
@@ -20,7 +22,6 @@ from pallas_kernels.matmul.few_rows import (
     tile_loop,
     tile_sums,
     tile_x,
-    widen,
 )
 from pallas_kernels.matmul.few_rows.plan import divide_tiles
 from tests.helpers.warp_emulator import emulated
@@ -51,15 +52,6 @@ def run_tiles(
     gamma, eps = (None, None) if norm is None else norm
     fused = {"bias": bias is not None, "residual": residual is not None, "pairs": swiglu}
     plan = dataclasses.replace(divide_tiles(x.shape[0], w, **fused), **changes)
-    given = {"gamma": gamma, "eps": eps, "residual": residual, "pending": pending}
+    around = Around(out_dtype, bias, gamma, eps, residual, pending, swiglu, activation)
     with few_rows():
-        return kernel.matmul(
-            x,
-            w,
-            bias=bias,
-            out_dtype=out_dtype,
-            swiglu=swiglu,
-            activation=activation,
-            plan=plan,
-            **given,
-        )
+        return kernel.matmul(x, w, around, plan)

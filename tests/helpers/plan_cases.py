@@ -231,9 +231,9 @@ def call_of(case: ProductCase, x: Any, w: Any, given: dict[str, Any]) -> MatmulC
 
 def run(plan: Any, call: MatmulCall, x: Any, w: Any, given: dict[str, Any]) -> Any:
     """Compute the product by the plan's kernel."""
-    norm = given.get("norm", (None, None))[0]
-    arrays = given.get("bias"), norm, given.get("residual"), given.get("pending")
-    return choice.run(Static(BF16, call, plan), x, w, *arrays)
+    arrays = {name: given.get(name) for name in ("bias", "residual", "pending")}
+    around = call.work(gamma=given.get("norm", (None, None))[0], **arrays)
+    return choice.run(Static(BF16, call, plan), x, w, around)
 
 
 def reference(plan: Any, x: Any, w: Any, given: dict[str, Any]) -> np.ndarray:

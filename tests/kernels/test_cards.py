@@ -29,7 +29,7 @@ from pallas_kernels.cards.table import KernelCost, measured_cards, of_version, p
 from pallas_kernels.device import block_bytes, gpu, planned_for
 from pallas_kernels.dispatch import named_plan
 from pallas_kernels.experts import plan as experts
-from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, PairsScheme, TokenTile, fitted
+from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, TokenTile, fitted
 from pallas_kernels.experts.route_plan import RouteStatic, route_plan
 from pallas_kernels.gated_delta import op as gated_delta
 from pallas_kernels.gla import op as gla
@@ -38,6 +38,7 @@ from pallas_kernels.matmul import choice, gated, predict
 from pallas_kernels.matmul.few_rows.plan import RowPlan, TilePlan
 from pallas_kernels.matmul.many_rows.plan import PairTile, WeightTile
 from pallas_kernels.matmul.mid_rows import plan as mid_rows
+from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rows import plan as rows
 from pallas_kernels.ssd import op as ssd
@@ -98,7 +99,7 @@ def products(draw: random.Random) -> None:
         elif isinstance(plan, WeightTile):
             taken = divided.shared_bytes(call, divided.stages, ())
         else:
-            taken = plan.shared_bytes(mid_rows.scheme_of(call))
+            taken = plan.shared_bytes(mid_rows.MidStep.of(call))
         assert 0 < taken <= gpu().shared_bytes, (call, plan)
         assert predict.kernel_us(plan, call) == plan.predicted_us
         kinds.add(type(plan))
@@ -119,8 +120,8 @@ def grouped() -> None:
                 continue
             assert 0 < plan.predicted_us < math.inf and 0 < plan.xla_us < math.inf
             if isinstance(plan, GroupedTilePlan):
-                scheme = PairsScheme.of(w, True)
-                assert fitted(plan.tile, scheme).stages >= plan.tile.stages >= 3
+                stored = StoredWeight.of(w)
+                assert fitted(plan.tile, stored, True).stages >= plan.tile.stages >= 3
     static = RouteStatic(8, True, 1.0, 1e-6)
     found: Any = named_plan(route_plan(S((1, 2048), BF16), S((64, 2048), BF16), static))
     assert (found is not None) == gpu().clusters

@@ -89,7 +89,7 @@ def drawn(draw: random.Random, count: int, most: int) -> Iterator[tuple[Any, Any
 
 
 def computed(plan: Any, call: Any, x: Any, w: Any, around: dict[str, Any]) -> Any:
-    return choice.run(Static(call.out, call, plan), x, w, **around)
+    return choice.run(Static(call.out, call, plan), x, w, call.work(**around))
 
 
 @pytest.mark.skipif(jax.__version_info__ < OTHER_JAX, reason="kernels of other GPUs need jax 0.12")

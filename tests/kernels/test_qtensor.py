@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.matmul.op import quantized_matmul
-from pallas_kernels.matmul.reference import quantized_matmul_reference
+from pallas_kernels.matmul.op import quantized_matmul, quantized_matmul_reference
 from pallas_kernels.qtensor import QTensor, dequantize, quantize
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from tests.helpers.arrays import as_jax

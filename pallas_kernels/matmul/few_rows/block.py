@@ -7,10 +7,9 @@ import functools
 from collections.abc import Callable
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
-from pallas_kernels.matmul.few_rows.plan import THREADS, WARPS, TileDivision
-from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
+from pallas_kernels.matmul.few_rows.plan import THREADS, WARPS, TileDivision, columns_of, folds
+from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.ptx import Value
 
 
@@ -20,9 +19,7 @@ class TileBlock:
     or the last that has columns of its own; k0: the first of its columns."""
 
     plan: TileDivision
-    scheme: FewRowsScheme
-    n: int
-    k: int
+    operands: FewRowsOperands
     thread: Value
     warp: Value
     lane: Value
@@ -34,13 +31,13 @@ class TileBlock:
     k0: Value
 
     @classmethod
-    def here(cls, plan: TileDivision, scheme: FewRowsScheme, n: int, k: int) -> TileBlock:
+    def here(cls, plan: TileDivision, operands: FewRowsOperands) -> TileBlock:
         thread = p.register("tid.x")
         warp, lane = thread >> 5, thread & 31
         row, quad = lane >> 2, lane & 3
         if plan.apart:
             block = p.register("ctaid.x")
-            cluster, rank = (f(block, p.ci(plan.split)) for f in (arith.divui, arith.remui))
+            cluster, rank = block // plan.split, block % plan.split
         elif plan.split > 1:
             cluster, rank = p.register("clusterid.x"), p.register("cluster_ctarank")
         else:
@@ -48,24 +45,44 @@ class TileBlock:
         # Warps without their own columns repeat those of the last warp; their sums are not read.
         working = p.minimum(warp, plan.warps - 1)
         k0 = (rank * plan.warps + working) * plan.k_warp
-        block = cls(plan, scheme, n, k, thread, warp, lane, row, quad, cluster, rank, working, k0)
+        place = thread, warp, lane, row, quad, cluster, rank, working, k0
+        block = cls(plan, operands, *place)
         if block.overlap:
-            block = dataclasses.replace(block, k0=p.minimum(k0, k - plan.k_warp))
+            block = dataclasses.replace(block, k0=p.minimum(k0, operands.k - plan.k_warp))
         return block
+
+    @property
+    def weight(self) -> StoredWeight:
+        return self.operands.weight
+
+    @property
+    def kind(self) -> str:
+        """The kind of x's floats, which the weights become too."""
+        return self.operands.kinds["x"]
+
+    @property
+    def columns(self) -> int:
+        """Columns of a block of w: 4 lanes x 4 words."""
+        return columns_of(self.weight)
+
+    @property
+    def folds(self) -> bool:
+        """Whether scales multiply the weights."""
+        return folds(self.weight)
 
     @property
     def overlap(self) -> int:
         """Columns that the last warp has and the one before it too."""
-        return self.plan.split * self.plan.warps * self.plan.k_warp - self.k
+        return self.plan.split * self.plan.warps * self.plan.k_warp - self.operands.k
 
     @property
     def n_blocks(self) -> int:
         """Blocks of columns of a warp."""
-        return self.plan.k_warp // self.scheme.columns
+        return self.plan.k_warp // self.columns
 
     @property
     def out_tiles(self) -> int:
-        return self.n // 16 // (2 if self.plan.pairs else 1)
+        return self.operands.n // 16 // (2 if self.plan.pairs else 1)
 
     def working_warps(self, body: Callable[[], object]) -> None:
         """body() in the warps that have columns of their own."""
@@ -107,10 +124,8 @@ class Params:
     residual_at: int
 
     @classmethod
-    def of(
-        cls, base: Value, plan: TileDivision, scheme: FewRowsScheme, operands: FewRowsOperands
-    ) -> Params:
-        scale_row, zero_row = scheme.scale_row, scheme.zero_row
+    def of(cls, base: Value, block: TileBlock) -> Params:
+        scale_row, zero_row = block.weight.scale_row, block.weight.zero_row
         bias_at = 16 * (scale_row + zero_row)
-        residual_at = bias_at + (0 if operands.bias is None else 64)
-        return cls(base, plan.param_bytes, scale_row, zero_row, bias_at, residual_at)
+        residual_at = bias_at + (0 if block.operands.bias is None else 64)
+        return cls(base, block.plan.param_bytes, scale_row, zero_row, bias_at, residual_at)

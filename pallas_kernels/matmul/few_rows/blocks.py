@@ -19,8 +19,8 @@ from pallas_kernels.matmul.few_rows.blocks_plan import BlocksPlan
 from pallas_kernels.matmul.few_rows.kernel import Weight, kinds_of, parts_of
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import WARPS, RowDivision
-from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
 from pallas_kernels.matmul.few_rows.several import Several
+from pallas_kernels.matmul.stored import StoredWeight
 
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "eps", "plan"))
@@ -37,8 +37,6 @@ def matmul(
     m, k = x.shape
     parts = [[tuple(parts_of(w).values()) for w in group] for group in groups]
     outs = [jax.ShapeDtypeStruct((m, sum(g.rows)), out_dtype) for g in plan.groups]
-    schemes = [FewRowsScheme.of(group[0], KIND[x.dtype.name]) for group in groups]
-
     first = plan.groups[0].division
     is_row = isinstance(first, RowDivision)
     names = ("w", "scale", "zero")
@@ -46,18 +44,17 @@ def matmul(
     def program(i, gmem, smem):
         group, (own, *others) = plan.groups[i], gmem.weights[i]
         memory = {"x": gmem.x, "gamma": gmem.gamma, "out": gmem.out[i]}
-        kinds = kinds_of(
-            {"gamma": gamma, "out": outs[i], **dict(zip(names, parts[i][0], strict=True))}
-        )
+        held = dict(zip(names, parts[i][0], strict=True))
+        kinds = kinds_of({"x": x, "gamma": gamma, "out": outs[i], **held})
         memory |= dict(zip(names, own, strict=True))
-        operands = FewRowsOperands.of(memory, k=k, kinds=kinds, eps=eps, swiglu=False)
+        shape = {"weight": StoredWeight.of(groups[i][0]), "n": sum(group.rows), "k": k}
+        operands = FewRowsOperands.of(memory, **shape, kinds=kinds, eps=eps, swiglu=False)
         several = Several(group.begin, group.firsts, others)
         if isinstance(group.division, RowDivision):
             block = p.register("ctaid.x") - group.begin
-            row.run(group.division, schemes[i], operands, smem, block, several=several)
+            row.run(group.division, operands, smem, block, several=several)
             return
-        rows = sum(group.rows)
-        tile.TileProgram(group.division, schemes[i], rows, operands, smem, several).run()
+        tile.TileProgram(group.division, operands, smem, several).run()
 
     def body(gmem, smem):
         for i, group in enumerate(plan.groups):

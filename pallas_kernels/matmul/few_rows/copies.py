@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from pallas_kernels import ptx as p
 from pallas_kernels.matmul.few_rows.block import Params, TileBlock
-from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import SLOT
 from pallas_kernels.matmul.few_rows.several import RowOffsets
 from pallas_kernels.ptx import Value
@@ -18,7 +17,6 @@ class Copies:
     """ring: the lane's place in its first slot.  places: of "w", "scale" and "zero"."""
 
     block: TileBlock
-    operands: FewRowsOperands
     params: Params
     ring: Value
     places: Mapping[str, RowOffsets]
@@ -54,7 +52,7 @@ class Copies:
     def addends(self, batch, buffer, count: int) -> None:
         """Bias and residual of the batch's tiles, which are read when it ends: they replace those
         of the batch before the last, whose readers are known to be through only now."""
-        operands, params = self.operands, self.params
+        operands, params = self.block.operands, self.params
         if operands.bias is not None:
 
             def biases(tile, piece):
@@ -65,7 +63,7 @@ class Copies:
 
             def residuals(tile, piece):
                 token, half = piece >> 1, piece & 1
-                at = token * self.block.n + tile * 16 + half * 8
+                at = token * operands.n + tile * 16 + half * 8
                 return p.offset(operands.residual, at, 2)
 
             pieces = 2 * self.block.plan.m
@@ -82,8 +80,8 @@ class Copies:
         """Asks for the first tiles, as many as the ring holds, and their scales: a thread a row."""
         plan, block = self.block.plan, self.block
         tiles = min(plan.per, max(1, plan.depth // block.n_blocks))
-        whole = {"w": self.operands.w, "scale": self.operands.scale, "zero": self.operands.zero}
-        for name, base in whole.items():
+        for name in ("w", "scale", "zero"):
+            base = getattr(block.operands, name)
             if base is None:
                 continue
             places = self.places[name].from_base(base)

@@ -4,99 +4,72 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.launch import launch
+from pallas_kernels.matmul.call import Around
 from pallas_kernels.matmul.few_rows import row, tile
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import WARPS, RowDivision, TileDivision
 from pallas_kernels.matmul.few_rows.posted import Posts
-from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
+from pallas_kernels.matmul.stored import KIND, StoredWeight
 from pallas_kernels.qtensor import FLOAT4, QTensor
 
 Weight = jax.Array | QTensor
 _LAST = "pending", "total"  # of the tile kernel's addresses
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "eps", "swiglu", "activation", "plan"))
+@functools.partial(jax.jit, static_argnames=("plan",))
 def matmul(
-    x: jax.Array,
-    w: Weight,
-    *,
-    bias: jax.Array | None = None,
-    out_dtype,
-    gamma: jax.Array | None = None,
-    eps: float | None = None,
-    residual: jax.Array | None = None,
-    swiglu: bool = False,
-    activation: str = "silu",
-    pending: jax.Array | None = None,
-    post: jax.Array | None = None,
-    posted: jax.Array | None = None,
-    plan: RowDivision | TileDivision,
+    x: jax.Array, w: Weight, around: Around, plan: RowDivision | TileDivision
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Return the product [M, N] of x [M, K] (bf16 or f16) and w [N, K].
 
-    ``plan`` has further conditions.  gamma [K], eps: of a norm of x.  residual: has the result's
-    shape and dtype.  pending [M, K], f32 or x's dtype: is added to x before the norm; the result is
-    then a pair, with the sum.
+    ``plan`` has further conditions.  With a pending term [M, K], f32 or x's dtype, the result is a
+    pair, with the sum.
     """
     (m, k), n = x.shape, w.shape[0]
     if isinstance(plan, TileDivision) and plan.m < m:
-        return _in_passes(
-            plan,
-            x,
-            residual,
-            pending,
-            functools.partial(
-                matmul,
-                w=w,
-                bias=bias,
-                out_dtype=out_dtype,
-                gamma=gamma,
-                eps=eps,
-                swiglu=swiglu,
-                activation=activation,
-            ),
-        )
-    scheme = FewRowsScheme.of(w, KIND[x.dtype.name])
+        return _in_passes(plan, x, w, around)
+    bias, residual, out_dtype = around.bias, around.residual, around.out
     is_row = isinstance(plan, RowDivision)
     is_apart = not is_row and plan.apart
-    added = bias, residual, out_dtype
     if is_apart:
         bias, residual, out_dtype = None, None, jnp.float32
     if bias is not None and not is_row:  # the kernel of one row reads 16 bits, too
         bias = bias.astype(jnp.float32)
-    inputs = {"x": x, **parts_of(w), "bias": bias, "gamma": gamma, "residual": residual}
-    inputs["pending"] = pending
-    inputs |= {"post": post, "posted": posted}
+    inputs = {"x": x, **parts_of(w), "bias": bias, "gamma": around.gamma, "residual": residual}
+    inputs |= {name: getattr(around, name) for name in ("pending", "post", "posted")}
     parts = (plan.split,) if is_apart else ()
-    outs = {"out": jax.ShapeDtypeStruct((*parts, m, n // 2 if swiglu else n), out_dtype)}
-    outs["total"] = None if pending is None else jax.ShapeDtypeStruct((m, k), x.dtype)
-    table = post if posted is None else posted
+    outs = {"out": jax.ShapeDtypeStruct((*parts, m, n // 2 if around.swiglu else n), out_dtype)}
+    outs["total"] = None if around.pending is None else jax.ShapeDtypeStruct((m, k), x.dtype)
+    table = around.post if around.posted is None else around.posted
     facts = {
+        "weight": StoredWeight.of(w),
+        "n": n,
         "k": k,
         "kinds": kinds_of(inputs | outs),
-        "eps": eps,
-        "swiglu": swiglu,
-        "activation": activation,
-        "posts": None if table is None else Posts(table.shape[1] - 2, n if post is not None else k),
+        "eps": around.eps,
+        "swiglu": around.swiglu,
+        "activation": around.gate,
     }
+    if table is not None:
+        facts["posts"] = Posts(table.shape[1] - 2, k if around.post is None else n)
 
     def body(gmem, smem):
         memory = vars(gmem)
         if is_row:
-            row.run(plan, scheme, FewRowsOperands.of(memory, **facts), smem)
+            row.run(plan, FewRowsOperands.of(memory, **facts), smem)
         else:
             memory = dict(sorted(memory.items(), key=lambda item: item[0] in _LAST))
-            tile.TileProgram(plan, scheme, n, FewRowsOperands.of(memory, **facts), smem).run()
+            tile.TileProgram(plan, FewRowsOperands.of(memory, **facts), smem).run()
 
-    sizes = [size // 4 for size in plan.scratch_sizes(normed=gamma is not None)]
-    if post is not None:
+    sizes = [size // 4 for size in plan.scratch_sizes(normed=around.gamma is not None)]
+    if around.post is not None:
         sizes[1] = 2 * plan.warps * plan.rows  # of ``row.Poster``
     out, total = launch(
         body,
@@ -110,36 +83,29 @@ def matmul(
         registers=True,
     )
     if is_apart:
-        return _sum_of_parts(out, *added)
-    return out if pending is None else (out, total)
+        return _sum_of_parts(out, around)
+    return out if around.pending is None else (out, total)
 
 
-def _in_passes(
-    plan: TileDivision,
-    x: jax.Array,
-    residual: jax.Array | None,
-    pending: jax.Array | None,
-    product: Callable[..., Any],
-) -> Any:
+def _in_passes(plan: TileDivision, x: jax.Array, w: Weight, around: Around) -> Any:
     """The product of ``plan.m`` rows at a time."""
     found = []
     for first in range(0, x.shape[0], plan.m):
         rows = slice(first, first + plan.m)
-        given = (None if v is None else v[rows] for v in (residual, pending))
-        own = dict(zip(("residual", "pending"), given, strict=True))
-        part = x[rows]
-        found.append(product(part, plan=dataclasses.replace(plan, m=part.shape[0]), **own))
+        residual, pending = (
+            None if v is None else v[rows] for v in (around.residual, around.pending)
+        )
+        own, part = dataclasses.replace(around, residual=residual, pending=pending), x[rows]
+        found.append(matmul(part, w, own, dataclasses.replace(plan, m=part.shape[0])))
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
 
 
-def _sum_of_parts(
-    parts: jax.Array, bias: jax.Array | None, residual: jax.Array | None, dtype
-) -> jax.Array:
+def _sum_of_parts(parts: jax.Array, around: Around) -> jax.Array:
     """The sum of ``[parts, M, N]`` in order, what is fused behind it, and one rounding."""
     total = functools.reduce(jnp.add, parts)
-    for more in (bias, residual):
+    for more in (around.bias, around.residual):
         total = total if more is None else total + more.astype(jnp.float32)
-    return total.astype(dtype)
+    return total.astype(around.out)
 
 
 def parts_of(w: Weight) -> dict[str, jax.Array | None]:

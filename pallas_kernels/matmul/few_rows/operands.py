@@ -10,6 +10,7 @@ from pallas_kernels.experts.gate import ClampedGate
 from pallas_kernels.fused_parts import floats, gated, rounded_sum
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.posted import Posts
+from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.ptx import Value
 
 BYTES = {"bf16": 2, "f16": 2, "f32": 4}
@@ -17,8 +18,13 @@ BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 
 @dataclasses.dataclass(frozen=True)
 class FewRowsOperands:
-    """Addresses in device memory, None for what a call does not have, and what they hold."""
+    """Addresses in device memory, None for what a call does not have, and what they hold.
 
+    weight, n, k: how w [n, k] is stored.  zero: for float4 it is the address of w's unit.
+    """
+
+    weight: StoredWeight
+    n: int
     k: int
     kinds: Mapping[str, str]
     eps: float | None

@@ -15,11 +15,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.device import gpu, sms
 from pallas_kernels.dispatch import Predicted, Reason
-from pallas_kernels.formats import E4M3, E8M0
 from pallas_kernels.matmul.call import MatmulCall, Weight
-from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
-from pallas_kernels.qtensor import FLOAT4, QTensor
-from pallas_kernels.rounding import NIBBLES
+from pallas_kernels.matmul.stored import KIND, StoredWeight
+from pallas_kernels.qtensor import QTensor
 from pallas_kernels.types import HasShape
 
 WARPS = 16
@@ -60,7 +58,7 @@ FOLDED = 64, 32  # groups of int4 whose scales multiply the weights
 class RowPlan(Predicted):
     """How the kernel of one row computes a product.
 
-    codes: ``FewRowsScheme.form`` of w.
+    codes: ``form_of`` w.
     """
 
     kernel: ClassVar[str] = "quantized_matmul_row_mosaic"
@@ -75,7 +73,7 @@ class RowPlan(Predicted):
             call.k,
             self.rows,
             call.n // self.rows,
-            bits_of(call.w),
+            call.weight.bits,
             warps=self.warps,
             sms=self.sms,
             # Of two blocks an SM, those without a unit in the last round make room for the next
@@ -159,23 +157,26 @@ def _has_row_codes(w: HasShape) -> bool:
     if not isinstance(w, QTensor):
         return False
     groups = {"int8": (w.shape[1],), "int4": (128, *FOLDED), "float8_e4m3fn": (128, 64)}
-    return is_format(w) or w.group_size in groups.get(w.dtype.name, ())
+    return StoredWeight.of(w).is_format or w.group_size in groups.get(w.dtype.name, ())
 
 
-def is_format(w: HasShape) -> bool:
-    """Whether w is MXFP4 or NVFP4."""
-    if not isinstance(w, QTensor) or w.dtype != FLOAT4:
-        return False
-    kind = w.scale.dtype.name, w.group_size, w.unit is None
-    return kind in ((E8M0, 32, True), (E4M3, 16, False))
+def columns_of(weight: StoredWeight) -> int:
+    """Return the columns of a block of w: 4 lanes x 4 words."""
+    return 16 * weight.per_word
 
 
-def bits_of(w: HasShape) -> int:
-    """Return the bits of a value of w."""
-    return 4 if w.dtype.name in NIBBLES else 8 * w.dtype.itemsize
+def folds(weight: StoredWeight) -> bool:
+    """Whether scales go into the 16-bit weights instead of the group's float32 sum."""
+    return weight.group % columns_of(weight) != 0 or weight.float_zero
 
 
-# How many rows of w a warp may have at a time, by ``FewRowsScheme.form``.
+def form_of(weight: StoredWeight) -> str:
+    """Return how w is stored, as far as the kernels have a program of their own for it."""
+    is_folded = folds(weight) and not (weight.plain or weight.float4)
+    return f"{weight.form} fold" if is_folded else weight.form
+
+
+# How many rows of w a warp may have at a time, by ``form_of``.
 ROWS = {
     "float": (1, 2),
     "int8": (1, 2),
@@ -200,14 +201,14 @@ def row_plans() -> list[RowPlan]:
 
 def _one_row(w: HasShape, swiglu: bool) -> RowPlan:
     """Return the plan for w, whose codes the kernel of one row reads."""
-    (n, k), bits = w.shape, bits_of(w)
+    (n, k), weight = w.shape, StoredWeight.of(w)
     # Two rows share what is read of x; one round of short rows is better than two.
     is_short = k <= gpu().few_rows.paired_columns
-    one_round = bits == 8 and n % 2 == 0 and n <= 2 * sms() * WARPS and is_short
-    in_pairs = bits == 4 or w.dtype == jnp.float8_e4m3fn
+    one_round = weight.bits == 8 and n % 2 == 0 and n <= 2 * sms() * WARPS and is_short
+    in_pairs = weight.bits == 4 or weight.float8
     rows = 2 if swiglu or in_pairs or one_round else 1
-    warps = row_warps(k, n // rows, bits, sms())
-    return RowPlan(FewRowsScheme.of(w, "bf16").form, rows, warps)
+    warps = row_warps(k, n // rows, weight.bits, sms())
+    return RowPlan(form_of(weight), rows, warps)
 
 
 def divide_row(w: jax.Array | Weight, swiglu: bool = False) -> RowDivision:
@@ -306,7 +307,7 @@ PITCH = 20
 class TilePlan(Predicted):
     """How the kernel of few rows computes a product.
 
-    codes: ``FewRowsScheme.form`` of w.
+    codes: ``form_of`` w.
     split, apart: as of ``TileDivision``.
     k_warp: columns of a warp; 0 gives one block all of K, and x stays in shared memory.
     depth: ring slots.
@@ -332,7 +333,7 @@ class TilePlan(Predicted):
 
     def _cut(self, call: MatmulCall) -> Cut:
         if not self.k_warp:
-            return resident_cut(call.k, bits_of(call.w))
+            return resident_cut(call.k, call.weight.bits)
         return Cut(self.split, call.k // self.k_warp // self.split, self.k_warp, False)
 
 
@@ -412,7 +413,7 @@ class Cut(NamedTuple):
 CUTS = (1, 64), (1, 128), (1, 256), (1, 512), (2, 256), (4, 256), (4, 512), (8, 256), (8, 512)
 # Where a block has little shared memory, more blocks share K with shorter runs.
 _NARROW_CUTS = (2, 64), (2, 128), (4, 64), (4, 128), (8, 64), (8, 128)
-# Bits of a value by ``FewRowsScheme.form``.
+# Bits of a value by ``form_of``.
 TILES = {
     "float": 16,
     "int8": 8,
@@ -478,14 +479,14 @@ def slices(k: int, bits: int, m: int, splits: Sequence[int]) -> list[Cut]:
     return cuts
 
 
-def _straddles(cut: Cut, scheme: FewRowsScheme) -> bool:
+def _straddles(cut: Cut, weight: StoredWeight) -> bool:
     """Whether a group of columns would belong to two warps, or, with x in shared memory, to two
     blocks of columns."""
-    group = scheme.group
-    if scheme.fold or scheme.n_groups <= 1:
+    group = weight.group
+    if folds(weight) or weight.n_groups <= 1:
         return False
     straddled = bool(cut.k_warp % group and group % cut.k_warp)
-    return straddled or (cut.resident and group > scheme.columns)
+    return straddled or (cut.resident and group > columns_of(weight))
 
 
 class FusedTile(NamedTuple):
@@ -505,10 +506,10 @@ def _division(m: int, w: HasShape, cut: Cut, depth: int, fused: FusedTile) -> Ti
     """Return the division with the longest batches that fit shared memory, or None."""
     parts = 2 if fused.pairs else 1
     tiles = w.shape[0] // 16 // parts
-    scheme = FewRowsScheme.of(w, "bf16")
+    weight = StoredWeight.of(w)
     apart = is_apart(cut.split)
     clusters = min(tiles, most_clusters(cut.split))
-    tile_bytes = 16 * (scheme.scale_row + scheme.zero_row)
+    tile_bytes = 16 * (weight.scale_row + weight.zero_row)
     if not apart:
         tile_bytes += (64 if fused.bias else 0) + (32 * m if fused.residual else 0)
     per = -(-tiles // clusters)
@@ -533,14 +534,14 @@ def most_clusters(split: int) -> int:
 def _tile_of(m: int, w: HasShape, fused: FusedTile) -> tuple[Cut, int] | None:
     """Return the way to give K to warps and the ring's slots, or None if nothing fits shared
     memory."""
-    scheme = FewRowsScheme.of(w, "bf16")
-    cuts = slices(w.shape[1], scheme.bits, m, splits_of(fused.normed or fused.pairs))
-    cuts.sort(key=lambda cut: _straddles(cut, scheme))
+    weight = StoredWeight.of(w)
+    cuts = slices(w.shape[1], weight.bits, m, splits_of(fused.normed or fused.pairs))
+    cuts.sort(key=lambda cut: _straddles(cut, weight))
     for cut in cuts:
         # Codes that arrive while others are multiplied are not late, and a ring that is full at the
         # start delays the first of them; without arithmetic to wait for, or with x to load at
         # every step, more is better.
-        for depth in (4, 2) if scheme.plain or cut.resident else (2,):
+        for depth in (4, 2) if weight.plain or cut.resident else (2,):
             if _division(m, w, cut, depth, fused):
                 return cut, depth
     return None
@@ -558,11 +559,12 @@ def divide_tiles(m: int, w: HasShape, **fused: bool) -> TileDivision | None:
 
 def tile_plan(call: MatmulCall, *, at_once: int = TOKENS) -> TilePlan | Reason:
     """Return the tile kernel's plan, or why it has none; at_once: rows of a pass at most."""
+    weight = call.weight
     m, w, n, k, x_kind = call.m, call.w, call.n, call.k, KIND.get(call.x.name)
     if call.plain and w.dtype != call.x:
         return Reason(f"plain weights {w.dtype.name} in w where x is {call.x.name}")
     known = (jnp.int4, jnp.int8, jnp.float8_e4m3fn)
-    if not call.plain and w.dtype not in known and not is_format(w):
+    if not call.plain and w.dtype not in known and not weight.is_format:
         return Reason(f"w has codes of {w.dtype.name}; the kernel reads int4, int8, MXFP4, NVFP4")
     if x_kind not in ("bf16", "f16"):
         return Reason(f"x is {call.x.name}; the kernel multiplies bfloat16 and float16")
@@ -578,10 +580,9 @@ def tile_plan(call: MatmulCall, *, at_once: int = TOKENS) -> TilePlan | Reason:
         return Reason(f"the norm's weight is {call.norm.name} where x is {call.x.name}")
     if call.residual is not None and (call.swiglu or call.residual.itemsize != 2):
         return Reason(f"a residual {call.residual.name}, or one behind SwiGLU")
-    scheme = FewRowsScheme.of(w, x_kind)
     whole_k = call.norm is not None or call.swiglu
-    if not slices(k, scheme.bits, m, splits_of(whole_k)):
-        wanted = scheme.columns
+    if not slices(k, weight.bits, m, splits_of(whole_k)):
+        wanted = columns_of(weight)
         return Reason(f"w has K = {k}, not a multiple of {wanted} from {8 * wanted} on")
     # Room for a bias is always reserved, because the planner of fused calls does not see it.
     fused = FusedTile.of(call)._replace(bias=True)
@@ -595,7 +596,7 @@ def tile_plan(call: MatmulCall, *, at_once: int = TOKENS) -> TilePlan | Reason:
     assert found is not None
     cut, depth = found
     plan = TilePlan(
-        scheme.form,
+        form_of(weight),
         cut.split,
         0 if cut.resident else cut.k_warp,
         depth,
@@ -605,20 +606,19 @@ def tile_plan(call: MatmulCall, *, at_once: int = TOKENS) -> TilePlan | Reason:
     )
     if call.plain:
         return plan
-    w = call.codes
-    if scheme.bits == 8 and w.zero is not None:
+    if weight.bits == 8 and weight.zero is not None:
         return Reason("w has int8 codes with zero points")
-    if scheme.zero == "float" and w.zero is not None and w.zero.dtype != w.scale.dtype:
-        return Reason(f"w.zero is {w.zero.dtype} where w.scale is {w.scale.dtype}")
-    if scheme.zero == "int" and w.zero is not None and w.zero.dtype != jnp.int8:
-        return Reason(f"w.zero is {w.zero.dtype}; the kernel reads int8")
-    if scheme.fold:
-        if scheme.kind != "bf16":
-            return Reason(f"w has groups of {scheme.group} or floating zeros where x is float16")
-        if scheme.group % (scheme.columns // 4) and not scheme.float4:
+    if weight.float_zero and weight.zero != weight.scale:
+        return Reason(f"w.zero is {weight.zero} where w.scale is {weight.scale}")
+    if weight.int_zero and weight.zero != jnp.int8:
+        return Reason(f"w.zero is {weight.zero}; the kernel reads int8")
+    if folds(weight):
+        if x_kind != "bf16":
+            return Reason(f"w has groups of {weight.group} or floating zeros where x is float16")
+        if weight.group % (columns_of(weight) // 4) and not weight.float4:
             return Reason(
-                f"w has groups of {scheme.group}; multiples of {scheme.columns // 4} are needed"
+                f"w has groups of {weight.group}; multiples of {columns_of(weight) // 4} are needed"
             )
-    elif _straddles(whole[0], scheme):
-        return Reason(f"w's groups of {scheme.group} columns straddle runs of {whole[0].k_warp}")
+    elif _straddles(whole[0], weight):
+        return Reason(f"w's groups of {weight.group} columns straddle runs of {whole[0].k_warp}")
     return plan

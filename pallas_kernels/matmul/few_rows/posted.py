@@ -1,4 +1,4 @@
-"""The kernels' side of a sum over devices (``mailbox``): store a row's part, wait for all parts."""
+"""The kernels' side of a sum over devices (``matmul.sums``): store a part, wait for all parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
 from pallas_kernels.launch import launch
-from pallas_kernels.matmul.few_rows.mailbox import EMPTY
+from pallas_kernels.matmul.sums import EMPTY
 from pallas_kernels.ptx import Value
 
 _THREADS = 128

@@ -48,15 +48,8 @@ from pallas_kernels.matmul.few_rows.operands import (
 )
 from pallas_kernels.matmul.few_rows.plan import RowDivision
 from pallas_kernels.matmul.few_rows.posted import Posts
-from pallas_kernels.matmul.few_rows.row_loops import (
-    Float4,
-    Float8,
-    Floats,
-    FoldedNibbles,
-    Nibbles,
-)
+from pallas_kernels.matmul.few_rows.row_loops import Floats, Nibbles, loop_class
 from pallas_kernels.matmul.few_rows.row_x import Input
-from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.matmul.few_rows.several import RowOffsets, Several
 from pallas_kernels.ptx import Value
 
@@ -75,7 +68,6 @@ class WeightRows:
     """
 
     plan: RowDivision
-    scheme: FewRowsScheme
     operands: FewRowsOperands
     loop: Floats | Nibbles
     lane: Value
@@ -142,7 +134,7 @@ class WeightRows:
         names = {"scales": "scale", "biases": "bias", "residual": "residual"}
         if self.loop.in_groups:
             del names["scales"]
-        if self.scheme.zero == "unit":
+        if self.operands.weight.float4 and self.operands.weight.has_unit:
             names["scales"] = "zero"
         return {
             key: name for key, name in names.items() if getattr(self.operands, name) is not None
@@ -231,7 +223,6 @@ class Poster:
 
 def run(
     plan: RowDivision,
-    scheme: FewRowsScheme,
     operands: FewRowsOperands,
     smem: SimpleNamespace,
     block: Value | None = None,
@@ -260,28 +251,26 @@ def run(
         first = first if plan.rounds > 1 else last
     places = {
         "w": RowOffsets(operands.w, plan.k * plan.bits // 8),
-        "scale": RowOffsets(operands.scale, scheme.scale_row),
-        "zero": RowOffsets(operands.zero, scheme.zero_row),
+        "scale": RowOffsets(operands.scale, operands.weight.scale_row),
+        "zero": RowOffsets(operands.zero, operands.weight.zero_row),
     }
     if several is not None:
         places = several.added_to(places, operands)
     w = places["w"].from_base(p.offset(operands.w, lane, 16))
-    kind = (FoldedNibbles if scheme.fold else Nibbles) if plan.bits == 4 else Floats
-    kind = Float4 if scheme.float4 else Float8 if scheme.float8 else kind
-    make_loop = functools.partial(kind.of, plan, scheme)
-    loop = last_loop = make_loop(operands, xs, lane)
+    make_loop = functools.partial(loop_class(operands.weight).of, plan, operands, xs)
+    loop = last_loop = make_loop(lane)
     last_w = w
     if plan.last_lanes < 32:
         last_lane = p.minimum(lane, plan.last_lanes - 1)
         last_w = w.from_base(p.offset(operands.w, last_lane, 16))
-        last_loop = make_loop(operands, xs, last_lane)
+        last_loop = make_loop(last_lane)
     posts, poster = operands.posts, None
     slot = None if operands.posted is None else posts.slot(operands.posted)
     if operands.post is not None:  # without a norm, so that the memory for squares is free
         place = posts.place(operands.post, warp)
         poster = Poster(plan, posts, squares, place, block, warp, lane)
     source = Input(plan, operands, loop, thread, squares, slot)
-    rows = WeightRows(plan, scheme, operands, loop, lane, places, w, last_w, last_loop)
+    rows = WeightRows(plan, operands, loop, lane, places, w, last_w, last_loop)
 
     start = p.minimum(first, plan.units - 1)
     if waits:

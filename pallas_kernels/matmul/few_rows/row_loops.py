@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith
-from pallas_kernels.matmul.few_rows import widen
+from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
-from pallas_kernels.matmul.few_rows.plan import RowDivision
-from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
+from pallas_kernels.matmul.few_rows.plan import RowDivision, folds
+from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.ptx import Value
 
 
@@ -32,15 +33,8 @@ class Floats:
     in_groups = False
 
     @classmethod
-    def of(
-        cls,
-        plan: RowDivision,
-        scheme: FewRowsScheme,
-        operands: FewRowsOperands,
-        xs: Value,
-        lane: Value,
-    ) -> Floats:
-        del scheme, operands
+    def of(cls, plan: RowDivision, operands: FewRowsOperands, xs: Value, lane: Value) -> Floats:
+        del operands
         return cls(plan, xs, lane)
 
     def prepared(self, values):
@@ -78,7 +72,7 @@ class Floats:
 
     def totals(self, sums):
         """A lane's part of every row."""
-        return [arith.addf(*pair) for pair in sums]
+        return [first + second for first, second in sums]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +90,7 @@ class Nibbles:
     """
 
     plan: RowDivision
-    scheme: FewRowsScheme
+    weight: StoredWeight
     xs: Value
     lane: Value
     scales: Value  # the lane's group's, of the first row and chunk
@@ -106,54 +100,63 @@ class Nibbles:
     in_groups = True
 
     @classmethod
-    def of(
-        cls,
-        plan: RowDivision,
-        scheme: FewRowsScheme,
-        operands: FewRowsOperands,
-        xs: Value,
-        lane: Value,
-    ) -> Nibbles:
-        group = lane >> 2
-        quad = lane & 3
-        on_diagonal = p.equal(quad, lane >> 3)
-        is_second = p.equal(group & 1, p.ci(1))
-        scales = p.offset(operands.scale, group, scheme.scale_bytes)
-        zeros = None if scheme.zero is None else p.offset(operands.zero, group)
-        return cls(plan, scheme, xs, lane, scales, zeros, on_diagonal, is_second)
+    def of(cls, plan: RowDivision, operands: FewRowsOperands, xs: Value, lane: Value) -> Nibbles:
+        weight, row, quad = operands.weight, lane >> 2, lane & 3
+        # Lanes that share a scale, or scales of a lane.
+        lanes, own = max(1, weight.group // plan.per_load), max(1, plan.per_load // weight.group)
+        group = lane >> (lanes.bit_length() - 1)
+        scales = p.offset(operands.scale, group, own * weight.scale_bytes)
+        zeros = p.offset(operands.zero, group) if weight.int_zero else None
+        is_second = p.equal(row & 1, p.ci(1))
+        return cls(plan, weight, xs, lane, scales, zeros, p.equal(quad, lane >> 3), is_second)
 
     @property
-    def offset(self) -> int:
-        """A pair of 8s, which the codes lack."""
+    def offset(self) -> int | None:
+        """What a zero of 0 takes off pairs of codes: a pair of 8s, which the codes lack.  None
+        where codes have no zeros."""
         return 0x00080008
-
-    @property
-    def chunk_groups(self) -> int:
-        """Groups of a row in a chunk."""
-        return 1024 // self.scheme.group
 
     def vectors_of(self, row):
         """Where the lane's scale, and zero, of the row's first chunk are."""
-        scale = p.offset(self.scales, row, self.scheme.scale_row)
+        scale = p.offset(self.scales, row, self.weight.scale_row)
         return (
             [scale]
             if self.zeros is None
-            else [scale, p.offset(self.zeros, row, self.scheme.n_groups)]
+            else [scale, p.offset(self.zeros, row, self.weight.n_groups)]
         )
 
     def vectors(self, places, chunk: int):
         """Return the scale of the lane's group, and what is subtracted from pairs of codes."""
-        at, first = places[0], self.chunk_groups * chunk
-        start = self.scheme.scale_bytes * first
-        if self.scheme.scale_kind == "f32":
+        at, first = places[0], 32 * self.plan.per_load // self.weight.group * chunk
+        start = self.weight.scale_bytes * first
+        if self.weight.scale_kind == "f32":
             scale = p.load_global(at, 1, start, "f32")[0]
+        elif self.weight.scale_kind == "e8m0":
+            scale = p.load_signed_byte(at, start)
         else:
             scale = p.load_half(at, start)
+        if self.offset is None:
+            return [scale]
         offset = p.ci(self.offset)
         if self.zeros is not None:
             zero = p.load_signed_byte(places[1], first)
             offset = offset + zero * 0x00010001
         return [scale, offset]
+
+    def of_chunk(self, words):
+        """The next chunk's words of two rows, and by kind of vector the two rows'."""
+        rows = [[next(words) for _ in range(4)] for _ in range(2)]
+        count = 1 if self.offset is None else 2
+        vectors = [[next(words) for _ in range(count)] for _ in range(2)]
+        return rows, list(zip(*vectors, strict=True))
+
+    def as_floats(self, scales):
+        kind = self.weight.scale_kind
+        return [v if kind == "f32" else p.widen(v, kind) for v in scales]
+
+    def own_row(self, acc, r: int):
+        """The accumulators' sum of the r-th row: of the lane's two columns, the diagonal's."""
+        return arith.select(self.is_second, acc[2 * r + 1], acc[2 * r])
 
     def prepared(self, values):
         """The 8 values divided by the power of two of the warp's 256, and that power.
@@ -187,10 +190,8 @@ class Nibbles:
         """sums[row] and the scaled products of these chunks' words."""
         at, words, sums = self.xs + self.lane * 16, iter(words), list(sums)
         powers = self.xs + (self.lane >> 3) * 4 + 2 * self.plan.padded_k
-        kind = self.scheme.scale_kind
         for chunk in chunks:
-            rows = [[next(words) for _ in range(4)] for _ in range(2)]
-            scales, offsets = zip(*[[next(words) for _ in range(2)] for _ in range(2)], strict=True)
+            rows, (scales, offsets) = self.of_chunk(words)
             power = p.load_float(powers, 16 * chunk)
             parts = [[p.cf(0.0)] * 4 for _ in range(self.plan.chains)]
             for i in range(4):
@@ -203,51 +204,23 @@ class Nibbles:
                     left = [low[s], high[s], low[s + 1], high[s + 1]]
                     own = s // 2 % len(parts)
                     parts[own] = p.mma(parts[own], left, xs[s : s + 2], "f16")
-            acc = [functools.reduce(arith.addf, four) for four in zip(*parts, strict=True)]
+            acc = [functools.reduce(operator.add, four) for four in zip(*parts, strict=True)]
             for r, scale in enumerate(scales):
-                scale = scale if kind == "f32" else p.widen(scale, kind)
-                part = arith.select(self.is_second, acc[2 * r + 1], acc[2 * r])
-                sums[r] = p.fma(part * power, scale, sums[r])
+                (scale,) = self.as_floats([scale])
+                sums[r] = p.fma(self.own_row(acc, r) * power, scale, sums[r])
         return sums
 
     def totals(self, sums):
         return [arith.select(self.on_diagonal, v, p.cf(0.0)) for v in sums]
 
 
-@dataclasses.dataclass(frozen=True)
 class Float8(Nibbles):
     """The product of float8_e4m3fn in groups of 64 or 128 columns, as ``Nibbles`` does it.
 
     A chunk has 512 columns, so the 4 lanes of a row of the mma have 64 of them.
     """
 
-    @classmethod
-    def of(
-        cls,
-        plan: RowDivision,
-        scheme: FewRowsScheme,
-        operands: FewRowsOperands,
-        xs: Value,
-        lane: Value,
-    ) -> Float8:
-        group = lane >> 2
-        quad = lane & 3
-        on_diagonal = p.equal(quad, lane >> 3)
-        is_second = p.equal(group & 1, p.ci(1))
-        own = lane >> ((scheme.group // 16).bit_length() - 1)
-        scales = p.offset(operands.scale, own, scheme.scale_bytes)
-        return cls(plan, scheme, xs, lane, scales, None, on_diagonal, is_second)
-
-    def vectors_of(self, row):
-        """Where the lane's scale of the row's first chunk is."""
-        return [p.offset(self.scales, row, self.scheme.scale_row)]
-
-    def vectors(self, places, chunk: int):
-        """Return the scale of the lane's group."""
-        start = 512 // self.scheme.group * self.scheme.scale_bytes * chunk
-        if self.scheme.scale_kind == "f32":
-            return [p.load_global(places[0], 1, start, "f32")[0]]
-        return [p.load_half(places[0], start)]
+    offset = None
 
     def prepared(self, values):
         return (values,)
@@ -263,25 +236,21 @@ class Float8(Nibbles):
     def group(self, chunks, words, sums):
         """sums[row] and the scaled products of these chunks' words."""
         at, words, sums = self.xs + self.lane * 16, iter(words), list(sums)
-        kind = self.scheme.scale_kind
         for chunk in chunks:
-            rows = [[next(words) for _ in range(4)] for _ in range(2)]
-            scales = [next(words) for _ in range(2)]
+            rows, (scales,) = self.of_chunk(words)
             acc = [p.cf(0.0)] * 4
             for i in range(4):
                 if i % 2 == 0:
                     xs = p.load_shared(at, 4, 1024 * chunk + 256 * i)
-                low, high = (widen.word_pairs(self.scheme, row[i], p.ci(0)) for row in rows)
+                low, high = (widen.word_pairs(self.weight, row[i], p.ci(0)) for row in rows)
                 left = [low[0], high[0], low[1], high[1]]
                 acc = p.mma(acc, left, xs[i % 2 * 2 : i % 2 * 2 + 2])
             for r, scale in enumerate(scales):
-                scale = scale if kind == "f32" else p.widen(scale, kind)
-                part = arith.select(self.is_second, acc[2 * r + 1], acc[2 * r])
-                sums[r] = p.fma(part, scale, sums[r])
+                (scale,) = self.as_floats([scale])
+                sums[r] = p.fma(self.own_row(acc, r), scale, sums[r])
         return sums
 
 
-@dataclasses.dataclass(frozen=True)
 class OneSum(Nibbles):
     """Products whose scales multiply the weights, as bfloat16: the mma's sums run over the row."""
 
@@ -294,8 +263,27 @@ class OneSum(Nibbles):
     def nothing(self):
         return [p.cf(0.0)] * 4
 
+    def scaled(self, rows, vectors):
+        """Return, of each row, the function from a word's number to its weights times scales."""
+        raise NotImplementedError
 
-@dataclasses.dataclass(frozen=True)
+    def group(self, chunks, words, sums):
+        """The accumulators of the mma, with the products of these chunks' words."""
+        at, words, acc = self.xs + self.lane * 16, iter(words), list(sums)
+        for chunk in chunks:
+            scaled = self.scaled(*self.of_chunk(words))
+            for i in range(4):
+                low, high = (pairs(i) for pairs in scaled)
+                xs = p.load_shared(at, 4, 2048 * chunk + 512 * i)
+                for s in (0, 2):
+                    left = [low[s], high[s], low[s + 1], high[s + 1]]
+                    acc = p.mma(acc, left, xs[s : s + 2])
+        return acc
+
+    def totals(self, sums):
+        return super().totals([self.own_row(sums, r) for r in range(2)])
+
+
 class Float4(OneSum):
     """The product of float4_e2m1fn with a scale for 32 or 16 columns, as ``Nibbles`` does it.
 
@@ -303,56 +291,19 @@ class Float4(OneSum):
     sums run over the whole row.
     """
 
-    @classmethod
-    def of(
-        cls,
-        plan: RowDivision,
-        scheme: FewRowsScheme,
-        operands: FewRowsOperands,
-        xs: Value,
-        lane: Value,
-    ) -> Float4:
-        group = lane >> 2
-        quad = lane & 3
-        on_diagonal = p.equal(quad, lane >> 3)
-        is_second = p.equal(group & 1, p.ci(1))
-        scales = p.offset(operands.scale, lane, 32 // scheme.group)
-        return cls(plan, scheme, xs, lane, scales, None, on_diagonal, is_second)
+    offset = None
 
-    def vectors_of(self, row):
-        """Where the lane's scales of the row's first chunk are."""
-        return [p.offset(self.scales, row, self.plan.k // self.scheme.group)]
-
-    def vectors(self, places, chunk: int):
-        """Return the lane's scales, as they are stored."""
-        start = 1024 // self.scheme.group * chunk
-        if self.scheme.scale_kind == "e8m0":
-            return [p.load_signed_byte(places[0], start)]
-        return [p.load_half(places[0], start)]
-
-    def group(self, chunks, words, sums):
-        """The accumulators of the mma, with the products of these chunks' words."""
-        at, words, acc = self.xs + self.lane * 16, iter(words), list(sums)
-        for chunk in chunks:
-            rows = [[next(words) for _ in range(4)] for _ in range(2)]
-            factors = [widen.float4_factors(self.scheme, next(words)) for _ in range(2)]
-            for i in range(4):
-                low, high = (
-                    widen.float4_pairs(row[i], factor[i])
-                    for row, factor in zip(rows, factors, strict=True)
-                )
-                xs = p.load_shared(at, 4, 2048 * chunk + 512 * i)
-                for s in (0, 2):
-                    left = [low[s], high[s], low[s + 1], high[s + 1]]
-                    acc = p.mma(acc, left, xs[s : s + 2])
-        return acc
+    def scaled(self, rows, vectors):
+        factors = [widen.float4_factors(self.weight, scales) for scales in vectors[0]]
+        return [
+            lambda i, row=row, own=own: widen.float4_pairs(row[i], own[i])
+            for row, own in zip(rows, factors, strict=True)
+        ]
 
     def totals(self, sums):
-        parts = [arith.select(self.is_second, sums[2 * r + 1], sums[2 * r]) for r in range(2)]
-        return [v * widen.FLOAT4_REST for v in super().totals(parts)]
+        return [v * widen.FLOAT4_REST for v in super().totals(sums)]
 
 
-@dataclasses.dataclass(frozen=True)
 class FoldedNibbles(OneSum):
     """The product of int4 in groups of 32 or 64 columns, as ``Nibbles`` does it.
 
@@ -360,46 +311,26 @@ class FoldedNibbles(OneSum):
     bfloat16, so sums run over the whole row.
     """
 
-    @classmethod
-    def of(
-        cls,
-        plan: RowDivision,
-        scheme: FewRowsScheme,
-        operands: FewRowsOperands,
-        xs: Value,
-        lane: Value,
-    ) -> FoldedNibbles:
-        made = Nibbles.of(plan, scheme, operands, xs, lane)
-        group = lane >> ((scheme.group // 32).bit_length() - 1)
-        scales = p.offset(operands.scale, group, scheme.scale_bytes)
-        zeros = None if scheme.zero is None else p.offset(operands.zero, group)
-        return cls(plan, scheme, xs, lane, scales, zeros, made.on_diagonal, made.is_second)
-
     @property
     def offset(self) -> int:
         """A pair of what ``widen.biased_nibbles`` adds to the codes."""
-        return self.scheme.bias
+        return widen.code_bias(self.weight)
 
-    def group(self, chunks, words, sums):
-        """The accumulators of the mma, with the products of these chunks' words."""
-        at, words, acc = self.xs + self.lane * 16, iter(words), list(sums)
-        kind = self.scheme.scale_kind
-        for chunk in chunks:
-            rows = [[next(words) for _ in range(4)] for _ in range(2)]
-            scales, offsets = zip(*[[next(words) for _ in range(2)] for _ in range(2)], strict=True)
-            scales = [v if kind == "f32" else p.widen(v, kind) for v in scales]
-            factors = [p.pack(scale, scale) for scale in scales]
-            for i in range(4):
-                low, high = (
-                    widen.folded_pairs(self.scheme, row[i], offset, factor)
-                    for row, offset, factor in zip(rows, offsets, factors, strict=True)
-                )
-                xs = p.load_shared(at, 4, 2048 * chunk + 512 * i)
-                for s in (0, 2):
-                    left = [low[s], high[s], low[s + 1], high[s + 1]]
-                    acc = p.mma(acc, left, xs[s : s + 2])
-        return acc
+    def scaled(self, rows, vectors):
+        scales, offsets = vectors
+        factors = [p.pack(scale, scale) for scale in self.as_floats(scales)]
 
-    def totals(self, sums):
-        parts = [arith.select(self.is_second, sums[2 * r + 1], sums[2 * r]) for r in range(2)]
-        return super().totals(parts)
+        def pairs(i: int, row, offset: Value, factor: Value) -> list[Value]:
+            return [p.mul_pairs(v, factor) for v in widen.word_pairs(self.weight, row[i], offset)]
+
+        parts = zip(rows, offsets, factors, strict=True)
+        return [functools.partial(pairs, row=r, offset=o, factor=f) for r, o, f in parts]
+
+
+def loop_class(weight: StoredWeight) -> type[Floats | Nibbles]:
+    """Return the loop of a weight's codes."""
+    if weight.float4 or weight.float8:
+        return Float4 if weight.float4 else Float8
+    if weight.bits > 4:
+        return Floats
+    return FoldedNibbles if folds(weight) else Nibbles

@@ -55,7 +55,6 @@ from pallas_kernels.matmul.few_rows.block import Params, TileBlock
 from pallas_kernels.matmul.few_rows.copies import Copies
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import SLOT, TileDivision
-from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.matmul.few_rows.several import RowOffsets, Several
 from pallas_kernels.matmul.few_rows.tile_loop import TileLoop
 from pallas_kernels.matmul.few_rows.tile_sums import PartialSums
@@ -75,8 +74,6 @@ class TileProgram:
     def __init__(
         self,
         plan: TileDivision,
-        scheme: FewRowsScheme,
-        n: int,
         operands: FewRowsOperands,
         smem: SimpleNamespace,
         several: Several | None = None,
@@ -84,18 +81,19 @@ class TileProgram:
         normed = operands.gamma is not None
         names = SCRATCH if normed else SCRATCH[:-1]
         at = {name: p.shared_address(getattr(smem, name)) for name in names}
-        block = TileBlock.here(plan, scheme, n, operands.k)
+        block = TileBlock.here(plan, operands)
         x_mine = at["partial"] + block.working * (2 * plan.m * plan.k_warp)
         if plan.resident:
             x_mine = x_mine + plan.partial_bytes
-        lane_k = block.k0 + block.quad * (scheme.columns // 4)
-        row_bytes = operands.k * scheme.bits // 8
+        lane_k = block.k0 + block.quad * (block.columns // 4)
+        weight = operands.weight
+        row_bytes = operands.k * weight.bits // 8
         w = p.offset(operands.w, block.row, row_bytes)
-        shift = 1 if scheme.bits == 4 else 0
-        w = p.offset(w, block.k0 * 2 if scheme.plain else block.k0 >> shift)
+        shift = 1 if weight.bits == 4 else 0
+        w = p.offset(w, block.k0 * 2 if weight.plain else block.k0 >> shift)
         w = p.offset(w, block.quad, 16)
         ring = at["ring"] + block.warp * 1024 + block.lane * 16
-        layout = Params.of(at["params"], plan, scheme, operands)
+        layout = Params.of(at["params"], block)
         loop = TileLoop.of(block, layout, lane_k)
         places = {
             "w": RowOffsets(w, 16 * row_bytes),
@@ -106,13 +104,13 @@ class TileProgram:
             block = dataclasses.replace(block, cluster=block.cluster - several.begin)
             places = several.added_to(places, operands)
         self.plan, self.operands, self.block = plan, operands, block
-        self.copies = Copies(block, operands, layout, ring, places)
+        self.copies = Copies(block, layout, ring, places)
         self.loop = dataclasses.replace(loop, block=block)
-        self.staged = StagedX(block, operands, x_mine)
+        self.staged = StagedX(block, x_mine)
         self.normed = None
         if normed:
-            self.normed = NormedX.of(block, operands, self.staged, at["squares"])
-        self.sums = PartialSums(block, operands, layout, at["partial"], self.normed)
+            self.normed = NormedX.of(block, self.staged, at["squares"])
+        self.sums = PartialSums(block, layout, at["partial"], self.normed)
 
     def run(self) -> None:
         plan = self.plan

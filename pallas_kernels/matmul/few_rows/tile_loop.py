@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith
-from pallas_kernels.matmul.few_rows import widen
+from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.few_rows.block import Params, TileBlock
 from pallas_kernels.matmul.few_rows.tile_x import Fragments
 from pallas_kernels.ptx import Value
@@ -26,107 +25,108 @@ class TileLoop:
 
     @classmethod
     def of(cls, block: TileBlock, params: Params, lane_k: Value) -> TileLoop:
-        scheme, first = block.scheme, p.ci(0)
-        if scheme.n_groups > 1 and not scheme.fold:
-            first = block.k0 // scheme.group
-        scales = params.base + block.row * params.scale_row + first * scheme.scale_bytes
+        weight, first = block.weight, p.ci(0)
+        if weight.n_groups > 1 and not block.folds:
+            first = block.k0 // weight.group
+        scales = params.base + block.row * params.scale_row + first * weight.scale_bytes
         zeros = (
             params.base
             + block.row * params.zero_row
-            + first * scheme.zero_bytes
+            + first * weight.zero_bytes
             + 16 * params.scale_row
         )
         return cls(block, params, lane_k, scales, zeros)
 
     def load_scale(self, at, byte: int = 0):
         """A scale or floating zero of shared memory, as f32."""
-        if self.block.scheme.scale_kind == "f32":
+        if self.block.weight.scale_kind == "f32":
             return p.load_float(at, byte)
-        return p.widen(p.load_shared_narrow(at, "u16", byte), self.block.scheme.scale_kind)
+        return p.widen(p.load_shared_narrow(at, "u16", byte), self.block.weight.scale_kind)
 
     def load_scales(self, slot, groups: range):
         """By row half: scales, pairs to take off the words, floating zeros of these groups.
 
         A group of the warp; with ``fold`` a block, and what its columns of the lane need.
         """
-        scheme = self.block.scheme
+        block, weight = self.block, self.block.weight
         scales, biases, zeros = [], [], []
         at_slot = slot * self.params.tile_bytes
-        offset = p.ci(scheme.bias)
+        offset = p.ci(widen.code_bias(weight, block.kind))
         for half in range(2):
             at = self.scales + at_slot + half * 8 * self.params.scale_row
             at_zero = self.zeros + at_slot + half * 8 * self.params.zero_row
-            if scheme.float4:
+            if weight.float4:
                 scales.append([self.float4_factors(at, b) for b in groups])
-            elif scheme.fold:
-                in_block = [(self.lane_k + b * scheme.columns) // scheme.group for b in groups]
-                scale_at = [at + g * scheme.scale_bytes for g in in_block]
-                zero_at = [at_zero + g * scheme.zero_bytes for g in in_block]
+            elif block.folds:
+                in_block = [(self.lane_k + b * block.columns) // weight.group for b in groups]
+                scale_at = [at + g * weight.scale_bytes for g in in_block]
+                zero_at = [at_zero + g * weight.zero_bytes for g in in_block]
                 scales.append([self.doubled(self.load_scale(a)) for a in scale_at])
-                if scheme.zero == "float":
+                if weight.float_zero:
                     zeros.append([self.doubled(self.load_scale(a)) for a in zero_at])
             else:
                 zero_at = [at_zero + g for g in groups]
                 scales.append(self.group_scales(at, groups))
             biases.append([offset] * len(groups))
-            if scheme.zero == "int":
+            if weight.int_zero:
                 raw = [p.load_shared_narrow(a, "s8") for a in zero_at]
                 biases[half] = [offset + z * 0x00010001 for z in raw]
         return scales, biases, zeros
 
     def float4_factors(self, at, block: int) -> list[Value]:
         """The factors of the lane's 4 words of a block of columns: of one scale, or of two."""
-        scheme = self.block.scheme
-        group = (self.lane_k + block * scheme.columns) >> 5
-        if scheme.scale_kind == "e8m0":
+        weight = self.block.weight
+        group = (self.lane_k + block * self.block.columns) >> 5
+        if weight.scale_kind == "e8m0":
             scales = p.load_shared_narrow(at + group, "u8")
         else:
             scales = p.load_shared_narrow(at + group * 2, "u16")
-        return widen.float4_factors(scheme, scales)
+        return widen.float4_factors(weight, scales)
 
     def row_units(self, slot) -> list[Value]:
         """The factors of the sums of the lane's rows of float4 codes: r twice, and r + 8."""
         rest = p.cf(widen.FLOAT4_REST)
-        if self.block.scheme.zero != "unit":
+        if not self.block.weight.has_unit:
             return [rest] * 4
         at = self.zeros + slot * self.params.tile_bytes
         units = [p.load_float(at, half * 8 * self.params.zero_row) * rest for half in (0, 1)]
         return [units[0], units[0], units[1], units[1]]
 
     def group_scales(self, at, groups: range):
-        scheme = self.block.scheme
-        if scheme.scale_kind != "f32" and len(groups) % 2 == 0 and scheme.n_groups % 2 == 0:
+        weight = self.block.weight
+        if weight.scale_kind != "f32" and len(groups) % 2 == 0 and weight.n_groups % 2 == 0:
             words = [p.load_shared(at, 1, 2 * g)[0] for g in groups[::2]]
-            return [f(w, scheme.scale_kind) for w in words for f in (p.widen, p.widen_high)]
-        return [self.load_scale(at, scheme.scale_bytes * g) for g in groups]
+            return [f(w, weight.scale_kind) for w in words for f in (p.widen, p.widen_high)]
+        return [self.load_scale(at, weight.scale_bytes * g) for g in groups]
 
     def doubled(self, value):
-        half = p.narrow(value, self.block.scheme.kind)
+        half = p.narrow(value, self.block.kind)
         return p.permute(half, half, 0x1010)
 
     def weights(self, word, bias, scale, zero):
-        if self.block.scheme.float4:
+        block, weight = self.block, self.block.weight
+        if weight.float4:
             return widen.float4_pairs(word, scale)
-        pairs = widen.word_pairs(self.block.scheme, word, bias)
-        if self.block.scheme.zero == "float":
+        pairs = widen.word_pairs(weight, word, bias, block.kind)
+        if weight.float_zero:
             return [p.fma_pairs(v, scale, zero) for v in pairs]
-        if self.block.scheme.fold:
+        if block.folds:
             return [p.mul_pairs(v, scale) for v in pairs]
         return pairs
 
     def run(self, slot: Value, x: Fragments, next_codes: Callable):
         """The warp's partial sums [8 tokens][4]; ``next_codes(piece)`` gives two rows' words."""
-        if self.block.scheme.plain:
+        if self.block.weight.plain:
             return self.plain(x, next_codes)
-        scheme, tokens = self.block.scheme, range(self.block.plan.n_tiles)
+        block, weight, tokens = self.block, self.block.weight, range(self.block.plan.n_tiles)
         total, acc = self.nothing(), self.nothing()
-        in_group = max(1, min(self.block.n_blocks, scheme.group // scheme.columns))
-        groups = self.block.n_blocks // in_group
-        if scheme.fold:
-            in_group, groups = 1, self.block.n_blocks
+        in_group = max(1, min(block.n_blocks, weight.group // block.columns))
+        groups = block.n_blocks // in_group
+        if block.folds:
+            in_group, groups = 1, block.n_blocks
         at_once = groups if groups <= 4 else 1  # more scales than that crowd the registers
-        pairs = scheme.per_word // 2  # of a word
-        for b in range(self.block.n_blocks):
+        pairs = weight.per_word // 2  # of a word
+        for b in range(block.n_blocks):
             g = b // in_group
             if b % (in_group * at_once) == 0:
                 scales, biases, zeros = self.load_scales(slot, range(g, g + at_once))
@@ -138,7 +138,7 @@ class TileLoop:
                     self.weights(
                         rows[half][j],
                         biases[half][g],
-                        scales[half][g][j] if scheme.float4 else scales[half][g],
+                        scales[half][g][j] if weight.float4 else scales[half][g],
                         zeros[half][g] if zeros else None,
                     )
                     for half in range(2)
@@ -147,27 +147,27 @@ class TileLoop:
                     left = [low[s], high[s], low[s + 1], high[s + 1]]
                     for t in tokens:
                         right = columns[t][j * pairs + s : j * pairs + s + 2]
-                        acc[t] = p.mma(acc[t], left, right, scheme.kind)
-            if not scheme.fold and b % in_group == in_group - 1:
+                        acc[t] = p.mma(acc[t], left, right, block.kind)
+            if not block.folds and b % in_group == in_group - 1:
                 by_row = [scales[0][g]] * 2 + [scales[1][g]] * 2
                 total = [
                     [p.fma(*v) for v in zip(acc[t], by_row, total[t], strict=True)] for t in tokens
                 ]
                 acc = self.nothing()
-        if scheme.float4:
+        if weight.float4:
             units = self.row_units(slot)
-            return [[arith.mulf(*v) for v in zip(a, units, strict=True)] for a in acc]
-        return acc if scheme.fold else total
+            return [[v * unit for v, unit in zip(a, units, strict=True)] for a in acc]
+        return acc if block.folds else total
 
     def plain(self, x: Fragments, next_codes: Callable):
-        acc = self.nothing()
-        for b in range(self.block.n_blocks):
+        block, acc = self.block, self.nothing()
+        for b in range(block.n_blocks):
             low, high = next_codes(b)
             columns = x.of(b)
             for j in (0, 2):
                 left = [low[j], high[j], low[j + 1], high[j + 1]]
-                for t in range(self.block.plan.n_tiles):
-                    acc[t] = p.mma(acc[t], left, columns[t][j : j + 2], self.block.scheme.kind)
+                for t in range(block.plan.n_tiles):
+                    acc[t] = p.mma(acc[t], left, columns[t][j : j + 2], block.kind)
         return acc
 
     def nothing(self):

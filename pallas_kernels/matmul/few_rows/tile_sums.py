@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.block import Params, TileBlock
-from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import PITCH, WARPS
 from pallas_kernels.matmul.few_rows.tile_x import NormedX
 from pallas_kernels.ptx import Value
@@ -20,7 +19,6 @@ class PartialSums:
     """partial: shared memory of the partial sums."""
 
     block: TileBlock
-    operands: FewRowsOperands
     params: Params
     partial: Value
     normed: NormedX | None
@@ -90,7 +88,7 @@ class PartialSums:
         def over_blocks(slot, token, row):
             at = self.partial_at(slot, p.ci(0), token, row)
             blocks = [p.load_peer(p.peer_address(at, i)) for i in range(plan.split)]
-            return functools.reduce(arith.addf, blocks)
+            return functools.reduce(operator.add, blocks)
 
         def of_cluster(index):
             # Each block finishes every split-th tile of the output.
@@ -100,7 +98,7 @@ class PartialSums:
         block.threads(-(-count // parts // plan.split) * values, of_cluster)
 
     def write(self, sums, slots, tile, token, row) -> None:
-        operands, params = self.operands, self.params
+        operands, params = self.block.operands, self.params
 
         def biases():
             at = params.base + row * 4 + params.bias_at

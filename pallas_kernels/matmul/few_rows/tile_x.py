@@ -10,15 +10,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Sequence
 
 from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
 from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.jax_internals import arith
-from pallas_kernels.matmul.few_rows import widen
+from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.few_rows.block import TileBlock
-from pallas_kernels.matmul.few_rows.operands import BYTES, FewRowsOperands, add_squares, over_lanes
+from pallas_kernels.matmul.few_rows.operands import BYTES, add_squares, over_lanes
 from pallas_kernels.matmul.few_rows.plan import TOKENS, WARPS
 from pallas_kernels.ptx import Value
 
@@ -33,7 +34,6 @@ class StagedX:
     """x_mine: shared memory of the warp's run."""
 
     block: TileBlock
-    operands: FewRowsOperands
     x_mine: Value
 
     def granule(self, token, index):
@@ -42,7 +42,7 @@ class StagedX:
         A load of fragments takes 4 granules of 2 tokens at a time; the exchange puts those 8 in
         different banks.
         """
-        odd, bits = token & 1, self.block.scheme.bits
+        odd, bits = token & 1, self.block.weight.bits
         if bits == 4:
             odd = (odd * 2) ^ ((index >> 3) & 1)
         elif bits == 16:
@@ -51,7 +51,7 @@ class StagedX:
         return self.x_mine + row + (index ^ odd) * 16
 
     def source(self, token, index):
-        at = p.offset(self.operands.x, token, 2 * self.block.k)
+        at = p.offset(self.block.operands.x, token, 2 * self.block.operands.k)
         return p.offset(at, self.block.k0 + index * 8, 2)
 
     def repeated(self):
@@ -70,7 +70,7 @@ class StagedX:
             piece = self.block.lane + first
 
             def copy(piece=piece):
-                token, index = (f(piece, p.ci(per_token)) for f in (arith.divui, arith.remui))
+                token, index = piece // per_token, piece % per_token
                 to, source = self.granule(token, index), self.source(token, index)
                 if repeated is None:
                     p.copy_async(to, source, 0)
@@ -91,7 +91,7 @@ class StagedX:
         if not block.plan.resident:
             ready = [[x.permuted(x.load(i, t)) for t in tokens] for i in pieces]
             return dataclasses.replace(x, ready=ready)
-        if block.scheme.plain:
+        if block.weight.plain:
             return x  # words are pairs as they are
 
         def in_place():
@@ -99,7 +99,7 @@ class StagedX:
                 words = x.permuted(x.load(i, t))
                 p.warp_barrier()  # lanes beyond the last token read its words, and write the same
                 for j, at in enumerate(x.at[t]):
-                    step = 2 * block.scheme.columns
+                    step = 2 * block.columns
                     p.store_shared(at, words[4 * j : 4 * j + 4], step * i)
             p.warp_barrier()
 
@@ -113,9 +113,9 @@ class StagedX:
         block = self.block
         # Columns of mma beyond the last token repeat it and are not stored.
         token = p.minimum(block.row + 8 * tile, block.plan.m - 1)
-        if block.scheme.plain:
+        if block.weight.plain:
             return [self.granule(token, block.quad + 4 * i) for i in range(2)]
-        pieces = block.scheme.columns // 32
+        pieces = block.columns // 32
         mine = block.quad * pieces
         return [self.granule(token, mine + i) for i in range(pieces)]
 
@@ -136,15 +136,15 @@ class Fragments:
         return [self.load(piece, t) for t in range(self.block.plan.n_tiles)]
 
     def load(self, piece: int, tile: int):
-        if self.block.scheme.plain:
+        if self.block.weight.plain:
             return p.load_shared(self.at[tile][piece % 2], 4, 128 * (piece // 2))
-        step = 2 * self.block.scheme.columns
+        step = 2 * self.block.columns
         return [v for at in self.at[tile] for v in p.load_shared(at, 4, step * piece)]
 
     def permuted(self, words):
-        scheme = self.block.scheme
-        per = scheme.per_word // 2
-        groups = [widen.x_pairs(scheme, words[i : i + per]) for i in range(0, len(words), per)]
+        weight = self.block.weight
+        per = weight.per_word // 2
+        groups = [widen.x_pairs(weight, words[i : i + per]) for i in range(0, len(words), per)]
         return [pair for group in groups for pair in group]
 
 
@@ -158,7 +158,6 @@ class NormedX:
     """
 
     block: TileBlock
-    operands: FewRowsOperands
     staged: StagedX
     squares: Value
     lanes: int
@@ -170,9 +169,7 @@ class NormedX:
     sums: list[list[Value]]
 
     @classmethod
-    def of(
-        cls, block: TileBlock, operands: FewRowsOperands, staged: StagedX, squares: Value
-    ) -> NormedX:
+    def of(cls, block: TileBlock, staged: StagedX, squares: Value) -> NormedX:
         plan = block.plan
         lanes = {1: 32, 2: 16}.get(plan.m, 8)
         at_once = 32 // lanes
@@ -185,7 +182,7 @@ class NormedX:
         # Squares of the granules whose number is the same modulo 32: the same sums for any lanes.
         sums = [[p.cf(0.0)] * at_once for _ in tokens]
         where = lanes, lane, tokens, inside, repeated, works, sums
-        return cls(block, operands, staged, squares, *where)
+        return cls(block, staged, squares, *where)
 
     @property
     def per_token(self) -> int:
@@ -220,16 +217,16 @@ class NormedX:
             p.when(mine, lambda at=at, total=total: p.store_shared(at, [total]))
 
     def load(self, step: int):
-        index = self.lane + step * self.lanes
+        operands, index = self.block.operands, self.lane + step * self.lanes
         index = p.minimum(index, self.per_token - 1)
         rows = [p.minimum(t, self.block.plan.m - 1) for t in self.tokens]
         xs = [p.load_global(self.staged.source(row, index), 4) for row in rows]
-        if self.operands.pending is not None:
+        if operands.pending is not None:
             pending = [self.load_pending(row, index) for row in rows]
             xs = list(zip(xs, pending, strict=True))
         column = self.block.k0 + index * 8
-        size = 4 if self.operands.kinds["gamma"] == "f32" else 2
-        return xs, self.operands.eight("gamma", p.offset(self.operands.gamma, column, size))
+        size = BYTES[operands.kinds["gamma"]]
+        return xs, operands.eight("gamma", p.offset(operands.gamma, column, size))
 
     def use(self, step: int, xs, gamma) -> None:
         plan, per_token, at_once = self.block.plan, self.per_token, len(self.sums[0])
@@ -240,7 +237,7 @@ class NormedX:
             return index < per_token
 
         for r, (token, words) in enumerate(zip(self.tokens, xs, strict=True)):
-            if self.operands.pending is not None:
+            if self.block.operands.pending is not None:
                 words = self.store_total(*words, token, p.minimum(index, per_token - 1))
             if self.repeated is not None:
                 keep = index < self.repeated
@@ -257,25 +254,25 @@ class NormedX:
             limits += [] if whole else [is_one()]
             limits += [] if self.works is None else [self.works]
             if limits:
-                p.when(functools.reduce(arith.andi, limits), store)
+                p.when(functools.reduce(operator.and_, limits), store)
             else:
                 store()
 
     def load_pending(self, token, index):
         """Load 8 columns of a token's pending term, as floats."""
-        size = BYTES[self.operands.kinds["pending"]]
-        at = p.offset(self.operands.pending, token, size * self.block.k)
-        at = p.offset(at, self.block.k0 + index * 8, size)
-        return self.operands.eight("pending", at)
+        operands = self.block.operands
+        size = BYTES[operands.kinds["pending"]]
+        at = p.offset(operands.pending, token, size * operands.k)
+        return operands.eight("pending", p.offset(at, self.block.k0 + index * 8, size))
 
     def store_total(self, words, pending, token, index):
         """8 columns of a token with what was pending: words, which the first cluster stores."""
 
         def place(total):
-            at = p.offset(total, p.minimum(token, self.block.plan.m - 1), 2 * self.block.k)
+            at = p.offset(total, p.minimum(token, self.block.plan.m - 1), 2 * self.block.operands.k)
             return p.offset(at, self.block.k0 + index * 8, 2)
 
-        return self.operands.store_total(words, pending, place, lambda: self.block.cluster)
+        return self.block.operands.store_total(words, pending, place, lambda: self.block.cluster)
 
     def sum_squares(self) -> None:
         """A thread per token: the warps' sums to the block's; with one block the token's factor."""
@@ -287,7 +284,7 @@ class NormedX:
             for w in range(1, plan.warps):
                 total = total + p.load_float(at, 4 * TOKENS * w)
             if plan.split == 1:
-                total = self.operands.factor(total)
+                total = self.block.operands.factor(total)
             p.store_shared(at, [total], 4 * TOKENS * WARPS)
 
         p.when(block.thread < plan.m, one)
@@ -301,4 +298,4 @@ class NormedX:
         total = p.load_peer(p.peer_address(at, 0))
         for i in range(1, split):
             total = total + p.load_peer(p.peer_address(at, i))
-        return self.operands.factor(total)
+        return self.block.operands.factor(total)

@@ -60,13 +60,13 @@ class Feeder:
 
     def copy_slot(self, t, m0, rows, j, at):
         """Copy the j-th step of K into slot ``at``, and return the next slot."""
-        block, gmem, smem, scheme = self.block, self.block.gmem, self.block.smem, self.block.scheme
+        block, gmem, smem, groups = self.block, self.block.gmem, self.block.smem, self.block.groups
         stages, full = self.tile.stages, self.barrier.full.at[at]
-        first = (block.first_step + j) * scheme.block
+        first = (block.first_step + j) * self.tile.block
         pl.when(t * block.steps + j >= stages)(
             lambda: plgpu.barrier_wait(self.barrier.empty.at[at])
         )
-        width = scheme.block // self.tile.pieces
+        width = self.tile.block // self.tile.pieces
         for piece in range(self.tile.pieces):
             plgpu.copy_gmem_to_smem(
                 gmem.x.at[pl.ds(m0, self.box), pl.ds(first + piece * width, width)],
@@ -74,12 +74,12 @@ class Feeder:
                 full,
                 collective_axes=self.axes,
             )
-        codes = gmem.w.at[rows, pl.ds(first, scheme.block)]
+        codes = gmem.w.at[rows, pl.ds(first, self.tile.block)]
         plgpu.copy_gmem_to_smem(codes, block.w_tiles.at[at], full)
-        groups = pl.ds(scheme.group_of(block.first_step + j), scheme.groups_per_slot)
+        own = pl.ds(groups.group_of(block.first_step + j), groups.groups_per_slot)
         for name in block.by_slot:
             vector, to = getattr(gmem, name), getattr(smem, name)
-            plgpu.copy_gmem_to_smem(vector.at[groups, rows], to.at[at], full)
+            plgpu.copy_gmem_to_smem(vector.at[own, rows], to.at[at], full)
         return ring_next(at, 1, stages)
 
 

@@ -19,33 +19,27 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.matmul.call import Around
 from pallas_kernels.matmul.few_rows.kernel import parts_of
-from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.matmul.many_rows.pair import pair_matmul
 from pallas_kernels.matmul.many_rows.plan import CODES_K, PairTile, WeightTile, has_block_scales
 from pallas_kernels.matmul.many_rows.weight import weight_matmul
+from pallas_kernels.matmul.many_rows.weight_program import WeightOperands
+from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.qtensor import BLOCK_ROWS, FLOAT4, QTensor
 from pallas_kernels.rows.swiglu import swiglu as gate
 
 
 def matmul(
-    x: jax.Array | QTensor,
-    w: jax.Array | QTensor,
-    bias: jax.Array | None,
-    out_dtype,
-    plan: PairTile | WeightTile,
-    *,
-    swiglu: bool = False,
-    activation: str = "silu",
-    low_rank: tuple[jax.Array, tuple[jax.Array, ...]] | None = None,
+    x: jax.Array | QTensor, w: jax.Array | QTensor, around: Around, plan: PairTile | WeightTile
 ) -> jax.Array:
     """x [M, K], w [N, K] -> [M, N]; sums in float32, of int8 in int32.
 
-    swiglu: w is plain, its rows are gate, then up; activation(gate) * up [M, N / 2] is returned.
-    low_rank: of a quantized x, as ``pair_matmul`` takes it.
+    With SwiGLU w is plain, its rows are gate, then up, and the result is [M, N / 2].
     """
+    bias, out = around.bias, around.out
     if isinstance(plan, WeightTile):
-        return _weight_only(x, w, bias, out_dtype, plan)
+        return _weight_only(x, w, around, plan)
     if isinstance(x, QTensor):
         if x.scale.shape[1] > 1:
             scales = _scales_of_groups(x.scale, w, plan)
@@ -53,19 +47,17 @@ def matmul(
             of_all = x.input_scale
             of_x = x.scale.reshape(-1) if of_all is None else of_all.reshape(1)
             scales = of_x, w.scale.reshape(-1)
-        return pair_matmul(x.q, w.q, *scales, bias, out_dtype, plan, low_rank=low_rank)
-    out_dtype = jnp.dtype(out_dtype)
-    fused = swiglu and bias is None and activation == "silu"
-    kernel_dtype = jnp.dtype(jnp.float32) if swiglu and not fused else out_dtype
-    y = pair_matmul(x, w, None, None, bias, kernel_dtype, plan, fused)
-    if swiglu and not fused:
-        y = gate(y, activation=activation, implementation="xla").astype(out_dtype)
-    return y
+        return pair_matmul(x.q, w.q, *scales, bias, out, plan, low_rank=around.low_rank)
+    fused = around.swiglu and bias is None and around.gate == "silu"
+    if fused or not around.swiglu:
+        return pair_matmul(x, w, None, None, bias, out, plan, fused)
+    y = pair_matmul(x, w, None, None, bias, jnp.dtype(jnp.float32), plan)
+    return gate(y, activation=around.gate, implementation="xla").astype(out)
 
 
 def _scales_of_groups(of_x: jax.Array, w: QTensor, plan: PairTile) -> tuple[jax.Array, jax.Array]:
     """Scales of x and of w as ``pair_matmul`` takes them."""
-    if plan.m > 64 and has_block_scales(w):
+    if plan.m > 64 and has_block_scales(StoredWeight.of(w)):
         return _whole_units(of_x), _by_block(w.scale)
     of_x = of_x.astype(jnp.float32)
     prepared = _whole_units if plan.m == 64 else _by_step
@@ -88,35 +80,23 @@ def _whole_units(scale: jax.Array) -> jax.Array:
     return jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % (16 // scale.dtype.itemsize))))
 
 
-def _weight_only(
-    x: jax.Array | QTensor, w: QTensor, bias: jax.Array | None, out_dtype, plan: WeightTile
-) -> jax.Array:
-    token = None
-    if w.dtype == FLOAT4:
-        return _float4(x, w, bias, out_dtype, plan)
+def _weight_only(x: jax.Array | QTensor, w: QTensor, around: Around, plan: WeightTile) -> jax.Array:
+    token, unit = None, None if w.unit is None else w.unit.reshape(-1)
     if isinstance(x, QTensor):
-        token = x.scale.reshape(-1)
-        if plan.block >= CODES_K:
-            unit = None if w.unit is None else w.unit.reshape(-1)
-            vectors = w.scale, w.zero, unit, bias
-            of_groups = {"group": w.group_size, "interleaved": w.interleaved, "tile": plan}
-            return weight_matmul(x.q, w.q, *vectors, out_dtype, token, **of_groups)
-        x, w = x.q.astype(jnp.bfloat16), w.in_one_level
-    scale, zero, row = (w.scale, w.zero, None) if plan.stored else _weight_vectors(w, x.dtype)
-    float_zero = zero is not None and not jnp.issubdtype(w.zero.dtype, jnp.integer)
-    vectors = scale, zero, row, bias
-    of_groups = {"group": w.group_size, "float_zero": float_zero}
-    return weight_matmul(x, w.q, *vectors, out_dtype, token, **of_groups, tile=plan)
-
-
-def _float4(x: jax.Array, w: QTensor, bias: jax.Array | None, out_dtype, plan: WeightTile):
-    parts = parts_of(w)
-    unit = None if w.unit is None else w.unit.reshape(-1)
-    kind = FewRowsScheme.of(w, "bf16").scale_kind
-    scale = parts["scale"] if plan.stored else parts["scale"].T
-    vectors = scale, None, unit, bias
-    how = {"group": w.group_size, "float4": kind, "tile": plan}
-    return weight_matmul(x, parts["w"], *vectors, out_dtype, **how)
+        token, x = x.scale.reshape(-1), x.q
+        if plan.block < CODES_K:
+            x, w = x.astype(jnp.bfloat16), w.in_one_level
+    if w.dtype == FLOAT4:
+        parts = parts_of(w)
+        codes, scale = parts["w"], parts["scale"]
+        vectors = scale if plan.stored else scale.T, None, unit
+    elif plan.block >= CODES_K:
+        codes, vectors = w.q, (w.scale, w.zero, unit)
+    else:
+        codes = w.q
+        vectors = (w.scale, w.zero, None) if plan.stored else _weight_vectors(w, x.dtype)
+    operands = WeightOperands(x, codes, *vectors, around.bias, token)
+    return weight_matmul(operands, StoredWeight.of(w), around.out, plan)
 
 
 def _weight_vectors(w: QTensor, dtype):

@@ -21,9 +21,9 @@ from pallas_kernels.copies import UNIT
 from pallas_kernels.device import block_bytes, gpu, lacking, sms, tiles_of, timed_tiles
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.matmul.call import MatmulCall
-from pallas_kernels.matmul.few_rows.plan import TOKENS, is_format
+from pallas_kernels.matmul.few_rows.plan import TOKENS
+from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.rounding import NIBBLES
 
 BLOCK_BYTES = 128  # of a row in a slot of the pair kernel: one swizzle
 BLOCK_K = 64  # columns in a slot of the weight kernel: one swizzle of 16-bit activations, ...
@@ -53,18 +53,15 @@ def _codes_of(call: MatmulCall, plan: PairTile | WeightTile) -> str:
     """Return how the operands are stored, as far as a kernel has a program of its own for it."""
     if call.plain:
         return "float"
-    w = call.codes
-    name = "float8" if w.dtype == jnp.float8_e4m3fn else w.dtype.name
-    if is_format(w):
-        name = "nvfp4" if w.unit is not None else "mxfp4"
+    w = call.weight
     if isinstance(plan, PairTile):
-        if w.scale.shape[1] == 1:
-            return name
-        return f"{name} blocks" if plan.m > 64 and has_block_scales(w) else f"{name} groups"
+        if w.n_groups == 1:
+            return w.form
+        return f"{w.form} blocks" if plan.m > 64 and has_block_scales(w) else f"{w.form} groups"
     if plan.block < CODES_K:
-        return name
-    levels = " levels" if call.x == jnp.int8 and w.unit is not None else ""
-    return f"{name}{levels} x {'int8' if call.x == jnp.int8 else 'float8'}"
+        return w.form
+    levels = " levels" if call.x == jnp.int8 and w.has_unit else ""
+    return f"{w.form}{levels} x {'int8' if call.x == jnp.int8 else 'float8'}"
 
 
 def pair_plans() -> list[PairTile]:
@@ -255,16 +252,15 @@ class WeightTile(Predicted):
 
     def shared_bytes(self, call: MatmulCall, stages: int, row_bytes: tuple[int, ...]) -> int:
         """Bytes of shared memory with so many stages, where rows have a scale and a bias."""
-        w, across, vectors = call.codes, self.rows // 64, self.vector_slots(call.m, call.n)
-        bits = 4 if w.dtype.name in NIBBLES else 8
+        w, across, vectors = call.weight, self.rows // 64, self.vector_slots(call.m, call.n)
         sum_bytes, x_bytes = 256 * self.tokens, BLOCK_K * 2 * self.tokens * self.pieces
         of_groups = [vectors * self.rows * size for size in row_bytes]
         if not row_bytes:  # of up to two groups in a slot, in 16 bits
-            in_slot = 2 * self.rows * SlotGroups(w.group_size, self.block).groups_per_slot
+            in_slot = 2 * self.rows * SlotGroups(w.group, self.block).groups_per_slot
             of_groups = [stages * in_slot] * (1 + (w.zero is not None))
         sizes = (
             stages * x_bytes,
-            stages * self.block * self.rows * bits // 8,
+            stages * self.block * self.rows * w.bits // 8,
             *of_groups,
             *[_UNUSED] * (2 - len(of_groups)),
             across * 256 * min(self.store, self.tokens),
@@ -460,7 +456,7 @@ def quantized_plan(call: MatmulCall) -> PairTile | Reason:
         return Reason(f"w has N = {n}, not a multiple of 8")
     if k % 16:
         return Reason(f"w has K = {k}, not a multiple of 16")
-    if call.codes.scale.shape[1] > 1:
+    if call.weight.n_groups > 1:
         return _block_plan(call)
     tile = pair_tile(call.m, n, k, call.x)
     if (low := call.low_rank) is not None:
@@ -477,20 +473,19 @@ def quantized_plan(call: MatmulCall) -> PairTile | Reason:
 def _block_plan(call: MatmulCall) -> PairTile | Reason:
     """Return the plan for e4m3 operands that both have scales of groups."""
     n, k = call.w.shape
-    if call.codes.group_size != CODES_K:
-        return Reason(f"groups of {call.codes.group_size} columns, the kernel takes {CODES_K}")
+    if call.weight.group != CODES_K:
+        return Reason(f"groups of {call.weight.group} columns, the kernel takes {CODES_K}")
     if call.low_rank is not None:
         return Reason("a low-rank term beside FP8 codes in groups")
-    if call.m > 64 and has_block_scales(call.codes):
+    if call.m > 64 and has_block_scales(call.weight):
         return dataclasses.replace(_least_time(call.m, n, "pair float8 blocks"), promote=1)
-    scales = call.codes.scale
-    row_bytes = scales.shape[1] * min(4, scales.dtype.itemsize)  # x has as many of float32
+    row_bytes = call.weight.n_groups * min(4, call.weight.scale_bytes)  # x has as many of float32
     return dataclasses.replace(pair_tile(call.m, n, k, call.x, scales=row_bytes), promote=1)
 
 
-def has_block_scales(w: QTensor) -> bool:
+def has_block_scales(w: StoredWeight) -> bool:
     """Whether one copy brings a row's scales, and each 128 rows of w share them."""
-    return w.has_blocks and w.scale.shape[1] <= MOST_GROUPS
+    return w.has_blocks and w.n_groups <= MOST_GROUPS
 
 
 def plain_plan(call: MatmulCall) -> PairTile | Reason:
@@ -579,43 +574,43 @@ def weight_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile 
 
     tile: overrides the tile of the table.
     """
-    w, n, k = call.codes, call.n, call.k
+    w, n, k = call.weight, call.n, call.k
     if n % 8:
         return Reason(f"w has N = {n}, not a multiple of 8")
     if call.x not in (jnp.bfloat16, jnp.float16):
         return Reason(f"x is {call.x}, the kernel takes bfloat16 and float16")
-    is_float = is_format(w) or (w.dtype == jnp.float8_e4m3fn and w.group_size % BLOCK_K == 0)
-    if w.dtype not in (jnp.int4, jnp.int8) and not (is_float and call.x == jnp.bfloat16):
-        return Reason(f"no kernel multiplies x of {call.x} by w of {w.dtype} codes")
+    is_float = w.is_format or (w.float8 and w.group % BLOCK_K == 0)
+    if w.codes not in (jnp.int4, jnp.int8) and not (is_float and call.x == jnp.bfloat16):
+        return Reason(f"no kernel multiplies x of {call.x} by w of {w.codes} codes")
     if call.out not in (jnp.bfloat16, jnp.float16):
         return Reason(f"the output would be {call.out}, the kernel writes 16-bit floats")
     if k % BLOCK_K:
         return Reason(f"w has K = {k}, not a multiple of {BLOCK_K}")
-    if w.group_size != 32 and w.group_size % BLOCK_K and not is_format(w):
-        return Reason(f"w has group size {w.group_size}, neither 32 nor a multiple of {BLOCK_K}")
-    is_stored = call.m <= 64 and (is_format(w) or _as_stored(call))
-    if tile is None and is_stored and w.dtype == jnp.int4:
+    if w.group != 32 and w.group % BLOCK_K and not w.is_format:
+        return Reason(f"w has group size {w.group}, neither 32 nor a multiple of {BLOCK_K}")
+    is_stored = call.m <= 64 and (w.is_format or _as_stored(call))
+    if tile is None and is_stored and w.codes == jnp.int4:
         tile = _few_tokens_tile(call.m, n, k, "weight few tokens int4")
     ahead = _timed_ahead(call)
     tile = tile or weight_tile(call.m, n, k, codes=ahead, scaled=call.quantized_x)
-    if is_stored and (row_bytes := _stored_bytes(w, tile.split)):
+    if is_stored and (row_bytes := _stored_bytes(call.codes, tile.split)):
         if tile.fitted(call, row_bytes).stages >= 4:
             return dataclasses.replace(tile, stored=True)
-    if is_format(w) and n % 16:
+    if w.is_format and n % 16:
         return Reason(f"w has N = {n}, and {n} scales of a byte are no whole 16 bytes")
     return tile
 
 
 def _timed_ahead(call: MatmulCall) -> str:
     """Return the codes of a call that has a tile of ``_tiles_ahead``, or an empty string."""
-    w = call.codes
+    w = call.weight
     if call.x != jnp.bfloat16 or w.zero is not None:
         return ""
-    if w.dtype == jnp.int8 and w.scale.shape[1] == 1:
+    if w.codes == jnp.int8 and w.n_groups == 1:
         return "int8"
-    if w.dtype == jnp.int4 and w.group_size == 128:
+    if w.codes == jnp.int4 and w.group == 128:
         return "int4"
-    return "mxfp4" if is_format(w) and w.scale.dtype == jnp.float8_e8m0fnu else ""
+    return "mxfp4" if w.is_format and w.form == "mxfp4" else ""
 
 
 def _stored_bytes(w: QTensor, split: int) -> tuple[int, ...]:
@@ -638,5 +633,5 @@ def part_groups(v: jax.Array, split: int) -> int:
 def _as_stored(call: MatmulCall) -> bool:
     """Whether the kernel multiplies by scales and zeros as they are: bfloat16 (f16 needs its rows
     divided by their largest)."""
-    kinds = [v.dtype for v in (call.codes.scale, call.codes.zero) if v is not None]
-    return call.x == kinds[0] == jnp.bfloat16 and kinds[-1] in (jnp.bfloat16, jnp.int8)
+    scale, zero = call.weight.scale, call.weight.zero
+    return call.x == scale == jnp.bfloat16 and (zero is None or zero in (jnp.bfloat16, jnp.int8))

@@ -24,11 +24,11 @@ half word is 136 + q.  136 + zero is subtracted exactly, so a zero point from -8
 nothing.  The product with the scale is rounded once.
 
 float4_e2m1fn to bfloat16.  A byte's two codes go to where their fields are bfloat16's
-(``few_rows.widen``).  One multiplication by the scale, exact, makes the pair.  A thread may load
+(``widen``).  One multiplication by the scale, exact, makes the pair.  A thread may load
 the 16 bytes of which its quad has four each; PRMT then takes its own.
 
 float8_e4m3fn to bfloat16.  A thread's two columns are two bytes, whose fields go to the lower end
-of bfloat16's exponent (``few_rows.widen``).  The value is exact, and its product with the scale is
+of bfloat16's exponent (``widen``).  The value is exact, and its product with the scale is
 rounded once.
 
 Sources: QServe (arXiv 2405.04532) for scales in two levels, LiquidGEMM (2509.01229) for the
@@ -38,6 +38,7 @@ arithmetic.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -48,7 +49,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith, ir, memref, vector
-from pallas_kernels.matmul.few_rows import widen as few_rows
+from pallas_kernels.matmul import widen
+from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.ptx import Value
 
 _LOW, _EIGHTS, _SIGNS = 0x0F0F0F0F, 0x08080808, 0x80808080
@@ -88,32 +90,32 @@ def multiplied(zero: Value | None, multiple: Value | None = None) -> Widen:
     above = above if multiple is None else above * multiple
     offset = (128 - above) * _ONES
 
-    def widen(u: Value) -> Value:
+    def widened(u: Value) -> Value:
         u = u if multiple is None else u * multiple
         return (u + offset) ^ _SIGNS
 
-    return widen
+    return widened
 
 
 def signed(zero: Value | None) -> Widen:
     """Four codes + 8 -> e4m3 (code - zero) * ``E4M3_STEP``."""
     offset = p.ci(8 * _ONES) if zero is None else (8 - zero) * _ONES
 
-    def widen(u: Value) -> Value:
+    def widened(u: Value) -> Value:
         v = u + offset  # 16 + code - zero
         negative = p.and_xor(v, _SIXTEENS, _SIXTEENS) >> 4
         # 16 less the low bits: those flipped, and one more
         low = (v & _LOW) ^ (negative * 0x0F)
         return low + negative * 0x81
 
-    return widen
+    return widened
 
 
-def eight(first: Value, second: Value, widen: Widen) -> list[Value]:
+def eight(first: Value, second: Value, widened: Widen) -> list[Value]:
     """The weights of two half words of codes: a word of four each."""
     codes = p.permute(first, second, 0x5410)
-    even = widen(p.and_xor(codes, _LOW, _EIGHTS))
-    odd = widen(p.and_xor(codes >> 4, _LOW, _EIGHTS))
+    even = widened(p.and_xor(codes, _LOW, _EIGHTS))
+    odd = widened(p.and_xor(codes >> 4, _LOW, _EIGHTS))
     return [p.permute(even, odd, 0x5140), p.permute(even, odd, 0x7362)]
 
 
@@ -128,19 +130,19 @@ def pair(byte: Value, scale: Value, below: Value, above: Value | None) -> Value:
     return p.mul_pairs(code, scale) if above is None else p.fma_pairs(code, scale, above)
 
 
-def row_words(load: Callable[[int, int], Value], widen: Widen) -> list[Value]:
+def row_words(load: Callable[[int, int], Value], widened: Widen) -> list[Value]:
     """A thread's eight words of one row of 128 columns.  load: (chunk of 16 bytes, half of it) ->
     the thread's 2 bytes there."""
     words = []
     for chunk in range(_PITCH // 16):
-        words += eight(load(chunk, 0), load(chunk, 1), widen)
+        words += eight(load(chunk, 0), load(chunk, 1), widened)
     return words
 
 
-def interleaved_words(words: Sequence[Value], widen: Widen) -> list[Value]:
+def interleaved_words(words: Sequence[Value], widened: Widen) -> list[Value]:
     """A thread's eight words of one row of 128 columns, of its four words of interleaved codes."""
     nibbles = (part for word in words for part in (word, word >> 4))
-    return [widen(p.and_xor(part, _LOW, _EIGHTS)) for part in nibbles]
+    return [widened(p.and_xor(part, _LOW, _EIGHTS)) for part in nibbles]
 
 
 def to_8_bits(
@@ -154,13 +156,8 @@ def to_8_bits(
     order of ``matmul.interleave``.
     """
     pitch = codes.shape[-1]
-    layout = plgpu.Layout.WGMMA_8BIT
-    refs = [v for v in (codes, zeros, multiples) if v is not None]
-    out_type = plgpu.ShapeDtypeStruct((64, 128), dtype, layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs), return_type=out_type)
-    def widen(ctx, codes, *vectors):
-        del ctx
+    def words(codes, *vectors):
         row, in_eight, quad = _IN_ORDER.place()
         base = p.shared_address(codes) + row * pitch
         base = base + quad * (4 if interleaved else 2)
@@ -185,159 +182,150 @@ def to_8_bits(
                 rows.append(interleaved_words(words, widened))
             else:
                 rows.append(row_words(load, widened))
-        is_signed = True if dtype == jnp.int8 else None
-        kind = mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype))
-        return _operand(rows, layout, (64, 128), kind, is_signed)
+        return rows
 
-    return widen(*refs)
-
-
-def to_bfloat16(codes, scales, zeros=None, where=_IN_ORDER) -> jax.Array:
-    """``[64, 64]`` bfloat16 in wgmma's layout, of a warpgroup's rows in shared memory.
-
-    codes: bytes ``[64, 32]``, swizzled by 32.  scales: ``[64]`` bfloat16, strided; zeros: too (they
-    are added last), or int8 (taken off the codes).
-    """
-    layout = plgpu.Layout.WGMMA
-    refs = (codes, scales) if zeros is None else (codes, scales, zeros)
-    out_type = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=layout)
-    pitch, integers = _PITCH // 2, zeros is not None and zeros.dtype == jnp.int8
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs), return_type=out_type)
-    def widen(ctx, codes, scales, *zeros):
-        del ctx
-        row, in_eight, quad = where.place()
-        base = p.shared_address(codes) + row * pitch + quad
-        swizzle = (in_eight >> 2) * 16
-        places = [base + (swizzle ^ (16 * c)) for c in range(2)]
-        rows = []
-        for half in range(2):
-            at = row + where.apart * half
-            scale, zero, above = _factor(scales, at), None, None
-            if integers:
-                zero = arith.extsi(p.i32(), _of_row(zeros[0], at))
-            elif zeros:
-                above = _factor(zeros[0], at)
-            below = below_of(zero)
-            mine = (
-                p.load_shared_narrow(place, "u8", where.apart * pitch * half + 4 * i)
-                for place in places
-                for i in range(4)
-            )
-            rows.append([pair(byte, scale, below, above) for byte in mine])
-        return _operand(rows, layout, (64, 64), ir.BF16Type.get(), None)
-
-    return widen(*refs)
+    refs = [v for v in (codes, zeros, multiples) if v is not None]
+    return _fragment(words, refs, dtype, 128)
 
 
-def float4_to_bfloat16(
-    codes, scales, kind: str, where=_IN_ORDER, wide: bool = True, scale_pitch: int | None = None
+def to_bfloat16(
+    weight: StoredWeight, codes, scales, zeros=None, where=_IN_ORDER, **how
 ) -> jax.Array:
     """``[64, 64]`` bfloat16 in wgmma's layout, of a warpgroup's rows in shared memory.
 
-    codes: bytes ``[64, 32]``, swizzled by 32.  scales: bytes ``[64]`` of each group of 32 columns
-    (kind "e8m0") or 16 ("e4m3"), strided.  With ``scale_pitch``, bytes from row to row, they are
-    one ``[64, groups]``, of which a row's are one load: the rows lie in one bank.  wide: a thread
-    loads all bytes of its quad, which takes fewer instructions and more registers.  The result
-    lacks ``widen.FLOAT4_REST``.
+    codes: bytes ``[64, 8 bits]``, swizzled by as many as a row has.  scales: those of each group of
+    columns, strided: ``[64]`` floats, or bytes of float4; without any the codes alone are widened.
+    zeros: of int4, bfloat16 (they are added last) or int8 (taken off the codes).  where: the rows.
+    how: as of ``_float4``.
     """
-    layout = plgpu.Layout.WGMMA
-    out_type = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=layout)
-    pitch, factor_of = _PITCH // 2, few_rows.e8m0_factor if kind == "e8m0" else few_rows.e4m3_factor
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (1 + len(scales)), return_type=out_type)
-    def unpacked(ctx, codes, *scales):
-        del ctx
-        row, in_eight, quad = where.place()
-        base = p.shared_address(codes) + row * pitch
-        base = base if wide else base + quad
-        swizzle = (in_eight >> 2) * 16
-        places = [base + (swizzle ^ (16 * c)) for c in range(2)]
-        mine = few_rows.FLOAT4_BYTE
-        if wide:
-            mine = quad * 0x1111 + mine
-
-        def words(place, at):
-            if wide:
-                return p.load_shared(place, 4, at)
-            return [p.load_shared_narrow(place, "u8", at + 4 * i) for i in range(4)]
-
-        rows = []
-        for half in range(2):
-            at = row + where.apart * half
-            if scale_pitch is None:
-                factors = [factor_of(arith.extui(p.i32(), _of_row(v, at))) for v in scales]
-            else:
-                place = p.shared_address(scales[0]) + at * scale_pitch
-                is_half = kind == "e8m0"
-                word = p.load_shared_narrow(place, "u16") if is_half else p.load_shared(place, 1)[0]
-                factors = few_rows.factors_of_64(kind, word)
-            each = 8 // len(factors)  # bytes of a thread that share a scale
-            held = [word for place in places for word in words(place, where.apart * pitch * half)]
-            pairs = [few_rows.float4_neighbours(word, mine) for word in held]
-            rows.append([p.mul_pairs(x, factors[i // each]) for i, x in enumerate(pairs)])
-        return _operand(rows, layout, (64, 64), ir.BF16Type.get(), None)
-
-    return unpacked(codes, *scales)
+    words = functools.partial(_WORDS[weight.form], weight, where, **how)
+    return _fragment(words, [codes, *scales, *([] if zeros is None else [zeros])])
 
 
-def bytes_to_bfloat16(codes, scales, where=_IN_ORDER, integers: bool = False) -> jax.Array:
-    """``[64, 64]`` bfloat16 in wgmma's layout, of a warpgroup's rows in shared memory.
-
-    codes: bytes ``[64, 64]``, swizzled by 64: float8_e4m3fn, or with ``integers`` int8.  scales:
-    ``[64]`` floats of the rows, strided; None multiplies by none.
-    """
-    layout = plgpu.Layout.WGMMA
-    out_type = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=layout)
-    refs = (codes,) if scales is None else (codes, scales)
+def _fragment(words: Callable, refs: Sequence, dtype=jnp.bfloat16, columns: int = 64) -> jax.Array:
+    """wgmma's operand of ``words(*refs)``, a thread's words of its two rows."""
+    codes_of_8_bits = dtype != jnp.bfloat16
+    layout = plgpu.Layout.WGMMA_8BIT if codes_of_8_bits else plgpu.Layout.WGMMA
+    out_type = plgpu.ShapeDtypeStruct((64, columns), dtype, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs), return_type=out_type)
-    def unpacked(ctx, codes, *scales):
+    def emit(ctx, *refs):
         del ctx
-        row, in_eight, quad = where.place()
-        base = p.shared_address(codes) + row * _PITCH + quad * 2
-        swizzle = (in_eight >> 1) & 3
-        places = [base + (swizzle ^ c) * 16 for c in range(4)]
-        rows = []
-        for half in range(2):
-            factors = [_factor(v, row + where.apart * half) for v in scales]
-            words = []
-            for place in places:
-                for at in (0, 8):
-                    both = p.load_shared_narrow(place, "u16", where.apart * _PITCH * half + at)
-                    if integers:
-                        pair = few_rows.int8_pair(p.permute(both, p.ci(0), 0x4140))
-                    else:
-                        pair = few_rows.float8_pair(both)
-                    words.append(p.mul_pairs(pair, factors[0]) if factors else pair)
-            rows.append(words)
-        return _operand(rows, layout, (64, 64), ir.BF16Type.get(), None)
+        kind = mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype))
+        rows, is_signed = words(*refs), True if dtype == jnp.int8 else None
+        return _operand(rows, layout, (64, columns), kind, is_signed)
 
-    return unpacked(*refs)
+    return emit(*refs)
 
 
-def from_bfloat16(tile, where=_IN_ORDER) -> jax.Array:
-    """``[64, 64]`` bfloat16 in wgmma's layout, of a warpgroup's rows in shared memory.
+def _nibbles(weight, where, codes, scales, *zeros) -> list[list[Value]]:
+    """Words of int4 codes: a thread's are one byte of eight columns."""
+    row, in_eight, quad = where.place()
+    base = p.shared_address(codes) + row * (_PITCH // 2) + quad
+    swizzle = (in_eight >> 2) * 16
+    places = [base + (swizzle ^ (16 * c)) for c in range(2)]
+    rows = []
+    for half in range(2):
+        at = row + where.apart * half
+        scale, zero, above = _factor(scales, at), None, None
+        if weight.int_zero:
+            zero = arith.extsi(p.i32(), _of_row(zeros[0], at))
+        elif zeros:
+            above = _factor(zeros[0], at)
+        below = below_of(zero)
+        mine = (
+            p.load_shared_narrow(place, "u8", where.apart * (_PITCH // 2) * half + 4 * i)
+            for place in places
+            for i in range(4)
+        )
+        rows.append([pair(byte, scale, below, above) for byte in mine])
+    return rows
 
-    tile: bytes ``[64, 128]``, swizzled by 128.
+
+def _float4(
+    weight, where, codes, *scales, wide: bool = True, scale_pitch: int | None = None
+) -> list[list[Value]]:
+    """Words of float4 codes, which lack ``widen.FLOAT4_REST``.
+
+    scales: bytes ``[64]`` of each group, strided.  With ``scale_pitch``, bytes from row to row,
+    they are one ``[64, groups]``, of which a row's are one load: the rows lie in one bank.  wide: a
+    thread loads all bytes of its quad, which takes fewer instructions and more registers.
     """
-    layout = plgpu.Layout.WGMMA
-    out_type = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=layout)
+    row, in_eight, quad = where.place()
+    kind, pitch = weight.scale_kind, _PITCH // 2
+    base = p.shared_address(codes) + row * pitch
+    base = base if wide else base + quad
+    swizzle = (in_eight >> 2) * 16
+    places = [base + (swizzle ^ (16 * c)) for c in range(2)]
+    mine = quad * 0x1111 + widen.FLOAT4_BYTE if wide else widen.FLOAT4_BYTE
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out_type)
-    def loaded(ctx, tile):
-        del ctx
-        row, in_eight, quad = where.place()
-        pitch = 2 * _PITCH
-        base = p.shared_address(tile) + row * pitch + quad * 4
-        places = [base + (in_eight ^ c) * 16 for c in range(8)]
-        rows = [
-            [p.load_shared(place, 1, where.apart * pitch * half)[0] for place in places]
-            for half in range(2)
-        ]
-        return _operand(rows, layout, (64, 64), ir.BF16Type.get(), None)
+    def words(place, at):
+        if wide:
+            return p.load_shared(place, 4, at)
+        return [p.load_shared_narrow(place, "u8", at + 4 * i) for i in range(4)]
 
-    return loaded(tile)
+    rows = []
+    for half in range(2):
+        at = row + where.apart * half
+        if scale_pitch is None:
+            held = (arith.extui(p.i32(), _of_row(v, at)) for v in scales)
+            factors = [widen.scale_pair(weight, scale, "bf16") for scale in held]
+        else:
+            place = p.shared_address(scales[0]) + at * scale_pitch
+            is_half = kind == "e8m0"
+            word = p.load_shared_narrow(place, "u16") if is_half else p.load_shared(place, 1)[0]
+            factors = widen.factors_of_64(kind, word)
+        each = 8 // len(factors)  # bytes of a thread that share a scale
+        held = [word for place in places for word in words(place, where.apart * pitch * half)]
+        pairs = [widen.float4_neighbours(word, mine) for word in held]
+        rows.append([p.mul_pairs(x, factors[i // each]) for i, x in enumerate(pairs)])
+    return rows
+
+
+def _bytes(weight, where, codes, *scales) -> list[list[Value]]:
+    """Words of float8_e4m3fn or int8 codes."""
+    row, in_eight, quad = where.place()
+    base = p.shared_address(codes) + row * _PITCH + quad * 2
+    swizzle = (in_eight >> 1) & 3
+    places = [base + (swizzle ^ c) * 16 for c in range(4)]
+    rows = []
+    for half in range(2):
+        factors = [_factor(v, row + where.apart * half) for v in scales]
+        words = []
+        for place in places:
+            for at in (0, 8):
+                both = p.load_shared_narrow(place, "u16", where.apart * _PITCH * half + at)
+                if weight.float8:
+                    pair = widen.float8_pair(both)
+                else:
+                    pair = widen.int8_pair(p.permute(both, p.ci(0), 0x4140))
+                words.append(p.mul_pairs(pair, factors[0]) if factors else pair)
+        rows.append(words)
+    return rows
+
+
+def _floats(weight, where, tile) -> list[list[Value]]:
+    """Words of bfloat16, as they are."""
+    del weight
+    row, in_eight, quad = where.place()
+    pitch = 2 * _PITCH
+    base = p.shared_address(tile) + row * pitch + quad * 4
+    places = [base + (in_eight ^ c) * 16 for c in range(8)]
+    return [
+        [p.load_shared(place, 1, where.apart * pitch * half)[0] for place in places]
+        for half in range(2)
+    ]
+
+
+# How a thread's words become bfloat16, by ``StoredWeight.form``.
+_WORDS: dict[str, Callable[..., list[list[Value]]]] = {
+    "float": _floats,
+    "int8": _bytes,
+    "float8": _bytes,
+    "int4": _nibbles,
+    "mxfp4": _float4,
+    "nvfp4": _float4,
+}
 
 
 def _of_row(of_rows: Value, row: Value) -> Value:

@@ -46,99 +46,56 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.launch import Views
 from pallas_kernels.matmul.many_rows import pipeline
 from pallas_kernels.matmul.many_rows.pipeline import launch_persistent, ring_barriers, tiled
-from pallas_kernels.matmul.many_rows.plan import WeightTile, part_groups
-from pallas_kernels.matmul.many_rows.weight_program import WeightBlock, WeightScheme
-
-
-@functools.partial(
-    jax.jit, static_argnames=("out_dtype", "group", "float_zero", "float4", "interleaved", "tile")
+from pallas_kernels.matmul.many_rows.plan import SlotGroups, WeightTile, part_groups
+from pallas_kernels.matmul.many_rows.weight_program import (
+    WeightBlock,
+    WeightOperands,
+    is_unpacked,
+    scales_sums,
 )
+from pallas_kernels.matmul.stored import StoredWeight
+
+
+@functools.partial(jax.jit, static_argnames=("weight", "out_dtype", "tile"))
 def weight_matmul(
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array | None,
-    zero: jax.Array | None,
-    row: jax.Array | None,
-    bias: jax.Array | None,
-    out_dtype,
-    token: jax.Array | None = None,
-    *,
-    group: int,
-    float_zero: bool = False,
-    float4: str | None = None,
-    interleaved: bool = False,
-    tile: WeightTile,
+    operands: WeightOperands, weight: StoredWeight, out_dtype: DTypeLike, tile: WeightTile
 ) -> jax.Array:
-    """Multiply ``x`` by quantized weights; see the module's docstring.
+    """Multiply by a weight in codes; see the module's docstring.
 
     Parameters
     ----------
-    x : [M, K]
-        bfloat16 or float16; or int8 or e4m3 codes, beside int4 weights.
-    w : [N, K]
-        int4 or int8; or float8_e4m3fn beside bfloat16, in one group of scales a slot.
-    scale, zero : [K / group, N] or None
-        In x's dtype; with ``tile.stored`` they are [N, K / group].  Beside 8-bit x both are stored,
-        zero is int8 and scale is int8 or floats.
-    row, bias : [N] or None
-        Floats: a scale, and what is added last.
-    token : [M], optional
-        Floats: the scale of each row of x.
-    group : int
-        Columns that share a scale.
-    float_zero : bool
-        zero is added after the scale, not subtracted before it.
-    float4 : "e8m0", "e4m3" or None
-        The bits of w are float4_e2m1fn codes, and scale holds the bytes of such scales as int8.
-    interleaved : bool
-        Beside 8-bit x: w's columns are in the order of ``matmul.interleave``.
+    operands : WeightOperands
+        The arrays.
+    weight : StoredWeight
+        How the weight is stored whose parts they are.
+    out_dtype : data-type
+        16 bits wide.
+    tile : WeightTile
+        Of the plan.
 
     Returns
     -------
-    [M, N] in out_dtype, 16 bits wide.
+    [M, N] in out_dtype.
 
     Raises
     ------
     ValueError
         The tile's slots do not divide K.
     """
-    (m, k), n = x.shape, w.shape[0]
-    if not tile.divides(k):
-        raise ValueError(f"quantized_matmul: {tile} does not divide K = {k}")
-    codes = x.dtype.itemsize == 1
-    bits = 4 if w.dtype == jnp.int4 else 8
-    is_float = float4 is not None or w.dtype == jnp.float8_e4m3fn
-    scheme = WeightScheme(
-        group=group,
-        block=tile.block,
-        zero=None if zero is None else "float" if float_zero else "int",
-        codes=codes,
-        scaled=codes and (x.dtype != jnp.int8 or row is None),
-        unpacked=is_float
-        or (bits == 4 and tile.stored and group % (tile.block // tile.pieces) == 0),
-        float4=float4,
-        float8=w.dtype == jnp.float8_e4m3fn,
-        interleaved=interleaved,
-    )
-    operands = {
-        "x": x,
-        "w": w,
-        "scale": scale,
-        "zero": zero,
-        "row": row,
-        "bias": bias,
-        "token": token,
-    }
+    x = operands.x
+    if not tile.divides(x.shape[1]):
+        raise ValueError(f"quantized_matmul: {tile} does not divide K = {x.shape[1]}")
     (out,) = launch_persistent(
-        functools.partial(_run, tile=tile, scheme=scheme, shape=(m, n, k)),
-        operands,
-        {"out": jax.ShapeDtypeStruct((m, n), out_dtype)},
-        name=f"quantized_matmul_w{bits}a{8 * x.dtype.itemsize}",
-        scratch=_scratch(operands, out_dtype, scheme, tile),
+        functools.partial(_run, tile=tile, weight=weight),
+        operands._asdict(),
+        {"out": jax.ShapeDtypeStruct((x.shape[0], operands.w.shape[0]), out_dtype)},
+        name=f"quantized_matmul_w{weight.bits}a{8 * x.dtype.itemsize}",
+        scratch=_scratch(operands, out_dtype, weight, tile),
         tile=tile,
         computing=tile.rows // 64 * tile.parts,
         feeds=tile.lag == 0,
@@ -150,12 +107,16 @@ def _run(gmem, smem, barrier, **facts) -> None:
     WeightBlock(gmem, smem, barrier, **facts).run()
 
 
-def _scratch(operands, out_dtype, scheme: WeightScheme, tile: WeightTile) -> dict:
+def _scratch(
+    operands: WeightOperands, out_dtype: DTypeLike, weight: StoredWeight, tile: WeightTile
+) -> dict:
     """Shared memory of a block, and its barriers."""
-    x, w, vectors = operands["x"], operands["w"], dict(list(operands.items())[2:])
-    m, n = x.shape[0], w.shape[0]
+    x, vectors = operands.x, operands._asdict()
+    m, n = x.shape[0], operands.w.shape[0]
+    per_slot = SlotGroups(weight.group, tile.block).groups_per_slot
     across, unused = tile.rows // 64, plgpu.SMEM((32,), jnp.float32)
-    sum_dtype = jnp.int32 if scheme.codes and not scheme.scaled else jnp.float32
+    exact = x.dtype == jnp.int8 and not scales_sums(operands)
+    sum_dtype = jnp.int32 if exact else jnp.float32
     # Those that tell the feeder that a tile's vectors have been read.
     readers = across * tile.parts if tile.stored else across
     of_groups = [name for name in ("scale", "zero") if vectors[name] is not None]
@@ -169,7 +130,7 @@ def _scratch(operands, out_dtype, scheme: WeightScheme, tile: WeightTile) -> dic
         if tile.stored:
             groups = part_groups(v, tile.split)
             return plgpu.SMEM((tile.vector_slots(m, n), tile.rows, groups), v.dtype)
-        return plgpu.SMEM((tile.stages, scheme.groups_per_slot, tile.rows), v.dtype)
+        return plgpu.SMEM((tile.stages, per_slot, tile.rows), v.dtype)
 
     def vector(v, size=tile.rows):
         return unused if v is None else plgpu.SMEM((tile.vector_slots(m, n), size), v.dtype)
@@ -194,7 +155,7 @@ def _scratch(operands, out_dtype, scheme: WeightScheme, tile: WeightTile) -> dic
     given = plgpu.Barrier(num_arrivals=1, num_barriers=across * max(1, tile.parts - 1))
     return {
         "x": pipeline.rows_and_tiles(of_slots, x.dtype),
-        "w": _slots(w, scheme, tile),
+        "w": _slots(operands.w, weight, tile),
         "scale": groups_of(vectors["scale"]),
         "zero": groups_of(vectors["zero"]),
         "out": pipeline.rows_and_tiles((across, 2, min(tile.store, tile.tokens), 64), out_dtype),
@@ -211,12 +172,12 @@ def _scratch(operands, out_dtype, scheme: WeightScheme, tile: WeightTile) -> dic
     }
 
 
-def _slots(w, scheme: WeightScheme, tile: WeightTile):
+def _slots(w: jax.Array, weight: StoredWeight, tile: WeightTile):
     """The ring's slots of w; int4 that is unpacked byte by byte is read as bytes."""
-    row_bytes = tile.block * (4 if w.dtype == jnp.int4 else 8) // 8
+    row_bytes = tile.block * weight.bits // 8
     tiles = plgpu.SMEM(
         (tile.stages, tile.rows, tile.block), w.dtype, transforms=tiled(w.dtype, row_bytes)
     )
-    if not scheme.unpacked:
+    if not is_unpacked(weight, tile):
         return tiles
     return Views(tiles=tiles, bytes=plgpu.SMEM((tile.stages, tile.rows, row_bytes), jnp.int8))

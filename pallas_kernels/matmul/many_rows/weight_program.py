@@ -7,15 +7,15 @@ traced.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.matmul.few_rows.widen import FLOAT4_REST
 from pallas_kernels.matmul.many_rows import pipeline, unpack
 from pallas_kernels.matmul.many_rows.copies_program import CopiesAhead, Feeder, NoCopies
 from pallas_kernels.matmul.many_rows.pipeline import (
@@ -28,37 +28,65 @@ from pallas_kernels.matmul.many_rows.pipeline import (
     tile_of,
 )
 from pallas_kernels.matmul.many_rows.plan import SlotGroups, WeightTile
+from pallas_kernels.matmul.stored import StoredWeight
+from pallas_kernels.matmul.widen import FLOAT4_REST
 
 _LAYOUT = plgpu.Layout.WGMMA
 
 
-@dataclasses.dataclass(frozen=True)
-class WeightScheme(SlotGroups):
-    """How codes become the operand that is multiplied."""
+class WeightOperands(NamedTuple):
+    """The arrays of ``weight_matmul``.  A kernel has references to them under the same names.
 
-    zero: str | None  # "int": subtracted before the scale; "float": added after it
-    codes: bool  # x has 8 bits, and so have the weights that it is multiplied by
-    scaled: bool  # scales multiply sums of 128 columns, not weights
-    unpacked: bool  # 4-bit codes become the operand byte by byte (``unpack``)
-    float4: str | None = None  # "e8m0" or "e4m3": the scales of float4_e2m1fn codes, in bytes
-    float8: bool = False  # the codes are float8_e4m3fn
-    interleaved: bool = False  # int4 codes beside 8-bit x are in the order of ``interleave``
+    x : [M, K]
+        bfloat16 or float16; or int8 or e4m3 codes, beside int4 weights.
+    w : [N, K]
+        int4, or the bits of float4 codes; int8; or float8_e4m3fn beside bfloat16, in one group of
+        scales a slot.
+    scale, zero : [K / group, N] or None
+        In x's dtype, or the bytes of float4's scales as int8; with ``tile.stored`` they are
+        [N, K / group].  Beside 8-bit x both are stored, zero is int8 and scale is int8 or floats.
+    row, bias : [N] or None
+        Floats: a scale, and what is added last.
+    token : [M] or None
+        Floats: the scale of each row of x.
+    """
+
+    x: jax.Array
+    w: jax.Array
+    scale: jax.Array | None = None
+    zero: jax.Array | None = None
+    row: jax.Array | None = None
+    bias: jax.Array | None = None
+    token: jax.Array | None = None
+
+
+def scales_sums(held: WeightOperands) -> bool:
+    """Whether scales multiply sums of 128 columns of codes, not weights."""
+    return held.x.dtype.itemsize == 1 and (held.x.dtype != jnp.int8 or held.row is None)
+
+
+def is_unpacked(weight: StoredWeight, tile: WeightTile) -> bool:
+    """Whether codes become the operand byte by byte (``unpack``)."""
+    one_group = tile.stored and weight.group % (tile.block // tile.pieces) == 0
+    return weight.float4 or weight.float8 or (weight.bits == 4 and one_group)
 
 
 class WeightBlock:
     """A block's memory, its place in the grid, and the tiles that it computes."""
 
-    def __init__(self, gmem, smem, barrier, *, tile: WeightTile, scheme: WeightScheme, shape):
-        m, n, k = shape
+    def __init__(self, gmem, smem, barrier, *, tile: WeightTile, weight: StoredWeight):
+        (m, k), n = gmem.x.shape, gmem.w.shape[0]
         self.gmem, self.smem, self.barrier = gmem, smem, barrier
-        self.tile, self.scheme, self.m, self.k = tile, scheme, m, k
-        self.w_tiles = smem.w.tiles if scheme.unpacked else smem.w
+        self.tile, self.weight, self.m, self.k = tile, weight, m, k
+        self.groups = SlotGroups(weight.group, tile.block)
+        self.unpacked = is_unpacked(weight, tile)
+        self.w_tiles = smem.w.tiles if self.unpacked else smem.w
         self.warpgroup, self.pair, self.k_part = (
             lax.axis_index(axis) for axis in ("warpgroup", "pair", "part")
         )
         self.n_clusters = tile.sms // (tile.cluster * tile.split)
         self.grid = pl.cdiv(m, tile.tokens), pl.cdiv(n, tile.rows * tile.cluster)
-        self.steps = k // scheme.block // tile.split
+        self.steps = k // tile.block // tile.split
         self.first_step = self.k_part * self.steps
         self.tiles = my_tiles(self.grid[0] * self.grid[1], self.n_clusters)
         self.vector_slots = tile.vector_slots(m, n)
@@ -100,11 +128,12 @@ class Multiplier:
         return cls(block)
 
     def __init__(self, block: WeightBlock):
-        self.block, self.tile, self.scheme, self.smem = block, block.tile, block.scheme, block.smem
+        self.block, self.tile, self.weight, self.smem = block, block.tile, block.weight, block.smem
         self.gmem, self.barrier = block.gmem, block.barrier
         self.half, self.turn = block.warpgroup % block.across, block.warpgroup // block.across
         self.rows = pl.ds(self.half * 64, 64)
         self.sum_dtype = jnp.int32 if self.gmem.x.dtype == jnp.int8 else jnp.float32
+        self.scaled = scales_sums(self.gmem)
         self.ahead = CopiesAhead(block) if block.tile.lag else NoCopies()
 
     def compute_tiles(self) -> None:
@@ -123,7 +152,7 @@ class Multiplier:
         self.ahead.start_tile(t)
         if tile.stored:
             plgpu.barrier_wait(self.barrier.vectors_full.at[lax.rem(t, block.vector_slots)])
-        if self.scheme.scaled:
+        if self.scaled:
             acc = self.sum_of_scaled(t)
         else:
             ref = plgpu.ACC((64, tile.tokens), self.sum_dtype)
@@ -138,15 +167,15 @@ class Multiplier:
     def stored_at(self, ref, t, j, g=0, count=None):
         """Slot j's g-th group of the tile's stored vectors, or its first ``count``; shared memory
         holds the groups of this block's part of K, or all."""
-        block, scheme = self.block, self.scheme
-        j = j if ref.shape[2] < block.k // scheme.group else block.first_step + j
-        group = scheme.group_of(j) + g
+        block = self.block
+        j = j if ref.shape[2] < block.k // block.weight.group else block.first_step + j
+        group = block.groups.group_of(j) + g
         group = group if count is None else pl.ds(group, count)
         return ref.at[lax.rem(t, block.vector_slots), self.rows, group]
 
     def group_of(self, piece: int) -> int:
         """A piece's group among its slot's."""
-        return piece * self.scheme.groups_per_slot // self.tile.pieces
+        return piece * self.block.groups.groups_per_slot // self.tile.pieces
 
     def scales_of(self, t, j, at, g):
         """Slot j's g-th group of scales, from the tile's vectors or from the ring."""
@@ -156,7 +185,7 @@ class Multiplier:
 
     def per_column(self, ref, t, j, at):
         """The groups' vectors, spread over the slot's weights: [64, columns]."""
-        scheme, shape = self.scheme, (64, self.scheme.block)
+        groups, shape = self.block.groups, (64, self.tile.block)
 
         def of_group(g):
             if self.tile.stored:
@@ -165,46 +194,47 @@ class Multiplier:
                 v = plgpu.load(ref.at[at, g, self.rows], layout=_LAYOUT.reduce(1))
             return lax.broadcast_in_dim(v, shape, [0])
 
-        parts = [of_group(g) for g in range(scheme.groups_per_slot)]
+        parts = [of_group(g) for g in range(groups.groups_per_slot)]
         if len(parts) == 1:
             return parts[0]
         column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_LAYOUT)
-        return jnp.where(column < scheme.group, *parts)
+        return jnp.where(column < groups.group, *parts)
 
     def dequantized(self, t, j, at, piece=0):
         """A piece of the slot's weights as wgmma's register operand, in x's dtype."""
-        gmem, smem, scheme = self.gmem, self.smem, self.scheme
-        if scheme.float4 is not None:
-            count, pitch = scheme.groups_per_slot, None
+        gmem, smem, weight, group = self.gmem, self.smem, self.weight, self.group_of(piece)
+        if not self.block.unpacked:
+            return self.converted(t, j, at)
+        codes = smem.w.bytes.at[at, self.rows]
+        if weight.float4:
+            count, pitch = self.block.groups.groups_per_slot, None
             if self.tile.stored:
-                groups, pitch = [self.stored_at(smem.scale, t, j, count=count)], smem.scale.shape[2]
+                scales, pitch = [self.stored_at(smem.scale, t, j, count=count)], smem.scale.shape[2]
             else:
-                groups = [self.scales_of(t, j, at, g) for g in range(count)]
+                scales = [self.scales_of(t, j, at, g) for g in range(count)]
             how = {"wide": self.tile.parts == 1, "scale_pitch": pitch}
-            codes = smem.w.bytes.at[at, self.rows]
-            return unpack.float4_to_bfloat16(codes, groups, scheme.float4, **how)
-        if scheme.float8:
-            scales = None if gmem.scale is None else self.scales_of(t, j, at, 0)
-            return unpack.bytes_to_bfloat16(smem.w.bytes.at[at, self.rows], scales)
-        if scheme.unpacked:
-            codes, group = smem.w.bytes.at[at, self.rows], self.group_of(piece)
-            scales = self.stored_at(smem.scale, t, j, group)
-            zeros = None if gmem.zero is None else self.stored_at(smem.zero, t, j, group)
-            if scheme.codes:
-                multiples = None if scheme.scaled else scales
-                how = {"piece": piece, "interleaved": scheme.interleaved}
-                return unpack.to_8_bits(gmem.x.dtype, codes, zeros, multiples, **how)
-            return unpack.to_bfloat16(codes, scales, zeros)
+            return unpack.to_bfloat16(weight, codes, scales, **how)
+        scales = [] if gmem.scale is None else [self.scales_of(t, j, at, group)]
+        zeros = None if gmem.zero is None else self.stored_at(smem.zero, t, j, group)
+        if gmem.x.dtype.itemsize == 2:
+            return unpack.to_bfloat16(weight, codes, scales, zeros)
+        multiples = None if self.scaled else scales[0]
+        how = {"piece": piece, "interleaved": weight.interleaved}
+        return unpack.to_8_bits(gmem.x.dtype, codes, zeros, multiples, **how)
+
+    def converted(self, t, j, at):
+        """The slot's weights in x's dtype, by Pallas's own conversions."""
+        gmem, smem, weight = self.gmem, self.smem, self.weight
         wide = plgpu.Layout.WGMMA_UPCAST_2X
         if gmem.w.dtype == jnp.int4:
             wide = plgpu.Layout.WGMMA_UPCAST_4X
         codes = plgpu.load(self.block.w_tiles.at[at, self.rows], layout=wide)
         a = plgpu.layout_cast(codes, _LAYOUT).astype(gmem.x.dtype)
-        if scheme.zero == "int":
+        if weight.int_zero:
             a = a - self.per_column(smem.zero, t, j, at)  # exact: small integers
         if gmem.scale is not None:
             a = a * self.per_column(smem.scale, t, j, at)
-        if scheme.zero == "float":
+        if weight.float_zero:
             a = a + self.per_column(smem.zero, t, j, at)
         return a
 
@@ -337,7 +367,7 @@ class Multiplier:
             return lax.broadcast_in_dim(v.astype(jnp.float32), (64, width), [0])
 
         row_scale, row_bias = of_rows("row"), of_rows("bias")
-        if self.scheme.float4 is not None:  # the rest of what makes its codes floats
+        if self.weight.float4:  # the rest of what makes its codes floats
             row_scale = FLOAT4_REST if row_scale is None else row_scale * FLOAT4_REST
         if block.by_tile and gmem.token is None:
             plgpu.barrier_arrive(barrier.vectors_empty.at[slot])

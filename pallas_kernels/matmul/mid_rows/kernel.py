@@ -30,11 +30,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.call import MatmulCall
-from pallas_kernels.matmul.few_rows.kernel import parts_of
-from pallas_kernels.matmul.few_rows.scheme import KIND
-from pallas_kernels.matmul.few_rows.widen import FLOAT4_REST
+from pallas_kernels.matmul.few_rows.kernel import kinds_of, parts_of
 from pallas_kernels.matmul.mid_rows.mid_program import MidBlock
-from pallas_kernels.matmul.mid_rows.plan import MidTile, scheme_of
+from pallas_kernels.matmul.mid_rows.plan import MidStep, MidTile
+from pallas_kernels.matmul.widen import FLOAT4_REST
 from pallas_kernels.qtensor import QTensor
 
 
@@ -51,7 +50,7 @@ def matmul(
     x is a QTensor of int8 with a scale a row, or in bfloat16 or float16.  bias: [N].
     """
     (m, k), n = x.shape, w.shape[0]
-    scheme = scheme_of(MatmulCall.of(x, w, out_dtype))
+    step = MidStep.of(MatmulCall.of(x, w, out_dtype))
     scale_x = x.scale.astype(jnp.float32) if isinstance(x, QTensor) else None
     parts = parts_of(w)
     inputs = {
@@ -65,15 +64,11 @@ def matmul(
     }
     out = jax.ShapeDtypeStruct((m, n), out_dtype)
     if tile.parts > 1:
-        out = jax.ShapeDtypeStruct((tile.parts, m, n), jnp.int32 if scheme.exact else jnp.float32)
-    kinds = {
-        name: KIND[v.dtype.name]
-        for name, v in {**inputs, "out": out}.items()
-        if v is not None and v.dtype.name in KIND
-    }
+        out = jax.ShapeDtypeStruct((tile.parts, m, n), jnp.int32 if step.exact else jnp.float32)
+    kinds = kinds_of({**inputs, "out": out})
 
     def body(gmem, smem):
-        MidBlock(tile, scheme, (m, n, k), kinds, gmem, smem).run()
+        MidBlock(tile, step, (m, n, k), kinds, gmem, smem).run()
 
     (sums,) = launch(
         body,
@@ -82,15 +77,15 @@ def matmul(
         name=tile.kernel,
         grid=tile.blocks(m, n),
         warpgroups=tile.warps // 4,
-        scratch={"ring": tile.shared_bytes(scheme) // 4},
+        scratch={"ring": tile.shared_bytes(step) // 4},
         registers=True,
     )
     if tile.parts == 1:
         return sums
     total = functools.reduce(jnp.add, sums).astype(jnp.float32)
-    if scheme.w.float4:
+    if step.w.float4:
         total = total * (FLOAT4_REST if w.unit is None else w.unit[:, 0] * FLOAT4_REST)
-    elif not scheme.folds:
+    elif not step.folds:
         scale = w.scale[:, 0].astype(jnp.float32)
         total = total * (scale if scale_x is None else scale_x * scale)
     if bias is not None:

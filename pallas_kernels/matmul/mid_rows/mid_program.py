@@ -26,9 +26,8 @@ from types import SimpleNamespace
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.jax_internals import arith
-from pallas_kernels.matmul.few_rows.widen import FLOAT4_REST
-from pallas_kernels.matmul.mid_rows.plan import WARP_ROWS, MidScheme, MidTile
-from pallas_kernels.matmul.mid_rows.widen_program import doubled, factor_of, neighbours
+from pallas_kernels.matmul import widen
+from pallas_kernels.matmul.mid_rows.plan import WARP_ROWS, MidStep, MidTile
 from pallas_kernels.ptx import Value
 
 _PIECE = 16  # bytes of a copy
@@ -42,17 +41,17 @@ class MidBlock:
     def __init__(
         self,
         tile: MidTile,
-        scheme: MidScheme,
+        form: MidStep,
         shape: tuple[int, int, int],
         kinds: dict[str, str],
         gmem: SimpleNamespace,
         smem: SimpleNamespace,
     ):
-        self.tile, self.scheme, self.kinds = tile, scheme, kinds
+        self.tile, self.form, self.kinds = tile, form, kinds
         self.m, self.n, self.k = shape
         self.gmem = {name: None if r is None else p.address(r) for name, r in vars(gmem).items()}
         self.ring = p.shared_address(smem.ring)
-        self.steps = self.k // scheme.columns // tile.parts  # of this block
+        self.steps = self.k // form.columns // tile.parts  # of this block
         self.thread = p.register("tid.x")
         lane = self.thread & 31
         self.group, self.quad = lane >> 2, lane & 3
@@ -71,17 +70,17 @@ class MidBlock:
 
     def run(self) -> None:
         p.await_kernel()
-        tile, scheme = self.tile, self.scheme
-        begin = tile.tokens * scheme.x_pitch
+        tile, form = self.tile, self.form
+        begin = tile.tokens * form.x_pitch
         self.pieces: list[tuple[Value, Value, Value, int]] = []
-        self.place_copies("x", tile.tokens, scheme.x_pitch, self.first_token, 8 * scheme.x_size, 0)
-        self.place_copies("w", tile.rows, scheme.w_pitch, self.first_row, scheme.w.bits, begin)
+        self.place_copies("x", tile.tokens, form.x_pitch, self.first_token, 8 * form.x_size, 0)
+        self.place_copies("w", tile.rows, form.w_pitch, self.first_row, form.w.bits, begin)
         self.place_loads()
         for step in range(tile.stages - 1):
             if step < self.steps:
-                self.copy(p.ci(step), p.ci(step * tile.step_bytes(scheme)))
+                self.copy(p.ci(step), p.ci(step * tile.step_bytes(form)))
             p.copies_commit()
-        zero = p.ci(0) if scheme.exact else p.cf(0.0)
+        zero = p.ci(0) if form.exact else p.cf(0.0)
         first = self.load_scales(p.ci(0))
         carry = p.loop(0, self.steps, 1, [zero] * tile.tokens + [p.ci(0), *first], self.step)
         # Of 8 rows of x and 16 of w.
@@ -100,7 +99,7 @@ class MidBlock:
         place = self.thread >> (across.bit_length() - 1)
         chunk = self.thread & (across - 1)
         row = self.exchanged(place) if pitch == 64 else place
-        k0 = self.part * (self.steps * self.scheme.columns)
+        k0 = self.part * (self.steps * self.form.columns)
         column = k0 * bits // 8 + chunk * _PIECE
         last = (self.m if name == "x" else self.n) - 1
         apart = 32 * self.tile.warps // across  # rows between two pieces of a thread: 8 or more
@@ -121,7 +120,7 @@ class MidBlock:
 
     def swizzle(self, group: Value, pitch: int) -> Value:
         """The number that the pieces of a row are XORed with; group: of the lanes that load it."""
-        if self.scheme.exact:
+        if self.form.exact:
             return group & 7
         if pitch > 64:
             return (group & 1) << 2
@@ -139,29 +138,29 @@ class MidBlock:
 
     def place_loads(self) -> None:
         """The lane's places of each of the warp's units in the ring: of x and of w."""
-        scheme = self.scheme
-        share = scheme.units // self.tile.k_warps
+        form = self.form
+        share = form.units // self.tile.k_warps
         units = [self.warp_k * share + i for i in range(share)]
-        eight = 16 // scheme.x_size
-        self.columns = [u * scheme.unit + self.quad * eight for u in units]
-        w_begin = self.ring + self.tile.tokens * scheme.x_pitch
-        w_begin = w_begin + self.warp_n * (WARP_ROWS * scheme.w_pitch)
-        if scheme.exact:
+        eight = 16 // form.x_size
+        self.columns = [u * form.unit + self.quad * eight for u in units]
+        w_begin = self.ring + self.tile.tokens * form.x_pitch
+        w_begin = w_begin + self.warp_n * (WARP_ROWS * form.w_pitch)
+        if form.exact:
             self.place_matrices(units, w_begin)
         else:
             self.place_words(units, w_begin)
 
     def place_words(self, units: list[Value], w_begin: Value) -> None:
-        scheme = self.scheme
+        form = self.form
         # The first of the lane's rows; the others are a constant number of bytes behind it.
         row = self.group * _OWN
-        self.row_places = [scheme.w_pitch * i for i in range(_OWN)]
-        if scheme.w_pitch == 64:
+        self.row_places = [form.w_pitch * i for i in range(_OWN)]
+        if form.w_pitch == 64:
             row, self.row_places = self.exchanged(row), [0, 4 * 64, 2 * 64, 6 * 64]
-        w_begin = w_begin + row * scheme.w_pitch
-        x_begin = self.ring + self.group * scheme.x_pitch
-        x_moved, w_moved = (self.swizzle(self.group, x) for x in (scheme.x_pitch, scheme.w_pitch))
-        self.words = scheme.w.bits // 4  # of the lane's codes of a unit
+        w_begin = w_begin + row * form.w_pitch
+        x_begin = self.ring + self.group * form.x_pitch
+        x_moved, w_moved = (self.swizzle(self.group, x) for x in (form.x_pitch, form.w_pitch))
+        self.words = form.w.bits // 4  # of the lane's codes of a unit
         self.x_places, self.w_places = [], []
         for unit in units:
             piece = (unit * 4 + self.quad) ^ x_moved
@@ -173,11 +172,11 @@ class MidBlock:
 
     def place_matrices(self, units: list[Value], w_begin: Value) -> None:
         """Place four pieces of 8 rows of x for a unit, and two of 16 rows of w for each mma."""
-        scheme = self.scheme
+        form = self.form
         row, matrix = self.lane & 7, self.lane >> 3
         of_w = row * _OWN + (matrix & 1)
-        w_begin = w_begin + of_w * scheme.w_pitch
-        x_begin = self.ring + row * scheme.x_pitch
+        w_begin = w_begin + of_w * form.w_pitch
+        x_begin = self.ring + row * form.x_pitch
 
         def place(begin: Value, piece: Value) -> Value:
             return begin + (piece ^ row) * _PIECE
@@ -188,10 +187,10 @@ class MidBlock:
 
     def step(self, index: Value, carry: list[Value]) -> list[Value]:
         """Multiply a step that has arrived, and start the copies of one that is to come."""
-        tile, scheme = self.tile, self.scheme
+        tile, form = self.tile, self.form
         slot, scales = carry[tile.tokens], carry[tile.tokens + 1 :]
         acc = [carry[i : i + 4] for i in range(0, tile.tokens, 4)]
-        size = tile.step_bytes(scheme)
+        size = tile.step_bytes(form)
         p.copies_wait(tile.stages - 2)
         p.barrier()
         later = index + (tile.stages - 1)
@@ -207,7 +206,7 @@ class MidBlock:
             left = self.weights(places, scales[held : held + per_unit])
             place = self.x_places[i] + slot
             for t in range(tile.tokens // 8):
-                right = self.load_x(place, 8 * t * scheme.x_pitch)
+                right = self.load_x(place, 8 * t * form.x_pitch)
                 for s in range(2):
                     for half in range(2):
                         at = 2 * t + half
@@ -218,41 +217,41 @@ class MidBlock:
 
     def load_x(self, place: Value, at: int) -> list[Value]:
         """The lane's words of 8 rows of x in a unit, two for each step of mma."""
-        if self.scheme.exact:
+        if self.form.exact:
             return p.load_matrices(place, at)
         return p.load_shared(place, 4, at)
 
     def multiply(self, acc: list[Value], left: list[Value], right: list[Value]) -> list[Value]:
-        if self.scheme.exact:
+        if self.form.exact:
             return p.mma_int8(acc, left, right)
-        return p.mma(acc, left, right, self.scheme.w.kind)
+        return p.mma(acc, left, right, self.form.x)
 
     # --- weights ---
 
     @property
     def is_one_group(self) -> bool:
         """Whether the columns of a step have one scale."""
-        return self.scheme.w.group % self.scheme.columns == 0
+        return self.form.w.group % self.form.columns == 0
 
     @property
     def scale_sets(self) -> int:
         """The sets of scales of a step: one for all its units, or one for each unit of a warp."""
-        return 1 if self.is_one_group else self.scheme.units // self.tile.k_warps
+        return 1 if self.is_one_group else self.form.units // self.tile.k_warps
 
     def load_scales(self, step: Value) -> list[Value]:
         """Scales and zeros of the lane's rows in a step as they are stored, set after set; none
         where the sums are multiplied and no zeros are taken off."""
-        scheme, w = self.scheme, self.scheme.w
+        form, w = self.form, self.form.w
         zeros = self.gmem["zero"] is not None
-        if not scheme.folds and not zeros:
+        if not form.folds and not zeros:
             return []
         begin = (self.warp_row + self.group * _OWN) * w.n_groups
         found = []
-        k0 = (self.part * self.steps + step) * scheme.columns
+        k0 = (self.part * self.steps + step) * form.columns
         for i in range(self.scale_sets):
             column = k0 if self.is_one_group else k0 + self.columns[i]
             at = begin + column // w.group
-            if scheme.folds:
+            if form.folds:
                 found += self.load_four("scale", at)
             if zeros:
                 found += self.load_four("zero", at)
@@ -264,7 +263,7 @@ class MidBlock:
         size = 1 if kind is None else _SIZE[kind]
         base, found = p.offset(self.gmem[name], at, size), []
         for i in range(_OWN):
-            here = i * self.scheme.w.n_groups * size
+            here = i * self.form.w.n_groups * size
             if kind is None:
                 found.append(p.load_signed_byte(base, here))
             elif kind == "f32":
@@ -275,8 +274,8 @@ class MidBlock:
 
     def weights(self, places: list[Value], scales: list[Value]) -> list[list[list[Value]]]:
         """The A operands of a unit: of both tiles of 16 rows, each for two steps of mma."""
-        if self.scheme.exact:
-            pitch = self.scheme.w_pitch
+        if self.form.exact:
+            pitch = self.form.w_pitch
             return [[p.load_matrices(at, 2 * i * pitch) for at in places] for i in range(2)]
         (place,) = places
         rows = [
@@ -290,18 +289,20 @@ class MidBlock:
 
     def row(self, words: list[Value], scales: list[Value], i: int) -> list[Value]:
         """The lane's four pairs of its i-th row in a unit, as they are multiplied."""
-        w, kinds = self.scheme.w, self.kinds
-        factors = scales[:_OWN] if self.scheme.folds else []
+        w, x, kinds = self.form.w, self.form.x, self.kinds
+        factors = scales[:_OWN] if self.form.folds else []
         zeros = scales[len(factors) :]
-        zero = zeros[i] if w.zero == "int" else None
-        pairs = [pair for word in words for pair in neighbours(w, word, zero)]
+        bias = p.ci(widen.code_bias(w, x))
+        if w.int_zero:
+            bias = bias + zeros[i] * 0x00010001
+        pairs = [v for word in words for v in widen.word_pairs(w, word, bias, x, neighbours=True)]
         if not factors:
             return pairs
-        factor = factor_of(w, factors[i], kinds.get("scale"))
-        if w.zero == "float":
-            above = doubled(zeros[i], kinds["zero"], w.kind)
+        factor = widen.scale_pair(w, factors[i], x)
+        if w.float_zero:
+            above = widen.doubled(zeros[i], kinds["zero"], x)
             return [p.fma_pairs(pair, factor, above) for pair in pairs]
-        return [p.mul_pairs(pair, factor, w.kind) for pair in pairs]
+        return [p.mul_pairs(pair, factor, x) for pair in pairs]
 
     # --- the end ---
 
@@ -323,12 +324,12 @@ class MidBlock:
         p.barrier()
 
         def take() -> None:
-            kind, add = ("b32", arith.addi) if self.scheme.exact else ("f32", arith.addf)
+            kind = "b32" if self.form.exact else "f32"
             total = []
             for i, four in enumerate(sums):
                 for other in range(self.tile.k_warps - 1):
                     more = p.load_shared(own, 4, i * size + other * apart, kind)
-                    four = [add(x, y) for x, y in zip(four, more, strict=True)]
+                    four = [x + y for x, y in zip(four, more, strict=True)]
                 total.append(four)
             self.store(total)
 
@@ -350,11 +351,11 @@ class MidBlock:
 
     def row_scales(self, row: Value) -> list[Value] | None:
         """The factors of the sums of the lane's rows of w, or None."""
-        if self.scheme.w.float4:
-            rest = p.cf(FLOAT4_REST)
+        if self.form.w.float4:
+            rest = p.cf(widen.FLOAT4_REST)
             units = self.load_own("unit", row)
             return [rest] * _OWN if units is None else [x * rest for x in units]
-        return None if self.scheme.folds else self.load_own("scale", row)
+        return None if self.form.folds else self.load_own("scale", row)
 
     def load_own(self, name: str, row: Value) -> list[Value] | None:
         """The lane's rows' floats, or None if the call has no such operand."""
@@ -378,7 +379,7 @@ class MidBlock:
             line = self.part * self.m + token
             p.store_global(p.offset(self.gmem["out"], line * self.n + row, 4), values)
             return
-        if self.scheme.exact:
+        if self.form.exact:
             values = [p.to_float(x) for x in values]
         if scale is not None:
             if self.gmem["scale_x"] is not None:

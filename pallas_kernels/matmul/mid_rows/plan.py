@@ -19,9 +19,8 @@ from pallas_kernels.cards.table import MidRows
 from pallas_kernels.device import Gpu, gpu
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.matmul.call import MatmulCall
-from pallas_kernels.matmul.few_rows.plan import TOKENS, is_format
-from pallas_kernels.matmul.few_rows.scheme import KIND, FewRowsScheme
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.matmul.few_rows.plan import TOKENS
+from pallas_kernels.matmul.stored import KIND, StoredWeight
 
 MOST_ROWS = 256
 WARP_ROWS = 32  # rows of w of a warp
@@ -34,14 +33,20 @@ _SPILLS = 128, 128, 1  # tokens, rows, k_warps: 128 threads with 16 pieces to co
 
 
 @dataclasses.dataclass(frozen=True)
-class MidScheme:
-    """How x and w are stored.
+class MidStep:
+    """A step of K of x and w in shared memory.  x: the kind of its floats, or "s8" for codes."""
 
-    w: w's codes, groups, scales and zeros.  exact: x has int8 codes, else 16-bit floats.
-    """
+    w: StoredWeight
+    x: str
 
-    w: FewRowsScheme
-    exact: bool
+    @classmethod
+    def of(cls, call: MatmulCall) -> MidStep:
+        return cls(call.weight, "s8" if call.quantized_x else KIND[call.x.name])
+
+    @property
+    def exact(self) -> bool:
+        """Whether x has int8 codes."""
+        return self.x == "s8"
 
     @property
     def family(self) -> str:
@@ -81,7 +86,7 @@ class MidScheme:
     @property
     def folds(self) -> bool:
         """Whether scales multiply the weights, because they vary along K, instead of the sums."""
-        return self.w.n_groups > 1 or self.w.zero == "float"
+        return self.w.n_groups > 1 or self.w.float_zero
 
     @property
     def widening(self) -> float:
@@ -114,49 +119,42 @@ class MidTile(Predicted):
     def warps(self) -> int:
         return self.rows // WARP_ROWS * self.k_warps
 
-    def step_bytes(self, scheme: MidScheme) -> int:
-        return self.tokens * scheme.x_pitch + self.rows * scheme.w_pitch
+    def step_bytes(self, step: MidStep) -> int:
+        return self.tokens * step.x_pitch + self.rows * step.w_pitch
 
-    def shared_bytes(self, scheme: MidScheme) -> int:
+    def shared_bytes(self, step: MidStep) -> int:
         """Bytes of the ring; the warps' sums take its place at the end."""
         sums = (self.k_warps - 1) * self.tokens * self.rows * 4
-        return max(self.stages * self.step_bytes(scheme), sums)
+        return max(self.stages * self.step_bytes(step), sums)
 
     def blocks(self, m: int, n: int) -> int:
         return math.ceil(m / self.tokens) * math.ceil(n / self.rows) * self.parts
 
-    def clocks(self, m: int, n: int, k: int, scheme: MidScheme, device: Gpu) -> float:
+    def clocks(self, m: int, n: int, k: int, step: MidStep, device: Gpu) -> float:
         """Return the clocks of the busiest multiprocessor."""
         busiest = math.ceil(self.blocks(m, n) / device.sms)
-        at_once = min(busiest, self._resident(scheme, device))
-        steps = k // scheme.columns // self.parts
-        return busiest * steps * self._step_clocks(scheme, at_once, device.mid_rows)
+        at_once = min(busiest, self._resident(step, device))
+        steps = k // step.columns // self.parts
+        return busiest * steps * self._step_clocks(step, at_once, device.mid_rows)
 
-    def _resident(self, scheme: MidScheme, device: Gpu) -> int:
+    def _resident(self, step: MidStep, device: Gpu) -> int:
         """Return the blocks that a multiprocessor holds."""
         registers = 240 if self.tokens > 64 else 168  # of a thread
         by_registers = device.registers // (32 * self.warps * registers)
-        by_memory = device.shared_per_sm // (self.shared_bytes(scheme) + _KIB)
+        by_memory = device.shared_per_sm // (self.shared_bytes(step) + _KIB)
         return max(1, min(by_registers, by_memory))
 
-    def _step_clocks(self, scheme: MidScheme, at_once: int, rates: MidRows) -> float:
-        weights = self.rows * scheme.columns
+    def _step_clocks(self, step: MidStep, at_once: int, rates: MidRows) -> float:
+        weights = self.rows * step.columns
         works = (
-            weights * self.tokens / (rates.products * 2 // scheme.x_size),
-            weights * scheme.widening / rates.integers,
-            self.step_bytes(scheme) / rates.copied,
+            weights * self.tokens / (rates.products * 2 // step.x_size),
+            weights * step.widening / rates.integers,
+            self.step_bytes(step) / rates.copied,
         )
         hidden = rates.hidden if at_once * self.warps >= 8 else rates.hidden_by_one
         late = rates.late_clocks if self.stages == 2 else 0
         rest = (1 - hidden) * (sum(works) - max(works))
         return max(works) + rest + (rates.step_clocks + late) / at_once
-
-
-def scheme_of(call: MatmulCall) -> MidScheme:
-    return MidScheme(
-        FewRowsScheme.of(call.codes, "s8" if call.quantized_x else KIND[call.x.name]),
-        call.quantized_x,
-    )
 
 
 def plan(call: MatmulCall) -> MidTile | Reason:
@@ -166,30 +164,30 @@ def plan(call: MatmulCall) -> MidTile | Reason:
     reason = _codes_reason(call) if call.quantized_x else _floats_reason(call)
     if reason is not None:
         return Reason(reason)
-    scheme, n, k = scheme_of(call), call.n, call.k
+    step, n, k = MidStep.of(call), call.n, call.k
     if n % WARP_ROWS:
         return Reason(f"w has N = {n}, not a multiple of {WARP_ROWS}")
-    if k % scheme.columns:
-        return Reason(f"w has K = {k}, not a multiple of {scheme.columns}")
-    if n * k * scheme.w.bits // 8 >= 1 << 32:
+    if k % step.columns:
+        return Reason(f"w has K = {k}, not a multiple of {step.columns}")
+    if n * k * step.w.bits // 8 >= 1 << 32:
         return Reason(f"w [{n}, {k}] has 4 GB or more")
-    found = _shortest(call.m, n, k, scheme, gpu())
+    found = _shortest(call.m, n, k, step, gpu())
     return found or Reason("two steps of a tile need more than shared memory holds")
 
 
 @functools.lru_cache(maxsize=1024)
-def _shortest(m: int, n: int, k: int, scheme: MidScheme, device: Gpu) -> MidTile | None:
+def _shortest(m: int, n: int, k: int, step: MidStep, device: Gpu) -> MidTile | None:
     """Return the tile with the shortest time, which layers that are alike ask for again."""
 
-    cost = device.costs[scheme.family]
+    cost = device.costs[step.family]
     second_launch, by_sums = cost.serial
 
     def us(tile: MidTile) -> float:
         launches, sums = sum_work(tile, m, n)
-        computed = cost.shared[1] * tile.clocks(m, n, k, scheme, device) / 1e3
+        computed = cost.shared[1] * tile.clocks(m, n, k, step, device) / 1e3
         return second_launch * launches + by_sums * sums + computed
 
-    return min(tiles(m, n, k, scheme, device), key=us, default=None)
+    return min(tiles(m, n, k, step, device), key=us, default=None)
 
 
 def mid_plans() -> list[MidTile]:
@@ -202,11 +200,11 @@ def mid_plans() -> list[MidTile]:
     ]
 
 
-def tiles(m: int, n: int, k: int, scheme: MidScheme, device: Gpu) -> Iterator[MidTile]:
+def tiles(m: int, n: int, k: int, step: MidStep, device: Gpu) -> Iterator[MidTile]:
     """Yield the tiles that fit a call and shared memory."""
-    steps = k // scheme.columns
+    steps = k // step.columns
     # With 128 rows of x a thread has no registers left to widen 4-bit codes: it would spill.
-    widths = (32, 64) if scheme.w.bits == 4 else (32, 64, 128)
+    widths = (32, 64) if step.w.bits == 4 else (32, 64, 128)
     widths = [tokens for tokens in widths if tokens < 2 * m]
     for tokens, (rows, k_warps), parts in itertools.product(widths, SHAPES, PARTS):
         if steps % parts or rows > max(n, 64) or (parts > 1 and steps // parts < 4):
@@ -215,7 +213,7 @@ def tiles(m: int, n: int, k: int, scheme: MidScheme, device: Gpu) -> Iterator[Mi
             continue
         for stages in STAGES:
             tile = MidTile(tokens, rows, k_warps, parts, stages)
-            if tile.shared_bytes(scheme) <= device.shared_bytes - _KIB:
+            if tile.shared_bytes(step) <= device.shared_bytes - _KIB:
                 yield tile
 
 
@@ -226,39 +224,39 @@ def sum_work(tile: MidTile, m: int, n: int) -> tuple[float, float]:
 
 def _floats_reason(call: MatmulCall) -> str | None:
     """Why the kernel does not multiply floats of x by w, or None."""
-    w = call.codes
+    w = call.weight
     if call.x not in (jnp.bfloat16, jnp.float16):
         return f"x is {call.x.name}, the kernel takes bfloat16 and float16"
-    if not is_format(w) and w.unit is not None:
+    if not w.is_format and w.has_unit:
         return "w has scales in two levels"
-    if w.zero is not None and w.dtype != jnp.int4:
-        return f"w has {w.dtype.name} codes with zero points"
-    if not is_format(w) and (reason := _scales_reason(w)):
+    if w.zero is not None and w.codes != jnp.int4:
+        return f"w has {w.codes.name} codes with zero points"
+    if not w.is_format and (reason := _scales_reason(w)):
         return reason
-    scheme = scheme_of(call)
-    if scheme.folds and call.x == jnp.float16:
+    step = MidStep.of(call)
+    if step.folds and call.x == jnp.float16:
         return "w has groups or floating zeros where x is float16"
-    if scheme.folds and call.out == jnp.float32:
+    if step.folds and call.out == jnp.float32:
         return "the output would be float32, the kernel rounds scaled weights to bfloat16"
     return None
 
 
-def _scales_reason(w: QTensor) -> str | None:
-    if w.dtype not in (jnp.int4, jnp.int8, jnp.float8_e4m3fn):
-        return f"w has codes of {w.dtype.name}"
-    if jnp.dtype(w.scale.dtype).name not in KIND:
-        return f"w has scales of {w.scale.dtype}"
-    if w.zero is not None and w.zero.dtype not in (jnp.int8, w.scale.dtype):
-        return f"w.zero is {w.zero.dtype} where w.scale is {w.scale.dtype}"
+def _scales_reason(w: StoredWeight) -> str | None:
+    if w.codes not in (jnp.int4, jnp.int8, jnp.float8_e4m3fn):
+        return f"w has codes of {w.codes.name}"
+    if w.scale_kind not in KIND.values():
+        return f"w has scales of {w.scale}"
+    if w.zero is not None and w.zero not in (jnp.int8, w.scale):
+        return f"w.zero is {w.zero} where w.scale is {w.scale}"
     # The lane's 8 columns of a unit have one scale.
-    return f"w has groups of {w.group_size}" if w.group_size % 8 else None
+    return f"w has groups of {w.group}" if w.group % 8 else None
 
 
 def _codes_reason(call: MatmulCall) -> str | None:
     """Why the kernel does not multiply codes of x by w, or None."""
-    w = call.codes
-    if call.x != jnp.int8 or w.dtype != jnp.int8:
-        return f"x has codes of {call.x.name} and w of {w.dtype.name}, the kernel takes int8"
+    w = call.weight
+    if call.x != jnp.int8 or w.codes != jnp.int8:
+        return f"x has codes of {call.x.name} and w of {w.codes.name}, the kernel takes int8"
     if call.low_rank is not None:
         return "a low-rank term"
     return _scales_reason(w)

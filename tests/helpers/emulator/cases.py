@@ -21,12 +21,13 @@ from pallas_kernels import gated_delta, gla, quantize, quantized_matmul
 from pallas_kernels.attention import past
 from pallas_kernels.device import tiles_of
 from pallas_kernels.experts.best import best
-from pallas_kernels.experts.many_pairs_plan import PairsScheme, TokenTile
+from pallas_kernels.experts.many_pairs_plan import TokenTile
 from pallas_kernels.experts.op import grouped_matmul, grouped_matmul_reference
 from pallas_kernels.gated_delta.op import gated_delta_step
 from pallas_kernels.gla.op import gla_step
 from pallas_kernels.matmul.blocks import blocks_matmul
 from pallas_kernels.matmul.many_rows.plan import WeightTile
+from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.recurrence.op import Heads
 from pallas_kernels.rows.greedy import append_greedy
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
@@ -154,7 +155,7 @@ def grouped(kernels: str, scheme: str, tokens=1, gated=None, tile=None, sms=4) -
         from pallas_kernels.experts.many_pairs_kernel import grouped_tiles
         from pallas_kernels.experts.many_pairs_plan import fitted
 
-        own = fitted(tile, PairsScheme.of(w, gated is not None))
+        own = fitted(tile, StoredWeight.of(w), gated is not None)
         out = grouped_tiles(
             x, w, experts.reshape(-1), fan=2, gate=gated, tile=own, out_dtype=jnp.dtype(F32)
         )

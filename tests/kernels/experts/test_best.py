@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.experts import best_kernel
-from pallas_kernels.experts.best import best
-from pallas_kernels.experts.best_plan import BestPlan, best_plan
+from pallas_kernels.experts.best import BestPlan, best, best_plan
 from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.matmul_cases import newest
 from tests.helpers.warp_emulator import emulated

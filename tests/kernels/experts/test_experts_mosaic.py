@@ -16,7 +16,8 @@ from pallas_kernels.experts import kernel
 from pallas_kernels.experts import plan as planning
 from pallas_kernels.experts.gate import ClampedGate
 from pallas_kernels.experts.op import GroupedStatic, grouped_matmul_reference, planned
-from pallas_kernels.matmul.few_rows import operands, row, row_loops, row_x, several, widen
+from pallas_kernels.matmul import widen
+from pallas_kernels.matmul.few_rows import operands, row, row_loops, row_x, several
 from tests.helpers.arrays import as_jax
 from tests.helpers.matmul_cases import activations, newest, weight
 from tests.helpers.warp_emulator import emulated

@@ -38,6 +38,7 @@ from pallas_kernels.experts.op import GroupedStatic, grouped_matmul_reference, p
 from pallas_kernels.formats import FORMATS
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.many_rows.plan import WeightTile
+from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.qtensor import tree_bytes
 from tests.helpers.matmul_cases import activations, newest
 from tests.helpers.warp_emulator import emulated
@@ -288,8 +289,8 @@ def test_a_tile_fits_into_shared_memory(scheme) -> None:
     k = 3072 if "int4" in scheme or scheme == "zeros" else 2880
     k = 2944 if scheme == "fp8-block" else k
     w = outline(scheme, 2, 128, k)
-    made = many_pairs_plan.PairsScheme.of(w, True)
-    assert any(many_pairs_plan.fitted(tile, made).stages >= 3 for tile in CODES_TILES)
+    weight = StoredWeight.of(w)
+    assert any(many_pairs_plan.fitted(tile, weight, True).stages >= 3 for tile in CODES_TILES)
 
 
 def test_the_choice_between_the_kernels() -> None:
@@ -322,7 +323,7 @@ def by_tile(tile, gated, x, w, experts, bias=None, weights=None):
 
 
 def fitted(tile, w, gated):
-    return many_pairs_plan.fitted(tile, many_pairs_plan.PairsScheme.of(w, gated is not None))
+    return many_pairs_plan.fitted(tile, StoredWeight.of(w), gated is not None)
 
 
 @newest

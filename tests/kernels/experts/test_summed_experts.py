@@ -17,7 +17,8 @@ from pallas_kernels.experts import plan as planning
 from pallas_kernels.experts import summed_kernel, summed_program
 from pallas_kernels.experts.op import grouped_matmul_reference
 from pallas_kernels.experts.summed_plan import GroupedSumPlan, summed_plan
-from pallas_kernels.matmul.few_rows import operands, widen
+from pallas_kernels.matmul import widen
+from pallas_kernels.matmul.few_rows import operands
 from pallas_kernels.qtensor import QTensor
 from tests.helpers.arrays import as_jax
 from tests.helpers.matmul_cases import activations, newest, weight

@@ -19,7 +19,7 @@ from pallas_kernels.matmul.blocks import (
     own_blocks,
     stacked,
 )
-from pallas_kernels.matmul.call import MatmulCall
+from pallas_kernels.matmul.call import Around, MatmulCall
 from pallas_kernels.matmul.few_rows import blocks as kernel
 from pallas_kernels.matmul.few_rows import kernel as few_rows_kernel
 from pallas_kernels.matmul.few_rows.blocks_plan import BlocksPlan, Group, divide_blocks
@@ -95,12 +95,10 @@ def test_one_row_has_the_bits_of_each_product_alone(given):
     begins = itertools.accumulate((found.blocks for found in few), initial=0)
     numbers = zip((group.rows for group in plan.groups), begins, strict=False)
     plan = BlocksPlan(tuple(map(lambda d, own: Group(d, *own), few, numbers)))
+    around = Around(jnp.dtype(DTYPE), gamma=gamma, eps=EPS)
     with few_rows():
         outs = kernel.matmul(x, groups, gamma, **options, plan=plan)
-        alone = [
-            few_rows_kernel.matmul(x, w, gamma=gamma, **options, plan=divide_row(w))
-            for w in weights
-        ]
+        alone = [few_rows_kernel.matmul(x, w, around, divide_row(w)) for w in weights]
     np.testing.assert_array_equal(np.concatenate(outs, -1), np.concatenate(alone, -1))
 
 

@@ -1,5 +1,6 @@
 """What is fused around the decode matmul: norm, residual, SwiGLU, plain weights."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 from pallas_kernels import quantized_matmul
 from pallas_kernels.matmul import choice
-from pallas_kernels.matmul.call import MatmulCall
+from pallas_kernels.matmul.call import Around, MatmulCall
 from pallas_kernels.matmul.few_rows import kernel
 from pallas_kernels.matmul.few_rows import plan as planning
 from pallas_kernels.matmul.fused import fused_matmul
@@ -102,11 +103,11 @@ def test_what_is_pending_of_one_row(name, k):
     w, x = weight(name, 96, k, jnp.bfloat16), activations((1, k), jnp.bfloat16)
     pending = activations((1, k), jnp.float32, 9)
     total = as_jax((wide(x) + wide(pending)).astype(np.float32), jnp.bfloat16)
-    given = {"gamma": activations((k,), jnp.bfloat16, 5), "eps": EPS, "out_dtype": jnp.bfloat16}
-    run = functools.partial(kernel.matmul, w=w, plan=planning.divide_row(w), **given)
+    given = {"gamma": activations((k,), jnp.bfloat16, 5), "eps": EPS}
+    around, plan = Around(jnp.dtype(jnp.bfloat16), **given), planning.divide_row(w)
     with few_rows():
-        out, stored = run(x, pending=pending)
-        want = run(total)
+        out, stored = kernel.matmul(x, w, dataclasses.replace(around, pending=pending), plan)
+        want = kernel.matmul(total, w, around, plan)
     np.testing.assert_array_equal(stored, np.asarray(total))
     np.testing.assert_array_equal(out, want)
 

@@ -12,8 +12,8 @@ import pytest
 
 from pallas_kernels import dequantize, quantize
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.matmul.call import MatmulCall
-from pallas_kernels.matmul.few_rows import widen
+from pallas_kernels.matmul import widen
+from pallas_kernels.matmul.call import Around, MatmulCall
 from pallas_kernels.matmul.many_rows import kernel, unpack
 from pallas_kernels.matmul.many_rows import plan as planning
 from pallas_kernels.matmul.op import quantized_matmul
@@ -253,7 +253,7 @@ def test_lowers_at_real_shapes(n, k, m, levels, codes):
     plan = planning.int4_plan(call)
     assert plan.block == (256 if m <= 64 and levels == 2 and codes == I8 else planning.CODES_K)
     tile = plan.divide(call)
-    assert "mosaic_gpu" in lowered(lambda x, w: kernel.matmul(x, w, None, BF16, tile), x, w)
+    assert "mosaic_gpu" in lowered(lambda x, w: kernel.matmul(x, w, Around(BF16), tile), x, w)
 
 
 def test_calls_without_an_operand_of_8_bits():

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.skipif(
 if VERSION >= (0, 11, 2):
     from pallas_kernels.matmul.many_rows.plan import WeightTile
     from pallas_kernels.matmul.many_rows.weight import weight_matmul
+    from pallas_kernels.matmul.many_rows.weight_program import WeightOperands
+    from pallas_kernels.matmul.stored import StoredWeight
     from tests.helpers.emulator.launch import emulated
 
     # Two clusters, each of which computes several tiles in turn.
@@ -32,32 +34,38 @@ FLOAT4 = np.arange(16).astype(np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.
 
 
 def operands(kind, m, n, k, seed=0):
-    """(the arrays of ``weight_matmul``, its facts, the weights' values)."""
+    """(x and its parts beside codes, how w is stored, the weights' values)."""
     r = np.random.default_rng(seed)
     x = r.standard_normal((m, k)).astype(jnp.bfloat16)
-    scale = row = None
     if kind == "int8":
         w = r.integers(-127, 128, (n, k)).astype(np.int8)
         row = r.uniform(0.5, 2, n).astype(np.float32)
-        return (x, w, None, None, row, None), {"group": k}, w * row[:, None]
+        held = {"x": x, "w": w, "row": row}
+        return (
+            held,
+            StoredWeight(jnp.dtype(jnp.int8), k, 1, jnp.dtype(jnp.float32)),
+            w * row[:, None],
+        )
     w = r.integers(-8, 8, (n, k)).astype(jnp.int4)
     if kind == "int4":
         scale = r.uniform(0.5, 2, (k // 128, n)).astype(jnp.bfloat16)
         a = (w.astype(jnp.bfloat16) * np.repeat(scale, 128, 0).T).astype(np.float32)
-        return (x, w, scale, None, None, None), {"group": 128}, a
+        held = {"x": x, "w": w, "scale": scale}
+        return held, StoredWeight(w.dtype, 128, k // 128, scale.dtype), a
     scale = r.integers(124, 131, (k // 32, n)).astype(np.int8)
     factor = 2.0 ** (scale.view(np.uint8).astype(np.float32) - 127)
     a = FLOAT4[w.astype(np.int32) & 15] * np.repeat(factor, 32, 0).T
-    return (x, w, scale, None, None, None), {"group": 32, "float4": "e8m0"}, a
+    kinds = jnp.dtype(jnp.float4_e2m1fn), 32, k // 32, jnp.dtype(jnp.float8_e8m0fnu)
+    return {"x": x, "w": w, "scale": scale}, StoredWeight(*kinds), a
 
 
 def product(kind, tile, m, n, k, seed):
     """The relative difference of the kernel's product from the exact one."""
-    arrays, facts, a = operands(kind, m, n, k)
+    held, weight, a = operands(kind, m, n, k)
     with emulated(seed):
-        given = [x if x is None else as_jax(x) for x in arrays]
-        out = weight_matmul(*given, jnp.bfloat16, **facts, tile=tile)
-    want = arrays[0].astype(np.float64) @ a.T.astype(np.float64)
+        given = WeightOperands(**{name: as_jax(v) for name, v in held.items()})
+        out = weight_matmul(given, weight, jnp.bfloat16, tile)
+    want = held["x"].astype(np.float64) @ a.T.astype(np.float64)
     return np.linalg.norm(np.asarray(out, np.float64) - want) / np.linalg.norm(want)
 
 

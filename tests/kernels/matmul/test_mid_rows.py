@@ -67,12 +67,12 @@ EMULATED = [  # weights, rows, tile, dtype; the last tiles of x and w are not wh
 @newest
 @pytest.mark.parametrize("name, m, tile, dtype", EMULATED, ids=str)
 def test_the_kernel_s_code_on_numpy(name, m, tile, dtype, monkeypatch):
-    from pallas_kernels.matmul.few_rows import widen
-    from pallas_kernels.matmul.mid_rows import mid_program, widen_program
+    from pallas_kernels.matmul import widen
+    from pallas_kernels.matmul.mid_rows import mid_program
 
     monkeypatch.setenv(TARGET, "sm_80")
     x, w, bias = operands(name, m, 96, 256, dtype)
-    with emulated(mid_program, widen_program, widen):
+    with emulated(mid_program, widen):
         y = kernel.matmul(x, w, bias, jnp.dtype(dtype), tile)
     check(y, product(x, w, bias), dtype)
 
@@ -80,12 +80,12 @@ def test_the_kernel_s_code_on_numpy(name, m, tile, dtype, monkeypatch):
 @newest
 @pytest.mark.parametrize("parts", [1, 2])
 def test_codes_by_codes_are_exact_on_numpy(parts, monkeypatch):
-    from pallas_kernels.matmul.few_rows import widen
-    from pallas_kernels.matmul.mid_rows import mid_program, widen_program
+    from pallas_kernels.matmul import widen
+    from pallas_kernels.matmul.mid_rows import mid_program
 
     monkeypatch.setenv(TARGET, "sm_80")
     x, w, _ = operands("w8a8", 33, 96, 2048, "float32")
-    with emulated(mid_program, widen_program, widen):
+    with emulated(mid_program, widen):
         y = kernel.matmul(x, w, None, jnp.dtype("float32"), MidTile(32, 64, 2, parts, 3))
     sums = np.asarray(x.q, np.int64) @ np.asarray(w.q, np.int64).T
     want = sums.astype(np.float32) * (np.asarray(x.scale) * np.asarray(w.scale)[:, 0])
@@ -106,8 +106,8 @@ def check_banks(address, size: int, mask) -> None:
 @newest
 @pytest.mark.parametrize("name", ["w4-g128", "w8-row", "w8a8"])
 def test_no_access_of_shared_memory_has_a_bank_conflict(name, monkeypatch):
-    from pallas_kernels.matmul.few_rows import widen
-    from pallas_kernels.matmul.mid_rows import mid_program, widen_program
+    from pallas_kernels.matmul import widen
+    from pallas_kernels.matmul.mid_rows import mid_program
 
     sizes = {".v4": 16, ".v2": 8, "ldmatrix": 16, "cp.async": 16}
     watched = "ld.shared", "st.shared", "ldmatrix", "cp.async.cg"
@@ -124,7 +124,7 @@ def test_no_access_of_shared_memory_has_a_bank_conflict(name, monkeypatch):
     x, w, _ = operands(name, 32, 64, 256, "bfloat16")
     warp_emulator._program.cache_clear()
     try:
-        with emulated(mid_program, widen_program, widen):
+        with emulated(mid_program, widen):
             kernel.matmul(x, w, None, jnp.dtype("bfloat16"), MidTile(32, 64, 2, 1, 2))
     finally:
         warp_emulator._program.cache_clear()
@@ -143,12 +143,12 @@ def llama_calls() -> list[MatmulCall]:
 def test_every_llama_product_has_a_tile(arch, monkeypatch):
     monkeypatch.setenv(TARGET, arch)
     for call in llama_calls():
-        tile, scheme = planning.plan(call), planning.scheme_of(call)
+        tile, step = planning.plan(call), planning.MidStep.of(call)
         assert isinstance(tile, MidTile), call
-        assert tile.shared_bytes(scheme) < BY_NAME[arch].shared_bytes
-        assert tile.warps % 4 == 0 and (call.k // scheme.columns) % tile.parts == 0
+        assert tile.shared_bytes(step) < BY_NAME[arch].shared_bytes
+        assert tile.warps % 4 == 0 and (call.k // step.columns) % tile.parts == 0
         # A thread copies whole pieces of rows, and no more threads than pieces.
-        for rows, pitch in ((tile.tokens, scheme.x_pitch), (tile.rows, scheme.w_pitch)):
+        for rows, pitch in ((tile.tokens, step.x_pitch), (tile.rows, step.w_pitch)):
             assert rows * pitch % (16 * 32 * tile.warps) == 0
 
 
@@ -216,7 +216,7 @@ def test_every_tile_on_the_gpu(name, tile, monkeypatch):
     monkeypatch.setenv(TARGET, "sm_80")
     m, n, k = 150, 416, 2048
     x, w, bias = operands(name, m, n, k, "bfloat16")
-    if tile.shared_bytes(planning.scheme_of(MatmulCall.of(x, w, jnp.bfloat16))) > 160 * 1024:
+    if tile.shared_bytes(planning.MidStep.of(MatmulCall.of(x, w, jnp.bfloat16))) > 160 * 1024:
         tile = dataclasses.replace(tile, stages=2)
     y = kernel.matmul(x, w, bias, jnp.dtype("bfloat16"), tile)
     check(y, product(x, w, bias), "bfloat16")

@@ -6,6 +6,7 @@ launched as it was planned.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -87,7 +88,8 @@ def launched(monkeypatch) -> Callable[..., dict[str, Any]]:
         x, fused = operands(call)
         static = Static(call.out, call, plan)
         with jax.disable_jit():  # else a trace without the kernel would be kept
-            jax.eval_shape(lambda x, w, fused: choice.run(static, x, w, **fused), x, call.w, fused)
+            product = functools.partial(choice.run, static)
+            jax.eval_shape(product, x, call.w, call.work(**fused))
         (launch,) = launches
         return launch
 

@@ -11,13 +11,12 @@ import pytest
 from pallas_kernels import QTensor, explain, quantized_matmul
 from pallas_kernels.architecture import TARGET
 from pallas_kernels.dispatch import named_plan
-from pallas_kernels.matmul.call import MatmulCall
+from pallas_kernels.matmul import widen
+from pallas_kernels.matmul.call import Around, MatmulCall
 from pallas_kernels.matmul.few_rows import kernel as few_rows_kernel
 from pallas_kernels.matmul.few_rows import plan as planning
-from pallas_kernels.matmul.few_rows import widen
-from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
-from pallas_kernels.matmul.op import product_plan
-from pallas_kernels.matmul.reference import quantized_matmul_reference
+from pallas_kernels.matmul.op import product_plan, quantized_matmul_reference
+from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.rows.swiglu import swiglu
 from pallas_kernels.shapes import LLAMA_8B
 from tests.helpers import warp_emulator
@@ -375,7 +374,7 @@ def test_rows_beyond_a_block_s_are_passes_emulated(target, m, k, monkeypatch):
     division = planning.tile_plan(call).divide(call)
     assert division.m < m
     with few_rows():
-        out = few_rows_kernel.matmul(x, w, out_dtype=jnp.bfloat16, plan=division)
+        out = few_rows_kernel.matmul(x, w, Around(jnp.dtype(jnp.bfloat16)), division)
     check(out, product(x, w), "bfloat16")
 
 
@@ -391,18 +390,19 @@ def test_pairs_of_words_meet_their_columns(words, kind, monkeypatch):
     dtype = {"bf16": jnp.bfloat16, "f16": jnp.float16}[kind]
     x = np.random.default_rng(0).integers(-100, 100, values.shape)
     t = QTensor(as_jax(values, words), jnp.ones((64, 1), dtype))
-    scheme = FewRowsScheme.of(t, kind)
-    per_word = 32 // scheme.bits
-    bits = (values & (2**scheme.bits - 1)).astype(np.uint64).reshape(64, -1, per_word)
-    shifts = np.arange(per_word, dtype=np.uint64) * np.uint64(scheme.bits)
+    weight = StoredWeight.of(t)
+    per_word = weight.per_word
+    bits = (values & (2**weight.bits - 1)).astype(np.uint64).reshape(64, -1, per_word)
+    shifts = np.arange(per_word, dtype=np.uint64) * np.uint64(weight.bits)
     packed = (bits << shifts).sum(-1).astype(np.uint32)
     halves = np.asarray(x, np.float32).astype(dtype).view(np.uint16).astype(np.uint32)
     halves = halves.reshape(64, -1, per_word // 2, 2)
     x_words = halves[..., 0] | halves[..., 1] << 16
     total = np.zeros(64)
     for j in range(packed.shape[1]):
-        pairs = widen.word_pairs(scheme, packed[:, j], fake.ci(scheme.bias))
-        columns = widen.x_pairs(scheme, [x_words[:, j, i] for i in range(per_word // 2)])
+        bias = fake.ci(widen.code_bias(weight, kind))
+        pairs = widen.word_pairs(weight, packed[:, j], bias, kind)
+        columns = widen.x_pairs(weight, [x_words[:, j, i] for i in range(per_word // 2)])
         for a, b in zip(pairs, columns, strict=True):
             for half in (fake.widen, fake.widen_high):
                 total += half(a, kind).astype(np.float64) * half(b, kind).astype(np.float64)

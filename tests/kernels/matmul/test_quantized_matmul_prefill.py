@@ -28,6 +28,7 @@ from pallas_kernels.matmul.many_rows import plan as planning
 from pallas_kernels.matmul.many_rows.pair import pair_matmul
 from pallas_kernels.matmul.many_rows.plan import PairTile, WeightTile
 from pallas_kernels.matmul.op import product_plan, quantized_matmul
+from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.qtensor import QTensor
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import pairwise, slow
@@ -51,7 +52,7 @@ def matmul(x, w, bias, out_dtype, tile=None, *, swiglu=False):
         plan = tile or named_plan(form(call))
     else:
         plan = named_plan(planning.weight_plan(call, tile))
-    return prefill.matmul(x, w, bias, out_dtype, plan.divide(call), swiglu=swiglu)
+    return prefill.matmul(x, w, call.work(bias=bias), plan.divide(call))
 
 
 def pair(m, n, k, dtype, seed=0):
@@ -226,8 +227,8 @@ def test_a_block_that_copies_for_itself_fills_its_ring(monkeypatch):
 def test_rows_that_share_scales_fit_a_copy():
     for k, fits in ((32768, True), (32896, False)):
         w = QTensor(shaped((256, k), F8), shaped((256, k // 128), F32), blocked=256)
-        assert planning.has_block_scales(w) is fits
-    assert not planning.has_block_scales(dataclasses.replace(w, blocked=None))
+        assert planning.has_block_scales(StoredWeight.of(w)) is fits
+    assert not planning.has_block_scales(StoredWeight.of(dataclasses.replace(w, blocked=None)))
 
 
 def test_blocks_of_fp8_in_xlas_form():

@@ -10,8 +10,9 @@ import pytest
 
 from pallas_kernels.architecture import TARGET
 from pallas_kernels.dispatch import named_plan
-from pallas_kernels.matmul.call import MatmulCall
-from pallas_kernels.matmul.few_rows import kernel, widen
+from pallas_kernels.matmul import widen
+from pallas_kernels.matmul.call import Around, MatmulCall
+from pallas_kernels.matmul.few_rows import kernel
 from pallas_kernels.matmul.few_rows import plan as planning
 from tests.helpers import warp_emulator
 from tests.helpers.arrays import as_jax
@@ -77,7 +78,7 @@ def test_emulated(name, n, k, kinds, changes):
     plan = dataclasses.replace(planning.divide_row(w, "swiglu" in given), sms=sms, **changes)
     assert sms == 132 or plan.rounds > 1
     with few_rows():
-        out = kernel.matmul(x, w, out_dtype=x.dtype, plan=plan, **given)
+        out = kernel.matmul(x, w, Around(x.dtype, **given), plan)
     check(out, ref, x.dtype)
 
 
@@ -89,7 +90,7 @@ def test_a_short_last_round_is_shared_by_all_blocks(warps):
     assert plan.rounds > 1 and plan.is_last_short
     with few_rows():
         apart, shared = (
-            kernel.matmul(x, w, out_dtype=x.dtype, plan=one, **given)
+            kernel.matmul(x, w, Around(x.dtype, **given), one)
             for one in (plan, dataclasses.replace(plan, spread=True))
         )
     np.testing.assert_array_equal(apart, shared)
@@ -111,10 +112,9 @@ SIZES = [(4096, 4096), (6144, 4096), (4096, 14336), (2144, 2048), (34, 1024), (1
 )
 def test_values_on_the_gpu(n, k, name, kinds):
     x, w, given, ref = case(name, n, k, kinds)
-    fixed = {key: given.pop(key) for key in ("eps", "swiglu", "activation") if key in given}
-    fixed["plan"] = planning.divide_row(w, "swiglu" in fixed)
-    call = jax.jit(lambda x, w, given: kernel.matmul(x, w, out_dtype=x.dtype, **given, **fixed))
-    first, again = call(x, w, given), call(x, w, given)
+    around, plan = Around(x.dtype, **given), planning.divide_row(w, "swiglu" in given)
+    call = jax.jit(lambda x, w, around: kernel.matmul(x, w, around, plan))
+    first, again = call(x, w, around), call(x, w, around)
     check(first, ref, x.dtype)
     assert (first == again).all()
 
@@ -171,10 +171,10 @@ def test_what_is_pending_is_added_and_stored(name, n, k, kinds, dtype):
     x, w, given, _ = case(name, n, k, kinds.replace("r", ""))
     pending = activations((1, k), dtype, 9)
     total = as_jax((wide(x) + wide(pending)).astype(np.float32), x.dtype)
-    given |= {"out_dtype": x.dtype, "plan": planning.divide_row(w, "s" in kinds)}
+    around, plan = Around(x.dtype, **given), planning.divide_row(w, "s" in kinds)
     with few_rows():
-        out, stored = kernel.matmul(x, w, pending=pending, **given)
-        want = kernel.matmul(total, w, **given)
+        out, stored = kernel.matmul(x, w, dataclasses.replace(around, pending=pending), plan)
+        want = kernel.matmul(total, w, around, plan)
     np.testing.assert_array_equal(stored, total)
     np.testing.assert_array_equal(out, want)
 
@@ -187,7 +187,9 @@ def int4_row(k=2048, n=96, zeros=True, seed=3):
 def product_of_row(x, w, **given):
     with few_rows():
         plan = planning.divide_row(w)
-        return kernel.matmul(as_jax(x, jnp.bfloat16), w, out_dtype=jnp.float32, plan=plan, **given)
+        return kernel.matmul(
+            as_jax(x, jnp.bfloat16), w, Around(jnp.dtype("float32"), **given), plan
+        )
 
 
 @newest

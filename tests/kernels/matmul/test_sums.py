@@ -1,6 +1,7 @@
 """Sums over devices that products post: the kernels' code on numpy, and the order of the slots."""
 
 import dataclasses
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.launch import launch
+from pallas_kernels.matmul.call import Around
 from pallas_kernels.matmul.few_rows import kernel, posted
-from pallas_kernels.matmul.few_rows.mailbox import EMPTY, SLOTS, tables
 from pallas_kernels.matmul.few_rows.plan import divide_row
+from pallas_kernels.matmul.sums import EMPTY, SLOTS, tables
 from tests.helpers.few_rows import few_rows
 from tests.helpers.matmul_cases import activations, weight
 from tests.helpers.warp_emulator import to_bytes
@@ -33,15 +35,15 @@ def test_a_posted_sum_is_read_as_a_pending_one(name, k, swiglu):
     rows = np.full((SLOTS, peers, k), EMPTY, np.uint32).view(np.float32)
     rows[index] = activations((peers, k), jnp.float32, 3)
     gamma = activations((k,), dtype, 5)
-    given = {"out_dtype": dtype, "gamma": gamma, "eps": 1e-5, "swiglu": swiglu}
+    around = Around(jnp.dtype(dtype), gamma=gamma, eps=1e-5, swiglu=swiglu)
     total = sum(rows[index], np.zeros(k, np.float32))[None]
     plan, mailbox = divide_row(w, swiglu), jnp.asarray(rows)
     before = [x, *(part for part in kernel.parts_of(w).values() if part is not None), gamma]
     slot = starts(*before)[-1] + 4 * peers * k * index
     with few_rows():
-        want = kernel.matmul(x, w, **given, pending=jnp.asarray(total), plan=plan)
+        want = kernel.matmul(x, w, replace(around, pending=jnp.asarray(total)), plan)
         table = table_of(*[0] * peers, slot, 0)
-        got = kernel.matmul(x, w, **given, pending=mailbox, posted=table, plan=plan)
+        got = kernel.matmul(x, w, replace(around, pending=mailbox, posted=table), plan)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -51,13 +53,13 @@ def test_a_product_is_posted_to_a_place(name, n, k, sms):
     """In several rounds, of which the last one leaves warps without a row."""
     w, x = weight(name, n, k, jnp.bfloat16), activations((1, k), jnp.bfloat16)
     plan = dataclasses.replace(divide_row(w), sms=sms)
-    given = {"out_dtype": jnp.float32, "plan": plan}
+    around = Around(jnp.dtype(jnp.float32))
     assert plan.rounds > 1
     parts = [part for part in kernel.parts_of(w).values() if part is not None]
     out = starts(x, *parts, np.zeros((1, 3, 2), np.int32))[-1]
     with few_rows():
-        want = kernel.matmul(x, w, **given)
-        got = kernel.matmul(x, w, **given, post=table_of(out, out, out))
+        want = kernel.matmul(x, w, around, plan)
+        got = kernel.matmul(x, w, replace(around, post=table_of(out, out, out)), plan)
     np.testing.assert_array_equal(got, want)
 
 

@@ -1,11 +1,16 @@
-"""How codes become the floats that the kernels of few rows multiply."""
+"""How codes of a weight become the 16-bit floats that a kernel multiplies.
+
+``word_pairs`` is the table by how a weight is stored.  The other functions are its entries, and the
+scales.  A code stands under a constant exponent until a bias is taken off, which also takes off an
+integer zero.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from pallas_kernels import ptx as p
-from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
+from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.ptx import Value
 
 _FACTOR_BITS = 94
@@ -20,22 +25,42 @@ _HALF_OF_FLOAT8 = 7, 0xBF80BF80, 0x5C005C00  # as in ``float8_pair``, of float16
 _BYTE = 8388608.0 + 128.0  # the float whose low byte is 128, in units of its last place
 
 
-def word_pairs(scheme: FewRowsScheme, word: Value, bias: Value) -> list[Value]:
-    """The word's weights as pairs of floats: nibbles i, i + 4, or bytes i, i + 2.
+def code_bias(weight: StoredWeight, kind: str = "bf16") -> int:
+    """Return the pair of floats that integer codes of 0 become before it is taken off again."""
+    if weight.bits == 4:
+        return 0x43084308 if kind == "bf16" else 0x64086408
+    return 0x64806480
+
+
+def word_pairs(
+    weight: StoredWeight, word: Value, bias: Value, kind: str = "bf16", *, neighbours: bool = False
+) -> list[Value]:
+    """Return the word's weights as pairs of floats: nibbles i, i + 4, or bytes i, i + 2.
 
     A nibble u = q + 8 below the exponent of 128 (bf16) or 1024 (f16) is the float 128 + u;
     flipping its top bit on the way in makes q unsigned.
+
+    neighbours: nibbles 2 i, 2 i + 1, or bytes, so that x needs no other order.  Such pairs of
+    float4_e2m1fn lack the factor that is in their scales'.
     """
-    if scheme.plain:
+    if weight.plain:
         return [word]
-    if scheme.float8:
-        return [float8_pair(word, 0xA280 + 0x1111 * i, scheme.kind) for i in range(2)]
-    if scheme.bits == 4 or scheme.kind == "f16":
-        mask = 0x000F000F if scheme.bits == 4 else 0x00FF00FF
-        low = (word >> (scheme.bits * i) for i in range(16 // scheme.bits))
-        flipped = (p.and_xor(w, mask, scheme.bias) for w in low)
-        return [p.sub_pairs(w, bias, scheme.kind) for w in flipped]
-    return [int8_pair(word >> (8 * i)) for i in range(2)]
+    if weight.float4:
+        return [float4_neighbours(word, FLOAT4_BYTE + 0x1111 * i) for i in range(4)]
+    if weight.float8:
+        first, step = (NEIGHBOURS, 0x2222) if neighbours else (0xA280, 0x1111)
+        return [float8_pair(word, first + step * i, kind) for i in range(2)]
+    if not neighbours:
+        spread = (word >> (weight.bits * i) for i in range(16 // weight.bits))
+    elif weight.bits == 4:
+        upper = word >> 4
+        spread = (p.permute(word, upper, 0x4400 + 0x1111 * i) for i in range(4))
+    else:
+        spread = (p.permute(word, word, selector) for selector in (0x1100, 0x3322))
+    if weight.bits == 8 and kind == "bf16":
+        return [int8_pair(half) for half in spread]
+    mask, under = 0x000F000F if weight.bits == 4 else 0x00FF00FF, code_bias(weight, kind)
+    return [p.sub_pairs(p.and_xor(half, mask, under), bias, kind) for half in list(spread)]
 
 
 def half_nibbles(word: Value, offset: Value) -> list[Value]:
@@ -54,20 +79,33 @@ def half_nibbles(word: Value, offset: Value) -> list[Value]:
     return out
 
 
-def biased_nibbles(scheme: FewRowsScheme, word: Value) -> list[Value]:
+def biased_nibbles(word: Value) -> list[Value]:
     """Return 136 plus the word's int4 codes as pairs of bfloat16: nibbles i, i + 4."""
     low = (word >> (4 * i) for i in range(4))
-    return [p.and_xor(w, 0x000F000F, scheme.bias) for w in low]
+    return [p.and_xor(w, 0x000F000F, 0x43084308) for w in low]
 
 
-def folded_pairs(scheme: FewRowsScheme, word: Value, bias: Value, factor: Value) -> list[Value]:
-    """Return the word's int4 codes less the bias, times a pair of scales: nibbles i, i + 4."""
-    return [p.mul_pairs(pair, factor) for pair in word_pairs(scheme, word, bias)]
+def scale_pair(weight: StoredWeight, scale: Value, kind: str) -> Value:
+    """Return a scale, as it is stored, as the pair that weights of ``kind`` are multiplied by."""
+    if weight.scale_kind == "e8m0":
+        return e8m0_factor(scale)
+    if weight.scale_kind == "e4m3":
+        return e4m3_factor(scale)
+    return doubled(scale, weight.scale_kind, kind)
 
 
-def float4_factors(scheme: FewRowsScheme, scales: Value) -> list[Value]:
+def doubled(value: Value, kind: str, wanted: str) -> Value:
+    """Return a stored float of ``kind`` as a pair of the wanted kind."""
+    if kind == "f32":
+        value = p.narrow(value, wanted)
+    elif kind != wanted:
+        value = p.narrow(p.widen(value, kind), wanted)
+    return p.permute(value, value, 0x1010)
+
+
+def float4_factors(weight: StoredWeight, scales: Value) -> list[Value]:
     """Return the factor of each of a lane's 4 words, of its scales as they are stored."""
-    if scheme.scale_kind == "e8m0":
+    if weight.scale_kind == "e8m0":
         return [e8m0_factor(scales)] * 4
     return [factor for factor in e4m3_factors(scales) for _ in range(2)]
 
@@ -153,9 +191,9 @@ def _e4m3_floats(low: Value) -> Value:
     return p.mul_pairs(p.mul_pairs(low, half), half)
 
 
-def x_pairs(scheme: FewRowsScheme, xs: Sequence[Value]) -> Sequence[Value]:
+def x_pairs(weight: StoredWeight, xs: Sequence[Value]) -> Sequence[Value]:
     """x of a word's columns, as loaded (neighbours in a pair), in the order of word_pairs."""
-    if scheme.plain:
+    if weight.plain:
         return xs
     half = len(xs) // 2
     return [
