@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # "as" is what makes a name public to type checkers
     from jaxllama.config import ExpertsConfig as ExpertsConfig
     from jaxllama.config import FullAttentionConfig as FullAttentionConfig
     from jaxllama.config import GLAConfig as GLAConfig
+    from jaxllama.config import IndexerConfig as IndexerConfig
     from jaxllama.config import LatentConfig as LatentConfig
     from jaxllama.config import LayerInputsConfig as LayerInputsConfig
     from jaxllama.config import ModelConfig as ModelConfig
@@ -52,6 +53,7 @@ _HOME = {
     "RopeConfig": "config",
     "GLAConfig": "config",
     "DeltaConfig": "config",
+    "IndexerConfig": "config",
     "LatentConfig": "config",
     "FullAttentionConfig": "config",
     "LayerInputsConfig": "config",

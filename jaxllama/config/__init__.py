@@ -9,6 +9,7 @@ have no defaults here, so no preset can forget them.
 from jaxllama.config.attention import (
     AttentionConfig,
     FullAttentionConfig,
+    IndexerConfig,
     LatentConfig,
     LayerInputsConfig,
     QKNorm,
@@ -56,6 +57,7 @@ __all__ = [
     "FullAttentionConfig",
     "GLAConfig",
     "Inputs",
+    "IndexerConfig",
     "LatentConfig",
     "LayerConfig",
     "LayerInputsConfig",

@@ -106,6 +106,36 @@ class RopeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class IndexerConfig:
+    """Options of an indexer, which chooses the keys that a query reads (DeepSeek-V3.2).
+
+    Parameters
+    ----------
+    n_heads, head_dim : int
+        Heads of the indexer's queries, and width of a head and of its key, which all heads share.
+    top_k : int
+        Number of keys that a query reads.
+    interleaved : bool
+        Whether a checkpoint's RoPE of the indexer rotates features 2i and 2i + 1 together.
+
+    Raises
+    ------
+    JaxLlamaError
+        If a field is out of range. The message names the field.
+    """
+
+    n_heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        need = requirement(self, "latent.indexer.")
+        for key in ("n_heads", "head_dim", "top_k"):
+            need(getattr(self, key) > 0, key, "must be positive")
+
+
+@dataclasses.dataclass(frozen=True)
 class LatentConfig:
     """Options of attention with keys and values from a latent (DeepSeek-V2, arXiv 2405.04434).
 
@@ -124,6 +154,8 @@ class LatentConfig:
     q_rank : int, optional
         Number of features of a latent that queries come from, which is normed. None if queries come
         from the layer's input.
+    indexer : IndexerConfig, optional
+        It chooses the keys that a query reads. None where a query reads all of them.
 
     Raises
     ------
@@ -137,6 +169,7 @@ class LatentConfig:
     d_v: int
     norm_eps: float = 1e-6
     q_rank: int | None = None
+    indexer: IndexerConfig | None = None
 
     def __post_init__(self) -> None:
         need = requirement(self, "latent.")
@@ -144,6 +177,11 @@ class LatentConfig:
             value = getattr(self, key)
             need(value is None or value > 0, key, "must be positive")
         need(self.d_rope % 2 == 0, "d_rope", "must be even (RoPE)")
+        if self.indexer is not None:
+            need(self.q_rank is not None, "q_rank", "is needed by the indexer")
+            widest = f"must be even and not less than d_rope ({self.d_rope})"
+            width = self.indexer.head_dim
+            need(width % 2 == 0 and width >= self.d_rope, "indexer.head_dim", widest)
 
 
 @dataclasses.dataclass(frozen=True)

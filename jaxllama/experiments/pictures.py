@@ -45,7 +45,7 @@ def draw(
     paths = []
     for index, picture in enumerate(experiment.pictures):
         only = picture.where.items()
-        shown = [row for row in rows if all(value(row, key) == one for key, one in only)]
+        shown = [row for row in rows if all(value(row, key) == wanted for key, wanted in only)]
         series = _series(picture, shown)
         columns = 1 if max(map(len, series)) > 30 else 3
         legend_rows = -(-len(series) // columns) if picture.by else 0

@@ -91,11 +91,13 @@ class Ropes:
         """
         longer = (width / head_dim) ** 0.25
 
-        def one(cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def widened_table(cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
             return _with_still(cos * longer, sin * longer, width // 2, longer)
 
         pairs = zip(self.configs, self.tables, strict=True)
-        found = {(rope, width): one(*pair) for (rope, of), pair in pairs if of == head_dim}
+        found = {
+            (rope, width): widened_table(*pair) for (rope, of), pair in pairs if of == head_dim
+        }
         return Ropes(tuple(found), tuple(found.values()))
 
 
@@ -190,3 +192,12 @@ def _dynamic_frequencies(cfg: RopeConfig, head_dim: int, total: jax.Array) -> ja
     base = cfg.theta * growth ** (head_dim / (head_dim - 2))
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     return 1.0 / (base[:, None] ** jnp.asarray(exponents)[None, :])
+
+
+def scaled_by_position(rope: RopeConfig, q: jax.Array, positions: jax.Array) -> jax.Array:
+    """Return queries ``[B, T, ...]`` times a function of their positions (``rope.query_beta``)."""
+    assert rope.original_max_position is not None
+    steps = (positions // rope.original_max_position).astype(jnp.float32)
+    factor = 1.0 + rope.query_beta * jnp.log1p(steps)
+    factor = factor.reshape(*factor.shape, *(1,) * (q.ndim - 2))
+    return (q.astype(jnp.float32) * factor).astype(q.dtype)

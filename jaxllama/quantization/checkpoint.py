@@ -94,7 +94,7 @@ class QuantizeRequest:
         recipe = parse(self.scheme)
         wants = {
             "a report": bool(self.report),
-            "fp8-static": any(one.static for one in recipe.schemes),
+            "fp8-static": any(scheme.static for scheme in recipe.schemes),
             "tuning": self.tune > 0,
             self.method: self.method != "rtn",
         }
@@ -109,7 +109,7 @@ class QuantizeRequest:
         for name, least in (("samples", 0), ("window", 2), ("tune", 0)):
             if getattr(self, name) < least:
                 raise JaxLlamaError(f"{name} = {getattr(self, name)}: must be at least {least}")
-        if self.tune and any(one.weights == "mxfp4" for one in recipe.schemes):
+        if self.tune and any(scheme.weights == "mxfp4" for scheme in recipe.schemes):
             raise JaxLlamaError(f"tune = {self.tune}: mxfp4's scales are powers of two, which stay")
         if self.text is not None and not self.text.strip():
             raise JaxLlamaError("the calibration text is empty")
@@ -159,13 +159,13 @@ def check(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike = jnp.flo
     """
     if request.samples and request.window > cfg.max_position:
         raise JaxLlamaError(f"window = {request.window}: the context is {cfg.max_position} tokens")
-    made = _stand_in(cfg, request, dtype)
-    packed.check(cfg, made, request.format)
+    stand_in = _stand_in(cfg, request, dtype)
+    packed.check(cfg, stand_in, request.format)
     folder = next(path for path in request.out.absolute().parents if path.exists())
     if not os.access(folder, os.W_OK):
         raise JaxLlamaError(f"{request.out}: {folder} is not writable")
     # Finished layers are on disk beside the checkpoint.
-    needed = tree_bytes(made) * (2 if request.samples else 1)
+    needed = tree_bytes(stand_in) * (2 if request.samples else 1)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise JaxLlamaError(
@@ -180,7 +180,7 @@ def _stand_in(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike) -> P
     def filled(value: int, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
         return np.broadcast_to(np.asarray(value, jnp.dtype(dtype)), shape)
 
-    def one(path: tuple[DictKey, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray | QTensor:
+    def fake(path: tuple[DictKey, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray | QTensor:
         *keys, last = [entry.key for entry in path]
         name = "/".join(keys)
         scheme = recipe.of(name) if last == "weight" else None
@@ -202,7 +202,7 @@ def _stand_in(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike) -> P
             unit=filled(1, (*rows, 1), "float32") if scheme.two_levels else None,
         )
 
-    return jax.tree_util.tree_map_with_path(one, shapes)
+    return jax.tree_util.tree_map_with_path(fake, shapes)
 
 
 def quantize_checkpoint(

@@ -439,8 +439,8 @@ def load_train_config(path: str | Path) -> TrainConfig:
 def train_config_from_dict(data: JsonObject, where: str, folder: str | Path = ".") -> TrainConfig:
     """Return the TrainConfig of a parsed table.
 
-    where: beginning of error messages. folder: the file's own. A model's .toml is relative to
-    it, and it has the data that the current folder lacks.
+    where: beginning of error messages. folder: the file's own, to which a model's .toml is
+    relative, and in which data is looked for that the current folder lacks.
     """
     data = dict(data)
     for table, keys in _FILES.items():

@@ -379,7 +379,7 @@ class _Log:
         }
         self._run.append([row])
         bar()
-        bar.note(report.told(row))
+        bar.note(report.metrics_line(row))
 
     def validation(self, step: int, value: float, bar: Working) -> None:
         tokens = step * self._tokens

@@ -26,7 +26,7 @@ _REWARDS = {
 }
 
 
-def told(row: Row) -> str:
+def metrics_line(row: Row) -> str:
     """Return a step's metrics in a few words."""
     mfu = "" if row["mfu"] is None else f", MFU {row['mfu']:.1%}"
     if "reward" in row:

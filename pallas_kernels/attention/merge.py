@@ -129,7 +129,7 @@ def _merge_parts(gmem, smem, *, shape, kind, rotated):
         if rotated:
             x = hadamard_of_lanes(x, lane, 32)
         base = p.offset(p.offset(p.address(gmem.out), index, 2 * h), lane, 2 * columns)
-        p.store_global(base, packed(x, kind))
+        _store(base, packed(x, kind))
 
     p.when(index < batch * n, merge)
 
@@ -207,9 +207,15 @@ def _merge(
             values = hadamard_of_lanes(values, lane, 32)
         base = p.offset(p.address(gmem.out), row * n + head, 2 * h)
         base = p.offset(base, lane, 2 * columns)
-        p.store_global(base, packed(values, kind))
+        _store(base, packed(values, kind))
 
     p.when(warp < 1, write)
+
+
+def _store(base, words) -> None:
+    """Store words, four together."""
+    for i in range(0, len(words), 4):
+        p.store_global(base, words[i : i + 4], 4 * i)
 
 
 def with_sink(sums, sinks_ref, head):

@@ -73,7 +73,7 @@ from pallas_kernels.operands import FLOATS, check, dtype_name
 from pallas_kernels.qtensor import FLOAT4, QTensor, take_columns
 from pallas_kernels.rows.activations import ACTIVATIONS, GATES
 from pallas_kernels.rows.rms_norm import rms_norm
-from pallas_kernels.rows.swiglu import gate
+from pallas_kernels.rows.swiglu import swiglu
 from pallas_kernels.transform import Op, chosen
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
@@ -390,18 +390,24 @@ def _composed(x: Any, w: _Weight, around: Around, implementation: Implementation
     else:
         y = _dense(x, w, around.bias, around.out)
     if around.swiglu:
-        y = gate(y, around.activation or "silu", implementation=implementation)
+        y = swiglu(y, activation=around.activation or "silu", implementation=implementation)
     return y if around.residual is None else around.residual + y
 
 
 def _after_codes(
     x: QTensor, w: QTensor | CpuWeight, around: Around, implementation: Implementation | None
 ) -> jax.Array:
-    """Compute a product of codes, its gate and its residual in float32, rounded once at the end."""
-    alone = Around(jnp.dtype(jnp.float32), around.bias, low_rank=around.low_rank)
-    y = _product(x, w, alone, implementation)
+    """Compute a product of codes, its gate and its residual in float32, rounded once at the end.
+
+    The kernel of int4 codes writes 16 bits, so on a GPU its products are rounded before the rest.
+    """
+    is_short = w.dtype == jnp.int4 and around.out.itemsize == 2 and implementation != "xla"
+    rounded = is_short and jax.default_backend() == "gpu"
+    out = around.out if rounded else jnp.dtype(jnp.float32)
+    alone = Around(out, around.bias, low_rank=around.low_rank)
+    y = _product(x, w, alone, implementation).astype(jnp.float32)
     if around.swiglu:
-        y = gate(y, around.activation or "silu")
+        y = swiglu(y, activation=around.activation or "silu")
     if around.residual is not None:
         y = y + around.residual.astype(jnp.float32)
     return y.astype(around.out)

@@ -48,6 +48,13 @@ _RANKS = {
     "v_head_dim": 12,
 }
 _LATENT = {**_SIGMOID, **_RANKS, "num_hidden_layers": 3, "n_routed_experts": 8}
+_INDEXED = {
+    **_LATENT,
+    "first_k_dense_replace": 1,
+    "index_n_heads": 8,
+    "index_head_dim": 16,
+    "index_topk": 12,
+}
 _MSCALE = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -341,6 +348,18 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "first_k_dense_replace": 3,
             "rope_interleave": False,
             "q_lora_rank": None,
+        },
+    ),
+    ("deepseek_v32", "", {**_INDEXED, "n_group": 2, "topk_group": 1, "rope_parameters": _MSCALE}),
+    ("glm_moe_dsa", "", {**_INDEXED, "v_head_dim": 16}),
+    (
+        "mistral4",
+        "",
+        {
+            **_LATENT,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {**_MSCALE, "llama_4_scaling_beta": 0.3},
         },
     ),
     ("glm4_moe_lite", "", {**_LATENT, "v_head_dim": 16}),

@@ -30,7 +30,7 @@ from jaxllama.placement import Placement
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers import mtp_cases
 from tests.helpers.arrays import as_jax
-from tests.helpers.models import GEMMA4, HYBRIDS, IDENTITIES, LATENT, params_of
+from tests.helpers.models import GEMMA4, HYBRIDS, IDENTITIES, INDEXED, LATENT, params_of
 
 MAX_LEN, MAX_NEW = 96, 24
 # Pages for fewer tokens than four rows may take, so that rows are preempted.
@@ -73,6 +73,7 @@ CONFIGS = {
 # Beside the tests of every family: attention from latents, and keys that layers share.
 OTHERS = {
     "latent": LATENT.first_layers(1).replace(vocab_size=256, name="tiny-latent"),
+    "indexed": INDEXED.first_layers(1).replace(vocab_size=256, name="tiny-indexed"),
     "gemma4": GEMMA4.replace(vocab_size=256, name="tiny-gemma4"),
 }
 # Families with layers of the gated delta rule, whose cases are slow.

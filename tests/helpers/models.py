@@ -15,6 +15,7 @@ from jaxllama.config import (
     DeltaConfig,
     FullAttentionConfig,
     GLAConfig,
+    IndexerConfig,
     LatentConfig,
     LayerInputsConfig,
     ModelConfig,
@@ -113,6 +114,14 @@ LATENT = LLAMA.replace(
     latent=LatentConfig(kv_rank=12, d_nope=6, d_rope=2, d_v=6, q_rank=10),
     rope=RopeConfig(theta=10000.0, rotary_dim=2),
     stored=CheckpointForm(family="deepseek_v3", interleaved=True),
+)
+
+# DeepSeek-V3.2's: an indexer chooses the keys of a query.
+INDEXED = LATENT.replace(
+    latent=dataclasses.replace(
+        LATENT.latent, indexer=IndexerConfig(n_heads=6, head_dim=8, top_k=5)
+    ),
+    stored=CheckpointForm(family="deepseek_v32", interleaved=True),
 )
 
 # Gemma 4's layers: heads of two widths, keys that are values, layers that read another's keys, and

@@ -7,6 +7,7 @@ file that stands in for it elsewhere (``golden/make_llama_golden.py``).
 from __future__ import annotations
 
 import dataclasses
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ import numpy as np
 
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.config import config_from_hf
-from jaxllama.checkpoints.hf.refused import WRAPPERS
 from jaxllama.config import ModelConfig, RopeConfig
 from tests.helpers import dense_cases
 from tests.helpers.seeded import seeded_params
@@ -609,12 +609,12 @@ def for_transformers(cfg: ModelConfig) -> ModelConfig:
 
     Raises LookupError for a family without one that ``dense_cases.ORACLES`` lacks.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     family = cfg.stored.family
     oracle = dense_cases.ORACLES.get(family)
     if oracle is None:
-        if family not in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *WRAPPERS.values()):
+        if family not in CONFIG_MAPPING_NAMES:
             raise LookupError(
                 f"transformers has no class for {family!r}: name a family in dense_cases.ORACLES "
                 "whose class computes the same (docs/howto/family.md)"
@@ -623,10 +623,17 @@ def for_transformers(cfg: ModelConfig) -> ModelConfig:
     return cfg.replace(stored=dataclasses.replace(cfg.stored, family=oracle))
 
 
+def their_class(path: Path) -> Any:
+    """transformers' class of a directory, also one that its automatic classes do not know."""
+    import transformers
+
+    (name,) = json.loads((path / "config.json").read_text())["architectures"]
+    return getattr(transformers, name, transformers.AutoModelForCausalLM)
+
+
 def reference(name: str) -> Answer:
     """transformers' answer for a model that it loads from the directory that ``hf.save`` wrote."""
     import torch
-    import transformers
 
     cfg, params = CASES[name], params_of(name)
     if (
@@ -637,7 +644,7 @@ def reference(name: str) -> Answer:
         cfg = cfg.replace(embedding_scale=False)
     with tempfile.TemporaryDirectory() as folder:
         path = hf.save(Path(folder) / "model", for_transformers(cfg), params)
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model = their_class(path).from_pretrained(path, dtype=torch.float32)
     tokens = torch.from_numpy(tokens_of(name)[None].astype(np.int64))
     prompt = tokens[:, :PROMPT]
     with torch.no_grad():

@@ -84,6 +84,14 @@ _GROUPS = {
     "first_k_dense_replace": [0, 1],
     "num_experts_per_tok": [1, 2],
 }
+_INDEXED = {
+    **_GROUPS,
+    "q_lora_rank": [8, 12],
+    "qk_rope_head_dim": [4],
+    "index_n_heads": [24, 32],  # with few heads several scores are 0, and equal
+    "index_head_dim": [8, 16],
+    "index_topk": [4, 7, 20],
+}
 _MINICPM = {
     "scale_emb": [1, 12],
     "scale_depth": [None, 1.4],
@@ -369,6 +377,8 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
     "deepseek_v3": {**_GROUPS, **_ORDER},
     "sarvam_mla": {**_GROUPS, **_ORDER},
     "axk1": {**_GROUPS, **_ORDER, "q_lora_rank": [12]},
+    "deepseek_v32": _INDEXED,
+    "glm_moe_dsa": {**_INDEXED, "topk_group": [1]},
     "glm4_moe_lite": {**_GROUPS, **_ORDER, "topk_group": [1]},
     "youtu": {**_LATENT, **_ORDER},
     "minicpm": {**_BIAS, **_MINICPM},
@@ -420,4 +430,5 @@ DIVIDED = (
 UNGROUPED = (
     *("gpt2", "gpt_neo", "opt", "gptj", "gpt_neox"),
     *("deepseek_v2", "deepseek_v3", "sarvam_mla", "axk1", "glm4_moe_lite", "youtu", "minicpm3"),
+    *("deepseek_v32", "glm_moe_dsa"),
 )

@@ -15,13 +15,14 @@ import pytest
 import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.config import config_from_hf
-from jaxllama.checkpoints.hf.families import ALIKE, FAMILIES
+from jaxllama.checkpoints.hf.families import ALIKE, FAMILIES, stored_name
 from jaxllama.checkpoints.hf.refused import REFUSED, WRAPPERS
 from jaxllama.errors import JaxLlamaError, WeightWarning
-from tests.helpers.dense_cases import ORACLES
+from jaxllama.typing import JsonObject
 from tests.helpers.parity_cases import CASES, FAMILY_CASES
 
 ELSEWHERE = ("rwkv7",)  # types of flash-linear-attention
+ALONE = ("minicpm", "mistral4")  # families that are no type of AutoModelForCausalLM
 ROOT = Path(__file__).parents[2]
 SIZES = {
     "hidden_size": 32,
@@ -44,10 +45,12 @@ def stated_counts() -> tuple[int, ...]:
 
 def test_the_guide_and_the_changelog_state_the_number_of_families():
     _, _, own = stated_counts()
-    assert own == len(set(FAMILIES) - set(ORACLES))
+    assert own == len(set(FAMILIES) - set(ALONE))
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    [families] = re.findall(r"(\d+) model types of transformers and `minicpm` load", changes)
-    assert int(families) == own and list(ORACLES) == ["minicpm"]
+    [families] = re.findall(
+        r"(\d+) model types of transformers, `minicpm` and `mistral4` load", changes
+    )
+    assert int(families) == own and ALONE == ("minicpm", "mistral4")
 
 
 @pytest.mark.slow
@@ -81,37 +84,62 @@ def test_a_refusal_says_what_the_model_would_need():
 def test_the_text_decoder_of_a_model_with_image_input_is_read(kind: str) -> None:
     text = {**SIZES, "model_type": WRAPPERS[kind], "num_experts": 4, "num_experts_per_tok": 2}
     text |= {"head_dim": 16, "sliding_window": 8}
-    has_experts = "gemma" not in kind and kind != "mistral3"
+    has_experts = kind.endswith("moe")
     text = {key: value for key, value in text.items() if has_experts or "exp" not in key}
     if kind not in ("gemma3", "mistral3"):
         text.pop("sliding_window")
-    if kind == "qwen3_5":
-        text.pop("num_experts")
-        text.pop("num_experts_per_tok")
     cfg = config_from_hf({"model_type": kind, "text_config": text}, kind)
-    assert cfg.stored.family == WRAPPERS[kind] and cfg.n_layers == 2
+    assert cfg.stored.family == stored_name(WRAPPERS[kind]) and cfg.n_layers == 2
+
+
+_SMALL = ("hidden_size", "intermediate_size", "num_attention_heads")
+_PIXTRAL = {
+    "model_type": "pixtral",
+    "num_hidden_layers": 1,
+    "head_dim": 8,
+    "image_size": 8,
+    "patch_size": 4,
+    **{key: SIZES[key] for key in _SMALL},
+}
+_QWEN_VISION = {"depth": 1, "hidden_size": 32, "num_heads": 4, "out_hidden_size": 32}
+_MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
+# transformers' class, its text decoder's config, and the vision tower's.
+MULTIMODAL: dict[str, tuple[str, JsonObject, JsonObject]] = {
+    "ministral3": ("Mistral3", {"model_type": "ministral3"}, _PIXTRAL),
+    "mistral": ("Mistral3", {"model_type": "mistral"}, _PIXTRAL),
+    "qwen2_vl": ("Qwen2VL", _MROPE, {"depth": 1, "embed_dim": 32, "num_heads": 4}),
+    "qwen2_5_vl": ("Qwen2_5_VL", _MROPE, _QWEN_VISION),
+    "qwen3_vl": ("Qwen3VL", _MROPE, _QWEN_VISION),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ministral3", "mistral"])
-def test_the_text_decoder_of_mistral3_has_transformers_logits(kind: str, tmp_path) -> None:
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_the_text_decoder_of_a_multimodal_model_has_transformers_logits(kind, tmp_path) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    vision = {"model_type": "pixtral", "num_hidden_layers": 1, "head_dim": 8, "image_size": 8}
-    sizes = ("hidden_size", "intermediate_size", "num_attention_heads")
-    config = transformers.Mistral3Config(
-        text_config={**SIZES, "model_type": kind},
-        vision_config={**vision, "patch_size": 4, **{key: SIZES[key] for key in sizes}},
+    name, text, vision = MULTIMODAL[kind]
+    config = getattr(transformers, f"{name}Config")(
+        text_config={**SIZES, **text}, vision_config=vision
     )
     torch.manual_seed(0)
-    model = transformers.Mistral3ForConditionalGeneration(config).eval()
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     model.save_pretrained(tmp_path / "m")
-    with pytest.warns(WeightWarning, match="its text decoder alone is read"):
-        cfg, params = hf.load(tmp_path / "m")
     tokens = np.random.default_rng(0).integers(0, 64, (1, 40))
     with torch.no_grad():
         want = model(input_ids=torch.from_numpy(tokens)).logits.numpy()
+    with pytest.warns(WeightWarning, match="its text decoder alone is read"):
+        cfg, params = hf.load(tmp_path / "m")
     got = jl.logits(cfg, jax.device_put(params), tokens.astype(np.int32), np.array([40]))
     assert np.abs(np.asarray(got) - want).max() <= 1e-4 * np.abs(want).max()
+
+
+def test_a_text_decoder_s_keys_may_stand_beside_the_vision_tower_s():
+    """As in the files that Qwen2.5-VL was published with."""
+    scaling = {"type": "mrope", "mrope_section": [2, 1, 1]}
+    config = {**SIZES, "model_type": "qwen2_5_vl", "vision_config": {}, "image_token_id": 3}
+    cfg = config_from_hf({**config, "rope_scaling": scaling, "rope_theta": 1e6}, "vl")
+    plain = config_from_hf({**SIZES, "model_type": "qwen2", "rope_theta": 1e6}, "vl")
+    assert cfg == plain
 
 
 def test_every_family_has_a_case():

@@ -36,6 +36,7 @@ from tests.helpers.parity_cases import (
     for_transformers,
     params_of,
     reference,
+    their_class,
     tokens_of,
 )
 from tests.helpers.seeded import hf_tensors
@@ -258,13 +259,13 @@ def test_a_directory_that_transformers_writes(name: str, tmp_path) -> None:
     """There and back through transformers' own config classes and names: of a model that it loaded,
     which keeps the names of the file, and of one that it made."""
     torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     cfg, params = CASES[name], params_of(name)
     path = hf.save(tmp_path / "ours", cfg, params)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = their_class(path).from_pretrained(path, dtype=torch.float32)
     model.save_pretrained(tmp_path / "theirs", max_shard_size="10KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
-    made = transformers.AutoModelForCausalLM.from_config(model.config)
+    made = type(model)(model.config)
     made.load_state_dict(model.state_dict())
     made.save_pretrained(tmp_path / "made" / "theirs")
     exact = cfg.stored == CheckpointForm(

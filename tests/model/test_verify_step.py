@@ -13,7 +13,16 @@ from jaxllama.config import RopeConfig
 from jaxllama.model.lora import attach, for_rows
 from tests.helpers import lora_cases
 from tests.helpers.arrays import as_jax
-from tests.helpers.models import FAMILIES, GEMMA4, IDENTITIES, LATENT, LLAMA, params_of, tokens_of
+from tests.helpers.models import (
+    FAMILIES,
+    GEMMA4,
+    IDENTITIES,
+    INDEXED,
+    LATENT,
+    LLAMA,
+    params_of,
+    tokens_of,
+)
 
 # Heads as wide as real ones where an int4 cache rotates them: XLA has other code for tiny products.
 ONE_LAYER = LLAMA.first_layers(1)
@@ -41,6 +50,7 @@ CASES = {
     "gla": (IDENTITIES["gla-variant"], "float32"),
     "latent": (LATENT.first_layers(1), "float32"),
     "latent-int8": (LATENT.first_layers(1), "int8"),
+    "indexed": (INDEXED.first_layers(1), "float32"),
     "gemma4": (GEMMA4, "float32"),
 }
 CORE = ("gqa", "delta")
@@ -60,6 +70,7 @@ SLOW = (
     "hybrid-int8",
     "kda",
     "latent-int8",
+    "indexed",
     "gemma4",
 )
 MARKS = {**dict.fromkeys(CORE, pytest.mark.core), **dict.fromkeys(SLOW, pytest.mark.slow)}

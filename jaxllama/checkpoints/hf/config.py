@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from jaxllama.checkpoints.hf.fla import (
     model_of,
 )
 from jaxllama.checkpoints.hf.gla_paper import config_from_paper, config_to_paper
-from jaxllama.checkpoints.hf.refused import REFUSED
+from jaxllama.checkpoints.hf.refused import REFUSED, TEXT_TYPES, WRAPPERS
 from jaxllama.checkpoints.hf.rope import rope_scaling, ropes, usable_context
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import UNGATED, CheckpointForm, ModelConfig
@@ -71,6 +72,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Bounds what a damaged file can make us build before its tensors are checked.
 _MAX_LAYERS = 4096
+_OF_IMAGES = re.compile("vision|image|video")  # keys of a multimodal config
 
 
 def config_from_hf(
@@ -174,21 +176,41 @@ def config_from_hf(
 
 def _stored_of(family: str, fields: JsonMapping) -> tuple[CheckpointForm, Mapping[str, Any]]:
     """Split fields by path into (``CheckpointForm``, the fields of ModelConfig)."""
-    own = {key[7:]: value for key, value in fields.items() if key.startswith("stored.")}
+    stored = {key[7:]: value for key, value in fields.items() if key.startswith("stored.")}
     rest = {key: value for key, value in fields.items() if not key.startswith("stored.")}
     name = stored_name(family)
-    return CheckpointForm(family=name, **FAMILIES[family].stored, **own), rest
+    return CheckpointForm(family=name, **FAMILIES[family].stored, **stored), rest
 
 
 def text_config(config: JsonMapping) -> JsonMapping:
     """Return the text decoder's part of a multimodal config.json; other configs as they are."""
-    text = config.get("text_config")
-    if not isinstance(text, Mapping) or text.get("model_type") not in FAMILIES:
+    text, kind = config.get("text_config"), config.get("model_type")
+    if text is None and kind in WRAPPERS and "vision_config" in config:  # keys side by side
+        alone = {key: config[key] for key in config if not _OF_IMAGES.search(key)}
+        return _with_plain_rope({**alone, "model_type": WRAPPERS[kind]})
+    if not isinstance(text, Mapping):
+        return config
+    kind = str(text.get("model_type"))
+    kind = TEXT_TYPES.get(kind, kind)
+    if kind not in FAMILIES:
         return config
     around = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")
-    found = {**{key: config[key] for key in around if key in config}, **text}
+    found = {**{key: config[key] for key in around if key in config}, **text, "model_type": kind}
     # transformers ties by the outer value; weights with a head of their own untie it.
-    return found | ({"tie_word_embeddings": True} if config.get("tie_word_embeddings") else {})
+    found |= {"tie_word_embeddings": True} if config.get("tie_word_embeddings") else {}
+    return _with_plain_rope(found)
+
+
+def _with_plain_rope(config: JsonMapping) -> JsonMapping:
+    """Return the config without the sections of M-RoPE (arXiv 2409.12191), whose three positions
+    are the same number in text."""
+    found = dict(config)
+    for key in ("rope_scaling", "rope_parameters"):
+        scaling = found.get(key)
+        if isinstance(scaling, Mapping) and "mrope_section" in scaling:
+            kept = {k: v for k, v in scaling.items() if not k.startswith("mrope")}
+            found[key] = {k: "default" if v == "mrope" else v for k, v in kept.items()}
+    return found
 
 
 def _same(read: JsonReader, key: str, default: Any) -> Any:
@@ -244,10 +266,10 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
         result["rope_parameters"] = {
             name: {
                 "rope_type": "default",
-                **(rope_scaling(one, width) or {}),
-                "rope_theta": one.theta,
+                **(rope_scaling(rope, width) or {}),
+                "rope_theta": rope.theta,
             }
-            for name, one, width in zip(_LAYER_TYPES, (cfg.rope, local), widths, strict=True)
+            for name, rope, width in zip(_LAYER_TYPES, (cfg.rope, local), widths, strict=True)
         }
     for key, path, _ in family.same:
         first, _, rest = path.partition(".")
@@ -271,7 +293,7 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
             "rope_theta": result.pop("rope_theta"),
         }
     result |= {} if family.to_hf is None else family.to_hf(cfg)
-    result = family.own(result)
+    result = family.renamed(result)
     _check_way_back(cfg, result, kind)
     return result if dtype is None else {**result, "torch_dtype": dtype}
 
@@ -363,7 +385,7 @@ def _flat(cfg: ModelConfig) -> JsonObject:
         if key == "mixers":
             found |= {f"mixers.{kind}": _options(cfg, kind, options) for kind, options in value}
         elif isinstance(value, dict):
-            found |= {f"{key}.{name}": one for name, one in value.items()}
+            found |= {f"{key}.{name}": inner_value for name, inner_value in value.items()}
         else:
             found[key] = value
     return found

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from jaxllama.checkpoints.hf.experts import SigmoidMixture
 from jaxllama.checkpoints.hf.family import BIAS, Family, Fields, minicpm, minicpm_to_hf
 from jaxllama.checkpoints.hf.names import SHARED
 from jaxllama.checkpoints.json_reader import JsonReader
-from jaxllama.config import LatentConfig, ModelConfig
+from jaxllama.config import IndexerConfig, LatentConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.names import Names
 
@@ -57,10 +57,10 @@ def _score_scale(read: JsonReader) -> float:
     scaling = read.config.get("rope_scaling") or read.config.get("rope_parameters") or {}
     if not isinstance(scaling, Mapping):
         return 1.0  # an error elsewhere
-    own = JsonReader(scaling, "rope_scaling.")
-    if own.text("rope_type", own.text("type", "default")) == "default":
+    reader = JsonReader(scaling, "rope_scaling.")
+    if reader.text("rope_type", reader.text("type", "default")) == "default":
         return 1.0
-    times, factor = own.number("mscale_all_dim", 0.0), own.number("factor", 1.0)
+    times, factor = reader.number("mscale_all_dim", 0.0), reader.number("factor", 1.0)
     return (0.1 * times * math.log(factor) + 1.0) ** 2 if times and factor > 1 else 1.0
 
 
@@ -87,10 +87,47 @@ def _turning_to_hf(cfg: ModelConfig) -> Fields:
     return {**latent_to_hf(cfg), "rope_interleave": cfg.stored.interleaved}
 
 
+def _with_indexer(interleaved: bool) -> Callable[[JsonReader], Fields]:
+    def fields(read: JsonReader) -> Fields:
+        for key, kind in (("indexer_types", "full"), ("layer_types", "indexed_attention")):
+            if any(said != kind for said in read.config.get(key) or ()):
+                raise read.error(key, f"must be {kind!r} for each layer")
+        for key, value in (("index_topk_freq", 1), ("index_topk_pattern", None)):
+            if read.config.get(key, value) != value:
+                raise read.error(key, f"must be {value}: layers do not share an indexer's choice")
+        shared = latent_fields(read)
+        indexer = IndexerConfig(
+            n_heads=read.size("index_n_heads"),
+            head_dim=read.size("index_head_dim"),
+            top_k=read.size("index_topk"),
+            interleaved=interleaved,
+        )
+        latent = dataclasses.replace(shared["latent"], indexer=indexer)
+        found = {**shared, **_V32_EXPERTS.fields(read), "latent": latent}
+        return {**found, "stored.interleaved": True}
+
+    return fields
+
+
+def _with_indexer_to_hf(cfg: ModelConfig) -> Fields:
+    keys, latent = {**latent_to_hf(cfg), **_V32_EXPERTS.to_hf(cfg)}, cfg.latent
+    if latent is None or latent.indexer is None:
+        raise JaxLlamaError("latent.indexer = None: this family's attention has it")
+    indexer = latent.indexer
+    return {
+        **keys,
+        "index_n_heads": indexer.n_heads,
+        "index_head_dim": indexer.head_dim,
+        "index_topk": indexer.top_k,
+    }
+
+
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _V2_EXPERTS = SigmoidMixture(64, 6, width=1407, names={"count": _COUNTS})
 _V3_EXPERTS = SigmoidMixture(256, 8, width=2048, scale=2.5)
+_V32_EXPERTS = SigmoidMixture(256, 8, width=2048, scale=2.5, has_types=True)
 _GLM_EXPERTS = SigmoidMixture(64, 4, width=1536, scale=1.8, has_types=True)
+_MISTRAL4_EXPERTS = SigmoidMixture(128, 4, width=2048)
 _AXK_EXPERTS = SigmoidMixture(192, 8, width=2048, scale=2.5, has_types=True)
 _SARVAM_EXPERTS = SigmoidMixture(
     128,
@@ -131,6 +168,15 @@ def _v2_to_hf(cfg: ModelConfig) -> Fields:
     return {**keys, "norm_topk_prob": False}
 
 
+def _mistral4(read: JsonReader) -> Fields:
+    """Return the fields. The router is a softmax."""
+    fields = _MISTRAL4_EXPERTS.fields(read)
+    experts = fields["experts"]
+    if experts is not None:
+        experts = dataclasses.replace(experts, scores="softmax", choice_bias=False)
+    return {**_turning(read), **fields, "experts": experts}
+
+
 def _value_width(read: JsonReader) -> Fields:
     return {"v_head_dim": read.size("hidden_size") // read.size("num_attention_heads")}
 
@@ -163,6 +209,15 @@ _DEEPSEEK_V3 = Family(
     unused=("model.layers.{n_layers}.",),
     tensors=Names(mixers={"experts": SHARED}),
 )
+_INDEX_SHARED = ("indexer_types", "index_topk_freq", "index_topk_pattern", "layer_types")
+_INDEX_KEYS = ("index_n_heads", "index_head_dim", "index_topk")
+_DEEPSEEK_V32 = dataclasses.replace(
+    _DEEPSEEK_V3,
+    architectures=("DeepseekV32ForCausalLM",),
+    keys=(*_DEEPSEEK_V3.keys, *_INDEX_KEYS, *_INDEX_SHARED, *_V32_EXPERTS.keys),
+    fields=_with_indexer(interleaved=False),
+    to_hf=_with_indexer_to_hf,
+)
 FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(
         ("DeepseekV2ForCausalLM",),
@@ -182,6 +237,13 @@ FAMILIES: dict[str, Family] = {
         tensors=Names(mixers={"experts": SHARED}),
     ),
     "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": _DEEPSEEK_V32,
+    "glm_moe_dsa": dataclasses.replace(
+        _DEEPSEEK_V32,
+        architectures=("GlmMoeDsaForCausalLM",),
+        defaults={"first_k_dense_replace": 3},
+        fields=_with_indexer(interleaved=True),
+    ),
     "sarvam_mla": dataclasses.replace(
         _DEEPSEEK_V3,
         architectures=("DeepseekV3ForCausalLM", "SarvamMLAForCausalLM"),
@@ -211,6 +273,17 @@ FAMILIES: dict[str, Family] = {
         turning=TURNING,
         unused=("model.layers.{n_layers}.",),
         tensors=Names(mixers={"experts": SHARED}),
+    ),
+    "mistral4": dataclasses.replace(
+        _DEEPSEEK_V3,
+        architectures=("Mistral4ForCausalLM",),
+        defaults={"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+        keys=(*_V3_KEYS, *_MISTRAL4_EXPERTS.keys),
+        fields=_mistral4,
+        to_hf=lambda cfg: {**_turning_to_hf(cfg), **_MISTRAL4_EXPERTS.to_hf(cfg)},
+        fixed={},
+        unused=(),
+        tensors=Names(mixers={"experts": dataclasses.replace(SHARED, is_fused=True)}),
     ),
     "youtu": Family(
         ("YoutuForCausalLM",),

@@ -13,9 +13,14 @@ WRAPPERS = {
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
     "mistral3": "ministral3",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_vl": "qwen2",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl": "qwen3",
 }
+# Types of text decoders that are a family of another name.
+TEXT_TYPES = {"qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 _REASONS: dict[str, str] = {
     "the decoder of an encoder-decoder": """
         bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet
@@ -37,8 +42,8 @@ _REASONS: dict[str, str] = {
         moshi moss_transcribe_diarize musicgen musicgen_melody whisper
         """,
     "mixer: two layers of attention from latents, and experts that skip one": "longcat_flash",
-    "mixer: sparse attention by an indexer": """
-        axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4 qwen4_exp qwen4_exp_text
+    "mixer: sparse attention by an indexer, with other parts": """
+        axk2 deepseek_v4 hy_v4 qwen4_exp qwen4_exp_text
         """,
     "mixer: linear attention beside attention from latents with RoPE": "bailing_hybrid",
     "mixer: attention with linear biases (ALiBi)": "bloom mpt",

@@ -33,7 +33,7 @@ from jaxllama.model.mixers.attention.mix import (
     unpacked,
 )
 from jaxllama.model.mixers.attention.sparse import sparse_decode
-from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.model.mixers.attention.state import KVCache, LatentCache
 from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.rope import Ropes, narrowed, widened
 from jaxllama.offload.policy import Shares
@@ -135,6 +135,8 @@ def project(
     mixer, cfg = weights["mixer"], layer.mixer
     if layer.form.name == "shared":
         raise JaxLlamaError("attention beside the device: not of layers that share their weights")
+    if cfg.latent is not None and cfg.latent.indexer is not None:
+        raise JaxLlamaError("attention beside the device: not of layers with an indexer")
     read = FORMS[layer.form.name].read
     projected, stream = read(layer, weights, stream, inputs(layer, mixer))
     if cfg.latent is not None:
@@ -166,7 +168,7 @@ def _attend(
         q, new = jnp.split(heads, (cfg.n_heads,), axis=2)
         k = store(cache.k, new, slots[:, None])
         out = blockwise_attention(q, k, k, last, window=cfg.sliding_window)
-        return from_cache_basis(k, out[:, 0]), KVCache(k, None)
+        return from_cache_basis(k, out[:, 0]), LatentCache(k, None)
     qkv, rope = widened(qkv, rope, cache.k.shape[-1])
     cos, sin = (table[:, 0] for table in rope.of(cfg.rope, qkv.shape[-1]))
     q, k, v = rope_and_write(qkv, cos, sin, cache.k, cache.v, slots, implementation="xla")

@@ -18,7 +18,7 @@ from pallas_kernels.matmul.few_rows import widen
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.matmul.op import product_plan
 from pallas_kernels.matmul.reference import quantized_matmul_reference
-from pallas_kernels.rows.swiglu import gate
+from pallas_kernels.rows.swiglu import swiglu
 from pallas_kernels.shapes import LLAMA_8B
 from tests.helpers import warp_emulator
 from tests.helpers.arrays import as_jax
@@ -139,6 +139,9 @@ def test_what_comes_after_a_product_of_codes(implementation, name, kinds, m, dty
     given = extras(m, n // 2 if {*"sg"} & {*kinds} else n, k, dtype, kinds)
     bias, term = activations((n,), jnp.float32, 2), None
     want = fused_product(x, w, bias, **given)
+    if implementation == "mosaic" and name == "w4a8":  # whose kernel writes 16 bits
+        product = wide(fused_product(x, w, bias).astype(jnp.dtype(dtype)))
+        want = fused_product(product, np.eye(n), None, **given)
     if "l" in kinds:
         inner, second = activations((m, 8), jnp.float32, 7), activations((n, 8), jnp.float32, 8)
         term = inner, (second,)
@@ -487,8 +490,8 @@ def test_unknown_activations_are_refused():
     for name in ("nonsense", "relu"):
         with pytest.raises(ValueError, match=f"'{name}' of the gate of swiglu is not one of silu"):
             quantized_matmul(x, w, swiglu=True, activation=name)
-        with pytest.raises(ValueError, match=f"gate: activation '{name}' is not one of silu, gelu"):
-            gate(x, name)
+        with pytest.raises(ValueError, match=f"swiglu: activation '{name}' is not one of silu"):
+            swiglu(x, activation=name)
 
 
 def test_refusals_name_the_fact():

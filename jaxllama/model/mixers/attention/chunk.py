@@ -130,12 +130,12 @@ def _attend_in_blocks(
         return _attend_block(q, k, v, marks, marks, sinks, window, softcap)
     blocks = -(-n_new // QUERY_BLOCK)
     pad = blocks * QUERY_BLOCK - n_new
-    q_blocks = _split_queries(q, pad, blocks)
-    mark_blocks = tuple(_split_queries(mark, pad, blocks) for mark in marks)
+    q_blocks = split_queries(q, pad, blocks)
+    mark_blocks = tuple(split_queries(mark, pad, blocks) for mark in marks)
     # Scores are recomputed in the backward pass: one block of them is alive at a time.
     block = jax.checkpoint(functools.partial(_attend_block, window=window, softcap=softcap))
     out = lax.map(lambda qm: block(qm[0], k, v, qm[1], marks, sinks), (q_blocks, mark_blocks))
-    return _join_queries(out, n_new)
+    return join_queries(out, n_new)
 
 
 def _attend_block(
@@ -227,9 +227,9 @@ def _cached_in_blocks(
         return block(q, positions=positions)
     blocks = -(-n_new // QUERY_BLOCK)
     pad = blocks * QUERY_BLOCK - n_new
-    q_blocks, p_blocks = _split_queries(q, pad, blocks), _split_queries(positions, pad, blocks)
+    q_blocks, p_blocks = split_queries(q, pad, blocks), split_queries(positions, pad, blocks)
     out = lax.map(lambda qp: block(qp[0], positions=qp[1]), (q_blocks, p_blocks))
-    return _join_queries(out, n_new)
+    return join_queries(out, n_new)
 
 
 _attend_cached = Op("attend_cached", _cached_in_blocks, _attend_on_cpu)
@@ -269,13 +269,14 @@ def without_padding(positions: jax.Array, lengths: jax.Array) -> jax.Array:
     return jnp.minimum(positions, last)
 
 
-def _split_queries(x: jax.Array, pad: int, blocks: int) -> jax.Array:
+def split_queries(x: jax.Array, pad: int, blocks: int) -> jax.Array:
     """``[B, T, ...]`` -> ``[blocks, B, T / blocks, ...]``, the last query repeated as padding."""
     x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2), mode="edge")
     x = x.reshape(x.shape[0], blocks, -1, *x.shape[2:])
     return jnp.moveaxis(x, 1, 0)
 
 
-def _join_queries(blocks: jax.Array, n_new: int) -> jax.Array:
+def join_queries(blocks: jax.Array, n_new: int) -> jax.Array:
+    """The inverse of ``split_queries``."""
     joined = jnp.moveaxis(blocks, 0, 1)
     return joined.reshape(joined.shape[0], -1, *joined.shape[3:])[:, :n_new]

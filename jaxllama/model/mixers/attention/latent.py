@@ -8,6 +8,8 @@ The cache holds ``latent | rope(key)`` of each token: one array with one head, w
 features also stand for the values.  Several tokens without a past are attended to in this form,
 with the keys and values of each head ("expanded").
 
+With an indexer a query reads the keys that ``attention.indexer`` chooses, absorbed as well.
+
 Over a cache the up products move to the other side of attention ("absorbed"), because
 ``q . up_k latent = (up_k^T q) . latent``.  All query heads then read the same R + r features, and
 ``up_v`` multiplies the sum of latents.  The ops of ordinary attention do so, as they do for a
@@ -19,6 +21,7 @@ heads of R + r features take XLA's form.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -29,10 +32,13 @@ import jax.numpy as jnp
 from jaxllama.config import AttentionConfig, LatentConfig
 from jaxllama.model.linear import linear
 from jaxllama.model.lora import floats
+from jaxllama.model.mixers.attention import indexer
 from jaxllama.model.mixers.attention.chunk import attend
+from jaxllama.model.mixers.attention.indexer import IndexHeads
 from jaxllama.model.mixers.attention.shared import over_cache
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.records import At, Chunk
+from jaxllama.model.rope import scaled_by_position
 from jaxllama.typing import Params
 from pallas_kernels.attention.plain import rotate
 from pallas_kernels.attention.rope_cache import (
@@ -45,16 +51,21 @@ from pallas_kernels.rows.rms_norm import rms_norm
 
 
 class LatentHeads(NamedTuple):
-    """Queries ``[B, T, N, d_nope + r]``, latents ``[B, T, R]`` and shared keys ``[B, T, 1, r]``."""
+    """Queries ``[B, T, N, d_nope + r]``, latents ``[B, T, R]`` and shared keys ``[B, T, 1, r]``.
+
+    indexed: the indexer's, if the layer has one.
+    """
 
     q: jax.Array
     low: jax.Array
     key: jax.Array
+    indexed: IndexHeads | None = None
 
 
 def inputs(p: Params) -> list[Params]:
     """Return the weights that multiply the layer's input."""
-    return [p["q_a"] if "q_a" in p else p["q"], p["kv_a"]]
+    names = ("q_a" if "q_a" in p else "q", "kv_a", "index_k", "index_w")
+    return [p[name] for name in names if name in p]
 
 
 def mix(
@@ -63,9 +74,16 @@ def mix(
     """The products of ``inputs`` -> (heads ``[B, T, N d_v]``, cache)."""
     assert cfg.latent is not None and at.rope is not None
     heads = turned(cfg.latent, heads_of(cfg, p, projected), *at.rope.of(cfg.rope, cfg.head_dim))
+    if cfg.rope.query_beta:
+        heads = heads._replace(q=scaled_by_position(cfg.rope, heads.q, at.positions))
     if cache is not None:
         cache = written(heads, cache, at)
-    if isinstance(at, Chunk) and (cache is None or at.fresh):
+    if _chooses(cfg.latent, cache, at):
+        assert heads.indexed is not None
+        held = KVCache(entries(heads), heads.indexed.key) if cache is None else cache
+        out = indexer.over_chosen(cfg, absorbed(cfg, p, heads), heads.indexed, held, at)
+        out = lifted(cfg, p, out)
+    elif isinstance(at, Chunk) and (cache is None or at.fresh):
         out = _expanded(cfg, p, heads, at)
     else:
         assert cache is not None
@@ -74,22 +92,40 @@ def mix(
     return out.reshape(*out.shape[:2], -1), cache
 
 
+def _chooses(latent: LatentConfig, cache: KVCache | None, at: At) -> bool:
+    """Whether a query may see more keys than the indexer chooses."""
+    if latent.indexer is None:
+        return False
+    is_first = isinstance(at, Chunk) and at.fresh
+    n_new = at.positions.shape[1]
+    most = n_new if cache is None or is_first else capacity_of(cache.k, at.table)
+    return most > latent.indexer.top_k
+
+
 def heads_of(cfg: AttentionConfig, p: Params, projected: Sequence[Columns]) -> LatentHeads:
     """Return the heads of the products of ``inputs``, before RoPE."""
     latent = cfg.latent
     assert latent is not None
-    q, down = (columns.value for columns in projected)
+    q, down, *of_index = (columns.value for columns in projected)
+    index = None
     if "q_a" in p:
-        q = linear(rms_norm(q, p["q_norm"]["weight"], latent.norm_eps), p["q"])
+        q_low = rms_norm(q, p["q_norm"]["weight"], latent.norm_eps)
+        q = linear(q_low, p["q"])
+        if latent.indexer is not None:
+            index = indexer.heads_of(latent.indexer, p, q_low, *of_index)
     low, key = jnp.split(down, (latent.kv_rank,), axis=-1)
     low = rms_norm(low, p["kv_norm"]["weight"], latent.norm_eps)
-    return LatentHeads(q.reshape(*q.shape[:-1], cfg.n_heads, cfg.head_dim), low, key[..., None, :])
+    q = q.reshape(*q.shape[:-1], cfg.n_heads, cfg.head_dim)
+    return LatentHeads(q, low, key[..., None, :], index)
 
 
 def turned(latent: LatentConfig, heads: LatentHeads, cos: jax.Array, sin: jax.Array) -> LatentHeads:
     """Return the heads with RoPE; tables ``[B, T, (d_nope + r) / 2]``, the turning pairs first."""
     turn = functools.partial(turned_last, latent, cos=cos, sin=sin)
-    return LatentHeads(turn(heads.q), heads.low, turn(heads.key))
+    index = heads.indexed
+    if index is not None:
+        index = indexer.turned(index, *(table[..., : latent.d_rope // 2] for table in (cos, sin)))
+    return LatentHeads(turn(heads.q), heads.low, turn(heads.key), index)
 
 
 def turned_last(latent: LatentConfig, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -112,7 +148,10 @@ def written(heads: LatentHeads, cache: KVCache, at: At) -> KVCache:
     is_new = place < at.row_lengths()[:, None]
     slots = jnp.where(is_new, positions, capacity_of(cache.k, at.table))
     (new,) = to_cache_basis(cache.k, new)
-    return KVCache(store(cache.k, new, slots, at.table), None)
+    keys = cache.v
+    if heads.indexed is not None:
+        keys = store(keys, at.by_row(heads.indexed.key), slots, at.table)
+    return dataclasses.replace(cache, k=store(cache.k, new, slots, at.table), v=keys)
 
 
 def absorbed(cfg: AttentionConfig, p: Params, heads: LatentHeads) -> jax.Array:
@@ -141,14 +180,14 @@ def lifted(cfg: AttentionConfig, p: Params, out: jax.Array) -> jax.Array:
     assert latent is not None
     _, up = _ups(cfg, latent, p)
     low = out[..., : latent.kv_rank]
-    made = jnp.einsum(
+    heads_of_v = jnp.einsum(
         "btnr,nvr->btnv",
         low,
         up.astype(low.dtype),
         preferred_element_type=jnp.float32,
         precision="highest",
     )
-    return made.astype(out.dtype)
+    return heads_of_v.astype(out.dtype)
 
 
 def _ups(cfg: AttentionConfig, latent: LatentConfig, p: Params) -> tuple[jax.Array, jax.Array]:
@@ -161,8 +200,8 @@ def _expanded(cfg: AttentionConfig, p: Params, heads: LatentHeads, at: Chunk) ->
     """Attention among the new tokens, with the keys and values of each head."""
     latent = cfg.latent
     assert latent is not None
-    made = linear(heads.low, p["kv_b"]).reshape(*heads.q.shape[:3], -1)
-    k, v = jnp.split(made, (latent.d_nope,), axis=-1)
+    keys_values = linear(heads.low, p["kv_b"]).reshape(*heads.q.shape[:3], -1)
+    k, v = jnp.split(keys_values, (latent.d_nope,), axis=-1)
     shared = jnp.broadcast_to(heads.key, (*k.shape[:-1], latent.d_rope))
     k = jnp.concatenate([k, shared], axis=-1)
     v = jnp.pad(v, ((0, 0),) * 3 + ((0, cfg.head_dim - latent.d_v),))

@@ -11,7 +11,13 @@ import functools
 
 import numpy as np
 
-from jaxllama.config import UNMULTIPLIED, AttentionConfig, LayerConfig
+from jaxllama.config import (
+    UNMULTIPLIED,
+    AttentionConfig,
+    IndexerConfig,
+    LatentConfig,
+    LayerConfig,
+)
 from jaxllama.model.mixers.attention.parts import NAMES as PARTS
 from jaxllama.model.mixers.attention.parts import part
 from jaxllama.model.mixers.common import Heads, Sites, heads_obstacle
@@ -23,7 +29,7 @@ from jaxllama.model.param import (
     TensorSource,
     Turned,
     fused,
-    one,
+    tensor,
     transposed,
     written,
 )
@@ -118,12 +124,12 @@ def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
                 "turned": turned(width // h) if moves else None,
             }
             stored_name = f"{prefix}{own_names[name]}.weight"
-            table[name, "weight"] = one(stored_name, width, mean=1.0, std=0.0, fold=fold)
+            table[name, "weight"] = tensor(stored_name, width, mean=1.0, std=0.0, fold=fold)
     if cfg.attn_sinks:
-        table["sinks", "weight"] = one(f"{prefix}{names.sinks}", cfg.n_heads, is_float32=True)
+        table["sinks", "weight"] = tensor(f"{prefix}{names.sinks}", cfg.n_heads, is_float32=True)
     if cfg.inner_norms:
         name = f"{prefix}{names.inner_norms[0]}.weight"
-        table["inner_norm", "weight"] = one(name, q, mean=1.0, std=0.0)
+        table["inner_norm", "weight"] = tensor(name, q, mean=1.0, std=0.0)
     for name in cfg.attention_parts:
         table |= part(name).table(layer, prefix, source)
     scale = source.residual(layer) * products.attention_output
@@ -134,9 +140,9 @@ def _latent(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param
     cfg: AttentionConfig = layer.mixer
     names, latent, d, n = source.names, cfg.latent, layer.d_model, cfg.n_heads
     assert latent is not None
-    own = names.of("latent", LatentNames())
+    latent_names = names.of("latent", LatentNames())
     rank, width = latent.kv_rank, n * (latent.d_nope + latent.d_v)
-    tensors = [f"{prefix}{name}.weight" for name in own.kv_b]
+    tensors = [f"{prefix}{name}.weight" for name in latent_names.kv_b]
     shapes = [(width, rank)]
     if len(tensors) == 2:
         shapes = [(n, rank, latent.d_nope), (n, latent.d_v, rank)]
@@ -149,20 +155,45 @@ def _latent(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param
         of_q["turned"] = turned(n, cfg.head_dim, first=latent.d_nope)
         of_kv["turned"] = turned(1, rank + latent.d_rope, first=rank)
     table: dict[Path, Param] = {}
-    of_queries, wide = own.q, d
+    of_queries, wide = latent_names.q, d
     if latent.q_rank is not None:
         of_queries, wide = "q_b_proj", latent.q_rank
         table |= fused("q_a", [(f"{prefix}q_a_proj", wide, {})], d, cfg.qkv_bias)
-        norm = one(f"{prefix}q_a_layernorm.weight", wide, mean=1.0, std=0.0)
+        norm = tensor(f"{prefix}q_a_layernorm.weight", wide, mean=1.0, std=0.0)
         table["q_norm", "weight"] = norm
-    table["q", "weight"] = one(f"{prefix}{of_queries}.weight", n * cfg.head_dim, wide, fold=of_q)
-    down = [(f"{prefix}{own.kv_a}", rank + latent.d_rope, of_kv)]
+        if latent.indexer is not None:
+            table |= _indexer(latent, latent.indexer, f"{prefix}indexer.", wide, d)
+    table["q", "weight"] = tensor(f"{prefix}{of_queries}.weight", n * cfg.head_dim, wide, fold=of_q)
+    down = [(f"{prefix}{latent_names.kv_a}", rank + latent.d_rope, of_kv)]
     return {
         **table,
         **fused("kv_a", down, d, cfg.qkv_bias),
-        ("kv_norm", "weight"): one(f"{prefix}{own.kv_norm}.weight", rank, mean=1.0, std=0.0),
+        ("kv_norm", "weight"): tensor(
+            f"{prefix}{latent_names.kv_norm}.weight", rank, mean=1.0, std=0.0
+        ),
         ("kv_b", "weight"): Param(kv_b, (width, rank)),
         **written("o", f"{prefix}{names.o}", d, n * latent.d_v, cfg.o_bias, source.residual(layer)),
+    }
+
+
+def _indexer(
+    latent: LatentConfig, options: IndexerConfig, prefix: str, rank: int, d: int
+) -> dict[Path, Param]:
+    n, width = options.n_heads, options.head_dim
+    turned = functools.partial(
+        Turned, head_dim=width, rotary_dim=latent.d_rope, interleaved=options.interleaved
+    )
+    of_key: Options = {"turned": turned(1)}
+    return {
+        ("index_q", "weight"): tensor(
+            f"{prefix}wq_b.weight", n * width, rank, fold={"turned": turned(n)}
+        ),
+        ("index_k", "weight"): tensor(f"{prefix}wk.weight", width, d, fold=of_key),
+        ("index_norm", "weight"): tensor(
+            f"{prefix}k_norm.weight", width, mean=1.0, std=0.0, fold=of_key
+        ),
+        ("index_norm", "bias"): tensor(f"{prefix}k_norm.bias", width, std=0.0, fold=of_key),
+        ("index_w", "weight"): tensor(f"{prefix}weights_proj.weight", n, d),
     }
 
 
@@ -204,7 +235,9 @@ def sites(layer: LayerConfig) -> Sites:
     cfg: AttentionConfig = layer.mixer
     if cfg.latent is not None:
         first = "q" if cfg.latent.q_rank is None else "q_a"
-        return Sites((first, "kv_a"), "", None, np.arange(cfg.n_heads * cfg.latent.d_v))
+        of_index = () if cfg.latent.indexer is None else ("index_k", "index_w")
+        readers = (first, "kv_a", *of_index)
+        return Sites(readers, "", None, np.arange(cfg.n_heads * cfg.latent.d_v))
     n, n_kv, h = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
     shared = np.arange(n_kv * h).reshape(n_kv, 1, h)
     channel = np.broadcast_to(shared, (n_kv, n // n_kv, h)).reshape(-1)

@@ -25,9 +25,7 @@ class KVCache:
     """Keys (after RoPE) and values, each ``[B, S, K, H]``, or pages ``[P, S, K, H]`` with a table.
     Heads are as wide as ``cached_width``. Each is an array, or a QTensor with one scale per token
     and head. int4 has a scale and a zero point per 64 features, in a rotated basis.
-
-    A cache of latents (``attention.latent``) has one head of ``kv_rank + d_rope`` features, and v
-    is None: the first features of k are the values."""
+    """
 
     k: jax.Array | QTensor
     v: Tree
@@ -35,12 +33,22 @@ class KVCache:
     __repr__ = short_repr
 
     def specs(self, rows: RowAxis) -> KVCache:
-        """How it is split on a mesh: rows over the axis ``rows``, heads over the model's; latents,
-        which have one head, over no other axis."""
-        if self.v is None:
-            alone = P() if rows is None else P(rows)
-            return jax.tree.map(lambda _: alone, self)
+        """How it is split on a mesh: rows over the axis ``rows``, heads over the model's."""
         return jax.tree.map(lambda _: P(rows, None, MODEL_AXIS), self)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class LatentCache(KVCache):
+    """A cache of latents (``attention.latent``): k has one head of ``kv_rank + d_rope`` features.
+
+    Their first features are the values. v is None, or the indexer's keys, ``[B, S, 1, width]``.
+    """
+
+    def specs(self, rows: RowAxis) -> LatentCache:
+        """How it is split on a mesh: rows over the axis ``rows``; all heads read the one head."""
+        alone = P() if rows is None else P(rows)
+        return jax.tree.map(lambda _: alone, self)
 
 
 def init_state(
@@ -53,19 +61,24 @@ def init_state(
     cfg: AttentionConfig = layer.mixer
     if cfg.borrows:
         return None
-    is_latent = cfg.latent is not None
-    shape = (rows, length, 1 if is_latent else cfg.n_kv_heads, width)
+    if cfg.latent is None:
+        shape = (rows, length, cfg.n_kv_heads, width)
+        return KVCache(_zeros(shape, dtype), _zeros(shape, dtype))
+    k, indexer = _zeros((rows, length, 1, width), dtype), cfg.latent.indexer
+    if indexer is None:
+        return LatentCache(k, None)
+    # Four bits would change too many choices.
+    dtype = "int8" if dtype == "int4" else dtype
+    return LatentCache(k, _zeros((rows, length, 1, indexer.head_dim), dtype))
+
+
+def _zeros(shape: tuple[int, ...], dtype: str) -> jax.Array | QTensor:
     if dtype not in QUANTIZED_CACHE:
-        k = jnp.zeros(shape, dtype)
-        return KVCache(k, None if is_latent else jnp.zeros(shape, dtype))
+        return jnp.zeros(shape, dtype)
     # Zeros outright: quantizing them inside a jitted caller would be folded by the compiler, at
     # seconds a layer.
     words = jax.eval_shape(lambda: quantize_kv(jnp.zeros(shape, jnp.float32), dtype))
-    return KVCache(_zeros(words), None if is_latent else _zeros(words))
-
-
-def _zeros(like: QTensor) -> QTensor:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), words)
 
 
 def write(
@@ -87,6 +100,6 @@ def as_pages(cache: KVCache, table: jax.Array | None, repeats: int) -> tuple[KVC
     rows, capacity = cache.k.shape[:2]
     page = CPU_DECODE_BLOCK if capacity % CPU_DECODE_BLOCK == 0 else capacity
     pages = jax.tree.map(lambda x: x.reshape(-1, page, *x.shape[2:]), cache)
-    own = np.arange(rows * (capacity // page), dtype=np.int32).reshape(rows, -1)
+    page_table = np.arange(rows * (capacity // page), dtype=np.int32).reshape(rows, -1)
     # A constant: no layer has a kernel that makes it.
-    return pages, jnp.asarray(np.repeat(own, repeats, axis=0))
+    return pages, jnp.asarray(np.repeat(page_table, repeats, axis=0))

@@ -1,0 +1,111 @@
+"""Latent attention on Hopper: one pass over the cache, whose latents are keys and values.
+
+See ``latent.op`` for the contract and ``latent.program`` for a block's program.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.merge import merge_chunks
+from pallas_kernels.attention.rope_cache import capacity_of
+from pallas_kernels.latent.plan import LatentPlan
+from pallas_kernels.latent.program import HALF, LATENT, PIECES, TILE, Facts, LatentBlock
+from pallas_kernels.launch import Views, launch
+from pallas_kernels.ptx import LOG2E
+
+ROWS = 8  # query heads are filled up to a multiple: a row of a tile in shared memory
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "plan"))
+def latent_attention(
+    q: jax.Array,
+    cache: jax.Array,
+    lengths: jax.Array,
+    table: jax.Array | None,
+    *,
+    scale: float,
+    plan: LatentPlan,
+) -> jax.Array:
+    """``q [B, T, N, 576]``, ``lengths [B, T]`` -> ``[B, T, N, 512]``; see ``latent.op``."""
+    batch, tokens, n, width = q.shape
+    heads = -(-n // ROWS) * ROWS
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, heads - n), (0, 0)))
+    rows, capacity = tokens * heads, capacity_of(cache, table)
+    page, pool = (0, 0) if table is None else (cache.shape[1], cache.shape[0])
+    splits = -(-capacity // plan.chunk)
+    facts = Facts(tokens, rows, plan.chunk, splits, capacity, page, pool, scale * LOG2E)
+    out = jax.ShapeDtypeStruct((batch, rows, LATENT), q.dtype)
+    stats = None
+    if splits > 1:
+        out = jax.ShapeDtypeStruct((batch * splits, rows, LATENT), jnp.float32)
+        stats = jax.ShapeDtypeStruct((batch * splits, rows, 2), jnp.float32)
+
+    def body(gmem, smem, barrier) -> None:
+        LatentBlock(gmem, smem, barrier, facts).run()
+
+    out, stats = launch(
+        body,
+        {
+            "q": q.reshape(batch, rows, width),
+            "cache": cache,
+            "lengths": lengths.reshape(-1),
+            "row_lengths": by_query_row(lengths, heads, facts) if tokens > 1 else None,
+            "table": table,
+        },
+        {"out": out, "stats": stats},
+        name="latent_attention_kernel",
+        grid=batch * splits * facts.tiles,
+        warpgroups=2,
+        approx_math=True,
+        reduction_scratch_bytes=0,  # sums are over lanes of a warp
+        scratch=_scratch(out.dtype, TILE // facts.run),
+    )
+    if splits > 1:
+        out = merge_chunks(
+            out.reshape(batch, splits, rows, LATENT),
+            stats.reshape(batch, splits, rows, 2),
+            lengths,
+            capacity=capacity,
+            chunk=plan.chunk,
+            window=None,
+            rotated=False,
+            out_dtype=q.dtype,
+        )
+    return out.reshape(batch, tokens, heads, LATENT)[:, :, :n]
+
+
+def by_query_row(lengths: jax.Array, heads: int, facts: Facts) -> jax.Array:
+    """Return int32 ``[B, tiles * 64]``: the keys that each query row sees."""
+    rows = jnp.repeat(lengths, heads, axis=1)
+    return jnp.pad(rows, ((0, 0), (0, facts.tiles * TILE - facts.rows)))
+
+
+def _tiles(dtype, *shape: int):
+    """Shared memory in tiles of 8 rows of 128 bytes, with TMA's swizzle."""
+    tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
+
+
+def _scratch(out_dtype, copies: int) -> dict[str, object]:
+    """A block's shared memory and barriers; copies: of a piece of a tile."""
+    bf16 = functools.partial(_tiles, jnp.bfloat16)
+    # The outputs leave from the place of the half that their warpgroup multiplied last.
+    half = Views(tokens=bf16(2, TILE, HALF), out=_tiles(out_dtype, TILE, HALF))
+    return {
+        **{f"q_{name}": bf16(TILE, width) for name, (_, width) in PIECES.items()},
+        "left": half,
+        "right": half,
+        "rope": bf16(2, TILE, PIECES["rope"][1]),
+        "weights": bf16(TILE, TILE),
+        "by_row": plgpu.SMEM((4, TILE), jnp.float32),
+        "q": plgpu.Barrier(num_arrivals=len(PIECES)),
+        "full": plgpu.Barrier(num_arrivals=copies * len(PIECES), num_barriers=2),
+        "first": plgpu.Barrier(),
+        "second": plgpu.Barrier(),
+        "total_ready": plgpu.Barrier(num_arrivals=2),
+    }

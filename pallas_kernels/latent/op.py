@@ -1,0 +1,169 @@
+"""Latent attention (MLA) of the newest tokens of each row over its cache, the absorbed form.
+
+    out[b, t, n] = softmax_s(scale * q[b, t, n] . cache[b, s]) cache[b, s, :512],  s < lengths[b, t]
+
+An entry of the cache is a token's latent (512 features) and the turning part of its key (64).  All
+query heads share it, and its latent is also the value.  q holds heads whose still part the key's up
+product has multiplied; the value's up product multiplies the result.
+
+Contract, as ``attention.op``'s: entries at s >= the row's longest length, even NaN, never change a
+result.  A token of length 0 gives zeros.  A row's result depends on no other row, and is the same
+bits every time.
+
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; the kernel's two halves as in FlashMLA.  Left
+out: a cache of 8-bit codes, and a choice of keys by an indexer.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.attention import op as attention
+from pallas_kernels.attention.blockwise import joined
+from pallas_kernels.attention.plain import is_visible
+from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty
+from pallas_kernels.operands import check
+from pallas_kernels.transform import Op, chosen
+
+LATENT = 512
+_Static = tuple[float, Plan | None]  # scale, the kernel's plan
+_OPERANDS = {
+    "q": "float [B, T+, N, H]",
+    "cache": "q [B, S, H]",
+    "lengths": "int32 [B, T]",
+    "table": "int32 [B, M+] ?",
+}
+_PAGED = {"cache": "q [P, page+, H]"}
+
+
+def latent_attention(
+    q: jax.Array,
+    cache: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    table: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Return the sums of latents that each row's newest tokens attend to.
+
+    Parameters
+    ----------
+    q : float [B, T, N, 576]
+        The query heads of T tokens a row, absorbed: 512 features that meet latents, and 64 with
+        RoPE.
+    cache : [B, S, 576], of q's dtype
+        The latent of each token, and the part of its key with RoPE.
+    lengths : int32 [B, T]
+        Number of keys that each token sees, its own included, from 0 to S.
+    scale : float
+        Factor of the scores.
+    table : int32 [B, M], optional
+        The cache is then in pages ``[P, page, 576]``, and token s of row b is at
+        ``[table[b, s // page], s % page]``. Unused entries and pages may hold anything.
+    implementation : "xla", "mosaic" or None
+        See ``pallas_kernels.dispatch``.
+
+    Returns
+    -------
+    Array [B, T, N, 512]
+        In q's dtype.
+
+    Raises
+    ------
+    ValueError
+        Names the operand that does not fit.
+    NotImplementedError
+        ``implementation`` names a kernel that cannot run the call.
+
+    Notes
+    -----
+    | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
+    | jvp, grad, at any order       | q, cache: the XLA form's |
+    | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
+    """
+    lines = _OPERANDS if table is None else _OPERANDS | _PAGED
+    sizes = check("latent_attention", lines, q=q, cache=cache, lengths=lengths, table=table)
+    if sizes["H"] <= LATENT:
+        raise ValueError(f"latent_attention: q has {sizes['H']} features; it needs more than 512")
+    find = lambda: plan(q, cache, table)  # noqa: E731
+    found = choose_plan("latent_attention", implementation, find, q, cache)
+    if is_empty(q, cache):
+        return jnp.zeros((*q.shape[:3], LATENT), q.dtype)
+    call = float(scale), found
+    return _latent_attention(chosen(found, implementation), call, q, cache, lengths, table)
+
+
+def plan(q: jax.Array, cache: jax.Array, table: jax.Array | None = None) -> Plan | Reason:
+    """How the kernel computes the call."""
+    from pallas_kernels.latent import plan as chunks
+
+    return chunks.plan(q, cache, table)
+
+
+def _kernel(
+    call: _Static,
+    q: jax.Array,
+    cache: jax.Array,
+    lengths: jax.Array,
+    table: jax.Array | None,
+) -> jax.Array:
+    from pallas_kernels.latent import kernel
+
+    scale, plan = call
+    return kernel.latent_attention(q, cache, lengths, table, scale=scale, plan=plan)
+
+
+def _xla(
+    call: _Static,
+    q: jax.Array,
+    cache: jax.Array,
+    lengths: jax.Array,
+    table: jax.Array | None,
+) -> jax.Array:
+    """Attention with one kv head, whose values are the whole entries."""
+    kv = cache[:, :, None]
+    form = attention._xla((None, call[0], None), q, kv, kv, lengths, table)
+    return form[..., :LATENT]
+
+
+def _at_once(
+    call: _Static,
+    q: jax.Array,
+    cache: jax.Array,
+    lengths: jax.Array,
+    table: jax.Array | None,
+) -> jax.Array:
+    """The form that is differentiated."""
+    kv = cache[:, :, None]
+    out = attention.attend_at_once((None, call[0], None), q, kv, kv, lengths, table)
+    return out[..., :LATENT]
+
+
+_latent_attention = Op("latent_attention", _xla, _kernel, derivative=_at_once)
+
+
+def latent_attention_reference(
+    q: jax.Array,
+    cache: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    table: jax.Array | None = None,
+) -> jax.Array:
+    """The definition in float32, every score at once; never optimised."""
+    entries = cache if table is None else joined(cache, table)
+    position = jnp.arange(entries.shape[1], dtype=jnp.int32)[None, :]
+    visible = is_visible(lengths - 1, position, None)[:, :, None]
+    exact = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+    seen = jnp.any(visible, axis=(1, 2))[..., None]
+    entries = jnp.where(seen, entries.astype(jnp.float32), 0.0)
+    scores = scale * jnp.einsum("btnh,bsh->btns", q.astype(jnp.float32), entries, **exact)
+    scores = jnp.where(visible, scores, -jnp.inf)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = weights / jnp.where(total > 0, total, 1.0)
+    return jnp.einsum("btns,bsr->btnr", weights, entries[..., :LATENT], **exact).astype(q.dtype)

@@ -1,0 +1,93 @@
+"""How latent attention on Hopper cuts the tokens of a row into chunks, and how long it takes.
+
+A block takes 64 query rows and a chunk.  Its rounds of 128 tokens take the longer of two times: the
+products' and the memory's.  All blocks of a row read the row's tokens, the first one from device
+memory and the others from the L2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.rope_cache import capacity_of
+from pallas_kernels.device import gpu, lacking
+from pallas_kernels.dispatch import Predicted, Reason, shortest
+
+LATENT, WIDTH = 512, 576  # features of a value, and of a key
+MOST_TOKENS = 16  # query tokens of a row
+TILE, ROUND = 64, 128  # query rows of a block, and tokens of a round
+# XLA's form reads the cache twice, and its scores and weights go through memory in float32.
+XLA_READS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentPlan(Predicted):
+    """chunk: tokens of a block, a multiple of 64."""
+
+    kernel: ClassVar[str] = "latent_attention_mosaic"
+    chunk: int
+
+    def __str__(self) -> str:
+        return f"chunks of {self.chunk} tokens"
+
+
+def plan(q: jax.Array, cache: jax.Array, table: jax.Array | None) -> LatentPlan | Reason:
+    """Return the chunk with the least predicted time; q is ``[B, T, N, 576]``."""
+    if reason := lacking("wgmma"):
+        return Reason(reason)
+    if q.dtype != jnp.bfloat16 or cache.dtype != jnp.bfloat16:
+        return Reason(
+            f"q is {q.dtype.name} and cache {cache.dtype.name}; the kernel takes bfloat16"
+        )
+    batch, tokens, n, width = q.shape
+    if width != WIDTH:
+        return Reason(f"q has {width} features; the kernel takes 512 + 64")
+    if tokens > MOST_TOKENS:
+        return Reason(f"q has {tokens} tokens a row; the kernel takes {MOST_TOKENS}")
+    if table is None and cache.shape[1] % 8:
+        return Reason(f"cache holds {cache.shape[1]} tokens a row; the kernel takes multiples of 8")
+    page = TILE if table is None else cache.shape[1]
+    if page % TILE and page not in (8, 16, 32):
+        return Reason(f"cache has pages of {page} tokens; the kernel takes 8, 16, 32 and n * 64")
+    capacity, rows = capacity_of(cache, table), tokens * n
+    found = [LatentPlan(chunk) for chunk in chunks_of(capacity)]
+    return shortest(
+        found,
+        lambda one: microseconds(batch, rows, capacity, one.chunk),
+        lambda: xla_microseconds(batch, rows, capacity),
+    )
+
+
+def chunks_of(capacity: int) -> list[int]:
+    """Return the chunks that a row of this capacity may be cut into, the longest first."""
+    tiles = -(-capacity // TILE)
+    most = min(tiles, gpu().sms)
+    return sorted({-(-tiles // splits) * TILE for splits in range(1, most + 1)}, reverse=True)
+
+
+def microseconds(batch: int, rows: int, capacity: int, chunk: int) -> float:
+    """Return the predicted time of the kernels, of full rows."""
+    splits, query_tiles = -(-capacity // chunk), -(-rows // TILE)
+    blocks = batch * splits * query_tiles
+    waves, sms = -(-blocks // gpu().sms), min(blocks, gpu().sms)
+    size = ROUND * 2 * WIDTH
+    card = gpu().latent
+    memory = max(size * sms / query_tiles / gpu().copy_rate, size * sms / card.l2_rate) * 1e6
+    rounds = -(-min(chunk, capacity) // ROUND)
+    own = waves * (card.block_us + rounds * max(card.round_us, memory))
+    if splits == 1:
+        return own
+    parts = 2 * 4 * LATENT * batch * splits * rows  # written and read
+    return own + card.merge_us + parts / gpu().copy_rate * 1e6
+
+
+def xla_microseconds(batch: int, rows: int, capacity: int) -> float:
+    """Return the predicted time of XLA's form."""
+    keys = batch * capacity
+    moved = XLA_READS * 2 * WIDTH * keys + 16 * rows * keys
+    products = 2 * rows * (WIDTH + WIDTH) * keys / gpu().product_rates["bfloat16"]
+    return gpu().latent.xla_us + (moved / gpu().copy_rate + products) * 1e6
