@@ -29,7 +29,7 @@ PRINTS = {
     "serve_and_call": "ended with status 0",
     "one_kernel": "float8_e4m3fn: 2.0x smaller",
     "flax_layers": "it forecasts",
-    "sums": "6000 lines of text, 1100 prompts",
+    "sums": "6000 lines of text, 800 prompts",
     "learn_from_rewards": "step 30: 100% of the tokens are even",
 }
 

@@ -4,6 +4,7 @@ Writes two-digit sums for ``configs/training/{tiny-sums,grpo-tiny,grpo-arithmeti
 
     sums.txt       lines such as "12+34=46", of which every fourth has a wrong answer
     sums.jsonl     prompts such as "12+34=" with their answers
+                   Both without carries: with them a tiny model learns by luck.
     chat.jsonl     the same as questions to a chat model
 """
 
@@ -12,20 +13,22 @@ import random
 import sys
 from pathlib import Path
 
-LINES, PROMPTS = 6000, 1100  # of the prompts, the configurations hold out the last 100
+LINES = 6000
+PROMPTS, QUESTIONS = 800, 1100  # of which the configurations hold out the last 100
 
 out = Path(sys.argv[1] if len(sys.argv) > 1 else "data/sums")
 draw = random.Random(0)
 pairs = [(a, b) for a in range(10, 50) for b in range(10, 50)]
 draw.shuffle(pairs)
+plain_pairs = [(a, b) for a, b in pairs if a % 10 + b % 10 < 10]
 lines = []
 for number in range(LINES):
-    a, b = draw.choice(pairs)
+    a, b = draw.choice(plain_pairs)
     answer = a + b if number % 4 else draw.randint(20, 98)
     lines.append(f"{a}+{b}={answer}\n")
-plain, chat = [], []
-for a, b in pairs[:PROMPTS]:
-    plain.append({"prompt": f"{a}+{b}=", "answer": str(a + b)})
+plain = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in plain_pairs[:PROMPTS]]
+chat = []
+for a, b in pairs[:QUESTIONS]:
     question = f"What is {a} + {b}? Answer with the number alone."
     chat.append({"prompt": [{"role": "user", "content": question}], "answer": f"{a}+{b}"})
 out.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,7 @@ from jaxllama.checkpoints.hf.families import FAMILIES
 from jaxllama.config import ModelConfig, RopeConfig, load_config, preset_names
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError, WeightWarning
+from tests.helpers.dense_cases import ORACLES
 from tests.helpers.models import shrunk
 from tests.helpers.parity_cases import CASES
 from tests.helpers.parity_cases import params_of as parity_params
@@ -411,7 +412,7 @@ def test_keys_of_another_architecture_are_one_warning(config, keys) -> None:
     assert cfg == config_from_hf({k: v for k, v in config.items() if k not in keys} | OFF, "m")
 
 
-KINDS = sorted(set(FAMILIES) - {"minicpm"})  # of which transformers has no model
+KINDS = sorted(set(FAMILIES) - set(ORACLES))
 
 
 # Types whose config has a class of its own, and whose model is another type's.

@@ -262,6 +262,13 @@ def test_changed_text_is_another_run(write, tmp_path, monkeypatch):
 # What is shown
 
 
+def test_the_guide_names_every_shipped_experiment_and_its_workload():
+    page = Path(__file__).parents[2] / "docs" / "howto" / "experiment.md"
+    named = dict(re.findall(r"^\| `([\w-]+)` \| .* \| `(\w+)` \|$", page.read_text(), re.M))
+    files = {path.stem: load_experiment(path) for path in (configs_dir() / "experiments").glob("*")}
+    assert named == {name: e.workload for name, e in files.items() if not name.endswith("-h200")}
+
+
 def test_table_has_mean_and_spread_over_seeds(write, fake, tmp_path):
     table = '[table]\ncolumns = ["scheme", "batch", "speed", "words"]\n'
     experiment = load_experiment(write(SPEED + table))

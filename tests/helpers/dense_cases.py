@@ -613,8 +613,9 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
         },
     ),
 )
-# Families without a class in transformers, and one whose class is the same function.
+# Families without a class in transformers, and a family whose class computes the same.
 ORACLES = {"minicpm": "granite"}
-# transformers writes OLMo Hybrid's convolutions in three equal parts, which are not q, k and v.
+# Cases that transformers has no class for, and OLMo Hybrid, whose convolutions it writes in three
+# equal parts, which are not q, k and v.
 UNWRITTEN = ("olmo_hybrid", "internlm3", "internlm3-bias", "minicpm", "minicpm-unscaled")
 NAMES = tuple(f"{kind}{f'-{case}' if case else ''}" for kind, case, _ in FAMILY_CASES if kind)

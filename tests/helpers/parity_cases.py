@@ -585,6 +585,17 @@ def tokens_of(name: str) -> np.ndarray:
     return (raw % np.uint64(CASES[name].vocab_size)).astype(np.int32)
 
 
+class Golden(dict[str, np.ndarray]):
+    """The stored answers; a missing one says how to make it."""
+
+    def __missing__(self, key: str) -> np.ndarray:
+        name = key.rpartition("/")[0]
+        raise AssertionError(
+            f"{GOLDEN.name} has no answer of {name}: run python tests/golden/make_llama_golden.py "
+            f"{name} and commit the file (docs/howto/family.md)"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Answer:
     """float32 ``logits[LENGTH, V]`` and the NEW greedy tokens after the prompt."""
@@ -594,9 +605,20 @@ class Answer:
 
 
 def for_transformers(cfg: ModelConfig) -> ModelConfig:
-    """The config as a family whose class transformers has."""
-    oracle = dense_cases.ORACLES.get(cfg.stored.family)
+    """The config as a family whose class transformers has.
+
+    Raises LookupError for a family without one that ``dense_cases.ORACLES`` lacks.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    family = cfg.stored.family
+    oracle = dense_cases.ORACLES.get(family)
     if oracle is None:
+        if family not in CONFIG_MAPPING_NAMES:
+            raise LookupError(
+                f"transformers has no class for {family!r}: name a family in dense_cases.ORACLES "
+                "whose class computes the same (docs/howto/family.md)"
+            )
         return cfg
     return cfg.replace(stored=dataclasses.replace(cfg.stored, family=oracle))
 

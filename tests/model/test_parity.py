@@ -6,6 +6,7 @@ Bound: 1e-4 of the largest logit in float32, greedy tokens identical.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from typing import Any
@@ -31,6 +32,8 @@ from tests.helpers.parity_cases import (
     PROMPT,
     SCORED,
     Answer,
+    Golden,
+    for_transformers,
     params_of,
     reference,
     their_class,
@@ -83,7 +86,17 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
 @pytest.fixture(scope="module")
 def golden() -> dict[str, np.ndarray]:
     with np.load(GOLDEN) as arrays:
-        return dict(arrays)
+        return Golden(arrays)
+
+
+def test_a_missing_answer_or_class_says_what_to_do(golden):
+    with pytest.raises(AssertionError, match=r"no answer of new-case: .*make_llama_golden.py new-"):
+        golden["new-case/logits"]
+    pytest.importorskip("transformers")
+    stored = dataclasses.replace(CASES["llama-gqa"].stored, family="no_such_type")
+    with pytest.raises(LookupError, match="no class for 'no_such_type': .*ORACLES"):
+        for_transformers(CASES["llama-gqa"].replace(stored=stored))
+    assert for_transformers(CASES["minicpm"]).stored.family == dense_cases.ORACLES["minicpm"]
 
 
 CORE = ("llama-gqa", "qwen2-late-window", "gemma3_text", "qwen3_next")
