@@ -155,7 +155,7 @@ def _kernel(call: _Static, x: Attended) -> jax.Array:
     return attend(x._replace(sinks=sinks), **options)
 
 
-def _xla(call: _Static, x: Attended) -> jax.Array:
+def xla_form(call: _Static, x: Attended) -> jax.Array:
     block = CPU_DECODE_BLOCK if jax.default_backend() == "cpu" else None
     return _blockwise(call, x, x.k, x.v, block, x.table)
 
@@ -188,7 +188,7 @@ def attend_at_once(call: _Static, x: Attended) -> jax.Array:
     return _blockwise(call, x, k, v, capacity)
 
 
-_decode_attention = Op("decode_attention", _xla, _kernel, derivative=attend_at_once)
+_decode_attention = Op("decode_attention", xla_form, _kernel, derivative=attend_at_once)
 
 
 def plan(

@@ -13,8 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.merge import merge_chunks
 from pallas_kernels.attention.rope_cache import capacity_of
-from pallas_kernels.latent.plan import LatentPlan, copy_of
 from pallas_kernels.latent.decode_program import HALF, LATENT, PIECES, TILE, Facts, LatentBlock
+from pallas_kernels.latent.plan import LatentPlan, copy_of
 from pallas_kernels.launch import Views, launch
 from pallas_kernels.ptx import LOG2E
 

@@ -16,6 +16,8 @@ out: a cache of 8-bit codes, and a choice of keys by an indexer.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -126,7 +128,7 @@ def _xla(
     """Attention with one kv head, whose values are the whole entries."""
     kv = cache[:, :, None]
     given = attention.Attended(q, kv, kv, lengths, table)
-    form = attention._xla((None, call[0], None), given)
+    form = attention.xla_form((None, call[0], None), given)
     return form[..., :LATENT]
 
 
@@ -159,13 +161,13 @@ def latent_attention_reference(
     entries = cache if table is None else joined(cache, table)
     position = jnp.arange(entries.shape[1], dtype=jnp.int32)[None, :]
     visible = is_visible(lengths - 1, position, None)[:, :, None]
-    exact = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
     seen = jnp.any(visible, axis=(1, 2))[..., None]
     entries = jnp.where(seen, entries.astype(jnp.float32), 0.0)
-    scores = scale * jnp.einsum("btnh,bsh->btns", q.astype(jnp.float32), entries, **exact)
+    product = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+    scores = scale * product("btnh,bsh->btns", q.astype(jnp.float32), entries)
     scores = jnp.where(visible, scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights / jnp.where(total > 0, total, 1.0)
-    return jnp.einsum("btns,bsr->btnr", weights, entries[..., :LATENT], **exact).astype(q.dtype)
+    return product("btns,bsr->btnr", weights, entries[..., :LATENT]).astype(q.dtype)

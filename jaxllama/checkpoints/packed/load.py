@@ -52,7 +52,7 @@ from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import param as tensors
 from jaxllama.model.param import Param, TensorSource
-from jaxllama.typing import JsonMapping, JsonObject, Params, ParamsDict
+from jaxllama.typing import ArrayOrNumpy, JsonMapping, JsonObject, Params, ParamsDict
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor, RowBlocks
@@ -166,7 +166,7 @@ def _experts(spec: Param, parts: list[QTensor | np.ndarray]) -> QTensor:
     if w.activations is not None and w.activations != np.dtype(w.q.dtype).name != "int8":
         raise JaxLlamaError(f"{name}: experts with {w.activations} activations are not read")
 
-    def stack(rows: np.ndarray | None) -> np.ndarray | None:
+    def stack(rows: ArrayOrNumpy | None) -> ArrayOrNumpy | None:
         return None if rows is None else rows.reshape(spec.shape[0], -1, rows.shape[-1])
 
     q, scale, zero, unit = map(stack, (w.q, w.scale, w.zero, w.unit))

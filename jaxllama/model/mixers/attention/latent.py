@@ -97,16 +97,18 @@ def over_latents(cfg: AttentionConfig, q: jax.Array, cache: KVCache, at: At) -> 
     """Return attention of absorbed queries ``[B, T, N, R + r]`` over a cache that holds their
     tokens: sums of its entries, or with the kernel of latent attention of their latents."""
     both, rows, table = KVCache(cache.k, cache.k), at.by_row(q), at.table
-    if isinstance(at, Step | Draft) and cfg.sliding_window is None and cache.k.dtype == q.dtype:
+    is_plain = isinstance(cache.k, jax.Array) and cache.k.dtype == q.dtype
+    if isinstance(at, Step | Draft) and cfg.sliding_window is None and is_plain:
         held = both
         if isinstance(at, Draft) and at.exact:
             held, table = as_pages(both, table, at.width)
             rows = q
-        entries = held.k[:, :, 0]
-        if own_plan(lambda: plan(rows, entries, table), rows, entries) is not None:
+        assert isinstance(held.k, jax.Array)
+        keys = held.k[:, :, 0]
+        if own_plan(lambda: plan(rows, keys, table), rows, keys) is not None:
             seen = jnp.where(at.lengths > 0, at.positions[:, 0] + 1, 0).reshape(rows.shape[:2])
             scale = q.shape[-1] ** -0.5
-            out = latent_attention(rows, entries, seen, scale=scale, table=table)
+            out = latent_attention(rows, keys, seen, scale=scale, table=table)
             return out.reshape(*q.shape[:-1], -1)
     return over_cache(q, both, at, cfg.sliding_window)
 
