@@ -6,8 +6,8 @@ count trips: segments of a row, tokens of a chunk, rows, or an expert's N and K.
 sets these numbers to representative ones, and the lists have one plan for each such class.
 
 ``tests/golden/plans`` records what proves each plan of a product, and a test compares the record
-with these lists.  Plans on a card without a record of runs are assembled, not run: dispatch may
-choose them.
+with these lists.  Dispatch may choose plans on a card without a record of runs, although no GPU of
+that kind has run them.
 """
 
 from __future__ import annotations
