@@ -41,7 +41,7 @@ from pallas_kernels.qtensor import QTensor
 from pallas_kernels.recurrence.operands import WIDTHS
 from pallas_kernels.rows.plan import MAX_WIDTH, RowOp, RowsPlan, divided
 
-S = jax.ShapeDtypeStruct
+S: Any = jax.ShapeDtypeStruct  # stands for an array
 _ROW_DIVISION = {"k": 2048, "units": 1, "sms": 1, "spread": False}
 
 
