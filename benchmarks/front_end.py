@@ -36,8 +36,8 @@ from jaxllama.serving.api.messages import Reply, RowEvent, StepNews, Submit
 from jaxllama.serving.http import front_end
 from jaxllama.serving.http.runs import CallRun, ChunkAnswer
 from jaxllama.serving.http.server import ServerSettings
-from jaxllama.serving.ipc.facts import ModelFacts
 from jaxllama.serving.ipc.link import EngineClient
+from jaxllama.serving.ipc.served import ModelFacts
 from jaxllama.text.stream import StopStrings
 from jaxllama.text.token_bytes import byte_characters
 from jaxllama.text.tokenizer import Tokenizer
@@ -175,12 +175,10 @@ class Result:
 
 
 def measure(case: LoadCase, streams: int, seconds: float) -> Result:
-    ours, theirs = socket.socketpair()
-    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener, ours:
-        child = front_end.start(theirs, listener)
-        theirs.close()
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+        child = front_end.start(listener)
         try:
-            mock = Mock(ours, case)
+            mock = Mock(child.socket, case)
             setup = front_end.FrontEndSetup(facts(), SETTINGS, 100_000, 1)
             mock.send(messages.Welcome(pickle.dumps(setup)))
             assert mock.is_ready.wait(60)
@@ -188,10 +186,9 @@ def measure(case: LoadCase, streams: int, seconds: float) -> Result:
             while len(mock.rows) < streams:
                 time.sleep(0.01)
             clients.drain()
-            return _measure(mock, clients, case.per_step, child.pid, seconds)
+            return _measure(mock, clients, case.per_step, child.process.pid, seconds)
         finally:
             child.kill()
-            child.wait()
 
 
 def _measure(mock: Mock, clients: Clients, n: int, pid: int, seconds: float) -> Result:

@@ -74,11 +74,9 @@ class FrontEnd:
     """A front end with its engine and its clients. traces: URL of the collector, or None."""
 
     def __init__(self, case: LoadCase, streams: int, traces: str | None) -> None:
-        ours, theirs = socket.socketpair()
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        self._child = front_end.start(theirs, listener)
-        theirs.close()
-        self._mock, self._streams = Mock(ours, case), streams
+        self._child = front_end.start(listener)
+        self._mock, self._streams = Mock(self._child.socket, case), streams
         settings = dataclasses.replace(SETTINGS, traces=traces)
         setup = front_end.FrontEndSetup(facts(), settings, 100_000, 1)
         self._mock.send(messages.Welcome(pickle.dumps(setup)))
@@ -99,7 +97,7 @@ class FrontEnd:
 
         tokens: [steps, streams].
         """
-        clock = (~self._child.pid << 3) | 2  # Linux: the CPU time of that process
+        clock = (~self._child.process.pid << 3) | 2  # Linux: the CPU time of that process
         begin = time.clock_gettime(clock)
         self._mock.rows.clear()
         for connection in self._connections:
@@ -128,7 +126,6 @@ class FrontEnd:
 
     def close(self) -> None:
         self._child.kill()
-        self._child.wait()
 
 
 def draw(spans: list[Any], path: Path) -> None:

@@ -51,7 +51,7 @@ from jaxllama.model import decoder, verification
 from jaxllama.model.cache import Cache, Proposal
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import LayerState
-from jaxllama.model.operands import check_ints, check_key, float_dtype
+from jaxllama.model.records import check_ints, check_key, float_dtype
 from jaxllama.typing import ArrayOrNumpy, Params, Tree
 
 
@@ -342,8 +342,8 @@ def reset_rows(cache: Cache, rows: jax.Array) -> Cache:
         is_reset = rows
     else:
         check_ints("rows", rows, "[R]")
-        each = jnp.arange(cache.batch, dtype=jnp.int32)[:, None]
-        is_reset = jnp.any(each == int32_ids(rows)[0], axis=1)
+        row_index = jnp.arange(cache.batch, dtype=jnp.int32)[:, None]
+        is_reset = jnp.any(row_index == int32_ids(rows)[0], axis=1)
 
     def empty(leaf: jax.Array) -> jax.Array:
         of_row = is_reset.reshape(-1, *(1,) * (leaf.ndim - 1))

@@ -95,8 +95,8 @@ class KeptPrograms:
             with collector_paused():
                 lowered = function.lower(*before, *arguments, **static)
             compiled = _compiled(lowered)
-            made = self._made[name] = Future()
-            made.set_result(compiled)
+            program = self._made[name] = Future()
+            program.set_result(compiled)
             if self._path is not None:
                 self._pool.submit(self._serialize, name, compiled)
         return compiled(*arguments)
@@ -111,10 +111,10 @@ class KeptPrograms:
         if blob is not None:
             self._made[name] = self._pool.submit(_loaded, blob)
             self._pool.submit(self._keep, name, blob)  # the next process prepares it early
-        made = self._made.get(name)
-        if made is None or made.exception() is not None:
+        program = self._made.get(name)
+        if program is None or program.exception() is not None:
             return None
-        return made.result()
+        return program.result()
 
     def _read(self, facts: object) -> None:
         """Read the programs' names and start to prepare the newest ones."""

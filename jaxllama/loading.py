@@ -47,7 +47,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.model import lora
 from jaxllama.model.cache import default_dtype
 from jaxllama.model.layout import handles, lay_out, slow_on_cpu
-from jaxllama.model.operands import float_dtype
+from jaxllama.model.records import float_dtype
 from jaxllama.model.shardings import leaf_readers, place_params, shard_params
 from jaxllama.parallel.mesh import make_mesh
 from jaxllama.progress import working

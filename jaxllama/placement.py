@@ -145,7 +145,7 @@ class Placement:
     def _places(self) -> dict[int, ExpertPlace]:
         """Where the experts of all layers of the table of use lie."""
         assert self.use is not None
-        counts = {index: len(own) for index, own in self.use.layers.items()}
+        counts = {index: len(shares) for index, shares in self.use.layers.items()}
         return places(self.policy, counts, self.use)
 
     def tree(self, params: ParamsDict) -> ParamsDict:

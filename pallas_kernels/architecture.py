@@ -1,6 +1,7 @@
 """The features that each generation of NVIDIA GPUs offers to a kernel, and its cards: one table.
 
-Plans read it through ``device.gpu()``.  The environment variable ``JAXLLAMA_TARGET=sm_80`` limits
+Plans read it through ``device.gpu()``.  What was measured on a card stands in its file of the
+folder ``cards``.  The environment variable ``JAXLLAMA_TARGET=sm_80`` limits
 kernels to what that architecture offers. The kernels of older or smaller cards can then run, and be
 measured, on a newer one.
 
@@ -16,14 +17,15 @@ from typing import NotRequired, TypedDict
 
 TARGET = "JAXLLAMA_TARGET"
 KIB = 1024
+OTHER_JAX = 0, 12, 0  # the first that assembles kernels for other GPUs than Hopper's
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """One card.
+    """The data sheet of one card.
 
     name: as the driver says it, and so jax's ``device_kind``.  sms: multiprocessors.
-    bandwidth: bytes a second of device memory by the data sheet.  l2, memory: bytes.
+    bandwidth: bytes a second of device memory.  l2, memory: bytes.
     """
 
     name: str
@@ -37,19 +39,42 @@ def _card(name: str, sms: int, gb_per_s: float, l2_mb: int, gb: int) -> Card:
     return Card(name, sms, gb_per_s * 1e9, l2_mb << 20, gb << 30)
 
 
-@dataclasses.dataclass(frozen=True)
-class Architecture:
-    """One architecture.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Features:
+    """What kernels may use.
 
-    name: as the assembler has it.  capability: (major, minor).
-    shared_bytes: shared memory of one block at most.  shared_per_sm: of a multiprocessor.
-    threads: of a multiprocessor.  registers: 32-bit registers of a multiprocessor.
     clusters: blocks of a cluster read and write one another's shared memory.
     bulk_copies: the copy engine, and barriers that count its bytes.
     dependent_launch: a kernel may begin before the one before it has ended.
     pair_arithmetic: one instruction adds, subtracts or multiplies a pair of bfloat16.
     float8: one instruction converts to and from e4m3.
     wgmma, tcgen05: products of a warpgroup, of Hopper and of the server Blackwell.
+    """
+
+    clusters: bool = False
+    bulk_copies: bool = False
+    dependent_launch: bool = False
+    pair_arithmetic: bool = False
+    float8: bool = False
+    wgmma: bool = False
+    tcgen05: bool = False
+
+    def lacking(self, *features: str) -> list[str]:
+        """Return those of the features that kernels may not use."""
+        return [name for name in features if not getattr(self, name)]
+
+
+FEATURES = tuple(field.name for field in dataclasses.fields(Features))
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture(Features):
+    """One architecture.
+
+    name: as the assembler has it.  capability: (major, minor).
+    shared_bytes: shared memory of one block at most.  shared_per_sm: of a multiprocessor.
+    threads: of a multiprocessor.  registers: 32-bit registers of a multiprocessor.
+    first_jax: the first version of jax that assembles kernels for it.
     cards: the first is the one that an unknown card is planned as.
     """
 
@@ -59,13 +84,7 @@ class Architecture:
     shared_per_sm: int
     threads: int = 2048
     registers: int = 65536
-    clusters: bool = False
-    bulk_copies: bool = False
-    dependent_launch: bool = False
-    pair_arithmetic: bool = False
-    float8: bool = False
-    wgmma: bool = False
-    tcgen05: bool = False
+    first_jax: tuple[int, int, int] = OTHER_JAX
     cards: tuple[Card, ...] = ()
 
     def limited(self, by: Architecture) -> Architecture:
@@ -81,16 +100,17 @@ class Architecture:
         )
 
 
-FEATURES = (
-    "clusters",
-    "bulk_copies",
-    "dependent_launch",
-    "pair_arithmetic",
-    "float8",
-    "wgmma",
-    "tcgen05",
-)
-_HOPPER = {
+class _Offered(TypedDict):
+    """Features that Hopper and what came later share."""
+
+    clusters: bool
+    bulk_copies: bool
+    dependent_launch: bool
+    pair_arithmetic: bool
+    float8: bool
+
+
+_HOPPER: _Offered = {
     "clusters": True,
     "bulk_copies": True,
     "dependent_launch": True,
@@ -167,6 +187,7 @@ ARCHITECTURES = (
         **_LARGE,
         **_HOPPER,
         wgmma=True,
+        first_jax=(0, 11, 2),
         cards=(
             _card("NVIDIA H200", 132, 4800, 50, 141),
             _card("NVIDIA H100 80GB HBM3", 132, 3350, 50, 80),
@@ -216,6 +237,30 @@ ARCHITECTURES = (
 )
 BY_NAME = {one.name: one for one in ARCHITECTURES}
 CARDS = {card.name: card for one in ARCHITECTURES for card in one.cards}
+MEASURED = CARDS["NVIDIA H200"]  # its times, scaled, are those of a card without a table
+STAND_IN = BY_NAME["sm_90"]  # that of a machine without a GPU, where kernels are lowered only
+
+
+def card_of(kind: str, capability: str = "") -> tuple[Card, Architecture]:
+    """Return a device's card and architecture.
+
+    kind: the device's name.  A card that is not in the table is the first one of the nearest
+    architecture at or below ``capability``.
+    """
+    if kind in CARDS:
+        card = CARDS[kind]
+        return card, next(arch for arch in ARCHITECTURES if card in arch.cards)
+    arch = nearest(capability) if capability else None
+    arch = arch or ARCHITECTURES[0]
+    return arch.cards[0], arch
+
+
+def nearest_card(device: object) -> str | None:
+    """Return the name of the card that an unknown GPU is planned as, or None if it is known."""
+    kind = getattr(device, "device_kind", "")
+    if kind in CARDS:
+        return None
+    return card_of(kind, getattr(device, "compute_capability", ""))[0].name
 
 
 def nearest(capability: str) -> Architecture | None:

@@ -43,7 +43,6 @@ _NAMES = "'xla', 'mosaic', 'cpu' or None"
 KERNELS = {"mosaic": "Mosaic kernel", "cpu": "CPU handler"}
 # From the first version on, and below the second.
 TESTED_JAX = (0, 11, 2), (0, 13, 0)
-OTHER_JAX = 0, 12, 0  # the first that assembles kernels for other GPUs than Hopper's
 _SPAN = " <= jax < ".join(".".join(map(str, version)) for version in TESTED_JAX)
 
 
@@ -120,8 +119,8 @@ def _gpu_reason(gpu: Device) -> str | None:
         return f"compute capability {capability} is below 8.0, of the first GPUs with kernels"
     if reason := untested_jax():
         _say_once(reason)
-    elif arch.name != "sm_90" and jax.__version_info__ < OTHER_JAX:
-        reason = f"kernels of {arch.name} need jax {'.'.join(map(str, OTHER_JAX))}"
+    elif jax.__version_info__ < arch.first_jax:
+        reason = f"kernels of {arch.name} need jax {'.'.join(map(str, arch.first_jax))}"
         _say_once(reason)
     return reason
 
@@ -216,7 +215,7 @@ def choose_plan(
     if implementation is not None:
         return _named_choice(op, implementation, find, cpu, operands, has_xla)
     found = _EMPTY if has_xla and is_empty(*operands) else _own_answer(find, cpu, operands)
-    plan = _faster_plan(found)
+    plan = None if isinstance(found, Reason) else found
     if _recorder.get() is not None:
         _record(op, operands, kind_of(plan), found, plan)
     return plan
@@ -289,17 +288,13 @@ def own_plan(
     """
     if is_empty(*operands):
         return None
-    return _faster_plan(_own_answer(find, cpu, operands))
+    found = _own_answer(find, cpu, operands)
+    return None if isinstance(found, Reason) else found
 
 
 def named_plan(found: Plan | Reason) -> Plan | None:
     """Return the plan for a caller who names the implementation."""
     return found.plan if isinstance(found, Reason) else found
-
-
-def _faster_plan(found: P | Reason) -> P | None:
-    """Return the plan for a caller who names nothing."""
-    return None if isinstance(found, Reason) else found
 
 
 def _text(found: Plan | Reason) -> str | None:

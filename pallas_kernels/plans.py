@@ -81,12 +81,12 @@ def _classes(found: Iterable[Plan | Reason]) -> list[Plan]:
 
 
 def _quantized_matmul() -> Sequence[Plan]:
-    many = [*pair_plans(), *weight_plans()] if gpu().arch.wgmma else mid_plans()
+    many = [*pair_plans(), *weight_plans()] if gpu().wgmma else mid_plans()
     return [*row_plans(), *tile_plans(), *many]
 
 
 def _gated_matmul() -> Sequence[Plan]:
-    return [gated_tile(rows) for rows in (64, 128)] if gpu().arch.wgmma else []
+    return [gated_tile(rows) for rows in (64, 128)] if gpu().wgmma else []
 
 
 def _grouped_matmul() -> Sequence[Plan]:

@@ -6,7 +6,7 @@ Everything runs while a kernel is traced.  Values are MLIR scalars: f32; i32 wor
 integers, a pair of 16-bit floats (the low half first) or packed codes; i64 addresses of device
 memory, i32 addresses of shared memory; i1 conditions.  ``at`` is a number of bytes.
 
-The instructions are those of the architecture that the kernel is for (``device.gpu().arch``).
+The instructions are those of the architecture that the kernel is for (``device.gpu()``).
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def to_float(x: Value) -> Value:
 
 def to_e4m3(low: Value, high: Value) -> Value:
     """Two f32 as FP8, saturated, in the low half of a word."""
-    if not device().arch.float8:
+    if not device().float8:
         return _byte_e4m3(low) | (_byte_e4m3(high) << 8)
     code = "{ .reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, $2, $1; cvt.u32.u16 $0, h; }"
     return _i32(code, low, high)
@@ -239,7 +239,7 @@ def to_e4m3(low: Value, high: Value) -> Value:
 
 def to_e4m3_word(values: Sequence[Value]) -> Value:
     """Four f32 as FP8, saturated."""
-    if not device().arch.float8:
+    if not device().float8:
         return permute(to_e4m3(*values[:2]), to_e4m3(*values[2:]), 0x5410)
     half = "cvt.rn.satfinite.e4m3x2.f32"
     code = f"{{ .reg .b16 l, h; {half} l, $2, $1; {half} h, $4, $3; mov.b32 $0, {{l, h}}; }}"
@@ -248,7 +248,7 @@ def to_e4m3_word(values: Sequence[Value]) -> Value:
 
 def from_e4m3(half: Value) -> list[Value]:
     """The two f32 of the FP8 in the low half of a word."""
-    if not device().arch.float8:
+    if not device().float8:
         return [_float_e4m3(half), _float_e4m3(half >> 8)]
     code = "{ .reg .b16 h; cvt.u16.u32 h, $1; cvt.rn.f16x2.e4m3x2 $0, h; }"
     word = _i32(code, half)
@@ -311,7 +311,7 @@ def pack(low: Value, high: Value, kind: str = "bf16") -> Value:
 def _has_pairs(kind: str) -> bool:
     """Whether pairs of the kind have instructions of their own; else a multiply-add, which rounds
     once as well, computes the same."""
-    return kind == "f16" or device().arch.pair_arithmetic
+    return kind == "f16" or device().pair_arithmetic
 
 
 def add_pairs(a: Value, b: Value, kind: str = "bf16") -> Value:
@@ -602,7 +602,7 @@ def warp_barrier() -> None:
 
 def _overlaps() -> bool:
     """Whether a kernel may begin before the one before it has ended."""
-    return jax.__version_info__ >= (0, 12) and device().arch.dependent_launch
+    return jax.__version_info__ >= (0, 12) and device().dependent_launch
 
 
 def await_kernel() -> None:

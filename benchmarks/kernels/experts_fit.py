@@ -1,8 +1,9 @@
 """Fits the costs of ``grouped_matmul``'s forms to measured times, and checks what they choose.
 
     python -m benchmarks.kernels.experts --json times.jsonl     on the GPU: one line for a form
-    python -m benchmarks.kernels.experts_fit times.jsonl        prints costs for ``device.py``, and
-                                                                the time lost by the choices
+    python -m benchmarks.kernels.experts_fit times.jsonl        prints the time lost by the choices;
+                                                                --card NAME writes the costs
+                                                                into the card's table
 
 A form has one start, a cost for the bytes of each kind of codes, and "blocks" one for a block.  The
 device's rate of products and the rows' bytes are not fitted.  The check is made twice: with the fit
@@ -23,7 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.device import H200, TABLES, KernelCost
+from benchmarks.kernels.card_file import write_costs
+from pallas_kernels.architecture import MEASURED
+from pallas_kernels.cards.table import KernelCost
+from pallas_kernels.device import gpu_named
 from pallas_kernels.experts import predict
 from pallas_kernels.qtensor import QTensor
 
@@ -79,7 +83,8 @@ def read(path: str) -> Times:
 def table(card: str, costs: dict[str, KernelCost] | None = None) -> Iterator[None]:
     """Predictions for a card, with other costs than the device's if given."""
     before = predict.gpu
-    device = TABLES[card] if costs is None else dataclasses.replace(TABLES[card], costs=costs)
+    device = gpu_named(card)
+    device = device if costs is None else dataclasses.replace(device, costs=costs)
     predict.gpu = lambda: device
     try:
         yield
@@ -89,7 +94,7 @@ def table(card: str, costs: dict[str, KernelCost] | None = None) -> Iterator[Non
 
 def fit(times: Times) -> dict[str, KernelCost]:
     """The device's costs, with those of these forms replaced by the ones of least error."""
-    costs = dict(H200.costs)
+    costs = dict(gpu_named(MEASURED.name).costs)
     for form in FORMS:
         rows = [(work(form, case), found[form]) for case, found in times.items() if form in found]
         costs |= fit_form(rows)
@@ -161,11 +166,13 @@ def losses_of_unseen_shapes(times: Times) -> list[Lost]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("times")
-    times = read(parser.parse_args().times)
+    parser.add_argument("--card", help="name of the card in pallas_kernels/architecture.py")
+    args = parser.parse_args()
+    times = read(args.times)
     costs = fit(times)
-    for family in sorted(costs):
-        if family.startswith("experts "):
-            print(f'        "{family}": {costs[family]},')
+    if args.card is not None:
+        own = {family: cost for family, cost in costs.items() if family.startswith("experts ")}
+        write_costs(args.card, own)
     fitted = losses(times, times, costs)
     for name, found in (("fitted", fitted), ("unseen shape", losses_of_unseen_shapes(times))):
         shares = [share for share, *_ in found]

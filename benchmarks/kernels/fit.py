@@ -1,8 +1,8 @@
-"""Measures every implementation of ``quantized_matmul`` at random shapes, fits the device's table
-to the times, and checks what dispatch would choose: ``python -m benchmarks.kernels.fit``.
+"""Measures every implementation of ``quantized_matmul`` at random shapes, fits the card's table to
+the times, and checks what dispatch would choose: ``python -m benchmarks.kernels.fit``.
 
     measure times.jsonl --seed 1 --cases 150     on the GPU: one line for a program
-    fit times.jsonl                              prints ``Gpu.costs`` for ``device.py``
+    fit times.jsonl --card "NVIDIA H200"         writes the costs into the card's table
     check unseen.jsonl                           time lost by the choices, beside the measured best
 
 A case is a scheme, M, N, K and what is fused around the product.  Its programs are each kernel that
@@ -31,7 +31,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.device import KernelCost
+from benchmarks.kernels.card_file import write_costs
+from pallas_kernels.cards.table import KernelCost
 from pallas_kernels.dispatch import Reason, named_plan
 from pallas_kernels.matmul import choice, predict, weight_only
 from pallas_kernels.matmul.call import MatmulCall, Static
@@ -482,6 +483,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--compile-seconds", type=float, default=1e9, help="drop what is later")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop timing then")
+    parser.add_argument("--card", help="name of the card in pallas_kernels/architecture.py")
     args = parser.parse_args()
     if args.what == "measure":
         drawn = cases(args.seed, args.cases)
@@ -490,8 +492,9 @@ def main() -> None:
     times = {case: programs for path in args.file for case, programs in read(path).items()}
     if args.what == "check":
         return check(times)
-    for family, cost in fit(times).items():
-        print(f'    "{family}": {cost},')
+    if args.card is None:
+        parser.error("fit needs --card, the card on which the times were measured")
+    write_costs(args.card, fit(times))
 
 
 if __name__ == "__main__":

@@ -137,9 +137,9 @@ def main() -> None:
     )
     parser.add_argument("--tiles", type=int, default=0, help="further tiles to time")
     given = parser.parse_args()
-    if gpu().arch.wgmma:
+    if gpu().wgmma:
         sys.exit("set JAXLLAMA_TARGET=sm_80: with wgmma these products have other kernels")
-    print(f"{jax.devices()[0].device_kind}, kernels of {gpu().arch.name}, jax {jax.__version__}")
+    print(f"{jax.devices()[0].device_kind}, kernels of {gpu().arch}, jax {jax.__version__}")
     print(HEADER, "|---" * (HEADER.count("|") - 1) + "|", sep="\n", flush=True)
     found = []
     for scheme in given.schemes:

@@ -151,7 +151,7 @@ def measured(name: str) -> dict[str, Any]:
     us = device_us(jax.jit(op), turns)
     return {
         "op": name,
-        "target": gpu().arch.name,
+        "target": gpu().arch,
         "us": us,
         "bytes": size,
         "share": size / us * 1e6 / gpu().sum_rate,

@@ -1,8 +1,8 @@
 """Times the prefill kernels on this GPU: ``python -m benchmarks.kernels.prefill [--tiles]``.
 
 Every row is the sum of the device time of all kernels of one jitted call, over distinct weights,
-so that what XLA adds around a kernel is counted.  ``--tiles`` prints the sweep that the table in
-``matmul.many_rows.plan`` came from.  ``--shares`` prints what share of its floor every
+so that what XLA adds around a kernel is counted.  ``--tiles`` prints the sweep that the tiles in
+the card's table came from.  ``--shares`` prints what share of its floor every
 Llama-3.1-8B shape reaches, beside the share of 14336 x 4096 in the same row; ``--few`` the products
 of 64 rows beside XLA's.
 """
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.kernels.timing import device_us
-from pallas_kernels.device import gpu
+from pallas_kernels.device import gpu, timed_tiles
 from pallas_kernels.dispatch import named_plan
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.many_rows import kernel as prefill
@@ -114,9 +114,10 @@ def table(shapes, rows, schemes, with_xla: bool) -> None:
 def tiles(rows=(64, 128, 256, 1024, 8192)) -> None:
     n, k = MAIN
     for m in rows:
-        for scheme, options in (("w8a8", plans.PAIR), ("w4a16-sym", plans.WEIGHT)):
+        sweeps = ("w8a8", "pair int8", plans.PairTile), ("w4a16-sym", "weight", plans.WeightTile)
+        for scheme, family, kind in sweeps:
             sets = [operands(scheme, m, n, k, seed) for seed in range(copies(m))]
-            for tile, _ in options:
+            for tile, _ in timed_tiles(family, kind):
                 label = f"{scheme} {tile}"
                 row(label, functools.partial(kernel, tile=tile), sets, m, n, k)
 

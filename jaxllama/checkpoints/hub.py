@@ -323,9 +323,9 @@ def _reason(log: Path) -> str:
     """Return pip's last error line, or the last line of a traceback that it announces."""
     lines = [line.strip() for line in _text(log).splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
-    told = [error for error in errors if error != "Exception:"]
+    messages = [error for error in errors if error != "Exception:"]
     raised = [line for line in lines if _RAISED.match(line)]
-    return (told or raised or lines or ["it said nothing"])[-1]
+    return (messages or raised or lines or ["it said nothing"])[-1]
 
 
 def _text(log: Path) -> str:

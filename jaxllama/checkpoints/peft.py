@@ -272,7 +272,7 @@ def save(
         directory.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         try:
-            heads = [(name, one.shape, one.dtype) for name, one in tensors.items()]
+            heads = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
             write(scratch / WEIGHTS, heads, iter(tensors.values()))
             (scratch / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             scratch.chmod(0o755)

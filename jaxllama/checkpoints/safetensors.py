@@ -7,7 +7,8 @@ second copy of a tensor, and it uses no mapping, whose pages would count as memo
 copy. ``write`` writes one tensor at a time.
 
 Source: the safetensors format (8-byte little-endian header length, JSON header, data without gaps).
-The safetensors package is not used, because it returns whole tensors. Left out: sub-byte dtypes.
+The safetensors package reads through a mapping: docs/rooms/checkpoints.md compares both. Left out:
+sub-byte dtypes.
 """
 
 from __future__ import annotations

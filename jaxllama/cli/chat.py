@@ -126,28 +126,28 @@ def _answer(
             f"the conversation has {size} tokens and the context {lm.config.max_position}: "
             "/reset begins anew"
         )
-    told: list[str] = []
+    reasons: list[str] = []
     with working("answering") as sign:
-        show = shown(sign, told)
+        show = shown(sign, reasons)
         try:
             lm.chat(messages, max_new_tokens, sampling, on_text=show, **options)
         except KeyboardInterrupt:
             sign.close()
             _note(" (interrupted)")
     print(flush=True)
-    return "".join(told)
+    return "".join(reasons)
 
 
-def shown(sign: Working, told: list[str] | None = None) -> Callable[[int, str], None]:
+def shown(sign: Working, reasons: list[str] | None = None) -> Callable[[int, str], None]:
     """Return an ``on_text`` for ``generate``.
 
-    It writes the text to stdout and to ``told``, and closes the progress sign at the first text.
+    It writes the text to stdout and to ``reasons``, and closes the progress sign at the first text.
     """
 
     def show(_: int, text: str) -> None:
         sign.close()
-        if told is not None:
-            told.append(text)
+        if reasons is not None:
+            reasons.append(text)
         sys.stdout.write(text)
         sys.stdout.flush()
 

@@ -457,15 +457,15 @@ _SAMPLING = (
 )
 
 
-def sampling(args: argparse.Namespace, own: Sampling | None = None) -> Sampling:
-    """Return the sampling of the options; missing ones come from ``own``, or are greedy."""
+def sampling(args: argparse.Namespace, defaults: Sampling | None = None) -> Sampling:
+    """Return the sampling of the options; missing ones come from ``defaults``, or are greedy."""
     import dataclasses
 
     from jaxllama.decoding.sampling import Sampling
 
     named = {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
     chosen = dataclasses.replace(
-        own or Sampling(), **named, logit_bias=dict(args.logit_bias), seed=args.seed or 0
+        defaults or Sampling(), **named, logit_bias=dict(args.logit_bias), seed=args.seed or 0
     )
     if chosen.temperature == 0:
         for flag, used in (

@@ -55,7 +55,7 @@ def _words(path: Path, check: Callable[[list[str]], object] | None) -> list[str]
     except ValueError as error:
         raise JaxLlamaError(f"{OPTION}: {path}: no TOML: {error}") from None
     models = table.get("model")
-    if isinstance(models, list) and all(isinstance(one, dict) for one in models):
+    if isinstance(models, list) and all(isinstance(entry, dict) for entry in models):
         del table["model"]
         return [*words_of(table, f"{OPTION}: {path}", check), *map(_model_word, models)]
     return words_of(table, f"{OPTION}: {path}", check)

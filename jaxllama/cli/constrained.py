@@ -89,16 +89,16 @@ def generate(
     answers: list[Generation] = []
     events = engine.generate(requests)
     for request in requests:
-        own = events[request.id]
-        error = own[-1].error
+        row_events = events[request.id]
+        error = row_events[-1].error
         if error is not None:
             raise error
         answers.append(
             Generation(
-                text="".join(event.text for event in own),
-                tokens=[token for event in own for token in event.tokens],
-                logprobs=[value for event in own for value in event.logprobs],
-                finish_reason="stop" if own[-1].finish_reason == "stop" else "length",
+                text="".join(event.text for event in row_events),
+                tokens=[token for event in row_events for token in event.tokens],
+                logprobs=[value for event in row_events for value in event.logprobs],
+                finish_reason="stop" if row_events[-1].finish_reason == "stop" else "length",
             )
         )
     return answers

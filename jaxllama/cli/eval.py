@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> None:
         report = {"model": args.model, "provenance": origin, **scores}
         for path in args.report:
             damage.write(report, path)
-        return common.show(args, report, lambda own: f"{_said(origin)}\n{damage.table(own)}")
+        return common.show(args, report, lambda rows: f"{_said(origin)}\n{damage.table(rows)}")
     (text,) = texts.values()
     report = perplexity(lm, text, window, stride, **how)
     if args.json:

@@ -63,7 +63,7 @@ def _compared(args: argparse.Namespace) -> tuple[str, object]:
     if args.file is not None or args.out is not None or args.dry_run or args.text:
         raise JaxLlamaError("--compare takes two runs, and no file, --out, --text or --dry-run")
     differences = compare(*args.compare)
-    return text(differences), [dataclasses.asdict(one) for one in differences]
+    return text(differences), [dataclasses.asdict(difference) for difference in differences]
 
 
 def _ran(args: argparse.Namespace) -> tuple[str, object]:

@@ -81,9 +81,9 @@ def run(args: argparse.Namespace) -> None:
     form = constrained.grammar(args)
     lm = common.load(args)
     # settings from a model's file may surprise
-    own = None if args.model in preset_names() else lm.sampling
-    if own is not None and own.temperature > 0 and args.temperature is None:
-        print(f"sampling: greedy; chat and serve take the model's own: {own}", file=sys.stderr)
+    defaults = None if args.model in preset_names() else lm.sampling
+    if defaults is not None and defaults.temperature > 0 and args.temperature is None:
+        print(f"sampling: greedy; chat and serve take the model's own: {defaults}", file=sys.stderr)
     rows = [_row(lm, prompt, args.chat) for prompt in prompts]
     draft = common.draft(args, lm)
     with working("generating") as sign:
@@ -172,11 +172,11 @@ def _cache_hint(lm: LanguageModel, rows: int, total: int) -> str:
     from jaxllama.model.cache import init_cache
     from pallas_kernels.brief import size_text
 
-    own, small = (
+    stored, small = (
         size_text(jax.eval_shape(functools.partial(init_cache, lm.config, rows, total, dtype)))
         for dtype in (lm.dtype, "int8")
     )
-    return f"the cache of {total:,} tokens takes {own}; --kv-dtype int8 makes that {small}"
+    return f"the cache of {total:,} tokens takes {stored}; --kv-dtype int8 makes that {small}"
 
 
 def _row(lm: LanguageModel, prompt: Prompt, as_chat: bool) -> str | list[int]:

@@ -84,8 +84,8 @@ def engine_of(args: argparse.Namespace) -> Options:
 
 def plain(args: argparse.Namespace) -> argparse.Namespace:
     """Return the arguments without the parser, which cannot be sent to replicas."""
-    own = {name: value for name, value in vars(args).items() if name not in ("run", "top")}
-    return argparse.Namespace(**own)
+    options = {name: value for name, value in vars(args).items() if name not in ("run", "top")}
+    return argparse.Namespace(**options)
 
 
 def take_memory() -> None:
@@ -289,9 +289,9 @@ def _run_on_ray(args: argparse.Namespace, options: ServeOptions) -> None:
     if args.lora_slots:
         raise JaxLlamaError("--lora-slots: engines on a Ray cluster load no adapters at run time")
     cluster = cluster_of(args)
+    from jaxllama.serving.ipc.replica import StartEngine
     from jaxllama.serving.ray.driver import serve
     from jaxllama.serving.ray.hosts import StartOnHosts
-    from jaxllama.serving.ray.replica import StartEngine
 
     load = functools.partial(load_on_cluster, plain(args), os.getcwd())
     if cluster.hosts > 1:

@@ -160,7 +160,7 @@ def _spec(
         args.top.parse_args(["serve", *words])
     except JaxLlamaError as error:
         raise JaxLlamaError(f"{where}: {error}") from None
-    words += [f"--served-model-name={one}" for one in (name, *aliases)]
+    words += [f"--served-model-name={alias}" for alias in (name, *aliases)]
     words += [*shared, "--host=127.0.0.1", "--port=0", "--allowed-host=localhost"]
     if args.state is not None:
         words.append(f"--state={args.state / name}")

@@ -250,9 +250,9 @@ class FlatConfig(AttentionOptions, FeedConfig):
         if shared:
             is_attention = set(self.layer_types) == {"attention"}
             need(is_attention, "layer_types", "must be attention where layers share keys")
-            own = {self.slides(i) for i in range(self.n_layers - shared)}
+            slides = {self.slides(i) for i in range(self.n_layers - shared)}
             need(
-                {self.slides(i) for i in range(self.n_layers)} <= own,
+                {self.slides(i) for i in range(self.n_layers)} <= slides,
                 "shared_kv_layers",
                 "leaves no layer that keeps the keys of windows, or of none",
             )
@@ -303,8 +303,8 @@ def expand(flat: FlatConfig) -> ModelConfig:
     flat key.
     """
     same: dict[LayerConfig, LayerConfig] = {}
-    made = (_layer(flat, index) for index in range(flat.n_layers))
-    layers = tuple(same.setdefault(layer, layer) for layer in made)
+    records = (_layer(flat, index) for index in range(flat.n_layers))
+    layers = tuple(same.setdefault(layer, layer) for layer in records)
     stated = [*_others(flat).values(), _attention(flat, None), _feed(flat, None)]
     used = {part.kind for layer in layers for part in (layer.mixer, layer.feed) if part}
     return ModelConfig(
@@ -424,7 +424,7 @@ def flatten(cfg: ModelConfig) -> FlatConfig:
     found: JsonObject = {
         field.name: getattr(cfg, field.name)
         for field in dataclasses.fields(FlatConfig)
-        if field.name in {own.name for own in dataclasses.fields(ModelConfig)}
+        if field.name in {field_of_model.name for field_of_model in dataclasses.fields(ModelConfig)}
     }
     norm = cfg.norm
     found |= {"norm": norm.kind, "norm_bias": norm.bias, "norm_weight": norm.weight}
@@ -453,7 +453,7 @@ def _flat_attention(cfg: ModelConfig, first: AttentionConfig) -> JsonObject:
     heads = {i: layer.mixer for i, layer in enumerate(cfg.layers) if layer.kind == "attention"}
     slides = [i for i in heads if heads[i].sliding_window is not None]
     window = heads[slides[0]] if slides else None
-    whole = next((one for one in heads.values() if one.sliding_window is None), None)
+    whole = next((options for options in heads.values() if options.sliding_window is None), None)
     base: AttentionConfig = window or whole or first
     names = (field.name for field in dataclasses.fields(AttentionOptions))
     found: JsonObject = {name: getattr(base, name) for name in names}
@@ -472,7 +472,7 @@ def _flat_attention(cfg: ModelConfig, first: AttentionConfig) -> JsonObject:
     if base.query_scale != 1.0:  # of the layers without a window, where no other is left
         query = cfg.stored.query * base.query_scale
         found["stored"] = dataclasses.replace(cfg.stored, query=query)
-    found["shared_kv_layers"] = sum(bool(one.borrows) for one in heads.values())
+    found["shared_kv_layers"] = sum(bool(options.borrows) for options in heads.values())
     return found
 
 
@@ -496,7 +496,7 @@ def _flat_forms(cfg: ModelConfig) -> JsonObject:
     """Return the keys of the layers' forms."""
     forms = [layer.form for layer in cfg.layers]
     form = forms[0]
-    after = [i for i, one in enumerate(forms) if one.post_norms and not one.pre_norms]
+    after = [i for i, form in enumerate(forms) if form.post_norms and not form.pre_norms]
     found: JsonObject = {"pre_norms": form.pre_norms, "post_norms": form.post_norms}
     if after and len(after) < len(forms):
         found = {"post_norm_layers": tuple(after)}
@@ -504,10 +504,10 @@ def _flat_forms(cfg: ModelConfig) -> JsonObject:
         found |= {"parallel_block": True, "parallel_norms": form.two_norms}
     if isinstance(form, Inputs):
         found |= {"layer_inputs": form.tables, "layer_scale": form.layer_scale}
-    blocks = [one.block for one in forms if isinstance(one, Shared) and one.block is not None]
+    blocks = [form.block for form in forms if isinstance(form, Shared) and form.block is not None]
     if blocks:
         found["shared_blocks"] = blocks[0]
-    beside = [i for i, one in enumerate(forms) if isinstance(one, Beside | Shared) and one.reads]
+    beside = [i for i, form in enumerate(forms) if isinstance(form, Beside | Shared) and form.reads]
     last = forms[-1]
     is_cut = isinstance(last, Beside) and not last.reads
     is_cut = is_cut or (isinstance(last, Shared) and last.block is not None)

@@ -161,7 +161,7 @@ class ModelConfig:
         """A token's features inside of the widest feed-forward, over all of its experts."""
         widths = [0]
         feeds = [layer.feed for layer in self.layers] + [*self.spare]
-        for feed in {one for one in feeds if isinstance(one, FeedConfig)}:
+        for feed in {candidate for candidate in feeds if isinstance(candidate, FeedConfig)}:
             experts = feed.experts
             sparse = 0 if experts is None else experts.n_active * experts.d_ff + experts.shared
             widths.append(feed.d_ff if experts is None else sparse)
@@ -214,7 +214,9 @@ class ModelConfig:
     def map_layers(self, change: Callable[[LayerConfig], LayerConfig]) -> ModelConfig:
         """Return the config with every layer changed, the one of the head for drafts too."""
         mtp = None if self.mtp is None else change(self.mtp)
-        return dataclasses.replace(self.of_layers([change(one) for one in self.layers]), mtp=mtp)
+        return dataclasses.replace(
+            self.of_layers([change(layer) for layer in self.layers]), mtp=mtp
+        )
 
     def first_layers(self, count: int) -> ModelConfig:
         """Return the config of the first ``count`` layers, from 1 to ``n_layers``."""

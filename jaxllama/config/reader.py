@@ -91,7 +91,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
 def frozen(value: Any) -> Any:
     """Return a mapping as a sorted tuple of pairs and a list as a tuple, recursively."""
     if isinstance(value, Mapping):
-        return tuple(sorted((str(key), frozen(one)) for key, one in value.items()))
+        return tuple(sorted((str(key), frozen(item)) for key, item in value.items()))
     return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
 
 
@@ -144,6 +144,6 @@ def _said(value: object) -> str:
         return ", ".join(f"{name} {text}" for name, text in said_options(value))
     if not isinstance(value, tuple):
         return str(value)
-    runs = [(one, len(list(same))) for one, same in itertools.groupby(value)]
-    text = ", ".join(f"{count} x {one}" if count > 1 else str(one) for one, count in runs)
+    runs = [(item, len(list(same))) for item, same in itertools.groupby(value)]
+    text = ", ".join(f"{count} x {item}" if count > 1 else str(item) for item, count in runs)
     return text if len(text) <= 80 else f"{text[:77]}..."

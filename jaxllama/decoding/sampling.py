@@ -346,10 +346,10 @@ class History:
 
         live: which of them count, an array of the same shape; all by default.
         """
-        one = jnp.ones_like(tokens) if live is None else live.astype(jnp.int32)
+        increments = jnp.ones_like(tokens) if live is None else live.astype(jnp.int32)
         rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         rows = rows.reshape(-1, *(1,) * (tokens.ndim - 1))
-        return dataclasses.replace(self, counts=self.counts.at[rows, tokens].add(one))
+        return dataclasses.replace(self, counts=self.counts.at[rows, tokens].add(increments))
 
 
 def sample(

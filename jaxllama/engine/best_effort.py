@@ -36,8 +36,8 @@ def enforceable(schema: JsonObject) -> tuple[JsonObject, tuple[str, ...]]:
             if not is_refused:
                 schema, notes = smaller, [*dropped, *notes]
                 break
-    told = () if is_refused else (" ".join(note.split())[:200] for note in notes[:MOST_NOTES])
-    return schema, tuple(told)
+    shortened = () if is_refused else (" ".join(note.split())[:200] for note in notes[:MOST_NOTES])
+    return schema, tuple(shortened)
 
 
 def lenient(schema: JsonObject) -> JsonObject:

@@ -122,8 +122,8 @@ class BlockShape(NamedTuple):
 
     def fits(self, request: Request) -> bool:
         """Whether a row of such a block can serve the request."""
-        own = BlockShape.of(request)
-        return own.capacity <= self.capacity and own.ignores_eos == self.ignores_eos
+        shape = BlockShape.of(request)
+        return shape.capacity <= self.capacity and shape.ignores_eos == self.ignores_eos
 
 
 class BlockScheduler(Scheduler):
@@ -183,7 +183,7 @@ class BlockScheduler(Scheduler):
         if not self.waiting:
             return []
         self._shape = BlockShape.of(self.waiting[0].request)
-        fitting = [one for one in self.waiting if self._shape.fits(one.request)]
+        fitting = [candidate for candidate in self.waiting if self._shape.fits(candidate.request)]
         first = min(sequence.submitted for sequence in fitting)
         if len(fitting) < self.max_slots and time.monotonic() < first + GATHER:
             time.sleep(GATHER / 10)
@@ -194,7 +194,7 @@ class BlockScheduler(Scheduler):
         """Return the requests that may join; no request overtakes one that does not fit."""
         shape = self._shape
         assert shape is not None
-        return list(itertools.takewhile(lambda one: shape.fits(one.request), self.waiting))
+        return list(itertools.takewhile(lambda waiting: shape.fits(waiting.request), self.waiting))
 
 
 class BlockRunner:
@@ -271,10 +271,10 @@ class BlockRunner:
             () if request is None or row not in rows else request.prompt
             for row, request in enumerate(self._requests)
         ]
-        sampling = [Sampling() if one is None else one.sampling for one in self._requests]
+        sampling = [Sampling() if row is None else row.sampling for row in self._requests]
         adapters = None
         if lm.adapters:
-            names = [None if one is None else one.adapter for one in self._requests]
+            names = [None if row is None else row.adapter for row in self._requests]
             adapters = jnp.asarray([lm.adapter_number(name) for name in names], jnp.int32)
         return *pad_rows(prompts), SamplingParams.stack(sampling, lm.config.vocab_size), adapters
 

@@ -114,13 +114,13 @@ class Calls:
         facts: np.ndarray,
         fresh: bool,
     ) -> ProgramCall:
-        told = params, slots, tokens, facts, self._draft_params
+        operands = params, slots, tokens, facts, self._draft_params
         static = {"fresh": fresh, "draft": self._draft}
-        return ("fill", *tokens.shape, fresh), Wanted(self._fill, told, self._cfg, static)
+        return ("fill", *tokens.shape, fresh), Wanted(self._fill, operands, self._cfg, static)
 
     def decoding(self, slots: device.BatchState, decode: Decode) -> ProgramCall:
         n, context = decode.n, decode.context
-        told = (
+        operands = (
             decode.params,
             slots,
             decode.orders,
@@ -130,7 +130,7 @@ class Calls:
         )
         widths, most = self._options.pass_widths(n), self._options.longest_draft
         sizes = CallSizes(n, context, self._width(n), widths, most, self._draft)
-        return ("decode", n, context), Wanted(self._decode, told, self._cfg, {"sizes": sizes})
+        return ("decode", n, context), Wanted(self._decode, operands, self._cfg, {"sizes": sizes})
 
     # Calls without rows
 

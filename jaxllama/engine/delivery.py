@@ -66,8 +66,8 @@ class Delivery:
         for sequence, budget in plan.budgets.items():
             matcher = self.live[sequence.request.id].matcher
             if matcher is not None and sequence.is_masked:
-                known, told = matcher.ahead(), sequence.ahead - budget
-                masks[sequence] = known._replace(forced=known.forced[told : sequence.ahead])
+                known, received = matcher.ahead(), sequence.ahead - budget
+                masks[sequence] = known._replace(forced=known.forced[received : sequence.ahead])
         return masks
 
     def deliver(self, plan: TurnPlan, written: Mapping[Sequence, Written]) -> None:

@@ -37,6 +37,7 @@ CPU_SECONDS = 4  # for one grammar; a schema of 9,000 properties takes one secon
 MEMORY = 128 * 2**20  # bytes for one grammar; a schema of 9,000 properties takes 90 MiB
 PROCESSES = 4
 # Bytes of a grammar after which a child is replaced: the memory that it reuses is not measured.
+SCHEMA = "failed to compile JSON schema: "  # in the library's message
 LARGE = 8 * 2**20
 # A schema without what the library lacks, and notes of that.
 Enforceable: TypeAlias = tuple[JsonObject, tuple[str, ...]]
@@ -152,7 +153,8 @@ def _asked(kind: str, vocabulary: Vocabulary | None, job: Callable[..., Any], *a
         else:
             _idle.append(child)
     if isinstance(result, JaxLlamaError):
-        raise JaxLlamaError(f"{kind}: {result}")
+        _, is_schema, reason = str(result).partition(SCHEMA)
+        raise JaxLlamaError(f"json_schema: {reason}" if is_schema else f"{kind}: {result}")
     return result
 
 
@@ -242,7 +244,9 @@ def _compile(tokenizer: Any, kind: str, source: str) -> Compiled:
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
-        raise ValueError(matcher.get_error())
+        error = matcher.get_error()
+        # The library prints the grammar around a schema, which may be the server's own.
+        raise ValueError(error.partition("\n")[0] if SCHEMA in error else error)
     return Compiled(grammar, max(_memory()[1] - before, 0))
 
 

@@ -205,7 +205,7 @@ class EngineOptions:
         max_len = self.max_len or max(min(cfg.max_position, share), 2)
         default = default_chunk(on_cpu) * (1 if on_cpu else shards)
         chunk = self.prefill_chunk or min(default, max_len)
-        has_states = any(one.has_states for one in cfgs)
+        has_states = any(model_config.has_states for model_config in cfgs)
         is_dynamic = cfg.rope.scaling == "dynamic"
         page = self.page_size or min(16 if on_cpu else 64, chunk)
         if self.page_size is None and (has_states or self.deterministic):
@@ -251,12 +251,14 @@ class EngineOptions:
     def _affordable(self, cfgs: tuple[ModelConfig, ...], kv_dtype: str, devices: int) -> int:
         """Return the number of cache tokens, of the model and its draft, that the memory allows."""
         cfg = cfgs[0]
-        own, *more = (
-            jax.eval_shape(functools.partial(init_pages, one, 1, 1, 1, 1, kv_dtype)).layers
-            for one in cfgs
+        states_of_model, *more = (
+            jax.eval_shape(functools.partial(init_pages, state, 1, 1, 1, 1, kv_dtype)).layers
+            for state in cfgs
         )
         drafts = [layer for layers in more for layer in layers]
-        token = tree_bytes([one for one in (*own, *drafts) if isinstance(one, KVCache)])
+        token = tree_bytes(
+            [state for state in (*states_of_model, *drafts) if isinstance(state, KVCache)]
+        )
         if not token:
             return self.max_slots * (self.max_len or cfg.max_position)
         memory = jax.local_devices()[0].memory_stats()
@@ -269,7 +271,7 @@ class EngineOptions:
         work = rows * cfg.vocab_size * 24
         work += 2 * PREFILL_TOKENS * 4 * (3 * cfg.feed_width + 8 * cfg.d_model)
         # A draft model's states: one for each row, its snapshot, and a copy for rejected drafts.
-        states = tree_bytes([one for one in drafts if not isinstance(one, KVCache)])
+        states = tree_bytes([state for state in drafts if not isinstance(state, KVCache)])
         work += 3 * self.max_slots * states
         return max(int((free - work) * devices // token), self.max_len or 2)
 

@@ -58,7 +58,7 @@ class Held:
     nodes: list[Node] = dataclasses.field(default_factory=list)
 
     @property
-    def own(self) -> Iterable[int]:
+    def unshared(self) -> Iterable[int]:
         """Yield the pages that no other sequence shares."""
         for index, page in enumerate(self.pages):
             if index >= len(self.nodes) or self.nodes[index].page != page:
@@ -177,7 +177,7 @@ class KVPages:
 
     def release(self, held: Held) -> None:
         """All of a sequence's pages."""
-        self._free += held.own
+        self._free += held.unshared
         # Children before parents, so that of two that fall idle together the child goes first.
         for node in reversed(held.nodes):
             node.references -= 1
@@ -188,11 +188,11 @@ class KVPages:
     def gain(self, helds: Iterable[Held]) -> int:
         """Pages that would be available if all of these were released."""
         references: collections.Counter[Node] = collections.Counter()
-        own = 0
+        freed = 0
         for held in helds:
-            own += sum(1 for _ in held.own)
+            freed += sum(1 for _ in held.unshared)
             references.update(held.nodes)
-        return own + sum(node.references == count for node, count in references.items())
+        return freed + sum(node.references == count for node, count in references.items())
 
     def _idle(self) -> Iterable[Node]:
         """Nodes without references; of one branch, those after it first."""

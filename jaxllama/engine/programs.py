@@ -113,16 +113,16 @@ class Programs:
 
     def __len__(self) -> int:
         """Return the number of programs that are compiled."""
-        return sum(made.done() for made in self._made.values())
+        return sum(program.done() for program in self._made.values())
 
     def call(self, key: Hashable, wanted: Wanted) -> Tree:
         """Run a program. If it is not compiled yet, wait for this program alone."""
-        made = self._made.get(key)
-        if made is None:
+        program = self._made.get(key)
+        if program is None:
             return wanted.run()
-        if not made.done() and self._claim(key):
+        if not program.done() and self._claim(key):
             self._compile(key, self._lowered(key, wanted))
-        return made.result()(*wanted.arguments)
+        return program.result()(*wanted.arguments)
 
     def add(self, wanted: Mapping[Hashable, Wanted]) -> None:
         """Read the programs from their file. If there is none, compile them in parallel and keep
@@ -162,7 +162,7 @@ class Programs:
         """
         others = {key: wanted[key] for key in list(wanted)[n:]}
 
-        def made(key: Hashable) -> None:
+        def on_ready(key: Hashable) -> None:
             if not self._is_stopped:
                 on_made(key)
 
@@ -174,7 +174,7 @@ class Programs:
 
         def work() -> None:
             try:
-                self._compile_all(others, max((os.cpu_count() or 1) // 2, 1), wait, made)
+                self._compile_all(others, max((os.cpu_count() or 1) // 2, 1), wait, on_ready)
             except Exception as error:  # the call that needs the program raises it again
                 _log.error("a program cannot be compiled", exc_info=error)
                 return
@@ -230,7 +230,7 @@ class Programs:
             twin = self._keys.setdefault(hashlib.sha256(text.encode()).digest(), key)
         if twin == key:
             return lowered
-        self._made[twin].add_done_callback(lambda made: _copy(made, self._made[key]))
+        self._made[twin].add_done_callback(lambda future: _copy(future, self._made[key]))
         return None
 
     def _compile(self, key: Hashable, lowered: jax.stages.Lowered | Exception | None) -> None:
@@ -258,18 +258,18 @@ class Programs:
         """
         turns = threading.Semaphore(workers + 1)  # one is lowered while ``workers`` are compiled
         with ThreadPoolExecutor(workers) as pool:
-            for key, one in wanted.items():
+            for key, program in wanted.items():
                 turns.acquire()
                 if not wait():
                     return
                 if self._claim(key):
-                    lowered = self._lowered(key, one)
+                    lowered = self._lowered(key, program)
                     try:
                         pool.submit(self._compile, key, lowered)
                     except RuntimeError:  # the interpreter ends
                         return
-                self._made[key].add_done_callback(lambda made: turns.release())
-                self._made[key].add_done_callback(lambda made, key=key: on_made(key))
+                self._made[key].add_done_callback(lambda future: turns.release())
+                self._made[key].add_done_callback(lambda future, key=key: on_made(key))
         for key in wanted:
             self._made[key].result()
 
@@ -288,7 +288,7 @@ class Programs:
             if not self._is_cpu:
                 _tell_where_kernels_are()
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                return list(pool.map(lambda one: load(*one), kept.programs))
+                return list(pool.map(lambda entry: load(*entry), kept.programs))
         except (pickle.UnpicklingError, EOFError, ValueError, jax.errors.JaxRuntimeError) as error:
             warnings.warn(f"{path}: compiling again: {error}", stacklevel=3)
             return None
@@ -297,10 +297,10 @@ class Programs:
         """Write the programs to their file, if they can be written and are not there."""
         if self._path is None or self._is_kept:
             return
-        made = [self._made[key].result() for key in wanted]
+        compiled = [self._made[key].result() for key in wanted]
         try:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                programs = list(pool.map(serialize_executable.serialize, made))
+                programs = list(pool.map(serialize_executable.serialize, compiled))
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
             warnings.warn(f"the next start will lower them again: {error}", stacklevel=3)
         else:
@@ -314,10 +314,10 @@ def _placed(leaf: Any) -> str | None:
     return repr(sharding) if isinstance(sharding, NamedSharding) else None
 
 
-def _copy(made: Future[jax.stages.Compiled], to: Future[jax.stages.Compiled]) -> None:
-    error = made.exception()
+def _copy(source: Future[jax.stages.Compiled], to: Future[jax.stages.Compiled]) -> None:
+    error = source.exception()
     if error is None:
-        to.set_result(made.result())
+        to.set_result(source.result())
     else:
         to.set_exception(error)
 
@@ -337,5 +337,5 @@ def name(wanted: Mapping[Hashable, Wanted], devices: Sequence[LocalDevice]) -> s
     first, kinds = devices[0], [device.device_kind for device in devices]
     facts = first.client.platform_version, kinds, compiler_options.for_device()
     facts += (jit.identity(),) if first.platform == "cpu" else ()
-    programs = [(key, one.facts()) for key, one in wanted.items()]
+    programs = [(key, program.facts()) for key, program in wanted.items()]
     return f"engine-{digest(facts, programs)}.pickle"

@@ -166,10 +166,10 @@ def rescore(engine: Engine, rollouts: Rollouts, *, adapter: str | None = None) -
         If the engine refuses a row.
     """
     requests = []
-    for index, (tokens, length, own) in enumerate(
+    for index, (tokens, length, is_answer) in enumerate(
         zip(rollouts.tokens, rollouts.lengths, rollouts.answers, strict=True)
     ):
-        ids, begin = tokens[:length].tolist(), int(np.argmax(own)) + 1
+        ids, begin = tokens[:length].tolist(), int(np.argmax(is_answer)) + 1
         forced = tuple(ids[begin:])
         requests.append(
             Request(

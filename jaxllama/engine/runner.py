@@ -293,10 +293,10 @@ class Runner:
         }
         rows = np.full((n, 3 + options.more_pages), NOBODY, np.int32)
         for sequence, budget in plan.budgets.items():
-            pages, told = sequence.held.pages, self._told[sequence]
+            pages, received = sequence.held.pages, self._told[sequence]
             row = rows[row_of[sequence]]
-            row[:3] = sequence.own_slot, budget, told
-            row[3 : 3 + len(pages) - told] = pages[told:]
+            row[:3] = sequence.own_slot, budget, received
+            row[3 : 3 + len(pages) - received] = pages[received:]
             self._told[sequence] = len(pages)
         allowed: Tree = self._calls.no_masks[n]
         if masks:

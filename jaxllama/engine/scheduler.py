@@ -117,7 +117,7 @@ class Sequence:
         """Whether the allowed next tokens are restricted."""
         request = self.request
         held = (request.grammar, request.allowed_token_ids, request.forced)
-        return any(one is not None for one in held) or len(self.output) < request.min_tokens
+        return any(mask is not None for mask in held) or len(self.output) < request.min_tokens
 
     @property
     def urgency(self) -> tuple[int, int]:
@@ -469,7 +469,7 @@ class Scheduler:
         if not others or need + self.pages.count // RESERVE <= available:
             return True
         stay = [sequence, *(other for other in self.admitted if other not in without)]
-        return sum(self._growth(one, one.remaining) for one in stay) <= available
+        return sum(self._growth(sequence, sequence.remaining) for sequence in stay) <= available
 
     def _preempt(self, victims: list[Sequence]) -> None:
         """Move the least urgent of ``victims`` back to waiting."""

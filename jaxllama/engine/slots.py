@@ -73,9 +73,15 @@ def empty_slots(
     layer, if there is one. hidden: dtype of the hidden states that an MTP head keeps.
     """
     cfgs = (cfg,) if draft is None else (cfg, draft)
-    caches = [init_pages(one, size, row_pages, pages, page, dtype) for one in cfgs]
-    cache = dataclasses.replace(caches[0], layers=sum((one.layers for one in caches), ()))
-    like = sum((init_pages(one, states, 1, 1, 1, dtype).layers for one in cfgs), ())
+    caches = [
+        init_pages(model_config, size, row_pages, pages, page, dtype) for model_config in cfgs
+    ]
+    cache = dataclasses.replace(
+        caches[0], layers=sum((model_config.layers for model_config in caches), ())
+    )
+    like = sum(
+        (init_pages(model_config, states, 1, 1, 1, dtype).layers for model_config in cfgs), ()
+    )
     snapshots = tuple(None if isinstance(layer, KVCache) else layer for layer in like)
     none, no = jnp.zeros(size, jnp.int32), jnp.zeros(size, bool)
     vocab = cfg.vocab_size
@@ -132,9 +138,9 @@ def _by_row(function: Callable[..., Tree], rows: jax.Array, cache: Cache, *other
     """
     layers = tuple(
         states[-1] if isinstance(states[0], KVCache) else function(rows, *states)
-        for states in zip(*(each.layers for each in (cache, *others)), strict=True)
+        for states in zip(*(part.layers for part in (cache, *others)), strict=True)
     )
-    rest = [(each.lengths, each.table) for each in (cache, *others)]
+    rest = [(part.lengths, part.table) for part in (cache, *others)]
     return Cache(layers, *function(rows, *rest))
 
 
@@ -175,14 +181,14 @@ def admit(slots: BatchState, packed: jax.Array) -> BatchState:
 def _beginning(snapshots: LayerState, index: jax.Array) -> LayerState:
     """Return the snapshots at ``index``, ``[R, ...]``; at -1 the state before any token."""
 
-    def one(leaf: jax.Array) -> jax.Array:
+    def beginning_of(leaf: jax.Array) -> jax.Array:
         none = jnp.zeros((len(index), *leaf.shape[1:]), leaf.dtype)
         if not len(leaf):
             return none
         is_known = (index >= 0).reshape(-1, *(1,) * (leaf.ndim - 1))
         return jnp.where(is_known, jnp.take(leaf, index, axis=0, mode="clip"), none)
 
-    return jax.tree.map(one, snapshots)
+    return jax.tree.map(beginning_of, snapshots)
 
 
 def _history(rows: AdmittedRows, vocab_size: int) -> History:
@@ -217,15 +223,17 @@ def fill(
     cache = _by_row(_take, slot, slots.cache)
     columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     written = cache.lengths[:, None] + columns >= totals[:, None]
-    own, more = _parted(cfg, cache)
-    hidden, own = forward(cfg, params, tokens, lengths, own, totals, sparse=written, fresh=fresh)
-    assert own is not None
+    layers, more = _parted(cfg, cache)
+    hidden, layers = forward(
+        cfg, params, tokens, lengths, layers, totals, sparse=written, fresh=fresh
+    )
+    assert layers is not None
     drafting = slots.drafting
     part = PromptPart(tokens, lengths, totals, hidden, following, fresh)
     more = draft.fill(draft.weights(params, draft_params), more, part)
     if drafting is not None and draft.counts_read:
-        drafting = drafting._replace(read=_put(slot, drafting.read, own.lengths))
-    cache = dataclasses.replace(own, layers=(*own.layers, *more.layers))
+        drafting = drafting._replace(read=_put(slot, drafting.read, layers.lengths))
+    cache = dataclasses.replace(layers, layers=(*layers.layers, *more.layers))
     snapshots = tuple(
         None if known is None else _put(snapshot, known, state)
         for known, state in zip(slots.snapshots, cache.layers, strict=True)
@@ -237,8 +245,8 @@ def fill(
 
 def _parted(cfg: ModelConfig, cache: Cache) -> tuple[Cache, Cache]:
     """Split a cache into the model's own layers and the draft's layers after them."""
-    own, more = cache.layers[: cfg.n_layers], cache.layers[cfg.n_layers :]
-    return dataclasses.replace(cache, layers=own), dataclasses.replace(cache, layers=more)
+    layers, more = cache.layers[: cfg.n_layers], cache.layers[cfg.n_layers :]
+    return dataclasses.replace(cache, layers=layers), dataclasses.replace(cache, layers=more)
 
 
 def make_orders(rows: np.ndarray, *, level: int, wants_top: bool, steps: int) -> np.ndarray:
@@ -277,12 +285,12 @@ def decode(
     likeliest tokens and their logprobs ``[n, width, top]``, if requested.
     """
     n, every = sizes.n, slots
-    told = orders[3:].reshape(n, -1)
-    rows, limits = told[:, 0], told[:, 1]
+    orders_of_rows = orders[3:].reshape(n, -1)
+    rows, limits = orders_of_rows[:, 0], orders_of_rows[:, 1]
     if n != every.size:
         slots = _of_rows(every, rows)
     is_live = rows < every.size
-    cache = _with_pages(slots.cache, told[:, 2], told[:, 3:])
+    cache = _with_pages(slots.cache, orders_of_rows[:, 2], orders_of_rows[:, 3:])
     table = cache.table
     assert table is not None
     cache = dataclasses.replace(cache, table=table[:, : sizes.context])

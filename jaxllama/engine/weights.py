@@ -104,8 +104,8 @@ def _like(old: Tree, new: Tree, path: str) -> Tree:
 def _check_blocks(old: Tree, new: Tree, path: str) -> None:
     """Raise JaxLlamaError if 128 rows of ``old`` share scales, and those of ``new`` do not."""
     if isinstance(old, RowBlocks) and isinstance(new, RowBlocks):
-        for one, other in zip(old.blocks, new.blocks, strict=False):
-            _check_blocks(one, other, path)
+        for block, other in zip(old.blocks, new.blocks, strict=False):
+            _check_blocks(block, other, path)
         return
     if not isinstance(old, QTensor) or not isinstance(new, QTensor) or not old.has_blocks:
         return

@@ -126,7 +126,7 @@ def _streams(cfg: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
     """Return the residual stream after every layer, ``[L, T, D]``."""
     seen = []
 
-    def each(
+    def layer_of_both(
         layer: LayerConfig, p: Params, stream: Stream, state: LayerState, at: At
     ) -> tuple[Stream, LayerState]:
         stream, state = block(layer, p, stream, state, at)
@@ -136,7 +136,7 @@ def _streams(cfg: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
     rows, length = tokens.shape
     at = whole_rows(cfg, rows, length)
     stream, at = begin(cfg, params, tokens, activation_dtype(params), at)
-    walk(cfg, params, stream, None, at, each)
+    walk(cfg, params, stream, None, at, layer_of_both)
     return jnp.stack(seen)
 
 
@@ -144,12 +144,12 @@ def _streams(cfg: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
 def _lens(
     cfgs: tuple[ModelConfig, ModelConfig],
     params: tuple[Params, Params],
-    own: jax.Array,
+    scores: jax.Array,
     other: jax.Array,
 ) -> jax.Array:
     """Return [KL, share of equal likeliest tokens] after every layer, ``[2, L]``."""
 
-    def one(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def lens_of(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
         q, p = (
             jax.nn.log_softmax(logits(cfg, part, Hidden(x)))
             for cfg, part, x in zip(cfgs, params, pair, strict=True)
@@ -158,7 +158,7 @@ def _lens(
         same = jnp.argmax(p, axis=1) == jnp.argmax(q, axis=1)
         return jnp.stack([jnp.mean(kl), jnp.mean(same.astype(jnp.float32))])
 
-    return lax.map(one, (own, other)).T
+    return lax.map(lens_of, (scores, other)).T
 
 
 def table(report: JsonObject) -> str:
@@ -166,12 +166,12 @@ def table(report: JsonObject) -> str:
     kinds = report["kinds"]
     width = max(map(len, kinds))
     lines = []
-    for kind, one in kinds.items():
-        line = f"{kind:{width}}  {one['tokens']:>6} tokens  perplexity {_with(one, 'perplexity')}"
-        if "kl" in one:
+    for kind, part in kinds.items():
+        line = f"{kind:{width}}  {part['tokens']:>6} tokens  perplexity {_with(part, 'perplexity')}"
+        if "kl" in part:
             line += (
-                f"  {_with(one, 'rise', 100, '+')}%  KL {_with(one, 'kl', digits=4)}"
-                f"  top-1 {_with(one, 'top1', 100, digits=1)}%"
+                f"  {_with(part, 'rise', 100, '+')}%  KL {_with(part, 'kl', digits=4)}"
+                f"  top-1 {_with(part, 'top1', 100, digits=1)}%"
             )
         lines.append(line)
     for kind, entries in report.get("worst", {}).items():
@@ -184,8 +184,8 @@ def table(report: JsonObject) -> str:
     return "\n".join(lines)
 
 
-def _with(one: JsonObject, name: str, times: float = 1.0, sign: str = "", digits: int = 2) -> str:
-    return f"{times * one[name]:{sign}.{digits}f} ± {times * one[name + '_se']:.{digits}f}"
+def _with(part: JsonObject, name: str, times: float = 1.0, sign: str = "", digits: int = 2) -> str:
+    return f"{times * part[name]:{sign}.{digits}f} ± {times * part[name + '_se']:.{digits}f}"
 
 
 def write(report: JsonObject, path: str | Path) -> None:

@@ -35,9 +35,8 @@ from jaxllama.loading import default_dtype, enable_compilation_cache, load
 from jaxllama.model.cache import init_cache
 from jaxllama.model.mixers.attention.chunk import has_cudnn
 from jaxllama.typing import JsonObject, LocalDevice, Params, Tree
-from pallas_kernels.architecture import TARGET, asked_target
+from pallas_kernels.architecture import TARGET, asked_target, nearest_card
 from pallas_kernels.cpu import CpuWeight, jit, unavailable
-from pallas_kernels.device import nearest_card
 from pallas_kernels.dispatch import Choice, choices
 from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.matmul.op import quantized_matmul
@@ -171,15 +170,15 @@ def _model_calls(lm: LanguageModel) -> list[JsonObject]:
         )
     whole = functools.partial(inspect.unwrap(prefill), cfg)
     cache = jax.eval_shape(functools.partial(init_cache, cfg, 1, capacity, lm.dtype))
-    made = choices(whole, params, ints(1, width), ints(1), cache)
-    found += _counted(f"prefill, {width} tokens", made)
+    choices_made = choices(whole, params, ints(1, width), ints(1), cache)
+    found += _counted(f"prefill, {width} tokens", choices_made)
     if cfg.head_dim and "attention" in cfg.layer_types:
         found.append(_prefill_attention(width, cfg.n_heads, cfg.head_dim, lm.dtype))
     return found
 
 
-def _counted(call: str, made: list[Choice]) -> list[JsonObject]:
-    counts = Counter(tuple(dataclasses.asdict(choice).items()) for choice in made)
+def _counted(call: str, found: list[Choice]) -> list[JsonObject]:
+    counts = Counter(tuple(dataclasses.asdict(choice).items()) for choice in found)
     return [{"call": call, "count": n} | dict(items) for items, n in counts.items()]
 
 

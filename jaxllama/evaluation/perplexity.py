@@ -154,8 +154,8 @@ def predictions(
         kv_dtype = lm.dtype
     rows, parts = [], list(_windows(ids, window, stride))
     with working("scoring", len(parts), progress, unit="windows") as bar:
-        for tokens, scored, length, own, params in _read(lm, iter(parts), kv_dtype):
-            hidden = [own]
+        for tokens, scored, length, row_scores, params in _read(lm, iter(parts), kv_dtype):
+            hidden = [row_scores]
             if reference is not None:
                 row = jnp.asarray(tokens[None])
                 hidden.append(_hidden(reference.config, reference.params, row, length, None))
@@ -265,17 +265,17 @@ def _score(
         pad = ((0, blocks * BLOCK - length),) + ((0, 0),) * (x.ndim - 1)
         return jnp.pad(x, pad).reshape(blocks, BLOCK, *x.shape[1:])
 
-    def one(block: Tree) -> jax.Array:
+    def score_block(block: Tree) -> jax.Array:
         hidden, targets = block
         logs = [
             jax.nn.log_softmax(logits(cfg, p, x))
             for cfg, p, x in zip(cfgs, params, hidden, strict=True)
         ]
-        own, other = logs[0], logs[-1]
-        nll = [-jnp.take_along_axis(x, targets[:, None], axis=1)[:, 0] for x in (own, other)]
+        log_probs, other = logs[0], logs[-1]
+        nll = [-jnp.take_along_axis(x, targets[:, None], axis=1)[:, 0] for x in (log_probs, other)]
         # A token of zero probability under the reference adds nothing.
-        kl = jnp.sum(jnp.where(other > -jnp.inf, jnp.exp(other) * (other - own), 0.0), axis=1)
-        top = [jnp.argmax(x, axis=1).astype(jnp.float32) for x in (own, other)]
+        kl = jnp.sum(jnp.where(other > -jnp.inf, jnp.exp(other) * (other - log_probs), 0.0), axis=1)
+        top = [jnp.argmax(x, axis=1).astype(jnp.float32) for x in (log_probs, other)]
         return jnp.stack([*nll, kl, *top], axis=1)
 
-    return lax.map(one, jax.tree.map(cut, (hidden, targets))).reshape(-1, 5)[:length]
+    return lax.map(score_block, jax.tree.map(cut, (hidden, targets))).reshape(-1, 5)[:length]

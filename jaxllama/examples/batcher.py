@@ -52,8 +52,12 @@ for number, prompt in enumerate(prompts):
         jnp.asarray([prompt + [0] * (WIDTH - len(prompt))]),
         jnp.asarray([len(prompt)]),
     )
-    own = jl.init_cache(cfg, 1, WIDTH + NEW)
-    alone = jl.generate(cfg, params, tokens, lengths, own, jl.Sampling(), 0, NEW).tokens[0].tolist()
+    row_cache = jl.init_cache(cfg, 1, WIDTH + NEW)
+    alone = (
+        jl.generate(cfg, params, tokens, lengths, row_cache, jl.Sampling(), 0, NEW)
+        .tokens[0]
+        .tolist()
+    )
     print(f"prompt {number}: {answers[number]}")
     equal += answers[number] == alone
 print(f"{equal} of {len(prompts)} answers are those of the prompt alone")

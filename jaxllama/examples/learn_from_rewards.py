@@ -40,8 +40,8 @@ def loss(params: Any, rollouts: jl.Rollouts, advantages: jax.Array) -> jax.Array
     chosen = jnp.take_along_axis(scores, tokens[:, 1:, None], -1)[..., 0]
     ratio = jnp.exp(chosen - jax.nn.logsumexp(scores, -1) - rollouts.logprobs)
     gain = jnp.minimum(ratio * advantages[:, None], jnp.clip(ratio, 0.8, 1.2) * advantages[:, None])
-    own = rollouts.answers
-    return -jnp.mean(jnp.sum(gain * own, -1) / jnp.sum(own, -1))
+    answers = rollouts.answers
+    return -jnp.mean(jnp.sum(gain * answers, -1) / jnp.sum(answers, -1))
 
 
 @jax.jit

@@ -41,7 +41,7 @@ def loss(params: Any) -> jax.Array:
 @jax.jit
 def update(params: Any) -> tuple[Any, jax.Array]:
     value, grads = jax.value_and_grad(loss)(params)
-    size = jnp.sqrt(sum(jnp.vdot(one, one) for one in jax.tree.leaves(grads)))
+    size = jnp.sqrt(sum(jnp.vdot(grad, grad) for grad in jax.tree.leaves(grads)))
     return jax.tree.map(lambda p, g: p - 0.3 * g / size, params, grads), value
 
 

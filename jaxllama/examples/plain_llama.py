@@ -8,8 +8,8 @@
 Read this file first, then the library's in the order of ``jaxllama/README.md``: they compute the
 same numbers with kernels, other families of models, rows of different lengths, and meshes.
 
-Shapes: B rows, T new tokens, S places of the cache, D width, N query heads, K key heads, G = N / K,
-H features of a head, F width of the feed-forward, V tokens.  Weights are ``[out, in]``.
+Shapes: B rows, T new tokens, S places of the cache, D width, N query heads, K key heads, G = N / K.
+A head has H features, the feed-forward F, and the vocabulary V tokens.  Weights are ``[out, in]``.
 
 Source: Llama (arXiv 2302.13971).  Left out: biases, scaled RoPE, windows, rows of other lengths.
 Run it with: python -m jaxllama.examples.plain_llama

@@ -70,10 +70,10 @@ def _check_model(model: Drafter, draft: Drafter) -> None:
         raise JaxLlamaError(f"draft: {name} is offloaded, and a draft lies on the device")
     if draft.mesh != model.mesh:
         raise JaxLlamaError(f"draft: {name} is not on the mesh of {model.config.name}")
-    own, other = model.tokenizer, draft.tokenizer
-    if own is None or other is None:
+    tokenizer, other = model.tokenizer, draft.tokenizer
+    if tokenizer is None or other is None:
         is_same = draft.config.vocab_size == model.config.vocab_size
     else:
-        is_same = own.has_ids_of(other)
+        is_same = tokenizer.has_ids_of(other)
     if not is_same:
         raise JaxLlamaError(f"draft: {name} has another tokenizer than {model.config.name}")

@@ -45,9 +45,9 @@ def posting(cfg: ModelConfig, params: Params, rows: int) -> Params:
         return params
     changed = dict(params)
     for (layer, part, name), table in zip(places, tables, strict=True):
-        own = {**changed[layer], part: {**changed[layer][part]}}
-        own[part][name] = {**own[part][name], POST: table}
-        changed[layer] = own
+        layer_params = {**changed[layer], part: {**changed[layer][part]}}
+        layer_params[part][name] = {**layer_params[part][name], POST: table}
+        changed[layer] = layer_params
     return changed
 
 
@@ -71,7 +71,8 @@ def _can_post(params: Params, linear: Params) -> bool:
     if isinstance(weight, QTensor) and (weight.activations or weight.columns is not None):
         return False
     local = jax.tree.map(
-        lambda one: jax.ShapeDtypeStruct(one.sharding.shard_shape(one.shape), one.dtype), weight
+        lambda array: jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype),
+        weight,
     )
     x = jax.ShapeDtypeStruct((1, local.shape[1]), decoder.activation_dtype(params))
     return x.dtype == jnp.bfloat16 and can_post(x, local)

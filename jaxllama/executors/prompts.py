@@ -63,9 +63,9 @@ def _prefill_alone(
     padded = jnp.pad(tokens, ((0, 0), (0, width + 1 - tokens.shape[1])))
     firsts = np.cumsum([0, *alone.widths]).tolist()
 
-    def one(row: tuple[Tree, ...]) -> tuple[Cache, MTPState | None]:
+    def prefill_row(row: tuple[Tree, ...]) -> tuple[Cache, MTPState | None]:
         tokens, length, adapter, cache, state = jax.tree.map(lambda leaf: leaf[None], row)
-        own = params if adapter is None else for_rows(params, adapter)
+        row_params = params if adapter is None else for_rows(params, adapter)
 
         def read(
             states: tuple[Cache, MTPState | None],
@@ -76,7 +76,9 @@ def _prefill_alone(
             cache, state = states
             piece = lax.dynamic_slice_in_dim(tokens, first, width, axis=1)
             n_new = jnp.clip(length - 1 - first, 0, width)
-            hidden, after = decoder.forward(cfg, own, piece, n_new, cache, length, fresh=fresh)
+            hidden, after = decoder.forward(
+                cfg, row_params, piece, n_new, cache, length, fresh=fresh
+            )
             assert after is not None
             if mtp is not None:
                 assert state is not None
@@ -95,7 +97,9 @@ def _prefill_alone(
         return jax.tree.map(lambda leaf: leaf[0], states)
 
     rows = padded, lengths, params.get(ROWS), cache, state
-    cache, state = lax.map(lambda row: lax.cond(row[1] > 0, one, lambda row: row[3:], row), rows)
+    cache, state = lax.map(
+        lambda row: lax.cond(row[1] > 0, prefill_row, lambda row: row[3:], row), rows
+    )
     newest = jnp.take_along_axis(tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1)
     live, width = (lengths > 0).astype(jnp.int32), alone.rows // tokens.shape[0]
     if width == 1:

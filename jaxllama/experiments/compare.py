@@ -52,8 +52,8 @@ def compare(a: str | Path, b: str | Path) -> list[Difference]:
         ours, theirs = left[key], right[key]
         for name, entry in ours[0]["results"].items():
             if is_number(entry) and is_number(theirs[0]["results"].get(name)):
-                one = _difference(ours, theirs, name)
-                found += [one] if one is not None else []
+                difference = _difference(ours, theirs, name)
+                found += [difference] if difference is not None else []
     return found
 
 
@@ -93,10 +93,9 @@ def text(differences: list[Difference]) -> str:
     if not differences:
         return "no difference beyond the noise\n"
     lines = ["| point | | A | B | B / A | noise |", "|---|---|---|---|---|---|"]
-    for one in differences:
-        ratio = number(one.b / one.a) if one.a else ""
-        noise = "unknown: one seed" if one.noise is None else number(one.noise, digits=2)
-        lines.append(
-            f"| {one.point} | {one.name} | {number(one.a)} | {number(one.b)} | {ratio} | {noise} |"
-        )
+    for row in differences:
+        ratio = number(row.b / row.a) if row.a else ""
+        noise = "unknown: one seed" if row.noise is None else number(row.noise, digits=2)
+        a, b = number(row.a), number(row.b)
+        lines.append(f"| {row.point} | {row.name} | {a} | {b} | {ratio} | {noise} |")
     return "\n".join(lines) + "\n"

@@ -160,8 +160,8 @@ def _replace_texts(data: JsonObject, text: str) -> None:
     changed = [table for table in tables if isinstance(table, dict) and "text" in table]
     if not changed:
         raise JaxLlamaError(f"--text = {text}: the experiment reads no text")
-    pictures = [one for one in pictures if isinstance(one, dict)]
-    wheres = [where for one in pictures if isinstance(where := one.get("where"), dict)]
+    pictures = [picture for picture in pictures if isinstance(picture, dict)]
+    wheres = [where for picture in pictures if isinstance(where := picture.get("where"), dict)]
     for table in changed + [where for where in wheres if "text" in where]:
         table["text"] = replaced(table["text"])
 
@@ -178,19 +178,19 @@ def _experiment(path: Path, data: JsonObject) -> Experiment:
         models[name] = expand(flat)
     tables = [_merge(file.settings, case) for case in file.case or ({},)]
     settings = [
-        _read(file.workload, one, path, models)
+        _read(file.workload, point_settings, path, models)
         for table in tables
-        for one in _grid(table, _settings_class(file.workload))
+        for point_settings in _grid(table, _settings_class(file.workload))
     ]
-    flats = [flatten(one) for one in settings]
+    flats = [flatten(point_settings) for point_settings in settings]
     keys = list(dict.fromkeys(key for flat in flats for key in flat))
     axes = [key for key in keys if len({str(flat.get(key)) for flat in flats}) > 1]
     points: dict[str, Point] = {}
-    for one, flat in zip(settings, flats, strict=True):
+    for point_settings, flat in zip(settings, flats, strict=True):
         name = ", ".join(f"{key}={flat.get(key)}" for key in axes) or file.workload
         if name in points:
             raise JaxLlamaError(f"two points are the same: {name}")
-        points[name] = Point(one, flat, name)
+        points[name] = Point(point_settings, flat, name)
     for picture in file.picture:
         for key in picture.by:
             _known(key, keys, "picture.by")
@@ -232,19 +232,19 @@ def _read(workload: str, table: JsonObject, path: Path, models: dict[str, ModelC
 
     if "seed" in table:
         raise JaxLlamaError("unknown key 'settings.seed'; the file's own key is seeds")
-    own = {key: table.pop(key) for key in ("text", "tokenizer") if key in table}
-    for key, value in own.items():
+    texts = {key: table.pop(key) for key in ("text", "tokenizer") if key in table}
+    for key, value in texts.items():
         if not isinstance(value, str):
             raise JaxLlamaError(f"settings.{key} = {value!r}: expected str")
     data = dict(table.get("data", {}))
-    if ("text" in own) == ("tokens" in data):
+    if ("text" in texts) == ("tokens" in data):
         raise JaxLlamaError("settings: exactly one of text and data.tokens is needed")
     tokens = data.get("tokens")
     data["tokens"] = str(path.parent / tokens) if isinstance(tokens, str) else ""
     table["data"] = data
     if table.get("model") in models:
         table["model"] = models[table["model"]]
-    return TrainSettings(config=train_config_from_dict(table, "settings", path.parent), **own)
+    return TrainSettings(config=train_config_from_dict(table, "settings", path.parent), **texts)
 
 
 def _merge(base: JsonObject, over: JsonObject) -> JsonObject:
@@ -265,14 +265,14 @@ def _grid(table: JsonObject, cls: type) -> Iterator[JsonObject]:
         if not values:
             raise JaxLlamaError(f"settings.{'.'.join(path)} = []: an axis needs a value")
     for chosen in itertools.product(*(values for _, values in axes)):
-        one = _merge({}, table)
+        point = _merge({}, table)
         for (path, _), value in zip(axes, chosen, strict=True):
-            room = one
+            room = point
             for key in path[:-1]:
                 room[key] = dict(room[key])
                 room = room[key]
             room[path[-1]] = value
-        yield one
+        yield point
 
 
 def _axes(

@@ -209,11 +209,11 @@ def split(text: bytes, settings: LearnSettings) -> tuple[TokenFile, TokenFile, T
 def said_after(cfg: ModelConfig, params: Params, rows: jax.Array) -> jax.Array:
     """Return the likeliest byte after each byte of ``rows[N, T]``."""
 
-    def one(row: jax.Array) -> jax.Array:
+    def probability(row: jax.Array) -> jax.Array:
         x = _hidden_states(cfg, params, row[None])[0]
         return jnp.argmax(softcap(x @ head(params)["weight"].T, cfg.logit_softcap), axis=-1)
 
-    return jax.lax.map(one, rows, batch_size=ROWS)
+    return jax.lax.map(probability, rows, batch_size=ROWS)
 
 
 def schedule(settings: LearnSettings) -> jax.Array:
@@ -275,7 +275,7 @@ def steps(cfg: ModelConfig, state: Tree, rates: jax.Array, batches: Rows) -> tup
     ``[steps, seeds, rates]``).
     """
 
-    def one(state: Tree, rate: jax.Array, rows: Rows) -> tuple[Tree, jax.Array]:
+    def step(state: Tree, rate: jax.Array, rows: Rows) -> tuple[Tree, jax.Array]:
         params, moments = state
         loss, gradients = jax.value_and_grad(functools.partial(_loss, cfg))(params, *rows)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
@@ -283,7 +283,7 @@ def steps(cfg: ModelConfig, state: Tree, rates: jax.Array, batches: Rows) -> tup
         changes = jax.tree.map(lambda change: rate * change, changes)
         return (optax.apply_updates(params, changes), moments), loss
 
-    at_all = jax.vmap(jax.vmap(one, in_axes=(0, 0, None)), in_axes=(0, None, 0))
+    at_all = jax.vmap(jax.vmap(step, in_axes=(0, 0, None)), in_axes=(0, None, 0))
     return jax.lax.scan(lambda state, now: at_all(state, *now), state, (rates, batches))
 
 

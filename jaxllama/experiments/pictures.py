@@ -1,9 +1,10 @@
-"""Draw the pictures that an experiment's file asks for, as PNG, by matplotlib.
+"""Draw the pictures that an experiment's file asks for, as PNG and SVG, by matplotlib.
 
 Numeric ``x`` values give a line with a marker for each point, and lists give a curve without
 markers. Words give bars, or markers if there is a ``by``. With several seeds the line is their
-mean, and a band or bar reaches from the smallest to the largest value. Without matplotlib nothing
-is drawn, and one warning says how to install it.
+mean, and a band or bar reaches from the smallest to the largest value. A line below says so, and
+names the machine. Series over the same words stand side by side. Without matplotlib nothing is
+drawn, and one warning says how to install it.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ import numpy as np
 
 from jaxllama import extras
 from jaxllama.experiments.config import Experiment, Picture
-from jaxllama.experiments.table import Row, by_point, is_number, value
+from jaxllama.experiments.table import Row, by_point, facts, is_number, value
 from jaxllama.typing import JsonObject, Tree
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MARKERS = "osD^vP*X"
+_BARS = "bars and bands reach from"
 
 
-def draw(experiment: Experiment, rows: Sequence[Row], directory: Path) -> list[Path]:
+def draw(
+    experiment: Experiment, rows: Sequence[Row], directory: Path, environment: JsonObject
+) -> list[Path]:
     """Draw every picture, and return the files."""
     if not experiment.pictures:
         return []
@@ -41,14 +45,14 @@ def draw(experiment: Experiment, rows: Sequence[Row], directory: Path) -> list[P
     paths = []
     for index, picture in enumerate(experiment.pictures):
         only = picture.where.items()
-        shown = [row for row in rows if all(value(row, key) == one for key, one in only)]
+        shown = [row for row in rows if all(value(row, key) == wanted for key, wanted in only)]
         series = _series(picture, shown)
         columns = 1 if max(map(len, series)) > 30 else 3
         legend_rows = -(-len(series) // columns) if picture.by else 0
-        figure = Figure(figsize=(7, 4.3 + 0.22 * legend_rows), layout="constrained")
+        figure = Figure(figsize=(7, 4.6 + 0.22 * legend_rows), layout="constrained")
         axes = figure.subplots()
         for number, (label, groups) in enumerate(series.items()):
-            _plot(axes, picture, label, groups, number)
+            _plot(axes, picture, label, groups, number, len(series))
         axes.set(
             xlabel=picture.x.replace("_", " "),
             ylabel=picture.y.replace("_", " "),
@@ -58,9 +62,11 @@ def draw(experiment: Experiment, rows: Sequence[Row], directory: Path) -> list[P
         axes.grid(alpha=0.3)
         if picture.by:
             figure.legend(loc="outside lower center", fontsize="small", ncols=columns)
-        path = directory / f"{index + 1}-{picture.y}-by-{picture.x}.png"
-        figure.savefig(path, dpi=150)
-        paths.append(path)
+        figure.supxlabel("\n".join(facts(experiment, environment, _BARS)), fontsize=6.5)
+        for kind in ("png", "svg"):
+            path = directory / f"{index + 1}-{picture.y}-by-{picture.x}.{kind}"
+            figure.savefig(path, dpi=150)
+            paths.append(path)
     return paths
 
 
@@ -77,7 +83,9 @@ def _series(picture: Picture, rows: Sequence[Row]) -> dict[str, list[Group]]:
     return series
 
 
-def _plot(axes: Axes, picture: Picture, label: str, groups: list[Group], number: int) -> None:
+def _plot(
+    axes: Axes, picture: Picture, label: str, groups: list[Group], number: int, n_series: int
+) -> None:
     style: JsonObject = {"label": label, "color": f"C{number}"}
     first = value(groups[0][0], picture.x)
     if isinstance(first, list):
@@ -100,7 +108,12 @@ def _plot(axes: Axes, picture: Picture, label: str, groups: list[Group], number:
         return
     labels: Tree = [str(value(group[0], picture.x)) for group in groups]  # matplotlib takes texts
     if picture.by:
-        axes.errorbar(labels, mean, yerr=spread, marker=marker, linestyle="", capsize=2, **style)
+        axes.plot(labels, mean, linestyle="")  # names the places of the words
+        places = np.asarray(axes.xaxis.convert_units(labels))
+        aside = 0.5 * ((number + 0.5) / n_series - 0.5)
+        axes.errorbar(
+            places + aside, mean, yerr=spread, marker=marker, linestyle="", capsize=2, **style
+        )
     else:
         axes.bar(labels, mean, yerr=spread, capsize=2, color=style["color"])
 

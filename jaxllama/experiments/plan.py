@@ -5,9 +5,10 @@
 For every point whose model is known without its checkpoint, the plan has the parameters and the
 time. It also has the bytes of weights and cache as an accelerator stores them. An offloaded point
 has its bytes in each place. The time comes from a small piece of the point's own work
-(``estimate``). If the piece is too large for this machine, the plan has a lower bound instead. The
-bound follows from bytes, operations and this machine's rates in a short probe. The time of a
-calibration is not known.
+(``estimate``). Of points that differ in numbers alone the cheapest is measured, and the others
+follow from it by their lower bounds. If the piece is too large for this machine, the plan has a
+lower bound instead. The bound follows from bytes, operations and this machine's rates in a short
+probe. The time of a calibration is not known.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import jax
 from jaxllama.config import ModelConfig
 from jaxllama.evaluation.speed.harness import cache_bytes_per_step, matmul_rate, memory_bandwidth
 from jaxllama.experiments.config import Experiment, Point
-from jaxllama.experiments.estimate import measured, text_tokens, window_count
+from jaxllama.experiments.estimate import Duration, measured, text_tokens, window_count
 from jaxllama.experiments.run import finished
 from jaxllama.experiments.settings import (
     LearnSettings,
@@ -33,6 +34,7 @@ from jaxllama.experiments.settings import (
     SpeedSettings,
     TrainSettings,
 )
+from jaxllama.experiments.table import is_number
 from jaxllama.experiments.workloads import kv_dtype, model_config, offload_need
 from jaxllama.loading import default_dtype
 from jaxllama.model.cache import init_cache
@@ -44,6 +46,7 @@ from jaxllama.typing import Tree
 from pallas_kernels.qtensor import tree_bytes
 
 _LONGEST = 10.0  # seconds: largest lower bound of a piece that a dry run still measures
+_SLACK = 3.0  # a measured duration over its lower bound: most that other points inherit
 _ADAM = 4  # float32 copies of the weights: the weights, gradients, two moments
 
 
@@ -80,22 +83,25 @@ def plan(experiment: Experiment, directory: Path) -> str:
     ]
     costs = [cost(experiment, point) for point in experiment.points]
     bandwidth, rate = memory_bandwidth(), matmul_rate()
+    bounds = [
+        None if one is None else one.moved / bandwidth + one.operations / rate for one in costs
+    ]
+    durations = _durations(experiment, costs, bounds)
     total, calibrated, floors = 0.0, 0, 0
-    for point, one in zip(experiment.points, costs, strict=True):
-        if one is None:
+    for point, one, floor in zip(experiment.points, costs, bounds, strict=True):
+        if one is None or floor is None:
             lines.append(f"{point.name}: known when the model is loaded")
             continue
-        is_calibrated = getattr(point.settings, "calibrated", False)
+        is_calibrated = _is_calibrated(point)
         calibrated += is_calibrated
-        floor = one.moved / bandwidth + one.operations / rate
+        found = durations.get(point.name)
         if is_calibrated:
             duration = "time unknown (calibration)"
-        elif floor / one.pieces > _LONGEST or not _fits(one):
+        elif found is None:
             floors += 1
             total += floor * len(experiment.seeds)
             duration = f"at least {_time(floor)}"
         else:
-            found = measured(experiment, point.settings)
             total += found.of(len(experiment.seeds))
             duration = f"about {_time(found.first)}"
         cached = f", cache {_size(one.cache_bytes)}" if one.cache_bytes else ""
@@ -119,6 +125,38 @@ def plan(experiment: Experiment, directory: Path) -> str:
         + (f", and without {calibrated} points that calibrate" if calibrated else ""),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _is_calibrated(point: Point) -> bool:
+    return bool(getattr(point.settings, "calibrated", False))
+
+
+def _durations(
+    experiment: Experiment, costs: list[PointCost | None], bounds: list[float | None]
+) -> dict[str, Duration]:
+    """Return the duration of each point whose piece of work this machine can measure, by name.
+
+    Points that differ in numbers alone are of one kind. The cheapest of a kind is measured. The
+    others take as much longer as their lower bounds are longer, times ``_SLACK`` at most.
+    """
+    cheapest: dict[str, tuple[float, Duration]] = {}
+    found: dict[str, Duration] = {}
+    known = [
+        (bound, point, one)
+        for point, one, bound in zip(experiment.points, costs, bounds, strict=True)
+        if one is not None and bound is not None and not _is_calibrated(point)
+    ]
+    for bound, point, one in sorted(known, key=lambda entry: entry[0]):
+        if bound / one.pieces > _LONGEST or not _fits(one):
+            continue
+        words = {key: value for key, value in point.flat.items() if not is_number(value)}
+        kind = repr((type(point.settings), words, one.parameters))
+        if kind not in cheapest:
+            cheapest[kind] = bound, measured(experiment, point.settings)
+        first, like = cheapest[kind]
+        more = (bound - first) * min(_SLACK, max(1.0, like.later / first if first else 1.0))
+        found[point.name] = Duration(like.first + more, like.later + more)
+    return found
 
 
 def _fits(one: PointCost) -> bool:

@@ -68,13 +68,17 @@ def run(
         tell(f"[{done + len(seeds)}/{len(missing)}] {point.name}, {of}{left}")
         with working(point.name):
             measured = _measure(experiment, point, seeds, directory)
-        for one in measured:
-            _write(_file(directory, point, one["seed"]), one)
+        for measurement in measured:
+            _write(_file(directory, point, measurement["seed"]), measurement)
         done += len(seeds)
-    rows = [json.loads(_file(directory, *one).read_text(encoding="utf-8")) for one in work]
+    rows = [
+        json.loads(_file(directory, *measurement).read_text(encoding="utf-8"))
+        for measurement in work
+    ]
     _write(directory / "results.json", {"title": experiment.title, "rows": rows})
-    _write_text(directory / "table.md", markdown(experiment, rows))
-    for picture in draw(experiment, rows, directory):
+    environment = json.loads((directory / "environment.json").read_text(encoding="utf-8"))
+    _write_text(directory / "table.md", markdown(experiment, rows, environment))
+    for picture in draw(experiment, rows, directory, environment):
         tell(f"{picture}")
     return directory
 

@@ -112,7 +112,7 @@ class QualitySettings(ModelSettings):
     @property
     def calibrated(self) -> bool:
         """Whether a text decides the codes or the activations' scales."""
-        return self.method != "rtn" or any(one.static for one in parse(self.scheme).schemes)
+        return self.method != "rtn" or any(scheme.static for scheme in parse(self.scheme).schemes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -296,5 +296,5 @@ def no_calibration(settings: ModelSettings) -> None:
     """Refuse calibration: codes do not change the speed, so these workloads round to nearest."""
     if settings.method != "rtn":
         raise JaxLlamaError(f"method = {settings.method!r}: allowed values here are rtn")
-    if any(one.static for one in parse(settings.scheme).schemes):
+    if any(scheme.static for scheme in parse(settings.scheme).schemes):
         raise JaxLlamaError(f"scheme = {settings.scheme!r}: needs calibration, and here is none")

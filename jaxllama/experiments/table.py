@@ -1,6 +1,6 @@
 """Results as a Markdown table: one row a point, with the mean and spread over seeds.
 
-    markdown(experiment, rows) -> text          value(row, name) -> a setting or a result
+    markdown(experiment, rows, environment) -> text     value(row, name) -> a setting or a result
 
 A cell of several seeds is ``mean ± spread / 2``, where the spread is the largest value less the
 smallest. A cell of one seed is its value.
@@ -15,11 +15,12 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.experiments.config import Experiment
 from jaxllama.typing import JsonObject, Tree
 
+PLUS_MINUS = "± is half of the range from"
 Row = JsonObject  # an entry of results.json: point, settings, seed, seconds, results
 
 
-def markdown(experiment: Experiment, rows: Sequence[Row]) -> str:
-    """Return title, table, and the settings that did not vary."""
+def markdown(experiment: Experiment, rows: Sequence[Row], environment: JsonObject) -> str:
+    """Return title, table, the settings that did not vary, the meaning of ±, and the machine."""
     names = columns(experiment, rows)
     lines = [
         f"# {experiment.title}",
@@ -33,7 +34,18 @@ def markdown(experiment: Experiment, rows: Sequence[Row]) -> str:
         )
     flat = experiment.points[0].flat
     same = [f"{k} = {v}" for k, v in flat.items() if k not in experiment.axes and v is not None]
-    return "\n".join([*lines, "", f"Workload {experiment.workload}: {', '.join(same)}."]) + "\n"
+    settings = f"Workload {experiment.workload}: {', '.join(same)}."
+    return "\n".join([*lines, "", settings, "", *facts(experiment, environment, PLUS_MINUS)]) + "\n"
+
+
+def facts(experiment: Experiment, environment: JsonObject, spread: str) -> list[str]:
+    """Return two sentences: the seeds with what ``spread`` says of their range, and the machine."""
+    seeds = ", ".join(map(str, experiment.seeds))
+    first = f"Means of seeds {seeds}; {spread} the smallest to the largest value."
+    if len(experiment.seeds) == 1:
+        first = f"One seed, {seeds}: no spread is known."
+    machine = (environment["device"], environment["system"], f"jax {environment['jax']}")
+    return [first, f"Machine: {', '.join(machine)}, {environment['date'][:10]}."]
 
 
 def columns(experiment: Experiment, rows: Sequence[Row]) -> list[str]:

@@ -125,8 +125,8 @@ class JaxLlamaLM(TemplateLM):
             entries = answer["choices"][0]["prompt_logprobs"][-count:]
             row = body["prompt"][-count:]
             found = [entry[str(token)] for entry, token in zip(entries, row, strict=True)]
-            total = sum(one["logprob"] for one in found)
-            scores.append((total, all(one["rank"] == 1 for one in found)))
+            total = sum(token["logprob"] for token in found)
+            scores.append((total, all(token["rank"] == 1 for token in found)))
         for (texts, _, _), score in zip(requests, scores, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, score)
@@ -138,7 +138,7 @@ class JaxLlamaLM(TemplateLM):
         windows: list[tuple[Any, list[int], list[int]]] = []
         counts: list[int] = []
         for [text] in (request.args for request in requests):
-            own = [
+            text_windows = [
                 make_disjoint_window(pair)
                 for pair in get_rolling_token_windows(
                     token_list=self.tok_encode(text),
@@ -147,8 +147,8 @@ class JaxLlamaLM(TemplateLM):
                     context_len=1,
                 )
             ]
-            windows += [(None, context, continuation) for context, continuation in own]
-            counts.append(len(own))
+            windows += [(None, context, continuation) for context, continuation in text_windows]
+            counts.append(len(text_windows))
         scores = iter(self._loglikelihood_tokens(windows))
         totals = [sum(next(scores)[0] for _ in range(count)) for count in counts]
         for request, total in zip(requests, totals, strict=True):

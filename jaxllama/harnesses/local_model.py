@@ -126,7 +126,7 @@ class LocalModel:
     def post_all(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[JsonObject]:
         """Return the answers to bodies, in their order."""
         waiting = [self._submit(path, body) for body in bodies]
-        return [one.result() for one in waiting]
+        return [future.result() for future in waiting]
 
     def _submit(self, path: str, body: Mapping[str, Any]) -> Future[JsonObject]:
         return asyncio.run_coroutine_threadsafe(self._answer(path, {**body}), self._loop)

@@ -64,9 +64,9 @@ def replay(lm: LanguageModel, state: Path, ids: Sequence[str] = ()) -> ReplayRep
     cache = recorded.get("kv_dtype")  # missing in older folders
     with LocalModel(lm, name, deterministic=deterministic, kv_dtype=cache) as model:
         for kind, url in PATHS.items():
-            own = [(entry, answer) for entry, answer in chosen if entry.kind == kind]
-            answers = model.post_all(url, [json.loads(entry.body) for entry, _ in own])
-            for (entry, before), after in zip(own, answers, strict=True):
+            kind_entries = [(entry, answer) for entry, answer in chosen if entry.kind == kind]
+            answers = model.post_all(url, [json.loads(entry.body) for entry, _ in kind_entries])
+            for (entry, before), after in zip(kind_entries, answers, strict=True):
                 if json.loads(before).get("choices") != after["choices"]:
                     different.append(entry.id)
         return ReplayReport(

@@ -270,11 +270,11 @@ def proposal_specs(cache: Cache, rows: RowAxis) -> Proposal:
     """Return the specs of a ``Proposal``, as ``cache_specs`` does for a cache."""
     tokens: Tree = P(rows, None, MODEL_AXIS)
 
-    def one(layer: LayerState) -> Tree:
+    def layer_specs(layer: LayerState) -> Tree:
         return None if layer is None or isinstance(layer, KVCache) else tokens  # of all its arrays
 
     new: Tree = P(rows)
-    return Proposal(cache_specs(cache, rows), new, tuple(map(one, cache.layers)))
+    return Proposal(cache_specs(cache, rows), new, tuple(map(layer_specs, cache.layers)))
 
 
 def cache_shardings(cache: Cache, mesh: Mesh | AbstractMesh) -> Cache:

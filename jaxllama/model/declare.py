@@ -25,10 +25,9 @@ from jaxllama.config import LayerConfig, ModelConfig, StepConfig, model_of
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.flax_state import register
 from jaxllama.model.mixers.common import LayerState
-from jaxllama.model.operands import check_ints
 from jaxllama.model.param import Param
 from jaxllama.model.params import nested, param_table
-from jaxllama.model.records import At, new_tokens, positions_of
+from jaxllama.model.records import At, check_ints, new_tokens, positions_of
 from jaxllama.model.split import split_axis
 from jaxllama.parallel.mesh import MODEL_AXIS
 from jaxllama.typing import Params, ParamsDict, Tree

@@ -50,7 +50,7 @@ from jaxllama.model.sharded import layer_work, over_mesh, over_pieces
 from jaxllama.parallel.collectives import lookup_rows
 from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis, is_split, traced_mesh
 from jaxllama.parallel.sequence import cut, is_cut, joined, piece_width, sequence_shards
-from jaxllama.typing import Options, Params, Tree
+from jaxllama.typing import Params, Tree
 from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.cpu.handler import CpuPlan
 from pallas_kernels.cpu.head import norm_matmul
@@ -242,20 +242,7 @@ def forward(
     mesh = traced_mesh(params)
     if mesh is not None:
         rows = tokens, lengths, cache, total_lengths
-        if cache is not None and sparse is False:
-            batch, n_new = tokens.shape
-            if is_cut(mesh, batch, n_new, cache.table is not None, layer_work(cfg, params)):
-                return _forward_in_pieces(mesh, cfg, params, tokens, lengths, cache, total_lengths)
-        options: Options = {"sparse": sparse, "fresh": fresh}
-        return over_mesh(
-            forward,
-            mesh,
-            cfg,
-            params,
-            *rows,
-            out=lambda rows: (P(rows), None if cache is None else cache_specs(cache, rows)),
-            **options,
-        )
+        return _forward_over(mesh, cfg, params, *rows, sparse=sparse, fresh=fresh)
     check(cfg, params)
     params = chosen(params) if ROWS in params else params
     start = jnp.zeros_like(lengths) if cache is None else cache.lengths
@@ -286,6 +273,31 @@ def check(cfg: ModelConfig, params: Params) -> None:
 def _shapes(cfg: ModelConfig) -> tuple[tuple[Path, Shape], ...]:
     cfg = cfg.replace(mtp=None)  # the model runs without its head for drafts
     return tuple((path, param.shape) for path, param in param_table(cfg).items())
+
+
+def _forward_over(
+    mesh: AbstractMesh,
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache | None,
+    total_lengths: jax.Array | None,
+    *,
+    sparse: bool | jax.Array,
+    fresh: bool,
+) -> tuple[Hidden, Cache | None]:
+    """``forward`` of parameters on a mesh."""
+    if cache is not None and sparse is False:
+        batch, n_new = tokens.shape
+        if is_cut(mesh, batch, n_new, cache.table is not None, layer_work(cfg, params)):
+            return _forward_in_pieces(mesh, cfg, params, tokens, lengths, cache, total_lengths)
+
+    def out(rows: RowAxis) -> tuple[P, Tree]:
+        return P(rows), None if cache is None else cache_specs(cache, rows)
+
+    operands = tokens, lengths, cache, total_lengths
+    return over_mesh(forward, mesh, cfg, params, *operands, out=out, sparse=sparse, fresh=fresh)
 
 
 def _forward_in_pieces(

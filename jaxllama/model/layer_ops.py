@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, overload
+from typing import Protocol, Unpack, overload
 
 import jax
 from jax.typing import DTypeLike
@@ -14,9 +14,8 @@ from jax.typing import DTypeLike
 from jaxllama.config import StepConfig
 from jaxllama.model import linear as ops
 from jaxllama.model.experts.route import Routed, route
-from jaxllama.model.linear import Input, Stream
-from jaxllama.typing import Options, Params, Tree
-from pallas_kernels.experts.gate import Gate
+from jaxllama.model.linear import Grouping, Input, Stream
+from jaxllama.typing import Params, Tree
 from pallas_kernels.operands import Columns
 
 
@@ -66,16 +65,7 @@ class LayerOps(Protocol):
         self, stream: Stream, scale: Params | None, router: Params, cfg: StepConfig
     ) -> tuple[jax.Array, Stream, Routed]: ...
     def grouped(
-        self,
-        x: jax.Array,
-        params: Params,
-        experts: jax.Array,
-        /,
-        *,
-        weights: jax.Array | None = None,
-        gated: Gate | None = None,
-        first: jax.Array | None = None,
-        dtype: DTypeLike | None = None,
+        self, x: jax.Array, params: Params, experts: jax.Array, /, **options: Unpack[Grouping]
     ) -> jax.Array: ...
 
 
@@ -94,8 +84,8 @@ class Steps:
         x, stream = ops.norm(stream, scale, cfg)
         if isinstance(linear, Mapping):
             return self.product(x, linear, stream.x.dtype, cfg, into=into), stream
-        made = [self.product(x, one, x.dtype, cfg) for one in linear]
-        return [Columns(y, 0, y.shape[-1]) for y in made], stream
+        products = [self.product(x, params, x.dtype, cfg) for params in linear]
+        return [Columns(y, 0, y.shape[-1]) for y in products], stream
 
     def linear_add(
         self,
@@ -128,15 +118,6 @@ class Steps:
         return x, stream, route(options, x.reshape(-1, x.shape[-1]), router)
 
     def grouped(
-        self,
-        x: jax.Array,
-        linear: Params,
-        experts: jax.Array,
-        *,
-        weights: jax.Array | None = None,
-        gated: Gate | None = None,
-        first: jax.Array | None = None,
-        dtype: DTypeLike | None = None,
+        self, x: jax.Array, linear: Params, experts: jax.Array, **options: Unpack[Grouping]
     ) -> jax.Array:
-        how: Options = {"gated": gated, "first": first, "dtype": dtype}
-        return ops.grouped(x, linear, experts, weights=weights, **how)
+        return ops.grouped(x, linear, experts, **options)

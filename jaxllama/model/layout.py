@@ -60,7 +60,7 @@ def slow_on_cpu(params: Params) -> str | None:
     reason = _reason_of(_dtype(params))
     if reason is None:
         found = [prepare(weight) for weight in weights]
-        reasons = Counter(one.text for one in found if isinstance(one, Reason))
+        reasons = Counter(reason.text for reason in found if isinstance(reason, Reason))
         reason = "; ".join(reasons)
     return (
         f"{len(weights)} quantized weights have no CPU handler and may be slower than floats: "

@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, overload
+from typing import NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ from pallas_kernels.operands import Columns
 from pallas_kernels.qtensor import QTensor, RowBlocks
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
-from pallas_kernels.rows.swiglu import gate, swiglu
+from pallas_kernels.rows.swiglu import swiglu
 
 POST = "post"  # in a linear layer: the table of the sum over devices that its product posts
 Weight = jax.Array | QTensor | RowBlocks | CpuWeight
@@ -125,9 +125,9 @@ def norm_linear(
     codes, lora = input_codes(linear), _lora(linear)
     has_kernel = codes is lora is None and _has_kernels(stream.x, linear["weight"])
     if has_kernel and scale is not None and cfg.norm.kind == "rms":
-        made = _fused_norm_linear(stream, scale, linear, cfg, into)
-        if made is not None:
-            return made
+        fused = _fused_norm_linear(stream, scale, linear, cfg, into)
+        if fused is not None:
+            return fused
     normed, stream = norm(stream, scale, cfg, codes, lora, static=_static_codes(linear))
     return product(normed, linear, stream.x.dtype, cfg, into=into), stream
 
@@ -147,11 +147,11 @@ def _fused_norm_linear(
         around |= {"swiglu": True, "activation": cfg.activation}
     if stream.pending is not None:
         if isinstance(stream.pending, Posted):
-            made = norm_matmul(stream.x, weight, stream.pending, **around)
+            fused = norm_matmul(stream.x, weight, stream.pending, **around)
         else:
-            made = fused_matmul(stream.x, weight, **around, pending=stream.pending)
-        if made is not None:
-            return _gated(made[0], into, cfg), Stream(made[1])
+            fused = fused_matmul(stream.x, weight, **around, pending=stream.pending)
+        if fused is not None:
+            return _gated(fused[0], into, cfg), Stream(fused[1])
     stream = stream.rounded
     y = fused_matmul(stream.x, weight, **around) if stream.pending is None else None
     return None if y is None else (_gated(y, into, cfg), stream)
@@ -169,9 +169,9 @@ def _norm_linears(
     has_lora = any(_lora(linear) is not None for linear in linears)
     has_kernel = not has_lora and wants_kernel(None, stream.x, weights)
     if has_kernel and scale is not None and cfg.norm.kind == "rms":
-        made = _fused_norm_linears(stream.rounded, scale, linears, cfg)
-        if made is not None:
-            return made
+        fused = _fused_norm_linears(stream.rounded, scale, linears, cfg)
+        if fused is not None:
+            return fused
     wanted = [None if has_lora else input_codes(linear) for linear in linears]
     if len(set(wanted)) > 1:
         return _by_codes(stream, scale, linears, wanted, cfg)
@@ -189,8 +189,8 @@ def _fused_norm_linears(
     plan = None if stream.pending is not None else own_blocks(stream.x, weights, norm=norm)
     if plan is None:
         return None
-    made = blocks_matmul(stream.x, weights, norm=norm, plan=plan)
-    pairs = zip(made, linears, strict=True)
+    products = blocks_matmul(stream.x, weights, norm=norm, plan=plan)
+    pairs = zip(products, linears, strict=True)
     return [y.plus(linear.get("bias")) for y, linear in pairs], stream
 
 
@@ -351,12 +351,12 @@ def product(
     gate_by = cfg.activation if _is_inner(into, cfg) else None
     if _lora(params) is not None:
         y = linear(x, params, dtype)
-        y = y if gate_by is None else gate(y, gate_by)
+        y = y if gate_by is None else swiglu(y, activation=gate_by)
     else:
         assert not isinstance(x, Adapted)  # only layers with adapters take one
-        made = _gated_codes(x, params, dtype, cfg, into)
-        if made is not None:
-            return made
+        codes = _gated_codes(x, params, dtype, cfg, into)
+        if codes is not None:
+            return codes
         y = _matmul(x, params["weight"], params.get("bias"), dtype, gate_by)
     return _gated(y, into, cfg)
 
@@ -385,7 +385,7 @@ def norm_route(
     width = stream.x.shape[-1]
     is_plain = stream.pending is None and has_plain_softmax(options, router)
     if is_plain and scale is not None and cfg.norm.kind == "rms":
-        made = fused_norm_and_route(
+        fused = fused_norm_and_route(
             stream.x.reshape(-1, width),
             (scale["weight"], cfg.norm.eps),
             router["weight"],
@@ -394,28 +394,28 @@ def norm_route(
             normalize=options.normalize,
             scale=options.scale,
         )
-        if made is not None:
-            y, experts, weights = made
+        if fused is not None:
+            y, experts, weights = fused
             weights = with_factors(weights, experts, router)
             return y.reshape(stream.x.shape), stream, (experts, weights)
     x, stream = norm(stream, scale, cfg)
     return x, stream, route(options, x.reshape(-1, width), router)
 
 
+class Grouping(TypedDict, total=False):
+    """The options that ``grouped`` passes to ``grouped_matmul``."""
+
+    weights: jax.Array | None
+    gated: Gate | None
+    first: jax.Array | None
+    out_dtype: DTypeLike | None
+
+
 def grouped(
-    x: jax.Array,
-    params: Params,
-    experts: jax.Array,
-    *,
-    weights: jax.Array | None = None,
-    gated: Gate | None = None,
-    first: jax.Array | None = None,
-    dtype: DTypeLike | None = None,
+    x: jax.Array, params: Params, experts: jax.Array, **options: Unpack[Grouping]
 ) -> jax.Array:
     """``grouped_matmul`` with the weight and bias of a layer's experts."""
-    weight, bias = params["weight"], params.get("bias")
-    how: Options = {"gated": gated, "first": first, "out_dtype": dtype}
-    return grouped_matmul(x, weight, experts, weights=weights, bias=bias, **how)
+    return grouped_matmul(x, params["weight"], experts, bias=params.get("bias"), **options)
 
 
 def columns(x: Input, linears: Sequence[Params], dtype: DTypeLike | None = None) -> list[Columns]:
@@ -439,7 +439,7 @@ def _matmul(
     else:
         gated: Options = {} if gate_by is None else {"swiglu": True, "activation": gate_by}
         return quantized_matmul(x, weight, bias=bias, out_dtype=dtype, **gated)
-    return out if gate_by is None else gate(out, gate_by)
+    return out if gate_by is None else swiglu(out, activation=gate_by)
 
 
 def _codes_matmul(
@@ -483,7 +483,7 @@ def _gate_for(y: jax.Array, into: Params, cfg: StepConfig) -> Input:
         if codes is None or lora is None:
             return swiglu(y, quantize=codes)
         return lora.adapted(y, codes, gated=True)[0]
-    return _quantized(gate(y, cfg.activation), codes, lora)
+    return _quantized(swiglu(y, activation=cfg.activation), codes, lora)
 
 
 def _lora(linear: Params) -> Lora | None:

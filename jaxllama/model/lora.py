@@ -157,7 +157,9 @@ def attach(
         names = [source.name for source in param.sources]
         if not any(name in adapter for adapter in adapters for name in names):
             continue
-        rank = max(len(one[name][0]) for one in adapters for name in names if name in one)
+        rank = max(
+            len(adapter[name][0]) for adapter in adapters for name in names if name in adapter
+        )
         n, wide = len(adapters), param.shape[1]
         a = np.zeros((n, len(names), rank, wide), np.float32)
         b = [np.zeros((source.shape[0], n, rank), np.float32) for source in param.sources]
@@ -170,7 +172,7 @@ def attach(
         room: ParamsDict = tree
         for name in rooms:
             room[name] = room = dict(room[name])
-        second = tuple(jnp.asarray(one.reshape(-1, n * rank), dtype) for one in b)
+        second = tuple(jnp.asarray(adapter.reshape(-1, n * rank), dtype) for adapter in b)
         gain = _gains(room["weight"], names, adapters, a, b)
         room["lora"] = Lora(jnp.asarray(a, dtype), second, gain=gain)
     return tree
@@ -184,17 +186,17 @@ def _gains(
     b: Sequence[np.ndarray],
 ) -> jax.Array | None:
     """Return the gains ``[n, out]`` of one product, or None if no adapter has magnitudes there."""
-    found = [[list(one.get(name, ()))[2:] for name in names] for one in adapters]
-    if not any(magnitude for one in found for magnitude in one):
+    found = [[list(adapter.get(name, ()))[2:] for name in names] for adapter in adapters]
+    if not any(magnitude for adapter in found for magnitude in adapter):
         return None
     rows = []
     for index, magnitudes in enumerate(found):
-        second = np.concatenate([one[:, index] for one in b])
-        own = row_norms(weight, a[index], second, [len(one) for one in b])
-        sizes = np.cumsum([len(one) for one in b])[:-1]
+        second = np.concatenate([adapter[:, index] for adapter in b])
+        norms = row_norms(weight, a[index], second, [len(adapter) for adapter in b])
+        sizes = np.cumsum([len(adapter) for adapter in b])[:-1]
         parts = [
             jnp.asarray(magnitude[0]) / norm if magnitude else jnp.ones_like(norm)
-            for magnitude, norm in zip(magnitudes, jnp.split(own, sizes), strict=True)
+            for magnitude, norm in zip(magnitudes, jnp.split(norms, sizes), strict=True)
         ]
         rows.append(jnp.concatenate(parts))
     return jnp.stack(rows)
@@ -260,7 +262,7 @@ def reserve(
         Their largest rank.
     """
     tree, dtype = dict(params), params["norm"]["weight"].dtype
-    n_before = max((len(own.a) for own in factors(params)), default=0)
+    n_before = max((len(lora.a) for lora in factors(params)), default=0)
     for (*rooms, _), param in table.items():
         sources, wide = param.sources, param.shape[1] if len(param.shape) == 2 else 0
         if not any(source.name in targets for source in sources):
@@ -278,7 +280,7 @@ def reserve(
             a[:n_before, :, :r] = np.asarray(before.a, np.float32)
             for wider, high in zip(b, before.b, strict=True):
                 wider[:, :n_before, :r] = np.asarray(high, np.float32).reshape(-1, n_before, r)
-        second = tuple(jnp.asarray(one.reshape(len(one), -1), dtype) for one in b)
+        second = tuple(jnp.asarray(factor.reshape(len(factor), -1), dtype) for factor in b)
         gain = before.gain if isinstance(before, Lora) else None
         if gain is not None:
             gain = jnp.concatenate([gain, jnp.ones((n, gain.shape[1]), gain.dtype)])
@@ -313,8 +315,8 @@ def put(
             room = room.get(name, {})
         if not isinstance(room.get("lora"), Lora):
             continue
-        own: Lora = room["lora"]
-        _, n_sources, rank, wide = own.a.shape
+        lora: Lora = room["lora"]
+        _, n_sources, rank, wide = lora.a.shape
         a = np.zeros((n_sources, rank, wide), np.float32)
         b = [np.zeros((source.shape[0], rank), np.float32) for source in param.sources]
         for number, source in enumerate(param.sources):
@@ -325,21 +327,21 @@ def put(
         inner: ParamsDict = tree
         for name in rooms:
             inner[name] = inner = dict(inner[name])
-        inner["lora"] = _with_adapter(own, np.int32(index), a, tuple(b))
+        inner["lora"] = _with_adapter(lora, np.int32(index), a, tuple(b))
     return tree
 
 
 @jax.jit
 def _with_adapter(
-    own: Lora, index: jax.Array | np.int32, a: np.ndarray, b: tuple[np.ndarray, ...]
+    lora: Lora, index: jax.Array | np.int32, a: np.ndarray, b: tuple[np.ndarray, ...]
 ) -> Lora:
-    rank = own.a.shape[2]
-    firsts = jax.lax.dynamic_update_index_in_dim(own.a, a.astype(own.a.dtype), index, 0)
+    rank = lora.a.shape[2]
+    firsts = jax.lax.dynamic_update_index_in_dim(lora.a, a.astype(lora.a.dtype), index, 0)
     seconds = tuple(
         jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), index * rank, 1)
-        for old, new in zip(own.b, b, strict=True)
+        for old, new in zip(lora.b, b, strict=True)
     )
-    return own._replace(a=firsts, b=seconds)
+    return lora._replace(a=firsts, b=seconds)
 
 
 def for_rows(params: Params, rows: jax.Array | np.ndarray) -> ParamsDict:

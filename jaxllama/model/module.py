@@ -51,8 +51,7 @@ from jaxllama.model.experts.feed import mixture
 from jaxllama.model.forms.sequential import inner
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers import MIXERS
-from jaxllama.model.operands import check_features, check_ints
-from jaxllama.model.records import Hidden
+from jaxllama.model.records import Hidden, check_features, check_ints
 from jaxllama.model.stacked import recomputed_block, runs, walk
 from jaxllama.parallel.mesh import MODEL_AXIS, traced_mesh
 from jaxllama.typing import Params, ParamsDict
@@ -111,8 +110,8 @@ class SwiGLU(nn.Module):
     def layer(self) -> LayerConfig:
         """Return the record of layer ``index``, with this feed-forward."""
         layer = self.cfg.layer(self.index)
-        feeds = (layer.feed, *(one.feed for one in self.cfg.layers), *self.cfg.spare)
-        feed = next(one for one in feeds if isinstance(one, FeedConfig))
+        feeds = (layer.feed, *(candidate.feed for candidate in self.cfg.layers), *self.cfg.spare)
+        feed = next(candidate for candidate in feeds if isinstance(candidate, FeedConfig))
         return layer.replace(feed=dataclasses.replace(feed, experts=self._experts()))
 
     @nn.compact
@@ -258,8 +257,10 @@ class Decoder(nn.Module):
                     layers = _stacked(table[f"layer_{index}"], run.count)
                     found[name] = ParameterTree(layers, name=name).tree()
                     continue
-                for one in range(index, index + run.period * run.count, run.period):
-                    found[f"layer_{one}"] = DecoderLayer(cfg, one, name=f"layer_{one}").tree()
+                for layer_index in range(index, index + run.period * run.count, run.period):
+                    found[f"layer_{layer_index}"] = DecoderLayer(
+                        cfg, layer_index, name=f"layer_{layer_index}"
+                    ).tree()
         norm = RMSNorm if cfg.norm.kind == "rms" else LayerNorm
         found["norm"] = norm(cfg, name="norm").tree()
         if "head" in table:
@@ -317,8 +318,8 @@ class Decoder(nn.Module):
             )
         at = tokens_at(self.cfg, tokens, None, lengths, None)
         stream, at = begin(self.cfg, params, tokens, activation_dtype(params), at)
-        each = recomputed_block if self.remat else block
-        return Hidden(walk(self.cfg, params, stream, at, each).total), None
+        run_block = recomputed_block if self.remat else block
+        return Hidden(walk(self.cfg, params, stream, at, run_block).total), None
 
     def logits(self, hidden: Hidden) -> jax.Array:
         """Return float32 logits ``[..., V]`` of the hidden states ``[..., D]`` of ``__call__``."""

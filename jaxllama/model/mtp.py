@@ -81,7 +81,7 @@ def forward(
             fresh=fresh,
             out=lambda rows: (P(rows), cache_specs(cache, rows)),
         )
-    own = params["mtp"]
+    mtp = params["mtp"]
     layer = cfg.mtp
     assert layer is not None
     (batch, width), start = tokens.shape, cache.lengths
@@ -89,12 +89,12 @@ def forward(
         lengths = jnp.minimum(lengths, jnp.maximum(cache.capacity - start, 0))
     dtype = decoder.activation_dtype(params)
     embedded = Stream(decoder.embed_tokens(cfg, params, tokens, dtype))
-    known = Stream(decoder.final_norm(cfg, own if is_own else params, before))
+    known = Stream(decoder.final_norm(cfg, mtp if is_own else params, before))
     pair = [
-        linear.norm(embedded, own["embed_norm"], cfg)[0],
-        linear.norm(known, own["hidden_norm"], cfg)[0],
+        linear.norm(embedded, mtp["embed_norm"], cfg)[0],
+        linear.norm(known, mtp["hidden_norm"], cfg)[0],
     ]
-    x = linear.linear(jnp.concatenate(pair, axis=-1), own["fc"], dtype)
+    x = linear.linear(jnp.concatenate(pair, axis=-1), mtp["fc"], dtype)
     if is_prompt or width == 1:
         positions, rope = positions_of(layer, start, start + lengths, width)
         at = new_tokens(positions, lengths, rope, False, cache.table, fresh, cached=True)
@@ -102,7 +102,7 @@ def forward(
         positions, is_new, rope = places_of(layer, start, lengths, width)
         at = Draft(positions, is_new, rope, width, cache.table, sparse=False)
         x = x.reshape(batch * width, 1, -1)
-    stream, state = decoder.block(layer, own["layer_0"], Stream(x), cache.layers[0], at)
+    stream, state = decoder.block(layer, mtp["layer_0"], Stream(x), cache.layers[0], at)
     hidden = Hidden(stream.total.reshape(batch, width, -1))
     return hidden, Cache((state,), start + lengths, cache.table)
 

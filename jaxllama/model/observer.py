@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 import jax
 from jax.typing import DTypeLike
 
 from jaxllama.config import StepConfig
 from jaxllama.model.layer_ops import Steps
-from jaxllama.model.linear import Input
+from jaxllama.model.linear import Grouping, Input
 from jaxllama.typing import Params, Tree
-from pallas_kernels.experts.gate import Gate
 
-Made = TypeVar("Made")
+Output = TypeVar("Output")
 
 
 class Observer(Steps):
@@ -37,25 +36,14 @@ class Observer(Steps):
         *,
         into: Params | None = None,
     ) -> Tree:
-        return self._tell(linear, x, super().product(x, linear, dtype, cfg, into=into))
+        return self._record(linear, x, super().product(x, linear, dtype, cfg, into=into))
 
     def grouped(
-        self,
-        x: jax.Array,
-        linear: Params,
-        experts: jax.Array,
-        *,
-        weights: jax.Array | None = None,
-        gated: Gate | None = None,
-        first: jax.Array | None = None,
-        dtype: DTypeLike | None = None,
+        self, x: jax.Array, linear: Params, experts: jax.Array, **options: Unpack[Grouping]
     ) -> jax.Array:
         self.experts[id(linear)] = experts
-        y = super().grouped(
-            x, linear, experts, weights=weights, gated=gated, first=first, dtype=dtype
-        )
-        return self._tell(linear, x, y)
+        return self._record(linear, x, super().grouped(x, linear, experts, **options))
 
-    def _tell(self, linear: Params, x: Tree, y: Made) -> Made:
+    def _record(self, linear: Params, x: Tree, y: Output) -> Output:
         self.inputs[id(linear)], self.outputs[id(linear)] = x, y
         return y

@@ -140,9 +140,9 @@ class Stacked:
     transposed: bool = False
 
     def rows(self) -> np.ndarray:
-        one = np.arange(self.block)
-        one = one.reshape(-1, 2).T.reshape(-1) if self.alternate else one
-        return (np.arange(self.count)[:, None] * self.block + one).reshape(-1)
+        block_rows = np.arange(self.block)
+        block_rows = block_rows.reshape(-1, 2).T.reshape(-1) if self.alternate else block_rows
+        return (np.arange(self.count)[:, None] * self.block + block_rows).reshape(-1)
 
 
 def piece_name(whole: str, first: int, total: int) -> str:
@@ -260,7 +260,7 @@ class Facts(TypedDict, total=False):
     is_float32: bool
 
 
-def one(name: str, *shape: int, fold: Options | None = None, **facts: Unpack[Facts]) -> Param:
+def tensor(name: str, *shape: int, fold: Options | None = None, **facts: Unpack[Facts]) -> Param:
     """A parameter that is one tensor; fold: of its ``TensorSource``."""
     return Param((TensorSource(name, shape, **(fold or {})),), shape, **facts)
 
@@ -303,9 +303,9 @@ def _of_weight(fold: Options) -> Options:
 
 def _of_bias(fold: Options) -> Options:
     """A bias is not transposed, and multipliers of the input do not reach it."""
-    own = {key: value for key, value in fold.items() if not _is_transposed(value)}
-    scale = own.pop("bias_scale", own.get("scale", 1.0))
-    return own if scale == own.get("scale", 1.0) else {**own, "scale": scale}
+    bias_fold = {key: value for key, value in fold.items() if not _is_transposed(value)}
+    scale = bias_fold.pop("bias_scale", bias_fold.get("scale", 1.0))
+    return bias_fold if scale == bias_fold.get("scale", 1.0) else {**bias_fold, "scale": scale}
 
 
 def _is_transposed(order: object) -> bool:
@@ -329,9 +329,9 @@ def written(
     """A product that writes it; its bias is added once, to the sum."""
     fold: Options = {"scale": scale}
     order = transposed(d) if is_transposed else {}
-    table = {(name, "weight"): one(f"{source}.weight", d, width, fold={**fold, **order})}
+    table = {(name, "weight"): tensor(f"{source}.weight", d, width, fold={**fold, **order})}
     if bias:
-        table[name, "bias"] = one(f"{source}.bias", d, std=0.0, fold=fold)
+        table[name, "bias"] = tensor(f"{source}.bias", d, std=0.0, fold=fold)
     return table
 
 
@@ -345,7 +345,7 @@ def norm_rows(
     if not norm.weight:
         return {(*path, "weight"): Param((), (width,), mean=scale, std=0.0)}
     fold = {"scale": scale, "offset": scale * offset}
-    table = {(*path, "weight"): one(f"{name}.weight", width, mean=1.0, std=0.0, fold=fold)}
+    table = {(*path, "weight"): tensor(f"{name}.weight", width, mean=1.0, std=0.0, fold=fold)}
     if norm.bias:
-        table[*path, "bias"] = one(f"{name}.bias", width, std=0.0, fold={"scale": scale})
+        table[*path, "bias"] = tensor(f"{name}.bias", width, std=0.0, fold={"scale": scale})
     return table

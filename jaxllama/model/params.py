@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping
 from jaxllama.config import ModelConfig
 from jaxllama.model.forms.parameters import layer_table, model_table
 from jaxllama.model.names import Names, Source
-from jaxllama.model.param import Param, Path, norm_rows, one
+from jaxllama.model.param import Param, Path, norm_rows, tensor
 from jaxllama.typing import ParamsDict
 
 
@@ -36,7 +36,7 @@ def param_table(
     """
     source = Source(names or Names(), cfg.stored, present)
     names, stored, d = source.names, cfg.stored, cfg.d_model
-    embed = one(f"{names.embed}.weight", cfg.vocab_size, d, fold={"scale": stored.embed})
+    embed = tensor(f"{names.embed}.weight", cfg.vocab_size, d, fold={"scale": stored.embed})
     table: dict[Path, Param] = {("embed", "weight"): embed, **model_table(cfg, source)}
     for index in range(cfg.n_layers):
         layer = layer_table(cfg, index, source)
@@ -46,9 +46,9 @@ def param_table(
     table |= norm_rows(("norm",), names.norm, d, cfg.norm, stored.norm_offset, scale)
     head = "embed" if cfg.tie_embeddings else "head"
     if not cfg.tie_embeddings:
-        table["head", "weight"] = one(f"{names.head}.weight", cfg.vocab_size, d)
+        table["head", "weight"] = tensor(f"{names.head}.weight", cfg.vocab_size, d)
     if cfg.head_bias:
-        table[head, "bias"] = one(f"{names.head}.bias", cfg.vocab_size, std=0.0)
+        table[head, "bias"] = tensor(f"{names.head}.bias", cfg.vocab_size, std=0.0)
     return table if cfg.mtp is None else table | _mtp(cfg, source)
 
 
@@ -61,7 +61,7 @@ def _mtp(cfg: ModelConfig, source: Source) -> dict[Path, Param]:
     table = {
         **norm_rows(("mtp", "embed_norm"), head.embed_norm, d, cfg.norm, offset),
         **norm_rows(("mtp", "hidden_norm"), head.hidden_norm, d, cfg.norm, offset),
-        ("mtp", "fc", "weight"): one(f"{head.fc}.weight", d, 2 * d),
+        ("mtp", "fc", "weight"): tensor(f"{head.fc}.weight", d, 2 * d),
     }
     layer = {path: param for path, param in rest.items() if path[0] in ("layer_0", "norm")}
     return table | {("mtp", *path): param for path, param in layer.items()}

@@ -1,4 +1,4 @@
-"""Records passed between the parts of a model: the places of new tokens, and the hidden states.
+"""The operands of a model: checks of a caller's arrays, the places of new tokens, hidden states.
 
     at = Chunk(...) | Step(...) | Draft(...) | Pieces(...)      the kind of a call's tokens
     hidden = Hidden(x)                            before the last norm; ``decoder.logits`` reads it
@@ -7,20 +7,25 @@ A ``Chunk`` is any number of consecutive tokens of each row: a prompt, a piece o
 sequence without a cache.  A ``Step`` is one generated token of each row.  A ``Draft`` is several
 tokens of each row that may not stay.  ``Pieces`` are a ``Chunk`` whose tokens are spread over
 devices.  A mixer asks which of them it has, never how many tokens.
+
+The checks at the end read no values, so they also work on traced arrays.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig, StepConfig
+from jaxllama.errors import JaxLlamaError
 from jaxllama.model.rope import Ropes, rope_tables
-from jaxllama.parallel.sequence import gathered, own, piece_indices
+from jaxllama.parallel.sequence import gathered, local_pieces, piece_indices
 from jaxllama.typing import ArrayOrNumpy
 
 
@@ -29,9 +34,23 @@ def _static(default: bool) -> bool:
     return dataclasses.field(default=default, metadata={"static": True})
 
 
+class _ByRow:
+    """Tokens whose rows are those of the cache, or pieces of them."""
+
+    lengths: jax.Array
+
+    def row_lengths(self) -> jax.Array:
+        """Return the number of valid tokens of each row of the cache, int32 ``[B]``."""
+        return self.lengths
+
+    def by_row(self, x: jax.Array) -> jax.Array:
+        """Return ``x[B, T, ...]`` with the tokens of a row of the cache side by side."""
+        return x
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Chunk:
+class Chunk(_ByRow):
     """Consecutive tokens of every row.
 
     Attributes
@@ -68,18 +87,10 @@ class Chunk:
     inputs: jax.Array | None = None
     begins: jax.Array | None = None
 
-    def row_lengths(self) -> jax.Array:
-        """Return the number of valid tokens of each row of the cache, int32 ``[B]``."""
-        return self.lengths
-
-    def by_row(self, x: jax.Array) -> jax.Array:
-        """Return ``x[B, T, ...]`` with the tokens of a row of the cache side by side."""
-        return x
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Step:
+class Step(_ByRow):
     """One token of every row, behind its cache: a ``Chunk``'s fields with T = 1.
 
     ``lengths`` is 1 if the row has a token, else 0.
@@ -93,14 +104,6 @@ class Step:
     sparse: bool = _static(True)
     inputs: jax.Array | None = None
     segments: ClassVar[None] = None
-
-    def row_lengths(self) -> jax.Array:
-        """As ``Chunk``'s."""
-        return self.lengths
-
-    def by_row(self, x: jax.Array) -> jax.Array:
-        """As ``Chunk``'s."""
-        return x
 
 
 @jax.tree_util.register_dataclass
@@ -135,7 +138,7 @@ class Draft:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Pieces:
+class Pieces(_ByRow):
     """This device's pieces of a chunk that ``parallel.sequence`` cut: two of each row.
 
     Each is a row of the batch, first those of all rows with the lower index. The cache is whole on
@@ -167,21 +170,13 @@ class Pieces:
     sparse_tokens: ClassVar[None] = None
     segments: ClassVar[None] = None
 
-    def row_lengths(self) -> jax.Array:
-        """Return the number of valid tokens of each piece, int32 ``[2 B]``."""
-        return self.lengths
-
-    def by_row(self, x: jax.Array) -> jax.Array:
-        """As ``Chunk``'s, for pieces."""
-        return x
-
     def every(self, x: jax.Array) -> jax.Array:
         """``x[2 B, ...]`` of these pieces -> ``[2n, B, ...]`` of all, in the tokens' order."""
         return gathered(x, self.start.shape[0], self.n)
 
-    def own(self, every: jax.Array) -> jax.Array:
+    def local(self, every: jax.Array) -> jax.Array:
         """The inverse of ``every``: ``[2n, B, ...]`` -> ``[2 B, ...]``."""
-        return own(every, self.n)
+        return local_pieces(every, self.n)
 
 
 At = Chunk | Step | Draft | Pieces
@@ -216,7 +211,7 @@ def positions_of(
     positions = start[:, None] + jnp.arange(n_new, dtype=jnp.int32)[None, :]
     if not cfg.ropes:
         return positions, None
-    tables = (rope_tables(*one, positions, total) for one in cfg.ropes)
+    tables = (rope_tables(*options, positions, total) for options in cfg.ropes)
     return positions, Ropes(cfg.ropes, tuple(tables))
 
 
@@ -278,7 +273,7 @@ def whole_rows(
     positions = place - lax.cummax(jnp.where(is_first, place, 0), axis=1)
     rope = None
     if cfg.ropes:
-        tables = (rope_tables(*one, positions, lengths) for one in cfg.ropes)
+        tables = (rope_tables(*options, positions, lengths) for options in cfg.ropes)
         rope = Ropes(cfg.ropes, tuple(tables))
     return Chunk(positions, lengths, rope, segments=segments, begins=begins)
 
@@ -311,3 +306,55 @@ class Hidden:
     def flat(self) -> Hidden:
         """``[N, D]``."""
         return Hidden(self.x.reshape(-1, self.x.shape[-1]))
+
+
+# Checks of the arrays and dtypes that a caller passes
+
+
+def check_ints(name: str, x: ArrayOrNumpy, axes: str, batch: int | None = None) -> None:
+    """Raise JaxLlamaError unless ``x`` is an integer array with these axes."""
+    _check_array(name, x, f"an array of integers {axes}")
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise JaxLlamaError(f"{name}: {x.dtype}: expected integers")
+    if len(x.shape) != axes.count(",") + 1 or 0 in x.shape:
+        raise JaxLlamaError(f"{name}{list(x.shape)}: expected {axes}, at least one of each")
+    if batch is not None and x.shape[0] != batch:
+        raise JaxLlamaError(f"{name}{list(x.shape)}: expected {batch}, one for each row")
+
+
+def check_features(cfg: ModelConfig, x: ArrayOrNumpy, axes: str = "[..., D]") -> None:
+    """Raise JaxLlamaError unless ``x`` is a float array with these axes, and D is d_model."""
+    _check_array("x", x, f"an array of floats {axes}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise JaxLlamaError(f"x: {x.dtype}: expected floats")
+    n_axes = len(x.shape) if "..." in axes else axes.count(",") + 1
+    if len(x.shape) != n_axes or x.shape[-1:] != (cfg.d_model,):
+        raise JaxLlamaError(f"x{list(x.shape)}: expected {axes} with D = {cfg.d_model} (d_model)")
+
+
+def check_key(name: str, key: ArrayOrNumpy) -> None:
+    """Raise JaxLlamaError unless ``key`` is one PRNG key, typed or of raw uint32 words."""
+    _check_array(name, key, "a PRNG key: jax.random.key(seed)")
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not is_typed and (key.dtype != jnp.uint32 or len(key.shape) != 1):
+        raise JaxLlamaError(
+            f"{name}: {key.dtype}{list(key.shape)}: expected a PRNG key: jax.random.key(seed)"
+        )
+
+
+def float_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """Return the dtype of weights and activations.
+
+    Raises JaxLlamaError for any dtype but float32, bfloat16, float16 and float64.
+    """
+    with contextlib.suppress(TypeError):
+        found = jnp.dtype(dtype)
+        if jnp.issubdtype(found, jnp.floating) and found.itemsize in (2, 4, 8):
+            return found
+        dtype = found.name
+    raise JaxLlamaError(f"dtype {dtype!r} is not float32, bfloat16 or float16")
+
+
+def _check_array(name: str, x: ArrayOrNumpy, what: str) -> None:
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise JaxLlamaError(f"{name}: {type(x).__name__}: expected {what}")

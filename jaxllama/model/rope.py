@@ -91,11 +91,13 @@ class Ropes:
         """
         longer = (width / head_dim) ** 0.25
 
-        def one(cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def widened_table(cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
             return _with_still(cos * longer, sin * longer, width // 2, longer)
 
         pairs = zip(self.configs, self.tables, strict=True)
-        found = {(rope, width): one(*pair) for (rope, of), pair in pairs if of == head_dim}
+        found = {
+            (rope, width): widened_table(*pair) for (rope, of), pair in pairs if of == head_dim
+        }
         return Ropes(tuple(found), tuple(found.values()))
 
 

@@ -92,13 +92,17 @@ def shard_leaf(cfg: ModelConfig, mesh: Mesh, path: Path, leaf: Leaf) -> Leaf:
     """One parameter: an array, a QTensor or RowBlocks."""
     n = mesh.shape[MODEL_AXIS]
 
-    def one(path: Path, field: str, array: ArrayOrNumpy, order: np.ndarray | None) -> jax.Array:
+    def shard_array(
+        path: Path, field: str, array: ArrayOrNumpy, order: np.ndarray | None
+    ) -> jax.Array:
         array = array if order is None else _take(array, order)
         return put(array, NamedSharding(mesh, _spec(mesh, path, field, array)))
 
     leaf = _map_qtensors(lambda weight: split_groups(path, weight, n), leaf)
     order = row_order(cfg, path, n)
-    return _with_shards_blocks(path, leaf, _arrays_of_leaf(one, path, leaf, order), order, n)
+    return _with_shards_blocks(
+        path, leaf, _arrays_of_leaf(shard_array, path, leaf, order), order, n
+    )
 
 
 def _with_shards_blocks(
@@ -144,7 +148,10 @@ def computed_leaf(
         leaf = _map_qtensors(lambda weight: split_groups(path, weight, n), make(*args))
         order = row_order(cfg, path, n)
         return _arrays_of_leaf(
-            lambda _, __, x, own: x if own is None else _take(x, own), path, leaf, order
+            lambda _, __, x, row_order: x if row_order is None else _take(x, row_order),
+            path,
+            leaf,
+            order,
         )
 
     def part(path: Path, field: str, x: jax.Array, _: object) -> jax.Array:
@@ -170,7 +177,7 @@ def place_params(cfg: ModelConfig, params: Params, mesh: Mesh) -> tuple[ModelCon
     some of them just computed from others (quantized, say)."""
     n = mesh.shape[MODEL_AXIS]
 
-    def one(path: Path, leaf: Leaf) -> Leaf:
+    def place(path: Path, leaf: Leaf) -> Leaf:
         leaf = _map_qtensors(lambda weight: split_groups(path, weight, n), leaf)
         placed = _arrays_of_leaf(
             lambda path, field, array, _: jax.device_put(
@@ -182,7 +189,7 @@ def place_params(cfg: ModelConfig, params: Params, mesh: Mesh) -> tuple[ModelCon
         )
         return _with_shards_blocks(path, leaf, placed, None, n)
 
-    return replicated_config(cfg, n), _map_leaves(one, dict(params))
+    return replicated_config(cfg, n), _map_leaves(place, dict(params))
 
 
 def gather_params(cfg: ModelConfig, params: Params, n: int) -> ParamsDict:
@@ -191,20 +198,20 @@ def gather_params(cfg: ModelConfig, params: Params, n: int) -> ParamsDict:
     Groups that were split stay split.
     """
 
-    def one(path: Path, field: str, array: ArrayOrNumpy, order: np.ndarray | None) -> np.ndarray:
+    def gather(path: Path, field: str, array: ArrayOrNumpy, order: np.ndarray | None) -> np.ndarray:
         whole = fetch(array)
         return whole if order is None else whole[natural_rows(order)]
 
     def of_leaf(path: Path, leaf: Leaf) -> Leaf:
         order = row_order(cfg, path, n)
         if order is None or not isinstance(leaf, RowBlocks):
-            return _arrays_of_leaf(one, path, leaf, order)
+            return _arrays_of_leaf(gather, path, leaf, order)
         # Each block holds the same consecutive part of every shard's rows.
         shards, blocks, begin = order.reshape(n, -1), [], 0
         for block in leaf.blocks:
             end = begin + block.shape[0] // n
             rows = shards[:, begin:end].reshape(-1)
-            blocks.append(_arrays_of_leaf(one, path, block, rows - rows.min()))
+            blocks.append(_arrays_of_leaf(gather, path, block, rows - rows.min()))
             begin = end
         return RowBlocks(tuple(blocks))
 

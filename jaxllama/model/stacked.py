@@ -53,10 +53,10 @@ class Run:
     def names(self) -> tuple[str, ...]:
         """The entries of the layers of one period."""
         stop = self.first + self.period * self.count
-        own = range(self.first, self.first + self.period)
+        indices = range(self.first, self.first + self.period)
         if self.count == 1:
-            return tuple(f"layer_{index}" for index in own)
-        return tuple(f"{PREFIX}{index}_{stop}_{self.period}" for index in own)
+            return tuple(f"layer_{index}" for index in indices)
+        return tuple(f"{PREFIX}{index}_{stop}_{self.period}" for index in indices)
 
 
 @functools.lru_cache(maxsize=256)
@@ -240,14 +240,14 @@ def walk(
     params: Params,
     stream: Stream,
     at: At,
-    each: Callable[..., tuple[Stream, LayerState]] = block,
+    run_layer: Callable[..., tuple[Stream, LayerState]] = block,
 ) -> Stream:
     """Run ``decoder.walk`` without a cache, for a per-layer tree or a stacked one.
 
-    each: what a layer does, called as ``decoder.block``.  Between the turns of a loop the stream is
-    one array: what is pending has been added, rounded as the next norm would.
+    run_layer: what a layer does, called as ``decoder.block``.  Between the turns of a loop the
+    stream is one array: what is pending has been added, rounded as the next norm would.
     """
-    return walk_with_results(cfg, params, stream, at, each)[0]
+    return walk_with_results(cfg, params, stream, at, run_layer)[0]
 
 
 def walk_with_results(
@@ -255,17 +255,19 @@ def walk_with_results(
     params: Params,
     stream: Stream,
     at: At,
-    each: Callable[..., tuple[Stream, LayerState]],
+    run_layer: Callable[..., tuple[Stream, LayerState]],
 ) -> tuple[Stream, list[LayerState]]:
-    """As ``walk``, with the second results of ``each``; those of layers in a loop are one, whose
-    leaves have a leading axis of layers."""
+    """As ``walk``, with the second results of ``run_layer``.
+
+    Those of layers in a loop are one, whose leaves have a leading axis of layers.
+    """
     if not is_stacked(params):
-        stream, results = decoder.walk(cfg, params, stream, None, at, each)
+        stream, results = decoder.walk(cfg, params, stream, None, at, run_layer)
         return stream, list(results)
     found: list[LayerState] = []
     for run in runs(cfg):
         layers = tuple(params[name] for name in run.names)
-        period = _period(cfg, run, at, each)
+        period = _period(cfg, run, at, run_layer)
         if run.count == 1:
             stream, results = period(stream, layers)
         else:
@@ -278,7 +280,7 @@ _Period = Callable[[Stream, tuple[Params, ...]], tuple[Stream, tuple[LayerState,
 
 
 def _period(
-    cfg: ModelConfig, run: Run, at: At, each: Callable[..., tuple[Stream, LayerState]]
+    cfg: ModelConfig, run: Run, at: At, run_layer: Callable[..., tuple[Stream, LayerState]]
 ) -> _Period:
     """Through the layers of one period."""
     configs = cfg.layers[run.first : run.first + run.period]
@@ -288,7 +290,7 @@ def _period(
     ) -> tuple[Stream, tuple[LayerState, ...]]:
         results = []
         for config, layer in zip(configs, layers, strict=True):
-            stream, result = each(config, layer, stream, None, at)
+            stream, result = run_layer(config, layer, stream, None, at)
             results.append(result)
         return stream, tuple(results)
 
@@ -331,7 +333,7 @@ def hidden_states(
     tokens: jax.Array,
     dtype: jnp.dtype,
     segments: jax.Array | None = None,
-    each: Callable[..., tuple[Stream, LayerState]] = block,
+    run_layer: Callable[..., tuple[Stream, LayerState]] = block,
     begins: jax.Array | None = None,
 ) -> jax.Array:
     """Return the states before the head, ``[B, T, D]`` of ``dtype``, of ``tokens[B, T]``.
@@ -339,11 +341,11 @@ def hidden_states(
     Rows are whole: without padding or a cache.
     params: per layer, or stacked: then layers that are alike are one loop.
     segments: int32 ``[B, T]`` where several sequences lie in a row.
-    each: what a layer does, as ``walk`` takes it.
+    run_layer: what a layer does, as ``walk`` takes it.
     begins: int32 ``[B, M]``, where the segments begin, as ``Chunk`` has it.
     """
     stream, at = embed(cfg, params, tokens, dtype, segments, begins)
-    stream = walk(cfg, params, stream, at, each)
+    stream = walk(cfg, params, stream, at, run_layer)
     return final_norm(cfg, params, stream)
 
 

@@ -52,7 +52,10 @@ class ExpertUse:
         return _load(str(path), written)
 
     def save(self, path: str | Path) -> None:
-        rows = {str(layer): [round(float(x), 6) for x in own] for layer, own in self.layers.items()}
+        rows = {
+            str(layer): [round(float(x), 6) for x in shares]
+            for layer, shares in self.layers.items()
+        }
         Path(path).write_text(json.dumps({"layers": rows}), encoding="utf-8")
 
     def of(self, layer: int, n_experts: int) -> np.ndarray:
@@ -60,11 +63,11 @@ class ExpertUse:
 
         Raises JaxLlamaError if the table has not ``n_experts`` of this layer.
         """
-        own = self.layers.get(layer)
-        if own is None or len(own) != n_experts:
-            found = "no row" if own is None else f"{len(own)} experts"
+        shares = self.layers.get(layer)
+        if shares is None or len(shares) != n_experts:
+            found = "no row" if shares is None else f"{len(shares)} experts"
             raise JaxLlamaError(f"expert use: layer {layer}: {found}, expected {n_experts} experts")
-        return own
+        return shares
 
 
 @functools.lru_cache(maxsize=16)
@@ -73,12 +76,12 @@ def _load(path: str, written: int) -> ExpertUse:
     del written
     try:
         rows = json.loads(Path(path).read_text(encoding="utf-8"))["layers"]
-        layers = {int(layer): np.asarray(own, np.float64) for layer, own in rows.items()}
+        layers = {int(layer): np.asarray(shares, np.float64) for layer, shares in rows.items()}
     except OSError as error:
         raise JaxLlamaError(f"{path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise JaxLlamaError(f'{path}: expected {{"layers": {{"0": [share, ...], ...}}}}') from None
-    if any(own.ndim != 1 or not (own >= 0).all() for own in layers.values()):
+    if any(shares.ndim != 1 or not (shares >= 0).all() for shares in layers.values()):
         raise JaxLlamaError(f"{path}: expected a list of shares, none below 0, for each layer")
     return ExpertUse(layers)
 
@@ -110,8 +113,8 @@ def places(
     assert shares is not None
     ranked: dict[int, list[tuple[float, int]]] = {}
     for layer, n in counts.items():
-        own = np.full(n, 1.0) if use is None else use.of(layer, n)
-        ranked[layer] = [(float(own[i]), int(i)) for i in np.argsort(-own, kind="stable")]
+        often = np.full(n, 1.0) if use is None else use.of(layer, n)
+        ranked[layer] = [(float(often[i]), int(i)) for i in np.argsort(-often, kind="stable")]
     total = sum(counts.values())
     on_device, on_host, _ = shares.rows(total)
     groups = []

@@ -77,8 +77,8 @@ class HotSlots(NamedTuple):
     def of(cls, store: Store, n_experts: int, place: ExpertPlace) -> HotSlots:
         slots = np.full(n_experts + 1, len(place.device), np.int32)
         slots[list(place.device)] = np.arange(len(place.device))
-        own = np.asarray(place.device, np.int32)
-        return cls(*(jax.device_put(x, store.on_device) for x in (own, slots)))
+        on_device = np.asarray(place.device, np.int32)
+        return cls(*(jax.device_put(x, store.on_device) for x in (on_device, slots)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -222,8 +222,8 @@ def unpack(layout: ExpertLayout, data: jax.Array) -> Tree:
     """Return experts ``[n, out, in]`` of packed bytes ``data [n, bytes]``."""
     parts = []
     for leaf in layout.leaves:
-        own = lax.slice_in_dim(data, leaf.offset, leaf.offset + leaf.nbytes, axis=1)
-        parts.append(_of_bytes(own, leaf))
+        leaf_bytes = lax.slice_in_dim(data, leaf.offset, leaf.offset + leaf.nbytes, axis=1)
+        parts.append(_of_bytes(leaf_bytes, leaf))
     weight = layout.structure.unflatten(parts)
     return restore_tree(weight) if layout.restores else weight
 
@@ -244,22 +244,22 @@ def fetched(layout: ExpertLayout, addresses: jax.Array, experts: jax.Array) -> T
 def unpack_on_cpu(layout: ExpertLayout, leaves: Sequence[jax.Array]) -> Tree:
     """Return the expert ``[1, out, in]`` of ``ExpertTensor.on_cpu``, in a program of the CPU."""
     parts = [
-        _of_bytes(own.reshape(1, -1), leaf) if leaf.dtype in NIBBLES else own
-        for own, leaf in zip(leaves, layout.leaves, strict=True)
+        _of_bytes(leaf_bytes.reshape(1, -1), leaf) if leaf.dtype in NIBBLES else leaf_bytes
+        for leaf_bytes, leaf in zip(leaves, layout.leaves, strict=True)
     ]
     return layout.structure.unflatten(parts)
 
 
-def _of_bytes(own: jax.Array, leaf: PackedLeaf) -> jax.Array:
+def _of_bytes(leaf_bytes: jax.Array, leaf: PackedLeaf) -> jax.Array:
     dtype = jnp.dtype(leaf.dtype)
     if leaf.dtype in NIBBLES:
-        own = lax.bitcast_convert_type(lax.bitcast_convert_type(own, jnp.int8), dtype)
+        leaf_bytes = lax.bitcast_convert_type(lax.bitcast_convert_type(leaf_bytes, jnp.int8), dtype)
     elif dtype.itemsize > 1:
-        own = own.reshape(own.shape[0], -1, dtype.itemsize)
-        own = lax.bitcast_convert_type(own, dtype)
+        leaf_bytes = leaf_bytes.reshape(leaf_bytes.shape[0], -1, dtype.itemsize)
+        leaf_bytes = lax.bitcast_convert_type(leaf_bytes, dtype)
     else:
-        own = lax.bitcast_convert_type(own, dtype)
-    return own.reshape(own.shape[0], *leaf.shape[1:])
+        leaf_bytes = lax.bitcast_convert_type(leaf_bytes, dtype)
+    return leaf_bytes.reshape(leaf_bytes.shape[0], *leaf.shape[1:])
 
 
 def host_view(pinned: jax.Array) -> np.ndarray:
@@ -279,10 +279,10 @@ def host_view(pinned: jax.Array) -> np.ndarray:
 def _leaves_on_cpu(layout: ExpertLayout, data: np.ndarray) -> tuple[jax.Array, ...]:
     found = []
     for leaf in layout.leaves:
-        own = data[leaf.offset : leaf.offset + leaf.nbytes]
+        leaf_bytes = data[leaf.offset : leaf.offset + leaf.nbytes]
         if leaf.dtype in NIBBLES:
-            own = own.view(np.int8)
+            leaf_bytes = leaf_bytes.view(np.int8)
         else:
-            own = own.view(jnp.dtype(leaf.dtype)).reshape(leaf.shape)
-        found.append(own)
+            leaf_bytes = leaf_bytes.view(jnp.dtype(leaf.dtype)).reshape(leaf.shape)
+        found.append(leaf_bytes)
     return tuple(jax.device_put(found, jax.devices("cpu")[0]))

@@ -202,10 +202,10 @@ class Policy:
         """
         asked = {name: value for name, value in asked.items() if value is not None}
         for field in dataclasses.fields(self):
-            own, value = getattr(self, field.name), asked.get(field.name)
-            if value is not None and own not in (field.default, value):
+            kept, value = getattr(self, field.name), asked.get(field.name)
+            if value is not None and kept not in (field.default, value):
                 raise JaxLlamaError(
-                    f"policy: {field.name} = {own}, and beside it {value} is asked for"
+                    f"policy: {field.name} = {kept}, and beside it {value} is asked for"
                 )
         return dataclasses.replace(self, **asked)
 

@@ -164,7 +164,7 @@ class Store:
         """
         rows = rows - on_device(tree)
 
-        def one(leaf: StoredTensor) -> jax.Array:
+        def take_leaf(leaf: StoredTensor) -> jax.Array:
             is_packed = leaf.dtype.name in NIBBLES
             width = leaf.shape[-1] // 2 if is_packed else leaf.shape[-1]
             dtype = np.dtype(np.int8) if is_packed else leaf.dtype
@@ -172,7 +172,7 @@ class Store:
             moved = jax.device_put(_read_rows(self, host, leaf.disk, rows), self.on_device)
             return _unpack(moved, leaf.dtype) if is_packed else moved
 
-        return jax.tree.map(one, tree, is_leaf=is_stored)
+        return jax.tree.map(take_leaf, tree, is_leaf=is_stored)
 
     def get(self, tree: Tree) -> Tree:
         """Return the tree on the device.

@@ -68,13 +68,13 @@ def _quantized_sum(x: jax.Array | QTensor, weight: QTensor, dtype: jnp.dtype) ->
     """The float32 product, summed over the shards."""
     if isinstance(x, QTensor):
         # Sums of codes come first, scales after: integers below 2^24 add up exactly.
-        one = jnp.ones((), jnp.float32)
-        ones = jnp.broadcast_to(one, x.scale.shape)
+        unit = jnp.ones((), jnp.float32)
+        ones = jnp.broadcast_to(unit, x.scale.shape)
         integers = dataclasses.replace(x, scale=ones, input_scale=None)
         name = "scale" if weight.unit is None else "unit"
         of_rows = getattr(weight, name)
         if name == "scale" and weight.dtype == jnp.int4:  # a shard's groups have their own
-            of_rows = one.reshape(1, 1)
+            of_rows = unit.reshape(1, 1)
         else:
             weight = dataclasses.replace(weight, **{name: jnp.ones_like(of_rows)})
         sums = lax.psum(quantized_matmul(integers, weight, out_dtype=jnp.float32), MODEL_AXIS)

@@ -62,9 +62,9 @@ def _have_access(mesh: Mesh) -> bool:
     XLA grants the access to all pairs of devices that can have it.
     """
     devices = list(mesh.devices.flat)
-    if any(one.platform not in ("gpu", "cuda") for one in devices):
+    if any(device.platform not in ("gpu", "cuda") for device in devices):
         return False
-    if len({one.process_index for one in devices}) > 1:
+    if len({device.process_index for device in devices}) > 1:
         return False
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -77,5 +77,5 @@ def _have_access(mesh: Mesh) -> bool:
             answer.value == 1
         )
 
-    numbers = [one.local_hardware_id for one in devices]
+    numbers = [device.local_hardware_id for device in devices]
     return all(can(*pair) for pair in itertools.permutations(numbers, 2))

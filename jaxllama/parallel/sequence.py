@@ -115,7 +115,7 @@ def gathered(local: jax.Array, batch: int, n: int) -> jax.Array:
     return places[np.argsort(_order(n))]
 
 
-def own(every: jax.Array, n: int) -> jax.Array:
+def local_pieces(every: jax.Array, n: int) -> jax.Array:
     """Return this device's ``[2 B, ...]`` of ``every[2n, B, ...]``."""
     return every[piece_indices(n)].reshape(-1, *every.shape[2:])
 

@@ -107,10 +107,10 @@ def unit_shapes(
 
 
 def _without_experts(tree: ParamsDict) -> ParamsDict:
-    own = tree.get("mlp")
-    if own is None:
+    mlp = tree.get("mlp")
+    if mlp is None:
         return tree
-    return {**tree, "mlp": {n: part for n, part in own.items() if not n.startswith("experts_")}}
+    return {**tree, "mlp": {n: part for n, part in mlp.items() if not n.startswith("experts_")}}
 
 
 def weights_footprint(
@@ -125,8 +125,8 @@ def weights_footprint(
     keeps: whether a layer's loaded experts stay until its last batch (``experts_footprint``).
     """
     dtype, singly = jnp.dtype(dtype).name, bool(policy.experts)
-    own = cfg, policy.weights, policy.sep_layer, dtype, scheme, singly
-    weights, loading = _weights_footprint(*own)
+    layer_key = cfg, policy.weights, policy.sep_layer, dtype, scheme, singly
+    weights, loading = _weights_footprint(*layer_key)
     if singly:
         experts, more = experts_footprint(cfg, policy, dtype, scheme, keeps)
         return weights + experts, loading + more
@@ -168,13 +168,13 @@ def expert_bytes(
     """
     shapes, found = weight_shapes(cfg, dtype, scheme), {}
     for layer in expert_counts(cfg):
-        own = shapes[f"layer_{layer}"]["mlp"]
+        mlp = shapes[f"layer_{layer}"]["mlp"]
         products, biases = [], 0
         for name in ("experts_gate_up", "experts_down"):
-            parts, structure = jax.tree.flatten(own[name]["weight"])
+            parts, structure = jax.tree.flatten(mlp[name]["weight"])
             layout = layout_of(parts, structure, "cpu")
             products.append((tree_bytes(parts) // parts[0].shape[0], layout.nbytes))
-            biases += tree_bytes(own[name].get("bias"))
+            biases += tree_bytes(mlp[name].get("bias"))
         found[layer] = tuple(products), biases
     return found
 
@@ -345,7 +345,7 @@ def _programs(
         if singly and layer.experts is not None:
             if part == "feed":
                 continue
-            part, weights = "mix", {n: own for n, own in weights.items() if n != "mlp"}
+            part, weights = "mix", {n: leaf for n, leaf in weights.items() if n != "mlp"}
         state = layer_shapes(layer, size, capacity, kv_dtype)
         for n_new, sparse in ((chunk, False), (1, True)):
             x: Tree = jax.ShapeDtypeStruct((size, n_new, cfg.d_model), dtype)

@@ -149,7 +149,7 @@ def _read(path: Path) -> Calibration:
     data = json.loads(path.read_text())
     experts = data.pop("experts")
     if experts is not None:
-        experts = ExpertCosts(**{name: tuple(own) for name, own in experts.items()})
+        experts = ExpertCosts(**{name: tuple(values) for name, values in experts.items()})
     for field in dataclasses.fields(Calibration):
         if field.name == "experts":
             continue
@@ -365,7 +365,7 @@ class _Measure:
                 if unit.layer in (-1, 0):
                     seconds = sample.seconds("load weights", (unit.kind,))
                     weights.append((*moving(shapes, policy.weights)[:2], 0.0, seconds))
-            [one] = cache_shapes(
+            [shape] = cache_shapes(
                 self.cfg.replace(n_layers=1, layer_types=self.cfg.layer_types[:1]),
                 sample.rows,
                 sample.context + ROOM,
@@ -373,7 +373,7 @@ class _Measure:
             )
             capacity = sample.context + ROOM
             share = snapshot_columns(capacity, sample.context) / capacity
-            amounts = tuple(share * part for part in moving(one, policy.cache))
+            amounts = tuple(share * part for part in moving(shape, policy.cache))
             # A sparse step loads only the keys of its cache.
             loaded = tuple(part * (0.5 if sparse else 1.0) for part in amounts)
             caches.append((*loaded, sample.seconds("load cache", layer)))

@@ -87,7 +87,7 @@ def measure_experts(
     ) -> list[StepPoint]:
         changed = offloaded(lm.executor).with_policy(**changes)
         lm = dataclasses.replace(lm, executor=changed)
-        found = [_point(lm, own, kv_dtype, chunk, waits) for own in rows]
+        found = [_point(lm, row, kv_dtype, chunk, waits) for row in rows]
         tell(name, found)
         return found
 
@@ -121,7 +121,7 @@ def measure_experts(
     loads = [point.loads for point in found[-1]]
     seconds += by_layer("half", spread(half))
     loads += [point.loads for point in found[-1]]
-    load = nnls([(1.0, own) for own in loads], seconds)
+    load = nnls([(1.0, expert_load) for expert_load in loads], seconds)
     if not computes:
         return ExpertCosts(layer, wait, load, (), ())
     computed = points("CPU", lm, CPU_ROWS)
@@ -150,7 +150,7 @@ def measured_use(lm: LanguageModel, tokens: np.ndarray) -> ExpertUse:
 def _beyond(points: Sequence[StepPoint], base: Sequence[StepPoint], layers: int) -> list[float]:
     """Return the seconds of a layer beyond those of ``base``."""
     pairs = zip(points, base, strict=True)
-    return [max(1e-9, (point.seconds - own.seconds) / layers) for point, own in pairs]
+    return [max(1e-9, (point.seconds - baseline.seconds) / layers) for point, baseline in pairs]
 
 
 def _both(

@@ -203,9 +203,9 @@ def step_of(
     joins = any(joined for *_, joined in _weights_moving(*names, policy.weights))
     other = WHOLE if joins else JOINED
     for lanes in _units(cfg, policy, costs, settings, rows, batches, width, context, task):
-        own = [{lane: getattr(lanes[lane], part) for lane in members} for part, members in LINKS]
+        joint = [{lane: getattr(lanes[lane], part) for lane in members} for part, members in LINKS]
         alone = [{lane: value.seconds} for lane, value in lanes.items() if lane != "load weights"]
-        hidden = max(own + alone, key=lambda seconds: sum(seconds.values()))
+        hidden = max(joint + alone, key=lambda seconds: sum(seconds.values()))
         if totals["compute"] == 0.0:  # the first unit
             firsts = lanes["load cache"].seconds + lanes["load hidden"].seconds
             longest_sum += firsts / batches
@@ -215,7 +215,7 @@ def step_of(
         for kind, members in enumerate(KINDS):
             if kind != other:
                 beside[kind] += sum(lanes[lane].seconds - hidden.get(lane, 0.0) for lane in members)
-        links += [sum(seconds.values()) for seconds in own]
+        links += [sum(seconds.values()) for seconds in joint]
         serial += sum(value.seconds for value in lanes.values())
     overlapped = longest_sum + float(beside @ np.array(costs.contention))
     return StepCost(

@@ -128,20 +128,20 @@ def layer_seconds(
     if not waits or not len(shares):
         # The host and the link each work off a queue of layers, so the longer mean counts.
         return ExpertStep(costs.seconds(mean, 0, 0.0, False, rows), mean, 0.0)
-    each = max(1.0, float(np.sum(shares) * tokens) / max(mean, 1e-9))  # tokens of a needed expert
+    busy = max(1.0, float(np.sum(shares) * tokens) / max(mean, 1e-9))  # tokens of a needed expert
     seconds = loads = computed = 0.0
     for count, chance in enumerate(distribution(chances)):
         if chance < 1e-9:
             continue
-        to_load, on_cpu = _divided(count, each, policy)
-        seconds += chance * costs.seconds(to_load, on_cpu, on_cpu * (each - 1.0), True, rows)
+        to_load, on_cpu = _divided(count, busy, policy)
+        seconds += chance * costs.seconds(to_load, on_cpu, on_cpu * (busy - 1.0), True, rows)
         loads += chance * to_load
         computed += chance * on_cpu
     return ExpertStep(seconds, loads, computed)
 
 
-def _divided(count: int, each: float, policy: Policy) -> tuple[int, int]:
-    mean = dict.fromkeys(range(count), each)
+def _divided(count: int, size: float, policy: Policy) -> tuple[int, int]:
+    mean = dict.fromkeys(range(count), size)
     to_load, on_cpu = divided(mean, set(), policy)
     return len(to_load), len(on_cpu)
 
@@ -160,10 +160,10 @@ def _shares_of(
     use = use_of(policy)
     found = []
     for layer, place in places(policy, counts, use).items():
-        own = cfg.layers[layer].experts
-        assert own is not None
-        even = np.full(own.n_experts, own.n_active / own.n_experts)
-        found.append((place, even if use is None else use.of(layer, own.n_experts)))
+        mixture = cfg.layers[layer].experts
+        assert mixture is not None
+        even = np.full(mixture.n_experts, mixture.n_active / mixture.n_experts)
+        found.append((place, even if use is None else use.of(layer, mixture.n_experts)))
     return found
 
 
@@ -171,7 +171,7 @@ def _shares_of(
 def expert_counts(cfg: ModelConfig) -> Mapping[int, int]:
     """Return the number of experts of each layer that has some."""
     found = ((index, layer.experts) for index, layer in enumerate(cfg.layers))
-    return {layer: own.n_experts for layer, own in found if own is not None}
+    return {layer: experts.n_experts for layer, experts in found if experts is not None}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -76,7 +76,9 @@ def solve(
             _candidates(cfg, policy, costs, task, limits, settings, programs),
             one_by_one(cfg, policy, expert_use, costs, task, limits, settings),
         )
-        for candidate in itertools.chain.from_iterable(_variants(cfg, base, one) for one in found):
+        for candidate in itertools.chain.from_iterable(
+            _variants(cfg, base, shares) for shares in found
+        ):
             if not limits.allow(need_of(cfg, candidate, task, settings, programs)):
                 continue
             rate = predict(cfg, candidate, costs, task, settings).tokens_per_second
@@ -106,8 +108,8 @@ def check_fits(
     """
     base = Policy() if base is None else base
     check_halves(cfg, base)
-    one = dataclasses.replace(base, cpu_attention=False, gpu_batch_size=1, num_gpu_batches=1)
-    least = _least_device(cfg, base, one, task, settings)
+    smallest = dataclasses.replace(base, cpu_attention=False, gpu_batch_size=1, num_gpu_batches=1)
+    least = _least_device(cfg, base, smallest, task, settings)
     if limits.device is not None and least > limits.device:
         raise JaxLlamaError(
             f"no policy fits: even one row with everything on disk needs {least / 1e9:.3f} GB on "
@@ -131,7 +133,9 @@ def _least_device(
     if cfg.experts is not None:  # experts that lie one by one need less than a layer
         return 0
     nothing = _with_shares(policy, (0,) * 6)
-    needs = (need_of(cfg, one, task, settings, 0) for one in _variants(cfg, base, nothing))
+    needs = (
+        need_of(cfg, candidate, task, settings, 0) for candidate in _variants(cfg, base, nothing)
+    )
     return min((need.device for need in needs), default=0)
 
 
@@ -180,12 +184,12 @@ def one_by_one(
     divides = [costs.experts.of_policy] if costs.experts.cpu else []
     programs = None
     for weights, cache in itertools.product(((100, 0), (0, 100)), repeat=2):
-        own = _with_shares(policy, (*weights, *cache, 100, 0))
+        on_host = _with_shares(policy, (*weights, *cache, 100, 0))
 
-        def placed(device: int, host: int, own: Policy = own) -> Policy:
+        def placed(device: int, host: int, on_host: Policy = on_host) -> Policy:
             """``device`` and ``host`` in tenths of a percent."""
             experts = f"{device / 10:g}/{host / 10:g}"
-            return dataclasses.replace(own, experts=experts, expert_use=expert_use)
+            return dataclasses.replace(on_host, experts=experts, expert_use=expert_use)
 
         programs = programs or program_bytes(cfg, placed(0, 0), task, settings)
         need = functools.partial(need_of, cfg, task=task, settings=settings, programs=programs)

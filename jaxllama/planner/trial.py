@@ -158,11 +158,11 @@ def given_run(
 ) -> OffloadRun:
     """Return a run of prompts ``tokens [B, T]``; the rest is as for ``random_run``."""
     rows, prompt = tokens.shape
-    own = [dataclasses.replace(sampling, seed=row) for row in range(rows)]
+    row_sampling = [dataclasses.replace(sampling, seed=row) for row in range(rows)]
     call = Call(
         jnp.asarray(tokens, jnp.int32),
         jnp.full((rows,), prompt, jnp.int32),
-        SamplingParams.stack(own, lm.config.vocab_size),
+        SamplingParams.stack(row_sampling, lm.config.vocab_size),
         jnp.zeros((0,), jnp.int32),
         capacity=capacity,
         room=room,

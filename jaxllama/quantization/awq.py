@@ -88,13 +88,13 @@ def search_clip(weight: jax.Array, hessian: jax.Array, *, grid: Grid) -> Shrink:
     shrinks = jnp.asarray(SHRINKS, jnp.float32)
 
     def best(of: Callable[[jax.Array], Shrink]) -> jax.Array:
-        return shrinks[jnp.argmin(lax.map(lambda one: error(of(one)), shrinks), axis=0)]
+        return shrinks[jnp.argmin(lax.map(lambda shrink: error(of(shrink)), shrinks), axis=0)]
 
-    both = best(lambda one: one)
+    both = best(lambda shrink: shrink)
     if not zeros:
         return both
-    high = best(lambda one: (both, one))
-    return best(lambda one: (one, high)), high
+    high = best(lambda shrink: (both, shrink))
+    return best(lambda shrink: (shrink, high)), high
 
 
 def output_error(delta: jax.Array, hessian: jax.Array) -> jax.Array:

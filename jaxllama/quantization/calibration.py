@@ -231,8 +231,8 @@ def _by_expert(part: Part, x: jax.Array, experts: jax.Array) -> tuple[jax.Array,
     """Return (sums of x^2 ``[E, K]``, rows ``[E]``) by expert, for x ``[rows, K]``."""
     options = part.experts
     assert options is not None
-    each = experts.reshape(len(x), -1)[..., None] == jnp.arange(options.n_experts)
-    takes = jnp.sum(each, axis=1, dtype=jnp.float32)
+    is_of_expert = experts.reshape(len(x), -1)[..., None] == jnp.arange(options.n_experts)
+    takes = jnp.sum(is_of_expert, axis=1, dtype=jnp.float32)
     sums = jnp.matmul(takes.T, jnp.square(x), precision=lax.Precision.HIGHEST)
     return sums, jnp.sum(takes, axis=0)
 
@@ -248,24 +248,24 @@ def _attention_received(cfg: AttentionConfig, mixer: Layer, qkv: jax.Array) -> j
     rope = rope_tables(cfg.rope, cfg.head_dim, positions, jnp.full((1,), length, jnp.int32))
     visible = is_visible(positions, positions, cfg.sliding_window)[:, None, None]
 
-    def one(row: jax.Array) -> jax.Array:
+    def received_by(row: jax.Array) -> jax.Array:
         heads = split_heads(cfg, mixer, unpacked(cfg, mixer, row[None])[1])
         q, k, _ = jnp.split(heads, (cfg.n_heads, cfg.n_heads + cfg.n_kv_heads), axis=2)
         scores = attention_scores(rotate(q, *rope), rotate(k, *rope), softcap=cfg.attn_softcap)
         weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
         return jnp.sum(weights, axis=(0, 1, 2, 3)) / cfg.n_heads
 
-    return lax.map(one, qkv)
+    return lax.map(received_by, qkv)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _merge(one: dict[str, Sums], two: dict[str, Sums]) -> dict[str, Sums]:
+def _merge(first: dict[str, Sums], two: dict[str, Sums]) -> dict[str, Sums]:
     def both(a: Sums, b: Sums) -> Sums:
         hessian = None if a[0] is None or b[0] is None else a[0] + b[0]
         most = jnp.maximum(a[2], b[2]), jnp.maximum(a[3], b[3])
         return hessian, a[1] + b[1], *most, jax.tree.map(jnp.add, a[4], b[4])
 
-    return {name: both(one[name], two[name]) for name in one}
+    return {name: both(first[name], two[name]) for name in first}
 
 
 def advance(config: LayerConfig, layer: Layer, h: list[jax.Array]) -> list[jax.Array]:

@@ -60,6 +60,7 @@ _FLOAT_HEADS = {
     "awq": "no quantized head",
     "fp8": "no weights of other schemes",
     "modelopt": "no weights of other schemes",
+    "compressed-tensors": "one scheme for all weights if it has zero points",
 }
 # Formats whose readers expect float16 scales: codes are computed with scales rounded to float16.
 _FLOAT16_SCALES = ("awq", "gptq")
@@ -93,7 +94,7 @@ class QuantizeRequest:
         recipe = parse(self.scheme)
         wants = {
             "a report": bool(self.report),
-            "fp8-static": any(one.static for one in recipe.schemes),
+            "fp8-static": any(scheme.static for scheme in recipe.schemes),
             "tuning": self.tune > 0,
             self.method: self.method != "rtn",
         }
@@ -108,7 +109,7 @@ class QuantizeRequest:
         for name, least in (("samples", 0), ("window", 2), ("tune", 0)):
             if getattr(self, name) < least:
                 raise JaxLlamaError(f"{name} = {getattr(self, name)}: must be at least {least}")
-        if self.tune and any(one.weights == "mxfp4" for one in recipe.schemes):
+        if self.tune and any(scheme.weights == "mxfp4" for scheme in recipe.schemes):
             raise JaxLlamaError(f"tune = {self.tune}: mxfp4's scales are powers of two, which stay")
         if self.text is not None and not self.text.strip():
             raise JaxLlamaError("the calibration text is empty")
@@ -128,13 +129,26 @@ class QuantizeRequest:
     def notes(self) -> list[str]:
         """Differences between the result and the scheme."""
         names_head = any(pattern == "head" for pattern, _ in parse(self.scheme).rules)
-        if self.format not in _FLOAT_HEADS or names_head:
+        has_zeros = any(one.zeros and one.activations is None for one in parse(self.scheme).schemes)
+        is_held = self.format not in _FLOAT_HEADS
+        is_held |= self.format == "compressed-tensors" and not has_zeros
+        if is_held or names_head:
             return []
         return [f"the head stays in floats: format {self.format!r} has {_FLOAT_HEADS[self.format]}"]
 
     @property
     def scale_dtype(self) -> str | None:
         return "float16" if self.format in _FLOAT16_SCALES else None
+
+    def rounds_scales(self, dtype: DTypeLike) -> bool:
+        """Return whether the float32 scales of a native file take values that float16 holds.
+
+        So the file converts to AWQ's and GPTQ's formats. dtype: of the model's floats.
+        """
+        schemes = self.recipe.schemes
+        kinds = {(one.weights, one.activations) for one in schemes}
+        is_weight_only = kinds <= {("int4", None), ("int8", None)}
+        return self.format == "native" and is_weight_only and jnp.dtype(dtype) == jnp.float32
 
 
 def check(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike = jnp.float32) -> None:
@@ -145,13 +159,13 @@ def check(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike = jnp.flo
     """
     if request.samples and request.window > cfg.max_position:
         raise JaxLlamaError(f"window = {request.window}: the context is {cfg.max_position} tokens")
-    made = _stand_in(cfg, request, dtype)
-    packed.check(cfg, made, request.format)
+    stand_in = _stand_in(cfg, request, dtype)
+    packed.check(cfg, stand_in, request.format)
     folder = next(path for path in request.out.absolute().parents if path.exists())
     if not os.access(folder, os.W_OK):
         raise JaxLlamaError(f"{request.out}: {folder} is not writable")
     # Finished layers are on disk beside the checkpoint.
-    needed = tree_bytes(made) * (2 if request.samples else 1)
+    needed = tree_bytes(stand_in) * (2 if request.samples else 1)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise JaxLlamaError(
@@ -166,7 +180,7 @@ def _stand_in(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike) -> P
     def filled(value: int, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
         return np.broadcast_to(np.asarray(value, jnp.dtype(dtype)), shape)
 
-    def one(path: tuple[DictKey, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray | QTensor:
+    def fake(path: tuple[DictKey, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray | QTensor:
         *keys, last = [entry.key for entry in path]
         name = "/".join(keys)
         scheme = recipe.of(name) if last == "weight" else None
@@ -188,7 +202,7 @@ def _stand_in(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike) -> P
             unit=filled(1, (*rows, 1), "float32") if scheme.two_levels else None,
         )
 
-    return jax.tree_util.tree_map_with_path(one, shapes)
+    return jax.tree_util.tree_map_with_path(fake, shapes)
 
 
 def quantize_checkpoint(
@@ -206,10 +220,12 @@ def quantize_checkpoint(
         raise JaxLlamaError(f"{name}: its weights are already quantized; start from floats")
     check(lm.config, request, lm.dtype)
     recipe, errors, kept, n_tokens = request.recipe, [], 0, 0
+    rounds_scales = request.rounds_scales(lm.dtype)
+    scale_dtype = "float16" if rounds_scales else request.scale_dtype
     losses: list[float] = []
     if request.samples == 0:
         params = quantize_params(
-            lm.params, recipe, cfg=lm.config, scale_dtype=request.scale_dtype, progress=progress
+            lm.params, recipe, cfg=lm.config, scale_dtype=scale_dtype, progress=progress
         )
         work = None
     else:
@@ -235,7 +251,7 @@ def quantize_checkpoint(
                 tokens,
                 recipe,
                 request.method,
-                scale_dtype=request.scale_dtype,
+                scale_dtype=scale_dtype,
                 work=work,
                 progress=advance,
             )
@@ -249,6 +265,7 @@ def quantize_checkpoint(
                 )
     calibrated = time.perf_counter() - begun
     _check_scales(params)
+    params = _with_float32_scales(params) if rounds_scales else params
     with tempfile.TemporaryDirectory() as scratch, _pointing_to(work):
         files = [] if lm.tokenizer is None else lm.tokenizer.save(scratch)
         packed.save(
@@ -329,6 +346,17 @@ def _check_scales(params: Params) -> None:
                     f"{name}: a scale is not finite in {leaf.scale.dtype.name}: the weight holds "
                     "NaN, infinity or values beyond it"
                 )
+
+
+def _with_float32_scales(params: ParamsDict) -> ParamsDict:
+    """Return the tree with float32 scales of the same values."""
+
+    def one(leaf: Leaf) -> Leaf:
+        if not isinstance(leaf, QTensor):
+            return leaf
+        return dataclasses.replace(leaf, scale=leaf.scale.astype(jnp.float32))
+
+    return jax.tree.map(one, params, is_leaf=is_packed)
 
 
 def _leaves(params: Params) -> list[Leaf]:

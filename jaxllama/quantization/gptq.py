@@ -67,9 +67,11 @@ def gptq(
     done = []
     for first in range(0, n, _ROWS):
         rows = slice(first, first + _ROWS)
-        part = jax.tree.map(lambda one, rows=rows: one[rows] if jnp.ndim(one) else one, shrink)
-        own = None if fixed is None else whole_scale(*fixed)[rows]
-        done.append(_rounded(weight[rows], upper, order, part, own, grid=grid, scale_dtype=name))
+        part = jax.tree.map(lambda leaf, rows=rows: leaf[rows] if jnp.ndim(leaf) else leaf, shrink)
+        fixed_scale = None if fixed is None else whole_scale(*fixed)[rows]
+        done.append(
+            _rounded(weight[rows], upper, order, part, fixed_scale, grid=grid, scale_dtype=name)
+        )
     found = jax.tree.map(lambda *parts: jnp.concatenate(parts), *done)
     return found if fixed is None else _in_format(found.q, fixed, grid[0])
 

@@ -211,8 +211,8 @@ class Run:
         folded = fold(part, layer, scales)
         done, entries = folded, []
         for site in sites(part):
-            one = jnp.ones((len(site.channel),), jnp.float32)
-            s = site.of_inputs(scales[site.name]) if site.name in scales else one
+            ones = jnp.ones((len(site.channel),), jnp.float32)
+            s = site.of_inputs(scales[site.name]) if site.name in scales else ones
             seen = stats[site.name].scaled(s)
             for reader in site.readers:
                 scheme = self.recipe.of(_join(prefix, reader))

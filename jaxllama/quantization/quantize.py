@@ -79,21 +79,21 @@ def quantize_params(
     recipe = parse(scheme) if isinstance(scheme, str) else scheme
     recipe.check_rounding()
     packed = any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed)))
-    is_fitted = not packed and any(one.is_fitted for one in recipe.schemes)
+    is_fitted = not packed and any(quantize_leaf.is_fitted for quantize_leaf in recipe.schemes)
     if cfg is not None and _runs_alone(cfg) and is_fitted:
         return _fitted(params, Rounder(recipe, cfg=cfg, scale_dtype=scale_dtype), progress)
     params, recipe = untie(params, recipe)
     total = sum(leaf.size for leaf in jax.tree.leaves(params))
     with working(f"quantizing to {recipe.text}", total, progress) as advance:
 
-        def one(path: Sequence[DictKey], leaf: jax.Array | Packed) -> Leaf:
+        def quantized_leaf(path: Sequence[DictKey], leaf: jax.Array | Packed) -> Leaf:
             out = quantize_leaf([key.key for key in path], leaf, recipe, scale_dtype)
             if progress:
                 jax.block_until_ready(out)
                 advance(sum(part.size for part in jax.tree.leaves(leaf)))
             return out
 
-        return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_packed)
+        return jax.tree_util.tree_map_with_path(quantized_leaf, params, is_leaf=is_packed)
 
 
 class Rounder:
@@ -116,7 +116,7 @@ class Rounder:
     ) -> None:
         recipe.check_rounding()
         self._recipe, self._keep, self._scale_dtype = recipe, keep, scale_dtype
-        is_fitted = any(one.is_fitted for one in recipe.schemes)
+        is_fitted = any(scheme.is_fitted for scheme in recipe.schemes)
         self._cfg = cfg if cfg is not None and is_fitted and _runs_alone(cfg) else None
         self._run = Run(recipe, "rtn", scale_dtype, is_measured=False)
         self._embed: ParamsDict = {}  # in floats

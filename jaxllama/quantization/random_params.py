@@ -125,8 +125,8 @@ def param_shapes(cfg: ModelConfig, dtype: DTypeLike = jnp.float32) -> Params:
     """
     shapes: ParamsDict = {}
     for path, spec in param_table(cfg).items():
-        own = jnp.float32 if spec.is_float32 else dtype
-        _put(shapes, path, jax.ShapeDtypeStruct(spec.shape, jnp.dtype(own)))
+        leaf_dtype = jnp.float32 if spec.is_float32 else dtype
+        _put(shapes, path, jax.ShapeDtypeStruct(spec.shape, jnp.dtype(leaf_dtype)))
     return shapes
 
 

@@ -66,14 +66,14 @@ def _errors_of_experts(
     weight: jax.Array, quantized: QTensor, seen: tuple[jax.Array, jax.Array]
 ) -> dict[str, jax.Array]:
     """Return the mean errors over experts, each of which multiplies the whole sample."""
-    one = jnp.ones((), jnp.float32)
+    unit = jnp.ones((), jnp.float32)
 
     def of(index: jax.Array) -> dict[str, jax.Array]:
-        rows = jnp.broadcast_to(one, weight.shape[1:2])
-        return _errors(weight[index], quantized.rows(index), seen, one, rows)
+        rows = jnp.broadcast_to(unit, weight.shape[1:2])
+        return _errors(weight[index], quantized.rows(index), seen, unit, rows)
 
-    each = lax.map(of, jnp.arange(weight.shape[0]))
-    return jax.tree.map(jnp.mean, each)
+    expert_errors = lax.map(of, jnp.arange(weight.shape[0]))
+    return jax.tree.map(jnp.mean, expert_errors)
 
 
 def _norm(x: jax.Array) -> jax.Array:

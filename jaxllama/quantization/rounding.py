@@ -50,8 +50,8 @@ def nearest(weight: jax.Array, shrink: Shrink, *, grid: Grid, scale_dtype: str) 
     """
     dtype, group, zeros = grid
     if dtype in FORMATS:
-        own = scale_dtype if FORMATS[dtype].rows > 1 else None
-        return quantize(weight, dtype, scale_dtype=own)
+        row_dtype = scale_dtype if FORMATS[dtype].rows > 1 else None
+        return quantize(weight, dtype, scale_dtype=row_dtype)
     scale, zero = make_grid(weight, dtype, group, zeros, shrink, scale_dtype)
     return QTensor.on_grid(codes(weight, scale, zero, dtype), scale, zero, scale_dtype)
 
@@ -67,13 +67,13 @@ def fitted(
     """
     if weight.ndim == 3:
         shared = importance is None or importance.ndim == 1
-        own = () if shared else (importance,)
+        row_importance = () if shared else (importance,)
 
-        def one(operands: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        def fit_row(operands: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
             rows, *cost = operands
             return search_grid(rows, cost[0] if cost else importance, grid=grid)
 
-        scale, zero = lax.map(one, (weight, *own))
+        scale, zero = lax.map(fit_row, (weight, *row_importance))
     else:
         scale, zero = search_grid(weight, importance, grid=grid)
     scale = kept(scale, zero, scale_dtype)

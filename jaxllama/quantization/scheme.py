@@ -203,7 +203,7 @@ class Recipe:
 
     def check_rounding(self) -> None:
         """Raise JaxLlamaError for a scheme that rounding to nearest cannot make."""
-        if any(one.static for one in self.schemes):
+        if any(scheme.static for scheme in self.schemes):
             raise JaxLlamaError(
                 f"scheme {self.text!r}: fp8-static needs calibrated activation scales: make a "
                 "checkpoint with 'jaxllama quantize'"

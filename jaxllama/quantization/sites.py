@@ -63,10 +63,6 @@ class Site:
         """Number of independent scales."""
         return int(self.channel.max()) + 1
 
-    def tie(self, x: jax.Array) -> jax.Array:
-        """Return the largest of ``x[K]`` among the input channels that share a scale."""
-        return jax.ops.segment_max(x, jnp.asarray(self.channel), self.n_channels)
-
     def of_inputs(self, s: jax.Array) -> jax.Array:
         """Return scales of the source's channels as scales of the input channels ``[K]``."""
         return s[self.channel]

@@ -183,10 +183,10 @@ def _through(config: LayerConfig, layer: Params, learned: Learned, h: jax.Array)
 def _plain(part: Params, dtype: DTypeLike) -> ParamsDict:
     """Return the part with dequantized weights, whose products can be differentiated."""
 
-    def one(leaf: jax.Array | QTensor) -> jax.Array | QTensor:
+    def plain_leaf(leaf: jax.Array | QTensor) -> jax.Array | QTensor:
         return dequantize(leaf, dtype) if _is_packed(leaf) else leaf
 
-    return jax.tree.map(one, part, is_leaf=_is_packed)
+    return jax.tree.map(plain_leaf, part, is_leaf=_is_packed)
 
 
 def _moved(
@@ -219,7 +219,7 @@ def _outer(w: QTensor) -> jax.Array:
 def _applied(part: Params, learned: Learned, dtype: DTypeLike | None = None) -> ParamsDict:
     """Return the part with its learned values. dtype: of the scales, by default their own."""
 
-    def one(keys: tuple[DictKey, ...], leaf: jax.Array | QTensor) -> jax.Array | QTensor:
+    def applied_leaf(keys: tuple[DictKey, ...], leaf: jax.Array | QTensor) -> jax.Array | QTensor:
         if _path(keys) not in learned:
             return leaf
         old = _outer(leaf) if isinstance(leaf, QTensor) else leaf
@@ -230,7 +230,7 @@ def _applied(part: Params, learned: Learned, dtype: DTypeLike | None = None) -> 
         changed: dict[str, Any] = {field: new.astype(dtype or old.dtype), "blocked": None}
         return dataclasses.replace(leaf, **changed)
 
-    return jax.tree_util.tree_map_with_path(one, part, is_leaf=_is_packed)
+    return jax.tree_util.tree_map_with_path(applied_leaf, part, is_leaf=_is_packed)
 
 
 def _path(keys: tuple[DictKey, ...]) -> str:
@@ -246,7 +246,7 @@ def _divergence(
     """
 
     @jax.checkpoint
-    def one(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def divergence_of(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
         p, q = (
             jax.nn.log_softmax(logits(cfg, of, Hidden(x)))
             for of, x in zip(models, pair, strict=True)
@@ -256,4 +256,4 @@ def _divergence(
     count = wanted.size // wanted.shape[-1]
     size = next(size for size in range(min(_POSITIONS, count), 0, -1) if count % size == 0)
     pairs = (x.reshape(count // size, size, -1) for x in (wanted, got))
-    return jnp.sum(lax.map(one, tuple(pairs))) / count
+    return jnp.sum(lax.map(divergence_of, tuple(pairs))) / count

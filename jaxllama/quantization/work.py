@@ -133,8 +133,8 @@ def _read(path: Path) -> tuple[ParamsDict, Any]:
             continue
         leaf = values.get(key)
         if isinstance(spec, dict):
-            own = {k.partition(".")[2]: v for k, v in values.items() if k.startswith(key + ".")}
-            leaf = QTensor(**own, **spec)
+            parts = {k.partition(".")[2]: v for k, v in values.items() if k.startswith(key + ".")}
+            leaf = QTensor(**parts, **spec)
         *rooms, last = key.split("/")
         room = tree
         for name in rooms:

@@ -240,15 +240,15 @@ def sampling_of(
     """Return one Sampling for each row, each with a seed."""
     sampling = sampling_rows(Sampling() if sampling is None else sampling, batch)
     try:
-        one: Any = seed
-        seeds = [one] * batch if hasattr(one, "__index__") else list(one)
+        row_seed: Any = seed
+        seeds = [row_seed] * batch if hasattr(row_seed, "__index__") else list(row_seed)
     except TypeError:
         raise JaxLlamaError(f"seed = {seed!r}: expected a whole number, or one a row") from None
     if len(seeds) != batch:
         raise JaxLlamaError(f"seed: {len(seeds)} entries for {batch} prompts")
     return [
-        row if row.seed is not None else dataclasses.replace(row, seed=own)
-        for row, own in zip(sampling, seeds, strict=True)
+        row if row.seed is not None else dataclasses.replace(row, seed=row_seed)
+        for row, row_seed in zip(sampling, seeds, strict=True)
     ]
 
 

@@ -75,12 +75,12 @@ def with_magnitudes(
         for key in path:
             node, weight = node[key], weight[key]
         sources = table[(*path, "weight")].sources
-        sizes = [one.shape[0] for one in sources]
+        sizes = [source.shape[0] for source in sources]
         nothing = jnp.zeros((len(sources), 1, source.shape[1]))
         norms = row_norms(weight["weight"], nothing, jnp.zeros((sum(sizes), 1)), sizes)
         at = sources.index(source)
-        own = jnp.split(norms, np.cumsum(sizes)[:-1])[at]
-        node[name] = {**node[name], "m": own / np.float32(source.scale)}
+        source_norms = jnp.split(norms, np.cumsum(sizes)[:-1])[at]
+        node[name] = {**node[name], "m": source_norms / np.float32(source.scale)}
     return tree
 
 
@@ -125,8 +125,8 @@ def joined(
     table = tensor_table(cfg)
 
     def walk(node: Params, added: Params, path: ParamPath) -> ParamsDict:
-        own, lead = one_layer_path(path) if path else ((), 0)
-        param = table.get((*own, "weight"))
+        layer_path, lead = one_layer_path(path) if path else ((), 0)
+        param = table.get((*layer_path, "weight"))
         if param is not None and "weight" in node:
             return {**node, "lora": _record(param.sources, added, lead, node["weight"])}
         tree = dict(node)
@@ -192,7 +192,7 @@ def factors(cfg: ModelConfig, lora: LoraConfig, adapters: Params) -> peft.Factor
     """Return the factors as ``peft.read`` would, by the checkpoint's tensor."""
     found = {}
     for source, a, b, *magnitude in _pairs(cfg, lora, adapters):
-        more = (one * np.float32(source.scale) for one in magnitude)
+        more = (magnitudes * np.float32(source.scale) for magnitudes in magnitude)
         found[source.name] = a, b * np.float32(lora.scale * source.scale), *more
     return found
 
@@ -217,6 +217,8 @@ def save(
     """
     modules = {}
     for tensor, a, *ours in _pairs(cfg, lora, adapters):
-        theirs = (unfold_rows(tensor, one * tensor.factor(one.ndim)) for one in ours)
+        theirs = (
+            unfold_rows(tensor, magnitudes * tensor.factor(magnitudes.ndim)) for magnitudes in ours
+        )
         modules[tensor.name.removesuffix(".weight")] = a, *map(np.ascontiguousarray, theirs)
     peft.save(directory, modules, lora.rank, lora.alpha, source)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jaxllama.config import (
     FlatConfig,
@@ -416,6 +416,17 @@ class TrainConfig:
         )
 
 
+# Keys of a training file that name files or folders, by table.
+_FILES = {"data": ("tokens", "conversations", "prompts"), "reward": ("schema",)}
+
+
+def _beside(name: Any, folder: str | Path) -> Any:
+    """Return the path of ``name`` in ``folder`` if it is there and not in the current folder."""
+    if not isinstance(name, str) or Path(name).exists() or not (Path(folder) / name).exists():
+        return name
+    return str(Path(folder) / name)
+
+
 def load_train_config(path: str | Path) -> TrainConfig:
     """Return the TrainConfig of a TOML file, given by path, or of a shipped one, given by name.
 
@@ -428,9 +439,14 @@ def load_train_config(path: str | Path) -> TrainConfig:
 def train_config_from_dict(data: JsonObject, where: str, folder: str | Path = ".") -> TrainConfig:
     """Return the TrainConfig of a parsed table.
 
-    where: beginning of error messages. folder: the folder to which a model's .toml is relative.
+    where: beginning of error messages. folder: the file's own, to which a model's .toml is
+    relative, and in which data is looked for that the current folder lacks.
     """
     data = dict(data)
+    for table, keys in _FILES.items():
+        if isinstance(data.get(table), dict):
+            own = {key: _beside(data[table][key], folder) for key in keys if key in data[table]}
+            data[table] = {**data[table], **own}
     try:
         model = data.get("model")
         if isinstance(model, str):

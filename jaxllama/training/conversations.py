@@ -81,7 +81,7 @@ def read(path: str | Path, tokenizer: Tokenizer, kind: str = "sft") -> list[list
             elif kind in ("dpo", "orpo"):
                 found.append([pair(line, tokenizer)])
             else:
-                found.append([Unit((one,)) for one in examples_of(line, tokenizer)])
+                found.append([Unit((example,)) for example in examples_of(line, tokenizer)])
         except JaxLlamaError as error:
             raise JaxLlamaError(f"{path}: line {number}: {error}") from None
         before = line

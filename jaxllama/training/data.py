@@ -56,9 +56,9 @@ class TokenFile:
             ids = np.load(directory / TOKENS, mmap_mode="r")
             file = cls(directory, ids, int(meta["vocab_size"]), str(meta["sha256"]))
         except OSError as error:
-            made = f"`jaxllama tokenize TEXT --out {directory}` makes it"
+            remedy = f"`jaxllama tokenize TEXT --out {directory}` makes it"
             raise JaxLlamaError(
-                f"{error.filename or directory}: {error.strerror or error}; {made}"
+                f"{error.filename or directory}: {error.strerror or error}; {remedy}"
             ) from None
         except (ValueError, KeyError, TypeError) as error:
             raise JaxLlamaError(f"{directory}: not a token file: {error}") from None
@@ -189,12 +189,12 @@ def tokenize(
     return TokenFile.open(directory)
 
 
-def run_tokenizer(own: str | None, init_from: str | None) -> Tokenizer:
+def run_tokenizer(named: str | None, init_from: str | None) -> Tokenizer:
     """Return the tokenizer of conversations or prompts: their own, or the first model's.
 
     Raises JaxLlamaError naming the key of the file.
     """
-    key, name = ("init_from", init_from) if own is None else ("data.tokenizer", own)
+    key, name = ("init_from", init_from) if named is None else ("data.tokenizer", named)
     assert name is not None
     with naming(key, name):
         return load_tokenizer(name)

@@ -187,7 +187,7 @@ def _teacher_layers(
     """Return (mixer's input, mixer's output) of every layer of an attention model."""
     seen = []
 
-    def each(
+    def teacher_layer(
         layer: LayerConfig, p: Params, stream: Stream, state: LayerState, at: At
     ) -> tuple[Stream, LayerState]:
         watch = Observer()
@@ -196,7 +196,7 @@ def _teacher_layers(
         return out
 
     stream, at = embed(cfg, params, tokens, dtype)
-    walk(cfg, params, stream, None, at, each)
+    walk(cfg, params, stream, None, at, teacher_layer)
     return seen
 
 
@@ -204,8 +204,8 @@ def learned(student: ModelConfig, params: Params) -> Tree:
     """Return a tree of booleans that is True at the GLA mixers, which objective "mixers" trains."""
     mixers = [f"layer_{i}" for i, kind in enumerate(student.layer_types) if kind == "gla"]
 
-    def one(path: tuple[Tree, ...], _: object) -> bool:
+    def is_learned(path: tuple[Tree, ...], _: object) -> bool:
         keys = [key.key for key in path]
         return keys[0] in mixers and keys[1] == "mixer"
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    return jax.tree_util.tree_map_with_path(is_learned, params)

@@ -31,7 +31,7 @@ from jaxllama.typing import Params
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
-from pallas_kernels.rows.swiglu import gate
+from pallas_kernels.rows.swiglu import swiglu
 
 CODES = "float8_e4m3fn"
 LEAST = 64  # rows and columns of a matrix that is multiplied in FP8
@@ -106,7 +106,7 @@ class Fp8(Steps):
         into: Params | None = None,
     ) -> jax.Array:
         y = _linear(x, linear, dtype)
-        return y if into is None else gate(y, cfg.activation)
+        return y if into is None else swiglu(y, activation=cfg.activation)
 
 
 def _linear(x: Input, linear: Params, dtype: DTypeLike) -> jax.Array:

@@ -55,7 +55,7 @@ def _specs(setup: TrainingSetup, tree: Tree, size: int) -> Tree:
     """Return each leaf's PartitionSpec over ``size`` devices."""
     table = param_table(setup.model)
 
-    def one(keys: tuple[Tree, ...], leaf: jax.Array) -> P:
+    def leaf_spec(keys: tuple[Tree, ...], leaf: jax.Array) -> P:
         names = tuple(key.key for key in keys if hasattr(key, "key"))
         # A state has "params" and "moments" before the parameter's path.
         names = names[1:] if names and names[0] in ("params", "moments") else names
@@ -68,7 +68,7 @@ def _specs(setup: TrainingSetup, tree: Tree, size: int) -> Tree:
 
     if not setup.config.fsdp:
         return jax.tree.map(lambda _: P(), tree)
-    return jax.tree_util.tree_map_with_path(one, tree)
+    return jax.tree_util.tree_map_with_path(leaf_spec, tree)
 
 
 def _is_spec(leaf: Tree) -> bool:
@@ -130,17 +130,17 @@ def gathered(cfg: ModelConfig, params: Params, dtype: DTypeLike | None = None) -
     """
     table = param_table(cfg)
 
-    def one(keys: tuple[Tree, ...], leaf: jax.Array) -> jax.Array:
+    def gathered_leaf(keys: tuple[Tree, ...], leaf: jax.Array) -> jax.Array:
         path = tuple(key.key for key in keys if hasattr(key, "key"))
         whole = table[path].shape if leaf.ndim > 1 else leaf.shape
         axis = next((i for i, n in enumerate(whole) if n != leaf.shape[i]), None)
         if axis is None:
             return leaf
         is_product = len(whole) == 2 and not path[-2].endswith(("conv", *_FLOATS))
-        made = _gather(axis, jnp.dtype(dtype if dtype and is_product else leaf.dtype), leaf)
-        return checkpoint_name(made, _GATHERED)
+        result = _gather(axis, jnp.dtype(dtype if dtype and is_product else leaf.dtype), leaf)
+        return checkpoint_name(result, _GATHERED)
 
-    return jax.tree_util.tree_map_with_path(one, dict(params))
+    return jax.tree_util.tree_map_with_path(gathered_leaf, dict(params))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -206,6 +206,9 @@ def _run(
                 value = validate(setup, state["params"], held_out, mesh, fixed)
                 is_best = run.is_best(value, log.validated)
                 log.validation(done, value, bar)
+                if not last:
+                    _draw(config, run)
+                    log.restart_clock()
                 if best is not None and is_best:
                     best.save(done, stored(state["params"]))
             if is_due and shows and (len(held_out) or config.rollout):
@@ -291,12 +294,18 @@ def _is_due(step: int, every: int, last: bool) -> bool:
     return last or (every > 0 and step % every == 0)
 
 
-def _finish(setup: TrainingSetup, params: Params, data: Data, run: RunDirectory) -> None:
-    """Draw the loss, and then write the model or adapter, whose presence ends the run."""
-    config, result = setup.config, _result(run)
+def _draw(config: TrainConfig, run: RunDirectory) -> None:
+    """Draw what the run has measured so far."""
+    result = _result(run)
     if config.rollout is not None:
         report.draw_rewards(run.path / "rewards.png", result.metrics, result.validation)
     report.draw(run.path / "loss.png", result.metrics, result.validation)
+
+
+def _finish(setup: TrainingSetup, params: Params, data: Data, run: RunDirectory) -> None:
+    """Draw the loss, and then write the model or adapter, whose presence ends the run."""
+    config = setup.config
+    _draw(config, run)
     if config.lora is not None:
         if config.lora.merge:
             _save_merged(setup, params, run)
@@ -370,7 +379,7 @@ class _Log:
         }
         self._run.append([row])
         bar()
-        bar.note(report.told(row))
+        bar.note(report.metrics_line(row))
 
     def validation(self, step: int, value: float, bar: Working) -> None:
         tokens = step * self._tokens

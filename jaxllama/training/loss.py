@@ -104,12 +104,12 @@ def token_scores(
     split, _ = _chunks(targets.size, w, True)
     head = w.astype(x.dtype)
 
-    def one(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def chunk_scores(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         logp = jax.nn.log_softmax(softcap(_dot(part[0], head, 1, 1), cap), axis=-1)
         chosen = jnp.take_along_axis(logp, part[1][:, None], axis=-1)[:, 0]
         return chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
 
-    found = lax.map(one, (split(x), split(targets)))
+    found = lax.map(chunk_scores, (split(x), split(targets)))
     return jax.tree.map(lambda v: v.reshape(-1)[: targets.size].reshape(targets.shape), found)
 
 
@@ -255,10 +255,10 @@ def _sums(
 ) -> tuple[jax.Array, Tree]:
     head = w.astype(x.dtype)
 
-    def one(part: tuple[jax.Array, tuple[jax.Array, Tree]]) -> tuple[jax.Array, Tree]:
+    def chunk_sums(part: tuple[jax.Array, tuple[jax.Array, Tree]]) -> tuple[jax.Array, Tree]:
         return chunk(softcap(_dot(part[0], head, 1, 1), cap), *part[1], others)[:2]
 
-    sums = lax.map(one, (x, tokens))
+    sums = lax.map(chunk_sums, (x, tokens))
     return jax.tree.map(lambda parts: jnp.sum(parts, axis=0), sums)
 
 

@@ -53,14 +53,14 @@ def times_multipliers(multipliers: Multipliers, tree: Tree, power: int = 1) -> T
     ours. Power -1 turns ours into own, up to the constant (of norms, which do not decay).
     """
 
-    def one(keys: tuple[Tree, ...], leaf: jax.Array) -> jax.Array:
+    def scaled(keys: tuple[Tree, ...], leaf: jax.Array) -> jax.Array:
         path, lead = one_layer_path(tuple(key.key for key in keys if hasattr(key, "key")))
         rows = multipliers.get(path)
         if rows is None:
             return leaf
         return leaf * (rows**power).reshape(-1, *(1,) * (leaf.ndim - lead - 1))
 
-    return jax.tree_util.tree_map_with_path(one, tree) if multipliers else tree
+    return jax.tree_util.tree_map_with_path(scaled, tree) if multipliers else tree
 
 
 def multipliers_of(cfg: ModelConfig) -> Multipliers:
@@ -111,19 +111,19 @@ def _slow_scales(changes: Tree) -> Tree:
     def is_grid(leaf: object) -> bool:
         return hasattr(leaf, "code_dtype")
 
-    def one(leaf: Tree) -> Tree:
+    def slow_scale(leaf: Tree) -> Tree:
         if not is_grid(leaf):
             return leaf
         return dataclasses.replace(leaf, scale=leaf.scale / RANGES[leaf.code_dtype][1])
 
-    return jax.tree.map(one, changes, is_leaf=is_grid)
+    return jax.tree.map(slow_scale, changes, is_leaf=is_grid)
 
 
 def decays(params: Params) -> Tree:
     """Return True at matrices: not at norms and biases, nor at a grid's scales and zeros."""
 
-    def one(keys: tuple[Tree, ...], leaf: jax.Array) -> bool:
+    def decays_leaf(keys: tuple[Tree, ...], leaf: jax.Array) -> bool:
         _, lead = one_layer_path(tuple(key.key for key in keys if hasattr(key, "key")))
         return leaf.ndim - lead >= 2 and getattr(keys[-1], "name", "w") == "w"
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    return jax.tree_util.tree_map_with_path(decays_leaf, params)

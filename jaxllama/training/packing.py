@@ -128,7 +128,7 @@ class PackedRows:
     def _most(self) -> int:
         """Most segments of a row, with its padding."""
         return 1 + max(
-            (sum(len(self.units[one].examples) for one in row) for row in self.members), default=0
+            (sum(len(self.units[unit].examples) for unit in row) for row in self.members), default=0
         )
 
     def row(self, index: int) -> Batch:
@@ -137,7 +137,7 @@ class PackedRows:
         answers = np.zeros(self.length, bool)
         members = self.members[index] if index < len(self) else []
         at, begins = 0, np.full(self._most, -1, np.int32)
-        sequences = [one for member in members for one in self.units[member].examples]
+        sequences = [example for member in members for example in self.units[member].examples]
         for number, example in enumerate(sequences, 1):
             end = at + len(example.tokens)
             tokens[at:end], segments[at:end] = example.tokens, number
@@ -186,7 +186,9 @@ def _shortened(length: int, unit: Unit) -> Unit | None:
     if len(unit) > length:
         if len(unit.examples) > 1:
             return None
-        short = (Example(one.tokens[:length], one.answers[:length]) for one in unit.examples)
+        short = (
+            Example(example.tokens[:length], example.answers[:length]) for example in unit.examples
+        )
         unit = Unit(tuple(short), unit.label)
     has_answers = all(example.answers[1:].any() for example in unit.examples)
     return unit if has_answers else None
@@ -196,7 +198,9 @@ def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
     """Return rows of indices whose sizes sum to at most ``length``, by best fit decreasing."""
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (places left, row), sorted
-    for index in sorted(range(len(sizes)), key=lambda one: (-sizes[one], one)):
+    for index in sorted(
+        range(len(sizes)), key=lambda index_of_unit: (-sizes[index_of_unit], index_of_unit)
+    ):
         found = bisect.bisect_left(open_rows, (sizes[index], -1))
         if found == len(open_rows):
             left, row = length, len(rows)

@@ -72,8 +72,8 @@ def first_state(setup: TrainingSetup, params: Params, mesh: Mesh | None) -> Stat
         leaves[number] = jax.block_until_ready(jax.device_put(leaves[number], place))
     weights = jax.tree.unflatten(tree, leaves)
     rest = {name: place for name, place in where.items() if name != "params"}
-    made = jax.jit(functools.partial(without_weights, setup), out_shardings=rest)(weights)
-    return {"params": weights, **made}
+    state = jax.jit(functools.partial(without_weights, setup), out_shardings=rest)(weights)
+    return {"params": weights, **state}
 
 
 def stored(state: Tree) -> Tree:

@@ -114,7 +114,7 @@ def _specs(tree: Tree, stages: int) -> Tree:
     """Layers are divided by their number, and matrices outside of layers along their first axis
     that the stages divide."""
 
-    def one(keys: tuple[Tree, ...], leaf: jax.Array) -> P:
+    def leaf_spec(keys: tuple[Tree, ...], leaf: jax.Array) -> P:
         names = [key.key for key in keys if hasattr(key, "key")]
         if any(str(name).startswith(stacked.PREFIX) for name in names):
             return P(STAGE_AXIS)
@@ -123,23 +123,25 @@ def _specs(tree: Tree, stages: int) -> Tree:
         axis = next((i for i, size in enumerate(leaf.shape) if size % stages == 0), None)
         return P() if axis is None else P(*(None,) * axis, STAGE_AXIS)
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+    return jax.tree_util.tree_map_with_path(leaf_spec, tree)
 
 
 # The computation
 
 
 def gradient(
-    setup: TrainingSetup, each: Each, params: Params, batch: Batch
+    setup: TrainingSetup, run_layer: Each, params: Params, batch: Batch
 ) -> tuple[Params, dict[str, jax.Array]]:
     """Return (gradients, {"loss"}) of a Batch of ``[microbatches, rows, ...]``.
 
-    params: stacked, on a mesh with stages. each: what a layer does. Raises JaxLlamaError if "data"
-    does not divide the rows.
+    params: stacked, on a mesh with stages. run_layer: what a layer does. Raises JaxLlamaError if
+    "data" does not divide the rows.
     """
 
     def run(params: Params, batch: Batch, specs: Tree) -> tuple[Params, dict[str, jax.Array]]:
-        value, grads = jax.value_and_grad(lambda own: _loss(setup, each, own, specs, batch))(params)
+        value, grads = jax.value_and_grad(
+            lambda local: _loss(setup, run_layer, local, specs, batch)
+        )(params)
 
         def averaged(spec: P, leaf: jax.Array) -> jax.Array:
             whole = leaf if STAGE_AXIS in spec else lax.psum(leaf, STAGE_AXIS)
@@ -151,14 +153,14 @@ def gradient(
     return _over_stages(run, params, batch, lambda specs: (specs, P()))
 
 
-def mean_loss(setup: TrainingSetup, each: Each, params: Params, rows: Batch) -> jax.Array:
+def mean_loss(setup: TrainingSetup, run_layer: Each, params: Params, rows: Batch) -> jax.Array:
     """Return the loss of a Batch of ``[rows, ...]``; arguments are ``gradient``'s."""
 
     def run(params: Params, batch: Batch, specs: Tree) -> jax.Array:
         stages, count = lax.axis_size(STAGE_AXIS), batch.tokens.shape[1]
         parts = math.gcd(count, stages)
         split = jax.tree.map(lambda leaf: leaf[0].reshape(parts, -1, *leaf.shape[2:]), batch)
-        return _total(_loss(setup, each, params, specs, split))
+        return _total(_loss(setup, run_layer, params, specs, split))
 
     batch = jax.tree.map(lambda leaf: leaf[None], rows)
     return _over_stages(run, params, batch, lambda specs: P())
@@ -186,7 +188,9 @@ def _over_stages(
     )(params, batch)
 
 
-def _loss(setup: TrainingSetup, each: Each, params: Params, specs: Tree, batch: Batch) -> jax.Array:
+def _loss(
+    setup: TrainingSetup, run_layer: Each, params: Params, specs: Tree, batch: Batch
+) -> jax.Array:
     """Return this device's part of the loss: the parts' sum over the stages is the loss.
 
     batch: a Batch of ``[microbatches, rows, ...]``.
@@ -196,7 +200,7 @@ def _loss(setup: TrainingSetup, each: Each, params: Params, specs: Tree, batch: 
     rest = {name: node for name, node in params.items() if name not in layers}
     whole = jax.tree.map(_gathered, {name: specs[name] for name in rest}, rest, is_leaf=_is_spec)
     embedded = embed_tokens(cfg, whole, batch.inputs, dtype)
-    y = _through_stages(cfg, layers, embedded, batch.input_segments, each)
+    y = _through_stages(cfg, layers, embedded, batch.input_segments, run_layer)
     # Each stage takes an equal part of the last one's tokens.
     stages, stage = lax.axis_size(STAGE_AXIS), lax.axis_index(STAGE_AXIS)
     count = math.prod(y.shape[:-1])
@@ -206,17 +210,17 @@ def _loss(setup: TrainingSetup, each: Each, params: Params, specs: Tree, batch: 
         leaf = leaf.reshape(count, *leaf.shape[3:])
         return jnp.pad(leaf, [(0, share * stages - count)] + [(0, 0)] * (leaf.ndim - 1))
 
-    def own(leaf: jax.Array) -> jax.Array:
+    def stage_leaf(leaf: jax.Array) -> jax.Array:
         return lax.dynamic_slice_in_dim(flat(leaf), stage * share, share)[None]
 
     y = jnp.where(stage == stages - 1, y, jnp.zeros_like(y))
     x = lax.psum_scatter(flat(y), STAGE_AXIS, scatter_dimension=0, tiled=True)[None]
     x = final_norm(cfg, whole, Stream(x))
-    weights = None if batch.weights is None else own(jnp.asarray(batch.weights))
+    weights = None if batch.weights is None else stage_leaf(jnp.asarray(batch.weights))
     if weights is None and share * stages > count:
-        weights = own(jnp.ones(batch.targets.shape, jnp.float32))
+        weights = stage_leaf(jnp.ones(batch.targets.shape, jnp.float32))
     weight = head(whole)["weight"]
-    mean, _ = cross_entropy(x, weight, own(batch.targets), cfg.logit_softcap, weights)
+    mean, _ = cross_entropy(x, weight, stage_leaf(batch.targets), cfg.logit_softcap, weights)
     return mean * (share / count)
 
 
@@ -232,7 +236,7 @@ def _through_stages(
     layers: ParamsDict,
     embedded: jax.Array,
     segments: jax.Array | None,
-    each: Each,
+    run_layer: Each,
 ) -> jax.Array:
     """Return the last stage's results ``[M, B, T, D]``; other stages' have no meaning.
 
@@ -244,10 +248,10 @@ def _through_stages(
 
     def tick(received: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         entering, numbers = now
-        own = None if segments is None else segments[jnp.maximum(numbers[stage], 0)]
-        at = whole_rows(cfg, batch, length, own)
+        tick_segments = None if segments is None else segments[jnp.maximum(numbers[stage], 0)]
+        at = whole_rows(cfg, batch, length, tick_segments)
         x = jnp.where(stage == 0, entering, received)
-        y = stacked.walk(cfg, layers, Stream(x), at, each).total
+        y = stacked.walk(cfg, layers, Stream(x), at, run_layer).total
         return lax.ppermute(y, STAGE_AXIS, onward), y
 
     # Idle stages compute, too: on the last microbatch again, or on the first one's embeddings.

@@ -57,16 +57,16 @@ class Answers(NamedTuple):
 
 def advantages(goal: ObjectiveConfig, samples: int, answers: Answers) -> jax.Array:
     """Return the advantage of every token, float32 ``[B, T]``; see the module docstring."""
-    own, rewards = answers.is_answer, answers.rewards
-    drift = jnp.zeros_like(own)
+    is_answer, rewards = answers.is_answer, answers.rewards
+    drift = jnp.zeros_like(is_answer)
     if goal.kind != "grpo" and answers.reference is not None:
-        drift = goal.beta * (answers.old - answers.reference) * own
+        drift = goal.beta * (answers.old - answers.reference) * is_answer
     if goal.kind == "reinforce++":
         behind = jnp.cumsum(drift[:, ::-1], axis=1)[:, ::-1]
         value = rewards[:, None] - behind
-        count = jnp.sum(own)
-        mean = jnp.sum(value * own) / count
-        variance = jnp.sum(jnp.square(value - mean) * own) / count
+        count = jnp.sum(is_answer)
+        mean = jnp.sum(value * is_answer) / count
+        variance = jnp.sum(jnp.square(value - mean) * is_answer) / count
         return (value - mean) * jax.lax.rsqrt(variance + 1e-8)
     groups = (rewards - jnp.sum(drift, axis=1)).reshape(-1, samples)
     mean = jnp.mean(groups, axis=1, keepdims=True)
@@ -75,7 +75,7 @@ def advantages(goal: ObjectiveConfig, samples: int, answers: Answers) -> jax.Arr
     else:
         spread = jnp.std(groups, axis=1, keepdims=True, ddof=1)
         value = (groups - mean) / (spread + EPSILON)
-    return value.reshape(-1, 1) * jnp.ones_like(own)
+    return value.reshape(-1, 1) * jnp.ones_like(is_answer)
 
 
 def importance(cap: float, answers: Answers) -> jax.Array:
@@ -110,26 +110,26 @@ def policy_loss(
         The loss, and the means over tokens of kl (0 without a reference) and of whether a token's
         ratio was clipped.
     """
-    own = answers.is_answer
-    count = jnp.maximum(jnp.sum(own, axis=1), 1.0)
-    difference = (new - answers.old) * own
+    is_answer = answers.is_answer
+    count = jnp.maximum(jnp.sum(is_answer, axis=1), 1.0)
+    difference = (new - answers.old) * is_answer
     if goal.kind == "rloo":
-        difference = jnp.sum(difference, axis=1, keepdims=True) * jnp.ones_like(own)
+        difference = jnp.sum(difference, axis=1, keepdims=True) * jnp.ones_like(is_answer)
     ratio = jnp.exp(difference)
     inside = jnp.clip(ratio, 1.0 - goal.clip, 1.0 + goal.clip)
     gain = jnp.minimum(ratio * advantage, inside * advantage) * importance(cap, answers)
-    kl = jnp.zeros_like(own)
+    kl = jnp.zeros_like(is_answer)
     if answers.reference is not None:
-        above = (answers.reference - new) * own
+        above = (answers.reference - new) * is_answer
         kl = jnp.expm1(above) - above
     if goal.kind == "grpo":
-        loss = -jnp.mean(jnp.sum((gain - goal.beta * kl) * own, axis=1) / count)
+        loss = -jnp.mean(jnp.sum((gain - goal.beta * kl) * is_answer, axis=1) / count)
     elif goal.kind == "rloo":
-        loss = -jnp.mean(jnp.sum(gain * own, axis=1) / count)
+        loss = -jnp.mean(jnp.sum(gain * is_answer, axis=1) / count)
     else:
-        loss = -_mean(gain, own)
+        loss = -_mean(gain, is_answer)
     clipped = (ratio * advantage > inside * advantage).astype(jnp.float32)
-    return loss, {"kl": _mean(kl, own), "clipped": _mean(clipped, own)}
+    return loss, {"kl": _mean(kl, is_answer), "clipped": _mean(clipped, is_answer)}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -161,6 +161,6 @@ def gap(answers: Answers) -> dict[str, jax.Array]:
     }
 
 
-def _mean(values: jax.Array, own: jax.Array) -> jax.Array:
+def _mean(values: jax.Array, is_answer: jax.Array) -> jax.Array:
     """Return the mean over the answers' tokens."""
-    return jnp.sum(values * own) / jnp.maximum(jnp.sum(own), 1.0)
+    return jnp.sum(values * is_answer) / jnp.maximum(jnp.sum(is_answer), 1.0)

@@ -31,10 +31,10 @@ def sequence_sums(
     logprobs, weights : ``[B, T]``, of each target and whether it belongs to an answer.
     segments : int32 ``[B, T]``, from 1 on; segments 2 k + 1 and 2 k + 2 are unit k.
     """
-    own = segments[..., None] == jnp.arange(1, count + 1, dtype=segments.dtype)  # [B, T, S]
-    own = own.astype(jnp.float32) * weights[..., None]
-    sums = jnp.sum(own * logprobs[..., None], axis=1)
-    tokens = jnp.sum(own, axis=1)
+    is_segment = segments[..., None] == jnp.arange(1, count + 1, dtype=segments.dtype)  # [B, T, S]
+    is_segment = is_segment.astype(jnp.float32) * weights[..., None]
+    sums = jnp.sum(is_segment * logprobs[..., None], axis=1)
+    tokens = jnp.sum(is_segment, axis=1)
     shape = len(logprobs), count // 2, 2
     return sums.reshape(shape), tokens.reshape(shape)
 

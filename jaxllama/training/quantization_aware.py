@@ -47,7 +47,7 @@ def prepare(params: Params, config: QuantizeConfig | None) -> Params:
     # A tied head is trained as the embedding.
     found = quantize_params(params, scheme if "head" in params else f"{scheme},head=none")
 
-    def one(grid: jax.Array | QTensor, w: jax.Array) -> jax.Array | GridWeight:
+    def grid_leaf(grid: jax.Array | QTensor, w: jax.Array) -> jax.Array | GridWeight:
         if not isinstance(grid, QTensor):
             return w
         scale, zero = grid.scale.astype(jnp.float32), None
@@ -58,18 +58,18 @@ def prepare(params: Params, config: QuantizeConfig | None) -> Params:
             scale = (high - low) / 2 / RANGES[grid.dtype.name][1]
         return GridWeight(w, scale, zero, grid.dtype.name)
 
-    return jax.tree.map(one, found, params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+    return jax.tree.map(grid_leaf, found, params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
 
 
 def rounded(params: Params) -> Params:
     """Return floats for the model; grids of stacked layers give stacked weights."""
 
-    def one(grid: GridWeight) -> jax.Array:
+    def rounded_leaf(grid: GridWeight) -> jax.Array:
         if grid.w.ndim > 2:
-            return jax.vmap(one)(grid)
+            return jax.vmap(rounded_leaf)(grid)
         return fake_quantize(grid.w, grid.scale, grid.zero, grid.code_dtype)
 
-    return _map(one, params)
+    return _map(rounded_leaf, params)
 
 
 def quantized(params: Params) -> Params:
@@ -78,7 +78,7 @@ def quantized(params: Params) -> Params:
 
 
 def _map(change: Callable[[GridWeight], Tree], params: Params) -> Params:
-    def one(leaf: Tree) -> Tree:
+    def mapped(leaf: Tree) -> Tree:
         return change(leaf) if isinstance(leaf, GridWeight) else leaf
 
-    return jax.tree.map(one, params, is_leaf=lambda leaf: isinstance(leaf, GridWeight))
+    return jax.tree.map(mapped, params, is_leaf=lambda leaf: isinstance(leaf, GridWeight))

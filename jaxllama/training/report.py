@@ -1,4 +1,7 @@
-"""The display of a run: a line for a step, and a picture of its loss."""
+"""The display of a run: a line for a step, and pictures of its curves.
+
+A picture's title is the name of the run's folder.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = JsonObject
+# Titles of the panels, with units, by the key of metrics.jsonl.
+_REWARDS = {
+    "reward": "mean reward of an answer",
+    "length": "length, tokens",
+    "kl": "divergence, nats a token",
+    "entropy": "entropy, nats a token",
+    "gap_kl": "gap of the engine, nats a token",
+    "gap_max": "largest gap, nats",
+}
 
 
-def told(row: Row) -> str:
+def metrics_line(row: Row) -> str:
     """Return a step's metrics in a few words."""
     mfu = "" if row["mfu"] is None else f", MFU {row['mfu']:.1%}"
     if "reward" in row:
@@ -40,7 +52,7 @@ def draw(path: Path, steps: list[Row], validations: list[Row]) -> None:
             markersize=3,
             label="validation (cross entropy)",
         )
-    axes.set(xlabel="tokens", ylabel="loss")
+    axes.set(title=path.parent.name, xlabel="tokens", ylabel="loss, nats a token")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
@@ -50,11 +62,13 @@ def draw_rewards(path: Path, steps: list[Row], validations: list[Row]) -> None:
     """Draw what a run with rewards measures at each step. Needs matplotlib."""
     figure = new_figure(5)
     panels = figure.subplots(2, 3, sharex=True).ravel()
-    keys = ("reward", "length", "kl", "entropy", "gap_kl", "gap_max")
-    for axes, key in zip(panels, keys, strict=True):
+    for axes, (key, title) in zip(panels, _REWARDS.items(), strict=True):
         axes.plot([row["step"] for row in steps], [row[key] for row in steps], linewidth=0.8)
-        axes.set(title=key)
+        axes.set_title(title, fontsize=9)
         axes.grid(alpha=0.3)
+    for axes in panels[3:]:
+        axes.set(xlabel="step")
+    figure.suptitle(path.parent.name)
     if validations:
         panels[0].plot(
             [row["step"] for row in validations],

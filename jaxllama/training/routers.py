@@ -81,13 +81,13 @@ def losses(layers: list[Routed]) -> dict[str, jax.Array]:
     by_expert = (
         jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in parts])
         for parts in (
-            [one.share for one in layers],
-            [one.probability for one in layers],
+            [layer.share for layer in layers],
+            [layer.probability for layer in layers],
         )
     )
     share, probability = (jnp.mean(x, axis=0) for x in by_expert)
     balance = share.size * jnp.sum(lax.stop_gradient(share) * probability)
-    z = jnp.mean(jnp.concatenate([one.z.reshape(-1) for one in layers]))
+    z = jnp.mean(jnp.concatenate([layer.z.reshape(-1) for layer in layers]))
     return {"balance": balance, "z": z}
 
 
@@ -106,9 +106,11 @@ def hidden_states(
     Parameters and shapes are those of that function; some layer of ``cfg`` has experts.
     """
     stream, at = embed(cfg, params, tokens, dtype, segments, begins)
-    each = functools.partial(_recomputed if remat else _watched, ops)
-    stream, results = walk_with_results(cfg, params, stream, at, each)
-    return final_norm(cfg, params, stream), losses([one for one in results if one is not None])
+    run_layer = functools.partial(_recomputed if remat else _watched, ops)
+    stream, results = walk_with_results(cfg, params, stream, at, run_layer)
+    return final_norm(cfg, params, stream), losses(
+        [result for result in results if result is not None]
+    )
 
 
 def _watched(

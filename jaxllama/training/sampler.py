@@ -112,14 +112,14 @@ class Sampler:
         clock.took("reward")
         tokens = np.zeros((config.batch_size, config.sequence_length + 1), np.int32)
         tokens[:, : found.tokens.shape[1]] = found.tokens
-        own, sampled = (_padded(part, tokens) for part in (found.answers, found.logprobs))
+        is_answer, sampled = (_padded(part, tokens) for part in (found.answers, found.logprobs))
         old, entropies = scores(self._setup, state["params"], fixed, tokens)
         old = sampled if options.deterministic else old
         reference = None
         if self._reference is not None:
             reference = scores(self._setup, self._reference, fixed, tokens)[0]
         answers = Answers(
-            jnp.asarray(own),
+            jnp.asarray(is_answer),
             jnp.asarray(old),
             None if reference is None else jnp.asarray(reference),
             jnp.asarray(sampled),
@@ -146,8 +146,8 @@ class Sampler:
             **parts,
             "reward": rewards.mean(),
             "reward_std": rewards.std(),
-            "length": own.sum() / len(own),
-            "entropy": (entropies * own).sum() / own.sum(),
+            "length": is_answer.sum() / len(is_answer),
+            "entropy": (entropies * is_answer).sum() / is_answer.sum(),
             **gap(answers),
             **clock.seconds,
         }

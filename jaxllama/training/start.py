@@ -152,9 +152,9 @@ def _leaves(params: Params) -> list[Tree]:
 def _check(setup: TrainingSetup, data: Data) -> None:
     config, model, teacher = setup.config, setup.model, setup.teacher
     config_to_hf(model)  # a model that cannot be saved is not trained
-    for one in (model, teacher):
-        if one is not None and one.head_bias:
-            raise JaxLlamaError(f"{one.name}: training has no objective for a head with a bias")
+    for folder in (model, teacher):
+        if folder is not None and folder.head_bias:
+            raise JaxLlamaError(f"{folder.name}: training has no objective for a head with a bias")
     if config.router is not None and model.experts is None:
         raise JaxLlamaError(f"router = {config.router}: {model.name} has no experts")
     if config.router is not None and model.shared_kv_layers:

@@ -91,8 +91,8 @@ def update(
     """
     multipliers, params = setup.multipliers, state["params"]
     if is_staged(params):
-        each = _each(setup, setup.config.remat)
-        grads, metrics = pipeline.gradient(setup, each, params, Batch.of(batch))
+        run_layer = _each(setup, setup.config.remat)
+        grads, metrics = pipeline.gradient(setup, run_layer, params, Batch.of(batch))
     else:
         # The rows are the leading axis, which the devices of a mesh share.
         gradient = fsdp.gradient_on_rows(setup, functools.partial(_gradient, setup))
@@ -103,8 +103,8 @@ def update(
     metrics["grad_norm"] = jnp.sqrt(sum(squares))
     metrics["learning_rate"] = learning_rate(setup.config, state["step"])
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-        own = times_multipliers(multipliers, params, -1)
-        changes, moments = _rule(setup, params).update(grads, state["moments"], own)
+        multiplied = times_multipliers(multipliers, params, -1)
+        changes, moments = _rule(setup, params).update(grads, state["moments"], multiplied)
     params = optax.apply_updates(params, times_multipliers(multipliers, changes))
     return {"params": params, "moments": moments, "step": state["step"] + 1}, metrics
 
@@ -118,18 +118,18 @@ def _gradient(
     """
     gradient = jax.value_and_grad(functools.partial(loss, setup), has_aux=True)
 
-    def one(part: Batch) -> tuple[Params, dict[str, jax.Array]]:
+    def part_gradient(part: Batch) -> tuple[Params, dict[str, jax.Array]]:
         (value, parts), grads = gradient(params, fixed, part)
         return grads, {"loss": value, **parts}
 
     def add(total: Params, part: Batch) -> tuple[Params, dict[str, jax.Array]]:
-        grads, metrics = one(part)
+        grads, metrics = part_gradient(part)
         return jax.tree.map(jnp.add, total, grads), metrics
 
     rows = Batch.of(rows)
     parts = rows.tokens.shape[1]
     if parts == 1:
-        return one(jax.tree.map(lambda leaf: leaf[:, 0], rows))
+        return part_gradient(jax.tree.map(lambda leaf: leaf[:, 0], rows))
     zeros = jax.tree.map(jnp.zeros_like, params)
     microbatches = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), rows)
     grads, metrics = lax.scan(add, zeros, microbatches)
@@ -155,7 +155,7 @@ def loss(
     if goal.objective == "mixers":
         return distill.mixer_loss(cfg, teacher, params, fixed, inputs, dtype, config.remat)
     params = _outside_of_layers(setup, params)
-    x = hidden_states(cfg, params, inputs, dtype, each=_each(setup, config.remat))
+    x = hidden_states(cfg, params, inputs, dtype, run_layer=_each(setup, config.remat))
     teacher_x = hidden_states(teacher, fixed, inputs, dtype)
     return distillation(
         x,
@@ -217,8 +217,8 @@ def _states_and_head(
     """Return (states before the head, its weight, whether that is frozen)."""
     cfg, dtype = setup.model, jnp.dtype(setup.config.dtype)
     params, segments = _outside_of_layers(setup, params), batch.input_segments
-    each, begins = _each(setup, remat), batch.input_begins
-    x = hidden_states(cfg, params, batch.inputs, dtype, segments, each, begins)
+    run_layer, begins = _each(setup, remat), batch.input_begins
+    x = hidden_states(cfg, params, batch.inputs, dtype, segments, run_layer, begins)
     return x, *_head(setup, params)
 
 

@@ -198,11 +198,6 @@ class ObjectiveConfig:
         return self.kind in ("grpo", "rloo", "reinforce++")
 
     @property
-    def has_pairs(self) -> bool:
-        """Whether the data are pairs of sequences."""
-        return self.kind in ("dpo", "orpo", "kto")
-
-    @property
     def has_reference(self) -> bool:
         """Whether the loss reads the first model's log-probabilities."""
         return self.kind in ("dpo", "kto")

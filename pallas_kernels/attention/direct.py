@@ -71,7 +71,7 @@ class DirectPlan:
 
 def plan(call) -> DirectPlan | Reason:
     """Return the fastest measured division of a call, or why it has none."""
-    return divided(call, merged=not gpu().arch.clusters)
+    return divided(call, merged=not gpu().clusters)
 
 
 def divided(call, *, merged: bool) -> DirectPlan | Reason:
@@ -91,7 +91,7 @@ def divided(call, *, merged: bool) -> DirectPlan | Reason:
     while not merged and cluster > 1 and cluster * batch * n_kv > BLOCKS:
         cluster //= 2
     # Words, queries and outputs of a tile are in registers, of which Hopper's code takes fewest.
-    roomy = h <= 128 and gpu().arch.wgmma and not merged
+    roomy = h <= 128 and gpu().wgmma and not merged
     most = 12 if roomy else 8  # warps of a block
     tiles = -(-capacity // (TILE * cluster))
     steps = -(-tiles // most)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import ClassVar
 
 import jax
@@ -12,6 +11,7 @@ from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.gather import Gather
 from pallas_kernels.attention.ring import ring_bytes, scale_bytes
 from pallas_kernels.attention.tile import HEADS, TILE
+from pallas_kernels.cards.table import Cache
 from pallas_kernels.device import block_bytes, gpu
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor
@@ -20,19 +20,6 @@ AttentionCall = tuple[
     jax.Array, jax.Array | jax.ShapeDtypeStruct | QTensor, int
 ]  # q, the keys' rows, query heads
 CLUSTER = 8  # the largest cluster that any Hopper GPU takes
-# A row that would be cut into no more chunks than this is one cluster's instead: about as many SMs
-# then work on a long row beside short ones.  Not of int4, which wants long runs of memory.  With a
-# row for every SM twice as many.
-FEW_CHUNKS = 4
-# Tokens that a row may have from which on the longest rows begin first.  The order is one more load
-# before a block's first copies: 512 rows of 128 to 256 tokens took 67.2 us for 65.8.
-LONGEST_FIRST = 1024
-# Tokens times kv heads of a cache from which on chunks are faster with a ring for each warp, by the
-# bits of a number: 64 x 8192 x 8, bfloat16 514.6 us (a team's ring 599.9), int4 170.0 (225.6), on
-# an H200 with jax 0.12.  With 0.11.2, whose assembler gives the team's code other registers, the
-# team's took 536 and 155.
-LONG_BY_WARP = {16: 64 * 8192 * 8, 4: 64 * 8192 * 8}
-_ASSEMBLED_BY_NVJITLINK = jax.__version_info__ >= (0, 12)
 FULS = {64: 3, 128: 3, 256: 1}  # of a warp with 255 registers a thread, by a head's features
 
 
@@ -62,18 +49,23 @@ class AttentionPlan:
 
 def plan(call: AttentionCall) -> AttentionPlan | Reason:
     """Return the fastest measured division of (q, k, query heads) that fits shared memory."""
-    if not gpu().arch.bulk_copies:
+    if not gpu().bulk_copies:
         return divided(call, by_warp=True)
     found = divided(call, by_warp=False)
     q, k, _ = call
     batch, capacity, n_kv, _ = k.shape
-    is_long = batch * capacity * n_kv >= LONG_BY_WARP.get(Codes.of(q, k).bits, math.inf)
     if isinstance(found, Reason):
         return found
-    is_measured = gpu().arch.wgmma and _ASSEMBLED_BY_NVJITLINK
-    if is_measured and is_long and q.ndim == 3 and not found.cluster:
+    is_long = gpu().wgmma and batch * capacity * n_kv >= _cache_of(Codes.of(q, k).bits).long
+    if is_long and q.ndim == 3 and not found.cluster:
         return divided(call, by_warp=True)
     return found
+
+
+def _cache_of(bits: int) -> Cache:
+    """Return the card's numbers of a cache."""
+    card = gpu()
+    return {16: card.cache16, 8: card.cache8, 4: card.cache4}[bits]
 
 
 def divided(call: AttentionCall, *, by_warp: bool) -> AttentionPlan | Reason:
@@ -84,12 +76,12 @@ def divided(call: AttentionCall, *, by_warp: bool) -> AttentionPlan | Reason:
     """
     q, k, n = call
     batch, capacity, n_kv, _ = k.shape
-    codes, group = Codes.of(q, k), n // n_kv
+    codes, group, card = Codes.of(q, k), n // n_kv, gpu().attention
     sms = 1 << gpu().sms.bit_length() - 1  # a power of two of blocks fills the GPU
-    # Two blocks of 8 warps fit where a thread needs 128 registers by itself; 16 warps force that.
-    tiles, depth, warps = {16: (1, 1, 8), 8: (2, 1, 16), 4: (2, 2, 16)}[codes.bits]
+    cache = _cache_of(codes.bits)
+    tiles, depth, warps = cache.tiles, cache.depth, cache.warps
     # Elsewhere than on Hopper ptxas gives the code of small codes more registers.
-    tight = codes.bits == 4 and not gpu().arch.wgmma
+    tight = codes.bits == 4 and not gpu().wgmma
     if by_warp or tight:
         warps = 8
     fuls = 1
@@ -101,11 +93,13 @@ def divided(call: AttentionCall, *, by_warp: bool) -> AttentionPlan | Reason:
     # A team reads neighbouring heads of the same tokens: what it copies per token is one run.
     most = 1 if by_warp else n_kv
     widest = max(d for d in range(1, most + 1) if n_kv % d == 0 and d * subs <= 8)
-    longest = {16: max(512, min(1024, capacity // 128)), 8: 512, 4: 1024}[codes.bits]
+    longest = max(cache.least_chunk, min(cache.most_chunk, capacity // 128))
     needed = 1 << (-(-capacity // longest) - 1).bit_length()
     plan = None
     is_full = batch * (n_kv // widest) >= gpu().sms  # an SM has a row at least
-    if needed <= FEW_CHUNKS * (2 if is_full else 1) and codes.bits > 4:
+    # A row of few chunks is one cluster's; with a row for every SM twice as many are few.  int4
+    # wants long runs of memory.
+    if needed <= card.few_chunks * (2 if is_full else 1) and codes.bits > 4:
         at_once = sms * (16 // warps)  # blocks
         heads = max(
             (d for d in range(1, widest + 1) if n_kv % d == 0 and batch * n_kv >= d * at_once),
@@ -114,10 +108,10 @@ def divided(call: AttentionCall, *, by_warp: bool) -> AttentionPlan | Reason:
         cluster = 1
         while cluster < CLUSTER and 2 * cluster * batch * (n_kv // heads) <= sms:
             cluster *= 2
-        if cluster == 1 or gpu().arch.clusters:
+        if cluster == 1 or gpu().clusters:
             # Rows that wait for an SM: those that begin last should be short.
             waits = batch * (n_kv // heads) > gpu().sms * (16 // warps)
-            by_length = waits and capacity >= LONGEST_FIRST
+            by_length = waits and capacity >= card.longest_first
             plan = AttentionPlan(
                 tiles, depth, warps, heads, cluster, 0, fuls, by_warp, by_length=by_length
             )

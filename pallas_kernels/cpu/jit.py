@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 # Programs are traced by several threads, and XLA takes a name once.
 _one_at_a_time = threading.RLock()
-_known: dict[Program, None] = {}
+_known: dict[tuple[Program, Target], Compiled] = {}  # kept for good: XLA has their addresses
 
 
 def unavailable() -> Reason | None:
@@ -91,8 +91,13 @@ class Compiled:
 def register(program: Program) -> str:
     """XLA's name of the program's handler on this process's target."""
     with _one_at_a_time:
-        _known[program] = None
-        return _registered(program, host()).name
+        on = host()
+        if (program, on) not in _known:
+            entry = _compiled(program, on)
+            address = jax.ffi.pycapsule(entry.address)
+            jax.ffi.register_ffi_target(entry.name, address, platform="cpu")
+            _known[program, on] = entry
+        return _known[program, on].name
 
 
 def identity() -> str:
@@ -102,15 +107,7 @@ def identity() -> str:
 
 def registered() -> tuple[Program, ...]:
     with _one_at_a_time:
-        return tuple(_known)
-
-
-@functools.cache
-def _registered(program: Program, on: Target) -> Compiled:
-    """The handler, known to XLA by name.  It is kept for good, because XLA has its address."""
-    made = compiled(program, on)
-    jax.ffi.register_ffi_target(made.name, jax.ffi.pycapsule(made.address), platform="cpu")
-    return made
+        return tuple(dict.fromkeys(program for program, _ in _known))
 
 
 def compiled(program: Program, on: Target) -> Compiled:

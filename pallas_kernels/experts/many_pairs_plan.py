@@ -7,14 +7,13 @@ The tile is the one that gives the busiest block the least work, by the measured
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.device import H200, gpu, lacking
+from pallas_kernels.device import gpu, lacking, sms, timed_tiles
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.experts.gate import ClampedGate, Gate
 from pallas_kernels.matmul.few_rows.plan import is_format
@@ -25,27 +24,6 @@ AnyTile = TypeVar("AnyTile", bound="Tile")
 Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
 LEAST_STAGES = 3
 _RESERVED = 4 * 1024  # of shared memory, for barriers and the ends of arrays
-_tile = functools.partial(WeightTile, cluster=1)
-# Microseconds of a slot on an H200 (jax 0.12): ``docs/lab/experts.md``.  Of codes, MXFP4's.
-TILES = (
-    (_tile(16, 256, stages=10), 0.52),
-    (_tile(32, 256, stages=10), 0.55),
-    (_tile(64, 256, stages=8), 0.63),
-    (_tile(128, 192, stages=6), 0.60),
-    (_tile(192, 128, stages=5), 0.56),
-)
-# Two blocks share sorted rows of x, where at least 20 tiles read a row and an average expert fills
-# four.  With fewer they are not timed, or lose (int4).
-FLOAT4_TILES = ((WeightTile(192, 128, stages=6, cluster=2), 0.48),)
-# Of bfloat16, which up to 64 tokens takes as long as its bytes.
-FLOAT_TILES = (
-    (_tile(16, 192, stages=9), 0.69),
-    (_tile(32, 128, stages=10), 0.495),
-    (_tile(64, 256, stages=8), 1.03),
-    (_tile(128, 192, stages=6), 0.79),
-    (_tile(192, 128, stages=5), 0.60),
-)
-ROWS_RATE = 2.2e12  # bytes a second at which rows of x are sorted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +37,7 @@ class TokenTile:
     tokens: int = 128
     rows: int = 256
     stages: int = 4
-    sms: int = H200.sms
+    sms: int = dataclasses.field(default_factory=sms)
     cluster: ClassVar[int] = 2
     split: ClassVar[int] = 1
 
@@ -70,12 +48,6 @@ Tile = WeightTile | TokenTile
 def has_sorted_rows(tile: Tile) -> bool:
     """Whether a kernel before sorts rows of x by expert, so that two blocks can share them."""
     return isinstance(tile, WeightTile) and tile.cluster > 1
-
-
-# The same for bfloat16: where experts have two parts and more, which share the weight, and else.
-TOKEN_TILES = ((TokenTile(), 0.73),)
-TOKEN_ALONE_US = 1.03
-TOKEN_END_US = 1.0  # of a tile: its gate and its stores, which nothing overlaps
 
 
 def computing_of(tile: Tile) -> int:
@@ -206,12 +178,15 @@ def _refusal(x: jax.Array, w: Weight) -> str | None:
 
 def shortest_tile(w: Weight, n_pairs: int, scheme: PairsScheme) -> tuple[Tile, float]:
     """The tile with the least work, with as many stages as fit, and the microseconds that its
-    busiest block computes on the card that was measured."""
-    tiles = TILES
+    busiest block computes."""
     if scheme.values == "bfloat16":
-        tiles = *FLOAT_TILES, *TOKEN_TILES
-    elif scheme.values in ("e8m0", "e4m3"):
-        tiles = *TILES, *(one for one in FLOAT4_TILES if _fills(one[0], w, n_pairs, scheme))
+        tiles: list[tuple[Tile, float]] = [*timed_tiles("pairs float", WeightTile)]
+        tiles += timed_tiles("pairs float by tokens", TokenTile)
+    else:
+        tiles = [*timed_tiles("pairs codes", WeightTile)]
+    if scheme.values in ("e8m0", "e4m3"):
+        more = timed_tiles("pairs float4 sorted", WeightTile)
+        tiles += [one for one in more if _fills(one[0], w, n_pairs, scheme)]
     found = [(fitted(tile, scheme), us) for tile, us in tiles]
     found = [one for one in found if scheme.is_aligned(one[0])]
     found = [one for one in found if one[0].stages >= LEAST_STAGES] or found[:1]
@@ -221,8 +196,9 @@ def shortest_tile(w: Weight, n_pairs: int, scheme: PairsScheme) -> tuple[Tile, f
 
 def _fills(tile: Tile, w: Weight, n_pairs: int, scheme: PairsScheme) -> bool:
     n_experts, n, _ = w.shape
-    results = n // 2 if scheme.gated else n
-    return results >= 20 * scheme.results(tile) and n_pairs >= 4 * n_experts * tile.tokens
+    results, card = n // 2 if scheme.gated else n, gpu().experts
+    is_long = n_pairs >= card.sorted_fill * n_experts * tile.tokens
+    return is_long and results >= card.sorted_tiles * scheme.results(tile)
 
 
 def chosen_experts(n_experts: int, n_pairs: int) -> float:
@@ -234,15 +210,15 @@ def _busiest_us(tile: Tile, slot_us: float, w: Weight, n_pairs: int, scheme: Pai
     n_experts, n, k = w.shape
     hit = chosen_experts(n_experts, n_pairs)
     parts = max(hit, n_pairs / tile.tokens + hit / 2)
-    results = n // 2 if scheme.gated else n
+    results, card = n // 2 if scheme.gated else n, gpu().experts
     rows_us, end_us, across = 0.0, 0.0, scheme.results(tile)
     if isinstance(tile, TokenTile):
         is_shared = n_pairs >= tile.cluster * tile.tokens * hit
-        slot_us = slot_us if is_shared else TOKEN_ALONE_US
-        parts, end_us = parts / tile.cluster, TOKEN_END_US
+        slot_us = slot_us if is_shared else card.alone_us
+        parts, end_us = parts / tile.cluster, card.end_us
     elif has_sorted_rows(tile):
-        across, rows_us = across * tile.cluster, 1e6 * 2 * n_pairs * k / ROWS_RATE
-    rounds = math.ceil(parts * math.ceil(results / across) / (gpu().sms // tile.cluster))
+        across, rows_us = across * tile.cluster, 1e6 * 2 * n_pairs * k / card.sort_rate
+    rounds = math.ceil(parts * math.ceil(results / across) / (sms() // tile.cluster))
     return rounds * (k / BLOCK_K * slot_us + end_us) + rows_us
 
 
@@ -252,4 +228,4 @@ def fitted(tile: AnyTile, scheme: PairsScheme) -> AnyTile:
     slot = BLOCK_K * (2 * tile.tokens + rows * scheme.bits // 8)
     used = 2 * rows * scheme.row_bytes + computing_of(tile) * stage_bytes(tile, scheme.gated)
     stages = (gpu().shared_bytes - _RESERVED - used) // slot
-    return dataclasses.replace(tile, stages=min(tile.stages, stages), sms=gpu().sms)
+    return dataclasses.replace(tile, stages=min(tile.stages, stages))

@@ -5,7 +5,7 @@
 ``form_work`` says the amounts of a form.  Bytes count as microseconds of a copy at the device's
 rate. A form of cost 1 moves them as fast as a copy does.  An H100 and an H200 took the same time
 where a form unpacks the int4 codes of chosen experts.  The multiprocessors bound that, and both
-cards have as many, so these bytes count at one rate on each.  ``device.Gpu.costs`` holds the costs,
+cards have as many, so these bytes count at one rate on each.  The card's table holds the costs,
 which ``benchmarks.kernels.experts_fit`` fits to measured times.
 """
 
@@ -26,12 +26,11 @@ XlaForm = Literal["gather", "blocks", "every"]
 Form = XlaForm | Literal["mosaic", "tiles", "summed"]
 XLA_FORMS: tuple[XlaForm, ...] = ("gather", "blocks", "every")
 MOST_SUMS = 1 << 28  # bytes of the sums of all rows with all experts that "every" holds
-_UNPACK_RATE = 3.0e12  # bytes a second that stand for a cost of 1 where int4 codes are unpacked
 _LEAST_ROWS, _MOST_ROWS = 16, 512  # of a block on an accelerator
 
 
 class FormWork(NamedTuple):
-    """family: of ``device.Gpu.costs``.  amounts: one for each of its costs."""
+    """family: of the costs of the card's table.  amounts: one for each of its costs."""
 
     family: str
     amounts: tuple[float, ...]
@@ -127,7 +126,7 @@ def _copy_us(size: float) -> float:
 
 def _read_us(w: Weight, size: float) -> float:
     """Return the microseconds in which the bytes of the chosen experts are read."""
-    return 1e6 * size / _UNPACK_RATE if _codes(w) == "int4" else _copy_us(size)
+    return 1e6 * size / gpu().experts.unpack_rate if _codes(w) == "int4" else _copy_us(size)
 
 
 def _product_us(multiplied: float) -> float:

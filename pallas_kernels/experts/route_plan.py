@@ -76,7 +76,7 @@ class RoutePlan:
 def route_plan(x: jax.Array, router: jax.Array, static: RouteStatic) -> RoutePlan | Reason:
     """Return the plan for ``x[T, D]`` and ``router[E, D]``, or why there is none."""
     (tokens, d), n = x.shape, router.shape[0]
-    if not gpu().arch.clusters:
+    if not gpu().clusters:
         return Reason("the GPU has no clusters of blocks")
     if x.dtype != jnp.bfloat16 or router.dtype != jnp.bfloat16:
         return Reason(f"x is {x.dtype} and the router {router.dtype}; the kernel takes bfloat16")

@@ -16,7 +16,6 @@ from pallas_kernels.qtensor import QTensor
 Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
 SLOT = 128  # columns
 WARPS = 12, 16, 8  # of a block, the best first
-MOST_TOKENS = 1  # more were not timed: ``docs/lab/experts.md``
 MOST_AHEAD = 4  # units whose codes a warp loads ahead
 
 
@@ -102,10 +101,13 @@ class GroupedSumPlan(Predicted):
 
 
 def summed_plan(
-    x: jax.Array, w: Weight, n_pairs: int, fan: int, *, most_tokens: int = MOST_TOKENS
+    x: jax.Array, w: Weight, n_pairs: int, fan: int, *, most_tokens: int | None = None
 ) -> GroupedSumPlan | Reason:
     """The plan for ``x[..., K]``, ``w[E, N, K]`` and ``fan`` experts of a token, or why there is
-    none."""
+    none.
+
+    most_tokens: overrides the card's limit.
+    """
     _, n, k = w.shape
     if reason := lacking("wgmma"):  # Hopper alone was timed
         return Reason(reason)
@@ -120,9 +122,9 @@ def summed_plan(
     wanted = SLOT if w.dtype == jnp.int4 and w.group_size == SLOT else 32
     if k % wanted or n % 2:
         return Reason(f"K = {k} is not a multiple of {wanted}, or N = {n} is odd")
-    tokens = n_pairs // fan
-    if tokens > most_tokens:
-        return Reason(f"{tokens} tokens; the kernel of sums over experts takes {most_tokens}")
+    tokens, most = n_pairs // fan, most_tokens or gpu().experts.summed_tokens
+    if tokens > most:
+        return Reason(f"{tokens} tokens; the kernel of sums over experts takes {most}")
     plans = [
         GroupedSumPlan(k, n, fan, tokens, False, warps, MOST_AHEAD, gpu().sms) for warps in WARPS
     ]

@@ -81,23 +81,24 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> Delt
 
 
 def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int, dk: int = 128) -> int:
-    """Return the number of segments of a row with the least predicted time on an H200.
+    """Return the number of segments of a row with the least predicted time.
 
-    A chunk of each wave of blocks takes 1.4 us (Dk = 256: 2), or the time of its memory traffic.
-    The first state and the ends of one more segment take 18 us.
+    A chunk takes the time of its waves of blocks, or that of its memory traffic, and one more
+    segment that of its first state and its ends.
     """
+    us = gpu().gated_delta
     wide = dk > 128  # blocks of 64 value channels, not 128
     blocks = n_rows * n_heads * (1 + wide) * -(-dv // VALUE_BLOCK)
     of_identity = n_rows * n_heads * (1 + wide) ** 2
 
     def chunk(blocks: int, at_rate: float) -> float:
-        return max((2.0 if wide else 1.4) * -(-blocks // gpu().sms), at_rate * blocks)
+        return max((us.wide if wide else us.wave) * -(-blocks // gpu().sms), at_rate * blocks)
 
     def microseconds(n: int) -> float:
-        scans = chunk(n * blocks, 0.021)
+        scans = chunk(n * blocks, us.block)
         if n > 1:
-            scans += chunk(n * (blocks + of_identity), 0.0115)
-        return -(-n_chunks // n) * scans + 18 * (n - 1)
+            scans += chunk(n * (blocks + of_identity), us.identity)
+        return -(-n_chunks // n) * scans + us.segment * (n - 1)
 
     return min(range(1, max(1, min(gpu().sms // blocks, n_chunks // 4)) + 1), key=microseconds)
 

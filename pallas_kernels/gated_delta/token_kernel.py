@@ -135,7 +135,7 @@ def gated_delta_token(
         out += (spec((*lead, key_heads, dk), dtype), spec((*lead, h, dv), dtype))
         out += (spec((*lead, h), jnp.float32),) * 2 + (spec((*lead, features), dtype),)
         return _launched(shape, operands, b, out, (state, last))
-    if shape.group > 1 and not gpu().arch.clusters:
+    if shape.group > 1 and not gpu().clusters:
         operands = operands._replace(before=last)
     run = functools.partial(_launched, shape, operands, b, out)
     (y,), (state, last) = in_place(run, (state, last))

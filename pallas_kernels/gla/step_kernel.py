@@ -210,7 +210,7 @@ def gla_token(
         **named, decay_weight=weight, decay_bias=bias, lengths=lengths, norm=norm, state=state
     )
     out, is_normed = (jax.ShapeDtypeStruct((b * tokens, h, dv), dtype),), True
-    if shape.blocks > 1 and not gpu().arch.clusters:
+    if shape.blocks > 1 and not gpu().clusters:
         is_normed, shape = False, dataclasses.replace(shape, raw=True)
         operands = operands._replace(norm=None, gate=None)
         out = (jax.ShapeDtypeStruct((b * tokens, h, dv), jnp.float32),)

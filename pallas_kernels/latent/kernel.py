@@ -105,7 +105,6 @@ def _scratch(out_dtype, copies: int) -> dict[str, object]:
         "by_row": plgpu.SMEM((4, TILE), jnp.float32),
         "q": plgpu.Barrier(num_arrivals=len(PIECES)),
         "full": plgpu.Barrier(num_arrivals=copies * len(PIECES), num_barriers=2),
-        "top_ready": plgpu.Barrier(),
         "first": plgpu.Barrier(),
         "second": plgpu.Barrier(),
         "total_ready": plgpu.Barrier(num_arrivals=2),

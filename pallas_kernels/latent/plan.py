@@ -20,15 +20,8 @@ from pallas_kernels.dispatch import Predicted, Reason, shortest
 LATENT, WIDTH = 512, 576  # features of a value, and of a key
 MOST_TOKENS = 16  # query tokens of a row
 TILE, ROUND = 64, 128  # query rows of a block, and tokens of a round
-# Microseconds by formula, not measured.  Products of a round: 4,352 cycles of the tensor cores and
-# 800 of a softmax that they wait for, at 1.755 GHz.
-ROUND_US = 2.94
-BLOCK_US = 4.0  # start, queries, first tile, outputs
-MERGE_US = 3.0  # the kernel that sums chunks, without its bytes
-L2_RATE = 5.5e12  # bytes a second
 # XLA's form reads the cache twice, and its scores and weights go through memory in float32.
 XLA_READS = 2
-XLA_US = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +35,7 @@ class LatentPlan(Predicted):
         return f"chunks of {self.chunk} tokens"
 
 
-def plan(
-    q: jax.Array, cache: jax.Array, table: jax.Array | None
-) -> LatentPlan | Reason:
+def plan(q: jax.Array, cache: jax.Array, table: jax.Array | None) -> LatentPlan | Reason:
     """Return the chunk with the least predicted time; q is ``[B, T, N, 576]``."""
     if reason := lacking("wgmma"):
         return Reason(reason)
@@ -84,13 +75,14 @@ def microseconds(batch: int, rows: int, capacity: int, chunk: int) -> float:
     blocks = batch * splits * query_tiles
     waves, sms = -(-blocks // gpu().sms), min(blocks, gpu().sms)
     size = ROUND * 2 * WIDTH
-    memory = max(size * sms / query_tiles / gpu().copy_rate, size * sms / L2_RATE) * 1e6
+    card = gpu().latent
+    memory = max(size * sms / query_tiles / gpu().copy_rate, size * sms / card.l2_rate) * 1e6
     rounds = -(-min(chunk, capacity) // ROUND)
-    own = waves * (BLOCK_US + rounds * max(ROUND_US, memory))
+    own = waves * (card.block_us + rounds * max(card.round_us, memory))
     if splits == 1:
         return own
     parts = 2 * 4 * LATENT * batch * splits * rows  # written and read
-    return own + MERGE_US + parts / gpu().copy_rate * 1e6
+    return own + card.merge_us + parts / gpu().copy_rate * 1e6
 
 
 def xla_microseconds(batch: int, rows: int, capacity: int) -> float:
@@ -98,4 +90,4 @@ def xla_microseconds(batch: int, rows: int, capacity: int) -> float:
     keys = batch * capacity
     moved = XLA_READS * 2 * WIDTH * keys + 16 * rows * keys
     products = 2 * rows * (WIDTH + WIDTH) * keys / gpu().product_rates["bfloat16"]
-    return XLA_US + (moved / gpu().copy_rate + products) * 1e6
+    return gpu().latent.xla_us + (moved / gpu().copy_rate + products) * 1e6

@@ -25,8 +25,10 @@ import dataclasses
 import functools
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
@@ -90,6 +92,28 @@ def _write_stats(facts: Facts):
     return write
 
 
+@plgpu.inline_mgpu(
+    arg_types=(_WGMMA, _BY_ROW),
+    return_type=plgpu.ShapeDtypeStruct((TILE, HALF), jnp.float32, layout=_WGMMA),
+)
+def _faded(ctx, out, fade):
+    """out * fade, of which a warp whose maxima all stay skips the work."""
+    del ctx
+    registers, one = out.registers, p.bits(p.cf(1.0))
+    falls = [p.below(p.bits(_scalar(x)), one) for x in fade.registers.flat]
+
+    def product():
+        factors = fade.broadcast_in_dim(out.shape, (0,), out.layout)
+        return list((out * factors).registers.flat)
+
+    found = p.choose(p.any_lane(falls[0] | falls[1]), product, list(registers.flat))
+    return mgpu.FragmentedArray(
+        _registers=np.array(found, dtype=object).reshape(registers.shape),
+        _layout=out.layout,
+        _is_signed=None,
+    )
+
+
 def _scalar(x):
     return x if x.type == p.f32() else llvm.extractelement(x, p.ci(0))
 
@@ -106,9 +130,8 @@ class LatentBlock:
         lengths = [self.seen(t) for t in range(facts.tokens)]
         last = self.first + facts.chunk
         self.end = jnp.minimum(functools.reduce(jnp.maximum, lengths), last)
-        shortest = jnp.minimum(functools.reduce(jnp.minimum, lengths), last)
+        self.shortest = jnp.minimum(functools.reduce(jnp.minimum, lengths), last)
         self.rounds = (jnp.maximum(self.end - self.first, 0) + (ROUND - 1)) // ROUND
-        self.whole = jnp.maximum(shortest - self.first, 0) // ROUND  # rounds without a mask
 
     def seen(self, token: int):
         """How many keys a query token sees."""
@@ -180,10 +203,7 @@ class Half:
         top = plgpu.layout_cast(jnp.full((TILE,), UNSEEN, jnp.float32), _BY_ROW)
         total = plgpu.layout_cast(zeros((TILE,)), _BY_ROW)
         out = plgpu.layout_cast(zeros((TILE, HALF)), _WGMMA)
-        carry = out, top, total
-        for masked, span in (False, (0, block.whole)), (True, (block.whole, block.rounds)):
-            carry = lax.fori_loop(*span, functools.partial(self.round, masked=masked), carry)
-        self.finish(*carry)
+        self.finish(*lax.fori_loop(0, block.rounds, self.round, (out, top, total)))
 
     def begin(self) -> None:
         """The first tile, and the queries."""
@@ -193,19 +213,21 @@ class Half:
             self.block.load(0, self.slot, name)
         plgpu.barrier_wait(self.barrier.q)
 
-    def round(self, step, carry, *, masked: bool):
+    def round(self, step, carry):
         raise NotImplementedError
 
     # --- scores ---
 
-    def scores(self, step, masked: bool):
+    def scores(self, step):
         """Q K^T of this warpgroup's tile, as exponents of 2."""
         plgpu.barrier_wait(self.barrier.full.at[self.slot])
         scores = pl.run_scoped(self.multiply_keys, plgpu.ACC((TILE, TILE), jnp.float32))
         self.block.load_next(step, self.slot, "rope")
-        scores = scores * self.facts.factor
-        if not masked:
-            return scores
+        whole = self.block.shortest - self.block.start(step, self.slot) >= TILE
+        return lax.cond(whole, lambda x: x, lambda x: self.masked(step, x), scores * self.facts.factor)
+
+    def masked(self, step, scores):
+        """The scores of a tile that ends early, of whose rest nothing is seen."""
         self.clear(step)
         token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_WGMMA)
         return jnp.where(token < self.left(step), scores, jnp.full_like(scores, -jnp.inf))
@@ -257,8 +279,8 @@ class Half:
     def add(self, out, fade, weights, slot: int):
         """out * fade + weights @ the half of a tile's latents."""
         values = self.block.piece(self.name).at[slot]
-        start = out * lax.broadcast_in_dim(fade, out.shape, [0])
-        return pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values))(plgpu.ACC.init(start))
+        start = plgpu.ACC.init(_faded(out, fade))
+        return pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values))(start)
 
     def finish(self, out, top, total) -> None:
         """Write the outputs, and with chunks the maximum and sum of each query row."""
@@ -293,13 +315,12 @@ class FirstHalf(Half):
 
     slot, name = 0, "left"
 
-    def round(self, step, carry, *, masked: bool):
+    def round(self, step, carry):
         out, before, total = carry
         block, barrier = self.block, self.barrier
-        scores = self.scores(step, masked)
+        scores = self.scores(step)
         top = jnp.maximum(before, jnp.max(scores, axis=1))
         self.publish_top(top)
-        plgpu.barrier_arrive(barrier.top_ready)
         weights, sums = softmax(scores, top)
         self.give_weights(weights, barrier.first)
         fade = jnp.exp2(before - top)
@@ -319,18 +340,17 @@ class SecondHalf(Half):
 
     slot, name = 1, "right"
 
-    def round(self, step, carry, *, masked: bool):
+    def round(self, step, carry):
         out, before, total = carry
         block, barrier = self.block, self.barrier
-        scores = self.scores(step, masked)
-        plgpu.barrier_wait(barrier.top_ready)
+        plgpu.barrier_wait(barrier.first)
         first = self.read(0)
+        out = self.add(out, jnp.exp2(before - first), self.smem.weights, 0)
+        block.load_next(step, 0, "right")
+        scores = self.scores(step)
         top = jnp.maximum(first, jnp.max(scores, axis=1))
         self.publish_top(top)
         weights, sums = softmax(scores, top)
-        plgpu.barrier_wait(barrier.first)
-        out = self.add(out, jnp.exp2(before - first), self.smem.weights, 0)
-        block.load_next(step, 0, "right")
         self.give_weights(weights, barrier.second)
         out = self.add(out, jnp.exp2(first - top), weights, 1)
         block.load_next(step, 1, "right")

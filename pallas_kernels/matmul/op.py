@@ -73,7 +73,7 @@ from pallas_kernels.operands import FLOATS, check, dtype_name
 from pallas_kernels.qtensor import FLOAT4, QTensor, take_columns
 from pallas_kernels.rows.activations import ACTIVATIONS, GATES
 from pallas_kernels.rows.rms_norm import rms_norm
-from pallas_kernels.rows.swiglu import gate
+from pallas_kernels.rows.swiglu import swiglu
 from pallas_kernels.transform import Op, chosen
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
@@ -390,7 +390,7 @@ def _composed(x: Any, w: _Weight, around: Around, implementation: Implementation
     else:
         y = _dense(x, w, around.bias, around.out)
     if around.swiglu:
-        y = gate(y, around.activation or "silu", implementation=implementation)
+        y = swiglu(y, activation=around.activation or "silu", implementation=implementation)
     return y if around.residual is None else around.residual + y
 
 
@@ -407,7 +407,7 @@ def _after_codes(
     alone = Around(out, around.bias, low_rank=around.low_rank)
     y = _product(x, w, alone, implementation).astype(jnp.float32)
     if around.swiglu:
-        y = gate(y, around.activation or "silu")
+        y = swiglu(y, activation=around.activation or "silu")
     if around.residual is not None:
         y = y + around.residual.astype(jnp.float32)
     return y.astype(around.out)

@@ -6,10 +6,10 @@ A kernel or a form of XLA's belongs to a family, and its work is two tuples of a
 
 Amounts in ``serial`` add up.  Those in ``shared`` overlap, so the largest counts most: bytes of
 device memory beside what the busiest block does.  ``bench.fit`` measures the costs, which
-``device.Gpu.costs`` holds by family.  Megabytes are of the weight as it is stored, M N K in
+the card's table holds by family.  Megabytes are of the weight as it is stored, M N K in
 thousands of millions.
 
-A call of more rows than ``FITTED_ROWS``, the most that were measured, is so many calls of these.
+A call of more rows than were measured is so many calls of these.
 
 Leaves out: an adapter's own work; its kernel counts as one.
 """
@@ -42,8 +42,6 @@ from pallas_kernels.qtensor import QTensor, tree_bytes
 from pallas_kernels.rounding import NIBBLES
 from pallas_kernels.types import HasShape
 
-FITTED_ROWS = 256
-L2_BYTES = 50e6  # of Hopper; sums of 32 bits that XLA's form scales stay there if they fit
 # Of a weight-only product on an accelerator; ``weight_only`` describes them.
 Form = Literal["words", "sums", "copy"]
 WORD = 8  # 4-bit codes in the 32 bits that a thread of the first form reads at a time
@@ -109,8 +107,8 @@ def _tile(plan: TileDivision, call: MatmulCall) -> MatmulWork:
 
 def _mid(plan: MidTile, call: MatmulCall) -> MatmulWork:
     scheme = mid_rows.scheme_of(call)
-    clocks = mid_rows.compute_work(plan, call.m, call.n, call.k, scheme, gpu())
-    shared = _megabytes(call), clocks
+    clocks = plan.clocks(call.m, call.n, call.k, scheme, gpu())
+    shared = _megabytes(call), clocks / 1e3
     return MatmulWork(scheme.family, mid_rows.sum_work(plan, call.m, call.n), shared)
 
 
@@ -132,7 +130,7 @@ def _pair(plan: PairTile, call: MatmulCall) -> MatmulWork:
 def _weight(plan: WeightTile, call: MatmulCall) -> MatmulWork:
     if plan.block > many_rows.CODES_K:
         work = many_rows.few_codes_work(plan, call.n, call.k)
-        return MatmulWork(many_rows.FEW_CODES_FAMILY, work, ())
+        return MatmulWork(many_rows.FEW_CODES, work, ())
     tiles = math.ceil(call.m / plan.tokens) * math.ceil(call.n / (plan.rows * plan.cluster))
     rounds = math.ceil(tiles / (gpu().sms // (plan.cluster * plan.split)))
     slots = rounds * call.k / plan.block / plan.split / 100
@@ -185,7 +183,7 @@ def product_us(call: MatmulCall) -> float:
         part = jax.eval_shape(lambda w: QTensor(w.q[:, :width], w.scale[:, :1]), call.codes)
         return groups * product_us(dataclasses.replace(call, w=part))
     us = predicted_us(product_work(call))
-    if call.quantized_x and (sums := 4 * call.m * call.n) > L2_BYTES:
+    if call.quantized_x and (sums := 4 * call.m * call.n) > gpu().products.l2_bytes:
         us += 2e6 * sums / gpu().copy_rate  # stored, and read by the fusion that scales them
     if not call.plain and call.w.dtype == jnp.int4 and call.m > 1:
         us += predicted_us(MatmulWork("xla widened", (call.n * call.k / 1e6,), ()))
@@ -217,7 +215,7 @@ def form_work(form: Form, call: MatmulCall) -> MatmulWork:
     stored, multiplied = _megabytes(call), m * n * k / 1e9
     if form == "words":
         # Another number of groups than a power of two costs integer divisions.
-        slower = 1.6 if groups & (groups - 1) else 1.0
+        slower = gpu().products.odd_groups if groups & (groups - 1) else 1.0
         return MatmulWork("xla words", (k / 1e3,), (stored, multiplied * slower))
     if form == "copy":
         moved = stored + 2 * n * k * 2 / 1e6
@@ -254,7 +252,7 @@ def product_work(call: MatmulCall) -> MatmulWork:
 
 def _fitted(call: MatmulCall) -> tuple[MatmulCall, float]:
     """The call with as many rows as were measured at most, and how many times it has them."""
-    m = min(call.m, FITTED_ROWS)
+    m = min(call.m, gpu().products.fitted_rows)
     return dataclasses.replace(call, m=m), call.m / m
 
 

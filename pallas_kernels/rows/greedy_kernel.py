@@ -73,7 +73,7 @@ def append_greedy(
             scratch={"by_warp": 4 * (THREADS // 32), "by_block": 4 * CLUSTER, "barrier": 4},
         )
 
-    if not gpu().arch.clusters:
+    if not gpu().clusters:
         return _in_two_kernels(logits, rows, written, stop_ids, options)
     return in_place(kernel, (rows, written))[1]
 
@@ -127,7 +127,7 @@ class _Greedy:
         self.gmem, self.vocabulary, self.places = gmem, vocabulary, places
         self.stops, self.capacity, self.kind = stops, capacity, kind
         self.thread = p.register("tid.x")
-        self.rank = p.register("cluster_ctarank" if gpu().arch.clusters else "ctaid.x")
+        self.rank = p.register("cluster_ctarank" if gpu().clusters else "ctaid.x")
         self.warp, self.lane = self.thread >> 5, self.thread & 31
         self.by_warp, self.by_block, self.barrier = (
             None if ref is None else p.shared_address(ref)

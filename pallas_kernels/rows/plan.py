@@ -23,10 +23,7 @@ KIND = {
     "float8_e4m3fn": "e4m3",
 }
 BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s8": 1, "e4m3": 1}
-# Below the first most of a block's 128 threads would have nothing to do.
-MIN_WIDTH, MAX_WIDTH = 1024, 32768
-# Each row reads its adapter for itself, out of L2: with more rows one product over all is faster.
-MAX_ADAPTED_ROWS, MAX_RANKS = 64, 256
+MAX_WIDTH, MAX_RANKS = 32768, 256
 _OTHER_BYTES = 27 * 1024  # of the shared memory beside the ring, at most
 
 
@@ -93,19 +90,20 @@ def plan(
     kinds = KIND[x.dtype.name], KIND[out], scales
     op = RowOp(form, width, *kinds, residual is not None, eps, given=given)
     rows = x.size // x.shape[-1]
+    card = gpu().rows
     if first is not None:
         if first.dtype != x.dtype:
             return Reason(f"adapters of {first.dtype} and {name} of {x.dtype}")
-        if rows > MAX_ADAPTED_ROWS:
-            return Reason(f"{name} has {rows} rows: up to {MAX_ADAPTED_ROWS} read adapters alone")
+        if rows > card.adapted_rows:
+            return Reason(f"{name} has {rows} rows: up to {card.adapted_rows} read adapters alone")
         if first.shape[1] * first.shape[2] > MAX_RANKS:
             return Reason(f"a row has {first.shape[1]} x {first.shape[2]} ranks, over {MAX_RANKS}")
         op = dataclasses.replace(op, adapters=first.shape[:3])
     found = divided(op, rows)
-    if width < MIN_WIDTH:
-        return Reason(f"XLA is as fast below {MIN_WIDTH} columns", found)
-    # By times on an H100 (docs/lab/launches.md): a gate of 64 rows takes up to 14% longer.
-    slower = rows == 1 or (form == "gate" and 32 < rows <= 64)
+    if width < card.least_width:
+        return Reason(f"XLA is as fast below {card.least_width} columns", found)
+    above, most = card.slow_gates
+    slower = rows == 1 or (form == "gate" and above < rows <= most)
     if given and form != "norm" and slower:
         return Reason(f"XLA is as fast for {rows} rows in codes of a given scale", found)
     return found
@@ -113,19 +111,21 @@ def plan(
 
 def divided(op: RowOp, rows: int) -> RowsPlan:
     """How the rows are cut; the numbers behind it are in ``docs/lab/rows.md``."""
+    card = gpu().rows
     if op.adapters is not None:
-        # 4096 wide a cluster's barriers cost more than the other half of the GPU brings.
-        split = 2 if op.width > 8192 and op.width % 16 == 0 and gpu().arch.clusters else 1
+        is_wide = op.width > card.split_width and op.width % 16 == 0
+        split = 2 if is_wide and gpu().clusters else 1
         return RowsPlan(op, min(256, _threads(op.width // split, 1)), split)
     if op.form != "gate":
-        few = rows <= 64 or op.out not in QMAX
+        few = rows <= card.few_rows or op.out not in QMAX
         return RowsPlan(op, _threads(op.width, 2 if few else 4))
-    if rows >= 1024 and gpu().arch.bulk_copies:
+    if rows >= card.ring_rows and gpu().bulk_copies:
         threads = _threads(op.width, 2)
         blocks = max(1, 1024 // threads)
         if 2 * blocks * op.row_bytes <= gpu().shared_bytes - _OTHER_BYTES:
             return RowsPlan(op, threads, ring=2, blocks=gpu().sms * blocks)
-    if rows <= 32 and op.width >= 4096 and op.width % 32 == 0 and gpu().arch.clusters:
+    is_split = rows <= card.split_gate_rows and op.width >= card.split_gate_width
+    if is_split and op.width % 32 == 0 and gpu().clusters:
         return RowsPlan(op, 256, split=4)
     # Without a largest value to find, the assembler interleaves all chunks: 8 take 224 registers.
     return RowsPlan(op, _threads(op.width, 2 if op.given else 8))

@@ -1,5 +1,6 @@
-"""SwiGLU's gate: silu(gate) * up over a fused gate/up projection, and an optional quantize; and
-that of GELU (``gate``).
+"""SwiGLU's gate: silu(gate) * up over a fused gate/up projection, and an optional quantize.
+
+The gate may be GELU's instead, by XLA and in floats.
 
 Source: GLU variants, arXiv 2002.05202; FasterLLaMA's DequantizedSiluMultiplyQuantized.
 """
@@ -18,7 +19,7 @@ from pallas_kernels.operands import ROW_CODES, check, dtype_name
 from pallas_kernels.qtensor import QTensor, of_one_scale
 from pallas_kernels.qtensor import quantize as quantize_rows
 from pallas_kernels.rounding import to_codes
-from pallas_kernels.rows.activations import ACTIVATIONS
+from pallas_kernels.rows.activations import ACTIVATIONS, GATES
 from pallas_kernels.rows.plan import RowsPlan, plan
 from pallas_kernels.rows.run import run
 from pallas_kernels.transform import Op, chosen
@@ -28,12 +29,17 @@ _OPERANDS = {"gate_up": "float [..., 2F+]", "scale": "float [] ?"}
 
 @overload
 def swiglu(
-    gate_up: jax.Array, *, quantize: None = ..., implementation: Implementation | None = ...
+    gate_up: jax.Array,
+    *,
+    activation: str = ...,
+    quantize: None = ...,
+    implementation: Implementation | None = ...,
 ) -> jax.Array: ...
 @overload
 def swiglu(
     gate_up: jax.Array,
     *,
+    activation: str = ...,
     quantize: DTypeLike,
     scale: jax.Array | None = ...,
     implementation: Implementation | None = ...,
@@ -41,6 +47,7 @@ def swiglu(
 def swiglu(
     gate_up: jax.Array,
     *,
+    activation: str = "silu",
     quantize: DTypeLike | None = None,
     scale: jax.Array | None = None,
     implementation: Implementation | None = None,
@@ -51,8 +58,10 @@ def swiglu(
     ----------
     gate_up : float [..., 2F]
         The gate's features, then up's. float32, bfloat16 or float16.
+    activation : "silu", "gelu" or "gelu_tanh"
+        The gate's.
     quantize : "int8" or "float8_e4m3fn", optional
-        Dtype of codes to return in place of floats.
+        Dtype of codes to return in place of floats, of the gate "silu" alone.
     scale : float scalar, optional
         With ``quantize``: the scale of every row; values beyond its range are clipped. By default
         each row has a scale for its largest magnitude.
@@ -84,23 +93,16 @@ def swiglu(
     codes = None if quantize is None else dtype_name("swiglu", "quantize", quantize, ROW_CODES)
     if scale is not None and codes is None:
         raise ValueError("swiglu: scale without quantize")
+    if activation not in GATES or (codes is not None and activation != "silu"):
+        known = ", ".join(GATES if codes is None else GATES[:1])
+        raise ValueError(f"swiglu: activation {activation!r} is not one of {known}")
+    if activation != "silu":
+        gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+        return (ACTIVATIONS[activation](gate) * up).astype(gate_up.dtype)
     scale = None if scale is None else scale.astype(jnp.float32)
     find = functools.partial(_plan, gate_up, codes, scale is not None)
     found = choose_plan("swiglu", implementation, find, gate_up, scale)
     return _swiglu(chosen(found, implementation), (codes, found), gate_up, scale)
-
-
-def gate(
-    gate_up: jax.Array, activation: str, *, implementation: Implementation | None = None
-) -> jax.Array:
-    """``swiglu``, or with activation "gelu" or "gelu_tanh" the same with GELU, by XLA.  Raises
-    ValueError for another activation."""
-    if activation not in ("silu", "gelu", "gelu_tanh"):
-        raise ValueError(f"gate: activation {activation!r} is not one of silu, gelu, gelu_tanh")
-    if activation == "silu":
-        return swiglu(gate_up, implementation=implementation)
-    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    return (ACTIVATIONS[activation](gate) * up).astype(gate_up.dtype)
 
 
 def _plan(gate_up: jax.Array, codes: str | None, given: bool) -> RowsPlan | Reason:

@@ -56,16 +56,16 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> SSDPlan | Reason:
 
 
 def segments_for(blocks: int, n_chunks: int) -> int:
-    """Return the number of segments of a row with the least predicted time on an H200.
+    """Return the number of segments of a row with the least predicted time.
 
-    blocks: of the grid, without segments.  A chunk of each wave of blocks takes 2 us, and 1 us in
-    the pass without outputs.  The segments' first states and the second launch take 15 us.
+    blocks: of the grid, without segments.  Several segments take one more pass over the chunks,
+    without outputs, and the time of their first states and the second launch.
     """
-    blocks = max(1, blocks)
+    blocks, us = max(1, blocks), gpu().ssd
 
     def microseconds(n: int) -> float:
         waves, chunks = -(-n * blocks // gpu().sms), -(-n_chunks // n)
-        return waves * chunks * (2 if n == 1 else 3) + 15 * (n > 1)
+        return waves * chunks * (us.wave + us.state * (n > 1)) + us.segment * (n > 1)
 
     return min(range(1, max(1, min(gpu().sms // blocks, n_chunks // 4)) + 1), key=microseconds)
 

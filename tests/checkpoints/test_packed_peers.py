@@ -136,8 +136,7 @@ def _torch(value: np.ndarray) -> Any:
     return torch.from_numpy(value)
 
 
-# transformers 5.23 refuses packed zero points, its own libraries' too: w4a16 has them.
-SAVED = [("int4", format) for format in (None, "native", "floats")]
+SAVED = [("int4", format) for format in (None, "native", "floats", "compressed-tensors")]
 SAVED += [("int8", format) for format in (None, "floats", "compressed-tensors")]
 
 

@@ -371,7 +371,7 @@ TINY = ["--model", "{tiny}", "--port", "0"]
 def test_what_cannot_be_served_is_one_line(words, message, folder, capsys, monkeypatch):
     """``test_options`` has what is wrong whatever the model is."""
     idle = SimpleNamespace(kill=lambda: None)
-    monkeypatch.setattr(server_process, "_FrontEnd", lambda listener: idle)
+    monkeypatch.setattr(server_process.front_end, "start", lambda listener: idle)
     words = [word.replace("{tiny}", str(folder / "tiny")) for word in words]
     assert main(["serve", *words]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]

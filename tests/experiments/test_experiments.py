@@ -270,9 +270,13 @@ def test_table_has_mean_and_spread_over_seeds(write, fake, tmp_path):
     assert lines[:3] == ["# Tiny", "", "| scheme | batch | speed | words |"]
     assert lines[4] == "| none | 1 | 100.5 ± 0.5 | none |"
     assert lines[7] == "| w8a16 | 2 | 250.5 ± 0.5 | w8a16 |"
-    assert "model = tiny" in lines[-1] and "batch" not in lines[-1]
+    assert "model = tiny" in lines[9] and "batch" not in lines[9]
+    assert lines[11].startswith("Means of seeds 0, 1; ± is half of the range")
+    environment = json.loads((out / "environment.json").read_text())
+    machine = (environment["device"], environment["system"], f"jax {jax.__version__}")
+    assert lines[12] == f"Machine: {', '.join(machine)}, {environment['date'][:10]}."
     rows = json.loads((out / "results.json").read_text())["rows"]
-    default = markdown(load_experiment(write()), rows).splitlines()[2]
+    default = markdown(load_experiment(write()), rows, environment).splitlines()[2]
     assert default == "| scheme | batch | speed |"  # the axes, and the numbers
 
 
@@ -338,6 +342,8 @@ def test_pictures_show_the_numbers(write, fake, tmp_path, monkeypatch):
     assert drawn["bar"][0][0] == ["none", "w8a16", "none", "w8a16"]
     for name in ("1-speed-by-batch", "2-curve-by-at", "3-speed-by-words"):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        drawing = (out / f"{name}.svg").read_text()
+        assert "bars and bands reach from the smallest" in drawing and "Machine: " in drawing
 
 
 @pytest.mark.core
@@ -483,7 +489,9 @@ def test_plan_knows_shapes_and_bytes(write, durations):
     said = plan(experiment, experiment.path.parent / "out")
     assert "4 points x 2 seeds of 'speed'" in said
     assert "scheme=none, batch=2: 2 attention layers of 32; 0.0 M parameters" in said
-    assert "; about 3.0 s\n" in said and "\nabout 15.0 s in all" in said
+    # Two kinds, of which one point each is measured; the others' bounds are microseconds longer.
+    assert said.count("; about 1.0 s\n") == said.count("; about 2.0 s\n") == 2
+    assert "\nabout 9.0 s in all" in said
     assert not os.path.exists(experiment.path.parent / "out")
 
 

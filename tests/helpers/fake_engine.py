@@ -30,7 +30,7 @@ from jaxllama.engine.request import (
     Request,
 )
 from jaxllama.engine.stats import EngineStats
-from jaxllama.serving.ipc.replicas import Sizes
+from jaxllama.serving.ipc.pool import Sizes
 from jaxllama.text.tokenizer import Tokenizer
 
 STOP = 2  # the stop token
@@ -104,6 +104,7 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.failure: str | None = None
         self.closed: str | None = None
+        self.stalled: str | None = None
         self.live: dict[str, Row] = {}
         self._listeners: list[Callable[[], None]] = []
         self._clock = threading.Condition(threading.RLock())

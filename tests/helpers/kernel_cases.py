@@ -28,6 +28,7 @@ from pallas_kernels.gated_delta import token_kernel as delta_token_kernel
 from pallas_kernels.gla import kernel as gla
 from pallas_kernels.gla import step_kernel
 from pallas_kernels.gla.token import gla_token, gla_tokens
+from pallas_kernels.latent.op import latent_attention
 from pallas_kernels.matmul import sums
 from pallas_kernels.matmul.blocks import blocks_matmul
 from pallas_kernels.matmul.gated import gated_matmul
@@ -142,6 +143,20 @@ def decode(kind: str, batch: int, capacity: int, tokens: int | None = None, head
     kv = cache_of(kind, batch, capacity, heads)
     given = S((*shape, heads[0], heads[2]), BF16), kv, kv, S(shape, I32)
     return functools.partial(decode_attention, implementation="mosaic"), given
+
+
+def latent(batch: int, tokens: int, n: int, capacity: int, page: int = 0):
+    q, lengths = S((batch, tokens, n, 576), BF16), S((batch, tokens), I32)
+    given = q, S((batch, capacity, 576), BF16), lengths
+    if page:
+        pages = batch * capacity // page
+        given = q, S((pages, page, 576), BF16), lengths, S((batch, capacity // page), I32)
+
+    def f(q, cache, lengths, table=None, implementation="mosaic"):
+        named = {"table": table, "implementation": implementation}
+        return latent_attention(q, cache, lengths, scale=576**-0.5, **named)
+
+    return f, given
 
 
 def rope(op, kind: str, batch: int, capacity: int, tokens: int | None = None, heads=HEADS):
@@ -302,6 +317,8 @@ CASES = {
     "decode 64 bfloat16": lambda: decode("bfloat16", 64, 8192),
     "decode 64 int8": lambda: decode("int8", 64, 1152),
     "decode 64 int4": lambda: decode("int4", 64, 8192),
+    "latent 64": lambda: latent(64, 1, 16, 8192),
+    "latent 16 of 4 tokens in pages": lambda: latent(16, 4, 16, 8192, 64),
     "decode 1 of 5 tokens": lambda: decode("bfloat16", 1, 1536, 5),
     "direct": lambda: rope(rope_and_attend, "bfloat16", 1, 1152),
     "rope and cache int8": lambda: rope(rope_and_write, "int8", 64, 1152),

@@ -26,10 +26,10 @@ from jaxllama.engine.stats import EngineStats
 from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.http.server import ServerSettings, application
 from jaxllama.serving.ipc import link
-from jaxllama.serving.ipc.facts import ModelFacts
 from jaxllama.serving.ipc.hub import Hub
-from jaxllama.serving.ipc.replicas import Sizes
-from jaxllama.serving.ray.replica import Observe, Started
+from jaxllama.serving.ipc.pool import Sizes
+from jaxllama.serving.ipc.replica import Observe, Started
+from jaxllama.serving.ipc.served import ModelFacts
 from tests.helpers.fake_engine import Row, letters
 
 ROWS = 8
@@ -43,6 +43,7 @@ class SleepingEngine:
         self.options = Sizes(4096, max_queue)
         self.failure: str | None = None
         self.closed: str | None = None
+        self.stalled: str | None = None
         self.steps = 0
         self._step, self._rows = step, dict[str, Row]()
         self._clock = threading.Condition(threading.RLock())

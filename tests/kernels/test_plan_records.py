@@ -23,9 +23,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.architecture import CARDS
+from pallas_kernels.architecture import CARDS, OTHER_JAX
 from pallas_kernels.device import planned_for
-from pallas_kernels.dispatch import OTHER_JAX, Reason, hopper_reason, named_plan
+from pallas_kernels.dispatch import Reason, hopper_reason, named_plan
 from pallas_kernels.matmul import choice
 from pallas_kernels.matmul.call import Static
 from pallas_kernels.plans import OPS, plans, stands_for

@@ -53,9 +53,9 @@ def test_float8_has_the_same_bits(monkeypatch):
 
 
 def test_a_target_limits_what_plans_use(monkeypatch):
-    assert gpu().arch.name == "sm_90" and lacking(*FEATURES) == "sm_90 has no tcgen05"
+    assert gpu().arch == "sm_90" and lacking(*FEATURES) == "sm_90 has no tcgen05"
     monkeypatch.setenv(TARGET, "sm_89")
-    assert gpu().arch.name == "sm_89" and gpu().shared_bytes == 99 * 1024
+    assert gpu().arch == "sm_89" and gpu().shared_bytes == 99 * 1024
     assert lacking("clusters") == "sm_89 has no clusters"
     monkeypatch.setenv(TARGET, "sm_91")
     with pytest.raises(ValueError, match="JAXLLAMA_TARGET=sm_91 is none of sm_80, "):

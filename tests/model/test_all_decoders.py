@@ -5,6 +5,9 @@ Those that are loaded have a case in ``parity_cases``, which ``test_parity`` com
 transformers live.  The guide's table of families and refusals is made of the same entries.
 """
 
+import re
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -18,8 +21,9 @@ from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.typing import JsonObject
 from tests.helpers.parity_cases import CASES, FAMILY_CASES
 
-LOADED = 104  # of transformers' types; more is better
 ELSEWHERE = ("rwkv7",)  # types of flash-linear-attention
+ALONE = ("minicpm", "mistral4")  # families that are no type of AutoModelForCausalLM
+ROOT = Path(__file__).parents[2]
 SIZES = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -31,12 +35,28 @@ SIZES = {
 }
 
 
+def stated_counts() -> tuple[int, ...]:
+    """Return the guide's numbers of transformers' types: loaded, all, and with an own entry."""
+    page = (ROOT / "docs" / "rooms" / "checkpoints.md").read_text(encoding="utf-8")
+    pattern = r"(\d+) of the (\d+) causal model types of [^\n]* load\. (\d+) of them have"
+    [found] = re.findall(pattern, page)
+    return tuple(map(int, found))
+
+
+def test_the_guide_and_the_changelog_state_the_number_of_families():
+    _, _, own = stated_counts()
+    assert own == len(set(FAMILIES) - set(ALONE))
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    [families] = re.findall(r"(\d+) model types of transformers, `minicpm` and `mistral4` load", changes)
+    assert int(families) == own and ALONE == ("minicpm", "mistral4")
+
+
 @pytest.mark.slow
 def test_every_type_is_loaded_or_refused():
     auto = pytest.importorskip("transformers.models.auto.modeling_auto")
     types = dict(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     loaded = sorted(kind for kind in types if kind in FAMILIES or kind in WRAPPERS)
-    assert len(loaded) >= LOADED, loaded
+    assert (len(loaded), len(types), len(set(loaded) & set(FAMILIES))) == stated_counts()
     assert set(types) == set(loaded) | (set(REFUSED) - set(ELSEWHERE))
     for kind in set(REFUSED) & set(types):
         with pytest.raises(JaxLlamaError, match="model_type|architectures") as caught:

@@ -16,6 +16,7 @@ import pytest
 
 import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
+from jaxllama.checkpoints.hf.save import flatten
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.checkpoints.peft import products
 from jaxllama.config import CheckpointForm, ExpertsConfig, ModelConfig
@@ -35,7 +36,8 @@ from pallas_kernels.qtensor import QTensor
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import slow
 from tests.helpers.engine_cases import every_way_generates
-from tests.helpers.models import LLAMA, params_of, tokens_of
+from tests.helpers.models import LLAMA, params_of, relative_error, tokens_of
+from tests.helpers.packed_oracle import floats_of
 from tests.helpers.parity_cases import CASES
 from tests.helpers.parity_cases import params_of as parity_params
 
@@ -211,6 +213,51 @@ def test_quantized_saved_and_loaded(scheme, bound, tmp_path) -> None:
     assert np.sqrt(np.mean((got - want) ** 2)) < bound * np.std(want)
 
 
+EXPORTED = [
+    ("w4a16-sym,head=none", "compressed-tensors"),
+    ("w8a16,head=none", "compressed-tensors"),
+    ("w4a16,head=none", "awq"),
+    ("w8a16,head=none,down=w4a16", "gptq"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "format"), EXPORTED)
+def test_experts_in_the_formats_of_other_programs(scheme: str, format: str, tmp_path) -> None:
+    lm, _, _ = model()
+    params = jl.quantize_params(lm.params, scheme, scale_dtype=jnp.float16)
+    _, read = hf.load(packed.save(tmp_path / "out", CFG, jax.device_get(params), format=format))
+    got, want = flatten(read), flatten(params)
+    assert isinstance(got["layer_1", "mlp", "experts_gate_up", "weight"], QTensor)
+    for path, leaf in want.items():
+        np.testing.assert_array_equal(floats_of(got[path]), floats_of(leaf), err_msg=str(path))
+
+
+def test_an_export_says_what_transformers_will_not_load(tmp_path) -> None:
+    lm, _, _ = model()
+    for scheme, reason in (
+        ("w4a16,head=none", "no experts with zero points; scheme w4a16-sym"),
+        ("w4a16-sym,experts_*=none", "no experts in floats beside these weights"),
+    ):
+        params = jl.quantize_params(lm.params, scheme)
+        with pytest.warns(WeightWarning, match=f"transformers 5.24 will not load it: .*{reason}"):
+            packed.check(CFG, params, "compressed-tensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["w4a16-sym,head=none", "w8a16"])
+def test_transformers_loads_exported_experts(scheme: str, tmp_path) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    _, tokens, _ = model()
+    params = jl.quantize_params(params_of(CFG), scheme)
+    out = packed.save(tmp_path / "out", CFG, jax.device_get(params), format="compressed-tensors")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    with torch.no_grad():
+        want = theirs(torch.tensor(tokens)).logits.numpy()
+    got = np.asarray(jl.load(out, exact=True).logits(tokens, np.full(ROWS, WIDTH, np.int32)))
+    assert relative_error(got, want) < 1e-5
+
+
 def test_modules_declare_and_compute_the_same() -> None:
     lm, tokens, want = model()
     x = np.random.default_rng(0).standard_normal((2, 3, 32)).astype(np.float32)
@@ -256,8 +303,11 @@ def test_what_is_not_done_is_refused_by_name(tmp_path) -> None:
     with pytest.raises(JaxLlamaError, match=r"experts_down: .*add experts_\*=w8a16"):
         jl.quantize_params(lm.params, "w8a8")
     mixed = jl.quantize_params(lm.params, "w8a8,experts_*=w8a16")
-    with pytest.raises(JaxLlamaError, match="experts need format 'native', not 'compressed"):
-        packed.check(CFG, mixed, "compressed-tensors")
+    packed.check(CFG, mixed, "compressed-tensors")
+    granite = CASES["granitemoe"]
+    stacked = jl.quantize_params(parity_params("granitemoe"), "w8a16")
+    with pytest.raises(JaxLlamaError, match=r"all experts in one tensor.*experts_\*=none"):
+        packed.check(granite, stacked, "compressed-tensors")
     with pytest.raises(JaxLlamaError, match=r"add experts_\*=w8a16"):
         check(CFG, QuantizeRequest(tmp_path / "q", "w8a8"))
     check(CFG, QuantizeRequest(tmp_path / "q", "w4a16"))

@@ -162,7 +162,7 @@ def test_gradients_reach_every_parameter_and_no_layers_are_stacked():
     assert runs(GEMMA4)[0].count == 1 and "layer_0" in stack_layers(GEMMA4, params)
 
     def loss(params, each=None):
-        options = {} if each is None else {"each": each}
+        options = {} if each is None else {"run_layer": each}
         x = hidden_states(GEMMA4, params, tokens, jnp.float32, **options)
         return jnp.sum(jnp.sin(x))
 

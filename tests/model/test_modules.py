@@ -21,7 +21,7 @@ from jaxllama.model.declare import Declared
 from jaxllama.model.decoder import embed_tokens, forward, logits
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers import MIXERS
-from jaxllama.model.param import one
+from jaxllama.model.param import tensor
 from jaxllama.model.records import whole_rows
 from jaxllama.model.shardings import specs
 from jaxllama.model.stacked import runs
@@ -278,7 +278,7 @@ def test_a_feed_forward_is_dense_or_a_mixture_by_its_class():
 
 def test_parameters_are_drawn_around_their_means():
     for mean, std in ((2.0, 0.5), (1.0, 0.0)):
-        param = one("a_log", 4096, mean=mean, std=std)
+        param = tensor("a_log", 4096, mean=mean, std=std)
         drawn = np.asarray(Declared(param, (None,)).init(jax.random.key(0)).value)
         np.testing.assert_allclose([drawn.mean(), drawn.std()], [mean, std], atol=0.03)
 

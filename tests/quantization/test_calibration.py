@@ -33,7 +33,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.quantization import calibration, gptq
 from jaxllama.quantization.checkpoint import QuantizeRequest, quantize_checkpoint, table
 from jaxllama.quantization.pipeline import calibrate
-from jaxllama.quantization.scheme import parse
+from jaxllama.quantization.scheme import is_packed, parse
 from jaxllama.quantization.work import QuantizeWork
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import QTensor, tree_bytes
@@ -292,7 +292,16 @@ def model(lm, tmp_path_factory) -> Path:
     return hf.save(folder / "tiny", CFG, lm.params, files)
 
 
-def test_the_command_makes_what_calibrate_makes(lm, model, made, tmp_path, capsys):
+def with_float32_scales(params):
+    """The tree as a native file has it: float32 scales, of the values that float16 holds."""
+    return jax.tree.map(
+        lambda w: dataclasses.replace(w, scale=w.scale.astype(jnp.float32)) if is_packed(w) else w,
+        params,
+        is_leaf=is_packed,
+    )
+
+
+def test_the_command_makes_what_calibrate_makes(lm, model, tokens, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text(TEXT, encoding="utf-8")
     out, report = tmp_path / "sub" / "out", tmp_path / "errors.json"
@@ -314,7 +323,8 @@ def test_the_command_makes_what_calibrate_makes(lm, model, made, tmp_path, capsy
     ]
     assert main(["quantize", *words, "--report", str(report), "--json"]) == 0
     got = json.loads(capsys.readouterr().out)
-    want, errors = made("w4a16", "awq")
+    want, errors = calibrate(CFG, lm.params, tokens, parse("w4a16"), "awq", scale_dtype=jnp.float16)
+    want = with_float32_scales(want)
     assert (got["calibration_tokens"], got["layers_kept"]) == (12 * 128, 0)
     assert got["errors"] == json.loads(report.read_text())["errors"] == errors
     assert got["bytes"] < 0.4 * got["float_bytes"] and got["peak_rss_bytes"] > 0
@@ -500,14 +510,29 @@ def test_formats_hold_a_tied_head_s_copy_or_say_that_they_leave_it(lm, format, t
     params = {name: part for name, part in lm.params.items() if name != "head"}
     model = LanguageModel(cfg, params, None)
     report = quantize_checkpoint(model, QuantizeRequest(tmp_path / "out", "w4a16", format=format))
-    assert ("format 'awq' has no quantized head" in table(report)) == (format == "awq")
-    assert (report["head_copy_bytes"] > 0) == (format != "awq")
+    leaves_head = format != "gptq"
+    assert ("the head stays in floats: format" in table(report)) == leaves_head
+    assert (report["head_copy_bytes"] > 0) != leaves_head
     got = jl.load(tmp_path / "out", exact=True)
-    assert got.config.tie_embeddings == (format == "awq") == ("head" not in got.params)
-    plan = "w4a16,head=none" if format == "awq" else "w4a16"
+    assert got.config.tie_embeddings == leaves_head == ("head" not in got.params)
+    plan = "w4a16,head=none" if leaves_head else "w4a16"
     scales = None if format == "compressed-tensors" else jnp.float16
     want = jl.quantize_params(params, plan, cfg=cfg, scale_dtype=scales)
     is_near(got.params, want)
+
+
+def test_a_native_checkpoint_converts_to_formats_of_float16_scales(lm, tmp_path):
+    """The command's float32 scales have values that float16 holds; other float32 scales do not."""
+    plan = "w4a16,head=none"
+    model = LanguageModel(CFG, lm.params, None)
+    quantize_checkpoint(model, QuantizeRequest(tmp_path / "q", plan))
+    native = jl.load(tmp_path / "q", exact=True)
+    for format in ("gptq", "awq"):
+        again = jl.load(native.save(tmp_path / format, format=format), exact=True)
+        is_near(again.params, native.params)
+    rounded = LanguageModel(CFG, jl.quantize_params(lm.params, plan, cfg=CFG), None, exact=True)
+    with pytest.raises(jl.JaxLlamaError, match="float16 does not hold .*quantize --format gptq"):
+        rounded.save(tmp_path / "no", format="gptq")
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -520,7 +545,8 @@ def test_rounding_alone_reads_no_text(lm, tied, tmp_path):
     report = quantize_checkpoint(model, QuantizeRequest(tmp_path / "out", "w4a16"))
     assert (report["calibration_tokens"], report["errors"]) == (0, [])
     got = jl.load(tmp_path / "out", exact=True)
-    want = LanguageModel(cfg, jl.quantize_params(params, "w4a16", cfg=cfg), None, exact=True)
+    want = jl.quantize_params(params, "w4a16", cfg=cfg, scale_dtype=jnp.float16)
+    want = LanguageModel(cfg, with_float32_scales(want), None, exact=True)
     assert same(got.params, want.params) and not got.config.tie_embeddings
     rows, width = params["embed"]["weight"].shape
     assert report["head_copy_bytes"] == (rows * (width + 4) if tied else 0)

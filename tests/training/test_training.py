@@ -429,12 +429,13 @@ def test_killed_anywhere_and_resumed_the_curve_is_the_same_to_the_bit(finished, 
         (loop.RunDirectory, "append", 7, False),  # between two checkpoints
         (loop.Checkpoints, "save", 1, False),  # step 8 is in the metrics, its checkpoint is not
         (loop.Checkpoints, "save", 1, True),  # it is, and nothing after it
-        (loop.report, "draw", 1, False),  # all steps are done, the model is not written
+        (loop.report, "draw", 2, False),  # all steps are done, the model is not written
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, name, deadly(getattr(owner, name), calls, after))
             with pytest.raises(Killed):
                 train(config, run)
+        assert (run / "loss.png").exists() == (calls != 1 or owner is not loop.RunDirectory)
         if (run / "metrics.jsonl").exists():
             with open(run / "metrics.jsonl", "a") as file:
                 file.write('{"step": 9, "lo')  # a line that was being written

@@ -40,6 +40,18 @@ REWARDS = {
 }
 
 
+def test_data_is_found_beside_its_file(tmp_path, monkeypatch):
+    """Shipped data from any folder; a file of the current folder comes first."""
+    monkeypatch.chdir(tmp_path)
+    conversations = load_train_config("lora-chat").data.conversations
+    assert Path(conversations).samefile(configs_dir() / "texts" / "pirate.jsonl")
+    (tmp_path / "a" / "data").mkdir(parents=True)
+    (tmp_path / "a" / "run.toml").write_text(GOOD.replace('"x"', '"data"'))
+    assert Path(load_train_config("a/run.toml").data.tokens) == Path("a/data")
+    (tmp_path / "data").mkdir()
+    assert load_train_config("a/run.toml").data.tokens == "data"
+
+
 def test_defaults_presets_paths_and_tables(tmp_path):
     (tmp_path / "run.toml").write_text(GOOD)
     config = load_train_config(tmp_path / "run.toml")

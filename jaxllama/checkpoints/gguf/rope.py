@@ -76,9 +76,9 @@ def _scaling(file: GGUFFile, name: str, theta: float, turning: int, context: int
         return found | (dict.fromkeys(names, file.number(key)) if key in file else {})
     for key, neutral in (("attn_factor", 1.0), ("yarn_attn_factor", 1.0)):
         key = f"{prefix}.{key}"
-        own = 0.1 * math.log(max(factor, 1.0)) + 1.0  # yarn's own rule gives this value
+        usual = 0.1 * math.log(max(factor, 1.0)) + 1.0  # yarn's own rule gives this value
         value = file.number(key, neutral)
-        if value != neutral and not (kind == "yarn" and math.isclose(value, own, rel_tol=1e-5)):
+        if value != neutral and not (kind == "yarn" and math.isclose(value, usual, rel_tol=1e-5)):
             raise file.error(key, f"{value} is not supported (only {neutral})")
     if "rope_freqs.weight" in file.tensors:
         if kind != "none":

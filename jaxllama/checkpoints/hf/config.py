@@ -176,10 +176,10 @@ def config_from_hf(
 
 def _stored_of(family: str, fields: JsonMapping) -> tuple[CheckpointForm, Mapping[str, Any]]:
     """Split fields by path into (``CheckpointForm``, the fields of ModelConfig)."""
-    own = {key[7:]: value for key, value in fields.items() if key.startswith("stored.")}
+    stored = {key[7:]: value for key, value in fields.items() if key.startswith("stored.")}
     rest = {key: value for key, value in fields.items() if not key.startswith("stored.")}
     name = stored_name(family)
-    return CheckpointForm(family=name, **FAMILIES[family].stored, **own), rest
+    return CheckpointForm(family=name, **FAMILIES[family].stored, **stored), rest
 
 
 def text_config(config: JsonMapping) -> JsonMapping:
@@ -266,10 +266,10 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
         result["rope_parameters"] = {
             name: {
                 "rope_type": "default",
-                **(rope_scaling(one, width) or {}),
-                "rope_theta": one.theta,
+                **(rope_scaling(rope, width) or {}),
+                "rope_theta": rope.theta,
             }
-            for name, one, width in zip(_LAYER_TYPES, (cfg.rope, local), widths, strict=True)
+            for name, rope, width in zip(_LAYER_TYPES, (cfg.rope, local), widths, strict=True)
         }
     for key, path, _ in family.same:
         first, _, rest = path.partition(".")
@@ -293,7 +293,7 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
             "rope_theta": result.pop("rope_theta"),
         }
     result |= {} if family.to_hf is None else family.to_hf(cfg)
-    result = family.own(result)
+    result = family.renamed(result)
     _check_way_back(cfg, result, kind)
     return result if dtype is None else {**result, "torch_dtype": dtype}
 
@@ -385,7 +385,7 @@ def _flat(cfg: ModelConfig) -> JsonObject:
         if key == "mixers":
             found |= {f"mixers.{kind}": _options(cfg, kind, options) for kind, options in value}
         elif isinstance(value, dict):
-            found |= {f"{key}.{name}": one for name, one in value.items()}
+            found |= {f"{key}.{name}": inner_value for name, inner_value in value.items()}
         else:
             found[key] = value
     return found

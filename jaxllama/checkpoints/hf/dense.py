@@ -79,7 +79,7 @@ def granite_nope(index: int, read: JsonReader, slides: bool) -> bool:
     scaling = read.config.get("rope_parameters")
     theta = scaling.get("rope_theta") if isinstance(scaling, Mapping) else None
     theta = read.number("rope_theta") if theta is None else theta
-    if any(one and one != theta for one in thetas):
+    if any(value and value != theta for value in thetas):
         raise read.error("layer_rope_theta", f"a theta other than {theta} is not supported")
     return not thetas[index]
 

@@ -264,10 +264,10 @@ class SigmoidMixture:
         is_sparse = [layer.experts is not None for layer in cfg.layers]
         keys: Fields = {"first_k_dense_replace": is_sparse.count(False)}
         if self.has_types:
-            keys["mlp_layer_types"] = [("dense", "sparse")[one] for one in is_sparse]
+            keys["mlp_layer_types"] = [("dense", "sparse")[sparse] for sparse in is_sparse]
         if experts is None:
             return keys
-        own = {
+        family_keys = {
             "count": experts.n_experts,
             "active": experts.n_active,
             "normalize": experts.normalize,
@@ -275,7 +275,7 @@ class SigmoidMixture:
             "active_groups": experts.n_active_groups,
             "shared": experts.shared // experts.d_ff,
         }
-        keys |= {roles[role][0]: value for role, value in own.items()}
+        keys |= {roles[role][0]: value for role, value in family_keys.items()}
         return {
             **keys,
             "moe_intermediate_size": experts.d_ff,

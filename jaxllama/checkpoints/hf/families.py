@@ -197,10 +197,13 @@ def _qwen_delta_to_hf(cfg: ModelConfig) -> Fields:
 
 
 def _kimi_layers(read: JsonReader) -> tuple[str, ...]:
-    n, own = read.size("num_hidden_layers"), read.config.get("linear_attn_config") or {}
+    n, linear = (
+        read.size("num_hidden_layers"),
+        read.config.get("linear_attn_config") or {},
+    )
     if read.config.get("layer_types") is not None:
         return _linear_layers(read)
-    full = own.get("full_attn_layers") if isinstance(own, Mapping) else None
+    full = linear.get("full_attn_layers") if isinstance(linear, Mapping) else None
     if full is None:
         full = range(5, n + 1, 4)  # layers are counted from 1
     if not isinstance(full, list | range) or not all(type(i) is int for i in full):
@@ -209,17 +212,17 @@ def _kimi_layers(read: JsonReader) -> tuple[str, ...]:
 
 
 def _kimi(read: JsonReader) -> Fields:
-    own = read.config.get("linear_attn_config") or {}
-    own = JsonReader(own if isinstance(own, Mapping) else {}, "linear_attn_config.")
-    width = own.size("head_dim", read.size("linear_head_dim", 128))
-    heads = own.size("num_heads", read.size("linear_num_heads", 32))
+    linear = read.config.get("linear_attn_config") or {}
+    linear = JsonReader(linear if isinstance(linear, Mapping) else {}, "linear_attn_config.")
+    width = linear.size("head_dim", read.size("linear_head_dim", 128))
+    heads = linear.size("num_heads", read.size("linear_num_heads", 32))
     delta = DeltaConfig(
         n_heads=heads,
         n_k_heads=heads,
         d_k=width,
         d_v=width,
         norm_eps=read.number("rms_norm_eps"),
-        conv_size=own.size("short_conv_kernel_size", read.size("linear_conv_kernel_dim", 4)),
+        conv_size=linear.size("short_conv_kernel_size", read.size("linear_conv_kernel_dim", 4)),
         decay="channel",
         gate="low_rank",
         gate_activation="sigmoid",

@@ -88,10 +88,10 @@ class Family:
 
     def shared(self, config: JsonMapping) -> JsonMapping:
         """Return a config.json under the shared names of its keys."""
-        shared = {own: name for name, own in self.names.items()} | dict(self.others)
+        shared = {family_name: name for name, family_name in self.names.items()} | dict(self.others)
         return {shared.get(key, key): value for key, value in config.items()}
 
-    def own(self, config: JsonMapping) -> JsonObject:
+    def renamed(self, config: JsonMapping) -> JsonObject:
         """Return a config.json under the family's own names: the inverse of ``shared``."""
         return {
             self.names.get(key, key): value
@@ -201,6 +201,6 @@ def delta_of(cfg: ModelConfig) -> DeltaConfig:
 
 def delta_to_hf(cfg: ModelConfig) -> Fields:
     """Return ``DELTA_KEYS``."""
-    own = delta_of(cfg)
-    sizes = own.n_heads, own.n_k_heads, own.d_k, own.d_v, own.conv_size
+    delta = delta_of(cfg)
+    sizes = delta.n_heads, delta.n_k_heads, delta.d_k, delta.d_v, delta.conv_size
     return dict(zip(DELTA_KEYS, sizes, strict=True))

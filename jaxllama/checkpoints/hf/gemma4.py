@@ -50,9 +50,9 @@ def full_heads(read: JsonReader) -> FullAttentionConfig:
         return FullAttentionConfig(read.size("global_head_dim", 512), n_kv, is_one)
     if not isinstance(by_layer, Mapping):
         raise read.error("per_layer_config", "expected an object")
-    own = {str(key).lstrip("0") or "0": value for key, value in by_layer.items()}
-    found = [own.pop(str(i), {}) for i in _full_layers(read)]
-    if own or any(one != found[0] for one in found) or not isinstance(found[0], Mapping):
+    overrides = {str(key).lstrip("0") or "0": value for key, value in by_layer.items()}
+    found = [overrides.pop(str(i), {}) for i in _full_layers(read)]
+    if overrides or any(x != found[0] for x in found) or not isinstance(found[0], Mapping):
         raise read.error("per_layer_config", f"must be of all {_FULL} layers, and equal")
     reader = JsonReader(found[0], "per_layer_config.")
     heads = reader.size("num_key_value_heads", n_kv)
@@ -90,15 +90,15 @@ def _gemma4(read: JsonReader) -> Fields:
 
 def _gemma4_to_hf(cfg: ModelConfig) -> Fields:
     full = cfg.full or FullAttentionConfig(cfg.head_dim, cfg.n_kv_heads, cfg.k_is_v)
-    own, experts = cfg.layer_inputs, cfg.experts
+    inputs, experts = cfg.layer_inputs, cfg.experts
     return {
         "global_head_dim": full.head_dim,
         "attention_k_eq_v": full.k_is_v,
         "num_global_key_value_heads": full.n_kv_heads if full.k_is_v else None,
         "num_kv_shared_layers": cfg.shared_kv_layers,
         "use_double_wide_mlp": cfg.shared_kv_d_ff is not None,
-        "hidden_size_per_layer_input": 0 if own is None else own.width,
-        "vocab_size_per_layer_input": cfg.vocab_size if own is None else own.vocab_size,
+        "hidden_size_per_layer_input": 0 if inputs is None else inputs.width,
+        "vocab_size_per_layer_input": cfg.vocab_size if inputs is None else inputs.vocab_size,
         "enable_moe_block": experts is not None,
         "num_experts": None if experts is None else experts.n_experts,
         "top_k_experts": None if experts is None else experts.n_active,

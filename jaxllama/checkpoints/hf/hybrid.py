@@ -137,7 +137,7 @@ def conv_layers(read: JsonReader) -> Fields:
 
 def conv_to_hf(cfg: ModelConfig) -> Fields:
     """Return the keys of LFM2's layers.  Raises JaxLlamaError where there is no convolution."""
-    layer = next((one for one in cfg.layers if one.kind == "short_conv"), None)
+    layer = next((candidate for candidate in cfg.layers if candidate.kind == "short_conv"), None)
     if layer is None:
         raise JaxLlamaError("mixers.short_conv: this family's layers have it")
     kinds = {"attention": "full_attention", "short_conv": "conv"}

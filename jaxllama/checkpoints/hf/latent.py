@@ -57,10 +57,10 @@ def _score_scale(read: JsonReader) -> float:
     scaling = read.config.get("rope_scaling") or read.config.get("rope_parameters") or {}
     if not isinstance(scaling, Mapping):
         return 1.0  # an error elsewhere
-    own = JsonReader(scaling, "rope_scaling.")
-    if own.text("rope_type", own.text("type", "default")) == "default":
+    reader = JsonReader(scaling, "rope_scaling.")
+    if reader.text("rope_type", reader.text("type", "default")) == "default":
         return 1.0
-    times, factor = own.number("mscale_all_dim", 0.0), own.number("factor", 1.0)
+    times, factor = reader.number("mscale_all_dim", 0.0), reader.number("factor", 1.0)
     return (0.1 * times * math.log(factor) + 1.0) ** 2 if times and factor > 1 else 1.0
 
 

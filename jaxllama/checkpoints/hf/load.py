@@ -447,15 +447,15 @@ def _untied(directory: Path, cfg: ModelConfig, files: Tensors) -> ModelConfig:
     return cfg
 
 
-def _equal(files: Tensors, one: str, other: str) -> bool:
+def _equal(files: Tensors, first: str, other: str) -> bool:
     """Return whether two tensors have the same shape and values."""
-    shape, step = files[one][1].shape, 1 << 20
+    shape, step = files[first][1].shape, 1 << 20
     if shape != files[other][1].shape:
         return False
     size = math.prod(shape)
     parts = ((at, min(step, size - at)) for at in range(0, size, step))
     return all(
-        np.array_equal(_slice(files, one, *part), _slice(files, other, *part)) for part in parts
+        np.array_equal(_slice(files, first, *part), _slice(files, other, *part)) for part in parts
     )
 
 

@@ -150,7 +150,7 @@ def _bounds(read: JsonReader) -> tuple[float, float | None]:
     value = read.config.get("time_step_limit")
     if value is None:
         return 0.0, None
-    pair = [_number(one) for one in value] if isinstance(value, list | tuple) else []
+    pair = [_number(bound) for bound in value] if isinstance(value, list | tuple) else []
     least, largest = pair if len(pair) == 2 else (None, None)
     if least is None or largest is None or not 0 <= least <= largest:
         raise read.error("time_step_limit", "expected two numbers, the smaller first")

@@ -24,7 +24,7 @@ def _numbers(read: JsonReader, key: str, count: int) -> tuple[float, ...]:
     if value is None:
         return (1.0,) * count
     is_list = isinstance(value, list | tuple) and len(value) == count
-    if not is_list or not all(type(one) in (int, float) for one in value):
+    if not is_list or not all(type(number) in (int, float) for number in value):
         raise read.error(key, f"expected {count} numbers")
     return tuple(map(float, value))
 
@@ -113,7 +113,7 @@ def _zamba_types(read: JsonReader) -> list[str]:
         types = ["ssm", *plain * 7, *["ssm"] * 4, "hybrid", *["ssm"] * 3, "hybrid", "ssm", "ssm"]
     else:
         found = types if isinstance(types, list) else []
-        types = [_ZAMBA_KINDS.get(one, "") for one in found if isinstance(one, str)]
+        types = [_ZAMBA_KINDS.get(kind, "") for kind in found if isinstance(kind, str)]
     if len(types) != n or "" in types:
         raise read.error("layers_block_type", f"must be {n} entries of linear_attention, hybrid")
     return types
@@ -167,7 +167,7 @@ def _zamba2_to_hf(cfg: ModelConfig) -> Fields:
     kinds = ["linear_attention"] * cfg.n_layers
     for index in cfg.beside_layers:
         kinds[index] = "hybrid"
-    types = [one for i, one in enumerate(kinds) if cfg.layer_types[i] == "ssm"]
+    types = [kind for i, kind in enumerate(kinds) if cfg.layer_types[i] == "ssm"]
     return {
         **_ZAMBA.to_hf(cfg),
         "num_hidden_layers": len(types),

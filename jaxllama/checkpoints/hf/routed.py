@@ -171,10 +171,10 @@ def _cohere_to_hf(cfg: ModelConfig) -> Fields:
 
 def _part(read: JsonReader, key: str) -> JsonReader:
     """Return the reader of an object within a config.json."""
-    own = read.config.get(key) or {}
-    if not isinstance(own, Mapping):
+    section = read.config.get(key) or {}
+    if not isinstance(section, Mapping):
         raise read.error(key, "must be an object")
-    return JsonReader({name: one for name, one in own.items() if one is not None}, f"{key}.")
+    return JsonReader({name: part for name, part in section.items() if part is not None}, f"{key}.")
 
 
 def _dbrx_sizes(read: JsonReader) -> Fields:

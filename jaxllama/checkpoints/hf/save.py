@@ -97,7 +97,7 @@ def save(
     JaxLlamaError
         Naming the path, the option that HF has no key for, or the quantized weight.
     """
-    units = _joined(floats_unit(spec, value) for spec, value in _once(_leaves(cfg, params)))
+    units = joined(floats_unit(spec, value) for spec, value in _once(_leaves(cfg, params)))
     dtype = np.dtype(params["embed"]["weight"].dtype)
     config = config_to_hf(cfg, dtype.name)
     documents = {"config.json": config, GENERATION: generation_config(cfg, sampling)}
@@ -227,7 +227,7 @@ def floats_unit(spec: Param, value: Tree) -> SaveUnit:
     return SaveUnit(entries, values)
 
 
-def _joined(units: Iterable[SaveUnit]) -> list[SaveUnit]:
+def joined(units: Iterable[SaveUnit]) -> list[SaveUnit]:
     """Return the units, those that hold rows of tensors as one unit of whole tensors.
 
     Parameters that share a tensor are neighbours.

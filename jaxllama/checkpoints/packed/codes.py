@@ -106,9 +106,9 @@ def by_group(
     columns = None if np.array_equal(order, np.arange(order.size)) else order
     counts = np.bincount(groups, minlength=scale.shape[1])
     width = math.gcd(*counts.tolist())
-    each = np.repeat(np.arange(scale.shape[1]), counts // width)
-    if not np.array_equal(each, np.arange(scale.shape[1])):
-        scale, zero = scale[:, each], None if zero is None else zero[:, each]
+    group_of_column = np.repeat(np.arange(scale.shape[1]), counts // width)
+    if not np.array_equal(group_of_column, np.arange(scale.shape[1])):
+        scale, zero = scale[:, group_of_column], None if zero is None else zero[:, group_of_column]
     words = words if columns is None else np.take(words, order, axis=1)
     return QTensor(words, scale, zero, columns=columns)
 

@@ -96,8 +96,10 @@ def reader(config: JsonObject) -> Reader:
     ignored = _targets(read, "ignore")
     schemes = []
     for name, group in groups.items():
-        own = JsonReader(group, f"quantization_config.config_groups.{name}.")
-        schemes.append((_targets(own, "targets"), _scheme(own, config.get("format"))))
+        reader_of_group = JsonReader(group, f"quantization_config.config_groups.{name}.")
+        schemes.append(
+            (_targets(reader_of_group, "targets"), _scheme(reader_of_group, config.get("format")))
+        )
 
     def part(module: Module) -> PackedPart | None:
         scheme = None

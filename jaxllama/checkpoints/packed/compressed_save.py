@@ -4,24 +4,40 @@ int4 and int8 codes with float activations, and int4 codes with FP8 activations,
 "pack-quantized". Both with int8 activations are "int-quantized", with one byte for an int4 code.
 FP8 codes are "float-quantized", in blocks of 128 x 128 where rows repeat their scales so.
 float4_e2m1fn codes are "mxfp4-pack-quantized" and "nvfp4-pack-quantized" (``float4``). Scales in
-two levels of int4 codes are written as their products. Weights of one kind make one config group.
-If all quantized weights are of one kind, the group's target is the class Linear; otherwise modules
-are named.
+two levels of int4 codes are written as their products. 4-bit weights with zero points share one
+group size, because transformers 5.24 loads no others (``unifier``). Weights of one kind
+make one config group. If all quantized weights are of one kind, the group's target is the
+class Linear; otherwise modules are named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 
 from jaxllama.checkpoints.packed import float4, fp8
-from jaxllama.checkpoints.packed.codes import FP8, INT4, pack, packed_size, unsigned
+from jaxllama.checkpoints.packed.awq import common_group_size
+from jaxllama.checkpoints.packed.codes import (
+    FP8,
+    INT4,
+    pack,
+    packed_size,
+    repeat_groups,
+    unsigned,
+)
+from jaxllama.errors import WeightWarning
 from jaxllama.typing import JsonObject, Tree
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
+
+
+_FINEST = 16  # columns of a group; finer ones would cost more than they save
 
 
 def _packed(w: QTensor) -> bool:
@@ -31,6 +47,32 @@ def _packed(w: QTensor) -> bool:
 
 def _bits(w: QTensor) -> int:
     return 4 if np.dtype(w.q.dtype) == INT4 else 8
+
+
+def unifier(weights: Iterable[QTensor]) -> Callable[[QTensor], QTensor]:
+    """Return the function that gives 4-bit weights with zero points one group size.
+
+    transformers reads zero points only if all weights have one scheme. So the scales of coarser
+    groups repeat for the finest. Weights of which that makes no single scheme stay as they are.
+    """
+    found = list(weights)
+    alike = all(_packed(w) and _bits(w) == 4 and w.activations is None for w in found)
+    if not alike or all(w.zero is None for w in found):
+        return lambda w: w
+    size = common_group_size(found)
+    if size != -1 and size < _FINEST:
+        return lambda w: w
+
+    def unify(w: QTensor) -> QTensor:
+        zero = np.zeros(w.scale.shape, np.int8) if w.zero is None else w.zero
+        w = dataclasses.replace(w, zero=zero)
+        if size == -1 or isinstance(w.scale, np.ndarray):
+            return w if size == -1 else repeat_groups(w, size)
+        groups = (w.shape[0], w.shape[1] // size)  # an outline
+        scale = jax.ShapeDtypeStruct(groups, w.scale.dtype)
+        return dataclasses.replace(w, scale=scale, zero=np.broadcast_to(np.int8(0), groups))
+
+    return unify
 
 
 def to_tensors(w: QTensor) -> dict[str, np.ndarray]:
@@ -86,6 +128,10 @@ def to_config(weights: Mapping[str, QTensor], floats: list[str]) -> JsonObject:
         group = _group(weights[names[0]])
         groups[f"group_{index}"] = {"targets": ["Linear"] if len(kinds) == 1 else names, **group}
     formats = {group["format"] for group in groups.values()}
+    has_zeros = any(_packed(w) and w.zero is not None for w in weights.values())
+    reason = _transformers_obstacle(weights, floats, has_zeros, len(groups))
+    if reason is not None:
+        warnings.warn(f"transformers 5.24 will not load it: {reason}", WeightWarning, stacklevel=2)
     return {
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
@@ -93,7 +139,28 @@ def to_config(weights: Mapping[str, QTensor], floats: list[str]) -> JsonObject:
         "config_groups": groups,
         "ignore": floats,
         "kv_cache_scheme": None,
+        # transformers 5.24 reads packed zero points only where it dequantizes at load.
+        **({"dequantize": True} if has_zeros and len(groups) == 1 else {}),
     }
+
+
+def _transformers_obstacle(
+    weights: Mapping[str, QTensor], floats: list[str], has_zeros: bool, n_groups: int
+) -> str | None:
+    """Return why transformers 5.24 refuses these weights, and what it loads; None if it does not.
+
+    It unpacks zero points only while it dequantizes, by one scheme for all. It expects every expert
+    of a packed checkpoint in codes without zero points.
+    """
+    experts = {name: w for name, w in weights.items() if ".experts." in name}
+    if any(w.zero is not None for w in experts.values()):
+        return "it reads no experts with zero points; scheme w4a16-sym has none"
+    all_fp8 = all(np.dtype(w.q.dtype) == FP8 for w in weights.values())
+    if not experts and not all_fp8 and any(".experts." in name for name in floats):
+        return "it reads no experts in floats beside these weights; give the experts a scheme"
+    if has_zeros and n_groups > 1:
+        return "it reads no zero points beside another scheme; scheme w4a16-sym has none"
+    return None
 
 
 def _kind(w: QTensor) -> tuple[object, ...]:

@@ -136,12 +136,12 @@ def layout(w: QTensor, is_modelopt: bool = False) -> dict[str, tuple[tuple[int, 
 
 def divisor(unit: np.float32) -> np.float32:
     """Return the float32 whose inverse in float32 is ``unit``, or the nearest to it."""
-    one = np.float32(1)
+    single = np.float32(1)
     if unit == 0:
         return np.float32(np.inf)
-    first = one / unit
+    first = single / unit
     near = (first, np.nextafter(first, np.float32(0)), np.nextafter(first, np.float32(np.inf)))
-    exact = [g for g in near if one / g == unit]
+    exact = [g for g in near if single / g == unit]
 
     def is_of_bfloat16(g: np.float32) -> bool:
         peak = (_TOP / g).astype(ml_dtypes.bfloat16).astype(np.float32)

@@ -75,10 +75,12 @@ def reader(config: JsonObject) -> Reader:
         bits, group_size = default
         for pattern, override in rules:
             if pattern.match(module.name):
-                own = JsonReader(override, f"quantization_config.dynamic[{module.name!r}].")
-                bits = _bits(own) if "bits" in override else bits
+                override_reader = JsonReader(
+                    override, f"quantization_config.dynamic[{module.name!r}]."
+                )
+                bits = _bits(override_reader) if "bits" in override else bits
                 if "group_size" in override:
-                    group_size = read_group_size(own, "group_size")
+                    group_size = read_group_size(override_reader, "group_size")
                 break
         out, width = module.shape
         layout = _layout(out, width, n_groups(width, group_size), bits)
@@ -194,9 +196,9 @@ def to_config(weights: Mapping[str, QTensor], floats: list[str], v2: bool) -> Js
     kinds = list(schemes.values())
     bits, group_size = max(set(kinds), key=lambda kind: (kinds.count(kind), kind))
     dynamic: dict[str, dict[str, int]] = {f"-:^{re.escape(name)}$": {} for name in floats}
-    for name, own in schemes.items():
-        if own != (bits, group_size):
-            dynamic[f"+:^{re.escape(name)}$"] = {"bits": own[0], "group_size": own[1]}
+    for name, scheme in schemes.items():
+        if scheme != (bits, group_size):
+            dynamic[f"+:^{re.escape(name)}$"] = {"bits": scheme[0], "group_size": scheme[1]}
     return {
         "quant_method": "gptq",
         "bits": bits,

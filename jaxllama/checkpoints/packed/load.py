@@ -18,6 +18,7 @@ codes (``jaxllama.quantization``), GGUF (``checkpoints.gguf.load``).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from pathlib import Path
@@ -43,6 +44,7 @@ from jaxllama.checkpoints.packed.module import (
     PackedPart,
     Reader,
     Tensors,
+    fuse,
     plain,
 )
 from jaxllama.config import ModelConfig
@@ -89,9 +91,6 @@ def plan(
             return packed_mxfp4.plan(table, files)
         part = _READERS[method](options)
         sources = {source.name for spec in table.values() for source in spec.sources}
-        for path, spec in table.items():
-            if len(spec.shape) == 3 and spec.sources[0].name not in files:
-                raise JaxLlamaError(f"{'/'.join(path)}: experts quantized by {method} are not read")
         leaves = {
             path: leaf
             for path, spec in table.items()
@@ -130,7 +129,8 @@ def _method(config: JsonMapping, key: str) -> tuple[str, JsonObject]:
 
 def _leaf(spec: Param, part: Reader, files: Tensors, sources: Collection[str]) -> Leaf | None:
     """Return a parameter's leaf; None if all members are floats or it is no Linear's weight."""
-    if len(spec.shape) != 2 or any(len(source.shape) != 2 for source in spec.sources):
+    is_matrix = len(spec.shape) in (2, 3)
+    if not is_matrix or any(len(source.shape) != 2 for source in spec.sources):
         return None
     names = [source.name.removesuffix(".weight") for source in spec.sources]
     modules = [Module(name, s.shape, files) for name, s in zip(names, spec.sources, strict=True)]
@@ -150,7 +150,28 @@ def _leaf(spec: Param, part: Reader, files: Tensors, sources: Collection[str]) -
         if source.is_folded and not isinstance(found.read, Param):
             found = PackedPart(found.names, functools.partial(_folded, source, found.read))
         parts.append(found)
-    return Leaf(tuple(parts))
+    is_stacked = len(spec.shape) == 3
+    return Leaf(tuple(parts), functools.partial(_experts, spec) if is_stacked else fuse)
+
+
+def _experts(spec: Param, parts: list[QTensor | np.ndarray]) -> QTensor:
+    """Return the experts' matrices ``[E, out, in]`` of their Linears."""
+    from pallas_kernels.qtensor import QTensor
+
+    w, name = fuse(parts), spec.sources[0].name
+    if not isinstance(w, QTensor):
+        raise JaxLlamaError(f"{name}: experts of one layer are quantized in different ways")
+    if w.columns is not None or w.input_scale is not None:
+        raise JaxLlamaError(f"{name}: experts with act-order or static activations are not read")
+    if w.activations is not None and w.activations != np.dtype(w.q.dtype).name != "int8":
+        raise JaxLlamaError(f"{name}: experts with {w.activations} activations are not read")
+
+    def stack(rows: np.ndarray | None) -> np.ndarray | None:
+        return None if rows is None else rows.reshape(spec.shape[0], -1, rows.shape[-1])
+
+    q, scale, zero, unit = map(stack, (w.q, w.scale, w.zero, w.unit))
+    blocked = None if w.blocked is None or q is None else q.shape[1]
+    return dataclasses.replace(w, q=q, scale=scale, zero=zero, unit=unit, blocked=blocked)
 
 
 def _folded(source: TensorSource, read: Callable[[], QTensor]) -> QTensor:

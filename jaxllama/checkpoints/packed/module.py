@@ -17,7 +17,7 @@ import numpy as np
 from jaxllama.checkpoints import safetensors as safetensors_file
 from jaxllama.checkpoints.safetensors import SafetensorsEntry, SafetensorsFile
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.param import Param, one
+from jaxllama.model.param import Param, tensor
 from jaxllama.typing import Tree
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def plain(name: str, shape: tuple[int, ...], files: Tensors) -> PackedPart:
         )
     if info.dtype not in safetensors_file.FLOATS:
         raise file.error(f"tensor {name!r}: dtype {info.dtype} is no floating-point type")
-    return PackedPart((name,), one(name, *shape))
+    return PackedPart((name,), tensor(name, *shape))
 
 
 Reader = Callable[[Module], PackedPart | None]

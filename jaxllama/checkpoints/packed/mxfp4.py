@@ -102,7 +102,7 @@ def units(
     """
     family = FAMILIES.get(cfg.stored.family)
     if family is None or not family.has_mxfp4:
-        owners = ", ".join(kind for kind, one in FAMILIES.items() if one.has_mxfp4)
+        owners = ", ".join(kind for kind, family in FAMILIES.items() if family.has_mxfp4)
         raise JaxLlamaError(f"format 'mxfp4' is {owners}'s own, and not of {cfg.stored.family!r}")
     return [_unit(path, spec, flat[path]) for path, spec in table.items()]
 

@@ -83,16 +83,16 @@ def _leaf(path: Path, entry: Tree, shape: tuple[int, ...], files: Tensors) -> Le
         return Leaf((_quantized(name, entry, shape, files),), operator.itemgetter(0))
     parts, rows = [], 0
     for index, block in enumerate(entry):
-        own = f"{name}.{index}"
-        tensor = own if block is None else f"{own}.q"
+        part = f"{name}.{index}"
+        tensor = part if block is None else f"{part}.q"
         if tensor not in files:
             raise JaxLlamaError(f"missing tensor {tensor!r}")
         found = files[tensor][1].shape
         if len(found) != 2:
-            raise _wrong(own, f"shape {list(found)} is no block of rows")
+            raise _wrong(part, f"shape {list(found)} is no block of rows")
         size = (found[0], shape[1])
         parts.append(
-            plain(own, size, files) if block is None else _quantized(own, block, size, files)
+            plain(part, size, files) if block is None else _quantized(part, block, size, files)
         )
         rows += size[0]
     if rows != shape[0]:

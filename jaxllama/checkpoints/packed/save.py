@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +40,8 @@ from jaxllama.checkpoints.hf.save import (
     SaveUnit,
     check_paths,
     flatten,
+    floats_unit,
+    joined,
     write_directory,
 )
 from jaxllama.checkpoints.hf.tables import tensor_table
@@ -68,7 +71,8 @@ Layout = dict[str, tuple[tuple[int, ...], np.dtype]]
 class _Member:
     """One tensor (or Linear) of the checkpoint: rows ``start:stop`` of ``block``.
 
-    A block is a parameter, or one block of a RowBlocks parameter.
+    A block is a parameter, or one block of a RowBlocks parameter. The rows of experts' matrices
+    ``[E, out, in]`` are counted through.
     """
 
     source: TensorSource
@@ -92,13 +96,20 @@ class _Member:
         """Return its QTensor with shapes in place of codes and scales."""
         w, rows = self.block, self.stop - self.start
         q, scale = (
-            jax.ShapeDtypeStruct((rows, leaf.shape[1]), leaf.dtype) for leaf in (w.q, w.scale)
+            jax.ShapeDtypeStruct((rows, leaf.shape[-1]), leaf.dtype) for leaf in (w.q, w.scale)
         )
         slices = slice(self.start, self.stop)
-        zero, unit = (None if v is None else np.asarray(v)[slices] for v in (w.zero, w.unit))
+        zero, unit = (
+            None if v is None else _by_rows(np.asarray(v))[slices] for v in (w.zero, w.unit)
+        )
         if np.dtype(w.q.dtype) == FP8:  # whose scales may be blocks'
-            scale = np.asarray(w.scale)[slices]
+            scale = _by_rows(np.asarray(w.scale))[slices]
         return dataclasses.replace(w, q=q, scale=scale, zero=zero, unit=unit)
+
+
+def _by_rows(array: np.ndarray) -> np.ndarray:
+    """Return experts' matrices ``[E, out, in]`` as ``[E * out, in]``, and any other array as is."""
+    return array.reshape(-1, array.shape[-1]) if array.ndim == 3 else array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,12 +179,30 @@ def _units(
         raise JaxLlamaError(f"layers that share weights need format 'native', not {format!r}")
     if format == "mxfp4":
         return packed_mxfp4.CONFIG, packed_mxfp4.units(cfg, table, flat), {}
-    for path, spec in table.items():
-        if len(spec.shape) == 3:
-            raise JaxLlamaError(f"{'/'.join(path)}: experts need format 'native', not {format!r}")
-    members = {path: _members(path, flat[path], spec) for path, spec in table.items()}
+    # All experts' matrices in one tensor, as some families store them, stay in floats.
+    stacked = {
+        path: spec
+        for path, spec in table.items()
+        if any(len(source.shape) == 3 for source in spec.sources)
+    }
+    for path in stacked:
+        if isinstance(flat[path], QTensor):
+            raise JaxLlamaError(
+                f"{'/'.join(path)}: this model's files have all experts in one tensor, which "
+                f"format {format!r} cannot quantize; use format 'native', or experts_*=none in "
+                "the scheme"
+            )
+    members = {
+        path: _members(path, flat[path], spec)
+        for path, spec in table.items()
+        if path not in stacked
+    }
     chosen = _choose(format, members, _tied_head(cfg))
-    return chosen.config, [_unit(members[path], chosen) for path in table], chosen.documents
+    units = [
+        floats_unit(spec, flat[path]) if path in stacked else _unit(members[path], chosen)
+        for path, spec in table.items()
+    ]
+    return chosen.config, joined(units), chosen.documents
 
 
 def _native_unit(path: Key, value: Tree) -> SaveUnit:
@@ -192,12 +221,14 @@ def _members(path: Key, value: Tree, spec: Param) -> list[_Member]:
     blocks = list(value.blocks) if isinstance(value, RowBlocks) else [value]
     at = 0
     for source in spec.sources:
-        block, stop = blocks[0], at + source.size * spec.shape[0] // spec.size
-        if stop > block.shape[0]:
+        rows = math.prod(spec.shape[:-1]) if len(spec.shape) == 3 else spec.shape[0]
+        block, stop = blocks[0], at + source.size * rows // spec.size
+        n_rows = math.prod(block.shape[:-1]) if len(spec.shape) == 3 else block.shape[0]
+        if stop > n_rows:
             raise JaxLlamaError(f"{'/'.join(path)}: its blocks do not end where {source.name} does")
         members.append(_Member(source, block, at, stop))
         at = stop
-        if at == block.shape[0]:
+        if at == n_rows:
             blocks, at = blocks[1:], 0
     return members
 
@@ -256,9 +287,11 @@ def _choose(format: str, members: dict[Key, list[_Member]], tied_head: list[str]
             packed_float4.modelopt_config(floats + tied_head),
             {packed_float4.OTHER_FILE: packed_float4.modelopt_file(floats + tied_head)},
         )
+    unify = packed_compressed_save.unifier(weights.values())
+    weights = {name: unify(w) for name, w in weights.items()}
     return _Format(
-        packed_compressed_save.layout,
-        packed_compressed_save.to_tensors,
+        lambda w: packed_compressed_save.layout(unify(w)),
+        lambda w: packed_compressed_save.to_tensors(unify(w)),
         packed_compressed_save.to_config(weights, floats + tied_head),
     )
 
@@ -312,7 +345,12 @@ def _obstacle(format: str, path: Key, w: QTensor) -> str | None:
     scale = np.asarray(w.scale).astype(np.float32)
     with np.errstate(over="ignore"):
         exact = np.array_equal(scale, scale.astype(np.float16).astype(np.float32))
-    return None if exact else f"{w.scale.dtype} scales that float16 does not hold exactly"
+    if exact:
+        return None
+    return (
+        f"{w.scale.dtype} scales that float16 does not hold exactly; "
+        f"quantize --format {format} chooses codes for scales of float16"
+    )
 
 
 def _member_obstacle(format: str, w: QTensor) -> str | None:
@@ -338,7 +376,8 @@ def _unit(members: list[_Member], chosen: _Format) -> SaveUnit:
         block = host = None
         for member in members:
             if member.block is not block:
-                block, host = member.block, jax.tree.map(np.asarray, member.block)
+                block = member.block
+                host = jax.tree.map(lambda part: _by_rows(np.asarray(part)), block)
             rows = slice(member.start, member.stop)
             if isinstance(host, QTensor):
                 w = unfold(member.source, host.rows(rows))

@@ -50,7 +50,7 @@ def run(
     assert drafting is not None
     path = configs_dir() / "texts" / "drafts.jsonl"
     given = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    rows = [lm.tokenizer.encode(one["prompt"]) for one in given]
+    rows = [lm.tokenizer.encode(prompt["prompt"]) for prompt in given]
     width, capacity, room = shapes_of(rows, new_tokens)
     sampling = SamplingParams.stack([Sampling()], lm.config.vocab_size)
     stop_ids = jnp.asarray(lm.config.eos_token_ids, jnp.int32)
@@ -81,10 +81,10 @@ def run(
     for drafts in (False, True):
         decoded(rows[0], drafts)
     kinds: JsonObject = {}
-    for kind in dict.fromkeys(one["kind"] for one in given):
+    for kind in dict.fromkeys(prompt["kind"] for prompt in given):
         sums = np.zeros((2, 4))
-        own = [row for row, one in zip(rows, given, strict=True) if one["kind"] == kind]
-        for row in own[:prompts]:
+        kind_rows = [row for row, prompt in zip(rows, given, strict=True) if prompt["kind"] == kind]
+        for row in kind_rows[:prompts]:
             rounds = [[decoded(row, drafts) for drafts in (False, True)] for _ in range(runs)]
             sums += np.median(rounds, axis=0)
         (plain_tokens, plain, _, _), (tokens, seconds, drafted, accepted) = sums

@@ -240,10 +240,10 @@ class Decoding:
         The rows' tokens differ, because rows that are alike choose the same experts.
         """
         cache = init_cache(self.lm.config, self.batch, room, self.kv_dtype, mesh=self.lm.mesh)
-        one = jnp.ones((self.batch,), jnp.int32)
-        none = jnp.zeros_like(one)
+        ones = jnp.ones((self.batch,), jnp.int32)
+        none = jnp.zeros_like(ones)
         newest = jnp.arange(self.batch, dtype=jnp.int32) % self.lm.config.vocab_size
-        ints = Fields(newest, none, one, none, one).packed()
+        ints = Fields(newest, none, ones, none, ones).packed()
         written = jnp.zeros((2, self.batch, room + 1), jnp.int32)
         ints, written = self._everywhere((ints, written))
         return jax.block_until_ready(Rows(ints, written, cache.layers))

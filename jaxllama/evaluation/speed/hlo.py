@@ -156,7 +156,7 @@ def _launches(name: str, program: Computations) -> list[Launch]:
     types = {step.name: step.type for body in program.values() for step in body}
     for step in steps:
         if step.opcode in _CONTROL:
-            found += [one for inner in step.called for one in _launches(inner, program)]
+            found += [launch for inner in step.called for launch in _launches(inner, program)]
         elif step.opcode not in _NO_WORK:
             kernel = step.name.replace(".", "_").replace("-", "_")
             if step.opcode == "custom-call" and step.source.count("/"):
@@ -181,17 +181,17 @@ def _moved(step: Instruction, types: dict[str, str], program: Computations) -> i
     for inner in body:
         for name in inner.operands:
             users.setdefault(name, []).append(inner)
-    own = {inner.name: inner for inner in body}
+    inner_steps = {inner.name: inner for inner in body}
     for inner in body:
         if inner.opcode == "parameter":
             part = _touched(inner.name, users)
             at = int(inner.operands[0])
             read[at] = read[at] if part is None else min(part, read[at])
     root = body[-1]
-    while root.opcode in _SAME and root.operands[0] in own:
-        root = own[root.operands[0]]
+    while root.opcode in _SAME and root.operands[0] in inner_steps:
+        root = inner_steps[root.operands[0]]
     if root.opcode == "dynamic-update-slice":
-        written = _type_bytes(own[root.operands[1]].type)
+        written = _type_bytes(inner_steps[root.operands[1]].type)
     return sum(read) + written
 
 
@@ -219,7 +219,9 @@ def _product(step: Instruction, types: dict[str, str]) -> tuple[int, int]:
     """
     texts = *(types.get(name, "") for name in step.operands[:2]), step.type.lstrip("(")
     found = [_ARRAY.match(text) for text in texts]
-    arrays = [(one[1], [int(size) for size in one[2].split(",") if size]) for one in found if one]
+    arrays = [
+        (match[1], [int(size) for size in match[2].split(",") if size]) for match in found if match
+    ]
     if step.opcode not in ("custom-call", "dot") or [len(x) for _, x in arrays] != [2, 2, 2]:
         return 0, 0
     (kind, (m, k)), (_, (n, other)), (_, (rows, columns)) = arrays

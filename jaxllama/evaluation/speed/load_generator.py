@@ -174,7 +174,7 @@ async def _measure_all(
     begin = time.perf_counter()
     arrivals = begin + np.cumsum(gaps)
 
-    async def one(turns: list[ConversationTurn], arrival: float) -> list[Sample]:
+    async def measure(turns: list[ConversationTurn], arrival: float) -> list[Sample]:
         """Send the turns; each waits for the answer to the one before."""
         await asyncio.sleep(max(arrival - time.perf_counter(), 0))
         history: list[int] = []
@@ -201,7 +201,7 @@ async def _measure_all(
     }
     if load.turns > 1:
         common["return_token_ids"] = True
-    work = (one(turns, arrival) for turns, arrival in zip(conversations, arrivals, strict=True))
+    work = (measure(turns, arrival) for turns, arrival in zip(conversations, arrivals, strict=True))
     samples = [sample for samples in await asyncio.gather(*work) for sample in samples]
     return model, samples, time.perf_counter() - begin
 

@@ -111,14 +111,14 @@ def conversations(
         return rng.integers(3, vocab_size, count).tolist()
 
     shared = [ids(load.prefix_tokens) for _ in range(load.prefixes)] if load.prefix_tokens else [[]]
-    made = []
+    found = []
     for number, turns in enumerate(sizes):
         before = shared[number % len(shared)]
-        made.append([])
+        found.append([])
         for prompt, new in turns:
-            made[-1].append(ConversationTurn([*before, *ids(prompt)], new))
+            found[-1].append(ConversationTurn([*before, *ids(prompt)], new))
             before = []
-    return made
+    return found
 
 
 def _within(turns: list[tuple[int, int]], room: int | None) -> list[tuple[int, int]]:

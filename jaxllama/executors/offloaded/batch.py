@@ -123,10 +123,10 @@ def cleared(state: LayerState, empty: LayerState, rows: jax.Array) -> LayerState
     return _chosen(rows, empty, state)
 
 
-def _chosen(rows: jax.Array, one: Tree, other: Tree) -> Tree:
-    """The tree of ``one`` in ``rows[B]`` (bool), and of ``other`` elsewhere."""
+def _chosen(rows: jax.Array, first: Tree, other: Tree) -> Tree:
+    """The tree of ``first`` in ``rows[B]`` (bool), and of ``other`` elsewhere."""
     return jax.tree.map(
-        lambda a, b: jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b), one, other
+        lambda a, b: jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b), first, other
     )
 
 

@@ -87,10 +87,10 @@ def chunk_of(policy: Policy, chunk: int | None) -> int:
 
     Raises JaxLlamaError if the policy has another value.
     """
-    own = policy.prefill_batch_size
-    if chunk is not None and own not in (0, chunk):
-        raise JaxLlamaError(f"policy: prefill_batch_size is {own}, and chunk is {chunk}")
-    return own or chunk or CHUNK
+    size = policy.prefill_batch_size
+    if chunk is not None and size not in (0, chunk):
+        raise JaxLlamaError(f"policy: prefill_batch_size is {size}, and chunk is {chunk}")
+    return size or chunk or CHUNK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,21 +245,21 @@ class Offloaded:
             layer = cfg.layers[unit.layer]
             has_cache = kv_dtype is not None and unit.has_cache
             for index, (at, (part, n)) in enumerate(zip(rope, parts, strict=True)):
-                own = weights
+                layer_weights = weights
                 if adapters is not None:
-                    own = with_rows(weights, adapters[index * size :][:size])
+                    layer_weights = with_rows(weights, adapters[index * size :][:size])
                 rows, width = part.shape
                 state = init_layer(layer, rows, width, kv_dtype) if has_cache else None
-                if unit.kind != "mix" and placed_experts(own) is not None:
+                if unit.kind != "mix" and placed_experts(layer_weights) is not None:
                     mixes, where = unit.kind != "feed", Places(at[0], n, at[1])
                     hidden[index], _ = work.layer(
-                        layer, mixes, unit, own, hidden[index], state, where, has_cache
+                        layer, mixes, unit, layer_weights, hidden[index], state, where, has_cache
                     )
                     continue
                 hidden[index], _ = programs.run_layer(
                     layer,
                     unit.kind,
-                    own,
+                    layer_weights,
                     hidden[index],
                     state,
                     at[0],

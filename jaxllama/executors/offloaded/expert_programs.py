@@ -52,11 +52,11 @@ class RoutedTokens(NamedTuple):
 class MixtureParts(NamedTuple):
     """The weights of a layer.
 
-    own: without experts.  hot: the experts of both products on the device, or None.  addresses: of
-    the experts in pinned memory, or None if there are none or no kernel reads them.
+    dense: without experts.  hot: the experts of both products on the device, or None.
+    addresses: of the experts in pinned memory, or None if there are none or no kernel reads them.
     """
 
-    own: Params
+    dense: Params
     hot: tuple[Tree, Tree]
     biases: Sequence[jax.Array | None]
     held: HotSlots
@@ -130,16 +130,16 @@ def _routed_layer(
     positions, lengths, rope = where
     if mixes:
         at = new_tokens(positions, lengths, rope, sparse, cached=state is not None)
-        stream, state = mix_half(layer, without_mlp(parts.own), stream, state, at)
-    (x, (experts, own_weights)), stream = inputs_of(layer, parts.own, stream)
+        stream, state = mix_half(layer, without_mlp(parts.dense), stream, state, at)
+    (x, (experts, own_weights)), stream = inputs_of(layer, parts.dense, stream)
     tokens, held = x.reshape(-1, x.shape[-1]), parts.held
     is_valid = jnp.arange(x.shape[1], dtype=jnp.int32) < lengths[:, None]
     experts = jnp.where(is_valid.reshape(-1, 1), experts, layer.experts.n_experts)
     routed = RoutedTokens(tokens, experts, own_weights, stream)
     if parts.hot[0] is None:
         return routed, jnp.zeros((experts.size, tokens.shape[-1]), jnp.float32), state
-    own = [None if bias is None else bias[held.experts] for bias in parts.biases]
-    y = _products(layer, parts.hot, own, held.slots[experts], tokens)
+    held_biases = [None if bias is None else bias[held.experts] for bias in parts.biases]
+    y = _products(layer, parts.hot, held_biases, held.slots[experts], tokens)
     return routed, y.reshape(experts.size, -1), state
 
 
@@ -161,10 +161,10 @@ def added_pairs(
         up, down = _fetched(layouts, addresses, jnp.asarray(group.experts))
     else:
         pieces = zip(layouts, group.pieces, strict=True)
-        up, down = (unpack(layout, jnp.stack(own)) for layout, own in pieces)
-    own = [None if bias is None else bias[group.experts] for bias in biases]
+        up, down = (unpack(layout, jnp.stack(weights)) for layout, weights in pieces)
+    added = [None if bias is None else bias[group.experts] for bias in biases]
     slots = jnp.asarray(group.slots)[:, None]
-    found = _products(layer, (up, down), own, slots, tokens[group.rows])[:, 0]
+    found = _products(layer, (up, down), added, slots, tokens[group.rows])[:, 0]
     return y.at[group.places].set(found, mode="drop")
 
 
@@ -195,8 +195,8 @@ def computed_pairs_of(
     for index, leaves in enumerate(zip(ups, downs, strict=True)):
         weights = [unpack_on_cpu(*pair) for pair in zip(layouts, leaves, strict=True)]
         only = jnp.zeros((x.shape[1], 1), jnp.int32)
-        own = [None if bias is None else jnp.asarray(bias)[index : index + 1] for bias in biases]
-        found.append(_products(layer, (weights[0], weights[1]), own, only, x[index])[:, 0])
+        added = [None if bias is None else jnp.asarray(bias)[index : index + 1] for bias in biases]
+        found.append(_products(layer, (weights[0], weights[1]), added, only, x[index])[:, 0])
     return jnp.stack(found)
 
 
@@ -233,8 +233,8 @@ def _with_mixture(
         y = y.at[computed.places].set(computed.found, mode="drop")
     pairs = y.reshape(*routed.experts.shape, y.shape[-1])
     out = weighted_sum(pairs, routed.weights, tokens.dtype).reshape(stream.x.shape)
-    out = with_output(layer, parts.own, stream, tokens.reshape(stream.x.shape), out)
-    return FORMS[layer.form.name].finish(layer, parts.own, out, None)
+    out = with_output(layer, parts.dense, stream, tokens.reshape(stream.x.shape), out)
+    return FORMS[layer.form.name].finish(layer, parts.dense, out, None)
 
 
 with_mixture = jax.jit(_with_mixture, static_argnums=(0, 1))
@@ -273,11 +273,11 @@ def fetched(
     slots = jnp.append(places, groups * width)[experts]  # [T, k], the last if it is not fetched
 
     def with_one(number: jax.Array | int, y: jax.Array) -> jax.Array:
-        group, own = listed[number], slots - number * width
+        group, slot = listed[number], slots - number * width
         up, down = _fetched(layouts, parts.addresses, group)
-        is_own = (own >= 0) & (own < width)
+        is_own = (slot >= 0) & (slot < width)
         given = [None if bias is None else bias[group] for bias in biases]
-        found = _products(layer, (up, down), given, jnp.where(is_own, own, width), routed.tokens)
+        found = _products(layer, (up, down), given, jnp.where(is_own, slot, width), routed.tokens)
         return jnp.where(is_own[:, :, None], found, y)
 
     y = y.reshape(*experts.shape, -1)

@@ -65,8 +65,8 @@ Pieces = tuple[jax.Array, jax.Array]  # an expert's bytes on the device, of both
 
 def placed_experts(weights: Tree) -> ExpertTensor | None:
     """Return the first product's experts of a layer's weights if they lie one by one."""
-    own = weights.get("mlp", {}).get("experts_gate_up")
-    weight = None if own is None else own["weight"]
+    gate_up = weights.get("mlp", {}).get("experts_gate_up")
+    weight = None if gate_up is None else gate_up["weight"]
     return weight if isinstance(weight, ExpertTensor) else None
 
 
@@ -191,10 +191,10 @@ class ExpertWork:
 
     def _parts(self, layer: LayerConfig, weights: Tree) -> tuple[FlatParts, _Cold]:
         """Return a layer's parts, and those of its experts that are not on the device."""
-        own = weights["mlp"]
-        gate_up, down = own["experts_gate_up"], own["experts_down"]
+        mixture = weights["mlp"]
+        gate_up, down = mixture["experts_gate_up"], mixture["experts_down"]
         up: ExpertTensor = gate_up["weight"]
-        dense = {n: part for n, part in own.items() if not n.startswith("experts_")}
+        dense = {n: part for n, part in mixture.items() if not n.startswith("experts_")}
         dense = {**programs.without_mlp(weights), "mlp": dense}
         biases = gate_up.get("bias"), down.get("bias")
         cold = _Cold(self.store, self.policy, layer, (up, down["weight"]), biases)
@@ -246,7 +246,7 @@ class _Cold:
         if not self.pairs:
             return y, None
         known = {} if loaded is None else loaded
-        tokens = {expert: len(own) for expert, own in self.pairs.items()}
+        tokens = {expert: len(expert_pairs) for expert, expert_pairs in self.pairs.items()}
         to_load, to_compute = divided(tokens, set(known), self.policy)
         tally.moved += sum(expert not in known for expert in to_load)
         tally.computed += len(to_compute)
@@ -268,8 +268,8 @@ class _Cold:
             begin(group)
         computed = self._compute(to_compute, routed)
         for number, group in enumerate(groups):
-            own = self._group(group, begun.popleft(), routed)
-            y = self._with(y, routed, own)
+            expert_pairs = self._group(group, begun.popleft(), routed)
+            y = self._with(y, routed, expert_pairs)
             running.append(y)
             if number + AHEAD < len(groups):
                 jax.block_until_ready(running.popleft())
@@ -331,15 +331,15 @@ class _Cold:
             parts = tuple(zip(*pieces, *pieces[:1] * empty, strict=True))
         rest = [self.n_experts] if pieces is None else group[:1]
         experts = np.asarray(group + rest * empty, np.int32)
-        own = [self.pairs[expert] for expert in group]
-        pairs = np.concatenate(own)
+        group_pairs = [self.pairs[expert] for expert in group]
+        pairs = np.concatenate(group_pairs)
         count = width
         while count < len(pairs):
             count *= 4  # few sizes, because each is a program
         places = np.full(count, routed.experts.size, np.int32)  # a pair that is none
         places[: len(pairs)] = pairs
         slots = np.zeros(count, np.int32)
-        slots[: len(pairs)] = np.repeat(np.arange(len(group)), [len(part) for part in own])
+        slots[: len(pairs)] = np.repeat(np.arange(len(group)), [len(part) for part in group_pairs])
         rows = np.minimum(places // fan, len(routed.tokens) - 1)
         return LoadedGroup(experts, parts, places, slots, rows)
 
@@ -356,8 +356,8 @@ class _Cold:
             group = experts[first : first + ON_CPU]
             rows = _size(max(len(self.pairs[expert]) for expert in group))
             places = np.full((len(group), rows), routed.experts.size, np.int32)
-            for own, expert in zip(places, group, strict=True):
-                own[: len(self.pairs[expert])] = self.pairs[expert]
+            for place, expert in zip(places, group, strict=True):
+                place[: len(self.pairs[expert])] = self.pairs[expert]
             with jax.default_device(cpu()):
                 found = programs.computed_pairs_of(
                     self.layer,
@@ -382,8 +382,8 @@ def _finished(
         return None
     with record("experts on CPU", unit):
         jax.block_until_ready([result for _, result in results])
-    places = np.concatenate([own for own, _ in results])
-    rows = [np.asarray(own).reshape(-1, own.shape[-1]) for _, own in results]
+    places = np.concatenate([part for part, _ in results])
+    rows = [np.asarray(part).reshape(-1, part.shape[-1]) for _, part in results]
     empty = _size(len(places)) - len(places)
     rows.append(np.zeros((empty, rows[0].shape[1]), rows[0].dtype))
     return ComputedPairs(np.pad(places, (0, empty), constant_values=none), np.concatenate(rows))

@@ -114,11 +114,11 @@ def assemble(snapshot: Tree, tail: Tree, slots: jax.Array, capacity: int) -> Tre
     """
     rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
 
-    def one(old: jax.Array, new: jax.Array) -> jax.Array:
+    def assembled(old: jax.Array, new: jax.Array) -> jax.Array:
         room = ((0, 0), (0, capacity - old.shape[1])) + ((0, 0),) * (old.ndim - 2)
         return jnp.pad(old, room).at[rows, slots].set(new, mode="drop")
 
-    return jax.tree.map(one, snapshot, tail)
+    return jax.tree.map(assembled, snapshot, tail)
 
 
 @functools.partial(jax.jit, donate_argnums=(1, 2))

@@ -275,16 +275,16 @@ class OffloadRun:
         done: bool ``[B]``: rows that the caller wants to stop.
         """
         for index, batch in enumerate(self.batches):
-            own = jax.device_get(batch.rows.done)
+            ended = jax.device_get(batch.rows.done)
             if done is not None:
-                wanted = own.copy()
-                first = index * len(own)
-                part = done[first : first + len(own)]
+                wanted = ended.copy()
+                first = index * len(ended)
+                part = done[first : first + len(ended)]
                 wanted[: len(part)] |= part
-                if (wanted != own).any():
-                    own = wanted
-                    batch.rows = batch.rows.ended(own)
-            batch.live = not own.all()
+                if (wanted != ended).any():
+                    ended = wanted
+                    batch.rows = batch.rows.ended(ended)
+            batch.live = not ended.all()
 
     def forget_written(self) -> None:
         """The next step's tokens are the first of the report, whenever a row has joined."""

@@ -56,12 +56,12 @@ def inputs_of(
     ops: LayerOps = linear,
 ) -> tuple[MixtureInput, Stream]:
     """Return what a layer's mixture reads, and the stream; before: as for ``feed_experts``."""
-    own, router = p["mlp"], p["mlp"]["router"]
+    mixture, router = p["mlp"], p["mlp"]["router"]
     assert layer.experts is not None
     if layer.experts.beside:  # the router has a norm of its own
         stream = Stream(stream.total)
-        x, _ = linear.norm(stream, own["norm"], layer)
-        _, _, routed = ops.norm_route(stream, own["router_norm"], router, layer)
+        x, _ = linear.norm(stream, mixture["norm"], layer)
+        _, _, routed = ops.norm_route(stream, mixture["router_norm"], router, layer)
         return MixtureInput(x, routed), stream
     if before is not None:
         scale = p.get("mlp_norm", p.get("mixer_norm"))
@@ -84,27 +84,29 @@ def with_output(
     x, y: the experts' input and output ``[..., D]``.  The expert that every token passes is added
     to y.  If it is ``beside``, each of the two has norms of its own.
     """
-    options, own, scale = layer.experts, p["mlp"], p.get("mlp_out_norm")
+    options, params, scale = layer.experts, p["mlp"], p.get("mlp_out_norm")
     assert options is not None
     if options.beside:
         dense, _ = linear.norm(stream, p.get("mlp_norm"), layer)
-        dense, _ = linear.norm(Stream(shared(layer, own, dense, ops)), own["shared_norm"], layer)
-        y = linear.norm(Stream(y), own["out_norm"], layer)[0] + dense
+        dense, _ = linear.norm(
+            Stream(shared(layer, params, dense, ops)), params["shared_norm"], layer
+        )
+        y = linear.norm(Stream(y), params["out_norm"], layer)[0] + dense
     elif options.shared:
-        y = y + shared(layer, own, x, ops)
+        y = y + shared(layer, params, x, ops)
     return Stream(stream.x, y if scale is None else linear.norm(Stream(y), scale, layer)[0])
 
 
-def mixture(layer: LayerConfig, own: Params, x: jax.Array) -> jax.Array:
-    """The mixture's output ``[..., D]`` for ``x[..., D]``; own: a layer's ``mlp`` parameters."""
+def mixture(layer: LayerConfig, params: Params, x: jax.Array) -> jax.Array:
+    """The mixture's output ``[..., D]`` for ``x[..., D]``; params: a layer's ``mlp`` parameters."""
     assert layer.experts is not None and not layer.experts.beside
-    routed = route(layer.experts, x.reshape(-1, x.shape[-1]), own["router"])
-    y = _experts(layer, own, x, routed, linear)
-    return y + shared(layer, own, x) if layer.experts.shared else y
+    routed = route(layer.experts, x.reshape(-1, x.shape[-1]), params["router"])
+    y = _experts(layer, params, x, routed, linear)
+    return y + shared(layer, params, x) if layer.experts.shared else y
 
 
 def _experts(
-    layer: LayerConfig, own: Params, x: jax.Array, routed: Routed, ops: LayerOps
+    layer: LayerConfig, params: Params, x: jax.Array, routed: Routed, ops: LayerOps
 ) -> jax.Array:
     """The output of the chosen experts for ``x[..., D]``, in its shape."""
     options, tokens, (experts, weights) = layer.experts, x.reshape(-1, x.shape[-1]), routed
@@ -113,14 +115,14 @@ def _experts(
     summed: Options = {}
     axes = expert_axes()
     if axes:  # this device's experts, whose sums are added up before they are rounded
-        first = lax.axis_index(axes) * own["experts_down"]["weight"].shape[0]
+        first = lax.axis_index(axes) * params["experts_down"]["weight"].shape[0]
         gated |= {"first": first}
-        summed |= {"first": first, "dtype": jnp.float32}
+        summed |= {"first": first, "out_dtype": jnp.float32}
 
     def compute(tokens: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
-        inner = ops.grouped(tokens, own["experts_gate_up"], experts, **gated)
+        inner = ops.grouped(tokens, params["experts_gate_up"], experts, **gated)
         inner = inner if layer.gated_mlp else activated(inner, layer.activation)
-        return ops.grouped(inner, own["experts_down"], experts, weights=weights, **summed)
+        return ops.grouped(inner, params["experts_down"], experts, weights=weights, **summed)
 
     if options.exchanges:
         per_group = options.n_experts // lax.axis_size(EXPERT_AXIS)
@@ -141,20 +143,20 @@ def gate_of(layer: LayerConfig, options: ExpertsConfig) -> Gate | None:
     return ClampedGate(options.gate_limit, options.gate_alpha)
 
 
-def shared(layer: LayerConfig, own: Params, x: jax.Array, ops: LayerOps = linear) -> jax.Array:
+def shared(layer: LayerConfig, params: Params, x: jax.Array, ops: LayerOps = linear) -> jax.Array:
     """Return the shared expert's output for ``x[..., D]``."""
     if layer.gated_mlp:
-        inner = ops.product(x, own["gate_up"], x.dtype, layer, into=own["down"])
+        inner = ops.product(x, params["gate_up"], x.dtype, layer, into=params["down"])
     else:
-        inner = activated(ops.product(x, own["up"], x.dtype, layer), layer.activation)
+        inner = activated(ops.product(x, params["up"], x.dtype, layer), layer.activation)
     if is_split():
         assert isinstance(inner, jax.Array)
-        down = own["down"]
+        down = params["down"]
         y = row_parallel_matmul(inner, down["weight"], down.get("bias"), x.dtype).astype(x.dtype)
     else:
-        y = ops.product(inner, own["down"], x.dtype, layer)
-    if "shared_gate" not in own:
+        y = ops.product(inner, params["down"], x.dtype, layer)
+    if "shared_gate" not in params:
         return y
-    logits = router_logits(x.reshape(-1, x.shape[-1]), own["shared_gate"]["weight"])
+    logits = router_logits(x.reshape(-1, x.shape[-1]), params["shared_gate"]["weight"])
     gate = jax.nn.sigmoid(logits).reshape(*x.shape[:-1], 1)
     return (gate * y.astype(jnp.float32)).astype(y.dtype)

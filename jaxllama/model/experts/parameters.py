@@ -29,8 +29,8 @@ from jaxllama.model.param import (
     Stacked,
     TensorSource,
     fused,
-    one,
     piece_name,
+    tensor,
     transposed,
     written,
 )
@@ -99,30 +99,32 @@ def table(layer: LayerConfig, outer: str, source: Source) -> dict[Path, Param]:
     feed, options, present = layer.feed, layer.experts, source.present
     assert feed is not None and options is not None
     names, d, residual = source.names, layer.d_model, source.residual(layer)
-    own = names.of("experts", ExpertNames())
-    prefix = f"{outer}{own.prefix}"
+    expert_names = names.of("experts", ExpertNames())
+    prefix = f"{outer}{expert_names.prefix}"
     n = options.n_experts
-    rows: dict[Path, Param] = {("router", "weight"): one(f"{prefix}{own.router}.weight", n, d)}
+    rows: dict[Path, Param] = {
+        ("router", "weight"): tensor(f"{prefix}{expert_names.router}.weight", n, d)
+    }
     if options.router_bias:
-        rows["router", "bias"] = one(f"{prefix}{own.router}.bias", n, std=0.0)
+        rows["router", "bias"] = tensor(f"{prefix}{expert_names.router}.bias", n, std=0.0)
     if options.choice_bias:
-        name = f"{outer if own.is_bias_beside else prefix}{own.choice_bias}"
-        bias = TensorSource(name, (1, n) if own.is_matrix else (n,))
-        lacks = own.may_lack_bias and bool(present) and bias.name not in present
+        name = f"{outer if expert_names.is_bias_beside else prefix}{expert_names.choice_bias}"
+        bias = TensorSource(name, (1, n) if expert_names.is_matrix else (n,))
+        lacks = expert_names.may_lack_bias and bool(present) and bias.name not in present
         sources = () if lacks else (bias,)
         rows["router", "choice_bias"] = Param(sources, (n,), std=0.0, is_float32=True)
     if options.beside:
-        name = f"{prefix}{own.expert_scale}"
-        rows["router", "expert_scale"] = one(name, n, mean=1.0, std=0.0)
-        for path, name in zip(_NORMS, own.norms, strict=True):
+        name = f"{prefix}{expert_names.expert_scale}"
+        rows["router", "expert_scale"] = tensor(name, n, mean=1.0, std=0.0)
+        for path, name in zip(_NORMS, expert_names.norms, strict=True):
             scale = d**-0.5 if path == "router_norm" else 1.0
             fold = {"scale": scale}
-            rows[path, "weight"] = one(f"{prefix}{name}", d, mean=scale, std=0.0, fold=fold)
+            rows[path, "weight"] = tensor(f"{prefix}{name}", d, mean=scale, std=0.0, fold=fold)
     halves = 1 + feed.gated_mlp
-    rows |= _experts(options, d, prefix, own, present, residual, halves)
+    rows |= _experts(options, d, prefix, expert_names, present, residual, halves)
     if options.shared:
-        shared = f"{outer if own.is_beside else prefix}{own.shared}"
-        *gate_up, down = own.shared_parts or (*names.gate_up, names.down)
+        shared = f"{outer if expert_names.is_beside else prefix}{expert_names.shared}"
+        *gate_up, down = expert_names.shared_parts or (*names.gate_up, names.down)
         gate_up = gate_up[-halves:]
         width = halves * options.shared // len(gate_up)
         parts = [(f"{shared}{name}", width, {}) for name in gate_up]
@@ -131,7 +133,9 @@ def table(layer: LayerConfig, outer: str, source: Source) -> dict[Path, Param]:
         scale = residual * source.stored.shared
         rows |= written("down", f"{shared}{down}", d, options.shared, has_bias, scale)
     if options.shared_gate:
-        gate = TensorSource(f"{prefix}{own.shared_gate}.weight", (d,) if own.is_apart else (1, d))
+        gate = TensorSource(
+            f"{prefix}{expert_names.shared_gate}.weight", (d,) if expert_names.is_apart else (1, d)
+        )
         rows["shared_gate", "weight"] = Param((gate,), (1, d))
     return rows
 
@@ -140,18 +144,18 @@ def _experts(
     options: ExpertsConfig,
     d: int,
     prefix: str,
-    own: ExpertNames,
+    expert_names: ExpertNames,
     present: Collection[str],
     residual: float,
     halves: int,
 ) -> dict[Path, Param]:
     """The products with experts; halves: 2 where the first one has a gate and up."""
     n, width = options.n_experts // options.shards, options.d_ff
-    gate_up, down = (f"{prefix}{name}" for name in own.fused)
-    own_up = own.gate_up[-halves:]
+    gate_up, down = (f"{prefix}{name}" for name in expert_names.fused)
+    own_up = expert_names.gate_up[-halves:]
     is_fused = any(name.startswith(gate_up) for name in present)
-    if own.is_apart:
-        up, out = [f"{prefix}{name}" for name in own_up], f"{prefix}{own.down}"
+    if expert_names.is_apart:
+        up, out = [f"{prefix}{name}" for name in own_up], f"{prefix}{expert_names.down}"
         high = halves * width // len(up)
         weights = (
             [TensorSource(f"{name}.weight", (n, high, d)) for name in up],
@@ -161,8 +165,11 @@ def _experts(
             [TensorSource(f"{name}.bias", (n, high)) for name in up],
             [TensorSource(f"{out}.bias", (n, d), residual)],
         )
-    elif is_fused or (own.is_fused and not present):
-        alternates, turned = own.alternates, own.alternates or own.is_transposed
+    elif is_fused or (expert_names.is_fused and not present):
+        alternates, turned = (
+            expert_names.alternates,
+            expert_names.alternates or expert_names.is_transposed,
+        )
         inner, outer = (
             Stacked(n, halves * width, alternates, turned),
             Stacked(n, d, False, turned),
@@ -175,15 +182,18 @@ def _experts(
         biases = (
             [
                 TensorSource(
-                    f"{gate_up}{own.fused_bias}",
+                    f"{gate_up}{expert_names.fused_bias}",
                     (n, halves * width),
                     turned=of_bias if alternates else None,
                 )
             ],
-            [TensorSource(f"{down}{own.fused_bias}", (n, d), residual)],
+            [TensorSource(f"{down}{expert_names.fused_bias}", (n, d), residual)],
         )
-    elif own.in_rows:
-        of_name = [functools.partial(piece_name, f"{prefix}{name}") for name in (*own_up, own.down)]
+    elif expert_names.in_rows:
+        of_name = [
+            functools.partial(piece_name, f"{prefix}{name}")
+            for name in (*own_up, expert_names.down)
+        ]
         starts, total, order = range(0, n * width, width), n * width, transposed(d)
         weights = (
             [TensorSource(name(at, total), (width, d)) for at in starts for name in of_name[:-1]],
@@ -191,9 +201,9 @@ def _experts(
         )
         biases = ([], [])
     else:
-        experts = [f"{prefix}{own.expert.format(index)}" for index in range(n)]
+        experts = [f"{prefix}{expert_names.expert.format(index)}" for index in range(n)]
         up = [f"{expert}{name}" for expert in experts for name in own_up]
-        out = [f"{expert}{own.down}" for expert in experts]
+        out = [f"{expert}{expert_names.down}" for expert in experts]
         weights = (
             [TensorSource(f"{name}.weight", (width, d)) for name in up],
             [TensorSource(f"{name}.weight", (d, width), residual) for name in out],

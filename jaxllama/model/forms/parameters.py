@@ -28,8 +28,8 @@ from jaxllama.model.param import (
     TensorSource,
     fused,
     norm_rows,
-    one,
     rows,
+    tensor,
     transposed,
     written,
 )
@@ -49,7 +49,7 @@ def layer_table(cfg: ModelConfig, index: int, source: Source) -> dict[Path, Para
     table: dict[Path, Param] = {}
     if layer.learned_positions is not None:
         n_places = cfg.max_position + layer.learned_positions
-        table["positions", "weight"] = one(f"{names.positions}.weight", n_places, d)
+        table["positions", "weight"] = tensor(f"{names.positions}.weight", n_places, d)
     if layer.embed_norm:
         table |= norm(layer, "embed_norm", names.embed_norm, source)
     if form.mixer_norm:
@@ -78,10 +78,11 @@ def model_table(cfg: ModelConfig, source: Source) -> dict[Path, Param]:
         return {}
     names, tables = source.names.layer_inputs, form.tables
     width = tables.n_layers * tables.width
+    table, norm = f"{names.table}.weight", f"{names.norm}.weight"
     return {
-        ("inputs", "table", "weight"): one(f"{names.table}.weight", tables.vocab_size, width),
-        ("inputs", "project", "weight"): one(f"{names.project}.weight", width, cfg.d_model),
-        ("inputs", "norm", "weight"): one(f"{names.norm}.weight", tables.width, mean=1.0, std=0.0),
+        ("inputs", "table", "weight"): tensor(table, tables.vocab_size, width),
+        ("inputs", "project", "weight"): tensor(f"{names.project}.weight", width, cfg.d_model),
+        ("inputs", "norm", "weight"): tensor(norm, tables.width, mean=1.0, std=0.0),
     }
 
 
@@ -107,14 +108,14 @@ def _feed(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
 def _prefixes(layers: Sequence[LayerConfig], index: int, names: Names) -> tuple[str, str]:
     """Return the prefixes of a layer's mixer and of its feed-forward."""
     if names.shared:
-        reads = [isinstance(one.form, Shared) and one.form.reads for one in layers]
+        reads = [isinstance(layer.form, Shared) and layer.form.reads for layer in layers]
         layer = names.layer.format(index - sum(reads[: index + 1])) + names.reads * reads[index]
         return layer, layer
     if names.is_paired:
         return names.layer.format(index // 2), names.layer.format(index // 2)
     if not names.is_halved:
         return names.layer.format(index), names.layer.format(index)
-    first = 2 * index - sum(one.feed is None for one in layers[:index])
+    first = 2 * index - sum(layer.feed is None for layer in layers[:index])
     return names.layer.format(first), names.layer.format(first + 1)
 
 
@@ -126,14 +127,14 @@ def _layer_inputs(
     if form.tables is not None:
         width = form.tables.width
         inputs = {
-            ("gate", "weight"): one(f"{prefix}.{names.gate}.weight", width, d),
+            ("gate", "weight"): tensor(f"{prefix}.{names.gate}.weight", width, d),
             **written("out", f"{prefix}.{names.out}", d, width, False),
-            ("norm", "weight"): one(f"{prefix}.{names.out_norm}.weight", d, mean=1.0, std=0.0),
+            ("norm", "weight"): tensor(f"{prefix}.{names.out_norm}.weight", d, mean=1.0, std=0.0),
         }
         found |= {("inputs", *path): param for path, param in inputs.items()}
     if form.layer_scale:
         name = f"{prefix}.{source.names.layer_scale}"
-        found["scale", "weight"] = one(name, 1, mean=1.0, std=0.0)
+        found["scale", "weight"] = tensor(name, 1, mean=1.0, std=0.0)
     return found
 
 
@@ -144,7 +145,7 @@ def _shared_block(
     layer, names = layers[index], source.names
     cfg, feed = layer.mixer, layer.feed
     assert feed is not None
-    places = [i for i, one in enumerate(layers) if one.kind == "attention"]
+    places = [i for i, layer in enumerate(layers) if layer.kind == "attention"]
     turn, d, width = places.index(index), layer.d_model, 2 * layer.d_model
     whole = f"{_prefixes(layers, places[turn % block.count], names)[0]}.{names.shared}"
     attention, mlp = f"{whole}{names.mixer}", f"{whole}{names.mlp}"
@@ -159,10 +160,10 @@ def _shared_block(
     )
     before = f"{whole}{names.mixer_norm}.weight"
     table = {
-        ("mixer_norm", "weight"): one(before, width, mean=1.0, std=0.0),
+        ("mixer_norm", "weight"): tensor(before, width, mean=1.0, std=0.0),
         ("mixer", "qkv", "weight"): qkv,
-        ("mixer", "o", "weight"): one(f"{attention}{names.o}.weight", d, q),
-        ("mlp_norm", "weight"): one(f"{whole}{names.mlp_norm}.weight", d, mean=1.0, std=0.0),
+        ("mixer", "o", "weight"): tensor(f"{attention}{names.o}.weight", d, q),
+        ("mlp_norm", "weight"): tensor(f"{whole}{names.mlp_norm}.weight", d, mean=1.0, std=0.0),
     }
     if block.attention_adapters:
         lists = [f"{attention}linear_{name[0]}_adapter_list.{turn}" for name in names.qkv]
@@ -177,10 +178,10 @@ def _shared_block(
     inner, out = 2 * feed.d_ff, f"{_prefixes(layers, index, names)[0]}.linear.weight"
     products = {
         **fused("gate_up", [(f"{mlp}{names.gate_up[0]}", inner, {})], d, feed.mlp_bias),
-        ("adapter_in", "weight"): one(f"{adapter}.0.weight", rank, d),
-        ("adapter_out", "weight"): one(f"{adapter}.1.weight", inner, rank),
+        ("adapter_in", "weight"): tensor(f"{adapter}.0.weight", rank, d),
+        ("adapter_out", "weight"): tensor(f"{adapter}.1.weight", inner, rank),
         **written("down", f"{mlp}{names.down}", d, feed.d_ff, feed.mlp_bias),
-        ("out", "weight"): one(out, d, d),
+        ("out", "weight"): tensor(out, d, d),
     }
     return table | {("mlp", *path): param for path, param in products.items()}
 
@@ -202,7 +203,9 @@ def dense_table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, P
         up = fused("up", [(f"{prefix}{names.gate_up[-1]}", d_ff, order)], d, feed.mlp_bias)
         if feed.activation == "xielu":
             shapes = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
-            scalars = (TensorSource(f"{prefix}act_fn.{key}", one) for key, one in shapes.items())
+            scalars = (
+                TensorSource(f"{prefix}act_fn.{key}", shape) for key, shape in shapes.items()
+            )
             up["xielu", "weight"] = Param(tuple(scalars), (4,), mean=0.2)
         return up | last
     gate_up = [f"{prefix}{name}" for name in names.gate_up]

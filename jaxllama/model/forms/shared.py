@@ -27,7 +27,7 @@ from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.records import At
 from jaxllama.typing import Params, Tree
-from pallas_kernels.rows.swiglu import gate
+from pallas_kernels.rows.swiglu import swiglu
 
 
 class SharedBlock(Sequential):
@@ -121,5 +121,5 @@ def _feed(layer: LayerConfig, p: Params, stream: Stream, ops: LayerOps) -> Strea
     x, _ = linear.norm(Stream(stream.beside), p["mlp_norm"], layer)
     y = ops.product(x, params["gate_up"], dtype, layer)
     y = y + linear.linear(linear.linear(x, params["adapter_in"]), params["adapter_out"])
-    y = ops.product(gate(y, layer.activation), params["down"], dtype, layer)
+    y = ops.product(swiglu(y, activation=layer.activation), params["down"], dtype, layer)
     return stream._replace(beside=ops.product(y, params["out"], dtype, layer))

@@ -15,7 +15,7 @@ from jaxllama.model.declare import declare, layer_alone, table_of_layer, tokens_
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.common import LayerState
-from jaxllama.model.operands import check_features
+from jaxllama.model.records import check_features
 from jaxllama.typing import ParamsDict
 
 

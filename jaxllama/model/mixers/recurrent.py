@@ -1,7 +1,9 @@
-"""Parts that GLA and the delta rule share.
+"""Parts that the mixers with a recurrent state share: GLA, the delta rule, Mamba-2, convolutions.
 
-They are a state of fixed size that is updated token by token, the short convolutions before it, and
-the gated norm after it.
+y, last  = convolve(x, weight, past, at)              a short convolution
+o, state = steps(one, operands, state, count, exact)  a decoder's steps, token by token
+y        = gated_norm(o, weight, eps, gate)           the norm after the recursion
+o, after = scan_pieces(scan, through, at, before)     a row that is spread over devices
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
+from jaxllama.model.records import At, Pieces
 from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis
 from jaxllama.typing import Tree
 from pallas_kernels.brief import short_repr
@@ -87,14 +90,14 @@ def last_convolved(
 
 
 def steps(
-    one: Callable[..., tuple[jax.Array, jax.Array]],
+    advance: Callable[..., tuple[jax.Array, jax.Array]],
     operands: Sequence[jax.Array],
     state: jax.Array,
     count: jax.Array,
     exact: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """A decoder's steps, of operands ``[B, T, ...]`` the first ``count[B]``: (``o [B, T, H, Dv]``,
-    state).  one: ``one(*operands at t, moves[B], state=)`` -> (o, state).
+    state).  advance: ``advance(*operands at t, moves[B], state=)`` -> (o, state).
 
     A CPU takes them in a loop, also a single one (``_loop``). A GPU fuses the chain and passes over
     the state once. exact: in a step of B * T rows, most of them empty.
@@ -106,11 +109,11 @@ def steps(
             for x in (*operands, state, count)
         )
     if is_cpu:
-        o, state = _loop(one, [jnp.moveaxis(x, 1, 0) for x in operands], state, count)
+        o, state = _loop(advance, [jnp.moveaxis(x, 1, 0) for x in operands], state, count)
         return jnp.moveaxis(o, 0, 1)[:batch], state[:batch]
 
     def step(state: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        o, state = one(*now, state=state)
+        o, state = advance(*now, state=state)
         return state, o
 
     moves = jnp.arange(width, dtype=count.dtype)[:, None] < count[None, :]
@@ -120,7 +123,7 @@ def steps(
 
 
 def _loop(
-    one: Callable[..., tuple[jax.Array, jax.Array]],
+    advance: Callable[..., tuple[jax.Array, jax.Array]],
     operands: Sequence[jax.Array],
     state: jax.Array,
     count: jax.Array,
@@ -133,14 +136,14 @@ def _loop(
     loop of one round nor move the decay's exponential out of it. So the number of rounds is not
     known to it, and which rows move depends on the round.
     """
-    shapes = jax.eval_shape(one, *(x[0] for x in operands), count > 0, state=state)
+    shapes = jax.eval_shape(advance, *(x[0] for x in operands), count > 0, state=state)
     o = jnp.zeros((operands[0].shape[0], *shapes[0].shape), shapes[0].dtype)
     o, state, *operands = equally_varying((o, state, *operands))
 
     def body(t: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         o, state = carry
         now = (jax.lax.dynamic_index_in_dim(x, t, keepdims=False) for x in operands)
-        new, state = one(*now, t < count, state=state)
+        new, state = advance(*now, t < count, state=state)
         return jax.lax.dynamic_update_index_in_dim(o, new, t, 0), state
 
     longest = jnp.max(count)
@@ -169,31 +172,43 @@ def _gated_norm(
 
 
 def short_convolution(
-    x: jax.Array,
-    weight: jax.Array,
-    past: jax.Array | None,
-    lengths: jax.Array,
-    segments: jax.Array | None = None,
+    x: jax.Array, weight: jax.Array, past: jax.Array | None, at: At
 ) -> tuple[jax.Array, jax.Array]:
-    """``silu`` of ``causal_convolution``, and the last inputs."""
-    y, last = causal_convolution(x, weight, past, lengths, segments)
+    """``silu`` of ``convolve`` in x's dtype, and the last inputs."""
+    y, last = convolve(x, weight, past, at)
     return jax.nn.silu(y).astype(x.dtype), last
 
 
-def causal_convolution(
+def convolve(
+    x: jax.Array, weight: jax.Array, past: jax.Array | None, at: At
+) -> tuple[jax.Array, jax.Array]:
+    """A causal depthwise convolution over time: ``y_t = sum_w weight[:, w] * x_{t - W + 1 + w}``.
+
+    ``x[B, T, features]`` by rows of the cache, ``weight[features, W]``, past
+    ``[B, W - 1, features]`` (None: zeros) -> (float32 y, the last W - 1 inputs after each row's
+    valid ones).  Inputs of another segment count as zeros.  A piece has at least W - 1 tokens.
+    """
+    if not isinstance(at, Pieces):
+        return _causal(x, weight, past, at.row_lengths(), at.segments)
+    assert past is not None
+    taps, width = past.shape[1], x.shape[1]
+    if width < taps:
+        raise ValueError(f"pieces of {width} tokens: a convolution reads the {taps} before a token")
+    ends = at.every(x[:, width - taps :].astype(past.dtype))
+    before = at.local(jnp.concatenate([past[None], ends[:-1]]))
+    y, last = _causal(x, weight, before, at.lengths, None)
+    newest = jnp.maximum(at.totals - 1, 0) // width
+    return y, jnp.take_along_axis(at.every(last), newest[None, :, None, None], axis=0)[0]
+
+
+def _causal(
     x: jax.Array,
     weight: jax.Array,
     past: jax.Array | None,
     lengths: jax.Array,
-    segments: jax.Array | None = None,
+    segments: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """A causal depthwise convolution over time: ``y_t = sum_w weight[:, w] * x_{t - W + 1 + w}``.
-
-    ``x[B, T, features]``, ``weight[features, W]``, past ``[B, W - 1, features]`` (None: zeros) ->
-    (float32 y, the last W - 1 inputs after each row's ``lengths[B]`` valid ones).
-
-    segments: int32 ``[B, T]`` of rows without a past; inputs of another segment count as zeros.
-    """
+    """``convolve`` of rows with ``lengths[B]`` valid tokens; segments: as a ``Chunk`` has them."""
     (features, width), (batch, n_new, _) = weight.shape, x.shape
     if past is None:
         past = jnp.zeros((batch, width - 1, features), x.dtype)
@@ -219,3 +234,47 @@ def last_inputs(past: jax.Array, x: jax.Array, lengths: jax.Array) -> jax.Array:
     inputs = jnp.concatenate([past.astype(x.dtype), x], axis=1)
     last = lengths[:, None] + jnp.arange(past.shape[1], dtype=lengths.dtype)[None, :]
     return jnp.take_along_axis(inputs, last[:, :, None], axis=1).astype(past.dtype)
+
+
+# Rows whose tokens are spread over devices
+#
+# A recursion is linear in its state: a piece turns the state S before it into A S + R.  Each device
+# computes A and R of its pieces from zero, all devices exchange them, and the state before a piece
+# is the chain over the pieces before it.  The piece is then scanned again from that state.  Two
+# scans of 1/n of the tokens, and for the delta rule one more for A, replace a chain of n devices
+# that wait.  A is the product of the decays in GLA and SSD, and a matrix ``[Dk, Dk]`` a head in the
+# delta rule.
+#
+# Source: the associative combination is that of parallel scans (Blelloch 1990; S5, arXiv
+# 2208.04933).
+
+# (state before, or None for zeros) -> (o, state after)
+Scan = Callable[[jax.Array | None], tuple[jax.Array, jax.Array]]
+
+
+def scan_pieces(
+    scan: Scan,
+    through: Callable[[], Callable[[jax.Array, jax.Array], jax.Array]],
+    at: Pieces,
+    before: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Return (o of these pieces ``[2 B, T, H, Dv]``, the rows' state after all pieces).
+
+    scan: of these pieces, each from its own state, or all from zeros.
+    through: returns ``step(index, state)``, which gives A S of piece ``index`` of every row.
+    before: the rows' state before the first piece, float32 ``[B, H, Dk, Dv]``.
+    """
+    rest, step = at.every(scan(None)[1]), through()
+    states = [before]
+    for index in range(2 * at.n):
+        states.append(step(jnp.int32(index), states[-1]) + rest[index])
+    o, _ = scan(at.local(jnp.stack(states[:-1])))
+    return o, states[-1]
+
+
+def decayed(log_decay: jax.Array, at: Pieces) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Return ``scan_pieces``'s step for decays ``[2 B, T, H, Dk]`` of key channels."""
+    is_token = jnp.arange(log_decay.shape[1], dtype=jnp.int32)[None, :] < at.lengths[:, None]
+    decays = jnp.where(is_token[:, :, None, None], log_decay.astype(jnp.float32), 0.0)
+    products = at.every(jnp.exp(jnp.sum(decays, axis=1)))
+    return lambda index, state: products[index][..., None] * state

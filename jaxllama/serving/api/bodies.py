@@ -171,15 +171,46 @@ AllowedIds = Annotated[list[TokenId], Field(min_length=1), FIRST_ERROR]
 Truncation = Annotated[int, Field(ge=1)] | Literal[-1]
 
 
-class GenerationBody(Strict):
+class SamplingFields(Strict):
+    """The fields that all bodies of an answer share. null is the default everywhere."""
+
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    # Extensions
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
+    deadline: float | None = Field(None, gt=0, le=86400)
+    cache_salt: CacheSalt | None = None
+
+
+class OpenAIFields(SamplingFields):
+    """The fields that completions, chats and responses share."""
+
+    stream_options: StreamOptions | None = None
+    # Extensions
+    bad_words: Words | None = None
+    allowed_token_ids: AllowedIds | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    include_stop_str_in_output: bool | None = None
+    grammar: str | None = None  # llama.cpp's name of guided_grammar
+    # Without effect: these fields concern OpenAI's own service, or are hints.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class GenerationBody(OpenAIFields):
     """The fields that completions and chat share. null is the default everywhere."""
 
     model: str
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
     n: int | None = Field(None, ge=1, le=128)
     stop: Stop | Annotated[list[Stop], Field(max_length=16), FIRST_ERROR] | None = None
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: (
@@ -193,13 +224,8 @@ class GenerationBody(Strict):
         | None
     ) = None
     max_tokens: Limit | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     # Extensions
-    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128), FIRST_ERROR] | None = None
     min_tokens: int | None = Field(None, ge=0)
@@ -210,22 +236,8 @@ class GenerationBody(Strict):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
-    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
-    deadline: float | None = Field(None, gt=0, le=86400)
-    bad_words: Words | None = None
-    allowed_token_ids: AllowedIds | None = None
-    truncate_prompt_tokens: Truncation | None = None
-    include_stop_str_in_output: bool | None = None
-    grammar: str | None = None  # llama.cpp's name of guided_grammar
     return_token_ids: bool | None = None
-    cache_salt: CacheSalt | None = None
-    # Without effect: these fields concern OpenAI's own service, or are hints.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    store: bool | None = None  # without effect
 
 
 Ids = Annotated[list[TokenId], Field(min_length=1), FIRST_ERROR]

@@ -20,12 +20,12 @@ from pydantic import Field, ValidationError
 
 from jaxllama.serving.api.bodies import (
     FIRST_ERROR,
-    CacheSalt,
     Chat,
     FunctionCall,
     Lenient,
     Message,
     OnlyFunctions,
+    SamplingFields,
     Stop,
     Strict,
     ToolCall,
@@ -151,7 +151,7 @@ class CountTokens(Strict):
     speed: str | None = None
 
 
-class Messages(CountTokens):
+class Messages(CountTokens, SamplingFields):
     """Body of POST /v1/messages."""
 
     endpoint = "/v1/messages"
@@ -164,38 +164,14 @@ class Messages(CountTokens):
     }
     max_tokens: int = Field(ge=1)
     stop_sequences: Annotated[list[Stop], Field(max_length=16), FIRST_ERROR] | None = None
-    stream: bool | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
-    top_p: float | None = Field(None, ge=0, le=1)
     # Extensions, as for chat
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
     chat_template_kwargs: JsonObject | None = None
-    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
-    deadline: float | None = Field(None, gt=0, le=86400)
-    cache_salt: CacheSalt | None = None
     # Without effect, as above.
     container: Any = None
     metadata: JsonObject | None = None
     service_tier: str | None = None
     inference_geo: str | None = None
     diagnostics: JsonObject | None = None
-
-
-_SHARED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "stream",
-    "seed",
-    "min_p",
-    "repetition_penalty",
-    "priority",
-    "deadline",
-    "cache_salt",
-)
 
 
 def to_chat(body: CountTokens, template: str) -> Chat:
@@ -216,7 +192,7 @@ def to_chat(body: CountTokens, template: str) -> Chat:
     form = form or body.output_format
     last = messages[-1]
     asked: JsonObject = {
-        **{name: getattr(body, name, None) for name in _SHARED},
+        **{name: getattr(body, name, None) for name in SamplingFields.model_fields},
         "model": body.model,
         "messages": messages,
         "stop": getattr(body, "stop_sequences", None),

@@ -27,9 +27,9 @@ from jaxllama.engine.request import (
     QueueFull,
     RequestTimes,
 )
+from jaxllama.engine.stats import EngineStats
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.api.schemas import ApiError
-from jaxllama.typing import JsonObject
 
 _log = logging.getLogger("jaxllama.serving")
 
@@ -204,9 +204,14 @@ class Failed(IpcMessage, tag=4):
 
 
 class EngineReport(IpcMessage, tag=6):
-    """A replica's figures, its observed times since the last report, and its failure."""
+    """A replica's figures.
 
-    stats: JsonObject
+    replica: its name, which no other one has. times: (name, seconds) pairs for ``Metrics.observe``
+    since the last report. failure: why the replica has to be replaced, or None.
+    """
+
+    replica: str
+    stats: EngineStats
     times: list[tuple[str, float]]
     failure: str | None
 

@@ -20,20 +20,17 @@ from pydantic import Field, ValidationError
 
 from jaxllama.serving.api.bodies import (
     FIRST_ERROR,
-    AllowedIds,
-    CacheSalt,
     Chat,
     FunctionCall,
     Lenient,
     Limit,
     Message,
     OnlyFunctions,
-    StreamOptions,
+    OpenAIFields,
+    SamplingFields,
     Strict,
     ToolCall,
     ToolName,
-    Truncation,
-    Words,
     explain,
 )
 from jaxllama.serving.api.schemas import ApiError
@@ -102,7 +99,7 @@ class TextOptions(Strict):
     verbosity: str | None = None  # without effect
 
 
-class Responses(Strict):
+class Responses(OpenAIFields):
     """Body of POST /v1/responses.  null is the default everywhere."""
 
     endpoint = "/v1/responses"
@@ -120,33 +117,16 @@ class Responses(Strict):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     max_output_tokens: Limit | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
     text: TextOptions | None = None
     tools: (
         Annotated[list[FunctionTool], Field(max_length=128), FIRST_ERROR, OnlyFunctions] | None
     ) = None
     tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[str, str] | None = None
     # Extensions, as for chat
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
     chat_template_kwargs: JsonObject | None = None
-    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
-    deadline: float | None = Field(None, gt=0, le=86400)
-    bad_words: Words | None = None
-    allowed_token_ids: AllowedIds | None = None
-    truncate_prompt_tokens: Truncation | None = None
-    include_stop_str_in_output: bool | None = None
-    grammar: str | None = None
     enable_thinking: bool | None = None
-    cache_salt: CacheSalt | None = None
     background: bool | None = None
     include: Annotated[list[str], FIRST_ERROR] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -160,14 +140,10 @@ class Responses(Strict):
     background_options: JsonObject | None = None
     context_management: Any = None
     max_tool_calls: int | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_options: JsonObject | None = None
     prompt_cache_retention: str | None = None
     reasoning: JsonObject | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    user: str | None = None
 
     @property
     def has_logprobs(self) -> bool:
@@ -214,25 +190,10 @@ def _check_fields(body: Responses) -> None:
 
 
 _SHARED = (
-    "model",
-    "stream",
-    "temperature",
-    "top_p",
-    "parallel_tool_calls",
-    "seed",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "chat_template_kwargs",
-    "priority",
-    "deadline",
-    "bad_words",
-    "allowed_token_ids",
-    "truncate_prompt_tokens",
-    "include_stop_str_in_output",
-    "grammar",
-    "enable_thinking",
-    "cache_salt",
+    *SamplingFields.model_fields,
+    *("model", "parallel_tool_calls", "chat_template_kwargs", "enable_thinking"),
+    *("bad_words", "allowed_token_ids", "truncate_prompt_tokens"),
+    *("include_stop_str_in_output", "grammar"),
 )
 _ABSENT = {
     "conversation": "send previous_response_id instead",

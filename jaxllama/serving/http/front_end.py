@@ -1,7 +1,8 @@
 """A front end: a process that speaks HTTP and has no model, a child of the engine's process.
 
-    start(socket, listener) -> Popen     socket: to the engine's process; listener: for clients
-    main()                               the child's program; its arguments are both descriptors
+    start(listener) -> Child
+    main()                     the child's program; its arguments are the sockets to the engine's
+                               process and to clients, as descriptors
 
 The ``Welcome`` message describes the model. The front end then accepts connections on the port that
 all front ends share, until a ``Drain`` message. If the engine's process is gone, waiting clients
@@ -13,10 +14,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import os
 import pickle
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,9 @@ import uvicorn
 from jaxllama.serving.api import messages
 from jaxllama.serving.http import limits
 from jaxllama.serving.http.server import ServerSettings, application
-from jaxllama.serving.ipc.facts import ModelFacts
 from jaxllama.serving.ipc.link import EngineClient
-from jaxllama.serving.ipc.wire import Wire
+from jaxllama.serving.ipc.served import ModelFacts
+from jaxllama.serving.ipc.wire import Child, Wire
 
 GONE = "the engine's process has ended"
 
@@ -49,22 +48,9 @@ class FrontEndSetup:
     private_key: Path | None = None
 
 
-def start(theirs: socket.socket, listener: socket.socket) -> subprocess.Popen[bytes]:
-    files = theirs.fileno(), listener.fileno()
-    # It has no device, and it uses this process's module path.
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", f"from {__name__} import main; main()", *map(str, files)],
-        pass_fds=files,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=2,
-        start_new_session=True,  # Ctrl-C goes to the parent only
-    )
+def start(listener: socket.socket) -> Child:
+    """Start a front end for the clients of ``listener``; it has no device."""
+    return Child(__name__, {"JAX_PLATFORMS": "cpu"}, (listener.fileno(),))
 
 
 class _Server(uvicorn.Server):

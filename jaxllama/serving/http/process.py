@@ -15,14 +15,16 @@ SIGTERM drains the server: it takes no new connections and answers the requests 
 that have not ended after ``drain_timeout`` seconds get 503; with a state folder they are answered
 after the next start. A thread that does not end is given up after ``STUCK`` seconds.
 
-When the engine fails, all clients get an error, and the process ends with status 1, so that a
-supervisor starts it again. When the engine stands still, or this process hangs, front ends answer
-``/live`` with 503 (``EngineClient.standstill``). When this process is killed, its front ends report
-that to their clients and end.
+Several engines are processes too (``replicas``). One that is lost is started again, and its
+requests go on elsewhere. When the only engine fails, or none can be started, all clients get an
+error, and the process ends with status 1, so that a supervisor starts it again. When the engine
+stands still, or this process hangs, front ends answer ``/live`` with 503
+(``EngineClient.standstill``). When this process is killed, its front ends report that to their
+clients and end.
 
-One line on stdout says where the server listens. Logs are JSON on stderr. One of the first lines
-names the model's own sampling, if it has one. While there is work, a line every ``INTERVAL``
-seconds reports the engine's throughput.
+One line on stdout says where the server listens. Logs go to stderr (``logs``). One of the
+first lines names the model's own sampling, if it has one. While there is work, a line every
+``INTERVAL`` seconds reports the engine's throughput.
 """
 
 from __future__ import annotations
@@ -37,7 +39,6 @@ import pickle
 import signal
 import socket
 import ssl
-import subprocess
 import sys
 import threading
 import time
@@ -63,11 +64,12 @@ try:
     from jaxllama.serving.http.file_store import FileStore, StoreUnavailable
     from jaxllama.serving.http.middleware import is_local
     from jaxllama.serving.http.server import ServerSettings, create_app
-    from jaxllama.serving.ipc.facts import ModelFacts
     from jaxllama.serving.ipc.hub import THREADS, Hub, Port
-    from jaxllama.serving.ipc.replicas import Replicas
-    from jaxllama.serving.ipc.served import forward_passes
-    from jaxllama.serving.ipc.wire import Pulse, Wire
+    from jaxllama.serving.ipc.pool import PooledEngine
+    from jaxllama.serving.ipc.replica import StartEngine
+    from jaxllama.serving.ipc.replicas import LocalPool
+    from jaxllama.serving.ipc.served import ModelFacts, forward_passes
+    from jaxllama.serving.ipc.wire import Child, Pulse, Wire, delay
 except ImportError as error:
     if not extras.is_optional(error.name):
         raise
@@ -79,7 +81,6 @@ INTERVAL = 10.0
 KEY_VARIABLE = "JAXLLAMA_API_KEY"
 LOOK = 0.1  # seconds between two checks of the engine
 STUCK = 12.0  # seconds after which threads that do not end are given up
-LONGEST_DELAY = 30.0  # seconds before a front end that died as it started is replaced
 LAST_WORDS = 5  # seconds for front ends to report to their clients that the server stops
 
 
@@ -190,7 +191,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
                 f"anybody who reaches {options.host} can use it: no --api-key", stacklevel=2
             )
         # The front ends import their modules while the model is loaded.
-        front_ends = [_FrontEnd(listener) for _ in range(options.api_servers)]
+        front_ends = [front_end.start(listener) for _ in range(options.api_servers)]
         for one in front_ends:
             children.callback(one.kill)
         journal = None if options.state is None else Journal(options.state)
@@ -199,13 +200,14 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
         name, *aliases = options.names or (model_name(options.model),)
         metrics = Metrics(name)
         if options.replicas > 1:
-            engine: Engine | Replicas = Replicas(
-                options.replicas, load, options.engine, metrics.observe
-            )
-            children.callback(engine.kill)
+            pool = LocalPool(options.replicas, StartEngine(load, options.engine))
+            children.callback(pool.kill)
             with progress.working("loading and compiling replicas"):
-                engine.start()
-            facts, passes = engine.facts, engine.passes
+                about = pool.start()
+            engine: Engine | PooledEngine = PooledEngine(
+                pool, about, metrics.observe, options.replicas
+            )
+            facts, passes = about.facts, engine.passes
         else:
             lm = load()
             engine = Engine(lm, observe=metrics.observe, **options.engine)
@@ -235,8 +237,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
             options.private_key,
         )
         logging.config.dictConfig(logs.configuration())
-        waits, quotas = isinstance(engine, Replicas), Quotas(settings.keys)
-        hub = Hub(engine, passes, metrics, journal, waits, quotas)
+        hub = Hub(engine, passes, metrics, journal, options.replicas > 1, Quotas(settings.keys))
         is_tls = options.certificate is not None
         banner = f"{name} on {url(options.host, listener.getsockname()[1], is_tls)}"
         server = _Server(hub, engine, pickle.dumps(setup), listener, options.drain_timeout)
@@ -285,28 +286,13 @@ def local_app(
         engine.stop()
 
 
-class _FrontEnd:
-    """A child that speaks HTTP, and the parent's end of the socket to it."""
-
-    def __init__(self, listener: socket.socket) -> None:
-        self.began = time.monotonic()
-        self.socket, theirs = socket.socketpair()
-        with theirs:
-            self.process: subprocess.Popen[bytes] = front_end.start(theirs, listener)
-
-    def kill(self) -> None:
-        self.socket.close()
-        self.process.kill()
-        self.process.wait()
-
-
 class _Server:
     """The engine's process with its front ends."""
 
     def __init__(
         self,
         hub: Hub,
-        engine: Engine | Replicas,
+        engine: Engine | PooledEngine,
         setup: bytes,
         listener: socket.socket,
         drain_timeout: int,
@@ -318,17 +304,16 @@ class _Server:
         self._ready, self._ending = asyncio.Event(), asyncio.Event()
         self._error: str | None = None
         self.stuck: str | None = None  # the thread that did not end
-        self._children: dict[_FrontEnd, Wire] = {}
+        self._children: dict[Child, Wire] = {}
         self._died = 0  # front ends in a row that died before they were ready
 
-    async def run(
-        self, front_ends: list[_FrontEnd], banner: str, sampling: str | None
-    ) -> str | None:
+    async def run(self, front_ends: list[Child], banner: str, sampling: str | None) -> str | None:
         """Run until SIGTERM, Ctrl-C or a failure; return the failure or None."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end)
-        if isinstance(self._engine, Replicas):
+        if isinstance(self._engine, PooledEngine):
+            self._engine.on_empty = self._hub.report_empty
             await self._engine.open()
         self._unready = len(front_ends)
         for one in front_ends:
@@ -354,12 +339,12 @@ class _Server:
         self._ending.set()
         asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
 
-    def _watch(self, one: _FrontEnd) -> None:
+    def _watch(self, one: Child) -> None:
         task = asyncio.create_task(self._serve(one))
         self._living.add(task)
         task.add_done_callback(self._living.discard)
 
-    async def _serve(self, one: _FrontEnd) -> None:
+    async def _serve(self, one: Child) -> None:
         """Serve a front end until it is gone; then start another in its place."""
         is_ready, pulse = False, Pulse()
 
@@ -401,12 +386,11 @@ class _Server:
     async def _replace(self) -> None:
         """Start a front end in the place of one that has ended, if need be after a while."""
         while not self._ending.is_set():
-            delay = min(2.0 ** (self._died - 1), LONGEST_DELAY) if self._died else 0
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ending.wait(), delay)
+                await asyncio.wait_for(self._ending.wait(), delay(self._died))
                 return
             try:
-                self._watch(_FrontEnd(self._listener))
+                self._watch(front_end.start(self._listener))
                 return
             except OSError as error:  # no process, no memory or no descriptor is left
                 self._died += 1
@@ -415,7 +399,7 @@ class _Server:
                     "a front end cannot be started", extra={"fields": fields}
                 )
 
-    async def _kill_if_hung(self, one: _FrontEnd, port: Port, pulse: Pulse) -> None:
+    async def _kill_if_hung(self, one: Child, port: Port, pulse: Pulse) -> None:
         await pulse.lost(lambda: port.send(messages.Ping(self._engine.stalled)))
         logging.getLogger("jaxllama.serving").error(
             "a front end hangs", extra={"fields": {"pid": one.process.pid}}

@@ -45,6 +45,7 @@ from jaxllama.serving.ipc.journalled import JournalledAnswers
 from jaxllama.serving.ipc.served import Adapting, Passes, Served
 from jaxllama.serving.ipc.stored_responses import StoredResponses
 
+EMPTY = "no engine runs: another one is being started"
 THREADS = "hub"  # the beginning of the names of a hub's threads
 _log = logging.getLogger("jaxllama.serving")
 
@@ -74,6 +75,7 @@ class Hub:
         self.owed: dict[str, Port] = {}
         self.responses = StoredResponses()
         self._ports: list[Port] = []
+        self._is_empty = False
         self._with_news: set[Port] = set()
         self._waiting: dict[str, list[tuple[Port, messages.HubRequest]]] = {}
         self.loaded: dict[str, str] = {}  # adapters loaded at run time: id by name
@@ -100,8 +102,8 @@ class Hub:
 
     def welcome(self, port: Port) -> None:
         """Send a new front end the state that the others know."""
-        if self.trouble is not None:
-            port.send(messages.Trouble(self.trouble))
+        if self.trouble is not None or self._is_empty:
+            port.send(messages.Trouble(self.trouble or EMPTY))
         if self.loaded:
             port.send(messages.Adapters(self.loaded))
 
@@ -132,6 +134,11 @@ class Hub:
     def trouble(self) -> str | None:
         """Why the journal cannot be written, or None."""
         return self._answers.trouble
+
+    def report_empty(self, is_empty: bool) -> None:
+        """Let ``/ready`` say whether there is no replica. Requests wait meanwhile."""
+        self._is_empty = is_empty
+        self.tell(messages.Trouble(self.trouble or (EMPTY if is_empty else None)))
 
     # The journal
 
@@ -287,6 +294,11 @@ class Port:
                 self.on_ready()
             case messages.Pong():
                 self.on_pong()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is in flight."""
+        return not self._rows
 
     def close(self) -> int:
         """Cancel the requests of a front end that is gone, and return their number."""

@@ -17,15 +17,15 @@ queue.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxllama.engine.request import EngineFailed, FinishReason, Request
 from jaxllama.serving.api import messages
 from jaxllama.serving.api.messages import Accepted, TextPiece
 from jaxllama.serving.ipc.hub import Hub
+from jaxllama.serving.ipc.wire import Exchange
 from jaxllama.text.reader import Reader
 from jaxllama.text.tokenizer import Tokenizer
 
@@ -145,28 +145,25 @@ def _join(first: TextPiece, second: TextPiece) -> TextPiece:
     return second
 
 
-class EngineClient:
+class EngineClient(Exchange):
     """A front end's connection to the engine; the module docstring has the interface.
 
     failure: why the engine does nothing any more, or None. trouble: why the journal cannot be
-    written at present, or None.
+    written at present, or None. is_lost: whether the engine's process has ended.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._tokenizer: Tokenizer | None = None
         self._eos: tuple[int, ...] = ()
         self.failure: str | None = None
         self.trouble: str | None = None
         self.loaded: dict[str, str] = {}  # adapters loaded at run time: id by name
-        self._is_lost = False
+        self.is_lost = False
         self._pinged: float | None = None  # time of the last Ping from the engine's process
         self._stalled: str | None = None  # what that Ping said
         self.on_told: Callable[[Any], None] = lambda message: None
-        self._send: Callable[[bytes], None] = lambda data: None
-        self._frames = messages.Frames(messages.from_engine())
-        self._numbers = itertools.count()
         self._choices: dict[int, RequestInFlight] = {}
-        self._asked: dict[int, asyncio.Future[Any]] = {}
 
     @property
     def standstill(self) -> str | None:
@@ -182,49 +179,34 @@ class EngineClient:
         """Why the server is not healthy; None if it is."""
         return self.standstill or self.trouble
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the engine's process has ended, whatever the reason."""
-        return self._is_lost
-
     def know(self, tokenizer: Tokenizer | None, eos_ids: Sequence[int]) -> None:
         self._tokenizer, self._eos = tokenizer, tuple(eos_ids)
 
-    def open(self, send: Callable[[bytes], None]) -> None:
-        self._send = send
-
     # Incoming messages
 
-    def received(self, data: bytes) -> None:
-        for message in self._frames.feed(data):
-            if isinstance(message, messages.Received):
-                self._told(message.rows)
-            elif isinstance(message, messages.Reply):
-                self._answered(message.call, message.value)
-            elif isinstance(message, messages.Refused):
-                self._answered(message.call, self._error(message))
-            elif isinstance(message, messages.Failed):
+    def told(self, message: Any) -> None:
+        match message:
+            case messages.Failed():
                 self.failure = self.failure or message.reason
-            elif isinstance(message, messages.Trouble):
+            case messages.Trouble():
                 self.trouble = message.reason
-            elif isinstance(message, messages.Adapters):
+            case messages.Adapters():
                 self.loaded = message.loaded
-            elif isinstance(message, messages.Ping):
+            case messages.Ping():
                 self._pinged, self._stalled = time.monotonic(), message.stalled
                 self.tell(messages.Pong())
-            else:
+            case _:
                 self.on_told(message)
 
     def lost(self, reason: str) -> None:
         """Record that nothing comes any more, and fail everything that waits."""
-        self.failure, self._is_lost = self.failure or reason, True
-        self._send = lambda data: None
-        refused = messages.refusal(EngineFailed(self.failure))
-        for call in list(self._asked):
-            self._answered(call, EngineFailed(self.failure))
-        self._told([TextPiece(n, [], finish_reason="error", error=refused) for n in self._choices])
+        failure = self.failure = self.failure or reason
+        self.is_lost = True
+        self.close(lambda: EngineFailed(failure))
+        refused = messages.refusal(EngineFailed(failure))
+        self.read([TextPiece(n, [], finish_reason="error", error=refused) for n in self._choices])
 
-    def _told(self, pieces: Iterable[TextPiece]) -> None:
+    def read(self, pieces: Sequence[TextPiece]) -> None:
         for piece in pieces:
             choice = self._choices.get(piece.number)
             if choice is None:
@@ -238,25 +220,16 @@ class EngineClient:
             if piece.finish_reason is not None:
                 del self._choices[piece.number]
                 if piece.error is not None:
-                    self._error(piece.error)
+                    self.error(piece.error)
                 if choice.has_stops or not was_over:
                     self._end(piece.number, piece.finish_reason, written)
             choice.stream.put(choice, piece)
 
-    def _error(self, refused: messages.Refused) -> Exception:
-        error = messages.error(refused)
+    def error(self, refused: messages.Refused) -> Exception:
+        error = super().error(refused)
         if isinstance(error, EngineFailed):
             self.failure = self.failure or str(error)
         return error
-
-    def _answered(self, call: int, value: Any) -> None:
-        waiting = self._asked.pop(call, None)
-        if waiting is None or waiting.done():
-            return
-        if isinstance(value, Exception):
-            waiting.set_exception(value)
-        else:
-            waiting.set_result(value)
 
     # Outgoing messages
 
@@ -282,7 +255,7 @@ class EngineClient:
             stream.opened(number)
         first = numbers[0] if numbers else 0
         try:
-            await self._call(
+            await self.call(
                 lambda call: messages.Submit(
                     call, id, first, list(requests), owner, entry, is_known
                 )
@@ -315,22 +288,7 @@ class EngineClient:
         self.tell(messages.End(number, reason, kept))
 
     async def ask(self, name: Any, *arguments: Any) -> Any:
-        return await self._call(lambda call: messages.HubRequest(call, name, list(arguments)))
-
-    async def _call(self, message: Callable[[int], messages.IpcMessage]) -> Any:
-        if self._is_lost:
-            raise EngineFailed(self.failure)
-        call, loop = next(self._numbers), asyncio.get_running_loop()
-        self._asked[call] = loop.create_future()
-        waiting = self._asked[call]
-        try:
-            self.tell(message(call))
-            return await waiting
-        finally:
-            self._asked.pop(call, None)
-
-    def tell(self, message: messages.IpcMessage) -> None:
-        self._send(messages.encode(message))
+        return await self.call(lambda call: messages.HubRequest(call, name, list(arguments)))
 
 
 def local(hub: Hub, tokenizer: Tokenizer | None, eos_ids: Sequence[int]) -> EngineClient:

@@ -1,14 +1,17 @@
-"""Several engines as one: each replica is a process with the model, on a device of its own.
+"""The replicas of one host: each is a process with the model, on a device of its own.
 
-    replicas = Replicas(count, load, options, observe)      takes an engine's place in a Hub
-    replicas.start(); await replicas.open(); replicas.stop()
+    pool = LocalPool(count, start)       a ``pool.Pool``; start() -> Started, picklable
+    about = pool.start()                 waits until all replicas have loaded and compiled
+    pool.kill()
 
-A replica is an engine behind a Hub of its own, without a journal. This process talks to it as a
-front end does. A request goes to the replica with the least work, counted in tokens of prompts and
-answers in flight. A replica that has read the beginning of the prompt before is preferred, if it
-has at most ``SLACK`` requests' work more than the least. The figures are the sums over replicas, up
-to ``REPORT`` seconds old. Times are observed in this process. If a replica fails, hangs or is
-killed, all of them end, so that a supervisor starts the server again.
+This process talks to a replica (``replica``) as a front end does. A request goes to the replica
+with the least work, counted in tokens of prompts and answers in flight. A replica that has read the
+beginning of the prompt before is preferred, if it has at most ``SLACK`` requests' work more than
+the least.
+
+A replica that ends, fails, stands still or sends no report counts as lost. Another process is
+started in its place, later each time if it dies before it is ready. If that happens while no other
+replica is left, the pool has failed, so that a supervisor starts the server again.
 
 Left out: replicas on several hosts, or each on a mesh.
 """
@@ -17,229 +20,124 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import dataclasses
+import functools
 import itertools
+import logging
 import os
 import pickle
-import socket
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
-from jaxllama.engine.engine import Engine
-from jaxllama.engine.request import (
-    EngineClosed,
-    EngineFailed,
-    Event,
-    FinishReason,
-    QueueFull,
-    Request,
-)
+from jaxllama.engine.request import EngineFailed, QueueFull, Request
 from jaxllama.engine.stats import EngineStats
 from jaxllama.errors import JaxLlamaError
-from jaxllama.language_model import LanguageModel
-from jaxllama.serving import logs
 from jaxllama.serving.api import messages
-from jaxllama.serving.api.messages import TextPiece
-from jaxllama.serving.ipc.facts import ModelFacts
-from jaxllama.serving.ipc.hub import Hub
-from jaxllama.serving.ipc.served import forward_passes
-from jaxllama.serving.ipc.wire import Pulse, Wire
-from jaxllama.typing import Options
+from jaxllama.serving.api.messages import EngineReport, TextPiece
+from jaxllama.serving.ipc.pool import Read, ReplicaLost, Taken
+from jaxllama.serving.ipc.replica import REPORT, About, Start
+from jaxllama.serving.ipc.wire import Child, Exchange, Pulse, Wire, delay
 
 PREFIXES = (1024, 256, 64)  # lengths, in tokens, of the beginnings by which prompts are recognized
 REMEMBERED = 8192  # number of remembered beginnings
 SLACK = 4
-REPORT = 0.05
+END = 10  # seconds for a replica to end by itself
 DEVICES = "CUDA_VISIBLE_DEVICES"
-
-Load = Callable[[], LanguageModel]
-
-
-@dataclasses.dataclass(frozen=True)
-class About:
-    """A replica's description of itself after its start."""
-
-    facts: ModelFacts
-    max_len: int
-    max_queue: int
-    stats: EngineStats
+_log = logging.getLogger("jaxllama.serving")
 
 
-@dataclasses.dataclass(eq=False)
-class Flight:
-    """A request in flight and the number of tokens that its listener has."""
+class Process(Exchange):
+    """A replica's process, as the parent sees it. work: tokens of its requests in flight."""
 
-    request: Request
-    on_event: Callable[[Event], None]
-    written: int = 0
-
-    @property
-    def work(self) -> int:
-        return len(self.request.prompt) + self.request.max_new_tokens
-
-    def read(self, piece: TextPiece) -> None:
-        """Pass a message's tokens to the listener."""
-        self.written += len(piece.tokens)
-        self.tell(
-            tokens=tuple(piece.tokens),
-            times=piece.times,
-            logprobs=tuple(piece.logprobs),
-            top_logprobs=tuple(tuple(top) for top in piece.top_logprobs),
-            finish_reason=piece.finish_reason,
-            cached_tokens=piece.cached_tokens,
-            error=None if piece.error is None else messages.error(piece.error),
-        )
-
-    def tell(self, **news: Any) -> None:
-        request = self.request
-        self.on_event(
-            Event(
-                request.id,
-                prompt_tokens=len(request.prompt),
-                completion_tokens=self.written,
-                **news,
-            )
-        )
-
-
-class Replica:
-    """A replica, as the parent process sees it."""
-
-    def __init__(self, number: int, load: Load, options: Options, device: str) -> None:
-        self.number, self._spec = number, pickle.dumps((load, options))
-        self.socket, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-c",
-                    f"from {__name__} import main; main()",
-                    str(theirs.fileno()),
-                ],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                env={
-                    **os.environ,
-                    DEVICES: device,
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                },
-                start_new_session=True,
-            )
-        self.flights: dict[int, Flight] = {}
-        self._by_id: dict[str, int] = {}
-        self.wire, self.pulse = Wire(), Pulse()
-        self._frames = messages.Frames(messages.from_engine())
-        self._asked: dict[int, Future[Any]] = {}
-        self._numbers = itertools.count()
-        self.told: Callable[[], None] = lambda: None
-        self.on_report: Callable[[Replica, messages.EngineReport], None] = lambda one, report: None
-
-    def begin(self) -> None:
-        self.socket.sendall(self._spec)
+    def __init__(self, number: int, child: Child) -> None:
+        super().__init__()
+        self.number, self.child, self.work = number, child, 0
+        self.wire, self._pulse = Wire(), Pulse()
+        self._failed = asyncio.Event()
+        self._failure = ""
+        self.stats: EngineStats
+        self._times: list[tuple[str, float]] = []
+        self._runs: dict[int, tuple[Read, asyncio.Future[None]]] = {}
 
     def about(self) -> About:
         """Wait until the replica has loaded its model and compiled, and return its description."""
-        while data := self.socket.recv(1 << 16):
+        while data := self.child.socket.recv(1 << 16):
             for message in self._frames.feed(data):
                 if isinstance(message, messages.Failed):
                     raise JaxLlamaError(message.reason)
-                return pickle.loads(message.setup)
-        status = self.process.wait()
+                about: About = pickle.loads(message.setup)
+                self.stats = about.stats
+                return about
+        status = self.child.process.wait()
         raise JaxLlamaError(f"a replica ended with status {status} as it started")
 
-    async def open(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.wire.on_data = self._received
-        await self.wire.open(self.socket)
+    async def begin(self) -> None:
+        self.wire.on_data = self.received
+        self.open(self.wire.write)
+        await self.wire.open(self.child.socket)
 
-    @property
-    def work(self) -> int:
-        return sum(flight.work for flight in list(self.flights.values()))
+    async def ended(self) -> str:
+        """Wait until the replica is lost, end its requests with ReplicaLost, and return why."""
+        waits = (self.wire.gone.wait(), self._pulse.lost(), self._failed.wait())
+        gone, hung, failed = tasks = [asyncio.create_task(wait) for wait in waits]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        reason = self._failure if failed.done() else "it does not answer"
+        if gone.done():
+            reason = f"it ended with status {await asyncio.to_thread(self.child.process.wait)}"
+        for task in (hung, failed, gone):
+            task.cancel()
+        self.close(lambda: ReplicaLost(reason))
+        for _, over in self._runs.values():
+            if not over.done():
+                over.set_exception(ReplicaLost(reason))
+        return reason
 
-    # Called from other threads
+    def report(self) -> EngineReport:
+        """Return the newest figures, with the times since the last call."""
+        times, self._times = self._times, []
+        return EngineReport(str(self.child.process.pid), self.stats, times, None)
 
-    def submit(self, flight: Flight) -> None:
-        """Submit a request and wait for the answer. Raises what the replica's engine raises."""
-        number = next(self._numbers)
-        # Stop strings are found where the text is made.
-        request = dataclasses.replace(flight.request, stop=())
-        self.flights[number], self._by_id[request.id] = flight, number
+    async def run(self, request: Request, taken: Taken, read: Read) -> None:
+        """Run a request, as ``pool.Pool.run`` does."""
+        number, work = next(self._numbers), len(request.prompt) + request.max_new_tokens
+        over = asyncio.get_running_loop().create_future()
+        self._runs[number] = read, over
+        self.work += work
         try:
-            self.ask(
+            await self.call(
                 lambda call: messages.Submit(call, request.id, number, [request], "", None, False)
             )
-        except BaseException:
-            self._take(number)
+            taken()
+            await over
+        except asyncio.CancelledError:
+            self.tell(messages.End(number, "cancelled", 0))
             raise
+        finally:
+            self.work -= work
+            del self._runs[number]
+            if over.done() and not over.cancelled():
+                over.exception()  # else asyncio reports one that nobody has read
 
-    def end_one(self, request_id: str, reason: FinishReason) -> None:
-        """End a request. Ids that are not in flight are ignored."""
-        number = self._by_id.get(request_id)
-        flight = None if number is None else self._take(number)
-        if number is not None and flight is not None:
-            self.tell(messages.End(number, reason, 0))
-            self._loop.call_soon_threadsafe(self._ended, flight, reason)
+    def read(self, pieces: Sequence[TextPiece]) -> None:
+        for piece in pieces:
+            read, over = self._runs.get(piece.number, (None, None))
+            if read is None or over is None or over.done():
+                continue
+            try:
+                if read((piece,)):
+                    over.set_result(None)
+            except Exception as error:
+                over.set_exception(error)
 
-    def _ended(self, flight: Flight, reason: FinishReason) -> None:
-        flight.tell(finish_reason=reason)
-        self.told()
-
-    def _take(self, number: int) -> Flight | None:
-        flight = self.flights.pop(number, None)
-        if flight is not None:
-            self._by_id.pop(flight.request.id, None)
-        return flight
-
-    def ask(self, message: Callable[[int], messages.IpcMessage]) -> Any:
-        call, done = next(self._numbers), Future[Any]()
-        self._asked[call] = done
-        self.tell(message(call))
-        return done.result()
-
-    def tell(self, message: messages.IpcMessage) -> None:
-        self._loop.call_soon_threadsafe(self.wire.write, messages.encode(message))
-
-    # Called on the event loop
-
-    def _received(self, data: bytes) -> None:
-        for message in self._frames.feed(data):
-            match message:
-                case messages.Received():
-                    for piece in message.rows:
-                        self._read(piece)
-                    self.told()
-                case messages.Reply():
-                    self._asked.pop(message.call).set_result(message.value)
-                case messages.Refused():
-                    self._asked.pop(message.call).set_exception(messages.error(message))
-                case messages.EngineReport():
-                    self.on_report(self, message)
-                case _:
-                    pass
-
-    def _read(self, piece: TextPiece) -> None:
-        flight = self.flights.get(piece.number)
-        if flight is None:
-            return
-        if piece.finish_reason is not None:
-            self._take(piece.number)
-        flight.read(piece)
-
-    def end(self, reason: FinishReason, error: Exception | None = None) -> None:
-        """End all requests in flight."""
-        for number in list(self.flights):
-            flight = self._take(number)
-            if flight is not None:
-                flight.tell(finish_reason=reason, error=error)
-        self.told()
-        while self._asked:
-            self._asked.popitem()[1].set_exception(error or EngineClosed("the engine has stopped"))
+    def told(self, message: Any) -> None:
+        if isinstance(message, EngineReport):
+            self._pulse.beat()
+            self.stats = message.stats
+            self._times += message.times
+            if message.failure is not None:
+                self._failure = message.failure
+                self._failed.set()
 
 
 class HasWork(Protocol):
@@ -274,8 +172,14 @@ class KnownPrefixes(Generic[Name]):
                 self._known.popitem(last=False)
 
 
+def _beginnings(request: Request) -> list[int]:
+    """Return hashes of the prompt's beginnings, the longest first."""
+    prompt = request.prompt
+    return [hash((request.cache_key, prompt[:n])) for n in PREFIXES if len(prompt) >= n]
+
+
 class ReplicaChoice(Generic[Some]):
-    """Chooses the replica of a request; may be called from any thread."""
+    """Chooses the replica of a request among ``replicas``, which may change."""
 
     def __init__(self, replicas: Sequence[Some]) -> None:
         self._all, self._known = replicas, KnownPrefixes[Some]()
@@ -284,219 +188,153 @@ class ReplicaChoice(Generic[Some]):
 
     def order(self, request: Request) -> list[Some]:
         """Return the replicas, least work first; one that has read the prompt's beginning leads."""
-        turn = next(self._turns) % len(self._all)
-        work = [(one.work, one) for one in (*self._all[turn:], *self._all[:turn])]
-        work.sort(key=lambda pair: pair[0])
-        order = [one for _, one in work]
-        room = work[0][0] + SLACK * (len(request.prompt) + request.max_new_tokens)
+        order = sorted(self.in_turn(), key=lambda one: one.work)
+        if not order:
+            return []
+        room = order[0].work + SLACK * (len(request.prompt) + request.max_new_tokens)
         for one in self._known.readers(request):
-            if one.work <= room:
+            if one in order and one.work <= room:
                 order.remove(one)
                 order.insert(0, one)
                 break
         return order
 
-
-class Sizes(NamedTuple):
-    """The sizes of all replicas together (``hub.EngineLimits``)."""
-
-    max_len: int
-    max_queue: int
+    def in_turn(self) -> list[Some]:
+        """Return the replicas; each call begins with the next one."""
+        turn = next(self._turns) % max(len(self._all), 1)
+        return [*self._all[turn:], *self._all[:turn]]
 
 
-class Replicas:
-    """Several engines as one; the module docstring has the interface.
+class LocalPool:
+    """Replicas as processes of this host; the module docstring has the interface.
 
-    ``facts`` and ``options`` exist after ``start``. Raises JaxLlamaError if there are too few
-    devices.
+    Raises JaxLlamaError if there are too few devices.
     """
 
-    def __init__(
-        self, count: int, load: Load, options: Options, observe: Callable[[str, float], None]
-    ) -> None:
+    def __init__(self, count: int, start: Start) -> None:
         named = [name for name in os.environ.get(DEVICES, "").split(",") if name]
         if named and len(named) < count:
             raise JaxLlamaError(f"--replicas = {count}: ${DEVICES} has {len(named)}")
-        devices = named or [str(number) for number in range(count)]
-        self.failure: str | None = None
-        self.closed: str | None = None
-        self.stalled: str | None = None  # a replica that stalls fails, and all with it
-        self.passes = {name: self._pass(name) for name in ("embed", "rank", "score")}
-        self._observe = observe
-        self._all = [Replica(n, load, options, devices[n]) for n in range(count)]
-        self._choice = ReplicaChoice(self._all)
+        self._devices = named or [str(number) for number in range(count)]
+        self._start = pickle.dumps(start)
+        self._is_closed = False
+        self._processes = {number: self._process(number) for number in range(count)}
+        self._living: list[Process] = []  # in the order of their starts
+        self._some = asyncio.Event()  # set while there are some
+        self._choice = ReplicaChoice(self._living)
+        self._starting = 0
+        self._failure: str | None = None
 
-    def start(self) -> None:
-        """Start all replicas; wait until they have loaded the model and compiled."""
-        for one in self._all:
-            one.begin()
-        about = [one.about() for one in self._all]
-        first = about[0]
-        self.facts = first.facts
-        self.options = Sizes(
-            max_len=min(each.max_len for each in about),
-            max_queue=sum(each.max_queue for each in about),
-        )
-        self._stats = [each.stats for each in about]
+    def _process(self, number: int) -> Process:
+        child = Child("jaxllama.serving.ipc.replica", {DEVICES: self._devices[number]})
+        return Process(number, child)
+
+    def start(self) -> About:
+        """Return a description after all replicas have started; its ``max_len`` is the least."""
+        processes = self._processes.values()
+        for one in processes:
+            one.child.socket.sendall(self._start)
+        return min((one.about() for one in processes), key=lambda about: about.max_len)
+
+    # The interface of a Pool
 
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
-        for one in self._all:
-            one.on_report = self._reported
-            await one.open()
-            asyncio.create_task(self._watch(one))
-            asyncio.create_task(self._fail_if_hung(one))
+        self._keeping = [asyncio.create_task(self._keep(one)) for one in self._processes.values()]
+        await self._some.wait()
 
-    async def _fail_if_hung(self, one: Replica) -> None:
-        await one.pulse.lost()
-        if self.closed is None:
-            self._fail(f"the engine failed: replica {one.number} does not answer")
-
-    async def _watch(self, one: Replica) -> None:
-        await one.wire.gone.wait()
-        if self.closed is None:
-            status = await asyncio.to_thread(one.process.wait)
-            self._fail(f"the engine failed: replica {one.number} ended with status {status}")
-
-    def _fail(self, reason: str) -> None:
-        self.failure = self.closed = reason
-        for one in self._all:
-            one.end("error", EngineFailed(reason))
-
-    def _reported(self, one: Replica, report: messages.EngineReport) -> None:
-        one.pulse.beat()
-        self._stats[one.number] = EngineStats(**report.stats)
-        for name, seconds in report.times:
-            self._observe(name, seconds)
-        if report.failure is not None and self.failure is None:
-            self._fail(report.failure)
-
-    def stats(self) -> EngineStats:
-        figures = [dataclasses.asdict(stats) for stats in self._stats]
-        finished = sum(
-            (collections.Counter(f.pop("finished")) for f in figures), collections.Counter[str]()
-        )
-        return EngineStats(
-            **{key: sum(f[key] for f in figures) for key in figures[0]}, finished=finished
-        )
-
-    # The interface for a Hub
-
-    def submit(
-        self, request: Request, on_event: Callable[[Event], None], *, with_text: bool
-    ) -> None:
-        """Submit a request, which waits for the replica: never call this on the event loop."""
-        if self.failure is not None:
-            raise EngineFailed(self.failure)
-        if self.closed is not None:
-            raise EngineClosed(self.closed)
+    async def run(self, request: Request, taken: Taken, read: Read) -> None:
+        await self._some.wait()
         full: list[QueueFull] = []
         for one in self._choice.order(request):
             try:
-                one.submit(Flight(request, on_event))
+                await one.run(request, functools.partial(self._taken, request, one, taken), read)
+                return
             except QueueFull as error:
                 full.append(error)
-            else:
-                self._choice.remember(request, one)
-                return
-        raise QueueFull.of(
-            sum(stats.waiting for stats in self._stats), min(error.retry_after for error in full)
-        )
+        if not full:
+            raise ReplicaLost("no replica is left")
+        waiting = sum(one.stats.waiting for one in self._living)
+        raise QueueFull.of(waiting, min(error.retry_after for error in full))
 
-    def listen(self, listener: Callable[[], None]) -> None:
-        for one in self._all:
-            one.told = listener
+    def _taken(self, request: Request, one: Process, taken: Taken) -> None:
+        self._choice.remember(request, one)
+        taken()
 
-    def end(self, request_id: str, reason: FinishReason) -> None:
-        for one in self._all:
-            one.end_one(request_id, reason)
+    async def forward(self, name: Any, arguments: Sequence[Any]) -> Any:
+        await self._some.wait()
+        one = self._choice.in_turn()[0]
+        return await one.call(lambda call: messages.HubRequest(call, name, list(arguments)))
 
-    def _pass(self, name: Any) -> Callable[..., Any]:
-        """Return a function that runs a forward pass on the replicas in turn."""
-
-        turns = itertools.count()
-
-        def ask(*arguments: Any) -> Any:
-            one = self._all[next(turns) % len(self._all)]
-            return one.ask(lambda call: messages.HubRequest(call, name, list(arguments)))
-
-        return ask
+    async def reports(self) -> list[EngineReport]:
+        await asyncio.sleep(REPORT)
+        if self._failure is not None:
+            raise EngineFailed(self._failure)
+        return [one.report() for one in self._living]
 
     def stop(self) -> None:
-        """Stop all replicas; requests in flight end with the reason "cancelled"."""
-        self.closed = self.closed or "the engine has stopped"
-        for one in self._all:
-            if not one.wire.gone.is_set() and one.process.poll() is None:
-                self._loop.call_soon_threadsafe(one.end, "cancelled")
+        self._is_closed = True
+        for one in list(self._processes.values()):
+            if one in self._living:
                 self._loop.call_soon_threadsafe(one.wire.close)
-        self.kill(after=10)
+            else:
+                one.child.process.kill()
+        self.kill(END)
 
     def kill(self, after: float = 0) -> None:
-        for one in self._all:
+        """End the processes that have not ended by themselves ``after`` so many seconds."""
+        self._is_closed = True
+        for one in list(self._processes.values()):
             try:
-                one.process.wait(after)
+                one.child.process.wait(after)
             except subprocess.TimeoutExpired:
-                one.process.kill()
-                one.process.wait()
+                one.child.process.kill()
+                one.child.process.wait()
 
+    # On the event loop
 
-def _beginnings(request: Request) -> list[int]:
-    """Return hashes of the prompt's beginnings, the longest first."""
-    prompt = request.prompt
-    return [hash((request.cache_key, prompt[:n])) for n in PREFIXES if len(prompt) >= n]
+    async def _keep(self, one: Process) -> None:
+        """Serve with a replica until it is lost; then start another in its place."""
+        while True:
+            await one.begin()
+            self._living.append(one)
+            self._some.set()
+            reason = await one.ended()
+            self._living.remove(one)
+            if not self._living:
+                self._some.clear()
+            if self._is_closed:
+                return
+            fields = {"replica": one.number, "reason": reason}
+            _log.error("a replica is lost", extra={"fields": fields})
+            one.wire.close()
+            one.child.process.kill()
+            again = await self._started_again(one.number)
+            if again is None:
+                return
+            one = again
+            _log.warning("a replica runs again", extra={"fields": {"replica": one.number}})
 
-
-# In the replica's process
-
-
-class _Reporter:
-    """Collects a Hub's and an Engine's times for the process that has the metrics."""
-
-    def __init__(self) -> None:
-        self.times: list[tuple[str, float]] = []
-
-    def observe(self, name: str, seconds: float) -> None:
-        self.times.append((name, seconds))
-
-    def wrote(self, tokens: int) -> None:
-        """Do nothing: the parent process counts tokens."""
-
-    def ended(self, reason: str) -> None:
-        """Do nothing: the parent process counts requests."""
-
-    def sized(self, prompt: int, completion: int, limit: int) -> None:
-        """Do nothing: the parent process counts requests."""
-
-
-def main() -> None:
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    reporter = _Reporter()
-    with logs.progress_lines():
-        try:
-            load, options = pickle.load(connection.makefile("rb"))
-            lm = load()
-            engine = Engine(lm, observe=reporter.observe, **options)
-            engine.start()
-        except JaxLlamaError as error:
-            connection.sendall(messages.encode(messages.Failed(str(error))))
-            sys.exit(2)
-        about = About(
-            ModelFacts.of(lm), engine.options.max_len, engine.options.max_queue, engine.stats()
-        )
-        connection.sendall(messages.encode(messages.Welcome(pickle.dumps(about))))
-        asyncio.run(_run(connection, lm, engine, reporter))
-
-
-async def _run(connection: socket.socket, lm: LanguageModel, engine: Engine, reporter: Any) -> None:
-    hub, wire = Hub(engine, forward_passes(lm), reporter, None), Wire()
-    port = hub.open(wire.write)
-    wire.on_data = port.received
-    await wire.open(connection)
-    while not wire.gone.is_set():
-        times, reporter.times = reporter.times, []
-        stats = dataclasses.asdict(engine.stats())
-        port.send(messages.EngineReport(stats, times, engine.failure or engine.stalled))
-        await asyncio.sleep(REPORT)
-    port.close()
-    engine.stop()
-    hub.close()
+    async def _started_again(self, number: int) -> Process | None:
+        """Start a replica in the place of a lost one, if need be after a while; None: closed."""
+        for died in itertools.count():
+            await asyncio.sleep(delay(died))
+            if self._is_closed:
+                return None
+            self._starting += 1
+            try:
+                one = self._processes[number] = self._process(number)
+                one.child.socket.sendall(self._start)
+                await asyncio.to_thread(one.about)
+            except (JaxLlamaError, OSError) as error:
+                if self._is_closed:
+                    return None
+                fields = {"replica": number, "reason": str(error)}
+                _log.error("a replica cannot be started", extra={"fields": fields})
+                if not self._living and self._starting == 1:
+                    self._failure = f"the engine failed: no replica is left: {error}"
+            else:
+                return one
+            finally:
+                self._starting -= 1
+        return None

@@ -1,4 +1,4 @@
-"""The socket between two processes of a server, and the heartbeats over it.
+"""Processes of a server: how one is started, the socket to it, calls over it, and heartbeats.
 
 A process that answers no ``Ping`` for ``BEAT * MISSED`` seconds counts as hung.
 """
@@ -6,12 +6,57 @@ A process that answers no ``Ping`` for ``BEAT * MISSED`` seconds counts as hung.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 import socket
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from jaxllama.serving.api import messages
 
 BEAT = 5.0  # seconds between two heartbeats
 MISSED = 6  # number of missed heartbeats after which a process counts as hung
+LONGEST_DELAY = 30.0  # seconds before a process that died as it started is replaced
+
+
+class Child:
+    """A child process that runs a module's ``main``, and this end of the socket to it.
+
+    main's arguments are the descriptors of the other end and of ``files``. environment: variables
+    beside this process's own.
+    """
+
+    def __init__(
+        self, module: str, environment: Mapping[str, str], files: Sequence[int] = ()
+    ) -> None:
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            passed = theirs.fileno(), *files
+            program = f"from {module} import main; main()"
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", program, *map(str, passed)],
+                pass_fds=passed,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    **environment,
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                start_new_session=True,  # Ctrl-C goes to the parent only
+            )
+
+    def kill(self) -> None:
+        self.socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def delay(died: int) -> float:
+    """Return the seconds before the next start, after so many processes died as they started."""
+    return min(2.0 ** (died - 1), LONGEST_DELAY) if died else 0.0
 
 
 class Wire(asyncio.Protocol):
@@ -43,6 +88,75 @@ class Wire(asyncio.Protocol):
         """Close the socket after the bytes that were written."""
         if self._transport is not None:
             self._transport.close()
+
+
+class Exchange:
+    """The caller's end of a hub's port: calls, their answers, and the tokens of requests.
+
+    A subclass defines ``read`` and ``told``.
+    """
+
+    def __init__(self) -> None:
+        self._send: Callable[[bytes], None] = lambda data: None
+        self._frames = messages.Frames(messages.from_engine())
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._closed: Callable[[], Exception] | None = None
+
+    def open(self, send: Callable[[bytes], None]) -> None:
+        self._send = send
+
+    def received(self, data: bytes) -> None:
+        for message in self._frames.feed(data):
+            if isinstance(message, messages.Received):
+                self.read(message.rows)
+            elif isinstance(message, messages.Reply):
+                self._answered(message.call, message.value)
+            elif isinstance(message, messages.Refused):
+                self._answered(message.call, self.error(message))
+            else:
+                self.told(message)
+
+    def read(self, pieces: Sequence[messages.TextPiece]) -> None:
+        """Read new tokens."""
+        raise NotImplementedError
+
+    def told(self, message: Any) -> None:
+        """Read a message that is neither an answer nor tokens."""
+        raise NotImplementedError
+
+    def error(self, refused: messages.Refused) -> Exception:
+        return messages.error(refused)
+
+    def tell(self, message: messages.IpcMessage) -> None:
+        self._send(messages.encode(message))
+
+    async def call(self, message: Callable[[int], messages.IpcMessage]) -> Any:
+        """Send the message of a call's number, and return its answer."""
+        if self._closed is not None:
+            raise self._closed()
+        call = next(self._numbers)
+        waiting = self._asked[call] = asyncio.get_running_loop().create_future()
+        try:
+            self.tell(message(call))
+            return await waiting
+        finally:
+            self._asked.pop(call, None)
+
+    def close(self, error: Callable[[], Exception]) -> None:
+        """Send nothing more, and let all calls raise what ``error`` returns."""
+        self._closed, self._send = error, lambda data: None
+        for call in list(self._asked):
+            self._answered(call, error())
+
+    def _answered(self, call: int, value: Any) -> None:
+        waiting = self._asked.pop(call, None)
+        if waiting is None or waiting.done():
+            return
+        if isinstance(value, Exception):
+            waiting.set_exception(value)
+        else:
+            waiting.set_result(value)
 
 
 class Pulse:

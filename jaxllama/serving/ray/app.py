@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging.config
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray import serve
@@ -32,23 +32,23 @@ from jaxllama.engine.journal import Journal
 from jaxllama.engine.request import Request
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving import logs
-from jaxllama.serving.api import messages
 from jaxllama.serving.api.keys import Quotas
+from jaxllama.serving.api.messages import EngineReport
 from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.http.process import report
 from jaxllama.serving.http.server import ServerSettings, application
 from jaxllama.serving.ipc import link
 from jaxllama.serving.ipc.hub import Hub
-from jaxllama.serving.ipc.replicas import About
-from jaxllama.serving.ray.engine import PooledEngine, ReplicaLost
-from jaxllama.serving.ray.replica import EngineReplica, Observe, ReplicaReport, Started
+from jaxllama.serving.ipc.pool import PooledEngine, Read, ReplicaLost, Taken, follow
+from jaxllama.serving.ipc.replica import About, Start
+from jaxllama.serving.ray.replica import EngineReplica
 from jaxllama.serving.ray.router import PrefixRouter
 
 HEAD = {"node:__internal_head__": 0.001}  # the resource that every head node has
 HEALTH = 5.0  # seconds between two health checks
 HUNG = 30.0  # seconds without an answer after which a replica counts as hung
 QUIET = {"enable_access_log": False}  # the front end logs each request
-EMPTY = "no engine runs: Serve starts another"
+REPORT = 1.0  # seconds between two reports
 REPORTS = 5.0  # seconds to wait for the reports of all replicas
 
 
@@ -106,31 +106,36 @@ class ReplicaPool:
 
 
 class ServePool:
-    """The replicas behind a handle of Ray Serve (``engine.Pool``)."""
+    """The replicas behind a handle of Ray Serve, as an ``ipc.pool.Pool``."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle, self._stream = handle, handle.options(stream=True)
 
-    async def generate(self, request: Request) -> AsyncGenerator[bytes]:
+    async def open(self) -> None:
+        """Do nothing: Serve watches the replicas."""
+
+    async def run(self, request: Request, taken: Taken, read: Read) -> None:
         response = self._stream.generate.remote(request)
         try:
             with _losses():
-                async for data in response:
-                    yield data
-        except (GeneratorExit, asyncio.CancelledError):
+                await follow(response, taken, read)
+        finally:
             with contextlib.suppress(Exception):  # it may have ended meanwhile
                 response.cancel()
-            raise
 
     async def forward(self, name: str, arguments: Sequence[Any]) -> Any:
         with _losses():
             return await self._handle.forward.remote(name, list(arguments))
 
-    async def reports(self) -> list[ReplicaReport]:
+    async def reports(self) -> list[EngineReport]:
+        await asyncio.sleep(REPORT)
         asked = self._handle.broadcast("report")
         with _losses():
             found = await asked.results_async(timeout_s=REPORTS, return_exceptions=True)
-        return [one for one in found if isinstance(one, ReplicaReport)]
+        return [one for one in found if isinstance(one, EngineReport)]
+
+    def stop(self) -> None:
+        """Do nothing: Serve ends the replicas."""
 
     async def about(self) -> About:
         """Wait for the first replica, and return its description."""
@@ -166,11 +171,12 @@ class Api:
         about = await pool.about()
         settings = dataclasses.replace(settings, max_len=about.max_len)
         journal = None if settings.state is None else Journal(settings.state)
-        self._engine = PooledEngine(pool, about, metrics.observe, self._report_empty)
-        self._engine.open()
+        self._engine = PooledEngine(pool, about, metrics.observe)
         metrics.watch(self._engine)
         quotas = Quotas(settings.keys)
         self._hub = Hub(self._engine, self._engine.passes, metrics, journal, True, quotas)
+        self._engine.on_empty = self._hub.report_empty
+        await self._engine.open()
         facts = about.facts
         client = link.local(self._hub, facts.tokenizer, facts.config.eos_token_ids)
         self._app = application(facts, client, settings, about.max_queue, self._end)
@@ -179,19 +185,13 @@ class Api:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._app
 
-    def _report_empty(self, is_empty: bool) -> None:
-        """Let ``/ready`` say that there is no engine. Requests wait meanwhile."""
-        self._hub.tell(messages.Trouble(EMPTY if is_empty else self._hub.trouble))
-
     def _end(self) -> None:
         self._reporting.cancel()
         self._engine.stop()
         self._hub.close()
 
 
-def application_of(
-    settings: ServerSettings, pool: ReplicaPool, start: Callable[[Observe], Started]
-) -> serve.Application:
+def application_of(settings: ServerSettings, pool: ReplicaPool, start: Start) -> serve.Application:
     """Return the application for ``ray.serve.run``.
 
     start: called in each replica; picklable. settings: ``max_len`` is the engine's, whatever is

@@ -17,7 +17,6 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -28,18 +27,16 @@ from jaxllama.engine.options import EngineOptions
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.http.process import ServeOptions, model_name, url
 from jaxllama.serving.http.server import ServerSettings
+from jaxllama.serving.ipc.replica import Start
 from jaxllama.serving.ray.app import ReplicaPool, application_of
 from jaxllama.serving.ray.cluster import connect, resources_of
 from jaxllama.serving.ray.options import ClusterOptions
-from jaxllama.serving.ray.replica import Observe, Started
 
 NAME = "jaxllama"  # of the application
 ANSWERS = 30.0  # seconds for the proxy to answer
 
 
-def serve(
-    options: ServeOptions, cluster: ClusterOptions, start: Callable[[Observe], Started]
-) -> None:
+def serve(options: ServeOptions, cluster: ClusterOptions, start: Start) -> None:
     """Run the server until SIGTERM or Ctrl-C; the module docstring has the details.
 
     start: called in each replica; picklable.

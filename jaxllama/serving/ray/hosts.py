@@ -1,6 +1,6 @@
 """A replica over several hosts: one engine whose mesh spans the devices of all of them.
 
-    StartOnHosts(load, options, hosts)     in the place of ``replica.StartEngine``
+    StartOnHosts(load, options, hosts)     in the place of ``ipc.replica.StartEngine``
 
 The replica's actor is the first process. It starts an actor on each other host of its placement
 group. All join by JAX's distributed runtime, load their parts of the weights, and compile. The
@@ -31,9 +31,8 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.parallel import hosts
 from jaxllama.serving import logs
-from jaxllama.serving.ipc.facts import ModelFacts
-from jaxllama.serving.ipc.served import Passes
-from jaxllama.serving.ray.replica import Observe, Started
+from jaxllama.serving.ipc.replica import Observe, Started
+from jaxllama.serving.ipc.served import ModelFacts, Passes
 from jaxllama.typing import Options
 
 KEPT = 4  # newest steps whose results are looked at

@@ -117,9 +117,9 @@ def _call(call: object, template: ChatTemplate) -> JsonObject:
         raise JaxLlamaError("tool_calls: a call needs a function with a name")
     assert isinstance(call, Mapping)
     arguments = function.get("arguments")
-    own = {"name": function["name"], "arguments": _arguments(arguments, template)}
+    function_call = {"name": function["name"], "arguments": _arguments(arguments, template)}
     outer = {k: v for k, v in call.items() if v is not None and k not in ("name", "arguments")}
-    return {**outer, "type": "function", "function": own}
+    return {**outer, "type": "function", "function": function_call}
 
 
 def _arguments(arguments: object, template: ChatTemplate) -> object:

@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.device import H200, gpu
+from pallas_kernels.device import gpu, sms
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.formats import E4M3, E8M0
 from pallas_kernels.matmul.call import MatmulCall, Weight
@@ -34,7 +34,7 @@ def plans(call: MatmulCall) -> list[RowPlan | TilePlan | Reason]:
     """The kernels that have a plan, or why the one for several rows has none."""
     if call.quantized_x or (call.alone and call.m > most_tokens()):
         return [Reason("")]
-    if call.m > 8 and not gpu().arch.clusters:
+    if call.m > 8 and not gpu().clusters:
         # 8 rows at a time need no sums over blocks.
         return [tile_plan(call), tile_plan(call, at_once=8)]
     one = row_plan(call)
@@ -47,7 +47,7 @@ def most_tokens() -> int:
 
     Where there is no kernel for many rows, XLA's form of int4 writes the weights as floats first.
     """
-    return TOKENS if gpu().arch.wgmma else MOST_PASSED
+    return TOKENS if gpu().wgmma else MOST_PASSED
 
 
 # --- one row -------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ class RowPlan(Predicted):
     codes: str
     rows: int  # of w that a warp has at a time
     warps: int  # of a block; see ``row_warps``
-    sms: int = dataclasses.field(default=H200.sms, repr=False)
+    sms: int = dataclasses.field(default_factory=sms, repr=False)
 
     def divide(self, call: MatmulCall) -> RowDivision:
         """Return the division of a call that has this plan."""
@@ -81,6 +81,7 @@ class RowPlan(Predicted):
             # Of two blocks an SM, those without a unit in the last round make room for the next
             # kernel's.
             spread=self.warps >= WARPS,
+            chains=2 if call.k <= gpu().few_rows.chained_columns else 1,
         )
 
 
@@ -95,8 +96,10 @@ class RowDivision:
     bits: int  # of a value of w
     loads: int = 4  # of 16 bytes that a lane multiplies while as many more are under way
     warps: int = WARPS  # of a block; see ``row_warps``
-    sms: int = H200.sms
+    sms: int = dataclasses.field(default_factory=sms)
     spread: bool = False  # a round without a unit for each warp is one of all blocks
+    # Sums of a group beside int4 that the tensor cores add to in turn.
+    chains: int = dataclasses.field(default=1, repr=False)
 
     @property
     def per_load(self) -> int:
@@ -107,14 +110,6 @@ class RowDivision:
     def chunks(self) -> int:
         """Instructions that read one row."""
         return -(-self.k // (32 * self.per_load))
-
-    @property
-    def chains(self) -> int:
-        """Sums of a group beside int4 that the tensor cores add to in turn.
-
-        Two are 1 to 7% faster up to 8,192 columns and 4% slower with 14,336 (H200, jax 0.12).
-        """
-        return 2 if self.k <= 8192 else 1
 
     @property
     def padded_k(self) -> int:
@@ -196,7 +191,7 @@ _FOUR_BITS = "int4", "int4 fold", "mxfp4", "nvfp4"
 def row_plans() -> list[RowPlan]:
     """Return every plan that ``row_plan`` can return on this GPU."""
     return [
-        RowPlan(form, rows, warps, gpu().sms)
+        RowPlan(form, rows, warps)
         for form, of_a_warp in ROWS.items()
         for rows in of_a_warp
         for warps in (8, WARPS, *((MOST_WARPS,) if form in _FOUR_BITS else ()))
@@ -207,12 +202,12 @@ def _one_row(w: HasShape, swiglu: bool) -> RowPlan:
     """Return the plan for w, whose codes the kernel of one row reads."""
     (n, k), bits = w.shape, bits_of(w)
     # Two rows share what is read of x; one round of short rows is better than two.
-    one_round = bits == 8 and n % 2 == 0 and n <= 2 * gpu().sms * WARPS and k <= 4096
+    is_short = k <= gpu().few_rows.paired_columns
+    one_round = bits == 8 and n % 2 == 0 and n <= 2 * sms() * WARPS and is_short
     in_pairs = bits == 4 or w.dtype == jnp.float8_e4m3fn
     rows = 2 if swiglu or in_pairs or one_round else 1
-    sms = gpu().sms
-    warps = row_warps(k, n // rows, bits, sms)
-    return RowPlan(FewRowsScheme.of(w, "bf16").form, rows, warps, sms)
+    warps = row_warps(k, n // rows, bits, sms())
+    return RowPlan(FewRowsScheme.of(w, "bf16").form, rows, warps)
 
 
 def divide_row(w: jax.Array | Weight, swiglu: bool = False) -> RowDivision:
@@ -225,14 +220,14 @@ def row_warps(k: int, units: int, bits: int, sms: int) -> int:
     """Return the warps of a block that has a share of so many units on ``sms`` multiprocessors.
 
     A product of 4 bits waits for memory and for instructions in turn, which more warps overlap.  So
-    if 16 have several units each, 24 are taken: gate and up of gpt-oss take 12.6 us, not 14.1.  It
-    is slower with 2048 and 4096 columns.
+    if 16 have several units each, 24 are taken.
     """
-    if bits == 4 and 2048 < k < 4096 and units > sms * WARPS:
+    card = gpu().few_rows
+    if bits == 4 and card.narrow_columns < k < card.wide_columns and units > sms * WARPS:
         return MOST_WARPS
     # With two blocks an SM, one of them ends earlier and makes room for the next kernel's block.
     # But each block loads all of x.
-    return 8 if k <= 2048 else WARPS
+    return 8 if k <= card.narrow_columns else WARPS
 
 
 def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason:
@@ -278,17 +273,17 @@ def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason
 
 # --- tiles ---------------------------------------------------------------------------------------
 
-# Multiprocessors of an H200 that clusters of a size keep at work: 4 does not divide those of all of
-# its processing clusters.  One cluster more waits for the first to end.  (8: from the sizes that
-# give 30 clusters of 4, not measured.)  Other GPUs are taken to have the same share.
-_CLUSTER_SMS = {1: 132, 2: 132, 4: 120, 8: 112}
+_SPLITS = 1, 2, 4, 8  # blocks that share K
 SLOT = WARPS * 1024  # bytes of a ring slot: one block of columns of a tile, 2 x 16 bytes per lane
 
 
 def clusters_at_once() -> dict[int, int]:
     """Return how many clusters of each size the GPU runs at a time."""
-    sizes = _CLUSTER_SMS if gpu().arch.clusters else [1]
-    return {size: gpu().sms * _CLUSTER_SMS[size] // (H200.sms * size) for size in sizes}
+    of_cards = gpu().few_rows.cluster_sms[: len(_SPLITS) if gpu().clusters else 1]
+    return {
+        size: sms() * at_work // (of_cards[0] * size)
+        for size, at_work in zip(_SPLITS, of_cards, strict=False)
+    }
 
 
 def splits_of(whole: bool) -> list[int]:
@@ -296,9 +291,7 @@ def splits_of(whole: bool) -> list[int]:
 
     whole: a norm or SwiGLU needs the sum over all of K in one block, or in a cluster.
     """
-    if gpu().arch.clusters:
-        return list(_CLUSTER_SMS)
-    return [1] if whole else list(_CLUSTER_SMS)
+    return [1] if whole and not gpu().clusters else list(_SPLITS)
 
 
 # With at most this many rows, x stays in shared memory, and K is not divided among a cluster.
@@ -417,7 +410,7 @@ class Cut(NamedTuple):
 
 # (blocks that share K, columns of a warp) with x in registers.
 CUTS = (1, 64), (1, 128), (1, 256), (1, 512), (2, 256), (4, 256), (4, 512), (8, 256), (8, 512)
-# Where a block has less shared memory than Hopper's, more blocks share K with shorter runs.
+# Where a block has little shared memory, more blocks share K with shorter runs.
 _NARROW_CUTS = (2, 64), (2, 128), (4, 64), (4, 128), (8, 64), (8, 128)
 # Bits of a value by ``FewRowsScheme.form``.
 TILES = {
@@ -431,12 +424,13 @@ TILES = {
 
 
 def cuts_here() -> tuple[tuple[int, int], ...]:
-    return CUTS + (_NARROW_CUTS if gpu().shared_bytes < H200.shared_bytes else ())
+    is_narrow = gpu().shared_bytes < gpu().few_rows.narrow_bytes
+    return CUTS + (_NARROW_CUTS if is_narrow else ())
 
 
 def tile_plans() -> list[TilePlan]:
     """Return every plan that ``tile_plan`` can return on this GPU."""
-    passes = (TOKENS,) if gpu().arch.clusters else PASSES
+    passes = (TOKENS,) if gpu().clusters else PASSES
     found = []
     for form, bits in TILES.items():
         cuts = [cut for cut in cuts_here() if cut[1] * bits % 512 == 0]
@@ -528,12 +522,12 @@ def _division(m: int, w: HasShape, cut: Cut, depth: int, fused: FusedTile) -> Ti
 
 def is_apart(split: int) -> bool:
     """Whether blocks that share K are no cluster."""
-    return split > 1 and not gpu().arch.clusters
+    return split > 1 and not gpu().clusters
 
 
 def most_clusters(split: int) -> int:
     """Return how many sets of ``split`` blocks the GPU runs at a time."""
-    return gpu().sms // split if is_apart(split) else clusters_at_once()[split]
+    return sms() // split if is_apart(split) else clusters_at_once()[split]
 
 
 def _tile_of(m: int, w: HasShape, fused: FusedTile) -> tuple[Cut, int] | None:
@@ -592,7 +586,7 @@ def tile_plan(call: MatmulCall, *, at_once: int = TOKENS) -> TilePlan | Reason:
     # Room for a bias is always reserved, because the planner of fused calls does not see it.
     fused = FusedTile.of(call)._replace(bias=True)
     # Where a call does not fit, fewer rows at a time read w several times.
-    passes = (at_once,) if gpu().arch.clusters else [size for size in PASSES if size <= at_once]
+    passes = (at_once,) if gpu().clusters else [size for size in PASSES if size <= at_once]
     fits = ((size, _tile_of(min(call.m, size), w, fused)) for size in passes)
     tokens, whole = next((found for found in fits if found[1] is not None), (at_once, None))
     if whole is None:

@@ -25,7 +25,7 @@ from pallas_kernels.ptx import Value
 
 def in_flight() -> int:
     """Return how many loads of 16 bytes a lane holds in registers: most in Hopper's code."""
-    return 8 if gpu().arch.wgmma else 4
+    return 8 if gpu().wgmma else 4
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ from pallas_kernels.matmul.many_rows.pair import pair_matmul
 from pallas_kernels.matmul.many_rows.plan import CODES_K, PairTile, WeightTile, has_block_scales
 from pallas_kernels.matmul.many_rows.weight import weight_matmul
 from pallas_kernels.qtensor import BLOCK_ROWS, FLOAT4, QTensor
-from pallas_kernels.rows.swiglu import gate
+from pallas_kernels.rows.swiglu import swiglu as gate
 
 
 def matmul(
@@ -59,7 +59,7 @@ def matmul(
     kernel_dtype = jnp.dtype(jnp.float32) if swiglu and not fused else out_dtype
     y = pair_matmul(x, w, None, None, bias, kernel_dtype, plan, fused)
     if swiglu and not fused:
-        y = gate(y, activation, implementation="xla").astype(out_dtype)
+        y = gate(y, activation=activation, implementation="xla").astype(out_dtype)
     return y
 
 

@@ -3,7 +3,7 @@
     pair     int8 x int8 and e4m3 x e4m3, any M; bf16 x bf16 and f16 x f16, 17 to 64 rows
     weight   bf16 or f16 x int4 or int8; int8 or e4m3 x int4
 
-The tile comes from a small table of measured costs: the blocks are persistent, so a product takes
+The tile comes from the card's table of timed tiles: the blocks are persistent, so a product takes
 (rounds of tiles) x (time of a tile).
 """
 
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.copies import UNIT
-from pallas_kernels.device import H200, block_bytes, gpu, lacking
+from pallas_kernels.device import block_bytes, gpu, lacking, sms, tiles_of, timed_tiles
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.plan import TOKENS, is_format
@@ -70,25 +70,24 @@ def _codes_of(call: MatmulCall, plan: PairTile | WeightTile) -> str:
 def pair_plans() -> list[PairTile]:
     """Return every tile of the pair kernel that ``plan`` can return on a GPU with wgmma."""
     promoted = {"float": 0, "int8": 0, "float8": _FP8_PROMOTE, "float8 groups": 1}
-    tables = {"int8": PAIR, "float8": FP8, "float8 groups": FP8}
     found = []
     for codes, promote in promoted.items():
         tiles = [_stream(n, split, promote) for n in STREAM_WIDTHS for split in (1, 2)]
         if codes != "float":
             tiles += [dataclasses.replace(_stream(128, 1, promote), cluster=2)]
-        tiles += [tile for tile, _ in tables.get(codes, ())]
+            tiles += tiles_of(f"pair {codes.split()[0]}", PairTile)
         found += [dataclasses.replace(tile, promote=promote, codes=codes) for tile in tiles]
-    found += [dataclasses.replace(tile, promote=1, codes="float8 blocks") for tile, _ in BLOCKS]
-    return [dataclasses.replace(tile, sms=gpu().sms) for tile in found]
+    blocks = tiles_of("pair float8 blocks", PairTile)
+    return found + [dataclasses.replace(tile, promote=1, codes="float8 blocks") for tile in blocks]
 
 
 def weight_plans() -> list[WeightTile]:
     """Return every tile of the weight kernel that ``plan`` can return on a GPU with wgmma."""
-    few = [tile for tile, _ in FEW_WEIGHT]
+    many, few = tiles_of("weight", WeightTile), tiles_of("weight few tokens", WeightTile)
     found = []
     for codes in ("int4", "int8", "float8", "mxfp4", "nvfp4"):
-        of_few = [tile for tile, _ in FEW_INT4] if codes == "int4" else few
-        tiles = [tile for tile, _ in WEIGHT] + ([AHEAD] if codes in _AHEAD_US else [])
+        of_few = few + (tiles_of("weight few tokens int4", WeightTile) if codes == "int4" else [])
+        tiles = many + [tile for tile, _ in _tiles_ahead(codes)]
         tiles += [
             dataclasses.replace(tile, tokens=tokens, stored=stored)
             for tile in of_few
@@ -99,15 +98,21 @@ def weight_plans() -> list[WeightTile]:
     for codes in ("int4 x int8", "int4 x float8", "int4 levels x int8"):
         exact = codes == "int4 levels x int8"
         most = 256 if exact else _SCALED_TOKENS
-        tiles = [tile for tile, _ in WEIGHT if tile.tokens % 32 == 0 and tile.tokens <= most]
+        tiles = [tile for tile in many if tile.tokens % 32 == 0 and tile.tokens <= most]
         tiles += [dataclasses.replace(tile, tokens=tokens) for tile in few for tokens in (32, 64)]
         tiles = [dataclasses.replace(tile, block=CODES_K) for tile in tiles]
         if exact:
-            tiles += [_for_tokens(tile, tokens) for tile in FEW_CODES for tokens in (32, 64)]
+            wide = tiles_of(FEW_CODES, WeightTile)
+            tiles += [_for_tokens(tile, tokens) for tile in wide for tokens in (32, 64)]
         else:
             tiles = [dataclasses.replace(tile, unroll=1) for tile in tiles]
         found += [dataclasses.replace(tile, codes=codes, stored=True) for tile in tiles]
-    return [dataclasses.replace(tile, sms=gpu().sms) for tile in dict.fromkeys(found)]
+    return list(dict.fromkeys(found))
+
+
+def _tiles_ahead(codes: str) -> list[tuple[WeightTile, float]]:
+    """Return the tiles whose first warpgroup copies, if such codes were timed beside bfloat16."""
+    return [one for one in timed_tiles("weight ahead", WeightTile) if one[0].codes == codes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +162,7 @@ class PairTile(Predicted):
     promote: int = 0
     split: int = 1
     codes: str = ""
-    sms: int = dataclasses.field(default=H200.sms, repr=False)
+    sms: int = dataclasses.field(default_factory=sms, repr=False)
 
     def divide(self, call: MatmulCall) -> PairTile:
         """Return the tile of a call that has this plan."""
@@ -215,7 +220,7 @@ class WeightTile(Predicted):
     block: int = BLOCK_K
     lag: int = 0
     codes: str = ""
-    sms: int = dataclasses.field(default=H200.sms, repr=False)
+    sms: int = dataclasses.field(default_factory=sms, repr=False)
 
     @property
     def pieces(self) -> int:
@@ -278,69 +283,7 @@ class WeightTile(Predicted):
         return min(2, -(-tiles // (self.sms // blocks)))
 
 
-# Microseconds of one round of tiles at K = 4096 on an H200 (``bench.prefill --tiles``).
-PAIR = (
-    (PairTile(128, 256, stages=4), 21.3),
-    (PairTile(128, 192, stages=4), 16.3),
-    (PairTile(128, 128, stages=6), 11.5),
-    (PairTile(64, 128, stages=8, cluster=1), 8.5),
-)
-# Until jax 0.12 setmaxnreg gives a thread that multiplies 232 registers.  Since then kernels are
-# assembled so that ptxas ignores it (its C7504), and a thread has 168: too few for 256 tokens of
-# the weight kernel, or for two sums of 192 columns.  Where no warpgroup only copies it has 255.
-_MOVES_REGISTERS = jax.__version_info__ < (0, 12)
-FP8 = (
-    *(((PairTile(128, 192, stages=4), 17.1),) if _MOVES_REGISTERS else ()),
-    (PairTile(128, 160, stages=5), 14.7),
-    (PairTile(128, 128, stages=6), 12.4),
-    (PairTile(64, 128, stages=8, cluster=1), 9.1),
-)
-# FP8 in groups of 128 columns, of w by blocks of 128 rows too: 14336 x 4096, 2,048 rows.
-BLOCKS = (
-    *(((PairTile(128, 160, stages=5), 17.0),) if _MOVES_REGISTERS else ()),
-    (PairTile(128, 128, stages=6), 13.9 if _MOVES_REGISTERS else 13.7),
-)
-_WIDEST = (
-    ((WeightTile(256, stages=4, width=16), 43.5),)
-    if _MOVES_REGISTERS
-    else (
-        (WeightTile(208, stages=4, width=16, store=16), 38.7),
-        (WeightTile(192, stages=5, width=16), 36.6),
-    )
-)
-WEIGHT = (
-    *_WIDEST,
-    (WeightTile(128, stages=6), 31.0),
-    (WeightTile(64, stages=8, parts=2), 22.5),
-    (WeightTile(32, stages=12, parts=2), 18.0),
-    (WeightTile(64, stages=8), 25.3),
-)
-# Where a thread has 168 registers: a block whose first warpgroup copies, by the codes that a GPU
-# timed beside bfloat16 (in the time of ``WEIGHT``, where int4 takes 0.94 of int8).
-AHEAD = WeightTile(256, stages=5, width=16, unroll=1, store=32, lag=1)
-_AHEAD_US = {"int8": 46.3, "int4": 47.8, "mxfp4": 46.5}
-# One tile of tokens: microseconds a slot of 64 columns (M = 64, int4).
-FEW_WEIGHT = (
-    (WeightTile(64, 128, stages=12, store=16, parts=2), 0.285),
-    (WeightTile(64, 256, stages=10, store=16, cluster=1), 0.56),
-    (WeightTile(64, 128, stages=12, store=16, parts=2, cluster=1, split=2), 0.3),
-    (WeightTile(64, 64, stages=12, store=16, parts=4, cluster=1, split=2, unroll=1), 0.18),
-    (WeightTile(64, 128, stages=12, store=16), 0.34),
-)
-# int4 beside bfloat16 alone: other codes were not timed so.
-FEW_INT4 = (*FEW_WEIGHT, (WeightTile(64, 64, stages=16, store=16, parts=2, cluster=1), 0.15))
-# One tile of tokens in int8 beside int4 codes, with int32 sums.  Slots of 256 columns have half as
-# many rows of codes to copy, of 128 bytes each, and half the barriers.
-FEW_CODES = (
-    WeightTile(64, 128, stages=12, store=16, parts=2, cluster=1, unroll=1, block=2 * CODES_K),
-    WeightTile(64, 256, stages=12, store=16, cluster=1, unroll=1, block=2 * CODES_K),
-    WeightTile(64, 64, stages=12, store=16, parts=2, cluster=1, unroll=1, block=2 * CODES_K),
-    WeightTile(
-        64, 64, stages=12, store=16, parts=2, cluster=1, split=2, unroll=1, block=2 * CODES_K
-    ),
-)
-FEW_CODES_FAMILY = "weight int4 x int8"  # of ``Gpu.costs``
-_RING_BYTES = 144 * 1024  # of a block with few rows; with more the first slot is full later
+FEW_CODES = "weight int4 x int8"  # family of tiles, and of the costs that time them
 _SCALED_TOKENS = 128  # at most, where groups' sums are multiplied: two sums are in registers
 _GATED = "float8 gated"
 _FP8_PROMOTE = 2  # steps of 128 columns; a float32 sum stands beside the tensor cores'
@@ -371,16 +314,16 @@ def pair_tile(
         alone = tile.split > 1 or tile.n < 128 or sources
         return tile if alone else dataclasses.replace(tile, cluster=2)
 
-    tile = _least_time(m, n, FP8 if fp8 else PAIR)
-    return dataclasses.replace(tile, promote=_FP8_PROMOTE if fp8 else 0, sms=gpu().sms)
+    tile = _least_time(m, n, "pair float8" if fp8 else "pair int8")
+    return dataclasses.replace(tile, promote=_FP8_PROMOTE if fp8 else 0)
 
 
-def _least_time(m: int, n: int, table: tuple[tuple[PairTile, float], ...]) -> PairTile:
+def _least_time(m: int, n: int, family: str) -> PairTile:
     def cost(option: tuple[PairTile, float]) -> float:
         tile, us = option
         return _rounds(-(-m // (tile.m * tile.cluster)), -(-n // tile.n), tile.cluster) * us
 
-    return min(table, key=cost)[0]
+    return min(timed_tiles(family, PairTile), key=cost)[0]
 
 
 def _even_width(tiles: int) -> int:
@@ -405,19 +348,21 @@ def stream_tile(
 ) -> PairTile:
     """Return the tile for one tile of rows, where the bytes of w [N, row_bytes] decide.
 
-    The predicted time is the larger of an SM's copies at 80 bytes a nanosecond and all of w at the
-    memory's 4200.  Adding the two halves of a split K takes one more microsecond.  At M = 64 the
-    prediction is within 10% of the measured time less the 4 us of every launch.  Among equal tiles
-    it takes the one that copies least.
+    The predicted time is the larger of an SM's copies and all of w at the memory's rate, and that
+    of adding the two halves of a split K.  At M = 64 the prediction is within 10% of the measured
+    time less that of every launch.  Among equal tiles it takes the one that copies least.
 
     swiglu: K is not split, and a warpgroup has at least 16 columns of gate.
     sources, scales: as of ``pair_tile``.
     """
 
+    card = gpu().many_rows
+
     def nanoseconds(tile: PairTile) -> tuple[float, float]:
         tiles = -(-n // tile.n)
         copied = _rounds(1, tiles, tile.split) * (tile.m + tile.n) * row_bytes / tile.split
-        return max(copied / 80, n * row_bytes / 4200) + 1000 * (tile.split - 1), copied
+        longest = max(copied / card.sm_rate, n * row_bytes / card.memory_rate)
+        return longest + 1e3 * card.split_us * (tile.split - 1), copied
 
     # Copies of both halves of K begin at whole slots, and at whole 16 bytes of scales.
     halves = row_bytes % (2 * BLOCK_BYTES) == 0 and scales % (2 * UNIT) == 0
@@ -432,8 +377,8 @@ STREAM_WIDTHS = 32, 64, 96, 128  # rows of w in the tile of few rows of x
 
 
 def _stream(width: int, split: int, promote: int) -> PairTile:
-    stages = _RING_BYTES // ((64 + width) * BLOCK_BYTES)
-    return PairTile(64, width, stages, cluster=1, promote=promote, split=split, sms=gpu().sms)
+    stages = gpu().many_rows.ring_bytes // ((64 + width) * BLOCK_BYTES)
+    return PairTile(64, width, stages, cluster=1, promote=promote, split=split)
 
 
 def weight_tile(
@@ -447,8 +392,8 @@ def weight_tile(
 ) -> WeightTile:
     """The tile for activations x [m, K] and a quantized w [n, K].
 
-    block: columns of a slot.  most: tokens of a tile.  codes: the scheme of ``_AHEAD_US``, if it is
-    one.  scaled: each token has a scale.
+    block: columns of a slot.  most: tokens of a tile.  codes: those of ``_tiles_ahead``, if w has
+    such.  scaled: each token has a scale.
     """
     k = k * BLOCK_K // block  # in the time of so many columns of floats
     if m <= 64:
@@ -464,25 +409,31 @@ def weight_tile(
         whole = not scaled or tile.tokens % 32 == 0
         return tile.divides(k) and tile.tokens <= most and whole
 
-    options = [option for option in WEIGHT if fits(option[0])]
-    if not _MOVES_REGISTERS and codes in _AHEAD_US and AHEAD.divides(k):
-        options.append((AHEAD, _AHEAD_US[codes]))
-    tile = min(options, key=cost)[0]
-    return dataclasses.replace(tile, sms=gpu().sms)
+    options = [option for option in timed_tiles("weight", WeightTile) if fits(option[0])]
+    options += [option for option in _tiles_ahead(codes) if option[0].divides(k)]
+    return min(options, key=cost)[0]
 
 
-def _few_tokens_tile(
-    m: int, n: int, k: int, table: tuple[tuple[WeightTile, float], ...] = FEW_WEIGHT
-) -> WeightTile:
-    """Return the tile, for one tile of tokens, that gives the busiest block the least work."""
+def _few_tokens_tile(m: int, n: int, k: int, *more: str) -> WeightTile:
+    """Return the tile, for one tile of tokens, that gives the busiest block the least work.
+
+    more: families of tiles beside those of all codes.
+    """
+    options = [
+        option
+        for family in ("weight few tokens", *more)
+        for option in timed_tiles(family, WeightTile)
+        if option[0].divides(k)
+    ]
+    split_us = gpu().many_rows.split_us
 
     def cost(option: tuple[WeightTile, float]) -> float:
         tile, us = option
         rounds = _rounds(1, -(-n // (tile.rows * tile.cluster)), tile.cluster * tile.split)
-        return rounds * (k // BLOCK_K // tile.split) * us + (tile.split - 1)
+        return rounds * (k // BLOCK_K // tile.split) * us + split_us * (tile.split - 1)
 
-    tile = min((option for option in table if option[0].divides(k)), key=cost)[0]
-    return dataclasses.replace(tile, tokens=32 if m <= 32 else 64, sms=gpu().sms)
+    tile = min(options, key=cost)[0]
+    return dataclasses.replace(tile, tokens=32 if m <= 32 else 64)
 
 
 def gated_tile(m: int) -> PairTile:
@@ -492,10 +443,8 @@ def gated_tile(m: int) -> PairTile:
     other numbers no whole swizzles.
     """
     if m > 64:
-        return PairTile(128, 128, stages=6, promote=_FP8_PROMOTE, codes=_GATED, sms=gpu().sms)
-    stages = _RING_BYTES // ((64 + 128) * BLOCK_BYTES)
-    tile = PairTile(64, 128, stages, cluster=1, promote=_FP8_PROMOTE, codes=_GATED)
-    return dataclasses.replace(tile, sms=gpu().sms)
+        return PairTile(128, 128, stages=6, promote=_FP8_PROMOTE, codes=_GATED)
+    return dataclasses.replace(_stream(128, 1, _FP8_PROMOTE), codes=_GATED)
 
 
 # --- plans ---------------------------------------------------------------------------------------
@@ -533,8 +482,7 @@ def _block_plan(call: MatmulCall) -> PairTile | Reason:
     if call.low_rank is not None:
         return Reason("a low-rank term beside FP8 codes in groups")
     if call.m > 64 and has_block_scales(call.codes):
-        tile = _least_time(call.m, n, BLOCKS)
-        return dataclasses.replace(tile, promote=1, sms=gpu().sms)
+        return dataclasses.replace(_least_time(call.m, n, "pair float8 blocks"), promote=1)
     scales = call.codes.scale
     row_bytes = scales.shape[1] * min(4, scales.dtype.itemsize)  # x has as many of float32
     return dataclasses.replace(pair_tile(call.m, n, k, call.x, scales=row_bytes), promote=1)
@@ -597,7 +545,7 @@ def int4_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile | 
 def _few_codes_tile(call: MatmulCall) -> WeightTile | None:
     """Return the tile of ``FEW_CODES`` that is predicted to be shortest, of those that fit."""
     n, k = call.n, call.k
-    costs = gpu().costs[FEW_CODES_FAMILY].serial
+    costs = gpu().costs[FEW_CODES].serial
 
     def fits(tile: WeightTile) -> bool:
         made = tile.divide(call)
@@ -607,14 +555,15 @@ def _few_codes_tile(call: MatmulCall) -> WeightTile | None:
         return sum(map(operator.mul, costs, few_codes_work(tile, n, k)))
 
     tokens = 32 if call.m <= 32 else 64
-    tiles = [_for_tokens(tile, tokens) for tile in FEW_CODES if k % tile.block == 0]
+    tiles = [tile for tile in tiles_of(FEW_CODES, WeightTile) if k % tile.block == 0]
+    tiles = [_for_tokens(tile, tokens) for tile in tiles]
     return min(filter(fits, tiles), key=us, default=None)
 
 
 def _for_tokens(tile: WeightTile, tokens: int) -> WeightTile:
     # With 64 tokens one set of warpgroups is enough, and leaves room for two more slots.
     parts = 1 if tokens == 64 and tile.rows == 128 else tile.parts
-    return dataclasses.replace(tile, tokens=tokens, parts=parts, stored=True, sms=gpu().sms)
+    return dataclasses.replace(tile, tokens=tokens, parts=parts, stored=True)
 
 
 def few_codes_work(tile: WeightTile, n: int, k: int) -> tuple[float, float, float]:
@@ -646,7 +595,7 @@ def weight_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile 
         return Reason(f"w has group size {w.group_size}, neither 32 nor a multiple of {BLOCK_K}")
     is_stored = call.m <= 64 and (is_format(w) or _as_stored(call))
     if tile is None and is_stored and w.dtype == jnp.int4:
-        tile = _few_tokens_tile(call.m, n, k, FEW_INT4)
+        tile = _few_tokens_tile(call.m, n, k, "weight few tokens int4")
     ahead = _timed_ahead(call)
     tile = tile or weight_tile(call.m, n, k, codes=ahead, scaled=call.quantized_x)
     if is_stored and (row_bytes := _stored_bytes(w, tile.split)):
@@ -658,7 +607,7 @@ def weight_plan(call: MatmulCall, tile: WeightTile | None = None) -> WeightTile 
 
 
 def _timed_ahead(call: MatmulCall) -> str:
-    """Return the call's key of ``_AHEAD_US``, or an empty string."""
+    """Return the codes of a call that has a tile of ``_tiles_ahead``, or an empty string."""
     w = call.codes
     if call.x != jnp.bfloat16 or w.zero is not None:
         return ""

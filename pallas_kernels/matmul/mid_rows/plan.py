@@ -1,6 +1,6 @@
 """The products of 17 to 256 rows on GPUs without wgmma: which there are, and their tile.
 
-The tile comes from instruction rates, not from measurements: clocks of a multiprocessor for the
+The tile comes from instruction rates (``cards.table.MidRows``): clocks of a multiprocessor for the
 tensor cores, for the integer units that widen codes, and for the copies.
 """
 
@@ -15,7 +15,8 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from pallas_kernels.device import H200, Gpu, gpu
+from pallas_kernels.cards.table import MidRows
+from pallas_kernels.device import Gpu, gpu
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.plan import TOKENS, is_format
@@ -26,16 +27,10 @@ MOST_ROWS = 256
 WARP_ROWS = 32  # rows of w of a warp
 UNIT_BYTES = 64  # of a row of x: two steps of mma, 16 bytes of each to a lane
 _KIB = 1024
-# Of a multiprocessor in a clock: multiply-adds of 16-bit floats, integer operations, bytes copied.
-_PRODUCTS, _INTEGERS, _COPIED = 1024, 64, 40
 SHAPES = (64, 2), (128, 1), (128, 2), (256, 1)  # rows and k_warps of a tile
 PARTS = 1, 2, 3, 4, 6, 8
 STAGES = 5, 4, 3, 2
 _SPILLS = 128, 128, 1  # tokens, rows, k_warps: 128 threads with 16 pieces to copy
-_STEP_CLOCKS = 100  # of a step besides: a barrier, and the first loads behind it
-_LATE_CLOCKS = 300  # of a step besides where only one step is copied ahead
-# Share of the shorter works that the longest hides, with two warps to a scheduler and with one.
-_HIDDEN, _HIDDEN_BY_ONE = 0.75, 0.4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,26 +129,27 @@ class MidTile(Predicted):
         """Return the clocks of the busiest multiprocessor."""
         busiest = math.ceil(self.blocks(m, n) / device.sms)
         at_once = min(busiest, self._resident(scheme, device))
-        return busiest * (k // scheme.columns // self.parts) * self._step_clocks(scheme, at_once)
+        steps = k // scheme.columns // self.parts
+        return busiest * steps * self._step_clocks(scheme, at_once, device.mid_rows)
 
     def _resident(self, scheme: MidScheme, device: Gpu) -> int:
         """Return the blocks that a multiprocessor holds."""
-        arch, registers = device.arch, 240 if self.tokens > 64 else 168
-        by_registers = arch.registers // (32 * self.warps * registers)
-        by_memory = arch.shared_per_sm // (self.shared_bytes(scheme) + _KIB)
+        registers = 240 if self.tokens > 64 else 168  # of a thread
+        by_registers = device.registers // (32 * self.warps * registers)
+        by_memory = device.shared_per_sm // (self.shared_bytes(scheme) + _KIB)
         return max(1, min(by_registers, by_memory))
 
-    def _step_clocks(self, scheme: MidScheme, at_once: int) -> float:
+    def _step_clocks(self, scheme: MidScheme, at_once: int, rates: MidRows) -> float:
         weights = self.rows * scheme.columns
         works = (
-            weights * self.tokens / (_PRODUCTS * 2 // scheme.x_size),
-            weights * scheme.widening / _INTEGERS,
-            self.step_bytes(scheme) / _COPIED,
+            weights * self.tokens / (rates.products * 2 // scheme.x_size),
+            weights * scheme.widening / rates.integers,
+            self.step_bytes(scheme) / rates.copied,
         )
-        hidden = _HIDDEN if at_once * self.warps >= 8 else _HIDDEN_BY_ONE
-        late = _LATE_CLOCKS if self.stages == 2 else 0
+        hidden = rates.hidden if at_once * self.warps >= 8 else rates.hidden_by_one
+        late = rates.late_clocks if self.stages == 2 else 0
         rest = (1 - hidden) * (sum(works) - max(works))
-        return max(works) + rest + (_STEP_CLOCKS + late) / at_once
+        return max(works) + rest + (rates.step_clocks + late) / at_once
 
 
 def scheme_of(call: MatmulCall) -> MidScheme:
@@ -165,7 +161,7 @@ def scheme_of(call: MatmulCall) -> MidScheme:
 
 def plan(call: MatmulCall) -> MidTile | Reason:
     """Return the plan of a call, or why it has none."""
-    if gpu().arch.wgmma or not TOKENS < call.m <= MOST_ROWS or not call.alone or call.plain:
+    if gpu().wgmma or not TOKENS < call.m <= MOST_ROWS or not call.alone or call.plain:
         return Reason("")
     reason = _codes_reason(call) if call.quantized_x else _floats_reason(call)
     if reason is not None:
@@ -190,7 +186,7 @@ def _shortest(m: int, n: int, k: int, scheme: MidScheme, device: Gpu) -> MidTile
 
     def us(tile: MidTile) -> float:
         launches, sums = sum_work(tile, m, n)
-        computed = cost.shared[1] * compute_work(tile, m, n, k, scheme, device)
+        computed = cost.shared[1] * tile.clocks(m, n, k, scheme, device) / 1e3
         return second_launch * launches + by_sums * sums + computed
 
     return min(tiles(m, n, k, scheme, device), key=us, default=None)
@@ -226,12 +222,6 @@ def tiles(m: int, n: int, k: int, scheme: MidScheme, device: Gpu) -> Iterator[Mi
 def sum_work(tile: MidTile, m: int, n: int) -> tuple[float, float]:
     """Return whether there is a second launch, and the millions of sums that pass through it."""
     return (1.0, tile.parts * m * n / 1e6) if tile.parts > 1 else (0.0, 0.0)
-
-
-def compute_work(tile: MidTile, m: int, n: int, k: int, scheme: MidScheme, device: Gpu) -> float:
-    """Return thousands of clocks, in an H200's number of multiprocessors, by which a card's costs
-    are scaled (``device``)."""
-    return tile.clocks(m, n, k, scheme, device) * device.sms / H200.sms / 1e3
 
 
 def _floats_reason(call: MatmulCall) -> str | None:

@@ -19,12 +19,14 @@ import numpy as np
 
 from pallas_kernels import gated_delta, gla, quantize, quantized_matmul
 from pallas_kernels.attention import past
+from pallas_kernels.device import tiles_of
 from pallas_kernels.experts.best import best
-from pallas_kernels.experts.many_pairs_plan import FLOAT4_TILES, TILES, PairsScheme, TokenTile
+from pallas_kernels.experts.many_pairs_plan import PairsScheme, TokenTile
 from pallas_kernels.experts.op import grouped_matmul, grouped_matmul_reference
 from pallas_kernels.gated_delta.op import gated_delta_step
 from pallas_kernels.gla.op import gla_step
 from pallas_kernels.matmul.blocks import blocks_matmul
+from pallas_kernels.matmul.many_rows.plan import WeightTile
 from pallas_kernels.rows.greedy import append_greedy
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.ssd.op import ssd
@@ -95,6 +97,12 @@ def lengths(batch: int, capacity: int, tokens: int | None = None) -> jax.Array:
 def decode(kernels: str, kind: str, batch: int, capacity: int, tokens=None, sms=132, **how) -> Case:
     f, (q, k, v, _) = built(real.decode, kind, batch, capacity, tokens, HEADS)
     return both(kernels, f.func, q, k, v, lengths(batch, capacity, tokens), sms=sms, **how)
+
+
+def latent(kernels: str, batch: int, tokens: int, n: int, capacity: int, page=0, sms=2) -> Case:
+    f, (q, cache, _, *table) = built(real.latent, batch, tokens, n, capacity, page)
+    table = [jnp.arange(t.size, dtype=I32).reshape(t.shape) for t in table]
+    return both(kernels, f, q, cache, lengths(batch, capacity, tokens), *table, sms=sms)
 
 
 def rope(kernels: str, op, kind: str, batch: int, capacity: int, tokens=None) -> Case:
@@ -277,18 +285,34 @@ CASES: dict[str, Callable[[], Case]] = {
     "decode, several tokens": lambda: decode(
         "decode_attention_kernel", "bfloat16", 2, 512, 3, sms=8
     ),
+    "latent": lambda: latent("latent_attention_kernel", 1, 1, 8, 192, sms=1),
+    "latent, tokens in pages": lambda: latent(
+        "latent_attention_kernel decode_attention_merge", 1, 2, 8, 256, 32
+    ),
     "direct": lambda: rope("decode_attention_direct", real.rope_and_attend, "bfloat16", 1, 256),
     "rope": lambda: rope("rope_and_cache_write", real.rope_and_write, "int8", 3, 64),
     "past": past_case,
     "experts row": lambda: grouped("grouped_matmul_row", "int4", gated="silu"),
     "many pairs bfloat16": lambda: grouped(
-        "experts_sort grouped_matmul_bfloat16", "bfloat16", 60, "silu", TILES[1][0]
+        "experts_sort grouped_matmul_bfloat16",
+        "bfloat16",
+        60,
+        "silu",
+        tiles_of("pairs codes", WeightTile)[1],
     ),
     "many pairs mxfp4": lambda: grouped(
-        "experts_sort grouped_matmul_e8m0", "mxfp4", 60, None, TILES[1][0]
+        "experts_sort grouped_matmul_e8m0",
+        "mxfp4",
+        60,
+        None,
+        tiles_of("pairs codes", WeightTile)[1],
     ),
     "many pairs sorted": lambda: grouped(
-        "experts_sort experts_rows grouped_matmul_e8m0", "mxfp4", 60, None, FLOAT4_TILES[0][0]
+        "experts_sort experts_rows grouped_matmul_e8m0",
+        "mxfp4",
+        60,
+        None,
+        tiles_of("pairs float4 sorted", WeightTile)[0],
     ),
     "many pairs tokens": lambda: grouped(
         "experts_sort grouped_matmul_bfloat16", "bfloat16", 90, "silu", TokenTile()

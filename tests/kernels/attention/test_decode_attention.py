@@ -20,7 +20,7 @@ from pallas_kernels.architecture import TARGET, asked_target
 from pallas_kernels.attention.hadamard import hadamard
 from pallas_kernels.attention.op import decode_attention, decode_attention_reference, plan
 from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write
-from pallas_kernels.device import H200, block_bytes, gpu
+from pallas_kernels.device import block_bytes, gpu, gpu_named
 from pallas_kernels.dispatch import Reason
 from tests.helpers import warp_emulator
 from tests.helpers.arrays import as_jax
@@ -31,6 +31,7 @@ from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.warp_emulator import emulated
 
 NEWEST = tuple(int(x) for x in jax.__version__.split(".")[:3]) >= (0, 11, 2)
+H200 = gpu_named("NVIDIA H200")
 CACHES = ["bfloat16", "float16", "int8", "int4", "float8_e4m3fn"]
 
 
@@ -215,7 +216,7 @@ def test_what_fits_no_block_has_a_reason(card, cache, monkeypatch):
             continue
         taken = plans.shared_bytes(found, tokens * n // n_kv, Codes.of(q, kv))
         assert block_bytes(taken) <= facts.shared_bytes
-    assert (reasons > 0) == (facts.arch.shared_bytes < 128 * 1024 and cache != "int4")
+    assert (reasons > 0) == (facts.shared_bytes < 128 * 1024 and cache != "int4")
 
 
 @pytest.mark.core
@@ -286,12 +287,12 @@ def form_given(monkeypatch, form):
     )
     monkeypatch.setattr(direct, "ROWS", 100 if form == "direct" else 0)
     monkeypatch.setattr(direct, "TOKENS", 1 << 30)
-    monkeypatch.setattr(plan, "FEW_CHUNKS", 0 if "chunks" in form else 100)
-    monkeypatch.setattr(plan, "LONGEST_FIRST", 100)
     # For a GPU of one SM there are few chunks, and no clusters.
     sms = 1 if form in ("few chunks", "blocks") else 132
     card = gpu() if asked_target() else H200
-    monkeypatch.setattr(plan, "gpu", lambda: dataclasses.replace(card, sms=sms))
+    few = 0 if "chunks" in form else 100
+    limits = card.attention._replace(few_chunks=few, longest_first=100)
+    monkeypatch.setattr(plan, "gpu", lambda: dataclasses.replace(card, sms=sms, attention=limits))
 
 
 @pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")

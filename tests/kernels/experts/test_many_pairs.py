@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import QTensor, grouped_matmul, quantize
 from pallas_kernels import ptx as p
+from pallas_kernels.device import tiles_of
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.experts import (
     blocks,
@@ -29,20 +30,19 @@ from pallas_kernels.experts.gate import ClampedGate, apply_gate
 from pallas_kernels.experts.many_pairs_finish_program import PairsFinish
 from pallas_kernels.experts.many_pairs_gather_program import GatherShape, RowGather
 from pallas_kernels.experts.many_pairs_plan import (
-    FLOAT4_TILES,
-    FLOAT_TILES,
-    TILES,
-    TOKEN_TILES,
     GroupedTilePlan,
+    TokenTile,
     tile_plan,
 )
 from pallas_kernels.experts.op import GroupedStatic, grouped_matmul_reference, planned
 from pallas_kernels.formats import FORMATS
 from pallas_kernels.launch import launch
+from pallas_kernels.matmul.many_rows.plan import WeightTile
 from pallas_kernels.qtensor import tree_bytes
 from tests.helpers.matmul_cases import activations, newest
 from tests.helpers.warp_emulator import emulated
 
+CODES_TILES = tiles_of("pairs codes", WeightTile)
 GATES = {"none": None, "silu": "silu", "gelu_tanh": "gelu_tanh", "clamped": ClampedGate()}
 GROUPS = {  # of int4: columns, whether it is symmetric
     "int4": (128, True),
@@ -289,7 +289,7 @@ def test_a_tile_fits_into_shared_memory(scheme) -> None:
     k = 2944 if scheme == "fp8-block" else k
     w = outline(scheme, 2, 128, k)
     made = many_pairs_plan.PairsScheme.of(w, True)
-    assert any(many_pairs_plan.fitted(tile, made).stages >= 3 for tile, _ in TILES)
+    assert any(many_pairs_plan.fitted(tile, made).stages >= 3 for tile in CODES_TILES)
 
 
 def test_the_choice_between_the_kernels() -> None:
@@ -330,22 +330,25 @@ def fitted(tile, w, gated):
 def test_lowers_for_cuda(scheme, gate) -> None:
     x, w, experts, bias = operands(scheme, 128, 256)
     weights = jnp.ones(experts.shape, jnp.float32)
-    f = functools.partial(by_tile, fitted(TILES[0][0], w, GATES[gate]), GATES[gate])
+    f = functools.partial(by_tile, fitted(CODES_TILES[0], w, GATES[gate]), GATES[gate])
     traced = jax.jit(f).trace(x, w, experts, bias, weights)
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 2
 
 
-def tiles_of(scheme: str) -> list:
+def tiles_beside(scheme: str) -> list:
     """Those of any scheme, and bfloat16's own."""
-    own = (*FLOAT_TILES[:2], *TOKEN_TILES) if scheme == "bfloat16" else ()
-    return [tile for tile, _ in (*TILES, *FLOAT4_TILES, *own)]
+    found = [*CODES_TILES, *tiles_of("pairs float4 sorted", WeightTile)]
+    if scheme != "bfloat16":
+        return found
+    own = [*tiles_of("pairs float", WeightTile)[:2], *tiles_of("pairs float by tokens", TokenTile)]
+    return found + own
 
 
 # Every scheme with every tile, and every gate with every tile.
 CASES = [
     (scheme, list(GATES)[(i + j) % len(GATES)], tile)
     for i, scheme in enumerate(SCHEMES)
-    for j, tile in enumerate(tiles_of(scheme))
+    for j, tile in enumerate(tiles_beside(scheme))
 ]
 
 
@@ -371,7 +374,7 @@ def test_values_on_the_gpu(scheme, gate, tile) -> None:
 @pytest.mark.parametrize("scheme", ["bfloat16", "zeros", "mxfp4"])
 def test_a_pair_has_the_same_bits_in_any_place(scheme) -> None:
     x, w, experts, bias = operands(scheme, 256, 512, tokens=150)
-    f = jax.jit(functools.partial(by_tile, fitted(TILES[2][0], w, "silu"), "silu"))
+    f = jax.jit(functools.partial(by_tile, fitted(CODES_TILES[2], w, "silu"), "silu"))
     got = f(x, w, experts, bias)
     order = np.random.default_rng(1).permutation(150)
     assert (f(x[order], w, experts[order], bias) == got[order]).all()
@@ -384,7 +387,7 @@ def test_a_pair_has_the_same_bits_beside_any_other() -> None:
     from tests.helpers.emulator.launch import emulated
 
     x, w, experts, bias = operands("bfloat16", 128, 192, tokens=20, n_experts=3)
-    tile = fitted(TILES[0][0], w, "silu")
+    tile = fitted(CODES_TILES[0], w, "silu")
     order = np.random.default_rng(1).permutation(20)
 
     def products(x, experts):
@@ -401,7 +404,7 @@ def test_a_pair_has_the_same_bits_beside_any_other() -> None:
 def test_a_nan_reaches_its_own_pairs_alone(scheme) -> None:
     """In a token, and in the weight or scales of an expert."""
     x, w, experts, _ = operands(scheme, 320, 512, tokens=150)
-    f = jax.jit(functools.partial(by_tile, fitted(TILES[1][0], w, None), None))
+    f = jax.jit(functools.partial(by_tile, fitted(CODES_TILES[1], w, None), None))
     is_bad = np.asarray(f(x.at[7].set(jnp.nan), w, experts) != f(x, w, experts)).any((1, 2))
     assert is_bad.nonzero()[0].tolist() == [7]
     if isinstance(w, QTensor):
@@ -417,7 +420,7 @@ def test_the_weighted_sum_on_the_gpu(scheme) -> None:
     _, w, experts, bias = operands(scheme, 256, 512, tokens=150)
     x = activations((150, 2, 512), jnp.bfloat16)
     weights = jax.nn.softmax(activations((150, 2), jnp.float32, 5))
-    f = jax.jit(functools.partial(by_tile, fitted(TILES[2][0], w, None), None))
+    f = jax.jit(functools.partial(by_tile, fitted(CODES_TILES[2], w, None), None))
     got = np.asarray(f(x, w, experts, bias, weights), np.float64)
     want = grouped_matmul_reference(x, w, experts, bias=bias, weights=weights)
     want = np.asarray(want, np.float64)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.device import H200
+from pallas_kernels.device import sms
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import slow
 from tests.helpers.delta_cases import case, oracle, relative_rms
@@ -62,7 +62,7 @@ def test_segments_are_one_wave_of_whole_chunks():
         assert found == sorted(found, reverse=True)
         for rows, n in zip((1, 2, 8, 64), found, strict=True):
             blocks = rows * heads * (1 + (dk > 128)) * -(-dv // 128)
-            assert n == 1 or (n * blocks <= H200.sms and chunks >= 4 * n)
+            assert n == 1 or (n * blocks <= sms() and chunks >= 4 * n)
     assert kernel.segments_for(1, 1, 128, 2048) > 1  # a long row alone is cut
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.device import H200
+from pallas_kernels.device import sms
 from tests.helpers.arrays import as_jax
 from tests.helpers.lowering import kernels_in, lowered
 from tests.kernels.gla.test_gla import GATES, NAMES, error, oracle
@@ -35,8 +35,8 @@ def test_segments_fill_the_gpu_and_no_more():
     for rows, heads, dv, chunks in sizes:
         n = gla_mosaic.segments_for(rows, heads, dv, chunks)
         blocks = rows * heads * -(-dv // VALUE_BLOCK)
-        assert n == 1 or (n * blocks <= H200.sms and chunks >= 4 * n)
-        assert (n + 1) * blocks > H200.sms or chunks < 4 * (n + 1)
+        assert n == 1 or (n * blocks <= sms() and chunks >= 4 * n)
+        assert (n + 1) * blocks > sms() or chunks < 4 * (n + 1)
 
 
 @pytest.mark.parametrize(

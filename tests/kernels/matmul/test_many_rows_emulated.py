@@ -19,12 +19,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 if VERSION >= (0, 11, 2):
-    from pallas_kernels.matmul.many_rows.plan import AHEAD, WeightTile
+    from pallas_kernels.matmul.many_rows.plan import WeightTile
     from pallas_kernels.matmul.many_rows.weight import weight_matmul
     from tests.helpers.emulator.launch import emulated
 
     # Two clusters, each of which computes several tiles in turn.
-    SMALL = dataclasses.replace(AHEAD, tokens=32, store=16, sms=4)
+    SMALL = WeightTile(32, stages=5, width=16, unroll=1, store=16, lag=1, sms=4)
     FED = WeightTile(32, stages=4, store=16, sms=4)
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -70,7 +70,17 @@ def test_first_warpgroup_copies(kind, k, seed):
 
 @pytest.mark.slow
 def test_first_warpgroup_copies_whole_tiles():
-    assert product("int8", dataclasses.replace(AHEAD, sms=2), 200, 128, 384, 0) < 3e-3
+    assert (
+        product(
+            "int8",
+            WeightTile(256, stages=5, width=16, unroll=1, store=32, lag=1, sms=2),
+            200,
+            128,
+            384,
+            0,
+        )
+        < 3e-3
+    )
 
 
 @pytest.mark.parametrize("kind, k", [slow("int8", 320), slow("int4", 640), ("mxfp4", 192)])

@@ -18,7 +18,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks.kernels import fit
-from pallas_kernels.device import H200
+from pallas_kernels.device import gpu_named, timed_tiles
 from pallas_kernels.dispatch import Reason, named_plan
 from pallas_kernels.matmul import choice, predict
 from pallas_kernels.matmul.call import MatmulCall, Static
@@ -27,6 +27,7 @@ from pallas_kernels.matmul.few_rows.plan import RowDivision, RowPlan, TileDivisi
 from pallas_kernels.matmul.many_rows import plan as many_rows
 from pallas_kernels.matmul.many_rows.plan import PairTile, WeightTile
 
+H200 = gpu_named("NVIDIA H200")
 SHARED_OF_A_BLOCK = 227 * 1024  # Hopper's, with barriers
 BARRIER_BYTES = 8
 
@@ -205,11 +206,11 @@ def neighbours(plan: Any, call) -> list[Any]:
     if isinstance(plan, PairTile):
         if call.m <= 64:
             return []
-        table = many_rows.PAIR if call.x == jnp.int8 else many_rows.FP8
+        table = timed_tiles(f"pair {'int8' if call.x == jnp.int8 else 'float8'}", PairTile)
         return [dataclasses.replace(tile, promote=plan.promote) for tile, _ in table]
     if call.m <= 64 or call.quantized_x:
         return []
-    tiles = [tile for tile, _ in many_rows.WEIGHT if tile.divides(call.k)]
+    tiles = [tile for tile, _ in timed_tiles("weight", WeightTile) if tile.divides(call.k)]
     return [many_rows.weight_plan(call, tile) for tile in tiles]
 
 
@@ -219,7 +220,7 @@ SLACK = 1.3  # of the tables of tiles, which are coarser than the predicted time
 def test_no_neighbour_is_predicted_to_be_much_shorter():
     compared = 0
     for case in CASES:
-        call = dataclasses.replace(case.call(), m=min(case.m, predict.FITTED_ROWS))
+        call = dataclasses.replace(case.call(), m=min(case.m, H200.products.fitted_rows))
         for plan in (named_plan(found) for found in choice.plans(call)):
             if plan is None:
                 continue

@@ -18,7 +18,7 @@ from pallas_kernels.matmul.few_rows import widen
 from pallas_kernels.matmul.few_rows.scheme import FewRowsScheme
 from pallas_kernels.matmul.op import product_plan
 from pallas_kernels.matmul.reference import quantized_matmul_reference
-from pallas_kernels.rows.swiglu import gate
+from pallas_kernels.rows.swiglu import swiglu
 from pallas_kernels.shapes import LLAMA_8B
 from tests.helpers import warp_emulator
 from tests.helpers.arrays import as_jax
@@ -490,8 +490,8 @@ def test_unknown_activations_are_refused():
     for name in ("nonsense", "relu"):
         with pytest.raises(ValueError, match=f"'{name}' of the gate of swiglu is not one of silu"):
             quantized_matmul(x, w, swiglu=True, activation=name)
-        with pytest.raises(ValueError, match=f"gate: activation '{name}' is not one of silu, gelu"):
-            gate(x, name)
+        with pytest.raises(ValueError, match=f"swiglu: activation '{name}' is not one of silu"):
+            swiglu(x, activation=name)
 
 
 def test_refusals_name_the_fact():

@@ -15,15 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import device, quantize
 from pallas_kernels import launch as launching
-from pallas_kernels import quantize
+from pallas_kernels.architecture import CARDS
+from pallas_kernels.cards.table import table_of
+from pallas_kernels.device import gpu, tiles_of
 from pallas_kernels.dispatch import choose_plan, named_plan
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.many_rows import kernel as prefill
 from pallas_kernels.matmul.many_rows import pipeline as prefill_pipeline
 from pallas_kernels.matmul.many_rows import plan as planning
 from pallas_kernels.matmul.many_rows.pair import pair_matmul
-from pallas_kernels.matmul.many_rows.plan import PairTile
+from pallas_kernels.matmul.many_rows.plan import PairTile, WeightTile
 from pallas_kernels.matmul.op import product_plan, quantized_matmul
 from pallas_kernels.qtensor import QTensor
 from tests.helpers.arrays import as_jax
@@ -34,6 +37,10 @@ from tests.helpers.matmul_cases import wide as floats
 LLAMA = ((14336, 4096), (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
 BF16, F16, F32, I8, I4 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8, jnp.int4
 F8 = jnp.float8_e4m3fn
+WEIGHT_TILES = [
+    dataclasses.replace(tile, codes="")
+    for tile in (*tiles_of("weight ahead", WeightTile)[:1], *tiles_of("weight", WeightTile))
+]
 
 
 def matmul(x, w, bias, out_dtype, tile=None, *, swiglu=False):
@@ -208,8 +215,10 @@ def test_rows_that_share_scales_in_the_interpreter(interpreter, monkeypatch, m, 
 
 def test_a_block_that_copies_for_itself_fills_its_ring(monkeypatch):
     """A copy may be of the next tile, not of the one after it."""
-    monkeypatch.setattr(planning, "_MOVES_REGISTERS", False)
-    monkeypatch.setattr(planning, "WEIGHT", planning.WEIGHT[-4:])  # any jax's
+    table = table_of(CARDS["NVIDIA H200"], (0, 12, 0))
+    shorter = {**table.tiles, "weight": table.tiles["weight"][-4:]}  # any jax's
+    facts = dataclasses.replace(gpu(), tiles=shorter)
+    monkeypatch.setattr(device, "gpu", lambda: facts)
     for codes, k, lag in (("int8", 320, 1), ("int8", 256, 0), ("", 320, 0)):
         assert planning.weight_tile(2048, 14336, k, codes=codes).lag == lag
 
@@ -444,7 +453,7 @@ def test_plain_swiglu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", [tile for tile, _ in planning.FEW_WEIGHT])
+@pytest.mark.parametrize("tile", tiles_of("weight few tokens", WeightTile))
 @pytest.mark.parametrize(
     "dtype,group,zeros",
     [
@@ -500,7 +509,7 @@ def test_low_rank_values(case, dtype, split):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "tile", list(dict.fromkeys(tile for tile, _ in (*planning.PAIR, *planning.FP8)))
+    "tile", list(dict.fromkeys(tiles_of("pair int8", PairTile) + tiles_of("pair float8", PairTile)))
 )
 def test_int8_sum_is_exact(tile):
     x, w, _ = pair(300, 1000, 4096, I8)
@@ -527,7 +536,7 @@ def test_weight_only_values(dtype, group, zeros, x_dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("k", [320, 1024])
-@pytest.mark.parametrize("tile", [planning.AHEAD, *(tile for tile, _ in planning.WEIGHT)])
+@pytest.mark.parametrize("tile", WEIGHT_TILES)
 def test_every_weight_tile(tile, k):
     """Also with five slots, which an unrolled step does not divide."""
     if not tile.divides(k):

@@ -46,9 +46,9 @@ from jaxllama.serving.api.schemas import to_json
 from jaxllama.serving.http import basics, body_threads, vector_routes
 from jaxllama.serving.http.context import Context, ServerSettings
 from jaxllama.serving.http.routes import ROUTES
-from jaxllama.serving.ipc.facts import ModelFacts
 from jaxllama.serving.ipc.hub import Hub
 from jaxllama.serving.ipc.link import EngineClient, local
+from jaxllama.serving.ipc.served import ModelFacts
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.arrays import as_jax
 from tests.helpers.fake_engine import FakeEngine

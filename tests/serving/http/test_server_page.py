@@ -121,6 +121,66 @@ def test_a_conversation(page, tmp_path):
     assert console(browser) == []
 
 
+def test_what_edit_and_new_conversation_remove_comes_back(page):
+    """Also after a reload, which keeps the draft too; the next message makes it final."""
+    browser, _ = page
+    until(browser, lambda: "tiny" in find(browser, "model").text)
+    for count, text in ((2, "one"), (4, "two")):
+        find(browser, "input").send_keys(text, Keys.ENTER)
+        until(browser, lambda count=count: len(said(browser)) == count and is_idle(browser))
+    whole = said(browser)
+    for remove in (lambda: buttons(browser, "Edit")[0], lambda: find(browser, "reset")):
+        remove().click()
+        assert said(browser) == []
+        assert find(browser, "removed").text.startswith("4 messages removed")
+        find(browser, "input").send_keys("!")
+        draft = find(browser, "input").get_attribute("value")
+        browser.refresh()
+        until(browser, lambda: "tiny" in find(browser, "model").text)
+        assert find(browser, "input").get_attribute("value") == draft
+        find(browser, "undo").click()
+        assert said(browser) == whole and not find(browser, "removed").is_displayed()
+    find(browser, "reset").click()
+    find(browser, "input").send_keys("three", Keys.ENTER)
+    until(browser, lambda: len(said(browser)) == 2 and is_idle(browser))
+    assert not find(browser, "undo").is_displayed()
+
+
+LONG_NAME = "an-organisation/a-model-with-a-rather-long-name-70B-Instruct-2507-w4a16"
+
+
+@pytest.mark.parametrize(("width", "height", "header"), [(1280, 800, 60), (390, 800, 100)])
+def test_the_page_fits_wide_and_narrow(page, width, height, header, tmp_path):
+    """The header stays low, the end of an answer and its buttons are in sight, load is shown."""
+    browser, engine = page
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500},
+    )
+    try:
+        until(browser, lambda: "tiny" in find(browser, "model").text)
+        assert find(browser, "theme").text in ("Dark", "Light")
+        was = find(browser, "theme").text
+        find(browser, "theme").click()
+        assert {was, find(browser, "theme").text} == {"Dark", "Light"}
+        until(browser, lambda: find(browser, "load").text == "0 running, 0 waiting")
+        engine.answer = says(byte_tokenizer(), "A line.\n\n" * 60)
+        browser.execute_script("document.getElementById('max_tokens').value = 600")
+        find(browser, "input").send_keys("hello", Keys.ENTER)
+        until(browser, lambda: len(said(browser)) == 2 and is_idle(browser))
+        name = "document.getElementById('model').textContent = arguments[0]"
+        browser.execute_script(name, f"{LONG_NAME}, 131072 tokens of context")
+        place = "return arguments[0].getBoundingClientRect().bottom"
+        log = browser.execute_script(place, find(browser, "log"))
+        assert browser.execute_script(place, buttons(browser, "Regenerate")[0]) <= log + 1
+        assert find(browser, "send").rect["y"] < height, "the form is on the first screen"
+        assert browser.find_element(By.TAG_NAME, "header").rect["height"] <= header
+        assert browser.save_screenshot(str(tmp_path / f"page-{width}.png"))
+        assert console(browser) == []
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 MARKDOWN = """## A list
 
 1. **bold** and `code`
@@ -250,6 +310,7 @@ def test_it_can_be_used_without_seeing_it_or_a_mouse(page):
         browser.switch_to.active_element.send_keys(Keys.TAB)
     assert order == ["input", "send", ""], order  # "" is the settings' summary
     browser.execute_script("document.getElementById('settings').open = true")
+    browser.execute_script("document.getElementById('removed').hidden = false")
     for field in browser.find_elements(By.CSS_SELECTOR, "input, textarea, button"):
         assert field.accessible_name, field.get_attribute("id")
     assert find(browser, "log").aria_role == "log"

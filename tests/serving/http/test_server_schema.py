@@ -16,6 +16,7 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
+from jaxllama.serving.http.routes import ROUTES
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.http_server import NAME, serving
 
@@ -26,44 +27,15 @@ EXCLUDED = [positive_data_acceptance]
 @pytest.fixture(scope="module")
 def page(lm, tmp_path_factory):
     state = str(tmp_path_factory.mktemp("state"))
-    with FakeEngine(max_len=512, max_queue=200) as engine, serving(lm, engine, state=state) as url:
+    with (
+        FakeEngine(max_len=512, max_queue=200) as engine,
+        serving(lm, engine, state=state, lora_slots=1) as url,
+    ):
         yield schemathesis.openapi.from_url(f"{url}/openapi.json")
 
 
 OPERATIONS = [
-    ("/v1/completions", "POST"),
-    ("/v1/chat/completions", "POST"),
-    ("/v1/embeddings", "POST"),
-    ("/v1/rerank", "POST"),
-    ("/v1/score", "POST"),
-    ("/tokenize", "POST"),
-    ("/detokenize", "POST"),
-    ("/v1/models", "GET"),
-    ("/v1/models/{model}", "GET"),
-    ("/v1/completions/{id}", "GET"),
-    ("/v1/chat/completions/{id}", "GET"),
-    ("/health", "GET"),
-    ("/live", "GET"),
-    ("/ready", "GET"),
-    ("/metrics", "GET"),
-    ("/version", "GET"),
-    ("/v1/messages", "POST"),
-    ("/v1/messages/count_tokens", "POST"),
-    ("/v1/responses", "POST"),
-    ("/v1/responses/input_tokens", "POST"),
-    ("/v1/responses/{id}", "GET"),
-    ("/v1/responses/{id}", "DELETE"),
-    ("/v1/responses/{id}/input_items", "GET"),
-    ("/v1/responses/{id}/cancel", "POST"),
-    ("/v1/files", "POST"),
-    ("/v1/files", "GET"),
-    ("/v1/files/{id}", "GET"),
-    ("/v1/files/{id}", "DELETE"),
-    ("/v1/files/{id}/content", "GET"),
-    ("/v1/batches", "POST"),
-    ("/v1/batches", "GET"),
-    ("/v1/batches/{id}", "GET"),
-    ("/v1/batches/{id}/cancel", "POST"),
+    (row.path.replace(":path", ""), row.method) for row in ROUTES if row.documented is not None
 ]
 
 

@@ -568,6 +568,26 @@ def test_an_impossible_schema_stays_an_error(lm):
             matches(lm, call.requests[0].grammar, "1")
 
 
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "strin"}, "Invalid type: strin"),
+        ({"$ref": "#/$defs/none"}, "Pointer '/$defs/none' does not exist"),
+        ({"enum": []}, "Unsatisfiable schema: required property 'a' is unsatisfiable"),
+    ],
+)
+def test_a_bad_schema_of_a_tool_is_named_without_our_grammar(lm, schema, reason):
+    own = dataclasses.replace(lm, tokenizer=tokenizer("hermes"))
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    tools = [tool("weather", parameters)]
+    body = Chat(model=NAME, messages=USER, tools=tools, tool_choice="required")
+    call = Prompts(own, NAME, MAX_LEN, 8).chat(body, "x")
+    assert call.requests[0].grammar.kind == "lark"
+    with pytest.raises(JaxLlamaError) as error:
+        matches(lm, call.requests[0].grammar, "1")
+    assert str(error.value) == f"json_schema: {reason}"
+
+
 CLOSED = {"type": "object", "properties": {"n": {"enum": [1]}}, "additionalProperties": False}
 OPEN = {"type": ["object", "null"], "properties": {"n": {"enum": [1]}}}
 # Schemas that allow further properties in a part: (schema, the part's path).

@@ -165,8 +165,8 @@ def extend(
 
     def with_past() -> jax.Array:
         blocks = (longest + block - 1) // block
-        own, log = _with_log_sum(q, k, v, is_causal=True)
-        out, log = lax.fori_loop(0, blocks, one_block, (own.astype(jnp.float32), log))
+        chunk_out, log = _with_log_sum(q, k, v, is_causal=True)
+        out, log = lax.fori_loop(0, blocks, one_block, (chunk_out.astype(jnp.float32), log))
         return _finished(out, log, sinks, q.dtype)
 
     # Each branch has its own call: a result from outside would be copied.
@@ -196,7 +196,7 @@ def _extend_through(
     block = min(max(PAST_TOKENS // q.shape[0], 128), -(-shared // 128) * 128)
     longest = jnp.max(n_past)
 
-    def own() -> tuple[jax.Array, jax.Array]:
+    def chunk_alone() -> tuple[jax.Array, jax.Array]:
         inner = window if window < q.shape[1] else None
         return _with_log_sum(q, k, v, is_causal=True, window=inner)
 
@@ -221,14 +221,14 @@ def _extend_through(
         return out, log
 
     def with_past() -> jax.Array:
-        out, log = own()
+        out, log = chunk_alone()
         out = out.astype(jnp.float32)
         if shared:
             blocks = (jnp.minimum(longest, shared) + block - 1) // block
             out, log = lax.fori_loop(0, blocks, one_block, (out, log))
         return _finished(*with_corner(out, log), sinks, q.dtype)
 
-    alone = lambda: _finished(*own(), sinks, q.dtype)  # noqa: E731
+    alone = lambda: _finished(*chunk_alone(), sinks, q.dtype)  # noqa: E731
     return lax.cond(longest > 0, with_past, alone) if corner else alone()
 
 

@@ -180,14 +180,14 @@ def lifted(cfg: AttentionConfig, p: Params, out: jax.Array) -> jax.Array:
     assert latent is not None
     _, up = _ups(cfg, latent, p)
     low = out[..., : latent.kv_rank]
-    made = jnp.einsum(
+    heads_of_v = jnp.einsum(
         "btnr,nvr->btnv",
         low,
         up.astype(low.dtype),
         preferred_element_type=jnp.float32,
         precision="highest",
     )
-    return made.astype(out.dtype)
+    return heads_of_v.astype(out.dtype)
 
 
 def _ups(cfg: AttentionConfig, latent: LatentConfig, p: Params) -> tuple[jax.Array, jax.Array]:
@@ -200,8 +200,8 @@ def _expanded(cfg: AttentionConfig, p: Params, heads: LatentHeads, at: Chunk) ->
     """Attention among the new tokens, with the keys and values of each head."""
     latent = cfg.latent
     assert latent is not None
-    made = linear(heads.low, p["kv_b"]).reshape(*heads.q.shape[:3], -1)
-    k, v = jnp.split(made, (latent.d_nope,), axis=-1)
+    keys_values = linear(heads.low, p["kv_b"]).reshape(*heads.q.shape[:3], -1)
+    k, v = jnp.split(keys_values, (latent.d_nope,), axis=-1)
     shared = jnp.broadcast_to(heads.key, (*k.shape[:-1], latent.d_rope))
     k = jnp.concatenate([k, shared], axis=-1)
     v = jnp.pad(v, ((0, 0),) * 3 + ((0, cfg.head_dim - latent.d_v),))

@@ -317,12 +317,12 @@ def _verify(
             )
             return out.reshape(-1, *out.shape[2:]), KVCache(*kv)
     pages, shared = as_pages(cache, at.table, at.width)
-    each = Step(at.positions, at.lengths, at.rope, shared, sparse=at.sparse)
+    step = Step(at.positions, at.lengths, at.rope, shared, sparse=at.sparse)
     if at.exact and has_kernel:
         # A step writes and attends in one kernel, with roundings of its own: so all tokens are
         # written by the first call, and each finds those before it in the second.
-        _, pages = _decode(cfg, p, qkv, pages, each)
-        out, pages = _decode(cfg, p, qkv, pages, each)
+        _, pages = _decode(cfg, p, qkv, pages, step)
+        out, pages = _decode(cfg, p, qkv, pages, step)
         return out, jax.tree.map(lambda new, old: new.reshape(old.shape), pages, cache)
     slots = jnp.where(at.lengths > 0, at.positions[:, 0], capacity_of(pages.k, shared))
     cos, sin = (table[:, 0] for table in at.rope.of(cfg.rope, cfg.head_dim))
@@ -333,10 +333,10 @@ def _verify(
     cache = jax.tree.map(lambda new, old: new.reshape(old.shape), pages, cache)
     too_many = at.width * cfg.n_heads > MOST_ROWS * cfg.n_kv_heads
     if at.exact or (too_many and has_kernel and jax.default_backend() == "gpu"):
-        return _query(cfg, p, q, pages, each), cache
+        return _query(cfg, p, q, pages, step), cache
 
     q = at.by_row(q[:, None])
-    own = Chunk(positions, at.row_lengths(), at.rope, at.table, sparse=at.sparse)
+    chunk = Chunk(positions, at.row_lengths(), at.rope, at.table, sparse=at.sparse)
     seen = jnp.where(is_new > 0, positions + 1, 0)
     window, cap = cfg.sliding_window, cfg.attn_softcap
 
@@ -359,7 +359,7 @@ def _verify(
         )
         return from_cache_basis(cache.v, out)
 
-    return _mixed(cfg, dense, q, cache, own).reshape(qkv.shape[0], *q.shape[2:]), cache
+    return _mixed(cfg, dense, q, cache, chunk).reshape(qkv.shape[0], *q.shape[2:]), cache
 
 
 # By the record of the tokens: ``qkv [B, T, (N + 2K) H]`` -> (heads of B T tokens, cache).

@@ -29,7 +29,7 @@ from jaxllama.model.param import (
     TensorSource,
     Turned,
     fused,
-    one,
+    tensor,
     transposed,
     written,
 )
@@ -124,12 +124,12 @@ def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
                 "turned": turned(width // h) if moves else None,
             }
             stored_name = f"{prefix}{own_names[name]}.weight"
-            table[name, "weight"] = one(stored_name, width, mean=1.0, std=0.0, fold=fold)
+            table[name, "weight"] = tensor(stored_name, width, mean=1.0, std=0.0, fold=fold)
     if cfg.attn_sinks:
-        table["sinks", "weight"] = one(f"{prefix}{names.sinks}", cfg.n_heads, is_float32=True)
+        table["sinks", "weight"] = tensor(f"{prefix}{names.sinks}", cfg.n_heads, is_float32=True)
     if cfg.inner_norms:
         name = f"{prefix}{names.inner_norms[0]}.weight"
-        table["inner_norm", "weight"] = one(name, q, mean=1.0, std=0.0)
+        table["inner_norm", "weight"] = tensor(name, q, mean=1.0, std=0.0)
     for name in cfg.attention_parts:
         table |= part(name).table(layer, prefix, source)
     scale = source.residual(layer) * products.attention_output
@@ -140,9 +140,9 @@ def _latent(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param
     cfg: AttentionConfig = layer.mixer
     names, latent, d, n = source.names, cfg.latent, layer.d_model, cfg.n_heads
     assert latent is not None
-    own = names.of("latent", LatentNames())
+    latent_names = names.of("latent", LatentNames())
     rank, width = latent.kv_rank, n * (latent.d_nope + latent.d_v)
-    tensors = [f"{prefix}{name}.weight" for name in own.kv_b]
+    tensors = [f"{prefix}{name}.weight" for name in latent_names.kv_b]
     shapes = [(width, rank)]
     if len(tensors) == 2:
         shapes = [(n, rank, latent.d_nope), (n, latent.d_v, rank)]
@@ -155,20 +155,22 @@ def _latent(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param
         of_q["turned"] = turned(n, cfg.head_dim, first=latent.d_nope)
         of_kv["turned"] = turned(1, rank + latent.d_rope, first=rank)
     table: dict[Path, Param] = {}
-    of_queries, wide = own.q, d
+    of_queries, wide = latent_names.q, d
     if latent.q_rank is not None:
         of_queries, wide = "q_b_proj", latent.q_rank
         table |= fused("q_a", [(f"{prefix}q_a_proj", wide, {})], d, cfg.qkv_bias)
-        norm = one(f"{prefix}q_a_layernorm.weight", wide, mean=1.0, std=0.0)
+        norm = tensor(f"{prefix}q_a_layernorm.weight", wide, mean=1.0, std=0.0)
         table["q_norm", "weight"] = norm
         if latent.indexer is not None:
             table |= _indexer(latent, latent.indexer, f"{prefix}indexer.", wide, d)
-    table["q", "weight"] = one(f"{prefix}{of_queries}.weight", n * cfg.head_dim, wide, fold=of_q)
-    down = [(f"{prefix}{own.kv_a}", rank + latent.d_rope, of_kv)]
+    table["q", "weight"] = tensor(f"{prefix}{of_queries}.weight", n * cfg.head_dim, wide, fold=of_q)
+    down = [(f"{prefix}{latent_names.kv_a}", rank + latent.d_rope, of_kv)]
     return {
         **table,
         **fused("kv_a", down, d, cfg.qkv_bias),
-        ("kv_norm", "weight"): one(f"{prefix}{own.kv_norm}.weight", rank, mean=1.0, std=0.0),
+        ("kv_norm", "weight"): tensor(
+            f"{prefix}{latent_names.kv_norm}.weight", rank, mean=1.0, std=0.0
+        ),
         ("kv_b", "weight"): Param(kv_b, (width, rank)),
         **written("o", f"{prefix}{names.o}", d, n * latent.d_v, cfg.o_bias, source.residual(layer)),
     }
@@ -183,15 +185,15 @@ def _indexer(
     )
     of_key: Options = {"turned": turned(1)}
     return {
-        ("index_q", "weight"): one(
+        ("index_q", "weight"): tensor(
             f"{prefix}wq_b.weight", n * width, rank, fold={"turned": turned(n)}
         ),
-        ("index_k", "weight"): one(f"{prefix}wk.weight", width, d, fold=of_key),
-        ("index_norm", "weight"): one(
+        ("index_k", "weight"): tensor(f"{prefix}wk.weight", width, d, fold=of_key),
+        ("index_norm", "weight"): tensor(
             f"{prefix}k_norm.weight", width, mean=1.0, std=0.0, fold=of_key
         ),
-        ("index_norm", "bias"): one(f"{prefix}k_norm.bias", width, std=0.0, fold=of_key),
-        ("index_w", "weight"): one(f"{prefix}weights_proj.weight", n, d),
+        ("index_norm", "bias"): tensor(f"{prefix}k_norm.bias", width, std=0.0, fold=of_key),
+        ("index_w", "weight"): tensor(f"{prefix}weights_proj.weight", n, d),
     }
 
 

@@ -31,12 +31,12 @@ def sparse_attend(
     if q.shape[1] == 1:
         return sparse_decode(q, cache, positions, sparsity, window)
 
-    def one(token: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def attend_token(token: tuple[jax.Array, jax.Array]) -> jax.Array:
         q, position = token
         return sparse_decode(q[:, None], cache, position[:, None], sparsity, window)[:, 0]
 
     tokens = jnp.moveaxis(q, 1, 0), positions.T
-    return jnp.moveaxis(lax.map(one, tokens, batch_size=SPARSE_BLOCK), 0, 1)
+    return jnp.moveaxis(lax.map(attend_token, tokens, batch_size=SPARSE_BLOCK), 0, 1)
 
 
 def sparse_decode(

@@ -100,6 +100,6 @@ def as_pages(cache: KVCache, table: jax.Array | None, repeats: int) -> tuple[KVC
     rows, capacity = cache.k.shape[:2]
     page = CPU_DECODE_BLOCK if capacity % CPU_DECODE_BLOCK == 0 else capacity
     pages = jax.tree.map(lambda x: x.reshape(-1, page, *x.shape[2:]), cache)
-    own = np.arange(rows * (capacity // page), dtype=np.int32).reshape(rows, -1)
+    page_table = np.arange(rows * (capacity // page), dtype=np.int32).reshape(rows, -1)
     # A constant: no layer has a kernel that makes it.
-    return pages, jnp.asarray(np.repeat(own, repeats, axis=0))
+    return pages, jnp.asarray(np.repeat(page_table, repeats, axis=0))

@@ -31,13 +31,13 @@ from jax import lax
 from jaxllama.config import DeltaConfig, LayerConfig
 from jaxllama.model.linear import linear
 from jaxllama.model.mixers.delta.parameters import INPUTS
-from jaxllama.model.mixers.pieces import convolve, scan_pieces
 from jaxllama.model.mixers.recurrent import (
     RecurrentState,
     empty_state,
     gated_norm,
     last_convolved,
     moving,
+    scan_pieces,
     short_convolution,
     steps,
 )
@@ -105,11 +105,7 @@ def mix(
     read, conv = at.by_row(qkv), None
     if delta.conv_size:
         past = None if state is None or state.conv is None else state.conv[0]
-        weight = p["conv"]["weight"]
-        if isinstance(at, Pieces):
-            y, last = convolve(short_convolution, read, weight, past, at)
-        else:
-            y, last = short_convolution(read, weight, past, at.row_lengths(), at.segments)
+        y, last = short_convolution(read, p["conv"]["weight"], past, at)
         qkv, conv = y.reshape(qkv.shape), (last,)
     else:
         qkv = jax.nn.silu(qkv)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxllama.config import DeltaConfig, LayerConfig
 from jaxllama.model.mixers.common import Heads, Sites
 from jaxllama.model.names import Source
-from jaxllama.model.param import Grouped, Param, Path, TensorSource, Tiled, one, piece_name, rows
+from jaxllama.model.param import Grouped, Param, Path, TensorSource, Tiled, piece_name, rows, tensor
 
 KEEPS_TOKENS = False
 SPLIT = dict.fromkeys(("qkvz", "ba", "conv", "decay", "f_1", "g_1"), 0)
@@ -66,14 +66,14 @@ FLA = DeltaNames(
 
 def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
     """The parameters of one gated delta mixer."""
-    delta, own = layer.mixer, source.names.of("delta", FLA)
-    prefix, d, rank = f"{prefix}{own.mixer}", layer.d_model, delta.d_v
+    delta, delta_names = layer.mixer, source.names.of("delta", FLA)
+    prefix, d, rank = f"{prefix}{delta_names.mixer}", layer.d_model, delta.d_v
     k, v, heads = delta.n_k_heads * delta.d_k, delta.n_heads * delta.d_v, delta.n_heads
     groups, per_group = delta.n_k_heads, heads // delta.n_k_heads
 
     def tiled(width: int, first: int = 0) -> Tiled | None:
         """Return the order of the value heads, of ``width`` rows each, behind ``first`` rows."""
-        is_moved = own.tiled and width > 0 and min(groups, per_group) > 1
+        is_moved = delta_names.tiled and width > 0 and min(groups, per_group) > 1
         return Tiled(groups, per_group, width, first) if is_moved else None
 
     def fused(
@@ -84,30 +84,32 @@ def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
         for name, count in tensors:
             held, at = sizes[at : at + count], at + count
             if held:
-                one = [n for n, _ in held]
-                turned: Grouped | Tiled | None = tiled(held[-1][1], sum(one[:-1]))
-                if name in own.grouped:
-                    turned = Grouped(groups, tuple(n // groups for n in one))
+                names = [n for n, _ in held]
+                turned: Grouped | Tiled | None = tiled(held[-1][1], sum(names[:-1]))
+                if name in delta_names.grouped:
+                    turned = Grouped(groups, tuple(n // groups for n in names))
                 parts.append(
-                    TensorSource(f"{prefix}{name}.weight", (sum(one), *rest), turned=turned)
+                    TensorSource(f"{prefix}{name}.weight", (sum(names), *rest), turned=turned)
                 )
         return rows(parts)
 
     key, value = (k, 0), (v, delta.d_v)
     inputs = (key, key, value, value) if delta.gate == "full" else (key, key, value)
-    table = {("qkvz", "weight"): fused(own.inputs, inputs, d)}
-    table["ba", "weight"] = fused(own.gates, ((heads, 1),) * (1 + (delta.decay == "head")), d)
-    if own.is_joined:
+    table = {("qkvz", "weight"): fused(delta_names.inputs, inputs, d)}
+    table["ba", "weight"] = fused(
+        delta_names.gates, ((heads, 1),) * (1 + (delta.decay == "head")), d
+    )
+    if delta_names.is_joined:
         first, total = 0, sum(table[name, "weight"].shape[0] for name in ("qkvz", "ba"))
         for name in ("qkvz", "ba"):
-            whole = f"{prefix}{own.inputs[0][0]}.weight"
-            table[name, "weight"] = one(
+            whole = f"{prefix}{delta_names.inputs[0][0]}.weight"
+            table[name, "weight"] = tensor(
                 piece_name(whole, first, total), *table[name, "weight"].shape
             )
             first += table[name, "weight"].shape[0]
     if delta.conv_size:
-        between = () if own.flat_conv else (1,)
-        conv = fused(own.conv, (key, key, value), *between, delta.conv_size)
+        between = () if delta_names.flat_conv else (1,)
+        conv = fused(delta_names.conv, (key, key, value), *between, delta.conv_size)
         # The checkpoint's [features, 1, W] is the same memory.
         table["conv", "weight"] = dataclasses.replace(
             conv, shape=(2 * k + v, delta.conv_size), std=delta.conv_size**-0.5
@@ -118,23 +120,27 @@ def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
     )
     for index, (name, there, width) in enumerate(low_rank):
         if there:
-            first, second = (f"{prefix}{tensor}" for tensor in own.low_rank[index])
-            table[f"{name}_0", "weight"] = one(f"{first}.weight", rank, d)
-            table[f"{name}_1", "weight"] = one(f"{second}.weight", width, rank)
+            first, second = (f"{prefix}{tensor}" for tensor in delta_names.low_rank[index])
+            table[f"{name}_0", "weight"] = tensor(f"{first}.weight", rank, d)
+            table[f"{name}_1", "weight"] = tensor(f"{second}.weight", width, rank)
             if name == "g" and delta.gate_bias:
-                table["g_1", "bias"] = one(f"{second}.bias", width, std=0.0)
+                table["g_1", "bias"] = tensor(f"{second}.bias", width, std=0.0)
     if delta.decay != "none":
         n_rates = heads * delta.d_k if delta.decay == "channel" else heads
-        shape = tuple(heads if n < 0 else n for n in own.rate)
-        rate = TensorSource(f"{prefix}{own.a_log}", shape, turned=tiled(1), is_rate=own.is_rate)
+        shape = tuple(heads if n < 0 else n for n in delta_names.rate)
+        rate = TensorSource(
+            f"{prefix}{delta_names.a_log}", shape, turned=tiled(1), is_rate=delta_names.is_rate
+        )
         table["decay", "a_log"] = Param((rate,), (heads,), mean=2.0, std=0.5)
         order = {"turned": tiled(1)} if n_rates == heads else {}
-        table["decay", "dt_bias"] = one(
-            f"{prefix}{own.dt_bias}", n_rates, fold=order, mean=-4.6, std=1.0
+        table["decay", "dt_bias"] = tensor(
+            f"{prefix}{delta_names.dt_bias}", n_rates, fold=order, mean=-4.6, std=1.0
         )
-    table["o_norm", "weight"] = one(f"{prefix}{own.norm}.weight", delta.d_v, mean=1.0, std=0.0)
+    table["o_norm", "weight"] = tensor(
+        f"{prefix}{delta_names.norm}.weight", delta.d_v, mean=1.0, std=0.0
+    )
     fold = {"columns": tiled(delta.d_v)}
-    table["o", "weight"] = one(f"{prefix}{own.o}.weight", d, v, fold=fold)
+    table["o", "weight"] = tensor(f"{prefix}{delta_names.o}.weight", d, v, fold=fold)
     return table
 
 

@@ -36,13 +36,14 @@ import jax.numpy as jnp
 from jaxllama.config import GLAConfig, LayerConfig
 from jaxllama.model.linear import linear
 from jaxllama.model.mixers.gla.parameters import widths
-from jaxllama.model.mixers.pieces import convolve, decayed, scan_pieces
 from jaxllama.model.mixers.recurrent import (
     RecurrentState,
+    decayed,
     empty_state,
     gated_norm,
     last_convolved,
     moving,
+    scan_pieces,
     short_convolution,
     steps,
 )
@@ -140,10 +141,7 @@ def _convolve(
     read: list[jax.Array] = []
     for name, old in zip(("q", "k", "v"), past, strict=True):
         x, weight = at.by_row(streams[name].value), p[f"{name}_conv"]["weight"]
-        if isinstance(at, Pieces):
-            y, last = convolve(short_convolution, x, weight, old, at)
-        else:
-            y, last = short_convolution(x, weight, old, at.row_lengths(), at.segments)
+        y, last = short_convolution(x, weight, old, at)
         streams[name] = Columns(y.reshape(batch, n_new, -1), 0, y.shape[-1])
         after.append(last)
         read.append(x)
@@ -345,8 +343,8 @@ def commit(
     if plan is not None:
         after = gla_commit(before, keys, values, decays, count, planned=plan)
     else:
-        one = _one_of_several(exact)
+        step = _one_of_several(exact)
         chains = zip(before, keys, values, decays, strict=True)
-        after = [steps(one, (k, k, v, g), state, count, exact)[1] for state, k, v, g in chains]
+        after = [steps(step, (k, k, v, g), state, count, exact)[1] for state, k, v, g in chains]
     for old, of, state in zip(states, tokens, after, strict=True):
         yield RecurrentState(state, last_convolved(old, of, count))

@@ -17,7 +17,7 @@ import numpy as np
 from jaxllama.config import GLAConfig, LayerConfig
 from jaxllama.model.mixers.common import Heads, Sites, heads_obstacle
 from jaxllama.model.names import Source
-from jaxllama.model.param import Param, Path, TensorSource, one, written
+from jaxllama.model.param import Param, Path, TensorSource, tensor, written
 
 KEEPS_TOKENS = False
 SPLIT = dict.fromkeys(("q", "k", "v", "g", "gk", "gk_1", "q_conv", "k_conv", "v_conv"), 0)
@@ -50,14 +50,15 @@ def widths(layer: LayerConfig) -> Mapping[str, int]:
 def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
     """The parameters of one GLA mixer."""
     names = source.names
-    gla, own, prefix = layer.mixer, names.of("gla", GLANames()), f"{prefix}{names.mixer}"
+    gla, gla_names, prefix = layer.mixer, names.of("gla", GLANames()), f"{prefix}{names.mixer}"
     d_k, d_v = gla.head_dims(layer.d_model)
     q, k, v = gla.n_heads * d_k, gla.n_kv_heads * d_k, gla.n_kv_heads * d_v
     d, out = layer.d_model, gla.n_heads * d_v
+    scale = {"scale": source.stored.query}
     table: dict[Path, Param] = {
-        ("q", "weight"): one(f"{prefix}q_proj.weight", q, d, fold={"scale": source.stored.query}),
-        ("k", "weight"): one(f"{prefix}k_proj.weight", k, d),
-        ("v", "weight"): one(f"{prefix}v_proj.weight", v, d),
+        ("q", "weight"): tensor(f"{prefix}q_proj.weight", q, d, fold=scale),
+        ("k", "weight"): tensor(f"{prefix}k_proj.weight", k, d),
+        ("v", "weight"): tensor(f"{prefix}v_proj.weight", v, d),
     }
     if gla.use_short_conv:
         for name, width in (("q", q), ("k", k), ("v", v)):
@@ -66,23 +67,23 @@ def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
             table[f"{name}_conv", "weight"] = Param(
                 (taps,), (width, gla.conv_size), std=gla.conv_size**-0.5
             )
-    rank, decay = gla.gate_low_rank_dim, f"{prefix}{own.decay}"
+    rank, decay = gla.gate_low_rank_dim, f"{prefix}{gla_names.decay}"
     if gla.decay == "channel":
-        table["gk_0", "weight"] = one(f"{decay}.0.weight", rank, d)
-        table["gk_1", "weight"] = one(f"{decay}.1.weight", k, rank)
-        table["gk_1", "bias"] = one(f"{decay}.1.bias", k, std=0.0)
+        table["gk_0", "weight"] = tensor(f"{decay}.0.weight", rank, d)
+        table["gk_1", "weight"] = tensor(f"{decay}.1.weight", k, rank)
+        table["gk_1", "bias"] = tensor(f"{decay}.1.bias", k, std=0.0)
     elif gla.decay == "head":
-        table["gk", "weight"] = one(f"{decay}.weight", gla.n_heads, d)
-        table["gk", "bias"] = one(f"{decay}.bias", gla.n_heads, std=0.0)
+        table["gk", "weight"] = tensor(f"{decay}.weight", gla.n_heads, d)
+        table["gk", "bias"] = tensor(f"{decay}.bias", gla.n_heads, std=0.0)
     if gla.use_output_gate:
-        table["g", "weight"] = one(f"{prefix}g_proj.weight", out, d)
+        table["g", "weight"] = tensor(f"{prefix}g_proj.weight", out, d)
         if gla.gate_bias:
-            table["g", "bias"] = one(f"{prefix}g_proj.bias", out, std=0.0)
+            table["g", "bias"] = tensor(f"{prefix}g_proj.bias", out, std=0.0)
     if gla.norm_weight:
-        norms = [f"{prefix}{name}" for name in own.norms]
+        norms = [f"{prefix}{name}" for name in gla_names.norms]
         plain = norms[0] if gla.use_output_gate else norms[-1]
         norm = next((name for name in norms if f"{name}.weight" in source.present), plain)
-        table["g_norm", "weight"] = one(f"{norm}.weight", d_v, mean=1.0, std=0.0)
+        table["g_norm", "weight"] = tensor(f"{norm}.weight", d_v, mean=1.0, std=0.0)
     return table | written("o", f"{prefix}{names.o}", d, out, False)
 
 

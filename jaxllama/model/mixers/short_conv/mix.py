@@ -23,10 +23,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllama.config import LayerConfig
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
-from jaxllama.model.mixers.pieces import convolve
-from jaxllama.model.mixers.recurrent import causal_convolution, last_inputs
+from jaxllama.model.mixers.recurrent import convolve, last_inputs
 from jaxllama.model.mixers.short_conv.parameters import options
-from jaxllama.model.records import At, Draft, Pieces
+from jaxllama.model.records import At, Draft
 from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis
 from jaxllama.typing import Params, Tree
 from pallas_kernels.operands import Columns
@@ -59,9 +58,9 @@ def init_state(
 ) -> ShortConvState:
     """Return the state before any token; it does not grow with a row's ``length``."""
     del length, width
-    own = options(layer)
+    settings = options(layer)
     dtype = "float32" if dtype in QUANTIZED_CACHE else dtype
-    return ShortConvState(jnp.zeros((rows, own.taps - 1, own.width), dtype))
+    return ShortConvState(jnp.zeros((rows, settings.taps - 1, settings.width), dtype))
 
 
 def inputs(layer: LayerConfig, p: Params) -> list[Params]:
@@ -82,11 +81,7 @@ def mix(
     b, c, x = jnp.split(projected[0].value, 3, axis=-1)
     read = at.by_row(b * x)
     past = None if state is None else state.last
-    weight = p["conv"]["weight"]
-    if isinstance(at, Pieces):
-        y, last = convolve(causal_convolution, read, weight, past, at)
-    else:
-        y, last = causal_convolution(read, weight, past, at.row_lengths(), at.segments)
+    y, last = convolve(read, p["conv"]["weight"], past, at)
     out = (c.astype(jnp.float32) * y.reshape(c.shape)).astype(c.dtype)
     if isinstance(at, Draft):
         return out, ShortConvTokens(read)

@@ -52,15 +52,17 @@ def options(layer: LayerConfig) -> ShortConvOptions:
 
 def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
     """b|c|x fused by rows, the convolution's taps, and o."""
-    own, d = source.names.of("short_conv", ShortConvNames()), layer.d_model
-    width, taps, prefix = options(layer).width, options(layer).taps, f"{prefix}{own.mixer}"
+    conv_names, d = source.names.of("short_conv", ShortConvNames()), layer.d_model
+    width, taps, prefix = options(layer).width, options(layer).taps, f"{prefix}{conv_names.mixer}"
     # The checkpoint's [features, 1, W] is the same memory.
-    between = () if own.is_flat else (1,)
-    conv = TensorSource(f"{prefix}{own.conv}.weight", (width, *between, taps))
+    between = () if conv_names.is_flat else (1,)
+    conv = TensorSource(f"{prefix}{conv_names.conv}.weight", (width, *between, taps))
     return {
-        ("bcx", "weight"): rows([TensorSource(f"{prefix}{own.inputs}.weight", (3 * width, d))]),
+        ("bcx", "weight"): rows(
+            [TensorSource(f"{prefix}{conv_names.inputs}.weight", (3 * width, d))]
+        ),
         ("conv", "weight"): Param((conv,), (width, taps), std=taps**-0.5),
-        **written("o", f"{prefix}{own.o}", d, width, False),
+        **written("o", f"{prefix}{conv_names.o}", d, width, False),
     }
 
 

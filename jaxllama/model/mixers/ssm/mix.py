@@ -27,10 +27,9 @@ import jax.numpy as jnp
 
 from jaxllama.config import LayerConfig
 from jaxllama.model.mixers.gla import mix as gla_mix
-from jaxllama.model.mixers.pieces import convolve
 from jaxllama.model.mixers.recurrent import (
     RecurrentState,
-    causal_convolution,
+    convolve,
     empty_state,
     moving,
     steps,
@@ -94,18 +93,14 @@ def mix(
     z, xbc, dt = jnp.split(projected[0].value, ends, axis=-1)
     read = at.by_row(xbc)
     past = None if state is None or state.conv is None else state.conv[0]
-    weight = p["conv"]["weight"]
-    if isinstance(at, Pieces):
-        y, last = convolve(causal_convolution, read, weight, past, at)
-    else:
-        y, last = causal_convolution(read, weight, past, at.row_lengths())
+    y, last = convolve(read, p["conv"]["weight"], past, at)
     if "bias" in p["conv"]:
         y = y + p["conv"]["bias"].astype(jnp.float32)
     x, *operands = _operands(ssm, p, jax.nn.silu(y).reshape(xbc.shape), dt, xbc.dtype)
     new: RecurrentState | SSMTokens | None = None
     if isinstance(at, Draft):
         assert state is not None
-        q, k, v, log_decay = (at.by_row(one) for one in ssd_as_gla(*operands))
+        q, k, v, log_decay = (at.by_row(operand) for operand in ssd_as_gla(*operands))
         o, _ = steps(_step, (q, k, v, log_decay), state.state, at.row_lengths(), at.exact)
         new = SSMTokens(k, v, log_decay, (read,))
     else:
@@ -124,7 +119,7 @@ def _operands(
     heads, groups = ssm.n_heads, ssm.n_groups
     x, b, c = jnp.split(xbc, (ssm.width, ssm.width + groups * ssm.state), axis=-1)
     x = x.reshape(batch, n_new, heads, ssm.head_dim)
-    k, q = (one.astype(dtype).reshape(batch, n_new, groups, -1) for one in (b, c))
+    k, q = (operand.astype(dtype).reshape(batch, n_new, groups, -1) for operand in (b, c))
     bias, a_log = (p["decay"][name].astype(jnp.float32) for name in ("dt_bias", "a_log"))
     dt = jnp.clip(jax.nn.softplus(dt.astype(jnp.float32) + bias), ssm.least_step, ssm.largest_step)
     return x, q, k, (x * dt[..., None]).astype(dtype), -jnp.exp(a_log) * dt

@@ -12,7 +12,7 @@ from jaxllama.config import UNMULTIPLIED, LayerConfig, MixerOptions, from_dict
 from jaxllama.config.reader import requirement
 from jaxllama.model.mixers.common import Heads, Sites
 from jaxllama.model.names import Source
-from jaxllama.model.param import Param, Path, TensorSource, fused, one, written
+from jaxllama.model.param import Param, Path, TensorSource, fused, tensor, written
 from jaxllama.typing import Options
 
 KEEPS_TOKENS = False
@@ -114,33 +114,33 @@ def options(layer: LayerConfig) -> SSMOptions:
 
 def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
     """z|x|B|C|dt fused by rows, the convolution, what makes the decay, the norm and o."""
-    own, ssm, d = source.names.of("ssm", SSMNames()), options(layer), layer.d_model
-    prefix, heads = f"{prefix}{own.mixer}", ssm.n_heads
+    ssm_names, ssm, d = source.names.of("ssm", SSMNames()), options(layer), layer.d_model
+    prefix, heads = f"{prefix}{ssm_names.mixer}", ssm.n_heads
     rows = ssm.width + ssm.convolved + heads
     # The checkpoint's [features, 1, W] is the same memory.
-    between, behind = ((), (1,)) if own.is_gguf else ((1,), ())
-    conv = TensorSource(f"{prefix}{own.conv}.weight", (ssm.convolved, *between, ssm.taps))
-    a_log = TensorSource(f"{prefix}{own.a_log}", (heads, *behind), is_rate=own.is_gguf)
-    skip = TensorSource(f"{prefix}{own.skip}", (heads, *behind))
+    between, behind = ((), (1,)) if ssm_names.is_gguf else ((1,), ())
+    conv = TensorSource(f"{prefix}{ssm_names.conv}.weight", (ssm.convolved, *between, ssm.taps))
+    a_log = TensorSource(f"{prefix}{ssm_names.a_log}", (heads, *behind), is_rate=ssm_names.is_gguf)
+    skip = TensorSource(f"{prefix}{ssm_names.skip}", (heads, *behind))
     products = source.stored.products or UNMULTIPLIED
     fold: Options = {"scale": products.ssm_input, "bias_scale": 1.0}
     if set(products.ssm_parts) != {1.0}:
         groups = ssm.n_groups * ssm.state
         sizes = ssm.width, ssm.width, groups, groups, heads
         fold["row_scales"] = tuple(zip(sizes, products.ssm_parts, strict=True))
-    found = fused("zxbcdt", [(f"{prefix}{own.inputs}", rows, fold)], d, ssm.bias)
+    found = fused("zxbcdt", [(f"{prefix}{ssm_names.inputs}", rows, fold)], d, ssm.bias)
     found["conv", "weight"] = Param((conv,), (ssm.convolved, ssm.taps), std=ssm.taps**-0.5)
     if ssm.conv_bias:
-        found["conv", "bias"] = one(f"{prefix}{own.conv}.bias", ssm.convolved, std=0.0)
+        found["conv", "bias"] = tensor(f"{prefix}{ssm_names.conv}.bias", ssm.convolved, std=0.0)
     found["decay", "a_log"] = Param((a_log,), (heads,), mean=2.0, std=0.5)
-    found["decay", "dt_bias"] = one(f"{prefix}{own.dt_bias}", heads, mean=-4.6, std=1.0)
+    found["decay", "dt_bias"] = tensor(f"{prefix}{ssm_names.dt_bias}", heads, mean=-4.6, std=1.0)
     found["decay", "skip"] = Param((skip,), (heads,), mean=1.0, std=0.0)
     if ssm.norm != "none":
-        groups = (ssm.n_groups, ssm.width // ssm.n_groups) if own.is_gguf else (ssm.width,)
-        norm = TensorSource(f"{prefix}{own.norm}.weight", groups)
+        groups = (ssm.n_groups, ssm.width // ssm.n_groups) if ssm_names.is_gguf else (ssm.width,)
+        norm = TensorSource(f"{prefix}{ssm_names.norm}.weight", groups)
         found["y_norm", "weight"] = Param((norm,), (ssm.width,), mean=1.0, std=0.0)
     scale = source.residual(layer) * products.ssm_output
-    return found | written("o", f"{prefix}{own.o}", d, ssm.width, ssm.has_o_bias, scale)
+    return found | written("o", f"{prefix}{ssm_names.o}", d, ssm.width, ssm.has_o_bias, scale)
 
 
 def heads(layer: LayerConfig) -> int:

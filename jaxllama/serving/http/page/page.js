@@ -7,9 +7,11 @@ const $ = (id) => document.getElementById(id);
 const SETTINGS = ["system", "temperature", "top_p", "max_tokens", "seed", "tools"];
 
 const DRAW_AFTER = 40; // ms: Markdown is made anew for all chunks that came meanwhile
+const LOAD_EVERY = 5000; // ms between two looks at the server's load
 
 let model = null; // an entry of /v1/models
 let messages = []; // as the API has them
+let removed = []; // the conversation before messages were removed, for "Undo"
 let running = null; // the AbortController of the answer that is being written
 
 function headers() {
@@ -23,7 +25,24 @@ async function connect() {
   model = (await response.json()).data[0];
   const note = model.chat ? "" : ": no chat template, it continues your text";
   $("model").textContent = `${model.id}, ${model.max_model_len} tokens of context${note}`;
+  $("model").title = $("model").textContent;
   showError("");
+  showLoad();
+}
+
+// The requests that run and wait on the server. Nothing is shown where the server hides them.
+async function showLoad() {
+  if (document.hidden) return;
+  try {
+    const response = await fetch("metrics", { headers: headers() });
+    const text = response.ok ? await response.text() : "";
+    const count = (name) => Number(text.match(new RegExp(`^jaxllama_${name} (\\S+)`, "m"))?.[1]);
+    const [active, waiting] = [count("requests_active"), count("requests_waiting")];
+    const known = Number.isFinite(active + waiting);
+    $("load").textContent = known ? `${active} running, ${waiting} waiting` : "";
+  } catch {
+    $("load").textContent = "";
+  }
 }
 
 async function reason(response) {
@@ -88,10 +107,15 @@ function show(message) {
   return item;
 }
 
-function update(item, message) {
+// Change the conversation on the page, and keep its end in sight unless the reader has scrolled away.
+function following(change) {
   const log = $("log");
-  // Follow the text unless the reader has scrolled away.
   const below = log.scrollHeight - log.scrollTop - log.clientHeight;
+  change();
+  if (below < 40) log.scrollTop = log.scrollHeight;
+}
+
+function update(item, message) {
   const isOpen = item.querySelector("details.thought")?.open;
   const fresh = contents(message);
   const [text] = fresh.filter((part) => part.matches(".said"));
@@ -106,11 +130,10 @@ function update(item, message) {
       item.append(part);
     }
   }
-  if (below < 40) log.scrollTop = log.scrollHeight;
 }
 
 // What can be done with each message: the last answer is written anew, a message of the user's is
-// edited, which drops what follows it.
+// edited, which removes what follows it.
 function showActions() {
   for (const old of document.querySelectorAll("#log .actions")) old.remove();
   [...$("log").children].forEach((item, index) => {
@@ -134,31 +157,58 @@ function render() {
 function keep() {
   try {
     localStorage.setItem("jaxllama.conversation", JSON.stringify(messages));
+    localStorage.setItem("jaxllama.removed", JSON.stringify(removed));
+    localStorage.setItem("jaxllama.draft", $("input").value);
   } catch {
     // a full store: the conversation lasts until the page is left
   }
 }
 
-function kept() {
+function kept(name) {
   try {
-    const found = JSON.parse(localStorage.getItem("jaxllama.conversation") ?? "[]");
+    const found = JSON.parse(localStorage.getItem(`jaxllama.${name}`) ?? "[]");
     return Array.isArray(found) ? found : [];
   } catch {
     return [];
   }
 }
 
-function edit(index) {
-  if (running) return;
-  $("input").value = messages[index].content;
-  messages = messages.slice(0, index);
+// Keep the first `length` messages. "Undo" restores the conversation until the next message is sent.
+function shorten(length, draft) {
+  const count = messages.length - length;
+  if (count) removed = messages;
+  messages = messages.slice(0, length);
+  $("input").value = draft;
   keep();
   render();
+  showRemoved();
   $("input").focus();
+}
+
+function showRemoved() {
+  const count = removed.length - messages.length;
+  $("removed").hidden = count <= 0;
+  $("removed").firstElementChild.textContent = `${count} message${count === 1 ? "" : "s"} removed.`;
+}
+
+function undo() {
+  if (running) return;
+  messages = removed;
+  removed = [];
+  $("input").value = "";
+  keep();
+  render();
+  showRemoved();
+  $("input").focus();
+}
+
+function edit(index) {
+  if (!running) shorten(index, messages[index].content);
 }
 
 async function regenerate() {
   if (running || messages.at(-1)?.role !== "assistant") return;
+  removed = messages;
   messages = messages.slice(0, -1);
   render();
   await answer();
@@ -272,7 +322,7 @@ async function answer() {
       add(message, choice.delta ?? { content: choice.text });
       drawn ||= setTimeout(() => {
         drawn = 0;
-        update(item, message);
+        following(() => update(item, message));
       }, DRAW_AFTER);
       const isThinking = choice.delta?.reasoning_content !== undefined;
       $("status").textContent = isThinking ? "thinking …" : "writing …";
@@ -297,9 +347,13 @@ async function answer() {
     busy(false);
   }
   if (messages !== conversation) return; // a new conversation has begun
-  if (item && (message.content || message.reasoning_content || message.tool_calls)) {
-    update(item, message);
-    messages.push(message);
+  const isAnswered = message.content || message.reasoning_content || message.tool_calls;
+  if (item && isAnswered) {
+    following(() => {
+      update(item, message);
+      messages.push(message);
+      showActions();
+    });
   } else {
     // Nothing was answered: the message goes back to where it can be sent again.
     const last = messages.pop();
@@ -307,7 +361,8 @@ async function answer() {
     render();
   }
   keep();
-  showActions();
+  showRemoved();
+  showLoad();
 }
 
 function busy(is) {
@@ -334,6 +389,8 @@ async function send() {
     return;
   }
   $("input").value = "";
+  removed = [];
+  showRemoved();
   const calls = messages.at(-1)?.tool_calls;
   const said = calls
     ? calls.map((call) => ({ role: "tool", tool_call_id: call.id, content: text }))
@@ -367,34 +424,40 @@ document.addEventListener("keydown", (event) => {
 $("stop").addEventListener("click", stop);
 $("reset").addEventListener("click", () => {
   stop();
-  messages = [];
-  keep();
-  render();
   $("status").textContent = "";
   showError("");
-  $("input").focus();
+  shorten(0, "");
 });
+$("undo").addEventListener("click", undo);
+$("input").addEventListener("input", keep);
 
 for (const id of SETTINGS) {
   const kept = localStorage.getItem(`jaxllama.${id}`);
   if (kept !== null) $(id).value = kept;
   $(id).addEventListener("change", () => localStorage.setItem(`jaxllama.${id}`, $(id).value));
 }
+const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+
 function setTheme(name) {
   if (name) document.documentElement.dataset.theme = name;
-  const isDark = name ? name === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  $("theme").setAttribute("aria-pressed", String(isDark));
+  const isDark = name ? name === "dark" : prefersDark.matches;
+  $("theme").textContent = isDark ? "Light" : "Dark"; // what the button gives
 }
 
 $("export").addEventListener("click", download);
 $("theme").addEventListener("click", () => {
-  const name = $("theme").getAttribute("aria-pressed") === "true" ? "light" : "dark";
+  const name = $("theme").textContent.toLowerCase();
   localStorage.setItem("jaxllama.theme", name);
   setTheme(name);
 });
 setTheme(localStorage.getItem("jaxllama.theme"));
-messages = kept();
+prefersDark.addEventListener("change", () => setTheme(localStorage.getItem("jaxllama.theme")));
+messages = kept("conversation");
+removed = kept("removed");
+$("input").value = localStorage.getItem("jaxllama.draft") ?? "";
 render();
+showRemoved();
+setInterval(showLoad, LOAD_EVERY);
 $("key").value = sessionStorage.getItem("jaxllama.key") ?? "";
 $("key").addEventListener("change", () => {
   sessionStorage.setItem("jaxllama.key", $("key").value);

@@ -1,4 +1,4 @@
-"""Many replicas as one engine, without Ray: what is lost, sent again, refused and counted."""
+"""Several replicas as one engine: what is lost, sent again, refused and counted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
@@ -15,17 +15,24 @@ import pytest
 pytest.importorskip("msgspec")
 
 from jaxllama.engine.request import EngineFailed, Event, QueueFull, Request
+from jaxllama.engine.stats import EngineStats
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.api import messages
-from jaxllama.serving.ipc.facts import ModelFacts
-from jaxllama.serving.ipc.replicas import About, KnownPrefixes
-from jaxllama.serving.ray import engine as pooled
-from jaxllama.serving.ray.engine import PooledEngine, ReplicaLost
-from jaxllama.serving.ray.replica import EngineReplica, ReplicaReport, Started
+from jaxllama.serving.api.messages import EngineReport
+from jaxllama.serving.ipc import pool as pooled
+from jaxllama.serving.ipc.pool import PooledEngine, Read, ReplicaLost, Taken, follow
+from jaxllama.serving.ipc.replica import About, Started
+from jaxllama.serving.ipc.replicas import KnownPrefixes
+from jaxllama.serving.ipc.served import ModelFacts
+from jaxllama.serving.ray.replica import EngineReplica
 from tests.helpers.fake_engine import FakeEngine, letters
 from tests.helpers.models import LLAMA
 
 FACTS = ModelFacts(LLAMA, None, None, ())
+
+
+def report(replica: str, stats: EngineStats, times: Sequence[tuple[str, float]] = ()):
+    return EngineReport(replica, stats, list(times), None)
 
 
 class OneReplica:
@@ -35,7 +42,17 @@ class OneReplica:
         passes = {"embed": lambda row: row, "rank": None, "score": None}
         self.replica = EngineReplica(lambda observe: Started(engine, FACTS, passes))
         self.cut, self.asked = cut, list[Request]()
-        self.living = [ReplicaReport("a", dataclasses.replace(engine.stats(), prompt_tokens=5), [])]
+        self.living = [report("a", dataclasses.replace(engine.stats(), prompt_tokens=5))]
+
+    async def open(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    async def run(self, request: Request, taken: Taken, read: Read) -> None:
+        async with contextlib.aclosing(self.generate(request)) as stream:
+            await follow(stream, taken, read)
 
     async def generate(self, request: Request) -> AsyncGenerator[bytes]:
         self.asked.append(request)
@@ -56,16 +73,20 @@ class OneReplica:
             raise ReplicaLost("it is gone")
         return await self.replica.forward(name, arguments)
 
-    async def reports(self) -> list[ReplicaReport]:
+    async def reports(self) -> list[EngineReport]:
+        await asyncio.sleep(3600)  # tests call ``_reported``
         return self.living
 
 
 def one_by_one(data: bytes) -> list[bytes]:
     """The messages with one token each."""
-    [message] = messages.Frames(messages.from_engine()).feed(data)
-    if not isinstance(message, messages.Received):
-        return [data]
-    return [messages.encode(messages.StepNews([row])) for row in message.rows]
+    found: list[messages.IpcMessage] = []
+    for message in messages.Frames(messages.from_engine()).feed(data):
+        if isinstance(message, messages.Received):
+            found += [messages.StepNews([row]) for row in message.rows]
+        else:
+            found.append(message)
+    return [messages.encode(message) for message in found]
 
 
 class Server:
@@ -77,16 +98,15 @@ class Server:
         self.times: list[tuple[str, float]] = []
         about = About(FACTS, 96, 8, self.fake.stats())
         self.empty: list[bool] = []
-        self.engine = PooledEngine(
-            self.pool, about, lambda *time: self.times.append(time), self.empty.append
-        )
+        self.engine = PooledEngine(self.pool, about, lambda *time: self.times.append(time))
+        self.engine.on_empty = self.empty.append
         self.loop = asyncio.new_event_loop()
 
     def __enter__(self) -> Server:
         self.fake.__enter__()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.thread.start()
-        self._call(self.engine.open)
+        asyncio.run_coroutine_threadsafe(self.engine.open(), self.loop).result()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -187,15 +207,15 @@ def test_passes_and_totals_outlive_a_replica():
         server.engine._reported(server.pool.living)
         two = dataclasses.replace(server.pool.living[0].stats, running=2, finished={"stop": 1})
         times = [("ttft", 0.5)]
-        server.engine._reported([ReplicaReport("a", two, times), ReplicaReport("b", two, [])])
+        server.engine._reported([report("a", two, times), report("b", two)])
         assert server.engine.stats().running == 4 and server.times == times
-        server.engine._reported([ReplicaReport("b", two, [])])
+        server.engine._reported([report("b", two)])
         stats = server.engine.stats()
         assert (stats.running, stats.prompt_tokens, stats.finished) == (2, 10, {"stop": 2})
-        server.engine._reported([ReplicaReport("a", two, []), ReplicaReport("b", two, [])])
+        server.engine._reported([report("a", two), report("b", two)])
         assert server.engine.stats().prompt_tokens == 10, "one that was silent is counted once"
         server.engine._reported([])
-        server.engine._reported([ReplicaReport("c", two, [])])
+        server.engine._reported([report("c", two)])
         assert server.empty == [True, False]
         assert server.engine.stats().prompt_tokens == 15
 

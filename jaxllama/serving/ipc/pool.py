@@ -1,31 +1,31 @@
-"""Many replicas as one engine, which goes on with the requests of a replica that is lost.
+"""Several replicas as one engine, which goes on with the requests of a replica that is lost.
 
     engine = PooledEngine(pool, about, observe)      takes an engine's place in a Hub
-    engine.open()                                    on the event loop; engine.stop()
+    await engine.open(); engine.stop()
 
-The pool (``Pool``) routes a call to a replica and reports a lost one. This module has no Ray in it.
+A ``Pool`` has the replicas: processes of this host (``replicas``) or actors on a Ray cluster
+(``serving.ray.app``). It chooses a replica for each call, and replaces lost ones.
 
 Contract. Every request ends once. If its replica is lost, the request is sent again with the tokens
 that its listener has (``Request.begun``). So the listener gets each token once, and the answer is
 that of an undisturbed run. A replica that is shut down, or whose engine has failed, counts as
 lost. While there is no replica, requests wait. A request whose last ``LOSSES`` replicas took it and
 were lost without a new token ends with EngineFailed, because it may be the reason. A full queue
-refuses only new requests. The figures are the sums over the replicas, ``REPORT`` seconds old; the
-totals of a lost replica stay.
+refuses only new requests. The figures are the sums over the replicas, as old as the last reports;
+the totals of a lost replica stay.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jaxllama.engine.request import (
     EngineClosed,
@@ -37,14 +37,12 @@ from jaxllama.engine.request import (
 )
 from jaxllama.engine.stats import EngineStats
 from jaxllama.serving.api import messages
-from jaxllama.serving.api.messages import TextPiece
-from jaxllama.serving.ipc.replicas import About, Flight, Sizes
-from jaxllama.serving.ray.replica import ReplicaReport
+from jaxllama.serving.api.messages import EngineReport, TextPiece
+from jaxllama.serving.ipc.replica import About
 
 LOSSES = 5
 AGAIN = 0.1  # seconds before a request is sent again
 RETRY_AFTER = 1.0  # seconds after which a client tries again if all queues are full
-REPORT = 1.0
 # Fields of EngineStats that are totals since the start; the others are states.
 TOTALS = (
     "prefix_hit_tokens",
@@ -63,35 +61,80 @@ class ReplicaLost(Exception):
     """The replica of a call has ended, or cannot be reached."""
 
 
+Taken = Callable[[], None]  # called when a replica has taken the request
+Read = Callable[[Sequence[TextPiece]], bool]  # returns whether the request has ended
+
+
 class Pool(Protocol):
     """Replicas behind one door. Calls raise ReplicaLost."""
 
-    def generate(self, request: Request) -> AsyncGenerator[bytes]:
-        """Yield the messages of ``EngineReplica.generate``; closing it cancels the request."""
+    async def open(self) -> None:
+        """Begin to watch the replicas on the running event loop."""
         ...
 
-    async def forward(self, name: str, arguments: Sequence[Any]) -> Any: ...
+    async def run(self, request: Request, taken: Taken, read: Read) -> None:
+        """Run a request on one replica to its end.
 
-    async def reports(self) -> list[ReplicaReport]:
-        """Return the report of each replica."""
+        Raises what ``Engine.submit`` and ``read`` raise. Cancelling the call ends the request.
+        """
         ...
+
+    async def forward(self, name: str, arguments: Sequence[Any]) -> Any:
+        """Return the result of a pass beside the engine (``served.forward_passes``)."""
+        ...
+
+    async def reports(self) -> Sequence[EngineReport]:
+        """Return the next report of each replica.
+
+        Raises EngineFailed if there will be no replica any more.
+        """
+        ...
+
+    def stop(self) -> None:
+        """End the replicas; called from any thread."""
+        ...
+
+
+async def follow(stream: AsyncIterator[bytes], taken: Taken, read: Read) -> None:
+    """Read the messages of one request (``EngineReplica.generate``), as ``Pool.run`` does."""
+    frames = messages.Frames(messages.from_engine())
+    async for data in stream:
+        for message in frames.feed(data):
+            match message:
+                case messages.Reply():
+                    taken()
+                case messages.Refused():
+                    raise messages.error(message)
+                case messages.Received():
+                    if read(message.rows):
+                        return
+                case _:
+                    pass
+    raise ReplicaLost("a replica's answer broke off")
+
+
+class Sizes(NamedTuple):
+    """The sizes of all replicas together (``served.EngineLimits``)."""
+
+    max_len: int
+    max_queue: int
 
 
 @dataclasses.dataclass(eq=False)
-class PooledFlight(Flight):
+class Flight:
     """A request in flight with the tokens that its listener has.
 
-    is_taken: whether its present replica has taken it.
+    accepted: done when a replica has taken the request, or with the reason why none has. is_taken:
+    whether its present replica has taken it.
     """
 
+    request: Request
+    on_event: Callable[[Event], None]
+    accepted: Future[None] = dataclasses.field(default_factory=Future)
     is_taken: bool = False
     tokens: list[int] = dataclasses.field(default_factory=list)
     began: float = dataclasses.field(default_factory=time.monotonic)
     task: asyncio.Task[None] | None = None
-
-    def read(self, piece: TextPiece) -> None:
-        self.tokens += piece.tokens
-        super().read(piece)
 
     def rest(self, attempt: int) -> Request | None:
         """Return the request for what is missing, or None if its deadline has passed."""
@@ -104,51 +147,67 @@ class PooledFlight(Flight):
         return dataclasses.replace(
             request,
             id=f"{request.id}#{attempt}" if attempt else request.id,
+            stop=(),  # stop strings are found where the text is made
             begun=(*request.begun, *self.tokens),
             deadline=deadline,
         )
 
+    def taken(self) -> None:
+        self.is_taken = True
+        if not self.accepted.done():
+            self.accepted.set_result(None)
+
+    def tell(self, **news: Any) -> None:
+        request = self.request
+        self.on_event(
+            Event(
+                request.id,
+                prompt_tokens=len(request.prompt),
+                completion_tokens=len(self.tokens),
+                **news,
+            )
+        )
+
 
 class PooledEngine:
-    """Many replicas as one engine; the module docstring has the contract.
+    """Several replicas as one engine; the module docstring has the contract.
 
-    about: a replica's description. observe: as for ``Engine``. on_empty: called with True when no
-    replica is left, and with False when one is there again.
+    about: a replica's description. observe: as for ``Engine``. replicas: number of replicas at the
+    start. on_empty: called with True when no replica is left, and with False when one is there
+    again.
     """
 
     def __init__(
-        self,
-        pool: Pool,
-        about: About,
-        observe: Callable[[str, float], None],
-        on_empty: Callable[[bool], None] = lambda is_empty: None,
+        self, pool: Pool, about: About, observe: Callable[[str, float], None], replicas: int = 1
     ) -> None:
         self._pool, self._observe = pool, observe
-        self.options = Sizes(about.max_len, about.max_queue)
+        self.options = Sizes(about.max_len, about.max_queue * replicas)
         self._room = about.stats.max_slots + about.max_queue  # of a replica
         self.failure: str | None = None
         self.closed: str | None = None
+        self.stalled: str | None = None  # a replica that stalls counts as lost
         self.passes = {name: self._pass(name) for name in ("embed", "rank", "score")}
-        self._flights: dict[str, PooledFlight] = {}
+        self.on_empty: Callable[[bool], None] = lambda is_empty: None
+        self._flights: dict[str, Flight] = {}
         self._told: Callable[[], None] = lambda: None
         self._none = dataclasses.replace(
             about.stats, **{field.name: 0 for field in _numbers()}, finished={}
         )
         self._gone: dict[str, EngineStats] = {}
         self._stats: dict[str, EngineStats] = {}
-        self.is_empty, self._on_empty = False, on_empty
+        self.is_empty = False
 
-    def open(self) -> None:
+    async def open(self) -> None:
         """Begin to read reports on the running event loop, which also runs the requests."""
         self._loop = asyncio.get_running_loop()
+        await self._pool.open()
         self._reading = asyncio.create_task(self._read_reports())
 
     def stop(self) -> None:
-        """End all requests with the reason "cancelled"; call it on the event loop."""
+        """End all requests with the reason "cancelled", and the replicas; call it in any thread."""
         self.closed = self.closed or "the engine has stopped"
-        self._reading.cancel()
-        for id in list(self._flights):
-            self._end(id, "cancelled")
+        self._loop.call_soon_threadsafe(self._stop)
+        self._pool.stop()
 
     # The interface for a Hub
 
@@ -156,15 +215,16 @@ class PooledEngine:
         self, request: Request, on_event: Callable[[Event], None], *, with_text: bool
     ) -> None:
         """Submit a request and wait for a replica: never call this on the event loop."""
+        if self.failure is not None:
+            raise EngineFailed(self.failure)
         if self.closed is not None:
             raise EngineClosed(self.closed)
         in_flight = len(self._flights)
         if in_flight >= self._room * max(len(self._stats), 1):
             raise QueueFull.of(in_flight, RETRY_AFTER)
-        accepted: Future[None] = Future()
-        flight = PooledFlight(request, on_event)
-        self._loop.call_soon_threadsafe(self._begin, flight, accepted)
-        accepted.result()
+        flight = Flight(request, on_event)
+        self._loop.call_soon_threadsafe(self._begin, flight)
+        flight.accepted.result()
 
     def listen(self, listener: Callable[[], None]) -> None:
         self._told = listener
@@ -195,9 +255,12 @@ class PooledEngine:
 
     # On the event loop
 
-    def _begin(self, flight: PooledFlight, accepted: Future[None]) -> None:
+    def _begin(self, flight: Flight) -> None:
+        if self.closed is not None:
+            flight.accepted.set_exception(EngineClosed(self.closed))
+            return
         self._flights[flight.request.id] = flight
-        flight.task = asyncio.create_task(self._follow(flight, accepted))
+        flight.task = asyncio.create_task(self._follow(flight))
 
     def _end(self, request_id: str, reason: FinishReason, error: Exception | None = None) -> None:
         flight = self._flights.pop(request_id, None)
@@ -207,62 +270,46 @@ class PooledEngine:
             if flight.task is not None and flight.task is not asyncio.current_task():
                 flight.task.cancel()
 
-    async def _follow(self, flight: PooledFlight, accepted: Future[None]) -> None:
+    def _stop(self, reason: FinishReason = "cancelled", error: Exception | None = None) -> None:
+        if self._reading is not asyncio.current_task():
+            self._reading.cancel()
+        for id in list(self._flights):
+            self._end(id, reason, error)
+
+    async def _follow(self, flight: Flight) -> None:
         """Follow a request from replica to replica until it has ended."""
         request, losses = flight.request, 0
         try:
             for attempt in itertools.count():
-                rest, written, flight.is_taken = flight.rest(attempt), flight.written, False
+                rest, n_tokens, flight.is_taken = flight.rest(attempt), len(flight.tokens), False
                 if rest is None:
                     self._end(request.id, "deadline")
                     return
                 try:
-                    await self._follow_once(flight, rest, accepted)
+                    await self._pool.run(rest, flight.taken, lambda rows: self._read(flight, rows))
                     return
                 except QueueFull:
-                    if not accepted.done():
+                    if not flight.accepted.done():
                         raise
                 except (ReplicaLost, EngineClosed, EngineFailed) as lost:
-                    losses = 0 if flight.written > written else losses
+                    losses = 0 if len(flight.tokens) > n_tokens else losses
                     losses += flight.is_taken
-                    fields = {"id": request.id, "tokens": flight.written, "reason": str(lost)}
+                    fields = {"id": request.id, "tokens": len(flight.tokens), "reason": str(lost)}
                     _log.warning("a request has lost its replica", extra={"fields": fields})
                     if losses == LOSSES:
                         raise EngineFailed(f"the request lost {LOSSES} replicas: {lost}") from None
                 await asyncio.sleep(AGAIN)
         except Exception as error:
-            if accepted.done():
+            if flight.accepted.done():
                 self._end(request.id, "error", error)
             else:
                 self._flights.pop(request.id, None)
-                accepted.set_exception(error)
+                flight.accepted.set_exception(error)
         finally:
-            if not accepted.done():  # ``_end`` has ended it, and told so
-                accepted.set_result(None)
+            if not flight.accepted.done():  # ``_end`` has ended it, and told so
+                flight.accepted.set_result(None)
 
-    async def _follow_once(
-        self, flight: PooledFlight, request: Request, accepted: Future[None]
-    ) -> None:
-        """Follow a request on one replica to its end. Raises why it has not ended there."""
-        frames = messages.Frames(messages.from_engine())
-        async with contextlib.aclosing(self._pool.generate(request)) as stream:
-            async for data in stream:
-                for message in frames.feed(data):
-                    match message:
-                        case messages.Reply():
-                            flight.is_taken = True
-                            if not accepted.done():
-                                accepted.set_result(None)
-                        case messages.Refused():
-                            raise messages.error(message)
-                        case messages.Received():
-                            if self._read(flight, message.rows):
-                                return
-                        case _:
-                            pass
-        raise ReplicaLost("a replica's answer broke off")
-
-    def _read(self, flight: PooledFlight, pieces: Sequence[TextPiece]) -> bool:
+    def _read(self, flight: Flight, pieces: Sequence[TextPiece]) -> bool:
         """Pass the tokens to the listener; return whether the request has ended."""
         for piece in pieces:
             error = None if piece.error is None else messages.error(piece.error)
@@ -272,7 +319,16 @@ class PooledEngine:
                 raise ReplicaLost("a replica was shut down")
             if piece.finish_reason is not None:
                 self._flights.pop(flight.request.id, None)
-            flight.read(piece)
+            flight.tokens += piece.tokens
+            flight.tell(
+                tokens=tuple(piece.tokens),
+                times=piece.times,
+                logprobs=tuple(piece.logprobs),
+                top_logprobs=tuple(tuple(top) for top in piece.top_logprobs),
+                finish_reason=piece.finish_reason,
+                cached_tokens=piece.cached_tokens,
+                error=error,
+            )
         self._told()
         return bool(pieces) and pieces[-1].finish_reason is not None
 
@@ -280,11 +336,17 @@ class PooledEngine:
 
     async def _read_reports(self) -> None:
         while True:
-            with contextlib.suppress(Exception):  # a replica that is gone; the next round tells
+            try:
                 self._reported(await self._pool.reports())
-            await asyncio.sleep(REPORT)
+            except EngineFailed as error:
+                self.failure = self.closed = str(error)
+                self._stop("error", error)
+                return
+            except Exception as error:  # the next round tells
+                _log.warning("no report of a replica", extra={"fields": {"reason": str(error)}})
+                await asyncio.sleep(AGAIN)
 
-    def _reported(self, reports: Sequence[ReplicaReport]) -> None:
+    def _reported(self, reports: Sequence[EngineReport]) -> None:
         living = {report.replica for report in reports}
         for replica in self._stats.keys() - living:
             last = self._stats.pop(replica)
@@ -292,7 +354,7 @@ class PooledEngine:
             self._gone[replica] = dataclasses.replace(self._none, **totals, finished=last.finished)
         if self.is_empty != (not living):
             self.is_empty = not living
-            self._on_empty(self.is_empty)
+            self.on_empty(self.is_empty)
         for report in reports:
             self._gone.pop(report.replica, None)  # it had only been silent
             self._stats[report.replica] = report.stats
