@@ -109,7 +109,7 @@ def _grouped_matmul() -> Sequence[Plan]:
                 yield row_plan(x, w, pairs, gate)
 
     few = _classes(rows())
-    if not gpu().arch.wgmma:
+    if not gpu().wgmma:
         return few
     tables = many_pairs_plan.TILES, many_pairs_plan.FLOAT_TILES
     tables += many_pairs_plan.FLOAT4_TILES, many_pairs_plan.TOKEN_TILES
@@ -129,7 +129,7 @@ def _best() -> Sequence[Plan]:
 
 def _norm_and_route() -> Sequence[Plan]:
     sizes = (BLOCKS * rows for rows in range(1, WARPS + 1))
-    return _classes(RoutePlan(1, n, 1024) for n in sizes) if gpu().arch.clusters else []
+    return _classes(RoutePlan(1, n, 1024) for n in sizes) if gpu().clusters else []
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def _decode_attention() -> Sequence[Plan]:
 def _gla() -> Sequence[Plan]:
     from pallas_kernels.gla.kernel import GlaPlan
 
-    return [GlaPlan(segments) for segments in (1, 2)] if gpu().arch.wgmma else []
+    return [GlaPlan(segments) for segments in (1, 2)] if gpu().wgmma else []
 
 
 def _gla_step() -> Sequence[Plan]:
@@ -187,7 +187,7 @@ def _gated_delta() -> Sequence[Plan]:
     from pallas_kernels.gated_delta.kernel import DeltaPlan
 
     pairs = itertools.product((1, 2), (False, True))
-    return [DeltaPlan(*pair) for pair in pairs] if gpu().arch.wgmma else []
+    return [DeltaPlan(*pair) for pair in pairs] if gpu().wgmma else []
 
 
 def _gated_delta_step() -> Sequence[Plan]:
@@ -199,7 +199,7 @@ def _gated_delta_step() -> Sequence[Plan]:
 def _ssd() -> Sequence[Plan]:
     from pallas_kernels.ssd.kernel import SSDPlan
 
-    return [SSDPlan(segments) for segments in (1, 2)] if gpu().arch.wgmma else []
+    return [SSDPlan(segments) for segments in (1, 2)] if gpu().wgmma else []
 
 
 # --- rows -----------------------------------------------------------------------------------------
