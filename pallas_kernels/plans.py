@@ -25,17 +25,22 @@ from pallas_kernels.attention.plan import AttentionPlan
 from pallas_kernels.attention.plan import plan as attention_plan
 from pallas_kernels.attention.rope_cache import RopeCachePlan
 from pallas_kernels.attention.tile import TILE
-from pallas_kernels.device import gpu, planned_for
+from pallas_kernels.device import gpu, planned_for, timed_tiles
 from pallas_kernels.dispatch import Plan, Reason, named_plan
-from pallas_kernels.experts import many_pairs_plan, summed_plan
+from pallas_kernels.experts import summed_plan
 from pallas_kernels.experts.best_plan import MOST as MOST_SCORES
 from pallas_kernels.experts.best_plan import BestPlan
-from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan
+from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, Tile, TokenTile
 from pallas_kernels.experts.plan import MOST_PAIRS, GroupedRowPlan, row_plan
 from pallas_kernels.experts.route_plan import BLOCKS, WARPS, RoutePlan
 from pallas_kernels.experts.summed_plan import GroupedSumPlan
 from pallas_kernels.matmul.few_rows.plan import row_plans, tile_plans
-from pallas_kernels.matmul.many_rows.plan import gated_tile, pair_plans, weight_plans
+from pallas_kernels.matmul.many_rows.plan import (
+    WeightTile,
+    gated_tile,
+    pair_plans,
+    weight_plans,
+)
 from pallas_kernels.matmul.mid_rows.plan import mid_plans
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.recurrence.operands import WIDTHS
@@ -111,9 +116,9 @@ def _grouped_matmul() -> Sequence[Plan]:
     few = _classes(rows())
     if not gpu().wgmma:
         return few
-    tables = many_pairs_plan.TILES, many_pairs_plan.FLOAT_TILES
-    tables += many_pairs_plan.FLOAT4_TILES, many_pairs_plan.TOKEN_TILES
-    tiles = [tile for table in tables for tile, _ in table]
+    names = "pairs codes", "pairs float", "pairs float4 sorted"
+    tiles: list[Tile] = [tile for name in names for tile, _ in timed_tiles(name, WeightTile)]
+    tiles += [tile for tile, _ in timed_tiles("pairs float by tokens", TokenTile)]
     many = [GroupedTilePlan(dataclasses.replace(tile, sms=gpu().sms)) for tile in tiles]
     sums = [
         GroupedSumPlan(128, 2, 1, 1, partial, warps, summed_plan.MOST_AHEAD, gpu().sms)
