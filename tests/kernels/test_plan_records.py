@@ -28,11 +28,12 @@ from pallas_kernels.device import planned_for
 from pallas_kernels.dispatch import Reason, hopper_reason, named_plan
 from pallas_kernels.matmul import choice
 from pallas_kernels.matmul.call import Static
-from pallas_kernels.plans import OPS, plans
+from pallas_kernels.plans import OPS, plans, stands_for
 from tests.golden import make_plans
 from tests.helpers import plan_cases, random_products
 from tests.helpers.lowering import kernels_in
 from tests.helpers.matmul_cases import BOUNDS, error, wide
+from tests.helpers.random_calls import DRAWERS
 from tests.helpers.random_products import draw_product
 
 RECORDED = [card for card in CARDS if make_plans.path_of(card).exists()]
@@ -44,7 +45,7 @@ LISTED = (
     "NVIDIA GeForce RTX 5090",
     "NVIDIA B200",
 )
-MOST_PLANS = 400  # of quantized_matmul on an H200
+MOST_PLANS = 400  # of an op on an H200
 UNPROVEN = json.loads(make_plans.UNPROVEN.read_text())
 
 
@@ -57,6 +58,7 @@ def names_of(card: str) -> set[str]:
 def test_names_tell_plans_apart(op, card):
     found = plans(op, card)
     assert len({str(plan) for plan in found}) == len(set(found)) == len(found)
+    assert all(stands_for(plan) == plan for plan in found)
     if card == "NVIDIA H200":
         assert 0 < len(found) <= MOST_PLANS
 
@@ -76,6 +78,36 @@ def test_random_calls_take_listed_plans(card, seed):
                 assert str(plan) in names, call
                 taken.add(type(plan))
     assert len(taken) >= 3
+
+
+@pytest.mark.parametrize("card", LISTED)
+@pytest.mark.parametrize("seed", [1, *(pytest.param(s, marks=pytest.mark.slow) for s in (2, 3))])
+def test_random_calls_of_other_ops_take_listed_plans(card, seed):
+    """Each op has the same number of calls, at sizes of real models and odd ones."""
+    draw, n_planned = random.Random(seed), 0
+    with planned_for(card):
+        for op, draw_call in DRAWERS.items():
+            for _ in range(3 if seed == 1 else 80):
+                call = draw_call(draw)
+                if (plan := named_plan(call.find())) is not None:
+                    n_planned += 1
+                    assert stands_for(plan) in plans(op, card), call
+    assert n_planned >= len(DRAWERS)
+
+
+@pytest.mark.skipif(jax.__version_info__ < OTHER_JAX, reason="kernels of other GPUs need jax 0.12")
+@pytest.mark.parametrize("op", DRAWERS)
+@pytest.mark.parametrize("count", [1, pytest.param(25, marks=pytest.mark.slow)])
+def test_random_calls_of_other_ops_are_lowered(op, count):
+    draw = random.Random(count)
+    with planned_for("NVIDIA H200"):
+        while count:
+            call = DRAWERS[op](draw)
+            if named_plan(call.find()) is None:
+                continue
+            count -= 1
+            traced = jax.jit(call.function).trace(*call.operands)
+            assert kernels_in(traced.lower(lowering_platforms=("cuda",)).as_text()), call
 
 
 def drawn(draw: random.Random, count: int, most: int) -> Iterator[tuple[Any, Any]]:
