@@ -28,8 +28,8 @@ from pallas_kernels.attention.tile import TILE
 from pallas_kernels.device import gpu, planned_for, timed_tiles
 from pallas_kernels.dispatch import Plan, Reason, named_plan
 from pallas_kernels.experts import summed_plan
-from pallas_kernels.experts.best_plan import MOST as MOST_SCORES
-from pallas_kernels.experts.best_plan import BestPlan
+from pallas_kernels.experts.best import MOST as MOST_SCORES
+from pallas_kernels.experts.best import BestPlan
 from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, Tile, TokenTile
 from pallas_kernels.experts.plan import MOST_PAIRS, GroupedRowPlan, row_plan
 from pallas_kernels.experts.route_plan import BLOCKS, WARPS, RoutePlan
@@ -43,7 +43,7 @@ from pallas_kernels.matmul.many_rows.plan import (
 )
 from pallas_kernels.matmul.mid_rows.plan import mid_plans
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.recurrence.operands import WIDTHS
+from pallas_kernels.recurrence.plan import WIDTHS
 from pallas_kernels.rows.plan import MAX_WIDTH, RowOp, RowsPlan, divided
 
 S: Any = jax.ShapeDtypeStruct  # stands for an array

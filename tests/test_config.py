@@ -54,6 +54,7 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    "glm-4.7-flash": 29_943_393_920,  # of transformers' class, without the head for drafts
     "gemma-3-4b": 3_880_263_168,  # without the image encoder
 }
 

@@ -95,7 +95,7 @@ def rope_and_write(
     *,
     table: jax.Array | None = None,
     implementation: Implementation | None = None,
-) -> Result:
+) -> tuple[jax.Array, Cached, Cached]:
     """Rotate a new token of each row, and return its queries and the cache with its key and value.
 
     Parameters

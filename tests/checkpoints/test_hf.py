@@ -291,8 +291,8 @@ _EXPERTS = "a mixture of experts, which is not supported"
         ({"model_type": "unknown", "enable_moe_block": True, "num_experts": 128}, _EXPERTS),
         # Types whose reason is known
         (
-            {"model_type": "deepseek_v32", "n_routed_experts": 256},
-            "not supported: mixer: sparse attention by an indexer",
+            {"model_type": "deepseek_v4", "n_routed_experts": 256},
+            "not supported: mixer: sparse attention by an indexer, with other parts",
         ),
         *(
             ({"model_type": kind}, "not supported: an encoder, also if it runs as a decoder")

@@ -215,6 +215,11 @@ def shrunk(cfg: ModelConfig) -> ModelConfig:
         "eos_token_ids": tuple(range(2, 2 + len(cfg.eos_token_ids))),
         "bos_token_id": None if cfg.bos_token_id is None else 1,
     }
+    if cfg.latent is not None:
+        ranks = {"kv_rank": 12, "d_nope": 12, "d_rope": 4, "d_v": 12}
+        ranks |= {} if cfg.latent.q_rank is None else {"q_rank": 10}
+        changes["latent"] = dataclasses.replace(cfg.latent, **ranks)
+        changes["n_kv_heads"] = 4
     if cfg.rope.rotary_dim is not None:
         turned = int(cfg.rope.rotary_dim * scale)
         changes["rope"] = dataclasses.replace(cfg.rope, rotary_dim=turned)

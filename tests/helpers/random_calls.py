@@ -16,8 +16,7 @@ from pallas_kernels.attention import op as attention
 from pallas_kernels.attention import rope_attention, rope_cache
 from pallas_kernels.dispatch import Plan, Reason
 from pallas_kernels.experts import plan as experts_plan
-from pallas_kernels.experts.best import best
-from pallas_kernels.experts.best_plan import best_plan
+from pallas_kernels.experts.best import best, best_plan
 from pallas_kernels.experts.gate import ClampedGate
 from pallas_kernels.experts.route import norm_and_route
 from pallas_kernels.experts.route_plan import RouteStatic, route_plan

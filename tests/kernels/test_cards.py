@@ -40,6 +40,7 @@ from pallas_kernels.matmul.many_rows.plan import PairTile, WeightTile
 from pallas_kernels.matmul.mid_rows import plan as mid_rows
 from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.qtensor import QTensor
+from pallas_kernels.recurrence.op import Heads
 from pallas_kernels.rows import plan as rows
 from pallas_kernels.ssd import op as ssd
 from tests.helpers.random_products import draw_product
@@ -152,7 +153,8 @@ def others() -> None:
         assert isinstance(plan, rows.RowsPlan) and 128 <= plan.threads <= 1024
         assert plan.ring * plan.op.row_bytes <= gpu().shared_bytes
     q, gate = S((2, 4096, 16, 128), BF16), S((2, 4096, 16), F32)
-    for found in (gla.plan(q, q, q), gated_delta.plan(q, q, q, gate, gate), ssd.plan(q, q, q)):
+    scan, delta = Heads(q, q, q, gate), Heads(q, q, q, gate, gate)
+    for found in (gla.plan(scan), gated_delta.plan(delta), ssd.plan(scan)):
         plan = named_plan(found)
         assert (plan is not None) == gpu().wgmma
         assert plan is None or 1 <= plan.segments <= 16

@@ -69,7 +69,7 @@ def test_layer_by_layer_is_the_decoder():
     cfg = byte_model("hybrid", sliding_window=9, window_layers=(1,), embedding_scale=True)
     params, tokens = seeded_params(cfg), rows_of(cfg, 2, 20)
     want = generation.logits(cfg, params, tokens, np.full(2, 20, np.int32))
-    how = {"dtype": jnp.dtype(jnp.float32), "each": recomputed_block}
+    how = {"dtype": jnp.dtype(jnp.float32), "run_layer": recomputed_block}
     run = jax.jit(functools.partial(hidden_states, cfg, **how))
     got = np.asarray(run(params, tokens)) @ head(params)["weight"].T
     assert relative_error(got, want) < 2e-6  # XLA fuses the two programs differently

@@ -46,7 +46,7 @@ def test_data_is_found_beside_its_file(tmp_path, monkeypatch):
     conversations = load_train_config("lora-chat").data.conversations
     assert Path(conversations).samefile(configs_dir() / "texts" / "pirate.jsonl")
     (tmp_path / "a" / "data").mkdir(parents=True)
-    (tmp_path / "a" / "run.toml").write_text(GOOD.replace('"x"', '"data"'))
+    (tmp_path / "a" / "run.toml").write_text(GOOD.replace('"somewhere"', '"data"'))
     assert Path(load_train_config("a/run.toml").data.tokens) == Path("a/data")
     (tmp_path / "data").mkdir()
     assert load_train_config("a/run.toml").data.tokens == "data"

@@ -185,13 +185,14 @@ def _stored_of(family: str, fields: JsonMapping) -> tuple[CheckpointForm, Mappin
 def text_config(config: JsonMapping) -> JsonMapping:
     """Return the text decoder's part of a multimodal config.json; other configs as they are."""
     text, kind = config.get("text_config"), config.get("model_type")
-    if text is None and kind in WRAPPERS and "vision_config" in config:  # keys side by side
+    is_wrapper = isinstance(kind, str) and kind in WRAPPERS and "vision_config" in config
+    if is_wrapper and text is None:  # its keys stand beside the others
         alone = {key: config[key] for key in config if not _OF_IMAGES.search(key)}
         return _with_plain_rope({**alone, "model_type": WRAPPERS[kind]})
     if not isinstance(text, Mapping):
         return config
-    kind = str(text.get("model_type"))
-    kind = TEXT_TYPES.get(kind, kind)
+    kind = text.get("model_type")
+    kind = TEXT_TYPES.get(kind, kind) if isinstance(kind, str) else ""
     if kind not in FAMILIES:
         return config
     around = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")

@@ -59,6 +59,9 @@ def _rope(
     if theta <= 1.0:
         raise (read if scaling.get("rope_theta") else top).error("rope_theta", "must exceed 1")
     share = read.number("partial_rotary_factor", top.number("partial_rotary_factor", 1.0))
+    is_part = share != 1 and bool(FAMILIES[family].turning)
+    if is_part and share * (top.size("qk_nope_head_dim") + head_dim) == head_dim:
+        share = 1.0  # of a whole key, where head_dim is the part that turns
     turning = int(head_dim * share)
     said_by = top if scaling.get("partial_rotary_factor") is None else read
     type_key = "rope_type" if scaling.get("rope_type") is not None else "type"
