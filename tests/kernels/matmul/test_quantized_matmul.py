@@ -139,7 +139,7 @@ def test_what_comes_after_a_product_of_codes(implementation, name, kinds, m, dty
     bias, term = activations((n,), jnp.float32, 2), None
     want = fused_product(x, w, bias, **given)
     if implementation == "mosaic" and name == "w4a8":  # whose kernel writes 16 bits
-        product = wide(fused_product(x, w, bias).astype(jnp.dtype(dtype)))
+        product = wide(quantized_matmul(x, w, bias=bias, out_dtype=dtype, implementation="mosaic"))
         want = fused_product(product, np.eye(n), None, **given)
     if "l" in kinds:
         inner, second = activations((m, 8), jnp.float32, 7), activations((n, 8), jnp.float32, 8)
