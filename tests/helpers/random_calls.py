@@ -25,6 +25,7 @@ from pallas_kernels.gated_delta import step_kernel as delta_step_kernel
 from pallas_kernels.gla import kernel as gla_kernel
 from pallas_kernels.gla import step_kernel as gla_step_kernel
 from pallas_kernels.qtensor import QTensor
+from pallas_kernels.recurrence.op import Heads
 from pallas_kernels.rows import plan as rows_plan
 from pallas_kernels.shapes import MODELS
 from pallas_kernels.ssd import kernel as ssd_kernel
@@ -197,7 +198,7 @@ def draw_gla(draw: random.Random) -> RandomCall:
     def run(q: Any, k: Any, v: Any, g: Any, given: Any) -> Any:
         return pk.gla(q, k, v, g, implementation="mosaic", **given)
 
-    find = functools.partial(gla_kernel.plan, q, q, v)
+    find = functools.partial(gla_kernel.plan, Heads(q, q, v, S(q.shape, F32)))
     return RandomCall("gla", find, run, (q, q, v, S(q.shape, F32), given))
 
 
@@ -226,7 +227,7 @@ def draw_delta(draw: random.Random) -> RandomCall:
         how = {"normalize_qk": norm, "implementation": "mosaic"}
         return pk.gated_delta(q, k, v, g, beta, **how, **given)
 
-    find = functools.partial(delta_kernel.plan, q, q, v, g)
+    find = functools.partial(delta_kernel.plan, Heads(q, q, v, g, beta))
     return RandomCall("gated_delta", find, run, (q, q, v, g, beta, given))
 
 
@@ -251,7 +252,7 @@ def draw_ssd(draw: random.Random) -> RandomCall:
     def run(q: Any, k: Any, v: Any, g: Any, given: Any) -> Any:
         return ssd(q, k, v, g, implementation="mosaic", **given)
 
-    find = functools.partial(ssd_kernel.plan, q, q, v)
+    find = functools.partial(ssd_kernel.plan, Heads(q, q, v, S((batch, length, heads), F32)))
     return RandomCall("ssd", find, run, (q, q, v, S((batch, length, heads), F32), given))
 
 

@@ -48,7 +48,7 @@ def stored(of, sums, bias, gate, dtype, n0: int, n_out: int, scalars) -> np.ndar
     """
     block = SimpleNamespace(
         finish=PairsFinish(False, gate, 1.0, jnp.dtype(dtype).itemsize),
-        scheme=SimpleNamespace(gated=gate is not None),
+        gated=gate is not None,
         tile=SimpleNamespace(rows=sums.shape[1]),
         across=1,
         n=N,
@@ -128,8 +128,8 @@ def test_sums_of_tokens_reach_their_pairs(gate, dtype) -> None:
 def multiplier_of_rows(block) -> PairsMultiplier:
     """A multiplier of 64 rows, without its memory."""
     found = object.__new__(PairsMultiplier)
-    found.block, found.scheme = block, block.scheme
-    found.where = unpack.FragmentRows(8, 32) if block.scheme.gated else unpack.FragmentRows()
+    found.block = block
+    found.where = unpack.FragmentRows(8, 32) if block.gated else unpack.FragmentRows()
     return found
 
 
