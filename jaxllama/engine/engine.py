@@ -98,9 +98,6 @@ class Engine:
     ----------
     failure : str or None
         The error that ended the engine; None while it works.
-    stalled : str or None
-        Why the engine's thread counts as hung: a step takes more than ten minutes, or an hour if
-        the model is offloaded.
     on_step
         Called before each step with its input, on the engine's thread (``engine.lockstep``).
 
@@ -357,7 +354,10 @@ class Engine:
 
     @property
     def stalled(self) -> str | None:
-        """Why the engine's thread counts as hung, or None; may be read from any thread."""
+        """Why the engine's thread counts as hung, or None; may be read from any thread.
+
+        A step then takes more than ten minutes, or an hour if the model is offloaded.
+        """
         began = self._step_began
         seconds = 0.0 if began is None else time.monotonic() - began
         most = STALLED if self.lm.executor.on_device else STALLED_OFFLOADED

@@ -185,10 +185,10 @@ def _stored_of(family: str, fields: JsonMapping) -> tuple[CheckpointForm, Mappin
 def text_config(config: JsonMapping) -> JsonMapping:
     """Return the text decoder's part of a multimodal config.json; other configs as they are."""
     text, kind = config.get("text_config"), config.get("model_type")
-    is_wrapper = isinstance(kind, str) and kind in WRAPPERS and "vision_config" in config
-    if is_wrapper and text is None:  # its keys stand beside the others
+    wrapped = WRAPPERS.get(kind) if isinstance(kind, str) else None
+    if wrapped and text is None and "vision_config" in config:  # its keys stand beside the others
         alone = {key: config[key] for key in config if not _OF_IMAGES.search(key)}
-        return _with_plain_rope({**alone, "model_type": WRAPPERS[kind]})
+        return _with_plain_rope({**alone, "model_type": wrapped})
     if not isinstance(text, Mapping):
         return config
     kind = text.get("model_type")
