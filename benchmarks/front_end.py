@@ -100,7 +100,7 @@ class Mock:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        while data := self._socket.recv(1 << 16):
+        while data := self._received():
             for message in self._frames.feed(data):
                 if isinstance(message, Submit):
                     for offset, request in enumerate(message.requests):
@@ -108,6 +108,13 @@ class Mock:
                     self.send(Reply(message.call, None))
                 elif isinstance(message, messages.Ready):
                     self.is_ready.set()
+
+    def _received(self) -> bytes:
+        """Return what came, or nothing once the other thread has closed the socket."""
+        try:
+            return self._socket.recv(1 << 16)
+        except OSError:
+            return b""
 
     def send(self, message: messages.IpcMessage) -> None:
         self._socket.sendall(messages.encode(message))
