@@ -92,6 +92,9 @@ LEFT_OUT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--newest", action="store_true", help="core tests, and those that an older jax leaves out"
+    )
     parser.addoption("--part", default="1/1", help="i/n: the plans of one part (-m plans)")
     parser.addoption("--runs", help="folder for a line of each plan that ran (-m plans)")
 
@@ -115,6 +118,12 @@ def cannot_run(item: pytest.Item, no_gpu: str | None) -> bool:
     if not HAS_EMULATOR and "interpreter" in getattr(item, "fixturenames", ()):
         return True
     return any(mark.args and mark.args[0] is True for mark in item.iter_markers("skipif"))
+
+
+def is_for_newest(item: pytest.Item) -> bool:
+    """Whether the test is a core test, or one that some version of jax leaves out."""
+    marked = item.get_closest_marker("core") or item.get_closest_marker("skipif")
+    return marked is not None or "interpreter" in getattr(item, "fixturenames", ())
 
 
 # What tests that only run on jax >= 0.11.2 say where they are left out.
@@ -154,6 +163,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    if config.getoption("--newest"):
+        items[:] = [item for item in items if is_for_newest(item)]
     left_out = [item for item in items if cannot_run(item, no_gpu)]
     config.stash[LEFT_OUT] = len(left_out)
     if hasattr(config, "workeroutput"):
