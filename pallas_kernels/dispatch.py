@@ -263,7 +263,11 @@ def _own_answer(
         return cpu()
     if reason := hopper_reason(*operands):
         return Reason(reason)
-    found, card = find(), getattr(device_of(operands), "device_kind", "")
+    return _proven(find(), getattr(device_of(operands), "device_kind", ""))
+
+
+def _proven(found: P | Reason, card: str) -> P | Reason:
+    """Return a planner's answer, or a Reason if it is a plan that this card has not run."""
     if not isinstance(found, Reason) and str(found) in _unproven().get(card, ()):
         return Reason(f"{found} has not been run on {card}", found)
     return found

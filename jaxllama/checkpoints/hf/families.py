@@ -99,7 +99,10 @@ def _mamba2(read: JsonReader) -> Fields:
 
 
 def _granite_hybrid(read: JsonReader) -> Fields:
-    """Return the fields.  The expert of every token is a feed-forward where there is no other."""
+    """Return the fields of a Granite 4 hybrid.
+
+    Without routed experts the shared expert is the layer's dense feed-forward.
+    """
     experts = _HYBRID_EXPERTS.fields(read)
     shared = read.size("shared_intermediate_size", 1024)
     if experts["experts"] is None:
@@ -548,7 +551,11 @@ _ENTRIES: dict[str, Family] = {
             mlp="shared_mlp.",
             gate_up=("input_linear",),
             down="output_linear",
-            mixers={"experts": dataclasses.replace(GRANITE, shared="shared_mlp.", is_beside=True)},
+            mixers={
+                "experts": dataclasses.replace(
+                    GRANITE, shared="shared_mlp.", is_shared_outside=True
+                )
+            },
         ),
     ),
     "nemotron_h": Family(

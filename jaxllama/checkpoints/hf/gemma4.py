@@ -82,7 +82,7 @@ def _gemma4(read: JsonReader) -> Fields:
             read.size("top_k_experts"),
             read.size("moe_intermediate_size"),
             shared=read.size("intermediate_size"),
-            beside=True,
+            shared_norms=True,
         )
     width = heads.get("head_dim", head_dim)
     return {**heads, "shared_kv_layers": shared, "stored.query": width**0.5}

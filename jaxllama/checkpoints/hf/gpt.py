@@ -135,6 +135,7 @@ def _gpt_neo_window(read: JsonReader) -> Fields:
 
 
 def _gpt_neo_to_hf(cfg: ModelConfig) -> Fields:
+    """Return the keys of a config: each layer's kind, as one repeated pattern, and the window."""
     kinds = ["global" if layer.window is None else "local" for layer in cfg.layers]
     window = {} if cfg.sliding_window is None else {"window_size": cfg.sliding_window}
     return {"attention_types": [[kinds, 1]], **window}

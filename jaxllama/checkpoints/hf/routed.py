@@ -310,7 +310,7 @@ FAMILIES: dict[str, Family] = {
             mlp_out_norm="post_ffn_norm",
             mixers={
                 "experts": dataclasses.replace(
-                    SHARED, choice_bias="moe.router.expert_bias", is_bias_beside=True
+                    SHARED, choice_bias="moe.router.expert_bias", is_bias_outside=True
                 )
             },
         ),

@@ -27,7 +27,7 @@ from jaxllama.model.names import Names
 _GRANITE_SHARED_TENSORS = Names(
     gate_up=("input_linear",),
     down="output_linear",
-    mixers={"experts": dataclasses.replace(GRANITE, shared="shared_mlp.", is_beside=True)},
+    mixers={"experts": dataclasses.replace(GRANITE, shared="shared_mlp.", is_shared_outside=True)},
 )
 _LFM2_EXPERTS_TENSORS = ExpertNames(
     "feed_forward.", gate_up=("w1", "w3"), down="w2", choice_bias="expert_bias"
@@ -130,6 +130,7 @@ def _aria(read: JsonReader) -> Fields:
 
 
 def _aria_to_hf(cfg: ModelConfig) -> Fields:
+    """Return the experts' keys of a config. Raises JaxLlamaError for a model without experts."""
     experts = cfg.experts
     if experts is None:
         raise JaxLlamaError("experts = None: this family's layers have them")
@@ -265,7 +266,7 @@ FAMILIES: dict[str, Family] = {
                     router="router",
                     is_fused=True,
                     shared="shared_mlp.",
-                    is_beside=True,
+                    is_shared_outside=True,
                 )
             },
         ),
