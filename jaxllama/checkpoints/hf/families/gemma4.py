@@ -1,8 +1,7 @@
 """Gemma 4: layers with and without a window have heads of two widths, and share keys.
 
-``hf.families`` adds ``FAMILIES`` to its own table.  The heads of the layers without a window are in
-``global_head_dim`` and ``num_global_key_value_heads``, or in ``per_layer_config``, which
-transformers writes.
+The heads of the layers without a window are in ``global_head_dim`` and
+``num_global_key_value_heads``, or in ``per_layer_config``, which transformers writes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Families of experts with routers, windows or gates of their own; ``hf.families`` adds
-``FAMILIES`` to its table."""
+"""Families of experts with routers, windows or gates of their own."""
 
 from __future__ import annotations
 

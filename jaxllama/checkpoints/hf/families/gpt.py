@@ -1,7 +1,7 @@
 """Families of GPT-2's and GPT-NeoX's line: LayerNorm with a bias, feed-forwards without a gate.
 
 GPT-2, OPT and their kin have a learned table of positions; GPT-J, GPT-NeoX, Phi and Falcon have
-RoPE and parallel sublayers.  ``hf.families`` adds ``FAMILIES`` to its own table.
+RoPE and parallel sublayers.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Families with experts beside those of ``hf.families``, which adds ``FAMILIES`` to its table."""
+"""Further families with experts, whose tensors or keys differ from Mixtral's and Qwen's."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from jaxllama.checkpoints.hf.dense import granite_nope, granite_thetas, has_nope
 from jaxllama.checkpoints.hf.experts import Mixture, SigmoidMixture
+from jaxllama.checkpoints.hf.families.dense import granite_nope, granite_thetas, has_nope
+from jaxllama.checkpoints.hf.families.hybrid import conv_layers, conv_to_hf
 from jaxllama.checkpoints.hf.family import (
     BIAS,
     GRANITE_SCALES,
@@ -16,7 +17,6 @@ from jaxllama.checkpoints.hf.family import (
     granite,
     granite_to_hf,
 )
-from jaxllama.checkpoints.hf.hybrid import conv_layers, conv_to_hf
 from jaxllama.checkpoints.hf.names import GRANITE, LFM2, MIXTRAL, OLMO, SHARED
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ExpertsConfig, ModelConfig
