@@ -230,13 +230,14 @@ _FACTS = {
     "pre_norms": "no norms before them",
     "qk_norm": "norms of q and k",
     "qk_norm_last": "which follow RoPE",
-    "attention_parts": "norms of v",
 }
 
 
 def _differs(family: Family) -> str:
     """Say what a family has that Llama lacks, from its entry."""
     found = [text for fact, text in _FACTS.items() if fact in family.facts]
+    parts = family.facts.get("attention_parts", ())
+    found += ["norms of v" if part == "value_norm" else _code(part) for part in parts]
     keys = {*family.keys, *family.defaults}
     found += ["xIELU"] * (family.defaults.get("hidden_act") == "xielu")
     found += ["parallel sublayers"] * ("use_parallel_residual" in {key for key, *_ in family.same})
