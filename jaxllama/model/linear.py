@@ -178,7 +178,8 @@ def _norm_linears(
     # The input is quantized once for all that want the same codes.
     dtype = None if has_lora else stream.x.dtype
     normed, stream = norm(stream, scale, cfg, wanted[0])
-    return columns(normed, linears, dtype), stream
+    products = list(map(functools.partial(linear, normed, dtype=dtype), linears))
+    return [Columns(y, 0, y.shape[-1]) for y in products], stream
 
 
 def _fused_norm_linears(
@@ -206,7 +207,8 @@ def _by_codes(
     normed, stream = norm(stream, scale, cfg)
     inputs = {codes: _quantized(normed, codes) for codes in dict.fromkeys(wanted)}
     pairs = zip(wanted, linears, strict=True)
-    return [columns(inputs[codes], [linear], dtype)[0] for codes, linear in pairs], stream
+    products = [linear(inputs[codes], layer, dtype) for codes, layer in pairs]
+    return [Columns(y, 0, y.shape[-1]) for y in products], stream
 
 
 def linear_add(
@@ -302,10 +304,16 @@ def linear(x: Input, params: Params, dtype: DTypeLike | None = None) -> jax.Arra
     dtype: of the result, x's by default; to be given where x is quantized already, which only a
     weight with ``activations`` takes.
     """
-    lora, weight, bias = _lora(params), params["weight"], params.get("bias")
-    if lora is None:
-        assert not isinstance(x, Adapted)  # only layers with adapters take one
-        return _matmul(x, weight, bias, dtype)
+    lora = _lora(params)
+    if lora is not None:
+        return _with_lora(x, params, lora, dtype)
+    assert not isinstance(x, Adapted)  # only layers with adapters take one
+    return _matmul(x, params["weight"], params.get("bias"), dtype)
+
+
+def _with_lora(x: Input, params: Params, lora: Lora, dtype: DTypeLike | None) -> jax.Array:
+    """Return ``linear`` of a layer whose rows have adapters."""
+    weight, bias = params["weight"], params.get("bias")
     if isinstance(x, jax.Array):
         dtype = x.dtype if dtype is None else dtype
         x = _quantized(x, input_codes(params), lora)
@@ -417,12 +425,6 @@ def grouped(
 ) -> jax.Array:
     """``grouped_matmul`` with the weight and bias of a layer's experts."""
     return grouped_matmul(x, params["weight"], experts, bias=params.get("bias"), **options)
-
-
-def columns(x: Input, linears: Sequence[Params], dtype: DTypeLike | None = None) -> list[Columns]:
-    """Apply ``linear`` with several weights; each result is a separate array."""
-    products = list(map(functools.partial(linear, x, dtype=dtype), linears))
-    return [Columns(y, 0, y.shape[-1]) for y in products]
 
 
 def _matmul(

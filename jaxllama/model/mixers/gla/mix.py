@@ -196,8 +196,8 @@ def _step(
     fused = _fused(layer, p, streams, at, before) if wants_kernel(None, before) else None
     if fused is not None:
         return fused
-    q, k, v, log_decay = (x[:, 0] for x in _heads(layer, p, streams))
-    o, after = _gla_step(q, k, v, log_decay, at.lengths > 0, before)
+    heads = (x[:, 0] for x in _heads(layer, p, streams))
+    o, after = gla_step(*moving(at.lengths > 0, *heads), before)
     return _gated(layer, p, streams, o[:, None]), after
 
 
