@@ -270,8 +270,9 @@ def _without_notes(x: jax.Array | QTensor, w: QTensor) -> QTensor:
 
 def _keeps_order(x: jax.Array | QTensor, w: _Weight) -> bool:
     """Whether a kernel reads w's columns, which have an order, in that order with x as it is."""
-    is_pair = isinstance(x, QTensor) and isinstance(w, QTensor)
-    return is_pair and w.interleaved and w.columns is not None
+    if not (isinstance(x, QTensor) and isinstance(w, QTensor)):
+        return False
+    return w.interleaved and w.columns is not None
 
 
 def _product(

@@ -197,7 +197,8 @@ def _step(
     if fused is not None:
         return fused
     heads = (x[:, 0] for x in _heads(layer, p, streams))
-    o, after = gla_step(*moving(at.lengths > 0, *heads), before)
+    q, k, v, log_decay = moving(at.lengths > 0, *heads)
+    o, after = gla_step(q, k, v, log_decay, before)
     return _gated(layer, p, streams, o[:, None]), after
 
 
