@@ -196,8 +196,8 @@ def _step(
     fused = _fused(layer, p, streams, at, before) if wants_kernel(None, before) else None
     if fused is not None:
         return fused
-    heads = (x[:, 0] for x in _heads(layer, p, streams))
-    q, k, v, log_decay = moving(at.lengths > 0, *heads)
+    q, k, v, log_decay = (x[:, 0] for x in _heads(layer, p, streams))
+    q, k, v, log_decay = moving(at.lengths > 0, q, k, v, log_decay)
     o, after = gla_step(q, k, v, log_decay, before)
     return _gated(layer, p, streams, o[:, None]), after
 
