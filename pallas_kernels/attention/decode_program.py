@@ -26,7 +26,6 @@ from pallas_kernels.attention.ring import (
 from pallas_kernels.attention.team_share import DecodeFacts, TeamPlace, TeamShare
 from pallas_kernels.attention.tile import HEADS, LEAST, NEG_INF
 from pallas_kernels.attention.warp_ring import WarpRing
-from pallas_kernels.jax_internals import arith
 
 
 class _Sums(NamedTuple):
@@ -250,7 +249,7 @@ class DecodeKernel:
                 for i in range(4):
                     token = token0 + self.k_token + (2 * u + i // 2)
                     inside = self.is_seen(token, ful, i % 2)
-                    products[i] = arith.select(inside, products[i], p.cf(NEG_INF))
+                    products[i] = p.where(inside, products[i], NEG_INF)
                 scores[ful].append(products)
         return scores
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,19 +35,15 @@ from pallas_kernels.attention import tile
 from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.gather import Gather, write_heads, write_parts
 from pallas_kernels.attention.merge import merge_parts
+from pallas_kernels.attention.operands import Attended, capacity_of
 from pallas_kernels.attention.pages import Paging
-from pallas_kernels.attention.rope_cache import capacity_of
 from pallas_kernels.attention.source import HeadWords, staged_floats
 from pallas_kernels.attention.tile import LEAST, NEG_INF, TILE
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.fused_parts import KIND, floats
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.qtensor import QTensor
-
-if TYPE_CHECKING:
-    from pallas_kernels.attention.op import Attended
 
 CLUSTER = 8  # the largest that any Hopper GPU takes
 BLOCKS = 64  # of a call: as many clusters of 8 as run at a time
@@ -183,7 +179,7 @@ class _Kernel:
         keys, values = (p.address(refs[0]) for refs in (self.gmem.k, self.gmem.v))
         place = self.warp * self.plan.cluster + self.rank
         token = p.minimum(place * TILE + (self.lane & (TILE - 1)), capacity - 1)
-        base = arith.select(self.lane < TILE, keys, values)
+        base = p.where(self.lane < TILE, keys, values)
         base = p.offset(base, self.row, capacity * n_kv * size)
         p.prefetch(p.offset(p.offset(base, self.head, size), token, n_kv * size), size)
 
@@ -238,7 +234,7 @@ class _Kernel:
             seen = p.below(token, self.end)
             if self.window is not None:
                 seen = seen & p.at_most(self.begin, token)
-            scores[i] = arith.select(seen, scores[i], p.cf(NEG_INF))
+            scores[i] = p.where(seen, scores[i], NEG_INF)
         keys = self.reload(following, entry, keys, self.source.next_keys)
         new_top, fade = tile.maxima([scores], top)
         (weights,) = tile.weights_of([scores], new_top)

@@ -19,7 +19,6 @@ from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import hadamard_of_lanes
 from pallas_kernels.attention.merge import combine, with_sink
 from pallas_kernels.fused_parts import packed
-from pallas_kernels.jax_internals import arith
 
 PAD = 8  # floats between two heads' parts: neighbouring heads in other banks
 AT_ONCE = 8  # shares that are in registers together
@@ -180,7 +179,7 @@ class Gathering:
         some = 0 < p.bits(sums[1])  # else the outputs may be NaN
         _, whole, *x = with_sink(sums, self.sinks_ref, number)
         inverse = p.divide(p.cf(1.0), whole)
-        x = [arith.select(some, v * inverse, p.cf(0.0)) for v in x]
+        x = [p.where(some, v * inverse, 0.0) for v in x]
         self.write(head, hadamard_of_lanes(x, self.lane, 32) if self.plan.rotated else x)
 
 

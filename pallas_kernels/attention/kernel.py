@@ -46,7 +46,6 @@ docs/lab/attention.md.  Command: ``python -m benchmarks.kernels.attention``.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -54,15 +53,12 @@ import jax.numpy as jnp
 from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.decode_program import DecodeKernel
 from pallas_kernels.attention.merge import merge_chunks
+from pallas_kernels.attention.operands import Attended, capacity_of
 from pallas_kernels.attention.pages import Paging
 from pallas_kernels.attention.plan import AttentionPlan, blocks_of, shared_bytes
-from pallas_kernels.attention.rope_cache import capacity_of
 from pallas_kernels.attention.team_share import DecodeFacts, QueryRows
 from pallas_kernels.fused_parts import KIND
 from pallas_kernels.launch import launch
-
-if TYPE_CHECKING:
-    from pallas_kernels.attention.op import Attended
 
 # Shared memory of a block, as ``shared_bytes`` has it; the last three where a cluster sums parts.
 _SHARED = "ring", "scales", "barriers", "parts", "shares", "arrivals"

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import hadamard_of_lanes
 from pallas_kernels.fused_parts import KIND, packed
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
 
 NEG_INF = float("-inf")
@@ -124,8 +123,8 @@ def _merge_parts(gmem, smem, *, shape, kind, rotated):
         sums = combine(shares)
         some = 0 < p.bits(sums[1])  # else the outputs may be NaN
         _, whole, *x = with_sink(sums, gmem.sinks, head)
-        inverse = p.divide(p.cf(1.0), arith.select(some, whole, p.cf(1.0)))
-        x = [arith.select(some, v * inverse, p.cf(0.0)) for v in x]
+        inverse = p.divide(p.cf(1.0), p.where(some, whole, 1.0))
+        x = [p.where(some, v * inverse, 0.0) for v in x]
         if rotated:
             x = hadamard_of_lanes(x, lane, 32)
         base = p.offset(p.offset(p.address(gmem.out), index, 2 * h), lane, 2 * columns)
@@ -182,7 +181,7 @@ def _merge(
                 for c in range(0, columns, vector)
                 for x in p.load_global(at_part, vector, 4 * c, "f32")
             ]
-            loaded.append((arith.select(inside, peak, p.cf(NEG_INF)), whole, values))
+            loaded.append((p.where(inside, peak, NEG_INF), whole, values))
         return combine([tuple(carry[:2]) + (carry[2:],), *loaded])
 
     start = [p.cf(NEG_INF)] + [p.cf(0.0)] * (1 + columns)
@@ -201,7 +200,7 @@ def _merge(
         joined = combine([(top, whole, out) for top, whole, *out in shares])
         _, whole, *total = with_sink(joined, gmem.sinks, head % heads)
         some = 0 < length
-        inverse = p.divide(p.cf(1.0), arith.select(some, whole, p.cf(1.0)))
+        inverse = p.divide(p.cf(1.0), p.where(some, whole, 1.0))
         values = [x * inverse for x in total]
         if rotated:
             values = hadamard_of_lanes(values, lane, 32)

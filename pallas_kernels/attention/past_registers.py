@@ -30,7 +30,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith, ir, llvm, vector
+from pallas_kernels.jax_internals import ir, llvm, vector
 
 ROWS, KEYS = 64, 128
 _SCORES = KEYS // 2  # a thread's
@@ -38,7 +38,6 @@ _SCORES = KEYS // 2  # a thread's
 # seldom after the first tile, so that the means are seldom multiplied again (FlashAttention-4 does
 # so too).
 _SLACK = 8.0
-_ABOVE = arith.CmpFPredicate.OGT
 
 
 def _layout(n: int):
@@ -282,15 +281,15 @@ class Tile:
                 x.append(p.to_float(score) * scales[i % 2])
                 if keys:
                     seen = p.below(column + (2 * (i - i % 4) + i % 2), keys[0].registers.flat[0])
-                    x[i] = arith.select(seen, x[i], p.cf(-math.inf))
+                    x[i] = p.where(seen, x[i], p.cf(-math.inf))
             best, fade = [], []
             for row in (0, 1):
                 mine = [y for i, y in enumerate(x) if _of_row(i) == row]
                 # Four chains: one would be as slow as an instruction's latency.
                 peaks = [functools.reduce(p.maximum, mine[n::4]) for n in range(4)]
                 peak = _over_quad(p.maximum, functools.reduce(p.maximum, peaks)) * factor[row]
-                is_far = arith.cmpf(_ABOVE, peak, before[row] + _SLACK)
-                best.append(arith.select(is_far, peak, before[row]))
+                is_far = peak > before[row] + _SLACK
+                best.append(p.where(is_far, peak, before[row]))
                 fade.append(p.exp2(before[row] - best[row]))
             for i, y in enumerate(x):
                 row = _of_row(i)
@@ -327,7 +326,7 @@ class Tile:
             del ctx
             p.ptx("wgmma.wait_group.sync.aligned 0;")
             means, fade = _landed(_registers(means)), _registers(fade)
-            unlike = [arith.cmpf(arith.CmpFPredicate.ONE, x, p.cf(1.0)) for x in fade]
+            unlike = [p.unequal(x, 1.0) for x in fade]
 
             def faded():
                 return [x * fade[_of_row(i)] for i, x in enumerate(means)]

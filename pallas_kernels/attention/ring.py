@@ -21,7 +21,6 @@ from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.pages import BlockTable
 from pallas_kernels.fused_parts import floats
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import Value
 
 RUNS = 8
@@ -80,7 +79,7 @@ class Ring:
         """The run of an mma's row: neighbours, and every second row, lie in different banks."""
         even = row >> 1
         odd = (even ^ 2) + 4
-        return arith.select(row & 1 < 1, even, odd)
+        return p.where(row & 1 < 1, even, odd)
 
     def initialise(self, teams: int, first) -> None:
         """All barriers of all teams, by one thread; first: the address of the first."""
@@ -155,8 +154,8 @@ class Ring:
         edge, over = (self.depth - 1, 0) if step > 0 else (0, self.depth - 1)
         wraps = p.equal(slot, edge)
         return (
-            arith.select(wraps, p.ci(over), slot + step),
-            arith.select(wraps, parity ^ 1, parity),
+            p.where(wraps, p.ci(over), slot + step),
+            p.where(wraps, parity ^ 1, parity),
         )
 
     def wait(self, slot, parity, values: bool) -> None:

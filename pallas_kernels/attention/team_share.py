@@ -13,7 +13,6 @@ from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.pages import BlockTable, Paging
 from pallas_kernels.attention.plan import AttentionPlan, blocks_of, gather_of, team_of, units_of
 from pallas_kernels.attention.tile import TILE
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import Value
 
 
@@ -62,7 +61,7 @@ class QueryRows(NamedTuple):
             most = self.seen(lengths_ref, row)
             return most, most
         most = self.seen(lengths_ref, row, p.minimum(lane & 15, self.tokens - 1))
-        fewest = arith.select(most < 1, p.ci(self.capacity), most)
+        fewest = p.where(most < 1, p.ci(self.capacity), most)
         for lanes in (1, 2, 4, 8):
             most = p.larger(most, p.shuffle_xor(most, lanes))
             fewest = p.smaller(fewest, p.shuffle_xor(fewest, lanes))

@@ -17,7 +17,7 @@ import jax
 
 from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
-from pallas_kernels.experts.fetch import FetchedLeaf
+from pallas_kernels.experts.fetch_layout import FetchedLeaf
 from pallas_kernels.launch import launch
 from pallas_kernels.ptx import Value
 

@@ -26,7 +26,6 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import Views
 from pallas_kernels.matmul.many_rows import pipeline
 from pallas_kernels.matmul.many_rows.plan import BLOCK_K
@@ -190,7 +189,7 @@ class RowGather:
                 part = part * how.cluster + pair
             at = p.smaller(part, last_part)
             first, end = p.load_global(p.offset(at_work, at + 1, 16), 4)[1:3]
-            return [arith.select(last_part < part, end, first), end]
+            return [p.where(last_part < part, end, first), end]
 
         def tile(index: Value, carry: Sequence[Value]) -> list[Value]:
             *carry, first, end, next_first, next_end = carry
@@ -218,8 +217,8 @@ class RowGather:
                     p.copies_arrive(barrier)
                     following = slot + 1
                     is_last = p.equal(following, self.stages)
-                    slot = arith.select(is_last, p.ci(0), following)
-                    return [slot, arith.select(is_last, phase ^ 1, phase)]
+                    slot = p.where(is_last, 0, following)
+                    return [slot, p.where(is_last, phase ^ 1, phase)]
 
                 return p.loop(0, how.steps, 1, carry, step)
 

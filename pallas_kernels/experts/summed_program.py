@@ -26,7 +26,6 @@ from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.summed_plan import SLOT, GroupedSumPlan
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.few_rows.operands import BYTES, load_number
 from pallas_kernels.matmul.few_rows.plan import folds
@@ -55,7 +54,7 @@ class Place:
         expert, own = slot // plan.slots, slot % plan.slots
         column = own * SLOT + first
         is_inside = (column < plan.k) & (slot < plan.row_slots)
-        expert, column = (arith.select(is_inside, v, p.ci(0)) for v in (expert, column))
+        expert, column = (p.where(is_inside, v, 0) for v in (expert, column))
         return cls(expert, column, is_inside)
 
 
@@ -109,7 +108,7 @@ class WarpCodes:
             for s in (0, 2):
                 left = [low[s], high[s], low[s + 1], high[s + 1]]
                 acc = p.mma(acc, left, self.x[4 * i + s : 4 * i + s + 2])
-        found = [arith.select(self.is_odd, acc[2 * r + 1], acc[2 * r]) for r in range(2)]
+        found = [p.where(self.is_odd, acc[2 * r + 1], acc[2 * r]) for r in range(2)]
         if weight.float4 or folds(weight):
             return found
         return [self.scaled(v, *row[4:]) for v, row in zip(found, rows, strict=True)]
@@ -253,7 +252,7 @@ class SumProgram:
             row = token * plan.fan + part.expert
             at = p.offset(p.offset(self.memory["x"], row, 2 * plan.k), part.column, 2)
             words = p.load_global(at, 4)
-            out += [arith.select(part.is_inside, word, p.ci(0)) for word in words]
+            out += [p.where(part.is_inside, word, 0) for word in words]
         return out
 
     def codes(self, place: Place, expert: Value, lane: Value) -> WarpCodes:
@@ -301,7 +300,7 @@ class SumProgram:
         plan = self.plan
         row, index = item // plan.fan, item % plan.fan
         has_one = first + (row >> 1) < end
-        row = arith.select(has_one, first * 2 + row, first * 2)
+        row = p.where(has_one, first * 2 + row, first * 2)
         expert = self.expert_at(token, index)
         at = token * plan.fan + index
         found = SimpleNamespace(has_one=has_one, bias=None, factor=None, is_own=None)
@@ -356,7 +355,7 @@ class SumProgram:
             value = value + asked.bias
         value = value * asked.weight
         if asked.is_own is not None:
-            value = arith.select(asked.is_own, value, p.cf(0.0))
+            value = p.where(asked.is_own, value, 0.0)
         p.store_shared(p.shared_address(self.smem.parts) + item * 4, [value])
 
     def store(self, index: Value, value: Value) -> None:

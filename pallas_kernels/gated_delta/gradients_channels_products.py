@@ -37,7 +37,6 @@ from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import gradients_kernel_sums as sums
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta.kernel_chunks import PART, AroundChunks, high_low, pairs
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import Views, launch
 from pallas_kernels.recurrence.channels import (
     BF16_TILE,
@@ -156,8 +155,8 @@ class _Symmetric:
         words = []
         for e in range(2):
             j = self.column(tile, e)
-            above = arith.select(p.equal(j, row), self.zero, y)
-            words.append(arith.select(j < row, x, above) & _HALVES[e])
+            above = p.where(p.equal(j, row), self.zero, y)
+            words.append(p.where(j < row, x, above) & _HALVES[e])
         return words[0] | words[1]
 
     def met(self, row, tile: int, n: int, both):
@@ -165,7 +164,7 @@ class _Symmetric:
         words = []
         for e in range(2):
             differ = row ^ self.column(tile, e)
-            word = arith.select(p.equal(differ >> n, 1), both, self.zero)
+            word = p.where(p.equal(differ >> n, 1), both, self.zero)
             words.append(word & _HALVES[e])
         return words[0] | words[1]
 

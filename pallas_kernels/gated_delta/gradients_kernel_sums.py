@@ -13,7 +13,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta.kernel_chunks import array, pairs
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import LOG2E
 from pallas_kernels.recurrence.channels import CHUNK
 
@@ -125,7 +124,7 @@ def _from_end(lane, parts, moved):
 def _store_token(token, outs, log, d_decay, d_beta) -> None:
     d_decays, d_betas, pitch = outs
     decay = p.exp2(log * LOG2E)
-    alive = arith.cmpf(arith.CmpFPredicate.OGT, decay, p.cf(0.0))
-    value = arith.select(alive, d_decay, p.cf(0.0))
+    alive = decay > 0.0
+    value = p.where(alive, d_decay, 0.0)
     p.store_global(p.offset(d_decays, token, pitch), [value])
     p.store_global(p.offset(d_betas, token, pitch), [d_beta])

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta.kernel_inverse import InverseRows
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.recurrence.channels import TILE, zero_acc
 from pallas_kernels.recurrence.tree import (
     Borders,
@@ -69,10 +68,10 @@ def load_betas(betas, scratch, limit, pitch: int) -> None:
     """beta of the chunk's tokens, the next one ``pitch`` bytes on; zeros from ``limit`` on."""
     token = p.register("tid.x") & 63
     inside = p.below(token, limit)
-    safe = arith.select(inside, token, p.ci(0))
+    safe = p.where(inside, token, 0)
     (beta,) = p.load_global(p.offset(betas, safe, pitch), 1, 0, "f32", cache=p.READ_ONLY)
     at = scratch + (token << 2)
-    p.store_shared(at, [arith.select(inside, beta, p.cf(0.0))], BETA)
+    p.store_shared(at, [p.where(inside, beta, 0.0)], BETA)
 
 
 def _floats(word):
@@ -114,7 +113,7 @@ def _far_products(lane, acc, slot: Slot, query16) -> None:
     """The blocks of levels 16 and 32: of level 16 a warp has q k^T or k k^T."""
     row, column = lane.near_block()
     mixed = 1 - (lane.warp >> 1) + MIXED * TILE // 2048
-    left = arith.select(query16, mixed, row + slot.near * TILE // 2048)
+    left = p.where(query16, mixed, row + slot.near * TILE // 2048)
     for a, b in zip(lane.rows_of(left), lane.rows_of(column), strict=True):
         a, b = p.load_matrices(a), p.load_matrices(b, at=TILE * slot.near)
         for n in range(2):
@@ -160,12 +159,12 @@ def add_slice(base, acc, slot: Slot, scratch, decay_at, limit, scale: float) -> 
     query16, query32, before = borders.query16, borders.query32, borders.before
     scaled = [x * scale for x in before]
     far = [
-        times(borders.between, [arith.select(query32, x, y) for x, y in zip(up, down, strict=True)])
+        times(borders.between, [p.where(query32, x, y) for x, y in zip(up, down, strict=True)])
         for up, down in zip(tree.p, map(tree.suffix, range(16)), strict=True)
     ]
 
     def mix_near():  # warp 1's rows to its own place, warp 3's to warp 0's
-        moved = arith.select(query32, p.ci(-3), p.ci(0)) << 11
+        moved = p.where(query32, p.ci(-3), p.ci(0)) << 11
         for r in range(16):
             word = _gated(_floats(q[r]), tree.p[r])
             p.store_shared(lane.pairs[r % 8] + moved, [word], TILE * MIXED + 128 * r)
@@ -179,7 +178,7 @@ def add_slice(base, acc, slot: Slot, scratch, decay_at, limit, scale: float) -> 
     from_start = []
     for r in range(16):
         key, up, down = _floats(k[r]), tree.p[r], tree.suffix(r)
-        here = [arith.select(query16, x, y) for x, y in zip(up, down, strict=True)]
+        here = [p.where(query16, x, y) for x, y in zip(up, down, strict=True)]
         _store(lane, slot.near, r, _gated(key, here))
         _store(lane, slot.far, r, _gated(key, far[r]))
         _store(lane, slot.k, r, _gated(key, times(down, borders.after)))
@@ -242,7 +241,7 @@ def spread(lane: Lane, acc, base) -> None:
                 j = columns + (lane.c << 1) + 8 * n
                 put(tile, i, j, values[2 * half : 2 * half + 2])
 
-    near = arith.select(p.bit(lane.warp, 0), *places)
+    near = p.where(p.bit(lane.warp, 0), *places)
     block(near, lane.near_block(), acc[5:7])
     for product, tile in enumerate(places):
         block(tile, lane.far_block(), acc[7 + 2 * product : 9 + 2 * product])
@@ -261,7 +260,7 @@ def _lower(rows: InverseRows, base, tile: int, factors, there):
             columns = [(rows.c << 1) + (8 * n + e) for e in range(2)]
             out[n].append(
                 [
-                    arith.select(there(column, row), x * factors[half], p.cf(0.0))
+                    p.where(there(column, row), x * factors[half], 0.0)
                     for x, column in zip(pair, columns, strict=True)
                 ]
             )

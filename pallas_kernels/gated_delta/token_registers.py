@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, layer_address, packed, silu
 from pallas_kernels.gated_delta.reference import EPSILON
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import LOG2E, Value
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ class Token:
         self.is_key = shape.dk - 1 < self.thread
         self.channel = self.thread & (shape.dk - 1)
         of_head = self.key_head * shape.dk + self.channel
-        self.feature = of_head + arith.select(self.is_key, p.ci(keys), p.ci(0))
+        self.feature = of_head + p.where(self.is_key, p.ci(keys), 0)
         self.v_channel = self.thread & (COLUMNS - 1)
         self.v_feature = self.head * COLUMNS + self.v_channel + 2 * keys
         self.column = self.lane * 4
@@ -391,7 +390,7 @@ class Token:
             stays = t < count
 
             def of(x, otherwise=0.0, stays=stays):
-                return arith.select(stays, x, p.cf(otherwise))
+                return p.where(stays, x, p.cf(otherwise))
 
             v = p.offset(self.of_head(memory.v, t, 2 * COLUMNS), self.v_channel, 2)
             k, v = (self.load(at) for at in (self.of_key(memory.k, t), v))
@@ -407,7 +406,7 @@ class Token:
             new = series[: shape.taps - 1]
             for t in range(1, shape.tokens + 1):
                 is_it = p.equal(count, t)
-                new = [arith.select(is_it, series[t + w], x) for w, x in enumerate(new)]
+                new = [p.where(is_it, series[t + w], x) for w, x in enumerate(new)]
             return new
 
         return gates, lambda: self.store_last(last(qk), last(v))

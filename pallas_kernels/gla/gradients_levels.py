@@ -10,7 +10,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.recurrence.channels import (
     ROWS,
     TILE,
@@ -52,8 +51,8 @@ class _Levels(Levels):
             self.factor[h][m] = [self.one, pp[1]]
             return
         if bit is not None:
-            word = arith.select(bit, q, k)
-            f = [arith.select(bit, x, y) for x, y in zip(pp, tt, strict=True)]
+            word = p.where(bit, q, k)
+            f = [p.where(bit, x, y) for x, y in zip(pp, tt, strict=True)]
         else:
             word, f = (q, pp) if self.is_second(m) else (k, tt)
         self.factor[h][m] = f
@@ -70,7 +69,7 @@ class _Levels(Levels):
     def apply_pair(self, h: int, m: int, z) -> None:
         level, bit, word = self.level, self.bit, self.y[h][m]
         if bit is not None:
-            word = word ^ arith.select(bit, p.ci(0), p.ci(-0x7FFF8000))
+            word = word ^ p.where(bit, p.ci(0), p.ci(-0x7FFF8000))
         rounded = floats([word])
         if level == 1:
             rounded[0] = -rounded[0]
@@ -91,8 +90,8 @@ class _Levels(Levels):
                 dk[e] = dk[e] + z
         elif bit is not None:
             fz = f * z
-            dq[e] = dq[e] + arith.select(bit, fz, zero)
-            dk[e] = dk[e] + arith.select(bit, zero, fz)
+            dq[e] = dq[e] + p.where(bit, fz, zero)
+            dk[e] = dk[e] + p.where(bit, zero, fz)
         elif self.is_second(m):
             dq[e] = p.fma(f, z, dq[e])
         else:

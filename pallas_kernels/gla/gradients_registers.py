@@ -14,7 +14,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
 from pallas_kernels.gla.gradients_levels import N_STATE
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.recurrence.channels import (
     ROWS,
     TILE,
@@ -165,7 +164,7 @@ def finish_call():
             twice, states, sums = lane.c << 1, p.cf(0.0), total[h]
             for e in range(2):
                 here = p.equal(twice + e, lane.g)
-                states = states + arith.select(here, inner[2 * h + e], p.cf(0.0))
+                states = states + p.where(here, inner[2 * h + e], 0.0)
             for lanes in (1, 2):
                 states = states + p.shuffle_xor(states, lanes)
                 sums = sums + p.shuffle_xor(sums, lanes)

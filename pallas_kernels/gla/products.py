@@ -26,7 +26,6 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
 from pallas_kernels.recurrence.channels import (
     CHUNK,
@@ -69,9 +68,9 @@ def products_call():
             d_own, v_own = p.load_matrices(own), p.load_matrices(own, at=TILE)
             for block in range(4):
                 above = p.ci(block) > lane.warp
-                shift = arith.select(above, p.ci(0), p.ci(TILE))
+                shift = p.where(above, 0, p.ci(TILE))
                 b = p.load_matrices(at + shift, at=2048 * block)
-                a = [arith.select(above, y, x) for x, y in zip(d_own, v_own, strict=True)]
+                a = [p.where(above, y, x) for x, y in zip(d_own, v_own, strict=True)]
                 for half, fragment in enumerate(b_tiles(b)):
                     regs[2 * block + half] = p.mma(regs[2 * block + half], a, fragment)
             for half, fragment in enumerate(b_tiles(d_own)):
@@ -108,8 +107,7 @@ def symmetric_call(scale: float):
             for block in range(4):
                 here = p.equal(lane.warp, block)
                 picked = [
-                    arith.select(here, x, y)
-                    for x, y in zip(regs[2 * block + half], picked, strict=True)
+                    p.where(here, x, y) for x, y in zip(regs[2 * block + half], picked, strict=True)
                 ]
             lower.append(picked)
         for half in range(2):
@@ -120,12 +118,12 @@ def symmetric_call(scale: float):
                 for e in range(2):
                     j = (lane.c << 1) + (8 * half + e)
                     below = i > j
-                    value = arith.select(below, lower[half][2 * h + e], regs[8 + half][2 * h + e])
+                    value = p.where(below, lower[half][2 * h + e], regs[8 + half][2 * h + e])
                     differ = i ^ j
                     for level, out in masked.items():
                         top = differ >> (level.bit_length() - 1)
                         here = p.equal(top, 1)
-                        out.append(arith.select(here, value, p.cf(0.0)))
+                        out.append(p.where(here, value, 0.0))
                     if half == h:
                         same = p.equal(i, j)
                         with mgpu.when(same):

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, layer_address, packed
 from pallas_kernels.gla.head_norm_kernel import finished, norm_factor, squares
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import LOG2E, Value
 
 if TYPE_CHECKING:
@@ -253,7 +252,7 @@ class GlaStepLayout:
             p.when(self.thread < self.lanes, lambda: p.store_global(at, words))
         v = floats(words, self.shape.kind)
         if self.moves[t] is not None:
-            v = [arith.select(self.moves[t], x, p.cf(0.0)) for x in v]
+            v = [p.where(self.moves[t], x, 0.0) for x in v]
         return v
 
     def load_gate(self, token: Value | int):
@@ -317,8 +316,8 @@ class GlaStepLayout:
         # From the natural logarithm also where it was made here: a token that is kept decays alike.
         decay, k = p.exp2(log_decay * LOG2E), p.widen(k, shape.kind)
         if self.moves[t] is not None:
-            k = arith.select(self.moves[t], k, zero)
-            decay = arith.select(self.moves[t], decay, p.cf(1.0))
+            k = p.where(self.moves[t], k, zero)
+            decay = p.where(self.moves[t], decay, 1.0)
         q = zero if q is None else p.widen(q, shape.kind) * shape.scale
         at = self.table + d * 16
         p.store_shared(at, [decay, k, q, zero], 16 * shape.dk * t)

@@ -11,7 +11,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith, ir, llvm
+from pallas_kernels.jax_internals import ir, llvm
 from pallas_kernels.recurrence.channels import (
     CHUNK,
     ROWS,
@@ -103,8 +103,8 @@ def write_rows(width: int, dk: int):
                     for a in (0, 1) if step else (0, 2):
                         b = a + (1 << step)
                         x, y = w[a], w[b]
-                        other = p.shuffle_xor(arith.select(side, x, y), 1 << step)
-                        w[a], w[b] = arith.select(side, other, x), arith.select(side, y, other)
+                        other = p.shuffle_xor(p.where(side, x, y), 1 << step)
+                        w[a], w[b] = p.where(side, other, x), p.where(side, y, other)
                 p.store_global(base, w, 16 * first + 16 * dk * half)
 
     return write

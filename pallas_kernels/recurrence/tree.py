@@ -10,7 +10,6 @@ from __future__ import annotations
 from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import LOG2E
 from pallas_kernels.recurrence.channels import TILE, ThreadPlace, half_products, zero_acc
 
@@ -58,8 +57,8 @@ def load_slice(lane, q_at, k_at, g_at, limit):
         if limit is not None:
             row = (lane.warp << 4) + r
             inside = p.below(row, limit)
-            qw, kw = arith.select(inside, qw, p.ci(0)), arith.select(inside, kw, p.ci(0))
-            gs = [arith.select(inside, x, p.cf(0.0)) for x in gs]
+            qw, kw = p.where(inside, qw, 0), p.where(inside, kw, 0)
+            gs = [p.where(inside, x, 0.0) for x in gs]
         q.append(qw)
         k.append(kw)
         a.append([p.exp2(x * LOG2E) for x in gs])
@@ -126,12 +125,12 @@ class Borders:
         one = p.cf(1.0)
         self.query16, self.query32 = p.bit(lane.warp, 0), p.bit(lane.warp, 1)
         same_side = p.equal(self.query16, self.query32)
-        self.between = [arith.select(same_side, x, one) for x in self.near]
+        self.between = [p.where(same_side, x, one) for x in self.near]
         self.before, self.after = [], []
         for x, y in zip(self.near, self.across, strict=True):
-            passed = [arith.select(self.query16, x, one), arith.select(self.query32, y, one)]
+            passed = [p.where(self.query16, x, one), p.where(self.query32, y, one)]
             self.before.append(passed[0] * passed[1])
-            left = [arith.select(self.query16, one, x), arith.select(self.query32, one, y)]
+            left = [p.where(self.query16, one, x), p.where(self.query32, one, y)]
             self.after.append(left[0] * left[1])
 
     def whole(self, own):
@@ -184,13 +183,10 @@ def _diagonal_block(lane, acc):
             j = (lane.c << 1) + e
             differ = lane.g ^ j
             below = lane.g > j
-            value = arith.select(p.equal(differ, 0), acc[0][r], p.cf(0.0))
-            low = arith.select(
-                p.bit(differ, 2),
-                acc[4][r],
-                arith.select(p.bit(differ, 1), acc[2][r], acc[1][r]),
-            )
-            regs.append(arith.select(below, low, value))
+            value = p.where(p.equal(differ, 0), acc[0][r], 0.0)
+            low = p.where(p.bit(differ, 1), acc[2][r], acc[1][r])
+            low = p.where(p.bit(differ, 2), acc[4][r], low)
+            regs.append(p.where(below, low, value))
         out.append(regs)
     return out
 
@@ -235,8 +231,8 @@ def gate_slice(lane, acc, table, decay_at, limit, scale):
     for r in range(16):
         suffix = tree.suffix(r)
         yq, yk = _gate(q[r], tree.p[r]), _gate(k[r], suffix)
-        y16.append(arith.select(query16, yq, yk))
-        y32.append(p.mul_pairs(arith.select(query32, yq, yk), between))
+        y16.append(p.where(query16, yq, yk))
+        y32.append(p.mul_pairs(p.where(query32, yq, yk), between))
         qg.append(_gate(q[r], times(tree.p[r], before)))
         kg.append(_gate(k[r], times(suffix, borders.after)))
     for at, words in ((low, y16), (high, y32), (q_at, qg), (k_at, kg)):

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
 from pallas_kernels.fused_parts import KIND, floats
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.ptx import LOG2E, Value
 
@@ -213,17 +212,17 @@ class _Greedy:
         best, token, total = _over_lanes(share, CLUSTER)
         _, done, count, length, step = self.row
         live = grown = 1 - done
-        is_none = _equal(best, p.cf(-math.inf))
+        is_none = p.equal(best, p.cf(-math.inf))
         if self.capacity is not None:
             past = p.below(p.ci(self.capacity), length + live)
             is_none = is_none | past
             left = p.larger(self.capacity - length, p.ci(0))
             grown = p.smaller(live, left)
-        token = arith.select(is_none, p.ci(0), token)
+        token = p.where(is_none, 0, token)
         logprob = p.bits(p.log2(total) * -LN2)
-        logprob = arith.select(is_none, p.ci(_NAN), logprob)
+        logprob = p.where(is_none, p.ci(_NAN), logprob)
         done_now = self.is_done(done, token)
-        token, logprob = (arith.select(p.equal(done, 0), x, p.ci(0)) for x in (token, logprob))
+        token, logprob = (p.where(p.equal(done, 0), x, 0) for x in (token, logprob))
         place = p.address(self.gmem.written)
         place = p.offset(place, p.minimum(step, self.places - 1), 4)
 
@@ -240,7 +239,7 @@ class _Greedy:
         """1 if the row has ended or any lane's stop token is the new one."""
         if self.stop is None:
             return done
-        is_stop = arith.select(p.equal(self.stop, token), p.ci(1), p.ci(0))
+        is_stop = p.where(p.equal(self.stop, token), p.ci(1), p.ci(0))
         for lanes in (16, 8, 4, 2, 1):
             is_stop = is_stop | p.shuffle_xor(is_stop, lanes)
         return done | is_stop
@@ -259,12 +258,12 @@ def _of_thread(logits: Value, thread: Value, rank: Value, vocabulary: int, kind:
     for piece, is_one, words in asked:
         for i, value in enumerate(floats(words, kind)):
             value = p.minimum(p.maximum(value, none), p.cf(_LARGEST))  # NaN: the other operand
-            value = value if is_one is None else arith.select(is_one, value, none)
-            is_larger = arith.cmpf(arith.CmpFPredicate.OGT, value, best)
-            best = arith.select(is_larger, value, best)
-            token = arith.select(is_larger, piece * 8 + i, token)
+            value = value if is_one is None else p.where(is_one, value, none)
+            is_larger = value > best
+            best = p.where(is_larger, value, best)
+            token = p.where(is_larger, piece * 8 + i, token)
             values.append(value)
-    base = arith.select(_equal(best, none), p.cf(0.0), best)
+    base = p.where(p.equal(best, none), 0.0, best)
     total = p.cf(0.0)
     for value in values:
         total = total + _power(value - base)
@@ -273,14 +272,14 @@ def _of_thread(logits: Value, thread: Value, rank: Value, vocabulary: int, kind:
 
 def _merged(a: _Part, b: _Part) -> _Part:
     (best_a, token_a, total_a), (best_b, token_b, total_b) = a, b
-    is_same, is_first = _equal(best_a, best_b), token_a < token_b
-    is_larger = arith.cmpf(arith.CmpFPredicate.OGT, best_a, best_b)
+    is_same, is_first = p.equal(best_a, best_b), token_a < token_b
+    is_larger = best_a > best_b
     is_a = is_larger | (is_same & is_first)
     best, other = p.maximum(best_a, best_b), p.minimum(best_a, best_b)
     share = _power(other - best)
-    share = arith.select(_equal(other, p.cf(-math.inf)), p.cf(0.0), share)
-    own, less = (arith.select(is_a, *x) for x in ((total_a, total_b), (total_b, total_a)))
-    return best, arith.select(is_a, token_a, token_b), p.fma(share, less, own)
+    share = p.where(p.equal(other, p.cf(-math.inf)), 0.0, share)
+    own, less = (p.where(is_a, *x) for x in ((total_a, total_b), (total_b, total_a)))
+    return best, p.where(is_a, token_a, token_b), p.fma(share, less, own)
 
 
 def _over_lanes(part: _Part, lanes: int) -> _Part:
@@ -303,7 +302,3 @@ def _loaded(base: Value, index: Value) -> _Part:
 def _power(x: Value) -> Value:
     """e^x for x <= 0."""
     return p.exp2(x * LOG2E)
-
-
-def _equal(a: Value, b: Value) -> Value:
-    return arith.cmpf(arith.CmpFPredicate.OEQ, a, b)

@@ -15,7 +15,6 @@ import math
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.rows.one_row import RowShare, load_chunk
 from pallas_kernels.rows.plan import RowOp
 
@@ -113,7 +112,7 @@ class Inner:
                         total = total + value
                 if factor is not None:
                     total = total * factor
-                total = arith.select(p.equal(adapter, own), total, p.cf(0.0))
+                total = p.where(p.equal(adapter, own), total, 0.0)
                 p.store_global_half(p.offset(out, column, 2), p.narrow(total, rows.op.x))
 
             column = begin + first
@@ -126,8 +125,8 @@ def _warp_sums(values: list[p.Value], lane: p.Value) -> p.Value:
     while len(values) > 1:
         half = len(values) // 2
         lower = lane & distance < 1
-        keep = [arith.select(lower, values[i], values[i + half]) for i in range(half)]
-        send = [arith.select(lower, values[i + half], values[i]) for i in range(half)]
+        keep = [p.where(lower, values[i], values[i + half]) for i in range(half)]
+        send = [p.where(lower, values[i + half], values[i]) for i in range(half)]
         values = [k + p.shuffle_xor(s, distance) for k, s in zip(keep, send, strict=True)]
         distance //= 2
     return values[0] + p.shuffle_xor(values[0], distance)

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith, ir, scf
+from pallas_kernels.jax_internals import ir, scf
 from pallas_kernels.launch import launch
 from pallas_kernels.rows.inner import Inner, padded_ranks
 from pallas_kernels.rows.one_row import RowShare
@@ -117,12 +117,11 @@ class _Ring:
         return [
             row + plan.blocks,
             turn ^ 1,
-            arith.select(wrap, p.ci(0), moved),
-            phase ^ arith.extui(p.i32(), wrap),
+            p.where(wrap, 0, moved),
+            phase ^ p.unsigned(wrap),
         ]
 
 
-@functools.partial(jax.jit, static_argnames="plan")
 def run(
     plan: RowsPlan,
     x: jax.Array,
@@ -136,12 +135,12 @@ def run(
 
     Parameters
     ----------
-    x : [rows, width], of a gate [rows, 2 * width]
-    residual : [rows, width], optional
+    x : [..., width], of a gate [..., 2 * width]
+    residual : [..., width], optional
     weight : [width], optional
     first : [n, sources, rank, width], optional
         First factors of n adapters.
-    adapter : int32 [rows], optional
+    adapter : int32 [...], optional
         The adapter of each row.
     given : float32 scalar, optional
         The codes' scale.
@@ -149,9 +148,29 @@ def run(
     Returns
     -------
     list
-        out [rows, width]; if its scales are found these [rows, 1]; if there is a residual the sum
-        [rows, width]; with adapters the inner products [rows, sources * n * rank].
+        out [..., width]; if its scales are found these [..., 1]; if there is a residual the sum
+        [..., width]; with adapters the inner products [..., sources * n * rank].
     """
+    lead, rows = x.shape[:-1], x.reshape(-1, x.shape[-1])
+    if residual is not None:
+        residual = residual.reshape(rows.shape)
+    if adapter is not None:
+        adapter = adapter.reshape(-1)
+    out = _run(plan, rows, residual, weight, first, adapter, given)
+    return [jnp.reshape(a, (*lead, a.shape[-1])) for a in out]
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _run(
+    plan: RowsPlan,
+    x: jax.Array,
+    residual: jax.Array | None,
+    weight: jax.Array | None,
+    first: jax.Array | None,
+    adapter: jax.Array | None,
+    given: jax.Array | None,
+) -> list[jax.Array]:
+    """Run the kernel on x [rows, width]; operands as in ``run``, without leading axes."""
     op, rows = plan.op, x.shape[0]
     dtype = {kind: name for name, kind in KIND.items()}[op.out]
     spec, warps, adapted = jax.ShapeDtypeStruct, plan.threads // 32, op.adapters is not None

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
 from pallas_kernels.launch import launch
-from pallas_kernels.matmul.sums import EMPTY
+from pallas_kernels.matmul.call import EMPTY
 from pallas_kernels.ptx import Value
 
 _THREADS = 128

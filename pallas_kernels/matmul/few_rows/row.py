@@ -39,7 +39,6 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.operands import (
     FewRowsOperands,
     as_float,
@@ -305,9 +304,9 @@ def run(
 
     def step(i, carry):
         unit = i * stride + first
-        later = arith.select(i < plan.rounds - 2, unit + stride, last)
+        later = p.where(i < plan.rounds - 2, unit + stride, last)
         # A warp without another unit reads its first one again, and stores nothing of it.
-        later = arith.select(later < plan.units, later, first)
+        later = p.where(later < plan.units, later, first)
         carry = product(i, unit, carry[:n_ready], carry[n_ready:], later)
         if poster is not None:
             poster.post(i)

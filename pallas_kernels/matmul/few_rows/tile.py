@@ -50,7 +50,6 @@ import functools
 from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.block import Params, TileBlock
 from pallas_kernels.matmul.few_rows.copies import Copies
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
@@ -192,5 +191,5 @@ class TileProgram:
             copies.codes(step, later % n_blocks, place)
         p.copies_commit()
         moved = slots[-1] + SLOT
-        slots.append(arith.select(moved < depth * SLOT, moved, p.ci(0)))
+        slots.append(p.where(moved < depth * SLOT, moved, 0))
         return rows

@@ -169,7 +169,7 @@ def to_8_bits(
         rows = []
         for half in range(2):
             at = row + 8 * half
-            held = [arith.extsi(p.i32(), _of_row(v, at)) for v in vectors]
+            held = [p.signed(_of_row(v, at)) for v in vectors]
             zero = None if zeros is None else held[0]
             multiple = None if multiples is None else held[-1]
             widened = multiplied(zero, multiple) if dtype == jnp.int8 else signed(zero)
@@ -229,7 +229,7 @@ def _nibbles(weight, where, codes, scales, *zeros) -> list[list[Value]]:
         at = row + where.apart * half
         scale, zero, above = _factor(scales, at), None, None
         if weight.int_zero:
-            zero = arith.extsi(p.i32(), _of_row(zeros[0], at))
+            zero = p.signed(_of_row(zeros[0], at))
         elif zeros:
             above = _factor(zeros[0], at)
         below = below_of(zero)
@@ -268,7 +268,7 @@ def _float4(
     for half in range(2):
         at = row + where.apart * half
         if scale_pitch is None:
-            held = (arith.extui(p.i32(), _of_row(v, at)) for v in scales)
+            held = (p.unsigned(_of_row(v, at)) for v in scales)
             factors = [widen.scale_pair(weight, scale, "bf16") for scale in held]
         else:
             place = p.shared_address(scales[0]) + at * scale_pitch
@@ -342,7 +342,7 @@ def _factor(of_rows: Value, row: Value) -> Value:
 
 def _twice(half: Value) -> Value:
     """A pair of one 16-bit float."""
-    word = arith.extui(p.i32(), arith.bitcast(ir.IntegerType.get_signless(16), half))
+    word = p.unsigned(arith.bitcast(ir.IntegerType.get_signless(16), half))
     return p.permute(word, word, 0x1010)
 
 

@@ -25,7 +25,6 @@ from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, packed
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.mid_rows.plan import WARP_ROWS, MidStep, MidTile
 from pallas_kernels.ptx import Value
@@ -195,7 +194,7 @@ class MidBlock:
         p.barrier()
         later = index + (tile.stages - 1)
         # The slot before this one, which all warps have read.
-        behind = arith.select(p.equal(slot, 0), p.ci((tile.stages - 1) * size), slot - size)
+        behind = p.where(p.equal(slot, 0), p.ci((tile.stages - 1) * size), slot - size)
         p.when(later < self.steps, functools.partial(self.copy, later, behind))
         p.copies_commit()
         following = self.load_scales(p.smaller(index + 1, p.ci(self.steps - 1)))
@@ -212,7 +211,7 @@ class MidBlock:
                         at = 2 * t + half
                         acc[at] = self.multiply(acc[at], left[half][s], right[2 * s : 2 * s + 2])
         moved = slot + size
-        moved = arith.select(moved < tile.stages * size, moved, p.ci(0))
+        moved = p.where(moved < tile.stages * size, moved, 0)
         return [*(x for four in acc for x in four), moved, *following]
 
     def load_x(self, place: Value, at: int) -> list[Value]:
