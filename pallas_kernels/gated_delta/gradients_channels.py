@@ -21,6 +21,13 @@ key channels:
     TMA a s e | six levels    | terms through the states       | sums from the end | TMA out
                        dP dN g of the next <- TMA                  q k of the next <- TMA
 
+Copies: each worker copies its own slices by TMA: ``load_pairs`` (g, dP, dN), ``load_words`` (q, k),
+``load_states`` (a, s, e, dP's diagonal, <S, E>).  Workers share nothing.
+Waits: on ``pairs_ready`` and ``words_ready`` before the levels, on ``states_ready`` before the
+end.  A place is refilled behind the warpgroup's barrier after its last reading.  ``load_states``
+waits until the last results have left.
+Writes: TMA takes dq and dk from the states' places and dlog_decay from ``gates_out``.
+
 Floor: 30 bytes per element of q at Dk = 128, 0.47 ms at (1, 8192, 64, 128, 128).  Result: 0.866 on
 one H200.  Attempts: docs/lab/gated-delta.md.
 Command: ``python -m benchmarks.kernels.gated_delta``.

@@ -20,6 +20,13 @@ the value channels up to U, then half of the key channels, and dP or dN:
     TMA V K S X do dv | form_writes: R | U, dbeta | TMA E | through_states: do S^T, dv S^T
     | S E, U E^T -> TMA | form_pairs: dP, dN -> TMA
 
+Copies: of a worker's two warpgroups the first copies for both by TMA: ``load`` (V, K, do, dv, X, S)
+at the item's start, ``load_ends`` (E) when X and K are free.
+Waits: both wait on ``ready`` and on ``ended``.  They join at ``met``: before R replaces V, when U
+is there, when S and E are read, and when all results have left.
+Writes: each warpgroup stores by TMA what it computed; the first stores dP's diagonal.  Sums of S E
+leave from registers.
+
 Floor: 224 KB per chunk and head, 0.43 ms at (1, 8192, 64, 128, 128).  Result: 0.632 on one H200.
 Attempts: docs/lab/gated-delta.md.  Command: ``python -m benchmarks.kernels.gated_delta``.
 """

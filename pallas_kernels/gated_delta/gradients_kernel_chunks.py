@@ -25,6 +25,14 @@ warpgroup has the terms from the outputs, the second those from the state:
     1    :     |   |                            | q k^T, dM -> | dP D -> |       | dg, dbeta ->
     2    :     |   |                            | k k^T        | dX  dA  -> dKK  |
 
+Copies: each warpgroup copies a half of everything by TMA (``load``).  Warpgroup 0 copies e, too.
+Both load the states' remainders and the chunk's vectors into registers (``load_small``).
+Waits: both wait for all copies of a group: on ``early`` (k, v, S, e), ``middle`` (do, dR, E),
+``late`` (q, T).  ``block_barrier`` joins the two: after R; (1) after the products with states;
+(2) after dM and q k^T D; (3) after dP D and dKK; and before ``finish_vectors``.
+Writes: a warpgroup stores dQ and dK of its key channels by TMA.  Warpgroup 0 stores dlog_decay and
+dbeta from the table of sums.
+
 Floor: 29 bytes per element of q at as many key as value heads, 0.453 ms at (8, 4096, 16, 16, 128,
 128).  Result: 0.886 on one H200.  Attempts: docs/lab/gated-delta.md.  Command:
 ``python -m benchmarks.kernels.gated_delta``.

@@ -12,6 +12,12 @@ bf16 parts.
 A decay of every key channel has the operands of ``kernel_channels``. Q and K then hold their decay
 from the chunk's start, and E <- diag(exp(G_64)) E + Q^T do - K^T dR. The kernels inside a chunk
 then need only one part of E. Command: ``python -m benchmarks.kernels.gated_delta``.
+
+Copies: warpgroup 0 copies k, q, K', do, e and M of a chunk by TMA, for both (``load``).
+Waits: both warpgroups wait for a slot on ``full``.  They arrive at ``empty`` of the slot before,
+and warpgroup 0 waits there before it refills (``ChunkScan.release``).
+Writes: a warpgroup stores dR by TMA from do's place.  Borders and E at the segment's start leave
+from registers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Register work of ``gradients_kernel``: decays between tokens, sums, and a chunk's last step.
 
 Everything here is called from Pallas, through ``plgpu.inline_mgpu``, by a whole warpgroup.
+
+Copies: none; vectors are in shared memory.  Waits: ``block_barrier`` is that of all warpgroups, the
+others none.  Writes: ``finish_call`` stores dlog_decay and dbeta from registers.
 """
 
 from __future__ import annotations

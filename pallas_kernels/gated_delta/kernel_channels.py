@@ -16,6 +16,14 @@ value heads:
     TMA q k g | gate_slices, per 64 channels: levels 1 .. 32, gated q, k -> TMA | A, P | X
     | mix: M, K' -> TMA              first 64 channels of the next chunk (``begin``) | TMA ...
 
+Copies: each worker copies q, k and g of its own items by TMA: slice 0 of the next item early
+(``begin``), slice 1 at the item's start.  Its threads load beta.
+Waits: on ``ready[part]`` for a slice's four copies.  Before tiles get new contents the worker
+waits until stores from them have left.  Workers share nothing; the warps of one meet at warpgroup
+barriers.
+Writes: TMA takes the gated q and k after each slice, then X^T if it is saved, M and K'.  Warp 0
+stores decay from registers.
+
 Floor: 15 bytes per element of q at Dk = 128 (8 in, 7 out), 0.234 ms at (1, 8192, 64, 128, 128).
 Result: 0.438 on one H200.  Attempts: docs/lab/gated-delta.md.  Command:
 ``python -m benchmarks.kernels.gated_delta``.

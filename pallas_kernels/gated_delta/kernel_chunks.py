@@ -21,6 +21,13 @@ One block of one warpgroup per chunk and value head, several to an SM, one after
     load: TMA q k, sums of log_decay | products: k k^T, q k^T | A, P | X (``kernel_inverse``)
     | scores, sums: M, K' | store: TMA out
 
+Copies: the warpgroup copies q and k of its chunk by TMA (``load``).  Meanwhile its first warp loads
+log_decay and beta, and sums them (``chunk_vectors``).
+Waits: on ``ready`` for the copies, once; the warpgroup's barriers order the steps between.  Blocks
+wait for no other block.
+Writes: TMA takes M^T from A's place, K' from q's, and the inverses if they are saved.  Warp 0
+stores the decays from registers.
+
 Floor: 7 bytes per element of q at Dk = 128 and as many key as value heads (4 in, 3 out), 0.109 ms
 at (8, 4096, 16, 16, 128, 128).  Result: 0.144 on one H200.  Attempts: docs/lab/gated-delta.md.
 Command: ``python -m benchmarks.kernels.gated_delta``.

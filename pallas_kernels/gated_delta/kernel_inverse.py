@@ -14,6 +14,11 @@ by mma on bf16 pairs (high, low), three products each, so 16 bits of every facto
 are almost parallel and beta is 1, X is a difference of large terms; bf16 alone would leave an error
 of one percent.  Warp J computes X_IJ^T.  Its factor X_MJ^T is an earlier result of the same warp:
 the layout that mma writes is the layout that it reads on the left.
+
+Copies: ``chunk_vectors`` loads log_decay and beta by the first warp; everything else is in shared
+memory or registers.
+Waits: the callers' warpgroup barriers.  In ``inverse_parts`` the warps meet once A's blocks, and
+once the diagonal blocks' inverses, are stored.
 """
 
 from __future__ import annotations

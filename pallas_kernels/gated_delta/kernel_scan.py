@@ -19,6 +19,14 @@ channels with two slots, and rounds the state 64 columns at a time.  Two blocks 
 cluster and copy all but the values and e for one another: k and q of c + 2 when both have read
 c's, K' and M when both are done with c.  The values of c + 1 follow when c's outputs have left.
 
+Copies: warpgroup 0 issues all TMA copies into a slot: ``load_tokens`` (k, q), ``load_values`` (v),
+``load_prepared`` (e, K', M).
+Waits: each warpgroup waits for a slot on ``full``.  It arrives at ``empty`` of the slot before, and
+warpgroup 0 waits there before it refills.  With ``is_narrow`` the two blocks of a cluster meet at
+``read_by_both`` before k and q are replaced, at ``done_by_both`` before e, K' and M are.
+Writes: a warpgroup stores outputs by TMA from the values' place.  Borders, remainders and the final
+state leave from registers.
+
 Floor: 11 bytes per element of q at Dk = Dv = 128 and as many key as value heads, 0.172 ms at
 (8, 4096, 16, 16, 128, 128).  Result: 0.183 on one H200, memory-bound; 0.139 with 4 key heads.
 Command: ``python -m benchmarks.kernels.gated_delta``.

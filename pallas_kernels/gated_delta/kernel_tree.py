@@ -12,6 +12,9 @@ Gating multiplies in float32 and rounds once, because a delta rule subtracts val
 
 Everything here runs inside ``plgpu.inline_mgpu`` on a warpgroup.  Memory is ``TILES`` tiles of 64
 rows of 128 bytes with TMA's swizzle.  ``Slot`` and the constants after it number the tiles.
+
+Copies: ``load_betas`` loads beta; ``kernel_channels`` copies everything else and waits for it.
+Waits: warp barriers inside 16 rows, warpgroup barriers where warps exchange products and y.
 """
 
 from __future__ import annotations

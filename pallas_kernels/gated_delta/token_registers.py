@@ -2,6 +2,8 @@
 
 Everything it does is emitted while the kernel is traced.  The state stays in registers from the
 first token to the last; q, k and v of all tokens are in shared memory before the first.
+
+``token_kernel`` says who copies, who waits and who writes.
 """
 
 from __future__ import annotations

@@ -30,6 +30,14 @@ channels, with three slots:
     load, store : | load n+2 | store n-1 draining          | load n+3 ...
     compute     : | exp2, levels 1 2 4 8 | exchange | y16 y32 qg kg | 16, 32 | last slice: A | store
 
+Copies: each worker copies its slices by TMA, q, k and two halves of
+log_decay, two slices ahead (``load``, ``refill``).
+Waits: a worker waits for the four copies of a slot on ``ready[slot]``.  Before it refills the slot
+of the slice before, it waits until that slot's stores have left.  Workers never wait for each
+other; the four warps of one meet at warpgroup barriers (``gate_slice``).
+Writes: TMA takes qg and kg from the places of q and k, and after the last slice A.  Warp 0 stores
+decay from its registers.
+
 Floor: 13 bytes per element of q at Dk = 128 (8 in, 5 out): 0.203 ms at (8, 4096, 16, 128, 128).
 Result: 0.246 ms on one H200.  Gating multiplies in bf16 pairs, two roundings an operand, so A, qg
 and kg carry 2.5e-3.  Attempts: docs/lab/gla.md.  Command: ``python -m benchmarks.kernels.gla``.

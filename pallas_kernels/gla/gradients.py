@@ -33,6 +33,13 @@ A stage is the tiles do, v, S^T, E^T of 64 value channels, and there are two slo
         dA once per chunk in ``chunk_products`` | q k g G in | six levels | stages stream
         through the two slots | next q k g in | dg scan | results out of a stage's slot
 
+Copies: each worker copies its own operands by TMA: ``load_q`` (q, k, G), ``load_g``,
+``load_stage`` (do, v, S^T, E^T).  Workers share nothing.
+Waits: a worker waits on ``ready`` for q, k, g (and G), on ``stage_ready[slot]`` for a stage.  It
+refills a place after the warpgroup's barrier (``commit_smem``) behind its last reading.  Where
+results leave from a place, it waits for these stores first (``wait_smem_to_gmem``).
+Writes: TMA takes dq, dk and dlog_decay from the place of q, k and g, or from a stage's slot.
+
 Floor: 26 bytes per element of q at Dk = Dv = 128, 0.41 ms at (8, 4096, 16, 128, 128).  Result:
 0.812 ms on one H200, dg with 3e-3 relative error under strong gates.  Attempts: docs/lab/gla.md.
 Command: ``python -m benchmarks.kernels.gla``.

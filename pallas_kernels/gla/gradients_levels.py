@@ -2,6 +2,10 @@
 
 Contract: ``levels_call`` returns an ``inline_mgpu`` call of a whole warpgroup.  Its registers
 travel as a bundle (``recurrence.channels``).  The algorithm is in ``gla.gradients``.
+
+Copies: none; q, k, g and G are in shared memory (``gla.gradients`` waits for them).
+Waits: no barrier; a warp reads and writes its own channels alone.
+Writes: dq, dk, p, t stay in registers; the flux of each element replaces its gate.
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 Contract: every public function returns an ``inline_mgpu`` call of a whole warpgroup.  Its
 registers travel as a bundle (``recurrence.channels``).  The algorithm is in
 ``gla.gradients``.
+
+Copies: none; the caller's TMA has brought the slice and its stages, and the caller has waited.
+Waits: no barrier; a warp reads and writes its own 16 channels of the slice.
+Writes: ``states_call`` updates fluxes in the gates' place, ``finish_call`` stores the results in
+shared memory, from where the caller's TMA takes them.
 """
 
 from __future__ import annotations

@@ -12,6 +12,11 @@ products serve several slices of key channels, and ``chunk_products`` is a kerne
 
     load    : | do v of stage n+2 (64 value channels) ...        three workers, three slots each
     stage   : | dA, dA^T of stage n | ... | item, after the last stage: G -> smem, TMA out
+
+Copies: each worker copies do and v of its own stages by TMA, two stages ahead (``load``).
+Waits: a worker waits for a stage's two copies on ``ready[slot]``.  The warpgroup's barrier in
+``stage`` says that its warps are done with the slot that is refilled.  Workers share nothing.
+Writes: TMA takes G, its masked blocks and dA's diagonal from shared memory after the last stage.
 """
 
 from __future__ import annotations

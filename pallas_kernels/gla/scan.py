@@ -21,6 +21,14 @@ so a thread had 168 registers, spilled, and waited for each wgmma.
 With Dk = 256 and more blocks than the GPU has SMs, the L2's rate is the limit.  Pairs of blocks are
 then clusters and copy qg, kg and A for one another.
 
+Copies: warpgroup 0 issues every TMA copy: ``load_queries`` (qg, A), ``load_keys`` (v of both
+warpgroups, kg, decay).  Each warpgroup stores its own outputs by TMA.
+Waits: both warpgroups wait for a slot on ``q_full`` and ``k_full``.  Both arrive at ``q_read`` and
+``k_read`` once they have read it; warpgroup 0 waits there before it refills (``refill``).  In a
+pair, both blocks arrive at and wait on the same cluster barriers, and ``leave`` ends together.
+Writes: a warpgroup stores out^T of its 64 channels by TMA, borders by TMA or from registers, and
+the final state from registers.
+
 Floor: 9 bytes per element of q at Dk = Dv = 128, 0.140 ms at (8, 4096, 16, 128, 128).  Result:
 0.156 on one H200, memory-bound.  (32, 2048, 4, 256, 512): 0.354.  More, and attempts:
 docs/lab/gla.md.  Command: ``python -m benchmarks.kernels.gla``.

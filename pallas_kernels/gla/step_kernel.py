@@ -30,6 +30,13 @@ kernel: the same bits.
            | barrier
     warp t: token t's o [| squares -> peers | norm, gate] | store
 
+Copies: every lane loads its own rows of S, 16 bytes at a time, into registers; no TMA, no ring.
+All threads load q, k and the decay, and fill a table in shared memory (``fill_table``).
+Waits: at the first block barrier for that table, at the second for the warps' parts of o.  Blocks
+of a head wait on one mbarrier for each other's sums of squares (``over_blocks``).
+Writes: a lane stores its new rows of S at once; after the second barrier warp t stores token t's o
+or y.
+
 The state arrives as a mutable reference, so the kernel's input and output are one buffer.
 
 Floor: 8 bytes per state element at 4.3 TB/s, 62 us at 64 rows x 32 heads x 128 x 128; the vectors

@@ -3,6 +3,8 @@
 Everything it does is emitted while the kernel is traced.  Registers hold a few rows of the state,
 each token's v and its o; a row of the state takes all tokens before the next one is looked at, so
 that it is read once whatever their number.
+
+``step_kernel`` says who copies, who waits and who writes.
 """
 
 from __future__ import annotations

@@ -3,6 +3,12 @@
 A launch has a block for 128 value channels (or 64) of a segment of a head, and a warpgroup for 64
 of them.  The state stays in registers, transposed, for the whole loop.  An op's scan supplies its
 copies (``load``) and its products (``chunk``).
+
+Copies: ``load`` of the op; warpgroup 0 alone calls it, for all warpgroups of the block, by TMA.
+Waits: a warpgroup waits on ``full[slot]`` in the op's ``chunk``.  ``release`` arrives at
+``empty`` of the slot before; warpgroup 0 waits there for all warpgroups, then refills that slot.
+Writes: a warpgroup stores its outputs by TMA from the place of its values, and at the end its
+state from registers.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ A warp w owns 16 channels and all tokens.  ``x[h][m][e]`` of a thread (g, c) is 
 registers of one thread.
 
 ``Levels`` climbs the tree for the gradients inside a chunk: ``gla.gradients`` has the algorithm.
+
+Copies, waits: none; a warp reads its own channels in shared memory and keeps them in registers.
 """
 
 from __future__ import annotations

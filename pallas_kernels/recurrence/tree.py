@@ -3,6 +3,10 @@
 Contract: everything here runs inside ``plgpu.inline_mgpu``.  Byte offsets are into a slot of four
 8 KiB tiles: q, k and the two halves of the gates.  A tile is 64 rows of 128 bytes with TMA's
 128-byte swizzle.  ``gla.gates`` has the algorithm, the copies, their barriers and the loop.
+
+Waits: ``gate_slice`` has the barriers.  A warp works on its own rows between warp barriers.  The
+first warpgroup barrier says that the table of the warps' products is full.  The second says that
+all y of levels 16 and 32 are stored.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ If there are too few heads to fill the GPU, a row is cut into segments.  A first
 segment's own state, from zeros.  A segment multiplies the state before it by one number a head, so
 the segments' first states follow in XLA.  A second pass has the outputs.
 
+Inside the kernel, warpgroup 0 copies chunks by TMA for the whole block, and every warpgroup waits
+for a chunk's copies.  ``kernel_scan`` says more.
+
 Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed) and states; T of any length.  Dk is
 64, 128 or 256, Dv a multiple of 16, which channels of zeros fill up to one of 64.  Everything is
 read and written in [B, T, H, D].  Command: ``python -m benchmarks.kernels.ssd``.

@@ -15,6 +15,11 @@ the first one starts the copies.  S^T [64 dv, Dk] stays in registers for the who
 and, decayed, of V^T K.  P = Q K^T * D goes through shared memory.  There are three slots: one that
 is computed, one that is there, one on its way.  The outputs leave from the place of the values.
 
+Copies: warpgroup 0 copies q, k, v and the sums of a chunk by TMA, two chunks ahead (``load``).
+Waits: each warpgroup waits for a chunk on ``full[slot]``.  It arrives at ``empty`` of the slot
+before; warpgroup 0 waits there for all of them before it refills (``ChunkScan.release``).
+Writes: a warpgroup stores its outputs by TMA, and the final state from registers.
+
     wait c | wgmma Q K^T, S^T Q^T | P -> smem | wgmma V^T P^T, S | o -> TMA | slot of c-1 <- TMA c+2
 
 Command: ``python -m benchmarks.kernels.ssd``.  Measurements: docs/lab/ssd.md.
