@@ -2,6 +2,9 @@
 
 ``DecodeKernel.run`` is the whole program.  Everything is emitted while the kernel is traced, in
 the order of the calls.
+
+The phases are ``open_ring``, ``attend`` (``fill_ring``, then ``step`` by ``step``, then
+``write_parts``) and the cluster's ``Gathering.finish``.  ``kernel`` says who copies and who waits.
 """
 
 from __future__ import annotations

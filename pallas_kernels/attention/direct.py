@@ -11,6 +11,14 @@
 Before Hopper there are no clusters: the blocks of a kv head write their parts to memory, and a
 second kernel sums them (``attention.merge``).
 
+Copies: each lane loads its words of a tile from the cache into registers; no ring, no TMA.  Before
+that, lanes prefetch the warp's first tile into L2.
+Waits: for the kernel before; with a norm once at the block's barrier for tables in shared memory.
+Else warps meet only at the end, in ``Gathering.finish``: at the block's barrier, then blocks on a
+barrier for each owned head.
+Writes: with RoPE the warp of the new token's tile stores its key and value.  One warp for each
+query head stores the output, or the block's part for ``merge_parts``.
+
 Such a row takes microseconds, so it needs no ring: all its bytes are requested at once.  Launches
 are the main cost.  A row's result depends on nothing but the row.
 
@@ -46,8 +54,6 @@ from pallas_kernels.launch import in_place, launch
 from pallas_kernels.qtensor import QTensor
 
 CLUSTER = 8  # the largest that any Hopper GPU takes
-BLOCKS = 64  # of a call: as many clusters of 8 as run at a time
-ROWS, TOKENS = 2, 32768  # at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,15 +85,16 @@ def divided(call, *, merged: bool) -> DirectPlan | Reason:
     parts are summed by a second launch."""
     q, k, n = call
     batch, capacity, n_kv, h = k.shape
-    group, longest = n // n_kv, TOKENS
+    group, card = n // n_kv, gpu().attention
+    longest = card.direct_tokens
     if batch * n_kv < 8:
         longest //= 8
     if isinstance(k, QTensor):
         longest //= 16
-    if batch > ROWS or batch * capacity > longest or group > 8:
+    if batch > card.direct_rows or batch * capacity > longest or group > 8:
         return Reason("")
     cluster = min(2 * CLUSTER, max(1, gpu().sms // (batch * n_kv))) if merged else CLUSTER
-    while not merged and cluster > 1 and cluster * batch * n_kv > BLOCKS:
+    while not merged and cluster > 1 and cluster * batch * n_kv > card.direct_blocks:
         cluster //= 2
     # Words, queries and outputs of a tile are in registers, of which Hopper's code takes fewest.
     roomy = h <= 128 and gpu().wgmma and not merged

@@ -6,6 +6,11 @@ Each block sums its own parts through its shared memory.  It sends the sums to t
 the query head (st.async, counted by a barrier there), and the owner sums those.  The order is
 always the same.
 
+Copies: none from device memory but sinks.  A warp sends its head's sum to the owner by st.async.
+Waits: all threads at the block's barrier, until the parts are written, and for the cluster's start.
+An owner's warp waits on the head's barrier until all blocks' bytes have come.
+Writes: ``write`` of the caller, by one warp for each head.
+
     part     [part][head] out | padding, then [part][head] (maximum, sum)    written by the warps
     share    [owned head][block] out, maximum, sum                           by all blocks
 """

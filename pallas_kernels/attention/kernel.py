@@ -5,8 +5,8 @@
 A team of warps takes steps of 16 (or 32) tokens of one row.  Each warp takes one kv head of them.
 The G query heads that share it are the narrow side of the mma (``attention.tile``).
 
-    every warp      its share of the team's copies: K 0 | V 0 | K 1 ... into a ring, counted by one
-                    barrier per slot (``attention.ring``)
+    every warp      its share of the team's copies: K 0 | V 0 | K 1 ... into a ring
+                    (``attention.ring``)
                     ``step``: wait K | scores, tiles of 16 tokens x 8 heads | release K
                     | running maximum, exp2 | weights transposed in registers
                     | refill the last V | wait V | outputs += V^T weights | release V | refill K
@@ -15,6 +15,15 @@ The G query heads that share it are the narrow side of the mma (``attention.tile
     long rows       a team takes a chunk of tokens (``share_chunks``) and writes its parts to
                     memory, where a second kernel sums them (``attention.merge``); so rows of
                     unequal lengths share the SMs
+
+Copies: each warp of a team copies its share of a step's 8 runs, a lane a run, by bulk copies
+(``Ring.fill``).  Before Hopper a warp copies its own head's tokens by cp.async (``WarpRing``).
+Scales go through registers to a warp's own shared memory (``Scales``).
+Waits: every slot of keys, and every slot of values, has two barriers.  ``full`` counts 8 runs and
+their bytes; the team's warps wait there.  ``empty`` counts one arrival a warp of the team; a warp
+waits there before it refills its runs.  cp.async needs neither: a warp waits for its own copies.
+Writes: a warp leaves its part in shared memory, or in device memory for the second kernel.  With a
+cluster, ``Gathering.finish`` sums the parts, and one warp for each query head stores it.
 
 Neither operand is converted or transposed in shared memory.  Sums over features and over tokens may
 run in any order, so a lane takes the features that lie side by side in memory.  From K it takes

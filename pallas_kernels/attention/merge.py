@@ -8,6 +8,10 @@ A head's sink is one more share: of maximum ``sink``, sum 1 and outputs 0 (``wit
 One block per (row, query head).  A lane holds H / 32 columns; the warps take chunks in turn, a
 batch of loads at a time, each with a maximum of its own, and meet in shared memory.  Chunks without
 a visible key were never written and are not read.
+
+Copies: a lane loads its columns of each part from device memory into registers.
+Waits: for the kernel before; in ``_merge`` once at the block's barrier, for the warps' sums.
+Writes: warp 0 of a block (in ``_merge_parts`` every warp its own head) stores the head's output.
 """
 
 from __future__ import annotations

@@ -15,6 +15,11 @@ The code is PTX because both products of a step are in flight while the softmax 
 waits for each instruction (its message C7513).  Here one statement starts both products, and
 nothing reads their results before ``_landed``.  The operands of the next products are made after
 the wait for these.  This is the order of FlashAttention-3 (arXiv 2407.08608, algorithm 2).
+
+Copies: none; ``past_kernel`` brings operands to shared memory and waits for the copies.
+Waits: ``softmax`` waits until at most ``pending`` groups of wgmma run, ``fade`` and ``finish``
+until none does.  Until then registers of scores and means must not be read.
+Writes: ``finish`` stores logarithms in shared memory; all else stays in registers.
 """
 
 from __future__ import annotations

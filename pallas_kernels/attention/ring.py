@@ -9,6 +9,9 @@ runs, which lie 32 bytes apart in the banks; with ``Ring.order`` no read has a c
 
 Scales are read a step ahead into registers, a lane per token.  They are put into shared memory as
 the float32 numbers that the products take.  Every warp has its own, so only its lanes wait.
+
+Copies: ``fill``, by the warps of a team, a lane a run.  Waits: ``wait`` on ``full`` by every warp
+that reads; ``refill`` on ``empty`` by every warp that copies, until all of the team have read.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from pallas_kernels.attention.rope_cache import (
     rope_and_write_tokens,
 )
 from pallas_kernels.cpu import attend as cpu
-from pallas_kernels.device import lacking
+from pallas_kernels.device import gpu, lacking
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, device_of
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
@@ -215,7 +215,8 @@ def plan(
     found = direct.plan((qkv, rows, group * n_kv))
     if not isinstance(found, Reason):
         return found
+    card = gpu().attention
     return Reason(
         f"k holds {batch} rows, {capacity} tokens, {n_kv} kv heads, {group} query heads to each; "
-        f"the kernel takes {direct.ROWS} rows, {direct.TOKENS} tokens, 8 to each"
+        f"the kernel takes {card.direct_rows} rows, {card.direct_tokens} tokens, 8 to each"
     )

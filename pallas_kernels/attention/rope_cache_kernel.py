@@ -8,6 +8,11 @@ many tokens, or many rows (``_write_tokens``), it takes the N / K + 2 heads of o
 are then read once for all of these, and many loads are in flight.  A block has four warps, which
 share nothing.
 
+Copies: a lane loads its features of a head, of cos and of sin into registers.
+Waits: for the kernel before; no warp waits for another, and there are no barriers.
+Writes: the same lanes store q, and codes or words of k and v; lane 0 stores scales and zero points.
+A token outside the cache, or without a page, is not stored.
+
 A lane holds features (2 lane, 2 lane + 1) of each 64 of a head's first half, and their partners in
 the second half.  So every bit of a feature's number is a bit of the lane's number or of a
 register's.  A butterfly of the Walsh-Hadamard transform is a shuffle or two additions.
@@ -28,13 +33,13 @@ from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import hadamard_of_lanes
 from pallas_kernels.attention.operands import Cached, NewTokens, capacity_of
 from pallas_kernels.attention.pages import BlockTable, Paging
+from pallas_kernels.device import gpu
 from pallas_kernels.fused_parts import KIND, floats, packed
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import CODES
 
 WARPS = 4
-MANY_ROWS = 128  # of one token each, from which on a warp takes several heads
 TEAM = 8  # query heads that a warp of many tokens loads at once
 
 
@@ -313,7 +318,7 @@ def rope_and_write(x: NewTokens) -> tuple[jax.Array, Cached, Cached]:
     batch, heads, h = x.qkv.shape
     n_kv = x.k.shape[2]
     out = {"q": jax.ShapeDtypeStruct((batch, heads - 2 * n_kv, h), x.qkv.dtype)}
-    if batch >= MANY_ROWS:
+    if batch >= gpu().attention.shared_rope_rows:
         out |= {"new_k": None, "new_v": None}
         (q, *_), cache = _run(_write_tokens, (batch, 1), batch * n_kv, out, x)
     else:

@@ -8,6 +8,10 @@ are then read from shared memory, because registers would not hold them.  Tokens
 are the last one again.
 
 With a block table (``attention.pages``) a tile lies in a page, whose entry is loaded a tile ahead.
+
+Copies: a lane loads its own words, straight into registers; ``stage`` copies tables and the norm's
+weights to shared memory.  Waits: ``first``, for these alone, at the block's barrier.
+Writes: the warp of the new token's tile stores its key and value.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Short rows: the teams of a block, or of a cluster of blocks, take a row's steps in turn.  Long rows:
 a team takes a chunk of tokens.  Everything is emitted while the kernel is traced.
+
+Copies: lanes load the row's number and its lengths.  Waits: for the kernel before, for no barrier.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
     warp     a row's scores -> registers, lane + 32 i; k times the largest, by two ``redux``
     lane j   stores the j-th
 
+Copies: a lane loads its scores into registers.  Waits: for the kernel before; no barrier.
+
 Floor: a launch and a round trip to memory. XLA sorts whole rows in a kernel of its own, copies the
 first k of each, and compiles the sort anew for every layer (0.2 s).
 """

@@ -4,6 +4,10 @@ In wgmma's layout a store of registers as they are has 16 bytes of a row from fo
 takes a piece of a row at a time, so bfloat16 results go through shared memory first (``RowStage``
 where tokens are wgmma's N, and ``TokenStage`` where they are its M).  float32 results are exchanged
 between two lanes until each has 16 bytes of its own.
+
+Copies: lanes load the pairs' places.  Waits: ``RowStage`` at warpgroup barriers, two a turn's half
+of the memory; ``TokenStage`` and float32 results at warp barriers or none.  Writes: every lane 16
+bytes of a pair's row.
 """
 
 from __future__ import annotations

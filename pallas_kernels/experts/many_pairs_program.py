@@ -5,6 +5,8 @@ multipliers are those of the dense product (``matmul.many_rows.weight_program``)
 in three places: a tile's expert comes from a table, and so do its rows of x, which other warps
 gather (``many_pairs_gather_program``); the rows of gate and up are copied side by side; and results
 go to their pairs.
+
+``many_pairs_kernel`` says who copies, who waits and who writes.
 """
 
 from __future__ import annotations

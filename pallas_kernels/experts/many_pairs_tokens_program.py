@@ -12,6 +12,9 @@ operands is multiplied more often.
 The two parts are neighbours in the order of pairs, so an expert's short last part goes with the
 first of the next expert.  A warpgroup without tokens does not multiply.  Rows behind a part's last
 are multiplied, and not stored.
+
+Copies and waits are those of ``many_pairs_kernel``.  If both blocks of a cluster have one expert,
+each copies half of the rows of w to both.  A slot is refilled when both blocks have read it.
 """
 
 from __future__ import annotations

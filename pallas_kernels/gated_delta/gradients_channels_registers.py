@@ -3,6 +3,8 @@ warpgroup.
 
 ``gla.gradients_levels`` with two readings of the keys, by the registers of ``recurrence.slices``.
 Gating multiplies in float32 and rounds once.
+
+Copies: none; ``gradients_channels`` copies and waits.  Waits: none; a warp has its own channels.
 """
 
 from __future__ import annotations

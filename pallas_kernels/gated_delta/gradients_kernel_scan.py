@@ -78,7 +78,7 @@ class _Reverse(ChunkScan):
             source = gmem.d_out.at[b, rows, head, at]
             plgpu.copy_gmem_to_smem(source, smem.v.rows.at[slot, w], bar)
         plgpu.copy_gmem_to_smem(gmem.decays.at[b, head, c], smem.decays.at[slot], bar)
-        plgpu.copy_gmem_to_smem(gmem.weights.at[b, head, rows], smem.weights.at[slot], bar)
+        plgpu.copy_gmem_to_smem(gmem.mixing.at[b, head, rows], smem.mixing.at[slot], bar)
 
     # --- a chunk ---
 
@@ -100,7 +100,7 @@ class _Reverse(ChunkScan):
 
     def d_rest(self, slot, d_o, ends, acc):
         """dR^T = do^T M + E^T K'^T"""
-        plgpu.wgmma(acc, d_o, self.smem.weights.at[slot].transpose((1, 0)))
+        plgpu.wgmma(acc, d_o, self.smem.mixing.at[slot].transpose((1, 0)))
         for part, both in enumerate(ends):
             for x in both:
                 plgpu.wgmma(acc, x, self.smem.keys.at[slot, part].transpose((1, 0)))
@@ -185,7 +185,7 @@ def reverse_scan(prepared: Prepared, d_out, d_state, *, segments: int = 1, want_
             "q": tokens(stages, parts, CHUNK, PART),
             "k": tokens(stages, parts, CHUNK, PART),
             "keys": tiles(stages, parts, CHUNK, PART),
-            "weights": tiles(stages, CHUNK, CHUNK),
+            "mixing": tiles(stages, CHUNK, CHUNK),
             "v": tokens(stages, 2, CHUNK, 64),
             "decays": plgpu.SMEM((stages, *prepared.decays.shape[3:]), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=3 * parts + 2 + 2, num_barriers=stages),

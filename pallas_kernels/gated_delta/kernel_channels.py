@@ -127,9 +127,9 @@ def _inverse_call(scale: float):
         del ctx
         base, scratch = p.shared_address(tiles), p.shared_address(scratch)
         rows = inverse.InverseRows()
-        a, weights = tree.coefficients(rows, base, scratch, scale)
+        a, scores = tree.coefficients(rows, base, scratch, scale)
         p.warpgroup_barrier()  # all warps have read the sums
-        inverse.store_split(rows, base + TILE * tree.SCORES, weights)
+        inverse.store_split(rows, base + TILE * tree.SCORES, scores)
         places = (base + TILE * n for n in (tree.KEYS, tree.BLOCKS))
         x = inverse.inverse_transposed(rows, *places, a)
         return array(inverse.scaled_rows(x, rows.by_row(scratch, tree.BETA)))
@@ -276,7 +276,7 @@ class _Worker:
             summed = pl.run_scoped(functools.partial(ends, part=part), square)
             tiles_of[tree.BLOCKS + part] = summed.astype(gmem.q.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(self.rows_of.at[tree.MIXED], gmem.weights.at[b, head, rows])
+        plgpu.copy_smem_to_gmem(self.rows_of.at[tree.MIXED], gmem.mixing.at[b, head, rows])
         for part in range(self.parts):
             to = gmem.keys.at[b, head, rows, pl.ds(part * PART, PART)]
             plgpu.copy_smem_to_gmem(self.rows_of.at[tree.BLOCKS + part], to)
@@ -308,7 +308,7 @@ def chunks_by_channel(
             "queries": spec((b, t, h, dk), half),
             "from_start": spec((b, t, h, dk), half),
             "keys": spec((b, h, nc * CHUNK, dk), half),
-            "weights": spec((b, h, nc * CHUNK, CHUNK), half),
+            "mixing": spec((b, h, nc * CHUNK, CHUNK), half),
             "decay": spec((b, h, nc, dk), jnp.float32),
             "writers": spec((b, h, 2, nc * CHUNK, CHUNK), half) if save else None,
         },

@@ -112,9 +112,9 @@ def _inverse_call(scale: float, save: bool):
         del ctx
         scratch, tiles = p.shared_address(scratch_ref), p.shared_address(tiles_ref)
         rows = inverse.InverseRows()
-        a, weights = inverse.coefficients(rows, scratch, pairs(kk), pairs(qk), scale)
+        a, scores = inverse.coefficients(rows, scratch, pairs(kk), pairs(qk), scale)
         p.warpgroup_barrier()  # all warps' products have read q
-        inverse.store_split(rows, p.shared_address(q_ref), weights)
+        inverse.store_split(rows, p.shared_address(q_ref), scores)
         x = inverse.inverse_parts(rows, tiles, scratch, a)
         if save:
             p.warpgroup_barrier()  # all warps have read A
@@ -247,7 +247,7 @@ class _Chunk:
 
     def store(self) -> None:
         gmem, smem, at = self.gmem, self.smem, (self.row, self.head)
-        plgpu.copy_smem_to_gmem(smem.a.rows.at[0], gmem.weights.at[*at, self.rows])
+        plgpu.copy_smem_to_gmem(smem.a.rows.at[0], gmem.mixing.at[*at, self.rows])
         for part, columns in enumerate(self.parts):
             to = gmem.keys.at[*at, self.rows, columns]
             plgpu.copy_smem_to_gmem(smem.q.rows.at[part], to)
@@ -258,7 +258,7 @@ class Prepared(NamedTuple):
     """The operands of ``kernel_scan.scan``, and of the reverse scan.
 
     q, k: those of the call, ``[B, T, Hk, Dk]``; by channel Q and K from the chunk's start,
-    ``[B, T, H, Dk]``.  keys: K' ``[B, H, NC*64, Dk]``.  weights: M^T ``[B, H, NC*64, 64]``.  All
+    ``[B, T, H, Dk]``.  keys: K' ``[B, H, NC*64, Dk]``.  mixing: M^T ``[B, H, NC*64, 64]``.  All
     are bfloat16.  decays: float32 ``[B, H, NC, 2, 64]``, exp(G) and scale * exp(G); by channel
     exp(G_64), ``[B, H, NC, Dk]``.
     """
@@ -266,7 +266,7 @@ class Prepared(NamedTuple):
     q: jax.Array
     k: jax.Array
     keys: jax.Array
-    weights: jax.Array
+    mixing: jax.Array
     decays: jax.Array
 
     @property
@@ -315,7 +315,7 @@ def chunks(
         {"q": q, "k": k, "g": log_decay, "beta": beta, "lengths": lengths},
         {
             "keys": spec((b, h, nc * CHUNK, dk), half),
-            "weights": spec((b, h, nc * CHUNK, CHUNK), half),
+            "mixing": spec((b, h, nc * CHUNK, CHUNK), half),
             "decays": spec((b, h, nc, 2, CHUNK), jnp.float32),
             "inverses": spec((b, h, 2, nc * CHUNK, CHUNK), half) if save else None,
         },

@@ -197,10 +197,10 @@ def coefficients(rows: InverseRows, scratch, kk, qk, scale: float):
     P = scale q_i k_j decay with the diagonal."""
     log_row, beta = rows.by_row(scratch, LOG), rows.by_row(scratch, BETA)
     log_column = rows.by_column(scratch, LOG)
-    a, weights = [], []
+    a, scores = [], []
     for tile in range(8):
         a.append([])
-        weights.append([])
+        scores.append([])
         for half in range(2):
             row = rows.first + 8 * half
             pairs = [], []
@@ -214,8 +214,8 @@ def coefficients(rows: InverseRows, scratch, kk, qk, scale: float):
                 x = qk[tile][half][e] * scale * decay
                 pairs[1].append(p.where(upto, x, 0.0))
             a[tile].append(pairs[0])
-            weights[tile].append(pairs[1])
-    return a, weights
+            scores[tile].append(pairs[1])
+    return a, scores
 
 
 def _of_warp(rows: InverseRows, values):

@@ -92,7 +92,7 @@ class _Scan(ChunkScan):
     """gmem.borders and gmem.remainders may be None."""
 
     def __init__(self, gmem, smem, barrier, *, facts: _Facts):
-        super().__init__(gmem, smem, barrier, facts, pair=is_narrow(facts.dk))
+        super().__init__(gmem, smem, barrier, facts, paired=is_narrow(facts.dk))
         self.narrow, self.stages = is_narrow(facts.dk), stages_of(facts.dk)
         self.blocks = facts.dv // facts.width
 
@@ -164,7 +164,7 @@ class _Scan(ChunkScan):
         plgpu.copy_gmem_to_smem(gmem.keys.at[*at, rows], smem.keys.at[slot], bar, **self.both)
         if gmem.out is not None:
             plgpu.copy_gmem_to_smem(
-                gmem.weights.at[*at, rows], smem.weights.at[slot], bar, **self.both
+                gmem.mixing.at[*at, rows], smem.mixing.at[slot], bar, **self.both
             )
 
     # --- a chunk ---
@@ -233,7 +233,7 @@ class _Scan(ChunkScan):
         smem, facts = self.smem, self.facts
 
         def products(accs):
-            for acc, right in zip(accs, (smem.keys, smem.weights), strict=False):
+            for acc, right in zip(accs, (smem.keys, smem.mixing), strict=False):
                 plgpu.wgmma(acc, rest, right.at[slot])
 
         if facts.by_channel:
@@ -264,7 +264,7 @@ def _scratch(facts: _Facts, decay_shape) -> dict:
         "q": tokens(stages, parts, CHUNK, PART) if want_out else unused,
         "k": tokens(stages, parts, CHUNK, PART),
         "keys": tiles(stages, CHUNK, dk),
-        "weights": tiles(stages, CHUNK, CHUNK) if want_out else unused,
+        "mixing": tiles(stages, CHUNK, CHUNK) if want_out else unused,
         "v": tokens(stages, wgs, CHUNK, 64),
         "decays": plgpu.SMEM((stages, *decay_shape), jnp.float32),
         "full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
@@ -305,7 +305,7 @@ def scan(prepared: Prepared, v, *, start=None, lengths=None, segments: int = 1, 
     # A block of 64 value channels for each SM, where there are no more of them.
     few = b * h * segments * width // VALUE_BLOCK <= gpu().sms // 2
     narrow = is_narrow(dk)
-    wgs, pair = 1 if few or narrow else 2, 2 if narrow else 1
+    wgs, cluster = 1 if few or narrow else 2, 2 if narrow else 1
     facts = _Facts(dk, dv, nc, segments, h // hk, want, prepared.by_channel, wgs)
 
     def body(gmem, smem, barrier):
@@ -323,8 +323,8 @@ def scan(prepared: Prepared, v, *, start=None, lengths=None, segments: int = 1, 
             "final": spec((b, h, segments, dk, width), jnp.float32),
         },
         name="gated_delta_scan",
-        cluster=pair,
-        grid={"values": width // (64 * wgs * pair), "head": h * segments, "row": b},
+        cluster=cluster,
+        grid={"values": width // (64 * wgs * cluster), "head": h * segments, "row": b},
         warpgroups=wgs,
         scratch=_scratch(facts, prepared.decays.shape[3:]),
     )

@@ -90,7 +90,7 @@ class _Worker:
         own, self.n_items, self.item_of = worker_items(n_work, WARPGROUPS)
         views = smem.words.words, smem.words.gates, smem.stages.tiles, smem.stages.gates
         self.words, self.gates, self.stages, self.gates_out = (x.at[own] for x in views)
-        self.pair, self.diagonal = smem.pairs.at[own], smem.diagonals.at[own]
+        self.symmetric, self.diagonal = smem.pairs.at[own], smem.diagonals.at[own]
         self.ready, self.stage_ready = barrier.ready.at[own], barrier.stage_ready.at[own]
 
     def run(self) -> None:
@@ -122,7 +122,7 @@ class _Worker:
             return
         for tile in range(2):
             source = gmem.pairs.at[b, head, c, tile]
-            plgpu.copy_gmem_to_smem(source, self.pair.at[tile], self.ready)
+            plgpu.copy_gmem_to_smem(source, self.symmetric.at[tile], self.ready)
         plgpu.copy_gmem_to_smem(gmem.diagonals.at[b, head, c], self.diagonal, self.ready)
 
     def load_g(self, i) -> None:
@@ -168,7 +168,7 @@ class _Worker:
         self.make_products(i)
         plgpu.commit_smem()  # also the warpgroup's barrier: G is complete
         plgpu.barrier_wait(self.ready)
-        state = levels_call()(words, self.pair, self.diagonal)
+        state = levels_call()(words, self.symmetric, self.diagonal)
         state, extra = states_call(self.scale, 2)(words, stages, state, zeros(N_EXTRA))
         fluxes = flux_call()(words)
         plgpu.commit_smem()
@@ -185,7 +185,7 @@ class _Worker:
             acc = products_call()(self.stages.at[slot], acc)
             if slot:
                 pl.when(i > 0)(lambda: self.replace_words(i))
-        symmetric_call(self.scale)(self.pair, self.diagonal, acc)
+        symmetric_call(self.scale)(self.symmetric, self.diagonal, acc)
 
     def replace_words(self, i) -> None:
         """The results of the slice before have left q, k and g by now."""
@@ -198,7 +198,7 @@ class _Worker:
     def item_streamed(self, i, _) -> None:
         words = self.words
         plgpu.barrier_wait(self.ready)
-        state = levels_call()(words, self.pair, self.diagonal)
+        state = levels_call()(words, self.symmetric, self.diagonal)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last results have left slot 0
         self.load_stage(i, 1, 0)
         stage = functools.partial(self.stream_stage, i)

@@ -6,10 +6,10 @@ Where a head's blocks are a cluster, the step's kernel ends with this.  Elsewher
 and ``gated_norm`` is a kernel behind it, one warp per head.
 
 Both take the squares in one order: the four columns of a lane, the lanes by halves, then the blocks
-one by one.  Both emit the same instructions for it (``squares``, ``norm_factor``, ``finished``), so
-a head's bits depend neither on the number of rows nor on which of the two kernels ran.  Squares are
-added by fused multiply-adds.  XLA's form has no such order: it tiles its sums by the number of
-rows.
+one by one.  Both emit the same instructions for it (``squares``, ``norm_factor``, ``finished``).  A
+head's bits therefore depend neither on the number of rows nor on which of the two kernels ran.
+Squares are added by fused multiply-adds.  XLA's form has no such order: it tiles its sums by the
+number of rows.
 
 Copies: a lane of ``gated_norm`` loads its four columns of each 128 of o, weight and gate.
 Waits: a warp shares nothing with others; its lanes exchange sums by shuffles.

@@ -146,7 +146,7 @@ class _Worker:
         self.n_heads, self.n_chunks, self.n_stages = sizes
         self.gmem, self.scale = gmem, scale
         own, self.n_items, self.item_of = worker_items(n_work, PRODUCT_WARPGROUPS)
-        self.tiles, self.pair, self.diagonal, self.ready = (
+        self.tiles, self.symmetric, self.diagonal, self.ready = (
             x.at[own] for x in (smem.tiles, smem.pairs, smem.diagonals, barrier.ready)
         )
 
@@ -174,11 +174,11 @@ class _Worker:
         """dA, dA^T of every stage, then G and its results out."""
         acc = lax.fori_loop(0, self.n_stages, functools.partial(self.stage, i), zeros(40))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        symmetric_call(self.scale)(self.pair, self.diagonal, acc)
+        symmetric_call(self.scale)(self.symmetric, self.diagonal, acc)
         plgpu.commit_smem()
         c, head, b = self.place(i)
         for tile in range(2):
-            plgpu.copy_smem_to_gmem(self.pair.at[tile], self.gmem.pairs.at[b, head, c, tile])
+            plgpu.copy_smem_to_gmem(self.symmetric.at[tile], self.gmem.pairs.at[b, head, c, tile])
         plgpu.copy_smem_to_gmem(self.diagonal, self.gmem.diagonals.at[b, head, c])
 
     def stage(self, i, s, acc):

@@ -66,14 +66,14 @@ class _Facts(ScanFacts):
     pieces: int = 1  # of A
     stage_borders: bool = False  # borders go out through shared memory
     reverse: bool = False
-    pair: bool = False  # of blocks: a cluster
+    paired: bool = False  # two blocks are a cluster
 
 
 class _Scan(ChunkScan):
     """gmem.borders may be None."""
 
     def __init__(self, gmem, smem, barrier, *, facts: _Facts):
-        super().__init__(gmem, smem, barrier, facts, reverse=facts.reverse, pair=facts.pair)
+        super().__init__(gmem, smem, barrier, facts, reverse=facts.reverse, paired=facts.paired)
         self.stages = stages_of(facts.dk)
 
     def run(self) -> None:
@@ -84,7 +84,7 @@ class _Scan(ChunkScan):
         plgpu.wait_smem_to_gmem(0, wait_read_only=self.clears)
         if self.clears:
             self.clear_outputs(out.tiles.at[self.warpgroup], out.rows.at[self.warpgroup])
-        if self.facts.pair:  # a block stays until the other one has arrived at its barriers
+        if self.facts.paired:  # a block stays until the other one has arrived at its barriers
             pl.when(self.warpgroup == 0)(self.leave)
 
     # --- copies ---
@@ -153,7 +153,7 @@ class _Scan(ChunkScan):
         decays = plgpu.load(self.smem.decay.at[slot], layout=_WGMMA.reduce(0))
         decayed = state * lax.broadcast_in_dim(decays, (64, facts.dk), [1])
         state = pl.run_state(update)(plgpu.ACC.init(decayed))
-        if facts.pair:
+        if facts.paired:
             plgpu.commit_smem()
         plgpu.barrier_arrive(barrier.k_read.at[slot])
         return state
@@ -193,14 +193,15 @@ class _Scan(ChunkScan):
 
     def store_outputs(self, slot, rows, o) -> None:
         out, read, own = self.smem.out, self.barrier.q_read, self.warpgroup
-        if not self.facts.pair:
+        if not self.facts.paired:
             plgpu.barrier_arrive(read.at[slot])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         out.tiles.at[own].transpose((1, 0))[...] = plgpu.layout_cast(
             o.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
         )
         plgpu.commit_smem()
-        if self.facts.pair:  # one thread arrives for its whole warpgroup, hence behind its barrier
+        # In a pair one thread arrives for its whole warpgroup, hence behind its barrier.
+        if self.facts.paired:
             plgpu.barrier_arrive(read.at[slot])
         to = self.gmem.out.at[self.row, rows, self.head, self.columns]
         plgpu.copy_smem_to_gmem(out.rows.at[own], to)
@@ -232,7 +233,7 @@ def _scratch(facts: _Facts, want_out: bool) -> dict:
     unused = plgpu.SMEM((8,), jnp.float32)
     # The places where a slot's operands are read for the last time.
     read = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
-    if facts.pair:
+    if facts.paired:
         read = plgpu.ClusterBarrier(collective_axes=("rank",), num_arrivals=2, num_barriers=stages)
     return {
         "q": tiles(stages, CHUNK, dk) if want_out else unused,
@@ -286,8 +287,8 @@ def scan(
     blocks = dv // VALUE_BLOCK
     # The borders' staging tiles do not fit beside two slots of Dk = 256 operands.
     stage_borders = want_borders and (dk <= 128 or not want_out)
-    pair = dk > 128 and blocks % 2 == 0 and b * h * segments * blocks > gpu().sms
-    facts = _Facts(dk, dv, nc, segments, 1, pieces, stage_borders, reverse, pair)
+    paired = dk > 128 and blocks % 2 == 0 and b * h * segments * blocks > gpu().sms
+    facts = _Facts(dk, dv, nc, segments, 1, pieces, stage_borders, reverse, paired)
 
     def body(gmem, smem, barrier):
         _Scan(gmem, smem, barrier, facts=facts).run()
@@ -302,8 +303,8 @@ def scan(
             "final": spec((b, h, segments, dk, dv), jnp.float32),
         },
         name="gla_scan" + ("_reverse" if reverse else ""),
-        cluster=1 + pair,
-        grid={"values": blocks // (1 + pair), "head": h * segments, "row": b},
+        cluster=1 + paired,
+        grid={"values": blocks // (1 + paired), "head": h * segments, "row": b},
         warpgroups=2,
         scratch=_scratch(facts, want_out),
     )

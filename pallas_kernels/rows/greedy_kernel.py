@@ -7,6 +7,11 @@ leave their parts in device memory to a second kernel.
     over_warps   the block's (largest, token, sum) to the first block of the cluster
     over_blocks  in the first block, one warp: stop tokens; lane 0: the row's words, written
 
+Copies: a thread loads its logits into registers; every thread loads the row's five words.
+Waits: the block's barrier, for the warps' parts in shared memory; the cluster's, until all blocks
+have begun.  The first block's warp 0 waits on its mbarrier for the parts of all 8 blocks.
+Writes: lane 0 of that warp stores the row's words, the token and its log-probability.
+
 Numerics: float32.  A part's sum is relative to its own largest logit, as in an online softmax
 (arXiv 1805.02867).
 

@@ -7,6 +7,10 @@ ranks of 8 columns at once, while it prefetches as many.  A warp adds 16 sums ov
 shuffles, and each round halves the number of sums in a lane.  The sums of all warps and all blocks
 of the row's cluster meet in shared memory.  Ranks of other adapters are zeros, so one product with
 the second factors serves all rows (``matmul.many_rows.pair``).
+
+Copies: a thread loads the adapter's columns of its own chunks, one step ahead, into registers.
+Waits: all threads at the block's (or the cluster's) barrier, once all warps have stored their sums.
+Writes: threads of all blocks of the cluster store the row's inner products.
 """
 
 from __future__ import annotations

@@ -15,6 +15,13 @@ largest value, and one barrier joins them.  There are three ways to run it (``Ro
     a cluster a row     few wide rows: each block has a part of the columns, and every thread reads
                         the sums of all warps of all blocks after one cluster barrier
 
+Copies: a thread loads its own chunks of 8 columns into registers.  With a ring thread 0 copies
+whole rows to shared memory by bulk copies, and loads come from there.
+Waits: where warps join a sum or a largest value, all threads meet at one barrier a row.  With a
+cluster, this is the barrier of all its blocks.  With a ring all threads wait first for the row on
+its slot's barrier; thread 0 refills the slot behind the row's barrier, which a ring always has.
+Writes: a thread stores its chunks of results and of x + residual; thread 0 stores the row's scale.
+
 Floor: bytes counted once, at 4.2 TB/s; one row takes a launch and one round trip to memory, about
 1.1 us.  Result, one H200: 8192 x 4096 bfloat16 to int8 24.6 us (floor 24.0), with the residual 57.7
 (55.9), the gate at 8192 x 2 x 14336 139 (140).  The table, and attempts: docs/lab/rows.md.

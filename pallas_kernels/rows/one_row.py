@@ -1,5 +1,8 @@
 """One thread's work on one row of the row-wise kernel (``rows.kernel``): load, compute, join the
-block's sums, store."""
+block's sums, store.
+
+``rows.kernel`` says who copies, who waits and who writes.
+"""
 
 from __future__ import annotations
 

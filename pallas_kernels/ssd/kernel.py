@@ -30,7 +30,7 @@ from pallas_kernels.recurrence.channels import CHUNK
 from pallas_kernels.recurrence.op import Heads, zero_padding
 from pallas_kernels.recurrence.plan import ScanPlan, operands_reason, padded, segments_for
 from pallas_kernels.recurrence.scan import segment_states
-from pallas_kernels.ssd.kernel_scan import WIDTH, scan
+from pallas_kernels.ssd.kernel_scan import WIDTH, scan, warpgroups_of
 
 WIDTHS = 64, 128, 256  # of keys
 
@@ -52,7 +52,8 @@ def plan(heads: Heads) -> SSDPlan | Reason:
         return Reason(reason)
     if dk not in WIDTHS:
         return Reason(f"q has Dk = {dk}, the kernel takes 64, 128 and 256")
-    blocks = max(1, batch * n_heads * -(-dv // WIDTH) // (1 if dk > 128 else 2))
+    units = -(-dv // WIDTH)
+    blocks = batch * n_heads * units // warpgroups_of(units, n_heads // heads.q.shape[2], dk)
     n_chunks, us = -(-length // CHUNK), gpu().ssd
 
     def microseconds(n: int) -> float:

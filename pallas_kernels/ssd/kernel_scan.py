@@ -50,7 +50,7 @@ _WGMMA = plgpu.Layout.WGMMA
     arg_types=(plgpu.RefType(), _WGMMA),
     return_type=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.bfloat16, layout=_WGMMA),
 )
-def _weighted(ctx, sums, scores):
+def _decayed(ctx, sums, scores):
     """Q K^T * D, rounded."""
     del ctx
     rows = inverse.InverseRows()
@@ -62,12 +62,20 @@ def _weighted(ctx, sums, scores):
     return bf16_array(words)
 
 
+def warpgroups_of(units: int, group: int, dk: int) -> int:
+    """Return the warpgroups of a block; units: those that a head needs, of ``group`` that share q.
+
+    Two, where they fit and a group's heads fill whole blocks.
+    """
+    return 2 if (units * group) % 2 == 0 and dk <= 128 else 1
+
+
 class _Scan(ChunkScan):
     """A block's warpgroups are those of a head or two, whose key head is ``key_head``."""
 
     def __init__(self, gmem, smem, barrier, *, facts: ScanFacts, warpgroups: int):
         super().__init__(gmem, smem, barrier, facts)
-        self.warpgroups, self.pair = warpgroups, self.head
+        self.warpgroups, self.head_block = warpgroups, self.head
         self.head, self.columns = self.columns_of(self.warpgroup)
         self.key_head = self.head // facts.group
         self.is_wide = len(facts.keys) > 2
@@ -75,7 +83,7 @@ class _Scan(ChunkScan):
     def columns_of(self, warpgroup):
         """(head, value channels) of a warpgroup of this block."""
         units = self.facts.dv // WIDTH  # warpgroups that a head needs
-        unit = self.pair * self.warpgroups + warpgroup
+        unit = self.head_block * self.warpgroups + warpgroup
         return unit // units, pl.ds((unit % units) * WIDTH, WIDTH)
 
     def run(self) -> None:
@@ -119,13 +127,13 @@ class _Scan(ChunkScan):
             square = plgpu.ACC((WIDTH, CHUNK), jnp.float32)
             if self.is_wide:  # too few registers for both
                 scores = pl.run_scoped(functools.partial(self.scores, slot), square)
-                smem.weights[own] = _weighted(sums, scores)
+                smem.scores[own] = _decayed(sums, scores)
                 seen = pl.run_scoped(functools.partial(self.seen, slot, state), square)
             else:
                 rounded = [x.astype(jnp.bfloat16) for x in state]
                 read = functools.partial(self.read, slot, rounded)
                 scores, seen = pl.run_scoped(read, square, square)
-                smem.weights[own] = _weighted(sums, scores)
+                smem.scores[own] = _decayed(sums, scores)
             outputs = [seen * jnp.exp2(by_token(smem.sums, slot, own))]
         values = self.inside(c, read_transposed(smem.v.rows.at[slot, own], self.mask))
         to_end = jnp.exp2(sums[CHUNK - 1] - by_token(smem.sums, slot, own))
@@ -168,7 +176,7 @@ class _Scan(ChunkScan):
         """S += K^T V by parts, and the outputs, where they are wanted."""
         n = len(self.facts.keys)
         for acc in accs[n:]:
-            plgpu.wgmma(acc, values, self.smem.weights.at[self.warpgroup].transpose((1, 0)))
+            plgpu.wgmma(acc, values, self.smem.scores.at[self.warpgroup].transpose((1, 0)))
         for part, acc in enumerate(accs[:n]):
             plgpu.wgmma(acc, late, self.smem.k.tiles.at[slot, part])
 
@@ -195,7 +203,7 @@ def scan(q, k, v, sums, *, start=None, lengths=None, segments: int = 1, want_out
     b, t, h, dv = v.shape
     groups, dk = k.shape[2:]
     units, group, stages = dv // WIDTH, h // groups, ChunkScan.stages
-    wgs = 2 if (units * group) % 2 == 0 and dk <= 128 else 1
+    wgs = warpgroups_of(units, group, dk)
     facts = ScanFacts(dk, dv, -(-t // CHUNK), segments, group)
 
     def body(gmem, smem, barrier):
@@ -224,7 +232,7 @@ def scan(q, k, v, sums, *, start=None, lengths=None, segments: int = 1, want_out
             "q": tokens(stages, parts, CHUNK, PART) if want_out else None,
             "k": tokens(stages, parts, CHUNK, PART),
             "v": tokens(stages, wgs, CHUNK, WIDTH),
-            "weights": tiles(wgs, CHUNK, CHUNK) if want_out else None,
+            "scores": tiles(wgs, CHUNK, CHUNK) if want_out else None,
             "sums": plgpu.SMEM((stages, wgs, CHUNK), jnp.float32),
             "full": plgpu.Barrier(
                 num_arrivals=(1 + want_out) * parts + 2 * wgs, num_barriers=stages

@@ -4,6 +4,8 @@ A tile of 16 rows, or in the program of one row a row, belongs to one of a group
 addresses of its codes and scales depend on which: a shift, picked by comparing its number with the
 weights' first ones (``several``).  Each group has blocks of its own, which run the program of its
 form.
+
+``row`` and ``tile`` say who copies, who waits and who writes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The launch of the kernels of few rows: that of one row (``row``) and that of tiles (``tile``)."""
+"""The launch of the kernels of few rows: that of one row (``row``) and that of tiles (``tile``).
+
+Those two files say who copies, who waits and who writes.
+"""
 
 from __future__ import annotations
 

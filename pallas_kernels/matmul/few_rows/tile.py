@@ -19,6 +19,14 @@ another.
     run_batch  all    barrier | sum of the warps' partials in a fixed order (with split > 1 through
                       the peers' shared memory), fused parts, one rounding, store  (``tile_sums``)
 
+Copies: each lane copies its own codes by cp.async (``Copies.codes``).  All threads copy a batch's
+scales, bias and residual by cp.async.  A warp copies its own run of x, or with a norm all threads
+load x through registers.
+Waits: a lane waits for its own copies (``copies_wait``).  All warps meet at a block barrier behind
+``start``, and at one in each ``run_batch`` before sums are added.  Blocks of a cluster meet once
+each batch, and at the end.
+Writes: all threads store a batch's outputs; with ``split`` each block those of every split-th tile.
+
 Fusion.  A norm, out = rsqrt(mean x^2 + eps) * ((x * gamma) W): x then comes by registers instead of
 cp.async, is multiplied on its way to shared memory, and the factor multiplies the sum at the end.
 The same way takes a pending term that is added to x: every block adds it, and the first cluster

@@ -5,6 +5,10 @@ planar-snake order.  Neighbouring clusters then work on neighbouring tiles, so t
 operands that another cluster just read.  The last warpgroup feeds a ring of shared-memory slots by
 TMA, and two warpgroups consume it.  The ring runs on across tiles: the next tile's operands arrive
 during the epilogue.
+
+``feed`` runs the copies in the first warp of the last warpgroup.  A slot's ``full`` barrier counts
+its copies' bytes; each warpgroup that computes waits there.  They arrive at ``empty``, and the
+feeder waits there before it copies into the slot again (``ring_barriers``).
 """
 
 from __future__ import annotations

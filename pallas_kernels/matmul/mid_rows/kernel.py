@@ -12,6 +12,12 @@ and all rows of x in the tile, so that a block widens each code once.
     warp:   32 rows of w: codes -> registers, widened and scaled | for 16 rows of x: load, 16 mma
     end:    warps that share K add up in shared memory | scales, bias, one rounding, store
 
+Copies: every thread copies its own pieces of x and w by cp.async, ``stages`` - 1 steps ahead.  A
+lane loads scales and zeros into registers, a step ahead.
+Waits: each step all threads wait for their own copies, then meet at one block barrier.  It says
+that the step's slot is full, and that the slot before has been read and may be refilled.
+Writes: the lanes of the warps that finish sums store 4 neighbouring outputs of a row at a time.
+
 Where few rows of w would leave multiprocessors idle, blocks share K (``parts``).  Each writes its
 sums, and XLA adds, scales and rounds them.  int32 sums are added as such, so W8A8 stays exact.
 

@@ -16,6 +16,9 @@ with these 4 neighbouring outputs of a row of x, and the 8 lanes with 32.
 
 Pieces of 16 bytes lie in shared memory so that the lanes of a load are in different banks: a row's
 are XORed by bits of its number, and rows of 64 bytes change places.
+
+The phases are ``place_copies``, ``place_loads``, the loop over ``step``, then ``exchange`` (warps
+that share K meet at two block barriers) and ``store``.  ``kernel`` says who copies and waits.
 """
 
 from __future__ import annotations
