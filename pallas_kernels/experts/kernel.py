@@ -92,7 +92,7 @@ def grouped_rows(
         operands = dataclasses.replace(operands, **moved)
 
         def product() -> None:
-            row.run(plan.row, operands, smem, block, waits=False)
+            row.RowProgram(plan.row, operands, smem, block).run(waits=False)
 
         if partial:
             p.when(is_own, product)

@@ -54,7 +54,7 @@ def matmul(
         several = Several(group.begin, group.firsts, others)
         if isinstance(group.division, RowDivision):
             block = p.register("ctaid.x") - group.begin
-            row.run(group.division, operands, smem, block, several=several)
+            row.RowProgram(group.division, operands, smem, block, several).run()
             return
         tile.TileProgram(group.division, operands, smem, several).run()
 

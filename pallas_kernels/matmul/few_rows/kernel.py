@@ -66,7 +66,7 @@ def matmul(
     def body(gmem, smem):
         memory = vars(gmem)
         if is_row:
-            row.run(plan, FewRowsOperands.of(memory, **facts), smem)
+            row.RowProgram(plan, FewRowsOperands.of(memory, **facts), smem).run()
         else:
             memory = dict(sorted(memory.items(), key=lambda item: item[0] in _LAST))
             tile.TileProgram(plan, FewRowsOperands.of(memory, **facts), smem).run()
