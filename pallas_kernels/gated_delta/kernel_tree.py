@@ -143,8 +143,25 @@ def add_slice(base, acc, slot: Slot, scratch, decay_at, limit, scale: float) -> 
     tree, named = Tree(a), {0: acc[0]}
     diagonal_products(lane, named, TILE * slot.q, TILE * slot.k)
     acc[0] = named[0]
-    tiles = slot.near, slot.far
     column = lane.lane << 3
+    total = _inner_levels(lane, acc, tree, slot, q, k, scratch + (lane.warp << 8) + column)
+    p.warpgroup_barrier()  # the table is full
+    borders = Borders(lane, scratch, column, TABLE)
+    from_start = _outer_operands(lane, tree, slot, q, k, borders, scale)
+    whole = borders.whole(total)
+    p.when(
+        p.equal(lane.warp, 0),
+        lambda: p.store_global(p.offset(decay_at, lane.lane, 8), whole),
+    )
+    p.warpgroup_barrier()  # the operands of levels 16 and 32 are there
+    _far_products(lane, acc, slot, borders.query16)
+    p.warpgroup_barrier()  # and now read
+    store_rows(lane, TILE * slot.near, from_start)
+
+
+def _inner_levels(lane, acc, tree, slot: Slot, q, k, table):
+    """Levels 1 to 8, inside a warp's rows; their decay is left in the table, and returned."""
+    tiles, total = (slot.near, slot.far), None
     for first in (0, 2):
         for half, tile in enumerate(tiles):
             level = _LEVELS[first + half]
@@ -152,13 +169,16 @@ def add_slice(base, acc, slot: Slot, scratch, decay_at, limit, scale: float) -> 
             tree.raise_level(level)
         if first:  # the 16-row products of the four warps, exchanged through a table
             total = tree.p[15]
-            p.store_shared(scratch + (lane.warp << 8) + column, total, TABLE)
+            p.store_shared(table, total, TABLE)
         p.warp_barrier()
         _level_products(lane, acc, first, tiles)
         p.warp_barrier()
-    p.warpgroup_barrier()
+    return total
 
-    borders = Borders(lane, scratch, column, TABLE)
+
+def _outer_operands(lane, tree, slot: Slot, q, k, borders, scale: float):
+    """Store the operands of levels 16 and 32, and the slice's results (``Slot``) but one: k decayed
+    from the chunk's start, whose place is still read.  That is returned."""
     query16, query32, before = borders.query16, borders.query32, borders.before
     scaled = [x * scale for x in before]
     far = [
@@ -187,15 +207,7 @@ def add_slice(base, acc, slot: Slot, scratch, decay_at, limit, scale: float) -> 
         _store(lane, slot.k, r, _gated(key, times(down, borders.after)))
         _store(lane, slot.q, r, _gated(_floats(q[r]), times(up, scaled)))
         from_start.append(_gated(key, times(up, before)))
-    whole = borders.whole(total)
-    p.when(
-        p.equal(lane.warp, 0),
-        lambda: p.store_global(p.offset(decay_at, lane.lane, 8), whole),
-    )
-    p.warpgroup_barrier()
-    _far_products(lane, acc, slot, query16)
-    p.warpgroup_barrier()
-    store_rows(lane, TILE * slot.near, from_start)
+    return from_start
 
 
 def _word(base, tile, i, j):

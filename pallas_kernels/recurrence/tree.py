@@ -17,6 +17,9 @@ from pallas_kernels import ptx as p
 from pallas_kernels.ptx import LOG2E
 from pallas_kernels.recurrence.channels import TILE, ThreadPlace, half_products, zero_acc
 
+# Where a slot's tiles begin, in bytes: q, k, and the gates' two, which y replaces.
+_Q, _K, _LOW, _HIGH = 0, TILE, 2 * TILE, 3 * TILE
+
 
 class Lane(ThreadPlace):
     """A thread's place: warp w owns rows 16w..16w+15, and a lane owns two columns."""
@@ -201,33 +204,48 @@ ACCUMULATORS = (0, 1, 2, 4, 8, 16, 17, 32, 33)  # 16, 32: column halves of a 16x
 def gate_slice(lane, acc, table, decay_at, limit, scale):
     """One slice of 64 channels: adds every level's products, leaves qg and kg in place of q and k.
 
-    Byte offsets inside a slot: q tile, k tile, then g's two tiles, reused for y.
+    The slot's two tiles of gates are reused for y.
     """
-    q_at, k_at, low, high = 0, TILE, 2 * TILE, 3 * TILE
-    q, k, a = load_slice(lane, q_at, k_at, low, limit)
+    q, k, a = load_slice(lane, _Q, _K, _LOW, limit)
     if limit is not None:
-        store_rows(lane, q_at, q)
-        store_rows(lane, k_at, k)
+        store_rows(lane, _Q, q)
+        store_rows(lane, _K, k)
     # From here on every warp reuses its own rows of the g tiles for y.
     mgpu.utils.warp_barrier()
-    tree = Tree(a)
+    tree, column = Tree(a), lane.lane << 3
+    total = _inner_levels(lane, acc, tree, q, k, table + (lane.warp << 8) + column)
+    mgpu.utils.warpgroup_barrier()  # the table is full
+    borders = Borders(lane, table, column)
+    _outer_operands(lane, tree, q, k, borders, scale)
+    first = p.equal(lane.warp, 0)
+    with mgpu.when(first):
+        p.store_global(p.offset(decay_at, column), borders.whole(total))
+    mgpu.utils.warpgroup_barrier()  # y of levels 16 and 32 is there
+    _block_products(lane, acc, 16, lane.near_block(), _LOW)
+    _block_products(lane, acc, 32, lane.far_block(), _HIGH)
+
+
+def _inner_levels(lane, acc, tree, q, k, table):
+    """Levels 1 to 8, inside a warp's rows; their decay is left in the table, and returned."""
+    total = None
     for pair in ((1, 2), (4, 8)):
-        for level, at in zip(pair, (low, high), strict=True):
+        for level, at in zip(pair, (_LOW, _HIGH), strict=True):
             store_rows(lane, at, tree.operand(level, q, k))
             tree.raise_level(level)
         if pair[1] == 8:  # the 16-row products of the four warps, exchanged through a table
-            column = lane.lane << 3
             total = tree.p[15]
-            p.store_shared(table + (lane.warp << 8) + column, total)
+            p.store_shared(table, total)
         mgpu.utils.warp_barrier()
         if pair[0] == 1:
-            diagonal_products(lane, acc, q_at, k_at)
-        for level, at in zip(pair, (low, high), strict=True):
+            diagonal_products(lane, acc, _Q, _K)
+        for level, at in zip(pair, (_LOW, _HIGH), strict=True):
             _warp_products(lane, acc, level, at)
         mgpu.utils.warp_barrier()
-    mgpu.utils.warpgroup_barrier()
+    return total
 
-    borders = Borders(lane, table, column)
+
+def _outer_operands(lane, tree, q, k, borders, scale) -> None:
+    """Store y of levels 16 and 32 in place of the gates, qg and kg in place of q and k."""
     query16, query32 = borders.query16, borders.query32
     between = p.pack(*borders.between)
     before = [x * scale for x in borders.before]
@@ -239,14 +257,8 @@ def gate_slice(lane, acc, table, decay_at, limit, scale):
         y32.append(p.mul_pairs(p.where(query32, yq, yk), between))
         qg.append(_gate(q[r], times(tree.p[r], before)))
         kg.append(_gate(k[r], times(suffix, borders.after)))
-    for at, words in ((low, y16), (high, y32), (q_at, qg), (k_at, kg)):
+    for at, words in ((_LOW, y16), (_HIGH, y32), (_Q, qg), (_K, kg)):
         store_rows(lane, at, words)
-    first = p.equal(lane.warp, 0)
-    with mgpu.when(first):
-        p.store_global(p.offset(decay_at, column), borders.whole(total))
-    mgpu.utils.warpgroup_barrier()
-    _block_products(lane, acc, 16, lane.near_block(), low)
-    _block_products(lane, acc, 32, lane.far_block(), high)
 
 
 def _put_block(lane, base, block, tiles, scale):
