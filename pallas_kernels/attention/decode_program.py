@@ -268,9 +268,7 @@ class DecodeKernel:
         weights = mma_tile.weights_of(scores, top)
         total = [
             functools.reduce(
-                operator.add,
-                [w[i] for w in weights for i in (c, c + 2)],
-                sums.total[c] * fade[c],
+                operator.add, [w[i] for w in weights for i in (c, c + 2)], sums.total[c] * fade[c]
             )
             for c in range(2)
         ]

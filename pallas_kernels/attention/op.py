@@ -27,11 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention.blockwise import (
-    CPU_DECODE_BLOCK,
-    blockwise_attention,
-    load,
-)
+from pallas_kernels.attention.blockwise import CPU_DECODE_BLOCK, blockwise_attention, load
 from pallas_kernels.attention.operands import WIDTHS, Attended, Cached, capacity_of
 from pallas_kernels.attention.plain import is_visible
 from pallas_kernels.attention.rope_cache import PAGED, from_cache_basis, unusual
@@ -170,10 +166,7 @@ _decode_attention = Op("decode_attention", xla_form, _kernel, derivative=attend_
 
 
 def plan(
-    q: jax.Array,
-    k: jax.Array | QTensor,
-    v: jax.Array | QTensor,
-    table: jax.Array | None = None,
+    q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor, table: jax.Array | None = None
 ) -> Plan | Reason:
     """How a kernel computes the call: the one for one or two rows, or the one for many."""
     from pallas_kernels.attention import direct

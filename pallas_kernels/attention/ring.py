@@ -156,10 +156,7 @@ class Ring:
             return slot, parity ^ 1
         edge, over = (self.depth - 1, 0) if step > 0 else (0, self.depth - 1)
         wraps = p.equal(slot, edge)
-        return (
-            p.where(wraps, p.ci(over), slot + step),
-            p.where(wraps, parity ^ 1, parity),
-        )
+        return (p.where(wraps, p.ci(over), slot + step), p.where(wraps, parity ^ 1, parity))
 
     def wait(self, slot, parity, values: bool) -> None:
         p.barrier_wait(self.barrier(slot, values, False), parity)

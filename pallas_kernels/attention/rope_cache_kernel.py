@@ -327,9 +327,7 @@ def rope_and_write(x: NewTokens) -> tuple[jax.Array, Cached, Cached]:
 
 
 @jax.jit
-def rope_and_write_tokens(
-    x: NewTokens,
-) -> tuple[jax.Array, jax.Array, jax.Array, Cached, Cached]:
+def rope_and_write_tokens(x: NewTokens) -> tuple[jax.Array, jax.Array, jax.Array, Cached, Cached]:
     """See ``pallas_kernels.attention.rope_cache``."""
     (batch, width, heads, h), n_kv = x.qkv.shape, x.k.shape[2]
     out = {

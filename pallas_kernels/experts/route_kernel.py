@@ -71,12 +71,7 @@ def route_tokens(
 
     x bfloat16 ``[T, D]``, gamma ``[D]``, router bfloat16 ``[E, D]``, bias ``[E]``.
     """
-    inputs = {
-        "x": x,
-        "gamma": gamma,
-        "router": router,
-        "bias": bias,
-    }
+    inputs = {"x": x, "gamma": gamma, "router": router, "bias": bias}
     kinds = kinds_of(inputs)
     shape = plan.tokens, static.k
     outs = {

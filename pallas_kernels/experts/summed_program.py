@@ -284,11 +284,7 @@ class SumProgram:
     def codes(self, place: Place, expert: Value, lane: Value) -> WarpCodes:
         weight = self.weight
         group = place.column >> (weight.group.bit_length() - 1)
-        starts = {
-            "w": place.column >> 1,
-            "scale": group * weight.scale_bytes,
-            "zero": group,
-        }
+        starts = {"w": place.column >> 1, "scale": group * weight.scale_bytes, "zero": group}
         names = ["w", "scale"] + (["zero"] if weight.int_zero else [])
         places = {
             name: p.offset_rows(at, expert, self.plan.n * self.row_bytes[name])

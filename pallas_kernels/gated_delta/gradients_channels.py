@@ -70,11 +70,7 @@ def _levels_call(ctx, words, pairs):
 
 
 @plgpu.inline_mgpu(
-    arg_types=(
-        *[plgpu.RefType(ROWS)] * 3,
-        *[plgpu.RefType()] * 2,
-        bundle_layout(registers.N_STATE),
-    ),
+    arg_types=(*[plgpu.RefType(ROWS)] * 3, *[plgpu.RefType()] * 2, bundle_layout(registers.N_STATE))
 )
 def _finish_call(ctx, words, states, gates_out, diagonal, through, state) -> None:
     del ctx

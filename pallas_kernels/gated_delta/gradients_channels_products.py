@@ -129,10 +129,7 @@ class _Symmetric:
         return [
             [
                 self.merged(
-                    self.rows.first + 8 * half,
-                    tile,
-                    self.lower[tile][half],
-                    self.upper[tile][half],
+                    self.rows.first + 8 * half, tile, self.lower[tile][half], self.upper[tile][half]
                 )
                 for half in range(2)
             ]

@@ -172,8 +172,7 @@ class _Chunk:
 
         self.codes = [
             plgpu.load(
-                gmem.remainders.at[b, head, self.chunk, n, self.warpgroup],
-                layout=remainder.LAYOUT,
+                gmem.remainders.at[b, head, self.chunk, n, self.warpgroup], layout=remainder.LAYOUT
             )
             for n in range(2)
         ]
@@ -308,10 +307,7 @@ class _Chunk:
         x = _added(asked, (from_scores, k))
         smem.r_low.tiles[wg] = x.astype(jnp.bfloat16)
         x = _added(
-            d_end - seen,
-            (from_keys, k),
-            (_transposed(from_keys), k),
-            (_transposed(from_scores), q),
+            d_end - seen, (from_keys, k), (_transposed(from_keys), k), (_transposed(from_scores), q)
         )
         plgpu.commit_smem()  # all warps have read what is there
         smem.end.tiles[wg] = x.astype(jnp.bfloat16)

@@ -35,11 +35,7 @@ from pallas_kernels.launch import launch
 from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
 from pallas_kernels.recurrence.plan import VALUE_BLOCK
 from pallas_kernels.recurrence.scan import PART, ChunkScan, ScanFacts
-from pallas_kernels.recurrence.states import (
-    by_token,
-    read_transposed,
-    write_rows,
-)
+from pallas_kernels.recurrence.states import by_token, read_transposed, write_rows
 
 _WGMMA = plgpu.Layout.WGMMA
 

@@ -149,10 +149,7 @@ def add_slice(base, acc, slot: Slot, scratch, decay_at, limit, scale: float) -> 
     borders = Borders(lane, scratch, column, TABLE)
     from_start = _outer_operands(lane, tree, slot, q, k, borders, scale)
     whole = borders.whole(total)
-    p.when(
-        p.equal(lane.warp, 0),
-        lambda: p.store_global(p.offset(decay_at, lane.lane, 8), whole),
-    )
+    p.when(p.equal(lane.warp, 0), lambda: p.store_global(p.offset(decay_at, lane.lane, 8), whole))
     p.warpgroup_barrier()  # the operands of levels 16 and 32 are there
     _far_products(lane, acc, slot, borders.query16)
     p.warpgroup_barrier()  # and now read

@@ -14,13 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
-from pallas_kernels.recurrence.channels import (
-    ROWS,
-    TILE,
-    ChannelLane,
-    bundle,
-    bundle_type,
-)
+from pallas_kernels.recurrence.channels import ROWS, TILE, ChannelLane, bundle, bundle_type
 from pallas_kernels.recurrence.slices import GATES, Levels, flat, load_block
 
 # Registers of a slice (``recurrence.slices``): dq, dk, p, t; the chunk's decay; which gates are 0.

@@ -151,7 +151,7 @@ def finish_call():
             bundle_layout(32),
             bundle_layout(N_STATE),
             bundle_layout(N_EXTRA),
-        ),
+        )
     )
     def call(ctx, out_ref, fluxes, state, extra):
         del ctx

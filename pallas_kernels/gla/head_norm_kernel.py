@@ -44,10 +44,7 @@ def squares(o: Sequence[Value], lanes: int) -> Value:
 
 
 def finished(
-    o: Sequence[Value],
-    factor: Value,
-    weight: Sequence[Value],
-    gate: Sequence[Value] | None,
+    o: Sequence[Value], factor: Value, weight: Sequence[Value], gate: Sequence[Value] | None
 ) -> list[Value]:
     """The columns times the norm's factor and weight, and through the gate if there is one."""
     y = [x * factor * w for x, w in zip(o, weight, strict=True)]
@@ -130,13 +127,7 @@ class _Head:
 
 @functools.partial(jax.jit, static_argnames=("start", "eps", "columns"))
 def gated_norm(
-    o: jax.Array,
-    weight: jax.Array,
-    gate: jax.Array | None,
-    *,
-    start: int,
-    eps: float,
-    columns: int,
+    o: jax.Array, weight: jax.Array, gate: jax.Array | None, *, start: int, eps: float, columns: int
 ) -> jax.Array:
     """Return the norm of each head of o through the gate.
 

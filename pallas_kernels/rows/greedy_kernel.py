@@ -202,8 +202,7 @@ class _Greedy:
         part = _over_lanes(_loaded(self.by_warp, self.lane), THREADS // 32)
         to = p.peer_address(self.by_block + self.rank * 16, 0)
         p.when(
-            self.lane < 1,
-            lambda: p.send_peer(to, _words(part), p.peer_address(self.barrier, 0)),
+            self.lane < 1, lambda: p.send_peer(to, _words(part), p.peer_address(self.barrier, 0))
         )
         p.when(self.rank < 1, self.wait_and_join)
 

@@ -121,12 +121,7 @@ class _Ring:
         rows.row(row, words, weight, turn, lambda: self.copy(after, slot, barrier))
         moved = index + 1
         wrap = p.equal(moved, plan.ring)
-        return [
-            row + plan.blocks,
-            turn ^ 1,
-            p.where(wrap, 0, moved),
-            phase ^ p.unsigned(wrap),
-        ]
+        return [row + plan.blocks, turn ^ 1, p.where(wrap, 0, moved), phase ^ p.unsigned(wrap)]
 
 
 def run(

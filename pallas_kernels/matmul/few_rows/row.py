@@ -46,12 +46,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
-from pallas_kernels.matmul.few_rows.operands import (
-    FewRowsOperands,
-    as_float,
-    load_word,
-    over_lanes,
-)
+from pallas_kernels.matmul.few_rows.operands import FewRowsOperands, as_float, load_word, over_lanes
 from pallas_kernels.matmul.few_rows.plan import RowDivision
 from pallas_kernels.matmul.few_rows.posted import Posts
 from pallas_kernels.matmul.few_rows.row_loops import Floats, Nibbles, loop_class

@@ -37,10 +37,7 @@ REGISTERS = {2: (40, 232), 3: (40, 152), 4: (32, 112)}
 def tiled(dtype, swizzle: int):
     """The transforms of a shared-memory operand of wgmma."""
     bits = 4 if dtype == jnp.int4 else 8 * jnp.dtype(dtype).itemsize
-    return (
-        plgpu.TilingTransform((8, 8 * swizzle // bits)),
-        plgpu.SwizzleTransform(swizzle),
-    )
+    return (plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle))
 
 
 def rows_and_tiles(shape: tuple[int, ...], dtype, divided: tuple[int, ...] = (), low=None) -> Views:

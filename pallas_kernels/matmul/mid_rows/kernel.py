@@ -45,11 +45,7 @@ from pallas_kernels.qtensor import QTensor
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tile"))
 def matmul(
-    x: jax.Array | QTensor,
-    w: QTensor,
-    bias: jax.Array | None,
-    out_dtype: jnp.dtype,
-    tile: MidTile,
+    x: jax.Array | QTensor, w: QTensor, bias: jax.Array | None, out_dtype: jnp.dtype, tile: MidTile
 ) -> jax.Array:
     """Return the product [M, N] of x [M, K] and w [N, K]; ``plan`` has the conditions.
 
