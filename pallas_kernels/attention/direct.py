@@ -11,8 +11,8 @@
 Before Hopper there are no clusters: the blocks of a kv head write their parts to memory, and a
 second kernel sums them (``attention.merge``).
 
-Copies: each lane loads its words of a tile from the cache into registers; no ring, no TMA.  Before
-that, lanes prefetch the warp's first tile into L2.
+Copies: each lane loads its words of a tile from the cache into registers; no ring, no TMA.  Without
+a window and pages, lanes first prefetch the warp's first tile into L2.
 Waits: for the kernel before; with a norm once at the block's barrier for tables in shared memory.
 Else warps meet only at the end, in ``Gathering.finish``: at the block's barrier, then blocks on a
 barrier for each owned head.

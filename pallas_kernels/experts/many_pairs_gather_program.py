@@ -178,14 +178,16 @@ class _RowCopies:
     warp: its place among ``WARPS``.  pair: the block's in its cluster.
     """
 
-    def __init__(self, how: GatherShape, stages: int, warp: int, pair, x, pairs, work, slots, bars):
+    def __init__(
+        self, how: GatherShape, stages: int, warp: int, pair, x, pairs, work, slots, barriers
+    ):
         self.how, self.stages, self.pair = how, stages, pair
         self.lane = p.register("tid.x") & 31
         self.row = (self.lane >> 3) + 4 * warp  # of eight
         chunk = self.lane & 7
         self.source = p.offset(p.address(x), chunk, 16)
         self.to = p.shared_address(slots) + (self.row * SLOT_BYTES + (chunk ^ self.row) * 16)
-        self.copied = p.shared_address(bars)
+        self.copied = p.shared_address(barriers)
         self.work, self.pairs = p.address(work), p.address(pairs)
 
     def run(self, cluster: Value) -> None:

@@ -21,8 +21,9 @@ another kernel sorts rows of x in memory first (``sorted_rows_kernel``), and two
 Copies: the feeder's warp copies w and its scales by TMA (``PairsFeeder``).  Two more warps gather
 rows of x by cp.async (``RowGather``), or the feeder copies sorted rows by TMA.
 Waits: the feeder waits on ``empty`` for a slot that all multiplying warpgroups have read, and on
-``vectors_empty`` for scales.  A third warp waits for both copies of a slot, and says ``ready``.
-Multiplying warpgroups wait for ``ready`` (sorted rows: ``full``) and for ``vectors_full``.
+``vectors_empty`` for scales.  The gathering warps wait on barriers of their own for that.  A third
+warp waits for both copies of a slot, and says ``ready``.  Multiplying warpgroups wait for ``ready``
+(sorted rows: ``full``) and for ``vectors_full``.
 Writes: each multiplying warpgroup stores its results at their pairs, through shared memory if they
 are bfloat16.
 

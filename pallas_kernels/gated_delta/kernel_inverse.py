@@ -17,8 +17,8 @@ the layout that mma writes is the layout that it reads on the left.
 
 Copies: ``chunk_vectors`` loads log_decay and beta by the first warp; everything else is in shared
 memory or registers.
-Waits: the callers' warpgroup barriers.  In ``inverse_parts`` the warps meet once A's blocks, and
-once the diagonal blocks' inverses, are stored.
+Waits: the callers' warpgroup barriers.  In ``inverse_parts`` a warp barrier follows the store of a
+warp's diagonal block.  The warpgroup's barrier follows the inverses, which all warps then read.
 """
 
 from __future__ import annotations
