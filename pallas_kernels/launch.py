@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 Arrays = TypeVar("Arrays")  # a pytree of arrays, or of references to them
 R = TypeVar("R")
+REF = plgpu.RefType()  # a reference, as an argument of ``inline``
 
 
 class Views(dict[str, object]):
@@ -109,12 +110,8 @@ def launch(
         )
         return body(gmem, smem, barrier)
 
-    def emit(ctx: object, *refs: object) -> None:
-        del ctx
-        named(*refs)
-
     def kernel(*refs: object) -> None:
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(emit)(*refs)
+        inline(*[REF] * len(refs))(named)(*refs)
 
     grid = grid if isinstance(grid, Mapping) else {"block": grid}
     if not isinstance(cluster, Mapping):
@@ -137,6 +134,22 @@ def launch(
         ),
     )(*inputs.leaves)
     return results.tree.unflatten(found)
+
+
+def inline(*arg_types: Any, out: Any = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator: a function of the kernel's own values becomes a call from Pallas.
+
+    The function runs while the kernel is traced.  It emits its code at the place of the call.
+
+    arg_types: of the arguments, ``REF`` for a reference, or layouts.  out: types of the results.
+    """
+
+    def decorate(emit: Callable[..., Any]) -> Callable[..., Any]:
+        return plgpu.inline_mgpu(arg_types=arg_types, return_type=out)(
+            lambda _, *values: emit(*values)
+        )
+
+    return decorate
 
 
 def _memory(kind: Any) -> Any:

@@ -1,4 +1,4 @@
-"""PTX and MLIR's integers and floats as Python functions, for code inside ``plgpu.inline_mgpu``.
+"""PTX and MLIR's integers and floats as Python functions, for code inside ``launch.inline``.
 
 Arithmetic, comparisons and operations on bits are Python's operators (``operators``).
 

@@ -36,6 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import ir, llvm, vector
+from pallas_kernels.launch import REF, inline
 
 ROWS, KEYS = 64, 128
 _SCORES = KEYS // 2  # a thread's
@@ -124,9 +125,8 @@ def _over_quad(op, x):
 def zeros(h: int):
     """Means, and (reference, sum) of each row, before the first tile."""
 
-    @plgpu.inline_mgpu(return_type=(_type(h // 2), _type(4)))
-    def call(ctx):
-        del ctx
+    @inline(out=(_type(h // 2), _type(4)))
+    def call():
         return _bundle([p.cf(0.0)] * (h // 2)), _bundle([p.cf(-math.inf)] * 2 + [p.cf(0.0)] * 2)
 
     return call()
@@ -206,11 +206,8 @@ class Tile:
     def ask_scores(self):
         """(q, k) -> scores in flight."""
 
-        @plgpu.inline_mgpu(
-            arg_types=(self._codes, self._codes), return_type=_type(_SCORES, jnp.int32)
-        )
-        def call(ctx, q, k):
-            del ctx
+        @inline(self._codes, self._codes, out=_type(_SCORES, jnp.int32))
+        def call(q, k):
             return _bundle(self._ask(self._code_descriptors(q, k), None)[0])
 
         return call
@@ -218,12 +215,8 @@ class Tile:
     def ask_values(self):
         """(v, weights, means) -> means in flight."""
 
-        @plgpu.inline_mgpu(
-            arg_types=(self._floats, _layout(_SCORES // 2), _layout(self.h // 2)),
-            return_type=_type(self.h // 2),
-        )
-        def call(ctx, v, weights, means):
-            del ctx
+        @inline(self._floats, _layout(_SCORES // 2), _layout(self.h // 2), out=_type(self.h // 2))
+        def call(v, weights, means):
             values = self._value_descriptor(v), _registers(weights), _registers(means)
             return _bundle(self._ask(None, values)[1])
 
@@ -232,18 +225,15 @@ class Tile:
     def ask_both(self):
         """(q, k, v, weights, means) -> scores and means in flight, the scores ahead."""
 
-        @plgpu.inline_mgpu(
-            arg_types=(
-                self._codes,
-                self._codes,
-                self._floats,
-                _layout(_SCORES // 2),
-                _layout(self.h // 2),
-            ),
-            return_type=(_type(_SCORES, jnp.int32), _type(self.h // 2)),
+        @inline(
+            self._codes,
+            self._codes,
+            self._floats,
+            _layout(_SCORES // 2),
+            _layout(self.h // 2),
+            out=(_type(_SCORES, jnp.int32), _type(self.h // 2)),
         )
-        def call(ctx, q, k, v, weights, means):
-            del ctx
+        def call(q, k, v, weights, means):
             values = self._value_descriptor(v), _registers(weights), _registers(means)
             scores, means = self._ask(self._code_descriptors(q, k), values)
             return _bundle(scores), _bundle(means)
@@ -253,9 +243,8 @@ class Tile:
     def factors(self):
         """The factors of a thread's two rows, of 64 in shared memory."""
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_type(2))
-        def call(ctx, factor):
-            del ctx
+        @inline(REF, out=_type(2))
+        def call(factor):
             warp, g, _ = _place()
             at = p.shared_address(factor) + (warp << 6) + (g << 2)
             return _bundle([p.load_float(at, 32 * row) for row in (0, 1)])
@@ -267,12 +256,15 @@ class Tile:
         by), when no more than ``pending`` products are in flight.  ragged: of so many keys."""
         keys = [plgpu.Layout.WG_SPLAT((128,))] if ragged else []
 
-        @plgpu.inline_mgpu(
-            arg_types=(_layout(_SCORES), plgpu.RefType(), _layout(4), _layout(2), *keys),
-            return_type=(_type(_SCORES), _type(4), _type(2)),
+        @inline(
+            _layout(_SCORES),
+            REF,
+            _layout(4),
+            _layout(2),
+            *keys,
+            out=(_type(_SCORES), _type(4), _type(2)),
         )
-        def call(ctx, scores, scale, state, factor, *keys):
-            del ctx
+        def call(scores, scale, state, factor, *keys):
             p.ptx(f"wgmma.wait_group.sync.aligned {pending};")
             scores, factor = _landed(_registers(scores)), _registers(factor)
             before, total = _registers(state)[:2], _registers(state)[2:]
@@ -310,11 +302,8 @@ class Tile:
     def weights(self):
         """Exponentials -> the next product's operand, behind ``fade``: it waits for this one's."""
 
-        @plgpu.inline_mgpu(
-            arg_types=(_layout(_SCORES),), return_type=_type(_SCORES // 2, jnp.int32)
-        )
-        def call(ctx, x):
-            del ctx
+        @inline(_layout(_SCORES), out=_type(_SCORES // 2, jnp.int32))
+        def call(x):
             x = _registers(x)
             pairs = zip(x[::2], x[1::2], strict=True)
             return _bundle([p.pack(low, high, self.kind) for low, high in pairs])
@@ -324,11 +313,8 @@ class Tile:
     def fade(self):
         """(means in flight, what they fade by) -> means."""
 
-        @plgpu.inline_mgpu(
-            arg_types=(_layout(self.h // 2), _layout(2)), return_type=_type(self.h // 2)
-        )
-        def call(ctx, means, fade):
-            del ctx
+        @inline(_layout(self.h // 2), _layout(2), out=_type(self.h // 2))
+        def call(means, fade):
             p.ptx("wgmma.wait_group.sync.aligned 0;")
             means, fade = _landed(_registers(means)), _registers(fade)
             unlike = [p.unequal(x, 1.0) for x in fade]
@@ -344,12 +330,13 @@ class Tile:
         """(means in flight, state, where the logarithms go) -> the means over the sums."""
         out = plgpu.Layout.WGMMA
 
-        @plgpu.inline_mgpu(
-            arg_types=(_layout(self.h // 2), _layout(4), plgpu.RefType()),
-            return_type=plgpu.ShapeDtypeStruct((ROWS, self.h), jnp.float32, layout=out),
+        @inline(
+            _layout(self.h // 2),
+            _layout(4),
+            REF,
+            out=plgpu.ShapeDtypeStruct((ROWS, self.h), jnp.float32, layout=out),
         )
-        def call(ctx, means, state, log):
-            del ctx
+        def call(means, state, log):
             p.ptx("wgmma.wait_group.sync.aligned 0;")
             means, state = _landed(_registers(means)), _registers(state)
             warp, g, c = _place()

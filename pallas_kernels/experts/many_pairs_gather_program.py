@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.launch import Views
+from pallas_kernels.launch import REF, Views, inline
 from pallas_kernels.matmul.many_rows import pipeline
 from pallas_kernels.matmul.many_rows.plan import BLOCK_K
 from pallas_kernels.ptx import Value
@@ -87,9 +87,8 @@ class RowGather:
     def start(self) -> None:
         """By all threads of the block, before anything else."""
 
-        def emit(ctx, barriers) -> None:
-            del ctx
-
+        @inline(REF)
+        def emit(barriers) -> None:
             def initialise() -> None:
                 base = p.shared_address(barriers)
                 for i in range(self.stages):
@@ -100,19 +99,19 @@ class RowGather:
             p.when(p.equal(p.register("tid.x"), 0), initialise)
             p.barrier()
 
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(emit)(self.ref)
+        emit(self.ref)
 
     # --- the warpgroups that multiply ---
 
     def wait(self, at, load) -> None:
         """Until the ring's load number ``load``, rows and weight, is in slot ``at``."""
 
-        def emit(ctx, barrier, parity) -> None:
-            del ctx
+        @inline(REF, _SPLAT)
+        def emit(barrier, parity) -> None:
             p.barrier_wait(p.shared_address(barrier), parity.registers.flat[0])
 
         splat = plgpu.layout_cast(jnp.full((128,), self.parity(load), jnp.int32), _SPLAT)
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SPLAT))(emit)(self.ref.at[1, at], splat)
+        emit(self.ref.at[1, at], splat)
 
     def parity(self, load):
         """Parity of the phase in which load number ``load`` arrives."""
@@ -122,33 +121,31 @@ class RowGather:
     def release(self, at) -> None:
         """This warpgroup has read slot ``at``."""
 
-        def emit(ctx, barrier) -> None:
-            del ctx
+        @inline(REF)
+        def emit(barrier) -> None:
             at = p.shared_address(barrier)
             is_first = p.equal(p.register("tid.x") & 31, 0)
             p.when(is_first, lambda: p.barrier_arrive(at))
 
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(emit)(self.ref.at[2, at])
+        emit(self.ref.at[2, at])
 
     # --- the warp that hands slots over ---
 
     def hand_over(self, loads, full) -> None:
         """Say of each of the ring's loads that it is there.  full: the barriers of the weight."""
 
-        def emit(ctx, copied, ready, parity) -> None:
-            del ctx
+        @inline(REF, REF, _SCALAR)
+        def emit(copied, ready, parity) -> None:
             p.barrier_wait(p.shared_address(copied), parity.registers.flat[0])
             p.ptx("fence.proxy.async.shared::cta;")
             is_first = p.equal(p.register("tid.x") & 31, 0)
             at = p.shared_address(ready)
             p.when(is_first, lambda: p.barrier_arrive(at))
 
-        types = plgpu.RefType(), plgpu.RefType(), _SCALAR
-
         def step(load, at):
             plgpu.barrier_wait(full.at[at])
             parity = self.parity(load).astype(jnp.int32)
-            plgpu.inline_mgpu(arg_types=types)(emit)(self.ref.at[0, at], self.ref.at[1, at], parity)
+            emit(self.ref.at[0, at], self.ref.at[1, at], parity)
             return pipeline.ring_next(at, 1, self.stages)
 
         lax.fori_loop(0, loads, step, jnp.asarray(0, jnp.int32))
@@ -158,18 +155,14 @@ class RowGather:
     def copy(self, gmem, slots, how: GatherShape, warp: int) -> None:
         """Copy the rows of all of this block's tiles.  warp: this warp's place among ``WARPS``."""
         refs = gmem.x, gmem.pairs, gmem.work, slots, self.ref
-        emit = functools.partial(self.emit_copies, how, warp)
-        types = (plgpu.RefType(),) * len(refs), (_SCALAR,) * 2
-        place = lax.axis_index("cluster"), lax.axis_index("pair")
-        plgpu.inline_mgpu(arg_types=(*types[0], *types[1]))(emit)(*refs, *place)
 
-    def emit_copies(
-        self, how: GatherShape, warp: int, ctx, x, pairs, work, slots, barriers, *place
-    ) -> None:
-        del ctx
-        refs = x, pairs, work, slots, barriers
-        cluster, pair = (one.registers.flat[0] for one in place)
-        _RowCopies(how, self.stages, warp, pair, *refs).run(cluster)
+        @inline(*[REF] * len(refs), _SCALAR, _SCALAR)
+        def emit(*args) -> None:
+            *memory, cluster, pair = args
+            cluster, pair = (one.registers.flat[0] for one in (cluster, pair))
+            _RowCopies(how, self.stages, warp, pair, *memory).run(cluster)
+
+        emit(*refs, lax.axis_index("cluster"), lax.axis_index("pair"))
 
 
 class _RowCopies:

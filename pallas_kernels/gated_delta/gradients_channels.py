@@ -45,7 +45,7 @@ from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import gradients_channels_registers as registers
 from pallas_kernels.gated_delta.gradients_channels_products import chunk_products
 from pallas_kernels.gated_delta.kernel_chunks import AroundChunks
-from pallas_kernels.launch import Views, launch
+from pallas_kernels.launch import REF, Views, inline, launch
 from pallas_kernels.recurrence.channels import (
     CHUNK,
     ROWS,
@@ -63,17 +63,13 @@ from pallas_kernels.recurrence.op import Heads
 WARPGROUPS = 2  # workers of a block
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS),) * 2, return_type=bundle_type(registers.N_STATE))
-def _levels_call(ctx, words, pairs):
-    del ctx
+@inline(*(plgpu.RefType(ROWS),) * 2, out=bundle_type(registers.N_STATE))
+def _levels_call(words, pairs):
     return bundle(registers.levels(p.shared_address(words), p.shared_address(pairs)))
 
 
-@plgpu.inline_mgpu(
-    arg_types=(*[plgpu.RefType(ROWS)] * 3, *[plgpu.RefType()] * 2, bundle_layout(registers.N_STATE))
-)
-def _finish_call(ctx, words, states, gates_out, diagonal, through, state) -> None:
-    del ctx
+@inline(*[plgpu.RefType(ROWS)] * 3, *[REF] * 2, bundle_layout(registers.N_STATE))
+def _finish_call(words, states, gates_out, diagonal, through, state) -> None:
     (state,) = unbundle(state, registers.N_STATE)
     refs = words, states, gates_out, diagonal, through
     registers.finish(*map(p.shared_address, refs), state)

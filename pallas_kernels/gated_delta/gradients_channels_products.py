@@ -44,7 +44,7 @@ from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import gradients_kernel_sums as sums
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta.kernel_chunks import PART, AroundChunks, high_low, pairs
-from pallas_kernels.launch import Views, launch
+from pallas_kernels.launch import REF, Views, inline, launch
 from pallas_kernels.recurrence.channels import (
     BF16_TILE,
     CHUNK,
@@ -99,9 +99,8 @@ def _diagonal(out, x) -> None:
             )
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA))
-def _diagonal_call(ctx, out, x) -> None:
-    del ctx
+@inline(REF, _WGMMA)
+def _diagonal_call(out, x) -> None:
     _diagonal(p.shared_address(out), pairs(x))
 
 
@@ -173,9 +172,8 @@ class _Symmetric:
         return words[0] | words[1]
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), _WGMMA, _WGMMA))
-def _symmetric_call(ctx, tiles, lower, upper) -> None:
-    del ctx
+@inline(plgpu.RefType(ROWS), _WGMMA, _WGMMA)
+def _symmetric_call(tiles, lower, upper) -> None:
     _symmetric(p.shared_address(tiles), _words(lower), _words(upper))
 
 
@@ -202,9 +200,8 @@ def _sum_states(tiles, out) -> None:
     p.when(row < 1, store)
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), plgpu.RefType()))
-def _sum_states_call(ctx, tiles, out) -> None:
-    del ctx
+@inline(plgpu.RefType(ROWS), REF)
+def _sum_states_call(tiles, out) -> None:
     _sum_states(p.shared_address(tiles), p.address(out))
 
 

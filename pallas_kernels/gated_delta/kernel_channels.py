@@ -43,7 +43,7 @@ from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta import kernel_tree as tree
 from pallas_kernels.gated_delta.kernel_chunks import PART, Prepared, array, high_low
-from pallas_kernels.launch import Views, launch
+from pallas_kernels.launch import REF, Views, inline, launch
 from pallas_kernels.recurrence.channels import (
     BF16_TILE,
     CHUNK,
@@ -71,9 +71,8 @@ def _sums_of(array):
 
 
 def _betas_call(pitch: int):
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _LIMIT))
-    def call(ctx, betas, scratch, limit):
-        del ctx
+    @inline(REF, REF, _LIMIT)
+    def call(betas, scratch, limit):
         tree.load_betas(p.address(betas), p.shared_address(scratch), limit.registers.flat[0], pitch)
 
     return call
@@ -82,18 +81,15 @@ def _betas_call(pitch: int):
 def _slice_call(slot: tree.Slot, scale: float, first: bool, ragged: bool):
     """(tiles, scratch, decay, limit[, sums]) -> sums of ``tree.add_slice``."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(ROWS),
-            plgpu.RefType(),
-            plgpu.RefType(),
-            _LIMIT,
-            *([] if first else [bundle_layout(_N_SUMS)]),
-        ),
-        return_type=bundle_type(_N_SUMS),
+    @inline(
+        plgpu.RefType(ROWS),
+        REF,
+        REF,
+        _LIMIT,
+        *([] if first else [bundle_layout(_N_SUMS)]),
+        out=bundle_type(_N_SUMS),
     )
-    def call(ctx, tiles, scratch, decay, limit, *sums):
-        del ctx
+    def call(tiles, scratch, decay, limit, *sums):
         acc = _sums_of(*sums) if sums else tree.empty_sums()
         tree.add_slice(
             p.shared_address(tiles),
@@ -109,9 +105,8 @@ def _slice_call(slot: tree.Slot, scale: float, first: bool, ragged: bool):
     return call
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), bundle_layout(_N_SUMS)))
-def _spread_call(ctx, tiles, sums):
-    del ctx
+@inline(plgpu.RefType(ROWS), bundle_layout(_N_SUMS))
+def _spread_call(tiles, sums):
     base = p.shared_address(tiles)
     tree.spread(Lane(base), _sums_of(sums), base)
 
@@ -119,12 +114,12 @@ def _spread_call(ctx, tiles, sums):
 def _inverse_call(scale: float):
     """X^T; leaves P's high and low parts in the place of the sums."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(ROWS), plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.float32, layout=_WGMMA),
+    @inline(
+        plgpu.RefType(ROWS),
+        REF,
+        out=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.float32, layout=_WGMMA),
     )
-    def call(ctx, tiles, scratch):
-        del ctx
+    def call(tiles, scratch):
         base, scratch = p.shared_address(tiles), p.shared_address(scratch)
         rows = inverse.InverseRows()
         a, scores = tree.coefficients(rows, base, scratch, scale)

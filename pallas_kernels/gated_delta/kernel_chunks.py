@@ -47,7 +47,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.jax_internals import ir, llvm
-from pallas_kernels.launch import launch
+from pallas_kernels.launch import REF, inline, launch
 from pallas_kernels.recurrence.channels import (
     CHUNK,
     ROWS,
@@ -65,9 +65,8 @@ PARTS = (plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.bfloat16, layout=_WGMMA),) *
 
 
 def vectors_call(scale: float, pitch: int, want_out: bool = True):
-    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, plgpu.Layout.WG_SPLAT((128,))))
-    def call(ctx, scratch, decays, betas, out, limit):
-        del ctx
+    @inline(*[REF] * 4, plgpu.Layout.WG_SPLAT((128,)))
+    def call(scratch, decays, betas, out, limit):
         inverse.chunk_vectors(
             p.shared_address(scratch),
             p.address(decays),
@@ -104,12 +103,8 @@ def _inverse_call(scale: float, save: bool):
     """(k k^T, q k^T) -> ((I + A)^-1)^T; overwrites q by P's high and low parts, and leaves what it
     returns in the tiles if it is to be saved."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(ROWS), plgpu.RefType(ROWS), _WGMMA, _WGMMA),
-        return_type=PARTS,
-    )
-    def call(ctx, scratch_ref, q_ref, tiles_ref, kk, qk):
-        del ctx
+    @inline(REF, plgpu.RefType(ROWS), plgpu.RefType(ROWS), _WGMMA, _WGMMA, out=PARTS)
+    def call(scratch_ref, q_ref, tiles_ref, kk, qk):
         scratch, tiles = p.shared_address(scratch_ref), p.shared_address(tiles_ref)
         rows = inverse.InverseRows()
         a, scores = inverse.coefficients(rows, scratch, pairs(kk), pairs(qk), scale)
@@ -137,11 +132,10 @@ def parts_array(x):
     return tuple(bf16_array(list(part)) for part in zip(*words, strict=True))
 
 
-@plgpu.inline_mgpu(arg_types=(_WGMMA,), return_type=PARTS)
-def high_low(ctx, x):
+@inline(_WGMMA, out=PARTS)
+def high_low(x):
     """A [64, 64] array as two bf16 parts.  By instructions that convert two floats: what the
     compiler makes of ``astype`` converts the low part float by float, at an eighth of the rate."""
-    del ctx
     return parts_array([[inverse.split(pair) for pair in tile] for tile in pairs(x)])
 
 

@@ -1,6 +1,6 @@
 """Register work of ``gated_delta.kernel_chunks``: a chunk's decays, and the inverse of its I + A.
 
-Everything here runs inside ``plgpu.inline_mgpu``, on the four warps of a warpgroup.
+Everything here runs inside ``launch.inline``, on the four warps of a warpgroup.
 Warp w holds rows 16w..16w+15 of a [64, 64] matrix as ``x[tile][half]``.  These are two columns from
 8 tile + 2c on of row g + 8 half, the layout of wgmma and of mma.  g and c are those of
 ``recurrence.channels.ThreadPlace``.

@@ -10,7 +10,7 @@ warps' products, and have one block of 16 x 16 for each warp and product, two at
 
 Gating multiplies in float32 and rounds once, because a delta rule subtracts values that it reads.
 
-Everything here runs inside ``plgpu.inline_mgpu`` on a warpgroup.  Memory is ``TILES`` tiles of 64
+Everything here runs inside ``launch.inline`` on a warpgroup.  Memory is ``TILES`` tiles of 64
 rows of 128 bytes with TMA's swizzle.  ``Slot`` and the constants after it number the tiles.
 
 Copies: ``load_betas`` loads beta; ``kernel_channels`` copies everything else and waits for it.

@@ -56,7 +56,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.launch import Views, launch
+from pallas_kernels.launch import REF, Views, inline, launch
 from pallas_kernels.recurrence.channels import (
     CHUNK,
     ROWS,
@@ -99,20 +99,17 @@ _N_ACC = 4 * len(ACCUMULATORS)
 
 
 def _slice_call(scale: float, first: bool, last: bool, ragged: bool):
-    """inline_mgpu around ``gate_slice``: (slot, table, decay[, limit][, acc]) -> acc."""
+    """A call of ``gate_slice``: (slot, table, decay[, limit][, acc]) -> acc."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(ROWS),
-            plgpu.RefType(),
-            plgpu.RefType(),
-            *([plgpu.Layout.WG_SPLAT((128,))] if ragged else []),
-            *([] if first else [bundle_layout(_N_ACC)]),
-        ),
-        return_type=bundle_type(_N_ACC),
+    @inline(
+        plgpu.RefType(ROWS),
+        REF,
+        REF,
+        *([plgpu.Layout.WG_SPLAT((128,))] if ragged else []),
+        *([] if first else [bundle_layout(_N_ACC)]),
+        out=bundle_type(_N_ACC),
     )
-    def call(ctx, slot, table, decay, *rest):
-        del ctx
+    def call(slot, table, decay, *rest):
         rest = list(rest)
         limit = rest.pop(0).registers.flat[0] if ragged else None
         lane = Lane(p.shared_address(slot))

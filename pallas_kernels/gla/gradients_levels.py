@@ -1,6 +1,6 @@
 """Register work of ``gla.gradients``: the six levels of the tree, for a slice of a chunk.
 
-Contract: ``levels_call`` returns an ``inline_mgpu`` call of a whole warpgroup.  Its registers
+Contract: ``levels_call`` returns an ``launch.inline`` call of a whole warpgroup.  Its registers
 travel as a bundle (``recurrence.channels``).  The algorithm is in ``gla.gradients``.
 
 Copies: none; q, k, g and G are in shared memory (``gla.gradients`` waits for them).
@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
+from pallas_kernels.launch import REF, inline
 from pallas_kernels.recurrence.channels import ROWS, TILE, ChannelLane, bundle, bundle_type
 from pallas_kernels.recurrence.slices import GATES, Levels, flat, load_block
 
@@ -121,12 +122,8 @@ class _Levels(Levels):
 def levels_call():
     """(slot, pairs, diagonal) -> the state of a slice."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(ROWS), plgpu.RefType(ROWS), plgpu.RefType()),
-        return_type=bundle_type(N_STATE),
-    )
-    def call(ctx, slot_ref, pair_ref, diagonal_ref):
-        del ctx
+    @inline(plgpu.RefType(ROWS), plgpu.RefType(ROWS), REF, out=bundle_type(N_STATE))
+    def call(slot_ref, pair_ref, diagonal_ref):
         lane = ChannelLane()
         levels = _Levels(lane, p.shared_address(slot_ref), p.shared_address(pair_ref))
         levels.run()

@@ -31,7 +31,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.launch import launch
+from pallas_kernels.launch import REF, inline, launch
 from pallas_kernels.recurrence.channels import (
     CHUNK,
     ROWS,
@@ -58,11 +58,8 @@ PRODUCT_WARPGROUPS, PRODUCT_SLOTS = 3, 3
 def products_call():
     """Adds 64 value channels: (do and v tiles, acc) -> acc."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(ROWS), bundle_layout(40)), return_type=bundle_type(40)
-    )
-    def call(ctx, tiles_ref, acc):
-        del ctx
+    @inline(plgpu.RefType(ROWS), bundle_layout(40), out=bundle_type(40))
+    def call(tiles_ref, acc):
         lane = ChannelLane()
         base = p.shared_address(tiles_ref)
         flat = unbundle(acc, 40)[0]
@@ -88,9 +85,8 @@ def products_call():
 def symmetric_call(scale: float):
     """Writes G, its level-masked diagonal blocks, and the diagonal of dA."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), plgpu.RefType(), bundle_layout(40)))
-    def call(ctx, pair_ref, diagonal_ref, acc):
-        del ctx
+    @inline(plgpu.RefType(ROWS), REF, bundle_layout(40))
+    def call(pair_ref, diagonal_ref, acc):
         lane = ChannelLane()
         flat = unbundle(acc, 40)[0]
         regs = [[x * scale for x in flat[4 * i : 4 * i + 4]] for i in range(10)]

@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import ir, llvm
+from pallas_kernels.launch import REF, inline
 from pallas_kernels.recurrence.channels import (
     CHUNK,
     ROWS,
@@ -38,12 +39,8 @@ def _state_pointer(ref, column: int, rows_stride: int):
 def read_state(dk: int, dv: int):
     """S^T [64, Dk] in WGMMA registers from a device slice [Dk, 64] of a [.., Dk, Dv] array."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((CHUNK, dk), jnp.float32, layout=_WGMMA),
-    )
-    def read(ctx, ref):
-        del ctx
+    @inline(REF, out=plgpu.ShapeDtypeStruct((CHUNK, dk), jnp.float32, layout=_WGMMA))
+    def read(ref):
 
         def pairs():
             base = _state_pointer(ref, 0, dv)
@@ -65,9 +62,8 @@ def read_state(dk: int, dv: int):
 
 
 def write_state(dv: int):
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA))
-    def write(ctx, ref, state):
-        del ctx
+    @inline(REF, _WGMMA)
+    def write(ref, state):
         base = _state_pointer(ref, 0, dv)
         for i, register in enumerate(state.registers.reshape(-1)):
             tile, half = i // 2, i % 2
@@ -85,9 +81,8 @@ def write_rows(width: int, dk: int):
     shuffles gives each lane one whole tile of four, so that stores are 16 bytes.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA))
-    def write(ctx, ref, rows):
-        del ctx
+    @inline(REF, _WGMMA)
+    def write(ref, rows):
         thread = thread_in_warpgroup()
         warp, lane = thread >> 5, thread & 31
         row = (warp << 4) + (lane >> 2)
@@ -110,13 +105,13 @@ def write_rows(width: int, dk: int):
     return write
 
 
-@plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(ROWS), plgpu.Layout.WG_SPLAT((128,))),
-    return_type=plgpu.ShapeDtypeStruct((64, CHUNK), jnp.bfloat16, layout=_WGMMA),
+@inline(
+    plgpu.RefType(ROWS),
+    plgpu.Layout.WG_SPLAT((128,)),
+    out=plgpu.ShapeDtypeStruct((64, CHUNK), jnp.bfloat16, layout=_WGMMA),
 )
-def read_transposed(ctx, tile, mask):
+def read_transposed(tile, mask):
     """V^T [64 dv, 64 tokens] from the swizzled rows of tokens, where the mask's bits are ones."""
-    del ctx
     base, mask = ChannelLane().column_matrices(p.shared_address(tile)), mask.registers.flat[0]
 
     def words():

@@ -1,6 +1,6 @@
 """Register work of ``gla.gates``: one slice of 64 key channels of one chunk, by one warpgroup.
 
-Contract: everything here runs inside ``plgpu.inline_mgpu``.  Byte offsets are into a slot of four
+Contract: everything here runs inside ``launch.inline``.  Byte offsets are into a slot of four
 8 KiB tiles: q, k and the two halves of the gates.  A tile is 64 rows of 128 bytes with TMA's
 128-byte swizzle.  ``gla.gates`` has the algorithm, the copies, their barriers and the loop.
 

@@ -38,7 +38,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta.kernel_chunks import bf16_array, pairs
-from pallas_kernels.launch import launch
+from pallas_kernels.launch import REF, inline, launch
 from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
 from pallas_kernels.recurrence.scan import PART, WIDTH, ChunkScan, ScanFacts
 from pallas_kernels.recurrence.states import by_token, read_transposed
@@ -46,13 +46,9 @@ from pallas_kernels.recurrence.states import by_token, read_transposed
 _WGMMA = plgpu.Layout.WGMMA
 
 
-@plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(), _WGMMA),
-    return_type=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.bfloat16, layout=_WGMMA),
-)
-def _decayed(ctx, sums, scores):
+@inline(REF, _WGMMA, out=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.bfloat16, layout=_WGMMA))
+def _decayed(sums, scores):
     """Q K^T * D, rounded."""
-    del ctx
     rows = inverse.InverseRows()
     decays = inverse.decays(rows, p.shared_address(sums), transposed=False)
     words = []

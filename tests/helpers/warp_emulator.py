@@ -417,7 +417,7 @@ def emulated(*modules):
         kernel=kernel,
         SMEM=lambda shape, dtype: shape,
         RefType=lambda: None,
-        inline_mgpu=lambda arg_types: lambda f: lambda *refs: f(None, *refs),
+        inline_mgpu=lambda arg_types, return_type: lambda f: lambda *refs: f(None, *refs),
         CompilerParams=lambda **kw: None,
         LoweringSemantics=SimpleNamespace(Lane=None),
     )

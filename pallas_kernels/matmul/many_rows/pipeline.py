@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith, ir, memref, vector
-from pallas_kernels.launch import Views, launch
+from pallas_kernels.launch import REF, Views, inline, launch
 
 AHEAD = 512  # bytes of a row of w that are prefetched to L2 before the previous kernel has ended
 # Registers a thread of the feeder and of a compute warpgroup, by the number of compute warpgroups.
@@ -92,9 +92,8 @@ def load_strided(values, dtype, axis: int) -> jax.Array:
     shape, layout = values.shape, plgpu.Layout.WGMMA.reduce(1 - axis)
     out_type = plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out_type)
-    def load(ctx, ref):
-        del ctx
+    @inline(REF, out=out_type)
+    def load(ref):
         kind = mgpu.utils.dtype_to_ir_type(dtype)
         thread = p.register("tid.x") & 127
         if axis == 0:
@@ -127,9 +126,8 @@ def load_strided(values, dtype, axis: int) -> jax.Array:
 def warpgroup_barrier() -> None:
     """Wait until all of the warpgroup's threads are here, and have read what they were to read."""
 
-    @plgpu.inline_mgpu()
-    def wait(ctx):
-        del ctx
+    @inline()
+    def wait():
         p.warpgroup_barrier()
 
     wait()
@@ -239,9 +237,8 @@ def await_kernel(w, rows: int, tile, m: int) -> None:
     part = pitch // tile.split
     size = min(part, AHEAD) // 16 * 16 if m <= 64 else 0
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def begin(ctx, w):
-        del ctx
+    @inline(REF)
+    def begin(w):
         if size:
             thread, block = p.register("tid.x"), p.register("clusterid.x")
             pair, k_part = p.register("cluster_ctaid.y"), p.register("cluster_ctaid.x")

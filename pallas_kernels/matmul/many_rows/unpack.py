@@ -52,6 +52,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith, ir, memref, vector
+from pallas_kernels.launch import REF, inline
 from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.ptx import Value
@@ -211,9 +212,8 @@ def _fragment(words: Callable, refs: Sequence, dtype=jnp.bfloat16, columns: int 
     layout = plgpu.Layout.WGMMA_8BIT if codes_of_8_bits else plgpu.Layout.WGMMA
     out_type = plgpu.ShapeDtypeStruct((64, columns), dtype, layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs), return_type=out_type)
-    def emit(ctx, *refs):
-        del ctx
+    @inline(*(REF,) * len(refs), out=out_type)
+    def emit(*refs):
         kind = mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype))
         rows, is_signed = words(*refs), True if dtype == jnp.int8 else None
         return _operand(rows, layout, (64, columns), kind, is_signed)
