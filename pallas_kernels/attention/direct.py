@@ -1,5 +1,9 @@
 """Decode attention of one or two rows on Hopper: one kernel, a cluster of blocks per kv head.
 
+    out[b, n] = softmax_s(scale * q[b, n] . k[b, s, n // G]) v[b, s, n // G],    s < lengths[b]
+
+q, out ``[B, N, H]``, k, v ``[B, S, K, H]``, G = N / K.
+
     all      the first keys and values -> L2 | the kernel before has ended
     warp     16 tokens of keys and values at a time, straight into registers | query heads
              [RoPE: norms and rotates them; the new token's tile takes it from the projection and

@@ -1,6 +1,9 @@
 """Attention of 1 to 16 query tokens a row over a cache, on Hopper: one pass over the cache's bytes.
 
-    decode_attention(q, k, v, lengths, table) -> out        see ``attention.op`` for the contract
+    out[b, t, n] = softmax_s(scale * q[b, t, n] . k[b, s, n // G]) v[b, s, n // G]
+
+for s < lengths[b, t]; q, out ``[B, T, N, H]``, k, v ``[B, S, K, H]``, G = N / K.  ``attention.op``
+has the contract.
 
 A team of warps takes steps of 16 (or 32) tokens of one row.  Each warp takes one kv head of them.
 The G query heads that share it are the narrow side of the mma (``attention.tile``).

@@ -1,5 +1,7 @@
 """The largest of each row, a warp a row; and the parts of it that ``route_kernel`` has too.
 
+    values[t, j], places[t, j] = the j-th largest of scores[t, :N], and its place;    j < k
+
     warp     a row's scores -> registers, lane + 32 i; k times the largest, by two ``redux``
     lane j   stores the j-th
 

@@ -1,5 +1,7 @@
 """``fetch``'s kernel: every thread copies vectors of 16 bytes from pinned host memory.
 
+    out[g] = the part's bytes at addresses[experts[g]], as they lie or in rows        g < G
+
     all blocks    pieces of 16 KB of all experts of the list, one after the other, round by round
     a thread      four loads of 16 bytes from the host under way, then their stores
 

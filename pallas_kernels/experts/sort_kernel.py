@@ -1,5 +1,7 @@
 """Pairs by expert, and the parts that the kernel of many pairs computes, in one launch.
 
+    order [P] = the pairs, by their expert        work[1 + i] = (expert, first, end) of part i
+
     all      a pair's expert | its place among the block's pairs of that expert, by an atomic count
     all      an expert's pairs in the blocks before, and in all blocks, from their shared memory
     a warp   where each expert's pairs and parts begin: sums over the lanes

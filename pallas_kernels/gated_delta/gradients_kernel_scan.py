@@ -2,6 +2,7 @@
 
     dR = M^T do + K' E        E <- e_64 E + scale Q^T diag(e) do - K^T diag(e) dR
 
+of each head and chunk of 64 tokens: Q, K, K' [64, Dk], do, dR [64, Dv], M [64, 64], E [Dk, Dv].
 E is the gradient of the state at a chunk's end, and dR is the gradient of V.  M, K' and e = exp(G)
 are those of ``kernel_chunks``.  This is ``kernel_scan`` mirrored: the same blocks, slots and
 registers.  The factors of E cancel where keys are parallel, so the products take E and dR in two

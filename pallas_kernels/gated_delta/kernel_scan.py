@@ -2,6 +2,7 @@
 
     R = V - diag(e) K S        o = scale diag(e) Q S + M R        S <- e_64 S + K'^T R
 
+of each head and chunk of 64 tokens: Q, K, K' [64, Dk], V, R, o [64, Dv], M [64, 64], S [Dk, Dv].
 M, K' and e = exp(G) are those of ``kernel_chunks``.  With ``kernel_channels``'s operands Q and K
 hold their decay, and S decays channel by channel.
 

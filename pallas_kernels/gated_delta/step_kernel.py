@@ -2,6 +2,7 @@
 
     S <- a S        d = beta (v - k^T S)        S <- S + k d^T        o = scale * q S
 
+of each row and head: q, k [Dk], v, d, o [Dv], S [Dk, Dv]; a is one number, or [Dk].
 One block per (row, value head, 128 value channels, or 64 where there are few heads).  d needs all
 of the block's part of the state.  So that part stays in registers from the one read to the one
 write, 16 rows of 16 bytes a lane.  k^T S and q^T S meet in shared memory once, and o is q^T (a S) +

@@ -30,8 +30,8 @@ channels, with three slots:
     load, store : | load n+2 | store n-1 draining          | load n+3 ...
     compute     : | exp2, levels 1 2 4 8 | exchange | y16 y32 qg kg | 16, 32 | last slice: A | store
 
-Copies: each worker copies its slices by TMA, q, k and two halves of
-log_decay, two slices ahead (``load``, ``refill``).
+Copies: each worker copies its slices by TMA, q, k and two halves of log_decay, two slices ahead
+(``load``, ``refill``).
 Waits: a worker waits for the four copies of a slot on ``ready[slot]``.  Before it refills the slot
 of the slice before, it waits until that slot's stores have left.  Workers never wait for each
 other; the four warps of one meet at warpgroup barriers (``gate_slice``).

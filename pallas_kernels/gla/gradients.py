@@ -7,6 +7,7 @@ below the diagonal, and b is the cumulative log-decay inside the chunk of C toke
     dk_j = exp(b_C - b_j) (E v_j)        + sum_{i >= j} dA[i, j] exp(b_i - b_j) q_i
     dg_t = exp(b_C) <S, E> + sum_j k_j dk_j[first term] + sum_{s >= t} (q_s dq_s - k_s dk_s)
 
+q, k, dq, dk, dg are [64, Dk] a chunk, v and do [64, Dv], S and E [Dk, Dv], dA [64, 64].
 The products in the last line leave out the diagonal i = j, which does not depend on g.  <S, E> sums
 over the value channels.  Most of that last sum cancels: a pair (i, j) enters at i and leaves at j.
 Both times it is G[i, j] y_i y_j with the same rounded y.  So it cancels to float32, even where the

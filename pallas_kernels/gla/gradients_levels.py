@@ -1,6 +1,6 @@
 """Register work of ``gla.gradients``: the six levels of the tree, for a slice of a chunk.
 
-Contract: ``levels_call`` returns an ``launch.inline`` call of a whole warpgroup.  Its registers
+Contract: ``levels_call`` returns a call (``launch.inline``) of a whole warpgroup.  Its registers
 travel as a bundle (``recurrence.channels``).  The algorithm is in ``gla.gradients``.
 
 Copies: none; q, k, g and G are in shared memory (``gla.gradients`` waits for them).

@@ -1,6 +1,6 @@
 """Register work of ``gla.gradients`` behind the levels: the states' part, dlog_decay, the results.
 
-Contract: every public function returns an ``launch.inline`` call of a whole warpgroup.  Its
+Contract: every public function returns a call (``launch.inline``) of a whole warpgroup.  Its
 registers travel as a bundle (``recurrence.channels``).  The algorithm is in
 ``gla.gradients``.
 

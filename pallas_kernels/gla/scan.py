@@ -2,6 +2,8 @@
 
     out_c = qg_c S_c + A_c v_c        S_{c+1} = diag(decay_c) S_c + kg_c^T v_c
 
+of each head and chunk of 64 tokens: qg, kg [64, Dk], v, out [64, Dv], A [64, 64], S [Dk, Dv].
+
 Contract.  The operands are those of ``gla.gates``; ``scan`` gives the shapes.  ``reverse=True`` is
 the reverse scan of the backward pass, with other operands in the same places: kg for qg, qg for kg,
 d_out for v and A^T for A.  Its state is the gradient of the state, and its output is dv.

@@ -2,6 +2,7 @@
 
     S <- exp(log_decay)[:, None] * S + k v^T        o = scale * q S
 
+of each row and head: q, k, log_decay [Dk], v, o [Dv], S [Dk, Dv].
 ``gla_step`` computes these two lines.  ``gla_token`` (see ``gla.token``) begins at the layer's
 projections and ends before its output product:
 

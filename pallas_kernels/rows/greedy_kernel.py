@@ -1,6 +1,8 @@
 """``append_greedy`` of one row: a cluster of 8 blocks reads the logits once; before Hopper 8 blocks
 leave their parts in device memory to a second kernel.
 
+    token = argmax(logits [V])        log-probability = logits[token] - log(sum(exp(logits)))
+
     all          8 logits a thread, then 8 more (V <= 131072: two rounds)
     thread       its largest, the first where several are; sum of 2^((logit - largest) log2 e)
     warp         over lanes, then over the block's warps through shared memory       (``_merged``)

@@ -6,6 +6,7 @@
 
     int8, fp8:  scale = max|y| / qmax,  codes = round(t * (f / scale)),  or a given scale
 
+of each row: x, s, t, y and codes [width], f and scale one number.
 max|y| is f * max|t|.  So one pass over a row in registers gives both the sum of squares and the
 largest value, and one barrier joins them.  There are three ways to run it (``RowsPlan``):
 

@@ -4,6 +4,7 @@ With G the sums of log_decay from a chunk's start, D_ij = exp(G_i - G_j) for j <
 
     o = diag(exp(G)) Q S + (Q K^T * D) V        S <- exp(G_64) S + K^T diag(exp(G_64 - G)) V
 
+of each head and chunk of 64 tokens: Q, K [64, Dk], V, o [64, Dv], D [64, 64], S [Dk, Dv].
 One decay a head needs no work ahead of the scan: a chunk's scores are one product, and D follows
 from 64 floats.  So q, k, v and the outputs are all that moves, and q and k of a group are read
 from the L2 by its heads.

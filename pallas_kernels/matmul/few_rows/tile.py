@@ -8,8 +8,7 @@ Division of work. One block of 16 warps per SM, alone or in clusters of ``split`
 cluster walks over tiles of 16 rows of w. A warp owns the same run of columns of every tile and
 keeps x's fragments for it in registers (or, ``resident``, in shared memory). Each lane copies its
 own weights through its own places in a ring in shared memory (cp.async), 16 bytes of one row at a
-time. It reads back only what it wrote: between the first and the last barrier no warp waits for
-another.
+time. It reads back only what it wrote: within a batch of tiles no warp waits for another.
 
     start      all    the first of w -> L2 | the kernel before has ended
                all    x, scales of the first batch -> smem, ring filled     (``tile_x``, ``copies``)

@@ -1,5 +1,7 @@
 """Products of 17 to 256 rows by the warp's own instructions: ``mma.sync`` and ``cp.async``.
 
+    out[m, n] = sum_k x[m, k] a[n, k] + bias[n]        a: w [N, K] times its scales, less its zeros
+
     x int8          x  w int8           W8A8: int32 sums, exact
     x bf16 | f16    x  w int4 | int8    weight-only, float32 sums
     x bf16          x  w float8_e4m3fn | float4_e2m1fn         fp8-block, mxfp4, nvfp4
