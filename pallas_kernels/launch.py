@@ -48,7 +48,7 @@ class _Table:
 
 
 def launch(
-    body: Callable[..., None],
+    body: Callable[..., Any],
     operands: Mapping[str, object],
     out: Mapping[str, object],
     *,
@@ -65,9 +65,10 @@ def launch(
     Parameters
     ----------
     body : callable
-        ``body(gmem, smem, barrier)``; with ``registers``, ``body(gmem, smem)``.  gmem holds the
-        references to operands and results, smem and barrier those to scratch.  Each is a namespace
-        with the names of the tables.
+        ``body(gmem, smem, barrier)``; with ``registers``, ``body(gmem, smem)``.  It emits the
+        code, or returns an object whose ``run()`` does: it may be the class of a program.  gmem
+        holds the references to operands and results, smem and barrier those to scratch.  Each is a
+        namespace with the names of the tables.
     operands : mapping
         Arrays, references to arrays, or pytrees of them.  A name of None stays None in the body.
     out : mapping
@@ -98,6 +99,10 @@ def launch(
     memory = _Table(scratch or {}, is_leaf=lambda x: x is not None and not isinstance(x, list))
 
     def named(*refs: object) -> None:
+        if (program := started(*refs)) is not None:
+            program.run()
+
+    def started(*refs: object) -> Any:
         rest = iter(refs)
         gmem = SimpleNamespace(**inputs.take(rest), **results.take(rest))
         held = {key: _by_view(memory.named[key], x) for key, x in memory.take(rest).items()}

@@ -312,9 +312,6 @@ def attend(
     shape, paging = (batch, capacity, n_kv, n, h), Paging.of(k, table)
     facts = _Facts(plan, codes, shape, paging, window, scale, eps, KIND[q.dtype.name])
 
-    def body(gmem, smem):
-        _Kernel(gmem, smem, facts).run()
-
     out, stats = jax.ShapeDtypeStruct((batch, n, h), q.dtype), None
     if plan.merged:
         out = jax.ShapeDtypeStruct((batch, plan.cluster, n, h), jnp.float32)
@@ -323,7 +320,7 @@ def attend(
     def run(cache):
         k, v = (jax.tree.leaves(x) for x in cache)
         found, parts = launch(
-            body,
+            functools.partial(_Kernel, facts=facts),
             {
                 **{"q": q, "tables": list(tables or ()), "lengths": lengths, "table": table},
                 **{"sinks": sinks, "k": k, "v": v},

@@ -89,9 +89,6 @@ def decode_attention(
     paging, kind = Paging.of(k, table), KIND[q.dtype.name]
     facts = DecodeFacts(plan, codes, rows, h, paging, window, scale, kind)
 
-    def body(gmem, smem) -> None:
-        DecodeKernel(gmem, smem, facts).run()
-
     out, stats = jax.ShapeDtypeStruct(q.shape, q.dtype), None
     if not plan.cluster:
         splits = -(-capacity // plan.chunk)
@@ -99,7 +96,7 @@ def decode_attention(
         stats = jax.ShapeDtypeStruct((batch, splits, n, 2), jnp.float32)
     sizes = [size // 4 for size in shared_bytes(plan, n // n_kv, codes)]
     out, stats = launch(
-        body,
+        functools.partial(DecodeKernel, facts=facts),
         {
             "q": q,
             "k": jax.tree.leaves(k),

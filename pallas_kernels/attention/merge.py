@@ -53,11 +53,8 @@ def merge_chunks(
     facts = {"shape": (capacity, n, h), "chunk": chunk, "window": window, "warps": warps}
     facts |= {"kind": KIND[jnp.dtype(out_dtype).name], "rotated": rotated}
 
-    def body(gmem, smem) -> None:
-        _ChunkMerge(gmem, smem, heads=batch * n // lengths.size, **facts).run()
-
     (out,) = launch(
-        body,
+        functools.partial(_ChunkMerge, heads=batch * n // lengths.size, **facts),
         {"parts": parts, "stats": stats, "lengths": lengths, "sinks": sinks},
         {"out": jax.ShapeDtypeStruct((batch, n, h), out_dtype)},
         name="decode_attention_merge",

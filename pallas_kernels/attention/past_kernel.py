@@ -163,11 +163,8 @@ def attend(
     tile = Tile(h, "bf16" if v.dtype == jnp.bfloat16 else "f16")
     of_two = functools.partial(plgpu.Barrier, num_arrivals=2)
 
-    def body(gmem, smem, barrier) -> None:
-        _Past(gmem, smem, barrier, team=n // k.shape[2], tile=tile).run()
-
     out, log = launch(
-        body,
+        functools.partial(_Past, team=n // k.shape[2], tile=tile),
         {"q": q, "sq": sq, "k": k, "sk": sk, "v": v, "n_keys": n_keys},
         {
             "out": jax.ShapeDtypeStruct(q.shape, v.dtype),

@@ -35,6 +35,8 @@ Command: ``python -m benchmarks.kernels.gated_delta``.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -181,11 +183,8 @@ def chunk_gradients(heads: Heads, around: AroundChunks, scale: float):
     def rows(*shape, dtype=half):
         return plgpu.SMEM((n, *shape), dtype, transforms=ROWS)
 
-    def body(gmem, smem, barrier):
-        _Worker(gmem, smem, barrier, group=h // q.shape[2], sizes=sizes).run()
-
     gradients = launch(
-        body,
+        functools.partial(_Worker, group=h // q.shape[2], sizes=sizes),
         {
             "q": q,
             "k": k,

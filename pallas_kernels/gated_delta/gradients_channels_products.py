@@ -33,6 +33,8 @@ Attempts: docs/lab/gated-delta.md.  Command: ``python -m benchmarks.kernels.gate
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -362,12 +364,9 @@ def chunk_products(v: jax.Array, around: AroundChunks, scale: float):
     nc, half = -(-t // CHUNK), jnp.bfloat16
     per_channel = jax.ShapeDtypeStruct((b, h, nc * CHUNK, dk), half)
 
-    def body(gmem, smem, barrier):
-        _Worker(gmem, smem, barrier, scale=scale, sizes=(h, nc, b)).run()
-
     spec = jax.ShapeDtypeStruct
     return launch(
-        body,
+        functools.partial(_Worker, scale=scale, sizes=(h, nc, b)),
         {
             "k": k,
             "v": v,

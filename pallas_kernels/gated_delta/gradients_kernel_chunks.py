@@ -358,12 +358,9 @@ def chunk_gradients(heads: Heads, around: AroundChunks, scale: float):
         "decays": around.prepared.decays,
     }
 
-    def body(gmem, smem, barrier):
-        _Chunk(gmem, smem, barrier, **options).run()
-
     run = functools.partial(
         launch,
-        body,
+        functools.partial(_Chunk, **options),
         name="gated_delta_gradients",
         grid={"head": h, "chunk": -(-t // CHUNK), "row": b},
         warpgroups=2,

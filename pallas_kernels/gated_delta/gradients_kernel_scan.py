@@ -162,13 +162,10 @@ def reverse_scan(prepared: Prepared, d_out, d_state, *, segments: int = 1, want_
     nc, parts, by_channel = -(-t // CHUNK), dk // PART, prepared.by_channel
     facts, stages = ScanFacts(dk, dv, nc, segments, h // hk), ChunkScan.stages
 
-    def body(gmem, smem, barrier):
-        _Reverse(gmem, smem, barrier, facts=facts, by_channel=by_channel).run()
-
     spec = jax.ShapeDtypeStruct
     borders = (b, h, nc, *(() if by_channel else (2,)), dv, dk)
     results = launch(
-        body,
+        functools.partial(_Reverse, facts=facts, by_channel=by_channel),
         {**prepared._asdict(), "d_out": d_out, "start": d_state, "lengths": None},
         {
             "out": spec((b, t, h, dv), d_out.dtype) if want_out else None,

@@ -292,12 +292,9 @@ def chunks_by_channel(
     nc, parts = -(-t // CHUNK), dk // PART
     options = {"length": t, "scale": scale, "group": h // hk, "sizes": (h, nc, b)}
 
-    def body(gmem, smem, barrier):
-        _Worker(gmem, smem, barrier, **options).run()
-
     tiles, half, spec = (WARPGROUPS, tree.TILES, CHUNK, PART), jnp.bfloat16, jax.ShapeDtypeStruct
     *prepared, writers = launch(
-        body,
+        functools.partial(_Worker, **options),
         {"q": q, "k": k, "g": log_decay, "beta": beta, "lengths": lengths},
         {
             "queries": spec((b, t, h, dk), half),

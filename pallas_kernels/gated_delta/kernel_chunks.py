@@ -300,12 +300,9 @@ def chunks(
     nc, parts = -(-t // CHUNK), dk // PART
     options = {"length": t, "scale": scale, "group": h // hk, "parts": parts}
 
-    def body(gmem, smem, barrier):
-        _Chunk(gmem, smem, barrier, **options).run()
-
     spec, half = jax.ShapeDtypeStruct, jnp.bfloat16
     *prepared, inverses = launch(
-        body,
+        functools.partial(_Chunk, **options),
         {"q": q, "k": k, "g": log_decay, "beta": beta, "lengths": lengths},
         {
             "keys": spec((b, h, nc * CHUNK, dk), half),

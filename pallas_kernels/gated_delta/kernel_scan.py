@@ -305,13 +305,10 @@ def scan(prepared: Prepared, v, *, start=None, lengths=None, segments: int = 1, 
     wgs, cluster = 1 if few or narrow else 2, 2 if narrow else 1
     facts = _Facts(dk, dv, nc, segments, h // hk, want, prepared.by_channel, wgs)
 
-    def body(gmem, smem, barrier):
-        _Scan(gmem, smem, barrier, facts=facts).run()
-
     spec, borders = jax.ShapeDtypeStruct, want == "borders"
     codes = (b, h, nc, dv // 64, parts, remainder.WORDS)
     results = launch(
-        body,
+        functools.partial(_Scan, facts=facts),
         {**prepared._asdict(), "v": v, "lengths": lengths, "start": start},
         {
             "out": spec((b, t, h, dv), v.dtype) if want_out else None,

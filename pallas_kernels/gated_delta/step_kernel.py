@@ -235,13 +235,10 @@ def gated_delta_step(
         KIND[v.dtype.name],
     )
 
-    def body(gmem, smem):
-        _Step(gmem, smem, shape).run()
-
     def run(state):
         operands = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state}
         (out,) = launch(
-            body,
+            functools.partial(_Step, shape=shape),
             operands,
             {"out": jax.ShapeDtypeStruct(v.shape, v.dtype)},
             name="gated_delta_step",

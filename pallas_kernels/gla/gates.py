@@ -240,12 +240,9 @@ def gates(q, k, log_decay, lengths, scale: float) -> Gated:
     slots = (WARPGROUPS, SLOTS, 4, CHUNK)
     sizes = n_slices, pieces, h, nc
 
-    def body(gmem, smem, barrier):
-        _Worker(gmem, smem, barrier, sizes=sizes, n_work=n_work, scale=scale).run()
-
     spec, half = jax.ShapeDtypeStruct, jnp.bfloat16
     results = launch(
-        body,
+        functools.partial(_Worker, sizes=sizes, n_work=n_work, scale=scale),
         {"q": q, "k": k, "g": log_decay, "lengths": lengths},
         {
             "qg": spec((b, h, nc * CHUNK, dk), half),

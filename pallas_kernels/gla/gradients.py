@@ -232,15 +232,12 @@ def chunk_gradients(heads: Heads, d_out, before, after, scale: float):
     wgs = WARPGROUPS
     sizes = n_slices, nc, h, v.shape[-1] // 64
 
-    def body(gmem, smem, barrier):
-        _Worker(gmem, smem, barrier, sizes=sizes, n_work=n_work, scale=scale).run()
-
     def rows(*shape, dtype=jnp.bfloat16):
         return plgpu.SMEM((wgs, *shape), dtype, transforms=ROWS)
 
     pairs, diagonals = chunk_products(d_out, v, scale) if streamed else (None, None)
     return launch(
-        body,
+        functools.partial(_Worker, sizes=sizes, n_work=n_work, scale=scale),
         {
             **{"q": q, "k": k, "g": log_decay, "v": v},
             "d_out": d_out,

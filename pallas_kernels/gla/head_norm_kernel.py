@@ -150,7 +150,7 @@ def gated_norm(
     kind = KIND[weight.dtype.name]
     shape = HeadNormShape(n * heads, heads, dv, columns, eps, pitch, start, kind)
     (y,) = launch(
-        lambda gmem, smem: _Head(shape, gmem).run(),
+        lambda gmem, _: _Head(shape, gmem),
         {"o": o, "weight": weight, "gate": gate},
         {"out": jax.ShapeDtypeStruct((n, heads, dv), weight.dtype)},
         name="gla_head_norm",

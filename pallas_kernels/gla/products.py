@@ -194,11 +194,8 @@ def chunk_products(d_out, v, scale: float):
     wgs = PRODUCT_WARPGROUPS
     sizes = h, nc, dv // 64
 
-    def body(gmem, smem, barrier):
-        _Worker(gmem, smem, barrier, sizes=sizes, n_work=n_work, scale=scale).run()
-
     return launch(
-        body,
+        functools.partial(_Worker, sizes=sizes, n_work=n_work, scale=scale),
         {"d_out": d_out, "v": v},
         {
             "pairs": jax.ShapeDtypeStruct((b, h, nc, 2, CHUNK, CHUNK), jnp.bfloat16),

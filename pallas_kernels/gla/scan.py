@@ -292,12 +292,9 @@ def scan(
     paired = dk > 128 and blocks % 2 == 0 and b * h * segments * blocks > gpu().sms
     facts = _Facts(dk, dv, nc, segments, 1, pieces, stage_borders, reverse, paired)
 
-    def body(gmem, smem, barrier):
-        _Scan(gmem, smem, barrier, facts=facts).run()
-
     spec = jax.ShapeDtypeStruct
     return launch(
-        body,
+        functools.partial(_Scan, facts=facts),
         {**gated._asdict(), "v": v, "lengths": lengths, "start": start},
         {
             "out": spec((b, t, h, dv), v.dtype) if want_out else None,

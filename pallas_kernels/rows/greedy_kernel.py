@@ -22,6 +22,7 @@ Floor: the logits, which lie in L2, and one launch.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -57,13 +58,10 @@ def append_greedy(
         "kind": KIND[logits.dtype.name],
     }
 
-    def body(gmem, smem) -> None:
-        _Greedy(gmem, smem, **options).run()
-
     def kernel(kept: tuple) -> list:
         rows, written = kept
         return launch(
-            body,
+            functools.partial(_Greedy, **options),
             {
                 "logits": logits,
                 "rows": rows,

@@ -203,12 +203,9 @@ def scan(q, k, v, sums, *, start=None, lengths=None, segments: int = 1, want_out
     wgs = warpgroups_of(units, group, dk)
     facts = ScanFacts(dk, dv, -(-t // CHUNK), segments, group)
 
-    def body(gmem, smem, barrier):
-        _Scan(gmem, smem, barrier, facts=facts, warpgroups=wgs).run()
-
     parts, spec = len(facts.keys), jax.ShapeDtypeStruct
     return launch(
-        body,
+        functools.partial(_Scan, facts=facts, warpgroups=wgs),
         {
             "q": q if want_out else None,
             "k": k,
