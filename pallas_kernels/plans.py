@@ -34,14 +34,14 @@ from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, Tile, TokenT
 from pallas_kernels.experts.plan import MOST_PAIRS, GroupedRowPlan, row_plan
 from pallas_kernels.experts.route_plan import BLOCKS, WARPS, RoutePlan
 from pallas_kernels.experts.summed_plan import GroupedSumPlan
-from pallas_kernels.matmul.few_rows.plan import row_plans, tile_plans
+from pallas_kernels.matmul.few_rows.plan import TOKENS, TilePlan, row_plans, tile_plans
 from pallas_kernels.matmul.many_rows.plan import (
     WeightTile,
     gated_tile,
     pair_plans,
     weight_plans,
 )
-from pallas_kernels.matmul.mid_rows.plan import mid_plans
+from pallas_kernels.matmul.mid_rows.plan import MidTile, mid_plans
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.recurrence.plan import WIDTHS
 from pallas_kernels.rows.plan import MAX_WIDTH, RowOp, RowsPlan, divided
@@ -53,6 +53,10 @@ _ROW_DIVISION = {"k": 2048, "units": 1, "sms": 1, "spread": False}
 def stands_for(plan: Any) -> Plan:
     """Return the listed plan of a plan's class: numbers that count trips are representative."""
     replace = functools.partial(dataclasses.replace, plan)
+    if isinstance(plan, TilePlan):
+        return replace(tokens=TOKENS)  # of a pass
+    if isinstance(plan, MidTile):
+        return replace(parts=min(plan.parts, 2))
     if hasattr(plan, "segments"):
         return replace(segments=min(plan.segments, 2))
     if isinstance(plan, AttentionPlan):
@@ -87,7 +91,7 @@ def _classes(found: Iterable[Plan | Reason]) -> list[Plan]:
 
 def _quantized_matmul() -> Sequence[Plan]:
     many = [*pair_plans(), *weight_plans()] if gpu().wgmma else mid_plans()
-    return [*row_plans(), *tile_plans(), *many]
+    return _classes([*row_plans(), *tile_plans(), *many])
 
 
 def _gated_matmul() -> Sequence[Plan]:
@@ -98,7 +102,7 @@ def _grouped_matmul() -> Sequence[Plan]:
     def rows() -> Iterator[Plan | Reason]:
         n_experts = 2
         codes = (jnp.int4, 128), (jnp.int4, 32), (jnp.int8, None), (jnp.float8_e4m3fn, 128)
-        sizes = itertools.product((64, 1 << 17), (2048, 3072, 4096), (1, MOST_PAIRS))
+        sizes = itertools.product((64, 1 << 17), (2048, 3072, 10240), (1, MOST_PAIRS))
         for (n, k, pairs), gate in itertools.product(sizes, (None, "silu")):
             x, shape = S((1, k), jnp.bfloat16), (n_experts, n, k)
             yield row_plan(x, S(shape, jnp.bfloat16), pairs, gate)
