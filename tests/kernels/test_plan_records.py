@@ -51,7 +51,8 @@ LISTED = (
     "NVIDIA B200",
 )
 MOST_PLANS = 400  # of an op
-CALLS, MOST_VALUES = 25, 1 << 23  # of a test of random calls, of a call
+# Calls of a test of random calls, such tests of a seed, and values of a call.
+CALLS, TESTS, MOST_VALUES = 10, 100, 1 << 23
 
 
 def names_of(op: str, card: str) -> set[str]:
@@ -220,7 +221,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("own_plan", listed[chosen], ids=ids[chosen])
     if "seed_and_part" in metafunc.fixturenames:
         seeds = [int(seed) for seed in option("--seeds").split(",")]
-        metafunc.parametrize("seed_and_part", [(s, i) for s in seeds for i in range(40)], ids=str)
+        metafunc.parametrize(
+            "seed_and_part", [(s, i) for s in seeds for i in range(TESTS)], ids=str
+        )
 
 
 def _listed_here() -> list[tuple[str, Any]]:
@@ -253,9 +256,10 @@ def drawn_call(draw: random.Random) -> OpCall:
     """Return a call that a kernel computes, a third of them dense products."""
     while True:
         if draw.random() < 1 / 3:
-            [(call, plan)] = drawn(draw, 1, MOST_VALUES)
-            return product_call(call, plan)
-        call = DRAWERS[draw.choice(list(DRAWERS))](draw)
+            [found] = drawn(draw, 1, MOST_VALUES)
+            call = product_call(*found)
+        else:
+            call = DRAWERS[draw.choice(list(DRAWERS))](draw)
         if call.size <= MOST_VALUES and named_plan(call.find()) is not None:
             return call
 
