@@ -1,13 +1,13 @@
 """The plans that dispatch can return, listed by op and card.
 
 A planner chooses among the tiles of its tables.  The sizes M, N and K enter when a call is divided
-by its plan, so that the plans of a product are few.  The plans of other ops hold numbers that only
-count trips: segments of a row, tokens of a chunk, rows, or an expert's N and K.  ``stands_for``
-sets these numbers to representative ones, and the lists have one plan for each such class.
+by its plan, so that the plans of a product are few.  Plans also hold numbers that only count trips:
+passes over a weight, parts of K, segments of a row, tokens of a chunk, rows, or an expert's N and
+K.  ``stands_for`` sets these numbers to representative ones, and the lists have one plan for each
+such class.
 
-``tests/golden/plans`` records what proves each plan of a product, and a test compares the record
-with these lists.  Dispatch may choose plans on a card without a record of runs, although no GPU of
-that kind has run them.
+``tests/golden/plans`` records what proves each plan, and a test compares the record with these
+lists.  Dispatch chooses no plan that no GPU of the card's architecture has run (``runs.json``).
 """
 
 from __future__ import annotations
@@ -78,6 +78,11 @@ def stands_for(plan: Any) -> Plan:
     if isinstance(plan, RowsPlan):
         return replace(op=RowOp(plan.op.form, 1024, "bf16", "bf16"))
     return plan
+
+
+def run_name(plan: Any) -> str:
+    """Return the name of a plan's class in ``runs.json``."""
+    return f"{plan.kernel} {stands_for(plan)}"
 
 
 def _classes(found: Iterable[Plan | Reason]) -> list[Plan]:

@@ -35,7 +35,7 @@ class GroupedSumPlan(Predicted):
     partial: bool
     warps: int
     most_ahead: int
-    sms: int
+    sms: int = dataclasses.field(repr=False)
 
     @property
     def slots(self) -> int:

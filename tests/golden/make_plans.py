@@ -7,7 +7,7 @@
 
 Each action does what the record lacks; ``lower --all`` lowers again, and drops the other proofs of
 a plan whose modules changed.  The actions need jax >= 0.12, and ``assemble`` the extra of its name.
-``merge`` also writes ``pallas_kernels/unproven.json``, which dispatch reads.
+``merge`` also writes ``pallas_kernels/runs.json``, which dispatch reads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels.device import card_of, planned_for
 from pallas_kernels.matmul.few_rows.plan import RowPlan, TilePlan
-from pallas_kernels.plans import OPS, plans
+from pallas_kernels.plans import OPS, plans, run_name
 from tests.helpers import plan_cases
 from tests.helpers.few_rows import few_rows
 from tests.helpers.kernel_modules import modules_of
@@ -44,7 +44,7 @@ from tests.helpers.op_plans import calls
 from tests.helpers.same_program import normal
 
 FOLDER = Path(__file__).parent / "plans"
-UNPROVEN = Path(__file__).parents[2] / "pallas_kernels" / "unproven.json"
+RUNS = Path(__file__).parents[2] / "pallas_kernels" / "runs.json"
 MOST_EMULATED, EMULATED_SECONDS = 1 << 21, 60
 # Plans that no emulator runs one by one: what does run, beside the plan's run on a GPU.
 NO_EMULATOR = {
@@ -195,6 +195,7 @@ def make(action: str, card: str, ops: list[str], everything: bool) -> None:
 def merge(files: list[str]) -> None:
     """Add runs to the records of their cards, and list the plans that were not run."""
     runs = [json.loads(line) for file in files for line in Path(file).read_text().splitlines()]
+    missing = dict(json.loads(RUNS.read_text()))
     for card in {run["card"] for run in runs}:
         record = load(card)
         for run in runs:
@@ -203,6 +204,21 @@ def merge(files: list[str]) -> None:
                 facts = {key: run[key] for key in ("jax", "date", "error")}
                 known[run["plan"]]["run"] = facts
         save(record)
+        missing[card_of(card)[1].name] = not_run(card)
+    RUNS.write_text(json.dumps(missing, indent=1) + "\n")
+
+
+def not_run(card: str) -> list[str]:
+    """Return the plans of a card without a run, as ``runs.json`` names them."""
+    record = load(card)["ops"]
+    return sorted(
+        {
+            run_name(plan)
+            for op in OPS
+            for plan in plans(op, card)
+            if "run" not in record.get(op, {}).get(str(plan), {})
+        }
+    )
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ and so do 1,000 random calls for each seed:
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import json
@@ -26,12 +27,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.architecture import CARDS, OTHER_JAX
+from pallas_kernels.architecture import CARDS, OTHER_JAX, TARGET, card_of
 from pallas_kernels.device import planned_for
 from pallas_kernels.dispatch import Reason, hopper_reason, named_plan
 from pallas_kernels.matmul import choice
 from pallas_kernels.matmul.call import MatmulCall, Static
-from pallas_kernels.plans import OPS, plans, stands_for
+from pallas_kernels.plans import OPS, plans, run_name, stands_for
 from tests.golden import make_plans
 from tests.helpers import random_products
 from tests.helpers.lowering import kernels_in
@@ -143,6 +144,8 @@ def test_random_calls_are_lowered(count):
 def test_every_plan_has_its_proofs(card):
     """``tests/golden/make_plans.py`` makes them."""
     record = make_plans.load(card)["ops"]
+    if card == "NVIDIA H200":
+        assert json.loads(make_plans.RUNS.read_text()) == {"sm_90": make_plans.not_run(card)}
     for op in OPS:
         assert set(record[op]) == names_of(op, card), op
         for name, proofs in record[op].items():
@@ -170,20 +173,55 @@ def test_plans_are_lowered_as_recorded(card, step):
             )
 
 
-@pytest.mark.skipif(jax.__version_info__ < OTHER_JAX, reason="older ones run no kernel")
-def test_a_plan_that_no_gpu_ran_is_not_chosen(monkeypatch):
-    class Card:
-        platform, device_kind, compute_capability = "gpu", "NVIDIA H200", "9.0"
+@dataclasses.dataclass(frozen=True)
+class Card:
+    device_kind: str
+    compute_capability: str
+    platform: str = "gpu"
 
-    plan = plans("quantized_matmul", "NVIDIA H200")[0]
-    monkeypatch.setattr(dispatch, "device_of", lambda operands: Card())
+
+@pytest.fixture
+def on_card(monkeypatch):
+    """Return a function that puts new arrays on a card."""
     monkeypatch.setattr(dispatch, "untested_jax", lambda: None)
+    monkeypatch.delenv(TARGET, raising=False)
+
+    def put(name: str) -> None:
+        major, minor = card_of(name)[1].capability
+        card = Card(name, f"{major}.{minor}")
+        monkeypatch.setattr(dispatch, "device_of", lambda operands: card)
+
+    return put
+
+
+@pytest.mark.skipif(jax.__version_info__ < OTHER_JAX, reason="older ones run no kernel")
+def test_a_plan_that_no_gpu_ran_is_not_chosen(monkeypatch, on_card):
+    plan = plans("quantized_matmul", "NVIDIA H200")[0]
+    on_card("NVIDIA H200")
     assert dispatch.own_plan(lambda: plan) is plan
-    monkeypatch.setattr(dispatch, "_unproven", lambda: {"NVIDIA H200": [str(plan)]})
+    monkeypatch.setattr(dispatch, "not_run", lambda: {"sm_90": [run_name(plan)]})
     assert dispatch.own_plan(lambda: plan) is None
     found = dispatch._own_answer(lambda: plan, None, ())
-    assert isinstance(found, Reason) and "has not been run on NVIDIA H200" in found.text
+    assert isinstance(found, Reason) and "has not been run on a GPU of sm_90" in found.text
     assert found.plan is plan
+
+
+@pytest.mark.skipif(jax.__version_info__ < OTHER_JAX, reason="older ones run no kernel")
+@pytest.mark.parametrize("name", CARDS)
+def test_only_an_architecture_that_ran_kernels_takes_them_unasked(name, monkeypatch, on_card):
+    on_card(name)
+    arch, plan = card_of(name)[1].name, plans("best", name)[0]
+    is_run = arch == "sm_90"
+    assert dispatch.wants_kernel(None) == is_run
+    assert dispatch.own_plan(lambda: plan) == (plan if is_run else None)
+    if is_run:
+        # Cards of one architecture have the same programs.
+        assert all(names_of(op, name) <= names_of(op, "NVIDIA H200") for op in OPS)
+        return
+    assert f"no GPU of {arch} has run its kernels" in str(hopper_reason())
+    assert dispatch.choose_plan("best", "mosaic", lambda: plan) is plan
+    monkeypatch.setenv(TARGET, arch)
+    assert dispatch.own_plan(lambda: plan) is plan
 
 
 # --- values ---------------------------------------------------------------------------------------
