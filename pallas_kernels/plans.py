@@ -1,10 +1,11 @@
 """The plans that dispatch can return, listed by op and card.
 
 A planner chooses among the tiles of its tables.  The sizes M, N and K enter when a call is divided
-by its plan, so that the plans of a product are few.  Plans also hold numbers that only count trips:
-passes over a weight, parts of K, segments of a row, tokens of a chunk, rows, or an expert's N and
-K.  ``stands_for`` sets these numbers to representative ones, and the lists have one plan for each
-such class.
+by its plan, so that the plans of a product are few.  Plans also hold numbers that follow from
+sizes: passes over a weight, parts of K, segments of a row, tokens of a chunk, rows, or an expert's
+N and K.  ``stands_for`` sets these numbers to representative ones, and the lists have one plan for
+each such class.  A class is one choice, and its kernel is specialized to a call: to dtypes, to what is
+fused, to widths of heads, and to whether tiles divide the sizes.
 
 ``tests/golden/plans`` records what proves each plan, and a test compares the record with these
 lists.  Dispatch chooses no plan that no GPU of the card's architecture has run (``runs.json``).
@@ -51,7 +52,7 @@ _ROW_DIVISION = {"k": 2048, "units": 1, "sms": 1, "spread": False}
 
 
 def stands_for(plan: Any) -> Plan:
-    """Return the listed plan of a plan's class: numbers that count trips are representative."""
+    """Return the listed plan of a plan's class, with representative numbers of sizes."""
     replace = functools.partial(dataclasses.replace, plan)
     if isinstance(plan, TilePlan):
         return replace(tokens=TOKENS)  # of a pass
