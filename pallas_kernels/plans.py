@@ -4,8 +4,8 @@ A planner chooses among the tiles of its tables.  The sizes M, N and K enter whe
 by its plan, so that the plans of a product are few.  Plans also hold numbers that follow from
 sizes: passes over a weight, parts of K, segments of a row, tokens of a chunk, rows, or an expert's
 N and K.  ``stands_for`` sets these numbers to representative ones, and the lists have one plan for
-each such class.  A class is one choice, and its kernel is specialized to a call: to dtypes, to what is
-fused, to widths of heads, and to whether tiles divide the sizes.
+each such class.  A class is one choice, and its kernel is specialized to a call: to dtypes, to what
+is fused, to widths of heads, and to whether tiles divide the sizes.
 
 ``tests/golden/plans`` records what proves each plan, and a test compares the record with these
 lists.  Dispatch chooses no plan that no GPU of the card's architecture has run (``runs.json``).
