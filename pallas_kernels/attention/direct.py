@@ -163,7 +163,7 @@ class _Kernel:
         )
         self.source, self.end, self.begin, first = source, source.end, p.ci(0), p.ci(0)
         if self.window is not None:
-            self.begin = p.larger(self.end - self.window, p.ci(0))
+            self.begin = p.larger(self.end - self.window, 0)
             first = self.begin & -TILE
         place = self.warp * self.plan.cluster + self.rank
         token0 = first + place * TILE
