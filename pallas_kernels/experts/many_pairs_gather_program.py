@@ -160,12 +160,12 @@ class RowGather:
         def emit(*args) -> None:
             *memory, cluster, pair = args
             cluster, pair = (one.registers.flat[0] for one in (cluster, pair))
-            _RowCopies(how, self.stages, warp, pair, *memory).run(cluster)
+            RowCopies(how, self.stages, warp, pair, *memory).run(cluster)
 
         emit(*refs, lax.axis_index("cluster"), lax.axis_index("pair"))
 
 
-class _RowCopies:
+class RowCopies:
     """The program of a warp that copies the rows of a block's tiles, a slot at a time.
 
     warp: its place among ``WARPS``.  pair: the block's in its cluster.
