@@ -62,7 +62,7 @@ class RowsPlan:
     threads: int
     split: int = 1
     ring: int = 0
-    blocks: int = 0
+    blocks: int = dataclasses.field(default=0, repr=False)
 
 
 def plan(
