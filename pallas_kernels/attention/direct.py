@@ -71,6 +71,10 @@ class DirectPlan:
     steps: int
     merged: bool = False
 
+    def representative(self) -> DirectPlan:
+        cluster = min(self.cluster, 2) if self.merged else self.cluster
+        return dataclasses.replace(self, cluster=cluster, steps=min(self.steps, 2))
+
     def gather(self, group: int, codes: Codes) -> Gather:
         cluster = 1 if self.merged else self.cluster
         return Gather(
