@@ -271,9 +271,9 @@ def _own_answer(
     if reason := hopper_reason(*operands):
         return Reason(reason)
     found, arch = find(), nearest(str(getattr(device_of(operands), "compute_capability", "9.0")))
-    unproven = [] if arch is None else not_run().get(arch.name, [])
-    if unproven and not isinstance(found, Reason):
-        if run_name(found) in unproven:
+    if arch is not None and not isinstance(found, Reason):
+        unproven = not_run().get(arch.name)
+        if unproven and run_name(found) in unproven:
             return Reason(f"{found} has not been run on a GPU of {arch.name}", found)
     return found
 
