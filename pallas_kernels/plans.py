@@ -30,10 +30,9 @@ from pallas_kernels.device import gpu, planned_for, timed_tiles
 from pallas_kernels.dispatch import Plan, Reason, named_plan
 from pallas_kernels.experts import summed_plan
 from pallas_kernels.experts.best import MOST as MOST_SCORES
-from pallas_kernels.experts.best import BestPlan
 from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, Tile, TokenTile
 from pallas_kernels.experts.plan import MOST_PAIRS, GroupedRowPlan, row_plan
-from pallas_kernels.experts.route_plan import BLOCKS, WARPS, RoutePlan
+from pallas_kernels.experts.route_plan import BLOCKS, WARPS, BestPlan, RoutePlan
 from pallas_kernels.experts.summed_plan import GroupedSumPlan
 from pallas_kernels.matmul.few_rows.plan import TOKENS, TilePlan, row_plans, tile_plans
 from pallas_kernels.matmul.many_rows.plan import (
