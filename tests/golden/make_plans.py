@@ -78,6 +78,7 @@ def save(record: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def planning(card: str) -> Iterator[None]:
     """Within, kernels are planned and lowered for a card."""
+    jax.clear_caches()  # a kernel with the same plan on another card may be kept
     with (
         planned_for(card),
         mock.patch.object(utils, "_infer_arch", lambda: card_of(card)[1].capability),

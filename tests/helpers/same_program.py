@@ -9,12 +9,14 @@ has an effect stays in its order, and its values are numbered anew.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 
 _PURE = re.compile(
     r'\s*(%\w+) = ("stable_mosaic_gpu\.'
     r'(?:arith\.[\w.]+|llvm\.mlir\.constant|llvm\.inline_asm)"\(.*)'
 )
+_DEFINED = re.compile(r"\s*(%[\w:, %]+) = ")
 _VALUE = re.compile(r"%[A-Za-z0-9_]+")
 _SWAPS = re.compile(
     r'"stable_mosaic_gpu\.arith\.(addi|muli|addf|mulf|andi|ori|xori)"\((%\w+), (%\w+)\)(.*)'
@@ -26,14 +28,22 @@ def normal(text: str) -> str:
     names: dict[str, str] = {}
     expressions: dict[str, str] = {}
     lines: list[str] = []
+    numbers = itertools.count()
 
     def named(match: re.Match[str]) -> str:
         value = match[0]
-        return expressions.get(value) or names.setdefault(value, f"%v{len(names)}")
+        if value not in expressions and value not in names:
+            names[value] = f"%v{next(numbers)}"
+        return expressions.get(value) or names[value]
 
     for line in text.split("\n"):
         found = _PURE.fullmatch(line)
         if found is None or "has_side_effects" in line:
+            # Another function may have had a value of this name.
+            if defined := _DEFINED.match(line):
+                for value in _VALUE.findall(defined[1]):
+                    expressions.pop(value, None)
+                    names.pop(value, None)
             lines.append(_VALUE.sub(named, line))
             continue
         body = _VALUE.sub(named, found[2])
