@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import json
 import re
@@ -227,7 +226,7 @@ async def _batch(recorder: Recorder) -> None:
             for n, x in enumerate(({}, {"temperature": 9}, {"model": NAME}))
         ]
         data = "".join(json.dumps(entry) + "\n" for entry in entries)
-        upload = {"files": {"file": ("in.jsonl", data)}, "data": {"purpose": "batch"}}
+        upload: Any = {"files": {"file": ("in.jsonl", data)}, "data": {"purpose": "batch"}}
         file = (await recorder.ask("POST", "/v1/files", **upload)).json()["id"]
         created = {"input_file_id": file, "endpoint": path, "completion_window": "24h"}
         batch = (await recorder.ask("POST", "/v1/batches", created, "Hi.")).json()
@@ -275,7 +274,7 @@ async def _recorded(folder: str) -> list[str]:
 
 def transcripts() -> str:
     """Return the transcripts, with names in the places of times and random ids."""
-    soon = {"BEAT_SECONDS": 0.01, "LOOK_SECONDS": 0.02}
+    soon: Any = {"BEAT_SECONDS": 0.01, "LOOK_SECONDS": 0.02}
     with tempfile.TemporaryDirectory() as folder, mock.patch.multiple(batch_worker, **soon):
         text = "\n".join(asyncio.run(_recorded(folder))).strip() + "\n"
     for pattern, name in RULES:
