@@ -129,8 +129,8 @@ class Prompts:
         An adapter that was loaded at run time is a model of its own name, as in vLLM.
         """
         return dict(self.loaded()) | {
-            f"{own}:{adapter}" if adapter else own: adapter
-            for own in (self.name, *self.aliases)
+            f"{model}:{adapter}" if adapter else model: adapter
+            for model in (self.name, *self.aliases)
             for adapter in (None, *self.lm.adapters)
         }
 
@@ -317,8 +317,8 @@ class Prompts:
         if named.get("top_p") == 0:
             named["top_p"] = SMALLEST_TOP_P
         bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
-        own = self.lm.sampling or Sampling(temperature=1.0)
-        return dataclasses.replace(own, **named, logit_bias=bias, seed=seed)
+        defaults = self.lm.sampling or Sampling(temperature=1.0)
+        return dataclasses.replace(defaults, **named, logit_bias=bias, seed=seed)
 
     def _call(
         self,

@@ -154,10 +154,10 @@ class Responses(OpenAIFields):
         said: Any = [{"role": "user", "content": self.input}]
         if not isinstance(self.input, str):
             said = [item.model_dump(exclude_none=True) for item in self.input]
-        own = id.removeprefix("resp_")
+        suffix = id.removeprefix("resp_")
         for number, item in enumerate(said):
             kind = item.setdefault("type", "message")
-            item.setdefault("id", f"{_ITEM_IDS[kind]}_{own}_in{number}")
+            item.setdefault("id", f"{_ITEM_IDS[kind]}_{suffix}_in{number}")
             if isinstance(item.get("content"), str):
                 text = "output_text" if item["role"] == "assistant" else "input_text"
                 item["content"] = [{"type": text, "text": item["content"]}]

@@ -52,10 +52,10 @@ def run(
     lines, kept = left(source, target)
     with AnswerFile(target, len(lines), kept, show) as answers:
 
-        async def one(line: Line) -> None:
+        async def answer_line_of(line: Line) -> None:
             answers.add(*await answer(app, name, line))
 
-        asyncio.run(_all(lines, one, at_once))
+        asyncio.run(_all(lines, answer_line_of, at_once))
     return answers.counts
 
 
@@ -133,13 +133,13 @@ def output_line(
     return line + "\n"
 
 
-async def _all(lines: list[Line], one: Callable[[Line], Awaitable[None]], at_once: int) -> None:
+async def _all(lines: list[Line], work_on: Callable[[Line], Awaitable[None]], at_once: int) -> None:
     """Run ``at_once`` workers, each of which takes the next line after an answer."""
     rest = iter(lines)
 
     async def work() -> None:
         for line in rest:
-            await one(line)
+            await work_on(line)
 
     try:
         async with asyncio.TaskGroup() as group:

@@ -67,13 +67,13 @@ async def _run(connection: socket.socket, listener: socket.socket) -> int:
     welcomed: asyncio.Future[FrontEndSetup] = asyncio.get_running_loop().create_future()
     link, wire, server = EngineClient(), Wire(), None
 
-    def told(message: Any) -> None:
+    def handle(message: Any) -> None:
         if isinstance(message, messages.Welcome):
             welcomed.set_result(pickle.loads(message.setup))
         elif isinstance(message, messages.Drain) and server is not None:
             server.should_exit = True
 
-    link.on_told, wire.on_data = told, link.received
+    link.on_told, wire.on_data = handle, link.received
     link.open(wire.write)
     await wire.open(connection)
     lost = asyncio.create_task(wire.gone.wait())

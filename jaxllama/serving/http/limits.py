@@ -75,22 +75,22 @@ class Peers:
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return 2**31 if most == resource.RLIM_INFINITY else max(most - self._others - SPARE, 2)
 
-    def enter(self, one: Limited) -> bool:
+    def enter(self, connection: Limited) -> bool:
         """Count a new connection; return False if there is no room for it."""
-        theirs = self._by_address[one.address]
-        theirs[one] = self._all[one] = None
+        theirs = self._by_address[connection.address]
+        theirs[connection] = self._all[connection] = None
         total = self.total
-        if len(theirs) > min(self._limit, total // 2) and not _make_room(theirs, one):
+        if len(theirs) > min(self._limit, total // 2) and not _make_room(theirs, connection):
             return False
-        return len(self._all) <= total or _make_room(self._all, one)
+        return len(self._all) <= total or _make_room(self._all, connection)
 
-    def leave(self, one: Limited) -> None:
-        self._all.pop(one, None)
-        theirs = self._by_address.get(one.address)
+    def leave(self, connection: Limited) -> None:
+        self._all.pop(connection, None)
+        theirs = self._by_address.get(connection.address)
         if theirs is not None:
-            theirs.pop(one, None)
+            theirs.pop(connection, None)
             if not theirs:
-                del self._by_address[one.address]
+                del self._by_address[connection.address]
 
 
 def _make_room(connections: dict[Limited, None], newest: Limited) -> bool:

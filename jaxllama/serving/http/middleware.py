@@ -103,8 +103,8 @@ class Middleware:
             return
         start = time.perf_counter()
         headers = dict(scope["headers"])
-        own = headers.get(b"x-request-id", b"").decode("latin-1")
-        request_id = own if _ID.fullmatch(own) else uuid.uuid4().hex
+        sent_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = sent_id if _ID.fullmatch(sent_id) else uuid.uuid4().hex
         fields: JsonObject = {}
         state: JsonObject = {
             **scope.get("state", {}),

@@ -114,7 +114,7 @@ class ModelPool:
     @property
     def loaded(self) -> dict[str, int]:
         """The bytes of each model that runs."""
-        return {name: one.memory for name, one in self._running.items() if one.is_open}
+        return {name: running.memory for name, running in self._running.items() if running.is_open}
 
     def resolve(self, name: str | None) -> str:
         """Return the model that a client's name means: an alias, or with an adapter behind ":".
@@ -132,19 +132,19 @@ class ModelPool:
     @contextlib.asynccontextmanager
     async def use(self, name: str) -> AsyncGenerator[str]:
         """Yield the address of a model's server. Raises ApiError 429 or 503."""
-        one = await self._get(name)
+        running = await self._get(name)
         try:
-            yield one.url
+            yield running.url
         finally:
-            self._leave(one)
+            self._leave(running)
 
     def urls(self) -> list[str]:
         """Return the addresses of the models that run."""
-        return [one.url for one in self._running.values() if one.is_open]
+        return [running.url for running in self._running.values() if running.is_open]
 
     async def _get(self, name: str) -> _Process:
-        if (one := self._enter(name)) is not None:
-            return one
+        if (running := self._enter(name)) is not None:
+            return running
         if self._wanted.total() >= MAX_WAITING:
             message = f"{self._wanted.total()} requests wait for models to start"
             raise ApiError(429, message, code="queue_full", retry_after=5)
@@ -169,33 +169,33 @@ class ModelPool:
         They are counted before the lock is free, so another model's start lets them be answered.
         """
         async with self._starting:
-            one = self._running.get(name)
-            if one is None or not one.is_open:
-                one = await self._start(name)
+            running = self._running.get(name)
+            if running is None or not running.is_open:
+                running = await self._start(name)
             if self._wanted[name]:
-                one.in_flight += self._wanted[name]
-                one.idle.clear()
-            return one
+                running.in_flight += self._wanted[name]
+                running.idle.clear()
+            return running
 
     def _forget_start(self, name: str, done: asyncio.Task[_Process]) -> None:
         self._starts.pop(name, None)
         if not done.cancelled():
             done.exception()  # those who waited have it; they may all have left
 
-    def _leave(self, one: _Process) -> None:
-        one.in_flight -= 1
-        one.last_used = time.monotonic()
-        if not one.in_flight:
-            one.idle.set()
+    def _leave(self, running: _Process) -> None:
+        running.in_flight -= 1
+        running.last_used = time.monotonic()
+        if not running.in_flight:
+            running.idle.set()
 
     def _enter(self, name: str) -> _Process | None:
         """Count a request of a model that runs."""
-        one = self._running.get(name)
-        if one is None or not one.is_open:
+        running = self._running.get(name)
+        if running is None or not running.is_open:
             return None
-        one.in_flight += 1
-        one.idle.clear()
-        return one
+        running.in_flight += 1
+        running.idle.clear()
+        return running
 
     async def _start(self, name: str) -> _Process:
         if time.monotonic() - self._failed.get(name, -AGAIN_SECONDS) < AGAIN_SECONDS:
@@ -238,22 +238,22 @@ class ModelPool:
         if spec.memory is None:
             memory = self._sizes[name] = resident(process.pid) or size
         self.starts[name] += 1
-        one = self._running[name] = _Process(process, found[1].decode(), memory)
+        running = self._running[name] = _Process(process, found[1].decode(), memory)
         seconds = round(time.monotonic() - begin, 2)
         fields = {"model": name, "seconds": seconds, "bytes": memory}
         _log.info("a model runs", extra={"fields": fields})
-        return one
+        return running
 
     def _used(self) -> int:
-        return sum(one.memory for one in self._running.values())
+        return sum(running.memory for running in self._running.values())
 
     async def _end(self, name: str) -> None:
         """End a model when its last request has its answer."""
-        one = self._running[name]
-        one.is_leaving = True
-        if one.process.returncode is None:
-            await one.idle.wait()
-        await self._stop(one.process)
+        running = self._running[name]
+        running.is_leaving = True
+        if running.process.returncode is None:
+            await running.idle.wait()
+        await self._stop(running.process)
         self._running.pop(name, None)
         _log.info("a model has ended", extra={"fields": {"model": name}})
 
@@ -271,16 +271,16 @@ class ModelPool:
         """Forget processes that have ended, and end models that were not used for long."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            for name, one in list(self._running.items()):
-                if one.process.returncode is not None and not one.is_leaving:
-                    fields = {"model": name, "status": one.process.returncode}
+            for name, running in list(self._running.items()):
+                if running.process.returncode is not None and not running.is_leaving:
+                    fields = {"model": name, "status": running.process.returncode}
                     _log.error("a model's process has ended", extra={"fields": fields})
                     self._running.pop(name, None)
                 elif (
                     self._unload_after is not None
-                    and one.is_open
-                    and not one.in_flight
-                    and time.monotonic() - one.last_used >= self._unload_after
+                    and running.is_open
+                    and not running.in_flight
+                    and time.monotonic() - running.last_used >= self._unload_after
                 ):
                     await self._end(name)
 
@@ -292,13 +292,13 @@ class ModelPool:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        running = [one.process for one in self._running.values()]
-        await asyncio.gather(*map(self._stop, running))
+        processes = [running.process for running in self._running.values()]
+        await asyncio.gather(*map(self._stop, processes))
         self._running.clear()
 
 
-def _rank(one: _Process) -> tuple[bool, float]:
-    return one.in_flight > 0, one.last_used
+def _rank(running: _Process) -> tuple[bool, float]:
+    return running.in_flight > 0, running.last_used
 
 
 def _model_of(spec: ModelSpec) -> str:
@@ -316,9 +316,9 @@ def resident(pid: int) -> int:
     """Return the resident bytes of a process and its children, 0 where the system has no /proc."""
     total, page, waiting = 0, os.sysconf("SC_PAGE_SIZE"), [pid]
     while waiting:
-        one = Path(f"/proc/{waiting.pop()}")
+        process = Path(f"/proc/{waiting.pop()}")
         with contextlib.suppress(OSError):
-            total += int((one / "statm").read_text().split()[1]) * page
-            for children in one.glob("task/*/children"):
+            total += int((process / "statm").read_text().split()[1]) * page
+            for children in process.glob("task/*/children"):
                 waiting += map(int, children.read_text().split())
     return total

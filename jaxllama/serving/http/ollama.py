@@ -22,8 +22,9 @@ from jaxllama.serving.api.bodies import Chat
 from jaxllama.serving.api.calls import AcceptedCall, Prompts
 from jaxllama.serving.api.messages import TextPiece
 from jaxllama.serving.api.ollama_bodies import OllamaChat, OllamaGenerate
+from jaxllama.serving.api.ollama_schemas import OllamaModel, OllamaTags
 from jaxllama.serving.api.reading import PLAIN, answer_reader
-from jaxllama.serving.api.schemas import ApiError, to_json
+from jaxllama.serving.api.schemas import ApiError, Version, to_json
 from jaxllama.serving.http.context import Context, rfc3339
 from jaxllama.serving.http.generation import answered
 from jaxllama.serving.http.runs import Answer, CallRun
@@ -54,25 +55,20 @@ async def generate(server: Context, http: HttpRequest, body: OllamaGenerate) -> 
     return await answered(server, http, body, OllamaApi())
 
 
-async def version(*_: object) -> JsonObject:
-    return {"version": __version__}
+async def version(*_: object) -> Version:
+    return Version(__version__)
 
 
-async def tags(server: Context, _: HttpRequest) -> JsonObject:
+async def tags(server: Context, _: HttpRequest) -> OllamaTags:
     """Return the list of models."""
-    details = {"format": "jaxllama", "family": server.settings.name, "parameter_size": ""}
-    models = [
-        {
-            "name": name,
-            "model": name,
-            "modified_at": server.began,
-            "size": 0,
-            "digest": "",
-            "details": {**details, "quantization_level": ""},
-        }
-        for name in server.prompts.models
-    ]
-    return {"models": models}
+    details = {
+        "format": "jaxllama",
+        "family": server.settings.name,
+        "parameter_size": "",
+        "quantization_level": "",
+    }
+    names = server.prompts.models
+    return OllamaTags([OllamaModel(name, name, server.began, 0, "", details) for name in names])
 
 
 class OllamaAnswer(Answer):

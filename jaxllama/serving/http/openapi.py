@@ -12,8 +12,9 @@ from pydantic import TypeAdapter
 from jaxllama import __version__
 from jaxllama.serving.api.batch_schemas import CreateBatch
 from jaxllama.serving.api.message_schemas import MessageError
+from jaxllama.serving.api.ollama_schemas import OllamaError
 from jaxllama.serving.api.schemas import ErrorObject
-from jaxllama.serving.http.routes import BATCHABLE, BINARY, ROUTES, TEXT, Route
+from jaxllama.serving.http.routes import BATCHABLE, BINARY, JSON, ROUTES, Route
 from jaxllama.typing import JsonObject
 
 _ERRORS = {
@@ -32,10 +33,11 @@ _ERRORS = {
     503: "The server is stopping, or cannot write its journal",
 }
 USUAL = (400, 404, 408, 413, 415, 421, 429, 431, 503)  # of a route with a body
-_CONTENT: dict[str, JsonObject] = {
-    TEXT: {TEXT: {"schema": {"type": "string"}}},
-    BINARY: {BINARY: {"schema": {"type": "string", "format": "binary"}}},
+_UNTYPED: dict[str, JsonObject] = {  # schemas of content types that are no text
+    BINARY: {"type": "string", "format": "binary"},
+    JSON: {"type": "object"},
 }
+_ERROR_TYPES = {"/v1/messages": MessageError, "/api/": OllamaError}  # by the path's beginning
 _FILE: JsonObject = {
     "type": "object",
     "required": ["file", "purpose"],
@@ -55,10 +57,10 @@ def document(
     key. adapts: whether clients may load adapters. has_files: whether it keeps files and batches.
     """
     has = {"files": has_files, "adapters": adapts, None: True}
-    rows = [row for row in ROUTES if row.documented is not None and has[row.needs]]
+    rows = [row for row in ROUTES if has[row.needs]]
     kinds = {(row.body, "validation") for row in rows if row.body is not None}
     answers = [row.documented for row in rows if isinstance(row.documented, type)]
-    kinds |= {(kind, "serialization") for kind in (*answers, ErrorObject, MessageError)}
+    kinds |= {(kind, "serialization") for kind in (*answers, ErrorObject, *_ERROR_TYPES.values())}
     inputs: Any = [(kind, mode, TypeAdapter(kind)) for kind, mode in kinds]
     refs, shared = TypeAdapter.json_schemas(inputs, ref_template="#/components/schemas/{model}")
     schema = {kind: ref for (kind, _), ref in refs.items()}
@@ -100,12 +102,17 @@ def _operation(row: Route, schema: dict[Any, JsonObject], keyed: bool) -> JsonOb
         content = {"multipart/form-data": {"schema": _FILE}}
         operation["requestBody"] = {"required": True, "content": content}
     answer = row.documented
-    content = _CONTENT[answer] if isinstance(answer, str) else _json(schema[answer])
+    if isinstance(answer, str):
+        content = {answer: {"schema": _UNTYPED.get(answer, {"type": "string"})}}
+    else:
+        content = _json(schema[answer])
     if row.stream:
         # A stream has chunks, and an error object if the engine fails midway: no schema fits both.
-        content = {**content, "text/event-stream": {}}
+        kind = "application/x-ndjson" if row.path.startswith("/api/") else "text/event-stream"
+        content = {**content, kind: {}}
     responses: JsonObject = {"200": {"description": "The answer", "content": content}}
-    error = MessageError if row.path.startswith("/v1/messages") else ErrorObject
+    errors = (kind for begin, kind in _ERROR_TYPES.items() if row.path.startswith(begin))
+    error = next(errors, ErrorObject)
     statuses = row.errors or (() if row.body is None else USUAL)
     for status in (*statuses, *((401,) if keyed and row.scope == "key" else ())):
         responses[str(status)] = {"description": _ERRORS[status], "content": _json(schema[error])}
@@ -116,7 +123,7 @@ def _operation(row: Route, schema: dict[Any, JsonObject], keyed: bool) -> JsonOb
 
 
 def _json(schema: JsonObject) -> JsonObject:
-    return {"application/json": {"schema": schema}}
+    return {JSON: {"schema": schema}}
 
 
 def _path_parameter(name: str) -> JsonObject:

@@ -192,8 +192,8 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
             )
         # The front ends import their modules while the model is loaded.
         front_ends = [front_end.start(listener) for _ in range(options.api_servers)]
-        for one in front_ends:
-            children.callback(one.kill)
+        for child in front_ends:
+            children.callback(child.kill)
         journal = None if options.state is None else Journal(options.state)
         if options.state is not None:
             _check_files(options.state)
@@ -316,8 +316,8 @@ class _Server:
             self._engine.on_empty = self._hub.report_empty
             await self._engine.open()
         self._unready = len(front_ends)
-        for one in front_ends:
-            self._watch(one)
+        for child in front_ends:
+            self._watch(child)
         watching = asyncio.create_task(self._watch_engine())
         started = asyncio.create_task(self._ready.wait())
         ended = asyncio.create_task(self._ending.wait())
@@ -339,36 +339,36 @@ class _Server:
         self._ending.set()
         asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
 
-    def _watch(self, one: Child) -> None:
-        task = asyncio.create_task(self._serve(one))
+    def _watch(self, child: Child) -> None:
+        task = asyncio.create_task(self._serve(child))
         self._living.add(task)
         task.add_done_callback(self._living.discard)
 
-    async def _serve(self, one: Child) -> None:
+    async def _serve(self, child: Child) -> None:
         """Serve a front end until it is gone; then start another in its place."""
         is_ready, pulse = False, Pulse()
 
         def ready() -> None:
             nonlocal is_ready
             is_ready, self._died = True, 0
-            watching.append(asyncio.create_task(self._kill_if_hung(one, port, pulse)))
+            watching.append(asyncio.create_task(self._kill_if_hung(child, port, pulse)))
             self._unready -= 1
             if not self._unready:
                 self._ready.set()
 
-        wire = self._children[one] = Wire()
+        wire = self._children[child] = Wire()
         port = self._hub.open(wire.write)
         port.on_ready, port.on_pong, wire.on_data = ready, pulse.beat, port.received
         watching: list[asyncio.Task[None]] = []
-        await wire.open(one.socket)
+        await wire.open(child.socket)
         port.send(messages.Welcome(self._setup))
         self._hub.welcome(port)
         await wire.gone.wait()
         for task in watching:
             task.cancel()
         cancelled = port.close()
-        status = await asyncio.to_thread(one.process.wait)
-        self._children.pop(one, None)
+        status = await asyncio.to_thread(child.process.wait)
+        self._children.pop(child, None)
         if self._ending.is_set():
             return
         log = logging.getLogger("jaxllama.serving")
@@ -399,12 +399,12 @@ class _Server:
                     "a front end cannot be started", extra={"fields": fields}
                 )
 
-    async def _kill_if_hung(self, one: Child, port: Port, pulse: Pulse) -> None:
+    async def _kill_if_hung(self, child: Child, port: Port, pulse: Pulse) -> None:
         await pulse.lost(lambda: port.send(messages.Ping(self._engine.stalled)))
         logging.getLogger("jaxllama.serving").error(
-            "a front end hangs", extra={"fields": {"pid": one.process.pid}}
+            "a front end hangs", extra={"fields": {"pid": child.process.pid}}
         )
-        one.process.kill()
+        child.process.kill()
 
     async def _watch_engine(self) -> None:
         while self._engine.failure is None:
@@ -430,8 +430,8 @@ class _Server:
         await _ended(stopping, STUCK)
         if stopping.is_alive():
             self.stuck = "jaxllama-engine"
-        for one in self._children:  # one that is stopped would be waited for
-            one.process.kill()
+        for child in self._children:  # one that is stopped would be waited for
+            child.process.kill()
 
 
 async def _ended(thread: threading.Thread, seconds: float) -> None:

@@ -139,9 +139,6 @@ def _usage(usage: Usage) -> ResponseUsage:
     )
 
 
-Told = JsonObject
-
-
 class Writer:
     """Turns pieces of text into items and events.
 
@@ -156,37 +153,37 @@ class Writer:
         self.output: list[OutputItem] = []
         self.status: Status = "in_progress"
 
-    def read(self, event: TextPiece) -> list[Told]:
-        parts, told = self._reader.feed(event.text), []
+    def read(self, event: TextPiece) -> list[JsonObject]:
+        parts, events = self._reader.feed(event.text), []
         found = chat_logprobs(self._call, 0, [event])
         if found is not None:
             self._logprobs += found.content
         if event.finish_reason is not None:
             parts += self._reader.close()
         for part in parts:
-            told += self._take(part)
+            events += self._take(part)
         if event.finish_reason is not None:
             self.status = "completed" if event.finish_reason == "stop" else "incomplete"
             if not self.output:
-                told += self._begin(AnswerPart("content", ""))
+                events += self._begin(AnswerPart("content", ""))
             if isinstance(self.output[-1], MessageItem):  # of text that a stop string held back
                 self.output[-1].content[0].logprobs += self._taken()
-            told += self._end(self.status)
-        return told
+            events += self._end(self.status)
+        return events
 
-    def _take(self, part: AnswerPart) -> list[Told]:
-        told: list[Told] = []
+    def _take(self, part: AnswerPart) -> list[JsonObject]:
+        events: list[JsonObject] = []
         kinds = {"reasoning": ReasoningItem, "content": MessageItem, "arguments": FunctionCallItem}
         if part.kind == "call" or not (
             self.output and isinstance(self.output[-1], kinds[part.kind])
         ):
-            told += self._end("completed")
-            told += self._begin(part)
+            events += self._end("completed")
+            events += self._begin(part)
         item = self.output[-1]
         if isinstance(item, FunctionCallItem):
             if part.kind == "arguments":
                 item.arguments += part.text
-                told.append(self._tell("function_call_arguments.delta", delta=part.text))
+                events.append(self._tell("function_call_arguments.delta", delta=part.text))
         elif part.text:
             item.content[0].text += part.text
             name = "output_text" if isinstance(item, MessageItem) else "reasoning_text"
@@ -194,35 +191,35 @@ class Writer:
             if isinstance(item, MessageItem):
                 more = {"logprobs": self._taken()}
                 item.content[0].logprobs += more["logprobs"]
-            told.append(self._tell(f"{name}.delta", content_index=0, delta=part.text, **more))
-        return told
+            events.append(self._tell(f"{name}.delta", content_index=0, delta=part.text, **more))
+        return events
 
     def _taken(self) -> list[TokenLogprob]:
         """Return the logprobs of the tokens since the last delta."""
         taken, self._logprobs = self._logprobs, []
         return taken
 
-    def _begin(self, part: AnswerPart) -> list[Told]:
+    def _begin(self, part: AnswerPart) -> list[JsonObject]:
         number = len(self.output)
-        own = f"{self._call.id.removeprefix('resp_')}_{number}"
+        suffix = f"{self._call.id.removeprefix('resp_')}_{number}"
         if part.kind == "call":
             id = answers.tool_call_id(self._call, 0, part)
             self.output.append(
-                FunctionCallItem(f"fc_{own}", "function_call", id, part.text, "", "in_progress")
+                FunctionCallItem(f"fc_{suffix}", "function_call", id, part.text, "", "in_progress")
             )
             return [self._tell("output_item.added")]
         if part.kind == "reasoning":
-            item: OutputItem = ReasoningItem(f"rs_{own}", "reasoning", [], [], "in_progress")
+            item: OutputItem = ReasoningItem(f"rs_{suffix}", "reasoning", [], [], "in_progress")
             piece: Any = ReasoningPart("reasoning_text", "")
         else:
-            item = MessageItem(f"msg_{own}", "message", "assistant", [], "in_progress")
+            item = MessageItem(f"msg_{suffix}", "message", "assistant", [], "in_progress")
             piece = OutputText("output_text", "", [], [])
         self.output.append(item)
-        told = [self._tell("output_item.added")]
+        events = [self._tell("output_item.added")]
         item.content.append(piece)
-        return [*told, self._tell("content_part.added", content_index=0, part=piece)]
+        return [*events, self._tell("content_part.added", content_index=0, part=piece)]
 
-    def _end(self, status: Status) -> list[Told]:
+    def _end(self, status: Status) -> list[JsonObject]:
         """Return the events that end the current item."""
         if not self.output or self.output[-1].status != "in_progress":
             return []
@@ -242,15 +239,17 @@ class Writer:
             self._tell("output_item.done"),
         ]
 
-    def _tell(self, name: str, /, **more: Any) -> Told:
+    def _tell(self, name: str, /, **more: Any) -> JsonObject:
         """Return an event. Its values are copied, because the item still changes."""
         item, number = self.output[-1], len(self.output) - 1
-        fields: Told = {"item": item} if name.startswith("output_item") else {"item_id": item.id}
-        told: Told = {"type": f"response.{name}", "output_index": number, **fields, **more}
-        for key, value in told.items():
+        fields: JsonObject = (
+            {"item": item} if name.startswith("output_item") else {"item_id": item.id}
+        )
+        event: JsonObject = {"type": f"response.{name}", "output_index": number, **fields, **more}
+        for key, value in event.items():
             if dataclasses.is_dataclass(value) and not isinstance(value, type):
-                told[key] = dataclasses.asdict(value)
-        return told
+                event[key] = dataclasses.asdict(value)
+        return event
 
 
 class ResponseAnswer(Answer):
@@ -284,8 +283,8 @@ class ResponseAnswer(Answer):
             )
         async with contextlib.aclosing(self.run.events()) as events:
             async for pieces in events:
-                told = [self._piece(told) for piece in pieces for told in writer.read(piece)]
-                yield b"".join(told)
+                read = [self._piece(event) for piece in pieces for event in writer.read(piece)]
+                yield b"".join(read)
         response = await self._ended()
         yield self._piece({"type": f"response.{response.status}", "response": response})
 
@@ -295,7 +294,7 @@ class ResponseAnswer(Answer):
             {"type": "error", "code": detail.code, "message": detail.message, "param": detail.param}
         )
 
-    def _piece(self, told: Told) -> bytes:
-        line = to_json({**told, "sequence_number": self._number})
+    def _piece(self, event: JsonObject) -> bytes:
+        line = to_json({**event, "sequence_number": self._number})
         self._number += 1
-        return b"event: %b\ndata: %b\n\n" % (told["type"].encode(), line)
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), line)

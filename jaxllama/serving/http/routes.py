@@ -29,6 +29,7 @@ from starlette.types import ASGIApp
 
 from jaxllama.serving.api import bodies, schemas
 from jaxllama.serving.api.message_schemas import MessageObject
+from jaxllama.serving.api.ollama_schemas import OllamaChatLine, OllamaGenerateLine
 from jaxllama.serving.api.response_schemas import ResponseObject
 from jaxllama.serving.api.schemas import ChatObject, CompletionObject, EmbeddingList, Health
 from jaxllama.serving.http import (
@@ -46,7 +47,8 @@ from jaxllama.serving.http.body_threads import SMALL, in_thread
 from jaxllama.serving.http.context import Context
 from jaxllama.serving.http.middleware import read_body
 
-TEXT, BINARY = "text/plain", "application/octet-stream"  # answers that are no JSON
+# Content types of answers without a type.
+TEXT, BINARY, JSON = "text/plain", "application/octet-stream", "application/json"
 AGAIN = "An answer again, from the server's state folder"
 PAGED = ("limit", "after")
 # Fields with schemas, for which making a call waits for another process (``grammar_process``).
@@ -108,11 +110,9 @@ class Route:
         return get_type_hints(self.handler).get("body")
 
     @functools.cached_property
-    def documented(self) -> type | str | None:
-        """The type of the answer, or its content type; None is not in the OpenAPI document."""
-        given: Any = self.answer or get_type_hints(self.handler).get("return")
-        is_object = isinstance(given, type) and dataclasses.is_dataclass(given)
-        return given if isinstance(given, str) or is_object else None
+    def documented(self) -> type | str:
+        """The type of the answer in the OpenAPI document, or its content type."""
+        return self.answer or get_type_hints(self.handler)["return"]
 
     @property
     def is_routed(self) -> bool:
@@ -150,7 +150,7 @@ ROUTES: tuple[Route, ...] = (
     _get("/ready", basics.health, "Whether the server takes requests", Health, scope="everybody"),
     _get("/version", basics.version, "This program's version"),
     _get("/metrics", basics.metrics, "Prometheus metrics", TEXT),
-    _get("/openapi.json", basics.document, scope="everybody"),
+    _get("/openapi.json", basics.document, "This document", JSON, scope="everybody"),
     # Responses
     _post(
         "/v1/responses",
@@ -264,9 +264,19 @@ ROUTES: tuple[Route, ...] = (
         needs="files",
     ),
     # ollama's API
-    _post("/api/chat", ollama.chat, "Answer a conversation (ollama's API)", stream=True),
     _post(
-        "/api/generate", ollama.generate, "Answer or continue a prompt (ollama's API)", stream=True
+        "/api/chat",
+        ollama.chat,
+        "Answer a conversation (ollama's API)",
+        OllamaChatLine,
+        stream=True,
+    ),
+    _post(
+        "/api/generate",
+        ollama.generate,
+        "Answer or continue a prompt (ollama's API)",
+        OllamaGenerateLine,
+        stream=True,
     ),
     _get("/api/tags", ollama.tags, "List the models (ollama's API)"),
     _get("/api/version", ollama.version, "Return this program's version (ollama's API)"),
@@ -285,7 +295,10 @@ ROUTES: tuple[Route, ...] = (
         TEXT,
         needs="adapters",
     ),
-    *(_get(path, page_files.page, scope="everybody") for path in page_files.PAGE),
+    *(
+        _get(path, page_files.page, "A file of the chat page", kind, scope="everybody")
+        for path, (_, kind) in page_files.PAGE.items()
+    ),
 )
 # Paths of a batch's lines, and whether their bodies have a priority.
 BATCHABLE = {

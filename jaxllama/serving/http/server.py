@@ -66,8 +66,8 @@ def create_app(
     if journal is None and settings.state is not None:
         journal = Journal(settings.state)
     hub = Hub(engine, _passes(lm, engine), metrics, journal, quotas=Quotas(settings.keys))
-    own = link.local(hub, lm.tokenizer, lm.config.eos_token_ids)
-    return application(lm, own, settings, engine.options.max_queue, hub.close)
+    client = link.local(hub, lm.tokenizer, lm.config.eos_token_ids)
+    return application(lm, client, settings, engine.options.max_queue, hub.close)
 
 
 def _passes(lm: LanguageModel, engine: Served) -> Passes:

@@ -83,14 +83,14 @@ class Hub:
         self._forward = ThreadPoolExecutor(1, f"{THREADS}-forward")
         self._adapters = ThreadPoolExecutor(1, f"{THREADS}-adapters")
         self.grammars = ThreadPoolExecutor(16 if waits else 4, f"{THREADS}-grammar")
-        engine.listen(self._told)
+        engine.listen(self._wake_ports)
 
     def news(self, port: Port, live: FrontEndRequest, event: Event) -> None:
-        """Queue an event for a front end, on the engine's thread; ``_told`` sends it later."""
+        """Queue an event for a front end, on the engine's thread; ``_wake_ports`` sends it."""
         port.news.append((live, event))
         self._with_news.add(port)
 
-    def _told(self) -> None:
+    def _wake_ports(self) -> None:
         ports, self._with_news = self._with_news, set()
         for port in ports:
             port.wake()
@@ -246,8 +246,8 @@ class FrontEndRequest:
     is_left: bool = False
     is_counted: bool = False
 
-    def told(self, event: Event) -> None:
-        self.port.told(self, event)
+    def notify(self, event: Event) -> None:
+        self.port.notify(self, event)
 
 
 class Port:
@@ -346,7 +346,7 @@ class Port:
             if live.is_left:
                 return taken, JaxLlamaError("the client left")
             try:
-                self._hub.engine.submit(live.request, live.told, with_text=False)
+                self._hub.engine.submit(live.request, live.notify, with_text=False)
             except Exception as error:
                 return taken, error
         return len(living), None
@@ -416,7 +416,7 @@ class Port:
 
     # News
 
-    def told(self, live: FrontEndRequest, event: Event) -> None:
+    def notify(self, live: FrontEndRequest, event: Event) -> None:
         self._hub.news(self, live, event)
 
     def wake(self) -> None:

@@ -184,7 +184,7 @@ class EngineClient(Exchange):
 
     # Incoming messages
 
-    def told(self, message: Any) -> None:
+    def handle(self, message: Any) -> None:
         match message:
             case messages.Failed():
                 self.failure = self.failure or message.reason

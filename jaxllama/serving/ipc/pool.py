@@ -189,7 +189,7 @@ class PooledEngine:
         self.passes = {name: self._pass(name) for name in ("embed", "rank", "score")}
         self.on_empty: Callable[[bool], None] = lambda is_empty: None
         self._flights: dict[str, Flight] = {}
-        self._told: Callable[[], None] = lambda: None
+        self._listener: Callable[[], None] = lambda: None
         self._none = dataclasses.replace(
             about.stats, **{field.name: 0 for field in _numbers()}, finished={}
         )
@@ -227,7 +227,7 @@ class PooledEngine:
         flight.accepted.result()
 
     def listen(self, listener: Callable[[], None]) -> None:
-        self._told = listener
+        self._listener = listener
 
     def end(self, request_id: str, reason: FinishReason) -> None:
         """End a request, from any thread. Ids that are not in flight are ignored."""
@@ -266,7 +266,7 @@ class PooledEngine:
         flight = self._flights.pop(request_id, None)
         if flight is not None:
             flight.tell(finish_reason=reason, error=error)
-            self._told()
+            self._listener()
             if flight.task is not None and flight.task is not asyncio.current_task():
                 flight.task.cancel()
 
@@ -329,7 +329,7 @@ class PooledEngine:
                 cached_tokens=piece.cached_tokens,
                 error=error,
             )
-        self._told()
+        self._listener()
         return bool(pieces) and pieces[-1].finish_reason is not None
 
     # Reports
@@ -369,6 +369,6 @@ def _numbers() -> list[dataclasses.Field[Any]]:
 def _sum(stats: Sequence[EngineStats]) -> EngineStats:
     figures = {field.name: sum(getattr(s, field.name) for s in stats) for field in _numbers()}
     finished = collections.Counter[str]()
-    for each in stats:
-        finished.update(each.finished)
+    for stat in stats:
+        finished.update(stat.finished)
     return EngineStats(**figures, finished=dict(finished))

@@ -130,7 +130,7 @@ class Process(Exchange):
             except Exception as error:
                 over.set_exception(error)
 
-    def told(self, message: Any) -> None:
+    def handle(self, message: Any) -> None:
         if isinstance(message, EngineReport):
             self._pulse.beat()
             self.stats = message.stats
@@ -163,10 +163,10 @@ class KnownPrefixes(Generic[Name]):
         with self._lock:
             return [self._known[key] for key in _beginnings(request) if key in self._known]
 
-    def remember(self, request: Request, one: Name) -> None:
+    def remember(self, request: Request, name: Name) -> None:
         with self._lock:
             for key in _beginnings(request):
-                self._known[key] = one
+                self._known[key] = name
                 self._known.move_to_end(key)
             while len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
@@ -188,14 +188,14 @@ class ReplicaChoice(Generic[Some]):
 
     def order(self, request: Request) -> list[Some]:
         """Return the replicas, least work first; one that has read the prompt's beginning leads."""
-        order = sorted(self.in_turn(), key=lambda one: one.work)
+        order = sorted(self.in_turn(), key=lambda replica: replica.work)
         if not order:
             return []
         room = order[0].work + SLACK * (len(request.prompt) + request.max_new_tokens)
-        for one in self._known.readers(request):
-            if one in order and one.work <= room:
-                order.remove(one)
-                order.insert(0, one)
+        for replica in self._known.readers(request):
+            if replica in order and replica.work <= room:
+                order.remove(replica)
+                order.insert(0, replica)
                 break
         return order
 
@@ -232,88 +232,92 @@ class LocalPool:
     def start(self) -> About:
         """Return a description after all replicas have started; its ``max_len`` is the least."""
         processes = self._processes.values()
-        for one in processes:
-            one.child.socket.sendall(self._start)
-        return min((one.about() for one in processes), key=lambda about: about.max_len)
+        for replica in processes:
+            replica.child.socket.sendall(self._start)
+        return min((replica.about() for replica in processes), key=lambda about: about.max_len)
 
     # The interface of a Pool
 
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._keeping = [asyncio.create_task(self._keep(one)) for one in self._processes.values()]
+        self._keeping = [
+            asyncio.create_task(self._keep(replica)) for replica in self._processes.values()
+        ]
         await self._some.wait()
 
     async def run(self, request: Request, taken: Taken, read: Read) -> None:
         await self._some.wait()
         full: list[QueueFull] = []
-        for one in self._choice.order(request):
+        for replica in self._choice.order(request):
             try:
-                await one.run(request, functools.partial(self._taken, request, one, taken), read)
+                await replica.run(
+                    request, functools.partial(self._taken, request, replica, taken), read
+                )
                 return
             except QueueFull as error:
                 full.append(error)
         if not full:
             raise ReplicaLost("no replica is left")
-        waiting = sum(one.stats.waiting for one in self._living)
+        waiting = sum(replica.stats.waiting for replica in self._living)
         raise QueueFull.of(waiting, min(error.retry_after for error in full))
 
-    def _taken(self, request: Request, one: Process, taken: Taken) -> None:
-        self._choice.remember(request, one)
+    def _taken(self, request: Request, replica: Process, taken: Taken) -> None:
+        self._choice.remember(request, replica)
         taken()
 
     async def forward(self, name: Any, arguments: Sequence[Any]) -> Any:
         await self._some.wait()
-        one = self._choice.in_turn()[0]
-        return await one.call(lambda call: messages.HubRequest(call, name, list(arguments)))
+        replica = self._choice.in_turn()[0]
+        return await replica.call(lambda call: messages.HubRequest(call, name, list(arguments)))
 
     async def reports(self) -> list[EngineReport]:
         await asyncio.sleep(REPORT)
         if self._failure is not None:
             raise EngineFailed(self._failure)
-        return [one.report() for one in self._living]
+        return [replica.report() for replica in self._living]
 
     def stop(self) -> None:
         self._is_closed = True
-        for one in list(self._processes.values()):
-            if one in self._living:
-                self._loop.call_soon_threadsafe(one.wire.close)
+        for replica in list(self._processes.values()):
+            if replica in self._living:
+                self._loop.call_soon_threadsafe(replica.wire.close)
             else:
-                one.child.process.kill()
+                replica.child.process.kill()
         self.kill(END)
 
     def kill(self, after: float = 0) -> None:
         """End the processes that have not ended by themselves ``after`` so many seconds."""
         self._is_closed = True
-        for one in list(self._processes.values()):
+        for replica in list(self._processes.values()):
             try:
-                one.child.process.wait(after)
+                replica.child.process.wait(after)
             except subprocess.TimeoutExpired:
-                one.child.process.kill()
-                one.child.process.wait()
+                replica.child.process.kill()
+                replica.child.process.wait()
 
     # On the event loop
 
-    async def _keep(self, one: Process) -> None:
+    async def _keep(self, replica: Process) -> None:
         """Serve with a replica until it is lost; then start another in its place."""
         while True:
-            await one.begin()
-            self._living.append(one)
+            await replica.begin()
+            self._living.append(replica)
             self._some.set()
-            reason = await one.ended()
-            self._living.remove(one)
+            reason = await replica.ended()
+            self._living.remove(replica)
             if not self._living:
                 self._some.clear()
             if self._is_closed:
                 return
-            fields = {"replica": one.number, "reason": reason}
+            fields = {"replica": replica.number, "reason": reason}
             _log.error("a replica is lost", extra={"fields": fields})
-            one.wire.close()
-            one.child.process.kill()
-            again = await self._started_again(one.number)
+            replica.wire.close()
+            replica.child.process.kill()
+            again = await self._started_again(replica.number)
             if again is None:
                 return
-            one = again
-            _log.warning("a replica runs again", extra={"fields": {"replica": one.number}})
+            replica = again
+            _log.warning("a replica runs again", extra={"fields": {"replica": replica.number}})
 
     async def _started_again(self, number: int) -> Process | None:
         """Start a replica in the place of a lost one, if need be after a while; None: closed."""
@@ -323,9 +327,9 @@ class LocalPool:
                 return None
             self._starting += 1
             try:
-                one = self._processes[number] = self._process(number)
-                one.child.socket.sendall(self._start)
-                await asyncio.to_thread(one.about)
+                replica = self._processes[number] = self._process(number)
+                replica.child.socket.sendall(self._start)
+                await asyncio.to_thread(replica.about)
             except (JaxLlamaError, OSError) as error:
                 if self._is_closed:
                     return None
@@ -334,7 +338,7 @@ class LocalPool:
                 if not self._living and self._starting == 1:
                     self._failure = f"the engine failed: no replica is left: {error}"
             else:
-                return one
+                return replica
             finally:
                 self._starting -= 1
         return None

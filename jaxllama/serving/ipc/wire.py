@@ -93,7 +93,7 @@ class Wire(asyncio.Protocol):
 class Exchange:
     """The caller's end of a hub's port: calls, their answers, and the tokens of requests.
 
-    A subclass defines ``read`` and ``told``.
+    A subclass defines ``read`` and ``handle``.
     """
 
     def __init__(self) -> None:
@@ -115,13 +115,13 @@ class Exchange:
             elif isinstance(message, messages.Refused):
                 self._answered(message.call, self.error(message))
             else:
-                self.told(message)
+                self.handle(message)
 
     def read(self, pieces: Sequence[messages.TextPiece]) -> None:
         """Read new tokens."""
         raise NotImplementedError
 
-    def told(self, message: Any) -> None:
+    def handle(self, message: Any) -> None:
         """Read a message that is neither an answer nor tokens."""
         raise NotImplementedError
 

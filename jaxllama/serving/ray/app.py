@@ -132,7 +132,7 @@ class ServePool:
         asked = self._handle.broadcast("report")
         with _losses():
             found = await asked.results_async(timeout_s=REPORTS, return_exceptions=True)
-        return [one for one in found if isinstance(one, EngineReport)]
+        return [report for report in found if isinstance(report, EngineReport)]
 
     def stop(self) -> None:
         """Do nothing: Serve ends the replicas."""

@@ -99,9 +99,9 @@ def _reason(error: Exception) -> str:
 
 
 def _free_port(host: str) -> int:
-    with socket.socket() as one:
-        one.bind((host, 0))
-        return one.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
 
 
 def _check(url: str) -> None:

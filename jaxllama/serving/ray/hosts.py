@@ -120,9 +120,9 @@ def _watch(engine: Engine, waits: list[Any], steps: list[Any]) -> None:
     while True:
         refs = [*waits, *steps]
         done, _ = ray.wait(refs, num_returns=len(refs), timeout=LOOK)
-        for one in done:
+        for task in done:
             try:
-                ray.get(one)
+                ray.get(task)
             except Exception as error:
                 reason = str(error).strip().splitlines()[0]
                 engine.failure = engine.failure or f"a process of the replica has ended: {reason}"
@@ -134,6 +134,6 @@ def _refused(*_: object) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("", 0))
-        return one.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

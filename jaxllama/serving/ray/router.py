@@ -39,11 +39,13 @@ class PrefixRouter(RequestRouter):
         if request is None or len(two) < 2:
             return [two]
         cache = self.replica_queue_len_cache
-        busy = {one.replica_id: cache.get(one.replica_id) or 0 for one in candidate_replicas}
+        busy = {
+            replica.replica_id: cache.get(replica.replica_id) or 0 for replica in candidate_replicas
+        }
         most = min(busy.values()) + SLACK
         for reader in self._known.readers(request):
             if busy.get(reader, most + 1) <= most:
-                first = [one for one in candidate_replicas if one.replica_id == reader]
+                first = [replica for replica in candidate_replicas if replica.replica_id == reader]
                 return [first, two]
         return [two]
 

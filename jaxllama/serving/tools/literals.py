@@ -86,8 +86,8 @@ class LiteralFormat(WrittenFormat):
             while key is not None:
                 yield "arguments", f"{separator}{json.dumps(key, ensure_ascii=False)}: "
                 separator = ", "
-                own = properties(schema).get(key, {})
-                yield from self._value(source, types_of(own, schema), MAX_DEPTH)
+                value_schema = properties(schema).get(key, {})
+                yield from self._value(source, types_of(value_schema, schema), MAX_DEPTH)
                 has_more = yield from source.skip(",")
                 yield from source.blanks()
                 found = yield from source.next_of(close)
@@ -248,8 +248,11 @@ class _Writer:
         """Return an object's text, its brackets included."""
         lark, required = self._lark, schema.get("required") or ()
         items = [
-            (f"{lark.literal(self._spelt_key(key, colon))} {self.value(own)}", key in required)
-            for key, own in properties(schema).items()
+            (
+                f"{lark.literal(self._spelt_key(key, colon))} {self.value(value_schema)}",
+                key in required,
+            )
+            for key, value_schema in properties(schema).items()
         ]
         first, last = lark.literal(begin), lark.literal(end)
         if not items:
@@ -326,9 +329,9 @@ class _Writer:
         if kind in ("boolean", "null"):
             words = {"boolean": (True, False), "null": (None,)}[kind]
             return " | ".join(quoted(self._spell(word)) for word in words)
-        own = {key: value for key, value in schema.items() if key not in ("anyOf", "oneOf")}
-        whole = "%json " + json.dumps(tight({**own, "type": kind}, self._is_lenient))
-        is_free = kind == "string" and not any(key in own for key in _BOUNDS)
+        plain = {key: value for key, value in schema.items() if key not in ("anyOf", "oneOf")}
+        whole = "%json " + json.dumps(tight({**plain, "type": kind}, self._is_lenient))
+        is_free = kind == "string" and not any(key in plain for key in _BOUNDS)
         return f"{_STRING} | {whole}" if is_free else whole
 
     def _spell(self, value: object) -> str:

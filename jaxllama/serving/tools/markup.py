@@ -160,8 +160,8 @@ class MarkupFormat(WrittenFormat):
     def rule(self, name: str, schema: JsonObject, is_lenient: bool, lark: LarkRules) -> str:
         parts = [lark.literal(f"{self.head[0]}{name}{self.head[1]}")]
         required = schema.get("required") or ()
-        for key, own in properties(schema).items():
-            argument = self._argument(key, own, schema, is_lenient, lark)
+        for key, value_schema in properties(schema).items():
+            argument = self._argument(key, value_schema, schema, is_lenient, lark)
             parts.append(argument if key in required else f"{argument}?")
         if not properties(schema) and schema.get("additionalProperties") is not False:
             free = f"{lark.literal(self.key[0])} {_NAME} {lark.literal(self._key_end(True))}"
@@ -173,12 +173,17 @@ class MarkupFormat(WrittenFormat):
         return f'{self.key[1]} string="{str(is_text).lower()}">' if self.has_types else self.key[1]
 
     def _argument(
-        self, key: str, own: JsonObject, root: JsonObject, is_lenient: bool, lark: LarkRules
+        self,
+        key: str,
+        value_schema: JsonObject,
+        root: JsonObject,
+        is_lenient: bool,
+        lark: LarkRules,
     ) -> str:
-        kinds = types_of(own, root)
+        kinds = types_of(value_schema, root)
         is_text = "string" in kinds or not kinds
         head = lark.literal(f"{self.key[0]}{key}{self._key_end(is_text)}")
-        schema = resolved(own, root)
+        schema = resolved(value_schema, root)
         choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if is_text and isinstance(choices, list):
             texts = [c if isinstance(c, str) else json.dumps(c) for c in choices]
@@ -189,7 +194,7 @@ class MarkupFormat(WrittenFormat):
             text = "TEXT" if pattern is None else lark.terminal(pattern)
             return lark.new(f"{head} {lark.text_before(self.close, text)}")
         shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        value = "%json " + json.dumps(tight({**shared, **own}, is_lenient))
+        value = "%json " + json.dumps(tight({**shared, **value_schema}, is_lenient))
         return lark.new(f"{head} {value} {lark.literal(self.close)}")
 
 

@@ -140,7 +140,7 @@ class PlainSpelling:
         self._backend = tokenizers.Tokenizer.from_str(json.dumps(data))
         # The library gives added tokens new numbers if the vocabulary lacks them.
         self._ids = {self._backend.token_to_id(name): index for index, name in ids}
-        self._own = backend
+        self._plain = backend
         self._markers = {backend.token_to_id(marker): marker for marker in markers}
 
     def encode(self, prompt: ChatPrompt) -> list[int]:
@@ -150,7 +150,7 @@ class PlainSpelling:
     def _named(self, prompt: ChatPrompt) -> str:
         """The prompt's text with the names of the markers that are tokens in it."""
         text, parts, done = prompt.text, [], 0
-        seen = self._own.encode(text, add_special_tokens=False)
+        seen = self._plain.encode(text, add_special_tokens=False)
         for index, (begin, end) in zip(seen.ids, seen.offsets, strict=True):
             marker = self._markers.get(index)
             # The span may include blanks around the marker.

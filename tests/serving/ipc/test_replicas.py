@@ -200,13 +200,13 @@ def test_a_replica_that_hangs_or_fails_is_lost(failure, reason, monkeypatch):
         watching = asyncio.create_task(one.ended())
         asked = asyncio.create_task(one.run(request(1), lambda: None, lambda rows: True))
         for _ in range(20):
-            one.told(messages.EngineReport("", stats, [("ttft", 0.5)], None))
+            one.handle(messages.EngineReport("", stats, [("ttft", 0.5)], None))
             await asyncio.sleep(0.01)
         assert not watching.done(), "it reports"
         assert one.report() == messages.EngineReport("7", stats, [("ttft", 0.5)] * 20, None)
         assert one.report().times == []
         if failure is not None:
-            one.told(messages.EngineReport("", stats, [], failure))
+            one.handle(messages.EngineReport("", stats, [], failure))
         ended.append(await watching)
         for call in (asked, one.run(request(2), lambda: None, lambda rows: True)):
             with pytest.raises(ReplicaLost, match=reason):
