@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention.merge import merge_chunks
 from pallas_kernels.attention.rope_cache import capacity_of
 from pallas_kernels.latent.decode_program import HALF, LATENT, PIECES, TILE, Facts, LatentBlock
+from pallas_kernels.latent.few_program import FewBlock
 from pallas_kernels.latent.plan import LatentPlan, copy_of
 from pallas_kernels.launch import Views, launch
 from pallas_kernels.ptx import LOG2E
@@ -48,8 +49,15 @@ def latent_attention(
         out = jax.ShapeDtypeStruct((batch * splits, rows, LATENT), jnp.float32)
         stats = jax.ShapeDtypeStruct((batch * splits, rows, 2), jnp.float32)
 
+    few = plan.few
+    query_tile = rows if few else TILE
+
     def body(gmem, smem, barrier) -> None:
-        LatentBlock(gmem, smem, barrier, facts).run()
+        if few:
+            stages, ropes = few
+            FewBlock(gmem, smem, barrier, facts, width=rows, stages=stages, ropes=ropes).run()
+        else:
+            LatentBlock(gmem, smem, barrier, facts).run()
 
     out, stats = launch(
         body,
@@ -57,16 +65,21 @@ def latent_attention(
             "q": q.reshape(batch, rows, width),
             "cache": cache,
             "lengths": lengths.reshape(-1),
-            "row_lengths": by_query_row(lengths, heads, facts) if tokens > 1 else None,
+            "row_lengths": by_query_row(lengths, heads, -(-rows // query_tile) * query_tile)
+            if tokens > 1
+            else None,
             "table": table,
         },
         {"out": out, "stats": stats},
         name="latent_attention_kernel",
-        grid=batch * splits * facts.tiles,
-        warpgroups=2,
+        grid=batch * splits * -(-rows // query_tile),
+        warpgroups=None if few else 2,
         approx_math=True,
-        reduction_scratch_bytes=0,  # sums are over lanes of a warp
-        scratch=_scratch(out.dtype, TILE // facts.run),
+        # The sums of the other program are over lanes of a warp.
+        reduction_scratch_bytes=4096 if few else 0,
+        scratch=_few_scratch(out.dtype, TILE // facts.run, rows, *few)
+        if few
+        else _scratch(out.dtype, TILE // facts.run),
     )
     if splits > 1:
         out = merge_chunks(
@@ -82,16 +95,30 @@ def latent_attention(
     return out.reshape(batch, tokens, heads, LATENT)[:, :, :n]
 
 
-def by_query_row(lengths: jax.Array, heads: int, facts: Facts) -> jax.Array:
-    """Return int32 ``[B, tiles * 64]``: the keys that each query row sees."""
+def by_query_row(lengths: jax.Array, heads: int, width: int) -> jax.Array:
+    """Return int32 ``[B, width]``: the keys that each query row sees."""
     rows = jnp.repeat(lengths, heads, axis=1)
-    return jnp.pad(rows, ((0, 0), (0, facts.tiles * TILE - facts.rows)))
+    return jnp.pad(rows, ((0, 0), (0, width - rows.shape[1])))
 
 
 def _tiles(dtype, *shape: int):
     """Shared memory in tiles of 8 rows of 128 bytes, with TMA's swizzle."""
     tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
+
+
+def _few_scratch(out_dtype, copies: int, width: int, stages: int, ropes: int) -> dict[str, object]:
+    bf16 = functools.partial(_tiles, jnp.bfloat16)
+    return {
+        "q": bf16(width, LATENT + PIECES["rope"][1]),
+        # The outputs leave from the place of the latents.
+        "latents": Views(tokens=bf16(stages, TILE, LATENT), out=_tiles(out_dtype, width, LATENT)),
+        "rope": bf16(ropes, TILE, PIECES["rope"][1]),
+        "weights": bf16(width, TILE),
+        "q_full": plgpu.Barrier(),
+        "latents_full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        "rope_full": plgpu.Barrier(num_arrivals=copies, num_barriers=ropes),
+    }
 
 
 def _scratch(out_dtype, copies: int) -> dict[str, object]:

@@ -30,6 +30,7 @@ class LatentPlan(Predicted):
 
     kernel: ClassVar[str] = "latent_attention_mosaic"
     chunk: int
+    few: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         return f"chunks of {self.chunk} tokens"
