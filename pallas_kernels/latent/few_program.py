@@ -1,4 +1,4 @@
-"""The program of a block of latent attention on Hopper: up to 32 query rows over a run of the cache.
+"""The program of a block of latent attention on Hopper: up to 16 query rows over part of a cache.
 
 A block is one warpgroup.  Both products have the cache as their left operand, so that the query
 rows are columns, and 16 of them cost a quarter of what 64 cost:
@@ -97,7 +97,7 @@ class FewBlock(LatentBlock):
         full = getattr(self.barrier, f"{name}_full").at[slot]
         to = (self.smem.latents.tokens if name == "latents" else self.smem.rope).at[slot]
 
-        @pl.when((i >= 0) & (i < self.rounds))
+        @pl.when(i < self.rounds)
         def _():
             column, width = (0, LATENT) if name == "latents" else PIECES["rope"]
             self.copy(self.first + i * TILE, column, width, to, full)
@@ -134,7 +134,8 @@ class FewBlock(LatentBlock):
         held[...] = turned
         plgpu.commit_smem()
         self.ask(i + self.ropes, "rope")
-        self.ask(i + (self.stages - 1), "latents") if self.stages > 1 else None
+        # All warps have read the latents of the tile before.
+        pl.when(i > 0)(lambda: self.ask(i + (self.stages - 1), "latents"))
         start = out * lax.broadcast_in_dim(fade, out.shape, [1])
 
         def multiply_latents(acc):
