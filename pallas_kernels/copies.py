@@ -2,8 +2,9 @@
 
     refuse(name, jaxpr)       raises NotImplementedError
 
-Shared memory: all arrays and barriers of a block are counted.  Copies between global and shared
-memory: a GPU wants whole 16 bytes.
+Shared memory: all arrays and barriers of a block are counted.  Registers: warpgroups that ask for
+more than others gave back wait for ever.  Copies between global and shared memory: a GPU wants
+whole 16 bytes.
 
 Hopper's copy engine (TMA) stops the process with CUDA_ERROR_ILLEGAL_INSTRUCTION where a copy begins
 inside 16 bytes of the last axis. Neither jax nor the assembler refuses such a copy. So the kernel's
@@ -32,12 +33,14 @@ _COMMON = {"add", "sub", "max", "min", "rem"}
 
 
 def refuse(name: str, jaxpr: Jaxpr) -> None:
-    """Raise NotImplementedError for a copy that may begin inside 16 bytes, or too much memory.
+    """Raise NotImplementedError for a copy that may begin inside 16 bytes, or for too much memory
+    or too many registers.
 
     jaxpr: of a program that launches the kernel.
     """
     walk = _Walk()
     walk.outputs(jaxpr, [])
+    walk.check_registers()
     if walk.faults:
         raise NotImplementedError(
             f'{name}: its kernel {walk.faults[0]}; call it with implementation="xla"'
@@ -50,6 +53,8 @@ class _Walk:
     def __init__(self) -> None:
         self.faults: list[str] = []
         self.alone: set[object] = set()  # axes of size 1, whose index is 0
+        self.warpgroups = 1
+        self.registers: list[int] = []  # of a thread, that warpgroups ask for
 
     def outputs(self, jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
         """Return the divisors of a jaxpr's results.
@@ -96,6 +101,9 @@ class _Walk:
             return self.loop(params["body_jaxpr"].jaxpr, given, len(step.outvars))
         for mesh in params.get("meshes", ()):
             self.alone |= {axis for axis, size in getattr(mesh, "shape", {}).items() if size == 1}
+            self.warpgroups = max(self.warpgroups, getattr(mesh, "num_threads", None) or 1)
+        if name == "set_max_registers":
+            self.registers.append(params["n"])
         given = given[1:] if name == "cond" else given
         if name == "run_scoped":
             self.check_memory([x.aval for x in params["jaxpr"].invars])
@@ -128,6 +136,20 @@ class _Walk:
         taken, most = block_bytes(sizes, barriers), gpu().shared_bytes
         if taken > most:
             self.faults.append(f"takes {taken:,} bytes of shared memory, and a block has {most:,}")
+
+    def check_registers(self) -> None:
+        """Note a fault if one warpgroup copies, and the others then lack registers.
+
+        A launch gives all threads as many, in multiples of 8.
+        """
+        if not self.registers:
+            return
+        given = gpu().registers // (128 * self.warpgroups * 8) * 8 * self.warpgroups
+        asked = min(self.registers) + max(self.registers) * (self.warpgroups - 1)
+        if asked > given:
+            self.faults.append(
+                f"asks for {asked} registers in {self.warpgroups} warpgroups, and has {given}"
+            )
 
     def check(self, step: JaxprEqn, which: int, given: list[int], tree: Any) -> None:
         """Note a fault if the step's operand in global memory is no copy by 16 bytes."""

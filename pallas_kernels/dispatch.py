@@ -4,13 +4,17 @@
 handler that is generated for this machine's CPU (``pallas_kernels.cpu``).  If one of the latter two
 cannot run, NotImplementedError names the fact that rules it out.  None chooses one of three:
 
-    the kernel    the operands are on an NVIDIA GPU from compute capability 8.0 on, the version of
-                  jax was tested, and the op returns a ``Plan`` for the call, not a ``Reason``
+    the kernel    the operands are on an NVIDIA GPU of an architecture whose kernels were run, the
+                  version of jax was tested, and the op returns a ``Plan``, not a ``Reason``
     the handler   the operands are on a CPU, and the op returns a ``Plan`` for it
     XLA           everywhere else
 
 The choice never tries a kernel and catches its error.  XLA takes every call with an operand of
 size 0, because such a call has nothing to launch.
+
+``runs.json`` names the architectures on which a GPU has run the kernels, and the plans that it has
+not run.  Elsewhere, from compute capability 8.0 on, the kernels were only assembled.  A caller who
+names "mosaic" gets them, and ``JAXLLAMA_TARGET=sm_89`` makes them the choice on such a GPU.
 
 Committed arrays and meshes decide which device the operands are on; without any it is the default
 device.  ``jax.jit`` without a mesh does not know where its arguments will be, so the choice assumes
@@ -121,6 +125,9 @@ def _gpu_reason(gpu: Device) -> str | None:
         _say_once(reason)
     elif jax.__version_info__ < arch.first_jax:
         reason = f"kernels of {arch.name} need jax {'.'.join(map(str, arch.first_jax))}"
+        _say_once(reason)
+    elif arch.name not in not_run() and asked_target() is None:
+        reason = f"no GPU of {arch.name} has run its kernels; {TARGET}={arch.name} chooses them"
         _say_once(reason)
     return reason
 
@@ -263,19 +270,23 @@ def _own_answer(
         return cpu()
     if reason := hopper_reason(*operands):
         return Reason(reason)
-    found, card = find(), getattr(device_of(operands), "device_kind", "")
-    if not isinstance(found, Reason) and str(found) in _unproven().get(card, ()):
-        return Reason(f"{found} has not been run on {card}", found)
+    found, arch = find(), nearest(str(getattr(device_of(operands), "compute_capability", "9.0")))
+    unproven = [] if arch is None else not_run().get(arch.name, [])
+    if unproven and not isinstance(found, Reason):
+        from pallas_kernels.plans import run_name
+
+        if run_name(found) in unproven:
+            return Reason(f"{found} has not been run on a GPU of {arch.name}", found)
     return found
 
 
 @functools.cache
-def _unproven() -> Mapping[str, Sequence[str]]:
-    """Return the plans by card that no GPU has run, of cards whose plans were run.
+def not_run() -> Mapping[str, Sequence[str]]:
+    """Return the plans that no GPU has run, by the architectures whose plans were run.
 
     ``tests/golden/make_plans.py`` writes the file from the record of the runs.
     """
-    return json.loads((Path(__file__).parent / "unproven.json").read_text())
+    return json.loads((Path(__file__).parent / "runs.json").read_text())
 
 
 def own_plan(

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.gate import ClampedGate
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import LOG2E, Value
 
 KIND = {"bfloat16": "bf16", "float16": "f16"}  # of 16-bit floats, by dtype
@@ -36,7 +35,7 @@ def layer_address(ref: Value | tuple[Value, ...] | None, layer: Value | None) ->
         return None if ref is None else p.address(ref)
     base, *others = map(p.address, ref)
     for i, other in enumerate(others, 1):
-        base = arith.select(p.equal(layer, i), other, base)
+        base = p.where(p.equal(layer, i), other, base)
     return base
 
 
@@ -65,7 +64,7 @@ def two_gated(how: str | ClampedGate, gates: Sequence[Value], ups: Sequence[Valu
     parts = [_gate_parts(how, *both) for both in zip(gates, ups, strict=True)]
     powers = [p.exp2(p.minimum(x * -LOG2E, p.cf(60.0))) for *_, x in parts]
     below = [power + 1.0 for power in powers]
-    both = p.reciprocal(arith.mulf(*below))
+    both = p.reciprocal(below[0] * below[1])
     shares = [both * other for other in reversed(below)]
     return [gate * share * up for (gate, up, _), share in zip(parts, shares, strict=True)]
 
@@ -73,8 +72,9 @@ def two_gated(how: str | ClampedGate, gates: Sequence[Value], ups: Sequence[Valu
 def _gate_parts(how: str | ClampedGate, gate: Value, up: Value) -> tuple[Value, Value, Value]:
     """(gate, up, x) of ``gate * logistic(x) * up``."""
     if isinstance(how, ClampedGate):
-        gate, up = (_replaced("OGT", v, how.limit) for v in (gate, up))
-        up = _replaced("OLT", up, -how.limit) + 1.0
+        # A NaN stays.
+        gate, up = (p.where(v > how.limit, how.limit, v) for v in (gate, up))
+        up = p.where(up < -how.limit, -how.limit, up) + 1.0
         return gate, up, gate * how.alpha
     if how == "gelu_tanh":
         u = gate * p.fma(gate * gate, p.cf(0.044715), p.cf(1.0))
@@ -89,11 +89,6 @@ def silu(gate: Value) -> Value:
 def _times_logistic(gate: Value, x: Value) -> Value:
     power = p.exp2(x * -LOG2E)
     return p.divide(gate, power + 1.0)
-
-
-def _replaced(comparison: str, value: Value, limit: float) -> Value:
-    is_beyond = arith.cmpf(getattr(arith.CmpFPredicate, comparison), value, p.cf(limit))
-    return arith.select(is_beyond, p.cf(limit), value)
 
 
 def rounded_sum(words: Sequence[Value], addends: Sequence[Value]) -> list[Value]:

@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 Arrays = TypeVar("Arrays")  # a pytree of arrays, or of references to them
 R = TypeVar("R")
+REF = plgpu.RefType()  # a reference, as an argument of ``inline``
 
 
 class Views(dict[str, object]):
@@ -47,7 +48,7 @@ class _Table:
 
 
 def launch(
-    body: Callable[..., None],
+    body: Callable[..., Any],
     operands: Mapping[str, object],
     out: Mapping[str, object],
     *,
@@ -64,9 +65,10 @@ def launch(
     Parameters
     ----------
     body : callable
-        ``body(gmem, smem, barrier)``; with ``registers``, ``body(gmem, smem)``.  gmem holds the
-        references to operands and results, smem and barrier those to scratch.  Each is a namespace
-        with the names of the tables.
+        ``body(gmem, smem, barrier)``; with ``registers``, ``body(gmem, smem)``.  It emits the
+        code, or returns an object whose ``run()`` does: it may be the class of a program.  gmem
+        holds the references to operands and results, smem and barrier those to scratch.  Each is a
+        namespace with the names of the tables.
     operands : mapping
         Arrays, references to arrays, or pytrees of them.  A name of None stays None in the body.
     out : mapping
@@ -97,6 +99,10 @@ def launch(
     memory = _Table(scratch or {}, is_leaf=lambda x: x is not None and not isinstance(x, list))
 
     def named(*refs: object) -> None:
+        if (program := started(*refs)) is not None:
+            program.run()
+
+    def started(*refs: object) -> Any:
         rest = iter(refs)
         gmem = SimpleNamespace(**inputs.take(rest), **results.take(rest))
         held = {key: _by_view(memory.named[key], x) for key, x in memory.take(rest).items()}
@@ -109,12 +115,8 @@ def launch(
         )
         return body(gmem, smem, barrier)
 
-    def emit(ctx: object, *refs: object) -> None:
-        del ctx
-        named(*refs)
-
     def kernel(*refs: object) -> None:
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(emit)(*refs)
+        inline(*[REF] * len(refs))(named)(*refs)
 
     grid = grid if isinstance(grid, Mapping) else {"block": grid}
     if not isinstance(cluster, Mapping):
@@ -137,6 +139,22 @@ def launch(
         ),
     )(*inputs.leaves)
     return results.tree.unflatten(found)
+
+
+def inline(*arg_types: Any, out: Any = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator: a function of the kernel's own values becomes a call from Pallas.
+
+    The function runs while the kernel is traced.  It emits its code at the place of the call.
+
+    arg_types: of the arguments, ``REF`` for a reference, or layouts.  out: types of the results.
+    """
+
+    def decorate(emit: Callable[..., Any]) -> Callable[..., Any]:
+        return plgpu.inline_mgpu(arg_types=arg_types, return_type=out)(
+            lambda _, *values: emit(*values)
+        )
+
+    return decorate
 
 
 def _memory(kind: Any) -> Any:

@@ -2,9 +2,10 @@
 
     row * heads + head        x < n        lane & 3        -log_decay
 
-Integers are unsigned where it matters: ``<``, ``>``, ``//``, ``%`` and ``>>``.  ``==`` stays
-Python's own, that of objects (``ptx.equal``).  A Python number becomes a constant of the other
-operand's type; ``x + 0``, ``x - 0``, ``x * 1`` and ``x >> 0`` are x.
+Integers are unsigned where it matters: comparisons, ``//``, ``%`` and ``>>``.  Comparisons of
+floats are false for NaN.  ``==`` stays Python's own, that of objects (``ptx.equal``).  A Python
+number becomes a constant of the other operand's type; ``x + 0``, ``x - 0``, ``x * 1`` and
+``x >> 0`` are x.
 
 MLIR's class has no operators of its own, so no other code of the process is affected.
 """
@@ -40,8 +41,15 @@ def install() -> None:
     ):
         methods[name] = _binary(integers, floats, neutral)
         methods[f"r{name}"] = _binary(integers, floats, swapped=True)
-    methods["lt"] = _binary(functools.partial(arith.cmpi, arith.CmpIPredicate.ult))
-    methods["gt"] = _binary(functools.partial(arith.cmpi, arith.CmpIPredicate.ugt))
+    of_integers, of_floats = arith.CmpIPredicate, arith.CmpFPredicate
+    for name, integers, floats in (
+        ("lt", of_integers.ult, of_floats.OLT),
+        ("gt", of_integers.ugt, of_floats.OGT),
+        ("le", of_integers.ule, of_floats.OLE),
+        ("ge", of_integers.uge, of_floats.OGE),
+    ):
+        compared = functools.partial(arith.cmpi, integers), functools.partial(arith.cmpf, floats)
+        methods[name] = _binary(*compared)
     for name, method in methods.items():
         setattr(ir.Value, f"__{name}__", method)
 
@@ -61,12 +69,17 @@ def _binary(
                 return NotImplemented
             if isinstance(b, int) and b == neutral:
                 return a
-            b = _constant(b, a.type)
+            b = like(b, a)
         is_float = a.type == ir.F32Type.get()
         operation = floats if floats is not None and is_float else integers
         return operation(b, a) if swapped else operation(a, b)
 
     return method
+
+
+def like(number: Value | float, other: Value) -> Value:
+    """Return a number as a constant of the other's type, a value as it is."""
+    return number if isinstance(number, ir.Value) else _constant(number, other.type)
 
 
 def _constant(number: float, kind: Any) -> Value:

@@ -1,13 +1,14 @@
 """The plans that dispatch can return, listed by op and card.
 
 A planner chooses among the tiles of its tables.  The sizes M, N and K enter when a call is divided
-by its plan, so that the plans of a product are few.  The plans of other ops hold numbers that only
-count trips: segments of a row, tokens of a chunk, rows, or an expert's N and K.  ``stands_for``
-sets these numbers to representative ones, and the lists have one plan for each such class.
+by its plan, so that the plans of a product are few.  Plans also hold numbers that follow from
+sizes: passes over a weight, parts of K, segments of a row, tokens of a chunk, rows, or an expert's
+N and K.  ``stands_for`` sets these numbers to representative ones, and the lists have one plan for
+each such class.  A class is one choice, and its kernel is specialized to a call: to dtypes, to what
+is fused, to widths of heads, and to whether tiles divide the sizes.
 
-``tests/golden/plans`` records what proves each plan of a product, and a test compares the record
-with these lists.  Dispatch may choose plans on a card without a record of runs, although no GPU of
-that kind has run them.
+``tests/golden/plans`` records what proves each plan, and a test compares the record with these
+lists.  Dispatch chooses no plan that no GPU of the card's architecture has run (``runs.json``).
 """
 
 from __future__ import annotations
@@ -29,19 +30,18 @@ from pallas_kernels.device import gpu, planned_for, timed_tiles
 from pallas_kernels.dispatch import Plan, Reason, named_plan
 from pallas_kernels.experts import summed_plan
 from pallas_kernels.experts.best import MOST as MOST_SCORES
-from pallas_kernels.experts.best import BestPlan
 from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, Tile, TokenTile
 from pallas_kernels.experts.plan import MOST_PAIRS, GroupedRowPlan, row_plan
-from pallas_kernels.experts.route_plan import BLOCKS, WARPS, RoutePlan
+from pallas_kernels.experts.route_plan import BLOCKS, WARPS, BestPlan, RoutePlan
 from pallas_kernels.experts.summed_plan import GroupedSumPlan
-from pallas_kernels.matmul.few_rows.plan import row_plans, tile_plans
+from pallas_kernels.matmul.few_rows.plan import TOKENS, TilePlan, row_plans, tile_plans
 from pallas_kernels.matmul.many_rows.plan import (
     WeightTile,
     gated_tile,
     pair_plans,
     weight_plans,
 )
-from pallas_kernels.matmul.mid_rows.plan import mid_plans
+from pallas_kernels.matmul.mid_rows.plan import MidTile, mid_plans
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.recurrence.plan import WIDTHS
 from pallas_kernels.rows.plan import MAX_WIDTH, RowOp, RowsPlan, divided
@@ -51,8 +51,12 @@ _ROW_DIVISION = {"k": 2048, "units": 1, "sms": 1, "spread": False}
 
 
 def stands_for(plan: Any) -> Plan:
-    """Return the listed plan of a plan's class: numbers that count trips are representative."""
+    """Return the listed plan of a plan's class, with representative numbers of sizes."""
     replace = functools.partial(dataclasses.replace, plan)
+    if isinstance(plan, TilePlan):
+        return replace(tokens=TOKENS)  # of a pass
+    if isinstance(plan, MidTile):
+        return replace(parts=min(plan.parts, 2))
     if hasattr(plan, "segments"):
         return replace(segments=min(plan.segments, 2))
     if isinstance(plan, AttentionPlan):
@@ -76,6 +80,11 @@ def stands_for(plan: Any) -> Plan:
     return plan
 
 
+def run_name(plan: Any) -> str:
+    """Return the name of a plan's class in ``runs.json``."""
+    return f"{plan.kernel} {stands_for(plan)}"
+
+
 def _classes(found: Iterable[Plan | Reason]) -> list[Plan]:
     """Return the classes of planners' answers, each once."""
     named = [plan for plan in map(named_plan, found) if plan is not None]
@@ -87,7 +96,7 @@ def _classes(found: Iterable[Plan | Reason]) -> list[Plan]:
 
 def _quantized_matmul() -> Sequence[Plan]:
     many = [*pair_plans(), *weight_plans()] if gpu().wgmma else mid_plans()
-    return [*row_plans(), *tile_plans(), *many]
+    return _classes([*row_plans(), *tile_plans(), *many])
 
 
 def _gated_matmul() -> Sequence[Plan]:
@@ -98,7 +107,7 @@ def _grouped_matmul() -> Sequence[Plan]:
     def rows() -> Iterator[Plan | Reason]:
         n_experts = 2
         codes = (jnp.int4, 128), (jnp.int4, 32), (jnp.int8, None), (jnp.float8_e4m3fn, 128)
-        sizes = itertools.product((64, 1 << 17), (2048, 3072, 4096), (1, MOST_PAIRS))
+        sizes = itertools.product((64, 1 << 17), (2048, 3072, 10240), (1, MOST_PAIRS))
         for (n, k, pairs), gate in itertools.product(sizes, (None, "silu")):
             x, shape = S((1, k), jnp.bfloat16), (n_experts, n, k)
             yield row_plan(x, S(shape, jnp.bfloat16), pairs, gate)

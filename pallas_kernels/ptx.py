@@ -1,4 +1,4 @@
-"""PTX and MLIR's integers and floats as Python functions, for code inside ``plgpu.inline_mgpu``.
+"""PTX and MLIR's integers and floats as Python functions, for code inside ``launch.inline``.
 
 Arithmetic, comparisons and operations on bits are Python's operators (``operators``).
 
@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.experimental.mosaic import gpu as mgpu
 
+from pallas_kernels import operators
 from pallas_kernels.device import gpu as device
 from pallas_kernels.jax_internals import arith, gpu, ir, llvm, scf
-from pallas_kernels.operators import install
 
 Value = ir.Value
-install()
+operators.install()
 LOG2E = 1.4426950408889634
 # Pairs of bfloat16.
 _BF16_ONES, _BF16_MINUS_ONES, _BF16_MINUS_ZEROS = 0x3F803F80, 0xBF80BF80, 0x80008000
@@ -122,9 +122,33 @@ def at_most(a: Value, b: Value) -> Value:
     return arith.cmpi(arith.CmpIPredicate.sle, a, b)
 
 
-def equal(a: Value, b: Value | int) -> Value:
-    b = ci(b) if isinstance(b, int) else b
+def equal(a: Value, b: Value | float) -> Value:
+    """Return a == b of integers, or of floats: then false for NaN."""
+    b = operators.like(b, a)
+    if type_of(a) == f32():
+        return arith.cmpf(arith.CmpFPredicate.OEQ, a, b)
     return arith.cmpi(arith.CmpIPredicate.eq, a, b)
+
+
+def unequal(a: Value, b: Value | float) -> Value:
+    """Return a != b of floats, false for NaN."""
+    return arith.cmpf(arith.CmpFPredicate.ONE, a, operators.like(b, a))
+
+
+def where(condition: Value, a: Value | float, b: Value | float) -> Value:
+    """Return a where the condition holds, b elsewhere.  A number has the type of the other."""
+    a = operators.like(a, b)
+    return arith.select(condition, a, operators.like(b, a))
+
+
+def unsigned(x: Value) -> Value:
+    """Return a condition (as 0 or 1) or a shorter word as an i32, without its sign."""
+    return arith.extui(i32(), x)
+
+
+def signed(x: Value) -> Value:
+    """Return a shorter integer as an i32, with its sign."""
+    return arith.extsi(i32(), x)
 
 
 def bit(x: Value, k: int) -> Value:
@@ -268,8 +292,8 @@ def _byte_e4m3(x: Value) -> Value:
     even = (word >> 20) & 1
     normal = (word + even + (0x7FFFF - (120 << 23))) >> 20
     small = bits(size + 16384.0) - bits(cf(16384.0))
-    code = arith.select(word < (121 << 23), small, normal)
-    code = arith.select(is_nan, ci(0x7F), code)
+    code = where(word < (121 << 23), small, normal)
+    code = where(is_nan, ci(0x7F), code)
     return code | ((bits(x) >> 24) & 0x80)
 
 
@@ -277,7 +301,7 @@ def _float_e4m3(word: Value) -> Value:
     """The f32 of the FP8 in the low byte of a word: the bits at a float16's places, times 2^8."""
     moved = (word & 0x7F) << 7
     value = widen(moved, "f16") * 256.0
-    value = arith.select(equal(word & 0x7F, 0x7F), cf(float("nan")), value)
+    value = where(equal(word & 0x7F, 0x7F), cf(float("nan")), value)
     return from_bits(bits(value) | ((word & 0x80) << 24))
 
 
@@ -396,7 +420,7 @@ def any_lane(condition: Value) -> Value:
     word = ptx(
         "{ .reg .pred q; setp.ne.u32 q, $1, 0; vote.sync.any.pred q, q, 0xffffffff; "
         "selp.u32 $0, 1, 0, q; }",
-        arith.extui(i32(), condition),
+        unsigned(condition),
         results=i32(),
         convergent=True,
     )
@@ -529,7 +553,7 @@ def store_shared(base: Value, values: Sequence[Value], at: int = 0) -> None:
 def store_shared_if(condition: Value, base: Value, value: Value, at: int = 0) -> None:
     """A float, in the threads where the condition holds, without a branch."""
     code = f"{{ .reg .pred q; setp.ne.u32 q, $2, 0; @q st.shared.f32 [$0+{at}], $1; }}"
-    ptx(code, base, value, arith.extui(i32(), condition))
+    ptx(code, base, value, unsigned(condition))
 
 
 def add_shared(base: Value, value: Value) -> Value:

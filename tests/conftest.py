@@ -96,7 +96,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--newest", action="store_true", help="core tests, and those that an older jax leaves out"
     )
     parser.addoption("--part", default="1/1", help="i/n: the plans of one part (-m plans)")
-    parser.addoption("--runs", help="folder for a line of each plan that ran (-m plans)")
+    parser.addoption("--seeds", default="1", help="of random calls, 1,000 each (-m plans)")
+    parser.addoption("--runs", help="folder for a line of each plan and call that ran (-m plans)")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import importlib.metadata
 import re
 import sys
@@ -47,6 +49,32 @@ def test_every_import_is_declared_and_every_dependency_imported():
         used |= names & declared or names  # several distributions share a namespace
     assert used - base - named(extras) == set()
     assert base - used - NOT_IMPORTED == set()
+
+
+def imports_of(name: str, path: Path, modules: set[str]) -> set[str]:
+    """Modules of the two packages that a file imports, in functions and for types too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: a relative import"
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= inner & modules or {str(node.module)}
+    return found & modules - {name}
+
+
+def test_no_module_imports_itself_through_others():
+    packages = "jaxllama", "pallas_kernels"
+    files = [path for package in packages for path in ROOT.glob(f"{package}/**/*.py")]
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in files
+    }
+    graph = {name: imports_of(name, path, set(modules)) for name, path in modules.items()}
+    assert graph["pallas_kernels.attention.direct"] >= {"pallas_kernels.attention.operands"}
+    order = list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names a circle
+    assert len(order) == len(modules)
 
 
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])

@@ -18,7 +18,7 @@ from jaxllama.config.attention import (
     SharedBlocks,
 )
 from jaxllama.config.experts import ExpertsConfig
-from jaxllama.config.flat import FlatConfig, expand, of_last_version
+from jaxllama.config.flat import FlatConfig, of_last_version
 from jaxllama.config.layer import (
     UNGATED,
     Activation,
@@ -38,7 +38,7 @@ from jaxllama.config.linear import (
     GLAConfig,
     Norm,
 )
-from jaxllama.config.model import ModelConfig, StepConfig, model_of
+from jaxllama.config.model import ModelConfig, StepConfig, expand, model_of
 from jaxllama.config.presets import configs_dir, load_config, preset_names, preset_sampling, shipped
 from jaxllama.config.reader import from_dict, read_toml
 from jaxllama.config.stored import UNMULTIPLIED, CheckpointForm, Multipliers

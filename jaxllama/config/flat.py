@@ -1,8 +1,9 @@
 """The flat form of a model's configuration, in which presets, TOML files and changes are written.
 
-    expand(flat) -> ModelConfig        one record for each layer
-    flatten(cfg) -> FlatConfig         the flat form of such records
+    records_of(flat) -> {"layers": ...}     one record for each layer
+    keys_of(layers) -> {"n_layers": ...}    the keys of such records
 
+``config.model`` makes a ModelConfig of the former, and a FlatConfig of the latter.
 Where layers differ, a flat key has the indices of some of them. Checks of indices are here. Checks
 of the values of one layer are in its records, whose fields have the names of flat keys.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from jaxllama.config.attention import (
     AttentionConfig,
@@ -33,7 +34,6 @@ from jaxllama.config.layer import (
     Shared,
 )
 from jaxllama.config.linear import DeltaConfig, GLAConfig, Norm
-from jaxllama.config.model import ModelConfig
 from jaxllama.config.reader import check_types, frozen, requirement
 from jaxllama.config.stored import CheckpointForm
 from jaxllama.typing import JsonMapping, JsonObject
@@ -46,6 +46,21 @@ PLACES = (
     "post_norm_layers",
     "expert_layers",
 )
+
+
+class Layered(Protocol):
+    """The records of a model, as ``ModelConfig`` has them."""
+
+    @property
+    def layers(self) -> tuple[LayerConfig, ...]: ...
+    @property
+    def norm(self) -> NormConfig: ...
+    @property
+    def spare(self) -> tuple[Any, ...]: ...
+    @property
+    def mtp(self) -> LayerConfig | None: ...
+    @property
+    def stored(self) -> CheckpointForm: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -296,8 +311,8 @@ def of_last_version(keys: JsonMapping) -> JsonObject:
     return found
 
 
-def expand(flat: FlatConfig) -> ModelConfig:
-    """Return the configuration with one record for each layer; alike layers share theirs.
+def records_of(flat: FlatConfig) -> JsonObject:
+    """Return the fields of ``Layered`` of a flat form; alike layers share their record.
 
     Raises JaxLlamaError if a value is out of range or contradicts another. The message names the
     flat key.
@@ -307,17 +322,12 @@ def expand(flat: FlatConfig) -> ModelConfig:
     layers = tuple(same.setdefault(layer, layer) for layer in records)
     stated = [*_others(flat).values(), _attention(flat, None), _feed(flat, None)]
     used = {part.kind for layer in layers for part in (layer.mixer, layer.feed) if part}
-    return ModelConfig(
-        layers=layers,
-        spare=tuple(record for record in stated if record.kind not in used),
-        norm=_norm(flat),
-        mtp=_layer(flat, None) if flat.mtp_layers else None,
-        **{
-            field.name: getattr(flat, field.name)
-            for field in dataclasses.fields(ModelConfig)
-            if field.name not in ("layers", "spare", "norm", "mtp")
-        },
-    )
+    return {
+        "layers": layers,
+        "spare": tuple(record for record in stated if record.kind not in used),
+        "norm": _norm(flat),
+        "mtp": _layer(flat, None) if flat.mtp_layers else None,
+    }
 
 
 def _norm(flat: FlatConfig) -> NormConfig:
@@ -418,17 +428,12 @@ def _form(flat: FlatConfig, index: int | None) -> Form:
     return Form(**places)
 
 
-def flatten(cfg: ModelConfig) -> FlatConfig:
-    """Return the flat form of a configuration, the inverse of ``expand``."""
-    layers = dict(enumerate(cfg.layers))
-    found: JsonObject = {
-        field.name: getattr(cfg, field.name)
-        for field in dataclasses.fields(FlatConfig)
-        if field.name in {field_of_model.name for field_of_model in dataclasses.fields(ModelConfig)}
-    }
+def keys_of(cfg: Layered) -> JsonObject:
+    """Return the flat keys of a model's records, the inverse of ``records_of``."""
     norm = cfg.norm
-    found |= {"norm": norm.kind, "norm_bias": norm.bias, "norm_weight": norm.weight}
-    found |= {"n_layers": len(layers), "layer_types": cfg.layer_types, "norm_eps": norm.eps}
+    found: JsonObject = {"norm": norm.kind, "norm_bias": norm.bias, "norm_weight": norm.weight}
+    kinds = tuple(layer.kind for layer in cfg.layers)
+    found |= {"n_layers": len(kinds), "layer_types": kinds, "norm_eps": norm.eps}
     found |= {"mtp_layers": int(cfg.mtp is not None)}
     records = {layer.kind: layer.mixer for layer in reversed(cfg.layers)}
     records |= {spare.kind: spare for spare in cfg.spare if not isinstance(spare, FeedConfig)}
@@ -438,8 +443,7 @@ def flatten(cfg: ModelConfig) -> FlatConfig:
     found |= _flat_feed(cfg)
     found |= _flat_forms(cfg)
     first = cfg.layers[0]
-    found |= {"learned_positions": first.learned_positions, "embed_norm": first.embed_norm}
-    return FlatConfig(**found)
+    return found | {"learned_positions": first.learned_positions, "embed_norm": first.embed_norm}
 
 
 def _some(places: Iterable[int], of: Collection[int]) -> tuple[int, ...]:
@@ -448,7 +452,7 @@ def _some(places: Iterable[int], of: Collection[int]) -> tuple[int, ...]:
     return () if len(found) == len(of) else found
 
 
-def _flat_attention(cfg: ModelConfig, first: AttentionConfig) -> JsonObject:
+def _flat_attention(cfg: Layered, first: AttentionConfig) -> JsonObject:
     """Return the keys of attention; first: the options of the first such layer."""
     heads = {i: layer.mixer for i, layer in enumerate(cfg.layers) if layer.kind == "attention"}
     slides = [i for i in heads if heads[i].sliding_window is not None]
@@ -476,7 +480,7 @@ def _flat_attention(cfg: ModelConfig, first: AttentionConfig) -> JsonObject:
     return found
 
 
-def _flat_feed(cfg: ModelConfig) -> JsonObject:
+def _flat_feed(cfg: Layered) -> JsonObject:
     """Return the keys of the feed-forwards."""
     feeds = {i: layer.feed for i, layer in enumerate(cfg.layers) if layer.feed is not None}
     spare = [record for record in cfg.spare if isinstance(record, FeedConfig)]
@@ -492,7 +496,7 @@ def _flat_feed(cfg: ModelConfig) -> JsonObject:
     return found
 
 
-def _flat_forms(cfg: ModelConfig) -> JsonObject:
+def _flat_forms(cfg: Layered) -> JsonObject:
     """Return the keys of the layers' forms."""
     forms = [layer.form for layer in cfg.layers]
     form = forms[0]

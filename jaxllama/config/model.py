@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxllama.config.attention import RopeConfig
+from jaxllama.config.flat import PLACES, FlatConfig, keys_of, records_of
 from jaxllama.config.layer import FeedConfig, LayerConfig, NormConfig
-from jaxllama.config.reader import check_types, nearest, requirement, said_options
+from jaxllama.config.reader import check_types, from_dict, nearest, requirement, said_options
 from jaxllama.config.stored import CheckpointForm
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import JsonObject, Params
-
-if TYPE_CHECKING:
-    from jaxllama.config.flat import FlatConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,17 +97,14 @@ class ModelConfig:
         Raises JaxLlamaError naming the key that is missing, unknown, out of range, or contradicts
         another.
         """
-        from jaxllama.config.flat import FlatConfig, expand
-        from jaxllama.config.reader import from_dict
-
         return expand(from_dict(FlatConfig, keys))
 
     @functools.cached_property
     def flat(self) -> FlatConfig:
         """The flat form of the configuration."""
-        from jaxllama.config.flat import flatten
-
-        return flatten(self)
+        fields = {field.name for field in dataclasses.fields(self)}
+        names = (field.name for field in dataclasses.fields(FlatConfig) if field.name in fields)
+        return FlatConfig(**{**{name: getattr(self, name) for name in names}, **keys_of(self)})
 
     def __getattr__(self, key: str) -> Any:
         """Return the value of a flat key that is no field."""
@@ -120,8 +115,6 @@ class ModelConfig:
     @staticmethod
     @functools.cache
     def _flat_keys() -> frozenset[str]:
-        from jaxllama.config.flat import FlatConfig
-
         return frozenset(field.name for field in dataclasses.fields(FlatConfig))
 
     @functools.cached_property
@@ -181,8 +174,6 @@ class ModelConfig:
         With fewer ``n_layers`` the first layers stay. More layers have the kind of the others.
         Raises JaxLlamaError if the new values contradict each other.
         """
-        from jaxllama.config.flat import PLACES, expand
-
         fields = {field.name for field in dataclasses.fields(self)}
         if "norm" not in changes and set(changes) <= fields:
             return dataclasses.replace(self, **changes)
@@ -242,6 +233,17 @@ class ModelConfig:
     def to_dict(self) -> JsonObject:
         """Return the flat keys as a nested dict of plain values."""
         return self.flat.to_dict()
+
+
+def expand(flat: FlatConfig) -> ModelConfig:
+    """Return the configuration with one record for each layer; alike layers share theirs.
+
+    Raises JaxLlamaError if a value is out of range or contradicts another. The message names the
+    flat key.
+    """
+    found = records_of(flat)
+    names = {field.name for field in dataclasses.fields(ModelConfig)} - found.keys()
+    return ModelConfig(**found, **{name: getattr(flat, name) for name in names})
 
 
 # A layer, or a model for its last norm and head: what a step around a product may belong to.

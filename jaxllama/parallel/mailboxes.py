@@ -22,7 +22,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllama.parallel.mesh import MODEL_AXIS
-from pallas_kernels.matmul.sums import EMPTY, SLOTS, tables
+from pallas_kernels.matmul.call import EMPTY
+from pallas_kernels.matmul.sums import SLOTS, tables
 
 
 def sum_tables(mesh: Mesh, width: int, n_sums: int) -> tuple[jax.Array, ...] | None:

@@ -20,13 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.attention.plain import (
-    attention_scores,
-    by_head,
-    is_visible,
-    weighted_values,
-)
-from pallas_kernels.attention.rope_cache import capacity_of
+from pallas_kernels.attention.operands import capacity_of
+from pallas_kernels.attention.plain import attention_scores, by_head, is_visible, weighted_values
 from pallas_kernels.qtensor import QTensor, dequantize
 
 Kv = TypeVar("Kv", bound=jax.Array | QTensor)

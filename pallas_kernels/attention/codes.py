@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import KIND, floats, packed
-from pallas_kernels.jax_internals import arith
 
 _BITS = {"bfloat16": 16, "float16": 16, "int8": 8, "int4": 4, "float8_e4m3fn": 8}
 
@@ -146,7 +145,7 @@ def hadamard_of_lanes(values, lane, lanes: int):
     size = lanes * len(values)
     for bit in range(lanes.bit_length() - 1):
         upper = (lane >> bit) & 1
-        sign = arith.select(upper < 1, p.cf(1.0), p.cf(-1.0))
+        sign = p.where(upper < 1, p.cf(1.0), p.cf(-1.0))
         values = [p.fma(x, sign, p.shuffle_xor(x, 1 << bit)) for x in values]
     step = 1
     while step < len(values):

@@ -2,6 +2,9 @@
 
 ``DecodeKernel.run`` is the whole program.  Everything is emitted while the kernel is traced, in
 the order of the calls.
+
+The phases are ``open_ring``, ``attend`` (``fill_ring``, then ``step`` by ``step``, then
+``write_parts``) and the cluster's ``Gathering.finish``.  ``kernel`` says who copies and who waits.
 """
 
 from __future__ import annotations
@@ -26,7 +29,6 @@ from pallas_kernels.attention.ring import (
 from pallas_kernels.attention.team_share import DecodeFacts, TeamPlace, TeamShare
 from pallas_kernels.attention.tile import HEADS, LEAST, NEG_INF
 from pallas_kernels.attention.warp_ring import WarpRing
-from pallas_kernels.jax_internals import arith
 
 
 class _Sums(NamedTuple):
@@ -250,7 +252,7 @@ class DecodeKernel:
                 for i in range(4):
                     token = token0 + self.k_token + (2 * u + i // 2)
                     inside = self.is_seen(token, ful, i % 2)
-                    products[i] = arith.select(inside, products[i], p.cf(NEG_INF))
+                    products[i] = p.where(inside, products[i], NEG_INF)
                 scores[ful].append(products)
         return scores
 
@@ -266,9 +268,7 @@ class DecodeKernel:
         weights = mma_tile.weights_of(scores, top)
         total = [
             functools.reduce(
-                operator.add,
-                [w[i] for w in weights for i in (c, c + 2)],
-                sums.total[c] * fade[c],
+                operator.add, [w[i] for w in weights for i in (c, c + 2)], sums.total[c] * fade[c]
             )
             for c in range(2)
         ]

@@ -1,5 +1,9 @@
 """Decode attention of one or two rows on Hopper: one kernel, a cluster of blocks per kv head.
 
+    out[b, n] = softmax_s(scale * q[b, n] . k[b, s, n // G]) v[b, s, n // G],    s < lengths[b]
+
+q, out ``[B, N, H]``, k, v ``[B, S, K, H]``, G = N / K.
+
     all      the first keys and values -> L2 | the kernel before has ended
     warp     16 tokens of keys and values at a time, straight into registers | query heads
              [RoPE: norms and rotates them; the new token's tile takes it from the projection and
@@ -10,6 +14,14 @@
 
 Before Hopper there are no clusters: the blocks of a kv head write their parts to memory, and a
 second kernel sums them (``attention.merge``).
+
+Copies: each lane loads its words of a tile from the cache into registers; no ring, no TMA.  Without
+a window and pages, lanes first prefetch the warp's first tile into L2.
+Waits: for the kernel before; with a norm once at the block's barrier for tables in shared memory.
+Else warps meet only at the end, in ``Gathering.finish``: at the block's barrier, then blocks on a
+barrier for each owned head.
+Writes: with RoPE the warp of the new token's tile stores its key and value.  One warp for each
+query head stores the output, or the block's part for ``merge_parts``.
 
 Such a row takes microseconds, so it needs no ring: all its bytes are requested at once.  Launches
 are the main cost.  A row's result depends on nothing but the row.
@@ -25,7 +37,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,23 +47,17 @@ from pallas_kernels.attention import tile
 from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.gather import Gather, write_heads, write_parts
 from pallas_kernels.attention.merge import merge_parts
+from pallas_kernels.attention.operands import Attended, capacity_of
 from pallas_kernels.attention.pages import Paging
-from pallas_kernels.attention.rope_cache import capacity_of
 from pallas_kernels.attention.source import HeadWords, staged_floats
 from pallas_kernels.attention.tile import LEAST, NEG_INF, TILE
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.fused_parts import KIND, floats
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.qtensor import QTensor
 
-if TYPE_CHECKING:
-    from pallas_kernels.attention.op import Attended
-
 CLUSTER = 8  # the largest that any Hopper GPU takes
-BLOCKS = 64  # of a call: as many clusters of 8 as run at a time
-ROWS, TOKENS = 2, 32768  # at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,15 +89,16 @@ def divided(call, *, merged: bool) -> DirectPlan | Reason:
     parts are summed by a second launch."""
     q, k, n = call
     batch, capacity, n_kv, h = k.shape
-    group, longest = n // n_kv, TOKENS
+    group, card = n // n_kv, gpu().attention
+    longest = card.direct_tokens
     if batch * n_kv < 8:
         longest //= 8
     if isinstance(k, QTensor):
         longest //= 16
-    if batch > ROWS or batch * capacity > longest or group > 8:
+    if batch > card.direct_rows or batch * capacity > longest or group > 8:
         return Reason("")
     cluster = min(2 * CLUSTER, max(1, gpu().sms // (batch * n_kv))) if merged else CLUSTER
-    while not merged and cluster > 1 and cluster * batch * n_kv > BLOCKS:
+    while not merged and cluster > 1 and cluster * batch * n_kv > card.direct_blocks:
         cluster //= 2
     # Words, queries and outputs of a tile are in registers, of which Hopper's code takes fewest.
     roomy = h <= 128 and gpu().wgmma and not merged
@@ -183,7 +190,7 @@ class _Kernel:
         keys, values = (p.address(refs[0]) for refs in (self.gmem.k, self.gmem.v))
         place = self.warp * self.plan.cluster + self.rank
         token = p.minimum(place * TILE + (self.lane & (TILE - 1)), capacity - 1)
-        base = arith.select(self.lane < TILE, keys, values)
+        base = p.where(self.lane < TILE, keys, values)
         base = p.offset(base, self.row, capacity * n_kv * size)
         p.prefetch(p.offset(p.offset(base, self.head, size), token, n_kv * size), size)
 
@@ -238,7 +245,7 @@ class _Kernel:
             seen = p.below(token, self.end)
             if self.window is not None:
                 seen = seen & p.at_most(self.begin, token)
-            scores[i] = arith.select(seen, scores[i], p.cf(NEG_INF))
+            scores[i] = p.where(seen, scores[i], NEG_INF)
         keys = self.reload(following, entry, keys, self.source.next_keys)
         new_top, fade = tile.maxima([scores], top)
         (weights,) = tile.weights_of([scores], new_top)
@@ -305,9 +312,6 @@ def attend(
     shape, paging = (batch, capacity, n_kv, n, h), Paging.of(k, table)
     facts = _Facts(plan, codes, shape, paging, window, scale, eps, KIND[q.dtype.name])
 
-    def body(gmem, smem):
-        _Kernel(gmem, smem, facts).run()
-
     out, stats = jax.ShapeDtypeStruct((batch, n, h), q.dtype), None
     if plan.merged:
         out = jax.ShapeDtypeStruct((batch, plan.cluster, n, h), jnp.float32)
@@ -316,7 +320,7 @@ def attend(
     def run(cache):
         k, v = (jax.tree.leaves(x) for x in cache)
         found, parts = launch(
-            body,
+            functools.partial(_Kernel, facts=facts),
             {
                 **{"q": q, "tables": list(tables or ()), "lengths": lengths, "table": table},
                 **{"sinks": sinks, "k": k, "v": v},

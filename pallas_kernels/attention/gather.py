@@ -6,6 +6,11 @@ Each block sums its own parts through its shared memory.  It sends the sums to t
 the query head (st.async, counted by a barrier there), and the owner sums those.  The order is
 always the same.
 
+Copies: none from device memory but sinks.  A warp sends its head's sum to the owner by st.async.
+Waits: all threads at the block's barrier, until the parts are written, and for the cluster's start.
+An owner's warp waits on the head's barrier until all blocks' bytes have come.
+Writes: ``write`` of the caller, by one warp for each head.
+
     part     [part][head] out | padding, then [part][head] (maximum, sum)    written by the warps
     share    [owned head][block] out, maximum, sum                           by all blocks
 """
@@ -19,7 +24,6 @@ from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import hadamard_of_lanes
 from pallas_kernels.attention.merge import combine, with_sink
 from pallas_kernels.fused_parts import packed
-from pallas_kernels.jax_internals import arith
 
 PAD = 8  # floats between two heads' parts: neighbouring heads in other banks
 AT_ONCE = 8  # shares that are in registers together
@@ -180,7 +184,7 @@ class Gathering:
         some = 0 < p.bits(sums[1])  # else the outputs may be NaN
         _, whole, *x = with_sink(sums, self.sinks_ref, number)
         inverse = p.divide(p.cf(1.0), whole)
-        x = [arith.select(some, v * inverse, p.cf(0.0)) for v in x]
+        x = [p.where(some, v * inverse, 0.0) for v in x]
         self.write(head, hadamard_of_lanes(x, self.lane, 32) if self.plan.rotated else x)
 
 

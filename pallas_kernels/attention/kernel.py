@@ -1,12 +1,15 @@
 """Attention of 1 to 16 query tokens a row over a cache, on Hopper: one pass over the cache's bytes.
 
-    decode_attention(q, k, v, lengths, table) -> out        see ``attention.op`` for the contract
+    out[b, t, n] = softmax_s(scale * q[b, t, n] . k[b, s, n // G]) v[b, s, n // G]
+
+for s < lengths[b, t]; q, out ``[B, T, N, H]``, k, v ``[B, S, K, H]``, G = N / K.  ``attention.op``
+has the contract.
 
 A team of warps takes steps of 16 (or 32) tokens of one row.  Each warp takes one kv head of them.
 The G query heads that share it are the narrow side of the mma (``attention.tile``).
 
-    every warp      its share of the team's copies: K 0 | V 0 | K 1 ... into a ring, counted by one
-                    barrier per slot (``attention.ring``)
+    every warp      its share of the team's copies: K 0 | V 0 | K 1 ... into a ring
+                    (``attention.ring``)
                     ``step``: wait K | scores, tiles of 16 tokens x 8 heads | release K
                     | running maximum, exp2 | weights transposed in registers
                     | refill the last V | wait V | outputs += V^T weights | release V | refill K
@@ -15,6 +18,15 @@ The G query heads that share it are the narrow side of the mma (``attention.tile
     long rows       a team takes a chunk of tokens (``share_chunks``) and writes its parts to
                     memory, where a second kernel sums them (``attention.merge``); so rows of
                     unequal lengths share the SMs
+
+Copies: each warp of a team copies its share of a step's 8 runs, a lane a run, by bulk copies
+(``Ring.fill``).  Before Hopper a warp copies its own head's tokens by cp.async (``WarpRing``).
+Scales go through registers to a warp's own shared memory (``Scales``).
+Waits: every slot of keys, and every slot of values, has two barriers.  ``full`` counts 8 runs and
+their bytes; the team's warps wait there.  ``empty`` counts one arrival a warp of the team; a warp
+waits there before it refills its runs.  cp.async needs neither: a warp waits for its own copies.
+Writes: a warp leaves its part in shared memory, or in device memory for the second kernel.  With a
+cluster, ``Gathering.finish`` sums the parts, and one warp for each query head stores it.
 
 Neither operand is converted or transposed in shared memory.  Sums over features and over tokens may
 run in any order, so a lane takes the features that lie side by side in memory.  From K it takes
@@ -46,7 +58,6 @@ docs/lab/attention.md.  Command: ``python -m benchmarks.kernels.attention``.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -54,15 +65,12 @@ import jax.numpy as jnp
 from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.decode_program import DecodeKernel
 from pallas_kernels.attention.merge import merge_chunks
+from pallas_kernels.attention.operands import Attended, capacity_of
 from pallas_kernels.attention.pages import Paging
 from pallas_kernels.attention.plan import AttentionPlan, blocks_of, shared_bytes
-from pallas_kernels.attention.rope_cache import capacity_of
 from pallas_kernels.attention.team_share import DecodeFacts, QueryRows
 from pallas_kernels.fused_parts import KIND
 from pallas_kernels.launch import launch
-
-if TYPE_CHECKING:
-    from pallas_kernels.attention.op import Attended
 
 # Shared memory of a block, as ``shared_bytes`` has it; the last three where a cluster sums parts.
 _SHARED = "ring", "scales", "barriers", "parts", "shares", "arrivals"
@@ -81,9 +89,6 @@ def decode_attention(
     paging, kind = Paging.of(k, table), KIND[q.dtype.name]
     facts = DecodeFacts(plan, codes, rows, h, paging, window, scale, kind)
 
-    def body(gmem, smem) -> None:
-        DecodeKernel(gmem, smem, facts).run()
-
     out, stats = jax.ShapeDtypeStruct(q.shape, q.dtype), None
     if not plan.cluster:
         splits = -(-capacity // plan.chunk)
@@ -91,7 +96,7 @@ def decode_attention(
         stats = jax.ShapeDtypeStruct((batch, splits, n, 2), jnp.float32)
     sizes = [size // 4 for size in shared_bytes(plan, n // n_kv, codes)]
     out, stats = launch(
-        body,
+        functools.partial(DecodeKernel, facts=facts),
         {
             "q": q,
             "k": jax.tree.leaves(k),

@@ -8,6 +8,10 @@ A head's sink is one more share: of maximum ``sink``, sum 1 and outputs 0 (``wit
 One block per (row, query head).  A lane holds H / 32 columns; the warps take chunks in turn, a
 batch of loads at a time, each with a maximum of its own, and meet in shared memory.  Chunks without
 a visible key were never written and are not read.
+
+Copies: a lane loads its columns of each part from device memory into registers.
+Waits: for the kernel before; in ``_ChunkMerge`` once at the block's barrier, for the warps' sums.
+Writes: warp 0 of a block (in ``_merge_parts`` every warp its own head) stores the head's output.
 """
 
 from __future__ import annotations
@@ -21,7 +25,6 @@ import jax.numpy as jnp
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import hadamard_of_lanes
 from pallas_kernels.fused_parts import KIND, packed
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
 
 NEG_INF = float("-inf")
@@ -47,18 +50,11 @@ def merge_chunks(
     """
     batch, splits, n, h = parts.shape
     warps = 16 if splits > 32 else 4
-    merge = functools.partial(
-        _merge,
-        chunk=chunk,
-        shape=(capacity, n, h),
-        window=window,
-        heads=batch * n // lengths.size,
-        kind=KIND[jnp.dtype(out_dtype).name],
-        warps=warps,
-        rotated=rotated,
-    )
+    facts = {"shape": (capacity, n, h), "chunk": chunk, "window": window, "warps": warps}
+    facts |= {"kind": KIND[jnp.dtype(out_dtype).name], "rotated": rotated}
+
     (out,) = launch(
-        merge,
+        functools.partial(_ChunkMerge, heads=batch * n // lengths.size, **facts),
         {"parts": parts, "stats": stats, "lengths": lengths, "sinks": sinks},
         {"out": jax.ShapeDtypeStruct((batch, n, h), out_dtype)},
         name="decode_attention_merge",
@@ -114,18 +110,12 @@ def _merge_parts(gmem, smem, *, shape, kind, rotated):
         shares = []
         for i in range(splits):
             peak, whole = p.load_global(stats, 2, 8 * n * i, "f32")
-            vector = min(columns, 4)
-            x = [
-                value
-                for c in range(0, columns, vector)
-                for value in p.load_global(part, vector, 4 * h * n * i + 4 * c, "f32")
-            ]
-            shares.append((peak, whole, x))
+            shares.append((peak, whole, _columns(part, columns, 4 * h * n * i)))
         sums = combine(shares)
         some = 0 < p.bits(sums[1])  # else the outputs may be NaN
         _, whole, *x = with_sink(sums, gmem.sinks, head)
-        inverse = p.divide(p.cf(1.0), arith.select(some, whole, p.cf(1.0)))
-        x = [arith.select(some, v * inverse, p.cf(0.0)) for v in x]
+        inverse = p.divide(p.cf(1.0), p.where(some, whole, 1.0))
+        x = [p.where(some, v * inverse, 0.0) for v in x]
         if rotated:
             x = hadamard_of_lanes(x, lane, 32)
         base = p.offset(p.offset(p.address(gmem.out), index, 2 * h), lane, 2 * columns)
@@ -134,82 +124,93 @@ def _merge_parts(gmem, smem, *, shape, kind, rotated):
     p.when(index < batch * n, merge)
 
 
-def _merge(
-    gmem,
-    smem,
-    *,
-    chunk,
-    shape,
-    heads,
-    window,
-    kind,
-    warps,
-    rotated,
-):
-    """One block per (row, query head): sum the splits' parts, each faded to the common maximum;
-    ``heads`` share a length."""
-    capacity, n, h = shape
-    splits = -(-capacity // chunk)
-    thread, block = p.register("tid.x"), p.register("ctaid.x")
-    warp, lane = thread >> 5, thread & 31
-    row, head = block // n, block % n
-    own = block // heads
-    p.await_kernel()
-    (length,) = p.load_global(p.offset(p.address(gmem.lengths), own, 4), 1)
-    length = p.larger(p.smaller(length, p.ci(capacity)), p.ci(0))
-    first = p.ci(0)
-    if window is not None:
-        first = p.larger(length - window, p.ci(0)) // chunk
-    stop = (length + (chunk - 1)) // chunk
-    line = row * splits * n + head
-    stats = p.offset(p.address(gmem.stats), line, 8)
-    columns = h // 32
-    part = p.offset(p.offset(p.address(gmem.parts), line, 4 * h), lane, 4 * columns)
+class _ChunkMerge:
+    """One block per (row, query head): sum the chunks' parts, each faded to the common maximum.
 
-    batch_of = min(8, -(-splits // warps))
-    vector = min(columns, 4)
+    heads: neighbouring ones that share a length.
+    """
 
-    def add(i, carry):
-        loaded = []
-        for b in range(batch_of):
-            index = i + b * warps
-            inside = p.below(index, stop)
-            index = p.smaller(index, stop - 1)
-            at, at_part = p.offset_rows(stats, index, 8 * n), p.offset_rows(part, index, 4 * h * n)
-            peak, whole = p.load_global(at, 2, kind="f32")
-            values = [
-                x
-                for c in range(0, columns, vector)
-                for x in p.load_global(at_part, vector, 4 * c, "f32")
-            ]
-            loaded.append((arith.select(inside, peak, p.cf(NEG_INF)), whole, values))
-        return combine([tuple(carry[:2]) + (carry[2:],), *loaded])
+    def __init__(self, gmem, smem, *, shape, heads, chunk, window, warps, kind, rotated):
+        self.gmem, self.smem, self.heads = gmem, smem, heads
+        self.chunk, self.window = chunk, window
+        self.warps, self.kind, self.rotated = warps, kind, rotated
+        self.capacity, self.n, self.h = shape
+        self.splits = -(-self.capacity // chunk)
+        self.columns = self.h // 32  # of a lane
+        thread, self.block = p.register("tid.x"), p.register("ctaid.x")
+        self.warp, self.lane = thread >> 5, thread & 31
 
-    start = [p.cf(NEG_INF)] + [p.cf(0.0)] * (1 + columns)
-    sums = p.loop(first + warp, stop, warps * batch_of, start, add)
-    table = p.shared_address(smem.sums) + lane * 4
-    here = table + warp * (4 * 32 * len(sums))
-    for i, x in enumerate(sums):
-        p.store_shared(here, [x], 128 * i)
-    p.barrier()
+    def run(self) -> None:
+        p.await_kernel()
+        self.find_chunks()
+        size = self.leave(self.sum_chunks())
+        p.barrier()  # all warps' sums are there
+        p.when(self.warp < 1, lambda: self.write(size))
 
-    def write():
+    def find_chunks(self) -> None:
+        """The chunks that the row's queries see, and where they lie."""
+        n, h, own = self.n, self.h, self.block // self.heads
+        (length,) = p.load_global(p.offset(p.address(self.gmem.lengths), own, 4), 1)
+        self.length = p.larger(p.smaller(length, p.ci(self.capacity)), p.ci(0))
+        self.first = p.ci(0)
+        if self.window is not None:
+            self.first = p.larger(self.length - self.window, p.ci(0)) // self.chunk
+        self.stop = (self.length + (self.chunk - 1)) // self.chunk
+        self.row, self.head = self.block // n, self.block % n
+        line = self.row * self.splits * n + self.head
+        self.stats = p.offset(p.address(self.gmem.stats), line, 8)
+        part = p.offset(p.address(self.gmem.parts), line, 4 * h)
+        self.part = p.offset(part, self.lane, 4 * self.columns)
+
+    def sum_chunks(self) -> list:
+        """[maximum, sum, *the lane's columns] of the warp's chunks, a batch of loads at a time."""
+        batch = min(8, -(-self.splits // self.warps))
+
+        def add(i, carry):
+            loaded = [self.load_chunk(i + b * self.warps) for b in range(batch)]
+            return combine([tuple(carry[:2]) + (carry[2:],), *loaded])
+
+        start = [p.cf(NEG_INF)] + [p.cf(0.0)] * (1 + self.columns)
+        return p.loop(self.first + self.warp, self.stop, self.warps * batch, start, add)
+
+    def load_chunk(self, index):
+        """(maximum, sum, columns) of a chunk; past the last chunk that one, without weight."""
+        inside = p.below(index, self.stop)
+        index = p.smaller(index, self.stop - 1)
+        at = p.offset_rows(self.stats, index, 8 * self.n)
+        at_part = p.offset_rows(self.part, index, 4 * self.h * self.n)
+        peak, whole = p.load_global(at, 2, kind="f32")
+        return p.where(inside, peak, NEG_INF), whole, _columns(at_part, self.columns)
+
+    def leave(self, sums: list) -> int:
+        """Leave the warp's sums in shared memory; return how many of a lane there are."""
+        self.table = p.shared_address(self.smem.sums) + self.lane * 4
+        here = self.table + self.warp * (4 * 32 * len(sums))
+        for i, x in enumerate(sums):
+            p.store_shared(here, [x], 128 * i)
+        return len(sums)
+
+    def write(self, size: int) -> None:
         shares = [
-            [p.load_float(table, 128 * (w * len(sums) + i)) for i in range(len(sums))]
-            for w in range(warps)
+            [p.load_float(self.table, 128 * (w * size + i)) for i in range(size)]
+            for w in range(self.warps)
         ]
         joined = combine([(top, whole, out) for top, whole, *out in shares])
-        _, whole, *total = with_sink(joined, gmem.sinks, head % heads)
-        some = 0 < length
-        inverse = p.divide(p.cf(1.0), arith.select(some, whole, p.cf(1.0)))
+        _, whole, *total = with_sink(joined, self.gmem.sinks, self.head % self.heads)
+        some = 0 < self.length
+        inverse = p.divide(p.cf(1.0), p.where(some, whole, 1.0))
         values = [x * inverse for x in total]
-        if rotated:
-            values = hadamard_of_lanes(values, lane, 32)
-        base = p.offset(p.address(gmem.out), row * n + head, 2 * h)
-        base = p.offset(base, lane, 2 * columns)
-        _store(base, packed(values, kind))
+        if self.rotated:
+            values = hadamard_of_lanes(values, self.lane, 32)
+        base = p.offset(p.address(self.gmem.out), self.row * self.n + self.head, 2 * self.h)
+        _store(p.offset(base, self.lane, 2 * self.columns), packed(values, self.kind))
 
-    p.when(warp < 1, write)
+
+def _columns(base, count: int, at: int = 0) -> list:
+    """Load a lane's neighbouring columns of a part, up to four together."""
+    vector = min(count, 4)
+    starts = range(0, count, vector)
+    return [x for c in starts for x in p.load_global(base, vector, at + 4 * c, "f32")]
 
 
 def _store(base, words) -> None:

@@ -21,26 +21,16 @@ Left out: a prompt's many query tokens (``attention.blockwise`` serves those).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention.blockwise import (
-    CPU_DECODE_BLOCK,
-    blockwise_attention,
-    load,
-)
+from pallas_kernels.attention.blockwise import CPU_DECODE_BLOCK, blockwise_attention, load
+from pallas_kernels.attention.operands import WIDTHS, Attended, Cached, capacity_of
 from pallas_kernels.attention.plain import is_visible
-from pallas_kernels.attention.rope_cache import (
-    PAGED,
-    WIDTHS,
-    Cached,
-    capacity_of,
-    from_cache_basis,
-    unusual,
-)
+from pallas_kernels.attention.rope_cache import PAGED, from_cache_basis, unusual
 from pallas_kernels.cpu import attend as cpu
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, first_plan, is_empty
 from pallas_kernels.operands import check
@@ -59,22 +49,6 @@ _OPERANDS = {
 _SEVERAL = {"q": "float [B, T+, N, H]", "lengths": "int32 [B, T]"}
 MOST_ROWS = 64  # query heads of all tokens, to a kv head
 MOST_TOKENS = 16
-
-
-class Attended(NamedTuple):
-    """The queries of the newest tokens and the cache, as ``decode_attention`` takes them."""
-
-    q: jax.Array
-    k: Cached
-    v: Cached
-    lengths: jax.Array
-    table: jax.Array | None = None
-    sinks: jax.Array | None = None
-
-    def by_token(self) -> tuple[jax.Array, jax.Array]:
-        """Return (``q [B, T, N, H]``, ``lengths [B, T]``)."""
-        several = self.q.ndim == 4
-        return (self.q, self.lengths) if several else (self.q[:, None], self.lengths[:, None])
 
 
 def decode_attention(
@@ -192,10 +166,7 @@ _decode_attention = Op("decode_attention", xla_form, _kernel, derivative=attend_
 
 
 def plan(
-    q: jax.Array,
-    k: jax.Array | QTensor,
-    v: jax.Array | QTensor,
-    table: jax.Array | None = None,
+    q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor, table: jax.Array | None = None
 ) -> Plan | Reason:
     """How a kernel computes the call: the one for one or two rows, or the one for many."""
     from pallas_kernels.attention import direct

@@ -17,6 +17,13 @@ leave a thread 168 registers on jax >= 0.12, too few by 64.  int8 scores (SageAt
 2410.02367) take half the time of 16-bit ones, and keys are the cache's own codes.  Tiles go from
 the last, which may be ragged, to the first.
 
+Copies: warpgroup 0 copies tiles of k, sk and v by TMA for both (``load_keys``, ``load_values``).
+Each warpgroup copies its own queries and their scales.
+Waits: on ``q_full`` once; on ``k_full`` and ``v_full`` of a slot by both.  Both arrive at
+``k_empty`` and ``v_empty``; warpgroup 0 waits there before it refills (``refill``).  A warpgroup
+waits for its products in ``softmax`` (the scores) and ``fade`` (all).
+Writes: a warpgroup stores its outputs and logarithms by TMA from shared memory (``write``).
+
 Result, one H200, 32/8 heads of 128, 32768 queries and keys: 25.6 ms, 687 TFLOP/s, where cuDNN over
 the same floats takes 30.2 (583).  Attempts: docs/lab/attention.md.
 """
@@ -154,13 +161,10 @@ def attend(
     """See the module's docstring."""
     batch, width, n, h = q.shape
     tile = Tile(h, "bf16" if v.dtype == jnp.bfloat16 else "f16")
-    pair = functools.partial(plgpu.Barrier, num_arrivals=2)
-
-    def body(gmem, smem, barrier) -> None:
-        _Past(gmem, smem, barrier, team=n // k.shape[2], tile=tile).run()
+    of_two = functools.partial(plgpu.Barrier, num_arrivals=2)
 
     out, log = launch(
-        body,
+        functools.partial(_Past, team=n // k.shape[2], tile=tile),
         {"q": q, "sq": sq, "k": k, "sk": sk, "v": v, "n_keys": n_keys},
         {
             "out": jax.ShapeDtypeStruct(q.shape, v.dtype),
@@ -177,11 +181,11 @@ def attend(
             "sq": plgpu.SMEM((2, ROWS), jnp.float32),
             "sk": plgpu.SMEM((STAGES, KEYS), jnp.float32),
             "log": plgpu.SMEM((2, ROWS), jnp.float32),
-            "q_full": pair(num_barriers=2),
-            "k_full": pair(num_barriers=STAGES),
+            "q_full": of_two(num_barriers=2),
+            "k_full": of_two(num_barriers=STAGES),
             "v_full": plgpu.Barrier(num_barriers=STAGES),
-            "k_empty": pair(num_barriers=STAGES),
-            "v_empty": pair(num_barriers=STAGES),
+            "k_empty": of_two(num_barriers=STAGES),
+            "v_empty": of_two(num_barriers=STAGES),
         },
         approx_math=True,
     )

@@ -15,6 +15,11 @@ The code is PTX because both products of a step are in flight while the softmax 
 waits for each instruction (its message C7513).  Here one statement starts both products, and
 nothing reads their results before ``_landed``.  The operands of the next products are made after
 the wait for these.  This is the order of FlashAttention-3 (arXiv 2407.08608, algorithm 2).
+
+Copies: none; ``past_kernel`` brings operands to shared memory and waits for the copies.
+Waits: ``softmax`` waits until at most ``pending`` groups of wgmma run, ``fade`` and ``finish``
+until none does.  Until then registers of scores and means must not be read.
+Writes: ``finish`` stores logarithms in shared memory; all else stays in registers.
 """
 
 from __future__ import annotations
@@ -30,7 +35,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith, ir, llvm, vector
+from pallas_kernels.jax_internals import ir, llvm, vector
+from pallas_kernels.launch import REF, inline
 
 ROWS, KEYS = 64, 128
 _SCORES = KEYS // 2  # a thread's
@@ -38,7 +44,6 @@ _SCORES = KEYS // 2  # a thread's
 # seldom after the first tile, so that the means are seldom multiplied again (FlashAttention-4 does
 # so too).
 _SLACK = 8.0
-_ABOVE = arith.CmpFPredicate.OGT
 
 
 def _layout(n: int):
@@ -120,9 +125,8 @@ def _over_quad(op, x):
 def zeros(h: int):
     """Means, and (reference, sum) of each row, before the first tile."""
 
-    @plgpu.inline_mgpu(return_type=(_type(h // 2), _type(4)))
-    def call(ctx):
-        del ctx
+    @inline(out=(_type(h // 2), _type(4)))
+    def call():
         return _bundle([p.cf(0.0)] * (h // 2)), _bundle([p.cf(-math.inf)] * 2 + [p.cf(0.0)] * 2)
 
     return call()
@@ -202,11 +206,8 @@ class Tile:
     def ask_scores(self):
         """(q, k) -> scores in flight."""
 
-        @plgpu.inline_mgpu(
-            arg_types=(self._codes, self._codes), return_type=_type(_SCORES, jnp.int32)
-        )
-        def call(ctx, q, k):
-            del ctx
+        @inline(self._codes, self._codes, out=_type(_SCORES, jnp.int32))
+        def call(q, k):
             return _bundle(self._ask(self._code_descriptors(q, k), None)[0])
 
         return call
@@ -214,12 +215,8 @@ class Tile:
     def ask_values(self):
         """(v, weights, means) -> means in flight."""
 
-        @plgpu.inline_mgpu(
-            arg_types=(self._floats, _layout(_SCORES // 2), _layout(self.h // 2)),
-            return_type=_type(self.h // 2),
-        )
-        def call(ctx, v, weights, means):
-            del ctx
+        @inline(self._floats, _layout(_SCORES // 2), _layout(self.h // 2), out=_type(self.h // 2))
+        def call(v, weights, means):
             values = self._value_descriptor(v), _registers(weights), _registers(means)
             return _bundle(self._ask(None, values)[1])
 
@@ -228,18 +225,15 @@ class Tile:
     def ask_both(self):
         """(q, k, v, weights, means) -> scores and means in flight, the scores ahead."""
 
-        @plgpu.inline_mgpu(
-            arg_types=(
-                self._codes,
-                self._codes,
-                self._floats,
-                _layout(_SCORES // 2),
-                _layout(self.h // 2),
-            ),
-            return_type=(_type(_SCORES, jnp.int32), _type(self.h // 2)),
+        @inline(
+            self._codes,
+            self._codes,
+            self._floats,
+            _layout(_SCORES // 2),
+            _layout(self.h // 2),
+            out=(_type(_SCORES, jnp.int32), _type(self.h // 2)),
         )
-        def call(ctx, q, k, v, weights, means):
-            del ctx
+        def call(q, k, v, weights, means):
             values = self._value_descriptor(v), _registers(weights), _registers(means)
             scores, means = self._ask(self._code_descriptors(q, k), values)
             return _bundle(scores), _bundle(means)
@@ -249,9 +243,8 @@ class Tile:
     def factors(self):
         """The factors of a thread's two rows, of 64 in shared memory."""
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_type(2))
-        def call(ctx, factor):
-            del ctx
+        @inline(REF, out=_type(2))
+        def call(factor):
             warp, g, _ = _place()
             at = p.shared_address(factor) + (warp << 6) + (g << 2)
             return _bundle([p.load_float(at, 32 * row) for row in (0, 1)])
@@ -263,12 +256,15 @@ class Tile:
         by), when no more than ``pending`` products are in flight.  ragged: of so many keys."""
         keys = [plgpu.Layout.WG_SPLAT((128,))] if ragged else []
 
-        @plgpu.inline_mgpu(
-            arg_types=(_layout(_SCORES), plgpu.RefType(), _layout(4), _layout(2), *keys),
-            return_type=(_type(_SCORES), _type(4), _type(2)),
+        @inline(
+            _layout(_SCORES),
+            REF,
+            _layout(4),
+            _layout(2),
+            *keys,
+            out=(_type(_SCORES), _type(4), _type(2)),
         )
-        def call(ctx, scores, scale, state, factor, *keys):
-            del ctx
+        def call(scores, scale, state, factor, *keys):
             p.ptx(f"wgmma.wait_group.sync.aligned {pending};")
             scores, factor = _landed(_registers(scores)), _registers(factor)
             before, total = _registers(state)[:2], _registers(state)[2:]
@@ -282,15 +278,15 @@ class Tile:
                 x.append(p.to_float(score) * scales[i % 2])
                 if keys:
                     seen = p.below(column + (2 * (i - i % 4) + i % 2), keys[0].registers.flat[0])
-                    x[i] = arith.select(seen, x[i], p.cf(-math.inf))
+                    x[i] = p.where(seen, x[i], p.cf(-math.inf))
             best, fade = [], []
             for row in (0, 1):
                 mine = [y for i, y in enumerate(x) if _of_row(i) == row]
                 # Four chains: one would be as slow as an instruction's latency.
                 peaks = [functools.reduce(p.maximum, mine[n::4]) for n in range(4)]
                 peak = _over_quad(p.maximum, functools.reduce(p.maximum, peaks)) * factor[row]
-                is_far = arith.cmpf(_ABOVE, peak, before[row] + _SLACK)
-                best.append(arith.select(is_far, peak, before[row]))
+                is_far = peak > before[row] + _SLACK
+                best.append(p.where(is_far, peak, before[row]))
                 fade.append(p.exp2(before[row] - best[row]))
             for i, y in enumerate(x):
                 row = _of_row(i)
@@ -306,11 +302,8 @@ class Tile:
     def weights(self):
         """Exponentials -> the next product's operand, behind ``fade``: it waits for this one's."""
 
-        @plgpu.inline_mgpu(
-            arg_types=(_layout(_SCORES),), return_type=_type(_SCORES // 2, jnp.int32)
-        )
-        def call(ctx, x):
-            del ctx
+        @inline(_layout(_SCORES), out=_type(_SCORES // 2, jnp.int32))
+        def call(x):
             x = _registers(x)
             pairs = zip(x[::2], x[1::2], strict=True)
             return _bundle([p.pack(low, high, self.kind) for low, high in pairs])
@@ -320,14 +313,11 @@ class Tile:
     def fade(self):
         """(means in flight, what they fade by) -> means."""
 
-        @plgpu.inline_mgpu(
-            arg_types=(_layout(self.h // 2), _layout(2)), return_type=_type(self.h // 2)
-        )
-        def call(ctx, means, fade):
-            del ctx
+        @inline(_layout(self.h // 2), _layout(2), out=_type(self.h // 2))
+        def call(means, fade):
             p.ptx("wgmma.wait_group.sync.aligned 0;")
             means, fade = _landed(_registers(means)), _registers(fade)
-            unlike = [arith.cmpf(arith.CmpFPredicate.ONE, x, p.cf(1.0)) for x in fade]
+            unlike = [p.unequal(x, 1.0) for x in fade]
 
             def faded():
                 return [x * fade[_of_row(i)] for i, x in enumerate(means)]
@@ -340,12 +330,13 @@ class Tile:
         """(means in flight, state, where the logarithms go) -> the means over the sums."""
         out = plgpu.Layout.WGMMA
 
-        @plgpu.inline_mgpu(
-            arg_types=(_layout(self.h // 2), _layout(4), plgpu.RefType()),
-            return_type=plgpu.ShapeDtypeStruct((ROWS, self.h), jnp.float32, layout=out),
+        @inline(
+            _layout(self.h // 2),
+            _layout(4),
+            REF,
+            out=plgpu.ShapeDtypeStruct((ROWS, self.h), jnp.float32, layout=out),
         )
-        def call(ctx, means, state, log):
-            del ctx
+        def call(means, state, log):
             p.ptx("wgmma.wait_group.sync.aligned 0;")
             means, state = _landed(_registers(means)), _registers(state)
             warp, g, c = _place()

@@ -9,6 +9,9 @@ runs, which lie 32 bytes apart in the banks; with ``Ring.order`` no read has a c
 
 Scales are read a step ahead into registers, a lane per token.  They are put into shared memory as
 the float32 numbers that the products take.  Every warp has its own, so only its lanes wait.
+
+Copies: ``fill``, by the warps of a team, a lane a run.  Waits: ``wait`` on ``full`` by every warp
+that reads; ``refill`` on ``empty`` by every warp that copies, until all of the team have read.
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.pages import BlockTable
 from pallas_kernels.fused_parts import floats
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import Value
 
 RUNS = 8
@@ -80,7 +82,7 @@ class Ring:
         """The run of an mma's row: neighbours, and every second row, lie in different banks."""
         even = row >> 1
         odd = (even ^ 2) + 4
-        return arith.select(row & 1 < 1, even, odd)
+        return p.where(row & 1 < 1, even, odd)
 
     def initialise(self, teams: int, first) -> None:
         """All barriers of all teams, by one thread; first: the address of the first."""
@@ -154,10 +156,7 @@ class Ring:
             return slot, parity ^ 1
         edge, over = (self.depth - 1, 0) if step > 0 else (0, self.depth - 1)
         wraps = p.equal(slot, edge)
-        return (
-            arith.select(wraps, p.ci(over), slot + step),
-            arith.select(wraps, parity ^ 1, parity),
-        )
+        return (p.where(wraps, p.ci(over), slot + step), p.where(wraps, parity ^ 1, parity))
 
     def wait(self, slot, parity, values: bool) -> None:
         p.barrier_wait(self.barrier(slot, values, False), parity)

@@ -20,10 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import rope_cache
-from pallas_kernels.attention.op import Attended, decode_attention
+from pallas_kernels.attention.op import decode_attention
+from pallas_kernels.attention.operands import Attended, Cached, NewTokens
 from pallas_kernels.attention.rope_cache import (
-    Cached,
-    NewTokens,
     Result,
     norm_heads,
     place,
@@ -31,7 +30,7 @@ from pallas_kernels.attention.rope_cache import (
     rope_and_write_tokens,
 )
 from pallas_kernels.cpu import attend as cpu
-from pallas_kernels.device import lacking
+from pallas_kernels.device import gpu, lacking
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, device_of
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
@@ -103,7 +102,7 @@ def rope_and_attend(
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
     """
     x = NewTokens(qkv, cos, sin, k, v, slots, table)
-    x.check("rope_and_attend", is_several=qkv.ndim == 4)
+    rope_cache.check_tokens("rope_and_attend", x, is_several=qkv.ndim == 4)
     if window is not None and window < 1:
         raise ValueError(f"rope_and_attend: window {window} is below 1")
     n = qkv.shape[-2] - 2 * k.shape[2]
@@ -216,7 +215,8 @@ def plan(
     found = direct.plan((qkv, rows, group * n_kv))
     if not isinstance(found, Reason):
         return found
+    card = gpu().attention
     return Reason(
         f"k holds {batch} rows, {capacity} tokens, {n_kv} kv heads, {group} query heads to each; "
-        f"the kernel takes {direct.ROWS} rows, {direct.TOKENS} tokens, 8 to each"
+        f"the kernel takes {card.direct_rows} rows, {card.direct_tokens} tokens, 8 to each"
     )

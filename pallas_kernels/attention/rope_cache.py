@@ -17,11 +17,12 @@ the cache.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.attention.operands import WIDTHS, Cached, NewTokens
 from pallas_kernels.attention.plain import hadamard, rotate
 from pallas_kernels.dispatch import Implementation, Reason, choose_plan
 from pallas_kernels.operands import check
@@ -29,8 +30,6 @@ from pallas_kernels.qtensor import QTensor, dequantize, quantize
 from pallas_kernels.rounding import reciprocal, to_codes
 from pallas_kernels.transform import Op, chosen
 
-Cached = jax.Array | QTensor
-WIDTHS = (64, 128, 256)  # of the heads that decoding's kernels take, in features
 Result = tuple[jax.Array, Cached, Cached]  # q or the heads, and the cache
 Written = tuple[jax.Array, jax.Array, jax.Array, Cached, Cached]
 _OPERANDS = {
@@ -50,39 +49,6 @@ _SEVERAL = {
 }
 # With a table k and v are pools of pages.
 PAGED = {"k": "float|QTensor [P, page+, K+, H]", "v": "k|QTensor [P, page, K, H]"}
-
-
-class NewTokens(NamedTuple):
-    """One new token of each row, as ``rope_and_write`` takes it, or T: then qkv, cos, sin and slots
-    have an axis T behind B."""
-
-    qkv: jax.Array
-    cos: jax.Array
-    sin: jax.Array
-    k: Cached
-    v: Cached
-    slots: jax.Array
-    table: jax.Array | None = None
-
-    def check(self, op: str, is_several: bool) -> None:
-        """Raise ValueError that names what does not fit together."""
-        lines = _OPERANDS if self.table is None else _OPERANDS | PAGED
-        lines, several = (lines | _SEVERAL, "T, ") if is_several else (lines, "")
-        sizes = check(op, lines, **self._asdict())
-        heads, n_kv, h = sizes["N + 2K"], sizes["K"], sizes["H"]
-        if heads < 3 * n_kv or heads % n_kv:
-            raise ValueError(
-                f"{op}: qkv {self.qkv.shape} is not [B, {several}N + 2K, H] with N a multiple of "
-                f"the {n_kv} heads of k"
-            )
-        if h != 2 * sizes["H / 2"]:
-            raise ValueError(
-                f"{op}: cos {self.cos.shape} and sin {self.sin.shape} are not "
-                f"[B, {several}H / 2] for qkv {self.qkv.shape}"
-            )
-        for name, kv in (("k", self.k), ("v", self.v)):
-            if isinstance(kv, QTensor):
-                _check_codes(op, name, kv, h)
 
 
 def rope_and_write(
@@ -136,7 +102,7 @@ def rope_and_write(
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
     """
     x = NewTokens(qkv, cos, sin, k, v, slots, table)
-    x.check("rope_and_write", is_several=False)
+    check_tokens("rope_and_write", x, is_several=False)
     found = choose_plan("rope_and_write", implementation, lambda: plan(qkv, k), qkv, k, v)
     return _rope_and_write(chosen(found, implementation), None, x)
 
@@ -164,7 +130,7 @@ def rope_and_write_tokens(
     Everything else, jax's transformations too, is as for ``rope_and_write``.
     """
     op, x = "rope_and_write_tokens", NewTokens(qkv, cos, sin, k, v, slots, table)
-    x.check(op, is_several=True)
+    check_tokens(op, x, is_several=True)
     found = choose_plan(op, implementation, lambda: plan(qkv, k), qkv, k, v)
     return _rope_and_write_tokens(chosen(found, implementation), None, x)
 
@@ -229,6 +195,27 @@ def _rotated(x: NewTokens) -> tuple[jax.Array, ...]:
 
 _rope_and_write = Op("rope_and_write", _xla, _kernel)
 _rope_and_write_tokens = Op("rope_and_write_tokens", _xla_of_several, _kernel_of_several)
+
+
+def check_tokens(op: str, x: NewTokens, is_several: bool) -> None:
+    """Raise ValueError that names what does not fit together."""
+    lines = _OPERANDS if x.table is None else _OPERANDS | PAGED
+    lines, several = (lines | _SEVERAL, "T, ") if is_several else (lines, "")
+    sizes = check(op, lines, **x._asdict())
+    heads, n_kv, h = sizes["N + 2K"], sizes["K"], sizes["H"]
+    if heads < 3 * n_kv or heads % n_kv:
+        raise ValueError(
+            f"{op}: qkv {x.qkv.shape} is not [B, {several}N + 2K, H] with N a multiple of "
+            f"the {n_kv} heads of k"
+        )
+    if h != 2 * sizes["H / 2"]:
+        raise ValueError(
+            f"{op}: cos {x.cos.shape} and sin {x.sin.shape} are not "
+            f"[B, {several}H / 2] for qkv {x.qkv.shape}"
+        )
+    for name, kv in (("k", x.k), ("v", x.v)):
+        if isinstance(kv, QTensor):
+            _check_codes(op, name, kv, h)
 
 
 def _check_codes(op: str, name: str, kv: QTensor, head_dim: int) -> None:
@@ -310,11 +297,6 @@ def unusual(kv: QTensor) -> str | None:
     if kv.scale.dtype == jnp.float32 and zero is None:
         return None
     return "a cache whose scales are not float32 without zero points"
-
-
-def capacity_of(kv: Cached, table: jax.Array | None) -> int:
-    """Return the number of tokens that a row can hold, S."""
-    return kv.shape[1] if table is None else table.shape[1] * kv.shape[1]
 
 
 def place(kv: Cached, slots: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -8,6 +8,11 @@ many tokens, or many rows (``_write_tokens``), it takes the N / K + 2 heads of o
 are then read once for all of these, and many loads are in flight.  A block has four warps, which
 share nothing.
 
+Copies: a lane loads its features of a head, of cos and of sin into registers.
+Waits: for the kernel before; no warp waits for another, and there are no barriers.
+Writes: the same lanes store q, and codes or words of k and v; lane 0 stores scales and zero points.
+A token outside the cache, or without a page, is not stored.
+
 A lane holds features (2 lane, 2 lane + 1) of each 64 of a head's first half, and their partners in
 the second half.  So every bit of a feature's number is a bit of the lane's number or of a
 register's.  A butterfly of the Walsh-Hadamard transform is a shuffle or two additions.
@@ -26,16 +31,15 @@ import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import hadamard_of_lanes
+from pallas_kernels.attention.operands import Cached, NewTokens, capacity_of
 from pallas_kernels.attention.pages import BlockTable, Paging
-from pallas_kernels.attention.rope_cache import NewTokens, Result, Written, capacity_of
+from pallas_kernels.device import gpu
 from pallas_kernels.fused_parts import KIND, floats, packed
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import CODES
 
 WARPS = 4
-MANY_ROWS = 128  # of one token each, from which on a warp takes several heads
 TEAM = 8  # query heads that a warp of many tokens loads at once
 
 
@@ -217,9 +221,9 @@ def _write(gmem, smem, *, shape, paging, dtype, groups, kind):
     place = _Place(slot, row, n_kv, capacity, pages)
     raw = own.load(p.offset(p.address(gmem.qkv), unit, 2 * h))
     tables = [own.load_table(ref, row) for ref in (gmem.cos, gmem.sin)]
-    is_v = arith.cmpi(arith.CmpIPredicate.uge, head, p.ci(n + n_kv))
+    is_v = head >= n + n_kv
     turned = own.turned(raw, *tables)
-    words = own.in_basis([arith.select(is_v, w, t) for w, t in zip(raw, turned, strict=True)])
+    words = own.in_basis([p.where(is_v, w, t) for w, t in zip(raw, turned, strict=True)])
 
     def write_query():
         own.put(p.offset(p.address(gmem.q), row * n + head, 2 * h), words)
@@ -231,7 +235,7 @@ def _write(gmem, smem, *, shape, paging, dtype, groups, kind):
         own.store(of, place.line(head - first_head), words, rounded)
 
     there = place.exists()
-    is_k = (head < n + n_kv) & arith.cmpi(arith.CmpIPredicate.uge, head, p.ci(n))
+    is_k = (head < n + n_kv) & (head >= n)
     p.when(there & is_k, lambda: write_cache(gmem.k, n))
     p.when(there & is_v, lambda: write_cache(gmem.v, n + n_kv))
 
@@ -299,9 +303,9 @@ def _numbers(values, dtype):
     else:
         best = over_lanes(p.maximum, functools.reduce(p.maximum, [p.absolute(v) for v in values]))
         scale, zero = p.divide(best, p.cf(CODES[dtype][1])), p.cf(0.0)
-    some = arith.cmpf(arith.CmpFPredicate.OGT, scale, p.cf(0.0))
-    inverse = p.divide(p.cf(1.0), arith.select(some, scale, p.cf(1.0)))
-    return scale, zero, arith.select(some, inverse, p.cf(0.0))
+    some = scale > 0.0
+    inverse = p.divide(p.cf(1.0), p.where(some, scale, 1.0))
+    return scale, zero, p.where(some, inverse, 0.0)
 
 
 def _to_float16(x):
@@ -309,12 +313,12 @@ def _to_float16(x):
 
 
 @jax.jit
-def rope_and_write(x: NewTokens) -> Result:
+def rope_and_write(x: NewTokens) -> tuple[jax.Array, Cached, Cached]:
     """See ``pallas_kernels.attention.rope_cache``."""
     batch, heads, h = x.qkv.shape
     n_kv = x.k.shape[2]
     out = {"q": jax.ShapeDtypeStruct((batch, heads - 2 * n_kv, h), x.qkv.dtype)}
-    if batch >= MANY_ROWS:
+    if batch >= gpu().attention.shared_rope_rows:
         out |= {"new_k": None, "new_v": None}
         (q, *_), cache = _run(_write_tokens, (batch, 1), batch * n_kv, out, x)
     else:
@@ -323,7 +327,7 @@ def rope_and_write(x: NewTokens) -> Result:
 
 
 @jax.jit
-def rope_and_write_tokens(x: NewTokens) -> Written:
+def rope_and_write_tokens(x: NewTokens) -> tuple[jax.Array, jax.Array, jax.Array, Cached, Cached]:
     """See ``pallas_kernels.attention.rope_cache``."""
     (batch, width, heads, h), n_kv = x.qkv.shape, x.k.shape[2]
     out = {

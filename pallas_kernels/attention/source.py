@@ -8,6 +8,10 @@ are then read from shared memory, because registers would not hold them.  Tokens
 are the last one again.
 
 With a block table (``attention.pages``) a tile lies in a page, whose entry is loaded a tile ahead.
+
+Copies: a lane loads its own words, straight into registers; ``stage`` copies tables and the norm's
+weights to shared memory.  Waits: ``first``, for these alone, at the block's barrier.
+Writes: the warp of the new token's tile stores its key and value.
 """
 
 from __future__ import annotations
@@ -22,7 +26,6 @@ from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.pages import BlockTable, Paging
 from pallas_kernels.attention.tile import TILE
 from pallas_kernels.fused_parts import floats, packed
-from pallas_kernels.jax_internals import arith
 
 
 def staged_floats(head_dim: int) -> int:
@@ -67,12 +70,12 @@ class HeadWords:
             # All loads from the projection start before the block knows whether it needs them.
             self.new_key, self.new_value = self.load_new_key(), self.load_new_value()
             self.slot, self.there = number, number < self.capacity
-            number = arith.select(self.there, number + 1, p.ci(0))
+            number = p.where(self.there, number + 1, 0)
         self.end = p.larger(p.smaller(number, p.ci(self.capacity)), p.ci(0))
         self.last = p.larger(self.end - 1, p.ci(0))
         if self.tables and self.pages:
             self.there = self.there & self.pages.holds(self.pages.entry(self.slot))
-            self.end = arith.select(self.there, self.end, p.ci(0))
+            self.end = p.where(self.there, self.end, 0)
 
     def first(self, token0, early: bool):
         """Query, keys and values for a warp's first tile.  early: its place does not hang on the
@@ -80,7 +83,7 @@ class HeadWords:
         if early and self.pages:
             # Where it is past the end, any token of the row will do.
             own, first = self.pages.entry(token0), self.pages.entry(p.ci(0))
-            entry = arith.select(p.at_most(token0, self.last), own, first)
+            entry = p.where(p.at_most(token0, self.last), own, first)
         else:
             entry = self.entry(token0)
         shift = self.shift(token0, entry)
@@ -310,7 +313,7 @@ class HeadWords:
             is_own = own & p.at_most(token0, self.slot)
             p.when(is_own, functools.partial(_store_words, at, fresh, apart))
             return [
-                arith.select(p.equal(t, self.slot), y, x)
+                p.where(p.equal(t, self.slot), y, x)
                 for t, old in zip(tokens, held[0], strict=True)
                 for x, y in zip(old, fresh, strict=True)
             ]

@@ -2,6 +2,8 @@
 
 Short rows: the teams of a block, or of a cluster of blocks, take a row's steps in turn.  Long rows:
 a team takes a chunk of tokens.  Everything is emitted while the kernel is traced.
+
+Copies: lanes load the row's number and its lengths.  Waits: for the kernel before, for no barrier.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.pages import BlockTable, Paging
 from pallas_kernels.attention.plan import AttentionPlan, blocks_of, gather_of, team_of, units_of
 from pallas_kernels.attention.tile import TILE
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import Value
 
 
@@ -62,7 +63,7 @@ class QueryRows(NamedTuple):
             most = self.seen(lengths_ref, row)
             return most, most
         most = self.seen(lengths_ref, row, p.minimum(lane & 15, self.tokens - 1))
-        fewest = arith.select(most < 1, p.ci(self.capacity), most)
+        fewest = p.where(most < 1, p.ci(self.capacity), most)
         for lanes in (1, 2, 4, 8):
             most = p.larger(most, p.shuffle_xor(most, lanes))
             fewest = p.smaller(fewest, p.shuffle_xor(fewest, lanes))

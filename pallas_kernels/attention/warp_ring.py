@@ -74,12 +74,7 @@ class WarpRing(Ring):
         p.warp_barrier()
 
     def refill(
-        self,
-        token0: p.Value,
-        slot: p.Value,
-        parity: p.Value,
-        values: bool,
-        entry: p.Value | None,
+        self, token0: p.Value, slot: p.Value, parity: p.Value, values: bool, entry: p.Value | None
     ) -> None:
         self.refill_if(None, token0, slot, parity, values, entry)
 

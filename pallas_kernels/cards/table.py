@@ -25,6 +25,13 @@ from pallas_kernels.architecture import CARDS, MEASURED, Card
 
 FOLDER = Path(__file__).parent
 _COLUMN = re.compile(r"(.+)_(before|from)_(\d+)_(\d+)")
+# Amounts of work that all multiprocessors share, by family and place.  The others behind the first
+# are those of the busiest one, or are rounds of all.
+_OF_ALL_SMS = {
+    **dict.fromkeys(("xla words", "xla copy", "xla sums"), 1),
+    **dict.fromkeys(("xla float", "xla int8", "xla float8_e4m3fn"), 1),
+    "xla row sums": 2,
+}
 # Share of the sheet's bandwidth that a card without measured rates is taken to reach.
 _SHEET_SHARE = 0.9
 Version = tuple[Any, ...]
@@ -158,10 +165,18 @@ class Cache(NamedTuple):
 class Attention(NamedTuple):
     """Of decode attention.
 
+    direct_rows, direct_tokens: the most of a call whose clusters need no ring (``direct``).
+    direct_blocks: its most blocks, as many clusters of 8 as run at a time.
+    shared_rope_rows: rows of one token each from which on a warp that writes a cache has all heads
+        of a kv head.
     few_chunks: a row with no more chunks is one cluster's instead.
     longest_first: tokens of a row from which on the longest rows begin first.
     """
 
+    direct_rows: int
+    direct_tokens: int
+    direct_blocks: int
+    shared_rope_rows: int
     few_chunks: int
     longest_first: int
 
@@ -359,8 +374,9 @@ def _scaled(sections: Sections, card: Card) -> Sections:
     """Return the measured card's sections for one that was not measured.
 
     Megabytes of memory, the first of the amounts that overlap, take longer by the sheets'
-    bandwidths, and the rest of these by the multiprocessors.  Costs of experts are relative to the
-    rate of a copy already, and clocks of "mid" are those of one multiprocessor.
+    bandwidths.  Work that all multiprocessors share takes longer by their numbers; planners count
+    the work of one by the card's own number already.  Costs of experts are relative to the rate of
+    a copy already.
     """
     copy_rate = _SHEET_SHARE * card.bandwidth
     slower, fewer = MEASURED.bandwidth / card.bandwidth, MEASURED.sms / card.sms
@@ -370,7 +386,12 @@ def _scaled(sections: Sections, card: Card) -> Sections:
             first, *rest = shared
             # A fit beside other amounts may give memory no time at all; a slower memory shows.
             first = slower * max(first, 1e12 / sections["copy_rate"])
-            more = 1.0 if family.startswith("mid ") else fewer
-            cost = {**cost, "shared": [first, *(x * more for x in rest)]}
+            place = _OF_ALL_SMS.get(family, 0) - 1
+            rest = [x * fewer if i == place else x for i, x in enumerate(rest)]
+            cost = {**cost, "shared": [first, *rest]}
         costs[family] = cost
-    return {**sections, "copy_rate": copy_rate, "sum_rate": copy_rate, "costs": costs}
+    products, many_rows = dict(sections["products"]), dict(sections["many_rows"])
+    products["l2_bytes"] *= card.l2 / MEASURED.l2
+    many_rows["memory_rate"] /= slower
+    scaled = {"costs": costs, "products": products, "many_rows": many_rows}
+    return {**sections, "copy_rate": copy_rate, "sum_rate": copy_rate, **scaled}

@@ -2,14 +2,7 @@
 
 from pallas_kernels.cpu.blocks import from_blocks, stacked
 from pallas_kernels.cpu.jit import unavailable
-from pallas_kernels.cpu.weight import (
-    TILE,
-    CpuWeight,
-    prepare,
-    prepare_tree,
-    restore,
-    restore_tree,
-)
+from pallas_kernels.cpu.weight import TILE, CpuWeight, prepare, prepare_tree, restore, restore_tree
 
 __all__ = [
     "TILE",

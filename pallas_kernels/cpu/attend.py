@@ -57,11 +57,7 @@ def plan(q: jax.Array, k: Cached, table: jax.Array | None, sinks: bool = False) 
 
 
 def prompt_plan(
-    q: jax.Array,
-    k: Cached,
-    table: jax.Array | None,
-    softcap: float | None,
-    sinks: bool = False,
+    q: jax.Array, k: Cached, table: jax.Array | None, softcap: float | None, sinks: bool = False
 ) -> CpuPlan | Reason:
     """Return the plan of ``attend`` for many query tokens a row, or the reason why it has none."""
     if q.dtype not in FLOATS:

@@ -337,10 +337,6 @@ class Emitter:
         lane = ir.Constant(vector(I64), list(range(LANES)))
         return lane < self.splat(count)
 
-    def first_lanes(self, value: Value, count: Value) -> Value:
-        """The first ``count`` lanes of a vector of floats, zeros behind."""
-        return self.b.select(self.lanes_below(count), value, self.floats(0.0))
-
     def prefetch(self, pointer: Value, offset: Value | int = 0) -> None:
         """The line there into the second-level cache, to be read soon; any address will do."""
         args = self.at(pointer, offset), self.i32(0), self.i32(2), self.i32(1)
@@ -445,11 +441,9 @@ class Emitter:
             bits = 0  # nothing more to add
         if self.target.name == "avx2":
             return self._avx2(acc, pairs, bits, largest)
-        part = {
-            "avx512vnni": self._vnni512,
-            "avxvnni": self._vnni256,
-            "neon": self._neon,
-        }[self.target.name]
+        part = {"avx512vnni": self._vnni512, "avxvnni": self._vnni256, "neon": self._neon}[
+            self.target.name
+        ]
         return part(acc, pairs, bits)
 
     def _vnni512(self, acc: Value, pairs: Sequence[tuple[Value, Value]], bits: int) -> Value:

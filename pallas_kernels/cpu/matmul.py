@@ -456,9 +456,7 @@ class TilesOfRows(_Body):
             sum is not added twice.
             """
             e.loop(
-                count,
-                lambda j: body([e.least(j + i, last) for i in range(AT_ONCE)]),
-                step=AT_ONCE,
+                count, lambda j: body([e.least(j + i, last) for i in range(AT_ONCE)]), step=AT_ONCE
             )
 
         def group(g: Value) -> None:

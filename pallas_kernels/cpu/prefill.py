@@ -26,8 +26,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pallas_kernels.cpu.cache import LANES, CacheForm
-from pallas_kernels.cpu.handler import Phase, Program
+from pallas_kernels.cpu.attention import Attend
+from pallas_kernels.cpu.cache import LANES
+from pallas_kernels.cpu.handler import Phase
 from pallas_kernels.cpu.parts import SCALE, CallRows, Write
 from pallas_kernels.cpu.scores import columns_of
 from pallas_kernels.cpu.softmax import BLOCK, PART, join, weigh
@@ -43,24 +44,8 @@ WRITTEN = 32  # tokens in a chunk of the phase that writes
 
 
 @dataclasses.dataclass(frozen=True)
-class Prefill(Program):
-    """Fields, operands and attributes are ``attention.Attend``'s.  Results: heads, k, v."""
-
-    cache: CacheForm
-    group: int
-    paged: bool
-    new: bool = False
-    norm: bool = False
-    sinks: bool = False
-
-    @property
-    def heads(self) -> int:
-        return self.group * self.cache.heads
-
-    @property
-    def arguments(self) -> int:
-        before = 2 + 2 * self.cache.arrays + self.paged
-        return before + 2 * self.new + 2 * self.norm + self.sinks
+class Prefill(Attend):
+    """Fields, operands and attributes are those of ``Attend``.  Results: heads, k, v."""
 
     @property
     def results(self) -> int:

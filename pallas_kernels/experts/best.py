@@ -5,36 +5,19 @@ values, places = best(scores, k)
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dispatch import Implementation, Reason, choose_plan
+from pallas_kernels.experts.route_plan import BestPlan
 from pallas_kernels.operands import check
 from pallas_kernels.transform import Op, chosen
 
-WARPS = 4  # of a block; each has a row
 MOST = 512  # scores of a row
 MOST_BEST = 32
-
-
-@dataclasses.dataclass(frozen=True)
-class BestPlan:
-    """k of each of ``rows`` rows of n scores."""
-
-    kernel: ClassVar[str] = "best_of_rows_mosaic"
-    rows: int
-    n: int
-    k: int
-
-    @property
-    def per_lane(self) -> int:
-        """Scores that a lane compares."""
-        return -(-self.n // 32)
 
 
 def best(

@@ -1,7 +1,11 @@
 """The largest of each row, a warp a row; and the parts of it that ``route_kernel`` has too.
 
+    values[t, j], places[t, j] = the j-th largest of scores[t, :N], and its place;    j < k
+
     warp     a row's scores -> registers, lane + 32 i; k times the largest, by two ``redux``
     lane j   stores the j-th
+
+Copies: a lane loads its scores into registers.  Waits: for the kernel before; no barrier.
 
 Floor: a launch and a round trip to memory. XLA sorts whole rows in a kernel of its own, copies the
 first k of each, and compiles the sort anew for every layer (0.2 s).
@@ -16,10 +20,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
-from pallas_kernels.experts.best import WARPS, BestPlan
+from pallas_kernels.experts.route_plan import BestPlan
 from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
 from pallas_kernels.ptx import Value
+
+WARPS = 4  # of a block; each has a row
 
 
 @functools.partial(jax.jit, static_argnames="plan")
@@ -77,17 +83,17 @@ def largest(
     # 0 is below the key of any float, so that no place comes twice.
     for i in range(len(keys)):
         if 32 * (i + 1) > n:
-            keys[i] = arith.select(lane + 32 * i < n, keys[i], p.ci(0))
+            keys[i] = p.where(lane + 32 * i < n, keys[i], 0)
     best, places = [], []
     for _ in range(k):
         top = p.warp_largest(functools.reduce(arith.maxui, keys))
         own = p.ci(0xFFFFFFFF)
         for i in reversed(range(len(keys))):
-            own = arith.select(p.equal(keys[i], top), lane + 32 * i, own)
+            own = p.where(p.equal(keys[i], top), lane + 32 * i, own)
         place = p.warp_smallest(own)
         for i in range(len(keys)):
             is_it = p.equal(place, lane + 32 * i)
-            keys[i] = arith.select(is_it, p.ci(0), keys[i])
+            keys[i] = p.where(is_it, 0, keys[i])
         best.append(_unordered(top))
         places.append(place)
     return best, places
@@ -97,7 +103,7 @@ def of_lane(lane: Value, values: Sequence[Value]) -> Value:
     """The lane's of the values that every lane has."""
     mine = values[0]
     for j in range(1, len(values)):
-        mine = arith.select(p.equal(lane, j), values[j], mine)
+        mine = p.where(p.equal(lane, j), values[j], mine)
     return mine
 
 
@@ -105,10 +111,10 @@ def _ordered(value: Value) -> Value:
     """A word whose unsigned order is that of floats.  -0 is 0 first."""
     word = p.bits(value + 0.0)
     negative = p.bit(word, 31)
-    flip = arith.select(negative, p.ci(0xFFFFFFFF), p.ci(0x80000000))
+    flip = p.where(negative, p.ci(0xFFFFFFFF), p.ci(0x80000000))
     return word ^ flip
 
 
 def _unordered(word: Value) -> Value:
-    flip = arith.select(p.bit(word, 31), p.ci(0x80000000), p.ci(0xFFFFFFFF))
+    flip = p.where(p.bit(word, 31), p.ci(0x80000000), p.ci(0xFFFFFFFF))
     return p.from_bits(word ^ flip)

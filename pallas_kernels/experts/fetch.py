@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,30 +28,9 @@ from jax import lax
 
 from pallas_kernels import dispatch
 from pallas_kernels.cpu.weight import TILE, CpuWeight, restore
-from pallas_kernels.qtensor import QTensor, packed_bytes
+from pallas_kernels.experts.fetch_layout import FetchedLeaf, fetched_leaves
+from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import NIBBLES
-
-
-class FetchedLeaf(NamedTuple):
-    """One part of an expert: ``nbytes`` at ``offset``, both multiples of 16.
-
-    item: 0 if it is copied as it is. Otherwise it lies by tile, unit and row, ``[tiles, units,
-    16]`` of 1 or 4 bytes, and becomes rows ``[tiles, 16, units]``.
-    is_nibbles: an item is 8 codes, the first four in the low halves of its bytes.
-    flip: bits of such an item that change.
-    """
-
-    offset: int
-    nbytes: int
-    item: int = 0
-    units: int = 0
-    is_nibbles: bool = False
-    flip: int = 0
-
-    def like(self, count: int) -> jax.ShapeDtypeStruct:
-        if self.item == 1:
-            return jax.ShapeDtypeStruct((count, self.nbytes), jnp.uint8)
-        return jax.ShapeDtypeStruct((count, self.nbytes // 4), jnp.int32)
 
 
 def addresses_of(pieces: Mapping[int, jax.Array], n_experts: int) -> np.ndarray:
@@ -107,34 +86,6 @@ def _in_rows(data: jax.Array, leaf: FetchedLeaf) -> jax.Array:
         parts = [(words >> at & 15) << 4 * i for i, at in enumerate(places)]
         words = sum(parts[1:], parts[0]) ^ jnp.uint32(leaf.flip)
     return lax.bitcast_convert_type(words, jnp.int32)
-
-
-def fetched_leaves(
-    like: Any, offsets: Sequence[int], restores: bool = True
-) -> tuple[FetchedLeaf, ...]:
-    """Return how the parts of an expert are fetched.
-
-    like: the weight ``[1, out, in]``, arrays or shapes.  offsets: of its leaves in its bytes.
-    restores: whether the CPU's layout becomes a QTensor.
-    """
-    parts = jax.tree.leaves(like)
-    sizes = [packed_bytes(math.prod(part.shape), part.dtype) for part in parts]
-    leaves = [FetchedLeaf(at, -(-n // 16) * 16) for at, n in zip(offsets, sizes, strict=True)]
-    if not (restores and isinstance(like, CpuWeight) and _turns(like)):
-        return tuple(leaves)
-    form, units = like.form, like.q.shape[-1] // (4 * TILE)
-    flip = 0x88888888 if form.bits == 4 and not form.is_float4 else 0
-    turned = {"item": 4, "units": units, "is_nibbles": form.bits == 4, "flip": flip}
-    leaves[0] = leaves[0]._replace(**turned)
-    if jnp.dtype(like.scale.dtype).itemsize == 1:
-        leaves[1] = leaves[1]._replace(item=1, units=like.groups)
-    return tuple(leaves)
-
-
-def _turns(w: CpuWeight) -> bool:
-    """Whether the kernel lays out the codes in rows: they have no padding, in which no row ends."""
-    whole = w.form.n % TILE == 0 and w.padded_k == w.form.k
-    return whole and w.zero is None and w.unit is None
 
 
 def fetched_weight(

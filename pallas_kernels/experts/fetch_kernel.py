@@ -1,10 +1,15 @@
 """``fetch``'s kernel: every thread copies vectors of 16 bytes from pinned host memory.
 
+    out[g] = the part's bytes at addresses[experts[g]], as they lie or in rows        g < G
+
     all blocks    pieces of 16 KB of all experts of the list, one after the other, round by round
     a thread      four loads of 16 bytes from the host under way, then their stores
 
 A vector of a tile is one unit of 4 rows (of 16 rows, if a unit is a byte). Its parts go to their
 rows, where the lanes beside it write the neighbouring units, 32 bytes in all.
+
+Copies: every thread, from the host's memory through registers.  Waits: for the kernel before; no
+barrier, as threads share nothing.  Writes: the thread that has loaded a vector.
 
 Floor: the link.
 """
@@ -17,7 +22,7 @@ import jax
 
 from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
-from pallas_kernels.experts.fetch import FetchedLeaf
+from pallas_kernels.experts.fetch_layout import FetchedLeaf
 from pallas_kernels.launch import launch
 from pallas_kernels.ptx import Value
 

@@ -9,6 +9,9 @@ w, scales, zeros, bias, x and the result there.
     block  ctaid -> pair, block of the pair | the kernel before has ended | the pair's expert
     all    the program of one row with that expert's weight; x does not wait for the expert
 
+Copies, waits and writes are those of ``few_rows.row``: warps copy codes for themselves, all threads
+meet at its block barriers.  All threads load the pair's expert first.
+
 Numerics are the one-row kernel's, so a pair's result depends on its row and expert alone.
 Floor: the bytes of the pairs' experts at the rate of a copy.  On an H100 (3.0 TB/s), 8 pairs of
 ``[1536, 2048]`` with SwiGLU, us [floor]: bfloat16 27.0 [16.8], int8 15.6 [8.4], int4 10.2 [4.4].
@@ -89,7 +92,7 @@ def grouped_rows(
         operands = dataclasses.replace(operands, **moved)
 
         def product() -> None:
-            row.run(plan.row, operands, smem, block, waits=False)
+            row.RowProgram(plan.row, operands, smem, block).run(waits=False)
 
         if partial:
             p.when(is_own, product)

@@ -4,6 +4,10 @@ In wgmma's layout a store of registers as they are has 16 bytes of a row from fo
 takes a piece of a row at a time, so bfloat16 results go through shared memory first (``RowStage``
 where tokens are wgmma's N, and ``TokenStage`` where they are its M).  float32 results are exchanged
 between two lanes until each has 16 bytes of its own.
+
+Copies: lanes load the pairs' places.  Waits: ``RowStage`` at warpgroup barriers, two a turn's half
+of the memory; ``TokenStage`` and float32 results at warp barriers or none.  Writes: every lane 16
+bytes of a pair's row.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ from pallas_kernels import ptx as p
 from pallas_kernels.experts.gate import Gate
 from pallas_kernels.experts.many_pairs_plan import row_stage
 from pallas_kernels.fused_parts import quickly_gated, two_gated
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import Value
 
 Vectors = Sequence[Value] | None
@@ -64,7 +67,7 @@ class PairsFinish:
 def store_one(at: Value, value: Value, condition: Value) -> None:
     """Store a float32 where the condition holds."""
     code = "{ .reg .pred q; setp.ne.u32 q, $2, 0; @q st.global.f32 [$0], $1; }"
-    p.ptx(code, at, value, arith.extui(p.i32(), condition))
+    p.ptx(code, at, value, p.unsigned(condition))
 
 
 def exchanged_four(
@@ -80,9 +83,9 @@ def exchanged_four(
     to = p.offset(to, column, 4)
     for c in range(0, eights, 2):
         a, b = results(range(c, c + 2), h)
-        got = [p.shuffle_xor(arith.select(odd, *one), 1) for one in zip(a, b, strict=True)]
-        words = [arith.select(odd, *one) for one in zip(got, a, strict=True)]
-        words += [arith.select(odd, *one) for one in zip(b, got, strict=True)]
+        got = [p.shuffle_xor(p.where(odd, *one), 1) for one in zip(a, b, strict=True)]
+        words = [p.where(odd, *one) for one in zip(got, a, strict=True)]
+        words += [p.where(odd, *one) for one in zip(b, got, strict=True)]
         is_inside = column + 8 * c < n_out
         store_four(to, words, is_own & is_inside, 8 * c * 4)
 
@@ -92,7 +95,7 @@ def store_four(base: Value, words: Sequence[Value], condition: Value, at: int) -
     kind = "f32" if p.type_of(words[0]) == p.f32() else "b32"
     test = "{ .reg .pred q; setp.ne.u32 q, $5, 0; "
     code = f"{test}@q st.global.v4.{kind} [$0+{at}], {{$1, $2, $3, $4}}; }}"
-    p.ptx(code, base, *words, arith.extui(p.i32(), condition))
+    p.ptx(code, base, *words, p.unsigned(condition))
 
 
 @dataclasses.dataclass(frozen=True)

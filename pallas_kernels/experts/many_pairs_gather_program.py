@@ -26,8 +26,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith
-from pallas_kernels.launch import Views
+from pallas_kernels.launch import REF, Views, inline
 from pallas_kernels.matmul.many_rows import pipeline
 from pallas_kernels.matmul.many_rows.plan import BLOCK_K
 from pallas_kernels.ptx import Value
@@ -88,9 +87,8 @@ class RowGather:
     def start(self) -> None:
         """By all threads of the block, before anything else."""
 
-        def emit(ctx, barriers) -> None:
-            del ctx
-
+        @inline(REF)
+        def emit(barriers) -> None:
             def initialise() -> None:
                 base = p.shared_address(barriers)
                 for i in range(self.stages):
@@ -101,19 +99,19 @@ class RowGather:
             p.when(p.equal(p.register("tid.x"), 0), initialise)
             p.barrier()
 
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(emit)(self.ref)
+        emit(self.ref)
 
     # --- the warpgroups that multiply ---
 
     def wait(self, at, load) -> None:
         """Until the ring's load number ``load``, rows and weight, is in slot ``at``."""
 
-        def emit(ctx, barrier, parity) -> None:
-            del ctx
+        @inline(REF, _SPLAT)
+        def emit(barrier, parity) -> None:
             p.barrier_wait(p.shared_address(barrier), parity.registers.flat[0])
 
         splat = plgpu.layout_cast(jnp.full((128,), self.parity(load), jnp.int32), _SPLAT)
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SPLAT))(emit)(self.ref.at[1, at], splat)
+        emit(self.ref.at[1, at], splat)
 
     def parity(self, load):
         """Parity of the phase in which load number ``load`` arrives."""
@@ -123,33 +121,31 @@ class RowGather:
     def release(self, at) -> None:
         """This warpgroup has read slot ``at``."""
 
-        def emit(ctx, barrier) -> None:
-            del ctx
+        @inline(REF)
+        def emit(barrier) -> None:
             at = p.shared_address(barrier)
             is_first = p.equal(p.register("tid.x") & 31, 0)
             p.when(is_first, lambda: p.barrier_arrive(at))
 
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(emit)(self.ref.at[2, at])
+        emit(self.ref.at[2, at])
 
     # --- the warp that hands slots over ---
 
     def hand_over(self, loads, full) -> None:
         """Say of each of the ring's loads that it is there.  full: the barriers of the weight."""
 
-        def emit(ctx, copied, ready, parity) -> None:
-            del ctx
+        @inline(REF, REF, _SCALAR)
+        def emit(copied, ready, parity) -> None:
             p.barrier_wait(p.shared_address(copied), parity.registers.flat[0])
             p.ptx("fence.proxy.async.shared::cta;")
             is_first = p.equal(p.register("tid.x") & 31, 0)
             at = p.shared_address(ready)
             p.when(is_first, lambda: p.barrier_arrive(at))
 
-        types = plgpu.RefType(), plgpu.RefType(), _SCALAR
-
         def step(load, at):
             plgpu.barrier_wait(full.at[at])
             parity = self.parity(load).astype(jnp.int32)
-            plgpu.inline_mgpu(arg_types=types)(emit)(self.ref.at[0, at], self.ref.at[1, at], parity)
+            emit(self.ref.at[0, at], self.ref.at[1, at], parity)
             return pipeline.ring_next(at, 1, self.stages)
 
         lax.fori_loop(0, loads, step, jnp.asarray(0, jnp.int32))
@@ -159,82 +155,102 @@ class RowGather:
     def copy(self, gmem, slots, how: GatherShape, warp: int) -> None:
         """Copy the rows of all of this block's tiles.  warp: this warp's place among ``WARPS``."""
         refs = gmem.x, gmem.pairs, gmem.work, slots, self.ref
-        emit = functools.partial(self.emit_copies, how, warp)
-        types = (plgpu.RefType(),) * len(refs), (_SCALAR,) * 2
-        place = lax.axis_index("cluster"), lax.axis_index("pair")
-        plgpu.inline_mgpu(arg_types=(*types[0], *types[1]))(emit)(*refs, *place)
 
-    def emit_copies(
-        self, how: GatherShape, warp: int, ctx, x, pairs, work, slots, barriers, *place
-    ) -> None:
-        del ctx
-        cluster, pair = (one.registers.flat[0] for one in place)
-        lane = p.register("tid.x") & 31
-        row = (lane >> 3) + 4 * warp  # of eight
-        chunk = lane & 7
-        source = p.offset(p.address(x), chunk, 16)
-        to = p.shared_address(slots) + (row * SLOT_BYTES + (chunk ^ row) * 16)
-        copied = p.shared_address(barriers)
-        at_work, at_pairs = p.address(work), p.address(pairs)
-        (parts,) = p.load_global(at_work, 1)
+        @inline(*[REF] * len(refs), _SCALAR, _SCALAR)
+        def emit(*args) -> None:
+            *memory, cluster, pair = args
+            cluster, pair = (one.registers.flat[0] for one in (cluster, pair))
+            _RowCopies(how, self.stages, warp, pair, *memory).run(cluster)
+
+        emit(*refs, lax.axis_index("cluster"), lax.axis_index("pair"))
+
+
+class _RowCopies:
+    """The program of a warp that copies the rows of a block's tiles, a slot at a time.
+
+    warp: its place among ``WARPS``.  pair: the block's in its cluster.
+    """
+
+    def __init__(
+        self, how: GatherShape, stages: int, warp: int, pair, x, pairs, work, slots, barriers
+    ):
+        self.how, self.stages, self.pair = how, stages, pair
+        self.lane = p.register("tid.x") & 31
+        self.row = (self.lane >> 3) + 4 * warp  # of eight
+        chunk = self.lane & 7
+        self.source = p.offset(p.address(x), chunk, 16)
+        self.to = p.shared_address(slots) + (self.row * SLOT_BYTES + (chunk ^ self.row) * 16)
+        self.copied = p.shared_address(barriers)
+        self.work, self.pairs = p.address(work), p.address(pairs)
+
+    def run(self, cluster: Value) -> None:
+        how = self.how
+        (parts,) = p.load_global(self.work, 1)
         groups = parts
         if how.cluster > 1:
             groups = (parts + (how.cluster - 1)) // how.cluster
         total = groups * how.columns
-        last_tile, last_part = (p.larger(n - 1, p.ci(0)) for n in (total, parts))
+        self.last_tile, self.last_part = (p.larger(n - 1, p.ci(0)) for n in (total, parts))
+        spans = [v for i in range(2) for v in self.part_of(cluster + i * how.n_clusters)]
+        p.loop(cluster, total, how.n_clusters, [p.ci(0), p.ci(0), *spans], self.tile)
 
-        def part_of(index: Value) -> list[Value]:
-            """The first pair of this block's part of a tile, and their end."""
-            part = p.smaller(index, last_tile) // how.columns
-            if how.cluster > 1:
-                part = part * how.cluster + pair
-            at = p.smaller(part, last_part)
-            first, end = p.load_global(p.offset(at_work, at + 1, 16), 4)[1:3]
-            return [arith.select(last_part < part, end, first), end]
+    def part_of(self, index: Value) -> list[Value]:
+        """The first pair of this block's part of a tile, and their end."""
+        how = self.how
+        part = p.smaller(index, self.last_tile) // how.columns
+        if how.cluster > 1:
+            part = part * how.cluster + self.pair
+        at = p.smaller(part, self.last_part)
+        first, end = p.load_global(p.offset(self.work, at + 1, 16), 4)[1:3]
+        return [p.where(self.last_part < part, end, first), end]
 
-        def tile(index: Value, carry: Sequence[Value]) -> list[Value]:
-            *carry, first, end, next_first, next_end = carry
-            # The next tile's pairs come to L1 meanwhile, and the part behind it to registers.
-            line = p.smaller(next_first + lane * 32, next_end - 1)
-            p.prefetch_line(p.offset(at_pairs, line, 4))
-            following = [next_first, next_end, *part_of(index + 2 * how.n_clusters)]
-            count, last = end - first, end - 1
-            most = how.tokens // _AT_ONCE
-            places = [p.smaller(first + row + _AT_ONCE * i, last) for i in range(most)]
-            found = [p.load_global(p.offset(at_pairs, place, 4), 1)[0] for place in places]
-            rows = [f if how.fan == 1 else f // how.fan for f in found]
+    def tile(self, index: Value, carry: Sequence[Value]) -> list[Value]:
+        """Copy a tile's rows; carry: (slot, phase, this tile's pairs, the next one's)."""
+        how = self.how
+        *carry, first, end, next_first, next_end = carry
+        # The next tile's pairs come to L1 meanwhile, and the part behind it to registers.
+        line = p.smaller(next_first + self.lane * 32, next_end - 1)
+        p.prefetch_line(p.offset(self.pairs, line, 4))
+        following = [next_first, next_end, *self.part_of(index + 2 * how.n_clusters)]
+        self.rows = self.rows_of(first, end - 1)
+        count, result = end - first, list(carry)
+        if how.cluster > 1:  # a block without pairs keeps step with the others
+            none = p.at_most(count, p.ci(0))
+            result = p.choose(none, lambda: self.copy_slots(0, carry), result)
+        for below, width in itertools.pairwise([0, *how.widths]):
+            is_width = p.below(p.ci(below), count) & p.at_most(count, p.ci(width))
+            copy = functools.partial(self.copy_slots, width, carry)
+            result = p.choose(is_width, copy, result)
+        return [*result, *following]
 
-            def steps(n_rows: int) -> list[Value]:
-                def step(j: Value, carry: Sequence[Value]) -> list[Value]:
-                    slot, phase = carry
-                    barrier = copied + slot * 8
-                    empty = barrier + 16 * self.stages
-                    p.barrier_wait(empty, phase ^ 1)
-                    columns = p.offset(source, j, SLOT_BYTES)
-                    rows_at = to + slot * (how.tokens * SLOT_BYTES)
-                    for i in range(n_rows // _AT_ONCE):
-                        begin = p.offset_rows(columns, rows[i], how.pitch)
-                        p.copy_async(rows_at, begin, _AT_ONCE * SLOT_BYTES * i, line=True)
-                    p.copies_arrive(barrier)
-                    following = slot + 1
-                    is_last = p.equal(following, self.stages)
-                    slot = arith.select(is_last, p.ci(0), following)
-                    return [slot, arith.select(is_last, phase ^ 1, phase)]
+    def rows_of(self, first: Value, last: Value) -> list[Value]:
+        """The lane's rows of x among a tile's."""
+        how = self.how
+        most = how.tokens // _AT_ONCE
+        places = [p.smaller(first + self.row + _AT_ONCE * i, last) for i in range(most)]
+        found = [p.load_global(p.offset(self.pairs, place, 4), 1)[0] for place in places]
+        return [f if how.fan == 1 else f // how.fan for f in found]
 
-                return p.loop(0, how.steps, 1, carry, step)
+    def copy_slots(self, n_rows: int, carry: Sequence[Value]) -> list[Value]:
+        """Copy so many rows into each of a tile's slots; (slot, phase) behind them."""
+        step = functools.partial(self.copy_slot, n_rows)
+        return p.loop(0, self.how.steps, 1, carry, step)
 
-            result = list(carry)
-            widths = [0, *how.widths]
-            if how.cluster > 1:  # a block without pairs keeps step with the others
-                none = p.at_most(count, p.ci(0))
-                result = p.choose(none, lambda: steps(0), result)
-            for below, width in itertools.pairwise(widths):
-                is_width = p.below(p.ci(below), count) & p.at_most(count, p.ci(width))
-                result = p.choose(is_width, lambda width=width: steps(width), result)
-            return [*result, *following]
-
-        parts = [v for i in range(2) for v in part_of(cluster + i * how.n_clusters)]
-        p.loop(cluster, total, how.n_clusters, [p.ci(0), p.ci(0), *parts], tile)
+    def copy_slot(self, n_rows: int, j: Value, carry: Sequence[Value]) -> list[Value]:
+        """wait until the slot is empty | copies | an arrival when they are there"""
+        slot, phase = carry
+        barrier = self.copied + slot * 8
+        empty = barrier + 16 * self.stages
+        p.barrier_wait(empty, phase ^ 1)
+        columns = p.offset(self.source, j, SLOT_BYTES)
+        to = self.to + slot * (self.how.tokens * SLOT_BYTES)
+        for i in range(n_rows // _AT_ONCE):
+            begin = p.offset_rows(columns, self.rows[i], self.how.pitch)
+            p.copy_async(to, begin, _AT_ONCE * SLOT_BYTES * i, line=True)
+        p.copies_arrive(barrier)
+        following = slot + 1
+        is_last = p.equal(following, self.stages)
+        return [p.where(is_last, 0, following), p.where(is_last, phase ^ 1, phase)]
 
 
 class SortedRows:

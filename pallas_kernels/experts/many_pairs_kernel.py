@@ -18,6 +18,15 @@ and a part's weight is read once.  Where the weight is bfloat16 and experts have
 operand is in registers (``many_pairs_tokens_program``).  Where experts fill tiles of float4 codes,
 another kernel sorts rows of x in memory first (``sorted_rows_kernel``), and two blocks share them.
 
+Copies: the feeder's warp copies w and its scales by TMA (``PairsFeeder``).  Two more warps gather
+rows of x by cp.async (``RowGather``), or the feeder copies sorted rows by TMA.
+Waits: the feeder waits on ``empty`` for a slot that all multiplying warpgroups have read, and on
+``vectors_empty`` for scales.  The gathering warps wait on barriers of their own for that.  A third
+warp waits for both copies of a slot, and says ``ready``.  Multiplying warpgroups wait for ``ready``
+(sorted rows: ``full``) and for ``vectors_full``.
+Writes: each multiplying warpgroup stores its results at their pairs, through shared memory if they
+are bfloat16.
+
 A part's last tokens may be another expert's: their sums are not stored.  Rows of w past an
 expert's end are another's too, and are not stored either.
 

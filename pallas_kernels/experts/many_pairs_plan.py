@@ -37,7 +37,7 @@ class TokenTile:
     tokens: int = 128
     rows: int = 256
     stages: int = 4
-    sms: int = dataclasses.field(default_factory=sms)
+    sms: int = dataclasses.field(default_factory=sms, repr=False)
     cluster: ClassVar[int] = 2
     split: ClassVar[int] = 1
 

@@ -5,6 +5,8 @@ multipliers are those of the dense product (``matmul.many_rows.weight_program``)
 in three places: a tile's expert comes from a table, and so do its rows of x, which other warps
 gather (``many_pairs_gather_program``); the rows of gate and up are copied side by side; and results
 go to their pairs.
+
+``many_pairs_kernel`` says who copies, who waits and who writes.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from pallas_kernels.experts.many_pairs_plan import (
     rows_in_memory,
 )
 from pallas_kernels.jax_internals import llvm
+from pallas_kernels.launch import REF, inline
 from pallas_kernels.matmul.many_rows import unpack
 from pallas_kernels.matmul.many_rows.pipeline import feed, my_tiles, ring_next, ring_slot
 from pallas_kernels.matmul.many_rows.plan import BLOCK_K, SlotGroups
@@ -93,7 +96,7 @@ class PairsBlock:
 
     def run(self) -> None:
         self.gather.start()
-        plgpu.inline_mgpu()(lambda ctx: p.await_kernel())()
+        inline()(p.await_kernel)()
         groups = pl.cdiv(self.gmem.work[0, 0], self.parts)
         self.tiles = my_tiles(groups * self.columns, self.n_clusters)
         others, loads = [], self.tiles * self.steps
@@ -297,14 +300,12 @@ class PairsMultiplier(Multiplier):
         gmem = self.gmem
         column = plgpu.layout_cast(jnp.full((128,), n0, jnp.int32), _SPLAT)
         vectors = [v for v in (gmem.row, gmem.bias) if v is not None]
-        refs = (plgpu.RefType(),) * (4 + len(vectors))
-        store = plgpu.inline_mgpu(arg_types=(*refs, _SPLAT, _LAYOUT))(self.stored)
+        store = inline(*[REF] * (4 + len(vectors)), _SPLAT, _LAYOUT)(self.stored)
         stage = self.smem.stage.at[self.half]
         store(gmem.out, gmem.pairs, gmem.work.at[part + 1], stage, *vectors, column, acc)
 
-    def stored(self, ctx, out, pairs, part, stage, *rest) -> None:
+    def stored(self, out, pairs, part, stage, *rest) -> None:
         """The code of ``finish``: a thread's rows of w, by eight tokens at a time."""
-        del ctx
         block, finish, gated = self.block, self.block.finish, self.block.gated
         *vectors, column, acc = rest
         expert, first, end, _ = p.load_global(p.address(part), 4)

@@ -12,6 +12,9 @@ operands is multiplied more often.
 The two parts are neighbours in the order of pairs, so an expert's short last part goes with the
 first of the next expert.  A warpgroup without tokens does not multiply.  Rows behind a part's last
 are multiplied, and not stored.
+
+Copies and waits are those of ``many_pairs_kernel``.  If both blocks of a cluster have one expert,
+each copies half of the rows of w to both.  A slot is refilled when both blocks have read it.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from pallas_kernels.experts.many_pairs_finish_program import TokenStage, exchang
 from pallas_kernels.experts.many_pairs_plan import token_stage
 from pallas_kernels.experts.many_pairs_program import PairsBlock, PairsFeeder
 from pallas_kernels.jax_internals import llvm
+from pallas_kernels.launch import REF, inline
 from pallas_kernels.matmul.many_rows.pipeline import REGISTERS, ring_next, ring_slot
 from pallas_kernels.matmul.many_rows.unpack import FragmentRows
 from pallas_kernels.ptx import Value
@@ -144,14 +148,13 @@ class TokenMultiplier:
         biases = [] if gmem.bias is None else [gmem.bias]
         stage = self.smem.stage.at[self.block.warpgroup]
         refs = gmem.out, gmem.pairs, gmem.work.at[part + 1], stage, *biases
-        types = (*(plgpu.RefType(),) * len(refs), *(_SPLAT,) * len(splats), _LAYOUT)
-        plgpu.inline_mgpu(arg_types=types)(self.stored)(*refs, *splats, acc)
+        types = (*[REF] * len(refs), *[_SPLAT] * len(splats), _LAYOUT)
+        inline(*types)(self.stored)(*refs, *splats, acc)
 
-    def stored(self, ctx, out, pairs, part, stage, *rest) -> None:
+    def stored(self, out, pairs, part, stage, *rest) -> None:
         """The code of ``finish``: a thread has two neighbours of every eight results of two tokens.
 
         In float32 two lanes exchange them, so that each has four neighbours."""
-        del ctx
         block, finish = self.block, self.block.finish
         *biases, n0, first, end, acc = rest
         n0, first, end = (v.registers.flat[0] for v in (n0, first, end))

@@ -46,12 +46,7 @@ _FORMS: dict[type, predict.Form] = {
 
 
 def plan(
-    x: jax.Array,
-    w: predict.Weight,
-    n_pairs: int,
-    gated: Gate | None,
-    *,
-    joined: int = 0,
+    x: jax.Array, w: predict.Weight, n_pairs: int, gated: Gate | None, *, joined: int = 0
 ) -> GroupedPlan | Reason:
     """The plan of a kernel for ``x[..., K]`` and ``w[E, N, K]``, or why there is none.
 

@@ -14,6 +14,11 @@ A token has a cluster of ``plan.blocks`` blocks, and each block has rows of the 
     warp 0   (of block 0) all sums have come: the logits -> registers; k times the largest, by two
              ``redux``; the softmax; the results
 
+Copies: lanes load x, gamma and rows of the router into registers; one thread a row prefetches it.
+Waits: all threads at two block barriers of ``norm``: for the warps' squares, and for y.  All blocks
+wait until their cluster has begun.  Warp 0 of block 0 waits on ``arrival`` for all sums.
+Writes: block 0 stores y; lane j of its warp 0 stores the j-th expert and its weight.
+
 A barrier in block 0 counts the sums.  One of the cluster would wait for y in device memory, too.
 
 Floor: one launch, a round trip to memory and one between blocks.  One token on an H200 (jax 0.12),
@@ -36,7 +41,6 @@ from pallas_kernels import ptx as p
 from pallas_kernels.experts.best_kernel import largest, of_lane
 from pallas_kernels.experts.route_plan import BLOCKS, SENT, WARPS, RoutePlan, RouteStatic
 from pallas_kernels.fused_parts import floats, packed
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.few_rows.kernel import kinds_of
 from pallas_kernels.matmul.few_rows.operands import (
@@ -67,12 +71,7 @@ def route_tokens(
 
     x bfloat16 ``[T, D]``, gamma ``[D]``, router bfloat16 ``[E, D]``, bias ``[E]``.
     """
-    inputs = {
-        "x": x,
-        "gamma": gamma,
-        "router": router,
-        "bias": bias,
-    }
+    inputs = {"x": x, "gamma": gamma, "router": router, "bias": bias}
     kinds = kinds_of(inputs)
     shape = plan.tokens, static.k
     outs = {
@@ -168,7 +167,7 @@ class _Program:
             asked.append((piece, inside, floats(words), gamma))
         for _, inside, values, _ in asked:
             squares = functools.reduce(lambda sum_, v: p.fma(v, v, sum_), values, p.cf(0.0))
-            total = total + arith.select(inside, squares, p.cf(0.0))
+            total = total + p.where(inside, squares, 0.0)
         (total,) = over_lanes([total])
         at = smem.squares + warp * 4
         p.when(lane < 1, lambda: p.store_shared(at, [total]))
@@ -222,7 +221,7 @@ class _Program:
         for inside, at, words in loaded:
             ys = p.load_shared(self.smem.y + at * 16, 4)
             for i, (a, b) in enumerate(zip(floats(ys), floats(words), strict=True)):
-                a = a if inside is None else arith.select(inside, a, p.cf(0.0))
+                a = a if inside is None else p.where(inside, a, 0.0)
                 sums[i % 4] = p.fma(a, b, sums[i % 4])
         total = sums[0] + sums[1] + (sums[2] + sums[3])
         (total,) = over_lanes([total])
@@ -245,7 +244,7 @@ class _Program:
             value = functools.reduce(operator.add, parts)
             if bias:
                 value = value + as_float(bias[i], self.kinds["bias"])
-            found.append(arith.select(expert < plan.n, value, p.cf(float("-inf"))))
+            found.append(p.where(expert < plan.n, value, p.cf(float("-inf"))))
         return found
 
     def choose(self, token: Value, lane: Value, logits: list[Value]) -> None:

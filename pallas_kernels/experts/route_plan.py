@@ -1,4 +1,4 @@
-"""How the kernel of ``route_kernel`` divides the router among blocks: arithmetic only."""
+"""How the kernels that choose experts (``route_kernel``, ``best_kernel``) divide their rows."""
 
 from __future__ import annotations
 
@@ -71,6 +71,21 @@ class RoutePlan:
     def scratch_sizes(self) -> list[int]:
         """Bytes of y, of the warps' squares, of all blocks' sums and of a barrier."""
         return [2 * self.d, 4 * WARPS, SENT * BLOCKS * self.tasks, 16]
+
+
+@dataclasses.dataclass(frozen=True)
+class BestPlan:
+    """k of each of ``rows`` rows of n scores."""
+
+    kernel: ClassVar[str] = "best_of_rows_mosaic"
+    rows: int
+    n: int
+    k: int
+
+    @property
+    def per_lane(self) -> int:
+        """Scores that a lane compares."""
+        return -(-self.n // 32)
 
 
 def route_plan(x: jax.Array, router: jax.Array, static: RouteStatic) -> RoutePlan | Reason:

@@ -1,12 +1,19 @@
 """Pairs by expert, and the parts that the kernel of many pairs computes, in one launch.
 
+    order [P] = the pairs, by their expert        work[1 + i] = (expert, first, end) of part i
+
     all      a pair's expert | its place among the block's pairs of that expert, by an atomic count
     all      an expert's pairs in the blocks before, and in all blocks, from their shared memory
     a warp   where each expert's pairs and parts begin: sums over the lanes
     a warp   where they begin among the block's own pairs
     all      a pair at its place among these, in shared memory
     all      the block's pairs in that order, neighbours of one expert by neighbouring threads
-    all      in the first block an expert's rows of the table
+    thread   by its number in the cluster, an expert: that expert's rows of the table
+
+Copies: a thread loads its pairs' experts into registers.
+Waits: all threads at block barriers between the steps above, and at the cluster's before they read
+other blocks' counts.  No block ends before all have read its counts.
+Writes: a thread stores neighbours of the order; threads of the first blocks store the table.
 
 Up to ``LONE`` pairs have one block, more have a cluster of ``BLOCKS``.
 XLA takes about ten kernels for the same (``blocks.parts_of_pairs``).  The order of one expert's
@@ -24,7 +31,6 @@ import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.blocks import SortedPairs, most_blocks
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import launch
 from pallas_kernels.ptx import Value
 
@@ -142,7 +148,7 @@ class _Sort:
             peer = p.peer_address(self.at(self.counts, self.thread), block)
             count = p.bits(p.load_peer(peer))
             is_before = block < self.rank
-            before = before + arith.select(is_before, count, p.ci(0))
+            before = before + p.where(is_before, count, 0)
             total = total + count
         p.store_shared(self.at(self.before, self.thread), [before])
         p.store_shared(self.at(self.totals, self.thread), [total])
@@ -167,7 +173,7 @@ class _Sort:
         The count of n_experts is in no sum.
         """
         expert = p.smaller(p.larger(expert, p.ci(0)), p.ci(self.largest))
-        expert = arith.select(index < self.n_pairs, expert, p.ci(self.n_experts))
+        expert = p.where(index < self.n_pairs, expert, p.ci(self.n_experts))
         return index, expert, p.add_shared(self.at(self.counts, expert), p.ci(1))
 
     def counts_of(self, base: Value) -> tuple[Value, list[Value]]:
@@ -178,7 +184,7 @@ class _Sort:
         def count_of(i: int) -> Value:
             (count,) = p.load_shared(self.at(base, first + i), 1)
             is_expert = first + i < self.n_experts
-            return arith.select(is_expert, count, p.ci(0))
+            return p.where(is_expert, count, 0)
 
         return first, [count_of(i) for i in range(per)]
 
@@ -188,7 +194,7 @@ class _Sort:
         for distance in (1, 2, 4, 8, 16):
             below = p.shuffle_up(total, distance)
             is_there = self.lane < distance
-            total = total + arith.select(is_there, p.ci(0), below)
+            total = total + p.where(is_there, 0, below)
         return total - own, total
 
     def sum_up(self) -> None:

@@ -2,6 +2,9 @@
 
 A warp copies a row at a time, 16 bytes a lane, with all of the row's loads under way at once.  The
 kernel of many pairs reads such rows by the copy engine, and two blocks of a cluster may share them.
+
+Copies: each warp, through registers.  Waits: for the kernel before; no barrier.  Writes: each lane
+stores the vectors that it has loaded.
 """
 
 from __future__ import annotations

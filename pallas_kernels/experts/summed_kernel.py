@@ -5,6 +5,10 @@
 ``summed_program`` says who does what.  The sum needs no other kernel and no results of single
 experts in device memory, and its codes are on their way before x is.
 
+Copies: each warp loads its own codes into registers, ahead of their products, and x through its own
+shared memory.  Waits: block barriers, two: for all sums of slots, then for the experts' rows.
+Writes: a thread stores a row's result.
+
 Floor: the bytes of the chosen experts at the rate of a copy.  On an H200 (4.3 TB/s, jax 0.11.2), us
 [floor]: 8 of ``[2048, 768]`` in int4 4.5 [1.5], 4 of ``[2880, 2880]`` in MXFP4 9.5 [4.1].
 Command: ``python -m benchmarks.kernels.experts --tokens 1 --shapes "qwen3 down" "gpt-oss down"``.

@@ -16,7 +16,7 @@ from pallas_kernels.qtensor import QTensor
 
 Weight = jax.Array | jax.ShapeDtypeStruct | QTensor
 SLOT = 128  # columns
-WARPS = 12, 16, 8  # of a block, the best first
+WARPS = 12, 16  # of a block, the best first
 MOST_AHEAD = 4  # units whose codes a warp loads ahead
 
 
@@ -35,7 +35,7 @@ class GroupedSumPlan(Predicted):
     partial: bool
     warps: int
     most_ahead: int
-    sms: int
+    sms: int = dataclasses.field(repr=False)
 
     @property
     def slots(self) -> int:

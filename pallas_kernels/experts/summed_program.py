@@ -12,6 +12,9 @@ unit, so it loads its part of x once and needs no other warp before the end.
     block   barrier; a thread per row and expert: its slots, the bias, the expert's weight
     block   barrier; a thread per row: the sum over experts and the only rounding
 
+Copies: loads of codes and of x by each warp for itself; x passes through the warp's shared memory
+behind a warp barrier.  Waits: all threads at the two block barriers.  Writes: a thread a row.
+
 Numerics.  float32 sums, in an order that depends on the shape alone.  int4: 136 plus the code is a
 bfloat16, and the products of 136 (and the zero point) with x are taken off a slot's sum.
 """
@@ -23,10 +26,10 @@ import functools
 import operator
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
+from typing import NamedTuple
 
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.summed_plan import SLOT, GroupedSumPlan
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.few_rows.operands import BYTES, load_number
 from pallas_kernels.matmul.few_rows.plan import folds
@@ -55,7 +58,7 @@ class Place:
         expert, own = slot // plan.slots, slot % plan.slots
         column = own * SLOT + first
         is_inside = (column < plan.k) & (slot < plan.row_slots)
-        expert, column = (arith.select(is_inside, v, p.ci(0)) for v in (expert, column))
+        expert, column = (p.where(is_inside, v, 0) for v in (expert, column))
         return cls(expert, column, is_inside)
 
 
@@ -109,7 +112,7 @@ class WarpCodes:
             for s in (0, 2):
                 left = [low[s], high[s], low[s + 1], high[s + 1]]
                 acc = p.mma(acc, left, self.x[4 * i + s : 4 * i + s + 2])
-        found = [arith.select(self.is_odd, acc[2 * r + 1], acc[2 * r]) for r in range(2)]
+        found = [p.where(self.is_odd, acc[2 * r + 1], acc[2 * r]) for r in range(2)]
         if weight.float4 or folds(weight):
             return found
         return [self.scaled(v, *row[4:]) for v, row in zip(found, rows, strict=True)]
@@ -142,6 +145,81 @@ class WarpCodes:
         return p.fma(bias, self.x_sum, value) * self.as_float(scale)
 
 
+class Sums(NamedTuple):
+    """Where a lane's sums of a slot go, and whether it has one."""
+
+    at: Value
+    has_one: Value
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitsOfWarp:
+    """A warp's units of w, of the block's from ``first`` to ``end``, one after the other.
+
+    member: the warp's number among those that share its chunk of columns.
+    """
+
+    plan: GroupedSumPlan
+    member: Value
+    first: Value
+    end: Value
+    codes: WarpCodes
+
+    def unit_of(self, i: Value | int) -> Value:
+        step = p.ci(i) if isinstance(i, int) else i
+        return self.first + (step * self.plan.members + self.member)
+
+    def has(self, i: Value | int, unit: Value) -> Value | None:
+        """Whether the warp has this unit; None if all have it."""
+        plan, works = self.plan, self.member < self.plan.members
+        if isinstance(i, int) and (i + 1) * plan.members <= plan.least_units:
+            return None if plan.members * plan.chunks == plan.warps else works
+        return (unit < self.end) & works
+
+    def load(self, i: Value | int) -> list[Value]:
+        """The codes of the i-th unit, zeros where there is none."""
+        unit = self.unit_of(i)
+        condition = self.has(i, unit)
+        if condition is None:
+            return self.codes.load(unit)
+        nothing = [p.ci(0)] * self.codes.words
+        return p.choose(condition, lambda: self.codes.load(unit), nothing)
+
+    def multiply(self, i: Value | int, words: list[Value], sums: Sums) -> None:
+        """Store the sums of the i-th unit's slots."""
+        unit, pitch = self.unit_of(i), self.plan.pitch
+        condition = self.has(i, unit)
+
+        def body() -> None:
+            at = sums.at + (unit - self.first) * (8 * pitch)
+            for r, value in enumerate(self.codes.sums(words)):
+                p.store_shared_if(sums.has_one, at, value, 4 * pitch * r)
+
+        if condition is None:
+            body()
+        else:
+            p.when(condition, body)
+
+    def multiply_all(self, ring: list[list[Value]], sums: Sums) -> None:
+        """All units of the warp, ``ahead`` of them under way."""
+        ahead, rounds = self.plan.ahead, self.plan.rounds
+        if rounds <= ahead:
+            for i in range(rounds):
+                self.multiply(i, ring[i], sums)
+            return
+        words = len(ring[0])
+
+        def step(i: Value, carry: list[Value]) -> list[Value]:
+            carry = list(carry)
+            for a in range(ahead):
+                part = slice(a * words, (a + 1) * words)
+                self.multiply(i + a, carry[part], sums)
+                carry[part] = self.load(i + (a + ahead))
+            return carry
+
+        p.loop(0, rounds, ahead, [v for words in ring for v in words], step)
+
+
 @dataclasses.dataclass(frozen=True)
 class SumProgram:
     """memory: addresses of the operands and the result, by name; None where there is none.
@@ -165,73 +243,20 @@ class SumProgram:
         block = p.register("ctaid.x")
         token, block = block // plan.blocks, block % plan.blocks
         p.await_kernel()
-        member, chunk = warp // plan.chunks, warp % plan.chunks
-        works = member < plan.members
         first, end = (at * plan.units // plan.blocks for at in (block, block + 1))
+        member, chunk = warp // plan.chunks, warp % plan.chunks
         slot = chunk * 8 + (lane >> 2)
         place = Place.of(plan, slot, (lane & 3) * 32)
         expert = self.clamped(self.expert_at(token, place.expert))
         x = self.ask_x(token, chunk, lane)
-        codes = self.codes(place, expert, lane)
-        on_diagonal = p.equal(lane & 3, lane >> 3)
-        sums_at = p.shared_address(self.smem.sums) + slot * 4
-
-        def unit_of(i: Value | int) -> Value:
-            step = p.ci(i) if isinstance(i, int) else i
-            return first + (step * plan.members + member)
-
-        def has(i: Value | int, unit: Value) -> Value | None:
-            """Whether the warp has this unit; None if all have it."""
-            if isinstance(i, int) and (i + 1) * plan.members <= plan.least_units:
-                return None if plan.members * plan.chunks == plan.warps else works
-            return (unit < end) & works
-
-        def load(i: Value | int) -> list[Value]:
-            unit = unit_of(i)
-            condition = has(i, unit)
-            if condition is None:
-                return codes.load(unit)
-            return p.choose(condition, lambda: codes.load(unit), [p.ci(0)] * codes.words)
-
-        def multiply(i: Value | int, words: list[Value]) -> None:
-            unit = unit_of(i)
-            condition = has(i, unit)
-
-            def body() -> None:
-                at = sums_at + (unit - first) * (8 * plan.pitch)
-                for r, value in enumerate(codes.sums(words)):
-                    p.store_shared_if(on_diagonal, at, value, 4 * plan.pitch * r)
-
-            if condition is None:
-                body()
-            else:
-                p.when(condition, body)
-
-        ring = [load(i) for i in range(plan.ahead)]
-        codes = self.with_x(codes, x, warp, lane)
+        units = UnitsOfWarp(plan, member, first, end, self.codes(place, expert, lane))
+        sums = Sums(p.shared_address(self.smem.sums) + slot * 4, p.equal(lane & 3, lane >> 3))
+        ring = [units.load(i) for i in range(plan.ahead)]
+        units = dataclasses.replace(units, codes=self.with_x(units.codes, x, warp, lane))
         asked = self.ask(thread, token, first, end)
-        self.multiply_all(ring, load, multiply)
-        p.barrier()
+        units.multiply_all(ring, sums)
+        p.barrier()  # all slots' sums are there
         self.finish(thread, token, first, end, asked)
-
-    def multiply_all(self, ring: list[list[Value]], load: Callable, multiply: Callable) -> None:
-        """All units of a warp, ``ahead`` of them under way."""
-        ahead, rounds = self.plan.ahead, self.plan.rounds
-        if rounds <= ahead:
-            for i in range(rounds):
-                multiply(i, ring[i])
-            return
-        words = len(ring[0])
-
-        def step(i: Value, carry: list[Value]) -> list[Value]:
-            carry = list(carry)
-            for a in range(ahead):
-                part = slice(a * words, (a + 1) * words)
-                multiply(i + a, carry[part])
-                carry[part] = load(i + (a + ahead))
-            return carry
-
-        p.loop(0, rounds, ahead, [v for words in ring for v in words], step)
 
     # --- before the products ---
 
@@ -253,17 +278,13 @@ class SumProgram:
             row = token * plan.fan + part.expert
             at = p.offset(p.offset(self.memory["x"], row, 2 * plan.k), part.column, 2)
             words = p.load_global(at, 4)
-            out += [arith.select(part.is_inside, word, p.ci(0)) for word in words]
+            out += [p.where(part.is_inside, word, 0) for word in words]
         return out
 
     def codes(self, place: Place, expert: Value, lane: Value) -> WarpCodes:
         weight = self.weight
         group = place.column >> (weight.group.bit_length() - 1)
-        starts = {
-            "w": place.column >> 1,
-            "scale": group * weight.scale_bytes,
-            "zero": group,
-        }
+        starts = {"w": place.column >> 1, "scale": group * weight.scale_bytes, "zero": group}
         names = ["w", "scale"] + (["zero"] if weight.int_zero else [])
         places = {
             name: p.offset_rows(at, expert, self.plan.n * self.row_bytes[name])
@@ -301,7 +322,7 @@ class SumProgram:
         plan = self.plan
         row, index = item // plan.fan, item % plan.fan
         has_one = first + (row >> 1) < end
-        row = arith.select(has_one, first * 2 + row, first * 2)
+        row = p.where(has_one, first * 2 + row, first * 2)
         expert = self.expert_at(token, index)
         at = token * plan.fan + index
         found = SimpleNamespace(has_one=has_one, bias=None, factor=None, is_own=None)
@@ -356,7 +377,7 @@ class SumProgram:
             value = value + asked.bias
         value = value * asked.weight
         if asked.is_own is not None:
-            value = arith.select(asked.is_own, value, p.cf(0.0))
+            value = p.where(asked.is_own, value, 0.0)
         p.store_shared(p.shared_address(self.smem.parts) + item * 4, [value])
 
     def store(self, index: Value, value: Value) -> None:

@@ -60,10 +60,7 @@ def sums(
     n_pairs = experts.shape[0]
     form = form or predict.shortest_form(w, n_pairs, x.shape[0])
     elsewhere = functools.partial(
-        BY_FORM[form],
-        fan=fan,
-        size=predict.block_rows(n_pairs, w.shape[0]),
-        dtype=x.dtype,
+        BY_FORM[form], fan=fan, size=predict.block_rows(n_pairs, w.shape[0]), dtype=x.dtype
     )
     on_cpu = functools.partial(_by_blocks, fan=fan, size=CPU_ROWS, dtype=jnp.float32)
     return lax.platform_dependent(x, w, experts, default=elsewhere, cpu=on_cpu)
@@ -84,10 +81,7 @@ def backward(
             experts,
             dy,
             default=functools.partial(
-                form,
-                fan=fan,
-                size=predict.block_rows(experts.shape[0], w.shape[0]),
-                dtype=x.dtype,
+                form, fan=fan, size=predict.block_rows(experts.shape[0], w.shape[0]), dtype=x.dtype
             ),
             cpu=functools.partial(form, fan=fan, size=CPU_ROWS, dtype=jnp.float32),
         )

@@ -20,11 +20,20 @@ the value channels up to U, then half of the key channels, and dP or dN:
     TMA V K S X do dv | form_writes: R | U, dbeta | TMA E | through_states: do S^T, dv S^T
     | S E, U E^T -> TMA | form_pairs: dP, dN -> TMA
 
+Copies: of a worker's two warpgroups the first copies for both by TMA: ``load`` (V, K, do, dv, X, S)
+at the item's start, ``load_ends`` (E) when X and K are free.
+Waits: both wait on ``ready`` and on ``ended``.  They join at ``met``: before R replaces V, when U
+is there, when S and E are read, and when all results have left.
+Writes: each warpgroup stores by TMA what it computed; the first stores dP's diagonal.  Sums of S E
+leave from registers.
+
 Floor: 224 KB per chunk and head, 0.43 ms at (1, 8192, 64, 128, 128).  Result: 0.632 on one H200.
 Attempts: docs/lab/gated-delta.md.  Command: ``python -m benchmarks.kernels.gated_delta``.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +46,7 @@ from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import gradients_kernel_sums as sums
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta.kernel_chunks import PART, AroundChunks, high_low, pairs
-from pallas_kernels.jax_internals import arith
-from pallas_kernels.launch import Views, launch
+from pallas_kernels.launch import REF, Views, inline, launch
 from pallas_kernels.recurrence.channels import (
     BF16_TILE,
     CHUNK,
@@ -93,9 +101,8 @@ def _diagonal(out, x) -> None:
             )
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA))
-def _diagonal_call(ctx, out, x) -> None:
-    del ctx
+@inline(REF, _WGMMA)
+def _diagonal_call(out, x) -> None:
     _diagonal(p.shared_address(out), pairs(x))
 
 
@@ -123,10 +130,7 @@ class _Symmetric:
         return [
             [
                 self.merged(
-                    self.rows.first + 8 * half,
-                    tile,
-                    self.lower[tile][half],
-                    self.upper[tile][half],
+                    self.rows.first + 8 * half, tile, self.lower[tile][half], self.upper[tile][half]
                 )
                 for half in range(2)
             ]
@@ -156,8 +160,8 @@ class _Symmetric:
         words = []
         for e in range(2):
             j = self.column(tile, e)
-            above = arith.select(p.equal(j, row), self.zero, y)
-            words.append(arith.select(j < row, x, above) & _HALVES[e])
+            above = p.where(p.equal(j, row), self.zero, y)
+            words.append(p.where(j < row, x, above) & _HALVES[e])
         return words[0] | words[1]
 
     def met(self, row, tile: int, n: int, both):
@@ -165,14 +169,13 @@ class _Symmetric:
         words = []
         for e in range(2):
             differ = row ^ self.column(tile, e)
-            word = arith.select(p.equal(differ >> n, 1), both, self.zero)
+            word = p.where(p.equal(differ >> n, 1), both, self.zero)
             words.append(word & _HALVES[e])
         return words[0] | words[1]
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), _WGMMA, _WGMMA))
-def _symmetric_call(ctx, tiles, lower, upper) -> None:
-    del ctx
+@inline(plgpu.RefType(ROWS), _WGMMA, _WGMMA)
+def _symmetric_call(tiles, lower, upper) -> None:
     _symmetric(p.shared_address(tiles), _words(lower), _words(upper))
 
 
@@ -199,9 +202,8 @@ def _sum_states(tiles, out) -> None:
     p.when(row < 1, store)
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), plgpu.RefType()))
-def _sum_states_call(ctx, tiles, out) -> None:
-    del ctx
+@inline(plgpu.RefType(ROWS), REF)
+def _sum_states_call(tiles, out) -> None:
     _sum_states(p.shared_address(tiles), p.address(out))
 
 
@@ -362,12 +364,9 @@ def chunk_products(v: jax.Array, around: AroundChunks, scale: float):
     nc, half = -(-t // CHUNK), jnp.bfloat16
     per_channel = jax.ShapeDtypeStruct((b, h, nc * CHUNK, dk), half)
 
-    def body(gmem, smem, barrier):
-        _Worker(gmem, smem, barrier, scale=scale, sizes=(h, nc, b)).run()
-
     spec = jax.ShapeDtypeStruct
     return launch(
-        body,
+        functools.partial(_Worker, scale=scale, sizes=(h, nc, b)),
         {
             "k": k,
             "v": v,

@@ -3,23 +3,16 @@ warpgroup.
 
 ``gla.gradients_levels`` with two readings of the keys, by the registers of ``recurrence.slices``.
 Gating multiplies in float32 and rounds once.
+
+Copies: none; ``gradients_channels`` copies and waits.  Waits: none; a warp has its own channels.
 """
 
 from __future__ import annotations
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.recurrence.channels import TILE, ChannelLane
-from pallas_kernels.recurrence.slices import (
-    K,
-    Levels,
-    Q,
-    flat,
-    load_block,
-    nested,
-    store_gradients,
-)
+from pallas_kernels.recurrence.slices import K, Levels, Q, flat, load_block, nested, store_gradients
 
 TILES = 4  # of the tokens: q, k, two of gates
 ASKED, SEEN, KEYS = range(3)  # tiles of what came through the states
@@ -62,7 +55,7 @@ class _Levels(Levels):
         if self.level == 1:
             f = [p.cf(1.0), up[1]]
         elif bit is not None:
-            f = [arith.select(bit, x, y) for x, y in zip(up, down, strict=True)]
+            f = [p.where(bit, x, y) for x, y in zip(up, down, strict=True)]
         else:
             f = down if query is None else up
         self.factor[h][m] = f
@@ -73,7 +66,7 @@ class _Levels(Levels):
             mixed = (key & 0xFFFF) | (query & -65536)
             self.ys[0][h][m] = _gated(mixed, f)
         elif bit is not None:
-            self.ys[0][h][m] = _gated(arith.select(bit, query, key), f)
+            self.ys[0][h][m] = _gated(p.where(bit, query, key), f)
         else:
             self.ys[0][h][m] = _gated(query, f)
 
@@ -98,11 +91,11 @@ class _Levels(Levels):
         """Add the terms of a query or a key row; the lane's bit selects the half."""
         d_q, d_k, flux, bit = self.d_q[h][m], self.d_k[h][m], self.flux[h][m], self.bit
         both = asked + seen
-        d_q[e] = d_q[e] + arith.select(bit, f * asked, p.cf(0.0))
-        d_k[e] = d_k[e] + f * arith.select(bit, seen, both)
-        signed = arith.select(bit, asked, -both)
+        d_q[e] = d_q[e] + p.where(bit, f * asked, 0.0)
+        d_k[e] = d_k[e] + f * p.where(bit, seen, both)
+        signed = p.where(bit, asked, -both)
         flux[e] = p.fma(y_q, signed, flux[e])
-        signed = arith.select(bit, seen, p.cf(0.0))
+        signed = p.where(bit, seen, 0.0)
         flux[e] = p.fma(y_k, signed, flux[e])
 
     def add_second(self, h: int, m: int, e: int, f, asked, seen, y_q, y_k) -> None:

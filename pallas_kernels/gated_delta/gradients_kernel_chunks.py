@@ -25,6 +25,14 @@ warpgroup has the terms from the outputs, the second those from the state:
     1    :     |   |                            | q k^T, dM -> | dP D -> |       | dg, dbeta ->
     2    :     |   |                            | k k^T        | dX  dA  -> dKK  |
 
+Copies: each warpgroup copies a half of everything by TMA (``load``).  Warpgroup 0 copies e, too.
+Both load the states' remainders and the chunk's vectors into registers (``load_small``).
+Waits: both wait for all copies of a group: on ``early`` (k, v, S, e), ``middle`` (do, dR, E),
+``late`` (q, T).  ``block_barrier`` joins the two: after R; (1) after the products with states;
+(2) after dM and q k^T D; (3) after dP D and dKK; and before ``finish_vectors``.
+Writes: a warpgroup stores dQ and dK of its key channels by TMA.  Warpgroup 0 stores dlog_decay and
+dbeta from the table of sums.
+
 Floor: 29 bytes per element of q at as many key as value heads, 0.453 ms at (8, 4096, 16, 16, 128,
 128).  Result: 0.886 on one H200.  Attempts: docs/lab/gated-delta.md.  Command:
 ``python -m benchmarks.kernels.gated_delta``.
@@ -164,8 +172,7 @@ class _Chunk:
 
         self.codes = [
             plgpu.load(
-                gmem.remainders.at[b, head, self.chunk, n, self.warpgroup],
-                layout=remainder.LAYOUT,
+                gmem.remainders.at[b, head, self.chunk, n, self.warpgroup], layout=remainder.LAYOUT
             )
             for n in range(2)
         ]
@@ -300,10 +307,7 @@ class _Chunk:
         x = _added(asked, (from_scores, k))
         smem.r_low.tiles[wg] = x.astype(jnp.bfloat16)
         x = _added(
-            d_end - seen,
-            (from_keys, k),
-            (_transposed(from_keys), k),
-            (_transposed(from_scores), q),
+            d_end - seen, (from_keys, k), (_transposed(from_keys), k), (_transposed(from_scores), q)
         )
         plgpu.commit_smem()  # all warps have read what is there
         smem.end.tiles[wg] = x.astype(jnp.bfloat16)
@@ -354,12 +358,9 @@ def chunk_gradients(heads: Heads, around: AroundChunks, scale: float):
         "decays": around.prepared.decays,
     }
 
-    def body(gmem, smem, barrier):
-        _Chunk(gmem, smem, barrier, **options).run()
-
     run = functools.partial(
         launch,
-        body,
+        functools.partial(_Chunk, **options),
         name="gated_delta_gradients",
         grid={"head": h, "chunk": -(-t // CHUNK), "row": b},
         warpgroups=2,

@@ -2,6 +2,7 @@
 
     dR = M^T do + K' E        E <- e_64 E + scale Q^T diag(e) do - K^T diag(e) dR
 
+of each head and chunk of 64 tokens: Q, K, K' [64, Dk], do, dR [64, Dv], M [64, 64], E [Dk, Dv].
 E is the gradient of the state at a chunk's end, and dR is the gradient of V.  M, K' and e = exp(G)
 are those of ``kernel_chunks``.  This is ``kernel_scan`` mirrored: the same blocks, slots and
 registers.  The factors of E cancel where keys are parallel, so the products take E and dR in two
@@ -12,6 +13,12 @@ bf16 parts.
 A decay of every key channel has the operands of ``kernel_channels``. Q and K then hold their decay
 from the chunk's start, and E <- diag(exp(G_64)) E + Q^T do - K^T dR. The kernels inside a chunk
 then need only one part of E. Command: ``python -m benchmarks.kernels.gated_delta``.
+
+Copies: warpgroup 0 copies k, q, K', do, e and M of a chunk by TMA, for both (``load``).
+Waits: both warpgroups wait for a slot on ``full``.  They arrive at ``empty`` of the slot before,
+and warpgroup 0 waits there before it refills (``ChunkScan.release``).
+Writes: a warpgroup stores dR by TMA from do's place.  Borders and E at the segment's start leave
+from registers.
 """
 
 from __future__ import annotations
@@ -29,11 +36,7 @@ from pallas_kernels.launch import launch
 from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
 from pallas_kernels.recurrence.plan import VALUE_BLOCK
 from pallas_kernels.recurrence.scan import PART, ChunkScan, ScanFacts
-from pallas_kernels.recurrence.states import (
-    by_token,
-    read_transposed,
-    write_rows,
-)
+from pallas_kernels.recurrence.states import by_token, read_transposed, write_rows
 
 _WGMMA = plgpu.Layout.WGMMA
 
@@ -72,7 +75,7 @@ class _Reverse(ChunkScan):
             source = gmem.d_out.at[b, rows, head, at]
             plgpu.copy_gmem_to_smem(source, smem.v.rows.at[slot, w], bar)
         plgpu.copy_gmem_to_smem(gmem.decays.at[b, head, c], smem.decays.at[slot], bar)
-        plgpu.copy_gmem_to_smem(gmem.weights.at[b, head, rows], smem.weights.at[slot], bar)
+        plgpu.copy_gmem_to_smem(gmem.mixing.at[b, head, rows], smem.mixing.at[slot], bar)
 
     # --- a chunk ---
 
@@ -94,7 +97,7 @@ class _Reverse(ChunkScan):
 
     def d_rest(self, slot, d_o, ends, acc):
         """dR^T = do^T M + E^T K'^T"""
-        plgpu.wgmma(acc, d_o, self.smem.weights.at[slot].transpose((1, 0)))
+        plgpu.wgmma(acc, d_o, self.smem.mixing.at[slot].transpose((1, 0)))
         for part, both in enumerate(ends):
             for x in both:
                 plgpu.wgmma(acc, x, self.smem.keys.at[slot, part].transpose((1, 0)))
@@ -159,13 +162,10 @@ def reverse_scan(prepared: Prepared, d_out, d_state, *, segments: int = 1, want_
     nc, parts, by_channel = -(-t // CHUNK), dk // PART, prepared.by_channel
     facts, stages = ScanFacts(dk, dv, nc, segments, h // hk), ChunkScan.stages
 
-    def body(gmem, smem, barrier):
-        _Reverse(gmem, smem, barrier, facts=facts, by_channel=by_channel).run()
-
     spec = jax.ShapeDtypeStruct
     borders = (b, h, nc, *(() if by_channel else (2,)), dv, dk)
     results = launch(
-        body,
+        functools.partial(_Reverse, facts=facts, by_channel=by_channel),
         {**prepared._asdict(), "d_out": d_out, "start": d_state, "lengths": None},
         {
             "out": spec((b, t, h, dv), d_out.dtype) if want_out else None,
@@ -179,7 +179,7 @@ def reverse_scan(prepared: Prepared, d_out, d_state, *, segments: int = 1, want_
             "q": tokens(stages, parts, CHUNK, PART),
             "k": tokens(stages, parts, CHUNK, PART),
             "keys": tiles(stages, parts, CHUNK, PART),
-            "weights": tiles(stages, CHUNK, CHUNK),
+            "mixing": tiles(stages, CHUNK, CHUNK),
             "v": tokens(stages, 2, CHUNK, 64),
             "decays": plgpu.SMEM((stages, *prepared.decays.shape[3:]), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=3 * parts + 2 + 2, num_barriers=stages),

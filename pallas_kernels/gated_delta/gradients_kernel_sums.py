@@ -1,6 +1,9 @@
 """Register work of ``gradients_kernel``: decays between tokens, sums, and a chunk's last step.
 
-Everything here is called from Pallas, through ``plgpu.inline_mgpu``, by a whole warpgroup.
+Everything here is called from Pallas, through ``launch.inline``, by a whole warpgroup.
+
+Copies: none; vectors are in shared memory.  Waits: ``block_barrier`` is that of all warpgroups, the
+others none.  Writes: ``finish_call`` stores dlog_decay and dbeta from registers.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta.kernel_chunks import array, pairs
-from pallas_kernels.jax_internals import arith
+from pallas_kernels.launch import REF, inline
 from pallas_kernels.ptx import LOG2E
 from pallas_kernels.recurrence.channels import CHUNK
 
@@ -24,47 +27,39 @@ FROM, STATES, TO_END, BY_SCORES, BY_KEYS, BETAS, INSIDE = 0, 2, 4, 6, 10, 14, 15
 TABLE_ROWS = 17
 
 
-@plgpu.inline_mgpu()
-def block_barrier(ctx) -> None:
-    del ctx
+@inline()
+def block_barrier() -> None:
     p.barrier()
 
 
 def decays_call(transposed: bool):
     """D_ij for j <= i, else 0; transposed: D_ji for i < j, else 0."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.float32, layout=_WGMMA),
-    )
-    def call(ctx, scratch_ref):
-        del ctx
+    @inline(REF, out=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.float32, layout=_WGMMA))
+    def call(scratch_ref):
         rows, scratch = inverse.InverseRows(), p.shared_address(scratch_ref)
         return array(inverse.decays(rows, scratch, transposed))
 
     return call
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA))
-def sum_rows(ctx, to, x) -> None:
+@inline(REF, _WGMMA)
+def sum_rows(to, x) -> None:
     """A [64, 64] array's sums over columns: 64 floats."""
-    del ctx
     inverse.sum_rows(inverse.InverseRows(), p.shared_address(to), pairs(x))
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA))
-def sum_columns(ctx, to, x) -> None:
+@inline(REF, _WGMMA)
+def sum_columns(to, x) -> None:
     """A [64, 64] array's sums over every warp's 16 rows: 4 x 64 floats."""
-    del ctx
     inverse.sum_columns(inverse.InverseRows(), p.shared_address(to), pairs(x))
 
 
 def finish_call(pitch: int):
     """The gradients of log_decay and beta from the table."""
 
-    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, plgpu.Layout.WG_SPLAT((128,))))
-    def call(ctx, scratch, table, d_decays, d_betas, limit):
-        del ctx
+    @inline(*[REF] * 4, plgpu.Layout.WG_SPLAT((128,)))
+    def call(scratch, table, d_decays, d_betas, limit):
         finish(
             p.shared_address(scratch),
             p.shared_address(table),
@@ -125,7 +120,7 @@ def _from_end(lane, parts, moved):
 def _store_token(token, outs, log, d_decay, d_beta) -> None:
     d_decays, d_betas, pitch = outs
     decay = p.exp2(log * LOG2E)
-    alive = arith.cmpf(arith.CmpFPredicate.OGT, decay, p.cf(0.0))
-    value = arith.select(alive, d_decay, p.cf(0.0))
+    alive = decay > 0.0
+    value = p.where(alive, d_decay, 0.0)
     p.store_global(p.offset(d_decays, token, pitch), [value])
     p.store_global(p.offset(d_betas, token, pitch), [d_beta])

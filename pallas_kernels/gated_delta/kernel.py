@@ -12,6 +12,10 @@ Backwards, ``gradients_kernel_scan`` passes the state's gradient back over the c
 ``gradients_kernel_chunks`` computes the other gradients.  With a decay for every key channel
 ``gradients_channels_products`` and ``gradients_channels`` do that.
 
+Each kernel's file says who copies and who waits.  In short: warpgroup 0 copies for a block of the
+scans by TMA, and all wait for its slots.  In kernels inside a chunk a warpgroup copies for itself,
+except that in both kernels of products for gradients two warpgroups share a chunk.
+
 Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed), beta and states; T of any length.  Dk
 is 64 or 128, or 256 in the forward pass with one decay a head.  Dv is a multiple of 64, at most 128
 in the backward pass; zero channels pad it to a multiple of 128.  Everything is read and written in

@@ -16,6 +16,14 @@ value heads:
     TMA q k g | gate_slices, per 64 channels: levels 1 .. 32, gated q, k -> TMA | A, P | X
     | mix: M, K' -> TMA              first 64 channels of the next chunk (``begin``) | TMA ...
 
+Copies: each worker copies q, k and g of its own items by TMA: slice 0 of the next item early
+(``begin``), slice 1 at the item's start.  Its threads load beta.
+Waits: on ``ready[part]`` for a slice's four copies.  Before tiles get new contents the worker
+waits until stores from them have left.  Workers share nothing; the warps of one meet at warpgroup
+barriers.
+Writes: TMA takes the gated q and k after each slice, then X^T if it is saved, M and K'.  Warp 0
+stores decay from registers.
+
 Floor: 15 bytes per element of q at Dk = 128 (8 in, 7 out), 0.234 ms at (1, 8192, 64, 128, 128).
 Result: 0.438 on one H200.  Attempts: docs/lab/gated-delta.md.  Command:
 ``python -m benchmarks.kernels.gated_delta``.
@@ -35,7 +43,7 @@ from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta import kernel_tree as tree
 from pallas_kernels.gated_delta.kernel_chunks import PART, Prepared, array, high_low
-from pallas_kernels.launch import Views, launch
+from pallas_kernels.launch import REF, Views, inline, launch
 from pallas_kernels.recurrence.channels import (
     BF16_TILE,
     CHUNK,
@@ -63,9 +71,8 @@ def _sums_of(array):
 
 
 def _betas_call(pitch: int):
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _LIMIT))
-    def call(ctx, betas, scratch, limit):
-        del ctx
+    @inline(REF, REF, _LIMIT)
+    def call(betas, scratch, limit):
         tree.load_betas(p.address(betas), p.shared_address(scratch), limit.registers.flat[0], pitch)
 
     return call
@@ -74,18 +81,15 @@ def _betas_call(pitch: int):
 def _slice_call(slot: tree.Slot, scale: float, first: bool, ragged: bool):
     """(tiles, scratch, decay, limit[, sums]) -> sums of ``tree.add_slice``."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(ROWS),
-            plgpu.RefType(),
-            plgpu.RefType(),
-            _LIMIT,
-            *([] if first else [bundle_layout(_N_SUMS)]),
-        ),
-        return_type=bundle_type(_N_SUMS),
+    @inline(
+        plgpu.RefType(ROWS),
+        REF,
+        REF,
+        _LIMIT,
+        *([] if first else [bundle_layout(_N_SUMS)]),
+        out=bundle_type(_N_SUMS),
     )
-    def call(ctx, tiles, scratch, decay, limit, *sums):
-        del ctx
+    def call(tiles, scratch, decay, limit, *sums):
         acc = _sums_of(*sums) if sums else tree.empty_sums()
         tree.add_slice(
             p.shared_address(tiles),
@@ -101,9 +105,8 @@ def _slice_call(slot: tree.Slot, scale: float, first: bool, ragged: bool):
     return call
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), bundle_layout(_N_SUMS)))
-def _spread_call(ctx, tiles, sums):
-    del ctx
+@inline(plgpu.RefType(ROWS), bundle_layout(_N_SUMS))
+def _spread_call(tiles, sums):
     base = p.shared_address(tiles)
     tree.spread(Lane(base), _sums_of(sums), base)
 
@@ -111,17 +114,17 @@ def _spread_call(ctx, tiles, sums):
 def _inverse_call(scale: float):
     """X^T; leaves P's high and low parts in the place of the sums."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(ROWS), plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.float32, layout=_WGMMA),
+    @inline(
+        plgpu.RefType(ROWS),
+        REF,
+        out=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.float32, layout=_WGMMA),
     )
-    def call(ctx, tiles, scratch):
-        del ctx
+    def call(tiles, scratch):
         base, scratch = p.shared_address(tiles), p.shared_address(scratch)
         rows = inverse.InverseRows()
-        a, weights = tree.coefficients(rows, base, scratch, scale)
+        a, scores = tree.coefficients(rows, base, scratch, scale)
         p.warpgroup_barrier()  # all warps have read the sums
-        inverse.store_split(rows, base + TILE * tree.SCORES, weights)
+        inverse.store_split(rows, base + TILE * tree.SCORES, scores)
         places = (base + TILE * n for n in (tree.KEYS, tree.BLOCKS))
         x = inverse.inverse_transposed(rows, *places, a)
         return array(inverse.scaled_rows(x, rows.by_row(scratch, tree.BETA)))
@@ -268,7 +271,7 @@ class _Worker:
             summed = pl.run_scoped(functools.partial(ends, part=part), square)
             tiles_of[tree.BLOCKS + part] = summed.astype(gmem.q.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(self.rows_of.at[tree.MIXED], gmem.weights.at[b, head, rows])
+        plgpu.copy_smem_to_gmem(self.rows_of.at[tree.MIXED], gmem.mixing.at[b, head, rows])
         for part in range(self.parts):
             to = gmem.keys.at[b, head, rows, pl.ds(part * PART, PART)]
             plgpu.copy_smem_to_gmem(self.rows_of.at[tree.BLOCKS + part], to)
@@ -289,18 +292,15 @@ def chunks_by_channel(
     nc, parts = -(-t // CHUNK), dk // PART
     options = {"length": t, "scale": scale, "group": h // hk, "sizes": (h, nc, b)}
 
-    def body(gmem, smem, barrier):
-        _Worker(gmem, smem, barrier, **options).run()
-
     tiles, half, spec = (WARPGROUPS, tree.TILES, CHUNK, PART), jnp.bfloat16, jax.ShapeDtypeStruct
     *prepared, writers = launch(
-        body,
+        functools.partial(_Worker, **options),
         {"q": q, "k": k, "g": log_decay, "beta": beta, "lengths": lengths},
         {
             "queries": spec((b, t, h, dk), half),
             "from_start": spec((b, t, h, dk), half),
             "keys": spec((b, h, nc * CHUNK, dk), half),
-            "weights": spec((b, h, nc * CHUNK, CHUNK), half),
+            "mixing": spec((b, h, nc * CHUNK, CHUNK), half),
             "decay": spec((b, h, nc, dk), jnp.float32),
             "writers": spec((b, h, 2, nc * CHUNK, CHUNK), half) if save else None,
         },

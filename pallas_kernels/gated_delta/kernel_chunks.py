@@ -21,6 +21,13 @@ One block of one warpgroup per chunk and value head, several to an SM, one after
     load: TMA q k, sums of log_decay | products: k k^T, q k^T | A, P | X (``kernel_inverse``)
     | scores, sums: M, K' | store: TMA out
 
+Copies: the warpgroup copies q and k of its chunk by TMA (``load``).  Meanwhile its first warp loads
+log_decay and beta, and sums them (``chunk_vectors``).
+Waits: on ``ready`` for the copies, once; the warpgroup's barriers order the steps between.  Blocks
+wait for no other block.
+Writes: TMA takes M^T from A's place, K' from q's, and the inverses if they are saved.  Warp 0
+stores the decays from registers.
+
 Floor: 7 bytes per element of q at Dk = 128 and as many key as value heads (4 in, 3 out), 0.109 ms
 at (8, 4096, 16, 16, 128, 128).  Result: 0.144 on one H200.  Attempts: docs/lab/gated-delta.md.
 Command: ``python -m benchmarks.kernels.gated_delta``.
@@ -40,7 +47,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.jax_internals import ir, llvm
-from pallas_kernels.launch import launch
+from pallas_kernels.launch import REF, inline, launch
 from pallas_kernels.recurrence.channels import (
     CHUNK,
     ROWS,
@@ -58,9 +65,8 @@ PARTS = (plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.bfloat16, layout=_WGMMA),) *
 
 
 def vectors_call(scale: float, pitch: int, want_out: bool = True):
-    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, plgpu.Layout.WG_SPLAT((128,))))
-    def call(ctx, scratch, decays, betas, out, limit):
-        del ctx
+    @inline(*[REF] * 4, plgpu.Layout.WG_SPLAT((128,)))
+    def call(scratch, decays, betas, out, limit):
         inverse.chunk_vectors(
             p.shared_address(scratch),
             p.address(decays),
@@ -97,17 +103,13 @@ def _inverse_call(scale: float, save: bool):
     """(k k^T, q k^T) -> ((I + A)^-1)^T; overwrites q by P's high and low parts, and leaves what it
     returns in the tiles if it is to be saved."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(ROWS), plgpu.RefType(ROWS), _WGMMA, _WGMMA),
-        return_type=PARTS,
-    )
-    def call(ctx, scratch_ref, q_ref, tiles_ref, kk, qk):
-        del ctx
+    @inline(REF, plgpu.RefType(ROWS), plgpu.RefType(ROWS), _WGMMA, _WGMMA, out=PARTS)
+    def call(scratch_ref, q_ref, tiles_ref, kk, qk):
         scratch, tiles = p.shared_address(scratch_ref), p.shared_address(tiles_ref)
         rows = inverse.InverseRows()
-        a, weights = inverse.coefficients(rows, scratch, pairs(kk), pairs(qk), scale)
+        a, scores = inverse.coefficients(rows, scratch, pairs(kk), pairs(qk), scale)
         p.warpgroup_barrier()  # all warps' products have read q
-        inverse.store_split(rows, p.shared_address(q_ref), weights)
+        inverse.store_split(rows, p.shared_address(q_ref), scores)
         x = inverse.inverse_parts(rows, tiles, scratch, a)
         if save:
             p.warpgroup_barrier()  # all warps have read A
@@ -130,11 +132,10 @@ def parts_array(x):
     return tuple(bf16_array(list(part)) for part in zip(*words, strict=True))
 
 
-@plgpu.inline_mgpu(arg_types=(_WGMMA,), return_type=PARTS)
-def high_low(ctx, x):
+@inline(_WGMMA, out=PARTS)
+def high_low(x):
     """A [64, 64] array as two bf16 parts.  By instructions that convert two floats: what the
     compiler makes of ``astype`` converts the low part float by float, at an eighth of the rate."""
-    del ctx
     return parts_array([[inverse.split(pair) for pair in tile] for tile in pairs(x)])
 
 
@@ -240,7 +241,7 @@ class _Chunk:
 
     def store(self) -> None:
         gmem, smem, at = self.gmem, self.smem, (self.row, self.head)
-        plgpu.copy_smem_to_gmem(smem.a.rows.at[0], gmem.weights.at[*at, self.rows])
+        plgpu.copy_smem_to_gmem(smem.a.rows.at[0], gmem.mixing.at[*at, self.rows])
         for part, columns in enumerate(self.parts):
             to = gmem.keys.at[*at, self.rows, columns]
             plgpu.copy_smem_to_gmem(smem.q.rows.at[part], to)
@@ -251,7 +252,7 @@ class Prepared(NamedTuple):
     """The operands of ``kernel_scan.scan``, and of the reverse scan.
 
     q, k: those of the call, ``[B, T, Hk, Dk]``; by channel Q and K from the chunk's start,
-    ``[B, T, H, Dk]``.  keys: K' ``[B, H, NC*64, Dk]``.  weights: M^T ``[B, H, NC*64, 64]``.  All
+    ``[B, T, H, Dk]``.  keys: K' ``[B, H, NC*64, Dk]``.  mixing: M^T ``[B, H, NC*64, 64]``.  All
     are bfloat16.  decays: float32 ``[B, H, NC, 2, 64]``, exp(G) and scale * exp(G); by channel
     exp(G_64), ``[B, H, NC, Dk]``.
     """
@@ -259,7 +260,7 @@ class Prepared(NamedTuple):
     q: jax.Array
     k: jax.Array
     keys: jax.Array
-    weights: jax.Array
+    mixing: jax.Array
     decays: jax.Array
 
     @property
@@ -299,16 +300,13 @@ def chunks(
     nc, parts = -(-t // CHUNK), dk // PART
     options = {"length": t, "scale": scale, "group": h // hk, "parts": parts}
 
-    def body(gmem, smem, barrier):
-        _Chunk(gmem, smem, barrier, **options).run()
-
     spec, half = jax.ShapeDtypeStruct, jnp.bfloat16
     *prepared, inverses = launch(
-        body,
+        functools.partial(_Chunk, **options),
         {"q": q, "k": k, "g": log_decay, "beta": beta, "lengths": lengths},
         {
             "keys": spec((b, h, nc * CHUNK, dk), half),
-            "weights": spec((b, h, nc * CHUNK, CHUNK), half),
+            "mixing": spec((b, h, nc * CHUNK, CHUNK), half),
             "decays": spec((b, h, nc, 2, CHUNK), jnp.float32),
             "inverses": spec((b, h, 2, nc * CHUNK, CHUNK), half) if save else None,
         },

@@ -1,6 +1,6 @@
 """Register work of ``gated_delta.kernel_chunks``: a chunk's decays, and the inverse of its I + A.
 
-Everything here runs inside ``plgpu.inline_mgpu``, on the four warps of a warpgroup.
+Everything here runs inside ``launch.inline``, on the four warps of a warpgroup.
 Warp w holds rows 16w..16w+15 of a [64, 64] matrix as ``x[tile][half]``.  These are two columns from
 8 tile + 2c on of row g + 8 half, the layout of wgmma and of mma.  g and c are those of
 ``recurrence.channels.ThreadPlace``.
@@ -14,12 +14,16 @@ by mma on bf16 pairs (high, low), three products each, so 16 bits of every facto
 are almost parallel and beta is 1, X is a difference of large terms; bf16 alone would leave an error
 of one percent.  Warp J computes X_IJ^T.  Its factor X_MJ^T is an earlier result of the same warp:
 the layout that mma writes is the layout that it reads on the left.
+
+Copies: ``chunk_vectors`` loads log_decay and beta by the first warp; everything else is in shared
+memory or registers.
+Waits: the callers' warpgroup barriers.  In ``inverse_parts`` a warp barrier follows the store of a
+warp's diagonal block.  The warpgroup's barrier follows the inverses, which all warps then read.
 """
 
 from __future__ import annotations
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import LOG2E
 from pallas_kernels.recurrence.channels import TILE, ThreadPlace
 
@@ -52,13 +56,13 @@ def chunk_vectors(scratch, decays, betas, limit, pitch, out, scale) -> None:
         for e in range(2):
             token = (lane << 1) + e
             inside = p.below(token, limit)
-            safe = arith.select(inside, token, p.ci(0))
+            safe = p.where(inside, token, 0)
             (g,) = p.load_global(p.offset(decays, safe, pitch), 1, 0, "f32", cache=p.READ_ONLY)
             (b,) = p.load_global(p.offset(betas, safe, pitch), 1, 0, "f32", cache=p.READ_ONLY)
             plain.append(g)
             g = p.maximum(g * LOG2E, p.cf(LOWEST))
-            x.append(arith.select(inside, g, p.cf(0.0)))
-            beta.append(arith.select(inside, b, p.cf(0.0)))
+            x.append(p.where(inside, g, 0.0))
+            beta.append(p.where(inside, b, 0.0))
         first = lanes_before(lane, x[0] + x[1]) + x[0]
         log = [first, first + x[1]]
         end = p.shuffle_from(log[1], 31)
@@ -81,8 +85,8 @@ def lanes_before(lane, total):
     """The sum of ``total`` over the lanes before this one."""
     for distance in (1, 2, 4, 8, 16):
         other = p.shuffle_up(total, distance)
-        total = arith.select(~(lane < distance), total + other, total)
-    return arith.select(lane < 1, p.cf(0.0), p.shuffle_up(total, 1))
+        total = p.where(~(lane < distance), total + other, total)
+    return p.where(lane < 1, 0.0, p.shuffle_up(total, 1))
 
 
 class InverseRows(ThreadPlace):
@@ -148,7 +152,7 @@ def decays(rows: InverseRows, scratch, transposed: bool):
                     between = -between
                 there = row < column if transposed else ~(row < column)
                 decay = p.exp2(p.minimum(between, p.cf(0.0)))
-                pair.append(arith.select(there, decay, p.cf(0.0)))
+                pair.append(p.where(there, decay, 0.0))
             out[tile].append(pair)
     return out
 
@@ -193,10 +197,10 @@ def coefficients(rows: InverseRows, scratch, kk, qk, scale: float):
     P = scale q_i k_j decay with the diagonal."""
     log_row, beta = rows.by_row(scratch, LOG), rows.by_row(scratch, BETA)
     log_column = rows.by_column(scratch, LOG)
-    a, weights = [], []
+    a, scores = [], []
     for tile in range(8):
         a.append([])
-        weights.append([])
+        scores.append([])
         for half in range(2):
             row = rows.first + 8 * half
             pairs = [], []
@@ -206,19 +210,19 @@ def coefficients(rows: InverseRows, scratch, kk, qk, scale: float):
                 decay = p.exp2(p.minimum(between, p.cf(0.0)))
                 below, upto = column < row, ~(row < column)
                 x = kk[tile][half][e] * beta[half] * decay
-                pairs[0].append(arith.select(below, x, p.cf(0.0)))
+                pairs[0].append(p.where(below, x, 0.0))
                 x = qk[tile][half][e] * scale * decay
-                pairs[1].append(arith.select(upto, x, p.cf(0.0)))
+                pairs[1].append(p.where(upto, x, 0.0))
             a[tile].append(pairs[0])
-            weights[tile].append(pairs[1])
-    return a, weights
+            scores[tile].append(pairs[1])
+    return a, scores
 
 
 def _of_warp(rows: InverseRows, values):
     """``values[w]`` of the thread's warp w."""
     low, high = p.bit(rows.warp, 0), p.bit(rows.warp, 1)
-    first = arith.select(low, values[1], values[0])
-    return arith.select(high, arith.select(low, values[3], values[2]), first)
+    first = p.where(low, values[1], values[0])
+    return p.where(high, p.where(low, values[3], values[2]), first)
 
 
 def _invert_diagonal(rows: InverseRows, block) -> None:
@@ -227,17 +231,17 @@ def _invert_diagonal(rows: InverseRows, block) -> None:
     column = rows.lane & 15
     x = []
     for i in range(16):
-        value = arith.select(p.equal(column, i), p.cf(1.0), p.cf(0.0))
+        value = p.where(p.equal(column, i), p.cf(1.0), p.cf(0.0))
         for m in range(0, i, 4):
             a = p.load_shared(block, 4, _ROW * i + 4 * m, "f32")
             for n in range(m, min(m + 4, i)):
                 value = p.fma(-a[n - m], x[n], value)
         x.append(value)
     upper = rows.lane < 16
-    words = [arith.select(upper, *split(x[i : i + 2])) for i in range(0, 16, 2)]
+    words = [p.where(upper, *split(x[i : i + 2])) for i in range(0, 16, 2)]
     p.warp_barrier()  # all lanes have read A
     at = block + column * _PITCH
-    at = at + arith.select(upper, p.ci(0), p.ci(_BLOCK))
+    at = at + p.where(upper, 0, p.ci(_BLOCK))
     for i in range(2):
         p.store_shared(at, words[4 * i : 4 * i + 4], 16 * i)
 
@@ -304,7 +308,7 @@ def inverse_parts(rows: InverseRows, tiles, scratch, a):
             acc = [[-x for x in part] for part in acc]
             acc = _product([zero, zero], _left(acc), right)
         words = [
-            [arith.select(here, x, y) for x, y in zip(*both, strict=True)]
+            [p.where(here, x, y) for x, y in zip(*both, strict=True)]
             for both in zip(own, _left(acc), strict=True)
         ]
         for m in range(i + 1, 4):

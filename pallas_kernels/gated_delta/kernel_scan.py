@@ -2,6 +2,7 @@
 
     R = V - diag(e) K S        o = scale diag(e) Q S + M R        S <- e_64 S + K'^T R
 
+of each head and chunk of 64 tokens: Q, K, K' [64, Dk], V, R, o [64, Dv], M [64, 64], S [Dk, Dv].
 M, K' and e = exp(G) are those of ``kernel_chunks``.  With ``kernel_channels``'s operands Q and K
 hold their decay, and S decays channel by channel.
 
@@ -18,6 +19,14 @@ Dk = 256 (``is_narrow``): the state takes 128 registers.  A block is one warpgro
 channels with two slots, and rounds the state 64 columns at a time.  Two blocks of a head are a
 cluster and copy all but the values and e for one another: k and q of c + 2 when both have read
 c's, K' and M when both are done with c.  The values of c + 1 follow when c's outputs have left.
+
+Copies: warpgroup 0 issues all TMA copies into a slot: ``load_tokens`` (k, q), ``load_values`` (v),
+``load_prepared`` (e, K', M).
+Waits: each warpgroup waits for a slot on ``full``.  It arrives at ``empty`` of the slot before, and
+warpgroup 0 waits there before it refills.  With ``is_narrow`` the two blocks of a cluster meet at
+``read_by_both`` before k and q are replaced, at ``done_by_both`` before e, K' and M are.
+Writes: a warpgroup stores outputs by TMA from the values' place.  Borders, remainders and the final
+state leave from registers.
 
 Floor: 11 bytes per element of q at Dk = Dv = 128 and as many key as value heads, 0.172 ms at
 (8, 4096, 16, 16, 128, 128).  Result: 0.183 on one H200, memory-bound; 0.139 with 4 key heads.
@@ -43,11 +52,7 @@ from pallas_kernels.launch import launch
 from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
 from pallas_kernels.recurrence.plan import VALUE_BLOCK
 from pallas_kernels.recurrence.scan import PART, ChunkScan, ScanFacts
-from pallas_kernels.recurrence.states import (
-    by_token,
-    read_transposed,
-    write_rows,
-)
+from pallas_kernels.recurrence.states import by_token, read_transposed, write_rows
 
 Want = Literal["out", "borders", "transitions"]
 _WGMMA = plgpu.Layout.WGMMA
@@ -84,7 +89,7 @@ class _Scan(ChunkScan):
     """gmem.borders and gmem.remainders may be None."""
 
     def __init__(self, gmem, smem, barrier, *, facts: _Facts):
-        super().__init__(gmem, smem, barrier, facts, pair=is_narrow(facts.dk))
+        super().__init__(gmem, smem, barrier, facts, paired=is_narrow(facts.dk))
         self.narrow, self.stages = is_narrow(facts.dk), stages_of(facts.dk)
         self.blocks = facts.dv // facts.width
 
@@ -156,7 +161,7 @@ class _Scan(ChunkScan):
         plgpu.copy_gmem_to_smem(gmem.keys.at[*at, rows], smem.keys.at[slot], bar, **self.both)
         if gmem.out is not None:
             plgpu.copy_gmem_to_smem(
-                gmem.weights.at[*at, rows], smem.weights.at[slot], bar, **self.both
+                gmem.mixing.at[*at, rows], smem.mixing.at[slot], bar, **self.both
             )
 
     # --- a chunk ---
@@ -225,7 +230,7 @@ class _Scan(ChunkScan):
         smem, facts = self.smem, self.facts
 
         def products(accs):
-            for acc, right in zip(accs, (smem.keys, smem.weights), strict=False):
+            for acc, right in zip(accs, (smem.keys, smem.mixing), strict=False):
                 plgpu.wgmma(acc, rest, right.at[slot])
 
         if facts.by_channel:
@@ -256,7 +261,7 @@ def _scratch(facts: _Facts, decay_shape) -> dict:
         "q": tokens(stages, parts, CHUNK, PART) if want_out else unused,
         "k": tokens(stages, parts, CHUNK, PART),
         "keys": tiles(stages, CHUNK, dk),
-        "weights": tiles(stages, CHUNK, CHUNK) if want_out else unused,
+        "mixing": tiles(stages, CHUNK, CHUNK) if want_out else unused,
         "v": tokens(stages, wgs, CHUNK, 64),
         "decays": plgpu.SMEM((stages, *decay_shape), jnp.float32),
         "full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
@@ -297,16 +302,13 @@ def scan(prepared: Prepared, v, *, start=None, lengths=None, segments: int = 1, 
     # A block of 64 value channels for each SM, where there are no more of them.
     few = b * h * segments * width // VALUE_BLOCK <= gpu().sms // 2
     narrow = is_narrow(dk)
-    wgs, pair = 1 if few or narrow else 2, 2 if narrow else 1
+    wgs, cluster = 1 if few or narrow else 2, 2 if narrow else 1
     facts = _Facts(dk, dv, nc, segments, h // hk, want, prepared.by_channel, wgs)
-
-    def body(gmem, smem, barrier):
-        _Scan(gmem, smem, barrier, facts=facts).run()
 
     spec, borders = jax.ShapeDtypeStruct, want == "borders"
     codes = (b, h, nc, dv // 64, parts, remainder.WORDS)
     results = launch(
-        body,
+        functools.partial(_Scan, facts=facts),
         {**prepared._asdict(), "v": v, "lengths": lengths, "start": start},
         {
             "out": spec((b, t, h, dv), v.dtype) if want_out else None,
@@ -315,8 +317,8 @@ def scan(prepared: Prepared, v, *, start=None, lengths=None, segments: int = 1, 
             "final": spec((b, h, segments, dk, width), jnp.float32),
         },
         name="gated_delta_scan",
-        cluster=pair,
-        grid={"values": width // (64 * wgs * pair), "head": h * segments, "row": b},
+        cluster=cluster,
+        grid={"values": width // (64 * wgs * cluster), "head": h * segments, "row": b},
         warpgroups=wgs,
         scratch=_scratch(facts, prepared.decays.shape[3:]),
     )

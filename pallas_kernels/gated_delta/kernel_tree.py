@@ -10,8 +10,11 @@ warps' products, and have one block of 16 x 16 for each warp and product, two at
 
 Gating multiplies in float32 and rounds once, because a delta rule subtracts values that it reads.
 
-Everything here runs inside ``plgpu.inline_mgpu`` on a warpgroup.  Memory is ``TILES`` tiles of 64
+Everything here runs inside ``launch.inline`` on a warpgroup.  Memory is ``TILES`` tiles of 64
 rows of 128 bytes with TMA's swizzle.  ``Slot`` and the constants after it number the tiles.
+
+Copies: ``load_betas`` loads beta; ``kernel_channels`` copies everything else and waits for it.
+Waits: warp barriers inside 16 rows, warpgroup barriers where warps exchange products and y.
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ from typing import NamedTuple
 
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta.kernel_inverse import InverseRows
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.recurrence.channels import TILE, zero_acc
 from pallas_kernels.recurrence.tree import (
     Borders,
@@ -69,10 +71,10 @@ def load_betas(betas, scratch, limit, pitch: int) -> None:
     """beta of the chunk's tokens, the next one ``pitch`` bytes on; zeros from ``limit`` on."""
     token = p.register("tid.x") & 63
     inside = p.below(token, limit)
-    safe = arith.select(inside, token, p.ci(0))
+    safe = p.where(inside, token, 0)
     (beta,) = p.load_global(p.offset(betas, safe, pitch), 1, 0, "f32", cache=p.READ_ONLY)
     at = scratch + (token << 2)
-    p.store_shared(at, [arith.select(inside, beta, p.cf(0.0))], BETA)
+    p.store_shared(at, [p.where(inside, beta, 0.0)], BETA)
 
 
 def _floats(word):
@@ -114,7 +116,7 @@ def _far_products(lane, acc, slot: Slot, query16) -> None:
     """The blocks of levels 16 and 32: of level 16 a warp has q k^T or k k^T."""
     row, column = lane.near_block()
     mixed = 1 - (lane.warp >> 1) + MIXED * TILE // 2048
-    left = arith.select(query16, mixed, row + slot.near * TILE // 2048)
+    left = p.where(query16, mixed, row + slot.near * TILE // 2048)
     for a, b in zip(lane.rows_of(left), lane.rows_of(column), strict=True):
         a, b = p.load_matrices(a), p.load_matrices(b, at=TILE * slot.near)
         for n in range(2):
@@ -141,8 +143,22 @@ def add_slice(base, acc, slot: Slot, scratch, decay_at, limit, scale: float) -> 
     tree, named = Tree(a), {0: acc[0]}
     diagonal_products(lane, named, TILE * slot.q, TILE * slot.k)
     acc[0] = named[0]
-    tiles = slot.near, slot.far
     column = lane.lane << 3
+    total = _inner_levels(lane, acc, tree, slot, q, k, scratch + (lane.warp << 8) + column)
+    p.warpgroup_barrier()  # the table is full
+    borders = Borders(lane, scratch, column, TABLE)
+    from_start = _outer_operands(lane, tree, slot, q, k, borders, scale)
+    whole = borders.whole(total)
+    p.when(p.equal(lane.warp, 0), lambda: p.store_global(p.offset(decay_at, lane.lane, 8), whole))
+    p.warpgroup_barrier()  # the operands of levels 16 and 32 are there
+    _far_products(lane, acc, slot, borders.query16)
+    p.warpgroup_barrier()  # and now read
+    store_rows(lane, TILE * slot.near, from_start)
+
+
+def _inner_levels(lane, acc, tree, slot: Slot, q, k, table):
+    """Levels 1 to 8, inside a warp's rows; their decay is left in the table, and returned."""
+    tiles, total = (slot.near, slot.far), None
     for first in (0, 2):
         for half, tile in enumerate(tiles):
             level = _LEVELS[first + half]
@@ -150,22 +166,25 @@ def add_slice(base, acc, slot: Slot, scratch, decay_at, limit, scale: float) -> 
             tree.raise_level(level)
         if first:  # the 16-row products of the four warps, exchanged through a table
             total = tree.p[15]
-            p.store_shared(scratch + (lane.warp << 8) + column, total, TABLE)
+            p.store_shared(table, total, TABLE)
         p.warp_barrier()
         _level_products(lane, acc, first, tiles)
         p.warp_barrier()
-    p.warpgroup_barrier()
+    return total
 
-    borders = Borders(lane, scratch, column, TABLE)
+
+def _outer_operands(lane, tree, slot: Slot, q, k, borders, scale: float):
+    """Store the operands of levels 16 and 32, and the slice's results (``Slot``) but one: k decayed
+    from the chunk's start, whose place is still read.  That is returned."""
     query16, query32, before = borders.query16, borders.query32, borders.before
     scaled = [x * scale for x in before]
     far = [
-        times(borders.between, [arith.select(query32, x, y) for x, y in zip(up, down, strict=True)])
+        times(borders.between, [p.where(query32, x, y) for x, y in zip(up, down, strict=True)])
         for up, down in zip(tree.p, map(tree.suffix, range(16)), strict=True)
     ]
 
     def mix_near():  # warp 1's rows to its own place, warp 3's to warp 0's
-        moved = arith.select(query32, p.ci(-3), p.ci(0)) << 11
+        moved = p.where(query32, p.ci(-3), p.ci(0)) << 11
         for r in range(16):
             word = _gated(_floats(q[r]), tree.p[r])
             p.store_shared(lane.pairs[r % 8] + moved, [word], TILE * MIXED + 128 * r)
@@ -179,21 +198,13 @@ def add_slice(base, acc, slot: Slot, scratch, decay_at, limit, scale: float) -> 
     from_start = []
     for r in range(16):
         key, up, down = _floats(k[r]), tree.p[r], tree.suffix(r)
-        here = [arith.select(query16, x, y) for x, y in zip(up, down, strict=True)]
+        here = [p.where(query16, x, y) for x, y in zip(up, down, strict=True)]
         _store(lane, slot.near, r, _gated(key, here))
         _store(lane, slot.far, r, _gated(key, far[r]))
         _store(lane, slot.k, r, _gated(key, times(down, borders.after)))
         _store(lane, slot.q, r, _gated(_floats(q[r]), times(up, scaled)))
         from_start.append(_gated(key, times(up, before)))
-    whole = borders.whole(total)
-    p.when(
-        p.equal(lane.warp, 0),
-        lambda: p.store_global(p.offset(decay_at, lane.lane, 8), whole),
-    )
-    p.warpgroup_barrier()
-    _far_products(lane, acc, slot, query16)
-    p.warpgroup_barrier()
-    store_rows(lane, TILE * slot.near, from_start)
+    return from_start
 
 
 def _word(base, tile, i, j):
@@ -242,7 +253,7 @@ def spread(lane: Lane, acc, base) -> None:
                 j = columns + (lane.c << 1) + 8 * n
                 put(tile, i, j, values[2 * half : 2 * half + 2])
 
-    near = arith.select(p.bit(lane.warp, 0), *places)
+    near = p.where(p.bit(lane.warp, 0), *places)
     block(near, lane.near_block(), acc[5:7])
     for product, tile in enumerate(places):
         block(tile, lane.far_block(), acc[7 + 2 * product : 9 + 2 * product])
@@ -261,7 +272,7 @@ def _lower(rows: InverseRows, base, tile: int, factors, there):
             columns = [(rows.c << 1) + (8 * n + e) for e in range(2)]
             out[n].append(
                 [
-                    arith.select(there(column, row), x * factors[half], p.cf(0.0))
+                    p.where(there(column, row), x * factors[half], 0.0)
                     for x, column in zip(pair, columns, strict=True)
                 ]
             )

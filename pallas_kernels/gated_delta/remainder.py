@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import llvm
+from pallas_kernels.launch import REF, inline
 from pallas_kernels.recurrence.channels import float_pairs, thread_in_warpgroup, wgmma_array
 
 WORDS = 4 * 128  # of a [64, 64] array
@@ -40,10 +41,9 @@ def widened(word):
     return word << 16, word & 0xFFFF0000
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA, _WGMMA))
-def store(ctx, to, x, rounded) -> None:
+@inline(REF, _WGMMA, _WGMMA)
+def store(to, x, rounded) -> None:
     """The codes of x, float32 [64, 64], given its bf16, to int32 [WORDS] on the device."""
-    del ctx
     words = []
     pairs = zip(x.registers.reshape(-1), rounded.registers.reshape(-1), strict=True)
     for i, (pair, half) in enumerate(pairs):
@@ -57,13 +57,9 @@ def store(ctx, to, x, rounded) -> None:
     p.store_global(p.offset(p.address(to), thread_in_warpgroup(), 16), words)
 
 
-@plgpu.inline_mgpu(
-    arg_types=(LAYOUT, _WGMMA),
-    return_type=plgpu.ShapeDtypeStruct((64, 64), jnp.float32, layout=_WGMMA),
-)
-def joined(ctx, codes, rounded):
+@inline(LAYOUT, _WGMMA, out=plgpu.ShapeDtypeStruct((64, 64), jnp.float32, layout=_WGMMA))
+def joined(codes, rounded):
     """x, to twelve bits, from its bf16 and what ``store`` left."""
-    del ctx
 
     def pairs():
         (own,) = codes.registers.flat

@@ -20,7 +20,14 @@ before Hopper, which has no clusters, they read a copy.
 
     warps: S in flight | last inputs, taps -> q, k, v, |q|^2, |k|^2 -> smem | barrier | lengths
            | k^T a S, q^T a S, q k -> smem | barrier | d | a S + k d, last inputs -> memory
-    warp 0: o, norm, gate -> memory
+    warp t: token t's o, norm, gate -> memory
+
+Copies: a lane loads its rows of S; a thread loads one channel of q or k and one of v, with the
+convolution's last inputs.  All loads go to registers, and q, k, v to shared memory.
+Waits: at a block barrier for q, k and v; then at one barrier a token for the warps' sums.  Blocks
+of a cluster arrive after they have read the last inputs, and wait before they store new ones.
+Writes: one warp of the block, t modulo the warps, stores token t's y.  Lanes store S, threads the
+last inputs; for a draft they store k, v, gates and inputs instead.
 
 Floor: 8 bytes per state element at 4.3 TB/s.  Results: docs/lab/gated-delta.md.
 """

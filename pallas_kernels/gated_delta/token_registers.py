@@ -2,6 +2,8 @@
 
 Everything it does is emitted while the kernel is traced.  The state stays in registers from the
 first token to the last; q, k and v of all tokens are in shared memory before the first.
+
+``token_kernel`` says who copies, who waits and who writes.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, layer_address, packed, silu
 from pallas_kernels.gated_delta.reference import EPSILON
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import LOG2E, Value
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class Token:
         self.is_key = shape.dk - 1 < self.thread
         self.channel = self.thread & (shape.dk - 1)
         of_head = self.key_head * shape.dk + self.channel
-        self.feature = of_head + arith.select(self.is_key, p.ci(keys), p.ci(0))
+        self.feature = of_head + p.where(self.is_key, p.ci(keys), 0)
         self.v_channel = self.thread & (COLUMNS - 1)
         self.v_feature = self.head * COLUMNS + self.v_channel + 2 * keys
         self.column = self.lane * 4
@@ -231,6 +232,23 @@ class Token:
         z: Value | None,
     ):
         """The state's rows after a token, whose answer is stored."""
+        decayed, keys, sums = self.read(t, rows, first, decay)
+        here = self.leave_sums(t, sums)
+        p.barrier()  # all warps' sums are there
+        at = here + self.column * 4
+        v = self.values + self.column * 4 + 4 * (COLUMNS + self.shape.warps) * t
+        v = p.load_shared(v, 4, 0, "f32")
+        change = [beta * (x - y) for x, y in zip(v, self.total(at, 4), strict=True)]
+        if not self.commits:
+            finish = functools.partial(self.finish, t, here, change, weight, z)
+            p.when(p.equal(self.warp, t % self.shape.warps), finish)
+        return [
+            [p.fma(key, d, x) for x, d in zip(row, change, strict=True)]
+            for row, key in zip(decayed, keys, strict=True)
+        ]
+
+    def read(self, t: int, rows: list[list[Value]], first: Value, decay: Value):
+        """(the lane's rows of a S, its keys, [the warp's part of k^T a S, of q^T a S, of q k])."""
         shape, zero, scale = self.shape, p.cf(0.0), p.cf(self.shape.dk**-0.5)
         of_q, of_k = None if self.commits else self.length(t, 0), self.length(t, 1)
         seen, asked, both = [zero] * 4, [zero] * 4, zero
@@ -247,47 +265,44 @@ class Token:
             seen = [p.fma(key, x, y) for x, y in zip(row, seen, strict=True)]
             decayed.append(row)
             keys.append(key)
-        here = self.sums + t % 2 * 4 * shape.warps * _PITCH
+        return decayed, keys, (seen, asked, both)
+
+    def leave_sums(self, t: int, sums: tuple[list[Value], list[Value], Value]) -> Value:
+        """The warp's sums to shared memory; return where those of all warps begin."""
+        seen, asked, both = sums
+        here = self.sums + t % 2 * 4 * self.shape.warps * _PITCH
         to = here + self.warp * (4 * _PITCH)
         at = to + self.column * 4
         p.store_shared(at, seen)
         if not self.commits:
             p.store_shared(at, asked, 4 * COLUMNS)
             p.store_shared(to, [both], 8 * COLUMNS)
-        p.barrier()
+        return here
 
-        def total(at, n, offset=0):
-            places = (offset + 4 * _PITCH * w for w in range(shape.warps))
-            parts = [p.load_shared(at, n, place, "f32") for place in places]
-            return [functools.reduce(operator.add, x) for x in zip(*parts, strict=True)]
+    def total(self, at: Value, n: int, offset: int = 0) -> list[Value]:
+        """n sums over the warps."""
+        places = (offset + 4 * _PITCH * w for w in range(self.shape.warps))
+        parts = [p.load_shared(at, n, place, "f32") for place in places]
+        return [functools.reduce(operator.add, x) for x in zip(*parts, strict=True)]
 
-        at = here + self.column * 4
-        v = self.values + self.column * 4 + 4 * (COLUMNS + shape.warps) * t
-        v = p.load_shared(v, 4, 0, "f32")
-        change = [beta * (x - y) for x, y in zip(v, total(at, 4), strict=True)]
-
-        def finish():
-            asked, (both,) = total(at, 4, 4 * COLUMNS), total(here, 1, 8 * COLUMNS)
-            o = [self.rounded(p.fma(both, d, x)) for x, d in zip(asked, change, strict=True)]
-            squares = zero
-            for x in o:
-                squares = p.fma(x, x, squares)
-            for distance in (16, 8, 4, 2, 1):
-                squares = squares + p.shuffle_xor(squares, distance)
-            factor = p.rsqrt(p.fma(squares, p.cf(1.0 / COLUMNS), p.cf(shape.eps)))
-            y = [x * factor * w for x, w in zip(o, weight, strict=True)]
-            if z is not None:
-                y = [x * silu(g) for x, g in zip(y, floats(z, shape.kind), strict=True)]
-            to = self.of_head(self.memory.out, t, 2 * COLUMNS)
-            pairs = packed(y, shape.kind)
-            p.store_global(p.offset(to, self.column, 2), pairs)
-
-        if not self.commits:
-            p.when(p.equal(self.warp, t % shape.warps), finish)
-        return [
-            [p.fma(key, d, x) for x, d in zip(row, change, strict=True)]
-            for row, key in zip(decayed, keys, strict=True)
-        ]
+    def finish(
+        self, t: int, here: Value, change: list[Value], weight: list[Value], z: Value | None
+    ) -> None:
+        """o = q^T a S + (q k) d of a token, its norm and gate, stored."""
+        shape, at = self.shape, here + self.column * 4
+        asked, (both,) = self.total(at, 4, 4 * COLUMNS), self.total(here, 1, 8 * COLUMNS)
+        o = [self.rounded(p.fma(both, d, x)) for x, d in zip(asked, change, strict=True)]
+        squares = p.cf(0.0)
+        for x in o:
+            squares = p.fma(x, x, squares)
+        for distance in (16, 8, 4, 2, 1):
+            squares = squares + p.shuffle_xor(squares, distance)
+        factor = p.rsqrt(p.fma(squares, p.cf(1.0 / COLUMNS), p.cf(shape.eps)))
+        y = [x * factor * w for x, w in zip(o, weight, strict=True)]
+        if z is not None:
+            y = [x * silu(g) for x, g in zip(y, floats(z, shape.kind), strict=True)]
+        to = self.of_head(self.memory.out, t, 2 * COLUMNS)
+        p.store_global(p.offset(to, self.column, 2), packed(y, shape.kind))
 
     def length(self, t: int, index: int):
         """One over it, of q (0) or k (1)."""
@@ -391,7 +406,7 @@ class Token:
             stays = t < count
 
             def of(x, otherwise=0.0, stays=stays):
-                return arith.select(stays, x, p.cf(otherwise))
+                return p.where(stays, x, p.cf(otherwise))
 
             v = p.offset(self.of_head(memory.v, t, 2 * COLUMNS), self.v_channel, 2)
             k, v = (self.load(at) for at in (self.of_key(memory.k, t), v))
@@ -407,7 +422,7 @@ class Token:
             new = series[: shape.taps - 1]
             for t in range(1, shape.tokens + 1):
                 is_it = p.equal(count, t)
-                new = [arith.select(is_it, series[t + w], x) for w, x in enumerate(new)]
+                new = [p.where(is_it, series[t + w], x) for w, x in enumerate(new)]
             return new
 
         return gates, lambda: self.store_last(last(qk), last(v))

@@ -55,12 +55,7 @@ def chunked_forward(
 
 @functools.partial(jax.jit, static_argnames=("scale", "chunk"))
 def chunked_backward(
-    heads: Heads,
-    borders: jax.Array,
-    d_o: jax.Array,
-    d_state: jax.Array,
-    scale: float,
-    chunk: int,
+    heads: Heads, borders: jax.Array, d_o: jax.Array, d_state: jax.Array, scale: float, chunk: int
 ) -> tuple[Heads, jax.Array]:
     """Return the results of ``groups.backward``."""
     group = functools.partial(_group_backward, scale=scale, dtype=operand_dtype(heads.q.dtype))
@@ -82,12 +77,7 @@ def _group_forward(
 
 
 def _group_backward(
-    x: Heads,
-    state: jax.Array,
-    d_o: jax.Array,
-    d_final: jax.Array,
-    scale: float,
-    dtype: jnp.dtype,
+    x: Heads, state: jax.Array, d_o: jax.Array, d_final: jax.Array, scale: float, dtype: jnp.dtype
 ) -> tuple[Heads, jax.Array]:
     """(gradients of the group's inputs, gradient of the state before the group), all float32."""
     levels, prefix, suffix = decay_sums(x.log_decay, dtype, groups.on_gpu())

@@ -30,6 +30,14 @@ channels, with three slots:
     load, store : | load n+2 | store n-1 draining          | load n+3 ...
     compute     : | exp2, levels 1 2 4 8 | exchange | y16 y32 qg kg | 16, 32 | last slice: A | store
 
+Copies: each worker copies its slices by TMA, q, k and two halves of log_decay, two slices ahead
+(``load``, ``refill``).
+Waits: a worker waits for the four copies of a slot on ``ready[slot]``.  Before it refills the slot
+of the slice before, it waits until that slot's stores have left.  Workers never wait for each
+other; the four warps of one meet at warpgroup barriers (``gate_slice``).
+Writes: TMA takes qg and kg from the places of q and k, and after the last slice A.  Warp 0 stores
+decay from its registers.
+
 Floor: 13 bytes per element of q at Dk = 128 (8 in, 5 out): 0.203 ms at (8, 4096, 16, 128, 128).
 Result: 0.246 ms on one H200.  Gating multiplies in bf16 pairs, two roundings an operand, so A, qg
 and kg carry 2.5e-3.  Attempts: docs/lab/gla.md.  Command: ``python -m benchmarks.kernels.gla``.
@@ -48,7 +56,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.launch import Views, launch
+from pallas_kernels.launch import REF, Views, inline, launch
 from pallas_kernels.recurrence.channels import (
     CHUNK,
     ROWS,
@@ -91,20 +99,17 @@ _N_ACC = 4 * len(ACCUMULATORS)
 
 
 def _slice_call(scale: float, first: bool, last: bool, ragged: bool):
-    """inline_mgpu around ``gate_slice``: (slot, table, decay[, limit][, acc]) -> acc."""
+    """A call of ``gate_slice``: (slot, table, decay[, limit][, acc]) -> acc."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(ROWS),
-            plgpu.RefType(),
-            plgpu.RefType(),
-            *([plgpu.Layout.WG_SPLAT((128,))] if ragged else []),
-            *([] if first else [bundle_layout(_N_ACC)]),
-        ),
-        return_type=bundle_type(_N_ACC),
+    @inline(
+        plgpu.RefType(ROWS),
+        REF,
+        REF,
+        *([plgpu.Layout.WG_SPLAT((128,))] if ragged else []),
+        *([] if first else [bundle_layout(_N_ACC)]),
+        out=bundle_type(_N_ACC),
     )
-    def call(ctx, slot, table, decay, *rest):
-        del ctx
+    def call(slot, table, decay, *rest):
         rest = list(rest)
         limit = rest.pop(0).registers.flat[0] if ragged else None
         lane = Lane(p.shared_address(slot))
@@ -235,12 +240,9 @@ def gates(q, k, log_decay, lengths, scale: float) -> Gated:
     slots = (WARPGROUPS, SLOTS, 4, CHUNK)
     sizes = n_slices, pieces, h, nc
 
-    def body(gmem, smem, barrier):
-        _Worker(gmem, smem, barrier, sizes=sizes, n_work=n_work, scale=scale).run()
-
     spec, half = jax.ShapeDtypeStruct, jnp.bfloat16
     results = launch(
-        body,
+        functools.partial(_Worker, sizes=sizes, n_work=n_work, scale=scale),
         {"q": q, "k": k, "g": log_decay, "lengths": lengths},
         {
             "qg": spec((b, h, nc * CHUNK, dk), half),

@@ -7,6 +7,7 @@ below the diagonal, and b is the cumulative log-decay inside the chunk of C toke
     dk_j = exp(b_C - b_j) (E v_j)        + sum_{i >= j} dA[i, j] exp(b_i - b_j) q_i
     dg_t = exp(b_C) <S, E> + sum_j k_j dk_j[first term] + sum_{s >= t} (q_s dq_s - k_s dk_s)
 
+q, k, dq, dk, dg are [64, Dk] a chunk, v and do [64, Dv], S and E [Dk, Dv], dA [64, 64].
 The products in the last line leave out the diagonal i = j, which does not depend on g.  <S, E> sums
 over the value channels.  Most of that last sum cancels: a pair (i, j) enters at i and leaves at j.
 Both times it is G[i, j] y_i y_j with the same rounded y.  So it cancels to float32, even where the
@@ -33,6 +34,13 @@ A stage is the tiles do, v, S^T, E^T of 64 value channels, and there are two slo
         dA once per chunk in ``chunk_products`` | q k g G in | six levels | stages stream
         through the two slots | next q k g in | dg scan | results out of a stage's slot
 
+Copies: each worker copies its own operands by TMA: ``load_q`` (q, k, G), ``load_g``,
+``load_stage`` (do, v, S^T, E^T).  Workers share nothing.
+Waits: a worker waits on ``ready`` for q, k, g (and G), on ``stage_ready[slot]`` for a stage.  It
+refills a place after the warpgroup's barrier (``commit_smem``) behind its last reading.  Where
+results leave from a place, it waits for these stores first (``wait_smem_to_gmem``).
+Writes: TMA takes dq, dk and dlog_decay from the place of q, k and g, or from a stage's slot.
+
 Floor: 26 bytes per element of q at Dk = Dv = 128, 0.41 ms at (8, 4096, 16, 128, 128).  Result:
 0.812 ms on one H200, dg with 3e-3 relative error under strong gates.  Attempts: docs/lab/gla.md.
 Command: ``python -m benchmarks.kernels.gla``.
@@ -49,12 +57,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gla.gradients_levels import levels_call
-from pallas_kernels.gla.gradients_registers import (
-    N_EXTRA,
-    finish_call,
-    flux_call,
-    states_call,
-)
+from pallas_kernels.gla.gradients_registers import N_EXTRA, finish_call, flux_call, states_call
 from pallas_kernels.gla.products import chunk_products, products_call, symmetric_call
 from pallas_kernels.launch import Views, launch
 from pallas_kernels.recurrence.channels import (
@@ -83,7 +86,7 @@ class _Worker:
         own, self.n_items, self.item_of = worker_items(n_work, WARPGROUPS)
         views = smem.words.words, smem.words.gates, smem.stages.tiles, smem.stages.gates
         self.words, self.gates, self.stages, self.gates_out = (x.at[own] for x in views)
-        self.pair, self.diagonal = smem.pairs.at[own], smem.diagonals.at[own]
+        self.symmetric, self.diagonal = smem.pairs.at[own], smem.diagonals.at[own]
         self.ready, self.stage_ready = barrier.ready.at[own], barrier.stage_ready.at[own]
 
     def run(self) -> None:
@@ -115,7 +118,7 @@ class _Worker:
             return
         for tile in range(2):
             source = gmem.pairs.at[b, head, c, tile]
-            plgpu.copy_gmem_to_smem(source, self.pair.at[tile], self.ready)
+            plgpu.copy_gmem_to_smem(source, self.symmetric.at[tile], self.ready)
         plgpu.copy_gmem_to_smem(gmem.diagonals.at[b, head, c], self.diagonal, self.ready)
 
     def load_g(self, i) -> None:
@@ -161,7 +164,7 @@ class _Worker:
         self.make_products(i)
         plgpu.commit_smem()  # also the warpgroup's barrier: G is complete
         plgpu.barrier_wait(self.ready)
-        state = levels_call()(words, self.pair, self.diagonal)
+        state = levels_call()(words, self.symmetric, self.diagonal)
         state, extra = states_call(self.scale, 2)(words, stages, state, zeros(N_EXTRA))
         fluxes = flux_call()(words)
         plgpu.commit_smem()
@@ -178,7 +181,7 @@ class _Worker:
             acc = products_call()(self.stages.at[slot], acc)
             if slot:
                 pl.when(i > 0)(lambda: self.replace_words(i))
-        symmetric_call(self.scale)(self.pair, self.diagonal, acc)
+        symmetric_call(self.scale)(self.symmetric, self.diagonal, acc)
 
     def replace_words(self, i) -> None:
         """The results of the slice before have left q, k and g by now."""
@@ -191,7 +194,7 @@ class _Worker:
     def item_streamed(self, i, _) -> None:
         words = self.words
         plgpu.barrier_wait(self.ready)
-        state = levels_call()(words, self.pair, self.diagonal)
+        state = levels_call()(words, self.symmetric, self.diagonal)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last results have left slot 0
         self.load_stage(i, 1, 0)
         stage = functools.partial(self.stream_stage, i)
@@ -229,15 +232,12 @@ def chunk_gradients(heads: Heads, d_out, before, after, scale: float):
     wgs = WARPGROUPS
     sizes = n_slices, nc, h, v.shape[-1] // 64
 
-    def body(gmem, smem, barrier):
-        _Worker(gmem, smem, barrier, sizes=sizes, n_work=n_work, scale=scale).run()
-
     def rows(*shape, dtype=jnp.bfloat16):
         return plgpu.SMEM((wgs, *shape), dtype, transforms=ROWS)
 
     pairs, diagonals = chunk_products(d_out, v, scale) if streamed else (None, None)
     return launch(
-        body,
+        functools.partial(_Worker, sizes=sizes, n_work=n_work, scale=scale),
         {
             **{"q": q, "k": k, "g": log_decay, "v": v},
             "d_out": d_out,

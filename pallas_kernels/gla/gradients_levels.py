@@ -1,7 +1,11 @@
 """Register work of ``gla.gradients``: the six levels of the tree, for a slice of a chunk.
 
-Contract: ``levels_call`` returns an ``inline_mgpu`` call of a whole warpgroup.  Its registers
+Contract: ``levels_call`` returns a call (``launch.inline``) of a whole warpgroup.  Its registers
 travel as a bundle (``recurrence.channels``).  The algorithm is in ``gla.gradients``.
+
+Copies: none; q, k, g and G are in shared memory (``gla.gradients`` waits for them).
+Waits: no barrier; a warp reads and writes its own channels alone.
+Writes: dq, dk, p, t stay in registers; the flux of each element replaces its gate.
 """
 
 from __future__ import annotations
@@ -10,14 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
-from pallas_kernels.jax_internals import arith
-from pallas_kernels.recurrence.channels import (
-    ROWS,
-    TILE,
-    ChannelLane,
-    bundle,
-    bundle_type,
-)
+from pallas_kernels.launch import REF, inline
+from pallas_kernels.recurrence.channels import ROWS, TILE, ChannelLane, bundle, bundle_type
 from pallas_kernels.recurrence.slices import GATES, Levels, flat, load_block
 
 # Registers of a slice (``recurrence.slices``): dq, dk, p, t; the chunk's decay; which gates are 0.
@@ -52,8 +50,8 @@ class _Levels(Levels):
             self.factor[h][m] = [self.one, pp[1]]
             return
         if bit is not None:
-            word = arith.select(bit, q, k)
-            f = [arith.select(bit, x, y) for x, y in zip(pp, tt, strict=True)]
+            word = p.where(bit, q, k)
+            f = [p.where(bit, x, y) for x, y in zip(pp, tt, strict=True)]
         else:
             word, f = (q, pp) if self.is_second(m) else (k, tt)
         self.factor[h][m] = f
@@ -70,7 +68,7 @@ class _Levels(Levels):
     def apply_pair(self, h: int, m: int, z) -> None:
         level, bit, word = self.level, self.bit, self.y[h][m]
         if bit is not None:
-            word = word ^ arith.select(bit, p.ci(0), p.ci(-0x7FFF8000))
+            word = word ^ p.where(bit, p.ci(0), p.ci(-0x7FFF8000))
         rounded = floats([word])
         if level == 1:
             rounded[0] = -rounded[0]
@@ -91,8 +89,8 @@ class _Levels(Levels):
                 dk[e] = dk[e] + z
         elif bit is not None:
             fz = f * z
-            dq[e] = dq[e] + arith.select(bit, fz, zero)
-            dk[e] = dk[e] + arith.select(bit, zero, fz)
+            dq[e] = dq[e] + p.where(bit, fz, zero)
+            dk[e] = dk[e] + p.where(bit, zero, fz)
         elif self.is_second(m):
             dq[e] = p.fma(f, z, dq[e])
         else:
@@ -124,12 +122,8 @@ class _Levels(Levels):
 def levels_call():
     """(slot, pairs, diagonal) -> the state of a slice."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(ROWS), plgpu.RefType(ROWS), plgpu.RefType()),
-        return_type=bundle_type(N_STATE),
-    )
-    def call(ctx, slot_ref, pair_ref, diagonal_ref):
-        del ctx
+    @inline(plgpu.RefType(ROWS), plgpu.RefType(ROWS), REF, out=bundle_type(N_STATE))
+    def call(slot_ref, pair_ref, diagonal_ref):
         lane = ChannelLane()
         levels = _Levels(lane, p.shared_address(slot_ref), p.shared_address(pair_ref))
         levels.run()

@@ -1,8 +1,13 @@
 """Register work of ``gla.gradients`` behind the levels: the states' part, dlog_decay, the results.
 
-Contract: every public function returns an ``inline_mgpu`` call of a whole warpgroup.  Its
+Contract: every public function returns a call (``launch.inline``) of a whole warpgroup.  Its
 registers travel as a bundle (``recurrence.channels``).  The algorithm is in
 ``gla.gradients``.
+
+Copies: none; the caller's TMA has brought the slice and its stages, and the caller has waited.
+Waits: no barrier; a warp reads and writes its own 16 channels of the slice.
+Writes: ``states_call`` updates fluxes in the gates' place, ``finish_call`` stores the results in
+shared memory, from where the caller's TMA takes them.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
 from pallas_kernels.gla.gradients_levels import N_STATE
-from pallas_kernels.jax_internals import arith
+from pallas_kernels.launch import inline
 from pallas_kernels.recurrence.channels import (
     ROWS,
     TILE,
@@ -108,17 +113,14 @@ class _States:
 def states_call(scale: float, blocks: int):
     """Adds ``blocks`` stages of 64 value channels; a stage is the tiles do, v, S^T, E^T."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(ROWS),
-            plgpu.RefType(ROWS),
-            bundle_layout(N_STATE),
-            bundle_layout(N_EXTRA),
-        ),
-        return_type=(bundle_type(N_STATE), bundle_type(N_EXTRA)),
+    @inline(
+        plgpu.RefType(ROWS),
+        plgpu.RefType(ROWS),
+        bundle_layout(N_STATE),
+        bundle_layout(N_EXTRA),
+        out=(bundle_type(N_STATE), bundle_type(N_EXTRA)),
     )
-    def call(ctx, slot_ref, stage_ref, state, extra):
-        del ctx
+    def call(slot_ref, stage_ref, state, extra):
         states = _States(slot_ref, stage_ref, state, extra, scale, blocks)
         states.run()
         return states.results()
@@ -129,9 +131,8 @@ def states_call(scale: float, blocks: int):
 def flux_call():
     """Fetches the fluxes out of the gates' tile."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS),), return_type=bundle_type(32))
-    def call(ctx, slot_ref):
-        del ctx
+    @inline(plgpu.RefType(ROWS), out=bundle_type(32))
+    def call(slot_ref):
         gates = ChannelLane().gate_words(p.shared_address(slot_ref))
         return bundle(flat(each(functools.partial(gate_at, gates))))
 
@@ -141,16 +142,8 @@ def flux_call():
 def finish_call():
     """dg from the fluxes, and the three results into a stage laid out like a slot."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(ROWS),
-            bundle_layout(32),
-            bundle_layout(N_STATE),
-            bundle_layout(N_EXTRA),
-        ),
-    )
-    def call(ctx, out_ref, fluxes, state, extra):
-        del ctx
+    @inline(plgpu.RefType(ROWS), bundle_layout(32), bundle_layout(N_STATE), bundle_layout(N_EXTRA))
+    def call(out_ref, fluxes, state, extra):
         lane = ChannelLane()
         dq, dk, _, _, decay, gone = unbundle(state, 32, 32, 32, 32, 2, 1)
         gone = p.bits(gone[0])
@@ -165,7 +158,7 @@ def finish_call():
             twice, states, sums = lane.c << 1, p.cf(0.0), total[h]
             for e in range(2):
                 here = p.equal(twice + e, lane.g)
-                states = states + arith.select(here, inner[2 * h + e], p.cf(0.0))
+                states = states + p.where(here, inner[2 * h + e], 0.0)
             for lanes in (1, 2):
                 states = states + p.shuffle_xor(states, lanes)
                 sums = sums + p.shuffle_xor(sums, lanes)

@@ -6,9 +6,14 @@ Where a head's blocks are a cluster, the step's kernel ends with this.  Elsewher
 and ``gated_norm`` is a kernel behind it, one warp per head.
 
 Both take the squares in one order: the four columns of a lane, the lanes by halves, then the blocks
-one by one.  Every operation rounds on its own (``.rn`` in PTX, which no assembler contracts).  A
+one by one.  Both emit the same instructions for it (``squares``, ``norm_factor``, ``finished``).  A
 head's bits therefore depend neither on the number of rows nor on which of the two kernels ran.
-XLA's form has no such order: it tiles its sums by the number of rows.
+Squares are added by fused multiply-adds.  XLA's form has no such order: it tiles its sums by the
+number of rows.
+
+Copies: a lane of ``gated_norm`` loads its four columns of each 128 of o, weight and gate.
+Waits: a warp shares nothing with others; its lanes exchange sums by shuffles.
+Writes: a lane stores the same columns of y.
 """
 
 from __future__ import annotations
@@ -39,10 +44,7 @@ def squares(o: Sequence[Value], lanes: int) -> Value:
 
 
 def finished(
-    o: Sequence[Value],
-    factor: Value,
-    weight: Sequence[Value],
-    gate: Sequence[Value] | None,
+    o: Sequence[Value], factor: Value, weight: Sequence[Value], gate: Sequence[Value] | None
 ) -> list[Value]:
     """The columns times the norm's factor and weight, and through the gate if there is one."""
     y = [x * factor * w for x, w in zip(o, weight, strict=True)]
@@ -125,13 +127,7 @@ class _Head:
 
 @functools.partial(jax.jit, static_argnames=("start", "eps", "columns"))
 def gated_norm(
-    o: jax.Array,
-    weight: jax.Array,
-    gate: jax.Array | None,
-    *,
-    start: int,
-    eps: float,
-    columns: int,
+    o: jax.Array, weight: jax.Array, gate: jax.Array | None, *, start: int, eps: float, columns: int
 ) -> jax.Array:
     """Return the norm of each head of o through the gate.
 
@@ -154,7 +150,7 @@ def gated_norm(
     kind = KIND[weight.dtype.name]
     shape = HeadNormShape(n * heads, heads, dv, columns, eps, pitch, start, kind)
     (y,) = launch(
-        lambda gmem, smem: _Head(shape, gmem).run(),
+        lambda gmem, _: _Head(shape, gmem),
         {"o": o, "weight": weight, "gate": gate},
         {"out": jax.ShapeDtypeStruct((n, heads, dv), weight.dtype)},
         name="gla_head_norm",

@@ -11,6 +11,13 @@ The kernel joins two known designs, "store chunk states and scan" and "loop insi
 loop runs inside the kernel over a segment of chunks.  ``segments_of`` picks the number of segments
 of a row, so that value blocks x heads x rows x segments just fits the GPU's SMs.
 
+Each kernel's file says who copies and who waits.  In short:
+
+    gla_gates   a warpgroup copies its own slices by TMA, two ahead, and waits for its copies alone
+    gla_scan    warpgroup 0 copies for the block by TMA; both wait for a slot's copies, and
+                warpgroup 0 waits until both have read a slot before it refills it
+    gradients   as gla_gates: a warpgroup copies for itself
+
 Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed) and states; T of any length. Dk is 64,
 128 or 256, or 512 as two heads of 256 whose answers are added. Dv is a multiple of 64, which
 channels of zeros fill up to one of 128.  Everything is

@@ -12,6 +12,11 @@ products serve several slices of key channels, and ``chunk_products`` is a kerne
 
     load    : | do v of stage n+2 (64 value channels) ...        three workers, three slots each
     stage   : | dA, dA^T of stage n | ... | item, after the last stage: G -> smem, TMA out
+
+Copies: each worker copies do and v of its own stages by TMA, two stages ahead (``load``).
+Waits: a worker waits for a stage's two copies on ``ready[slot]``.  The warpgroup's barrier in
+``stage`` says that its warps are done with the slot that is refilled.  Workers share nothing.
+Writes: TMA takes G, its masked blocks and dA's diagonal from shared memory after the last stage.
 """
 
 from __future__ import annotations
@@ -26,8 +31,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith
-from pallas_kernels.launch import launch
+from pallas_kernels.launch import REF, inline, launch
 from pallas_kernels.recurrence.channels import (
     CHUNK,
     ROWS,
@@ -54,11 +58,8 @@ PRODUCT_WARPGROUPS, PRODUCT_SLOTS = 3, 3
 def products_call():
     """Adds 64 value channels: (do and v tiles, acc) -> acc."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(ROWS), bundle_layout(40)), return_type=bundle_type(40)
-    )
-    def call(ctx, tiles_ref, acc):
-        del ctx
+    @inline(plgpu.RefType(ROWS), bundle_layout(40), out=bundle_type(40))
+    def call(tiles_ref, acc):
         lane = ChannelLane()
         base = p.shared_address(tiles_ref)
         flat = unbundle(acc, 40)[0]
@@ -69,9 +70,9 @@ def products_call():
             d_own, v_own = p.load_matrices(own), p.load_matrices(own, at=TILE)
             for block in range(4):
                 above = p.ci(block) > lane.warp
-                shift = arith.select(above, p.ci(0), p.ci(TILE))
+                shift = p.where(above, 0, p.ci(TILE))
                 b = p.load_matrices(at + shift, at=2048 * block)
-                a = [arith.select(above, y, x) for x, y in zip(d_own, v_own, strict=True)]
+                a = [p.where(above, y, x) for x, y in zip(d_own, v_own, strict=True)]
                 for half, fragment in enumerate(b_tiles(b)):
                     regs[2 * block + half] = p.mma(regs[2 * block + half], a, fragment)
             for half, fragment in enumerate(b_tiles(d_own)):
@@ -84,9 +85,8 @@ def products_call():
 def symmetric_call(scale: float):
     """Writes G, its level-masked diagonal blocks, and the diagonal of dA."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), plgpu.RefType(), bundle_layout(40)))
-    def call(ctx, pair_ref, diagonal_ref, acc):
-        del ctx
+    @inline(plgpu.RefType(ROWS), REF, bundle_layout(40))
+    def call(pair_ref, diagonal_ref, acc):
         lane = ChannelLane()
         flat = unbundle(acc, 40)[0]
         regs = [[x * scale for x in flat[4 * i : 4 * i + 4]] for i in range(10)]
@@ -108,8 +108,7 @@ def symmetric_call(scale: float):
             for block in range(4):
                 here = p.equal(lane.warp, block)
                 picked = [
-                    arith.select(here, x, y)
-                    for x, y in zip(regs[2 * block + half], picked, strict=True)
+                    p.where(here, x, y) for x, y in zip(regs[2 * block + half], picked, strict=True)
                 ]
             lower.append(picked)
         for half in range(2):
@@ -120,12 +119,12 @@ def symmetric_call(scale: float):
                 for e in range(2):
                     j = (lane.c << 1) + (8 * half + e)
                     below = i > j
-                    value = arith.select(below, lower[half][2 * h + e], regs[8 + half][2 * h + e])
+                    value = p.where(below, lower[half][2 * h + e], regs[8 + half][2 * h + e])
                     differ = i ^ j
                     for level, out in masked.items():
                         top = differ >> (level.bit_length() - 1)
                         here = p.equal(top, 1)
-                        out.append(arith.select(here, value, p.cf(0.0)))
+                        out.append(p.where(here, value, 0.0))
                     if half == h:
                         same = p.equal(i, j)
                         with mgpu.when(same):
@@ -143,7 +142,7 @@ class _Worker:
         self.n_heads, self.n_chunks, self.n_stages = sizes
         self.gmem, self.scale = gmem, scale
         own, self.n_items, self.item_of = worker_items(n_work, PRODUCT_WARPGROUPS)
-        self.tiles, self.pair, self.diagonal, self.ready = (
+        self.tiles, self.symmetric, self.diagonal, self.ready = (
             x.at[own] for x in (smem.tiles, smem.pairs, smem.diagonals, barrier.ready)
         )
 
@@ -171,11 +170,11 @@ class _Worker:
         """dA, dA^T of every stage, then G and its results out."""
         acc = lax.fori_loop(0, self.n_stages, functools.partial(self.stage, i), zeros(40))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        symmetric_call(self.scale)(self.pair, self.diagonal, acc)
+        symmetric_call(self.scale)(self.symmetric, self.diagonal, acc)
         plgpu.commit_smem()
         c, head, b = self.place(i)
         for tile in range(2):
-            plgpu.copy_smem_to_gmem(self.pair.at[tile], self.gmem.pairs.at[b, head, c, tile])
+            plgpu.copy_smem_to_gmem(self.symmetric.at[tile], self.gmem.pairs.at[b, head, c, tile])
         plgpu.copy_smem_to_gmem(self.diagonal, self.gmem.diagonals.at[b, head, c])
 
     def stage(self, i, s, acc):
@@ -195,11 +194,8 @@ def chunk_products(d_out, v, scale: float):
     wgs = PRODUCT_WARPGROUPS
     sizes = h, nc, dv // 64
 
-    def body(gmem, smem, barrier):
-        _Worker(gmem, smem, barrier, sizes=sizes, n_work=n_work, scale=scale).run()
-
     return launch(
-        body,
+        functools.partial(_Worker, sizes=sizes, n_work=n_work, scale=scale),
         {"d_out": d_out, "v": v},
         {
             "pairs": jax.ShapeDtypeStruct((b, h, nc, 2, CHUNK, CHUNK), jnp.bfloat16),

@@ -2,6 +2,8 @@
 
     out_c = qg_c S_c + A_c v_c        S_{c+1} = diag(decay_c) S_c + kg_c^T v_c
 
+of each head and chunk of 64 tokens: qg, kg [64, Dk], v, out [64, Dv], A [64, 64], S [Dk, Dv].
+
 Contract.  The operands are those of ``gla.gates``; ``scan`` gives the shapes.  ``reverse=True`` is
 the reverse scan of the backward pass, with other operands in the same places: kg for qg, qg for kg,
 d_out for v and A^T for A.  Its state is the gradient of the state, and its output is dv.
@@ -20,6 +22,14 @@ so a thread had 168 registers, spilled, and waited for each wgmma.
 
 With Dk = 256 and more blocks than the GPU has SMs, the L2's rate is the limit.  Pairs of blocks are
 then clusters and copy qg, kg and A for one another.
+
+Copies: warpgroup 0 issues every TMA copy: ``load_queries`` (qg, A), ``load_keys`` (v of both
+warpgroups, kg, decay).  Each warpgroup stores its own outputs by TMA.
+Waits: both warpgroups wait for a slot on ``q_full`` and ``k_full``.  Both arrive at ``q_read`` and
+``k_read`` once they have read it; warpgroup 0 waits there before it refills (``refill``).  In a
+pair, both blocks arrive at and wait on the same cluster barriers, and ``leave`` ends together.
+Writes: a warpgroup stores out^T of its 64 channels by TMA, borders by TMA or from registers, and
+the final state from registers.
 
 Floor: 9 bytes per element of q at Dk = Dv = 128, 0.140 ms at (8, 4096, 16, 128, 128).  Result:
 0.156 on one H200, memory-bound.  (32, 2048, 4, 256, 512): 0.354.  More, and attempts:
@@ -58,14 +68,14 @@ class _Facts(ScanFacts):
     pieces: int = 1  # of A
     stage_borders: bool = False  # borders go out through shared memory
     reverse: bool = False
-    pair: bool = False  # of blocks: a cluster
+    paired: bool = False  # two blocks are a cluster
 
 
 class _Scan(ChunkScan):
     """gmem.borders may be None."""
 
     def __init__(self, gmem, smem, barrier, *, facts: _Facts):
-        super().__init__(gmem, smem, barrier, facts, reverse=facts.reverse, pair=facts.pair)
+        super().__init__(gmem, smem, barrier, facts, reverse=facts.reverse, paired=facts.paired)
         self.stages = stages_of(facts.dk)
 
     def run(self) -> None:
@@ -76,7 +86,7 @@ class _Scan(ChunkScan):
         plgpu.wait_smem_to_gmem(0, wait_read_only=self.clears)
         if self.clears:
             self.clear_outputs(out.tiles.at[self.warpgroup], out.rows.at[self.warpgroup])
-        if self.facts.pair:  # a block stays until the other one has arrived at its barriers
+        if self.facts.paired:  # a block stays until the other one has arrived at its barriers
             pl.when(self.warpgroup == 0)(self.leave)
 
     # --- copies ---
@@ -145,7 +155,7 @@ class _Scan(ChunkScan):
         decays = plgpu.load(self.smem.decay.at[slot], layout=_WGMMA.reduce(0))
         decayed = state * lax.broadcast_in_dim(decays, (64, facts.dk), [1])
         state = pl.run_state(update)(plgpu.ACC.init(decayed))
-        if facts.pair:
+        if facts.paired:
             plgpu.commit_smem()
         plgpu.barrier_arrive(barrier.k_read.at[slot])
         return state
@@ -185,14 +195,15 @@ class _Scan(ChunkScan):
 
     def store_outputs(self, slot, rows, o) -> None:
         out, read, own = self.smem.out, self.barrier.q_read, self.warpgroup
-        if not self.facts.pair:
+        if not self.facts.paired:
             plgpu.barrier_arrive(read.at[slot])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         out.tiles.at[own].transpose((1, 0))[...] = plgpu.layout_cast(
             o.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
         )
         plgpu.commit_smem()
-        if self.facts.pair:  # one thread arrives for its whole warpgroup, hence behind its barrier
+        # In a pair one thread arrives for its whole warpgroup, hence behind its barrier.
+        if self.facts.paired:
             plgpu.barrier_arrive(read.at[slot])
         to = self.gmem.out.at[self.row, rows, self.head, self.columns]
         plgpu.copy_smem_to_gmem(out.rows.at[own], to)
@@ -224,7 +235,7 @@ def _scratch(facts: _Facts, want_out: bool) -> dict:
     unused = plgpu.SMEM((8,), jnp.float32)
     # The places where a slot's operands are read for the last time.
     read = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
-    if facts.pair:
+    if facts.paired:
         read = plgpu.ClusterBarrier(collective_axes=("rank",), num_arrivals=2, num_barriers=stages)
     return {
         "q": tiles(stages, CHUNK, dk) if want_out else unused,
@@ -278,15 +289,12 @@ def scan(
     blocks = dv // VALUE_BLOCK
     # The borders' staging tiles do not fit beside two slots of Dk = 256 operands.
     stage_borders = want_borders and (dk <= 128 or not want_out)
-    pair = dk > 128 and blocks % 2 == 0 and b * h * segments * blocks > gpu().sms
-    facts = _Facts(dk, dv, nc, segments, 1, pieces, stage_borders, reverse, pair)
-
-    def body(gmem, smem, barrier):
-        _Scan(gmem, smem, barrier, facts=facts).run()
+    paired = dk > 128 and blocks % 2 == 0 and b * h * segments * blocks > gpu().sms
+    facts = _Facts(dk, dv, nc, segments, 1, pieces, stage_borders, reverse, paired)
 
     spec = jax.ShapeDtypeStruct
     return launch(
-        body,
+        functools.partial(_Scan, facts=facts),
         {**gated._asdict(), "v": v, "lengths": lengths, "start": start},
         {
             "out": spec((b, t, h, dv), v.dtype) if want_out else None,
@@ -294,8 +302,8 @@ def scan(
             "final": spec((b, h, segments, dk, dv), jnp.float32),
         },
         name="gla_scan" + ("_reverse" if reverse else ""),
-        cluster=1 + pair,
-        grid={"values": blocks // (1 + pair), "head": h * segments, "row": b},
+        cluster=1 + paired,
+        grid={"values": blocks // (1 + paired), "head": h * segments, "row": b},
         warpgroups=2,
         scratch=_scratch(facts, want_out),
     )

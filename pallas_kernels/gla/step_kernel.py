@@ -2,6 +2,7 @@
 
     S <- exp(log_decay)[:, None] * S + k v^T        o = scale * q S
 
+of each row and head: q, k, log_decay [Dk], v, o [Dv], S [Dk, Dv].
 ``gla_step`` computes these two lines.  ``gla_token`` (see ``gla.token``) begins at the layer's
 projections and ends before its output product:
 
@@ -29,6 +30,13 @@ kernel: the same bits.
            | per row and token: a*S + k*v, o += q*S; store | next batch ... | partial o -> smem
            | barrier
     warp t: token t's o [| squares -> peers | norm, gate] | store
+
+Copies: every lane loads its own rows of S, 16 bytes at a time, into registers; no TMA, no ring.
+All threads load q, k and the decay, and fill a table in shared memory (``fill_table``).
+Waits: at the first block barrier for that table, at the second for the warps' parts of o.  Blocks
+of a head wait on one mbarrier for each other's sums of squares (``over_blocks``).
+Writes: a lane stores its new rows of S at once; after the second barrier warp t stores token t's o
+or y.
 
 The state arrives as a mutable reference, so the kernel's input and output are one buffer.
 

@@ -3,6 +3,8 @@
 Everything it does is emitted while the kernel is traced.  Registers hold a few rows of the state,
 each token's v and its o; a row of the state takes all tokens before the next one is looked at, so
 that it is read once whatever their number.
+
+``step_kernel`` says who copies, who waits and who writes.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, layer_address, packed
 from pallas_kernels.gla.head_norm_kernel import finished, norm_factor, squares
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import LOG2E, Value
 
 if TYPE_CHECKING:
@@ -139,77 +140,105 @@ class GlaStepLayout:
         return floats(p.load_global(at, n), self.shape.kind)
 
     def run(self) -> None:
-        shape, normed, tokens = self.shape, self.normed, range(self.shape.tokens)
-        if normed and shape.blocks > 1:
+        shape, exchanges = self.shape, self.normed and self.shape.blocks > 1
+        if exchanges:
             self.begin_exchange()
-        at_once = 32 // self.lanes  # rows of the state in one load of the warp
-        rows = shape.dk // shape.warps  # of this warp: contiguous
-        first = self.warp * rows + self.lane // self.lanes
-        rows //= at_once  # of this lane
-        state = p.offset(self.memory.state, self.whole_head, 4 * shape.dk * shape.dv)
-        state = p.offset(state, first * shape.dv + self.column, 4)
-        ahead = 1 if shape.tokens == 1 else 2  # batches under way
-        batch, step = min(BATCH // ahead, rows), 4 * shape.dv * at_once
-
-        def load(start: int):
-            several = range(start, min(start + batch, rows))
-            return [p.load_global(state, 4, step * r, "f32") for r in several]
-
-        self.prefetch(shape.dk // shape.warps, ahead * batch * at_once)
+        self.place_rows()
+        self.prefetch(shape.dk // shape.warps, self.ahead * self.batch * self.at_once)
         p.await_kernel()
-        pending = [load(batch * i) for i in range(ahead)]
+        pending = [self.load_rows(self.batch * i) for i in range(self.ahead)]
+        self.load_lengths()
+        self.fill_table()
+        v = [self.load_v(t) for t in range(shape.tokens)]
+        weight, gates = self.load_ends() if self.normed else ([], [])
+        p.barrier()  # the table is full
+        out = self.advance(pending, v)
+        if self.memory.out is None:
+            return
+        self.leave_sums(out)
+        p.barrier()  # all warps' parts of o are there
+        if exchanges:
+            p.cluster_wait()
+        finish = functools.partial(self.finish, weight, gates)
+        p.when(self.warp < min(shape.warps, shape.tokens), finish)
+
+    # --- the state's rows -> o ---
+
+    def place_rows(self) -> None:
+        """Which rows of the state the lane has, and how many of them are under way at once."""
+        shape = self.shape
+        self.at_once = 32 // self.lanes  # rows of the state in one load of the warp
+        rows = shape.dk // shape.warps  # of this warp: contiguous
+        self.first = self.warp * rows + self.lane // self.lanes
+        self.rows = rows // self.at_once  # of this lane
+        state = p.offset(self.memory.state, self.whole_head, 4 * shape.dk * shape.dv)
+        self.state = p.offset(state, self.first * shape.dv + self.column, 4)
+        self.ahead = 1 if shape.tokens == 1 else 2  # batches under way
+        self.batch = min(BATCH // self.ahead, self.rows)
+        self.step = 4 * shape.dv * self.at_once  # bytes between the lane's rows
+
+    def load_rows(self, start: int) -> list[list[Value]]:
+        several = range(start, min(start + self.batch, self.rows))
+        return [p.load_global(self.state, 4, self.step * r, "f32") for r in several]
+
+    def load_lengths(self) -> None:
+        """Whether each token moves the state; None where all do."""
         length = None
         if self.memory.lengths is not None:
             (length,) = p.load_global(p.offset(self.memory.lengths, self.row, 4), 1)
+        tokens = range(self.shape.tokens)
         self.moves = [None if length is None else t < length for t in tokens]
-        self.fill_table()
-        v = [self.load_v(t) for t in tokens]
-        if normed:
-            weight = self.load_pairs(p.offset(self.memory.norm, self.column, 2), 2)
-            gates = [self.load_gate(t) for t in self.finished_here()]
-        p.barrier()
 
+    def load_ends(self) -> tuple[list[Value], list[list[Value] | None]]:
+        """The norm's weight, and the gates of the tokens that this warp finishes."""
+        weight = self.load_pairs(p.offset(self.memory.norm, self.column, 2), 2)
+        return weight, [self.load_gate(t) for t in self.finished_here()]
+
+    def advance(self, pending: list[list[list[Value]]], v: list[list[Value]]) -> list[list[Value]]:
+        """Each row by all tokens: S <- a S + k v, o += q S; the state is stored at once.
+
+        pending: the first batches of rows.  Returns the lane's part of each token's o.
+        """
+        shape, tokens = self.shape, range(self.shape.tokens)
         out = [[p.cf(0.0)] * 4 for _ in tokens]
-        entries = self.table + first * 16
-        for start in range(0, rows, batch):
+        entries = self.table + self.first * 16
+        for start in range(0, self.rows, self.batch):
             current = pending.pop(0)
-            pending.append(load(start + ahead * batch))
+            pending.append(self.load_rows(start + self.ahead * self.batch))
             for i, row in enumerate(current):
                 for t in tokens:
-                    at = 16 * (shape.dk * t + at_once * (start + i))
+                    at = 16 * (shape.dk * t + self.at_once * (start + i))
                     decay, k, q, _ = p.load_shared(entries, 4, at, "f32")
                     added = [k * x for x in v[t]]
                     row = [p.fma(decay, s, x) for s, x in zip(row, added, strict=True)]
                     if self.memory.out is not None:
                         out[t] = [p.fma(q, s, o) for s, o in zip(row, out[t], strict=True)]
                 if not self.kept:
-                    p.store_global(state, row, step * (start + i))
-        if self.memory.out is None:
-            return
-        mine = self.sums + self.part * 4
-        for t in tokens:
+                    p.store_global(self.state, row, self.step * (start + i))
+        return out
+
+    def leave_sums(self, out: list[list[Value]]) -> None:
+        """The warp's part of each token's o to shared memory."""
+        shape = self.shape
+        at = self.sums + self.part * 4 + self.warp * (4 * shape.columns)
+        for t, values in enumerate(out):
             for distance in (16, 8):
                 if distance >= self.lanes:
-                    out[t] = [x + p.shuffle_xor(x, distance) for x in out[t]]
-            at = mine + self.warp * (4 * shape.columns)
-            p.store_shared(at, out[t], 4 * shape.columns * shape.warps * t)
-        p.barrier()
-        if normed and shape.blocks > 1:
-            p.cluster_wait()
+                    values = [x + p.shuffle_xor(x, distance) for x in values]
+            p.store_shared(at, values, 4 * shape.columns * shape.warps * t)
 
-        def finish():
-            here = self.finished_here()
-            y = [self.total(mine, t) for t in here]
-            if normed:
-                y = self.finished(y, weight, gates)
-            for i, (t, values) in enumerate(zip(here, y, strict=True)):
-                size = 4 if shape.raw else 2
-                words = values if shape.raw else packed(values, shape.kind)
-                at = self.of_head(self.memory.out, t, size * shape.dv)
-                store = functools.partial(p.store_global, p.offset(at, self.column, size), words)
-                p.when(self.is_here(i), store) if i else store()
-
-        p.when(self.warp < min(shape.warps, shape.tokens), finish)
+    def finish(self, weight: list[Value], gates: list[list[Value] | None]) -> None:
+        """Sum o over the warps, norm and gate it, and store it: of this warp's tokens."""
+        shape, here = self.shape, self.finished_here()
+        y = [self.total(self.sums + self.part * 4, t) for t in here]
+        if self.normed:
+            y = self.finished(y, weight, gates)
+        for i, (t, values) in enumerate(zip(here, y, strict=True)):
+            size = 4 if shape.raw else 2
+            words = values if shape.raw else packed(values, shape.kind)
+            at = self.of_head(self.memory.out, t, size * shape.dv)
+            store = functools.partial(p.store_global, p.offset(at, self.column, size), words)
+            p.when(self.is_here(i), store) if i else store()
 
     def prefetch(self, rows: int, count: int) -> None:
         """Prefetch memory that the previous kernel does not write, before it has ended.
@@ -253,7 +282,7 @@ class GlaStepLayout:
             p.when(self.thread < self.lanes, lambda: p.store_global(at, words))
         v = floats(words, self.shape.kind)
         if self.moves[t] is not None:
-            v = [arith.select(self.moves[t], x, p.cf(0.0)) for x in v]
+            v = [p.where(self.moves[t], x, 0.0) for x in v]
         return v
 
     def load_gate(self, token: Value | int):
@@ -317,8 +346,8 @@ class GlaStepLayout:
         # From the natural logarithm also where it was made here: a token that is kept decays alike.
         decay, k = p.exp2(log_decay * LOG2E), p.widen(k, shape.kind)
         if self.moves[t] is not None:
-            k = arith.select(self.moves[t], k, zero)
-            decay = arith.select(self.moves[t], decay, p.cf(1.0))
+            k = p.where(self.moves[t], k, zero)
+            decay = p.where(self.moves[t], decay, 1.0)
         q = zero if q is None else p.widen(q, shape.kind) * shape.scale
         at = self.table + d * 16
         p.store_shared(at, [decay, k, q, zero], 16 * shape.dk * t)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.merge import merge_chunks
-from pallas_kernels.attention.rope_cache import capacity_of
+from pallas_kernels.attention.operands import capacity_of
 from pallas_kernels.latent.decode_program import HALF, LATENT, PIECES, TILE, Facts, LatentBlock
 from pallas_kernels.latent.few_program import FewBlock
 from pallas_kernels.latent.plan import LatentPlan, copy_of

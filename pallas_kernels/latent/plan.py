@@ -13,7 +13,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.rope_cache import capacity_of
+from pallas_kernels.attention.operands import capacity_of
 from pallas_kernels.device import gpu, lacking
 from pallas_kernels.dispatch import Predicted, Reason, shortest
 

@@ -24,6 +24,7 @@ def _static(*default: Any) -> Any:
     return dataclasses.field(**values, metadata={"static": True})
 
 
+EMPTY = 0xFFFFFFFF  # of a mailbox (``matmul.sums``): a NaN that no instruction makes
 LowRankTerm = tuple[jax.Array, tuple[jax.Array, ...]]  # inner products, second factors
 
 

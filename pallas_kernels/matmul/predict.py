@@ -27,13 +27,7 @@ import jax.numpy as jnp
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.matmul.call import MatmulCall
-from pallas_kernels.matmul.few_rows.plan import (
-    RowDivision,
-    RowPlan,
-    TileDivision,
-    TilePlan,
-    folds,
-)
+from pallas_kernels.matmul.few_rows.plan import RowDivision, RowPlan, TileDivision, TilePlan, folds
 from pallas_kernels.matmul.many_rows import plan as many_rows
 from pallas_kernels.matmul.many_rows.plan import PairTile, WeightTile
 from pallas_kernels.matmul.mid_rows import plan as mid_rows

@@ -44,7 +44,6 @@ from pallas_kernels.qtensor import QTensor
 from pallas_kernels.types import HasShape
 
 SLOTS = 4
-EMPTY = 0xFFFFFFFF  # a NaN that no instruction makes
 _FLOAT32 = jnp.dtype(jnp.float32)
 
 

@@ -1,7 +1,7 @@
 """The common parts of register steps in chunk kernels: a thread's place, the work of a persistent
 warpgroup, products of tiles, and bundles of registers.
 
-Registers travel from one ``inline_mgpu`` call to the next as one Pallas array, a "bundle".  Its
+Registers travel from one ``launch.inline`` call to the next as one Pallas array, a "bundle".  Its
 element i * 128 + thread is register i of thread.  Tiles are 64 rows of 128 bytes with TMA's
 128-byte swizzle.
 """
@@ -76,7 +76,7 @@ def bundle_type(n: int):
 
 
 def bundle(values):
-    """f32 or i32 registers as one Pallas array, to carry them between inline_mgpu calls."""
+    """f32 or i32 registers as one Pallas array, from one call of ``launch.inline`` to the next."""
     kind = ir.VectorType.get((1,), p.f32())
     registers = np.empty((len(values),), dtype=object)
     for i, x in enumerate(values):

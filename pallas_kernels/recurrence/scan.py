@@ -3,6 +3,12 @@
 A launch has a block for 128 value channels (or 64) of a segment of a head, and a warpgroup for 64
 of them.  The state stays in registers, transposed, for the whole loop.  An op's scan supplies its
 copies (``load``) and its products (``chunk``).
+
+Copies: ``load`` of the op; warpgroup 0 alone calls it, for all warpgroups of the block, by TMA.
+Waits: a warpgroup waits on ``full[slot]`` in the op's ``chunk``.  ``release`` arrives at
+``empty`` of the slot before; warpgroup 0 waits there for all warpgroups, then refills that slot.
+Writes: a warpgroup stores its outputs by TMA from the place of its values, and at the end its
+state from registers.
 """
 
 from __future__ import annotations
@@ -48,19 +54,19 @@ class ChunkScan:
     ring's methods are those of three slots: one that is computed, one that is there, one on its
     way, whose outputs leave from the place of the values.
 
-    reverse: from the last chunk to the first.  pair: two blocks are a cluster, and copy together
+    reverse: from the last chunk to the first.  paired: two blocks are a cluster, and copy together
     what both read.
     """
 
     stages = 3
 
-    def __init__(self, gmem, smem, barrier, facts, *, reverse: bool = False, pair: bool = False):
+    def __init__(self, gmem, smem, barrier, facts, *, reverse: bool = False, paired: bool = False):
         self.gmem, self.smem, self.barrier, self.facts = gmem, smem, barrier, facts
         self.reverse = reverse
         self.block, self.row = lax.axis_index("values"), lax.axis_index("row")
-        if pair:
+        if paired:
             self.block = 2 * self.block + lax.axis_index("rank")
-        self.both = {"collective_axes": "rank"} if pair else {}
+        self.both = {"collective_axes": "rank"} if paired else {}
         self.head = lax.axis_index("head") // facts.segments
         self.segment = lax.axis_index("head") % facts.segments
         self.warpgroup = lax.axis_index("warpgroup")

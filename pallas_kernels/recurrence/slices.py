@@ -5,12 +5,13 @@ A warp w owns 16 channels and all tokens.  ``x[h][m][e]`` of a thread (g, c) is 
 registers of one thread.
 
 ``Levels`` climbs the tree for the gradients inside a chunk: ``gla.gradients`` has the algorithm.
+
+Copies, waits: none; a warp reads its own channels in shared memory and keeps them in registers.
 """
 
 from __future__ import annotations
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.recurrence.channels import TILE, ChannelLane, b_tiles, zero_acc
 
 LEVELS = (1, 2, 4, 8, 16, 32)
@@ -61,8 +62,8 @@ class Levels:
         self.up = each(lambda *at: p.exp2(gate_at(self.gates, *at) * p.LOG2E))
         self.gone = p.ci(0)
         for i, x in enumerate(flat(self.up)):
-            is_zero = arith.cmpf(arith.CmpFPredicate.OEQ, x, self.zero)
-            self.gone = self.gone | arith.select(is_zero, p.ci(1 << i), p.ci(0))
+            is_zero = p.equal(x, self.zero)
+            self.gone = self.gone | p.where(is_zero, p.ci(1 << i), 0)
         self.down = each(lambda *_: self.one)
         self.whole = [[None] * 8, [None] * 8]
         self.flux, self.d_q, self.d_k = (each(lambda *_: self.zero) for _ in range(3))
@@ -125,8 +126,8 @@ class Levels:
             return
         if self.bit is not None:
             other = p.shuffle_xor(old[m], self.level // 2)
-            before = arith.select(self.bit, other, self.one)
-            after = arith.select(self.bit, self.one, other)
+            before = p.where(self.bit, other, self.one)
+            after = p.where(self.bit, self.one, other)
             up[m] = [x * before for x in up[m]]
             down[m] = [x * after for x in down[m]]
         else:
@@ -152,12 +153,12 @@ def store_gradients(lane, columns, gates, at: int, gone, start, flux, d_q, d_k) 
             near = p.shuffle_xor(mine, 1)
             two = mine + near
             far = p.shuffle_xor(two, 2)
-            later = arith.select(odd, zero, near) + arith.select(upper, zero, far)
+            later = p.where(odd, zero, near) + p.where(upper, zero, far)
             second = running + later + x[1]
             running = running + (two + far)
             for e, value in enumerate((second + x[0], second)):
                 dead = p.bit(gone, 16 * h + 2 * m + e)
-                p.store_shared(gates[h][e], [arith.select(dead, zero, value)], at + 1024 * m)
+                p.store_shared(gates[h][e], [p.where(dead, zero, value)], at + 1024 * m)
             out[0][h][m], out[1][h][m] = p.pack(*d_q[h][m]), p.pack(*d_k[h][m])
     for b in range(4):
         for tile, x in zip((Q, K), out, strict=True):

@@ -11,7 +11,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith, ir, llvm
+from pallas_kernels.jax_internals import ir, llvm
+from pallas_kernels.launch import REF, inline
 from pallas_kernels.recurrence.channels import (
     CHUNK,
     ROWS,
@@ -38,12 +39,8 @@ def _state_pointer(ref, column: int, rows_stride: int):
 def read_state(dk: int, dv: int):
     """S^T [64, Dk] in WGMMA registers from a device slice [Dk, 64] of a [.., Dk, Dv] array."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((CHUNK, dk), jnp.float32, layout=_WGMMA),
-    )
-    def read(ctx, ref):
-        del ctx
+    @inline(REF, out=plgpu.ShapeDtypeStruct((CHUNK, dk), jnp.float32, layout=_WGMMA))
+    def read(ref):
 
         def pairs():
             base = _state_pointer(ref, 0, dv)
@@ -65,9 +62,8 @@ def read_state(dk: int, dv: int):
 
 
 def write_state(dv: int):
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA))
-    def write(ctx, ref, state):
-        del ctx
+    @inline(REF, _WGMMA)
+    def write(ref, state):
         base = _state_pointer(ref, 0, dv)
         for i, register in enumerate(state.registers.reshape(-1)):
             tile, half = i // 2, i % 2
@@ -85,9 +81,8 @@ def write_rows(width: int, dk: int):
     shuffles gives each lane one whole tile of four, so that stores are 16 bytes.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA))
-    def write(ctx, ref, rows):
-        del ctx
+    @inline(REF, _WGMMA)
+    def write(ref, rows):
         thread = thread_in_warpgroup()
         warp, lane = thread >> 5, thread & 31
         row = (warp << 4) + (lane >> 2)
@@ -103,20 +98,20 @@ def write_rows(width: int, dk: int):
                     for a in (0, 1) if step else (0, 2):
                         b = a + (1 << step)
                         x, y = w[a], w[b]
-                        other = p.shuffle_xor(arith.select(side, x, y), 1 << step)
-                        w[a], w[b] = arith.select(side, other, x), arith.select(side, y, other)
+                        other = p.shuffle_xor(p.where(side, x, y), 1 << step)
+                        w[a], w[b] = p.where(side, other, x), p.where(side, y, other)
                 p.store_global(base, w, 16 * first + 16 * dk * half)
 
     return write
 
 
-@plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(ROWS), plgpu.Layout.WG_SPLAT((128,))),
-    return_type=plgpu.ShapeDtypeStruct((64, CHUNK), jnp.bfloat16, layout=_WGMMA),
+@inline(
+    plgpu.RefType(ROWS),
+    plgpu.Layout.WG_SPLAT((128,)),
+    out=plgpu.ShapeDtypeStruct((64, CHUNK), jnp.bfloat16, layout=_WGMMA),
 )
-def read_transposed(ctx, tile, mask):
+def read_transposed(tile, mask):
     """V^T [64 dv, 64 tokens] from the swizzled rows of tokens, where the mask's bits are ones."""
-    del ctx
     base, mask = ChannelLane().column_matrices(p.shared_address(tile)), mask.registers.flat[0]
 
     def words():

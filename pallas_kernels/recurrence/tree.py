@@ -1,8 +1,12 @@
 """Register work of ``gla.gates``: one slice of 64 key channels of one chunk, by one warpgroup.
 
-Contract: everything here runs inside ``plgpu.inline_mgpu``.  Byte offsets are into a slot of four
+Contract: everything here runs inside ``launch.inline``.  Byte offsets are into a slot of four
 8 KiB tiles: q, k and the two halves of the gates.  A tile is 64 rows of 128 bytes with TMA's
 128-byte swizzle.  ``gla.gates`` has the algorithm, the copies, their barriers and the loop.
+
+Waits: ``gate_slice`` has the barriers.  A warp works on its own rows between warp barriers.  The
+first warpgroup barrier says that the table of the warps' products is full.  The second says that
+all y of levels 16 and 32 are stored.
 """
 
 from __future__ import annotations
@@ -10,9 +14,11 @@ from __future__ import annotations
 from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import LOG2E
 from pallas_kernels.recurrence.channels import TILE, ThreadPlace, half_products, zero_acc
+
+# Where a slot's tiles begin, in bytes: q, k, and the gates' two, which y replaces.
+_Q, _K, _LOW, _HIGH = 0, TILE, 2 * TILE, 3 * TILE
 
 
 class Lane(ThreadPlace):
@@ -58,8 +64,8 @@ def load_slice(lane, q_at, k_at, g_at, limit):
         if limit is not None:
             row = (lane.warp << 4) + r
             inside = p.below(row, limit)
-            qw, kw = arith.select(inside, qw, p.ci(0)), arith.select(inside, kw, p.ci(0))
-            gs = [arith.select(inside, x, p.cf(0.0)) for x in gs]
+            qw, kw = p.where(inside, qw, 0), p.where(inside, kw, 0)
+            gs = [p.where(inside, x, 0.0) for x in gs]
         q.append(qw)
         k.append(kw)
         a.append([p.exp2(x * LOG2E) for x in gs])
@@ -126,12 +132,12 @@ class Borders:
         one = p.cf(1.0)
         self.query16, self.query32 = p.bit(lane.warp, 0), p.bit(lane.warp, 1)
         same_side = p.equal(self.query16, self.query32)
-        self.between = [arith.select(same_side, x, one) for x in self.near]
+        self.between = [p.where(same_side, x, one) for x in self.near]
         self.before, self.after = [], []
         for x, y in zip(self.near, self.across, strict=True):
-            passed = [arith.select(self.query16, x, one), arith.select(self.query32, y, one)]
+            passed = [p.where(self.query16, x, one), p.where(self.query32, y, one)]
             self.before.append(passed[0] * passed[1])
-            left = [arith.select(self.query16, one, x), arith.select(self.query32, one, y)]
+            left = [p.where(self.query16, one, x), p.where(self.query32, one, y)]
             self.after.append(left[0] * left[1])
 
     def whole(self, own):
@@ -184,13 +190,10 @@ def _diagonal_block(lane, acc):
             j = (lane.c << 1) + e
             differ = lane.g ^ j
             below = lane.g > j
-            value = arith.select(p.equal(differ, 0), acc[0][r], p.cf(0.0))
-            low = arith.select(
-                p.bit(differ, 2),
-                acc[4][r],
-                arith.select(p.bit(differ, 1), acc[2][r], acc[1][r]),
-            )
-            regs.append(arith.select(below, low, value))
+            value = p.where(p.equal(differ, 0), acc[0][r], 0.0)
+            low = p.where(p.bit(differ, 1), acc[2][r], acc[1][r])
+            low = p.where(p.bit(differ, 2), acc[4][r], low)
+            regs.append(p.where(below, low, value))
         out.append(regs)
     return out
 
@@ -201,33 +204,48 @@ ACCUMULATORS = (0, 1, 2, 4, 8, 16, 17, 32, 33)  # 16, 32: column halves of a 16x
 def gate_slice(lane, acc, table, decay_at, limit, scale):
     """One slice of 64 channels: adds every level's products, leaves qg and kg in place of q and k.
 
-    Byte offsets inside a slot: q tile, k tile, then g's two tiles, reused for y.
+    The slot's two tiles of gates are reused for y.
     """
-    q_at, k_at, low, high = 0, TILE, 2 * TILE, 3 * TILE
-    q, k, a = load_slice(lane, q_at, k_at, low, limit)
+    q, k, a = load_slice(lane, _Q, _K, _LOW, limit)
     if limit is not None:
-        store_rows(lane, q_at, q)
-        store_rows(lane, k_at, k)
+        store_rows(lane, _Q, q)
+        store_rows(lane, _K, k)
     # From here on every warp reuses its own rows of the g tiles for y.
     mgpu.utils.warp_barrier()
-    tree = Tree(a)
+    tree, column = Tree(a), lane.lane << 3
+    total = _inner_levels(lane, acc, tree, q, k, table + (lane.warp << 8) + column)
+    mgpu.utils.warpgroup_barrier()  # the table is full
+    borders = Borders(lane, table, column)
+    _outer_operands(lane, tree, q, k, borders, scale)
+    first = p.equal(lane.warp, 0)
+    with mgpu.when(first):
+        p.store_global(p.offset(decay_at, column), borders.whole(total))
+    mgpu.utils.warpgroup_barrier()  # y of levels 16 and 32 is there
+    _block_products(lane, acc, 16, lane.near_block(), _LOW)
+    _block_products(lane, acc, 32, lane.far_block(), _HIGH)
+
+
+def _inner_levels(lane, acc, tree, q, k, table):
+    """Levels 1 to 8, inside a warp's rows; their decay is left in the table, and returned."""
+    total = None
     for pair in ((1, 2), (4, 8)):
-        for level, at in zip(pair, (low, high), strict=True):
+        for level, at in zip(pair, (_LOW, _HIGH), strict=True):
             store_rows(lane, at, tree.operand(level, q, k))
             tree.raise_level(level)
         if pair[1] == 8:  # the 16-row products of the four warps, exchanged through a table
-            column = lane.lane << 3
             total = tree.p[15]
-            p.store_shared(table + (lane.warp << 8) + column, total)
+            p.store_shared(table, total)
         mgpu.utils.warp_barrier()
         if pair[0] == 1:
-            diagonal_products(lane, acc, q_at, k_at)
-        for level, at in zip(pair, (low, high), strict=True):
+            diagonal_products(lane, acc, _Q, _K)
+        for level, at in zip(pair, (_LOW, _HIGH), strict=True):
             _warp_products(lane, acc, level, at)
         mgpu.utils.warp_barrier()
-    mgpu.utils.warpgroup_barrier()
+    return total
 
-    borders = Borders(lane, table, column)
+
+def _outer_operands(lane, tree, q, k, borders, scale) -> None:
+    """Store y of levels 16 and 32 in place of the gates, qg and kg in place of q and k."""
     query16, query32 = borders.query16, borders.query32
     between = p.pack(*borders.between)
     before = [x * scale for x in borders.before]
@@ -235,18 +253,12 @@ def gate_slice(lane, acc, table, decay_at, limit, scale):
     for r in range(16):
         suffix = tree.suffix(r)
         yq, yk = _gate(q[r], tree.p[r]), _gate(k[r], suffix)
-        y16.append(arith.select(query16, yq, yk))
-        y32.append(p.mul_pairs(arith.select(query32, yq, yk), between))
+        y16.append(p.where(query16, yq, yk))
+        y32.append(p.mul_pairs(p.where(query32, yq, yk), between))
         qg.append(_gate(q[r], times(tree.p[r], before)))
         kg.append(_gate(k[r], times(suffix, borders.after)))
-    for at, words in ((low, y16), (high, y32), (q_at, qg), (k_at, kg)):
+    for at, words in ((_LOW, y16), (_HIGH, y32), (_Q, qg), (_K, kg)):
         store_rows(lane, at, words)
-    first = p.equal(lane.warp, 0)
-    with mgpu.when(first):
-        p.store_global(p.offset(decay_at, column), borders.whole(total))
-    mgpu.utils.warpgroup_barrier()
-    _block_products(lane, acc, 16, lane.near_block(), low)
-    _block_products(lane, acc, 32, lane.far_block(), high)
 
 
 def _put_block(lane, base, block, tiles, scale):

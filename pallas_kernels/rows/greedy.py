@@ -99,11 +99,7 @@ def _kernel(static: _Static, *operands: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def _xla(
-    static: _Static,
-    logits: jax.Array,
-    rows: jax.Array,
-    written: jax.Array,
-    stop_ids: jax.Array,
+    static: _Static, logits: jax.Array, rows: jax.Array, written: jax.Array, stop_ids: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     (capacity, _), (_, done, counts, lengths, step) = static, rows
     live = 1 - done

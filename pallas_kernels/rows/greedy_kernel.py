@@ -1,11 +1,18 @@
 """``append_greedy`` of one row: a cluster of 8 blocks reads the logits once; before Hopper 8 blocks
 leave their parts in device memory to a second kernel.
 
+    token = argmax(logits [V])        log-probability = logits[token] - log(sum(exp(logits)))
+
     all          8 logits a thread, then 8 more (V <= 131072: two rounds)
     thread       its largest, the first where several are; sum of 2^((logit - largest) log2 e)
     warp         over lanes, then over the block's warps through shared memory       (``_merged``)
     over_warps   the block's (largest, token, sum) to the first block of the cluster
     over_blocks  in the first block, one warp: stop tokens; lane 0: the row's words, written
+
+Copies: a thread loads its logits into registers; every thread loads the row's five words.
+Waits: the block's barrier, for the warps' parts in shared memory; the cluster's, until all blocks
+have begun.  The first block's warp 0 waits on its mbarrier for the parts of all 8 blocks.
+Writes: lane 0 of that warp stores the row's words, the token and its log-probability.
 
 Numerics: float32.  A part's sum is relative to its own largest logit, as in an online softmax
 (arXiv 1805.02867).
@@ -15,6 +22,7 @@ Floor: the logits, which lie in L2, and one launch.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -23,7 +31,6 @@ import jax.numpy as jnp
 from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
 from pallas_kernels.fused_parts import KIND, floats
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.ptx import LOG2E, Value
 
@@ -51,13 +58,10 @@ def append_greedy(
         "kind": KIND[logits.dtype.name],
     }
 
-    def body(gmem, smem) -> None:
-        _Greedy(gmem, smem, **options).run()
-
     def kernel(kept: tuple) -> list:
         rows, written = kept
         return launch(
-            body,
+            functools.partial(_Greedy, **options),
             {
                 "logits": logits,
                 "rows": rows,
@@ -198,8 +202,7 @@ class _Greedy:
         part = _over_lanes(_loaded(self.by_warp, self.lane), THREADS // 32)
         to = p.peer_address(self.by_block + self.rank * 16, 0)
         p.when(
-            self.lane < 1,
-            lambda: p.send_peer(to, _words(part), p.peer_address(self.barrier, 0)),
+            self.lane < 1, lambda: p.send_peer(to, _words(part), p.peer_address(self.barrier, 0))
         )
         p.when(self.rank < 1, self.wait_and_join)
 
@@ -213,17 +216,17 @@ class _Greedy:
         best, token, total = _over_lanes(share, CLUSTER)
         _, done, count, length, step = self.row
         live = grown = 1 - done
-        is_none = _equal(best, p.cf(-math.inf))
+        is_none = p.equal(best, p.cf(-math.inf))
         if self.capacity is not None:
             past = p.below(p.ci(self.capacity), length + live)
             is_none = is_none | past
             left = p.larger(self.capacity - length, p.ci(0))
             grown = p.smaller(live, left)
-        token = arith.select(is_none, p.ci(0), token)
+        token = p.where(is_none, 0, token)
         logprob = p.bits(p.log2(total) * -LN2)
-        logprob = arith.select(is_none, p.ci(_NAN), logprob)
+        logprob = p.where(is_none, p.ci(_NAN), logprob)
         done_now = self.is_done(done, token)
-        token, logprob = (arith.select(p.equal(done, 0), x, p.ci(0)) for x in (token, logprob))
+        token, logprob = (p.where(p.equal(done, 0), x, 0) for x in (token, logprob))
         place = p.address(self.gmem.written)
         place = p.offset(place, p.minimum(step, self.places - 1), 4)
 
@@ -240,7 +243,7 @@ class _Greedy:
         """1 if the row has ended or any lane's stop token is the new one."""
         if self.stop is None:
             return done
-        is_stop = arith.select(p.equal(self.stop, token), p.ci(1), p.ci(0))
+        is_stop = p.where(p.equal(self.stop, token), p.ci(1), p.ci(0))
         for lanes in (16, 8, 4, 2, 1):
             is_stop = is_stop | p.shuffle_xor(is_stop, lanes)
         return done | is_stop
@@ -259,12 +262,12 @@ def _of_thread(logits: Value, thread: Value, rank: Value, vocabulary: int, kind:
     for piece, is_one, words in asked:
         for i, value in enumerate(floats(words, kind)):
             value = p.minimum(p.maximum(value, none), p.cf(_LARGEST))  # NaN: the other operand
-            value = value if is_one is None else arith.select(is_one, value, none)
-            is_larger = arith.cmpf(arith.CmpFPredicate.OGT, value, best)
-            best = arith.select(is_larger, value, best)
-            token = arith.select(is_larger, piece * 8 + i, token)
+            value = value if is_one is None else p.where(is_one, value, none)
+            is_larger = value > best
+            best = p.where(is_larger, value, best)
+            token = p.where(is_larger, piece * 8 + i, token)
             values.append(value)
-    base = arith.select(_equal(best, none), p.cf(0.0), best)
+    base = p.where(p.equal(best, none), 0.0, best)
     total = p.cf(0.0)
     for value in values:
         total = total + _power(value - base)
@@ -273,14 +276,14 @@ def _of_thread(logits: Value, thread: Value, rank: Value, vocabulary: int, kind:
 
 def _merged(a: _Part, b: _Part) -> _Part:
     (best_a, token_a, total_a), (best_b, token_b, total_b) = a, b
-    is_same, is_first = _equal(best_a, best_b), token_a < token_b
-    is_larger = arith.cmpf(arith.CmpFPredicate.OGT, best_a, best_b)
+    is_same, is_first = p.equal(best_a, best_b), token_a < token_b
+    is_larger = best_a > best_b
     is_a = is_larger | (is_same & is_first)
     best, other = p.maximum(best_a, best_b), p.minimum(best_a, best_b)
     share = _power(other - best)
-    share = arith.select(_equal(other, p.cf(-math.inf)), p.cf(0.0), share)
-    own, less = (arith.select(is_a, *x) for x in ((total_a, total_b), (total_b, total_a)))
-    return best, arith.select(is_a, token_a, token_b), p.fma(share, less, own)
+    share = p.where(p.equal(other, p.cf(-math.inf)), 0.0, share)
+    own, less = (p.where(is_a, *x) for x in ((total_a, total_b), (total_b, total_a)))
+    return best, p.where(is_a, token_a, token_b), p.fma(share, less, own)
 
 
 def _over_lanes(part: _Part, lanes: int) -> _Part:
@@ -303,7 +306,3 @@ def _loaded(base: Value, index: Value) -> _Part:
 def _power(x: Value) -> Value:
     """e^x for x <= 0."""
     return p.exp2(x * LOG2E)
-
-
-def _equal(a: Value, b: Value) -> Value:
-    return arith.cmpf(arith.CmpFPredicate.OEQ, a, b)

@@ -7,6 +7,10 @@ ranks of 8 columns at once, while it prefetches as many.  A warp adds 16 sums ov
 shuffles, and each round halves the number of sums in a lane.  The sums of all warps and all blocks
 of the row's cluster meet in shared memory.  Ranks of other adapters are zeros, so one product with
 the second factors serves all rows (``matmul.many_rows.pair``).
+
+Copies: a thread loads the adapter's columns of its own chunks, one step ahead, into registers.
+Waits: all threads at the block's (or the cluster's) barrier, once all warps have stored their sums.
+Writes: threads of all blocks of the cluster store the row's inner products.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ import math
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.rows.one_row import RowShare, load_chunk
 from pallas_kernels.rows.plan import RowOp
 
@@ -113,7 +116,7 @@ class Inner:
                         total = total + value
                 if factor is not None:
                     total = total * factor
-                total = arith.select(p.equal(adapter, own), total, p.cf(0.0))
+                total = p.where(p.equal(adapter, own), total, 0.0)
                 p.store_global_half(p.offset(out, column, 2), p.narrow(total, rows.op.x))
 
             column = begin + first
@@ -126,8 +129,8 @@ def _warp_sums(values: list[p.Value], lane: p.Value) -> p.Value:
     while len(values) > 1:
         half = len(values) // 2
         lower = lane & distance < 1
-        keep = [arith.select(lower, values[i], values[i + half]) for i in range(half)]
-        send = [arith.select(lower, values[i + half], values[i]) for i in range(half)]
+        keep = [p.where(lower, values[i], values[i + half]) for i in range(half)]
+        send = [p.where(lower, values[i + half], values[i]) for i in range(half)]
         values = [k + p.shuffle_xor(s, distance) for k, s in zip(keep, send, strict=True)]
         distance //= 2
     return values[0] + p.shuffle_xor(values[0], distance)

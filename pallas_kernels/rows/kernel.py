@@ -6,6 +6,7 @@
 
     int8, fp8:  scale = max|y| / qmax,  codes = round(t * (f / scale)),  or a given scale
 
+of each row: x, s, t, y and codes [width], f and scale one number.
 max|y| is f * max|t|.  So one pass over a row in registers gives both the sum of squares and the
 largest value, and one barrier joins them.  There are three ways to run it (``RowsPlan``):
 
@@ -14,6 +15,13 @@ largest value, and one barrier joins them.  There are three ways to run it (``Ro
                         the sums of a row also says that its slot is free
     a cluster a row     few wide rows: each block has a part of the columns, and every thread reads
                         the sums of all warps of all blocks after one cluster barrier
+
+Copies: a thread loads its own chunks of 8 columns into registers.  With a ring thread 0 copies
+whole rows to shared memory by bulk copies, and loads come from there.
+Waits: where warps join a sum or a largest value, all threads meet at one barrier a row.  With a
+cluster, this is the barrier of all its blocks.  With a ring all threads wait first for the row on
+its slot's barrier; thread 0 refills the slot behind the row's barrier, which a ring always has.
+Writes: a thread stores its chunks of results and of x + residual; thread 0 stores the row's scale.
 
 Floor: bytes counted once, at 4.2 TB/s; one row takes a launch and one round trip to memory, about
 1.1 us.  Result, one H200: 8192 x 4096 bfloat16 to int8 24.6 us (floor 24.0), with the residual 57.7
@@ -31,7 +39,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith, ir, scf
+from pallas_kernels.jax_internals import ir, scf
 from pallas_kernels.launch import launch
 from pallas_kernels.rows.inner import Inner, padded_ranks
 from pallas_kernels.rows.one_row import RowShare
@@ -114,15 +122,9 @@ class _Ring:
         rows.row(row, words, weight, turn, lambda: self.copy(after, slot, barrier))
         moved = index + 1
         wrap = p.equal(moved, plan.ring)
-        return [
-            row + plan.blocks,
-            turn ^ 1,
-            arith.select(wrap, p.ci(0), moved),
-            phase ^ arith.extui(p.i32(), wrap),
-        ]
+        return [row + plan.blocks, turn ^ 1, p.where(wrap, 0, moved), phase ^ p.unsigned(wrap)]
 
 
-@functools.partial(jax.jit, static_argnames="plan")
 def run(
     plan: RowsPlan,
     x: jax.Array,
@@ -136,12 +138,12 @@ def run(
 
     Parameters
     ----------
-    x : [rows, width], of a gate [rows, 2 * width]
-    residual : [rows, width], optional
+    x : [..., width], of a gate [..., 2 * width]
+    residual : [..., width], optional
     weight : [width], optional
     first : [n, sources, rank, width], optional
         First factors of n adapters.
-    adapter : int32 [rows], optional
+    adapter : int32 [...], optional
         The adapter of each row.
     given : float32 scalar, optional
         The codes' scale.
@@ -149,9 +151,29 @@ def run(
     Returns
     -------
     list
-        out [rows, width]; if its scales are found these [rows, 1]; if there is a residual the sum
-        [rows, width]; with adapters the inner products [rows, sources * n * rank].
+        out [..., width]; if its scales are found these [..., 1]; if there is a residual the sum
+        [..., width]; with adapters the inner products [..., sources * n * rank].
     """
+    lead, rows = x.shape[:-1], x.reshape(-1, x.shape[-1])
+    if residual is not None:
+        residual = residual.reshape(rows.shape)
+    if adapter is not None:
+        adapter = adapter.reshape(-1)
+    out = _run(plan, rows, residual, weight, first, adapter, given)
+    return [jnp.reshape(a, (*lead, a.shape[-1])) for a in out]
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _run(
+    plan: RowsPlan,
+    x: jax.Array,
+    residual: jax.Array | None,
+    weight: jax.Array | None,
+    first: jax.Array | None,
+    adapter: jax.Array | None,
+    given: jax.Array | None,
+) -> list[jax.Array]:
+    """Run the kernel on x [rows, width]; operands as in ``run``, without leading axes."""
     op, rows = plan.op, x.shape[0]
     dtype = {kind: name for name, kind in KIND.items()}[op.out]
     spec, warps, adapted = jax.ShapeDtypeStruct, plan.threads // 32, op.adapters is not None

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.dispatch import Implementation, Plan, choose_plan
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.rows.plan import RowsPlan, plan, run
+from pallas_kernels.rows.plan import RowsPlan, plan
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import swiglu
@@ -151,7 +151,9 @@ def _kernel(
     weight: jax.Array | None,
     residual: jax.Array | None,
 ) -> _Result:
-    codes, scale, *rest = run(static[1], x, residual, weight, first, adapter)
+    from pallas_kernels.rows import kernel
+
+    codes, scale, *rest = kernel.run(static[1], x, residual, weight, first, adapter)
     return (QTensor(codes, scale), *rest[::-1])
 
 

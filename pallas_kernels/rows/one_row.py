@@ -1,5 +1,8 @@
 """One thread's work on one row of the row-wise kernel (``rows.kernel``): load, compute, join the
-block's sums, store."""
+block's sums, store.
+
+``rows.kernel`` says who copies, who waits and who writes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, packed
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.ptx import LOG2E
 from pallas_kernels.rows.plan import BYTES, QMAX, RowsPlan
 
@@ -62,7 +64,7 @@ def load_chunk(base: p.Value, at: int, inside: p.Value | None, hint: str = "") -
         f"@q {load} {{a,b,c,d}}, [$4+{at}]; "
         "mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d; }"
     )
-    return list(p.ptx(code, base, arith.extui(p.i32(), inside), results=[p.i32()] * 4))
+    return list(p.ptx(code, base, p.unsigned(inside), results=[p.i32()] * 4))
 
 
 def _floats(words: Sequence[p.Value], kind: str) -> list[p.Value]:
@@ -154,7 +156,7 @@ class RowShare:
                     at = source * self.op.row_bytes + self.at(chunk, 2) + half
                     got = p.load_shared(base, 4, at)
                     if inside is not None:
-                        got = [arith.select(inside, word, p.ci(0)) for word in got]
+                        got = [p.where(inside, word, 0) for word in got]
                     words += got
         return words
 
@@ -246,10 +248,10 @@ class RowShare:
         # A lane reads one warp of one block.
         p.cluster_barrier()
         valid = lane < split * warps
-        index = arith.select(valid, lane, p.ci(0))
+        index = p.where(valid, lane, 0)
         rank, warp = index // warps, index % warps
         there = p.peer_address(here + warp * 8, rank)
-        got = [arith.select(valid, p.load_peer(there, 4 * i), zero) for i in range(2)]
+        got = [p.where(valid, p.load_peer(there, 4 * i), zero) for i in range(2)]
         # No block may leave while others read its memory: the wait is at the end of the kernel.
         if self.op.adapters is None:
             p.cluster_arrive("release")
@@ -280,7 +282,7 @@ class RowShare:
         largest = peak if factor is None else peak * factor
         scale = p.divide(largest, p.cf(QMAX[op.out]))
         # A row of zeros with eps = 0 has factor inf.
-        scale = arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, peak, zero), zero, scale)
+        scale = p.where(p.equal(peak, zero), zero, scale)
         inverse = _f32("rcp.rn.f32 $0, $1;", scale)
         inverse = inverse if factor is None else inverse * factor
         # A subnormal scale's reciprocal overflows; with the largest float |word| is <= qmax still.
@@ -290,7 +292,7 @@ class RowShare:
             owner = owner + self.rank
         at = p.offset(self.scale, row, 4)
         p.when(owner < 1, lambda: p.store_global(at, [scale]))
-        return arith.select(arith.cmpf(arith.CmpFPredicate.OGT, scale, zero), inverse, zero)
+        return p.where(scale > zero, inverse, zero)
 
     def store(self, row: p.Value, chunks: list[list[p.Value]], factor: p.Value | None) -> None:
         for chunk, values in enumerate(chunks):

@@ -1,4 +1,4 @@
-"""The row-wise kernel's computation and its division, as plain data, and its call.
+"""The row-wise kernel's computation and its division, as plain data.
 
 Nothing here needs Pallas, so calls that end in XLA do not import it.
 """
@@ -62,7 +62,7 @@ class RowsPlan:
     threads: int
     split: int = 1
     ring: int = 0
-    blocks: int = 0
+    blocks: int = dataclasses.field(default=0, repr=False)
 
 
 def plan(
@@ -134,24 +134,3 @@ def divided(op: RowOp, rows: int) -> RowsPlan:
 def _threads(width: int, chunks: int) -> int:
     """Threads of a block, each with ``chunks`` times 8 columns where that makes 128 to 1024."""
     return min(1024, max(128, -(-width // (8 * chunks * 128)) * 128))
-
-
-def run(
-    plan: RowsPlan,
-    x: jax.Array,
-    residual: jax.Array | None = None,
-    weight: jax.Array | None = None,
-    first: jax.Array | None = None,
-    adapter: jax.Array | None = None,
-    given: jax.Array | None = None,
-) -> list[jax.Array]:
-    """Return the results of ``rows.kernel.run`` with the leading axes of x."""
-    from pallas_kernels.rows import kernel
-
-    lead, rows = x.shape[:-1], x.reshape(-1, x.shape[-1])
-    if residual is not None:
-        residual = residual.reshape(rows.shape)
-    if adapter is not None:
-        adapter = adapter.reshape(-1)
-    out = kernel.run(plan, rows, residual, weight, first, adapter, given)
-    return [jnp.reshape(a, (*lead, a.shape[-1])) for a in out]

@@ -17,7 +17,7 @@ from pallas_kernels.dispatch import Implementation, Reason, choose_plan
 from pallas_kernels.operands import ROW_CODES, check, dtype_name
 from pallas_kernels.qtensor import QTensor, of_one_scale, quantize
 from pallas_kernels.rounding import to_codes
-from pallas_kernels.rows.plan import RowsPlan, plan, run
+from pallas_kernels.rows.plan import RowsPlan, plan
 from pallas_kernels.transform import Op, chosen
 
 _OPERANDS = {"x": "float [..., D+]", "scale": "float [] ?"}
@@ -85,7 +85,9 @@ _GROUPS = Reason("groups of columns: one fusion of XLA reads x once")
 
 
 def _kernel(static: tuple[str, RowsPlan], x: jax.Array, scale: jax.Array | None) -> QTensor:
-    out = run(static[1], x, given=scale)
+    from pallas_kernels.rows import kernel
+
+    out = kernel.run(static[1], x, given=scale)
     return QTensor(out[0], out[1]) if scale is None else of_one_scale(out[0], scale)
 
 

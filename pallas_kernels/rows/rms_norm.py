@@ -23,7 +23,7 @@ from pallas_kernels.operands import FLOATS, ROW_CODES, check, dtype_name
 from pallas_kernels.qtensor import QTensor, of_one_scale
 from pallas_kernels.qtensor import quantize as quantize_rows
 from pallas_kernels.rounding import to_codes
-from pallas_kernels.rows.plan import RowsPlan, plan, run
+from pallas_kernels.rows.plan import RowsPlan, plan
 from pallas_kernels.transform import Op, chosen
 
 _OPERANDS = {
@@ -168,7 +168,9 @@ def _kernel(
     scale: jax.Array | None,
 ) -> _Result:
     call, plan = static
-    out = run(plan, x, residual, weight, given=scale)
+    from pallas_kernels.rows import kernel
+
+    out = kernel.run(plan, x, residual, weight, given=scale)
     y = out[0]
     if call.quantize is not None:
         y = QTensor(y, out[1]) if scale is None else of_one_scale(y, scale)

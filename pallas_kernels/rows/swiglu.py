@@ -20,7 +20,7 @@ from pallas_kernels.qtensor import QTensor, of_one_scale
 from pallas_kernels.qtensor import quantize as quantize_rows
 from pallas_kernels.rounding import to_codes
 from pallas_kernels.rows.activations import ACTIVATIONS, GATES
-from pallas_kernels.rows.plan import RowsPlan, plan, run
+from pallas_kernels.rows.plan import RowsPlan, plan
 from pallas_kernels.transform import Op, chosen
 
 _OPERANDS = {"gate_up": "float [..., 2F+]", "scale": "float [] ?"}
@@ -113,7 +113,9 @@ def _plan(gate_up: jax.Array, codes: str | None, given: bool) -> RowsPlan | Reas
 
 
 def _kernel(static: tuple[str, RowsPlan], gate_up: jax.Array, scale: jax.Array | None) -> QTensor:
-    out = run(static[1], gate_up, given=scale)
+    from pallas_kernels.rows import kernel
+
+    out = kernel.run(static[1], gate_up, given=scale)
     return QTensor(out[0], out[1]) if scale is None else of_one_scale(out[0], scale)
 
 

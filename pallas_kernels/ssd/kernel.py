@@ -4,6 +4,9 @@ If there are too few heads to fill the GPU, a row is cut into segments.  A first
 segment's own state, from zeros.  A segment multiplies the state before it by one number a head, so
 the segments' first states follow in XLA.  A second pass has the outputs.
 
+Inside the kernel, warpgroup 0 copies chunks by TMA for the whole block, and every warpgroup waits
+for a chunk's copies.  ``kernel_scan`` says more.
+
 Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed) and states; T of any length.  Dk is
 64, 128 or 256, Dv a multiple of 16, which channels of zeros fill up to one of 64.  Everything is
 read and written in [B, T, H, D].  Command: ``python -m benchmarks.kernels.ssd``.
@@ -27,7 +30,7 @@ from pallas_kernels.recurrence.channels import CHUNK
 from pallas_kernels.recurrence.op import Heads, zero_padding
 from pallas_kernels.recurrence.plan import ScanPlan, operands_reason, padded, segments_for
 from pallas_kernels.recurrence.scan import segment_states
-from pallas_kernels.ssd.kernel_scan import WIDTH, scan
+from pallas_kernels.ssd.kernel_scan import WIDTH, scan, warpgroups_of
 
 WIDTHS = 64, 128, 256  # of keys
 
@@ -49,7 +52,8 @@ def plan(heads: Heads) -> SSDPlan | Reason:
         return Reason(reason)
     if dk not in WIDTHS:
         return Reason(f"q has Dk = {dk}, the kernel takes 64, 128 and 256")
-    blocks = max(1, batch * n_heads * -(-dv // WIDTH) // (1 if dk > 128 else 2))
+    units = -(-dv // WIDTH)
+    blocks = batch * n_heads * units // warpgroups_of(units, n_heads // heads.q.shape[2], dk)
     n_chunks, us = -(-length // CHUNK), gpu().ssd
 
     def microseconds(n: int) -> float:

@@ -4,6 +4,7 @@ With G the sums of log_decay from a chunk's start, D_ij = exp(G_i - G_j) for j <
 
     o = diag(exp(G)) Q S + (Q K^T * D) V        S <- exp(G_64) S + K^T diag(exp(G_64 - G)) V
 
+of each head and chunk of 64 tokens: Q, K [64, Dk], V, o [64, Dv], D [64, 64], S [Dk, Dv].
 One decay a head needs no work ahead of the scan: a chunk's scores are one product, and D follows
 from 64 floats.  So q, k, v and the outputs are all that moves, and q and k of a group are read
 from the L2 by its heads.
@@ -14,6 +15,11 @@ the first one starts the copies.  S^T [64 dv, Dk] stays in registers for the who
 64 key channels.  Rounded to bf16 it is the register operand of S^T Q^T.  V^T is that of V^T P^T
 and, decayed, of V^T K.  P = Q K^T * D goes through shared memory.  There are three slots: one that
 is computed, one that is there, one on its way.  The outputs leave from the place of the values.
+
+Copies: warpgroup 0 copies q, k, v and the sums of a chunk by TMA, two chunks ahead (``load``).
+Waits: each warpgroup waits for a chunk on ``full[slot]``.  It arrives at ``empty`` of the slot
+before; warpgroup 0 waits there for all of them before it refills (``ChunkScan.release``).
+Writes: a warpgroup stores its outputs by TMA, and the final state from registers.
 
     wait c | wgmma Q K^T, S^T Q^T | P -> smem | wgmma V^T P^T, S | o -> TMA | slot of c-1 <- TMA c+2
 
@@ -33,7 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta.kernel_chunks import bf16_array, pairs
-from pallas_kernels.launch import launch
+from pallas_kernels.launch import REF, inline, launch
 from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
 from pallas_kernels.recurrence.scan import PART, WIDTH, ChunkScan, ScanFacts
 from pallas_kernels.recurrence.states import by_token, read_transposed
@@ -41,13 +47,9 @@ from pallas_kernels.recurrence.states import by_token, read_transposed
 _WGMMA = plgpu.Layout.WGMMA
 
 
-@plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(), _WGMMA),
-    return_type=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.bfloat16, layout=_WGMMA),
-)
-def _weighted(ctx, sums, scores):
+@inline(REF, _WGMMA, out=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.bfloat16, layout=_WGMMA))
+def _decayed(sums, scores):
     """Q K^T * D, rounded."""
-    del ctx
     rows = inverse.InverseRows()
     decays = inverse.decays(rows, p.shared_address(sums), transposed=False)
     words = []
@@ -57,12 +59,20 @@ def _weighted(ctx, sums, scores):
     return bf16_array(words)
 
 
+def warpgroups_of(units: int, group: int, dk: int) -> int:
+    """Return the warpgroups of a block; units: those that a head needs, of ``group`` that share q.
+
+    Two, where they fit and a group's heads fill whole blocks.
+    """
+    return 2 if (units * group) % 2 == 0 and dk <= 128 else 1
+
+
 class _Scan(ChunkScan):
     """A block's warpgroups are those of a head or two, whose key head is ``key_head``."""
 
     def __init__(self, gmem, smem, barrier, *, facts: ScanFacts, warpgroups: int):
         super().__init__(gmem, smem, barrier, facts)
-        self.warpgroups, self.pair = warpgroups, self.head
+        self.warpgroups, self.head_block = warpgroups, self.head
         self.head, self.columns = self.columns_of(self.warpgroup)
         self.key_head = self.head // facts.group
         self.is_wide = len(facts.keys) > 2
@@ -70,7 +80,7 @@ class _Scan(ChunkScan):
     def columns_of(self, warpgroup):
         """(head, value channels) of a warpgroup of this block."""
         units = self.facts.dv // WIDTH  # warpgroups that a head needs
-        unit = self.pair * self.warpgroups + warpgroup
+        unit = self.head_block * self.warpgroups + warpgroup
         return unit // units, pl.ds((unit % units) * WIDTH, WIDTH)
 
     def run(self) -> None:
@@ -114,13 +124,13 @@ class _Scan(ChunkScan):
             square = plgpu.ACC((WIDTH, CHUNK), jnp.float32)
             if self.is_wide:  # too few registers for both
                 scores = pl.run_scoped(functools.partial(self.scores, slot), square)
-                smem.weights[own] = _weighted(sums, scores)
+                smem.scores[own] = _decayed(sums, scores)
                 seen = pl.run_scoped(functools.partial(self.seen, slot, state), square)
             else:
                 rounded = [x.astype(jnp.bfloat16) for x in state]
                 read = functools.partial(self.read, slot, rounded)
                 scores, seen = pl.run_scoped(read, square, square)
-                smem.weights[own] = _weighted(sums, scores)
+                smem.scores[own] = _decayed(sums, scores)
             outputs = [seen * jnp.exp2(by_token(smem.sums, slot, own))]
         values = self.inside(c, read_transposed(smem.v.rows.at[slot, own], self.mask))
         to_end = jnp.exp2(sums[CHUNK - 1] - by_token(smem.sums, slot, own))
@@ -163,7 +173,7 @@ class _Scan(ChunkScan):
         """S += K^T V by parts, and the outputs, where they are wanted."""
         n = len(self.facts.keys)
         for acc in accs[n:]:
-            plgpu.wgmma(acc, values, self.smem.weights.at[self.warpgroup].transpose((1, 0)))
+            plgpu.wgmma(acc, values, self.smem.scores.at[self.warpgroup].transpose((1, 0)))
         for part, acc in enumerate(accs[:n]):
             plgpu.wgmma(acc, late, self.smem.k.tiles.at[slot, part])
 
@@ -190,15 +200,12 @@ def scan(q, k, v, sums, *, start=None, lengths=None, segments: int = 1, want_out
     b, t, h, dv = v.shape
     groups, dk = k.shape[2:]
     units, group, stages = dv // WIDTH, h // groups, ChunkScan.stages
-    wgs = 2 if (units * group) % 2 == 0 and dk <= 128 else 1
+    wgs = warpgroups_of(units, group, dk)
     facts = ScanFacts(dk, dv, -(-t // CHUNK), segments, group)
-
-    def body(gmem, smem, barrier):
-        _Scan(gmem, smem, barrier, facts=facts, warpgroups=wgs).run()
 
     parts, spec = len(facts.keys), jax.ShapeDtypeStruct
     return launch(
-        body,
+        functools.partial(_Scan, facts=facts, warpgroups=wgs),
         {
             "q": q if want_out else None,
             "k": k,
@@ -219,7 +226,7 @@ def scan(q, k, v, sums, *, start=None, lengths=None, segments: int = 1, want_out
             "q": tokens(stages, parts, CHUNK, PART) if want_out else None,
             "k": tokens(stages, parts, CHUNK, PART),
             "v": tokens(stages, wgs, CHUNK, WIDTH),
-            "weights": tiles(wgs, CHUNK, CHUNK) if want_out else None,
+            "scores": tiles(wgs, CHUNK, CHUNK) if want_out else None,
             "sums": plgpu.SMEM((stages, wgs, CHUNK), jnp.float32),
             "full": plgpu.Barrier(
                 num_arrivals=(1 + want_out) * parts + 2 * wgs, num_barriers=stages

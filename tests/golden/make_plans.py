@@ -1,38 +1,51 @@
 """Record what proves each plan: ``tests/golden/plans/<card>.json``.
 
-    python -m tests.golden.make_plans lower "NVIDIA H200" [--all]   a hash of each case's modules
+    python -m tests.golden.make_plans lower "NVIDIA H200" [--all]   a hash of each call's modules
     python -m tests.golden.make_plans assemble "NVIDIA H200"        registers, spills, warnings
     python -m tests.golden.make_plans emulate "NVIDIA H200"         values on the CPU
     python -m tests.golden.make_plans merge FILE...                 runs of ``pytest -m plans``
 
 Each action does what the record lacks; ``lower --all`` lowers again, and drops the other proofs of
 a plan whose modules changed.  The actions need jax >= 0.12, and ``assemble`` the extra of its name.
-``merge`` also writes ``pallas_kernels/unproven.json``, which dispatch reads.
+``merge`` also writes ``pallas_kernels/runs.json``, which dispatch reads.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import hashlib
 import json
 import os
 import re
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels.device import card_of, planned_for
 from pallas_kernels.matmul.few_rows.plan import RowPlan, TilePlan
-from pallas_kernels.plans import plans
+from pallas_kernels.plans import OPS, plans, run_name
+from tests.helpers import plan_cases
+from tests.helpers.few_rows import few_rows
+from tests.helpers.kernel_modules import modules_of
+from tests.helpers.matmul_cases import error
+from tests.helpers.op_calls import OpCall
+from tests.helpers.op_plans import calls
+from tests.helpers.same_program import normal
 
 FOLDER = Path(__file__).parent / "plans"
-UNPROVEN = Path(__file__).parents[2] / "pallas_kernels" / "unproven.json"
-OP = "quantized_matmul"
+RUNS = Path(__file__).parents[2] / "pallas_kernels" / "runs.json"
+MOST_EMULATED, EMULATED_SECONDS = 1 << 21, 60
 # Plans that no emulator runs one by one: what does run, beside the plan's run on a GPU.
 NO_EMULATOR = {
     "PairTile": "not by plan: test_quantized_matmul_prefill.py interprets small tiles",
@@ -47,40 +60,48 @@ def path_of(card: str) -> Path:
 
 def load(card: str) -> dict[str, Any]:
     path = path_of(card)
-    return json.loads(path.read_text()) if path.exists() else {"card": card, "plans": {}}
+    return json.loads(path.read_text()) if path.exists() else {"card": card, "ops": {}}
 
 
 def save(record: dict[str, Any]) -> None:
     """Write a line a plan."""
-    lines = [f"{json.dumps(name)}: {json.dumps(x)}" for name, x in sorted(record["plans"].items())]
-    head = {key: x for key, x in record.items() if key != "plans"}
-    body = ",\n".join(lines)
-    path_of(record["card"]).write_text(f'{json.dumps(head)[:-1]}, "plans": {{\n{body}\n}}}}\n')
+    head = {key: x for key, x in record.items() if key != "ops"}
+    ops = []
+    for op, known in record["ops"].items():
+        lines = [f"{json.dumps(name)}: {json.dumps(x)}" for name, x in sorted(known.items())]
+        ops.append(f'"{op}": {{\n' + ",\n".join(lines) + "\n}")
+    text = f'{json.dumps(head)[:-1]}, "ops": {{\n' + ",\n".join(ops) + "}}\n"
+    path_of(record["card"]).write_text(text)
 
 
-def hashes_of(plan: Any) -> list[str]:
-    """Return a hash for each case of a plan, of the modules that it is lowered to.
+@contextlib.contextmanager
+def planning(card: str) -> Iterator[None]:
+    """Within, kernels are planned and lowered for a card."""
+    with (
+        planned_for(card),
+        mock.patch.object(utils, "_infer_arch", lambda: card_of(card)[1].capability),
+    ):
+        yield
+
+
+def hashes_of(op: str, card: str, plan: Any) -> list[str]:
+    """Return a hash for each call of a plan, of the modules that it is lowered to.
 
     The order of pure arithmetic is not part of it.
     """
-    from tests.helpers.kernel_modules import modules_of
-    from tests.helpers.plan_cases import cases, program
-    from tests.helpers.same_program import normal
-
     found = []
-    for case in cases(plan):
-        texts = modules_of(*program(plan, case))
+    for call in calls(op, card, plan):
+        texts = modules_of(call.kernel, call.operands)
         found.append(hashlib.sha256(normal("\n".join(texts.values())).encode()).hexdigest()[:12])
     return found
 
 
-def assembled(plan: Any, where: Any) -> dict[str, Any]:
+def assembled(op: str, card: str, plan: Any, where: Any) -> dict[str, Any]:
     from tests.helpers.assembling import assemble_program
-    from tests.helpers.plan_cases import cases, program
 
     kernels, warnings = [], set()
-    for case in cases(plan):
-        more, said = assemble_program(*program(plan, case), where)
+    for call in calls(op, card, plan):
+        more, said = assemble_program(call.kernel, call.operands, where)
         kernels += more
         warnings.update(w.split(")")[0].strip("(") for w in said)
     return {
@@ -90,11 +111,38 @@ def assembled(plan: Any, where: Any) -> dict[str, Any]:
     }
 
 
-def emulated(plan: Any) -> dict[str, Any] | str:
-    from tests.helpers import plan_cases
-    from tests.helpers.few_rows import few_rows
-    from tests.helpers.matmul_cases import error
+def emulated(op: str, card: str, plan: Any) -> dict[str, Any] | str:
+    if op == "quantized_matmul":
+        return _emulated_product(plan)
+    call = calls(op, card, plan)[0]
+    if call.size > MOST_EMULATED:
+        return f"{call.size} values are too many; test_races.py runs the kernel"
+    return _emulated_call(call)
 
+
+def _emulated_call(call: OpCall) -> dict[str, Any] | str:
+    """Run a call in the emulator of lowered kernels, for a minute at most."""
+    from tests.helpers.emulator.launch import emulated
+
+    rng = np.random.default_rng(0)
+    operands = call.values(rng)
+    signal.signal(signal.SIGALRM, _late)
+    signal.alarm(EMULATED_SECONDS)
+    try:
+        with emulated():
+            out = call.kernel(*operands)
+    except TimeoutError:
+        return "not in a minute; test_races.py runs the kernel"
+    finally:
+        signal.alarm(0)
+    return {"error": float(f"{call.check(out, operands, rng):.2g}"), "shapes": [str(call)]}
+
+
+def _late(*_: Any) -> None:
+    raise TimeoutError
+
+
+def _emulated_product(plan: Any) -> dict[str, Any] | str:
     if not isinstance(plan, RowPlan | TilePlan):
         return NO_EMULATOR[type(plan).__name__]
     worst, shapes = 0.0, []
@@ -108,38 +156,37 @@ def emulated(plan: Any) -> dict[str, Any] | str:
     return {"error": float(f"{worst:.2g}"), "shapes": shapes}
 
 
-def listed(card: str) -> Iterator[tuple[str, Any]]:
-    for plan in plans(OP, card):
-        yield str(plan), plan
-
-
-def make(action: str, card: str, everything: bool) -> None:
+def make(action: str, card: str, ops: list[str], everything: bool) -> None:
     record = load(card)
-    known: dict[str, Any] = {name: record["plans"].get(name, {}) for name, _ in listed(card)}
-    record |= {"jax": jax.__version__, "plans": known}
+    record |= {"jax": jax.__version__}
     key = {"lower": "lowered", "assemble": "assembled", "emulate": "emulated"}[action]
-    todo = [(name, plan) for name, plan in listed(card) if everything or key not in known[name]]
-    done = 0
+    todo = []
+    for op in OPS:
+        old = record["ops"].get(op, {})
+        record["ops"][op] = known = {str(plan): old.get(str(plan), {}) for plan in plans(op, card)}
+        if op in ops:
+            todo += [
+                (op, plan) for plan in plans(op, card) if everything or key not in known[str(plan)]
+            ]
 
-    def each(compute: Any) -> None:
-        nonlocal done
-        for name, plan in todo:
-            value = compute(plan)
+    def each(compute: Callable[..., Any]) -> None:
+        for done, (op, plan) in enumerate(todo, 1):
+            known, name = record["ops"][op], str(plan)
+            value = compute(op, card, plan)
             if action == "lower" and known[name].get(key) not in (None, value):
                 known[name] = {}
             known[name][key] = value
-            done += 1
             if done % 20 == 0:
-                print(f"{done} of {len(todo)}", file=sys.stderr, flush=True)
+                print(f"{card}: {done} of {len(todo)}", file=sys.stderr, flush=True)
                 save(record)
                 jax.clear_caches()
 
-    with planned_for(card):
+    with planning(card):
         if action == "assemble":
             from tests.helpers.assembling import assembler
 
             with assembler(card_of(card)[1]) as where:
-                each(lambda plan: assembled(plan, where))
+                each(functools.partial(assembled, where=where))
         else:
             each(hashes_of if action == "lower" else emulated)
     save(record)
@@ -147,29 +194,45 @@ def make(action: str, card: str, everything: bool) -> None:
 
 def merge(files: list[str]) -> None:
     """Add runs to the records of their cards, and list the plans that were not run."""
-    unproven = json.loads(UNPROVEN.read_text())
     runs = [json.loads(line) for file in files for line in Path(file).read_text().splitlines()]
+    missing = dict(json.loads(RUNS.read_text()))
     for card in {run["card"] for run in runs}:
         record = load(card)
         for run in runs:
-            if run["card"] == card and run["plan"] in record["plans"]:
+            known = record["ops"].get(run["op"], {})
+            if run["card"] == card and run["plan"] in known:
                 facts = {key: run[key] for key in ("jax", "date", "error")}
-                record["plans"][run["plan"]]["run"] = facts
+                known[run["plan"]]["run"] = facts
         save(record)
-        unproven[card] = [name for name, x in sorted(record["plans"].items()) if "run" not in x]
-    UNPROVEN.write_text(json.dumps(unproven, indent=1) + "\n")
+        missing[card_of(card)[1].name] = not_run(card)
+    RUNS.write_text(json.dumps(missing, indent=1) + "\n")
+
+
+def not_run(card: str) -> list[str]:
+    """Return the plans of a card without a run, as ``runs.json`` names them."""
+    record = load(card)["ops"]
+    return sorted(
+        {
+            run_name(plan)
+            for op in OPS
+            for plan in plans(op, card)
+            if "run" not in record.get(op, {}).get(str(plan), {})
+        }
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("action", choices=("lower", "assemble", "emulate", "merge"))
     parser.add_argument("names", nargs="+", help="a card, or files of runs")
+    parser.add_argument("--op", choices=OPS, help="of one op alone")
     parser.add_argument("--all", action="store_true")
     given = parser.parse_args()
     if given.action == "merge":
         merge(given.names)
-    else:
-        make(given.action, given.names[0], given.all)
+        return
+    for card in given.names:
+        make(given.action, card, [given.op] if given.op else list(OPS), given.all)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from pallas_kernels.attention.past import attend as attend_past
 from pallas_kernels.attention.rope_attention import rope_and_attend
 from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write, rope_and_write_tokens
 from pallas_kernels.experts.best import best
-from pallas_kernels.experts.fetch import FetchedLeaf, fetch
+from pallas_kernels.experts.fetch import fetch
+from pallas_kernels.experts.fetch_layout import FetchedLeaf
 from pallas_kernels.experts.gate import ClampedGate, Gate
 from pallas_kernels.experts.op import grouped_matmul
 from pallas_kernels.experts.route import norm_and_route

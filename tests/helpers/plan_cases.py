@@ -102,7 +102,9 @@ def _row(plan: RowPlan, few: bool) -> tuple[ProductCase, ProductCase]:
     # Several rounds, the last of which is short.
     n = 80 if few else plan.rows * (plan.sms * plan.warps + 9)
     small = ProductCase(1, 32, 8 * unit, first, alone)
-    return small, ProductCase(1, n, 13 * unit, second, f"nb{pairs}p" if pairs else "nbrp")
+    # Long rows have one chain of sums, and short ones two.
+    k = 8192 + unit if plan.codes == "int4" else 13 * unit
+    return small, ProductCase(1, n, k, second, f"nb{pairs}p" if pairs else "nbrp")
 
 
 def _tile(plan: TilePlan, few: bool) -> tuple[ProductCase, ProductCase]:

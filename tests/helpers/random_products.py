@@ -134,6 +134,29 @@ def shapes_of(call: MatmulCall) -> tuple[Any, Any, dict[str, Any]]:
     return x, call.w, around
 
 
+def quantized_weight(rng: np.random.Generator, t: QTensor, size: float) -> QTensor:
+    """Return values like t's shapes, of about ``size``; zeros are of about the codes' size."""
+    q = codes(t.q.shape, t.dtype.name, int(rng.integers(1 << 30)))
+    peak = {"int4": 8, "int8": 128, "float4_e2m1fn": 6}.get(t.dtype.name, 448)
+    zero = t.zero
+    if zero is not None:
+        is_code = jnp.issubdtype(zero.dtype, jnp.integer)
+        drawn = rng.integers(-8, 8, zero.shape) if is_code else 0.1 * rng.normal(size=zero.shape)
+        zero = as_jax(drawn, zero.dtype)
+    if t.scale.dtype in (E8M0, E4M3):
+        low, high = (120, 126) if t.scale.dtype == E8M0 else (1, 127)
+        bits = rng.integers(low, high, t.scale.shape).astype(np.uint8)
+        scale: Any = jnp.asarray(bits.view(t.scale.dtype))
+    elif t.unit is not None:
+        scale = as_jax(rng.integers(1, 9, t.scale.shape), INT8)
+    else:
+        scale = as_jax(rng.uniform(size / 2, size, t.scale.shape) / peak, t.scale.dtype)
+    if t.blocked is not None:
+        scale = as_jax(np.repeat(wide(scale)[::128], 128, axis=0)[: len(scale)], scale.dtype)
+    unit = None if t.unit is None else as_jax(rng.uniform(1e-4, 3e-4, t.unit.shape), F32)
+    return QTensor(q, scale, zero, unit=unit, blocked=t.blocked)
+
+
 def values_of(call: MatmulCall, seed: int) -> tuple[Any, Any, dict[str, Any]]:
     """Return operands of a call: a product of about 1, and zeros of about the codes' size."""
     rng = np.random.default_rng(seed)
@@ -142,31 +165,8 @@ def values_of(call: MatmulCall, seed: int) -> tuple[Any, Any, dict[str, Any]]:
     def filled(shape: S, size: float = 1.0) -> jax.Array:
         return as_jax(size * rng.standard_normal(shape.shape), shape.dtype)
 
-    def quantized(t: QTensor, size: float) -> QTensor:
-        q = codes(t.q.shape, t.dtype.name, seed)
-        peak = {"int4": 8, "int8": 128, "float4_e2m1fn": 6}.get(t.dtype.name, 448)
-        zero = t.zero
-        if zero is not None:
-            is_code = jnp.issubdtype(zero.dtype, jnp.integer)
-            drawn = (
-                rng.integers(-8, 8, zero.shape) if is_code else 0.1 * rng.normal(size=zero.shape)
-            )
-            zero = as_jax(drawn, zero.dtype)
-        if t.scale.dtype in (E8M0, E4M3):
-            low, high = (120, 126) if t.scale.dtype == E8M0 else (1, 127)
-            bits = rng.integers(low, high, t.scale.shape).astype(np.uint8)
-            scale: Any = jnp.asarray(bits.view(t.scale.dtype))
-        elif t.unit is not None:
-            scale = as_jax(rng.integers(1, 9, t.scale.shape), INT8)
-        else:
-            scale = as_jax(rng.uniform(size / 2, size, t.scale.shape) / peak, t.scale.dtype)
-        if t.blocked is not None:
-            scale = as_jax(np.repeat(wide(scale)[::128], 128, axis=0)[: len(scale)], scale.dtype)
-        unit = None if t.unit is None else as_jax(rng.uniform(1e-4, 3e-4, t.unit.shape), F32)
-        return QTensor(q, scale, zero, unit=unit, blocked=t.blocked)
-
-    x = quantized(x, 1.0) if isinstance(x, QTensor) else filled(x)
-    w = quantized(w, 0.05) if isinstance(w, QTensor) else filled(w, 0.02)
+    x = quantized_weight(rng, x, 1.0) if isinstance(x, QTensor) else filled(x)
+    w = quantized_weight(rng, w, 0.05) if isinstance(w, QTensor) else filled(w, 0.02)
     return x, w, jax.tree.map(filled, around)
 
 

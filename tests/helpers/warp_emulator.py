@@ -87,6 +87,9 @@ class Block:
     def c(self, value, dtype=U32):
         return np.full(self.n, value).astype(dtype).view(Lanes)
 
+    def like(self, number, other):
+        return number if isinstance(number, np.ndarray) else self.c(number, other.dtype)
+
     def touches(self, space: str) -> None:
         self.touched = self.touched or "global" in space
 
@@ -320,6 +323,7 @@ def _modules(block: Block) -> dict[str, Any]:
     p.__dict__.update(
         ptx=ptx,
         arith=ARITH,
+        operators=SimpleNamespace(like=block.like),
         Value=np.ndarray,
         type_of=lambda x: x.dtype,
         _overlaps=lambda: True,
@@ -413,7 +417,7 @@ def emulated(*modules):
         kernel=kernel,
         SMEM=lambda shape, dtype: shape,
         RefType=lambda: None,
-        inline_mgpu=lambda arg_types: lambda f: lambda *refs: f(None, *refs),
+        inline_mgpu=lambda arg_types, return_type: lambda f: lambda *refs: f(None, *refs),
         CompilerParams=lambda **kw: None,
         LoweringSemantics=SimpleNamespace(Lane=None),
     )

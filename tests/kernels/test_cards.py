@@ -169,8 +169,15 @@ def test_a_new_card_is_one_table_and_one_line(target, is_whole, add_card) -> Non
         assert (gpu().arch, gpu().sms, gpu().copy_rate) == (target, 60, 1.3e12)
         assert gpu().shared_bytes == BY_NAME[target].shared_bytes
         # What the file lacks is scaled by the data sheets.
-        scale = 1 if is_whole else MEASURED.sms / NEW.sms
-        assert math.isclose(gpu().costs["row int4"].shared[1], 0.284 * scale)
+        fewer = 1 if is_whole else MEASURED.sms / NEW.sms
+        less = 1 if is_whole else NEW.l2 / MEASURED.l2
+        assert math.isclose(gpu().costs["xla float"].shared[1], 4.82 * fewer)
+        assert math.isclose(gpu().products.l2_bytes, 50e6 * less)
+        slower = 1 if is_whole else MEASURED.bandwidth / NEW.bandwidth
+        assert math.isclose(gpu().many_rows.memory_rate, 4200 / slower)
+        # Planners count the work of one multiprocessor themselves.
+        for family, cost in (("row int4", 0.284), ("pair int8", 94.9), ("xla float", 0.183)):
+            assert gpu().costs[family].shared[-1] == cost
         products(random.Random(5))
         grouped()
         attended()

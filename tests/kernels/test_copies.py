@@ -144,3 +144,25 @@ def test_no_plan_splits_a_unit_of_scales(dtype) -> None:
         assert groups % tile.split == 0
         splits.add(tile.split)
     assert splits == {1, 2}
+
+
+@newest
+@pytest.mark.parametrize("most, is_given", [(232, True), (240, False)])
+def test_warpgroups_ask_for_registers_that_the_launch_has(most, is_given) -> None:
+    """Three warpgroups have 3 * 168; two that wait for more than the third gives back hang."""
+
+    def body(gmem, smem, barrier) -> None:
+        is_feeder = lax.axis_index("warpgroup") == 2
+        pl.when(is_feeder)(lambda: plgpu.set_max_registers(40, action="decrease"))
+        pl.when(~is_feeder)(lambda: plgpu.set_max_registers(most, action="increase"))
+
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+
+    def program(x):
+        return launch(body, {"x": x}, {"out": x}, name="asks", grid=1, warpgroups=3)
+
+    jaxpr = jax.make_jaxpr(program)(x).jaxpr
+    if is_given:
+        return refuse("asks", jaxpr)
+    with pytest.raises(NotImplementedError, match="asks for 520 registers in 3 warpgroups, and ha"):
+        refuse("asks", jaxpr)

@@ -4,6 +4,8 @@ A tile of 16 rows, or in the program of one row a row, belongs to one of a group
 addresses of its codes and scales depend on which: a shift, picked by comparing its number with the
 weights' first ones (``several``).  Each group has blocks of its own, which run the program of its
 form.
+
+``row`` and ``tile`` say who copies, who waits and who writes.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def matmul(
         several = Several(group.begin, group.firsts, others)
         if isinstance(group.division, RowDivision):
             block = p.register("ctaid.x") - group.begin
-            row.run(group.division, operands, smem, block, several=several)
+            row.RowProgram(group.division, operands, smem, block, several).run()
             return
         tile.TileProgram(group.division, operands, smem, several).run()
 

@@ -1,4 +1,8 @@
-"""The tile kernel's copies from device memory: codes into the ring, a tile's parameters."""
+"""The tile kernel's copies from device memory: codes into the ring, a tile's parameters.
+
+Codes: each lane for itself.  Scales, bias, residual: all threads of the block, which read them
+behind the batch's barrier (``tile``).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The launch of the kernels of few rows: that of one row (``row``) and that of tiles (``tile``)."""
+"""The launch of the kernels of few rows: that of one row (``row``) and that of tiles (``tile``).
+
+Those two files say who copies, who waits and who writes.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ def matmul(
     def body(gmem, smem):
         memory = vars(gmem)
         if is_row:
-            row.run(plan, FewRowsOperands.of(memory, **facts), smem)
+            row.RowProgram(plan, FewRowsOperands.of(memory, **facts), smem).run()
         else:
             memory = dict(sorted(memory.items(), key=lambda item: item[0] in _LAST))
             tile.TileProgram(plan, FewRowsOperands.of(memory, **facts), smem).run()

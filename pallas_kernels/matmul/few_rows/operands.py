@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.gate import ClampedGate
 from pallas_kernels.fused_parts import floats, gated, rounded_sum
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.posted import Posts
 from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.ptx import Value
@@ -145,7 +144,7 @@ def add_squares(total: Value, values: Sequence[Value], inside: Callable[[], Valu
     squares = total
     for v in values:
         squares = p.fma(v, v, squares)
-    return squares if inside is None else arith.select(inside(), squares, total)
+    return squares if inside is None else p.where(inside(), squares, total)
 
 
 def over_lanes(values: Sequence[Value], lanes: int = 32) -> list[Value]:

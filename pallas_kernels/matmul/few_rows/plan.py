@@ -79,7 +79,7 @@ class RowPlan(Predicted):
             # Of two blocks an SM, those without a unit in the last round make room for the next
             # kernel's.
             spread=self.warps >= WARPS,
-            chains=2 if call.k <= gpu().few_rows.chained_columns else 1,
+            chains=2 if self.codes == "int4" and call.k <= gpu().few_rows.chained_columns else 1,
         )
 
 
@@ -97,7 +97,7 @@ class RowDivision:
     sms: int = dataclasses.field(default_factory=sms)
     spread: bool = False  # a round without a unit for each warp is one of all blocks
     # Sums of a group beside int4 that the tensor cores add to in turn.
-    chains: int = dataclasses.field(default=1, repr=False)
+    chains: int = 1
 
     @property
     def per_load(self) -> int:

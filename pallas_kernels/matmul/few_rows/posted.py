@@ -1,4 +1,8 @@
-"""The kernels' side of a sum over devices (``matmul.sums``): store a part, wait for all parts."""
+"""The kernels' side of a sum over devices (``matmul.sums``): store a part, wait for all parts.
+
+Copies: a lane loads its 8 values of each device's row.  Waits: ``total`` loads these again until
+none of their words is ``EMPTY``; there is no barrier.  Writes: ``collect`` stores the sums.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
 from pallas_kernels.launch import launch
-from pallas_kernels.matmul.sums import EMPTY
+from pallas_kernels.matmul.call import EMPTY
 from pallas_kernels.ptx import Value
 
 _THREADS = 128

@@ -19,6 +19,13 @@ that is not full.
     warp     per group of 4 loads: the next group -> registers, multiply this one   (``row_loops``)
     warp     sum over lanes; lane 0: fused parts, one rounding, store                   (``finish``)
 
+Copies: each lane loads its own codes into registers, a group ahead of their use.  All threads load
+x and the norm's weight into registers and store their product in shared memory.
+Waits: all threads at one block barrier, until x is stored; after it no warp waits for another.
+A product that posts has one more barrier a round (``Poster``).  A pending sum is polled.
+Writes: lane 0 of a warp stores its unit's results.  Block 0 stores the sum of x and what was
+pending.  With ``Poster`` each warp posts the block's results to one device.
+
 Numerics.  Float32, in an order that depends on K alone.  The norm's factor and an int8 row's scale
 multiply the sum.  x times the norm's weight stays float32.  Beside int4 it is rounded once to
 float16, divided by a power of two that 256 columns share, and a group's sum is scaled.  Beside
@@ -39,13 +46,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith
-from pallas_kernels.matmul.few_rows.operands import (
-    FewRowsOperands,
-    as_float,
-    load_word,
-    over_lanes,
-)
+from pallas_kernels.matmul.few_rows.operands import FewRowsOperands, as_float, load_word, over_lanes
 from pallas_kernels.matmul.few_rows.plan import RowDivision
 from pallas_kernels.matmul.few_rows.posted import Posts
 from pallas_kernels.matmul.few_rows.row_loops import Floats, Nibbles, loop_class
@@ -221,102 +222,139 @@ class Poster:
         p.when(is_mine & (self.warp < self.posts.peers), store)
 
 
-def run(
-    plan: RowDivision,
-    operands: FewRowsOperands,
-    smem: SimpleNamespace,
-    block: Value | None = None,
-    *,
-    waits: bool = True,
-    several: Several | None = None,
-) -> None:
-    """Emit one block's program while the kernel is traced.
+class RowProgram:
+    """The program of one block.  Everything is emitted while the kernel is traced.
 
-    smem: x, and squares of it.  block: its number, if it is not the grid's.  waits: for the kernel
-    before; False if that has ended (``experts.kernel``).  several: the weights behind w.
+    smem: x, and squares of it.  block: its number, if it is not the grid's.  several: the weights
+    behind w.
     """
-    xs, squares = (p.shared_address(getattr(smem, name)) for name in SCRATCH)
-    thread = p.register("tid.x")
-    warp = thread >> 5
-    lane = thread & 31
-    # Neighbouring warps of a block have neighbouring rows.
-    block = p.register("ctaid.x") if block is None else block
-    groups, stride = plan.groups, plan.blocks * plan.warps
-    first = block * plan.warps + warp
-    last = first + stride * (plan.rounds - 1)
-    if plan.spread and plan.is_last_short and operands.post is None:
-        # Each block has a share of the last round, not the first blocks all of it.  Posted rows of
-        # a block stand behind each other.
-        last = warp * plan.blocks + block + stride * (plan.rounds - 1)
-        first = first if plan.rounds > 1 else last
-    places = {
-        "w": RowOffsets(operands.w, plan.k * plan.bits // 8),
-        "scale": RowOffsets(operands.scale, operands.weight.scale_row),
-        "zero": RowOffsets(operands.zero, operands.weight.zero_row),
-    }
-    if several is not None:
-        places = several.added_to(places, operands)
-    w = places["w"].from_base(p.offset(operands.w, lane, 16))
-    make_loop = functools.partial(loop_class(operands.weight).of, plan, operands, xs)
-    loop = last_loop = make_loop(lane)
-    last_w = w
-    if plan.last_lanes < 32:
-        last_lane = p.minimum(lane, plan.last_lanes - 1)
-        last_w = w.from_base(p.offset(operands.w, last_lane, 16))
-        last_loop = make_loop(last_lane)
-    posts, poster = operands.posts, None
-    slot = None if operands.posted is None else posts.slot(operands.posted)
-    if operands.post is not None:  # without a norm, so that the memory for squares is free
-        place = posts.place(operands.post, warp)
-        poster = Poster(plan, posts, squares, place, block, warp, lane)
-    source = Input(plan, operands, loop, thread, squares, slot)
-    rows = WeightRows(plan, operands, loop, lane, places, w, last_w, last_loop)
 
-    start = p.minimum(first, plan.units - 1)
-    if waits:
-        operands.prefetch(thread)
-        rows.prefetch(start)
-        p.await_kernel()
-    if operands.post is not None:
-        threads = 32 * plan.warps
-        posts.empty(operands.post, block * threads + thread, threads * plan.blocks)
-    asked = source.ask(early=True)
-    ready = rows.load(start, groups[0])
-    # A unit's bias comes with its first loads: a trip to memory of its own would be waited for.
-    ends = rows.ask(start)
-    n_ready = len(ready)
-    source.store(asked, warp, lane)
-    p.barrier()
-    factor = source.factor()
+    def __init__(
+        self,
+        plan: RowDivision,
+        operands: FewRowsOperands,
+        smem: SimpleNamespace,
+        block: Value | None = None,
+        several: Several | None = None,
+    ):
+        self.plan, self.operands = plan, operands
+        self.xs, self.squares = (p.shared_address(getattr(smem, name)) for name in SCRATCH)
+        self.thread = p.register("tid.x")
+        self.warp, self.lane = self.thread >> 5, self.thread & 31
+        self.block = p.register("ctaid.x") if block is None else block
+        self.place_units()
+        self.rows = self.place_rows(several)
+        self.place_sums()
 
-    def product(turn, unit, ready, ends, later=None):
-        """later: the warp's next unit, whose first loads and ends are returned."""
-        following = ends
-        sums = loop.nothing()
+    def place_units(self) -> None:
+        """The warp's first and last unit.  Neighbouring warps of a block have neighbours."""
+        plan = self.plan
+        self.stride = plan.blocks * plan.warps
+        behind = self.stride * (plan.rounds - 1)
+        self.first = self.block * plan.warps + self.warp
+        self.last = self.first + behind
+        if plan.spread and plan.is_last_short and self.operands.post is None:
+            # Each block has a share of the last round, not the first blocks all of it.  Posted rows
+            # of a block stand behind each other.
+            self.last = self.warp * plan.blocks + self.block + behind
+            self.first = self.first if plan.rounds > 1 else self.last
+
+    def place_rows(self, several: Several | None) -> WeightRows:
+        plan, operands, lane = self.plan, self.operands, self.lane
+        places = {
+            "w": RowOffsets(operands.w, plan.k * plan.bits // 8),
+            "scale": RowOffsets(operands.scale, operands.weight.scale_row),
+            "zero": RowOffsets(operands.zero, operands.weight.zero_row),
+        }
+        if several is not None:
+            places = several.added_to(places, operands)
+        w = places["w"].from_base(p.offset(operands.w, lane, 16))
+        make_loop = functools.partial(loop_class(operands.weight).of, plan, operands, self.xs)
+        loop = last_loop = make_loop(lane)
+        last_w = w
+        if plan.last_lanes < 32:
+            last_lane = p.minimum(lane, plan.last_lanes - 1)
+            last_w = w.from_base(p.offset(operands.w, last_lane, 16))
+            last_loop = make_loop(last_lane)
+        return WeightRows(plan, operands, loop, lane, places, w, last_w, last_loop)
+
+    def place_sums(self) -> None:
+        """What the sums over devices need: where a pending one lies, and who posts the result."""
+        operands, posts = self.operands, self.operands.posts
+        slot = None if operands.posted is None else posts.slot(operands.posted)
+        self.poster = None
+        if operands.post is not None:  # without a norm, so that the memory for squares is free
+            place = posts.place(operands.post, self.warp)
+            where = self.squares, place, self.block, self.warp, self.lane
+            self.poster = Poster(self.plan, posts, *where)
+        self.source = Input(self.plan, operands, self.rows.loop, self.thread, self.squares, slot)
+
+    def run(self, *, waits: bool = True) -> None:
+        """waits: for the kernel before; False if that has ended (``experts.kernel``)."""
+        plan, poster = self.plan, self.poster
+        ready, ends = self.begin(waits)
+        self.n_ready = len(ready)
+        p.barrier()  # x is there
+        self.factor = self.source.factor()
+        if plan.rounds > 1:
+            carry = p.loop(0, plan.rounds - 1, 1, [*ready, *ends], self.round)
+            ready, ends = carry[: self.n_ready], carry[self.n_ready :]
+        turn = p.ci(plan.rounds - 1)
+        p.when(self.last < plan.units, lambda: self.product(turn, self.last, ready, ends))
+        if poster is not None:
+            poster.post(turn)
+
+    def begin(self, waits: bool) -> tuple[list[Value], list[Value]]:
+        """x to shared memory; (words, ends) of the first unit's first group, on their way."""
+        plan, operands, rows, source = self.plan, self.operands, self.rows, self.source
+        start = p.minimum(self.first, plan.units - 1)
+        if waits:
+            operands.prefetch(self.thread)
+            rows.prefetch(start)
+            p.await_kernel()
+        if operands.post is not None:
+            threads = 32 * plan.warps
+            number = self.block * threads + self.thread
+            operands.posts.empty(operands.post, number, threads * plan.blocks)
+        asked = source.ask(early=True)
+        ready = rows.load(start, plan.groups[0])
+        # A unit's bias comes with its first loads: a trip to memory of its own would be waited for.
+        ends = rows.ask(start)
+        source.store(asked, self.warp, self.lane)
+        return ready, ends
+
+    def round(self, i: Value, carry: list[Value]) -> list[Value]:
+        """A unit, and the first loads of the next one."""
+        unit = i * self.stride + self.first
+        later = p.where(i < self.plan.rounds - 2, unit + self.stride, self.last)
+        # A warp without another unit reads its first one again, and stores nothing of it.
+        later = p.where(later < self.plan.units, later, self.first)
+        carry = self.product(i, unit, carry[: self.n_ready], carry[self.n_ready :], later)
+        if self.poster is not None:
+            self.poster.post(i)
+        return carry
+
+    def product(
+        self,
+        turn: Value,
+        unit: Value,
+        ready: list[Value],
+        ends: list[Value],
+        later: Value | None = None,
+    ) -> list[Value]:
+        """Multiply a unit, group by group, and finish it.
+
+        later: the warp's next unit, whose first loads and ends are returned.
+        """
+        rows, groups, following = self.rows, self.plan.groups, ends
+        sums = rows.loop.nothing()
         for i, group in enumerate(groups):
             now = ready
             if i + 1 < len(groups):
                 ready = rows.load(unit, groups[i + 1])
             elif later is not None:
                 ready, following = rows.load(later, groups[0]), rows.ask(later)
-            sums = loop.group(group, now, sums)
-        rows.finish(unit, sums, ends, factor, None if poster is None else poster.buffer(turn))
+            sums = rows.loop.group(group, now, sums)
+        kept = None if self.poster is None else self.poster.buffer(turn)
+        rows.finish(unit, sums, ends, self.factor, kept)
         return [*ready, *following]
-
-    def step(i, carry):
-        unit = i * stride + first
-        later = arith.select(i < plan.rounds - 2, unit + stride, last)
-        # A warp without another unit reads its first one again, and stores nothing of it.
-        later = arith.select(later < plan.units, later, first)
-        carry = product(i, unit, carry[:n_ready], carry[n_ready:], later)
-        if poster is not None:
-            poster.post(i)
-        return carry
-
-    if plan.rounds > 1:
-        carry = p.loop(0, plan.rounds - 1, 1, [*ready, *ends], step)
-        ready, ends = carry[:n_ready], carry[n_ready:]
-    turn = p.ci(plan.rounds - 1)
-    p.when(last < plan.units, lambda: product(turn, last, ready, ends))
-    if poster is not None:
-        poster.post(turn)

@@ -11,7 +11,6 @@ import functools
 import operator
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.matmul.few_rows.plan import RowDivision, folds
@@ -156,7 +155,7 @@ class Nibbles:
 
     def own_row(self, acc, r: int):
         """The accumulators' sum of the r-th row: of the lane's two columns, the diagonal's."""
-        return arith.select(self.is_second, acc[2 * r + 1], acc[2 * r])
+        return p.where(self.is_second, acc[2 * r + 1], acc[2 * r])
 
     def prepared(self, values):
         """The 8 values divided by the power of two of the warp's 256, and that power.
@@ -211,7 +210,7 @@ class Nibbles:
         return sums
 
     def totals(self, sums):
-        return [arith.select(self.on_diagonal, v, p.cf(0.0)) for v in sums]
+        return [p.where(self.on_diagonal, v, 0.0) for v in sums]
 
 
 class Float8(Nibbles):

@@ -7,7 +7,6 @@ import functools
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands, add_squares, over_lanes
 from pallas_kernels.matmul.few_rows.plan import RowDivision
 from pallas_kernels.matmul.few_rows.row_loops import Floats, Nibbles
@@ -47,7 +46,7 @@ class Input:
             words, is_x = p.load_global(p.offset(operands.x, source, 16), 4), None
             if of_x < pieces:
                 is_x = piece < of_x
-                words = [arith.select(is_x, word, p.ci(0)) for word in words]
+                words = [p.where(is_x, word, 0) for word in words]
             gamma = None if operands.gamma is None else self.eight("gamma", source)
             pending = None
             if self.slot is not None:
@@ -70,7 +69,7 @@ class Input:
                 pending = self.operands.posts.total(pending, self.slot, source)
             if pending is not None:
                 if is_x is not None:  # zeros behind x stay zeros
-                    pending = [arith.select(is_x, value, p.cf(0.0)) for value in pending]
+                    pending = [p.where(is_x, value, 0.0) for value in pending]
                 place = functools.partial(p.offset, index=piece, stride=16)
                 block = functools.partial(p.register, "ctaid.x")
                 words = self.operands.store_total(words, pending, place, block, is_x)

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
 from pallas_kernels.ptx import Value
 
@@ -43,7 +42,7 @@ class RowOffsets:
             return at
         shift = at - at
         for first, other in zip(self.firsts, self.moves, strict=True):
-            shift = arith.select(piece < first, shift, other)
+            shift = p.where(piece < first, shift, other)
         return at + shift
 
 

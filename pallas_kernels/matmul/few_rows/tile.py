@@ -8,8 +8,7 @@ Division of work. One block of 16 warps per SM, alone or in clusters of ``split`
 cluster walks over tiles of 16 rows of w. A warp owns the same run of columns of every tile and
 keeps x's fragments for it in registers (or, ``resident``, in shared memory). Each lane copies its
 own weights through its own places in a ring in shared memory (cp.async), 16 bytes of one row at a
-time. It reads back only what it wrote: between the first and the last barrier no warp waits for
-another.
+time. It reads back only what it wrote: within a batch of tiles no warp waits for another.
 
     start      all    the first of w -> L2 | the kernel before has ended
                all    x, scales of the first batch -> smem, ring filled     (``tile_x``, ``copies``)
@@ -18,6 +17,14 @@ another.
                                                                         (``tile_loop``, ``widen``)
     run_batch  all    barrier | sum of the warps' partials in a fixed order (with split > 1 through
                       the peers' shared memory), fused parts, one rounding, store  (``tile_sums``)
+
+Copies: each lane copies its own codes by cp.async (``Copies.codes``).  All threads copy a batch's
+scales, bias and residual by cp.async.  A warp copies its own run of x, or with a norm all threads
+load x through registers.
+Waits: a lane waits for its own copies (``copies_wait``).  All warps meet at a block barrier behind
+``start``, and at one in each ``run_batch`` before sums are added.  Blocks of a cluster meet once
+each batch, and at the end.
+Writes: all threads store a batch's outputs; with ``split`` each block those of every split-th tile.
 
 Fusion.  A norm, out = rsqrt(mean x^2 + eps) * ((x * gamma) W): x then comes by registers instead of
 cp.async, is multiplied on its way to shared memory, and the factor multiplies the sum at the end.
@@ -50,7 +57,6 @@ import functools
 from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul.few_rows.block import Params, TileBlock
 from pallas_kernels.matmul.few_rows.copies import Copies
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands
@@ -192,5 +198,5 @@ class TileProgram:
             copies.codes(step, later % n_blocks, place)
         p.copies_commit()
         moved = slots[-1] + SLOT
-        slots.append(arith.select(moved < depth * SLOT, moved, p.ci(0)))
+        slots.append(p.where(moved < depth * SLOT, moved, 0))
         return rows

@@ -42,22 +42,12 @@ class PartialSums:
 
     def reduce(self, batch, buffer, count: int) -> None:
         """``count`` tiles; with SwiGLU a tile of gate and one of up make one of the output."""
-        block, plan = self.block, self.block.plan
-        parts = 2 if plan.pairs else 1
-        values = 16 * plan.m
-        first = buffer * plan.batch
+        block, plan, parts = self.block, self.block.plan, 2 if self.block.plan.pairs else 1
+        values, first = 16 * plan.m, buffer * plan.batch
 
         def token_and_row(index):
             rest = index % values
             return rest >> 4, rest & 15
-
-        def over_warps(slot, token, row):
-            at = self.partial_at(slot, p.ci(0), token, row)
-            value = p.load_float(at)
-            for w in range(1, plan.warps):
-                warp_bytes = 4 * plan.n_tiles * 8 * PITCH
-                value = value + p.load_float(at, w * warp_bytes)
-            return at, value
 
         def finish(index, t, value_of):
             """Finish output tile t; value_of(slot, token, row): a sum over all of K."""
@@ -68,34 +58,40 @@ class PartialSums:
             tile = step * plan.clusters + block.cluster
             self.write(sums, slots, tile, token, row)
 
-        if plan.split == 1 or plan.apart:
-
-            def whole(index):
-                t = index // values
-                finish(index, t, lambda *where: over_warps(*where)[1])
-
-            block.threads(count // parts * values, whole)
-            return
+        def whole(index):
+            finish(index, index // values, lambda *where: self.over_warps(*where)[1])
 
         def of_block(index):
-            slot = first + index // values
-            at, value = over_warps(slot, *token_and_row(index))
+            at, value = self.over_warps(first + index // values, *token_and_row(index))
             p.store_shared(at, [value])
-
-        block.threads(count * values, of_block)
-        p.cluster_barrier()
-
-        def over_blocks(slot, token, row):
-            at = self.partial_at(slot, p.ci(0), token, row)
-            blocks = [p.load_peer(p.peer_address(at, i)) for i in range(plan.split)]
-            return functools.reduce(operator.add, blocks)
 
         def of_cluster(index):
             # Each block finishes every split-th tile of the output.
             t = index // values * plan.split + block.rank
-            p.when(t < count // parts, lambda: finish(index, t, over_blocks))
+            p.when(t < count // parts, lambda: finish(index, t, self.over_blocks))
 
+        if plan.split == 1 or plan.apart:
+            block.threads(count // parts * values, whole)
+            return
+        block.threads(count * values, of_block)
+        p.cluster_barrier()  # all blocks' sums are there
         block.threads(-(-count // parts // plan.split) * values, of_cluster)
+
+    def over_warps(self, slot, token, row):
+        """(where the first warp's partial sum is, the sum over the warps)."""
+        plan = self.block.plan
+        at = self.partial_at(slot, p.ci(0), token, row)
+        value = p.load_float(at)
+        for w in range(1, plan.warps):
+            warp_bytes = 4 * plan.n_tiles * 8 * PITCH
+            value = value + p.load_float(at, w * warp_bytes)
+        return at, value
+
+    def over_blocks(self, slot, token, row):
+        """The sum over the cluster's blocks of what ``over_warps`` found there."""
+        at = self.partial_at(slot, p.ci(0), token, row)
+        blocks = [p.load_peer(p.peer_address(at, i)) for i in range(self.block.plan.split)]
+        return functools.reduce(operator.add, blocks)
 
     def write(self, sums, slots, tile, token, row) -> None:
         operands, params = self.block.operands, self.params

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
 from pallas_kernels.fused_parts import floats, packed
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.few_rows.block import TileBlock
 from pallas_kernels.matmul.few_rows.operands import BYTES, add_squares, over_lanes
@@ -59,7 +58,7 @@ class StagedX:
         if not self.block.overlap:
             return None
         last = self.block.plan.warps - 2 < self.block.working
-        return arith.select(last, p.ci(self.block.overlap // 8), p.ci(0))
+        return p.where(last, p.ci(self.block.overlap // 8), 0)
 
     def copy(self) -> None:
         """The warp's run of x to shared memory, whole lines at a time."""
@@ -75,7 +74,7 @@ class StagedX:
                 if repeated is None:
                     p.copy_async(to, source, 0)
                 else:
-                    size = arith.select(index < repeated, p.ci(0), p.ci(16))
+                    size = p.where(index < repeated, p.ci(0), p.ci(16))
                     p.copy_async(to, source, 0, size=size)
 
             if first + 32 <= count:
@@ -241,7 +240,7 @@ class NormedX:
                 words = self.store_total(*words, token, p.minimum(index, per_token - 1))
             if self.repeated is not None:
                 keep = index < self.repeated
-                words = [arith.select(keep, p.ci(0), w) for w in words]
+                words = [p.where(keep, 0, w) for w in words]
             values, i = floats(words), step % at_once
             self.sums[r][i] = add_squares(self.sums[r][i], values, None if whole else is_one)
             scaled = [v * g for v, g in zip(values, gamma, strict=True)]

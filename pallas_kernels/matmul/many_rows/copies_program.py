@@ -2,6 +2,9 @@
 
 ``Feeder`` makes them in a warpgroup of its own.  ``CopiesAhead`` has the first of two warpgroups
 that multiply make them, step by step.
+
+Copies: one warp, by TMA.  Waits: that warp on ``empty`` and ``vectors_empty`` before it reuses
+memory, and in ``drain`` until the last slots are read.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """The sums of FP8 groups: each step of 128 columns of K has scales of x and of w.
 
 A step's product leaves the tensor cores, is multiplied by both scales in float32 and added.
+
+Copies: ``_Feeder.copy_scales``.  Waits: a multiplier on ``scales_full`` for eight steps' scales,
+and on ``full`` for each step; it arrives at ``scales_empty`` and ``empty`` when it has read them.
 """
 
 from __future__ import annotations

@@ -11,6 +11,12 @@ past an edge are not made.
     _Multiplier 1        wait i | wgmma i | release i-1 | ...      rows  64..127
     both                 after the last step, finish: acc -> float32 * scales + bias -> smem -> TMA
 
+Copies: one warp of the last warpgroup, by TMA (``_Feeder``).
+Waits: multipliers wait on ``full`` for a slot, and on ``vectors_full`` before ``finish``.  They
+arrive at ``empty`` of a slot when the next wgmma runs; the feeder waits there for the readers of
+all blocks that share it.  With ``split`` blocks hand sums over by ``peer_full``, ``peer_empty``.
+Writes: each multiplier stores its rows or columns by TMA, through two places of shared memory.
+
 The two blocks of a cluster lie below each other in M, and the weight tile is multicast to both.
 The pair reads 256 + 256 rows of K for 256 x 256 outputs.  That keeps L2 ahead of the tensor cores:
 they need 32 bytes a cycle and SM so, and 48 without a cluster.

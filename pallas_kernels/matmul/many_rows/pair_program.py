@@ -3,6 +3,8 @@
 ``PairBlock`` holds the facts that all of a block's warpgroups share.  ``_Feeder`` is the warpgroup
 that copies, ``_Multiplier`` each of the two that compute.  Everything is emitted while the kernel
 is traced.
+
+``pair`` says who copies, who waits and who writes.
 """
 
 from __future__ import annotations

@@ -5,6 +5,10 @@ planar-snake order.  Neighbouring clusters then work on neighbouring tiles, so t
 operands that another cluster just read.  The last warpgroup feeds a ring of shared-memory slots by
 TMA, and two warpgroups consume it.  The ring runs on across tiles: the next tile's operands arrive
 during the epilogue.
+
+``feed`` runs the copies in the first warp of the last warpgroup.  A slot's ``full`` barrier counts
+its copies' bytes; each warpgroup that computes waits there.  They arrive at ``empty``, and the
+feeder waits there before it copies into the slot again (``ring_barriers``).
 """
 
 from __future__ import annotations
@@ -22,21 +26,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith, ir, memref, vector
-from pallas_kernels.launch import Views, launch
+from pallas_kernels.launch import REF, Views, inline, launch
 
 AHEAD = 512  # bytes of a row of w that are prefetched to L2 before the previous kernel has ended
 # Registers a thread of the feeder and of a compute warpgroup, by the number of compute warpgroups.
-# Their sum may not exceed the launch's (3 * 168, 4 * 128, 5 * 96), or setmaxnreg waits for ever.
+# ``copies`` compares their sum with the launch's.
 REGISTERS = {2: (40, 232), 3: (40, 152), 4: (32, 112)}
 
 
 def tiled(dtype, swizzle: int):
     """The transforms of a shared-memory operand of wgmma."""
     bits = 4 if dtype == jnp.int4 else 8 * jnp.dtype(dtype).itemsize
-    return (
-        plgpu.TilingTransform((8, 8 * swizzle // bits)),
-        plgpu.SwizzleTransform(swizzle),
-    )
+    return (plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle))
 
 
 def rows_and_tiles(shape: tuple[int, ...], dtype, divided: tuple[int, ...] = (), low=None) -> Views:
@@ -91,9 +92,8 @@ def load_strided(values, dtype, axis: int) -> jax.Array:
     shape, layout = values.shape, plgpu.Layout.WGMMA.reduce(1 - axis)
     out_type = plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out_type)
-    def load(ctx, ref):
-        del ctx
+    @inline(REF, out=out_type)
+    def load(ref):
         kind = mgpu.utils.dtype_to_ir_type(dtype)
         thread = p.register("tid.x") & 127
         if axis == 0:
@@ -126,9 +126,8 @@ def load_strided(values, dtype, axis: int) -> jax.Array:
 def warpgroup_barrier() -> None:
     """Wait until all of the warpgroup's threads are here, and have read what they were to read."""
 
-    @plgpu.inline_mgpu()
-    def wait(ctx):
-        del ctx
+    @inline()
+    def wait():
         p.warpgroup_barrier()
 
     wait()
@@ -238,9 +237,8 @@ def await_kernel(w, rows: int, tile, m: int) -> None:
     part = pitch // tile.split
     size = min(part, AHEAD) // 16 * 16 if m <= 64 else 0
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def begin(ctx, w):
-        del ctx
+    @inline(REF)
+    def begin(w):
         if size:
             thread, block = p.register("tid.x"), p.register("clusterid.x")
             pair, k_part = p.register("cluster_ctaid.y"), p.register("cluster_ctaid.x")

@@ -31,6 +31,9 @@ float8_e4m3fn to bfloat16.  A thread's two columns are two bytes, whose fields g
 of bfloat16's exponent (``widen``).  The value is exact, and its product with the scale is
 rounded once.
 
+Copies: none from device memory; a thread loads codes, scales and zeros from the ring.  Waits: none;
+the caller has waited for the slot.
+
 Sources: QServe (arXiv 2405.04532) for scales in two levels, LiquidGEMM (2509.01229) for the
 arithmetic.
 """
@@ -49,6 +52,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import arith, ir, memref, vector
+from pallas_kernels.launch import REF, inline
 from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.ptx import Value
@@ -169,7 +173,7 @@ def to_8_bits(
         rows = []
         for half in range(2):
             at = row + 8 * half
-            held = [arith.extsi(p.i32(), _of_row(v, at)) for v in vectors]
+            held = [p.signed(_of_row(v, at)) for v in vectors]
             zero = None if zeros is None else held[0]
             multiple = None if multiples is None else held[-1]
             widened = multiplied(zero, multiple) if dtype == jnp.int8 else signed(zero)
@@ -208,9 +212,8 @@ def _fragment(words: Callable, refs: Sequence, dtype=jnp.bfloat16, columns: int 
     layout = plgpu.Layout.WGMMA_8BIT if codes_of_8_bits else plgpu.Layout.WGMMA
     out_type = plgpu.ShapeDtypeStruct((64, columns), dtype, layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs), return_type=out_type)
-    def emit(ctx, *refs):
-        del ctx
+    @inline(*(REF,) * len(refs), out=out_type)
+    def emit(*refs):
         kind = mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype))
         rows, is_signed = words(*refs), True if dtype == jnp.int8 else None
         return _operand(rows, layout, (64, columns), kind, is_signed)
@@ -229,7 +232,7 @@ def _nibbles(weight, where, codes, scales, *zeros) -> list[list[Value]]:
         at = row + where.apart * half
         scale, zero, above = _factor(scales, at), None, None
         if weight.int_zero:
-            zero = arith.extsi(p.i32(), _of_row(zeros[0], at))
+            zero = p.signed(_of_row(zeros[0], at))
         elif zeros:
             above = _factor(zeros[0], at)
         below = below_of(zero)
@@ -268,7 +271,7 @@ def _float4(
     for half in range(2):
         at = row + where.apart * half
         if scale_pitch is None:
-            held = (arith.extui(p.i32(), _of_row(v, at)) for v in scales)
+            held = (p.unsigned(_of_row(v, at)) for v in scales)
             factors = [widen.scale_pair(weight, scale, "bf16") for scale in held]
         else:
             place = p.shared_address(scales[0]) + at * scale_pitch
@@ -342,7 +345,7 @@ def _factor(of_rows: Value, row: Value) -> Value:
 
 def _twice(half: Value) -> Value:
     """A pair of one 16-bit float."""
-    word = arith.extui(p.i32(), arith.bitcast(ir.IntegerType.get_signless(16), half))
+    word = p.unsigned(arith.bitcast(ir.IntegerType.get_signless(16), half))
     return p.permute(word, word, 0x1010)
 
 

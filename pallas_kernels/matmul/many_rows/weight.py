@@ -20,6 +20,13 @@ transposed on its way through shared memory.
     Multiplier 1         ....... wgmma x 8 | release | wait | dequantized | wgmma x 8 ...
     both                 after the last step, finish: acc * row + bias -> 16 bits, transposed -> TMA
 
+Copies: one warp of the last warpgroup, by TMA (``Feeder``); with ``lag`` warpgroup 0's first warp.
+Waits: multipliers wait on ``full`` for a slot, on ``vectors_full`` for a tile's vectors.  The
+copying warp waits on ``empty`` and ``vectors_empty`` until all readers, of both blocks of a
+cluster, have arrived.  With ``parts`` warpgroups hand sums over by ``sums_full`` and
+``sums_empty``, with ``split`` blocks by ``peer_full`` and ``peer_empty``.
+Writes: the warpgroup that finishes 64 rows of w stores their outputs by TMA (``finish``).
+
 The two warpgroups fall into step by themselves: while one dequantizes, the wgmmas of the other keep
 the tensor cores busy.  Two slots cost about 270 instructions a thread, against 2 x 1024 cycles of
 wgmma.  For int4 these are two shuffles and a permute per 32 bits, then LOP3, subtract and multiply

@@ -3,6 +3,8 @@
 ``WeightBlock`` holds the facts that all of a block's warpgroups share.  ``Multiplier`` is each of
 those that compute; the copies are in ``copies_program``.  Everything is emitted while the kernel is
 traced.
+
+``weight`` says who copies, who waits and who writes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Products of 17 to 256 rows by the warp's own instructions: ``mma.sync`` and ``cp.async``.
 
+    out[m, n] = sum_k x[m, k] a[n, k] + bias[n]        a: w [N, K] times its scales, less its zeros
+
     x int8          x  w int8           W8A8: int32 sums, exact
     x bf16 | f16    x  w int4 | int8    weight-only, float32 sums
     x bf16          x  w float8_e4m3fn | float4_e2m1fn         fp8-block, mxfp4, nvfp4
@@ -11,6 +13,12 @@ and all rows of x in the tile, so that a block widens each code once.
     all:    copies of the first steps | (wait for a step, barrier, copies of a later one, mma) ...
     warp:   32 rows of w: codes -> registers, widened and scaled | for 16 rows of x: load, 16 mma
     end:    warps that share K add up in shared memory | scales, bias, one rounding, store
+
+Copies: every thread copies its own pieces of x and w by cp.async, ``stages`` - 1 steps ahead.  A
+lane loads scales and zeros into registers, a step ahead.
+Waits: each step all threads wait for their own copies, then meet at one block barrier.  It says
+that the step's slot is full, and that the slot before has been read and may be refilled.
+Writes: the lanes of the warps that finish sums store 4 neighbouring outputs of a row at a time.
 
 Where few rows of w would leave multiprocessors idle, blocks share K (``parts``).  Each writes its
 sums, and XLA adds, scales and rounds them.  int32 sums are added as such, so W8A8 stays exact.
@@ -39,11 +47,7 @@ from pallas_kernels.qtensor import QTensor
 
 @functools.partial(jax.jit, static_argnames=("out_dtype", "tile"))
 def matmul(
-    x: jax.Array | QTensor,
-    w: QTensor,
-    bias: jax.Array | None,
-    out_dtype: jnp.dtype,
-    tile: MidTile,
+    x: jax.Array | QTensor, w: QTensor, bias: jax.Array | None, out_dtype: jnp.dtype, tile: MidTile
 ) -> jax.Array:
     """Return the product [M, N] of x [M, K] and w [N, K]; ``plan`` has the conditions.
 

@@ -16,6 +16,9 @@ with these 4 neighbouring outputs of a row of x, and the 8 lanes with 32.
 
 Pieces of 16 bytes lie in shared memory so that the lanes of a load are in different banks: a row's
 are XORed by bits of its number, and rows of 64 bytes change places.
+
+The phases are ``place_copies``, ``place_loads``, the loop over ``step``, then ``exchange`` (warps
+that share K meet at two block barriers) and ``store``.  ``kernel`` says who copies and waits.
 """
 
 from __future__ import annotations
@@ -25,7 +28,6 @@ from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, packed
-from pallas_kernels.jax_internals import arith
 from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.mid_rows.plan import WARP_ROWS, MidStep, MidTile
 from pallas_kernels.ptx import Value
@@ -195,7 +197,7 @@ class MidBlock:
         p.barrier()
         later = index + (tile.stages - 1)
         # The slot before this one, which all warps have read.
-        behind = arith.select(p.equal(slot, 0), p.ci((tile.stages - 1) * size), slot - size)
+        behind = p.where(p.equal(slot, 0), p.ci((tile.stages - 1) * size), slot - size)
         p.when(later < self.steps, functools.partial(self.copy, later, behind))
         p.copies_commit()
         following = self.load_scales(p.smaller(index + 1, p.ci(self.steps - 1)))
@@ -212,7 +214,7 @@ class MidBlock:
                         at = 2 * t + half
                         acc[at] = self.multiply(acc[at], left[half][s], right[2 * s : 2 * s + 2])
         moved = slot + size
-        moved = arith.select(moved < tile.stages * size, moved, p.ci(0))
+        moved = p.where(moved < tile.stages * size, moved, 0)
         return [*(x for four in acc for x in four), moved, *following]
 
     def load_x(self, place: Value, at: int) -> list[Value]:

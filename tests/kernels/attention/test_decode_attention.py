@@ -279,13 +279,22 @@ KERNELS = (
 )
 
 
+def direct_rows(monkeypatch, direct, rows):
+    """Up to so many rows of any length go to the direct kernel."""
+    card, limits = direct.gpu, {"direct_rows": rows, "direct_tokens": 1 << 30}
+
+    def limited():
+        return dataclasses.replace(card(), attention=card().attention._replace(**limits))
+
+    monkeypatch.setattr(direct, "gpu", limited)
+
+
 def form_given(monkeypatch, form):
     """Of decode_attention's Mosaic forms, always this one."""
     direct, plan = (
         importlib.import_module(f"pallas_kernels.attention.{x}") for x in ("direct", "plan")
     )
-    monkeypatch.setattr(direct, "ROWS", 100 if form == "direct" else 0)
-    monkeypatch.setattr(direct, "TOKENS", 1 << 30)
+    direct_rows(monkeypatch, direct, 100 if form == "direct" else 0)
     # For a GPU of one SM there are few chunks, and no clusters.
     sms = 1 if form in ("few chunks", "blocks") else 132
     card = gpu() if asked_target() else H200

@@ -16,6 +16,7 @@ import pytest
 from pallas_kernels.architecture import TARGET
 from pallas_kernels.attention.rope_attention import plan, rope_and_attend
 from pallas_kernels.attention.rope_cache import norm_heads, rope_and_write
+from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor
 from tests.helpers.arrays import as_jax
@@ -23,7 +24,12 @@ from tests.helpers.cache_cases import heads_of, poisoned, values_of
 from tests.helpers.delta_cases import relative_rms
 from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.warp_emulator import emulated
-from tests.kernels.attention.test_decode_attention import NEWEST, kernels_of, oracle
+from tests.kernels.attention.test_decode_attention import (
+    NEWEST,
+    direct_rows,
+    kernels_of,
+    oracle,
+)
 
 DIRECT = importlib.import_module("pallas_kernels.attention.direct")
 
@@ -108,8 +114,7 @@ EMULATED = [  # capacity, heads, dtype, window, norm of heads
 def test_the_one_kernel_emulated(given, monkeypatch):
     from pallas_kernels.attention import codes, gather, merge, source, tile
 
-    monkeypatch.setattr(DIRECT, "ROWS", 5)
-    monkeypatch.setattr(DIRECT, "TOKENS", 1 << 30)
+    direct_rows(monkeypatch, DIRECT, 5)
     capacity, heads, dtype, window, normed = given
     args = case(capacity, heads, dtype)
     norm = norm_of(args) if normed else None
@@ -135,7 +140,7 @@ def test_what_the_one_kernel_refuses_is_said():
         return found.text if isinstance(found, Reason) else None
 
     assert reason() is None and reason(4096) is None and reason(32768, (32, 8, 128)) is None
-    assert "rows" in reason(batch=DIRECT.ROWS + 1)
+    assert "rows" in reason(batch=gpu().attention.direct_rows + 1)
     assert "4104 tokens" in reason(4104)
     assert "32776 tokens" in reason(32776, (32, 8, 128))
     assert "16 query heads" in reason(heads=(16, 1, 128))
@@ -165,8 +170,7 @@ def test_it_lowers_for_cuda_as_one_kernel(shape):
 @pytest.mark.parametrize("heads", [(32, 8, 128), (8, 1, 64), (7, 1, 128), (8, 4, 256)], ids=str)
 @pytest.mark.parametrize("normed", [False, True])
 def test_the_one_kernel(heads, window, normed, monkeypatch):
-    monkeypatch.setattr(DIRECT, "ROWS", 5)
-    monkeypatch.setattr(DIRECT, "TOKENS", 1 << 30)
+    direct_rows(monkeypatch, DIRECT, 5)
     for capacity, dtype in ((100, "bfloat16"), (1152, "float16"), (3000, "bfloat16")):
         args = case(capacity, heads, dtype)
         check(args, window, 4e-3, "mosaic", norm_of(args) if normed else None)

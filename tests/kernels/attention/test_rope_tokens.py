@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 from pallas_kernels.attention import rope_cache_kernel
 from pallas_kernels.attention.blockwise import joined
 from pallas_kernels.attention.rope_cache import rope_and_write, rope_and_write_tokens
+from pallas_kernels.device import gpu
 from tests.helpers.arrays import as_jax
 from tests.helpers.cache_cases import cache_of, values_of
 from tests.helpers.warp_emulator import emulated
@@ -125,7 +127,9 @@ def test_the_kernel_emulated_is_the_xla_form(cache, heads, page):
     ids=str,
 )
 def test_many_rows_emulated_are_the_xla_form(cache, heads, page, monkeypatch):
-    monkeypatch.setattr(rope_cache_kernel, "MANY_ROWS", 1)
+    limits = gpu().attention._replace(shared_rope_rows=1)
+    card = dataclasses.replace(gpu(), attention=limits)
+    monkeypatch.setattr(rope_cache_kernel, "gpu", lambda: card)
     (qkv, cos, sin, k, v, slots), table = case(cache, heads, width=1, page=page)
     given = qkv[:, 0], cos[:, 0], sin[:, 0], k, v, slots[:, 0]
     with emulated(rope_cache_kernel, *_parts()):

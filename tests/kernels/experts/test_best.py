@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.experts import best_kernel
-from pallas_kernels.experts.best import BestPlan, best, best_plan
+from pallas_kernels.experts.best import best, best_plan
+from pallas_kernels.experts.route_plan import BestPlan
 from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.matmul_cases import newest
 from tests.helpers.warp_emulator import emulated

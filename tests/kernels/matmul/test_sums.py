@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.launch import launch
-from pallas_kernels.matmul.call import Around
+from pallas_kernels.matmul.call import EMPTY, Around
 from pallas_kernels.matmul.few_rows import kernel, posted
 from pallas_kernels.matmul.few_rows.plan import divide_row
-from pallas_kernels.matmul.sums import EMPTY, SLOTS, tables
+from pallas_kernels.matmul.sums import SLOTS, tables
 from tests.helpers.few_rows import few_rows
 from tests.helpers.matmul_cases import activations, weight
 from tests.helpers.warp_emulator import to_bytes

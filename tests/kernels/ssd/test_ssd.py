@@ -73,6 +73,18 @@ def test_sums_of_chunks_start_at_zero_and_never_reach_infinity():
     np.testing.assert_allclose(sums, want, rtol=1e-5)
 
 
+@pytest.mark.skipif(VERSION < (0, 11, 2), reason="Mosaic kernels need jax >= 0.11.2")
+def test_blocks_of_one_head_count_as_those_of_two():
+    """20 blocks of one head of 64 channels each, and 20 of two: the same waves, the same plan."""
+    q = jax.ShapeDtypeStruct((1, 8192, 20, 64), jnp.bfloat16)
+    plans = []
+    g = jax.ShapeDtypeStruct((1, 8192, 20), jnp.float32)
+    for dv in (64, 128):
+        v = jax.ShapeDtypeStruct((1, 8192, 20, dv), jnp.bfloat16)
+        plans.append(kernel.plan(Heads(q, q, v, g)))
+    assert plans[0] == plans[1] and plans[0].segments == 6
+
+
 def test_first_states_of_segments_are_those_of_the_row():
     """Three chunks in two segments, whose own states the recursion gives."""
     q, k, v, g, state = case((1, 192, 1, 2, 8, 4), dtype=jnp.float32, strength=0.01)

@@ -34,8 +34,9 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.attention import past
 from pallas_kernels.attention.blockwise import floats, part_of
+from pallas_kernels.attention.operands import capacity_of
 from pallas_kernels.attention.plain import is_visible
-from pallas_kernels.attention.rope_cache import capacity_of, place
+from pallas_kernels.attention.rope_cache import place
 from pallas_kernels.dispatch import choose_plan, device_of
 from pallas_kernels.jax_internals import cudnn_attention
 from pallas_kernels.qtensor import QTensor

@@ -40,12 +40,9 @@ from jaxllama.model.mixers.attention.state import KVCache, as_pages
 from jaxllama.model.records import At, Chunk, Draft, Step
 from jaxllama.model.rope import scaled_by_position
 from jaxllama.typing import Params
+from pallas_kernels.attention.operands import capacity_of
 from pallas_kernels.attention.plain import rotate
-from pallas_kernels.attention.rope_cache import (
-    capacity_of,
-    store,
-    to_cache_basis,
-)
+from pallas_kernels.attention.rope_cache import store, to_cache_basis
 from pallas_kernels.dispatch import own_plan
 from pallas_kernels.latent.op import latent_attention, plan
 from pallas_kernels.operands import Columns

@@ -54,10 +54,10 @@ from pallas_kernels.attention.blockwise import (
     joined,
 )
 from pallas_kernels.attention.op import MOST_ROWS, decode_attention
+from pallas_kernels.attention.operands import capacity_of
 from pallas_kernels.attention.plain import rotate
 from pallas_kernels.attention.rope_attention import rope_and_attend, tokens_have_a_steps_bits
 from pallas_kernels.attention.rope_cache import (
-    capacity_of,
     from_cache_basis,
     norm_heads,
     rope_and_write,

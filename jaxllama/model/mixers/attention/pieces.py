@@ -18,13 +18,8 @@ from jaxllama.model.mixers.attention.chunk import over_past
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.records import Pieces
 from pallas_kernels.attention.blockwise import floats
-from pallas_kernels.attention.rope_cache import (
-    Cached,
-    capacity_of,
-    store_codes,
-    to_cache_basis,
-    to_stored,
-)
+from pallas_kernels.attention.operands import Cached, capacity_of
+from pallas_kernels.attention.rope_cache import store_codes, to_cache_basis, to_stored
 
 
 def attend_pieces(
