@@ -119,14 +119,13 @@ class LatentBlock:
         return jnp.clip(length, 0, self.facts.capacity)
 
     def run(self) -> None:
-        warpgroup = lax.axis_index("warpgroup")
-
-        def body() -> None:
-            pl.when(warpgroup == 0)(FirstHalf(self).run)
-            pl.when(warpgroup == 1)(SecondHalf(self).run)
-
         # A row of length 0 has one block that writes zeros, unless a second kernel does.
-        body() if self.facts.splits == 1 else pl.when(self.rounds > 0)(body)
+        self.attend() if self.facts.splits == 1 else pl.when(self.rounds > 0)(self.attend)
+
+    def attend(self) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        pl.when(warpgroup == 0)(FirstHalf(self).run)
+        pl.when(warpgroup == 1)(SecondHalf(self).run)
 
     # --- copies ---
 

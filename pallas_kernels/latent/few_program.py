@@ -32,6 +32,7 @@ from pallas_kernels.latent.decode_program import (
     LatentBlock,
     scalar,
 )
+from pallas_kernels.latent.plan import Ring
 from pallas_kernels.recurrence.channels import ThreadPlace
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -58,15 +59,12 @@ def _write_stats(facts: Facts):
 
 
 class FewBlock(LatentBlock):
-    """stages: tiles of latents in shared memory.  ropes: of keys' parts with RoPE."""
+    """width: query rows, a multiple of 8.  ring: tiles in shared memory."""
 
-    def __init__(self, gmem, smem, barrier, facts: Facts, *, width: int, stages: int, ropes: int):
+    def __init__(self, gmem, smem, barrier, facts: Facts, *, width: int, ring: Ring):
         super().__init__(gmem, smem, barrier, facts, round_tokens=TILE)
-        self.width, self.stages, self.ropes = width, stages, ropes
-
-    def run(self) -> None:
-        body = self.attend
-        body() if self.facts.splits == 1 else pl.when(self.rounds > 0)(body)
+        self.width = width
+        self.stages, self.ropes = ring
 
     def attend(self) -> None:
         pl.when(self.rounds > 0)(self.begin)

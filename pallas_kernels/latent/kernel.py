@@ -1,6 +1,7 @@
 """Latent attention on Hopper: one pass over the cache, whose latents are keys and values.
 
-See ``latent.op`` for the contract and ``latent.decode_program`` for a block's program.
+See ``latent.op`` for the contract.  ``latent.decode_program`` has the program of a block of 64
+query rows, and ``latent.few_program`` that of up to 16.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pallas_kernels.attention.merge import merge_chunks
 from pallas_kernels.attention.operands import capacity_of
 from pallas_kernels.latent.decode_program import HALF, LATENT, PIECES, TILE, Facts, LatentBlock
 from pallas_kernels.latent.few_program import FewBlock
-from pallas_kernels.latent.plan import LatentPlan, copy_of
+from pallas_kernels.latent.plan import LatentPlan, Ring, copy_of
 from pallas_kernels.launch import Views, launch
 from pallas_kernels.ptx import LOG2E
 
@@ -49,15 +50,15 @@ def latent_attention(
         out = jax.ShapeDtypeStruct((batch * splits, rows, LATENT), jnp.float32)
         stats = jax.ShapeDtypeStruct((batch * splits, rows, 2), jnp.float32)
 
-    few = plan.few
-    query_tile = rows if few else TILE
+    ring, copies = plan.few, TILE // run
+    if ring:
+        block = functools.partial(FewBlock, width=rows, ring=ring)
+        filled, scratch = rows, _few_scratch(out.dtype, copies, rows, ring)
+    else:
+        block, filled, scratch = LatentBlock, facts.tiles * TILE, _scratch(out.dtype, copies)
 
     def body(gmem, smem, barrier) -> None:
-        if few:
-            stages, ropes = few
-            FewBlock(gmem, smem, barrier, facts, width=rows, stages=stages, ropes=ropes).run()
-        else:
-            LatentBlock(gmem, smem, barrier, facts).run()
+        block(gmem, smem, barrier, facts).run()
 
     out, stats = launch(
         body,
@@ -65,21 +66,17 @@ def latent_attention(
             "q": q.reshape(batch, rows, width),
             "cache": cache,
             "lengths": lengths.reshape(-1),
-            "row_lengths": by_query_row(lengths, heads, -(-rows // query_tile) * query_tile)
-            if tokens > 1
-            else None,
+            "row_lengths": by_query_row(lengths, heads, filled) if tokens > 1 else None,
             "table": table,
         },
         {"out": out, "stats": stats},
         name="latent_attention_kernel",
-        grid=batch * splits * -(-rows // query_tile),
-        warpgroups=None if few else 2,
+        grid=batch * splits * facts.tiles,
+        warpgroups=None if ring else 2,
         approx_math=True,
-        # The sums of the other program are over lanes of a warp.
-        reduction_scratch_bytes=4096 if few else 0,
-        scratch=_few_scratch(out.dtype, TILE // facts.run, rows, *few)
-        if few
-        else _scratch(out.dtype, TILE // facts.run),
+        # Without a ring, sums are over lanes of a warp.
+        reduction_scratch_bytes=4096 if ring else 0,
+        scratch=scratch,
     )
     if splits > 1:
         out = merge_chunks(
@@ -107,20 +104,6 @@ def _tiles(dtype, *shape: int):
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
 
 
-def _few_scratch(out_dtype, copies: int, width: int, stages: int, ropes: int) -> dict[str, object]:
-    bf16 = functools.partial(_tiles, jnp.bfloat16)
-    return {
-        "q": bf16(width, LATENT + PIECES["rope"][1]),
-        # The outputs leave from the place of the latents.
-        "latents": Views(tokens=bf16(stages, TILE, LATENT), out=_tiles(out_dtype, width, LATENT)),
-        "rope": bf16(ropes, TILE, PIECES["rope"][1]),
-        "weights": bf16(width, TILE),
-        "q_full": plgpu.Barrier(),
-        "latents_full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-        "rope_full": plgpu.Barrier(num_arrivals=copies, num_barriers=ropes),
-    }
-
-
 def _scratch(out_dtype, copies: int) -> dict[str, object]:
     """A block's shared memory and barriers; copies: of a piece of a tile."""
     bf16 = functools.partial(_tiles, jnp.bfloat16)
@@ -139,4 +122,20 @@ def _scratch(out_dtype, copies: int) -> dict[str, object]:
         "first": plgpu.Barrier(),
         "second": plgpu.Barrier(),
         "total_ready": plgpu.Barrier(num_arrivals=2),
+    }
+
+
+def _few_scratch(out_dtype, copies: int, width: int, ring: Ring) -> dict[str, object]:
+    """The same of the program for few query rows."""
+    stages, ropes = ring
+    bf16 = functools.partial(_tiles, jnp.bfloat16)
+    return {
+        "q": bf16(width, LATENT + PIECES["rope"][1]),
+        # The outputs leave from the place of the latents.
+        "latents": Views(tokens=bf16(stages, TILE, LATENT), out=_tiles(out_dtype, width, LATENT)),
+        "rope": bf16(ropes, TILE, PIECES["rope"][1]),
+        "weights": bf16(width, TILE),
+        "q_full": plgpu.Barrier(),
+        "latents_full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        "rope_full": plgpu.Barrier(num_arrivals=copies, num_barriers=ropes),
     }

@@ -8,7 +8,7 @@ first one from device memory and the others from the L2.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,23 @@ TILE, ROUND = 64, 128  # query rows of a block, and tokens of a round
 XLA_READS = 2
 
 
+class Ring(NamedTuple):
+    """Tiles of 64 tokens in shared memory: of latents, and of keys' parts with RoPE."""
+
+    latents: int
+    ropes: int
+
+
 @dataclasses.dataclass(frozen=True)
 class LatentPlan(Predicted):
-    """chunk: tokens of a block, a multiple of 64."""
+    """chunk: tokens of a block, a multiple of 64.
+
+    few: of the program for up to 16 query rows; None is the program for 64.
+    """
 
     kernel: ClassVar[str] = "latent_attention_mosaic"
     chunk: int
-    few: tuple[int, int] | None = None
+    few: Ring | None = None
 
     def __str__(self) -> str:
         return f"chunks of {self.chunk} tokens"

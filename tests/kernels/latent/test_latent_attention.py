@@ -128,14 +128,14 @@ def test_lowers_as_planned(batch, capacity, page):
     assert kernels_in(lowered(f, *given)) == (names if batch == 1 else names[1:])
 
 
-def emulated(seed, chunk, *given):
+def emulated(seed, chunk, *given, few=None):
     from pallas_kernels.latent import kernel
     from pallas_kernels.latent.plan import LatentPlan
     from tests.helpers.emulator.launch import emulated
 
     def form(q, cache, lengths, *, scale, table):
         with emulated(seed):
-            plan = LatentPlan(chunk)
+            plan = LatentPlan(chunk, few)
             return kernel.latent_attention(q, cache, lengths, table, scale=scale, plan=plan)
 
     check(form, *case(*given, seed=seed))
@@ -156,6 +156,22 @@ def emulated(seed, chunk, *given):
 )
 def test_kernel_in_any_order(chunk, given):
     emulated(chunk, chunk, *given)
+
+
+@newest
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", [(3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    "chunk, given",
+    [
+        (384, (3, 1, 16, 384)),  # places of tiles that are used again, and a row without a key
+        (64, (2, 1, 16, 136)),  # chunks of one tile
+        (128, (2, 2, 8, 192, 32)),  # several tokens and copies of pages
+        (256, (2, 1, 5, 256)),  # heads that are filled up
+    ],
+)
+def test_few_query_rows_in_any_order(chunk, given, ring):
+    emulated(chunk + 1, chunk, *given, few=ring)
 
 
 @pytest.mark.gpu
