@@ -112,6 +112,13 @@ def test_a_plan_fills_the_gpu(batch, n, capacity):
     assert blocks > 0.45 * 132 and blocks / (waves * 132) > 0.45
 
 
+@pytest.mark.parametrize("tokens, n, ring", [(1, 16, (3, 1)), (2, 5, (3, 1)), (1, 17, None)])
+def test_few_query_rows_have_a_ring(tokens, n, ring):
+    with planned_for("NVIDIA H200"):
+        found = plan(*shapes(64, tokens, n, 8192))
+    assert not isinstance(found, Reason) and found.few == ring
+
+
 @newest
 @pytest.mark.parametrize("batch, capacity, page", [(1, 8192, 0), (132, 256, 64)])
 def test_lowers_as_planned(batch, capacity, page):
