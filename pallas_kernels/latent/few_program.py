@@ -32,11 +32,15 @@ from pallas_kernels.latent.decode_program import (
     LatentBlock,
     scalar,
 )
-from pallas_kernels.latent.plan import Ring
 from pallas_kernels.recurrence.channels import ThreadPlace
 
+STAGES = 3  # tiles of latents in shared memory; two are 0 to 2% slower
 _WGMMA = plgpu.Layout.WGMMA
 _BY_COLUMN = _WGMMA.reduce(0)
+
+
+def _slot(i):
+    return lax.rem(i, jnp.asarray(STAGES, i.dtype))
 
 
 def _write_stats(facts: Facts):
@@ -59,12 +63,11 @@ def _write_stats(facts: Facts):
 
 
 class FewBlock(LatentBlock):
-    """width: query rows, a multiple of 8.  ring: tiles in shared memory."""
+    """The program of a warpgroup: all query rows of a row of the batch, over a chunk."""
 
-    def __init__(self, gmem, smem, barrier, facts: Facts, *, width: int, ring: Ring):
+    def __init__(self, gmem, smem, barrier, facts: Facts):
         super().__init__(gmem, smem, barrier, facts, round_tokens=TILE)
-        self.width = width
-        self.stages, self.ropes = ring
+        self.width = facts.rows
 
     def attend(self) -> None:
         pl.when(self.rounds > 0)(self.begin)
@@ -81,40 +84,36 @@ class FewBlock(LatentBlock):
 
     def begin(self) -> None:
         plgpu.copy_gmem_to_smem(self.gmem.q.at[self.row], self.smem.q, self.barrier.q_full)
-        for i in range(max(self.stages, self.ropes)):
-            if i < self.stages:
-                self.ask(jnp.int32(i), "latents")
-            if i < self.ropes:
-                self.ask(jnp.int32(i), "rope")
+        self.load_rope(0)
+        for i in range(STAGES):
+            self.load_latents(i)
         plgpu.barrier_wait(self.barrier.q_full)
 
-    def ask(self, i, name: str) -> None:
-        """Copy a piece of tile i, if there is one."""
-        count = self.stages if name == "latents" else self.ropes
-        slot = lax.rem(i, jnp.int32(count))
-        full = getattr(self.barrier, f"{name}_full").at[slot]
-        to = (self.smem.latents.tokens if name == "latents" else self.smem.rope).at[slot]
+    def load_latents(self, i) -> None:
+        slot = i % STAGES if isinstance(i, int) else _slot(i)
+        to, full = self.smem.latents.tokens.at[slot], self.barrier.latents_full.at[slot]
+        load = functools.partial(self.copy, self.first + i * TILE, 0, LATENT, to, full)
+        pl.when(i < self.rounds)(load)
 
-        @pl.when(i < self.rounds)
-        def _():
-            column, width = (0, LATENT) if name == "latents" else PIECES["rope"]
-            self.copy(self.first + i * TILE, column, width, to, full)
+    def load_rope(self, i) -> None:
+        """The parts of keys with RoPE, whose place is free when the tile before has its scores."""
+        start, full = self.first + i * TILE, self.barrier.rope_full
+        load = functools.partial(self.copy, start, *PIECES["rope"], self.smem.rope, full)
+        pl.when(i < self.rounds)(load)
 
     # --- a tile ---
 
     def step(self, i, carry, *, masked: bool):
         out, before, sums = carry
-        i = i.astype(jnp.int32)
-        slot = lax.rem(i, jnp.int32(self.stages))
-        rope = lax.rem(i, jnp.int32(self.ropes))
-        latents, turning = self.smem.latents.tokens.at[slot], self.smem.rope.at[rope]
+        slot = _slot(i)
+        latents = self.smem.latents.tokens.at[slot]
         plgpu.barrier_wait(self.barrier.latents_full.at[slot])
-        plgpu.barrier_wait(self.barrier.rope_full.at[rope])
+        plgpu.barrier_wait(self.barrier.rope_full)
 
         def multiply_keys(acc):
             q = self.smem.q
             plgpu.wgmma(acc, latents, q.at[:, pl.ds(0, LATENT)].transpose((1, 0)))
-            plgpu.wgmma(acc, turning, q.at[:, pl.ds(*PIECES["rope"])].transpose((1, 0)))
+            plgpu.wgmma(acc, self.smem.rope, q.at[:, pl.ds(*PIECES["rope"])].transpose((1, 0)))
             return acc[...]
 
         scores = pl.run_scoped(multiply_keys, plgpu.ACC((TILE, self.width), jnp.float32))
@@ -131,9 +130,9 @@ class FewBlock(LatentBlock):
         turned = plgpu.layout_cast(weights.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
         held[...] = turned
         plgpu.commit_smem()
-        self.ask(i + self.ropes, "rope")
+        self.load_rope(i + 1)
         # All warps have read the latents of the tile before.
-        pl.when(i > 0)(lambda: self.ask(i + (self.stages - 1), "latents"))
+        pl.when(i > 0)(lambda: self.load_latents(i + (STAGES - 1)))
         start = out * lax.broadcast_in_dim(fade, out.shape, [1])
 
         def multiply_latents(acc):

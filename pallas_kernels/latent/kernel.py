@@ -15,8 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention.merge import merge_chunks
 from pallas_kernels.attention.operands import capacity_of
 from pallas_kernels.latent.decode_program import HALF, LATENT, PIECES, TILE, Facts, LatentBlock
-from pallas_kernels.latent.few_program import FewBlock
-from pallas_kernels.latent.plan import LatentPlan, Ring, copy_of
+from pallas_kernels.latent.few_program import STAGES, FewBlock
+from pallas_kernels.latent.plan import LatentPlan, copy_of
 from pallas_kernels.launch import Views, launch
 from pallas_kernels.ptx import LOG2E
 
@@ -50,10 +50,10 @@ def latent_attention(
         out = jax.ShapeDtypeStruct((batch * splits, rows, LATENT), jnp.float32)
         stats = jax.ShapeDtypeStruct((batch * splits, rows, 2), jnp.float32)
 
-    ring, copies = plan.few, TILE // run
-    if ring:
-        block = functools.partial(FewBlock, width=rows, ring=ring)
-        filled, scratch = rows, _few_scratch(out.dtype, copies, rows, ring)
+    copies = TILE // run
+    if plan.few:
+        block, filled = FewBlock, rows
+        scratch = _few_scratch(out.dtype, copies, rows)
     else:
         block, filled, scratch = LatentBlock, facts.tiles * TILE, _scratch(out.dtype, copies)
 
@@ -72,10 +72,10 @@ def latent_attention(
         {"out": out, "stats": stats},
         name="latent_attention_kernel",
         grid=batch * splits * facts.tiles,
-        warpgroups=None if ring else 2,
+        warpgroups=None if plan.few else 2,
         approx_math=True,
-        # Without a ring, sums are over lanes of a warp.
-        reduction_scratch_bytes=4096 if ring else 0,
+        # The program for 64 rows sums over lanes of a warp.
+        reduction_scratch_bytes=4096 if plan.few else 0,
         scratch=scratch,
     )
     if splits > 1:
@@ -125,17 +125,16 @@ def _scratch(out_dtype, copies: int) -> dict[str, object]:
     }
 
 
-def _few_scratch(out_dtype, copies: int, width: int, ring: Ring) -> dict[str, object]:
+def _few_scratch(out_dtype, copies: int, rows: int) -> dict[str, object]:
     """The same of the program for few query rows."""
-    stages, ropes = ring
     bf16 = functools.partial(_tiles, jnp.bfloat16)
     return {
-        "q": bf16(width, LATENT + PIECES["rope"][1]),
+        "q": bf16(rows, LATENT + PIECES["rope"][1]),
         # The outputs leave from the place of the latents.
-        "latents": Views(tokens=bf16(stages, TILE, LATENT), out=_tiles(out_dtype, width, LATENT)),
-        "rope": bf16(ropes, TILE, PIECES["rope"][1]),
-        "weights": bf16(width, TILE),
+        "latents": Views(tokens=bf16(STAGES, TILE, LATENT), out=_tiles(out_dtype, rows, LATENT)),
+        "rope": bf16(TILE, PIECES["rope"][1]),
+        "weights": bf16(rows, TILE),
         "q_full": plgpu.Barrier(),
-        "latents_full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-        "rope_full": plgpu.Barrier(num_arrivals=copies, num_barriers=ropes),
+        "latents_full": plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
+        "rope_full": plgpu.Barrier(num_arrivals=copies),
     }

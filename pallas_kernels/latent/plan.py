@@ -8,7 +8,7 @@ first one from device memory and the others from the L2.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +24,7 @@ TILE, ROUND = 64, 128  # query rows of a block, and tokens of a round
 XLA_READS = 2
 
 
-class Ring(NamedTuple):
-    """Tiles of 64 tokens in shared memory: of latents, and of keys' parts with RoPE."""
-
-    latents: int
-    ropes: int
-
-
 FEW_ROWS = 16  # query rows, each token's heads filled up to a multiple of 8
-RING = Ring(latents=3, ropes=1)
 FEW_TILE_US = 1.0  # of a tile's products and softmax, by count of instructions; not measured
 
 
@@ -40,12 +32,12 @@ FEW_TILE_US = 1.0  # of a tile's products and softmax, by count of instructions;
 class LatentPlan(Predicted):
     """chunk: tokens of a block, a multiple of 64.
 
-    few: of the program for up to 16 query rows; None is the program for 64.
+    few: by the program for up to 16 query rows, and not that for 64.
     """
 
     kernel: ClassVar[str] = "latent_attention_mosaic"
     chunk: int
-    few: Ring | None = None
+    few: bool = False
 
     def __str__(self) -> str:
         return f"chunks of {self.chunk} tokens"
@@ -74,11 +66,11 @@ def plan(q: jax.Array, cache: jax.Array, table: jax.Array | None) -> LatentPlan 
             f"cache has pages of {cache.shape[1]} tokens; the kernel takes 8, 16, 32 and n * 64"
         )
     capacity, rows = capacity_of(cache, table), tokens * n
-    few = RING if tokens * (-(-n // 8) * 8) <= FEW_ROWS else None
+    few = tokens * (-(-n // 8) * 8) <= FEW_ROWS
     found = [LatentPlan(chunk, few) for chunk in chunks_of(capacity)]
     return shortest(
         found,
-        lambda one: microseconds(batch, rows, capacity, one.chunk, few=few is not None),
+        lambda one: microseconds(batch, rows, capacity, one.chunk, few=few),
         lambda: xla_microseconds(batch, rows, capacity),
     )
 

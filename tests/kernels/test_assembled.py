@@ -72,7 +72,6 @@ BESIDE = {
     "product 2048 W4A8",
     "decode 64 bfloat16",
     "decode 64 int4",
-    "latent 16 of 4 tokens in pages",
     "GLA gradients",
     "delta gradients",
     "SSD step",
@@ -81,7 +80,7 @@ BESIDE = {
     "tokens to int8",
 }
 # Bytes that a thread spills, at most, on either jax: what was measured so, and is no slower for it.
-# The kernel of latent attention may be: the descriptors of its products are among what it spills.
+# Latent attention of 64 query rows may be: descriptors of its products are among what it spills.
 SPILLED = {
     "product 64 W4A8": {"quantized_matmul_w4a8": 28},
     "product 2048 FP8": {"quantized_matmul_fp8": 4},
