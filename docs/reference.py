@@ -157,6 +157,7 @@ def models() -> str:
     from jaxllama.checkpoints.hub import REPOSITORIES, WHEELS
     from jaxllama.config import load_config, preset_names
     from jaxllama.model.mixers import MIXERS
+    from tests.helpers.dense_cases import ORACLES
 
     presets = []
     for name in preset_names():
@@ -168,7 +169,7 @@ def models() -> str:
         (
             _code(kind),
             ", ".join(family.architectures),
-            _ORACLES.get(kind, "transformers"),
+            _oracle(ORACLES.get(kind, "transformers")),
             _differs(family),
             _runs(family),
         )
@@ -197,6 +198,13 @@ def models() -> str:
     )
 
 
+def _oracle(name: str | None) -> str:
+    """Return the program that the tests compare a family with."""
+    if name is None:
+        return "its authors' code"
+    return name if name == "transformers" else f"the class of {_code(name)}"
+
+
 def _refused(refused: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return rows of a reason and its types, in the order of the reasons."""
     kinds: dict[str, list[str]] = {}
@@ -205,8 +213,6 @@ def _refused(refused: Mapping[str, str]) -> list[tuple[str, str]]:
     return [(reason, ", ".join(of)) for reason, of in kinds.items()]
 
 
-# Of families without a class of their own in transformers.
-_ORACLES = {"minicpm": "Granite's class"}
 _FACTS = {
     "attn_gate": "gated attention",
     "attn_sinks": "attention sinks",
@@ -224,13 +230,14 @@ _FACTS = {
     "pre_norms": "no norms before them",
     "qk_norm": "norms of q and k",
     "qk_norm_last": "which follow RoPE",
-    "attention_parts": "norms of v",
 }
 
 
 def _differs(family: Family) -> str:
     """Say what a family has that Llama lacks, from its entry."""
     found = [text for fact, text in _FACTS.items() if fact in family.facts]
+    parts = family.facts.get("attention_parts", ())
+    found += ["norms of v" if part == "value_norm" else _code(part) for part in parts]
     keys = {*family.keys, *family.defaults}
     found += ["xIELU"] * (family.defaults.get("hidden_act") == "xielu")
     found += ["parallel sublayers"] * ("use_parallel_residual" in {key for key, *_ in family.same})

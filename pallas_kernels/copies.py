@@ -40,7 +40,6 @@ def refuse(name: str, jaxpr: Jaxpr) -> None:
     """
     walk = _Walk()
     walk.outputs(jaxpr, [])
-    walk.check_registers()
     if walk.faults:
         raise NotImplementedError(
             f'{name}: its kernel {walk.faults[0]}; call it with implementation="xla"'
@@ -53,8 +52,7 @@ class _Walk:
     def __init__(self) -> None:
         self.faults: list[str] = []
         self.alone: set[object] = set()  # axes of size 1, whose index is 0
-        self.warpgroups = 1
-        self.registers: list[int] = []  # of a thread, that warpgroups ask for
+        self.registers: list[int] = []  # of a thread, that a kernel's warpgroups ask for
 
     def outputs(self, jaxpr: Jaxpr, inputs: Sequence[int]) -> list[int]:
         """Return the divisors of a jaxpr's results.
@@ -101,7 +99,6 @@ class _Walk:
             return self.loop(params["body_jaxpr"].jaxpr, given, len(step.outvars))
         for mesh in params.get("meshes", ()):
             self.alone |= {axis for axis, size in getattr(mesh, "shape", {}).items() if size == 1}
-            self.warpgroups = max(self.warpgroups, getattr(mesh, "num_threads", None) or 1)
         if name == "set_max_registers":
             self.registers.append(params["n"])
         given = given[1:] if name == "cond" else given
@@ -110,7 +107,12 @@ class _Walk:
         # What ``run_scoped`` is given are its jaxpr's constants; the inputs are new arrays.
         is_scope = name == "run_scoped"
         inputs = [([] if is_scope else [1] * len(one.constvars)) + given for one in _jaxprs(params)]
+        warpgroups = [getattr(mesh, "num_threads", None) for mesh in params.get("meshes", ())]
+        if any(warpgroups):
+            self.registers = []
         found = list(map(self.outputs, _jaxprs(params), inputs))
+        if any(warpgroups):
+            self.check_registers(warpgroups[0])
         found = [one for one in found if len(one) == len(step.outvars)]
         return [math.gcd(*each) for each in zip(*found, strict=True)] or [1] * len(step.outvars)
 
@@ -137,18 +139,18 @@ class _Walk:
         if taken > most:
             self.faults.append(f"takes {taken:,} bytes of shared memory, and a block has {most:,}")
 
-    def check_registers(self) -> None:
+    def check_registers(self, warpgroups: int) -> None:
         """Note a fault if one warpgroup copies, and the others then lack registers.
 
         A launch gives all threads as many, in multiples of 8.
         """
         if not self.registers:
             return
-        given = gpu().registers // (128 * self.warpgroups * 8) * 8 * self.warpgroups
-        asked = min(self.registers) + max(self.registers) * (self.warpgroups - 1)
+        given = gpu().registers // (128 * warpgroups * 8) * 8 * warpgroups
+        asked = min(self.registers) + max(self.registers) * (warpgroups - 1)
         if asked > given:
             self.faults.append(
-                f"asks for {asked} registers in {self.warpgroups} warpgroups, and has {given}"
+                f"asks for {asked} registers in {warpgroups} warpgroups, and has {given}"
             )
 
     def check(self, step: JaxprEqn, which: int, given: list[int], tree: Any) -> None:

@@ -1,4 +1,5 @@
 """``linear_p``: a derivative of an op, as a linear function of tangents that knows its transpose.
+``late``: a function that is traced when it is lowered.
 
 ``transform.Op`` binds it in its rule of jvp.  ``Derivative`` says which form is differentiated, or
 transposed by the op's own ``backward``; under vmap it is mapped over the leading axes.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import jax
@@ -17,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.jax_internals import Primitive
+from pallas_kernels.types import TreeDef
 
 if TYPE_CHECKING:
     from jax.core import ShapedArray
@@ -42,6 +44,33 @@ class LinearFunction(Protocol):
     def smoothed(self) -> LinearFunction:
         """Return the same function in jax.numpy alone, for the derivative of a derivative."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _Late:
+    """The function of ``late``, on the leaves of its operands."""
+
+    form: Callable[..., jax.Array]
+    tree: TreeDef
+
+    def __call__(self, *leaves: jax.Array) -> list[jax.Array]:
+        return [self.form(*self.tree.unflatten(leaves))]
+
+    def smoothed(self) -> _Late:
+        return self
+
+
+def late(form: Callable[..., jax.Array], out: jax.ShapeDtypeStruct, *operands: object) -> jax.Array:
+    """Return ``form(*operands)``, of which nothing is traced until it is lowered or differentiated.
+
+    It serves a branch of ``lax.platform_dependent``, which would trace the branches of all
+    platforms.  out: shape and dtype of the result.  form: hashable, such as a plain function.
+    """
+    leaves, tree = jax.tree.flatten(operands)
+    f, kind = _Late(form, tree), jax.typeof(leaves[0])
+    sharding = kind.sharding.update(spec=PartitionSpec(*(None,) * len(out.shape)))
+    types = (kind.update(shape=out.shape, dtype=out.dtype, weak_type=False, sharding=sharding),)
+    return linear_p.bind(*leaves, n_kept=len(leaves), f=f, transpose=f, out_types=types)[0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import jax
 from jax.core import Tracer
@@ -270,14 +270,30 @@ def _own_answer(
         return cpu()
     if reason := hopper_reason(*operands):
         return Reason(reason)
-    found, arch = find(), nearest(str(getattr(device_of(operands), "compute_capability", "9.0")))
-    unproven = [] if arch is None else not_run().get(arch.name, [])
-    if unproven and not isinstance(found, Reason):
-        from pallas_kernels.plans import run_name
+    return _proven(find(), str(getattr(device_of(operands), "compute_capability", "9.0")))
 
-        if run_name(found) in unproven:
-            return Reason(f"{found} has not been run on a GPU of {arch.name}", found)
+
+def _proven(found: P | Reason, capability: str) -> P | Reason:
+    """Return a planner's answer, or a Reason if it is a plan that no such GPU has run."""
+    arch = nearest(capability)
+    if arch is None or isinstance(found, Reason) or not (unproven := not_run().get(arch.name)):
+        return found
+    if run_name(found) in unproven:
+        return Reason(f"{found} has not been run on a GPU of {arch.name}", found)
     return found
+
+
+def stands_for(plan: Any) -> Plan:
+    """Return the listed plan of a plan's class, with representative numbers of sizes.
+
+    A plan whose numbers follow from sizes has a method ``representative``.
+    """
+    return plan.representative() if hasattr(plan, "representative") else plan
+
+
+def run_name(plan: Any) -> str:
+    """Return the name of a plan's class in ``runs.json``."""
+    return f"{plan.kernel} {stands_for(plan)}"
 
 
 @functools.cache

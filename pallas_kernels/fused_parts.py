@@ -51,7 +51,7 @@ def gated(how: str | ClampedGate, gate: Value, up: Value) -> Value:
 def quickly_gated(how: str | ClampedGate, gate: Value, up: Value) -> Value:
     """``gated`` by an approximate reciprocal: wgmma waits for a division."""
     gate, up, x = _gate_parts(how, gate, up)
-    power = p.exp2(p.minimum(x * -LOG2E, p.cf(60.0)))
+    power = p.exp2(p.minimum(x * -LOG2E, 60.0))
     share = p.reciprocal(power + 1.0)
     return gate * share * up
 
@@ -62,7 +62,7 @@ def two_gated(how: str | ClampedGate, gates: Sequence[Value], ups: Sequence[Valu
     Below x = -41 a result is gate * 2^-60 * up, as it is in ``quickly_gated``.
     """
     parts = [_gate_parts(how, *both) for both in zip(gates, ups, strict=True)]
-    powers = [p.exp2(p.minimum(x * -LOG2E, p.cf(60.0))) for *_, x in parts]
+    powers = [p.exp2(p.minimum(x * -LOG2E, 60.0)) for *_, x in parts]
     below = [power + 1.0 for power in powers]
     both = p.reciprocal(below[0] * below[1])
     shares = [both * other for other in reversed(below)]
@@ -77,7 +77,7 @@ def _gate_parts(how: str | ClampedGate, gate: Value, up: Value) -> tuple[Value, 
         up = p.where(up < -how.limit, -how.limit, up) + 1.0
         return gate, up, gate * how.alpha
     if how == "gelu_tanh":
-        u = gate * p.fma(gate * gate, p.cf(0.044715), p.cf(1.0))
+        u = gate * p.fma(gate * gate, 0.044715, 1.0)
         return gate, up, u * math.sqrt(8 / math.pi)
     return gate, up, gate
 

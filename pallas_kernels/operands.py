@@ -77,15 +77,15 @@ def check(op: str, lines: Mapping[str, str], **operands: HasShape | None) -> dic
     """
     sizes: _Sizes = {}
     for name, text in lines.items():
-        line = _parsed(text)
-        x = operands[name]
+        line, x = _parsed(text), operands[name]
         if line.optional and x is None:
             continue
         if not has_shape(x):
             raise ValueError(f"{op}: {name} is a {type(x).__name__}, not an array")
-        if _is_quantized(x) and not line.quantized:
-            raise ValueError(f"{op}: {name} is a QTensor, not an array of {_either(line.dtypes)}")
         if _is_quantized(x):
+            if not line.quantized:
+                dtypes = _either(line.dtypes)
+                raise ValueError(f"{op}: {name} is a QTensor, not an array of {dtypes}")
             check_parts(op, name, x)
         if (other := operands.get(line.dtypes[0])) is not None:
             _check_same_dtype(op, name, x, line.dtypes[0], other)
@@ -138,8 +138,8 @@ def check_parts(op: str, name: str, x: Parts) -> None:
     """Raise ValueError if a QTensor's parts do not fit together."""
     q, scale = x.q, x.scale
     _check_dtype(op, f"{name}.q", q, tuple(CODES))
-    is_float4, has_unit = q.dtype.name == "float4_e2m1fn", x.unit is not None
-    _check_dtype(op, f"{name}.scale", scale, _SCALES[is_float4, has_unit])
+    kind = q.dtype.name == "float4_e2m1fn", x.unit is not None
+    _check_dtype(op, f"{name}.scale", scale, _SCALES[kind])
     if not _are_groups(q, scale):
         raise ValueError(f"{op}: {name}.scale {scale.shape} {_no_groups(name, q)}")
     for part, check_part in _PARTS.items():
@@ -232,8 +232,8 @@ def _check_axes(
     for axis, value in zip(axes, values, strict=True):
         size, _ = sizes.setdefault(axis.removesuffix("+"), (value, name))
         if value != size or (value == 0 and axis.endswith("+")):
-            reason = _axis_reason(axis, value, sizes)
-            raise ValueError(f"{_wanted(op, name, shape, axes)}: {reason}")
+            wanted = _wanted(op, name, shape, axes)
+            raise ValueError(f"{wanted}: {_axis_reason(axis, value, sizes)}")
 
 
 def _wanted(op: str, name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> str:

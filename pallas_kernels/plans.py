@@ -22,67 +22,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.plan import AttentionPlan
 from pallas_kernels.attention.plan import plan as attention_plan
 from pallas_kernels.attention.rope_cache import RopeCachePlan
 from pallas_kernels.attention.tile import TILE
 from pallas_kernels.device import gpu, planned_for, timed_tiles
-from pallas_kernels.dispatch import Plan, Reason, named_plan
+from pallas_kernels.dispatch import Plan, Reason, named_plan, stands_for
 from pallas_kernels.experts import summed_plan
 from pallas_kernels.experts.best import MOST as MOST_SCORES
 from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, Tile, TokenTile
-from pallas_kernels.experts.plan import MOST_PAIRS, GroupedRowPlan, row_plan
+from pallas_kernels.experts.plan import MOST_PAIRS, row_plan
 from pallas_kernels.experts.route_plan import BLOCKS, WARPS, BestPlan, RoutePlan
 from pallas_kernels.experts.summed_plan import GroupedSumPlan
-from pallas_kernels.matmul.few_rows.plan import TOKENS, TilePlan, row_plans, tile_plans
+from pallas_kernels.matmul.few_rows.plan import row_plans, tile_plans
 from pallas_kernels.matmul.many_rows.plan import (
     WeightTile,
     gated_tile,
     pair_plans,
     weight_plans,
 )
-from pallas_kernels.matmul.mid_rows.plan import MidTile, mid_plans
+from pallas_kernels.matmul.mid_rows.plan import mid_plans
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.recurrence.plan import WIDTHS
-from pallas_kernels.rows.plan import MAX_WIDTH, RowOp, RowsPlan, divided
+from pallas_kernels.rows.plan import MAX_WIDTH, RowOp, divided
 
 S: Any = jax.ShapeDtypeStruct  # stands for an array
-_ROW_DIVISION = {"k": 2048, "units": 1, "sms": 1, "spread": False}
-
-
-def stands_for(plan: Any) -> Plan:
-    """Return the listed plan of a plan's class, with representative numbers of sizes."""
-    replace = functools.partial(dataclasses.replace, plan)
-    if isinstance(plan, TilePlan):
-        return replace(tokens=TOKENS)  # of a pass
-    if isinstance(plan, MidTile):
-        return replace(parts=min(plan.parts, 2))
-    if hasattr(plan, "segments"):
-        return replace(segments=min(plan.segments, 2))
-    if isinstance(plan, AttentionPlan):
-        chunk = plan.tiles * TILE if plan.chunk else 0
-        return replace(chunk=chunk, heads=min(plan.heads, 2), cluster=min(plan.cluster, 2))
-    if plan.kernel == "decode_attention_direct":
-        cluster = min(plan.cluster, 2) if plan.merged else plan.cluster
-        return replace(cluster=cluster, steps=min(plan.steps, 2))
-    if isinstance(plan, GroupedRowPlan):
-        return GroupedRowPlan(dataclasses.replace(plan.row, **_ROW_DIVISION), pairs=1)
-    if isinstance(plan, GroupedTilePlan):
-        return GroupedTilePlan(dataclasses.replace(plan.tile, stages=0))
-    if isinstance(plan, GroupedSumPlan):
-        return replace(k=128, n=2, fan=1, predicted_us=None, xla_us=None)
-    if isinstance(plan, BestPlan):
-        return BestPlan(1, 32 * plan.per_lane, 1)
-    if isinstance(plan, RoutePlan):
-        return RoutePlan(1, BLOCKS * max(1, WARPS // plan.parts), 1024)
-    if isinstance(plan, RowsPlan):
-        return replace(op=RowOp(plan.op.form, 1024, "bf16", "bf16"))
-    return plan
-
-
-def run_name(plan: Any) -> str:
-    """Return the name of a plan's class in ``runs.json``."""
-    return f"{plan.kernel} {stands_for(plan)}"
 
 
 def _classes(found: Iterable[Plan | Reason]) -> list[Plan]:

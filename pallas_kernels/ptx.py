@@ -112,14 +112,17 @@ def offset_rows(base: Value, index: Value, stride: int) -> Value:
 # --- Integers and conditions ---
 
 
-def below(a: Value, b: Value) -> Value:
+# A number among the arguments has the type of the other.
+
+
+def below(a: Value | int, b: Value | int) -> Value:
     """Signed ``a < b``."""
-    return arith.cmpi(arith.CmpIPredicate.slt, a, b)
+    return arith.cmpi(arith.CmpIPredicate.slt, *_alike(a, b))
 
 
-def at_most(a: Value, b: Value) -> Value:
+def at_most(a: Value | int, b: Value | int) -> Value:
     """Signed ``a <= b``."""
-    return arith.cmpi(arith.CmpIPredicate.sle, a, b)
+    return arith.cmpi(arith.CmpIPredicate.sle, *_alike(a, b))
 
 
 def equal(a: Value, b: Value | float) -> Value:
@@ -136,9 +139,14 @@ def unequal(a: Value, b: Value | float) -> Value:
 
 
 def where(condition: Value, a: Value | float, b: Value | float) -> Value:
-    """Return a where the condition holds, b elsewhere.  A number has the type of the other."""
+    """Return a where the condition holds, b elsewhere."""
+    return arith.select(condition, *_alike(a, b))
+
+
+def _alike(a: Value | float, b: Value | float) -> tuple[Value, Value]:
+    """Return both as values, of which one at most is a number."""
     a = operators.like(a, b)
-    return arith.select(condition, a, operators.like(b, a))
+    return a, operators.like(b, a)
 
 
 def unsigned(x: Value) -> Value:
@@ -156,14 +164,14 @@ def bit(x: Value, k: int) -> Value:
     return arith.cmpi(arith.CmpIPredicate.ne, x & (1 << k), ci(0))
 
 
-def smaller(a: Value, b: Value) -> Value:
+def smaller(a: Value, b: Value | int) -> Value:
     """Return the smaller of two signed i32."""
-    return arith.minsi(a, b)
+    return arith.minsi(*_alike(a, b))
 
 
-def larger(a: Value, b: Value) -> Value:
+def larger(a: Value, b: Value | int) -> Value:
     """Return the larger of two signed i32."""
-    return arith.maxsi(a, b)
+    return arith.maxsi(*_alike(a, b))
 
 
 def and_xor(word: Value, mask: int, flip: int) -> Value:
@@ -201,27 +209,30 @@ def from_bits(word: Value) -> Value:
     return arith.bitcast(f32(), word)
 
 
-def minimum(a: Value, b: Value | int) -> Value:
+def minimum(a: Value, b: Value | float) -> Value:
     """Return the smaller of two f32, or of an unsigned i32 and a Python integer."""
     if isinstance(b, int):
         return arith.minui(a, ci(b))
-    return _f32("min.f32 $0, $1, $2;", a, b)
+    return _f32("min.f32 $0, $1, $2;", *_alike(a, b))
 
 
-def maximum(a: Value, b: Value) -> Value:
-    return _f32("max.f32 $0, $1, $2;", a, b)
+def maximum(a: Value, b: Value | float) -> Value:
+    """Return the larger of two f32."""
+    return _f32("max.f32 $0, $1, $2;", *_alike(a, b))
 
 
 def absolute(a: Value) -> Value:
     return _f32("abs.f32 $0, $1;", a)
 
 
-def fma(a: Value, b: Value, c: Value) -> Value:
-    return _f32("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
+def fma(a: Value, b: Value | float, c: Value | float) -> Value:
+    """Return ``a b + c`` of f32, rounded once."""
+    return _f32("fma.rn.f32 $0, $1, $2, $3;", a, operators.like(b, a), operators.like(c, a))
 
 
-def divide(a: Value, b: Value) -> Value:
-    return _f32("div.rn.f32 $0, $1, $2;", a, b)
+def divide(a: Value | float, b: Value | float) -> Value:
+    """Return a / b of f32, rounded to the nearest."""
+    return _f32("div.rn.f32 $0, $1, $2;", *_alike(a, b))
 
 
 def reciprocal(x: Value) -> Value:

@@ -233,6 +233,11 @@ def equally_varying(tree: _Tree) -> _Tree:
     An op's operands need it, and the initial carry of a loop.  It stands outside of the derivative,
     where jax sums the gradient of one that did not vary.  Leaves that are no arrays stay.
     """
+    # Nothing varies outside of a shard_map.
+    return _cast_to_vary(tree) if jax.sharding.get_abstract_mesh().manual_axes else tree
+
+
+def _cast_to_vary(tree: _Tree) -> _Tree:
     leaves, structure = jax.tree.flatten(tree)
     own = {
         at: jax.typeof(x).manual_axis_type.varying

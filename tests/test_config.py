@@ -22,6 +22,7 @@ from jaxllama.generation import init_params
 from jaxllama.model.params import param_table
 from pallas_kernels import ClampedGate
 from tests.helpers import models
+from tests.helpers.parity_cases import CASES
 
 # Parameters as the model cards' files count them (a tied head once).
 PUBLISHED = {
@@ -204,7 +205,9 @@ def test_a_preset_keeps_its_options_and_takes_the_checkpoints_token_ids(tmp_path
 
 
 @pytest.mark.parametrize(
-    "cfg", [models.LLAMA, models.GEMMA4, load_config("mixtral-8x7b")], ids=lambda cfg: cfg.name
+    "cfg",
+    [models.LLAMA, models.GEMMA4, CASES["gemma4_text-experts"], load_config("mixtral-8x7b")],
+    ids=lambda cfg: cfg.name,
 )
 def test_a_run_directory_of_the_last_version_has_its_model(cfg: ModelConfig) -> None:
     """Its keys that went have the values that every model of this version has."""
@@ -212,7 +215,8 @@ def test_a_run_directory_of_the_last_version_has_its_model(cfg: ModelConfig) -> 
     parts, expert_layers = keys.pop("attention_parts"), keys.pop("expert_layers")
     keys |= {"v_norm": bool(parts), "first_norm": True, "sum_norms": "none", "embed_width": None}
     if keys["experts"]:
-        keys["experts"] = {**keys["experts"], "layers": expert_layers}
+        experts = {**keys["experts"], "layers": expert_layers}
+        keys["experts"] = experts | {"beside": experts.pop("shared_norms")}
     assert ModelConfig.of(**of_last_version(keys)) == cfg
     with pytest.raises(JaxLlamaError, match="sum_norms"):
         ModelConfig.of(**of_last_version({**keys, "sum_norms": "mlp"}))

@@ -56,7 +56,7 @@ class ExpertsConfig:
         Whether experts are chosen by logits, and not by scores; ``choice_bias`` is added to these.
     out_norm : bool
         Whether the layers with experts have a norm of their output.
-    beside : bool
+    shared_norms : bool
         Whether the expert that every token passes is a dense feed-forward beside the others, with
         norms of its own. The router then has a norm too, and a factor of each expert.
     shards : int
@@ -90,7 +90,7 @@ class ExpertsConfig:
     jitter: float = 0.01
     out_norm: bool = False
     choice_by_logits: bool = False
-    beside: bool = False
+    shared_norms: bool = False
     shards: int = 1
     exchanges: bool = False
 
@@ -105,7 +105,7 @@ class ExpertsConfig:
         need(limit is None or limit > 0, "gate_limit", "must be positive")
         need(self.shared >= 0, "shared", "must not be negative")
         need(self.shared > 0 or not self.shared_gate, "shared_gate", "needs shared")
-        need(self.shared > 0 or not self.beside, "beside", "needs shared")
+        need(self.shared > 0 or not self.shared_norms, "shared_norms", "needs shared")
         need(self.shared > 0 or not self.shared_bias, "shared_bias", "needs shared")
         need(
             self.n_experts % self.n_groups == 0,

@@ -305,9 +305,13 @@ def of_last_version(keys: JsonMapping) -> JsonObject:
     if found.pop("v_norm", False):
         found["attention_parts"] = ["value_norm"]
     experts = found.get("experts")
-    if isinstance(experts, Mapping) and "layers" in experts:
-        found["expert_layers"] = experts["layers"]
-        found["experts"] = {key: value for key, value in experts.items() if key != "layers"}
+    if isinstance(experts, Mapping):
+        kept = dict(experts)
+        if "layers" in kept:
+            found["expert_layers"] = kept.pop("layers")
+        if "beside" in kept:
+            kept["shared_norms"] = kept.pop("beside")
+        found["experts"] = kept
     return found
 
 
@@ -401,7 +405,7 @@ def _feed(flat: FlatConfig, index: int | None) -> FeedConfig:
     if is_late and flat.shared_kv_d_ff is not None:
         found["d_ff"] = flat.shared_kv_d_ff
     experts = flat.experts
-    if experts is not None and experts.beside:  # the dense feed-forward
+    if experts is not None and experts.shared_norms:  # the dense feed-forward
         experts = dataclasses.replace(experts, shared=found["d_ff"])
     has_experts = index is None or index in (flat.expert_layers or (index,))
     found["experts"] = experts if has_experts else None

@@ -167,6 +167,7 @@ class Resident:
         lengths: jax.Array,
         kv_dtype: DTypeLike | None = None,
     ) -> tuple[Hidden, Params]:
+        """Return hidden states and the parameters (``Executor.states``)."""
         cache = None
         if kv_dtype is not None:
             batch, width = tokens.shape
@@ -182,6 +183,7 @@ def _states(
     lengths: jax.Array,
     cache: Cache | None,
 ) -> Hidden:
+    """Return the hidden states ``[B, T, D]``; through a cache, V is read sparsely as in decode."""
     return decoder.forward(cfg, params, tokens, lengths, cache, sparse=cache is not None)[0]
 
 

@@ -143,7 +143,7 @@ def begin(
 def embed_tokens(
     cfg: ModelConfig, params: Params, tokens: jax.Array, dtype: DTypeLike
 ) -> jax.Array:
-    """``tokens[B, T]`` -> ``[B, T, D]``."""
+    """Return the embeddings of ``tokens[B, T]``, as the first layer reads them, ``[B, T, D]``."""
     return scale_embedded(cfg, _rows_of_table(params["embed"]["weight"], tokens, dtype))
 
 
@@ -287,7 +287,11 @@ def _forward_over(
     sparse: bool | jax.Array,
     fresh: bool,
 ) -> tuple[Hidden, Cache | None]:
-    """``forward`` of parameters on a mesh."""
+    """Return ``forward``'s result for parameters on a mesh.
+
+    Each device runs ``forward`` on its rows and its part of the weights. A long prompt's tokens are
+    divided among the devices instead (``_forward_in_pieces``).
+    """
     if cache is not None and sparse is False:
         batch, n_new = tokens.shape
         if is_cut(mesh, batch, n_new, cache.table is not None, layer_work(cfg, params)):

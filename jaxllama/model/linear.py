@@ -63,13 +63,14 @@ StaticCodes = tuple[str, jax.Array]  # a dtype, and one scale for all inputs
 class Stream(NamedTuple):
     """The residual stream ``[..., D]``: x, and a pending term that is added later, or None.
 
-    beside: what the layer before leaves for this layer's mixer, such as its own normed input.
-    embedded: the embeddings, where layers read them beside the stream.
+    handed: ``[..., D]`` that the layer before hands to this layer's mixer, such as its own normed
+        input, or None.
+    embedded: the embeddings ``[..., D]``, if layers read them, or None.
     """
 
     x: jax.Array
     pending: jax.Array | Posted | None = None
-    beside: jax.Array | None = None
+    handed: jax.Array | None = None
     embedded: jax.Array | None = None
 
     @property
@@ -80,13 +81,13 @@ class Stream(NamedTuple):
 
     @property
     def packed(self) -> jax.Array:
-        """As one array, with what is beside it behind its features; ``unpacked`` is the inverse."""
+        """As one array, with ``handed`` behind its features; ``unpacked`` is the inverse."""
         total = self.total
-        return total if self.beside is None else jnp.concatenate([total, self.beside], axis=-1)
+        return total if self.handed is None else jnp.concatenate([total, self.handed], axis=-1)
 
     @classmethod
     def unpacked(cls, x: jax.Array, d_model: int) -> Stream:
-        """Return the stream of an array ``[..., D]``, or ``[..., 2 D]`` with what is beside it."""
+        """Return the stream of ``x[..., D]``, or of ``x[..., 2 D]`` with ``handed`` behind it."""
         if x.shape[-1] == d_model:
             return cls(x)
         return cls(x[..., :d_model], None, x[..., d_model:])
@@ -94,10 +95,9 @@ class Stream(NamedTuple):
     @property
     def rounded(self) -> Stream:
         """With a sum over devices, which is float32, added now instead of in the norm."""
-        pending = self.pending
-        is_sum = isinstance(pending, Posted) or (
-            pending is not None and pending.dtype != self.x.dtype
-        )
+        if self.pending is None:
+            return self
+        is_sum = isinstance(self.pending, Posted) or self.pending.dtype != self.x.dtype
         return Stream(self.total) if is_sum else self
 
 
@@ -178,7 +178,8 @@ def _norm_linears(
     # The input is quantized once for all that want the same codes.
     dtype = None if has_lora else stream.x.dtype
     normed, stream = norm(stream, scale, cfg, wanted[0])
-    return columns(normed, linears, dtype), stream
+    products = list(map(functools.partial(linear, normed, dtype=dtype), linears))
+    return [Columns(y, 0, y.shape[-1]) for y in products], stream
 
 
 def _fused_norm_linears(
@@ -206,7 +207,8 @@ def _by_codes(
     normed, stream = norm(stream, scale, cfg)
     inputs = {codes: _quantized(normed, codes) for codes in dict.fromkeys(wanted)}
     pairs = zip(wanted, linears, strict=True)
-    return [columns(inputs[codes], [linear], dtype)[0] for codes, linear in pairs], stream
+    products = [linear(inputs[codes], layer, dtype) for codes, layer in pairs]
+    return [Columns(y, 0, y.shape[-1]) for y in products], stream
 
 
 def linear_add(
@@ -302,10 +304,16 @@ def linear(x: Input, params: Params, dtype: DTypeLike | None = None) -> jax.Arra
     dtype: of the result, x's by default; to be given where x is quantized already, which only a
     weight with ``activations`` takes.
     """
-    lora, weight, bias = _lora(params), params["weight"], params.get("bias")
-    if lora is None:
-        assert not isinstance(x, Adapted)  # only layers with adapters take one
-        return _matmul(x, weight, bias, dtype)
+    lora = _lora(params)
+    if lora is not None:
+        return _with_lora(x, params, lora, dtype)
+    assert not isinstance(x, Adapted)  # only layers with adapters take one
+    return _matmul(x, params["weight"], params.get("bias"), dtype)
+
+
+def _with_lora(x: Input, params: Params, lora: Lora, dtype: DTypeLike | None) -> jax.Array:
+    """Return ``linear`` of a layer whose rows have adapters."""
+    weight, bias = params["weight"], params.get("bias")
     if isinstance(x, jax.Array):
         dtype = x.dtype if dtype is None else dtype
         x = _quantized(x, input_codes(params), lora)
@@ -354,21 +362,22 @@ def product(
         y = y if gate_by is None else swiglu(y, activation=gate_by)
     else:
         assert not isinstance(x, Adapted)  # only layers with adapters take one
-        codes = _gated_codes(x, params, dtype, cfg, into)
-        if codes is not None:
-            return codes
+        if into is not None and isinstance(x, QTensor):
+            codes = _gated_codes(x, params, dtype, cfg, into)
+            if codes is not None:
+                return codes
         y = _matmul(x, params["weight"], params.get("bias"), dtype, gate_by)
-    return _gated(y, into, cfg)
+    return y if into is None or gate_by is not None else _gate_for(y, into, cfg)
 
 
 def _gated_codes(
-    x: Input, params: Params, dtype: DTypeLike, cfg: StepConfig, into: Params | None
+    x: QTensor, params: Params, dtype: DTypeLike, cfg: StepConfig, into: Params
 ) -> QTensor | None:
     """Return gate and up's product in the codes of a layer with a static scale, or None."""
-    weight, static = params["weight"], None if into is None else _static_codes(into)
+    weight, static = params["weight"], _static_codes(into)
     if static is None or cfg.activation != "silu" or params.get("bias") is not None or is_split():
         return None
-    if not isinstance(x, QTensor) or x.dtype != static[0] or not isinstance(weight, QTensor):
+    if x.dtype != static[0] or not isinstance(weight, QTensor):
         return None
     return gated_matmul(x, weight, static[1], dtype=dtype)
 
@@ -416,12 +425,6 @@ def grouped(
 ) -> jax.Array:
     """``grouped_matmul`` with the weight and bias of a layer's experts."""
     return grouped_matmul(x, params["weight"], experts, bias=params.get("bias"), **options)
-
-
-def columns(x: Input, linears: Sequence[Params], dtype: DTypeLike | None = None) -> list[Columns]:
-    """Apply ``linear`` with several weights; each result is a separate array."""
-    products = list(map(functools.partial(linear, x, dtype=dtype), linears))
-    return [Columns(y, 0, y.shape[-1]) for y in products]
 
 
 def _matmul(

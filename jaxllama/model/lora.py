@@ -83,7 +83,7 @@ class Lora(NamedTuple):
         return jnp.broadcast_to(self.rows[:, None], x.shape[:2])
 
     def product(self, x: jax.Array) -> jax.Array:
-        """``x[B, T, in]`` -> float32 ``[B, T, out]``."""
+        """Return each row's low-rank product of ``x[B, T, in]``, float32 ``[B, T, out]``."""
         return low_rank_sums(inner_products(x, self.a, self.of(x)), self.b)
 
     def sums_in(self, dtype: DTypeLike) -> DTypeLike:

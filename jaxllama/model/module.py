@@ -151,7 +151,7 @@ class MixtureOfExperts(SwiGLU):
         ``cfg.experts`` is None.
         """
         check_features(self.cfg, x)
-        if self._experts().beside:
+        if self._experts().shared_norms:
             raise JaxLlamaError(f"{self.cfg.name}: its experts read the stream; run a DecoderLayer")
         return mixture(self.layer(), self.tree(), x)
 

@@ -184,9 +184,14 @@ class TensorSource:
         return math.prod(self.shape)
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether the parameter's values are others than the tensor's."""
+        return (self.scale, self.offset) != (1.0, 0.0) or bool(self.row_scales)
+
+    @property
     def is_folded(self) -> bool:
-        is_scaled = (self.scale, self.offset) != (1.0, 0.0) or bool(self.row_scales)
-        return is_scaled or self.turned is not None
+        """Whether a parameter differs from its tensor in values or in the order of rows."""
+        return self.is_scaled or self.turned is not None
 
     def factor(self, axes: int = 2) -> np.ndarray:
         """The multiplier, float32: a number, or ``[rows, 1, ...]`` of so many axes."""

@@ -132,7 +132,7 @@ class Draft:
         return self.lengths.reshape(-1, self.width).sum(axis=1, dtype=self.lengths.dtype)
 
     def by_row(self, x: jax.Array) -> jax.Array:
-        """``[B width, 1, ...]`` -> ``[B, width, ...]``."""
+        """Return ``x[B width, 1, ...]`` as ``[B, width, ...]``: a cache row's tokens together."""
         return x.reshape(-1, self.width, *x.shape[2:])
 
 
@@ -304,7 +304,7 @@ class Hidden:
         return Hidden(jnp.where((lengths > 0)[:, None], picked, before.x))
 
     def flat(self) -> Hidden:
-        """``[N, D]``."""
+        """Return the states of all tokens as rows, ``[N, D]``."""
         return Hidden(self.x.reshape(-1, self.x.shape[-1]))
 
 

@@ -392,6 +392,7 @@ def _orders_of_blocks(
 
 
 def _take(array: ArrayOrNumpy, order: np.ndarray) -> ArrayOrNumpy:
+    """Return the rows ``order`` of an array ``[n, ...]``, zeros for negative indices."""
     taken = array[np.maximum(order, 0)]
     if (order >= 0).all():
         return taken

@@ -282,7 +282,10 @@ _Period = Callable[[Stream, tuple[Params, ...]], tuple[Stream, tuple[LayerState,
 def _period(
     cfg: ModelConfig, run: Run, at: At, run_layer: Callable[..., tuple[Stream, LayerState]]
 ) -> _Period:
-    """Through the layers of one period."""
+    """Return a function that runs a stream through the layers of one period of ``run``.
+
+    The function takes (stream, the layers' parameters) and returns (stream, the layers' results).
+    """
     configs = cfg.layers[run.first : run.first + run.period]
 
     def through(

@@ -154,11 +154,11 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
 
-        def beside(name: str) -> JsonObject:
+        def of_folder(name: str) -> JsonObject:
             other = folder / name
             return read_json(other, SETTINGS) if exists(other) else {}
 
-        config, special = beside("tokenizer_config.json"), beside("special_tokens_map.json")
+        config, special = of_folder("tokenizer_config.json"), of_folder("special_tokens_map.json")
         special.update((key, value) for key, value in config.items() if key in _SPECIAL and value)
         names = {key: text for key in _SPECIAL if (text := _content(special.get(key)))}
 
@@ -169,7 +169,7 @@ class Tokenizer:
         for name in ("generation_config.json", "config.json"):
             if not ends:
                 place = f"{folder}: {name.removesuffix('.json')}: "
-                ends = JsonReader(beside(name), place).token_ids("eos_token_id", None)
+                ends = JsonReader(of_folder(name), place).token_ids("eos_token_id", None)
         eos = id_of("eos_token")
         template = config.get("chat_template")
         jinja = folder / "chat_template.jinja"

@@ -1,6 +1,6 @@
 """Checkpoints of a run's whole state: written whole or not at all, and checked.
 
-    checkpoints.save(step, state, beside)     beside: text files that only grow, of the same folder
+    checkpoints.save(step, state, texts)      texts: text files that only grow, of the same folder
     step, sizes = checkpoints.newest_whole()  0 without checkpoints; sizes of those files then
     checkpoints.restore(step, like)
 
@@ -108,7 +108,7 @@ class Checkpoints:
             if later > step:
                 self._remove(later)
 
-    def save(self, step: int, state: Tree, beside: Sequence[Path] = ()) -> None:
+    def save(self, step: int, state: Tree, texts: Sequence[Path] = ()) -> None:
         """Write a checkpoint. Raises JaxLlamaError if the disk is full, for example."""
         part = self._part(step)
         leaves = _named(state)
@@ -121,7 +121,7 @@ class Checkpoints:
             write(part / STATE, heads, values)
             record: JsonObject = {
                 "state": _digest(part / STATE),
-                "beside": {path.name: [path.stat().st_size, _digest(path)] for path in beside},
+                "beside": {path.name: [path.stat().st_size, _digest(path)] for path in texts},
             }
             with open(part / DIGESTS, "w", encoding="utf-8") as file:
                 json.dump(record, file, indent=1)

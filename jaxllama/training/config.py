@@ -420,7 +420,7 @@ class TrainConfig:
 _FILES = {"data": ("tokens", "conversations", "prompts"), "reward": ("schema",)}
 
 
-def _beside(name: Any, folder: str | Path) -> Any:
+def _found_in(name: Any, folder: str | Path) -> Any:
     """Return the path of ``name`` in ``folder`` if it is there and not in the current folder."""
     if not isinstance(name, str) or Path(name).exists() or not (Path(folder) / name).exists():
         return name
@@ -445,7 +445,7 @@ def train_config_from_dict(data: JsonObject, where: str, folder: str | Path = ".
     data = dict(data)
     for table, keys in _FILES.items():
         if isinstance(data.get(table), dict):
-            own = {key: _beside(data[table][key], folder) for key in keys if key in data[table]}
+            own = {key: _found_in(data[table][key], folder) for key in keys if key in data[table]}
             data[table] = {**data[table], **own}
     try:
         model = data.get("model")

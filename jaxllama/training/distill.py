@@ -27,7 +27,7 @@ from jaxllama.checkpoints.hf.fla import config_to_fla
 from jaxllama.config import CheckpointForm, GLAConfig, LayerConfig, ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.decoder import block, walk
-from jaxllama.model.linear import Stream, columns, linear
+from jaxllama.model.linear import Stream, linear, norm_linear
 from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.mixers.gla import mix as gla
 from jaxllama.model.observer import Observer
@@ -177,7 +177,8 @@ def _answer(layer: LayerConfig, params: Params, x: jax.Array) -> jax.Array:
     """Return a GLA mixer's output, float32."""
     batch, length, _ = x.shape
     at = whole_rows(layer, batch, length)
-    heads, _ = gla.mix(layer, params, columns(x, gla.inputs(layer, params)), None, at)
+    projected, _ = norm_linear(Stream(x), None, gla.inputs(layer, params), layer)
+    heads, _ = gla.mix(layer, params, projected, None, at)
     return linear(heads, params["o"]).astype(jnp.float32)
 
 

@@ -114,7 +114,7 @@ def as_float16(raw, factor, kind):
     best = functools.reduce(p.maximum, [p.absolute(x) for values in chunks for x in values])
     for lanes in (1, 2, 4, 8, 16):
         best = p.maximum(best, p.shuffle_xor(best, lanes))
-    exponent = p.larger(p.bits(best) >> 23, p.ci(15))
+    exponent = p.larger(p.bits(best) >> 23, 15)
 
     def power(word):
         return p.from_bits(word << 23)

@@ -151,7 +151,7 @@ class DecodeKernel:
         """The words of eight query rows; those past the last are copies of it."""
         here, fuls = self.share.here, self.plan.fuls
         number = here.sub * (fuls * HEADS) + here.g + ful * HEADS
-        number = p.smaller(number, p.ci(self.width - 1))
+        number = p.smaller(number, self.width - 1)
         first = p.address(self.gmem.q)
         at = p.offset(first, self.rows.line(here.row, self.share.head, number), 2 * self.head_dim)
         at = p.offset(at, here.quad * (2 * mma_tile.features_of(self.codes)))
@@ -166,7 +166,7 @@ class DecodeKernel:
         """(first, past the last) key that one of the lane's query rows sees in the share."""
         if self.rows.tokens == 1:
             return self.share.seen, self.share.end
-        number = p.smaller(self.number_of(self.share.here, ful, c), p.ci(self.width - 1))
+        number = p.smaller(self.number_of(self.share.here, ful, c), self.width - 1)
         token = self.rows.token(number)
         own = self.rows.seen(self.gmem.lengths, self.share.here.row, token)
         first = None if self.window is None else own - self.window

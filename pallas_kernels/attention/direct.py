@@ -71,6 +71,10 @@ class DirectPlan:
     steps: int
     merged: bool = False
 
+    def representative(self) -> DirectPlan:
+        cluster = min(self.cluster, 2) if self.merged else self.cluster
+        return dataclasses.replace(self, cluster=cluster, steps=min(self.steps, 2))
+
     def gather(self, group: int, codes: Codes) -> Gather:
         cluster = 1 if self.merged else self.cluster
         return Gather(
@@ -163,7 +167,7 @@ class _Kernel:
         )
         self.source, self.end, self.begin, first = source, source.end, p.ci(0), p.ci(0)
         if self.window is not None:
-            self.begin = p.larger(self.end - self.window, p.ci(0))
+            self.begin = p.larger(self.end - self.window, 0)
             first = self.begin & -TILE
         place = self.warp * self.plan.cluster + self.rank
         token0 = first + place * TILE

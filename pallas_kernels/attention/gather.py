@@ -183,7 +183,7 @@ class Gathering:
         number = None if self.sinks_ref is None else self.query_head(head)
         some = 0 < p.bits(sums[1])  # else the outputs may be NaN
         _, whole, *x = with_sink(sums, self.sinks_ref, number)
-        inverse = p.divide(p.cf(1.0), whole)
+        inverse = p.divide(1.0, whole)
         x = [p.where(some, v * inverse, 0.0) for v in x]
         self.write(head, hadamard_of_lanes(x, self.lane, 32) if self.plan.rotated else x)
 

@@ -114,7 +114,7 @@ def _merge_parts(gmem, smem, *, shape, kind, rotated):
         sums = combine(shares)
         some = 0 < p.bits(sums[1])  # else the outputs may be NaN
         _, whole, *x = with_sink(sums, gmem.sinks, head)
-        inverse = p.divide(p.cf(1.0), p.where(some, whole, 1.0))
+        inverse = p.divide(1.0, p.where(some, whole, 1.0))
         x = [p.where(some, v * inverse, 0.0) for v in x]
         if rotated:
             x = hadamard_of_lanes(x, lane, 32)
@@ -151,10 +151,10 @@ class _ChunkMerge:
         """The chunks that the row's queries see, and where they lie."""
         n, h, own = self.n, self.h, self.block // self.heads
         (length,) = p.load_global(p.offset(p.address(self.gmem.lengths), own, 4), 1)
-        self.length = p.larger(p.smaller(length, p.ci(self.capacity)), p.ci(0))
+        self.length = p.larger(p.smaller(length, self.capacity), 0)
         self.first = p.ci(0)
         if self.window is not None:
-            self.first = p.larger(self.length - self.window, p.ci(0)) // self.chunk
+            self.first = p.larger(self.length - self.window, 0) // self.chunk
         self.stop = (self.length + (self.chunk - 1)) // self.chunk
         self.row, self.head = self.block // n, self.block % n
         line = self.row * self.splits * n + self.head
@@ -198,7 +198,7 @@ class _ChunkMerge:
         joined = combine([(top, whole, out) for top, whole, *out in shares])
         _, whole, *total = with_sink(joined, self.gmem.sinks, self.head % self.heads)
         some = 0 < self.length
-        inverse = p.divide(p.cf(1.0), p.where(some, whole, 1.0))
+        inverse = p.divide(1.0, p.where(some, whole, 1.0))
         values = [x * inverse for x in total]
         if self.rotated:
             values = hadamard_of_lanes(values, self.lane, 32)
@@ -234,7 +234,7 @@ def combine(shares):
     is -inf, and what it holds has to be finite."""
     top = functools.reduce(p.maximum, [peak for peak, _, _ in shares])
     # Where nothing has been seen, any finite number keeps the weights at zero.
-    base = p.maximum(top, p.cf(-3.0e38))
+    base = p.maximum(top, -3.0e38)
     total, sums = p.cf(0.0), [p.cf(0.0)] * len(shares[0][2])
     for peak, whole, out in shares:
         weight = p.exp2(peak - base)

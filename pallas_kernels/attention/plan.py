@@ -46,6 +46,11 @@ class AttentionPlan:
     by_warp: bool = False
     by_length: bool = False
 
+    def representative(self) -> AttentionPlan:
+        chunk = self.tiles * TILE if self.chunk else 0
+        few = {"heads": min(self.heads, 2), "cluster": min(self.cluster, 2)}
+        return dataclasses.replace(self, chunk=chunk, **few)
+
 
 def plan(call: AttentionCall) -> AttentionPlan | Reason:
     """Return the fastest measured division of (q, k, query heads) that fits shared memory."""

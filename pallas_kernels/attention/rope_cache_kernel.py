@@ -102,7 +102,7 @@ class _Heads:
         """(numbers of each group, pairs of codes: two integers, of float8 one word)."""
         values = floats(words, self.kind)
         if self.dtype == "int4":
-            values = [p.minimum(p.maximum(v, p.cf(-65504.0)), p.cf(65504.0)) for v in values]
+            values = [p.minimum(p.maximum(v, -65504.0), 65504.0) for v in values]
         numbers = [
             _numbers(
                 [
@@ -127,7 +127,7 @@ class _Heads:
                 continue
             low, high = (-128, 127) if self.dtype == "int8" else (-8, 7)
             ints = [p.to_integer(v) for v in steps]
-            codes.append([p.larger(p.smaller(v, p.ci(high)), p.ci(low)) for v in ints])
+            codes.append([p.larger(p.smaller(v, high), low) for v in ints])
         return numbers, codes
 
     def store(self, refs, line, words, rounded):
@@ -299,12 +299,12 @@ def _numbers(values, dtype):
         low = over_lanes(p.minimum, functools.reduce(p.minimum, values))
         scale = _to_float16((high - low) * (1 / 15))
         middle = (low + high) * 0.5
-        zero = _to_float16(p.fma(scale, p.cf(0.5), middle))
+        zero = _to_float16(p.fma(scale, 0.5, middle))
     else:
         best = over_lanes(p.maximum, functools.reduce(p.maximum, [p.absolute(v) for v in values]))
-        scale, zero = p.divide(best, p.cf(CODES[dtype][1])), p.cf(0.0)
+        scale, zero = p.divide(best, CODES[dtype][1]), p.cf(0.0)
     some = scale > 0.0
-    inverse = p.divide(p.cf(1.0), p.where(some, scale, 1.0))
+    inverse = p.divide(1.0, p.where(some, scale, 1.0))
     return scale, zero, p.where(some, inverse, 0.0)
 
 

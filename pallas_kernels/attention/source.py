@@ -71,8 +71,8 @@ class HeadWords:
             self.new_key, self.new_value = self.load_new_key(), self.load_new_value()
             self.slot, self.there = number, number < self.capacity
             number = p.where(self.there, number + 1, 0)
-        self.end = p.larger(p.smaller(number, p.ci(self.capacity)), p.ci(0))
-        self.last = p.larger(self.end - 1, p.ci(0))
+        self.end = p.larger(p.smaller(number, self.capacity), 0)
+        self.last = p.larger(self.end - 1, 0)
         if self.tables and self.pages:
             self.there = self.there & self.pages.holds(self.pages.entry(self.slot))
             self.end = p.where(self.there, self.end, 0)
@@ -258,7 +258,7 @@ class HeadWords:
             total = p.fma(x, x, total)
         for lanes in (1, 2):  # the other features of the head
             total = total + p.shuffle_xor(total, lanes)
-        return p.rsqrt(p.fma(total, p.cf(1.0 / self.h), p.cf(self.eps)))
+        return p.rsqrt(p.fma(total, 1.0 / self.h, self.eps))
 
     def weights(self, chunk: int, of: str) -> list:
         """The norm's at the lane's features of a chunk."""

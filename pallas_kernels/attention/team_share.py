@@ -55,7 +55,7 @@ class QueryRows(NamedTuple):
         """How many keys a token sees."""
         at = row if token is None else row * self.tokens + token
         (length,) = p.load_global(p.offset(p.address(lengths_ref), at, 4), 1)
-        return p.larger(p.smaller(length, p.ci(self.capacity)), p.ci(0))
+        return p.larger(p.smaller(length, self.capacity), 0)
 
     def span(self, lengths_ref, row, lane):
         """(fewest, most) keys that a token of the row sees, of the tokens that see any."""

@@ -71,7 +71,7 @@ class Queries:
         if zero is None:
             return (scale if values else scale * self.factor,)
         # Codes come 8 too large.
-        zero = p.fma(scale, p.cf(-8.0), zero)
+        zero = p.fma(scale, -8.0, zero)
         if values:
             return scale, zero
         step = self.factor * self.codes.steps[0]
@@ -191,5 +191,5 @@ def head_outputs(out, zeros, c: int, codes: Codes):
         values = [out[first + 4 * (i // 2) + 2 * (i % 2) + c] for i in range(run)]
         if codes.zeros:
             of = j * 8 * codes.v_chunk // codes.group_bytes
-            values = [p.fma(x, p.cf(codes.steps[i % 2]), zeros[of]) for i, x in enumerate(values)]
+            values = [p.fma(x, codes.steps[i % 2], zeros[of]) for i, x in enumerate(values)]
         yield j * 8 * run, values

@@ -146,7 +146,7 @@ def attend(
     """
     rows = q.astype(jnp.float32).reshape(-1, *q.shape[-2:])
     operands = [rows, lengths.reshape(-1), *jax.tree.leaves((k, v, table)), *_floats(sinks)]
-    call = jax.ffi.ffi_call(jit.register(plan.program), results(plan, rows.shape, k, table))
+    call = jax.ffi.ffi_call(jit.name_of(plan), results(plan, rows.shape, k, table))
     out, *_ = call(*operands, **attributes(window, scale))
     return out.astype(q.dtype).reshape(q.shape)
 
@@ -179,7 +179,7 @@ def rope_and_attend(
     first = len(made)
     made += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches]
     aliases = {2 + i: first + i for i in range(len(caches))}
-    call = jax.ffi.ffi_call(jit.register(plan.program), made, input_output_aliases=aliases)
+    call = jax.ffi.ffi_call(jit.name_of(plan), made, input_output_aliases=aliases)
     rest = *caches, *jax.tree.leaves(table), *turns, *_floats((weights, sinks))
     out, *made = call(qkv, slots, *rest, **attributes(window, scale, eps))
     return out.reshape(*shape, *out.shape[1:]), *jax.tree.unflatten(tree, made[first - 1 :])

@@ -146,16 +146,12 @@ def _placed(sections: np.ndarray) -> tuple[dict[int, int], int, int]:
             if not flags & _ALLOCATED or section["type"] == _UNWIND:
                 continue
             if bool(flags & _WRITTEN) == is_written:
-                at = _rounded(at, int(section["alignment"]))
-                offsets[index] = at
+                alignment = max(int(section["alignment"]), 1)
+                offsets[index] = at = -(-at // alignment) * alignment
                 at += int(section["size"])
-        at = _rounded(at, mmap.PAGESIZE)
+        at = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE
         written = written or at
     return offsets, written, at
-
-
-def _rounded(at: int, multiple: int) -> int:
-    return -(-at // max(multiple, 1)) * max(multiple, 1)
 
 
 def _outside(name: str) -> int | None:

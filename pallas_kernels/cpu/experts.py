@@ -79,7 +79,7 @@ def run(plan: CpuPlan, x: jax.Array, w: CpuWeight, starts: jax.Array) -> jax.Arr
         jax.ShapeDtypeStruct((n_pairs, n), jnp.float32),
         jax.ShapeDtypeStruct((scratch,), jnp.uint8),
     ]
-    call = jax.ffi.ffi_call(jit.register(program), results)
+    call = jax.ffi.ffi_call(jit.name_of(plan), results)
     return call(x.astype(jnp.float32), *tiles, starts)[0]
 
 

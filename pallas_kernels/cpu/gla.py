@@ -62,7 +62,7 @@ def gla_step(
     """(o ``[B, H, Dv]`` in v's dtype, the state after)."""
     operands = *(x.astype(jnp.float32) for x in (q, k, v, g)), state
     results = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (v, state)]
-    name = jit.register(plan.program)
+    name = jit.name_of(plan)
     call = jax.ffi.ffi_call(name, results, input_output_aliases={4: 1})
     o, state = call(*operands, scale=np.float32(scale))
     return o.astype(v.dtype), state

@@ -75,7 +75,7 @@ def _handler(call: tuple[float, CpuPlan], x: jax.Array, gamma: jax.Array, w: jax
         jax.ShapeDtypeStruct((len(rows), len(w)), jnp.float32),
         jax.ShapeDtypeStruct(rows.shape, jnp.float32),
     ]
-    run = jax.ffi.ffi_call(jit.register(plan.program), results)
+    run = jax.ffi.ffi_call(jit.name_of(plan), results)
     y, _ = run(rows, w, gamma.astype(jnp.float32), eps=np.float32(eps))
     return y.reshape(*x.shape[:-1], -1)
 

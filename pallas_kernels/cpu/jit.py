@@ -1,7 +1,8 @@
 """Compilation of programs to machine code, kept on disk and registered with XLA by name.
 
     unavailable() -> Reason | None         says why no handler can run in this process.
-    register(program) -> name              returns the name for ``jax.ffi.ffi_call``.
+    name_of(plan) -> name                  returns the name for ``jax.ffi.ffi_call``.
+    register(program) -> name              does the same for a program.
     registered()                           lists all handlers known to XLA, for a process that
                                            takes over the compiled handlers of this one.
     compiled(program).address              is the handler's address, for calls by hand.
@@ -32,7 +33,7 @@ import numpy as np
 
 from pallas_kernels import sealed
 from pallas_kernels.cpu import elf, frame, handler
-from pallas_kernels.cpu.handler import Program
+from pallas_kernels.cpu.handler import CpuPlan, Program
 from pallas_kernels.cpu.self_test import fault
 from pallas_kernels.cpu.target import VARIABLE, Target, host_cpu, target
 from pallas_kernels.dispatch import Reason
@@ -98,6 +99,12 @@ def register(program: Program) -> str:
             jax.ffi.register_ffi_target(entry.name, address, platform="cpu")
             _known[program, on] = entry
         return _known[program, on].name
+
+
+@functools.cache
+def name_of(plan: CpuPlan) -> str:
+    """XLA's name of the handler of a plan, which layers that are alike share."""
+    return register(plan.program)
 
 
 def identity() -> str:

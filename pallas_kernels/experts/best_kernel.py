@@ -42,11 +42,11 @@ def best_of_rows(scores: jax.Array, *, plan: BestPlan) -> tuple[jax.Array, jax.A
         thread, block = p.register("tid.x"), p.register("ctaid.x")
         lane = thread & 31
         row = block * WARPS + (thread >> 5)
-        at = p.offset(p.address(gmem.scores), p.smaller(row, p.ci(rows - 1)), 4 * plan.n)
+        at = p.offset(p.address(gmem.scores), p.smaller(row, rows - 1), 4 * plan.n)
         p.await_kernel()
         scores = []
         for i in range(plan.per_lane):
-            place = p.smaller(lane + 32 * i, p.ci(plan.n - 1))
+            place = p.smaller(lane + 32 * i, plan.n - 1)
             scores.append(p.from_bits(p.load_global(p.offset(at, place, 4), 1)[0]))
         best, places = largest(scores, lane, plan.n, k)
         value, place = of_lane(lane, best), of_lane(lane, places)

@@ -83,7 +83,7 @@ def grouped_rows(
         p.await_kernel()
         (expert,) = p.load_global(p.offset(chosen, pair, 4), 1)
         if not partial:
-            expert = p.smaller(p.larger(expert, p.ci(0)), p.ci(w.shape[0] - 1))
+            expert = p.smaller(p.larger(expert, 0), w.shape[0] - 1)
         is_own = expert < w.shape[0]
         moved = {name: p.offset(getattr(operands, name), expert, sizes[name]) for name in sizes}
         token = pair // fan

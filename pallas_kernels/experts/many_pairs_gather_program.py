@@ -160,12 +160,12 @@ class RowGather:
         def emit(*args) -> None:
             *memory, cluster, pair = args
             cluster, pair = (one.registers.flat[0] for one in (cluster, pair))
-            _RowCopies(how, self.stages, warp, pair, *memory).run(cluster)
+            RowCopies(how, self.stages, warp, pair, *memory).run(cluster)
 
         emit(*refs, lax.axis_index("cluster"), lax.axis_index("pair"))
 
 
-class _RowCopies:
+class RowCopies:
     """The program of a warp that copies the rows of a block's tiles, a slot at a time.
 
     warp: its place among ``WARPS``.  pair: the block's in its cluster.
@@ -190,7 +190,7 @@ class _RowCopies:
         if how.cluster > 1:
             groups = (parts + (how.cluster - 1)) // how.cluster
         total = groups * how.columns
-        self.last_tile, self.last_part = (p.larger(n - 1, p.ci(0)) for n in (total, parts))
+        self.last_tile, self.last_part = (p.larger(n - 1, 0) for n in (total, parts))
         spans = [v for i in range(2) for v in self.part_of(cluster + i * how.n_clusters)]
         p.loop(cluster, total, how.n_clusters, [p.ci(0), p.ci(0), *spans], self.tile)
 
@@ -215,10 +215,10 @@ class _RowCopies:
         self.rows = self.rows_of(first, end - 1)
         count, result = end - first, list(carry)
         if how.cluster > 1:  # a block without pairs keeps step with the others
-            none = p.at_most(count, p.ci(0))
+            none = p.at_most(count, 0)
             result = p.choose(none, lambda: self.copy_slots(0, carry), result)
         for below, width in itertools.pairwise([0, *how.widths]):
-            is_width = p.below(p.ci(below), count) & p.at_most(count, p.ci(width))
+            is_width = p.below(below, count) & p.at_most(count, width)
             copy = functools.partial(self.copy_slots, width, carry)
             result = p.choose(is_width, copy, result)
         return [*result, *following]

@@ -84,6 +84,9 @@ class GroupedTilePlan(Predicted):
     kernel: ClassVar[str] = "grouped_matmul_tiles_mosaic"
     tile: Tile
 
+    def representative(self) -> GroupedTilePlan:
+        return GroupedTilePlan(dataclasses.replace(self.tile, stages=0))
+
 
 def in_groups(weight: StoredWeight) -> bool:
     """Whether scales multiply weights: those of groups of columns, and all of 4 bits."""

@@ -36,6 +36,10 @@ class GroupedRowPlan(Predicted):
     row: RowDivision
     pairs: int
 
+    def representative(self) -> GroupedRowPlan:
+        row = dataclasses.replace(self.row, k=2048, units=1, sms=1, spread=False)
+        return GroupedRowPlan(row, pairs=1)
+
 
 GroupedPlan = GroupedRowPlan | GroupedTilePlan | GroupedSumPlan
 _FORMS: dict[type, predict.Form] = {

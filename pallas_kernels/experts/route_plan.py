@@ -37,6 +37,9 @@ class RoutePlan:
     n: int
     d: int
 
+    def representative(self) -> RoutePlan:
+        return RoutePlan(1, BLOCKS * max(1, WARPS // self.parts), 1024)
+
     @property
     def rows(self) -> int:
         """Rows of the router that a block has."""
@@ -81,6 +84,9 @@ class BestPlan:
     rows: int
     n: int
     k: int
+
+    def representative(self) -> BestPlan:
+        return BestPlan(1, 32 * self.per_lane, 1)
 
     @property
     def per_lane(self) -> int:

@@ -163,7 +163,7 @@ class _Sort:
 
     def expert_of(self, index: Value) -> Value:
         """A pair's expert as it is stored; the last pair's where there is none."""
-        at = p.smaller(index, p.ci(self.n_pairs - 1))
+        at = p.smaller(index, self.n_pairs - 1)
         return p.load_global(p.offset(self.experts, at, 4), 1)[0]
 
     def counted(self, index: Value, expert: Value) -> tuple[Value, Value, Value]:
@@ -172,7 +172,7 @@ class _Sort:
 
         The count of n_experts is in no sum.
         """
-        expert = p.smaller(p.larger(expert, p.ci(0)), p.ci(self.largest))
+        expert = p.smaller(p.larger(expert, 0), self.largest)
         expert = p.where(index < self.n_pairs, expert, p.ci(self.n_experts))
         return index, expert, p.add_shared(self.at(self.counts, expert), p.ci(1))
 

@@ -37,6 +37,10 @@ class GroupedSumPlan(Predicted):
     most_ahead: int
     sms: int = dataclasses.field(repr=False)
 
+    def representative(self) -> GroupedSumPlan:
+        times = {"predicted_us": None, "xla_us": None}
+        return dataclasses.replace(self, k=128, n=2, fan=1, **times)
+
     @property
     def slots(self) -> int:
         """Slots of an expert's row."""

@@ -267,7 +267,7 @@ class SumProgram:
 
     def clamped(self, expert: Value) -> Value:
         """An expert that w has."""
-        return p.smaller(p.larger(expert, p.ci(0)), p.ci(self.n_experts - 1))
+        return p.smaller(p.larger(expert, 0), self.n_experts - 1)
 
     def ask_x(self, token: Value, chunk: Value, lane: Value) -> list[Value]:
         """The chunk's x as it lies: 8 columns a lane, 4 times."""

@@ -60,7 +60,7 @@ def chunk_vectors(scratch, decays, betas, limit, pitch, out, scale) -> None:
             (g,) = p.load_global(p.offset(decays, safe, pitch), 1, 0, "f32", cache=p.READ_ONLY)
             (b,) = p.load_global(p.offset(betas, safe, pitch), 1, 0, "f32", cache=p.READ_ONLY)
             plain.append(g)
-            g = p.maximum(g * LOG2E, p.cf(LOWEST))
+            g = p.maximum(g * LOG2E, LOWEST)
             x.append(p.where(inside, g, 0.0))
             beta.append(p.where(inside, b, 0.0))
         first = lanes_before(lane, x[0] + x[1]) + x[0]
@@ -151,7 +151,7 @@ def decays(rows: InverseRows, scratch, transposed: bool):
                 if transposed:
                     between = -between
                 there = row < column if transposed else ~(row < column)
-                decay = p.exp2(p.minimum(between, p.cf(0.0)))
+                decay = p.exp2(p.minimum(between, 0.0))
                 pair.append(p.where(there, decay, 0.0))
             out[tile].append(pair)
     return out
@@ -207,7 +207,7 @@ def coefficients(rows: InverseRows, scratch, kk, qk, scale: float):
             for e in range(2):
                 column = (rows.c << 1) + (8 * tile + e)
                 between = log_row[half] - log_column[tile][e]
-                decay = p.exp2(p.minimum(between, p.cf(0.0)))
+                decay = p.exp2(p.minimum(between, 0.0))
                 below, upto = column < row, ~(row < column)
                 x = kk[tile][half][e] * beta[half] * decay
                 pairs[0].append(p.where(below, x, 0.0))

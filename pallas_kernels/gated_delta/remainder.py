@@ -25,7 +25,7 @@ _WGMMA = plgpu.Layout.WGMMA
 def code(value, wide):
     """(value - bf16) in sixteenths of bf16's last place, and 8; ``wide``: the bf16's bits as a
     float32's."""
-    left = p.smaller(p.bits(value) - wide, p.ci(_HALF - 1))
+    left = p.smaller(p.bits(value) - wide, _HALF - 1)
     return (left + _HALF) >> 12
 
 

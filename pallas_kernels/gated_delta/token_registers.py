@@ -297,7 +297,7 @@ class Token:
             squares = p.fma(x, x, squares)
         for distance in (16, 8, 4, 2, 1):
             squares = squares + p.shuffle_xor(squares, distance)
-        factor = p.rsqrt(p.fma(squares, p.cf(1.0 / COLUMNS), p.cf(shape.eps)))
+        factor = p.rsqrt(p.fma(squares, 1.0 / COLUMNS, shape.eps))
         y = [x * factor * w for x, w in zip(o, weight, strict=True)]
         if z is not None:
             y = [x * silu(g) for x, g in zip(y, floats(z, shape.kind), strict=True)]
@@ -435,10 +435,10 @@ class Token:
             self.load(p.offset(x, self.head, 2)) for x in (self.memory.a_log, self.memory.dt)
         )
         one, log2e = p.cf(1.0), p.cf(LOG2E)
-        beta = p.divide(p.cf(shape.beta_max), p.exp2(b * -LOG2E) + one)
+        beta = p.divide(shape.beta_max, p.exp2(b * -LOG2E) + one)
         x = (a + dt) * log2e
         away = p.exp2(p.absolute(x) * -1.0)
-        softplus = p.maximum(x, p.cf(0.0)) + p.log2(away + one)  # binary
+        softplus = p.maximum(x, 0.0) + p.log2(away + one)  # binary
         rate = p.exp2(rate * log2e) * (-1.0 / LOG2E)
         log_decay = rate * softplus
         if self.kept:

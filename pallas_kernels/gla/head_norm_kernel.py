@@ -55,7 +55,7 @@ def finished(
 
 def norm_factor(total: Value, dv: int, eps: float) -> Value:
     """``rsqrt(mean + eps)`` of a sum of squares of ``dv`` columns."""
-    return p.rsqrt(p.fma(total, p.cf(1.0 / dv), p.cf(eps)))
+    return p.rsqrt(p.fma(total, 1.0 / dv, eps))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -267,7 +267,7 @@ class GlaStepLayout:
         if last == 0:
             return [p.ci(0)]
         firsts = range(0, self.shape.tokens, self.shape.warps)
-        return [p.smaller(self.warp + first, p.ci(last)) for first in firsts]
+        return [p.smaller(self.warp + first, last) for first in firsts]
 
     def is_here(self, i: int):
         """Is the ``i``th of them one of its own?"""
@@ -368,9 +368,9 @@ class GlaStepLayout:
                 x = p.fma(w, y, x)
         x = x * LOG2E
         away = p.exp2(p.absolute(x) * -1.0)
-        x = p.minimum(x, p.cf(0.0)) - p.log2(away + 1.0)
+        x = p.minimum(x, 0.0) - p.log2(away + 1.0)
         x = x * (1.0 / (LOG2E * shape.normalizer))
-        return x if shape.clamp_min is None else p.maximum(x, p.cf(shape.clamp_min))
+        return x if shape.clamp_min is None else p.maximum(x, shape.clamp_min)
 
     def begin_exchange(self) -> None:
         """Nobody sends before all blocks of the cluster have begun, which ``cluster_wait`` is."""

@@ -50,12 +50,6 @@ class Around:
     posted: jax.Array | None = None
 
     @property
-    def is_nothing(self) -> bool:
-        """Whether there is nothing but a bias and a low-rank term."""
-        is_bare = self.gamma is self.residual is self.pending is self.activation is None
-        return is_bare and not self.swiglu
-
-    @property
     def others(self) -> tuple[jax.Array | None, ...]:
         """The arrays beside the bias that a fused kernel reads."""
         return self.gamma, self.residual, self.pending

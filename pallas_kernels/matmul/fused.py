@@ -12,7 +12,8 @@ from jax.typing import DTypeLike
 from pallas_kernels.cpu.weight import CpuWeight
 from pallas_kernels.dispatch import Find, Plan, choose_plan, own_plan
 from pallas_kernels.matmul.call import Around
-from pallas_kernels.matmul.op import check_operands, planners, run
+from pallas_kernels.matmul.op import check_around, check_operands, planners, run
+from pallas_kernels.operands import FLOATS, dtype_name
 from pallas_kernels.qtensor import QTensor, RowBlocks
 
 _Weight = jax.Array | QTensor | CpuWeight
@@ -64,11 +65,13 @@ def fused_matmul(
     """
     if isinstance(x, QTensor) or isinstance(w, RowBlocks):
         return None
-    out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    out = jnp.dtype(dtype_name("quantized_matmul", "out_dtype", out_dtype, FLOATS))
     gamma, eps = (None, None) if norm is None else norm
     gated = swiglu, activation if swiglu else None
     around = Around(out, bias, gamma, eps, residual, pending, *gated)
     check_operands(x, w, around)
+    check_around(x, w, around)
     find, on_cpu = planners(x, w, around)
     plan = own_plan(find, x, w, cpu=on_cpu)
     return None if plan is None else _fused_run(x, w, around, plan)

@@ -91,6 +91,7 @@ _OPERANDS = {
     "pending": "float [..., K] ?",
     "residual": "float [..., columns] ?",
 }
+_FUSED = tuple(_OPERANDS)[2:]
 
 
 @overload
@@ -197,22 +198,16 @@ def quantized_matmul(
     gated = swiglu, activation
     around = Around(jnp.dtype(out_dtype), bias, gamma, eps, residual, pending, *gated, low_rank)
     check_operands(x, w, around)
-    return _computed(x, w, around, implementation)
-
-
-def _computed(
-    x: jax.Array | QTensor, w: _Weight, around: Around, implementation: Implementation | None
-) -> _Result:
-    """Compute a product and the work around it by the plan of ``dispatch``."""
-    activation = None if around.swiglu else around.activation
-    if activation is not None:
-        return _with_activation(x, w, around, activation, implementation)
-    if around.is_nothing and isinstance(w, QTensor | CpuWeight):
+    is_alone = gamma is residual is pending is activation is None and not swiglu
+    if is_alone and isinstance(w, QTensor | CpuWeight):
         return _product(x, w, around, implementation)
+    check_around(x, w, around)
+    if activation is not None and not swiglu:
+        return _with_activation(x, w, around, activation, implementation)
     if isinstance(x, QTensor):  # no kernel does more than the product
         return _composed(x, w, around, implementation)
     find, on_cpu = planners(x, w, around, implementation)
-    plan = choose_plan(_OP, implementation, find, x, w, *around.others, cpu=on_cpu)
+    plan = choose_plan(_OP, implementation, find, x, w, gamma, residual, pending, cpu=on_cpu)
     if plan is None:
         return _composed(x, w, around, "xla" if is_empty(x, w) else implementation)
     return run(x, w, around, plan, implementation)
@@ -268,13 +263,13 @@ def _without_notes(x: jax.Array | QTensor, w: QTensor) -> QTensor:
     keeps_levels = isinstance(x, QTensor) or w.dtype == FLOAT4
     w = w if keeps_levels else w.in_one_level
     notes: dict[str, Any] = {"blocked": w.blocked} if isinstance(x, QTensor) else {}
-    if _keeps_order(x, w):
+    if w.columns is not None and _keeps_order(x, w):
         notes |= {"columns": w.columns, "interleaved": True}
     return QTensor(w.q, w.scale, w.zero, unit=w.unit, **notes)
 
 
 def _keeps_order(x: jax.Array | QTensor, w: _Weight) -> bool:
-    """Whether a kernel reads w's columns in their order with x as it is."""
+    """Whether a kernel reads w's columns, which have an order, in that order with x as it is."""
     if not (isinstance(x, QTensor) and isinstance(w, QTensor)):
         return False
     return w.interleaved and w.columns is not None
@@ -397,28 +392,29 @@ def _dense(x: jax.Array, w: jax.Array, bias: jax.Array | None, out_dtype: jnp.dt
 
 def check_operands(x: jax.Array | QTensor, w: _Weight, around: Around) -> None:
     """Raise ValueError, with the fact, for operands that make no product."""
-    gamma, residual, pending = around.others
-    fused = {"bias": around.bias, "norm's weight": gamma, "pending": pending, "residual": residual}
+    given = around.bias, around.gamma, around.pending, around.residual
+    fused = dict(zip(_FUSED, given, strict=True))
     check(_OP, _OPERANDS, x=x, w=w.outline if isinstance(w, CpuWeight) else w, **fused)
-    dtype_name(_OP, "out_dtype", around.out, FLOATS)
     if isinstance(x, QTensor):
         operands.check_codes(x, w, around.gamma is not None)
-    if not around.is_nothing or around.low_rank is not None:
-        _check_around(x, w, around)
-
-
-def _check_around(x: jax.Array | QTensor, w: _Weight, around: Around) -> None:
-    """Raise ValueError if what stands around the product does not fit it."""
     if around.low_rank is not None:
         operands.check_low_rank(x, w, *around.low_rank)
+
+
+def check_around(x: jax.Array | QTensor, w: _Weight, around: Around) -> None:
+    """Raise ValueError if what stands around the product does not fit it."""
     if around.pending is not None and around.gamma is None:
         raise ValueError(f"{_OP}: pending, of x's shape {x.shape}, comes before a norm")
     if around.swiglu and w.shape[0] % 2:
         raise ValueError(f"{_OP}: the {w.shape[0]} rows of w are not gate and up")
     if around.residual is not None:
         _check_residual(x, w, around, around.residual)
-    if around.activation is not None:
-        _check_activation(around.activation, around.swiglu)
+    known = GATES if around.swiglu else tuple(ACTIVATIONS)
+    if around.activation is not None and around.activation not in known:
+        what = "the gate of swiglu" if around.swiglu else "a product"
+        raise ValueError(
+            f"{_OP}: activation {around.activation!r} of {what} is not one of {', '.join(known)}"
+        )
 
 
 def _check_residual(
@@ -432,15 +428,6 @@ def _check_residual(
         )
 
 
-def _check_activation(activation: str, swiglu: bool) -> None:
-    known = GATES if swiglu else tuple(ACTIVATIONS)
-    if activation not in known:
-        what = "the gate of swiglu" if swiglu else "a product"
-        raise ValueError(
-            f"{_OP}: activation {activation!r} of {what} is not one of {', '.join(known)}"
-        )
-
-
 def _with_activation(
     x: jax.Array | QTensor,
     w: _Weight,
@@ -449,8 +436,16 @@ def _with_activation(
     implementation: Implementation | None,
 ) -> _Result:
     """Compute the product, then its activation in float32, then add the residual."""
-    alone: Any = _computed(
-        x, w, dataclasses.replace(around, activation=None, residual=None), implementation
+    before = None if around.gamma is None or around.eps is None else (around.gamma, around.eps)
+    alone: Any = quantized_matmul(
+        x,
+        w,
+        bias=around.bias,
+        out_dtype=around.out,
+        norm=before,
+        pending=around.pending,
+        low_rank=around.low_rank,
+        implementation=implementation,
     )
     y, *total = alone if around.pending is not None else (alone,)
     reason = Reason("behind a product it is element-wise, and XLA's fusion runs at memory speed")
@@ -461,13 +456,10 @@ def _with_activation(
 
 
 def _flatten(x: _Tree) -> _Tree:
-    def flat(leaf: jax.Array) -> jax.Array:
-        if leaf.ndim == 0:  # the scale of all rows
-            return leaf
-        # Not -1, which zero columns leave open.
-        return leaf.reshape(math.prod(leaf.shape[:-1]), leaf.shape[-1])
-
-    return jax.tree.map(flat, x)
+    """Return arrays ``[..., K]`` as ``[M, K]``; the scale of all rows, which has no axes, stays."""
+    # Not -1 rows, which zero columns leave open.
+    rows = lambda leaf: leaf.reshape(math.prod(leaf.shape[:-1]), leaf.shape[-1])  # noqa: E731
+    return jax.tree.map(lambda leaf: rows(leaf) if leaf.ndim else leaf, x)
 
 
 def quantized_matmul_reference(

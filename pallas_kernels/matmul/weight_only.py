@@ -31,7 +31,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
-from pallas_kernels.derivative import is_codes
+from pallas_kernels.derivative import is_codes, late
 from pallas_kernels.dispatch import device_of
 from pallas_kernels.matmul.call import Static
 from pallas_kernels.matmul.predict import WORD, Form, shortest_form
@@ -58,15 +58,18 @@ def weight_only(static: Static, x: jax.Array, w: QTensor, bias: jax.Array | None
         sums = weight_only(alone, x, dataclasses.replace(w, unit=None), None)
         return finish(sums * w.unit[:, 0], bias, static.out)
 
-    def on_accelerator(x: jax.Array, w: QTensor) -> jax.Array:
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), w)
-        form = _form(device_of(()), x.shape, x.dtype, shapes)
-        return BY_FORM[form](x, w.scale, w.zero, w.q)
-
     is_packed = w.dtype.name in NIBBLES and w.group_size % 2 == 0
     tiled = _packed_tiled if is_packed else _weight_only_tiled
-    sums = lax.platform_dependent(x, w, default=on_accelerator, cpu=tiled)
+    out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
+    sums = lax.platform_dependent(x, w, default=functools.partial(late, _elsewhere, out), cpu=tiled)
     return finish(sums, bias, static.out)
+
+
+def _elsewhere(x: jax.Array, w: QTensor) -> jax.Array:
+    """Return the sums float32 ``[M, N]`` by the form that an accelerator takes least time for."""
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), w)
+    form = _form(device_of(()), x.shape, x.dtype, shapes)
+    return BY_FORM[form](x, w.scale, w.zero, w.q)
 
 
 @functools.lru_cache(maxsize=1024)

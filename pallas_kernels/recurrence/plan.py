@@ -22,6 +22,9 @@ class ScanPlan:
     kernel: ClassVar[str]
     segments: int
 
+    def representative(self) -> ScanPlan:
+        return dataclasses.replace(self, segments=min(self.segments, 2))
+
     def __str__(self) -> str:
         return f"{self.segments} segments a row"
 

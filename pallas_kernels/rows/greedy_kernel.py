@@ -218,9 +218,9 @@ class _Greedy:
         live = grown = 1 - done
         is_none = p.equal(best, p.cf(-math.inf))
         if self.capacity is not None:
-            past = p.below(p.ci(self.capacity), length + live)
+            past = p.below(self.capacity, length + live)
             is_none = is_none | past
-            left = p.larger(self.capacity - length, p.ci(0))
+            left = p.larger(self.capacity - length, 0)
             grown = p.smaller(live, left)
         token = p.where(is_none, 0, token)
         logprob = p.bits(p.log2(total) * -LN2)
@@ -261,7 +261,7 @@ def _of_thread(logits: Value, thread: Value, rank: Value, vocabulary: int, kind:
     best, token, values = none, first * 8, []
     for piece, is_one, words in asked:
         for i, value in enumerate(floats(words, kind)):
-            value = p.minimum(p.maximum(value, none), p.cf(_LARGEST))  # NaN: the other operand
+            value = p.minimum(p.maximum(value, none), _LARGEST)  # NaN: the other operand
             value = value if is_one is None else p.where(is_one, value, none)
             is_larger = value > best
             best = p.where(is_larger, value, best)

@@ -45,7 +45,7 @@ class Inner:
         self.ranks = self.sources * self.rank
         self.adapter = p.load_global(p.offset(rows.adapter, row, 4), 1)[0]  # 0: none
         # Without an adapter the first one's factors are read, and not used.
-        index = p.larger(self.adapter, p.ci(1)) - 1
+        index = p.larger(self.adapter, 1) - 1
         self.first = p.offset(rows.first, index, 2 * self.ranks * op.width)
         steps = range(0, self.ranks, _RANKS)
         self.steps = [(first, chunk) for first in steps for chunk in range(len(rows.inside))]

@@ -280,13 +280,13 @@ class RowShare:
         if peak is None:
             return factor
         largest = peak if factor is None else peak * factor
-        scale = p.divide(largest, p.cf(QMAX[op.out]))
+        scale = p.divide(largest, QMAX[op.out])
         # A row of zeros with eps = 0 has factor inf.
         scale = p.where(p.equal(peak, zero), zero, scale)
         inverse = _f32("rcp.rn.f32 $0, $1;", scale)
         inverse = inverse if factor is None else inverse * factor
         # A subnormal scale's reciprocal overflows; with the largest float |word| is <= qmax still.
-        inverse = p.minimum(inverse, p.cf(_FLOAT_MAX))
+        inverse = p.minimum(inverse, _FLOAT_MAX)
         owner = self.thread
         if self.plan.split > 1:
             owner = owner + self.rank

@@ -64,6 +64,9 @@ class RowsPlan:
     ring: int = 0
     blocks: int = dataclasses.field(default=0, repr=False)
 
+    def representative(self) -> RowsPlan:
+        return dataclasses.replace(self, op=RowOp(self.op.form, 1024, "bf16", "bf16"))
+
 
 def plan(
     form: str,

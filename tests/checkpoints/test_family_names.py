@@ -15,7 +15,7 @@ from jaxllama.model.mixers import MIXERS
 ROOT = Path(jaxllama.__file__).parent
 # Where a family's entry is: its own file, and the tables of the two containers.
 OWN = {
-    *(ROOT / "checkpoints" / "hf").glob("*.py"),
+    *(ROOT / "checkpoints" / "hf").rglob("*.py"),
     ROOT / "checkpoints" / "gguf" / "architectures.py",
 }
 # Within that folder these files are of no family.

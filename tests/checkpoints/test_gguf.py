@@ -27,6 +27,7 @@ from jaxllama.checkpoints.gguf.file import GGUFFile
 from jaxllama.checkpoints.gguf.load import load_params, read_config
 from jaxllama.checkpoints.gguf.types import BLOCKS, READABLE
 from jaxllama.config import ModelConfig, RopeConfig, load_config
+from jaxllama.config.stored import Multipliers
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.cpu import CpuWeight, prepare_tree
@@ -349,6 +350,22 @@ def test_a_tree_laid_out_at_once_is_the_one_laid_out_afterwards(kind: Type, orig
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert one.dtype == other.dtype and one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("kind", [Type.F32, Type.Q8_0], ids=str)
+def test_multipliers_of_rows_are_folded(kind: Type, originals: Any) -> None:
+    """``Multipliers.gate`` is that of the first half of gate and up, in floats and in codes."""
+    path, _ = originals[kind]
+    cfg = read_config(path)
+    stored = dataclasses.replace(cfg.stored, products=Multipliers(gate=3.0))
+    scaled = cfg.replace(stored=stored)
+    plain = floats_of(load_params(path, cfg, np.float32)["layer_0"]["mlp"]["gate_up"]["weight"])
+    for options in ({}, {"keep_quantized": True}, {"keep_quantized": True, "laid_out": True}):
+        params = load_params(path, scaled, np.float32, **options)
+        got = floats_of(params["layer_0"]["mlp"]["gate_up"]["weight"])
+        gate, up = np.split(got, 2)
+        np.testing.assert_allclose(gate, 3.0 * plain[: len(gate)], rtol=1e-6)
+        np.testing.assert_array_equal(up, plain[len(gate) :])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])

@@ -533,6 +533,14 @@ def test_config_to_hf_finds_the_architecture(changes, kind) -> None:
     assert config_from_hf(config, "tiny") == cfg
 
 
+def test_layers_that_no_interval_names_are_refused_by_the_rule() -> None:
+    """Every second layer from the first one on has one distance, and still no key can say it."""
+    cfg = CASES["ernie4_5_moe"].replace(n_layers=5)
+    assert config_from_hf(config_to_hf(cfg.replace(expert_layers=(1, 3))), "m").n_layers == 5
+    with pytest.raises(JaxLlamaError, match=r"\(0, 2, 4\): .* \(i \+ 1\) % interval = 0"):
+        config_to_hf(cfg.replace(expert_layers=(0, 2, 4)))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -61,7 +61,7 @@ def defaults_of(kind: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    table = {kind: defaults_of(kind) for kind in FAMILIES}
+    table = {kind: defaults_of(kind) for kind in sorted(FAMILIES)}
     rows = [f"  {json.dumps(kind)}: {json.dumps(row)}" for kind, row in table.items() if row]
     DEFAULTS.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
     print(DEFAULTS, DEFAULTS.stat().st_size, "bytes")

@@ -33,8 +33,9 @@ import numpy as np
 from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels.device import card_of, planned_for
+from pallas_kernels.dispatch import run_name
 from pallas_kernels.matmul.few_rows.plan import RowPlan, TilePlan
-from pallas_kernels.plans import OPS, plans, run_name
+from pallas_kernels.plans import OPS, plans
 from tests.helpers import plan_cases
 from tests.helpers.few_rows import few_rows
 from tests.helpers.kernel_modules import modules_of

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pallas_kernels.device import gpu, planned_for, timed_tiles
-from pallas_kernels.dispatch import Plan, named_plan
+from pallas_kernels.dispatch import Plan, named_plan, stands_for
 from pallas_kernels.experts import plan as experts_plan
 from pallas_kernels.experts.gate import ClampedGate, Gate
 from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, TokenTile, fitted
 from pallas_kernels.experts.summed_plan import summed_plan
 from pallas_kernels.matmul.many_rows.plan import WeightTile
 from pallas_kernels.matmul.stored import StoredWeight
-from pallas_kernels.plans import plans, stands_for
+from pallas_kernels.plans import plans
 from pallas_kernels.qtensor import QTensor
 from tests.helpers import plan_cases
 from tests.helpers.matmul_cases import error

@@ -26,7 +26,9 @@ import pallas_kernels as ops
 from pallas_kernels import transform
 from pallas_kernels.attention.op import decode_attention_reference
 from pallas_kernels.attention.rope_cache import quantize_kv
+from pallas_kernels.derivative import late
 from pallas_kernels.experts.op import grouped_matmul_reference
+from pallas_kernels.matmul import weight_only
 from pallas_kernels.matmul.op import quantized_matmul_reference
 from tests.helpers.arrays import as_jax
 from tests.helpers.compiling import environment
@@ -617,3 +619,28 @@ if __name__ == "__main__":
     for case in sys.argv[1:]:
         _on_two_devices(case)
     print(json.dumps(sys.argv[1:]))
+
+
+def test_a_form_for_an_accelerator_is_traced_only_when_it_is_lowered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, find = [], weight_only._form
+    monkeypatch.setattr(weight_only, "_form", lambda *call: asked.append(call) or find(*call))
+    w = ops.quantize(jnp.ones((64, 128)), "int4", group_size=32)
+    f = jax.jit(lambda x, w: ops.quantized_matmul(x, w, implementation="xla"))
+    traced = f.trace(jnp.ones((3, 128)), w)
+    traced.lower(lowering_platforms=("cpu",))
+    assert not asked
+    assert "optimization_barrier" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert [call[1] for call in asked] == [(3, 128)]
+
+
+def test_late_is_its_function_under_jaxs_transformations() -> None:
+    x = jnp.arange(1.0, 7.0).reshape(2, 3)
+    run = lambda x: late(jnp.square, jax.ShapeDtypeStruct(x.shape, x.dtype), x)  # noqa: E731
+    for f in (run, jax.jit(run), jax.vmap(run)):
+        np.testing.assert_array_equal(f(x), jnp.square(x))
+    np.testing.assert_array_equal(jax.grad(lambda x: run(x).sum())(x), 2 * x)
+    np.testing.assert_array_equal(jax.jvp(run, (x,), (x,))[1], 2 * x * x)
+    second = jax.grad(lambda x: jax.grad(lambda y: run(y).sum())(x).sum())(x)
+    np.testing.assert_array_equal(second, jnp.full_like(x, 2.0))

@@ -29,10 +29,10 @@ import pytest
 from pallas_kernels import dispatch
 from pallas_kernels.architecture import CARDS, OTHER_JAX, TARGET, card_of
 from pallas_kernels.device import planned_for
-from pallas_kernels.dispatch import Reason, hopper_reason, named_plan
+from pallas_kernels.dispatch import Reason, hopper_reason, named_plan, run_name, stands_for
 from pallas_kernels.matmul import choice
 from pallas_kernels.matmul.call import MatmulCall, Static
-from pallas_kernels.plans import OPS, plans, run_name, stands_for
+from pallas_kernels.plans import OPS, plans
 from tests.golden import make_plans
 from tests.helpers import random_products
 from tests.helpers.lowering import kernels_in

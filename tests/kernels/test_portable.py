@@ -70,12 +70,18 @@ def test_a_target_on_a_newer_card_is_what_both_have():
 
 
 def test_costs_are_scaled_to_a_card(monkeypatch):
-    own = gpu().costs["row int4"]
+    families = "row int4", "xla float"
+    own = [gpu().costs[family] for family in families]
     monkeypatch.setenv(TARGET, "sm_80")
-    scaled = gpu().costs["row int4"]
-    assert scaled.start == own.start and scaled.serial == own.serial
-    np.testing.assert_allclose(scaled.shared[0], 4800 / 2039 / 4.3)  # a copy's microseconds a MB
-    np.testing.assert_allclose(scaled.shared[1] / own.shared[1], 132 / 108)
+    scaled = [gpu().costs[family] for family in families]
+    for x, y in zip(own, scaled, strict=True):
+        assert x.start == y.start and x.serial == y.serial
+    row, product = scaled
+    np.testing.assert_allclose(row.shared[0], 4800 / 2039 / 4.3)  # a copy's microseconds a MB
+    # The planner counts the busiest multiprocessor's work; all of them share XLA's product.
+    assert row.shared[1] == own[0].shared[1]
+    np.testing.assert_allclose(product.shared[1] / own[1].shared[1], 132 / 108)
+    assert product.shared[2] == own[1].shared[2]
     assert gpu().costs["experts mosaic int4"].serial == (1.49,)
 
 

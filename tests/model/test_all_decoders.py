@@ -5,6 +5,7 @@ Those that are loaded have a case in ``parity_cases``, which ``test_parity`` com
 transformers live.  The guide's table of families and refusals is made of the same entries.
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -14,15 +15,17 @@ import pytest
 
 import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
+from jaxllama.checkpoints.hf.common import defaults_of
 from jaxllama.checkpoints.hf.config import config_from_hf
 from jaxllama.checkpoints.hf.families import ALIKE, FAMILIES, stored_name
 from jaxllama.checkpoints.hf.refused import REFUSED, WRAPPERS
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.typing import JsonObject
-from tests.helpers.parity_cases import CASES, FAMILY_CASES
+from tests.helpers.dense_cases import ORACLES
+from tests.helpers.parity_cases import CASES
 
 ELSEWHERE = ("rwkv7",)  # types of flash-linear-attention
-ALONE = ("minicpm", "mistral4")  # families that are no type of AutoModelForCausalLM
+ALONE = {*ORACLES, "mistral4"}  # families that are no type of AutoModelForCausalLM
 ROOT = Path(__file__).parents[2]
 SIZES = {
     "hidden_size": 32,
@@ -45,12 +48,10 @@ def stated_counts() -> tuple[int, ...]:
 
 def test_the_guide_and_the_changelog_state_the_number_of_families():
     _, _, own = stated_counts()
-    assert own == len(set(FAMILIES) - set(ALONE))
+    assert own == len(set(FAMILIES) - ALONE)
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    [families] = re.findall(
-        r"(\d+) model types of transformers, `minicpm` and `mistral4` load", changes
-    )
-    assert int(families) == own and ALONE == ("minicpm", "mistral4")
+    [families] = re.findall(r"(\d+) model types of transformers, .* load", changes)
+    assert int(families) == own
 
 
 @pytest.mark.slow
@@ -143,7 +144,15 @@ def test_a_text_decoder_s_keys_may_stand_beside_the_vision_tower_s():
 
 
 def test_every_family_has_a_case():
-    tested = {kind for kind, _, _ in FAMILY_CASES if kind} | {
-        cfg.stored.family for cfg in CASES.values()
-    }
+    elsewhere = {kind for kind, oracle in ORACLES.items() if oracle is None}
+    tested = elsewhere | {cfg.stored.family for cfg in CASES.values()}
     assert set(FAMILIES) - set(ALIKE) <= tested
+
+
+@pytest.mark.slow
+def test_the_defaults_are_those_of_transformers_classes():
+    """``defaults.json`` has what ``make_family_defaults`` finds, so no family was forgotten."""
+    pytest.importorskip("transformers")
+    defaults = pytest.importorskip("tests.golden.make_family_defaults").defaults_of
+    for kind in FAMILIES:
+        assert defaults_of(kind) == json.loads(json.dumps(defaults(kind))), kind

@@ -15,9 +15,8 @@ import pytest
 
 import jaxllama as jl
 from jaxllama.checkpoints.hf import config as hf_config
-from jaxllama.checkpoints.hf import families
+from jaxllama.checkpoints.hf import families, family
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.checkpoints.hf.family import Family
 from jaxllama.checkpoints.hf.save import save
 from jaxllama.config import CheckpointForm
 from jaxllama.model.mixers.attention import parameters, parts
@@ -41,7 +40,7 @@ def _family(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "NAMES", (*parts.NAMES, "q_scale"))
     split = sys.modules[name].SPLIT
     monkeypatch.setattr(parameters, "SPLIT", {**parameters.SPLIT, **split})
-    (entry,) = eval(f"{{{ENTRY}}}", {"Family": Family}).values()
+    (entry,) = eval(f"{{{ENTRY}}}", vars(family)).values()
     monkeypatch.setitem(families.FAMILIES, "scaled_llama", entry)
     monkeypatch.setitem(hf_config._ARCHITECTURES, entry.architectures[0], "scaled_llama")
     parts.part.cache_clear()

@@ -239,7 +239,7 @@ EXPERTS = GEMMA4.replace(
     shared_kv_layers=0,
     shared_kv_d_ff=None,
     layer_inputs=None,
-    experts=ExpertsConfig(8, 2, 32, shared=64, beside=True),
+    experts=ExpertsConfig(8, 2, 32, shared=64, shared_norms=True),
 )
 
 

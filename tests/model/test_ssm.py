@@ -199,7 +199,7 @@ def test_mixers_side_by_side_read_one_input():
         after, _ = mix_half(PAIRS.layers[index], params[f"layer_{index}"], stream, None, at)
         parts.append(after.total - stream.total)
         stream = after
-    assert stream.beside is None
+    assert stream.handed is None
     alone = PAIRS.replace(n_layers=1, layer_types=("ssm",), bare_layers=(), beside_layers=())
     own = {**params["layer_1"], "mixer_norm": params["layer_0"]["mixer_norm"]}
     want, _ = mix_half(alone.layers[0], own, Stream(as_jax(x, jnp.float32)), None, at)

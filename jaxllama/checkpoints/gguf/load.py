@@ -201,20 +201,25 @@ def _stored_rows(file: GGUFFile, source: TensorSource) -> Iterator[tuple[slice, 
 
 @np.errstate(all="ignore")  # NaN and infinity are reported by name, not as numpy's warnings
 def _read_dense(file: GGUFFile, sources: Sequence[TensorSource], dtype: np.dtype) -> np.ndarray:
+    """Return the tensors as one array of ``dtype``, their rows one behind the other.
+
+    Rows and columns are in the tree's order, and each source's multipliers and offset are applied.
+    """
     shape = (sum(source.shape[0] for source in sources), *sources[0].shape[1:])
     out = np.empty(shape, dtype)
     first = 0
     for source in sources:
         target = out[first : first + source.shape[0]]
         first += source.shape[0]
-        scale, offset = np.float32(source.scale), np.float32(source.offset)
+        scale, offset = source.factor(target.ndim), np.float32(source.offset)
+        plain = not source.is_scaled
         finite = True
         for rows, raw in _stored_rows(file, source):
             values = to_floats(raw, file.tensors[source.name].type).reshape(target[rows].shape)
             if source.is_rate:
                 values = np.log(-values.astype(np.float32))
-            plain = (scale, offset) == (1.0, 0.0)
-            target[rows] = values if plain else values.astype(np.float32) * scale + offset
+            part = scale[rows] if source.row_scales else scale
+            target[rows] = values if plain else values.astype(np.float32) * part + offset
             finite = finite and bool(np.isfinite(target[rows]).all())
         if not finite:
             _warn(file, source)
@@ -300,7 +305,7 @@ def _read_laid_out(file: GGUFFile, sources: Sequence[TensorSource]) -> CpuWeight
 def _kind_laid_out(file: GGUFFile, sources: Sequence[TensorSource]) -> Type | None:
     """Return the type of these tensors if ``from_blocks`` can read them as one matrix."""
     kind, *others = {file.tensors[source.name].type for source in sources}
-    is_plain = all(source.scale == 1.0 and source.columns is None for source in sources)
+    is_plain = not any(source.is_scaled or source.columns is not None for source in sources)
     return kind if kind in _LAID_OUT and not others and is_plain else None
 
 
@@ -311,7 +316,7 @@ def _read_quantized(
     """Return the stored codes and scales; parts in floats stay floats."""
     kinds = {file.tensors[source.name].type for source in sources}
     whole = [sources] if len(kinds) == 1 else [[source] for source in sources]
-    is_multiplied = any(source.scale != 1.0 for source in sources)
+    is_multiplied = any(source.is_scaled for source in sources)
     if is_multiplied or any(source.columns is not None for source in sources):
         whole = [[source] for source in sources]
     blocks = []

@@ -171,7 +171,10 @@ class IntervalMixture:
         step = others[0] - first if others else 1
         last = others[-1] if others else first
         if layers != tuple(i for i in range(first, last + 1) if (i + 1) % step == 0):
-            raise JaxLlamaError(f"expert_layers = {layers}: not at one distance")
+            raise JaxLlamaError(
+                f"expert_layers = {layers}: this family's config can name only all layers i from "
+                "a first to a last one with (i + 1) % interval = 0"
+            )
         return {
             "moe_num_experts": experts.n_experts,
             "moe_k": experts.n_active,

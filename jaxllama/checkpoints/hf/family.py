@@ -100,6 +100,7 @@ class Family:
         }
 
 
+MTP = "mtp."  # prefix of the tensors of a head for multi-token prediction
 BIAS = ("attention_bias", "qkv_bias", False), ("attention_bias", "o_bias", False)
 MLP_BIAS = (("mlp_bias", "mlp_bias", False),)
 QKV_BIAS = ("attention_bias", "qkv_bias", False)

@@ -35,7 +35,8 @@ from jaxllama.checkpoints.hf.config import (
     sampling_of,
     text_config,
 )
-from jaxllama.checkpoints.hf.families import FAMILIES, MTP
+from jaxllama.checkpoints.hf.families import FAMILIES
+from jaxllama.checkpoints.hf.family import MTP
 from jaxllama.checkpoints.hf.save import FOREIGN, GENERATION, OURS, index_file, save, weights_file
 from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.checkpoints.packed import float4

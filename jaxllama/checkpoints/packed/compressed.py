@@ -116,7 +116,10 @@ def reader(config: JsonObject) -> Reader:
 
 
 def _targets(read: JsonReader, key: str) -> list[str | re.Pattern[str]]:
-    """Return names and classes as strings, and compiled regular expressions."""
+    """Return the modules that a config's ``key`` lists.
+
+    Names and classes are strings. Entries that begin with "re:" are compiled expressions.
+    """
     names = read.get(key, [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise read.error(key, "expected a list of strings")
@@ -313,6 +316,7 @@ def _in_two_levels(w: QTensor, scheme: _Scheme) -> QTensor:
 
 
 def _unpack(module: Module, scheme: _Scheme) -> QTensor:
+    """Return a weight whose codes the file packs several to an int32 word."""
     out, width = module.shape
     words = signed(unpack(module.read("weight_packed"), scheme.bits)[:, :width], scheme.bits)
     groups = consecutive(width, scheme.group_size)
@@ -325,6 +329,7 @@ def _unpack(module: Module, scheme: _Scheme) -> QTensor:
 
 
 def _plain(module: Module, scheme: _Scheme) -> QTensor:
+    """Return a weight whose codes the file stores one to an integer or an 8-bit float."""
     zero = _zeros(module, scheme)
     if scheme.group_size is None and zero is None and scheme.bits == 8:
         return read_weight(module, "weight_scale", scheme.block)

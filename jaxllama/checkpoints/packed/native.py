@@ -159,17 +159,17 @@ def _read(module: Module, words: str, activations: str | None) -> QTensor:
     elif words == "float4_e2m1fn":
         q = nibbles(q)[..., :width].view(FP4)
 
-    def beside(name: str) -> np.ndarray | None:
+    def part_of(name: str) -> np.ndarray | None:
         return module.read(name) if module.has(name) else None
 
     w = QTensor(
         q,
         module.read("scale"),
-        beside("zero"),
+        part_of("zero"),
         activations,
-        beside("columns"),
-        beside("input_scale"),
-        beside("unit"),
+        part_of("columns"),
+        part_of("input_scale"),
+        part_of("unit"),
     )
     columns, input_scale = w.columns, w.input_scale
     if columns is not None and not np.array_equal(np.sort(columns), np.arange(width)):

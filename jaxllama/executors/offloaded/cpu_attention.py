@@ -194,10 +194,14 @@ def _attend(
 def output(
     layer: LayerConfig, weights: Tree, heads: jax.Array, gate: jax.Array | None, stream: Stream
 ) -> Stream:
-    """Return the stream after the layer's first half, with heads ``[B, N, H]``."""
+    """Return the stream with the output product of attention's heads added.
+
+    weights: the layer's parameters.  heads: ``[B, N, H]``, from the host.  gate: ``[B, 1, N H]`` of
+    the heads, or None.  stream: ``[B, 1, D]`` before the layer.
+    """
     mixer, heads, cfg = weights["mixer"], heads[:, None], layer.mixer
     if cfg.latent is not None:
         heads = latent.lifted(cfg, mixer, heads)
     norm = weights.get("mixer_out_norm")
     after = linear_add(finished(cfg, mixer, heads, gate), mixer["o"], stream, layer, norm)
-    return after._replace(beside=stream.beside)
+    return after._replace(handed=stream.handed)

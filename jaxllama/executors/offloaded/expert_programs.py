@@ -253,9 +253,13 @@ def fetched(
     count: jax.Array,
     sparse: bool = False,
 ) -> tuple[Stream, LayerState | None, jax.Array]:
-    """Return the stream and the state after a layer, and ``count`` and the experts fetched.
+    """Return (stream, state, count) after a layer whose device reads the experts it lacks.
 
-    kind, structure, leaves: as for ``routed_layer``.
+    mixes, structure, leaves: as for ``_routed_layer``.
+    layouts: how the two products' weights of an expert lie in the host's memory.
+    where: positions ``[B, T]``, lengths ``[B]`` and RoPE tables of the tokens.
+    count: int32; the number of experts read in this layer is added to it.
+    sparse: whether the tokens read V sparsely.
     """
     parts: MixtureParts = structure.unflatten(leaves)
     routed, y, state = _routed_layer(layer, mixes, structure, leaves, stream, state, where, sparse)

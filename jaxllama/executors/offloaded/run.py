@@ -313,7 +313,10 @@ class OffloadRun:
         return [index for index, batch in enumerate(self.batches) if batch.live]
 
     def _resident(self, unit: ModelUnit) -> _Whole | None:
-        """Return a unit's weights if they are arrays on the device as they are."""
+        """Return a unit's weights if all of them are on the device, so that no step loads them.
+
+        Otherwise return None.
+        """
         if self.moves["weights"]:
             return None
         if unit not in self._whole:

@@ -55,10 +55,14 @@ def inputs_of(
     before: Stream | None = None,
     ops: LayerOps = linear,
 ) -> tuple[MixtureInput, Stream]:
-    """Return what a layer's mixture reads, and the stream; before: as for ``feed_experts``."""
+    """Return (the normed input of a layer's experts and their choice, the stream).
+
+    p: the layer's parameters.  before: as for ``feed_experts``; the experts then read its norm
+    instead of the stream's.
+    """
     mixture, router = p["mlp"], p["mlp"]["router"]
     assert layer.experts is not None
-    if layer.experts.beside:  # the router has a norm of its own
+    if layer.experts.shared_norms:  # the router has a norm of its own
         stream = Stream(stream.total)
         x, _ = linear.norm(stream, mixture["norm"], layer)
         _, _, routed = ops.norm_route(stream, mixture["router_norm"], router, layer)
@@ -82,11 +86,11 @@ def with_output(
     """Return the stream with the layer's output pending.
 
     x, y: the experts' input and output ``[..., D]``.  The expert that every token passes is added
-    to y.  If it is ``beside``, each of the two has norms of its own.
+    to y.  With ``shared_norms`` each of the two has norms of its own.
     """
     options, params, scale = layer.experts, p["mlp"], p.get("mlp_out_norm")
     assert options is not None
-    if options.beside:
+    if options.shared_norms:
         dense, _ = linear.norm(stream, p.get("mlp_norm"), layer)
         dense, _ = linear.norm(
             Stream(shared(layer, params, dense, ops)), params["shared_norm"], layer
@@ -99,7 +103,7 @@ def with_output(
 
 def mixture(layer: LayerConfig, params: Params, x: jax.Array) -> jax.Array:
     """The mixture's output ``[..., D]`` for ``x[..., D]``; params: a layer's ``mlp`` parameters."""
-    assert layer.experts is not None and not layer.experts.beside
+    assert layer.experts is not None and not layer.experts.shared_norms
     routed = route(layer.experts, x.reshape(-1, x.shape[-1]), params["router"])
     y = _experts(layer, params, x, routed, linear)
     return y + shared(layer, params, x) if layer.experts.shared else y

@@ -52,9 +52,9 @@ class ExpertNames:
     in_rows: ``gate_up`` and ``down`` are matrices, with ``d_ff`` rows of each expert.
       shared, shared_gate: prefix of the shared expert, and its gate.  shared_parts: the shared
       expert's own gate, up and down, where they are not a dense layer's.
-      is_beside: the shared expert is beside ``prefix``, not behind it.
+      is_shared_outside: the shared expert's tensors lie outside of ``prefix``.
       choice_bias: bias that is added to scores only to choose experts.  is_matrix: it is [1, E].
-      is_bias_beside: that bias is beside ``prefix``, not behind it.  expert_scale: factors of the
+      is_bias_outside: that bias lies outside of ``prefix``.  expert_scale: factors of the
       experts' weights.  norms: of ``norm``, ``router_norm``, ``out_norm`` and ``shared_norm``.
       may_lack_bias: files may leave the choice's bias out, which stands for zeros.
     """
@@ -76,8 +76,8 @@ class ExpertNames:
     shared_gate: str = "shared_expert_gate"
     choice_bias: str = "gate.e_score_correction_bias"
     is_matrix: bool = False
-    is_beside: bool = False
-    is_bias_beside: bool = False
+    is_shared_outside: bool = False
+    is_bias_outside: bool = False
     expert_scale: str = "router.per_expert_scale"
     norms: tuple[str, str, str, str] = (
         "pre_feedforward_layernorm_2.weight",
@@ -108,12 +108,12 @@ def table(layer: LayerConfig, outer: str, source: Source) -> dict[Path, Param]:
     if options.router_bias:
         rows["router", "bias"] = tensor(f"{prefix}{expert_names.router}.bias", n, std=0.0)
     if options.choice_bias:
-        name = f"{outer if expert_names.is_bias_beside else prefix}{expert_names.choice_bias}"
+        name = f"{outer if expert_names.is_bias_outside else prefix}{expert_names.choice_bias}"
         bias = TensorSource(name, (1, n) if expert_names.is_matrix else (n,))
         lacks = expert_names.may_lack_bias and bool(present) and bias.name not in present
         sources = () if lacks else (bias,)
         rows["router", "choice_bias"] = Param(sources, (n,), std=0.0, is_float32=True)
-    if options.beside:
+    if options.shared_norms:
         name = f"{prefix}{expert_names.expert_scale}"
         rows["router", "expert_scale"] = tensor(name, n, mean=1.0, std=0.0)
         for path, name in zip(_NORMS, expert_names.norms, strict=True):
@@ -123,7 +123,7 @@ def table(layer: LayerConfig, outer: str, source: Source) -> dict[Path, Param]:
     halves = 1 + feed.gated_mlp
     rows |= _experts(options, d, prefix, expert_names, present, residual, halves)
     if options.shared:
-        shared = f"{outer if expert_names.is_beside else prefix}{expert_names.shared}"
+        shared = f"{outer if expert_names.is_shared_outside else prefix}{expert_names.shared}"
         *gate_up, down = expert_names.shared_parts or (*names.gate_up, names.down)
         gate_up = gate_up[-halves:]
         width = halves * options.shared // len(gate_up)
@@ -230,12 +230,12 @@ def sites(options: ExpertsConfig, model: np.ndarray, is_gated: bool) -> tuple[Si
     The router reads the same norm as the experts, so no scale can be absorbed before them.
     """
     first = "mlp/gate_up" if is_gated else "mlp/up"
-    beside = (first,) if options.shared and not options.beside else ()
+    dense = (first,) if options.shared and not options.shared_norms else ()
     found: tuple[Site, ...] = (
-        (("mlp/experts_gate_up", *beside), "", None, model),
+        (("mlp/experts_gate_up", *dense), "", None, model),
         (("mlp/experts_down",), "", None, np.arange(options.d_ff)),
     )
-    if options.beside:
+    if options.shared_norms:
         found += (((first,), "", None, model),)
     if options.shared:
         width = options.shared

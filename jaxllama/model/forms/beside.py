@@ -5,7 +5,7 @@
     stream += o_2(mixer_2(x))            the second one
     stream += feed(norm(stream))
 
-The first layer leaves x beside the stream.
+The first layer hands x to the second one (``Stream.handed``).
 
 Source: Falcon-H1 (arXiv 2507.22448).
 """
@@ -37,15 +37,15 @@ class SideBySide(Sequential):
         """Return the products of the mixer's input, and the stream."""
         assert isinstance(layer.form, Beside)
         if layer.form.reads:
-            if stream.beside is None:
+            if stream.handed is None:
                 raise JaxLlamaError(
                     "this layer reads the input of the layer before, which is not here"
                 )
-            y, _ = ops.norm_linear(Stream(stream.beside), None, weights, layer)
-            return y, stream._replace(beside=None)
+            y, _ = ops.norm_linear(Stream(stream.handed), None, weights, layer)
+            return y, stream._replace(handed=None)
         normed, stream = linear.norm(stream, p.get("mixer_norm"), layer)
         y, _ = ops.norm_linear(Stream(normed), None, weights, layer)
-        return y, stream._replace(beside=normed)
+        return y, stream._replace(handed=normed)
 
 
 FORM = SideBySide()

@@ -39,7 +39,6 @@ class Sequential:
         self, cfg: ModelConfig, params: Params, tokens: jax.Array, x: jax.Array
     ) -> jax.Array | None:
         """Return what the layers read beside the stream, ``[B, T, L, P]``, or None."""
-        del cfg, params, tokens, x
         return None
 
     def mix(
@@ -51,14 +50,36 @@ class Sequential:
         at: At,
         ops: LayerOps = linear,
     ) -> tuple[Stream, LayerState]:
-        """The first half: norm and mixer; a first layer reads the embeddings."""
+        """Compute the first half: norm, mixer and its output's product.
+
+        A first layer adds its learned positions to the embeddings, or applies their norm.
+
+        Parameters
+        ----------
+        layer, p
+            The layer's record and its parameters.
+        stream
+            The residual stream ``[B, T, D]`` before the layer.
+        state
+            What the mixer keeps of earlier tokens. None without a cache.
+        at
+            The places of the tokens.
+        ops
+            The functions for norms and products.
+
+        Returns
+        -------
+        (Stream, LayerState)
+            The stream with the mixer's output, and the mixer's state behind these tokens. The
+            stream's ``handed`` and ``embedded`` are those that ``read`` returned.
+        """
         mixer, params = MIXERS[layer.kind].mix, p["mixer"]
         if layer.learned_positions is not None or layer.embed_norm:
             stream = _embedded(layer, p, stream, at)
         y, stream = self.read(layer, p, stream, mixer.inputs(layer, params), ops)
         heads, state = mixer.mix(layer, params, y, state, at)
         after = ops.linear_add(heads, params["o"], stream, layer, p.get("mixer_out_norm"))
-        return after._replace(beside=stream.beside, embedded=stream.embedded), state
+        return after._replace(handed=stream.handed, embedded=stream.embedded), state
 
     def read(
         self,
@@ -78,7 +99,6 @@ class Sequential:
 
         before: the stream without the mixer's part.
         """
-        del before
         if layer.feed is None:
             return stream
         if layer.experts is not None:
@@ -90,7 +110,6 @@ class Sequential:
         self, layer: LayerConfig, p: Params, stream: Stream, at: At | None, ops: LayerOps = linear
     ) -> Stream:
         """What follows both halves: nothing."""
-        del layer, p, at, ops
         return stream
 
 

@@ -4,8 +4,8 @@
     y    = o(attention(qkv x + adapters x))                                 [..., D]
     left = out(down(gate_up norm(y) + adapters norm(y)))
 
-Nothing is added to the stream.  ``left`` stands beside it, and the next layer's mixer reads
-norm(stream + left).
+Nothing is added to the stream.  The block hands ``left`` to the next layer (``Stream.handed``),
+whose mixer reads norm(stream + left).
 
 Source: Zamba2 (arXiv 2411.15242).  Left out: a mesh.
 """
@@ -34,7 +34,7 @@ class SharedBlock(Sequential):
     """The computation of the form."""
 
     def begin(self, x: jax.Array) -> Stream:
-        """Return the stream of embeddings ``x [..., D]``, which stay beside it."""
+        """Return the stream of embeddings ``x [..., D]``, which it keeps as ``embedded``."""
         return Stream(x, embedded=x)
 
     def mix(
@@ -65,11 +65,11 @@ class SharedBlock(Sequential):
         if not layer.form.reads:
             y, after = super().read(layer, p, stream, weights, ops)
             return y, after._replace(embedded=embedded)
-        if stream.beside is None:
+        if stream.handed is None:
             raise JaxLlamaError(
                 "this layer reads what the block before has left, which is not here"
             )
-        both, stream = Stream(stream.total + stream.beside), stream._replace(beside=None)
+        both, stream = Stream(stream.total + stream.handed), stream._replace(handed=None)
         return ops.norm_linear(both, p.get("mixer_norm"), weights, layer)[0], stream
 
     def feed(
@@ -90,9 +90,9 @@ def _has_block(layer: LayerConfig) -> bool:
 def _attend(
     layer: LayerConfig, p: Params, stream: Stream, state: LayerState, at: At, ops: LayerOps
 ) -> tuple[Stream, LayerState]:
-    """Return the stream with the attention's output beside it, and the state."""
+    """Return the stream, which hands on the attention's output ``[B, T, D]``, and the state."""
     if stream.embedded is None:
-        raise JaxLlamaError("a shared block reads the embeddings, which are not beside the stream")
+        raise JaxLlamaError("a shared block reads the embeddings, which are not here")
     total, params = stream.total, p["mixer"]
     both = Stream(jnp.concatenate([total, stream.embedded], axis=-1))
     x, _ = linear.norm(both, p["mixer_norm"], layer)
@@ -101,7 +101,7 @@ def _attend(
         y = y + _adapted(layer.mixer, params, x)
     heads, state = MIXERS["attention"].mix.mix(layer, params, y, state, at)
     left = ops.product(heads, params["o"], total.dtype, layer)
-    return Stream(total, beside=left, embedded=stream.embedded), state
+    return Stream(total, handed=left, embedded=stream.embedded), state
 
 
 def _adapted(cfg: AttentionConfig, params: Params, x: jax.Array) -> jax.Array:
@@ -115,11 +115,11 @@ def _adapted(cfg: AttentionConfig, params: Params, x: jax.Array) -> jax.Array:
 
 
 def _feed(layer: LayerConfig, p: Params, stream: Stream, ops: LayerOps) -> Stream:
-    """Return the stream with the block's output beside it."""
-    assert stream.beside is not None
+    """Return the stream, which hands on the block's output ``[B, T, D]``."""
+    assert stream.handed is not None
     params, dtype = p["mlp"], stream.x.dtype
-    x, _ = linear.norm(Stream(stream.beside), p["mlp_norm"], layer)
+    x, _ = linear.norm(Stream(stream.handed), p["mlp_norm"], layer)
     y = ops.product(x, params["gate_up"], dtype, layer)
     y = y + linear.linear(linear.linear(x, params["adapter_in"]), params["adapter_out"])
     y = ops.product(swiglu(y, activation=layer.activation), params["down"], dtype, layer)
-    return stream._replace(beside=ops.product(y, params["out"], dtype, layer))
+    return stream._replace(handed=ops.product(y, params["out"], dtype, layer))

@@ -78,7 +78,7 @@ class FewRowsOperands:
 
     def factor(self, squares: Value) -> Value:
         """The norm's, of a row with this sum of squares."""
-        return p.rsqrt(p.fma(squares, p.cf(1.0 / self.k), p.cf(self.eps)))
+        return p.rsqrt(p.fma(squares, 1.0 / self.k, self.eps))
 
     # --- behind it ---
 

@@ -324,6 +324,9 @@ class TilePlan(Predicted):
     tokens: int = TOKENS
     apart: bool = False
 
+    def representative(self) -> TilePlan:
+        return dataclasses.replace(self, tokens=TOKENS)  # of a pass
+
     def divide(self, call: MatmulCall) -> TileDivision:
         """Return the division of a call that has this plan."""
         m = min(call.m, self.tokens)

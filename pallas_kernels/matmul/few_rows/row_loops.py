@@ -164,7 +164,7 @@ class Nibbles:
         """
         largest = functools.reduce(p.maximum, [p.absolute(v) for v in values])
         exponent = p.warp_largest(p.bits(largest)) >> 23
-        exponent = p.larger(exponent, p.ci(15))  # both powers are normal numbers
+        exponent = p.larger(exponent, 15)  # both powers are normal numbers
         inverse = p.from_bits((268 - exponent) << 23)
         power = p.from_bits((exponent - 14) << 23)
         return [v * inverse for v in values], power

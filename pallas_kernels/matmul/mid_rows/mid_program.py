@@ -68,7 +68,7 @@ class MidBlock:
         # A warp behind the last row computes the last rows again, and stores nothing.
         own = self.first_row + self.warp_n * WARP_ROWS
         self.has_rows = own < self.n
-        self.warp_row = p.smaller(own, p.ci(self.n - WARP_ROWS))
+        self.warp_row = p.smaller(own, self.n - WARP_ROWS)
 
     def run(self) -> None:
         p.await_kernel()
@@ -110,7 +110,7 @@ class MidBlock:
             group = here if name == "x" else here // _OWN
             moved = chunk ^ self.swizzle(group, pitch)
             to = self.ring + (place + i * apart) * pitch + moved * _PIECE + begin
-            there = p.smaller(first + here, p.ci(last))
+            there = p.smaller(first + here, last)
             source = there * (self.k * bits // 8) + column
             self.pieces.append((self.gmem[name], source, to, pitch))
 
@@ -200,7 +200,7 @@ class MidBlock:
         behind = p.where(p.equal(slot, 0), p.ci((tile.stages - 1) * size), slot - size)
         p.when(later < self.steps, functools.partial(self.copy, later, behind))
         p.copies_commit()
-        following = self.load_scales(p.smaller(index + 1, p.ci(self.steps - 1)))
+        following = self.load_scales(p.smaller(index + 1, self.steps - 1))
         per_unit = len(scales) // self.scale_sets if scales else 0
         for i in range(len(self.x_places)):
             held = i % self.scale_sets * per_unit if scales else 0

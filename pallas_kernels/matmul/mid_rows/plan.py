@@ -126,6 +126,9 @@ class MidTile(Predicted):
     parts: int
     stages: int
 
+    def representative(self) -> MidTile:
+        return dataclasses.replace(self, parts=min(self.parts, 2))
+
     @property
     def warps(self) -> int:
         return self.rows // WARP_ROWS * self.k_warps

@@ -28,7 +28,7 @@ from pallas_kernels.experts import (
 from pallas_kernels.experts import plan as planning
 from pallas_kernels.experts.gate import ClampedGate, apply_gate
 from pallas_kernels.experts.many_pairs_finish_program import PairsFinish
-from pallas_kernels.experts.many_pairs_gather_program import GatherShape, RowGather
+from pallas_kernels.experts.many_pairs_gather_program import GatherShape, RowCopies, RowGather
 from pallas_kernels.experts.many_pairs_plan import (
     GroupedTilePlan,
     TokenTile,
@@ -197,12 +197,11 @@ def gathered(parts_of, pair: int, x, pairs, fan: int, tokens: int, stages: int) 
     def body(gmem, smem) -> None:
         gather = RowGather(smem.barriers, stages, 1)
         gather.start()
-        place = [SimpleNamespace(registers=SimpleNamespace(flat=[p.ci(i)])) for i in (0, pair)]
         refs = gmem.x, gmem.pairs, gmem.work, smem.slots, smem.barriers
         thread = p.register("tid.x")
         for warp in range(2):
-            copy = functools.partial(gather.emit_copies, how, warp, None, *refs, *place)
-            p.when(p.equal(thread >> 5, warp), copy)
+            copies = functools.partial(RowCopies, how, stages, warp, p.ci(pair), *refs)
+            p.when(p.equal(thread >> 5, warp), lambda copies=copies: copies().run(p.ci(0)))
         for i in range(sizes["slots"] // 128):
             at = (thread + 128 * i) * 4
             word = p.load_shared(p.shared_address(smem.slots) + at, 1)

@@ -61,7 +61,7 @@ def stored(of, sums, bias, gate, dtype, n0: int, n_out: int, scalars) -> np.ndar
     def body(gmem, smem) -> None:
         given = [SimpleNamespace(registers=SimpleNamespace(flat=[p.ci(v)])) for v in scalars]
         refs = gmem.out, gmem.pairs, gmem.part, smem.stage, gmem.bias
-        of(block).stored(None, *refs, *given, fragment(sums))
+        of(block).stored(*refs, *given, fragment(sums))
 
     part = jnp.asarray([EXPERT, FIRST, END, 0], jnp.int32)
     out = {"out": jax.ShapeDtypeStruct((N_PAIRS, n_out), dtype)}

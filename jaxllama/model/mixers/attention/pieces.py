@@ -46,7 +46,10 @@ def attend_pieces(
         return jnp.moveaxis(at.every(x), 0, 1).reshape(batch, -1, *x.shape[2:])
 
     def written(kv: Cached, new: jax.Array) -> tuple[Cached, jax.Array]:
-        """The cache with the tokens of all pieces, and this device's as a reader would get them."""
+        """Return (the cache with the tokens of all pieces, this device's keys or values).
+
+        The latter are as the cache's dtype rounds them: a reader of the cache gets the same.
+        """
         codes = to_stored(kv, new)
         kept = floats(codes, new.dtype)
         return store_codes(kv, jax.tree.map(of_rows, codes), slots, table), kept

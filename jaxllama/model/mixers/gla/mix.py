@@ -151,7 +151,10 @@ def _convolve(
 def _fused(
     layer: LayerConfig, p: Params, streams: dict[str, Columns], at: Step | Draft, before: jax.Array
 ) -> tuple[jax.Array, Tree] | None:
-    """``_step`` or ``_verify`` as one kernel, or None where there is none."""
+    """Return the result of ``_step`` or ``_verify`` from one kernel, or None if there is none.
+
+    Its heads have no axis of tokens: ``[rows, H, Dv]``.
+    """
     gla: GLAConfig = layer.mixer
     plain = (
         gla.decay,
@@ -184,13 +187,18 @@ def _fused(
 def _step(
     layer: LayerConfig, p: Params, streams: dict[str, Columns], at: Step, before: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """(gated heads ``[B, 1, H, Dv]``, state) of one token a row."""
+    """Return (gated heads, state) of one token a row.
+
+    The heads are ``[B, 1, H, Dv]``, or ``[B, H, Dv]`` if one kernel computes the step. ``mix``
+    gives both the same shape.
+    """
     assert before is not None
     fused = _fused(layer, p, streams, at, before) if wants_kernel(None, before) else None
     if fused is not None:
         return fused
     q, k, v, log_decay = (x[:, 0] for x in _heads(layer, p, streams))
-    o, after = _gla_step(q, k, v, log_decay, at.lengths > 0, before)
+    q, k, v, log_decay = moving(at.lengths > 0, q, k, v, log_decay)
+    o, after = gla_step(q, k, v, log_decay, before)
     return _gated(layer, p, streams, o[:, None]), after
 
 
@@ -213,7 +221,23 @@ def _scan(
 def gla_pieces(
     heads: Sequence[jax.Array], at: Pieces, before: jax.Array, scale: float | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """``gla`` of pieces: q, k, v and log_decay ``[2 B, T, H, D]`` -> (o, the rows' state)."""
+    """Return ``gla`` of rows whose tokens are spread over devices, and the rows' state after them.
+
+    Parameters
+    ----------
+    heads
+        This device's q, k, v and log_decay: ``[2 B, T, H, Dk]``, v ``[2 B, T, H, Dv]``.
+    at
+        The places of its two pieces of every row.
+    before
+        The rows' state before all pieces, float32 ``[B, H, Dk, Dv]``, the same on every device.
+    scale
+        As for ``gla``.
+
+    Returns
+    -------
+    (o of this device's pieces ``[2 B, T, H, Dv]``, state float32 ``[B, H, Dk, Dv]``)
+    """
 
     def scan(state: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         o, after = gla(*heads, scale=scale, initial_state=state, lengths=at.lengths)
@@ -275,7 +299,7 @@ _FEATURE_MAPS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def _feature(name: str, x: jax.Array) -> jax.Array:
-    """In float32, cast once."""
+    """Return the feature map ``name`` of x, computed in float32 and cast once to x's dtype."""
     return _FEATURE_MAPS[name](x.astype(jnp.float32)).astype(x.dtype)
 
 
@@ -289,7 +313,11 @@ def _gla_step(
     *,
     form: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """``gla_step`` of the rows that move, bool ``[B]``."""
+    """Return (o ``[B, H, Dv]``, state ``[B, H, Dk, Dv]``) after one token a row.
+
+    q, k, log_decay: ``[B, H, Dk]``.  v: ``[B, H, Dv]``.  moves: bool ``[B]``; other rows keep their
+    state.  form: the implementation of ``pallas_kernels.gla_step``.
+    """
     q, k, v, log_decay = moving(moves, q, k, v, log_decay)
     return gla_step(q, k, v, log_decay, state, implementation=form)
 

@@ -1,8 +1,7 @@
 """Gemma 4: layers with and without a window have heads of two widths, and share keys.
 
-``hf.families`` adds ``FAMILIES`` to its own table.  The heads of the layers without a window are in
-``global_head_dim`` and ``num_global_key_value_heads``, or in ``per_layer_config``, which
-transformers writes.
+The heads of the layers without a window are in ``global_head_dim`` and
+``num_global_key_value_heads``, or in ``per_layer_config``, which transformers writes.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def _gemma4(read: JsonReader) -> Fields:
             read.size("top_k_experts"),
             read.size("moe_intermediate_size"),
             shared=read.size("intermediate_size"),
-            beside=True,
+            shared_norms=True,
         )
     width = heads.get("head_dim", head_dim)
     return {**heads, "shared_kv_layers": shared, "stored.query": width**0.5}

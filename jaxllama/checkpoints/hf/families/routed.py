@@ -1,5 +1,4 @@
-"""Families of experts with routers, windows or gates of their own; ``hf.families`` adds
-``FAMILIES`` to its table."""
+"""Families of experts with routers, windows or gates of their own."""
 
 from __future__ import annotations
 
@@ -310,7 +309,7 @@ FAMILIES: dict[str, Family] = {
             mlp_out_norm="post_ffn_norm",
             mixers={
                 "experts": dataclasses.replace(
-                    SHARED, choice_bias="moe.router.expert_bias", is_bias_beside=True
+                    SHARED, choice_bias="moe.router.expert_bias", is_bias_outside=True
                 )
             },
         ),

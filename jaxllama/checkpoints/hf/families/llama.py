@@ -1,12 +1,7 @@
-"""The families of models: a table from ``model_type`` to the meaning of its config.json.
+"""Llama, and the families of the companies whose models most people run.
 
-A family has the keys that change the computation, and their translation to the flat form of a
-ModelConfig and back. ``hf.config`` reads the keys that all families
-share (sizes, RoPE, token ids), and ``defaults.json`` what transformers takes for a key that is
-missing.
-
-To add a family: an entry here or in a file beside this, with the names of its tensors where they
-differ from Llama's, and a case in the parity test. docs/howto/family.md has the steps.
+They are Mistral, Qwen, Gemma, Granite, OLMo, GLM, Cohere, Phi, Kimi Linear and their like. The
+files beside this one have the families of one kind of layer.
 """
 
 from __future__ import annotations
@@ -14,24 +9,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from jaxllama.checkpoints.hf import (
-    dense,
-    gemma4,
-    gpt,
-    hybrid,
-    latent,
-    mamba,
-    paired,
-    routed,
-    sparse,
-)
-from jaxllama.checkpoints.hf.common import defaults_of
+from jaxllama.checkpoints.hf import mamba
 from jaxllama.checkpoints.hf.experts import IntervalMixture, Mixture, SigmoidMixture
+from jaxllama.checkpoints.hf.families import latent
 from jaxllama.checkpoints.hf.family import (
     BIAS,
     DELTA_KEYS,
     GRANITE_SCALES,
     MLP_BIAS,
+    MTP,
     QKV_BIAS,
     Family,
     Fields,
@@ -47,7 +33,6 @@ from jaxllama.checkpoints.hf.family import (
 from jaxllama.checkpoints.hf.names import GEMMA, GRANITE, MIXTRAL, OLMO, SHARED
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import DeltaConfig, ModelConfig
-from jaxllama.errors import JaxLlamaError
 from jaxllama.model.experts.parameters import ExpertNames
 from jaxllama.model.mixers.delta import parameters as delta
 from jaxllama.model.mixers.ssm import parameters as ssm
@@ -82,8 +67,6 @@ _MAMBA_TENSORS = Names(
 )
 _GPT_OSS_TENSORS = ExpertNames(router="router", is_fused=True, alternates=True)
 
-MTP = "mtp."  # prefix of the tensors of a head for multi-token prediction
-
 
 def _mamba2(read: JsonReader) -> Fields:
     n = read.size("num_hidden_layers")
@@ -99,7 +82,10 @@ def _mamba2(read: JsonReader) -> Fields:
 
 
 def _granite_hybrid(read: JsonReader) -> Fields:
-    """Return the fields.  The expert of every token is a feed-forward where there is no other."""
+    """Return the fields of a Granite 4 hybrid.
+
+    Without routed experts the shared expert is the layer's dense feed-forward.
+    """
     experts = _HYBRID_EXPERTS.fields(read)
     shared = read.size("shared_intermediate_size", 1024)
     if experts["experts"] is None:
@@ -339,7 +325,7 @@ _GLM = Family(
     tensors=Names(gate_up=("gate_up_proj",)),
 )
 
-_ENTRIES: dict[str, Family] = {
+FAMILIES: dict[str, Family] = {
     "llama": Family(
         ("LlamaForCausalLM", "LLaMAForCausalLM"),  # the second: the first converted Llama 1 files
         same=(*BIAS, *MLP_BIAS),
@@ -548,7 +534,11 @@ _ENTRIES: dict[str, Family] = {
             mlp="shared_mlp.",
             gate_up=("input_linear",),
             down="output_linear",
-            mixers={"experts": dataclasses.replace(GRANITE, shared="shared_mlp.", is_beside=True)},
+            mixers={
+                "experts": dataclasses.replace(
+                    GRANITE, shared="shared_mlp.", is_shared_outside=True
+                )
+            },
         ),
     ),
     "nemotron_h": Family(
@@ -751,41 +741,4 @@ _ENTRIES: dict[str, Family] = {
         ),
         others={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
     ),
-    **dense.FAMILIES,
-    **gemma4.FAMILIES,
-    **gpt.FAMILIES,
-    **hybrid.FAMILIES,
-    **paired.FAMILIES,
-    **sparse.FAMILIES,
-    **latent.FAMILIES,
-    **routed.FAMILIES,
 }
-FAMILIES = {
-    kind: dataclasses.replace(family, defaults={**defaults_of(kind), **family.defaults})
-    for kind, family in _ENTRIES.items()
-}
-
-
-# Families with Llama's tensor names and no folding. They share one name, so that equivalent configs
-# are equal.
-ALIKE = ("llama", "mistral", "ministral", "qwen2")
-
-
-def stored_name(family: str) -> str:
-    """Return the name under which a config keeps a family."""
-    return ALIKE[0] if family in ALIKE else family
-
-
-def family_of(cfg: ModelConfig) -> str:
-    """Return the architecture whose fixed options are those of ``cfg``."""
-    if cfg.stored.family not in ALIKE:
-        return cfg.stored.family
-    if cfg.sliding_window is None and cfg.qkv_bias == cfg.o_bias:
-        return "llama"
-    if cfg.mlp_bias:
-        raise JaxLlamaError("mlp_bias = True: only llama has it, without a window, bias q|k|v|o")
-    if cfg.o_bias:
-        raise JaxLlamaError("o_bias = True: only llama has it, without a window, bias q|k|v|o")
-    if cfg.qkv_bias:
-        return "qwen2"
-    return "ministral" if cfg.window_layers else "mistral"

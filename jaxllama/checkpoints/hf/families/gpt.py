@@ -1,7 +1,7 @@
 """Families of GPT-2's and GPT-NeoX's line: LayerNorm with a bias, feed-forwards without a gate.
 
 GPT-2, OPT and their kin have a learned table of positions; GPT-J, GPT-NeoX, Phi and Falcon have
-RoPE and parallel sublayers.  ``hf.families`` adds ``FAMILIES`` to its own table.
+RoPE and parallel sublayers.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ def _gpt_neo_window(read: JsonReader) -> Fields:
 
 
 def _gpt_neo_to_hf(cfg: ModelConfig) -> Fields:
+    """Return the keys of a config: each layer's kind, as one repeated pattern, and the window."""
     kinds = ["global" if layer.window is None else "local" for layer in cfg.layers]
     window = {} if cfg.sliding_window is None else {"window_size": cfg.sliding_window}
     return {"attention_types": [[kinds, 1]], **window}

@@ -1,7 +1,4 @@
-"""Families whose layers are of several kinds: OLMo Hybrid, Lara Mini and LFM2.
-
-``hf.families`` adds ``FAMILIES`` to its own table.
-"""
+"""Families whose layers are of several kinds: OLMo Hybrid, Lara Mini and LFM2."""
 
 from __future__ import annotations
 

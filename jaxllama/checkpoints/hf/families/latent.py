@@ -1,4 +1,4 @@
-"""Families of attention from latents (MLA); ``hf.families`` adds ``FAMILIES`` to its table.
+"""Families of attention from latents (MLA).
 
     latent_fields(read), latent_to_hf(cfg)     the keys that all of them share, and Kimi-Linear's
 

@@ -1,11 +1,12 @@
-"""Families with experts beside those of ``hf.families``, which adds ``FAMILIES`` to its table."""
+"""Further families with experts, whose tensors or keys differ from Mixtral's and Qwen's."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from jaxllama.checkpoints.hf.dense import granite_nope, granite_thetas, has_nope
 from jaxllama.checkpoints.hf.experts import Mixture, SigmoidMixture
+from jaxllama.checkpoints.hf.families.dense import granite_nope, granite_thetas, has_nope
+from jaxllama.checkpoints.hf.families.hybrid import conv_layers, conv_to_hf
 from jaxllama.checkpoints.hf.family import (
     BIAS,
     GRANITE_SCALES,
@@ -16,7 +17,6 @@ from jaxllama.checkpoints.hf.family import (
     granite,
     granite_to_hf,
 )
-from jaxllama.checkpoints.hf.hybrid import conv_layers, conv_to_hf
 from jaxllama.checkpoints.hf.names import GRANITE, LFM2, MIXTRAL, OLMO, SHARED
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ExpertsConfig, ModelConfig
@@ -27,7 +27,7 @@ from jaxllama.model.names import Names
 _GRANITE_SHARED_TENSORS = Names(
     gate_up=("input_linear",),
     down="output_linear",
-    mixers={"experts": dataclasses.replace(GRANITE, shared="shared_mlp.", is_beside=True)},
+    mixers={"experts": dataclasses.replace(GRANITE, shared="shared_mlp.", is_shared_outside=True)},
 )
 _LFM2_EXPERTS_TENSORS = ExpertNames(
     "feed_forward.", gate_up=("w1", "w3"), down="w2", choice_bias="expert_bias"
@@ -130,6 +130,7 @@ def _aria(read: JsonReader) -> Fields:
 
 
 def _aria_to_hf(cfg: ModelConfig) -> Fields:
+    """Return the experts' keys of a config. Raises JaxLlamaError for a model without experts."""
     experts = cfg.experts
     if experts is None:
         raise JaxLlamaError("experts = None: this family's layers have them")
@@ -265,7 +266,7 @@ FAMILIES: dict[str, Family] = {
                     router="router",
                     is_fused=True,
                     shared="shared_mlp.",
-                    is_beside=True,
+                    is_shared_outside=True,
                 )
             },
         ),

@@ -1,7 +1,7 @@
 """Families of dense decoders that differ from Llama by norms, activations, biases and multipliers.
 
-``hf.families`` adds ``FAMILIES`` to its own table.  ``hf.gpt`` has the families of GPT-2's and
-GPT-NeoX's line, ``hf.hybrid`` those with several kinds of layers, ``hf.sparse`` those with experts.
+``gpt`` has the families of GPT-2's and GPT-NeoX's line, ``hybrid`` those with several kinds of
+layers, ``sparse`` those with experts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Families that have attention and Mamba-2 in one layer of the file: Falcon-H1 and Zamba2.
 
 Each such layer is two of ours, the second of which is among ``ModelConfig.beside_layers``.
-``hf.families`` adds ``FAMILIES`` to its own table.
 """
 
 from __future__ import annotations
