@@ -112,6 +112,13 @@ def test_a_plan_fills_the_gpu(batch, n, capacity):
     assert blocks > 0.45 * 132 and blocks / (waves * 132) > 0.45
 
 
+@pytest.mark.parametrize("batch, capacity, chunk", [(64, 8192, 4096), (16, 65536, 8192)])
+def test_few_query_rows_use_nearly_every_sm(batch, capacity, chunk):
+    with planned_for("NVIDIA H200"):
+        found = plan(*shapes(batch, 1, 16, capacity))
+    assert not isinstance(found, Reason) and found.chunk == chunk
+
+
 @pytest.mark.parametrize("tokens, n, few", [(1, 16, True), (2, 5, True), (1, 17, False)])
 def test_few_query_rows_have_a_program(tokens, n, few):
     with planned_for("NVIDIA H200"):
