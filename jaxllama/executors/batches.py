@@ -176,7 +176,10 @@ def _batch(
     members: list[int],
     kept: KeptCalls | None,
 ) -> Call:
-    """Return the rows ``members`` as padded arrays; a deterministic model's batch is full."""
+    """Return the ``Call`` of the rows ``members``, padded to a bucket of ``text.rows``.
+
+    A deterministic model's batch is filled up with empty rows.
+    """
     rows = [call.rows[index] for index in members]
     sampling = [call.sampling[index] for index in members]
     if call.deterministic:
@@ -190,7 +193,7 @@ def _batch(
     return Call(
         tokens,
         lengths,
-        SamplingParams.stack(sampling, cfg.vocab_size, 0),
+        SamplingParams.stack(sampling, cfg.vocab_size, seed=0),
         stop_ids=jax.device_put(np.asarray(cfg.eos_token_ids, np.int32)),
         capacity=capacity,
         room=room,
@@ -199,7 +202,7 @@ def _batch(
         chunk=call.chunk,
         alone=alone,
         drafting=call.drafting,
-        on_prompt=None if call.deterministic else call.on_prompt,
+        on_prompt=call.on_prompt,
         kept=kept,
     )
 

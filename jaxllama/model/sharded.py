@@ -42,7 +42,9 @@ def over_mesh(
     rows = row_axis(mesh, jax.tree.leaves(args[0])[0].shape[0])
     if any(isinstance(arg, Cache) and arg.table is not None for arg in args):
         rows = None
-    local = local_config(cfg, mesh.shape[MODEL_AXIS], expert_groups(mesh), rows == row_axes(mesh))
+    local = local_config(
+        cfg, mesh.shape[MODEL_AXIS], expert_groups(mesh), own_rows=rows == row_axes(mesh)
+    )
     arrays = {name: value for name, value in options.items() if isinstance(value, jax.Array)}
     fixed = {name: value for name, value in options.items() if name not in arrays}
 
@@ -73,7 +75,7 @@ def over_pieces(
     Each device gets its own pieces, and the whole cache and rows.  The first result is an array of
     pieces, or a tree of them.
     """
-    local = local_config(cfg, mesh.shape[MODEL_AXIS], expert_groups(mesh), True)
+    local = local_config(cfg, mesh.shape[MODEL_AXIS], expert_groups(mesh), own_rows=True)
     pieces_over: Tree = P(row_axes(mesh))
     whole = cache_specs(cache, None)
 

@@ -11,7 +11,8 @@ share nothing.
 Copies: a lane loads its features of a head, of cos and of sin into registers.
 Waits: for the kernel before; no warp waits for another, and there are no barriers.
 Writes: the same lanes store q, and codes or words of k and v; lane 0 stores scales and zero points.
-A token outside the cache, or without a page, is not stored.
+``_write_tokens`` may also store new keys and values for the caller.  k and v of a token outside the
+cache, or without a page, do not go into the cache.
 
 A lane holds features (2 lane, 2 lane + 1) of each 64 of a head's first half, and their partners in
 the second half.  So every bit of a feature's number is a bit of the lane's number or of a

@@ -9,7 +9,8 @@ A vector of a tile is one unit of 4 rows (of 16 rows, if a unit is a byte). Its 
 rows, where the lanes beside it write the neighbouring units, 32 bytes in all.
 
 Copies: every thread, from the host's memory through registers.  Waits: for the kernel before; no
-barrier, as threads share nothing.  Writes: the thread that has loaded a vector.
+barrier, as threads share nothing.  Writes: the thread that has loaded a vector; zeros for an index
+without an address.
 
 Floor: the link.
 """

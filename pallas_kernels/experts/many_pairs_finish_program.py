@@ -1,13 +1,17 @@
 """What is behind a sum of the kernel of many pairs: scale, bias, gate, and whole pieces of rows.
 
-In wgmma's layout a store of registers as they are has 16 bytes of a row from four lanes.  A store
-takes a piece of a row at a time, so bfloat16 results go through shared memory first (``RowStage``
-where tokens are wgmma's N, and ``TokenStage`` where they are its M).  float32 results are exchanged
-between two lanes until each has 16 bytes of its own.
+wgmma leaves a lane one result of a token's row, or two neighbours.  bfloat16 results go through
+shared memory, so that a lane stores 16 bytes of a row: by ``RowStage`` where tokens are wgmma's N,
+by ``TokenStage`` where they are its M.  float32 results stay in registers.  Where tokens are M, two
+lanes exchange them until each has 16 bytes (``exchanged_four``).  Where tokens are N, a lane stores
+4 bytes at a time (``store_one``).
 
-Copies: lanes load the pairs' places.  Waits: ``RowStage`` at warpgroup barriers, two a turn's half
-of the memory; ``TokenStage`` and float32 results at warp barriers or none.  Writes: every lane 16
-bytes of a pair's row.
+Copies: lanes load the pairs' places; matrix stores bring bfloat16 results to shared memory.
+Waits: ``RowStage`` at a warpgroup barrier before the first turn, and at one in each turn behind its
+writes.  Turns alternate between two halves of the memory, so all threads have read a half before it
+is written again.  ``TokenStage`` at two warp barriers for eight tokens: before it writes the memory
+and behind that.  float32 results at none.
+Writes: a lane stores 16 bytes of a pair's row, or 4 with ``store_one``.
 """
 
 from __future__ import annotations

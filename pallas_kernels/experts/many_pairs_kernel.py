@@ -27,8 +27,8 @@ warp waits for both copies of a slot, and says ``ready``.  Multiplying warpgroup
 Writes: each multiplying warpgroup stores its results at their pairs, through shared memory if they
 are bfloat16.
 
-A part's last tokens may be another expert's: their sums are not stored.  Rows of w past an
-expert's end are another's too, and are not stored either.
+Rows of x past a part's end are the part's last row again, or where rows are sorted another
+expert's.  Rows of w past an expert's end are another's.  The sums of both are not stored.
 
 Numerics: a weight is rounded once to bfloat16, as in the dense product.  Sums are float32; their
 order depends on K alone, so a pair's result does not depend on its place.

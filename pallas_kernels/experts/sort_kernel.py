@@ -8,12 +8,13 @@
     a warp   where they begin among the block's own pairs
     all      a pair at its place among these, in shared memory
     all      the block's pairs in that order, neighbours of one expert by neighbouring threads
-    thread   by its number in the cluster, an expert: that expert's rows of the table
+    thread   by its number in the first block, an expert: that expert's rows of the table
 
 Copies: a thread loads its pairs' experts into registers.
-Waits: all threads at block barriers between the steps above, and at the cluster's before they read
-other blocks' counts.  No block ends before all have read its counts.
-Writes: a thread stores neighbours of the order; threads of the first blocks store the table.
+Waits: all threads for the kernel before, at block barriers between steps that share memory, and at
+the cluster's before they read other blocks' counts.  No block ends before all have read its counts.
+Writes: neighbouring threads store neighbours of the order.  A thread of the first block stores an
+expert's rows of the table, and a lane of each block the number of parts.
 
 Up to ``LONE`` pairs have one block, more have a cluster of ``BLOCKS``.
 XLA takes about ten kernels for the same (``blocks.parts_of_pairs``).  The order of one expert's

@@ -4,7 +4,9 @@ warpgroup.
 ``gla.gradients_levels`` with two readings of the keys, by the registers of ``recurrence.slices``.
 Gating multiplies in float32 and rounds once.
 
-Copies: none; ``gradients_channels`` copies and waits.  Waits: none; a warp has its own channels.
+Copies: none; ``gradients_channels`` copies and waits.
+Waits: none; a warp has its own channels, and all warps read dP and dN.
+Writes: ``finish`` writes the warp's channels of dq, dk and dlog_decay in shared memory.
 """
 
 from __future__ import annotations

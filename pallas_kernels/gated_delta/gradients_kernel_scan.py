@@ -8,15 +8,16 @@ are those of ``kernel_chunks``.  This is ``kernel_scan`` mirrored: the same bloc
 registers.  The factors of E cancel where keys are parallel, so the products take E and dR in two
 bf16 parts.
 
-    wait c | E -> two bf16 | wgmma dR | borders, dR -> TMA | wgmma E | slot of c+1 <- TMA c-2
+    wait c | E -> two bf16 | wgmma dR | borders | wgmma E | dR -> TMA | slot of c+1 <- TMA c-2
 
 A decay of every key channel has the operands of ``kernel_channels``. Q and K then hold their decay
 from the chunk's start, and E <- diag(exp(G_64)) E + Q^T do - K^T dR. The kernels inside a chunk
 then need only one part of E. Command: ``python -m benchmarks.kernels.gated_delta``.
 
 Copies: warpgroup 0 copies k, q, K', do, e and M of a chunk by TMA, for both (``load``).
-Waits: both warpgroups wait for a slot on ``full``.  They arrive at ``empty`` of the slot before,
-and warpgroup 0 waits there before it refills (``ChunkScan.release``).
+Waits: both warpgroups wait for a slot on ``full``.  They arrive at ``empty`` of the slot before
+once that slot's dR has left it (``wait_smem_to_gmem(1)``).  Warpgroup 0 waits there before it
+refills the slot (``ChunkScan.release``).
 Writes: a warpgroup stores dR by TMA from do's place.  Borders and E at the segment's start leave
 from registers.
 """
@@ -80,7 +81,7 @@ class _Reverse(ChunkScan):
     # --- a chunk ---
 
     def chunk(self, i, state):
-        """wait | E -> two bf16 | wgmma dR | borders, dR -> TMA | wgmma E | slot <- TMA"""
+        """wait | E -> two bf16 | wgmma dR | borders | wgmma E | dR -> TMA | slot <- TMA"""
         gmem, smem, own = self.gmem, self.smem, self.warpgroup
         c, slot, rows = self.place(i)
         plgpu.barrier_wait(self.barrier.full.at[slot])

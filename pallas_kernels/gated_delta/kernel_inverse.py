@@ -18,7 +18,10 @@ the layout that mma writes is the layout that it reads on the left.
 Copies: ``chunk_vectors`` loads log_decay and beta by the first warp; everything else is in shared
 memory or registers.
 Waits: the callers' warpgroup barriers.  In ``inverse_parts`` a warp barrier follows the store of a
-warp's diagonal block.  The warpgroup's barrier follows the inverses, which all warps then read.
+warp's diagonal block, and another one its reading.  The warpgroup's barrier follows the inverses,
+which all warps then read.
+Writes: ``chunk_vectors`` stores the vectors in shared memory, and the decays from the chunk's start
+in device memory if it has ``out``.  Tiles, blocks and sums go to shared memory.
 """
 
 from __future__ import annotations

@@ -18,12 +18,13 @@ from the place of the values.  A warpgroup that only copies would leave 168 regi
 Dk = 256 (``is_narrow``): the state takes 128 registers.  A block is one warpgroup of 64 value
 channels with two slots, and rounds the state 64 columns at a time.  Two blocks of a head are a
 cluster and copy all but the values and e for one another: k and q of c + 2 when both have read
-c's, K' and M when both are done with c.  The values of c + 1 follow when c's outputs have left.
+c's, K' and M when both are done with c.  The values of c + 2 follow when c's outputs have left.
 
 Copies: warpgroup 0 issues all TMA copies into a slot: ``load_tokens`` (k, q), ``load_values`` (v),
 ``load_prepared`` (e, K', M).
-Waits: each warpgroup waits for a slot on ``full``.  It arrives at ``empty`` of the slot before, and
-warpgroup 0 waits there before it refills.  With ``is_narrow`` the two blocks of a cluster meet at
+Waits: each warpgroup waits for a slot on ``full``.  It arrives at ``empty`` of the slot before
+once that slot's outputs have left it (``wait_smem_to_gmem(1)``).  Warpgroup 0 waits there before it
+refills the slot.  With ``is_narrow`` the two blocks of a cluster meet at
 ``read_by_both`` before k and q are replaced, at ``done_by_both`` before e, K' and M are.
 Writes: a warpgroup stores outputs by TMA from the values' place.  Borders, remainders and the final
 state leave from registers.

@@ -4,7 +4,7 @@ Contract: ``levels_call`` returns a call (``launch.inline``) of a whole warpgrou
 travel as a bundle (``recurrence.channels``).  The algorithm is in ``gla.gradients``.
 
 Copies: none; q, k, g and G are in shared memory (``gla.gradients`` waits for them).
-Waits: no barrier; a warp reads and writes its own channels alone.
+Waits: no barrier; a warp reads and writes its own channels alone, and G is only read.
 Writes: dq, dk, p, t stay in registers; the flux of each element replaces its gate.
 """
 

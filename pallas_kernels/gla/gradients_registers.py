@@ -5,7 +5,8 @@ registers travel as a bundle (``recurrence.channels``).  The algorithm is in
 ``gla.gradients``.
 
 Copies: none; the caller's TMA has brought the slice and its stages, and the caller has waited.
-Waits: no barrier; a warp reads and writes its own 16 channels of the slice.
+Waits: no barrier; a warp reads and writes its own 16 channels of the slice.  All warps read do and
+v of a stage.
 Writes: ``states_call`` updates fluxes in the gates' place, ``finish_call`` stores the results in
 shared memory, from where the caller's TMA takes them.
 """
@@ -129,7 +130,10 @@ def states_call(scale: float, blocks: int):
 
 
 def flux_call():
-    """Fetches the fluxes out of the gates' tile."""
+    """Return the fluxes out of the gates' tile, before their place is overwritten.
+
+    ``finish_call`` stores dlog_decay there, or the next slice's gates arrive there meanwhile.
+    """
 
     @inline(plgpu.RefType(ROWS), out=bundle_type(32))
     def call(slot_ref):

@@ -12,7 +12,8 @@ Squares are added by fused multiply-adds.  XLA's form has no such order: it tile
 number of rows.
 
 Copies: a lane of ``gated_norm`` loads its four columns of each 128 of o, weight and gate.
-Waits: a warp shares nothing with others; its lanes exchange sums by shuffles.
+Waits: for the kernel before.  A warp shares nothing with others; its lanes exchange sums by
+shuffles.
 Writes: a lane stores the same columns of y.
 """
 

@@ -6,9 +6,10 @@ copies (``load``) and its products (``chunk``).
 
 Copies: ``load`` of the op; warpgroup 0 alone calls it, for all warpgroups of the block, by TMA.
 Waits: a warpgroup waits on ``full[slot]`` in the op's ``chunk``.  ``release`` arrives at
-``empty`` of the slot before; warpgroup 0 waits there for all warpgroups, then refills that slot.
+``empty`` of the slot before, once that slot's outputs have left it (``wait_smem_to_gmem(1)``).
+Warpgroup 0 waits there for all warpgroups, then refills that slot.
 Writes: a warpgroup stores its outputs by TMA from the place of its values, and at the end its
-state from registers.
+state from registers.  ``clear_outputs`` then stores zeros for the chunks past a row's end.
 """
 
 from __future__ import annotations

@@ -6,7 +6,10 @@ registers of one thread.
 
 ``Levels`` climbs the tree for the gradients inside a chunk: ``gla.gradients`` has the algorithm.
 
-Copies, waits: none; a warp reads its own channels in shared memory and keeps them in registers.
+Copies: none; the caller has copied the tiles.
+Waits: none; the caller has waited.  A warp reads its own channels in shared memory, and the pairs'
+tiles, which all warps read.
+Writes: ``store_gradients`` writes the warp's channels of dq, dk and dlog_decay in shared memory.
 """
 
 from __future__ import annotations
@@ -48,8 +51,9 @@ class Levels:
     """The six levels of a slice, in a warp's registers; everything is emitted while it is traced.
 
     up: p, the decay to every token from its block's start.  down: t, from behind it to the block's
-    end.  Blocks double from level to level; whole: of the tile's part of a block.  bit: on levels 2
-    and 4, whether the lane's tokens are rows of a second half.  gone: which decays are 0.
+    end.  Blocks double from level to level.  whole: [h][m], the product of all decays of the block
+    that the thread's tokens of tile m are in; None before level 1.  bit: on levels 2 and 4, whether
+    the lane's tokens are rows of a second half.  gone: which decays are 0.
 
     An op's levels supply ``build(b)``, the rows y and their ``factor``, and ``apply(b)``, what
     their products add to ``d_q``, ``d_k`` and ``flux``, of tokens 16b .. 16b + 15.

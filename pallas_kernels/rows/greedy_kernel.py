@@ -9,10 +9,13 @@ leave their parts in device memory to a second kernel.
     over_warps   the block's (largest, token, sum) to the first block of the cluster
     over_blocks  in the first block, one warp: stop tokens; lane 0: the row's words, written
 
-Copies: a thread loads its logits into registers; every thread loads the row's five words.
-Waits: the block's barrier, for the warps' parts in shared memory; the cluster's, until all blocks
-have begun.  The first block's warp 0 waits on its mbarrier for the parts of all 8 blocks.
-Writes: lane 0 of that warp stores the row's words, the token and its log-probability.
+Copies: a thread loads its logits into registers, the row's five words, and its lane's stop token.
+Waits: all threads for the kernel before (``await_kernel``); at the block's barrier, for the warps'
+parts in shared memory; at the cluster's, until all blocks have begun.  The first block's warp 0
+waits on its mbarrier for the parts of all 8 blocks.  With two kernels the second one's warp 0 joins
+the parts behind a warp barrier.
+Writes: lane 0 of that warp stores the row's words, the token and its log-probability.  With two
+kernels lane 0 of each of the first one's blocks stores that block's part.
 
 Numerics: float32.  A part's sum is relative to its own largest logit, as in an online softmax
 (arXiv 1805.02867).

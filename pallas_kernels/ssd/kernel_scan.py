@@ -18,7 +18,8 @@ is computed, one that is there, one on its way.  The outputs leave from the plac
 
 Copies: warpgroup 0 copies q, k, v and the sums of a chunk by TMA, two chunks ahead (``load``).
 Waits: each warpgroup waits for a chunk on ``full[slot]``.  It arrives at ``empty`` of the slot
-before; warpgroup 0 waits there for all of them before it refills (``ChunkScan.release``).
+before once that slot's outputs have left it (``wait_smem_to_gmem(1)``).  Warpgroup 0 waits there
+for all of them before it refills the slot (``ChunkScan.release``).
 Writes: a warpgroup stores its outputs by TMA, and the final state from registers.
 
     wait c | wgmma Q K^T, S^T Q^T | P -> smem | wgmma V^T P^T, S | o -> TMA | slot of c-1 <- TMA c+2

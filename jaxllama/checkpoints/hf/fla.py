@@ -196,7 +196,7 @@ def _gla_to_fla(cfg: ModelConfig) -> Fields:
     read = dataclasses.asdict(MODELS[kind].fields(JsonReader(result), gla.n_heads)["gla"])
     only(
         f"flash-linear-attention's {kind}",
-        ((f"gla.{key}", getattr(gla, key), only) for key, only in read.items()),
+        ((f"gla.{key}", getattr(gla, key), have) for key, have in read.items()),
     )
     return result
 
@@ -278,7 +278,7 @@ def _delta_to_fla(cfg: ModelConfig) -> Fields:
     read = dataclasses.asdict(MODELS[kind].fields(JsonReader(result), delta.n_k_heads)["delta"])
     only(
         f"flash-linear-attention's {kind}",
-        ((f"delta.{key}", getattr(delta, key), only) for key, only in read.items()),
+        ((f"delta.{key}", getattr(delta, key), have) for key, have in read.items()),
     )
     return result
 
@@ -470,6 +470,7 @@ def config_to_fla(cfg: ModelConfig) -> JsonObject:
     model = MODELS[kind]
     attention = [i for i, layer in enumerate(cfg.layer_types) if layer == "attention"]
     mixer = model.to_fla(cfg)
+    heads = cfg.n_heads * cfg.head_dim if attention else cfg.d_model
     only(
         f"flash-linear-attention's {kind}",
         (
@@ -477,9 +478,9 @@ def config_to_fla(cfg: ModelConfig) -> JsonObject:
             ("o_bias", cfg.o_bias, False),
             ("mlp_bias", cfg.mlp_bias, False),
             ("rope.scaling", cfg.rope.scaling, "none"),
-            ("head_dim", cfg.head_dim * cfg.n_heads if attention else cfg.d_model, cfg.d_model),
+            ("n_heads * head_dim", heads, cfg.d_model),
             ("window_layers", cfg.window_layers, ()),
-            *((key, getattr(cfg.flat, key), only) for key, only in PLAIN),
+            *((key, getattr(cfg.flat, key), have) for key, have in PLAIN),
             ("stored", cfg.stored, _stored(kind)),
         ),
     )

@@ -74,7 +74,8 @@ def save(
     Parameters
     ----------
     directory : str or Path
-        Must not exist or be empty. It appears complete or, on any failure, not at all.
+        A folder that does not exist yet, or an empty one. It appears complete or, on any failure,
+        not at all.
     cfg : ModelConfig
         Config of the model.
     params : dict

@@ -123,8 +123,12 @@ def repeat_groups(w: QTensor, group_size: int) -> QTensor:
     return dataclasses.replace(w, scale=scale, zero=zero)
 
 
-def by_block(w: QTensor, size: int) -> np.ndarray | None:
-    """Return the scales of blocks of ``size`` rows and columns that ``w`` repeats, or None."""
+def block_scales(w: QTensor, size: int) -> np.ndarray | None:
+    """Undo the repetition of block scales on reading.
+
+    Returns the scales ``[ceil(out / size), ceil(in / size)]`` of blocks of ``size`` rows and
+    columns, or None if the scales of ``w[out, in]`` are no such repetition.
+    """
     (out, width), scale = w.shape, np.asarray(w.scale)
     group = width // scale.shape[1]
     if group != math.gcd(width, size):

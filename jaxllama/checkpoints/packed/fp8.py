@@ -30,7 +30,7 @@ import numpy as np
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.checkpoints.packed.codes import (
     FP8,
-    by_block,
+    block_scales,
     by_group,
     check_scale,
     consecutive,
@@ -151,12 +151,12 @@ def is_blocked(w: QTensor) -> bool:
     # The format's readers quantize activations in groups of 128 columns of a token.
     of_groups = w.activations is None or (w.input_scale is None and w.scale.shape[1] > 1)
     is_plain = of_groups and w.zero is None and w.columns is None
-    return np.dtype(w.q.dtype) == FP8 and is_plain and by_block(w, BLOCK) is not None
+    return np.dtype(w.q.dtype) == FP8 and is_plain and block_scales(w, BLOCK) is not None
 
 
 def to_tensors(w: QTensor, scale_name: str = "weight_scale_inv") -> dict[str, np.ndarray]:
     """Return the tensors of one Linear that ``is_blocked``."""
-    scale = by_block(w, BLOCK)
+    scale = block_scales(w, BLOCK)
     assert scale is not None
     return {"weight": np.ascontiguousarray(w.q), scale_name: np.ascontiguousarray(scale)}
 

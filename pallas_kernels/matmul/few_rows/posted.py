@@ -1,7 +1,8 @@
 """The kernels' side of a sum over devices (``matmul.sums``): store a part, wait for all parts.
 
 Copies: a lane loads its 8 values of each device's row.  Waits: ``total`` loads these again until
-none of their words is ``EMPTY``; there is no barrier.  Writes: ``collect`` stores the sums.
+none of their words is ``EMPTY``; there is no barrier.  Writes: ``empty`` stores ``EMPTY``, and
+``collect`` the sums.
 """
 
 from __future__ import annotations

@@ -22,9 +22,10 @@ that is not full.
 Copies: each lane loads its own codes into registers, a group ahead of their use.  All threads load
 x and the norm's weight into registers and store their product in shared memory.
 Waits: all threads at one block barrier, until x is stored; after it no warp waits for another.
-A product that posts has one more barrier a round (``Poster``).  A pending sum is polled.
+A product that posts has one more barrier a round (``Poster``).  A posted sum is polled.
 Writes: lane 0 of a warp stores its unit's results.  Block 0 stores the sum of x and what was
-pending.  With ``Poster`` each warp posts the block's results to one device.
+pending.  With ``Poster`` each warp posts the block's results to one device, and all threads empty
+the slot of two sums ago.
 
 Numerics.  Float32, in an order that depends on K alone.  The norm's factor and an int8 row's scale
 multiply the sum.  x times the norm's weight stays float32.  Beside int4 it is rounded once to

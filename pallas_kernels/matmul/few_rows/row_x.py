@@ -1,4 +1,12 @@
-"""x of the one-row kernel, on its way to shared memory, with the sum of its squares."""
+"""x of the one-row kernel, on its way to shared memory, with the sum of its squares.
+
+Copies: a thread loads 8 values at a time of x, the norm's weight and the pending term into
+registers (``ask``).
+Waits: a posted sum is polled (``Posts.total``).  ``row`` has the block's barrier between ``store``
+and ``factor``.
+Writes: a thread stores x times the norm's weight in shared memory, and a warp its sum of x's
+squares (``store``).  Block 0 stores x with what was pending in device memory (``store_total``).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +25,8 @@ from pallas_kernels.ptx import Value
 class Input:
     """x on its way to shared memory, to where the inner loop reads it.
 
-    squares: shared memory of a sum for every warp.
+    squares: shared memory of a sum for every warp.  slot: this device's slot of a posted sum, or
+    None.
     """
 
     plan: RowDivision
@@ -85,6 +94,7 @@ class Input:
             p.when(lane < 1, lambda: p.store_shared(at, [total]))
 
     def factor(self) -> Value | None:
+        """The norm's factor from all warps' sums, behind the block's barrier, or None."""
         if self.operands.gamma is None:
             return None
         total = p.load_float(self.squares)

@@ -2,8 +2,12 @@
 
 A step's product leaves the tensor cores, is multiplied by both scales in float32 and added.
 
-Copies: ``_Feeder.copy_scales``.  Waits: a multiplier on ``scales_full`` for eight steps' scales,
-and on ``full`` for each step; it arrives at ``scales_empty`` and ``empty`` when it has read them.
+Copies: ``_Feeder.copy_scales``; blocked scales of w ``_Feeder.copy_vectors``.
+Waits: a multiplier waits on ``full`` for each step, which in ``add_by_step`` brings its scales too.
+It waits on ``scales_full`` for eight steps' scales as they are stored, and on ``vectors_full`` for
+a tile's blocked scales of w.  It arrives at ``empty`` and ``scales_empty`` when it has read them;
+``finish`` arrives at ``vectors_empty``.
+Writes: none; sums stay in registers.
 """
 
 from __future__ import annotations

@@ -12,9 +12,12 @@ past an edge are not made.
     both                 after the last step, finish: acc -> float32 * scales + bias -> smem -> TMA
 
 Copies: one warp of the last warpgroup, by TMA (``_Feeder``).
-Waits: multipliers wait on ``full`` for a slot, and on ``vectors_full`` before ``finish``.  They
-arrive at ``empty`` of a slot when the next wgmma runs; the feeder waits there for the readers of
-all blocks that share it.  With ``split`` blocks hand sums over by ``peer_full``, ``peer_empty``.
+Waits: multipliers wait on ``full`` for a slot.  They wait on ``vectors_full`` in ``finish``, or
+with blocked scales before the first step.  They arrive at ``empty`` of a slot when the next wgmma
+runs, with groups when its sum is read, and at ``vectors_empty`` behind ``finish``.  The feeder
+waits at both, at ``empty`` for the readers of all blocks that share the slot.  Scales as they are
+stored come by ``scales_full`` and are given up at ``scales_empty`` (``groups_program``).  With
+``split`` blocks hand sums over by ``peer_full`` and ``peer_empty``.
 Writes: each multiplier stores its rows or columns by TMA, through two places of shared memory.
 
 The two blocks of a cluster lie below each other in M, and the weight tile is multicast to both.

@@ -31,8 +31,10 @@ float8_e4m3fn to bfloat16.  A thread's two columns are two bytes, whose fields g
 of bfloat16's exponent (``widen``).  The value is exact, and its product with the scale is
 rounded once.
 
-Copies: none from device memory; a thread loads codes, scales and zeros from the ring.  Waits: none;
-the caller has waited for the slot.
+Copies: none from device memory; a thread loads codes from the ring, scales and zeros from the ring
+or from a tile's vectors.
+Waits: none; the caller has waited for the slot and for the vectors.
+Writes: none; the operand stays in registers.
 
 Sources: QServe (arXiv 2405.04532) for scales in two levels, LiquidGEMM (2509.01229) for the
 arithmetic.

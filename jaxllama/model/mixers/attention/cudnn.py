@@ -66,8 +66,9 @@ def causal(
 
     window: keys that a query sees, itself included.  sinks: ``[N]``, without a derivative here.
     segments: int32 ``[B, T]``; a query sees the keys of its own segment.  Without sinks only.
-    begins: int32 ``[B, M]``, where they begin, then -1.  On Hopper up to ``MOST_SEGMENTS`` are then
-    read one by one.  Otherwise a mask is an array ``[B, 1, T, T]``.
+    begins: int32 ``[B, M]``, where they begin, then -1.  On Hopper, without a window, up to
+    ``MOST_SEGMENTS`` are read one by one if the backward pass then works in at most ``MOST_WORK``
+    bytes.  Otherwise a mask is an array ``[B, 1, T, T]``.
     """
     if (
         segments is not None

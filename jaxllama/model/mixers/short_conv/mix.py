@@ -76,16 +76,20 @@ def mix(
     state: ShortConvState | None,
     at: At,
 ) -> tuple[jax.Array, ShortConvState | ShortConvTokens | None]:
-    """The products of ``inputs``, columns of ``[B, T, 3 n]`` -> (``[B, T, n]``, state)."""
+    """Return (y ``[B, T, n]``, the new state; of a draft, the inputs that ``commit`` reads).
+
+    projected: the product of ``inputs``, ``[B, T, 3 n]``: b, c, x.  The convolution reads a row's
+    tokens side by side, and a draft's tokens are rows of their own (``at.by_row``).
+    """
     del layer
     b, c, x = jnp.split(projected[0].value, 3, axis=-1)
     read = at.by_row(b * x)
     past = None if state is None else state.last
-    y, last = convolve(read, p["conv"]["weight"], past, at)
-    out = (c.astype(jnp.float32) * y.reshape(c.shape)).astype(c.dtype)
+    sums, last = convolve(read, p["conv"]["weight"], past, at)
+    y = (c.astype(jnp.float32) * sums.reshape(c.shape)).astype(c.dtype)
     if isinstance(at, Draft):
-        return out, ShortConvTokens(read)
-    return out, None if state is None else ShortConvState(last)
+        return y, ShortConvTokens(read)
+    return y, None if state is None else ShortConvState(last)
 
 
 def commit(
