@@ -6,6 +6,7 @@
     lane j   stores the j-th
 
 Copies: a lane loads its scores into registers.  Waits: for the kernel before; no barrier.
+Writes: lane j stores the j-th largest and its place.
 
 Floor: a launch and a round trip to memory. XLA sorts whole rows in a kernel of its own, copies the
 first k of each, and compiles the sort anew for every layer (0.2 s).

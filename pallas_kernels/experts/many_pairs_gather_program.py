@@ -3,8 +3,8 @@
 A part's pairs lie in the table ``pairs``, and pair p reads row p // fan of x.  Two warps copy the
 rows, 16 bytes a lane and copy (cp.async), to where wgmma's swizzle of 128 bytes has them:
 
-    two warps   8 lanes have 128 bytes of a row, so both copy 8 rows at once | an arrival on
-                ``copied`` that happens when a slot's copies are there
+    two warps   ``empty`` | 8 lanes have 128 bytes of a row, so both copy 8 rows at once | an
+                arrival on ``copied`` that happens when a slot's copies are there
     a third     the weight's copy | ``copied`` | fence: copies are the generic proxy's, wgmma the
                 asynchronous | ``ready``
     readers     ``ready`` | wgmma | a lane of each warp arrives on ``empty``

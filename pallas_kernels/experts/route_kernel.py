@@ -15,8 +15,10 @@ A token has a cluster of ``plan.blocks`` blocks, and each block has rows of the 
              ``redux``; the softmax; the results
 
 Copies: lanes load x, gamma and rows of the router into registers; one thread a row prefetches it.
-Waits: all threads at two block barriers of ``norm``: for the warps' squares, and for y.  All blocks
-wait until their cluster has begun.  Warp 0 of block 0 waits on ``arrival`` for all sums.
+Warp 0 of block 0 loads the bias.
+Waits: all threads for the kernel before, and at two block barriers of ``norm``: for the warps'
+squares, and for y.  All blocks wait until their cluster has begun.  Warp 0 of block 0 waits on
+``arrival`` for all sums.
 Writes: block 0 stores y; lane j of its warp 0 stores the j-th expert and its weight.
 
 A barrier in block 0 counts the sums.  One of the cluster would wait for y in device memory, too.

@@ -3,10 +3,12 @@
     out[t] = sum_j weights[t, j] * (x[t, j] @ w[experts[t, j]].T + bias[experts[t, j]])
 
 ``summed_program`` says who does what.  The sum needs no other kernel and no results of single
-experts in device memory, and its codes are on their way before x is.
+experts in device memory.  Its codes are on their way while x passes through shared memory.
 
 Copies: each warp loads its own codes into registers, ahead of their products, and x through its own
-shared memory.  Waits: block barriers, two: for all sums of slots, then for the experts' rows.
+shared memory.
+Waits: all threads for the kernel before, and at two block barriers: for all sums of slots, then for
+the experts' rows.
 Writes: a thread stores a row's result.
 
 Floor: the bytes of the chosen experts at the rate of a copy.  On an H200 (4.3 TB/s, jax 0.11.2), us

@@ -12,8 +12,10 @@ unit, so it loads its part of x once and needs no other warp before the end.
     block   barrier; a thread per row and expert: its slots, the bias, the expert's weight
     block   barrier; a thread per row: the sum over experts and the only rounding
 
-Copies: loads of codes and of x by each warp for itself; x passes through the warp's shared memory
-behind a warp barrier.  Waits: all threads at the two block barriers.  Writes: a thread a row.
+Copies: each warp loads codes and x for itself; x passes through the warp's shared memory behind a
+warp barrier.
+Waits: all threads for the kernel before, and at the two block barriers.
+Writes: a thread stores a row's result.
 
 Numerics.  float32 sums, in an order that depends on the shape alone.  int4: 136 plus the code is a
 bfloat16, and the products of 136 (and the zero point) with x are taken off a slot's sum.

@@ -14,7 +14,10 @@ Everything here runs inside ``launch.inline`` on a warpgroup.  Memory is ``TILES
 rows of 128 bytes with TMA's swizzle.  ``Slot`` and the constants after it number the tiles.
 
 Copies: ``load_betas`` loads beta; ``kernel_channels`` copies everything else and waits for it.
-Waits: warp barriers inside 16 rows, warpgroup barriers where warps exchange products and y.
+Waits: warp barriers inside 16 rows, warpgroup barriers where warps exchange products and the
+operands of levels 16 and 32.
+Writes: ``add_slice`` leaves the gated operands in the slice's tiles, and warp 0 stores the decay in
+device memory.  ``spread`` stores the sums in shared memory.
 """
 
 from __future__ import annotations

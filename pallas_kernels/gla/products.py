@@ -15,7 +15,8 @@ products serve several slices of key channels, and ``chunk_products`` is a kerne
 
 Copies: each worker copies do and v of its own stages by TMA, two stages ahead (``load``).
 Waits: a worker waits for a stage's two copies on ``ready[slot]``.  The warpgroup's barrier in
-``stage`` says that its warps are done with the slot that is refilled.  Workers share nothing.
+``stage`` says that its warps are done with the slot that is refilled.  Before a worker writes an
+item's results to shared memory, it waits until the last ones have left.  Workers share nothing.
 Writes: TMA takes G, its masked blocks and dA's diagonal from shared memory after the last stage.
 """
 
