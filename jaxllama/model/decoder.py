@@ -34,11 +34,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import LayerConfig, ModelConfig
 from jaxllama.model import linear
-from jaxllama.model.cache import (
-    Cache,
-    LayerState,
-    cache_specs,
-)
+from jaxllama.model.cache import Cache, LayerState, cache_specs
 from jaxllama.model.forms import FORMS
 from jaxllama.model.layer_ops import LayerOps
 from jaxllama.model.linear import Stream
@@ -77,19 +73,6 @@ def block(
     form = FORMS[layer.form.name]
     mixed, state = form.mix(layer, p, stream, state, at, ops)
     return form.finish(layer, p, form.feed(layer, p, mixed, stream, ops), at, ops), state
-
-
-def mix_half(
-    layer: LayerConfig, p: Params, stream: Stream, state: LayerState, at: At
-) -> tuple[Stream, LayerState]:
-    """A layer's first half: norm and mixer."""
-    return FORMS[layer.form.name].mix(layer, p, stream, state, at)
-
-
-def feed_half(layer: LayerConfig, p: Params, stream: Stream) -> Stream:
-    """A layer's second half: norm and feed-forward, for layers whose halves run one by one."""
-    form = FORMS[layer.form.name]
-    return form.finish(layer, p, form.feed(layer, p, stream, stream), None)
 
 
 def walk(

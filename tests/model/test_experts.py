@@ -21,9 +21,10 @@ from jaxllama.checkpoints.packed import load as packed
 from jaxllama.checkpoints.peft import products
 from jaxllama.config import CheckpointForm, ExpertsConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
-from jaxllama.model.decoder import feed_half, logits
+from jaxllama.model.decoder import logits
 from jaxllama.model.experts.feed import mixture
 from jaxllama.model.experts.route import choose, router_logits
+from jaxllama.model.forms import FORMS
 from jaxllama.model.linear import Stream
 from jaxllama.model.params import param_table
 from jaxllama.model.split import check_shards
@@ -124,7 +125,8 @@ def test_a_token_s_sublayer_has_the_same_bits_in_any_batch() -> None:
     cfg = LLAMA.replace(experts=dataclasses.replace(EXPERTS, shared=0, shared_gate=False))
     layer = {k: v for k, v in params_of(cfg)["layer_1"].items() if k != "mixer"}
     x = np.random.default_rng(0).standard_normal((1, 40, 32)).astype(np.float32)
-    run = jax.jit(lambda x: feed_half(cfg.layers[1], layer, Stream(x)).total)
+    form = FORMS["sequential"]
+    run = jax.jit(lambda x: form.feed(cfg.layers[1], layer, Stream(x), Stream(x)).total)
     want = np.asarray(run(x))
     for rows in (slice(0, 1), slice(3, 12)):
         np.testing.assert_array_equal(run(x[:, rows]), want[:, rows])

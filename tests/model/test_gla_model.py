@@ -23,7 +23,7 @@ from jaxllama.config import load_config
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import decode_step, logits, prefill
 from jaxllama.model.cache import init_cache
-from jaxllama.model.decoder import mix_half
+from jaxllama.model.forms import FORMS
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers.recurrent import RecurrentState, gated_norm
 from jaxllama.model.records import new_tokens, whole_rows
@@ -165,7 +165,7 @@ def test_old_files_with_one_tensor_for_gate_and_up():
 def test_a_row_without_a_token_keeps_its_state():
     """Rows that are done are carried through decode with length 0."""
     cfg = FAMILIES["gla-conv-groups"]
-    run = jax.jit(mix_half, static_argnums=0)
+    run = jax.jit(FORMS["sequential"].mix, static_argnums=0)
     params = params_of(cfg)["layer_0"]
     rng = np.random.default_rng(0)
     x = as_jax(rng.standard_normal((2, 1, cfg.d_model)), jnp.float32)

@@ -20,7 +20,7 @@ import jaxllama as jl
 from jaxllama.checkpoints.hf.config import config_from_hf, config_to_hf
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import linear
-from jaxllama.model.decoder import mix_half
+from jaxllama.model.forms import FORMS
 from jaxllama.model.records import whole_rows
 from jaxllama.quantization import sites
 from tests.helpers.files import convolved, is_as_in_files, sigmoid, silu, softplus
@@ -255,7 +255,7 @@ def test_w8a8_quantizes_a_layer_s_input_once(name, monkeypatch):
     monkeypatch.setattr(linear, "rms_norm", rms_norm)
     one = cfg.layers[0]
     x = linear.Stream(jnp.ones((1, 5, cfg.d_model), jnp.float32))
-    layer = functools.partial(mix_half, one)
+    layer = functools.partial(FORMS["sequential"].mix, one)
     at = whole_rows(one, 1, 5)
     jax.eval_shape(lambda p, x: layer(p, x, None, at), codes["layer_0"], x)
     # The projections' input, in the norm where no float is wanted beside it; the output product's.

@@ -23,7 +23,6 @@ from jax import lax
 
 from jaxllama.config import LayerConfig
 from jaxllama.model.cache import LayerState
-from jaxllama.model.decoder import mix_half
 from jaxllama.model.elementwise import activated
 from jaxllama.model.experts.feed import gate_of, inputs_of, with_output
 from jaxllama.model.forms import FORMS
@@ -130,7 +129,8 @@ def _routed_layer(
     positions, lengths, rope = where
     if mixes:
         at = new_tokens(positions, lengths, rope, sparse, cached=state is not None)
-        stream, state = mix_half(layer, without_mlp(parts.dense), stream, state, at)
+        form = FORMS[layer.form.name]
+        stream, state = form.mix(layer, without_mlp(parts.dense), stream, state, at)
     (x, (experts, own_weights)), stream = inputs_of(layer, parts.dense, stream)
     tokens, held = x.reshape(-1, x.shape[-1]), parts.held
     is_valid = jnp.arange(x.shape[1], dtype=jnp.int32) < lengths[:, None]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxllama.config import LayerConfig, ModelConfig
 from jaxllama.model import decoder, records
 from jaxllama.model.cache import LayerState
+from jaxllama.model.forms import FORMS
 from jaxllama.model.linear import Stream
 from jaxllama.model.records import Draft, Hidden, new_tokens
 from jaxllama.model.rope import Ropes
@@ -65,9 +66,10 @@ def _run_layer(
 
     sparse, drafted: the kind of ``model.records`` that describes the tokens.
     """
+    form = FORMS[layer.form.name]
     if part == "feed":
-        return decoder.feed_half(layer, weights, stream), None
-    run = decoder.mix_half if part == "mix" else decoder.block
+        return form.finish(layer, weights, form.feed(layer, weights, stream, stream), None), None
+    run = form.mix if part == "mix" else decoder.block
     if drafted is None:
         at = new_tokens(positions, lengths, rope, sparse, cached=state is not None)
     else:
