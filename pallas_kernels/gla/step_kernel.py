@@ -33,10 +33,11 @@ kernel: the same bits.
 
 Copies: every lane loads its own rows of S, 16 bytes at a time, into registers; no TMA, no ring.
 All threads load q, k and the decay, and fill a table in shared memory (``fill_table``).
-Waits: at the first block barrier for that table, at the second for the warps' parts of o.  Blocks
-of a head wait on one mbarrier for each other's sums of squares (``over_blocks``).
-Writes: a lane stores its new rows of S at once; after the second barrier warp t stores token t's o
-or y.
+Waits: for the kernel before; at the first block barrier for that table, at the second for the
+warps' parts of o.  Blocks of a head wait until their cluster has begun, then on one mbarrier for
+each other's sums of squares (``over_blocks``).
+Writes: a lane stores its new rows of S at once; for a draft k, v and log_decay are stored instead.
+After the second barrier warp t stores token t's o or y.
 
 The state arrives as a mutable reference, so the kernel's input and output are one buffer.
 

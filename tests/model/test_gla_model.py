@@ -153,6 +153,13 @@ def test_models_the_library_does_not_have_are_not_saved_as_its_own(change, messa
         fla.config_to_fla(cfg)
 
 
+def test_attention_heads_that_do_not_fill_the_width_are_named_by_both_factors():
+    cfg = FAMILIES["hybrid"].replace(head_dim=2 * LLAMA.head_dim)
+    message = f"n_heads \\* head_dim = {2 * LLAMA.d_model}: .* only have {LLAMA.d_model}"
+    with pytest.raises(JaxLlamaError, match=message):
+        fla.config_to_fla(cfg)
+
+
 def test_old_files_with_one_tensor_for_gate_and_up():
     cfg = fla.config_from_fla(CONFIGS["plain"], "x")
     prefix = "model.layers.0.mlp"
