@@ -126,8 +126,8 @@ def repeat_groups(w: QTensor, group_size: int) -> QTensor:
 def block_scales(w: QTensor, size: int) -> np.ndarray | None:
     """Undo the repetition of block scales on reading.
 
-    Returns the scales ``[ceil(out / size), ceil(in / size)]`` of blocks of ``size`` rows and
-    columns, or None if the scales of ``w[out, in]`` are no such repetition.
+    Returns ``[ceil(out / size), ceil(in / size)]``: a scale of each block of ``size`` rows and
+    columns. Returns None if the scales of ``w[out, in]`` are no such repetition.
     """
     (out, width), scale = w.shape, np.asarray(w.scale)
     group = width // scale.shape[1]
