@@ -337,13 +337,14 @@ def _metrics() -> list[tuple[str, str, str]]:
 def toml() -> str:
     """The page of the keys of TOML files."""
     from jaxllama.config import ModelConfig
+    from jaxllama.config.flat import FlatConfig
     from jaxllama.training.config import TrainConfig
 
     return (
         f"# TOML files\n\n{NOTE}\nAn unknown key is an error that names it. A key without a "
         "default must be given. `configs/` in the checkout has complete examples.\n"
         + _keys("## Training: `jaxllama train FILE`", TrainConfig, (ModelConfig,))
-        + _keys("## Models: `configs/models`, and `[model]` of a training file", ModelConfig)
+        + _keys("## Models: `configs/models`, and `[model]` of a training file", FlatConfig)
     )
 
 

@@ -218,7 +218,8 @@ def test_a_named_call_streams(client):
     [call] = choice.message.tool_calls
     assert choice.finish_reason == "tool_calls" and call.function.name == "weather"
     assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
-    assert kinds.count("tool_calls.function.arguments.delta") > 5
+    # A chunk has all tokens that were there when the client read.
+    assert kinds.count("tool_calls.function.arguments.delta") > 1
     assert kinds.count("tool_calls.function.arguments.done") == 1
 
 
