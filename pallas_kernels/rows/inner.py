@@ -10,6 +10,7 @@ the second factors serves all rows (``matmul.many_rows.pair``).
 
 Copies: a thread loads the adapter's columns of its own chunks, one step ahead, into registers.
 Waits: all threads at the block's (or the cluster's) barrier, once all warps have stored their sums.
+No block of a cluster ends before all have read its sums.
 Writes: threads of all blocks of the cluster store the row's inner products.
 """
 

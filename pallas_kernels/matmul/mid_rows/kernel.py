@@ -17,7 +17,8 @@ and all rows of x in the tile, so that a block widens each code once.
 Copies: every thread copies its own pieces of x and w by cp.async, ``stages`` - 1 steps ahead.  A
 lane loads scales and zeros into registers, a step ahead.
 Waits: each step all threads wait for their own copies, then meet at one block barrier.  It says
-that the step's slot is full, and that the slot before has been read and may be refilled.
+that the step's slot is full, and that the slot before has been read and may be refilled.  Warps
+that share K meet at two more barriers at the end (``MidBlock.exchange``).
 Writes: the lanes of the warps that finish sums store 4 neighbouring outputs of a row at a time.
 
 Where few rows of w would leave multiprocessors idle, blocks share K (``parts``).  Each writes its
