@@ -3,7 +3,8 @@
 Everything here is called from Pallas, through ``launch.inline``, by a whole warpgroup.
 
 Copies: none; vectors are in shared memory.  Waits: ``block_barrier`` is that of all warpgroups, the
-others none.  Writes: ``finish_call`` stores dlog_decay and dbeta from registers.
+others none.  Writes: ``sum_rows`` and ``sum_columns`` store sums in shared memory.  ``finish_call``
+has the first warp store dlog_decay and dbeta in device memory.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ One block of one warpgroup per chunk and value head, several to an SM, one after
 
 Copies: the warpgroup copies q and k of its chunk by TMA (``load``).  Meanwhile its first warp loads
 log_decay and beta, and sums them (``chunk_vectors``).
-Waits: on ``ready`` for the copies, once; the warpgroup's barriers order the steps between.  Blocks
-wait for no other block.
+Waits: on ``ready`` for the copies, once; the warpgroup's barriers order the steps between.  Saved
+inverses must have left A's place before M^T takes it.  Blocks wait for no other block.
 Writes: TMA takes M^T from A's place, K' from q's, and the inverses if they are saved.  Warp 0
 stores the decays from registers.
 
