@@ -26,7 +26,8 @@ warpgroup has the terms from the outputs, the second those from the state:
     2    :     |   |                            | k k^T        | dX  dA  -> dKK  |
 
 Copies: each warpgroup copies a half of everything by TMA (``load``).  Warpgroup 0 copies e, too.
-Both load the states' remainders and the chunk's vectors into registers (``load_small``).
+Both load the states' remainders into registers, and the chunk's vectors into shared memory
+(``load_small``).
 Waits: both wait for all copies of a group: on ``early`` (k, v, S, e), ``middle`` (do, dR, E),
 ``late`` (q, T).  ``block_barrier`` joins the two: after R; (1) after the products with states;
 (2) after dM and q k^T D; (3) after dP D and dKK; and before ``finish_vectors``.

@@ -25,6 +25,7 @@ Waits: a lane waits for its own copies (``copies_wait``).  All warps meet at a b
 ``start``, and at one in each ``run_batch`` before sums are added.  Blocks of a cluster meet once
 each batch, and at the end.
 Writes: all threads store a batch's outputs; with ``split`` each block those of every split-th tile.
+Without clusters (``apart``) blocks do not meet, and each stores the sums of its part of K.
 
 Fusion.  A norm, out = rsqrt(mean x^2 + eps) * ((x * gamma) W): x then comes by registers instead of
 cp.async, is multiplied on its way to shared memory, and the factor multiplies the sum at the end.
