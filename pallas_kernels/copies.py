@@ -107,12 +107,13 @@ class _Walk:
         # What ``run_scoped`` is given are its jaxpr's constants; the inputs are new arrays.
         is_scope = name == "run_scoped"
         inputs = [([] if is_scope else [1] * len(one.constvars)) + given for one in _jaxprs(params)]
-        warpgroups = [getattr(mesh, "num_threads", None) for mesh in params.get("meshes", ())]
-        if any(warpgroups):
+        meshes = params.get("meshes", ())
+        warpgroups = next((n for x in meshes if (n := getattr(x, "num_threads", None))), 0)
+        if warpgroups:
             self.registers = []
         found = list(map(self.outputs, _jaxprs(params), inputs))
-        if any(warpgroups):
-            self.check_registers(warpgroups[0])
+        if warpgroups:
+            self.check_registers(warpgroups)
         found = [one for one in found if len(one) == len(step.outvars)]
         return [math.gcd(*each) for each in zip(*found, strict=True)] or [1] * len(step.outvars)
 

@@ -82,7 +82,7 @@ def _write_stats(facts: Facts):
         del ctx
         place, tile = ThreadPlace(), p.register("ctaid.x") % facts.tiles
         for half in range(2):
-            pair = [_scalar(x.registers.flat[half]) for x in (top, total)]
+            pair = [scalar(x.registers.flat[half], 0) for x in (top, total)]
             row = tile * TILE + (place.warp << 4) + place.g + 8 * half
             at = p.offset(p.address(stats), row, 8)
             p.when((place.c < 1) & (row < facts.rows), functools.partial(p.store_global, at, pair))
@@ -90,14 +90,15 @@ def _write_stats(facts: Facts):
     return write
 
 
-def _scalar(x):
-    return x if x.type == p.f32() else llvm.extractelement(x, p.ci(0))
+def scalar(x, i: int):
+    """Return element i of a register, which is a float or a vector of them."""
+    return x if x.type == p.f32() else llvm.extractelement(x, p.ci(i))
 
 
 class LatentBlock:
     """What both warpgroups of a block know: the block's place, its tokens and its copies."""
 
-    def __init__(self, gmem, smem, barrier, facts: Facts):
+    def __init__(self, gmem, smem, barrier, facts: Facts, round_tokens: int = ROUND):
         self.gmem, self.smem, self.barrier, self.facts = gmem, smem, barrier, facts
         block = lax.axis_index("block")
         self.tile, rest = block % facts.tiles, block // facts.tiles
@@ -107,8 +108,10 @@ class LatentBlock:
         last = self.first + facts.chunk
         self.end = jnp.minimum(functools.reduce(jnp.maximum, lengths), last)
         shortest = jnp.minimum(functools.reduce(jnp.minimum, lengths), last)
-        self.rounds = (jnp.maximum(self.end - self.first, 0) + (ROUND - 1)) // ROUND
-        self.whole = jnp.maximum(shortest - self.first, 0) // ROUND  # rounds without a mask
+        tokens = jnp.maximum(self.end - self.first, 0)
+        self.rounds = (tokens + (round_tokens - 1)) // round_tokens
+        # rounds without a mask
+        self.whole = jnp.maximum(shortest - self.first, 0) // round_tokens
 
     def seen(self, token: int):
         """How many keys a query token sees."""
@@ -116,14 +119,13 @@ class LatentBlock:
         return jnp.clip(length, 0, self.facts.capacity)
 
     def run(self) -> None:
-        warpgroup = lax.axis_index("warpgroup")
-
-        def body() -> None:
-            pl.when(warpgroup == 0)(FirstHalf(self).run)
-            pl.when(warpgroup == 1)(SecondHalf(self).run)
-
         # A row of length 0 has one block that writes zeros, unless a second kernel does.
-        body() if self.facts.splits == 1 else pl.when(self.rounds > 0)(body)
+        self.attend() if self.facts.splits == 1 else pl.when(self.rounds > 0)(self.attend)
+
+    def attend(self) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        pl.when(warpgroup == 0)(FirstHalf(self).run)
+        pl.when(warpgroup == 1)(SecondHalf(self).run)
 
     # --- copies ---
 
@@ -139,10 +141,15 @@ class LatentBlock:
 
     def load(self, step, slot: int, name: str) -> None:
         """A piece of a round's tile; of a tile past the end, the last tokens once more."""
-        facts, (column, width) = self.facts, PIECES[name]
+        column, width = PIECES[name]
         to, full = self.piece(name).at[slot], self.barrier.full.at[slot]
+        self.copy(self.start(step, slot), column, width, to, full)
+
+    def copy(self, start, column: int, width: int, to, full) -> None:
+        """Columns of the 64 tokens from ``start`` on."""
+        facts = self.facts
         for begin in range(0, TILE, facts.run):
-            token = self.start(step, slot) + begin
+            token = start + begin
             token = jnp.minimum(token, (self.end - 1) // facts.run * facts.run)
             row = self.row
             if facts.page:

@@ -1,6 +1,7 @@
 """Latent attention on Hopper: one pass over the cache, whose latents are keys and values.
 
-See ``latent.op`` for the contract and ``latent.decode_program`` for a block's program.
+See ``latent.op`` for the contract.  ``latent.decode_program`` has the program of a block of 64
+query rows, and ``latent.few_program`` that of up to 16.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention.merge import merge_chunks
 from pallas_kernels.attention.operands import capacity_of
 from pallas_kernels.latent.decode_program import HALF, LATENT, PIECES, TILE, Facts, LatentBlock
+from pallas_kernels.latent.few_program import STAGES, FewBlock
 from pallas_kernels.latent.plan import LatentPlan, copy_of
 from pallas_kernels.launch import Views, launch
 from pallas_kernels.ptx import LOG2E
@@ -48,8 +50,15 @@ def latent_attention(
         out = jax.ShapeDtypeStruct((batch * splits, rows, LATENT), jnp.float32)
         stats = jax.ShapeDtypeStruct((batch * splits, rows, 2), jnp.float32)
 
+    copies = TILE // run
+    if plan.few:
+        block, filled = FewBlock, rows
+        scratch = _few_scratch(out.dtype, copies, rows)
+    else:
+        block, filled, scratch = LatentBlock, facts.tiles * TILE, _scratch(out.dtype, copies)
+
     def body(gmem, smem, barrier) -> None:
-        LatentBlock(gmem, smem, barrier, facts).run()
+        block(gmem, smem, barrier, facts).run()
 
     out, stats = launch(
         body,
@@ -57,16 +66,17 @@ def latent_attention(
             "q": q.reshape(batch, rows, width),
             "cache": cache,
             "lengths": lengths.reshape(-1),
-            "row_lengths": by_query_row(lengths, heads, facts) if tokens > 1 else None,
+            "row_lengths": by_query_row(lengths, heads, filled) if tokens > 1 else None,
             "table": table,
         },
         {"out": out, "stats": stats},
         name="latent_attention_kernel",
         grid=batch * splits * facts.tiles,
-        warpgroups=2,
+        warpgroups=None if plan.few else 2,
         approx_math=True,
-        reduction_scratch_bytes=0,  # sums are over lanes of a warp
-        scratch=_scratch(out.dtype, TILE // facts.run),
+        # The program for 64 rows sums over lanes of a warp.
+        reduction_scratch_bytes=4096 if plan.few else 0,
+        scratch=scratch,
     )
     if splits > 1:
         out = merge_chunks(
@@ -82,10 +92,10 @@ def latent_attention(
     return out.reshape(batch, tokens, heads, LATENT)[:, :, :n]
 
 
-def by_query_row(lengths: jax.Array, heads: int, facts: Facts) -> jax.Array:
-    """Return int32 ``[B, tiles * 64]``: the keys that each query row sees."""
+def by_query_row(lengths: jax.Array, heads: int, width: int) -> jax.Array:
+    """Return int32 ``[B, width]``: the keys that each query row sees."""
     rows = jnp.repeat(lengths, heads, axis=1)
-    return jnp.pad(rows, ((0, 0), (0, facts.tiles * TILE - facts.rows)))
+    return jnp.pad(rows, ((0, 0), (0, width - rows.shape[1])))
 
 
 def _tiles(dtype, *shape: int):
@@ -112,4 +122,19 @@ def _scratch(out_dtype, copies: int) -> dict[str, object]:
         "first": plgpu.Barrier(),
         "second": plgpu.Barrier(),
         "total_ready": plgpu.Barrier(num_arrivals=2),
+    }
+
+
+def _few_scratch(out_dtype, copies: int, rows: int) -> dict[str, object]:
+    """The same of the program for few query rows."""
+    bf16 = functools.partial(_tiles, jnp.bfloat16)
+    return {
+        "q": bf16(rows, LATENT + PIECES["rope"][1]),
+        # The outputs leave from the place of the latents.
+        "latents": Views(tokens=bf16(STAGES, TILE, LATENT), out=_tiles(out_dtype, rows, LATENT)),
+        "rope": bf16(TILE, PIECES["rope"][1]),
+        "weights": bf16(rows, TILE),
+        "q_full": plgpu.Barrier(),
+        "latents_full": plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
+        "rope_full": plgpu.Barrier(num_arrivals=copies),
     }

@@ -24,12 +24,21 @@ TILE, ROUND = 64, 128  # query rows of a block, and tokens of a round
 XLA_READS = 2
 
 
+FEW_ROWS = 16  # query rows, each token's heads filled up to a multiple of 8
+# At most, of a tile: measured where all SMs share the copy rate; fewer SMs were not timed.
+FEW_TILE_US = 2.2
+
+
 @dataclasses.dataclass(frozen=True)
 class LatentPlan(Predicted):
-    """chunk: tokens of a block, a multiple of 64."""
+    """chunk: tokens of a block, a multiple of 64.
+
+    few: by the program for up to 16 query rows, and not that for 64.
+    """
 
     kernel: ClassVar[str] = "latent_attention_mosaic"
     chunk: int
+    few: bool = False
 
     def __str__(self) -> str:
         return f"chunks of {self.chunk} tokens"
@@ -58,10 +67,11 @@ def plan(q: jax.Array, cache: jax.Array, table: jax.Array | None) -> LatentPlan 
             f"cache has pages of {cache.shape[1]} tokens; the kernel takes 8, 16, 32 and n * 64"
         )
     capacity, rows = capacity_of(cache, table), tokens * n
-    found = [LatentPlan(chunk) for chunk in chunks_of(capacity)]
+    few = tokens * (-(-n // 8) * 8) <= FEW_ROWS
+    found = [LatentPlan(chunk, few) for chunk in chunks_of(capacity)]
     return shortest(
         found,
-        lambda one: microseconds(batch, rows, capacity, one.chunk),
+        lambda one: microseconds(batch, rows, capacity, one.chunk, few=few),
         lambda: xla_microseconds(batch, rows, capacity),
     )
 
@@ -83,7 +93,7 @@ def chunks_of(capacity: int) -> list[int]:
     return sorted({-(-tiles // splits) * TILE for splits in range(1, most + 1)}, reverse=True)
 
 
-def microseconds(batch: int, rows: int, capacity: int, chunk: int) -> float:
+def microseconds(batch: int, rows: int, capacity: int, chunk: int, *, few: bool = False) -> float:
     """Return the predicted time of the kernels, of full rows."""
     splits, query_tiles = -(-capacity // chunk), -(-rows // TILE)
     blocks = batch * splits * query_tiles
@@ -92,7 +102,9 @@ def microseconds(batch: int, rows: int, capacity: int, chunk: int) -> float:
     card = gpu().latent
     memory = max(size * sms / query_tiles / gpu().copy_rate, size * sms / card.l2_rate) * 1e6
     rounds = -(-min(chunk, capacity) // ROUND)
-    own = waves * (card.block_us + rounds * (card.round_us + memory))
+    # The program for few rows copies one tile while it multiplies another.
+    round_us = max(2 * FEW_TILE_US, memory) if few else card.round_us + memory
+    own = waves * (card.block_us + rounds * round_us)
     if splits == 1:
         return own
     parts = 2 * 4 * LATENT * batch * splits * rows  # written and read

@@ -142,6 +142,7 @@ def test_random_calls_are_lowered(count):
             assert kernels_in(text.as_text())
 
 
+@pytest.mark.skipif(jax.__version_info__ < OTHER_JAX, reason="the record is of jax >= 0.12")
 @pytest.mark.parametrize("card", RECORDED)
 def test_every_plan_has_its_proofs(card):
     """``tests/golden/make_plans.py`` makes them."""

@@ -39,6 +39,7 @@ from jaxllama.modules import (
     stack_layers,
     unstack_layers,
 )
+from pallas_kernels.operands import Columns
 from pallas_kernels.qtensor import QTensor
 from tests.helpers.arrays import as_jax
 from tests.helpers.compiling import environment
@@ -181,8 +182,11 @@ def test_a_mixer_is_its_pure_functions(kind):
     @jax.jit
     def pure(params, x):
         read = mixer.inputs(own, params)
-        one = kind == "attention"
-        projected = linear.linear(x, read) if one else linear.columns(x, read)
+        if kind == "attention":
+            projected = linear.linear(x, read)
+        else:
+            products = [linear.linear(x, weight) for weight in read]
+            projected = [Columns(y, 0, y.shape[-1]) for y in products]
         heads, _ = mixer.mix(own, params, projected, None, whole_rows(own, ROWS, WIDTH))
         return linear.linear(heads, params["o"])
 

@@ -938,6 +938,7 @@ _WRITERS: dict[str, Callable[[Writer, Any, list[str], list[str]], None]] = {
     "memref.load": _write_memref_load,
     "vector.load": _write_memref_load,
     "memref.store": _write_memref_store,
+    "vector.store": _write_memref_store,
     "llvm.getelementptr": _write_pointer,
     "llvm.alloca": _write_alloc,
     "nvvm.ldmatrix": _write_ldmatrix,

@@ -112,6 +112,20 @@ def test_a_plan_fills_the_gpu(batch, n, capacity):
     assert blocks > 0.45 * 132 and blocks / (waves * 132) > 0.45
 
 
+@pytest.mark.parametrize("batch, capacity, chunk", [(64, 8192, 4096), (16, 65536, 8192)])
+def test_few_query_rows_use_nearly_every_sm(batch, capacity, chunk):
+    with planned_for("NVIDIA H200"):
+        found = plan(*shapes(batch, 1, 16, capacity))
+    assert not isinstance(found, Reason) and found.chunk == chunk
+
+
+@pytest.mark.parametrize("tokens, n, few", [(1, 16, True), (2, 5, True), (1, 17, False)])
+def test_few_query_rows_have_a_program(tokens, n, few):
+    with planned_for("NVIDIA H200"):
+        found = plan(*shapes(64, tokens, n, 8192))
+    assert not isinstance(found, Reason) and found.few == few
+
+
 @newest
 @pytest.mark.parametrize("batch, capacity, page", [(1, 8192, 0), (132, 256, 64)])
 def test_lowers_as_planned(batch, capacity, page):
@@ -128,14 +142,14 @@ def test_lowers_as_planned(batch, capacity, page):
     assert kernels_in(lowered(f, *given)) == (names if batch == 1 else names[1:])
 
 
-def emulated(seed, chunk, *given):
+def emulated(seed, chunk, *given, few=False):
     from pallas_kernels.latent import kernel
     from pallas_kernels.latent.plan import LatentPlan
     from tests.helpers.emulator.launch import emulated
 
     def form(q, cache, lengths, *, scale, table):
         with emulated(seed):
-            plan = LatentPlan(chunk)
+            plan = LatentPlan(chunk, few)
             return kernel.latent_attention(q, cache, lengths, table, scale=scale, plan=plan)
 
     check(form, *case(*given, seed=seed))
@@ -156,6 +170,21 @@ def emulated(seed, chunk, *given):
 )
 def test_kernel_in_any_order(chunk, given):
     emulated(chunk, chunk, *given)
+
+
+@newest
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "chunk, given",
+    [
+        (384, (3, 1, 16, 384)),  # places of tiles that are used again, and a row without a key
+        (64, (2, 1, 16, 136)),  # chunks of one tile
+        (128, (2, 2, 8, 192, 32)),  # several tokens and copies of pages
+        (256, (2, 1, 5, 256)),  # heads that are filled up
+    ],
+)
+def test_few_query_rows_in_any_order(chunk, given):
+    emulated(chunk + 1, chunk, *given, few=True)
 
 
 @pytest.mark.gpu
