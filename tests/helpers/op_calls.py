@@ -526,11 +526,13 @@ def recursion(
     """Compute one head by the definition in float64.
 
     n_parts: parts of the key channels, each of which a kernel adds up before it rounds.
+    normalize: a kernel's operands are q and k that are normalized and rounded to their dtype.
     """
     q, k, v, log_decay = map(wide, heads[:4])
     beta = None if heads.beta is None else wide(heads.beta)
     if normalize:
-        q, k = (x / np.sqrt(np.sum(x * x, -1, keepdims=True) + 1e-6) for x in (q, k))
+        unit = (x / np.sqrt(np.sum(x * x, -1, keepdims=True) + 1e-6) for x in (q, k))
+        q, k = (wide(x.astype(heads.q.dtype)) for x in unit)
     decay, (o, channels, parts) = np.exp(log_decay), np.zeros((3, *v.shape))
     for t in range(len(q)):
         state = (decay[t] if decay.ndim == 1 else decay[t][:, None]) * state
