@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import runpy
+import tomllib
+from pathlib import Path
 
 import jax
 import pytest
@@ -228,3 +231,15 @@ def test_a_printed_config_has_a_line_for_each_option_of_its_own() -> None:
     kinds = next(line for line in lines if line.startswith("layer_types"))
     assert kinds.startswith("layer_types: 10 x ssm, attention, 2 x ssm, attention")
     assert len(lines) < 20 and max(map(len, lines)) <= 120
+
+
+def test_the_guide_lists_the_keys_of_shipped_models():
+    where = Path(__file__).parent.parent
+    page = runpy.run_path(str(where / "docs/reference.py"))["toml"]()
+    keys = {
+        key
+        for path in where.glob("configs/models/*.toml")
+        for key in tomllib.loads(path.read_text())
+    }
+    assert {key for key in keys if f"`{key}` |" not in page and f"`[{key}]`" not in page} == set()
+    assert len(keys) > 30

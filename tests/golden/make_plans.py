@@ -202,9 +202,12 @@ def merge(files: list[str]) -> None:
         record = load(card)
         for run in runs:
             known = record["ops"].get(run["op"], {})
-            if run["card"] == card and run["plan"] in known:
-                facts = {key: run[key] for key in ("jax", "date", "error")}
-                known[run["plan"]]["run"] = facts
+            if run["card"] != card or run["plan"] not in known:
+                continue
+            if "failed" in run:
+                known[run["plan"]].pop("run", None)
+            else:
+                known[run["plan"]]["run"] = {key: run[key] for key in ("jax", "date", "error")}
         save(record)
         missing[card_of(card)[1].name] = not_run(card)
     RUNS.write_text(json.dumps(missing, indent=1) + "\n")

@@ -60,7 +60,8 @@ def _permute(a, b, selector):
 
 def _to_e4m3(high, low):
     largest = float(ml_dtypes.finfo(E4M3).max)
-    pair = np.clip(np.stack([low, high], 1), -largest, largest)
+    pair = np.stack([low, high], 1).view(F32)  # words or floats
+    pair = np.clip(pair, -largest, largest)
     return pair.astype(E4M3).view(U16)[:, 0]
 
 

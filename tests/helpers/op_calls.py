@@ -89,12 +89,19 @@ def normal(rng: Rng, like: Any, size: float = 1.0) -> jax.Array:
     return as_jax(np.resize(drawn, like.shape))
 
 
-def near(got: Any, want: np.ndarray, limit: float = LIMIT) -> float:
-    """Return the relative RMS, which is asserted.  The limit of results that are all 0 is 0."""
+def near(
+    got: Any, want: np.ndarray, limit: float = LIMIT, sizes: tuple[np.ndarray, ...] = ()
+) -> float:
+    """Return the relative RMS, which is asserted.  The limit of results that are all 0 is 0.
+
+    sizes: of the terms that ``want`` adds up.  Where terms cancel, the error is relative to the
+    largest of ``want`` and these.
+    """
     if not np.any(want):
         assert not np.any(wide(got))
         return 0.0
-    found = error(got, want)
+    least = np.linalg.norm(want) / max(map(np.linalg.norm, (want, *sizes)))
+    found = float(error(got, want) * least)
     assert found <= limit, found
     return found
 
@@ -500,21 +507,41 @@ def rope_attend(
 # --- recurrences ----------------------------------------------------------------------------------
 
 
+class Recursion(NamedTuple):
+    """o ``[T, Dv]``, the last state, and the sizes ``[T, Dv]`` of the terms that o adds up.
+
+    A kernel rounds q, k and the state in each key channel.  The error is as large as channels' root
+    sum of squares.  It also rounds the sums over parts of the channels, and the error is up to the
+    sum of their absolute values.
+    """
+
+    o: np.ndarray
+    state: np.ndarray
+    sizes: tuple[np.ndarray, np.ndarray]
+
+
 def recursion(
-    heads: Heads, state: np.ndarray, scale: float, normalize: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return o ``[T, Dv]`` and the last state of one head, by the definition in float64."""
+    heads: Heads, state: np.ndarray, scale: float, normalize: bool = False, n_parts: int = 1
+) -> Recursion:
+    """Compute one head by the definition in float64.
+
+    n_parts: parts of the key channels, each of which a kernel adds up before it rounds.
+    normalize: a kernel's operands are q and k that are normalized and rounded to their dtype.
+    """
     q, k, v, log_decay = map(wide, heads[:4])
     beta = None if heads.beta is None else wide(heads.beta)
     if normalize:
-        q, k = (x / np.sqrt(np.sum(x * x, -1, keepdims=True) + 1e-6) for x in (q, k))
-    decay, o = np.exp(log_decay), np.zeros_like(v)
+        unit = (x / np.sqrt(np.sum(x * x, -1, keepdims=True) + 1e-6) for x in (q, k))
+        q, k = (wide(x.astype(heads.q.dtype)) for x in unit)
+    decay, (o, channels, parts) = np.exp(log_decay), np.zeros((3, *v.shape))
     for t in range(len(q)):
         state = (decay[t] if decay.ndim == 1 else decay[t][:, None]) * state
         change = v[t] if beta is None else beta[t] * (v[t] - k[t] @ state)
         state = state + k[t][:, None] * change
-        o[t] = scale * (q[t] @ state)
-    return o, state
+        of_parts = q[t].reshape(n_parts, 1, -1) @ state.reshape(n_parts, -1, v.shape[-1])
+        o[t], parts[t] = scale * of_parts.sum((0, 1)), scale * np.abs(of_parts).sum((0, 1))
+        channels[t] = scale * np.sqrt(q[t] ** 2 @ state**2)
+    return Recursion(o, state, (channels, parts))
 
 
 def _drawn_heads(rng: Rng, like: Heads) -> Heads:
@@ -551,7 +578,7 @@ def sequences(
         given["lengths"] = S((batch,), INT32)
     function = {"gla": pk.gla, "gated_delta": pk.gated_delta, "ssd": ssd}[op]
     planner = {"gla": gla_kernel, "gated_delta": delta_kernel, "ssd": ssd_kernel}[op].plan
-    scale = 1.0 if op == "ssd" else dk**-0.5
+    scale, n_parts = 1.0 if op == "ssd" else dk**-0.5, max(1, dk // 128) if op == "gla" else 1
     how: dict[str, Any] = {"normalize_qk": normalize} if op == "gated_delta" else {}
 
     def run(heads: Any, given: Any, implementation: Any) -> Any:
@@ -586,9 +613,9 @@ def sequences(
                 parts = [heads.q[b, :count, key], heads.k[b, :count, key]]
                 parts += [x[b, :count, head] for x in heads[2:] if x is not None]
                 first = wide(own["initial_state"][b, head]) if initial else np.zeros((dk, dv))
-                want, last = recursion(Heads(*parts), first, scale, normalize)
-                worst = max(worst, near(state[b, head], last))
-                worst = max(worst, near(o[b, :count, head], want) if count else 0.0)
+                want = recursion(Heads(*parts), first, scale, normalize, n_parts)
+                worst = max(worst, near(state[b, head], want.state))
+                worst = max(worst, near(o[b, :count, head], want.o, sizes=want.sizes))
         return worst
 
     return OpCall(op, functools.partial(planner, like), run, (like, given), values, check)
@@ -629,8 +656,9 @@ def step(
                 parts = [heads.q[b, key], heads.k[b, key]]
                 parts += [x[b, head] for x in heads[2:] if x is not None]
                 one = Heads(*(np.asarray(x)[None] for x in parts))
-                want, last = recursion(one, wide(state[b, head]), dk**-0.5)
-                worst = max(worst, near(o[b, head], want[0]), near(new[b, head], last, 1e-5))
+                want = recursion(one, wide(state[b, head]), dk**-0.5)
+                worst = max(worst, near(o[b, head], want.o[0]))
+                worst = max(worst, near(new[b, head], want.state, 1e-5))
         return worst
 
     return OpCall(op, functools.partial(planner, q, q, v), run, (like, state), values, check)

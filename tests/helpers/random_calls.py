@@ -40,6 +40,8 @@ def draw_grouped(draw: random.Random) -> OpCall:
     width, inner, n_experts, k = draw.choice(MIXTURES)
     if draw.random() < 0.2:
         width, inner = 64 * draw.randint(2, 64), 32 * draw.randint(4, 64)
+        n_experts = draw.choice((4, 8, n_experts))
+        k = min(k, n_experts)
     gate = draw.choice((None, "silu", "silu", "gelu", ClampedGate()))
     rows, columns = (2 * inner, width) if gate is not None else (width, inner)
     one = draw_codes(draw, rows, columns, BF16)

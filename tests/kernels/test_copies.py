@@ -149,7 +149,10 @@ def test_no_plan_splits_a_unit_of_scales(dtype) -> None:
 @newest
 @pytest.mark.parametrize("most, is_given", [(232, True), (240, False)])
 def test_warpgroups_ask_for_registers_that_the_launch_has(most, is_given) -> None:
-    """Three warpgroups have 3 * 168; two that wait for more than the third gives back hang."""
+    """Three warpgroups have 3 * 168; two that wait for more than the third gives back hang.
+
+    A kernel beside it, with more warpgroups, asks for nothing.
+    """
 
     def body(gmem, smem, barrier) -> None:
         is_feeder = lax.axis_index("warpgroup") == 2
@@ -159,7 +162,9 @@ def test_warpgroups_ask_for_registers_that_the_launch_has(most, is_given) -> Non
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
 
     def program(x):
-        return launch(body, {"x": x}, {"out": x}, name="asks", grid=1, warpgroups=3)
+        how = {"operands": {"x": x}, "out": {"out": x}, "grid": 1}
+        beside = launch(lambda *_: None, **how, name="beside", warpgroups=8)
+        return launch(body, **how, name="asks", warpgroups=3), beside
 
     jaxpr = jax.make_jaxpr(program)(x).jaxpr
     if is_given:

@@ -13,7 +13,7 @@ import pytest
 
 import pallas_kernels
 from tests.helpers import warp_emulator
-from tests.helpers.instructions import MEANING
+from tests.helpers.instructions import E4M3, MEANING
 
 HOLE = "\0"  # what an f-string fills in
 # Products that run beside the threads, which the emulator steps together.
@@ -76,3 +76,14 @@ def test_text_is_run_as_it_is_written():
     np.testing.assert_array_equal(p.shuffle_xor(lane, 5), lane ^ 5)
     np.testing.assert_array_equal(p.and_xor(lane, 12, 3), (lane & 12) ^ 3)
     assert (p.any_lane(p.equal(lane, 9)) == (block.index >= 0)).all()
+
+
+def test_codes_are_rounded_from_floats_and_from_their_words():
+    """jax hands the bits of a float32 to the conversion, and the kernels hand the float."""
+    block = warp_emulator.Block(32, 0)
+    code = "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;"
+    x = np.linspace(-500, 500, 32, dtype=np.float32)
+    want = np.clip(x, -448, 448).astype(E4M3).view(np.uint8)
+    for low in x, x.view(np.uint32), x.view(np.int32):
+        (got,) = warp_emulator.execute(block, code, [low, np.zeros_like(low)], 1)
+        np.testing.assert_array_equal(got, want)
