@@ -345,7 +345,7 @@ def toml() -> str:
         "default must be given. `configs/` in the checkout has complete examples.\n"
         + _keys("## Training: `jaxllama train FILE`", TrainConfig, (ModelConfig,))
         + _keys("## Models: `configs/models`, and `[model]` of a training file", FlatConfig)
-        + "\nA file of `configs/models` may also have a table `[sampling]`, the fields of `jl.Sampling`.\n"
+        + "\nA file of `configs/models` may also have `[sampling]`, fields of `jl.Sampling`.\n"
     )
 
 
