@@ -185,7 +185,7 @@ def _norm_linears(
 def _fused_norm_linears(
     stream: Stream, scale: Params, linears: Sequence[Params], cfg: StepConfig
 ) -> tuple[list[Columns], Stream] | None:
-    """Return the norm and all products if one kernel does them, else None."""
+    """Return ``norm_linears`` if one kernel does the norm and all products, else None."""
     weights, norm = [linear["weight"] for linear in linears], (scale["weight"], cfg.norm.eps)
     plan = None if stream.pending is not None else own_blocks(stream.x, weights, norm=norm)
     if plan is None:

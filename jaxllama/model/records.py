@@ -226,7 +226,8 @@ def pieces_of(
 ) -> Pieces:
     """Return this device's pieces of ``lengths[B]`` new tokens behind ``start[B]`` others.
 
-    total: as for ``positions_of``.  width: tokens of a piece.  n: devices.
+    total: tokens of each row when its whole prompt is in, for RoPE alone.  width: tokens of a
+    piece.  n: devices.
     """
     first = (piece_indices(n)[:, None] * width).astype(jnp.int32)
     of_pieces = jnp.clip(lengths[None, :] - first, 0, width).reshape(-1)

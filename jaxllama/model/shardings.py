@@ -219,7 +219,7 @@ def gather_params(cfg: ModelConfig, params: Params, n: int) -> ParamsDict:
 
 
 def split_groups(path: Path, weight: QTensor, n: int) -> QTensor:
-    """A weight split by columns whose groups ``n`` shards would cut, in groups that they do not."""
+    """Return the weight; smaller groups of the same scales replace those that shards would cut."""
     groups = weight.scale.shape[-1]
     if split_axis(path) != 1 or groups == 1 or groups % n == 0:
         return weight

@@ -3,8 +3,8 @@
     pieces = cut(tokens, n, width)          [B, T] -> [2n B, width], to be split over those axes
     tokens = joined(pieces, B, n, T)        undoes it
     inside the shard_map, of local pieces [2 B, ...]:
-    every  = gathered(local, B)             [2n, B, ...], of all devices, in the order of the tokens
-    local  = own(every)                     undoes it
+    every  = gathered(local, B, n)          [2n, B, ...], of all devices, in the order of the tokens
+    local  = local_pieces(every, n)         undoes it
 
 A row of T tokens is 2n pieces of equal width.  Device i has piece i and piece 2n - 1 - i, so that
 causal attention costs every device the same.  On a device the first pieces of all rows come before

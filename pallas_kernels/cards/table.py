@@ -185,12 +185,14 @@ class Latent(NamedTuple):
     """Of latent attention.
 
     l2_rate: bytes a second from the L2.  round_us: the products of a round of 128 tokens.
+    few_round_us: of such a round of few query rows, whose products run beside copies.
     block_us: of a block besides: start, queries, first tile, outputs.
     merge_us: of the kernel that sums chunks, without its bytes.  xla_us: of XLA's form to start.
     """
 
     l2_rate: float
     round_us: float
+    few_round_us: float
     block_us: float
     merge_us: float
     xla_us: float

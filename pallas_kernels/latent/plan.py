@@ -22,11 +22,7 @@ MOST_TOKENS = 16  # query tokens of a row
 TILE, ROUND = 64, 128  # query rows of a block, and tokens of a round
 # XLA's form reads the cache twice, and its scores and weights go through memory in float32.
 XLA_READS = 2
-
-
 FEW_ROWS = 16  # query rows, each token's heads filled up to a multiple of 8
-# At most, of a tile: measured where all SMs share the copy rate; fewer SMs were not timed.
-FEW_TILE_US = 2.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +99,7 @@ def microseconds(batch: int, rows: int, capacity: int, chunk: int, *, few: bool 
     memory = max(size * sms / query_tiles / gpu().copy_rate, size * sms / card.l2_rate) * 1e6
     rounds = -(-min(chunk, capacity) // ROUND)
     # The program for few rows copies one tile while it multiplies another.
-    round_us = max(2 * FEW_TILE_US, memory) if few else card.round_us + memory
+    round_us = max(card.few_round_us, memory) if few else card.round_us + memory
     own = waves * (card.block_us + rounds * round_us)
     if splits == 1:
         return own

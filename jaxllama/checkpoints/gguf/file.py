@@ -407,7 +407,7 @@ class GGUFFile:
         return value
 
     def _spans(self, value: _Value, key: str) -> array.array[int]:
-        """Return start and stop of every string of ``value``, one after the other."""
+        """Return the file offsets of all strings of ``value``: start, stop, start, stop, ..."""
         short = self._short_spans(value)
         if short is not None:
             return short

@@ -52,7 +52,7 @@ class Family:
     model does not use; ``{n_layers}`` in them becomes the number of layers. turning: the key of the
     number of a head's features that RoPE turns, where the rest of a head has another width.
     tensors: names of the files' tensors; None for Llama's. rope_kinds: other names of scalings.
-    amplitude: the keys of longrope's multiplier, which have one value. writes_local_theta: whether
+    amplitude: the keys of longrope's multiplier; several must be equal. writes_local_theta: whether
     ``rope_local_base_freq`` is written, too. rope_key: the key of RoPE in a file that is written.
     has_mxfp4: whether files may have MXFP4 experts.
     """

@@ -119,7 +119,11 @@ def _linear(
     maps: Mapping[str | None, FeatureMap],
     **facts: Any,
 ) -> Fields:
-    """Return the options that GLA, simple GLA and linear attention share."""
+    """Return the options that GLA, simple GLA and linear attention share.
+
+    expand_k: its default.  maps: feature maps by their names in the file; the first is the default.
+    facts: further fields of GLAConfig.
+    """
     name = read.config.get("feature_map", next(iter(maps)))
     if not isinstance(name, str | None) or name not in maps:
         known = ", ".join(map(repr, maps))

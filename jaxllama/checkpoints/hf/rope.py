@@ -133,7 +133,9 @@ def _amplitude(family: str, read: JsonReader) -> float | None:
         return read.number(keys[0], None)
     first, *others = (read.positive(key) for key in keys)
     if others != [first]:
-        raise read.error(keys[-1], f"differs from {keys[0]} ({first}), which is not done")
+        raise read.error(
+            keys[-1], f"differs from {keys[0]} ({first}); unequal values are not supported"
+        )
     return first
 
 

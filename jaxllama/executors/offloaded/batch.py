@@ -175,6 +175,7 @@ def read_prompts(
     total: jax.Array = sum(piece.lengths for piece in pieces)  # type: ignore[assignment]
     seen = jnp.zeros_like(total)
     for index, (piece, x) in enumerate(zip(pieces, hidden, strict=True)):
+        # Behind the last piece any token will do: ``known`` leaves it out.
         begin = pieces[index + 1].tokens[:, :1] if index + 1 < len(pieces) else piece.tokens[:, :1]
         following = jnp.concatenate([piece.tokens[:, 1:], begin], axis=1)
         known = jnp.clip(total - 1 - seen, 0, piece.lengths)

@@ -171,7 +171,7 @@ def shard(layer: LayerConfig, n: int) -> DeltaConfig:
 
 
 def fused_heads(layer: LayerConfig, name: str, n: int) -> Heads | None:
-    """(heads, rows a head) of the parts that a parameter's rows are, None where none moves."""
+    """Return (heads, rows a head) of each part of a parameter; None if rows keep their order."""
     del n
     delta: DeltaConfig = layer.mixer
     if name == "ba":
