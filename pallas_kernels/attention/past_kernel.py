@@ -21,7 +21,7 @@ Copies: warpgroup 0 copies tiles of k, sk and v by TMA for both (``load_keys``, 
 Each warpgroup copies its own queries and their scales.
 Waits: on ``q_full`` once; on ``k_full`` and ``v_full`` of a slot by both.  Both arrive at
 ``k_empty`` and ``v_empty``; warpgroup 0 waits there before it refills (``refill``).  A warpgroup
-waits for its products in ``softmax`` (the scores) and ``fade`` (all).
+waits for its products in ``softmax`` (the scores), ``fade`` and, for the last, ``finish`` (all).
 Writes: a warpgroup stores its outputs and logarithms by TMA from shared memory (``write``).
 
 Result, one H200, 32/8 heads of 128, 32768 queries and keys: 25.6 ms, 687 TFLOP/s, where cuDNN over

@@ -7,10 +7,11 @@ order sums go.  A block belongs to one pair: it reads the pair's expert and move
 w, scales, zeros, bias, x and the result there.
 
     block  ctaid -> pair, block of the pair | the kernel before has ended | the pair's expert
-    all    the program of one row with that expert's weight; x does not wait for the expert
+    all    the program of one row with that expert's weight; x does not wait for the expert,
+           but for ``partial``, where a branch on the expert stands before everything
 
 Copies, waits and writes are those of ``few_rows.row``: warps copy codes for themselves, all threads
-meet at its block barriers.  All threads load the pair's expert first.
+meet at its one block barrier.  All threads load the pair's expert first.
 
 Numerics are the one-row kernel's, so a pair's result depends on its row and expert alone.
 Floor: the bytes of the pairs' experts at the rate of a copy.  On an H100 (3.0 TB/s), 8 pairs of
@@ -55,8 +56,8 @@ def grouped_rows(
     """``[P, N]`` in out_dtype (float32 or bfloat16), or ``[P, N / 2]`` with a gate.
 
     x bfloat16 ``[P / fan, K]``, w ``[E, N, K]``, experts int32 ``[P]``, bias ``[E, N]``.
-    Experts are clamped to [0, E).  With ``partial`` the row of a pair whose expert is E is not
-    computed and may hold anything.
+    Experts are clamped to [0, E).  With ``partial`` they must lie in [0, E], and the row of a pair
+    whose expert is E is not computed and may hold anything.
     """
     _, n, k = w.shape
     inputs = {"x": x, **parts_of(w), "bias": bias, "experts": experts}

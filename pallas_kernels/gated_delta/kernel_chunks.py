@@ -22,7 +22,7 @@ One block of one warpgroup per chunk and value head, several to an SM, one after
     | scores, sums: M, K' | store: TMA out
 
 Copies: the warpgroup copies q and k of its chunk by TMA (``load``).  Meanwhile its first warp loads
-log_decay and beta, and sums them (``chunk_vectors``).
+log_decay and beta, and sums log_decay (``chunk_vectors``).  The vectors lie in shared memory.
 Waits: on ``ready`` for the copies, once; the warpgroup's barriers order the steps between.  Saved
 inverses must have left A's place before M^T takes it.  Blocks wait for no other block.
 Writes: TMA takes M^T from A's place, K' from q's, and the inverses if they are saved.  Warp 0
@@ -227,7 +227,7 @@ class _Chunk:
         return lax.broadcast_in_dim(x, (CHUNK, CHUNK), [axis])
 
     def scores(self, high, low, acc):
-        """M^T before beta, and the two parts of X^T diag(exp(G_64 - G))."""
+        """M^T, and the two parts of X^T diag(exp(G_64 - G)), before beta."""
         for left, n in ((high, 0), (high, 1), (low, 0)):
             plgpu.wgmma(acc, left, self.smem.q.tiles.at[n].transpose((1, 0)))
         x = high.astype(jnp.float32) + low.astype(jnp.float32)

@@ -92,7 +92,7 @@ class DeltaTokenOperands(NamedTuple):
     read: Operand | tuple[Operand, ...] | None = None
     out: Operand | None = None
     kept: tuple[Operand, ...] | None = (
-        None  # (k, v, log_decay, beta, read) to be written; nothing else is, then
+        None  # (k, v, log_decay, beta, read) to be written; beside them only ``out`` is, then
     )
 
 

@@ -1,15 +1,19 @@
 """The skeleton of a scan over chunks: its launch's facts, its ring, its states, joined segments.
 
 A launch has a block for 128 value channels (or 64) of a segment of a head, and a warpgroup for 64
-of them.  The state stays in registers, transposed, for the whole loop.  An op's scan supplies its
-copies (``load``) and its products (``chunk``).
+of them; in ssd the two warpgroups may have two heads.  The state stays in registers, transposed,
+for the whole loop.  An op's scan supplies its copies (``load``) and its products (``chunk``).
+
+``gla.scan`` has its own ring, barriers and place of outputs.  ``gated_delta.kernel_scan`` with
+Dk = 256 has barriers of the cluster in place of ``release``.  Each says so itself.
 
 Copies: ``load`` of the op; warpgroup 0 alone calls it, for all warpgroups of the block, by TMA.
 Waits: a warpgroup waits on ``full[slot]`` in the op's ``chunk``.  ``release`` arrives at
 ``empty`` of the slot before, once that slot's outputs have left it (``wait_smem_to_gmem(1)``).
 Warpgroup 0 waits there for all warpgroups, then refills that slot.
 Writes: a warpgroup stores its outputs by TMA from the place of its values, and at the end its
-state from registers.  ``clear_outputs`` then stores zeros for the chunks past a row's end.
+state from registers.  An op with lengths then calls ``clear_outputs``, which stores zeros for
+the chunks past a row's end.
 """
 
 from __future__ import annotations

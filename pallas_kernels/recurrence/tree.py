@@ -4,8 +4,11 @@ Contract: everything here runs inside ``launch.inline``.  Byte offsets are into 
 8 KiB tiles: q, k and the two halves of the gates.  A tile is 64 rows of 128 bytes with TMA's
 128-byte swizzle.  ``gla.gates`` has the algorithm, the copies, their barriers and the loop.
 
+``load_slice``, ``Tree`` and ``Borders`` also serve ``gated_delta.kernel_tree``, with its tiles.
+
 Copies: none; ``gla.gates`` has copied the slot and waited for it.
-Waits: ``gate_slice`` has the barriers.  A warp works on its own rows between warp barriers.  The
+Waits: ``gate_slice`` has a slice's barriers.  Before ``merge``, ``gla.gates`` has one more, so
+that all warps have read y.  A warp works on its own rows between warp barriers.  The
 first warpgroup barrier says that the table of the warps' products is full.  The second says that
 all y of levels 16 and 32 are stored.
 Writes: ``gate_slice`` leaves qg and kg in the slot, and warp 0 stores decay in device memory.

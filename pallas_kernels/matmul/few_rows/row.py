@@ -24,14 +24,15 @@ x and the norm's weight into registers and store their product in shared memory.
 Waits: all threads at one block barrier, until x is stored; after it no warp waits for another.
 A product that posts has one more barrier a round (``Poster``).  A posted sum is polled.
 Writes: lane 0 of a warp stores its unit's results.  Block 0 stores the sum of x and what was
-pending.  With ``Poster`` each warp posts the block's results to one device, and all threads empty
-the slot of two sums ago.
+pending.  With ``Poster`` warp i posts the block's results to device i; further warps post nothing.
+All threads empty the slot of two sums ago.
 
 Numerics.  Float32, in an order that depends on K alone.  The norm's factor and an int8 row's scale
-multiply the sum.  x times the norm's weight stays float32.  Beside int4 it is rounded once to
-float16, divided by a power of two that 256 columns share, and a group's sum is scaled.  Beside
-float4 it is rounded once to bfloat16, and the scales multiply the weights, exactly.  Scales of
-int4's smaller groups multiply the weights, too, and that product is rounded to bfloat16.
+multiply the sum.  x times the norm's weight stays float32 beside bfloat16 and int8.  Beside int4 in
+groups of 128 it is rounded once to float16, divided by a power of two that 256 columns share, and a
+group's sum is scaled.  Beside float8, float4 and int4's smaller groups it is rounded once to
+bfloat16.  Sums of float8's groups are scaled.  Scales of float4 multiply the weights, exactly.
+Those of int4's smaller groups multiply the weights, too, and that product is rounded to bfloat16.
 
 Floor: w's bytes at 4.3 TB/s.  On an H200, us [floor]: 28672 x 4096 with norm and SwiGLU bfloat16
 54.2 [54.6], int8 29.0 [27.3], int4 16.3 [14.5].  The other shapes and attempts:
@@ -189,7 +190,7 @@ class WeightRows:
 class Poster:
     """A block's results of a round, which lie side by side, on their way to all devices.
 
-    Each warp posts all of them to one device, so that few large packets cross the link.
+    Warp i posts all of them to device i, so that few large packets cross the link.
 
     kept: shared memory for the results of two rounds, which take turns.
     place: this row's place in the mailbox of the warp's device.
