@@ -99,21 +99,16 @@ def launch(
     memory = _Table(scratch or {}, is_leaf=lambda x: x is not None and not isinstance(x, list))
 
     def named(*refs: object) -> None:
-        if (program := started(*refs)) is not None:
-            program.run()
-
-    def started(*refs: object) -> Any:
         rest = iter(refs)
         gmem = SimpleNamespace(**inputs.take(rest), **results.take(rest))
         held = {key: _by_view(memory.named[key], x) for key, x in memory.take(rest).items()}
-        if registers:
-            return body(gmem, SimpleNamespace(**held))
-        barriers = {key for key, kind in memory.named.items() if _is_barrier(kind)}
-        smem, barrier = (
-            SimpleNamespace(**{key: x for key, x in held.items() if (key in barriers) == wanted})
-            for wanted in (False, True)
-        )
-        return body(gmem, smem, barrier)
+        places = {"smem": held}
+        if not registers:
+            barrier = {key: held.pop(key) for key, x in memory.named.items() if _is_barrier(x)}
+            places["barrier"] = barrier
+        program = body(gmem, *(SimpleNamespace(**place) for place in places.values()))
+        if program is not None:
+            program.run()
 
     def kernel(*refs: object) -> None:
         inline(*[REF] * len(refs))(named)(*refs)

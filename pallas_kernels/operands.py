@@ -47,6 +47,11 @@ class Columns(NamedTuple):
     start: int
     width: int
 
+    @classmethod
+    def whole(cls, rows: jax.Array) -> Columns:
+        """Return all columns of an array."""
+        return cls(rows, 0, rows.shape[-1])
+
     @property
     def value(self) -> jax.Array:
         return self.rows[..., self.start : self.start + self.width]
@@ -55,7 +60,7 @@ class Columns(NamedTuple):
         """Return the columns with a bias ``[width]`` added."""
         if bias is None:
             return self
-        return Columns(self.value + bias.astype(self.rows.dtype), 0, self.width)
+        return Columns.whole(self.value + bias.astype(self.rows.dtype))
 
 
 class _Line(NamedTuple):

@@ -84,8 +84,8 @@ class Steps:
         x, stream = ops.norm(stream, scale, cfg)
         if isinstance(linear, Mapping):
             return self.product(x, linear, stream.x.dtype, cfg, into=into), stream
-        products = [self.product(x, params, x.dtype, cfg) for params in linear]
-        return [Columns(y, 0, y.shape[-1]) for y in products], stream
+        products = (self.product(x, params, x.dtype, cfg) for params in linear)
+        return list(map(Columns.whole, products)), stream
 
     def linear_add(
         self,

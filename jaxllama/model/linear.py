@@ -22,7 +22,6 @@ Activations keep the dtype they come in; every sum is accumulated in float32.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypedDict, Unpack, overload
@@ -178,8 +177,7 @@ def _norm_linears(
     # The input is quantized once for all that want the same codes.
     dtype = None if has_lora else stream.x.dtype
     normed, stream = norm(stream, scale, cfg, wanted[0])
-    products = list(map(functools.partial(linear, normed, dtype=dtype), linears))
-    return [Columns(y, 0, y.shape[-1]) for y in products], stream
+    return [Columns.whole(linear(normed, layer, dtype)) for layer in linears], stream
 
 
 def _fused_norm_linears(
@@ -207,8 +205,7 @@ def _by_codes(
     normed, stream = norm(stream, scale, cfg)
     inputs = {codes: _quantized(normed, codes) for codes in dict.fromkeys(wanted)}
     pairs = zip(wanted, linears, strict=True)
-    products = [linear(inputs[codes], layer, dtype) for codes, layer in pairs]
-    return [Columns(y, 0, y.shape[-1]) for y in products], stream
+    return [Columns.whole(linear(inputs[codes], layer, dtype)) for codes, layer in pairs], stream
 
 
 def linear_add(

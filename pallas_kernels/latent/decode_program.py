@@ -34,6 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import llvm
+from pallas_kernels.launch import REF, inline
 from pallas_kernels.recurrence.channels import ThreadPlace
 
 LATENT = 512  # features of a latent, which is key and value
@@ -77,9 +78,8 @@ class Facts:
 def _write_stats(facts: Facts):
     """Return the function that writes a tile's (maximum, sum) to ``stats [rows, 2]``."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _BY_ROW, _BY_ROW))
-    def write(ctx, stats, top, total):
-        del ctx
+    @inline(REF, _BY_ROW, _BY_ROW)
+    def write(stats, top, total):
         place, tile = ThreadPlace(), p.register("ctaid.x") % facts.tiles
         for half in range(2):
             pair = [scalar(x.registers.flat[half], 0) for x in (top, total)]

@@ -32,6 +32,7 @@ from pallas_kernels.latent.decode_program import (
     LatentBlock,
     scalar,
 )
+from pallas_kernels.launch import REF, inline
 from pallas_kernels.recurrence.channels import ThreadPlace
 
 STAGES = 3  # tiles of latents in shared memory; two are 0 to 2% slower
@@ -46,9 +47,8 @@ def _slot(i):
 def _write_stats(facts: Facts):
     """Return the function that writes each query row's (maximum, sum) to ``stats [rows, 2]``."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _BY_COLUMN, _BY_COLUMN))
-    def write(ctx, stats, top, total):
-        del ctx
+    @inline(REF, _BY_COLUMN, _BY_COLUMN)
+    def write(stats, top, total):
         place = ThreadPlace()
         tops, totals = (
             [scalar(x, i) for x in y.registers.flat for i in range(2)] for y in (top, total)

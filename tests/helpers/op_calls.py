@@ -40,7 +40,7 @@ from pallas_kernels.rows import plan as rows_plan
 from pallas_kernels.ssd import kernel as ssd_kernel
 from pallas_kernels.ssd.op import ssd
 from tests.helpers.arrays import as_jax
-from tests.helpers.cache_cases import cache_of, values_of
+from tests.helpers.cache_cases import cache_of, poisoned, values_of
 from tests.helpers.matmul_cases import error, exact, wide
 from tests.helpers.random_products import quantized_weight
 
@@ -283,13 +283,11 @@ def _filled(rng: Rng, cache: Any, ends: np.ndarray | None) -> Any:
 
     def spread(leaf: Any) -> Any:
         raw = np.asarray(leaf)[0]
-        raw = np.resize(raw, (math.prod(first), *raw.shape[1:])).reshape(*first, *raw.shape[1:])
-        if ends is not None and jnp.issubdtype(raw.dtype, jnp.floating):
-            for row, end in zip(raw, ends, strict=True):
-                row[end:] = np.nan
-        return as_jax(raw)
+        raw = np.resize(raw, (math.prod(first), *raw.shape[1:]))
+        return as_jax(raw.reshape(*first, *raw.shape[1:]))
 
-    return jax.tree.map(spread, base)
+    cache = jax.tree.map(spread, base)
+    return cache if ends is None else poisoned(cache, ends)
 
 
 def _part(cache: Any, row: int, head: int, table: Any) -> np.ndarray:
@@ -591,15 +589,7 @@ def sequences(
             own["initial_state"] = normal(rng, given["initial_state"])
         if ends:
             lengths = rng.integers(0, length + 1, batch)
-            own["lengths"] = as_jax(lengths, INT32)
-            past = np.arange(length) >= lengths[:, None]
-
-            def poisoned(leaf: Any) -> Any:
-                raw = np.array(leaf)
-                raw[past] = np.nan
-                return as_jax(raw)
-
-            made = jax.tree.map(poisoned, made)
+            own["lengths"], made = as_jax(lengths, INT32), poisoned(made, lengths)
         return made, own
 
     def check(out: Any, operands: tuple[Any, ...], rng: Rng) -> float:

@@ -24,7 +24,6 @@ from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, TokenTile, f
 from pallas_kernels.experts.summed_plan import summed_plan
 from pallas_kernels.matmul.many_rows.plan import WeightTile
 from pallas_kernels.matmul.stored import StoredWeight
-from pallas_kernels.plans import plans
 from pallas_kernels.qtensor import QTensor
 from tests.helpers import plan_cases
 from tests.helpers.matmul_cases import error
@@ -304,8 +303,3 @@ def _product(plan: Any, case: plan_cases.ProductCase) -> OpCall:
         return function(*operands)
 
     return OpCall("quantized_matmul", lambda: plan, run, operands, lambda _: operands, check)
-
-
-def uncovered(op: str, card: str) -> list[Plan]:
-    """Return the listed plans that no call takes."""
-    return [plan for plan in plans(op, card) if not calls(op, card, plan)]

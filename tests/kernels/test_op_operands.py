@@ -458,8 +458,7 @@ def one_token():
 
     def taken(a):
         *rows, weight, bias, norm, lengths, state = (a[name] for name in given)
-        streams = [Columns(x, 0, x.shape[-1]) for x in rows]
-        return streams, (weight, bias), norm, lengths, state
+        return list(map(Columns.whole, rows)), (weight, bias), norm, lengths, state
 
     def call(a, implementation):
         return gla_token(GlaLayerTokens(*taken(a)), eps=1e-5, normalizer=16.0, clamp_min=None)

@@ -50,8 +50,9 @@ def test_the_guide_and_the_changelog_state_the_number_of_families():
     _, _, own = stated_counts()
     assert own == len(set(FAMILIES) - ALONE)
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    [families] = re.findall(r"(\d+) model types of transformers, .* load", changes)
+    [(families, alone)] = re.findall(r"(\d+) model types of transformers, (.*) load", changes)
     assert int(families) == own
+    assert {"minicpm", "mistral4"} <= set(re.findall(r"`(\w+)`", alone)) <= ALONE
 
 
 @pytest.mark.slow

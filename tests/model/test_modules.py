@@ -185,8 +185,7 @@ def test_a_mixer_is_its_pure_functions(kind):
         if kind == "attention":
             projected = linear.linear(x, read)
         else:
-            products = [linear.linear(x, weight) for weight in read]
-            projected = [Columns(y, 0, y.shape[-1]) for y in products]
+            projected = [Columns.whole(linear.linear(x, weight)) for weight in read]
         heads, _ = mixer.mix(own, params, projected, None, whole_rows(own, ROWS, WIDTH))
         return linear.linear(heads, params["o"])
 

@@ -54,8 +54,7 @@ def test_the_mixer_is_the_formula():
 
     @jax.jit
     def mixed(p, made):
-        columns = [Columns(made, 0, made.shape[-1])]
-        return MIXERS["short_conv"].mix.mix(CFG.layers[0], p, columns, None, at)
+        return MIXERS["short_conv"].mix.mix(CFG.layers[0], p, [Columns.whole(made)], None, at)
 
     got, state = mixed(p, made)
     assert state is None

@@ -95,7 +95,7 @@ def test_the_mixer_is_the_formula(norm):
 
     @jax.jit
     def mixed(p, made):
-        return MIXERS["ssm"].mix.mix(cfg.layers[0], p, [Columns(made, 0, made.shape[-1])], None, at)
+        return MIXERS["ssm"].mix.mix(cfg.layers[0], p, [Columns.whole(made)], None, at)
 
     got, state = mixed(p, made)
     assert state is None

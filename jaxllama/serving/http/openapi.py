@@ -37,7 +37,13 @@ _UNTYPED: dict[str, JsonObject] = {  # schemas of content types that are no text
     BINARY: {"type": "string", "format": "binary"},
     JSON: {"type": "object"},
 }
-_ERROR_TYPES = {"/v1/messages": MessageError, "/api/": OllamaError}  # by the path's beginning
+_SSE, _NDJSON = "text/event-stream", "application/x-ndjson"
+# Type of an error and content type of a stream, of the first row that begins the path.
+_APIS: dict[str, tuple[type, str]] = {
+    "/v1/messages": (MessageError, _SSE),
+    "/api/": (OllamaError, _NDJSON),
+    "/": (ErrorObject, _SSE),
+}
 _FILE: JsonObject = {
     "type": "object",
     "required": ["file", "purpose"],
@@ -60,7 +66,9 @@ def document(
     rows = [row for row in ROUTES if has[row.needs]]
     kinds = {(row.body, "validation") for row in rows if row.body is not None}
     answers = [row.documented for row in rows if isinstance(row.documented, type)]
-    kinds |= {(kind, "serialization") for kind in (*answers, ErrorObject, *_ERROR_TYPES.values())}
+    kinds |= {
+        (kind, "serialization") for kind in (*answers, *(error for error, _ in _APIS.values()))
+    }
     inputs: Any = [(kind, mode, TypeAdapter(kind)) for kind, mode in kinds]
     refs, shared = TypeAdapter.json_schemas(inputs, ref_template="#/components/schemas/{model}")
     schema = {kind: ref for (kind, _), ref in refs.items()}
@@ -101,6 +109,7 @@ def _operation(row: Route, schema: dict[Any, JsonObject], keyed: bool) -> JsonOb
     elif row.path == "/v1/files" and row.method == "POST":
         content = {"multipart/form-data": {"schema": _FILE}}
         operation["requestBody"] = {"required": True, "content": content}
+    error, chunks = next(api for begin, api in _APIS.items() if row.path.startswith(begin))
     answer = row.documented
     if isinstance(answer, str):
         content = {answer: {"schema": _UNTYPED.get(answer, {"type": "string"})}}
@@ -108,11 +117,8 @@ def _operation(row: Route, schema: dict[Any, JsonObject], keyed: bool) -> JsonOb
         content = _json(schema[answer])
     if row.stream:
         # A stream has chunks, and an error object if the engine fails midway: no schema fits both.
-        kind = "application/x-ndjson" if row.path.startswith("/api/") else "text/event-stream"
-        content = {**content, kind: {}}
+        content = {**content, chunks: {}}
     responses: JsonObject = {"200": {"description": "The answer", "content": content}}
-    errors = (kind for begin, kind in _ERROR_TYPES.items() if row.path.startswith(begin))
-    error = next(errors, ErrorObject)
     statuses = row.errors or (() if row.body is None else USUAL)
     for status in (*statuses, *((401,) if keyed and row.scope == "key" else ())):
         responses[str(status)] = {"description": _ERRORS[status], "content": _json(schema[error])}

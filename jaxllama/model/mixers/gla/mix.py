@@ -142,7 +142,7 @@ def _convolve(
     for name, old in zip(("q", "k", "v"), past, strict=True):
         x, weight = at.by_row(streams[name].value), p[f"{name}_conv"]["weight"]
         y, last = short_convolution(x, weight, old, at)
-        streams[name] = Columns(y.reshape(batch, n_new, -1), 0, y.shape[-1])
+        streams[name] = Columns.whole(y.reshape(batch, n_new, -1))
         after.append(last)
         read.append(x)
     return tuple(after), tuple(read)
@@ -197,8 +197,7 @@ def _step(
     if fused is not None:
         return fused
     q, k, v, log_decay = (x[:, 0] for x in _heads(layer, p, streams))
-    q, k, v, log_decay = moving(at.lengths > 0, q, k, v, log_decay)
-    o, after = gla_step(q, k, v, log_decay, before)
+    o, after = _gla_step(q, k, v, log_decay, at.lengths > 0, before)
     return _gated(layer, p, streams, o[:, None]), after
 
 
