@@ -3,23 +3,23 @@
 A block has two warpgroups.  Each one owns 256 of the 512 columns of the outputs, whose float32 sums
 stay in its registers.  A round takes two tiles of 64 tokens: the first warpgroup multiplies the
 queries by tile 0, the second by tile 1.  So every score is computed once, and each warpgroup gives
-the other its weights through shared memory:
+the other its weights through shared memory.  One multiplies while the other computes weights:
 
-    first     wait 0 | Q K0^T | top0 -> | P0 -> | out += P0 L0          | wait P1 | out += P1 L1
-    second    wait 1 | Q K1^T | wait top0 | wait P0 | out += P0 R0 | P1 -> | out += P1 R1
+    first     Q K0^T | P0 -> | out += P0 L0 |        wait P1         | out += P1 L1
+    second           wait P0 | out += P0 R0 | Q K1^T | P1 ->         | out += P1 R1
 
-L and R are the left and right halves of a tile's latents, which are its values, too.  A tile is
-read from device memory once.  Each half has one warpgroup that multiplies it last, and that
-warpgroup starts the copy of the half that follows.  The exchange of weights orders the copy behind
-the other warpgroup's scores, so the ring needs no barrier for empty places.  One tile of weights
-serves both directions, because its reader is its next writer.
+L and R are the left and right halves of a tile's latents, which are its values, too.  A half of a
+tile is free after its last product, and the warpgroup of that product copies the half that follows.
+So tile 0 arrives while tile 1 is multiplied.  The exchange of weights orders the copy behind the
+other warpgroup's scores.  One tile of weights serves both directions, because its reader is its
+next writer.
+
+Two blocks with the same tokens are a cluster (``paired``).  Each copies one half of the tokens for
+both, once both have released the place.  That halves the reads of the L2, which limit one block.
 
 Weights are exp2(scale * log2(e) * score - top).  top, a row's running maximum, goes back and forth
 with the weights: each warpgroup fades its sums where it changes.  Keys past a row's end score -inf.
 Their latents are set to zero in shared memory, as 0 * NaN is NaN; only a row's last round does so.
-
-Both warpgroups multiply queries at once.  With the second's P0 R0 ahead of its scores, 64 rows of
-8,192 tokens and 128 heads took 594 us for 394.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import llvm
 from pallas_kernels.launch import REF, inline
+from pallas_kernels.matmul.many_rows.pipeline import warpgroup_barrier
 from pallas_kernels.recurrence.channels import ThreadPlace
 
 LATENT = 512  # features of a latent, which is key and value
@@ -57,7 +58,7 @@ class Facts:
     tokens: query tokens of a row.  rows: query rows of a row of the batch.  chunk: tokens of a
     block, of ``splits``.  capacity: tokens that a row can hold.  run: neighbouring tokens of a
     copy.  page: tokens of a page, 0 without pages.  pool: pages.  factor: of scores, as exponents
-    of 2.
+    of 2.  paired: the blocks of two tiles of query rows are a cluster.
     """
 
     tokens: int
@@ -69,6 +70,7 @@ class Facts:
     page: int
     pool: int
     factor: float
+    paired: bool = False
 
     @property
     def tiles(self) -> int:
@@ -80,6 +82,7 @@ def _write_stats(facts: Facts):
 
     @inline(REF, _BY_ROW, _BY_ROW)
     def write(stats, top, total):
+        # The blocks of a cluster are neighbours.
         place, tile = ThreadPlace(), p.register("ctaid.x") % facts.tiles
         for half in range(2):
             pair = [scalar(x.registers.flat[half], 0) for x in (top, total)]
@@ -101,17 +104,16 @@ class LatentBlock:
     def __init__(self, gmem, smem, barrier, facts: Facts, round_tokens: int = ROUND):
         self.gmem, self.smem, self.barrier, self.facts = gmem, smem, barrier, facts
         block = lax.axis_index("block")
-        self.tile, rest = block % facts.tiles, block // facts.tiles
-        self.part, self.row = rest, rest // facts.splits
-        self.first = rest % facts.splits * facts.chunk
+        if facts.paired:
+            block = 2 * block + lax.axis_index("rank")
+        self.both = {"collective_axes": "rank"} if facts.paired else {}
+        self.tile, self.part = block % facts.tiles, block // facts.tiles
+        self.row = self.part // facts.splits
+        self.first = self.part % facts.splits * facts.chunk
         lengths = [self.seen(t) for t in range(facts.tokens)]
-        last = self.first + facts.chunk
-        self.end = jnp.minimum(functools.reduce(jnp.maximum, lengths), last)
-        shortest = jnp.minimum(functools.reduce(jnp.minimum, lengths), last)
+        self.end = jnp.minimum(functools.reduce(jnp.maximum, lengths), self.first + facts.chunk)
         tokens = jnp.maximum(self.end - self.first, 0)
         self.rounds = (tokens + (round_tokens - 1)) // round_tokens
-        # rounds without a mask
-        self.whole = jnp.maximum(shortest - self.first, 0) // round_tokens
 
     def seen(self, token: int):
         """How many keys a query token sees."""
@@ -127,26 +129,8 @@ class LatentBlock:
         pl.when(warpgroup == 0)(FirstHalf(self).run)
         pl.when(warpgroup == 1)(SecondHalf(self).run)
 
-    # --- copies ---
-
-    def load_queries(self) -> None:
-        rows = pl.ds(self.tile * TILE, TILE)
-        for name, (column, width) in PIECES.items():
-            source = self.gmem.q.at[self.row, rows, pl.ds(column, width)]
-            plgpu.copy_gmem_to_smem(source, getattr(self.smem, f"q_{name}"), self.barrier.q)
-
-    def start(self, step, slot: int) -> int:
-        """The first token of a round's tile."""
-        return self.first + step * ROUND + slot * TILE
-
-    def load(self, step, slot: int, name: str) -> None:
-        """A piece of a round's tile; of a tile past the end, the last tokens once more."""
-        column, width = PIECES[name]
-        to, full = self.piece(name).at[slot], self.barrier.full.at[slot]
-        self.copy(self.start(step, slot), column, width, to, full)
-
     def copy(self, start, column: int, width: int, to, full) -> None:
-        """Columns of the 64 tokens from ``start`` on."""
+        """Columns of the 64 tokens from ``start`` on; past the end, the last tokens once more."""
         facts = self.facts
         for begin in range(0, TILE, facts.run):
             token = start + begin
@@ -157,29 +141,22 @@ class LatentBlock:
                 token = token % facts.page
             tokens = pl.ds(token, facts.run)
             source = self.gmem.cache.at[row, tokens, pl.ds(column, width)]
-            plgpu.copy_gmem_to_smem(source, to.at[pl.ds(begin, facts.run)], full)
-
-    def load_next(self, step, slot: int, name: str) -> None:
-        """The piece that follows in the place of a round's."""
-        pl.when(step + 1 < self.rounds)(lambda: self.load(step + 1, slot, name))
-
-    def piece(self, name: str):
-        held = getattr(self.smem, name)
-        return held if name == "rope" else held.tokens
+            plgpu.copy_gmem_to_smem(source, to.at[pl.ds(begin, facts.run)], full, **self.both)
 
 
 class Half:
     """The program of a warpgroup: 256 columns of the outputs, and the scores of every second tile.
 
-    slot: of its tile.  name: of its half of the latents.
+    slot: of its tile.  pieces: of the tile, first its own half of the latents.
     """
 
     slot: int
-    name: str
+    pieces: tuple[str, ...]
 
     def __init__(self, block: LatentBlock):
         self.block, self.facts = block, block.facts
-        self.smem, self.barrier = block.smem, block.barrier
+        self.smem, self.barrier, self.name = block.smem, block.barrier, self.pieces[0]
+        self.hidden_zero = 0
 
     def run(self) -> None:
         block, zeros = self.block, functools.partial(jnp.zeros, dtype=jnp.float32)
@@ -187,45 +164,82 @@ class Half:
         top = plgpu.layout_cast(jnp.full((TILE,), UNSEEN, jnp.float32), _BY_ROW)
         total = plgpu.layout_cast(zeros((TILE,)), _BY_ROW)
         out = plgpu.layout_cast(zeros((TILE, HALF)), _WGMMA)
-        carry = out, top, total
-        for masked, span in (False, (0, block.whole)), (True, (block.whole, block.rounds)):
-            carry = lax.fori_loop(*span, functools.partial(self.round, masked=masked), carry)
-        self.finish(*carry)
+        self.finish(*lax.fori_loop(0, block.rounds, self.round, (out, top, total)))
 
     def begin(self) -> None:
-        """The first tile, and the queries."""
+        """Copy the first tile, and the queries."""
+        for name in self.pieces:
+            self.load(0, self.slot, name)
         if self.slot == 0:
-            self.block.load_queries()
-        for name in PIECES:
-            self.block.load(0, self.slot, name)
-        plgpu.barrier_wait(self.barrier.q)
+            rows = pl.ds(self.block.tile * TILE, TILE)
+            for name, (column, width) in PIECES.items():
+                source = self.block.gmem.q.at[self.block.row, rows, pl.ds(column, width)]
+                plgpu.copy_gmem_to_smem(source, self.piece("q", name), self.barrier.q_full)
+        plgpu.barrier_wait(self.barrier.q_full)
 
-    def round(self, step, carry, *, masked: bool):
+    def round(self, step, carry):
         raise NotImplementedError
+
+    # --- places of a piece of a tile ---
+
+    def piece(self, slot: int | str, name: str):
+        """The place of a piece of a tile, or of the queries."""
+        if slot == "q":
+            return getattr(self.smem, f"q_{name}").at[self.hidden_zero]
+        held = getattr(self.smem, name)
+        return (held if name == "rope" else held.tokens).at[slot + self.hidden_zero]
+
+    def load(self, step, slot: int, name: str) -> None:
+        full = getattr(self.barrier, f"{name}_full").at[slot]
+        self.block.copy(self.start(step, slot), *PIECES[name], self.piece(slot, name), full)
+
+    def start(self, step, slot: int):
+        """The first token of a round's tile."""
+        return self.block.first + step * ROUND + slot * TILE
+
+    def release(self, step, slot: int, name: str) -> None:
+        """This block has multiplied the piece for the last time."""
+        if not self.facts.paired:
+            return
+
+        @pl.when(step + 1 < self.block.rounds)
+        def _():
+            warpgroup_barrier()  # as one thread arrives for all
+            plgpu.barrier_arrive(getattr(self.barrier, f"{name}_free").at[slot])
+
+    def refill(self, step, slot: int, name: str) -> None:
+        """Copy the piece of the next round, once both blocks have released this one."""
+
+        @pl.when(step + 1 < self.block.rounds)
+        def _():
+            if self.facts.paired:
+                plgpu.barrier_wait(getattr(self.barrier, f"{name}_free").at[slot])
+            self.load(step + 1, slot, name)
 
     # --- scores ---
 
-    def scores(self, step, masked: bool):
+    def scores(self, step, meanwhile):
         """Q K^T of this warpgroup's tile, as exponents of 2."""
-        plgpu.barrier_wait(self.barrier.full.at[self.slot])
-        scores = pl.run_scoped(self.multiply_keys, plgpu.ACC((TILE, TILE), jnp.float32))
-        self.block.load_next(step, self.slot, "rope")
-        scores = scores * self.facts.factor
-        if not masked:
-            return scores
+
+        def multiply_keys(acc):
+            for name in self.pieces:
+                plgpu.barrier_wait(getattr(self.barrier, f"{name}_full").at[self.slot])
+                keys = self.piece(self.slot, name)
+                plgpu.wgmma(acc, self.piece("q", name), keys.transpose((1, 0)))
+                if name == self.name:
+                    meanwhile()
+            return acc[...]
+
+        scores = pl.run_scoped(multiply_keys, plgpu.ACC((TILE, TILE), jnp.float32))
+        self.release(step, self.slot, "rope")
         self.clear(step)
         token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_WGMMA)
-        return jnp.where(token < self.left(step), scores, jnp.full_like(scores, -jnp.inf))
-
-    def multiply_keys(self, acc):
-        for name in PIECES:
-            keys = self.block.piece(name).at[self.slot]
-            plgpu.wgmma(acc, getattr(self.smem, f"q_{name}"), keys.transpose((1, 0)))
-        return acc[...]
+        seen = token < self.left(step)
+        return jnp.where(seen, scores * self.facts.factor, jnp.full_like(scores, -jnp.inf))
 
     def left(self, step):
         """How many tokens of the tile each query row sees, or more than there are."""
-        block, start = self.block, self.block.start(step, self.slot)
+        block, start = self.block, self.start(step, self.slot)
         if self.facts.tokens == 1:
             return block.end - start
         rows = block.gmem.row_lengths.at[block.row, pl.ds(block.tile * TILE, TILE)]
@@ -234,38 +248,42 @@ class Half:
 
     def clear(self, step) -> None:
         """Set to zero the latents that no query row of this row sees."""
-        inside = self.block.end - self.block.start(step, self.slot)
+        inside = self.block.end - self.start(step, self.slot)
 
         @pl.when(inside < TILE)
         def _():
             row = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=_WGMMA)
             for name in ("left", "right"):
                 for column in range(0, HALF, TILE):
-                    at = self.block.piece(name).at[self.slot, :, pl.ds(column, TILE)]
+                    at = self.piece(self.slot, name).at[:, pl.ds(column, TILE)]
                     x = plgpu.load(at, layout=_WGMMA)
                     at[...] = jnp.where(row < inside, x, jnp.zeros_like(x))
 
     # --- exchange ---
 
-    def publish_top(self, top) -> None:
-        self.smem.by_row.at[self.slot][...] = top
-
     def read(self, line: int):
         """A number of each query row: a warpgroup's maxima, or from TOTAL on its sums."""
         return plgpu.load(self.smem.by_row.at[line], layout=_BY_ROW, optimized=False)
 
-    def give_weights(self, weights, ready) -> None:
+    def give(self, top, weights) -> None:
+        """Give the other warpgroup the weights of this one's tile, and the maxima they are from."""
+        self.smem.by_row.at[self.slot][...] = top
         self.smem.weights[...] = weights
         plgpu.commit_smem()
-        plgpu.barrier_arrive(ready)
+        plgpu.barrier_arrive(self.barrier.weights_full.at[self.slot])
 
     # --- outputs ---
 
-    def add(self, out, fade, weights, slot: int):
+    def add(self, out, fade, weights, slot: int, meanwhile=lambda: None):
         """out * fade + weights @ the half of a tile's latents."""
-        values = self.block.piece(self.name).at[slot]
+        values = self.piece(slot, self.name)
+
+        def multiply(acc):
+            plgpu.wgmma(acc, weights, values)
+            meanwhile()
+
         start = out * lax.broadcast_in_dim(fade, out.shape, [0])
-        return pl.run_state(lambda acc: plgpu.wgmma(acc, weights, values))(plgpu.ACC.init(start))
+        return pl.run_state(multiply)(plgpu.ACC.init(start))
 
     def finish(self, out, top, total) -> None:
         """Write the outputs, and with chunks the maximum and sum of each query row."""
@@ -289,6 +307,14 @@ class Half:
         plgpu.wait_smem_to_gmem(0)
 
 
+def hidden_zero(step):
+    """Return zero, computed from a round's number so that the compiler does not know it.
+
+    It keeps the operands' addresses out of registers from round to round: 1,064 bytes of spills.
+    """
+    return lax.shift_right_logical(step, jnp.full_like(step, 24))
+
+
 def softmax(scores, top):
     """(weights, their sums by row) of scores that are exponents of 2."""
     weights = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, [0]))
@@ -298,47 +324,46 @@ def softmax(scores, top):
 class FirstHalf(Half):
     """The left half of the outputs, and the scores of tile 0."""
 
-    slot, name = 0, "left"
+    slot, pieces = 0, ("left", "right", "rope")
 
-    def round(self, step, carry, *, masked: bool):
+    def round(self, step, carry):
         out, before, total = carry
-        block, barrier = self.block, self.barrier
-        scores = self.scores(step, masked)
+        self.hidden_zero = hidden_zero(step)
+        late = functools.partial(self.refill, step - 1, 1, "left")
+        scores = self.scores(step, lambda: pl.when(step > 0)(late))
         top = jnp.maximum(before, jnp.max(scores, axis=1))
-        self.publish_top(top)
-        plgpu.barrier_arrive(barrier.top_ready)
         weights, sums = softmax(scores, top)
-        self.give_weights(weights, barrier.first)
+        self.give(top, weights)
         fade = jnp.exp2(before - top)
+        out = self.add(out, fade, weights, 0, lambda: self.refill(step, 0, "rope"))
+        self.release(step, 0, "left")
+        self.refill(step, 0, "left")
         total = total * fade + sums
-        out = self.add(out, fade, weights, 0)
-        block.load_next(step, 0, "left")
-        plgpu.barrier_wait(barrier.second)
+        plgpu.barrier_wait(self.barrier.weights_full.at[1])
         last = self.read(1)
         fade = jnp.exp2(top - last)
         out = self.add(out, fade, self.smem.weights, 1)
-        block.load_next(step, 1, "left")
+        self.release(step, 1, "left")
         return out, last, total * fade
 
 
 class SecondHalf(Half):
     """The right half of the outputs, and the scores of tile 1."""
 
-    slot, name = 1, "right"
+    slot, pieces = 1, ("right", "left", "rope")
 
-    def round(self, step, carry, *, masked: bool):
+    def round(self, step, carry):
         out, before, total = carry
-        block, barrier = self.block, self.barrier
-        scores = self.scores(step, masked)
-        plgpu.barrier_wait(barrier.top_ready)
+        self.hidden_zero = hidden_zero(step)
+        plgpu.barrier_wait(self.barrier.weights_full.at[0])
         first = self.read(0)
-        top = jnp.maximum(first, jnp.max(scores, axis=1))
-        self.publish_top(top)
-        weights, sums = softmax(scores, top)
-        plgpu.barrier_wait(barrier.first)
         out = self.add(out, jnp.exp2(before - first), self.smem.weights, 0)
-        block.load_next(step, 0, "right")
-        self.give_weights(weights, barrier.second)
-        out = self.add(out, jnp.exp2(first - top), weights, 1)
-        block.load_next(step, 1, "right")
+        self.release(step, 0, "right")
+        scores = self.scores(step, lambda: self.refill(step, 0, "right"))
+        top = jnp.maximum(first, jnp.max(scores, axis=1))
+        weights, sums = softmax(scores, top)
+        self.give(top, weights)
+        out = self.add(out, jnp.exp2(first - top), weights, 1, lambda: self.refill(step, 1, "rope"))
+        self.release(step, 1, "right")
+        self.refill(step, 1, "right")
         return out, top, total * jnp.exp2(before - top) + sums

@@ -75,10 +75,7 @@ class FewBlock(LatentBlock):
         out = plgpu.layout_cast(zeros((LATENT, self.width)), _WGMMA)
         top = plgpu.layout_cast(jnp.full((self.width,), UNSEEN, jnp.float32), _BY_COLUMN)
         sums = plgpu.layout_cast(zeros((TILE, self.width)), _WGMMA)
-        carry = out, top, sums
-        for masked, span in (False, (0, self.whole)), (True, (self.whole, self.rounds)):
-            carry = lax.fori_loop(*span, functools.partial(self.step, masked=masked), carry)
-        self.finish(*carry)
+        self.finish(*lax.fori_loop(0, self.rounds, self.step, (out, top, sums)))
 
     # --- copies ---
 
@@ -103,7 +100,7 @@ class FewBlock(LatentBlock):
 
     # --- a tile ---
 
-    def step(self, i, carry, *, masked: bool):
+    def step(self, i, carry):
         out, before, sums = carry
         slot = _slot(i)
         latents = self.smem.latents.tokens.at[slot]
@@ -117,11 +114,10 @@ class FewBlock(LatentBlock):
             return acc[...]
 
         scores = pl.run_scoped(multiply_keys, plgpu.ACC((TILE, self.width), jnp.float32))
-        scores = scores * self.facts.factor
-        if masked:
-            self.clear_past(i, latents)
-            token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=_WGMMA)
-            scores = jnp.where(token < self.left(i), scores, jnp.full_like(scores, -jnp.inf))
+        self.clear_past(i, latents)
+        token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=_WGMMA)
+        seen = token < self.left(i)
+        scores = jnp.where(seen, scores * self.facts.factor, jnp.full_like(scores, -jnp.inf))
         top = jnp.maximum(before, jnp.max(scores, axis=0))
         weights = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, [1]))
         fade = jnp.exp2(before - top)

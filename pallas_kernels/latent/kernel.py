@@ -43,7 +43,10 @@ def latent_attention(
         pool, page = cache.shape[:2]
     run = TILE if table is None else copy_of(table.shape[1], page)
     splits = -(-capacity // plan.chunk)
-    facts = Facts(tokens, rows, plan.chunk, splits, capacity, run, page, pool, scale * LOG2E)
+    tiles = -(-rows // TILE)
+    facts = Facts(
+        tokens, rows, plan.chunk, splits, capacity, run, page, pool, scale * LOG2E, tiles % 2 == 0
+    )
     out = jax.ShapeDtypeStruct((batch, rows, LATENT), q.dtype)
     stats = None
     if splits > 1:
@@ -55,7 +58,8 @@ def latent_attention(
         block, filled = FewBlock, rows
         scratch = _few_scratch(out.dtype, copies, rows)
     else:
-        block, filled, scratch = LatentBlock, facts.tiles * TILE, _scratch(out.dtype, copies)
+        block, filled = LatentBlock, facts.tiles * TILE
+        scratch = _scratch(out.dtype, copies, facts.paired)
 
     def body(gmem, smem, barrier) -> None:
         block(gmem, smem, barrier, facts).run()
@@ -71,7 +75,8 @@ def latent_attention(
         },
         {"out": out, "stats": stats},
         name="latent_attention_kernel",
-        grid=batch * splits * facts.tiles,
+        grid=batch * splits * facts.tiles // (1 + facts.paired),
+        cluster=1 + facts.paired,
         warpgroups=None if plan.few else 2,
         approx_math=True,
         # The program for 64 rows sums over lanes of a warp.
@@ -104,23 +109,22 @@ def _tiles(dtype, *shape: int):
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
 
 
-def _scratch(out_dtype, copies: int) -> dict[str, object]:
+def _scratch(out_dtype, copies: int, paired: bool) -> dict[str, object]:
     """A block's shared memory and barriers; copies: of a piece of a tile."""
     bf16 = functools.partial(_tiles, jnp.bfloat16)
     # The outputs leave from the place of the half that their warpgroup multiplied last.
+    free = plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=2)
     half = Views(tokens=bf16(2, TILE, HALF), out=_tiles(out_dtype, TILE, HALF))
     return {
-        **{f"q_{name}": bf16(TILE, width) for name, (_, width) in PIECES.items()},
-        "left": half,
-        "right": half,
+        **{f"q_{name}": bf16(1, TILE, width) for name, (_, width) in PIECES.items()},
+        **{name: half for name in ("left", "right")},
         "rope": bf16(2, TILE, PIECES["rope"][1]),
         "weights": bf16(TILE, TILE),
         "by_row": plgpu.SMEM((4, TILE), jnp.float32),
-        "q": plgpu.Barrier(num_arrivals=len(PIECES)),
-        "full": plgpu.Barrier(num_arrivals=copies * len(PIECES), num_barriers=2),
-        "top_ready": plgpu.Barrier(),
-        "first": plgpu.Barrier(),
-        "second": plgpu.Barrier(),
+        "q_full": plgpu.Barrier(num_arrivals=len(PIECES)),
+        **{f"{name}_full": plgpu.Barrier(num_arrivals=copies, num_barriers=2) for name in PIECES},
+        **{f"{name}_free": free if paired else None for name in PIECES},
+        "weights_full": plgpu.Barrier(num_barriers=2),
         "total_ready": plgpu.Barrier(num_arrivals=2),
     }
 

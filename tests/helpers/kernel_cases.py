@@ -324,6 +324,7 @@ CASES = {
     "decode 64 int8": lambda: decode("int8", 64, 1152),
     "decode 64 int4": lambda: decode("int4", 64, 8192),
     "latent 64": lambda: latent(64, 1, 16, 8192),
+    "latent 64 of 128 heads": lambda: latent(64, 1, 128, 8192),
     "latent 16 of 4 tokens in pages": lambda: latent(16, 4, 16, 8192, 64),
     "decode 1 of 5 tokens": lambda: decode("bfloat16", 1, 1536, 5),
     "direct": lambda: rope(rope_and_attend, "bfloat16", 1, 1152),

@@ -80,12 +80,10 @@ BESIDE = {
     "tokens to int8",
 }
 # Bytes that a thread spills, at most, on either jax: what was measured so, and is no slower for it.
-# Latent attention of 64 query rows may be: descriptors of its products are among what it spills.
 SPILLED = {
     "product 64 W4A8": {"quantized_matmul_w4a8": 28},
     "product 2048 FP8": {"quantized_matmul_fp8": 4},
     "product 11264 FP8, float32 result": {"quantized_matmul_fp8": 8},
-    "latent 16 of 4 tokens in pages": {"latent_attention_kernel": 1900},
     "GLA gradients": {"gla_chunk_gradients": 188},
     "GLA-1.3B": {"gla_chunk_gradients": 228},
     "GLA-1.3B gradients, pairs of blocks": {
