@@ -56,15 +56,14 @@ class Facts:
     """The facts of a launch.
 
     tokens: query tokens of a row.  rows: query rows of a row of the batch.  chunk: tokens of a
-    block, of ``splits``.  capacity: tokens that a row can hold.  run: neighbouring tokens of a
-    copy.  page: tokens of a page, 0 without pages.  pool: pages.  factor: of scores, as exponents
-    of 2.  paired: the blocks of two tiles of query rows are a cluster.
+    block.  capacity: tokens that a row can hold.  run: neighbouring tokens of a copy.  page: tokens
+    of a page, 0 without pages.  pool: pages.  factor: of scores, as exponents of 2.  paired: the
+    blocks of two tiles of query rows are a cluster.
     """
 
     tokens: int
     rows: int
     chunk: int
-    splits: int
     capacity: int
     run: int
     page: int
@@ -75,6 +74,16 @@ class Facts:
     @property
     def tiles(self) -> int:
         return -(-self.rows // TILE)
+
+    @property
+    def splits(self) -> int:
+        """The chunks of a row."""
+        return -(-self.capacity // self.chunk)
+
+    @property
+    def copies(self) -> int:
+        """The copies of a tile's piece."""
+        return TILE // self.run
 
 
 def _write_stats(facts: Facts):

@@ -1,16 +1,19 @@
-"""The program of a block of latent attention on Hopper: up to 16 query rows over part of a cache.
+"""The programs of a block of latent attention on Hopper for up to 16 query rows.
 
-A block is one warpgroup.  Both products have the cache as their left operand, so that the query
-rows are columns, and 16 of them cost a quarter of what 64 cost:
+Both products have the cache as their left operand, so that the query rows are columns, and 16 of
+them cost a quarter of what 64 cost:
 
     S^T [64 tokens, rows] = K Q^T        out^T [512, rows] += L^T P^T
 
 K is a tile of 64 tokens and L its latents.  The sums out^T stay in registers.  Copies of the next
-tiles run while a tile is multiplied.  The barrier behind the weights' stores proves that every warp
-has read the tile before, so that its place takes the next copy.
+tile run while a tile is multiplied.
+
+``FewBlock`` reads a run of the cache, and its warpgroup starts the copies.  ``ChosenBlock`` reads
+listed tokens.  A second warpgroup of it gathers them: each token's 1,152 bytes in 16 at a time.
 
 Weights are exp2(scale * log2(e) * score - top), where top is a query row's running maximum.  Tokens
 past a row's end score -inf, and their latents are set to zero in shared memory, as 0 * NaN is NaN.
+A list's free places are gathered as zeros.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.latent.decode_program import (
     LATENT,
-    PIECES,
+    ROPE,
     TILE,
     UNSEEN,
     Facts,
@@ -33,11 +36,13 @@ from pallas_kernels.latent.decode_program import (
     scalar,
 )
 from pallas_kernels.launch import REF, inline
+from pallas_kernels.matmul.many_rows.pipeline import tiled, warpgroup_barrier
 from pallas_kernels.recurrence.channels import ThreadPlace
 
-STAGES = 3  # tiles of latents in shared memory; two are 0 to 2% slower
+STAGES = 2  # tiles in shared memory
+WIDTH = LATENT + ROPE
 _WGMMA = plgpu.Layout.WGMMA
-_BY_COLUMN = _WGMMA.reduce(0)
+_BY_COLUMN, _BY_TOKEN = _WGMMA.reduce(0), _WGMMA.reduce(1)
 
 
 def _slot(i):
@@ -81,42 +86,33 @@ class FewBlock(LatentBlock):
 
     def begin(self) -> None:
         plgpu.copy_gmem_to_smem(self.gmem.q.at[self.row], self.smem.q, self.barrier.q_full)
-        self.load_rope(0)
         for i in range(STAGES):
-            self.load_latents(i)
+            self.load(jnp.int32(i))
         plgpu.barrier_wait(self.barrier.q_full)
 
-    def load_latents(self, i) -> None:
-        slot = i % STAGES if isinstance(i, int) else _slot(i)
-        to, full = self.smem.latents.tokens.at[slot], self.barrier.latents_full.at[slot]
-        load = functools.partial(self.copy, self.first + i * TILE, 0, LATENT, to, full)
+    def load(self, i) -> None:
+        to, full = self.smem.tiles.tokens.at[_slot(i)], self.barrier.full.at[_slot(i)]
+        load = functools.partial(self.copy, self.first + i * TILE, 0, WIDTH, to, full)
         pl.when(i < self.rounds)(load)
 
-    def load_rope(self, i) -> None:
-        """The parts of keys with RoPE, whose place is free when the tile before has its scores."""
-        start, full = self.first + i * TILE, self.barrier.rope_full
-        load = functools.partial(self.copy, start, *PIECES["rope"], self.smem.rope, full)
-        pl.when(i < self.rounds)(load)
+    def release(self, i) -> None:
+        """The warp has read tile i, whose place takes the next but one."""
+        warpgroup_barrier()
+        self.load(i + STAGES)
 
     # --- a tile ---
 
     def step(self, i, carry):
         out, before, sums = carry
-        slot = _slot(i)
-        latents = self.smem.latents.tokens.at[slot]
-        plgpu.barrier_wait(self.barrier.latents_full.at[slot])
-        plgpu.barrier_wait(self.barrier.rope_full)
+        tile = self.smem.tiles.tokens.at[_slot(i)]
+        plgpu.barrier_wait(self.barrier.full.at[_slot(i)])
 
         def multiply_keys(acc):
-            q = self.smem.q
-            plgpu.wgmma(acc, latents, q.at[:, pl.ds(0, LATENT)].transpose((1, 0)))
-            plgpu.wgmma(acc, self.smem.rope, q.at[:, pl.ds(*PIECES["rope"])].transpose((1, 0)))
+            plgpu.wgmma(acc, tile, self.smem.q.transpose((1, 0)))
             return acc[...]
 
         scores = pl.run_scoped(multiply_keys, plgpu.ACC((TILE, self.width), jnp.float32))
-        self.clear_past(i, latents)
-        token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=_WGMMA)
-        seen = token < self.left(i)
+        seen = self.seen_of(i, tile)
         scores = jnp.where(seen, scores * self.facts.factor, jnp.full_like(scores, -jnp.inf))
         top = jnp.maximum(before, jnp.max(scores, axis=0))
         weights = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, [1]))
@@ -126,38 +122,31 @@ class FewBlock(LatentBlock):
         turned = plgpu.layout_cast(weights.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
         held[...] = turned
         plgpu.commit_smem()
-        self.load_rope(i + 1)
-        # All warps have read the latents of the tile before.
-        pl.when(i > 0)(lambda: self.load_latents(i + (STAGES - 1)))
         start = out * lax.broadcast_in_dim(fade, out.shape, [1])
-
-        def multiply_latents(acc):
-            plgpu.wgmma(acc, latents.transpose((1, 0)), held)
-
-        out = pl.run_state(multiply_latents)(plgpu.ACC.init(start))
+        latents = tile.at[:, pl.ds(0, LATENT)].transpose((1, 0))
+        out = pl.run_state(lambda acc: plgpu.wgmma(acc, latents, held))(plgpu.ACC.init(start))
+        self.release(i)
         return out, top, sums
 
-    def left(self, i):
-        """How many tokens of the tile each query row sees, or more than there are."""
-        start = self.first + i * TILE
-        if self.facts.tokens == 1:
-            return self.end - start
-        rows = self.gmem.row_lengths.at[self.row]
-        seen = plgpu.load(rows, layout=_BY_COLUMN, optimized=False)
-        seen = jnp.minimum(seen, self.end) - start
-        return lax.broadcast_in_dim(seen, (TILE, self.width), [1])
-
-    def clear_past(self, i, latents) -> None:
-        """Set to zero the latents that no query row of this row sees."""
-        inside = self.end - (self.first + i * TILE)
+    def seen_of(self, i, tile):
+        """Which tokens of the tile each query row sees; latents that no row sees become zeros."""
+        start, shape = self.first + i * TILE, (TILE, self.width)
+        inside = self.end - start
 
         @pl.when(inside < TILE)
         def _():
             row = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=_WGMMA)
             for column in range(0, LATENT, TILE):
-                at = latents.at[:, pl.ds(column, TILE)]
+                at = tile.at[:, pl.ds(column, TILE)]
                 x = plgpu.load(at, layout=_WGMMA)
                 at[...] = jnp.where(row < inside, x, jnp.zeros_like(x))
+
+        token = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_WGMMA)
+        if self.facts.tokens == 1:
+            return token < inside
+        rows = self.gmem.row_lengths.at[self.row]
+        seen = plgpu.load(rows, layout=_BY_COLUMN, optimized=False)
+        return token < lax.broadcast_in_dim(jnp.minimum(seen, self.end) - start, shape, [1])
 
     def finish(self, out, top, sums) -> None:
         """Write the outputs, and with chunks the maximum and sum of each query row."""
@@ -167,8 +156,92 @@ class FewBlock(LatentBlock):
             out = (out * lax.broadcast_in_dim(whole, out.shape, [1])).astype(jnp.bfloat16)
         else:
             _write_stats(self.facts)(self.gmem.stats.at[self.part], top, total)
-        staged = self.smem.latents.out
+        staged = self.smem.tiles.out
         staged.transpose((1, 0))[...] = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(staged, self.gmem.out.at[self.part])
         plgpu.wait_smem_to_gmem(0)
+
+
+@inline(plgpu.RefType(tiled(jnp.bfloat16, 128)), REF, REF)
+def _gather(tile, chosen, cache):
+    """Copy the listed tokens ``chosen [64]`` of ``cache [tokens, 576]`` into a swizzled tile.
+
+    Eight threads copy 128 bytes of a token at a time.  A negative place is zeros.
+    """
+    thread = p.register("tid.x") & 127
+    part, first = thread & 7, thread >> 3
+    in_eight = first & 7
+    to = p.shared_address(tile) + (first >> 3) * (8 * 2 * WIDTH) + (in_eight << 7)
+    to = to + ((part ^ in_eight) << 4)
+    places, source = p.shared_address(chosen), p.offset(p.address(cache), part, 16)
+    for row in range(0, TILE, 16):
+        (place,) = p.load_shared(places + (first << 2), 1, 4 * row)
+        size = p.where(place < 0, p.ci(0), p.ci(16))
+        token = p.offset(source, p.larger(place, 0), 2 * WIDTH)
+        for piece in range(WIDTH // 64):
+            at = row * 2 * WIDTH + piece * 1024
+            p.copy_async(to, token, at, 128 * piece, size, line=True)
+    p.copies_commit()
+
+
+def _arrived(pending: int):
+    """Return the wait of a thread for all but the last copies; wgmma may read the others."""
+
+    @inline()
+    def wait():
+        p.copies_wait(pending)
+        p.ptx("fence.proxy.async.shared::cta;")
+
+    return wait
+
+
+class ChosenBlock(FewBlock):
+    """The program of two warpgroups: all query rows of a token over a chunk of its list."""
+
+    def seen(self, token: int):
+        del token
+        return jnp.int32(self.facts.capacity)
+
+    def attend(self) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        pl.when(warpgroup == 0)(super().attend)
+        pl.when(warpgroup == 1)(self.gather)
+
+    def begin(self) -> None:
+        plgpu.copy_gmem_to_smem(self.gmem.q.at[self.row], self.smem.q, self.barrier.q_full)
+        plgpu.barrier_wait(self.barrier.q_full)
+        plgpu.barrier_wait(self.barrier.listed)
+
+    def release(self, i) -> None:
+        plgpu.barrier_arrive(self.barrier.free.at[_slot(i)])
+
+    def places(self, i):
+        return self.smem.chosen.at[i]
+
+    def seen_of(self, i, tile):
+        del tile
+        place = plgpu.load(self.places(i), layout=_BY_TOKEN, optimized=False)
+        return lax.broadcast_in_dim(place, (TILE, self.width), [0]) >= 0
+
+    def gather(self) -> None:
+        """Keep the places of tiles full, a tile ahead of the one that is announced."""
+        tiles = self.facts.chunk // TILE
+        chosen = self.gmem.chosen.at[self.row, pl.ds(self.first // TILE, tiles)]
+        plgpu.copy_gmem_to_smem(chosen, self.smem.chosen, self.barrier.listed)
+        plgpu.barrier_wait(self.barrier.listed)
+
+        def announce(i, pending: int) -> None:
+            _arrived(pending)()
+            plgpu.barrier_arrive(self.barrier.full.at[_slot(i)])
+
+        def copy(i, _) -> None:
+            @pl.when(i >= STAGES)
+            def _():
+                plgpu.barrier_wait(self.barrier.free.at[_slot(i)])
+
+            _gather(self.smem.tiles.tokens.at[_slot(i)], self.places(i), self.gmem.cache)
+            pl.when(i > 0)(lambda: announce(i - 1, 1))
+
+        lax.fori_loop(0, self.rounds, copy, None)
+        announce(self.rounds - 1, 0)

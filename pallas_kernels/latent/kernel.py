@@ -14,10 +14,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.merge import merge_chunks
 from pallas_kernels.attention.operands import capacity_of
-from pallas_kernels.latent.decode_program import HALF, LATENT, PIECES, TILE, Facts, LatentBlock
-from pallas_kernels.latent.few_program import STAGES, FewBlock
+from pallas_kernels.latent.decode_program import (
+    HALF,
+    LATENT,
+    PIECES,
+    ROPE,
+    TILE,
+    Facts,
+    LatentBlock,
+)
+from pallas_kernels.latent.few_program import STAGES, WIDTH, ChosenBlock, FewBlock
 from pallas_kernels.latent.plan import LatentPlan, copy_of
 from pallas_kernels.launch import Views, launch
+from pallas_kernels.matmul.many_rows.pipeline import tiled
 from pallas_kernels.ptx import LOG2E
 
 ROWS = 8  # query heads are filled up to a multiple: a row of a tile in shared memory
@@ -34,67 +43,90 @@ def latent_attention(
     plan: LatentPlan,
 ) -> jax.Array:
     """``q [B, T, N, 576]``, ``lengths [B, T]`` -> ``[B, T, N, 512]``; see ``latent.op``."""
-    batch, tokens, n, width = q.shape
-    heads = -(-n // ROWS) * ROWS
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, heads - n), (0, 0)))
-    rows, capacity = tokens * heads, capacity_of(cache, table)
+    batch, tokens, n, _ = q.shape
+    q = _filled_heads(q)
+    heads, capacity = q.shape[2], capacity_of(cache, table)
     page = pool = 0
     if table is not None:
         pool, page = cache.shape[:2]
     run = TILE if table is None else copy_of(table.shape[1], page)
-    splits = -(-capacity // plan.chunk)
-    tiles = -(-rows // TILE)
     facts = Facts(
-        tokens, rows, plan.chunk, splits, capacity, run, page, pool, scale * LOG2E, tiles % 2 == 0
+        tokens, tokens * heads, plan.chunk, capacity, run, page, pool, scale * LOG2E, plan.paired
     )
-    out = jax.ShapeDtypeStruct((batch, rows, LATENT), q.dtype)
-    stats = None
-    if splits > 1:
-        out = jax.ShapeDtypeStruct((batch * splits, rows, LATENT), jnp.float32)
-        stats = jax.ShapeDtypeStruct((batch * splits, rows, 2), jnp.float32)
+    filled = facts.rows if plan.few else facts.tiles * TILE
+    operands = {
+        "q": q.reshape(batch, facts.rows, WIDTH),
+        "cache": cache,
+        "lengths": lengths.reshape(-1),
+        "row_lengths": by_query_row(lengths, heads, filled) if tokens > 1 else None,
+        "table": table,
+    }
+    out = _launch(FewBlock if plan.few else LatentBlock, facts, operands, lengths)
+    return out.reshape(batch, tokens, heads, LATENT)[:, :, :n]
 
-    copies = TILE // run
-    if plan.few:
-        block, filled = FewBlock, rows
-        scratch = _few_scratch(out.dtype, copies, rows)
-    else:
-        block, filled = LatentBlock, facts.tiles * TILE
-        scratch = _scratch(out.dtype, copies, facts.paired)
+
+@functools.partial(jax.jit, static_argnames=("scale", "plan"))
+def chosen_attention(
+    q: jax.Array, cache: jax.Array, chosen: jax.Array, *, scale: float, plan: LatentPlan
+) -> jax.Array:
+    """``q [B, N, 576]``, ``cache [tokens, 576]``, ``chosen [B, K]`` -> ``[B, N, 512]``."""
+    batch, n, _ = q.shape
+    q = _filled_heads(q)
+    splits = -(-chosen.shape[1] // plan.chunk)
+    free = splits * plan.chunk - chosen.shape[1]
+    chosen = jnp.pad(chosen, ((0, 0), (0, free)), constant_values=-1)
+    facts = Facts(1, q.shape[1], plan.chunk, chosen.shape[1], TILE, 0, 0, scale * LOG2E)
+    operands = {"q": q, "cache": cache, "chosen": chosen.reshape(batch, -1, TILE)}
+    # A row whose list is empty has zeros.
+    lengths = jnp.where(jnp.any(chosen >= 0, axis=1), chosen.shape[1], 0).astype(jnp.int32)
+    out = _launch(ChosenBlock, facts, operands, lengths)
+    return out[:, :n]
+
+
+def _filled_heads(q: jax.Array) -> jax.Array:
+    """Fill the heads ``[..., N, 576]`` up to a multiple of ROWS."""
+    return jnp.pad(q, (*((0, 0),) * (q.ndim - 2), (0, -q.shape[-2] % ROWS), (0, 0)))
+
+
+def _launch(
+    block: type[LatentBlock], facts: Facts, operands: dict[str, jax.Array | None], seen: jax.Array
+) -> jax.Array:
+    """Return ``[B, rows, 512]``; seen: int32 ``[B]`` or ``[B, T]``, the keys of each token."""
+    q = operands["q"]
+    assert q is not None
+    parts, splits = len(q) * facts.splits, facts.splits
+    dtype = q.dtype if splits == 1 else jnp.float32
+    out = jax.ShapeDtypeStruct((parts, facts.rows, LATENT), dtype)
+    stats = jax.ShapeDtypeStruct((parts, facts.rows, 2), jnp.float32)
 
     def body(gmem, smem, barrier) -> None:
         block(gmem, smem, barrier, facts).run()
 
     out, stats = launch(
         body,
-        {
-            "q": q.reshape(batch, rows, width),
-            "cache": cache,
-            "lengths": lengths.reshape(-1),
-            "row_lengths": by_query_row(lengths, heads, filled) if tokens > 1 else None,
-            "table": table,
-        },
-        {"out": out, "stats": stats},
-        name="latent_attention_kernel",
-        grid=batch * splits * facts.tiles // (1 + facts.paired),
+        operands,
+        {"out": out, "stats": None if splits == 1 else stats},
+        name="latent_attention_kernel" if block is not ChosenBlock else "chosen_latents_kernel",
+        grid=parts * facts.tiles // (1 + facts.paired),
         cluster=1 + facts.paired,
-        warpgroups=None if plan.few else 2,
+        warpgroups=None if block is FewBlock else 2,
         approx_math=True,
         # The program for 64 rows sums over lanes of a warp.
-        reduction_scratch_bytes=4096 if plan.few else 0,
-        scratch=scratch,
+        reduction_scratch_bytes=0 if block is LatentBlock else 4096,
+        scratch=_scratch(block, dtype, facts),
     )
-    if splits > 1:
-        out = merge_chunks(
-            out.reshape(batch, splits, rows, LATENT),
-            stats.reshape(batch, splits, rows, 2),
-            lengths,
-            capacity=capacity,
-            chunk=plan.chunk,
-            window=None,
-            rotated=False,
-            out_dtype=q.dtype,
-        )
-    return out.reshape(batch, tokens, heads, LATENT)[:, :, :n]
+    if splits == 1:
+        return out
+    return merge_chunks(
+        out.reshape(len(q), splits, facts.rows, LATENT),
+        stats.reshape(len(q), splits, facts.rows, 2),
+        seen,
+        capacity=facts.capacity,
+        chunk=facts.chunk,
+        window=None,
+        rotated=False,
+        out_dtype=q.dtype,
+    )
 
 
 def by_query_row(lengths: jax.Array, heads: int, width: int) -> jax.Array:
@@ -105,40 +137,44 @@ def by_query_row(lengths: jax.Array, heads: int, width: int) -> jax.Array:
 
 def _tiles(dtype, *shape: int):
     """Shared memory in tiles of 8 rows of 128 bytes, with TMA's swizzle."""
-    tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
+    return plgpu.SMEM(shape, dtype, transforms=tiled(dtype, 128))
 
 
-def _scratch(out_dtype, copies: int, paired: bool) -> dict[str, object]:
-    """A block's shared memory and barriers; copies: of a piece of a tile."""
+def _scratch(block: type[LatentBlock], out_dtype, facts: Facts) -> dict[str, object]:
+    """A block's shared memory and barriers."""
+    if issubclass(block, FewBlock):
+        return _few_scratch(out_dtype, facts, block is ChosenBlock)
     bf16 = functools.partial(_tiles, jnp.bfloat16)
     # The outputs leave from the place of the half that their warpgroup multiplied last.
-    free = plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=2)
     half = Views(tokens=bf16(2, TILE, HALF), out=_tiles(out_dtype, TILE, HALF))
+    full = plgpu.Barrier(num_arrivals=facts.copies, num_barriers=2)
+    free = plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=2)
     return {
         **{f"q_{name}": bf16(1, TILE, width) for name, (_, width) in PIECES.items()},
-        **{name: half for name in ("left", "right")},
-        "rope": bf16(2, TILE, PIECES["rope"][1]),
+        "left": half,
+        "right": half,
+        "rope": bf16(2, TILE, ROPE),
         "weights": bf16(TILE, TILE),
         "by_row": plgpu.SMEM((4, TILE), jnp.float32),
         "q_full": plgpu.Barrier(num_arrivals=len(PIECES)),
-        **{f"{name}_full": plgpu.Barrier(num_arrivals=copies, num_barriers=2) for name in PIECES},
-        **{f"{name}_free": free if paired else None for name in PIECES},
+        **{f"{name}_full": full for name in PIECES},
+        **{f"{name}_free": free if facts.paired else None for name in PIECES},
         "weights_full": plgpu.Barrier(num_barriers=2),
         "total_ready": plgpu.Barrier(num_arrivals=2),
     }
 
 
-def _few_scratch(out_dtype, copies: int, rows: int) -> dict[str, object]:
-    """The same of the program for few query rows."""
+def _few_scratch(out_dtype, facts: Facts, has_list: bool) -> dict[str, object]:
+    """The same of the programs for few query rows; has_list: of the one for listed tokens."""
     bf16 = functools.partial(_tiles, jnp.bfloat16)
     return {
-        "q": bf16(rows, LATENT + PIECES["rope"][1]),
-        # The outputs leave from the place of the latents.
-        "latents": Views(tokens=bf16(STAGES, TILE, LATENT), out=_tiles(out_dtype, rows, LATENT)),
-        "rope": bf16(TILE, PIECES["rope"][1]),
-        "weights": bf16(rows, TILE),
+        "q": bf16(facts.rows, WIDTH),
+        # The outputs leave from the place of the tiles.
+        "tiles": Views(tokens=bf16(STAGES, TILE, WIDTH), out=_tiles(out_dtype, facts.rows, LATENT)),
+        "weights": bf16(facts.rows, TILE),
         "q_full": plgpu.Barrier(),
-        "latents_full": plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
-        "rope_full": plgpu.Barrier(num_arrivals=copies),
+        "full": plgpu.Barrier(num_arrivals=facts.copies, num_barriers=STAGES),
+        "chosen": plgpu.SMEM((facts.chunk // TILE, TILE), jnp.int32) if has_list else None,
+        "listed": plgpu.Barrier() if has_list else None,
+        "free": plgpu.Barrier(num_barriers=STAGES) if has_list else None,
     }

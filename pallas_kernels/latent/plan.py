@@ -29,15 +29,21 @@ FEW_ROWS = 16  # query rows, each token's heads filled up to a multiple of 8
 class LatentPlan(Predicted):
     """chunk: tokens of a block, a multiple of 64.
 
-    few: by the program for up to 16 query rows, and not that for 64.
+    few: by the program for up to 16 query rows, and not that for 64.  paired: by pairs of blocks
+    that share their copies.
     """
 
     kernel: ClassVar[str] = "latent_attention_mosaic"
     chunk: int
     few: bool = False
+    paired: bool = False
 
     def __str__(self) -> str:
-        return f"chunks of {self.chunk} tokens"
+        program = "16 query rows" if self.few else "pairs of blocks" if self.paired else "blocks"
+        return f"{program}, chunks of {self.chunk} tokens"
+
+    def representative(self) -> LatentPlan:
+        return LatentPlan(TILE, self.few, self.paired)
 
 
 def plan(q: jax.Array, cache: jax.Array, table: jax.Array | None) -> LatentPlan | Reason:
@@ -62,14 +68,19 @@ def plan(q: jax.Array, cache: jax.Array, table: jax.Array | None) -> LatentPlan 
         return Reason(
             f"cache has pages of {cache.shape[1]} tokens; the kernel takes 8, 16, 32 and n * 64"
         )
-    capacity, rows = capacity_of(cache, table), tokens * n
-    few = tokens * (-(-n // 8) * 8) <= FEW_ROWS
-    found = [LatentPlan(chunk, few) for chunk in chunks_of(capacity)]
+    capacity = capacity_of(cache, table)
     return shortest(
-        found,
-        lambda one: microseconds(batch, rows, capacity, one.chunk, few=few),
-        lambda: xla_microseconds(batch, rows, capacity),
+        plans(tokens, n, capacity),
+        lambda one: microseconds(one, batch, tokens * n, capacity),
+        lambda: xla_microseconds(batch, tokens * n, capacity),
     )
+
+
+def plans(tokens: int, n: int, capacity: int) -> list[LatentPlan]:
+    """Return the plans of rows of this capacity, one for each number of chunks."""
+    few = tokens * (-(-n // 8) * 8) <= FEW_ROWS
+    paired = not few and -(-tokens * n // TILE) % 2 == 0
+    return [LatentPlan(chunk, few, paired) for chunk in chunks_of(capacity)]
 
 
 def copy_of(entries: int, page: int) -> int:
@@ -89,17 +100,17 @@ def chunks_of(capacity: int) -> list[int]:
     return sorted({-(-tiles // splits) * TILE for splits in range(1, most + 1)}, reverse=True)
 
 
-def microseconds(batch: int, rows: int, capacity: int, chunk: int, *, few: bool = False) -> float:
+def microseconds(plan: LatentPlan, batch: int, rows: int, capacity: int) -> float:
     """Return the predicted time of the kernels, of full rows."""
-    splits, query_tiles = -(-capacity // chunk), -(-rows // TILE)
+    splits, query_tiles = -(-capacity // plan.chunk), -(-rows // TILE)
     blocks = batch * splits * query_tiles
     waves, sms = -(-blocks // gpu().sms), min(blocks, gpu().sms)
     size = ROUND * 2 * WIDTH
     card = gpu().latent
     memory = max(size * sms / query_tiles / gpu().copy_rate, size * sms / card.l2_rate) * 1e6
-    rounds = -(-min(chunk, capacity) // ROUND)
+    rounds = -(-min(plan.chunk, capacity) // ROUND)
     # The program for few rows copies one tile while it multiplies another.
-    round_us = max(card.few_round_us, memory) if few else card.round_us + memory
+    round_us = max(card.few_round_us, memory) if plan.few else card.round_us + memory
     own = waves * (card.block_us + rounds * round_us)
     if splits == 1:
         return own
