@@ -177,7 +177,7 @@ def _gather(tile, chosen, cache):
     places, source = p.shared_address(chosen), p.offset(p.address(cache), part, 16)
     for row in range(0, TILE, 16):
         (place,) = p.load_shared(places + (first << 2), 1, 4 * row)
-        size = p.where(place < 0, p.ci(0), p.ci(16))
+        size = p.where(p.below(place, 0), p.ci(0), p.ci(16))
         token = p.offset(source, p.larger(place, 0), 2 * WIDTH)
         for piece in range(WIDTH // 64):
             at = row * 2 * WIDTH + piece * 1024
