@@ -26,6 +26,7 @@ __all__ = [
     "Primitive",
     "arith",
     "cudnn_attention",
+    "cudnn_version",
     "distributed_state",
     "func",
     "get_opaque_trace_state",
@@ -57,6 +58,13 @@ def cudnn_attention() -> tuple[Callable[..., Any], type[MaskType]]:
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
     return dot_product_attention, MaskType
+
+
+def cudnn_version() -> int:
+    """The version of cuDNN, 91000 for 9.10.0; 0 without it."""
+    from jax._src.lib import cuda_versions
+
+    return 0 if cuda_versions is None else cuda_versions.cudnn_get_version()
 
 
 def distributed_state() -> State:

@@ -31,7 +31,7 @@ def pretend_a_gpu(monkeypatch):
     """``extend`` in float32 on any machine, in blocks of 128 keys."""
     monkeypatch.setattr(cudnn_attention, "_with_log_sum", plain)
     monkeypatch.setattr(cudnn_attention, "PAST_TOKENS", 128)
-    monkeypatch.setattr(chunk, "has_cudnn", lambda q: True)
+    monkeypatch.setattr(chunk, "has_cudnn", lambda *heads: True)
 
 
 def poison(cache: Cache) -> Cache:
@@ -280,3 +280,43 @@ def test_packed_rows_on_the_gpu(window, known):
 def _with_gradients(form, q, k, v, dy):
     out, pull = jax.vjp(form, q, k, v)
     return out, *pull(dy)
+
+
+def test_values_of_another_width_are_not_filled_up(monkeypatch):
+    """Heads of 192 features and values of 128, as in latent attention, go to cuDNN as they are."""
+
+    def attention(q, k, v, **options):
+        assert options["mask_type"] == "causal" and options["scale"] == 192**-0.5
+        assert v.shape[-1] == 128
+        return plain(q, k, v, is_causal=True, window=options["sliding_window_length"])[0]
+
+    masks = types.SimpleNamespace(CAUSAL="causal")
+    monkeypatch.setattr(cudnn_attention, "cudnn_attention", lambda: (attention, masks))
+    rng = np.random.default_rng(0)
+    shapes = (2, 40, 4, 192), (2, 40, 2, 192), (2, 40, 2, 128)
+    q, k, v = (as_jax(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    for window in (None, 7):
+        padded = jnp.pad(v, ((0, 0),) * 3 + ((0, 64),))
+        want = plain(q, k, padded, is_causal=True, window=window)[0][..., :128]
+        assert relative_error(cudnn_attention.causal(q, k, v, window), want) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "widths, capability, version, taken",
+    [
+        ((128, 128), "8.0", 0, True),
+        ((192, 192), "9.0", 91400, False),
+        ((192, 128), "9.0", 91400, True),
+        ((192, 128), "9.0", 90900, False),
+        ((192, 128), "8.0", 91400, False),
+        ((256, 136), "9.0", 91400, False),
+        ((192, 132), "9.0", 91400, False),
+    ],
+)
+def test_heads_that_cudnn_takes(widths, capability, version, taken, monkeypatch):
+    device = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(cudnn_attention, "cudnn_version", lambda: version)
+    q, v = (jax.ShapeDtypeStruct((1, 64, 4, width), jnp.bfloat16) for width in widths)
+    assert chunk.has_cudnn(q, v) == taken

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllama.model.mixers.attention.cudnn import causal, extend
+from jaxllama.model.mixers.attention.cudnn import causal, extend, has_two_widths
 from jaxllama.model.mixers.attention.state import KVCache
 from pallas_kernels.attention.blockwise import blockwise_attention
 from pallas_kernels.attention.plain import (
@@ -37,13 +37,20 @@ _Static = tuple[int | None, float | None, Plan | None]  # window, softcap, the h
 QUERY_BLOCK = 512
 
 
-def has_cudnn(q: jax.Array | jax.ShapeDtypeStruct) -> bool:
+def has_cudnn(
+    q: jax.Array | jax.ShapeDtypeStruct, v: jax.Array | jax.ShapeDtypeStruct | None = None
+) -> bool:
     """Return whether cuDNN's fused attention takes these heads on this machine.
 
-    It takes 16-bit heads of up to 128 features, in eights.
+    It takes 16-bit heads of up to 128 features, in eights.  From Hopper on it takes keys of up to
+    256 features if values have up to 128, as in latent attention.  v: None is as wide as q.
     """
     is_half = q.dtype in (jnp.bfloat16, jnp.float16)
-    return jax.default_backend() == "gpu" and is_half and q.shape[-1] <= 128 and not q.shape[-1] % 8
+    if jax.default_backend() != "gpu" or not is_half or q.shape[-1] % 8:
+        return False
+    if v is None or v.shape[-1] == q.shape[-1]:
+        return q.shape[-1] <= 128
+    return v.shape[-1] <= 128 and v.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and has_two_widths()
 
 
 def attend(
@@ -57,16 +64,19 @@ def attend(
     segments: jax.Array | None = None,
     begins: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention of ``q[B, T, N, H]`` over ``k, v[B, T, K, H]``, all at ``positions``, which
-    count up by one.  sinks: as ``decode_attention`` takes them.  segments: int32 ``[B, T]`` of
-    packed rows, whose tokens see their own segment; ``positions`` are not read then.  begins: int32
-    ``[B, M]``, where these segments begin, then -1, if that is known."""
+    """Causal attention of ``q[B, T, N, H]`` over ``k, v[B, T, K, H]``.
+
+    positions: ``[B, T]``, which count up by one.  v: of another width, where ``has_cudnn`` says so.
+    sinks: as ``decode_attention`` takes them.  segments: int32 ``[B, T]`` of packed rows, whose
+    tokens see their own segment; ``positions`` are not read then.  begins: int32 ``[B, M]``, where
+    these segments begin, then -1, if that is known.
+    """
     if segments is not None:
         if has_cudnn(q) and softcap is None and sinks is None:
             return causal(q, k, v, window, segments=segments, begins=begins)
         place = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32), segments.shape)
         return _attend_in_blocks((window, softcap, None), q, k, v, place, sinks, segments)
-    if has_cudnn(q) and softcap is None:
+    if has_cudnn(q, v) and softcap is None:
         if sinks is None:
             return causal(q, k, v, window)
         return _causal_with_sinks(XLA, (window, None, None), q, k, v, positions, sinks)

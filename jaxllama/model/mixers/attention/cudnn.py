@@ -38,7 +38,7 @@ from pallas_kernels.attention.operands import capacity_of
 from pallas_kernels.attention.plain import is_visible
 from pallas_kernels.attention.rope_cache import place
 from pallas_kernels.dispatch import choose_plan, device_of
-from pallas_kernels.jax_internals import cudnn_attention
+from pallas_kernels.jax_internals import cudnn_attention, cudnn_version
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
 
@@ -62,7 +62,7 @@ def causal(
     segments: jax.Array | None = None,
     begins: jax.Array | None = None,
 ) -> jax.Array:
-    """``q[B, T, N, H]`` over ``k, v[B, T, K, H]`` -> ``[B, T, N, H]``.
+    """``q[B, T, N, H]`` over ``k, v[B, T, K, H]`` -> ``[B, T, N, H]``; see ``has_two_widths``.
 
     window: keys that a query sees, itself included.  sinks: ``[N]``, without a derivative here.
     segments: int32 ``[B, T]``; a query sees the keys of its own segment.  Without sinks only.
@@ -88,6 +88,16 @@ def causal(
     if sinks is not None:
         inner = window if window is not None and window < q.shape[1] else None
         return _finished(*_with_log_sum(q, k, v, is_causal=True, window=inner), sinks, q.dtype)
+    if v.shape[-1] != q.shape[-1]:  # which jax.nn.dot_product_attention refuses
+        fused_attention, masks = cudnn_attention()
+        return fused_attention(
+            q,
+            k,
+            v,
+            scale=q.shape[-1] ** -0.5,
+            mask_type=masks.CAUSAL,
+            sliding_window_length=window,
+        )
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -96,6 +106,12 @@ def causal(
         local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn",
     )
+
+
+def has_two_widths() -> bool:
+    """Whether cuDNN takes keys and values of different widths: from Hopper and 9.10 on."""
+    major = float(getattr(jax.devices()[0], "compute_capability", "0"))
+    return major >= 9 and cudnn_version() >= 91000
 
 
 def _reads_segments(q: jax.Array, begins: jax.Array) -> bool:

@@ -33,7 +33,7 @@ from jaxllama.config import AttentionConfig, LatentConfig
 from jaxllama.model.linear import linear
 from jaxllama.model.lora import floats
 from jaxllama.model.mixers.attention import indexer
-from jaxllama.model.mixers.attention.chunk import attend
+from jaxllama.model.mixers.attention.chunk import attend, has_cudnn
 from jaxllama.model.mixers.attention.indexer import IndexHeads
 from jaxllama.model.mixers.attention.shared import over_cache
 from jaxllama.model.mixers.attention.state import KVCache, as_pages
@@ -222,7 +222,8 @@ def _expanded(cfg: AttentionConfig, p: Params, heads: LatentHeads, at: Chunk) ->
     k, v = jnp.split(keys_values, (latent.d_nope,), axis=-1)
     shared = jnp.broadcast_to(heads.key, (*k.shape[:-1], latent.d_rope))
     k = jnp.concatenate([k, shared], axis=-1)
-    v = jnp.pad(v, ((0, 0),) * 3 + ((0, cfg.head_dim - latent.d_v),))
+    if at.segments is not None or not has_cudnn(heads.q, v):
+        v = jnp.pad(v, ((0, 0),) * 3 + ((0, cfg.head_dim - latent.d_v),))
     window = cfg.sliding_window
     out = attend(heads.q, k, v, at.positions, window, segments=at.segments)
     return out[..., : latent.d_v]
