@@ -144,6 +144,19 @@ def _decode_attention() -> Sequence[Plan]:
     return _classes(itertools.chain(_direct(), many()))
 
 
+def _latent_attention() -> Sequence[Plan]:
+    from pallas_kernels.latent import plan as latent
+
+    programs = (True, False), (False, False), (False, True)
+    return [latent.LatentPlan(latent.TILE, *program) for program in programs] if gpu().wgmma else []
+
+
+def _chosen_latent_attention() -> Sequence[Plan]:
+    from pallas_kernels.latent.chosen import ChosenPlan
+
+    return [ChosenPlan(plan) for plan in _latent_attention()]
+
+
 # --- recurrences ----------------------------------------------------------------------------------
 
 
@@ -207,6 +220,8 @@ OPS: dict[str, Callable[[], Sequence[Plan]]] = {
     "best": _best,
     "norm_and_route": _norm_and_route,
     "decode_attention": _decode_attention,
+    "latent_attention": _latent_attention,
+    "chosen_latent_attention": _chosen_latent_attention,
     "rope_and_attend": lambda: _classes(_direct()),
     "rope_and_write": lambda: [RopeCachePlan()],
     "gla": _gla,

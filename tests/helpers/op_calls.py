@@ -33,6 +33,8 @@ from pallas_kernels.gated_delta import kernel as delta_kernel
 from pallas_kernels.gated_delta import step_kernel as delta_step_kernel
 from pallas_kernels.gla import kernel as gla_kernel
 from pallas_kernels.gla import step_kernel as gla_step_kernel
+from pallas_kernels.latent import chosen
+from pallas_kernels.latent import op as latent
 from pallas_kernels.matmul import gated
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.recurrence.op import Heads
@@ -330,6 +332,59 @@ def _attended(
     if sinks is not None:
         total = total + np.exp(sinks[:, None] - top)
     return weights @ v[first:length] / total
+
+
+def latents(
+    batch: int, tokens: int, n: int, capacity: int, page: int = 0, places: int = 0
+) -> OpCall:
+    """Latent attention of all keys, or with ``places`` of lists of up to so many keys."""
+    pool = (2 * batch * capacity // page + 3, page) if page else (batch, capacity)
+    table = S((batch, capacity // page), INT32) if page else None
+    q, cache = S((batch, tokens, n, 576), BF16), S((*pool, 576), BF16)
+    seen = S((batch, tokens, places) if places else (batch, tokens), INT32)
+    op = chosen.chosen_latent_attention if places else latent.latent_attention
+    find = functools.partial(chosen.plan, q, cache, seen)
+    if not places:
+        find = functools.partial(latent.plan, q, cache, table)
+
+    def run(q: Any, cache: Any, seen: Any, table: Any, implementation: Any) -> Any:
+        return op(q, cache, seen, scale=576**-0.5, table=table, implementation=implementation)
+
+    def values(rng: Rng) -> tuple[Any, ...]:
+        counts = rng.integers(0, (places or capacity) + 1, (batch, tokens))
+        counts.flat[-1] = places or capacity
+        named = np.tile(np.arange(capacity), (batch, tokens, 1))
+        if places:
+            named = rng.permuted(named, axis=2)[..., :places]
+        named = np.where(np.arange(named.shape[2]) < counts[..., None], named, -1)
+        entries = np.array(wide(normal(rng, S((batch, capacity, 576), BF16))))
+        for row in range(batch):
+            entries[row, np.setdiff1d(np.arange(capacity), named[row])] = np.nan
+        pages = None
+        if table is not None:
+            at, held = rng.permutation(pool[0])[: table.size], np.full((*pool, 576), np.nan)
+            held[at] = entries.reshape(-1, page, 576)
+            entries, pages = held, as_jax(at.reshape(table.shape), INT32)
+        return (
+            normal(rng, q),
+            as_jax(entries, BF16),
+            as_jax(named if places else counts, INT32),
+            pages,
+        )
+
+    def check(out: Any, operands: tuple[Any, ...], rng: Rng) -> float:
+        q, cache, seen, table = operands
+        got, want = [], []
+        for row in _some(rng, batch, 3):
+            keys = wide(cache[row] if table is None else cache[table[row]].reshape(-1, 576))
+            for token, at in enumerate(np.asarray(seen[row])):
+                own = keys[at[at >= 0] if places else slice(at)]
+                want.append(_attended(wide(q[row, token]), own, own, len(own), None)[:, :512])
+                got.append(wide(out[row, token]))
+        return near(np.stack(got), np.stack(want))
+
+    name = "chosen_latent_attention" if places else "latent_attention"
+    return OpCall(name, find, run, (q, cache, seen, table), values, check)
 
 
 def decode(

@@ -40,6 +40,7 @@ from tests.helpers.op_calls import (
     gated_product,
     grouped,
     largest,
+    latents,
     rope_attend,
     rope_write,
     route,
@@ -176,6 +177,13 @@ def _decode() -> Iterator[OpCall]:
         yield decode((8, 8, 64), batch, 65536, kind)
 
 
+def _latents(places: tuple[int, int] = (0, 0)) -> Iterator[OpCall]:
+    """Each program at its smallest and at an odd shape; places: of the lists there."""
+    for small, odd in ((8, (2, 5)), (24, (3, 11)), (72, (2, 61))):
+        yield latents(1, 1, small, 64, places=places[0])
+        yield latents(3, *odd, 448, 32, places[1])
+
+
 def _rope_attend() -> Iterator[OpCall]:
     capacities = 64, 100, *_ROUNDS, 2048, 3000, 4096
     shapes = itertools.product((1, 2), capacities, _N_KV, (64, 256), (1, 5, 8))
@@ -247,6 +255,8 @@ _LISTS: dict[str, Callable[[], Iterator[OpCall]]] = {
     "gated_matmul": _gated,
     "norm_and_route": _route,
     "best": _best,
+    "latent_attention": _latents,
+    "chosen_latent_attention": functools.partial(_latents, (64, 200)),
     "rope_and_write": _rope_write,
     "gla": _gla,
     "gated_delta": _delta,

@@ -100,6 +100,19 @@ def draw_decode(draw: random.Random) -> OpCall:
     )
 
 
+def draw_latents(draw: random.Random, chosen: bool = False) -> OpCall:
+    page = draw.choice((0, 0, 8, 16, 32, 64, 128))
+    capacity = max(page, 8) * draw.randint(1, 40)
+    return op_calls.latents(
+        draw.choice((1, 2, 3, 5, 9)),
+        draw.choice((1, 1, 2, 3, 5, 8)),
+        draw.choice((1, 4, 5, 8, 16, 20, 40, 64, 100, 128)),
+        capacity,
+        page,
+        draw.randint(1, capacity) if chosen else 0,
+    )
+
+
 def draw_rope_attend(draw: random.Random) -> OpCall:
     heads, dtype = _heads(draw), _half(draw)
     batch, capacity = draw.choice((1, 2)), draw.choice(CAPACITIES)
@@ -172,6 +185,8 @@ DRAWERS: dict[str, Callable[[random.Random], OpCall]] = {
     "norm_and_route": draw_route,
     "best": draw_best,
     "decode_attention": draw_decode,
+    "latent_attention": draw_latents,
+    "chosen_latent_attention": functools.partial(draw_latents, chosen=True),
     "rope_and_attend": draw_rope_attend,
     "rope_and_write": draw_rope_write,
     "gla": draw_gla,
