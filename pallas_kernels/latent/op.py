@@ -10,8 +10,8 @@ Contract, as ``attention.op``'s: entries at s >= the row's longest length, even 
 result.  A token of length 0 gives zeros.  A row's result depends on no other row, and is the same
 bits every time.
 
-Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; the kernel's two halves as in FlashMLA.  Left
-out: a cache of 8-bit codes, and a choice of keys by an indexer.
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; the kernel's two halves as in FlashMLA.  A
+choice of keys by an indexer has ``latent.chosen``.  Left out: a cache of 8-bit codes.
 """
 
 from __future__ import annotations
