@@ -33,6 +33,8 @@ from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, Tile, TokenT
 from pallas_kernels.experts.plan import MOST_PAIRS, row_plan
 from pallas_kernels.experts.route_plan import BLOCKS, WARPS, BestPlan, RoutePlan
 from pallas_kernels.experts.summed_plan import GroupedSumPlan
+from pallas_kernels.latent import plan as latent
+from pallas_kernels.latent.chosen import ChosenPlan
 from pallas_kernels.matmul.few_rows.plan import row_plans, tile_plans
 from pallas_kernels.matmul.many_rows.plan import (
     WeightTile,
@@ -144,16 +146,12 @@ def _decode_attention() -> Sequence[Plan]:
     return _classes(itertools.chain(_direct(), many()))
 
 
-def _latent_attention() -> Sequence[Plan]:
-    from pallas_kernels.latent import plan as latent
-
+def _latent_attention() -> Sequence[latent.LatentPlan]:
     programs = (True, False), (False, False), (False, True)
     return [latent.LatentPlan(latent.TILE, *program) for program in programs] if gpu().wgmma else []
 
 
 def _chosen_latent_attention() -> Sequence[Plan]:
-    from pallas_kernels.latent.chosen import ChosenPlan
-
     return [ChosenPlan(plan) for plan in _latent_attention()]
 
 
