@@ -27,6 +27,7 @@ from pallas_kernels.gated_delta import token_kernel as delta_token_kernel
 from pallas_kernels.gla import kernel as gla
 from pallas_kernels.gla import step_kernel
 from pallas_kernels.gla.token import GlaLayerTokens, gla_token
+from pallas_kernels.latent.chosen import chosen_latent_attention
 from pallas_kernels.latent.op import latent_attention
 from pallas_kernels.matmul import sums
 from pallas_kernels.matmul.blocks import blocks_matmul
@@ -157,6 +158,12 @@ def latent(batch: int, tokens: int, n: int, capacity: int, page: int = 0):
         return latent_attention(q, cache, lengths, scale=576**-0.5, **named)
 
     return f, given
+
+
+def chosen(batch: int, n: int, capacity: int, places: int):
+    q, cache = S((batch, 1, n, 576), BF16), S((batch, capacity, 576), BF16)
+    f = functools.partial(chosen_latent_attention, scale=576**-0.5, implementation="mosaic")
+    return f, (q, cache, S((batch, 1, places), I32))
 
 
 def rope(op, kind: str, batch: int, capacity: int, tokens: int | None = None, heads=HEADS):
@@ -326,6 +333,7 @@ CASES = {
     "latent 64": lambda: latent(64, 1, 16, 8192),
     "latent 64 of 128 heads": lambda: latent(64, 1, 128, 8192),
     "latent 16 of 4 tokens in pages": lambda: latent(16, 4, 16, 8192, 64),
+    "chosen latents 64": lambda: chosen(64, 16, 131072, 2048),
     "decode 1 of 5 tokens": lambda: decode("bfloat16", 1, 1536, 5),
     "direct": lambda: rope(rope_and_attend, "bfloat16", 1, 1152),
     "rope and cache int8": lambda: rope(rope_and_write, "int8", 64, 1152),

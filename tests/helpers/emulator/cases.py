@@ -107,6 +107,12 @@ def latent(kernels: str, batch: int, tokens: int, n: int, capacity: int, page=0,
     return both(kernels, f, q, cache, lengths(batch, capacity, tokens), *table, sms=sms)
 
 
+def chosen(kernels: str, batch: int, n: int, capacity: int, places: int) -> Case:
+    f, (q, cache, _) = built(real.chosen, batch, n, capacity, places)
+    listed = jnp.arange(places, dtype=I32)[::-1] * (capacity // places)
+    return both(kernels, f, q, cache, jnp.tile(listed, (batch, 1, 1)), sms=1)
+
+
 def rope(kernels: str, op, kind: str, batch: int, capacity: int, tokens=None) -> Case:
     f, given = built(real.rope, op, kind, batch, capacity, tokens, HEADS)
     return both(kernels, f.func, *given[:-1], lengths(batch, capacity, tokens))
@@ -291,6 +297,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "latent, tokens in pages": lambda: latent(
         "latent_attention_kernel decode_attention_merge", 1, 2, 8, 256, 32
     ),
+    "chosen": lambda: chosen("chosen_latents_kernel", 1, 8, 256, 128),
     "direct": lambda: rope("decode_attention_direct", real.rope_and_attend, "bfloat16", 1, 256),
     "rope": lambda: rope("rope_and_cache_write", real.rope_and_write, "int8", 3, 64),
     "past": past_case,
