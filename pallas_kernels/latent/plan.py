@@ -1,8 +1,8 @@
 """How latent attention on Hopper cuts the tokens of a row into chunks, and how long it takes.
 
-A block takes 64 query rows and a chunk.  Its rounds of 128 tokens take the products' time and the
-memory's, as both of its tiles are in use at once.  All blocks of a row read the row's tokens, the
-first one from device memory and the others from the L2.
+A block takes up to 64 query rows and a chunk.  It copies one tile while it multiplies another, so a
+round of 128 tokens takes the longer of the two times.  All blocks of a row read the row's tokens,
+the first one from device memory and the others from the L2.
 """
 
 from __future__ import annotations
@@ -109,9 +109,8 @@ def microseconds(plan: LatentPlan, batch: int, rows: int, capacity: int) -> floa
     card = gpu().latent
     memory = max(size * sms / query_tiles / gpu().copy_rate, size * sms / card.l2_rate) * 1e6
     rounds = -(-min(plan.chunk, capacity) // ROUND)
-    # The program for few rows copies one tile while it multiplies another.
-    round_us = max(card.few_round_us, memory) if plan.few else card.round_us + memory
-    own = waves * (card.block_us + rounds * round_us)
+    round_us = card.few_round_us if plan.few else card.round_us
+    own = waves * (card.block_us + rounds * max(round_us, memory))
     if splits == 1:
         return own
     parts = 2 * 4 * LATENT * batch * splits * rows  # written and read
