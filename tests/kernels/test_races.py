@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
+from pallas_kernels.dispatch import hopper_reason
 from tests.helpers.matmul_cases import newest
 
 pytestmark = newest
@@ -58,13 +59,18 @@ def launched(name: str, seed: int, change=None) -> tuple[list[str], float]:
 
     case = made(name)
     with emulated(seed, change, case.sms, case.target) as emulator:
-        found = jax.tree.leaves(case.run())
+        found = case.run()
+    return [x.name.removesuffix("_mosaic_gpu") for x in emulator.programs], error_of(name, found)
+
+
+def error_of(name: str, found) -> float:
+    """The error of a case's results over what it may be."""
     worst = 0.0
-    for x, y in zip(found, jax.tree.leaves(wanted(name)), strict=True):
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted(name)), strict=True):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         error = np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30)
-        worst = max(worst, error / case.error if np.isfinite(error) else np.inf)
-    return [x.name.removesuffix("_mosaic_gpu") for x in emulator.programs], worst
+        worst = max(worst, error / made(name).error if np.isfinite(error) else np.inf)
+    return worst
 
 
 @pytest.mark.parametrize(
@@ -81,6 +87,20 @@ def test_values(name):
 @pytest.mark.parametrize("name", CASES)
 def test_other_orders(name, seed):
     assert launched(name, seed)[1] < 1
+
+
+@pytest.mark.plans
+@pytest.mark.slow
+@pytest.mark.skipif(hopper_reason() is not None, reason=str(hopper_reason()))
+@pytest.mark.parametrize("name", CASES)
+def test_values_on_a_gpu(name):
+    """A call of each kernel that is short enough for compute-sanitizer: docs/release.md."""
+    from tests.helpers.emulator.launch import planned_with
+
+    case = made(name)
+    with planned_with(case.sms, case.target):
+        found = jax.block_until_ready(case.run())
+    assert error_of(name, found) < 1
 
 
 # Kernels whose warps share nothing: each has its own rows, and there is no barrier.
