@@ -162,7 +162,7 @@ def test_every_plan_has_its_proofs(card):
 
 @pytest.mark.skipif(jax.__version_info__ < OTHER_JAX, reason="the record is of jax >= 0.12")
 @pytest.mark.parametrize("card", RECORDED)
-@pytest.mark.parametrize("step", [45, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [90, pytest.param(1, marks=pytest.mark.slow)])
 def test_plans_are_lowered_as_recorded(card, step):
     record = make_plans.load(card)
     if record["jax"] != jax.__version__:
