@@ -9,7 +9,7 @@ Lanes, each usable alone:
     pytest tests/kernels        on Python >= 3.12: the emulator runs the Mosaic kernels
     pytest -m gpu               on a GPU: the kernels themselves; with JAXLLAMA_TARGET=sm_80 those
                                 of older cards, and -rs names what has no form there
-    pytest -m plans             on a GPU: every plan of a product, in parts
+    pytest -m plans             on a GPU: every plan, in parts; a small call of each kernel
     pytest -m slow PATH         minutes of evidence, a room at a time
     python -m tests.slow_lane PATH...    many rooms, a fresh process for each few tests
     python tests/faults.py      planted faults, when tests are removed or moved to slow (FAULTS.md)

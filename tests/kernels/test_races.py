@@ -146,8 +146,17 @@ PLANTED = [
     ("greedy", 0, "barrier.cluster.wait.acquire", 0, "left out"),
     ("norm", 0, "'bar.sync'", 2, "left out"),
     ("GLA step", 0, "griddepcontrol.wait", 0, "left out"),
+    ("experts row", 0, "'bar.sync'", 2, "left out"),
+    ("delta step", 0, "'bar.sync'", 3, "left out"),
 ]
 PLANTED_SLOW = [
+    ("experts sum", 0, "'bar.sync'", 2, "left out"),
+    ("experts sum", 0, "'bar.sync'", 3, "left out"),
+    ("latent", 0, "t.wait(", 0, "left out"),
+    ("latent", 0, "barrier_init", 1, "one arrival more"),
+    ("latent, tokens in pages", 0, "barrier_init", 1, "one arrival less"),
+    ("latent, tokens in pages", 0, "mbarrier.arrive", 1, "left out"),
+    ("SSD", 0, "barrier_init", 1, "one arrival more"),
     ("decode int8", 0, "mbarrier.arrive.shared", 0, "left out"),
     ("decode int8", 0, "mbarrier.init", 0, "one arrival more"),
     ("decode, several tokens", 0, "mbarrier.arrive.shared", 0, "left out"),

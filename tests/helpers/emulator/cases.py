@@ -166,9 +166,9 @@ def grouped(kernels: str, scheme: str, tokens=1, gated=None, tile=None, sms=4) -
 
 
 def experts_sum() -> Case:
-    x, w = array((1, 2, 512), BF16), stacked("int4", 4, 256, 512)
+    x, w = array((1, 2, 1152), BF16), stacked("int4", 4, 256, 1152)
     call = functools.partial(grouped_matmul, x, w, experts_of(1, 4, 2), weights=-array((1, 2), F32))
-    return both("grouped_matmul_sum", call)
+    return both("grouped_matmul_sum", call, sms=8)
 
 
 def gla_case(kernels: str, shape, save: str = "nothing", sms: int = 132) -> Case:
