@@ -329,16 +329,19 @@ def fault(error: Exception) -> str:
     return f"{type(error).__name__}: {first} ({Path(at.filename).name}:{at.lineno}: {at.line})"
 
 
-def drawn_call(draw: random.Random) -> OpCall:
-    """Return a call that a kernel computes: a third are dense products, other ops are as likely."""
+def drawn_call(draw: random.Random, most: int = MOST_VALUES) -> OpCall:
+    """Return a call that a kernel computes: a third are dense products, other ops are as likely.
+
+    most: values of its operands.
+    """
     op = None if draw.random() < 1 / 3 else draw.choice(list(DRAWERS))
     while True:
         if op is None:
-            [found] = drawn(draw, 1, MOST_VALUES)
+            [found] = drawn(draw, 1, most)
             call = product_call(*found)
         else:
             call = DRAWERS[op](draw)
-        if call.size <= MOST_VALUES and named_plan(call.find()) is not None:
+        if call.size <= most and named_plan(call.find()) is not None:
             return call
 
 
