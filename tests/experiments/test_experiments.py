@@ -844,7 +844,7 @@ def test_every_point_of_the_quantization_experiment_runs_on_a_tiny_model(write, 
     rows = json.loads((out / "results.json").read_text())["rows"]
     kl = {row["point"]: row["results"]["kl"] for row in rows}
     floats = "scheme=none, method=rtn, kv_dtype=None"
-    assert len(kl) == 13 and abs(kl.pop(floats)) < 1e-9
+    assert len(kl) == len(experiment.points) > 10 and abs(kl.pop(floats)) < 1e-9
     assert all(0 < value < 0.1 for value in kl.values())
     assert (out / "1-kl-by-weight_megabytes.png").exists()
 
