@@ -425,10 +425,12 @@ def test_doctor_says_what_runs_where_and_why(run):
     assert status == 0 and "op        decode, 1 row: " in out
 
 
+@pytest.mark.skipif(jax.__version_info__ < dispatch.TESTED_JAX[0], reason="needs jax >= 0.11.2")
 def test_doctor_looks_at_what_a_hopper_gpu_would_run(monkeypatch):
-    if jax.__version_info__ < dispatch.TESTED_JAX[0]:
-        pytest.skip(f"jax {jax.__version__} traces no Mosaic kernel")
-    monkeypatch.setattr(dispatch, "hopper_reason", lambda *_: None)
+    hopper = SimpleNamespace(
+        platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", memory_stats=dict
+    )
+    monkeypatch.setattr(dispatch, "device_of", lambda _: hopper)
     ops = [doctor._op(*row) for row in doctor._typical_calls()]
     got = {(op["op"], op["call"]): op for op in ops}
     for op in got.values():
