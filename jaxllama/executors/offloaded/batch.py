@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig
-from jaxllama.decoding.mtp import MTPDraft, MTPState
+from jaxllama.decoding.heads import HeadDraft, HeadState
 from jaxllama.decoding.rows import Fields, Rows
 from jaxllama.decoding.sampling import History, SamplingParams
 from jaxllama.decoding.turn import append, drawn_by, start
@@ -72,7 +72,7 @@ class OffloadedBatch:
     scores: logits of that pass, ``[B width, V]``.
     tokens: tokens of that pass that recurrent states may take, by layer.
     output: hidden states of that pass, or of the prompts' last tokens.
-    mtp: state of an MTP head that drafts.
+    head: state of a head that drafts.
     """
 
     rows: Rows
@@ -89,7 +89,7 @@ class OffloadedBatch:
     scores: jax.Array | None = None
     tokens: dict[int, LayerState] = dataclasses.field(default_factory=dict)
     output: Hidden | None = None
-    mtp: MTPState | None = None
+    head: HeadState | None = None
 
     @property
     def reads_prompts(self) -> bool:
@@ -166,9 +166,13 @@ def append_token(
 
 
 def read_prompts(
-    draft: MTPDraft, params: Params, state: MTPState, pieces: list[TokenPiece], hidden: list[Stream]
-) -> MTPState:
-    """Return the state of an MTP head after the prompts' pieces, whose last layer gave ``hidden``.
+    draft: HeadDraft,
+    params: Params,
+    state: HeadState,
+    pieces: list[TokenPiece],
+    hidden: list[Stream],
+) -> HeadState:
+    """Return the state of a head after the prompts' pieces, whose last layer gave ``hidden``.
 
     The last token of a prompt has no successor yet, and is left out.
     """
@@ -186,19 +190,19 @@ def read_prompts(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _read_prompt(
-    draft: MTPDraft,
+    draft: HeadDraft,
     params: Params,
-    state: MTPState,
+    state: HeadState,
     following: jax.Array,
     hidden: Hidden,
     lengths: jax.Array,
-) -> MTPState:
+) -> HeadState:
     return draft.read_prompt(params, state, following, hidden, lengths)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
 def begin_answer(
-    draft: MTPDraft, params: Params, rows: Rows, state: MTPState, last: Hidden, lengths: jax.Array
+    draft: HeadDraft, params: Params, rows: Rows, state: HeadState, last: Hidden, lengths: jax.Array
 ) -> Rows:
-    """``MTPDraft.begin_answer``, as one program."""
+    """``HeadDraft.begin_answer``, as one program."""
     return draft.begin_answer(params, rows, state, last, lengths)

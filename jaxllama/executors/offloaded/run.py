@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.config import ModelConfig
-from jaxllama.decoding.mtp import MTPDraft
+from jaxllama.decoding.heads import HeadDraft
 from jaxllama.decoding.rows import Fields, Report, Rows
 from jaxllama.decoding.sampling import History, SamplingParams
 from jaxllama.executors.executor import Call
@@ -106,7 +106,7 @@ class OffloadRun:
         self.rows = call.tokens.shape[0]
         parts = self.cut(call.tokens, call.lengths, call.sampling)
         self.batches = [self._batch(*part) for part in parts]
-        self._mtp: tuple[MTPDraft, Params] | None = None
+        self._head_draft: tuple[HeadDraft, Params] | None = None
         self._known: dict[int, Pending] = {}  # the last loaded table, if it is tied
         self._whole: dict[ModelUnit, _Whole | None] = {}  # what ``_resident`` has found
         self.experts = ExpertWork(store, policy)
@@ -114,12 +114,12 @@ class OffloadRun:
         self._overlapped = Overlapped(store.lanes) if self.policy.overlap else None
         self.join(call.tokens, call.lengths, call.sampling, params.get(ROWS))
 
-    def begin_mtp(self, draft: MTPDraft, params: Params) -> None:
-        """Let an MTP head, whose parameters are on the device, read the first step's prompts."""
-        self._mtp = draft, params
+    def begin_head(self, draft: HeadDraft, params: Params) -> None:
+        """Let a head that drafts read the first step's prompts; params: on the device."""
+        self._head_draft = draft, params
         for batch in self.batches:
             size = batch.rows.ints.shape[1]
-            batch.mtp = draft.begin(params, size, self.capacity)
+            batch.head = draft.begin(params, size, self.capacity)
 
     # Rows to batches
 
@@ -459,10 +459,10 @@ class OffloadRun:
             batch.scores = programs.all_logits(self.cfg, weights, x)[:, 0]
             batch.output = Hidden(x.total)
             return
-        if batch.mtp is not None and batch.reads_prompts:
-            assert self._mtp is not None
-            draft, params = self._mtp
-            batch.mtp = read_prompts(draft, params, batch.mtp, batch.pieces, hidden)
+        if batch.head is not None and batch.reads_prompts:
+            assert self._head_draft is not None
+            draft, params = self._head_draft
+            batch.head = read_prompts(draft, params, batch.head, batch.pieces, hidden)
         last = None
         for piece, x in zip(batch.pieces, hidden, strict=True):
             last = programs.last_hidden(x, piece.lengths, last)
