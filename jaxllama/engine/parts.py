@@ -39,8 +39,7 @@ def _of_slots(
     mesh = mesh_of(lm.params)
     devices = 1 if mesh is None else mesh.shape[MODEL_AXIS]
     drafting = lm.drafting(draft, asked.get("draft_tokens", 0))
-    by = draft.config if isinstance(draft, LanguageModel) else draft
-    by = by.head.layer_config if isinstance(by, Drafter) else by
+    by = draft.config if isinstance(draft, LanguageModel | Drafter) else draft
     asked = {"deterministic": lm.deterministic, **asked, "draft": by}
     wanted = EngineOptions(**asked)
     if wanted.lora_slots and mesh is not None:

@@ -130,6 +130,11 @@ class Drafter:
     head: Eagle3Head
     params: Params
 
+    @property
+    def config(self) -> ModelConfig:
+        """The config of a model of the head's layer."""
+        return self.head.model
+
 
 def published_taps(n_layers: int) -> tuple[int, ...]:
     """Return the layers before which published heads read the states of a model."""

@@ -172,6 +172,8 @@ def test_tokens_of_a_head_that_the_model_has_not(tmp_path) -> None:
 
 
 def test_a_model_that_a_head_does_not_fit_says_so(tmp_path) -> None:
+    with pytest.raises(JaxLlamaError, match="a head that drafts for a model: name its folder as"):
+        jl.load(write(tmp_path / "draft"))
     with pytest.raises(JaxLlamaError, match="no EAGLE-3 head"):
         jl.load_drafter(hf.save(tmp_path / "model", CONFIG, model().params))
     small = LanguageModel(CONFIG.replace(n_layers=2), {}, None, executor=model().executor)

@@ -18,6 +18,8 @@ from jaxllama.model.cache import init_cache
 from jaxllama.model.records import Hidden
 from jaxllama.training import draft, train, train_config_from_dict
 from jaxllama.training.batch import Batch
+from jaxllama.training.estimate import estimate
+from jaxllama.training.start import open_data
 from tests.helpers.chat_cases import chat_model
 from tests.helpers.eagle_cases import CONFIG, drafter, model
 
@@ -176,3 +178,12 @@ def test_a_run_learns_resumes_to_the_bit_and_its_head_drafts(folder) -> None:
 def test_refusals_name_the_key(folder, change, message) -> None:
     with pytest.raises(JaxLlamaError, match=message):
         config_of(folder, **change)
+
+
+def test_a_dry_run_answers_a_few_prompts(folder) -> None:
+    config = config_of(folder)
+    found = estimate(config, open_data(config))
+    head = draft.head_of(config, "head", jl.load(config.init_from).config)
+    weights = sum(int(np.prod(spec.shape)) for spec in eagle3.table(head).values())
+    assert found.parameters == weights and head.model.vocab_size == 200
+    assert found.state_bytes > 12 * weights and found.seconds > found.start_seconds > 0

@@ -21,6 +21,7 @@ from numpy.typing import DTypeLike
 
 from jaxllama.checkpoints.hf.config import config_from_hf, config_to_hf
 from jaxllama.checkpoints.hf.load import Tensors, check_tensors, open_tensors, read_param
+from jaxllama.checkpoints.hf.refused import HEADS
 from jaxllama.checkpoints.hf.save import SaveUnit, check_paths, floats_unit, write_directory
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.checkpoints.safetensors import DTYPES
@@ -33,7 +34,6 @@ from jaxllama.model.param import Path as ParamPath
 from jaxllama.model.params import nested
 from jaxllama.typing import JsonMapping, JsonObject
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _VOCAB, _WIDTH, _NORM = "draft_vocab_size", "target_hidden_size", "norm_before_residual"
 _SETS = "eagle_config"
@@ -47,7 +47,7 @@ def is_drafter(directory: str | Path) -> bool:
     if not exists(path):
         return False
     names = read_json(path, SETTINGS).get("architectures")
-    return isinstance(names, list) and any(name in ARCHITECTURES for name in names)
+    return isinstance(names, list) and any(name in HEADS for name in names)
 
 
 def load(directory: str | Path, dtype: DTypeLike = np.float32) -> Drafter:
@@ -58,9 +58,7 @@ def load(directory: str | Path, dtype: DTypeLike = np.float32) -> Drafter:
     """
     directory, dtype = Path(directory), np.dtype(dtype)
     if not is_drafter(directory):
-        raise JaxLlamaError(
-            f"{directory}: no EAGLE-3 head: config.json has none of {ARCHITECTURES}"
-        )
+        raise JaxLlamaError(f"{directory}: no EAGLE-3 head: config.json has none of {HEADS}")
     config = read_json(directory / "config.json", SETTINGS)
     try:
         head = _head(config, directory.resolve().name)
@@ -147,7 +145,7 @@ def _config(head: Eagle3Head, dtype: str) -> JsonObject:
     form = layer.form
     plain = head.model.of_layers([layer.replace(form=Form())])
     config = config_to_hf(plain, dtype)
-    config |= {"architectures": [ARCHITECTURES[0]], "vocab_size": head.target_vocab}
+    config |= {"architectures": [HEADS[0]], "vocab_size": head.target_vocab}
     config |= {_VOCAB: head.model.vocab_size, _WIDTH: head.target_width}
     if head.taps:
         config |= {_IDS: list(head.taps), _SETS: {_IDS: [index - 1 for index in head.taps]}}
