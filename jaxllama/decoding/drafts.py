@@ -206,7 +206,10 @@ class NGram:
     unsure: bool = False
     reads_hidden: ClassVar[bool] = False
     counts_read: ClassVar[bool] = False
-    taps: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
 
     def begin(self, *_: object) -> None:
         """Return None: an n-gram draft has no state."""
@@ -259,7 +262,10 @@ class ModelDraft:
     vocab_size: int
     reads_hidden: ClassVar[bool] = False
     counts_read: ClassVar[bool] = True
-    taps: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
 
     def begin(self, params: Params, tokens: jax.Array, lengths: jax.Array, capacity: int) -> Cache:
         """The cache after prompts ``tokens[B, T]`` of ``lengths[B]`` tokens."""

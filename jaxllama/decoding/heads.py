@@ -150,7 +150,7 @@ class HeadDraft:
         without one has length 0.
         """
         live, newest = (lengths > 0).astype(jnp.int32), rows.fields.newest[:, None]
-        state = self.read(params, state, newest, last[:, None], live)
+        state = self.read(params, state, newest, last.reshaped(-1, 1), live)
         return dataclasses.replace(rows, kept=state)
 
     def observe(self, params: Params, rows: Rows, inputs: Inputs, passed: Pass) -> Rows:
@@ -183,7 +183,7 @@ class HeadDraft:
             index, tokens, cache, hidden, history = carry
             newest = lax.dynamic_index_in_dim(tokens, index - 1, 1)
             goes_on = (index < wanted).astype(jnp.int32)
-            before = hidden[:, None]
+            before = hidden.reshaped(-1, 1)
             read, cache = self.head.forward(params, newest, before, goes_on, cache, is_own=True)
             hidden = read[:, 0]
             tokens, history = drafted(tokens, index, hidden, history)

@@ -148,7 +148,9 @@ def start(
         )
     else:
         check_room(cache, tokens.shape[1], "tokens")
-        read = None if head is None else functools.partial(head.read_prompt, draft_params)
+        read = None
+        if head is not None and draft_params is not None:
+            read = functools.partial(head.read_prompt, draft_params)
         last, after, state = fill_hidden(cfg, params, tokens, lengths, cache, chunk, read, state)
         scores, cache = scores_of(cfg, params, last, cache, lengths), after
     prompts = prompts._replace(tokens=tokens, lengths=lengths)

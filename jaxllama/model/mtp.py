@@ -13,7 +13,6 @@ a head with an embedding of its own.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +36,10 @@ class MTPHead:
     """The head of the model with this config, whose parameters have it (``heads.Head``)."""
 
     cfg: ModelConfig
-    taps: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
 
     @property
     def layer_config(self) -> ModelConfig:

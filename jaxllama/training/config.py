@@ -427,14 +427,16 @@ class TrainConfig:
 
     def _check_rewards(self) -> None:
         """Check that a run with prompts to reward, and no other, says how to answer and reward."""
-        is_rewarded = self.data.prompts is not None and self.goal.kind != "draft"
+        is_draft = self.goal.kind == "draft"
+        is_rewarded = self.data.prompts is not None and not is_draft
+        wrong = "excludes objective.kind = draft" if is_draft else "is for data.prompts"
         for key in ("rollout", "reward"):
             value = getattr(self, key)
             require(
                 is_rewarded == (value is not None),
                 key,
                 value,
-                "is for prompts with rewards" if value else "is needed for data.prompts",
+                wrong if value else "is needed for data.prompts",
             )
         if self.rollout is None:
             return

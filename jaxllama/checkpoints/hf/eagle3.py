@@ -186,7 +186,7 @@ def _targets(directory: Path, head: Eagle3Head, files: Tensors) -> np.ndarray:
         )
     offsets = np.empty(count, DTYPES[info.dtype])
     file.read_into(info, offsets)
-    targets = offsets + np.arange(count)
+    targets = offsets.astype(np.int64) + np.arange(count)
     is_known = (targets >= 0) & (targets < head.target_vocab)
     if not is_known.all() or len(np.unique(targets)) < count:
         raise file.error(

@@ -10,7 +10,7 @@ Source: EAGLE-3 (arXiv 2503.01840, section 3) and its published code.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 
@@ -35,6 +35,7 @@ class EagleLayer(Sequential):
     ) -> tuple[Tree, Stream]:
         """Return the products of the mixer's input, and the stream."""
         assert isinstance(layer.form, Eagle) and stream.embedded is not None
+        assert isinstance(weights, Mapping)
         total = stream.total
         embedded, _ = linear.norm(Stream(stream.embedded), p["embedded_norm"], layer)
         normed, _ = linear.norm(Stream(total), p["mixer_norm"], layer)
