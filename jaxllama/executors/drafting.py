@@ -68,12 +68,8 @@ def draft_source(
 def _fitted(model: DraftingModel, draft: Drafter) -> Eagle3Head:
     """Return the head for ``model``.  Raises JaxLlamaError if it cannot draft for it."""
     name = draft.head.model.name
-    if not model.executor.on_device or model.mesh is not None:
-        where = "on a mesh" if model.mesh is not None else "offloaded"
-        raise JaxLlamaError(
-            f"draft: {name} reads the states of layers, which {model.config.name} does not hand "
-            f"out: it is {where}"
-        )
+    if model.mesh is not None:
+        raise JaxLlamaError(f"draft: {name} is on one device, and {model.config.name} on a mesh")
     own, dtype = draft.params["fc"]["weight"].dtype, activation_dtype(model.params)
     if own != dtype:
         raise JaxLlamaError(f"draft: {name} is {own}, but {model.config.name} is {dtype}")

@@ -26,7 +26,6 @@ from jaxllama.executors.offloaded.cpu_attention import SplitCache
 from jaxllama.executors.offloaded.layer_cache import LayerCache
 from jaxllama.executors.offloaded.programs import Rope
 from jaxllama.model.cache import LayerState
-from jaxllama.model.linear import Stream
 from jaxllama.model.records import Hidden
 from jaxllama.typing import Params, Tree
 
@@ -72,6 +71,7 @@ class OffloadedBatch:
     scores: logits of that pass, ``[B width, V]``.
     tokens: tokens of that pass that recurrent states may take, by layer.
     output: hidden states of that pass, or of the prompts' last tokens.
+    taps: states of each piece before the layers of ``cfg.taps``.
     head: state of a head that drafts.
     """
 
@@ -89,6 +89,7 @@ class OffloadedBatch:
     scores: jax.Array | None = None
     tokens: dict[int, LayerState] = dataclasses.field(default_factory=dict)
     output: Hidden | None = None
+    taps: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
     head: HeadState | None = None
 
     @property
@@ -170,9 +171,9 @@ def read_prompts(
     params: Params,
     state: HeadState,
     pieces: list[TokenPiece],
-    hidden: list[Stream],
+    hidden: list[Hidden],
 ) -> HeadState:
-    """Return the state of a head after the prompts' pieces, whose last layer gave ``hidden``.
+    """Return the state of a head after the prompts' pieces, whose states are ``hidden``.
 
     The last token of a prompt has no successor yet, and is left out.
     """
@@ -183,7 +184,7 @@ def read_prompts(
         begin = pieces[index + 1].tokens[:, :1] if index + 1 < len(pieces) else piece.tokens[:, :1]
         following = jnp.concatenate([piece.tokens[:, 1:], begin], axis=1)
         known = jnp.clip(total - 1 - seen, 0, piece.lengths)
-        state = _read_prompt(draft, params, state, following, Hidden(x.total), known)
+        state = _read_prompt(draft, params, state, following, x, known)
         seen = seen + piece.lengths
     return state
 

@@ -178,6 +178,8 @@ class Offloaded:
     def begin(self, cfg: ModelConfig, params: Params, call: Call) -> OffloadedDecoding:
         (rows, width), dtype = call.tokens.shape, activation_dtype(params)
         check_host(cfg, self.policy, (rows, width), call.capacity, call.kv_dtype, dtype)
+        if call.drafting is not None:
+            cfg = cfg.replace(taps=call.drafting.plan.draft.taps)
         run = self.run(cfg, params, call)
         if call.drafting is None or not call.drafting.plan.draft.reads_hidden:
             run.step()
