@@ -14,8 +14,9 @@ the states g_t before the head's layers and its own distribution p of each next 
     loss = sum over k of 0.8^k  mean over answers of KL(p_{t + 1 + k} || q_k)
 
 p has the tokens of the head's vocabulary only.  Places where the model's likeliest token is not
-among them do not count.  The head begins as the model's own last norm and product on the last of
-its three states.
+among them do not count.  The head begins with the model's last norm, and the rows of its head.  fc
+begins at random, over the size of each state's features, so that x_0 is small beside what the layer
+adds (``docs/lab/training.md``).
 
 Source: EAGLE-3 (arXiv 2503.01840) and its published code.  Left out: a mesh, other losses.
 """
@@ -57,6 +58,8 @@ from pallas_kernels.attention.plain import attention_scores, rotate
 ANSWERS = "answers.npz"  # in the run's folder
 DECAY = 0.8  # weight of a step beside the step before
 _SLOTS = 64  # answers at a time
+_ROWS = 8  # that measure the size of the model's states
+_STREAM = 0.1  # size of a feature of x_0 at first
 KeysValues = tuple[jax.Array, jax.Array]  # [B, T, K, H] each
 
 
@@ -112,9 +115,23 @@ def begin(
     own["head", "weight"] = jnp.array(weight)
     if target.norm.kind == "rms" and target.norm.weight:
         own["norm", "weight"] = jnp.array(params["norm"]["weight"], jnp.float32)
-    d = target.d_model
-    own["fc", "weight"] = own["fc", "weight"].at[:, -d:].set(jnp.eye(d, dtype=jnp.float32))
+    rows, _ = data.split(config.data.held_out)
+    sizes = _sizes(head, target, params, rows.rows(range(_ROWS)), jnp.dtype(config.dtype))
+    noise = jax.random.normal(jax.random.fold_in(key, len(own)), own["fc", "weight"].shape)
+    own["fc", "weight"] = _STREAM * len(sizes) ** -0.5 * noise / sizes
     return head, nested(own), {"target": params, TARGETS: targets}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 4))
+def _sizes(
+    head: Eagle3Head, target: ModelConfig, params: Params, batch: Batch, dtype: jnp.dtype
+) -> jax.Array:
+    """Return the size of each feature of the states before the head's layers, float32 ``[3 D]``."""
+    _, taps = _states(head, target, dtype, params, batch)
+    segments = batch.input_segments
+    assert segments is not None
+    squares = jnp.square(taps.astype(jnp.float32)) * (segments > 0)[..., None]
+    return jnp.sqrt(jnp.sum(squares, axis=(0, 1)) / jnp.sum(segments > 0)) + 1e-6
 
 
 def head_of(config: TrainConfig, name: str, target: ModelConfig) -> Eagle3Head:
