@@ -130,8 +130,9 @@ def _sizes(
     _, taps = _states(head, target, dtype, params, batch)
     segments = batch.input_segments
     assert segments is not None
-    squares = jnp.square(taps.astype(jnp.float32)) * (segments > 0)[..., None]
-    return jnp.sqrt(jnp.sum(squares, axis=(0, 1)) / jnp.sum(segments > 0)) + 1e-6
+    is_token = (segments > 0).astype(jnp.float32)[..., None]
+    squares = jnp.sum(jnp.square(taps.astype(jnp.float32)) * is_token, axis=(0, 1))
+    return jnp.sqrt(squares / jnp.sum(is_token)) + jnp.float32(1e-6)
 
 
 def head_of(config: TrainConfig, name: str, target: ModelConfig) -> Eagle3Head:

@@ -25,12 +25,16 @@ from tests.helpers.engine_cases import (
 pytestmark = pytest.mark.usefixtures("engines_of_one_size")
 
 
-def test_tokens_are_those_of_the_request_alone():
-    """Preempted and cancelled rows, and prefixes that the cache knows, in one engine."""
+@pytest.mark.slow
+def test_preempted_and_cancelled_rows_have_the_tokens_of_the_request_alone():
     eng = engine("eagle", draft=drafter(), draft_tokens=3)
     run_schedule("eagle", eng, REPEATING)
     assert eng.stats().preemptions > 0
-    prompt = PROMPTS[7]
+
+
+def test_tokens_are_those_of_the_request_alone():
+    """The second request begins with a prefix that the cache, and the head's, knows."""
+    eng, prompt = engine("eagle", draft=drafter(), draft_tokens=3), PROMPTS[7]
     for index in range(2):
         request = Request(f"p{index}", prompt, 16, SAMPLINGS[5], ignore_eos=True)
         before = eng.stats()

@@ -142,6 +142,7 @@ def test_the_loss_is_its_formula(folder) -> None:
     np.testing.assert_allclose(parts["tokens_a_pass"], 1 + right, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_learns_resumes_to_the_bit_and_its_head_drafts(folder) -> None:
     """Packed rows of the model's own answers, killed after step 3."""
     config = config_of(folder, validate_every=3, checkpoint_every=3, keep_checkpoints=2)
