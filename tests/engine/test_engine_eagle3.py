@@ -22,10 +22,9 @@ from tests.helpers.engine_cases import (
     written,
 )
 
-pytestmark = pytest.mark.usefixtures("engines_of_one_size")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("engines_of_one_size")]
 
 
-@pytest.mark.slow
 def test_preempted_and_cancelled_rows_have_the_tokens_of_the_request_alone():
     eng = engine("eagle", draft=drafter(), draft_tokens=3)
     run_schedule("eagle", eng, REPEATING)
@@ -45,7 +44,6 @@ def test_tokens_are_those_of_the_request_alone():
     assert events[-1].cached_tokens > 0
 
 
-@pytest.mark.slow
 def test_tokens_are_those_of_the_request_alone_in_many_schedules():
     search("eagle", 300, draft=drafter(), draft_tokens=3)
     stats = engine("eagle", draft=drafter(), draft_tokens=3).stats()
@@ -53,7 +51,6 @@ def test_tokens_are_those_of_the_request_alone_in_many_schedules():
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
-@pytest.mark.slow
 def test_a_deterministic_engine_has_its_tokens():
     lm = dataclasses.replace(model("eagle"), deterministic=True)
     options = {**OPTIONS, "cache_tokens": None}
