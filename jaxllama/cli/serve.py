@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jaxllama.serving.ray.options import ClusterOptions
 
 HELP = "OpenAI's API, a chat page and metrics over HTTP."
+PINNED, SLACK = 64, 8  # GB of memory that jax pins by default, and that it needs beside the cache
 
 
 def engine_options(sub: Parser) -> None:
@@ -58,11 +59,14 @@ def declared_option(group: common.OptionGroup, option: Option) -> None:
         )
         return
     default = "" if option.default is None else f" (default {option.default})"
-    is_share = option.kind is float
+    if option.kind is str:
+        group.add_argument(f"--{flag}", type=out_folder, metavar="DIR", help=option.text)
+        return
+    is_float = option.kind is float
     group.add_argument(
         f"--{flag}",
-        type=Number(option.kind, option.least, option.most, above=is_share),
-        metavar="SHARE" if is_share else "N",
+        type=Number(option.kind, option.least, option.most, above=is_float),
+        metavar=option.unit if is_float else "N",
         help=f"{option.text}{default}",
     )
 
@@ -77,6 +81,8 @@ def engine_of(args: argparse.Namespace) -> Options:
         "draft_tokens": args.draft_tokens,
     }
     engine |= {name: getattr(args, name) for name in DECLARED if name in args}
+    if args.disk_cache is not None:
+        engine["disk_cache"] = str(args.disk_cache)
     if args.draft is not None:
         engine["draft"] = functools.partial(common.proposer, plain(args))
     return {name: value for name, value in engine.items() if value is not None}
@@ -88,11 +94,15 @@ def plain(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**options)
 
 
-def take_memory() -> None:
+def take_memory(host_cache_gb: float | None = None) -> None:
     """Let jax use most of a GPU's memory, less what a display needs; unused memory holds no cache.
 
-    jax takes three quarters by default. Call this before jax starts its devices.
+    jax takes three quarters by default, and pins up to 64 GB of the host's memory, of which
+    ``host_cache_gb`` may need more. Call this before jax starts its devices.
     """
+    if host_cache_gb is not None and host_cache_gb > PINNED - SLACK:
+        pinned = str(math.ceil(host_cache_gb) + SLACK)
+        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", pinned)
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(gpu_share())
 
@@ -263,7 +273,7 @@ def load_on_cluster(args: argparse.Namespace, folder: str) -> LanguageModel:
     on that host."""
     if os.path.isdir(folder):
         os.chdir(folder)
-    take_memory()
+    take_memory(args.host_cache_gb)
     return common.load(args)
 
 
@@ -322,7 +332,7 @@ def run(args: argparse.Namespace) -> None:
     from jaxllama.serving.http.process import ServeOptions, serve
 
     if args.ray is None:
-        take_memory()
+        take_memory(args.host_cache_gb)
     engine = engine_of(args)
     if args.max_lora_rank is not None and not args.lora_slots:
         raise JaxLlamaError("--max-lora-rank needs --lora-slots: the adapters that it bounds")
