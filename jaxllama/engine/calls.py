@@ -34,7 +34,7 @@ from jaxllama.typing import Jitted, Params, Tree
 ProgramCall = tuple[Hashable, Wanted]
 IdleCall = Callable[[], ProgramCall]
 Moved = Literal["pages", "state"]
-MOVES = records.save_pages, records.load_pages, records.save_state, records.load_state
+MOVES = records.save, records.load_pages, records.load_state
 
 
 class Decode(NamedTuple):
@@ -140,8 +140,8 @@ class Calls:
 
     def saving(self, slots: device.BatchState, indices: np.ndarray, kind: Moved) -> ProgramCall:
         """Return the call that copies pages, or a snapshot, as records."""
-        program = records.save_pages if kind == "pages" else records.save_state
-        return ("save", kind, len(indices)), Wanted(program, (slots, indices))
+        leaves = records.page_leaves if kind == "pages" else records.state_leaves
+        return ("save", kind, len(indices)), Wanted(records.save, (leaves(slots), indices))
 
     def loading(
         self, slots: device.BatchState, indices: np.ndarray, moved: Sequence[Tree], kind: Moved
@@ -216,7 +216,7 @@ class Calls:
             calls.append(lambda: self.saving(slots(), np.full(1, NOBODY, np.int32), "state"))
 
             def load_state() -> ProgramCall:
-                record = blank_record(jax.tree.leaves(slots().snapshots))
+                record = blank_record(records.state_leaves(slots()))
                 return self.loading(slots(), np.full(2, NOBODY, np.int32), [record], "state")
 
             calls.append(load_state)

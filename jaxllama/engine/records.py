@@ -1,8 +1,8 @@
 """Records: a page, or a snapshot of the states, as bytes; and the programs that make and read them.
 
-    slots, copies = save_pages(slots, pages)      uint8 arrays, one a page
+    copies = save(page_leaves(slots), pages)      uint8 arrays, one a page
     slots = load_pages(slots, pages, records)
-    slots, (copy,) = save_state(slots, row)       a snapshot of all layers with a state
+    (copy,) = save(state_leaves(slots), row)      a snapshot of all layers with a state
     slots = load_state(slots, where, record)      to a slot and to a row of the snapshots
 
 A record has the bytes of all layers one after the other, in the cache's own codes: two codes of
@@ -41,19 +41,22 @@ def page_leaves(slots: BatchState) -> list[jax.Array]:
     return jax.tree.leaves(layers)
 
 
+def state_leaves(slots: BatchState) -> list[jax.Array]:
+    """Return the arrays ``[S, ...]`` of all snapshots."""
+    return jax.tree.leaves(slots.snapshots)
+
+
 def record_bytes(leaves: Sequence[jax.Array]) -> int:
     """Return the bytes of one row of these arrays."""
     return sum(packed_bytes(math.prod(leaf.shape[1:]), leaf.dtype) for leaf in leaves)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def save_pages(slots: BatchState, pages: jax.Array) -> tuple[BatchState, tuple[jax.Array, ...]]:
-    return slots, _records(page_leaves(slots), pages)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def save_state(slots: BatchState, row: jax.Array) -> tuple[BatchState, tuple[jax.Array, ...]]:
-    return slots, _records(jax.tree.leaves(slots.snapshots), row)
+@jax.jit
+def save(leaves: Sequence[jax.Array], rows: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the records of these rows of the arrays, uint8."""
+    parts = [_bytes(jnp.take(leaf, rows, axis=0, mode="clip")) for leaf in leaves]
+    data = jnp.concatenate(parts, axis=1)
+    return tuple(data[index] for index in range(len(rows)))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -69,8 +72,7 @@ def load_pages(slots: BatchState, pages: jax.Array, records: Sequence[jax.Array]
 @functools.partial(jax.jit, donate_argnums=0)
 def load_state(slots: BatchState, where: jax.Array, record: jax.Array) -> BatchState:
     """where: int32 ``[2]``, the slot and the row of the snapshots."""
-    leaves, structure = jax.tree.flatten(slots.snapshots)
-    new = list(_values([record], leaves))
+    new = list(_values([record], state_leaves(slots)))
     snapshots = _put(slots.snapshots, where[1:], iter(new))
     states = iter(new)
     layers = tuple(
@@ -79,12 +81,6 @@ def load_state(slots: BatchState, where: jax.Array, record: jax.Array) -> BatchS
     )
     cache = dataclasses.replace(slots.cache, layers=layers)
     return dataclasses.replace(slots, cache=cache, snapshots=snapshots)
-
-
-def _records(leaves: Sequence[jax.Array], rows: jax.Array) -> tuple[jax.Array, ...]:
-    parts = [_bytes(jnp.take(leaf, rows, axis=0, mode="clip")) for leaf in leaves]
-    data = jnp.concatenate(parts, axis=1)
-    return tuple(data[index] for index in range(len(rows)))
 
 
 def _values(records, leaves):

@@ -260,9 +260,9 @@ class Runner:
         assert self.transfers is not None
         indices = np.full(n, NOBODY, np.int32)
         indices[: len(saves)] = [save.index for save in saves]
-        slots, copies = self._programs.call(*self._calls.saving(self.slots, indices, kind))
+        copies = self._programs.call(*self._calls.saving(self.slots, indices, kind))
         self.transfers.saved([save.key for save in saves], copies[: len(saves)])
-        return slots
+        return self.slots
 
     def _load(self, arrived: Arrived) -> device.BatchState:
         assert self.transfers is not None
@@ -467,7 +467,9 @@ class Runner:
         if self._asleep:
             return
         outcome = self._programs.call(*call())
-        self.slots = outcome[0] if isinstance(outcome, tuple) else outcome
+        slots = outcome[0] if isinstance(outcome, tuple) else outcome
+        if isinstance(slots, device.BatchState):  # other programs leave the slots as they are
+            self.slots = slots
 
     def _idle_calls(self) -> list[IdleCall]:
         return self._calls.idle(lambda: self.slots, lambda rows: self._with(rows, {}))

@@ -140,6 +140,10 @@ class TierFiles:
         self._add(name, size)
         return True
 
+    def path(self, key: bytes) -> Path:
+        """Return where the key's file is, if there is one."""
+        return self._path(key.hex())
+
     def _path(self, name: str) -> Path:
         if name.startswith("."):
             return self.folder / name

@@ -14,13 +14,14 @@ Contract. Records never change, so a key may be written by any server and read b
 Host memory holds at most ``host_bytes`` bytes, and the disk as many as ``TierFiles`` says; each
 forgets first what was used longest ago. A record is written to the disk as soon as it is in host
 memory, so that a server that is killed finds it again. Up to ``BEHIND`` bytes more wait in memory
-for a slow disk after they have left host memory; others are lost. Source: LRU tiers below a radix tree as in
-SGLang's HiCache (2025) and LMCache (arXiv 2510.09665).
+for a slow disk after they have left host memory; others are lost. Source: LRU tiers below a radix
+tree as in SGLang's HiCache (2025) and LMCache (arXiv 2510.09665).
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import threading
@@ -120,9 +121,10 @@ class Tiers:
         self._reading: dict[bytes, Future[Record | None]] = {}
         self._ahead: set[bytes] = set()  # read for a request that has not fetched them yet
         self._unreadable: set[bytes] = set()
-        # Records that wait to be written, oldest first, and how many bytes of them left host memory.
+        # Records that wait to be written, oldest first; the bytes of those that left host memory.
         self._unwritten: collections.OrderedDict[bytes, Record] = collections.OrderedDict()
-        self._behind = 0
+        self._left: dict[bytes, int] = {}
+        self._behind = 0  # the sum of ``_left``
         self._writing = 0  # records that a thread writes now
         self._readers = ThreadPoolExecutor(THREADS, "jaxllama-tier-read")
         self._writers = ThreadPoolExecutor(THREADS, "jaxllama-tier-write")
@@ -178,21 +180,26 @@ class Tiers:
         """Keep a record, and begin to write it to the disk."""
         with self._lock:
             self._unreadable.discard(key)
+        is_new = self.files is not None and not self.files.find(key)
+        if is_new:
+            with self._lock:
+                self._unwritten[key] = record
         self._keep(key, record)
-        if self.files is None or self.files.find(key):
-            return
-        with self._lock:
-            self._unwritten[key] = record
-        try:
-            self._writers.submit(self._write_next)
-        except RuntimeError:  # closed
-            return
+        if is_new:
+            with contextlib.suppress(RuntimeError):  # closed
+                self._writers.submit(self._write_next)
 
     def refuse(self, keys: Iterable[bytes]) -> None:
         """Find these records no more, until they are put again."""
         with self._lock:
             for key in keys:
                 self._unreadable.add(key)
+                self._drop(key)
+
+    def forget_host(self) -> None:
+        """Empty the host's memory; what waits for the disk is written."""
+        with self._lock:
+            for key in list(self._host):
                 self._drop(key)
 
     @property
@@ -269,6 +276,7 @@ class Tiers:
         with self._lock:
             self._drop(key)
             self._host[key] = record
+            self._behind -= self._left.pop(key, 0)
             self.host_used += record.nbytes
             while self.host_used > self.host_bytes:
                 old, gone = self._host.popitem(last=False)
@@ -277,6 +285,7 @@ class Tiers:
                     del self._unwritten[old]
                     self.counts.lost += 1
                 elif old in self._unwritten:
+                    self._left[old] = gone.nbytes
                     self._behind += gone.nbytes
 
     def _write_next(self) -> None:
@@ -286,8 +295,7 @@ class Tiers:
                 return
             key, record = self._unwritten.popitem(last=False)
             self._writing += 1
-            if key not in self._host:
-                self._behind -= record.nbytes
+            self._behind -= self._left.pop(key, 0)
         try:
             assert self.files is not None
             self.files.write(key, self._view(record))
