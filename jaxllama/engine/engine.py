@@ -199,6 +199,28 @@ class Engine:
             waiting = self._inbox.waiting(queued)
             raise QueueFull.of(waiting, self._retry_after(waiting))
 
+    def explain(self, request: Request) -> str:
+        """Return a sentence on where the beginning of a request's prompt is now.
+
+        Parameters
+        ----------
+        request : Request
+            A request that need not be submitted.
+
+        Returns
+        -------
+        str
+            Numbers of the prompt's tokens on the device, in host memory and on disk, and of those
+            that are computed.
+        """
+        with self._stepping:
+            found = self.scheduler.places(request)
+        n_prompt = len(request.prompt)
+        return (
+            f"{n_prompt} prompt tokens: {found['device']} on the device, {found['host']} in host "
+            f"memory, {found['disk']} on disk, {n_prompt - sum(found.values())} to compute"
+        )
+
     def cancel(self, request_id: str) -> None:
         """End a request; its last Event has the reason "cancelled". Unknown ids are ignored."""
         self.end(request_id, "cancelled")

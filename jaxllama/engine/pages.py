@@ -31,7 +31,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxllama.engine.tiers import Tiers, after, state_of
@@ -169,6 +169,24 @@ class KVPages:
             self._acquire(node)
         return Held([node.page for node in nodes], nodes, missing)
 
+    def places(self, tokens: Sequence[int], key: Hashable) -> Mapping[str, int]:
+        """Return how many tokens ``begin`` would find, by "device", "host" and "disk"."""
+        nodes = self._path(tokens, key)
+        missing = None if self.tiers is None else self._missing(tokens, key, nodes)
+        found = collections.Counter[str]()
+        if missing is None:
+            while nodes and not self._may_end(nodes):
+                nodes.pop()
+        else:
+            assert self.tiers is not None
+            nodes = nodes[: missing.end]
+            states = (missing.state,) * (missing.end - len(nodes))
+            for record in missing.pages if self._has_keys else states:
+                tier = None if record is None else self.tiers.where(record)
+                found[tier or "disk"] += self.size
+        found["device"] = len(nodes) * self.size
+        return found
+
     def missing(self, tokens: Sequence[int], key: Hashable) -> tuple[bytes, ...]:
         """Return the keys of the records that ``begin`` would find among the tiers."""
         found = self._missing(tokens, key, self._path(tokens, key))
@@ -284,7 +302,7 @@ class KVPages:
                 if nodes is self._unsaved_states:
                     assert node.state is not None
                     key, index = state_of(key), node.state
-                if not self.tiers.has(key):
+                if not self.tiers.knows(key):
                     saves.append(Save(index, key))
             found.append(saves)
         return found[0], found[1]

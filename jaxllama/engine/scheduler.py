@@ -37,7 +37,7 @@ import bisect
 import dataclasses
 import heapq
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from jaxllama.engine.pages import Held, KVPages, Save
 from jaxllama.engine.request import FinishReason, Request
@@ -279,7 +279,7 @@ class Scheduler:
             )
         self._newest = sequence.order
         self._queue(sequence)
-        if self.pages.tiers is not None:
+        if self.pages.tiers is not None and self.n_admitted >= self.max_slots:
             sequence.weights = self.weights
             known = self._shared(sequence, sequence.to_fill)
             self.pages.tiers.prefetch(self.pages.missing(known, sequence.prefix_key))
@@ -372,6 +372,12 @@ class Scheduler:
             sequence.unsure += plan.unsure(sequence)
         # Publishing may take idle pages, so it follows all growth.
         return dataclasses.replace(plan, fills=[self._published(fill) for fill in plan.fills])
+
+    def places(self, request: Request) -> Mapping[str, int]:
+        """Return where the known tokens of a request's prompt are, as ``KVPages.places``."""
+        sequence = Sequence(request, -1, 0.0, weights=self.weights)
+        known = self._shared(sequence, sequence.to_fill)
+        return self.pages.places(known, sequence.prefix_key)
 
     @property
     def has_unsaved(self) -> bool:
@@ -579,7 +585,10 @@ class Scheduler:
         """Move the least urgent of ``victims`` back to waiting."""
         victim = max(victims, key=lambda sequence: sequence.urgency)
         self._next -= self._growth(victim, 1)
-        self._newcomers.pop(victim, None)
+        prefix = self._newcomers.pop(victim, None)
+        if prefix is not None and prefix.state is not None:
+            assert self._transfers is not None
+            self._transfers.placed()  # nobody will use the state
         self.finish(victim)
         self._preempted.append(victim)
         self._queue(victim)

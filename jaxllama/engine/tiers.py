@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -137,12 +137,21 @@ class Tiers:
         """Return whether a tier has the record."""
         return self.where(key) is not None
 
-    def where(self, key: bytes) -> str | None:
-        """Return the tier that has the record, "host" or "disk"."""
+    def knows(self, key: bytes) -> bool:
+        """Return whether a tier has the record or gets it, without a look at the disk."""
+        with self._lock:
+            if key in self._unreadable:
+                return False
+            if key in self._host or key in self._unwritten or key in self._reading:
+                return True
+        return self.files is not None and self.files.size(key) > 0
+
+    def where(self, key: bytes) -> Literal["host", "disk"] | None:
+        """Return the tier that has the record."""
         with self._lock:
             if key in self._unreadable:
                 return None
-            if key in self._host:
+            if key in self._host or key in self._unwritten:
                 return "host"
             if key in self._reading:
                 return "disk"
@@ -155,6 +164,9 @@ class Tiers:
             self._ahead.discard(key)
             if record is not None:
                 self._host.move_to_end(key)
+            else:
+                record = self._unwritten.get(key)  # it has left, and waits for the disk
+            if record is not None:
                 self._count("disk" if is_ahead else "host", record.nbytes)
                 return _done(record)
         future = self._read(key)

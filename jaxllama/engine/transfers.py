@@ -36,20 +36,22 @@ _log = logging.getLogger("jaxllama.serving")
 class Load:
     """The missing part of a sequence's known prefix, on its way to the device.
 
-    keys: of its records. n_good: number of first pages that are on the device or failed to come.
-    state: the states after the prefix, on the device.
+    keys: of its records. n_good: number of first pages that are on the device. last: the states
+    after the prefix; they come when all pages are in place, so that no states wait on the device
+    for the pages of another load. state: these states, on the device.
     """
 
     keys: tuple[bytes, ...]
     n_good: int
-    left: int  # groups
+    left: int  # groups of pages
+    last: Group | None = None
     state: OnDevice = None
     is_damaged: bool = False
     is_cancelled: bool = False
 
     @property
     def is_done(self) -> bool:
-        return not self.left
+        return not self.left and self.last is None
 
     def cancel(self) -> None:
         """Put no more of it into place."""
@@ -114,15 +116,17 @@ class Transfers:
         missing = held.missing
         assert missing is not None
         firsts = range(0, len(missing.pages), self.n)
-        left = len(firsts) + (missing.state is not None)
-        load = Load(missing.keys, missing.end, left)
+        load = Load(missing.keys, missing.end, len(firsts))
+        if missing.state is not None:
+            load.last = Group(load, (missing.state,), (), missing.end)
+            self.tiers.prefetch(load.last.keys)
         for first in firsts:
             keys = missing.pages[first : first + self.n]
             begin = missing.end - len(missing.pages) + first
             pages = tuple(held.pages[begin : begin + len(keys)])
             self._fetch(Group(load, keys, pages, begin))
-        if missing.state is not None:
-            self._fetch(Group(load, (missing.state,), (), missing.end))
+        if not load.left and load.last is not None:
+            self._fetch(load.last)
         return load
 
     def _fetch(self, group: Group) -> None:
@@ -161,7 +165,7 @@ class Transfers:
     def _staged_records(self, records: Sequence[Record]) -> OnDevice:
         """Return the records on the device; None if the engine has stopped."""
         while not self._staged.acquire(timeout=LOOK):
-            if self._is_closed:
+            if self._is_closed or not threading.main_thread().is_alive():
                 return None
         try:
             return self._to_device(records)
@@ -172,11 +176,9 @@ class Transfers:
     def take(self, most: int | None = None) -> list[Arrived]:
         """Return up to ``most`` groups of pages that have arrived, and count them as in place."""
         found: list[Arrived] = []
-        self._news.clear()
         while self._arrived and (most is None or len(found) < most):
             group, records = self._arrived.popleft()
             load = group.load
-            load.left -= 1
             if records is None:
                 load.is_damaged = True
                 load.n_good = min(load.n_good, group.first)
@@ -186,6 +188,11 @@ class Transfers:
                 found.append(Arrived(group.pages, records))
             else:
                 load.state = records
+            load.left -= bool(group.pages)
+            if group is load.last or load.is_damaged:
+                load.last = None
+            elif not load.left and load.last is not None and not load.is_cancelled:
+                self._fetch(load.last)
         return found
 
     def placed(self) -> None:
@@ -194,7 +201,8 @@ class Transfers:
 
     def wait(self, seconds: float) -> None:
         """Wait until a group arrives, at most so long."""
-        self._news.wait(seconds)
+        if self._news.wait(seconds):
+            self._news.clear()
 
     # To the tiers
 
