@@ -72,7 +72,11 @@ def declared_option(group: common.OptionGroup, option: Option) -> None:
 
 
 def engine_of(args: argparse.Namespace) -> Options:
-    """Return the options of ``Engine``; those of the cache are in ``common``."""
+    """Return the options of ``Engine``; those of the cache are in ``common``.
+
+    Call this before jax starts its devices: a large ``--host-cache-gb`` raises the limit of the
+    memory that jax pins.
+    """
     if args.draft is None and args.draft_tokens is not None:
         raise JaxLlamaError("--draft-tokens needs --draft: who proposes them")
     engine = {
@@ -83,6 +87,10 @@ def engine_of(args: argparse.Namespace) -> Options:
     engine |= {name: getattr(args, name) for name in DECLARED if name in args}
     if args.disk_cache is not None:
         engine["disk_cache"] = str(args.disk_cache)
+    if args.host_cache_gb is not None and args.host_cache_gb > PINNED - SLACK:
+        # jax reads it when it starts its devices, which is later.
+        pinned = str(math.ceil(args.host_cache_gb) + SLACK)
+        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", pinned)
     if args.draft is not None:
         engine["draft"] = functools.partial(common.proposer, plain(args))
     return {name: value for name, value in engine.items() if value is not None}
@@ -94,15 +102,11 @@ def plain(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**options)
 
 
-def take_memory(host_cache_gb: float | None = None) -> None:
+def take_memory() -> None:
     """Let jax use most of a GPU's memory, less what a display needs; unused memory holds no cache.
 
-    jax takes three quarters by default, and pins up to 64 GB of the host's memory, of which
-    ``host_cache_gb`` may need more. Call this before jax starts its devices.
+    jax takes three quarters by default. Call this before jax starts its devices.
     """
-    if host_cache_gb is not None and host_cache_gb > PINNED - SLACK:
-        pinned = str(math.ceil(host_cache_gb) + SLACK)
-        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", pinned)
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(gpu_share())
 
@@ -273,7 +277,7 @@ def load_on_cluster(args: argparse.Namespace, folder: str) -> LanguageModel:
     on that host."""
     if os.path.isdir(folder):
         os.chdir(folder)
-    take_memory(args.host_cache_gb)
+    take_memory()
     return common.load(args)
 
 
@@ -332,7 +336,7 @@ def run(args: argparse.Namespace) -> None:
     from jaxllama.serving.http.process import ServeOptions, serve
 
     if args.ray is None:
-        take_memory(args.host_cache_gb)
+        take_memory()
     engine = engine_of(args)
     if args.max_lora_rank is not None and not args.lora_slots:
         raise JaxLlamaError("--max-lora-rank needs --lora-slots: the adapters that it bounds")

@@ -17,7 +17,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def record_bytes(leaves: Sequence[jax.Array]) -> int:
 @jax.jit
 def save(leaves: Sequence[jax.Array], rows: jax.Array) -> tuple[jax.Array, ...]:
     """Return the records of these rows of the arrays, uint8."""
-    parts = [_bytes(jnp.take(leaf, rows, axis=0, mode="clip")) for leaf in leaves]
+    parts = [bytes_of(jnp.take(leaf, rows, axis=0, mode="clip")) for leaf in leaves]
     data = jnp.concatenate(parts, axis=1)
     return tuple(data[index] for index in range(len(rows)))
 
@@ -83,29 +83,29 @@ def load_state(slots: BatchState, where: jax.Array, record: jax.Array) -> BatchS
     return dataclasses.replace(slots, cache=cache, snapshots=snapshots)
 
 
-def _values(records, leaves):
+def _values(records: Sequence[jax.Array], leaves: Sequence[jax.Array]) -> Iterator[jax.Array]:
     """Yield the arrays ``[n, ...]`` of the records, in the order of ``leaves``."""
     data = jnp.stack(records)
     sizes = [record_bytes([leaf]) for leaf in leaves]
     ends = itertools.accumulate(sizes)
     for leaf, size, end in zip(leaves, sizes, ends, strict=True):
-        yield _of_bytes(data[:, end - size : end], leaf)
+        yield of_bytes(data[:, end - size : end], leaf)
 
 
-def _put(tree: Tree, rows: jax.Array, new) -> Tree:
+def _put(tree: Tree, rows: jax.Array, new: Iterator[jax.Array]) -> Tree:
     """Write the next arrays of ``new`` to these rows of the tree's arrays."""
     return jax.tree.map(lambda leaf: leaf.at[rows].set(next(new), mode="drop"), tree)
 
 
-def _bytes(leaf: jax.Array) -> jax.Array:
+def bytes_of(leaf: jax.Array) -> jax.Array:
     """Return ``leaf [n, ...]`` as bytes ``[n, size]``."""
     if leaf.dtype.name in NIBBLES:
         leaf = leaf.reshape(len(leaf), -1, 2)
     return lax.bitcast_convert_type(leaf, jnp.uint8).reshape(len(leaf), -1)
 
 
-def _of_bytes(data: jax.Array, like: jax.Array) -> jax.Array:
-    """Undo ``_bytes``; like: an array of the same shape behind its first axis, and dtype."""
+def of_bytes(data: jax.Array, like: jax.Array) -> jax.Array:
+    """Undo ``bytes_of``; like: an array of the same shape behind its first axis, and dtype."""
     if like.dtype.itemsize > 1:
         data = data.reshape(len(data), -1, like.dtype.itemsize)
     return lax.bitcast_convert_type(data, like.dtype).reshape(len(data), *like.shape[1:])

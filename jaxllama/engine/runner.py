@@ -30,7 +30,7 @@ from jaxllama.engine.scheduler import Fill, Prefix, Sequence, TurnPlan
 from jaxllama.engine.slots import NOBODY
 from jaxllama.engine.tier_files import TierFiles
 from jaxllama.engine.tiers import Tiers
-from jaxllama.engine.transfers import Arrived, Transfers
+from jaxllama.engine.transfers import Arrived, OnDevice, Transfers
 from jaxllama.executors.executor import DraftSource
 from jaxllama.kept import folder
 from jaxllama.model.decoder import activation_dtype
@@ -283,7 +283,7 @@ class Runner:
             where = np.array([sequence.own_slot, row], np.int32)
             yield lambda where=where, state=prefix.state: self._load_state(where, state)
 
-    def _load_state(self, where: np.ndarray, state: list[jax.Array]) -> device.BatchState:
+    def _load_state(self, where: np.ndarray, state: OnDevice) -> device.BatchState:
         assert self.transfers is not None
         slots = self._programs.call(*self._calls.loading(self.slots, where, state, "state"))
         self.transfers.placed()
