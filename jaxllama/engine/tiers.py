@@ -40,7 +40,7 @@ CacheKey: TypeAlias = "tuple[str | None, str]"  # an adapter and a salt
 
 THREADS = 4  # that read files, and as many that write them
 BEHIND = 1 << 30  # bytes that have left host memory and wait to be written
-CLOSING = 30.0  # seconds for the records that wait to be written when the engine stops
+CLOSING = 8.0  # seconds for the records that wait to be written when the engine stops
 
 
 def after(key: bytes, tokens: Sequence[int]) -> bytes:
