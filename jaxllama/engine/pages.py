@@ -122,8 +122,8 @@ class KVPages:
         self.states, self.share = states, share
         self.tiers, self._has_keys = tiers, has_keys
         # Nodes whose page or snapshot no tier has yet, oldest first.
-        self._unsaved: dict[Node, None] = {}
-        self._unsaved_states: dict[Node, None] = {}
+        self._unsaved: collections.OrderedDict[Node, None] = collections.OrderedDict()
+        self._unsaved_states: collections.OrderedDict[Node, None] = collections.OrderedDict()
         self._needs_state = states > 0
         self._roots: dict[Hashable, Node] = {}
         self._free = list(reversed(range(count)))
@@ -295,8 +295,7 @@ class KVPages:
         for nodes, most in ((self._unsaved, pages), (self._unsaved_states, states)):
             saves: list[Save] = []
             while nodes and len(saves) < most:
-                node = next(iter(nodes))
-                del nodes[node]
+                node, _ = nodes.popitem(last=False)
                 key, index = node.tier_key, node.page
                 assert self.tiers is not None and key is not None
                 if nodes is self._unsaved_states:
