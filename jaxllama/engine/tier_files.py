@@ -68,6 +68,10 @@ class TierFiles:
             ) from None
         free = disk.f_bavail * disk.f_frsize
         self.limit = (free + self.nbytes) // 2 if limit is None else limit
+        if self._sizes:
+            _log.info(
+                "disk_cache: %s has %d pages, %.2f GB", folder, len(self._sizes), self.nbytes / 1e9
+            )
 
     def __len__(self) -> int:
         return len(self._sizes)
