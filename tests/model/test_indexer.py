@@ -16,7 +16,7 @@ import pytest
 import jaxllama as jl
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.model.mixers.attention.indexer import choice
+from jaxllama.model.mixers.latent.indexer import choice
 from jaxllama.model.stacked import hidden_states
 from jaxllama.typing import Params
 from tests.helpers.engine_cases import REPEATING, engine, every_way_generates, run_schedule

@@ -13,7 +13,7 @@ import jaxllama as jl
 from jaxllama.config import RopeConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.model.mixers.attention import latent
+from jaxllama.model.mixers.latent import mix as latent
 from jaxllama.offload.policy import Policy
 from jaxllama.placement import Placement
 from pallas_kernels.latent.op import latent_attention

@@ -14,8 +14,7 @@ The caller says which tokens read V sparsely (``attn_sparsity``,
 ``mixers.attention.sparse``).  Generated tokens do, those of a prompt do not, however many tokens
 come at once.
 
-Keys and values of latents are ``attention.latent``'s, and those of another layer
-``attention.shared``'s.
+Keys and values of another layer are ``attention.shared``'s.
 
 An int4 cache is stored in a rotated basis.  The op that writes it rotates the queries too, and
 ``from_cache_basis`` rotates the result back (``pallas_kernels.attention.rope_cache``); in decoding
@@ -33,7 +32,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllama.config import AttentionConfig, LayerConfig
-from jaxllama.model.mixers.attention import latent
 from jaxllama.model.mixers.attention.chunk import (
     attend,
     over_past,
@@ -70,9 +68,10 @@ HeadNorms = tuple[jax.Array, jax.Array, float]  # weights of q and of k, eps
 __all__ = ["init_state", "inputs", "mix"]
 
 
-def inputs(layer: LayerConfig, p: Params) -> Params | list[Params]:
+def inputs(layer: LayerConfig, p: Params) -> Params:
     """Return the weights that multiply the layer's input."""
-    return p["qkv"] if layer.mixer.latent is None else latent.inputs(p)
+    del layer
+    return p["qkv"]
 
 
 def mix(
@@ -84,8 +83,6 @@ def mix(
     Without a cache a layer that others borrow from returns its keys and values instead.
     """
     cfg: AttentionConfig = layer.mixer
-    if cfg.latent is not None:
-        return latent.mix(cfg, p, projected, cache, at)
     if cfg.borrows:
         return borrow(cfg, p, projected, cache, at), cache
     gate, qkv = unpacked(cfg, p, projected)

@@ -6,18 +6,11 @@ token takes.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import numpy as np
 
-from jaxllama.config import (
-    UNMULTIPLIED,
-    AttentionConfig,
-    IndexerConfig,
-    LatentConfig,
-    LayerConfig,
-)
+from jaxllama.config import UNMULTIPLIED, AttentionConfig, LayerConfig
 from jaxllama.model.mixers.attention.parts import NAMES as PARTS
 from jaxllama.model.mixers.attention.parts import part
 from jaxllama.model.mixers.common import Heads, Sites, heads_obstacle
@@ -26,7 +19,6 @@ from jaxllama.model.param import (
     ByHead,
     Param,
     Path,
-    TensorSource,
     Turned,
     fused,
     tensor,
@@ -37,33 +29,16 @@ from jaxllama.typing import Options
 
 KEEPS_TOKENS = True
 SPLIT: dict[str, int] = {
-    **dict.fromkeys(("qkv", "q", "kv_b", "sinks"), 0),
+    **dict.fromkeys(("qkv", "sinks"), 0),
     **{key: axis for name in PARTS for key, axis in part(name).SPLIT.items()},
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class LatentNames:
-    """The names of the tensors that make k and v of latents, behind the mixer's prefix.
-
-    kv_b: one tensor ``[heads * (d_nope + d_v), rank]``, or (GGUF) that of the keys, ``[heads, rank,
-    d_nope]``, and that of the values, ``[heads, d_v, rank]``, which the loader joins.
-    """
-
-    q: str = "q_proj"
-    kv_a: str = "kv_a_proj_with_mqa"
-    kv_norm: str = "kv_a_layernorm"
-    kv_b: tuple[str, ...] = ("kv_b_proj",)
-
-
 def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
-    """q, k and v fused by rows, before them q's gate, the norms of q and k, sinks, and o; or q, and
-    what makes k and v of latents."""
+    """q, k and v fused by rows, before them q's gate, the norms of q and k, sinks, and o."""
     cfg: AttentionConfig = layer.mixer
     names, stored, d = source.names, source.stored, layer.d_model
     prefix = f"{prefix}{names.mixer}"
-    if cfg.latent is not None:
-        return _latent(layer, prefix, source)
     h, query = cfg.head_dim, stored.query * cfg.query_scale
     q, kv = cfg.n_heads * h, cfg.n_kv_heads * h
     n_rows = (2 * q if cfg.attn_gate else q), kv, kv
@@ -115,7 +90,7 @@ def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
         norms = (("q_norm", q, query), ("k_norm", kv, 1.0))
         for name, width, scale in norms[: 1 if cfg.borrows else 2]:
             width = width if cfg.qk_norm == "full" else h
-            if not cfg.norm_weight:
+            if not cfg.norm_weight or not own_names[name]:
                 table[name, "weight"] = Param((), (width,), mean=scale, std=0.0)
                 continue
             fold = {
@@ -134,67 +109,6 @@ def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
         table |= part(name).table(layer, prefix, source)
     scale = source.residual(layer) * products.attention_output
     return table | written("o", f"{prefix}{names.o}", d, q, cfg.o_bias, scale, names.is_transposed)
-
-
-def _latent(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
-    cfg: AttentionConfig = layer.mixer
-    names, latent, d, n = source.names, cfg.latent, layer.d_model, cfg.n_heads
-    assert latent is not None
-    latent_names = names.of("latent", LatentNames())
-    rank, width = latent.kv_rank, n * (latent.d_nope + latent.d_v)
-    tensors = [f"{prefix}{name}.weight" for name in latent_names.kv_b]
-    shapes = [(width, rank)]
-    if len(tensors) == 2:
-        shapes = [(n, rank, latent.d_nope), (n, latent.d_v, rank)]
-    kv_b = tuple(TensorSource(*pair) for pair in zip(tensors, shapes, strict=True))
-    interleaved = source.stored.interleaved
-    turned = functools.partial(Turned, rotary_dim=latent.d_rope, interleaved=interleaved)
-    of_q: Options = {"scale": source.stored.query}
-    of_kv: Options = {}
-    if interleaved:
-        of_q["turned"] = turned(n, cfg.head_dim, first=latent.d_nope)
-        of_kv["turned"] = turned(1, rank + latent.d_rope, first=rank)
-    table: dict[Path, Param] = {}
-    of_queries, wide = latent_names.q, d
-    if latent.q_rank is not None:
-        of_queries, wide = "q_b_proj", latent.q_rank
-        table |= fused("q_a", [(f"{prefix}q_a_proj", wide, {})], d, cfg.qkv_bias)
-        norm = tensor(f"{prefix}q_a_layernorm.weight", wide, mean=1.0, std=0.0)
-        table["q_norm", "weight"] = norm
-        if latent.indexer is not None:
-            table |= _indexer(latent, latent.indexer, f"{prefix}indexer.", wide, d)
-    table["q", "weight"] = tensor(f"{prefix}{of_queries}.weight", n * cfg.head_dim, wide, fold=of_q)
-    down = [(f"{prefix}{latent_names.kv_a}", rank + latent.d_rope, of_kv)]
-    return {
-        **table,
-        **fused("kv_a", down, d, cfg.qkv_bias),
-        ("kv_norm", "weight"): tensor(
-            f"{prefix}{latent_names.kv_norm}.weight", rank, mean=1.0, std=0.0
-        ),
-        ("kv_b", "weight"): Param(kv_b, (width, rank)),
-        **written("o", f"{prefix}{names.o}", d, n * latent.d_v, cfg.o_bias, source.residual(layer)),
-    }
-
-
-def _indexer(
-    latent: LatentConfig, options: IndexerConfig, prefix: str, rank: int, d: int
-) -> dict[Path, Param]:
-    n, width = options.n_heads, options.head_dim
-    turned = functools.partial(
-        Turned, head_dim=width, rotary_dim=latent.d_rope, interleaved=options.interleaved
-    )
-    of_key: Options = {"turned": turned(1)}
-    return {
-        ("index_q", "weight"): tensor(
-            f"{prefix}wq_b.weight", n * width, rank, fold={"turned": turned(n)}
-        ),
-        ("index_k", "weight"): tensor(f"{prefix}wk.weight", width, d, fold=of_key),
-        ("index_norm", "weight"): tensor(
-            f"{prefix}k_norm.weight", width, mean=1.0, std=0.0, fold=of_key
-        ),
-        ("index_norm", "bias"): tensor(f"{prefix}k_norm.bias", width, std=0.0, fold=of_key),
-        ("index_w", "weight"): tensor(f"{prefix}weights_proj.weight", n, d),
-    }
 
 
 def heads(layer: LayerConfig) -> int:
@@ -233,11 +147,6 @@ def fused_heads(layer: LayerConfig, name: str, n: int) -> Heads | None:
 def sites(layer: LayerConfig) -> Sites:
     """With GQA each v channel is read by the query heads of its group, which share its scale."""
     cfg: AttentionConfig = layer.mixer
-    if cfg.latent is not None:
-        first = "q" if cfg.latent.q_rank is None else "q_a"
-        of_index = () if cfg.latent.indexer is None else ("index_k", "index_w")
-        readers = (first, "kv_a", *of_index)
-        return Sites(readers, "", None, np.arange(cfg.n_heads * cfg.latent.d_v))
     n, n_kv, h = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
     shared = np.arange(n_kv * h).reshape(n_kv, 1, h)
     channel = np.broadcast_to(shared, (n_kv, n // n_kv, h)).reshape(-1)
