@@ -17,6 +17,15 @@ PLAIN_SCORES: JsonObject = {
     "attn_softcap": None,
     "attn_sparsity": 1.0,
 }
+# Options that attention must not have where values are narrower than keys.
+_WITHOUT_WIDTHS: JsonObject = {
+    "attn_gate": False,
+    "attention_parts": (),
+    "inner_norms": False,
+    "k_is_v": False,
+    "lends": "",
+    "borrows": "",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +124,8 @@ class FullAttentionConfig:
         Width of a head, and number of key and value heads.
     k_is_v : bool
         Whether one product gives both keys and values.
+    attn_sinks : bool
+        Whether each head has a sink.
 
     Raises
     ------
@@ -125,6 +136,7 @@ class FullAttentionConfig:
     head_dim: int
     n_kv_heads: int
     k_is_v: bool = False
+    attn_sinks: bool = False
 
     def __post_init__(self) -> None:
         check_types(self, "full.")
@@ -230,6 +242,8 @@ class AttentionOptions:
         ``model/mixers/attention/parts``, in their order.
     k_is_v : bool
         Whether one product gives both keys and values.
+    d_v : int, optional
+        Width of a head's value, if it is narrower than ``head_dim``. The cache stores zeros behind.
     """
 
     n_heads: int
@@ -251,6 +265,7 @@ class AttentionOptions:
     inner_norms: bool = False
     attention_parts: tuple[str, ...] = ()
     k_is_v: bool = False
+    d_v: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -279,7 +294,7 @@ class AttentionConfig(AttentionOptions):
     def __post_init__(self) -> None:
         check_types(self)
         need = requirement(self)
-        for key in ("n_heads", "n_kv_heads", "head_dim", "sliding_window", "qkv_limit"):
+        for key in ("n_heads", "n_kv_heads", "head_dim", "sliding_window", "qkv_limit", "d_v"):
             value = getattr(self, key)
             need(value is None or value > 0, key, "must be positive")
         need(self.attn_softcap is None or self.attn_softcap > 0, "attn_softcap", "must be positive")
@@ -292,6 +307,9 @@ class AttentionConfig(AttentionOptions):
         turning = self.rope.rotary_dim or 0
         widest = f"must not exceed head_dim ({self.head_dim})"
         need(turning <= self.head_dim, "rope.rotary_dim", widest)
+        if self.d_v is not None:
+            need(self.d_v <= self.head_dim, "d_v", widest)
+            require_all(self, _WITHOUT_WIDTHS, "values are narrower than keys")
         if self.lends or self.borrows:
             require_all(self, {"qk_norm_last": False, **PLAIN_SCORES}, "layers share keys")
 
@@ -307,6 +325,11 @@ class AttentionConfig(AttentionOptions):
         ):
             is_full = not holds or self.attn_sparsity == 1.0
             need(is_full, "attn_sparsity", f"must be 1 where {where}")
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's value as its product gives it."""
+        return self.head_dim if self.d_v is None else self.d_v
 
     @property
     def ropes(self) -> tuple[tuple[RopeConfig, int], ...]:

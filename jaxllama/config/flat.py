@@ -390,7 +390,7 @@ def _latent(flat: FlatConfig, index: int | None) -> LatentAttentionConfig | None
         return None
     width = latent.d_nope + latent.d_rope
     plain = {"head_dim": width, "n_kv_heads": flat.n_heads, "qk_norm": "none", "full": None}
-    plain |= {"sliding_window": None, "qkv_limit": None, **PLAIN_SCORES}
+    plain |= {"sliding_window": None, "qkv_limit": None, "d_v": None, **PLAIN_SCORES}
     if index is not None and "attention" not in flat.layer_types:
         require_all(flat, plain, "keys are latent")
     return LatentAttentionConfig(
@@ -517,8 +517,11 @@ def _flat_attention(cfg: Layered, first: AttentionConfig) -> JsonObject:
     still = range(len(cfg.layers)) if is_still else [i for i in placed if i not in turning]
     found |= {"nope_layers": tuple(still), "window_layers": _some(slides, heads)}
     if window is not None and whole is not None:
-        full = FullAttentionConfig(whole.head_dim, whole.n_kv_heads, whole.k_is_v)
-        if full != FullAttentionConfig(window.head_dim, window.n_kv_heads, window.k_is_v):
+        full, other = (
+            FullAttentionConfig(one.head_dim, one.n_kv_heads, one.k_is_v, one.attn_sinks)
+            for one in (whole, window)
+        )
+        if full != other:
             found["full"] = full
     if base.query_scale != 1.0:  # of the layers without a window, where no other is left
         query = cfg.stored.query * base.query_scale

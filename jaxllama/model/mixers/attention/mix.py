@@ -141,6 +141,11 @@ def unpacked(
         projected = jnp.clip(projected, -cfg.qkv_limit, cfg.qkv_limit)
     if cfg.k_is_v:
         projected = jnp.concatenate([projected, projected[..., width:]], axis=-1)
+    if cfg.d_v is not None:
+        qk, v = jnp.split(projected, ((cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim,), axis=-1)
+        rest = ((0, 0),) * v.ndim + ((0, cfg.head_dim - cfg.d_v),)
+        v = jnp.pad(v.reshape(*v.shape[:-1], cfg.n_kv_heads, cfg.d_v), rest)
+        projected = jnp.concatenate([qk, v.reshape(*v.shape[:-2], -1)], axis=-1)
     for name in cfg.attention_parts:
         projected = part(name).apply(cfg, p, projected)
     return gate, projected
@@ -156,7 +161,7 @@ def finished(
 ) -> jax.Array:
     """Heads ``[B, T, N, H]`` as the output product reads them: times ``sigmoid(gate)`` in float32,
     with one cast, or with a norm."""
-    y = heads.reshape(*heads.shape[:2], -1)
+    y = heads[..., : cfg.d_v].reshape(*heads.shape[:2], -1)
     if cfg.inner_norms:
         y = rms_norm(y, p["inner_norm"]["weight"], cfg.norm_eps)
     if gate is None:

@@ -40,8 +40,8 @@ def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
     names, stored, d = source.names, source.stored, layer.d_model
     prefix = f"{prefix}{names.mixer}"
     h, query = cfg.head_dim, stored.query * cfg.query_scale
-    q, kv = cfg.n_heads * h, cfg.n_kv_heads * h
-    n_rows = (2 * q if cfg.attn_gate else q), kv, kv
+    q, kv, values = cfg.n_heads * h, cfg.n_kv_heads * h, cfg.n_kv_heads * cfg.value_dim
+    n_rows = (2 * q if cfg.attn_gate else q), kv, values
     is_moved = cfg.rope.scaling != "proportional" and bool(cfg.rope.rotary_dim)
     partial = cfg.rope.rotary_dim if is_moved and cfg.rope.rotary_dim else h
     turned = functools.partial(
@@ -75,7 +75,7 @@ def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
     sources = [f"{prefix}{name}" for name in names.qkv]
     if cfg.attn_gate and names.gate:
         sources, folds = [f"{prefix}{names.gate}", *sources], [{}, *folds]
-        n_rows = q, q, kv, kv
+        n_rows = q, q, kv, values
     elif cfg.attn_gate:
         assert scales[0] == 1.0 and len(names.qkv) == 3, (
             "a gate that is multiplied, or with k and v"
@@ -108,7 +108,8 @@ def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
     for name in cfg.attention_parts:
         table |= part(name).table(layer, prefix, source)
     scale = source.residual(layer) * products.attention_output
-    return table | written("o", f"{prefix}{names.o}", d, q, cfg.o_bias, scale, names.is_transposed)
+    width, is_transposed = cfg.n_heads * cfg.value_dim, names.is_transposed
+    return table | written("o", f"{prefix}{names.o}", d, width, cfg.o_bias, scale, is_transposed)
 
 
 def heads(layer: LayerConfig) -> int:
@@ -139,23 +140,22 @@ def fused_heads(layer: LayerConfig, name: str, n: int) -> Heads | None:
     cfg: AttentionConfig = layer.mixer
     if name != "qkv":
         return None
-    n_kv = 0 if cfg.borrows else 2 - cfg.k_is_v
-    counts = (cfg.n_heads,) * (1 + cfg.attn_gate) + (cfg.n_kv_heads,) * n_kv
-    return [(count, cfg.head_dim) for count in counts]
+    queries = [(cfg.n_heads, cfg.head_dim)] * (1 + cfg.attn_gate)
+    keys_values = [(cfg.n_kv_heads, cfg.head_dim), (cfg.n_kv_heads, cfg.value_dim)]
+    return queries + keys_values[: 0 if cfg.borrows else 2 - cfg.k_is_v]
 
 
 def sites(layer: LayerConfig) -> Sites:
     """With GQA each v channel is read by the query heads of its group, which share its scale."""
     cfg: AttentionConfig = layer.mixer
-    n, n_kv, h = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
-    shared = np.arange(n_kv * h).reshape(n_kv, 1, h)
-    channel = np.broadcast_to(shared, (n_kv, n // n_kv, h)).reshape(-1)
+    n, n_kv, h, width = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim, cfg.value_dim
+    shared = np.arange(n_kv * width).reshape(n_kv, 1, width)
+    channel = np.broadcast_to(shared, (n_kv, n // n_kv, width)).reshape(-1)
     is_alone = not (cfg.attention_parts or cfg.k_is_v or cfg.inner_norms or cfg.borrows)
     if not is_alone or cfg.qkv_limit is not None:  # no rows of v alone, or a norm or limit between
         return Sites(("qkv",), "", None, channel)
-    before_k = n * (1 + cfg.attn_gate)
-    rows = ((before_k + n_kv) * h, (before_k + 2 * n_kv) * h)
-    return Sites(("qkv",), "qkv", rows, channel)
+    before_v = (n * (1 + cfg.attn_gate) + n_kv) * h
+    return Sites(("qkv",), "qkv", (before_v, before_v + n_kv * width), channel)
 
 
 def flops(layer: LayerConfig, sequence_length: int) -> float:
@@ -165,4 +165,4 @@ def flops(layer: LayerConfig, sequence_length: int) -> float:
     # The mean number of keys a query sees: half of T, or nearly the window.
     seen = min(window, sequence_length)
     keys = seen - seen * seen / (2.0 * sequence_length)
-    return 4.0 * cfg.n_heads * cfg.head_dim * keys
+    return 2.0 * cfg.n_heads * (cfg.head_dim + cfg.value_dim) * keys
