@@ -210,14 +210,18 @@ def test_a_preset_keeps_its_options_and_takes_the_checkpoints_token_ids(tmp_path
 
 @pytest.mark.parametrize(
     "cfg",
-    [models.LLAMA, models.GEMMA4, CASES["gemma4_text-experts"], load_config("mixtral-8x7b")],
-    ids=lambda cfg: cfg.name,
+    [
+        *(models.LLAMA, models.GEMMA4, models.LATENT, models.HYBRIDS["kimi"]),
+        *(CASES["gemma4_text-experts"], load_config("mixtral-8x7b")),
+    ],
 )
 def test_a_run_directory_of_the_last_version_has_its_model(cfg: ModelConfig) -> None:
     """Its keys that went have the values that every model of this version has."""
     keys = cfg.flat.to_dict()
     parts, expert_layers = keys.pop("attention_parts"), keys.pop("expert_layers")
     keys |= {"v_norm": bool(parts), "first_norm": True, "sum_norms": "none", "embed_width": None}
+    kinds = {"latent": "attention"}  # whose options were those of attention
+    keys["layer_types"] = [kinds.get(kind, kind) for kind in keys["layer_types"]]
     if keys["experts"]:
         experts = {**keys["experts"], "layers": expert_layers}
         keys["experts"] = experts | {"beside": experts.pop("shared_norms")}

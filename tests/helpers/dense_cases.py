@@ -31,6 +31,8 @@ DEFAULT = (
     "gemma4_text",
     "gemma4_text-experts",
     "bitnet",
+    "mimo_v2_flash",
+    "muse_glimmer_text",
 )  # one of each mechanism that no other case has
 _SIGMOID = {
     "moe_intermediate_size": 24,
