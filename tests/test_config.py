@@ -209,6 +209,20 @@ def test_a_preset_keeps_its_options_and_takes_the_checkpoints_token_ids(tmp_path
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"d_v": 9}, r"d_v = 9: must not exceed head_dim \(8\)"),
+        ({"d_v": 0}, "d_v = 0: must be positive"),
+        ({"d_v": 4, "attn_gate": True}, "attn_gate = True: .* values are narrower than keys"),
+        ({"d_v": 4, "k_is_v": True}, "k_is_v = True: .* values are narrower than keys"),
+    ],
+)
+def test_values_that_other_options_contradict_are_refused(changes, message) -> None:
+    with pytest.raises(JaxLlamaError, match=rf"^{message}"):
+        models.LLAMA.replace(**changes)
+
+
+@pytest.mark.parametrize(
     "cfg",
     [
         *(models.LLAMA, models.GEMMA4, models.LATENT, models.HYBRIDS["kimi"]),

@@ -362,8 +362,8 @@ def _others(flat: FlatConfig) -> dict[str, Any]:
 def _layer(flat: FlatConfig, index: int | None) -> LayerConfig:
     """Return the record of a layer; None: of the head for multi-token prediction."""
     kind = "attention" if index is None else flat.layer_types[index]
-    own = {"attention": _attention, "latent": _latent}.get(kind)  # layers of these kinds differ
-    mixer = _others(flat)[kind] if own is None else own(flat, index)
+    by_layer: dict[str, Any] = {"attention": _attention, "latent": _latent}
+    mixer = by_layer[kind](flat, index) if kind in by_layer else _others(flat)[kind]
     if index is None:
         mixer = mixer.replace(sliding_window=None, attn_sparsity=1.0)
     return LayerConfig(

@@ -20,9 +20,12 @@ def names_of(cfg: ModelConfig, shapes: Mapping[str, Shape]) -> Names:
     """Return the names of the tensors of a model's family; shapes: of a file's tensors."""
     kind = cfg.stored.family
     default = FLA if "gla" in cfg.layer_types else LLAMA
-    if kind in FAMILIES and FAMILIES[kind].tensors_of is not None:
-        return FAMILIES[kind].tensors_of(cfg, shapes)
-    return (FAMILIES[kind].tensors if kind in FAMILIES else LINEAR.get(kind)) or default
+    if kind not in FAMILIES:
+        return LINEAR.get(kind, default)
+    family = FAMILIES[kind]
+    if family.tensors_of is not None:
+        return family.tensors_of(cfg, shapes)
+    return family.tensors or default
 
 
 def tensor_table(
