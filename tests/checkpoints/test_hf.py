@@ -292,7 +292,7 @@ _EXPERTS = "a mixture of experts, which is not supported"
         # Types whose reason is known
         (
             {"model_type": "deepseek_v4", "n_routed_experts": 256},
-            "not supported: mixer: sparse attention by an indexer, with other parts",
+            "not supported: form: hyper-connections, and sparse attention over compressed keys",
         ),
         *(
             ({"model_type": kind}, "not supported: an encoder, also if it runs as a decoder")
