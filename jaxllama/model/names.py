@@ -46,6 +46,7 @@ class Names:
     gate: the gate of attention's heads, where it is a tensor apart from q.
     q_norm, k_norm, embed_norm: "" for norms without a weight, where others have one.
     is_last_norm_plain: the last norm's weight has no offset, where others have one.
+    embedded_norm: the norm of a token's embedding in the layer of an EAGLE-3 head.
     inner_norms: the norms before the last products of mixer and feed-forward.
     positions: the table of learned positions.
     other_norms: names of norms that files may have instead, by the usual name.
@@ -63,6 +64,7 @@ class Names:
     embed: str = "model.embed_tokens"
     layer: str = "model.layers.{}"
     mixer_norm: str = "input_layernorm"
+    embedded_norm: str = ""
     mixer: str = "self_attn."
     mixer_out_norm: str = "post_self_attn_layernorm"
     mlp_norm: str = "post_attention_layernorm"
