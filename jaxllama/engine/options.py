@@ -23,6 +23,7 @@ from jaxllama.engine.transfers import STAGED
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.executor import DETERMINISTIC_ROWS
 from jaxllama.model.cache import cache_dtype_name, check_has_keys, init_pages
+from jaxllama.model.mixers import has_states
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
 from jaxllama.offload.store import available_memory
@@ -241,10 +242,10 @@ class EngineOptions:
         max_len = self.max_len or max(min(cfg.max_position, share), 2)
         default = default_chunk(on_cpu) * (1 if on_cpu else shards)
         chunk = self.prefill_chunk or min(default, max_len)
-        has_states = any(model_config.has_states for model_config in cfgs)
+        keeps_states = any(map(has_states, cfgs))
         is_dynamic = cfg.rope.scaling == "dynamic"
         page = self.page_size or min(16 if on_cpu else 64, chunk)
-        if self.page_size is None and (has_states or self.deterministic):
+        if self.page_size is None and (keeps_states or self.deterministic):
             page = math.gcd(page, chunk)
         row_pages = -(-max_len // page)
         if self.cache_tokens is None:
@@ -284,7 +285,7 @@ class EngineOptions:
             max_queue=self.max_queue,
             steps_per_call=self.steps_per_call or min(4, max_len - 1),
             deterministic=self.deterministic,
-            snapshots=self.max_slots if has_states and prefix_cache else 0,
+            snapshots=self.max_slots if keeps_states and prefix_cache else 0,
             draft=self.draft,
             draft_tokens=self.draft_tokens,
             host_bytes=self._host_bytes,
