@@ -49,6 +49,7 @@ from jaxllama.executors.prompts import PromptBatch, start
 from jaxllama.executors.resident import loop_for
 from jaxllama.model import decoder, verification
 from jaxllama.model.cache import Cache, Proposal
+from jaxllama.model.mixers import keeps_tokens
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.records import check_ints, check_key, float_dtype
@@ -374,7 +375,7 @@ def _check_cache(cfg: ModelConfig, cache: Tree, batch: int) -> None:
     if cache.batch != batch:
         raise JaxLlamaError(f"cache: it has {cache.batch} rows, and there are tokens of {batch}")
     kinds = [layer is None or isinstance(layer, KVCache) for layer in cache.layers]
-    if kinds != [kind == "attention" for kind in cfg.layer_types]:
+    if kinds != [keeps_tokens(kind) for kind in cfg.layer_types]:
         raise JaxLlamaError(f"cache: its layers are not those of {cfg.name}")
 
 

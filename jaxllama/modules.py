@@ -9,6 +9,7 @@ between the parameters of ``Decoder(cfg)`` and of ``Decoder(cfg, scan=True)``.
 from jaxllama.model.mixers.attention.module import Attention
 from jaxllama.model.mixers.delta.module import GatedDeltaNet
 from jaxllama.model.mixers.gla.module import GatedLinearAttention
+from jaxllama.model.mixers.latent.module import LatentAttention
 from jaxllama.model.mixers.short_conv.module import ShortConvolution
 from jaxllama.model.mixers.ssm.module import Mamba2
 from jaxllama.model.module import (
@@ -27,6 +28,7 @@ __all__ = [
     "DecoderLayer",
     "GatedDeltaNet",
     "GatedLinearAttention",
+    "LatentAttention",
     "LayerNorm",
     "Mamba2",
     "MixtureOfExperts",

@@ -22,6 +22,7 @@ from jaxllama.config import (
 )
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import init_params
+from jaxllama.model.mixers import has_states
 from jaxllama.model.params import param_table
 from pallas_kernels import ClampedGate
 from tests.helpers import models
@@ -84,7 +85,7 @@ def test_the_model_has_the_same_parameters_as_the_table(name: str) -> None:
 
 
 def test_every_preset_of_the_llama_families_has_a_published_count() -> None:
-    attention_only = {name for name in preset_names() if not load_config(name).has_states}
+    attention_only = {name for name in preset_names() if not has_states(load_config(name))}
     assert attention_only == set(PUBLISHED)
 
 
@@ -208,15 +209,33 @@ def test_a_preset_keeps_its_options_and_takes_the_checkpoints_token_ids(tmp_path
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"d_v": 9}, r"d_v = 9: must not exceed head_dim \(8\)"),
+        ({"d_v": 0}, "d_v = 0: must be positive"),
+        ({"d_v": 4, "attn_gate": True}, "attn_gate = True: .* values are narrower than keys"),
+        ({"d_v": 4, "k_is_v": True}, "k_is_v = True: .* values are narrower than keys"),
+    ],
+)
+def test_values_that_other_options_contradict_are_refused(changes, message) -> None:
+    with pytest.raises(JaxLlamaError, match=rf"^{message}"):
+        models.LLAMA.replace(**changes)
+
+
+@pytest.mark.parametrize(
     "cfg",
-    [models.LLAMA, models.GEMMA4, CASES["gemma4_text-experts"], load_config("mixtral-8x7b")],
-    ids=lambda cfg: cfg.name,
+    [
+        *(models.LLAMA, models.GEMMA4, models.LATENT, models.HYBRIDS["kimi"]),
+        *(CASES["gemma4_text-experts"], load_config("mixtral-8x7b")),
+    ],
 )
 def test_a_run_directory_of_the_last_version_has_its_model(cfg: ModelConfig) -> None:
     """Its keys that went have the values that every model of this version has."""
     keys = cfg.flat.to_dict()
     parts, expert_layers = keys.pop("attention_parts"), keys.pop("expert_layers")
     keys |= {"v_norm": bool(parts), "first_norm": True, "sum_norms": "none", "embed_width": None}
+    kinds = {"latent": "attention"}  # whose options were those of attention
+    keys["layer_types"] = [kinds.get(kind, kind) for kind in keys["layer_types"]]
     if keys["experts"]:
         experts = {**keys["experts"], "layers": expert_layers}
         keys["experts"] = experts | {"beside": experts.pop("shared_norms")}

@@ -76,8 +76,9 @@ def _moved(value: Tree, order: np.ndarray | None, factor: np.ndarray, offset: fl
         out = value.astype(np.float32) * factor + np.float32(offset)
         return out.astype(value.dtype)
     assert offset == 0.0, "only norms have offsets, and they are never quantized"
-    value = value if order is None else value.rows(order)
-    return value if is_whole else _times(value, factor)
+    moved = value if order is None else value.rows(order)
+    moved = moved if is_whole else _times(moved, factor)
+    return moved.found_blocks() if value.has_blocks else moved
 
 
 def _times(w: QTensor, factor: np.ndarray) -> QTensor:

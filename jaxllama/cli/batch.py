@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> None:
         common.show(args, _run_on_ray(args, name), common.lines)
         return
     serve.take_memory()
-    with local_app(common.load(args), name, serve.engine_of(args)) as (app, engine):
+    options = serve.engine_of(args)
+    with local_app(common.load(args), name, options) as (app, engine):
         at_once = min(engine.options.max_queue, 2 * engine.options.max_slots)
         report = batch.run(app, name, args.input, args.output, at_once)
     common.show(args, report, common.lines)

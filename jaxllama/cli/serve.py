@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jaxllama.serving.ray.options import ClusterOptions
 
 HELP = "OpenAI's API, a chat page and metrics over HTTP."
+PINNED, SLACK = 64, 8  # GB of memory that jax pins by default, and that it needs beside the cache
 
 
 def engine_options(sub: Parser) -> None:
@@ -58,17 +59,24 @@ def declared_option(group: common.OptionGroup, option: Option) -> None:
         )
         return
     default = "" if option.default is None else f" (default {option.default})"
-    is_share = option.kind is float
+    if option.kind is str:
+        group.add_argument(f"--{flag}", type=out_folder, metavar="DIR", help=option.text)
+        return
+    is_float = option.kind is float
     group.add_argument(
         f"--{flag}",
-        type=Number(option.kind, option.least, option.most, above=is_share),
-        metavar="SHARE" if is_share else "N",
+        type=Number(option.kind, option.least, option.most, above=is_float),
+        metavar=option.unit if is_float else "N",
         help=f"{option.text}{default}",
     )
 
 
 def engine_of(args: argparse.Namespace) -> Options:
-    """Return the options of ``Engine``; those of the cache are in ``common``."""
+    """Return the options of ``Engine``; those of the cache are in ``common``.
+
+    Call this before jax starts its devices: a large ``--host-cache-gb`` raises the limit of the
+    memory that jax pins.
+    """
     if args.draft is None and args.draft_tokens is not None:
         raise JaxLlamaError("--draft-tokens needs --draft: who proposes them")
     engine = {
@@ -77,6 +85,12 @@ def engine_of(args: argparse.Namespace) -> Options:
         "draft_tokens": args.draft_tokens,
     }
     engine |= {name: getattr(args, name) for name in DECLARED if name in args}
+    if args.disk_cache is not None:
+        engine["disk_cache"] = str(args.disk_cache)
+    if args.host_cache_gb is not None and args.host_cache_gb > PINNED - SLACK:
+        # jax reads it when it starts its devices, which is later.
+        pinned = str(math.ceil(args.host_cache_gb) + SLACK)
+        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", pinned)
     if args.draft is not None:
         engine["draft"] = functools.partial(common.proposer, plain(args))
     return {name: value for name, value in engine.items() if value is not None}

@@ -9,8 +9,6 @@ have no defaults here, so no preset can forget them.
 from jaxllama.config.attention import (
     AttentionConfig,
     FullAttentionConfig,
-    IndexerConfig,
-    LatentConfig,
     LayerInputsConfig,
     QKNorm,
     RopeConfig,
@@ -19,6 +17,7 @@ from jaxllama.config.attention import (
 )
 from jaxllama.config.experts import ExpertsConfig
 from jaxllama.config.flat import FlatConfig, of_last_version
+from jaxllama.config.latent import IndexerConfig, LatentAttentionConfig, LatentConfig
 from jaxllama.config.layer import (
     UNGATED,
     Activation,
@@ -59,6 +58,7 @@ __all__ = [
     "GLAConfig",
     "Inputs",
     "IndexerConfig",
+    "LatentAttentionConfig",
     "LatentConfig",
     "LayerConfig",
     "LayerInputsConfig",

@@ -1,21 +1,30 @@
-"""Options of attention layers: positions, latents, heads, what layers share."""
+"""Options of attention layers: positions, heads, what layers share."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any, ClassVar, Literal
 
-from jaxllama.config.reader import check_types, requirement
+from jaxllama.config.reader import check_types, require_all, requirement
 from jaxllama.typing import JsonObject
 
 QKNorm = Literal["none", "head", "full"]
 RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
-# What attention must not have where its keys are latent, or shared between layers.
-_PLAIN_SCORES: JsonObject = {
+# Options that attention must not have where layers share keys, or where keys are latent.
+PLAIN_SCORES: JsonObject = {
     "attn_gate": False,
     "attn_sinks": False,
     "attn_softcap": None,
     "attn_sparsity": 1.0,
+}
+# Options that attention must not have where values are narrower than keys.
+_WITHOUT_WIDTHS: JsonObject = {
+    "attn_gate": False,
+    "attention_parts": (),
+    "inner_norms": False,
+    "k_is_v": False,
+    "lends": "",
+    "borrows": "",
 }
 
 
@@ -106,85 +115,6 @@ class RopeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class IndexerConfig:
-    """Options of an indexer, which chooses the keys that a query reads (DeepSeek-V3.2).
-
-    Parameters
-    ----------
-    n_heads, head_dim : int
-        Heads of the indexer's queries, and width of a head and of its key, which all heads share.
-    top_k : int
-        Number of keys that a query reads.
-    interleaved : bool
-        Whether a checkpoint's RoPE of the indexer rotates features 2i and 2i + 1 together.
-
-    Raises
-    ------
-    JaxLlamaError
-        If a field is out of range. The message names the field.
-    """
-
-    n_heads: int
-    head_dim: int
-    top_k: int
-    interleaved: bool = False
-
-    def __post_init__(self) -> None:
-        need = requirement(self, "latent.indexer.")
-        for key in ("n_heads", "head_dim", "top_k"):
-            need(getattr(self, key) > 0, key, "must be positive")
-
-
-@dataclasses.dataclass(frozen=True)
-class LatentConfig:
-    """Options of attention with keys and values from a latent (DeepSeek-V2, arXiv 2405.04434).
-
-    Parameters
-    ----------
-    kv_rank : int
-        Number of features of a token's latent, which is normed and has no positions.
-    d_nope : int
-        Number of features that a head's key takes from the latent.
-    d_rope : int
-        Number of key features that all heads share.
-    d_v : int
-        Width of a head's value.
-    norm_eps : float
-        Epsilon of the latent's norm.
-    q_rank : int, optional
-        Number of features of a latent that queries come from, which is normed. None if queries come
-        from the layer's input.
-    indexer : IndexerConfig, optional
-        It chooses the keys that a query reads. None where a query reads all of them.
-
-    Raises
-    ------
-    JaxLlamaError
-        If a field is out of range or contradicts another. The message names the field.
-    """
-
-    kv_rank: int
-    d_nope: int
-    d_rope: int
-    d_v: int
-    norm_eps: float = 1e-6
-    q_rank: int | None = None
-    indexer: IndexerConfig | None = None
-
-    def __post_init__(self) -> None:
-        need = requirement(self, "latent.")
-        for key in ("kv_rank", "d_nope", "d_rope", "d_v", "q_rank"):
-            value = getattr(self, key)
-            need(value is None or value > 0, key, "must be positive")
-        need(self.d_rope % 2 == 0, "d_rope", "must be even (RoPE)")
-        if self.indexer is not None:
-            need(self.q_rank is not None, "q_rank", "is needed by the indexer")
-            widest = f"must be even and not less than d_rope ({self.d_rope})"
-            width = self.indexer.head_dim
-            need(width % 2 == 0 and width >= self.d_rope, "indexer.head_dim", widest)
-
-
-@dataclasses.dataclass(frozen=True)
 class FullAttentionConfig:
     """Heads of the attention layers without a window, where they differ from the others'.
 
@@ -194,6 +124,8 @@ class FullAttentionConfig:
         Width of a head, and number of key and value heads.
     k_is_v : bool
         Whether one product gives both keys and values.
+    attn_sinks : bool
+        Whether each head has a sink.
 
     Raises
     ------
@@ -204,6 +136,7 @@ class FullAttentionConfig:
     head_dim: int
     n_kv_heads: int
     k_is_v: bool = False
+    attn_sinks: bool = False
 
     def __post_init__(self) -> None:
         check_types(self, "full.")
@@ -307,11 +240,10 @@ class AttentionOptions:
     attention_parts : tuple of str
         Further steps between the products and the positions, files of
         ``model/mixers/attention/parts``, in their order.
-    latent : LatentConfig, optional
-        Keys and values come from latents. The cache stores the latents. Then ``head_dim`` is the
-        width of a key, and ``rope.rotary_dim`` is ``latent.d_rope``.
     k_is_v : bool
         Whether one product gives both keys and values.
+    d_v : int, optional
+        Width of a head's value, if it is narrower than ``head_dim``. The cache stores zeros behind.
     """
 
     n_heads: int
@@ -332,8 +264,8 @@ class AttentionOptions:
     attn_sparsity: float = 1.0
     inner_norms: bool = False
     attention_parts: tuple[str, ...] = ()
-    latent: LatentConfig | None = None
     k_is_v: bool = False
+    d_v: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -362,7 +294,7 @@ class AttentionConfig(AttentionOptions):
     def __post_init__(self) -> None:
         check_types(self)
         need = requirement(self)
-        for key in ("n_heads", "n_kv_heads", "head_dim", "sliding_window", "qkv_limit"):
+        for key in ("n_heads", "n_kv_heads", "head_dim", "sliding_window", "qkv_limit", "d_v"):
             value = getattr(self, key)
             need(value is None or value > 0, key, "must be positive")
         need(self.attn_softcap is None or self.attn_softcap > 0, "attn_softcap", "must be positive")
@@ -375,19 +307,18 @@ class AttentionConfig(AttentionOptions):
         turning = self.rope.rotary_dim or 0
         widest = f"must not exceed head_dim ({self.head_dim})"
         need(turning <= self.head_dim, "rope.rotary_dim", widest)
-        if self.latent is not None:
-            self._check_latent(self.latent)
+        if self.d_v is not None:
+            need(self.d_v <= self.head_dim, "d_v", widest)
+            require_all(self, _WITHOUT_WIDTHS, "values are narrower than keys")
         if self.lends or self.borrows:
-            self._need({"latent": None, "qk_norm_last": False}, "layers share keys")
-            self._need(_PLAIN_SCORES, "layers share keys")
+            require_all(self, {"qk_norm_last": False, **PLAIN_SCORES}, "layers share keys")
 
     def _check_norms(self) -> None:
         need, is_bare = requirement(self), self.qk_norm == "none"
         has_heads = self.qk_norm == "head" or not self.qk_norm_last
         need(has_heads, "qk_norm_last", "needs qk_norm = 'head'")
         need(is_bare or not self.rope.query_beta, "rope.query_beta", "needs qk_norm = 'none'")
-        is_plain = is_bare and self.latent is None
-        need(self.qkv_limit is None or is_plain, "qkv_limit", "needs qk_norm = 'none'")
+        need(self.qkv_limit is None or is_bare, "qkv_limit", "needs qk_norm = 'none'")
         for holds, where in (
             (self.attn_softcap is not None, "attention scores are capped"),
             (self.attn_sinks, "attention has sinks"),
@@ -395,22 +326,15 @@ class AttentionConfig(AttentionOptions):
             is_full = not holds or self.attn_sparsity == 1.0
             need(is_full, "attn_sparsity", f"must be 1 where {where}")
 
-    def _check_latent(self, latent: LatentConfig) -> None:
-        width, where = latent.d_nope + latent.d_rope, "keys are latent"
-        self._need({"head_dim": width, "n_kv_heads": self.n_heads, "qk_norm": "none"}, where)
-        self._need(_PLAIN_SCORES, where)
-        requirement(self)(
-            self.rope.rotary_dim in (0, latent.d_rope),
-            "rope.rotary_dim",
-            f"must be latent.d_rope ({latent.d_rope}) where {where}",
-        )
-        requirement(self)(latent.d_v <= width, "latent.d_v", f"must not exceed head_dim ({width})")
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's value as its product gives it."""
+        return self.head_dim if self.d_v is None else self.d_v
 
-    def _need(self, fields: JsonObject, where: str) -> None:
-        """Raise JaxLlamaError if a field has another value than in ``fields``."""
-        for key, want in fields.items():
-            is_so = getattr(self, key) == want
-            requirement(self)(is_so, key, f"must be {want!r} where {where}")
+    @property
+    def ropes(self) -> tuple[tuple[RopeConfig, int], ...]:
+        """The (RoPE, number of features) of the tables that the layer reads."""
+        return ((self.rope, self.head_dim),)
 
     @property
     def group_size(self) -> int:

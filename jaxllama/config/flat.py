@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from jaxllama.config.attention import (
+    PLAIN_SCORES,
     AttentionConfig,
     AttentionOptions,
     FullAttentionConfig,
@@ -22,6 +23,7 @@ from jaxllama.config.attention import (
     RopeConfig,
     SharedBlocks,
 )
+from jaxllama.config.latent import LatentAttentionConfig, LatentConfig
 from jaxllama.config.layer import (
     Beside,
     FeedConfig,
@@ -34,11 +36,12 @@ from jaxllama.config.layer import (
     Shared,
 )
 from jaxllama.config.linear import DeltaConfig, GLAConfig, Norm
-from jaxllama.config.reader import check_types, frozen, requirement
+from jaxllama.config.reader import check_types, frozen, require_all, requirement
 from jaxllama.config.stored import CheckpointForm
 from jaxllama.typing import JsonMapping, JsonObject
 
 Options = tuple[tuple[str, Any], ...]
+_KINDS = ("attention", "latent", "gla", "delta")
 PLACES = (
     "window_layers",
     "nope_layers",
@@ -80,10 +83,13 @@ class FlatConfig(AttentionOptions, FeedConfig):
     tie_embeddings : bool
         Whether the head is the embedding.
     layer_types : tuple of str
-        "attention", "gla", "delta" or a key of ``mixers``, for each layer. Empty for attention in
-        every layer.
+        "attention", "latent", "gla", "delta" or a key of ``mixers``, for each layer. Empty for
+        attention in every layer, which is "latent" where ``latent`` is given.
     gla, delta : GLAConfig, DeltaConfig, optional
         Options of the "gla" and of the "delta" layers.
+    latent : LatentConfig, optional
+        Latents of the "latent" layers, where each head has keys and values of its own. Then
+        ``head_dim`` is the width of a key, and ``rope.rotary_dim`` is ``latent.d_rope``.
     mixers : mapping of str to mapping
         Options of other kinds of layers, ``{kind: {option: value}}``.
     window_layers : tuple of int
@@ -107,6 +113,8 @@ class FlatConfig(AttentionOptions, FeedConfig):
         RMSNorm or LayerNorm.
     norm_bias : bool
         Whether LayerNorm has a bias.
+    norm_out_eps : float, optional
+        Epsilon of the norms of sublayers' outputs, if it differs.
     pre_norms, post_norms : bool
         Whether a layer has norms before its two sublayers, and norms of their outputs.
     post_norm_layers : tuple of int
@@ -157,6 +165,7 @@ class FlatConfig(AttentionOptions, FeedConfig):
     layer_types: tuple[str, ...] = ()
     gla: GLAConfig | None = None
     delta: DeltaConfig | None = None
+    latent: LatentConfig | None = None
     mixers: tuple[tuple[str, Options], ...] = ()
     window_layers: tuple[int, ...] = ()
     window_rope: RopeConfig | None = None
@@ -168,6 +177,7 @@ class FlatConfig(AttentionOptions, FeedConfig):
     expert_layers: tuple[int, ...] = ()
     norm: Norm = "rms"
     norm_bias: bool = False
+    norm_out_eps: float | None = None
     pre_norms: bool = True
     post_norms: bool = False
     post_norm_layers: tuple[int, ...] = ()
@@ -191,7 +201,8 @@ class FlatConfig(AttentionOptions, FeedConfig):
         check_types(self)
         object.__setattr__(self, "mixers", frozen(dict(self.mixers)))
         if not self.layer_types:
-            object.__setattr__(self, "layer_types", ("attention",) * self.n_layers)
+            kind = "attention" if self.latent is None else "latent"
+            object.__setattr__(self, "layer_types", (kind,) * self.n_layers)
         need = requirement(self)
         need(self.n_layers > 0, "n_layers", "must be positive")
         entries = f"must have n_layers ({self.n_layers}) entries"
@@ -208,12 +219,12 @@ class FlatConfig(AttentionOptions, FeedConfig):
         need, known = requirement(self), dict(self.mixers)
         for kind in self.layer_types:
             need(
-                kind in ("attention", "gla", "delta") or kind in known,
+                kind in _KINDS or kind in known,
                 "layer_types",
-                "must be 'attention', 'gla', 'delta' or a key of mixers",
+                f"must be {', '.join(map(repr, _KINDS))} or a key of mixers",
                 value=kind,
             )
-        for kind in ("delta", "gla"):
+        for kind in _KINDS[1:]:
             has_options = kind not in self.layer_types or getattr(self, kind) is not None
             need(has_options, kind, f"is needed by layers of type {kind!r}")
 
@@ -255,7 +266,6 @@ class FlatConfig(AttentionOptions, FeedConfig):
         need, full, shared = requirement(self), self.full, self.shared_kv_layers
         if full is not None:
             need(self.sliding_window is not None, "full", "needs a sliding_window")
-            need(self.latent is None, "full", "must be None where keys are latent")
             divides = f"must divide n_heads ({self.n_heads})"
             need(self.n_heads % full.n_kv_heads == 0, "full.n_kv_heads", divides)
         need(0 <= shared < self.n_layers, "shared_kv_layers", "must be below n_layers")
@@ -302,6 +312,9 @@ _WENT: JsonObject = {
 def of_last_version(keys: JsonMapping) -> JsonObject:
     """Return flat keys, which the last version may have written, as this version has them."""
     found = {key: value for key, value in keys.items() if _WENT.get(key, ...) != value}
+    kinds = found.get("layer_types") or ()
+    if found.get("latent") is not None and "latent" not in kinds:  # all attention was
+        found["layer_types"] = ["latent" if kind == "attention" else kind for kind in kinds]
     if found.pop("v_norm", False):
         found["attention_parts"] = ["value_norm"]
     experts = found.get("experts")
@@ -335,12 +348,13 @@ def records_of(flat: FlatConfig) -> JsonObject:
 
 
 def _norm(flat: FlatConfig) -> NormConfig:
-    return NormConfig(flat.norm, flat.norm_eps, flat.norm_bias, flat.norm_weight)
+    own = flat.norm_bias, flat.norm_weight, flat.norm_out_eps
+    return NormConfig(flat.norm, flat.norm_eps, *own)
 
 
 def _others(flat: FlatConfig) -> dict[str, Any]:
     """Return the records of the mixers beside attention, by kind."""
-    found: dict[str, Any] = {"gla": flat.gla, "delta": flat.delta}
+    found: dict[str, Any] = {"gla": flat.gla, "delta": flat.delta, "latent": _latent(flat, None)}
     found |= {kind: MixerOptions(kind, options) for kind, options in flat.mixers}
     return {kind: record for kind, record in found.items() if record is not None}
 
@@ -348,7 +362,8 @@ def _others(flat: FlatConfig) -> dict[str, Any]:
 def _layer(flat: FlatConfig, index: int | None) -> LayerConfig:
     """Return the record of a layer; None: of the head for multi-token prediction."""
     kind = "attention" if index is None else flat.layer_types[index]
-    mixer = _attention(flat, index) if kind == "attention" else _others(flat)[kind]
+    by_layer: dict[str, Any] = {"attention": _attention, "latent": _latent}
+    mixer = by_layer[kind](flat, index) if kind in by_layer else _others(flat)[kind]
     if index is None:
         mixer = mixer.replace(sliding_window=None, attn_sparsity=1.0)
     return LayerConfig(
@@ -362,14 +377,38 @@ def _layer(flat: FlatConfig, index: int | None) -> LayerConfig:
     )
 
 
+def _is_still(flat: FlatConfig, index: int | None) -> bool:
+    """Return whether a layer has no positions."""
+    return index in flat.nope_layers or len(flat.nope_layers) == flat.n_layers
+
+
+def _latent(flat: FlatConfig, index: int | None) -> LatentAttentionConfig | None:
+    """Return the options of attention from latents in a layer; None: as the flat form states
+    them."""
+    latent = flat.latent
+    if latent is None:
+        return None
+    width = latent.d_nope + latent.d_rope
+    plain = {"head_dim": width, "n_kv_heads": flat.n_heads, "qk_norm": "none", "full": None}
+    plain |= {"sliding_window": None, "qkv_limit": None, "d_v": None, **PLAIN_SCORES}
+    if index is not None and "attention" not in flat.layer_types:
+        require_all(flat, plain, "keys are latent")
+    return LatentAttentionConfig(
+        **{field.name: getattr(latent, field.name) for field in dataclasses.fields(latent)},
+        n_heads=flat.n_heads,
+        rope=dataclasses.replace(flat.rope, rotary_dim=0) if _is_still(flat, index) else flat.rope,
+        qkv_bias=flat.qkv_bias,
+        o_bias=flat.o_bias,
+    )
+
+
 def _attention(flat: FlatConfig, index: int | None) -> AttentionConfig:
     """Return the options of attention in a layer; None: as the flat form states them."""
     names = (field.name for field in dataclasses.fields(AttentionOptions))
     found: JsonObject = {name: getattr(flat, name) for name in names}
     has_window = flat.sliding_window is not None and flat.full is None
     slides = has_window if index is None else flat.slides(index)
-    is_still = index in flat.nope_layers or len(flat.nope_layers) == flat.n_layers
-    if is_still:
+    if _is_still(flat, index):
         found["rope"] = dataclasses.replace(flat.rope, rotary_dim=0)
     elif slides and flat.window_rope is not None and index is not None:
         turning = flat.window_rope.rotary_dim or 0
@@ -437,11 +476,14 @@ def keys_of(cfg: Layered) -> JsonObject:
     norm = cfg.norm
     found: JsonObject = {"norm": norm.kind, "norm_bias": norm.bias, "norm_weight": norm.weight}
     kinds = tuple(layer.kind for layer in cfg.layers)
-    found |= {"n_layers": len(kinds), "layer_types": kinds, "norm_eps": norm.eps}
+    found |= {"norm_eps": norm.eps, "norm_out_eps": norm.out_eps}
+    found |= {"n_layers": len(kinds), "layer_types": kinds}
     found |= {"mtp_layers": int(cfg.mtp is not None)}
     records = {layer.kind: layer.mixer for layer in reversed(cfg.layers)}
     records |= {spare.kind: spare for spare in cfg.spare if not isinstance(spare, FeedConfig)}
     found |= {"gla": records.pop("gla", None), "delta": records.pop("delta", None)}
+    latent = records.pop("latent", None)
+    found |= {"latent": None if latent is None else latent.latent}
     found |= _flat_attention(cfg, records.pop("attention"))
     found |= {"mixers": {kind: dict(record.options) for kind, record in records.items()}}
     found |= _flat_feed(cfg)
@@ -465,17 +507,21 @@ def _flat_attention(cfg: Layered, first: AttentionConfig) -> JsonObject:
     base: AttentionConfig = window or whole or first
     names = (field.name for field in dataclasses.fields(AttentionOptions))
     found: JsonObject = {name: getattr(base, name) for name in names}
-    turning = [i for i in heads if heads[i].rope.rotary_dim != 0]
-    ropes = {heads[i].sliding_window is not None: heads[i].rope for i in reversed(turning)}
+    placed = {i: layer for i, layer in enumerate(cfg.layers) if layer.ropes}
+    turning = [i for i in placed if placed[i].mixer.rope.rotary_dim != 0]
+    ropes = {placed[i].window is not None: placed[i].mixer.rope for i in reversed(turning)}
     found["rope"] = ropes.get(False, ropes.get(True, base.rope))
     if ropes.get(True, found["rope"]) != found["rope"]:
         found["window_rope"] = ropes[True]
     is_still = first.rope.rotary_dim == 0 and not turning
-    still = range(len(cfg.layers)) if is_still else [i for i in heads if i not in turning]
+    still = range(len(cfg.layers)) if is_still else [i for i in placed if i not in turning]
     found |= {"nope_layers": tuple(still), "window_layers": _some(slides, heads)}
     if window is not None and whole is not None:
-        full = FullAttentionConfig(whole.head_dim, whole.n_kv_heads, whole.k_is_v)
-        if full != FullAttentionConfig(window.head_dim, window.n_kv_heads, window.k_is_v):
+        full, other = (
+            FullAttentionConfig(one.head_dim, one.n_kv_heads, one.k_is_v, one.attn_sinks)
+            for one in (whole, window)
+        )
+        if full != other:
             found["full"] = full
     if base.query_scale != 1.0:  # of the layers without a window, where no other is left
         query = cfg.stored.query * base.query_scale

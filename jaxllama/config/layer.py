@@ -46,6 +46,8 @@ class NormConfig:
         RMSNorm or LayerNorm; ``norm`` in the flat form.
     eps : float
         Epsilon; ``norm_eps``.
+    out_eps : float, optional
+        Epsilon of the norms behind sublayers, if it differs; ``norm_out_eps``.
     bias, weight : bool
         Whether LayerNorm has a bias, and whether norms have a weight; ``norm_bias``,
         ``norm_weight``.
@@ -55,6 +57,7 @@ class NormConfig:
     eps: float
     bias: bool = False
     weight: bool = True
+    out_eps: float | None = None
 
     def __post_init__(self) -> None:
         need = requirement(self, "norm_")
@@ -254,7 +257,7 @@ class Eagle(Form):
 
 
 # A mixer's options; a mixer knows that its layers have its own record.
-MixerConfig = Any  # AttentionConfig | GLAConfig | DeltaConfig | MixerOptions
+MixerConfig = Any  # AttentionConfig, LatentAttentionConfig, GLAConfig, DeltaConfig, MixerOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,9 +313,8 @@ class LayerConfig:
 
     @functools.cached_property
     def ropes(self) -> tuple[tuple[RopeConfig, int], ...]:
-        """The (RoPE, width of a head) of the mixer, if it has positions."""
-        is_turned = self.kind == "attention"
-        return ((self.mixer.rope, self.mixer.head_dim),) if is_turned else ()
+        """The (RoPE, number of features) of the tables that the mixer reads."""
+        return getattr(self.mixer, "ropes", ())
 
     @functools.cached_property
     def lends(self) -> str:

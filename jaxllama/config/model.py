@@ -148,11 +148,6 @@ class ModelConfig:
         """Reason why layers do not run one by one, or "" if they do."""
         return next((layer.needs_model for layer in self.layers if layer.needs_model), "")
 
-    @property
-    def has_states(self) -> bool:
-        """Whether some layer keeps a state of fixed size instead of keys and values."""
-        return set(self.layer_types) != {"attention"}
-
     @functools.cached_property
     def feed_width(self) -> int:
         """A token's features inside of the widest feed-forward, over all of its experts."""

@@ -129,6 +129,12 @@ def requirement(config: Any, prefix: str = "") -> Callable[..., None]:
     return need
 
 
+def require_all(config: Any, values: Mapping[str, Any], where: str) -> None:
+    """Raise JaxLlamaError if a field has another value than ``values`` have. where: when so."""
+    for key, want in values.items():
+        requirement(config)(getattr(config, key) == want, key, f"must be {want!r} where {where}")
+
+
 def said_options(record: object) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of the options of a record that differ from their defaults."""
     for field in _own_first(type(record)):

@@ -3,6 +3,7 @@
     admission(slots, newcomers)     rows get their slots
     filling(slots, params, ...)     pieces of prompts
     decoding(slots, decode)         tokens of answers
+    saving, loading(slots, ...)     pages and states to the tiers and back
 
 ``idle`` lists a call without rows of every shape that there is, so it also says which programs a
 warm-up compiles.
@@ -11,26 +12,29 @@ warm-up compiles.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import Draft
+from jaxllama.engine import records, scheduler
 from jaxllama.engine import slots as device
 from jaxllama.engine.options import ResolvedOptions
 from jaxllama.engine.passes import CallSizes
 from jaxllama.engine.programs import Wanted
-from jaxllama.engine.scheduler import Sequence
 from jaxllama.engine.slots import NOBODY
-from jaxllama.typing import Jitted, Params
+from jaxllama.typing import Jitted, Params, Tree
 
 ProgramCall = tuple[Hashable, Wanted]
 IdleCall = Callable[[], ProgramCall]
+Moved = Literal["pages", "state"]
+MOVES = records.save, records.load_pages, records.load_state
 
 
 class Decode(NamedTuple):
@@ -42,7 +46,7 @@ class Decode(NamedTuple):
     params: device.Params
     orders: np.ndarray
     masks: jax.Array
-    row_of: dict[Sequence, int]
+    row_of: dict[scheduler.Sequence, int]
     n: int
     context: int
     wants_top: bool
@@ -51,7 +55,8 @@ class Decode(NamedTuple):
 class Calls:
     """The programs of an engine with these options.
 
-    draft, draft_params: the source of drafts, and its parameters if it is a model.
+    draft, draft_params: the source of drafts, and its parameters if it is a model. n_moved: number
+    of pages that move between the device and the tiers together; 0 if none do.
     """
 
     def __init__(
@@ -61,8 +66,9 @@ class Calls:
         mesh: Mesh | None,
         draft: Draft,
         draft_params: Params | None,
+        n_moved: int = 0,
     ) -> None:
-        self._cfg, self._options = cfg, options
+        self._cfg, self._options, self._n_moved = cfg, options, n_moved
         self._draft, self._draft_params = draft, draft_params
         # Loops and branches that run without the host. On a mesh prompts gain nothing from this.
         compiled = functools.partial(
@@ -79,7 +85,7 @@ class Calls:
 
     def compiled(self) -> int:
         """Return the number of programs that jit has compiled."""
-        programs: tuple[Jitted, ...] = (device.admit, self._fill, self._decode)
+        programs: tuple[Jitted, ...] = (device.admit, self._fill, self._decode, *MOVES)
         return sum(program._cache_size() for program in programs)
 
     def masks(self, size: int) -> np.ndarray:
@@ -132,6 +138,20 @@ class Calls:
         sizes = CallSizes(n, context, self._width(n), widths, most, self._draft)
         return ("decode", n, context), Wanted(self._decode, operands, self._cfg, {"sizes": sizes})
 
+    def saving(self, slots: device.BatchState, indices: np.ndarray, kind: Moved) -> ProgramCall:
+        """Return the call that copies pages, or a snapshot, as records."""
+        leaves = records.page_leaves if kind == "pages" else records.state_leaves
+        return ("save", kind, len(indices)), Wanted(records.save, (leaves(slots), indices))
+
+    def loading(
+        self, slots: device.BatchState, indices: np.ndarray, moved: Sequence[Tree], kind: Moved
+    ) -> ProgramCall:
+        """Return the call that puts records into pages, or one into a slot and a snapshot."""
+        if kind == "state":
+            return ("load", kind), Wanted(records.load_state, (slots, indices, moved[0]))
+        operands = slots, indices, tuple(moved)
+        return ("load", kind, len(indices)), Wanted(records.load_pages, operands)
+
     # Calls without rows
 
     @property
@@ -173,7 +193,34 @@ class Calls:
             *(filling(*shape, False) for shape in alone),
             *(filling(*shape, fresh) for shape in together for fresh in (True, False)),
             *(decoding(n, context) for n, context in decodes if context != decodes[0][1]),
+            *self._moving(slots),
         ]
+
+    def _moving(self, slots: Callable[[], device.BatchState]) -> list[IdleCall]:
+        """Return calls that move no page and no state."""
+
+        def blank_record(leaves: Sequence[jax.Array]) -> jax.Array:
+            return jnp.zeros(records.record_bytes(leaves), jnp.uint8)
+
+        calls: list[IdleCall] = []
+        if self._n_moved:
+            none = np.full(self._n_moved, NOBODY, np.int32)
+            calls.append(lambda: self.saving(slots(), none, "pages"))
+
+            def load_pages() -> ProgramCall:
+                record = blank_record(records.page_leaves(slots()))
+                return self.loading(slots(), none, [record] * len(none), "pages")
+
+            calls.append(load_pages)
+        if self._options.has_tiers and self._options.snapshots:
+            calls.append(lambda: self.saving(slots(), np.full(1, NOBODY, np.int32), "state"))
+
+            def load_state() -> ProgramCall:
+                record = blank_record(records.state_leaves(slots()))
+                return self.loading(slots(), np.full(2, NOBODY, np.int32), [record], "state")
+
+            calls.append(load_state)
+        return calls
 
     def _without_rows(self, n: int, context: int, params: device.Params) -> Decode:
         rows = np.full((n, 3 + self._options.more_pages), NOBODY, np.int32)

@@ -18,9 +18,10 @@ from jaxllama.files import short
 class Option:
     """An option of an engine.
 
-    kind: of its values. default: None if the engine chooses. text: help of its flag. group: of its
-    flag, which is the command's own, the engine's, or one of a server that loads adapters; None
-    stands elsewhere. least, most: of its values; a float must be above ``least``.
+    kind: of its values; a text is a folder. default: None if the engine chooses. text: help of its
+    flag. group: of its flag, which is the command's own, the engine's, or one of a server that
+    loads adapters; None stands elsewhere. least, most: of its values; a float must be above
+    ``least``. unit: of a float, as its flag shows it.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Option:
     group: Literal["command", "engine", "adapters"] | None = None
     least: int = 1
     most: float = math.inf
+    unit: str = "SHARE"
 
     def check(self, value: Any) -> None:
         """Raise JaxLlamaError, which names the option, for a value that it cannot have."""
@@ -38,8 +40,12 @@ class Option:
         found: Any = value
         kinds = (int, float) if self.kind is float else (self.kind,)
         if any(type(found) is kind for kind in kinds):
-            is_above = self.least < found if self.kind is float else self.least <= found
-            if self.kind is bool or (is_above and found <= self.most):
+            if self.kind is bool or (self.kind is str and found):
+                return
+            is_above = self.kind is not str and (
+                self.least < found if self.kind is float else self.least <= found
+            )
+            if is_above and found <= self.most:
                 return
         raise JaxLlamaError(f"{self.name} = {short(value)}: must be {self._domain}")
 
@@ -47,6 +53,10 @@ class Option:
     def _domain(self) -> str:
         if self.kind is bool:
             return "true or false"
+        if self.kind is str:
+            return "the name of a folder"
+        if self.kind is float and self.most == math.inf:
+            return f"a number > {self.least}"
         if self.kind is float:
             return f"a number in ({self.least}, {self.most}]"
         end = "" if self.most == math.inf else f" and <= {self.most}"
@@ -98,6 +108,32 @@ DECLARED = {
             True,
             "read every prompt whole, also if its beginning is cached",
             "engine",
+        ),
+        Option(
+            "host_cache_gb",
+            float,
+            None,
+            "GB of the host's memory for prefixes that leave the device (default: none; with "
+            "--disk-cache a quarter of what is free, up to 32)",
+            "engine",
+            0,
+            unit="GB",
+        ),
+        Option(
+            "disk_cache",
+            str,
+            None,
+            "folder for prefixes that leave the device; a restarted server finds them again",
+            "engine",
+        ),
+        Option(
+            "disk_cache_gb",
+            float,
+            None,
+            "GB that this folder may hold (default: half of what its disk has room for)",
+            "engine",
+            0,
+            unit="GB",
         ),
         Option(
             "deterministic",

@@ -69,6 +69,7 @@ HAND_OVER = 0.005
 # Seconds of one step after which the engine counts as stalled. A step may compile a program. One of
 # an offloaded model may read all weights from a disk, for many rows.
 STALLED, STALLED_OFFLOADED = 600.0, 3600.0
+IDLE = 0.01  # seconds to wait for pages that come back, if the device has nothing else to do
 RECLAIM = 1.0  # seconds to wait for the end of a step, after which the step has freed slots itself
 
 
@@ -133,6 +134,7 @@ class Engine:
         draft = draft(lm) if callable(draft) else draft
         self.options, self.scheduler, self.runner = parts_of(lm, draft, options)
         self.adapters = self.runner.adapters if isinstance(self.runner, Runner) else None
+        self._transfers = self.runner.transfers if isinstance(self.runner, Runner) else None
         self.admission = Admission(lm, self.options, self.scheduler, self.adapters)
         self._decoding: tuple[TurnPlan, Running] | None = None
         self.counts: collections.Counter[str] = collections.Counter()
@@ -198,6 +200,28 @@ class Engine:
         if not self._inbox.submit(request.id, entry, queued, self.options.max_queue):
             waiting = self._inbox.waiting(queued)
             raise QueueFull.of(waiting, self._retry_after(waiting))
+
+    def explain(self, request: Request) -> str:
+        """Return a sentence on where the beginning of a request's prompt is now.
+
+        Parameters
+        ----------
+        request : Request
+            A request that need not be submitted.
+
+        Returns
+        -------
+        str
+            Numbers of the prompt's tokens on the device, in host memory and on disk, and of those
+            that are computed.
+        """
+        with self._stepping:
+            found = self.scheduler.places(request)
+        n_prompt = len(request.prompt)
+        return (
+            f"{n_prompt} prompt tokens: {found['device']} on the device, {found['host']} in host "
+            f"memory, {found['disk']} on disk, {n_prompt - sum(found.values())} to compute"
+        )
 
     def cancel(self, request_id: str) -> None:
         """End a request; its last Event has the reason "cancelled". Unknown ids are ignored."""
@@ -309,6 +333,8 @@ class Engine:
                 raise JaxLlamaError("the engine sleeps already")
             if self.live or len(self._inbox):
                 raise JaxLlamaError("sleep: requests are in flight")
+            while self._save_rest():
+                pass
             self._held.sleep(weights)
 
     def wake(self) -> None:
@@ -382,9 +408,10 @@ class Engine:
             for sequence, reason in overdue:
                 self._delivery.end_from_outside(sequence.request.id, reason)
             if not self.live:
+                is_saving = self._save_rest()
                 self._stats = self._count()
                 self._told()
-                return bool(overdue)
+                return bool(overdue) or is_saving
             self._run()
             self.steps += 1
             self.counts["busy_ms"] += round((time.monotonic() - began) * 1000)
@@ -411,6 +438,20 @@ class Engine:
             self._told()
             self._take(*self._decoding)
             self._decoding = None
+        if self._transfers is not None and plan.is_idle:
+            self._transfers.wait(IDLE)
+
+    def _save_rest(self) -> bool:
+        """Copy pages for the tiers while no request runs, and return whether there were some."""
+        if self._transfers is None or self.asleep:
+            return False
+        saves = self.scheduler.saves()
+        if any(saves):
+            assert isinstance(self.runner, Runner)
+            self.runner.save(saves)
+        elif self.scheduler.has_unsaved:
+            self._transfers.wait(IDLE)
+        return self.scheduler.has_unsaved
 
     def _take(self, plan: TurnPlan, running: Running) -> None:
         """Wait for a step's results and read them, while the next step runs."""
@@ -529,7 +570,7 @@ class Engine:
         self._thread.start()
 
     def _loop(self) -> None:
-        while self._inbox.wait_for_work(lambda: bool(self.live)):
+        while self._inbox.wait_for_work(lambda: bool(self.live or self.scheduler.has_unsaved)):
             self._step_began = time.monotonic()
             try:
                 self.step()
@@ -597,8 +638,10 @@ class Engine:
         """End the thread; requests in flight end with the reason "cancelled"."""
         self._inbox.close("the engine has stopped")
         self._inbox.stop()
-        self.runner.stop()
         if self._thread is not None:
             self._thread.join()
         if self.failure is None:
             self._end_all()
+            while self._save_rest():
+                pass
+        self.runner.stop()

@@ -1,19 +1,23 @@
 """The model that an engine runs: replaced between two steps, or put to sleep with its cache.
 
 The engine calls these under the lock that its steps take. Cached prefixes of the weights before are
-not found again.
+not found again, unless the tiers have them and the same weights return.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from typing import Literal
 
 import jax
 import numpy as np
 
 from jaxllama.engine.blocks import BlockRunner
+from jaxllama.engine.records import weights_hash
 from jaxllama.engine.runner import Runner
 from jaxllama.engine.scheduler import Scheduler
+from jaxllama.engine.tiers import Identity
 from jaxllama.engine.weights import with_params, without_weights
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
@@ -30,6 +34,8 @@ class HeldModel:
         self.asleep = False
         self._scheduler, self._runner = scheduler, runner
         self._at_rest: Params | None = None  # the weights on the host
+        self._nonce = os.urandom(16)
+        self._identify()
 
     def resident_runner(self, what: str) -> Runner:
         """Return the runner, whose weights may change. Raises JaxLlamaError for others.
@@ -54,16 +60,44 @@ class HeldModel:
         if self._runner.adapters is not None:
             self._runner.adapters.params = lm.params
         self._scheduler.weights += 1
+        self._identify()
+
+    def _identify(self) -> None:
+        """Tell the tiers which weights their records depend on from now on."""
+        tiers = self._scheduler.pages.tiers
+        if tiers is None:
+            return
+        assert isinstance(self._runner, Runner)
+        runner, lm = self._runner, self.lm
+        tiers.identity = None
+        trees = lm.params, runner.draft_params
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trees)):
+            return
+        cache = runner.slots.cache.layers, runner.slots.snapshots
+        kinds = [(leaf.shape[1:], leaf.dtype.name) for leaf in jax.tree.leaves(cache)]
+        options = runner.options
+        facts = lm.config, options.draft, options.page_size, options.unit, str(kinds)
+        hashed = weights_hash(trees, facts)
+        tiers.identity = Identity(hashed, self._scheduler.weights, lm.adapters, self._nonce)
+
+    def _renumber(self) -> None:
+        """Keep the weights' identity under a new number."""
+        tiers = self._scheduler.pages.tiers
+        if tiers is not None and tiers.identity is not None:
+            number = self._scheduler.weights
+            tiers.identity = dataclasses.replace(tiers.identity, number=number)
 
     def sleep(self, weights: Literal["keep", "host", "drop"]) -> None:
         """Free the cache, and the weights as ``Engine.sleep`` says."""
         runner = self.resident_runner("sleep")
         self.asleep = True
+        self._scheduler.pages.forget_unsaved()
         runner.sleep()
         if weights == "host":
             self._at_rest = jax.device_get(self.lm.params)
         if weights == "keep":
-            self._scheduler.weights += 1  # the cached prefixes are gone
+            self._scheduler.weights += 1  # the prefixes on the device are gone
+            self._renumber()
         else:
             self._hold(without_weights(self.lm))
 

@@ -19,11 +19,14 @@ from jax.typing import DTypeLike
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import DraftPlan
 from jaxllama.engine.declared import DECLARED
+from jaxllama.engine.transfers import STAGED
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.executor import DETERMINISTIC_ROWS
 from jaxllama.model.cache import cache_dtype_name, check_has_keys, init_pages
+from jaxllama.model.mixers import has_states
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
+from jaxllama.offload.store import available_memory
 from jaxllama.text.rows import chunk_widths, default_chunk, powers_of, short
 from pallas_kernels.architecture import CARDS
 from pallas_kernels.qtensor import tree_bytes
@@ -42,6 +45,10 @@ SHORT_CONTEXTS = (2048, 8192)
 DRAFTING_TOKENS = {True: 16, False: 64}
 # Caches of 16-bit activations by default, by the largest memory of a card in GB.
 SMALL_CARDS = ((8, "int4"), (16, "int8"))
+# Bytes of the pages that move between the device and the tiers together.
+TRANSFER_BYTES = 128 << 20
+# Largest default of ``host_cache_gb``, in bytes; jax pins twice as much by default.
+HOST_CACHE_BYTES = 32 * 10**9
 # Default bytes of the host's memory for the cache.
 CPU_CACHE_BYTES = 2**30
 
@@ -99,6 +106,16 @@ class EngineOptions:
         Number of tokens that a row may generate before the host reads the results; streams advance
         by as many. The default is 4. A value of 2 halves the time between results. It pays where a
         step is long enough for the host's work (10 to 20 ms for hundreds of rows).
+    host_cache_gb : float or None
+        GB of pinned host memory for cached prefixes that leave the device. They come back while
+        other rows decode. The default is none; with disk_cache it is a quarter of the free memory,
+        up to 32 GB.
+    disk_cache : str or None
+        Folder for cached prefixes that leave the device. Each is written as soon as its tokens are
+        known, so a restarted engine finds it. Several engines may use one folder. Files depend on
+        the weights, the cache's layout and the salt, and are found by no others.
+    disk_cache_gb : float or None
+        GB that this folder may hold; the default is half of what its disk has room for.
     deterministic : bool
         Whether a request's tokens and logprobs are the same bits whatever runs beside it and in any
         slot. The default is the model's own flag. As in ``LanguageModel``, the shapes are fixed
@@ -137,6 +154,9 @@ class EngineOptions:
     token_budget: int | None = DECLARED["token_budget"].default
     max_queue: int = DECLARED["max_queue"].default
     steps_per_call: int | None = DECLARED["steps_per_call"].default
+    host_cache_gb: float | None = DECLARED["host_cache_gb"].default
+    disk_cache: str | None = DECLARED["disk_cache"].default
+    disk_cache_gb: float | None = DECLARED["disk_cache_gb"].default
     deterministic: bool = DECLARED["deterministic"].default
     draft: str | ModelConfig | None = None
     draft_tokens: int = 0
@@ -155,6 +175,23 @@ class EngineOptions:
         if self.draft is None and self.draft_tokens:
             raise JaxLlamaError(f"draft_tokens = {self.draft_tokens!r} needs a draft")
         DraftPlan.of(self.draft, self.draft_tokens)
+        if self.disk_cache_gb is not None and self.disk_cache is None:
+            raise JaxLlamaError(
+                f"disk_cache_gb = {self.disk_cache_gb} needs disk_cache: the folder that it bounds"
+            )
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether prefixes that leave the device are kept."""
+        return self.host_cache_gb is not None or self.disk_cache is not None
+
+    @property
+    def _host_bytes(self) -> int:
+        if not self.has_tiers:
+            return 0
+        if self.host_cache_gb is not None:
+            return int(self.host_cache_gb * 1e9)
+        return min((available_memory() or 0) // 4, HOST_CACHE_BYTES)
 
     def check_context(self, cfg: ModelConfig) -> None:
         """Raise JaxLlamaError if ``max_len`` exceeds the model's context."""
@@ -205,10 +242,10 @@ class EngineOptions:
         max_len = self.max_len or max(min(cfg.max_position, share), 2)
         default = default_chunk(on_cpu) * (1 if on_cpu else shards)
         chunk = self.prefill_chunk or min(default, max_len)
-        has_states = any(model_config.has_states for model_config in cfgs)
+        keeps_states = any(map(has_states, cfgs))
         is_dynamic = cfg.rope.scaling == "dynamic"
         page = self.page_size or min(16 if on_cpu else 64, chunk)
-        if self.page_size is None and (has_states or self.deterministic):
+        if self.page_size is None and (keeps_states or self.deterministic):
             page = math.gcd(page, chunk)
         row_pages = -(-max_len // page)
         if self.cache_tokens is None:
@@ -227,6 +264,13 @@ class EngineOptions:
             call = max(width * _rows(rows, width, PREFILL_TOKENS) for width in _widths(chunk))
         calls = 1 if on_cpu or self.deterministic or self.max_slots < TWO_CALLS else 2
         prefix_cache = self.prefix_cache and not is_dynamic
+        if self.has_tiers and not prefix_cache:
+            name = "disk_cache" if self.host_cache_gb is None else "host_cache_gb"
+            why = f"{cfg.name} has dynamic RoPE" if is_dynamic else "prefix_cache is False"
+            raise JaxLlamaError(
+                f"{name} = {short(getattr(self, name))}: no prefixes are kept, as {why}: "
+                "leave it out"
+            )
         resolved = ResolvedOptions(
             max_slots=self.max_slots,
             max_len=max_len,
@@ -241,9 +285,12 @@ class EngineOptions:
             max_queue=self.max_queue,
             steps_per_call=self.steps_per_call or min(4, max_len - 1),
             deterministic=self.deterministic,
-            snapshots=self.max_slots if has_states and prefix_cache else 0,
+            snapshots=self.max_slots if keeps_states and prefix_cache else 0,
             draft=self.draft,
             draft_tokens=self.draft_tokens,
+            host_bytes=self._host_bytes,
+            disk_cache=self.disk_cache,
+            disk_bytes=None if self.disk_cache_gb is None else int(self.disk_cache_gb * 1e9),
         )
         resolved.check()
         return resolved
@@ -273,6 +320,8 @@ class EngineOptions:
         # A draft model's states: one for each row, its snapshot, and a copy for rejected drafts.
         states = tree_bytes([state for state in drafts if not isinstance(state, KVCache)])
         work += 3 * self.max_slots * states
+        if self.has_tiers:
+            work += (2 * STAGED + 1) * TRANSFER_BYTES
         return max(int((free - work) * devices // token), self.max_len or 2)
 
 
@@ -280,7 +329,8 @@ class EngineOptions:
 class ResolvedOptions:
     """The sizes of an engine: ``EngineOptions`` without a None.
 
-    snapshots: number of snapshots of GLA's states for known prefixes.
+    snapshots: number of snapshots of GLA's states for known prefixes. host_bytes: for prefixes that
+    leave the device; 0 keeps none. disk_bytes: None stands for half of the room.
     """
 
     max_slots: int
@@ -299,6 +349,9 @@ class ResolvedOptions:
     snapshots: int
     draft: str | ModelConfig | None
     draft_tokens: int
+    host_bytes: int = 0
+    disk_cache: str | None = None
+    disk_bytes: int | None = None
 
     def check(self) -> None:
         """Raise JaxLlamaError for sizes that contradict each other."""
@@ -376,6 +429,11 @@ class ResolvedOptions:
     def row_pages(self) -> int:
         """Pages of the longest request."""
         return -(-self.max_len // self.page_size)
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether prefixes that leave the device are kept."""
+        return self.host_bytes > 0 or self.disk_cache is not None
 
     @property
     def more_pages(self) -> int:

@@ -17,6 +17,10 @@ of the state was taken. ``snapshot`` gives the last published page one of ``stat
 snapshot. If ``states`` is positive, only prefixes with snapshots are found. The length of a prefix
 is a multiple of ``unit`` tokens.
 
+With ``tiers``, ``begin`` also finds the pages and the state that have left the device
+(``Held.missing``); the caller copies them into pages of the sequence and then publishes these.
+``unsaved`` gives the pages and snapshots that no tier has yet.
+
 Contract: a node with references is never evicted, and no node is evicted before its children. Among
 the other nodes, the node with the oldest release is evicted first. Sources: vLLM's pages and hashed
 blocks (arXiv 2309.06180), SGLang's RadixAttention (2312.07104).
@@ -26,8 +30,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Hashable, Iterable, Sequence
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+from jaxllama.engine.tiers import Tiers, after, state_of
 from jaxllama.errors import JaxLlamaError
 
 
@@ -35,7 +42,8 @@ from jaxllama.errors import JaxLlamaError
 class Node:
     """A page that may be shared. state: row of its snapshot, if it has one.
 
-    A root has neither page nor parent; its ``tokens`` field holds the key.
+    A root has neither page nor parent; its ``tokens`` field holds the key. tier_key: key of the
+    page's record among the tiers; None if none is kept.
     """
 
     tokens: Hashable
@@ -44,6 +52,33 @@ class Node:
     children: dict[Hashable, Node] = dataclasses.field(default_factory=dict)
     references: int = 0
     state: int | None = None
+    tier_key: bytes | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Missing:
+    """The rest of a known prefix, which has left the device.
+
+    end: number of pages of the whole prefix. pages: keys of the records of its last pages. state:
+    key of the state after them, unless the device has it or none is needed.
+    """
+
+    end: int
+    pages: tuple[bytes, ...]
+    state: bytes | None
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """All records."""
+        return self.pages if self.state is None else (*self.pages, self.state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Save:
+    """A page, or a row of the snapshots, whose record goes to the tiers under ``key``."""
+
+    index: int
+    key: bytes
 
 
 @dataclasses.dataclass
@@ -51,11 +86,12 @@ class Held:
     """A sequence's pages, in order. nodes: the tree's nodes for the first of these pages.
 
     A node's page differs from the sequence's page where two sequences wrote the same tokens at the
-    same time.
+    same time. missing: what the tiers have of the prefix that ``begin`` found.
     """
 
     pages: list[int] = dataclasses.field(default_factory=list)
     nodes: list[Node] = dataclasses.field(default_factory=list)
+    missing: Missing | None = None
 
     @property
     def unshared(self) -> Iterable[int]:
@@ -67,14 +103,27 @@ class Held:
 
 class KVPages:
     """The pages of one engine. share: False if a prefix's keys and values depend on what follows
-    it.
+    it. tiers: where pages and snapshots are kept that leave the device. has_keys: False if a page
+    holds no bytes, because no layer is attention.
     """
 
     def __init__(
-        self, count: int, size: int, *, states: int = 0, unit: int = 1, share: bool = True
+        self,
+        count: int,
+        size: int,
+        *,
+        states: int = 0,
+        unit: int = 1,
+        share: bool = True,
+        tiers: Tiers | None = None,
+        has_keys: bool = True,
     ) -> None:
         self.count, self.size, self.unit = count, size, unit
         self.states, self.share = states, share
+        self.tiers, self._has_keys = tiers, has_keys
+        # Nodes whose page or snapshot no tier has yet, oldest first.
+        self._unsaved: collections.OrderedDict[Node, None] = collections.OrderedDict()
+        self._unsaved_states: collections.OrderedDict[Node, None] = collections.OrderedDict()
         self._needs_state = states > 0
         self._roots: dict[Hashable, Node] = {}
         self._free = list(reversed(range(count)))
@@ -109,21 +158,88 @@ class KVPages:
 
     def begin(self, tokens: Sequence[int], key: Hashable = None) -> Held:
         """Acquire the longest known prefix of ``tokens``."""
+        nodes = self._path(tokens, key)
+        missing = None if self.tiers is None else self._missing(tokens, key, nodes)
+        if missing is not None:
+            nodes = nodes[: missing.end]
+        else:
+            while nodes and not self._may_end(nodes):
+                nodes.pop()
+        for node in nodes:
+            self._acquire(node)
+        return Held([node.page for node in nodes], nodes, missing)
+
+    def places(self, tokens: Sequence[int], key: Hashable) -> Mapping[str, int]:
+        """Return how many tokens ``begin`` would find, by "device", "host" and "disk"."""
+        nodes = self._path(tokens, key)
+        missing = None if self.tiers is None else self._missing(tokens, key, nodes)
+        found = collections.Counter[str]()
+        if missing is None:
+            while nodes and not self._may_end(nodes):
+                nodes.pop()
+        else:
+            assert self.tiers is not None
+            nodes = nodes[: missing.end]
+            states = (missing.state,) * (missing.end - len(nodes))
+            for record in missing.pages if self._has_keys else states:
+                tier = None if record is None else self.tiers.where(record)
+                found[tier or "disk"] += self.size
+        found["device"] = len(nodes) * self.size
+        return found
+
+    def missing(self, tokens: Sequence[int], key: Hashable) -> tuple[bytes, ...]:
+        """Return the keys of the records that ``begin`` would find among the tiers."""
+        found = self._missing(tokens, key, self._path(tokens, key))
+        return () if found is None else found.keys
+
+    def _path(self, tokens: Sequence[int], key: Hashable) -> list[Node]:
+        """Return the nodes of the pages with which ``tokens`` begin."""
         node, nodes = self._roots.get(key), []
         if self.share and node is not None:
-            for first in range(0, len(tokens) - self.size + 1, self.size):
-                child = node.children.get(tuple(tokens[first : first + self.size]))
+            for page in self._in_pages(tokens):
+                child = node.children.get(page)
                 if child is None:
                     break
                 node = child
                 nodes.append(node)
-        while nodes and (
-            len(nodes) * self.size % self.unit or (self._needs_state and nodes[-1].state is None)
-        ):
-            nodes.pop()
-        for node in nodes:
-            self._acquire(node)
-        return Held([node.page for node in nodes], nodes)
+        return nodes
+
+    def _in_pages(self, tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """Yield the tokens of each whole page."""
+        for first in range(0, len(tokens) - self.size + 1, self.size):
+            yield tuple(tokens[first : first + self.size])
+
+    def _may_end(self, nodes: Sequence[Node]) -> bool:
+        """Whether a prefix may end after these nodes, with what the device has."""
+        if len(nodes) * self.size % self.unit:
+            return False
+        return not self._needs_state or nodes[-1].state is not None
+
+    def _missing(self, tokens: Sequence[int], key: Any, nodes: Sequence[Node]) -> Missing | None:
+        """Return what the tiers have of a longer prefix than the device has alone."""
+        assert self.tiers is not None
+        root = self.tiers.root(*key) if self.share else None
+        if root is None:
+            return None
+        keys: list[bytes] = []
+        for index, page in enumerate(self._in_pages(tokens)):
+            last = keys[-1] if keys else root
+            known = nodes[index].tier_key if index < len(nodes) else None
+            found = after(last, page) if known is None else known
+            if index >= len(nodes) and self._has_keys and not self.tiers.has(found):
+                break
+            keys.append(found)
+        for end in range(len(keys), 0, -1):
+            if end <= len(nodes) and self._may_end(nodes[:end]):
+                return None
+            if end * self.size % self.unit:
+                continue
+            pages = tuple(keys[len(nodes) : end]) if self._has_keys else ()
+            if not self._needs_state:
+                return Missing(end, pages, None)
+            if self.tiers.has(state_of(keys[end - 1])):
+                return Missing(end, pages, state_of(keys[end - 1]))
+        return None
 
     def grow(self, held: Held, count: int) -> bool:
         """Add ``count`` pages, evicting unreferenced nodes, longest idle first, if free pages run
@@ -153,27 +269,79 @@ class KVPages:
                 node = parent.children[page] = Node(page, held.pages[index], parent)
                 self.known += 1
                 self._unreferenced += 1
+                self._to_save(node, key)
             self._acquire(node)
             held.nodes.append(node)
 
-    def snapshot(self, held: Held, tokens: int) -> int | None:
+    def _to_save(self, node: Node, key: Any) -> None:
+        """Give a new node its key among the tiers."""
+        root = None if self.tiers is None else self.tiers.root(*key)
+        parent = node.parent
+        assert parent is not None
+        last = root if parent.parent is None else parent.tier_key
+        if root is None or last is None:  # other weights computed it, or a page before it
+            return
+        assert isinstance(node.tokens, tuple)
+        node.tier_key = after(last, node.tokens)
+        if self._has_keys:
+            self._unsaved[node] = None
+
+    def unsaved(self, pages: int, states: int) -> tuple[list[Save], list[Save]]:
+        """Return the oldest pages and snapshots that no tier has, at most so many of each.
+
+        The device must copy them before it runs the plan that follows, which may evict them.
+        """
+        found = []
+        for nodes, most in ((self._unsaved, pages), (self._unsaved_states, states)):
+            saves: list[Save] = []
+            while nodes and len(saves) < most:
+                node, _ = nodes.popitem(last=False)
+                key, index = node.tier_key, node.page
+                assert self.tiers is not None and key is not None
+                if nodes is self._unsaved_states:
+                    assert node.state is not None
+                    key, index = state_of(key), node.state
+                if not self.tiers.knows(key):
+                    saves.append(Save(index, key))
+            found.append(saves)
+        return found[0], found[1]
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether there are pages or snapshots that no tier has."""
+        return bool(self._unsaved or self._unsaved_states)
+
+    def forget_unsaved(self) -> None:
+        """Save nothing of the pages and snapshots so far: the device has lost them."""
+        self._unsaved.clear()
+        self._unsaved_states.clear()
+
+    def snapshot(self, held: Held, tokens: int, *, saves: bool = True) -> int | None:
         """Return the row for a snapshot of the state after ``tokens`` tokens, which were just
         published.
 
         Returns None if no snapshot is wanted, if it exists already, or if there is no row for it.
+        saves: whether the tiers get the snapshot too.
         """
         at = tokens // self.size
         if not self._needs_state or tokens % self.unit or not 0 < at <= len(held.nodes):
             return None
-        if tokens % self.size or held.nodes[at - 1].state is not None:
+        node = held.nodes[at - 1]
+        if tokens % self.size or node.state is not None:
             return None
         if not self._free_states:
-            idle = next((node for node in self._idle() if node.state is not None), None)
+            # Tiers want a sequence's last snapshot, so it may take the row of an earlier one.
+            earlier = [] if self.tiers is None else held.nodes[: at - 1]
+            own = (other for other in earlier if other.references == 1)
+            candidates = itertools.chain(self._idle(), own)
+            idle = next((other for other in candidates if other.state is not None), None)
             if idle is None:
                 return None
             self._drop_state(idle)
-        held.nodes[at - 1].state = self._free_states.pop()
-        return held.nodes[at - 1].state
+        node.state = self._free_states.pop()
+        if saves and node.tier_key is not None:
+            self._unsaved_states[node] = None
+        return node.state
 
     def release(self, held: Held) -> None:
         """All of a sequence's pages."""
@@ -183,7 +351,7 @@ class KVPages:
             node.references -= 1
             self._unreferenced += not node.references
             self._offer(node)
-        held.pages, held.nodes = [], []
+        held.pages, held.nodes, held.missing = [], [], None
 
     def gain(self, helds: Iterable[Held]) -> int:
         """Pages that would be available if all of these were released."""
@@ -212,6 +380,9 @@ class KVPages:
             raise JaxLlamaError("a page was to be evicted that is in use")
         del self._leaves[node]
         self._drop_state(node)
+        if self._unsaved.pop(node, self) is None:
+            assert self.tiers is not None
+            self.tiers.counts.lost += 1
         self._free.append(node.page)
         self._unreferenced -= 1
         self.known -= 1
@@ -220,6 +391,7 @@ class KVPages:
 
     def _drop_state(self, node: Node) -> None:
         if node.state is not None:
+            self._unsaved_states.pop(node, None)
             self._free_states.append(node.state)
             node.state = None
 

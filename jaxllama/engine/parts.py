@@ -44,6 +44,12 @@ def _of_slots(
     wanted = EngineOptions(**asked)
     if wanted.lora_slots and mesh is not None:
         raise JaxLlamaError("lora_slots: a model on a mesh takes only merged adapters")
+    if wanted.has_tiers and mesh is not None:
+        name = "disk_cache" if wanted.host_cache_gb is None else "host_cache_gb"
+        raise JaxLlamaError(
+            f"{name} = {getattr(wanted, name)}: a model on a mesh keeps its prefixes on its "
+            "devices alone: leave it out"
+        )
     adapters = AdapterSlots(
         lm.config, lm.params, lm.adapters, wanted.lora_slots, wanted.max_lora_rank
     )
@@ -60,5 +66,6 @@ def _of_slots(
         recompute=not options.deterministic,
         may_share=runner.may_share,
         reach=lambda rows: options.pass_widths(options.size(rows))[-1],
+        transfers=runner.transfers,
     )
     return options, scheduler, runner

@@ -17,24 +17,30 @@ import numpy as np
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import NGram
-from jaxllama.engine import lazy_zeros
+from jaxllama.engine import lazy_zeros, records
 from jaxllama.engine import slots as device
 from jaxllama.engine.adapters import AdapterSlots
-from jaxllama.engine.calls import Calls, Decode, IdleCall, blank
+from jaxllama.engine.calls import Calls, Decode, IdleCall, Moved, blank
 from jaxllama.engine.grammar import NextTokens
-from jaxllama.engine.options import ResolvedOptions
-from jaxllama.engine.pages import KVPages
+from jaxllama.engine.options import TRANSFER_BYTES, ResolvedOptions
+from jaxllama.engine.pages import KVPages, Save
 from jaxllama.engine.passes import HIGHEST_LEVEL, level_of
 from jaxllama.engine.programs import Programs, Wanted
 from jaxllama.engine.scheduler import Fill, Prefix, Sequence, TurnPlan
 from jaxllama.engine.slots import NOBODY
+from jaxllama.engine.tier_files import TierFiles
+from jaxllama.engine.tiers import Tiers
+from jaxllama.engine.transfers import Arrived, OnDevice, Transfers
 from jaxllama.executors.executor import DraftSource
 from jaxllama.kept import folder
 from jaxllama.model.decoder import activation_dtype
 from jaxllama.model.lora import for_rows
 from jaxllama.model.mixers.common import LayerState
+from jaxllama.offload.experts import host_view
 from jaxllama.parallel.mesh import mesh_of
-from jaxllama.typing import Tree
+from jaxllama.typing import LocalDevice, Tree
+
+LARGEST_GROUP = 64  # pages that move together, so that the program has no more operands
 
 
 class Written(NamedTuple):
@@ -86,16 +92,27 @@ class Runner:
         if adapters is not None:
             adapters.params = self.params
         self.mesh = mesh_of(params)
+        self.draft_params = None if drafting is None else drafting.params
+        self.slots = self._empty()
+        pages = records.page_leaves(self.slots)
+        self.transfers: Transfers | None = None
+        n_moved = 0
+        if options.has_tiers:
+            if pages:
+                most = TRANSFER_BYTES // records.record_bytes(pages)
+                n_moved = max(min(most, options.row_pages, LARGEST_GROUP), 1)
+            [where] = self.slots.token.devices()
+            self.transfers = _transfers(options, max(n_moved, 1), where)
         self.pages = KVPages(
             options.pages,
             options.page_size,
             states=options.snapshots,
             unit=options.unit,
             share=options.prefix_cache,
+            tiers=None if self.transfers is None else self.transfers.tiers,
+            has_keys=bool(pages),
         )
-        draft_params = None if drafting is None else drafting.params
-        self._calls = Calls(self.cfg, options, self.mesh, self._draft, draft_params)
-        self.slots = self._empty()
+        self._calls = Calls(self.cfg, options, self.mesh, self._draft, self.draft_params, n_moved)
         where = list(self.slots.token.devices() if self.mesh is None else self.mesh.devices.flat)
         is_kept = self.mesh is None or where[0].platform == "cpu"
         self._programs = Programs(folder("engines") if is_kept else None, where)
@@ -169,7 +186,16 @@ class Runner:
         """
         for sequence in plan.preempted:
             self.drop(sequence)
-        calls = [*self._admissions(plan.prefixes), *self._fills(plan.fills)]
+        with_state = {who: some for who, some in plan.prefixes.items() if some.state is not None}
+        others = {who: some for who, some in plan.prefixes.items() if some.state is None}
+        # A snapshot that comes back may be the beginning of another newcomer.
+        calls = [
+            *self._moves(plan),
+            *self._admissions(with_state),
+            *self._states(with_state),
+            *self._admissions(others),
+            *self._fills(plan.fills),
+        ]
         decode = self._decode_of(plan, masks) if plan.budgets else None
         handed = threading.Event()
         return Running(self._thread.submit(self._do, calls, decode, handed), handed)
@@ -210,6 +236,60 @@ class Runner:
         """Forget a sequence that has no slot any more."""
         self._told.pop(sequence, None)
 
+    # Pages and states that leave the device and come back
+
+    def save(self, saves: tuple[list[Save], list[Save]]) -> None:
+        """Copy pages and snapshots for the tiers, after the plans so far."""
+        self._thread.submit(self._do, list(self._saves(*saves)), None, threading.Event()).result()
+
+    def _moves(self, plan: TurnPlan) -> Iterator[Callable[[], device.BatchState]]:
+        yield from self._saves(*plan.saves)
+        for arrived in plan.loads:
+            yield lambda arrived=arrived: self._load(arrived)
+
+    def _saves(
+        self, pages: list[Save], states: list[Save]
+    ) -> Iterator[Callable[[], device.BatchState]]:
+        n = 0 if self.transfers is None else self.transfers.n
+        for first in range(0, len(pages), max(n, 1)):
+            group = pages[first : first + n]
+            yield lambda group=group: self._save(group, n, "pages")
+        for state in states:
+            yield lambda state=state: self._save([state], 1, "state")
+
+    def _save(self, saves: list[Save], n: int, kind: Moved) -> device.BatchState:
+        assert self.transfers is not None
+        indices = np.full(n, NOBODY, np.int32)
+        indices[: len(saves)] = [save.index for save in saves]
+        copies = self._programs.call(*self._calls.saving(self.slots, indices, kind))
+        self.transfers.saved([save.key for save in saves], copies[: len(saves)])
+        return self.slots
+
+    def _load(self, arrived: Arrived) -> device.BatchState:
+        assert self.transfers is not None
+        n, moved = self.transfers.n, arrived.records
+        indices = np.full(n, NOBODY, np.int32)
+        indices[: len(moved)] = arrived.pages
+        moved = [*moved, *moved[:1] * (n - len(moved))]
+        slots = self._programs.call(*self._calls.loading(self.slots, indices, moved, "pages"))
+        self.transfers.placed()
+        return slots
+
+    def _states(
+        self, prefixes: Mapping[Sequence, Prefix]
+    ) -> Iterator[Callable[[], device.BatchState]]:
+        """Yield the calls that put states into slots, and into snapshots where there is room."""
+        for sequence, prefix in prefixes.items():
+            row = NOBODY if prefix.snapshot is None else prefix.snapshot
+            where = np.array([sequence.own_slot, row], np.int32)
+            yield lambda where=where, state=prefix.state: self._load_state(where, state)
+
+    def _load_state(self, where: np.ndarray, state: OnDevice) -> device.BatchState:
+        assert self.transfers is not None
+        slots = self._programs.call(*self._calls.loading(self.slots, where, state, "state"))
+        self.transfers.placed()
+        return slots
+
     # Prompts
 
     def _admissions(
@@ -224,7 +304,7 @@ class Runner:
                     slot=sequence.own_slot,
                     pages=list(held.pages),
                     length=prefix.length,
-                    snapshot=prefix.snapshot,
+                    snapshot=None if prefix.state is not None else prefix.snapshot,
                     sampling=request.sampling,
                     prompt=request.prompt,
                     output=sequence.output,
@@ -377,15 +457,20 @@ class Runner:
         self._programs.add_rest(wanted, n, is_busy, run)
 
     def stop(self) -> None:
-        """Let the compiling thread end."""
+        """Let the threads end that compile and move pages."""
         self._programs.stop()
+        if self.transfers is not None:
+            self._thread.submit(lambda: None).result()
+            self.transfers.close()
 
     def _run_idle(self, call: IdleCall) -> None:
         """Run a program without rows, in the runner's thread; a sleeping engine has no slots."""
         if self._asleep:
             return
         outcome = self._programs.call(*call())
-        self.slots = outcome[0] if isinstance(outcome, tuple) else outcome
+        slots = outcome[0] if isinstance(outcome, tuple) else outcome
+        if isinstance(slots, device.BatchState):  # other programs leave the slots as they are
+            self.slots = slots
 
     def _idle_calls(self) -> list[IdleCall]:
         return self._calls.idle(lambda: self.slots, lambda rows: self._with(rows, {}))
@@ -415,6 +500,15 @@ def _with_layers(slots: device.BatchState, layers: tuple[LayerState, ...]) -> de
 
 def _without_layers(slots: device.BatchState) -> device.BatchState:
     return _with_layers(slots, ())
+
+
+def _transfers(options: ResolvedOptions, n: int, device: LocalDevice) -> Transfers:
+    files = None
+    if options.disk_cache is not None:
+        files = TierFiles(options.disk_cache, options.disk_bytes)
+    places = records.Places(device)
+    tiers = Tiers(options.host_bytes, files, places.pin, host_view)
+    return Transfers(tiers, n, places.to_device, places.to_host)
 
 
 Item = TypeVar("Item")

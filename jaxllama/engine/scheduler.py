@@ -2,6 +2,7 @@
 
     waiting     in order of arrival; a step of priority counts as ``AGE`` earlier arrivals, so that
                 no request waits for ever; a preempted sequence keeps its place
+    loading     admitted, while pages of the prompt come back to the device (``tiers``)
     prefilling  admitted, with a slot and pages; the prompts are partly in the cache
     running     rows that generate tokens in each decode step
     ending      the device was given the last tokens to generate; their slots are free again
@@ -15,7 +16,10 @@ nor many short ones stall the running rows. Chunks end at multiples of ``chunk``
 * At most ``max_slots`` sequences are admitted. They hold the pages that their tokens take and no
 more (``pages``): the prompt's pages at admission, the answer's pages as it is generated. A
 hundredth of all pages is reserved for running sequences, unless they cannot use it.
-* The order is strict: no request overtakes an earlier one of the same priority.
+* The order is strict: no request overtakes an earlier one of the same priority. Requests whose
+pages come back are the exception: others run meanwhile. A request that begins as one of these waits
+for it, and then shares its pages. If a page cannot come back, the request waits again, and what the
+tiers lack is prefilled.
 * When pages are short, or a more urgent request finds no slot, the last of the least urgent
 sequences is preempted. It gives up its pages and waits. Later the part of its prompt and output
 that is no longer cached is prefilled again, so its tokens stay the same. Without ``recompute`` only
@@ -33,14 +37,18 @@ import bisect
 import dataclasses
 import heapq
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
-from jaxllama.engine.pages import Held, KVPages
+from jaxllama.engine.pages import Held, KVPages, Save
 from jaxllama.engine.request import FinishReason, Request
+from jaxllama.engine.tiers import Record
+from jaxllama.engine.transfers import Arrived, Load, Transfers
 from jaxllama.errors import JaxLlamaError
 
 # Number of later arrivals that a step of priority is worth.
 AGE = 1024
+# Plans for each group of pages that comes back while rows run.
+PACE = 2
 # Newcomers leave one page of this many to the running sequences. A newcomer that takes the last
 # pages is soon preempted, and its prompt is computed again.
 RESERVE = 100
@@ -57,6 +65,7 @@ class Sequence:
     that pending decode calls may generate. unsure: number of those that are generated only if
     drafts are accepted. known: for a restricted sequence, number of tokens after ``output`` for
     which the allowed tokens are known. weights: the model's weights at admission, by their number.
+    coming: pages for which a waiting sequence waits, as they come back for another one.
     """
 
     request: Request
@@ -72,6 +81,7 @@ class Sequence:
     unsure: int = 0
     known: int = 1
     weights: int = 0
+    coming: Load | None = None
 
     @property
     def prefix_key(self) -> tuple[int, tuple[str | None, str]]:
@@ -155,11 +165,13 @@ class Prefix:
     """Beginning of an admitted sequence that the cache already holds.
 
     length: its tokens.  snapshot: row of the snapshot pool with the recurrent state after them;
-    None starts from an empty state.
+    None starts from an empty state, unless ``state`` is one that came back to the device. That
+    state then goes to the snapshot too.
     """
 
     length: int
     snapshot: int | None
+    state: Record | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +181,8 @@ class TurnPlan:
     The runner gives slots to ``admitted``, runs ``fills`` in order, and then decodes. Each row
     generates up to ``budgets`` tokens in up to ``steps`` passes, and at least one token in each
     pass. preempted: sequences that wait again. started: sequences that are running from now on.
-    prefixes: known prefixes of the admitted sequences.
+    prefixes: known prefixes of the admitted sequences. Before all of that it copies the pages and
+    snapshots of ``saves`` for the tiers, and puts the pages of ``loads`` into place.
     """
 
     preempted: list[Sequence]
@@ -179,6 +192,14 @@ class TurnPlan:
     budgets: dict[Sequence, int]
     steps: int
     prefixes: dict[Sequence, Prefix] = dataclasses.field(default_factory=dict)
+    saves: tuple[list[Save], list[Save]] = dataclasses.field(default_factory=lambda: ([], []))
+    loads: list[Arrived] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the device has nothing to do."""
+        work = self.prefixes, self.fills, self.budgets, *self.saves, self.loads
+        return not any(work)
 
     def unsure(self, sequence: Sequence) -> int:
         """Return the number of tokens that the sequence generates only if drafts are accepted."""
@@ -195,6 +216,7 @@ class Scheduler:
 
     may_share: returns how many tokens of a sequence others may begin with, once they are cached.
     reach: returns the largest number of tokens that each of ``rows`` rows generates in a step.
+    transfers: copies between the device and the tiers of ``pages``, if there are any.
     """
 
     def __init__(
@@ -209,15 +231,19 @@ class Scheduler:
         recompute: bool = True,
         may_share: Callable[[Sequence], int] = lambda sequence: sequence.to_fill,
         reach: Callable[[int], int] = lambda rows: 1,
+        transfers: Transfers | None = None,
     ) -> None:
         self.max_slots, self.pages = max_slots, pages
         self.chunk, self.token_budget, self.widths = chunk, token_budget, widths
         self.steps_per_call, self.recompute = steps_per_call, recompute
         self._may_share, self._reach = may_share, reach
+        self._transfers = transfers
         self.waiting: list[Sequence] = []
+        self.loading: dict[Sequence, Load] = {}
         self.prefilling: list[Sequence] = []
         self.running: dict[int, Sequence] = {}
         self.ending: list[Sequence] = []
+        self._n_plans = 0
         self.weights = 0  # number of times that the model's weights were replaced
         self._newest = -1
 
@@ -229,11 +255,11 @@ class Scheduler:
 
     @property
     def admitted(self) -> list[Sequence]:
-        return [*self.prefilling, *self.running.values()]
+        return [*self.loading, *self.prefilling, *self.running.values()]
 
     @property
     def n_admitted(self) -> int:
-        return len(self.prefilling) + len(self.running)
+        return len(self.loading) + len(self.prefilling) + len(self.running)
 
     # Requests come and go
 
@@ -256,6 +282,10 @@ class Scheduler:
             )
         self._newest = sequence.order
         self._queue(sequence)
+        if self.pages.tiers is not None and self.n_admitted >= self.max_slots:
+            sequence.weights = self.weights
+            known = self._shared(sequence, sequence.to_fill)
+            self.pages.tiers.prefetch(self.pages.missing(known, sequence.prefix_key))
 
     def _queue(self, sequence: Sequence) -> None:
         bisect.insort(self.waiting, sequence, key=_urgency)
@@ -268,6 +298,8 @@ class Scheduler:
         elif sequence.slot is None:
             self.waiting.remove(sequence)
             return
+        elif sequence in self.loading:
+            self.loading.pop(sequence).cancel()
         elif sequence in self.prefilling:
             self.prefilling.remove(sequence)
         else:
@@ -285,9 +317,13 @@ class Scheduler:
         """
         sequence, end = fill.sequence, fill.end
         self._publish(sequence, end)
-        if end > self._may_share(sequence):
+        most = self._may_share(sequence)
+        if end > most:
             return fill
-        return dataclasses.replace(fill, snapshot=self.pages.snapshot(sequence.held, end))
+        # The tiers get the last snapshot alone: it is large beside the pages between two of them.
+        is_last = end + self.pages.unit > most
+        snapshot = self.pages.snapshot(sequence.held, end, saves=is_last)
+        return dataclasses.replace(fill, snapshot=snapshot)
 
     def _publish(self, sequence: Sequence, end: int) -> None:
         self.pages.publish(sequence.held, self._shared(sequence, end), sequence.prefix_key)
@@ -309,6 +345,7 @@ class Scheduler:
         self._preempted: list[Sequence] = []
         self._newcomers: dict[Sequence, Prefix] = {}
         self._retire()
+        saves, loads = self.saves(), self._arrived()
         # Number of missing pages for one more token of each sequence; kept up to date below.
         self._next = _total(self._short(1))
         while self._next > self.pages.available:
@@ -329,6 +366,8 @@ class Scheduler:
             budgets,
             min(steps, most),
             self._newcomers,
+            saves,
+            loads,
         )
         for sequence, budget in budgets.items():
             self.pages.grow(sequence.held, self._growth(sequence, budget))
@@ -336,6 +375,50 @@ class Scheduler:
             sequence.unsure += plan.unsure(sequence)
         # Publishing may take idle pages, so it follows all growth.
         return dataclasses.replace(plan, fills=[self._published(fill) for fill in plan.fills])
+
+    def places(self, request: Request) -> Mapping[str, int]:
+        """Return where the known tokens of a request's prompt are, as ``KVPages.places``."""
+        sequence = Sequence(request, -1, 0.0, weights=self.weights)
+        known = self._shared(sequence, sequence.to_fill)
+        return self.pages.places(known, sequence.prefix_key)
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether ``saves`` will return something, now or later."""
+        return self.pages.has_unsaved
+
+    def saves(self) -> tuple[list[Save], list[Save]]:
+        """Return pages and snapshots that the device copies for the tiers before the next plan."""
+        if self._transfers is None:
+            return [], []
+        return self.pages.unsaved(*self._transfers.room())
+
+    def _arrived(self) -> list[Arrived]:
+        """Return the pages that have come back, and admit the sequences that have all of them.
+
+        While rows run, every ``PACE``-th plan puts one group of pages into place: the rows hardly
+        wait then.
+        """
+        if self._transfers is None:
+            return []
+        self._n_plans += 1
+        arrived = self._transfers.take(int(self._n_plans % PACE == 0) if self.running else None)
+        for sequence, load in list(self.loading.items()):
+            if not load.is_done:
+                continue
+            del self.loading[sequence]
+            tokens = load.n_good * self.pages.size
+            self.pages.publish(sequence.held, self._shared(sequence, tokens), sequence.prefix_key)
+            if load.is_damaged:
+                self.pages.release(sequence.held)
+                sequence.slot = None
+                self._queue(sequence)
+                continue
+            snapshot = None
+            if load.state is not None:
+                snapshot = self.pages.snapshot(sequence.held, tokens, saves=False)
+            self._start(sequence, Prefix(tokens, snapshot, load.state))
+        return arrived
 
     def _has_pages(self, budgets: dict[Sequence, int]) -> bool:
         most = max(budgets.values(), default=0)
@@ -395,8 +478,14 @@ class Scheduler:
                 # Its known prefix is not determined before it is admitted.
                 if fills and self._cost(self._next_fill(sequence)) > budget:
                     return fills, started, True
+                if self.n_admitted >= self.max_slots and not self._victims(sequence):
+                    break
+                if self._is_coming(sequence):
+                    continue
                 if not self._admit(sequence):
                     break
+                if sequence in self.loading:
+                    continue
             while sequence.filled < sequence.to_fill:
                 fill = self._next_fill(sequence)
                 if fills and self._cost(fill) > budget:
@@ -424,14 +513,7 @@ class Scheduler:
         """
         self._begin(sequence)
         if not self._has_room(sequence):
-            priority = sequence.request.priority
-            victims = [
-                other
-                for other in self.admitted
-                if other.request.priority < priority
-                and other.urgency > sequence.urgency
-                and (self.recompute or not other.output)
-            ]
+            victims = self._victims(sequence)
             if not victims or not self._has_room(sequence, without=victims):
                 self.pages.release(sequence.held)
                 return False
@@ -440,18 +522,51 @@ class Scheduler:
                 victims = [v for v in victims if v not in self._preempted]
             self.pages.release(sequence.held)
             self._begin(sequence)  # the prefix may be longer now, with the pages of the preempted
-        sequence.filled = len(sequence.held.pages) * self.pages.size
-        if not sequence.output:
-            sequence.cached = sequence.filled
+        held = sequence.held
+        known = len(held.pages)
         self.waiting.remove(sequence)
-        self.pages.grow(sequence.held, self._growth(sequence, 0))
+        self.pages.grow(held, self._growth(sequence, 0))
         taken = {other.slot for other in self.admitted}
         sequence.slot = next(slot for slot in range(self.max_slots) if slot not in taken)
-        self.prefilling.append(sequence)
-        nodes = sequence.held.nodes
-        self._newcomers[sequence] = Prefix(sequence.filled, nodes[-1].state if nodes else None)
         self._next += self._growth(sequence, 1)
+        if held.missing is None:
+            state = held.nodes[-1].state if held.nodes else None
+            self._start(sequence, Prefix(known * self.pages.size, state))
+        else:
+            assert self._transfers is not None
+            self.loading[sequence] = self._transfers.begin(held, known)
         return True
+
+    def _victims(self, sequence: Sequence) -> list[Sequence]:
+        """Return the admitted sequences that may be preempted for this one."""
+        return [
+            other
+            for other in self.admitted
+            if other.request.priority < sequence.request.priority
+            and other.urgency > sequence.urgency
+            and (self.recompute or not other.output)
+        ]
+
+    def _start(self, sequence: Sequence, prefix: Prefix) -> None:
+        """Let an admitted sequence prefill what follows its known prefix."""
+        sequence.filled = prefix.length
+        if not sequence.output:
+            sequence.cached = sequence.filled
+        self.prefilling.append(sequence)
+        self._newcomers[sequence] = prefix
+
+    def _is_coming(self, sequence: Sequence) -> bool:
+        """Whether pages with which the sequence begins come back for another sequence."""
+        if sequence.coming is not None and not sequence.coming.is_done:
+            return True
+        sequence.coming = None
+        if self.loading:
+            sequence.weights = self.weights
+            known = self._shared(sequence, sequence.to_fill)
+            keys = set(self.pages.missing(known, sequence.prefix_key))
+            loads = self.loading.values()
+            sequence.coming = next((load for load in loads if not keys.isdisjoint(load.keys)), None)
+        return sequence.coming is not None
 
     def _begin(self, sequence: Sequence) -> None:
         known = self._shared(sequence, sequence.to_fill)
@@ -475,6 +590,10 @@ class Scheduler:
         """Move the least urgent of ``victims`` back to waiting."""
         victim = max(victims, key=lambda sequence: sequence.urgency)
         self._next -= self._growth(victim, 1)
+        prefix = self._newcomers.pop(victim, None)
+        if prefix is not None and prefix.state is not None:
+            assert self._transfers is not None
+            self._transfers.placed()  # nobody will use the state
         self.finish(victim)
         self._preempted.append(victim)
         self._queue(victim)

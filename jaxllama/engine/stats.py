@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from jaxllama.engine.options import ResolvedOptions
 from jaxllama.engine.scheduler import Scheduler
+from jaxllama.engine.tiers import Tiers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +17,10 @@ class EngineStats:
     pages_used: pages held by running requests. pages_known: pages that new requests may begin with.
     finished: number of requests by finish reason. compilations: programs compiled since the
     warm-up. accepted_tokens: the drafted tokens that the model accepted.
+
+    host_tier, disk_tier: the prefixes that have left the device. bytes: what they take. hits: pages
+    and states that were found there, and hit_bytes their bytes. tier_lost: pages that left the
+    device without a copy.
     """
 
     waiting: int
@@ -36,6 +41,13 @@ class EngineStats:
     compilations: int
     drafted_tokens: int
     accepted_tokens: int
+    host_tier_bytes: int = 0
+    host_tier_hits: int = 0
+    host_tier_hit_bytes: int = 0
+    disk_tier_bytes: int = 0
+    disk_tier_hits: int = 0
+    disk_tier_hit_bytes: int = 0
+    tier_lost: int = 0
 
 
 def count(
@@ -69,4 +81,17 @@ def count(
         compilations=compilations,
         drafted_tokens=counts["drafted_tokens"],
         accepted_tokens=counts["accepted_tokens"],
+        **({} if pages.tiers is None else _tiers(pages.tiers)),
     )
+
+
+def _tiers(tiers: Tiers) -> dict[str, int]:
+    return {
+        "host_tier_bytes": tiers.host_used,
+        "host_tier_hits": tiers.counts.host_hits,
+        "host_tier_hit_bytes": tiers.counts.host_hit_bytes,
+        "disk_tier_bytes": 0 if tiers.files is None else tiers.files.nbytes,
+        "disk_tier_hits": tiers.counts.disk_hits,
+        "disk_tier_hit_bytes": tiers.counts.disk_hit_bytes,
+        "tier_lost": tiers.counts.lost,
+    }

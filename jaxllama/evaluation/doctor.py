@@ -33,6 +33,7 @@ from jaxllama.generation import decode_step, prefill
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache, load
 from jaxllama.model.cache import init_cache
+from jaxllama.model.mixers import keeps_tokens
 from jaxllama.model.mixers.attention.chunk import has_cudnn
 from jaxllama.typing import JsonObject, LocalDevice, Params, Tree
 from pallas_kernels.architecture import TARGET, asked_target, nearest_card
@@ -172,7 +173,7 @@ def _model_calls(lm: LanguageModel) -> list[JsonObject]:
     cache = jax.eval_shape(functools.partial(init_cache, cfg, 1, capacity, lm.dtype))
     choices_made = choices(whole, params, ints(1, width), ints(1), cache)
     found += _counted(f"prefill, {width} tokens", choices_made)
-    if cfg.head_dim and "attention" in cfg.layer_types:
+    if cfg.head_dim and any(map(keeps_tokens, cfg.layer_types)):
         found.append(_prefill_attention(width, cfg.n_heads, cfg.head_dim, lm.dtype))
     return found
 

@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import AttentionConfig, LayerConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.mixers import MIXERS
+from jaxllama.model.mixers import MIXERS, keeps_tokens
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import QUANTIZED_CACHE, LayerState
 from jaxllama.model.records import Hidden
@@ -153,7 +153,7 @@ def check_has_keys(cfg: ModelConfig, **asked: object) -> None:
 
     asked: options by name; None and False are not asked for.
     """
-    if "attention" in cfg.layer_types:
+    if any(map(keeps_tokens, cfg.layer_types)):
         return
     for name, value in asked.items():
         if value is not None and value is not False:
@@ -184,21 +184,18 @@ def default_dtype() -> jnp.dtype:
 
 
 def cached_width(layer: LayerConfig, dtype: str, mesh: Mesh | None = None) -> int:
-    """Features of a head in a layer's cache, where this process (or the mesh) runs; 0 for a layer
-    without heads.
+    """Features of a head in an attention layer's cache, where this process (or the mesh) runs; 0
+    for other layers.
 
-    It is ``kv_rank + d_rope`` of latents.  Else it is ``head_dim``, or more where the kernels of
-    decoding run.  These take heads of 64, 128 and 256.  Heads of at least 5/8 of such a width (80,
-    96, 192) are padded to it with zeros.  That takes at most 1.6 times the memory, but is read at
-    several times the rate of XLA's form.
+    It is ``head_dim``, or more where the kernels of decoding run.  These take heads of 64, 128 and
+    256.  Heads of at least 5/8 of such a width (80, 96, 192) are padded to it with zeros.  That
+    takes at most 1.6 times the memory, but is read at several times the rate of XLA's form.
     """
     place = None if mesh is None else NamedSharding(mesh, P())
     where = jax.ShapeDtypeStruct((), jnp.int32, sharding=place)
     if layer.kind != "attention":
         return 0
     cfg: AttentionConfig = layer.mixer
-    if cfg.latent is not None:
-        return cfg.latent.kv_rank + cfg.latent.d_rope
     if dtype == "float32" or hopper_reason(where) is not None:
         return cfg.head_dim
     fits = (width for width in WIDTHS if cfg.head_dim <= width <= 1.6 * cfg.head_dim)

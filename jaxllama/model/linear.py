@@ -22,6 +22,7 @@ Activations keep the dtype they come in; every sum is accumulated in float32.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypedDict, Unpack, overload
@@ -235,7 +236,7 @@ def linear_add(
         y = _matmul(x, weight, bias, dtype)
     else:
         y = product(x, linear, dtype, cfg)
-    return Stream(stream.x, y if scale is None else norm(Stream(y.astype(dtype)), scale, cfg)[0])
+    return Stream(stream.x, y if scale is None else norm_behind(y.astype(dtype), scale, cfg))
 
 
 # Their parts
@@ -284,6 +285,13 @@ def norm(
         return rms_norm(x, weight, cfg.norm.eps, **of_codes), stream
     y, total = rms_norm(x, weight, cfg.norm.eps, residual=residual, **of_codes)
     return y, Stream(total)
+
+
+def norm_behind(y: jax.Array, scale: Params, cfg: StepConfig) -> jax.Array:
+    """Return the norm of a sublayer's output ``y[..., D]``."""
+    if cfg.norm.out_eps is not None:
+        cfg = dataclasses.replace(cfg, norm=dataclasses.replace(cfg.norm, eps=cfg.norm.out_eps))
+    return norm(Stream(y), scale, cfg)[0]
 
 
 def _quantized(x: jax.Array, codes: str | None, lora: Lora | None = None) -> Input:

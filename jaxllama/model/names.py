@@ -44,9 +44,11 @@ class Names:
     of ``mlp``.
     qkv, gate_up: a single name means that the file has them in one tensor.
     gate: the gate of attention's heads, where it is a tensor apart from q.
+    q_norm, k_norm, embed_norm: "" for norms without a weight, where others have one.
+    is_last_norm_plain: the last norm's weight has no offset, where others have one.
     embedded_norm: the norm of a token's embedding in the layer of an EAGLE-3 head.
     inner_norms: the norms before the last products of mixer and feed-forward.
-    positions: the table of learned positions.  embed_norm: the norm of embeddings.
+    positions: the table of learned positions.
     other_norms: names of norms that files may have instead, by the usual name.
     is_by_head: q|k|v in one tensor are ordered by kv head: the q heads that read it, k, v.
     parallel_norms: names of the two norms of a parallel block, where it has two.
@@ -83,6 +85,7 @@ class Names:
     inner_norms: tuple[str, str] = ("attn_sub_norm", "ffn_sub_norm")
     embed_norm: str = "embed_norm"
     other_norms: Params = dataclasses.field(default_factory=ParamsDict)
+    is_last_norm_plain: bool = False
     is_by_head: bool = False
     is_transposed: bool = False
     parallel_norms: tuple[str, str] | None = None

@@ -345,9 +345,10 @@ def norm_rows(
 ) -> dict[Path, Param]:
     """Return the parameters of a norm of ``width`` features.
 
-    The checkpoint's weight w stands for ``scale * (w + offset)``.
+    The checkpoint's weight w stands for ``scale * (w + offset)``.  Where the file has none, as its
+    empty name says, the weight is ``scale``.
     """
-    if not norm.weight:
+    if not norm.weight or not name:
         return {(*path, "weight"): Param((), (width,), mean=scale, std=0.0)}
     fold = {"scale": scale, "offset": scale * offset}
     table = {(*path, "weight"): tensor(f"{name}.weight", width, mean=1.0, std=0.0, fold=fold)}

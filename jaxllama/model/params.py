@@ -43,7 +43,8 @@ def param_table(
         table |= {(f"layer_{index}", *path): param for path, param in layer.items()}
     # A tied head has the embedding's multiplier, too.
     scale = stored.logits / (stored.embed if cfg.tie_embeddings else 1.0)
-    table |= norm_rows(("norm",), names.norm, d, cfg.norm, stored.norm_offset, scale)
+    offset = 0.0 if names.is_last_norm_plain else stored.norm_offset
+    table |= norm_rows(("norm",), names.norm, d, cfg.norm, offset, scale)
     head = "embed" if cfg.tie_embeddings else "head"
     if not cfg.tie_embeddings:
         table["head", "weight"] = tensor(f"{names.head}.weight", cfg.vocab_size, d)

@@ -36,6 +36,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.executors.offloaded.executor import CHUNK
 from jaxllama.executors.offloaded.layer_cache import TAIL, snapshot_columns
 from jaxllama.executors.offloaded.room import cache_shapes, hidden_bytes
+from jaxllama.model.mixers import keeps_tokens
 from jaxllama.offload.policy import Policy, Shares
 from jaxllama.planner.accounting import (
     Footprint,
@@ -291,7 +292,7 @@ def _units(
             lanes["store hidden"] = moved(costs.store_hidden, hidden)
         if policy.cache.device < 100 and unit.has_cache:
             share, sparse = 1.0, False  # a GLA state moves whole
-            if cfg.layer_types[unit.layer] == "attention":
+            if keeps_tokens(cfg.layer_types[unit.layer]):
                 share = snapshot_columns(task.capacity, max(context, width)) / task.capacity
                 sparse = cfg.attn_sparsity < 1
             amounts = [share * part for part in state[unit.layer]]

@@ -26,6 +26,7 @@ import numpy as np
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.model.mixers import keeps_tokens
 from jaxllama.offload.policy import PERCENTAGES, Policy
 from jaxllama.offload.units import check_halves
 from jaxllama.planner.cost import (
@@ -121,7 +122,7 @@ def _variants(cfg: ModelConfig, base: Policy, policy: Policy) -> Iterator[Policy
     """Yield the policy, and with attention on the CPU if the base allows or asks for it."""
     if not base.cpu_attention:
         yield policy
-    if policy.cache.device < 100 and "attention" in cfg.layer_types:
+    if policy.cache.device < 100 and any(map(keeps_tokens, cfg.layer_types)):
         on_host = 100 - policy.cache.device
         yield dataclasses.replace(policy, cache_host=on_host, cpu_attention=True)
 

@@ -193,10 +193,10 @@ def _observe(
         after = _through(part, layer, h, watch)[..., : part.d_model]
     size = jnp.mean(jnp.square(after.astype(jnp.float32)), axis=-1).reshape(-1, 1)
     before = later = jnp.ones_like(size)
-    if isinstance(part, LayerConfig) and _has_qkv(part):
+    if isinstance(part, LayerConfig) and part.kind == "attention":
         qkv = watch.outputs[id(layer["mixer"]["qkv"])]
         before = 1 + _attention_received(part.mixer, layer["mixer"], qkv).reshape(-1, 1)
-    if following is not None and next_layer is not None and _has_qkv(next_layer):
+    if following is not None and next_layer is not None:
         y, _ = linear.norm(Stream(after), following.get("mixer_norm"), next_layer)
         qkv = linear.linear(y, following["mixer"]["qkv"])
         later = 1 + _attention_received(next_layer.mixer, following["mixer"], qkv).reshape(-1, 1)
@@ -220,11 +220,6 @@ def _observe(
         sums[site.name] = (second, total, largest, peak, by_expert)
         samples[site.name] = (x[at], weight[at])
     return sums, samples
-
-
-def _has_qkv(layer: LayerConfig) -> bool:
-    """Whether a layer has one product for q, k and v."""
-    return layer.kind == "attention" and layer.mixer.latent is None
 
 
 def _by_expert(part: Part, x: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:

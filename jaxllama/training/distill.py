@@ -28,6 +28,7 @@ from jaxllama.config import CheckpointForm, GLAConfig, LayerConfig, ModelConfig,
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.decoder import block, walk
 from jaxllama.model.linear import Stream, linear, norm_linear
+from jaxllama.model.mixers import has_states
 from jaxllama.model.mixers.common import LayerState
 from jaxllama.model.mixers.gla import mix as gla
 from jaxllama.model.observer import Observer
@@ -47,7 +48,7 @@ def student_config(teacher: ModelConfig, attention_layers: tuple[int, ...] = ())
     attention_layers: layers that stay attention. Raises JaxLlamaError for a layer that the teacher
     lacks, a teacher with GLA layers, or a teacher whose options GLA's files cannot express.
     """
-    if teacher.has_states:
+    if has_states(teacher):
         raise JaxLlamaError(f"distill.teacher: {teacher.name} has GLA layers: give it as init_from")
     for layer in attention_layers:
         if not 0 <= layer < teacher.n_layers:
@@ -66,7 +67,8 @@ def student_config(teacher: ModelConfig, attention_layers: tuple[int, ...] = ())
         use_output_gate=False,
         norm_eps=teacher.norm_eps,
     )
-    kinds = tuple("attention" if i in attention_layers else "gla" for i in range(teacher.n_layers))
+    own = enumerate(teacher.layer_types)
+    kinds = tuple(kind if i in attention_layers else "gla" for i, kind in own)
     student = teacher.replace(
         name=f"{teacher.name}-gla", layer_types=kinds, gla=gla, stored=CheckpointForm()
     )
@@ -79,6 +81,7 @@ def student_config(teacher: ModelConfig, attention_layers: tuple[int, ...] = ())
             qk_norm="none",
             window_rope=None,
             nope_layers=(),
+            latent=None,
         )
     if teacher.stored.family != CheckpointForm().family:
         config_to_fla(student)

@@ -31,6 +31,7 @@ from jaxllama.engine.engine import Engine
 from jaxllama.engine.options import PREFILL_TOKENS
 from jaxllama.engine.rollout import Rollouts, rescore, rollout
 from jaxllama.language_model import LanguageModel
+from jaxllama.model.mixers import has_states
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.training import samples
 from jaxllama.training.batch import Batch
@@ -242,7 +243,7 @@ def _prompt_options(setup: TrainingSetup, slots: int) -> Options:
     if setup.config.rollout.deterministic or jax.default_backend() == "cpu":
         return {}
     rows: Options = {"prefill_rows": min(slots, PREFILL_TOKENS // PAGE)}
-    if setup.model.has_states:  # prefixes are shared by chunks
+    if has_states(setup.model):  # prefixes are shared by chunks
         return rows
     return {"page_size": min(PAGE, setup.config.sequence_length), **rows}
 

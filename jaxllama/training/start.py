@@ -15,6 +15,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.loading import load
 from jaxllama.model.eagle3 import Eagle3Head
+from jaxllama.model.mixers import has_states
 from jaxllama.model.stacked import stack_layers
 from jaxllama.quantization.random_params import random_params
 from jaxllama.text.tokenizer import Tokenizer
@@ -212,7 +213,7 @@ def _check(setup: TrainingSetup, data: Data) -> None:
     distill = config.distill
     if distill is not None and distill.objective == "mixers":
         shapes = [(cfg.n_layers, cfg.d_model) for cfg in (teacher, model)]
-        if shapes[0] != shapes[1] or teacher.has_states:
+        if shapes[0] != shapes[1] or has_states(teacher):
             raise JaxLlamaError(
                 f"distill.objective = 'mixers': needs a teacher of attention with the student's "
                 f"layers and width; {teacher.name} and {model.name} differ"

@@ -34,7 +34,7 @@ from jaxllama.checkpoints.hf.families import FAMILIES
 from jaxllama.config import ModelConfig, RopeConfig, load_config, preset_names
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError, WeightWarning
-from tests.helpers.dense_cases import ORACLES
+from tests.helpers.dense_cases import ORACLES, WRAPPED
 from tests.helpers.models import shrunk
 from tests.helpers.parity_cases import CASES
 from tests.helpers.parity_cases import params_of as parity_params
@@ -292,7 +292,7 @@ _EXPERTS = "a mixture of experts, which is not supported"
         # Types whose reason is known
         (
             {"model_type": "deepseek_v4", "n_routed_experts": 256},
-            "not supported: mixer: sparse attention by an indexer, with other parts",
+            "not supported: form: hyper-connections, and sparse attention over compressed keys",
         ),
         *(
             ({"model_type": kind}, "not supported: an encoder, also if it runs as a decoder")
@@ -444,7 +444,7 @@ def transformers_reads(kind: str) -> dict[str, Any]:
     found = set(re.findall(r"config\.([a-z]\w+)|config, \"(\w+)\"", inspect.getsource(module)))
     # Its masks read is_causal; layer_types it looks for in classes that share the code.
     others = {"layer_types"}
-    if kind in ("aria_text", "apertus1p5_text"):  # the same file has the multimodal model
+    if kind in ("aria_text", "apertus1p5_text", *WRAPPED):  # the same file has the multimodal model
         others |= {name for pair in found for name in pair} - {*config}
     if kind in ("falcon_h1", "nemotron_h", "zamba2"):
         others |= {"get_text_config"}  # a method

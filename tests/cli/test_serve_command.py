@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import signal
 import socket
@@ -163,6 +164,9 @@ def test_flags_are_the_options_of_the_server_and_its_engine(monkeypatch):
     told = []
     monkeypatch.setattr(server_process, "serve", lambda options, load: told.append(options))
     monkeypatch.setattr(server, "take_memory", lambda: None)
+    limit = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+    monkeypatch.setenv(limit, "")  # so that it is restored
+    monkeypatch.delenv(limit)
     flags = [
         "--max-slots",
         "2",
@@ -193,6 +197,12 @@ def test_flags_are_the_options_of_the_server_and_its_engine(monkeypatch):
         "3",
         "--kv-dtype",
         "fp8",
+        "--host-cache-gb",
+        "100.5",
+        "--disk-cache",
+        "prefixes",
+        "--disk-cache-gb",
+        "9",
         "--api-servers",
         "3",
         "--drain-timeout",
@@ -212,9 +222,13 @@ def test_flags_are_the_options_of_the_server_and_its_engine(monkeypatch):
         "page_size": 8,
         "prefix_cache": False,
         "steps_per_call": 2,
+        "host_cache_gb": 100.5,
+        "disk_cache": "prefixes",
+        "disk_cache_gb": 9.0,
         "draft_tokens": 3,
         "kv_dtype": "float8_e4m3fn",
     }
+    assert os.environ[limit] == "109"
     assert (options.names, options.origins) == (("one", "other"), ("https://page",))
     assert (options.api_servers, options.drain_timeout) == (3, 4)
 

@@ -31,6 +31,8 @@ DEFAULT = (
     "gemma4_text",
     "gemma4_text-experts",
     "bitnet",
+    "mimo_v2_flash",
+    "muse_glimmer_text",
 )  # one of each mechanism that no other case has
 _SIGMOID = {
     "moe_intermediate_size": 24,
@@ -612,14 +614,70 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "rope_parameters": {**_MSCALE, "llama_4_scaling_beta": 0.3},
         },
     ),
+    (
+        "muse_glimmer_text",
+        "",
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 9,
+            "post_norm_eps": 1e-2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
+    (
+        "qwen3_vl_moe_text",
+        "",
+        {
+            **_ROUTED,
+            "num_experts": 6,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
+    (
+        "mimo_v2_flash",
+        "",
+        {
+            **_SIGMOID,
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_hidden_layers": 4,
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+            "mlp_layer_types": ["dense", *["sparse"] * 3],
+            "attention_bias": True,
+        },
+    ),
 )
 # Families without a class in transformers, and a family whose class computes the same. None: there
 # is no such family, and a test of their own compares them with their authors' code.
 ORACLES: dict[str, str | None] = {"minicpm": "granite"}
+# Text decoders that have no class of their own, with a small vision part for the class that does.
+WRAPPED: dict[str, Any] = {
+    "muse_glimmer_text": {
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+    },
+    "qwen3_vl_moe_text": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "deepstack_visual_indexes": [0],
+    },
+}
 NAMES = tuple(f"{kind}{f'-{case}' if case else ''}" for kind, case, _ in FAMILY_CASES if kind)
 # Cases whose directory transformers does not write: it has no class, or, for OLMo Hybrid, it writes
 # the convolutions in three equal parts, which are not q, k and v.
 UNWRITTEN = (
     *("olmo_hybrid", "internlm3", "internlm3-bias"),
-    *(name for name in NAMES if name.partition("-")[0] in ORACLES),
+    *(name for name in NAMES if name.partition("-")[0] in {**ORACLES, **WRAPPED}),
 )

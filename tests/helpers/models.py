@@ -97,7 +97,7 @@ HYBRIDS = {
         stored=CheckpointForm(family="qwen3_5_text", norm_offset=1.0),
     ),
     "kimi": LLAMA.replace(
-        layer_types=("delta", "attention"),
+        layer_types=("delta", "latent"),
         delta=dataclasses.replace(
             DELTA, n_k_heads=4, d_v=8, decay="channel", gate="low_rank", gate_activation="sigmoid"
         ),
@@ -110,6 +110,7 @@ HYBRIDS = {
 
 # DeepSeek-V3's attention: keys, values and queries from latents, and a part of a key that turns.
 LATENT = LLAMA.replace(
+    layer_types=("latent", "latent"),
     n_kv_heads=4,
     latent=LatentConfig(kv_rank=12, d_nope=6, d_rope=2, d_v=6, q_rank=10),
     rope=RopeConfig(theta=10000.0, rotary_dim=2),

@@ -114,6 +114,7 @@ FAMILIES = {
         delta=DeltaConfig(n_heads=16, n_k_heads=8, d_k=8, d_v=8, norm_eps=1e-5),
     ),
     "latent": WIDE.replace(
+        layer_types=("latent",) * WIDE.n_layers,
         n_kv_heads=8,
         latent=LatentConfig(kv_rank=12, d_nope=6, d_rope=2, d_v=6, q_rank=16),
         rope=dataclasses.replace(WIDE.rope, rotary_dim=2),

@@ -631,6 +631,27 @@ def their_class(path: Path) -> Any:
     return getattr(transformers, name, transformers.AutoModelForCausalLM)
 
 
+def their_model(path: Path) -> Any:
+    """transformers' model of a directory, in float32.
+
+    A text decoder whose only class is of a model with images runs inside of that class.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config, made = json.loads((path / "config.json").read_text()), their_class(path)
+    vision = dense_cases.WRAPPED.get(config["model_type"])
+    if vision is not None:
+        shared = {key: config[key] for key in ("tie_word_embeddings",)}
+        whole = made.config_class(text_config=config, vision_config=vision, **shared)
+        tensors = load_file(path / "model.safetensors")
+        inner = {key.replace("model.", "model.language_model.", 1): tensors[key] for key in tensors}
+        path = path / "whole"
+        whole.save_pretrained(path)
+        save_file(inner, path / "model.safetensors", {"format": "pt"})
+    return made.from_pretrained(path, dtype=torch.float32)
+
+
 def reference(name: str) -> Answer:
     """transformers' answer for a model that it loads from the directory that ``hf.save`` wrote."""
     import torch
@@ -644,7 +665,7 @@ def reference(name: str) -> Answer:
         cfg = cfg.replace(embedding_scale=False)
     with tempfile.TemporaryDirectory() as folder:
         path = hf.save(Path(folder) / "model", for_transformers(cfg), params)
-        model = their_class(path).from_pretrained(path, dtype=torch.float32)
+        model = their_model(path)
     tokens = torch.from_numpy(tokens_of(name)[None].astype(np.int64))
     prompt = tokens[:, :PROMPT]
     with torch.no_grad():

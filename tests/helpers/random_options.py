@@ -383,6 +383,46 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
     "youtu": {**_LATENT, **_ORDER},
     "minicpm": {**_BIAS, **_MINICPM},
     "minicpm3": {**_LATENT, **_MINICPM},
+    "muse_glimmer_text": {
+        "num_hidden_layers": [4, 6],
+        "sliding_window": [3, 9],
+        "post_norm_eps": [1e-8, 1e-2],
+        "qk_scale_factor": [1.0, 3.87],
+        "output_multiplier": [0.2, 1.0],
+        "final_logit_softcapping": [3.0, 20.0],
+    },
+    "qwen3_vl_moe_text": {
+        **_BIAS,
+        **_EXPERTS,
+        "num_experts": [4, 6],
+        "moe_intermediate_size": [24, 40],  # 16: square matrices, whose order is not seen
+        "decoder_sparse_step": [1, 2],
+        "mlp_only_layers": [[], [0]],
+    },
+    "mimo_v2_flash": {
+        **_BIAS,
+        **_SIGMOID,
+        "n_routed_experts": [8],
+        "n_group": [1, 2, 4],
+        "topk_group": [1],
+        "num_key_value_heads": [1, 2],
+        "head_dim": [24, 36],
+        "v_head_dim": [6, 16, 24],
+        "attention_value_scale": [None, 0.707],
+        "num_hidden_layers": [3],
+        "sliding_window": [3, 9],
+        "layer_types": [
+            [_TYPES[i] for i in order] for order in ((1, 0, 0), (0, 1, 0), (1, 1, 1), (0, 0, 0))
+        ],
+        "mlp_layer_types": [["dense", "sparse", "sparse"], ["sparse"] * 3],
+        "rope_parameters": [
+            {
+                kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.334}
+                for kind, theta in zip(_TYPES, thetas, strict=True)
+            }
+            for thetas in ((1e4, 5e6), (1e4, 1e4))
+        ],
+    },
     "minimax_m2": {
         **_EXPERTS,
         "num_local_experts": [8],

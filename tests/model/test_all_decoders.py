@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
@@ -21,11 +22,12 @@ from jaxllama.checkpoints.hf.families import ALIKE, FAMILIES, stored_name
 from jaxllama.checkpoints.hf.refused import REFUSED, WRAPPERS
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.typing import JsonObject
-from tests.helpers.dense_cases import ORACLES
+from tests.helpers.dense_cases import ORACLES, WRAPPED
 from tests.helpers.parity_cases import CASES
 
-ELSEWHERE = ("rwkv7",)  # types of flash-linear-attention
-ALONE = {*ORACLES, "mistral4"}  # families that are no type of AutoModelForCausalLM
+# Types of flash-linear-attention, and text decoders of models with image input.
+ELSEWHERE = ("rwkv7", "step3p5", "glm5_next_text")
+ALONE = {*ORACLES, *WRAPPED, "mistral4"}  # families that are no type of AutoModelForCausalLM
 ROOT = Path(__file__).parents[2]
 SIZES = {
     "hidden_size": 32,
@@ -105,6 +107,22 @@ _PIXTRAL = {
 }
 _QWEN_VISION = {"depth": 1, "hidden_size": 32, "num_heads": 4, "out_hidden_size": 32}
 _MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
+_PUBLISHED = "language_model.model.layers"
+_UNTIED = {"tie_word_embeddings": False}
+_KIMI = {
+    "head_dim": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 # transformers' class, its text decoder's config, and the vision tower's.
 MULTIMODAL: dict[str, tuple[str, JsonObject, JsonObject]] = {
     "ministral3": ("Mistral3", {"model_type": "ministral3"}, _PIXTRAL),
@@ -112,6 +130,22 @@ MULTIMODAL: dict[str, tuple[str, JsonObject, JsonObject]] = {
     "qwen2_vl": ("Qwen2VL", _MROPE, {"depth": 1, "embed_dim": 32, "num_heads": 4}),
     "qwen2_5_vl": ("Qwen2_5_VL", _MROPE, _QWEN_VISION),
     "qwen3_vl": ("Qwen3VL", _MROPE, _QWEN_VISION),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        {
+            **_MROPE,
+            **_UNTIED,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+        _QWEN_VISION,
+    ),
+    "kimi_k25": (
+        "Kimi_K25",
+        {**_KIMI, "model_type": "kimi_k2"},
+        {"num_hidden_layers": 1, **{key: SIZES[key] for key in _SMALL}},
+    ),
 }
 
 
@@ -121,11 +155,15 @@ def test_the_text_decoder_of_a_multimodal_model_has_transformers_logits(kind, tm
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     name, text, vision = MULTIMODAL[kind]
     config = getattr(transformers, f"{name}Config")(
-        text_config={**SIZES, **text}, vision_config=vision
+        text_config={**SIZES, **text}, vision_config=vision, **(_UNTIED if kind[0] == "k" else {})
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     model.save_pretrained(tmp_path / "m")
+    if kind == "kimi_k25":  # transformers writes the vision tower's word for the decoder's layers
+        held = load_file(tmp_path / "m" / "model.safetensors")
+        names = {key: key.replace("language_model.model.blocks", _PUBLISHED) for key in held}
+        save_file({names[key]: held[key] for key in held}, tmp_path / "m" / "model.safetensors")
     tokens = np.random.default_rng(0).integers(0, 64, (1, 40))
     with torch.no_grad():
         want = model(input_ids=torch.from_numpy(tokens)).logits.numpy()
@@ -142,6 +180,16 @@ def test_a_text_decoder_s_keys_may_stand_beside_the_vision_tower_s():
     cfg = config_from_hf({**config, "rope_scaling": scaling, "rope_theta": 1e6}, "vl")
     plain = config_from_hf({**SIZES, "model_type": "qwen2", "rope_theta": 1e6}, "vl")
     assert cfg == plain
+
+
+def test_kimi_k2_is_deepseek_v3():
+    """Its file has a ``model_type`` of its own and DeepSeek's architecture."""
+    config = {**SIZES, **_KIMI, "architectures": ["DeepseekV3ForCausalLM"]}
+    cfg, same = (
+        config_from_hf({**config, "model_type": kind}, "kimi")
+        for kind in ("kimi_k2", "deepseek_v3")
+    )
+    assert cfg == same and cfg.stored.family == "deepseek_v3" and cfg.latent.kv_rank == 16
 
 
 def test_every_family_has_a_case():

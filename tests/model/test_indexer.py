@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +16,24 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
+from jaxllama.checkpoints.hf import load as hf
+from jaxllama.checkpoints.hf.config import config_from_hf
+from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.model.mixers.attention.indexer import choice
+from jaxllama.model.linear import linear
+from jaxllama.model.mixers.latent import mix as latent
+from jaxllama.model.mixers.latent.indexer import choice
+from jaxllama.model.records import whole_rows
 from jaxllama.model.stacked import hidden_states
 from jaxllama.typing import Params
+from pallas_kernels.operands import Columns
+from pallas_kernels.rows.rms_norm import rms_norm
 from tests.helpers.engine_cases import REPEATING, engine, every_way_generates, run_schedule
 from tests.helpers.models import INDEXED, check_chunks_and_steps, params_of, tokens_of
+from tests.helpers.parity_cases import their_model
 
+SLOW = pytest.mark.slow
 CFG = INDEXED.first_layers(1)
 
 
@@ -44,6 +56,78 @@ def test_the_choice_is_the_keys_with_the_best_scores():
         want = set(np.argsort(scores)[-4:].tolist())
         got = np.asarray(chosen)[row, token][np.asarray(is_chosen)[row, token]]
         assert set(got.tolist()) == want
+
+
+def drawn(seed: int) -> ModelConfig:
+    """A layer whose indexer and latents have random sizes, with RoPE of either kind."""
+    draw = random.Random(seed)
+    d_rope = draw.choice((4, 8, 16))
+    config = {
+        "model_type": draw.choice(("deepseek_v32", "glm_moe_dsa")),
+        "vocab_size": 64,
+        "hidden_size": draw.choice((32, 48)),
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "kv_lora_rank": 16,
+        "q_lora_rank": draw.choice((12, 20)),
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": d_rope,
+        "v_head_dim": 8,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": draw.choice((1e-6, 1e-3)),
+        "index_n_heads": draw.choice((16, 24, 32)),
+        "index_head_dim": d_rope + draw.choice((0, 6, 16)),
+        "index_topk": draw.randint(1, 24),
+        "rope_parameters": draw.choice(ROPES),
+    }
+    return config_from_hf({**config, "bos_token_id": 1, "eos_token_id": None}, "tiny")
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+ROPES = (
+    {"rope_type": "default", "rope_theta": 1e4},
+    {**YARN, "factor": 4.0},
+    {**YARN, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.7},
+)
+
+
+def their_choice(cfg: ModelConfig, params: Params, tokens: np.ndarray, folder: Path) -> np.ndarray:
+    """transformers' places of the keys that the queries of the first layer read."""
+    torch = pytest.importorskip("torch")
+    path, found = hf.save(folder, cfg, params), []
+    model = their_model(path)
+    layer = model.model.layers[0].self_attn.indexer
+    layer.register_forward_hook(lambda module, args, output: found.append(output))
+    with torch.no_grad():
+        model(torch.from_numpy(tokens.astype(np.int64)))
+    return found[0].numpy()
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(s, marks=SLOW) for s in range(3, 50))])
+def test_the_choice_is_that_of_transformers(seed: int, tmp_path: Path) -> None:
+    cfg = drawn(seed)
+    layer, options = cfg.layers[0], cfg.layers[0].mixer
+    params = params_of(cfg, seed)
+    tokens = np.asarray(tokens_of(cfg, 2, 40, seed))
+    p, at = params["layer_0"]["mixer"], whole_rows(layer, 2, 40)
+    y = rms_norm(
+        params["embed"]["weight"][tokens], params["layer_0"]["mixer_norm"]["weight"], cfg.norm_eps
+    )
+    products = [Columns.whole(linear(y, weight)) for weight in latent.inputs(layer, p)]
+    heads = latent.turned(
+        options, latent.heads_of(options, p, products), *at.rope.of(options.rope, options.d_rope)
+    ).indexed
+    seen = np.tile(np.arange(1, 41, dtype=np.int32), (2, 1))
+    top_k = options.indexer.top_k
+    chosen, is_chosen = choice(heads.q, heads.weights, heads.key[:, :, 0], seen, top_k)
+    want = their_choice(cfg, params, tokens, tmp_path / "m")
+    for row, place in np.ndindex(seen.shape):
+        theirs = {int(key) for key in want[row, place] if key <= place}
+        ours = np.asarray(chosen)[row, place][np.asarray(is_chosen)[row, place]]
+        assert set(ours.tolist()) == theirs and len(ours) == min(top_k, place + 1)
 
 
 def test_more_keys_than_there_are_is_attention_to_all():

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
-from jaxllama.config import RopeConfig
+from jaxllama.config import ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.model.mixers.attention import latent
+from jaxllama.model.mixers.latent import mix as latent
 from jaxllama.offload.policy import Policy
 from jaxllama.placement import Placement
 from pallas_kernels.latent.op import latent_attention
@@ -69,9 +69,21 @@ def test_a_config_that_latents_contradict_names_the_key():
         ({"attn_sparsity": 0.5}, "attn_sparsity"),
         ({"rope": dataclasses.replace(CFG.rope, rotary_dim=4)}, "rope.rotary_dim"),
         ({"head_dim": 6}, "head_dim"),
+        ({"sliding_window": 4}, "sliding_window"),
+        ({"d_v": 4}, "d_v"),
+        ({"latent": dataclasses.replace(CFG.latent, d_v=9)}, r"latent\.d_v"),
+        ({"latent": None}, "latent"),
     ):
         with pytest.raises(JaxLlamaError, match=rf"^{key} = "):
             CFG.replace(**changes)
+
+
+def test_layers_of_latents_and_of_attention_make_one_model():
+    """Attention then has the heads that the flat form states, and latents their own."""
+    cfg = LATENT.replace(n_layers=2, layer_types=("attention", "latent"), n_kv_heads=2)
+    assert ModelConfig.of(**cfg.to_dict()) == cfg
+    assert [layer.kind for layer in cfg.layers] == ["attention", "latent"]
+    check_chunks_and_steps(cfg, "float32", 1e-5, False, n=2)
 
 
 @pytest.mark.slow

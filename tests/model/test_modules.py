@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
-from jaxllama.config import ExpertsConfig
+from jaxllama.config import ExpertsConfig, LatentConfig, RopeConfig
 from jaxllama.model import linear
 from jaxllama.model.declare import Declared
 from jaxllama.model.decoder import embed_tokens, forward, logits
@@ -31,6 +31,7 @@ from jaxllama.modules import (
     DecoderLayer,
     GatedDeltaNet,
     GatedLinearAttention,
+    LatentAttention,
     LayerNorm,
     MixtureOfExperts,
     RMSNorm,
@@ -45,15 +46,23 @@ from tests.helpers.arrays import as_jax
 from tests.helpers.compiling import environment
 from tests.helpers.models import DELTA, FAMILIES, GLA, LLAMA, params_of, relative_error, tokens_of
 
-KINDS = ("gla", "attention", "delta", "short_conv")
+KINDS = ("gla", "attention", "delta", "short_conv", "latent")
 CFG = LLAMA.replace(
-    n_layers=4, layer_types=KINDS, gla=GLA, delta=DELTA, mixers={"short_conv": {"width": 48}}
+    n_layers=len(KINDS),
+    n_kv_heads=4,
+    layer_types=KINDS,
+    gla=GLA,
+    delta=DELTA,
+    latent=LatentConfig(kv_rank=12, d_nope=6, d_rope=2, d_v=6, q_rank=10),
+    rope=RopeConfig(theta=10000.0, rotary_dim=2),
+    mixers={"short_conv": {"width": 48}},
 )
 MIXER_MODULES = {
     "attention": Attention,
     "gla": GatedLinearAttention,
     "delta": GatedDeltaNet,
     "short_conv": ShortConvolution,
+    "latent": LatentAttention,
 }
 ROWS, WIDTH = 2, 7
 LENGTHS = as_jax([7, 4], jnp.int32)
@@ -247,8 +256,8 @@ REFUSED = [
     (GLA_MODULE, (INPUT, 0, None, np.ones(1, int)), r"start\[1\]: expected 2, one for each row"),
     (GatedLinearAttention(LLAMA), (INPUT,), "gla = None: is needed by layers of type 'gla'"),
     (GatedDeltaNet(LLAMA), (INPUT,), "delta = None: is needed by layers of type 'delta'"),
-    (DecoderLayer(CFG, 4), (INPUT,), "index = 4: .* has layers 0 to 3"),
-    (DecoderLayer(CFG, -1), (INPUT,), "index = -1: .* has layers 0 to 3"),
+    (DecoderLayer(CFG, 5), (INPUT,), "index = 5: .* has layers 0 to 4"),
+    (DecoderLayer(CFG, -1), (INPUT,), "index = -1: .* has layers 0 to 4"),
     (DecoderLayer(CFG), (INPUT[..., 1:],), r"x\[2, 5, 31\]: expected \[B, T, D\]"),
     (Decoder(CFG), (np.ones((2, 5)),), "tokens: float32: expected integers"),
     (Decoder(CFG), (np.ones((2, 5), int), np.ones(3, int)), r"lengths\[3\]: expected 2"),
@@ -388,7 +397,7 @@ PATTERN = FAMILIES["hybrid"].replace(n_layers=5, layer_types=("gla", "attention"
             FAMILIES["hybrid"].replace(n_layers=6, layer_types=("attention", *("gla",) * 5)),
             ["layer_0", "layers_1_6_1"],
         ),
-        (CFG, ["layer_0", "layer_1", "layer_2", "layer_3"]),
+        (CFG, [f"layer_{index}" for index in range(5)]),
     ],
 )
 def test_as_few_layers_as_possible_are_compiled(cfg, names):

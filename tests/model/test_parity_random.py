@@ -213,7 +213,7 @@ def drawn(family: str, seed: int) -> ModelConfig:
 def answer(tokens: np.ndarray, path) -> Any:
     """transformers' (logits of the whole rows, greedy tokens, how far noise in its weights moves
     these logits) behind the prompts ``tokens``."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = parity_cases.their_model(path)
     prompt = torch.from_numpy(tokens.astype(np.int64))
     with torch.no_grad():
         whole = model.generate(

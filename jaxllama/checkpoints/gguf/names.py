@@ -8,8 +8,8 @@ from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES
 from jaxllama.checkpoints.gguf.file import GGUFFile
 from jaxllama.config import ModelConfig
 from jaxllama.model.experts.parameters import ExpertNames
-from jaxllama.model.mixers.attention.parameters import LatentNames
 from jaxllama.model.mixers.delta.parameters import DeltaNames
+from jaxllama.model.mixers.latent.parameters import LatentNames
 from jaxllama.model.mixers.short_conv.parameters import ShortConvNames
 from jaxllama.model.mixers.ssm.parameters import SSMNames
 from jaxllama.model.names import MTPNames, Names

@@ -57,6 +57,7 @@ _NULLABLE = (
     "scale_depth",
     "dim_model_base",
     "mamba_d_ssm",
+    "attention_value_scale",
 )
 _KEYS = frozenset(
     """
@@ -410,6 +411,7 @@ def _model_type(config: JsonMapping) -> str:
         raise JsonReader(config).error("architectures", _why_not(config, str(kind)))
     if kind is None and architectures:
         kind = _ARCHITECTURES[str(names[0])]
+    kind = TEXT_TYPES.get(kind, kind) if kind is not None else None
     if kind is None or kind not in {**FAMILIES, **MODELS}:
         raise JsonReader({"model_type": kind}).error("model_type", _why_not(config, str(kind)))
     return kind

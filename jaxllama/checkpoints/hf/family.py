@@ -51,7 +51,8 @@ class Family:
     tensors that follow from the config. unused: prefixes of tensors that a file may have and the
     model does not use; ``{n_layers}`` in them becomes the number of layers. turning: the key of the
     number of a head's features that RoPE turns, where the rest of a head has another width.
-    tensors: names of the files' tensors; None for Llama's. rope_kinds: other names of scalings.
+    tensors: names of the files' tensors; None for Llama's. tensors_of: the same of a config and of
+    the shapes of a file's tensors, where files differ. rope_kinds: other names of scalings.
     amplitude: the keys of longrope's multiplier; several must be equal. writes_local_theta: whether
     ``rope_local_base_freq`` is written, too. rope_key: the key of RoPE in a file that is written.
     has_mxfp4: whether files may have MXFP4 experts.
@@ -80,6 +81,7 @@ class Family:
     turning: str = ""
     full_width: Callable[[JsonReader], int] | None = None
     tensors: Names | None = None
+    tensors_of: Callable[[ModelConfig, Mapping[str, tuple[int, ...]]], Names] | None = None
     rope_kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)
     amplitude: tuple[str, ...] = ("attention_factor",)
     writes_local_theta: bool = False

@@ -216,7 +216,7 @@ def load(
         found = _untied(directory, found, files)
         cfg = found if cfg is None else check_preset(cfg, found)
         cfg = cfg.replace(mtp_layers=found.mtp_layers)
-        table = tensor_table(cfg, files)
+        table = tensor_table(cfg, _shapes(files))
         files = _in_pieces(files, table)
         leaves = packed.plan(directory, config, table, files)
         plain = {path: spec for path, spec in table.items() if path not in leaves}
@@ -330,6 +330,10 @@ def _used(directory: Path, cfg: ModelConfig, files: Tensors) -> Tensors:
     return {name: files[name] for name in files if name not in unused}
 
 
+def _shapes(files: Tensors) -> dict[str, tensors.Shape]:
+    return {name: entry.shape for name, (_, entry) in files.items()}
+
+
 def _may_have_mtp(cfg: ModelConfig) -> bool:
     """Return whether models of this family may have a head for multi-token prediction."""
     family = FAMILIES.get(cfg.stored.family)
@@ -343,7 +347,7 @@ def _with_mtp(cfg: ModelConfig, files: Tensors) -> ModelConfig:
     whole = cfg.replace(mtp_layers=1)
     sources = [
         source.name
-        for path, spec in tensor_table(whole, files).items()
+        for path, spec in tensor_table(whole, _shapes(files)).items()
         if path[0] == "mtp"
         for source in spec.sources
     ]

@@ -13,14 +13,22 @@ WRAPPERS = {
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
     "mistral3": "ministral3",
+    "kimi_k25": "deepseek_v3",
+    "muse_glimmer": "muse_glimmer_text",
     "qwen2_5_vl": "qwen2",
     "qwen2_vl": "qwen2",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
 }
-# Types of text decoders that are a family of another name.
-TEXT_TYPES = {"qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+# Types that are a family of another name.
+TEXT_TYPES = {
+    "kimi_k2": "deepseek_v3",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+}
 # Architectures of EAGLE-3 heads, which ``hf.eagle3`` reads, the first one written.
 HEADS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _REASONS: dict[str, str] = {
@@ -45,8 +53,12 @@ _REASONS: dict[str, str] = {
         """,
     "mixer: two layers of attention from latents, and experts that skip one": "longcat_flash",
     "mixer: sparse attention by an indexer, with other parts": """
-        axk2 deepseek_v4 hy_v4 qwen4_exp qwen4_exp_text
+        axk2 hy_v4
         """,
+    "form: hyper-connections, and sparse attention over compressed keys": """
+        deepseek_v4 glm5_next_text qwen4_exp qwen4_exp_text
+        """,
+    "mixer: other heads in windows, a gate a head, experts with a limit behind SiLU": "step3p5",
     "mixer: linear attention beside attention from latents with RoPE": "bailing_hybrid",
     "mixer: attention with linear biases (ALiBi)": "bloom mpt",
     "mixer: Mamba-1, whose decay is one number a feature and state": """
@@ -68,7 +80,6 @@ _REASONS: dict[str, str] = {
     "mixer: attention whose heads experts choose": "jetmoe",
     "mixer: attention whose gate has biases or scales of its own": "beam dory",
     "mixer: attention with a gate of softplus": "laguna",
-    "mixer: attention with keys wider than values, and two sizes of heads": "mimo_v2_flash",
     "mixer: a stream of four copies (AltUp)": "gemma3n_text",
     "mixer: attention over the keys of another model, which it drafts for": """
         gemma4_assistant gemma4_unified_assistant

@@ -19,32 +19,17 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxllama.config import AttentionConfig, LayerConfig
+from jaxllama.config import LayerConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.offloaded.programs import Rope
 from jaxllama.model.forms import FORMS
 from jaxllama.model.linear import Stream, linear_add
-from jaxllama.model.mixers.attention import latent
-from jaxllama.model.mixers.attention.mix import (
-    finished,
-    inputs,
-    sinks_of,
-    split_heads,
-    unpacked,
-)
-from jaxllama.model.mixers.attention.sparse import sparse_decode
-from jaxllama.model.mixers.attention.state import KVCache, LatentCache
+from jaxllama.model.mixers import MIXERS
+from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import LayerState
-from jaxllama.model.rope import Ropes, narrowed, widened
+from jaxllama.model.rope import Ropes
 from jaxllama.offload.policy import Shares
 from jaxllama.typing import LocalDevice, Tree
-from pallas_kernels.attention.blockwise import blockwise_attention
-from pallas_kernels.attention.rope_cache import (
-    from_cache_basis,
-    rope_and_write,
-    store,
-    to_cache_basis,
-)
 
 Parts = tuple[KVCache | None, KVCache | None]  # rows on the device, rows on the CPU
 
@@ -106,7 +91,8 @@ def decode_layer(
 ) -> tuple[Stream, Parts]:
     """Run the mixer's half of an attention layer for one token a row."""
     qkv, gate, stream = project(layer, weights, stream)
-    inputs, sinks = (qkv, positions[:, 0], lengths, rope), sinks_of(layer.mixer, weights["mixer"])
+    inputs = qkv, positions[:, 0], lengths, rope
+    sinks = MIXERS[layer.kind].beside.sinks_of(layer.mixer, weights["mixer"])
     outs, new = [], []
     first = 0
     for part, device in zip(parts, (None, cpu()), strict=True):
@@ -118,7 +104,7 @@ def decode_layer(
         mine = jax.tree.map(lambda leaf, rows=rows: leaf[rows], inputs)
         if device is not None:
             mine, sinks = jax.device_put((mine, sinks), device)
-        out, new[-1] = _attend(layer.mixer, *mine, sinks, part)
+        out, new[-1] = _attend(layer, *mine, sinks, part)
         outs.append(out if device is None else jax.device_put(out, stream.x.sharding))
     heads = outs[0] if len(outs) == 1 else jnp.concatenate(outs)
     return output(layer, weights, heads, gate, stream), (new[0], new[1])
@@ -128,66 +114,27 @@ def decode_layer(
 def project(
     layer: LayerConfig, weights: Tree, stream: Stream
 ) -> tuple[jax.Array, jax.Array | None, Stream]:
-    """Return qkv ``[B, N + 2K, H]`` of one token a row, the heads' gate or None, and the stream.
-
-    With latents, ``[B, N + 1, R + r]``: the queries of latents, and what the cache holds.
-    """
-    mixer, cfg = weights["mixer"], layer.mixer
+    """Return what attention reads of one token a row (``beside.before``), and the stream."""
+    mixer, p = MIXERS[layer.kind], weights["mixer"]
     if layer.form.name == "shared":
         raise JaxLlamaError("attention beside the device: not of layers that share their weights")
-    if cfg.latent is not None and cfg.latent.indexer is not None:
-        raise JaxLlamaError("attention beside the device: not of layers with an indexer")
     read = FORMS[layer.form.name].read
-    projected, stream = read(layer, weights, stream, inputs(layer, mixer))
-    if cfg.latent is not None:
-        heads = latent.heads_of(cfg, mixer, projected)
-        both = latent.absorbed(cfg, mixer, heads), latent.entries(heads)
-        return jnp.concatenate(both, axis=2)[:, 0], None, stream
-    gate, qkv = unpacked(cfg, mixer, projected)
-    return split_heads(cfg, mixer, qkv[:, 0]), gate, stream
+    projected, stream = read(layer, weights, stream, mixer.mix.inputs(layer, p))
+    return *mixer.beside.before(layer, p, projected), stream
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=6)
 def _attend(
-    cfg: AttentionConfig,
-    qkv: jax.Array,
+    layer: LayerConfig,
+    new: jax.Array,
     position: jax.Array,
     lengths: jax.Array,
     rope: Ropes,
     sinks: jax.Array | None,
     cache: KVCache,
 ) -> tuple[jax.Array, KVCache]:
-    """Return heads ``[B, N, H]`` of ``qkv [B, N + 2K, H]`` and the cache, in the form that runs
-    anywhere.
-    """
-    slots = jnp.where(lengths > 0, position, cache.k.shape[1])
-    last = jnp.where(lengths > 0, position, -1)[:, None]
-    if cfg.latent is not None:
-        heads = latent.turned_last(cfg.latent, qkv[:, None], *rope.of(cfg.rope, cfg.head_dim))
-        (heads,) = to_cache_basis(cache.k, heads)
-        q, new = jnp.split(heads, (cfg.n_heads,), axis=2)
-        k = store(cache.k, new, slots[:, None])
-        out = blockwise_attention(q, k, k, last, window=cfg.sliding_window)
-        return from_cache_basis(k, out[:, 0]), LatentCache(k, None)
-    qkv, rope = widened(qkv, rope, cache.k.shape[-1])
-    cos, sin = (table[:, 0] for table in rope.of(cfg.rope, qkv.shape[-1]))
-    q, k, v = rope_and_write(qkv, cos, sin, cache.k, cache.v, slots, implementation="xla")
-    cache = KVCache(k, v)
-    if cfg.attn_sparsity < 1.0:
-        out = sparse_decode(
-            q[:, None], cache, position[:, None], cfg.attn_sparsity, cfg.sliding_window
-        )
-        return narrowed(from_cache_basis(cache.v, out[:, 0]), cfg.head_dim), cache
-    out = blockwise_attention(
-        q[:, None],
-        k,
-        v,
-        last,
-        window=cfg.sliding_window,
-        softcap=cfg.attn_softcap,
-        sinks=sinks,
-    )
-    return narrowed(from_cache_basis(cache.v, out[:, 0]), cfg.head_dim), cache
+    """Return the heads of one token a row and the cache with it (``beside.attend``)."""
+    return MIXERS[layer.kind].beside.attend(layer, new, position, lengths, rope, sinks, cache)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -196,12 +143,10 @@ def output(
 ) -> Stream:
     """Return the stream with the output product of attention's heads added.
 
-    weights: the layer's parameters.  heads: ``[B, N, H]``, from the host.  gate: ``[B, 1, N H]`` of
-    the heads, or None.  stream: ``[B, 1, D]`` before the layer.
+    weights: the layer's parameters.  heads: of ``_attend``, from the host.  gate: ``[B, 1, N H]``
+    of the heads, or None.  stream: ``[B, 1, D]`` before the layer.
     """
-    mixer, heads, cfg = weights["mixer"], heads[:, None], layer.mixer
-    if cfg.latent is not None:
-        heads = latent.lifted(cfg, mixer, heads)
-    norm = weights.get("mixer_out_norm")
-    after = linear_add(finished(cfg, mixer, heads, gate), mixer["o"], stream, layer, norm)
+    p, norm = weights["mixer"], weights.get("mixer_out_norm")
+    y = MIXERS[layer.kind].beside.after(layer, p, heads[:, None], gate)
+    after = linear_add(y, p["o"], stream, layer, norm)
     return after._replace(handed=stream.handed)

@@ -56,6 +56,7 @@ from jaxllama.model.cache import Cache, LayerState, init_layer
 from jaxllama.model.decoder import activation_dtype
 from jaxllama.model.linear import Stream
 from jaxllama.model.lora import ROWS, with_rows
+from jaxllama.model.mixers import keeps_tokens
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.records import Hidden
 from jaxllama.offload.policy import Policy
@@ -195,7 +196,7 @@ class OffloadRun:
         empty = functools.partial(
             _empty_state, self.cfg, layer, batch, self.capacity, self.kv_dtype
         )
-        if self.policy.cpu_attention and kind == "attention":
+        if self.policy.cpu_attention and keeps_tokens(kind):
             return SplitCache(self.policy.cache, empty)
         by_row = self.cfg.attn_sparsity < 1 and self.moves["cache"] and kind == "attention"
         return (SparseCache if by_row else LayerCache)(self.store, self.policy.cache, empty)

@@ -98,7 +98,7 @@ def with_output(
         y = linear.norm(Stream(y), params["out_norm"], layer)[0] + dense
     elif options.shared:
         y = y + shared(layer, params, x, ops)
-    return Stream(stream.x, y if scale is None else linear.norm(Stream(y), scale, layer)[0])
+    return Stream(stream.x, y if scale is None else linear.norm_behind(y, scale, layer))
 
 
 def mixture(layer: LayerConfig, params: Params, x: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@
         mix(layer, p, projected, state, at) -> (heads, state)
         init_state(layer, rows, length, width, dtype) -> state
         commit(states, tokens, count, exact) -> states           accepts tokens of a draft
+    MIXERS[kind].beside        if it keeps tokens: a step whose middle part runs beside the cache
 
 A layer's state is a ``KVCache``, or any pytree of arrays ``[B, ...]`` of fixed size.  Its method
 ``specs(rows)`` says how a mesh splits it.  For a ``records.Draft``, ``mix`` does not change a state
@@ -28,7 +29,7 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jaxllama.config import LayerConfig
+from jaxllama.config import LayerConfig, ModelConfig
 from jaxllama.model.mixers.common import Heads, LayerState, Sites
 from jaxllama.model.names import Source
 from jaxllama.model.param import Param, Path
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     import jax
 
     from jaxllama.model.records import At
+    from jaxllama.model.rope import Ropes
 
 
 class Parameters(Protocol):
@@ -75,6 +77,28 @@ class Mix(Protocol):
     ) -> Iterable[LayerState]: ...
 
 
+class Beside(Protocol):
+    """``mixers/<kind>/beside.py``."""
+
+    def sinks_of(self, cfg: Any, p: Params) -> jax.Array | None: ...
+    def before(
+        self, layer: LayerConfig, p: Params, projected: Tree
+    ) -> tuple[jax.Array, jax.Array | None]: ...
+    def attend(
+        self,
+        layer: LayerConfig,
+        new: jax.Array,
+        position: jax.Array,
+        lengths: jax.Array,
+        rope: Ropes,
+        sinks: jax.Array | None,
+        cache: LayerState,
+    ) -> tuple[jax.Array, LayerState]: ...
+    def after(
+        self, layer: LayerConfig, p: Params, heads: jax.Array, gate: jax.Array | None
+    ) -> jax.Array: ...
+
+
 class ModuleFile(Protocol):
     """``mixers/<kind>/module.py``."""
 
@@ -96,10 +120,24 @@ class Mixer:
         return importlib.import_module(f"{self._folder}.mix")  # type: ignore[return-value]
 
     @functools.cached_property
+    def beside(self) -> Beside:
+        return importlib.import_module(f"{self._folder}.beside")  # type: ignore[return-value]
+
+    @functools.cached_property
     def module(self) -> ModuleFile:
         return importlib.import_module(f"{self._folder}.module")  # type: ignore[return-value]
 
 
 MIXERS: dict[str, Mixer] = {
-    kind: Mixer(kind) for kind in ("attention", "gla", "delta", "short_conv", "ssm")
+    kind: Mixer(kind) for kind in ("attention", "latent", "gla", "delta", "short_conv", "ssm")
 }
+
+
+def keeps_tokens(kind: str) -> bool:
+    """Return whether the cache of a kind's layers grows with the context."""
+    return MIXERS[kind].parameters.KEEPS_TOKENS
+
+
+def has_states(cfg: ModelConfig) -> bool:
+    """Return whether some layer keeps a state of fixed size instead of its tokens."""
+    return not all(map(keeps_tokens, set(cfg.layer_types)))

@@ -45,6 +45,8 @@ _GAUGES = {
     "pages": ("cache_pages", "Pages of the cache"),
     "pages_used": ("cache_pages_used", "Pages that running requests hold"),
     "pages_known": ("cache_pages_known", "Pages that new requests may begin with"),
+    "host_tier_bytes": ("cache_host_bytes", "Bytes of prefixes in host memory"),
+    "disk_tier_bytes": ("cache_disk_bytes", "Bytes of prefixes on disk"),
 }
 _COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Tokens of prompts"),
@@ -54,6 +56,11 @@ _COUNTERS = {
     "compilations": ("compilations", "Programs compiled since warm-up"),
     "drafted_tokens": ("drafted_tokens", "Tokens that drafts proposed"),
     "accepted_tokens": ("accepted_tokens", "Tokens that were as their draft"),
+    "host_tier_hits": ("cache_host_hits", "Pages and states that came back from host memory"),
+    "host_tier_hit_bytes": ("cache_host_hit_bytes", "Their bytes"),
+    "disk_tier_hits": ("cache_disk_hits", "Pages and states that came back from disk"),
+    "disk_tier_hit_bytes": ("cache_disk_hit_bytes", "Their bytes"),
+    "tier_lost": ("cache_lost_pages", "Pages that left the device without a copy"),
 }
 
 

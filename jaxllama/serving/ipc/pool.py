@@ -53,6 +53,11 @@ TOTALS = (
     "compilations",
     "drafted_tokens",
     "accepted_tokens",
+    "host_tier_hits",
+    "host_tier_hit_bytes",
+    "disk_tier_hits",
+    "disk_tier_hit_bytes",
+    "tier_lost",
 )
 _log = logging.getLogger("jaxllama.serving")
 

@@ -140,15 +140,15 @@ def _smollm3_nope(index: int, read: JsonReader, slides: bool = False) -> bool:
 _LINEAR = ("full_attention", "linear_attention")
 
 
-def _linear_layers(read: JsonReader) -> tuple[str, ...]:
-    """Return ModelConfig's layer_types; without the key every fourth layer is attention."""
+def _linear_layers(read: JsonReader, full: str = "attention") -> tuple[str, ...]:
+    """Return ModelConfig's layer_types; without the key every fourth layer is ``full``."""
     n, types = read.size("num_hidden_layers"), read.config.get("layer_types")
     if types is None:
         every = read.size("full_attention_interval", 4)
         types = [_LINEAR[bool((i + 1) % every)] for i in range(n)]
     if not isinstance(types, list) or len(types) != n or not all(x in _LINEAR for x in types):
         raise read.error("layer_types", f"must be {n} entries of {_LINEAR}")
-    return tuple("attention" if kind == _LINEAR[0] else "delta" for kind in types)
+    return tuple(full if kind == _LINEAR[0] else "delta" for kind in types)
 
 
 _MTP_LAYERS = "mtp_num_hidden_layers"
@@ -188,13 +188,13 @@ def _kimi_layers(read: JsonReader) -> tuple[str, ...]:
         read.config.get("linear_attn_config") or {},
     )
     if read.config.get("layer_types") is not None:
-        return _linear_layers(read)
+        return _linear_layers(read, "latent")
     full = linear.get("full_attn_layers") if isinstance(linear, Mapping) else None
     if full is None:
         full = range(5, n + 1, 4)  # layers are counted from 1
     if not isinstance(full, list | range) or not all(type(i) is int for i in full):
         raise read.error("linear_attn_config", "full_attn_layers must be a list of layers")
-    return tuple("attention" if i + 1 in full else "delta" for i in range(n))
+    return tuple("latent" if i + 1 in full else "delta" for i in range(n))
 
 
 def _kimi(read: JsonReader) -> Fields:

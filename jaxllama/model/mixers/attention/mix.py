@@ -14,8 +14,7 @@ The caller says which tokens read V sparsely (``attn_sparsity``,
 ``mixers.attention.sparse``).  Generated tokens do, those of a prompt do not, however many tokens
 come at once.
 
-Keys and values of latents are ``attention.latent``'s, and those of another layer
-``attention.shared``'s.
+Keys and values of another layer are ``attention.shared``'s.
 
 An int4 cache is stored in a rotated basis.  The op that writes it rotates the queries too, and
 ``from_cache_basis`` rotates the result back (``pallas_kernels.attention.rope_cache``); in decoding
@@ -33,7 +32,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllama.config import AttentionConfig, LayerConfig
-from jaxllama.model.mixers.attention import latent
 from jaxllama.model.mixers.attention.chunk import (
     attend,
     over_past,
@@ -70,9 +68,10 @@ HeadNorms = tuple[jax.Array, jax.Array, float]  # weights of q and of k, eps
 __all__ = ["init_state", "inputs", "mix"]
 
 
-def inputs(layer: LayerConfig, p: Params) -> Params | list[Params]:
+def inputs(layer: LayerConfig, p: Params) -> Params:
     """Return the weights that multiply the layer's input."""
-    return p["qkv"] if layer.mixer.latent is None else latent.inputs(p)
+    del layer
+    return p["qkv"]
 
 
 def mix(
@@ -84,8 +83,6 @@ def mix(
     Without a cache a layer that others borrow from returns its keys and values instead.
     """
     cfg: AttentionConfig = layer.mixer
-    if cfg.latent is not None:
-        return latent.mix(cfg, p, projected, cache, at)
     if cfg.borrows:
         return borrow(cfg, p, projected, cache, at), cache
     gate, qkv = unpacked(cfg, p, projected)
@@ -144,6 +141,11 @@ def unpacked(
         projected = jnp.clip(projected, -cfg.qkv_limit, cfg.qkv_limit)
     if cfg.k_is_v:
         projected = jnp.concatenate([projected, projected[..., width:]], axis=-1)
+    if cfg.d_v is not None:
+        qk, v = jnp.split(projected, ((cfg.n_heads + cfg.n_kv_heads) * cfg.head_dim,), axis=-1)
+        rest = ((0, 0),) * v.ndim + ((0, cfg.head_dim - cfg.d_v),)
+        v = jnp.pad(v.reshape(*v.shape[:-1], cfg.n_kv_heads, cfg.d_v), rest)
+        projected = jnp.concatenate([qk, v.reshape(*v.shape[:-2], -1)], axis=-1)
     for name in cfg.attention_parts:
         projected = part(name).apply(cfg, p, projected)
     return gate, projected
@@ -159,7 +161,7 @@ def finished(
 ) -> jax.Array:
     """Heads ``[B, T, N, H]`` as the output product reads them: times ``sigmoid(gate)`` in float32,
     with one cast, or with a norm."""
-    y = heads.reshape(*heads.shape[:2], -1)
+    y = heads[..., : cfg.d_v].reshape(*heads.shape[:2], -1)
     if cfg.inner_norms:
         y = rms_norm(y, p["inner_norm"]["weight"], cfg.norm_eps)
     if gate is None:

@@ -6,18 +6,11 @@ token takes.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import numpy as np
 
-from jaxllama.config import (
-    UNMULTIPLIED,
-    AttentionConfig,
-    IndexerConfig,
-    LatentConfig,
-    LayerConfig,
-)
+from jaxllama.config import UNMULTIPLIED, AttentionConfig, LayerConfig
 from jaxllama.model.mixers.attention.parts import NAMES as PARTS
 from jaxllama.model.mixers.attention.parts import part
 from jaxllama.model.mixers.common import Heads, Sites, heads_obstacle
@@ -26,7 +19,6 @@ from jaxllama.model.param import (
     ByHead,
     Param,
     Path,
-    TensorSource,
     Turned,
     fused,
     tensor,
@@ -37,36 +29,19 @@ from jaxllama.typing import Options
 
 KEEPS_TOKENS = True
 SPLIT: dict[str, int] = {
-    **dict.fromkeys(("qkv", "q", "kv_b", "sinks"), 0),
+    **dict.fromkeys(("qkv", "sinks"), 0),
     **{key: axis for name in PARTS for key, axis in part(name).SPLIT.items()},
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class LatentNames:
-    """The names of the tensors that make k and v of latents, behind the mixer's prefix.
-
-    kv_b: one tensor ``[heads * (d_nope + d_v), rank]``, or (GGUF) that of the keys, ``[heads, rank,
-    d_nope]``, and that of the values, ``[heads, d_v, rank]``, which the loader joins.
-    """
-
-    q: str = "q_proj"
-    kv_a: str = "kv_a_proj_with_mqa"
-    kv_norm: str = "kv_a_layernorm"
-    kv_b: tuple[str, ...] = ("kv_b_proj",)
-
-
 def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
-    """q, k and v fused by rows, before them q's gate, the norms of q and k, sinks, and o; or q, and
-    what makes k and v of latents."""
+    """q, k and v fused by rows, before them q's gate, the norms of q and k, sinks, and o."""
     cfg: AttentionConfig = layer.mixer
     names, stored, d = source.names, source.stored, layer.d_model
     prefix = f"{prefix}{names.mixer}"
-    if cfg.latent is not None:
-        return _latent(layer, prefix, source)
     h, query = cfg.head_dim, stored.query * cfg.query_scale
-    q, kv = cfg.n_heads * h, cfg.n_kv_heads * h
-    n_rows = (2 * q if cfg.attn_gate else q), kv, kv
+    q, kv, values = cfg.n_heads * h, cfg.n_kv_heads * h, cfg.n_kv_heads * cfg.value_dim
+    n_rows = (2 * q if cfg.attn_gate else q), kv, values
     is_moved = cfg.rope.scaling != "proportional" and bool(cfg.rope.rotary_dim)
     partial = cfg.rope.rotary_dim if is_moved and cfg.rope.rotary_dim else h
     turned = functools.partial(
@@ -100,7 +75,7 @@ def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
     sources = [f"{prefix}{name}" for name in names.qkv]
     if cfg.attn_gate and names.gate:
         sources, folds = [f"{prefix}{names.gate}", *sources], [{}, *folds]
-        n_rows = q, q, kv, kv
+        n_rows = q, q, kv, values
     elif cfg.attn_gate:
         assert scales[0] == 1.0 and len(names.qkv) == 3, (
             "a gate that is multiplied, or with k and v"
@@ -115,7 +90,7 @@ def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
         norms = (("q_norm", q, query), ("k_norm", kv, 1.0))
         for name, width, scale in norms[: 1 if cfg.borrows else 2]:
             width = width if cfg.qk_norm == "full" else h
-            if not cfg.norm_weight:
+            if not cfg.norm_weight or not own_names[name]:
                 table[name, "weight"] = Param((), (width,), mean=scale, std=0.0)
                 continue
             fold = {
@@ -133,68 +108,8 @@ def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
     for name in cfg.attention_parts:
         table |= part(name).table(layer, prefix, source)
     scale = source.residual(layer) * products.attention_output
-    return table | written("o", f"{prefix}{names.o}", d, q, cfg.o_bias, scale, names.is_transposed)
-
-
-def _latent(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
-    cfg: AttentionConfig = layer.mixer
-    names, latent, d, n = source.names, cfg.latent, layer.d_model, cfg.n_heads
-    assert latent is not None
-    latent_names = names.of("latent", LatentNames())
-    rank, width = latent.kv_rank, n * (latent.d_nope + latent.d_v)
-    tensors = [f"{prefix}{name}.weight" for name in latent_names.kv_b]
-    shapes = [(width, rank)]
-    if len(tensors) == 2:
-        shapes = [(n, rank, latent.d_nope), (n, latent.d_v, rank)]
-    kv_b = tuple(TensorSource(*pair) for pair in zip(tensors, shapes, strict=True))
-    interleaved = source.stored.interleaved
-    turned = functools.partial(Turned, rotary_dim=latent.d_rope, interleaved=interleaved)
-    of_q: Options = {"scale": source.stored.query}
-    of_kv: Options = {}
-    if interleaved:
-        of_q["turned"] = turned(n, cfg.head_dim, first=latent.d_nope)
-        of_kv["turned"] = turned(1, rank + latent.d_rope, first=rank)
-    table: dict[Path, Param] = {}
-    of_queries, wide = latent_names.q, d
-    if latent.q_rank is not None:
-        of_queries, wide = "q_b_proj", latent.q_rank
-        table |= fused("q_a", [(f"{prefix}q_a_proj", wide, {})], d, cfg.qkv_bias)
-        norm = tensor(f"{prefix}q_a_layernorm.weight", wide, mean=1.0, std=0.0)
-        table["q_norm", "weight"] = norm
-        if latent.indexer is not None:
-            table |= _indexer(latent, latent.indexer, f"{prefix}indexer.", wide, d)
-    table["q", "weight"] = tensor(f"{prefix}{of_queries}.weight", n * cfg.head_dim, wide, fold=of_q)
-    down = [(f"{prefix}{latent_names.kv_a}", rank + latent.d_rope, of_kv)]
-    return {
-        **table,
-        **fused("kv_a", down, d, cfg.qkv_bias),
-        ("kv_norm", "weight"): tensor(
-            f"{prefix}{latent_names.kv_norm}.weight", rank, mean=1.0, std=0.0
-        ),
-        ("kv_b", "weight"): Param(kv_b, (width, rank)),
-        **written("o", f"{prefix}{names.o}", d, n * latent.d_v, cfg.o_bias, source.residual(layer)),
-    }
-
-
-def _indexer(
-    latent: LatentConfig, options: IndexerConfig, prefix: str, rank: int, d: int
-) -> dict[Path, Param]:
-    n, width = options.n_heads, options.head_dim
-    turned = functools.partial(
-        Turned, head_dim=width, rotary_dim=latent.d_rope, interleaved=options.interleaved
-    )
-    of_key: Options = {"turned": turned(1)}
-    return {
-        ("index_q", "weight"): tensor(
-            f"{prefix}wq_b.weight", n * width, rank, fold={"turned": turned(n)}
-        ),
-        ("index_k", "weight"): tensor(f"{prefix}wk.weight", width, d, fold=of_key),
-        ("index_norm", "weight"): tensor(
-            f"{prefix}k_norm.weight", width, mean=1.0, std=0.0, fold=of_key
-        ),
-        ("index_norm", "bias"): tensor(f"{prefix}k_norm.bias", width, std=0.0, fold=of_key),
-        ("index_w", "weight"): tensor(f"{prefix}weights_proj.weight", n, d),
-    }
+    width, is_transposed = cfg.n_heads * cfg.value_dim, names.is_transposed
+    return table | written("o", f"{prefix}{names.o}", d, width, cfg.o_bias, scale, is_transposed)
 
 
 def heads(layer: LayerConfig) -> int:
@@ -225,28 +140,22 @@ def fused_heads(layer: LayerConfig, name: str, n: int) -> Heads | None:
     cfg: AttentionConfig = layer.mixer
     if name != "qkv":
         return None
-    n_kv = 0 if cfg.borrows else 2 - cfg.k_is_v
-    counts = (cfg.n_heads,) * (1 + cfg.attn_gate) + (cfg.n_kv_heads,) * n_kv
-    return [(count, cfg.head_dim) for count in counts]
+    queries = [(cfg.n_heads, cfg.head_dim)] * (1 + cfg.attn_gate)
+    keys_values = [(cfg.n_kv_heads, cfg.head_dim), (cfg.n_kv_heads, cfg.value_dim)]
+    return queries + keys_values[: 0 if cfg.borrows else 2 - cfg.k_is_v]
 
 
 def sites(layer: LayerConfig) -> Sites:
     """With GQA each v channel is read by the query heads of its group, which share its scale."""
     cfg: AttentionConfig = layer.mixer
-    if cfg.latent is not None:
-        first = "q" if cfg.latent.q_rank is None else "q_a"
-        of_index = () if cfg.latent.indexer is None else ("index_k", "index_w")
-        readers = (first, "kv_a", *of_index)
-        return Sites(readers, "", None, np.arange(cfg.n_heads * cfg.latent.d_v))
-    n, n_kv, h = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
-    shared = np.arange(n_kv * h).reshape(n_kv, 1, h)
-    channel = np.broadcast_to(shared, (n_kv, n // n_kv, h)).reshape(-1)
+    n, n_kv, h, width = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim, cfg.value_dim
+    shared = np.arange(n_kv * width).reshape(n_kv, 1, width)
+    channel = np.broadcast_to(shared, (n_kv, n // n_kv, width)).reshape(-1)
     is_alone = not (cfg.attention_parts or cfg.k_is_v or cfg.inner_norms or cfg.borrows)
     if not is_alone or cfg.qkv_limit is not None:  # no rows of v alone, or a norm or limit between
         return Sites(("qkv",), "", None, channel)
-    before_k = n * (1 + cfg.attn_gate)
-    rows = ((before_k + n_kv) * h, (before_k + 2 * n_kv) * h)
-    return Sites(("qkv",), "qkv", rows, channel)
+    before_v = (n * (1 + cfg.attn_gate) + n_kv) * h
+    return Sites(("qkv",), "qkv", (before_v, before_v + n_kv * width), channel)
 
 
 def flops(layer: LayerConfig, sequence_length: int) -> float:
@@ -256,4 +165,4 @@ def flops(layer: LayerConfig, sequence_length: int) -> float:
     # The mean number of keys a query sees: half of T, or nearly the window.
     seen = min(window, sequence_length)
     keys = seen - seen * seen / (2.0 * sequence_length)
-    return 4.0 * cfg.n_heads * cfg.head_dim * keys
+    return 2.0 * cfg.n_heads * (cfg.head_dim + cfg.value_dim) * keys

@@ -28,27 +28,13 @@ class KVCache:
     """
 
     k: jax.Array | QTensor
-    v: Tree
+    v: Tree  # as k; ``latent.mix`` has its own use of it
 
     __repr__ = short_repr
 
     def specs(self, rows: RowAxis) -> KVCache:
         """How it is split on a mesh: rows over the axis ``rows``, heads over the model's."""
         return jax.tree.map(lambda _: P(rows, None, MODEL_AXIS), self)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
-class LatentCache(KVCache):
-    """A cache of latents (``attention.latent``): k has one head of ``kv_rank + d_rope`` features.
-
-    Their first features are the values. v is None, or the indexer's keys, ``[B, S, 1, width]``.
-    """
-
-    def specs(self, rows: RowAxis) -> LatentCache:
-        """How it is split on a mesh: rows over the axis ``rows``; all heads read the one head."""
-        alone = P() if rows is None else P(rows)
-        return jax.tree.map(lambda _: alone, self)
 
 
 def init_state(
@@ -61,18 +47,12 @@ def init_state(
     cfg: AttentionConfig = layer.mixer
     if cfg.borrows:
         return None
-    if cfg.latent is None:
-        shape = (rows, length, cfg.n_kv_heads, width)
-        return KVCache(_zeros(shape, dtype), _zeros(shape, dtype))
-    k, indexer = _zeros((rows, length, 1, width), dtype), cfg.latent.indexer
-    if indexer is None:
-        return LatentCache(k, None)
-    # Four bits would change too many choices.
-    dtype = "int8" if dtype == "int4" else dtype
-    return LatentCache(k, _zeros((rows, length, 1, indexer.head_dim), dtype))
+    shape = (rows, length, cfg.n_kv_heads, width)
+    return KVCache(zeros(shape, dtype), zeros(shape, dtype))
 
 
-def _zeros(shape: tuple[int, ...], dtype: str) -> jax.Array | QTensor:
+def zeros(shape: tuple[int, ...], dtype: str) -> jax.Array | QTensor:
+    """Return keys or values of this shape, which are zeros, in a cache's dtype."""
     if dtype not in QUANTIZED_CACHE:
         return jnp.zeros(shape, dtype)
     # Zeros outright: quantizing them inside a jitted caller would be folded by the compiler, at

@@ -4,7 +4,7 @@
     choice[t]   = the top_k keys s that t may see, by their scores
 
 q comes from the latent of the queries, w and k from the layer's input. k has a LayerNorm, and the
-first features of q and k have RoPE. ``KVCache.v`` holds k.
+first features of q and k have RoPE. ``LatentCache.v`` holds k.
 
 A row that cannot hold more than ``top_k`` keys is read whole, and no score is computed.
 
@@ -23,11 +23,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxllama.config import AttentionConfig, IndexerConfig
+from jaxllama.config import IndexerConfig, LatentAttentionConfig
 from jaxllama.model.elementwise import layer_norm
 from jaxllama.model.linear import linear
 from jaxllama.model.mixers.attention.chunk import join_queries, split_queries, without_padding
-from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.model.mixers.latent.state import LatentCache
 from jaxllama.model.records import At, Draft, Pieces
 from jaxllama.typing import Params
 from pallas_kernels.attention.blockwise import floats, joined
@@ -66,7 +66,7 @@ def turned(heads: IndexHeads, cos: jax.Array, sin: jax.Array) -> IndexHeads:
 
 
 def over_chosen(
-    cfg: AttentionConfig, q: jax.Array, heads: IndexHeads, cache: KVCache, at: At
+    cfg: LatentAttentionConfig, q: jax.Array, heads: IndexHeads, cache: LatentCache, at: At
 ) -> jax.Array:
     """Return attention of ``q [B, T, N, F]`` over the entries that the indexer chooses.
 
@@ -88,18 +88,18 @@ def over_chosen(
 
 
 def _over_cache(
-    cfg: AttentionConfig,
+    cfg: LatentAttentionConfig,
     rows: Sequence[jax.Array],
-    cache: KVCache,
+    cache: LatentCache,
     table: jax.Array | None,
     segments: jax.Array | None = None,
 ) -> jax.Array:
     """``over_chosen`` of rows (q, the indexer's q and weights, positions, lengths), a block of
     queries at a time."""
-    assert cfg.latent is not None and cfg.latent.indexer is not None
+    assert cfg.indexer is not None
     q, *index, positions, lengths = rows
     batch, n_new, _, width = q.shape
-    top_k, heads = cfg.latent.indexer.top_k, cfg.latent.indexer.n_heads
+    top_k, heads = cfg.indexer.top_k, cfg.indexer.n_heads
     keys = floats(cache.v if table is None else joined(cache.v, table), index[0].dtype)[:, :, 0]
     seen = jnp.where(lengths[:, None] > 0, without_padding(positions, lengths) + 1, 0)
     queries = (*to_cache_basis(cache.k, q), *index, seen)

@@ -8,7 +8,7 @@ The cache holds ``latent | rope(key)`` of each token: one array with one head, w
 features also stand for the values.  Several tokens without a past are attended to in this form,
 with the keys and values of each head ("expanded").
 
-With an indexer a query reads the keys that ``attention.indexer`` chooses, absorbed as well.
+With an indexer a query reads the keys that ``latent.indexer`` chooses, absorbed as well.
 
 Over a cache the up products move to the other side of attention ("absorbed"), because
 ``q . up_k latent = (up_k^T q) . latent``.  All query heads then read the same R + r features, and
@@ -29,14 +29,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxllama.config import AttentionConfig, LatentConfig
+from jaxllama.config import LatentAttentionConfig, LayerConfig
 from jaxllama.model.linear import linear
 from jaxllama.model.lora import floats
-from jaxllama.model.mixers.attention import indexer
 from jaxllama.model.mixers.attention.chunk import attend, has_cudnn
-from jaxllama.model.mixers.attention.indexer import IndexHeads
 from jaxllama.model.mixers.attention.shared import over_cache
 from jaxllama.model.mixers.attention.state import KVCache, as_pages
+from jaxllama.model.mixers.latent import indexer
+from jaxllama.model.mixers.latent.indexer import IndexHeads
+from jaxllama.model.mixers.latent.state import LatentCache, init_state
 from jaxllama.model.records import At, Chunk, Draft, Step
 from jaxllama.model.rope import scaled_by_position
 from jaxllama.typing import Params
@@ -47,6 +48,8 @@ from pallas_kernels.dispatch import own_plan
 from pallas_kernels.latent.op import latent_attention, plan
 from pallas_kernels.operands import Columns
 from pallas_kernels.rows.rms_norm import rms_norm
+
+__all__ = ["init_state", "inputs", "mix"]
 
 
 class LatentHeads(NamedTuple):
@@ -61,41 +64,47 @@ class LatentHeads(NamedTuple):
     indexed: IndexHeads | None = None
 
 
-def inputs(p: Params) -> list[Params]:
+def inputs(layer: LayerConfig, p: Params) -> list[Params]:
     """Return the weights that multiply the layer's input."""
+    del layer
     names = ("q_a" if "q_a" in p else "q", "kv_a", "index_k", "index_w")
     return [p[name] for name in names if name in p]
 
 
 def mix(
-    cfg: AttentionConfig, p: Params, projected: Sequence[Columns], cache: KVCache | None, at: At
-) -> tuple[jax.Array, KVCache | None]:
+    layer: LayerConfig,
+    p: Params,
+    projected: Sequence[Columns],
+    cache: LatentCache | None,
+    at: At,
+) -> tuple[jax.Array, LatentCache | None]:
     """The products of ``inputs`` -> (heads ``[B, T, N d_v]``, cache)."""
-    assert cfg.latent is not None and at.rope is not None
-    heads = turned(cfg.latent, heads_of(cfg, p, projected), *at.rope.of(cfg.rope, cfg.head_dim))
+    cfg: LatentAttentionConfig = layer.mixer
+    assert at.rope is not None
+    heads = turned(cfg, heads_of(cfg, p, projected), *at.rope.of(cfg.rope, cfg.d_rope))
     if cfg.rope.query_beta:
         heads = heads._replace(q=scaled_by_position(cfg.rope, heads.q, at.positions))
     if cache is not None:
         cache = written(heads, cache, at)
-    if _chooses(cfg.latent, cache, at):
+    if _chooses(cfg, cache, at):
         assert heads.indexed is not None
-        held = KVCache(entries(heads), heads.indexed.key) if cache is None else cache
+        held = LatentCache(entries(heads), heads.indexed.key) if cache is None else cache
         out = indexer.over_chosen(cfg, absorbed(cfg, p, heads), heads.indexed, held, at)
         out = lifted(cfg, p, out)
     elif isinstance(at, Chunk) and (cache is None or at.fresh):
         out = _expanded(cfg, p, heads, at)
     else:
         assert cache is not None
-        out = lifted(cfg, p, over_latents(cfg, absorbed(cfg, p, heads), cache, at))
+        out = lifted(cfg, p, over_latents(absorbed(cfg, p, heads), cache, at))
     return out.reshape(*out.shape[:2], -1), cache
 
 
-def over_latents(cfg: AttentionConfig, q: jax.Array, cache: KVCache, at: At) -> jax.Array:
+def over_latents(q: jax.Array, cache: LatentCache, at: At) -> jax.Array:
     """Return attention of absorbed queries ``[B, T, N, R + r]`` over a cache that holds their
     tokens: sums of its entries, or with the kernel of latent attention of their latents."""
     both, rows, table = KVCache(cache.k, cache.k), at.by_row(q), at.table
     is_plain = isinstance(cache.k, jax.Array) and cache.k.dtype == q.dtype
-    if isinstance(at, Step | Draft) and cfg.sliding_window is None and is_plain:
+    if isinstance(at, Step | Draft) and is_plain:
         held = both
         if isinstance(at, Draft) and at.exact:
             held, table = as_pages(both, table, at.width)
@@ -107,50 +116,49 @@ def over_latents(cfg: AttentionConfig, q: jax.Array, cache: KVCache, at: At) -> 
             scale = q.shape[-1] ** -0.5
             out = latent_attention(rows, keys, seen, scale=scale, table=table)
             return out.reshape(*q.shape[:-1], -1)
-    return over_cache(q, both, at, cfg.sliding_window)
+    return over_cache(q, both, at, None)
 
 
-def _chooses(latent: LatentConfig, cache: KVCache | None, at: At) -> bool:
+def _chooses(cfg: LatentAttentionConfig, cache: LatentCache | None, at: At) -> bool:
     """Whether a query may see more keys than the indexer chooses."""
-    if latent.indexer is None:
+    if cfg.indexer is None:
         return False
     is_first = isinstance(at, Chunk) and at.fresh
     n_new = at.positions.shape[1]
     most = n_new if cache is None or is_first else capacity_of(cache.k, at.table)
-    return most > latent.indexer.top_k
+    return most > cfg.indexer.top_k
 
 
-def heads_of(cfg: AttentionConfig, p: Params, projected: Sequence[Columns]) -> LatentHeads:
+def heads_of(cfg: LatentAttentionConfig, p: Params, projected: Sequence[Columns]) -> LatentHeads:
     """Return the heads of the products of ``inputs``, before RoPE."""
-    latent = cfg.latent
-    assert latent is not None
     q, down, *of_index = (columns.value for columns in projected)
     index = None
     if "q_a" in p:
-        q_low = rms_norm(q, p["q_norm"]["weight"], latent.norm_eps)
+        q_low = rms_norm(q, p["q_norm"]["weight"], cfg.norm_eps)
         q = linear(q_low, p["q"])
-        if latent.indexer is not None:
-            index = indexer.heads_of(latent.indexer, p, q_low, *of_index)
-    low, key = jnp.split(down, (latent.kv_rank,), axis=-1)
-    low = rms_norm(low, p["kv_norm"]["weight"], latent.norm_eps)
+        if cfg.indexer is not None:
+            index = indexer.heads_of(cfg.indexer, p, q_low, *of_index)
+    low, key = jnp.split(down, (cfg.kv_rank,), axis=-1)
+    low = rms_norm(low, p["kv_norm"]["weight"], cfg.norm_eps)
     q = q.reshape(*q.shape[:-1], cfg.n_heads, cfg.head_dim)
     return LatentHeads(q, low, key[..., None, :], index)
 
 
-def turned(latent: LatentConfig, heads: LatentHeads, cos: jax.Array, sin: jax.Array) -> LatentHeads:
-    """Return the heads with RoPE; tables ``[B, T, (d_nope + r) / 2]``, the turning pairs first."""
-    turn = functools.partial(turned_last, latent, cos=cos, sin=sin)
-    index = heads.indexed
-    if index is not None:
-        index = indexer.turned(index, *(table[..., : latent.d_rope // 2] for table in (cos, sin)))
+def turned(
+    cfg: LatentAttentionConfig, heads: LatentHeads, cos: jax.Array, sin: jax.Array
+) -> LatentHeads:
+    """Return the heads with RoPE; tables ``[B, T, r / 2]``."""
+    turn = functools.partial(turned_last, cfg, cos=cos, sin=sin)
+    index = None if heads.indexed is None else indexer.turned(heads.indexed, cos, sin)
     return LatentHeads(turn(heads.q), heads.low, turn(heads.key), index)
 
 
-def turned_last(latent: LatentConfig, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def turned_last(
+    cfg: LatentAttentionConfig, x: jax.Array, cos: jax.Array, sin: jax.Array
+) -> jax.Array:
     """Return ``x[B, T, heads, ...]`` with RoPE of its last r features; tables as ``turned``'s."""
-    tables = (table[..., : latent.d_rope // 2] for table in (cos, sin))
-    still, turning = jnp.split(x, (x.shape[-1] - latent.d_rope,), axis=-1)
-    return jnp.concatenate([still, rotate(turning, *tables)], axis=-1)
+    still, turning = jnp.split(x, (x.shape[-1] - cfg.d_rope,), axis=-1)
+    return jnp.concatenate([still, rotate(turning, cos, sin)], axis=-1)
 
 
 def entries(heads: LatentHeads) -> jax.Array:
@@ -158,7 +166,7 @@ def entries(heads: LatentHeads) -> jax.Array:
     return jnp.concatenate([heads.low[:, :, None], heads.key], axis=-1)
 
 
-def written(heads: LatentHeads, cache: KVCache, at: At) -> KVCache:
+def written(heads: LatentHeads, cache: LatentCache, at: At) -> LatentCache:
     """Return the cache with the new tokens, whose key has RoPE already."""
     new = at.by_row(entries(heads))
     positions = at.by_row(at.positions).reshape(new.shape[:2])
@@ -172,15 +180,13 @@ def written(heads: LatentHeads, cache: KVCache, at: At) -> KVCache:
     return dataclasses.replace(cache, k=store(cache.k, new, slots, at.table), v=keys)
 
 
-def absorbed(cfg: AttentionConfig, p: Params, heads: LatentHeads) -> jax.Array:
+def absorbed(cfg: LatentAttentionConfig, p: Params, heads: LatentHeads) -> jax.Array:
     """Return the queries of latents ``[B, T, N, R + r]``.
 
     They are scaled such that dividing scores by the root of their width gives those of the heads.
     """
-    latent = cfg.latent
-    assert latent is not None
-    still, q = jnp.split(heads.q, (latent.d_nope,), axis=-1)
-    up, _ = _ups(cfg, latent, p)
+    still, q = jnp.split(heads.q, (cfg.d_nope,), axis=-1)
+    up, _ = _ups(cfg, p)
     low = jnp.einsum(
         "btnd,ndr->btnr",
         still,
@@ -192,12 +198,10 @@ def absorbed(cfg: AttentionConfig, p: Params, heads: LatentHeads) -> jax.Array:
     return (both * (both.shape[-1] / cfg.head_dim) ** 0.5).astype(q.dtype)
 
 
-def lifted(cfg: AttentionConfig, p: Params, out: jax.Array) -> jax.Array:
+def lifted(cfg: LatentAttentionConfig, p: Params, out: jax.Array) -> jax.Array:
     """Return the heads ``[B, T, N, d_v]`` of sums of the cache's entries ``[B, T, N, R + r]``."""
-    latent = cfg.latent
-    assert latent is not None
-    _, up = _ups(cfg, latent, p)
-    low = out[..., : latent.kv_rank]
+    _, up = _ups(cfg, p)
+    low = out[..., : cfg.kv_rank]
     heads_of_v = jnp.einsum(
         "btnr,nvr->btnv",
         low,
@@ -208,22 +212,19 @@ def lifted(cfg: AttentionConfig, p: Params, out: jax.Array) -> jax.Array:
     return heads_of_v.astype(out.dtype)
 
 
-def _ups(cfg: AttentionConfig, latent: LatentConfig, p: Params) -> tuple[jax.Array, jax.Array]:
+def _ups(cfg: LatentAttentionConfig, p: Params) -> tuple[jax.Array, jax.Array]:
     """The products that make keys ``[N, d_nope, R]`` and values ``[N, d_v, R]``."""
-    both = floats(p["kv_b"]["weight"]).reshape(cfg.n_heads, -1, latent.kv_rank)
-    return both[:, : latent.d_nope], both[:, latent.d_nope :]
+    both = floats(p["kv_b"]["weight"]).reshape(cfg.n_heads, -1, cfg.kv_rank)
+    return both[:, : cfg.d_nope], both[:, cfg.d_nope :]
 
 
-def _expanded(cfg: AttentionConfig, p: Params, heads: LatentHeads, at: Chunk) -> jax.Array:
+def _expanded(cfg: LatentAttentionConfig, p: Params, heads: LatentHeads, at: Chunk) -> jax.Array:
     """Attention among the new tokens, with the keys and values of each head."""
-    latent = cfg.latent
-    assert latent is not None
     keys_values = linear(heads.low, p["kv_b"]).reshape(*heads.q.shape[:3], -1)
-    k, v = jnp.split(keys_values, (latent.d_nope,), axis=-1)
-    shared = jnp.broadcast_to(heads.key, (*k.shape[:-1], latent.d_rope))
+    k, v = jnp.split(keys_values, (cfg.d_nope,), axis=-1)
+    shared = jnp.broadcast_to(heads.key, (*k.shape[:-1], cfg.d_rope))
     k = jnp.concatenate([k, shared], axis=-1)
     if at.segments is not None or not has_cudnn(heads.q, v):
-        v = jnp.pad(v, ((0, 0),) * 3 + ((0, cfg.head_dim - latent.d_v),))
-    window = cfg.sliding_window
-    out = attend(heads.q, k, v, at.positions, window, segments=at.segments)
-    return out[..., : latent.d_v]
+        v = jnp.pad(v, ((0, 0),) * 3 + ((0, cfg.head_dim - cfg.d_v),))
+    out = attend(heads.q, k, v, at.positions, None, segments=at.segments)
+    return out[..., : cfg.d_v]

@@ -1,0 +1,168 @@
+"""Records: a page, or a snapshot of the states, as bytes; and the programs that make and read them.
+
+    copies = save(page_leaves(slots), pages)      uint8 arrays, one a page
+    slots = load_pages(slots, pages, records)
+    (copy,) = save(state_leaves(slots), row)      a snapshot of all layers with a state
+    slots = load_state(slots, where, record)      to a slot and to a row of the snapshots
+
+A record has the bytes of all layers one after the other, in the cache's own codes: two codes of
+four bits to a byte. Indices past the last page, slot or row are ignored. ``weights_hash`` tells the
+records of one model from those of others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import SingleDeviceSharding
+
+from jaxllama.engine.batch import BatchState
+from jaxllama.errors import JaxLlamaError
+from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.typing import LocalDevice, Tree
+from pallas_kernels.qtensor import packed_bytes
+from pallas_kernels.rounding import NIBBLES
+
+FORMAT = 1  # of the bytes of a record
+
+
+def page_leaves(slots: BatchState) -> list[jax.Array]:
+    """Return the arrays ``[P, ...]`` of all pages."""
+    layers = [layer for layer in slots.cache.layers if isinstance(layer, KVCache)]
+    return jax.tree.leaves(layers)
+
+
+def state_leaves(slots: BatchState) -> list[jax.Array]:
+    """Return the arrays ``[S, ...]`` of all snapshots."""
+    return jax.tree.leaves(slots.snapshots)
+
+
+def record_bytes(leaves: Sequence[jax.Array]) -> int:
+    """Return the bytes of one row of these arrays."""
+    return sum(packed_bytes(math.prod(leaf.shape[1:]), leaf.dtype) for leaf in leaves)
+
+
+@jax.jit
+def save(leaves: Sequence[jax.Array], rows: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the records of these rows of the arrays, uint8."""
+    parts = [bytes_of(jnp.take(leaf, rows, axis=0, mode="clip")) for leaf in leaves]
+    data = jnp.concatenate(parts, axis=1)
+    return tuple(data[index] for index in range(len(rows)))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def load_pages(slots: BatchState, pages: jax.Array, records: Sequence[jax.Array]) -> BatchState:
+    new = _values(records, page_leaves(slots))
+    layers = tuple(
+        _put(layer, pages, new) if isinstance(layer, KVCache) else layer
+        for layer in slots.cache.layers
+    )
+    return dataclasses.replace(slots, cache=dataclasses.replace(slots.cache, layers=layers))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def load_state(slots: BatchState, where: jax.Array, record: jax.Array) -> BatchState:
+    """where: int32 ``[2]``, the slot and the row of the snapshots."""
+    new = list(_values([record], state_leaves(slots)))
+    snapshots = _put(slots.snapshots, where[1:], iter(new))
+    states = iter(new)
+    layers = tuple(
+        state if known is None else _put(state, where[:1], states)
+        for known, state in zip(slots.snapshots, slots.cache.layers, strict=True)
+    )
+    cache = dataclasses.replace(slots.cache, layers=layers)
+    return dataclasses.replace(slots, cache=cache, snapshots=snapshots)
+
+
+def _values(records: Sequence[jax.Array], leaves: Sequence[jax.Array]) -> Iterator[jax.Array]:
+    """Yield the arrays ``[n, ...]`` of the records, in the order of ``leaves``."""
+    data = jnp.stack(records)
+    sizes = [record_bytes([leaf]) for leaf in leaves]
+    ends = itertools.accumulate(sizes)
+    for leaf, size, end in zip(leaves, sizes, ends, strict=True):
+        yield of_bytes(data[:, end - size : end], leaf)
+
+
+def _put(tree: Tree, rows: jax.Array, new: Iterator[jax.Array]) -> Tree:
+    """Write the next arrays of ``new`` to these rows of the tree's arrays."""
+    return jax.tree.map(lambda leaf: leaf.at[rows].set(next(new), mode="drop"), tree)
+
+
+def bytes_of(leaf: jax.Array) -> jax.Array:
+    """Return ``leaf [n, ...]`` as bytes ``[n, size]``."""
+    if leaf.dtype.name in NIBBLES:
+        leaf = leaf.reshape(len(leaf), -1, 2)
+    return lax.bitcast_convert_type(leaf, jnp.uint8).reshape(len(leaf), -1)
+
+
+def of_bytes(data: jax.Array, like: jax.Array) -> jax.Array:
+    """Undo ``bytes_of``; like: an array of the same shape behind its first axis, and dtype."""
+    if like.dtype.itemsize > 1:
+        data = data.reshape(len(data), -1, like.dtype.itemsize)
+    return lax.bitcast_convert_type(data, like.dtype).reshape(len(data), *like.shape[1:])
+
+
+class Places:
+    """The memories between which records move: a device's and pinned memory of its host."""
+
+    def __init__(self, device: LocalDevice) -> None:
+        self.on_device = SingleDeviceSharding(device, memory_kind="device")
+        self.on_host = SingleDeviceSharding(device, memory_kind="pinned_host")
+
+    def to_device(self, records: Sequence[jax.Array]) -> list[jax.Array]:
+        return jax.block_until_ready(jax.device_put(list(records), self.on_device))
+
+    def to_host(self, copies: Sequence[jax.Array]) -> list[jax.Array]:
+        """Raise JaxLlamaError if there is no room in pinned memory."""
+        return self._pinned(list(copies))
+
+    def pin(self, data: np.ndarray) -> jax.Array:
+        return self._pinned(data)
+
+    def _pinned(self, data: Tree) -> Tree:
+        try:
+            return jax.block_until_ready(jax.device_put(data, self.on_host))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise JaxLlamaError(
+                "no room in pinned host memory: make host_cache_gb smaller, or set "
+                "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB above it, 64 unless set"
+            ) from None
+
+
+def weights_hash(weights: Sequence[Tree], facts: Sequence[object]) -> bytes:
+    """Return a hash of arrays' values, and of facts whose repr tells them from others.
+
+    Each array is summed on its device with factors by place, so the time is that of reading it.
+    """
+    leaves, structure = jax.tree.flatten(weights)
+    sums = jax.device_get([_checksum(leaf) for leaf in leaves])
+    kinds = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
+    text = repr((FORMAT, facts, str(structure), kinds, [pair.tolist() for pair in sums]))
+    return hashlib.blake2b(text.encode(), digest_size=20).digest()
+
+
+@jax.jit
+def _checksum(leaf: jax.Array) -> jax.Array:
+    """Return two sums uint32 ``[2]`` over the bits of an array."""
+    if leaf.dtype != jnp.bool_:
+        width = 4 if leaf.dtype.name in NIBBLES else 8 * leaf.dtype.itemsize
+        leaf = lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{width}"))
+    bits = leaf.astype(jnp.uint32).reshape(-1)
+    place = lax.iota(jnp.uint32, len(bits))
+    sums = []
+    for odd in (0x9E3779B1, 0x85EBCA77):
+        mixed = (bits ^ (place * jnp.uint32(odd))) * jnp.uint32(odd ^ 0x27D4EB2E | 1)
+        mixed = (mixed ^ (mixed >> jnp.uint32(15))) * jnp.uint32(odd)
+        sums.append(jnp.sum(mixed ^ (mixed >> jnp.uint32(13)), dtype=jnp.uint32))
+    return jnp.stack(sums)
