@@ -292,7 +292,7 @@ def test_pre_tokenizers_of_the_families(pre: str, pieces: list[str]) -> None:
 
 
 def cut(pre: str, text: str) -> list[str]:
-    splits = [pre_tokenizers.Split(Regex(one), behavior="isolated") for one in tokenizer._PRE[pre]]
+    splits = [pre_tokenizers.Split(Regex(one), behavior="isolated") for one in tokenizer.PRE[pre]]
     return [piece for piece, _ in pre_tokenizers.Sequence(splits).pre_tokenize_str(text)]
 
 
@@ -316,7 +316,7 @@ def test_names_that_conversion_writes_for_the_listed_architectures_are_read() ->
         "glm4moe": "glm4",
     }
     assert written.keys() <= ARCHITECTURES.keys()
-    assert set(written.values()) <= tokenizer._PRE.keys()
+    assert set(written.values()) <= tokenizer.PRE.keys()
 
 
 ENDS = [
