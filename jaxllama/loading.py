@@ -34,7 +34,7 @@ from jax.typing import DTypeLike
 from jaxllama import generation
 from jaxllama.checkpoints import hub, peft, pooling
 from jaxllama.checkpoints.gguf import load as gguf
-from jaxllama.checkpoints.gguf.file import opened
+from jaxllama.checkpoints.gguf.file import NO_VOCABULARY, opened
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.compiler_options import check_sums
@@ -298,7 +298,8 @@ def _read(order: _Order, added: peft.Factors | None) -> _Model:
 def _of_gguf(path: Path, order: _Order, here: Place, keeps_codes: bool) -> _Model:
     # The tokenizer is built while weights are laid out: both take tenths of a second.
     with opened(path) as file, ThreadPoolExecutor(1, "jaxllama-load") as beside:
-        reading = beside.submit(Tokenizer.from_gguf, file)
+        has_text = file.string("tokenizer.ggml.model", "none") not in NO_VOCABULARY
+        reading = beside.submit(Tokenizer.from_gguf if has_text else lambda _: None, file)
         cfg = gguf.read_config(file)
         keep = here if order.grid is None else lambda _, leaf: leaf
         put, finish = _rounded(order.quantize, cfg, keep, order.place)

@@ -19,7 +19,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from jaxllama.checkpoints.gguf import tokenizer
-from jaxllama.checkpoints.gguf.file import GGUFFile
+from jaxllama.checkpoints.gguf.file import NO_VOCABULARY, GGUFFile
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import JsonMapping, JsonObject
@@ -43,7 +43,10 @@ def keys(files: Iterable[str | Path], cfg: ModelConfig) -> JsonObject:
     """
     paths = {Path(path).name: Path(path) for path in files}
     if "tokenizer.json" not in paths:
-        return {"tokenizer.ggml.model": "none", **_ids({"bos": cfg.bos_token_id}, cfg, [])}
+        return {
+            "tokenizer.ggml.model": NO_VOCABULARY[0],
+            **_ids({"bos": cfg.bos_token_id}, cfg, []),
+        }
     document = _json(paths["tokenizer.json"])
     backend = Tokenizer.from_str(json.dumps(document))
     config = _json(paths["tokenizer_config.json"]) if "tokenizer_config.json" in paths else {}
