@@ -89,17 +89,17 @@ def _six_bits(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _affine(x: np.ndarray, levels: int, widths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return each group's scale and minimum (the number subtracted), both at least 0."""
     weight = np.sqrt(np.mean(x * x, axis=-1, keepdims=True)) + np.abs(x)
-    low = np.minimum(x.min(axis=-1), 0)
-    span = x.max(axis=-1) - low
+    low, high = np.minimum(x.min(axis=-1), 0), x.max(axis=-1)
     sum_w, sum_x = weight.sum(axis=-1), (weight * x).sum(axis=-1)
     best = np.full(low.shape, np.inf, np.float32)
     scale, minimum = np.zeros_like(low), low.copy()
-    above = x - low[..., None]
     for width in (None, *widths):
+        span = high - minimum  # the next grid begins at the best minimum so far
         inverse = _divided(np.float32(levels if width is None else levels + width), span)
-        words = np.clip(np.rint(inverse[..., None] * above), 0, levels)
+        words = np.clip(np.rint(inverse[..., None] * (x - minimum[..., None])), 0, levels)
         if width is None:
-            fits, own_scale, own_min = span > 0, _divided(span, np.full_like(span, levels)), low
+            own_scale, own_min = _divided(np.float32(1), inverse), low
+            fits = span > 0
         else:
             weighted = weight * words
             sum_l = weighted.sum(axis=-1)

@@ -40,6 +40,20 @@ def architecture_of(cfg: ModelConfig) -> str:
     )
 
 
+def check_peer(name: str, cfg: ModelConfig) -> None:
+    """Raise JaxLlamaError for a model whose file llama.cpp would refuse."""
+    arch = ARCHITECTURES[name]
+    lacks = [f"{part}_bias" for part in ("o", "mlp") if part not in arch.biases]
+    lack = next((field for field in lacks if getattr(cfg, field) and not cfg.experts), None)
+    if arch.tied is not None and cfg.tie_embeddings != arch.tied:
+        lack = "head apart from the embedding (head=none)" if arch.tied else "tied head"
+    has_experts = [layer.experts is not None for layer in cfg.layers]
+    if has_experts != sorted(has_experts):
+        lack = "dense layer behind one with experts"
+    if lack is not None:
+        raise JaxLlamaError(f"format 'gguf': llama.cpp's {name!r} has no {lack}")
+
+
 def metadata(name: str, cfg: ModelConfig) -> JsonObject:
     """Return the metadata of a model, without the tokenizer's.
 

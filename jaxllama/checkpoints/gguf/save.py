@@ -29,6 +29,7 @@ from jaxllama.checkpoints.gguf.config import read_config
 from jaxllama.checkpoints.gguf.file import GGUFFile
 from jaxllama.checkpoints.gguf.metadata import (
     architecture_of,
+    check_peer,
     check_way_back,
     metadata,
     rope_tensors,
@@ -146,7 +147,9 @@ def check(path: Path, cfg: ModelConfig, params: Params, type: str | None = None)
         raise JaxLlamaError(f"{path}: format 'gguf' writes one file, whose name ends with .gguf")
     if path.exists():
         raise JaxLlamaError(f"{path}: already exists; nothing is overwritten")
-    _tensors(cfg.with_head_of(params), params, None)
+    cfg = cfg.with_head_of(params)
+    check_peer(architecture_of(cfg), cfg)
+    _tensors(cfg, params, None)
 
 
 def _tensors(cfg: ModelConfig, params: Params, kind: Type | None) -> list[_Tensor]:

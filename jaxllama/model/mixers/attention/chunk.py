@@ -29,7 +29,7 @@ from pallas_kernels.attention.plain import (
 from pallas_kernels.attention.rope_cache import from_cache_basis
 from pallas_kernels.cpu import attend as cpu
 from pallas_kernels.cpu.handler import CpuPlan
-from pallas_kernels.dispatch import Plan, Reason, choose_plan
+from pallas_kernels.dispatch import Plan, Reason, choose_plan, device_of
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import XLA, Op, chosen
 
@@ -40,10 +40,13 @@ QUERY_BLOCK = 512
 def has_cudnn(q: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Return whether cuDNN's fused attention takes these heads on this machine.
 
-    It takes 16-bit heads of up to 128 features, in eights.
+    It takes 16-bit heads of up to 128 features, in eights. AMD's GPUs, which jax calls "gpu" too,
+    have no compute capability in numbers.
     """
     is_half = q.dtype in (jnp.bfloat16, jnp.float16)
-    return jax.default_backend() == "gpu" and is_half and q.shape[-1] <= 128 and not q.shape[-1] % 8
+    capability = str(getattr(device_of(q), "compute_capability", ""))
+    is_cuda = jax.default_backend() == "gpu" and capability[:1].isdigit()
+    return is_cuda and is_half and q.shape[-1] <= 128 and not q.shape[-1] % 8
 
 
 def attend(
