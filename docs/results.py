@@ -93,20 +93,21 @@ def readme_table() -> str:
         lines.append(f"| {figure.what} | {ours} | {peer} | {result['unit']} |")
         machine, versions = result["machine"], result["versions"]
         device = (machine["devices"] or "").partition("gpu ")[2] or machine["cpu"]
-        facts.setdefault(f"{device}, jax {versions['jax']}, {result['date']}", []).append(place)
-    where = [f"lines {_spans(places)}: {fact}" for fact, places in facts.items()]
-    return "\n".join([*lines, "", f"Measured on {'; '.join(where)}.\n"])
+        facts.setdefault(f"one {device}, jax {versions['jax']}, {result['date']}", []).append(place)
+    where = [f"{_spans(places)} on {fact}" for fact, places in facts.items()]
+    return "\n".join([*lines, "", f"Measured: {'; '.join(where)}.\n"])
 
 
 def _spans(places: list[int]) -> str:
-    """Return "1 to 3, 5" for [1, 2, 3, 5]."""
+    """Return "lines 1 to 3, 5" for [1, 2, 3, 5], and "line 4" for [4]."""
     spans: list[list[int]] = []
     for place in places:
         if spans and spans[-1][-1] == place - 1:
             spans[-1].append(place)
         else:
             spans.append([place])
-    return ", ".join(str(x[0]) if len(x) == 1 else f"{x[0]} to {x[-1]}" for x in spans)
+    named = ", ".join(str(x[0]) if len(x) == 1 else f"{x[0]} to {x[-1]}" for x in spans)
+    return f"line{'s' * (len(places) > 1)} {named}"
 
 
 def picture() -> str:

@@ -103,9 +103,12 @@ def vector_bytes(weight: StoredWeight) -> tuple[int, ...]:
 
 
 def is_aligned(tile: Tile, weight: StoredWeight, gated: bool) -> bool:
-    """Whether the scales and zeros of up begin at a multiple of 128 bytes, as copies do."""
-    rows = rows_in_memory(tile, gated) // 2
-    return not gated or all(rows * size % 128 == 0 for size in vector_bytes(weight))
+    """Whether scales and zeros of a tile's rows, of gate or of up, fill whole units of 128 bytes.
+
+    A copy begins at such a multiple.  A barrier counts as many bytes for each of its 128 threads.
+    """
+    rows = rows_in_memory(tile, gated) // (1 + gated)
+    return all(rows * size % 128 == 0 for size in vector_bytes(weight))
 
 
 # Under a gate an expert's rows are gate, then up, and a result is made of one of each.

@@ -275,6 +275,13 @@ def test_zeros_of_up_begin_where_a_copy_may() -> None:
     assert {plan.tile.rows for plan in plans} <= {192, 256}
 
 
+def test_zeros_of_a_tile_fill_whole_copies() -> None:
+    """192 rows with one byte of zeros each do not."""
+    w, x = outline("zeros", 8, 2048, 128), jax.ShapeDtypeStruct((512, 128), jnp.bfloat16)
+    plans = [tile_plan(x, w, pairs, None) for pairs in (64, 512, 4096, 1 << 17)]
+    assert not {plan.tile.rows % 128 for plan in plans} - {0}
+
+
 def test_a_longer_call_has_wider_tiles() -> None:
     """By the pairs of an expert; gpt-oss-20b's gate and up."""
     w, x = outline("mxfp4", 32, 256, 2880), jax.ShapeDtypeStruct((1, 2880), jnp.bfloat16)
