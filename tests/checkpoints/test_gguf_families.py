@@ -322,6 +322,7 @@ def test_names_that_conversion_writes_for_the_listed_architectures_are_read() ->
 ENDS = [
     (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], None, [0, 2]),
     (["a", "</s>", "<|eot_id|>", "<|eom_id|>"], None, [0, 1, 2, 3]),
+    (["<|im_end|>", "a", "<fim_pad>", "<reponame>"], [3, 1, 1, 3], [0, 2, 3]),
     (["<eos>", "</s>", "<end_of_turn>"], [3, 4, 3], [0, 2]),  # an HTML tag in Gemma's vocabulary
     (["a", "<|end|>"], [1, 1], [0, 1]),
     (["a", "<|end|>", "<|return|>", "<|call|>"], None, [0, 2, 3]),  # ends a message of several

@@ -127,6 +127,12 @@ _ENDS = frozenset(
         "[e~[",
     )
 )
+# Tokens between the parts of a file or a project, by kind: the first of each kind ends, too.
+_BETWEEN_FILES = (
+    ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    ("<|file_sep|>",),
+)
 _ENDS_OF_CHANNELS = frozenset(("<|return|>", "<|call|>", "<|calls|>", "<|flush|>"))
 
 
@@ -184,7 +190,9 @@ def ends_by_spelling(tokens: list[str], types: list[int]) -> list[int]:
         del found["</s>"]  # an HTML tag in Gemma's vocabulary
     if len(found.keys() & _ENDS_OF_CHANNELS) > 1:
         found.pop("<|end|>", None)  # it ends one of an answer's several messages
-    return list(found.values())
+    index_of = {token: index for index, token in enumerate(tokens)}
+    between = (next((t for t in kind if t in index_of), None) for kind in _BETWEEN_FILES)
+    return [*found.values(), *(index_of[token] for token in between if token is not None)]
 
 
 def token_id(file: GGUFFile, tokens: list[str] | int, key: str) -> int | None:
