@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxllama.checkpoints import saving
 from jaxllama.checkpoints.pooling import Pooling
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.sampling import Sampling, whole
@@ -371,6 +370,8 @@ class LanguageModel:
             If the path cannot be written, the format cannot hold a weight, or transformers has no
             class for an option of the config. The message names it.
         """
+        from jaxllama.checkpoints import saving  # few programs write a model
+
         saving.check_format(format, type)
         if self.adapters:
             raise JaxLlamaError("adapters lie beside the weights: load(..., merge=True) joins them")
