@@ -56,6 +56,8 @@ def keys(files: Iterable[str | Path], cfg: ModelConfig) -> JsonObject:
     merges = [
         tuple(merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in model["merges"]
     ]
+    if not merges:
+        raise _error("its vocabulary has no merges, which llama.cpp needs")
     tokens, types = _tokens(backend, model, cfg.vocab_size)
     found: JsonObject = {}
     if model.get("byte_fallback"):
@@ -68,7 +70,7 @@ def keys(files: Iterable[str | Path], cfg: ModelConfig) -> JsonObject:
     else:
         found |= {
             "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": _pre_tokenizer(backend, bool(model.get("ignore_merges"))),
+            "tokenizer.ggml.pre": _pre_tokenizer(backend, model),
             "tokenizer.ggml.merges": [" ".join(merge) for merge in merges],
         }
     found |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
@@ -133,7 +135,7 @@ def _adds_blank(backend: Tokenizer) -> bool:
     return bool(tokens) and tokens[0].startswith("\u2581")
 
 
-def _pre_tokenizer(backend: Tokenizer, ignores_merges: bool) -> str:
+def _pre_tokenizer(backend: Tokenizer, model: JsonMapping) -> str:
     """Return the name in ``tokenizer.ggml.pre`` that cuts the sample as the tokenizer does."""
 
     def ends(cutter: Any) -> list[int]:
@@ -142,7 +144,7 @@ def _pre_tokenizer(backend: Tokenizer, ignores_merges: bool) -> str:
     names = [name for name in tokenizer.PRE if name not in ("default", "")] + ["default"]
     want = None if backend.pre_tokenizer is None else ends(backend.pre_tokenizer)
     for name in names:
-        alike = ignores_merges == (name in tokenizer.IGNORE_MERGES)
+        alike = bool(model.get("ignore_merges")) == (name in tokenizer.IGNORE_MERGES)
         if alike and ends(tokenizer.pre_tokenizer(name)) == want:
             return name
     raise _error("no pre-tokenizer of llama.cpp cuts words as it does")
