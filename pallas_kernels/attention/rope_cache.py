@@ -229,7 +229,7 @@ def _check_codes(op: str, name: str, kv: QTensor, head_dim: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RopeCachePlan:
-    """A warp for each head of each row: there is nothing to choose."""
+    """A warp for each head of each row; for many rows, of k and v alone: nothing to choose."""
 
     kernel: ClassVar[str] = "rope_cache_mosaic"
 

@@ -47,7 +47,8 @@ def fetch(
     """Return the parts of ``experts [G]``, each as ``FetchedLeaf.like`` says.
 
     addresses: int32 ``[E, 2]``, as ``addresses_of`` returns them.
-    An index below 0 or behind the last expert reads nothing; its floats are zeros.
+    An index below 0 or behind the last expert reads nothing; its floats are zeros. Any other must
+    have an address.
     Where the kernel does not run, the host reads its memory in a callback.
     """
     out = [leaf.like(experts.shape[0]) for leaf in leaves]

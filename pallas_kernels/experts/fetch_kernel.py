@@ -10,7 +10,7 @@ rows, where the lanes beside it write the neighbouring units, 32 bytes in all.
 
 Copies: every thread, from the host's memory through registers.  Waits: for the kernel before; no
 barrier, as threads share nothing.  Writes: the thread that has loaded a vector; zeros for an index
-without an address.
+outside of the table.  An index inside must have an address.
 
 Floor: the link.
 """

@@ -13,8 +13,11 @@ The two parts are neighbours in the order of pairs, so an expert's short last pa
 first of the next expert.  A warpgroup without tokens does not multiply.  Rows behind a part's last
 are multiplied, and not stored.
 
-Copies and waits are those of ``many_pairs_kernel``.  If both blocks of a cluster have one expert,
-each copies half of the rows of w to both.  A slot is refilled when both blocks have read it.
+Copies: the feeder's warp brings w by TMA.  If both blocks have one expert, each copies half of the
+rows of w to both.  Other warps gather each block's own rows of x (``many_pairs_gather_program``).
+Waits: a slot's w is refilled when all multiplying warpgroups of both blocks have arrived at its
+``empty``, also those without tokens (``pass_by``).  The gathering warps wait for their block alone.
+Writes: a warpgroup stores its results at their pairs, as bfloat16 through shared memory.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ class TokenBlock(PairsBlock):
         return TokenFeeder(self)
 
     def part_of(self, group, rank):
-        """The part that a block of the cluster has of these, and whether it has one."""
+        """The part that a block of the cluster has of a group of parts, and whether it has one."""
         n_parts, part = self.gmem.work[0, 0], group * self.tile.cluster + rank
         return jnp.minimum(part, n_parts - 1), part < n_parts
 
@@ -140,8 +143,8 @@ class TokenMultiplier:
         return plgpu.wgmma_accumulator_load(acc, wait_n=None)
 
     def finish(self, part, n0, first, end, acc) -> None:
-        """Store the sums at their pairs.  n0: the first result; first, end: this warpgroup's
-        tokens, of which it has 64 at most."""
+        """Store the sums at their pairs.  n0: the first result; first: this warpgroup's first token
+        of up to 64; end: that of the part's tokens."""
         gmem = self.gmem
         scalars = (n0, first, end)
         splats = [plgpu.layout_cast(jnp.full((128,), v, jnp.int32), _SPLAT) for v in scalars]

@@ -4,9 +4,9 @@
 
 of each head and chunk of 64 tokens: Q, K, K' [64, Dk], do, dR [64, Dv], M [64, 64], E [Dk, Dv].
 E is the gradient of the state at a chunk's end, and dR is the gradient of V.  M, K' and e = exp(G)
-are those of ``kernel_chunks``.  This is ``kernel_scan`` mirrored: the same blocks, slots and
-registers.  The factors of E cancel where keys are parallel, so the products take E and dR in two
-bf16 parts.
+are those of ``kernel_chunks``.  This is ``kernel_scan`` for 128 value channels, mirrored: its
+blocks, slots and registers.  The factors of E cancel where keys are parallel, so the products take
+E and dR in two bf16 parts.
 
     wait c | E -> two bf16 | wgmma dR | borders | wgmma E | dR -> TMA | slot of c+1 <- TMA c-2
 
@@ -97,7 +97,7 @@ class _Reverse(ChunkScan):
         return tuple(state)
 
     def d_rest(self, slot, d_o, ends, acc):
-        """dR^T = do^T M + E^T K'^T"""
+        """dR^T = do^T M + E^T K'^T; ``mixing`` holds M^T."""
         plgpu.wgmma(acc, d_o, self.smem.mixing.at[slot].transpose((1, 0)))
         for part, both in enumerate(ends):
             for x in both:

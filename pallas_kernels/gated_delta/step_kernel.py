@@ -12,8 +12,8 @@ write, 16 rows of 16 bytes a lane.  k^T S and q^T S meet in shared memory once, 
            | products: k^T a S, q^T a S, q k -> smem | barrier | d | a S + k d -> memory
     warp 0: write: o -> memory
 
-Copies: a lane loads its 16 rows of S, and v of its columns, into registers; all threads load a, k
-and q into a table in shared memory.
+Copies: a lane loads its 16 rows of S, v of its columns, and beta into registers.  Each of the first
+Dk threads loads a, k and q of one key channel into a table in shared memory.
 Waits: all warps at two block barriers: for the table, then for the warps' sums.
 Writes: a lane stores its rows of S to where they were; the first ``lanes`` threads store o.
 

@@ -21,17 +21,19 @@ time. It reads back only what it wrote: within a batch of tiles no warp waits fo
 Copies: each lane copies its own codes by cp.async (``Copies.codes``).  All threads copy a batch's
 scales, bias and residual by cp.async.  A warp copies its own run of x, or with a norm all threads
 load x through registers.
-Waits: a lane waits for its own copies (``copies_wait``).  All warps meet at a block barrier behind
-``start``, and at one in each ``run_batch`` before sums are added.  Blocks of a cluster meet once
-each batch, and at the end.
+Waits: a lane waits for its own copies (``copies_wait``).  All warps meet at a block barrier at the
+end of ``start``, and at one in each ``run_batch`` before sums are added.  Blocks of a cluster meet
+once each batch, and at the end.
 Writes: all threads store a batch's outputs; with ``split`` each block those of every split-th tile.
-Without clusters (``apart``) blocks do not meet, and each stores the sums of its part of K.
+Without clusters (``apart``) blocks do not meet.  Each stores float32 sums of its part of K, and XLA
+adds them, bias and residual (``kernel``).
 
 Fusion.  A norm, out = rsqrt(mean x^2 + eps) * ((x * gamma) W): x then comes by registers instead of
 cp.async, is multiplied on its way to shared memory, and the factor multiplies the sum at the end.
 The same way takes a pending term that is added to x: every block adds it, and the first cluster
-stores the sum.  Bias and residual are copied beside the scales, a batch ahead of their use.  With
-SwiGLU the steps are pairs of a tile of gate and its tile of up. The warps sum both at once.
+stores the sum.  Scales are copied a batch ahead, bias and residual at the start of their own
+batch.  With SwiGLU the steps are pairs of a tile of gate and its tile of up. The warps sum both at
+once.
 
 Order of columns. Any order will do for mma, if both operands agree. A lane with quad index c takes
 columns 32 c .. 32 c + 31 of a block of 128 (int8: 16 of 64, floats: 8 of 32). A bit trick widens
@@ -42,8 +44,8 @@ Numerics.  A code minus its zero point is exact in bfloat16 and float16.  In gro
 block, with symmetric or integer zeros, the group's sum is scaled in float32.  With smaller groups
 or floating zeros (bfloat16 only) the weight is rounded once to bfloat16 (``fold``).  x * gamma is
 rounded once to bfloat16.  Scales of float4 multiply the weight exactly, and NVFP4's unit the sum of
-a row.  Everything else is float32, added in an order that depends on K and M
-alone.
+a row.  Everything else is float32, added in an order that depends on
+the weight, M and what is fused alone.
 
 Floor, K = 4096, N = 14336, int4 in groups of 128 on an H200: 29.4 MB of codes + 0.9 of scales at
 4.3 TB/s, 7.0 us.  Result: 9.9 with one row, 10.7 with 8, 12.4 with 16.  The other shapes and

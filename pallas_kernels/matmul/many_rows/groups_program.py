@@ -2,11 +2,13 @@
 
 A step's product leaves the tensor cores, is multiplied by both scales in float32 and added.
 
-Copies: ``_Feeder.copy_scales``; blocked scales of w ``_Feeder.copy_vectors``.
+Copies, all by ``pair_program._Feeder``: x and w ``copy_slot``; scales ``copy_scales``; blocked
+scales of w ``copy_vectors``.
 Waits: a multiplier waits on ``full`` for each step, which in ``add_by_step`` brings its scales too.
 It waits on ``scales_full`` for eight steps' scales as they are stored, and on ``vectors_full`` for
-a tile's blocked scales of w.  It arrives at ``empty`` and ``scales_empty`` when it has read them;
-``finish`` arrives at ``vectors_empty``.
+a tile's blocked scales of w.  Arrivals: at ``empty`` one thread of each multiplier of the cluster;
+at ``scales_empty`` all threads of the block's multipliers; at ``vectors_empty`` those that
+``finish`` the tile.
 Writes: none; sums stay in registers.
 """
 
@@ -88,7 +90,7 @@ class GroupSums:
             if not whole:
                 last = lambda _, carry: added(carry[0], factors[0], carry[1])  # noqa: E731
                 at, totals = lax.fori_loop(0, count % 2, last, (at, totals))
-            # One thread says that the place is free, and other warps may still read it.
+            # All threads arrive, so this may not be needed: no GPU has run without it.
             pipeline.warpgroup_barrier()
             plgpu.barrier_arrive(barrier.scales_empty.at[place])
             return at, totals

@@ -4,7 +4,7 @@
 those that compute; the copies are in ``copies_program``.  Everything is emitted while the kernel is
 traced.
 
-``weight`` says who copies, who waits and who writes.
+``weight`` says who copies, who waits and who writes; ``weight._scratch`` has the arrivals.
 """
 
 from __future__ import annotations
@@ -74,7 +74,11 @@ def is_unpacked(weight: StoredWeight, tile: WeightTile) -> bool:
 
 
 class WeightBlock:
-    """A block's memory, its place in the grid, and the tiles that it computes."""
+    """A block's memory, its place in the grid, and the tiles that it computes.
+
+    pair: the block's place among those side by side in w's rows.  k_part: its part of K, of
+    ``tile.split``.  ``tile.parts`` is another thing: sets of warpgroups that take turns at slots.
+    """
 
     def __init__(self, gmem, smem, barrier, *, tile: WeightTile, weight: StoredWeight):
         (m, k), n = gmem.x.shape, gmem.w.shape[0]

@@ -1,6 +1,7 @@
 """Products of 17 to 256 rows by the warp's own instructions: ``mma.sync`` and ``cp.async``.
 
-    out[m, n] = sum_k x[m, k] a[n, k] + bias[n]        a: w [N, K] times its scales, less its zeros
+    out[m, n] = sum_k x[m, k] a[n, k] + bias[n]        x: its codes times the row's scale
+    a = (q - zero) scale,  with floating zeros q scale + zero        q: the codes of w [N, K]
 
     x int8          x  w int8           W8A8: int32 sums, exact
     x bf16 | f16    x  w int4 | int8    weight-only, float32 sums
@@ -11,11 +12,11 @@ tile of x's rows by w's rows, and a ring of steps of K in shared memory.  A warp
 and all rows of x in the tile, so that a block widens each code once.
 
     all:    copies of the first steps | (wait for a step, barrier, copies of a later one, mma) ...
-    warp:   32 rows of w: codes -> registers, widened and scaled | for 16 rows of x: load, 16 mma
+    warp:   32 rows of w: codes -> registers, widened, scaled | each 8 rows of x: load, 4 mma ...
     end:    warps that share K add up in shared memory | scales, bias, one rounding, store
 
 Copies: every thread copies its own pieces of x and w by cp.async, ``stages`` - 1 steps ahead.  A
-lane loads scales and zeros into registers, a step ahead.
+lane loads scales and zeros of groups into registers, a step ahead; those of whole rows at the end.
 Waits: each step all threads wait for their own copies, then meet at one block barrier.  It says
 that the step's slot is full, and that the slot before has been read and may be refilled.  Warps
 that share K meet at two more barriers at the end (``MidBlock.exchange``).

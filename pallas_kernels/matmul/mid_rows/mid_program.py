@@ -65,7 +65,7 @@ class MidBlock:
         wide = -(-self.n // tile.rows)
         self.part, row = block // wide, block % wide
         self.first_token, self.first_row = token * tile.tokens, row * tile.rows
-        # A warp behind the last row computes the last rows again, and stores nothing.
+        # A warp behind the last row multiplies copies of that row, and stores nothing.
         own = self.first_row + self.warp_n * WARP_ROWS
         self.has_rows = own < self.n
         self.warp_row = p.smaller(own, self.n - WARP_ROWS)
@@ -309,7 +309,7 @@ class MidBlock:
     # --- the end ---
 
     def exchange(self, sums: list[list[Value]]) -> None:
-        """Add the sums of the warps that share columns, in their order; the first ones store."""
+        """Add the sums of warps with the same rows of w, in order of K; the first of them store."""
         across = self.tile.rows // WARP_ROWS
         size = 16 * 32  # bytes of four sums of a warp
         own = self.ring + self.warp_n * (len(sums) * size) + self.lane * 16
