@@ -88,12 +88,12 @@ def _run(
     for arrays in (arguments, results):
         words.append(len(arrays))
         for x in arrays:
-            words += [places[x.ctypes.data], frame._TYPES[x.dtype.name], x.ndim, *x.shape]
+            words += [places[x.ctypes.data], frame.TYPES[x.dtype.name], x.ndim, *x.shape]
     values = [value for _, value in sorted((attributes or {}).items())]
     parts.append(np.asarray([*words, len(values)], "<i8").tobytes())
     for value in values:
         raw = value.tobytes()
-        parts += [np.int64(frame._TYPES[value.dtype.name]).tobytes(), raw, bytes(8 - len(raw))]
+        parts += [np.int64(frame.TYPES[value.dtype.name]).tobytes(), raw, bytes(8 - len(raw))]
     given, made = program.with_suffix(".in"), program.with_suffix(".out")
     given.write_bytes(b"".join(parts))
     done = subprocess.run([EMULATOR, "-cpu", "max", program, given, made], capture_output=True)

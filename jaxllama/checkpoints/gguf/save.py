@@ -18,6 +18,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -178,14 +179,13 @@ def _part(value: Tree, axis: int, first: int, stop: int, name: str) -> Tree:
     """Return rows of a parameter, of every expert if ``axis`` is 1."""
     if isinstance(value, RowBlocks):
         for block in value.blocks:
-            if stop <= block.shape[0]:
+            if stop <= block.shape[0] and first >= 0:
                 return _part(block, axis, first, stop, name)
             first, stop = first - block.shape[0], stop - block.shape[0]
-            if first < 0:
-                raise JaxLlamaError(f"{name}: its blocks do not end where a tensor does")
+        raise JaxLlamaError(f"{name}: its blocks do not end where a tensor does")
     if stop - first == value.shape[axis]:
         return value
-    at = (slice(None),) * axis + (slice(first, stop),)
+    at: Any = (slice(None),) * axis + (slice(first, stop),)
     return value.rows(at) if isinstance(value, QTensor) else value[at]
 
 
@@ -198,10 +198,11 @@ def _kind(path: TreePath, source: TensorSource, value: Tree, kind: Type | None) 
             raise JaxLlamaError(
                 f"format 'gguf' cannot hold {source.name}: {error}; native holds every scheme"
             ) from None
-    is_matrix = source.name.endswith(".weight") and len(source.shape) > 1
+    *others, columns = source.shape
+    is_matrix = source.name.endswith(".weight") and bool(others)
     if not is_matrix or path[-2] in _FLOATS:
         return Type.F32
-    return blocks.kind_for(kind or _DTYPES[np.dtype(value.dtype).name], source.shape[-1])
+    return blocks.kind_for(kind or _DTYPES[np.dtype(value.dtype).name], columns)
 
 
 def _keys(
@@ -279,8 +280,8 @@ def _bytes(tensor: _Tensor) -> tuple[np.ndarray, bool]:
     source, columns = tensor.source, tensor.source.shape[-1]
     host = unfold(source, jax.tree.map(np.asarray, tensor.value))
     if isinstance(host, QTensor):
-        parts = (host.q, host.scale, host.zero)
-        q, scale, zero = (x if x is None else x.reshape(-1, x.shape[-1]) for x in parts)
+        q, scale = (x.reshape(-1, x.shape[-1]) for x in (host.q, host.scale))
+        zero = None if host.zero is None else host.zero.reshape(scale.shape)
         try:
             return blocks.of_codes(QTensor(q, scale, zero), tensor.kind)
         except JaxLlamaError as error:
