@@ -318,8 +318,10 @@ def differences(
     theirs = _flat(other)
     for key, value in _flat(cfg).items():
         found = theirs.get(key)
-        near = isinstance(value, float) and isinstance(found, int | float)
-        if value != found and not (near and math.isclose(value, found, rel_tol=tolerance)):
+        near = False
+        if isinstance(value, float) and isinstance(found, int | float):
+            near = math.isclose(value, found, rel_tol=tolerance)
+        if value != found and not near:
             yield key, value, found
 
 
