@@ -308,7 +308,8 @@ def http() -> str:
         f"# HTTP\n\n{NOTE}\n## Routes\n\nThe last column says whether a server with `--api-key` "
         "asks for the key. `/openapi.json` of a running server describes every body and answer.\n\n"
         + _table(("method", "path", "", "key"), rows)
-        + "\n## Metrics\n\n`GET /metrics` answers in Prometheus' text format.\n\n"
+        + "\n## Metrics\n\n`GET /metrics` answers in Prometheus' text format. A histogram has the "
+        "series `NAME_bucket`, `NAME_sum` and `NAME_count`.\n\n"
         + _table(("metric", "type", "meaning"), _metrics())
     )
 
@@ -327,8 +328,10 @@ def _metrics() -> list[tuple[str, str, str]]:
     metrics = Metrics()
     metrics.watch(Idle())
     families = text_string_to_metric_families(metrics.page()[1].decode())
+    # The parser takes the end of a counter's name off.
+    ends = {"counter": "_total"}
     return [
-        (_code(one.name), one.type, one.documentation)
+        (_code(one.name + ends.get(one.type, "")), one.type, one.documentation)
         for one in families
         if one.name.startswith("jaxllama_") and not one.name.endswith("_created")
     ]

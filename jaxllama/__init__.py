@@ -38,14 +38,17 @@ if TYPE_CHECKING:  # "as" is what makes a name public to type checkers
     from jaxllama.language_model import Generation as Generation
     from jaxllama.language_model import LanguageModel as LanguageModel
     from jaxllama.loading import load as load
+    from jaxllama.loading import load_drafter as load_drafter
     from jaxllama.model.cache import Cache as Cache
     from jaxllama.model.cache import init_cache as init_cache
+    from jaxllama.model.eagle3 import Drafter as Drafter
     from jaxllama.offload.policy import Policy as Policy
     from jaxllama.quantization.quantize import quantize_params as quantize_params
     from jaxllama.text.tokenizer import Tokenizer as Tokenizer
 
 _HOME = {
     "load": "loading",
+    "load_drafter": "loading",
     "LanguageModel": "language_model",
     "Generation": "language_model",
     "load_config": "config",
@@ -63,6 +66,7 @@ _HOME = {
     "quantize_params": "quantization.quantize",
     "init_cache": "model.cache",
     "Cache": "model.cache",
+    "Drafter": "model.eagle3",
     "prefill": "generation",
     "decode_step": "generation",
     "verify_step": "generation",

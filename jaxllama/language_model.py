@@ -30,6 +30,7 @@ from jaxllama.executors.drafting import draft_source
 from jaxllama.executors.executor import DraftSource, Executor, KeptCalls
 from jaxllama.generation import check_prompts
 from jaxllama.kept import KeptPrograms, signature
+from jaxllama.model.eagle3 import Drafter
 from jaxllama.model.layout import as_stored
 from jaxllama.model.lora import for_rows
 from jaxllama.model.summary import summary
@@ -146,7 +147,7 @@ class LanguageModel:
         on_text: OnText | None = None,
         on_prompt: OnPrompt | None = None,
         adapter: str | Sequence[str | None] | None = None,
-        draft: str | LanguageModel | None = None,
+        draft: str | LanguageModel | Drafter | None = None,
         draft_tokens: int = 0,
     ) -> list[Generation]:
         """Continue every prompt by up to ``max_new_tokens`` tokens.
@@ -177,11 +178,12 @@ class LanguageModel:
             several. Deterministic and offloaded models do not call it.
         adapter : str or sequence, optional
             One of ``adapters``, or one per row. None selects the model itself.
-        draft : str or LanguageModel, optional
+        draft : str, LanguageModel or Drafter, optional
             The source of drafts, which the model verifies several tokens at a time. "ngram"
             proposes the tokens that followed the newest tokens earlier in the text. "mtp" is the
             head of a checkpoint that has one (Qwen3.5, Qwen3-Next). A smaller model needs the same
-            tokenizer; ``first_layers`` makes one. Drafts do not change the tokens.
+            tokenizer; ``first_layers`` makes one. ``jl.load_drafter`` reads a head that was trained
+            beside this model. Drafts do not change the tokens.
         draft_tokens : int
             Tokens of one draft, up to 15. With 0 each row adapts the number.
 
@@ -230,7 +232,7 @@ class LanguageModel:
         chunk: int | None = None,
         on_text: OnText | None = None,
         adapter: str | None = None,
-        draft: str | LanguageModel | None = None,
+        draft: str | LanguageModel | Drafter | None = None,
         draft_tokens: int = 0,
     ) -> Generation:
         """Return the model's answer to a conversation, formatted by its chat template.
@@ -289,7 +291,7 @@ class LanguageModel:
         kv_dtype: DTypeLike | None = None,
         chunk: int | None = None,
         adapter: str | None = None,
-        draft: str | LanguageModel | None = None,
+        draft: str | LanguageModel | Drafter | None = None,
         draft_tokens: int = 0,
     ) -> Iterator[str]:
         """Yield the text of ``generate`` for one prompt while it is decoded.
@@ -483,14 +485,16 @@ class LanguageModel:
     def _signature(self) -> str:
         return signature(self.params)
 
-    def drafting(self, draft: str | LanguageModel | None, draft_tokens: Any) -> DraftSource | None:
+    def drafting(
+        self, draft: str | LanguageModel | Drafter | None, draft_tokens: Any
+    ) -> DraftSource | None:
         """Check ``generate``'s arguments ``draft`` and ``draft_tokens``, and return the source of
         drafts.
 
         Parameters
         ----------
-        draft : str or LanguageModel, optional
-            "ngram", "mtp", or a model with the same tokenizer.
+        draft : str, LanguageModel or Drafter, optional
+            "ngram", "mtp", a model with the same tokenizer, or a head trained beside this model.
         draft_tokens : int
             Tokens of one draft, up to 15. With 0 each row adapts the number.
 

@@ -35,6 +35,7 @@ from jaxllama import generation
 from jaxllama.checkpoints import hub, peft, pooling
 from jaxllama.checkpoints.gguf import load as gguf
 from jaxllama.checkpoints.gguf.file import NO_VOCABULARY, GGUFFile, opened
+from jaxllama.checkpoints.hf import eagle3
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.compiler_options import check_sums
@@ -46,6 +47,7 @@ from jaxllama.kept import LEAST_LAYERS, KeptPrograms
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import lora
 from jaxllama.model.cache import default_dtype
+from jaxllama.model.eagle3 import Drafter
 from jaxllama.model.layout import handles, lay_out, slow_on_cpu
 from jaxllama.model.records import float_dtype
 from jaxllama.model.shardings import leaf_readers, place_params, shard_params
@@ -376,6 +378,37 @@ def is_random_preset(source: str | Path) -> bool:
     if name not in preset_names() or name in hub.REPOSITORIES:
         return False
     return "gla" in load_config(name).layer_types
+
+
+def is_drafter(directory: str | Path) -> bool:
+    """Return whether ``load_drafter`` reads this folder."""
+    return eagle3.is_drafter(directory)
+
+
+def load_drafter(directory: str | Path, dtype: DTypeLike | None = None) -> Drafter:
+    """Return the head of a folder, which drafts for a model as ``generate``'s ``draft``.
+
+    Parameters
+    ----------
+    directory : str or Path
+        A folder with config.json and safetensors of an EAGLE-3 head (``LlamaForCausalLMEagle3``),
+        as others publish them and ``train`` writes them.
+    dtype : data-type, optional
+        Type of the weights, which must be the model's. The default is ``load``'s.
+
+    Returns
+    -------
+    Drafter
+        The head, beside any model whose hidden states it was trained on.
+
+    Raises
+    ------
+    JaxLlamaError
+        If the folder has no such head, or a key or tensor of it does not fit. The message names it.
+    """
+    dtype = float_dtype(default_dtype() if dtype is None else dtype)
+    found = eagle3.load(directory, dtype)
+    return dataclasses.replace(found, params=jax.device_put(found.params))
 
 
 def first_layers(source: str | Path) -> tuple[str | Path, int | None]:

@@ -5,7 +5,9 @@ by its plan, so that the plans of a product are few.  Plans also hold numbers th
 sizes: passes over a weight, parts of K, segments of a row, tokens of a chunk, rows, or an expert's
 N and K.  ``stands_for`` sets these numbers to representative ones, and the lists have one plan for
 each such class.  A class is one choice, and its kernel is specialized to a call: to dtypes, to what
-is fused, to widths of heads, and to whether tiles divide the sizes.
+is fused, to widths of heads, and to whether tiles divide the sizes.  Loops over one row are also
+unrolled: over a token's K or columns, a head's channels, the k of a top-k, and parts that are
+merged.  Random calls at sizes of real models prove these, beside the record of each class.
 
 ``tests/golden/plans`` records what proves each plan, and a test compares the record with these
 lists.  Dispatch chooses no plan that no GPU of the card's architecture has run (``runs.json``).

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from jaxllama.decoding.sampling import Sampling
     from jaxllama.language_model import LanguageModel
+    from jaxllama.model.eagle3 import Drafter
     from jaxllama.offload.policy import Policy
 
 
@@ -204,8 +205,8 @@ def draft_options(sub: Parser) -> None:
         type=filled,
         metavar="NAME",
         help="source of drafts: ngram (the text itself), mtp (the head of Qwen3.5, Qwen3.6 "
-        "and Qwen3-Next checkpoints), a smaller model with the same tokenizer, "
-        "or MODEL:layers=N, the first layers of a model; it is loaded with the "
+        "and Qwen3-Next checkpoints), the folder of an EAGLE-3 head, a smaller model with the "
+        "same tokenizer, or MODEL:layers=N, the first layers of a model; it is loaded with the "
         "options of --model",
     )
     group.add_argument(
@@ -225,12 +226,14 @@ def draft(args: argparse.Namespace, lm: LanguageModel) -> Options:
     return {"draft": proposer(args, lm), "draft_tokens": args.draft_tokens or 0}
 
 
-def proposer(args: argparse.Namespace, lm: LanguageModel) -> str | LanguageModel:
-    """Return the source of drafts that --draft names: "ngram", "mtp" or a LanguageModel."""
+def proposer(args: argparse.Namespace, lm: LanguageModel) -> str | LanguageModel | Drafter:
+    """Return the source of drafts that --draft names."""
     if args.draft in ("ngram", "mtp"):
         return args.draft
-    from jaxllama.loading import first_layers, load
+    from jaxllama.loading import first_layers, is_drafter, load, load_drafter
 
+    if is_drafter(args.draft):
+        return load_drafter(args.draft, lm.dtype)
     name, layers = first_layers(args.draft)
     if name == args.model:  # do not load the same model twice
         return lm if layers is None else lm.first_layers(layers)

@@ -121,6 +121,7 @@ class Form:
     """
 
     name: ClassVar[str] = "sequential"
+    mixer_reads: ClassVar[int] = 1  # vectors [D] side by side that the mixer's first product reads
     pre_norms: bool = True
     post_norms: bool = False
 
@@ -235,6 +236,21 @@ class Inputs(Form):
     def needs_model(self) -> str:
         """Reason why the layer does not run without the model's loop, or ""."""
         return "" if self.tables is None else "its layers have inputs of their own"
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle(Form):
+    """The layer of an EAGLE-3 head: its mixer reads a token's embedding beside the stream.
+
+    Parameters
+    ----------
+    norm_residual : bool
+        Whether the normed stream is what both sublayers are added to.
+    """
+
+    name: ClassVar[str] = "eagle"
+    mixer_reads: ClassVar[int] = 2
+    norm_residual: bool = False
 
 
 # A mixer's options; a mixer knows that its layers have its own record.

@@ -57,6 +57,9 @@ class ModelConfig:
         The layer of the head for multi-token prediction, which drafts.
     stored : CheckpointForm
         Form of the checkpoint's tensors.
+    taps : tuple of int
+        Layers before which the hidden states leave the model for a head that drafts; ``n_layers``
+        stands for the last layer's output. The flat form leaves them out.
 
     Raises
     ------
@@ -79,6 +82,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     mtp: LayerConfig | None = dataclasses.field(default=None, hash=False)
     stored: CheckpointForm = dataclasses.field(default_factory=CheckpointForm)
+    taps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -242,7 +246,8 @@ def expand(flat: FlatConfig) -> ModelConfig:
     flat key.
     """
     found = records_of(flat)
-    names = {field.name for field in dataclasses.fields(ModelConfig)} - found.keys()
+    flat_names = {field.name for field in dataclasses.fields(FlatConfig)}
+    names = {field.name for field in dataclasses.fields(ModelConfig)} & flat_names - found.keys()
     return ModelConfig(**found, **{name: getattr(flat, name) for name in names})
 
 

@@ -11,10 +11,10 @@ them; a draft that samples with the same keys agrees as often: Daliri et al., ar
 Log-probabilities are the model's.  Roundings may differ as with another batch size.
 
 Drafts are pure functions on the device.  ``NGram`` finds the tokens that followed the last ones
-when they stood in the text before (prompt lookup).  ``mtp.MTPDraft`` is a head that the checkpoint
-brings.  ``ModelDraft`` is a smaller model with the same vocabulary, whose cache holds accepted
-tokens only.  Each turn it reads the tokens that it has not seen, at once.  The new tokens of the
-draft change copies of its recurrent states, so a rejected token leaves no trace.
+when they stood in the text before (prompt lookup).  ``heads.HeadDraft`` is a head that reads the
+model's hidden states.  ``ModelDraft`` is a smaller model with the same vocabulary, whose cache
+holds accepted tokens only.  Each turn it reads the tokens that it has not seen, at once.  The new
+tokens of the draft change copies of its recurrent states, so a rejected token leaves no trace.
 
 With ``draft_tokens`` 0 each row adapts the length of its drafts.  A draft with an accepted token
 makes the next one up to four times as long, and a draft without one half as long.  A row whose
@@ -127,7 +127,7 @@ class SlotDrafts(NamedTuple):
     text int32 ``[B, L]``: prompt and answer, up to the newest token. pace: number of tokens that
     each row asks for. read int32 ``[B]``: number of tokens of the text that a draft model has in
     its cache. layers: the draft model's layer states, present only inside a decode call. last: the
-    hidden state ``[B, D]`` from which an MTP head drafts; ``read`` is -1 where there is none yet.
+    hidden state ``[B, D]`` from which a head drafts; ``read`` is -1 where there is none yet.
     """
 
     text: jax.Array
@@ -155,15 +155,19 @@ class PromptPart(NamedTuple):
 
 
 class Draft(Protocol):
-    """A source of drafts: ``NGram``, ``ModelDraft`` or ``mtp.MTPDraft``. No loop asks which.
+    """A source of drafts: ``NGram``, ``ModelDraft`` or ``heads.HeadDraft``. No loop asks which.
 
     reads_hidden: whether it reads the hidden states of each pass, by ``observe(params, rows,
     inputs, passed)``.
     counts_read: whether its cache may hold fewer tokens than the model's.
+    taps: layers of the model before which it reads the states, ``ModelConfig.taps``.
     """
 
     reads_hidden: ClassVar[bool]
     counts_read: ClassVar[bool]
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
 
     def weights(self, model: Params, draft: Params | None) -> Params | None:
         """Return its parameters, of the model's and those given for a draft."""
@@ -202,6 +206,10 @@ class NGram:
     unsure: bool = False
     reads_hidden: ClassVar[bool] = False
     counts_read: ClassVar[bool] = False
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
 
     def begin(self, *_: object) -> None:
         """Return None: an n-gram draft has no state."""
@@ -254,6 +262,10 @@ class ModelDraft:
     vocab_size: int
     reads_hidden: ClassVar[bool] = False
     counts_read: ClassVar[bool] = True
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
 
     def begin(self, params: Params, tokens: jax.Array, lengths: jax.Array, capacity: int) -> Cache:
         """The cache after prompts ``tokens[B, T]`` of ``lengths[B]`` tokens."""
@@ -401,7 +413,7 @@ class DraftPlan:
         return cls(draft, most, widths, adaptive, deterministic)
 
 
-def observer(draft: Any, params: Params) -> Callable[..., Rows] | None:
+def observer(draft: Any, params: Params | None) -> Callable[..., Rows] | None:
     """Return ``loop.run``'s ``observe`` for a draft that reads the passes of a model, or None."""
     return functools.partial(draft.observe, params) if draft.reads_hidden else None
 

@@ -138,7 +138,7 @@ def fill(
     return scores_of(cfg, params, last, cache, lengths), after
 
 
-# (kept, following[B, T], hidden[B, T, D], lengths[B]) -> kept, as ``decoding.mtp.read_prompt``.
+# (kept, following[B, T], hidden[B, T, D], lengths[B]) -> kept, as ``heads.HeadDraft.read_prompt``.
 ReadHidden = Callable[[Tree, jax.Array, Hidden, jax.Array], Tree]
 
 
@@ -157,7 +157,7 @@ def fill_hidden(
     read: takes the hidden states of a chunk, with the token after each of them.  A row's last token
     has no successor yet, so the lengths leave it out.
     """
-    before = jnp.zeros((tokens.shape[0], cfg.d_model), decoder.activation_dtype(params))
+    before = Hidden.zeros(cfg, tokens.shape[:1], decoder.activation_dtype(params))
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
 
     if chunk is None or chunk >= tokens.shape[1]:
@@ -185,7 +185,7 @@ def fill_hidden(
         return (cache, hidden.last(n_new, last), kept), None
 
     index = jnp.arange(n_chunks, dtype=jnp.int32)
-    first = equally_varying((cache, Hidden(before), kept))
+    first = equally_varying((cache, before, kept))
     (cache, last, kept), _ = lax.scan(one_chunk, first, (index, pieces))
     return last, cache, kept
 

@@ -60,6 +60,7 @@ from jaxllama.engine.step_input import Ended, StepInput, Submitted
 from jaxllama.engine.weights import replaced
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
+from jaxllama.model.eagle3 import Drafter
 from jaxllama.typing import Params
 
 _log = logging.getLogger("jaxllama.serving")
@@ -71,7 +72,8 @@ STALLED, STALLED_OFFLOADED = 600.0, 3600.0
 RECLAIM = 1.0  # seconds to wait for the end of a step, after which the step has freed slots itself
 
 
-Draft = str | LanguageModel | Callable[[LanguageModel], str | LanguageModel] | None
+Source = str | LanguageModel | Drafter
+Draft = Source | Callable[[LanguageModel], Source] | None
 
 
 class Engine:
@@ -86,7 +88,7 @@ class Engine:
     ----------
     lm : LanguageModel
         The model.
-    draft : str, LanguageModel or callable, optional
+    draft : str, LanguageModel, Drafter or callable, optional
         Source of drafts, as for ``lm.generate``, or a function of ``lm`` that returns one.
     observe : callable, optional
         Called as ``observe(name, seconds)``. The names are those of Notes.

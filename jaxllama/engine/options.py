@@ -108,10 +108,10 @@ class EngineOptions:
     draft : str, ModelConfig or None
         Source of drafts. "ngram" proposes the tokens that followed an earlier occurrence of a row's
         last tokens (``jaxllama.decoding.drafts``). "mtp" is the checkpoint's own head
-        (``jaxllama.decoding.mtp``). A ModelConfig names a draft model, whose layers
-        share the cache; if it has states, prefixes are reused in whole chunks. Drafts never change
-        the tokens. A row whose drafts are wrong asks for fewer and then for none, and no row drafts
-        if there are too many rows.
+        (``jaxllama.decoding.heads``). A ModelConfig names a draft model, or another head's layer.
+        Its layers share the cache; if it has states, prefixes are reused in whole chunks. Drafts
+        never change the tokens. A row whose drafts are wrong asks for fewer and then for none, and
+        no row drafts if there are too many rows.
     draft_tokens : int
         Largest number of tokens that a row proposes, up to 15; 0 lets the engine choose.
     lora_slots : int

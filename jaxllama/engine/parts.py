@@ -12,13 +12,14 @@ from jaxllama.engine.runner import Runner
 from jaxllama.engine.scheduler import Scheduler
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
+from jaxllama.model.eagle3 import Drafter
 from jaxllama.parallel.mesh import MODEL_AXIS, mesh_of
 from jaxllama.parallel.sequence import sequence_shards
 from jaxllama.typing import Options
 
 
 def parts_of(
-    lm: LanguageModel, draft: str | LanguageModel | None, asked: Options
+    lm: LanguageModel, draft: str | LanguageModel | Drafter | None, asked: Options
 ) -> tuple[ResolvedOptions, Scheduler, Runner | blocks.BlockRunner]:
     """Return options, scheduler and runner of an engine with the options ``asked``.
 
@@ -33,12 +34,12 @@ def parts_of(
 
 
 def _of_slots(
-    lm: LanguageModel, draft: str | LanguageModel | None, asked: Options
+    lm: LanguageModel, draft: str | LanguageModel | Drafter | None, asked: Options
 ) -> tuple[ResolvedOptions, Scheduler, Runner]:
     mesh = mesh_of(lm.params)
     devices = 1 if mesh is None else mesh.shape[MODEL_AXIS]
     drafting = lm.drafting(draft, asked.get("draft_tokens", 0))
-    by = draft.config if isinstance(draft, LanguageModel) else draft
+    by = draft.config if isinstance(draft, LanguageModel | Drafter) else draft
     asked = {"deterministic": lm.deterministic, **asked, "draft": by}
     wanted = EngineOptions(**asked)
     if wanted.lora_slots and mesh is not None:

@@ -82,7 +82,7 @@ def run(
     width, widths, draft_by = sizes.width, sizes.widths, sizes.draft
     drafts_here, exact = widths[-1] > 1, len(widths) == 1
     most = min(sizes.most, widths[-1] - 1)
-    draft_params, observe = draft_by.weights(params, draft_params), observer(draft_by, params)
+    draft_params = draft_by.weights(params, draft_params)
     limits = jnp.minimum(limits, slots.remaining)
     prompted = slots.prompted
 
@@ -130,7 +130,7 @@ def run(
         unfinished,
         limit=limits,
         drafting=loop.Drafting(drafted, widths, most) if drafts_here else None,
-        observe=observe,
+        observe=observer(draft_by, draft_params),
         ignores_stops=slots.ignore_eos,
         collector=loop.Collector(
             _no_top(cfg, slots.size, width), _top_adder(wants_top != 0, drafts_here)

@@ -79,11 +79,12 @@ class Runner:
         adapters: AdapterSlots | None = None,
         drafting: DraftSource | None = None,
     ) -> None:
-        self.cfg, self.options, self.adapters = cfg, options, adapters
+        self._draft = NGram() if drafting is None else drafting.plan.draft
+        self.cfg = cfg.replace(taps=self._draft.taps)
+        self.options, self.adapters = options, adapters
         self.params = _committed(params if adapters is None else adapters.params)
         if adapters is not None:
             adapters.params = self.params
-        self._draft = NGram() if drafting is None else drafting.plan.draft
         self.mesh = mesh_of(params)
         self.pages = KVPages(
             options.pages,
@@ -93,7 +94,7 @@ class Runner:
             share=options.prefix_cache,
         )
         draft_params = None if drafting is None else drafting.params
-        self._calls = Calls(cfg, options, self.mesh, self._draft, draft_params)
+        self._calls = Calls(self.cfg, options, self.mesh, self._draft, draft_params)
         self.slots = self._empty()
         where = list(self.slots.token.devices() if self.mesh is None else self.mesh.devices.flat)
         is_kept = self.mesh is None or where[0].platform == "cpu"

@@ -69,8 +69,8 @@ def empty_slots(
     """Return ``size`` free slots.
 
     row_pages, pages, page: as for ``init_pages``. states: number of snapshots. text: number of
-    tokens of text that a row drafts from. draft: config of the draft model or of an MTP head's
-    layer, if there is one. hidden: dtype of the hidden states that an MTP head keeps.
+    tokens of text that a row drafts from. draft: config of the draft model or of a head's
+    layer, if there is one. hidden: dtype of the hidden states that a head keeps.
     """
     cfgs = (cfg,) if draft is None else (cfg, draft)
     caches = [
@@ -89,7 +89,7 @@ def empty_slots(
     sampling = jax.tree.map(jnp.asarray, stack_sampling([Sampling()] * size, vocab))
     drafting = None
     if text:
-        last = None if hidden is None else jnp.zeros((size, cfg.d_model), hidden)
+        last = None if hidden is None else jnp.zeros((size, cfgs[-1].d_model), hidden)
         drafting = SlotDrafts(jnp.zeros((size, text), jnp.int32), _new_pace(size), none, (), last)
     return BatchState(cache, snapshots, none, no, no, none, no, sampling, history, drafting)
 
@@ -214,8 +214,8 @@ def fill(
     """Append ``tokens[R, T]`` to rows of the cache, the draft model's too; computes no logits.
 
     facts int32 ``[R, 5]``: each row's slot; the number of its valid tokens; the length of the whole
-    prompt; the snapshot that takes the state afterwards; the token after the valid ones, which an
-    MTP head reads. A slot past the last marks an unused row, and a snapshot past the last takes
+    prompt; the snapshot that takes the state afterwards; the token after the valid ones, which a
+    head reads. A slot past the last marks an unused row, and a snapshot past the last takes
     none. Dynamic RoPE depends on the prompt's length, and tokens after the prompt were generated.
     fresh: whether the rows are empty.
     """

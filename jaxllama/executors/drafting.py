@@ -8,16 +8,19 @@ from jax.sharding import Mesh
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import drafts
-from jaxllama.decoding.mtp import MTPDraft
+from jaxllama.decoding.heads import HeadDraft
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.executor import DraftSource, Executor
+from jaxllama.model.decoder import activation_dtype
+from jaxllama.model.eagle3 import Drafter, Eagle3Head
+from jaxllama.model.mtp import MTPHead
 from jaxllama.text.rows import short
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import Params
 
 
 @runtime_checkable
-class Drafter(Protocol):
+class DraftingModel(Protocol):
     """A model that drafts, or one that verifies drafts; ``LanguageModel`` is the only class."""
 
     @property
@@ -34,36 +37,53 @@ class Drafter(Protocol):
     def mesh(self) -> Mesh | None: ...
 
 
-def draft_source(model: Drafter, draft: str | Drafter, draft_tokens: Any) -> DraftSource:
+def draft_source(
+    model: DraftingModel, draft: str | DraftingModel | Drafter, draft_tokens: Any
+) -> DraftSource:
     """Return the source of ``model``'s drafts.
 
     Arguments and errors are those of ``LanguageModel.drafting``.
     """
     params: Params | None = None
-    if isinstance(draft, Drafter):
+    if isinstance(draft, DraftingModel):
         _check_model(model, draft)
         source = drafts.ModelDraft(draft.config, model.config.vocab_size)
         params = draft.params
+    elif isinstance(draft, Drafter):
+        source, params = HeadDraft(_fitted(model, draft)), draft.params
     elif draft == "ngram":
         source = drafts.NGram(unsure=not draft_tokens)
     elif draft == "mtp":
         _check_mtp(model)
-        source = MTPDraft(model.config)
+        source = HeadDraft(MTPHead(model.config))
     else:
-        raise JaxLlamaError(f'draft = {short(draft)}: expected "ngram", "mtp" or a LanguageModel')
+        raise JaxLlamaError(
+            f'draft = {short(draft)}: expected "ngram", "mtp", a LanguageModel or a Drafter'
+        )
     plan = drafts.DraftPlan.of(source, draft_tokens, model.deterministic)
     model.executor.check_drafts(model.deterministic)
     return DraftSource(plan, params)
 
 
-def _check_mtp(model: Drafter) -> None:
+def _fitted(model: DraftingModel, draft: Drafter) -> Eagle3Head:
+    """Return the head for ``model``.  Raises JaxLlamaError if it cannot draft for it."""
+    name = draft.head.model.name
+    if model.mesh is not None:
+        raise JaxLlamaError(f"draft: {name} is on one device, and {model.config.name} on a mesh")
+    own, dtype = draft.params["fc"]["weight"].dtype, activation_dtype(model.params)
+    if own != dtype:
+        raise JaxLlamaError(f"draft: {name} is {own}, but {model.config.name} is {dtype}")
+    return draft.head.fitted(model.config, "embed" in draft.params)
+
+
+def _check_mtp(model: DraftingModel) -> None:
     if not model.config.mtp_layers or "mtp" not in model.params:
         raise JaxLlamaError(
             f'draft = "mtp": {model.config.name} has no head for multi-token prediction'
         )
 
 
-def _check_model(model: Drafter, draft: Drafter) -> None:
+def _check_model(model: DraftingModel, draft: DraftingModel) -> None:
     """Raise JaxLlamaError if ``model`` cannot verify the tokens of ``draft``."""
     name = draft.config.name
     if not draft.executor.on_device:

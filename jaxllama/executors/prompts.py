@@ -4,7 +4,7 @@
     rows = start_in_pieces(cfg, params, prompts, cache, ..., chunk, on_prompt)  several
 
 They donate the cache's layers, unless the call is traced. A draft that reads hidden states
-(``decoding.mtp``) reads those of the prompts here.
+(``decoding.heads``) reads those of the prompts here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.forward import check_room, donated, fill_hidden, int32_ids, scores_of
-from jaxllama.decoding.mtp import MTPDraft, MTPState
+from jaxllama.decoding.heads import HeadDraft, HeadState
 from jaxllama.decoding.rows import Rows
 from jaxllama.decoding.sampling import History, SamplingParams
 from jaxllama.decoding.turn import append, drawn_by
@@ -48,31 +48,32 @@ def _prefill_alone(
     lengths: jax.Array,
     cache: Cache,
     alone: Alone,
-    mtp: MTPDraft | None = None,
-    state: MTPState | None = None,
-) -> tuple[jax.Array, Hidden, Cache, MTPState | None]:
+    head: HeadDraft | None = None,
+    state: HeadState | None = None,
+    draft_params: Params | None = None,
+) -> tuple[jax.Array, Hidden, Cache, HeadState | None]:
     """Fill an empty cache like ``fill_rows``, in shapes that do not depend on the batch.
 
     The prompts without their last tokens are read one row after the other. One decode step of all
     rows reads the last tokens. Rows of length 0 cost nothing.
 
-    mtp, state: as for ``start``.
+    head, state, draft_params: as for ``start``.
     Returns (logits ``[B, V]``, hidden states of the last tokens ``[B, D]``, cache, state).
     """
     width = max(sum(alone.widths), tokens.shape[1])
     padded = jnp.pad(tokens, ((0, 0), (0, width + 1 - tokens.shape[1])))
     firsts = np.cumsum([0, *alone.widths]).tolist()
 
-    def prefill_row(row: tuple[Tree, ...]) -> tuple[Cache, MTPState | None]:
+    def prefill_row(row: tuple[Tree, ...]) -> tuple[Cache, HeadState | None]:
         tokens, length, adapter, cache, state = jax.tree.map(lambda leaf: leaf[None], row)
         row_params = params if adapter is None else for_rows(params, adapter)
 
         def read(
-            states: tuple[Cache, MTPState | None],
+            states: tuple[Cache, HeadState | None],
             first: jax.Array | int,
             width: int,
             fresh: bool = False,
-        ) -> tuple[Cache, MTPState | None]:
+        ) -> tuple[Cache, HeadState | None]:
             cache, state = states
             piece = lax.dynamic_slice_in_dim(tokens, first, width, axis=1)
             n_new = jnp.clip(length - 1 - first, 0, width)
@@ -80,13 +81,13 @@ def _prefill_alone(
                 cfg, row_params, piece, n_new, cache, length, fresh=fresh
             )
             assert after is not None
-            if mtp is not None:
-                assert state is not None
+            if head is not None:
+                assert state is not None and draft_params is not None
                 following = lax.dynamic_slice_in_dim(tokens, first + 1, width, axis=1)
-                state = mtp.read_prompt(params, state, following, hidden, n_new, fresh=fresh)
+                state = head.read_prompt(draft_params, state, following, hidden, n_new, fresh=fresh)
             return after, state
 
-        states: tuple[Cache, MTPState | None] = cache, state
+        states: tuple[Cache, HeadState | None] = cache, state
         if alone.widths:
             states = read(states, 0, alone.widths[0], fresh=True)
         if len(alone.widths) > 2:  # all but the first and the last have the same width
@@ -114,19 +115,20 @@ def _prefill_alone(
     return scores, hidden[:, 0], verification.commit(proposal, live, exact=True), state
 
 
-@donated(3, static_argnums=0, static_argnames=("max_new_tokens", "chunk", "alone", "mtp"))
+@donated(3, static_argnums=0, static_argnames=("max_new_tokens", "chunk", "alone", "head"))
 def start(
     cfg: ModelConfig,
     params: Params,
     prompts: PromptBatch,
     layers: tuple[LayerState, ...],
     held: jax.Array,
-    state: MTPState | None = None,
+    state: HeadState | None = None,
+    draft_params: Params | None = None,
     *,
     max_new_tokens: int,
     chunk: int | None = None,
     alone: Alone | None = None,
-    mtp: MTPDraft | None = None,
+    head: HeadDraft | None = None,
 ) -> Rows:
     """Run the prefill and write the first new token, in rows with room for ``max_new_tokens``.
 
@@ -135,24 +137,27 @@ def start(
     layers, held: the cache's layers and lengths. The lengths are in ``Rows.ints`` afterwards, so
         their own array is not donated.
     alone: shapes in which the rows of an empty cache are read, whatever the batch and ``chunk``.
-    mtp, state: a draft that reads hidden states, and its state, which becomes ``Rows.kept``.
+    head, state, draft_params: a draft that reads hidden states; its state, which becomes
+        ``Rows.kept``; and its parameters.
     """
     cache = Cache(layers, held)
     tokens, lengths = int32_ids(prompts.tokens, prompts.lengths)
     if alone is not None:
         scores, last, cache, state = _prefill_alone(
-            cfg, params, tokens, lengths, cache, alone, mtp, state
+            cfg, params, tokens, lengths, cache, alone, head, state, draft_params
         )
     else:
         check_room(cache, tokens.shape[1], "tokens")
-        read = None if mtp is None else functools.partial(mtp.read_prompt, params)
+        read = None
+        if head is not None and draft_params is not None:
+            read = functools.partial(head.read_prompt, draft_params)
         last, after, state = fill_hidden(cfg, params, tokens, lengths, cache, chunk, read, state)
         scores, cache = scores_of(cfg, params, last, cache, lengths), after
     prompts = prompts._replace(tokens=tokens, lengths=lengths)
     rows = _first_token(cfg, prompts, scores, cache, max_new_tokens)
-    if mtp is None or state is None:
+    if head is None or state is None or draft_params is None:
         return rows
-    return mtp.begin_answer(params, rows, state, last, lengths)
+    return head.begin_answer(draft_params, rows, state, last, lengths)
 
 
 def start_in_pieces(
@@ -164,8 +169,9 @@ def start_in_pieces(
     max_new_tokens: int,
     chunk: int,
     on_prompt: Callable[[int, int], None],
-    mtp: MTPDraft | None = None,
-    state: MTPState | None = None,
+    head: HeadDraft | None = None,
+    state: HeadState | None = None,
+    draft_params: Params | None = None,
 ) -> Rows:
     """Run ``start`` with one call of a program for every ``chunk`` tokens of a row.
 
@@ -174,14 +180,24 @@ def start_in_pieces(
     check_room(cache, prompts.tokens.shape[1], "tokens")
     tokens, lengths = int32_ids(prompts.tokens, prompts.lengths)
     total, longest = cache.lengths + lengths, int(jax.device_get(lengths).max())
-    last = Hidden(jnp.zeros((tokens.shape[0], cfg.d_model), decoder.activation_dtype(params)))
+    last = Hidden.zeros(cfg, tokens.shape[:1], decoder.activation_dtype(params))
     for first in range(0, longest, chunk):
         piece = tokens[:, first : first + chunk + 1]
         piece = jnp.pad(piece, ((0, 0), (0, chunk + 1 - piece.shape[1])))
         n_new = jnp.clip(lengths - first, 0, chunk)
         n_known = jnp.clip(lengths - 1 - first, 0, chunk)
         last, cache, state = _piece(
-            cfg, params, piece, n_new, cache, total, last, state, n_known, mtp=mtp
+            cfg,
+            params,
+            piece,
+            n_new,
+            cache,
+            total,
+            last,
+            state,
+            n_known,
+            draft_params,
+            head=head,
         )
         jax.block_until_ready(last)
         on_prompt(min(first + chunk, longest), longest)
@@ -194,12 +210,13 @@ def start_in_pieces(
         total,
         last,
         state,
+        draft_params,
         max_new_tokens=max_new_tokens,
-        mtp=mtp,
+        head=head,
     )
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="mtp", donate_argnums=(4, 6, 7))
+@functools.partial(jax.jit, static_argnums=0, static_argnames="head", donate_argnums=(4, 6, 7))
 def _piece(
     cfg: ModelConfig,
     params: Params,
@@ -208,11 +225,12 @@ def _piece(
     cache: Cache,
     total: jax.Array,
     last: Hidden,
-    state: MTPState | None,
+    state: HeadState | None,
     known: jax.Array,
+    draft_params: Params | None,
     *,
-    mtp: MTPDraft | None = None,
-) -> tuple[Hidden, Cache, MTPState | None]:
+    head: HeadDraft | None = None,
+) -> tuple[Hidden, Cache, HeadState | None]:
     """Read a piece of every row's prompt.
 
     tokens: ``[B, chunk + 1]``; the last column is the beginning of the next piece.
@@ -220,13 +238,14 @@ def _piece(
     known: ``[B]``: tokens of the piece that have a successor in the prompt.
     """
     hidden, cache = decoder.forward(cfg, params, tokens[:, :-1], lengths, cache, total)
-    if mtp is not None and state is not None:
-        state = mtp.read_prompt(params, state, tokens[:, 1:], hidden, known)
+    if head is not None and state is not None:
+        assert draft_params is not None
+        state = head.read_prompt(draft_params, state, tokens[:, 1:], hidden, known)
     return hidden.last(lengths, last), cache, state
 
 
 @functools.partial(
-    jax.jit, static_argnums=0, static_argnames=("max_new_tokens", "mtp"), donate_argnums=3
+    jax.jit, static_argnums=0, static_argnames=("max_new_tokens", "head"), donate_argnums=3
 )
 def _after_pieces(
     cfg: ModelConfig,
@@ -236,18 +255,19 @@ def _after_pieces(
     held: jax.Array,
     total: jax.Array,
     last: Hidden,
-    state: MTPState | None,
+    state: HeadState | None,
+    draft_params: Params | None,
     *,
     max_new_tokens: int,
-    mtp: MTPDraft | None = None,
+    head: HeadDraft | None = None,
 ) -> Rows:
     lengths = prompts.lengths
     before, cache = Cache(layers, total - lengths), Cache(layers, held)
     scores = scores_of(cfg, params, last, before, lengths)
     rows = _first_token(cfg, prompts, scores, cache, max_new_tokens)
-    if mtp is None or state is None:
+    if head is None or state is None or draft_params is None:
         return rows
-    return mtp.begin_answer(params, rows, state, last, lengths)
+    return head.begin_answer(draft_params, rows, state, last, lengths)
 
 
 def _first_token(

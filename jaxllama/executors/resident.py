@@ -35,7 +35,7 @@ from jaxllama.decoding.forward import (
 from jaxllama.decoding.rows import Report, Rows
 from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.decoding.turn import Inputs, Pass, drawn_by
-from jaxllama.executors.executor import Call, Executor, RowsDecoder
+from jaxllama.executors.executor import Call, DraftSource, Executor, RowsDecoder
 from jaxllama.executors.posting import posting
 from jaxllama.executors.prompts import PromptBatch, start, start_in_pieces
 from jaxllama.kept import signature
@@ -100,6 +100,11 @@ class Resident:
         """Accept any draft: a pass can verify it."""
 
     def begin(self, cfg: ModelConfig, params: Params, call: Call) -> RowsDecoder:
+        if call.drafting is not None:
+            plan, draft_params = call.drafting
+            cfg = cfg.replace(taps=plan.draft.taps)
+            source = DraftSource(plan, plan.draft.weights(params, draft_params))
+            call = dataclasses.replace(call, drafting=source)
         return ResidentDecoding(cfg, params, call, self._prefilled(cfg, params, call))
 
     def _prefilled(self, cfg: ModelConfig, params: Params, call: Call) -> Rows:
@@ -110,10 +115,11 @@ class Resident:
             init_cache, cfg, batch, call.capacity, call.kv_dtype, mesh=self.mesh
         )
         prompts = PromptBatch(call.tokens, call.lengths, call.sampling, call.stop_ids)
-        mtp, state = None, None
+        head, state, draft_params = None, None, None
         if call.drafting is not None and call.drafting.plan.draft.reads_hidden:
-            mtp = call.drafting.plan.draft
-            state = mtp.begin(params, batch, call.capacity)
+            plan, draft_params = call.drafting
+            head = plan.draft
+            state = head.begin(draft_params, batch, call.capacity)
         if call.on_prompt is not None and chunk is not None and chunk < width:
             return start_in_pieces(
                 cfg,
@@ -123,10 +129,11 @@ class Resident:
                 max_new_tokens=call.room,
                 chunk=chunk,
                 on_prompt=call.on_prompt,
-                mtp=mtp,
+                head=head,
                 state=state,
+                draft_params=draft_params,
             )
-        if mtp is not None:
+        if head is not None:
             cache = new_cache()
             return start(
                 cfg,
@@ -135,10 +142,11 @@ class Resident:
                 cache.layers,
                 cache.lengths,
                 state,
+                draft_params,
                 max_new_tokens=call.room,
                 alone=call.alone,
                 chunk=chunk,
-                mtp=mtp,
+                head=head,
             )
         if call.kept is None:
             cache = new_cache()
@@ -334,7 +342,6 @@ def advance_drafts(
             hidden=proposal.hidden,
         )
 
-    draft_params = plan.draft.weights(params, draft_params)
     drafting = loop.Drafting(
         propose=lambda rows: drafts.propose(plan, draft_params, rows, sampling, limit),
         widths=plan.widths,
@@ -348,7 +355,7 @@ def advance_drafts(
         unfinished,
         limit=limit,
         drafting=drafting,
-        observe=drafts.observer(plan.draft, params),
+        observe=drafts.observer(plan.draft, draft_params),
     )
     return rows, rows.copied_report()
 

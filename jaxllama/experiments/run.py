@@ -130,10 +130,7 @@ def _measure(
     except JaxLlamaError as error:
         raise JaxLlamaError(f"{experiment.path}: {point.name}: {error}") from None
     seconds = (time.perf_counter() - begun) / len(seeds)
-    try:
-        check_columns(experiment, results[0])
-    except JaxLlamaError as error:
-        raise JaxLlamaError(f"{experiment.path}: {error}") from None
+    check_columns(experiment, results[0])
     return [
         {
             "point": point.name,

@@ -9,7 +9,7 @@ smallest. A cell of one seed is its value.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.experiments.config import Experiment
@@ -56,15 +56,17 @@ def columns(experiment: Experiment, rows: Sequence[Row]) -> list[str]:
     return [*experiment.axes, *(key for key, entry in results.items() if is_number(entry))]
 
 
-def check_columns(experiment: Experiment, results: JsonObject) -> None:
-    """Raise JaxLlamaError if table or pictures name neither a setting nor a result."""
+def check_columns(experiment: Experiment, results: Iterable[str]) -> None:
+    """Raise JaxLlamaError if table or pictures name neither a setting nor one of ``results``."""
     known = [*experiment.points[0].flat, *results]
     wanted = [("table.columns", name) for name in experiment.columns]
     for picture in experiment.pictures:
         wanted += [("picture.x", picture.x), ("picture.y", picture.y)]
     for where, name in wanted:
         if name not in known:
-            raise JaxLlamaError(f"{where} = {name!r}: allowed: {', '.join(known)}")
+            raise JaxLlamaError(
+                f"{experiment.path}: {where} = {name!r}: allowed: {', '.join(known)}"
+            )
 
 
 def by_point(rows: Sequence[Row]) -> list[list[Row]]:

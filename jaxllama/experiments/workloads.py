@@ -44,6 +44,7 @@ from jaxllama.experiments.settings import (
     SpeedSettings,
     TrainSettings,
 )
+from jaxllama.experiments.table import check_columns
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import (
     default_dtype,
@@ -76,6 +77,8 @@ _PROCESS = (
     "compiled_from_cache",
     "ceiling_gigabytes_per_second",
 )
+# Results of a draft.
+DRAFTED = ("plain_tokens_per_second", "tokens_per_second", "speedup", "accepted_per_pass")
 PROMPT_BYTES = 512  # at least those of the longest prompt in configs/texts/drafts.jsonl
 _DRAFTS, _LAYERS = ("ngram", "mtp"), "layers="  # drafts that are no model's name
 _LAST = 0.05  # share of the last steps whose mean is the final loss
@@ -225,8 +228,7 @@ def drafted(
         prompts=prompts,
     )
     kinds = report["kinds"].values()
-    names = ("plain_tokens_per_second", "tokens_per_second", "speedup", "accepted_per_pass")
-    return {name: statistics.mean(kind[name] for kind in kinds) for name in names}
+    return {name: statistics.mean(kind[name] for kind in kinds) for name in DRAFTED}
 
 
 def speed_model(experiment: Experiment, settings: SpeedSettings, seed: int) -> LanguageModel:
@@ -424,16 +426,75 @@ WORKLOADS: dict[str, Function] = {
     "serve": serve,
 }
 OF_SEEDS = {"learn": learn}  # workloads that measure several seeds at once
+# The results that each workload can have. Some depend on the settings: a reference, a draft, data
+# to validate on.
+_OF_PREDICTIONS = ("perplexity", "nll", "rise", "kl", "top1")
+_OF_TRAINING = ("parameters", "tokens", "tokens_per_second", "loss")
+RESULTS: dict[str, tuple[str, ...]] = {
+    "quality": (
+        *(name + error for name in _OF_PREDICTIONS for error in ("", "_se")),
+        "tokens",
+        "stride",
+        "weight_megabytes",
+        "decode_tokens_per_second",
+    ),
+    "speed": (
+        "device",
+        "jax",
+        "decode_tokens_per_second",
+        "generate_tokens_per_second",
+        "prefill_seconds",
+        "prefill_tokens_per_second",
+        "kernels_per_step",
+        "weight_bytes_per_step",
+        "weight_gigabytes_per_second",
+        "cache_bytes",
+        "bytes_per_step",
+        "gigabytes_per_second",
+        "share_of_ceiling",
+        "program_bytes",
+        "weight_megabytes",
+        "cache_megabytes",
+        "program_megabytes",
+        *DRAFTED,
+    ),
+    "train": (
+        *_OF_TRAINING,
+        "final_loss",
+        "validation_tokens",
+        "validation_loss",
+        "final_validation_loss",
+    ),
+    "offload": (
+        "tokens_per_second",
+        "prefill_seconds",
+        "device_megabytes",
+        "host_megabytes",
+        "disk_megabytes",
+    ),
+    "serve": ("tokens_per_second", "request_seconds", "seconds"),
+    "learn": (
+        *_OF_TRAINING,
+        "state_kilobytes",
+        "learning_rate",
+        "held_loss",
+        "held_losses",
+        "recall_of_facts",
+        "recall",
+        "mean_recall",
+    ),
+}
 
 
 # Shared functions
 
 
 def check(experiment: Experiment) -> None:
-    """Raise JaxLlamaError for a missing model, file or command, before any point is measured.
+    """Raise JaxLlamaError for a missing model, file or command, or an unknown column.
 
-    Nothing is fetched.
+    It is called before any point is measured. Nothing is fetched.
     """
+    check_columns(experiment, RESULTS[experiment.workload])
     for point in experiment.points:
         try:
             for name in _models(experiment, point.settings):

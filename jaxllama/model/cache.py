@@ -87,8 +87,8 @@ class Proposal:
     reads them.  Its recurrent states do not contain the tokens yet.
     new: int32 ``[B]``, the number of tokens of each row.
     tokens: for each layer with a recurrent state, the tokens in its own form; None for attention.
-    hidden: the tokens' hidden states ``[B, T, D]`` before the last norm, which an MTP head reads;
-    None inside of the decoder.
+    hidden: the tokens' hidden states ``[B, T, D]`` before the last norm, which a head that drafts
+        reads; None inside of the decoder.
     """
 
     cache: Cache

@@ -82,21 +82,27 @@ def walk(
     states: Sequence[LayerState] | None,
     at: At,
     run: Callable[..., tuple[Stream, LayerState]] = block,
-) -> tuple[Stream, tuple[LayerState, ...]]:
+) -> tuple[Stream, tuple[LayerState, ...], jax.Array | None]:
     """Run the stream through all layers; run: the function of one layer, called as ``block``.
 
     A layer that borrows keys and values reads the new state of the layer that lends them.
+    Returns (stream, states, ``Hidden.taps``).
     """
     new: list[LayerState] = []
     lent: dict[str, LayerState] = {}
+    tapped: dict[int, jax.Array] = {}
     for index, layer in enumerate(cfg.layers):
+        if index in cfg.taps:
+            tapped[index] = stream.total
         here = at if at.inputs is None else dataclasses.replace(at, inputs=at.inputs[:, :, index])
         state = None if states is None else states[index]
         state = lent.get(layer.borrows, state)
         stream, state = run(layer, params[f"layer_{index}"], stream, state, here)
         new.append(None if layer.borrows else state)
         lent |= {layer.lends: state} if layer.lends else {}
-    return stream, tuple(new)
+    tapped[cfg.n_layers] = stream.total
+    taps = [tapped[index] for index in cfg.taps]
+    return stream, tuple(new), jnp.concatenate(taps, axis=-1) if taps else None
 
 
 # Traced and lowered once for all layers that are alike; the compiler inlines it.
@@ -127,7 +133,7 @@ def embed_tokens(
     cfg: ModelConfig, params: Params, tokens: jax.Array, dtype: DTypeLike
 ) -> jax.Array:
     """Return the embeddings of ``tokens[B, T]``, as the first layer reads them, ``[B, T, D]``."""
-    return scale_embedded(cfg, _rows_of_table(params["embed"]["weight"], tokens, dtype))
+    return scale_embedded(cfg, rows_of_table(params["embed"]["weight"], tokens, dtype))
 
 
 def first_stream(cfg: ModelConfig, x: jax.Array) -> Stream:
@@ -135,7 +141,7 @@ def first_stream(cfg: ModelConfig, x: jax.Array) -> Stream:
     return FORMS[cfg.layers[0].form.name].begin(x)
 
 
-def _rows_of_table(weight: linear.Weight, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
+def rows_of_table(weight: linear.Weight, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Rows ``tokens[...]`` of a table ``[V, D]``."""
     assert not isinstance(weight, RowBlocks)  # a table has one scheme
     if is_split():
@@ -236,8 +242,8 @@ def forward(
     states, table = (None, None) if cache is None else (cache.layers, cache.table)
     at = new_tokens(positions, lengths, rope, sparse, table, fresh, cached=cache is not None)
     stream, at = begin(cfg, params, tokens, activation_dtype(params), at)
-    stream, states = walk(cfg, params, stream, states, at, block_of_a_program())
-    hidden = Hidden(stream.total)
+    stream, states, taps = walk(cfg, params, stream, states, at, block_of_a_program())
+    hidden = Hidden(stream.total, taps)
     return hidden, None if cache is None else Cache(states, start + lengths, table)
 
 
@@ -318,7 +324,7 @@ def _forward_in_pieces(
         check(cfg, params)
         at = pieces_of(cfg, cache.lengths, lengths, total, width, n, cache.table)
         stream, at = begin(cfg, params, tokens, activation_dtype(params), at)
-        stream, states = walk(cfg, params, stream, cache.layers, at, block_of_a_program())
+        stream, states, _ = walk(cfg, params, stream, cache.layers, at, block_of_a_program())
         return Hidden(stream.total), Cache(states, cache.lengths + lengths, cache.table)
 
     pieces = cut(tokens, n, width)

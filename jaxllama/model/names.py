@@ -44,6 +44,7 @@ class Names:
     of ``mlp``.
     qkv, gate_up: a single name means that the file has them in one tensor.
     gate: the gate of attention's heads, where it is a tensor apart from q.
+    embedded_norm: the norm of a token's embedding in the layer of an EAGLE-3 head.
     inner_norms: the norms before the last products of mixer and feed-forward.
     positions: the table of learned positions.  embed_norm: the norm of embeddings.
     other_norms: names of norms that files may have instead, by the usual name.
@@ -61,6 +62,7 @@ class Names:
     embed: str = "model.embed_tokens"
     layer: str = "model.layers.{}"
     mixer_norm: str = "input_layernorm"
+    embedded_norm: str = ""
     mixer: str = "self_attn."
     mixer_out_norm: str = "post_self_attn_layernorm"
     mlp_norm: str = "post_attention_layernorm"

@@ -285,28 +285,42 @@ class Hidden:
     """Hidden states ``x[..., D]`` behind the last layer, before the last norm.
 
     ``hidden[index]`` picks tokens, ``flat()`` makes them rows, ``last`` takes one of each row.
+    taps: ``[..., K D]``: the states before the K layers of ``cfg.taps``; None without taps.
     """
 
     x: jax.Array
+    taps: jax.Array | None = None
+
+    @classmethod
+    def zeros(cls, cfg: ModelConfig, shape: tuple[int, ...], dtype: DTypeLike) -> Hidden:
+        """Return states of zeros ``[*shape, D]``."""
+        width = len(cfg.taps) * cfg.d_model
+        taps = jnp.zeros((*shape, width), dtype) if width else None
+        return cls(jnp.zeros((*shape, cfg.d_model), dtype), taps)
 
     def __getitem__(
         self, index: ArrayOrNumpy | slice | int | tuple[ArrayOrNumpy | slice | int, ...]
     ) -> Hidden:
-        return Hidden(self.x[index])
+        return jax.tree.map(lambda x: x[index], self)
 
     def last(self, lengths: jax.Array, before: Hidden | None = None) -> Hidden:
         """Return the state of each row's last valid token, ``[B, D]``.
 
         A row without tokens keeps its state in ``before``, if that is given.
         """
-        picked = self.x[jnp.arange(self.x.shape[0]), jnp.maximum(lengths - 1, 0)]
+        picked = self[jnp.arange(self.x.shape[0]), jnp.maximum(lengths - 1, 0)]
         if before is None:
-            return Hidden(picked)
-        return Hidden(jnp.where((lengths > 0)[:, None], picked, before.x))
+            return picked
+        has_tokens = (lengths > 0)[:, None]
+        return jax.tree.map(lambda x, old: jnp.where(has_tokens, x, old), picked, before)
 
     def flat(self) -> Hidden:
         """Return the states of all tokens as rows, ``[N, D]``."""
-        return Hidden(self.x.reshape(-1, self.x.shape[-1]))
+        return self.reshaped(-1)
+
+    def reshaped(self, *shape: int) -> Hidden:
+        """Return the states as ``[*shape, D]``."""
+        return jax.tree.map(lambda x: x.reshape(*shape, x.shape[-1]), self)
 
 
 # Checks of the arrays and dtypes that a caller passes

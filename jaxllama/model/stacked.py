@@ -262,7 +262,7 @@ def walk_with_results(
     Those of layers in a loop are one, whose leaves have a leading axis of layers.
     """
     if not is_stacked(params):
-        stream, results = decoder.walk(cfg, params, stream, None, at, run_layer)
+        stream, results, _ = decoder.walk(cfg, params, stream, None, at, run_layer)
         return stream, list(results)
     found: list[LayerState] = []
     for run in runs(cfg):

@@ -69,8 +69,8 @@ def propose(
     positions, is_new, rope = places_of(cfg, cache.lengths, lengths, width)
     at = Draft(positions, is_new, rope, width, cache.table, exact, sparse)
     stream, at = begin(cfg, params, tokens.reshape(-1, 1), activation_dtype(params), at)
-    stream, states = walk(cfg, params, stream, cache.layers, at, block_of_a_program())
-    hidden = Hidden(stream.total.reshape(batch, width, -1))
+    stream, states, taps = walk(cfg, params, stream, cache.layers, at, block_of_a_program())
+    hidden = Hidden(stream.total, taps).reshaped(batch, width)
     kept = tuple(None if isinstance(state, KVCache) else state for state in states)
     layers: tuple[LayerState, ...] = tuple(
         state if tokens is None else old

@@ -34,6 +34,7 @@ from jaxllama.config.reader import require
 from jaxllama.errors import JaxLlamaError
 from jaxllama.training.tuning import (
     DataConfig,
+    DraftConfig,
     LoraConfig,
     ObjectiveConfig,
     RewardConfig,
@@ -173,6 +174,8 @@ class TrainConfig:
         How the model answers prompts to learn from rewards.
     reward : RewardConfig or None
         The reward of an answer.
+    draft : DraftConfig or None
+        A head that drafts for ``init_from``.
     optimizer : OptimizerConfig
         Options of AdamW.
     seed : int
@@ -220,6 +223,7 @@ class TrainConfig:
     samples: SamplesConfig | None = None
     rollout: RolloutConfig | None = None
     reward: RewardConfig | None = None
+    draft: DraftConfig | None = None
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     seed: int = 0
     microbatches: int = 1
@@ -274,6 +278,7 @@ class TrainConfig:
             )
         self._check_start()
         self._check_tuning()
+        self._check_draft()
         self._check_rewards()
         mixers = self.distill is not None and self.distill.objective == "mixers"
         others = {"lora": self.lora, "quantize": self.quantize, "mixers": mixers}
@@ -296,9 +301,21 @@ class TrainConfig:
             return self.objective
         if self.distill is not None:
             return ObjectiveConfig("distill")
+        if self.draft is not None:
+            return ObjectiveConfig("draft")
         if self.data.prompts is not None:
             return ObjectiveConfig("grpo")
         return ObjectiveConfig("pretrain" if self.data.conversations is None else "sft")
+
+    @property
+    def drafting(self) -> DraftConfig:
+        """``draft``, or its defaults."""
+        return self.draft or DraftConfig()
+
+    @property
+    def answer_tokens(self) -> int:
+        """Largest number of tokens of an answer to a prompt."""
+        return self.drafting.max_new_tokens if self.rollout is None else self.rollout.max_new_tokens
 
     def _check_start(self) -> None:
         """Check that the weights have exactly one source, and that nothing contradicts it."""
@@ -353,7 +370,8 @@ class TrainConfig:
         )
         goal = self.goal
         needs = {"pretrain": "data.tokens", "distill": "[distill]"}.get(
-            goal.kind, "data.prompts" if goal.has_rewards else "data.conversations"
+            goal.kind,
+            "data.prompts" if goal.has_rewards or goal.kind == "draft" else "data.conversations",
         )
         kind = next(
             kind
@@ -394,15 +412,31 @@ class TrainConfig:
             "needs init_from, whose weights take the adapter",
         )
 
+    def _check_draft(self) -> None:
+        """Check that a run that trains a head that drafts has a model, and nothing else to do."""
+        if self.goal.kind != "draft":
+            require(self.draft is None, "draft", self.draft, "is for objective.kind = draft")
+            return
+        require(self.init_from is not None, "init_from", None, "is needed: the head drafts for it")
+        for key in ("lora", "quantize", "router", "samples", "scan", "fsdp", "products"):
+            value = getattr(self, key)
+            require(not value, key, value, "excludes objective.kind = draft")
+        tokens = self.drafting.max_new_tokens
+        room = f"leaves no room for prompts in sequence_length ({self.sequence_length})"
+        require(tokens < self.sequence_length, "draft.max_new_tokens", tokens, room)
+
     def _check_rewards(self) -> None:
-        """Check that a run with prompts, and no other, says how to answer and reward them."""
+        """Check that a run with prompts to reward, and no other, says how to answer and reward."""
+        is_draft = self.goal.kind == "draft"
+        is_rewarded = self.data.prompts is not None and not is_draft
+        wrong = "excludes objective.kind = draft" if is_draft else "is for data.prompts"
         for key in ("rollout", "reward"):
             value = getattr(self, key)
             require(
-                (self.data.prompts is None) == (value is None),
+                is_rewarded == (value is not None),
                 key,
                 value,
-                "is for data.prompts" if value else "is needed for data.prompts",
+                wrong if value else "is needed for data.prompts",
             )
         if self.rollout is None:
             return

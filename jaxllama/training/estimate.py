@@ -9,14 +9,19 @@ later run takes their programs from jax's cache. Left out: writing checkpoints a
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import time
+from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
 from jaxllama.model.flops import parameters
+from jaxllama.training import draft
 from jaxllama.training.config import TrainConfig
+from jaxllama.training.packing import Conversations
 from jaxllama.training.passes import first_state, rows_of, run_step, sharding, validate
+from jaxllama.training.prompts import PromptFile
 from jaxllama.training.start import Data, begin
 from jaxllama.typing import Tree
 
@@ -42,6 +47,9 @@ class Estimate:
 
 def estimate(config: TrainConfig, data: Data, mesh: Mesh | None = None) -> Estimate:
     """Return the estimate of a run. Raises JaxLlamaError as ``loop.train`` does for wrong data."""
+    answering = 0.0
+    if isinstance(data, PromptFile) and config.goal.kind == "draft":
+        data, answering = _with_answers(config, data)
     begun = time.perf_counter()
     setup, params, fixed = begin(config, data, False)
     state = first_state(setup, params, mesh)
@@ -64,15 +72,28 @@ def estimate(config: TrainConfig, data: Data, mesh: Mesh | None = None) -> Estim
         validate(setup, state["params"], held_out, mesh, fixed)
         once = time.perf_counter() - middle
         start += max(0.0, middle - compiled - once)
+    count = parameters(setup.model)
+    if setup.head is not None:
+        count = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
     return Estimate(
-        parameters=parameters(setup.model),
+        parameters=count,
         tokens=config.steps * config.batch_size * config.sequence_length,
-        state_bytes=_bytes_of_a_device((state, fixed) if config.lora else state),
-        start_seconds=start,
+        state_bytes=_bytes_of_a_device((state, fixed) if config.lora or setup.head else state),
+        start_seconds=start + answering,
         step_seconds=a_step,
         validation_seconds=once,
-        seconds=start + config.steps * a_step + times * once,
+        seconds=start + answering + config.steps * a_step + times * once,
     )
+
+
+def _with_answers(config: TrainConfig, data: PromptFile) -> tuple[Conversations, float]:
+    """Return the answers to some prompts, and an estimate of the seconds for all of them."""
+    few = config.data.held_out + config.batch_size
+    some = dataclasses.replace(data, prompts=data.prompts[:few])
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        answers = draft.answered(config, some, Path(folder), progress=False)
+    return answers, (time.perf_counter() - begun) * len(data) / len(some)
 
 
 def _bytes_of_a_device(tree: Tree) -> int:

@@ -33,6 +33,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from jaxllama.checkpoints.hf import eagle3
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.errors import JaxLlamaError
@@ -40,7 +41,7 @@ from jaxllama.loading import enable_compilation_cache, load
 from jaxllama.model.flops import flops_per_token, peak_flops
 from jaxllama.parallel.mesh import DATA_AXIS, STAGE_AXIS, check_axes, make_mesh, make_stages
 from jaxllama.progress import Working, working
-from jaxllama.training import adapters, pipeline, report, samples
+from jaxllama.training import adapters, draft, pipeline, report, samples
 from jaxllama.training.checkpoint import Checkpoints, CheckpointWarning
 from jaxllama.training.config import TrainConfig
 from jaxllama.training.packing import PackedRows
@@ -55,6 +56,7 @@ from jaxllama.training.passes import (
     stored,
     validate,
 )
+from jaxllama.training.prompts import PromptFile
 from jaxllama.training.quantization_aware import quantized
 from jaxllama.training.run_directory import RunDirectory
 from jaxllama.training.sampler import Rewarded
@@ -141,8 +143,8 @@ def data_mesh(config: TrainConfig, mesh: str | Mesh) -> Mesh:
     check_axes(grid)
     data = grid.shape[DATA_AXIS]
     rows = config.batch_size // config.microbatches
-    if config.rollout is not None:
-        raise JaxLlamaError("mesh: a run with [rollout] uses one device")
+    if config.data.prompts is not None:
+        raise JaxLlamaError("mesh: a run with data.prompts uses one device")
     if rows % data:
         raise JaxLlamaError(
             f"mesh: data={data} does not divide the {rows} rows of a microbatch: make batch_size / "
@@ -164,6 +166,9 @@ def _run(
     checkpoints = Checkpoints(run.path / "checkpoints", config.keep_checkpoints)
     best = Checkpoints(run.path / "best", 1) if config.keep_best else None
     first, sizes = _whole(checkpoints, best)
+    if config.goal.kind == "draft":
+        assert isinstance(data, PromptFile)
+        data = draft.answered(config, data, run.path, progress)
     setup, params, fixed = begin(config, data, progress)
     state = first_state(setup, params, mesh)
     fixed = jax.device_put(fixed, sharding(mesh))
@@ -225,7 +230,7 @@ def _run(
         learned = stored(state["params"])
         if best is not None:
             learned = best.restore(best.latest_or_raise(), learned)
-        _finish(setup, learned, data, run)
+        _finish(setup, learned, fixed, data, run)
 
 
 def _whole(checkpoints: Checkpoints, best: Checkpoints | None) -> tuple[int, dict[str, int]]:
@@ -302,10 +307,16 @@ def _draw(config: TrainConfig, run: RunDirectory) -> None:
     report.draw(run.path / "loss.png", result.metrics, result.validation)
 
 
-def _finish(setup: TrainingSetup, params: Params, data: Data, run: RunDirectory) -> None:
+def _finish(
+    setup: TrainingSetup, params: Params, fixed: Params | None, data: Data, run: RunDirectory
+) -> None:
     """Draw the loss, and then write the model or adapter, whose presence ends the run."""
     config = setup.config
     _draw(config, run)
+    if setup.head is not None:
+        assert fixed is not None
+        eagle3.save(run.model, draft.drafter_of(config, setup.head, params, fixed))
+        return
     if config.lora is not None:
         if config.lora.merge:
             _save_merged(setup, params, run)
@@ -345,8 +356,9 @@ class _Log:
         self._tokens = round(config.batch_size * config.sequence_length * density)
         is_frozen = config.lora is not None
         self._flops = flops_per_token(setup.model, config.sequence_length, is_frozen)
-        # A step with rewards spends its time on more than its update.
-        peak = None if config.rollout else peak_flops(config.peak_tflops)
+        # Such a step spends its time on more than its update.
+        has_more = config.rollout is not None or setup.head is not None
+        peak = None if has_more else peak_flops(config.peak_tflops)
         self.validated = "validation_reward" if config.rollout else "validation_loss"
         self._peak = None if peak is None else peak * devices
         self._waiting: tuple[int, dict[str, jax.Array]] | None = None

@@ -19,6 +19,7 @@ from jax import lax
 
 from jaxllama.model.decoder import softcap
 from jaxllama.typing import Tree
+from pallas_kernels.qtensor import QTensor, dequantize
 
 CHUNK = 4096  # tokens
 # Most logits at once of a head that does not learn: 256 MB of float32. Such a head has no gradient
@@ -113,6 +114,36 @@ def token_scores(
     return jax.tree.map(lambda v: v.reshape(-1)[: targets.size].reshape(targets.shape), found)
 
 
+def draft_divergence(
+    x: jax.Array,
+    w: jax.Array,
+    weights: jax.Array,
+    teacher_x: jax.Array,
+    teacher_w: jax.Array,
+    teacher_cap: float | None = None,
+) -> tuple[jax.Array, Tree]:
+    """Return (weighted mean of KL(teacher || student), {"right"}), in nats.
+
+    weights ``[B, T]``: each place's weight. "right": weighted share of places where both have the
+    same likeliest token. teacher_x, teacher_w: states and head of the teacher, over the student's
+    tokens only.
+    """
+    chunk = functools.partial(_draft_chunk, teacher_cap)
+    return _mean_over_tokens(chunk, None, x, w, (weights, teacher_x), teacher_w)
+
+
+def likeliest(x: jax.Array, w: jax.Array | QTensor, cap: float | None = None) -> jax.Array:
+    """Return the likeliest token of each state ``x[B, T, D]``, int32 ``[B, T]``."""
+    head = dequantize(w, x.dtype) if isinstance(w, QTensor) else w.astype(x.dtype)
+    split, _ = _chunks(x.shape[0] * x.shape[1], head, True)
+
+    def chunk(part: jax.Array) -> jax.Array:
+        return jnp.argmax(softcap(_dot(part, head, 1, 1), cap), axis=-1).astype(jnp.int32)
+
+    found = lax.map(chunk, split(x)).reshape(-1)
+    return found[: x.shape[0] * x.shape[1]].reshape(x.shape[:2])
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _logprobs(
     cap: float | None, is_frozen: bool, x: jax.Array, w: jax.Array, targets: jax.Array
@@ -194,6 +225,24 @@ def _kl_chunk(
     d_logits = kl_weight * temperature * (jnp.exp(student) - p) + ce_weight * d_ce
     loss = kl_weight * temperature**2 * kl + ce_weight * ce
     return loss, {"ce": ce, "kl": kl}, jnp.where(valid[:, None], d_logits, 0.0)
+
+
+def _draft_chunk(
+    teacher_cap: float | None,
+    logits: jax.Array,
+    valid: jax.Array,
+    tokens: tuple[jax.Array, jax.Array],
+    teacher_w: jax.Array,
+) -> ChunkSums:
+    weights, teacher_x = tokens
+    weights = jnp.where(valid, weights, 0.0)
+    student = jax.nn.log_softmax(logits, axis=-1)
+    teacher = jax.nn.log_softmax(softcap(_dot(teacher_x, teacher_w, 1, 1), teacher_cap), axis=-1)
+    p = jnp.exp(teacher)
+    kl = jnp.sum(weights * jnp.sum(p * (teacher - student), axis=-1))
+    is_right = jnp.argmax(logits, axis=-1) == jnp.argmax(teacher, axis=-1)
+    right = jnp.sum(jnp.where(is_right, weights, 0.0))
+    return kl, {"right": right}, (jnp.exp(student) - p) * weights[:, None]
 
 
 def _nll(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -56,10 +56,10 @@ class PromptFile:
     @classmethod
     def open(cls, config: TrainConfig) -> PromptFile:
         """Open the file of a configuration. Raises JaxLlamaError naming the line that is wrong."""
-        data, rollout = config.data, config.rollout
-        assert data.prompts is not None and rollout is not None
+        data = config.data
+        assert data.prompts is not None
         tokenizer = run_tokenizer(data.tokenizer, config.init_from)
-        room = config.sequence_length - rollout.max_new_tokens
+        room = config.sequence_length - config.answer_tokens
         prompts = []
         for number, line in conversations.lines(data.prompts):
             try:
@@ -113,7 +113,7 @@ def _tokens(line: JsonObject, tokenizer: Tokenizer, room: int) -> tuple[int, ...
         raise JaxLlamaError("the prompt has no tokens")
     if len(tokens) > room:
         raise JaxLlamaError(
-            f"the prompt has {len(tokens)} tokens; sequence_length less rollout.max_new_tokens "
+            f"the prompt has {len(tokens)} tokens; sequence_length less max_new_tokens "
             f"leaves {room}"
         )
     return tuple(tokens)

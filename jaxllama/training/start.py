@@ -14,9 +14,11 @@ from jaxllama.checkpoints.hf.config import config_to_hf
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.loading import load
+from jaxllama.model.eagle3 import Eagle3Head
 from jaxllama.model.stacked import stack_layers
 from jaxllama.quantization.random_params import random_params
 from jaxllama.text.tokenizer import Tokenizer
+from jaxllama.training import draft
 from jaxllama.training.adapters import first_adapters, with_magnitudes
 from jaxllama.training.config import TrainConfig
 from jaxllama.training.data import TokenFile, naming
@@ -43,12 +45,14 @@ def open_data(config: TrainConfig) -> Data:
 class TrainingSetup:
     """The static arguments of the compiled step; hashable.
 
-    multipliers: of the model's folded parameters (``training.optimizer``).
+    teacher: of a distillation, or the model that a head drafts for. head: that head; ``model`` is
+    then its layer's. multipliers: of the model's folded parameters (``training.optimizer``).
     """
 
     config: TrainConfig
     model: ModelConfig
     teacher: ModelConfig | None = None
+    head: Eagle3Head | None = None
     multipliers: Multipliers = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -60,10 +64,12 @@ def begin(
 ) -> tuple[TrainingSetup, Params, Params | None]:
     """Return (setup, float32 parameters that learn, the parameters that do not).
 
-    The latter are a teacher's, or the weights beneath adapters. They have the activations' dtype or
-    codes, and are stacked with ``scan``. Raises JaxLlamaError naming the key that data or
-    checkpoint contradicts.
+    The latter are a teacher's, the weights beneath adapters, or the model beside a head. They have
+    the activations' dtype or codes, and are stacked with ``scan``. Raises JaxLlamaError naming the
+    key that data or checkpoint contradicts.
     """
+    if config.goal.kind == "draft":
+        return _begin_draft(config, data, progress)
     if config.lora is not None:
         return _begin_adapters(config, data, progress)
     distill = config.distill
@@ -131,6 +137,20 @@ def _begin_adapters(
     if lora.dora:
         adapters = with_magnitudes(model, lora, adapters, base)
     return setup, adapters, stack_layers(model, base, release=True) if config.scan else base
+
+
+def _begin_draft(
+    config: TrainConfig, data: Data, progress: bool
+) -> tuple[TrainingSetup, Params, Params]:
+    """``begin`` of a head that drafts for a frozen model."""
+    assert config.init_from is not None and isinstance(data, Conversations)
+    with naming("init_from", config.init_from):
+        lm = load(config.init_from, config.dtype, exact=True, progress=progress)
+    target = lm.config.replace(mtp_layers=0)
+    _check(TrainingSetup(config, target), data)
+    params = {name: part for name, part in lm.params.items() if name != "mtp"}
+    head, own, fixed = draft.begin(config, f"{target.name}-eagle3", target, params, data)
+    return TrainingSetup(config, head.model, target, head), own, fixed
 
 
 def tokenizer_of(data: Data) -> Tokenizer:

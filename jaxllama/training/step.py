@@ -32,7 +32,7 @@ from jaxllama.model.stacked import (
     unstack_layers,
 )
 from jaxllama.parallel.mesh import is_staged
-from jaxllama.training import adapters, distill, fsdp, pipeline, preference, routers
+from jaxllama.training import adapters, distill, draft, fsdp, pipeline, preference, routers
 from jaxllama.training.batch import Batch
 from jaxllama.training.config import RouterConfig
 from jaxllama.training.fp8 import Fp8
@@ -172,8 +172,14 @@ def loss(
 
 
 def _weights(setup: TrainingSetup, params: Params, fixed: Params | None, rows: int) -> Params:
-    """Return the floats or frozen weights that the model multiplies ``rows`` rows by."""
+    """Return the floats or frozen weights that the model multiplies ``rows`` rows by.
+
+    For a head that drafts: what does not learn, with the head's parameters as "head".
+    """
     config = setup.config
+    if setup.head is not None:
+        assert fixed is not None
+        return {**fixed, "head": params}
     if config.lora is None:
         return rounded(params) if config.quantize else params
     assert fixed is not None
@@ -186,6 +192,10 @@ def _objective(
     """Return (the mean over a Batch's places of weight times cross entropy, or over its pairs of a
     preference's loss; its parts).
     """
+    if setup.head is not None:
+        assert setup.teacher is not None
+        own = params["head"]
+        return draft.objective(setup.head, setup.teacher, setup.config, own, params, batch)
     if batch.labels is not None:
         sums, tokens = _pair_sums(setup, params, batch, remat)
         goal, reference = setup.config.goal, jnp.asarray(batch.reference)

@@ -30,6 +30,15 @@ A run that learns from rewards has prompts as its data, and two more tables:
     [reward]
     kind = "exact"                    # or "regex", "arithmetic", "json_schema", "function"
 
+A run that trains a head that drafts for ``init_from`` has prompts, too:
+
+    [objective]
+    kind = "draft"
+
+    [draft]
+    max_new_tokens = 256
+    temperature = 0.8
+
 ``training.config`` checks them against the other tables.
 """
 
@@ -167,7 +176,8 @@ class ObjectiveConfig:
         "pretrain" reads [data] tokens, and "sft" answers of conversations; they are the defaults.
         "dpo", "orpo" and "kto" learn from preferences (``training.preference``), and "distill" is
         that of [distill]. "grpo", "rloo" and "reinforce++" learn from rewards
-        (``training.policy``).
+        (``training.policy``). "draft" trains a head that drafts for ``init_from``
+        (``training.draft``).
     beta : float
         Strength of the reference in DPO and KTO, weight of the odds in ORPO, weight of the
         divergence from the reference where rewards teach. There 0 needs no reference.
@@ -178,7 +188,18 @@ class ObjectiveConfig:
         gain nothing.
     """
 
-    kind: Literal["pretrain", "sft", "dpo", "orpo", "kto", "distill", "grpo", "rloo", "reinforce++"]
+    kind: Literal[
+        "pretrain",
+        "sft",
+        "dpo",
+        "orpo",
+        "kto",
+        "distill",
+        "grpo",
+        "rloo",
+        "reinforce++",
+        "draft",
+    ]
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
@@ -280,6 +301,36 @@ class RolloutConfig:
             self.max_new_tokens,
             f"leaves no room for prompts in sequence_length ({sequence_length})",
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftConfig:
+    """A head that drafts, and the answers of the model beside it that the head learns from.
+
+    Parameters
+    ----------
+    vocab_size : int
+        Largest number of tokens that the head has: the most frequent ones of the answers.
+    depth : int
+        Test-time steps: tokens of a draft that the head learns to propose.
+    max_new_tokens, samples : int
+        Largest number of tokens of an answer, and answers to a prompt.
+    temperature : float
+        Temperature of the answers; 0 is greedy.
+    """
+
+    vocab_size: int = 32000
+    depth: int = 7
+    max_new_tokens: int = 256
+    samples: int = 1
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        for key in ("vocab_size", "depth", "max_new_tokens", "samples"):
+            value = getattr(self, key)
+            require(value >= 1, f"draft.{key}", value, "must be at least 1")
+        value = self.temperature
+        require(value >= 0, "draft.temperature", value, "must not be negative")
 
 
 @dataclasses.dataclass(frozen=True)

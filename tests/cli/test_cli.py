@@ -29,6 +29,7 @@ from jaxllama.evaluation import doctor
 from jaxllama.quantization.scheme import SCHEMES
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels import dispatch
+from tests.helpers import eagle_cases
 from tests.helpers.models import LLAMA, params_of
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -378,6 +379,20 @@ def test_a_draft_changes_no_text(run, model):
     assert_error(run("bench", "--draft", "ngram", "--batch", "2"), "--batch and --draft exclude")
 
 
+def test_the_folder_of_a_head_is_a_draft(run, model, tmp_path):
+    """It reads the states before both layers of the model, and the output of the last."""
+    taps = {"eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}
+    head = str(eagle_cases.write(tmp_path / "head", {"eagle_config": taps}))
+    words = ("generate", "abcabcab", "--max-new-tokens", "12", "--json")
+    [plain] = json.loads(run(*words)[1])["generations"]
+    status, out, _ = run(*words, "--draft", head, "--draft-tokens", "3")
+    [got] = json.loads(out)["generations"]
+    assert status == 0 and got["tokens"] == plain["tokens"] and got["drafted"] > 0
+    deep = str(eagle_cases.write(tmp_path / "deep"))
+    assert_error(run("generate", "a", "--draft", deep), "layers [1, 2, 3], but tiny has 2 layers")
+    assert_error(run("generate", "a", model=head), "name its folder as the draft")
+
+
 def test_eval_is_the_mean_of_the_models_own_logprobs(run, model, tmp_path):
     text = "The quick brown fox jumps over the lazy dog."
     path = tmp_path / "text.txt"
@@ -425,10 +440,12 @@ def test_doctor_says_what_runs_where_and_why(run):
     assert status == 0 and "op        decode, 1 row: " in out
 
 
+@pytest.mark.skipif(jax.__version_info__ < dispatch.TESTED_JAX[0], reason="needs jax >= 0.11.2")
 def test_doctor_looks_at_what_a_hopper_gpu_would_run(monkeypatch):
-    if jax.__version_info__ < dispatch.TESTED_JAX[0]:
-        pytest.skip(f"jax {jax.__version__} traces no Mosaic kernel")
-    monkeypatch.setattr(dispatch, "hopper_reason", lambda *_: None)
+    hopper = SimpleNamespace(
+        platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", memory_stats=dict
+    )
+    monkeypatch.setattr(dispatch, "device_of", lambda _: hopper)
     ops = [doctor._op(*row) for row in doctor._typical_calls()]
     got = {(op["op"], op["call"]): op for op in ops}
     for op in got.values():

@@ -200,7 +200,10 @@ def test_stop_strings_and_streams_do_not_see_the_draft():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"draft": "bigram"}, 'draft = \'bigram\': expected "ngram", "mtp" or a Lang'),
+        (
+            {"draft": "bigram"},
+            'draft = \'bigram\': expected "ngram", "mtp", a LanguageModel or a Dra',
+        ),
         ({"draft": "ngram", "draft_tokens": 16}, "draft_tokens = 16: must be from 0"),
         ({"draft": "ngram", "draft_tokens": -1}, "draft_tokens = -1: must be from 0"),
         ({"draft_tokens": 2}, "draft_tokens = 2 needs a draft"),

@@ -15,7 +15,7 @@ import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.decoding.drafts import ADAPTIVE, DraftContext
 from jaxllama.decoding.forward import fill_hidden
-from jaxllama.decoding.mtp import MTPDraft
+from jaxllama.decoding.heads import HeadDraft
 from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
@@ -49,7 +49,7 @@ def test_the_head_is_the_reference(tmp_path) -> None:
     pytest.importorskip("torch")
     params, tokens, count = params_of(CONFIG), prompts()[2], 3
     want, chosen = proposed(hf.save(tmp_path / "model", CONFIG, params), tokens, count)
-    draft, given = MTPDraft(CONFIG), np.asarray([tokens], np.int32)
+    draft, given = HeadDraft(mtp.MTPHead(CONFIG)), np.asarray([tokens], np.int32)
     sampling = SamplingParams.stack([jl.Sampling()], CONFIG.vocab_size, 0)
     scores: list[jax.Array] = []
 

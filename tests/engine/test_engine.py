@@ -528,7 +528,11 @@ def test_options_that_do_not_go_together_are_refused_by_name():
         (lm, {"kv_dtype": "int16"}, "kv_dtype = 'int16': allowed are float32"),
         (lm, {"kv_dtype": "fp7"}, "kv_dtype = 'fp7': allowed are float32"),
         (lm, {"deterministic": 1}, "deterministic = 1: must be true or false"),
-        (lm, {"draft": "eagle"}, 'draft = \'eagle\': expected "ngram", "mtp" or a LanguageModel'),
+        (
+            lm,
+            {"draft": "eagle"},
+            'draft = \'eagle\': expected "ngram", "mtp", a LanguageModel or a Dra',
+        ),
         (lm, {"draft": "mtp"}, 'draft = "mtp": tiny-llama has no head for multi-token'),
         (lm, {"draft": other}, "draft: other has another tokenizer than tiny-llama"),
         (lm, {"draft": "ngram", "draft_tokens": 16}, "draft_tokens = 16: must be from 0"),

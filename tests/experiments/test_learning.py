@@ -17,6 +17,7 @@ from jaxllama.experiments import learning
 from jaxllama.experiments.config import load_experiment
 from jaxllama.experiments.run import run
 from jaxllama.experiments.settings import LearnSettings
+from jaxllama.experiments.workloads import RESULTS
 from jaxllama.model.flops import parameters
 from jaxllama.training.config import DataConfig, OptimizerConfig, TrainConfig
 from jaxllama.training.start import TrainingSetup
@@ -177,6 +178,7 @@ def test_the_shipped_experiment_made_small(tmp_path):
     first = {row["settings"]["text"]: row["results"] for row in rows[:2]}
     of_text, of_facts = first["ab.txt"], first["facts"]
     for results in (of_text, of_facts):
+        assert set(results) == set(RESULTS["learn"])
         assert results["parameters"] == parameters(experiment.models["attention"])
         assert results["held_loss"] in results["held_losses"]
         assert results["state_kilobytes"] == 2 * 40 * 128 * 4 / 1e3 + 0.004

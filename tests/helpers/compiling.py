@@ -1,8 +1,4 @@
-"""How tests compile: on CPUs what compiles soonest, for they run a program a few times.
-
-Kept programs (JAX_COMPILATION_CACHE_DIR, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0) halve the
-CPU time of a second run; a first one finds 6% of its programs there and gains nothing.
-"""
+"""How tests compile: on CPUs what compiles soonest, for they run a program a few times."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.offload.policy import Policy
 from jaxllama.placement import Placement
 from jaxllama.text.tokenizer import Tokenizer
-from tests.helpers import mtp_cases
+from tests.helpers import eagle_cases, mtp_cases
 from tests.helpers.arrays import as_jax
 from tests.helpers.models import GEMMA4, HYBRIDS, IDENTITIES, INDEXED, LATENT, params_of
 
@@ -75,6 +75,7 @@ OTHERS = {
     "latent": LATENT.first_layers(1).replace(vocab_size=256, name="tiny-latent"),
     "indexed": INDEXED.first_layers(1).replace(vocab_size=256, name="tiny-indexed"),
     "gemma4": GEMMA4.replace(vocab_size=256, name="tiny-gemma4"),
+    "eagle": eagle_cases.CONFIG,
 }
 # Families with layers of the gated delta rule, whose cases are slow.
 DELTA_FAMILIES = tuple(name for name, cfg in CONFIGS.items() if cfg.delta is not None)

@@ -9,6 +9,7 @@ the other.
 from __future__ import annotations
 
 import importlib.metadata
+import random
 import re
 
 import jax
@@ -30,6 +31,7 @@ from jax.sharding import SingleDeviceSharding  # noqa: E402
 from pallas_kernels import dispatch  # noqa: E402
 from pallas_kernels.architecture import BY_NAME  # noqa: E402
 from tests.helpers.kernel_cases import CASES, S  # noqa: E402
+from tests.kernels.test_plan_records import drawn_call  # noqa: E402
 
 # Their kernels are among those of another case: a backward pass with its forward one, another dtype
 # or length.
@@ -168,3 +170,17 @@ def test_a_kernel_fits_its_registers(case, device, capfd):
     over = {name: x for name, x in found.items() if x[1] > allowed.get(name, 0)}
     assert not over, f"{case}: (registers, bytes spilled) of {over}; known: {allowed}"
     assert serialized <= SERIALIZED.get(case, set())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(30))
+def test_random_calls_are_assembled(part, device, capfd):
+    """Ten calls at sizes of real models, where a kernel's unrolled loops are longest."""
+    draw = random.Random(part)
+    capfd.readouterr()
+    for _ in range(10):
+        call = drawn_call(draw, 1 << 32)
+        operands = jax.tree.map(lambda x: S(x.shape, x.dtype, sharding=device), call.operands)
+        jax.jit(call.kernel).trace(*operands).lower(lowering_platforms=("cuda",)).compile()
+    found, serialized = assembled("".join(capfd.readouterr()))
+    assert found and not serialized

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
+from pallas_kernels.dispatch import hopper_reason
 from tests.helpers.matmul_cases import newest
 
 pytestmark = newest
@@ -58,13 +59,18 @@ def launched(name: str, seed: int, change=None) -> tuple[list[str], float]:
 
     case = made(name)
     with emulated(seed, change, case.sms, case.target) as emulator:
-        found = jax.tree.leaves(case.run())
+        found = case.run()
+    return [x.name.removesuffix("_mosaic_gpu") for x in emulator.programs], error_of(name, found)
+
+
+def error_of(name: str, found) -> float:
+    """The error of a case's results over what it may be."""
     worst = 0.0
-    for x, y in zip(found, jax.tree.leaves(wanted(name)), strict=True):
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted(name)), strict=True):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         error = np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30)
-        worst = max(worst, error / case.error if np.isfinite(error) else np.inf)
-    return [x.name.removesuffix("_mosaic_gpu") for x in emulator.programs], worst
+        worst = max(worst, error / made(name).error if np.isfinite(error) else np.inf)
+    return worst
 
 
 @pytest.mark.parametrize(
@@ -83,17 +89,29 @@ def test_other_orders(name, seed):
     assert launched(name, seed)[1] < 1
 
 
+@pytest.mark.plans
+@pytest.mark.slow
+@pytest.mark.skipif(hopper_reason() is not None, reason=str(hopper_reason()))
+@pytest.mark.parametrize("name", CASES)
+def test_values_on_a_gpu(name):
+    """A call of each kernel that is short enough for compute-sanitizer: docs/release.md."""
+    from tests.helpers.emulator.launch import planned_with
+
+    case = made(name)
+    with planned_with(case.sms, case.target):
+        found = jax.block_until_ready(case.run())
+    assert error_of(name, found) < 1
+
+
 # Kernels whose warps share nothing: each has its own rows, and there is no barrier.
 ALONE = {
-    "gla_head_norm": "a warp a head",
     "collect_posted": "a thread for each piece",
     "fetch_experts": "each warp copies its own bytes",
 }
-# Kernels that only GPUs before Hopper launch, whose code is that of another one.
-PORTABLE = {"append_greedy_parts": "append_greedy"}
-# Layers' steps: the kernels' own tests run them thread by thread.
+# Layers' steps, in any order in the kernels' own tests.
 ELSEWHERE = {
     "gated_delta_token": "tests/kernels/gated_delta/test_token.py",
+    "gla_head_norm": "tests/kernels/gla/test_gla_token.py",
 }
 
 
@@ -109,7 +127,7 @@ def test_each_kernel_has_a_case():
             for keyword in call.keywords:
                 if keyword.arg == "name" and isinstance(keyword.value, ast.Constant):
                     named = keyword.value.value
-                    assert named in covered | {*ALONE, *PORTABLE, *ELSEWHERE}, f"{path}: {named}"
+                    assert named in covered | {*ALONE, *ELSEWHERE}, f"{path}: {named}"
 
 
 # A case, the place of its kernel, a part of an operation, which of those, and the fault.
@@ -128,8 +146,17 @@ PLANTED = [
     ("greedy", 0, "barrier.cluster.wait.acquire", 0, "left out"),
     ("norm", 0, "'bar.sync'", 2, "left out"),
     ("GLA step", 0, "griddepcontrol.wait", 0, "left out"),
+    ("experts row", 0, "'bar.sync'", 2, "left out"),
+    ("delta step", 0, "'bar.sync'", 3, "left out"),
 ]
 PLANTED_SLOW = [
+    ("experts sum", 0, "'bar.sync'", 2, "left out"),
+    ("experts sum", 0, "'bar.sync'", 3, "left out"),
+    ("latent", 0, "t.wait(", 0, "left out"),
+    ("latent", 0, "barrier_init", 1, "one arrival more"),
+    ("latent, tokens in pages", 0, "barrier_init", 1, "one arrival less"),
+    ("latent, tokens in pages", 0, "mbarrier.arrive", 1, "left out"),
+    ("SSD", 0, "barrier_init", 1, "one arrival more"),
     ("decode int8", 0, "mbarrier.arrive.shared", 0, "left out"),
     ("decode int8", 0, "mbarrier.init", 0, "one arrival more"),
     ("decode, several tokens", 0, "mbarrier.arrive.shared", 0, "left out"),

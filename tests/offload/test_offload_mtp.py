@@ -1,4 +1,4 @@
-"""An offloaded model whose checkpoint's own head drafts: the resident model's tokens."""
+"""An offloaded model for which a head drafts: the resident model's tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from jaxllama.decoding.sampling import Sampling
 from jaxllama.language_model import LanguageModel
 from jaxllama.offload.policy import Policy
 from jaxllama.placement import Placement
+from tests.helpers import eagle_cases
 from tests.helpers.cases import slow
+from tests.helpers.models import params_of
 from tests.helpers.mtp_cases import CONFIG, often_right
 
 NEW = 20
@@ -45,3 +47,29 @@ def test_the_head_s_drafts_change_no_tokens(policy, tmp_path):
     resident = lm.generate(prompts, NEW, samplings, seed=3, draft="mtp", draft_tokens=3)
     assert drafted // 3 < accepted < drafted
     assert [out.accepted for out in got] == [out.accepted for out in resident]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "0 40 100 0 100 0 gpu_batch_size=2 num_gpu_batches=2",
+        *slow("0 100 100 0 0 100 gpu_batch_size=4 sep_layer=true"),
+    ],
+)
+def test_an_eagle3_head_s_drafts_change_no_tokens(policy, tmp_path):
+    """Three rows in two batches, whose prompts pass in chunks; the same drafts are right."""
+    cfg, params = eagle_cases.CONFIG.replace(eos_token_ids=()), eagle_cases.model().params
+    lm = LanguageModel(cfg, params, None)
+    place = Placement(Policy.parse(policy), "float32", directory=tmp_path)
+    off = place.model(cfg, place.tree(params_of(eagle_cases.CONFIG)), None)
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(3, 256, length).tolist() for length in (1, 9, 19)]
+    samplings = [Sampling(), Sampling(temperature=0.8), Sampling(logit_bias={5: 30.0, 9: 29.0})]
+    options = {"seed": 3, "draft": eagle_cases.drafter(), "draft_tokens": 3}
+    want = lm.generate(prompts, 12, samplings, **options)
+    got = off.generate(prompts, 12, samplings, chunk=8, **options)
+    assert [out.tokens for out in got] == [out.tokens for out in want]
+    for out, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(out.logprobs, other.logprobs, atol=1e-4)
+    assert [out.accepted for out in got] == [out.accepted for out in want]
+    assert 0 < got[2].accepted <= got[2].drafted

@@ -28,7 +28,7 @@ from jaxllama.checkpoints.hf.fla import (
     model_of,
 )
 from jaxllama.checkpoints.hf.gla_paper import config_from_paper, config_to_paper
-from jaxllama.checkpoints.hf.refused import REFUSED, TEXT_TYPES, WRAPPERS
+from jaxllama.checkpoints.hf.refused import HEADS, REFUSED, TEXT_TYPES, WRAPPERS
 from jaxllama.checkpoints.hf.rope import rope_scaling, ropes, usable_context
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import UNGATED, CheckpointForm, ModelConfig
@@ -449,6 +449,8 @@ def _why_not(config: JsonMapping, kind: str) -> str:
     """Return why a model is not supported, with the nearest supported ones."""
     supported = tuple({**FAMILIES, **MODELS})
     what, architectures = "not supported", config.get("architectures") or ()
+    if any(name in HEADS for name in architectures):
+        return "a head that drafts for a model: name its folder as the draft (jl.load_drafter)"
     is_decoder = all(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures)
     if kind in REFUSED:
         what = f"not supported: {REFUSED[kind]}"

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -221,7 +221,7 @@ def load(
         leaves = packed.plan(directory, config, table, files)
         plain = {path: spec for path, spec in table.items() if path not in leaves}
         known = {name for leaf in leaves.values() for name in leaf.names}
-        _check(directory, files, plain, cfg, known)
+        check_tensors(directory, files, plain, {*_tied_heads(cfg), *known})
         names = {source.name for spec in plain.values() for source in spec.sources} | known
         total = sum(files[name][1].nbytes for name in names)
         params: ParamsDict = {}
@@ -229,7 +229,7 @@ def load(
 
             def floats(spec: Param) -> np.ndarray:
                 kept = np.dtype(np.float32) if spec.is_float32 else dtype
-                return _read(files, spec, kept, added or {}, advance)
+                return read_param(files, spec, kept, added or {}, advance)
 
             for path, spec in table.items():
                 *rooms, leaf = path
@@ -394,25 +394,20 @@ def _single(directory: Path) -> Path:
     raise JaxLlamaError(f"{directory}: no {weights_file(FOREIGN)} and no {index}{hint}")
 
 
-def _check(
-    directory: Path,
-    files: Tensors,
-    table: dict[tensors.Path, Param],
-    cfg: ModelConfig,
-    packed_names: set[str],
+def check_tensors(
+    directory: Path, files: Tensors, table: dict[tensors.Path, Param], others: Collection[str]
 ) -> None:
-    """Check names, shapes and types before anything is allocated; packed tensors by name only."""
+    """Check names, shapes and types before anything is allocated; the ``others`` by name only."""
     sources = {source.name: source for spec in table.values() for source in spec.sources}
     missing = [name for name in sources if name not in files]
     if missing:
         raise JaxLlamaError(f"{directory}: missing tensors: {_some(missing)}")
-    heads = _tied_heads(cfg)
     for name, (file, info) in files.items():
         source = sources.get(name)
         if source is None:
-            if name.endswith(_DERIVED) or name in heads or name in packed_names:
+            if name.endswith(_DERIVED) or name in others:
                 continue
-            known = {*sources, *heads, *packed_names}
+            known = {*sources, *others}
             unexpected = [n for n in files if n not in known and not n.endswith(_DERIVED)]
             raise JaxLlamaError(f"{directory}: unexpected tensors: {_some(unexpected)}")
         if info.shape != source.stored_shape:
@@ -511,9 +506,10 @@ def _read_slice(files: Tensors, source: TensorSource, start: int, out: np.ndarra
     return file.read_into(dataclasses.replace(info, offset=offset), out)
 
 
-def _read(
+def read_param(
     files: Tensors, spec: Param, dtype: np.dtype, added: Factors, advance: Callable[[int], None]
 ) -> np.ndarray:
+    """Return a parameter in ``dtype``; added and advance: as ``load`` has them."""
     out = aligned_empty(spec.size, dtype)
     _read_part(files, spec, added, 0, out, advance)
     return out.reshape(spec.shape)

@@ -21,6 +21,8 @@ WRAPPERS = {
 }
 # Types of text decoders that are a family of another name.
 TEXT_TYPES = {"qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+# Architectures of EAGLE-3 heads, which ``hf.eagle3`` reads, the first one written.
+HEADS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _REASONS: dict[str, str] = {
     "the decoder of an encoder-decoder": """
         bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet

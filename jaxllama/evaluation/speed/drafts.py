@@ -22,6 +22,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.speed.harness import timed
 from jaxllama.executors.executor import Call
 from jaxllama.language_model import LanguageModel
+from jaxllama.model.eagle3 import Drafter
 from jaxllama.progress import Working
 from jaxllama.text.rows import pad_rows, shapes_of
 from jaxllama.typing import JsonObject
@@ -29,7 +30,7 @@ from jaxllama.typing import JsonObject
 
 def run(
     lm: LanguageModel,
-    draft: str | LanguageModel,
+    draft: str | LanguageModel | Drafter,
     draft_tokens: int = 0,
     *,
     new_tokens: int = 64,

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig
-from jaxllama.decoding.mtp import MTPDraft, MTPState
+from jaxllama.decoding.heads import HeadDraft, HeadState
 from jaxllama.decoding.rows import Fields, Rows
 from jaxllama.decoding.sampling import History, SamplingParams
 from jaxllama.decoding.turn import append, drawn_by, start
@@ -26,7 +26,6 @@ from jaxllama.executors.offloaded.cpu_attention import SplitCache
 from jaxllama.executors.offloaded.layer_cache import LayerCache
 from jaxllama.executors.offloaded.programs import Rope
 from jaxllama.model.cache import LayerState
-from jaxllama.model.linear import Stream
 from jaxllama.model.records import Hidden
 from jaxllama.typing import Params, Tree
 
@@ -72,7 +71,8 @@ class OffloadedBatch:
     scores: logits of that pass, ``[B width, V]``.
     tokens: tokens of that pass that recurrent states may take, by layer.
     output: hidden states of that pass, or of the prompts' last tokens.
-    mtp: state of an MTP head that drafts.
+    taps: states of each piece before the layers of ``cfg.taps``.
+    head: state of a head that drafts.
     """
 
     rows: Rows
@@ -89,7 +89,8 @@ class OffloadedBatch:
     scores: jax.Array | None = None
     tokens: dict[int, LayerState] = dataclasses.field(default_factory=dict)
     output: Hidden | None = None
-    mtp: MTPState | None = None
+    taps: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    head: HeadState | None = None
 
     @property
     def reads_prompts(self) -> bool:
@@ -166,9 +167,13 @@ def append_token(
 
 
 def read_prompts(
-    draft: MTPDraft, params: Params, state: MTPState, pieces: list[TokenPiece], hidden: list[Stream]
-) -> MTPState:
-    """Return the state of an MTP head after the prompts' pieces, whose last layer gave ``hidden``.
+    draft: HeadDraft,
+    params: Params,
+    state: HeadState,
+    pieces: list[TokenPiece],
+    hidden: list[Hidden],
+) -> HeadState:
+    """Return the state of a head after the prompts' pieces, whose states are ``hidden``.
 
     The last token of a prompt has no successor yet, and is left out.
     """
@@ -179,26 +184,26 @@ def read_prompts(
         begin = pieces[index + 1].tokens[:, :1] if index + 1 < len(pieces) else piece.tokens[:, :1]
         following = jnp.concatenate([piece.tokens[:, 1:], begin], axis=1)
         known = jnp.clip(total - 1 - seen, 0, piece.lengths)
-        state = _read_prompt(draft, params, state, following, Hidden(x.total), known)
+        state = _read_prompt(draft, params, state, following, x, known)
         seen = seen + piece.lengths
     return state
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _read_prompt(
-    draft: MTPDraft,
+    draft: HeadDraft,
     params: Params,
-    state: MTPState,
+    state: HeadState,
     following: jax.Array,
     hidden: Hidden,
     lengths: jax.Array,
-) -> MTPState:
+) -> HeadState:
     return draft.read_prompt(params, state, following, hidden, lengths)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
 def begin_answer(
-    draft: MTPDraft, params: Params, rows: Rows, state: MTPState, last: Hidden, lengths: jax.Array
+    draft: HeadDraft, params: Params, rows: Rows, state: HeadState, last: Hidden, lengths: jax.Array
 ) -> Rows:
-    """``MTPDraft.begin_answer``, as one program."""
+    """``HeadDraft.begin_answer``, as one program."""
     return draft.begin_answer(params, rows, state, last, lengths)

@@ -27,7 +27,7 @@ from jaxllama.executors.offloaded.run import OffloadRun
 from jaxllama.model import verification
 from jaxllama.model.cache import Cache, Proposal
 from jaxllama.model.mixers.common import LayerState
-from jaxllama.model.records import Hidden, places_of
+from jaxllama.model.records import places_of
 from jaxllama.typing import Params, Tree
 
 
@@ -125,8 +125,7 @@ def _finished(
     )
     if plan.draft.reads_hidden:
         assert draft_params is not None
-        x = verified.output.x
-        hidden = Hidden(x.reshape(-1, width, x.shape[-1]))
+        hidden = verified.output.reshaped(-1, width)
         rows = plan.draft.observe(draft_params, rows, inputs, passed._replace(hidden=hidden))
     after = dict(zip(layers, rows.layers, strict=True))
     return dataclasses.replace(rows, layers=()), after

@@ -49,7 +49,6 @@ from jaxllama.executors.offloaded.expert_programs import Places
 from jaxllama.executors.offloaded.experts import ExpertWork, placed_experts
 from jaxllama.executors.offloaded.room import check_host
 from jaxllama.executors.offloaded.run import OffloadRun
-from jaxllama.model import mtp
 from jaxllama.model.cache import cache_dtype_name, check_has_keys, init_layer
 from jaxllama.model.decoder import activation_dtype
 from jaxllama.model.linear import Stream
@@ -179,13 +178,16 @@ class Offloaded:
     def begin(self, cfg: ModelConfig, params: Params, call: Call) -> OffloadedDecoding:
         (rows, width), dtype = call.tokens.shape, activation_dtype(params)
         check_host(cfg, self.policy, (rows, width), call.capacity, call.kv_dtype, dtype)
+        if call.drafting is not None:
+            cfg = cfg.replace(taps=call.drafting.plan.draft.taps)
         run = self.run(cfg, params, call)
         if call.drafting is None or not call.drafting.plan.draft.reads_hidden:
             run.step()
             return OffloadedDecoding(run, call)
-        head = self._on_device(mtp.head_params(params))
-        source = DraftSource(call.drafting.plan, head)
-        run.begin_mtp(call.drafting.plan.draft, head)
+        plan, own = call.drafting
+        head = self._on_device(plan.draft.weights(params, own))
+        source = DraftSource(plan, head)
+        run.begin_head(plan.draft, head)
         run.step()
         return OffloadedDecoding(run, dataclasses.replace(call, drafting=source))
 
@@ -282,11 +284,11 @@ class OffloadedDecoding:
             prompts = run.cut(call.tokens, call.lengths)
             for batch, (tokens, lengths, _) in zip(run.batches, prompts, strict=True):
                 batch.rows = drafts.begin(plan, params, tokens, lengths, batch.rows, call.capacity)
-                if batch.mtp is not None:
+                if batch.head is not None:
                     batch.rows = begin_answer(
-                        plan.draft, params, batch.rows, batch.mtp, batch.output, lengths
+                        plan.draft, params, batch.rows, batch.head, batch.output, lengths
                     )
-                    batch.mtp = None  # the rows have it now
+                    batch.head = None  # the rows have it now
 
     @property
     def report(self) -> Report:

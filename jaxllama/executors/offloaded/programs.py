@@ -86,9 +86,11 @@ verify_layer = _layer_program(_run_layer)
 
 
 @jax.jit
-def last_hidden(stream: Stream, n_new: jax.Array, last: Hidden | None) -> Hidden:
-    """Return ``Hidden.last`` of the last layer's output."""
-    return Hidden(stream.total).last(n_new, last)
+def last_hidden(
+    stream: Stream, n_new: jax.Array, last: Hidden | None, taps: jax.Array | None = None
+) -> Hidden:
+    """Return ``Hidden.last`` of the last layer's output; taps: as ``Hidden`` has them."""
+    return Hidden(stream.total, taps).last(n_new, last)
 
 
 @functools.partial(jax.jit, static_argnums=0)

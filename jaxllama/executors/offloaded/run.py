@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.config import ModelConfig
-from jaxllama.decoding.mtp import MTPDraft
+from jaxllama.decoding.heads import HeadDraft
 from jaxllama.decoding.rows import Fields, Report, Rows
 from jaxllama.decoding.sampling import History, SamplingParams
 from jaxllama.executors.executor import Call
@@ -106,7 +106,7 @@ class OffloadRun:
         self.rows = call.tokens.shape[0]
         parts = self.cut(call.tokens, call.lengths, call.sampling)
         self.batches = [self._batch(*part) for part in parts]
-        self._mtp: tuple[MTPDraft, Params] | None = None
+        self._head_draft: tuple[HeadDraft, Params] | None = None
         self._known: dict[int, Pending] = {}  # the last loaded table, if it is tied
         self._whole: dict[ModelUnit, _Whole | None] = {}  # what ``_resident`` has found
         self.experts = ExpertWork(store, policy)
@@ -114,12 +114,12 @@ class OffloadRun:
         self._overlapped = Overlapped(store.lanes) if self.policy.overlap else None
         self.join(call.tokens, call.lengths, call.sampling, params.get(ROWS))
 
-    def begin_mtp(self, draft: MTPDraft, params: Params) -> None:
-        """Let an MTP head, whose parameters are on the device, read the first step's prompts."""
-        self._mtp = draft, params
+    def begin_head(self, draft: HeadDraft, params: Params) -> None:
+        """Let a head that drafts read the first step's prompts; params: on the device."""
+        self._head_draft = draft, params
         for batch in self.batches:
             size = batch.rows.ints.shape[1]
-            batch.mtp = draft.begin(params, size, self.capacity)
+            batch.head = draft.begin(params, size, self.capacity)
 
     # Rows to batches
 
@@ -383,6 +383,8 @@ class OffloadRun:
         self, unit: ModelUnit, batch: OffloadedBatch, weights: Tree, cache: Tree, hidden: Tree
     ) -> tuple[Tree, Tree]:
         layer = self.cfg.layers[unit.layer]
+        if unit.layer in self.cfg.taps and unit.kind != "feed":
+            batch.taps[unit.layer] = [x.total for x in hidden]
         if batch.adapters is not None:
             weights = with_rows(weights, batch.adapters_of_tokens)
         if batch.reads_prompts and batch.joining is not None and unit.has_cache:
@@ -453,19 +455,35 @@ class OffloadRun:
         """Whether the tokens read V sparsely. Otherwise a step has a prompt's programs."""
         return self.cfg.attn_sparsity < 1 and not piece.of_prompt
 
-    def _head(self, batch: OffloadedBatch, weights: Tree, hidden: Tree) -> None:
+    def _taps(self, batch: OffloadedBatch, hidden: list[Stream]) -> list[jax.Array | None]:
+        """Return ``Hidden.taps`` of each piece, whose last layer gave ``hidden``."""
+        layers = self.cfg.taps
+        if not layers:
+            return [None] * len(hidden)
+        batch.taps[self.cfg.n_layers] = [x.total for x in hidden]
+        pieces = zip(*(batch.taps[layer] for layer in layers), strict=True)
+        return [jnp.concatenate(states, axis=-1) for states in pieces]
+
+    def _head(self, batch: OffloadedBatch, weights: Tree, hidden: list[Stream]) -> None:
+        tapped = self._taps(batch, hidden)
         if batch.drafted is not None:
-            [x] = hidden
+            [x], [taps] = hidden, tapped
             batch.scores = programs.all_logits(self.cfg, weights, x)[:, 0]
-            batch.output = Hidden(x.total)
+            batch.output = Hidden(x.total, taps)
             return
-        if batch.mtp is not None and batch.reads_prompts:
-            assert self._mtp is not None
-            draft, params = self._mtp
-            batch.mtp = read_prompts(draft, params, batch.mtp, batch.pieces, hidden)
+        if batch.head is not None and batch.reads_prompts:
+            assert self._head_draft is not None
+            draft, params = self._head_draft
+            batch.head = read_prompts(
+                draft,
+                params,
+                batch.head,
+                batch.pieces,
+                [Hidden(x.total, taps) for x, taps in zip(hidden, tapped, strict=True)],
+            )
         last = None
-        for piece, x in zip(batch.pieces, hidden, strict=True):
-            last = programs.last_hidden(x, piece.lengths, last)
+        for piece, x, taps in zip(batch.pieces, hidden, tapped, strict=True):
+            last = programs.last_hidden(x, piece.lengths, last, taps)
         batch.output = last
         scores = programs.head_logits(self.cfg, weights, last)
         new = [piece.lengths for piece in batch.pieces]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from jaxllama.config import (
     UNMULTIPLIED,
+    Eagle,
     Inputs,
     LayerConfig,
     ModelConfig,
@@ -54,6 +55,8 @@ def layer_table(cfg: ModelConfig, index: int, source: Source) -> dict[Path, Para
         table |= norm(layer, "embed_norm", names.embed_norm, source)
     if form.mixer_norm:
         table |= norm(layer, "mixer_norm", f"{prefix}.{mixer_norm}", source)
+    if isinstance(form, Eagle):
+        table |= norm(layer, "embedded_norm", f"{prefix}.{names.embedded_norm}", source)
     mixer = MIXERS[layer.kind].parameters.table(layer, f"{prefix}.", source)
     table |= {("mixer", *path): param for path, param in mixer.items()}
     scale = source.stored.residual  # what the layer adds is multiplied

@@ -22,10 +22,10 @@ transposed on its way through shared memory.
 
 Copies: one warp of the last warpgroup, by TMA (``Feeder``); with ``lag`` warpgroup 0's first warp.
 Waits: multipliers wait on ``full`` for a slot.  They wait on ``vectors_full`` for a tile's vectors
-in ``finish``, or with ``stored`` vectors before the first step.  The copying warp waits on
-``empty`` for the readers of both blocks of a cluster, and on ``vectors_empty`` for those of its own
-block.  With ``parts`` warpgroups hand sums over by ``sums_full`` and ``sums_empty``, with ``split``
-blocks by ``peer_full`` and ``peer_empty``.
+in ``finish``, or with ``stored`` vectors before the first step; a block that finishes no tile, when
+it has sent its sums.  The copying warp waits on ``empty`` for the readers of both blocks of a
+cluster, and on ``vectors_empty`` for those of its own block.  With ``parts`` warpgroups hand sums
+over by ``sums_full`` and ``sums_empty``, with ``split`` blocks by ``peer_full`` and ``peer_empty``.
 Writes: the warpgroup that finishes 64 rows of w stores their outputs by TMA (``finish``).
 
 The two warpgroups fall into step by themselves: while one dequantizes, the wgmmas of the other keep

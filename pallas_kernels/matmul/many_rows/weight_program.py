@@ -343,6 +343,9 @@ class Multiplier:
         def sent():
             if self.block.by_tile:
                 slot = lax.rem(t, self.block.vector_slots)
+                if self.block.across == 1 and not self.tile.stored:
+                    # The block finishes no tile, and must not leave before its copies have ended.
+                    plgpu.barrier_wait(self.barrier.vectors_full.at[slot])
                 plgpu.barrier_arrive(self.barrier.vectors_empty.at[slot])
 
         return meet_peer(

@@ -35,14 +35,14 @@ Of kernels with more than one warpgroup, or warps with roles (``cases`` has a ca
     experts             grouped_matmul_row, _sum                            experts ...
                         experts_sort, experts_rows, grouped_matmul_*        many pairs ...
                         route_experts, best_of_rows                         route, best
-    rows                norms, gates and codes; append_greedy               norm ..., gate, greedy
+    rows                norms, gates and codes; append_greedy, _parts       norm ..., gate, greedy
     GLA                 gla_gates, gla_scan, gla_scan_reverse,              GLA ...
                         gla_chunk_products, gla_chunk_gradients, gla_step
     SSD                 ssd_scan, ssd_states                                SSD ...
     delta rule          gated_delta_chunks, _channels, _scan, _reverse,     delta ..., KDA ...
                         _gradients, _products, _step
+    a layer's step      gated_delta_token, gla_head_norm                    (their own tests)
 
-Not covered: gated_delta_token and append_greedy_parts, which ``warp_emulator`` runs thread by
-thread; gla_head_norm, collect_posted and fetch_experts, whose warps share nothing.  Blocks of
-different clusters run one after the other; their accesses of device memory are not compared.
+Not covered: collect_posted and fetch_experts, whose warps share nothing.  Blocks of different
+clusters run one after the other; their accesses of device memory are not compared.
 """

@@ -166,9 +166,9 @@ def grouped(kernels: str, scheme: str, tokens=1, gated=None, tile=None, sms=4) -
 
 
 def experts_sum() -> Case:
-    x, w = array((1, 2, 512), BF16), stacked("int4", 4, 256, 512)
+    x, w = array((1, 2, 1152), BF16), stacked("int4", 4, 256, 1152)
     call = functools.partial(grouped_matmul, x, w, experts_of(1, 4, 2), weights=-array((1, 2), F32))
-    return both("grouped_matmul_sum", call)
+    return both("grouped_matmul_sum", call, sms=8)
 
 
 def gla_case(kernels: str, shape, save: str = "nothing", sms: int = 132) -> Case:
@@ -230,11 +230,11 @@ def blocks_case() -> Case:
     )
 
 
-def greedy_case() -> Case:
+def greedy_case(kernels: str, target: str = "") -> Case:
     logits, rows = array((1, 20000), BF16), jnp.asarray([[11], [0], [2], [9], [2]], I32)
     written, stops = array((2, 1, 64), I32), jnp.asarray([3, 5], I32)
     call = functools.partial(append_greedy, logits, rows, written, stops, capacity=4096)
-    return both("append_greedy", call)
+    return both(kernels, call, target=target)
 
 
 def from_table(kernels: str, make, *args, **named) -> Case:
@@ -322,7 +322,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "experts sum": lambda: experts_sum(),
     "route": routed,
     "best": lambda: both("best_of_rows", best, array((9, 32), F32), 4),
-    "greedy": greedy_case,
+    "greedy": lambda: greedy_case("append_greedy"),
+    "greedy without clusters": lambda: greedy_case("append_greedy_parts append_greedy", "sm_80"),
     "norm": normed,
     "norm to int8": lambda: normed("int8"),
     "gate to int8": lambda: from_table(

@@ -194,18 +194,8 @@ def _special(grid, block, cluster, place) -> dict[str, np.ndarray]:
 
 
 @contextlib.contextmanager
-def emulated(
-    seed: int = 0, change: Change | None = None, sms: int | None = None, target: str = ""
-) -> Iterator[Emulator]:
-    """Within, Mosaic kernels run here, and ops call theirs directly.
-
-    seed: of the orders.  sms: of the GPU that plans are for: with few, a block has several tiles.
-    target: its architecture.  change: takes the number, the kind and the text of each operation
-    that orders others, and returns the text that takes its place.
-    """
-    emulator = Emulator(seed, change)
-    names = {name: getattr(plgpu, name) for name in dir(plgpu) if not name.startswith("__")}
-    fake = SimpleNamespace(**names | {"kernel": emulator.kernel})
+def planned_with(sms: int | None, target: str = "") -> Iterator[None]:
+    """Within, plans are for a GPU of ``sms`` multiprocessors, and for an architecture."""
     facts = device._facts
 
     def fewer(*args: Any) -> device.Gpu:
@@ -215,6 +205,25 @@ def emulated(
     with (
         mock.patch.dict(os.environ, {TARGET: target} if target else {}),
         mock.patch.object(device, "_facts", fewer),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def emulated(
+    seed: int = 0, change: Change | None = None, sms: int | None = None, target: str = ""
+) -> Iterator[Emulator]:
+    """Within, Mosaic kernels run here, and ops call theirs directly.
+
+    seed: of the orders.  sms, target: of ``planned_with``.  With few sms a block has several tiles.
+    change: takes the number, the kind and the text of each operation
+    that orders others, and returns the text that takes its place.
+    """
+    emulator = Emulator(seed, change)
+    names = {name: getattr(plgpu, name) for name in dir(plgpu) if not name.startswith("__")}
+    fake = SimpleNamespace(**names | {"kernel": emulator.kernel})
+    with (
+        planned_with(sms, target),
         jax.disable_jit(),
         mock.patch.object(launch, "plgpu", fake),
         mock.patch.object(transform.Op, "__call__", _directly),

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.architecture import TARGET
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.gla.token import GlaLayerTokens, gla_token, plan
 from pallas_kernels.operands import Columns
@@ -115,8 +114,8 @@ def test_the_kernel_s_code_on_numpy(name, divided, clamp_min, monkeypatch):
 )
 def test_the_portable_kernels_have_the_bits_of_a_cluster(name, divided, monkeypatch):
     """Before Hopper the norm and the gate are a second kernel, with the same order of its sums."""
-    from pallas_kernels.gla import head_norm_kernel, step_registers
     from pallas_kernels.gla import step_kernel as gla_step_mosaic
+    from tests.helpers.emulator.launch import emulated
 
     monkeypatch.setattr(
         gla_step_mosaic, "divided", lambda *_: gla_step_mosaic.GlaStepPlan(*divided)
@@ -124,9 +123,9 @@ def test_the_portable_kernels_have_the_bits_of_a_cluster(name, divided, monkeypa
     shape, special = CASES[name]
     given = case(*shape, **special)
     options = {"eps": EPS, "normalizer": NORMALIZER, "clamp_min": -0.02}
-    with emulated(gla_step_mosaic, step_registers, head_norm_kernel):
+    with emulated():
         own = gla_token(GlaLayerTokens(*given), **options)
-        monkeypatch.setenv(TARGET, "sm_80")
+    with emulated(target="sm_80"):
         portable = gla_token(GlaLayerTokens(*given), **options)
     jax.tree.map(np.testing.assert_array_equal, portable, own)
 

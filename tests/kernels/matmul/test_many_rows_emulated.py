@@ -102,6 +102,11 @@ def test_parts_and_halves_of_k(facts):
     assert product("int4", tile, 60, 208, 256, 0) < 3e-3
 
 
+def test_a_block_that_finishes_no_tile_awaits_its_copies():
+    tile = dataclasses.replace(FED, unroll=1, parts=2, split=2, cluster=1, rows=64)
+    assert product("int8", tile, 20, 144, 512, 0) < 3e-3
+
+
 def test_odd_number_of_stores():
     """Three stores of a tile leave from two places, and the next tile's first is not too early."""
     assert product("int8", dataclasses.replace(FED, tokens=48), 60, 208, 320, 0) < 3e-3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -30,13 +31,27 @@ class Idle:
         return EngineStats(**{**zeros, "finished": {}})
 
 
-def test_every_metric_of_the_dashboard_exists():
+def series() -> set[str]:
+    """Names of the series on the page of a server that had a request."""
     metrics = Metrics()
     metrics.watch(Idle())
     metrics.request("/", "GET", 200, 0.0)
     metrics.ended("stop")
     page = metrics.page()[1].decode()
-    names = set(re.findall(r"^(\w+)[{ ]", page, re.MULTILINE))
+    return set(re.findall(r"^(\w+)[{ ]", page, re.MULTILINE))
+
+
+def test_the_guide_names_the_metrics_as_the_server_does():
+    page = runpy.run_path(str(DEPLOY.parent / "docs/reference.py"))["http"]()
+    named = dict(re.findall(r"^\| `(jaxllama_\w+)` \| (\w+)", page, re.MULTILINE))
+    ends = {"histogram": ("_bucket", "_sum", "_count")}
+    wanted = {name + end for name, kind in named.items() for end in ends.get(kind, ("",))}
+    names = {name for name in series() if name.startswith("jaxllama_")}
+    assert wanted == {name for name in names if not name.endswith("_created")}
+
+
+def test_every_metric_of_the_dashboard_exists():
+    names = series()
     panels = json.loads((DEPLOY / "grafana/dashboard.json").read_text())["panels"]
     asked = {
         name

@@ -109,7 +109,7 @@ def table(layer: LayerConfig, prefix: str, source: Source) -> dict[Path, Param]:
     parts = list(zip(sources, n_rows, folds, strict=False))
     n_parts = 1 if cfg.borrows else 2 if cfg.k_is_v else len(parts)
     assert n_parts == len(parts) or len(names.qkv) == 3, "q, k and v in one tensor, where k is v"
-    table = fused("qkv", parts[:n_parts], d, cfg.qkv_bias)
+    table = fused("qkv", parts[:n_parts], d * layer.form.mixer_reads, cfg.qkv_bias)
     if cfg.qk_norm != "none":
         own_names = {"q_norm": names.q_norm, "k_norm": names.k_norm}
         norms = (("q_norm", q, query), ("k_norm", kv, 1.0))

@@ -1,4 +1,4 @@
-"""MTPDraft: the checkpoint's own head proposes the next tokens (``model.mtp``).
+"""HeadDraft: a head that reads the model's states proposes the next tokens (``model.heads``).
 
 The head reads each token with the hidden state of the token before it.  The prefill and each pass
 over the model therefore hand out their hidden states, and the head reads them at once, also while
@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import DraftContext, Drafted, PromptPart, SlotDrafts
 from jaxllama.decoding.rows import Rows
 from jaxllama.decoding.sampling import History
 from jaxllama.decoding.turn import Inputs, Pass
-from jaxllama.model import decoder, mtp
+from jaxllama.model import decoder
 from jaxllama.model.cache import Cache, init_cache
+from jaxllama.model.heads import Head
 from jaxllama.model.records import Hidden
 from jaxllama.parallel.mesh import mesh_of
 from jaxllama.typing import Params, Tree
@@ -31,7 +31,7 @@ from jaxllama.typing import Params, Tree
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class MTPState:
+class HeadState:
     """The head's state of B rows.
 
     cache: of one layer.  last: the head's hidden state ``[B, D]`` for each row's newest token.
@@ -44,33 +44,38 @@ class MTPState:
 
 
 @dataclasses.dataclass(frozen=True)
-class MTPDraft:
-    """Proposes the tokens that the head of the model with this config samples with the same keys.
+class HeadDraft:
+    """Proposes the tokens that the head samples with the same keys.
 
-    Its parameters are the model's.
+    Its parameters are those that ``weights`` returns.
     """
 
-    cfg: ModelConfig
+    head: Head
     reads_hidden: ClassVar[bool] = True
     counts_read: ClassVar[bool] = False
 
-    def begin(self, params: Params, batch: int, capacity: int) -> MTPState:
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.head.taps
+
+    def begin(self, params: Params, batch: int, capacity: int) -> HeadState:
         """The state of ``batch`` rows before their prompts."""
         dtype, mesh = decoder.activation_dtype(params), mesh_of(params)
-        cache = init_cache(self.cfg.draft_head(), batch, capacity, dtype, mesh=mesh)
-        last = Hidden(jnp.zeros((batch, self.cfg.d_model), dtype))
-        return MTPState(cache, last, jnp.zeros((batch,), bool))
+        cfg = self.head.layer_config
+        cache = init_cache(cfg, batch, capacity, dtype, mesh=mesh)
+        last = Hidden(jnp.zeros((batch, cfg.d_model), dtype))
+        return HeadState(cache, last, jnp.zeros((batch,), bool))
 
     def read_prompt(
         self,
         params: Params,
-        state: MTPState,
+        state: HeadState,
         following: jax.Array,
         hidden: Hidden,
         lengths: jax.Array,
         *,
         fresh: bool = False,
-    ) -> MTPState:
+    ) -> HeadState:
         """Read a part of a prompt.
 
         hidden ``[B, T, D]``: the model's for its tokens, of which ``lengths[B]`` count.
@@ -80,9 +85,8 @@ class MTPDraft:
         return dataclasses.replace(state, cache=cache)
 
     def weights(self, model: Params, draft: Params | None) -> Params:
-        """Return the model's."""
-        del draft
-        return model
+        """Return those that the head reads."""
+        return self.head.weights(model, draft)
 
     def fill(self, params: Params, cache: Cache, part: PromptPart) -> Cache:
         """Return the head's cache with the part of the prompts."""
@@ -92,14 +96,14 @@ class MTPDraft:
         after = jnp.where(columns == part.lengths[:, None] - 1, last, after)
         return self._filled(params, cache, after, part.hidden, part.lengths, fresh=part.fresh)
 
-    def state_of(self, slots: SlotDrafts, cache: Cache, drafts_here: bool) -> MTPState:
+    def state_of(self, slots: SlotDrafts, cache: Cache, drafts_here: bool) -> HeadState:
         """Return the state, which the head keeps also while no row drafts."""
         del drafts_here
         assert slots.last is not None
         head = Cache(slots.layers, cache.lengths, cache.table)
-        return MTPState(head, Hidden(slots.last), slots.read >= 0)
+        return HeadState(head, Hidden(slots.last), slots.read >= 0)
 
-    def to_slots(self, slots: SlotDrafts, kept: MTPState, length: jax.Array) -> SlotDrafts:
+    def to_slots(self, slots: SlotDrafts, kept: HeadState, length: jax.Array) -> SlotDrafts:
         """Return the slots with the state."""
         read = jnp.where(kept.is_known, length, -1)
         return slots._replace(layers=kept.cache.layers, read=read, last=kept.last.x)
@@ -115,9 +119,7 @@ class MTPDraft:
         fresh: bool,
     ) -> Cache:
         """Return the head's cache with a part of a prompt, as ``read_prompt`` takes it."""
-        params = mtp.head_params(params)
-        return mtp.forward(
-            self.cfg,
+        return self.head.forward(
             params,
             following,
             _apart(hidden),
@@ -130,18 +132,17 @@ class MTPDraft:
     def read(
         self,
         params: Params,
-        state: MTPState,
+        state: HeadState,
         following: jax.Array,
         hidden: Hidden,
         new: jax.Array,
-    ) -> MTPState:
+    ) -> HeadState:
         """Read the tokens of a pass, whose cache has kept ``new[B]``; as ``read_prompt``."""
-        params = mtp.head_params(params)
-        read, cache = mtp.forward(self.cfg, params, following, _apart(hidden), new, state.cache)
-        return MTPState(cache, read.last(new, state.last), state.is_known | (new > 0))
+        read, cache = self.head.forward(params, following, _apart(hidden), new, state.cache)
+        return HeadState(cache, read.last(new, state.last), state.is_known | (new > 0))
 
     def begin_answer(
-        self, params: Params, rows: Rows, state: MTPState, last: Hidden, lengths: jax.Array
+        self, params: Params, rows: Rows, state: HeadState, last: Hidden, lengths: jax.Array
     ) -> Rows:
         """Return the rows after the head has read their first tokens.
 
@@ -149,7 +150,7 @@ class MTPDraft:
         without one has length 0.
         """
         live, newest = (lengths > 0).astype(jnp.int32), rows.fields.newest[:, None]
-        state = self.read(params, state, newest, Hidden(last.x[:, None]), live)
+        state = self.read(params, state, newest, last.reshaped(-1, 1), live)
         return dataclasses.replace(rows, kept=state)
 
     def observe(self, params: Params, rows: Rows, inputs: Inputs, passed: Pass) -> Rows:
@@ -164,9 +165,8 @@ class MTPDraft:
             rows, kept=self.read(params, rows.kept, following, passed.hidden, new)
         )
 
-    def propose(self, params: Params, kept: MTPState, ask: DraftContext) -> Drafted:
+    def propose(self, params: Params, kept: HeadState, ask: DraftContext) -> Drafted:
         """Draft ``ask.wanted`` tokens for each row; if no row wants any, the head does not run."""
-        params = mtp.head_params(params)
         none = jnp.zeros((ask.size.shape[0], ask.most), jnp.int32)
         wanted = jnp.where(kept.is_known, ask.wanted, 0)
         most = jnp.max(wanted)
@@ -174,7 +174,7 @@ class MTPDraft:
         def drafted(
             tokens: jax.Array, index: jax.Array, hidden: Hidden, history: History | None
         ) -> tuple[jax.Array, History | None]:
-            scores = mtp.logits(self.cfg, params, hidden)
+            scores = self.head.logits(params, hidden)
             token, _ = ask.draw(scores, ask.sampling, ask.size + index, history)
             tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], index, axis=1)
             return tokens, None if history is None else history.add(token)
@@ -183,8 +183,8 @@ class MTPDraft:
             index, tokens, cache, hidden, history = carry
             newest = lax.dynamic_index_in_dim(tokens, index - 1, 1)
             goes_on = (index < wanted).astype(jnp.int32)
-            before = Hidden(hidden.x[:, None])
-            read, cache = mtp.forward(self.cfg, params, newest, before, goes_on, cache, is_own=True)
+            before = hidden.reshaped(-1, 1)
+            read, cache = self.head.forward(params, newest, before, goes_on, cache, is_own=True)
             hidden = read[:, 0]
             tokens, history = drafted(tokens, index, hidden, history)
             return index + 1, tokens, cache, hidden, history
@@ -209,4 +209,4 @@ def _apart(hidden: Hidden) -> Hidden:
     Otherwise it shares their norm between the model and the head, and the model's logits would be
     rounded otherwise than without the head.
     """
-    return Hidden(lax.optimization_barrier(hidden.x))
+    return lax.optimization_barrier(hidden)
