@@ -222,6 +222,16 @@ def test_rows_that_are_not_whole_blocks_take_a_simpler_type(
     assert blocks.kind_for(kind, columns) == found
 
 
+def test_embedding_and_head_keep_more_bits(tmp_path: Path) -> None:
+    """Q6_K, or Q8_0 here, where 256 does not divide the columns."""
+    cfg = case("llama-gqa")
+    path = save(tmp_path / "m.gguf", cfg, seeded_params(cfg, 3), type="q4_0")
+    with GGUFFile(path) as file:
+        names = ("token_embd", "output", "blk.0.attn_q")
+        kinds = [file.tensors[f"{name}.weight"].type for name in names]
+    assert kinds == [Type.Q8_0, Type.Q8_0, Type.Q4_0]
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [

@@ -50,6 +50,7 @@ from pallas_kernels.qtensor import QTensor, RowBlocks
 TYPES = {kind.name.lower(): kind for kind in blocks.WRITABLE}
 # Weights that choose experts, or one expert's share, stay in float32.
 _FLOATS = ("router", "shared_gate")
+_COARSE = (Type.Q4_0, Type.Q4_1, Type.Q4_K, Type.Q5_0, Type.Q5_1, Type.Q5_K, Type.MXFP4)
 _DTYPES = {"float32": Type.F32, "float16": Type.F16, "bfloat16": Type.BF16}
 _FILE_TYPES = {
     **{Type.F32: 0, Type.F16: 1, Type.Q4_0: 2, Type.Q4_1: 3, Type.Q8_0: 7, Type.Q5_0: 8},
@@ -202,6 +203,8 @@ def _kind(path: TreePath, source: TensorSource, value: Tree, kind: Type | None) 
     is_matrix = source.name.endswith(".weight") and bool(others)
     if not is_matrix or path[-2] in _FLOATS:
         return Type.F32
+    if kind in _COARSE and path[0] in ("embed", "head"):
+        kind = Type.Q6_K  # as in llama.cpp: rounding errors of a head are the tokens' own
     return blocks.kind_for(kind or _DTYPES[np.dtype(value.dtype).name], columns)
 
 
