@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxllama.checkpoints import saving
 from jaxllama.checkpoints.pooling import Pooling
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.sampling import Sampling, whole
@@ -334,9 +333,14 @@ class LanguageModel:
         return (text for _, text in steps)
 
     def save(
-        self, directory: str | Path, *, format: str | None = None, progress: bool = False
+        self,
+        directory: str | Path,
+        *,
+        format: str | None = None,
+        type: str | None = None,
+        progress: bool = False,
     ) -> Path:
-        """Write the model into a new directory, which ``load`` reads.
+        """Write the model into a new directory or GGUF file, which ``load`` reads.
 
         The directory gets config.json, generation_config.json (with ``sampling``), safetensors and
         the tokenizer's files. It appears complete or, on any failure, not at all.
@@ -349,14 +353,18 @@ class LanguageModel:
             "floats", "awq", "gptq" or "compressed-tensors" write a Hugging Face directory, which
             transformers loads too. "floats" dequantizes quantized weights. "native" keeps any
             quantized weight bit for bit; other programs refuse it. The default is "native" for
-            quantized weights. It is "floats" for others, which keep their dtype.
+            quantized weights. It is "floats" for others, which keep their dtype. "gguf" writes one
+            file, which llama.cpp reads too; ``directory`` is its path and ends with .gguf.
+        type : str, optional
+            GGUF type to which all matrices are rounded, such as "q4_k". Without it quantized
+            weights keep their codes, and floats their dtype.
         progress : bool
             Show a progress bar on stderr.
 
         Returns
         -------
         Path
-            The directory.
+            The directory, or the file.
 
         Raises
         ------
@@ -364,7 +372,9 @@ class LanguageModel:
             If the path cannot be written, the format cannot hold a weight, or transformers has no
             class for an option of the config. The message names it.
         """
-        saving.check_format(format)
+        from jaxllama.checkpoints import saving  # few programs write a model
+
+        saving.check_format(format, type)
         if self.adapters:
             raise JaxLlamaError("adapters lie beside the weights: load(..., merge=True) joins them")
         params = as_stored(self.executor.whole(self.config, self.params))
@@ -379,6 +389,7 @@ class LanguageModel:
                 dtype=self.dtype,
                 sampling=self.sampling,
                 progress=progress,
+                type=type,
             )
 
     def _steps(

@@ -34,7 +34,7 @@ from jax.typing import DTypeLike
 from jaxllama import generation
 from jaxllama.checkpoints import hub, peft, pooling
 from jaxllama.checkpoints.gguf import load as gguf
-from jaxllama.checkpoints.gguf.file import opened
+from jaxllama.checkpoints.gguf.file import NO_VOCABULARY, GGUFFile, opened
 from jaxllama.checkpoints.hf import eagle3
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.tables import tensor_table
@@ -300,7 +300,7 @@ def _read(order: _Order, added: peft.Factors | None) -> _Model:
 def _of_gguf(path: Path, order: _Order, here: Place, keeps_codes: bool) -> _Model:
     # The tokenizer is built while weights are laid out: both take tenths of a second.
     with opened(path) as file, ThreadPoolExecutor(1, "jaxllama-load") as beside:
-        reading = beside.submit(Tokenizer.from_gguf, file)
+        reading = beside.submit(_tokenizer_of_gguf, file)
         cfg = gguf.read_config(file)
         keep = here if order.grid is None else lambda _, leaf: leaf
         put, finish = _rounded(order.quantize, cfg, keep, order.place)
@@ -317,6 +317,11 @@ def _of_gguf(path: Path, order: _Order, here: Place, keeps_codes: bool) -> _Mode
     params = finish(params)
     params = params if order.grid is None else shard_params(cfg, params, order.grid)[1]
     return _Model(cfg, params, tokenizer)
+
+
+def _tokenizer_of_gguf(file: GGUFFile) -> Tokenizer | None:
+    has_text = file.string("tokenizer.ggml.model", "none") not in NO_VOCABULARY
+    return Tokenizer.from_gguf(file) if has_text else None
 
 
 def _of_directory(path: Path, order: _Order, here: Place, added: peft.Factors | None) -> _Model:

@@ -266,8 +266,11 @@ def nearest_card(device: object) -> str | None:
 def nearest(capability: str) -> Architecture | None:
     """Return the architecture of a compute capability such as "8.9".
 
-    One that is not in the table gets the nearest below it, and one below the table gets None.
+    One that is not in the table gets the nearest below it. One below the table, or another maker's
+    ("gfx942"), gets None.
     """
+    if not capability[:1].isdigit():
+        return None
     own = tuple(map(int, capability.split(".")))
     return next((one for one in reversed(ARCHITECTURES) if one.capability <= own), None)
 

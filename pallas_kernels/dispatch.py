@@ -118,7 +118,7 @@ def hopper_reason(*operands: object) -> str | None:
 def _gpu_reason(gpu: Device) -> str | None:
     """Return why Mosaic kernels cannot run on this GPU with this jax, or None."""
     capability = str(getattr(gpu, "compute_capability", "?"))
-    arch = nearest(capability) if capability[:1].isdigit() else None
+    arch = nearest(capability)
     if arch is None:
         return f"compute capability {capability} is below 8.0, of the first GPUs with kernels"
     if reason := untested_jax():

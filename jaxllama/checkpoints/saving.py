@@ -1,6 +1,6 @@
-"""A model's parameters into a new directory, in the format that the caller names.
+"""A model's parameters into a new directory or file, in the format that the caller names.
 
-``hf`` writes floats, ``packed`` writes quantized weights in their codes.
+``hf`` writes floats, ``packed`` quantized weights in their codes, ``gguf`` one file of either.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 from jax.typing import DTypeLike
 
+from jaxllama.checkpoints.gguf import save as gguf
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.config import ModelConfig
@@ -19,17 +20,30 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.model.summary import is_quantized
 from jaxllama.typing import Params
 
-FORMATS = ("floats", *packed.FORMATS)
+FORMATS = ("floats", *packed.FORMATS, "gguf")
 
 
-def check_format(format: str | None) -> None:
-    """Raise JaxLlamaError if ``format`` is neither None nor one of ``FORMATS``."""
+def check_format(format: str | None, type: str | None) -> None:
+    """Raise JaxLlamaError for a format that is not in ``FORMATS``, or a type without GGUF."""
     if format not in (None, *FORMATS):
         raise JaxLlamaError(f"format = {format!r}: is not one of {', '.join(FORMATS)}")
+    if type is not None and format != "gguf":
+        raise JaxLlamaError(f"type = {type!r}: only format 'gguf' has types")
+
+
+def check(path: Path, cfg: ModelConfig, params: Params, format: str) -> None:
+    """Raise JaxLlamaError for what ``save`` would refuse of quantized weights.
+
+    params: may be stand-ins.
+    """
+    if format == "gguf":
+        gguf.check(path, cfg, params)
+    else:
+        packed.check(cfg, params, format)
 
 
 def save(
-    directory: str | Path,
+    path: str | Path,
     cfg: ModelConfig,
     params: Params,
     tokenizer_files: Iterable[str | Path],
@@ -38,6 +52,7 @@ def save(
     dtype: DTypeLike,
     sampling: Sampling | None,
     progress: bool,
+    type: str | None = None,
 ) -> Path:
     """Write a model's parameters, as ``LanguageModel.save`` describes it.
 
@@ -46,9 +61,13 @@ def save(
     """
     is_packed = any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
     format = format or ("native" if is_packed else "floats")
+    if is_packed and (format == "floats" or type is not None):
+        params = packed.in_floats(params, dtype)
+    if format == "gguf":
+        return gguf.save(path, cfg, params, tokenizer_files, type=type, progress=progress)
     if format != "floats":
         return packed.save(
-            directory,
+            path,
             cfg,
             params,
             tokenizer_files,
@@ -56,6 +75,5 @@ def save(
             sampling=sampling,
             progress=progress,
         )
-    params = packed.in_floats(params, dtype) if is_packed else params
     cfg = cfg.with_head_of(params)
-    return hf.save(directory, cfg, params, tokenizer_files, sampling=sampling, progress=progress)
+    return hf.save(path, cfg, params, tokenizer_files, sampling=sampling, progress=progress)

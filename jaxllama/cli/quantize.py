@@ -8,7 +8,7 @@ from jaxllama.cli import common
 from jaxllama.cli.domains import Number, OutFile, Parser, new_folder, refusing, text_input
 
 METHODS = ("rtn", "awq", "gptq", "smoothquant")
-FORMATS = ("native", "awq", "gptq", "compressed-tensors", "fp8", "modelopt", "mxfp4")
+FORMATS = ("native", "awq", "gptq", "compressed-tensors", "fp8", "modelopt", "mxfp4", "gguf")
 
 HELP = "Make a quantized checkpoint, calibrated on text."
 
@@ -27,7 +27,7 @@ def options(sub: Parser) -> None:
         type=new_folder,
         required=True,
         metavar="DIR",
-        help="folder to write; an interrupted run continues",
+        help="folder, or .gguf file, to write; an interrupted run continues",
     )
     sub.add_argument(
         "--scheme",
@@ -46,8 +46,8 @@ def options(sub: Parser) -> None:
         "--format",
         choices=FORMATS,
         default="native",
-        help="native holds every scheme, and only jaxllama reads it; transformers "
-        "and others read the rest (default %(default)s)",
+        help="native holds every scheme, and only jaxllama reads it; transformers, "
+        "llama.cpp (gguf) and others read the rest (default %(default)s)",
     )
     sub.add_argument(
         "--calibration",

@@ -165,14 +165,14 @@ def _has_kernels(x: Input, weight: Weight) -> bool:
 def _norm_linears(
     stream: Stream, scale: Params | None, linears: Sequence[Params], cfg: StepConfig
 ) -> tuple[list[Columns], Stream]:
-    weights = [linear["weight"] for linear in linears]
-    has_lora = any(_lora(linear) is not None for linear in linears)
+    weights = [layer["weight"] for layer in linears]
+    has_lora = any(_lora(layer) is not None for layer in linears)
     has_kernel = not has_lora and wants_kernel(None, stream.x, weights)
     if has_kernel and scale is not None and cfg.norm.kind == "rms":
         fused = _fused_norm_linears(stream.rounded, scale, linears, cfg)
         if fused is not None:
             return fused
-    wanted = [None if has_lora else input_codes(linear) for linear in linears]
+    wanted = [None if has_lora else input_codes(layer) for layer in linears]
     if len(set(wanted)) > 1:
         return _by_codes(stream, scale, linears, wanted, cfg)
     # The input is quantized once for all that want the same codes.

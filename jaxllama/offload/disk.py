@@ -124,7 +124,8 @@ class DiskFile:
     def drop_cache(self) -> None:
         """Ask the system to drop its cache of the file, so that reads come from the disk."""
         os.fsync(self._fd)
-        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if hasattr(os, "posix_fadvise"):  # macOS has none
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _take(self, nbytes: int) -> int:
         room = _room(nbytes)
@@ -133,7 +134,10 @@ class DiskFile:
                 return self._holes[room].pop()
             offset = self._end
             try:
-                os.posix_fallocate(self._fd, offset, max(room, 1))
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(self._fd, offset, max(room, 1))
+                else:  # macOS, where a full disk is found by the write
+                    os.ftruncate(self._fd, offset + max(room, 1))
             except OSError as error:
                 raise self._error(error, nbytes) from None
             self._end += room

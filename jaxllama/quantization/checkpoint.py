@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxllama.checkpoints.packed import load as packed
+from jaxllama.checkpoints import saving
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
@@ -63,7 +63,7 @@ _FLOAT_HEADS = {
     "compressed-tensors": "one scheme for all weights if it has zero points",
 }
 # Formats whose readers expect float16 scales: codes are computed with scales rounded to float16.
-_FLOAT16_SCALES = ("awq", "gptq")
+_FLOAT16_SCALES = ("awq", "gptq", "gguf")
 
 
 _SAMPLES = 32
@@ -104,8 +104,9 @@ class QuantizeRequest:
             object.__setattr__(self, "samples", _SAMPLES if is_read else 0)
         if self.samples == 0 and wanted:
             raise JaxLlamaError(f"samples = 0: {wanted[0]} needs at least 1")
-        if self.format not in packed.FORMATS:
-            raise JaxLlamaError(f"format {self.format!r} is not one of {', '.join(packed.FORMATS)}")
+        formats = saving.FORMATS[1:]  # without floats
+        if self.format not in formats:
+            raise JaxLlamaError(f"format {self.format!r} is not one of {', '.join(formats)}")
         for name, least in (("samples", 0), ("window", 2), ("tune", 0)):
             if getattr(self, name) < least:
                 raise JaxLlamaError(f"{name} = {getattr(self, name)}: must be at least {least}")
@@ -160,7 +161,7 @@ def check(cfg: ModelConfig, request: QuantizeRequest, dtype: DTypeLike = jnp.flo
     if request.samples and request.window > cfg.max_position:
         raise JaxLlamaError(f"window = {request.window}: the context is {cfg.max_position} tokens")
     stand_in = _stand_in(cfg, request, dtype)
-    packed.check(cfg, stand_in, request.format)
+    saving.check(request.out, cfg, stand_in, request.format)
     folder = next(path for path in request.out.absolute().parents if path.exists())
     if not os.access(folder, os.W_OK):
         raise JaxLlamaError(f"{request.out}: {folder} is not writable")
@@ -268,12 +269,13 @@ def quantize_checkpoint(
     params = _with_float32_scales(params) if rounds_scales else params
     with tempfile.TemporaryDirectory() as scratch, _pointing_to(work):
         files = [] if lm.tokenizer is None else lm.tokenizer.save(scratch)
-        packed.save(
+        saving.save(
             request.out,
             lm.config,
             params,
             files,
             format=request.format,
+            dtype=lm.dtype,
             sampling=lm.sampling,
             progress=progress,
         )

@@ -91,7 +91,7 @@ class CallFrame:
 
 _Pointer = ctypes.c_void_p
 _Int = ctypes.c_int64
-_TYPES = {
+TYPES = {
     "float32": 11,
     "int8": 2,
     "uint8": 6,
@@ -181,13 +181,13 @@ def _frame(
         for a in arrays:
             dims = address(_array(_Int, a.shape))
             found.append(
-                address(_array(_Int, [48, 0, _TYPES[a.dtype.name], a.ctypes.data, a.ndim, dims]))
+                address(_array(_Int, [48, 0, TYPES[a.dtype.name], a.ctypes.data, a.ndim, dims]))
             )
         return len(found), address(_array(_Int, found))
 
     scalars = []
     for _, value in sorted(attributes.items()):
-        pair = _array(_Int, [_TYPES[value.dtype.name], value.ctypes.data])
+        pair = _array(_Int, [TYPES[value.dtype.name], value.ctypes.data])
         scalars.append(address(pair))
     frame = (_Int * 24)()
     frame[API // 8], frame[STAGE // 8] = ctypes.addressof(api.table), EXECUTE

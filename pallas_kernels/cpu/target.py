@@ -10,11 +10,13 @@ the CPU.  So an object depends only on its target and can be compiled for anothe
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from pallas_kernels.dispatch import Reason
@@ -72,12 +74,26 @@ def target() -> Target | Reason:
     return _of_host(os.environ.get(VARIABLE, ""))
 
 
+# Numbers of the entries that Linux passes to a process, and the features of their bits:
+# <asm/hwcap.h> of 64-bit ARM, by LLVM's names.
+_HWCAP, _HWCAP2 = 16, 26
+_HWCAP_BITS = {_HWCAP: {0: "fp", 1: "neon", 20: "dotprod", 22: "sve"}, _HWCAP2: {13: "i8mm"}}
+
+
 @functools.cache
 def host_cpu() -> HostCpu:
-    """This machine's CPU, as Linux describes an x86-64 one and as LLVM describes any other."""
-    if (sys.platform, platform.machine()) == ("linux", "x86_64"):
+    """This machine's CPU, as Linux describes it; elsewhere as LLVM does.
+
+    On 64-bit ARM the kernel passes the features to each process. ``/proc/cpuinfo``, which LLVM
+    reads, describes another CPU under emulation and is missing in some containers.
+    """
+    system = sys.platform, platform.machine()
+    if system == ("linux", "x86_64"):
         with contextlib.suppress(OSError, KeyError):
             return _from_linux(Path("/proc/cpuinfo").read_text())
+    if system == ("linux", "aarch64"):
+        with contextlib.suppress(OSError, AttributeError):  # a C library without getauxval
+            return _from_auxiliary({kind: _auxiliary(kind) for kind in _HWCAP_BITS})
     from llvmlite import binding
 
     arch = binding.get_default_triple().split("-")[0].replace("arm64", "aarch64")
@@ -95,6 +111,24 @@ def _from_linux(cpuinfo: str) -> HostCpu:
     features = frozenset(_LLVM_NAMES.get(name, name) for name in facts["flags"].split())
     identity = tuple(facts[name] for name in _IDENTITY)
     return HostCpu(facts["model name"], "x86_64", features, identity)
+
+
+def _auxiliary(kind: int) -> int:
+    """An entry of the vector that Linux passes to this process, 0 for one that it lacks."""
+    getauxval = ctypes.CDLL(None).getauxval
+    getauxval.restype, getauxval.argtypes = ctypes.c_ulong, (ctypes.c_ulong,)
+    return getauxval(kind)
+
+
+def _from_auxiliary(words: Mapping[int, int]) -> HostCpu:
+    """An ARM CPU by the bits of its features; words: by the entry's number."""
+    features = frozenset(
+        name
+        for kind, names in _HWCAP_BITS.items()
+        for bit, name in names.items()
+        if words[kind] >> bit & 1
+    )
+    return HostCpu("64-bit ARM", "aarch64", features, tuple(f"{word:x}" for word in words.values()))
 
 
 @functools.cache

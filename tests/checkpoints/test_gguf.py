@@ -820,7 +820,8 @@ def check_damaged(
 
 def test_smollm2_config_is_the_preset(smollm2: Path) -> None:
     found = read_config(smollm2)
-    assert found.eos_token_ids == (2, 0)  # <|im_end|>, and <|endoftext|> by its spelling
+    # <|im_end|>, and by their spelling <|endoftext|> and <reponame>, as in llama.cpp.
+    assert found.eos_token_ids == (2, 0, 4)
     assert found.replace(name="smollm2-135m", eos_token_ids=(2,)) == load_config("smollm2-135m")
 
 

@@ -292,7 +292,7 @@ def test_pre_tokenizers_of_the_families(pre: str, pieces: list[str]) -> None:
 
 
 def cut(pre: str, text: str) -> list[str]:
-    splits = [pre_tokenizers.Split(Regex(one), behavior="isolated") for one in tokenizer._PRE[pre]]
+    splits = [pre_tokenizers.Split(Regex(one), behavior="isolated") for one in tokenizer.PRE[pre]]
     return [piece for piece, _ in pre_tokenizers.Sequence(splits).pre_tokenize_str(text)]
 
 
@@ -316,12 +316,13 @@ def test_names_that_conversion_writes_for_the_listed_architectures_are_read() ->
         "glm4moe": "glm4",
     }
     assert written.keys() <= ARCHITECTURES.keys()
-    assert set(written.values()) <= tokenizer._PRE.keys()
+    assert set(written.values()) <= tokenizer.PRE.keys()
 
 
 ENDS = [
     (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], None, [0, 2]),
     (["a", "</s>", "<|eot_id|>", "<|eom_id|>"], None, [0, 1, 2, 3]),
+    (["<|im_end|>", "a", "<fim_pad>", "<reponame>"], [3, 1, 1, 3], [0, 2, 3]),
     (["<eos>", "</s>", "<end_of_turn>"], [3, 4, 3], [0, 2]),  # an HTML tag in Gemma's vocabulary
     (["a", "<|end|>"], [1, 1], [0, 1]),
     (["a", "<|end|>", "<|return|>", "<|call|>"], None, [0, 2, 3]),  # ends a message of several

@@ -87,7 +87,7 @@ def test_costs_are_scaled_to_a_card(monkeypatch):
 
 def test_an_unknown_card_is_the_nearest_below():
     assert nearest("8.9").name == "sm_89" and nearest("11.0").name == "sm_103"
-    assert nearest("7.5") is None and nearest("13.0").name == "sm_121"
+    assert nearest("7.5") is None and nearest("gfx942") is None and nearest("13.0").name == "sm_121"
     card, arch = card_of("NVIDIA Something New", "12.7")
     assert (card.name, arch.name) == ("NVIDIA GB10", "sm_121")
     card, arch = card_of("NVIDIA GeForce RTX 4090", "8.9")

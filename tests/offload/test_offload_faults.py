@@ -31,13 +31,17 @@ def on_disk(tmp_path):
     return place.model(CFG, place.tree(jax.tree.map(np.asarray, params_of(CFG))), None)
 
 
-def test_a_disk_file_has_no_name_and_gives_back_what_was_written(tmp_path):
+@pytest.mark.parametrize("lacks", [(), ("posix_fallocate", "posix_fadvise")], ids=["", "macOS"])
+def test_a_disk_file_has_no_name_and_gives_back_what_was_written(lacks, tmp_path, monkeypatch):
+    for name in lacks:
+        monkeypatch.delattr(os, name)
     disk = DiskFile(tmp_path)
     arrays = [
         np.random.default_rng(i).integers(0, 255, n, np.uint8)
         for i, n in enumerate((1, 4096, (1 << 22) + 17))
     ]
     extents = [disk.write(array) for array in arrays]
+    disk.drop_cache()
     for extent, array in zip(extents, arrays, strict=True):
         assert (disk.read(extent) == array).all()
     assert list(tmp_path.iterdir()) == []

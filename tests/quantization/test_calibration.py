@@ -521,6 +521,21 @@ def test_formats_hold_a_tied_head_s_copy_or_say_that_they_leave_it(lm, format, t
     is_near(got.params, want)
 
 
+def test_codes_that_were_chosen_go_to_a_gguf_file(lm, tmp_path):
+    """A file of another name is refused before anything is rounded, a tokenizer of bytes later."""
+    plan, out = "w4a16-sym,head=w8a16", tmp_path / "m.gguf"
+    with pytest.raises(jl.JaxLlamaError, match="its vocabulary has no merges"):
+        lm.save(out, format="gguf")
+    model = LanguageModel(CFG, lm.params, None)
+    quantize_checkpoint(model, QuantizeRequest(out, plan, format="gguf"))
+    got = jl.load(out, exact=True)
+    want = jl.quantize_params(lm.params, plan, cfg=CFG, scale_dtype=jnp.float16)
+    is_near(got.params, want)
+    assert got.tokenizer is None
+    with pytest.raises(jl.JaxLlamaError, match="whose name ends with .gguf"):
+        quantize_checkpoint(lm, QuantizeRequest(tmp_path / "m", plan, format="gguf"))
+
+
 def test_a_native_checkpoint_converts_to_formats_of_float16_scales(lm, tmp_path):
     """The command's float32 scales have values that float16 holds; other float32 scales do not."""
     plan = "w4a16,head=none"

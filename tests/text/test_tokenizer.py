@@ -265,8 +265,8 @@ def test_special_tokens_in_text(tokenizer: Tokenizer) -> None:
     assert (ids[0], ids[-1]) == (1, 2)
     assert tokenizer.decode(ids) == "a"
     assert tokenizer.decode(ids, skip_special=False) == "<|im_start|>a<|im_end|>"
-    # The file names <|im_end|>, and <|endoftext|> is an end by its spelling.
-    assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, (2, 0))
+    # The file names <|im_end|>; <|endoftext|> and <reponame> are ends by their spelling.
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, (2, 0, 4))
     assert tokenizer.special_tokens["eos_token"] == tokenizer.token(2) == "<|im_end|>"
     assert tokenizer.id("<|im_end|>") == 2
 

@@ -34,7 +34,8 @@ class GGUFArchitecture:
     name of the norm before the feed-forward. has_mtp: whether the file may have a head for
     multi-token prediction behind its
     layers. ignores_mtp: whether such heads are left out. mixer: the kind of the layers beside plain
-    attention.
+    attention. biases: those of "o" and "mlp" that llama.cpp reads. tied: whether it has no head but
+    the embedding (True), or none but its own (False); None if a file may have either.
     """
 
     family: str
@@ -57,6 +58,8 @@ class GGUFArchitecture:
     mixture: str | None = None
     experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     gating: int = SOFTMAX
+    biases: tuple[str, ...] = ()
+    tied: bool | None = None
 
 
 def _gemma(largest: int) -> Callable[[JsonMapping], JsonObject]:
@@ -129,6 +132,7 @@ _GRANITE = GGUFArchitecture(
         "logit_scale": "logits_scaling",
     },
     more=lambda sizes: {"attention_multiplier": sizes["head_dim"] ** -0.5},
+    biases=("o", "mlp"),
 )
 _DELTA = GGUFArchitecture(
     "qwen3_5_text",
@@ -152,15 +156,21 @@ _LFM2 = GGUFArchitecture(
 )
 ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(
-        "llama", windowed="mistral", interleaved=True, mixture="mixtral", experts=_LOCAL
+        "llama",
+        windowed="mistral",
+        interleaved=True,
+        mixture="mixtral",
+        experts=_LOCAL,
+        biases=("o", "mlp"),
     ),
     "qwen2": GGUFArchitecture("qwen2", windowed="qwen2"),
     "qwen3": GGUFArchitecture("qwen3", windowed="qwen3"),
-    "olmoe": GGUFArchitecture("olmoe", mixture="olmoe", experts=_COUNTED),
+    "olmoe": GGUFArchitecture("olmoe", mixture="olmoe", experts=_COUNTED, tied=False),
     "qwen2moe": GGUFArchitecture(
         "qwen2_moe",
         mixture="qwen2_moe",
         experts={**_WIDE, **_SHARED_WIDTH},
+        tied=False,
     ),
     "qwen3moe": GGUFArchitecture(
         "qwen3_moe",
@@ -176,11 +186,20 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         gating=SOFTMAX_OF_CHOSEN,
         mlp_norm="post_attention_norm",
         rope={"truncate": False},  # which no key says
+        biases=("o",),
+        tied=False,
     ),
     "phi3": GGUFArchitecture("phi3", windowed="phi3"),
     "internlm2": GGUFArchitecture("llama", interleaved=True),
     "smollm3": GGUFArchitecture("smollm3", interleaved=True),
-    "phimoe": GGUFArchitecture("phimoe", windowed="phimoe", mixture="phimoe", experts=_LOCAL),
+    "phimoe": GGUFArchitecture(
+        "phimoe",
+        windowed="phimoe",
+        mixture="phimoe",
+        experts=_LOCAL,
+        biases=("o",),
+        tied=False,
+    ),
     "granite": dataclasses.replace(_GRANITE, has_still=True),
     "granitemoe": dataclasses.replace(
         _GRANITE,
@@ -210,7 +229,7 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         },
     ),
     "seed_oss": GGUFArchitecture("seed_oss", mlp_norm="post_attention_norm"),
-    "ernie4_5": GGUFArchitecture("ernie4_5", interleaved=True),
+    "ernie4_5": GGUFArchitecture("ernie4_5", interleaved=True, biases=("o",)),
     "ernie4_5-moe": GGUFArchitecture(
         "ernie4_5_moe",
         interleaved=True,
@@ -218,13 +237,14 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         experts=_ERNIE_EXPERTS,
         more=lambda sizes: _ERNIE_DEFAULTS,
     ),
-    "olmo2": GGUFArchitecture("olmo2", windowed="olmo3"),
+    "olmo2": GGUFArchitecture("olmo2", windowed="olmo3", tied=False),
     "gemma2": GGUFArchitecture(
         "gemma2",
         windowed="gemma2",
         keys={**_SOFTCAP, "attn_logit_softcapping": "attn_logit_softcapping"},
         more=_gemma(46),
         may_lack_window=True,
+        tied=True,
     ),
     "gemma3": GGUFArchitecture(
         "gemma3_text", windowed="gemma3_text", keys=_SOFTCAP, more=_gemma(62), local_theta=10000.0
@@ -244,12 +264,22 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "stablelm": GGUFArchitecture(
         "stablelm",  # The key of parallel sublayers is True even if config.json had no value.
         read=lambda names: {"use_parallel_residual": "blk.0.ffn_norm.weight" not in names},
+        tied=False,
     ),
     "command-r": GGUFArchitecture(
-        "cohere", interleaved=True, keys=_LOGIT_SCALE, more=lambda sizes: {"logit_scale": 1.0}
+        "cohere",
+        interleaved=True,
+        keys=_LOGIT_SCALE,
+        more=lambda sizes: {"logit_scale": 1.0},
+        tied=True,
     ),
     "cohere2": GGUFArchitecture(
-        "cohere2", windowed="cohere2", interleaved=True, keys=_LOGIT_SCALE, needs_window=True
+        "cohere2",
+        windowed="cohere2",
+        interleaved=True,
+        keys=_LOGIT_SCALE,
+        needs_window=True,
+        tied=True,
     ),
     "lfm2": _LFM2,
     "lfm2moe": dataclasses.replace(

@@ -23,7 +23,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import JsonObject
 
 # Metadata of every architecture -> config.json.
-_KEYS = {
+KEYS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
@@ -50,7 +50,7 @@ _ROPE_KEYS = (
     "attn_factor",
     "yarn_attn_factor",
 )
-_SHARED = "expert_shared_feed_forward_length"
+SHARED = "expert_shared_feed_forward_length"
 _RECURRENT = "attention.recurrent_layers"
 _TURNING = "rope.dimension_count"
 # Keys that change the computation, with the supported value. ``_INERT`` has the keys that are read
@@ -74,7 +74,7 @@ _INERT = (
     "rope.scaling.finetuned",
     "use_parallel_residual",
     "rope.dimension_sections",  # axes of an image's positions, which are alike in a text
-    _SHARED,  # read by name, or the count and the experts' width say it
+    SHARED,  # read by name, or the count and the experts' width say it
 )
 
 
@@ -116,7 +116,7 @@ def _config(file: GGUFFile) -> ModelConfig:
     kind = arch.windowed if window and arch.windowed else arch.family
     if has_experts and arch.mixture is not None:
         kind = arch.mixture
-        if arch.shared_mixture and file.integer(f"{name}.{_SHARED}", 0):
+        if arch.shared_mixture and file.integer(f"{name}.{SHARED}", 0):
             kind = arch.shared_mixture
     config: JsonObject = {"model_type": kind, **sizes, **_window(file, name, kind, window, sizes)}
     config |= {} if arch.more is None else arch.more(sizes)
@@ -240,7 +240,7 @@ def _check_keys(file: GGUFFile, name: str, arch: GGUFArchitecture) -> None:
     rope = [f"rope.scaling.{key}" for key in _ROPE_KEYS]
     window = _WINDOW_KEYS if arch.windowed else ()
     known = {
-        *_KEYS,
+        *KEYS,
         *window,
         *arch.keys,
         *arch.experts,
@@ -364,7 +364,7 @@ def _window(
 
 def _in_their_words(error: str, name: str, arch: GGUFArchitecture) -> str:
     """Rephrase an error about a key of config.json in terms of the file's metadata."""
-    for key, theirs in {**_KEYS, **_WINDOW_KEYS, **arch.keys}.items():
+    for key, theirs in {**KEYS, **_WINDOW_KEYS, **arch.keys}.items():
         if error.startswith(f"{theirs} = "):
             return f"{name}.{key}{error.removeprefix(theirs)}"
     return error

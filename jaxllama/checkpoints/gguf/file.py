@@ -50,6 +50,8 @@ _SCALARS = {
     12: "d",
 }
 _STRING, _ARRAY = 8, 9
+# The values of tokenizer.ggml.model in a file without a tokenizer.
+NO_VOCABULARY = ("none", "no_vocab")
 _MAX_DIMS = 4
 # Numbers of entries that a large file could have, and no model has.
 _MAX_KEYS = 1 << 16

@@ -32,7 +32,7 @@ from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES
 from jaxllama.checkpoints.gguf.codes import to_floats
 from jaxllama.checkpoints.gguf.config import read_config
 from jaxllama.checkpoints.gguf.file import GGUFFile, opened
-from jaxllama.checkpoints.gguf.names import param_tensors
+from jaxllama.checkpoints.gguf.names import is_fused_qkv, param_tensors
 from jaxllama.checkpoints.gguf.types import BLOCKS, FLOATS, KEPT, READABLE
 from jaxllama.checkpoints.gguf.types import TensorType as Type
 from jaxllama.checkpoints.packed.module import fuse
@@ -106,7 +106,10 @@ def load_params(
     with opened(path) as file:
         if "gla" in cfg.layer_types:
             raise JaxLlamaError(f"{file.path}: GGUF has no GLA layers, but {cfg.name!r} does")
-        table = param_tensors(file, cfg)
+        arch = ARCHITECTURES[file.string("general.architecture")]
+        if is_fused_qkv(file.tensors, cfg) and cfg.stored.query != 1 and cfg.qk_norm == "none":
+            raise file.error("tensor 'blk.0.attn_qkv.weight'", "q has a multiplier of its own here")
+        table = param_tensors(arch, cfg, file.tensors)
         _check(file, table, _left_out(file, cfg))
         total = sum(file.tensors[s.name].nbytes for spec in table.values() for s in spec.sources)
         params: ParamsDict = {}

@@ -1,11 +1,15 @@
-"""GGUF's names of tensors, in the terms of ``model.names``: ``param_tensors(file, cfg)``."""
+"""GGUF's names of tensors, in the terms of ``model.names``: ``param_tensors(arch, cfg, present)``.
+
+Reading and writing use the same table.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
-from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES
-from jaxllama.checkpoints.gguf.file import GGUFFile
+from jaxllama.checkpoints.gguf.architectures import GGUFArchitecture
+from jaxllama.checkpoints.hf.tables import names_of
 from jaxllama.config import ModelConfig
 from jaxllama.model.experts.parameters import ExpertNames
 from jaxllama.model.mixers.delta.parameters import DeltaNames
@@ -89,42 +93,43 @@ _SHORT_CONV = ShortConvNames(mixer="shortconv.", is_flat=True)
 _LATENT = LatentNames(q="q", kv_a="kv_a_mqa", kv_norm="kv_a_norm", kv_b=("kv_b",))
 
 
-def param_tensors(file: GGUFFile, cfg: ModelConfig) -> dict[TreePath, Param]:
-    """Return the parameters of ``cfg`` and this file's tensors of each.
+def param_tensors(
+    arch: GGUFArchitecture, cfg: ModelConfig, present: Collection[str] = ()
+) -> dict[TreePath, Param]:
+    """Return the parameters of ``cfg`` and a file's tensors of each.
 
     ``cfg.stored`` describes the family's Hugging Face directories. A GGUF file has its offsets
-    folded already, and an order of its own for the features that RoPE rotates. Raises JaxLlamaError
-    naming a tensor that cannot be folded.
+    folded already, and an order of its own for the features that RoPE rotates.
+
+    present: the names of a file's tensors, because files differ in which matrices they join.
+    Without them the tensors are those of a file that jaxllama writes.
     """
-    arch = ARCHITECTURES[file.string("general.architecture")]
-    is_fused = "blk.0.attn_qkv.weight" in file.tensors and cfg.delta is None
-    qkv = ("qkv",) if is_fused else _NAMES.qkv
-    if len(qkv) == 1 and cfg.stored.query != 1 and cfg.qk_norm == "none":
-        raise file.error("tensor 'blk.0.attn_qkv.weight'", "q has a multiplier of its own here")
-    is_gated = any(name.endswith(".ffn_gate.weight") for name in file.tensors)
-    gate_up = _NAMES.gate_up if is_gated else ("up",)
+    is_gated = len(names_of(cfg).gate_up) > 1
+    if present:
+        is_gated = any(name.endswith(".ffn_gate.weight") for name in present)
+    is_fused = is_fused_qkv(present, cfg)
     experts, delta = _EXPERTS, _DELTA
-    if any(name.endswith(".ffn_gate_up_exps.weight") for name in file.tensors):
+    if any(name.endswith(".ffn_gate_up_exps.weight") for name in present):
         experts = dataclasses.replace(_EXPERTS, gate_up=("ffn_gate_up_exps",))
     if arch.by_key_head:
-        is_whole = any(name.endswith(".ssm_in.weight") for name in file.tensors)
+        is_whole = any(name.endswith(".ssm_in.weight") for name in present)
         inputs = (("ssm_in", 4),) if is_whole else _DELTA.inputs
         delta = dataclasses.replace(_DELTA_NEXT, inputs=inputs)
     latent = _LATENT
     if cfg.latent is not None:
         delta = _KDA
-        if any(name.endswith(".attn_k_b.weight") for name in file.tensors):
+        if any(name.endswith(".attn_k_b.weight") for name in present):
             latent = dataclasses.replace(_LATENT, kv_b=("k_b", "v_b"))
     norm = _NAMES.norm
-    if arch.mixer == "short_conv" and f"{norm}.weight" not in file.tensors:
+    if arch.mixer == "short_conv" and f"{norm}.weight" not in present:
         norm = "token_embd_norm"
     kinds = {"delta": delta, "experts": experts, "latent": latent}
     nextn = f"blk.{cfg.n_layers}"
     names = dataclasses.replace(
         _NAMES,
         mlp_norm=arch.mlp_norm,
-        qkv=qkv,
-        gate_up=gate_up,
+        qkv=("qkv",) if is_fused else _NAMES.qkv,
+        gate_up=_NAMES.gate_up if is_gated else ("up",),
         mixers={**kinds, "ssm": _SSM, "short_conv": _SHORT_CONV},
         norm=norm,
         mtp=MTPNames(
@@ -137,3 +142,8 @@ def param_tensors(file: GGUFFile, cfg: ModelConfig) -> dict[TreePath, Param]:
     )
     stored = dataclasses.replace(cfg.stored, norm_offset=0.0, interleaved=arch.interleaved)
     return param_table(cfg.replace(stored=stored), names=names)
+
+
+def is_fused_qkv(present: Collection[str], cfg: ModelConfig) -> bool:
+    """Return whether a file has q, k and v of attention in one tensor."""
+    return "blk.0.attn_qkv.weight" in present and cfg.delta is None

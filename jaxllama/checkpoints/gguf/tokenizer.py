@@ -19,7 +19,7 @@ from tokenizers import pre_tokenizers as pre
 from jaxllama.checkpoints.gguf.file import GGUFFile
 
 # Token types of the specification.
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _BYTE = 1, 2, 3, 4, 6
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 # Trained pieces are much shorter; the splits of a longer one would take too long.
 _MAX_PIECE = 1000
 _MAX_LETTERS = 1 << 24  # of all pieces, each of which is split before every letter
@@ -68,7 +68,7 @@ _BLOOM_CUT = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _DEFAULT_CUTS = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_CUT, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 # Names in tokenizer.ggml.pre whose whole words that are tokens skip the merges.
-_IGNORE_MERGES = (
+IGNORE_MERGES = (
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "tekken", "glm4"),
     *("midm-2.0", "lfm2", "minicpm5"),
 )
@@ -95,7 +95,7 @@ _NAMES: dict[tuple[str, ...], str] = {
     (_BLOOM_CUT,): "bloom poro-chat gpt3-finnish",
     (_BLOOM_CUT, r"\p{N}"): "viking",
 }
-_PRE: dict[str, tuple[str, ...]] = {
+PRE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("default", ""), _DEFAULT_CUTS),
     **{name: cuts for cuts, names in _NAMES.items() for name in names.split()},
 }
@@ -127,6 +127,12 @@ _ENDS = frozenset(
         "[e~[",
     )
 )
+# Tokens between the parts of a file or a project, by kind: the first of each kind ends, too.
+_BETWEEN_FILES = (
+    ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    ("<|file_sep|>",),
+)
 _ENDS_OF_CHANNELS = frozenset(("<|return|>", "<|call|>", "<|calls|>", "<|flush|>"))
 
 
@@ -141,7 +147,7 @@ def build(file: GGUFFile) -> Tokenizer:
         raise file.error("tokenizer.ggml.tokens", "is empty")
     types = token_types(file, len(tokens))
     for index in ends_by_spelling(tokens, types):
-        types[index] = _CONTROL  # whatever the file says, as in llama.cpp
+        types[index] = CONTROL  # whatever the file says, as in llama.cpp
     if model == "gpt2":
         tokenizer, adds_bos = _byte_level(file, tokens)
     elif model == "llama":
@@ -149,9 +155,9 @@ def build(file: GGUFFile) -> Tokenizer:
     else:
         raise file.error("tokenizer.ggml.model", f"{model!r} is not 'gpt2' or 'llama'")
     special = [
-        AddedToken(token, special=kind == _CONTROL, normalized=False)
+        AddedToken(token, special=kind == CONTROL, normalized=False)
         for token, kind in zip(tokens, types, strict=True)
-        if kind in (_CONTROL, _USER) and token
+        if kind in (CONTROL, USER) and token
     ]
     tokenizer.add_tokens(special)
     begin = _edge(file, tokens, "bos", adds_bos)
@@ -170,7 +176,7 @@ def build(file: GGUFFile) -> Tokenizer:
 def token_types(file: GGUFFile, count: int) -> list[int]:
     """Return the type of each of ``count`` tokens."""
     if "tokenizer.ggml.token_type" not in file:
-        return [_NORMAL] * count
+        return [NORMAL] * count
     types = file.array("tokenizer.ggml.token_type").tolist()
     if len(types) != count:
         raise file.error("tokenizer.ggml.token_type", f"{len(types)} types for {count} tokens")
@@ -180,11 +186,13 @@ def token_types(file: GGUFFile, count: int) -> list[int]:
 def ends_by_spelling(tokens: list[str], types: list[int]) -> list[int]:
     """Return the ids of tokens that end a generation by their spelling."""
     found = {token: index for index, token in enumerate(tokens) if token in _ENDS}
-    if "</s>" in found and types[found["</s>"]] != _CONTROL:
+    if "</s>" in found and types[found["</s>"]] != CONTROL:
         del found["</s>"]  # an HTML tag in Gemma's vocabulary
     if len(found.keys() & _ENDS_OF_CHANNELS) > 1:
         found.pop("<|end|>", None)  # it ends one of an answer's several messages
-    return list(found.values())
+    index_of = {token: index for index, token in enumerate(tokens)}
+    between = (next((t for t in kind if t in index_of), None) for kind in _BETWEEN_FILES)
+    return [*found.values(), *(index_of[token] for token in between if token is not None)]
 
 
 def token_id(file: GGUFFile, tokens: list[str] | int, key: str) -> int | None:
@@ -206,8 +214,8 @@ def _edge(file: GGUFFile, tokens: list[str], key: str, default: bool) -> list[st
 
 def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
     name = file.string("tokenizer.ggml.pre", "default")
-    if name not in _PRE:
-        known = ", ".join(repr(key) for key in _PRE if key)
+    if name not in PRE:
+        known = ", ".join(repr(key) for key in PRE if key)
         raise file.error("tokenizer.ggml.pre", f"{name!r} is not one of {known}")
     merges = []
     for merge in file.strings("tokenizer.ggml.merges"):
@@ -215,16 +223,19 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
         merges.append((merge[:cut], merge[cut + 1 :]) if cut > 0 else (merge, ""))
     vocab = {token: index for index, token in enumerate(tokens)}
     try:
-        model = models.BPE(vocab=vocab, merges=merges, ignore_merges=name in _IGNORE_MERGES)
+        model = models.BPE(vocab=vocab, merges=merges, ignore_merges=name in IGNORE_MERGES)
     except Exception as error:  # the binding has no exception type of its own
         raise file.error("tokenizer.ggml.merges", str(error)) from None
     tokenizer = Tokenizer(model)
-    cuts = [pre.Split(Regex(cut), behavior="isolated") for cut in _PRE[name]]
-    tokenizer.pre_tokenizer = pre.Sequence(
-        [*cuts, pre.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizer(name)
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, name in _IGNORE_MERGES and name not in _NO_BOS
+    return tokenizer, name in IGNORE_MERGES and name not in _NO_BOS
+
+
+def pre_tokenizer(name: str) -> pre.Sequence:
+    """Return the pre-tokenizer of a name in ``tokenizer.ggml.pre``."""
+    cuts = [pre.Split(Regex(cut), behavior="isolated") for cut in PRE[name]]
+    return pre.Sequence([*cuts, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _sentencepiece(file: GGUFFile, tokens: list[str], types: list[int]) -> Tokenizer:
@@ -233,7 +244,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], types: list[int]) -> Token
         raise file.error("tokenizer.ggml.scores", f"{len(scores)} scores for {len(tokens)} tokens")
     vocab = {token: index for index, token in enumerate(tokens)}
     # Only these pieces take part in merges: "<0x41>" as text is not the byte.
-    pieces = {token for token, kind in zip(tokens, types, strict=True) if kind in (_NORMAL, _USER)}
+    pieces = {token for token, kind in zip(tokens, types, strict=True) if kind in (NORMAL, USER)}
     longest = max(map(len, pieces), default=0)
     if longest > _MAX_PIECE:
         raise file.error("tokenizer.ggml.tokens", f"a piece has {longest} characters")
@@ -247,14 +258,14 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], types: list[int]) -> Token
             if left in pieces and right in pieces:
                 ranked.append((-scores[index], index, cut, left, right))
     ranked.sort()
-    unknown = next((t for t, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
+    unknown = next((t for t, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocab,
             merges=[(left, right) for *_, left, right in ranked],
             unk_token=unknown,
             fuse_unk=True,
-            byte_fallback=_BYTE in types,
+            byte_fallback=BYTE in types,
         )
     )
     prefix = file.boolean("tokenizer.ggml.add_space_prefix", True)

@@ -14,7 +14,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxllama.checkpoints.hf.common import COMMON
@@ -302,14 +302,28 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
 
 def _check_way_back(cfg: ModelConfig, config: JsonObject, kind: str) -> None:
     """Raise JaxLlamaError naming a field for which the family has no key."""
-    ours, theirs = _flat(cfg), _flat(config_from_hf(config, cfg.name))
-    for key, value in ours.items():
-        other = theirs.get(key)
-        near = isinstance(value, float) and other is not None and math.isclose(value, other)
-        if key != "attn_sparsity" and value != other and not near:
+    for key, value, other in differences(cfg, config_from_hf(config, cfg.name), 1e-9):
+        if key != "attn_sparsity":
             raise JaxLlamaError(
                 f"{key} = {value!r}: no class of transformers has it ({kind}: {other!r})"
             )
+
+
+def differences(
+    cfg: ModelConfig, other: ModelConfig, tolerance: float
+) -> Iterator[tuple[str, object, object]]:
+    """Yield (flat key, ``cfg``'s value, the other's) of the fields in which two configs differ.
+
+    tolerance: relative difference of numbers that counts as none.
+    """
+    theirs = _flat(other)
+    for key, value in _flat(cfg).items():
+        found = theirs.get(key)
+        near = False
+        if isinstance(value, float) and isinstance(found, int | float):
+            near = math.isclose(value, found, rel_tol=tolerance)
+        if value != found and not near:
+            yield key, value, found
 
 
 def generation_config(cfg: ModelConfig, sampling: Sampling | None = None) -> JsonObject:

@@ -132,7 +132,7 @@ def test_every_target_of_this_machine_computes_it(cache, target):
     ids=lambda x: getattr(x, "name", x),
 )
 def test_every_target_compiles_it(one, cache):
-    """NEON's code is read, not run: there is no such machine here."""
+    """NEON's code is read here; ``test_arm_emulated`` runs it."""
     form = CacheForm(cache, 2, 32, {"int8": 1, "int4": 1}.get(cache, 0))
     assembly = jit.build(Attend(form, 2, True), one, assembly=True)
     assert ("fmla" if one.arch == "aarch64" else "vfmadd") in assembly

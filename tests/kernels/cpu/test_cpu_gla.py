@@ -61,7 +61,7 @@ def test_it_is_the_recursion(shape, target):
 
 @pytest.mark.parametrize("one", TARGETS, ids=lambda t: t.name)
 def test_every_target_compiles_it(one):
-    """NEON's code is read, not run: there is no such machine here."""
+    """NEON's code is read here; ``test_arm_emulated`` runs it."""
     assembly = jit.build(GlaStepProgram(64, 128), one, assembly=True)
     assert ("fmla" if one.arch == "aarch64" else "vfmadd") in assembly
     assert ("zmm" in assembly) == (one.name == "avx512vnni")

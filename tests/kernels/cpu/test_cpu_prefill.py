@@ -97,7 +97,7 @@ def test_it_is_a_float64_softmax(cache, heads, window):
     ("cache", "one"), each_once(["bfloat16", "int8", "int4"], TARGETS), ids=lambda t: str(t)[:12]
 )
 def test_every_target_compiles_it(cache, one):
-    """NEON's code is read, not run: there is no such machine here."""
+    """NEON's code is read here; ``test_arm_emulated`` runs it."""
     form = CacheForm(cache, 2, 32, {"int8": 1, "int4": 1}.get(cache, 0))
     assembly = jit.build(Prefill(form, 2, True), one, assembly=True)
     assert ("fmla" if one.arch == "aarch64" else "vfmadd") in assembly

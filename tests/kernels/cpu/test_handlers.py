@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ import pytest
 
 from pallas_kernels import sealed
 from pallas_kernels.cpu import elf, jit
+from pallas_kernels.cpu import target as cpu_target
 from pallas_kernels.cpu.self_test import SelfTest, fault
 from pallas_kernels.cpu.target import TARGETS, VARIABLE, Target, _from_linux, target
 from pallas_kernels.dispatch import Reason
@@ -130,6 +133,33 @@ def test_linux_s_names_of_features_are_llvm_s():
     needs = {name for one in TARGETS if one.arch == "x86_64" for name in one.needs}
     assert cpu.name == "A CPU" and cpu.features == needs
     assert cpu.identity == ("V", "6", "207", "2", flags)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "features"),
+    [
+        (1 << 20 | 0b11, 0, {"fp", "neon", "dotprod"}),
+        (1 << 20 | 1 << 22 | 0b11, 1 << 13, {"fp", "neon", "dotprod", "sve", "i8mm"}),
+        (0b11, 0, {"fp", "neon"}),
+    ],
+    ids=["ARMv8.2", "ARMv9", "ARMv8.0"],
+)
+def test_the_kernel_s_words_decide_on_arm(first, second, features, monkeypatch):
+    """Without ``/proc/cpuinfo`` and LLVM, which may describe another CPU."""
+    monkeypatch.setattr(cpu_target.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(cpu_target, "_auxiliary", {16: first, 26: second}.__getitem__)
+    monkeypatch.setattr(Path, "read_text", lambda *_: pytest.fail("a file was read"))
+    host, of_host = cpu_target.host_cpu.__wrapped__(), cpu_target._of_host.__wrapped__
+    assert (host.arch, host.features) == ("aarch64", features)
+    monkeypatch.setattr(cpu_target, "host_cpu", lambda: host)
+    found = of_host("")
+    assert found.name == "neon" if "dotprod" in features else "none of" in found.text
+
+
+def test_the_kernel_answers_this_process():
+    """The page size, entry 6 of the vector that Linux passes on every machine."""
+    if sys.platform == "linux":
+        assert cpu_target._auxiliary(6) == mmap.PAGESIZE
 
 
 def test_an_object_that_llvm_places_gives_the_same(monkeypatch):

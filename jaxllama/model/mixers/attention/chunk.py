@@ -29,7 +29,7 @@ from pallas_kernels.attention.plain import (
 from pallas_kernels.attention.rope_cache import from_cache_basis
 from pallas_kernels.cpu import attend as cpu
 from pallas_kernels.cpu.handler import CpuPlan
-from pallas_kernels.dispatch import Plan, Reason, choose_plan
+from pallas_kernels.dispatch import Plan, Reason, choose_plan, device_of
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import XLA, Op, chosen
 
@@ -43,10 +43,13 @@ def has_cudnn(
     """Return whether cuDNN's fused attention takes these heads on this machine.
 
     It takes 16-bit heads of up to 128 features, in eights.  From Hopper on it takes keys of up to
-    256 features if values have up to 128, as in latent attention.  v: None is as wide as q.
+    256 features if values have up to 128, as in latent attention.  v: None is as wide as q.  AMD's
+    GPUs, which jax calls "gpu" too, have no compute capability in numbers.
     """
     is_half = q.dtype in (jnp.bfloat16, jnp.float16)
-    if jax.default_backend() != "gpu" or not is_half or q.shape[-1] % 8:
+    capability = str(getattr(device_of(q), "compute_capability", ""))
+    is_cuda = jax.default_backend() == "gpu" and capability[:1].isdigit()
+    if not is_cuda or not is_half or q.shape[-1] % 8:
         return False
     if v is None or v.shape[-1] == q.shape[-1]:
         return q.shape[-1] <= 128
