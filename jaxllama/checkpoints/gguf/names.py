@@ -104,7 +104,7 @@ def param_tensors(
     present: the names of a file's tensors, because files differ in which matrices they join.
     Without them the tensors are those of a file that jaxllama writes.
     """
-    is_gated = len(names_of(cfg).gate_up) > 1
+    is_gated = len(names_of(cfg, {}).gate_up) > 1
     if present:
         is_gated = any(name.endswith(".ffn_gate.weight") for name in present)
     is_fused = is_fused_qkv(present, cfg)
