@@ -22,11 +22,14 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.linear import linear
+from jaxllama.model.mixers.latent import indexer
 from jaxllama.model.mixers.latent import mix as latent
 from jaxllama.model.mixers.latent.indexer import choice
 from jaxllama.model.records import whole_rows
 from jaxllama.model.stacked import hidden_states
 from jaxllama.typing import Params
+from pallas_kernels.latent.chosen import chosen_latent_attention
+from pallas_kernels.latent.plan import LatentPlan
 from pallas_kernels.operands import Columns
 from pallas_kernels.rows.rms_norm import rms_norm
 from tests.helpers.engine_cases import REPEATING, engine, every_way_generates, run_schedule
@@ -153,6 +156,25 @@ def test_more_keys_than_there_are_is_attention_to_all():
 )
 def test_chunks_and_steps_over_a_cache_are_whole_rows(dtype, bound, pages):
     check_chunks_and_steps(CFG, dtype, bound, pages, n=4)
+
+
+@pytest.mark.parametrize("pages", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_steps_by_the_op_of_chosen_latents(pages, monkeypatch):
+    """The op's XLA form stands for its kernel, which the model takes where it has a plan."""
+    called, sizes = [], {"kv_rank": 512, "d_nope": 4, "d_rope": 4}
+    cfg = CFG.replace(
+        latent=dataclasses.replace(CFG.latent, **sizes),
+        rope=dataclasses.replace(CFG.rope, rotary_dim=4),
+    )
+
+    def op(*operands, **named):
+        called.append(operands[0].shape[-1])
+        return chosen_latent_attention(*operands, **named, implementation="xla")
+
+    monkeypatch.setattr(indexer, "own_plan", lambda find, *operands: LatentPlan(64))
+    monkeypatch.setattr(indexer, "chosen_latent_attention", op)
+    check_chunks_and_steps(cfg, "float32", 1e-5, pages, n=4)
+    assert called and set(called) == {516}
 
 
 def test_the_cache_holds_the_indexer_s_keys_and_nothing_unwritten_reaches_a_row():

@@ -33,6 +33,8 @@ from jaxllama.typing import Params
 from pallas_kernels.attention.blockwise import floats, joined
 from pallas_kernels.attention.plain import precision, rotate
 from pallas_kernels.attention.rope_cache import from_cache_basis, place, to_cache_basis
+from pallas_kernels.dispatch import own_plan
+from pallas_kernels.latent.chosen import chosen_latent_attention, plan
 from pallas_kernels.qtensor import QTensor
 
 EPS = 1e-6  # of k's LayerNorm
@@ -68,7 +70,8 @@ def turned(heads: IndexHeads, cos: jax.Array, sin: jax.Array) -> IndexHeads:
 def over_chosen(
     cfg: LatentAttentionConfig, q: jax.Array, heads: IndexHeads, cache: LatentCache, at: At
 ) -> jax.Array:
-    """Return attention of ``q [B, T, N, F]`` over the entries that the indexer chooses.
+    """Return attention of ``q [B, T, N, F]`` over the entries that the indexer chooses: sums of
+    entries, or with the kernel of chosen latents of their latents.
 
     The cache holds the new tokens already.
     """
@@ -84,7 +87,8 @@ def over_chosen(
     if at.segments is not None:
         positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape[:2])
     rows = (*queries, positions, lengths)
-    return _over_cache(cfg, rows, cache, at.table, at.segments).reshape(shape)
+    out = _over_cache(cfg, rows, cache, at.table, at.segments)
+    return out.reshape(*shape[:3], out.shape[-1])
 
 
 def _over_cache(
@@ -103,6 +107,9 @@ def _over_cache(
     keys = floats(cache.v if table is None else joined(cache.v, table), index[0].dtype)[:, :, 0]
     seen = jnp.where(lengths[:, None] > 0, without_padding(positions, lengths) + 1, 0)
     queries = (*to_cache_basis(cache.k, q), *index, seen)
+    held = None
+    if isinstance(cache.k, jax.Array) and cache.k.dtype == q.dtype:
+        held = cache.k[:, :, 0]
     queries = queries if segments is None else (*queries, segments)
 
     # One block of scores is alive at a time, in a backward pass, too.
@@ -111,6 +118,9 @@ def _over_cache(
         q, of_index, weights, seen = queries[:4]
         of_queries = queries[4] if segments is not None else None
         chosen, is_chosen = choice(of_index, weights, keys, seen, top_k, of_queries, segments)
+        if held is not None and own_plan(functools.partial(plan, q, held, chosen), q, held):
+            places = jnp.where(is_chosen, chosen, -1)  # the best come first
+            return chosen_latent_attention(q, held, places, scale=width**-0.5, table=table)
         return _attend(q, _taken(cache.k, chosen, table, q.dtype), is_chosen)
 
     size = max(1, MOST // (batch * max(heads * keys.shape[1], top_k * width)))
