@@ -41,6 +41,7 @@ REFUSED = {
     "ernie4_5-bias": "llama.cpp's 'ernie4_5' has no mlp_bias",
     "olmo2-bias-yarn": "llama.cpp's 'olmo2' has no o_bias",
     "cohere2-pattern": "llama.cpp's 'cohere2' has no head apart from the embedding",
+    "olmoe": "llama.cpp's 'olmoe' has no kv heads that several query heads share",
 }
 # llama.cpp's own bytes (ggml_quantize_chunk of llama-cpp-python 0.3.36) of ``_wave``.
 LLAMA_CPP = {

@@ -35,7 +35,8 @@ class GGUFArchitecture:
     multi-token prediction behind its
     layers. ignores_mtp: whether such heads are left out. mixer: the kind of the layers beside plain
     attention. biases: those of "o" and "mlp" that llama.cpp reads. tied: whether it has no head but
-    the embedding (True), or none but its own (False); None if a file may have either.
+    the embedding (True), or none but its own (False); None if a file may have either. has_groups:
+    whether it reads fewer kv heads than query heads.
     """
 
     family: str
@@ -60,6 +61,7 @@ class GGUFArchitecture:
     gating: int = SOFTMAX
     biases: tuple[str, ...] = ()
     tied: bool | None = None
+    has_groups: bool = True
 
 
 def _gemma(largest: int) -> Callable[[JsonMapping], JsonObject]:
@@ -165,7 +167,9 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
     ),
     "qwen2": GGUFArchitecture("qwen2", windowed="qwen2"),
     "qwen3": GGUFArchitecture("qwen3", windowed="qwen3"),
-    "olmoe": GGUFArchitecture("olmoe", mixture="olmoe", experts=_COUNTED, tied=False),
+    "olmoe": GGUFArchitecture(
+        "olmoe", mixture="olmoe", experts=_COUNTED, tied=False, has_groups=False
+    ),
     "qwen2moe": GGUFArchitecture(
         "qwen2_moe",
         mixture="qwen2_moe",

@@ -47,6 +47,8 @@ def check_peer(name: str, cfg: ModelConfig) -> None:
     lack = next((field for field in lacks if getattr(cfg, field) and not cfg.experts), None)
     if arch.tied is not None and cfg.tie_embeddings != arch.tied:
         lack = "head apart from the embedding (head=none)" if arch.tied else "tied head"
+    if not arch.has_groups and cfg.n_kv_heads < cfg.n_heads:
+        lack = "kv heads that several query heads share"
     has_experts = [layer.experts is not None for layer in cfg.layers]
     if has_experts != sorted(has_experts):
         lack = "dense layer behind one with experts"
