@@ -10,8 +10,8 @@ rows, 16 bytes a lane and copy (cp.async), to where wgmma's swizzle of 128 bytes
     readers     ``ready`` | wgmma | a lane of each warp arrives on ``empty``
 
 So no sorted copy of x is written to device memory, and none is read.  Readers wait for one barrier,
-and need no fence.  Rows behind the part's last are its last row again.  Mosaic's barriers cannot be
-passed to inline code, so these are words of shared memory.
+and need no fence.  Rows behind the part's last, up to the copied width, are its last row again.
+Mosaic's barriers cannot be passed to inline code, so these are words of shared memory.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GatherShape:
 
 
 class RowGather:
-    """The barriers of the gathered rows, and the code of both sides.
+    """The barriers of the gathered rows, and the code of all three sides.
 
     ref: the memory that ``barriers_of_slots`` describes.  readers: warpgroups that read a slot.
     """

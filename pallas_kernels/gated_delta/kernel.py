@@ -4,17 +4,21 @@
 decay for every key channel ``kernel_channels`` does that.  ``kernel_scan`` then passes the state
 over the chunks.
 
-If there are too few heads to fill the GPU, a row is cut into segments.  One scan of each segment
-starts from zero.  Another starts from the identity and gives the matrix by which the segment
-multiplies its first state.  Both together give the first states of all segments.
+    S <- exp(g) S        S <- S + beta k (v - k^T S)^T        o = scale q^T S
+
+If there are too few heads to fill the GPU, a row is cut into segments.  One launch scans each
+segment from zero and, in further value columns, from the identity, which gives the matrix by which
+the segment multiplies its first state.  The first states of all segments follow, and a second
+launch has the outputs.
 
 Backwards, ``gradients_kernel_scan`` passes the state's gradient back over the chunks, and
 ``gradients_kernel_chunks`` computes the other gradients.  With a decay for every key channel
 ``gradients_channels_products`` and ``gradients_channels`` do that.
 
 Each kernel's file says who copies and who waits.  In short: warpgroup 0 copies for a block of the
-scans by TMA, and all wait for its slots.  In kernels inside a chunk a warpgroup copies for itself,
-except that in both kernels of products for gradients two warpgroups share a chunk.
+scans by TMA, and all wait for its slots; with Dk = 256 two blocks copy for one another.  Inside a
+chunk a warpgroup copies for itself.  In ``gradients_kernel_chunks`` two warpgroups copy half of a
+chunk each; in ``gradients_channels_products`` the first copies for both.
 
 Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed), beta and states; T of any length.  Dk
 is 64 or 128, or 256 in the forward pass with one decay a head.  Dv is a multiple of 64, at most 128

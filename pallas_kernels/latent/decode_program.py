@@ -19,7 +19,8 @@ both, once both have released the place.  That halves the reads of the L2, which
 
 Weights are exp2(scale * log2(e) * score - top).  top, a row's running maximum, goes back and forth
 with the weights: each warpgroup fades its sums where it changes.  Keys past a row's end score -inf.
-Their latents are set to zero in shared memory, as 0 * NaN is NaN; only a row's last round does so.
+Their latents are set to zero in shared memory, as 0 * NaN is NaN; only a block's last round does
+so.
 """
 
 from __future__ import annotations

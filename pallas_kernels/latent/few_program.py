@@ -96,7 +96,7 @@ class FewBlock(LatentBlock):
         pl.when(i < self.rounds)(load)
 
     def release(self, i) -> None:
-        """The warp has read tile i, whose place takes the next but one."""
+        """The warpgroup has read tile i, whose place takes the next but one."""
         warpgroup_barrier()
         self.load(i + STAGES)
 

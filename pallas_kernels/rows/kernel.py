@@ -13,8 +13,8 @@ largest value, and one barrier joins them.  There are three ways to run it (``Ro
     a block a row       load | t, sums | barrier | factor | codes          hardware schedules rows
     persistent, ring    bulk copies of the next rows in flight meanwhile: the barrier that joins
                         the sums of a row also says that its slot is free
-    a cluster a row     few wide rows: each block has a part of the columns, and every thread reads
-                        the sums of all warps of all blocks after one cluster barrier
+    a cluster a row     few wide rows: each block has a part of the columns, and each warp reads
+                        the sums of all warps of all blocks, one a lane, after one cluster barrier
 
 Copies: a thread loads its own chunks of 8 columns into registers.  With a ring thread 0 copies
 whole rows to shared memory by bulk copies, and loads come from there.

@@ -44,7 +44,7 @@ class SSDPlan(ScanPlan):
 def plan(heads: Heads) -> SSDPlan | Reason:
     """How ``ssd_forward`` computes ``ssd``: by the least predicted time.
 
-    A second pass over the chunks, without outputs, and the segments' first states are the price of
+    A first pass over the chunks, without outputs, and the segments' first states are the price of
     several segments.
     """
     (batch, length, n_heads, dv), dk = heads.v.shape, heads.q.shape[-1]

@@ -9,9 +9,9 @@ One decay a head needs no work ahead of the scan: a chunk's scores are one produ
 from 64 floats.  So q, k, v and the outputs are all that moves, and q and k of a group are read
 from the L2 by its heads.
 
-One block per two heads of a group, batch row and segment of chunks; per one head where a group's
-heads are odd, or Dk is 256 and two would not fit.  A warpgroup has 64 value channels of a head, and
-the first one starts the copies.  S^T [64 dv, Dk] stays in registers for the whole loop, as parts of
+One block per two units of 64 value channels of a group, batch row and segment of chunks; per one
+where a group's units are odd, or Dk is 256 and two would not fit.  A warpgroup has a unit, and the
+first one starts the copies.  S^T [64 dv, Dk] stays in registers for the whole loop, as parts of
 64 key channels.  Rounded to bf16 it is the register operand of S^T Q^T.  V^T is that of V^T P^T
 and, decayed, of V^T K.  P = Q K^T * D goes through shared memory.  There are three slots: one that
 is computed, one that is there, one on its way.  The outputs leave from the place of the values.
@@ -69,7 +69,7 @@ def warpgroups_of(units: int, group: int, dk: int) -> int:
 
 
 class _Scan(ChunkScan):
-    """A block's warpgroups are those of a head or two, whose key head is ``key_head``."""
+    """A block's warpgroups have a head, a part of it, or two heads, all of one key head."""
 
     def __init__(self, gmem, smem, barrier, *, facts: ScanFacts, warpgroups: int):
         super().__init__(gmem, smem, barrier, facts)

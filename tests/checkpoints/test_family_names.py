@@ -24,7 +24,11 @@ SHARED = {
     for name in ("common", "config", "experts", "family", "load", "rope", "save", "tables")
 }
 # Names of other things: formats of tool calls and of tokenizers, and the form by default.
-OTHER = (ROOT / "serving" / "tools", ROOT / "checkpoints" / "gguf" / "tokenizer.py")
+OTHER = (
+    ROOT / "serving" / "tools",
+    ROOT / "checkpoints" / "gguf" / "tokenizer.py",
+    ROOT / "checkpoints" / "gguf" / "vocabulary.py",
+)
 DEFAULT = ("config/stored.py", "llama")
 
 

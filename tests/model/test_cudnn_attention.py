@@ -316,7 +316,7 @@ def test_values_of_another_width_are_not_filled_up(monkeypatch):
 def test_heads_that_cudnn_takes(widths, capability, version, taken, monkeypatch):
     device = types.SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax, "devices", lambda *_: [device])
     monkeypatch.setattr(cudnn_attention, "cudnn_version", lambda: version)
     q, v = (jax.ShapeDtypeStruct((1, 64, 4, width), jnp.bfloat16) for width in widths)
     assert chunk.has_cudnn(q, v) == taken

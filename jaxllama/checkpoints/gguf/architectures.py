@@ -36,7 +36,8 @@ class GGUFArchitecture:
     layers. ignores_mtp: whether such heads are left out. mixer: the kind of the layers beside plain
     attention. biases: those of "o" and "mlp" that llama.cpp reads. tied: whether it has no head but
     the embedding (True), or none but its own (False); None if a file may have either. has_groups:
-    whether it reads fewer kv heads than query heads.
+    whether it reads fewer kv heads than query heads. patterned: the family that differs from
+    ``windowed`` in the pattern of its windows.
     """
 
     family: str
@@ -62,6 +63,7 @@ class GGUFArchitecture:
     biases: tuple[str, ...] = ()
     tied: bool | None = None
     has_groups: bool = True
+    patterned: str | None = None
 
 
 def _gemma(largest: int) -> Callable[[JsonMapping], JsonObject]:
@@ -160,6 +162,7 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(
         "llama",
         windowed="mistral",
+        patterned="ministral",
         interleaved=True,
         mixture="mixtral",
         experts=_LOCAL,

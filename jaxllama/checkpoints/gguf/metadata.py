@@ -30,10 +30,10 @@ _FREE = ("name", "attn_sparsity", "bos_token_id", "eos_token_ids")
 def architecture_of(cfg: ModelConfig) -> str:
     """Return the ``general.architecture`` of a model. Raises JaxLlamaError if there is none."""
     family = config_to_hf(cfg)["model_type"]
-    family = "mistral" if family == "ministral" else family  # a pattern of windows differs
     written = {name: arch for name, arch in ARCHITECTURES.items() if not arch.mixer}
     for name, arch in written.items():
-        if family in (arch.family, arch.windowed, arch.mixture, arch.shared_mixture):
+        kinds = arch.family, arch.windowed, arch.patterned, arch.mixture, arch.shared_mixture
+        if family in kinds:
             return name
     raise JaxLlamaError(
         f"format 'gguf': model_type {family!r} is not written; written: {', '.join(written)}"

@@ -3,6 +3,12 @@
 With a norm, x is multiplied by the norm's weight on the way. Its squares are summed in float32, in
 an order that depends on K's division alone. The token's factor multiplies the product's sum later.
 The pending term is added to x first, and the sum is rounded to x's dtype, as it is stored.
+
+Copies: a warp copies its run by cp.async.  With a norm its lanes load x and the norm's weight, and
+store the products in shared memory.
+Waits (``tile``, ``tile_sums``): a lane for its copies, then its warp.  A block barrier precedes the
+sum of squares; the batch's barrier, or with ``split`` the cluster's, precedes the factor.
+Writes: shared memory; the first cluster also stores x with what was pending.
 """
 
 from __future__ import annotations

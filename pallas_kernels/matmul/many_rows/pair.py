@@ -103,7 +103,7 @@ def pair_matmul(
         factors transposed, added in float32.  Only for one tile of 64 rows whose columns divide
         every N_s, and with scales.
     scale_out : [1], optional
-        With ``swiglu`` and scales: of the codes that are returned.
+        Needed with ``swiglu`` and scales: of the codes that are returned.
 
     Returns
     -------

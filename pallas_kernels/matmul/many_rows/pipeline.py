@@ -3,8 +3,8 @@
 Both are persistent: one block per SM, in clusters of one or two, walks the output tiles in a
 planar-snake order.  Neighbouring clusters then work on neighbouring tiles, so that L2 still has the
 operands that another cluster just read.  The last warpgroup feeds a ring of shared-memory slots by
-TMA, and two warpgroups consume it.  The ring runs on across tiles: the next tile's operands arrive
-during the epilogue.
+TMA, and two to four warpgroups consume it.  The ring runs on across tiles: the next tile's operands
+arrive during the epilogue.
 
 ``feed`` runs the copies in the first warp of the last warpgroup.  A slot's ``full`` barrier counts
 its copies' bytes; each warpgroup that computes waits there.  They arrive at ``empty``, and the
