@@ -44,10 +44,10 @@ _BLOCKS = 768
 
 
 def chunk_vectors(scratch, decays, betas, limit, pitch, out, scale) -> None:
-    """By the first warp, of its chunk's tokens: sums of log_decay as powers of 2, beta, and decay
-    to the chunk's end (see ``LOG``, ``BETA``, ``TO_END``); and to ``out``, if it is there, the decay from
-    the chunk's start, as it is and times ``scale``; if not, log_decay itself is a fourth vector
-    (``DECAY``).
+    """By the first warp, of its chunk's tokens: sums of log_decay as powers of 2, beta, decay to
+    the chunk's end (see ``LOG``, ``BETA``, ``TO_END``); and to ``out``, if it is there, the decay
+    from the chunk's start, as it is and times ``scale``; if not, log_decay itself is a fourth
+    vector (``DECAY``).
 
     decays, betas: addresses of the first token's float, the next is ``pitch`` bytes on.
     limit: how many tokens there are; those past them decay nothing, though ``DECAY`` is token 0's
