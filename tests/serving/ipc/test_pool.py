@@ -240,7 +240,8 @@ def test_a_message_has_all_tokens_since_the_one_before():
                 for message in frames.feed(data):
                     if isinstance(message, messages.Received):
                         sizes.append(len(message.rows))
-                        await asyncio.sleep(0.01)
+                        while fake.live:  # a slow reader
+                            await asyncio.sleep(0.001)
             replica._looking.cancel()
             return sizes
 
