@@ -45,7 +45,7 @@ from pallas_kernels.architecture import asked_target
 from pallas_kernels.dispatch import hopper_reason
 from tests.helpers.compiling import SOON
 
-PROGRAMS = hub.cache_dir() / "tests"
+PROGRAMS = (hub.cache_dir() / "tests").resolve()  # the path is a part of a program's key
 MONTH = 30 * 86_400.0  # seconds
 # A busy machine may take seconds for what tests expect to leave nothing on stderr.
 progress.QUIET = 1e6
