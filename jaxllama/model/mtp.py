@@ -46,8 +46,15 @@ class MTPHead:
         return self.cfg.draft_head()
 
     def weights(self, model: Params, draft: Params | None) -> Params:
+        """Return those of the model that the head reads, without adapters."""
         del draft
-        return head_params(model)
+
+        def bare(node: Tree) -> Tree:
+            if not isinstance(node, dict):
+                return node
+            return {name: bare(part) for name, part in node.items() if name != "lora"}
+
+        return {name: bare(model[name]) for name in _READ if name in model}
 
     def forward(
         self,
@@ -56,70 +63,39 @@ class MTPHead:
         before: Hidden,
         lengths: jax.Array,
         cache: Cache,
-        **options: bool,
+        *,
+        is_own: bool = False,
+        is_prompt: bool = False,
+        fresh: bool = False,
     ) -> tuple[Hidden, Cache]:
-        return forward(self.cfg, params, tokens, before, lengths, cache, **options)
+        cfg, mesh = self.cfg, traced_mesh(params)
+        options = {"is_own": is_own, "is_prompt": is_prompt, "fresh": fresh}
+        if mesh is not None:
+            return over_mesh(
+                lambda local, *given, **options: MTPHead(local).forward(*given, **options),
+                mesh,
+                cfg,
+                params,
+                tokens,
+                before,
+                lengths,
+                cache,
+                **options,
+                out=lambda rows: (P(rows), cache_specs(cache, rows)),
+            )
+        mtp, layer = params["mtp"], cfg.mtp
+        assert layer is not None
+        dtype = decoder.activation_dtype(params)
+        embedded = Stream(decoder.embed_tokens(cfg, params, tokens, dtype))
+        known = Stream(decoder.final_norm(cfg, mtp if is_own else params, before))
+        pair = [
+            linear.norm(embedded, mtp["embed_norm"], cfg)[0],
+            linear.norm(known, mtp["hidden_norm"], cfg)[0],
+        ]
+        x = linear.linear(jnp.concatenate(pair, axis=-1), mtp["fc"], dtype)
+        return run_layer(
+            layer, mtp["layer_0"], Stream(x), lengths, cache, is_prompt=is_prompt, fresh=fresh
+        )
 
     def logits(self, params: Params, hidden: Hidden) -> jax.Array:
-        return logits(self.cfg, params, hidden)
-
-
-def head_params(params: Params) -> Params:
-    """The parameters that the head reads, without adapters."""
-
-    def bare(node: Tree) -> Tree:
-        if not isinstance(node, dict):
-            return node
-        return {name: bare(part) for name, part in node.items() if name != "lora"}
-
-    return {name: bare(params[name]) for name in _READ if name in params}
-
-
-def forward(
-    cfg: ModelConfig,
-    params: Params,
-    tokens: jax.Array,
-    before: Hidden,
-    lengths: jax.Array,
-    cache: Cache,
-    *,
-    is_own: bool = False,
-    is_prompt: bool = False,
-    fresh: bool = False,
-) -> tuple[Hidden, Cache]:
-    """Return ``Head.forward``'s result."""
-    mesh = traced_mesh(params)
-    if mesh is not None:
-        return over_mesh(
-            forward,
-            mesh,
-            cfg,
-            params,
-            tokens,
-            before,
-            lengths,
-            cache,
-            is_own=is_own,
-            is_prompt=is_prompt,
-            fresh=fresh,
-            out=lambda rows: (P(rows), cache_specs(cache, rows)),
-        )
-    mtp = params["mtp"]
-    layer = cfg.mtp
-    assert layer is not None
-    dtype = decoder.activation_dtype(params)
-    embedded = Stream(decoder.embed_tokens(cfg, params, tokens, dtype))
-    known = Stream(decoder.final_norm(cfg, mtp if is_own else params, before))
-    pair = [
-        linear.norm(embedded, mtp["embed_norm"], cfg)[0],
-        linear.norm(known, mtp["hidden_norm"], cfg)[0],
-    ]
-    x = linear.linear(jnp.concatenate(pair, axis=-1), mtp["fc"], dtype)
-    return run_layer(
-        layer, mtp["layer_0"], Stream(x), lengths, cache, is_prompt=is_prompt, fresh=fresh
-    )
-
-
-def logits(cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
-    """The head's last norm and the model's last product: ``[..., D]`` to float32 ``[..., V]``."""
-    return decoder.logits(cfg, {**params, "norm": params["mtp"]["norm"]}, hidden)
+        return decoder.logits(self.cfg, {**params, "norm": params["mtp"]["norm"]}, hidden)

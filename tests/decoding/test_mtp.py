@@ -19,9 +19,8 @@ from jaxllama.decoding.heads import HeadDraft
 from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.model import mtp
 from tests.helpers.models import params_of
-from tests.helpers.mtp_cases import CONFIG, drafts_of, model, proposed
+from tests.helpers.mtp_cases import CONFIG, HEAD, drafts_of, model, proposed
 
 NEW = 24
 SAMPLING = (
@@ -49,7 +48,7 @@ def test_the_head_is_the_reference(tmp_path) -> None:
     pytest.importorskip("torch")
     params, tokens, count = params_of(CONFIG), prompts()[2], 3
     want, chosen = proposed(hf.save(tmp_path / "model", CONFIG, params), tokens, count)
-    draft, given = HeadDraft(mtp.MTPHead(CONFIG)), np.asarray([tokens], np.int32)
+    draft, given = HeadDraft(HEAD), np.asarray([tokens], np.int32)
     sampling = SamplingParams.stack([jl.Sampling()], CONFIG.vocab_size, 0)
     scores: list[jax.Array] = []
 
@@ -73,7 +72,7 @@ def test_the_head_is_the_reference(tmp_path) -> None:
         size, wanted = jnp.asarray([len(tokens)]), jnp.asarray([count], jnp.int32)
         ask = DraftContext(given, size, wanted, count, sampling, None, draw)
         found = draft.propose(params, state, ask)
-        logits = mtp.logits(CONFIG, params, state.last)
+        logits = HEAD.logits(params, state.last)
         return logits, state.cache.lengths, found.tokens, found.lengths
 
     got, known, found, lengths = run(params, given, sampling)

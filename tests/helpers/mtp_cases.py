@@ -18,8 +18,9 @@ import numpy as np
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import ADAPTIVE
 from jaxllama.language_model import LanguageModel
-from jaxllama.model import decoder, mtp
+from jaxllama.model import decoder
 from jaxllama.model.cache import init_cache
+from jaxllama.model.mtp import MTPHead
 from jaxllama.model.records import Hidden
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.models import HYBRIDS, params_of
@@ -31,6 +32,7 @@ CONFIG = HYBRIDS["qwen3.5"].replace(
     layer_types=("delta", "attention"),
     mtp_layers=1,
 )
+HEAD = MTPHead(CONFIG)
 
 
 def often_right(cfg: ModelConfig = CONFIG, seed: int = 0) -> dict[str, Any]:
@@ -65,18 +67,16 @@ def _chain(params: Any, tokens: jax.Array, length: jax.Array, count: int) -> jax
     hidden, _ = decoder.forward(CONFIG, params, tokens, length[None])
     cache = init_cache(CONFIG.draft_head(), 1, tokens.shape[1] + count, jnp.float32)
     following, known = jnp.roll(tokens, -1, axis=1), length[None] - 1
-    states, cache = mtp.forward(
-        CONFIG, params, following, hidden, known, cache, is_prompt=True, fresh=True
+    states, cache = HEAD.forward(
+        params, following, hidden, known, cache, is_prompt=True, fresh=True
     )
     last, found, one = states.last(known), [], jnp.ones(1, jnp.int32)
     for index in range(count):
-        token = jnp.argmax(mtp.logits(CONFIG, params, last), axis=-1).astype(jnp.int32)
+        token = jnp.argmax(HEAD.logits(params, last), axis=-1).astype(jnp.int32)
         found.append(token)
         if index < count - 1:
             before = Hidden(last.x[:, None])
-            states, cache = mtp.forward(
-                CONFIG, params, token[:, None], before, one, cache, is_own=True
-            )
+            states, cache = HEAD.forward(params, token[:, None], before, one, cache, is_own=True)
             last = states[:, 0]
     return jnp.concatenate(found)
 
