@@ -69,11 +69,16 @@ def attend(
 ) -> jax.Array:
     """Causal attention of ``q[B, T, N, H]`` over ``k, v[B, T, K, H]``.
 
-    positions: ``[B, T]``, which count up by one.  v: of another width, where ``has_cudnn`` says so.
+    positions: ``[B, T]``, which count up by one.  v: as wide as k, or narrower.
     sinks: as ``decode_attention`` takes them.  segments: int32 ``[B, T]`` of packed rows, whose
     tokens see their own segment; ``positions`` are not read then.  begins: int32 ``[B, M]``, where
     these segments begin, then -1, if that is known.
     """
+    width = v.shape[-1]
+    if width < q.shape[-1] and (segments is not None or not has_cudnn(q, v)):
+        v = jnp.pad(v, ((0, 0),) * 3 + ((0, q.shape[-1] - width),))
+        out = attend(q, k, v, positions, window, softcap, sinks, segments, begins)
+        return out[..., :width]
     if segments is not None:
         if has_cudnn(q) and softcap is None and sinks is None:
             return causal(q, k, v, window, segments=segments, begins=begins)

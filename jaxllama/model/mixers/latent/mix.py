@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jaxllama.config import LatentAttentionConfig, LayerConfig
 from jaxllama.model.linear import linear
 from jaxllama.model.lora import floats
-from jaxllama.model.mixers.attention.chunk import attend, has_cudnn
+from jaxllama.model.mixers.attention.chunk import attend
 from jaxllama.model.mixers.attention.shared import over_cache
 from jaxllama.model.mixers.attention.state import KVCache, as_pages
 from jaxllama.model.mixers.latent import indexer
@@ -224,7 +224,4 @@ def _expanded(cfg: LatentAttentionConfig, p: Params, heads: LatentHeads, at: Chu
     k, v = jnp.split(keys_values, (cfg.d_nope,), axis=-1)
     shared = jnp.broadcast_to(heads.key, (*k.shape[:-1], cfg.d_rope))
     k = jnp.concatenate([k, shared], axis=-1)
-    if at.segments is not None or not has_cudnn(heads.q, v):
-        v = jnp.pad(v, ((0, 0),) * 3 + ((0, cfg.head_dim - cfg.d_v),))
-    out = attend(heads.q, k, v, at.positions, None, segments=at.segments)
-    return out[..., : cfg.d_v]
+    return attend(heads.q, k, v, at.positions, None, segments=at.segments)
