@@ -269,14 +269,18 @@ def whole_rows(
     if segments is None:
         positions, rope = positions_of(cfg, jnp.zeros_like(lengths), lengths, length)
         return Chunk(positions, lengths, rope)
-    place = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), segments.shape)
-    is_first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    positions = place - lax.cummax(jnp.where(is_first, place, 0), axis=1)
-    rope = None
+    positions, rope = places_in_segments(segments), None
     if cfg.ropes:
         tables = (rope_tables(*options, positions, lengths) for options in cfg.ropes)
         rope = Ropes(cfg.ropes, tuple(tables))
     return Chunk(positions, lengths, rope, segments=segments, begins=begins)
+
+
+def places_in_segments(segments: jax.Array) -> jax.Array:
+    """Return each token's position in its segment of packed rows, int32 ``[B, T]``."""
+    place = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
+    is_first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return place - lax.cummax(jnp.where(is_first, place, 0), axis=1)
 
 
 @jax.tree_util.register_dataclass

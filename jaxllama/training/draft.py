@@ -43,6 +43,7 @@ from jaxllama.model.eagle3 import TARGETS, Drafter, Eagle3Head, published_taps, 
 from jaxllama.model.forms.eagle import FORM
 from jaxllama.model.linear import Stream
 from jaxllama.model.params import nested
+from jaxllama.model.records import places_in_segments
 from jaxllama.model.rope import rope_tables
 from jaxllama.model.stacked import embed
 from jaxllama.progress import working
@@ -272,20 +273,13 @@ def _step(
     cfg, (batch, length) = layer.mixer, x.shape[:2]
     projected, stream = FORM.read(layer, p, Stream(x, embedded=embedded), p["mixer"]["qkv"])
     heads = projected.reshape(batch, length, -1, cfg.head_dim)
-    places = _places(segments) + step
+    places = places_in_segments(segments) + step
     qk, v = jnp.split(heads, (cfg.n_heads + cfg.n_kv_heads,), axis=2)
     qk = rotate(qk, *rope_tables(cfg.rope, cfg.head_dim, places, jnp.max(places, axis=1) + 1))
     q, k = jnp.split(qk, (cfg.n_heads,), axis=2)
     mixed = _attended(q, [*kept, (k, v)], segments)
     stream = linear.linear_add(mixed, p["mixer"]["o"], stream, layer)
     return FORM.feed(layer, p, stream, stream).total, (k, v)
-
-
-def _places(segments: jax.Array) -> jax.Array:
-    """Return each token's position in its segment, int32 ``[B, T]``."""
-    place = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
-    is_first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return place - lax.cummax(jnp.where(is_first, place, 0), axis=1)
 
 
 def _attended(q: jax.Array, kept: list[KeysValues], segments: jax.Array) -> jax.Array:

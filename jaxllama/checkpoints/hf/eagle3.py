@@ -22,7 +22,13 @@ from numpy.typing import DTypeLike
 from jaxllama.checkpoints.hf.config import config_from_hf, config_to_hf
 from jaxllama.checkpoints.hf.load import Tensors, check_tensors, open_tensors, read_param
 from jaxllama.checkpoints.hf.refused import HEADS
-from jaxllama.checkpoints.hf.save import SaveUnit, check_paths, floats_unit, write_directory
+from jaxllama.checkpoints.hf.save import (
+    SaveUnit,
+    check_paths,
+    flatten,
+    floats_unit,
+    write_directory,
+)
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.checkpoints.safetensors import DTYPES
 from jaxllama.config import Eagle, Form
@@ -82,12 +88,7 @@ def save(directory: str | Path, drafter: Drafter) -> Path:
     """
     head, params = drafter.head, drafter.params
     rows = _table(head, has_embedding="embed" in params)
-    flat: dict[ParamPath, np.ndarray] = {}
-    for path in rows:
-        value = params
-        for name in path:
-            value = value[name]
-        flat[path] = np.asarray(value)
+    flat = flatten({name: part for name, part in params.items() if name != TARGETS})
     check_paths(flat, rows)
     units = [floats_unit(spec, flat[path]) for path, spec in rows.items()]
     targets = np.asarray(params[TARGETS], np.int64)
