@@ -39,15 +39,15 @@ class Option:
             return
         found: Any = value
         kinds = (int, float) if self.kind is float else (self.kind,)
-        if any(type(found) is kind for kind in kinds):
-            if self.kind is bool or (self.kind is str and found):
-                return
-            is_above = self.kind is not str and (
-                self.least < found if self.kind is float else self.least <= found
-            )
-            if is_above and found <= self.most:
-                return
-        raise JaxLlamaError(f"{self.name} = {short(value)}: must be {self._domain}")
+        if not any(type(found) is kind for kind in kinds) or not self._has(found):
+            raise JaxLlamaError(f"{self.name} = {short(value)}: must be {self._domain}")
+
+    def _has(self, value: Any) -> bool:
+        """Whether a value of the option's kind is one that it can have."""
+        if self.kind in (bool, str):
+            return self.kind is bool or bool(value)
+        is_above = self.least < value if self.kind is float else self.least <= value
+        return is_above and value <= self.most
 
     @property
     def _domain(self) -> str:

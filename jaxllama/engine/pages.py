@@ -158,28 +158,17 @@ class KVPages:
 
     def begin(self, tokens: Sequence[int], key: Hashable = None) -> Held:
         """Acquire the longest known prefix of ``tokens``."""
-        nodes = self._path(tokens, key)
-        missing = None if self.tiers is None else self._missing(tokens, key, nodes)
-        if missing is not None:
-            nodes = nodes[: missing.end]
-        else:
-            while nodes and not self._may_end(nodes):
-                nodes.pop()
+        nodes, missing = self._known(tokens, key)
         for node in nodes:
             self._acquire(node)
         return Held([node.page for node in nodes], nodes, missing)
 
     def places(self, tokens: Sequence[int], key: Hashable) -> Mapping[str, int]:
         """Return how many tokens ``begin`` would find, by "device", "host" and "disk"."""
-        nodes = self._path(tokens, key)
-        missing = None if self.tiers is None else self._missing(tokens, key, nodes)
+        nodes, missing = self._known(tokens, key)
         found = collections.Counter[str]()
-        if missing is None:
-            while nodes and not self._may_end(nodes):
-                nodes.pop()
-        else:
+        if missing is not None:
             assert self.tiers is not None
-            nodes = nodes[: missing.end]
             states = (missing.state,) * (missing.end - len(nodes))
             for record in missing.pages if self._has_keys else states:
                 tier = None if record is None else self.tiers.where(record)
@@ -189,8 +178,18 @@ class KVPages:
 
     def missing(self, tokens: Sequence[int], key: Hashable) -> tuple[bytes, ...]:
         """Return the keys of the records that ``begin`` would find among the tiers."""
-        found = self._missing(tokens, key, self._path(tokens, key))
-        return () if found is None else found.keys
+        _, missing = self._known(tokens, key)
+        return () if missing is None else missing.keys
+
+    def _known(self, tokens: Sequence[int], key: Hashable) -> tuple[list[Node], Missing | None]:
+        """Return the nodes of the longest known prefix, and what the tiers have of it."""
+        nodes = self._path(tokens, key)
+        missing = None if self.tiers is None else self._missing(tokens, key, nodes)
+        if missing is not None:
+            return nodes[: missing.end], missing
+        while nodes and not self._may_end(nodes):
+            nodes.pop()
+        return nodes, None
 
     def _path(self, tokens: Sequence[int], key: Hashable) -> list[Node]:
         """Return the nodes of the pages with which ``tokens`` begin."""

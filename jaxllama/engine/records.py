@@ -21,7 +21,6 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
@@ -121,14 +120,8 @@ class Places:
     def to_device(self, records: Sequence[jax.Array]) -> list[jax.Array]:
         return jax.block_until_ready(jax.device_put(list(records), self.on_device))
 
-    def to_host(self, copies: Sequence[jax.Array]) -> list[jax.Array]:
-        """Raise JaxLlamaError if there is no room in pinned memory."""
-        return self._pinned(list(copies))
-
-    def pin(self, data: np.ndarray) -> jax.Array:
-        return self._pinned(data)
-
-    def _pinned(self, data: Tree) -> Tree:
+    def to_host(self, data: Tree) -> Tree:
+        """Return arrays in pinned memory.  Raises JaxLlamaError if there is no room in it."""
         try:
             return jax.block_until_ready(jax.device_put(data, self.on_host))
         except jax.errors.JaxRuntimeError as error:

@@ -283,9 +283,7 @@ class Scheduler:
         self._newest = sequence.order
         self._queue(sequence)
         if self.pages.tiers is not None and self.n_admitted >= self.max_slots:
-            sequence.weights = self.weights
-            known = self._shared(sequence, sequence.to_fill)
-            self.pages.tiers.prefetch(self.pages.missing(known, sequence.prefix_key))
+            self.pages.tiers.prefetch(self.pages.missing(*self._wanted(sequence)))
 
     def _queue(self, sequence: Sequence) -> None:
         bisect.insort(self.waiting, sequence, key=_urgency)
@@ -378,9 +376,7 @@ class Scheduler:
 
     def places(self, request: Request) -> Mapping[str, int]:
         """Return where the known tokens of a request's prompt are, as ``KVPages.places``."""
-        sequence = Sequence(request, -1, 0.0, weights=self.weights)
-        known = self._shared(sequence, sequence.to_fill)
-        return self.pages.places(known, sequence.prefix_key)
+        return self.pages.places(*self._wanted(Sequence(request, -1, 0.0)))
 
     @property
     def has_unsaved(self) -> bool:
@@ -561,17 +557,18 @@ class Scheduler:
             return True
         sequence.coming = None
         if self.loading:
-            sequence.weights = self.weights
-            known = self._shared(sequence, sequence.to_fill)
-            keys = set(self.pages.missing(known, sequence.prefix_key))
+            keys = set(self.pages.missing(*self._wanted(sequence)))
             loads = self.loading.values()
             sequence.coming = next((load for load in loads if not keys.isdisjoint(load.keys)), None)
         return sequence.coming is not None
 
     def _begin(self, sequence: Sequence) -> None:
-        known = self._shared(sequence, sequence.to_fill)
+        sequence.held = self.pages.begin(*self._wanted(sequence))
+
+    def _wanted(self, sequence: Sequence) -> tuple[list[int], tuple[int, tuple[str | None, str]]]:
+        """Return the tokens that the cache may know, and their key under the weights of now."""
         sequence.weights = self.weights
-        sequence.held = self.pages.begin(known, sequence.prefix_key)
+        return self._shared(sequence, sequence.to_fill), sequence.prefix_key
 
     def _has_room(self, sequence: Sequence, without: Collection[Sequence] = ()) -> bool:
         # Each sequence may generate one more token before the scheduler can react.
