@@ -7,7 +7,7 @@
 
 Each action does what the record lacks; ``lower --all`` lowers again, and drops the other proofs of
 a plan whose modules changed.  The actions need jax >= 0.12, and ``assemble`` the extra of its name.
-``merge`` also writes ``pallas_kernels/runs.json``, which dispatch reads.
+``lower`` and ``merge`` also write ``pallas_kernels/runs.json``, which dispatch reads.
 """
 
 from __future__ import annotations
@@ -189,12 +189,13 @@ def make(action: str, card: str, ops: list[str], everything: bool) -> None:
         else:
             each(hashes_of if action == "lower" else emulated)
     save(record)
+    if action == "lower":
+        list_missing(card)
 
 
 def merge(files: list[str]) -> None:
-    """Add runs to the records of their cards, and list the plans that were not run."""
+    """Add runs to the records of their cards."""
     runs = [json.loads(line) for file in files for line in Path(file).read_text().splitlines()]
-    missing = dict(json.loads(RUNS.read_text()))
     for card in {run["card"] for run in runs}:
         record = load(card)
         for run in runs:
@@ -206,8 +207,14 @@ def merge(files: list[str]) -> None:
             else:
                 known[run["plan"]]["run"] = {key: run[key] for key in ("jax", "date", "error")}
         save(record)
-        missing[card_of(card)[1].name] = not_run(card)
-    RUNS.write_text(json.dumps(missing, indent=1) + "\n")
+        list_missing(card)
+
+
+def list_missing(card: str) -> None:
+    """Write the plans of a card that were not run, if any of its plans was."""
+    if any("run" in proofs for known in load(card)["ops"].values() for proofs in known.values()):
+        missing = json.loads(RUNS.read_text()) | {card_of(card)[1].name: not_run(card)}
+        RUNS.write_text(json.dumps(missing, indent=1) + "\n")
 
 
 def not_run(card: str) -> list[str]:
