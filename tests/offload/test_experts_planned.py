@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllama.config import ExpertsConfig, ModelConfig
+from jaxllama.config import ExpertsConfig, ModelConfig, load_config
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluation.plan import measure
 from jaxllama.executors.offloaded.experts import divided
@@ -159,7 +159,24 @@ def test_the_most_used_are_on_the_device_and_a_slow_cpu_gets_nothing(tmp_path):
     assert best.cpu_expert == 0.0 or best.cpu_expert > 50
 
 
-@pytest.mark.parametrize("text", ["30/40", "0/100", "100/0"])
+def test_a_long_prompt_passes_in_longer_pieces_where_there_is_room():
+    cfg, task = load_config("gpt-oss-120b").first_layers(4), Task(1, 8192, 8)
+    settings = PlannerSettings(jnp.bfloat16, jnp.bfloat16, "none,experts_*=mxfp4")
+    costs = machine(dataclasses.replace(COSTS, cpu=()))
+
+    def best(device: float) -> Policy:
+        limits = MemoryLimits(int(device), 10**12, 10**12)
+        found = one_by_one(cfg, Policy(), "", costs, task, limits, settings)
+        return min(found, key=lambda policy: predict(cfg, policy, costs, task, settings).prefill)
+
+    assert [best(gb * 1e9).prefill_batch_size for gb in (4, 7)] == [2048, 8192]
+    # Four pieces load four times what one piece loads.
+    [once] = experts_step(CFG, COSTS, Policy(experts="0/100"), (4096,), keeps=False)
+    [four] = experts_step(CFG, COSTS, Policy(experts="0/100"), (1024,) * 4, keeps=False)
+    assert once.loads == pytest.approx(32) and four.loads == pytest.approx(4 * 32)
+
+
+@pytest.mark.parametrize("text", ["30/40", "0/100", "100/0", "30/0"])
 def test_the_footprint_of_experts_is_what_the_store_holds(tmp_path, text):
     policy = Policy.parse(f"100 0 100 0 100 0 experts={text}")
     place = Placement(policy, jnp.float32, directory=tmp_path, exact=True)
@@ -176,7 +193,7 @@ def test_the_footprint_of_experts_is_what_the_store_holds(tmp_path, text):
         else:
             held += leaf.nbytes if known(leaf) else (leaf.nbytes, 0, 0)
         if isinstance(leaf, ExpertTensor):
-            held[0] += leaf.held.experts.nbytes + leaf.held.slots.nbytes
+            held[0] += sum(part.nbytes for part in jax.tree.leaves(leaf.held))
     need = footprint(
         CFG, policy, rows=1, width=4, capacity=8, dtype=jnp.float32, kv_dtype=jnp.float32,
         compile_programs=False,
