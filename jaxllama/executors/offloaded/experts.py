@@ -98,15 +98,8 @@ def divided(
     ones the hottest are, which may get a slot. The split is the one whose later end is earliest.
     """
 
-    def rank(expert: int) -> tuple[bool, float, float, int]:
-        return (
-            expert not in loaded,
-            -tokens[expert],
-            -heat[expert] if heat is not None else 0,
-            expert,
-        )
-
-    order = sorted(tokens, key=rank)
+    warmth = dict.fromkeys(tokens, 0.0) if heat is None else {e: float(heat[e]) for e in tokens}
+    order = sorted(tokens, key=lambda e: (e not in loaded, -tokens[e], -warmth[e], e))
     if policy.cpu_expert == 0:
         return order, []
     first = sum(expert in loaded for expert in order)
@@ -210,11 +203,9 @@ class ExpertWork:
             flat, cold = self._parts(layer, weights)
             if self.policy.weights.device >= 100:  # others are gone after the layer
                 self._flat[unit] = weights, flat, cold
-        long, known = (
-            streams(layer, stream.x.shape[0] * stream.x.shape[1]),
-            self._loaded.of(unit.layer),
-        )
-        sends = following.keeps or bool(known) or (long and not cold.lays_out)
+        tokens, known = stream.x.shape[0] * stream.x.shape[1], self._loaded.of(unit.layer)
+        is_streamed = streams(layer, tokens) and not cold.lays_out
+        sends = following.keeps or bool(known) or is_streamed
         with cold.lock:
             if self._fetches(cold, sends):
                 if self.fetched is None:
@@ -243,7 +234,7 @@ class ExpertWork:
             chosen, slots, heat = jax.device_get((routed.experts, held.slots, held.heat))
             count = np.bincount(chosen.reshape(-1), minlength=cold.n_experts + 1)[:-1]
             self.counts[unit.layer] = self.counts.get(unit.layer, 0) + count
-            ahead = self._ahead(following) if long else None
+            ahead = self._ahead(following) if is_streamed else None
             loads = Loads(known, following.keeps, ahead, slots, heat)
             y, computed = cold.added(self.tally, y, routed, chosen, unit, record, loads)
         return programs.with_mixture(layer, *flat, routed, y, computed), state
@@ -265,7 +256,8 @@ class ExpertWork:
         tensors = mixture["experts_gate_up"]["weight"], mixture["experts_down"]["weight"]
         if tensors[0].is_whole:
             return None
-        slots, heat = jax.device_get((tensors[0].held.slots, tensors[0].held.heat))
+        with tensors[0].lock:  # later layers' locks only, so no two threads wait for each other
+            slots, heat = jax.device_get((tensors[0].held.slots, tensors[0].held.heat))
         order = np.arange(len(slots) - 1) if heat is None else np.argsort(-heat, kind="stable")
         cold = [int(expert) for expert in order if slots[expert] == slots[-1]]
         return Ahead(tensors, cold[: AHEAD * GROUP], self._loaded, following.layer)
