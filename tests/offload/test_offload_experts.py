@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from concurrent.futures import ThreadPoolExecutor
 from math import ceil
 
 import jax
@@ -182,6 +183,22 @@ def test_the_experts_that_are_chosen_take_the_slots(tmp_path, learns):
     # An expert is in its slot, as it is in host memory.
     data = np.asarray(tensor.stored(off.executor.store, int(tensor.held.experts[1])))
     np.testing.assert_array_equal(np.asarray(tensor.hot[1]).reshape(-1), data.view(np.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["", " cpu_expert=0.7"])
+def test_threads_that_share_the_slots_give_the_same_tokens(tmp_path, options):
+    params = params_of(CFG)
+    lm, prompts = LanguageModel(CFG, params, None), [PROMPTS, [row[::-1] for row in PROMPTS]]
+    want = [[out.tokens for out in lm.generate(rows, 8)] for rows in prompts]
+    off = offloaded(CFG, params, f"{READS}25/75{options}", tmp_path)
+
+    def generated(rows: list[list[int]]) -> list[list[list[int]]]:
+        return [[out.tokens for out in off.generate(rows, 8)] for _ in range(3)]
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(generated, prompts))
+    assert found == [[tokens] * 3 for tokens in want]
 
 
 def test_learned_slots_are_hit_more_often_than_the_most_used_experts(tmp_path):
