@@ -1,9 +1,9 @@
 """Write all that shows measured figures, from ``benchmarks/results/*.json``.
 
-    python docs/results.py        rewrites README.md's table and ``docs/_static/headline.svg``
+    python docs/results.py        rewrites README.md's table and the pictures in ``docs/_static``
 
 The guide's build writes its page of benchmarks by ``write``.  ``benchmarks/headline.py`` lists the
-table's lines; a test compares README.md and the picture with the files.
+table's lines; a test compares README.md and the pictures with the files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.headline import README, Figure  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-PICTURE = ROOT / "docs" / "_static" / "headline.svg"
 BEGIN, END = "<!-- figures: python docs/results.py -->\n", "<!-- end of figures -->"
 
 HEAD = """# Benchmarks
@@ -27,6 +26,12 @@ HEAD = """# Benchmarks
 This page is generated from the files in `benchmarks/results`.
 `python -m benchmarks.headline NAME` measures a row and writes its file, with all that was printed.
 [The lab's pages](lab/index.md) have the other measurements.
+
+One row reads all weights for each token, so the memory's rate bounds its speed:
+
+```{image} _static/roofline.svg
+:alt: Tokens a second of one row by the bytes of a token, below the memory's rate
+```
 
 """
 
@@ -46,7 +51,11 @@ def section(result: dict[str, Any]) -> str:
     rows = [("jaxllama", name, value) for name, value in result["figures"].items()]
     rows += [(name, "", value) for name, value in (result.get("peers") or {}).items()]
     machine, versions = result["machine"], result["versions"]
-    used = ", ".join(f"{name} {version}" for name, version in versions.items())
+    used = ", ".join(
+        f"{name} {version[:9] if name == 'commit' else version}"
+        for name, version in versions.items()
+        if version
+    )
     memory = machine["memory"] / 1e9
     host = f"{machine['cores']} cores of {machine['cpu']}, {memory:.0f} GB"
     facts = [
@@ -110,36 +119,6 @@ def _spans(places: list[int]) -> str:
     return f"line{'s' * (len(places) > 1)} {named}"
 
 
-def picture() -> str:
-    """Return an SVG: how many times the peer's speed each line of the table has."""
-    bars = []
-    for figure, result in measured():
-        if figure.peer is not None:
-            ours, theirs = result["figures"][figure.label], result["peers"][figure.peer]
-            bars.append((figure, ours / theirs if figure.more_is_better else theirs / ours))
-    left, height, unit = 400, 28, 90
-    width = left + int(unit * max(times for _, times in bars)) + 90
-    rows = []
-    for place, (figure, times) in enumerate(bars):
-        y = 34 + place * height
-        rows.append(
-            f'<text x="{left - 10}" y="{y + 14}" text-anchor="end">{figure.what}</text>'
-            f'<rect x="{left}" y="{y}" width="{unit * times:.0f}" height="18" rx="3" '
-            'fill="#2f6fb3"/>'
-            f'<text x="{left + unit * times + 6:.0f}" y="{y + 14}">{times:.2f}x {figure.named}'
-            "</text>"
-        )
-    bottom = 34 + len(bars) * height
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 8}" '
-        f'width="{width}" font-family="sans-serif" font-size="13" fill="#222">\n'
-        f'<rect width="{width}" height="{bottom + 8}" fill="#fff"/>\n'
-        f'<text x="{left - 10}" y="18" text-anchor="end" font-weight="bold">speed, peer = 1</text>'
-        f'<line x1="{left + unit}" x2="{left + unit}" y1="8" y2="{bottom}" stroke="#c33" '
-        'stroke-dasharray="4 3"/>\n' + "\n".join(rows) + "\n</svg>\n"
-    )
-
-
 def readme_with(text: str) -> str:
     """Return README.md's text with the table made anew."""
     before, _, rest = text.partition(BEGIN)
@@ -150,4 +129,6 @@ def readme_with(text: str) -> str:
 if __name__ == "__main__":
     readme = ROOT / "README.md"
     readme.write_text(readme_with(readme.read_text(encoding="utf-8")), encoding="utf-8")
-    PICTURE.write_text(picture(), encoding="utf-8")
+    import pictures
+
+    pictures.write()
