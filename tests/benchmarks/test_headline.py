@@ -122,6 +122,8 @@ def test_the_readme_shows_what_the_files_hold(monkeypatch):
 
     readme = (headline.ROOT / "README.md").read_text(encoding="utf-8")
     assert readme == readme_with(readme), "python docs/results.py"
+    assert len(readme.split()) <= 900  # a page that is read in a minute or two
+    assert len(headline.README) <= 10
     for name, draw in PICTURES.items():
         picture = (FOLDER / f"{name}.svg").read_text(encoding="utf-8")
         assert picture == draw(), f"{name}: python docs/results.py"
