@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.headline import README, Figure  # noqa: E402
+from benchmarks.headline import README, ROWS, Figure  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: python docs/results.py -->\n", "<!-- end of figures -->"
@@ -40,7 +40,10 @@ def write(page: Path) -> None:
     """Write the page if its text has changed."""
     found = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))]
     # ``assembled.json`` holds registers, not figures of speed.
-    text = HEAD + "\n".join(section(result) for result in found if "figures" in result)
+    found = [result for result in found if "figures" in result]
+    order = [*ROWS, *(result["name"] for result in found)]
+    found.sort(key=lambda result: order.index(result["name"]))
+    text = HEAD + "\n".join(map(section, found))
     if not page.exists() or page.read_text(encoding="utf-8") != text:
         page.write_text(text, encoding="utf-8")
 
@@ -58,7 +61,10 @@ def section(result: dict[str, Any]) -> str:
     )
     memory = machine["memory"] / 1e9
     host = f"{machine['cores']} cores of {machine['cpu']}, {memory:.0f} GB"
+    name = result["name"]
+    title = ROWS[name].what.partition(";")[0] if name in ROWS else name
     facts = [
+        f"- Name: `{name}`",
         f"- Date: {result['date']}",
         f"- Machine: {machine['devices']}; {host}",
         f"- Versions: {used}",
@@ -68,7 +74,7 @@ def section(result: dict[str, Any]) -> str:
     commands = "\n".join(dict.fromkeys(result["commands"].values()))
     return "\n".join(
         [
-            f"## {result['name']}\n",
+            f"## {title[0].upper()}{title[1:]}\n",
             f"| | | {unit} |\n|---|---|---|",
             *(f"| {who} | {what} | {number(value)} |" for who, what, value in rows),
             "",
