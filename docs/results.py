@@ -55,7 +55,7 @@ def section(result: dict[str, Any]) -> str:
     rows += [(name, "", value) for name, value in (result.get("peers") or {}).items()]
     machine, versions = result["machine"], result["versions"]
     used = ", ".join(
-        f"{name} {version[:9] if name == 'commit' else version}"
+        f"{name} {version[:9] if len(version) == 40 else version}"
         for name, version in versions.items()
         if version
     )
@@ -74,7 +74,7 @@ def section(result: dict[str, Any]) -> str:
     commands = "\n".join(dict.fromkeys(result["commands"].values()))
     return "\n".join(
         [
-            f"## {title[0].upper()}{title[1:]}\n",
+            f"## {title}\n",
             f"| | | {unit} |\n|---|---|---|",
             *(f"| {who} | {what} | {number(value)} |" for who, what, value in rows),
             "",
