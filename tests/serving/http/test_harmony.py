@@ -8,17 +8,18 @@ import os
 import pytest
 
 pytest.importorskip("uvicorn")
-pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 
 from jaxllama.engine.grammar import GrammarCompiler
 from jaxllama.serving.api.bodies import Chat
 from jaxllama.serving.api.calls import Prompts
 from jaxllama.serving.tools.harmony import ChannelReader
+from tests.helpers.cases import on_demand
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.http_server import CFG, NAME, byte_tokenizer, talking
 from tests.serving.http.test_tools import CITY, MAX_LEN, ONE, TOOLS, USER, Scripted, spelt, tool
 
+on_demand("openai")
 NAMES = ("start", "channel", "message", "end", "call", "return", "constrain")
 SPECIAL = [f"<|{name}|>" for name in NAMES]
 # As gpt-oss's template has it, in small.

@@ -13,10 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 pytest.importorskip("uvicorn")
-pytest.importorskip("openai")
 pytest.importorskip("llguidance")
-
-import openai
 
 from jaxllama.engine import grammar_process
 from jaxllama.engine.grammar import GrammarCompiler
@@ -28,9 +25,11 @@ from jaxllama.serving.api.calls import Prompts
 from jaxllama.serving.api.schemas import ApiError
 from jaxllama.serving.tools.formats import FORMATS
 from jaxllama.text.tokenizer import Tokenizer
+from tests.helpers.cases import on_demand
 from tests.helpers.fake_engine import FakeEngine, says
 from tests.helpers.http_server import CFG, NAME, byte_tokenizer, talking
 
+openai = on_demand("openai")
 MAX_LEN = 2048
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"]
 # As checkpoints' templates have it, in small.
