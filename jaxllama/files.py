@@ -22,7 +22,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -60,7 +60,7 @@ def opened(path: str | Path) -> io.FileIO:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
+def whole_file(path: Path) -> Generator[BinaryIO]:
     """Open ``path`` for writing under the name ``part_of(path)``, which an error removes."""
     part = part_of(path)
     try:
@@ -85,7 +85,7 @@ def part_of(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
+def whole_folder(path: Path) -> Generator[Path]:
     """Make an empty folder beside ``path``, whose name it then gets. An error removes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
