@@ -31,9 +31,8 @@ from pallas_kernels.dispatch import (
     is_empty,
     shortest,
 )
-from pallas_kernels.latent.op import LATENT
+from pallas_kernels.latent.op import LATENT, check_latents
 from pallas_kernels.latent.plan import WIDTH, LatentPlan, microseconds, plans, xla_microseconds
-from pallas_kernels.operands import check
 from pallas_kernels.transform import Op
 from pallas_kernels.transform import chosen as implementation_of
 
@@ -44,7 +43,6 @@ _OPERANDS = {
     "chosen": "int32 [B, T, K+]",
     "table": "int32 [B, M+] ?",
 }
-_PAGED = {"cache": "q [P, page+, H]"}
 TOKENS = 16  # query tokens whose entries XLA's form gathers at once
 
 
@@ -110,10 +108,7 @@ def chosen_latent_attention(
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
     """
     name = "chosen_latent_attention"
-    lines = _OPERANDS if table is None else _OPERANDS | _PAGED
-    sizes = check(name, lines, q=q, cache=cache, chosen=chosen, table=table)
-    if sizes["H"] <= LATENT:
-        raise ValueError(f"{name}: q has {sizes['H']} features; it needs more than 512")
+    check_latents(name, _OPERANDS, q=q, cache=cache, chosen=chosen, table=table)
     found = choose_plan(name, implementation, lambda: plan(q, cache, chosen), q, cache)
     if is_empty(q, cache):
         return jnp.zeros((*q.shape[:3], LATENT), q.dtype)
