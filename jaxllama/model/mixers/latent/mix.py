@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxllama.config import LatentAttentionConfig, LayerConfig
 from jaxllama.model.linear import linear
@@ -187,13 +188,7 @@ def absorbed(cfg: LatentAttentionConfig, p: Params, heads: LatentHeads) -> jax.A
     """
     still, q = jnp.split(heads.q, (cfg.d_nope,), axis=-1)
     up, _ = _ups(cfg, p)
-    low = jnp.einsum(
-        "btnd,ndr->btnr",
-        still,
-        up.astype(still.dtype),
-        preferred_element_type=jnp.float32,
-        precision="highest",
-    )
+    low = of_heads("btnd,ndr->btnr", still, up)
     both = jnp.concatenate([low, q.astype(jnp.float32)], axis=-1)
     return (both * (both.shape[-1] / cfg.head_dim) ** 0.5).astype(q.dtype)
 
@@ -201,15 +196,23 @@ def absorbed(cfg: LatentAttentionConfig, p: Params, heads: LatentHeads) -> jax.A
 def lifted(cfg: LatentAttentionConfig, p: Params, out: jax.Array) -> jax.Array:
     """Return the heads ``[B, T, N, d_v]`` of sums of the cache's entries ``[B, T, N, R + r]``."""
     _, up = _ups(cfg, p)
-    low = out[..., : cfg.kv_rank]
-    heads_of_v = jnp.einsum(
-        "btnr,nvr->btnv",
-        low,
-        up.astype(low.dtype),
-        preferred_element_type=jnp.float32,
-        precision="highest",
-    )
-    return heads_of_v.astype(out.dtype)
+    return of_heads("btnr,nvr->btnv", out[..., : cfg.kv_rank], up).astype(out.dtype)
+
+
+def of_heads(shapes: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Return the float32 products of ``x[B, T, N, K]`` and each head's matrix ``w[N, ., .]``."""
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.einsum(shapes, x, w, preferred_element_type=jnp.float32, precision="highest")
+
+    def of_two(x: jax.Array, w: jax.Array) -> jax.Array:
+        return product(jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))), w)[:, :1]
+
+    w = w.astype(x.dtype)
+    if x.shape[0] * x.shape[1] > 1:
+        return product(x, w)
+    # XLA makes a sum of a product of one row, and on a GPU may write its terms to memory first.
+    return lax.platform_dependent(x, w, default=product, cuda=of_two)
 
 
 def _ups(cfg: LatentAttentionConfig, p: Params) -> tuple[jax.Array, jax.Array]:
