@@ -67,7 +67,7 @@ def form(body: GenerationBody) -> AnswerConstraint | None:
     }
     found = {key: value for key, value in asked.items() if value is not None}
     if len(found) > 1:
-        raise _wrong(list(found)[1], f"one form at a time, and {next(iter(found))} is another")
+        raise ApiError.at(list(found)[1], f"one form at a time, and {next(iter(found))} is another")
     return next(iter(found.values()), None)
 
 
@@ -113,7 +113,7 @@ def _structured(body: GenerationBody) -> AnswerConstraint | None:
         if value is not None
     ]
     if len(found) != 1:
-        raise _wrong("structured_outputs", f"one form at a time, and these are {len(found)}")
+        raise ApiError.at("structured_outputs", f"one form at a time, and these are {len(found)}")
     return found[0]
 
 
@@ -121,7 +121,9 @@ def _from_json(model: type[StructuralTag], text: str) -> StructuralTag:
     try:
         return model.model_validate_json(text)
     except ValueError:
-        raise _wrong("structured_outputs", "structural_tag needs structures and triggers") from None
+        raise ApiError.at(
+            "structured_outputs", "structural_tag needs structures and triggers"
+        ) from None
 
 
 def _json(schema: str | JsonObject | None, param: str = "guided_json") -> AnswerConstraint | None:
@@ -133,7 +135,7 @@ def _json(schema: str | JsonObject | None, param: str = "guided_json") -> Answer
         except (ValueError, RecursionError):
             schema = None
         if not isinstance(schema, dict):
-            raise _wrong(param, "a JSON schema is a JSON object")
+            raise ApiError.at(param, "a JSON schema is a JSON object")
     return AnswerConstraint("json_schema", json.dumps(schema))
 
 
@@ -161,7 +163,7 @@ def _tagged(asked: Any, param: str) -> AnswerConstraint:
     for index, structure in enumerate(asked.structures):
         trigger = next((t for t in asked.triggers if structure.begin.startswith(t)), None)
         if trigger is None:
-            raise _wrong(param, f"no trigger begins {structure.begin!r}")
+            raise ApiError.at(param, f"no trigger begins {structure.begin!r}")
         rest = _literal(structure.begin.removeprefix(trigger))
         schema = json.dumps(tight(structure.schema_))
         rules += [
@@ -275,10 +277,6 @@ def _among_text(tools: Tools, lark: LarkRules) -> str:
 
 def _literal(text: str) -> str:
     return quoted(text) if text else ""
-
-
-def _wrong(param: str, message: str) -> ApiError:
-    return ApiError(400, f"{param}: {message}", param=param, code="invalid_value")
 
 
 def _missing(what: str, param: str) -> ApiError:

@@ -182,8 +182,7 @@ def to_chat(body: CountTokens, template: str) -> Chat:
     for turn in body.messages:
         _add(messages, turn)
     if not messages:
-        message = "messages: need a text or a tool's result"
-        raise ApiError(400, message, param="messages", code="invalid_value")
+        raise ApiError.at("messages", "need a text or a tool's result")
     variables = dict(getattr(body, "chat_template_kwargs", None) or {})
     if "enable_thinking" in template:
         thinks = body.thinking is not None and body.thinking.type != "disabled"

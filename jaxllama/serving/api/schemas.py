@@ -335,6 +335,15 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
 
+    @staticmethod
+    def at(param: str, reason: str, code: str = "invalid_value", status: int = 400) -> ApiError:
+        """Return an error whose message begins with the name of the field."""
+        return ApiError(status, f"{param}: {reason}", param=param, code=code)
+
+    @staticmethod
+    def unsupported(param: str, reason: str) -> ApiError:
+        return ApiError.at(param, reason, "unsupported")
+
     def body(self) -> ErrorObject:
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
             self.status, "server_error" if self.status >= 500 else "invalid_request_error"

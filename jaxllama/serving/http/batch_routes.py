@@ -85,8 +85,7 @@ async def upload(server: Context, http: HttpRequest) -> FileObject:
             message = "file: is required, as a part with a file's name"
             raise ApiError(400, message, param="file", code="missing_parameter")
         if purpose != "batch":
-            message = f"purpose: {str(purpose)[:64]!r}: only batch is supported"
-            raise ApiError(400, message, param="purpose", code="unsupported")
+            raise ApiError.unsupported("purpose", f"{str(purpose)[:64]!r}: only batch is supported")
         for name in form:
             if name not in FIELDS:
                 message = f"{name[:64]}: only file and purpose are supported"
@@ -109,8 +108,7 @@ async def _form(server: Context, http: HttpRequest) -> AsyncGenerator[Any]:
             size += len(part)
             arriving[owner] += len(part)
             if size > limit + server.settings.max_body:
-                message = f"file: larger than {limit} bytes"
-                raise ApiError(413, message, param="file", code="body_too_large")
+                raise ApiError.at("file", f"larger than {limit} bytes", "body_too_large", 413)
             is_alone = arriving.total() == size
             if not is_alone and (arriving.total() > room or arriving[owner] > room // 2):
                 message = "too many files arrive at once: come again later"
@@ -145,7 +143,7 @@ async def _parsed(http: HttpRequest, parts: AsyncGenerator[bytes], limit: int) -
     file = form.get("file")
     if isinstance(file, UploadFile) and (file.size or 0) > limit:
         await form.close()
-        raise ApiError(413, f"file: larger than {limit} bytes", param="file", code="body_too_large")
+        raise ApiError.at("file", f"larger than {limit} bytes", "body_too_large", 413)
     return form
 
 
@@ -162,7 +160,7 @@ async def files(server: Context, http: HttpRequest) -> FileList:
     query = http.query_params
     limit, order = page_size(http, 10_000, 10_000), query.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise ApiError(400, "order: must be asc or desc", param="order", code="invalid_value")
+        raise ApiError.at("order", "must be asc or desc")
     found, has_more = await asyncio.to_thread(
         _store(server).files,
         http.state.owner,
@@ -204,8 +202,7 @@ async def delete(server: Context, http: HttpRequest) -> FileDeleted:
 async def create(server: Context, http: HttpRequest, body: CreateBatch) -> BatchObject:
     store = _store(server)
     if body.url not in server.batchable:
-        message = f"endpoint: must be one of {', '.join(server.batchable)}"
-        raise ApiError(400, message, param="endpoint", code="invalid_value")
+        raise ApiError.at("endpoint", f"must be one of {', '.join(server.batchable)}")
     batch = await asyncio.to_thread(
         store.create, http.state.owner, body.url, body.input_file_id, body.metadata
     )
@@ -262,4 +259,4 @@ def _ends(page: list[Any]) -> tuple[str | None, str | None]:
 
 
 def _missing(kind: str, id: str) -> ApiError:
-    return ApiError(404, f"id: no {kind} with the id {id[:64]!r}", param="id", code="not_found")
+    return ApiError.at("id", f"no {kind} with the id {id[:64]!r}", "not_found", 404)

@@ -355,8 +355,7 @@ def page_size(http: Request, most: int, default: int) -> int:
     """Return the query's ``limit``, the number of entries of a page. Raises ApiError 400."""
     limit = http.query_params.get("limit", str(default))
     if not (re.fullmatch("[0-9]{1,6}", limit) and 1 <= int(limit) <= most):
-        message = f"limit: must be a whole number from 1 to {most}"
-        raise ApiError(400, message, param="limit", code="invalid_value")
+        raise ApiError.at("limit", f"must be a whole number from 1 to {most}")
     return int(limit)
 
 

@@ -166,8 +166,7 @@ class Router:
                 if reply.status != 404:
                     return Response(await reply.read(), reply.status, _headers(reply))
         id = http.path_params["id"]
-        message = f"id: no running model knows {id[:100]!r}"
-        raise ApiError(404, message, param="id", code="not_found")
+        raise ApiError.at("id", f"no running model knows {id[:100]!r}", "not_found", 404)
 
     def _model(self, name: str) -> dict[str, Any]:
         loaded = self._pool.resolve(name) in self._pool.loaded
@@ -204,7 +203,7 @@ class Router:
             return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
         name = self._pool.resolve(name)
         if name not in self._pool.loaded:
-            raise ApiError(404, f"model: {name} does not run", param="model", code="not_found")
+            raise ApiError.at("model", f"{name} does not run", "not_found", 404)
         async with self._pool.use(name) as url, self._ask(http, url, None) as reply:
             return Response(await reply.read(), reply.status, _headers(reply))
 

@@ -147,17 +147,16 @@ async def input_items(server: Context, http: HttpRequest) -> InputItemList:
     id, query = http.path_params["id"], http.query_params
     [kept] = await server.link.ask("items", id, http.state.owner)
     if kept is None:
-        raise ApiError(404, f"id: no response with the id {id!r}", param="id", code="not_found")
+        raise ApiError.at("id", f"no response with the id {id!r}", "not_found", 404)
     items: list[JsonObject] = msgspec.json.decode(kept)
     order, limit, after = query.get("order", "desc"), page_size(http, 100, 20), query.get("after")
     if order not in ("asc", "desc"):
-        raise ApiError(400, "order: must be asc or desc", param="order", code="invalid_value")
+        raise ApiError.at("order", "must be asc or desc")
     items = items if order == "asc" else items[::-1]
     if after is not None:
         ids = [item["id"] for item in items]
         if after not in ids:
-            message = f"after: no item with the id {after!r}"
-            raise ApiError(400, message, param="after", code="invalid_value")
+            raise ApiError.at("after", f"no item with the id {after!r}")
         items = items[ids.index(after) + 1 :]
     page = items[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
@@ -171,8 +170,7 @@ async def cancel(server: Context, http: HttpRequest) -> Response:
         response, _ = await _recall(server, id, owner, "id")
         now = msgspec.json.decode(response)
         if not now["background"]:
-            message = "id: only a response in the background can be cancelled"
-            raise ApiError(400, message, param="id", code="invalid_value")
+            raise ApiError.at("id", "only a response in the background can be cancelled")
         if now["status"] != "in_progress":
             return Response(response, media_type="application/json")
         await server.link.ask("cancel", id, owner)

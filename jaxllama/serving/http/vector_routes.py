@@ -94,8 +94,7 @@ def embedding_rows(prompts: Prompts, body: Embedding) -> list[list[int]]:
     _check_model(prompts, body.model)
     width = prompts.lm.config.d_model
     if body.dimensions is not None and body.dimensions > width:
-        message = f"dimensions: this model's embeddings have {width}"
-        raise ApiError(400, message, param="dimensions", code="unsupported")
+        raise ApiError.unsupported("dimensions", f"this model's embeddings have {width}")
     keep = body.truncate_prompt_tokens
     keep = prompts.max_len if keep == -1 else keep
     return _bounded("input", (prompts.row(text, "input", keep) for text in as_list(body.input)))
