@@ -26,7 +26,7 @@ from jaxllama.serving.api.logprobs import (
     prompt_logprobs,
 )
 from jaxllama.serving.api.messages import TextPiece
-from jaxllama.serving.api.reading import answer_reader
+from jaxllama.serving.api.reading import answer_reader, parts_of
 from jaxllama.serving.api.schemas import (
     Arguments,
     ChatChoice,
@@ -279,8 +279,7 @@ class ChatChunks:
         self._reader = answer_reader(call.reading)
 
     def parts(self, event: TextPiece) -> list[AnswerPart]:
-        parts = self._reader.feed(event.text)
-        return parts if event.finish_reason is None else parts + self._reader.close()
+        return parts_of(self._reader, event)
 
     def of(self, part: AnswerPart) -> ChatChunk:
         return _chat_chunk(self._call, [ChatChunkChoice(self._index, self._delta(part))], None)

@@ -279,7 +279,7 @@ ROUTES: tuple[Route, ...] = (
         stream=True,
     ),
     _get("/api/tags", ollama.tags, "List the models (ollama's API)"),
-    _get("/api/version", ollama.version, "Return this program's version (ollama's API)"),
+    _get("/api/version", basics.version, "Return this program's version (ollama's API)"),
     # Adapters
     _post(
         "/v1/load_lora_adapter",

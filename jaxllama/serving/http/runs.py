@@ -27,6 +27,7 @@ from jaxllama.serving.api.bodies import Chat, Completion
 from jaxllama.serving.api.calls import AcceptedCall
 from jaxllama.serving.api.logprobs import TextOffsets, chat_entries
 from jaxllama.serving.api.messages import Accepted, IdTaken, TextPiece
+from jaxllama.serving.api.reading import PLAIN, answer_reader
 from jaxllama.serving.api.schemas import (
     ApiError,
     ChatObject,
@@ -217,6 +218,49 @@ class Answer:
 
     def _failure(self, error: ApiError) -> bytes:
         return _data(to_json(error.body()))
+
+
+class EventAnswer(Answer):
+    """An answer of events, for the APIs that split a text into parts.
+
+    Subclasses implement ``_read``, the events of a piece, and ``_whole``. They may override
+    ``_first`` and ``_last``, the events around them, and ``_written``, the bytes of one.
+    """
+
+    def __init__(self, run: CallRun) -> None:
+        super().__init__(run)
+        self._reader = answer_reader(run.call.reading or PLAIN)
+
+    def _read(self, piece: TextPiece) -> list[JsonObject]:
+        raise NotImplementedError
+
+    async def _whole(self) -> Any:
+        """Return the whole answer, when all pieces have been read."""
+        raise NotImplementedError
+
+    def _first(self) -> list[JsonObject]:
+        return []
+
+    def _last(self, answer: Any) -> list[JsonObject]:
+        return []
+
+    def _written(self, event: JsonObject) -> bytes:
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event))
+
+    async def whole(self) -> Any:
+        async with contextlib.aclosing(self.run.events()) as events:
+            async for pieces in events:
+                for piece in pieces:
+                    self._read(piece)
+        return await self._whole()
+
+    async def _pieces(self) -> AsyncGenerator[bytes]:
+        yield b"".join(map(self._written, self._first()))
+        async with contextlib.aclosing(self.run.events()) as events:
+            async for pieces in events:
+                read = (event for piece in pieces for event in self._read(piece))
+                yield b"".join(map(self._written, read))
+        yield b"".join(map(self._written, self._last(await self._whole())))
 
 
 class ChunkAnswer(Answer):

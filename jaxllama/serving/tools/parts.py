@@ -23,11 +23,11 @@ class AnswerPart(NamedTuple):
     number: int = 0
 
 
-class CallsReader(Protocol):
-    """A reader of calls. calls: the number of calls that have begun."""
+class AnswerReader(Protocol):
+    """A reader of answers, or of their calls alone. calls: how many have begun."""
 
-    calls: int
-
+    @property
+    def calls(self) -> int: ...
     def feed(self, text: str) -> list[AnswerPart]: ...
     def close(self) -> list[AnswerPart]: ...
 
