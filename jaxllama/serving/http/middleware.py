@@ -309,6 +309,15 @@ def answer_error(error: Exception, path: str = "") -> Response:
     return respond(body, error.status, headers)
 
 
+async def _handle(http: Request, error: Exception) -> Response:
+    return answer_error(error, http.url.path)
+
+
+ERROR_HANDLERS = dict.fromkeys(
+    (ApiError, ClientGone, EngineFailed, JaxLlamaError, HTTPException, Exception), _handle
+)
+
+
 def _wrong_route(error: HTTPException, path: str, headers: dict[str, str]) -> Exception:
     """Return the error of a path or method that no route has, with what to do."""
     if error.status_code == 404:

@@ -72,12 +72,13 @@ class OllamaAnswer(EventAnswer):
     def __init__(self, run: CallRun, is_chat: bool) -> None:
         super().__init__(run)
         self._is_chat = is_chat
-        self._message: JsonObject = {"content": ""}
+        self._message: JsonObject = {"content": "", "thinking": "", "tool_calls": []}
         self._ended: JsonObject = {}
         self._called: JsonObject | None = None  # the call whose arguments are still coming
 
     async def _whole(self) -> JsonObject:
-        return self._line(self._message, self._ended)
+        said = {name: text for name, text in self._message.items() if text or name == "content"}
+        return self._line(said, self._ended)
 
     def _written(self, event: JsonObject) -> bytes:
         return to_json(event) + b"\n"
@@ -94,9 +95,7 @@ class OllamaAnswer(EventAnswer):
             messages += self._end_call()
         for message in messages:
             for name, value in message.items():
-                self._message[name] = (
-                    self._message[name] + value if name in self._message else value
-                )
+                self._message[name] += value
         lines = [self._line(message, {}) for message in messages]
         if piece.finish_reason is not None:
             self._ended = self._end(piece)

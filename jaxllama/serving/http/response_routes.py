@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 import msgspec
 from pydantic import TypeAdapter
@@ -64,7 +63,7 @@ class ResponseApi:
     def write(self, run: CallRun, body: Responses) -> ResponseAnswer:
         frame = ResponseFrame(run.call, body, self._messages)
         items = msgspec.json.encode(body.input_items(run.call.id))
-        keep: Any = "replace" if body.background else "keep"
+        keep = "replace" if body.background else "keep"
 
         async def kept(response: ResponseObject) -> None:
             if response.store:

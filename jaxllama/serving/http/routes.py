@@ -27,6 +27,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp
 
+from jaxllama.engine.journal import Entry
 from jaxllama.serving.api import bodies, schemas
 from jaxllama.serving.api.message_schemas import MessageObject
 from jaxllama.serving.api.ollama_schemas import OllamaChatLine, OllamaGenerateLine
@@ -351,9 +352,9 @@ def _response(answer: Any) -> Any:
     return answer if callable(answer) else schemas.respond(answer)
 
 
-def parse_entry(server: Context, kind: str, data: bytes) -> Any:
+def parse_entry(server: Context, entry: Entry) -> Any:
     """Return the body of a journal's entry."""
-    path = "/v1/completions" if kind == "completion" else "/v1/chat/completions"
+    path = "/v1/completions" if entry.kind == "completion" else "/v1/chat/completions"
     row = next(row for row in ROUTES if row.path == path)
     assert row.body is not None
-    return bodies.parse(row.body, data, *row.n_ids(server))
+    return bodies.parse(row.body, entry.body.encode(), *row.n_ids(server))
