@@ -38,7 +38,7 @@ from jaxllama.serving.http.batch_worker import BatchWorker
 from jaxllama.serving.http.context import Context
 from jaxllama.serving.http.file_store import RETRY_SECONDS, FileStore, StoredBatch
 from jaxllama.serving.http.limits import UPLOAD_SECONDS
-from jaxllama.serving.http.middleware import page_size
+from jaxllama.serving.http.middleware import is_ascending, page_size
 
 NAME_LENGTH = 255  # characters of a file's name that are kept
 FIELDS = ("file", "purpose")
@@ -54,20 +54,24 @@ async def running(server: Context, app: ASGIApp, at_once: int) -> AsyncGenerator
     if settings.state is None:
         yield
         return
-    server.store = FileStore(settings.state, settings.files)
-    server.worker = BatchWorker(server.store, settings.name, at_once, server.link, server.batchable)
+    store = FileStore(settings.state, settings.files)
+    server.worker = BatchWorker(store, settings.name, at_once, server.link, server.batchable)
     try:
         async with server.worker.running(app):
             yield
     finally:
-        server.store.close()
+        store.close()
+
+
+def _worker(server: Context) -> BatchWorker:
+    if server.worker is None:
+        message = "files and batches need a server that was started with --state DIR"
+        raise ApiError(400, message, code="unsupported")
+    return server.worker
 
 
 def _store(server: Context) -> FileStore:
-    if server.store is None:
-        message = "files and batches need a server that was started with --state DIR"
-        raise ApiError(400, message, code="unsupported")
-    return server.store
+    return _worker(server).store
 
 
 # Files
@@ -157,17 +161,10 @@ def _check_origin(server: Context, http: HttpRequest) -> None:
 
 
 async def files(server: Context, http: HttpRequest) -> FileList:
-    query = http.query_params
-    limit, order = page_size(http, 10_000, 10_000), query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise ApiError.at("order", "must be asc or desc")
+    query, limit, ascending = http.query_params, page_size(http, 10_000, 10_000), is_ascending(http)
+    purpose, after = query.get("purpose"), query.get("after")
     found, has_more = await asyncio.to_thread(
-        _store(server).files,
-        http.state.owner,
-        query.get("purpose"),
-        query.get("after"),
-        limit,
-        order == "asc",
+        _store(server).files, http.state.owner, purpose, after, limit, ascending
     )
     return FileList("list", found, *_ends(found), has_more)
 
@@ -200,22 +197,20 @@ async def delete(server: Context, http: HttpRequest) -> FileDeleted:
 
 
 async def create(server: Context, http: HttpRequest, body: CreateBatch) -> BatchObject:
-    store = _store(server)
+    worker = _worker(server)
     if body.url not in server.batchable:
         raise ApiError.at("endpoint", f"must be one of {', '.join(server.batchable)}")
     batch = await asyncio.to_thread(
-        store.create, http.state.owner, body.url, body.input_file_id, body.metadata
+        worker.store.create, http.state.owner, body.url, body.input_file_id, body.metadata
     )
-    _wake(server)
+    worker.wake()
     return batch
 
 
 async def batches(server: Context, http: HttpRequest) -> BatchList:
+    after, limit = http.query_params.get("after"), page_size(http, 100, 20)
     found, has_more = await asyncio.to_thread(
-        _store(server).batches,
-        http.state.owner,
-        http.query_params.get("after"),
-        page_size(http, 100, 20),
+        _store(server).batches, http.state.owner, after, limit
     )
     return BatchList("list", found, *_ends(found), has_more)
 
@@ -245,13 +240,8 @@ async def cancel(server: Context, http: HttpRequest) -> BatchObject:
         batch.status, batch.cancelling_at = "cancelling", int(time.time())
 
     batch = await asyncio.to_thread(_store(server).update, found.batch.id, change)
-    _wake(server)
+    _worker(server).wake()
     return batch
-
-
-def _wake(server: Context) -> None:
-    if server.worker is not None:
-        server.worker.wake()
 
 
 def _ends(page: list[Any]) -> tuple[str | None, str | None]:

@@ -368,6 +368,14 @@ def page_size(http: Request, most: int, default: int) -> int:
     return int(limit)
 
 
+def is_ascending(http: Request) -> bool:
+    """Return whether the query's ``order`` is "asc" and not "desc". Raises ApiError 400."""
+    order = http.query_params.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise ApiError.at("order", "must be asc or desc")
+    return order == "asc"
+
+
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """Return the work's result, or raise ClientGone if the client disconnects first.
 

@@ -152,6 +152,27 @@ class ServeOptions:
         return (*map(ApiKey, self.api_keys), *self.named_keys)
 
     @property
+    def name(self) -> str:
+        """The model's name for clients."""
+        return self.names[0] if self.names else model_name(self.model)
+
+    def settings(self, max_len: int) -> ServerSettings:
+        """Return the settings of the front ends. max_len: the engine's."""
+        return ServerSettings(
+            name=self.name,
+            aliases=self.names[1:],
+            origins=self.origins,
+            hosts=self.known_hosts,
+            max_len=max_len,
+            api_keys=self.api_keys,
+            max_body=self.max_body,
+            state=None if self.state is None else str(self.state.resolve()),
+            named_keys=self.named_keys,
+            lora_slots=self.engine.get("lora_slots", 0),
+            traces=self.traces,
+        )
+
+    @property
     def is_keyed(self) -> bool:
         """Whether clients need an API key."""
         return bool(self.api_keys or self.named_keys)
@@ -197,7 +218,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
         journal = None if options.state is None else Journal(options.state)
         if options.state is not None:
             _check_files(options.state)
-        name, *aliases = options.names or (model_name(options.model),)
+        name = options.name
         metrics = Metrics(name)
         if options.replicas > 1:
             pool = LocalPool(options.replicas, StartEngine(load, options.engine))
@@ -215,19 +236,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
             with progress.working("compiling (later starts take it from the cache)"):
                 engine.start()
         metrics.watch(engine)
-        settings = ServerSettings(
-            name=name,
-            aliases=tuple(aliases),
-            origins=options.origins,
-            hosts=options.known_hosts,
-            max_len=engine.options.max_len,
-            api_keys=options.api_keys,
-            max_body=options.max_body,
-            state=None if options.state is None else str(options.state),
-            named_keys=options.named_keys,
-            lora_slots=options.engine.get("lora_slots", 0),
-            traces=options.traces,
-        )
+        settings = options.settings(engine.options.max_len)
         setup = front_end.FrontEndSetup(
             facts,
             settings,

@@ -31,7 +31,7 @@ from jaxllama.serving.api.schemas import ApiError, respond, to_json
 from jaxllama.serving.http.body_threads import in_thread
 from jaxllama.serving.http.context import Context
 from jaxllama.serving.http.generation import begun
-from jaxllama.serving.http.middleware import page_size
+from jaxllama.serving.http.middleware import is_ascending, page_size
 from jaxllama.serving.http.responses import ResponseAnswer, ResponseFrame
 from jaxllama.serving.http.runs import CallRun
 from jaxllama.typing import JsonObject
@@ -143,15 +143,13 @@ async def retrieve(server: Context, http: HttpRequest) -> Response:
 
 async def input_items(server: Context, http: HttpRequest) -> InputItemList:
     """Return a page of the items that the response's body had."""
-    id, query = http.path_params["id"], http.query_params
+    id = http.path_params["id"]
     [kept] = await server.link.ask("items", id, http.state.owner)
     if kept is None:
         raise ApiError.at("id", f"no response with the id {id!r}", "not_found", 404)
     items: list[JsonObject] = msgspec.json.decode(kept)
-    order, limit, after = query.get("order", "desc"), page_size(http, 100, 20), query.get("after")
-    if order not in ("asc", "desc"):
-        raise ApiError.at("order", "must be asc or desc")
-    items = items if order == "asc" else items[::-1]
+    limit, after = page_size(http, 100, 20), http.query_params.get("after")
+    items = items if is_ascending(http) else items[::-1]
     if after is not None:
         ids = [item["id"] for item in items]
         if after not in ids:

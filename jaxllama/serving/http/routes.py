@@ -34,7 +34,6 @@ from jaxllama.serving.api.ollama_schemas import OllamaChatLine, OllamaGenerateLi
 from jaxllama.serving.api.response_schemas import ResponseObject
 from jaxllama.serving.api.schemas import ChatObject, CompletionObject, EmbeddingList, Health
 from jaxllama.serving.http import (
-    adapter_routes,
     basics,
     batch_routes,
     generation,
@@ -284,14 +283,14 @@ ROUTES: tuple[Route, ...] = (
     # Adapters
     _post(
         "/v1/load_lora_adapter",
-        adapter_routes.load,
+        basics.load_adapter,
         "Load a LoRA adapter while requests run",
         TEXT,
         needs="adapters",
     ),
     _post(
         "/v1/unload_lora_adapter",
-        adapter_routes.unload,
+        basics.unload_adapter,
         "Unload a LoRA adapter while requests run",
         TEXT,
         needs="adapters",
