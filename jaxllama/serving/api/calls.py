@@ -404,13 +404,8 @@ class Prompts:
 
 
 _NAMED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
 )
 
 
@@ -419,9 +414,7 @@ def _limit(max_tokens: int | None) -> int | None:
     return None if max_tokens == -1 else max_tokens
 
 
-def as_list(
-    prompt: str | list[str] | list[int] | list[list[int]],
-) -> list[Any]:
+def as_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Any]:
     """Return one prompt or several as a list of prompts."""
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 

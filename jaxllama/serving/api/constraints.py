@@ -99,7 +99,11 @@ def _structured(body: GenerationBody) -> AnswerConstraint | None:
         return None
     tag = asked.structural_tag
     if isinstance(tag, str):
-        tag = _from_json(StructuralTag, tag)
+        try:
+            tag = StructuralTag.model_validate_json(tag)
+        except ValueError:
+            reason = "structural_tag needs structures and triggers"
+            raise ApiError.at("structured_outputs", reason) from None
     found = [
         value
         for value in (
@@ -117,15 +121,6 @@ def _structured(body: GenerationBody) -> AnswerConstraint | None:
     return found[0]
 
 
-def _from_json(model: type[StructuralTag], text: str) -> StructuralTag:
-    try:
-        return model.model_validate_json(text)
-    except ValueError:
-        raise ApiError.at(
-            "structured_outputs", "structural_tag needs structures and triggers"
-        ) from None
-
-
 def _json(schema: str | JsonObject | None, param: str = "guided_json") -> AnswerConstraint | None:
     if schema is None:
         return None
@@ -140,11 +135,9 @@ def _json(schema: str | JsonObject | None, param: str = "guided_json") -> Answer
 
 
 def _choice(texts: Sequence[str] | None) -> AnswerConstraint | None:
-    return (
-        None
-        if texts is None
-        else AnswerConstraint("lark", "start: " + " | ".join(map(quoted, texts)))
-    )
+    if texts is None:
+        return None
+    return AnswerConstraint("lark", "start: " + " | ".join(map(quoted, texts)))
 
 
 def _without(words: Sequence[str] | None) -> AnswerConstraint | None:

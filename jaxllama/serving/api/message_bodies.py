@@ -248,11 +248,8 @@ def _text(content: str | list[TextBlock] | list[Shown]) -> str:
 
 
 def _tool(tool: ClientTool) -> JsonObject:
-    function: JsonObject = {"name": tool.name, "parameters": tool.input_schema}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.strict is not None:
-        function["strict"] = tool.strict
+    said: JsonObject = {"description": tool.description, "strict": tool.strict}
+    function = {"name": tool.name, "parameters": tool.input_schema, **said}
     return {"type": "function", "function": function}
 
 

@@ -286,6 +286,17 @@ class ModelList(Schema):
 
 
 @schema
+class Page(Schema):
+    """A part of a list, with the ids of its ends."""
+
+    object: Literal["list"]
+    data: list[Any]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+@schema
 class Tokens(Schema):
     tokens: list[int]
     count: int

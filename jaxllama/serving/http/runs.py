@@ -64,8 +64,8 @@ async def submit(
     A call whose id is taken gets another id: clients may reuse a request id. A call
     that only scores the prompt submits no engine request.
     """
-    requests = call.requests if call.is_written else ()
     while True:
+        requests = call.requests if call.is_written else ()
         try:
             stream = await link.submit(call.id, requests, owner, entry, is_known)
             break
@@ -73,22 +73,16 @@ async def submit(
             if is_known:  # the rows belong to a front end that is gone, and will end
                 await asyncio.sleep(AGAIN_SECONDS)
             else:
-                call = dataclasses.replace(call, id=f"{call.id}-{uuid.uuid4().hex}")
-                ids = [f"{call.id}/{index}" for index in range(len(call.requests))]
-                named = zip(call.requests, ids, strict=True)
-                call = dataclasses.replace(
-                    call, requests=tuple(dataclasses.replace(r, id=id) for r, id in named)
-                )
-                requests = call.requests if call.is_written else ()
+                id = f"{call.id}-{uuid.uuid4().hex}"
+                numbered = enumerate(call.requests)
+                named = (dataclasses.replace(r, id=f"{id}/{index}") for index, r in numbered)
+                call = dataclasses.replace(call, id=id, requests=tuple(named))
     if not call.is_written:
-        stream.end(
-            [
-                TextPiece(
-                    0, [], finish_reason="length", index=index, prompt_tokens=len(request.prompt)
-                )
-                for index, request in enumerate(call.requests)
-            ]
-        )
+        ends = [
+            TextPiece(0, [], finish_reason="length", index=i, prompt_tokens=len(r.prompt))
+            for i, r in enumerate(call.requests)
+        ]
+        stream.end(ends)
     return call, stream
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 
 import ray
@@ -35,3 +36,9 @@ def resources_of(cluster: ClusterOptions) -> Mapping[str, float]:
     if cluster.hosts > len([node for node in ray.nodes() if node["Alive"]]):
         raise JaxLlamaError(f"--hosts-per-replica = {cluster.hosts}: more than the cluster's nodes")
     return wanted
+
+
+def free_port(host: str = "") -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]

@@ -12,7 +12,6 @@ application goes on, and the next ``serve --ray`` replaces it. Logs are Ray's (`
 from __future__ import annotations
 
 import signal
-import socket
 import ssl
 import time
 import urllib.error
@@ -28,7 +27,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.http.process import ServeOptions, url
 from jaxllama.serving.ipc.replica import Start
 from jaxllama.serving.ray.app import ReplicaPool, application_of
-from jaxllama.serving.ray.cluster import connect, resources_of
+from jaxllama.serving.ray.cluster import connect, free_port, resources_of
 from jaxllama.serving.ray.options import ClusterOptions
 
 NAME = "jaxllama"  # of the application
@@ -51,7 +50,7 @@ def serve(options: ServeOptions, cluster: ClusterOptions, start: Start) -> None:
         cluster.hosts,
         drain=options.drain_timeout,
     )
-    port = options.port or _free_port(options.host)
+    port = options.port or free_port(options.host)
     proxy: dict[str, Any] = {"host": options.host, "port": port}
     if options.certificate is not None and options.private_key is not None:
         files = {"ssl_certfile": options.certificate, "ssl_keyfile": options.private_key}
@@ -84,12 +83,6 @@ def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if "Error: " in line]
     return (named or lines or [type(error).__name__])[-1]
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
 
 
 def _check(url: str) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging.config
-import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +32,7 @@ from jaxllama.parallel import hosts
 from jaxllama.serving import logs
 from jaxllama.serving.ipc.replica import Observe, Started
 from jaxllama.serving.ipc.served import ModelFacts, Passes
+from jaxllama.serving.ray.cluster import free_port
 from jaxllama.typing import Options
 
 KEPT = 4  # newest steps whose results are looked at
@@ -74,7 +74,7 @@ class StartOnHosts:
     def __call__(self, observe: Observe) -> Started:
         logging.config.dictConfig(logs.configuration())
         others = self._others()
-        address = f"{get_node_ip_address()}:{_free_port()}"
+        address = f"{get_node_ip_address()}:{free_port()}"
         started = [
             other.start.remote(f"{address},{self.hosts},{index}", self.load, self.options)
             for index, other in enumerate(others, start=1)
@@ -131,9 +131,3 @@ def _watch(engine: Engine, waits: list[Any], steps: list[Any]) -> None:
 
 def _refused(*_: object) -> None:
     raise JaxLlamaError("the model is on several hosts: no embeddings, no logprobs of prompts")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]

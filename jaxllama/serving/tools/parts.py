@@ -72,6 +72,25 @@ class MarkFinder:
         return rest
 
 
+class CallsReader:
+    """What readers of calls share. only_one: whether further calls are dropped."""
+
+    def __init__(self, only_one: bool) -> None:
+        self._only_one, self.calls = only_one, 0
+        self._is_behind = False  # after a call, before any other text
+
+    def _say(self, text: str, parts: list[AnswerPart]) -> None:
+        if self._is_behind:  # blanks between calls are not content
+            text = text.lstrip()
+        if text:
+            self._is_behind = False
+            parts.append(AnswerPart("content", text))
+
+    def _add(self, part: AnswerPart, parts: list[AnswerPart]) -> None:
+        if part.text and not (self._only_one and part.number):
+            parts.append(part)
+
+
 class Machine:
     """Turns text into parts. A state is a method that takes text and returns the unread rest."""
 
