@@ -155,10 +155,6 @@ def _choice(
     return choice
 
 
-def completion_usage(call: AcceptedCall, total: Usage) -> CompletionObject:
-    return _completion(call, [], total)
-
-
 def _completion(
     call: AcceptedCall, choices: list[CompletionChoice], total: Usage | None
 ) -> CompletionObject:
@@ -313,8 +309,8 @@ class ChatChunks:
         return ToolCallDelta([begun])
 
 
-def chat_usage(call: AcceptedCall, total: Usage) -> ChatChunk:
-    return _chat_chunk(call, [], total)
+def usage_chunk(call: AcceptedCall, is_chat: bool, total: Usage) -> ChatChunk | CompletionObject:
+    return _chat_chunk(call, [], total) if is_chat else _completion(call, [], total)
 
 
 def _chat_chunk(

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from jaxllama.engine.best_effort import lenient
 from jaxllama.engine.grammar_process import enforceable
 from jaxllama.engine.request import Grammar
-from jaxllama.serving.api.bodies import Function, GenerationBody, StructuralTag
+from jaxllama.serving.api.bodies import GenerationBody, StructuralTag
 from jaxllama.serving.api.reading import Reading
 from jaxllama.serving.api.schemas import ApiError
 from jaxllama.serving.api.strict import check_strict
@@ -225,10 +225,11 @@ def _thought(reading: Reading, lark: LarkRules) -> str:
 def _calls(tools: Tools, lark: LarkRules) -> str:
     """Add the rules of calls. Returns the name of the rule for one or several calls."""
     form = tools.format
-    names = [
-        lark.add(f"call_{index}", _call(tools, function, lark))
-        for index, function in enumerate(tools.functions)
-    ]
+    names: list[str] = []
+    for index, function in enumerate(tools.functions):
+        schema: JsonObject = {"type": "object", **(function.parameters or {})}
+        rule = form.rule(function.name, schema, not function.strict, lark)
+        names.append(lark.add(f"call_{index}", rule))
     lark.add("call", " | ".join(names))
     lark.add("one", f"{lark.literal(form.begin)} call {lark.literal(form.end)}")
     return lark.add("calls", f"{lark.literal(form.section[0])} {_some_calls(tools, lark)}")
@@ -244,11 +245,6 @@ def _some_calls(tools: Tools, lark: LarkRules, first: str = "one") -> str:
         blank = '" "? ' if form.section[0] else ""
         calls = f'{blank}"[" {calls} "]"'
     return f"{calls} {lark.literal(form.section[1])}"
-
-
-def _call(tools: Tools, function: Function, lark: LarkRules) -> str:
-    schema: JsonObject = {"type": "object", **(function.parameters or {})}
-    return tools.format.rule(function.name, schema, not function.strict, lark)
 
 
 def _among_text(tools: Tools, lark: LarkRules) -> str:

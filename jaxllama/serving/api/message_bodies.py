@@ -189,6 +189,7 @@ def to_chat(body: CountTokens, template: str) -> Chat:
         variables.setdefault("enable_thinking", thinks)
     form = body.output_config.format if body.output_config else None
     form = form or body.output_format
+    schema = {"schema": form.schema_, "strict": True} if form else None
     last = messages[-1]
     asked: JsonObject = {
         **{name: getattr(body, name, None) for name in SamplingFields.model_fields},
@@ -198,7 +199,7 @@ def to_chat(body: CountTokens, template: str) -> Chat:
         "tools": [_tool(tool) for tool in body.tools] if body.tools else None,
         "chat_template_kwargs": variables or None,
         "continue_final_message": last.role == "assistant" and not last.tool_calls or None,
-        "response_format": _schema(form) if form else None,
+        "response_format": {"type": "json_schema", "json_schema": schema} if schema else None,
         **_choice(body.tool_choice if body.tools else None),
     }
     try:
@@ -260,7 +261,3 @@ def _choice(choice: ToolChoice | None) -> JsonObject:
     kinds["tool"] = {"type": "function", "function": {"name": choice.name or ""}}
     parallel = False if choice.disable_parallel_tool_use else None
     return {"tool_choice": kinds[choice.type], "parallel_tool_calls": parallel}
-
-
-def _schema(form: OutputFormat) -> JsonObject:
-    return {"type": "json_schema", "json_schema": {"schema": form.schema_, "strict": True}}

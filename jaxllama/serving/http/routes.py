@@ -121,6 +121,9 @@ class Route:
 
 
 _post, _get, _delete = (functools.partial(Route, method) for method in ("POST", "GET", "DELETE"))
+_files_post, _files_get, _files_delete = (
+    functools.partial(row, needs="files") for row in (_post, _get, _delete)
+)
 ROUTES: tuple[Route, ...] = (
     _post(
         "/v1/completions",
@@ -215,54 +218,28 @@ ROUTES: tuple[Route, ...] = (
         "/v1/score", vector_routes.score, "Scores of pairs of texts", batchable=True, n_ids=_none
     ),
     # Files and batches
-    _post(
+    _files_post(
         "/v1/files",
         batch_routes.upload,
         "Store a file of a batch's requests",
         errors=(400, 403, 408, 413, 415),
-        needs="files",
     ),
-    _get(
+    _files_get(
         "/v1/files",
         batch_routes.files,
         "The files of this key",
         errors=(400,),
         query=(*PAGED, "order"),
-        needs="files",
     ),
-    _get(
-        "/v1/files/{id}", batch_routes.file, "A file's name and size", errors=(404,), needs="files"
+    _files_get("/v1/files/{id}", batch_routes.file, "A file's name and size", errors=(404,)),
+    _files_delete("/v1/files/{id}", batch_routes.delete, "Delete a file", errors=(404, 409)),
+    _files_get("/v1/files/{id}/content", batch_routes.content, "A file's contents", BINARY, (404,)),
+    _files_post("/v1/batches", batch_routes.create, "Answer the requests of a file"),
+    _files_get(
+        "/v1/batches", batch_routes.batches, "The batches of this key", errors=(400,), query=PAGED
     ),
-    _delete(
-        "/v1/files/{id}", batch_routes.delete, "Delete a file", errors=(404, 409), needs="files"
-    ),
-    _get(
-        "/v1/files/{id}/content",
-        batch_routes.content,
-        "A file's contents",
-        BINARY,
-        (404,),
-        needs="files",
-    ),
-    _post("/v1/batches", batch_routes.create, "Answer the requests of a file", needs="files"),
-    _get(
-        "/v1/batches",
-        batch_routes.batches,
-        "The batches of this key",
-        errors=(400,),
-        query=PAGED,
-        needs="files",
-    ),
-    _get(
-        "/v1/batches/{id}", batch_routes.batch, "How far a batch is", errors=(404,), needs="files"
-    ),
-    _post(
-        "/v1/batches/{id}/cancel",
-        batch_routes.cancel,
-        "End a batch",
-        errors=(404, 409),
-        needs="files",
-    ),
+    _files_get("/v1/batches/{id}", batch_routes.batch, "How far a batch is", errors=(404,)),
+    _files_post("/v1/batches/{id}/cancel", batch_routes.cancel, "End a batch", errors=(404, 409)),
     # ollama's API
     _post(
         "/api/chat",

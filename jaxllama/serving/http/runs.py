@@ -291,8 +291,7 @@ class ChunkAnswer(Answer):
                 written = [writers[piece.index](piece) for piece in pieces]
                 yield written[0] if len(written) == 1 else b"".join(written)
         if self._usage:
-            build = answers.chat_usage if is_chat else answers.completion_usage
-            yield _data(to_json(build(call, run.usage())))
+            yield _data(to_json(answers.usage_chunk(call, is_chat, run.usage())))
         yield _data(b"[DONE]")
 
     def _writer(self, index: int, offsets: TextOffsets) -> Callable[[TextPiece], bytes]:

@@ -22,7 +22,6 @@ from jaxllama.serving.api import answers
 from jaxllama.serving.api.bodies import Embedding
 from jaxllama.serving.api.calls import Prompts, as_list
 from jaxllama.serving.api.ranking import (
-    Method,
     RankedDocument,
     RankedItem,
     Rerank,
@@ -143,22 +142,15 @@ async def _pair_scores(
     method = method_of(server.model)
     if method == "cosine":
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        rows = await threaded(
-            size, lambda: _bounded("documents", (prompts.row(t, "documents") for t in texts))
-        )
+        read = (prompts.row(text, "documents") for text in texts)
+        rows = await threaded(size, _bounded, "documents", read)
         vectors = dict(zip(texts, await _vectors(server, rows), strict=True))
         return [_cosine(vectors[a], vectors[b]) for a, b in pairs], sum(map(len, rows))
     ids = answer_ids(prompts) if method == "judgement" else []
-    rows = await threaded(size, _pair_rows, prompts, method, pairs, body.instruction)
+    read = (pair_row(prompts, method, *pair, body.instruction) for pair in pairs)
+    rows = await threaded(size, _bounded, "documents", read)
     scores = [(await server.link.ask("rank", row, ids))[0] for row in rows]
     return scores, sum(map(len, rows))
-
-
-def _pair_rows(
-    prompts: Prompts, method: Method, pairs: list[tuple[str, str]], instruction: str | None
-) -> list[list[int]]:
-    rows = (pair_row(prompts, method, *pair, instruction) for pair in pairs)
-    return _bounded("documents", rows)
 
 
 def _check_model(prompts: Prompts, model: str) -> None:
