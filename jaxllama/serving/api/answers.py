@@ -26,7 +26,7 @@ from jaxllama.serving.api.logprobs import (
     prompt_logprobs,
 )
 from jaxllama.serving.api.messages import TextPiece
-from jaxllama.serving.api.reading import answer_reader
+from jaxllama.serving.api.reading import answer_reader, parts_of
 from jaxllama.serving.api.schemas import (
     Arguments,
     ChatChoice,
@@ -155,10 +155,6 @@ def _choice(
     return choice
 
 
-def completion_usage(call: AcceptedCall, total: Usage) -> CompletionObject:
-    return _completion(call, [], total)
-
-
 def _completion(
     call: AcceptedCall, choices: list[CompletionChoice], total: Usage | None
 ) -> CompletionObject:
@@ -279,8 +275,7 @@ class ChatChunks:
         self._reader = answer_reader(call.reading)
 
     def parts(self, event: TextPiece) -> list[AnswerPart]:
-        parts = self._reader.feed(event.text)
-        return parts if event.finish_reason is None else parts + self._reader.close()
+        return parts_of(self._reader, event)
 
     def of(self, part: AnswerPart) -> ChatChunk:
         return _chat_chunk(self._call, [ChatChunkChoice(self._index, self._delta(part))], None)
@@ -314,8 +309,8 @@ class ChatChunks:
         return ToolCallDelta([begun])
 
 
-def chat_usage(call: AcceptedCall, total: Usage) -> ChatChunk:
-    return _chat_chunk(call, [], total)
+def usage_chunk(call: AcceptedCall, is_chat: bool, total: Usage) -> ChatChunk | CompletionObject:
+    return _chat_chunk(call, [], total) if is_chat else _completion(call, [], total)
 
 
 def _chat_chunk(

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from jaxllama.serving.api.bodies import Strict
-from jaxllama.serving.api.schemas import Schema, schema
+from jaxllama.serving.api.schemas import Page, Schema, schema
 
 BatchStatus = Literal[
     "validating",
@@ -53,12 +53,8 @@ class FileObject(Schema):
 
 
 @schema
-class FileList(Schema):
-    object: Literal["list"]
+class FileList(Page):
     data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 @schema
@@ -118,9 +114,5 @@ class BatchObject(Schema):
 
 
 @schema
-class BatchList(Schema):
-    object: Literal["list"]
+class BatchList(Page):
     data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool

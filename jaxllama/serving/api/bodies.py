@@ -434,23 +434,9 @@ class UnloadAdapter(Strict):
 
 # Fields that every endpoint accepts: they concern OpenAI's own service, or are hints.
 _HARMLESS = frozenset(
-    (
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prediction",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "reasoning_effort",
-        "verbosity",
-        "modalities",
-        "parallel_tool_calls",
-        "priority",
-        "cache_salt",
-    )
+    "user metadata store service_tier safety_identifier prompt_cache_key prediction "
+    "prompt_cache_options prompt_cache_retention reasoning_effort verbosity modalities "
+    "parallel_tool_calls priority cache_salt".split()
 )
 
 
@@ -466,16 +452,7 @@ Body = TypeVar("Body", bound=BaseModel)
 def parse(model: type[Body], data: bytes | bytearray, ids: int, longest: int) -> Body:
     """Return the body, or raise an ApiError 400 that names the first invalid field.
 
-    Parameters
-    ----------
-    model : type
-        The pydantic model of the body.
-    data : bytes
-        The JSON text.
-    ids : int
-        Largest number of token ids in the body.
-    longest : int
-        Largest number of token ids in one list.
+    ids, longest: largest number of token ids in the body, and in one of its lists.
     """
     _check_size(data, ids, longest)
     notes: list[str] = []

@@ -156,12 +156,11 @@ class Prompts:
         """
         self.adapter_of(body.model)
         if body.best_of not in (None, body.n or 1):
-            raise _unsupported("best_of", "only best_of equal to n is supported")
+            raise ApiError.unsupported("best_of", "only best_of equal to n is supported")
         _check_prompt_logprobs(body)
         echoes_scores = bool(body.echo) and body.logprobs is not None
         if body.max_tokens == 0 and not (body.echo or body.prompt_logprobs is not None):
-            message = "max_tokens: 0 needs echo or prompt_logprobs"
-            raise ApiError(400, message, param="max_tokens", code="invalid_value")
+            raise ApiError.at("max_tokens", "0 needs echo or prompt_logprobs")
         n = body.n or 1
         prompts = as_list(body.prompt)
         self._check_choices(len(prompts), n)
@@ -190,12 +189,12 @@ class Prompts:
         """Return the prompt for a text between ``prompt`` and the body's suffix."""
         for name in ("echo", "truncate_prompt_tokens", "prompt_logprobs"):
             if getattr(body, name) not in (None, False):
-                raise _unsupported("suffix", f"excludes {name}")
+                raise ApiError.unsupported("suffix", f"excludes {name}")
         tokenizer, suffix = self.tokenizer(), body.suffix or ""
         before = self.encode(prompt, "prompt", False) if isinstance(prompt, str) else prompt
         row = infill(tokenizer, before, self.encode(suffix, "suffix", False))
         if row is None:
-            raise _unsupported("suffix", f"{self.name} has no tokens to fill in the middle")
+            raise ApiError.unsupported("suffix", f"{self.name} has no tokens to fill in the middle")
         return self.row(row, "suffix")
 
     def chat(self, body: Chat, call_id: str, owner: str = "") -> AcceptedCall:
@@ -214,7 +213,9 @@ class Prompts:
         how = reading(template, prompt.text, tools)
         if tools is not None and (body.bad_words or body.allowed_token_ids):
             name = "bad_words" if body.bad_words else "allowed_token_ids"
-            raise _unsupported(name, "a call of a tool cannot be held to it: leave out tools")
+            raise ApiError.unsupported(
+                name, "a call of a tool cannot be held to it: leave out tools"
+            )
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         call = self._call(body, call_id, owner, [row], max_tokens, logprobs, how)
         return dataclasses.replace(
@@ -267,7 +268,7 @@ class Prompts:
                 code="no_chat_template",
             )
         if tools and not tokenizer.compiled_template(tools=True).shows_tools:
-            raise _unsupported("tools", "the model's chat template does not show tools")
+            raise ApiError.unsupported("tools", "the model's chat template does not show tools")
         more = _template_variables(body, template)
         return tokenizer.chat_prompt(messages, tools=tools, **more)
 
@@ -349,7 +350,9 @@ class Prompts:
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
         wanted = form(body)
         if wanted is not None and body.allowed_token_ids is not None:
-            raise _unsupported("allowed_token_ids", "the answer has a form already: leave one out")
+            raise ApiError.unsupported(
+                "allowed_token_ids", "the answer has a form already: leave one out"
+            )
         grammar = constraint(wanted, how, tokenizer)
         ends = tuple(body.stop_token_ids or ())
         allowed = None if body.allowed_token_ids is None else tuple(body.allowed_token_ids)
@@ -401,13 +404,8 @@ class Prompts:
 
 
 _NAMED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
 )
 
 
@@ -416,9 +414,7 @@ def _limit(max_tokens: int | None) -> int | None:
     return None if max_tokens == -1 else max_tokens
 
 
-def as_list(
-    prompt: str | list[str] | list[int] | list[list[int]],
-) -> list[Any]:
+def as_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Any]:
     """Return one prompt or several as a list of prompts."""
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
@@ -427,20 +423,16 @@ def _check_features(body: Chat) -> None:
     """Raise ApiError for features of OpenAI's service that a language model alone lacks."""
     for key, reason in _ABSENT.items():
         if getattr(body, key) not in (None, []):  # {} requests a web search
-            raise _unsupported(key, reason)
+            raise ApiError.unsupported(key, reason)
     if body.modalities and "audio" in body.modalities:
-        raise _unsupported("modalities", "only text is written")
+        raise ApiError.unsupported("modalities", "only text is written")
     if body.function_call not in (None, "none", "auto"):
-        raise _unsupported("function_call", "send tool_choice instead")
-
-
-def _unsupported(param: str, message: str) -> ApiError:
-    return ApiError(400, f"{param}: {message}", param=param, code="unsupported")
+        raise ApiError.unsupported("function_call", "send tool_choice instead")
 
 
 def _check_prompt_logprobs(body: GenerationBody) -> None:
     if body.stream and body.prompt_logprobs is not None:
-        raise _unsupported("prompt_logprobs", "they are not streamed")
+        raise ApiError.unsupported("prompt_logprobs", "they are not streamed")
 
 
 def _only_limit(body: GenerationBody, *names: str) -> int | None:
@@ -463,16 +455,16 @@ def _template_variables(body: Chat | Tokenize, template: str) -> JsonObject:
             message = f"enable_thinking: {thinks}, but chat_template_kwargs has the opposite"
             raise ApiError(400, message, param="enable_thinking", code="invalid_value")
         if "enable_thinking" not in template and (thinks or reading(template, "", None).tags):
-            raise _unsupported("enable_thinking", "the model's chat template does not know it")
+            raise ApiError.unsupported(
+                "enable_thinking", "the model's chat template does not know it"
+            )
     if isinstance(body, Chat) and body.reasoning_effort and "reasoning_effort" in template:
         more.setdefault("reasoning_effort", body.reasoning_effort)
     for key in ("messages", "tools", "add_generation_prompt", "continue_final_message", "self"):
         if key in more:
-            message = f"chat_template_kwargs: {key} cannot be given here"
-            raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
+            raise ApiError.at("chat_template_kwargs", f"{key} cannot be given here")
     if body.continue_final_message and body.add_generation_prompt:
-        message = "continue_final_message: excludes add_generation_prompt"
-        raise ApiError(400, message, param="continue_final_message", code="invalid_value")
+        raise ApiError.at("continue_final_message", "excludes add_generation_prompt")
     asked = body.add_generation_prompt
     more["add_generation_prompt"] = asked is not False
     more["continue_final_message"] = bool(body.continue_final_message)

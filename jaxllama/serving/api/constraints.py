@@ -22,7 +22,7 @@ from typing import Any, Literal
 from jaxllama.engine.best_effort import lenient
 from jaxllama.engine.grammar_process import enforceable
 from jaxllama.engine.request import Grammar
-from jaxllama.serving.api.bodies import Function, GenerationBody, StructuralTag
+from jaxllama.serving.api.bodies import GenerationBody, StructuralTag
 from jaxllama.serving.api.reading import Reading
 from jaxllama.serving.api.schemas import ApiError
 from jaxllama.serving.api.strict import check_strict
@@ -67,7 +67,7 @@ def form(body: GenerationBody) -> AnswerConstraint | None:
     }
     found = {key: value for key, value in asked.items() if value is not None}
     if len(found) > 1:
-        raise _wrong(list(found)[1], f"one form at a time, and {next(iter(found))} is another")
+        raise ApiError.at(list(found)[1], f"one form at a time, and {next(iter(found))} is another")
     return next(iter(found.values()), None)
 
 
@@ -99,7 +99,11 @@ def _structured(body: GenerationBody) -> AnswerConstraint | None:
         return None
     tag = asked.structural_tag
     if isinstance(tag, str):
-        tag = _from_json(StructuralTag, tag)
+        try:
+            tag = StructuralTag.model_validate_json(tag)
+        except ValueError:
+            reason = "structural_tag needs structures and triggers"
+            raise ApiError.at("structured_outputs", reason) from None
     found = [
         value
         for value in (
@@ -113,15 +117,8 @@ def _structured(body: GenerationBody) -> AnswerConstraint | None:
         if value is not None
     ]
     if len(found) != 1:
-        raise _wrong("structured_outputs", f"one form at a time, and these are {len(found)}")
+        raise ApiError.at("structured_outputs", f"one form at a time, and these are {len(found)}")
     return found[0]
-
-
-def _from_json(model: type[StructuralTag], text: str) -> StructuralTag:
-    try:
-        return model.model_validate_json(text)
-    except ValueError:
-        raise _wrong("structured_outputs", "structural_tag needs structures and triggers") from None
 
 
 def _json(schema: str | JsonObject | None, param: str = "guided_json") -> AnswerConstraint | None:
@@ -133,16 +130,14 @@ def _json(schema: str | JsonObject | None, param: str = "guided_json") -> Answer
         except (ValueError, RecursionError):
             schema = None
         if not isinstance(schema, dict):
-            raise _wrong(param, "a JSON schema is a JSON object")
+            raise ApiError.at(param, "a JSON schema is a JSON object")
     return AnswerConstraint("json_schema", json.dumps(schema))
 
 
 def _choice(texts: Sequence[str] | None) -> AnswerConstraint | None:
-    return (
-        None
-        if texts is None
-        else AnswerConstraint("lark", "start: " + " | ".join(map(quoted, texts)))
-    )
+    if texts is None:
+        return None
+    return AnswerConstraint("lark", "start: " + " | ".join(map(quoted, texts)))
 
 
 def _without(words: Sequence[str] | None) -> AnswerConstraint | None:
@@ -161,7 +156,7 @@ def _tagged(asked: Any, param: str) -> AnswerConstraint:
     for index, structure in enumerate(asked.structures):
         trigger = next((t for t in asked.triggers if structure.begin.startswith(t)), None)
         if trigger is None:
-            raise _wrong(param, f"no trigger begins {structure.begin!r}")
+            raise ApiError.at(param, f"no trigger begins {structure.begin!r}")
         rest = _literal(structure.begin.removeprefix(trigger))
         schema = json.dumps(tight(structure.schema_))
         rules += [
@@ -230,10 +225,11 @@ def _thought(reading: Reading, lark: LarkRules) -> str:
 def _calls(tools: Tools, lark: LarkRules) -> str:
     """Add the rules of calls. Returns the name of the rule for one or several calls."""
     form = tools.format
-    names = [
-        lark.add(f"call_{index}", _call(tools, function, lark))
-        for index, function in enumerate(tools.functions)
-    ]
+    names: list[str] = []
+    for index, function in enumerate(tools.functions):
+        schema: JsonObject = {"type": "object", **(function.parameters or {})}
+        rule = form.rule(function.name, schema, not function.strict, lark)
+        names.append(lark.add(f"call_{index}", rule))
     lark.add("call", " | ".join(names))
     lark.add("one", f"{lark.literal(form.begin)} call {lark.literal(form.end)}")
     return lark.add("calls", f"{lark.literal(form.section[0])} {_some_calls(tools, lark)}")
@@ -249,11 +245,6 @@ def _some_calls(tools: Tools, lark: LarkRules, first: str = "one") -> str:
         blank = '" "? ' if form.section[0] else ""
         calls = f'{blank}"[" {calls} "]"'
     return f"{calls} {lark.literal(form.section[1])}"
-
-
-def _call(tools: Tools, function: Function, lark: LarkRules) -> str:
-    schema: JsonObject = {"type": "object", **(function.parameters or {})}
-    return tools.format.rule(function.name, schema, not function.strict, lark)
 
 
 def _among_text(tools: Tools, lark: LarkRules) -> str:
@@ -275,10 +266,6 @@ def _among_text(tools: Tools, lark: LarkRules) -> str:
 
 def _literal(text: str) -> str:
     return quoted(text) if text else ""
-
-
-def _wrong(param: str, message: str) -> ApiError:
-    return ApiError(400, f"{param}: {message}", param=param, code="invalid_value")
 
 
 def _missing(what: str, param: str) -> ApiError:

@@ -25,19 +25,9 @@ SUFFIX_FIRST = ("[SUFFIX]", "[PREFIX]")  # Codestral: "[SUFFIX] SUFFIX [PREFIX] 
 
 
 def infill(tokenizer: Tokenizer, before: Sequence[int], after: Sequence[int]) -> list[int] | None:
-    """Return the prompt for the text between two others.
+    """Return the prompt for the text between two others, None without tokens to fill in with.
 
-    Parameters
-    ----------
-    tokenizer : Tokenizer
-        The model's tokenizer.
-    before, after : sequence of int
-        Token ids of the two texts, without special tokens.
-
-    Returns
-    -------
-    list of int or None
-        None if the tokenizer has no tokens to fill in with.
+    before, after: token ids of the two texts, without special tokens.
     """
     begin = tokenizer.encode("")  # special tokens that every prompt begins with
     for names in PREFIX_FIRST:

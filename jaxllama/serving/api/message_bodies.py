@@ -182,14 +182,14 @@ def to_chat(body: CountTokens, template: str) -> Chat:
     for turn in body.messages:
         _add(messages, turn)
     if not messages:
-        message = "messages: need a text or a tool's result"
-        raise ApiError(400, message, param="messages", code="invalid_value")
+        raise ApiError.at("messages", "need a text or a tool's result")
     variables = dict(getattr(body, "chat_template_kwargs", None) or {})
     if "enable_thinking" in template:
         thinks = body.thinking is not None and body.thinking.type != "disabled"
         variables.setdefault("enable_thinking", thinks)
     form = body.output_config.format if body.output_config else None
     form = form or body.output_format
+    schema = {"schema": form.schema_, "strict": True} if form else None
     last = messages[-1]
     asked: JsonObject = {
         **{name: getattr(body, name, None) for name in SamplingFields.model_fields},
@@ -199,7 +199,7 @@ def to_chat(body: CountTokens, template: str) -> Chat:
         "tools": [_tool(tool) for tool in body.tools] if body.tools else None,
         "chat_template_kwargs": variables or None,
         "continue_final_message": last.role == "assistant" and not last.tool_calls or None,
-        "response_format": _schema(form) if form else None,
+        "response_format": {"type": "json_schema", "json_schema": schema} if schema else None,
         **_choice(body.tool_choice if body.tools else None),
     }
     try:
@@ -249,11 +249,8 @@ def _text(content: str | list[TextBlock] | list[Shown]) -> str:
 
 
 def _tool(tool: ClientTool) -> JsonObject:
-    function: JsonObject = {"name": tool.name, "parameters": tool.input_schema}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.strict is not None:
-        function["strict"] = tool.strict
+    said: JsonObject = {"description": tool.description, "strict": tool.strict}
+    function = {"name": tool.name, "parameters": tool.input_schema, **said}
     return {"type": "function", "function": function}
 
 
@@ -264,7 +261,3 @@ def _choice(choice: ToolChoice | None) -> JsonObject:
     kinds["tool"] = {"type": "function", "function": {"name": choice.name or ""}}
     parallel = False if choice.disable_parallel_tool_use else None
     return {"tool_choice": kinds[choice.type], "parallel_tool_calls": parallel}
-
-
-def _schema(form: OutputFormat) -> JsonObject:
-    return {"type": "json_schema", "json_schema": {"schema": form.schema_, "strict": True}}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -92,23 +92,7 @@ class HubRequest(IpcMessage, tag=3):
     """A question to the hub. ``Hub.asked`` implements the names."""
 
     call: int
-    name: Literal[
-        "find",
-        "owed",
-        "embed",
-        "rank",
-        "score",
-        "admit",
-        "metrics",
-        "keep",
-        "recall",
-        "forget",
-        "replace",
-        "items",
-        "cancel",
-        "load_adapter",
-        "unload_adapter",
-    ]
+    name: str
     arguments: list[Any]
 
 
@@ -285,14 +269,7 @@ class Frames:
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (
-        QueueFull,
-        EngineClosed,
-        IdTaken,
-        JournalUnavailable,
-        JaxLlamaError,
-        EngineFailed,
-    )
+    for kind in (QueueFull, EngineClosed, IdTaken, JournalUnavailable, JaxLlamaError, EngineFailed)
 }
 
 

@@ -16,6 +16,7 @@ The page repeats those under vLLM's name, with the label ``model_name``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -105,35 +106,20 @@ class Metrics:
     def __init__(self, model: str = "model") -> None:
         self._registry, self._model = CollectorRegistry(), model
         ProcessCollector(registry=self._registry)
+        named = {"namespace": "jaxllama", "registry": self._registry}
+        counter = functools.partial(Counter, **named)
+        histogram = functools.partial(Histogram, **named)
         self._times = {
-            key: Histogram(f"jaxllama_{name}_seconds", text, buckets=edges, registry=self._registry)
+            key: histogram(f"{name}_seconds", text, buckets=edges)
             for key, (name, text, edges) in _TIMES.items()
         }
-        self._requests = Counter(
-            "jaxllama_http_requests",
-            "HTTP requests",
-            ["method", "path", "status"],
-            registry=self._registry,
-        )
-        self._seconds = Histogram(
-            "jaxllama_http_request_seconds",
-            "From a request's head to the end of its answer",
-            ["path"],
-            buckets=_LONG,
-            registry=self._registry,
-        )
-
-        self._written = Counter(
-            "jaxllama_completion_tokens", "Tokens written", registry=self._registry
-        )
-        self._finished = Counter(
-            "jaxllama_requests_finished",
-            "Requests by how they ended",
-            ["reason"],
-            registry=self._registry,
-        )
+        self._requests = counter("http_requests", "HTTP requests", ["method", "path", "status"])
+        text = "From a request's head to the end of its answer"
+        self._seconds = histogram("http_request_seconds", text, ["path"], buckets=_LONG)
+        self._written = counter("completion_tokens", "Tokens written")
+        self._finished = counter("requests_finished", "Requests by how they ended", ["reason"])
         self._sizes = [
-            Histogram(f"jaxllama_request_{name}", text, buckets=_SIZES, registry=self._registry)
+            histogram(f"request_{name}", text, buckets=_SIZES)
             for name, text in (
                 ("prompt_tokens", "Tokens of a request's prompt"),
                 ("completion_tokens", "Tokens of a request's answer"),
@@ -197,17 +183,14 @@ class _EngineCollector:
         stats = self._engine.stats()
         for key, (name, text) in _GAUGES.items():
             yield GaugeMetricFamily(f"jaxllama_{name}", text, value=getattr(stats, key))
+        share = stats.cache_tokens / stats.cache_capacity if stats.cache_capacity else 0.0
         for name, text, value in (
             ("requests_active", "Requests with a slot", stats.prefilling + stats.running),
             ("requests_swapped", "Requests in the host's memory: none", 0),
-            ("cache_share", "Share of the cache in use", _share(stats)),
+            ("cache_share", "Share of the cache in use", share),
         ):
             yield GaugeMetricFamily(f"jaxllama_{name}", text, value=value)
         text = "Tokens of prompts that were looked up in the prefix cache"
         yield CounterMetricFamily("jaxllama_prefix_lookup_tokens", text, value=stats.prompt_tokens)
         for key, (name, text) in _COUNTERS.items():
             yield CounterMetricFamily(f"jaxllama_{name}", text, value=getattr(stats, key))
-
-
-def _share(stats: EngineStats) -> float:
-    return stats.cache_tokens / stats.cache_capacity if stats.cache_capacity else 0.0

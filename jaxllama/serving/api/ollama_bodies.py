@@ -68,8 +68,7 @@ class OllamaBody(Strict):
             if name in OPTIONS:
                 asked[OPTIONS[name]] = value
             elif name not in NO_EFFECT and value not in (None, 0, False):
-                message = f"options: {name[:64]!r} is not here"
-                raise ApiError(400, message, param="options", code="unsupported")
+                raise ApiError.unsupported("options", f"{name[:64]!r} is not here")
         if asked.get("max_tokens") in (-1, -2):  # ollama's words for no limit
             del asked["max_tokens"]
         if self.format:
@@ -99,7 +98,7 @@ class OllamaChat(OllamaBody):
         n_calls, waiting = 0, list[str]()
         for message in self.messages:
             if message.images:
-                raise _unsupported("messages", "images are not read")
+                raise ApiError.unsupported("messages", "images are not read")
             said: JsonObject = {"role": message.role, "content": message.content}
             if message.thinking:
                 said["reasoning_content"] = message.thinking
@@ -140,7 +139,7 @@ class OllamaGenerate(OllamaBody):
             ("context", "send the conversation to /api/chat"),
         ):
             if getattr(self, name):
-                raise _unsupported(name, why)
+                raise ApiError.unsupported(name, why)
         if self.raw or self.suffix:
             asked = {**self._shared(), "prompt": self.prompt, "suffix": self.suffix}
             return _checked(Completion, {"max_tokens": -1, **asked})
@@ -157,7 +156,3 @@ def _checked(kind: type[Body], asked: JsonObject) -> Body:
         return kind.model_validate_json(json.dumps(asked))
     except ValidationError as error:
         raise explain(error) from None
-
-
-def _unsupported(param: str, message: str) -> ApiError:
-    return ApiError(400, f"{param}: {message}", param=param, code="unsupported")

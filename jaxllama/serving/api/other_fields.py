@@ -79,4 +79,4 @@ def refuse(
             reason = ELSEWHERE[name][0]
         else:
             continue
-        raise ApiError(400, f"{name}: {reason}", param=name, code="unsupported")
+        raise ApiError.unsupported(name, reason)

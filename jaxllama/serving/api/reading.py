@@ -2,6 +2,7 @@
 
     Reading(...)                     how to read an answer; follows from its body and prompt
     answer_reader(reading)           feed(text), close() -> Parts, as the text comes
+    parts_of(reader, piece)          the parts that a piece completes
     PARSE_TIMES                      where a traced request's reader counts its time
 
 Reasoning is the text between a template's tags for it, at the beginning of an answer. Many
@@ -14,12 +15,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from contextvars import ContextVar
-from typing import Protocol
 
+from jaxllama.serving.api.messages import TextPiece
 from jaxllama.serving.api.tools import Tools
 from jaxllama.serving.tools import harmony
 from jaxllama.serving.tools.lark import special_marks
-from jaxllama.serving.tools.parts import AnswerPart, CallsReader, Machine, MarkFinder
+from jaxllama.serving.tools.parts import AnswerPart, AnswerReader, Machine, MarkFinder
 from jaxllama.text.tokenizer import Tokenizer
 
 TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
@@ -82,15 +83,6 @@ class ParseTimes:
 PARSE_TIMES: ContextVar[ParseTimes | None] = ContextVar("parse times", default=None)
 
 
-class AnswerReader(Protocol):
-    """A reader of answers. calls: the number of calls that have begun."""
-
-    @property
-    def calls(self) -> int: ...
-    def feed(self, text: str) -> list[AnswerPart]: ...
-    def close(self) -> list[AnswerPart]: ...
-
-
 class TimedReader:
     """A reader that counts its time."""
 
@@ -117,20 +109,20 @@ class TimedReader:
 
 def answer_reader(reading: Reading) -> AnswerReader:
     """Return a reader of one answer; it counts its time if the request is traced and has tools."""
-    reader, times = _reader(reading), PARSE_TIMES.get()
-    return reader if times is None or reading.tools is None else TimedReader(reader, times)
-
-
-def _reader(reading: Reading) -> MessageReader | harmony.ChannelReader:
-    """Return the reader of an answer's text."""
+    tools, times = reading.tools, PARSE_TIMES.get()
     if reading.opened is None:
-        return MessageReader(reading)
-    tools = reading.tools
-    reader = (
-        harmony.ChannelReader(tools.names, tools.only_one) if tools else harmony.ChannelReader()
-    )
-    reader.feed(reading.opened)
-    return reader
+        reader = MessageReader(reading)
+    else:
+        names, only_one = (tools.names, tools.only_one) if tools else ((), False)
+        reader = harmony.ChannelReader(names, only_one)
+        reader.feed(reading.opened)
+    return reader if times is None or tools is None else TimedReader(reader, times)
+
+
+def parts_of(reader: AnswerReader, piece: TextPiece) -> list[AnswerPart]:
+    """Return the parts that a piece completes; the last piece completes all that were held back."""
+    parts = reader.feed(piece.text)
+    return parts if piece.finish_reason is None else parts + reader.close()
 
 
 class MessageReader(Machine):
@@ -138,7 +130,7 @@ class MessageReader(Machine):
 
     def __init__(self, reading: Reading) -> None:
         tools, self._tags = reading.tools, reading.tags or ("", "")
-        self._calls: CallsReader | None = (
+        self._calls: AnswerReader | None = (
             tools.format.reader(tools.parameters, tools.only_one) if tools else None
         )
         self._end = MarkFinder(self._tags[1])

@@ -182,8 +182,7 @@ def _check_fields(body: Responses) -> None:
     if not body.background:
         return
     if body.stream:
-        message = "background: a response in the background is not streamed"
-        raise ApiError(400, message, param="background", code="unsupported")
+        raise ApiError.unsupported("background", "a response in the background is not streamed")
     if body.store is False:
         message = "background: needs store, as its client comes back for the response"
         raise ApiError(400, message, param="store", code="invalid_value")

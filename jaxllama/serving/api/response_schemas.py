@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jaxllama.serving.api.schemas import Schema, TokenLogprob, schema
+from jaxllama.serving.api.schemas import Page, Schema, TokenLogprob, schema
 from jaxllama.typing import JsonObject
 
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -111,12 +111,8 @@ class ResponseObject(Schema):
 
 
 @schema
-class InputItemList(Schema):
-    object: Literal["list"]
+class InputItemList(Page):
     data: list[JsonObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 @schema

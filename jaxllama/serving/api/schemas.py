@@ -286,6 +286,17 @@ class ModelList(Schema):
 
 
 @schema
+class Page(Schema):
+    """A part of a list, with the ids of its ends."""
+
+    object: Literal["list"]
+    data: list[Any]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+@schema
 class Tokens(Schema):
     tokens: list[int]
     count: int
@@ -334,6 +345,15 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
+
+    @staticmethod
+    def at(param: str, reason: str, code: str = "invalid_value", status: int = 400) -> ApiError:
+        """Return an error whose message begins with the name of the field."""
+        return ApiError(status, f"{param}: {reason}", param=param, code=code)
+
+    @staticmethod
+    def unsupported(param: str, reason: str) -> ApiError:
+        return ApiError.at(param, reason, "unsupported")
 
     def body(self) -> ErrorObject:
         kind = {401: "authentication_error", 429: "rate_limit_error"}.get(

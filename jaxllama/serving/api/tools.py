@@ -59,17 +59,17 @@ def offered(body: Chat, template: str) -> Tools | None:
     mode, chosen = _choice(body)
     if not body.tools:
         if mode != "auto":
-            raise _wrong("tool_choice", f"{mode!r} needs tools")
+            raise ApiError.at("tool_choice", f"{mode!r} needs tools")
         return None
     functions = {tool.function.name: tool.function for tool in body.tools}
     if len(functions) < len(body.tools):
-        raise _wrong("tools", "two of them have the same name")
+        raise ApiError.at("tools", "two of them have the same name")
     for index, tool in enumerate(body.tools):
         if tool.function.strict and tool.function.parameters is not None:
             check_strict(tool.function.parameters, f"tools[{index}].function.parameters")
     for name in chosen or ():
         if name not in functions:
-            raise _wrong("tool_choice", f"no tool is called {name!r}")
+            raise ApiError.at("tool_choice", f"no tool is called {name!r}")
     if mode == "none":
         return None
     shown = tuple(tool.model_dump(exclude_none=True) for tool in body.tools)
@@ -119,7 +119,7 @@ def _choice(body: Chat) -> tuple[str, list[str] | None]:
                 return allowed["mode"], names
     except (KeyError, TypeError):
         pass
-    raise _wrong(
+    raise ApiError.at(
         "tool_choice",
         'allowed are "none", "auto", "required", {"type": "function", "function": {"name": ...}} '
         "and allowed_tools",
@@ -130,7 +130,3 @@ def _name(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError
     return value
-
-
-def _wrong(param: str, message: str) -> ApiError:
-    return ApiError(400, f"{param}: {message}", param=param, code="invalid_value")

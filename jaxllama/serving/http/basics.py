@@ -1,14 +1,16 @@
-"""Small routes: tokenize, the list of models, health, the version, metrics."""
+"""Small routes: tokenize, the list of models, health, the version, metrics, adapters."""
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from jaxllama import __version__
-from jaxllama.serving.api.bodies import Detokenize, Tokenize
+from jaxllama.serving.api.bodies import Detokenize, LoadAdapter, Tokenize, UnloadAdapter
 from jaxllama.serving.api.schemas import (
     ApiError,
     Health,
@@ -85,3 +87,42 @@ async def document(server: Context, _: HttpRequest) -> Response:
 async def metrics(server: Context, _: HttpRequest) -> Response:
     kind, page = await server.link.ask("metrics")
     return Response(page, headers={"Content-Type": kind})
+
+
+# Adapters, with ``--lora-slots`` only
+
+
+async def load_adapter(server: Context, http: HttpRequest, body: LoadAdapter) -> Response:
+    """Load a LoRA adapter, which becomes a model of its own name for all front ends.
+
+    ``engine.adapters`` reads the directory, one of the server's machine, and bounds its size. A
+    request that runs as its adapter is unloaded, or replaced in place, keeps it to its end. Left
+    out: names of the hub.
+    """
+    name, in_place, link = body.lora_name, bool(body.load_inplace), server.link
+    if name in server.prompts.models and not (in_place and name in link.loaded):
+        raise ApiError(
+            400,
+            f"The lora adapter '{name}' has already been loaded. If you want to load the "
+            "adapter in place, set 'load_inplace' to True.",
+            param="lora_name",
+        )
+    try:
+        is_there = await asyncio.to_thread(Path(body.lora_path).is_dir)
+    except OSError:  # a name that is too long, a folder above it that nobody may read
+        is_there = False
+    if not is_there:
+        shown = body.lora_path[:200]
+        message = f"No adapter found for {shown}: this server reads no such directory"
+        raise ApiError(404, message, param="lora_path", code="not_found")
+    await link.ask("load_adapter", name, body.lora_path, in_place)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def unload_adapter(server: Context, http: HttpRequest, body: UnloadAdapter) -> Response:
+    name = body.lora_name
+    if name not in server.link.loaded:
+        message = f"The lora adapter '{name}' cannot be found."
+        raise ApiError(404, message, param="lora_name", code="not_found")
+    await server.link.ask("unload_adapter", name)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")

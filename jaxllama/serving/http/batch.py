@@ -18,8 +18,9 @@ import asyncio
 import contextlib
 import json
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 from starlette.types import ASGIApp, Message
 
@@ -50,13 +51,15 @@ def run(
     is answered, and for an engine that fails.
     """
     lines, kept = left(source, target)
-    with AnswerFile(target, len(lines), kept, show) as answers:
+    rest = iter(lines)
+    with answer_file(target, len(lines), kept, show) as (counts, add):
 
-        async def answer_line_of(line: Line) -> None:
-            answers.add(*await answer(app, name, line))
+        async def work() -> None:
+            for line in rest:
+                add(*await answer(app, name, line))
 
-        asyncio.run(_all(lines, answer_line_of, at_once))
-    return answers.counts
+        asyncio.run(together(work, min(at_once, len(lines))))
+    return counts
 
 
 def left(source: Path, target: Path) -> tuple[list[Line], int]:
@@ -65,30 +68,22 @@ def left(source: Path, target: Path) -> tuple[list[Line], int]:
     return [line for line in read(source) if line[0] not in done], len(done)
 
 
-class AnswerFile:
-    """Adds lines to the file of answers, and counts them."""
+@contextlib.contextmanager
+def answer_file(
+    target: Path, total: int, kept: int, show: bool
+) -> Generator[tuple[dict[str, int], Callable[[int, str], None]]]:
+    """Yield (the numbers of answers, the function that adds a line by its status and counts it)."""
+    counts = {"answered": 0, "failed": 0, "kept": kept}
+    bar = progress.working("answering", total, show, unit="requests")
+    with open(target, "a", encoding="utf-8") as out, bar as step:
 
-    def __init__(self, target: Path, total: int, kept: int, show: bool) -> None:
-        self.counts = {"answered": 0, "failed": 0, "kept": kept}
-        self._target, self._total, self._show = target, total, show
+        def add(status: int, line: str) -> None:
+            out.write(line)
+            out.flush()
+            counts["answered" if status == 200 else "failed"] += 1
+            step()
 
-    def __enter__(self) -> AnswerFile:
-        with contextlib.ExitStack() as stack:
-            self._out = stack.enter_context(open(self._target, "a", encoding="utf-8"))
-            bar = progress.working("answering", self._total, self._show, unit="requests")
-            self._bar = stack.enter_context(bar)
-            self._open = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.close()
-
-    def add(self, status: int, line: str) -> None:
-        """Write an answer with its HTTP status."""
-        self._out.write(line)
-        self._out.flush()
-        self.counts["answered" if status == 200 else "failed"] += 1
-        self._bar()
+        yield counts, add
 
 
 async def answer(app: ASGIApp, name: str, line: Line) -> tuple[int, str]:
@@ -133,17 +128,11 @@ def output_line(
     return line + "\n"
 
 
-async def _all(lines: list[Line], work_on: Callable[[Line], Awaitable[None]], at_once: int) -> None:
-    """Run ``at_once`` workers, each of which takes the next line after an answer."""
-    rest = iter(lines)
-
-    async def work() -> None:
-        for line in rest:
-            await work_on(line)
-
+async def together(work: Callable[[], Coroutine[Any, Any, None]], count: int) -> None:
+    """Run some workers at the same time, and raise the exception of the first that fails."""
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(at_once, len(lines))):
+            for _ in range(count):
                 group.create_task(work())
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None

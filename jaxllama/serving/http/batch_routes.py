@@ -38,7 +38,7 @@ from jaxllama.serving.http.batch_worker import BatchWorker
 from jaxllama.serving.http.context import Context
 from jaxllama.serving.http.file_store import RETRY_SECONDS, FileStore, StoredBatch
 from jaxllama.serving.http.limits import UPLOAD_SECONDS
-from jaxllama.serving.http.middleware import page_size
+from jaxllama.serving.http.middleware import is_ascending, page_size
 
 NAME_LENGTH = 255  # characters of a file's name that are kept
 FIELDS = ("file", "purpose")
@@ -54,20 +54,24 @@ async def running(server: Context, app: ASGIApp, at_once: int) -> AsyncGenerator
     if settings.state is None:
         yield
         return
-    server.store = FileStore(settings.state, settings.files)
-    server.worker = BatchWorker(server.store, settings.name, at_once, server.link, server.batchable)
+    store = FileStore(settings.state, settings.files)
+    server.worker = BatchWorker(store, settings.name, at_once, server.link, server.batchable)
     try:
         async with server.worker.running(app):
             yield
     finally:
-        server.store.close()
+        store.close()
+
+
+def _worker(server: Context) -> BatchWorker:
+    if server.worker is None:
+        message = "files and batches need a server that was started with --state DIR"
+        raise ApiError(400, message, code="unsupported")
+    return server.worker
 
 
 def _store(server: Context) -> FileStore:
-    if server.store is None:
-        message = "files and batches need a server that was started with --state DIR"
-        raise ApiError(400, message, code="unsupported")
-    return server.store
+    return _worker(server).store
 
 
 # Files
@@ -85,8 +89,7 @@ async def upload(server: Context, http: HttpRequest) -> FileObject:
             message = "file: is required, as a part with a file's name"
             raise ApiError(400, message, param="file", code="missing_parameter")
         if purpose != "batch":
-            message = f"purpose: {str(purpose)[:64]!r}: only batch is supported"
-            raise ApiError(400, message, param="purpose", code="unsupported")
+            raise ApiError.unsupported("purpose", f"{str(purpose)[:64]!r}: only batch is supported")
         for name in form:
             if name not in FIELDS:
                 message = f"{name[:64]}: only file and purpose are supported"
@@ -109,8 +112,7 @@ async def _form(server: Context, http: HttpRequest) -> AsyncGenerator[Any]:
             size += len(part)
             arriving[owner] += len(part)
             if size > limit + server.settings.max_body:
-                message = f"file: larger than {limit} bytes"
-                raise ApiError(413, message, param="file", code="body_too_large")
+                raise ApiError.at("file", f"larger than {limit} bytes", "body_too_large", 413)
             is_alone = arriving.total() == size
             if not is_alone and (arriving.total() > room or arriving[owner] > room // 2):
                 message = "too many files arrive at once: come again later"
@@ -145,7 +147,7 @@ async def _parsed(http: HttpRequest, parts: AsyncGenerator[bytes], limit: int) -
     file = form.get("file")
     if isinstance(file, UploadFile) and (file.size or 0) > limit:
         await form.close()
-        raise ApiError(413, f"file: larger than {limit} bytes", param="file", code="body_too_large")
+        raise ApiError.at("file", f"larger than {limit} bytes", "body_too_large", 413)
     return form
 
 
@@ -159,17 +161,10 @@ def _check_origin(server: Context, http: HttpRequest) -> None:
 
 
 async def files(server: Context, http: HttpRequest) -> FileList:
-    query = http.query_params
-    limit, order = page_size(http, 10_000, 10_000), query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise ApiError(400, "order: must be asc or desc", param="order", code="invalid_value")
+    query, limit, ascending = http.query_params, page_size(http, 10_000, 10_000), is_ascending(http)
+    purpose, after = query.get("purpose"), query.get("after")
     found, has_more = await asyncio.to_thread(
-        _store(server).files,
-        http.state.owner,
-        query.get("purpose"),
-        query.get("after"),
-        limit,
-        order == "asc",
+        _store(server).files, http.state.owner, purpose, after, limit, ascending
     )
     return FileList("list", found, *_ends(found), has_more)
 
@@ -202,23 +197,20 @@ async def delete(server: Context, http: HttpRequest) -> FileDeleted:
 
 
 async def create(server: Context, http: HttpRequest, body: CreateBatch) -> BatchObject:
-    store = _store(server)
+    worker = _worker(server)
     if body.url not in server.batchable:
-        message = f"endpoint: must be one of {', '.join(server.batchable)}"
-        raise ApiError(400, message, param="endpoint", code="invalid_value")
+        raise ApiError.at("endpoint", f"must be one of {', '.join(server.batchable)}")
     batch = await asyncio.to_thread(
-        store.create, http.state.owner, body.url, body.input_file_id, body.metadata
+        worker.store.create, http.state.owner, body.url, body.input_file_id, body.metadata
     )
-    _wake(server)
+    worker.wake()
     return batch
 
 
 async def batches(server: Context, http: HttpRequest) -> BatchList:
+    after, limit = http.query_params.get("after"), page_size(http, 100, 20)
     found, has_more = await asyncio.to_thread(
-        _store(server).batches,
-        http.state.owner,
-        http.query_params.get("after"),
-        page_size(http, 100, 20),
+        _store(server).batches, http.state.owner, after, limit
     )
     return BatchList("list", found, *_ends(found), has_more)
 
@@ -248,13 +240,8 @@ async def cancel(server: Context, http: HttpRequest) -> BatchObject:
         batch.status, batch.cancelling_at = "cancelling", int(time.time())
 
     batch = await asyncio.to_thread(_store(server).update, found.batch.id, change)
-    _wake(server)
+    _worker(server).wake()
     return batch
-
-
-def _wake(server: Context) -> None:
-    if server.worker is not None:
-        server.worker.wake()
 
 
 def _ends(page: list[Any]) -> tuple[str | None, str | None]:
@@ -262,4 +249,4 @@ def _ends(page: list[Any]) -> tuple[str | None, str | None]:
 
 
 def _missing(kind: str, id: str) -> ApiError:
-    return ApiError(404, f"id: no {kind} with the id {id[:64]!r}", param="id", code="not_found")
+    return ApiError.at("id", f"no {kind} with the id {id[:64]!r}", "not_found", 404)

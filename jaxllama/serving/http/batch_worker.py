@@ -33,7 +33,7 @@ from pathlib import Path
 from starlette.types import ASGIApp
 
 from jaxllama.errors import JaxLlamaError
-from jaxllama.serving.api.batch_schemas import BatchError, BatchErrors, BatchObject
+from jaxllama.serving.api.batch_schemas import BatchError, BatchErrors, BatchObject, BatchStatus
 from jaxllama.serving.http import batch as runner
 from jaxllama.serving.http.batch import InvalidLine, Line
 from jaxllama.serving.http.file_store import FileStore, StoredBatch, StoreUnavailable
@@ -65,10 +65,8 @@ class BatchWorker:
         link: EngineClient,
         urls: Mapping[str, bool],
     ) -> None:
-        self._urls = urls
-        self._store, self._name, self._link = store, name, link
-        self._places = asyncio.Semaphore(at_once)
-        self._at_once = at_once
+        self.store, self.name, self.at_once, self.link, self.urls = store, name, at_once, link, urls
+        self.places = asyncio.Semaphore(at_once)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._owners: collections.Counter[str] = collections.Counter()  # of the tasks
         self._woken = asyncio.Event()
@@ -93,7 +91,7 @@ class BatchWorker:
         while True:
             self._woken.clear()
             try:
-                found = await asyncio.to_thread(self._store.open)
+                found = await asyncio.to_thread(self.store.open)
             except StoreUnavailable as error:
                 self._report("the batches cannot be read", error)
                 found = []
@@ -117,15 +115,12 @@ class BatchWorker:
 
     async def _claim(self, id: str, app: ASGIApp) -> None:
         try:
-            stored = await asyncio.to_thread(self._store.batch, id)
+            stored = await asyncio.to_thread(self.store.batch, id)
             if stored is None:
                 return
-            with self._store.claimed(stored) as is_ours:
+            with self.store.claimed(stored) as is_ours:
                 if is_ours:
-                    run = _Run(
-                        self._store, stored, self._name, app, self._places, self._link, self._urls
-                    )
-                    await run.run(self._at_once)
+                    await _Run(self, stored, app).run()
                     return
         except StoreUnavailable as error:  # tried again
             self._report("a batch cannot be written", error)
@@ -141,27 +136,17 @@ class BatchWorker:
 class _Run:
     """One batch on its way."""
 
-    def __init__(
-        self,
-        store: FileStore,
-        stored: StoredBatch,
-        name: str,
-        app: ASGIApp,
-        places: asyncio.Semaphore,
-        link: EngineClient,
-        urls: Mapping[str, bool],
-    ) -> None:
-        self._urls = urls
-        self._store, self._stored, self._name, self._link = store, stored, name, link
-        self._app, self._places, self._id = app, places, stored.batch.id
+    def __init__(self, worker: BatchWorker, stored: StoredBatch, app: ASGIApp) -> None:
+        self._worker, self._store, self._stored = worker, worker.store, stored
+        self._app, self._id = app, stored.batch.id
         self._completed = self._failed = 0
         self._is_stopping = asyncio.Event()
         self._is_waiting = False  # whether the log says that the disk refuses answers
 
-    async def run(self, at_once: int) -> None:
+    async def run(self) -> None:
         """Run the batch to its end. Raises StoreUnavailable: a later run goes on."""
         try:
-            await self._run(at_once)
+            await self._run()
         except JaxLlamaError as error:  # of the input, or of the answers on the disk
             await self._fail(error)
         except StoreUnavailable:
@@ -172,7 +157,7 @@ class _Run:
             _log.error("an error of ours", exc_info=error)
             await self._fail(JaxLlamaError(INTERNAL))
 
-    async def _run(self, at_once: int) -> None:
+    async def _run(self) -> None:
         stored = await asyncio.to_thread(self._store.batch, self._id)
         if stored is None or stored.batch.status not in ("validating", "in_progress", "cancelling"):
             return  # it ended before it was claimed
@@ -195,11 +180,9 @@ class _Run:
         ):
             watching = asyncio.create_task(self._watch(batch, output, errors))
             try:
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(at_once):
-                        group.create_task(self._work(lines, output, errors))
-            except ExceptionGroup as group_error:
-                raise group_error.exceptions[0] from None
+                await runner.together(
+                    lambda: self._work(lines, output, errors), self._worker.at_once
+                )
             finally:
                 watching.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -226,12 +209,7 @@ class _Run:
         source = f"{self._store.path(self._stored.input_id)}: "
         text = error.reason if isinstance(error, InvalidLine) else str(error).removeprefix(source)
 
-        def change(batch: BatchObject) -> None:
-            batch.status, batch.failed_at = "failed", _now()
-            batch.errors = BatchErrors("list", [BatchError("invalid_batch", text, None, line)])
-            self._count(batch)
-
-        await asyncio.to_thread(self._store.end, self._id, change)
+        await self._end("failed", BatchError("invalid_batch", text, None, line))
 
     async def _watch(self, batch: BatchObject, output: _Lines, errors: _Lines) -> None:
         """Store the counts from time to time, and stop the lines when no more are wanted."""
@@ -249,7 +227,7 @@ class _Run:
 
     async def _work(self, lines: Iterator[Line], output: _Lines, errors: _Lines) -> None:
         while not self._is_stopping.is_set():
-            async with self._places:
+            async with self._worker.places:
                 line = None if self._is_stopping.is_set() else next(lines, None)
                 if line is None:
                     return
@@ -284,18 +262,18 @@ class _Run:
     async def _answer(self, line: Line) -> tuple[int, str]:
         """Return the status and the line of an answer; the status 0 if the batch stops."""
         custom_id, url, body = line
-        body = {"model": self._name, **body}
-        if self._urls[url]:
+        body = {"model": self._worker.name, **body}
+        if self._worker.urls[url]:
             body.setdefault("priority", PRIORITY)
         while not self._is_stopping.is_set():
-            if self._link.failure is not None:  # this process ends soon
+            if self._worker.link.failure is not None:  # this process ends soon
                 await asyncio.sleep(1)
                 continue
             request_id = uuid.uuid4().hex
             state: JsonObject = {"batch_owner": self._stored.owner}
             status, answer = await self._post(url, body, request_id, state)
             code = answer.get("error", {}).get("code") if status in (429, 503) else None
-            if code == "engine_failed" and self._link.is_lost:
+            if code == "engine_failed" and self._worker.link.is_lost:
                 continue
             if status == 429 or (status == 503 and code != "engine_failed"):
                 await asyncio.sleep(AGAIN_SECONDS.get(code or "", 1.0))
@@ -324,14 +302,14 @@ class _Run:
         assert stored is not None
         batch, total = stored.batch, stored.batch.request_counts.total
         if batch.status == "cancelling":
-            await self._end(_cancelled)
+            await self._end("cancelled")
         elif self._completed + self._failed == total:
             await self._update(_finalizing)
-            await self._end(_completed)
+            await self._end("completed")
         elif _now() >= batch.expires_at:
             for custom_id, _, _ in lines:
                 errors.add(_unanswered(custom_id, "batch_expired", EXPIRED))
-            await self._end(_expired)
+            await self._end("expired")
         else:
             await self._fail(JaxLlamaError("the server's room for files is used up"))
         fields = {"batch": self._id, "completed": self._completed, "failed": self._failed}
@@ -344,12 +322,15 @@ class _Run:
     async def _update(self, change: Callable[[BatchObject], None]) -> BatchObject:
         return await asyncio.to_thread(self._store.update, self._id, change)
 
-    async def _end(self, change: Callable[[BatchObject], None]) -> None:
-        def count(batch: BatchObject) -> None:
+    async def _end(self, status: BatchStatus, error: BatchError | None = None) -> None:
+        def change(batch: BatchObject) -> None:
             self._count(batch)
-            change(batch)
+            batch.status = status
+            setattr(batch, f"{status}_at", _now())
+            if error is not None:
+                batch.errors = BatchErrors("list", [error])
 
-        await asyncio.to_thread(self._store.end, self._id, count)
+        await asyncio.to_thread(self._store.end, self._id, change)
 
 
 class _Lines:
@@ -384,18 +365,6 @@ def _begin(batch: BatchObject, total: int) -> None:
 
 def _finalizing(batch: BatchObject) -> None:
     batch.finalizing_at = _now()
-
-
-def _completed(batch: BatchObject) -> None:
-    batch.status, batch.completed_at = "completed", _now()
-
-
-def _cancelled(batch: BatchObject) -> None:
-    batch.status, batch.cancelled_at = "cancelled", _now()
-
-
-def _expired(batch: BatchObject) -> None:
-    batch.status, batch.expired_at = "expired", _now()
 
 
 def _unanswered(custom_id: str, code: str, message: str) -> str:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from jaxllama.serving.api.calls import Prompts, ServedModel
 from jaxllama.serving.api.keys import ApiKey
 from jaxllama.serving.http.batch_worker import BatchWorker
-from jaxllama.serving.http.file_store import Bounds, FileStore
+from jaxllama.serving.http.file_store import Bounds
 from jaxllama.serving.ipc.link import EngineClient
 from jaxllama.typing import JsonObject
 
@@ -55,7 +55,7 @@ class ServerSettings:
 class Context:
     """The state that handlers share.
 
-    max_queue: the engine's. ended: called after the last request. store, worker: files and batches,
+    max_queue: the engine's. ended: called after the last request. worker: of files and batches,
     while the application runs with a state folder. arriving: bytes of the files that arrive now, by
     owner. behind: responses in the background. scoring, vectors: number of bodies whose prompts are
     scored, and that wait for vectors or scores. app: the application with its middleware, for
@@ -80,7 +80,6 @@ class Context:
             settings.aliases,
             lambda: link.loaded,
         )
-        self.store: FileStore | None = None
         self.worker: BatchWorker | None = None
         self.arriving: collections.Counter[str] = collections.Counter()
         self.behind: set[asyncio.Task[None]] = set()

@@ -410,8 +410,7 @@ class FileStore:
                     f"SELECT number FROM {table} WHERE id = ? AND owner = ?", (after, owner)
                 ).fetchone()
                 if found is None:
-                    message = f"after: nothing with the id {after!r}"
-                    raise ApiError(400, message, param="after", code="invalid_value")
+                    raise ApiError.at("after", f"nothing with the id {after!r}")
                 where += f" AND number {'>' if ascending else '<'} ?"
                 values = [*values, found[0]]
             order = "ASC" if ascending else "DESC"

@@ -53,16 +53,6 @@ def start(listener: socket.socket) -> Child:
     return Child(__name__, {"JAX_PLATFORMS": "cpu"}, (listener.fileno(),))
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, link: EngineClient) -> None:
-        super().__init__(config)
-        self._link = link
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._link.tell(messages.Ready())
-
-
 async def _run(connection: socket.socket, listener: socket.socket) -> int:
     welcomed: asyncio.Future[FrontEndSetup] = asyncio.get_running_loop().create_future()
     link, wire, server = EngineClient(), Wire(), None
@@ -85,7 +75,7 @@ async def _run(connection: socket.socket, listener: socket.socket) -> int:
     app = application(setup.facts, link, setup.settings, setup.max_queue)
     tls = {"ssl_certfile": setup.certificate, "ssl_keyfile": setup.private_key}
     config = limits.uvicorn_config(app, setup.drain_timeout, **tls)
-    server = _Server(config, link)
+    server = limits.Server(config, lambda: link.tell(messages.Ready()))
 
     async def tell() -> None:
         await lost

@@ -166,11 +166,11 @@ def _finish(server: Context) -> Callable[[str, Callable[[], Outcome] | None], No
     return finish
 
 
-async def resume(server: Context, entry: Entry, read: Callable[[bytes], Any]) -> None:
-    """Answer a body that a killed server left. read: returns the body of its JSON text."""
+async def resume(server: Context, entry: Entry, read: Callable[[Entry], Any]) -> None:
+    """Answer a body that a killed server left. read: returns the body."""
     api, call_id, stream, finish = ChunkApi(entry.kind), str(entry.id), None, _finish(server)
     try:
-        body = await asyncio.to_thread(read, entry.body.encode())
+        body = await asyncio.to_thread(read, entry)
         call = await asyncio.to_thread(api.read, server.prompts, body, call_id, entry.owner)
         call = dataclasses.replace(call, created=entry.at)
         while stream is None:

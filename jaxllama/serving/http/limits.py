@@ -23,6 +23,8 @@ import collections
 import logging
 import os
 import resource
+import socket
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -229,6 +231,18 @@ class Limited(HttpToolsProtocol):
 def protocol(peers: Peers | None = None) -> type[HttpToolsProtocol]:
     """Return the protocol of one server, whose connections ``peers`` counts."""
     return type("LimitedProtocol", (Limited,), {"peers": peers or Peers()})
+
+
+class Server(uvicorn.Server):
+    """A server that calls ``started`` when it listens."""
+
+    def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._started = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._started()
 
 
 def uvicorn_config(app: ASGIApp, drain_timeout: int, **tls: Any) -> uvicorn.Config:

@@ -10,10 +10,8 @@ larger than the rest of the context. POST /v1/messages/count_tokens counts a pro
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-from collections.abc import AsyncGenerator
 
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
@@ -34,13 +32,13 @@ from jaxllama.serving.api.message_schemas import (
     message_error,
 )
 from jaxllama.serving.api.messages import TextPiece
-from jaxllama.serving.api.reading import PLAIN, answer_reader
+from jaxllama.serving.api.reading import parts_of
 from jaxllama.serving.api.schemas import ApiError, Usage, to_json
 from jaxllama.serving.api.tools import offered
 from jaxllama.serving.http.body_threads import in_thread
 from jaxllama.serving.http.context import Context
 from jaxllama.serving.http.generation import answered
-from jaxllama.serving.http.runs import Answer, CallRun
+from jaxllama.serving.http.runs import CallRun, EventAnswer
 from jaxllama.serving.tools.parts import AnswerPart
 from jaxllama.typing import JsonObject
 
@@ -56,7 +54,7 @@ class MessageApi:
         ]
         return dataclasses.replace(call, requests=tuple(requests))
 
-    def write(self, run: CallRun, body: Messages) -> Answer:
+    def write(self, run: CallRun, body: Messages) -> EventAnswer:
         return MessageAnswer(run, body.max_tokens)
 
 
@@ -87,31 +85,25 @@ def _usage(usage: Usage) -> MessageUsage:
     return MessageUsage(usage.prompt_tokens - cached, 0, cached, usage.completion_tokens)
 
 
-class MessageWriter:
-    """Turns pieces of text into blocks and events.
+class MessageAnswer(EventAnswer):
+    """A message: its blocks, and how it has ended."""
 
-    ``read`` returns the events for the client. ``content`` has the blocks; ``stop_reason`` and
-    ``stop_sequence`` say how the message has ended.
-    """
-
-    def __init__(self, call: AcceptedCall, max_tokens: int) -> None:
-        self._call, self._max_tokens = call, max_tokens
-        self._reader = answer_reader(call.reading or PLAIN)
-        self.content: list[ContentBlock] = []
-        self.stop_reason: StopReason | None = None
-        self.stop_sequence: str | None = None
+    def __init__(self, run: CallRun, max_tokens: int) -> None:
+        super().__init__(run)
+        self._call, self._max_tokens = run.call, max_tokens
+        self._content: list[ContentBlock] = []
+        self._stop_reason: StopReason | None = None
+        self._stop_sequence: str | None = None
         self._arguments = ""  # of the last call
         self._is_open = False
 
-    def read(self, piece: TextPiece) -> list[JsonObject]:
-        parts = self._reader.feed(piece.text)
-        if piece.finish_reason is not None:
-            parts += self._reader.close()
+    def _read(self, piece: TextPiece) -> list[JsonObject]:
+        parts = parts_of(self._reader, piece)
         events = [event for part in parts for event in self._take(part)]
         if piece.finish_reason is not None:
             events += self._end()
-            self.stop_sequence = piece.stop_text
-            self.stop_reason = self._reason(piece)
+            self._stop_sequence = piece.stop_text
+            self._stop_reason = self._reason(piece)
         return events
 
     def _reason(self, piece: TextPiece) -> StopReason:
@@ -126,11 +118,11 @@ class MessageWriter:
     def _take(self, part: AnswerPart) -> list[JsonObject]:
         events: list[JsonObject] = []
         kinds = {"reasoning": ThinkingContent, "content": TextContent, "arguments": ToolUseContent}
-        last = self.content[-1] if self._is_open else None
+        last = self._content[-1] if self._is_open else None
         if part.kind == "call" or not isinstance(last, kinds[part.kind]):
             events += self._end()
             events.append(self._begin(part))
-            last = self.content[-1]
+            last = self._content[-1]
         if isinstance(last, ToolUseContent):
             if part.kind == "call":
                 return events
@@ -143,7 +135,7 @@ class MessageWriter:
             assert isinstance(last, TextContent)
             last.text += part.text
             delta = {"type": "text_delta", "text": part.text}
-        index = len(self.content) - 1
+        index = len(self._content) - 1
         return [*events, {"type": "content_block_delta", "index": index, "delta": delta}]
 
     def _begin(self, part: AnswerPart) -> JsonObject:
@@ -157,11 +149,11 @@ class MessageWriter:
         else:
             block = TextContent("text", "")
         self._is_open = True
-        self.content.append(block)
+        self._content.append(block)
         shown = dataclasses.asdict(block)
         return {
             "type": "content_block_start",
-            "index": len(self.content) - 1,
+            "index": len(self._content) - 1,
             "content_block": shown,
         }
 
@@ -170,24 +162,42 @@ class MessageWriter:
         if not self._is_open:
             return []
         self._is_open = False
-        last = self.content[-1]
+        last = self._content[-1]
         if isinstance(last, ToolUseContent):
             last.input = _object(self._arguments)
-        return [{"type": "content_block_stop", "index": len(self.content) - 1}]
+        return [{"type": "content_block_stop", "index": len(self._content) - 1}]
 
-    def message(self, usage: Usage) -> MessageObject:
+    async def _whole(self) -> MessageObject:
+        return self._message()
+
+    def _message(self) -> MessageObject:
         call = self._call
         return MessageObject(
             call.id,
             "message",
             "assistant",
             call.model,
-            self.content,
-            self.stop_reason,
-            self.stop_sequence,
-            _usage(usage),
+            self._content,
+            self._stop_reason,
+            self._stop_sequence,
+            _usage(self.run.usage()),
             list(call.notes) or None,
         )
+
+    def _first(self) -> list[JsonObject]:
+        start = self._message()
+        start.usage.input_tokens = len(self._call.requests[0].prompt)
+        return [{"type": "message_start", "message": start}, {"type": "ping"}]
+
+    def _last(self, answer: MessageObject) -> list[JsonObject]:
+        delta = {"stop_reason": answer.stop_reason, "stop_sequence": answer.stop_sequence}
+        return [
+            {"type": "message_delta", "delta": delta, "usage": answer.usage},
+            {"type": "message_stop"},
+        ]
+
+    def _failure(self, error: ApiError) -> bytes:
+        return self._written({"type": "error", "error": message_error(error).error})
 
 
 def _object(text: str) -> JsonObject:
@@ -200,39 +210,3 @@ def _object(text: str) -> JsonObject:
     except (ValueError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {"INVALID_JSON": text}
-
-
-class MessageAnswer(Answer):
-    """A message, whole or streamed."""
-
-    def __init__(self, run: CallRun, max_tokens: int) -> None:
-        super().__init__(run)
-        self._writer = MessageWriter(run.call, max_tokens)
-
-    async def whole(self) -> MessageObject:
-        async with contextlib.aclosing(self.run.events()) as events:
-            async for pieces in events:
-                for piece in pieces:
-                    self._writer.read(piece)
-        return self._writer.message(self.run.usage())
-
-    async def _pieces(self) -> AsyncGenerator[bytes]:
-        run, writer = self.run, self._writer
-        start = writer.message(run.usage())
-        start.usage.input_tokens = len(run.call.requests[0].prompt)
-        yield _event({"type": "message_start", "message": start}) + _event({"type": "ping"})
-        async with contextlib.aclosing(run.events()) as events:
-            async for pieces in events:
-                read = [_event(event) for piece in pieces for event in writer.read(piece)]
-                yield b"".join(read)
-        delta = {"stop_reason": writer.stop_reason, "stop_sequence": writer.stop_sequence}
-        usage = _usage(run.usage())
-        yield _event({"type": "message_delta", "delta": delta, "usage": usage})
-        yield _event({"type": "message_stop"})
-
-    def _failure(self, error: ApiError) -> bytes:
-        return _event({"type": "error", "error": message_error(error).error})
-
-
-def _event(event: JsonObject) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event))

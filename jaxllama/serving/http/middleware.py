@@ -309,6 +309,15 @@ def answer_error(error: Exception, path: str = "") -> Response:
     return respond(body, error.status, headers)
 
 
+async def _handle(http: Request, error: Exception) -> Response:
+    return answer_error(error, http.url.path)
+
+
+ERROR_HANDLERS = dict.fromkeys(
+    (ApiError, ClientGone, EngineFailed, JaxLlamaError, HTTPException, Exception), _handle
+)
+
+
 def _wrong_route(error: HTTPException, path: str, headers: dict[str, str]) -> Exception:
     """Return the error of a path or method that no route has, with what to do."""
     if error.status_code == 404:
@@ -355,9 +364,16 @@ def page_size(http: Request, most: int, default: int) -> int:
     """Return the query's ``limit``, the number of entries of a page. Raises ApiError 400."""
     limit = http.query_params.get("limit", str(default))
     if not (re.fullmatch("[0-9]{1,6}", limit) and 1 <= int(limit) <= most):
-        message = f"limit: must be a whole number from 1 to {most}"
-        raise ApiError(400, message, param="limit", code="invalid_value")
+        raise ApiError.at("limit", f"must be a whole number from 1 to {most}")
     return int(limit)
+
+
+def is_ascending(http: Request) -> bool:
+    """Return whether the query's ``order`` is "asc" and not "desc". Raises ApiError 400."""
+    order = http.query_params.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise ApiError.at("order", "must be asc or desc")
+    return order == "asc"
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

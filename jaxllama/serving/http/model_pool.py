@@ -207,7 +207,8 @@ class ModelPool:
             size = size_of_files(_model_of(spec))
         while self._budget is not None and self._used() + size > self._budget and self._running:
             # The least used of those that nobody uses at present, or else of all.
-            victim = min(self._running, key=lambda n: _rank(self._running[n]))
+            running = self._running.items()
+            victim, _ = min(running, key=lambda item: (item[1].in_flight > 0, item[1].last_used))
             await self._end(victim)
         begin = time.monotonic()
         _log.info("a model starts", extra={"fields": {"model": name}})
@@ -295,10 +296,6 @@ class ModelPool:
         processes = [running.process for running in self._running.values()]
         await asyncio.gather(*map(self._stop, processes))
         self._running.clear()
-
-
-def _rank(running: _Process) -> tuple[bool, float]:
-    return running.in_flight > 0, running.last_used
 
 
 def _model_of(spec: ModelSpec) -> str:

@@ -23,11 +23,9 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import uvicorn
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -38,9 +36,8 @@ from jaxllama.serving.api.keys import ApiKey
 from jaxllama.serving.api.schemas import ApiError, Health, Version, respond
 from jaxllama.serving.http import limits, page_files
 from jaxllama.serving.http.middleware import (
-    ClientGone,
+    ERROR_HANDLERS,
     Middleware,
-    answer_error,
     open_to,
     read_body,
     unless_disconnected,
@@ -51,18 +48,8 @@ from jaxllama.serving.ipc.link import EngineClient
 
 # Headers that belong to one connection, or that this process writes itself.
 _OWN = frozenset(
-    (
-        "connection",
-        "content-security-policy",
-        "date",
-        "keep-alive",
-        "referrer-policy",
-        "request-id",
-        "server",
-        "transfer-encoding",
-        "x-content-type-options",
-        "x-request-id",
-    )
+    "connection content-security-policy date keep-alive referrer-policy request-id server "
+    "transfer-encoding x-content-type-options x-request-id".split()
 )
 _SENT = ("authorization", "x-api-key", "content-type", "accept", "traceparent", "tracestate")
 
@@ -141,20 +128,16 @@ class Router:
             data = bytearray(msgspec.json.encode(body))
         return name, data
 
-    def _ask(self, http: HttpRequest, url: str, data: bytes | None) -> Any:
+    @contextlib.asynccontextmanager
+    async def _ask(
+        self, http: HttpRequest, url: str, data: bytes | None
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
         assert self._session is not None
         headers = {name: value for name in _SENT if (value := http.headers.get(name)) is not None}
         headers["x-request-id"] = http.state.request_id
-        path = http.url.path + (f"?{http.url.query}" if http.url.query else "")
-        return self._connected(http.method, f"{url}{path}", headers, data)
-
-    @contextlib.asynccontextmanager
-    async def _connected(
-        self, method: str, url: str, headers: dict[str, str], data: bytes | None
-    ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        assert self._session is not None
+        url += http.url.path + (f"?{http.url.query}" if http.url.query else "")
         try:
-            async with self._session.request(method, url, headers=headers, data=data) as reply:
+            async with self._session.request(http.method, url, headers=headers, data=data) as reply:
                 yield reply
         except aiohttp.ClientError:
             message = "the model's process has ended: send the request again"
@@ -166,18 +149,12 @@ class Router:
                 if reply.status != 404:
                     return Response(await reply.read(), reply.status, _headers(reply))
         id = http.path_params["id"]
-        message = f"id: no running model knows {id[:100]!r}"
-        raise ApiError(404, message, param="id", code="not_found")
+        raise ApiError.at("id", f"no running model knows {id[:100]!r}", "not_found", 404)
 
     def _model(self, name: str) -> dict[str, Any]:
-        loaded = self._pool.resolve(name) in self._pool.loaded
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "jaxllama",
-            "loaded": loaded,
-        }
+        loaded, made = self._pool.resolve(name) in self._pool.loaded, self._created
+        of = {"object": "model", "created": made, "owned_by": "jaxllama"}
+        return {"id": name, **of, "loaded": loaded}
 
     async def models(self, _: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [*map(self._model, self._pool.specs)]})
@@ -190,7 +167,7 @@ class Router:
     async def tags(self, _: HttpRequest) -> Response:
         return JSONResponse({"models": [{"name": n, "model": n} for n in self._pool.specs]})
 
-    async def ollama_version(self, _: HttpRequest) -> Response:
+    async def version(self, _: HttpRequest) -> Response:
         return respond(Version(__version__))
 
     async def health(self, _: HttpRequest) -> Response:
@@ -204,7 +181,7 @@ class Router:
             return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
         name = self._pool.resolve(name)
         if name not in self._pool.loaded:
-            raise ApiError(404, f"model: {name} does not run", param="model", code="not_found")
+            raise ApiError.at("model", f"{name} does not run", "not_found", 404)
         async with self._pool.use(name) as url, self._ask(http, url, None) as reply:
             return Response(await reply.read(), reply.status, _headers(reply))
 
@@ -234,10 +211,6 @@ def _headers(reply: aiohttp.ClientResponse) -> dict[str, str]:
     return {name: value for name, value in reply.headers.items() if name.lower() not in _OWN}
 
 
-async def _answer_error(http: HttpRequest, error: Exception) -> Response:
-    return answer_error(error, http.url.path)
-
-
 def application(pool: ModelPool, settings: RouterSettings) -> ASGIApp:
     """Return the application of the port."""
     router = Router(pool, settings)
@@ -252,14 +225,14 @@ def application(pool: ModelPool, settings: RouterSettings) -> ASGIApp:
         Route("/v1/models", router.models),
         Route("/v1/models/{model:path}", router.model),
         Route("/api/tags", router.tags),
-        Route("/api/version", router.ollama_version),
-        Route("/version", router.ollama_version),
+        *(Route(path, router.version) for path in ("/api/version", "/version")),
         *(Route(path, router.health) for path in ("/health", "/live", "/ready")),
         Route("/metrics", router.metrics),
         *(Route(path, functools.partial(page_files.page, router)) for path in page_files.PAGE),
     ]
-    errors = dict.fromkeys((ApiError, ClientGone, HTTPException, Exception), _answer_error)
-    app: ASGIApp = Starlette(routes=routes, lifespan=router.lifespan, exception_handlers=errors)
+    app: ASGIApp = Starlette(
+        routes=routes, lifespan=router.lifespan, exception_handlers=ERROR_HANDLERS
+    )
     paths = [route.path for route in routes if "{" not in route.path]
     # The models count for the keys' limits.
     keys = [ApiKey(key.key, key.name) for key in settings.keys]
@@ -267,19 +240,10 @@ def application(pool: ModelPool, settings: RouterSettings) -> ASGIApp:
     return open_to(app, settings.origins)
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, banner: str) -> None:
-        super().__init__(config)
-        self._banner = banner
-
-    async def startup(self, sockets: Any = None) -> None:
-        await super().startup(sockets)
-        print(f"jaxllama serves {self._banner}", flush=True)
-
-
 def serve_models(app: ASGIApp, listener: Any, banner: str, drain_timeout: int, **tls: Any) -> None:
     """Serve the application on a bound socket until SIGTERM or Ctrl-C."""
     limits.raise_descriptors()
-    server = _Server(limits.uvicorn_config(app, drain_timeout, **tls), banner)
+    config = limits.uvicorn_config(app, drain_timeout, **tls)
+    server = limits.Server(config, lambda: print(f"jaxllama serves {banner}", flush=True))
     with listener, contextlib.suppress(KeyboardInterrupt):
         asyncio.run(server.serve([listener]))

@@ -8,26 +8,23 @@ Left out: pulling, creating and deleting models, and /api/embed (``/v1/embedding
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
-from collections.abc import AsyncGenerator
 
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
-from jaxllama import __version__
 from jaxllama.serving.api.answers import finish_reason
 from jaxllama.serving.api.bodies import Chat
 from jaxllama.serving.api.calls import AcceptedCall, Prompts
 from jaxllama.serving.api.messages import TextPiece
 from jaxllama.serving.api.ollama_bodies import OllamaChat, OllamaGenerate
 from jaxllama.serving.api.ollama_schemas import OllamaModel, OllamaTags
-from jaxllama.serving.api.reading import PLAIN, answer_reader
-from jaxllama.serving.api.schemas import ApiError, Version, to_json
+from jaxllama.serving.api.reading import parts_of
+from jaxllama.serving.api.schemas import ApiError, to_json
 from jaxllama.serving.http.context import Context, rfc3339
 from jaxllama.serving.http.generation import answered
-from jaxllama.serving.http.runs import Answer, CallRun
+from jaxllama.serving.http.runs import CallRun, EventAnswer
 from jaxllama.serving.tools.parts import AnswerPart
 from jaxllama.typing import JsonObject
 
@@ -43,7 +40,7 @@ class OllamaApi:
             return prompts.chat(asked, id, owner)
         return prompts.completion(asked, id, owner)
 
-    def write(self, run: CallRun, body: OllamaChat | OllamaGenerate) -> Answer:
+    def write(self, run: CallRun, body: OllamaChat | OllamaGenerate) -> EventAnswer:
         return OllamaAnswer(run, isinstance(body, OllamaChat))
 
 
@@ -53,10 +50,6 @@ async def chat(server: Context, http: HttpRequest, body: OllamaChat) -> ASGIApp:
 
 async def generate(server: Context, http: HttpRequest, body: OllamaGenerate) -> ASGIApp:
     return await answered(server, http, body, OllamaApi())
-
-
-async def version(*_: object) -> Version:
-    return Version(__version__)
 
 
 async def tags(server: Context, _: HttpRequest) -> OllamaTags:
@@ -71,7 +64,7 @@ async def tags(server: Context, _: HttpRequest) -> OllamaTags:
     return OllamaTags([OllamaModel(name, name, server.began, 0, "", details) for name in names])
 
 
-class OllamaAnswer(Answer):
+class OllamaAnswer(EventAnswer):
     """An answer in ollama's lines. is_chat: whether lines have messages or plain text."""
 
     media_type = b"application/x-ndjson"
@@ -79,51 +72,37 @@ class OllamaAnswer(Answer):
     def __init__(self, run: CallRun, is_chat: bool) -> None:
         super().__init__(run)
         self._is_chat = is_chat
-        self._reader = answer_reader(run.call.reading or PLAIN)
+        self._message: JsonObject = {"content": "", "thinking": "", "tool_calls": []}
+        self._ended: JsonObject = {}
         self._called: JsonObject | None = None  # the call whose arguments are still coming
 
-    async def whole(self) -> JsonObject:
-        """Return the whole answer as one object."""
-        content, thinking, calls = "", "", list[JsonObject]()
-        last: JsonObject = {}
-        async with contextlib.aclosing(self._messages()) as messages:
-            async for part, end in messages:
-                content += part["content"]
-                thinking += part.get("thinking", "")
-                calls += part.get("tool_calls", ())
-                last = end
-        message: JsonObject = {"content": content}
-        if thinking:
-            message["thinking"] = thinking
-        if calls:
-            message["tool_calls"] = calls
-        return self._line(message, last)
+    async def _whole(self) -> JsonObject:
+        said = {name: text for name, text in self._message.items() if text or name == "content"}
+        return self._line(said, self._ended)
 
-    async def _pieces(self) -> AsyncGenerator[bytes]:
-        async with contextlib.aclosing(self._messages()) as messages:
-            async for message, end in messages:
-                yield to_json(self._line(message, end)) + b"\n"
+    def _written(self, event: JsonObject) -> bytes:
+        return to_json(event) + b"\n"
 
     def _failure(self, error: ApiError) -> bytes:
-        return to_json({"error": str(error)}) + b"\n"
+        return self._written({"error": str(error)})
 
-    async def _messages(self) -> AsyncGenerator[tuple[JsonObject, JsonObject]]:
-        """Yield (part of a message, fields of the end), the latter empty before the end."""
-        async with contextlib.aclosing(self.run.events()) as events:
-            async for pieces in events:
-                for piece in pieces:
-                    parts = self._reader.feed(piece.text)
-                    if piece.finish_reason is not None:
-                        parts += self._reader.close()
-                    for part in parts:
-                        for message in self._read(part):
-                            yield message, {}
-                    if piece.finish_reason is not None:
-                        for message in self._end_call():
-                            yield message, {}
-                        yield {"content": ""}, self._end(piece)
+    def _read(self, piece: TextPiece) -> list[JsonObject]:
+        """Return the lines of a piece, and add them to the whole message."""
+        messages: list[JsonObject] = []
+        for part in parts_of(self._reader, piece):
+            messages += self._take(part)
+        if piece.finish_reason is not None:
+            messages += self._end_call()
+        for message in messages:
+            for name, value in message.items():
+                self._message[name] += value
+        lines = [self._line(message, {}) for message in messages]
+        if piece.finish_reason is not None:
+            self._ended = self._end(piece)
+            lines.append(self._line({"content": ""}, self._ended))
+        return lines
 
-    def _read(self, part: AnswerPart) -> list[JsonObject]:
+    def _take(self, part: AnswerPart) -> list[JsonObject]:
         if part.kind == "arguments":
             if self._called is not None:
                 self._called["arguments"] += part.text

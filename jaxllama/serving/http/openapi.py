@@ -98,7 +98,12 @@ def document(
 
 def _operation(row: Route, schema: dict[Any, JsonObject], keyed: bool) -> JsonObject:
     operation: JsonObject = {"summary": row.summary}
-    parameters = [_path_parameter(name) for name in ("id", "model") if f"{{{name}" in row.path]
+    text: JsonObject = {"type": "string", "minLength": 1}
+    parameters: list[JsonObject] = [
+        {"name": name, "in": "path", "required": True, "schema": text}
+        for name in ("id", "model")
+        if f"{{{name}" in row.path
+    ]
     for name in row.query:
         kind = {"type": "integer", "minimum": 1} if name == "limit" else {"type": "string"}
         parameters.append({"name": name, "in": "query", "schema": kind})
@@ -130,8 +135,3 @@ def _operation(row: Route, schema: dict[Any, JsonObject], keyed: bool) -> JsonOb
 
 def _json(schema: JsonObject) -> JsonObject:
     return {JSON: {"schema": schema}}
-
-
-def _path_parameter(name: str) -> JsonObject:
-    schema = {"type": "string", "minLength": 1}
-    return {"name": name, "in": "path", "required": True, "schema": schema}

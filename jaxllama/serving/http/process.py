@@ -82,6 +82,7 @@ KEY_VARIABLE = "JAXLLAMA_API_KEY"
 LOOK = 0.1  # seconds between two checks of the engine
 STUCK = 12.0  # seconds after which threads that do not end are given up
 LAST_WORDS = 5  # seconds for front ends to report to their clients that the server stops
+_log = logging.getLogger("jaxllama.serving")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +153,27 @@ class ServeOptions:
         return (*map(ApiKey, self.api_keys), *self.named_keys)
 
     @property
+    def name(self) -> str:
+        """The model's name for clients."""
+        return self.names[0] if self.names else model_name(self.model)
+
+    def settings(self, max_len: int) -> ServerSettings:
+        """Return the settings of the front ends. max_len: the engine's."""
+        return ServerSettings(
+            name=self.name,
+            aliases=self.names[1:],
+            origins=self.origins,
+            hosts=self.known_hosts,
+            max_len=max_len,
+            api_keys=self.api_keys,
+            max_body=self.max_body,
+            state=None if self.state is None else str(self.state.resolve()),
+            named_keys=self.named_keys,
+            lora_slots=self.engine.get("lora_slots", 0),
+            traces=self.traces,
+        )
+
+    @property
     def is_keyed(self) -> bool:
         """Whether clients need an API key."""
         return bool(self.api_keys or self.named_keys)
@@ -197,7 +219,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
         journal = None if options.state is None else Journal(options.state)
         if options.state is not None:
             _check_files(options.state)
-        name, *aliases = options.names or (model_name(options.model),)
+        name = options.name
         metrics = Metrics(name)
         if options.replicas > 1:
             pool = LocalPool(options.replicas, StartEngine(load, options.engine))
@@ -215,19 +237,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
             with progress.working("compiling (later starts take it from the cache)"):
                 engine.start()
         metrics.watch(engine)
-        settings = ServerSettings(
-            name=name,
-            aliases=tuple(aliases),
-            origins=options.origins,
-            hosts=options.known_hosts,
-            max_len=engine.options.max_len,
-            api_keys=options.api_keys,
-            max_body=options.max_body,
-            state=None if options.state is None else str(options.state),
-            named_keys=options.named_keys,
-            lora_slots=options.engine.get("lora_slots", 0),
-            traces=options.traces,
-        )
+        settings = options.settings(engine.options.max_len)
         setup = front_end.FrontEndSetup(
             facts,
             settings,
@@ -326,7 +336,7 @@ class _Server:
             print(f"jaxllama serves {banner}", flush=True)
             if sampling is not None:
                 said = {"default": sampling, "from": "the model's own"}
-                logging.getLogger("jaxllama.serving").info("sampling", extra={"fields": said})
+                _log.info("sampling", extra={"fields": said})
         reporting = asyncio.create_task(report(self._engine))
         await ended
         for task in (started, watching, reporting):
@@ -371,9 +381,8 @@ class _Server:
         self._children.pop(child, None)
         if self._ending.is_set():
             return
-        log = logging.getLogger("jaxllama.serving")
         fields = {"status": status, "cancelled": cancelled}
-        log.error("a front end has ended", extra={"fields": fields})
+        _log.error("a front end has ended", extra={"fields": fields})
         if is_ready:
             self._unready += 1
         elif self._ready.is_set():  # the server works, so a later one may start
@@ -395,15 +404,11 @@ class _Server:
             except OSError as error:  # no process, no memory or no descriptor is left
                 self._died += 1
                 fields = {"reason": error.strerror or str(error)}
-                logging.getLogger("jaxllama.serving").error(
-                    "a front end cannot be started", extra={"fields": fields}
-                )
+                _log.error("a front end cannot be started", extra={"fields": fields})
 
     async def _kill_if_hung(self, child: Child, port: Port, pulse: Pulse) -> None:
         await pulse.lost(lambda: port.send(messages.Ping(self._engine.stalled)))
-        logging.getLogger("jaxllama.serving").error(
-            "a front end hangs", extra={"fields": {"pid": child.process.pid}}
-        )
+        _log.error("a front end hangs", extra={"fields": {"pid": child.process.pid}})
         child.process.kill()
 
     async def _watch_engine(self) -> None:
@@ -443,7 +448,7 @@ async def _ended(thread: threading.Thread, seconds: float) -> None:
 
 async def report(engine: HasStats) -> None:
     """Log a line every ``INTERVAL`` seconds in which the engine did steps."""
-    log, before, then = logging.getLogger("jaxllama.serving"), engine.stats(), time.monotonic()
+    before, then = engine.stats(), time.monotonic()
     while True:
         await asyncio.sleep(INTERVAL)
         now, stats = time.monotonic(), engine.stats()
@@ -463,7 +468,7 @@ async def report(engine: HasStats) -> None:
             "cache_share": round(stats.cache_tokens / stats.cache_capacity, 3),
             "prefix_hit_share": round(found / read, 3) if read else 0.0,
         }
-        log.info("throughput", extra={"fields": fields})
+        _log.info("throughput", extra={"fields": fields})
 
 
 def model_name(model: str) -> str:

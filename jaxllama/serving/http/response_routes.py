@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 import msgspec
 from pydantic import TypeAdapter
@@ -32,7 +31,7 @@ from jaxllama.serving.api.schemas import ApiError, respond, to_json
 from jaxllama.serving.http.body_threads import in_thread
 from jaxllama.serving.http.context import Context
 from jaxllama.serving.http.generation import begun
-from jaxllama.serving.http.middleware import page_size
+from jaxllama.serving.http.middleware import is_ascending, page_size
 from jaxllama.serving.http.responses import ResponseAnswer, ResponseFrame
 from jaxllama.serving.http.runs import CallRun
 from jaxllama.typing import JsonObject
@@ -64,7 +63,7 @@ class ResponseApi:
     def write(self, run: CallRun, body: Responses) -> ResponseAnswer:
         frame = ResponseFrame(run.call, body, self._messages)
         items = msgspec.json.encode(body.input_items(run.call.id))
-        keep: Any = "replace" if body.background else "keep"
+        keep = "replace" if body.background else "keep"
 
         async def kept(response: ResponseObject) -> None:
             if response.store:
@@ -144,20 +143,17 @@ async def retrieve(server: Context, http: HttpRequest) -> Response:
 
 async def input_items(server: Context, http: HttpRequest) -> InputItemList:
     """Return a page of the items that the response's body had."""
-    id, query = http.path_params["id"], http.query_params
+    id = http.path_params["id"]
     [kept] = await server.link.ask("items", id, http.state.owner)
     if kept is None:
-        raise ApiError(404, f"id: no response with the id {id!r}", param="id", code="not_found")
+        raise ApiError.at("id", f"no response with the id {id!r}", "not_found", 404)
     items: list[JsonObject] = msgspec.json.decode(kept)
-    order, limit, after = query.get("order", "desc"), page_size(http, 100, 20), query.get("after")
-    if order not in ("asc", "desc"):
-        raise ApiError(400, "order: must be asc or desc", param="order", code="invalid_value")
-    items = items if order == "asc" else items[::-1]
+    limit, after = page_size(http, 100, 20), http.query_params.get("after")
+    items = items if is_ascending(http) else items[::-1]
     if after is not None:
         ids = [item["id"] for item in items]
         if after not in ids:
-            message = f"after: no item with the id {after!r}"
-            raise ApiError(400, message, param="after", code="invalid_value")
+            raise ApiError.at("after", f"no item with the id {after!r}")
         items = items[ids.index(after) + 1 :]
     page = items[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
@@ -171,8 +167,7 @@ async def cancel(server: Context, http: HttpRequest) -> Response:
         response, _ = await _recall(server, id, owner, "id")
         now = msgspec.json.decode(response)
         if not now["background"]:
-            message = "id: only a response in the background can be cancelled"
-            raise ApiError(400, message, param="id", code="invalid_value")
+            raise ApiError.at("id", "only a response in the background can be cancelled")
         if now["status"] != "in_progress":
             return Response(response, media_type="application/json")
         await server.link.ask("cancel", id, owner)

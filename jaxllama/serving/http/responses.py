@@ -1,8 +1,6 @@
 """Answers of /v1/responses: a conversation's newest part as items, whole or as a stream of events.
 
     ResponseFrame(call, body, messages)     the parts of a response that are known beforehand
-    Writer(frame)                           the engine's output to items, with an event for each
-    step
     ResponseAnswer(run, frame, kept)        the answer, whole or streamed
 
 Source: OpenAI's API reference, and its Python client's types. Reasoning tokens are not counted
@@ -11,9 +9,8 @@ separately.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from pydantic import BaseModel
@@ -23,7 +20,7 @@ from jaxllama.serving.api.bodies import Message
 from jaxllama.serving.api.calls import AcceptedCall
 from jaxllama.serving.api.logprobs import chat_logprobs
 from jaxllama.serving.api.messages import TextPiece
-from jaxllama.serving.api.reading import PLAIN, answer_reader
+from jaxllama.serving.api.reading import parts_of
 from jaxllama.serving.api.response_bodies import (
     InputCall,
     InputMessage,
@@ -46,8 +43,8 @@ from jaxllama.serving.api.response_schemas import (
     ResponseUsage,
     Status,
 )
-from jaxllama.serving.api.schemas import ApiError, TokenLogprob, Usage, to_json
-from jaxllama.serving.http.runs import Answer, CallRun
+from jaxllama.serving.api.schemas import ApiError, TokenLogprob, Usage
+from jaxllama.serving.http.runs import CallRun, EventAnswer
 from jaxllama.serving.tools.parts import AnswerPart
 from jaxllama.typing import JsonObject
 
@@ -139,47 +136,65 @@ def _usage(usage: Usage) -> ResponseUsage:
     )
 
 
-class Writer:
-    """Turns pieces of text into items and events.
+class ResponseAnswer(EventAnswer):
+    """A response, whole or streamed. kept: called to keep it, before its last event."""
 
-    ``read`` returns the events for the client. ``output`` holds the items, and ``status`` says how
-    the response has ended.
-    """
-
-    def __init__(self, frame: ResponseFrame) -> None:
-        self._call = frame.call
-        self._reader = answer_reader(frame.call.reading or PLAIN)
+    def __init__(
+        self, run: CallRun, frame: ResponseFrame, kept: Callable[[ResponseObject], Awaitable[None]]
+    ) -> None:
+        super().__init__(run)
+        self.frame, self.kept, self._number, self._call = frame, kept, 0, run.call
         self._logprobs: list[TokenLogprob] = []
-        self.output: list[OutputItem] = []
-        self.status: Status = "in_progress"
+        self._output: list[OutputItem] = []
+        self._status: Status = "in_progress"
 
-    def read(self, event: TextPiece) -> list[JsonObject]:
-        parts, events = self._reader.feed(event.text), []
-        found = chat_logprobs(self._call, 0, [event])
+    def _read(self, piece: TextPiece) -> list[JsonObject]:
+        found = chat_logprobs(self._call, 0, [piece])
         if found is not None:
             self._logprobs += found.content
-        if event.finish_reason is not None:
-            parts += self._reader.close()
-        for part in parts:
-            events += self._take(part)
-        if event.finish_reason is not None:
-            self.status = "completed" if event.finish_reason == "stop" else "incomplete"
-            if not self.output:
+        events = [event for part in parts_of(self._reader, piece) for event in self._take(part)]
+        if piece.finish_reason is not None:
+            self._status = "completed" if piece.finish_reason == "stop" else "incomplete"
+            if not self._output:
                 events += self._begin(AnswerPart("content", ""))
-            if isinstance(self.output[-1], MessageItem):  # of text that a stop string held back
-                self.output[-1].content[0].logprobs += self._taken()
-            events += self._end(self.status)
+            last = self._output[-1]
+            if isinstance(last, MessageItem):  # of text that a stop string held back
+                last.content[0].logprobs += self._taken()
+            events += self._end(self._status)
         return events
+
+    async def _whole(self) -> ResponseObject:
+        response = self.frame.response(self._status, self._output, self.run.usage())
+        await self.kept(response)
+        return response
+
+    def _first(self) -> list[JsonObject]:
+        begun = self.frame.response("in_progress", [])
+        names = "created", "in_progress"
+        return [{"type": f"response.{name}", "response": begun} for name in names]
+
+    def _last(self, answer: ResponseObject) -> list[JsonObject]:
+        return [{"type": f"response.{answer.status}", "response": answer}]
+
+    def _failure(self, error: ApiError) -> bytes:
+        detail = error.body().error
+        return self._written(
+            {"type": "error", "code": detail.code, "message": detail.message, "param": detail.param}
+        )
+
+    def _written(self, event: JsonObject) -> bytes:
+        self._number += 1
+        return super()._written({**event, "sequence_number": self._number - 1})
 
     def _take(self, part: AnswerPart) -> list[JsonObject]:
         events: list[JsonObject] = []
         kinds = {"reasoning": ReasoningItem, "content": MessageItem, "arguments": FunctionCallItem}
         if part.kind == "call" or not (
-            self.output and isinstance(self.output[-1], kinds[part.kind])
+            self._output and isinstance(self._output[-1], kinds[part.kind])
         ):
             events += self._end("completed")
             events += self._begin(part)
-        item = self.output[-1]
+        item = self._output[-1]
         if isinstance(item, FunctionCallItem):
             if part.kind == "arguments":
                 item.arguments += part.text
@@ -200,11 +215,11 @@ class Writer:
         return taken
 
     def _begin(self, part: AnswerPart) -> list[JsonObject]:
-        number = len(self.output)
+        number = len(self._output)
         suffix = f"{self._call.id.removeprefix('resp_')}_{number}"
         if part.kind == "call":
             id = answers.tool_call_id(self._call, 0, part)
-            self.output.append(
+            self._output.append(
                 FunctionCallItem(f"fc_{suffix}", "function_call", id, part.text, "", "in_progress")
             )
             return [self._tell("output_item.added")]
@@ -214,16 +229,16 @@ class Writer:
         else:
             item = MessageItem(f"msg_{suffix}", "message", "assistant", [], "in_progress")
             piece = OutputText("output_text", "", [], [])
-        self.output.append(item)
+        self._output.append(item)
         events = [self._tell("output_item.added")]
         item.content.append(piece)
         return [*events, self._tell("content_part.added", content_index=0, part=piece)]
 
     def _end(self, status: Status) -> list[JsonObject]:
         """Return the events that end the current item."""
-        if not self.output or self.output[-1].status != "in_progress":
+        if not self._output or self._output[-1].status != "in_progress":
             return []
-        item = self.output[-1]
+        item = self._output[-1]
         item.status = status
         if isinstance(item, FunctionCallItem):
             done = self._tell(
@@ -241,7 +256,7 @@ class Writer:
 
     def _tell(self, name: str, /, **more: Any) -> JsonObject:
         """Return an event. Its values are copied, because the item still changes."""
-        item, number = self.output[-1], len(self.output) - 1
+        item, number = self._output[-1], len(self._output) - 1
         fields: JsonObject = (
             {"item": item} if name.startswith("output_item") else {"item_id": item.id}
         )
@@ -250,51 +265,3 @@ class Writer:
             if dataclasses.is_dataclass(value) and not isinstance(value, type):
                 event[key] = dataclasses.asdict(value)
         return event
-
-
-class ResponseAnswer(Answer):
-    """A response, whole or streamed. kept: called to keep it, before its last event."""
-
-    def __init__(
-        self, run: CallRun, frame: ResponseFrame, kept: Callable[[ResponseObject], Awaitable[None]]
-    ) -> None:
-        super().__init__(run)
-        self.frame, self.kept, self._number = frame, kept, 0
-        self._writer = Writer(frame)
-
-    async def whole(self) -> ResponseObject:
-        async with contextlib.aclosing(self.run.events()) as events:
-            async for pieces in events:
-                for piece in pieces:
-                    self._writer.read(piece)
-        return await self._ended()
-
-    async def _ended(self) -> ResponseObject:
-        writer = self._writer
-        response = self.frame.response(writer.status, writer.output, self.run.usage())
-        await self.kept(response)
-        return response
-
-    async def _pieces(self) -> AsyncGenerator[bytes]:
-        frame, writer = self.frame, self._writer
-        for name in ("created", "in_progress"):
-            yield self._piece(
-                {"type": f"response.{name}", "response": frame.response("in_progress", [])}
-            )
-        async with contextlib.aclosing(self.run.events()) as events:
-            async for pieces in events:
-                read = [self._piece(event) for piece in pieces for event in writer.read(piece)]
-                yield b"".join(read)
-        response = await self._ended()
-        yield self._piece({"type": f"response.{response.status}", "response": response})
-
-    def _failure(self, error: ApiError) -> bytes:
-        detail = error.body().error
-        return self._piece(
-            {"type": "error", "code": detail.code, "message": detail.message, "param": detail.param}
-        )
-
-    def _piece(self, event: JsonObject) -> bytes:
-        line = to_json({**event, "sequence_number": self._number})
-        self._number += 1
-        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), line)

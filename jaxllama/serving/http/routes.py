@@ -27,13 +27,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp
 
+from jaxllama.engine.journal import Entry
 from jaxllama.serving.api import bodies, schemas
 from jaxllama.serving.api.message_schemas import MessageObject
 from jaxllama.serving.api.ollama_schemas import OllamaChatLine, OllamaGenerateLine
 from jaxllama.serving.api.response_schemas import ResponseObject
 from jaxllama.serving.api.schemas import ChatObject, CompletionObject, EmbeddingList, Health
 from jaxllama.serving.http import (
-    adapter_routes,
     basics,
     batch_routes,
     generation,
@@ -121,6 +121,9 @@ class Route:
 
 
 _post, _get, _delete = (functools.partial(Route, method) for method in ("POST", "GET", "DELETE"))
+_files_post, _files_get, _files_delete = (
+    functools.partial(row, needs="files") for row in (_post, _get, _delete)
+)
 ROUTES: tuple[Route, ...] = (
     _post(
         "/v1/completions",
@@ -215,54 +218,28 @@ ROUTES: tuple[Route, ...] = (
         "/v1/score", vector_routes.score, "Scores of pairs of texts", batchable=True, n_ids=_none
     ),
     # Files and batches
-    _post(
+    _files_post(
         "/v1/files",
         batch_routes.upload,
         "Store a file of a batch's requests",
         errors=(400, 403, 408, 413, 415),
-        needs="files",
     ),
-    _get(
+    _files_get(
         "/v1/files",
         batch_routes.files,
         "The files of this key",
         errors=(400,),
         query=(*PAGED, "order"),
-        needs="files",
     ),
-    _get(
-        "/v1/files/{id}", batch_routes.file, "A file's name and size", errors=(404,), needs="files"
+    _files_get("/v1/files/{id}", batch_routes.file, "A file's name and size", errors=(404,)),
+    _files_delete("/v1/files/{id}", batch_routes.delete, "Delete a file", errors=(404, 409)),
+    _files_get("/v1/files/{id}/content", batch_routes.content, "A file's contents", BINARY, (404,)),
+    _files_post("/v1/batches", batch_routes.create, "Answer the requests of a file"),
+    _files_get(
+        "/v1/batches", batch_routes.batches, "The batches of this key", errors=(400,), query=PAGED
     ),
-    _delete(
-        "/v1/files/{id}", batch_routes.delete, "Delete a file", errors=(404, 409), needs="files"
-    ),
-    _get(
-        "/v1/files/{id}/content",
-        batch_routes.content,
-        "A file's contents",
-        BINARY,
-        (404,),
-        needs="files",
-    ),
-    _post("/v1/batches", batch_routes.create, "Answer the requests of a file", needs="files"),
-    _get(
-        "/v1/batches",
-        batch_routes.batches,
-        "The batches of this key",
-        errors=(400,),
-        query=PAGED,
-        needs="files",
-    ),
-    _get(
-        "/v1/batches/{id}", batch_routes.batch, "How far a batch is", errors=(404,), needs="files"
-    ),
-    _post(
-        "/v1/batches/{id}/cancel",
-        batch_routes.cancel,
-        "End a batch",
-        errors=(404, 409),
-        needs="files",
-    ),
+    _files_get("/v1/batches/{id}", batch_routes.batch, "How far a batch is", errors=(404,)),
+    _files_post("/v1/batches/{id}/cancel", batch_routes.cancel, "End a batch", errors=(404, 409)),
     # ollama's API
     _post(
         "/api/chat",
@@ -279,18 +256,18 @@ ROUTES: tuple[Route, ...] = (
         stream=True,
     ),
     _get("/api/tags", ollama.tags, "List the models (ollama's API)"),
-    _get("/api/version", ollama.version, "Return this program's version (ollama's API)"),
+    _get("/api/version", basics.version, "Return this program's version (ollama's API)"),
     # Adapters
     _post(
         "/v1/load_lora_adapter",
-        adapter_routes.load,
+        basics.load_adapter,
         "Load a LoRA adapter while requests run",
         TEXT,
         needs="adapters",
     ),
     _post(
         "/v1/unload_lora_adapter",
-        adapter_routes.unload,
+        basics.unload_adapter,
         "Unload a LoRA adapter while requests run",
         TEXT,
         needs="adapters",
@@ -351,9 +328,9 @@ def _response(answer: Any) -> Any:
     return answer if callable(answer) else schemas.respond(answer)
 
 
-def parse_entry(server: Context, kind: str, data: bytes) -> Any:
+def parse_entry(server: Context, entry: Entry) -> Any:
     """Return the body of a journal's entry."""
-    path = "/v1/completions" if kind == "completion" else "/v1/chat/completions"
+    path = "/v1/completions" if entry.kind == "completion" else "/v1/chat/completions"
     row = next(row for row in ROUTES if row.path == path)
     assert row.body is not None
-    return bodies.parse(row.body, data, *row.n_ids(server))
+    return bodies.parse(row.body, entry.body.encode(), *row.n_ids(server))

@@ -27,6 +27,7 @@ from jaxllama.serving.api.bodies import Chat, Completion
 from jaxllama.serving.api.calls import AcceptedCall
 from jaxllama.serving.api.logprobs import TextOffsets, chat_entries
 from jaxllama.serving.api.messages import Accepted, IdTaken, TextPiece
+from jaxllama.serving.api.reading import PLAIN, answer_reader
 from jaxllama.serving.api.schemas import (
     ApiError,
     ChatObject,
@@ -63,8 +64,8 @@ async def submit(
     A call whose id is taken gets another id: clients may reuse a request id. A call
     that only scores the prompt submits no engine request.
     """
-    requests = call.requests if call.is_written else ()
     while True:
+        requests = call.requests if call.is_written else ()
         try:
             stream = await link.submit(call.id, requests, owner, entry, is_known)
             break
@@ -72,22 +73,16 @@ async def submit(
             if is_known:  # the rows belong to a front end that is gone, and will end
                 await asyncio.sleep(AGAIN_SECONDS)
             else:
-                call = dataclasses.replace(call, id=f"{call.id}-{uuid.uuid4().hex}")
-                ids = [f"{call.id}/{index}" for index in range(len(call.requests))]
-                named = zip(call.requests, ids, strict=True)
-                call = dataclasses.replace(
-                    call, requests=tuple(dataclasses.replace(r, id=id) for r, id in named)
-                )
-                requests = call.requests if call.is_written else ()
+                id = f"{call.id}-{uuid.uuid4().hex}"
+                numbered = enumerate(call.requests)
+                named = (dataclasses.replace(r, id=f"{id}/{index}") for index, r in numbered)
+                call = dataclasses.replace(call, id=id, requests=tuple(named))
     if not call.is_written:
-        stream.end(
-            [
-                TextPiece(
-                    0, [], finish_reason="length", index=index, prompt_tokens=len(request.prompt)
-                )
-                for index, request in enumerate(call.requests)
-            ]
-        )
+        ends = [
+            TextPiece(0, [], finish_reason="length", index=i, prompt_tokens=len(r.prompt))
+            for i, r in enumerate(call.requests)
+        ]
+        stream.end(ends)
     return call, stream
 
 
@@ -219,6 +214,49 @@ class Answer:
         return _data(to_json(error.body()))
 
 
+class EventAnswer(Answer):
+    """An answer of events, for the APIs that split a text into parts.
+
+    Subclasses implement ``_read``, the events of a piece, and ``_whole``. They may override
+    ``_first`` and ``_last``, the events around them, and ``_written``, the bytes of one.
+    """
+
+    def __init__(self, run: CallRun) -> None:
+        super().__init__(run)
+        self._reader = answer_reader(run.call.reading or PLAIN)
+
+    def _read(self, piece: TextPiece) -> list[JsonObject]:
+        raise NotImplementedError
+
+    async def _whole(self) -> Any:
+        """Return the whole answer, when all pieces have been read."""
+        raise NotImplementedError
+
+    def _first(self) -> list[JsonObject]:
+        return []
+
+    def _last(self, answer: Any) -> list[JsonObject]:
+        return []
+
+    def _written(self, event: JsonObject) -> bytes:
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event))
+
+    async def whole(self) -> Any:
+        async with contextlib.aclosing(self.run.events()) as events:
+            async for pieces in events:
+                for piece in pieces:
+                    self._read(piece)
+        return await self._whole()
+
+    async def _pieces(self) -> AsyncGenerator[bytes]:
+        yield b"".join(map(self._written, self._first()))
+        async with contextlib.aclosing(self.run.events()) as events:
+            async for pieces in events:
+                read = (event for piece in pieces for event in self._read(piece))
+                yield b"".join(map(self._written, read))
+        yield b"".join(map(self._written, self._last(await self._whole())))
+
+
 class ChunkAnswer(Answer):
     """A completion or a chat. Streamed, each event is a chunk, and ``[DONE]`` ends them.
 
@@ -253,8 +291,7 @@ class ChunkAnswer(Answer):
                 written = [writers[piece.index](piece) for piece in pieces]
                 yield written[0] if len(written) == 1 else b"".join(written)
         if self._usage:
-            build = answers.chat_usage if is_chat else answers.completion_usage
-            yield _data(to_json(build(call, run.usage())))
+            yield _data(to_json(answers.usage_chunk(call, is_chat, run.usage())))
         yield _data(b"[DONE]")
 
     def _writer(self, index: int, offsets: TextOffsets) -> Callable[[TextPiece], bytes]:

@@ -24,28 +24,22 @@ import functools
 from collections.abc import AsyncGenerator, Callable
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.journal import Entry, Journal
-from jaxllama.engine.request import EngineFailed
-from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.serving.api.calls import ServedModel
 from jaxllama.serving.api.keys import Quotas
 from jaxllama.serving.api.metrics import Metrics
-from jaxllama.serving.api.schemas import ApiError
 from jaxllama.serving.http import batch_routes, generation, openapi, routes
 from jaxllama.serving.http.context import Context, ServerSettings
-from jaxllama.serving.http.middleware import ClientGone, Middleware, answer_error, open_to
+from jaxllama.serving.http.middleware import ERROR_HANDLERS, Middleware, open_to
 from jaxllama.serving.http.traces import Tracer
 from jaxllama.serving.ipc import link
 from jaxllama.serving.ipc.hub import Hub
 from jaxllama.serving.ipc.link import EngineClient
-from jaxllama.serving.ipc.served import Passes, Served, forward_passes
+from jaxllama.serving.ipc.served import Served, forward_passes
 
 __all__ = ["ServerSettings", "application", "create_app"]
 
@@ -65,13 +59,10 @@ def create_app(
     """
     if journal is None and settings.state is not None:
         journal = Journal(settings.state)
-    hub = Hub(engine, _passes(lm, engine), metrics, journal, quotas=Quotas(settings.keys))
+    passes = forward_passes(lm, engine.adapters if isinstance(engine, Engine) else None)
+    hub = Hub(engine, passes, metrics, journal, quotas=Quotas(settings.keys))
     client = link.local(hub, lm.tokenizer, lm.config.eos_token_ids)
     return application(lm, client, settings, engine.options.max_queue, hub.close)
-
-
-def _passes(lm: LanguageModel, engine: Served) -> Passes:
-    return forward_passes(lm, engine.adapters if isinstance(engine, Engine) else None)
 
 
 def application(
@@ -95,31 +86,22 @@ def application(
     server.batchable = routes.BATCHABLE
     tracer = None if settings.traces is None else Tracer(settings.traces, settings.name)
     rows = routes.served(server)
-    kinds = ApiError, ClientGone, EngineFailed, JaxLlamaError, HTTPException, Exception
     app = Starlette(
         routes=rows,
         lifespan=lambda _: _running(server, tracer),
-        exception_handlers=dict.fromkeys(kinds, _answer_error),
+        exception_handlers=ERROR_HANDLERS,
     )
     paths = [row.path for row in rows if "{" not in row.path]
     server.app = Middleware(app, link, settings.keys, paths, routes.OPEN, settings.hosts, tracer)
     return open_to(server.app, settings.origins)
 
 
-async def _answer_error(http: HttpRequest, error: Exception) -> Response:
-    return answer_error(error, http.url.path)
-
-
-async def _resume(server: Context, entry: Entry) -> None:
-    read = functools.partial(routes.parse_entry, server, entry.kind)
-    await generation.resume(server, entry, read)
-
-
 @contextlib.asynccontextmanager
 async def _running(server: Context, tracer: Tracer | None) -> AsyncGenerator[None]:
     """Answer the bodies that a killed server left, beside new requests, and run batches."""
     entries = [Entry(*entry) for entry in await server.link.ask("owed")] if server.is_kept else []
-    tasks = [asyncio.create_task(_resume(server, entry)) for entry in entries]
+    read = functools.partial(routes.parse_entry, server)
+    tasks = [asyncio.create_task(generation.resume(server, entry, read)) for entry in entries]
     at_once = max(1, server.max_queue // BATCH_SHARE)
     try:
         assert server.app is not None

@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 import re
 import socket
 import subprocess
-import sys
 import time
 
 import msgspec
@@ -30,6 +28,7 @@ import msgspec
 from jaxllama.engine.request import RequestTimes
 from jaxllama.serving.api.reading import ParseTimes
 from jaxllama.serving.http.trace_records import SpanTimes, TraceRecord
+from jaxllama.serving.ipc.wire import Child
 from jaxllama.typing import JsonObject
 
 _PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
@@ -64,19 +63,11 @@ class Tracer:
         self._dropped = 0
         self._records: list[TraceRecord] = []
         self._encode = msgspec.msgpack.Encoder().encode
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        module, words = "jaxllama.serving.http.trace_exporter", (endpoint, model)
+        child = Child(module, {}, words=words, kind=socket.SOCK_SEQPACKET)
+        self._socket, self._process = child.socket, child.process
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
-        code = "from jaxllama.serving.http.trace_exporter import main; main()"
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", code, str(theirs.fileno()), endpoint, model],
-                pass_fds=(theirs.fileno(),),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                start_new_session=True,
-            )
 
     def begin(self, headers: dict[bytes, bytes]) -> RequestTrace:
         sent = headers.get(b"traceparent")

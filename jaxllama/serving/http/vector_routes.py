@@ -6,8 +6,9 @@ a row has the same bits in any body and order. At most ``WAITING`` bodies wait; 
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,7 +22,6 @@ from jaxllama.serving.api import answers
 from jaxllama.serving.api.bodies import Embedding
 from jaxllama.serving.api.calls import Prompts, as_list
 from jaxllama.serving.api.ranking import (
-    Method,
     RankedDocument,
     RankedItem,
     Rerank,
@@ -41,37 +41,32 @@ from jaxllama.serving.http.middleware import unless_disconnected
 WAITING = 32  # number of bodies
 TOKENS = 300_000  # tokens of one body, as in OpenAI's API
 Result = TypeVar("Result")
+Handler = Callable[[Context, HttpRequest, Any], Coroutine[Any, Any, Result]]
 
 
-async def embeddings(server: Context, http: HttpRequest, body: Embedding) -> Response:
-    return await _in_turn(server, http, _embedded(server, http.state, body))
+def _in_turn(handler: Handler[Result]) -> Handler[Result]:
+    """Return the handler, which raises ApiError 429 if too many bodies wait."""
 
+    @functools.wraps(handler)
+    async def waiting(server: Context, http: HttpRequest, body: Any) -> Result:
+        if server.vectors >= WAITING:
+            message = f"{server.vectors} requests for embeddings or scores are waiting"
+            raise ApiError(429, message, code="queue_full", retry_after=1)
+        server.vectors += 1
+        try:
+            return await unless_disconnected(http.receive, handler(server, http, body))
+        finally:
+            server.vectors -= 1
 
-async def rerank(server: Context, http: HttpRequest, body: Rerank) -> RerankObject:
-    return await _in_turn(server, http, _reranked(server, http.state, body))
-
-
-async def score(server: Context, http: HttpRequest, body: Score) -> ScoreList:
-    return await _in_turn(server, http, _scored(server, http.state, body))
-
-
-async def _in_turn(server: Context, http: HttpRequest, work: Coroutine[Any, Any, Result]) -> Result:
-    """Return the work's result. Raises ApiError 429 if too many bodies wait."""
-    if server.vectors >= WAITING:
-        work.close()
-        message = f"{server.vectors} requests for embeddings or scores are waiting"
-        raise ApiError(429, message, code="queue_full", retry_after=1)
-    server.vectors += 1
-    try:
-        return await unless_disconnected(http.receive, work)
-    finally:
-        server.vectors -= 1
+    return waiting
 
 
 # Embeddings
 
 
-async def _embedded(server: Context, state: State, body: Embedding) -> Response:
+@_in_turn
+async def embeddings(server: Context, http: HttpRequest, body: Embedding) -> Response:
+    state = http.state
     rows = await threaded(state.body_size, embedding_rows, server.prompts, body)
     _count(state, sum(map(len, rows)))
     vectors = await _vectors(server, rows)
@@ -94,8 +89,7 @@ def embedding_rows(prompts: Prompts, body: Embedding) -> list[list[int]]:
     _check_model(prompts, body.model)
     width = prompts.lm.config.d_model
     if body.dimensions is not None and body.dimensions > width:
-        message = f"dimensions: this model's embeddings have {width}"
-        raise ApiError(400, message, param="dimensions", code="unsupported")
+        raise ApiError.unsupported("dimensions", f"this model's embeddings have {width}")
     keep = body.truncate_prompt_tokens
     keep = prompts.max_len if keep == -1 else keep
     return _bounded("input", (prompts.row(text, "input", keep) for text in as_list(body.input)))
@@ -104,7 +98,9 @@ def embedding_rows(prompts: Prompts, body: Embedding) -> list[list[int]]:
 # Scores
 
 
-async def _reranked(server: Context, state: State, body: Rerank) -> RerankObject:
+@_in_turn
+async def rerank(server: Context, http: HttpRequest, body: Rerank) -> RerankObject:
+    state = http.state
     texts = [d if isinstance(d, str) else d.text for d in body.documents]
     pairs = [(body.query, text) for text in texts]
     scores, n_tokens = await _pair_scores(server, state, body, pairs)
@@ -119,7 +115,9 @@ async def _reranked(server: Context, state: State, body: Rerank) -> RerankObject
     return RerankObject(f"rerank-{state.request_id}", server.settings.name, items, usage)
 
 
-async def _scored(server: Context, state: State, body: Score) -> ScoreList:
+@_in_turn
+async def score(server: Context, http: HttpRequest, body: Score) -> ScoreList:
+    state = http.state
     first, second = as_list(body.text_1), as_list(body.text_2)
     if len(first) == 1:
         first = first * len(second)
@@ -144,22 +142,15 @@ async def _pair_scores(
     method = method_of(server.model)
     if method == "cosine":
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        rows = await threaded(
-            size, lambda: _bounded("documents", (prompts.row(t, "documents") for t in texts))
-        )
+        read = (prompts.row(text, "documents") for text in texts)
+        rows = await threaded(size, _bounded, "documents", read)
         vectors = dict(zip(texts, await _vectors(server, rows), strict=True))
         return [_cosine(vectors[a], vectors[b]) for a, b in pairs], sum(map(len, rows))
     ids = answer_ids(prompts) if method == "judgement" else []
-    rows = await threaded(size, _pair_rows, prompts, method, pairs, body.instruction)
+    read = (pair_row(prompts, method, *pair, body.instruction) for pair in pairs)
+    rows = await threaded(size, _bounded, "documents", read)
     scores = [(await server.link.ask("rank", row, ids))[0] for row in rows]
     return scores, sum(map(len, rows))
-
-
-def _pair_rows(
-    prompts: Prompts, method: Method, pairs: list[tuple[str, str]], instruction: str | None
-) -> list[list[int]]:
-    rows = (pair_row(prompts, method, *pair, instruction) for pair in pairs)
-    return _bounded("documents", rows)
 
 
 def _check_model(prompts: Prompts, model: str) -> None:

@@ -74,9 +74,9 @@ class Hub:
         self.calls: collections.Counter[str] = collections.Counter()
         self.owed: dict[str, Port] = {}
         self.responses = StoredResponses()
-        self._ports: list[Port] = []
+        self.ports: list[Port] = []
         self._is_empty = False
-        self._with_news: set[Port] = set()
+        self.with_news: set[Port] = set()
         self._waiting: dict[str, list[tuple[Port, messages.HubRequest]]] = {}
         self.loaded: dict[str, str] = {}  # adapters loaded at run time: id by name
         self._passes, self.waits = passes, waits
@@ -85,19 +85,14 @@ class Hub:
         self.grammars = ThreadPoolExecutor(16 if waits else 4, f"{THREADS}-grammar")
         engine.listen(self._wake_ports)
 
-    def news(self, port: Port, live: FrontEndRequest, event: Event) -> None:
-        """Queue an event for a front end, on the engine's thread; ``_wake_ports`` sends it."""
-        port.news.append((live, event))
-        self._with_news.add(port)
-
     def _wake_ports(self) -> None:
-        ports, self._with_news = self._with_news, set()
+        ports, self.with_news = self.with_news, set()
         for port in ports:
             port.wake()
 
     def open(self, send: Callable[[bytes], None]) -> Port:
         port = Port(self, send)
-        self._ports.append(port)
+        self.ports.append(port)
         return port
 
     def welcome(self, port: Port) -> None:
@@ -107,17 +102,13 @@ class Hub:
         if self.loaded:
             port.send(messages.Adapters(self.loaded))
 
-    def forget(self, port: Port) -> None:
-        self._ports.remove(port)
-
     def tell(self, message: messages.IpcMessage) -> None:
-        for port in self._ports:
+        for port in self.ports:
             port.send(message)
 
     def close(self) -> None:
-        self._forward.shutdown(wait=False, cancel_futures=True)
-        self._adapters.shutdown(wait=False, cancel_futures=True)
-        self.grammars.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._forward, self._adapters, self.grammars):
+            threads.shutdown(wait=False, cancel_futures=True)
         self._answers.close()
 
     def check(self, call: messages.Submit) -> None:
@@ -211,7 +202,7 @@ class Hub:
             entries = [
                 entry
                 for entry in self._answers.unfinished()
-                if self.owed.get(entry.id) not in self._ports
+                if self.owed.get(entry.id) not in self.ports
             ]
             self.owed.update({entry.id: port for entry in entries})
             return [dataclasses.astuple(entry) for entry in entries]
@@ -247,14 +238,16 @@ class FrontEndRequest:
     is_counted: bool = False
 
     def notify(self, event: Event) -> None:
-        self.port.notify(self, event)
+        """Queue an event, on the engine's thread; the hub's listener sends it."""
+        self.port.news.append((self, event))
+        self.port.hub.with_news.add(self.port)
 
 
 class Port:
     """A front end, as ``Hub`` sees it."""
 
     def __init__(self, hub: Hub, send: Callable[[bytes], None]) -> None:
-        self._hub, self._send = hub, send
+        self.hub, self._send = hub, send
         self._frames = messages.Frames(messages.from_front_end())
         self._rows: dict[int, FrontEndRequest] = {}
         self.news: collections.deque[tuple[FrontEndRequest, Event]] = collections.deque()
@@ -282,12 +275,12 @@ class Port:
             case messages.End():
                 self._end(message)
             case messages.Finish():
-                self._hub.finish(message.id, message.answer)
+                self.hub.finish(message.id, message.answer)
             case messages.ServedRequest():
-                self._hub.metrics.request(
+                self.hub.metrics.request(
                     message.path, message.method, message.status, message.seconds
                 )
-                self._hub.quotas.used(message.owner, message.tokens)
+                self.hub.quotas.used(message.owner, message.tokens)
             case messages.HubRequest():
                 self.answer(message)
             case messages.Ready():
@@ -303,7 +296,7 @@ class Port:
     def close(self) -> int:
         """Cancel the requests of a front end that is gone, and return their number."""
         self._is_open = False
-        self._hub.forget(self)
+        self.hub.ports.remove(self)
         living = list(self._rows.values())
         for live in living:
             if live.event is not None:
@@ -316,7 +309,7 @@ class Port:
 
     def _submit(self, call: messages.Submit) -> None:
         try:
-            self._hub.check(call)
+            self.hub.check(call)
             requests = [Request.from_json(request) for request in call.requests]
         except Exception as error:
             self.send(messages.refusal(error, call.call))
@@ -327,10 +320,10 @@ class Port:
             n_prompt = 0 if is_choice else len(request.prompt)
             living.append(FrontEndRequest(self, number, call.id, request, call.owner, n_prompt))
         self._rows.update({live.number: live for live in living})
-        self._hub.calls[call.id] += 1 + len(living)
+        self.hub.calls[call.id] += 1 + len(living)
         # compiling a grammar takes long
-        if self._hub.waits or any(request.grammar for request in requests):
-            work = self._hub.grammars.submit(self._queue, living)
+        if self.hub.waits or any(request.grammar for request in requests):
+            work = self.hub.grammars.submit(self._queue, living)
             work.add_done_callback(
                 lambda done: self.later(self._queued, call, living, *done.result())
             )
@@ -346,7 +339,7 @@ class Port:
             if live.is_left:
                 return taken, JaxLlamaError("the client left")
             try:
-                self._hub.engine.submit(live.request, live.notify, with_text=False)
+                self.hub.engine.submit(live.request, live.notify, with_text=False)
             except Exception as error:
                 return taken, error
         return len(living), None
@@ -363,7 +356,7 @@ class Port:
             self._release(call.id)
         if error is None:
             try:
-                self._hub.accept(self, call)
+                self.hub.accept(self, call)
             except Exception as refused:
                 error = refused
         for live in living[:taken]:
@@ -375,7 +368,7 @@ class Port:
 
     def _leave(self, live: FrontEndRequest, reason: FinishReason = "cancelled") -> None:
         live.is_left = True
-        self._hub.engine.end(live.request.id, reason)
+        self.hub.engine.end(live.request.id, reason)
 
     def _end(self, end: messages.End) -> None:
         live = self._rows.get(end.number)
@@ -400,24 +393,21 @@ class Port:
     def _count(self, live: FrontEndRequest, reason: FinishReason, tokens: int) -> None:
         if not live.is_counted:
             live.is_counted = True
-            self._hub.metrics.wrote(tokens)
-            self._hub.metrics.ended(reason)
+            self.hub.metrics.wrote(tokens)
+            self.hub.metrics.ended(reason)
             n_new = tokens if live.event is None else live.event.completion_tokens
-            self._hub.quotas.used(live.owner, live.n_prompt + n_new)
+            self.hub.quotas.used(live.owner, live.n_prompt + n_new)
             if live.event is not None:
                 limit = live.request.max_new_tokens
-                self._hub.metrics.sized(len(live.request.prompt), n_new, limit)
+                self.hub.metrics.sized(len(live.request.prompt), n_new, limit)
 
     def _release(self, id: str) -> None:
-        calls = self._hub.calls
+        calls = self.hub.calls
         calls[id] -= 1
         if not calls[id]:
             del calls[id]
 
     # News
-
-    def notify(self, live: FrontEndRequest, event: Event) -> None:
-        self._hub.news(self, live, event)
 
     def wake(self) -> None:
         """Wake the event loop, from the engine's thread, which never waits for the loop."""
@@ -451,7 +441,7 @@ class Port:
                 is_read = event.finish_reason in ("stop", "length") and not live.is_left
                 if not (request.stop and is_read):
                     self._over(live)
-        self._hub.metrics.wrote(tokens)
+        self.hub.metrics.wrote(tokens)
         if rows:
             self.send(messages.StepNews(rows))
 
@@ -459,7 +449,7 @@ class Port:
 
     def answer(self, ask: messages.HubRequest) -> None:
         try:
-            value = self._hub.asked(self, ask)
+            value = self.hub.asked(self, ask)
         except Exception as error:
             self.send(messages.refusal(error, ask.call))
             return

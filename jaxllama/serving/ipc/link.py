@@ -17,6 +17,7 @@ queue.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,27 +33,20 @@ from jaxllama.text.tokenizer import Tokenizer
 SILENCE = 30.0  # seconds without a Ping after which the engine's process counts as hung
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class RequestInFlight:
-    """A request in flight. waiting: the piece that its reader has not taken yet."""
+    """A request in flight.
 
-    __slots__ = (
-        "_n_prompt",
-        "_reader",
-        "_written",
-        "has_stops",
-        "index",
-        "number",
-        "stream",
-        "waiting",
-    )
+    waiting: the piece that its reader has not taken yet. written: number of its tokens so far.
+    """
 
-    def __init__(
-        self, stream: PieceStream, index: int, number: int, request: Request, reader: Reader
-    ) -> None:
-        self.stream, self.index, self.number = stream, index, number
-        self.has_stops = bool(request.stop)
-        self.waiting: TextPiece | None = None
-        self._reader, self._n_prompt, self._written = reader, len(request.prompt), 0
+    stream: PieceStream
+    index: int
+    number: int
+    request: Request
+    reader: Reader
+    waiting: TextPiece | None = None
+    written: int = 0
 
     def read(self, piece: TextPiece) -> int:
         """Fill in a piece's text, and the finish reason if the text ends in it.
@@ -61,20 +55,20 @@ class RequestInFlight:
         """
         tokens = piece.tokens
         if tokens:
-            kept, piece.text = self._reader.read(tokens)
+            kept, piece.text = self.reader.read(tokens)
             if kept < len(tokens):
                 del tokens[kept:], piece.logprobs[kept:], piece.top_logprobs[kept:]
-            self._written += kept
-        if self._reader.stopped:
+            self.written += kept
+        if self.reader.stopped:
             piece.finish_reason = "stop"
         if piece.finish_reason is not None and piece.error is None:
-            piece.text += self._reader.close()  # closing may complete a stop string
-            if piece.finish_reason == "length" and self._reader.stopped:
+            piece.text += self.reader.close()  # closing may complete a stop string
+            if piece.finish_reason == "length" and self.reader.stopped:
                 piece.finish_reason = "stop"
-        piece.stop_text = self._reader.stop_text
-        piece.index, piece.prompt_tokens = self.index, self._n_prompt
-        piece.completion_tokens = self._written
-        return self._written
+        piece.stop_text = self.reader.stop_text
+        piece.index, piece.prompt_tokens = self.index, len(self.request.prompt)
+        piece.completion_tokens = self.written
+        return self.written
 
 
 class PieceStream:
@@ -221,7 +215,7 @@ class EngineClient(Exchange):
                 del self._choices[piece.number]
                 if piece.error is not None:
                     self.error(piece.error)
-                if choice.has_stops or not was_over:
+                if choice.request.stop or not was_over:
                     self._end(piece.number, piece.finish_reason, written)
             choice.stream.put(choice, piece)
 
@@ -287,7 +281,7 @@ class EngineClient(Exchange):
     def _end(self, number: int, reason: FinishReason, kept: int) -> None:
         self.tell(messages.End(number, reason, kept))
 
-    async def ask(self, name: Any, *arguments: Any) -> Any:
+    async def ask(self, name: str, *arguments: Any) -> Any:
         return await self.call(lambda call: messages.HubRequest(call, name, list(arguments)))
 
 

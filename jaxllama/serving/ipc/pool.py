@@ -45,19 +45,9 @@ AGAIN = 0.1  # seconds before a request is sent again
 RETRY_AFTER = 1.0  # seconds after which a client tries again if all queues are full
 # Fields of EngineStats that are totals since the start; the others are states.
 TOTALS = (
-    "prefix_hit_tokens",
-    "prompt_tokens",
-    "completion_tokens",
-    "preemptions",
-    "steps",
-    "compilations",
-    "drafted_tokens",
-    "accepted_tokens",
-    "host_tier_hits",
-    "host_tier_hit_bytes",
-    "disk_tier_hits",
-    "disk_tier_hit_bytes",
-    "tier_lost",
+    *("prefix_hit_tokens", "prompt_tokens", "completion_tokens", "preemptions", "steps"),
+    *("compilations", "drafted_tokens", "accepted_tokens", "host_tier_hits"),
+    *("host_tier_hit_bytes", "disk_tier_hits", "disk_tier_hit_bytes", "tier_lost"),
 )
 _log = logging.getLogger("jaxllama.serving")
 

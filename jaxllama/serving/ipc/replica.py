@@ -51,7 +51,6 @@ class Runs(Served, Protocol):
     """An engine that a replica runs."""
 
     def stats(self) -> EngineStats: ...
-
     def stop(self) -> None: ...
 
 

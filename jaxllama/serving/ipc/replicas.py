@@ -265,7 +265,7 @@ class LocalPool:
         self._choice.remember(request, replica)
         taken()
 
-    async def forward(self, name: Any, arguments: Sequence[Any]) -> Any:
+    async def forward(self, name: str, arguments: Sequence[Any]) -> Any:
         await self._some.wait()
         replica = self._choice.in_turn()[0]
         return await replica.call(lambda call: messages.HubRequest(call, name, list(arguments)))

@@ -36,46 +36,37 @@ class ModelFacts:
 
 
 class EngineLimits(Protocol):
-    """Sizes of an engine."""
+    """Sizes of an engine.
+
+    max_len: largest number of tokens of a request, prompt and answer together. max_queue: largest
+    number of waiting requests.
+    """
 
     @property
-    def max_len(self) -> int:
-        """Largest number of tokens of a request, prompt and answer together."""
-        ...
-
+    def max_len(self) -> int: ...
     @property
-    def max_queue(self) -> int:
-        """Largest number of waiting requests."""
-        ...
+    def max_queue(self) -> int: ...
 
 
 class Served(Protocol):
-    """The interface of an engine that a server needs; ``Engine`` and ``PooledEngine`` have it."""
+    """The interface of an engine that a server needs; ``Engine`` and ``PooledEngine`` have it.
+
+    failure: why the engine has ended. closed: why it takes no more requests. stalled: why a restart
+    would help. All three are None while it works.
+    """
 
     @property
     def options(self) -> EngineLimits: ...
-
     @property
-    def failure(self) -> str | None:
-        """Why the engine has ended, or None."""
-        ...
-
+    def failure(self) -> str | None: ...
     @property
-    def closed(self) -> str | None:
-        """Why the engine takes no more requests, or None."""
-        ...
-
+    def closed(self) -> str | None: ...
     @property
-    def stalled(self) -> str | None:
-        """Why a restart would help, or None."""
-        ...
-
+    def stalled(self) -> str | None: ...
     def submit(
         self, request: Request, on_event: Callable[[Event], None], *, with_text: bool
     ) -> None: ...
-
     def end(self, request_id: str, reason: FinishReason) -> None: ...
-
     def listen(self, listener: Callable[[], None]) -> None: ...
 
 
@@ -84,7 +75,6 @@ class Adapting(Protocol):
     """An engine that loads adapters while it runs."""
 
     def load_adapter(self, name: str, path: str) -> str: ...
-
     def unload_adapter(self, id: str) -> None: ...
 
 

@@ -24,19 +24,24 @@ LONGEST_DELAY = 30.0  # seconds before a process that died as it started is repl
 class Child:
     """A child process that runs a module's ``main``, and this end of the socket to it.
 
-    main's arguments are the descriptors of the other end and of ``files``. environment: variables
-    beside this process's own.
+    main's arguments are the descriptors of the other end and of ``files``, and ``words``.
+    environment: variables beside this process's own. kind: of the socket.
     """
 
     def __init__(
-        self, module: str, environment: Mapping[str, str], files: Sequence[int] = ()
+        self,
+        module: str,
+        environment: Mapping[str, str],
+        files: Sequence[int] = (),
+        words: Sequence[str] = (),
+        kind: int = socket.SOCK_STREAM,
     ) -> None:
-        self.socket, theirs = socket.socketpair()
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, kind)
         with theirs:
             passed = theirs.fileno(), *files
             program = f"from {module} import main; main()"
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", program, *map(str, passed)],
+                [sys.executable, "-P", "-c", program, *map(str, passed), *words],
                 pass_fds=passed,
                 env={
                     **os.environ,

@@ -65,13 +65,13 @@ def run(
     lines in a block.
     """
     lines, kept = batch.left(source, target)
-    with batch.Answers(target, len(lines), kept, show) as answers:
+    with batch.answer_file(target, len(lines), kept, show) as (counts, add):
         if not lines:
-            return answers.counts
+            return counts
         connect(cluster.address)
         try:
             for row in _answered(cluster, name, open_app, lines, at_once):
-                answers.add(row["status"], row["answer"])
+                add(row["status"], row["answer"])
         except RayError as error:
             cause = getattr(error, "cause", None) or error
             while cause.__cause__ is not None:
@@ -80,7 +80,7 @@ def run(
             raise JaxLlamaError(reason[-1] if reason else type(cause).__name__) from None
         finally:
             ray.shutdown()
-    return answers.counts
+    return counts
 
 
 def _answered(

@@ -24,8 +24,7 @@ from ray import serve as ray_serve
 from jaxllama import progress
 from jaxllama.engine.options import EngineOptions
 from jaxllama.errors import JaxLlamaError
-from jaxllama.serving.http.process import ServeOptions, model_name, url
-from jaxllama.serving.http.server import ServerSettings
+from jaxllama.serving.http.process import ServeOptions, url
 from jaxllama.serving.ipc.replica import Start
 from jaxllama.serving.ray.app import ReplicaPool, application_of
 from jaxllama.serving.ray.cluster import connect, free_port, resources_of
@@ -41,18 +40,7 @@ def serve(options: ServeOptions, cluster: ClusterOptions, start: Start) -> None:
     start: called in each replica; picklable.
     """
     connect(cluster.address)
-    name, *aliases = options.names or (model_name(options.model),)
-    settings = ServerSettings(
-        name=name,
-        max_len=0,  # the engine's
-        api_keys=options.api_keys,
-        max_body=options.max_body,
-        state=None if options.state is None else str(options.state.resolve()),
-        aliases=tuple(aliases),
-        origins=options.origins,
-        hosts=options.known_hosts,
-        named_keys=options.named_keys,
-    )
+    settings = options.settings(max_len=0)  # the actor fills in the engine's
     pool = ReplicaPool(
         cluster.replicas,
         cluster.most,
@@ -78,7 +66,7 @@ def serve(options: ServeOptions, cluster: ClusterOptions, start: Start) -> None:
             ray_serve.run(application, name=NAME, route_prefix="/", blocking=False)
             _check(address)
         if not ended:
-            print(f"jaxllama serves {name} on {address}", flush=True)
+            print(f"jaxllama serves {settings.name} on {address}", flush=True)
         while not ended:
             time.sleep(0.2)
     except RuntimeError as error:  # Serve's, for an application that does not start

@@ -74,7 +74,7 @@ class StartOnHosts:
     def __call__(self, observe: Observe) -> Started:
         logging.config.dictConfig(logs.configuration())
         others = self._others()
-        address = f"{get_node_ip_address()}:{free_port('')}"
+        address = f"{get_node_ip_address()}:{free_port()}"
         started = [
             other.start.remote(f"{address},{self.hosts},{index}", self.load, self.options)
             for index, other in enumerate(others, start=1)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxllama.serving.tools.lark import LarkRules
-from jaxllama.serving.tools.parts import CallsReader
+from jaxllama.serving.tools.parts import AnswerReader
 from jaxllama.typing import JsonObject
 
 Functions = Mapping[str, JsonObject]  # the schema of the arguments of each offered tool, by name
@@ -55,7 +55,7 @@ class CallFormat:
         """
         return digest[: self.id_length] if self.id_length else f"call_{digest[:24]}"
 
-    def reader(self, functions: Functions, only_one: bool = False) -> CallsReader:
+    def reader(self, functions: Functions, only_one: bool = False) -> AnswerReader:
         """Return a reader of an answer's text. only_one: further calls are dropped."""
         raise NotImplementedError
 

@@ -16,7 +16,7 @@ import re
 
 from jaxllama.serving.tools.format import CallFormat, Functions
 from jaxllama.serving.tools.lark import LarkRules, tight
-from jaxllama.serving.tools.parts import AnswerPart, Machine, MarkFinder
+from jaxllama.serving.tools.parts import AnswerPart, CallsReader, Machine, MarkFinder
 from jaxllama.typing import JsonObject
 
 
@@ -206,15 +206,15 @@ class _Object:
         return self.text[begin:end]
 
 
-class CallReader(Machine):
+class CallReader(CallsReader, Machine):
     """Reads calls of tools from a text; the module docstring has the contract.
 
     names: of the offered tools. only_one: whether further calls are dropped.
     """
 
     def __init__(self, format: JsonFormat, names: Functions, only_one: bool = False) -> None:
-        self._format, self._names, self._only_one = format, names, only_one
-        self.calls = 0
+        super().__init__(only_one)
+        self._format, self._names = format, names
         # The part of ``begin`` that every model writes; the head has the rest.
         first = format.call_mark
         first = first[: first.find(">") + 1] or first
@@ -225,7 +225,6 @@ class CallReader(Machine):
         self._ahead = MarkFinder(*self._marks)
         self._raw = ""  # text that may turn out not to be a call
         self._object = _Object(0)
-        self._is_behind = False  # after a call, before any other text
         self._has_ended = False  # the end of a call has come
         # Without a mark, a call must stand at the beginning of the text.
         self._state = self._in_text if format.mark else self._at_call
@@ -360,14 +359,3 @@ class CallReader(Machine):
     def _start(self, name: str, parts: list[AnswerPart]) -> None:
         self._add(AnswerPart("call", name, self.calls), parts)
         self.calls, self._is_behind = self.calls + 1, True
-
-    def _say(self, text: str, parts: list[AnswerPart]) -> None:
-        if self._is_behind:  # blanks between calls are not content
-            text = text.lstrip()
-        if text:
-            self._is_behind = False
-            parts.append(AnswerPart("content", text))
-
-    def _add(self, part: AnswerPart, parts: list[AnswerPart]) -> None:
-        if part.text and not (self._only_one and part.number):
-            parts.append(part)

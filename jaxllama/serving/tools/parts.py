@@ -23,11 +23,11 @@ class AnswerPart(NamedTuple):
     number: int = 0
 
 
-class CallsReader(Protocol):
-    """A reader of calls. calls: the number of calls that have begun."""
+class AnswerReader(Protocol):
+    """A reader of answers, or of their calls alone. calls: how many have begun."""
 
-    calls: int
-
+    @property
+    def calls(self) -> int: ...
     def feed(self, text: str) -> list[AnswerPart]: ...
     def close(self) -> list[AnswerPart]: ...
 
@@ -70,6 +70,25 @@ class MarkFinder:
     def close(self) -> str:
         rest, self._held = self._held, ""
         return rest
+
+
+class CallsReader:
+    """What readers of calls share. only_one: whether further calls are dropped."""
+
+    def __init__(self, only_one: bool) -> None:
+        self._only_one, self.calls = only_one, 0
+        self._is_behind = False  # after a call, before any other text
+
+    def _say(self, text: str, parts: list[AnswerPart]) -> None:
+        if self._is_behind:  # blanks between calls are not content
+            text = text.lstrip()
+        if text:
+            self._is_behind = False
+            parts.append(AnswerPart("content", text))
+
+    def _add(self, part: AnswerPart, parts: list[AnswerPart]) -> None:
+        if part.text and not (self._only_one and part.number):
+            parts.append(part)
 
 
 class Machine:

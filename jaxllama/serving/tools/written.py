@@ -22,7 +22,7 @@ from collections.abc import Generator, Iterator
 from typing import TypeVar
 
 from jaxllama.serving.tools.format import CallFormat, Functions
-from jaxllama.serving.tools.parts import AnswerPart, begun
+from jaxllama.serving.tools.parts import AnswerPart, CallsReader, begun
 from jaxllama.typing import JsonObject
 
 T = TypeVar("T")
@@ -146,16 +146,15 @@ class WrittenFormat(CallFormat):
         return WrittenReader(self, functions, only_one)
 
 
-class WrittenReader:
+class WrittenReader(CallsReader):
     """Reads calls of tools from a text; the module docstring has the contract."""
 
     def __init__(self, format: WrittenFormat, functions: Functions, only_one: bool) -> None:
-        self._format, self._functions, self._only_one = format, functions, only_one
+        super().__init__(only_one)
+        self._format, self._functions = format, functions
         marks = (format.section[0].strip(), format.call_mark, format.bare_mark)
         self._marks = tuple(filter(None, dict.fromkeys(marks)))
-        self.calls = 0
         self._source = Source()
-        self._is_behind = False  # after a call, before any other text
         self._parser: Iterator[AnswerPart | None] | None = self._parse()
 
     def feed(self, text: str) -> list[AnswerPart]:
@@ -176,16 +175,9 @@ class WrittenReader:
                 break
             if part.kind == "content":
                 self._say(part.text, parts)
-            elif not (self._only_one and part.number):
-                parts.append(part)
+            else:
+                self._add(part, parts)
         return parts
-
-    def _say(self, text: str, parts: list[AnswerPart]) -> None:
-        if self._is_behind:  # blanks between calls are not content
-            text = text.lstrip()
-        if text:
-            self._is_behind = False
-            parts.append(AnswerPart("content", text))
 
     # The parser
 
