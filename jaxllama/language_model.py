@@ -108,7 +108,10 @@ class LanguageModel:
         if not self.exact:
             object.__setattr__(self, "params", self.executor.laid_out(self.params))
         # Saving, byte counts and offloading then see an untied model.
-        object.__setattr__(self, "config", self.config.with_head_of(self.params))
+        config = self.config.with_head_of(self.params)
+        if config.fixed_sums != self.deterministic:
+            config = config.replace(fixed_sums=self.deterministic)
+        object.__setattr__(self, "config", config)
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -55,7 +55,8 @@ def _of_slots(
     )
     shards = sequence_shards(mesh, 1, shares_pages=True)
     options = wanted.resolve(lm.config, lm.dtype, devices, shards)
-    runner = Runner(lm.config, lm.params, options, adapters, drafting)
+    cfg = lm.config.replace(fixed_sums=options.deterministic)
+    runner = Runner(cfg, lm.params, options, adapters, drafting)
     scheduler = Scheduler(
         max_slots=options.max_slots,
         pages=runner.pages,

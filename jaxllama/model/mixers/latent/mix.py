@@ -45,6 +45,7 @@ from pallas_kernels.attention.operands import capacity_of
 from pallas_kernels.attention.plain import rotate
 from pallas_kernels.attention.rope_cache import store, to_cache_basis
 from pallas_kernels.dispatch import own_plan
+from pallas_kernels.fixed_sums import by_blocks
 from pallas_kernels.latent.op import latent_attention, plan
 from pallas_kernels.operands import Columns
 from pallas_kernels.rows.rms_norm import rms_norm
@@ -187,13 +188,7 @@ def absorbed(cfg: LatentAttentionConfig, p: Params, heads: LatentHeads) -> jax.A
     """
     still, q = jnp.split(heads.q, (cfg.d_nope,), axis=-1)
     up, _ = _ups(cfg, p)
-    low = jnp.einsum(
-        "btnd,ndr->btnr",
-        still,
-        up.astype(still.dtype),
-        preferred_element_type=jnp.float32,
-        precision="highest",
-    )
+    low = _of_heads("btnd,ndr->btnr", still, up)
     both = jnp.concatenate([low, q.astype(jnp.float32)], axis=-1)
     return (both * (both.shape[-1] / cfg.head_dim) ** 0.5).astype(q.dtype)
 
@@ -201,15 +196,18 @@ def absorbed(cfg: LatentAttentionConfig, p: Params, heads: LatentHeads) -> jax.A
 def lifted(cfg: LatentAttentionConfig, p: Params, out: jax.Array) -> jax.Array:
     """Return the heads ``[B, T, N, d_v]`` of sums of the cache's entries ``[B, T, N, R + r]``."""
     _, up = _ups(cfg, p)
-    low = out[..., : cfg.kv_rank]
-    heads_of_v = jnp.einsum(
-        "btnr,nvr->btnv",
-        low,
-        up.astype(low.dtype),
+    return _of_heads("btnr,nvr->btnv", out[..., : cfg.kv_rank], up).astype(out.dtype)
+
+
+def _of_heads(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Return the float32 product of ``x[B, T, ...]`` and a weight, in x's dtype, for each head."""
+    product = functools.partial(
+        jnp.einsum,
+        subscripts,
         preferred_element_type=jnp.float32,
         precision="highest",
     )
-    return heads_of_v.astype(out.dtype)
+    return by_blocks(lambda x: product(x, weight.astype(x.dtype)), x, axes=2)
 
 
 def _ups(cfg: LatentAttentionConfig, p: Params) -> tuple[jax.Array, jax.Array]:
