@@ -2,10 +2,14 @@
 
     with fixed_sums(True): ...        each row gets the same bits in calls of any number of rows
 
-Two rules hold within.  Planners plan every call for ``block_rows()`` rows, so a weight has one plan:
-one tile of K and one order of sums (``planned_rows``).  XLA, which may choose another algorithm for
-another number of rows, computes its products in blocks of that many rows (``by_blocks``).
-The choice is made while a function is traced, so a jit needs the flag among its static arguments.
+Two rules hold within.  Planners plan every call for ``block_rows()`` rows (``planned_rows``), so a
+weight has one plan: one tile of K and one order of sums.  XLA may choose another algorithm for
+another number of rows, so it computes products in blocks of that many rows (``by_blocks``).  The
+choice is made while a function is traced, so a jit needs the flag among its static arguments.
+
+Left out: XLA's attention, norms and samplers, whose sums are a row's own, and cuDNN's attention of
+prompts.  Their shapes still follow the call.  ``docs/concepts/same-bits.md`` says what was compared
+where.
 """
 
 from __future__ import annotations

@@ -174,6 +174,25 @@ def test_exact_sums_have_the_same_bits_in_any_tile(on_an_h200):
     np.testing.assert_array_equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("codes", [None, "int8", "int4"])
+def test_xlas_products_have_the_same_bits_in_any_number_of_rows(codes):
+    """On a CPU one row alone, and 64, are rounded otherwise without the blocks."""
+    r = np.random.default_rng(0)
+    w, x = (jnp.asarray(r.standard_normal((n, 768)), jnp.float32) for n in (256, 200))
+    w = w if codes is None else quantize(w, codes, group_size=128 if codes == "int4" else None)
+
+    def differing(on: bool) -> list[int]:
+        def product(x):
+            with fixed_sums.fixed_sums(on):
+                return quantized_matmul(x, w, implementation="xla")
+
+        whole = jax.jit(product)(x)
+        parts = {m: jax.jit(lambda x: product(x))(x[:m]) for m in (1, 2, 33, 64, 100)}
+        return [m for m, y in parts.items() if not np.array_equal(y, whole[:m])]
+
+    assert differing(False) and not differing(True)
+
+
 def test_xla_multiplies_blocks_of_rows():
     """Padded to whole blocks: a product sees one shape, and results are those of the rows."""
     seen = []

@@ -56,12 +56,12 @@ def router_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None
         product = lambda x: lax.dot_general(x, weight, contracted, lax.Precision.HIGHEST)  # noqa: E731
         return by_blocks(product, x)
 
-    def by_blocks(x: jax.Array, weight: jax.Array) -> jax.Array:
+    def as_expert(x: jax.Array, weight: jax.Array) -> jax.Array:
         # In one product of all rows, the rounding of a row would depend on the number of rows.
         only = jnp.zeros((x.shape[0], 1), jnp.int32)
         return grouped_matmul(x, weight[None], only, implementation="xla")[:, 0]
 
-    logits = lax.platform_dependent(x, weight, default=one_product, cpu=by_blocks)
+    logits = lax.platform_dependent(x, weight, default=one_product, cpu=as_expert)
     return logits if bias is None else logits + bias.astype(jnp.float32)
 
 
