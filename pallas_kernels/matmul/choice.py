@@ -76,14 +76,13 @@ def _fixed_plan(call: MatmulCall) -> KernelPlan | Reason:
     """
     is_exact = call.quantized_x and call.x == jnp.int8 and not (call.low_rank or lacking("wgmma"))
     is_exact = is_exact and call.codes.dtype == jnp.int8 and call.weight.n_groups == 1
-    if is_exact:
-        found = named_plan(_shortest(call)) or Reason("no kernel takes the call")
-    else:
-        found = _shortest(dataclasses.replace(call, m=planned_rows(call.m)))
-    if isinstance(found, Reason):
+    rows = call.m if is_exact else planned_rows(call.m)
+    found = _shortest(dataclasses.replace(call, m=rows))
+    plan = named_plan(found) if is_exact else found  # XLA's form multiplies by scales otherwise
+    if not isinstance(plan, KernelPlan):
         return found
-    us, xla_us = predict.kernel_us(found, call=call), predict.xla_us(call)
-    return dataclasses.replace(found, predicted_us=us, xla_us=xla_us)
+    us, xla_us = predict.kernel_us(plan, call=call), predict.xla_us(call)
+    return dataclasses.replace(plan, predicted_us=us, xla_us=xla_us)
 
 
 def run(static: Static, x: jax.Array | QTensor, w: Any, around: Around) -> Any:

@@ -27,7 +27,7 @@ from pallas_kernels.matmul.call import Around, MatmulCall, Static
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.rows import plan as rows
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
-from tests.helpers.matmul_cases import newest
+from tests.helpers.matmul_cases import lowered, newest
 
 ROWS = (1, 2, 33, 64, 200, 512)
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -129,6 +129,19 @@ def test_every_other_op_has_one_plan(on_an_h200):
 
 
 @newest
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_weights_plan_lowers_for_fewer_rows_than_its_tile(scheme, on_an_h200):
+    """One row and 33 rows, with the tile that 512 rows have."""
+
+    def product(x, w):
+        return quantized_matmul(x, w, out_dtype=BF16, implementation="mosaic")
+
+    for m in (1, 33):
+        text = lowered(product, *shapes(scheme, m))
+        assert "mosaic_gpu" in text
+
+
+@newest
 @pytest.mark.parametrize(
     ("scheme", "sizes"),
     [
@@ -164,8 +177,8 @@ def test_exact_sums_have_the_same_bits_in_any_tile(on_an_h200):
     x, w = operands("w8a8", 70, 256, 512)
     call, found = MatmulCall.of(x, w, BF16), []
     plan = named_plan(choice.plan(call))
-    few = dataclasses.replace(plan, m=64, n=128, cluster=1, sms=4)
-    many = dataclasses.replace(few, m=128, n=128, cluster=2, stages=4)
+    few = dataclasses.replace(plan, m=64, n=128, cluster=1, stages=4, sms=4)
+    many = dataclasses.replace(few, m=128, cluster=2)
     for tile in (few, dataclasses.replace(few, split=2), many):
         with emulated(0):
             y = choice.run(Static(BF16, call, tile), x, w, Around(BF16))
