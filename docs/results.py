@@ -1,9 +1,9 @@
 """Write all that shows measured figures, from ``benchmarks/results/*.json``.
 
-    python docs/results.py        rewrites README.md's table and ``docs/_static/headline.svg``
+    python docs/results.py        rewrites README.md's table and the pictures in ``docs/_static``
 
 The guide's build writes its page of benchmarks by ``write``.  ``benchmarks/headline.py`` lists the
-table's lines; a test compares README.md and the picture with the files.
+table's lines; a test compares README.md and the pictures with the files.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.headline import README, Figure  # noqa: E402
+from benchmarks.headline import README, ROWS, Figure  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-PICTURE = ROOT / "docs" / "_static" / "headline.svg"
 BEGIN, END = "<!-- figures: python docs/results.py -->\n", "<!-- end of figures -->"
 
 HEAD = """# Benchmarks
@@ -28,6 +27,12 @@ This page is generated from the files in `benchmarks/results`.
 `python -m benchmarks.headline NAME` measures a row and writes its file, with all that was printed.
 [The lab's pages](lab/index.md) have the other measurements.
 
+One row reads all weights for each token, so the memory's rate bounds its speed:
+
+```{image} _static/roofline.svg
+:alt: Tokens a second of one row by the bytes of a token, below the memory's rate
+```
+
 """
 
 
@@ -35,7 +40,10 @@ def write(page: Path) -> None:
     """Write the page if its text has changed."""
     found = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))]
     # ``assembled.json`` holds registers, not figures of speed.
-    text = HEAD + "\n".join(section(result) for result in found if "figures" in result)
+    found = [result for result in found if "figures" in result]
+    order = [*ROWS, *(result["name"] for result in found)]
+    found.sort(key=lambda result: order.index(result["name"]))
+    text = HEAD + "\n".join(map(section, found))
     if not page.exists() or page.read_text(encoding="utf-8") != text:
         page.write_text(text, encoding="utf-8")
 
@@ -46,10 +54,17 @@ def section(result: dict[str, Any]) -> str:
     rows = [("jaxllama", name, value) for name, value in result["figures"].items()]
     rows += [(name, "", value) for name, value in (result.get("peers") or {}).items()]
     machine, versions = result["machine"], result["versions"]
-    used = ", ".join(f"{name} {version}" for name, version in versions.items())
+    used = ", ".join(
+        f"{name} {version[:9] if len(version) == 40 else version}"
+        for name, version in versions.items()
+        if version
+    )
     memory = machine["memory"] / 1e9
     host = f"{machine['cores']} cores of {machine['cpu']}, {memory:.0f} GB"
+    name = result["name"]
+    title = ROWS[name].what.partition(";")[0] if name in ROWS else name
     facts = [
+        f"- Name: `{name}`",
         f"- Date: {result['date']}",
         f"- Machine: {machine['devices']}; {host}",
         f"- Versions: {used}",
@@ -59,7 +74,7 @@ def section(result: dict[str, Any]) -> str:
     commands = "\n".join(dict.fromkeys(result["commands"].values()))
     return "\n".join(
         [
-            f"## {result['name']}\n",
+            f"## {title}\n",
             f"| | | {unit} |\n|---|---|---|",
             *(f"| {who} | {what} | {number(value)} |" for who, what, value in rows),
             "",
@@ -110,36 +125,6 @@ def _spans(places: list[int]) -> str:
     return f"line{'s' * (len(places) > 1)} {named}"
 
 
-def picture() -> str:
-    """Return an SVG: how many times the peer's speed each line of the table has."""
-    bars = []
-    for figure, result in measured():
-        if figure.peer is not None:
-            ours, theirs = result["figures"][figure.label], result["peers"][figure.peer]
-            bars.append((figure, ours / theirs if figure.more_is_better else theirs / ours))
-    left, height, unit = 400, 28, 90
-    width = left + int(unit * max(times for _, times in bars)) + 90
-    rows = []
-    for place, (figure, times) in enumerate(bars):
-        y = 34 + place * height
-        rows.append(
-            f'<text x="{left - 10}" y="{y + 14}" text-anchor="end">{figure.what}</text>'
-            f'<rect x="{left}" y="{y}" width="{unit * times:.0f}" height="18" rx="3" '
-            'fill="#2f6fb3"/>'
-            f'<text x="{left + unit * times + 6:.0f}" y="{y + 14}">{times:.2f}x {figure.named}'
-            "</text>"
-        )
-    bottom = 34 + len(bars) * height
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 8}" '
-        f'width="{width}" font-family="sans-serif" font-size="13" fill="#222">\n'
-        f'<rect width="{width}" height="{bottom + 8}" fill="#fff"/>\n'
-        f'<text x="{left - 10}" y="18" text-anchor="end" font-weight="bold">speed, peer = 1</text>'
-        f'<line x1="{left + unit}" x2="{left + unit}" y1="8" y2="{bottom}" stroke="#c33" '
-        'stroke-dasharray="4 3"/>\n' + "\n".join(rows) + "\n</svg>\n"
-    )
-
-
 def readme_with(text: str) -> str:
     """Return README.md's text with the table made anew."""
     before, _, rest = text.partition(BEGIN)
@@ -150,4 +135,6 @@ def readme_with(text: str) -> str:
 if __name__ == "__main__":
     readme = ROOT / "README.md"
     readme.write_text(readme_with(readme.read_text(encoding="utf-8")), encoding="utf-8")
-    PICTURE.write_text(picture(), encoding="utf-8")
+    import pictures
+
+    pictures.write()

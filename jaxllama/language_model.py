@@ -66,11 +66,11 @@ class LanguageModel:
         None if the checkpoint has no tokenizer. Prompts are then token ids, and ``chat`` raises
         JaxLlamaError.
     deterministic : bool
-        Each row's logits then have the same bits in any batch and at any place in it. The compiler
-        chooses the order of sums by shape, so this option fixes the shapes. Prompts are prefilled
-        one by one in pieces of fixed widths, whatever ``chunk`` says. Programs of exactly 32 rows
-        decode them, each with rows that need the same room. An engine does the same. An offloaded
-        model's programs, also for prompts, have its policy's ``gpu_batch_size`` rows.
+        Each row's logits then have the same bits in any batch and at any place in it. Products
+        have one order of sums for any number of rows (``pallas_kernels.fixed_sums``). Prompts are
+        prefilled one by one in pieces of fixed widths, whatever ``chunk`` says. Programs of 32
+        rows decode them, each with rows that need the same room. An engine may have more rows. An
+        offloaded model's programs, also for prompts, have its policy's ``gpu_batch_size`` rows.
     sampling : Sampling, optional
         The checkpoint's own settings, from generation_config.json. ``chat`` and the server use them
         if the caller names none.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from jaxllama.cli import common
 from jaxllama.cli.domains import COUNT, Number, OutFile, Parser, text_file
@@ -94,6 +93,11 @@ def run(args: argparse.Namespace) -> None:
         expert_use=args.expert_use,
         **common.source(args),
     )
-    with working("planning"):
-        report = plan.run(asked, lambda text: print(text, file=sys.stderr))
+    with working("planning") as bar:
+
+        def progress(text: str) -> None:
+            bar.say(text)
+            bar.note(text)
+
+        report = plan.run(asked, progress)
     common.show(args, report, plan.table)

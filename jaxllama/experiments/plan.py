@@ -39,6 +39,7 @@ from jaxllama.experiments.workloads import kv_dtype, model_config, offload_need
 from jaxllama.loading import default_dtype
 from jaxllama.model.cache import init_cache
 from jaxllama.offload.store import available_memory
+from jaxllama.progress import working
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import param_shapes
 from jaxllama.quantization.scheme import parse
@@ -146,16 +147,18 @@ def _durations(
         for point, one, bound in zip(experiment.points, costs, bounds, strict=True)
         if one is not None and bound is not None and not _is_calibrated(point)
     ]
-    for bound, point, one in sorted(known, key=lambda entry: entry[0]):
-        if bound / one.pieces > _LONGEST or not _fits(one):
-            continue
-        words = {key: value for key, value in point.flat.items() if not is_number(value)}
-        kind = repr((type(point.settings), words, one.parameters))
-        if kind not in cheapest:
-            cheapest[kind] = bound, measured(experiment, point.settings)
-        first, like = cheapest[kind]
-        more = (bound - first) * min(_SLACK, max(1.0, like.later / first if first else 1.0))
-        found[point.name] = Duration(like.first + more, like.later + more)
+    with working("timing a piece of each", len(known), unit="points") as bar:
+        for bound, point, one in sorted(known, key=lambda entry: entry[0]):
+            bar.note(point.name)
+            if bound / one.pieces <= _LONGEST and _fits(one):
+                words = {key: value for key, value in point.flat.items() if not is_number(value)}
+                kind = repr((type(point.settings), words, one.parameters))
+                if kind not in cheapest:
+                    cheapest[kind] = bound, measured(experiment, point.settings)
+                first, like = cheapest[kind]
+                more = (bound - first) * min(_SLACK, max(1.0, like.later / first if first else 1.0))
+                found[point.name] = Duration(like.first + more, like.later + more)
+            bar()
     return found
 
 

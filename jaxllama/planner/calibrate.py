@@ -76,6 +76,7 @@ DEPTHS = (1, 4)  # layers of each kind
 BATCHES = (1, 4)
 STEPS, IN_A_ROW = 12, 4  # timed decode steps
 LONG = 0.5  # seconds of a prefill that needs no repetition
+LONGEST = 20.0  # seconds after which the steps of several runs are not repeated
 ROOM = 64  # tokens that a cache has beside the context
 SHARES = {"resident": (100, 0), "host": (0, 100), "disk": (0, 0), "half": (50, 50)}
 CACHE_STAYS = {"cache_device": 100.0, "cache_host": 0.0}
@@ -206,11 +207,12 @@ class _Measure:
         joins: list[tuple[float, float]] = []
         lookups: list[tuple[float, float]] = []
         overlapped: list[tuple[Policy, int, float]] = []
-        for name, (device, host) in SHARES.items():
+        stages = len(SHARES) if self.moves else 1
+        for stage, (name, (device, host)) in enumerate(SHARES.items(), start=1):
             if name != "resident" and not self.moves:
                 break
             model = self._model(Policy.parse(f"{device} {host} " * 3))
-            self.progress(f"calibrating: {name}")
+            self.progress(f"calibrating: {name} ({stage} of {stages})")
             if name == "resident":
                 for point in [*points, (ROWS[-1], CONTEXTS[0])]:
                     both = [self._shallow(model), model]
@@ -292,7 +294,10 @@ class _Measure:
         load beside it.
         """
         steps: list[list[float]] = [[] for _ in begun]
+        start = time.perf_counter()
         for _ in range(STEPS // IN_A_ROW):
+            if steps[0] and time.perf_counter() - start > LONGEST:
+                break
             for run, times in zip(begun, steps, strict=True):
                 times += [timed_step(run) for _ in range(IN_A_ROW + 1)][1:]
         return list(map(lower, steps))

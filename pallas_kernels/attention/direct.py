@@ -17,9 +17,9 @@ second kernel sums them (``attention.merge``).
 
 Copies: each lane loads its words of a tile from the cache into registers; no ring, no TMA.  Without
 a window and pages, lanes first prefetch the warp's first tile into L2.
-Waits: for the kernel before; with a norm once at the block's barrier for tables in shared memory.
-Else warps meet only at the end, in ``Gathering.finish``: at the block's barrier, then blocks on a
-barrier for each owned head.
+Waits: all threads for the kernel before; with a norm also once at the block's barrier, for tables
+in shared memory.  At the end (``Gathering.finish``) all warps meet at the block's barrier, and the
+blocks wait until their cluster has begun.  A head's owner then waits for all blocks' parts of it.
 Writes: with RoPE the warp of the new token's tile stores its key and value.  One warp for each
 query head stores the output, or the block's part for ``merge_parts``.
 
@@ -165,12 +165,12 @@ class _Kernel:
             self.lane,
             self.staged,
         )
-        self.source, self.end, self.begin, first = source, source.end, p.ci(0), p.ci(0)
+        self.source, self.end, self.begin, first_token = source, source.end, p.ci(0), p.ci(0)
         if self.window is not None:
             self.begin = p.larger(self.end - self.window, 0)
-            first = self.begin & -TILE
+            first_token = self.begin & -TILE
         place = self.warp * self.plan.cluster + self.rank
-        token0 = first + place * TILE
+        token0 = first_token + place * TILE
         query, keys, values = source.first(token0, early=self.window is None)
         self.queries = tile.Queries([query], self.codes, self.scale, self.kind)
         self.write_part(*self.attend(token0, keys, values))

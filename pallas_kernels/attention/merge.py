@@ -127,7 +127,8 @@ def _merge_parts(gmem, smem, *, shape, kind, rotated):
 class _ChunkMerge:
     """One block per (row, query head): sum the chunks' parts, each faded to the common maximum.
 
-    heads: neighbouring ones that share a length.
+    heads: query heads of a token.  N is tokens times heads: ``block // heads`` is the (row, token)
+        whose length it is, and ``block % heads`` the query head whose sink it is.
     """
 
     def __init__(self, gmem, smem, *, shape, heads, chunk, window, warps, kind, rotated):
@@ -149,8 +150,8 @@ class _ChunkMerge:
 
     def find_chunks(self) -> None:
         """The chunks that the row's queries see, and where they lie."""
-        n, h, own = self.n, self.h, self.block // self.heads
-        (length,) = p.load_global(p.offset(p.address(self.gmem.lengths), own, 4), 1)
+        n, h, token = self.n, self.h, self.block // self.heads
+        (length,) = p.load_global(p.offset(p.address(self.gmem.lengths), token, 4), 1)
         self.length = p.larger(p.smaller(length, self.capacity), 0)
         self.first = p.ci(0)
         if self.window is not None:

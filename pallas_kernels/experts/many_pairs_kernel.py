@@ -189,7 +189,7 @@ def _scratch_of_rows(tile: Tile) -> dict:
         return {"x": rows_and_tiles((tile.stages, tile.tokens, BLOCK_K), jnp.bfloat16)}
     return {
         "x": rows_of_slots(tile.stages, tile.tokens),
-        "gathered": barriers_of_slots(tile.stages),
+        "row_barriers": barriers_of_slots(tile.stages),
     }
 
 

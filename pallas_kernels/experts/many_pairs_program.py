@@ -68,9 +68,10 @@ class PairsBlock:
         self.pitch = rows_in_memory(tile, self.gated) // (1 + self.gated)
         self.across = self.computing = self.n_warpgroups()
         self.steps = self.k // BLOCK_K
-        # The blocks of a cluster have neighbouring tiles of one part, or ``parts`` of one tile.
-        self.parts = self.parts_of_cluster()
-        self.columns = pl.cdiv(self.n_out, self.wide * tile.cluster // self.parts)
+        # The blocks of a cluster have neighbouring tiles of one part of the pairs.  In
+        # ``TokenBlock`` each has a part of its own, of the same results.
+        self.parts_per_cluster = self.parts_of_cluster()
+        self.columns = pl.cdiv(self.n_out, self.wide * tile.cluster // self.parts_per_cluster)
         self.vector_slots = 2
         self.sorted = has_sorted_rows(tile)
         # Of the rows of x that are copied and multiplied: the least that has a part's.  Two blocks
@@ -81,8 +82,8 @@ class PairsBlock:
         if self.sorted:
             self.gather = SortedRows(barrier.full)
         else:
-            self.gather = RowGather(smem.gathered, tile.stages, self.computing)
-        self.gathered = GatherShape(
+            self.gather = RowGather(smem.row_barriers, tile.stages, self.computing)
+        self.gather_shape = GatherShape(
             fan=fan,
             pitch=2 * self.k,
             steps=self.steps,
@@ -90,19 +91,19 @@ class PairsBlock:
             n_clusters=self.n_clusters,
             tokens=tile.tokens,
             widths=tuple(self.widths),
-            cluster=self.parts,
+            cluster=self.parts_per_cluster,
         )
         self.by_tile = [name for name in ("scale", "zero") if getattr(gmem, name) is not None]
 
     def run(self) -> None:
         self.gather.start()
         inline()(p.await_kernel)()
-        groups = pl.cdiv(self.gmem.work[0, 0], self.parts)
+        groups = pl.cdiv(self.gmem.work[0, 0], self.parts_per_cluster)
         self.tiles = my_tiles(groups * self.columns, self.n_clusters)
         others, loads = [], self.tiles * self.steps
         if isinstance(self.gather, RowGather):
             slots, full = self.smem.x.bytes, self.barrier.full
-            others = self.gather.workers(self.gmem, slots, self.gathered, loads, full)
+            others = self.gather.workers(self.gmem, slots, self.gather_shape, loads, full)
         feed(self.warpgroup, self.computing, self.feeder().copy_tiles, others)
         pl.when(self.warpgroup < self.computing)(self.multiply)
 
@@ -125,7 +126,7 @@ class PairsBlock:
         index = t * self.n_clusters + lax.axis_index("cluster")
         ni = lax.rem(index, jnp.asarray(self.columns, index.dtype))
         part = lax.div(index, jnp.asarray(self.columns, index.dtype))
-        if self.tile.cluster > self.parts:
+        if self.tile.cluster > self.parts_per_cluster:
             ni = ni * self.tile.cluster + self.pair
         return part, ni * self.wide
 

@@ -3,9 +3,9 @@
     y       = x / sqrt(mean(x^2) + eps) * gamma                     rounded to bfloat16
     logits  = y @ router.T + bias                                   float32
     experts = the k largest logits', in descending order; of equal ones the lowest index first
-    weights = the softmax over them, or their entries of the softmax over all experts
+    weights = scale times the softmax over them, or times their entries of that over all experts
 
-A token has a cluster of ``plan.blocks`` blocks, and each block has rows of the router.
+A token has a cluster of ``BLOCKS`` blocks, and each block has ``plan.rows`` rows of the router.
 
     all      the router's rows -> L2 | the kernel before has ended
     all      the warp's first rows, x, gamma -> registers; squares; barrier

@@ -61,7 +61,8 @@ CHANNELS = 128  # value channels of a head, and key channels
 _WGMMA = plgpu.Layout.WGMMA
 _SQUARE = (CHUNK, CHUNK)
 # Tiles by tokens and halves of the channels.  Later tenants: of d_out dM and q k^T D; of d_rest the
-# parts of T^T dX; of r (first V, then R) dP D and dKK; of r_low dQ; of end dK', then dK.
+# parts of T^T dX; of r (first V, then R) dP D and dKK^T; of r_low dQ; of end dK', then dK.
+# ``inverse`` holds T^T, and names that end in ``_t`` hold transposes.
 _TOKENS = "q", "k", "d_out", "d_rest", "r", "r_low", "end"
 _FLOATS = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
@@ -127,10 +128,10 @@ class _Chunk:
         weighted = d_keys * self.vector(inverse.BETA, 0)
         smem.end.tiles[wg] = weighted.astype(jnp.bfloat16)
         keys = _transposed(smem.k.tiles.at[wg])
-        (d_x,) = _products(1, *[(0, x, keys) for x in high_low(d_keys)])
+        (d_x_t,) = _products(1, *[(0, x, keys) for x in high_low(d_keys)])
         plgpu.barrier_wait(self.barrier.late)
-        pl.when(wg == 0)(lambda: self.from_outputs(d_x))
-        pl.when(wg == 1)(lambda: self.from_state(d_x))
+        pl.when(wg == 0)(lambda: self.from_outputs(d_x_t))
+        pl.when(wg == 1)(lambda: self.from_state(d_x_t))
         self.form_results(asked, seen)
         self.store()
         sums.block_barrier()
@@ -179,7 +180,7 @@ class _Chunk:
         ]
         g, beta = gmem.g.at[b, self.rows, head], gmem.beta.at[b, self.rows, head]
         vectors = vectors_call(self.scale, 4 * gmem.g.shape[-1], False)
-        vectors(smem.scratch, g, beta, g, self.limit)
+        vectors(smem.scratch, g, beta, g, self.limit)  # the second g only fills a place
 
     def vector(self, at: int, axis: int):
         """A chunk's vector over rows (axis 0) or columns (1) of [64, 64]."""
@@ -234,10 +235,10 @@ class _Chunk:
 
     # --- 1: q k^T, dM -> | dP D -> ---
 
-    def from_outputs(self, d_x) -> None:
+    def from_outputs(self, d_x_t) -> None:
         smem, r, low = self.smem, self.smem.r.tiles, self.smem.r_low.tiles
         d_out, q, k = smem.d_out.tiles, smem.q.tiles, smem.k.tiles
-        smem.states.partial[...] = d_x
+        smem.states.partial[...] = d_x_t
         d_m, qk, weight = _products(
             2,
             *[(0, d_out.at[n], _transposed(x.at[n])) for n in range(2) for x in (r, low)],
@@ -261,7 +262,7 @@ class _Chunk:
 
     # --- 2: k k^T | dX, dA -> dKK ---
 
-    def from_state(self, d_x) -> None:
+    def from_state(self, d_x_t) -> None:
         smem, k, t = self.smem, self.smem.k.tiles, self.smem.inverse
         kk, decay = _products(
             1,
@@ -271,21 +272,21 @@ class _Chunk:
         plgpu.commit_smem()
         sums.block_barrier()  # 2
         partial = plgpu.load(smem.states.partial, layout=_WGMMA)
-        d_all = (d_x + partial) * self.vector(inverse.TO_END, 1)
-        d_all = _added(d_all, (_transposed(smem.d_out.tiles.at[0]), smem.d_out.tiles.at[1]))
-        sums.sum_rows(smem.table.at[sums.BETAS], d_all * (_read(t.at[0]) + _read(t.at[1])))
-        high, low = high_low(d_all * self.vector(inverse.BETA, 0))
+        d_all_t = (d_x_t + partial) * self.vector(inverse.TO_END, 1)
+        d_all_t = _added(d_all_t, (_transposed(smem.d_out.tiles.at[0]), smem.d_out.tiles.at[1]))
+        sums.sum_rows(smem.table.at[sums.BETAS], d_all_t * (_read(t.at[0]) + _read(t.at[1])))
+        high, low = high_low(d_all_t * self.vector(inverse.BETA, 0))
         right = [_transposed(t.at[n]) for n in range(2)]
         (y,) = _products(1, (0, high, right[0]), (0, high, right[1]), (0, low, right[0]))
         d_rest = smem.d_rest.tiles
         d_rest[0], d_rest[1] = high_low(y)
         plgpu.commit_smem()
-        (d_a,) = _products(1, *[(0, right[m], d_rest.at[n]) for m, n in ((0, 0), (0, 1), (1, 0))])
-        d_a = -d_a * decay
-        smem.r.tiles[1] = (d_a * self.vector(inverse.BETA, 1)).astype(jnp.bfloat16)
+        (d_a_t,) = _products(1, *[(0, right[m], d_rest.at[n]) for m, n in ((0, 0), (0, 1), (1, 0))])
+        d_a_t = -d_a_t * decay
+        smem.r.tiles[1] = (d_a_t * self.vector(inverse.BETA, 1)).astype(jnp.bfloat16)
         plgpu.commit_smem()
         sums.block_barrier()  # 3
-        moved = d_a * kk
+        moved = d_a_t * kk
         inside = -moved * self.vector(inverse.BETA, 1)
         sums.sum_rows(smem.table.at[sums.INSIDE + 1], inside)
         sums.sum_columns(smem.table.at[pl.ds(sums.BY_KEYS, 4)], moved)

@@ -5,14 +5,14 @@
 of each head and chunk of 64 tokens: Q, K, K' [64, Dk], do, dR [64, Dv], M [64, 64], E [Dk, Dv].
 E is the gradient of the state at a chunk's end, and dR is the gradient of V.  M, K' and e = exp(G)
 are those of ``kernel_chunks``.  This is ``kernel_scan`` for 128 value channels, mirrored: its
-blocks, slots and registers.  The factors of E cancel where keys are parallel, so the products take
+blocks, slots and registers.  Terms of E cancel where keys are parallel, so the products take
 E and dR in two bf16 parts.
 
     wait c | E -> two bf16 | wgmma dR | borders | wgmma E | dR -> TMA | slot of c+1 <- TMA c-2
 
 A decay of every key channel has the operands of ``kernel_channels``. Q and K then hold their decay
-from the chunk's start, and E <- diag(exp(G_64)) E + Q^T do - K^T dR. The kernels inside a chunk
-then need only one part of E. Command: ``python -m benchmarks.kernels.gated_delta``.
+from the chunk's start, Q the scale too, and E <- diag(exp(G_64)) E + Q^T do - K^T dR. The kernels
+inside a chunk then need only one part of E. Command: ``python -m benchmarks.kernels.gated_delta``.
 
 Copies: warpgroup 0 copies k, q, K', do, e and M of a chunk by TMA, for both (``load``).
 Waits: both warpgroups wait for a slot on ``full``.  They arrive at ``empty`` of the slot before
@@ -43,7 +43,8 @@ _WGMMA = plgpu.Layout.WGMMA
 
 
 class _Reverse(ChunkScan):
-    """gmem.borders may be None, and a part of the key channels is a state of its own."""
+    """gmem.borders may be None.  The state is E^T, [64 value channels, 64 key channels], of each
+    part of the key channels."""
 
     def __init__(self, gmem, smem, barrier, *, facts: ScanFacts, by_channel: bool):
         super().__init__(gmem, smem, barrier, facts, reverse=True)
@@ -54,7 +55,7 @@ class _Reverse(ChunkScan):
         pl.when(self.warpgroup == 0)(self.fill_ring)
         self.columns = self.value_columns(2)
         state = tuple(self.first_state(x) for x in keys)
-        self.mask = jnp.full((128,), -1, jnp.int32)
+        self.mask = jnp.full((128,), -1, jnp.int32)  # every token counts
         state = lax.fori_loop(0, self.steps, self.chunk, state)
         for part, x in zip(keys, state, strict=True):
             self.write_state(x, part)

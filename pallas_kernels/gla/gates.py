@@ -134,7 +134,7 @@ class _Worker:
         self.n_slices, self.n_pieces, self.n_heads, self.n_chunks = sizes
         self.gmem, self.scale, self.ragged = gmem, scale, gmem.lengths is not None
         own, self.n_items, self.item_of = worker_items(n_work, WARPGROUPS)
-        self.words, self.gates = smem.slots.words.at[own], smem.slots.gates.at[own]
+        self.words, self.decays = smem.slots.words.at[own], smem.slots.decays.at[own]
         self.table, self.ready = smem.tables.at[own], barrier.ready.at[own]
 
     def run(self) -> None:
@@ -169,7 +169,7 @@ class _Worker:
         bar = self.ready.at[slot]
         for half in range(2):
             source = gmem.g.at[b, rows, head, pl.ds(at + 32 * half, 32)]
-            plgpu.copy_gmem_to_smem(source, self.gates.at[slot, 2 + half], bar)
+            plgpu.copy_gmem_to_smem(source, self.decays.at[slot, 2 + half], bar)
         columns = pl.ds(at, SLICE)
         plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, head, columns], self.words.at[slot, 0], bar)
         plgpu.copy_gmem_to_smem(gmem.k.at[b, rows, head, columns], self.words.at[slot, 1], bar)
@@ -256,7 +256,7 @@ def gates(q, k, log_decay, lengths, scale: float) -> Gated:
         scratch={
             "slots": Views(
                 words=plgpu.SMEM((*slots, SLICE), jnp.bfloat16, transforms=ROWS),
-                gates=plgpu.SMEM((*slots, 32), jnp.float32, transforms=ROWS),
+                decays=plgpu.SMEM((*slots, 32), jnp.float32, transforms=ROWS),
             ),
             "tables": plgpu.SMEM((WARPGROUPS, 4, SLICE), jnp.float32),
             "ready": plgpu.Barrier(num_arrivals=4, num_barriers=(WARPGROUPS, SLOTS)),

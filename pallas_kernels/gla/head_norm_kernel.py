@@ -115,13 +115,14 @@ class _Head:
             p.store_global(out, packed(finished(x, factor, w, gate), shape.kind), 2 * start)
 
     def total(self, o: Sequence[Sequence[Value]]) -> Value:
-        """Sum of the head's squares: each block's by its lanes, and the blocks in their order."""
+        """Sum of the head's squares in the step kernel's order: of every ``columns`` columns, a
+        block's there, over their lanes; then of these sums from left to right."""
         total, lanes = None, self.shape.columns // 4
         for values in o:
             mine = squares(values, lanes)
             for first in range(0, 32, lanes):
-                block = mine if lanes == 32 else p.shuffle_from(mine, first)
-                total = block if total is None else total + block
+                of_columns = mine if lanes == 32 else p.shuffle_from(mine, first)
+                total = of_columns if total is None else total + of_columns
         assert total is not None
         return total
 

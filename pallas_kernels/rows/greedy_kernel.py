@@ -14,8 +14,8 @@ Waits: all threads for the kernel before (``await_kernel``); at the block's barr
 parts in shared memory; at the cluster's, until all blocks have begun.  The first block's warp 0
 waits on its mbarrier for the parts of all 8 blocks.  With two kernels the second one's warp 0 joins
 the parts behind a warp barrier.
-Writes: lane 0 of that warp stores the row's words, the token and its log-probability.  With two
-kernels lane 0 of each of the first one's blocks stores that block's part.
+Writes: lane 0 of the warp that joins the parts stores the row's words, the token and its
+log-probability.  With two kernels lane 0 of each of the first one's blocks stores its part.
 
 Numerics: float32.  A part's sum is relative to its own largest logit, as in an online softmax
 (arXiv 1805.02867).
@@ -37,7 +37,7 @@ from pallas_kernels.fused_parts import KIND, floats
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.ptx import LOG2E, Value
 
-CLUSTER, THREADS = 8, 1024
+BLOCKS, THREADS = 8, 1024
 LN2 = math.log(2.0)
 _LARGEST, _NAN = float(jnp.finfo("float32").max), 0x7FC00000
 _Part = tuple[Value, Value, Value]  # the largest logit, its token, the sum
@@ -74,10 +74,10 @@ def append_greedy(
             {},
             name="append_greedy",
             grid=1,
-            cluster=CLUSTER,
+            cluster=BLOCKS,
             warpgroups=THREADS // 128,
             registers=True,
-            scratch={"by_warp": 4 * (THREADS // 32), "by_block": 4 * CLUSTER, "barrier": 4},
+            scratch={"by_warp": 4 * (THREADS // 32), "by_block": 4 * BLOCKS, "barrier": 4},
         )
 
     if not gpu().clusters:
@@ -99,9 +99,9 @@ def _in_two_kernels(
     (parts,) = launch(
         first,
         {"logits": logits},
-        {"parts": jax.ShapeDtypeStruct((CLUSTER, 4), jnp.float32)},
+        {"parts": jax.ShapeDtypeStruct((BLOCKS, 4), jnp.float32)},
         name="append_greedy_parts",
-        grid=CLUSTER,
+        grid=BLOCKS,
         warpgroups=THREADS // 128,
         registers=True,
         scratch={"by_warp": 4 * (THREADS // 32), "by_block": None, "barrier": None},
@@ -121,7 +121,7 @@ def _in_two_kernels(
             name="append_greedy",
             grid=1,
             registers=True,
-            scratch={"by_warp": None, "by_block": 4 * CLUSTER, "barrier": None},
+            scratch={"by_warp": None, "by_block": 4 * BLOCKS, "barrier": None},
         )
 
     return in_place(kernel, (rows, written))[1]
@@ -159,7 +159,7 @@ class _Greedy:
             self.stop = p.load_global(place, 1)[0]
 
     def leave_parts(self) -> None:
-        """Each warp's part to shared memory."""
+        """Each warp's part to shared memory, then the block's barrier: any warp may read all."""
         lane, logits = self.lane, p.address(self.gmem.logits)
         part = _of_thread(logits, self.thread, self.rank, self.vocabulary, self.kind)
         part = _over_lanes(part, 32)
@@ -189,7 +189,7 @@ class _Greedy:
             p.store_shared(self.by_block + self.lane * 16, part)
 
         def work() -> None:
-            p.when(self.lane < CLUSTER, copy)
+            p.when(self.lane < BLOCKS, copy)
             p.warp_barrier()
             self.over_blocks()
 
@@ -198,7 +198,7 @@ class _Greedy:
     def initialise(self) -> None:
         p.barrier_init(self.barrier, 1)
         p.barriers_ready()
-        p.barrier_expect(self.barrier, 16 * CLUSTER)
+        p.barrier_expect(self.barrier, 16 * BLOCKS)
 
     def over_warps(self) -> None:
         """The block's part to the first block of the cluster."""
@@ -215,8 +215,9 @@ class _Greedy:
 
     def over_blocks(self) -> None:
         """The token and its log-probability, and the row's words after it."""
-        share = _loaded(self.by_block, self.lane & (CLUSTER - 1))
-        best, token, total = _over_lanes(share, CLUSTER)
+        share = _loaded(self.by_block, self.lane & (BLOCKS - 1))
+        best, token, total = _over_lanes(share, BLOCKS)
+        # (newest token, is it done, tokens, length of the cache, step), as ``rows.greedy`` has them
         _, done, count, length, step = self.row
         live = grown = 1 - done
         is_none = p.equal(best, p.cf(-math.inf))
@@ -253,7 +254,7 @@ class _Greedy:
 
 
 def _of_thread(logits: Value, thread: Value, rank: Value, vocabulary: int, kind: str) -> _Part:
-    pieces, apart, asked = vocabulary // 8, CLUSTER * THREADS, []
+    pieces, apart, asked = vocabulary // 8, BLOCKS * THREADS, []
     first = rank * THREADS + thread
     for start in range(0, pieces, apart):
         piece, is_one = first + start, None

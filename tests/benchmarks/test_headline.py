@@ -117,8 +117,13 @@ def test_passes_keep_the_accepted_tokens(family):
 
 def test_the_readme_shows_what_the_files_hold(monkeypatch):
     monkeypatch.syspath_prepend(str(headline.ROOT / "docs"))
-    from results import PICTURE, picture, readme_with
+    from pictures import FOLDER, PICTURES
+    from results import readme_with
 
     readme = (headline.ROOT / "README.md").read_text(encoding="utf-8")
     assert readme == readme_with(readme), "python docs/results.py"
-    assert PICTURE.read_text(encoding="utf-8") == picture(), "python docs/results.py"
+    assert len(readme.split()) <= 900  # a page that is read in a minute or two
+    assert len(headline.README) <= 10
+    for name, draw in PICTURES.items():
+        picture = (FOLDER / f"{name}.svg").read_text(encoding="utf-8")
+        assert picture == draw(), f"{name}: python docs/results.py"

@@ -9,7 +9,7 @@ import pytest
 from jaxllama.cli.main import main
 from jaxllama.evaluation.speed import where
 from jaxllama.evaluation.speed.hlo import launches
-from jaxllama.evaluation.speed.trace import events_by_device
+from jaxllama.evaluation.speed.trace import TraceEvent, events_by_device
 from tests.evaluation.test_bench import preset  # noqa: F401
 
 RECORD = Path(__file__).parents[1] / "golden" / "decode_trace.json.gz"
@@ -85,6 +85,16 @@ def test_bytes_of_parts_and_operations():
     assert product.nbytes == 4 * 64 + 16 * 64 + 4 * 4 * 16
     assert (sums.kernel, sums.operations) == ("n", 0)  # of rows with rows: no product
     assert put == ("loop_put", "loop_put", 256 + 4 + 256, 0, 0)
+
+
+def test_handlers_of_a_cpu_have_their_names():
+    target = 'custom_call_target="pallas_kernels.Matmul_4_32_avx512_e03"'
+    program = launches(
+        HLO.replace('custom_call_target="t"', target, 1).replace("%y", "%ffi_call.7"), False
+    )
+    event = TraceEvent(0.0, 1e-6, "ffi_call.7", "jit_f", "ffi_call.7")
+    (row,) = where.account([event], program, (1e9, 1e12))["kernels"]
+    assert (row["kernel"], row["launches"], row["bytes"]) == ("Matmul", 1, program[0].nbytes)
 
 
 @pytest.mark.parametrize("phase", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])

@@ -10,6 +10,7 @@ import os
 import re
 import statistics
 import textwrap
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxllama import progress
 from jaxllama.cli.main import main
 from jaxllama.config import configs_dir
 from jaxllama.errors import JaxLlamaError
@@ -532,6 +534,15 @@ def test_plan_knows_shapes_and_bytes(write, durations):
     assert said.count("; about 1.0 s\n") == said.count("; about 2.0 s\n") == 2
     assert "\nabout 9.0 s in all" in said
     assert not os.path.exists(experiment.path.parent / "out")
+
+
+def test_a_dry_run_shows_the_point_that_it_measures(write, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "QUIET", 0.05)
+    monkeypatch.setattr(planning, "measured", lambda *_: time.sleep(0.3) or Duration(1.0, 1.0))
+    experiment = load_experiment(write())
+    plan(experiment, experiment.path.parent / "out")
+    [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("timing a piece")]
+    assert line == "timing a piece of each: 0 of 4 points, 0 s: scheme=w8a16, batch=1"
 
 
 def test_plan_does_not_guess_how_long_calibration_takes(write, durations):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,20 @@ def test_the_cache_has_one_head_of_latents_and_no_values():
 )
 def test_chunks_and_steps_over_a_cache_are_whole_rows(dtype, bound, pages):
     check_chunks_and_steps(CFG, dtype, bound, pages, n=4)
+
+
+@pytest.mark.parametrize("shapes", ["btnd,ndr->btnr", "btnr,nvr->btnv"])
+def test_one_row_s_product_of_heads_stays_a_product_on_a_gpu(shapes, monkeypatch):
+    """A GPU's form has two rows, of which the second is zeros: the same values."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(1, 1, 3, 4)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(3, 4, 4)), jnp.float32)
+    f = functools.partial(latent.of_heads, shapes)
+    lowered = jax.jit(f).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    assert "dot_general" in lowered and "1x2x3x4" in lowered
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, cuda: cuda(*args))
+    found, wanted = f(x, w), jnp.einsum(shapes, x, w, precision="highest")
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("pages", [False, pytest.param(True, marks=pytest.mark.slow)])

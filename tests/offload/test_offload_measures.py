@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -329,6 +330,22 @@ def test_a_long_prefill_is_measured_on_shorter_prompts(seconds, text, prompt, mo
     assert (said in plan.table(found)) == (prompt != 512)
 
 
+@pytest.mark.parametrize("seconds, rounds", [(0.1, 3), (1.0, 3), (3.0, 1)])
+def test_slow_steps_are_not_repeated(monkeypatch, seconds, rounds):
+    """Two runs take 10 steps a round."""
+    steps = []
+
+    def step(run):
+        steps.append(run)
+        return seconds
+
+    monkeypatch.setattr(calibration, "timed_step", step)
+    clock = SimpleNamespace(perf_counter=lambda: seconds * len(steps))
+    monkeypatch.setattr(calibration, "time", clock)
+    assert calibration._Measure._steps(None, ["a", "b"]) == [seconds, seconds]
+    assert steps == (5 * ["a"] + 5 * ["b"]) * rounds
+
+
 @pytest.mark.slow
 def test_computation_alone_is_calibrated(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLAMA_CACHE", str(tmp_path))
@@ -337,7 +354,8 @@ def test_computation_alone_is_calibrated(tmp_path, monkeypatch):
     options = {"moves": False, "progress": said.append}
     costs = calibration.calibrate(model_of(128, 1), jnp.float32, **options)
     assert calibration.calibrate(model_of(128, 1), jnp.float32, **options) == costs
-    assert said == ["calibrating: resident"] and sum(costs.decode) > 0 and sum(costs.prefill) > 0
+    assert said == ["calibrating: resident (1 of 1)"]
+    assert sum(costs.decode) > 0 and sum(costs.prefill) > 0
     assert costs.load_weights == Moving(0.0, 0.0, 0.0, 0.0)
 
 

@@ -61,6 +61,7 @@ _CALLED = re.compile(r"\b(?:to_apply|calls|body|called_computations)=\{?%?([\w.\
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]\S*")
 _NAME = re.compile(r"%([\w.\-]+)")
 _SOURCE = re.compile(r'op_name="([^"]*)"')
+_HANDLER = re.compile(r'custom_call_target="pallas_kernels\.([A-Za-z]+)_')  # of a CPU
 _ALIASED = re.compile(r"\{(\d*)\}: \((\d+), ")
 _SLICES = frozenset(("dynamic-slice", "slice", "gather"))
 # in a fusion these have the same elements
@@ -108,6 +109,8 @@ def _instruction(line: str, match: re.Match[str]) -> Instruction:
     inside = line[match.end() : end - 1]
     operands = [inside] if match[3] == "parameter" else _NAME.findall(inside)
     source = found[1] if (found := _SOURCE.search(line)) else ""
+    if handler := _HANDLER.search(line):
+        source = f"{handler[1]}/ffi_call"
     _, _, aliasing = line.partition("output_to_operand_aliasing=")
     aliases = [(int(out or 0), int(of)) for out, of in _ALIASED.findall(aliasing.split("}}")[0])]
     called = _CALLED.findall(line)

@@ -155,6 +155,8 @@ def account(
     rows: dict[tuple[str, int | None], JsonObject] = {}
     for event, launch in pairs:
         name = _NUMBER.sub("", _SUFFIX.sub("", event.name))
+        if launch is not None and name == "ffi_call":  # a handler, whose event has no name
+            name = launch.kernel
         nbytes = None if launch is None else launch.nbytes
         row = rows.setdefault((name, nbytes), {"launches": 0, "us": 0.0, "floor_us": 0.0})
         row["launches"] += 1 / steps

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxllama.config import LatentAttentionConfig, LayerConfig
 from jaxllama.model.linear import linear
@@ -45,7 +46,7 @@ from pallas_kernels.attention.operands import capacity_of
 from pallas_kernels.attention.plain import rotate
 from pallas_kernels.attention.rope_cache import store, to_cache_basis
 from pallas_kernels.dispatch import own_plan
-from pallas_kernels.fixed_sums import by_blocks
+from pallas_kernels.fixed_sums import by_blocks, has_fixed_sums
 from pallas_kernels.latent.op import latent_attention, plan
 from pallas_kernels.operands import Columns
 from pallas_kernels.rows.rms_norm import rms_norm
@@ -188,7 +189,7 @@ def absorbed(cfg: LatentAttentionConfig, p: Params, heads: LatentHeads) -> jax.A
     """
     still, q = jnp.split(heads.q, (cfg.d_nope,), axis=-1)
     up, _ = _ups(cfg, p)
-    low = _of_heads("btnd,ndr->btnr", still, up)
+    low = of_heads("btnd,ndr->btnr", still, up)
     both = jnp.concatenate([low, q.astype(jnp.float32)], axis=-1)
     return (both * (both.shape[-1] / cfg.head_dim) ** 0.5).astype(q.dtype)
 
@@ -196,18 +197,23 @@ def absorbed(cfg: LatentAttentionConfig, p: Params, heads: LatentHeads) -> jax.A
 def lifted(cfg: LatentAttentionConfig, p: Params, out: jax.Array) -> jax.Array:
     """Return the heads ``[B, T, N, d_v]`` of sums of the cache's entries ``[B, T, N, R + r]``."""
     _, up = _ups(cfg, p)
-    return _of_heads("btnr,nvr->btnv", out[..., : cfg.kv_rank], up).astype(out.dtype)
+    return of_heads("btnr,nvr->btnv", out[..., : cfg.kv_rank], up).astype(out.dtype)
 
 
-def _of_heads(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return the float32 product of ``x[B, T, ...]`` and a weight, in x's dtype, for each head."""
-    product = functools.partial(
-        jnp.einsum,
-        subscripts,
-        preferred_element_type=jnp.float32,
-        precision="highest",
-    )
-    return by_blocks(lambda x: product(x, weight.astype(x.dtype)), x, axes=2)
+def of_heads(shapes: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Return the float32 products of ``x[B, T, N, K]`` and each head's matrix ``w[N, ., .]``."""
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.einsum(shapes, x, w, preferred_element_type=jnp.float32, precision="highest")
+
+    def of_two(x: jax.Array, w: jax.Array) -> jax.Array:
+        return product(jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))), w)[:, :1]
+
+    w = w.astype(x.dtype)
+    if has_fixed_sums() or x.shape[0] * x.shape[1] > 1:
+        return by_blocks(lambda x: product(x, w), x, axes=2)
+    # XLA makes a sum of a product of one row, and on a GPU may write its terms to memory first.
+    return lax.platform_dependent(x, w, default=product, cuda=of_two)
 
 
 def _ups(cfg: LatentAttentionConfig, p: Params) -> tuple[jax.Array, jax.Array]:
