@@ -29,7 +29,7 @@ def fixed(family: str, scheme: str | None = None) -> LanguageModel:
     """A deterministic model; scheme: of its weights, or a dtype."""
     if scheme is None:
         return dataclasses.replace(model(family), deterministic=True)
-    cfg = (CONFIGS | OTHERS)[family]
+    cfg = (CONFIGS | OTHERS)[family].replace(d_ff=64)  # groups of 32 divide it
     params = params_of(cfg, dtype="bfloat16" if scheme == "bfloat16" else "float32")
     if scheme != "bfloat16":
         params = jl.quantize_params(params, scheme)
@@ -86,7 +86,7 @@ def test_schemes_have_the_same_bits_with_any_number_of_slots(scheme):
 def mixes(draw: st.DrawFn) -> tuple[str, str | None, str | None, dict, list[int]]:
     """(family, scheme, kv_dtype, other options, order of the requests)."""
     family = draw(st.sampled_from(["llama", "hybrid", "delta"]))
-    scheme = draw(st.sampled_from([None, "w8a8", "w4a16"]))
+    scheme = draw(st.sampled_from([None, "w8a8", "w8a16"]))
     kv_dtype = draw(st.sampled_from([None, "int8"]))
     options = {
         "max_slots": draw(st.sampled_from([1, 8, 33, ROWS])),
@@ -103,7 +103,7 @@ def mixes(draw: st.DrawFn) -> tuple[str, str | None, str | None, dict, list[int]
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(mixes())
 def test_any_mix_of_options_gives_the_same_bits(mix):
     family, scheme, kv_dtype, options, order = mix

@@ -34,5 +34,5 @@ def test_a_deterministic_answer_has_the_same_bits(scheme):
     for chunk in (None, 1, 3):
         assert [answers([prompt], chunk=chunk)[0] for prompt in prompts] == want, chunk
     assert answers(prompts) == want
-    for slots in (1, 4, 32):
+    for slots in (1, 4, 32, 64):
         assert through_engine(lm, prompts, 40, slots=slots, max_len=1024) == want, slots
