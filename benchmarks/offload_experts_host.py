@@ -147,7 +147,7 @@ class Host:
             source = jax.device_put(self.packed[name], self.store.on_device)
             hot = _unpacked(layout, source, len(place.device))
         held = HotSlots.of(self.store, shape.shape[0], place)
-        host = {expert: self.tensors[layer, name][expert] for expert in place.host}
+        host = {expert: self.tensors[layer, name][expert] for expert in place.pinned}
         return ExpertTensor(
             shape.shape,
             np.dtype(shape.dtype),

@@ -133,6 +133,8 @@ class Placement:
             prepare_tree(leaf) if self.lays_out_experts else leaf,
             self._place(layer, leaf.shape[0]),
             self.policy.cpu_expert > 0,
+            # A GPU may round a pair otherwise where its expert has a slot.
+            learns=not self.deterministic,
         )
 
     def _place(self, layer: int, n_experts: int) -> ExpertPlace:

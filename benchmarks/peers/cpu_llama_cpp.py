@@ -259,6 +259,25 @@ def read_beside(ours: Ours) -> None:
     )
 
 
+def add_words(writer: Any, like: str, vocab: int) -> None:
+    """Give a file the vocabulary of another, filled up to ``vocab`` tokens."""
+    import gguf
+
+    source = gguf.GGUFReader(like)
+    words = {
+        key: list(source.fields[f"tokenizer.ggml.{key}"].contents())
+        for key in ("tokens", "token_type", "merges")
+    }
+    more = vocab - len(words["tokens"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(words["tokens"] + [f"<|unused_{i}|>" for i in range(more)])
+    writer.add_token_types(words["token_type"] + [5] * more)
+    writer.add_token_merges(words["merges"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
 def make(path: str, like: str) -> None:
     import gguf
     import numpy as np
@@ -273,7 +292,7 @@ def make(path: str, like: str) -> None:
         16,
         128256,
     )
-    source, writer = gguf.GGUFReader(like), gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, "llama")
     for name, value in (
         ("block_count", layers),
         ("context_length", 8192),
@@ -289,18 +308,7 @@ def make(path: str, like: str) -> None:
         writer.add_uint32(f"llama.{name}", value)
     writer.add_float32("llama.rope.freq_base", 5e5)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
-    words = {
-        key: list(source.fields[f"tokenizer.ggml.{key}"].contents())
-        for key in ("tokens", "token_type", "merges")
-    }
-    more = vocab - len(words["tokens"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(words["tokens"] + [f"<|unused_{i}|>" for i in range(more)])
-    writer.add_token_types(words["token_type"] + [5] * more)
-    writer.add_token_merges(words["merges"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    add_words(writer, like, vocab)
     rng = np.random.default_rng(0)
 
     def matrix(name: str, rows: int, columns: int) -> None:

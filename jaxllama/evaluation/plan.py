@@ -51,6 +51,7 @@ from jaxllama.planner.cost import (
     need_of,
     predict,
 )
+from jaxllama.planner.experts import expert_counts, experts_step, shares_of
 from jaxllama.planner.fitting import Calibration
 from jaxllama.planner.solve import check_fits, solve
 from jaxllama.planner.trial import Watch, start_run, timed_step
@@ -176,6 +177,7 @@ def run(asked: PlanRequest, progress: Progress = lambda _: None) -> JsonObject:
             / (expected.blocks * (prefill + (task.new - 1) * found["step"])),
         },
         "lanes": lanes,
+        "experts": _experts(cfg, policy, costs, task, found),
         "bytes": {
             "device": {
                 "predicted": need.device,
@@ -185,6 +187,33 @@ def run(asked: PlanRequest, progress: Progress = lambda _: None) -> JsonObject:
             },
             "host": {"predicted": need.host, "measured": None},
             "disk": {"predicted": need.disk, "measured": found["disk_bytes"]},
+        },
+    }
+
+
+def _experts(
+    cfg: ModelConfig, policy: Policy, costs: Calibration, task: Task, found: JsonObject
+) -> JsonObject | None:
+    """Return means of a layer and step, of experts that lie one by one: their number, their slots
+    on the device, and how many a step loads and leaves to the CPU.
+    """
+    if not policy.experts or costs.experts is None:
+        return None
+    block = min(policy.block_size, task.rows)
+    batches = -(-block // policy.gpu_batch_size)
+    rows = -(-block // batches)
+    steps = experts_step(cfg, costs.experts, policy, (rows,) * batches, rows)
+    places = [place for place, _ in shares_of(cfg, policy)]
+    return {
+        "count": statistics.fmean(expert_counts(cfg).values()),
+        "slots": statistics.fmean(len(place.device) for place in places),
+        "loaded": {
+            "predicted": statistics.fmean(step.loads for step in steps),
+            "measured": found.get("experts_loaded"),
+        },
+        "computed": {
+            "predicted": statistics.fmean(step.computed for step in steps),
+            "measured": found.get("experts_computed"),
         },
     }
 
@@ -295,7 +324,10 @@ def measure(
     run = start_run(lm, rows, task, settings.kv_dtype)
     prefill = timed_step(run)
     count = max(1, min(steps, task.new - 2))
+    run.experts.reset()
     step = statistics.fmean(timed_step(run) for _ in range(count))
+    layers = count * max(1, len(expert_counts(lm.config)))
+    loaded, computed = run.experts.loads / layers, run.experts.tally.computed / layers
     run.record = Recorder()
     timed_step(run)
     events, run.record = run.record.finish(), NO_RECORD
@@ -305,6 +337,8 @@ def measure(
         "prefill": prefill,
         "step": step,
         "lanes": lanes,
+        "experts_loaded": loaded,
+        "experts_computed": computed,
         "disk_bytes": disk,
         "device_bytes": max(watch.most, held_on_device(lm)),
         "sees_programs": sees_programs(lm),
@@ -360,6 +394,10 @@ def table(report: JsonObject) -> str:
     lines.append(row("step", report["step_seconds"], 1e-3, "ms"))
     for lane, pair in report["lanes"].items():
         lines.append(row(f"  {lane}", pair, 1e-3, "ms a step"))
+    if (experts := report["experts"]) is not None:
+        slots = f"{experts['slots']:g} slots for {experts['count']:g} experts"
+        lines.append(row("experts loaded", experts["loaded"], 1, f"a layer and step; {slots}"))
+        lines.append(row("experts on CPU", experts["computed"], 1, "a layer and step"))
     lines.append(row("throughput", report["tokens_per_second"], 1, "tokens/s"))
     for tier, pair in report["bytes"].items():
         words = "MB"

@@ -1,4 +1,4 @@
-"""Where each expert of a mixture lies, by measured use: the hottest on the device.
+"""Where each expert of a mixture lies at first, by measured use: the hottest on the device.
 
     use = ExpertUse.load("use.json")                     share of tokens that pass each expert
     places(policy, {layer: n_experts}, use) -> {layer: ExpertPlace}
@@ -93,11 +93,27 @@ def use_of(policy: Policy) -> ExpertUse | None:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertPlace:
-    """Indices of a layer's experts by tier, each from the most used to the least used."""
+    """Indices of a layer's experts by tier, each from the most used to the least used.
+
+    device: those that are on the device at first.  host, disk: those that are not.
+    shares: of the tokens that pass each expert, if they are known.
+    """
 
     device: tuple[int, ...]
     host: tuple[int, ...]
     disk: tuple[int, ...]
+    shares: tuple[float, ...] = ()
+
+    @property
+    def pinned(self) -> tuple[int, ...]:
+        """Return the experts in host memory, which has copies of the device's for others to take
+        their slots."""
+        return (*self.device, *self.host) if self.host else ()
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Return the experts on disk, which has the copies if host memory has none."""
+        return self.disk if self.host or not self.disk else (*self.device, *self.disk)
 
 
 def places(
@@ -109,14 +125,14 @@ def places(
 
     Raises JaxLlamaError if the table of use has other layers or experts.
     """
-    shares = policy.expert_shares
-    assert shares is not None
+    percentages = policy.expert_shares
+    assert percentages is not None
     ranked: dict[int, list[tuple[float, int]]] = {}
     for layer, n in counts.items():
         often = np.full(n, 1.0) if use is None else use.of(layer, n)
         ranked[layer] = [(float(often[i]), int(i)) for i in np.argsort(-often, kind="stable")]
     total = sum(counts.values())
-    on_device, on_host, _ = shares.rows(total)
+    on_device, on_host, _ = percentages.rows(total)
     groups = []
     for layer, experts in ranked.items():
         size = max(1, len(experts) // GROUPS)
@@ -144,5 +160,8 @@ def places(
     for layer, experts in ranked.items():
         order = [index for _, index in experts]
         cut, end = device[layer], device[layer] + host[layer]
-        found[layer] = ExpertPlace(tuple(order[:cut]), tuple(order[cut:end]), tuple(order[end:]))
+        shares = () if use is None else tuple(use.of(layer, len(experts)).tolist())
+        found[layer] = ExpertPlace(
+            tuple(order[:cut]), tuple(order[cut:end]), tuple(order[end:]), shares
+        )
     return found

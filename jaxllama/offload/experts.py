@@ -10,7 +10,10 @@ one copy. In host memory this array is pinned, and a program of the CPU reads it
 layout of a quantized weight (``CpuWeight``) is kept as it is; on an accelerator ``unpack`` returns
 it as a QTensor.
 
-Contract: the device holds only the experts of ``place.device``, stacked in that order as ``hot``.
+The device has slots for some experts, stacked as ``hot``. They hold those of ``place.device`` at
+first. ``warmed`` counts how often each expert was chosen of late, and ``kept`` gives an expert that
+was loaded the slot of one that was chosen less. Every expert has a copy in host memory or on disk,
+so an expert that loses its slot is not moved. If the device has slots for all, they never change.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,12 +35,13 @@ from jaxllama.offload.disk import Extent
 from jaxllama.offload.expert_places import ExpertPlace
 from jaxllama.offload.store import Store
 from jaxllama.typing import Tree
-from pallas_kernels.cpu import restore_tree
+from pallas_kernels.cpu import CpuWeight, restore_tree
 from pallas_kernels.experts.fetch import addresses_of, fetched_weight
 from pallas_kernels.qtensor import packed_bytes
 from pallas_kernels.rounding import NIBBLES
 
 ALIGN = 64  # bytes: XLA's CPU client reads arrays in place from such addresses
+DECAY = 0.5 ** (1 / 64)  # of an expert's heat, a token
 
 
 class PackedLeaf(NamedTuple):
@@ -62,29 +67,104 @@ class ExpertLayout(NamedTuple):
     nbytes: int
     restores: bool
 
+    @property
+    def is_of_cpu(self) -> bool:
+        """Whether the bytes lie as the CPU's handlers read them."""
+        return isinstance(self.structure.unflatten(self.leaves), CpuWeight)
+
 
 class HotSlots(NamedTuple):
     """Which experts are on the device.
 
     experts: int32 ``[H]``.  slots: int32 ``[E + 1]``: each expert's place among them, or H if it
     has none, as has the index E.
+    heat: float32 ``[E]``: how many tokens have passed each expert, of which an older one counts
+        ``DECAY`` less a token; None if the experts on the device stay.
     """
 
     experts: jax.Array
     slots: jax.Array
+    heat: jax.Array | None = None
 
     @classmethod
-    def of(cls, store: Store, n_experts: int, place: ExpertPlace) -> HotSlots:
+    def of(cls, store: Store, n_experts: int, place: ExpertPlace, learns: bool = True) -> HotSlots:
+        """Return the slots as ``place`` fills them; learns: other experts may take them."""
         slots = np.full(n_experts + 1, len(place.device), np.int32)
         slots[list(place.device)] = np.arange(len(place.device))
-        on_device = np.asarray(place.device, np.int32)
-        return cls(*(jax.device_put(x, store.on_device) for x in (on_device, slots)))
+        heat = None
+        if learns and 0 < len(place.device) < n_experts:
+            shares = np.asarray(place.shares or (0.0,) * n_experts)
+            heat = jax.device_put((shares / (1 - DECAY)).astype(np.float32), store.on_device)
+        found = np.asarray(place.device, np.int32), slots
+        experts, slots = (jax.device_put(x, store.on_device) for x in found)
+        return cls(experts, slots, heat)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+class HotExperts(NamedTuple):
+    """weights: the experts of a layer's two products on the device, ``[H, out, in]``, or None."""
+
+    weights: tuple[Tree, Tree]
+    held: HotSlots
+
+
+def warmed(held: HotSlots, experts: jax.Array) -> HotSlots:
+    """Return the slots with the heat after tokens that pass ``experts [T, k]``; E is none."""
+    if held.heat is None:
+        return held
+    n_experts = held.heat.shape[0]
+    passed = jnp.zeros(n_experts + 1, jnp.float32).at[experts].add(1.0)[:-1]
+    tokens = jnp.sum(experts[:, 0] < n_experts, dtype=jnp.float32)
+    return held._replace(heat=held.heat * jnp.float32(DECAY) ** tokens + passed)
+
+
+def kept(hot: HotExperts, experts: jax.Array, loaded: tuple[Tree, Tree]) -> HotExperts:
+    """Return the slots, of which the coldest have gone to hotter ones of the loaded experts.
+
+    experts: int32 ``[G]``, distinct ones that have no slot; E is none.
+    loaded: their weights, ``[G, out, in]``.
+    """
+    weights, held = hot
+    if held.heat is None:
+        return hot
+    n_experts, n_slots = held.heat.shape[0], held.experts.shape[0]
+    count = min(n_slots, experts.shape[0])
+    heat = jnp.append(held.heat, -1.0)
+    _, chosen = lax.top_k(heat[experts], count)
+    _, places = lax.top_k(-heat[held.experts], count)
+    comes, goes = experts[chosen], held.experts[places]
+    is_hotter = heat[comes] > heat[goes]
+    none = n_experts + 1
+    slots = held.slots.at[jnp.where(is_hotter, goes, none)].set(n_slots, mode="drop")
+    slots = slots.at[jnp.where(is_hotter, comes, none)].set(places, mode="drop")
+    to = jnp.where(is_hotter, places, n_slots)
+
+    def with_new(own: jax.Array, new: jax.Array) -> jax.Array:
+        # Two codes of 4 bits are one byte, which a GPU must not write in halves.
+        dtype, own, new = own.dtype, _in_bytes(own), _in_bytes(new)
+        own = own.at[to].set(new[chosen], mode="drop")
+        if dtype.name not in NIBBLES:
+            return own
+        found = lax.bitcast_convert_type(own, dtype)
+        return found.reshape(*own.shape[:-1], -1)
+
+    weights = jax.tree.map(with_new, weights, loaded)
+    held = held._replace(experts=held.experts.at[to].set(comes, mode="drop"), slots=slots)
+    return HotExperts(weights, held)
+
+
+def _in_bytes(codes: jax.Array) -> jax.Array:
+    """Return codes of 4 bits as bytes, and other arrays as they are."""
+    if codes.dtype.name not in NIBBLES:
+        return codes
+    return lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], -1, 2), jnp.uint8)
+
+
+@dataclasses.dataclass(eq=False)
 class ExpertTensor:
     """The experts of one product of a layer; the module docstring has the contract.
 
+    hot, held: change as ``kept`` says. A program that takes them holds ``lock``, of the layer's
+        first product, until the new ones are here.
     host: packed experts in pinned memory.  disk: packed experts on disk.
     addresses: int32 ``[E, 2]`` on the device, of the experts in pinned memory, if a kernel there
         reads it and no expert is on disk.
@@ -100,6 +180,7 @@ class ExpertTensor:
     disk: dict[int, Extent]
     views: dict[int, tuple[jax.Array, ...]]  # of ``host``, on the CPU, if it computes experts
     addresses: jax.Array | None = None
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @property
     def nbytes(self) -> tuple[int, int, int]:
@@ -146,11 +227,12 @@ def _bytes(leaf: jax.Array) -> int:
 
 
 def put_experts(
-    store: Store, leaf: Tree, place: ExpertPlace, computes: bool = False
+    store: Store, leaf: Tree, place: ExpertPlace, computes: bool = False, learns: bool = True
 ) -> ExpertTensor:
     """Return the experts of ``leaf [E, out, in]``, stored where ``place`` says.
 
     computes: whether the CPU computes experts of the host.
+    learns: whether other experts may take the slots of those on the device.
 
     Raises JaxLlamaError if pinned memory or the disk has no room.
     """
@@ -165,9 +247,9 @@ def put_experts(
     hot = None
     if place.device:
         hot = stacked(store, layout, [packed(expert) for expert in place.device])
-    host = {expert: store.pin(packed(expert)) for expert in place.host}
-    disk = {expert: store.disk.write(packed(expert)) for expert in place.disk}
-    held = HotSlots.of(store, shape[0], place)
+    host = {expert: store.pin(packed(expert)) for expert in place.pinned}
+    disk = {expert: store.disk.write(packed(expert)) for expert in place.written}
+    held = HotSlots.of(store, shape[0], place, learns)
     views = views_of(layout, host) if computes else {}
     addresses = None if disk else fetched_from(store, host, shape[0])
     return ExpertTensor(shape, dtype, layout, hot, held, place, host, disk, views, addresses)

@@ -37,7 +37,7 @@ class Shares(NamedTuple):
 
     @property
     def disk(self) -> float:
-        return 100.0 - self.device - self.host
+        return round(100.0 - self.device - self.host, 9)  # tenths of a percent may miss 0
 
     def rows(self, total: int) -> tuple[int, int, int]:
         """Return how many of ``total`` rows each tier holds, in the order device, host, disk."""

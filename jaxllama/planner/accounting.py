@@ -138,8 +138,8 @@ def experts_footprint(
 ) -> tuple[Tiers, int]:
     """Return the bytes by tier of experts that lie one by one, and of those on their way.
 
-    keeps: a block of several batches, and a prompt in pieces, keep what a layer has loaded until
-        its last batch. Otherwise only groups are on the device.
+    keeps: a block of several batches keeps what a layer has loaded until its last batch.
+        Otherwise only groups are on the device.
     """
     total, most, counts = Tiers(), 0, expert_counts(cfg)
     for (layer, (bytes_of_one, rest)), (place, _) in zip(
@@ -148,9 +148,10 @@ def experts_footprint(
         n_experts, device = counts[layer], len(place.device)
         hot = sum(nbytes for nbytes, _ in bytes_of_one) * device
         packed = sum(nbytes for _, nbytes in bytes_of_one)
-        slots = len(bytes_of_one) * 4 * (n_experts + 1 + device)
+        heat = n_experts if 0 < device < n_experts else 0
+        slots = len(bytes_of_one) * 4 * (n_experts + 1 + device + heat)
         total += Tiers(
-            hot + rest + slots, packed * len(place.host) + rest, packed * len(place.disk)
+            hot + rest + slots, packed * len(place.pinned) + rest, packed * len(place.written)
         )
         cold = n_experts - device
         # Groups on their way, then one that is stacked, unpacked and perhaps restored.
@@ -265,8 +266,7 @@ def footprint(
     batches = -(-rows // policy.gpu_batch_size)
     size = -(-rows // batches)
     chunk = width if chunk is None else min(chunk, width)
-    keeps = batches > 1 or width > chunk
-    weights, loading_weights = weights_footprint(cfg, policy, dtype, scheme, keeps)
+    weights, loading_weights = weights_footprint(cfg, policy, dtype, scheme, batches > 1)
     one_cache = cache_shapes(cfg, size, capacity, kv_dtype)
     cache, loading_cache = Tiers(), 0
     moves_cache = policy.cache.device < 100 and not policy.cpu_attention

@@ -18,7 +18,8 @@ only their bytes can be the longest lane. The first loads of a step overlap with
 
 Experts that lie one by one are loaded or computed while their layer waits (``planner.experts``), so
 their time counts as computation too. So does attention on the CPU, and the transfer of the values
-that sparse attention reads, because the keys choose them during the unit's computation.
+that sparse attention reads, because the keys choose them during the unit's computation. A long
+prompt streams its experts, so the longer of loading and computing counts there.
 
 Source: FlexGen (arXiv 2303.06865), section 4.3, with one more term for joining pieces.
 """
@@ -34,6 +35,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.executors.offloaded.executor import CHUNK
+from jaxllama.executors.offloaded.experts import streams
 from jaxllama.executors.offloaded.layer_cache import TAIL, snapshot_columns
 from jaxllama.executors.offloaded.room import cache_shapes, hidden_bytes
 from jaxllama.model.mixers import keeps_tokens
@@ -260,6 +262,7 @@ def _units(
         return _Lane(times * cost.host * host, times * cost.disk * disk, times * other)
 
     chunk = policy.prefill_batch_size or task.chunk
+    piece = min(chunk, width)
     by_layer = experts_seconds(cfg, costs.experts, policy, rows, batches, width, chunk)
     for index, (unit, shapes) in enumerate(unit_shapes(*names)):
         if unit.kind == "embed":
@@ -311,7 +314,12 @@ def _units(
                 stored.append(_Lane(other=batches * costs.push_cache))
                 lanes["store cache"] = functools.reduce(_Lane.__add__, stored)
         experts = by_layer.get(unit.layer, 0.0) if unit.kind != "mix" else 0.0
-        lanes["compute"] = _Lane(other=batches * seconds + joining + experts)
+        computed = batches * seconds + joining
+        if experts and policy.cpu_expert == 0 and streams(cfg.layers[unit.layer], rows * piece):
+            computed = max(computed, experts)
+        else:
+            computed += experts
+        lanes["compute"] = _Lane(other=computed)
         yield lanes
 
 

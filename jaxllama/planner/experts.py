@@ -176,11 +176,17 @@ def expert_counts(cfg: ModelConfig) -> Mapping[int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def experts_step(
-    cfg: ModelConfig, costs: ExpertCosts, policy: Policy, batches: Sequence[int], rows: int = 1
+    cfg: ModelConfig,
+    costs: ExpertCosts,
+    policy: Policy,
+    batches: Sequence[int],
+    rows: int = 1,
+    keeps: bool = True,
 ) -> tuple[ExpertStep, ...]:
     """Return the step of each layer with experts, for a block of batches of so many tokens.
 
-    rows: as for ``layer_seconds``.
+    rows: as for ``layer_seconds``.  keeps: an expert is loaded once for all batches. Pieces of one
+    batch's prompts each load what they need.
     """
     alike: dict[tuple[int, ...], ExpertStep] = {}
     found = []
@@ -190,9 +196,9 @@ def experts_step(
         if key not in alike:
             steps, known = [], 0
             for tokens in batches:
-                waits = policy.cpu_expert > 0 or len(batches) > 1
+                waits = policy.cpu_expert > 0 or (keeps and len(batches) > 1)
                 steps.append(layer_seconds(costs, policy, shares[cold], tokens, known, waits, rows))
-                if policy.cpu_expert == 0:  # the CPU's experts were not loaded
+                if keeps and policy.cpu_expert == 0:  # the CPU's experts were not loaded
                     known += tokens
             alike[key] = ExpertStep(
                 sum(step.seconds for step in steps),
@@ -221,5 +227,5 @@ def experts_seconds(
     whole, rest = divmod(width, chunk)
     pieces = batches * ([chunk] * whole + [rest] * (rest > 0))
     tokens = tuple(rows * tokens for tokens in pieces)
-    steps = experts_step(cfg, costs, policy, tokens, rows if width == 1 else 1)
+    steps = experts_step(cfg, costs, policy, tokens, rows if width == 1 else 1, batches > 1)
     return dict(zip(expert_counts(cfg), (step.seconds for step in steps), strict=True))

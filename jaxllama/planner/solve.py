@@ -2,8 +2,9 @@
 
     solve(cfg, calibration, task, limits, settings) -> Policy
 
-A mixture's experts may also lie one by one. Then the hottest that fit are on the device, beside
+A mixture's experts may also lie one by one. Then the device has slots for as many as fit, beside
 dense parts that are on the device or stream. The rest is on the host, or on disk if that is full.
+Long prompts then pass in longer pieces, where that is faster than more slots.
 
 It tries batch sizes and numbers of batches. For each, a linear program (scipy) finds the shares
 that minimise a step under the limits. The solver rounds the solution to whole percents, checks it
@@ -43,6 +44,7 @@ from jaxllama.planner.fitting import Calibration
 
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 _BATCHES = (1, 2, 4, 8, 16)
+_PIECES = (2048, 8192)  # tokens of a prompt, for which a layer's experts are loaded once
 
 
 def solve(
@@ -80,7 +82,10 @@ def solve(
         for candidate in itertools.chain.from_iterable(
             _variants(cfg, base, shares) for shares in found
         ):
-            if not limits.allow(need_of(cfg, candidate, task, settings, programs)):
+            own = programs
+            if candidate.prefill_batch_size != policy.prefill_batch_size:
+                own = program_bytes(cfg, candidate, task, settings)
+            if not limits.allow(need_of(cfg, candidate, task, settings, own)):
                 continue
             rate = predict(cfg, candidate, costs, task, settings).tokens_per_second
             if best is None or rate > best[0]:
@@ -183,16 +188,20 @@ def one_by_one(
     if cfg.experts is None or costs.experts is None or policy.experts or cfg.parallel_block:
         return
     divides = [costs.experts.of_policy] if costs.experts.cpu else []
-    programs = None
-    for weights, cache in itertools.product(((100, 0), (0, 100)), repeat=2):
+    usual = policy.prefill_batch_size or task.chunk
+    longer = () if policy.prefill_batch_size else _PIECES
+    pieces = [policy.prefill_batch_size, *(n for n in longer if usual < n < 4 * task.prompt)]
+    pure = (100, 0), (0, 100)
+    for weights, cache, piece in itertools.product(pure, pure, pieces):
         on_host = _with_shares(policy, (*weights, *cache, 100, 0))
+        on_host = dataclasses.replace(on_host, prefill_batch_size=piece)
 
         def placed(device: int, host: int, on_host: Policy = on_host) -> Policy:
             """``device`` and ``host`` in tenths of a percent."""
             experts = f"{device / 10:g}/{host / 10:g}"
             return dataclasses.replace(on_host, experts=experts, expert_use=expert_use)
 
-        programs = programs or program_bytes(cfg, placed(0, 0), task, settings)
+        programs = program_bytes(cfg, placed(0, 0), task, settings)
         need = functools.partial(need_of, cfg, task=task, settings=settings, programs=programs)
         device = _most(lambda x: need(placed(x, 0)).device, limits.device, 1000)  # noqa: B023
         if device is None:

@@ -34,6 +34,7 @@ from jaxllama.planner.accounting import unit_shapes, weight_shapes
 from jaxllama.planner.cost import PlannerSettings, Task
 from jaxllama.planner.fitting import moving
 from jaxllama.typing import Params, ParamsDict, Tree
+from pallas_kernels.qtensor import QTensor
 
 _NOISE = (1 << 20) + 7  # numbers; a prime, so that no two rows of a weight are alike
 
@@ -73,7 +74,18 @@ def random_tree(shapes: Tree) -> Tree:
     numpy makes them: compiling a program for each shape would take longer than running it.
     """
     noise = np.random.default_rng(0).integers(-128, 128, _NOISE, np.int8)
-    return jax.tree.map(lambda x: _draw(noise, x.shape, jnp.dtype(x.dtype)), shapes)
+
+    def drawn(leaf: Tree) -> Tree:
+        if not isinstance(leaf, QTensor):
+            return _draw(noise, leaf.shape, jnp.dtype(leaf.dtype))
+        found = jax.tree.map(drawn, dataclasses.replace(leaf, zero=None))
+        # Zero points lie within the codes: the CPU's handlers read no others.
+        source = noise >> 4 if leaf.dtype == jnp.int4 else noise
+        zero = leaf.zero
+        zero = None if zero is None else _draw(source, zero.shape, jnp.dtype(zero.dtype))
+        return dataclasses.replace(found, zero=zero)
+
+    return jax.tree.map(drawn, shapes, is_leaf=lambda leaf: isinstance(leaf, QTensor))
 
 
 def _draw(noise: np.ndarray, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:

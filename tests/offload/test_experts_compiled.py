@@ -30,7 +30,7 @@ from jaxllama.executors.offloaded.experts import GROUP  # noqa: E402
 from jaxllama.model import records  # noqa: E402
 from jaxllama.model.cache import init_layer  # noqa: E402
 from jaxllama.model.linear import Stream  # noqa: E402
-from jaxllama.offload.experts import HotSlots, layout_of  # noqa: E402
+from jaxllama.offload.experts import HotExperts, HotSlots, layout_of  # noqa: E402
 from jaxllama.offload.policy import Policy  # noqa: E402
 from jaxllama.planner.accounting import (  # noqa: E402
     expert_program_bytes,
@@ -41,6 +41,7 @@ from jaxllama.planner.trial import random_tree  # noqa: E402
 from pallas_kernels import dispatch  # noqa: E402
 from pallas_kernels.architecture import BY_NAME  # noqa: E402
 from pallas_kernels.cpu import CpuWeight, prepare_tree  # noqa: E402
+from pallas_kernels.qtensor import tree_bytes  # noqa: E402
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def shape(monkeypatch):
 
 
 def layer_of(shape):
-    """Return (layer, layouts, the layer's parts) of gpt-oss-120b, 24 experts on the GPU."""
+    """Return (layer, layouts, parts, hot) of a layer of gpt-oss-120b, 24 experts on the GPU."""
     cfg = load_config("gpt-oss-120b")
     alike = cfg.layers[1]
     shapes = weight_shapes(cfg, jnp.bfloat16, "none,experts_*=mxfp4")["layer_0"]
@@ -76,15 +77,16 @@ def layer_of(shape):
     arrays = jax.tree.map(lambda x: shape(*x.shape, dtype=x.dtype), shapes)
     dense = {**arrays, "mlp": {"router": arrays["mlp"]["router"]}}
     ints = jnp.int32
-    held, table = HotSlots(shape(24, dtype=ints), shape(129, dtype=ints)), shape(128, 2, dtype=ints)
+    held = HotSlots(shape(24, dtype=ints), shape(129, dtype=ints), shape(128, dtype=jnp.float32))
+    table = shape(128, 2, dtype=ints)
     biases = [shape(128, 5760), shape(128, 2880)]
-    parts = programs.MixtureParts(dense, tuple(hot), biases, held, (table, table))
-    return alike, tuple(layouts), parts
+    parts = programs.MixtureParts(dense, biases, (table, table))
+    return alike, tuple(layouts), parts, HotExperts((hot[0], hot[1]), held)
 
 
 @pytest.mark.parametrize(("tokens", "pairs"), [(1, 4), (16, 32)])
 def test_gpt_oss_s_experts_compile_for_hopper(shape, tokens, pairs):
-    layer, layouts, parts = layer_of(shape)
+    layer, layouts, parts, hot = layer_of(shape)
     ints, width = jnp.int32, min(pairs, GROUP)
     rows = shape(pairs, dtype=ints)
     pieces = tuple(
@@ -93,25 +95,25 @@ def test_gpt_oss_s_experts_compile_for_hopper(shape, tokens, pairs):
     group = programs.LoadedGroup(shape(width, dtype=ints), pieces, rows, rows, rows)
     y, x = shape(tokens * 4, 2880, dtype=jnp.float32), shape(tokens, 2880)
     how = layer, layouts, parts.biases, parts.addresses
-    loaded = programs.added_pairs.lower(*how, x, y, group).compile()
+    loaded = programs.added_pairs.lower(*how, x, y, hot, group).compile()
     packed = sum(layout.nbytes for layout in layouts)
     assert loaded.memory_analysis().temp_size_in_bytes <= 3 * width * packed
     stream, lengths = Stream(shape(tokens, 1, 2880)), shape(tokens, dtype=ints)
     flat = programs.FlatParts.of(parts)
     found = programs.routed_layer.lower(
-        layer, None, *flat, stream, None, programs.Places(None, lengths, None)
+        layer, None, *flat, hot, stream, None, programs.Places(None, lengths, None)
     ).compile()
     whole = load_config("gpt-oss-120b")
     bound = expert_program_bytes(whole, Policy(experts="0/100"), tokens, jnp.bfloat16)
     assert found.memory_analysis().temp_size_in_bytes <= bound + (1 << 20)
     read = group._replace(pieces=None)
-    found = programs.added_pairs.lower(*how, x, y, read).compile()
+    found = programs.added_pairs.lower(*how, x, y, hot, read).compile()
     assert found.memory_analysis().temp_size_in_bytes <= 3 * width * packed
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (16, 1), (2, 64)])
 def test_a_layer_that_reads_its_experts_compiles_for_hopper(shape, rows, width):
-    layer, layouts, parts = layer_of(shape)
+    layer, layouts, parts, hot = layer_of(shape)
     ints = jnp.int32
 
     def on_device(tree):
@@ -125,10 +127,15 @@ def test_a_layer_that_reads_its_experts_compiles_for_hopper(shape, rows, width):
     places = programs.Places(positions, shape(rows, dtype=ints), rope)
     stream, count = Stream(shape(rows, width, 2880)), shape(dtype=ints)
     found = programs.fetched.lower(
-        layer, True, layouts, *flat, stream, state, places, count, False
+        layer, True, layouts, *flat, hot, stream, state, places, count, False
     ).compile()
     policy = Policy.parse("100 0 100 0 100 0 experts=0/100")
     whole = load_config("gpt-oss-120b")
     _, loading = weights_footprint(whole, policy, jnp.bfloat16, "none,experts_*=mxfp4", False)
     bound = loading + expert_program_bytes(whole, policy, rows * width, jnp.bfloat16)
-    assert found.memory_analysis().temp_size_in_bytes <= bound
+    memory = found.memory_analysis()
+    assert memory.temp_size_in_bytes <= bound
+    # The slots change where they are: no program copies them.
+    assert memory.alias_size_in_bytes >= tree_bytes(hot.weights)
+    copies = [line for line in found.as_text().splitlines() if " copy(" in line]
+    assert not [line for line in copies if "[24," in line]

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllama.config import ExpertsConfig, ModelConfig
+from jaxllama.config import ExpertsConfig, ModelConfig, load_config
 from jaxllama.errors import JaxLlamaError
+from jaxllama.evaluation import plan
 from jaxllama.evaluation.plan import measure
 from jaxllama.executors.offloaded.experts import divided
 from jaxllama.offload.expert_places import ExpertUse
@@ -19,12 +20,16 @@ from jaxllama.offload.policy import Policy
 from jaxllama.offload.schedule import QUEUED
 from jaxllama.offload.store import RowTable, is_stored
 from jaxllama.placement import Placement
-from jaxllama.planner.accounting import footprint
+from jaxllama.planner.accounting import footprint, weight_shapes
 from jaxllama.planner.calibrate_experts import measure_experts, measured_use
 from jaxllama.planner.cost import MemoryLimits, PlannerSettings, Task, need_of, predict
 from jaxllama.planner.experts import ExpertCosts, experts_step, layer_seconds
 from jaxllama.planner.fitting import Calibration, Moving
 from jaxllama.planner.solve import one_by_one, solve
+from jaxllama.planner.trial import random_tree
+from pallas_kernels.cpu import CpuWeight
+from pallas_kernels.cpu.weight import prepare
+from pallas_kernels.qtensor import QTensor
 from tests.helpers.models import FAMILIES, params_of
 
 EXPERTS = ExpertsConfig(32, 4, 64, bias=True, router_bias=True)
@@ -159,7 +164,24 @@ def test_the_most_used_are_on_the_device_and_a_slow_cpu_gets_nothing(tmp_path):
     assert best.cpu_expert == 0.0 or best.cpu_expert > 50
 
 
-@pytest.mark.parametrize("text", ["30/40", "0/100", "100/0"])
+def test_a_long_prompt_passes_in_longer_pieces_where_there_is_room():
+    cfg, task = load_config("gpt-oss-120b").first_layers(4), Task(1, 8192, 8)
+    settings = PlannerSettings(jnp.bfloat16, jnp.bfloat16, "none,experts_*=mxfp4")
+    costs = machine(dataclasses.replace(COSTS, cpu=()))
+
+    def best(device: float) -> Policy:
+        limits = MemoryLimits(int(device), 10**12, 10**12)
+        found = one_by_one(cfg, Policy(), "", costs, task, limits, settings)
+        return min(found, key=lambda policy: predict(cfg, policy, costs, task, settings).prefill)
+
+    assert [best(gb * 1e9).prefill_batch_size for gb in (4, 7)] == [2048, 8192]
+    # Four pieces load four times what one piece loads.
+    [once] = experts_step(CFG, COSTS, Policy(experts="0/100"), (4096,), keeps=False)
+    [four] = experts_step(CFG, COSTS, Policy(experts="0/100"), (1024,) * 4, keeps=False)
+    assert once.loads == pytest.approx(32) and four.loads == pytest.approx(4 * 32)
+
+
+@pytest.mark.parametrize("text", ["30/40", "0/100", "100/0", "30/0"])
 def test_the_footprint_of_experts_is_what_the_store_holds(tmp_path, text):
     policy = Policy.parse(f"100 0 100 0 100 0 experts={text}")
     place = Placement(policy, jnp.float32, directory=tmp_path, exact=True)
@@ -176,7 +198,7 @@ def test_the_footprint_of_experts_is_what_the_store_holds(tmp_path, text):
         else:
             held += leaf.nbytes if known(leaf) else (leaf.nbytes, 0, 0)
         if isinstance(leaf, ExpertTensor):
-            held[0] += leaf.held.experts.nbytes + leaf.held.slots.nbytes
+            held[0] += sum(part.nbytes for part in jax.tree.leaves(leaf.held))
     need = footprint(
         CFG, policy, rows=1, width=4, capacity=8, dtype=jnp.float32, kv_dtype=jnp.float32,
         compile_programs=False,
@@ -200,6 +222,40 @@ def test_costs_and_use_are_measured(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 256, (4, 16))
     use = measured_use(model(Policy.parse("100 0 100 0 100 0 experts=50/50")), tokens)
     assert [round(float(own.sum()), 6) for own in use.layers.values()] == [4.0, 4.0]
+
+
+def test_plan_prints_slots_loads_and_what_the_cpu_computes(monkeypatch, tmp_path):
+    cfg, _, _, _ = limited()
+    found = {
+        "prefill": 1.0,
+        "step": 0.1,
+        "lanes": dict.fromkeys(plan.LANES, 0.0),
+        "experts_loaded": 1.5,
+        "experts_computed": 0.75,
+        "disk_bytes": 0,
+        "device_bytes": 1,
+        "sees_programs": False,
+    }
+    monkeypatch.setattr(plan, "read_config", lambda *_: cfg)
+    monkeypatch.setattr(plan, "calibrate", lambda *_, **__: machine(COSTS))
+    monkeypatch.setattr(plan, "load", lambda *_, **__: None)
+    monkeypatch.setattr(plan, "measure", lambda *_: (found, []))
+    monkeypatch.setattr(plan, "measured_file", lambda *_: tmp_path / "measured.json")
+    policy = Policy(experts="25/75", gpu_batch_size=1)
+    report = plan.run(plan.PlanRequest("tiny", Task(1, 4, 8), policy, dtype=jnp.float32))
+    # 4 of 32 experts are chosen, alike, and 8 have slots.
+    assert report["experts"]["loaded"] == {"predicted": pytest.approx(3.0), "measured": 1.5}
+    text = plan.table(report)
+    assert "experts loaded            3.00        1.50  a layer and step; 8 slots for 32" in text
+    assert "experts on CPU            0.00        0.75  a layer and step" in text
+
+
+def test_random_int4_experts_have_the_handlers_layout():
+    """Zero points outside of the codes would be left to XLA, which takes a hundred times longer."""
+    shapes = weight_shapes(CFG, jnp.bfloat16, "none,experts_*=w4a16-g32")["layer_0"]["mlp"]
+    drawn = random_tree(shapes["experts_gate_up"]["weight"])
+    assert isinstance(drawn, QTensor) and -8 <= int(drawn.zero.min()) < int(drawn.zero.max()) <= 7
+    assert isinstance(prepare(jax.tree.map(np.asarray, drawn)), CpuWeight)
 
 
 def test_a_table_s_path_has_no_spaces():

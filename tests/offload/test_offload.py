@@ -421,7 +421,7 @@ def test_the_recorder_sees_every_load(folder):
     """In the serial order no weights load before the unit ahead of them is computed.  (That they do
     in the overlapped one is for a quiet machine's clock to say: ``plan --timeline``.)"""
     params = params_of(WIDE)
-    for overlap in ("false", "true"):
+    for overlap in ("false", "true prefill_batch_size=2"):  # whose pieces share a load
         off = offloaded(WIDE, params, f"0 100 0 100 0 100 gpu_batch_size=2 overlap={overlap}")
         off.generate(PROMPTS[:2], 2)
         recorder = InOrder()

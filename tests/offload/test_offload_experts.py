@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from concurrent.futures import ThreadPoolExecutor
+from math import ceil
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +16,14 @@ from jaxllama.config import ExpertsConfig, ModelConfig
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Request
 from jaxllama.errors import JaxLlamaError
-from jaxllama.executors.offloaded.experts import divided
+from jaxllama.executors.offloaded.experts import GROUP, divided, streams
 from jaxllama.language_model import LanguageModel
-from jaxllama.offload.expert_places import ExpertUse, places
+from jaxllama.offload.expert_places import ExpertPlace, ExpertUse, places
+from jaxllama.offload.experts import HotExperts, HotSlots, kept, warmed
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import Store
 from jaxllama.placement import Placement
+from jaxllama.planner.trial import given_run, spread_routes
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.typing import Params
 from tests.helpers.cases import slow
@@ -92,9 +97,10 @@ def test_every_placement_gives_the_resident_model_s_tokens(tmp_path, cfg, scheme
     want = lm.generate(PROMPTS, NEW)
     for text in policies:
         off = offloaded(cfg, params, text, tmp_path)
-        for one, other in zip(off.generate(PROMPTS, NEW), want, strict=True):
-            assert one.tokens == other.tokens, text
-            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        for out in (off.generate(PROMPTS, NEW) for _ in range(2)):  # of two states of the slots
+            for one, other in zip(out, want, strict=True):
+                assert one.tokens == other.tokens, text
+                np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
 READS = "100 0 100 0 100 0 experts="
@@ -126,9 +132,112 @@ def test_a_device_that_reads_pinned_memory_gives_the_same_tokens(
     want = LanguageModel(cfg, params, None).generate(PROMPTS, NEW)
     for text in policies:
         off = offloaded(cfg, params, text, tmp_path)
-        for one, other in zip(off.generate(PROMPTS, NEW), want, strict=True):
-            assert one.tokens == other.tokens, text
-            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        for out in (off.generate(PROMPTS, NEW) for _ in range(2)):
+            for one, other in zip(out, want, strict=True):
+                assert one.tokens == other.tokens, text
+                np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [30, pytest.param(15, marks=pytest.mark.slow)])
+def test_a_long_prompt_loads_a_layer_s_experts_once_for_each_piece(tmp_path, chunk):
+    cfg = CFG.replace(n_layers=2, layer_types=("attention",) * 2)
+    tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, (8, 30))
+    params = spread_routes(params_of(cfg), cfg)
+    want = [out.tokens for out in LanguageModel(cfg, params, None).generate(tokens.tolist(), 2)]
+    off = offloaded(cfg, params, "100 0 100 0 100 0 experts=0/100", tmp_path)
+    run = given_run(off, tokens, 2, 32, jnp.float32, chunk)
+    run.step()
+    pieces, n_experts = ceil(30 / chunk), 8
+    assert streams(cfg.layers[0], chunk) and not streams(cfg.layers[0], 4)
+    assert run.experts.loads == pieces * cfg.n_layers * n_experts
+    # Those of the second layer are on their way before its router has chosen for the first piece.
+    assert run.experts.tally.ahead == min(n_experts, 2 * GROUP)
+    run.step()
+    assert run.report.tokens.tolist() == want
+
+
+def skewed(params: Params) -> Params:
+    """Return the parameters with routers that nearly always choose the experts 5 and 6."""
+    params = jax.tree.map(lambda leaf: leaf, params)
+    for name in [name for name in params if name.startswith("layer_")]:
+        router = params[name]["mlp"]["router"]
+        params[name]["mlp"]["router"] = {**router, "bias": router["bias"].at[5:7].set(20.0)}
+    return params
+
+
+@pytest.mark.parametrize("learns", [True, *slow(False)])
+def test_the_experts_that_are_chosen_take_the_slots(tmp_path, learns):
+    params, tokens = skewed(params_of(CFG)), np.array([PROMPTS[0][:2], PROMPTS[1][:2]])
+    want = [out.tokens for out in LanguageModel(CFG, params, None).generate(tokens.tolist(), 4)]
+    off = offloaded(CFG, params, f"{READS}25/75", tmp_path, deterministic=not learns)
+    for _ in range(2):  # the second call finds the slots as the first one has left them
+        run = given_run(off, tokens, 4, 8, jnp.float32, 8)
+        for _ in range(4):
+            run.step()
+        assert run.report.tokens.tolist() == want
+    held, loads = ([5, 6], 0) if learns else ([0, 1], 2 * 4)
+    assert run.experts.loads == loads
+    tensor = off.params["layer_0"]["mlp"]["experts_gate_up"]["weight"]
+    assert sorted(np.asarray(tensor.held.experts).tolist()) == held
+    assert sorted(np.flatnonzero(np.asarray(tensor.held.slots) < 2).tolist()) == held
+    # An expert is in its slot, as it is in host memory.
+    data = np.asarray(tensor.stored(off.executor.store, int(tensor.held.experts[1])))
+    np.testing.assert_array_equal(np.asarray(tensor.hot[1]).reshape(-1), data.view(np.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["", " cpu_expert=0.7"])
+def test_threads_that_share_the_slots_give_the_same_tokens(tmp_path, options):
+    params = params_of(CFG)
+    lm, prompts = LanguageModel(CFG, params, None), [PROMPTS, [row[::-1] for row in PROMPTS]]
+    want = [[out.tokens for out in lm.generate(rows, 8)] for rows in prompts]
+    off = offloaded(CFG, params, f"{READS}25/75{options}", tmp_path)
+
+    def generated(rows: list[list[int]]) -> list[list[list[int]]]:
+        return [[out.tokens for out in off.generate(rows, 8)] for _ in range(3)]
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(generated, prompts))
+    assert found == [[tokens] * 3 for tokens in want]
+
+
+def test_learned_slots_are_hit_more_often_than_the_most_used_experts(tmp_path):
+    """Skewed use, whose favourites change: 32 experts, 4 a token, 8 slots."""
+    rng, n_experts, n_slots = np.random.default_rng(0), 32, 8
+    shares = 1.0 / np.arange(1, n_experts + 1)
+    topics = [rng.permutation(n_experts) for _ in range(4)]
+    chosen = [
+        topic[np.argsort(-(np.log(shares) + rng.gumbel(size=(400, n_experts))), axis=1)[:, :4]]
+        for topic in topics
+    ]
+    use = np.bincount(np.concatenate(chosen).reshape(-1), minlength=n_experts)
+    most_used = np.argsort(-use)[:n_slots]
+    static = np.isin(np.concatenate(chosen), most_used).mean()
+    place = ExpertPlace(tuple(range(n_slots)), tuple(range(n_slots, n_experts)), ())
+    weights = jnp.arange(n_experts, dtype=jnp.float32)  # an expert's weight is its number
+    hot = HotExperts(
+        (weights[:n_slots], weights[:n_slots]), HotSlots.of(Store("."), n_experts, place)
+    )
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(hot: HotExperts, experts: jax.Array) -> tuple[HotExperts, jax.Array]:
+        cold = hot.held.slots[experts] == n_slots
+        hot = hot._replace(held=warmed(hot.held, experts[None]))
+        loaded = jnp.where(cold, experts, n_experts)
+        return kept(hot, loaded, (weights[loaded], weights[loaded])), jnp.sum(~cold)
+
+    hits = 0
+    for experts in np.concatenate(chosen):
+        hot, count = step(hot, jnp.asarray(experts, jnp.int32))
+        hits += int(count)
+        held = np.asarray(hot.held.experts)
+    np.testing.assert_array_equal(np.asarray(hot.weights[0]), held)
+    np.testing.assert_array_equal(np.asarray(hot.held.slots)[held], np.arange(n_slots))
+    assert (np.asarray(hot.held.slots) < n_slots).sum() == n_slots
+    best = np.mean(
+        [np.isin(own, topic[:n_slots]).mean() for own, topic in zip(chosen, topics, strict=True)]
+    )
+    assert hits / 6400 > static + 0.1 and hits / 6400 > 0.9 * best, (static, hits / 6400, best)
 
 
 @pytest.mark.slow
@@ -170,6 +279,11 @@ def test_the_most_used_experts_are_on_the_device_and_the_least_used_on_disk(tmp_
     np.testing.assert_allclose(ExpertUse.load(path).layers[0], [1.5, 0.5, 0, 0])
 
 
+def test_tenths_of_a_percent_sum_to_all_experts():
+    assert Policy(experts="82.7/17.3").expert_shares == (82.7, 17.3)  # 100 - 82.7 - 17.3 < 0
+    assert places(Policy(experts="82.7/17.3"), {0: 8}, None)[0].disk == ()
+
+
 def test_experts_are_divided_between_link_and_cpu():
     def split(tokens, loaded=(), **costs):
         return divided(tokens, set(loaded), Policy(experts="0/100", **costs))
@@ -179,6 +293,9 @@ def test_experts_are_divided_between_link_and_cpu():
     assert split({1: 1, 2: 9}, cpu_expert=0.5, cpu_token=1.0) == ([2], [1])
     assert split({1: 1, 2: 1, 3: 1, 4: 1}, cpu_expert=1.0) == ([1, 2], [3, 4])
     assert split({1: 1, 2: 9}, [1], cpu_expert=0.1, cpu_token=1.0) == ([1, 2], [])
+    # The hottest of equal ones are loaded, because they may get a slot.
+    heat, policy = np.arange(5), Policy(experts="0/100", cpu_expert=1.0)
+    assert divided(dict.fromkeys((1, 2, 3, 4), 1), set(), policy, heat) == ([4, 3], [2, 1])
 
 
 @pytest.mark.parametrize(

@@ -139,8 +139,8 @@ class Offloaded:
         for path, leaf in stored:
             name = jax.tree_util.keystr(path)
             if isinstance(leaf, ExpertTensor):
-                for part in jax.tree.leaves(leaf.hot):
-                    yield name, part
+                if leaf.is_whole:
+                    yield from ((name, part) for part in jax.tree.leaves(leaf.hot))
                 for expert in sorted((*leaf.host, *leaf.disk)):
                     yield f"{name}[{expert}]", leaf.stored(self.store, expert)
             elif isinstance(leaf, RowTable):

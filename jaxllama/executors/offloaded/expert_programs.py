@@ -1,13 +1,14 @@
 """The jitted programs of a layer whose experts lie one by one (``experts`` calls them).
 
-    routed, y, state = routed_layer(...)    the first half; router; pairs of experts on the device
-    y = added_pairs(..., y, group)          and of a group of loaded experts
-    computed_pairs_of(...)                  pairs of experts that the CPU computes
-    stream = with_mixture(..., y, computed)     and the CPU's pairs; the weighted sum
-    stream, state, count = fetched(...)     a whole layer whose experts the device itself reads
+    routed, y, state, held = routed_layer(...)      the first half; router; pairs of experts there
+    y, hot, done = added_pairs(..., y, hot, group)  and of a group of loaded experts
+    computed_pairs_of(...)                          pairs of experts that the CPU computes
+    stream = with_mixture(..., y, computed)         and the CPU's pairs; the weighted sum
+    stream, state, count, hot = fetched(...)        a whole layer; the device itself reads experts
 
-A pair is a token and one of its experts. Dispatching a program costs a GPU's host more than most of
-them take, so there are few.
+A pair is a token and one of its experts. Loaded experts that are chosen more than those on the
+device take their slots (``offload.experts``). Dispatching a program costs a GPU's host more than
+most of them take, so there are few.
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ from jaxllama.model.linear import Stream
 from jaxllama.model.records import new_tokens
 from jaxllama.model.rope import Ropes
 from jaxllama.offload import experts as placed
-from jaxllama.offload.experts import ExpertLayout, HotSlots, unpack, unpack_on_cpu
+from jaxllama.offload.experts import (
+    ExpertLayout,
+    HotExperts,
+    HotSlots,
+    kept,
+    unpack,
+    unpack_on_cpu,
+    warmed,
+)
 from jaxllama.typing import Options, Params, Tree
 from pallas_kernels.experts.op import grouped_matmul, weighted_sum
 from pallas_kernels.types import TreeDef
@@ -49,16 +58,13 @@ class RoutedTokens(NamedTuple):
 
 
 class MixtureParts(NamedTuple):
-    """The weights of a layer.
+    """The weights of a layer without its experts, ``dense``, and the experts' biases.
 
-    dense: without experts.  hot: the experts of both products on the device, or None.
     addresses: of the experts in pinned memory, or None if there are none or no kernel reads them.
     """
 
     dense: Params
-    hot: tuple[Tree, Tree]
     biases: Sequence[jax.Array | None]
-    held: HotSlots
     addresses: tuple[jax.Array | None, jax.Array | None]
 
 
@@ -85,6 +91,7 @@ class FlatParts(NamedTuple):
 class LoadedGroup(NamedTuple):
     """Experts and their pairs.
 
+    experts: index E is none.
     pieces: the experts' bytes, of both products; None if the device reads them.
     places ``[P]``: the pairs, ``token * k + j``; one past the end is none.
     slots, rows ``[P]``: a pair's place among ``experts`` and its token.
@@ -114,13 +121,14 @@ def _routed_layer(
     mixes: bool,
     structure: TreeDef,
     leaves: list[jax.Array],
+    hot: HotExperts,
     stream: Stream,
     state: LayerState | None,
     where: Places,
     sparse: bool = False,
-) -> tuple[RoutedTokens, jax.Array, LayerState | None]:
+) -> tuple[RoutedTokens, jax.Array, LayerState | None, HotSlots]:
     """Return the routed tokens, float32 ``[T k, D]``, which are the pairs of experts on the device
-    and zeros, and the state after the layer's first half.
+    and zeros, the state after the layer's first half, and the slots with the heat after it.
 
     mixes: whether its first half is run, too.  structure, leaves: of ``FlatParts``.
     """
@@ -132,21 +140,21 @@ def _routed_layer(
         form = FORMS[layer.form.name]
         stream, state = form.mix(layer, without_mlp(parts.dense), stream, state, at)
     (x, (experts, own_weights)), stream = inputs_of(layer, parts.dense, stream)
-    tokens, held = x.reshape(-1, x.shape[-1]), parts.held
+    tokens = x.reshape(-1, x.shape[-1])
     is_valid = jnp.arange(x.shape[1], dtype=jnp.int32) < lengths[:, None]
     experts = jnp.where(is_valid.reshape(-1, 1), experts, layer.experts.n_experts)
-    routed = RoutedTokens(tokens, experts, own_weights, stream)
-    if parts.hot[0] is None:
-        return routed, jnp.zeros((experts.size, tokens.shape[-1]), jnp.float32), state
+    routed, held = RoutedTokens(tokens, experts, own_weights, stream), warmed(hot.held, experts)
+    if hot.weights[0] is None:
+        return routed, jnp.zeros((experts.size, tokens.shape[-1]), jnp.float32), state, held
     held_biases = [None if bias is None else bias[held.experts] for bias in parts.biases]
-    y = _products(layer, parts.hot, held_biases, held.slots[experts], tokens)
-    return routed, y.reshape(experts.size, -1), state
+    y = _products(layer, hot.weights, held_biases, held.slots[experts], tokens)
+    return routed, y.reshape(experts.size, -1), state, held
 
 
-routed_layer = jax.jit(_routed_layer, static_argnums=(0, 1, 2, 7), donate_argnums=5)
+routed_layer = jax.jit(_routed_layer, static_argnums=(0, 1, 2, 8), donate_argnums=6)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(5, 6))
 def added_pairs(
     layer: LayerConfig,
     layouts: tuple[ExpertLayout, ExpertLayout],
@@ -154,9 +162,11 @@ def added_pairs(
     addresses: Sequence[jax.Array | None],
     tokens: jax.Array,
     y: jax.Array,
+    hot: HotExperts,
     group: LoadedGroup,
-) -> jax.Array:
-    """Return ``y`` with the pairs of a group of experts."""
+) -> tuple[jax.Array, HotExperts, jax.Array]:
+    """Return ``y`` with the pairs of a group of experts, the experts on the device after it, and a
+    scalar to wait for."""
     if group.pieces is None:
         up, down = _fetched(layouts, addresses, jnp.asarray(group.experts))
     else:
@@ -165,7 +175,8 @@ def added_pairs(
     added = [None if bias is None else bias[group.experts] for bias in biases]
     slots = jnp.asarray(group.slots)[:, None]
     found = _products(layer, (up, down), added, slots, tokens[group.rows])[:, 0]
-    return y.at[group.places].set(found, mode="drop")
+    hot = kept(hot, jnp.asarray(group.experts), (up, down))
+    return y.at[group.places].set(found, mode="drop"), hot, found[0, 0]
 
 
 def _fetched(
@@ -240,20 +251,21 @@ def _with_mixture(
 with_mixture = jax.jit(_with_mixture, static_argnums=(0, 1))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 9), donate_argnums=(6, 8))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 10), donate_argnums=(5, 7, 9))
 def fetched(
     layer: LayerConfig,
     mixes: bool,
     layouts: tuple[ExpertLayout, ExpertLayout],
     structure: TreeDef,
     leaves: list[jax.Array],
+    hot: HotExperts,
     stream: Stream,
     state: LayerState | None,
     where: Places,
     count: jax.Array,
     sparse: bool = False,
-) -> tuple[Stream, LayerState | None, jax.Array]:
-    """Return (stream, state, count) after a layer whose device reads the experts it lacks.
+) -> tuple[Stream, LayerState | None, jax.Array, HotExperts]:
+    """Return (stream, state, count, hot) after a layer whose device reads the experts it lacks.
 
     mixes, structure, leaves: as for ``_routed_layer``.
     layouts: how the two products' weights of an expert lie in the host's memory.
@@ -262,8 +274,10 @@ def fetched(
     sparse: whether the tokens read V sparsely.
     """
     parts: MixtureParts = structure.unflatten(leaves)
-    routed, y, state = _routed_layer(layer, mixes, structure, leaves, stream, state, where, sparse)
-    held, biases, experts = parts.held, parts.biases, routed.experts
+    routed, y, state, held = _routed_layer(
+        layer, mixes, structure, leaves, hot, stream, state, where, sparse
+    )
+    biases, experts = parts.biases, routed.experts
     n_experts = held.slots.shape[0] - 1
     most = min(n_experts - held.experts.shape[0], experts.size)
     width = max(1, min(most, FETCHED))
@@ -276,17 +290,24 @@ def fetched(
     listed = listed.reshape(-1).at[places].set(every, mode="drop").reshape(groups, width)
     slots = jnp.append(places, groups * width)[experts]  # [T, k], the last if it is not fetched
 
-    def with_one(number: jax.Array | int, y: jax.Array) -> jax.Array:
+    def with_one(
+        number: jax.Array | int, so_far: tuple[jax.Array, HotExperts]
+    ) -> tuple[jax.Array, HotExperts]:
+        y, hot = so_far
         group, slot = listed[number], slots - number * width
         up, down = _fetched(layouts, parts.addresses, group)
         is_own = (slot >= 0) & (slot < width)
         given = [None if bias is None else bias[group] for bias in biases]
         found = _products(layer, (up, down), given, jnp.where(is_own, slot, width), routed.tokens)
-        return jnp.where(is_own[:, :, None], found, y)
+        return jnp.where(is_own[:, :, None], found, y), kept(hot, group, (up, down))
 
-    y = y.reshape(*experts.shape, -1)
-    if groups:
-        y = with_one(0, y) if groups == 1 else lax.fori_loop(0, groups, with_one, y)
+    # Slots change when the pairs of their experts are computed, so that XLA copies no weights.
+    y, weights = lax.optimization_barrier((y.reshape(*experts.shape, -1), hot.weights))
+    hot = HotExperts(weights, held)
+    if groups == 1:
+        y, hot = with_one(0, (y, hot))
+    elif groups:
+        y, hot = lax.fori_loop(0, groups, with_one, (y, hot))
     y = y.reshape(experts.size, -1)
     stream = _with_mixture(layer, structure, leaves, routed, y)
-    return stream, state, count + jnp.sum(needed, dtype=jnp.int32)
+    return stream, state, count + jnp.sum(needed, dtype=jnp.int32), hot

@@ -15,11 +15,14 @@ kernels fetch the experts that the router has chosen, and the host waits for not
 The host reads which experts the router has chosen, so a layer waits for its router. Everything else
 of it is dispatched. ``divided`` splits the experts between link and CPU, by the policy's costs.
 
+So many tokens that they need nearly all experts stream them: the host sends the first groups of the
+next layer while this one computes, before a router has chosen. They are sent once for a piece.
+
 A pair of a token and an expert has the same bits wherever it is computed, if the products have:
 each pair is computed once, in float32, and the sum goes in the order of the pairs. A machine with a
 GPU rounds differently on its CPU, whose handlers read activations in 8 bits.
 
-Left out: loading experts before the router has chosen them.
+Left out: a guess of the few experts that the next layer's router will choose.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from jaxllama.executors.offloaded.expert_programs import (
     FETCHED,
     ComputedPairs,
     FlatParts,
+    HotExperts,
     LoadedGroup,
     MixtureParts,
     Places,
@@ -59,8 +63,10 @@ from jaxllama.typing import Tree
 GROUP = 8  # experts of one program that the host sends
 ON_CPU = 4  # experts of one program of the CPU
 AHEAD = 2  # groups that are on their way or being computed
+NEARLY_ALL = 0.9  # share of the experts that is needed, from which on they are streamed
 
 Pieces = tuple[jax.Array, jax.Array]  # an expert's bytes on the device, of both products
+Tensors = tuple[ExpertTensor, ExpertTensor]  # of both products
 
 
 def placed_experts(weights: Tree) -> ExpertTensor | None:
@@ -70,17 +76,30 @@ def placed_experts(weights: Tree) -> ExpertTensor | None:
     return weight if isinstance(weight, ExpertTensor) else None
 
 
+def streams(layer: LayerConfig, tokens: int) -> bool:
+    """Whether so many tokens need nearly all of a layer's experts."""
+    assert layer.experts is not None
+    unused = (1.0 - layer.experts.n_active / layer.experts.n_experts) ** tokens
+    return 1.0 - unused >= NEARLY_ALL
+
+
 def divided(
-    tokens: Mapping[int, float], loaded: set[int], policy: Policy
+    tokens: Mapping[int, float],
+    loaded: set[int],
+    policy: Policy,
+    heat: np.ndarray | None = None,
 ) -> tuple[list[int], list[int]]:
     """Return (experts to load, experts for the CPU) of those that a step needs.
 
     tokens: number of tokens by expert.  loaded: experts that need no load.
+    heat: of ``HotSlots``, by expert.
 
-    Experts with many tokens are loaded first, because the CPU's time grows with them. The split is
-    the one whose later end is earliest.
+    Experts with many tokens are loaded first, because the CPU's time grows with them. Among equal
+    ones the hottest are, which may get a slot. The split is the one whose later end is earliest.
     """
-    order = sorted(tokens, key=lambda expert: (expert not in loaded, -tokens[expert], expert))
+
+    warmth = dict.fromkeys(tokens, 0.0) if heat is None else {e: float(heat[e]) for e in tokens}
+    order = sorted(tokens, key=lambda e: (e not in loaded, -tokens[e], -warmth[e], e))
     if policy.cpu_expert == 0:
         return order, []
     first = sum(expert in loaded for expert in order)
@@ -94,25 +113,43 @@ def divided(
 
 
 class LoadedExperts:
-    """The experts of one unit that one batch has loaded, for the next batches of its block."""
+    """Experts that are on the device or on their way, but have no slot: those that one batch has
+    loaded for the next batches of its block, and those that are sent ahead."""
 
     def __init__(self) -> None:
-        self._unit: ModelUnit | None = None
-        self._pieces: dict[int, Pieces] = {}
+        self._pieces: dict[int, dict[int, Pieces]] = {}  # by layer
 
-    def of(self, unit: ModelUnit) -> dict[int, Pieces]:
-        """Return the loaded experts of ``unit``; those of another unit are dropped."""
-        if unit != self._unit:
-            self._unit, self._pieces = unit, {}
-        return self._pieces
+    def of(self, layer: int) -> dict[int, Pieces]:
+        """Return a layer's pieces by expert; those of other layers are dropped."""
+        self._pieces = {layer: self._pieces.get(layer, {})}
+        return self._pieces[layer]
+
+    def ahead(self, layer: int) -> dict[int, Pieces]:
+        """Return the pieces of a layer that comes later."""
+        return self._pieces.setdefault(layer, {})
+
+
+@dataclasses.dataclass(frozen=True)
+class Following:
+    """What comes after a piece of tokens has passed a layer.
+
+    keeps: another batch passes the layer, for which the loaded experts stay.
+    layer, weights: the next layer with experts, if the piece is the last; -1 and None otherwise.
+    """
+
+    keeps: bool = False
+    layer: int = -1
+    weights: Tree = None
 
 
 @dataclasses.dataclass
 class ExpertTally:
     """moved, computed: numbers of experts whose load the host has begun, and that the CPU computed.
+    ahead: of the former, those begun before their layer's router had chosen.
     computed_pairs: number of pairs that the CPU computed."""
 
     moved: int = 0
+    ahead: int = 0
     computed: int = 0
     computed_pairs: int = 0
 
@@ -132,6 +169,7 @@ class ExpertWork:
     counts: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
     tally: ExpertTally = dataclasses.field(default_factory=ExpertTally)
     fetched: jax.Array | None = None
+    _loaded: LoadedExperts = dataclasses.field(default_factory=LoadedExperts)
     _flat: dict[ModelUnit, tuple[Tree, FlatParts, _Cold]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -154,40 +192,75 @@ class ExpertWork:
         where: Places,
         sparse: bool = False,
         record: Recording = NO_RECORD,
-        loaded: dict[int, Pieces] | None = None,
+        following: Following = Following(),  # noqa: B008
     ) -> tuple[Stream, LayerState | None]:
         """Return the stream and the state after the layer.
 
         mixes: whether the layer's first half is run, too.
-        loaded: loaded experts, for which the layer's next batches look there; None keeps none.
         """
-        known, flat, cold = self._flat.get(unit, (None, None, None))
-        if flat is None or cold is None or known is not weights:
+        tree, flat, cold = self._flat.get(unit, (None, None, None))
+        if flat is None or cold is None or tree is not weights:
             flat, cold = self._parts(layer, weights)
             if self.policy.weights.device >= 100:  # others are gone after the layer
                 self._flat[unit] = weights, flat, cold
-        if self._fetches(cold, loaded):
-            if self.fetched is None:
-                self.fetched = jax.device_put(np.int32(0), self.store.on_device)
-            stream, state, self.fetched = programs.fetched(
-                layer, mixes, cold.layouts, *flat, stream, state, where, self.fetched, sparse
+        tokens, known = stream.x.shape[0] * stream.x.shape[1], self._loaded.of(unit.layer)
+        is_streamed = streams(layer, tokens) and not cold.lays_out
+        sends = following.keeps or bool(known) or is_streamed
+        with cold.lock:
+            if self._fetches(cold, sends):
+                if self.fetched is None:
+                    self.fetched = jax.device_put(np.int32(0), self.store.on_device)
+                stream, state, self.fetched, hot = programs.fetched(
+                    layer,
+                    mixes,
+                    cold.layouts,
+                    *flat,
+                    cold.hot,
+                    stream,
+                    state,
+                    where,
+                    self.fetched,
+                    sparse,
+                )
+                cold.hold(hot)
+                return stream, state
+            routed, y, state, held = programs.routed_layer(
+                layer, mixes, *flat, cold.hot, stream, state, where, sparse
             )
-            return stream, state
-        routed, y, state = programs.routed_layer(layer, mixes, *flat, stream, state, where, sparse)
-        if cold.may_compute:
-            routed.tokens.copy_to_host_async()
-        chosen = np.asarray(routed.experts)  # waits for the router and the hot pairs
-        count = np.bincount(chosen.reshape(-1), minlength=cold.n_experts + 1)[:-1]
-        self.counts[unit.layer] = self.counts.get(unit.layer, 0) + count
-        y, computed = cold.added(self.tally, y, routed, chosen, unit, record, loaded)
+            cold.hold(cold.hot._replace(held=held))
+            if cold.may_compute:
+                routed.tokens.copy_to_host_async()
+            # Waits for the router and the hot pairs.
+            chosen, slots, heat = jax.device_get((routed.experts, held.slots, held.heat))
+            count = np.bincount(chosen.reshape(-1), minlength=cold.n_experts + 1)[:-1]
+            self.counts[unit.layer] = self.counts.get(unit.layer, 0) + count
+            ahead = self._ahead(following) if is_streamed else None
+            loads = Loads(known, following.keeps, ahead, slots, heat)
+            y, computed = cold.added(self.tally, y, routed, chosen, unit, record, loads)
         return programs.with_mixture(layer, *flat, routed, y, computed), state
 
-    def _fetches(self, cold: _Cold, loaded: dict[int, Pieces] | None) -> bool:
-        """Whether the device reads a layer's experts by itself: nothing else needs to know them."""
+    def _fetches(self, cold: _Cold, sends: bool) -> bool:
+        """Whether the device reads a layer's experts by itself: nothing else needs to know them.
+
+        sends: the host sends them instead.
+        """
         if self.counts_all:
             return False
-        reads = loaded is None and not cold.may_compute and cold.addresses[0] is not None
-        return cold.is_none or reads
+        return cold.is_none or not (sends or cold.may_compute or cold.addresses[0] is None)
+
+    def _ahead(self, following: Following) -> Ahead | None:
+        """Return the experts to send for the layer that follows: the hottest that have no slot."""
+        if following.weights is None:
+            return None
+        mixture = following.weights["mlp"]
+        tensors = mixture["experts_gate_up"]["weight"], mixture["experts_down"]["weight"]
+        if tensors[0].is_whole:
+            return None
+        with tensors[0].lock:  # later layers' locks only, so no two threads wait for each other
+            slots, heat = jax.device_get((tensors[0].held.slots, tensors[0].held.heat))
+        order = np.arange(len(slots) - 1) if heat is None else np.argsort(-heat, kind="stable")
+        cold = [int(expert) for expert in order if slots[expert] == slots[-1]]
+        return Ahead(tensors, cold[: AHEAD * GROUP], self._loaded, following.layer)
 
     def _parts(self, layer: LayerConfig, weights: Tree) -> tuple[FlatParts, _Cold]:
         """Return a layer's parts, and those of its experts that are not on the device."""
@@ -198,13 +271,36 @@ class ExpertWork:
         dense = {**programs.without_mlp(weights), "mlp": dense}
         biases = gate_up.get("bias"), down.get("bias")
         cold = _Cold(self.store, self.policy, layer, (up, down["weight"]), biases)
-        hot = up.hot, down["weight"].hot
-        parts = MixtureParts(dense, hot, cold.on_device, up.held, cold.addresses)
-        return FlatParts.of(parts), cold
+        return FlatParts.of(MixtureParts(dense, cold.on_device, cold.addresses)), cold
+
+
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """Experts to send before their layer's router has chosen."""
+
+    tensors: Tensors
+    experts: list[int]
+    loaded: LoadedExperts
+    layer: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Loads:
+    """What the host knows before it loads a layer's experts.
+
+    known: loaded ones.  keeps: they stay.  ahead: of the next layer.
+    slots, heat: of ``HotSlots``.
+    """
+
+    known: dict[int, Pieces]
+    keeps: bool
+    ahead: Ahead | None
+    slots: np.ndarray
+    heat: np.ndarray | None
 
 
 class _Cold:
-    """The experts of a layer that are not on the device.
+    """The experts of a layer, which are not all on the device.
 
     It knows no ``ExpertWork``, which keeps it: a run's memory is free as soon as the run is.
     """
@@ -214,7 +310,7 @@ class _Cold:
         store: Store,
         policy: Policy,
         layer: LayerConfig,
-        tensors: tuple[ExpertTensor, ExpertTensor],
+        tensors: Tensors,
         biases: tuple[ExpertBias | None, ExpertBias | None],
     ) -> None:
         self.store, self.policy, self.layer = store, policy, layer
@@ -225,8 +321,23 @@ class _Cold:
         self.is_none = tensors[0].is_whole
         self.may_compute = policy.cpu_expert > 0 and not self.is_none
         self.addresses = tensors[0].addresses, tensors[1].addresses
-        self._held = np.zeros(self.n_experts + 1, bool)
-        self._held[[*tensors[0].place.device, self.n_experts]] = True
+        self.lock = tensors[0].lock
+
+    @property
+    def hot(self) -> HotExperts:
+        up, down = self.tensors
+        return HotExperts((up.hot, down.hot), up.held)
+
+    def hold(self, hot: HotExperts) -> None:
+        """Put other experts into the slots."""
+        for tensor, weights in zip(self.tensors, hot.weights, strict=True):
+            tensor.hot, tensor.held = weights, hot.held
+
+    @property
+    def lays_out(self) -> bool:
+        """Whether the device needs a layout of its own, which its kernel gives to what it reads."""
+        layout = self.layouts[0]
+        return layout.restores and layout.is_of_cpu and self.addresses[0] is not None
 
     def added(
         self,
@@ -236,44 +347,47 @@ class _Cold:
         chosen: np.ndarray,
         unit: ModelUnit,
         record: Recording,
-        loaded: dict[int, Pieces] | None,
+        loads: Loads,
     ) -> tuple[jax.Array, ComputedPairs | None]:
         """Return ``y`` with the pairs of loaded experts, and those of the CPU.
 
         chosen: ``routed.experts`` on the host.
         """
-        self.pairs = self._cold_pairs(chosen)
-        if not self.pairs:
-            return y, None
-        known = {} if loaded is None else loaded
+        known, ahead = loads.known, loads.ahead
+        self.pairs = self._cold_pairs(chosen, loads.slots)
         tokens = {expert: len(expert_pairs) for expert, expert_pairs in self.pairs.items()}
-        to_load, to_compute = divided(tokens, set(known), self.policy)
-        tally.moved += sum(expert not in known for expert in to_load)
+        to_load, to_compute = divided(tokens, set(known), self.policy, loads.heat)
         tally.computed += len(to_compute)
         tally.computed_pairs += sum(tokens[expert] for expert in to_compute)
-        if loaded is None and self.addresses[0] is not None:
+        if not (known or loads.keeps or ahead) and self.addresses[0] is not None:
+            tally.moved += len(to_load)
             return self._beside(y, routed, to_load, to_compute, unit, record)
-        groups = [to_load[first : first + GROUP] for first in range(0, len(to_load), GROUP)]
-        begun: deque[list[Pieces]] = deque()
+        groups = _groups(to_load)
+        sent = [(self.tensors, known, group) for group in groups]
+        if ahead is not None:
+            later = ahead.loaded.ahead(ahead.layer)
+            sent += [(ahead.tensors, later, group) for group in _groups(ahead.experts)]
+            tally.ahead += len(ahead.experts)
         running: deque[jax.Array] = deque()
 
-        def begin(group: list[int]) -> None:
+        def begin(tensors: Tensors, known: dict[int, Pieces], group: list[int]) -> None:
             with record.watching("load weights", unit) as out:
-                begun.append(self._begin(group, known))
-                out.append(begun[-1])
-            if loaded is not None:
-                loaded.update(zip(group, begun[-1], strict=True))
+                new = [expert for expert in group if expert not in known]
+                known |= self._begin(tensors, new)
+                out.append([known[expert] for expert in group])
+            tally.moved += len(new)
 
-        for group in groups[:AHEAD]:
-            begin(group)
+        for group in sent[:AHEAD]:
+            begin(*group)
         computed = self._compute(to_compute, routed)
         for number, group in enumerate(groups):
-            expert_pairs = self._group(group, begun.popleft(), routed)
-            y = self._with(y, routed, expert_pairs)
-            running.append(y)
-            if number + AHEAD < len(groups):
+            pieces = [known[expert] if loads.keeps else known.pop(expert) for expert in group]
+            y, done = self._with(y, routed, self._group(group, pieces, routed))
+            del pieces
+            running.append(done)
+            if number + AHEAD < len(sent):
                 jax.block_until_ready(running.popleft())
-                begin(groups[number + AHEAD])
+                begin(*sent[number + AHEAD])
         return y, _finished(computed, y.shape[0], unit, record)
 
     def _beside(
@@ -288,35 +402,38 @@ class _Cold:
         """As ``added``, if the device reads experts: the host begins that, and the CPU's part."""
         groups = [to_load[first : first + FETCHED] for first in range(0, len(to_load), FETCHED)]
         for group in groups[:1]:
-            y = self._with(y, routed, self._group(group, None, routed))
+            y, _ = self._with(y, routed, self._group(group, None, routed))
         computed = self._compute(to_compute, routed)
         for group in groups[1:]:
-            y = self._with(y, routed, self._group(group, None, routed))
+            y, _ = self._with(y, routed, self._group(group, None, routed))
         return y, _finished(computed, y.shape[0], unit, record)
 
-    def _with(self, y: jax.Array, routed: RoutedTokens, group: LoadedGroup) -> jax.Array:
+    def _with(
+        self, y: jax.Array, routed: RoutedTokens, group: LoadedGroup
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return ``y`` with a group's pairs, and a scalar to wait for."""
         how = self.layer, self.layouts, self.on_device, self.addresses
-        return programs.added_pairs(*how, routed.tokens, y, group)
+        y, hot, done = programs.added_pairs(*how, routed.tokens, y, self.hot, group)
+        self.hold(hot)
+        return y, done
 
-    def _cold_pairs(self, chosen: np.ndarray) -> dict[int, np.ndarray]:
+    def _cold_pairs(self, chosen: np.ndarray, slots: np.ndarray) -> dict[int, np.ndarray]:
         """Return the pairs, ``token * k + j``, of each expert that is not on the device."""
         flat = chosen.reshape(-1)
-        cold = np.flatnonzero(~self._held[flat])
+        is_cold = slots == slots[-1]
+        is_cold[-1] = False  # of a token that is none
+        cold = np.flatnonzero(is_cold[flat])
         return {int(expert): cold[flat[cold] == expert] for expert in np.unique(flat[cold])}
 
     @property
     def layouts(self) -> tuple[ExpertLayout, ExpertLayout]:
         return self.tensors[0].layout, self.tensors[1].layout
 
-    def _begin(self, group: list[int], known: Mapping[int, Pieces]) -> list[Pieces]:
-        """Begin to load a group's experts, but those that are ``known``."""
-        new, store = [expert for expert in group if expert not in known], self.store
-        if not new:
-            return [known[expert] for expert in group]
-        stored = [tensor.stored(store, expert) for expert in new for tensor in self.tensors]
-        moved = jax.device_put(stored, store.on_device)
-        begun = dict(zip(new, zip(moved[::2], moved[1::2], strict=True), strict=True))
-        return [known[expert] if expert in known else begun[expert] for expert in group]
+    def _begin(self, tensors: Tensors, experts: list[int]) -> dict[int, Pieces]:
+        """Begin to load experts."""
+        stored = [tensor.stored(self.store, expert) for expert in experts for tensor in tensors]
+        moved = jax.device_put(stored, self.store.on_device)
+        return dict(zip(experts, zip(moved[::2], moved[1::2], strict=True), strict=True))
 
     def _group(
         self, group: list[int], pieces: list[Pieces] | None, routed: RoutedTokens
@@ -329,8 +446,7 @@ class _Cold:
         empty, parts = width - len(group), None
         if pieces is not None:
             parts = tuple(zip(*pieces, *pieces[:1] * empty, strict=True))
-        rest = [self.n_experts] if pieces is None else group[:1]
-        experts = np.asarray(group + rest * empty, np.int32)
+        experts = np.asarray(group + [self.n_experts] * empty, np.int32)
         group_pairs = [self.pairs[expert] for expert in group]
         pairs = np.concatenate(group_pairs)
         count = width
@@ -387,6 +503,10 @@ def _finished(
     empty = _size(len(places)) - len(places)
     rows.append(np.zeros((empty, rows[0].shape[1]), rows[0].dtype))
     return ComputedPairs(np.pad(places, (0, empty), constant_values=none), np.concatenate(rows))
+
+
+def _groups(experts: list[int]) -> list[list[int]]:
+    return [experts[first : first + GROUP] for first in range(0, len(experts), GROUP)]
 
 
 def _size(count: int) -> int:

@@ -47,7 +47,7 @@ from jaxllama.executors.offloaded.cpu_attention import SplitCache
 from jaxllama.executors.offloaded.expert_programs import Places, without_mlp
 from jaxllama.executors.offloaded.experts import (
     ExpertWork,
-    LoadedExperts,
+    Following,
     placed_experts,
 )
 from jaxllama.executors.offloaded.layer_cache import LayerCache
@@ -111,7 +111,6 @@ class OffloadRun:
         self._known: dict[int, Pending] = {}  # the last loaded table, if it is tied
         self._whole: dict[ModelUnit, _Whole | None] = {}  # what ``_resident`` has found
         self.experts = ExpertWork(store, policy)
-        self._loaded = LoadedExperts()
         self._overlapped = Overlapped(store.lanes) if self.policy.overlap else None
         self.join(call.tokens, call.lengths, call.sampling, params.get(ROWS))
 
@@ -437,8 +436,6 @@ class OffloadRun:
         self, unit: ModelUnit, piece: TokenPiece, weights: Tree, x: Stream, cache: LayerState | None
     ) -> tuple[Stream, LayerState | None]:
         """Run a layer, or its second half, whose experts lie one by one."""
-        live = [self.batches[index] for index in self.active_batches()]
-        several = len(live) > 1 or any(len(batch.pieces) > 1 for batch in live)
         return self.experts.layer(
             self.cfg.layers[unit.layer],
             unit.kind != "feed",
@@ -449,8 +446,25 @@ class OffloadRun:
             Places(piece.positions, piece.lengths, piece.rope),
             self._is_sparse(piece),
             self.record,
-            self._loaded.of(unit) if several else None,
+            self._following(unit, piece),
         )
+
+    def _following(self, unit: ModelUnit, piece: TokenPiece) -> Following:
+        """Return what comes after a piece has passed a layer with experts."""
+        live = self.active_batches()
+        if piece is self.batches[live[-1]].pieces[-1]:
+            return self._next_experts.get(unit.layer, Following())
+        return Following(keeps=len(live) > 1)
+
+    @functools.cached_property
+    def _next_experts(self) -> dict[int, Following]:
+        """The next layer with experts that lie one by one, by layer."""
+        found, after = {}, Following()
+        for unit in reversed(self.units):
+            weights = unit.weights(self.params)
+            if placed_experts(weights) is not None:
+                found[unit.layer], after = after, Following(False, unit.layer, weights)
+        return found
 
     def _is_sparse(self, piece: TokenPiece) -> bool:
         """Whether the tokens read V sparsely. Otherwise a step has a prompt's programs."""
