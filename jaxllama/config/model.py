@@ -60,6 +60,9 @@ class ModelConfig:
     taps : tuple of int
         Layers before which the hidden states leave the model for a head that drafts; ``n_layers``
         stands for the last layer's output. The flat form leaves them out.
+    fixed_sums : bool
+        Whether the bits of a row do not depend on how many rows a call has
+        (``pallas_kernels.fixed_sums``). ``deterministic`` sets it; the flat form leaves it out.
 
     Raises
     ------
@@ -83,6 +86,7 @@ class ModelConfig:
     mtp: LayerConfig | None = dataclasses.field(default=None, hash=False)
     stored: CheckpointForm = dataclasses.field(default_factory=CheckpointForm)
     taps: tuple[int, ...] = ()
+    fixed_sums: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -29,6 +29,7 @@ from jaxllama.model.mixers.common import QUANTIZED_CACHE
 from jaxllama.offload.store import available_memory
 from jaxllama.text.rows import chunk_widths, default_chunk, powers_of, short
 from pallas_kernels.architecture import CARDS
+from pallas_kernels.fixed_sums import block_rows, fixes_sums
 from pallas_kernels.qtensor import tree_bytes
 
 CACHE_DTYPES = ("float32", "bfloat16", "float16", *QUANTIZED_CACHE)
@@ -118,10 +119,11 @@ class EngineOptions:
         GB that this folder may hold; the default is half of what its disk has room for.
     deterministic : bool
         Whether a request's tokens and logprobs are the same bits whatever runs beside it and in any
-        slot. The default is the model's own flag. As in ``LanguageModel``, the shapes are fixed
-        then. Prompts are prefilled one by one, and all rows decode in one program of 32 rows, or of
-        max_slots rows if that is more. Prefixes are reused in whole chunks. A row that has
-        generated tokens is never preempted, because another program would compute them again.
+        slot. The default is the model's own flag. On a CPU products then have one order of sums for
+        any number of rows. A GPU decodes in one program of 32 rows, or of max_slots rows if that is
+        more; with drafts, of 32 tokens. Prompts are prefilled one by one. Prefixes are reused in
+        whole chunks. A row that has generated tokens is never preempted, because another program
+        would compute them again.
     draft : str, ModelConfig or None
         Source of drafts. "ngram" proposes the tokens that followed an earlier occurrence of a row's
         last tokens (``jaxllama.decoding.drafts``). "mtp" is the checkpoint's own head
@@ -241,7 +243,8 @@ class EngineOptions:
         share = tokens // self.max_slots if self.deterministic else tokens
         max_len = self.max_len or max(min(cfg.max_position, share), 2)
         default = default_chunk(on_cpu) * (1 if on_cpu else shards)
-        chunk = self.prefill_chunk or min(default, max_len)
+        # A deterministic model reads prompts in the same pieces, whatever max_len is.
+        chunk = self.prefill_chunk or (default if self.deterministic else min(default, max_len))
         keeps_states = any(map(has_states, cfgs))
         is_dynamic = cfg.rope.scaling == "dynamic"
         page = self.page_size or min(16 if on_cpu else 64, chunk)
@@ -358,8 +361,14 @@ class ResolvedOptions:
         chunk, slots, max_len = self.prefill_chunk, self.max_slots, self.max_len
         narrowest, page = self.widths[0], self.page_size
         call = _rows(self.prefill_rows, narrowest, PREFILL_TOKENS) * narrowest
+        tokens = self.pass_widths(1)[-1]
+        most = block_rows() // tokens if fixes_sums() else self.sizes[-1]
         for name, fits, why in (
-            ("prefill_chunk", chunk <= max_len, f"exceeds max_len = {max_len}"),
+            (
+                "prefill_chunk",
+                chunk <= max_len or self.deterministic,
+                f"exceeds max_len = {max_len}",
+            ),
             ("page_size", page <= chunk, f"exceeds prefill_chunk = {chunk}"),
             (
                 "page_size",
@@ -397,9 +406,9 @@ class ResolvedOptions:
             ),
             (
                 "max_slots",
-                not self.deterministic or self.draft is None or slots <= self.sizes[0],
-                f"a deterministic engine verifies {DETERMINISTIC_ROWS} tokens a pass, "
-                f"{self.pass_widths(1)[0]} of each of at most {self.sizes[0]} rows",
+                not self.deterministic or jax.default_backend() == "cpu" or slots <= most,
+                f"a deterministic engine computes at most {most * tokens} tokens a pass, "
+                f"{tokens} of each of {most} rows",
             ),
         ):
             if not fits:
@@ -449,15 +458,15 @@ class ResolvedOptions:
     def sizes(self) -> tuple[int, ...]:
         """Numbers of rows of the decode programs: 1, 4, 16, 64, 128, 256, 384, ..., max_slots.
 
-        A deterministic engine has one program, with as many rows as the program of
-        ``LanguageModel.generate``; with drafts, as many tokens.
+        A deterministic engine's programs have at least the tokens of that of
+        ``LanguageModel.generate``.
         """
-        if self.deterministic and self.draft is not None:
-            return (DETERMINISTIC_ROWS // self.pass_widths(1)[0],)
-        if self.deterministic:
-            return (max(self.max_slots, DETERMINISTIC_ROWS),)
-        sizes = (1, 4, 16, 64, *range(128, self.max_slots, 128))
-        return (*(size for size in sizes if size < self.max_slots), self.max_slots)
+        least = DETERMINISTIC_ROWS // self.pass_widths(1)[0] if self.deterministic else 1
+        most = max(self.max_slots, least)
+        if self.deterministic and not fixes_sums():
+            return (most if self.draft is None else least,)
+        sizes = (least, 4, 16, 64, *range(128, most, 128))
+        return (*(size for size in sizes if least <= size < most), most)
 
     def size(self, rows: int) -> int:
         """Return the number of rows of the smallest program that decodes ``rows`` rows."""

@@ -16,6 +16,7 @@ from jaxllama.model.eagle3 import Drafter
 from jaxllama.parallel.mesh import MODEL_AXIS, mesh_of
 from jaxllama.parallel.sequence import sequence_shards
 from jaxllama.typing import Options
+from pallas_kernels.fixed_sums import fixes_sums
 
 
 def parts_of(
@@ -55,7 +56,8 @@ def _of_slots(
     )
     shards = sequence_shards(mesh, 1, shares_pages=True)
     options = wanted.resolve(lm.config, lm.dtype, devices, shards)
-    runner = Runner(lm.config, lm.params, options, adapters, drafting)
+    cfg = lm.config.replace(fixed_sums=options.deterministic and fixes_sums())
+    runner = Runner(cfg, lm.params, options, adapters, drafting)
     scheduler = Scheduler(
         max_slots=options.max_slots,
         pages=runner.pages,

@@ -26,7 +26,7 @@ from jaxllama.kept import KeptPrograms
 from jaxllama.model.records import Hidden
 from jaxllama.typing import ArrayOrNumpy, Params
 
-# Rows of the program that decodes every batch of a deterministic model.
+# Tokens of a pass in ``generate`` of a deterministic model, and the fewest of one in its engine.
 DETERMINISTIC_ROWS = 32
 
 

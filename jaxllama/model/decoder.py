@@ -52,6 +52,7 @@ from pallas_kernels.cpu.handler import CpuPlan
 from pallas_kernels.cpu.head import norm_matmul
 from pallas_kernels.cpu.head import plan as head_plan
 from pallas_kernels.dispatch import is_recording
+from pallas_kernels.fixed_sums import fixed_sums
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 
 # A layer
@@ -105,16 +106,23 @@ def walk(
     return stream, tuple(new), jnp.concatenate(taps, axis=-1) if taps else None
 
 
+def _block(
+    fixed: bool, layer: LayerConfig, p: Params, stream: Stream, state: LayerState, at: At
+) -> tuple[Stream, LayerState]:
+    with fixed_sums(fixed):
+        return block(layer, p, stream, state, at)
+
+
 # Traced and lowered once for all layers that are alike; the compiler inlines it.
-_block_once = jax.jit(block, static_argnums=0)
+_block_once = jax.jit(_block, static_argnums=(0, 1))
 
 
-def block_of_a_program() -> Callable[..., tuple[Stream, LayerState]]:
+def block_of_a_program(cfg: ModelConfig) -> Callable[..., tuple[Stream, LayerState]]:
     """Return ``block`` for a program, compiled once for all layers that are alike.
 
     While choices are recorded, every layer is traced, so that each records its own choices.
     """
-    return block if is_recording() else _block_once
+    return functools.partial(_block if is_recording() else _block_once, cfg.fixed_sums)
 
 
 # The code around the layers
@@ -242,7 +250,7 @@ def forward(
     states, table = (None, None) if cache is None else (cache.layers, cache.table)
     at = new_tokens(positions, lengths, rope, sparse, table, fresh, cached=cache is not None)
     stream, at = begin(cfg, params, tokens, activation_dtype(params), at)
-    stream, states, taps = walk(cfg, params, stream, states, at, block_of_a_program())
+    stream, states, taps = walk(cfg, params, stream, states, at, block_of_a_program(cfg))
     hidden = Hidden(stream.total, taps)
     return hidden, None if cache is None else Cache(states, start + lengths, table)
 
@@ -324,7 +332,7 @@ def _forward_in_pieces(
         check(cfg, params)
         at = pieces_of(cfg, cache.lengths, lengths, total, width, n, cache.table)
         stream, at = begin(cfg, params, tokens, activation_dtype(params), at)
-        stream, states, _ = walk(cfg, params, stream, cache.layers, at, block_of_a_program())
+        stream, states, _ = walk(cfg, params, stream, cache.layers, at, block_of_a_program(cfg))
         return Hidden(stream.total), Cache(states, cache.lengths + lengths, cache.table)
 
     pieces = cut(tokens, n, width)
@@ -365,7 +373,8 @@ def head_product(cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
         # XLA's product would round a row by how many there are.
         weight = head(params)["weight"]
         return norm_matmul(hidden.x, params["norm"]["weight"], weight, cfg.norm.eps)
-    return linear.norm_linear(Stream(hidden.x), params["norm"], head(params), cfg)[0]
+    with fixed_sums(cfg.fixed_sums):
+        return linear.norm_linear(Stream(hidden.x), params["norm"], head(params), cfg)[0]
 
 
 def _has_float_head(cfg: ModelConfig, params: Params, x: jax.Array) -> bool:

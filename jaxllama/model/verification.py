@@ -69,7 +69,7 @@ def propose(
     positions, is_new, rope = places_of(cfg, cache.lengths, lengths, width)
     at = Draft(positions, is_new, rope, width, cache.table, exact, sparse)
     stream, at = begin(cfg, params, tokens.reshape(-1, 1), activation_dtype(params), at)
-    stream, states, taps = walk(cfg, params, stream, cache.layers, at, block_of_a_program())
+    stream, states, taps = walk(cfg, params, stream, cache.layers, at, block_of_a_program(cfg))
     hidden = Hidden(stream.total, taps).reshaped(batch, width)
     kept = tuple(None if isinstance(state, KVCache) else state for state in states)
     layers: tuple[LayerState, ...] = tuple(

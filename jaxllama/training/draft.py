@@ -246,7 +246,7 @@ def _states(
     """Return the model's states before its head, and those before the head's layers."""
     segments, begins = batch.input_segments, batch.input_begins
     stream, at = embed(target, params, batch.inputs, dtype, segments, begins)
-    run, cfg = decoder.block_of_a_program(), target.replace(taps=head.taps)
+    run, cfg = decoder.block_of_a_program(target), target.replace(taps=head.taps)
     stream, _, taps = decoder.walk(cfg, params, stream, None, at, run)
     assert taps is not None
     return lax.stop_gradient((decoder.final_norm(target, params, stream), taps))

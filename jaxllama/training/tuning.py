@@ -257,8 +257,7 @@ class RolloutConfig:
     updates : int
         Updates with the same answers. From the second on, ratios differ from 1 and are clipped.
     slots : int
-        Answers that the engine writes at a time. With ``deterministic`` above 32, the numbers are
-        not to the bit those of ``LanguageModel.generate``.
+        Answers that the engine writes at a time; with ``deterministic`` at most 512 on a GPU.
     deterministic : bool
         Whether the engine's own log-probabilities are the policy's, to the bit
         (``training.policy``).

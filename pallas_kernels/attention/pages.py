@@ -13,6 +13,7 @@ import jax
 
 from pallas_kernels import ptx as p
 from pallas_kernels.dispatch import Reason
+from pallas_kernels.fixed_sums import planned_capacity, planned_rows
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.types import HasShape
 
@@ -65,13 +66,10 @@ class BlockTable:
 
 def as_rows(
     k: jax.Array | QTensor, table: jax.Array | None
-) -> jax.Array | jax.ShapeDtypeStruct | QTensor | Reason:
-    """The shapes of the rows that pages stand for, by which kernels are planned."""
-    if table is None:
-        return k
-    batch, entries = table.shape
-    if k.shape[1] % STEP:
+) -> jax.ShapeDtypeStruct | QTensor | Reason:
+    """The shapes of the rows by which kernels are planned: those that pages stand for."""
+    if table is not None and k.shape[1] % STEP:
         return Reason(f"k has pages of {k.shape[1]} tokens; the kernel takes multiples of {STEP}")
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((batch, entries * x.shape[1], *x.shape[2:]), x.dtype), k
-    )
+    batch, entries = (k.shape[0], 1) if table is None else table.shape
+    rows = planned_rows(batch), planned_capacity(entries * k.shape[1])
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*rows, *x.shape[2:]), x.dtype), k)

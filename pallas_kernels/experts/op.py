@@ -42,6 +42,7 @@ from pallas_kernels.experts.blocks import by_expert
 from pallas_kernels.experts.gate import ClampedGate, Gate, apply_gate, check_gate
 from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, inner_gate
 from pallas_kernels.experts.summed_plan import GroupedSumPlan
+from pallas_kernels.fixed_sums import planned_rows
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import FLOAT4, QTensor, dequantize
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
@@ -166,7 +167,8 @@ def _kernel_plan(
     if isinstance(w, CpuWeight):
         return Reason("w is in the layout of the CPU's handler")
     joined = experts.shape[1] if summed and x.ndim == 3 and gated is None else 0
-    found = plan.plan(x, w, experts.size, gated, joined=joined)
+    n_pairs = planned_rows(experts.shape[0]) * experts.shape[1]
+    found = plan.plan(x, w, n_pairs, gated, joined=joined)
     is_whole = first is None
     return found if is_whole else plan.partial(found)
 

@@ -21,6 +21,7 @@ from pallas_kernels.experts import predict
 from pallas_kernels.experts.gate import Gate
 from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, inner_gate, tile_plan
 from pallas_kernels.experts.summed_plan import GroupedSumPlan, summed_plan
+from pallas_kernels.fixed_sums import planned_rows
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.plan import RowDivision, RowPlan, row_warps
 from pallas_kernels.matmul.few_rows.plan import row_plan as one_row_plan
@@ -57,7 +58,7 @@ def plan(
     A Reason carries the plan if XLA's form is predicted to be shorter.
     joined: number of neighbouring pairs whose results are summed, a token's; 0 for none.
     """
-    n_rows = math.prod(x.shape[:-1])
+    n_rows = planned_rows(math.prod(x.shape[:-1]))
     few = row_plan(x, w, n_pairs, gated)
     many = tile_plan(x, w, n_pairs, gated)
     plans = [few, many] + ([summed_plan(x, w, n_pairs, joined)] if joined else [])

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
+from pallas_kernels.fixed_sums import planned_rows
 
 WARPS = 8
 BLOCKS = 8  # of a token: the most that every cluster may have
@@ -101,7 +102,7 @@ def route_plan(x: jax.Array, router: jax.Array, static: RouteStatic) -> RoutePla
         return Reason("the GPU has no clusters of blocks")
     if x.dtype != jnp.bfloat16 or router.dtype != jnp.bfloat16:
         return Reason(f"x is {x.dtype} and the router {router.dtype}; the kernel takes bfloat16")
-    if tokens > MOST_TOKENS:
+    if planned_rows(tokens) > MOST_TOKENS:
         return Reason(f"{tokens} tokens; the kernel takes up to {MOST_TOKENS}")
     if d % 8 or n > MOST_EXPERTS or static.k > 32:
         return Reason(f"{static.k} of {n} experts of {d} columns")

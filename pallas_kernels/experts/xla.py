@@ -34,6 +34,7 @@ from pallas_kernels.derivative import is_codes
 from pallas_kernels.experts import predict
 from pallas_kernels.experts.blocks import blocks_of
 from pallas_kernels.experts.predict import XlaForm
+from pallas_kernels.fixed_sums import has_fixed_sums, planned_rows
 from pallas_kernels.matmul.predict import WORD
 from pallas_kernels.matmul.weight_only import dot, float4_values
 from pallas_kernels.qtensor import FLOAT4, QTensor, dequantize
@@ -57,8 +58,8 @@ def sums(
     if isinstance(w, QTensor) and w.unit is not None:
         plain = dataclasses.replace(w, unit=None)
         return sums(x, plain, experts, fan, form) * w.unit[..., 0][experts]
-    n_pairs = experts.shape[0]
-    form = form or predict.shortest_form(w, n_pairs, x.shape[0])
+    n_pairs = planned_rows(experts.shape[0])
+    form = "blocks" if has_fixed_sums() else form or predict.shortest_form(w, n_pairs, x.shape[0])
     elsewhere = functools.partial(
         BY_FORM[form], fan=fan, size=predict.block_rows(n_pairs, w.shape[0]), dtype=x.dtype
     )

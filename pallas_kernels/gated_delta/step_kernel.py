@@ -34,6 +34,7 @@ import jax
 from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
+from pallas_kernels.fixed_sums import planned_rows
 from pallas_kernels.fused_parts import KIND, floats, packed
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.operands import half_reason
@@ -62,7 +63,7 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> DeltaStepPlan | Reason:
     batch, heads, dv = v.shape
     if dv % 128:
         return Reason(f"v has Dv = {dv}, not a multiple of 128")
-    few = batch * heads * dv // 128 <= gpu().sms // 2 and q.shape[-1] > 64
+    few = planned_rows(batch) * heads * dv // 128 <= gpu().sms // 2 and q.shape[-1] > 64
     return DeltaStepPlan(64 if few else 128)
 
 

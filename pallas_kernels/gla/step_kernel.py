@@ -57,6 +57,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
+from pallas_kernels.fixed_sums import planned_rows
 from pallas_kernels.fused_parts import KIND
 from pallas_kernels.gla.head_norm_kernel import gated_norm
 from pallas_kernels.gla.step_registers import (
@@ -94,7 +95,7 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> GlaStepPlan | Reason:
 def divided(batch: int, heads: int, dk: int, dv: int) -> GlaStepPlan:
     """With few heads blocks are narrow, as far as a cluster holds a head, and a lane has all its
     rows in flight at once."""
-    few = batch * heads * dv // 128 <= gpu().sms // 2
+    few = planned_rows(batch) * heads * dv // 128 <= gpu().sms // 2
     columns = 64 if dv % 128 or (few and dv <= 512) else 128
     if dv % 64:
         columns = 32

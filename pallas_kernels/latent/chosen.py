@@ -31,6 +31,7 @@ from pallas_kernels.dispatch import (
     is_empty,
     shortest,
 )
+from pallas_kernels.fixed_sums import planned_rows
 from pallas_kernels.latent.op import LATENT, check_latents
 from pallas_kernels.latent.plan import WIDTH, LatentPlan, microseconds, plans, xla_microseconds
 from pallas_kernels.transform import Op
@@ -129,7 +130,7 @@ def plan(q: jax.Array, cache: jax.Array, chosen: jax.Array) -> ChosenPlan | Reas
     batch, tokens, n, width = q.shape
     if width != WIDTH:
         return Reason(f"q has {width} features; the kernel takes 512 + 64")
-    lists, places = batch * tokens, chosen.shape[2]
+    lists, places = planned_rows(batch * tokens), chosen.shape[2]
     gather_us = 2 * lists * places * 2 * WIDTH / gpu().copy_rate * 1e6  # reads and writes
     return shortest(
         [ChosenPlan(one) for one in plans(1, n, places)],

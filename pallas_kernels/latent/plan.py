@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention.operands import capacity_of
 from pallas_kernels.device import gpu, lacking
 from pallas_kernels.dispatch import Predicted, Reason, shortest
+from pallas_kernels.fixed_sums import planned_capacity, planned_rows
 
 LATENT, WIDTH = 512, 576  # features of a value, and of a key
 MOST_TOKENS = 16  # query tokens of a row
@@ -68,7 +69,7 @@ def plan(q: jax.Array, cache: jax.Array, table: jax.Array | None) -> LatentPlan 
         return Reason(
             f"cache has pages of {cache.shape[1]} tokens; the kernel takes 8, 16, 32 and n * 64"
         )
-    capacity = capacity_of(cache, table)
+    batch, capacity = planned_rows(batch), planned_capacity(capacity_of(cache, table))
     return shortest(
         plans(tokens, n, capacity),
         lambda one: microseconds(one, batch, tokens * n, capacity),

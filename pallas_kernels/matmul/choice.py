@@ -7,6 +7,7 @@ plan and of XLA's form.  The kernel is launched with the chosen plan.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,7 +16,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.cpu import matmul as cpu
 from pallas_kernels.cpu.weight import CpuWeight
-from pallas_kernels.dispatch import Plan, Reason, shortest
+from pallas_kernels.device import lacking
+from pallas_kernels.dispatch import Plan, Reason, named_plan, shortest
+from pallas_kernels.fixed_sums import has_fixed_sums, planned_rows
 from pallas_kernels.matmul import predict
 from pallas_kernels.matmul.call import Around, MatmulCall, Static
 from pallas_kernels.matmul.few_rows import plan as few_rows
@@ -33,8 +36,12 @@ KernelPlan = (
 
 
 def plans(call: MatmulCall) -> list[KernelPlan | Reason]:
-    """Return the plan or reason of every kernel for a call on a GPU."""
-    return [*few_rows.plans(call), mid_rows.plan(call), many_rows.plan(call)]
+    """Return the plan or reason of every kernel for a call on a GPU.
+
+    A kernel of few rows divides K by their number, so fixed sums leave it out.
+    """
+    few = [] if has_fixed_sums() else few_rows.plans(call)
+    return [*few, mid_rows.plan(call), many_rows.plan(call)]
 
 
 def _moves_columns(call: MatmulCall, w: QTensor) -> bool:
@@ -54,8 +61,28 @@ def plan(call: MatmulCall) -> Plan | Reason:
         call.norm is None or call.pending not in (jnp.float32, call.x)
     ):
         return Reason("what is pending is float32 or of x's dtype, and comes before a norm")
+    return _fixed_plan(call) if has_fixed_sums() else _shortest(call)
+
+
+def _shortest(call: MatmulCall) -> KernelPlan | Reason:
     us = functools.partial(predict.kernel_us, call=call)
     return shortest(plans(call), us, functools.partial(predict.xla_us, call))
+
+
+def _fixed_plan(call: MatmulCall) -> KernelPlan | Reason:
+    """Return the weight's one plan, that of ``planned_rows`` rows, with the call's own times.
+
+    Sums of int8 codes are exact, so their kernel takes the tile of the call's rows.
+    """
+    is_exact = call.quantized_x and call.x == jnp.int8 and not (call.low_rank or lacking("wgmma"))
+    is_exact = is_exact and call.codes.dtype == jnp.int8 and call.weight.n_groups == 1
+    rows = call.m if is_exact else planned_rows(call.m)
+    found = _shortest(dataclasses.replace(call, m=rows))
+    plan = named_plan(found) if is_exact else found  # XLA's form multiplies by scales otherwise
+    if not isinstance(plan, KernelPlan):
+        return found
+    us, xla_us = predict.kernel_us(plan, call=call), predict.xla_us(call)
+    return dataclasses.replace(plan, predicted_us=us, xla_us=xla_us)
 
 
 def run(static: Static, x: jax.Array | QTensor, w: Any, around: Around) -> Any:

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.device import lacking
 from pallas_kernels.dispatch import Implementation, Reason, choose_plan
+from pallas_kernels.fixed_sums import planned_rows
 from pallas_kernels.matmul.many_rows.plan import PairTile, gated_tile
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.operands import check
@@ -82,7 +83,7 @@ def gated_matmul(
 
 
 def _plan(x: QTensor, w: QTensor) -> PairTile | Reason:
-    rows, (n, k) = math.prod(x.shape[:-1]), w.shape
+    rows, (n, k) = planned_rows(math.prod(x.shape[:-1])), w.shape
     if reason := lacking("wgmma"):
         return Reason(reason)
     if not x.dtype == w.dtype == _E4M3:

@@ -65,6 +65,7 @@ from pallas_kernels.dispatch import (
     choose_plan,
     is_empty,
 )
+from pallas_kernels.fixed_sums import by_blocks
 from pallas_kernels.matmul import choice, operands
 from pallas_kernels.matmul.call import Around, LowRankTerm, MatmulCall, Static
 from pallas_kernels.matmul.codes import codes, low_rank_sums
@@ -295,10 +296,13 @@ def _product(
         return finish(jnp.zeros((*x.shape[:-1], w.shape[0]), jnp.float32), around.bias, around.out)
     made = chosen(plan, implementation)
     static = Static(around.out, None if plan is None else MatmulCall.around(rows, w, around), plan)
-    if isinstance(rows, QTensor):
-        out = _codes(made, static, rows, w, around.bias, _flat_term(around.low_rank))
-    else:
-        out = _weight_only(made, static, rows, w, around.bias)
+
+    def product(rows: jax.Array | QTensor) -> jax.Array:
+        if isinstance(rows, QTensor):
+            return _codes(made, static, rows, w, around.bias, _flat_term(around.low_rank))
+        return _weight_only(made, static, rows, w, around.bias)
+
+    out = by_blocks(product, rows) if plan is None else product(rows)
     return out.reshape(*x.shape[:-1], w.shape[0])
 
 
@@ -316,7 +320,9 @@ def _with_low_rank(
     """Compute the product, then add the low-rank term."""
     alone = Around(jnp.dtype(jnp.float32), around.bias)
     y = _product(x, w, alone, implementation)
-    return (y + low_rank_sums(*low_rank)).astype(around.out)
+    inner, second = low_rank
+    added = by_blocks(lambda rows: low_rank_sums(rows, second), inner, inner.ndim - 1)
+    return (y + added).astype(around.out)
 
 
 def _prepared_product(
@@ -379,12 +385,13 @@ def _dense(x: jax.Array, w: jax.Array, bias: jax.Array | None, out_dtype: jnp.dt
     """A product with plain weights, by XLA."""
     # Rows are flattened because XLA's matrix-vector code wants a plain 2-D product.  On CPUs
     # ``x @ w.T`` says the same and is slower: a fifth in SmolLM2 on jax 0.10, four times on 0.11.
-    out = lax.dot_general(
-        _flatten(x),
-        w.astype(x.dtype),
-        (((1,), (1,)), ((), ())),
+    product = functools.partial(
+        lax.dot_general,
+        rhs=w.astype(x.dtype),
+        dimension_numbers=(((1,), (1,)), ((), ())),
         precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
     )
+    out = by_blocks(product, _flatten(x))
     if bias is not None:
         out = out + bias.astype(x.dtype)
     return out.reshape(*x.shape[:-1], w.shape[0]).astype(out_dtype)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
+from pallas_kernels.fixed_sums import planned_rows
 
 QMAX = {"s8": 127.0, "e4m3": 448.0}
 KIND = {
@@ -92,7 +93,7 @@ def plan(
     scales = None if weight is None else KIND[weight.dtype.name]
     kinds = KIND[x.dtype.name], KIND[out], scales
     op = RowOp(form, width, *kinds, residual is not None, eps, given=given)
-    rows = x.size // x.shape[-1]
+    rows = planned_rows(x.size // x.shape[-1])
     card = gpu().rows
     if first is not None:
         if first.dtype != x.dtype:

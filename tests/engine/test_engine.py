@@ -537,11 +537,6 @@ def test_options_that_do_not_go_together_are_refused_by_name():
         (lm, {"draft": other}, "draft: other has another tokenizer than tiny-llama"),
         (lm, {"draft": "ngram", "draft_tokens": 16}, "draft_tokens = 16: must be from 0"),
         (lm, {"draft_tokens": 3}, "draft_tokens = 3 needs a draft"),
-        (
-            fixed,
-            {"draft": "ngram", "max_slots": 5},
-            "max_slots = 5: a deterministic engine verifies 32 tokens a pass, 8 of each of at m",
-        ),
         (fixed, {"prefill_rows": 2}, "prefill_rows = 2: must be 1"),
         (fixed, {"page_size": 5}, "page_size = 5: must divide 16, as a deterministic"),
         (fixed, {"cache_tokens": 208}, "cache_tokens = 208: less than 4 slots of 96 tokens"),

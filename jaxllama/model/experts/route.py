@@ -24,6 +24,7 @@ from jaxllama.config import ExpertsConfig
 from jaxllama.typing import Params
 from pallas_kernels.experts.best import best as largest
 from pallas_kernels.experts.op import grouped_matmul
+from pallas_kernels.fixed_sums import by_blocks
 
 Routed = tuple[jax.Array, jax.Array]  # experts and weights, as from ``route``
 
@@ -51,14 +52,16 @@ def router_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None
     x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
 
     def one_product(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), lax.Precision.HIGHEST)
+        contracted = ((1,), (1,)), ((), ())
+        product = lambda x: lax.dot_general(x, weight, contracted, lax.Precision.HIGHEST)  # noqa: E731
+        return by_blocks(product, x)
 
-    def by_blocks(x: jax.Array, weight: jax.Array) -> jax.Array:
+    def as_expert(x: jax.Array, weight: jax.Array) -> jax.Array:
         # In one product of all rows, the rounding of a row would depend on the number of rows.
         only = jnp.zeros((x.shape[0], 1), jnp.int32)
         return grouped_matmul(x, weight[None], only, implementation="xla")[:, 0]
 
-    logits = lax.platform_dependent(x, weight, default=one_product, cpu=by_blocks)
+    logits = lax.platform_dependent(x, weight, default=one_product, cpu=as_expert)
     return logits if bias is None else logits + bias.astype(jnp.float32)
 
 

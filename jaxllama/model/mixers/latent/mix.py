@@ -46,6 +46,7 @@ from pallas_kernels.attention.operands import capacity_of
 from pallas_kernels.attention.plain import rotate
 from pallas_kernels.attention.rope_cache import store, to_cache_basis
 from pallas_kernels.dispatch import own_plan
+from pallas_kernels.fixed_sums import by_blocks, has_fixed_sums
 from pallas_kernels.latent.op import latent_attention, plan
 from pallas_kernels.operands import Columns
 from pallas_kernels.rows.rms_norm import rms_norm
@@ -209,8 +210,8 @@ def of_heads(shapes: str, x: jax.Array, w: jax.Array) -> jax.Array:
         return product(jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))), w)[:, :1]
 
     w = w.astype(x.dtype)
-    if x.shape[0] * x.shape[1] > 1:
-        return product(x, w)
+    if has_fixed_sums() or x.shape[0] * x.shape[1] > 1:
+        return by_blocks(lambda x: product(x, w), x, axes=2)
     # XLA makes a sum of a product of one row, and on a GPU may write its terms to memory first.
     return lax.platform_dependent(x, w, default=product, cuda=of_two)
 

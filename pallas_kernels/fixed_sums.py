@@ -1,0 +1,103 @@
+"""Sums that do not depend on how many rows a call has.
+
+    with fixed_sums(True): ...        each row gets the same bits in calls of any number of rows
+
+Two rules hold within.  Planners plan every call for ``block_rows()`` rows (``planned_rows``), so a
+weight has one plan: one tile of K and one order of sums.  XLA may choose another algorithm for
+another number of rows, so it computes products in blocks of that many rows (``by_blocks``).  The
+choice is made while a function is traced, so a jit needs the flag among its static arguments.
+
+Left out: XLA's attention, norms and samplers, whose sums are a row's own, and cuDNN's attention of
+prompts.  Their shapes still follow the call.  ``docs/concepts/same-bits.md`` says what was compared
+where.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.dispatch import device_of
+
+# Rows of a block, by whether the device is a CPU.  A GPU's products of 512 rows take most of its
+# rate, and their kernels still read the weights at the memory's rate where there are few rows.
+_ROWS = {True: 32, False: 512}
+# Platforms where rows were compared to the bit.  On others ``deterministic`` fixes the shapes of
+# whole programs instead.
+RUN_ON = ("cpu",)
+# Tokens.  Keys are then divided by the length of a row, and not by the cache that it lies in.
+_CAPACITY = 2048
+
+Rows = TypeVar("Rows")
+_fixed: contextvars.ContextVar[bool] = contextvars.ContextVar("_", default=False)
+
+
+@contextlib.contextmanager
+def fixed_sums(on: bool) -> Generator[None, None, None]:
+    """Within, the bits of a row do not depend on the number of rows, if ``on``."""
+    token = _fixed.set(on)
+    try:
+        yield
+    finally:
+        _fixed.reset(token)
+
+
+def fixes_sums() -> bool:
+    """Return whether a deterministic model has fixed sums on the device where new arrays go."""
+    return device_of(()).platform in RUN_ON
+
+
+def has_fixed_sums() -> bool:
+    """Whether this is traced within ``fixed_sums(True)``."""
+    return _fixed.get()
+
+
+def block_rows() -> int:
+    """Return the rows of a block on the device on which new arrays are placed."""
+    return _ROWS[device_of(()).platform == "cpu"]
+
+
+def planned_rows(rows: int) -> int:
+    """Return the number of rows for which a kernel is planned in a call of ``rows`` rows."""
+    return block_rows() if _fixed.get() else rows
+
+
+def planned_capacity(tokens: int) -> int:
+    """Return the length of a row's cache for which attention to ``tokens`` tokens is planned."""
+    return _CAPACITY if _fixed.get() else tokens
+
+
+def by_blocks(product: Callable[[Rows], jax.Array], x: Rows, axes: int = 1) -> jax.Array:
+    """Return ``product(x)``, where the sums are fixed block by block, the last one padded.
+
+    x: a pytree of arrays whose first ``axes`` axes are the rows, and of scalars, which all blocks
+    read. With several axes a block's arrays keep them: all but the first have size 1.
+    """
+    if not _fixed.get():
+        return product(x)
+    leaves, tree = jax.tree.flatten(x)
+    lead = next(leaf.shape[:axes] for leaf in leaves if leaf.ndim)
+    rows, size, ones = math.prod(lead), block_rows(), (1,) * (axes - 1)
+    count = -(-rows // size)
+
+    def blocks_of(leaf: jax.Array) -> jax.Array:
+        inner = leaf.shape[axes:]
+        padding = [(0, count * size - rows), *[(0, 0)] * len(inner)]
+        return jnp.pad(leaf.reshape(rows, *inner), padding).reshape(count, size, *ones, *inner)
+
+    def one(block: list[jax.Array]) -> jax.Array:
+        parts = iter(block)
+        return product(tree.unflatten([next(parts) if leaf.ndim else leaf for leaf in leaves]))
+
+    blocks = [blocks_of(leaf) for leaf in leaves if leaf.ndim]
+    # A CUDA graph has no loop that stacks results, so one block is no loop.
+    out = one([leaf[0] for leaf in blocks]) if count == 1 else lax.map(one, blocks)
+    inner = out.shape[axes + (count > 1) :]
+    return out.reshape(count * size, *inner)[:rows].reshape(*lead, *inner)
