@@ -1,9 +1,11 @@
-"""Guarded reading of files that strangers wrote: a model's folder, an adapter, a GGUF file.
+"""Guarded reading of files that strangers wrote, and writing of files whole or not at all.
 
     with opened(path) as file: ...          a regular file, or a JaxLlamaError of one line
     read_text(path, TEMPLATE)               its text, up to a size
     read_json(path, SETTINGS)               its JSON object, up to a size, a depth and digits
     parse_json(raw, what)                   the same of bytes
+    with whole_file(path) as file: ...      a file that gets its name when it is complete
+    with whole_folder(path) as scratch: ... the same of a folder
 
 A pipe, a device or a folder in a file's place is refused before anything is read, so nothing waits
 for a writer or reads for ever. Files that a user names as an option (texts, TOML) are the user's
@@ -12,12 +14,17 @@ own and may be pipes; they are read elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
 import os
+import shutil
 import stat
+import tempfile
+from collections.abc import Generator
 from pathlib import Path
+from typing import BinaryIO
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import JsonObject
@@ -50,6 +57,44 @@ def opened(path: str | Path) -> io.FileIO:
         why = os.strerror(errno.EISDIR) if stat.S_ISDIR(mode) else "no regular file"
         raise JaxLlamaError(f"{path}: {why}")
     return io.FileIO(descriptor)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Generator[BinaryIO]:
+    """Open ``path`` for writing under the name ``part_of(path)``, which an error removes."""
+    part = part_of(path)
+    try:
+        with open(part, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file of UTF-8 text whole or not at all."""
+    with whole_file(path) as file:
+        file.write(text.encode())
+
+
+def part_of(path: Path) -> Path:
+    """Return the name of a file that is not complete. A process that was killed leaves it."""
+    return path.with_name(f".{path.name}.part")
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Generator[Path]:
+    """Make an empty folder beside ``path``, whose name it then gets. An error removes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        yield scratch
+        scratch.chmod(0o755)
+        os.replace(scratch, path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def exists(path: Path) -> bool:

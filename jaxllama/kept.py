@@ -4,6 +4,7 @@
     programs.call(key, function, arguments, cfg, static)     the result of ``function``
     programs.wait()                     until the first calls' programs are ready
     folder, digest, read, keep          the files, which an engine's programs have too
+    trim()                              returns the C library's free memory to the system
 
 jax's cache finds a compiled program by its lowered text. A process must therefore trace and lower a
 program before it finds it there: 0.4 s for a model of 30 layers, before its first token. A kept
@@ -17,6 +18,7 @@ Left out: GPUs, meshes, and models of few layers, whose tracing takes little tim
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import hashlib
 import os
@@ -95,6 +97,8 @@ class KeptPrograms:
             with collector_paused():
                 lowered = function.lower(*before, *arguments, **static)
             compiled = _compiled(lowered)
+            del lowered
+            trim()
             program = self._made[name] = Future()
             program.set_result(compiled)
             if self._path is not None:
@@ -160,6 +164,12 @@ def collector_paused() -> Generator[None]:
     finally:
         if is_enabled:
             gc.enable()
+
+
+def trim() -> None:
+    """Return the C library's free memory to the system; loading and compiling leave much of it."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:

@@ -43,7 +43,7 @@ from jaxllama.config import ModelConfig, load_config, preset_names, preset_sampl
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError, SpeedWarning, WeightWarning
 from jaxllama.files import exists
-from jaxllama.kept import LEAST_LAYERS, KeptPrograms
+from jaxllama.kept import LEAST_LAYERS, KeptPrograms, trim
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import lora
 from jaxllama.model.cache import default_dtype
@@ -202,6 +202,7 @@ def load(
         lm = dataclasses.replace(lm, params=params, adapters=names)
     if lm.programs is not None:
         lm.programs.wait()
+        trim()
     return lm if layers is None else lm.first_layers(layers)
 
 

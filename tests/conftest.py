@@ -19,6 +19,8 @@ time is tracing, lowering and compiling, so a new test shares a model, shapes an
 neighbours, or computes its reference in numpy. Models of one layer are enough where layers are
 alike. Eager jax costs 20 to 30 ms for each shape and op: ``jnp.asarray(x, dtype)`` (``as_jax``
 costs nothing), ``jnp.ones``, slices and sums of jax's arrays, ``np.max`` of one (numpy asks jax).
+Each worker collects all files: none calls jax when it is imported, and large libraries that few
+tests need are ``cases.on_demand``.
 jax's compilation cache keeps programs between runs, in ``jaxllama/tests`` of the cache folder: a
 second run takes 40% less CPU time, and a first one 1% more. Optimizing passes and programs shared
 between modules were measured: neither changes the time by more than a few percent.

@@ -152,3 +152,18 @@ def test_a_file_s_name_may_be_anything(tmp_path: Path) -> None:
         assert not files.exists(tmp_path / name)
         with pytest.raises(JaxLlamaError, match="null byte|too long"):
             files.read(tmp_path / name, 10)
+
+
+def test_a_file_and_a_folder_appear_whole_or_not_at_all(tmp_path):
+    files.write_text(tmp_path / "a", "old")
+    with pytest.raises(KeyError), files.whole_file(tmp_path / "a") as file:
+        file.write(b"new")
+        raise KeyError
+    with pytest.raises(KeyError), files.whole_folder(tmp_path / "b" / "c") as scratch:
+        (scratch / "d").write_text("e")
+        raise KeyError
+    assert (tmp_path / "a").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b"]
+    with files.whole_folder(tmp_path / "b" / "c") as scratch:
+        files.write_text(scratch / "d", "e")
+    assert (tmp_path / "b" / "c" / "d").read_text() == "e"

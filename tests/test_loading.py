@@ -33,6 +33,7 @@ from jaxllama.generation import prefill
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import decoder
 from jaxllama.model.cache import init_cache
+from jaxllama.model.layout import handles
 from jaxllama.placement import Placement
 from jaxllama.quantization import random_params
 from jaxllama.quantization.quantize import quantize_params
@@ -319,6 +320,27 @@ def test_a_start_imports_neither_flax_nor_what_other_models_need() -> None:
     ours = ("jaxllama.offload", "jaxllama.quantization.quantize", "jaxllama.model.flax_state")
     for name in ("flax", "optax", "llvmlite", "gguf", "jax.extend", *ours):
         assert f"'{name}'" not in out
+
+
+def test_a_cpus_first_call_imports_no_gpu_kernel() -> None:
+    """Pallas Mosaic GPU would be a tenth of the CPU time of a process's first text."""
+    program = """
+        import sys
+        import jax, jax.numpy as jnp
+        import jaxllama as jl
+        from jaxllama.model.layout import handles, lay_out
+        from tests.helpers.models import LLAMA
+        cfg = LLAMA.replace(n_layers=1, layer_types=("attention",), head_dim=64)
+        params = lay_out(jl.quantize_params(jl.init_params(cfg, jax.random.key(0)), "w8a16"))
+        cache = jl.init_cache(cfg, 1, 8)
+        prompt = jnp.ones((1, 5), jnp.int32), jnp.array([5], jnp.int32)
+        jax.eval_shape(lambda *prompt: jl.prefill(cfg, params, *prompt, cache), *prompt)
+        jl.decode_step.trace(cfg, params, prompt[1], cache)
+        print(handles(jnp.float32), "jax.experimental.mosaic" in sys.modules)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert result.stdout.split() == [str(handles(jnp.float32)), "False"]
 
 
 def test_layers_that_are_alike_are_traced_once(monkeypatch) -> None:

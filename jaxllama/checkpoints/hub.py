@@ -37,6 +37,7 @@ from pathlib import Path
 
 from jaxllama.config import preset_names
 from jaxllama.errors import JaxLlamaError
+from jaxllama.files import one_line
 from jaxllama.progress import working, write
 from jaxllama.typing import JsonObject
 
@@ -385,7 +386,7 @@ def _from_hub(repo: str, revision: str | None, progress: bool) -> Path:
             path = Path(snapshot_download(repo, local_files_only=True, **files))
         except Exception:
             raise JaxLlamaError(
-                f"{name}: cannot be had from the hub ({type(error).__name__}: {_one_line(error)}) "
+                f"{name}: cannot be had from the hub ({type(error).__name__}: {one_line(error)}) "
                 "and is not in the hub's local cache; check the name, the network and "
                 "HF_HUB_OFFLINE, log in if the repository is gated, or give a local directory"
             ) from None
@@ -398,7 +399,3 @@ def _from_hub(repo: str, revision: str | None, progress: bool) -> Path:
             "only safetensors repositories are read"
         )
     return path
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -18,10 +18,7 @@ Source: the files of ``peft``; scales and patterns as in its ``tuners/lora``.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +30,7 @@ from jaxllama.checkpoints.name_patterns import first_fitting
 from jaxllama.checkpoints.safetensors import FLOATS, SafetensorsFile, write
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.files import ADAPTER, read_json, short
+from jaxllama.files import ADAPTER, read_json, short, whole_folder
 from jaxllama.model.param import TensorSource, piece_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -269,15 +266,9 @@ def save(
         for part, factor in zip(("A.weight", "B.weight", "magnitude_vector"), parts, strict=False)
     }
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-        try:
+        with whole_folder(directory) as scratch:
             heads = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
             write(scratch / WEIGHTS, heads, iter(tensors.values()))
             (scratch / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            scratch.chmod(0o755)
-            os.replace(scratch, directory)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
         raise JaxLlamaError(f"{error.filename or directory}: {error.strerror or error}") from None

@@ -10,7 +10,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 from jaxllama.cli import common, serve
-from jaxllama.cli.domains import COUNT, OutFile, Parser, text_file
+from jaxllama.cli.domains import COUNT, OutFile, Parser, add_value, text_file
 from jaxllama.errors import JaxLlamaError
 
 if TYPE_CHECKING:
@@ -35,12 +35,7 @@ def options(sub: Parser) -> None:
     common.adapter_options(sub, '; requests choose it as "model:NAME"; may be repeated')
     common.cache_options(sub, "--prefill-chunk")
     serve.ray_options(sub)
-    sub.add_argument(
-        "--replicas",
-        type=COUNT,
-        metavar="N",
-        help="with --ray: engines on the cluster (default 1)",
-    )
+    add_value(sub, "--replicas", COUNT, "N", "with --ray: engines on the cluster (default 1)")
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ from jaxllama.cli.domains import (
     Bad,
     Number,
     Parser,
+    add_list,
+    add_value,
     api_key,
     filled,
     out_folder,
@@ -31,27 +33,9 @@ HELP = "Measure decode, prefill, time to first token and memory."
 
 def options(sub: Parser) -> None:
     sub.add_argument("--batch", type=COUNT, default=1, metavar="N", help="rows at once")
-    sub.add_argument(
-        "--prompt-tokens",
-        type=COUNT,
-        default=512,
-        metavar="N",
-        help="length of the prefill (default %(default)s)",
-    )
-    sub.add_argument(
-        "--new-tokens",
-        type=Number(least=2),
-        default=64,
-        metavar="N",
-        help="length of the decode (default %(default)s)",
-    )
-    sub.add_argument(
-        "--runs",
-        type=COUNT,
-        default=5,
-        metavar="N",
-        help="runs; medians are printed (default %(default)s)",
-    )
+    add_value(sub, "--prompt-tokens", COUNT, "N", "length of the prefill", default=512)
+    add_value(sub, "--new-tokens", Number(least=2), "N", "length of the decode", default=64)
+    add_value(sub, "--runs", COUNT, "N", "runs; medians are printed", default=5)
     sub.add_argument(
         "--context",
         type=Number(least=5),
@@ -59,9 +43,7 @@ def options(sub: Parser) -> None:
         metavar="N",
         help="tokens that each row holds when decoding begins",
     )
-    sub.add_argument(
-        "--trace", type=out_folder, metavar="DIR", help="profile one step and write its trace there"
-    )
+    add_value(sub, "--trace", out_folder, "DIR", "profile one step and write its trace there")
     sub.add_argument(
         "--where",
         choices=("decode", "prefill"),
@@ -191,21 +173,11 @@ def serve_options(sub: Parser) -> None:
         default="http://127.0.0.1:8000",
         help="the server's address (default %(default)s)",
     )
-    sub.add_argument(
-        "--model",
-        type=filled,
-        metavar="NAME",
-        help="one of its models (default: the first that it lists)",
+    add_value(
+        sub, "--model", filled, "NAME", "one of its models (default: the first that it lists)"
     )
-    sub.add_argument(
-        "--api-key",
-        type=api_key,
-        metavar="KEY",
-        help="key of the server (default $JAXLLAMA_API_KEY)",
-    )
-    sub.add_argument(
-        "--requests", type=COUNT, default=100, metavar="N", help="how many (default %(default)s)"
-    )
+    add_value(sub, "--api-key", api_key, "KEY", "key of the server (default $JAXLLAMA_API_KEY)")
+    add_value(sub, "--requests", COUNT, "N", "how many", default=100)
     sub.add_argument(
         "--rate",
         type=Number(float, 0, above=True),
@@ -213,21 +185,9 @@ def serve_options(sub: Parser) -> None:
         metavar="R",
         help="Poisson arrivals a second (default: all at once)",
     )
-    sub.add_argument(
-        "--concurrency",
-        type=COUNT,
-        default=64,
-        metavar="N",
-        help="connections at once (default %(default)s)",
-    )
+    add_value(sub, "--concurrency", COUNT, "N", "connections at once", default=64)
     for kind in ("prompt", "new"):
-        sub.add_argument(
-            f"--{kind}-tokens",
-            type=length,
-            default="128",
-            metavar="LENGTH",
-            help="N, LOW:HIGH or ~MEAN (default %(default)s)",
-        )
+        add_value(sub, f"--{kind}-tokens", length, "LENGTH", "N, LOW:HIGH or ~MEAN", default="128")
     sub.add_argument(
         "--lengths",
         type=text_file,
@@ -241,13 +201,7 @@ def serve_options(sub: Parser) -> None:
         metavar="N",
         help="tokens that all requests begin with (default %(default)s)",
     )
-    sub.add_argument(
-        "--prefixes",
-        type=COUNT,
-        default=1,
-        metavar="N",
-        help="different beginnings (default %(default)s)",
-    )
+    add_value(sub, "--prefixes", COUNT, "N", "different beginnings", default=1)
     sub.add_argument(
         "--turns",
         type=COUNT,
@@ -255,21 +209,10 @@ def serve_options(sub: Parser) -> None:
         metavar="N",
         help="turns of each conversation; a turn repeats the earlier ones (default %(default)s)",
     )
-    sub.add_argument(
-        "--goodput",
-        action="append",
-        type=goodput,
-        default=[],
-        metavar="KEY=SECONDS",
-        help="limits of ttft, tpot, e2e; may be given again",
+    add_list(
+        sub, "--goodput", goodput, "KEY=SECONDS", "limits of ttft, tpot, e2e; may be given again"
     )
-    sub.add_argument(
-        "--seed",
-        type=SEED,
-        default=0,
-        metavar="N",
-        help="seed of prompts and lengths (default %(default)s)",
-    )
+    add_value(sub, "--seed", SEED, "N", "seed of prompts and lengths", default=0)
     common.json_option(sub)
 
 

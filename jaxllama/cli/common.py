@@ -14,9 +14,21 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
-from jaxllama.cli.domains import COUNT, SEED, SHARE, Number, Parser, filled, pair, refusing
+from jaxllama.cli.domains import (
+    COUNT,
+    SEED,
+    SHARE,
+    Number,
+    OptionGroup,
+    Parser,
+    add_list,
+    add_value,
+    filled,
+    pair,
+    refusing,
+)
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import JsonObject, Options
 
@@ -27,12 +39,6 @@ if TYPE_CHECKING:
     from jaxllama.language_model import LanguageModel
     from jaxllama.model.eagle3 import Drafter
     from jaxllama.offload.policy import Policy
-
-
-class OptionGroup(Protocol):
-    """A parser, or a group of its options."""
-
-    def add_argument(self, *names: str, **options: Any) -> argparse.Action: ...
 
 
 MODEL = "smollm2-135m"
@@ -71,9 +77,7 @@ def source_options(sub: Parser, default: str | None = MODEL) -> OptionGroup:
         action="store_true",
         help="random weights of the preset's shape: nothing is fetched",
     )
-    group.add_argument(
-        "--revision", type=filled, metavar="NAME", help="branch, tag or commit of --model, a hub id"
-    )
+    add_value(group, "--revision", filled, "NAME", "branch, tag or commit of --model, a hub id")
     return group
 
 
@@ -130,14 +134,7 @@ def parse_adapter(text: str) -> tuple[str, str]:
 
 
 def adapter_options(sub: Parser, text: str = "") -> None:
-    sub.add_argument(
-        "--adapter",
-        action="append",
-        type=parse_adapter,
-        default=[],
-        metavar="NAME=DIR",
-        help=f"a LoRA adapter as PEFT writes it{text}",
-    )
+    add_list(sub, "--adapter", parse_adapter, "NAME=DIR", f"a LoRA adapter as PEFT writes it{text}")
     sub.add_argument(
         "--merge", action="store_true", help="add the adapter to the weights while loading"
     )
@@ -397,28 +394,16 @@ def parse_logit_bias(text: str) -> tuple[int, float]:
 def sampling_options(sub: Parser, max_new_tokens: int, default: str) -> None:
     """Add the options of sampling. default: a sentence about options that are not given."""
     group = sub.add_argument_group("sampling", default)
-    group.add_argument(
-        "--max-new-tokens",
-        type=COUNT,
-        default=max_new_tokens,
-        metavar="N",
-        help="most tokens of an answer (default %(default)s)",
+    add_value(
+        group, "--max-new-tokens", COUNT, "N", "most tokens of an answer", default=max_new_tokens
     )
-    group.add_argument("--temperature", type=Number(float, 0, 100), metavar="T", help="0 is greedy")
-    group.add_argument(
-        "--top-k",
-        type=Number(least=0),
-        metavar="K",
-        help="draw from the K most likely tokens; 0 is off",
+    add_value(group, "--temperature", Number(float, 0, 100), "T", "0 is greedy")
+    add_value(
+        group, "--top-k", Number(least=0), "K", "draw from the K most likely tokens; 0 is off"
     )
-    group.add_argument(
-        "--top-p", type=SHARE, metavar="P", help="draw from the smallest set of this probability"
-    )
-    group.add_argument(
-        "--min-p",
-        type=Number(float, 0, 1),
-        metavar="P",
-        help="drop tokens below this share of the best one",
+    add_value(group, "--top-p", SHARE, "P", "draw from the smallest set of this probability")
+    add_value(
+        group, "--min-p", Number(float, 0, 1), "P", "drop tokens below this share of the best one"
     )
     group.add_argument(
         "--repetition-penalty",
@@ -432,12 +417,7 @@ def sampling_options(sub: Parser, max_new_tokens: int, default: str) -> None:
         metavar="X",
         help="for every occurrence in the output",
     )
-    group.add_argument(
-        "--presence-penalty",
-        type=Number(float, -2, 2),
-        metavar="X",
-        help="for tokens of the output",
-    )
+    add_value(group, "--presence-penalty", Number(float, -2, 2), "X", "for tokens of the output")
     group.add_argument(
         "--logit-bias",
         action="append",
@@ -446,7 +426,7 @@ def sampling_options(sub: Parser, max_new_tokens: int, default: str) -> None:
         metavar="ID=X",
         help="add X to a token's logit; may be given again",
     )
-    group.add_argument("--seed", type=SEED, metavar="N", help="seed of the sampling (default 0)")
+    add_value(group, "--seed", SEED, "N", "seed of the sampling (default 0)")
 
 
 _SAMPLING = (

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxllama.cli import common
-from jaxllama.cli.domains import Parser, filled, text_file
+from jaxllama.cli.domains import Parser, add_value, filled, text_file
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import Options
 
@@ -29,12 +29,8 @@ _EXCLUDED = ("stream", "draft", "policy", "hosts")
 
 def options(sub: Parser) -> None:
     form = sub.add_mutually_exclusive_group()
-    form.add_argument(
-        "--json-schema", type=text_file, metavar="FILE", help="answers are JSON of this schema"
-    )
-    form.add_argument(
-        "--regex", type=filled, metavar="REGEX", help="answers match this regular expression"
-    )
+    add_value(form, "--json-schema", text_file, "FILE", "answers are JSON of this schema")
+    add_value(form, "--regex", filled, "REGEX", "answers match this regular expression")
 
 
 def grammar(args: argparse.Namespace) -> Grammar | None:

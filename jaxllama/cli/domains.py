@@ -2,6 +2,7 @@
 
     Parser                      argparse's parser, whose errors are JaxLlamaErrors
     Number, OutFile, filled...  domains, used as an option's ``type``
+    add_value, add_list         options with a value, with a list of values
 
 Contract: an option's ``type`` (or ``choices``) is its domain. An invalid word is refused here,
 while the words are read. Only checks that depend on other options, the model or the machine are
@@ -22,7 +23,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from jaxllama import extras
 from jaxllama.errors import JaxLlamaError
@@ -81,6 +82,32 @@ class Parser(argparse.ArgumentParser):
             if action.help != argparse.SUPPRESS
             for text in action.option_strings
         ]
+
+
+class OptionGroup(Protocol):
+    """A parser, or a group of its options."""
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action: ...
+
+
+def add_value(
+    group: OptionGroup,
+    name: str,
+    read: Callable[[str], object],
+    unit: str,
+    help: str,
+    default: object = None,
+) -> None:
+    """Add an option with a value that ``read`` reads. The help shows a default."""
+    shown = "" if default is None else " (default %(default)s)"
+    group.add_argument(name, type=read, metavar=unit, help=help + shown, default=default)
+
+
+def add_list(
+    group: OptionGroup, name: str, read: Callable[[str], object], unit: str, help: str
+) -> None:
+    """Add an option that may be given several times; its value is a list."""
+    group.add_argument(name, type=read, metavar=unit, help=help, action="append", default=[])
 
 
 class Bad(argparse.ArgumentTypeError):

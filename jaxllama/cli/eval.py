@@ -12,6 +12,8 @@ from jaxllama.cli.domains import (
     Number,
     OutFile,
     Parser,
+    add_list,
+    add_value,
     filled,
     state_folder,
     text_input,
@@ -25,12 +27,9 @@ HELP = "Perplexity of a text, and the distance to a reference."
 
 def options(sub: Parser) -> None:
     source = sub.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", type=text_input, metavar="FILE", help="UTF-8 text")
-    source.add_argument(
-        "--texts",
-        type=texts_folder,
-        metavar="DIR",
-        help="folder of .txt files; prints a line for each",
+    add_value(source, "--text", text_input, "FILE", "UTF-8 text")
+    add_value(
+        source, "--texts", texts_folder, "DIR", "folder of .txt files; prints a line for each"
     )
     source.add_argument(
         "--replay",
@@ -38,14 +37,7 @@ def options(sub: Parser) -> None:
         metavar="DIR",
         help="state folder of an evaluation by lm-eval or inspect-ai: its answers, made again",
     )
-    sub.add_argument(
-        "--id",
-        action="append",
-        type=filled,
-        default=[],
-        metavar="ID",
-        help="with --replay: only this answer; may be given again",
-    )
+    add_list(sub, "--id", filled, "ID", "with --replay: only this answer; may be given again")
     sub.add_argument(
         "--report",
         type=OutFile((".json", ".png")),
@@ -60,12 +52,7 @@ def options(sub: Parser) -> None:
         metavar="N",
         help="tokens scored together (default 512, or the context)",
     )
-    sub.add_argument(
-        "--stride",
-        type=COUNT,
-        metavar="N",
-        help="tokens from window to window (default window - 1)",
-    )
+    add_value(sub, "--stride", COUNT, "N", "tokens from window to window (default window - 1)")
     sub.add_argument(
         "--reference",
         type=filled,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jaxllama.cli import chat, common, constrained
-from jaxllama.cli.domains import Parser, filled, text_input
+from jaxllama.cli.domains import Parser, add_list, add_value, filled, text_input
 from jaxllama.config import preset_names
 from jaxllama.errors import JaxLlamaError
 from jaxllama.progress import Working, working
@@ -28,12 +28,7 @@ HELP = "Continue one or many prompts."
 
 def options(sub: Parser) -> None:
     sub.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue")
-    sub.add_argument(
-        "--file",
-        type=text_input,
-        metavar="TXT",
-        help="prompts, one per line; - is the standard input",
-    )
+    add_value(sub, "--file", text_input, "TXT", "prompts, one per line; - is the standard input")
     sub.add_argument(
         "--split",
         choices=("lines", "jsonl", "none"),
@@ -49,14 +44,7 @@ def options(sub: Parser) -> None:
         help="each prompt is a user's message, in the model's template",
     )
     common.chat_option(sub)
-    sub.add_argument(
-        "--stop",
-        action="append",
-        type=filled,
-        default=[],
-        metavar="TEXT",
-        help="end before this text; may be given again",
-    )
+    add_list(sub, "--stop", filled, "TEXT", "end before this text; may be given again")
     constrained.options(sub)
     common.hosts_options(sub)
     common.json_option(sub)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from jaxllama.cli import common
-from jaxllama.cli.domains import COUNT, Number, OutFile, Parser, text_file
+from jaxllama.cli.domains import COUNT, Number, OutFile, Parser, add_value, text_file
 from jaxllama.errors import JaxLlamaError
 from jaxllama.progress import working
 
@@ -13,32 +13,18 @@ HELP = "Solve for the offloading policy, and measure what it predicts."
 
 
 def options(sub: Parser) -> None:
-    sub.add_argument(
-        "--batch", type=COUNT, default=8, metavar="N", help="rows (default %(default)s)"
-    )
-    sub.add_argument(
-        "--prompt-tokens", type=COUNT, default=512, metavar="N", help="a row (default %(default)s)"
-    )
-    sub.add_argument(
-        "--new-tokens",
-        type=Number(least=3),
-        default=32,
-        metavar="N",
-        help="a row (default %(default)s)",
-    )
+    add_value(sub, "--batch", COUNT, "N", "rows", default=8)
+    add_value(sub, "--prompt-tokens", COUNT, "N", "a row", default=512)
+    add_value(sub, "--new-tokens", Number(least=3), "N", "a row", default=32)
     for tier in ("device", "host", "disk"):
-        sub.add_argument(
+        add_value(
+            sub,
             f"--{tier}-gb",
-            type=Number(float, 0, 1e9),
-            metavar="X",
-            help=f"gigabytes of {tier} memory to use (default: all)",
+            Number(float, 0, 1e9),
+            "X",
+            f"gigabytes of {tier} memory to use (default: all)",
         )
-    sub.add_argument(
-        "--timeline",
-        type=OutFile((".png", ".svg", ".pdf")),
-        metavar="PNG",
-        help="a picture of one step",
-    )
+    add_value(sub, "--timeline", OutFile((".png", ".svg", ".pdf")), "PNG", "a picture of one step")
     use = sub.add_mutually_exclusive_group()
     use.add_argument(
         "--calibrate",

@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 
 from jaxllama.cli import common
-from jaxllama.cli.domains import Number, OutFile, Parser, new_folder, refusing, text_input
+from jaxllama.cli.domains import (
+    Number,
+    OutFile,
+    Parser,
+    add_value,
+    new_folder,
+    refusing,
+    text_input,
+)
 
 METHODS = ("rtn", "awq", "gptq", "smoothquant")
 FORMATS = ("native", "awq", "gptq", "compressed-tensors", "fp8", "modelopt", "mxfp4", "gguf")
@@ -49,12 +57,7 @@ def options(sub: Parser) -> None:
         help="native holds every scheme, and only jaxllama reads it; transformers, "
         "llama.cpp (gguf) and others read the rest (default %(default)s)",
     )
-    sub.add_argument(
-        "--calibration",
-        type=text_input,
-        metavar="FILE",
-        help="UTF-8 text (default: a packaged one)",
-    )
+    add_value(sub, "--calibration", text_input, "FILE", "UTF-8 text (default: a packaged one)")
     sub.add_argument(
         "--samples",
         type=Number(int, 0),
@@ -62,13 +65,7 @@ def options(sub: Parser) -> None:
         help="windows of the text to use; 0, the default of rtn without --report or "
         "--calibration, measures no errors (default 32)",
     )
-    sub.add_argument(
-        "--window",
-        type=Number(least=2),
-        default=512,
-        metavar="N",
-        help="tokens of a window (default %(default)s)",
-    )
+    add_value(sub, "--window", Number(least=2), "N", "tokens of a window", default=512)
     sub.add_argument(
         "--tune",
         type=Number(int, 0),

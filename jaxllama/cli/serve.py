@@ -15,6 +15,7 @@ from jaxllama.cli.domains import (
     POSITIVE,
     Number,
     Parser,
+    add_value,
     api_key,
     filled,
     json_table,
@@ -60,14 +61,15 @@ def declared_option(group: common.OptionGroup, option: Option) -> None:
         return
     default = "" if option.default is None else f" (default {option.default})"
     if option.kind is str:
-        group.add_argument(f"--{flag}", type=out_folder, metavar="DIR", help=option.text)
+        add_value(group, f"--{flag}", out_folder, "DIR", option.text)
         return
     is_float = option.kind is float
-    group.add_argument(
+    add_value(
+        group,
         f"--{flag}",
-        type=Number(option.kind, option.least, option.most, above=is_float),
-        metavar=option.unit if is_float else "N",
-        help=f"{option.text}{default}",
+        Number(option.kind, option.least, option.most, above=is_float),
+        option.unit if is_float else "N",
+        f"{option.text}{default}",
     )
 
 
@@ -119,11 +121,8 @@ def ray_options(sub: Parser) -> None:
         metavar="ADDRESS",
         help="address of the cluster's head node, auto for the cluster of this host",
     )
-    group.add_argument(
-        "--max-replicas",
-        type=COUNT,
-        metavar="N",
-        help="with --ray: engines by load, from --replicas to N",
+    add_value(
+        group, "--max-replicas", COUNT, "N", "with --ray: engines by load, from --replicas to N"
     )
 
 
@@ -162,20 +161,8 @@ def options(sub: Parser) -> None:
         help="with several models: end a model that was not used for so long (default never)",
     )
     sub.add_argument("--host", type=filled, default="127.0.0.1", help="(default %(default)s)")
-    sub.add_argument(
-        "--port",
-        type=Number(int, 0, 65535),
-        default=8000,
-        metavar="N",
-        help="port; 0 takes a free one (default %(default)s)",
-    )
-    sub.add_argument(
-        "--api-servers",
-        type=COUNT,
-        default=1,
-        metavar="N",
-        help="processes for HTTP beside the engine (default %(default)s)",
-    )
+    add_value(sub, "--port", Number(int, 0, 65535), "N", "port; 0 takes a free one", default=8000)
+    add_value(sub, "--api-servers", COUNT, "N", "processes for HTTP beside the engine", default=1)
     sub.add_argument(
         "--replicas",
         type=COUNT,
@@ -246,15 +233,8 @@ def options(sub: Parser) -> None:
         "may be repeated (default any, but on a local address without --api-key "
         "local names only)",
     )
-    sub.add_argument(
-        "--ssl-certfile", type=text_file, metavar="FILE", help="certificate chain (PEM), for HTTPS"
-    )
-    sub.add_argument(
-        "--ssl-keyfile",
-        type=text_file,
-        metavar="FILE",
-        help="its private key (PEM), without password",
-    )
+    add_value(sub, "--ssl-certfile", text_file, "FILE", "certificate chain (PEM), for HTTPS")
+    add_value(sub, "--ssl-keyfile", text_file, "FILE", "its private key (PEM), without password")
     sub.add_argument(
         "--otlp-traces-endpoint",
         type=filled,

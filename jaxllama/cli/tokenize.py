@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from jaxllama.cli import common
-from jaxllama.cli.domains import Parser, filled, new_folder, text_file
+from jaxllama.cli.domains import Parser, add_value, filled, new_folder, text_file
 
 HELP = "Make a token file of texts, for train."
 
@@ -15,12 +15,8 @@ def options(sub: Parser) -> None:
         "texts", nargs="+", type=text_file, metavar="TXT", help="UTF-8 text, a document"
     )
     sub.add_argument("--out", type=new_folder, required=True, metavar="DIR", help="folder to write")
-    sub.add_argument(
-        "--tokenizer",
-        type=filled,
-        default=common.MODEL,
-        metavar="NAME",
-        help="a model's tokenizer, or bytes (default %(default)s)",
+    add_value(
+        sub, "--tokenizer", filled, "NAME", "a model's tokenizer, or bytes", default=common.MODEL
     )
     common.json_option(sub)
 

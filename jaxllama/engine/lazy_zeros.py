@@ -1,7 +1,6 @@
 """Zero arrays that take memory only as they are written (Linux, CPU).
 
     zeros(shape)         an array whose pages the system backs on first write
-    trim()               returns the C library's free memory to the system
 
 An empty cache is an array of zeros, and writing the zeros makes the system back all of it: 1 GiB
 beside a model of 98 MB. ``zeros`` gives those pages back. The system reads such pages as zeros, so
@@ -33,9 +32,3 @@ def zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
         size = (begin + array.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
         madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), ctypes.c_int(advice))
     return array
-
-
-def trim() -> None:
-    """Return the C library's free memory to the system; compiling leaves much of it."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

@@ -32,7 +32,7 @@ from jaxllama.engine.tier_files import TierFiles
 from jaxllama.engine.tiers import Tiers
 from jaxllama.engine.transfers import Arrived, OnDevice, Transfers
 from jaxllama.executors.executor import DraftSource
-from jaxllama.kept import folder
+from jaxllama.kept import folder, trim
 from jaxllama.model.decoder import activation_dtype
 from jaxllama.model.lora import for_rows
 from jaxllama.model.mixers.common import LayerState
@@ -433,7 +433,7 @@ class Runner:
         for call in calls:
             self._thread.submit(self._run_idle, call).result()
         jax.block_until_ready(self.slots)
-        lazy_zeros.trim()
+        trim()
 
     def warm_up_behind(self, is_busy: Callable[[], bool]) -> None:
         """Compile and run the programs of a first request; a thread does the same for the others.
@@ -453,7 +453,7 @@ class Runner:
         for key in list(wanted)[:n]:
             run(key).result()
         jax.block_until_ready(self.slots)
-        lazy_zeros.trim()
+        trim()
         self._programs.add_rest(wanted, n, is_busy, run)
 
     def stop(self) -> None:

@@ -35,6 +35,7 @@ from jaxllama.experiments.pictures import draw
 from jaxllama.experiments.settings import FILES, NO_FILES
 from jaxllama.experiments.table import check_columns, markdown
 from jaxllama.experiments.workloads import OF_SEEDS, WORKLOADS, check
+from jaxllama.files import write_text
 from jaxllama.progress import working, write
 from jaxllama.typing import JsonObject
 
@@ -77,7 +78,7 @@ def run(
     ]
     _write(directory / "results.json", {"title": experiment.title, "rows": rows})
     environment = json.loads((directory / "environment.json").read_text(encoding="utf-8"))
-    _write_text(directory / "table.md", markdown(experiment, rows, environment))
+    write_text(directory / "table.md", markdown(experiment, rows, environment))
     for picture in draw(experiment, rows, directory, environment):
         tell(f"{picture}")
     return directory
@@ -227,11 +228,4 @@ def _commit() -> str | None:
 
 
 def _write(path: Path, value: object) -> None:
-    _write_text(path, json.dumps(value, indent=1) + "\n")
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    write_text(path, json.dumps(value, indent=1) + "\n")

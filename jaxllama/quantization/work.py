@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.files import whole_file
 from jaxllama.typing import ArrayOrNumpy, JsonObject, ParamsDict
 from pallas_kernels.qtensor import QTensor
 
@@ -104,15 +104,10 @@ def _write(path: Path, tree: ParamsDict, note: object) -> None:
                 add(f"{key}.{field.name}", value)
         leaves[key] = static
     head = json.dumps({"leaves": leaves, "note": note}).encode()
-    temporary = path.with_suffix(".partial")
     try:
-        with open(temporary, "wb") as file:
+        with whole_file(path) as file:
             np.savez(file, head=np.frombuffer(head, np.uint8), **arrays)  # pyright: ignore[reportArgumentType] - names of arrays alone
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise JaxLlamaError(f"{path}: not written: {error.strerror or error}") from None
 
 

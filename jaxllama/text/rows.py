@@ -20,6 +20,7 @@ from jax.core import Tracer
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.sampling import Sampling, sampling_rows
 from jaxllama.errors import JaxLlamaError
+from jaxllama.files import short
 from jaxllama.text.tokenizer import Tokenizer
 
 
@@ -250,8 +251,3 @@ def sampling_of(
         row if row.seed is not None else dataclasses.replace(row, seed=row_seed)
         for row, row_seed in zip(sampling, seeds, strict=True)
     ]
-
-
-def short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.files import whole_file
 
 if TYPE_CHECKING:
     from jaxllama.language_model import LanguageModel
@@ -217,13 +218,10 @@ def main() -> None:
 
 
 def _write(path: Path, texts: Iterator[str]) -> None:
-    """Write texts to a file of another name, which is renamed when it is complete."""
-    part = path.with_name(path.name + ".part")
-    with open(part, "w", encoding="utf-8") as file:
+    with whole_file(path) as file:
         for text in texts:
-            file.write(text)
+            file.write(text.encode())
             file.flush()
-    part.rename(path)
     print(f"{path}: {path.stat().st_size:,} bytes")
 
 

@@ -21,15 +21,14 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.files import whole_folder
 from jaxllama.progress import working
 from jaxllama.text.tokenizer import Tokenizer
 
@@ -159,9 +158,7 @@ def tokenize(
     paths = [Path(path) for path in texts]
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-        with _removed(scratch):
+        with whole_folder(directory) as scratch:
             count, digest = 0, hashlib.sha256()
             raw = scratch / "raw"
             total = sum(path.stat().st_size for path in paths)
@@ -182,8 +179,6 @@ def tokenize(
                 "sha256": digest.hexdigest(),
             }
             (scratch / META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-            scratch.chmod(0o755)
-            os.replace(scratch, directory)
     except OSError as error:
         raise JaxLlamaError(f"{error.filename or directory}: {error.strerror or error}") from None
     return TokenFile.open(directory)
@@ -221,14 +216,6 @@ def load_tokenizer(name: str) -> Tokenizer:
     if not (path / "tokenizer.json").is_file():
         raise JaxLlamaError(f"{name}: no tokenizer.json; --tokenizer takes a model's name or bytes")
     return Tokenizer.from_file(path)
-
-
-@contextlib.contextmanager
-def _removed(scratch: Path) -> Generator[None]:
-    try:
-        yield
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _read(path: Path) -> str:

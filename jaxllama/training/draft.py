@@ -24,7 +24,6 @@ Source: EAGLE-3 (arXiv 2503.01840) and its published code.  Left out: a mesh, ot
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -37,6 +36,7 @@ from jaxllama.config import Eagle, ModelConfig, RopeConfig
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.rollout import rollout
+from jaxllama.files import whole_file
 from jaxllama.loading import load
 from jaxllama.model import decoder, linear
 from jaxllama.model.eagle3 import TARGETS, Drafter, Eagle3Head, published_taps, table
@@ -82,10 +82,8 @@ def answered(config: TrainConfig, prompts: PromptFile, run: Path, progress: bool
                 max_new_tokens=options.max_new_tokens,
                 seed=config.seed,
             )
-        scratch = path.with_name(f".{ANSWERS}")
-        with open(scratch, "wb") as file:
+        with whole_file(path) as file:
             np.savez(file, tokens=found.tokens, lengths=found.lengths, answers=found.answers)
-        os.replace(scratch, path)
     with np.load(path) as kept:
         rows = zip(kept["tokens"], kept["lengths"], kept["answers"], strict=True)
         units = [

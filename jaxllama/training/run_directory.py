@@ -32,7 +32,7 @@ import jax
 
 from jaxllama.config import ModelConfig, of_last_version
 from jaxllama.errors import JaxLlamaError
-from jaxllama.files import parse_object
+from jaxllama.files import parse_object, part_of, write_text
 from jaxllama.training.config import TrainConfig
 from jaxllama.typing import JsonObject, Tree
 
@@ -53,8 +53,8 @@ class RunDirectory:
         identity = _plain({**settings, "data_sha256": data_sha256})
         try:
             if self.path.is_dir() and not (self.path / RUN).exists():
-                names = [path.name for path in self.path.iterdir()]
-                foreign = [name for name in names if name not in (LOCK, _part(RUN))]
+                own = (self.path / LOCK, part_of(self.path / RUN))
+                foreign = [path.name for path in self.path.iterdir() if path not in own]
                 if foreign:
                     raise JaxLlamaError(f"{self.path}: not a run's folder: it holds {foreign[0]!r}")
             self.path.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ class RunDirectory:
                 self._check(identity)
             else:
                 document = {"config": identity, "environment": _environment()}
-                _write_whole(self.path / RUN, json.dumps(document, indent=2) + "\n")
+                write_text(self.path / RUN, json.dumps(document, indent=2) + "\n")
         except OSError as error:
             raise JaxLlamaError(f"{self.path}: {error.strerror or error}") from None
 
@@ -82,7 +82,7 @@ class RunDirectory:
             shutil.rmtree(self.model, ignore_errors=True)
             shutil.rmtree(self.path / "merged", ignore_errors=True)
             document["extended"] = [*document.get("extended", []), stored["steps"]]
-            _write_whole(self.path / RUN, json.dumps({**document, "config": identity}, indent=2))
+            write_text(self.path / RUN, json.dumps({**document, "config": identity}, indent=2))
             return
         for key, theirs, ours in differences:
             raise JaxLlamaError(
@@ -147,19 +147,6 @@ def _locked(path: Path) -> int:
         os.close(handle)
         raise JaxLlamaError(f"{path.parent}: another process is running this") from None
     return handle
-
-
-def _write_whole(path: Path, text: str) -> None:
-    scratch = path.with_name(_part(path.name))
-    with open(scratch, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
-
-
-def _part(name: str) -> str:
-    return f".{name}.part"
 
 
 def _plain(value: Tree) -> Tree:

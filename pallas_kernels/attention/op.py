@@ -118,12 +118,12 @@ def decode_attention(
 
 
 def _kernel(call: _Static, x: Attended) -> jax.Array:
-    from pallas_kernels.attention import direct, kernel
-
     window, scale, plan = call
     options: Any = {"window": window, "scale": scale, "plan": plan}
     if isinstance(plan, cpu.CpuPlan):
         return from_cache_basis(x.v, cpu.attend(*x[:5], sinks=x.sinks, **options))
+    from pallas_kernels.attention import direct, kernel
+
     sinks = None if x.sinks is None else x.sinks.astype(jnp.float32)
     attend = direct.attend if isinstance(plan, direct.DirectPlan) else kernel.decode_attention
     return attend(x._replace(sinks=sinks), **options)

@@ -172,12 +172,12 @@ def tokens_have_a_steps_bits(qkv: jax.Array, k: Cached, table: jax.Array | None)
 def _kernel(
     static: _Static, x: NewTokens, weights: _Weights | None, sinks: jax.Array | None
 ) -> Result:
-    from pallas_kernels.attention import direct
-
     window, scale, eps, plan = static
     options: dict[str, Any] = {"window": window, "scale": scale, "plan": plan}
     if isinstance(plan, cpu.CpuPlan):
         return cpu.rope_and_attend(*x[:6], weights, x.table, sinks, **options, eps=eps or 0.0)
+    from pallas_kernels.attention import direct
+
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     attended = Attended(x.qkv, x.k, x.v, x.slots, x.table, sinks)
     return direct.attend(attended, (x.cos, x.sin, *(weights or ())), **options, eps=eps)

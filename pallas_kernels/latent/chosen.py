@@ -31,9 +31,8 @@ from pallas_kernels.dispatch import (
     is_empty,
     shortest,
 )
-from pallas_kernels.latent.op import LATENT
+from pallas_kernels.latent.op import LATENT, check_latents
 from pallas_kernels.latent.plan import WIDTH, LatentPlan, microseconds, plans, xla_microseconds
-from pallas_kernels.operands import check
 from pallas_kernels.transform import Op
 from pallas_kernels.transform import chosen as implementation_of
 
@@ -44,7 +43,6 @@ _OPERANDS = {
     "chosen": "int32 [B, T, K+]",
     "table": "int32 [B, M+] ?",
 }
-_PAGED = {"cache": "q [P, page+, H]"}
 TOKENS = 16  # query tokens whose entries XLA's form gathers at once
 
 
@@ -110,10 +108,7 @@ def chosen_latent_attention(
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
     """
     name = "chosen_latent_attention"
-    lines = _OPERANDS if table is None else _OPERANDS | _PAGED
-    sizes = check(name, lines, q=q, cache=cache, chosen=chosen, table=table)
-    if sizes["H"] <= LATENT:
-        raise ValueError(f"{name}: q has {sizes['H']} features; it needs more than 512")
+    check_latents(name, _OPERANDS, q=q, cache=cache, chosen=chosen, table=table)
     found = choose_plan(name, implementation, lambda: plan(q, cache, chosen), q, cache)
     if is_empty(q, cache):
         return jnp.zeros((*q.shape[:3], LATENT), q.dtype)
@@ -180,18 +175,29 @@ def _xla(call: _Static, q: jax.Array, cache: jax.Array, places: jax.Array) -> ja
         q, places = given
         taken = places >= 0
         entries = cache.at[jnp.where(taken, places, len(cache))].get(mode="fill", fill_value=0)
-        product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-        if q.dtype == jnp.float32:  # which a GPU may round to TF32
-            product = functools.partial(product, precision=lax.Precision.HIGHEST)
-        scores = jnp.where(taken, call[0] * product("nh,kh->nk", q, entries), -jnp.inf)
-        top = jnp.max(scores, axis=-1, keepdims=True)
-        weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top))
-        out = product("nk,kr->nr", weights.astype(q.dtype), entries[:, :LATENT])
-        total = jnp.sum(weights, axis=-1, keepdims=True)
-        return (out / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
+        return attend_list(q, entries, entries[:, :LATENT], taken, call[0])
 
     flat = q.reshape(-1, *q.shape[2:]), places.reshape(-1, places.shape[-1])
     return lax.map(token, flat, batch_size=TOKENS).reshape(*q.shape[:3], LATENT)
 
 
 _attention = Op("chosen_latent_attention", _xla, _kernel)
+
+
+def attend_list(
+    q: jax.Array, keys: jax.Array, values: jax.Array, taken: jax.Array, scale: float
+) -> jax.Array:
+    """Return the attention of ``q [..., N, H]`` over a list: keys ``[..., K, H]``, their values.
+
+    Only keys that are ``taken [..., K]`` count. A list without any gives zeros.
+    """
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    if q.dtype == jnp.float32:  # which a GPU may round to TF32
+        product = functools.partial(product, precision=lax.Precision.HIGHEST)
+    scores = scale * product("...nh,...kh->...nk", q, keys)
+    scores = jnp.where(taken[..., None, :], scores, -jnp.inf)
+    top = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top))
+    out = product("...nk,...kr->...nr", weights.astype(q.dtype), values)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return (out / jnp.where(total > 0, total, 1.0)).astype(q.dtype)

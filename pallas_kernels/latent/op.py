@@ -17,6 +17,7 @@ choice of keys by an indexer has ``latent.chosen``.  Left out: a cache of 8-bit 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,6 @@ _OPERANDS = {
     "lengths": "int32 [B, T]",
     "table": "int32 [B, M+] ?",
 }
-_PAGED = {"cache": "q [P, page+, H]"}
 
 
 def latent_attention(
@@ -86,16 +86,22 @@ def latent_attention(
     | jvp, grad, at any order       | q, cache: the XLA form's |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
     """
-    lines = _OPERANDS if table is None else _OPERANDS | _PAGED
-    sizes = check("latent_attention", lines, q=q, cache=cache, lengths=lengths, table=table)
-    if sizes["H"] <= LATENT:
-        raise ValueError(f"latent_attention: q has {sizes['H']} features; it needs more than 512")
+    check_latents("latent_attention", _OPERANDS, q=q, cache=cache, lengths=lengths, table=table)
     find = lambda: plan(q, cache, table)  # noqa: E731
     found = choose_plan("latent_attention", implementation, find, q, cache)
     if is_empty(q, cache):
         return jnp.zeros((*q.shape[:3], LATENT), q.dtype)
     call = float(scale), found
     return _latent_attention(chosen(found, implementation), call, q, cache, lengths, table)
+
+
+def check_latents(op: str, lines: dict[str, str], **operands: jax.Array | None) -> None:
+    """Raise ValueError naming the operand that does not fit.  With a table, the cache has pages."""
+    if operands["table"] is not None:
+        lines = lines | {"cache": "q [P, page+, H]"}
+    width = check(op, lines, **operands)["H"]
+    if width <= LATENT:
+        raise ValueError(f"{op}: q has {width} features; it needs more than 512")
 
 
 def plan(q: jax.Array, cache: jax.Array, table: jax.Array | None = None) -> Plan | Reason:
@@ -118,35 +124,29 @@ def _kernel(
     return kernel.latent_attention(q, cache, lengths, table, scale=scale, plan=plan)
 
 
-def _xla(
-    call: _Static,
-    q: jax.Array,
-    cache: jax.Array,
-    lengths: jax.Array,
-    table: jax.Array | None,
-) -> jax.Array:
-    """Attention with one kv head, whose values are the whole entries."""
-    kv = cache[:, :, None]
-    given = attention.Attended(q, kv, kv, lengths, table)
-    form = attention.xla_form((None, call[0], None), given)
-    return form[..., :LATENT]
+def _form(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Return a form of attention with one kv head, whose values are the whole entries."""
+
+    def form(
+        call: _Static,
+        q: jax.Array,
+        cache: jax.Array,
+        lengths: jax.Array,
+        table: jax.Array | None,
+    ) -> jax.Array:
+        kv = cache[:, :, None]
+        given = attention.Attended(q, kv, kv, lengths, table)
+        return attend((None, call[0], None), given)[..., :LATENT]
+
+    return form
 
 
-def _at_once(
-    call: _Static,
-    q: jax.Array,
-    cache: jax.Array,
-    lengths: jax.Array,
-    table: jax.Array | None,
-) -> jax.Array:
-    """The form that is differentiated."""
-    kv = cache[:, :, None]
-    given = attention.Attended(q, kv, kv, lengths, table)
-    out = attention.attend_at_once((None, call[0], None), given)
-    return out[..., :LATENT]
-
-
-_latent_attention = Op("latent_attention", _xla, _kernel, derivative=_at_once)
+_latent_attention = Op(
+    "latent_attention",
+    _form(attention.xla_form),
+    _kernel,
+    derivative=_form(attention.attend_at_once),
+)
 
 
 def latent_attention_reference(

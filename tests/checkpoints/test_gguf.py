@@ -32,6 +32,7 @@ from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.cpu import CpuWeight, prepare_tree
 from pallas_kernels.qtensor import QTensor, RowBlocks
+from tests.helpers.gguf_cases import add_key
 from tests.helpers.packed_oracle import floats_of
 
 KEPT = (
@@ -151,16 +152,7 @@ class Tiny:
         writer.add_float32(f"{self.arch}.attention.layer_norm_rms_epsilon", 1e-5)
         writer.add_float32(f"{self.arch}.rope.freq_base", 10000.0)
         for key, value in self.keys.items():
-            if value is None:
-                continue
-            add = {
-                int: writer.add_uint32,
-                float: writer.add_float32,
-                str: writer.add_string,
-                bool: writer.add_bool,
-                list: writer.add_array,
-            }[type(value)]
-            add(key, value)
+            add_key(writer, key, value)
         if self.tokenizer:
             add_tiny_tokenizer(writer, self.tokenizer, self.vocab)
         stored = {}

@@ -31,33 +31,25 @@ import safetensors.numpy
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.config import check_preset, config_from_hf, config_to_hf
 from jaxllama.checkpoints.hf.families import FAMILIES
-from jaxllama.config import ModelConfig, RopeConfig, load_config, preset_names
+from jaxllama.config import RopeConfig, load_config, preset_names
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError, WeightWarning
+from tests.helpers import models
 from tests.helpers.dense_cases import ORACLES, WRAPPED
-from tests.helpers.models import shrunk
 from tests.helpers.parity_cases import CASES
 from tests.helpers.parity_cases import params_of as parity_params
 from tests.helpers.seeded import hf_tensors, seeded_params
 
-TINY = ModelConfig.of(
-    name="tiny",
+TINY = models.LLAMA.replace(
     vocab_size=24,
     d_model=16,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
     head_dim=6,
     d_ff=20,
-    norm_eps=1e-5,
     max_position=64,
-    rope=RopeConfig(theta=10000.0),
-    tie_embeddings=False,
     qkv_bias=True,
     o_bias=True,
     mlp_bias=True,
     bos_token_id=1,
-    eos_token_ids=(2,),
 )
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -1039,7 +1031,7 @@ def test_every_preset_is_saved_and_read_again(tmp_path, name) -> None:
     """Its config at full size, and a small model of its structure with its weights."""
     preset = load_config(name)
     assert check_preset(preset, config_from_hf(config_to_hf(preset, "float32"), name)) == preset
-    cfg = shrunk(preset)
+    cfg = models.shrunk(preset)
     params = seeded_params(cfg)
     hf.save(tmp_path / "saved", cfg, params)
     _, read = hf.load(tmp_path / "saved", cfg=cfg)

@@ -175,7 +175,10 @@ def test_whoever_takes_a_model_takes_random_weights_and_revisions_of_it():
         (["generate", "hi", "--parse-special"], "--parse-special needs --chat"),
         (["generate", "hi", "--merge"], "--merge needs --adapter"),
         (["chat", "--adapter", "a=/tmp", "--adapter", "b=/tmp"], "--adapter: one here, and 2 are"),
-        (["serve", "--adapter", "a=/tmp", "--adapter", "a=/"], "--adapter: a name is given twice"),
+        (
+            ["serve", "--port", "0", "--adapter", "a=/tmp", "--adapter", "a=/"],
+            "--adapter: a name is given twice",
+        ),
         (["generate", "hi", "--adapter", "a=/tmp", "--mesh", "model=1"], "only one, merged"),
     ],
 )

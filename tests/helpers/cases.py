@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import pytest
+
+
+class _OnDemand(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def on_demand(name: str) -> Any:
+    """Return a module that is imported when it is first used. Without it the test file is skipped.
+
+    Each worker of pytest collects all files, and runs a part of them.
+    """
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed", allow_module_level=True)
+    return _OnDemand(name)
 
 
 def _flat(value: Any) -> tuple[Any, ...]:

@@ -204,6 +204,19 @@ _ROPE = {
 }
 
 
+def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Write a key of a file's metadata. None leaves it out."""
+    add = {
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        bool: writer.add_bool,
+        list: writer.add_array,
+    }
+    if value is not None:
+        add[type(value)](key, value)
+
+
 def write_gguf(
     path: Path,
     directory: Path,
@@ -221,16 +234,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
     keys = _metadata(config, config["model_type"])
     for key, value in {**{f"{arch}.{k}": v for k, v in keys.items()}, **changes}.items():
-        if value is None:
-            continue
-        add = {
-            int: writer.add_uint32,
-            float: writer.add_float32,
-            str: writer.add_string,
-            bool: writer.add_bool,
-            list: writer.add_array,
-        }[type(value)]
-        add(key, value)
+        add_key(writer, key, value)
     behind = f"model.layers.{config['num_hidden_layers']}."  # where a head for drafts is
     tensors = {
         name.replace("mtp.layers.0.", behind)

@@ -124,8 +124,7 @@ FAMILIES = {
         n_layers=2, layer_types=("short_conv", "attention"), mixers={"short_conv": {"width": 64}}
     ),
     "experts": WIDE.replace(
-        n_layers=2,
-        experts=ExpertsConfig(8, 2, 32, shared=64, shared_gate=True, bias=True),
+        experts=ExpertsConfig(8, 2, 32, shared=64, shared_gate=True, bias=True)
     ),
     "experts-ungated": WIDE.replace(
         n_layers=2,

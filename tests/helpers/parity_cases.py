@@ -18,26 +18,14 @@ from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.config import config_from_hf
 from jaxllama.config import ModelConfig, RopeConfig
 from tests.helpers import dense_cases
+from tests.helpers.models import LLAMA
 from tests.helpers.seeded import seeded_params
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llama.npz"
 LENGTH, PROMPT, NEW = 80, 24, 64  # tokens scored at once; tokens continued, and by how many
 SCORED = np.array([0, 1, 7, 20, 31, 32, 33, 47, 63, 79])  # positions whose logits are kept
 
-_BASE = ModelConfig.of(
-    name="tiny",
-    vocab_size=64,
-    d_model=32,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=8,
-    d_ff=48,
-    norm_eps=1e-5,
-    max_position=128,
-    rope=RopeConfig(theta=10000.0),
-    tie_embeddings=False,
-)
+_BASE = LLAMA.replace(vocab_size=64, max_position=128, eos_token_ids=())
 
 
 def _rope(scaling: str, factor: float, **options: Any) -> ModelConfig:

@@ -20,10 +20,10 @@ from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.config import config_from_hf, config_to_hf
 from jaxllama.config import ModelConfig
 from tests.helpers import parity_cases, random_dense, random_options
+from tests.helpers.cases import on_demand
 from tests.helpers.seeded import seeded_params
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch, transformers = on_demand("torch"), on_demand("transformers")
 
 PROMPT, NEW, ROWS = 20, 64, 2
 BOUND, APART = 1e-4, 1e-5

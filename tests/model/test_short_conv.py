@@ -18,7 +18,7 @@ from jaxllama.quantization.sites import fold, sites
 from pallas_kernels.operands import Columns
 from tests.helpers.arrays import as_jax
 from tests.helpers.engine_cases import every_way_generates
-from tests.helpers.models import LLAMA, params_of
+from tests.helpers.models import LLAMA, check_prompt_steps_and_a_draft, params_of
 
 CFG = LLAMA.replace(
     n_layers=2, layer_types=("short_conv", "attention"), mixers={"short_conv": {"width": 48}}
@@ -63,22 +63,7 @@ def test_the_mixer_is_the_formula():
 
 @pytest.mark.core
 def test_prompt_and_steps_are_the_whole_sequence():
-    """Rows of different lengths, then steps, then a draft of which one row keeps nothing."""
-    lm, tokens, want = model()
-    lengths = as_jax([5, 3])
-    cache = jl.init_cache(CFG, ROWS, 16, dtype=jnp.float32)
-    scores, cache = jl.prefill(CFG, lm.params, tokens[:, :5], lengths, cache)
-    np.testing.assert_allclose(scores, want[[0, 1], [4, 2]], atol=1e-5)
-    newest = as_jax([tokens[0, 5], tokens[1, 3]])
-    scores, cache = jl.decode_step(CFG, lm.params, newest, cache)
-    np.testing.assert_allclose(scores, want[[0, 1], [5, 3]], atol=1e-5)
-    drafted = as_jax([tokens[0, 6:8], tokens[1, 4:6]])
-    scores, proposal = jl.verify_step(CFG, lm.params, drafted, as_jax([2, 2]), cache)
-    np.testing.assert_allclose(scores, [want[0, 6:8], want[1, 4:6]], atol=1e-5)
-    cache = jl.commit(proposal, as_jax([1, -1]))
-    newest = as_jax([tokens[0, 8], tokens[1, 4]])
-    scores, cache = jl.decode_step(CFG, lm.params, newest, cache)
-    np.testing.assert_allclose(scores, want[[0, 1], [8, 4]], atol=1e-5)
+    check_prompt_steps_and_a_draft(*model())
 
 
 @pytest.mark.slow

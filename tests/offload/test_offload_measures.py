@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -32,6 +33,24 @@ from jaxllama.planner.fitting import Calibration, Moving, contention, moving
 from jaxllama.planner.trial import Watch, repeated_model, streamed_bytes
 
 PLAIN = PlannerSettings(jnp.float32, jnp.float32)
+FREE, MILLISECOND = Moving(0.0, 0.0, 0.0, 0.0), (1e-3,) * 3
+COSTS = Calibration(
+    load_weights=FREE,
+    join=(0.0,) * 2,
+    load_cache=FREE,
+    store_cache=FREE,
+    push_cache=0.0,
+    load_hidden=FREE,
+    store_hidden=FREE,
+    decode=MILLISECOND,
+    prefill=MILLISECOND,
+    head=(1e-3,) * 2,
+    look_up=(0.0,) * 2,
+    contention=(0.0,) * 4,
+    disk_cold=0.0,
+    cpu=MILLISECOND,
+    fetch=FREE,
+)
 os_preadv = os.preadv
 
 
@@ -218,24 +237,7 @@ def test_plan_solves_measures_and_draws(tmp_path, monkeypatch):
 
 def test_what_fits_is_calibrated_for_computation_alone_and_measured_once(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLAMA_CACHE", str(tmp_path))
-    cfg, zero = model_of(128, 1), Moving(0.0, 0.0, 0.0, 0.0)
-    costs = Calibration(
-        zero,
-        (0.0,) * 2,
-        zero,
-        zero,
-        0.0,
-        zero,
-        zero,
-        (1e-3,) * 3,
-        (1e-3,) * 3,
-        (1e-3,) * 2,
-        (0.0,) * 2,
-        (0.0,) * 4,
-        0.0,
-        (1e-3,) * 3,
-        zero,
-    )
+    cfg, costs = model_of(128, 1), COSTS
     lm = object()
     found = {
         "prefill": 1.0,
@@ -283,23 +285,8 @@ def test_what_fits_is_calibrated_for_computation_alone_and_measured_once(tmp_pat
 def test_a_long_prefill_is_measured_on_shorter_prompts(seconds, text, prompt, monkeypatch):
     """The report scales it by its operations, and says so."""
     cfg, task = model_of(128, 1), plan.Task(8, 512, 32)
-    zero = Moving(0.0, 0.0, 0.0, 0.0)
-    costs = Calibration(
-        zero,
-        (0.0,) * 2,
-        zero,
-        zero,
-        0.0,
-        zero,
-        zero,
-        (1e-3,) * 3,
-        (0.0, seconds / (8 * 512 * cfg.n_layers), 0.0),
-        (0.0,) * 2,
-        (0.0,) * 2,
-        (0.0,) * 4,
-        0.0,
-        (1e-3,) * 3,
-        zero,
+    costs = dataclasses.replace(
+        COSTS, prefill=(0.0, seconds / (8 * 512 * cfg.n_layers), 0.0), head=(0.0,) * 2
     )
     policy = Policy.parse(text + " gpu_batch_size=8")
     trial = plan.shortened(cfg, policy, costs, task, PLAIN)

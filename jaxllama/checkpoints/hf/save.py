@@ -12,9 +12,7 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +25,7 @@ from jaxllama.checkpoints.hf.config import config_to_hf, generation_config
 from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.files import whole_folder
 from jaxllama.model import param as tensors
 from jaxllama.model.param import Param, piece_of
 from jaxllama.progress import working
@@ -130,25 +129,17 @@ def write_directory(
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise JaxLlamaError(f"{directory}: already exists; nothing is overwritten")
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-    except OSError as error:
-        raise JaxLlamaError(f"{directory}: {error.strerror or error}") from None
-    try:
-        for name, document in documents.items():
-            _write_json(scratch / name, document)
-        total = sum(unit.nbytes for unit in units)
-        with working(f"writing {directory.name}", total, progress) as advance:
-            _write_shards(scratch, units, max_shard_bytes, advance, stem)
-        for path in tokenizer_files or ():
-            shutil.copyfile(path, scratch / Path(path).name)
-        scratch.chmod(0o755)
-        os.replace(scratch, directory)
+        with whole_folder(directory) as scratch:
+            for name, document in documents.items():
+                _write_json(scratch / name, document)
+            total = sum(unit.nbytes for unit in units)
+            with working(f"writing {directory.name}", total, progress) as advance:
+                _write_shards(scratch, units, max_shard_bytes, advance, stem)
+            for path in tokenizer_files or ():
+                shutil.copyfile(path, scratch / Path(path).name)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         raise JaxLlamaError(f"{directory}: not written: {error.strerror or error}{where}") from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return directory
 
 

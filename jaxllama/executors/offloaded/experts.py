@@ -49,6 +49,7 @@ from jaxllama.executors.offloaded.expert_programs import (
 )
 from jaxllama.model.cache import LayerState
 from jaxllama.model.linear import Stream
+from jaxllama.offload import experts as placed
 from jaxllama.offload.experts import (
     ExpertBias,
     ExpertLayout,
@@ -77,8 +78,10 @@ def placed_experts(weights: Tree) -> ExpertTensor | None:
 
 
 def streams(layer: LayerConfig, tokens: int) -> bool:
-    """Whether so many tokens need nearly all of a layer's experts."""
+    """Whether so many tokens need nearly all of a layer's experts, which are then sent ahead."""
     assert layer.experts is not None
+    if jax.default_backend() not in placed.RUN_ON:
+        return False
     unused = (1.0 - layer.experts.n_active / layer.experts.n_experts) ** tokens
     return 1.0 - unused >= NEARLY_ALL
 

@@ -39,6 +39,7 @@ def resources_of(cluster: ClusterOptions) -> Mapping[str, float]:
 
 
 def free_port(host: str = "") -> int:
+    """Return a port of the host that no program listens on."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]

@@ -126,13 +126,18 @@ def test_large_float_arrays_move_to_large_pages(put):
     np.testing.assert_array_equal(found["large"], tree["large"])
 
 
+def ones(dtype: str, *shape: int, groups: int = 1) -> QTensor:
+    codes = np.ones(shape).astype(jnp.dtype(dtype))
+    return QTensor(codes, np.ones((*shape[:-1], groups), np.float32))
+
+
 @pytest.mark.parametrize(
     "w, said",
     [
-        (quantize(jnp.ones((16, 64)), "float8_e4m3fn"), "codes of float8_e4m3fn"),
-        (quantize(jnp.ones((16, 64)), "int8", group_size=8), "groups of 8 columns"),
-        (quantize(jnp.ones((2, 2, 16, 64)), "int8"), r"w \(2, 2, 16, 64\) is not \[N, K\]"),
-        (quantize(jnp.ones((2, 8, 64)), "int8"), "experts of 8 rows, not a multiple of 16"),
+        (ones("float8_e4m3fn", 16, 64), "codes of float8_e4m3fn"),
+        (ones("int8", 16, 64, groups=8), "groups of 8 columns"),
+        (ones("int8", 2, 2, 16, 64), r"w \(2, 2, 16, 64\) is not \[N, K\]"),
+        (ones("int8", 2, 8, 64), "experts of 8 rows, not a multiple of 16"),
         (
             dataclasses.replace(weight("gptq", 16, 128), zero=np.full((16, 1), 126, np.int8)),
             "zero points outside of -8 to 119",

@@ -26,10 +26,11 @@ if VERSION >= (0, 11, 2):
     from pallas_kernels.recurrence.op import Heads
 
 
-def operands(b, t, hk, h, dk, dv, dtype=jnp.bfloat16):
+def operands(b, t, hk, h, dk, dv, dtype=jnp.bfloat16, by_channel=False):
     spec = jax.ShapeDtypeStruct
-    q, gate = spec((b, t, hk, dk), dtype), spec((b, t, h), jnp.float32)
-    return Heads(q, q, spec((b, t, h, dv), dtype), gate, gate)
+    q, beta = spec((b, t, hk, dk), dtype), spec((b, t, h), jnp.float32)
+    decay = spec((b, t, h, dk), jnp.float32) if by_channel else beta
+    return Heads(q, q, spec((b, t, h, dv), dtype), decay, beta)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +93,7 @@ def test_segment_starts_equal_the_plain_recursion(reverse):
     ids=str,
 )
 def test_forward_lowers_as_planned(shape, by_channel):
-    heads = operands(*shape)
-    if by_channel:
-        g = heads.log_decay
-        heads = heads._replace(log_decay=jax.ShapeDtypeStruct((*g.shape, shape[-2]), g.dtype))
+    heads = operands(*shape, by_channel=by_channel)
     text = lowered(functools.partial(kernel.gated_delta_forward, scale=0.1), heads)
     chunks = "gated_delta_channels" if by_channel else "gated_delta_chunks"
     scans = 1 + (kernel.plan(heads).segments > 1)  # of the segments' own states
@@ -107,18 +105,11 @@ def test_forward_lowers_as_planned(shape, by_channel):
 def test_short_ragged_rows_lower(by_channel):
     state = jax.ShapeDtypeStruct((2, 4, 64, 64), jnp.float32)
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
-    q, k, v, g, beta = operands(2, 10, 2, 4, 64, 64)
-    if by_channel:
-        g = jax.ShapeDtypeStruct((*g.shape, 64), jnp.float32)
     text = lowered(
-        lambda *x: kernel.gated_delta_forward(
-            Heads(*x[:5]), scale=0.1, initial_state=x[5], lengths=x[6]
+        lambda heads, *x: kernel.gated_delta_forward(
+            heads, scale=0.1, initial_state=x[0], lengths=x[1]
         ),
-        q,
-        k,
-        v,
-        g,
-        beta,
+        operands(2, 10, 2, 4, 64, 64, by_channel=by_channel),
         state,
         lengths,
     )
@@ -135,10 +126,7 @@ def test_short_ragged_rows_lower(by_channel):
     ids=str,
 )
 def test_backward_lowers(shape, by_channel):
-    x = operands(*shape)
-    if by_channel:
-        by_channel = jax.ShapeDtypeStruct((*x.log_decay.shape, shape[-2]), jnp.float32)
-        x = x._replace(log_decay=by_channel)
+    x = operands(*shape, by_channel=by_channel)
     text = lowered(lambda *x: kernel.gated_delta_backward(*x, None, scale=0.1), x, x.v)
     assert {"gated_delta_gradients", "gated_delta_reverse"} < set(kernels_in(text))
 

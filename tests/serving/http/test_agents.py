@@ -10,16 +10,17 @@ import json
 import pytest
 
 pytest.importorskip("uvicorn")
-pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 
 from jaxllama.engine.engine import Engine
+from tests.helpers.cases import on_demand
 from tests.helpers.http_server import NAME, byte_tokenizer, serving, talking, tiny_model
 from tests.serving.http.test_harmony import SPECIAL
 from tests.serving.http.test_harmony import TEMPLATE as HARMONY
 from tests.serving.http.test_tools import CITY, tool
 from tests.serving.test_tool_formats import TEMPLATES
 
+on_demand("openai")
 CALLS = 10
 # What every template has: the messages with their calls and results, and the tools.
 TURNS = (

@@ -13,15 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 pytest.importorskip("uvicorn")
-pytest.importorskip("openai")
 pytest.importorskip("python_multipart")
-
-import openai
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.api.keys import owner_of
 from jaxllama.serving.http import batch_worker, process
 from jaxllama.serving.http.file_store import Bounds, FileStore
+from tests.helpers.cases import on_demand
 from tests.helpers.collector import Collector
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.http_server import (
@@ -35,6 +33,7 @@ from tests.helpers.http_server import (
     wait_until,
 )
 
+openai = on_demand("openai")
 URL = "/v1/chat/completions"
 SMALL = Bounds(file_bytes=4000, total_bytes=12_000, files=6, lines=12, open_batches=2)
 

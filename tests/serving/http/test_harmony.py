@@ -8,17 +8,18 @@ import os
 import pytest
 
 pytest.importorskip("uvicorn")
-pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 
-from jaxllama.engine.grammar import GrammarCompiler
 from jaxllama.serving.api.bodies import Chat
 from jaxllama.serving.api.calls import Prompts
 from jaxllama.serving.tools.harmony import ChannelReader
+from tests.helpers.cases import on_demand
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.http_server import CFG, NAME, byte_tokenizer, talking
+from tests.helpers.http_server import NAME, byte_tokenizer, talking
+from tests.serving.http import test_tools
 from tests.serving.http.test_tools import CITY, MAX_LEN, ONE, TOOLS, USER, Scripted, spelt, tool
 
+on_demand("openai")
 NAMES = ("start", "channel", "message", "end", "call", "return", "constrain")
 SPECIAL = [f"<|{name}|>" for name in NAMES]
 # As gpt-oss's template has it, in small.
@@ -121,18 +122,7 @@ def test_a_grammar_holds_the_last_message(lm):
     def matches(text: str, **fields) -> bool:
         body = Chat(**{"model": NAME, "messages": USER, "seed": 1, **fields})
         [request] = prompts.chat(body, "x").requests
-        compiler = GrammarCompiler(own, CFG.vocab_size, CFG.eos_token_ids)
-        matcher = compiler.matcher(request.grammar)
-
-        def may_follow(token: int) -> bool:
-            forced, mask, _ = matcher.ahead()
-            return token == forced[0] if forced else bool(int(mask[token // 32]) >> token % 32 & 1)
-
-        for token in own.encode(text, add_special=False):
-            if matcher.is_complete or not may_follow(token):
-                return False
-            matcher.read([token])
-        return matcher.is_complete or may_follow(CFG.eos_token_ids[0])
+        return test_tools.matches(request.grammar, text, own)
 
     forced = {"tools": TOOLS, "tool_choice": "required"}
     assert matches(f"{THOUGHT}{CALL}", **forced) and matches(CALL, **forced)

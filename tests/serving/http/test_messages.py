@@ -7,15 +7,14 @@ import json
 import pytest
 
 pytest.importorskip("uvicorn")
-pytest.importorskip("anthropic")
-
-import anthropic
 
 from tests.helpers import http_server
+from tests.helpers.cases import on_demand
 from tests.helpers.fake_engine import FakeEngine, says
 from tests.helpers.http_server import NAME, serving, tiny_model
 from tests.serving.http.test_tools import CITY, tokenizer
 
+anthropic = on_demand("anthropic")
 MAX_LEN = 2048
 THINK = "{% if enable_thinking %}<think>\n{% endif %}{% if False %}<think></think>{% endif %}"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 1}}\n</tool_call>'

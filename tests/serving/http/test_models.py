@@ -22,7 +22,6 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("aiohttp")
 
 import httpx2 as httpx
-import openai
 import uvicorn
 
 from jaxllama.cli.main import main
@@ -30,8 +29,10 @@ from jaxllama.serving.api.keys import ApiKey
 from jaxllama.serving.http import model_pool
 from jaxllama.serving.http.model_pool import ModelPool, ModelSpec
 from jaxllama.serving.http.model_router import RouterSettings, application
+from tests.helpers.cases import on_demand
 from tests.helpers.http_server import client, error_of, tiny_checkpoint, wait_until
 
+openai = on_demand("openai")
 # A model: answers with its name and what it received, streams slowly, ends with its parent.
 MODEL = """
 import http.server, json, os, sys, threading, time

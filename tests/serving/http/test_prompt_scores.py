@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 pytest.importorskip("uvicorn")
-pytest.importorskip("openai")
 
 from jaxllama.engine.scoring import Scorer
+from tests.helpers.cases import on_demand
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.http_server import NAME, talking
 
+on_demand("openai")
 TEXT = "Once upon a time"
 
 

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 pytest.importorskip("uvicorn")
-pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 
-import openai
 import pydantic
 
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.engine.engine import Engine
 from jaxllama.evaluation.speed import load_generator
 from jaxllama.evaluation.speed.load_generator import Lengths, Load
+from tests.helpers.cases import on_demand
 from tests.helpers.http_server import CFG, NAME, serving, talking, tiny_model, wait_until
 from tests.serving.http.test_tools import CITY, TIME, TOOLS, USER, tokenizer
 
+openai = on_demand("openai")
 # One shape for lm.generate: compiling is what takes time here.
 PROMPT, NEW = "Once upon a time, or so", 24
 

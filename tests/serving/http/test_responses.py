@@ -7,15 +7,14 @@ import json
 import pytest
 
 pytest.importorskip("uvicorn")
-pytest.importorskip("openai")
-
-import openai
 
 from jaxllama.serving.ipc import stored_responses
+from tests.helpers.cases import on_demand
 from tests.helpers.fake_engine import FakeEngine, says
 from tests.helpers.http_server import NAME, talking, tiny_model, wait_until
 from tests.serving.http.test_tools import CITY, tokenizer
 
+openai = on_demand("openai")
 MAX_LEN = 2048
 WEATHER = {"type": "function", "name": "weather", "parameters": CITY, "strict": True}
 THINK = "{% if False %}<think></think>{% endif %}"

@@ -13,10 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 pytest.importorskip("uvicorn")
-pytest.importorskip("openai")
 pytest.importorskip("llguidance")
-
-import openai
 
 from jaxllama.engine import grammar_process
 from jaxllama.engine.grammar import GrammarCompiler
@@ -28,9 +25,11 @@ from jaxllama.serving.api.calls import Prompts
 from jaxllama.serving.api.schemas import ApiError
 from jaxllama.serving.tools.formats import FORMATS
 from jaxllama.text.tokenizer import Tokenizer
+from tests.helpers.cases import on_demand
 from tests.helpers.fake_engine import FakeEngine, says
 from tests.helpers.http_server import CFG, NAME, byte_tokenizer, talking
 
+openai = on_demand("openai")
 MAX_LEN = 2048
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"]
 # As checkpoints' templates have it, in small.
@@ -295,9 +294,9 @@ def constraint(lm, form: str, tail: str = "", **fields) -> Grammar | None:
     return call.requests[0].grammar
 
 
-def matches(lm, grammar: Grammar, text: str) -> bool:
+def matches(grammar: Grammar, text: str, own: Tokenizer | None = None) -> bool:
     """Whether an answer may be this text."""
-    own = tokenizer("hermes")
+    own = own or tokenizer("hermes")
     matcher = GrammarCompiler(own, CFG.vocab_size, CFG.eos_token_ids).matcher(grammar)
 
     def may_follow(token: int) -> bool:
@@ -316,13 +315,13 @@ def test_forced_calls_are_nothing_but_calls(lm, form):
     two = WRITTEN[form] % ONE
     required = constraint(lm, form, tool_choice="required")
     one = constraint(lm, form, tool_choice="required", parallel_tool_calls=False)
-    assert matches(lm, required, two) == (form != "llama3"), "its template shows one at a time"
-    assert matches(lm, required, two.replace("CALLS][", "CALLS] [")) == (form != "llama3")
-    assert not matches(lm, one, two) and not matches(lm, required, "hello")
-    assert not matches(lm, required, two.replace("Oslo", "Bonn"))
+    assert matches(required, two) == (form != "llama3"), "its template shows one at a time"
+    assert matches(required, two.replace("CALLS][", "CALLS] [")) == (form != "llama3")
+    assert not matches(one, two) and not matches(required, "hello")
+    assert not matches(required, two.replace("Oslo", "Bonn"))
     named = {"type": "function", "function": {"name": "time"}}
-    assert matches(lm, constraint(lm, form, tool_choice=named), TIME[form])
-    assert not matches(lm, constraint(lm, form, tool_choice=named), two)
+    assert matches(constraint(lm, form, tool_choice=named), TIME[form])
+    assert not matches(constraint(lm, form, tool_choice=named), two)
 
 
 @pytest.mark.core
@@ -332,13 +331,13 @@ def test_strict_arguments_follow_their_schema_among_free_text(lm, form):
     strict = constraint(lm, form, tools=[tool("weather", CITY, strict=True), tool("time")])
     two = WRITTEN[form] % ONE
     said = "" if form == "llama3" else "Let me see. "
-    assert matches(lm, strict, said + two) == (form != "llama3")
-    assert matches(lm, strict, "It is cold.")
-    assert not matches(lm, strict, said + two.replace("Oslo", "Bonn"))
+    assert matches(strict, said + two) == (form != "llama3")
+    assert matches(strict, "It is cold.")
+    assert not matches(strict, said + two.replace("Oslo", "Bonn"))
     schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes"]}}}
     either = constraint(lm, form, response_format=schema)
-    assert matches(lm, either, '"yes"') and not matches(lm, either, "yes")
-    assert matches(lm, either, two) == (form != "llama3")
+    assert matches(either, '"yes"') and not matches(either, "yes")
+    assert matches(either, two) == (form != "llama3")
 
 
 @pytest.mark.parametrize(("first", "last"), [("<think>", "</think>"), ("[THINK]", "[/THINK]")])
@@ -348,11 +347,11 @@ def test_reasoning_is_free_before_a_form(lm, first, last):
     closed = constraint(lm, "hermes", tail, **fields)
     opened = constraint(lm, "hermes", tail, **fields, chat_template_kwargs={"open": True})
     for grammar, begin in ((closed, first), (opened, "")):
-        assert matches(lm, grammar, f"{begin}who knows{last}\n\nyes")
-        assert not matches(lm, grammar, f"{begin}who knows{last}\n\nmaybe")
-    assert matches(lm, closed, "no") and not matches(lm, opened, "no")
+        assert matches(grammar, f"{begin}who knows{last}\n\nyes")
+        assert not matches(grammar, f"{begin}who knows{last}\n\nmaybe")
+    assert matches(closed, "no") and not matches(opened, "no")
     forced = constraint(lm, "hermes", tail, tool_choice="required")
-    assert matches(lm, forced, f"{first}hm{last}\n" + WRITTEN["hermes"] % ONE)
+    assert matches(forced, f"{first}hm{last}\n" + WRITTEN["hermes"] % ONE)
 
 
 FORMED = {
@@ -389,7 +388,7 @@ def test_forms_of_output(lm, name, thinks):
     tail = "{{ '<think>' }}{# </think> #}" if thinks else ""
     begin = "hm</think>" if thinks else ""
     grammar = constraint(lm, "hermes", tail, tools=None, **fields)
-    assert matches(lm, grammar, begin + good) and not matches(lm, grammar, begin + bad)
+    assert matches(grammar, begin + good) and not matches(grammar, begin + bad)
 
 
 def test_the_format_is_that_of_the_template_for_tools(lm):
@@ -472,14 +471,14 @@ def test_a_schema_that_is_not_strict_is_held_to_as_far_as_can_be(lm, name, think
 
     lenient = call()
     assert any(name in note or "(?=" in note for note in lenient.notes)
-    assert matches(lm, lenient.requests[0].grammar, begin + good)
-    assert not matches(lm, lenient.requests[0].grammar, begin + bad)
+    assert matches(lenient.requests[0].grammar, begin + good)
+    assert not matches(lenient.requests[0].grammar, begin + bad)
     if schema.get("type") == "object":
         schema = {**schema, "additionalProperties": False}
     strict = call(strict=True)
     assert not strict.notes
     with pytest.raises(JaxLlamaError):
-        matches(lm, strict.requests[0].grammar, begin + good)
+        matches(strict.requests[0].grammar, begin + good)
 
 
 REGEXES = [
@@ -501,14 +500,14 @@ def test_a_regex_may_have_slashes_wherever_it_stands(lm, regex, good, bad):
         for more in ({}, {"tools": TOOLS}):
             body = Chat(model=NAME, messages=USER, guided_regex=regex, **more)
             grammar = Prompts(own, NAME, MAX_LEN, 8).chat(body, "x").requests[0].grammar
-            assert matches(lm, grammar, begin + good) and not matches(lm, grammar, begin + bad)
+            assert matches(grammar, begin + good) and not matches(grammar, begin + bad)
         offered = [tool("weather", schema, strict=True)]
         body = Chat(model=NAME, messages=USER, tools=offered, tool_choice="required")
         grammar = Prompts(own, NAME, MAX_LEN, 8).chat(body, "x").requests[0].grammar
         for said in (good, bad):
             text = TIME["hermes"].replace("time", "weather")
             text = begin + text.replace("{}", json.dumps({"a": said}))
-            assert matches(lm, grammar, text) == (said == good)
+            assert matches(grammar, text) == (said == good)
 
 
 @pytest.mark.parametrize("name", ["look", "minimum", "minLength", "format"])
@@ -526,10 +525,10 @@ def test_a_forced_call_is_held_to_its_schema_as_far_as_can_be(lm, form, name):
     assert any(note.startswith("weather: ") for note in lenient.notes)
     value = BEYOND[name][1]
     text = TIME[form].replace("time", "weather").replace("{}", f'{{"a": {value}}}')
-    assert matches(lm, lenient.requests[0].grammar, text)
-    assert not matches(lm, lenient.requests[0].grammar, text.replace(value, "[]"))
+    assert matches(lenient.requests[0].grammar, text)
+    assert not matches(lenient.requests[0].grammar, text.replace(value, "[]"))
     with pytest.raises(JaxLlamaError):
-        matches(lm, call(strict=True).requests[0].grammar, text)
+        matches(call(strict=True).requests[0].grammar, text)
 
 
 def test_schemas_of_tools_are_read_under_limits_and_beside_the_loop(lm, monkeypatch):
@@ -565,7 +564,7 @@ def test_an_impossible_schema_stays_an_error(lm):
         own = dataclasses.replace(lm, tokenizer=tokenizer("hermes"))
         call = Prompts(own, NAME, MAX_LEN, 8).chat(Chat(**body), "x")
         with pytest.raises(JaxLlamaError, match="Unsatisfiable"):
-            matches(lm, call.requests[0].grammar, "1")
+            matches(call.requests[0].grammar, "1")
 
 
 @pytest.mark.parametrize(
@@ -584,7 +583,7 @@ def test_a_bad_schema_of_a_tool_is_named_without_our_grammar(lm, schema, reason)
     call = Prompts(own, NAME, MAX_LEN, 8).chat(body, "x")
     assert call.requests[0].grammar.kind == "lark"
     with pytest.raises(JaxLlamaError) as error:
-        matches(lm, call.requests[0].grammar, "1")
+        matches(call.requests[0].grammar, "1")
     assert str(error.value) == f"json_schema: {reason}"
 
 
@@ -635,10 +634,10 @@ def test_schemas_may_refer_to_their_parts(lm):
     }
     grammar = constraint(lm, "hermes", tools=[tool("time", parts)], tool_choice="required")
     text = '<tool_call>\n{"name": "time", "arguments": {"at": "%s"}}\n</tool_call>'
-    assert matches(lm, grammar, text % "Oslo") and not matches(lm, grammar, text % "Bonn")
+    assert matches(grammar, text % "Oslo") and not matches(grammar, text % "Bonn")
 
 
 def test_a_grammar_that_is_none_is_refused(lm):
     for kind, source in (("lark", "start: nobody"), ("lark", 'root ::= "a')):
         with pytest.raises(JaxLlamaError, match="lark: "):
-            matches(lm, Grammar(kind, source), "")
+            matches(Grammar(kind, source), "")

@@ -34,7 +34,7 @@ from pallas_kernels.attention.blockwise import floats, joined
 from pallas_kernels.attention.plain import precision, rotate
 from pallas_kernels.attention.rope_cache import from_cache_basis, place, to_cache_basis
 from pallas_kernels.dispatch import own_plan
-from pallas_kernels.latent.chosen import chosen_latent_attention, plan
+from pallas_kernels.latent.chosen import attend_list, chosen_latent_attention, plan
 from pallas_kernels.qtensor import QTensor
 
 EPS = 1e-6  # of k's LayerNorm
@@ -121,7 +121,9 @@ def _over_cache(
         if held is not None and own_plan(functools.partial(plan, q, held, chosen), q, held):
             places = jnp.where(is_chosen, chosen, -1)  # the best come first
             return chosen_latent_attention(q, held, places, scale=width**-0.5, table=table)
-        return _attend(q, _taken(cache.k, chosen, table, q.dtype), is_chosen)
+        entries = _taken(cache.k, chosen, table, q.dtype)
+        entries = jnp.where(is_chosen[..., None], entries, jnp.zeros_like(entries))
+        return attend_list(q, entries, entries, is_chosen, width**-0.5)
 
     size = max(1, MOST // (batch * max(heads * keys.shape[1], top_k * width)))
     if n_new <= size:
@@ -181,30 +183,3 @@ def _taken(
         rows, slots = place(kv, slots, table)
     taken = jax.tree.map(lambda leaf: leaf.at[rows, slots].get(mode="clip"), kv)
     return floats(taken, dtype).reshape(*chosen.shape, -1)
-
-
-def _attend(q: jax.Array, entries: jax.Array, is_chosen: jax.Array) -> jax.Array:
-    """Attention of ``q [B, T, N, F]``, each query over entries ``[B, T, top_k, F]`` of its own.
-
-    A query without an entry gives zeros.
-    """
-    entries = jnp.where(is_chosen[..., None], entries, jnp.zeros_like(entries))
-    scores = jnp.einsum(
-        "btnf,btkf->btnk",
-        q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype),
-        entries,
-        preferred_element_type=jnp.float32,
-        precision=precision(q),
-    )
-    scores = jnp.where(is_chosen[:, :, None], scores, -jnp.inf)
-    top = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top))
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    out = jnp.einsum(
-        "btnk,btkf->btnf",
-        weights.astype(entries.dtype),
-        entries,
-        preferred_element_type=jnp.float32,
-        precision=precision(entries),
-    )
-    return (out / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
