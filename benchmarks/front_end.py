@@ -30,14 +30,13 @@ import tokenizers
 from jaxllama.config import load_config
 from jaxllama.serving.api import messages
 from jaxllama.serving.api.bodies import Completion
-from jaxllama.serving.api.calls import AcceptedCall, Prompts
+from jaxllama.serving.api.calls import AcceptedCall, ModelFacts, Prompts
 from jaxllama.serving.api.logprobs import TextOffsets
 from jaxllama.serving.api.messages import Reply, RowEvent, StepNews, Submit
 from jaxllama.serving.http import front_end
 from jaxllama.serving.http.runs import CallRun, ChunkAnswer
 from jaxllama.serving.http.server import ServerSettings
 from jaxllama.serving.ipc.link import EngineClient
-from jaxllama.serving.ipc.served import ModelFacts
 from jaxllama.text.stream import StopStrings
 from jaxllama.text.token_bytes import byte_characters
 from jaxllama.text.tokenizer import Tokenizer

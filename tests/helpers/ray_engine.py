@@ -23,13 +23,13 @@ from starlette.types import ASGIApp
 
 from jaxllama.engine.request import EngineClosed, Event, FinishReason, QueueFull, Request
 from jaxllama.engine.stats import EngineStats
+from jaxllama.serving.api.calls import ModelFacts
 from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.http.server import ServerSettings, application
 from jaxllama.serving.ipc import link
 from jaxllama.serving.ipc.hub import Hub
 from jaxllama.serving.ipc.pool import Sizes
 from jaxllama.serving.ipc.replica import Observe, Started
-from jaxllama.serving.ipc.served import ModelFacts
 from tests.helpers.fake_engine import Row, letters
 
 ROWS = 8

@@ -21,8 +21,8 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from jaxllama.checkpoints.pooling import Pooling
 from jaxllama.config import ModelConfig
@@ -30,6 +30,7 @@ from jaxllama.decoding.sampling import Sampling
 from jaxllama.engine.request import Request
 from jaxllama.engine.scoring import Scores
 from jaxllama.errors import JaxLlamaError
+from jaxllama.language_model import LanguageModel
 from jaxllama.serving.api.bodies import Chat, Completion, GenerationBody, Tokenize
 from jaxllama.serving.api.constraints import constraint, form
 from jaxllama.serving.api.infill import infill
@@ -89,21 +90,21 @@ class AcceptedCall:
         return self.requests[:: self.choices]
 
 
-class ServedModel(Protocol):
-    """The part of a ``LanguageModel`` that its front ends need."""
+@dataclasses.dataclass(frozen=True)
+class ModelFacts:
+    """The part of a LanguageModel that a front end needs."""
 
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-    @property
-    def sampling(self) -> Sampling | None: ...
-    @property
-    def adapters(self) -> Sequence[str]: ...
-    @property
-    def pooling(self) -> Pooling | None: ...
-    @property
-    def n_classes(self) -> int: ...
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    sampling: Sampling | None
+    adapters: tuple[str, ...]
+    pooling: Pooling | None = None
+    n_classes: int = 0
+
+    @classmethod
+    def of(cls, lm: LanguageModel) -> ModelFacts:
+        adapters = tuple(lm.adapters)
+        return cls(lm.config, lm.tokenizer, lm.sampling, adapters, lm.pooling, lm.n_classes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Prompts:
     tokenizing the rest of it. loaded: returns the ids of adapters loaded at run time, by name.
     """
 
-    lm: ServedModel
+    lm: ModelFacts
     name: str
     max_len: int
     max_choices: int

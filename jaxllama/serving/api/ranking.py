@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from jaxllama.serving.api.bodies import FIRST_ERROR, MAX_ROWS, Lenient, Strict, Texts
-from jaxllama.serving.api.calls import Prompts, ServedModel
+from jaxllama.serving.api.calls import ModelFacts, Prompts
 from jaxllama.serving.api.schemas import ApiError, EmbeddingUsage, Schema, schema
 
 Method = Literal["classifier", "cosine", "judgement"]
@@ -98,7 +98,7 @@ class ScoreList(Schema):
     usage: EmbeddingUsage
 
 
-def method_of(lm: ServedModel) -> Method:
+def method_of(lm: ModelFacts) -> Method:
     """Return how this model scores a pair. Raises ApiError 400 if it cannot."""
     if lm.n_classes > 1:
         message = f"model: it has {lm.n_classes} classes, and a score needs exactly one"

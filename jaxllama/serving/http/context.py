@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from starlette.types import ASGIApp
 
-from jaxllama.serving.api.calls import Prompts, ServedModel
+from jaxllama.serving.api.calls import ModelFacts, Prompts
 from jaxllama.serving.api.keys import ApiKey
 from jaxllama.serving.http.batch_worker import BatchWorker
 from jaxllama.serving.http.file_store import Bounds
@@ -64,7 +64,7 @@ class Context:
 
     def __init__(
         self,
-        model: ServedModel,
+        model: ModelFacts,
         link: EngineClient,
         settings: ServerSettings,
         max_queue: int,

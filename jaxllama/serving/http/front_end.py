@@ -23,10 +23,10 @@ from typing import Any
 import uvicorn
 
 from jaxllama.serving.api import messages
+from jaxllama.serving.api.calls import ModelFacts
 from jaxllama.serving.http import limits
 from jaxllama.serving.http.server import ServerSettings, application
 from jaxllama.serving.ipc.link import EngineClient
-from jaxllama.serving.ipc.served import ModelFacts
 from jaxllama.serving.ipc.wire import Child, Wire
 
 GONE = "the engine's process has ended"

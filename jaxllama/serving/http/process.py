@@ -57,6 +57,7 @@ try:
 
     from jaxllama.serving import logs
     from jaxllama.serving.api import messages
+    from jaxllama.serving.api.calls import ModelFacts
     from jaxllama.serving.api.keys import ApiKey, Quotas
     from jaxllama.serving.api.keys import read as read_keys
     from jaxllama.serving.api.metrics import HasStats, Metrics
@@ -68,7 +69,7 @@ try:
     from jaxllama.serving.ipc.pool import PooledEngine
     from jaxllama.serving.ipc.replica import StartEngine
     from jaxllama.serving.ipc.replicas import LocalPool
-    from jaxllama.serving.ipc.served import ModelFacts, forward_passes
+    from jaxllama.serving.ipc.served import forward_passes
     from jaxllama.serving.ipc.wire import Child, Pulse, Wire, delay
 except ImportError as error:
     if not extras.is_optional(error.name):

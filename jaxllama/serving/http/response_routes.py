@@ -32,7 +32,7 @@ from jaxllama.serving.http.body_threads import in_thread
 from jaxllama.serving.http.context import Context
 from jaxllama.serving.http.generation import begun
 from jaxllama.serving.http.middleware import is_ascending, page_size
-from jaxllama.serving.http.responses import ResponseAnswer, ResponseFrame
+from jaxllama.serving.http.responses import ResponseAnswer
 from jaxllama.serving.http.runs import CallRun
 from jaxllama.typing import JsonObject
 
@@ -61,18 +61,16 @@ class ResponseApi:
         return call
 
     def write(self, run: CallRun, body: Responses) -> ResponseAnswer:
-        frame = ResponseFrame(run.call, body, self._messages)
         items = msgspec.json.encode(body.input_items(run.call.id))
         keep = "replace" if body.background else "keep"
 
-        async def kept(response: ResponseObject) -> None:
+        async def kept(response: ResponseObject, conversation: list[Message]) -> None:
             if response.store:
                 how = "keep" if response.status == "in_progress" else keep
-                said = CONVERSATION.dump_json(frame.conversation(response.output))
-                answer = to_json(response)
+                said, answer = CONVERSATION.dump_json(conversation), to_json(response)
                 await self._server.link.ask(how, response.id, self._owner, answer, said, items)
 
-        return ResponseAnswer(run, frame, kept)
+        return ResponseAnswer(run, body, self._messages, kept)
 
 
 async def _earlier(server: Context, http: HttpRequest, body: Responses) -> bytes:
@@ -89,8 +87,8 @@ async def create(server: Context, http: HttpRequest, body: Responses) -> ASGIApp
     answer = await begun(server, http, body, api, len(earlier), is_behind)
     assert isinstance(answer, ResponseAnswer)
     if is_behind:
-        response = answer.frame.response("in_progress", [])
-        await answer.kept(response)
+        response = answer.response("in_progress", [])
+        await answer.keep(response)
         task = asyncio.create_task(_behind_client(answer))
         server.behind.add(task)
         task.add_done_callback(server.behind.discard)
@@ -102,16 +100,15 @@ async def create(server: Context, http: HttpRequest, body: Responses) -> ASGIApp
 
 async def _behind_client(answer: ResponseAnswer) -> None:
     """Make a response that no client waits for, and store how it ended."""
-    frame = answer.frame
     try:
         response = await answer.whole()
     except ApiError as error:
         if error.code == "stopping":  # its request was cancelled
-            response = frame.response("cancelled", [])
+            response = answer.response("cancelled", [])
         else:
             failure = ResponseError("server_error", str(error))
-            response = frame.response("failed", [], error=failure)
-        await answer.kept(response)
+            response = answer.response("failed", [], error=failure)
+        await answer.keep(response)
     fields = {"id": response.id, "status": response.status}
     _log.info("response in the background", extra={"fields": fields})
 

@@ -1,7 +1,6 @@
 """Answers of /v1/responses: a conversation's newest part as items, whole or as a stream of events.
 
-    ResponseFrame(call, body, messages)     the parts of a response that are known beforehand
-    ResponseAnswer(run, frame, kept)        the answer, whole or streamed
+    ResponseAnswer(run, body, messages, kept)       the answer, whole or streamed
 
 Source: OpenAI's API reference, and its Python client's types. Reasoning tokens are not counted
 separately.
@@ -17,7 +16,6 @@ from pydantic import BaseModel
 
 from jaxllama.serving.api import answers
 from jaxllama.serving.api.bodies import Message
-from jaxllama.serving.api.calls import AcceptedCall
 from jaxllama.serving.api.logprobs import chat_logprobs
 from jaxllama.serving.api.messages import TextPiece
 from jaxllama.serving.api.reading import parts_of
@@ -51,16 +49,37 @@ from jaxllama.typing import JsonObject
 OutputItem = ReasoningItem | MessageItem | FunctionCallItem
 
 
-@dataclasses.dataclass(frozen=True)
-class ResponseFrame:
-    """The parts of a response that are known before the answer.
+def _dump(model: BaseModel) -> JsonObject:
+    return model.model_dump(exclude_none=True, by_alias=True)
 
-    messages: the conversation up to the answer, without the instructions.
+
+def _usage(usage: Usage) -> ResponseUsage:
+    cached = InputDetails(usage.prompt_tokens_details.cached_tokens)
+    return ResponseUsage(
+        usage.prompt_tokens, cached, usage.completion_tokens, OutputDetails(0), usage.total_tokens
+    )
+
+
+class ResponseAnswer(EventAnswer):
+    """A response, whole or streamed.
+
+    messages: the conversation up to the answer, without the instructions. kept: stores a response
+    with the conversation that ends with it; called before the last event.
     """
 
-    call: AcceptedCall
-    body: Responses
-    messages: list[Message]
+    def __init__(
+        self,
+        run: CallRun,
+        body: Responses,
+        messages: list[Message],
+        kept: Callable[[ResponseObject, list[Message]], Awaitable[None]],
+    ) -> None:
+        super().__init__(run)
+        self._call, self._body, self._messages, self._kept = run.call, body, messages, kept
+        self._logprobs: list[TokenLogprob] = []
+        self._output: list[OutputItem] = []
+        self._status: Status = "in_progress"
+        self._number = 0  # of the next event
 
     def response(
         self,
@@ -69,19 +88,19 @@ class ResponseFrame:
         usage: Usage | None = None,
         error: ResponseError | None = None,
     ) -> ResponseObject:
-        body, form = self.body, self.body.text.format if self.body.text else None
+        body, form = self._body, self._body.text.format if self._body.text else None
         is_cut = status == "incomplete"
-        sampling = self.call.requests[0].sampling
+        sampling = self._call.requests[0].sampling
         return ResponseObject(
-            id=self.call.id,
+            id=self._call.id,
             object="response",
-            created_at=self.call.created,
+            created_at=self._call.created,
             status=status,
             error=error,
             incomplete_details=IncompleteDetails("max_output_tokens") if is_cut else None,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
-            model=self.call.model,
+            model=self._call.model,
             output=output,
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
@@ -96,12 +115,12 @@ class ResponseFrame:
             truncation="disabled",
             usage=None if usage is None else _usage(usage),
             metadata=body.metadata or {},
-            warnings=list(self.call.notes) or None,
+            warnings=list(self._call.notes) or None,
             background=bool(body.background),
             top_logprobs=body.top_logprobs or 0,
         )
 
-    def conversation(self, output: list[OutputItem]) -> list[Message]:
+    def _conversation(self, output: list[OutputItem]) -> list[Message]:
         """Return the conversation with the answer."""
         items: list[Any] = []
         for item in output:
@@ -120,33 +139,12 @@ class ResponseFrame:
                         arguments=item.arguments,
                     )
                 )
-        messages = [*self.messages]
+        messages = [*self._messages]
         add_items(messages, items)
         return messages
 
-
-def _dump(model: BaseModel) -> JsonObject:
-    return model.model_dump(exclude_none=True, by_alias=True)
-
-
-def _usage(usage: Usage) -> ResponseUsage:
-    cached = InputDetails(usage.prompt_tokens_details.cached_tokens)
-    return ResponseUsage(
-        usage.prompt_tokens, cached, usage.completion_tokens, OutputDetails(0), usage.total_tokens
-    )
-
-
-class ResponseAnswer(EventAnswer):
-    """A response, whole or streamed. kept: called to keep it, before its last event."""
-
-    def __init__(
-        self, run: CallRun, frame: ResponseFrame, kept: Callable[[ResponseObject], Awaitable[None]]
-    ) -> None:
-        super().__init__(run)
-        self.frame, self.kept, self._number, self._call = frame, kept, 0, run.call
-        self._logprobs: list[TokenLogprob] = []
-        self._output: list[OutputItem] = []
-        self._status: Status = "in_progress"
+    async def keep(self, response: ResponseObject) -> None:
+        await self._kept(response, self._conversation(response.output))
 
     def _read(self, piece: TextPiece) -> list[JsonObject]:
         found = chat_logprobs(self._call, 0, [piece])
@@ -164,12 +162,12 @@ class ResponseAnswer(EventAnswer):
         return events
 
     async def _whole(self) -> ResponseObject:
-        response = self.frame.response(self._status, self._output, self.run.usage())
-        await self.kept(response)
+        response = self.response(self._status, self._output, self.run.usage())
+        await self.keep(response)
         return response
 
     def _first(self) -> list[JsonObject]:
-        begun = self.frame.response("in_progress", [])
+        begun = self.response("in_progress", [])
         names = "created", "in_progress"
         return [{"type": f"response.{name}", "response": begun} for name in names]
 

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.journal import Entry, Journal
 from jaxllama.language_model import LanguageModel
-from jaxllama.serving.api.calls import ServedModel
+from jaxllama.serving.api.calls import ModelFacts
 from jaxllama.serving.api.keys import Quotas
 from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.http import batch_routes, generation, openapi, routes
@@ -62,11 +62,12 @@ def create_app(
     passes = forward_passes(lm, engine.adapters if isinstance(engine, Engine) else None)
     hub = Hub(engine, passes, metrics, journal, quotas=Quotas(settings.keys))
     client = link.local(hub, lm.tokenizer, lm.config.eos_token_ids)
-    return application(lm, client, settings, engine.options.max_queue, hub.close)
+    facts = ModelFacts.of(lm)
+    return application(facts, client, settings, engine.options.max_queue, hub.close)
 
 
 def application(
-    model: ServedModel,
+    model: ModelFacts,
     link: EngineClient,
     settings: ServerSettings,
     max_queue: int,

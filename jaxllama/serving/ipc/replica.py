@@ -27,9 +27,10 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.serving import logs
 from jaxllama.serving.api import messages
+from jaxllama.serving.api.calls import ModelFacts
 from jaxllama.serving.api.metrics import Metrics
 from jaxllama.serving.ipc.hub import Hub
-from jaxllama.serving.ipc.served import ModelFacts, Passes, Served, forward_passes
+from jaxllama.serving.ipc.served import Passes, Served, forward_passes
 from jaxllama.serving.ipc.wire import Wire
 from jaxllama.typing import Options
 

@@ -1,38 +1,16 @@
-"""The parts of an engine and a model that a server needs, and the forward passes beside it."""
+"""The parts of an engine that a server needs, and the forward passes beside it."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
-from jaxllama.checkpoints.pooling import Pooling
-from jaxllama.config import ModelConfig
-from jaxllama.decoding.sampling import Sampling
 from jaxllama.engine.adapters import AdapterSlots
 from jaxllama.engine.embeddings import Embedder, Ranker
 from jaxllama.engine.request import Event, FinishReason, Request
 from jaxllama.engine.scoring import Scorer
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.text.tokenizer import Tokenizer
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelFacts:
-    """The part of a LanguageModel that a front end needs."""
-
-    config: ModelConfig
-    tokenizer: Tokenizer | None
-    sampling: Sampling | None
-    adapters: tuple[str, ...]
-    pooling: Pooling | None = None
-    n_classes: int = 0
-
-    @classmethod
-    def of(cls, lm: LanguageModel) -> ModelFacts:
-        adapters = tuple(lm.adapters)
-        return cls(lm.config, lm.tokenizer, lm.sampling, adapters, lm.pooling, lm.n_classes)
 
 
 class EngineLimits(Protocol):

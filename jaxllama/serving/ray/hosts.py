@@ -30,8 +30,9 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.parallel import hosts
 from jaxllama.serving import logs
+from jaxllama.serving.api.calls import ModelFacts
 from jaxllama.serving.ipc.replica import Observe, Started
-from jaxllama.serving.ipc.served import ModelFacts, Passes
+from jaxllama.serving.ipc.served import Passes
 from jaxllama.serving.ray.cluster import free_port
 from jaxllama.typing import Options
 

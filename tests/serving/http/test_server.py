@@ -38,7 +38,7 @@ from jaxllama.evaluation.speed.load_generator import Lengths, Load
 from jaxllama.model.decoder import final_norm, forward
 from jaxllama.serving.api import bodies as request_bodies
 from jaxllama.serving.api.bodies import ApiError, Chat, Completion, parse
-from jaxllama.serving.api.calls import Prompts
+from jaxllama.serving.api.calls import ModelFacts, Prompts
 from jaxllama.serving.api.logprobs import chat_entries, chat_logprobs
 from jaxllama.serving.api.messages import TextPiece
 from jaxllama.serving.api.metrics import Metrics
@@ -48,7 +48,6 @@ from jaxllama.serving.http.context import Context, ServerSettings
 from jaxllama.serving.http.routes import ROUTES
 from jaxllama.serving.ipc.hub import Hub
 from jaxllama.serving.ipc.link import EngineClient, local
-from jaxllama.serving.ipc.served import ModelFacts
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.arrays import as_jax
 from tests.helpers.fake_engine import FakeEngine

@@ -18,12 +18,12 @@ from jaxllama.engine.request import EngineFailed, Event, QueueFull, Request
 from jaxllama.engine.stats import EngineStats
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.api import messages
+from jaxllama.serving.api.calls import ModelFacts
 from jaxllama.serving.api.messages import EngineReport
 from jaxllama.serving.ipc import pool as pooled
 from jaxllama.serving.ipc.pool import PooledEngine, Read, ReplicaLost, Taken, follow
 from jaxllama.serving.ipc.replica import About, Started
 from jaxllama.serving.ipc.replicas import KnownPrefixes
-from jaxllama.serving.ipc.served import ModelFacts
 from jaxllama.serving.ray.replica import EngineReplica
 from tests.helpers.fake_engine import FakeEngine, letters
 from tests.helpers.models import LLAMA
