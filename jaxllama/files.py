@@ -199,7 +199,7 @@ def short(value: object) -> str:
     """Return a value for a message: one line of bounded length."""
     if isinstance(value, str):
         value = value[: 2 * SHOWN]
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 

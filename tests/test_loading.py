@@ -345,8 +345,8 @@ def test_a_cpus_first_call_imports_no_gpu_kernel() -> None:
 
 def test_layers_that_are_alike_are_traced_once(monkeypatch) -> None:
     cfg = LLAMA.replace(n_layers=4, layer_types=("attention",) * 4, d_ff=160)
-    params, traced, half = jax.device_put(seeded_params(cfg)), [], decoder.block
-    once = jax.jit(lambda *args: traced.append(1) or half(*args), static_argnums=0)
+    params, traced, half = jax.device_put(seeded_params(cfg)), [], decoder._block
+    once = jax.jit(lambda *args: traced.append(1) or half(*args), static_argnums=(0, 1))
     monkeypatch.setattr(decoder, "_block_once", once)
     cache = init_cache(cfg, 1, 16)
     tokens = jnp.ones((1, 5), jnp.int32)
