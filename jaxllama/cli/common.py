@@ -126,6 +126,11 @@ def exact_option(sub: Parser) -> None:
 
 
 @refusing
+def format_of(out: Path, default: str) -> str:
+    """Return the format of a model that is written to ``out``, if none is asked for."""
+    return "gguf" if out.suffix == ".gguf" else default
+
+
 def parse_adapter(text: str) -> tuple[str, str]:
     name, equals, folder = text.partition("=")
     if not (name and equals and Path(folder).is_dir()):

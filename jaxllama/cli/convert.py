@@ -25,15 +25,14 @@ def options(sub: Parser) -> None:
         type=new_folder,
         required=True,
         metavar="DIR",
-        help="folder, or .gguf file, to write",
+        help="folder to write, or with the format gguf a file",
     )
     sub.add_argument(
         "--format",
         choices=FORMATS,
-        default="floats",
         help="floats: quantized weights are dequantized; native: bit for bit, and "
         "only jaxllama reads it; gguf: one file, quantized weights keep their codes "
-        "(default %(default)s)",
+        "(default floats, or gguf where --out ends so)",
     )
     sub.add_argument(
         "--type",
@@ -48,9 +47,10 @@ def options(sub: Parser) -> None:
 def run(args: argparse.Namespace) -> None:
     from jaxllama.loading import load
 
-    keeps_codes = args.format == "gguf" and args.type is None
+    form = args.format or common.format_of(args.out, "floats")
+    keeps_codes = form == "gguf" and args.type is None
     lm = load(args.model, args.dtype, exact=not keeps_codes, progress=True, **common.source(args))
-    out = lm.save(args.out, format=args.format, type=args.type, progress=True)
+    out = lm.save(args.out, format=form, type=args.type, progress=True)
     files = [out] if out.is_file() else sorted(out.iterdir())
     report = {
         "model": args.model,

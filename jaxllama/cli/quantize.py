@@ -53,9 +53,8 @@ def options(sub: Parser) -> None:
     sub.add_argument(
         "--format",
         choices=FORMATS,
-        default="native",
         help="native holds every scheme, and only jaxllama reads it; transformers, "
-        "llama.cpp (gguf) and others read the rest (default %(default)s)",
+        "llama.cpp (gguf) and others read the rest (default native, or gguf where --out ends so)",
     )
     add_value(sub, "--calibration", text_input, "FILE", "UTF-8 text (default: a packaged one)")
     sub.add_argument(
@@ -95,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
         args.out,
         args.scheme,
         args.method,
-        args.format,
+        args.format or common.format_of(args.out, "native"),
         text,
         args.samples,
         args.window,

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -93,7 +94,7 @@ def lines(path: str | Path) -> Iterator[tuple[int, JsonObject]]:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise JaxLlamaError(f"{path}: {error.strerror or error}") from None
+        raise JaxLlamaError(f"{os.path.abspath(path)}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise JaxLlamaError(f"{path}: not UTF-8 text: byte {error.start}") from None
     empty = True

@@ -320,8 +320,8 @@ def test_a_file_is_written_again_with_its_tokenizer(model: str, tmp_path: Path, 
     keys = {"tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"}
     kind = {"arch": "qwen2", "bias": True} if model == "gpt2" else {}
     Tiny(vocab=270, type=Type.Q8_0, tokenizer=model, keys=keys, **kind).write(source)
-    words = ["convert", "--model", str(source), "--out", str(out), "--format", "gguf", "--json"]
-    assert main(words) == 0
+    words = ["convert", "--model", str(source), "--out", str(out), "--json"]
+    assert main(words if model == "llama" else [*words, "--format", "gguf"]) == 0
     assert json.loads(capsys.readouterr().out)["files"] == "again.gguf"
     with GGUFFile(source) as before, GGUFFile(out) as after:
         assert before.tensors.keys() == after.tensors.keys()

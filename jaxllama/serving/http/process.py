@@ -488,7 +488,10 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise JaxLlamaError(f"cannot listen on {url(host, port)}: {error.strerror}") from None
+        where = url(host, port)
+        raise JaxLlamaError(
+            f"cannot listen on {where}: {error.strerror}; --port and --host name another"
+        ) from None
     return listener
 
 
