@@ -125,12 +125,12 @@ def exact_option(sub: Parser) -> None:
     )
 
 
-@refusing
-def format_of(out: Path, default: str) -> str:
+def saved_as(out: Path, default: str) -> str:
     """Return the format of a model that is written to ``out``, if none is asked for."""
     return "gguf" if out.suffix == ".gguf" else default
 
 
+@refusing
 def parse_adapter(text: str) -> tuple[str, str]:
     name, equals, folder = text.partition("=")
     if not (name and equals and Path(folder).is_dir()):

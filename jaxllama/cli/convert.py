@@ -47,7 +47,7 @@ def options(sub: Parser) -> None:
 def run(args: argparse.Namespace) -> None:
     from jaxllama.loading import load
 
-    form = args.format or common.format_of(args.out, "floats")
+    form = args.format or common.saved_as(args.out, "floats")
     keeps_codes = form == "gguf" and args.type is None
     lm = load(args.model, args.dtype, exact=not keeps_codes, progress=True, **common.source(args))
     out = lm.save(args.out, format=form, type=args.type, progress=True)

@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
         args.out,
         args.scheme,
         args.method,
-        args.format or common.format_of(args.out, "native"),
+        args.format or common.saved_as(args.out, "native"),
         text,
         args.samples,
         args.window,
