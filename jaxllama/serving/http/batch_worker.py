@@ -98,8 +98,10 @@ class BatchWorker:
             for id, owner in found:
                 if id not in self._tasks and self._owners[owner] < RUNNING:
                     self._start(id, owner, app)
+            # ``wait_for`` of Python 3.11 loses a cancellation that comes as the event is set.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), LOOK_SECONDS)
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._woken.wait()
 
     def _start(self, id: str, owner: str, app: ASGIApp) -> None:
         task = asyncio.create_task(self._claim(id, app))
@@ -257,7 +259,8 @@ class _Run:
             if self._is_stopping.is_set():
                 return False
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._is_stopping.wait(), LOOK_SECONDS)
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._is_stopping.wait()
 
     async def _answer(self, line: Line) -> tuple[int, str]:
         """Return the status and the line of an answer; the status 0 if the batch stops."""

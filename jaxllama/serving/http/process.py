@@ -397,7 +397,8 @@ class _Server:
         """Start a front end in the place of one that has ended, if need be after a while."""
         while not self._ending.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ending.wait(), delay(self._died))
+                async with asyncio.timeout(delay(self._died)):
+                    await self._ending.wait()
                 return
             try:
                 self._watch(front_end.start(self._listener))

@@ -60,7 +60,8 @@ class EngineReplica(Replica):
                 held.clear()
                 yield data
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(over.wait(), wait)
+                    async with asyncio.timeout(wait):
+                        await over.wait()
                 wait = PIECE
 
     async def forward(self, name: str, arguments: list[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import math
@@ -431,6 +432,20 @@ def test_the_batches_of_one_key_keep_no_other_waiting(lm, tmp_path, monkeypatch)
         held = [start(one, line(0)).id for _ in range(batch_worker.RUNNING)]
         assert ended(two, start(two, line(1)).id).status == "completed"
         assert {one.batches.retrieve(id).status for id in held} <= {"validating", "in_progress"}
+
+
+def test_a_worker_stops_although_it_is_woken(tmp_path):
+    async def run() -> bool:
+        store = FileStore(tmp_path)
+        worker = batch_worker.BatchWorker(store, "m", 1, None, {})
+        looking = asyncio.create_task(worker._look(None))
+        await asyncio.sleep(0.2)
+        worker.wake()
+        looking.cancel()
+        await asyncio.wait({looking}, timeout=5)
+        return looking.cancelled()
+
+    assert asyncio.run(run())
 
 
 def test_uploads_of_strangers_and_without_a_folder_are_refused(lm, tmp_path):
