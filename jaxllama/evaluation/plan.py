@@ -40,7 +40,7 @@ from jaxllama.offload.expert_places import ExpertUse
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import available_memory
 from jaxllama.offload.timeline import NO_RECORD, Recorder, TimelineBar, draw
-from jaxllama.planner.accounting import model_bytes
+from jaxllama.planner.accounting import batches_of, model_bytes
 from jaxllama.planner.calibrate import Progress, calibrate, settings_of
 from jaxllama.planner.calibrate_experts import measured_use
 from jaxllama.planner.cost import (
@@ -199,9 +199,7 @@ def _experts(
     """
     if not policy.experts or costs.experts is None:
         return None
-    block = min(policy.block_size, task.rows)
-    batches = -(-block // policy.gpu_batch_size)
-    rows = -(-block // batches)
+    batches, rows = batches_of(policy, min(policy.block_size, task.rows))
     steps = experts_step(cfg, costs.experts, policy, (rows,) * batches, rows)
     places = [place for place, _ in shares_of(cfg, policy)]
     return {

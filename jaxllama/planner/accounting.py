@@ -244,6 +244,12 @@ def _weights_reading(
     return max(reading_bytes(shapes, shares) for unit, shapes in units if unit.kind != "embed")
 
 
+def batches_of(policy: Policy, rows: int) -> tuple[int, int]:
+    """Return how many batches a block of ``rows`` rows has, and the rows of the largest."""
+    count = -(-rows // policy.gpu_batch_size)
+    return count, -(-rows // count)
+
+
 def footprint(
     cfg: ModelConfig,
     policy: Policy,
@@ -263,8 +269,7 @@ def footprint(
     chunk: number of tokens of a prompt that pass through the model at once.
     compile_programs: compile each program to ask XLA for its memory. Otherwise that term is 0.
     """
-    batches = -(-rows // policy.gpu_batch_size)
-    size = -(-rows // batches)
+    batches, size = batches_of(policy, rows)
     chunk = width if chunk is None else min(chunk, width)
     weights, loading_weights = weights_footprint(cfg, policy, dtype, scheme, batches > 1)
     one_cache = cache_shapes(cfg, size, capacity, kv_dtype)

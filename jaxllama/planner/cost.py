@@ -42,6 +42,7 @@ from jaxllama.model.mixers import keeps_tokens
 from jaxllama.offload.policy import Policy, Shares
 from jaxllama.planner.accounting import (
     Footprint,
+    batches_of,
     expert_program_bytes,
     footprint,
     unit_shapes,
@@ -120,8 +121,7 @@ def predict(
 ) -> Prediction:
     """Return the time of ``task`` under ``policy``."""
     block = min(policy.block_size, task.rows)
-    batches = -(-block // policy.gpu_batch_size)
-    rows = -(-block // batches)
+    batches, rows = batches_of(policy, block)
     context = task.prompt + task.new // 2
     step = step_of(cfg, policy, costs, task, settings, rows, batches, 1, context)
     prefill = step_of(cfg, policy, costs, task, settings, rows, batches, task.prompt, 0)

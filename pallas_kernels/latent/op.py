@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,8 @@ def latent_attention(
     if is_empty(q, cache):
         return jnp.zeros((*q.shape[:3], LATENT), q.dtype)
     call = float(scale), found
-    return _latent_attention(chosen(found, implementation), call, q, cache, lengths, table)
+    operands = _Operands(q, cache, lengths, table)
+    return _latent_attention(chosen(found, implementation), call, operands)
 
 
 def check_latents(op: str, lines: dict[str, str], **operands: jax.Array | None) -> None:
@@ -111,31 +113,26 @@ def plan(q: jax.Array, cache: jax.Array, table: jax.Array | None = None) -> Plan
     return chunks.plan(q, cache, table)
 
 
-def _kernel(
-    call: _Static,
-    q: jax.Array,
-    cache: jax.Array,
-    lengths: jax.Array,
-    table: jax.Array | None,
-) -> jax.Array:
+class _Operands(NamedTuple):
+    q: jax.Array
+    cache: jax.Array
+    lengths: jax.Array
+    table: jax.Array | None
+
+
+def _kernel(call: _Static, x: _Operands) -> jax.Array:
     from pallas_kernels.latent import kernel
 
     scale, plan = call
-    return kernel.latent_attention(q, cache, lengths, table, scale=scale, plan=plan)
+    return kernel.latent_attention(*x, scale=scale, plan=plan)
 
 
 def _form(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Return a form of attention with one kv head, whose values are the whole entries."""
 
-    def form(
-        call: _Static,
-        q: jax.Array,
-        cache: jax.Array,
-        lengths: jax.Array,
-        table: jax.Array | None,
-    ) -> jax.Array:
-        kv = cache[:, :, None]
-        given = attention.Attended(q, kv, kv, lengths, table)
+    def form(call: _Static, x: _Operands) -> jax.Array:
+        kv = x.cache[:, :, None]
+        given = attention.Attended(x.q, kv, kv, x.lengths, x.table)
         return attend((None, call[0], None), given)[..., :LATENT]
 
     return form

@@ -195,24 +195,30 @@ def check_chunks_and_steps(cfg: ModelConfig, dtype: str, bound: float, pages: bo
         got, cache = jl.decode_step(cfg, params, tokens[np.arange(2), at], cache)
 
 
-def check_prompt_steps_and_a_draft(lm: jl.LanguageModel, tokens: np.ndarray, want: Any) -> None:
+def check_prompt_steps_and_a_draft(
+    lm: jl.LanguageModel,
+    tokens: np.ndarray,
+    want: Any,
+    chunk: int | None = None,
+    atol: float = 1e-5,
+) -> None:
     """Rows of different lengths, then steps, then a draft of which one row keeps nothing, give the
     logits ``want [2, T, V]`` of the whole rows ``tokens [2, T]``."""
     cfg = lm.config
     lengths = as_jax([5, 3])
     cache = jl.init_cache(cfg, 2, 16, dtype=jnp.float32)
-    scores, cache = jl.prefill(cfg, lm.params, tokens[:, :5], lengths, cache)
-    np.testing.assert_allclose(scores, want[[0, 1], [4, 2]], atol=1e-5)
+    scores, cache = jl.prefill(cfg, lm.params, tokens[:, :5], lengths, cache, chunk=chunk)
+    np.testing.assert_allclose(scores, want[[0, 1], [4, 2]], atol=atol)
     newest = as_jax([tokens[0, 5], tokens[1, 3]])
     scores, cache = jl.decode_step(cfg, lm.params, newest, cache)
-    np.testing.assert_allclose(scores, want[[0, 1], [5, 3]], atol=1e-5)
+    np.testing.assert_allclose(scores, want[[0, 1], [5, 3]], atol=atol)
     drafted = as_jax([tokens[0, 6:8], tokens[1, 4:6]])
     scores, proposal = jl.verify_step(cfg, lm.params, drafted, as_jax([2, 2]), cache)
-    np.testing.assert_allclose(scores, [want[0, 6:8], want[1, 4:6]], atol=1e-5)
+    np.testing.assert_allclose(scores, [want[0, 6:8], want[1, 4:6]], atol=atol)
     cache = jl.commit(proposal, as_jax([1, -1]))
     newest = as_jax([tokens[0, 8], tokens[1, 4]])
     scores, cache = jl.decode_step(cfg, lm.params, newest, cache)
-    np.testing.assert_allclose(scores, want[[0, 1], [8, 4]], atol=1e-5)
+    np.testing.assert_allclose(scores, want[[0, 1], [8, 4]], atol=atol)
 
 
 def shrunk(cfg: ModelConfig) -> ModelConfig:

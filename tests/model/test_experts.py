@@ -37,7 +37,13 @@ from pallas_kernels.qtensor import QTensor
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import slow
 from tests.helpers.engine_cases import every_way_generates
-from tests.helpers.models import LLAMA, params_of, relative_error, tokens_of
+from tests.helpers.models import (
+    LLAMA,
+    check_prompt_steps_and_a_draft,
+    params_of,
+    relative_error,
+    tokens_of,
+)
 from tests.helpers.packed_oracle import floats_of
 from tests.helpers.parity_cases import CASES
 from tests.helpers.parity_cases import params_of as parity_params
@@ -141,16 +147,7 @@ def test_router_logits_are_the_product() -> None:
 
 
 def test_prompt_and_steps_are_the_whole_sequence() -> None:
-    lm, tokens, want = model()
-    cache = jl.init_cache(CFG, ROWS, 16, dtype=jnp.float32)
-    scores, cache = jl.prefill(CFG, lm.params, tokens[:, :5], as_jax([5, 3]), cache, chunk=2)
-    np.testing.assert_allclose(scores, want[[0, 1], [4, 2]], atol=2e-5)
-    newest = as_jax([tokens[0, 5], tokens[1, 3]])
-    scores, cache = jl.decode_step(CFG, lm.params, newest, cache)
-    np.testing.assert_allclose(scores, want[[0, 1], [5, 3]], atol=2e-5)
-    drafted = as_jax([tokens[0, 6:8], tokens[1, 4:6]])
-    scores, proposal = jl.verify_step(CFG, lm.params, drafted, as_jax([2, 2]), cache)
-    np.testing.assert_allclose(scores, [want[0, 6:8], want[1, 4:6]], atol=2e-5)
+    check_prompt_steps_and_a_draft(*model(), chunk=2, atol=2e-5)
 
 
 @pytest.mark.slow
