@@ -45,7 +45,7 @@ from jaxllama.engine.batch import BatchState
 from jaxllama.model.cache import Cache, LayerState, cache_shardings, init_pages
 from jaxllama.model.decoder import forward
 from jaxllama.model.mixers.attention.state import KVCache
-from jaxllama.parallel.mesh import traced_mesh
+from jaxllama.parallel.mesh import MODEL_AXIS, traced_mesh
 from jaxllama.typing import Params, Tree
 
 NOBODY = 2**30  # an index past the last slot, page or snapshot
@@ -103,7 +103,8 @@ def _new_pace(rows: int) -> Pace:
 def slots_shardings(slots: BatchState, mesh: Mesh | AbstractMesh) -> BatchState:
     """Return the shardings of slots or their shapes.
 
-    Heads are split, and rows and pages in several parts; all else is replicated.
+    Heads are split, and rows and pages in several parts; all else is replicated.  The history is
+    split as logits are, or a call would gather it.
     """
     cache = cache_shardings(slots.cache, mesh)
     places = jax.tree.map(lambda leaf: cache.lengths, slots)
@@ -112,7 +113,12 @@ def slots_shardings(slots: BatchState, mesh: Mesh | AbstractMesh) -> BatchState:
         None if known is None else place
         for known, place in zip(slots.snapshots, shared.layers, strict=True)
     )
-    return dataclasses.replace(places, cache=cache, snapshots=snapshots)
+    history = places.history
+    if slots.history.counts.shape[1] % mesh.shape[MODEL_AXIS] == 0:
+        [rows] = cache.lengths.spec or (None,)
+        split = NamedSharding(mesh, P(rows, MODEL_AXIS))
+        history = jax.tree.map(lambda _: split, history)
+    return dataclasses.replace(places, cache=cache, snapshots=snapshots, history=history)
 
 
 def _constrained(slots: BatchState, like: BatchState) -> BatchState:

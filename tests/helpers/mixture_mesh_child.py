@@ -57,7 +57,7 @@ _SINKS = LLAMA.replace(
 FORMS: dict[str, tuple[ModelConfig, str | None]] = {
     "glm-4.7-flash": (_LATENTS, None),
     "gpt-oss": (_SINKS, "mxfp4"),
-    "deepseek-v3": (_LATENTS.replace(d_model=256, d_ff=512, experts=V3), "fp8-block"),
+    "deepseek-v3": (_LATENTS.replace(d_model=256, d_ff=512, experts=V3, vocab_size=128), "fp8-block"),
 }
 PROMPTS = [[3 + (7 * row + 5 * i) % 90 for i in range(2 + 3 * row)] for row in range(8)]
 NEW = 8
