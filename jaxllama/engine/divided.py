@@ -25,7 +25,7 @@ class DividedScheduler:
     """The schedulers of all parts, with the methods of one that an engine calls."""
 
     def __init__(self, parts: Sequence[Scheduler]) -> None:
-        self._parts = parts
+        self._parts, self._waited = parts, False
         self.pools = [pool for part in parts for pool in part.pools]
 
     @property
@@ -73,6 +73,13 @@ class DividedScheduler:
     def plan(self) -> TurnPlan:
         """Return the parts' plans as one; a row's budget is that of its own part."""
         self._level()
+        # A part without prompts waits for those of another.  So each reads as many as the mean part
+        # has, and a lone prompt waits for one plan.
+        mean = sum(part.n_prompts for part in self._parts) // len(self._parts)
+        most = max(mean, int(self._waited or not self.running))
+        self._waited = most == 0
+        for part in self._parts:
+            part.most_prompts = most
         plans = [part.plan() for part in self._parts]
         whole = plans[0]
         for plan in plans[1:]:

@@ -36,6 +36,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import heapq
+import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 
@@ -237,6 +238,7 @@ class Scheduler:
     ) -> None:
         self.max_slots, self.pages, self.pools = max_slots, pages, [pages]
         self._slots = range(first_slot, first_slot + max_slots)
+        self.most_prompts = max_slots  # prompts of which the next plan may read tokens
         self.chunk, self.token_budget, self.widths = chunk, token_budget, widths
         self.steps_per_call, self.recompute = steps_per_call, recompute
         self._may_share, self._reach = may_share, reach
@@ -467,6 +469,12 @@ class Scheduler:
             if sequence.length + sequence.ahead + steps > len(sequence.held.pages) * size
         ]
 
+    @property
+    def n_prompts(self) -> int:
+        """Number of prompts that a plan may read tokens of."""
+        n_free = self.max_slots - self.n_admitted
+        return len(self.prefilling) + min(len(self.waiting), n_free)
+
     def _fill(self) -> tuple[list[Fill], list[Sequence], bool]:
         """Hand out the token budget in order of urgency.
 
@@ -476,7 +484,8 @@ class Scheduler:
         fills: list[Fill] = []
         started: list[Sequence] = []
         began = sorted(self.prefilling, key=_urgency)
-        for sequence in heapq.merge(began, list(self.waiting), key=_urgency):
+        every = heapq.merge(began, list(self.waiting), key=_urgency)
+        for sequence in itertools.islice(every, self.most_prompts):
             if sequence in self._preempted:
                 break
             if sequence.slot is None:
