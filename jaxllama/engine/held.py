@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from jaxllama.engine.blocks import BlockRunner
+from jaxllama.engine.divided import AnyScheduler
 from jaxllama.engine.records import weights_hash
 from jaxllama.engine.runner import Runner
-from jaxllama.engine.divided import AnyScheduler
 from jaxllama.engine.tiers import Identity
 from jaxllama.engine.weights import with_params, without_weights
 from jaxllama.errors import JaxLlamaError

@@ -346,8 +346,8 @@ class ResolvedOptions:
     """The sizes of an engine: ``EngineOptions`` without a None.
 
     snapshots: number of snapshots of GLA's states for known prefixes. host_bytes: for prefixes that
-    leave the device; 0 keeps none. disk_bytes: None stands for half of the room. parts: of the slots
-    and pages, as of ``Cache``; a part has ``prefill_rows`` and ``token_budget`` of its own.
+    leave the device; 0 keeps none. disk_bytes: None stands for half of the room. parts: of the
+    slots and pages, as of ``Cache``; each has ``prefill_rows`` and ``token_budget`` of its own.
     """
 
     max_slots: int
@@ -535,8 +535,8 @@ class ResolvedOptions:
 
 
 def _bytes_of_device(state: KVCache, devices: int) -> int:
-    """Return a device's bytes of a cache whose heads ``devices`` devices divide; a latent's one head
-    is whole on each."""
+    """Return a device's bytes of a cache whose heads ``devices`` devices divide. The one head of a
+    latent is whole on each."""
     of_heads = any(MODEL_AXIS in spec for spec in jax.tree.leaves(state.specs(None)))
     return tree_bytes(state) // (devices if of_heads else 1)
 
