@@ -122,6 +122,14 @@ def slots_shardings(slots: BatchState, mesh: Mesh | AbstractMesh) -> BatchState:
     return dataclasses.replace(places, cache=cache, snapshots=snapshots, history=history)
 
 
+def _everywhere(results: tuple[Tree, ...], like: BatchState) -> tuple[Tree, ...]:
+    """Return results on all devices of ``like``'s mesh, so that each process can read them."""
+    mesh = traced_mesh(like.cache.lengths)
+    if mesh is None:
+        return results
+    return jax.lax.with_sharding_constraint(results, NamedSharding(mesh, P()))
+
+
 def _constrained(slots: BatchState, like: BatchState) -> BatchState:
     """Constrain the arrays to the shardings of ``like``'s mesh, if there is one.
 
@@ -344,7 +352,7 @@ def decode(
     slots = dataclasses.replace(slots, cache=cache, active=active, drafting=drafting)
     if n != every.size:
         slots = _to_rows(every, rows, slots)
-    return _constrained(slots, every), drawn, top
+    return _constrained(slots, every), *_everywhere((drawn, top), every)
 
 
 def _of_rows(slots: BatchState, rows: jax.Array) -> BatchState:

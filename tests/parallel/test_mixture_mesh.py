@@ -6,19 +6,27 @@ The models run in a child process with 8 CPU devices (``mixture_mesh_child``).
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from jaxllama.config import ExpertsConfig
+from jaxllama.config import ExpertsConfig, LatentConfig, RopeConfig
 from jaxllama.engine.options import _bytes_of_device
+from jaxllama.engine.slots import empty_slots, slots_shardings
 from jaxllama.model.cache import init_pages
+from jaxllama.model.shardings import specs
 from jaxllama.parallel.exchange import exchange_sizes
+from jaxllama.parallel.mesh import AXES
+from jaxllama.quantization import random_params
 from jaxllama.quantization.random_params import _alike
+from jaxllama.typing import Tree
 from tests.helpers.compiling import environment
 from tests.helpers.models import LATENT, LLAMA
 
@@ -31,6 +39,22 @@ MESHES = {
     "expert=4,model=2": (4, 8, 2),
     "data=2,expert=4": (8, 4, 1),
 }
+
+DEEPSEEK_V3 = LATENT.replace(
+    vocab_size=129280,
+    d_model=7168,
+    n_layers=61,
+    n_heads=128,
+    n_kv_heads=128,
+    head_dim=192,
+    d_ff=18432,
+    max_position=163840,
+    latent=LatentConfig(kv_rank=512, d_nope=128, d_rope=64, d_v=128, q_rank=1536),
+    rope=RopeConfig(theta=10000.0, rotary_dim=64),
+    layer_types=("latent",) * 61,
+    expert_layers=tuple(range(3, 61)),
+    experts=ExpertsConfig(256, 8, 2048, scores="sigmoid", choice_bias=True, shared=2048),
+)
 
 
 def lines(*arguments: str) -> list[dict]:
@@ -111,3 +135,34 @@ def test_a_device_counts_the_bytes_of_a_token_that_it_holds(cfg, share):
 )
 def test_an_exchange_has_places_for_all_tokens_where_most_go_everywhere(n_tokens, n, k, sizes):
     assert exchange_sizes(n_tokens, n, k) == sizes
+
+
+def bytes_of_device(tree: Tree, places: Tree) -> int:
+    """Return the bytes of a device, of shapes and of how they are split."""
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(places), strict=True)
+    return sum(math.prod(at.shard_shape(x.shape)) * x.dtype.itemsize for x, at in pairs)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights", "cache"),
+    [((1, 8, 1), 104.2, 4.6), ((1, 4, 2), 94.7, 9.2), ((1, 1, 8), 87.5, 36.8)],
+    ids=["expert=8", "expert=4,model=2", "model=8"],
+)
+def test_a_model_of_671_billion_parameters_on_eight_devices(sizes, weights, cache):
+    """The table of ``docs/howto/mesh.md``: GB of a device, with 256 rows of 2,048 tokens."""
+    mesh = AbstractMesh(sizes, AXES)
+    cfg = DEEPSEEK_V3.replace(n_layers=4, layer_types=("latent",) * 4, expert_layers=(3,))
+    shapes = random_params._shapes(cfg, jnp.bfloat16, "fp8-block,head=none")
+    places = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        specs(shapes, mesh),
+        is_leaf=lambda spec: isinstance(spec, PartitionSpec),
+    )
+    found = bytes_of_device(shapes, places)
+    found += 57 * bytes_of_device(shapes["layer_3"], places["layer_3"])
+    assert found / 1e9 == pytest.approx(weights, abs=0.05)
+    args = cfg, 256, 32, 256 * 32, 64, 0, "bfloat16", 0, None, None, sizes[0] * sizes[1]
+    slots = jax.eval_shape(lambda: empty_slots(*args))
+    places = slots_shardings(slots, mesh)
+    found = bytes_of_device(slots.cache.layers, places.cache.layers) * 61 / 4
+    assert found / 1e9 == pytest.approx(cache, abs=0.05)
