@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.device import planned_for
-from pallas_kernels.dispatch import Reason, named_plan
+from pallas_kernels.dispatch import Reason
 from pallas_kernels.latent.op import latent_attention, latent_attention_reference, plan
 from tests.helpers.arrays import as_jax
 from tests.helpers.latent_cases import BOUND, SCALE, compare, oracle, placed
@@ -162,41 +162,3 @@ def test_kernel_in_any_order(chunk, given):
 )
 def test_few_query_rows_in_any_order(chunk, given):
     emulated(chunk + 1, chunk, *given, few=True)
-
-
-@newest
-@pytest.mark.parametrize(
-    "number", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, *range(4, 20)))]
-)
-def test_random_calls_in_any_order(number):
-    """Rows and lists of random shapes by the planned programs, in chunks of a random length."""
-    from tests.helpers.emulator.launch import emulated as in_emulator
-    from tests.helpers.op_calls import latents
-
-    rng = np.random.default_rng(number)
-    page = int(rng.choice([0, 8, 16, 32]))
-    capacity = max(page, 8) * int(rng.integers(1, 5))
-    heads = int(rng.choice([1, 5, 8, 16] if number % 4 else [20, 72]))
-    places = int(rng.integers(1, capacity + 1)) if number % 2 else 0
-    call = latents(
-        int(rng.integers(1, 4)), int(rng.choice([1, 1, 2])), heads, capacity, page, places
-    )
-    operands = call.values(rng)
-    with planned_for("NVIDIA H200"), in_emulator(number):
-        out = call.kernel(*operands)
-    call.check(out, operands, rng)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("number", range(10))
-def test_kernel_at_random_shapes(number):
-    """200 draws of ten shapes, each of which is assembled once."""
-    rng = np.random.default_rng(number)
-    page = int(rng.choice([0, 0, 16, 32, 64, 128, 256]))
-    capacity = int(rng.integers(1, 24)) * max(page, 8)
-    batch, tokens = int(rng.integers(1, 9)), int(rng.choice([1, 1, 2, 3, 4, 8]))
-    shape = batch, tokens, int(rng.choice([1, 5, 16, 20, 40, 64, 128])), capacity, page
-    for seed in range(20):
-        given = case(*shape, seed)
-        assert named_plan(plan(given[0], given[1], given[3])) is not None
-        check(functools.partial(latent_attention, implementation="mosaic"), *given)
