@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllama.config import LatentAttentionConfig, LayerConfig
-from jaxllama.model.linear import linear
+from jaxllama.model.linear import linear, linear_of_norm
 from jaxllama.model.lora import floats
 from jaxllama.model.mixers.attention.chunk import attend
 from jaxllama.model.mixers.attention.shared import over_cache
@@ -136,10 +136,11 @@ def heads_of(cfg: LatentAttentionConfig, p: Params, projected: Sequence[Columns]
     q, down, *of_index = (columns.value for columns in projected)
     index = None
     if "q_a" in p:
-        q_low = rms_norm(q, p["q_norm"]["weight"], cfg.norm_eps)
-        q = linear(q_low, p["q"])
+        scale = p["q_norm"]["weight"]
         if cfg.indexer is not None:
+            q_low = rms_norm(q, scale, cfg.norm_eps)
             index = indexer.heads_of(cfg.indexer, p, q_low, *of_index)
+        q = linear_of_norm(q, scale, cfg.norm_eps, p["q"])
     low, key = jnp.split(down, (cfg.kv_rank,), axis=-1)
     low = rms_norm(low, p["kv_norm"]["weight"], cfg.norm_eps)
     q = q.reshape(*q.shape[:-1], cfg.n_heads, cfg.head_dim)
@@ -207,7 +208,7 @@ def of_heads(shapes: str, x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.einsum(shapes, x, w, preferred_element_type=jnp.float32, precision="highest")
 
     def of_two(x: jax.Array, w: jax.Array) -> jax.Array:
-        return product(jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))), w)[:, :1]
+        return product(jnp.broadcast_to(x, (x.shape[0], 2, *x.shape[2:])), w)[:, :1]
 
     w = w.astype(x.dtype)
     if has_fixed_sums() or x.shape[0] * x.shape[1] > 1:
