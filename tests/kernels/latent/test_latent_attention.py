@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -13,7 +14,7 @@ from pallas_kernels.device import planned_for
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.latent.op import latent_attention, latent_attention_reference, plan
 from tests.helpers.arrays import as_jax
-from tests.helpers.latent_cases import BOUND, SCALE, compare, oracle, placed
+from tests.helpers.latent_cases import BOUND, SCALE, compare, in_codes, oracle, placed
 from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.matmul_cases import newest
 
@@ -49,6 +50,26 @@ def check(form, q, cache, lengths, table, bound=BOUND):
 def test_values(name, page):
     check(FORMS[name], *case(3, 2, 5, 96, page))
     check(FORMS[name], *case(3, 2, 5, 96, page, dtype=jnp.float32), bound=1e-5)
+
+
+@pytest.mark.parametrize("name, kind", [("xla", "int8"), ("reference", "float8_e4m3fn")])
+def test_values_of_codes(name, kind):
+    """NaN in what no token sees is scales and turning keys that are NaN."""
+    q, cache, lengths, table = case(3, 2, 5, 96, 16, dtype=jnp.float32)
+    codes = in_codes(cache, kind)
+    assert np.isnan(codes.low.scale).any() and np.isnan(codes.rope.astype(jnp.float32)).any()
+    check(FORMS[name], q, codes, lengths, table, bound=1e-5)
+
+
+def test_codes_that_do_not_fit_are_named():
+    q, cache, lengths, _ = case(2, 1, 5, 16)
+    codes = in_codes(cache, "int8")
+    short = dataclasses.replace(codes, rope=codes.rope[..., :32])
+    with pytest.raises(ValueError, match="q has 576 features, and cache 544"):
+        latent_attention(q, short, lengths, scale=SCALE)
+    with pytest.raises(ValueError, match=r"latent_attention: rope is float32"):
+        wide = dataclasses.replace(codes, rope=codes.rope.astype(jnp.float32))
+        latent_attention(q, wide, lengths, scale=SCALE)
 
 
 def shapes(batch, tokens, n, capacity, page=0, dtype=jnp.bfloat16, width=576):

@@ -129,9 +129,10 @@ def test_small_groups_on_the_gpu(n, k, name):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("n,k,kinds", [(4096, 11008, "nr"), (5120, 768, "n"), (2048, 640, "")])
 @pytest.mark.parametrize("name", ["w4-g128", "w4-g128-zero"])
-def test_rows_that_end_inside_a_chunk_on_the_gpu(name):
-    test_values_on_the_gpu(4096, 11008, name, "nr")
+def test_rows_that_end_inside_a_chunk_on_the_gpu(name, n, k, kinds):
+    test_values_on_the_gpu(n, k, name, kinds)
 
 
 def test_what_it_takes():

@@ -42,7 +42,7 @@ from jaxllama.model.mixers.latent.state import LatentCache, init_state
 from jaxllama.model.records import At, Chunk, Draft, Step
 from jaxllama.model.rope import scaled_by_position
 from jaxllama.typing import Params
-from pallas_kernels.attention.operands import capacity_of
+from pallas_kernels.attention.operands import LatentCodes, capacity_of
 from pallas_kernels.attention.plain import rotate
 from pallas_kernels.attention.rope_cache import store, to_cache_basis
 from pallas_kernels.dispatch import own_plan
@@ -103,20 +103,19 @@ def mix(
 
 def over_latents(q: jax.Array, cache: LatentCache, at: At) -> jax.Array:
     """Return attention of absorbed queries ``[B, T, N, R + r]`` over a cache that holds their
-    tokens: sums of its entries, or with the kernel of latent attention of their latents."""
+    tokens: sums of its entries, or with the op of latent attention of their latents."""
     both, rows, table = KVCache(cache.k, cache.k), at.by_row(q), at.table
-    is_plain = isinstance(cache.k, jax.Array) and cache.k.dtype == q.dtype
-    if isinstance(at, Step | Draft) and is_plain:
+    has_op = isinstance(cache.k, LatentCodes)
+    if isinstance(at, Step | Draft) and (has_op or cache.k.dtype == q.dtype):
         held = both
         if isinstance(at, Draft) and at.exact:
             held, table = as_pages(both, table, at.width)
             rows = q
-        assert isinstance(held.k, jax.Array)
-        keys = held.k[:, :, 0]
-        if own_plan(lambda: plan(rows, keys, table), rows, keys) is not None:
+        entries = jax.tree.map(lambda leaf: leaf[:, :, 0], held.k)
+        if has_op or own_plan(lambda: plan(rows, entries, table), rows, entries) is not None:
             seen = jnp.where(at.lengths > 0, at.positions[:, 0] + 1, 0).reshape(rows.shape[:2])
             scale = q.shape[-1] ** -0.5
-            out = latent_attention(rows, keys, seen, scale=scale, table=table)
+            out = latent_attention(rows, entries, seen, scale=scale, table=table)
             return out.reshape(*q.shape[:-1], -1)
     return over_cache(q, both, at, None)
 
