@@ -13,7 +13,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.operands import capacity_of
+from pallas_kernels.attention.operands import LatentCodes, capacity_of
 from pallas_kernels.device import gpu, lacking
 from pallas_kernels.dispatch import Predicted, Reason, shortest
 from pallas_kernels.fixed_sums import planned_capacity, planned_rows
@@ -48,7 +48,9 @@ class LatentPlan(Predicted):
         return LatentPlan(TILE, self.few, self.paired)
 
 
-def plan(q: jax.Array, cache: jax.Array, table: jax.Array | None) -> LatentPlan | Reason:
+def plan(
+    q: jax.Array, cache: jax.Array | LatentCodes, table: jax.Array | None
+) -> LatentPlan | Reason:
     """Return the chunk with the least predicted time; q is ``[B, T, N, 576]``."""
     if reason := lacking("wgmma"):
         return Reason(reason)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import numpy as np
 from scipy.special import erf
 
 import pallas_kernels as pk
+from jaxllama.model.mixers.attention.chunk import attend
 from pallas_kernels.attention import op as attention
 from pallas_kernels.attention import rope_attention, rope_cache
 from pallas_kernels.dispatch import Plan, Reason
@@ -352,22 +354,24 @@ def latents(
 
     def values(rng: Rng) -> tuple[Any, ...]:
         counts = rng.integers(0, (places or capacity) + 1, (batch, tokens))
+        for empty in (counts.shape, (batch, 1)):  # some tokens, and whole rows, have no key
+            counts = np.where(rng.random(empty) < 1 / 8, 0, counts)
         counts.flat[-1] = places or capacity
         named = np.tile(np.arange(capacity), (batch, tokens, 1))
         if places:
             named = rng.permuted(named, axis=2)[..., :places]
         named = np.where(np.arange(named.shape[2]) < counts[..., None], named, -1)
-        entries = np.array(wide(normal(rng, S((batch, capacity, 576), BF16))))
+        entries = np.array(normal(rng, S((batch, capacity, 576), BF16)))
         for row in range(batch):
             entries[row, np.setdiff1d(np.arange(capacity), named[row])] = np.nan
         pages = None
         if table is not None:
-            at, held = rng.permutation(pool[0])[: table.size], np.full((*pool, 576), np.nan)
+            at, held = rng.permutation(pool[0])[: table.size], np.full((*pool, 576), np.nan, BF16)
             held[at] = entries.reshape(-1, page, 576)
             entries, pages = held, as_jax(at.reshape(table.shape), INT32)
         return (
             normal(rng, q),
-            as_jax(entries, BF16),
+            as_jax(entries),
             as_jax(named if places else counts, INT32),
             pages,
         )
@@ -375,7 +379,7 @@ def latents(
     def check(out: Any, operands: tuple[Any, ...], rng: Rng) -> float:
         q, cache, seen, table = operands
         got, want = [], []
-        for row in _some(rng, batch, 3):
+        for row in _some(rng, batch, 6):
             keys = wide(cache[row] if table is None else cache[table[row]].reshape(-1, 576))
             for token, at in enumerate(np.asarray(seen[row])):
                 own = keys[at[at >= 0] if places else slice(at)]
@@ -385,6 +389,31 @@ def latents(
 
     name = "chosen_latent_attention" if places else "latent_attention"
     return OpCall(name, find, run, (q, cache, seen, table), values, check)
+
+
+def latent_prompt(batch: int, tokens: int, n: int) -> OpCall:
+    """Causal attention of a prompt from latents: heads of 192 features, and values of 128."""
+    qk, v = S((batch, tokens, n, 192), BF16), S((batch, tokens, n, 128), BF16)
+
+    def run(q: Any, k: Any, v: Any, implementation: Any) -> Any:
+        del implementation  # cuDNN's, where it is
+        positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
+        return attend(q, k, v, positions, None)
+
+    def values(rng: Rng) -> tuple[Any, ...]:
+        return normal(rng, qk), normal(rng, qk), normal(rng, v)
+
+    def check(out: Any, operands: tuple[Any, ...], rng: Rng) -> float:
+        got, want = [], []
+        for row, head in itertools.product(_some(rng, batch, 3), _some(rng, n, 3)):
+            q, k, v, o = (wide(x[row, :, head]) for x in (*operands, out))
+            for token in _some(rng, tokens, 40):
+                want.append(_attended(q[token, None], k, v, token + 1, None))
+                got.append(o[token, None])
+        return near(np.stack(got), np.stack(want))
+
+    find = functools.partial(Reason, "prompts have no kernel of this package")
+    return OpCall("latent_prompt", find, run, (qk, qk, v), values, check)
 
 
 def decode(
