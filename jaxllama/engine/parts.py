@@ -61,7 +61,7 @@ def _of_slots(
     scheduler = Scheduler(
         max_slots=options.max_slots,
         pages=runner.pages,
-        chunk=options.prefill_chunk,
+        chunk=options.piece,
         token_budget=options.token_budget,
         widths=options.widths,
         steps_per_call=options.steps_per_call,
