@@ -5,10 +5,11 @@
 Two rules hold within.  Planners plan every call for ``block_rows()`` rows (``planned_rows``), so a
 weight has one plan: one tile of K and one order of sums.  XLA may choose another algorithm for
 another number of rows, so it computes products in blocks of that many rows (``by_blocks``).  The
-choice is made while a function is traced, so a jit needs the flag among its static arguments.
+choice is made while a function is traced, so a jit needs the flag among its static arguments.  XLA's
+attention divides keys by their positions, and samplers add a row's exponentials in one order.
 
-Left out: XLA's attention, norms and samplers, whose sums are a row's own, and cuDNN's attention of
-prompts.  Their shapes still follow the call.  ``docs/concepts/same-bits.md`` says what was compared
+Left out: norms, whose sums are a row's own, and attention of a prompt's first piece and cuDNN's.
+Their shapes follow the call.  ``docs/concepts/same-bits.md`` says what was compared
 where.
 """
 

@@ -92,7 +92,8 @@ class EngineOptions:
         Whether requests may begin with cached prefixes of earlier requests.
     prefill_chunk : int or None
         Tokens of a prompt between two decode steps, at most max_len. The default is 64 on a CPU and
-        2048 elsewhere, for each GPU that shares a prompt's tokens.
+        2048 elsewhere, for each GPU that shares a prompt's tokens. A deterministic engine reads
+        them in pieces of 32 tokens on a CPU and 512 elsewhere, one at least.
     prefill_rows : int or None
         Largest number of prompts in one prefill call; calls of wide chunks take fewer (``rows``).
         The default on a CPU is as many short prompts as a chunk has room for, and elsewhere a 32nd
@@ -122,7 +123,7 @@ class EngineOptions:
         slot. The default is the model's own flag. On a CPU products then have one order of sums for
         any number of rows. A GPU decodes in one program of 32 rows, or of max_slots rows if that is
         more; with drafts, of 32 tokens. Prompts are prefilled one by one. Prefixes are reused in
-        whole chunks. A row that has generated tokens is never preempted, because another program
+        whole pieces. A row that has generated tokens is never preempted, because another program
         would compute them again.
     draft : str, ModelConfig or None
         Source of drafts. "ngram" proposes the tokens that followed an earlier occurrence of a row's

@@ -150,10 +150,11 @@ def mixes(draw: st.DrawFn, is_small: bool) -> Mix:
     order = draw(st.permutations(range(ROWS)))[: 3 if is_small else one_of(3, ROWS)]
     if is_small:
         return Mix("llama", None, None, True, options, order)
+    family = one_of("llama", "gla", "qwen3.5")
     return Mix(
-        one_of("llama", "gla", "qwen3.5"),
+        family,
         one_of(None, "bfloat16", "w8a16", "w4a16", "w8a8", "fp8"),
-        one_of(None, "int8"),
+        None if family == "gla" else one_of(None, "int8"),
         draw(st.booleans()),
         options,
         order,
