@@ -5,8 +5,8 @@
 Two rules hold within.  Planners plan every call for ``block_rows()`` rows (``planned_rows``), so a
 weight has one plan: one tile of K and one order of sums.  XLA may choose another algorithm for
 another number of rows, so it computes products in blocks of that many rows (``by_blocks``).  The
-choice is made while a function is traced, so a jit needs the flag among its static arguments.  XLA's
-attention divides keys by their positions, and samplers add a row's exponentials in one order.
+choice is made while a function is traced, so a jit needs the flag among its static arguments.
+XLA's attention divides keys by their positions.  Samplers add a row's exponentials in one order.
 
 Left out: norms, whose sums are a row's own, and attention of a prompt's first piece and cuDNN's.
 Their shapes follow the call.  ``docs/concepts/same-bits.md`` says what was compared
