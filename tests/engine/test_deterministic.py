@@ -187,6 +187,16 @@ def test_any_mix_of_options_gives_the_same_bits():
     search(40, is_small=False)
 
 
+def test_a_deterministic_engine_finds_no_prefix_of_others():
+    """With chunks as long as its pieces they keep as many tokens, whose bits differ."""
+    options = {"max_slots": 2, "prefill_chunk": PIECE, "host_cache_gb": 0.01, **SIZES}
+    engines = [Engine(model("gla"), deterministic=on, **options) for on in (True, False, True)]
+    tiers = [engine.runner.pools[0].tiers for engine in engines]
+    keys = [one.identity.root(0, (None, "")) for one in tiers]
+    assert keys[0] == keys[2] != keys[1]
+    assert engines[0].options.unit == engines[1].options.unit
+
+
 def test_a_gpu_has_512_tokens_a_pass(monkeypatch):
     """The refusal says how many rows there may be, and programs begin at 32 tokens."""
     cfg = model("llama").config
