@@ -76,7 +76,8 @@ class HeldModel:
         cache = runner.slots.cache.layers, runner.slots.snapshots
         kinds = [(leaf.shape[1:], leaf.dtype.name) for leaf in jax.tree.leaves(cache)]
         options = runner.options
-        facts = lm.config, options.draft, options.page_size, options.unit, str(kinds)
+        sums = options.deterministic, options.unit
+        facts = lm.config, options.draft, options.page_size, sums, str(kinds)
         hashed = weights_hash(trees, facts)
         tiers.identity = Identity(hashed, self._scheduler.weights, lm.adapters, self._nonce)
 
