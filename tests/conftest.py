@@ -65,6 +65,8 @@ if not os.path.exists("/dev/nvidiactl"):
             PROGRAMS.mkdir(parents=True, exist_ok=True)
             jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+            os.environ["JAX_COMPILATION_CACHE_DIR"] = str(PROGRAMS)  # of the processes tests start
+            os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 # Whole models' programs are found by the sources alone, which a test may have patched.
 kept.folder = lambda name: None
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -24,8 +24,8 @@ MOST_TOKENS = 16  # query tokens of a row
 TILE, ROUND = 64, 128  # query rows of a block, and tokens of a round
 # XLA's form reads the cache twice, and its scores and weights go through memory in float32.
 XLA_READS = 2
-# Query rows of the programs for few, each token's heads filled up to a multiple of 8.  Codes leave
-# shared memory for more.
+ROWS = 8  # a token's heads are filled up to a multiple: a row of a tile in shared memory
+# Query rows of the programs for few.  Codes leave shared memory for more.
 FEW_ROWS, CODES_ROWS = 16, 24
 
 
@@ -70,7 +70,7 @@ def plan(
     rank = cache.low.shape[-1] if isinstance(cache, LatentCodes) else LATENT
     if (rank, width) != (LATENT, WIDTH):
         return Reason(f"q has {width} features; the kernel takes 512 + 64")
-    if codes and not is_few(tokens, n, codes):
+    if codes and query_rows(tokens, n) > CODES_ROWS:
         rows = f"{tokens} tokens of {n} heads"
         return Reason(f"q has {rows}; the kernel of codes takes {CODES_ROWS} query rows")
     if tokens > MOST_TOKENS:
@@ -87,20 +87,21 @@ def plan(
     batch, capacity = planned_rows(batch), planned_capacity(capacity_of(cache, table))
     return shortest(
         plans(tokens, n, capacity, codes),
-        lambda one: microseconds(one, batch, tokens * n, capacity),
+        lambda one: microseconds(one, batch, query_rows(tokens, n), capacity),
         lambda: xla_microseconds(batch, tokens * n, capacity),
     )
 
 
-def is_few(tokens: int, n: int, codes: str = "") -> bool:
-    """Return whether a row's queries take a program for few query rows."""
-    return tokens * (-(-n // 8) * 8) <= (CODES_ROWS if codes else FEW_ROWS)
+def query_rows(tokens: int, n: int) -> int:
+    """Return the query rows of a row of the batch, each token's heads filled up to ROWS."""
+    return tokens * (-(-n // ROWS) * ROWS)
 
 
 def plans(tokens: int, n: int, capacity: int, codes: str = "") -> list[LatentPlan]:
     """Return the plans of rows of this capacity, one for each number of chunks."""
-    few = is_few(tokens, n, codes)
-    paired = not few and -(-tokens * n // TILE) % 2 == 0
+    rows = query_rows(tokens, n)
+    few = rows <= (CODES_ROWS if codes else FEW_ROWS)
+    paired = not few and -(-rows // TILE) % 2 == 0
     return [LatentPlan(chunk, few, paired, codes) for chunk in chunks_of(capacity)]
 
 

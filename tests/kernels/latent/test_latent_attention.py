@@ -211,3 +211,16 @@ def test_codes_in_any_order(kind, chunk, given):
 )
 def test_few_query_rows_in_any_order(chunk, given):
     emulated(chunk + 1, chunk, *given, few=True)
+
+
+@newest
+def test_heads_that_fill_up_to_an_odd_number_of_tiles():
+    """3 x 41 query rows are two tiles and 3 x 48 three, which are no pairs."""
+    from tests.helpers.emulator.launch import emulated as in_emulator
+    from tests.helpers.op_calls import latents
+
+    call, rng = latents(1, 3, 41, 64), np.random.default_rng(0)
+    operands = call.values(rng)
+    with planned_for("NVIDIA H200"), in_emulator(0):
+        out = call.kernel(*operands)
+    call.check(out, operands, rng)
