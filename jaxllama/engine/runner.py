@@ -345,7 +345,10 @@ class Runner:
         return width, not fill.begin
 
     def _fill(self, fills: list[Fill], width: int, fresh: bool) -> Callable[[], device.BatchState]:
-        rows = next(rows for rows in self.options.row_counts(width) if rows >= len(fills))
+        # A larger program serves until the one of this size exists.
+        enough = [rows for rows in self.options.row_counts(width) if rows >= len(fills)]
+        keys = [Calls.filling_key(rows, width, fresh) for rows in enough]
+        rows = enough[keys.index(self._programs.first_made(keys))]
         tokens, facts = blank(rows, width)
         for row, fill in enumerate(fills):
             sequence = fill.sequence
@@ -367,7 +370,8 @@ class Runner:
 
     def _decode_of(self, plan: TurnPlan, masks: Mapping[Sequence, NextTokens]) -> Decode:
         options, sequences = self.options, list(plan.budgets)
-        n = options.size(len(sequences))
+        longest = max(len(sequence.held.pages) for sequence in sequences)
+        n, context = self._decode_size(len(sequences), longest)
         row_of = {
             sequence: sequence.own_slot if n == options.max_slots else row
             for row, sequence in enumerate(sequences)
@@ -395,9 +399,18 @@ class Runner:
         wants_top = any(request.logprobs for request in requests)
         orders = device.make_orders(rows, level=level, wants_top=wants_top, steps=plan.steps)
         params = self._with(n, {row: sequence for sequence, row in row_of.items()})
-        longest = max(len(sequence.held.pages) for sequence in sequences)
-        context = next(pages for pages in options.contexts if pages >= longest)
         return Decode(params, orders, allowed, row_of, n, context, wants_top)
+
+    def _decode_size(self, rows: int, pages: int) -> tuple[int, int]:
+        """Return the rows and pages of the smallest program for a decode call that exists."""
+        enough = [
+            (n, context)
+            for context in self.options.contexts
+            for n in self.options.sizes
+            if n >= rows and context >= pages
+        ]
+        keys = [Calls.decoding_key(*size) for size in enough]
+        return enough[keys.index(self._programs.first_made(keys))]
 
     def _decode(self, decode: Decode) -> DrawnOnDevice:
         self.slots, rows, top = self._programs.call(*self._calls.decoding(self.slots, decode))
@@ -422,16 +435,24 @@ class Runner:
 
     # Programs
 
+    @property
+    def missing_programs(self) -> int:
+        """Number of programs that a thread still compiles."""
+        return self._programs.missing
+
     def compiled_programs(self) -> int:
         """Return the number of programs compiled outside of the warm-up."""
         return self._calls.compiled()
 
     def warm_up(self) -> None:
         """Compile every program in every shape, and run it once without rows; the state stays."""
-        calls = self._idle_calls()
-        self._programs.add(self._wanted())
-        for call in calls:
-            self._thread.submit(self._run_idle, call).result()
+        wanted, runs = self._wanted(), list[Future[None]]()
+        calls = dict(zip(wanted, self._idle_calls(), strict=True))
+        self._programs.add(
+            wanted, lambda key: runs.append(self._thread.submit(self._run_idle, calls[key]))
+        )
+        for run in runs:
+            run.result()
         jax.block_until_ready(self.slots)
         trim()
 
