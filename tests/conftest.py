@@ -65,6 +65,8 @@ if not os.path.exists("/dev/nvidiactl"):
             PROGRAMS.mkdir(parents=True, exist_ok=True)
             jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+            os.environ["JAX_COMPILATION_CACHE_DIR"] = str(PROGRAMS)  # of the processes tests start
+            os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 # Whole models' programs are found by the sources alone, which a test may have patched.
 kept.folder = lambda name: None
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -112,8 +114,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--newest", action="store_true", help="core tests, and those that an older jax leaves out"
     )
     parser.addoption("--part", default="1/1", help="i/n: the plans of one part (-m plans)")
-    parser.addoption("--seeds", default="1", help="of random calls, 1,000 each (-m plans)")
+    parser.addoption("--seeds", default="1", help="of random calls (-m plans, -m gpu)")
     parser.addoption("--runs", help="folder for a line of each plan and call that ran (-m plans)")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give random calls their seeds, and a seed as many tests as its module's TESTS says."""
+    if "seed_and_part" in metafunc.fixturenames:
+        seeds = [int(seed) for seed in metafunc.config.getoption("--seeds").split(",")]
+        parts = range(metafunc.module.TESTS)
+        metafunc.parametrize("seed_and_part", [(s, i) for s in seeds for i in parts], ids=str)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

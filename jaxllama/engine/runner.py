@@ -41,6 +41,8 @@ from jaxllama.parallel.mesh import mesh_of
 from jaxllama.typing import LocalDevice, Tree
 
 LARGEST_GROUP = 64  # pages that move together, so that the program has no more operands
+Item = TypeVar("Item")
+Kind = TypeVar("Kind", bound=Hashable)
 
 
 class Written(NamedTuple):
@@ -103,15 +105,19 @@ class Runner:
                 n_moved = max(min(most, options.row_pages, LARGEST_GROUP), 1)
             [where] = self.slots.token.devices()
             self.transfers = _transfers(options, max(n_moved, 1), where)
-        self.pages = KVPages(
-            options.pages,
-            options.page_size,
-            states=options.snapshots,
-            unit=options.unit,
-            share=options.prefix_cache,
-            tiers=None if self.transfers is None else self.transfers.tiers,
-            has_keys=bool(pages),
-        )
+        states = options.snapshots // options.parts
+        self.pools = [
+            KVPages(
+                options.pages // options.parts,
+                options.page_size,
+                states=range(part * states, (part + 1) * states),
+                unit=options.unit,
+                share=options.prefix_cache,
+                tiers=None if self.transfers is None else self.transfers.tiers,
+                has_keys=bool(pages),
+            )
+            for part in range(options.parts)
+        ]
         self._calls = Calls(self.cfg, options, self.mesh, self._draft, self.draft_params, n_moved)
         where = list(self.slots.token.devices() if self.mesh is None else self.mesh.devices.flat)
         is_kept = self.mesh is None or where[0].platform == "cpu"
@@ -133,6 +139,7 @@ class Runner:
             0 if options.draft is None else options.max_len,
             options.draft_config(self.cfg),
             activation_dtype(self.params).name if self._draft.reads_hidden else None,
+            options.parts,
         )
         if self.mesh is None:
             if jax.default_backend() != "cpu":
@@ -316,8 +323,8 @@ class Runner:
             self._told[sequence] = len(held.pages)
         rows = self.options.prefill_rows
         for width, group in _groups(newcomers, lambda new: self._history_width(new.history)):
-            for first in range(0, len(group), rows):
-                packed = self._calls.pack(group[first : first + rows], width)
+            for call in self._by_part(group, lambda new: new.slot, rows):
+                packed = self._calls.pack(call, width)
                 yield lambda packed=packed: self._admit(packed)
 
     def _admit(self, packed: np.ndarray) -> device.BatchState:
@@ -336,28 +343,51 @@ class Runner:
         for some in rounds.values():
             for (width, fresh), group in _groups(some, self._kind):
                 rows = self.options.rows(width)
-                for first in range(0, len(group), rows):
-                    yield self._fill(group[first : first + rows], width, fresh)
+                for call in self._by_part(group, lambda fill: fill.sequence.own_slot, rows):
+                    yield self._fill(call, width, fresh)
+
+    def _by_part(
+        self, items: list[Item], slot: Callable[[Item], int], most: int
+    ) -> Iterator[list[list[Item]]]:
+        """Yield the items of each call, for each part of the slots; at most ``most`` of a part."""
+        of_parts: list[list[Item]] = [[] for _ in range(self.options.parts)]
+        for item in items:
+            of_parts[slot(item) // self._part_slots].append(item)
+        for first in range(0, max(map(len, of_parts)), most):
+            yield [part[first : first + most] for part in of_parts]
+
+    @property
+    def _part_slots(self) -> int:
+        return self.options.max_slots // self.options.parts
 
     def _kind(self, fill: Fill) -> tuple[int, bool]:
         """Return the width of the fill's call in tokens, and whether it begins a prompt."""
         width = next(width for width in self.options.widths if width >= fill.size)
         return width, not fill.begin
 
-    def _fill(self, fills: list[Fill], width: int, fresh: bool) -> Callable[[], device.BatchState]:
+    def _fill(
+        self, parts: list[list[Fill]], width: int, fresh: bool
+    ) -> Callable[[], device.BatchState]:
+        longest = max(map(len, parts))
         # A larger program serves until the one of this size exists.
-        enough = [rows for rows in self.options.row_counts(width) if rows >= len(fills)]
-        keys = [Calls.filling_key(rows, width, fresh) for rows in enough]
-        rows = enough[keys.index(self._programs.first_made(keys))]
+        enough = [rows for rows in self.options.row_counts(width) if rows >= longest]
+        keys = [Calls.filling_key(rows * len(parts), width, fresh) for rows in enough]
+        count = enough[keys.index(self._programs.first_made(keys))]
+        fills = {
+            part * count + row: fill
+            for part, some in enumerate(parts)
+            for row, fill in enumerate(some)
+        }
+        rows = count * len(parts)
         tokens, facts = blank(rows, width)
-        for row, fill in enumerate(fills):
+        for row, fill in fills.items():
             sequence = fill.sequence
             tokens[row, : fill.size] = sequence.tokens[fill.begin : fill.end]
             snapshot = NOBODY if fill.snapshot is None else fill.snapshot
             prompt = len(sequence.request.prompt)
             following = sequence.tokens[fill.end]  # the last token is never filled
             facts[row] = sequence.own_slot, fill.size, prompt, snapshot, following
-        params = self._with(rows, {row: fill.sequence for row, fill in enumerate(fills)})
+        params = self._with(rows, {row: fill.sequence for row, fill in fills.items()})
         return lambda: self._fill_call(params, tokens, facts, fresh)
 
     def _fill_call(
@@ -370,11 +400,15 @@ class Runner:
 
     def _decode_of(self, plan: TurnPlan, masks: Mapping[Sequence, NextTokens]) -> Decode:
         options, sequences = self.options, list(plan.budgets)
+        [parts] = self._by_part(sequences, lambda sequence: sequence.own_slot, options.max_slots)
         longest = max(len(sequence.held.pages) for sequence in sequences)
-        n, context = self._decode_size(len(sequences), longest)
+        n, context = self._decode_size(max(map(len, parts)), longest)
         row_of = {
-            sequence: sequence.own_slot if n == options.max_slots else row
-            for row, sequence in enumerate(sequences)
+            sequence: sequence.own_slot
+            if n == options.max_slots
+            else part * (n // options.parts) + row
+            for part, some in enumerate(parts)
+            for row, sequence in enumerate(some)
         }
         rows = np.full((n, 3 + options.more_pages), NOBODY, np.int32)
         for sequence, budget in plan.budgets.items():
@@ -402,12 +436,19 @@ class Runner:
         return Decode(params, orders, allowed, row_of, n, context, wants_top)
 
     def _decode_size(self, rows: int, pages: int) -> tuple[int, int]:
-        """Return the rows and pages of the smallest program for a decode call that exists."""
+        """Return the numbers of rows and pages of a decode call of ``rows`` rows of each part.
+
+        They are those of the smallest program that exists, among those whose rows may get as many
+        tokens as the scheduler expects.
+        """
+        options = self.options
+        least = options.size(rows)
         enough = [
             (n, context)
-            for context in self.options.contexts
-            for n in self.options.sizes
-            if n >= rows and context >= pages
+            for context in options.contexts
+            for n in options.sizes
+            if n >= least and context >= pages
+            if options.pass_widths(n) == options.pass_widths(least)
         ]
         keys = [Calls.decoding_key(*size) for size in enough]
         return enough[keys.index(self._programs.first_made(keys))]
@@ -530,10 +571,6 @@ def _transfers(options: ResolvedOptions, n: int, device: LocalDevice) -> Transfe
     places = records.Places(device)
     tiers = Tiers(options.host_bytes, files, places.to_host, host_view)
     return Transfers(tiers, n, places.to_device, places.to_host)
-
-
-Item = TypeVar("Item")
-Kind = TypeVar("Kind", bound=Hashable)
 
 
 def _groups(items: list[Item], kind: Callable[[Item], Kind]) -> Iterator[tuple[Kind, list[Item]]]:
