@@ -62,17 +62,24 @@ def by_halves(below: jax.Array, mass: jax.Array | None, enough: jax.Array) -> ja
 
 
 def by_digits(below: jax.Array, mass: jax.Array | None, enough: jax.Array) -> jax.Array:
-    """Return the threshold, found four bits at a time."""
+    """Return the threshold, found four bits at a time.
+
+    A pass depends on the pass before by its edges alone: the 15 candidates of each row. So all
+    passes are the same three kernels, which XLA compiles once.
+    """
     mass = jnp.ones_like(below, jnp.int32) if mass is None else mass
     bits = lax.bitcast_convert_type(below, jnp.int32)
-    found = jnp.zeros(below.shape[:1], jnp.int32)
     zero = jnp.zeros((), mass.dtype)
     digits = jnp.arange(1, 16, dtype=jnp.int32)[:, None]
-    for shift in range(28, -1, -4):
-        # The barrier keeps the shift out of the sums' kernel, so that it is compiled once.
-        edges = lax.optimization_barrier(found + (digits << shift))
+    found, unit = jnp.zeros(below.shape[:1], jnp.int32), jnp.int32(1 << 28)
+    for _ in range(8):
+        edges = lax.optimization_barrier(found + digits * unit)
         parts = tuple(jnp.where(bits < edge[:, None], mass, zero) for edge in edges)
         sums = lax.reduce(parts, (zero,) * 15, lambda a, b: tuple(map(jnp.add, a, b)), (1,))
-        sums = sums[:7] if shift == 28 else sums  # the sign's bit is 0
-        found += sum((got < enough).astype(jnp.int32) for got in sums) << shift
+        unit = edges[1] - edges[0]
+        found = edges[0] - unit
+        for edge, got in zip(edges, sums, strict=True):
+            # An edge with the sign's bit is past all numbers.
+            found += jnp.where((got < enough) & (edge >= 0), unit, 0)
+        unit >>= 4
     return lax.bitcast_convert_type(jnp.minimum(found, _INF_BITS), jnp.float32)

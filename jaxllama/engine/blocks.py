@@ -296,6 +296,8 @@ class BlockRunner:
     def wait(self) -> None:
         self._thread.submit(lambda: None).result()
 
+    missing_programs = 0
+
     def compiled_programs(self) -> int:
         programs: tuple[Jitted, ...] = (
             units.run_layer,

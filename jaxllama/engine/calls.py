@@ -129,7 +129,13 @@ class Calls:
     ) -> ProgramCall:
         operands = params, slots, tokens, facts, self._draft_params
         static = {"fresh": fresh, "draft": self._draft}
-        return ("fill", *tokens.shape, fresh), Wanted(self._fill, operands, self._cfg, static)
+        rows, width = tokens.shape
+        key = self.filling_key(rows, width, fresh)
+        return key, Wanted(self._fill, operands, self._cfg, static)
+
+    @staticmethod
+    def filling_key(rows: int, width: int, fresh: bool) -> Hashable:
+        return "fill", rows, width, fresh
 
     def decoding(self, slots: device.BatchState, decode: Decode) -> ProgramCall:
         n, context = decode.n, decode.context
@@ -143,7 +149,12 @@ class Calls:
         )
         widths, most = self._options.pass_widths(n), self._options.longest_draft
         sizes = CallSizes(n, context, self._width(n), widths, most, self._draft)
-        return ("decode", n, context), Wanted(self._decode, operands, self._cfg, {"sizes": sizes})
+        key = self.decoding_key(n, context)
+        return key, Wanted(self._decode, operands, self._cfg, {"sizes": sizes})
+
+    @staticmethod
+    def decoding_key(n: int, context: int) -> Hashable:
+        return "decode", n, context
 
     def saving(self, slots: device.BatchState, indices: np.ndarray, kind: Moved) -> ProgramCall:
         """Return the call that copies pages, or a snapshot, as records."""
@@ -171,8 +182,10 @@ class Calls:
     ) -> list[IdleCall]:
         """Return a call without rows of every program, in the order in which requests need them.
 
-        The first programs are for one request at a time: its admission without and with a short
-        history, a prompt of each width, and the decode call of one row.
+        The first programs are for one request at a time: the decode call of one row, an admission
+        without and with a short history, and a prompt of each width. A decode call comes first
+        because it takes the longest to compile. The largest calls follow, which serve any number
+        of requests until the smaller ones exist.
 
         slots, params: of the call, asked when it is made; params by the number of rows.
         """
@@ -190,17 +203,19 @@ class Calls:
 
         shapes = [(rows, width) for width in options.widths for rows in options.row_counts(width)]
         alone = [(options.row_counts(width)[0], width) for width in options.widths]
-        together = [shape for shape in shapes if shape not in alone]
+        largest = [(options.row_counts(width)[-1], width) for width in options.widths]
+        between = [shape for shape in shapes if shape not in (*alone, *largest)]
         decodes = [(n, context) for context in options.contexts for n in options.sizes]
         return [
+            decoding(*decodes[0]),
             *(admission(width) for width in options.history_widths[:2]),
             *(filling(*shape, True) for shape in alone),
-            decoding(*decodes[0]),
+            *(decoding(*size) for size in decodes[1:][-1:]),
+            *(filling(*shape, True) for shape in largest if shape not in alone),
             *(admission(width) for width in options.history_widths[2:]),
-            *(decoding(n, context) for n, context in decodes[1:] if context == decodes[0][1]),
-            *(filling(*shape, False) for shape in alone),
-            *(filling(*shape, fresh) for shape in together for fresh in (True, False)),
-            *(decoding(n, context) for n, context in decodes if context != decodes[0][1]),
+            *(filling(*shape, False) for shape in dict.fromkeys((*largest, *alone))),
+            *(decoding(*size) for size in decodes[1:-1]),
+            *(filling(*shape, fresh) for shape in between for fresh in (True, False)),
             *self._moving(slots),
         ]
 

@@ -539,8 +539,8 @@ class Engine:
     def warm_up_behind(self) -> None:
         """Compile the programs of a first request; a thread compiles the others.
 
-        The thread yields to requests. A request that needs a missing program waits for that program
-        only.
+        The thread yields to requests. Until a program exists, the next larger one that does serves
+        in its place. A request waits for its own program only if there is none.
         """
         with self._stepping:
             self.runner.warm_up_behind(lambda: bool(self.live or len(self._inbox)))
@@ -553,7 +553,11 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return the figures as of the last step; may be called from any thread."""
-        return dataclasses.replace(self._stats, waiting=self._inbox.waiting(self.scheduler.waiting))
+        return dataclasses.replace(
+            self._stats,
+            waiting=self._inbox.waiting(self.scheduler.waiting),
+            programs_missing=self.runner.missing_programs,
+        )
 
     # The thread
 

@@ -1,9 +1,11 @@
 """Programs: the compiled programs of an engine, kept in a file for the next engine like it.
 
     programs = Programs(folder("engines"), devices)
-    programs.add({key: Wanted(jitted, arguments, ...), ...})     reads, or compiles and keeps them
+    programs.add({key: Wanted(jitted, arguments, ...), ...}, on_made)
+                                        reads, or compiles and keeps them
     programs.add_first(..., n)          compiles the first n of them
     programs.add_rest(..., n)           compiles the others, in a thread
+    programs.first_made(keys)           the first key whose program exists
     programs.call(key, wanted)          runs the compiled program, or the jitted function
 
 jax's own cache of compiled programs is keyed by a program's lowered text. Tracing and lowering the
@@ -124,14 +126,42 @@ class Programs:
             self._compile(key, self._lowered(key, wanted))
         return program.result()(*wanted.arguments)
 
-    def add(self, wanted: Mapping[Hashable, Wanted]) -> None:
+    @property
+    def missing(self) -> int:
+        """Number of programs that ``add_rest`` still has to compile."""
+        return len(self._made) - len(self)
+
+    def first_made(self, keys: Sequence[Hashable]) -> Hashable:
+        """Return the first of the keys whose program exists; without one, the first key."""
+
+        def is_made(key: Hashable) -> bool:
+            program = self._made.get(key)
+            return program is not None and program.done()
+
+        return next(filter(is_made, keys), keys[0])
+
+    def add(
+        self,
+        wanted: Mapping[Hashable, Wanted],
+        on_made: Callable[[Hashable], object] = lambda key: None,
+    ) -> None:
         """Read the programs from their file. If there is none, compile them in parallel and keep
         them.
 
         Returns when all programs are compiled.
+
+        Parameters
+        ----------
+        wanted
+            The programs, the longest to compile first.
+        on_made
+            Called with the key of each program once it exists.
         """
-        if not self._open(wanted):
-            self._compile_all(wanted, self._workers)
+        if self._open(wanted):
+            for key in wanted:
+                on_made(key)
+        else:
+            self._compile_all(wanted, self._workers, on_made=on_made)
             self._keep(wanted)
 
     def add_first(self, wanted: Mapping[Hashable, Wanted], n: int) -> None:

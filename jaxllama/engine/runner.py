@@ -369,7 +369,10 @@ class Runner:
         self, parts: list[list[Fill]], width: int, fresh: bool
     ) -> Callable[[], device.BatchState]:
         longest = max(map(len, parts))
-        count = next(rows for rows in self.options.row_counts(width) if rows >= longest)
+        # A larger program serves until the one of this size exists.
+        enough = [rows for rows in self.options.row_counts(width) if rows >= longest]
+        keys = [Calls.filling_key(rows * len(parts), width, fresh) for rows in enough]
+        count = enough[keys.index(self._programs.first_made(keys))]
         fills = {
             part * count + row: fill
             for part, some in enumerate(parts)
@@ -398,7 +401,8 @@ class Runner:
     def _decode_of(self, plan: TurnPlan, masks: Mapping[Sequence, NextTokens]) -> Decode:
         options, sequences = self.options, list(plan.budgets)
         [parts] = self._by_part(sequences, lambda sequence: sequence.own_slot, options.max_slots)
-        n = options.size(max(map(len, parts)))
+        longest = max(len(sequence.held.pages) for sequence in sequences)
+        n, context = self._decode_size(max(map(len, parts)), longest)
         row_of = {
             sequence: sequence.own_slot
             if n == options.max_slots
@@ -429,9 +433,25 @@ class Runner:
         wants_top = any(request.logprobs for request in requests)
         orders = device.make_orders(rows, level=level, wants_top=wants_top, steps=plan.steps)
         params = self._with(n, {row: sequence for sequence, row in row_of.items()})
-        longest = max(len(sequence.held.pages) for sequence in sequences)
-        context = next(pages for pages in options.contexts if pages >= longest)
         return Decode(params, orders, allowed, row_of, n, context, wants_top)
+
+    def _decode_size(self, rows: int, pages: int) -> tuple[int, int]:
+        """Return the numbers of rows and pages of a decode call of ``rows`` rows of each part.
+
+        They are those of the smallest program that exists, among those whose rows may get as many
+        tokens as the scheduler expects.
+        """
+        options = self.options
+        least = options.size(rows)
+        enough = [
+            (n, context)
+            for context in options.contexts
+            for n in options.sizes
+            if n >= least and context >= pages
+            if options.pass_widths(n) == options.pass_widths(least)
+        ]
+        keys = [Calls.decoding_key(*size) for size in enough]
+        return enough[keys.index(self._programs.first_made(keys))]
 
     def _decode(self, decode: Decode) -> DrawnOnDevice:
         self.slots, rows, top = self._programs.call(*self._calls.decoding(self.slots, decode))
@@ -456,16 +476,24 @@ class Runner:
 
     # Programs
 
+    @property
+    def missing_programs(self) -> int:
+        """Number of programs that a thread still compiles."""
+        return self._programs.missing
+
     def compiled_programs(self) -> int:
         """Return the number of programs compiled outside of the warm-up."""
         return self._calls.compiled()
 
     def warm_up(self) -> None:
         """Compile every program in every shape, and run it once without rows; the state stays."""
-        calls = self._idle_calls()
-        self._programs.add(self._wanted())
-        for call in calls:
-            self._thread.submit(self._run_idle, call).result()
+        wanted, runs = self._wanted(), list[Future[None]]()
+        calls = dict(zip(wanted, self._idle_calls(), strict=True))
+        self._programs.add(
+            wanted, lambda key: runs.append(self._thread.submit(self._run_idle, calls[key]))
+        )
+        for run in runs:
+            run.result()
         jax.block_until_ready(self.slots)
         trim()
 

@@ -14,6 +14,8 @@ from jaxllama.engine.tiers import Tiers
 class EngineStats:
     """An engine's present state, and its totals since it was created.
 
+    programs_missing: programs that a thread still compiles; a larger one serves until then.
+
     pages_used: pages held by running requests. pages_known: pages that new requests may begin with.
     finished: number of requests by finish reason. compilations: programs compiled since the
     warm-up. accepted_tokens: the drafted tokens that the model accepted.
@@ -48,6 +50,7 @@ class EngineStats:
     disk_tier_hits: int = 0
     disk_tier_hit_bytes: int = 0
     tier_lost: int = 0
+    programs_missing: int = 0
 
 
 def count(

@@ -37,7 +37,7 @@ def test_an_engine_answers_before_all_programs_exist(tmp_path, monkeypatch):
         Request(f"r{i}", PROMPTS[i], 6, SAMPLINGS[i % 5], ignore_eos=True) for i in range(5)
     ]
     alone, *together = requests
-    options = {**OPTIONS, "max_slots": 3, "max_len": 64}
+    options = {**OPTIONS, "max_slots": 5, "max_len": 64}
     want = Engine(small, **options).generate(requests)
 
     held, add_rest = [], Programs.add_rest
@@ -56,8 +56,17 @@ def test_an_engine_answers_before_all_programs_exist(tmp_path, monkeypatch):
 
     ask(alone)
     assert len(made) == first, "a first request needs no other program"
-    ask(*together)
-    assert first < len(made) < everything, "the others wait for their own programs alone"
+    assert eng.stats().programs_missing == everything - first
+    calls = dict(zip(eng.runner._wanted(), eng.runner._idle_calls(), strict=True))
+    largest = list(calls)[first]
+    eng.runner._thread.submit(eng.runner._run_idle, calls[largest]).result()
+    ask(*together[:3])
+    ahead = len(made)
+    assert first < ahead < everything, "the others wait for their own programs alone"
+    _, rows, context = largest
+    assert rows == 5 and made.first_made([("decode", 4, context), largest]) == largest
+    ask(*together[3:])
+    assert len(made) == ahead, "a larger program serves in place of a missing one"
     for arguments in held:
         add_rest(*arguments)
     wait_until(lambda: len(made) == everything)

@@ -46,6 +46,7 @@ _GAUGES = {
     "pages": ("cache_pages", "Pages of the cache"),
     "pages_used": ("cache_pages_used", "Pages that running requests hold"),
     "pages_known": ("cache_pages_known", "Pages that new requests may begin with"),
+    "programs_missing": ("programs_missing", "Programs that are still compiled in the background"),
     "host_tier_bytes": ("cache_host_bytes", "Bytes of prefixes in host memory"),
     "disk_tier_bytes": ("cache_disk_bytes", "Bytes of prefixes on disk"),
 }
