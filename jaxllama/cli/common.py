@@ -125,11 +125,6 @@ def exact_option(sub: Parser) -> None:
     )
 
 
-def saved_as(out: Path, default: str) -> str:
-    """Return the format of a model that is written to ``out``, if none is asked for."""
-    return "gguf" if out.suffix == ".gguf" else default
-
-
 @refusing
 def parse_adapter(text: str) -> tuple[str, str]:
     name, equals, folder = text.partition("=")
