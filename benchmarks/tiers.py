@@ -127,7 +127,7 @@ class Bench:
     def forget_device(self) -> None:
         """Let the device forget its prefixes, as other sessions would make it do."""
         self.rest()
-        pages = self.engine.runner.pages
+        pages = self.engine.runner.pools[0]
         held = Held()
         pages.grow(held, pages.available)
         pages.release(held)
@@ -228,7 +228,7 @@ class Bench:
         assert files is not None
         for session in sessions:
             key = (self.engine.scheduler.weights, (None, ""))
-            for record in self.engine.runner.pages.missing(self.prompt(session, turn), key):
+            for record in self.engine.runner.pools[0].missing(self.prompt(session, turn), key):
                 with contextlib.suppress(OSError):
                     handle = os.open(files.path(record), os.O_RDONLY)
                     os.fdatasync(handle)

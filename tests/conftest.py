@@ -114,8 +114,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--newest", action="store_true", help="core tests, and those that an older jax leaves out"
     )
     parser.addoption("--part", default="1/1", help="i/n: the plans of one part (-m plans)")
-    parser.addoption("--seeds", default="1", help="of random calls, 1,000 each (-m plans)")
+    parser.addoption("--seeds", default="1", help="of random calls (-m plans, -m gpu)")
     parser.addoption("--runs", help="folder for a line of each plan and call that ran (-m plans)")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give random calls their seeds, and a seed as many tests as its module's TESTS says."""
+    if "seed_and_part" in metafunc.fixturenames:
+        seeds = [int(seed) for seed in metafunc.config.getoption("--seeds").split(",")]
+        parts = range(metafunc.module.TESTS)
+        metafunc.parametrize("seed_and_part", [(s, i) for s in seeds for i in parts], ids=str)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -103,7 +103,7 @@ class Rows:
 
     ints: int32 ``[5 or 10, B]``; ``fields`` has them by name.
     written: int32 ``[2, B, N]``: tokens, and the bits of their log-probabilities.
-    layers, table: states and page table of the cache.  Its lengths are in ``ints``.  ``layers`` is
+    layers, table, parts: of the cache.  Its lengths are in ``ints``.  ``layers`` is
         empty if the executor keeps the states itself.
     history: None unless a row has penalties.
     text: int32 ``[B, L]``, the prompt followed by the answer; None without drafts.
@@ -117,6 +117,7 @@ class Rows:
     history: History | None = None
     text: jax.Array | None = None
     kept: Tree = None
+    parts: int = dataclasses.field(default=1, metadata={"static": True})
 
     __repr__ = short_repr
 
@@ -137,6 +138,7 @@ class Rows:
             layers=cache.layers,
             table=cache.table,
             history=history,
+            parts=cache.parts,
         )
 
     @property
@@ -149,7 +151,7 @@ class Rows:
 
     def cache_of(self, lengths: jax.Array) -> Cache:
         """The cache of these rows, given ``fields.length``."""
-        return Cache(self.layers, lengths, self.table)
+        return Cache(self.layers, lengths, self.table, self.parts)
 
     @property
     def report(self) -> Report:

@@ -7,7 +7,7 @@ from jaxllama.engine.adapters import AdapterSlots
 from jaxllama.engine.grammar import Allowed, AtLeast, Forced, GrammarCompiler, Matcher
 from jaxllama.engine.options import ResolvedOptions
 from jaxllama.engine.request import Request
-from jaxllama.engine.scheduler import Scheduler
+from jaxllama.engine.divided import AnyScheduler
 from jaxllama.engine.slots import MAX_BIAS
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
@@ -19,7 +19,7 @@ class Admission:
         self,
         lm: LanguageModel,
         options: ResolvedOptions,
-        scheduler: Scheduler,
+        scheduler: AnyScheduler,
         adapters: AdapterSlots | None = None,
     ) -> None:
         cfg = lm.config

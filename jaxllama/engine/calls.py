@@ -100,12 +100,19 @@ class Calls:
 
     # The calls
 
-    def pack(self, newcomers: list[device.Newcomer], width: int) -> np.ndarray:
-        """Return the newcomers as the array that ``admission`` takes; width: of histories."""
-        options = self._options
+    def pack(self, newcomers: list[list[device.Newcomer]], width: int) -> np.ndarray:
+        """Return the newcomers of each part as the array that ``admission`` takes; width: of
+        histories."""
+        options, rows = self._options, []
+        for some in newcomers:
+            rows += [*some, *[None] * (options.prefill_rows - len(some))]
         return device.pack(
             device.make_rows(
-                newcomers, options.prefill_rows, width, options.row_pages, self._cfg.vocab_size
+                rows,
+                options.prefill_rows * options.parts,
+                width,
+                options.row_pages,
+                self._cfg.vocab_size,
             )
         )
 
@@ -172,9 +179,10 @@ class Calls:
         options = self._options
 
         def admission(width: int) -> IdleCall:
-            return lambda: self.admission(slots(), self.pack([], width))
+            return lambda: self.admission(slots(), self.pack([[]] * options.parts, width))
 
         def filling(rows: int, width: int, fresh: bool) -> IdleCall:
+            rows *= options.parts
             return lambda: self.filling(slots(), params(rows), *blank(rows, width), fresh)
 
         def decoding(n: int, context: int) -> IdleCall:

@@ -23,7 +23,8 @@ from jaxllama.engine.inbox import Inbox
 from jaxllama.engine.output import OnEvent, RequestOutput
 from jaxllama.engine.request import FinishReason
 from jaxllama.engine.runner import Runner, Written
-from jaxllama.engine.scheduler import Scheduler, Sequence, TurnPlan
+from jaxllama.engine.divided import AnyScheduler
+from jaxllama.engine.scheduler import Sequence, TurnPlan
 from jaxllama.language_model import LanguageModel
 from jaxllama.text.reader import Reader
 
@@ -38,7 +39,7 @@ class Delivery:
     def __init__(
         self,
         lm: LanguageModel,
-        scheduler: Scheduler,
+        scheduler: AnyScheduler,
         runner: Runner | BlockRunner,
         inbox: Inbox,
         counts: collections.Counter[str],

@@ -16,7 +16,7 @@ import numpy as np
 from jaxllama.engine.blocks import BlockRunner
 from jaxllama.engine.records import weights_hash
 from jaxllama.engine.runner import Runner
-from jaxllama.engine.scheduler import Scheduler
+from jaxllama.engine.divided import AnyScheduler
 from jaxllama.engine.tiers import Identity
 from jaxllama.engine.weights import with_params, without_weights
 from jaxllama.errors import JaxLlamaError
@@ -28,7 +28,7 @@ class HeldModel:
     """An engine's model; ``asleep``: whether its cache, and perhaps its weights, are freed."""
 
     def __init__(
-        self, lm: LanguageModel, scheduler: Scheduler, runner: Runner | BlockRunner
+        self, lm: LanguageModel, scheduler: AnyScheduler, runner: Runner | BlockRunner
     ) -> None:
         self.lm = lm
         self.asleep = False
@@ -64,7 +64,7 @@ class HeldModel:
 
     def _identify(self) -> None:
         """Tell the tiers which weights their records depend on from now on."""
-        tiers = self._scheduler.pages.tiers
+        tiers = self._scheduler.pools[0].tiers
         if tiers is None:
             return
         assert isinstance(self._runner, Runner)
@@ -82,7 +82,7 @@ class HeldModel:
 
     def _renumber(self) -> None:
         """Keep the weights' identity under a new number."""
-        tiers = self._scheduler.pages.tiers
+        tiers = self._scheduler.pools[0].tiers
         if tiers is not None and tiers.identity is not None:
             number = self._scheduler.weights
             tiers.identity = dataclasses.replace(tiers.identity, number=number)
@@ -91,7 +91,8 @@ class HeldModel:
         """Free the cache, and the weights as ``Engine.sleep`` says."""
         runner = self.resident_runner("sleep")
         self.asleep = True
-        self._scheduler.pages.forget_unsaved()
+        for pool in self._scheduler.pools:
+            pool.forget_unsaved()
         runner.sleep()
         if weights == "host":
             self._at_rest = jax.device_get(self.lm.params)

@@ -27,6 +27,7 @@ from jaxllama.model.mixers import has_states
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
 from jaxllama.offload.store import available_memory
+from jaxllama.parallel.mesh import MODEL_AXIS
 from jaxllama.text.rows import chunk_widths, default_chunk, powers_of, short
 from pallas_kernels.architecture import CARDS
 from pallas_kernels.fixed_sums import block_rows, fixes_sums
@@ -204,7 +205,12 @@ class EngineOptions:
             )
 
     def resolve(
-        self, cfg: ModelConfig, dtype: jnp.dtype, devices: int = 1, shards: int = 1
+        self,
+        cfg: ModelConfig,
+        dtype: jnp.dtype,
+        devices: int = 1,
+        shards: int = 1,
+        parts: int = 1,
     ) -> ResolvedOptions:
         """Replace every None.
 
@@ -215,9 +221,11 @@ class EngineOptions:
         dtype : data-type
             Dtype of the activations.
         devices : int
-            Number of devices over which a token's keys and values are split.
+            Number of devices over which the heads are split.
         shards : int
             Number of devices that may share the tokens of a prompt.
+        parts : int
+            Number of parts of the devices, each of which has its own slots and pages.
 
         Returns
         -------
@@ -239,9 +247,9 @@ class EngineOptions:
                 "draft: a deterministic engine takes none with attn_sparsity, as the first token "
                 "of an answer reads the cache otherwise than its draft"
             )
-        tokens = self.cache_tokens or self._affordable(cfgs, kv_dtype, devices)
+        tokens = self.cache_tokens or self._affordable(cfgs, kv_dtype, devices, parts)
         share = tokens // self.max_slots if self.deterministic else tokens
-        max_len = self.max_len or max(min(cfg.max_position, share), 2)
+        max_len = self.max_len or max(min(cfg.max_position, share // parts), 2)
         default = default_chunk(on_cpu) * (1 if on_cpu else shards)
         # A deterministic model reads prompts in the same pieces, whatever max_len is.
         chunk = self.prefill_chunk or (default if self.deterministic else min(default, max_len))
@@ -255,9 +263,10 @@ class EngineOptions:
             most = self.max_slots * row_pages * page
             if self.deterministic:
                 tokens = most
-            tokens = max(min(tokens, most) if on_cpu else tokens, row_pages * page)
+            tokens = max(min(tokens, most) if on_cpu else tokens, parts * row_pages * page)
         narrowest = _widths(chunk)[0]
-        rows = min(chunk // narrowest, self.max_slots) if on_cpu else max(self.max_slots // 32, 1)
+        slots = self.max_slots // parts
+        rows = min(chunk // narrowest, slots) if on_cpu else max(slots // 32, 1)
         rows = 1 if self.deterministic else rows
         if self.token_budget is not None:
             rows = min(rows, max(self.token_budget // narrowest, 1))
@@ -265,7 +274,7 @@ class EngineOptions:
         if not on_cpu or self.prefill_rows is not None:
             rows = self.prefill_rows or rows
             call = max(width * _rows(rows, width, PREFILL_TOKENS) for width in _widths(chunk))
-        calls = 1 if on_cpu or self.deterministic or self.max_slots < TWO_CALLS else 2
+        calls = 1 if on_cpu or self.deterministic or slots < TWO_CALLS else 2
         prefix_cache = self.prefix_cache and not is_dynamic
         if self.has_tiers and not prefix_cache:
             name = "disk_cache" if self.host_cache_gb is None else "host_cache_gb"
@@ -278,7 +287,7 @@ class EngineOptions:
             max_slots=self.max_slots,
             max_len=max_len,
             kv_dtype=kv_dtype,
-            cache_tokens=-(-tokens // page) * page,
+            cache_tokens=-(-tokens // (parts * page)) * parts * page,
             memory_share=self.memory_share,
             page_size=page,
             prefix_cache=prefix_cache,
@@ -294,11 +303,14 @@ class EngineOptions:
             host_bytes=self._host_bytes,
             disk_cache=self.disk_cache,
             disk_bytes=None if self.disk_cache_gb is None else int(self.disk_cache_gb * 1e9),
+            parts=parts,
         )
         resolved.check()
         return resolved
 
-    def _affordable(self, cfgs: tuple[ModelConfig, ...], kv_dtype: str, devices: int) -> int:
+    def _affordable(
+        self, cfgs: tuple[ModelConfig, ...], kv_dtype: str, devices: int, parts: int
+    ) -> int:
         """Return the number of cache tokens, of the model and its draft, that the memory allows."""
         cfg = cfgs[0]
         states_of_model, *more = (
@@ -306,9 +318,8 @@ class EngineOptions:
             for state in cfgs
         )
         drafts = [layer for layers in more for layer in layers]
-        token = tree_bytes(
-            [state for state in (*states_of_model, *drafts) if isinstance(state, KVCache)]
-        )
+        kept = [state for state in (*states_of_model, *drafts) if isinstance(state, KVCache)]
+        token = tree_bytes(kept)
         if not token:
             return self.max_slots * (self.max_len or cfg.max_position)
         memory = jax.local_devices()[0].memory_stats()
@@ -317,7 +328,8 @@ class EngineOptions:
         free = memory["bytes_limit"] * self.memory_share - memory["bytes_in_use"]
         # Memory of the work: logits and the sampler's copies of them, the rows' histories, and the
         # activations of a prefill call, the widest of them twice.
-        rows = self.max_slots if self.draft is None else max(self.max_slots, DRAFTING_TOKENS[False])
+        rows = self.max_slots // parts
+        rows = rows if self.draft is None else max(rows, DRAFTING_TOKENS[False])
         work = rows * cfg.vocab_size * 24
         work += 2 * PREFILL_TOKENS * 4 * (3 * cfg.feed_width + 8 * cfg.d_model)
         # A draft model's states: one for each row, its snapshot, and a copy for rejected drafts.
@@ -325,7 +337,8 @@ class EngineOptions:
         work += 3 * self.max_slots * states
         if self.has_tiers:
             work += (2 * STAGED + 1) * TRANSFER_BYTES
-        return max(int((free - work) * devices // token), self.max_len or 2)
+        token = sum(_bytes_of_device(state, devices) for state in kept)
+        return max(int((free - work) * parts // token), (self.max_len or 2) * parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,7 +346,8 @@ class ResolvedOptions:
     """The sizes of an engine: ``EngineOptions`` without a None.
 
     snapshots: number of snapshots of GLA's states for known prefixes. host_bytes: for prefixes that
-    leave the device; 0 keeps none. disk_bytes: None stands for half of the room.
+    leave the device; 0 keeps none. disk_bytes: None stands for half of the room. parts: of the slots
+    and pages, as of ``Cache``; a part has ``prefill_rows`` and ``token_budget`` of its own.
     """
 
     max_slots: int
@@ -355,6 +369,7 @@ class ResolvedOptions:
     host_bytes: int = 0
     disk_cache: str | None = None
     disk_bytes: int | None = None
+    parts: int = 1
 
     def check(self) -> None:
         """Raise JaxLlamaError for sizes that contradict each other."""
@@ -392,7 +407,12 @@ class ResolvedOptions:
                 call <= self.token_budget,
                 f"{self.widths[0]} tokens each exceed token_budget = {self.token_budget}",
             ),
-            ("cache_tokens", self.pages >= self.row_pages, f"less than max_len = {max_len}"),
+            (
+                "cache_tokens",
+                self.pages >= self.row_pages * self.parts,
+                f"less than max_len = {max_len}"
+                + (f" for each of {self.parts} devices" if self.parts > 1 else ""),
+            ),
             (
                 "cache_tokens",
                 not self.deterministic or self.pages >= slots * self.row_pages,
@@ -416,11 +436,11 @@ class ResolvedOptions:
                 raise JaxLlamaError(f"{name} = {getattr(value, 'name', value)}: {why}")
 
     def rows(self, width: int) -> int:
-        """Return the number of prompts in a prefill call of ``width`` tokens a row."""
+        """Return the number of a part's prompts in a prefill call of ``width`` tokens a row."""
         return _rows(self.prefill_rows, width, min(self.token_budget, PREFILL_TOKENS))
 
     def row_counts(self, width: int) -> list[int]:
-        """Return the row counts of the prefill calls of this width.
+        """Return a part's row counts in the prefill calls of this width.
 
         They are one, a quarter, half and all of ``rows``. On a CPU, whose calls are small, they are
         one and all.
@@ -466,11 +486,12 @@ class ResolvedOptions:
         if self.deterministic and not fixes_sums():
             return (most if self.draft is None else least,)
         sizes = (least, 4, 16, 64, *range(128, most, 128))
-        return (*(size for size in sizes if least <= size < most), most)
+        sizes = (-(-size // self.parts) * self.parts for size in sizes if least <= size < most)
+        return tuple(sorted({*sizes, most}))
 
     def size(self, rows: int) -> int:
-        """Return the number of rows of the smallest program that decodes ``rows`` rows."""
-        return next(size for size in self.sizes if size >= rows)
+        """Return the number of rows of the smallest program that decodes ``rows`` of each part."""
+        return next(size for size in self.sizes if size >= rows * self.parts)
 
     @property
     def longest_draft(self) -> int:
@@ -511,6 +532,13 @@ class ResolvedOptions:
     def history_widths(self) -> tuple[int, ...]:
         """Lengths of the history that sampling depends on, in tokens: 0, 128, 512, ..., max_len."""
         return (0, *powers_of(4, 128, self.max_len))
+
+
+def _bytes_of_device(state: KVCache, devices: int) -> int:
+    """Return a device's bytes of a cache whose heads ``devices`` devices divide; a latent's one head
+    is whole on each."""
+    of_heads = any(MODEL_AXIS in spec for spec in jax.tree.leaves(state.specs(None)))
+    return tree_bytes(state) // (devices if of_heads else 1)
 
 
 def draft_config(cfg: ModelConfig, draft: str | ModelConfig | None) -> ModelConfig | None:

@@ -13,8 +13,8 @@ own, and nothing is shared between two keys. A key is an adapter with a cache sa
 (``Request.cache_key``).
 
 GLA layers keep one state a row and not one a token. So a prefix can be reused only where a snapshot
-of the state was taken. ``snapshot`` gives the last published page one of ``states`` rows for its
-snapshot. If ``states`` is positive, only prefixes with snapshots are found. The length of a prefix
+of the state was taken. ``snapshot`` gives the last published page one of the rows ``states`` for its
+snapshot. If there are any, only prefixes with snapshots are found. The length of a prefix
 is a multiple of ``unit`` tokens.
 
 With ``tiers``, ``begin`` also finds the pages and the state that have left the device
@@ -112,7 +112,7 @@ class KVPages:
         count: int,
         size: int,
         *,
-        states: int = 0,
+        states: range = range(0),
         unit: int = 1,
         share: bool = True,
         tiers: Tiers | None = None,
@@ -124,10 +124,10 @@ class KVPages:
         # Nodes whose page or snapshot no tier has yet, oldest first.
         self._unsaved: collections.OrderedDict[Node, None] = collections.OrderedDict()
         self._unsaved_states: collections.OrderedDict[Node, None] = collections.OrderedDict()
-        self._needs_state = states > 0
+        self._needs_state = len(states) > 0
         self._roots: dict[Hashable, Node] = {}
         self._free = list(reversed(range(count)))
-        self._free_states = list(reversed(range(states)))
+        self._free_states = list(reversed(states))
         self.known = 0  # pages that may be shared
         self._unreferenced = 0
         # nodes without references and children, longest idle first

@@ -5,15 +5,20 @@ A model on a device or a mesh has rows in ``slots``. An offloaded model runs in 
 
 from __future__ import annotations
 
+import math
+
+from jax.sharding import Mesh
+
 from jaxllama.engine import blocks
 from jaxllama.engine.adapters import AdapterSlots
+from jaxllama.engine.divided import AnyScheduler, DividedScheduler
 from jaxllama.engine.options import EngineOptions, ResolvedOptions
 from jaxllama.engine.runner import Runner
 from jaxllama.engine.scheduler import Scheduler
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.eagle3 import Drafter
-from jaxllama.parallel.mesh import MODEL_AXIS, mesh_of
+from jaxllama.parallel.mesh import MODEL_AXIS, mesh_of, row_axes
 from jaxllama.parallel.sequence import sequence_shards
 from jaxllama.typing import Options
 from pallas_kernels.fixed_sums import fixes_sums
@@ -21,7 +26,7 @@ from pallas_kernels.fixed_sums import fixes_sums
 
 def parts_of(
     lm: LanguageModel, draft: str | LanguageModel | Drafter | None, asked: Options
-) -> tuple[ResolvedOptions, Scheduler, Runner | blocks.BlockRunner]:
+) -> tuple[ResolvedOptions, AnyScheduler, Runner | blocks.BlockRunner]:
     """Return options, scheduler and runner of an engine with the options ``asked``.
 
     Raises JaxLlamaError for options that the model does not support.
@@ -36,7 +41,7 @@ def parts_of(
 
 def _of_slots(
     lm: LanguageModel, draft: str | LanguageModel | Drafter | None, asked: Options
-) -> tuple[ResolvedOptions, Scheduler, Runner]:
+) -> tuple[ResolvedOptions, AnyScheduler, Runner]:
     mesh = mesh_of(lm.params)
     devices = 1 if mesh is None else mesh.shape[MODEL_AXIS]
     drafting = lm.drafting(draft, asked.get("draft_tokens", 0))
@@ -54,20 +59,39 @@ def _of_slots(
     adapters = AdapterSlots(
         lm.config, lm.params, lm.adapters, wanted.lora_slots, wanted.max_lora_rank
     )
-    shards = sequence_shards(mesh, 1, shares_pages=True)
-    options = wanted.resolve(lm.config, lm.dtype, devices, shards)
+    parts = _parts(mesh, wanted)
+    shards = 1 if parts > 1 else sequence_shards(mesh, 1, shares_pages=True)
+    options = wanted.resolve(lm.config, lm.dtype, devices, shards, parts)
     cfg = lm.config.replace(fixed_sums=options.deterministic and fixes_sums())
     runner = Runner(cfg, lm.params, options, adapters, drafting)
-    scheduler = Scheduler(
-        max_slots=options.max_slots,
-        pages=runner.pages,
-        chunk=options.prefill_chunk,
-        token_budget=options.token_budget,
-        widths=options.widths,
-        steps_per_call=options.steps_per_call,
-        recompute=not options.deterministic,
-        may_share=runner.may_share,
-        reach=lambda rows: options.pass_widths(options.size(rows))[-1],
-        transfers=runner.transfers,
-    )
+    slots = options.max_slots // parts
+    schedulers = [
+        Scheduler(
+            max_slots=slots,
+            pages=pages,
+            chunk=options.prefill_chunk,
+            token_budget=options.token_budget,
+            widths=options.widths,
+            steps_per_call=options.steps_per_call,
+            recompute=not options.deterministic,
+            may_share=runner.may_share,
+            reach=lambda rows: options.pass_widths(options.size(rows))[-1],
+            transfers=runner.transfers,
+            first_slot=part * slots,
+        )
+        for part, pages in enumerate(runner.pools)
+    ]
+    scheduler = schedulers[0] if parts == 1 else DividedScheduler(schedulers)
     return options, scheduler, runner
+
+
+def _parts(mesh: Mesh | None, wanted: EngineOptions) -> int:
+    """Return the number of parts of the devices that have slots and pages of their own.
+
+    It is 1 if the devices do not divide the slots: then they share the tokens of long prompts.
+    Drafts and a deterministic engine's programs have one part too.
+    """
+    if mesh is None or wanted.draft is not None or wanted.deterministic:
+        return 1
+    parts = math.prod(mesh.shape[axis] for axis in row_axes(mesh))
+    return parts if wanted.max_slots % parts == 0 else 1

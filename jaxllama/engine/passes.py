@@ -175,6 +175,7 @@ def _rows_of(slots: BatchState, width: int, draft_by: Draft, drafts_here: bool) 
         history=slots.history,
         text=text,
         kept=kept,
+        parts=cache.parts,
     )
 
 

@@ -41,6 +41,8 @@ from jaxllama.parallel.mesh import mesh_of
 from jaxllama.typing import LocalDevice, Tree
 
 LARGEST_GROUP = 64  # pages that move together, so that the program has no more operands
+Item = TypeVar("Item")
+Kind = TypeVar("Kind", bound=Hashable)
 
 
 class Written(NamedTuple):
@@ -103,15 +105,19 @@ class Runner:
                 n_moved = max(min(most, options.row_pages, LARGEST_GROUP), 1)
             [where] = self.slots.token.devices()
             self.transfers = _transfers(options, max(n_moved, 1), where)
-        self.pages = KVPages(
-            options.pages,
-            options.page_size,
-            states=options.snapshots,
-            unit=options.unit,
-            share=options.prefix_cache,
-            tiers=None if self.transfers is None else self.transfers.tiers,
-            has_keys=bool(pages),
-        )
+        states = options.snapshots // options.parts
+        self.pools = [
+            KVPages(
+                options.pages // options.parts,
+                options.page_size,
+                states=range(part * states, (part + 1) * states),
+                unit=options.unit,
+                share=options.prefix_cache,
+                tiers=None if self.transfers is None else self.transfers.tiers,
+                has_keys=bool(pages),
+            )
+            for part in range(options.parts)
+        ]
         self._calls = Calls(self.cfg, options, self.mesh, self._draft, self.draft_params, n_moved)
         where = list(self.slots.token.devices() if self.mesh is None else self.mesh.devices.flat)
         is_kept = self.mesh is None or where[0].platform == "cpu"
@@ -133,6 +139,7 @@ class Runner:
             0 if options.draft is None else options.max_len,
             options.draft_config(self.cfg),
             activation_dtype(self.params).name if self._draft.reads_hidden else None,
+            options.parts,
         )
         if self.mesh is None:
             if jax.default_backend() != "cpu":
@@ -316,8 +323,8 @@ class Runner:
             self._told[sequence] = len(held.pages)
         rows = self.options.prefill_rows
         for width, group in _groups(newcomers, lambda new: self._history_width(new.history)):
-            for first in range(0, len(group), rows):
-                packed = self._calls.pack(group[first : first + rows], width)
+            for call in self._by_part(group, lambda new: new.slot, rows):
+                packed = self._calls.pack(call, width)
                 yield lambda packed=packed: self._admit(packed)
 
     def _admit(self, packed: np.ndarray) -> device.BatchState:
@@ -336,25 +343,48 @@ class Runner:
         for some in rounds.values():
             for (width, fresh), group in _groups(some, self._kind):
                 rows = self.options.rows(width)
-                for first in range(0, len(group), rows):
-                    yield self._fill(group[first : first + rows], width, fresh)
+                for call in self._by_part(group, lambda fill: fill.sequence.own_slot, rows):
+                    yield self._fill(call, width, fresh)
+
+    def _by_part(
+        self, items: list[Item], slot: Callable[[Item], int], most: int
+    ) -> Iterator[list[list[Item]]]:
+        """Yield the items of each call, for each part of the slots; at most ``most`` of a part."""
+        of_parts: list[list[Item]] = [[] for _ in range(self.options.parts)]
+        for item in items:
+            of_parts[slot(item) // self._part_slots].append(item)
+        for first in range(0, max(map(len, of_parts)), most):
+            yield [part[first : first + most] for part in of_parts]
+
+    @property
+    def _part_slots(self) -> int:
+        return self.options.max_slots // self.options.parts
 
     def _kind(self, fill: Fill) -> tuple[int, bool]:
         """Return the width of the fill's call in tokens, and whether it begins a prompt."""
         width = next(width for width in self.options.widths if width >= fill.size)
         return width, not fill.begin
 
-    def _fill(self, fills: list[Fill], width: int, fresh: bool) -> Callable[[], device.BatchState]:
-        rows = next(rows for rows in self.options.row_counts(width) if rows >= len(fills))
+    def _fill(
+        self, parts: list[list[Fill]], width: int, fresh: bool
+    ) -> Callable[[], device.BatchState]:
+        longest = max(map(len, parts))
+        count = next(rows for rows in self.options.row_counts(width) if rows >= longest)
+        fills = {
+            part * count + row: fill
+            for part, some in enumerate(parts)
+            for row, fill in enumerate(some)
+        }
+        rows = count * len(parts)
         tokens, facts = blank(rows, width)
-        for row, fill in enumerate(fills):
+        for row, fill in fills.items():
             sequence = fill.sequence
             tokens[row, : fill.size] = sequence.tokens[fill.begin : fill.end]
             snapshot = NOBODY if fill.snapshot is None else fill.snapshot
             prompt = len(sequence.request.prompt)
             following = sequence.tokens[fill.end]  # the last token is never filled
             facts[row] = sequence.own_slot, fill.size, prompt, snapshot, following
-        params = self._with(rows, {row: fill.sequence for row, fill in enumerate(fills)})
+        params = self._with(rows, {row: fill.sequence for row, fill in fills.items()})
         return lambda: self._fill_call(params, tokens, facts, fresh)
 
     def _fill_call(
@@ -367,10 +397,14 @@ class Runner:
 
     def _decode_of(self, plan: TurnPlan, masks: Mapping[Sequence, NextTokens]) -> Decode:
         options, sequences = self.options, list(plan.budgets)
-        n = options.size(len(sequences))
+        [parts] = self._by_part(sequences, lambda sequence: sequence.own_slot, options.max_slots)
+        n = options.size(max(map(len, parts)))
         row_of = {
-            sequence: sequence.own_slot if n == options.max_slots else row
-            for row, sequence in enumerate(sequences)
+            sequence: sequence.own_slot
+            if n == options.max_slots
+            else part * (n // options.parts) + row
+            for part, some in enumerate(parts)
+            for row, sequence in enumerate(some)
         }
         rows = np.full((n, 3 + options.more_pages), NOBODY, np.int32)
         for sequence, budget in plan.budgets.items():
@@ -509,10 +543,6 @@ def _transfers(options: ResolvedOptions, n: int, device: LocalDevice) -> Transfe
     places = records.Memories(device)
     tiers = Tiers(options.host_bytes, files, places.to_host, host_view)
     return Transfers(tiers, n, places.to_device, places.to_host)
-
-
-Item = TypeVar("Item")
-Kind = TypeVar("Kind", bound=Hashable)
 
 
 def _groups(items: list[Item], kind: Callable[[Item], Kind]) -> Iterator[tuple[Kind, list[Item]]]:

@@ -36,6 +36,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import heapq
+import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 
@@ -216,7 +217,8 @@ class Scheduler:
 
     may_share: returns how many tokens of a sequence others may begin with, once they are cached.
     reach: returns the largest number of tokens that each of ``rows`` rows generates in a step.
-    transfers: copies between the device and the tiers of ``pages``, if there are any.
+    transfers: copies between the device and the tiers of ``pages``, if there are any. first_slot: of
+    ``max_slots`` consecutive ones.
     """
 
     def __init__(
@@ -232,8 +234,11 @@ class Scheduler:
         may_share: Callable[[Sequence], int] = lambda sequence: sequence.to_fill,
         reach: Callable[[int], int] = lambda rows: 1,
         transfers: Transfers | None = None,
+        first_slot: int = 0,
     ) -> None:
-        self.max_slots, self.pages = max_slots, pages
+        self.max_slots, self.pages, self.pools = max_slots, pages, [pages]
+        self._slots = range(first_slot, first_slot + max_slots)
+        self.most_prompts = max_slots  # prompts of which the next plan may read tokens
         self.chunk, self.token_budget, self.widths = chunk, token_budget, widths
         self.steps_per_call, self.recompute = steps_per_call, recompute
         self._may_share, self._reach = may_share, reach
@@ -261,6 +266,11 @@ class Scheduler:
     def n_admitted(self) -> int:
         return len(self.loading) + len(self.prefilling) + len(self.running)
 
+    @property
+    def n_in_use(self) -> int:
+        """Number of sequences that have a slot or wait for one."""
+        return len(self.waiting) + self.n_admitted
+
     # Requests come and go
 
     def check(self, request: Request) -> None:
@@ -281,11 +291,12 @@ class Scheduler:
                 f"{self._newest}: newcomers must be numbered by arrival"
             )
         self._newest = sequence.order
-        self._queue(sequence)
+        self.take(sequence)
         if self.pages.tiers is not None and self.n_admitted >= self.max_slots:
             self.pages.tiers.prefetch(self.pages.missing(*self._wanted(sequence)))
 
-    def _queue(self, sequence: Sequence) -> None:
+    def take(self, sequence: Sequence) -> None:
+        """Let a sequence wait here, whatever its number."""
         bisect.insort(self.waiting, sequence, key=_urgency)
 
     def finish(self, sequence: Sequence) -> None:
@@ -408,7 +419,7 @@ class Scheduler:
             if load.is_damaged:
                 self.pages.release(sequence.held)
                 sequence.slot = None
-                self._queue(sequence)
+                self.take(sequence)
                 continue
             snapshot = None
             if load.state is not None:
@@ -458,6 +469,12 @@ class Scheduler:
             if sequence.length + sequence.ahead + steps > len(sequence.held.pages) * size
         ]
 
+    @property
+    def n_prompts(self) -> int:
+        """Number of prompts that a plan may read tokens of."""
+        n_free = self.max_slots - self.n_admitted
+        return len(self.prefilling) + min(len(self.waiting), n_free)
+
     def _fill(self) -> tuple[list[Fill], list[Sequence], bool]:
         """Hand out the token budget in order of urgency.
 
@@ -467,7 +484,8 @@ class Scheduler:
         fills: list[Fill] = []
         started: list[Sequence] = []
         began = sorted(self.prefilling, key=_urgency)
-        for sequence in heapq.merge(began, list(self.waiting), key=_urgency):
+        every = heapq.merge(began, list(self.waiting), key=_urgency)
+        for sequence in itertools.islice(every, self.most_prompts):
             if sequence in self._preempted:
                 break
             if sequence.slot is None:
@@ -523,7 +541,7 @@ class Scheduler:
         self.waiting.remove(sequence)
         self.pages.grow(held, self._growth(sequence, 0))
         taken = {other.slot for other in self.admitted}
-        sequence.slot = next(slot for slot in range(self.max_slots) if slot not in taken)
+        sequence.slot = next(slot for slot in self._slots if slot not in taken)
         self._next += self._growth(sequence, 1)
         if held.missing is None:
             state = held.nodes[-1].state if held.nodes else None
@@ -593,4 +611,4 @@ class Scheduler:
             self._transfers.placed()  # nobody will use the state
         self.finish(victim)
         self._preempted.append(victim)
-        self._queue(victim)
+        self.take(victim)

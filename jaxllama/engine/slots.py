@@ -45,7 +45,7 @@ from jaxllama.engine.batch import BatchState
 from jaxllama.model.cache import Cache, LayerState, cache_shardings, init_pages
 from jaxllama.model.decoder import forward
 from jaxllama.model.mixers.attention.state import KVCache
-from jaxllama.parallel.mesh import traced_mesh
+from jaxllama.parallel.mesh import MODEL_AXIS, traced_mesh
 from jaxllama.typing import Params, Tree
 
 NOBODY = 2**30  # an index past the last slot, page or snapshot
@@ -53,7 +53,7 @@ MAX_BIAS = 320  # largest number of logit_bias entries of a row; OpenAI takes up
 _NGRAM = NGram()
 
 
-@functools.partial(jax.jit, static_argnums=range(10))
+@functools.partial(jax.jit, static_argnums=range(11))
 def empty_slots(
     cfg: ModelConfig,
     size: int,
@@ -65,19 +65,21 @@ def empty_slots(
     text: int = 0,
     draft: ModelConfig | None = None,
     hidden: str | None = None,
+    parts: int = 1,
 ) -> BatchState:
     """Return ``size`` free slots.
 
     row_pages, pages, page: as for ``init_pages``. states: number of snapshots. text: number of
     tokens of text that a row drafts from. draft: config of the draft model or of a head's
-    layer, if there is one. hidden: dtype of the hidden states that a head keeps.
+    layer, if there is one. hidden: dtype of the hidden states that a head keeps. parts: as of
+    ``Cache``; a part of the slots is of consecutive ones.
     """
     cfgs = (cfg,) if draft is None else (cfg, draft)
     caches = [
         init_pages(model_config, size, row_pages, pages, page, dtype) for model_config in cfgs
     ]
     cache = dataclasses.replace(
-        caches[0], layers=sum((model_config.layers for model_config in caches), ())
+        caches[0], layers=sum((model_config.layers for model_config in caches), ()), parts=parts
     )
     like = sum(
         (init_pages(model_config, states, 1, 1, 1, dtype).layers for model_config in cfgs), ()
@@ -99,15 +101,24 @@ def _new_pace(rows: int) -> Pace:
 
 
 def slots_shardings(slots: BatchState, mesh: Mesh | AbstractMesh) -> BatchState:
-    """Return the shardings of slots or their shapes: heads are split, all else is replicated."""
-    everywhere = NamedSharding(mesh, P())
-    places = jax.tree.map(lambda leaf: everywhere, slots)
+    """Return the shardings of slots or their shapes.
+
+    Heads are split, and rows and pages in several parts; all else is replicated.  The history is
+    split as logits are, or a call would gather it.
+    """
     cache = cache_shardings(slots.cache, mesh)
+    places = jax.tree.map(lambda leaf: cache.lengths, slots)
+    shared = cache_shardings(dataclasses.replace(slots.cache, parts=1), mesh)
     snapshots = tuple(
         None if known is None else place
-        for known, place in zip(slots.snapshots, cache.layers, strict=True)
+        for known, place in zip(slots.snapshots, shared.layers, strict=True)
     )
-    return dataclasses.replace(places, cache=cache, snapshots=snapshots)
+    history = places.history
+    if slots.history.counts.shape[1] % mesh.shape[MODEL_AXIS] == 0:
+        [rows] = cache.lengths.spec or (None,)
+        split = NamedSharding(mesh, P(rows, MODEL_AXIS))
+        history = jax.tree.map(lambda _: split, history)
+    return dataclasses.replace(places, cache=cache, snapshots=snapshots, history=history)
 
 
 def _constrained(slots: BatchState, like: BatchState) -> BatchState:
@@ -121,27 +132,46 @@ def _constrained(slots: BatchState, like: BatchState) -> BatchState:
     return jax.lax.with_sharding_constraint(slots, slots_shardings(slots, mesh))
 
 
-def _take(rows: jax.Array, tree: Tree) -> Tree:
-    """Return these rows of every array. Indices past the last row give any row."""
-    return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0, mode="clip"), tree)
+class _Rows(NamedTuple):
+    """Indices of rows, ``[n]``. In several parts, each n / parts of them are of one part's rows, so
+    that a device needs no other's."""
+
+    index: jax.Array
+    parts: int = 1
+
+    def take(self, tree: Tree) -> Tree:
+        """Return these rows of every array. Indices past the last row give any row."""
+        return self._each(lambda rows, leaf: jnp.take(leaf, rows, axis=0, mode="clip"), tree)
+
+    def put(self, old: Tree, new: Tree) -> Tree:
+        """Write ``new`` to these rows of ``old``. Indices past the last row are dropped."""
+        return self._each(lambda rows, o, n: o.at[rows].set(n, mode="drop"), old, new)
+
+    def _each(self, function: Callable[..., jax.Array], *trees: Tree) -> Tree:
+        """Return ``function(rows, *leaves)`` of the trees' arrays, for each part alone."""
+
+        def of_leaves(*leaves: jax.Array) -> jax.Array:
+            if self.parts == 1:
+                return function(self.index, *leaves)
+            cut = [leaf.reshape(self.parts, -1, *leaf.shape[1:]) for leaf in (self.index, *leaves)]
+            first = jnp.arange(self.parts, dtype=jnp.int32)[:, None] * cut[1].shape[1]
+            found = jax.vmap(function)(cut[0] - first, *cut[1:])
+            return found.reshape(-1, *found.shape[2:])
+
+        return jax.tree.map(of_leaves, *trees)
 
 
-def _put(rows: jax.Array, old: Tree, new: Tree) -> Tree:
-    """Write ``new`` to these rows of ``old``. Indices past the last row are dropped."""
-    return jax.tree.map(lambda o, n: o.at[rows].set(n, mode="drop"), old, new)
+def _of_caches(function: Callable[..., Tree], *caches: Cache) -> Cache:
+    """Apply ``function``, ``take`` or ``put`` of rows, to the per-row parts of the caches.
 
-
-def _by_row(function: Callable[..., Tree], rows: jax.Array, cache: Cache, *others: Cache) -> Cache:
-    """Apply ``function(rows, ...)`` to the per-row parts of the caches.
-
-    All rows share the pages, which are taken from the last cache.
+    Rows share the pages, which are taken from the last cache.
     """
     layers = tuple(
-        states[-1] if isinstance(states[0], KVCache) else function(rows, *states)
-        for states in zip(*(part.layers for part in (cache, *others)), strict=True)
+        states[-1] if isinstance(states[0], KVCache) else function(*states)
+        for states in zip(*(cache.layers for cache in caches), strict=True)
     )
-    rest = [(part.lengths, part.table) for part in (cache, *others)]
-    return Cache(layers, *function(rows, *rest))
+    lengths, table = function(*((cache.lengths, cache.table) for cache in caches))
+    return dataclasses.replace(caches[0], layers=layers, lengths=lengths, table=table)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -150,22 +180,22 @@ def admit(slots: BatchState, packed: jax.Array) -> BatchState:
     cache = slots.cache
     assert cache.table is not None
     rows = unpack(packed, slots.history.counts.shape[1], cache.table.shape[1])
-    slot = rows.slot
+    slot, put = rows.slot, _Rows(rows.slot, cache.parts).put
     layers = tuple(
-        state if known is None else _put(slot, state, _beginning(known, rows.snapshot))
+        state if known is None else put(state, _beginning(known, rows.snapshot))
         for state, known in zip(cache.layers, slots.snapshots, strict=True)
     )
-    lengths, table = _put(slot, (cache.lengths, cache.table), (rows.length, rows.table))
+    lengths, table = put((cache.lengths, cache.table), (rows.length, rows.table))
     admitted = dataclasses.replace(
         slots,
-        cache=Cache(layers, lengths, table),
-        token=_put(slot, slots.token, rows.token),
-        prompted=_put(slot, slots.prompted, rows.prompted),
-        active=_put(slot, slots.active, jnp.ones(slot.shape, bool)),
-        remaining=_put(slot, slots.remaining, rows.remaining),
-        ignore_eos=_put(slot, slots.ignore_eos, rows.ignore_eos),
-        sampling=_put(slot, slots.sampling, rows.sampling),
-        history=_put(slot, slots.history, _history(rows, slots.history.counts.shape[1])),
+        cache=dataclasses.replace(cache, layers=layers, lengths=lengths, table=table),
+        token=put(slots.token, rows.token),
+        prompted=put(slots.prompted, rows.prompted),
+        active=put(slots.active, jnp.ones(slot.shape, bool)),
+        remaining=put(slots.remaining, rows.remaining),
+        ignore_eos=put(slots.ignore_eos, rows.ignore_eos),
+        sampling=put(slots.sampling, rows.sampling),
+        history=put(slots.history, _history(rows, slots.history.counts.shape[1])),
     )
     if slots.drafting is not None:
         more = slots.drafting.text.shape[1] - rows.tokens.shape[1]
@@ -174,7 +204,7 @@ def admit(slots: BatchState, packed: jax.Array) -> BatchState:
         if last is not None:
             read, last = jnp.full_like(read, -1), jnp.zeros((len(slot), last.shape[1]), last.dtype)
         news = SlotDrafts(text, _new_pace(len(slot)), read, (), last)
-        admitted = dataclasses.replace(admitted, drafting=_put(slot, slots.drafting, news))
+        admitted = dataclasses.replace(admitted, drafting=put(slots.drafting, news))
     return _constrained(admitted, slots)
 
 
@@ -220,7 +250,8 @@ def fill(
     fresh: whether the rows are empty.
     """
     slot, lengths, totals, snapshot, following = facts.T
-    cache = _by_row(_take, slot, slots.cache)
+    rows = _Rows(slot, slots.cache.parts)
+    cache = _of_caches(rows.take, slots.cache)
     columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     written = cache.lengths[:, None] + columns >= totals[:, None]
     layers, more = _parted(cfg, cache)
@@ -232,13 +263,13 @@ def fill(
     part = PromptPart(tokens, lengths, totals, hidden, following, fresh)
     more = draft.fill(draft.weights(params, draft_params), more, part)
     if drafting is not None and draft.counts_read:
-        drafting = drafting._replace(read=_put(slot, drafting.read, layers.lengths))
+        drafting = drafting._replace(read=rows.put(drafting.read, layers.lengths))
     cache = dataclasses.replace(layers, layers=(*layers.layers, *more.layers))
     snapshots = tuple(
-        None if known is None else _put(snapshot, known, state)
+        None if known is None else _Rows(snapshot).put(known, state)
         for known, state in zip(slots.snapshots, cache.layers, strict=True)
     )
-    cache = _by_row(_put, slot, slots.cache, cache)
+    cache = _of_caches(rows.put, slots.cache, cache)
     filled = dataclasses.replace(slots, cache=cache, snapshots=snapshots, drafting=drafting)
     return _constrained(filled, slots)
 
@@ -316,16 +347,18 @@ def decode(
 
 
 def _of_rows(slots: BatchState, rows: jax.Array) -> BatchState:
-    cache, snapshots = _by_row(_take, rows, slots.cache), slots.snapshots
-    taken = _take(rows, dataclasses.replace(slots, cache=None, snapshots=None))
+    take = _Rows(rows, slots.cache.parts).take
+    cache, snapshots = _of_caches(take, slots.cache), slots.snapshots
+    taken = take(dataclasses.replace(slots, cache=None, snapshots=None))
     return dataclasses.replace(taken, cache=cache, snapshots=snapshots)
 
 
 def _to_rows(slots: BatchState, rows: jax.Array, new: BatchState) -> BatchState:
+    put = _Rows(rows, slots.cache.parts).put
     bare = dataclasses.replace(slots, cache=None, snapshots=None)
-    put = _put(rows, bare, dataclasses.replace(new, cache=None, snapshots=None))
-    cache = _by_row(_put, rows, slots.cache, new.cache)
-    return dataclasses.replace(put, cache=cache, snapshots=slots.snapshots)
+    state = put(bare, dataclasses.replace(new, cache=None, snapshots=None))
+    cache = _of_caches(put, slots.cache, new.cache)
+    return dataclasses.replace(state, cache=cache, snapshots=slots.snapshots)
 
 
 def _with_pages(cache: Cache, had: jax.Array, more: jax.Array) -> Cache:
@@ -391,9 +424,9 @@ class AdmittedRows:
 
 
 def make_rows(
-    newcomers: Sequence[Newcomer], rows: int, width: int, row_pages: int, vocab_size: int
+    newcomers: Sequence[Newcomer | None], rows: int, width: int, row_pages: int, vocab_size: int
 ) -> AdmittedRows:
-    """Fill the first of ``rows`` rows with the newcomers; the others stay unused.
+    """Return ``rows`` rows, of which the first are the newcomers'; None is an unused row.
 
     width: number of columns of the tokens.
     """
@@ -405,6 +438,8 @@ def make_rows(
     prompted, ignore_eos = (np.zeros(rows, bool) for _ in range(2))
     sampling = [Sampling()] * rows
     for row, new in enumerate(newcomers):
+        if new is None:
+            continue
         slot[row], sampling[row], length[row] = new.slot, new.sampling, new.length
         table[row, : len(new.pages)] = new.pages
         if new.snapshot is not None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxllama.engine.options import ResolvedOptions
-from jaxllama.engine.scheduler import Scheduler
+from jaxllama.engine.divided import AnyScheduler
 from jaxllama.engine.tiers import Tiers
 
 
@@ -51,23 +51,24 @@ class EngineStats:
 
 
 def count(
-    scheduler: Scheduler,
+    scheduler: AnyScheduler,
     options: ResolvedOptions,
     counts: Mapping[str, int],
     steps: int,
     compilations: int,
 ) -> EngineStats:
-    pages = scheduler.pages
+    pools = scheduler.pools
+    used, tiers = sum(pool.used for pool in pools), pools[0].tiers
     return EngineStats(
         waiting=len(scheduler.waiting),
         prefilling=len(scheduler.prefilling),
         running=len(scheduler.running),
         max_slots=options.max_slots,
-        cache_tokens=pages.used * pages.size,
+        cache_tokens=used * pools[0].size,
         cache_capacity=options.cache_tokens,
-        pages=pages.count,
-        pages_used=pages.used,
-        pages_known=pages.known,
+        pages=sum(pool.count for pool in pools),
+        pages_used=used,
+        pages_known=sum(pool.known for pool in pools),
         prefix_hit_tokens=counts["prefix_hit_tokens"],
         prompt_tokens=counts["prompt_tokens"],
         completion_tokens=counts["completion_tokens"],
@@ -81,7 +82,7 @@ def count(
         compilations=compilations,
         drafted_tokens=counts["drafted_tokens"],
         accepted_tokens=counts["accepted_tokens"],
-        **({} if pages.tiers is None else _tiers(pages.tiers)),
+        **({} if tiers is None else _tiers(tiers)),
     )
 
 

@@ -51,13 +51,22 @@ class Cache:
     table : int32 [B, M], optional
         Table of a cache in pages of S tokens. Token t of row b is at ``[table[b, t // S], t % S]``
         of every attention layer's pages ``[P, S, K, H]``. An entry outside of [0, P) is no page.
+    parts : int
+        Number of equal parts of the rows and of the pages. Rows of a part use pages of that part
+        alone, and their entries count from its first page. So devices can divide both.
     """
 
     layers: tuple[LayerState, ...]
     lengths: jax.Array
     table: jax.Array | None = None
+    parts: int = dataclasses.field(default=1, metadata={"static": True})
 
     __repr__ = short_repr
+
+    @property
+    def shares_pages(self) -> bool:
+        """Whether all rows share the pages, so that devices cannot divide the rows."""
+        return self.table is not None and self.parts == 1
 
     @property
     def batch(self) -> int:
@@ -254,13 +263,14 @@ def _init_on_mesh(
 def cache_specs(cache: Cache, rows: RowAxis) -> Cache:
     """How a cache is split on a mesh: its rows over the axis ``rows``, heads over the model's.
     Rows that share pages are not split."""
-    if cache.table is not None:
+    if cache.shares_pages:
         rows = None
     row = P() if rows is None else P(rows)  # jit distinguishes a program's P() from P(None)
 
     table = None if cache.table is None else row
     specs: Tree = row, table  # where a cache has arrays
-    return Cache(tuple(layer and layer.specs(rows) for layer in cache.layers), *specs)
+    layers = tuple(layer and layer.specs(rows) for layer in cache.layers)
+    return Cache(layers, *specs, cache.parts)
 
 
 def proposal_specs(cache: Cache, rows: RowAxis) -> Proposal:

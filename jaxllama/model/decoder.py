@@ -252,7 +252,9 @@ def forward(
     stream, at = begin(cfg, params, tokens, activation_dtype(params), at)
     stream, states, taps = walk(cfg, params, stream, states, at, block_of_a_program(cfg))
     hidden = Hidden(stream.total, taps)
-    return hidden, None if cache is None else Cache(states, start + lengths, table)
+    if cache is None:
+        return hidden, None
+    return hidden, dataclasses.replace(cache, layers=states, lengths=start + lengths)
 
 
 def check(cfg: ModelConfig, params: Params) -> None:
@@ -291,7 +293,7 @@ def _forward_over(
     """
     if cache is not None and sparse is False:
         batch, n_new = tokens.shape
-        if is_cut(mesh, batch, n_new, cache.table is not None, layer_work(cfg, params)):
+        if is_cut(mesh, batch, n_new, cache.shares_pages, layer_work(cfg, params)):
             return _forward_in_pieces(mesh, cfg, params, tokens, lengths, cache, total_lengths)
 
     def out(rows: RowAxis) -> tuple[P, Tree]:
@@ -315,7 +317,7 @@ def _forward_in_pieces(
     Each device computes its pieces of every row, and has the whole cache.
     """
     batch, n_new = tokens.shape
-    n = sequence_shards(mesh, batch, cache.table is not None)
+    n = sequence_shards(mesh, batch, cache.shares_pages)
     width = piece_width(n_new, n)
     if cache.capacity is not None:
         lengths = jnp.minimum(lengths, jnp.maximum(cache.capacity - cache.lengths, 0))

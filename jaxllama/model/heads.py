@@ -11,6 +11,7 @@ own output takes the place of the states for the tokens after that, so one head 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Protocol
 
 import jax
@@ -91,4 +92,4 @@ def run_layer(
         stream = jax.tree.map(lambda x: x.reshape(batch * width, 1, -1), stream)
     stream, state = decoder.block(layer, p, stream, cache.layers[0], at)
     hidden = Hidden(stream.total.reshape(batch, width, -1))
-    return hidden, Cache((state,), start + lengths, cache.table)
+    return hidden, dataclasses.replace(cache, layers=(state,), lengths=start + lengths)

@@ -29,6 +29,7 @@ from typing import NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from jaxllama.config import StepConfig
@@ -169,7 +170,8 @@ def _norm_linears(
     has_lora = any(_lora(layer) is not None for layer in linears)
     has_kernel = not has_lora and wants_kernel(None, stream.x, weights)
     if has_kernel and scale is not None and cfg.norm.kind == "rms":
-        fused = _fused_norm_linears(stream.rounded, scale, linears, cfg)
+        # The kernel takes no pending term.  XLA adds it where it made it.
+        fused = _fused_norm_linears(stream.total, scale, linears, cfg)
         if fused is not None:
             return fused
     wanted = [None if has_lora else input_codes(layer) for layer in linears]
@@ -182,16 +184,16 @@ def _norm_linears(
 
 
 def _fused_norm_linears(
-    stream: Stream, scale: Params, linears: Sequence[Params], cfg: StepConfig
+    x: jax.Array, scale: Params, linears: Sequence[Params], cfg: StepConfig
 ) -> tuple[list[Columns], Stream] | None:
-    """Return ``norm_linears`` if one kernel does the norm and all products, else None."""
+    """Return ``norm_linears`` of the stream x if one kernel does the norm and all products."""
     weights, norm = [linear["weight"] for linear in linears], (scale["weight"], cfg.norm.eps)
-    plan = None if stream.pending is not None else own_blocks(stream.x, weights, norm=norm)
+    plan = own_blocks(x, weights, norm=norm)
     if plan is None:
         return None
-    products = blocks_matmul(stream.x, weights, norm=norm, plan=plan)
+    products = blocks_matmul(x, weights, norm=norm, plan=plan)
     pairs = zip(products, linears, strict=True)
-    return [y.plus(linear.get("bias")) for y, linear in pairs], stream
+    return [y.plus(linear.get("bias")) for y, linear in pairs], Stream(x)
 
 
 def _by_codes(
@@ -314,6 +316,19 @@ def linear(x: Input, params: Params, dtype: DTypeLike | None = None) -> jax.Arra
         return _with_lora(x, params, lora, dtype)
     assert not isinstance(x, Adapted)  # only layers with adapters take one
     return _matmul(x, params["weight"], params.get("bias"), dtype)
+
+
+def linear_of_norm(x: jax.Array, scale: jax.Array, eps: float, params: Params) -> jax.Array:
+    """Return ``linear`` of the RMSNorm of ``x[..., in]``; scale: its weights ``[in]``."""
+    weight = params["weight"]
+    if input_codes(params) is _lora(params) is None and _has_kernels(x, weight):
+        # XLA would hand columns of another kernel's result to this one in a fusion of slices, in
+        # which no GPU has run a Mosaic kernel.
+        columns = lax.optimization_barrier(x)
+        y = fused_matmul(columns, weight, bias=params.get("bias"), norm=(scale, eps))
+        if y is not None:
+            return y
+    return linear(rms_norm(x, scale, eps), params)
 
 
 def _with_lora(x: Input, params: Params, lora: Lora, dtype: DTypeLike | None) -> jax.Array:

@@ -40,7 +40,7 @@ def over_mesh(
     first one's rows.  out: the results' specs, from the axis that rows are split over.
     """
     rows = row_axis(mesh, jax.tree.leaves(args[0])[0].shape[0])
-    if any(isinstance(arg, Cache) and arg.table is not None for arg in args):
+    if any(isinstance(arg, Cache) and arg.shares_pages for arg in args):
         rows = None
     local = local_config(
         cfg, mesh.shape[MODEL_AXIS], expert_groups(mesh), own_rows=rows == row_axes(mesh)

@@ -140,8 +140,11 @@ def leaf_readers(
 def computed_leaf(
     cfg: ModelConfig, mesh: Mesh, path: Path, make: Callable[..., Leaf], *args: Tree
 ) -> Leaf:
-    """The parameter ``make(*args)`` on ``mesh``, inside ``jit``: every device computes all of it
-    and keeps its part, so that nothing is sent."""
+    """The parameter ``make(*args)`` on ``mesh``, inside ``jit``, with nothing sent.
+
+    Each device computes its part alone.  If the rows have another order on the mesh, it computes the
+    whole parameter and keeps its part: that is no parameter of experts, which are the large ones.
+    """
     n = mesh.shape[MODEL_AXIS]
 
     def stored(*args: Tree) -> Leaf:
@@ -162,6 +165,11 @@ def computed_leaf(
         at, size = lax.axis_index(split[axis]), x.shape[axis] // lax.axis_size(split[axis])
         return lax.dynamic_slice_in_dim(x, at * size, size, axis)
 
+    def placed(path: Path, field: str, x: jax.Array, _: object) -> jax.Array:
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, _spec(mesh, path, field, x)))
+
+    if row_order(cfg, path, n) is None:
+        return _arrays_of_leaf(placed, path, stored(*args), None)
     shapes = jax.eval_shape(stored, *args)
     return jax.shard_map(
         lambda *args: _arrays_of_leaf(part, path, stored(*args), None),

@@ -6,6 +6,8 @@ cache            = commit(proposal, count)
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -76,7 +78,7 @@ def propose(
         state if tokens is None else old
         for state, tokens, old in zip(states, kept, cache.layers, strict=True)
     )
-    return hidden, Proposal(Cache(layers, cache.lengths, cache.table), lengths, kept)
+    return hidden, Proposal(dataclasses.replace(cache, layers=layers), lengths, kept)
 
 
 def commit(proposal: Proposal, count: jax.Array, exact: bool = False) -> Cache:
@@ -95,4 +97,4 @@ def commit(proposal: Proposal, count: jax.Array, exact: bool = False) -> Cache:
         states = MIXERS[kind].mix.commit(before, list(of.values()), count, exact)
         for index, state in zip(of, states, strict=True):
             layers[index] = state
-    return Cache(tuple(layers), cache.lengths + count, cache.table)
+    return dataclasses.replace(cache, layers=tuple(layers), lengths=cache.lengths + count)

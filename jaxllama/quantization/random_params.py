@@ -6,8 +6,8 @@ The values are distributed as in ``init_params`` (normal, 0.02; norms 1; biases 
 the tree has the form of ``quantize_params``, but no floats are drawn for it. Codes are drawn
 uniformly over their bits (float8: normal), with one constant scale that gives the same deviation.
 So a model whose floats fit nowhere can be measured, such as a 70B shape in w4a16 on one GPU.
-Weights of one shape share one program. On a mesh every device draws the whole weight and keeps its
-part, so the model equals the model of one device, split.
+Weights of one shape share one program. On a mesh every device draws its part of a weight
+(``model.shardings.computed_leaf``), and the model equals the model of one device, split.
 
 Such a model's text has no meaning.
 """
@@ -131,11 +131,11 @@ def param_shapes(cfg: ModelConfig, dtype: DTypeLike = jnp.float32) -> Params:
 
 
 def _alike(cfg: ModelConfig, path: Path) -> Path:
-    """Return the path in the first layer of the same kind, so that such layers share a program."""
+    """Return the path in the first layer that is alike, so that such layers share a program."""
     if not path[0].startswith("layer_"):
         return path
-    kind = cfg.layer_types[int(path[0].removeprefix("layer_"))]
-    return (f"layer_{cfg.layer_types.index(kind)}", *path[1:])
+    layer = cfg.layers[int(path[0].removeprefix("layer_"))]
+    return (f"layer_{cfg.layers.index(layer)}", *path[1:])
 
 
 def _put(tree: ParamsDict, path: Path, value: Leaf | jax.ShapeDtypeStruct) -> None:

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.attention.operands import capacity_of
+from pallas_kernels.attention.operands import Entries, capacity_of
 from pallas_kernels.attention.plain import attention_scores, by_head, is_visible, weighted_values
 from pallas_kernels.qtensor import QTensor, dequantize
 
-Kv = TypeVar("Kv", bound=jax.Array | QTensor)
+Kv = TypeVar("Kv", bound=Entries)
 
 KEY_BLOCK = 512
 # A GPU decodes short contexts in one block: a loop inside the loop over tokens costs more.
@@ -35,8 +35,8 @@ CPU_DECODE_BLOCK = 64
 
 def blockwise_attention(
     q: jax.Array,
-    k: jax.Array | QTensor,
-    v: jax.Array | QTensor,
+    k: Entries,
+    v: Entries,
     positions: jax.Array,
     *,
     window: int | None = None,
@@ -113,7 +113,7 @@ def blockwise_attention(
 
 
 def load(
-    kv: jax.Array | QTensor,
+    kv: Entries,
     begin: jax.Array | int,
     size: int,
     dtype: DTypeLike,
@@ -145,5 +145,5 @@ def joined(pools: Kv, table: jax.Array) -> Kv:
     return jax.tree.map(rows, pools)
 
 
-def floats(x: jax.Array | QTensor, dtype: DTypeLike) -> jax.Array:
+def floats(x: Entries, dtype: DTypeLike) -> jax.Array:
     return dequantize(x, dtype) if isinstance(x, QTensor) else x.astype(dtype)

@@ -2,13 +2,49 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import QTensor, dequantize
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LatentCodes:
+    """A cache of latents in 8 bits, ``[..., R + r]``.
+
+    low: the latents' codes ``[..., R]``, with a scale a token.  rope: the turning part of the keys,
+    bfloat16 ``[..., r]``, as a key's largest features would take the bits of the others.
+    """
+
+    low: QTensor
+    rope: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return *self.low.shape[:-1], self.low.shape[-1] + self.rope.shape[-1]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the codes."""
+        return self.low.dtype
+
+    def astype(self, dtype: DTypeLike) -> jax.Array:
+        """Return the entries as floats."""
+        parts = dequantize(self.low, dtype), self.rope.astype(dtype)
+        return jnp.concatenate(parts, axis=-1)
+
 
 Cached = jax.Array | QTensor
+Entries = Cached | LatentCodes
 WIDTHS = (64, 128, 256)  # of the heads that decoding's kernels take, in features
 
 
@@ -41,6 +77,6 @@ class NewTokens(NamedTuple):
     table: jax.Array | None = None
 
 
-def capacity_of(kv: Cached, table: jax.Array | None) -> int:
+def capacity_of(kv: Entries, table: jax.Array | None) -> int:
     """Return the number of tokens that a row can hold, S."""
     return kv.shape[1] if table is None else table.shape[1] * kv.shape[1]

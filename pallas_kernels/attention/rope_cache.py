@@ -17,12 +17,12 @@ the cache.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.operands import WIDTHS, Cached, NewTokens
+from pallas_kernels.attention.operands import WIDTHS, Cached, Entries, LatentCodes, NewTokens
 from pallas_kernels.attention.plain import hadamard, rotate
 from pallas_kernels.dispatch import Implementation, Reason, choose_plan
 from pallas_kernels.operands import check
@@ -248,13 +248,13 @@ def plan(qkv: jax.Array, k: Cached) -> RopeCachePlan | Reason:
     return RopeCachePlan()
 
 
-def to_cache_basis(kv: Cached, *heads: jax.Array) -> tuple[jax.Array, ...]:
+def to_cache_basis(kv: Entries, *heads: jax.Array) -> tuple[jax.Array, ...]:
     """q, k or v ``[..., H]`` in the basis of the cache ``kv``: rotated by ``hadamard`` for int4,
     as they are for any other."""
     return tuple(hadamard(x) for x in heads) if kv.dtype == jnp.int4 else heads
 
 
-def from_cache_basis(kv: Cached, out: jax.Array) -> jax.Array:
+def from_cache_basis(kv: Entries, out: jax.Array) -> jax.Array:
     """Attention over the cache ``kv``, ``[..., H]``, back in the basis of the model."""
     return hadamard(out) if kv.dtype == jnp.int4 else out
 
@@ -299,7 +299,7 @@ def unusual(kv: QTensor) -> str | None:
     return "a cache whose scales are not float32 without zero points"
 
 
-def place(kv: Cached, slots: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+def place(kv: Entries, slots: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return (page, place in the page) of ``slots[B, T]``; page P means that nothing is written."""
     pages, page = kv.shape[:2]
     entry = jnp.take_along_axis(table, slots // page, axis=1, mode="clip")
@@ -307,20 +307,23 @@ def place(kv: Cached, slots: jax.Array, table: jax.Array) -> tuple[jax.Array, ja
     return jnp.where(inside, jnp.minimum(entry, pages), pages), slots % page
 
 
-def store(kv: Cached, new: jax.Array, slots: jax.Array, table: jax.Array | None = None) -> Cached:
+def store(kv: Entries, new: jax.Array, slots: jax.Array, table: jax.Array | None = None) -> Any:
     """``new[B, T, K, H]`` into ``kv[B, S, K, H]`` at ``slots[B, T]``; slots outside of [0, S) are
     dropped.  table: as ``rope_and_write`` takes it."""
     return store_codes(kv, to_stored(kv, new), slots, table)
 
 
-def to_stored(kv: Cached, new: jax.Array) -> Cached:
+def to_stored(kv: Entries, new: jax.Array) -> Any:
     """``new[B, T, K, H]`` in the form in which ``kv`` stores keys or values."""
+    if isinstance(kv, LatentCodes):
+        low, rope = jnp.split(new, (kv.low.shape[-1],), axis=-1)
+        return LatentCodes(to_stored(kv.low, low), rope.astype(kv.rope.dtype))
     if isinstance(kv, QTensor):
         return quantize_kv(new, jnp.dtype(kv.dtype).name)
     return new.astype(kv.dtype)
 
 
-def as_stored(kv: Cached, new: jax.Array) -> jax.Array:
+def as_stored(kv: Entries, new: jax.Array) -> jax.Array:
     """New keys or values as a reader of the cache ``kv`` would get them, rounding included."""
     stored = to_stored(kv, new)
     return (
@@ -329,7 +332,7 @@ def as_stored(kv: Cached, new: jax.Array) -> jax.Array:
 
 
 def store_codes(
-    kv: Cached, new_tokens: Cached, slots: jax.Array, table: jax.Array | None = None
+    kv: Entries, new_tokens: Cached, slots: jax.Array, table: jax.Array | None = None
 ) -> Cached:
     """``store`` of what ``to_stored`` returned."""
     rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]

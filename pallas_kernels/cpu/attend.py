@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.attention.operands import Cached, Entries, LatentCodes
 from pallas_kernels.cpu import jit
 from pallas_kernels.cpu.attention import Attend
 from pallas_kernels.cpu.cache import LANES, form_of
@@ -34,7 +35,6 @@ from pallas_kernels.qtensor import QTensor
 STACK = 1 << 18  # bytes that a program may take of a thread's stack
 FEW_TOKENS = 8  # a row that ``Attend`` takes one by one
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
-Cached = jax.Array | QTensor
 _Stored = tuple[str, tuple[int, ...], int]  # a cache's dtype, (heads, width), scales of a head
 
 
@@ -57,7 +57,7 @@ def plan(q: jax.Array, k: Cached, table: jax.Array | None, sinks: bool = False) 
 
 
 def prompt_plan(
-    q: jax.Array, k: Cached, table: jax.Array | None, softcap: float | None, sinks: bool = False
+    q: jax.Array, k: Entries, table: jax.Array | None, softcap: float | None, sinks: bool = False
 ) -> CpuPlan | Reason:
     """Return the plan of ``attend`` for many query tokens a row, or the reason why it has none."""
     if q.dtype not in FLOATS:
@@ -69,7 +69,7 @@ def prompt_plan(
 
 def new_token_plan(
     qkv: jax.Array | jax.ShapeDtypeStruct,
-    k: Cached,
+    k: Entries,
     table: jax.Array | None,
     norm: bool = False,
     sinks: bool = False,
@@ -93,13 +93,15 @@ def new_token_plan(
 
 def _plan(
     kind: type[Attend | Prefill],
-    k: Cached,
+    k: Entries,
     heads: int,
     table: jax.Array | None,
     new: bool = False,
     norm: bool = False,
     sinks: bool = False,
 ) -> CpuPlan | Reason:
+    if isinstance(k, LatentCodes):
+        return Reason("latents in 8 bits, with the keys' turning part apart")
     groups = k.scale.shape[-1] if isinstance(k, QTensor) else 0
     stored = jnp.dtype(k.dtype).name, k.shape[-2:], groups
     forms = table is not None, new, norm, sinks

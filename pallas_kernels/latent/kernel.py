@@ -24,12 +24,10 @@ from pallas_kernels.latent.decode_program import (
     LatentBlock,
 )
 from pallas_kernels.latent.few_program import STAGES, WIDTH, ChosenBlock, FewBlock
-from pallas_kernels.latent.plan import LatentPlan, copy_of
+from pallas_kernels.latent.plan import ROWS, LatentPlan, copy_of
 from pallas_kernels.launch import Views, launch
 from pallas_kernels.matmul.many_rows.pipeline import tiled
 from pallas_kernels.ptx import LOG2E
-
-ROWS = 8  # query heads are filled up to a multiple: a row of a tile in shared memory
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "plan"))
@@ -94,6 +92,7 @@ def _launch(
     """Return ``[B, rows, 512]``; seen: int32 ``[B]`` or ``[B, T]``, the keys of each token."""
     q = operands["q"]
     assert q is not None
+    assert facts.tiles % (1 + facts.paired) == 0, facts
     parts, splits = len(q) * facts.splits, facts.splits
     dtype = q.dtype if splits == 1 else jnp.float32
     out = jax.ShapeDtypeStruct((parts, facts.rows, LATENT), dtype)

@@ -3,7 +3,8 @@
     out[b, t, n] = softmax_s(scale * q[b, t, n] . cache[b, s]) cache[b, s, :512],  s < lengths[b, t]
 
 An entry of the cache is a token's latent (512 features) and the turning part of its key (64).  All
-query heads share it, and its latent is also the value.  q holds heads whose still part the key's up
+query heads share it, and its latent is also the value.  With 8 bits (``LatentCodes``) the latents
+are codes with a scale a token.  q holds heads whose still part the key's up
 product has multiplied; the value's up product multiplies the result.
 
 Contract, as ``attention.op``'s: entries at s >= the row's longest length, even NaN, never change a
@@ -11,14 +12,15 @@ result.  A token of length 0 gives zeros.  A row's result depends on no other ro
 bits every time.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; the kernel's two halves as in FlashMLA.  A
-choice of keys by an indexer has ``latent.chosen``.  Left out: a cache of 8-bit codes.
+choice of keys by an indexer has ``latent.chosen``.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,7 @@ from jax import lax
 
 from pallas_kernels.attention import op as attention
 from pallas_kernels.attention.blockwise import joined
+from pallas_kernels.attention.operands import LatentCodes
 from pallas_kernels.attention.plain import is_visible
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty
 from pallas_kernels.operands import check
@@ -39,11 +42,12 @@ _OPERANDS = {
     "lengths": "int32 [B, T]",
     "table": "int32 [B, M+] ?",
 }
+_CODES = {"low": "float|QTensor [B, S, R]", "rope": "bfloat16 [B, S, r]"}
 
 
 def latent_attention(
     q: jax.Array,
-    cache: jax.Array,
+    cache: jax.Array | LatentCodes,
     lengths: jax.Array,
     *,
     scale: float,
@@ -57,8 +61,9 @@ def latent_attention(
     q : float [B, T, N, 576]
         The query heads of T tokens a row, absorbed: 512 features that meet latents, and 64 with
         RoPE.
-    cache : [B, S, 576], of q's dtype
-        The latent of each token, and the part of its key with RoPE.
+    cache : [B, S, 576], of q's dtype, or a LatentCodes
+        The latent of each token, and the part of its key with RoPE. A LatentCodes may have
+        latents of R features in place of 512; q and the result have as many.
     lengths : int32 [B, T]
         Number of keys that each token sees, its own included, from 0 to S.
     scale : float
@@ -91,22 +96,37 @@ def latent_attention(
     find = lambda: plan(q, cache, table)  # noqa: E731
     found = choose_plan("latent_attention", implementation, find, q, cache)
     if is_empty(q, cache):
-        return jnp.zeros((*q.shape[:3], LATENT), q.dtype)
+        return jnp.zeros((*q.shape[:3], rank_of(cache)), q.dtype)
     call = float(scale), found
     operands = _Operands(q, cache, lengths, table)
     return _latent_attention(chosen(found, implementation), call, operands)
 
 
-def check_latents(op: str, lines: dict[str, str], **operands: jax.Array | None) -> None:
+def rank_of(cache: jax.Array | LatentCodes) -> int:
+    """Return the features of a latent."""
+    return cache.low.shape[-1] if isinstance(cache, LatentCodes) else LATENT
+
+
+def check_latents(op: str, lines: dict[str, str], **operands: Any) -> None:
     """Raise ValueError naming the operand that does not fit.  With a table, the cache has pages."""
+    cache = operands["cache"]
+    if isinstance(cache, LatentCodes):
+        lines = {name: line for name, line in lines.items() if name != "cache"} | _CODES
+        operands |= {"low": cache.low, "rope": cache.rope}
     if operands["table"] is not None:
-        lines = lines | {"cache": "q [P, page+, H]"}
-    width = check(op, lines, **operands)["H"]
-    if width <= LATENT:
+        lines = {name: re.sub(r"\[B, S\+?", "[P, page+", line) for name, line in lines.items()}
+    sizes = check(op, lines, **operands)
+    width = sizes["H"]
+    if isinstance(cache, LatentCodes):
+        if width != sizes["R"] + sizes["r"]:
+            raise ValueError(f"{op}: q has {width} features, and cache {cache.shape[-1]}")
+    elif width <= LATENT:
         raise ValueError(f"{op}: q has {width} features; it needs more than 512")
 
 
-def plan(q: jax.Array, cache: jax.Array, table: jax.Array | None = None) -> Plan | Reason:
+def plan(
+    q: jax.Array, cache: jax.Array | LatentCodes, table: jax.Array | None = None
+) -> Plan | Reason:
     """How the kernel computes the call."""
     from pallas_kernels.latent import plan as chunks
 
@@ -115,7 +135,7 @@ def plan(q: jax.Array, cache: jax.Array, table: jax.Array | None = None) -> Plan
 
 class _Operands(NamedTuple):
     q: jax.Array
-    cache: jax.Array
+    cache: jax.Array | LatentCodes
     lengths: jax.Array
     table: jax.Array | None
 
@@ -131,9 +151,9 @@ def _form(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Return a form of attention with one kv head, whose values are the whole entries."""
 
     def form(call: _Static, x: _Operands) -> jax.Array:
-        kv = x.cache[:, :, None]
+        kv = jax.tree.map(lambda leaf: leaf[:, :, None], x.cache)
         given = attention.Attended(x.q, kv, kv, x.lengths, x.table)
-        return attend((None, call[0], None), given)[..., :LATENT]
+        return attend((None, call[0], None), given)[..., : rank_of(x.cache)]
 
     return form
 
@@ -148,7 +168,7 @@ _latent_attention = Op(
 
 def latent_attention_reference(
     q: jax.Array,
-    cache: jax.Array,
+    cache: jax.Array | LatentCodes,
     lengths: jax.Array,
     *,
     scale: float,
@@ -167,4 +187,4 @@ def latent_attention_reference(
     weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights / jnp.where(total > 0, total, 1.0)
-    return product("btns,bsr->btnr", weights, entries[..., :LATENT]).astype(q.dtype)
+    return product("btns,bsr->btnr", weights, entries[..., : rank_of(cache)]).astype(q.dtype)

@@ -13,7 +13,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.operands import capacity_of
+from pallas_kernels.attention.operands import LatentCodes, capacity_of
 from pallas_kernels.device import gpu, lacking
 from pallas_kernels.dispatch import Predicted, Reason, shortest
 from pallas_kernels.fixed_sums import planned_capacity, planned_rows
@@ -23,7 +23,8 @@ MOST_TOKENS = 16  # query tokens of a row
 TILE, ROUND = 64, 128  # query rows of a block, and tokens of a round
 # XLA's form reads the cache twice, and its scores and weights go through memory in float32.
 XLA_READS = 2
-FEW_ROWS = 16  # query rows, each token's heads filled up to a multiple of 8
+ROWS = 8  # a token's heads are filled up to a multiple: a row of a tile in shared memory
+FEW_ROWS = 16  # query rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,9 @@ class LatentPlan(Predicted):
         return LatentPlan(TILE, self.few, self.paired)
 
 
-def plan(q: jax.Array, cache: jax.Array, table: jax.Array | None) -> LatentPlan | Reason:
+def plan(
+    q: jax.Array, cache: jax.Array | LatentCodes, table: jax.Array | None
+) -> LatentPlan | Reason:
     """Return the chunk with the least predicted time; q is ``[B, T, N, 576]``."""
     if reason := lacking("wgmma"):
         return Reason(reason)
@@ -72,15 +75,21 @@ def plan(q: jax.Array, cache: jax.Array, table: jax.Array | None) -> LatentPlan 
     batch, capacity = planned_rows(batch), planned_capacity(capacity_of(cache, table))
     return shortest(
         plans(tokens, n, capacity),
-        lambda one: microseconds(one, batch, tokens * n, capacity),
+        lambda one: microseconds(one, batch, query_rows(tokens, n), capacity),
         lambda: xla_microseconds(batch, tokens * n, capacity),
     )
 
 
+def query_rows(tokens: int, n: int) -> int:
+    """Return the query rows of a row of the batch, each token's heads filled up to ROWS."""
+    return tokens * (-(-n // ROWS) * ROWS)
+
+
 def plans(tokens: int, n: int, capacity: int) -> list[LatentPlan]:
     """Return the plans of rows of this capacity, one for each number of chunks."""
-    few = tokens * (-(-n // 8) * 8) <= FEW_ROWS
-    paired = not few and -(-tokens * n // TILE) % 2 == 0
+    rows = query_rows(tokens, n)
+    few = rows <= FEW_ROWS
+    paired = not few and -(-rows // TILE) % 2 == 0
     return [LatentPlan(chunk, few, paired) for chunk in chunks_of(capacity)]
 
 

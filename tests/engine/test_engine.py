@@ -326,7 +326,7 @@ def test_what_raises_ends_its_own_request_with_one_error(what, monkeypatch):
     eng.submit(well, events["well"].append)
     before = eng.stats().finished.get("error", 0)
     if what == "impossible":
-        monkeypatch.setattr(eng.runner.pages, "count", 2)  # well's
+        monkeypatch.setattr(eng.runner.pools[0], "count", 2)  # well's
     eng.step()
     if what == "mask":
         eng.live["bad"].matcher = Matcher(types.SimpleNamespace(compute_bitmask=broken), 256)

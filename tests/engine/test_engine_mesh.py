@@ -11,7 +11,8 @@ import pytest
 
 from tests.helpers.compiling import environment
 
-MESHES = {"model=2": (2, 1), "data=2,model=4": (4, 1)}  # kv heads, and those of one device
+# kv heads, and those of one device; number of devices
+MESHES = {"model=2": (2, 1, 2), "data=2,model=4": (4, 1, 8), "data=2": (2, 2, 2)}
 
 
 @pytest.mark.slow
@@ -36,15 +37,18 @@ def test_tokens_on_a_mesh_are_those_of_one_device(family):
         "repeats": 18,
     }
     assert alone["devices"] == 1 and alone["cached"] > 0
-    for mesh, (name, heads) in zip(meshes, MESHES.items(), strict=True):
+    for mesh, (name, (*heads, devices)) in zip(meshes, MESHES.items(), strict=True):
         # Sums of float32 in other orders, and tokens that no two of these logits are near for.
         assert mesh["tokens"] == alone["tokens"], name
-        assert mesh["cached"] == alone["cached"]
+        # Each device of "data=2" has slots and pages of its own, and so other prefixes.
+        assert mesh["parts"] == (2 if name == "data=2" else 1)
+        assert mesh["cached"] == alone["cached"] if mesh["parts"] == 1 else mesh["cached"] > 0
+        assert mesh["pages"] * mesh["parts"] == alone["pages"]
         # Every device holds its heads alone; a mesh of 4 repeats the 2 of the model.
-        assert mesh["kv_heads"] == list(heads)
-        assert mesh["devices"] == {"model=2": 2, "data=2,model=4": 8}[name]
+        assert mesh["kv_heads"] == heads
+        assert mesh["devices"] == devices
         assert mesh["compilations"] == alone["compilations"] == 0
-        assert (mesh["accepted"] > 0) == ("data" in name)  # which alone drafts
+        assert (mesh["accepted"] > 0) == (name == "data=2,model=4")  # which alone drafts
 
 
 @pytest.mark.slow

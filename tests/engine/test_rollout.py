@@ -85,7 +85,7 @@ def test_new_weights_give_the_tokens_of_their_model(cfg, scheme):
     engine.update_params(tree(cfg, 1))
     assert answers(engine, "g")[0] == after
     assert engine.stats().compilations == 0
-    pages = engine.runner.pages
+    pages = engine.runner.pools[0]
     assert pages.used == 0 and len(pages._roots) <= pages.count
 
 

@@ -523,7 +523,7 @@ def test_the_same_tokens_written_twice_are_known_once():
 
 
 def test_states_are_kept_at_the_ends_of_units():
-    pages = KVPages(8, 2, states=1, unit=4)
+    pages = KVPages(8, 2, states=range(1), unit=4)
     held = pages.begin(range(9))
     assert pages.grow(held, 5)
     pages.publish(held, range(7))
@@ -544,7 +544,7 @@ def test_states_are_kept_at_the_ends_of_units():
 
 
 def test_an_evicted_page_gives_its_state_back():
-    pages = KVPages(2, 2, states=1, unit=2)
+    pages = KVPages(2, 2, states=range(1), unit=2)
     first = pages.begin([1, 2, 3])
     assert pages.grow(first, 2)
     pages.publish(first, [1, 2])

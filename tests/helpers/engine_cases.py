@@ -207,13 +207,13 @@ def poison(eng: Engine) -> None:
     taken = {sequence.slot for sequence in eng.scheduler.admitted}
     free = [slot for slot in range(slots.size) if slot not in taken]
     layers = tuple(
-        with_nan(layer, runner.pages.free if isinstance(layer, KVCache) else free)
+        with_nan(layer, runner.pools[0].free if isinstance(layer, KVCache) else free)
         for layer in slots.cache.layers
     )
     runner.slots = dataclasses.replace(
         slots,
         cache=dataclasses.replace(slots.cache, layers=layers),
-        snapshots=with_nan(slots.snapshots, runner.pages.free_states),
+        snapshots=with_nan(slots.snapshots, runner.pools[0].free_states),
     )
 
 

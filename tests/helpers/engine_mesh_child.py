@@ -57,6 +57,8 @@ def report(lm: LanguageModel, draft: str | None = None) -> dict:
         },
         "cached": sum(value[-1].cached_tokens for value in again.values()),
         "kv_heads": [keys.shape[2], keys.addressable_shards[0].data.shape[2]],
+        "pages": keys.addressable_shards[0].data.shape[0],
+        "parts": engine.options.parts,
         "lowered": len(engine.runner._programs._keys),
         "devices": len(keys.sharding.device_set),
         "compilations": engine.stats().compilations,
@@ -72,7 +74,7 @@ def main() -> None:
     print(json.dumps(report(LanguageModel(cfg, params, None))), flush=True)
     for mesh in meshes:
         placed = shard_params(cfg, params, parallel.make_mesh(mesh))
-        draft = "ngram" if "data" in mesh else None
+        draft = "ngram" if mesh == "data=2,model=4" else None
         print(json.dumps(report(LanguageModel(*placed, None), draft)), flush=True)
 
 

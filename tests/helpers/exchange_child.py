@@ -71,7 +71,7 @@ def compare(name: str) -> None:
 
 
 def sizes_of_exchanges() -> None:
-    n, n_tokens, k, width, per_device = 4, 96, 3, 8, 2
+    n, n_tokens, k, width, per_device = 4, 256, 2, 8, 2
     mesh = parallel.make_mesh(f"expert={n}")
     rng = np.random.default_rng(0)
     matrices = jnp.asarray(rng.normal(size=(n * per_device, width, width)), jnp.float32)
@@ -105,7 +105,7 @@ def sizes_of_exchanges() -> None:
         want = np.asarray(jnp.sum(weights[..., None] * products, axis=1))
         worst[name] = float(np.max(np.abs(np.asarray(over(*operands)) - want)))
         text = text or over.lower(*operands).compile().as_text()
-    report(case="sizes", worst=worst, kinds=sorted(collectives(text)), sizes=exchange_sizes(96))
+    report(case="sizes", worst=worst, kinds=sorted(collectives(text)), sizes=exchange_sizes(n_tokens, n, k))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.attention.operands import LatentCodes
+from pallas_kernels.attention.rope_cache import quantize_kv
 from tests.helpers.arrays import as_jax
 from tests.helpers.delta_cases import relative_rms
 
@@ -29,6 +32,15 @@ def placed(
     pool = np.full((pages + 3, page, 576), np.nan)
     pool[places] = entries.reshape(pages, page, 576)
     return pool, as_jax(places.reshape(batch, -1), jnp.int32)
+
+
+def in_codes(cache: jax.Array, kind: str) -> jax.Array | LatentCodes:
+    """Return entries ``[..., 576]`` as a cache of this dtype holds them."""
+    if kind == "bfloat16":
+        return cache
+    low, rope = quantize_kv(cache[..., :512], kind), cache[..., 512:].astype(jnp.bfloat16)
+    scale = jnp.where(jnp.isnan(rope[..., :1]), jnp.nan, low.scale)
+    return LatentCodes(dataclasses.replace(low, scale=scale), rope)
 
 
 def oracle(q: Any, cache: Any, table: Any, seen: Callable[[int, int], Any]) -> np.ndarray:

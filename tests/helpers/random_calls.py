@@ -102,15 +102,22 @@ def draw_decode(draw: random.Random) -> OpCall:
 
 def draw_latents(draw: random.Random, chosen: bool = False) -> OpCall:
     page = draw.choice((0, 0, 8, 16, 32, 64, 128))
-    capacity = max(page, 8) * draw.randint(1, 40)
+    capacity = max(page, 8) * int(2 ** draw.uniform(1, 9))
+    if page and draw.random() < 0.1:  # a row of one page, which tiles need not divide
+        page = capacity
     return op_calls.latents(
-        draw.choice((1, 2, 3, 5, 9)),
-        draw.choice((1, 1, 2, 3, 5, 8)),
-        draw.choice((1, 4, 5, 8, 16, 20, 40, 64, 100, 128)),
+        draw.choice((1, 1, 2, 3, 5, 9, 40, 133)),
+        draw.choice((1, 1, 2, 3, 5, 8, 16)),
+        draw.choice((1, 5, 8, 16, 16, 20, 32, 40, 64, 100, 128)),
         capacity,
         page,
         draw.randint(1, capacity) if chosen else 0,
     )
+
+
+def draw_latent_prompt(draw: random.Random) -> OpCall:
+    tokens, heads = int(2 ** draw.uniform(0, 12)) | 1, draw.choice((16, 20, 32, 40, 64, 128))
+    return op_calls.latent_prompt(draw.choice((1, 1, 2, 3)), tokens, heads)
 
 
 def draw_rope_attend(draw: random.Random) -> OpCall:

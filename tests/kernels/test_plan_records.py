@@ -11,14 +11,9 @@ and so do 1,000 random calls for each seed:
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import functools
-import json
-import os
 import random
-import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -43,6 +38,7 @@ from tests.helpers.op_calls import BF16, LIMIT, OpCall, near, normal, sequences
 from tests.helpers.op_plans import calls
 from tests.helpers.random_calls import DRAWERS
 from tests.helpers.random_products import draw_product
+from tests.helpers.random_runs import error_of_two_runs, fault, noted, run_calls
 
 RECORDED = [card for card in CARDS if make_plans.path_of(card).exists()]
 LISTED = (
@@ -286,47 +282,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ids = [f"{op}-{plan}" for op, plan in listed]
         chosen = slice(part - 1, None, parts)
         metafunc.parametrize("own_plan", listed[chosen], ids=ids[chosen])
-    if "seed_and_part" in metafunc.fixturenames:
-        seeds = [int(seed) for seed in option("--seeds").split(",")]
-        metafunc.parametrize(
-            "seed_and_part", [(s, i) for s in seeds for i in range(TESTS)], ids=str
-        )
 
 
 def _listed_here() -> list[tuple[str, Any]]:
     card = jax.devices()[0].device_kind
     return [(op, plan) for op in OPS for plan in plans(op, card)]
-
-
-def poison(*arrays: Any) -> None:
-    """Leave NaN in freed memory, from which the next arrays of these sizes are taken."""
-    made = [jnp.full(x.nbytes // 4 + 1, np.nan, jnp.float32) for x in arrays for _ in range(2)]
-    jax.block_until_ready(made)
-
-
-def noted(request: pytest.FixtureRequest, kind: str, **facts: Any) -> None:
-    """Add a line to a file in the folder of ``--runs``, which all workers share."""
-    if (folder := request.config.getoption("--runs")) is None:
-        return
-    line = {
-        "card": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "date": datetime.date.today().isoformat(),
-        **facts,
-    }
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    how = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    file = os.open(Path(folder) / f"{kind}.jsonl", how, 0o644)
-    try:
-        os.write(file, (json.dumps(line) + "\n").encode())  # lines of one write do not mix
-    finally:
-        os.close(file)
-
-
-def fault(error: Exception) -> str:
-    """Return an error's first line, and where it was raised."""
-    first, at = str(error).partition("\n")[0], traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {first} ({Path(at.filename).name}:{at.lineno}: {at.line})"
 
 
 def drawn_call(draw: random.Random, most: int = MOST_VALUES) -> OpCall:
@@ -365,19 +325,8 @@ def product_call(call: MatmulCall, plan: Any) -> OpCall:
 @pytest.mark.slow
 @pytest.mark.skipif(hopper_reason() is not None, reason=str(hopper_reason()))
 def test_random_calls_have_their_values(seed_and_part, request):
-    """The kernels of many calls follow one another in a process."""
-    draw, failed = random.Random(str(seed_and_part)), []
-    for i in range(CALLS):
-        call, rng = drawn_call(draw), np.random.default_rng([*seed_and_part, i])
-        facts = {"seed": seed_and_part[0], "call": str(call), "plan": str(named_plan(call.find()))}
-        try:
-            operands = call.values(rng)
-            facts["error"] = call.check(jax.jit(call.kernel)(*operands), operands, rng)
-        except Exception as error:  # the other calls run, too
-            facts["failed"] = fault(error)
-            failed.append(f"{call}: {facts['failed']}")
-        noted(request, "calls", **facts)
-    assert not failed, "; ".join(failed)
+    draw = random.Random(str(seed_and_part))
+    run_calls(request, seed_and_part, (drawn_call(draw) for _ in range(CALLS)))
 
 
 @pytest.mark.plans
@@ -389,19 +338,8 @@ def test_a_plan_runs(own_plan, request):
     facts = {"op": op, "plan": str(plan)}
     for call in calls(op, card, plan):
         try:
-            worst = max(worst, error_of_two_runs(call))
+            worst = max(worst, error_of_two_runs(call, np.random.default_rng(0)))
         except Exception as error:
             noted(request, "runs", **facts, call=str(call), failed=fault(error))
             raise
     noted(request, "runs", **facts, error=float(f"{worst:.2g}"))
-
-
-def error_of_two_runs(call: OpCall) -> float:
-    rng = np.random.default_rng(0)
-    operands, f = call.values(rng), jax.jit(call.kernel)
-    first = jax.tree.leaves(f(*operands))
-    poison(*first)
-    again = f(*operands)
-    for a, b in zip(first, jax.tree.leaves(again), strict=True):
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), "other bits in the second run"
-    return call.check(again, operands, rng)

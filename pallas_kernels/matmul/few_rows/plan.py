@@ -234,11 +234,12 @@ def row_warps(k: int, units: int, bits: int, sms: int) -> int:
 def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason:
     """The one-row kernel's plan, or why it has none.
 
-    short_chunk: int4 rows may end inside a chunk.  A dense product has tiles for such K, and the
-    choice is between both where the chunks have at most an eighth more columns.  Rows of float4 may
-    always, and those of int4 in small groups if there are no tiles.
+    short_chunk: int4 rows may end inside a chunk.  A dense product may have tiles for such K, and
+    the choice is between both where the chunks have at most an eighth more columns.  Rows of float4
+    may always, and those of int4 if there are no tiles.
     """
     w, n, k = call.w, call.n, call.k
+    short_chunk |= not has_tiles(k, call.weight)
     if call.m != 1 or call.x != jnp.bfloat16:
         return Reason(f"{call.m} rows of {call.x.name}; the kernel takes one of bfloat16")
     if call.plain:
@@ -257,7 +258,7 @@ def row_plan(call: MatmulCall, *, short_chunk: bool = False) -> RowPlan | Reason
         wanted = 64 if w.dtype == jnp.float8_e4m3fn else 32
     if not call.plain and w.dtype == jnp.int4 and call.codes.group_size in FOLDED:
         wanted = 32
-        if not short_chunk and k % 128 == 0:
+        if not short_chunk:
             return Reason(f"int4 in groups of {call.codes.group_size}: tiles take K = {k}")
     if k % wanted or k > MAX_K:
         return Reason(f"K = {k} is not a multiple of {wanted} up to {MAX_K}")
@@ -446,6 +447,11 @@ def tile_plans() -> list[TilePlan]:
             for tokens in passes
         ]
     return found
+
+
+def has_tiles(k: int, weight: StoredWeight) -> bool:
+    """Return whether K columns are whole blocks of a tile, and enough for its warps."""
+    return k % columns_of(weight) == 0 and k >= 8 * columns_of(weight)
 
 
 def resident_cut(k: int, bits: int) -> Cut:

@@ -47,6 +47,8 @@ CASES = [  # weights, N, K, fused, changes to the plan
     ("w4-g128-zero", 80, 3968, "nr", {}),
     ("w4-g64-zero", 80, 2880, "nr", {"loads": 4}),
     ("w4-g32", 96, 1056, "nsb", {}),
+    ("w4-g128-zero", 80, 768, "nr", {}),
+    ("w4-g64-zero", 96, 640, "nsb", {}),
     ("mxfp4", 96, 1024, "nsb", {}),
     ("mxfp4", 80, 2880, "nr", {"loads": 4}),
     ("nvfp4", 128, 2048, "", {}),
@@ -127,9 +129,10 @@ def test_small_groups_on_the_gpu(n, k, name):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("n,k,kinds", [(4096, 11008, "nr"), (5120, 768, "n"), (2048, 640, "")])
 @pytest.mark.parametrize("name", ["w4-g128", "w4-g128-zero"])
-def test_rows_that_end_inside_a_chunk_on_the_gpu(name):
-    test_values_on_the_gpu(4096, 11008, name, "nr")
+def test_rows_that_end_inside_a_chunk_on_the_gpu(name, n, k, kinds):
+    test_values_on_the_gpu(n, k, name, kinds)
 
 
 def test_what_it_takes():
@@ -152,6 +155,9 @@ def test_what_it_takes():
         assert isinstance(found(1 << 17, k, name), planning.RowPlan)
         assert f"multiple of {k}" in no(64, k + 128, name)
     assert isinstance(found(64, 11008, "w4-g128"), planning.RowPlan)  # ends inside a chunk
+    for name in ("w4-g128", "w4-g128-zero", "w4-g64-zero", "w4-g32"):  # no tiles for such K
+        assert isinstance(found(64, 768, name), planning.RowPlan)
+    assert "tiles take K = 1536" in no(64, 1536, "w4-g64-zero")
     assert "2 rows" in no(64, 1024, "plain", rows=2)
     assert "float16" in no(64, 1024, "plain", dtype=jnp.float16)
     assert "zeros of bfloat16" in no(64, 1024, "w4-g128-minimum")

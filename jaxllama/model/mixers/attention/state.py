@@ -27,8 +27,8 @@ class KVCache:
     and head. int4 has a scale and a zero point per 64 features, in a rotated basis.
     """
 
-    k: jax.Array | QTensor
-    v: Tree  # as k; ``latent.mix`` has its own use of it
+    k: Tree  # ``latent.state`` has its own use of both
+    v: Tree
 
     __repr__ = short_repr
 

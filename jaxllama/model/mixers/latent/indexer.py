@@ -31,11 +31,11 @@ from jaxllama.model.mixers.latent.state import LatentCache
 from jaxllama.model.records import At, Draft, Pieces
 from jaxllama.typing import Params
 from pallas_kernels.attention.blockwise import floats, joined
+from pallas_kernels.attention.operands import Entries
 from pallas_kernels.attention.plain import precision, rotate
 from pallas_kernels.attention.rope_cache import from_cache_basis, place, to_cache_basis
 from pallas_kernels.dispatch import own_plan
 from pallas_kernels.latent.chosen import attend_list, chosen_latent_attention, plan
-from pallas_kernels.qtensor import QTensor
 
 EPS = 1e-6  # of k's LayerNorm
 MOST = 1 << 26  # values of scores, or of chosen entries, that are alive at once
@@ -108,7 +108,8 @@ def _over_cache(
     seen = jnp.where(lengths[:, None] > 0, without_padding(positions, lengths) + 1, 0)
     queries = (*to_cache_basis(cache.k, q), *index, seen)
     held = None
-    if isinstance(cache.k, jax.Array) and cache.k.dtype == q.dtype:
+    if cache.k.dtype == q.dtype:
+        assert isinstance(cache.k, jax.Array)
         held = cache.k[:, :, 0]
     queries = queries if segments is None else (*queries, segments)
 
@@ -173,9 +174,7 @@ def choice(
     return chosen, best > -jnp.inf
 
 
-def _taken(
-    kv: jax.Array | QTensor, chosen: jax.Array, table: jax.Array | None, dtype: DTypeLike
-) -> jax.Array:
+def _taken(kv: Entries, chosen: jax.Array, table: jax.Array | None, dtype: DTypeLike) -> jax.Array:
     """Entries ``[B, T, top_k, F]`` of a cache ``[B, S, 1, F]``, or of its pages."""
     slots = chosen.reshape(chosen.shape[0], -1)
     rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllama.config import LatentAttentionConfig, LayerConfig
-from jaxllama.model.linear import linear
+from jaxllama.model.linear import linear, linear_of_norm
 from jaxllama.model.lora import floats
 from jaxllama.model.mixers.attention.chunk import attend
 from jaxllama.model.mixers.attention.shared import over_cache
@@ -42,7 +42,7 @@ from jaxllama.model.mixers.latent.state import LatentCache, init_state
 from jaxllama.model.records import At, Chunk, Draft, Step
 from jaxllama.model.rope import scaled_by_position
 from jaxllama.typing import Params
-from pallas_kernels.attention.operands import capacity_of
+from pallas_kernels.attention.operands import LatentCodes, capacity_of
 from pallas_kernels.attention.plain import rotate
 from pallas_kernels.attention.rope_cache import store, to_cache_basis
 from pallas_kernels.dispatch import own_plan
@@ -103,20 +103,19 @@ def mix(
 
 def over_latents(q: jax.Array, cache: LatentCache, at: At) -> jax.Array:
     """Return attention of absorbed queries ``[B, T, N, R + r]`` over a cache that holds their
-    tokens: sums of its entries, or with the kernel of latent attention of their latents."""
+    tokens: sums of its entries, or with the op of latent attention of their latents."""
     both, rows, table = KVCache(cache.k, cache.k), at.by_row(q), at.table
-    is_plain = isinstance(cache.k, jax.Array) and cache.k.dtype == q.dtype
-    if isinstance(at, Step | Draft) and is_plain:
+    has_op = isinstance(cache.k, LatentCodes)
+    if isinstance(at, Step | Draft) and (has_op or cache.k.dtype == q.dtype):
         held = both
         if isinstance(at, Draft) and at.exact:
             held, table = as_pages(both, table, at.width)
             rows = q
-        assert isinstance(held.k, jax.Array)
-        keys = held.k[:, :, 0]
-        if own_plan(lambda: plan(rows, keys, table), rows, keys) is not None:
+        entries = jax.tree.map(lambda leaf: leaf[:, :, 0], held.k)
+        if has_op or own_plan(lambda: plan(rows, entries, table), rows, entries) is not None:
             seen = jnp.where(at.lengths > 0, at.positions[:, 0] + 1, 0).reshape(rows.shape[:2])
             scale = q.shape[-1] ** -0.5
-            out = latent_attention(rows, keys, seen, scale=scale, table=table)
+            out = latent_attention(rows, entries, seen, scale=scale, table=table)
             return out.reshape(*q.shape[:-1], -1)
     return over_cache(q, both, at, None)
 
@@ -136,10 +135,11 @@ def heads_of(cfg: LatentAttentionConfig, p: Params, projected: Sequence[Columns]
     q, down, *of_index = (columns.value for columns in projected)
     index = None
     if "q_a" in p:
-        q_low = rms_norm(q, p["q_norm"]["weight"], cfg.norm_eps)
-        q = linear(q_low, p["q"])
+        scale = p["q_norm"]["weight"]
         if cfg.indexer is not None:
+            q_low = rms_norm(q, scale, cfg.norm_eps)
             index = indexer.heads_of(cfg.indexer, p, q_low, *of_index)
+        q = linear_of_norm(q, scale, cfg.norm_eps, p["q"])
     low, key = jnp.split(down, (cfg.kv_rank,), axis=-1)
     low = rms_norm(low, p["kv_norm"]["weight"], cfg.norm_eps)
     q = q.reshape(*q.shape[:-1], cfg.n_heads, cfg.head_dim)
@@ -207,7 +207,7 @@ def of_heads(shapes: str, x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.einsum(shapes, x, w, preferred_element_type=jnp.float32, precision="highest")
 
     def of_two(x: jax.Array, w: jax.Array) -> jax.Array:
-        return product(jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))), w)[:, :1]
+        return product(jnp.broadcast_to(x, (x.shape[0], 2, *x.shape[2:])), w)[:, :1]
 
     w = w.astype(x.dtype)
     if has_fixed_sums() or x.shape[0] * x.shape[1] > 1:
