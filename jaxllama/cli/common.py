@@ -121,7 +121,7 @@ def exact_option(sub: Parser) -> None:
         "--exact",
         action="store_true",
         help="multiply quantized weights in float32 on a CPU, instead of their codes "
-        "with activations of 8 bits",
+        "with activations of 8 bits; --policy always does",
     )
 
 

@@ -438,6 +438,7 @@ def test_doctor_says_what_runs_where_and_why(run):
     assert max(op.get("count", 1) for op in calls) >= got["model"]["layers"]
     status, out, _ = run("doctor")
     assert status == 0 and "op        decode, 1 row: " in out
+    assert f"model     {got['model']['name']}: " in out
 
 
 @pytest.mark.skipif(jax.__version_info__ < dispatch.TESTED_JAX[0], reason="needs jax >= 0.11.2")

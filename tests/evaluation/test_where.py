@@ -88,7 +88,9 @@ def test_bytes_of_parts_and_operations():
 
 
 def test_products_of_a_cpu_have_their_shapes():
-    text = HLO.replace("s32[4,16]{1,0} custom-call(%x, %w), custom_call_target=\"t\"", "s32[4,16]{1,0} dot(%x, %w)")
+    text = HLO.replace(
+        's32[4,16]{1,0} custom-call(%x, %w), custom_call_target="t"', "s32[4,16]{1,0} dot(%x, %w)"
+    )
     event = TraceEvent(0.0, 1e-6, "dot.7", "jit_f", "y")
     (row,) = where.account([event], launches(text, False), (1e9, 1e12))["kernels"]
     assert row["kernel"] == "dot [4,64] by [16,64]"

@@ -7,7 +7,6 @@ import importlib.metadata
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from tests.helpers import assembling
