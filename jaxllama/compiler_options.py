@@ -77,7 +77,11 @@ def for_device() -> Options | None:
 def for_mesh(mesh: Mesh | None) -> Options | None:
     """Return the options for a loop with sums over the "model" axis of ``mesh``, or exchanges over
     the "expert" axis; or None."""
-    axes = [] if mesh is None else [axis for axis in ("model", "expert") if mesh.shape.get(axis, 1) > 1]
+    axes = (
+        []
+        if mesh is None
+        else [axis for axis in ("model", "expert") if mesh.shape.get(axis, 1) > 1]
+    )
     if not _KNOWN or mesh is None or not axes:
         return None
     if mesh.devices.flat[0].platform not in ("gpu", "cuda"):

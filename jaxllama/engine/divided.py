@@ -107,7 +107,9 @@ class DividedScheduler:
 
     def places(self, request: Request) -> Mapping[str, int]:
         """Return where the known tokens of a request's prompt are, in the part that has most."""
-        return max((part.places(request) for part in self._parts), key=lambda found: found["device"])
+        return max(
+            (part.places(request) for part in self._parts), key=lambda found: found["device"]
+        )
 
     @property
     def has_unsaved(self) -> bool:

@@ -105,7 +105,12 @@ def sizes_of_exchanges() -> None:
         want = np.asarray(jnp.sum(weights[..., None] * products, axis=1))
         worst[name] = float(np.max(np.abs(np.asarray(over(*operands)) - want)))
         text = text or over.lower(*operands).compile().as_text()
-    report(case="sizes", worst=worst, kinds=sorted(collectives(text)), sizes=exchange_sizes(n_tokens, n, k))
+    report(
+        case="sizes",
+        worst=worst,
+        kinds=sorted(collectives(text)),
+        sizes=exchange_sizes(n_tokens, n, k),
+    )
 
 
 if __name__ == "__main__":

@@ -35,9 +35,7 @@ _LATENTS = LATENT.replace(
     rope=RopeConfig(theta=10000.0, rotary_dim=8),
     latent=LatentConfig(kv_rank=32, d_nope=24, d_rope=8, d_v=16, q_rank=32),
     expert_layers=(1,),
-    experts=ExpertsConfig(
-        8, 2, 32, scores="sigmoid", choice_bias=True, scale=1.8, shared=32
-    ),
+    experts=ExpertsConfig(8, 2, 32, scores="sigmoid", choice_bias=True, scale=1.8, shared=32),
 )
 V3 = dataclasses.replace(_LATENTS.layers[1].experts, d_ff=128, shared=256)
 _SINKS = LLAMA.replace(
@@ -57,7 +55,10 @@ _SINKS = LLAMA.replace(
 FORMS: dict[str, tuple[ModelConfig, str | None]] = {
     "glm-4.7-flash": (_LATENTS, None),
     "gpt-oss": (_SINKS, "mxfp4"),
-    "deepseek-v3": (_LATENTS.replace(d_model=256, d_ff=512, experts=V3, vocab_size=128), "fp8-block"),
+    "deepseek-v3": (
+        _LATENTS.replace(d_model=256, d_ff=512, experts=V3, vocab_size=128),
+        "fp8-block",
+    ),
 }
 PROMPTS = [[3 + (7 * row + 5 * i) % 90 for i in range(2 + 3 * row)] for row in range(8)]
 NEW = 8
