@@ -272,10 +272,17 @@ def largest(rows: int, n: int, k: int) -> OpCall:
 # --- attention ------------------------------------------------------------------------------------
 
 
-@functools.cache
 def cache_shape(kind: str, shape: tuple[int, ...]) -> Any:
     """Return the shapes of a cache ``[B, S, K, H]`` of a dtype of floats or codes."""
-    floats = S(shape, kind if kind in ("bfloat16", "float16") else BF16)
+    return jax.tree.map(
+        lambda leaf: S((*shape[:3], *leaf.shape[3:]), leaf.dtype), _token(kind, shape[3])
+    )
+
+
+@functools.cache
+def _token(kind: str, width: int) -> Any:
+    """Return the shapes of a cache of one token: a trace is dear, and there are many shapes."""
+    floats = S((1, 1, 1, width), kind if kind in ("bfloat16", "float16") else BF16)
     if floats.dtype.name == kind:
         return floats
     return jax.eval_shape(functools.partial(rope_cache.quantize_kv, dtype=kind), floats)
