@@ -5,6 +5,7 @@ document(max_len, keyed) -> dict     for GET /openapi.json
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -54,6 +55,7 @@ _FILE: JsonObject = {
 }
 
 
+@functools.cache
 def document(
     max_len: int, keyed: bool, adapts: bool = False, has_files: bool = False
 ) -> JsonObject:
