@@ -22,7 +22,7 @@ from jaxllama.executors.offloaded.experts import ON_CPU
 from jaxllama.offload.experts import ExpertLayout, layout_of, pack, views_of
 from jaxllama.offload.store import Store
 from jaxllama.planner.accounting import weight_shapes
-from jaxllama.planner.trial import random_tree
+from jaxllama.planner.trial import random_expert
 from pallas_kernels.cpu import prepare_tree
 
 Views = dict[int, tuple[jax.Array, ...]]
@@ -35,10 +35,7 @@ def pinned(model: str, scheme: str) -> tuple[LayerConfig, list[ExpertLayout], li
     mlp = weight_shapes(cfg, jnp.bfloat16, f"none,experts_*={scheme}")["layer_0"]["mlp"]
     layouts, packed = [], []
     for name in ("experts_gate_up", "experts_down"):
-        one = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), mlp[name]["weight"]
-        )
-        weight = prepare_tree(jax.tree.map(np.asarray, random_tree(one)))
+        weight = prepare_tree(random_expert(mlp[name]["weight"]))
         parts, structure = jax.tree.flatten(weight)
         layouts.append(layout_of(parts, structure, "cpu"))
         packed.append(pack(layouts[-1], [np.asarray(part) for part in parts]))

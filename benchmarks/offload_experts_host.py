@@ -36,7 +36,7 @@ from jaxllama.offload.policy import Policy
 from jaxllama.placement import Placement
 from jaxllama.planner.accounting import weight_shapes
 from jaxllama.planner.experts import expert_counts
-from jaxllama.planner.trial import random_tree, spread_routes
+from jaxllama.planner.trial import random_expert, random_tree, spread_routes
 from jaxllama.typing import Params, ParamsDict, Tree
 from pallas_kernels.cpu import prepare_tree, restore_tree
 
@@ -61,10 +61,7 @@ class Host:
         self.tensors: dict[tuple[int, str], dict[int, jax.Array]] = {}
         self.views: dict[tuple[int, str], dict[int, tuple[jax.Array, ...]]] = {}
         for name in EXPERTS:
-            one = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), own[name]["weight"]
-            )
-            weight = self.weights[name] = jax.tree.map(np.asarray, random_tree(one))
+            weight = self.weights[name] = random_expert(own[name]["weight"])
             weight = prepare_tree(weight) if computes else weight
             parts, structure = jax.tree.flatten(weight)
             self.layouts[name] = layout_of(parts, structure, self.store.device.platform)

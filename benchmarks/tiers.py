@@ -249,7 +249,7 @@ class Bench:
         if not leaves:
             return
         times: dict[str, list[float]] = {"save": [], "out": [], "in": [], "load": []}
-        places = programs.Places(next(iter(runner.slots.token.devices())))
+        places = programs.Memories(next(iter(runner.slots.token.devices())))
         for _ in range(4):
             begun = time.perf_counter()
             call = runner._calls.saving(runner.slots, rows, "pages")

@@ -20,6 +20,7 @@ of ``jit``, ``vmap``, ``scan`` and ``shard_map``; ``generate`` then takes a trac
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -354,7 +355,7 @@ def reset_rows(cache: Cache, rows: jax.Array) -> Cache:
         layer if isinstance(layer, KVCache) else jax.tree.map(empty, layer)
         for layer in cache.layers
     )
-    return Cache(layers, empty(cache.lengths), cache.table)
+    return dataclasses.replace(cache, layers=layers, lengths=empty(cache.lengths))
 
 
 def check_prompts(cfg: ModelConfig, tokens: ArrayOrNumpy, lengths: ArrayOrNumpy) -> None:

@@ -360,7 +360,8 @@ class LanguageModel:
             transformers loads too. "floats" dequantizes quantized weights. "native" keeps any
             quantized weight bit for bit; other programs refuse it. The default is "native" for
             quantized weights. It is "floats" for others, which keep their dtype. "gguf" writes one
-            file, which llama.cpp reads too; ``directory`` is its path and ends with .gguf.
+            file, which llama.cpp reads too; ``directory`` is its path and ends with .gguf. It is
+            the default for such a path.
         type : str, optional
             GGUF type to which all matrices are rounded, such as "q4_k". Without it quantized
             weights keep their codes, and floats their dtype.
@@ -380,6 +381,7 @@ class LanguageModel:
         """
         from jaxllama.checkpoints import saving  # few programs write a model
 
+        format = saving.format_of(directory, format)
         saving.check_format(format, type)
         if self.adapters:
             raise JaxLlamaError("adapters lie beside the weights: load(..., merge=True) joins them")

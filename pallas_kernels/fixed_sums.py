@@ -6,9 +6,10 @@ Two rules hold within.  Planners plan every call for ``block_rows()`` rows (``pl
 weight has one plan: one tile of K and one order of sums.  XLA may choose another algorithm for
 another number of rows, so it computes products in blocks of that many rows (``by_blocks``).  The
 choice is made while a function is traced, so a jit needs the flag among its static arguments.
+XLA's attention divides keys by their positions.  Samplers add a row's exponentials in one order.
 
-Left out: XLA's attention, norms and samplers, whose sums are a row's own, and cuDNN's attention of
-prompts.  Their shapes still follow the call.  ``docs/concepts/same-bits.md`` says what was compared
+Left out: norms, whose sums are a row's own, and attention of a prompt's first piece and cuDNN's.
+Their shapes follow the call.  ``docs/concepts/same-bits.md`` says what was compared
 where.
 """
 
@@ -35,6 +36,7 @@ RUN_ON = ("cpu",)
 # Tokens.  Keys are then divided by the length of a row, and not by the cache that it lies in.
 _CAPACITY = 2048
 
+barrier = lax.optimization_barrier
 Rows = TypeVar("Rows")
 _fixed: contextvars.ContextVar[bool] = contextvars.ContextVar("_", default=False)
 
@@ -97,7 +99,9 @@ def by_blocks(product: Callable[[Rows], jax.Array], x: Rows, axes: int = 1) -> j
         return product(tree.unflatten([next(parts) if leaf.ndim else leaf for leaf in leaves]))
 
     blocks = [blocks_of(leaf) for leaf in leaves if leaf.ndim]
+    # XLA chooses an algorithm for a product with all that it fuses, so nothing else may be part.
+    alone = lambda block: barrier(one(barrier(block)))  # noqa: E731
     # A CUDA graph has no loop that stacks results, so one block is no loop.
-    out = one([leaf[0] for leaf in blocks]) if count == 1 else lax.map(one, blocks)
+    out = alone([leaf[0] for leaf in blocks]) if count == 1 else lax.map(alone, blocks)
     inner = out.shape[axes + (count > 1) :]
     return out.reshape(count * size, *inner)[:rows].reshape(*lead, *inner)

@@ -150,11 +150,15 @@ def _decode_attention() -> Sequence[Plan]:
 
 def _latent_attention() -> Sequence[latent.LatentPlan]:
     programs = (True, False), (False, False), (False, True)
-    return [latent.LatentPlan(latent.TILE, *program) for program in programs] if gpu().wgmma else []
+    found = [latent.LatentPlan(latent.TILE, *program) for program in programs]
+    kinds = "int8", "float8_e4m3fn"
+    found += [latent.LatentPlan(latent.TILE, True, codes=kind) for kind in kinds]
+    return found if gpu().wgmma else []
 
 
 def _chosen_latent_attention() -> Sequence[Plan]:
-    return [ChosenPlan(plan) for plan in _latent_attention()]
+    plans = (plan for plan in _latent_attention() if not plan.codes)
+    return [ChosenPlan(plan) for plan in plans]
 
 
 # --- recurrences ----------------------------------------------------------------------------------

@@ -23,6 +23,11 @@ from jaxllama.typing import Params
 FORMATS = ("floats", *packed.FORMATS, "gguf")
 
 
+def format_of(path: str | Path, format: str | None) -> str | None:
+    """Return the format that is asked for, or "gguf" for a path that ends so, or None."""
+    return format or ("gguf" if Path(path).suffix == ".gguf" else None)
+
+
 def check_format(format: str | None, type: str | None) -> None:
     """Raise JaxLlamaError for a format that is not in ``FORMATS``, or a type without GGUF."""
     if format not in (None, *FORMATS):

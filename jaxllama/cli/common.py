@@ -121,13 +121,8 @@ def exact_option(sub: Parser) -> None:
         "--exact",
         action="store_true",
         help="multiply quantized weights in float32 on a CPU, instead of their codes "
-        "with activations of 8 bits",
+        "with activations of 8 bits; --policy always does",
     )
-
-
-def saved_as(out: Path, default: str) -> str:
-    """Return the format of a model that is written to ``out``, if none is asked for."""
-    return "gguf" if out.suffix == ".gguf" else default
 
 
 @refusing

@@ -86,6 +86,7 @@ def options(sub: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from jaxllama.checkpoints.saving import format_of
     from jaxllama.loading import default_dtype, load, read_config
     from jaxllama.quantization import checkpoint
 
@@ -94,7 +95,7 @@ def run(args: argparse.Namespace) -> None:
         args.out,
         args.scheme,
         args.method,
-        args.format or common.saved_as(args.out, "native"),
+        format_of(args.out, args.format) or "native",
         text,
         args.samples,
         args.window,

@@ -34,6 +34,7 @@ typical sampling, mirostat.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
 import operator
@@ -50,6 +51,7 @@ from jaxllama.decoding.cutoff import cutoff
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import Tree
 from pallas_kernels.brief import short_repr
+from pallas_kernels.fixed_sums import has_fixed_sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +132,9 @@ class Sampling:
             said += [f"{field.name} {value}"] if value != field.default else []
         return ", ".join(said)
 
+
+# Terms that ``log_sum_exp`` adds at once: a vocabulary of 128,256 takes five such sums.
+_TERMS = 16
 
 _NUMBERS = (
     "temperature",
@@ -380,6 +385,8 @@ def sample(
         scores = jnp.where(allowed, scores, -jnp.inf)
     if "draw" in features:
         scores = _noisy(_clean(scores), params, positions)
+    if has_fixed_sums():  # a program's other reductions do not change this form's sums
+        return _pick(scores, logits)
     if scores is logits:
         return lax.platform_dependent(logits, cuda=_likeliest, default=lambda x: _pick(x, x))
     return lax.platform_dependent(scores, logits, cuda=_pick_likeliest, default=_pick)
@@ -394,7 +401,25 @@ def _pick(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     # A masked maximum: a gather would collect a vocabulary that is split over devices.
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     chosen = jnp.max(jnp.where(ids == tokens[:, None], logits, -jnp.inf), axis=1)
-    return tokens, chosen - jax.nn.logsumexp(logits, axis=1)
+    return tokens, chosen - log_sum_exp(logits)
+
+
+def log_sum_exp(logits: jax.Array) -> jax.Array:
+    """Return the logarithm of each row's sum of exponentials, ``[B, V]`` -> ``[B]``.
+
+    With fixed sums it adds elementwise, as XLA reduces a row otherwise in every fusion.
+    """
+    if not has_fixed_sums():
+        return jax.nn.logsumexp(logits, axis=1)
+    best = jnp.max(logits, axis=1, keepdims=True)
+    # A row of -inf alone has the sum NaN, and no token of it counts.
+    parts = jnp.exp(logits - best)
+    while parts.shape[1] > 1:
+        width = -(-parts.shape[1] // _TERMS)
+        parts = jnp.pad(parts, ((0, 0), (0, width * _TERMS - parts.shape[1])))
+        terms = [parts[:, at * width : (at + 1) * width] for at in range(_TERMS)]
+        parts = functools.reduce(operator.add, terms)
+    return best[:, 0] + jnp.log(parts[:, 0])
 
 
 def _likeliest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -27,6 +27,7 @@ from jaxllama.decoding.rows import Fields, Rows, bits_of
 from jaxllama.decoding.sampling import History, SamplingParams, sample
 from jaxllama.model.cache import Cache
 from jaxllama.model.records import Hidden
+from pallas_kernels.fixed_sums import fixed_sums
 
 
 class Inputs(NamedTuple):
@@ -144,15 +145,16 @@ def append(
     return finish(rows, inputs, passed, draw, stop_ids)
 
 
-def drawn_by(sampling: SamplingParams) -> Draw:
-    """Return ``sample`` with these parameters."""
+def drawn_by(sampling: SamplingParams, fixed: bool = False) -> Draw:
+    """Return ``sample`` with these parameters; fixed: as ``ModelConfig.fixed_sums``."""
 
     def draw(
         scores: jax.Array, inputs: Inputs, history: History | None
     ) -> tuple[jax.Array, jax.Array]:
-        if inputs.draft is None:
-            return sample(scores, sampling, inputs.positions, history)
-        return sampled(scores, sampling, inputs, history)
+        with fixed_sums(fixed):
+            if inputs.draft is None:
+                return sample(scores, sampling, inputs.positions, history)
+            return sampled(scores, sampling, inputs, history)
 
     return draw
 

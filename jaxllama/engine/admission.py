@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from jaxllama.decoding.sampling import BiasPairs, Sampling
 from jaxllama.engine.adapters import AdapterSlots
+from jaxllama.engine.divided import AnyScheduler
 from jaxllama.engine.grammar import Allowed, AtLeast, Forced, GrammarCompiler, Matcher
 from jaxllama.engine.options import ResolvedOptions
 from jaxllama.engine.request import Request
-from jaxllama.engine.divided import AnyScheduler
 from jaxllama.engine.slots import MAX_BIAS
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel

@@ -18,12 +18,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxllama.engine.blocks import BlockRunner
+from jaxllama.engine.divided import AnyScheduler
 from jaxllama.engine.grammar import Matcher, NextTokens
 from jaxllama.engine.inbox import Inbox
 from jaxllama.engine.output import OnEvent, RequestOutput
 from jaxllama.engine.request import FinishReason
 from jaxllama.engine.runner import Runner, Written
-from jaxllama.engine.divided import AnyScheduler
 from jaxllama.engine.scheduler import Sequence, TurnPlan
 from jaxllama.language_model import LanguageModel
 from jaxllama.text.reader import Reader

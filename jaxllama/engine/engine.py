@@ -28,8 +28,8 @@ more step, which is not read. A row under a grammar waits for its own results wh
 leaves a choice.
 
 Parameters on a mesh (``parallel``) make an engine on that mesh: each device holds its heads of
-every cache. On a mesh of several processes each has an engine (``lockstep``). An offloaded model
-(``offload``) runs in ``blocks``. Left out: beam search.
+every cache, or rows of its own (``divided``). On a mesh of several processes each has an engine
+(``lockstep``). An offloaded model (``offload``) runs in ``blocks``. Left out: beam search.
 """
 
 from __future__ import annotations

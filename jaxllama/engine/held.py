@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from jaxllama.engine.blocks import BlockRunner
+from jaxllama.engine.divided import AnyScheduler
 from jaxllama.engine.records import weights_hash
 from jaxllama.engine.runner import Runner
-from jaxllama.engine.divided import AnyScheduler
 from jaxllama.engine.tiers import Identity
 from jaxllama.engine.weights import with_params, without_weights
 from jaxllama.errors import JaxLlamaError
@@ -76,7 +76,8 @@ class HeldModel:
         cache = runner.slots.cache.layers, runner.slots.snapshots
         kinds = [(leaf.shape[1:], leaf.dtype.name) for leaf in jax.tree.leaves(cache)]
         options = runner.options
-        facts = lm.config, options.draft, options.page_size, options.unit, str(kinds)
+        sums = options.deterministic, options.unit
+        facts = lm.config, options.draft, options.page_size, sums, str(kinds)
         hashed = weights_hash(trees, facts)
         tiers.identity = Identity(hashed, self._scheduler.weights, lm.adapters, self._nonce)
 

@@ -93,7 +93,8 @@ class EngineOptions:
         Whether requests may begin with cached prefixes of earlier requests.
     prefill_chunk : int or None
         Tokens of a prompt between two decode steps, at most max_len. The default is 64 on a CPU and
-        2048 elsewhere, for each GPU that shares a prompt's tokens.
+        2048 elsewhere, for each GPU that shares a prompt's tokens. A deterministic engine reads
+        them in pieces of 32 tokens on a CPU and 512 elsewhere, one at least.
     prefill_rows : int or None
         Largest number of prompts in one prefill call; calls of wide chunks take fewer (``rows``).
         The default on a CPU is as many short prompts as a chunk has room for, and elsewhere a 32nd
@@ -123,7 +124,7 @@ class EngineOptions:
         slot. The default is the model's own flag. On a CPU products then have one order of sums for
         any number of rows. A GPU decodes in one program of 32 rows, or of max_slots rows if that is
         more; with drafts, of 32 tokens. Prompts are prefilled one by one. Prefixes are reused in
-        whole chunks. A row that has generated tokens is never preempted, because another program
+        whole pieces. A row that has generated tokens is never preempted, because another program
         would compute them again.
     draft : str, ModelConfig or None
         Source of drafts. "ngram" proposes the tokens that followed an earlier occurrence of a row's
@@ -251,20 +252,20 @@ class EngineOptions:
         share = tokens // self.max_slots if self.deterministic else tokens
         max_len = self.max_len or max(min(cfg.max_position, share // parts), 2)
         default = default_chunk(on_cpu) * (1 if on_cpu else shards)
-        # A deterministic model reads prompts in the same pieces, whatever max_len is.
-        chunk = self.prefill_chunk or (default if self.deterministic else min(default, max_len))
+        chunk = self.prefill_chunk or min(default, max_len)
+        piece = block_rows() if self.deterministic else chunk
         keeps_states = any(map(has_states, cfgs))
         is_dynamic = cfg.rope.scaling == "dynamic"
-        page = self.page_size or min(16 if on_cpu else 64, chunk)
+        page = self.page_size or min(16 if on_cpu else 64, piece)
         if self.page_size is None and (keeps_states or self.deterministic):
-            page = math.gcd(page, chunk)
+            page = math.gcd(page, piece)
         row_pages = -(-max_len // page)
         if self.cache_tokens is None:
             most = self.max_slots * row_pages * page
             if self.deterministic:
                 tokens = most
             tokens = max(min(tokens, most) if on_cpu else tokens, parts * row_pages * page)
-        narrowest = _widths(chunk)[0]
+        narrowest = _widths(piece)[0]
         slots = self.max_slots // parts
         rows = min(chunk // narrowest, slots) if on_cpu else max(slots // 32, 1)
         rows = 1 if self.deterministic else rows
@@ -273,7 +274,8 @@ class EngineOptions:
         call = chunk
         if not on_cpu or self.prefill_rows is not None:
             rows = self.prefill_rows or rows
-            call = max(width * _rows(rows, width, PREFILL_TOKENS) for width in _widths(chunk))
+            call = max(width * _rows(rows, width, PREFILL_TOKENS) for width in _widths(piece))
+            call = max(call, chunk)
         calls = 1 if on_cpu or self.deterministic or slots < TWO_CALLS else 2
         prefix_cache = self.prefix_cache and not is_dynamic
         if self.has_tiers and not prefix_cache:
@@ -346,8 +348,8 @@ class ResolvedOptions:
     """The sizes of an engine: ``EngineOptions`` without a None.
 
     snapshots: number of snapshots of GLA's states for known prefixes. host_bytes: for prefixes that
-    leave the device; 0 keeps none. disk_bytes: None stands for half of the room. parts: of the slots
-    and pages, as of ``Cache``; a part has ``prefill_rows`` and ``token_budget`` of its own.
+    leave the device; 0 keeps none. disk_bytes: None stands for half of the room. parts: of the
+    slots and pages, as of ``Cache``; each has ``prefill_rows`` and ``token_budget`` of its own.
     """
 
     max_slots: int
@@ -374,26 +376,26 @@ class ResolvedOptions:
     def check(self) -> None:
         """Raise JaxLlamaError for sizes that contradict each other."""
         chunk, slots, max_len = self.prefill_chunk, self.max_slots, self.max_len
-        narrowest, page = self.widths[0], self.page_size
+        narrowest, page, piece = self.widths[0], self.page_size, self.piece
         call = _rows(self.prefill_rows, narrowest, PREFILL_TOKENS) * narrowest
         tokens = self.pass_widths(1)[-1]
         most = block_rows() // tokens if fixes_sums() else self.sizes[-1]
         for name, fits, why in (
-            (
-                "prefill_chunk",
-                chunk <= max_len or self.deterministic,
-                f"exceeds max_len = {max_len}",
-            ),
-            ("page_size", page <= chunk, f"exceeds prefill_chunk = {chunk}"),
+            ("prefill_chunk", chunk <= max_len, f"exceeds max_len = {max_len}"),
             (
                 "page_size",
-                not self.snapshots or not chunk % page,
+                self.deterministic or page <= chunk,
+                f"exceeds prefill_chunk = {chunk}",
+            ),
+            (
+                "page_size",
+                not self.snapshots or self.deterministic or not chunk % page,
                 f"must divide {chunk}, as GLA's states are taken between chunks",
             ),
             (
                 "page_size",
-                not self.deterministic or not chunk % page,
-                f"must divide {chunk}, as a deterministic engine takes over whole chunks",
+                not self.deterministic or not piece % page,
+                f"must divide {piece}, as a deterministic engine reads prompts in such pieces",
             ),
             (
                 "prefill_rows",
@@ -472,7 +474,12 @@ class ResolvedOptions:
     @property
     def unit(self) -> int:
         """Prefixes are reused in multiples of this many tokens."""
-        return self.prefill_chunk if self.snapshots or self.deterministic else 1
+        return self.piece if self.snapshots or self.deterministic else 1
+
+    @property
+    def piece(self) -> int:
+        """Most tokens of a prompt in one call; pieces begin at multiples of it."""
+        return block_rows() if self.deterministic else self.prefill_chunk
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -522,11 +529,11 @@ class ResolvedOptions:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Widths of a prefill call in tokens: 32, 128, 512, 1024, ..., prefill_chunk.
+        """Widths of a prefill call in tokens: 32, 128, 512, 1024, ..., piece.
 
         On a CPU they begin at 16, because padding costs as much as tokens there.
         """
-        return _widths(self.prefill_chunk)
+        return _widths(self.piece)
 
     @property
     def history_widths(self) -> tuple[int, ...]:
@@ -535,8 +542,8 @@ class ResolvedOptions:
 
 
 def _bytes_of_device(state: KVCache, devices: int) -> int:
-    """Return a device's bytes of a cache whose heads ``devices`` devices divide; a latent's one head
-    is whole on each."""
+    """Return a device's bytes of a cache whose heads ``devices`` devices divide. The one head of a
+    latent is whole on each."""
     of_heads = any(MODEL_AXIS in spec for spec in jax.tree.leaves(state.specs(None)))
     return tree_bytes(state) // (devices if of_heads else 1)
 

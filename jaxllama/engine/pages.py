@@ -13,9 +13,9 @@ own, and nothing is shared between two keys. A key is an adapter with a cache sa
 (``Request.cache_key``).
 
 GLA layers keep one state a row and not one a token. So a prefix can be reused only where a snapshot
-of the state was taken. ``snapshot`` gives the last published page one of the rows ``states`` for its
-snapshot. If there are any, only prefixes with snapshots are found. The length of a prefix
-is a multiple of ``unit`` tokens.
+of the state was taken. ``snapshot`` gives the last published page one of the rows ``states`` for
+its snapshot. If there are any, only prefixes with snapshots are found. The length of a prefix is a
+multiple of ``unit`` tokens.
 
 With ``tiers``, ``begin`` also finds the pages and the state that have left the device
 (``Held.missing``); the caller copies them into pages of the sequence and then publishes these.

@@ -69,7 +69,7 @@ def _of_slots(
         Scheduler(
             max_slots=slots,
             pages=pages,
-            chunk=options.prefill_chunk,
+            chunk=options.piece,
             token_budget=options.token_budget,
             widths=options.widths,
             steps_per_call=options.steps_per_call,

@@ -23,7 +23,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.decoding import loop
 from jaxllama.decoding.drafts import Draft, DraftContext, Drafted, NGram, Pace, observer
 from jaxllama.decoding.rows import Fields, Rows
-from jaxllama.decoding.sampling import History, Sampling, SamplingParams, sample
+from jaxllama.decoding.sampling import History, Sampling, SamplingParams, log_sum_exp, sample
 from jaxllama.decoding.turn import Draw, Inputs, Pass, TurnReport, sampled
 from jaxllama.engine.batch import BatchState
 from jaxllama.engine.request import MAX_LOGPROBS
@@ -31,6 +31,7 @@ from jaxllama.model.decoder import forward, stored_logits
 from jaxllama.model.records import Hidden
 from jaxllama.model.verification import commit, propose
 from jaxllama.typing import Params
+from pallas_kernels.fixed_sums import fixed_sums
 
 # Branches of the sampler: greedy, greedy with edited logits, and all features.
 _EDITS = ("bias", "penalties")
@@ -133,7 +134,7 @@ def run(
         observe=observer(draft_by, draft_params),
         ignores_stops=slots.ignore_eos,
         collector=loop.Collector(
-            _no_top(cfg, slots.size, width), _top_adder(wants_top != 0, drafts_here)
+            _no_top(cfg, slots.size, width), _top_adder(cfg, wants_top != 0, drafts_here)
         ),
     )
     fields = rows.fields
@@ -229,7 +230,8 @@ def _draw_with(
 
             return run
 
-        return lax.switch(level, [branch(features) for features in _LEVELS], scores, history)
+        with fixed_sums(cfg.fixed_sums):
+            return lax.switch(level, [branch(features) for features in _LEVELS], scores, history)
 
     return draw
 
@@ -241,14 +243,17 @@ def _no_top(cfg: ModelConfig, batch: int, width: int) -> tuple[jax.Array, jax.Ar
 
 
 def _top_adder(
-    wants_top: jax.Array, drafts_here: bool
+    cfg: ModelConfig, wants_top: jax.Array, drafts_here: bool
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Return the ``add`` of a Collector, which adds the likeliest tokens of a turn."""
 
     def add(
         top: tuple[jax.Array, jax.Array], inputs: Inputs, report: TurnReport
     ) -> tuple[jax.Array, jax.Array]:
-        found = lax.cond(wants_top, _likeliest, _no_likeliest, report.scores)
+        # jax keeps a named function's trace, whatever the sums were then.
+        likeliest = lambda scores: _likeliest(scores)  # noqa: E731
+        with fixed_sums(cfg.fixed_sums):
+            found = lax.cond(wants_top, likeliest, _no_likeliest, report.scores)
         row = jnp.arange(report.is_new.shape[0], dtype=jnp.int32)[:, None]
 
         def put(buffer: jax.Array, news: jax.Array) -> jax.Array:
@@ -340,7 +345,7 @@ def _likeliest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
         value = jnp.take_along_axis(scores, token, axis=1)
         found.append((token, value))
     tokens, values = (jnp.concatenate(column, axis=1) for column in zip(*found, strict=True))
-    return tokens, values - jax.nn.logsumexp(scores, axis=1, keepdims=True)
+    return tokens, values - log_sum_exp(scores)[:, None]
 
 
 def _no_likeliest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:

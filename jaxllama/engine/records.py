@@ -110,7 +110,7 @@ def of_bytes(data: jax.Array, like: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(data, like.dtype).reshape(len(data), *like.shape[1:])
 
 
-class Places:
+class Memories:
     """The memories between which records move: a device's and pinned memory of its host."""
 
     def __init__(self, device: LocalDevice) -> None:

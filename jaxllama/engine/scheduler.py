@@ -217,8 +217,8 @@ class Scheduler:
 
     may_share: returns how many tokens of a sequence others may begin with, once they are cached.
     reach: returns the largest number of tokens that each of ``rows`` rows generates in a step.
-    transfers: copies between the device and the tiers of ``pages``, if there are any. first_slot: of
-    ``max_slots`` consecutive ones.
+    transfers: copies between the device and the tiers of ``pages``, if there are any.
+    first_slot: of ``max_slots`` consecutive ones.
     """
 
     def __init__(

@@ -115,10 +115,19 @@ def slots_shardings(slots: BatchState, mesh: Mesh | AbstractMesh) -> BatchState:
     )
     history = places.history
     if slots.history.counts.shape[1] % mesh.shape[MODEL_AXIS] == 0:
-        [rows] = cache.lengths.spec or (None,)
+        lengths: Tree = cache.lengths
+        [rows] = lengths.spec or (None,)
         split = NamedSharding(mesh, P(rows, MODEL_AXIS))
         history = jax.tree.map(lambda _: split, history)
     return dataclasses.replace(places, cache=cache, snapshots=snapshots, history=history)
+
+
+def _everywhere(results: tuple[Tree, ...], like: BatchState) -> tuple[Tree, ...]:
+    """Return results on all devices of ``like``'s mesh, so that each process can read them."""
+    mesh = traced_mesh(like.cache.lengths)
+    if mesh is None:
+        return results
+    return jax.lax.with_sharding_constraint(results, NamedSharding(mesh, P()))
 
 
 def _constrained(slots: BatchState, like: BatchState) -> BatchState:
@@ -136,7 +145,7 @@ class _Rows(NamedTuple):
     """Indices of rows, ``[n]``. In several parts, each n / parts of them are of one part's rows, so
     that a device needs no other's."""
 
-    index: jax.Array
+    at: jax.Array
     parts: int = 1
 
     def take(self, tree: Tree) -> Tree:
@@ -152,8 +161,8 @@ class _Rows(NamedTuple):
 
         def of_leaves(*leaves: jax.Array) -> jax.Array:
             if self.parts == 1:
-                return function(self.index, *leaves)
-            cut = [leaf.reshape(self.parts, -1, *leaf.shape[1:]) for leaf in (self.index, *leaves)]
+                return function(self.at, *leaves)
+            cut = [leaf.reshape(self.parts, -1, *leaf.shape[1:]) for leaf in (self.at, *leaves)]
             first = jnp.arange(self.parts, dtype=jnp.int32)[:, None] * cut[1].shape[1]
             found = jax.vmap(function)(cut[0] - first, *cut[1:])
             return found.reshape(-1, *found.shape[2:])
@@ -343,7 +352,7 @@ def decode(
     slots = dataclasses.replace(slots, cache=cache, active=active, drafting=drafting)
     if n != every.size:
         slots = _to_rows(every, rows, slots)
-    return _constrained(slots, every), drawn, top
+    return _constrained(slots, every), *_everywhere((drawn, top), every)
 
 
 def _of_rows(slots: BatchState, rows: jax.Array) -> BatchState:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from jaxllama.engine.options import ResolvedOptions
 from jaxllama.engine.divided import AnyScheduler
+from jaxllama.engine.options import ResolvedOptions
 from jaxllama.engine.tiers import Tiers
 
 

@@ -197,7 +197,7 @@ def _model(name: str, source: JsonObject) -> JsonObject:
     lm = load(name, progress=True, **source)
     leaves = _weights(lm.params)
     return {
-        "name": lm.config.name,
+        "name": str(name),
         "layers": lm.config.n_layers,
         "context": lm.config.max_position,
         "parameters": sum(math.prod(leaf.shape) for leaf in leaves),

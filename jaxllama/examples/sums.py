@@ -2,7 +2,8 @@
 
 Writes two-digit sums for ``configs/training/{tiny-sums,grpo-tiny,grpo-arithmetic}.toml``:
 
-    sums.txt       lines such as "12+34=46", of which every fourth has a wrong answer
+    sums.txt       lines such as "12+34=46", of which three in four have an answer 10 too large, so
+                   that a model of this text prefers the wrong answer
     sums.jsonl     prompts such as "12+34=" with their answers
                    Both without carries: with them a tiny model learns by luck.
     chat.jsonl     the same as questions to a chat model
@@ -24,7 +25,7 @@ plain_pairs = [(a, b) for a, b in pairs if a % 10 + b % 10 < 10]
 lines = []
 for number in range(LINES):
     a, b = draw.choice(plain_pairs)
-    answer = a + b if number % 4 else draw.randint(20, 98)
+    answer = a + b + (10 if number % 4 else 0)
     lines.append(f"{a}+{b}={answer}\n")
 plain = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in plain_pairs[:PROMPTS]]
 chat = []

@@ -31,7 +31,7 @@ from jaxllama.executors.executor import (
 )
 from jaxllama.model.shardings import fetch
 from jaxllama.text.reader import Reader
-from jaxllama.text.rows import Generation, pad_rows, pieces_of, shapes_of
+from jaxllama.text.rows import Generation, fixed_pieces, pad_rows, shapes_of
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import Params
 
@@ -189,7 +189,7 @@ def _batch(
     tokens, lengths = pad_rows(rows, width)
     alone = None
     if call.deterministic:
-        alone = Alone(DETERMINISTIC_ROWS, _pieces(max(map(len, rows))))
+        alone = Alone(DETERMINISTIC_ROWS, *_pieces(max(map(len, rows))))
     return Call(
         tokens,
         lengths,
@@ -207,12 +207,9 @@ def _batch(
     )
 
 
-def _pieces(length: int) -> tuple[int, ...]:
-    """Return the widths in which a deterministic model reads a prompt of ``length`` tokens.
-
-    The prompt's last token is not among them: the first decode step reads it.
-    """
-    return pieces_of(length - 1, jax.default_backend() == "cpu")
+def _pieces(length: int) -> tuple[int, int]:
+    """Return the widths of a prompt's pieces: all but its last token, which a decode step reads."""
+    return fixed_pieces(length - 1, jax.default_backend() == "cpu")
 
 
 class _Pieces:

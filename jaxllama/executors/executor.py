@@ -41,12 +41,13 @@ class Alone(NamedTuple):
     """The shapes in which a deterministic model reads prompts, those of an engine.
 
     rows: tokens of every decode step; an offloaded model takes its policy's ``gpu_batch_size``.
-    widths: tokens of the programs that read a row's prompt without its last token, one after the
-    other (``text.rows.pieces_of``).
+    piece, last: widths of the pieces in which a row's prompt without its last token is read
+    (``text.rows.fixed_pieces``). Pieces begin at multiples of ``piece``.
     """
 
     rows: int
-    widths: tuple[int, ...]
+    piece: int
+    last: int
 
 
 @dataclasses.dataclass(frozen=True)

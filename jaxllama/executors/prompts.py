@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxllama.config import ModelConfig
@@ -60,9 +59,8 @@ def _prefill_alone(
     head, state, draft_params: as for ``start``.
     Returns (logits ``[B, V]``, hidden states of the last tokens ``[B, D]``, cache, state).
     """
-    width = max(sum(alone.widths), tokens.shape[1])
-    padded = jnp.pad(tokens, ((0, 0), (0, width + 1 - tokens.shape[1])))
-    firsts = np.cumsum([0, *alone.widths]).tolist()
+    # A last piece may be wider than what is left, and a head reads one token more.
+    padded = jnp.pad(tokens, ((0, 0), (0, alone.last + 1)))
 
     def prefill_row(row: tuple[Tree, ...]) -> tuple[Cache, HeadState | None]:
         tokens, length, adapter, cache, state = jax.tree.map(lambda leaf: leaf[None], row)
@@ -88,13 +86,18 @@ def _prefill_alone(
             return after, state
 
         states: tuple[Cache, HeadState | None] = cache, state
-        if alone.widths:
-            states = read(states, 0, alone.widths[0], fresh=True)
-        if len(alone.widths) > 2:  # all but the first and the last have the same width
-            middle = lambda states, first: (read(states, first, alone.widths[1]), None)  # noqa: E731
-            states, _ = lax.scan(middle, states, jnp.asarray(firsts[1:-2], jnp.int32))
-        if len(alone.widths) > 1:
-            states = read(states, firsts[-2], alone.widths[-1])
+        whole = jnp.int32(0)
+        if alone.piece:
+            whole = (length[0] - 1) // alone.piece
+            states = read(states, 0, alone.piece, fresh=True)
+            states = lax.fori_loop(
+                1,
+                whole,
+                lambda index, states: read(states, index * alone.piece, alone.piece),
+                states,
+            )
+        if alone.last:
+            states = read(states, whole * alone.piece, alone.last, fresh=not alone.piece)
         return jax.tree.map(lambda leaf: leaf[0], states)
 
     rows = padded, lengths, params.get(ROWS), cache, state
@@ -277,4 +280,4 @@ def _first_token(
     tokens, lengths, sampling, stop_ids = prompts
     history = History.of_prompt(tokens, lengths, cfg.vocab_size) if sampling.penalties else None
     rows = Rows.empty(lengths, cache, max_new_tokens, history)
-    return append(rows, scores, drawn_by(sampling), stop_ids)[0]
+    return append(rows, scores, drawn_by(sampling, cfg.fixed_sums), stop_ids)[0]

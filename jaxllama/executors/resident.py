@@ -267,7 +267,7 @@ def advance(
 
     stops = None if sampling.features else stop_ids
     one_token = functools.partial(_one_token, cfg, params, stops)
-    rows, _ = loop.run(one_token, rows, drawn_by(sampling), stop_ids, unfinished)
+    rows, _ = loop.run(one_token, rows, drawn_by(sampling, cfg.fixed_sums), stop_ids, unfinished)
     return rows, rows.copied_report()
 
 
@@ -350,7 +350,7 @@ def advance_drafts(
     rows, _ = loop.run(
         pass_over,
         rows,
-        drawn_by(sampling),
+        drawn_by(sampling, cfg.fixed_sums),
         stop_ids,
         unfinished,
         limit=limit,

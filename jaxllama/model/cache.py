@@ -270,7 +270,7 @@ def cache_specs(cache: Cache, rows: RowAxis) -> Cache:
     table = None if cache.table is None else row
     specs: Tree = row, table  # where a cache has arrays
     layers = tuple(layer and layer.specs(rows) for layer in cache.layers)
-    return Cache(layers, *specs, cache.parts)
+    return Cache(layers, *specs, parts=cache.parts)
 
 
 def proposal_specs(cache: Cache, rows: RowAxis) -> Proposal:

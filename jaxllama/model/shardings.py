@@ -142,8 +142,8 @@ def computed_leaf(
 ) -> Leaf:
     """The parameter ``make(*args)`` on ``mesh``, inside ``jit``, with nothing sent.
 
-    Each device computes its part alone.  If the rows have another order on the mesh, it computes the
-    whole parameter and keeps its part: that is no parameter of experts, which are the large ones.
+    Each device computes its part alone.  If the rows have another order on the mesh, it computes
+    the whole parameter and keeps its part.  Experts, the largest parameters, keep their order.
     """
     n = mesh.shape[MODEL_AXIS]
 

@@ -28,7 +28,7 @@ from jax import lax
 
 from jaxllama.parallel.mesh import EXPERT_AXIS
 
-# Fewer tokens have one size of exchange.  The host of a GPU reads which size it is, and in these 30 us
+# Fewer tokens have one size of exchange.  The host of a GPU reads which size it is; in these 30 us
 # a GPU sends 9 MB.
 _LEAST_TOKENS = 256
 

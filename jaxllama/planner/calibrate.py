@@ -25,6 +25,9 @@ fitted to the time of their steps beyond the longest lanes of the cost model. It
 and cores share nothing. Small transfers, however, are mostly dispatch, and one interpreter does all
 of it. On a CPU a "link" is a copy made by the cores that also compute. The result is kept in a
 file.
+
+After ``PATIENCE`` seconds, as beside other work, nothing is timed several times, and ``contention``
+is fitted to steps that move all that their policy places in the host's memory.
 """
 
 from __future__ import annotations
@@ -77,6 +80,7 @@ BATCHES = (1, 4)
 STEPS, IN_A_ROW = 12, 4  # timed decode steps
 LONG = 0.5  # seconds of a prefill that needs no repetition
 LONGEST = 20.0  # seconds after which the steps of several runs are not repeated
+PATIENCE = 60.0  # seconds after which a calibration repeats nothing
 ROOM = 64  # tokens that a cache has beside the context
 SHARES = {"resident": (100, 0), "host": (0, 100), "disk": (0, 0), "half": (50, 50)}
 CACHE_STAYS = {"cache_device": 100.0, "cache_host": 0.0}
@@ -197,6 +201,11 @@ class _Measure:
         self.cfg, self.dtype, self.scheme, self.kv_dtype = cfg, jnp.dtype(dtype), scheme, kv_dtype
         self.chunk, self.progress, self.moves = chunk, progress, moves
         self.layers = [depth * cfg.n_layers // DEPTHS[1] for depth in DEPTHS]
+        self.until = time.perf_counter() + PATIENCE
+
+    @property
+    def is_late(self) -> bool:
+        return time.perf_counter() > self.until
 
     def run(self) -> Calibration:
         largest = ROWS[-1], CONTEXTS[-1]
@@ -212,7 +221,8 @@ class _Measure:
             if name != "resident" and not self.moves:
                 break
             model = self._model(Policy.parse(f"{device} {host} " * 3))
-            self.progress(f"calibrating: {name} ({stage} of {stages})")
+            fewer = ", each time once" if self.is_late else ""
+            self.progress(f"calibrating: {name} ({stage} of {stages}){fewer}")
             if name == "resident":
                 for point in [*points, (ROWS[-1], CONTEXTS[0])]:
                     both = [self._shallow(model), model]
@@ -231,7 +241,7 @@ class _Measure:
             if name in ("host", "half"):
                 models = [
                     _with(model, num_gpu_batches=count, **staying)
-                    for staying in STAYING
+                    for staying in (STAYING[:1] if self.is_late else STAYING)
                     for count in BATCHES
                 ]
                 runs = [
@@ -281,7 +291,7 @@ class _Measure:
         prefills: list[list[float]] = []
         begun: list[OffloadRun] = []
         for _ in range(3):
-            if prefills and sum(prefills[0]) > LONG:
+            if prefills and (sum(prefills[0]) > LONG or self.is_late):
                 break
             begun = [begin() for begin in runs]
             prefills.append([timed_step(run) for run in begun])
@@ -296,7 +306,7 @@ class _Measure:
         steps: list[list[float]] = [[] for _ in begun]
         start = time.perf_counter()
         for _ in range(STEPS // IN_A_ROW):
-            if steps[0] and time.perf_counter() - start > LONGEST:
+            if steps[0] and (time.perf_counter() - start > LONGEST or self.is_late):
                 break
             for run, times in zip(begun, steps, strict=True):
                 times += [timed_step(run) for _ in range(IN_A_ROW + 1)][1:]
@@ -307,7 +317,8 @@ class _Measure:
         run = begin()
         prefill = self._record(run, 1)
         run.step()
-        return _Sample(_policy(model), rows, context, self._record(run, STEPS), prefill)
+        steps = IN_A_ROW if self.is_late else STEPS
+        return _Sample(_policy(model), rows, context, self._record(run, steps), prefill)
 
     def _joins(self, model: LanguageModel) -> list[tuple[float, float]]:
         """Return (bytes, seconds) of finishing a layer's weights and the head's after they have

@@ -68,6 +68,15 @@ def random_model(
     return place.model(cfg, unflatten_dict(params), None)
 
 
+def random_expert(weights: Tree) -> Tree:
+    """Return one expert of random numbers, ``[1, ...]``, for the shapes ``[E, ...]`` of all."""
+
+    def first(leaf: Tree) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype)
+
+    return jax.tree.map(np.asarray, random_tree(jax.tree.map(first, weights)))
+
+
 def random_tree(shapes: Tree) -> Tree:
     """Return random arrays for a tree of shapes.
 

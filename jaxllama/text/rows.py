@@ -22,6 +22,7 @@ from jaxllama.decoding.sampling import Sampling, sampling_rows
 from jaxllama.errors import JaxLlamaError
 from jaxllama.files import short
 from jaxllama.text.tokenizer import Tokenizer
+from pallas_kernels.fixed_sums import block_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,15 +113,16 @@ def default_chunk(on_cpu: bool) -> int:
     return 64 if on_cpu else 2048
 
 
-def pieces_of(n_tokens: int, on_cpu: bool) -> tuple[int, ...]:
-    """Return the widths of the programs through which a default engine reads ``n_tokens``.
+def fixed_pieces(n_tokens: int, on_cpu: bool) -> tuple[int, int]:
+    """Return the widths in which a deterministic model reads ``n_tokens``: (whole pieces', last's).
 
-    They are whole chunks, and then the narrowest width that holds the rest.
+    Whole pieces are as wide as a block of ``fixed_sums``. The last has the narrowest width that
+    holds the rest. A width without a piece is 0.
     """
-    chunk = default_chunk(on_cpu)
-    whole, rest = divmod(n_tokens, chunk)
-    last = [width for width in chunk_widths(chunk, on_cpu) if width >= rest][:1] if rest else []
-    return (chunk,) * whole + tuple(last)
+    piece = block_rows()
+    rest = n_tokens % piece
+    last = next(width for width in (0, *chunk_widths(piece, on_cpu)) if width >= rest)
+    return piece if n_tokens >= piece else 0, last
 
 
 def encoded(

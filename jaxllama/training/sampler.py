@@ -93,7 +93,6 @@ class Sampler:
             max_queue=max(config.batch_size, slots),
             steps_per_call=min(STEPS, self._rollout.max_new_tokens),
             **_prompt_options(setup, slots),
-            kv_dtype="float32" if config.dtype == "float32" else None,
         )
 
     def step(

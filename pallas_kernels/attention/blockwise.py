@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.attention.operands import Entries, capacity_of
 from pallas_kernels.attention.plain import attention_scores, by_head, is_visible, weighted_values
+from pallas_kernels.fixed_sums import has_fixed_sums
 from pallas_kernels.qtensor import QTensor, dequantize
 
 Kv = TypeVar("Kv", bound=Entries)
@@ -56,12 +57,15 @@ def blockwise_attention(
     value.
     """
     capacity = capacity_of(k, table)
+    fixed = has_fixed_sums()
     if block is None:
-        decode_block = {"gpu": GPU_DECODE_BLOCK, "cpu": CPU_DECODE_BLOCK}
+        on_gpu = KEY_BLOCK if fixed else GPU_DECODE_BLOCK
+        decode_block = {"gpu": on_gpu, "cpu": CPU_DECODE_BLOCK}
         block = decode_block.get(jax.default_backend(), KEY_BLOCK) if q.shape[1] == 1 else KEY_BLOCK
     if table is not None:  # whole pages
         block = -(-block // k.shape[1]) * k.shape[1]
-    block = min(block, capacity)
+    if not fixed:
+        block = min(block, capacity)
     stop = (jnp.max(positions) + block) // block  # blocks that hold a visible key, rounded up
     first = jnp.int32(0)
     if window is not None:
@@ -71,10 +75,17 @@ def blockwise_attention(
         top, total, out = carry
         # The last block may overhang the capacity: it is moved back, and keys that an earlier
         # block has done are masked.
-        begin = jnp.minimum(index * block, capacity - block)
-        k_block = load(k, begin, block, q.dtype, table)
-        v_block = load(v, begin, block, q.dtype, table)
-        k_positions = begin + jnp.arange(block, dtype=jnp.int32)
+        size = min(block, capacity)
+        begin = jnp.minimum(index * block, capacity - size)
+        k_block = load(k, begin, size, q.dtype, table)
+        v_block = load(v, begin, size, q.dtype, table)
+        k_positions = begin + jnp.arange(size, dtype=jnp.int32)
+        if fixed:  # a key's place in its block does not depend on the capacity
+            rest = block - size
+            k_block, v_block, k_positions = (
+                _moved(x, begin - index * block, rest, axis)
+                for x, axis in ((k_block, 1), (v_block, 1), (k_positions, 0))
+            )
         fresh = (k_positions >= index * block)[None, None, :]
         visible = is_visible(positions, k_positions[None, :], window) & fresh  # [B, T, block]
         seen = jnp.any(visible, axis=1)[:, :, None, None]
@@ -104,12 +115,18 @@ def blockwise_attention(
     if sinks is not None:
         seen_first = total + by_head(sinks, n_kv)
         zero = seen_first, total + 1.0, none
-    if block == capacity:
+    if block >= capacity:
         _, total, out = step(jnp.int32(0), zero)
     else:
         _, total, out = lax.fori_loop(first, stop, step, zero)
     total = jnp.transpose(total, (0, 3, 1, 2)).reshape(batch, n_new, n, 1)
     return (out / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
+
+
+def _moved(x: jax.Array, by: jax.Array, rest: int, axis: int) -> jax.Array:
+    """Return ``x`` rolled along the axis, with ``rest`` entries of -1 behind."""
+    widths = [(0, rest if at == axis else 0) for at in range(x.ndim)]
+    return jnp.pad(jnp.roll(x, by, axis), widths, constant_values=-1)
 
 
 def load(

@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -59,7 +61,7 @@ class Facts:
     tokens: query tokens of a row.  rows: query rows of a row of the batch.  chunk: tokens of a
     block.  capacity: tokens that a row can hold.  run: neighbouring tokens of a copy.  page: tokens
     of a page, 0 without pages.  pool: pages.  factor: of scores, as exponents of 2.  paired: the
-    blocks of two tiles of query rows are a cluster.
+    blocks of two tiles of query rows are a cluster.  codes: their dtype, if latents are codes.
     """
 
     tokens: int
@@ -71,6 +73,7 @@ class Facts:
     pool: int
     factor: float
     paired: bool = False
+    codes: str = ""
 
     @property
     def tiles(self) -> int:
@@ -140,18 +143,26 @@ class LatentBlock:
         pl.when(warpgroup == 1)(SecondHalf(self).run)
 
     def copy(self, start, column: int, width: int, to, full) -> None:
-        """Columns of the 64 tokens from ``start`` on; past the end, the last tokens once more."""
+        """Columns of the 64 tokens from ``start`` on."""
+        for begin, row, tokens in self.runs(start, TILE):
+            source = self.gmem.cache.at[row, tokens, pl.ds(column, width)]
+            plgpu.copy_gmem_to_smem(source, to.at[pl.ds(begin, tokens.size)], full, **self.both)
+
+    def runs(self, start, tokens: int) -> Iterator[tuple[int, Any, Any]]:
+        """Yield the parts of so many tokens from ``start`` on that one copy takes.
+
+        They are (first token, row or page, its tokens); past the end, the last tokens once more.
+        """
         facts = self.facts
-        for begin in range(0, TILE, facts.run):
+        run = min(facts.run, tokens)
+        for begin in range(0, tokens, run):
             token = start + begin
-            token = jnp.minimum(token, (self.end - 1) // facts.run * facts.run)
+            token = jnp.minimum(token, (self.end - 1) // run * run)
             row = self.row
             if facts.page:
                 row = jnp.clip(self.gmem.table[self.row, token // facts.page], 0, facts.pool - 1)
                 token = token % facts.page
-            tokens = pl.ds(token, facts.run)
-            source = self.gmem.cache.at[row, tokens, pl.ds(column, width)]
-            plgpu.copy_gmem_to_smem(source, to.at[pl.ds(begin, facts.run)], full, **self.both)
+            yield begin, row, pl.ds(token, run)
 
 
 class Half:

@@ -42,10 +42,11 @@ from pallas_kernels.recurrence.channels import ThreadPlace
 STAGES = 2  # tiles in shared memory
 WIDTH = LATENT + ROPE
 _WGMMA = plgpu.Layout.WGMMA
-_BY_COLUMN, _BY_TOKEN = _WGMMA.reduce(0), _WGMMA.reduce(1)
+_BY_COLUMN, BY_TOKEN = _WGMMA.reduce(0), _WGMMA.reduce(1)
 
 
-def _slot(i):
+def slot_of(i):
+    """Return the place of tile i."""
     return lax.rem(i, jnp.asarray(STAGES, i.dtype))
 
 
@@ -91,7 +92,7 @@ class FewBlock(LatentBlock):
         plgpu.barrier_wait(self.barrier.q_full)
 
     def load(self, i) -> None:
-        to, full = self.smem.tiles.tokens.at[_slot(i)], self.barrier.full.at[_slot(i)]
+        to, full = self.smem.tiles.tokens.at[slot_of(i)], self.barrier.full.at[slot_of(i)]
         load = functools.partial(self.copy, self.first + i * TILE, 0, WIDTH, to, full)
         pl.when(i < self.rounds)(load)
 
@@ -104,14 +105,10 @@ class FewBlock(LatentBlock):
 
     def step(self, i, carry):
         out, before, sums = carry
-        tile = self.smem.tiles.tokens.at[_slot(i)]
-        plgpu.barrier_wait(self.barrier.full.at[_slot(i)])
+        tile = self.smem.tiles.tokens.at[slot_of(i)]
+        plgpu.barrier_wait(self.barrier.full.at[slot_of(i)])
 
-        def multiply_keys(acc):
-            plgpu.wgmma(acc, tile, self.smem.q.transpose((1, 0)))
-            return acc[...]
-
-        scores = pl.run_scoped(multiply_keys, plgpu.ACC((TILE, self.width), jnp.float32))
+        scores = self.scores(i, tile)
         seen = self.seen_of(i, tile)
         scores = jnp.where(seen, scores * self.facts.factor, jnp.full_like(scores, -jnp.inf))
         top = jnp.maximum(before, jnp.max(scores, axis=0))
@@ -119,7 +116,8 @@ class FewBlock(LatentBlock):
         fade = jnp.exp2(before - top)
         sums = sums * lax.broadcast_in_dim(fade, sums.shape, [1]) + weights
         held = self.smem.weights.transpose((1, 0))
-        turned = plgpu.layout_cast(weights.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
+        of_values = self.of_values(i, weights).astype(jnp.bfloat16)
+        turned = plgpu.layout_cast(of_values, plgpu.Layout.WGMMA_TRANSPOSED)
         held[...] = turned
         plgpu.commit_smem()
         start = out * lax.broadcast_in_dim(fade, out.shape, [1])
@@ -127,6 +125,21 @@ class FewBlock(LatentBlock):
         out = pl.run_state(lambda acc: plgpu.wgmma(acc, latents, held))(plgpu.ACC.init(start))
         self.release(i)
         return out, top, sums
+
+    def scores(self, i, tile):
+        """The tile's keys times the queries ``[64, rows]``."""
+        del i
+
+        def multiply_keys(acc):
+            plgpu.wgmma(acc, tile, self.smem.q.transpose((1, 0)))
+            return acc[...]
+
+        return pl.run_scoped(multiply_keys, plgpu.ACC((TILE, self.width), jnp.float32))
+
+    def of_values(self, i, weights):
+        """What the tile's latents are multiplied by."""
+        del i
+        return weights
 
     def seen_of(self, i, tile):
         """Which tokens of the tile each query row sees; latents that no row sees become zeros."""
@@ -214,14 +227,14 @@ class ChosenBlock(FewBlock):
         plgpu.barrier_wait(self.barrier.listed)
 
     def release(self, i) -> None:
-        plgpu.barrier_arrive(self.barrier.free.at[_slot(i)])
+        plgpu.barrier_arrive(self.barrier.free.at[slot_of(i)])
 
     def places(self, i):
         return self.smem.chosen.at[i]
 
     def seen_of(self, i, tile):
         del tile
-        place = plgpu.load(self.places(i), layout=_BY_TOKEN, optimized=False)
+        place = plgpu.load(self.places(i), layout=BY_TOKEN, optimized=False)
         return lax.broadcast_in_dim(place, (TILE, self.width), [0]) >= 0
 
     def gather(self) -> None:
@@ -233,14 +246,14 @@ class ChosenBlock(FewBlock):
 
         def announce(i, pending: int) -> None:
             _arrived(pending)()
-            plgpu.barrier_arrive(self.barrier.full.at[_slot(i)])
+            plgpu.barrier_arrive(self.barrier.full.at[slot_of(i)])
 
         def copy(i, _) -> None:
             @pl.when(i >= STAGES)
             def _():
-                plgpu.barrier_wait(self.barrier.free.at[_slot(i)])
+                plgpu.barrier_wait(self.barrier.free.at[slot_of(i)])
 
-            _gather(self.smem.tiles.tokens.at[_slot(i)], self.places(i), self.gmem.cache)
+            _gather(self.smem.tiles.tokens.at[slot_of(i)], self.places(i), self.gmem.cache)
             pl.when(i > 0)(lambda: announce(i - 1, 1))
 
         lax.fori_loop(0, self.rounds, copy, None)

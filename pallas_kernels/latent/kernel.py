@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.merge import merge_chunks
-from pallas_kernels.attention.operands import capacity_of
+from pallas_kernels.attention.operands import LatentCodes, capacity_of
+from pallas_kernels.latent.codes_program import RING, RUN, CodesBlock
 from pallas_kernels.latent.decode_program import (
     HALF,
     LATENT,
@@ -29,11 +30,13 @@ from pallas_kernels.launch import Views, launch
 from pallas_kernels.matmul.many_rows.pipeline import tiled
 from pallas_kernels.ptx import LOG2E
 
+_NAMES = {ChosenBlock: "chosen_latents_kernel", CodesBlock: "latent_codes_kernel"}
+
 
 @functools.partial(jax.jit, static_argnames=("scale", "plan"))
 def latent_attention(
     q: jax.Array,
-    cache: jax.Array,
+    cache: jax.Array | LatentCodes,
     lengths: jax.Array,
     table: jax.Array | None,
     *,
@@ -44,22 +47,36 @@ def latent_attention(
     batch, tokens, n, _ = q.shape
     q = _filled_heads(q)
     heads, capacity = q.shape[2], capacity_of(cache, table)
+    codes = isinstance(cache, LatentCodes)
     page = pool = 0
     if table is not None:
         pool, page = cache.shape[:2]
     run = TILE if table is None else copy_of(table.shape[1], page)
     facts = Facts(
-        tokens, tokens * heads, plan.chunk, capacity, run, page, pool, scale * LOG2E, plan.paired
+        tokens,
+        tokens * heads,
+        plan.chunk,
+        capacity,
+        run,
+        page,
+        pool,
+        scale * LOG2E,
+        plan.paired,
+        plan.codes,
     )
     filled = facts.rows if plan.few else facts.tiles * TILE
     operands = {
         "q": q.reshape(batch, facts.rows, WIDTH),
-        "cache": cache,
+        "cache": None if codes else cache,
         "lengths": lengths.reshape(-1),
         "row_lengths": by_query_row(lengths, heads, filled) if tokens > 1 else None,
         "table": table,
     }
-    out = _launch(FewBlock if plan.few else LatentBlock, facts, operands, lengths)
+    if codes:
+        held = {"codes": cache.low.q, "scales": cache.low.scale[..., 0], "rope": cache.rope}
+        operands |= held
+    block = CodesBlock if codes else FewBlock if plan.few else LatentBlock
+    out = _launch(block, facts, operands, lengths)
     return out.reshape(batch, tokens, heads, LATENT)[:, :, :n]
 
 
@@ -105,13 +122,17 @@ def _launch(
         body,
         operands,
         {"out": out, "stats": None if splits == 1 else stats},
-        name="latent_attention_kernel" if block is not ChosenBlock else "chosen_latents_kernel",
+        name=_NAMES.get(block, "latent_attention_kernel"),
         grid=parts * facts.tiles // (1 + facts.paired),
         cluster=1 + facts.paired,
         warpgroups=None if block is FewBlock else 2,
         approx_math=True,
-        # The program for 64 rows sums over lanes of a warp.
-        reduction_scratch_bytes=0 if block is LatentBlock else 4096,
+        # The program for 64 rows sums over lanes of a warp.  Codes leave less than others.
+        reduction_scratch_bytes=0
+        if block is LatentBlock
+        else 2048
+        if block is CodesBlock
+        else 4096,
         scratch=_scratch(block, dtype, facts),
     )
     if splits == 1:
@@ -142,7 +163,7 @@ def _tiles(dtype, *shape: int):
 def _scratch(block: type[LatentBlock], out_dtype, facts: Facts) -> dict[str, object]:
     """A block's shared memory and barriers."""
     if issubclass(block, FewBlock):
-        return _few_scratch(out_dtype, facts, block is ChosenBlock)
+        return _few_scratch(block, out_dtype, facts)
     bf16 = functools.partial(_tiles, jnp.bfloat16)
     # The outputs leave from the place of the half that their warpgroup multiplied last.
     half = Views(tokens=bf16(2, TILE, HALF), out=_tiles(out_dtype, TILE, HALF))
@@ -163,17 +184,27 @@ def _scratch(block: type[LatentBlock], out_dtype, facts: Facts) -> dict[str, obj
     }
 
 
-def _few_scratch(out_dtype, facts: Facts, has_list: bool) -> dict[str, object]:
-    """The same of the programs for few query rows; has_list: of the one for listed tokens."""
+def _few_scratch(block: type[LatentBlock], out_dtype, facts: Facts) -> dict[str, object]:
+    """The same of the programs for few query rows."""
     bf16 = functools.partial(_tiles, jnp.bfloat16)
+    has_list, has_codes = block is ChosenBlock, block is CodesBlock
+    held = LATENT if has_codes else WIDTH
+    # Of codes a warpgroup fills a tile beside the copies of the turning parts.
+    arrivals = 1 + facts.copies if has_codes else facts.copies
+    runs = plgpu.SMEM((RING, 2, RUN, HALF), facts.codes) if has_codes else None
+    of_run = plgpu.Barrier(num_arrivals=2 * max(1, RUN // facts.run), num_barriers=RING)
     return {
         "q": bf16(facts.rows, WIDTH),
         # The outputs leave from the place of the tiles.
-        "tiles": Views(tokens=bf16(STAGES, TILE, WIDTH), out=_tiles(out_dtype, facts.rows, LATENT)),
+        "tiles": Views(tokens=bf16(STAGES, TILE, held), out=_tiles(out_dtype, facts.rows, LATENT)),
+        "turning": bf16(STAGES, TILE, ROPE) if has_codes else None,
         "weights": bf16(facts.rows, TILE),
         "q_full": plgpu.Barrier(),
-        "full": plgpu.Barrier(num_arrivals=facts.copies, num_barriers=STAGES),
+        "full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=STAGES),
+        "codes": runs,
+        "arrived": of_run if has_codes else None,
+        "scales": plgpu.SMEM((STAGES, TILE), jnp.float32) if has_codes else None,
         "chosen": plgpu.SMEM((facts.chunk // TILE, TILE), jnp.int32) if has_list else None,
         "listed": plgpu.Barrier() if has_list else None,
-        "free": plgpu.Barrier(num_barriers=STAGES) if has_list else None,
+        "free": plgpu.Barrier(num_barriers=STAGES) if has_list or has_codes else None,
     }

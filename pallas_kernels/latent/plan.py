@@ -19,33 +19,40 @@ from pallas_kernels.dispatch import Predicted, Reason, shortest
 from pallas_kernels.fixed_sums import planned_capacity, planned_rows
 
 LATENT, WIDTH = 512, 576  # features of a value, and of a key
+CODES_BYTES = LATENT + 4 + 2 * (WIDTH - LATENT)  # of a token in 8 bits
 MOST_TOKENS = 16  # query tokens of a row
 TILE, ROUND = 64, 128  # query rows of a block, and tokens of a round
 # XLA's form reads the cache twice, and its scores and weights go through memory in float32.
 XLA_READS = 2
 ROWS = 8  # a token's heads are filled up to a multiple: a row of a tile in shared memory
-FEW_ROWS = 16  # query rows
+# Query rows of the programs for few.  Codes leave shared memory for more.
+FEW_ROWS, CODES_ROWS = 16, 24
 
 
 @dataclasses.dataclass(frozen=True)
 class LatentPlan(Predicted):
     """chunk: tokens of a block, a multiple of 64.
 
-    few: by the program for up to 16 query rows, and not that for 64.  paired: by pairs of blocks
-    that share their copies.
+    few: by a program for few query rows, and not that for 64.  paired: by pairs of blocks
+    that share their copies.  codes: the dtype of latents in 8 bits.
     """
 
     kernel: ClassVar[str] = "latent_attention_mosaic"
     chunk: int
     few: bool = False
     paired: bool = False
+    codes: str = ""
 
     def __str__(self) -> str:
-        program = "16 query rows" if self.few else "pairs of blocks" if self.paired else "blocks"
+        program = "pairs of blocks" if self.paired else "blocks"
+        if self.few:
+            program = f"{FEW_ROWS} query rows"
+        if self.codes:
+            program = f"{CODES_ROWS} query rows of {self.codes}"
         return f"{program}, chunks of {self.chunk} tokens"
 
     def representative(self) -> LatentPlan:
-        return LatentPlan(TILE, self.few, self.paired)
+        return dataclasses.replace(self, chunk=TILE)
 
 
 def plan(
@@ -54,13 +61,18 @@ def plan(
     """Return the chunk with the least predicted time; q is ``[B, T, N, 576]``."""
     if reason := lacking("wgmma"):
         return Reason(reason)
-    if q.dtype != jnp.bfloat16 or cache.dtype != jnp.bfloat16:
+    codes = cache.dtype.name if isinstance(cache, LatentCodes) else ""
+    if q.dtype != jnp.bfloat16 or not (codes or cache.dtype == jnp.bfloat16):
         return Reason(
             f"q is {q.dtype.name} and cache {cache.dtype.name}; the kernel takes bfloat16"
         )
     batch, tokens, n, width = q.shape
-    if width != WIDTH:
+    rank = cache.low.shape[-1] if isinstance(cache, LatentCodes) else LATENT
+    if (rank, width) != (LATENT, WIDTH):
         return Reason(f"q has {width} features; the kernel takes 512 + 64")
+    if codes and query_rows(tokens, n) > CODES_ROWS:
+        rows = f"{tokens} tokens of {n} heads"
+        return Reason(f"q has {rows}; the kernel of codes takes {CODES_ROWS} query rows")
     if tokens > MOST_TOKENS:
         return Reason(f"q has {tokens} tokens a row; the kernel takes {MOST_TOKENS}")
     if cache.shape[1] % 8:
@@ -74,7 +86,7 @@ def plan(
         )
     batch, capacity = planned_rows(batch), planned_capacity(capacity_of(cache, table))
     return shortest(
-        plans(tokens, n, capacity),
+        plans(tokens, n, capacity, codes),
         lambda one: microseconds(one, batch, query_rows(tokens, n), capacity),
         lambda: xla_microseconds(batch, tokens * n, capacity),
     )
@@ -85,12 +97,12 @@ def query_rows(tokens: int, n: int) -> int:
     return tokens * (-(-n // ROWS) * ROWS)
 
 
-def plans(tokens: int, n: int, capacity: int) -> list[LatentPlan]:
+def plans(tokens: int, n: int, capacity: int, codes: str = "") -> list[LatentPlan]:
     """Return the plans of rows of this capacity, one for each number of chunks."""
     rows = query_rows(tokens, n)
-    few = rows <= FEW_ROWS
+    few = rows <= (CODES_ROWS if codes else FEW_ROWS)
     paired = not few and -(-rows // TILE) % 2 == 0
-    return [LatentPlan(chunk, few, paired) for chunk in chunks_of(capacity)]
+    return [LatentPlan(chunk, few, paired, codes) for chunk in chunks_of(capacity)]
 
 
 def copy_of(entries: int, page: int) -> int:
@@ -115,7 +127,7 @@ def microseconds(plan: LatentPlan, batch: int, rows: int, capacity: int) -> floa
     splits, query_tiles = -(-capacity // plan.chunk), -(-rows // TILE)
     blocks = batch * splits * query_tiles
     waves, sms = -(-blocks // gpu().sms), min(blocks, gpu().sms)
-    size = ROUND * 2 * WIDTH
+    size = ROUND * (CODES_BYTES if plan.codes else 2 * WIDTH)
     card = gpu().latent
     memory = max(size * sms / query_tiles / gpu().copy_rate, size * sms / card.l2_rate) * 1e6
     rounds = -(-min(plan.chunk, capacity) // ROUND)

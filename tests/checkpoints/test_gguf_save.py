@@ -323,6 +323,9 @@ def test_a_file_is_written_again_with_its_tokenizer(model: str, tmp_path: Path, 
     words = ["convert", "--model", str(source), "--out", str(out), "--json"]
     assert main(words if model == "llama" else [*words, "--format", "gguf"]) == 0
     assert json.loads(capsys.readouterr().out)["files"] == "again.gguf"
+    if model == "llama":
+        again = jl.load(source).save(tmp_path / "saved.gguf")
+        assert again.read_bytes() == out.read_bytes(), "the path's end is the format"
     with GGUFFile(source) as before, GGUFFile(out) as after:
         assert before.tensors.keys() == after.tensors.keys()
         for name, tensor in before.tensors.items():

@@ -422,7 +422,7 @@ def test_eval_is_the_mean_of_the_models_own_logprobs(run, model, tmp_path):
     assert json.loads(report.read_text())["kinds"]["text"]["perplexity"] == got["perplexity"]
 
 
-def test_doctor_says_what_runs_where_and_why(run):
+def test_doctor_says_what_runs_where_and_why(run, model):
     status, out, _ = run("doctor", "--json")
     got = json.loads(out)
     assert status == 0 and got["packages"]["jax"] == jax.__version__
@@ -438,6 +438,7 @@ def test_doctor_says_what_runs_where_and_why(run):
     assert max(op.get("count", 1) for op in calls) >= got["model"]["layers"]
     status, out, _ = run("doctor")
     assert status == 0 and "op        decode, 1 row: " in out
+    assert f"model     {model}: " in out
 
 
 @pytest.mark.skipif(jax.__version_info__ < dispatch.TESTED_JAX[0], reason="needs jax >= 0.11.2")

@@ -17,9 +17,11 @@ from jaxllama.decoding.sampling import (
     _likeliest,
     _penalize,
     _pick,
+    log_sum_exp,
     sample,
 )
 from jaxllama.errors import JaxLlamaError
+from pallas_kernels.fixed_sums import fixed_sums
 from tests.helpers.arrays import as_jax
 
 run = jax.jit(sample)
@@ -425,3 +427,19 @@ def test_sampling_is_hashable_and_keeps_its_bias():
     assert row.logit_bias == ((3, 1.0), (4, -2.0))
     assert hash(row) == hash(Sampling(logit_bias=((3, 1.0), (4, -2.0))))
     assert Sampling(logit_bias={}).logit_bias is None
+
+
+@pytest.mark.parametrize("vocab", [1, 97, 5000])
+def test_a_rows_exponentials_are_added_in_one_order(vocab):
+    """The same bits in any number of rows and beside other reductions; as jax.nn.logsumexp."""
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((40, vocab)) * 5, jnp.float32)
+
+    def sums(logits):
+        with fixed_sums(True):
+            return log_sum_exp(logits)
+
+    want = jax.jit(sums)(logits)
+    beside = jax.jit(lambda x: (sums(x + 0), jnp.sum(x, 1), jnp.max(jnp.exp(x), 1)))(logits)[0]
+    np.testing.assert_array_equal(beside, want)
+    np.testing.assert_array_equal(jax.jit(lambda x: sums(x))(logits[3:4]), want[3:4])
+    np.testing.assert_allclose(want, jax.nn.logsumexp(logits, axis=1), rtol=1e-6)

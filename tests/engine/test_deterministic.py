@@ -9,42 +9,60 @@ import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 import jaxllama as jl
+from jaxllama.checkpoints.hf.tables import tensor_table
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.options import EngineOptions
 from jaxllama.engine.request import Request
+from jaxllama.engine.scheduler import Sequence
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
+from jaxllama.model.lora import attach
+from tests.helpers import lora_cases
 from tests.helpers.engine_cases import CONFIGS, OTHERS, SAMPLINGS, model, written
 from tests.helpers.models import params_of
 
-SIZES = {"max_len": 64, "prefill_chunk": 16, "steps_per_call": 4}
+SIZES = {"max_len": 128, "steps_per_call": 4}
 ROWS = 40  # more than the 32 rows of ``generate``'s program
+PIECE = 32  # tokens of a prompt's pieces on a CPU
+ADAPTERS = (None, "one", "two")
 
 
 @functools.cache
-def fixed(family: str, scheme: str | None = None) -> LanguageModel:
-    """A deterministic model; scheme: of its weights, or a dtype."""
-    if scheme is None:
-        return dataclasses.replace(model(family), deterministic=True)
-    cfg = (CONFIGS | OTHERS)[family].replace(d_ff=64)  # groups of 32 divide it
+def fixed(family: str, scheme: str | None = None, adapted: bool = False) -> LanguageModel:
+    """A deterministic model; scheme: of its weights, or a dtype. adapted: has two LoRA adapters."""
+    cfg = (CONFIGS | OTHERS)[family]
+    cfg = cfg if scheme is None else cfg.replace(d_ff=64)  # groups of 32 divide it
     params = params_of(cfg, dtype="bfloat16" if scheme == "bfloat16" else "float32")
-    if scheme != "bfloat16":
+    if scheme not in (None, "bfloat16"):
         params = jl.quantize_params(params, scheme)
-    return LanguageModel(cfg, params, None, deterministic=True)
+    names = ADAPTERS[1:] if adapted else ()
+    if adapted:
+        factors = [lora_cases.factors(cfg, seed) for seed in (1, 2)]
+        params = attach(tensor_table(cfg), params, factors)
+    return LanguageModel(cfg, params, None, deterministic=True, adapters=names)
 
 
 @functools.cache
-def requests(seed: int = 0) -> tuple[Request, ...]:
-    """As many as ``ROWS``, some of which share the first of their pieces."""
-    rng = np.random.default_rng(seed)
-    start = rng.integers(3, 97, 16).tolist()
-    tails = [rng.integers(3, 97, n).tolist() for n in rng.integers(1, 24, ROWS)]
-    prompts = [tuple((start if i % 3 else []) + tail) for i, tail in enumerate(tails)]
+def requests(adapted: bool = False) -> tuple[Request, ...]:
+    """As many as ``ROWS``; some share their first pieces, and prompts have up to four."""
+    rng = np.random.default_rng(0)
+    start = rng.integers(3, 97, 2 * PIECE).tolist()
+    tails = [rng.integers(3, 97, n).tolist() for n in rng.integers(1, 50, ROWS)]
+    prompts = [tuple(start[: i % 3 * PIECE] + tail) for i, tail in enumerate(tails)]
+    names = ADAPTERS if adapted else (None,)
     return tuple(
-        Request(f"r{i}", prompt, 6, SAMPLINGS[i % 5], ignore_eos=True, priority=i % 2)
+        Request(
+            f"r{i}",
+            prompt,
+            6,
+            SAMPLINGS[i % 5],
+            ignore_eos=True,
+            priority=i % 2,
+            adapter=names[i // 3 % len(names)],
+        )
         for i, prompt in enumerate(prompts)
     )
 
@@ -55,10 +73,12 @@ def answers(lm: LanguageModel, asked: tuple[Request, ...], **options) -> dict[st
 
 
 @functools.cache
-def wanted(family: str, scheme: str | None = None, kv_dtype: str | None = None) -> dict[str, tuple]:
+def wanted(
+    family: str, scheme: str | None = None, kv_dtype: str | None = None, adapted: bool = False
+) -> dict[str, tuple]:
     """The answers of an engine of 32 slots without anything else."""
     options = {"max_slots": 32, "kv_dtype": kv_dtype, "prefix_cache": False}
-    return answers(fixed(family, scheme), requests(), **options)
+    return answers(fixed(family, scheme, adapted), requests(adapted), **options)
 
 
 SLOW = ["gla", "delta", "kda", "hybrid", "window", "latent", "gemma4", "qwen3.5", "kimi"]
@@ -82,35 +102,99 @@ def test_schemes_have_the_same_bits_with_any_number_of_slots(scheme):
     assert answers(fixed("llama", scheme), requests()[3:4], max_slots=1)["r3"] == want["r3"]
 
 
+@dataclasses.dataclass(frozen=True)
+class Mix:
+    """A model, an engine's options, and the order of the requests that it gets."""
+
+    family: str
+    scheme: str | None
+    kv_dtype: str | None
+    adapted: bool
+    options: dict
+    order: list[int]
+
+    def check(self) -> None:
+        """Assert that the engine gives the plain engine's bits, and so does ``generate``."""
+        lm, asked = fixed(self.family, self.scheme, self.adapted), requests(self.adapted)
+        want = wanted(self.family, self.scheme, self.kv_dtype, self.adapted)
+        found = answers(
+            lm, tuple(asked[at] for at in self.order), kv_dtype=self.kv_dtype, **self.options
+        )
+        assert found == {f"r{at}": want[f"r{at}"] for at in self.order}
+        one = asked[self.order[0]]
+        given = {"adapter": one.adapter} if self.adapted else {}
+        [alone] = lm.generate(
+            [list(one.prompt)], 6, sampling=one.sampling, kv_dtype=self.kv_dtype, **given
+        )
+        assert (alone.tokens, alone.logprobs) == want[one.id]
+
+
 @st.composite
-def mixes(draw: st.DrawFn) -> tuple[str, str | None, str | None, dict, list[int]]:
-    """(family, scheme, kv_dtype, other options, order of the requests)."""
-    family = draw(st.sampled_from(["llama", "hybrid", "delta"]))
-    scheme = draw(st.sampled_from([None, "w8a8", "w8a16"]))
-    kv_dtype = draw(st.sampled_from([None, "int8"]))
+def mixes(draw: st.DrawFn, is_small: bool) -> Mix:
+    """Any mix of options; is_small: of one model, in engines with few programs."""
+
+    def one_of(*values):
+        return draw(st.sampled_from(values))
+
     options = {
-        "max_slots": draw(st.sampled_from([1, 8, 33, ROWS])),
+        "max_slots": one_of(1, 8) if is_small else one_of(1, 8, 33, ROWS),
+        "max_len": 128 if is_small else one_of(128, 208),
+        "prefill_chunk": one_of(16, 64, 128),
         "prefix_cache": draw(st.booleans()),
-        "steps_per_call": draw(st.sampled_from([1, 4])),
-        "token_budget": draw(st.sampled_from([16, 64])),
+        "steps_per_call": one_of(1, 4),
     }
     if draw(st.booleans()):
-        options |= {"draft": "ngram", "draft_tokens": draw(st.sampled_from([1, 3]))}
+        options |= {"draft": "ngram", "draft_tokens": 3 if is_small else one_of(1, 3)}
     if options["prefix_cache"] and draw(st.booleans()):
         options |= {"host_cache_gb": 0.01}
-    order = draw(st.permutations(range(ROWS)))
-    return family, scheme, kv_dtype, options, order[: draw(st.sampled_from([3, ROWS]))]
+    order = draw(st.permutations(range(ROWS)))[: 3 if is_small else one_of(3, ROWS)]
+    if is_small:
+        return Mix("llama", None, None, True, options, order)
+    family = one_of("llama", "gla", "qwen3.5")
+    return Mix(
+        family,
+        one_of(None, "bfloat16", "w8a16", "w4a16", "w8a8", "fp8"),
+        None if family == "gla" else one_of(None, "int8"),
+        draw(st.booleans()),
+        options,
+        order,
+    )
+
+
+def search(examples: int, is_small: bool) -> None:
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+    @given(mixes(is_small))
+    def every_mix(mix: Mix) -> None:
+        mix.check()
+
+    every_mix()
+
+
+def test_a_few_mixes_of_options_give_the_same_bits():
+    options = {
+        "max_slots": 8,
+        "prefill_chunk": 128,
+        "draft": "ngram",
+        "draft_tokens": 3,
+        "host_cache_gb": 0.01,
+    }
+    Mix("llama", None, None, True, options, list(range(0, ROWS, 3))).check()
+    search(2, is_small=True)
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
-@given(mixes())
-def test_any_mix_of_options_gives_the_same_bits(mix):
-    family, scheme, kv_dtype, options, order = mix
-    want = wanted(family, scheme, kv_dtype)
-    asked = tuple(requests()[index] for index in order)
-    found = answers(fixed(family, scheme), asked, kv_dtype=kv_dtype, **options)
-    assert found == {request.id: want[request.id] for request in asked}
+def test_any_mix_of_options_gives_the_same_bits():
+    search(40, is_small=False)
+
+
+def test_a_deterministic_engine_finds_no_prefix_of_others():
+    """With chunks as long as its pieces they keep as many tokens, whose bits differ."""
+    options = {"max_slots": 2, "prefill_chunk": PIECE, "host_cache_gb": 0.01, **SIZES}
+    engines = [Engine(model("gla"), deterministic=on, **options) for on in (True, False, True)]
+    tiers = [engine.runner.pools[0].tiers for engine in engines]
+    keys = [one.identity.root(0, (None, "")) for one in tiers]
+    assert keys[0] == keys[2] != keys[1]
+    assert engines[0].options.unit == engines[1].options.unit
 
 
 def test_a_gpu_has_512_tokens_a_pass(monkeypatch):
@@ -137,16 +221,13 @@ def test_a_gpu_has_512_tokens_a_pass(monkeypatch):
         sizes(9, draft="ngram", draft_tokens=3)
 
 
-def test_prompts_are_read_in_the_same_pieces_whatever_max_len_is():
-    """``generate`` reads a prompt of 50 tokens in one piece of 64; so does a small engine."""
-    small = EngineOptions(4, max_len=52, deterministic=True)
-    options = small.resolve(model("llama").config, jax.numpy.float32)
-    assert options.widths == (16, 32, 64) and options.prefill_chunk == 64
-    lm, prompt = fixed("llama"), tuple(range(3, 46))
-    engine = Engine(lm, max_slots=4, max_len=52)
-    [(tokens, logprobs)] = [
-        written(events)
-        for events in engine.generate([Request("r", prompt, 4, ignore_eos=True)]).values()
-    ]
-    [alone] = lm.generate([list(prompt)], 4)
-    assert (alone.tokens, alone.logprobs) == (list(tokens), list(logprobs))
+@pytest.mark.parametrize("chunk", [16, 64, 2048])
+def test_prompts_are_read_in_the_same_pieces_whatever_the_chunk(chunk):
+    """A chunk is a number of pieces between two steps: 84 tokens are 32, 32 and 20."""
+    engine = Engine(fixed("llama"), max_slots=4, max_len=2048, prefill_chunk=chunk)
+    assert engine.options.widths == (16, PIECE) and engine.options.unit == PIECE
+    rng = np.random.default_rng(1)
+    prompt = tuple(rng.integers(3, 97, 85).tolist())
+    engine.scheduler.add(Sequence(Request("r", prompt, 4), 0, 0.0))
+    fills = [len(engine.scheduler.plan().fills) for _ in range(3)]
+    assert fills == {16: [1, 1, 1], 64: [2, 1, 0], 2048: [3, 0, 0]}[chunk]

@@ -538,7 +538,7 @@ def test_options_that_do_not_go_together_are_refused_by_name():
         (lm, {"draft": "ngram", "draft_tokens": 16}, "draft_tokens = 16: must be from 0"),
         (lm, {"draft_tokens": 3}, "draft_tokens = 3 needs a draft"),
         (fixed, {"prefill_rows": 2}, "prefill_rows = 2: must be 1"),
-        (fixed, {"page_size": 5}, "page_size = 5: must divide 16, as a deterministic"),
+        (fixed, {"page_size": 5}, "page_size = 5: must divide 32, as a deterministic"),
         (fixed, {"cache_tokens": 208}, "cache_tokens = 208: less than 4 slots of 96 tokens"),
     ):
         with pytest.raises(jl.JaxLlamaError, match=words) as error:

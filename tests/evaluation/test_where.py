@@ -87,6 +87,15 @@ def test_bytes_of_parts_and_operations():
     assert put == ("loop_put", "loop_put", 256 + 4 + 256, 0, 0)
 
 
+def test_products_of_a_cpu_have_their_shapes():
+    text = HLO.replace(
+        's32[4,16]{1,0} custom-call(%x, %w), custom_call_target="t"', "s32[4,16]{1,0} dot(%x, %w)"
+    )
+    event = TraceEvent(0.0, 1e-6, "dot.7", "jit_f", "y")
+    (row,) = where.account([event], launches(text, False), (1e9, 1e12))["kernels"]
+    assert row["kernel"] == "dot [4,64] by [16,64]"
+
+
 def test_handlers_of_a_cpu_have_their_names():
     target = 'custom_call_target="pallas_kernels.Matmul_4_32_avx512_e03"'
     program = launches(
@@ -117,6 +126,7 @@ def test_of_a_step_here(phase, preset, capsys):  # noqa: F811
     assert main(words) == 0
     got = json.loads(capsys.readouterr().out)
     assert got["phase"] == phase and got["tokens"] == (1 if phase == "decode" else 16)
+    assert got["outside_us"] is None and "outside" not in where.table(got)  # threads overlap
     assert got["step_us"] > 0 and (got["steps"] == 1 or phase == "decode")
     total = sum(row["us"] for row in got["kernels"])
     assert total == pytest.approx(got["kernels_us"]) and total > 0

@@ -42,6 +42,7 @@ from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import swiglu
 from pallas_kernels.ssd import kernel as ssd
+from tests.helpers.latent_cases import in_codes
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 S = jax.ShapeDtypeStruct
@@ -146,12 +147,14 @@ def decode(kind: str, batch: int, capacity: int, tokens: int | None = None, head
     return functools.partial(decode_attention, implementation="mosaic"), given
 
 
-def latent(batch: int, tokens: int, n: int, capacity: int, page: int = 0):
+def latent(batch: int, tokens: int, n: int, capacity: int, page: int = 0, kind: str = "bfloat16"):
     q, lengths = S((batch, tokens, n, 576), BF16), S((batch, tokens), I32)
     given = q, S((batch, capacity, 576), BF16), lengths
     if page:
         pages = batch * capacity // page
         given = q, S((pages, page, 576), BF16), lengths, S((batch, capacity // page), I32)
+    entries = functools.partial(in_codes, kind=kind)
+    given = given[0], jax.eval_shape(entries, given[1]), *given[2:]
 
     def f(q, cache, lengths, table=None, implementation="mosaic"):
         named = {"table": table, "implementation": implementation}
@@ -333,6 +336,7 @@ CASES = {
     "latent 64": lambda: latent(64, 1, 16, 8192),
     "latent 64 of 128 heads": lambda: latent(64, 1, 128, 8192),
     "latent 16 of 4 tokens in pages": lambda: latent(16, 4, 16, 8192, 64),
+    "latent codes 64": lambda: latent(64, 1, 20, 8192, 64, "int8"),
     "chosen latents 64": lambda: chosen(64, 16, 131072, 2048),
     "decode 1 of 5 tokens": lambda: decode("bfloat16", 1, 1536, 5),
     "direct": lambda: rope(rope_and_attend, "bfloat16", 1, 1152),

@@ -45,6 +45,7 @@ from pallas_kernels.ssd import kernel as ssd_kernel
 from pallas_kernels.ssd.op import ssd
 from tests.helpers.arrays import as_jax
 from tests.helpers.cache_cases import cache_of, poisoned, values_of
+from tests.helpers.latent_cases import in_codes
 from tests.helpers.matmul_cases import error, exact, wide
 from tests.helpers.random_products import quantized_weight
 
@@ -337,12 +338,22 @@ def _attended(
 
 
 def latents(
-    batch: int, tokens: int, n: int, capacity: int, page: int = 0, places: int = 0
+    batch: int,
+    tokens: int,
+    n: int,
+    capacity: int,
+    page: int = 0,
+    places: int = 0,
+    kind: str = "bfloat16",
 ) -> OpCall:
-    """Latent attention of all keys, or with ``places`` of lists of up to so many keys."""
+    """Latent attention of all keys, or with ``places`` of lists of up to so many keys.
+
+    kind: the dtype of the cached latents.
+    """
     pool = (2 * batch * capacity // page + 3, page) if page else (batch, capacity)
     table = S((batch, capacity // page), INT32) if page else None
-    q, cache = S((batch, tokens, n, 576), BF16), S((*pool, 576), BF16)
+    q = S((batch, tokens, n, 576), BF16)
+    cache = jax.eval_shape(lambda: in_codes(jnp.zeros((*pool, 576), BF16), kind))
     seen = S((batch, tokens, places) if places else (batch, tokens), INT32)
     op = chosen.chosen_latent_attention if places else latent.latent_attention
     find = functools.partial(chosen.plan, q, cache, seen)
@@ -371,7 +382,7 @@ def latents(
             entries, pages = held, as_jax(at.reshape(table.shape), INT32)
         return (
             normal(rng, q),
-            as_jax(entries),
+            in_codes(as_jax(entries), kind),
             as_jax(named if places else counts, INT32),
             pages,
         )
@@ -380,10 +391,13 @@ def latents(
         q, cache, seen, table = operands
         got, want = [], []
         for row in _some(rng, batch, 6):
-            keys = wide(cache[row] if table is None else cache[table[row]].reshape(-1, 576))
+            own = row if table is None else table[row]
+            held = jax.tree.map(operator.itemgetter(own), cache).astype(jnp.float32)
+            keys = wide(held).reshape(-1, 576)
             for token, at in enumerate(np.asarray(seen[row])):
-                own = keys[at[at >= 0] if places else slice(at)]
-                want.append(_attended(wide(q[row, token]), own, own, len(own), None)[:, :512])
+                seen_keys = keys[at[at >= 0] if places else slice(at)]
+                sums = _attended(wide(q[row, token]), seen_keys, seen_keys, len(seen_keys), None)
+                want.append(sums[:, :512])
                 got.append(wide(out[row, token]))
         return near(np.stack(got), np.stack(want))
 

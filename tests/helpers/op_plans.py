@@ -182,6 +182,9 @@ def _latents(places: tuple[int, int] = (0, 0)) -> Iterator[OpCall]:
     for small, odd in ((8, (2, 5)), (24, (3, 11)), (72, (2, 61))):
         yield latents(1, 1, small, 64, places=places[0])
         yield latents(3, *odd, 448, 32, places[1])
+    for kind in () if any(places) else ("int8", "float8_e4m3fn"):
+        yield latents(1, 1, 8, 64, kind=kind)
+        yield latents(3, 3, 5, 448, 32, kind=kind)
 
 
 def _rope_attend() -> Iterator[OpCall]:

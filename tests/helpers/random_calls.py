@@ -115,6 +115,20 @@ def draw_latents(draw: random.Random, chosen: bool = False) -> OpCall:
     )
 
 
+def draw_latent_codes(draw: random.Random) -> OpCall:
+    """Few query rows over latents in 8 bits."""
+    page = draw.choice((0, 0, 8, 16, 32, 64, 128))
+    tokens, heads = draw.choice(((1, 20), (1, 16), (1, 5), (1, 24), (2, 8), (3, 8), (3, 1)))
+    return op_calls.latents(
+        draw.choice((1, 1, 2, 3, 5, 9, 40, 133)),
+        tokens,
+        heads,
+        max(page, 8) * int(2 ** draw.uniform(1, 9)),
+        page,
+        kind=draw.choice(("int8", "float8_e4m3fn")),
+    )
+
+
 def draw_latent_prompt(draw: random.Random) -> OpCall:
     tokens, heads = int(2 ** draw.uniform(0, 12)) | 1, draw.choice((16, 20, 32, 40, 64, 128))
     return op_calls.latent_prompt(draw.choice((1, 1, 2, 3)), tokens, heads)

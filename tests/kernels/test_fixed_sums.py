@@ -15,6 +15,7 @@ import pytest
 
 from pallas_kernels import fixed_sums, quantize
 from pallas_kernels.attention import plan as attention
+from pallas_kernels.attention.blockwise import blockwise_attention
 from pallas_kernels.attention.pages import as_rows
 from pallas_kernels.device import planned_for
 from pallas_kernels.dispatch import Reason, explain, named_plan
@@ -223,3 +224,26 @@ def test_xla_multiplies_blocks_of_rows():
     np.testing.assert_array_equal(y, 2 * x @ scale.T)
     np.testing.assert_array_equal(one, x[:3, 0] @ scale.T)
     assert fixed_sums.by_blocks(lambda x: x, x, 2) is x
+
+
+@pytest.mark.parametrize("page", [None, 16])
+def test_attention_divides_keys_by_their_positions(page):
+    """Caches of any length, as rows and as pages: the same bits, and the values of plain sums."""
+    r = np.random.default_rng(0)
+    k, v = (jnp.asarray(r.standard_normal((2, 640, 2, 32)), jnp.float32) for _ in range(2))
+    q = jnp.asarray(r.standard_normal((2, 5, 4, 32)), jnp.float32)
+    positions = jnp.asarray([[45], [11]], jnp.int32) + jnp.arange(5, dtype=jnp.int32)
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def attend(on, capacity):
+        table, kv = None, (k[:, :capacity], v[:, :capacity])
+        if page is not None:
+            kv = tuple(x.reshape(-1, page, *x.shape[2:]) for x in kv)
+            table = jnp.arange(len(kv[0]), dtype=jnp.int32).reshape(2, -1)
+        with fixed_sums.fixed_sums(on):
+            return blockwise_attention(q, *kv, positions, table=table)
+
+    want = attend(True, 640)
+    for capacity in (64, 528):
+        np.testing.assert_array_equal(attend(True, capacity), want)
+    np.testing.assert_allclose(want, attend(False, 640), atol=1e-6)

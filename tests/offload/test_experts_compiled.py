@@ -7,7 +7,6 @@ import importlib.metadata
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from tests.helpers import assembling
@@ -37,7 +36,7 @@ from jaxllama.planner.accounting import (  # noqa: E402
     weight_shapes,
     weights_footprint,
 )
-from jaxllama.planner.trial import random_tree  # noqa: E402
+from jaxllama.planner.trial import random_expert  # noqa: E402
 from pallas_kernels import dispatch  # noqa: E402
 from pallas_kernels.architecture import BY_NAME  # noqa: E402
 from pallas_kernels.cpu import CpuWeight, prepare_tree  # noqa: E402
@@ -69,8 +68,7 @@ def layer_of(shape):
     layouts, hot = [], []
     for name in ("experts_gate_up", "experts_down"):
         weight = shapes["mlp"][name]["weight"]
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), weight)
-        laid_out = prepare_tree(jax.tree.map(np.asarray, random_tree(one)))
+        laid_out = prepare_tree(random_expert(weight))
         assert isinstance(laid_out, CpuWeight)  # which the GPU restores
         layouts.append(layout_of(*jax.tree.flatten(laid_out), "gpu"))
         hot.append(jax.tree.map(lambda x: shape(24, *x.shape[1:], dtype=x.dtype), weight))

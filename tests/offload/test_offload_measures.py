@@ -317,9 +317,11 @@ def test_a_long_prefill_is_measured_on_shorter_prompts(seconds, text, prompt, mo
     assert (said in plan.table(found)) == (prompt != 512)
 
 
-@pytest.mark.parametrize("seconds, rounds", [(0.1, 3), (1.0, 3), (3.0, 1)])
-def test_slow_steps_are_not_repeated(monkeypatch, seconds, rounds):
-    """Two runs take 10 steps a round."""
+@pytest.mark.parametrize(
+    "seconds, until, rounds", [(0.1, 60, 3), (1.0, 60, 3), (3.0, 60, 1), (0.1, 0, 1)]
+)
+def test_slow_steps_are_not_repeated(monkeypatch, seconds, until, rounds):
+    """Two runs take 10 steps a round. A calibration that is late repeats none."""
     steps = []
 
     def step(run):
@@ -329,7 +331,9 @@ def test_slow_steps_are_not_repeated(monkeypatch, seconds, rounds):
     monkeypatch.setattr(calibration, "timed_step", step)
     clock = SimpleNamespace(perf_counter=lambda: seconds * len(steps))
     monkeypatch.setattr(calibration, "time", clock)
-    assert calibration._Measure._steps(None, ["a", "b"]) == [seconds, seconds]
+    monkeypatch.setattr(calibration, "PATIENCE", until)
+    measure = calibration._Measure(model_of(128, 1), "float32", None, "float32", 8, print)
+    assert measure._steps(["a", "b"]) == [seconds, seconds]
     assert steps == (5 * ["a"] + 5 * ["b"]) * rounds
 
 

@@ -18,7 +18,7 @@ from tests.helpers.models import FAMILIES, params_of
 
 MIXERS = {"attention": "gqa", "gla": "gla", "gdn": "delta", "kda": "kda"}
 PROMPTS = [tuple(range(1, 41)), (5, 6, 7), tuple(range(9, 30))]
-OPTIONS = {"max_len": 64, "prefill_chunk": 16, "kv_dtype": "float32"}
+OPTIONS = {"max_len": 64, "prefill_chunk": 16}
 
 
 def model(name, deterministic):
@@ -35,13 +35,13 @@ def some(found, rows):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MIXERS)
 def test_the_engine_scores_what_it_sampled_to_the_bit(name):
-    """Any rows, in any order, beside others or alone, in an engine with more slots, with and
-    without the prefix cache."""
+    """Any rows, in any order, beside others or alone, in an engine with more slots and longer
+    chunks, with and without the prefix cache."""
     lm = model(name, True)
     engine = Engine(lm, max_slots=4, **OPTIONS)
     found = jl.rollout(engine, PROMPTS, n=3, max_new_tokens=12, seed=3)
     np.testing.assert_array_equal(jl.rescore(engine, found), found.logprobs)
-    other = Engine(lm, max_slots=32, prefix_cache=False, **OPTIONS)
+    other = Engine(lm, max_slots=40, prefix_cache=False, **{**OPTIONS, "prefill_chunk": 64})
     for rows in ([8, 3, 5, 1, 0, 2, 4, 7, 6], [4], [2, 7]):
         want = found.logprobs[rows]
         for one in (engine, other):

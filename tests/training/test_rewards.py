@@ -270,5 +270,7 @@ def test_the_deterministic_policy_is_the_engine(folder):
     result = train(config_of(folder, rollout=options), folder / "deterministic")
     options["sleep"] = True
     assert numbers(train(config_of(folder, rollout=options), folder / "slept")) == numbers(result)
+    few = {**options, "slots": 3}
+    assert numbers(train(config_of(folder, rollout=few), folder / "few")) == numbers(result)
     assert all(row["gap_max"] == row["gap_kl"] == 0 for row in result.metrics)
     assert all(np.isfinite(row["loss"]) for row in result.metrics)

@@ -164,6 +164,9 @@ def _launches(name: str, program: Computations) -> list[Launch]:
             kernel = step.name.replace(".", "_").replace("-", "_")
             if step.opcode == "custom-call" and step.source.count("/"):
                 kernel = step.source.split("/")[-2]
+            elif step.opcode == "dot":  # a CPU's, of which the trace says no more
+                found_types = (_ARRAY.match(types.get(name, "")) for name in step.operands[:2])
+                kernel = "dot " + " by ".join(f"[{match[2]}]" for match in found_types if match)
             found.append(
                 Launch(step.name, kernel, _moved(step, types, program), *_product(step, types))
             )

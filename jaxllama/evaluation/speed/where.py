@@ -19,8 +19,8 @@ A prefill is the whole program with its first token; a decode step is a turn of 
 graphs stay on (``trace.profiled_graphs``, before jax starts its devices). CUPTI then records one
 turn of a loop and knows the graph only, so kernels are matched to instructions by name and order.
 Library calls within a graph have names of their own, and no bytes here. On a CPU the rows are XLA's
-thunks, whose threads overlap. Shares of the floor are valid there, but sums may exceed the step,
-and the profiler makes short steps longer (``outside`` is then negative).
+thunks, whose threads overlap, and the profiler makes short steps longer. Shares of the floor are
+valid there, but sums may exceed the step, so ``outside`` is None. A product's row has its shapes.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def run(
         "tokens": batch * (1 if phase == "decode" else prompt_tokens),
         "step_us": 1e6 * seconds,
         "call_us": 1e6 * call,
-        "outside_us": 1e6 * seconds - report["kernels_us"] - report["between_us"],
+        "outside_us": None
+        if jax.default_backend() == "cpu"
+        else 1e6 * seconds - report["kernels_us"] - report["between_us"],
         **report,
     }
 
@@ -155,7 +157,7 @@ def account(
     rows: dict[tuple[str, int | None], JsonObject] = {}
     for event, launch in pairs:
         name = _NUMBER.sub("", _SUFFIX.sub("", event.name))
-        if launch is not None and name == "ffi_call":  # a handler, whose event has no name
+        if launch is not None and name in ("ffi_call", "dot"):  # a CPU's events without a name
             name = launch.kernel
         nbytes = None if launch is None else launch.nbytes
         row = rows.setdefault((name, nbytes), {"launches": 0, "us": 0.0, "floor_us": 0.0})
@@ -210,7 +212,8 @@ def table(report: JsonObject) -> str:
     floor = sum(row["floor_us"] for row in report["kernels"])
     lines.append(f"{'kernels':44} {launched:8.4g} {report['kernels_us']:9.1f} {'':9} {floor:9.1f}")
     lines.append(f"{'between kernels':44} {'':8} {report['between_us']:9.1f}")
-    lines.append(f"{'outside of the trace':44} {'':8} {report['outside_us']:9.1f}")
+    if report["outside_us"] is not None:
+        lines.append(f"{'outside of the trace':44} {'':8} {report['outside_us']:9.1f}")
     if report["phase"] == "decode":
         lines.append(f"{'a call, whatever its steps':44} {'':8} {report['call_us']:9.1f}")
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
     rows = joined(rows, lengths, history)                    rows begin
     piece = TokenPiece(*next_piece(cfg, capacity, rows))     each row's newest token
-    rows = append_token(rows, new, scores, ...)              each row's next token
+    rows = append_token(fixed, rows, new, scores, ...)       each row's next token
 
 ``run`` takes the pieces through the layers.
 """
@@ -148,8 +148,9 @@ def next_piece(cfg: ModelConfig, capacity: int, rows: Rows) -> tuple[Tree, ...]:
     return inputs.tokens, lengths, positions, rope, jnp.where(lengths > 0, first, capacity)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def append_token(
+    fixed: bool,
     rows: Rows,
     new: list[jax.Array],
     scores: jax.Array,
@@ -158,12 +159,13 @@ def append_token(
 ) -> Rows:
     """Return the rows with the token that follows ``scores [B, V]``.
 
+    fixed: as for ``drawn_by``.
     new: numbers of tokens ``[B]`` that each piece has added to the caches.
     """
     fields = rows.fields
     fields = fields._replace(length=fields.length + sum(new))
     rows = dataclasses.replace(rows, ints=fields.packed())
-    return append(rows, scores, drawn_by(sampling), stop_ids)[0]
+    return append(rows, scores, drawn_by(sampling, fixed), stop_ids)[0]
 
 
 def read_prompts(

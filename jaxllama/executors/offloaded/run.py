@@ -13,7 +13,7 @@ The prompt of a joining row passes through the model in the other rows' step, an
 weights. For that pass the whole cache of its batch is on the device. It is stored anew afterwards.
 
 A deterministic model's batches always have ``gpu_batch_size`` rows. Their prompts pass through in
-the widths of ``Alone``. The last token is a separate piece, which has a decode step's shape.
+the pieces of ``Alone``. The last token is a separate piece, which has a decode step's shape.
 """
 
 from __future__ import annotations
@@ -202,28 +202,34 @@ class OffloadRun:
 
     def _prompts(self, tokens: jax.Array, lengths: jax.Array) -> list[TokenPiece]:
         """The pieces of prompts ``tokens[B, T]``, ``lengths[B]`` valid."""
+        piece = functools.partial(self._piece, tokens, lengths)
         if self.alone is None:
             chunk = min(self.chunk, tokens.shape[1])
-            widths, end = (chunk,) * -(-tokens.shape[1] // chunk), lengths
-        else:
-            widths, end = self.alone.widths, jnp.maximum(lengths - 1, 0)
-        pieces, first = [], 0
-        for width in widths:
-            part = tokens[:, first : first + width]
-            n_new = jnp.clip(end - first, 0, width)
-            pieces.append(self._piece(part, jnp.minimum(end, first), n_new, lengths, width))
-            first += width
-        if self.alone is not None:
-            newest = jnp.take_along_axis(tokens, end[:, None], axis=1)
-            pieces.append(self._piece(newest, end, jnp.minimum(lengths, 1), lengths, 1))
-        return pieces
+            return [piece(begin, lengths, chunk) for begin in range(0, tokens.shape[1], chunk)]
+        end, whole, pieces = jnp.maximum(lengths - 1, 0), 0, []
+        if self.alone.piece:
+            whole = end // self.alone.piece * self.alone.piece
+            begins = range(0, int(jnp.max(whole)), self.alone.piece)
+            pieces = [piece(begin, whole, self.alone.piece) for begin in begins]
+        if self.alone.last:
+            pieces.append(piece(whole, end, self.alone.last))
+        return [*pieces, piece(end, lengths, 1)]
 
     def _piece(
-        self, tokens: jax.Array, start: jax.Array, lengths: jax.Array, total: jax.Array, width: int
+        self,
+        tokens: jax.Array,
+        total: jax.Array,
+        begin: jax.Array | int,
+        end: jax.Array,
+        width: int,
     ) -> TokenPiece:
-        tokens = jnp.pad(tokens, ((0, 0), (0, width - tokens.shape[1])))
+        """Return ``width`` tokens of each row, from ``begin`` on and before ``end[B]``."""
+        start = jnp.minimum(begin, end)
+        places = start[:, None] + jnp.arange(width, dtype=jnp.int32)
+        part = jnp.take_along_axis(tokens, places, axis=1, mode="fill", fill_value=0)
         positions, rope = programs.positions_of(self.cfg, start, total, width)
-        return TokenPiece(tokens, lengths, positions, rope, of_prompt=True)
+        n_new = jnp.clip(end - start, 0, width)
+        return TokenPiece(part, n_new, positions, rope, of_prompt=True)
 
     # One step
 
@@ -502,7 +508,8 @@ class OffloadRun:
         batch.output = last
         scores = programs.head_logits(self.cfg, weights, last)
         new = [piece.lengths for piece in batch.pieces]
-        batch.rows = append_token(batch.rows, new, scores, batch.sampling, self.stop_ids)
+        fixed = self.cfg.fixed_sums
+        batch.rows = append_token(fixed, batch.rows, new, scores, batch.sampling, self.stop_ids)
 
     def store_cache(self, unit: ModelUnit, index: int, cache: LayerState | None) -> None:
         if not unit.has_cache:

@@ -97,6 +97,17 @@ def test_a_reason_names_the_fact(given, words):
     assert isinstance(found, Reason) and words in found.text
 
 
+def test_codes_take_few_query_rows():
+    q, cache, _ = shapes(64, 1, 20, 8192)
+    codes = jax.eval_shape(functools.partial(in_codes, kind="int8"), cache)
+    with planned_for("NVIDIA H200"):
+        found = plan(q, codes)
+        refused = plan(shapes(64, 1, 32, 8192)[0], codes)
+    assert str(found).startswith("24 query rows of int8, chunks of ")
+    words = "1 tokens of 32 heads; the kernel of codes takes 24 query rows"
+    assert isinstance(refused, Reason) and words in refused.text
+
+
 @pytest.mark.parametrize("batch, n", [(1, 16), (64, 16), (16, 128), (128, 128)])
 @pytest.mark.parametrize("capacity", [8192, 65536])
 def test_a_plan_fills_the_gpu(batch, n, capacity):
@@ -139,7 +150,7 @@ def test_lowers_as_planned(batch, capacity, page):
     assert kernels_in(lowered(f, *given)) == (names if batch == 1 else names[1:])
 
 
-def emulated(seed, chunk, *given, few=False):
+def emulated(seed, chunk, *given, few=False, kind="bfloat16"):
     from pallas_kernels.latent import kernel
     from pallas_kernels.latent.plan import LatentPlan
     from tests.helpers.emulator.launch import emulated
@@ -147,10 +158,12 @@ def emulated(seed, chunk, *given, few=False):
     def form(q, cache, lengths, *, scale, table):
         with emulated(seed):
             rows = q.shape[1] * q.shape[2]
-            plan = LatentPlan(chunk, few, not few and -(-rows // 64) % 2 == 0)
+            codes = "" if kind == "bfloat16" else kind
+            plan = LatentPlan(chunk, few, not few and -(-rows // 64) % 2 == 0, codes)
             return kernel.latent_attention(q, cache, lengths, table, scale=scale, plan=plan)
 
-    check(form, *case(*given, seed=seed))
+    q, cache, lengths, table = case(*given, seed=seed)
+    check(form, q, in_codes(cache, kind), lengths, table)
 
 
 @newest
@@ -168,6 +181,21 @@ def emulated(seed, chunk, *given, few=False):
 )
 def test_kernel_in_any_order(chunk, given):
     emulated(chunk, chunk, *given)
+
+
+@newest
+@pytest.mark.parametrize(
+    "kind, chunk, given",
+    [
+        ("int8", 192, (1, 1, 20, 192)),  # places that are used again
+        ("float8_e4m3fn", 64, (1, 3, 8, 128, 32)),  # several tokens and copies of pages
+        pytest.param("float8_e4m3fn", 384, (3, 1, 16, 384), marks=pytest.mark.slow),
+        pytest.param("int8", 128, (2, 2, 8, 256, 8), marks=pytest.mark.slow),
+        pytest.param("int8", 128, (2, 1, 8, 136, 136), marks=pytest.mark.slow),
+    ],
+)
+def test_codes_in_any_order(kind, chunk, given):
+    emulated(chunk, chunk, *given, few=True, kind=kind)
 
 
 @newest

@@ -1,7 +1,8 @@
 """Latent attention at random shapes beside float64, in the emulator or on a GPU.
 
-Rows and lists of keys, some without any, in pages or not, 1 to 16 tokens a row; and prompts, whose
-heads have 192 and 128 features.  What no token attends to is NaN.  On a GPU a seed has 200 shapes:
+Rows and lists of keys, some without any, in pages or not, 1 to 16 tokens a row, also of codes; and
+prompts, whose heads have 192 and 128 features.  What no token attends to is NaN.  On a GPU a seed
+has 240 shapes:
 
     pytest -m gpu -n 12 --dist=load --seeds 1 --runs FOLDER THIS_FILE
 """
@@ -26,10 +27,10 @@ from pallas_kernels.latent import chosen, plan
 from tests.helpers.emulator.launch import emulated
 from tests.helpers.matmul_cases import newest
 from tests.helpers.op_calls import OpCall
-from tests.helpers.random_calls import draw_latent_prompt, draw_latents
+from tests.helpers.random_calls import draw_latent_codes, draw_latent_prompt, draw_latents
 from tests.helpers.random_runs import run_calls
 
-TESTS, CALLS = 40, 5  # of a seed, and of a test
+TESTS, CALLS = 40, 6  # of a seed, and of a test
 Drawer = Callable[[random.Random], OpCall]
 draw_lists = functools.partial(draw_latents, chosen=True)
 
@@ -65,6 +66,7 @@ def test_random_calls_in_any_order(number):
     draw, rng = random.Random(number), np.random.default_rng(number)
     # More than 16 query rows take the emulator long.
     drawer, few = (draw_lists, draw_latents)[number % 2], number % 4 > 0
+    drawer = draw_latent_codes if number % 5 == 2 else drawer
     while True:
         [call] = drawn(draw, [drawer], 60_000)
         if call.operands[0].shape[0] < 4:
@@ -89,9 +91,10 @@ def test_a_random_prompt():
 
 @pytest.mark.gpu
 def test_random_calls_on_a_gpu(seed_and_part, request):
-    """Two calls over rows, two over lists and a prompt, each of which is compiled."""
+    """Two calls over rows, two over lists, one over codes and a prompt."""
     draw = random.Random(str(seed_and_part))
-    calls = list(drawn(draw, [draw_latents, draw_lists] * 2 + [draw_latent_prompt], 1 << 24))
+    drawers = [draw_latents, draw_lists, draw_latents, draw_lists, draw_latent_codes]
+    calls = list(drawn(draw, [*drawers, draw_latent_prompt], 1 << 24))
     assert len(calls) == CALLS and all(named_plan(call.find()) for call in calls[:-1])
     assert has_cudnn(*calls[-1].operands[1:])
     run_calls(request, seed_and_part, calls)
