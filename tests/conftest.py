@@ -22,8 +22,9 @@ costs nothing), ``jnp.ones``, slices and sums of jax's arrays, ``np.max`` of one
 Each worker collects all files: none calls jax when it is imported, and large libraries that few
 tests need are ``cases.on_demand``.
 jax's compilation cache keeps programs between runs, in ``jaxllama/tests`` of the cache folder, also
-of processes that tests start: a second run takes 40% less CPU time, and a first one 1% more. Optimizing passes and programs shared
-between modules were measured: neither changes the time by more than a few percent.
+of processes that tests start: a second run takes 40% less CPU time, and a first one 1% more.
+Optimizing passes and programs shared between modules were measured: neither changes the time by
+more than a few percent.
 ``PYTHONDONTWRITEBYTECODE`` costs each process 0.4 s.
 """
 

@@ -105,11 +105,11 @@ class Calls:
         histories."""
         options, rows = self._options, []
         for some in newcomers:
-            rows += [*some, *[None] * (options.prefill_rows - len(some))]
+            rows += [*some, *[None] * (options.newcomers - len(some))]
         return device.pack(
             device.make_rows(
                 rows,
-                options.prefill_rows * options.parts,
+                options.newcomers * options.parts,
                 width,
                 options.row_pages,
                 self._cfg.vocab_size,

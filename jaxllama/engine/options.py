@@ -437,6 +437,12 @@ class ResolvedOptions:
                 value = getattr(self, name)
                 raise JaxLlamaError(f"{name} = {getattr(value, 'name', value)}: {why}")
 
+    @property
+    def newcomers(self) -> int:
+        """A part's newcomers in an admission call, which has no sums: also several where prompts
+        are read one by one."""
+        return max(self.prefill_rows, self.max_slots // self.parts // 32)
+
     def rows(self, width: int) -> int:
         """Return the number of a part's prompts in a prefill call of ``width`` tokens a row."""
         return _rows(self.prefill_rows, width, min(self.token_budget, PREFILL_TOKENS))

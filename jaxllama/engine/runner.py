@@ -321,7 +321,7 @@ class Runner:
                 )
             )
             self._told[sequence] = len(held.pages)
-        rows = self.options.prefill_rows
+        rows = self.options.newcomers
         for width, group in _groups(newcomers, lambda new: self._history_width(new.history)):
             for call in self._by_part(group, lambda new: new.slot, rows):
                 packed = self._calls.pack(call, width)

@@ -204,10 +204,14 @@ def test_a_gpu_has_512_tokens_a_pass(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr("jaxllama.engine.options.block_rows", lambda: 512)
 
-    def sizes(slots: int, **options) -> tuple[int, ...]:
+    def resolved(slots: int, **options):
         asked = EngineOptions(slots, deterministic=True, cache_tokens=10**6, max_len=64, **options)
-        return asked.resolve(cfg, jax.numpy.bfloat16).sizes
+        return asked.resolve(cfg, jax.numpy.bfloat16)
 
+    def sizes(slots: int, **options) -> tuple[int, ...]:
+        return resolved(slots, **options).sizes
+
+    assert (resolved(512).prefill_rows, resolved(512).newcomers) == (1, 16)
     assert sizes(4) == (32,) and sizes(512) == (32, 64, 128, 256, 384, 512)
     assert sizes(128, draft="ngram", draft_tokens=3) == (8, 16, 64, 128)
     with pytest.raises(JaxLlamaError, match="max_slots = 513: a deterministic engine computes at"):
