@@ -37,7 +37,8 @@ def fixed(family: str, scheme: str | None = None, adapted: bool = False) -> Lang
     cfg = cfg if scheme is None else cfg.replace(d_ff=64)  # groups of 32 divide it
     params = params_of(cfg, dtype="bfloat16" if scheme == "bfloat16" else "float32")
     if scheme not in (None, "bfloat16"):
-        params = jl.quantize_params(params, scheme)
+        # No group of 4-bit codes divides the heads of qwen3.5.
+        params = jl.quantize_params(params, scheme.replace("w4a16", "w4a16,o=w8a16"))
     names = ADAPTERS[1:] if adapted else ()
     if adapted:
         factors = [lora_cases.factors(cfg, seed) for seed in (1, 2)]
