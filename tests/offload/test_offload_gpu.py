@@ -14,7 +14,9 @@ import pytest
 
 from jaxllama.config import ExpertsConfig
 from jaxllama.executors.offloaded.executor import SCHEME
+from jaxllama.executors.offloaded.experts import streams
 from jaxllama.language_model import LanguageModel
+from jaxllama.offload import experts as placed
 from jaxllama.offload.experts import fetched, layout_of, pack
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import Store
@@ -110,3 +112,26 @@ def test_experts_that_the_gpu_reads_from_the_host(tmp_path, scheme):
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         one, other = (np.asarray(x.astype(jnp.float32)) for x in (one, other))
         np.testing.assert_array_equal(one[[0, 2]], other[[1, 3]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", [None, "mxfp4"])
+def test_slots_that_learn_and_streamed_prompts_change_no_tokens(tmp_path, monkeypatch, scheme):
+    """A GPU takes both forms by default once this has passed on one: ``offload.experts.RUN_ON``."""
+    monkeypatch.setattr(placed, "RUN_ON", ("cpu", "gpu"))
+    cfg = CFG.replace(experts=ExpertsConfig(16, 2, 256, bias=True, router_bias=True))
+    params = params_of(cfg, dtype="float32")
+    params = params if scheme is None else quantize_params(params, scheme)
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, cfg.vocab_size, n).tolist() for n in (3, 40, 40)]
+    assert streams(cfg.layers[0], 40) and not streams(cfg.layers[0], 3)
+    expected = None
+    for text in ("100/0", "25/75", "0/100", "25/75 gpu_batch_size=2 num_gpu_batches=2"):
+        place = Placement(
+            Policy.parse(f"{RESIDENT} experts={text}"), jnp.float32, directory=tmp_path
+        )
+        model = place.model(cfg, place.tree(jax.tree.map(np.asarray, params)), None)
+        for _ in range(3):  # of three states of the slots
+            found = [out.tokens for out in model.generate(rows, NEW)]
+            expected = expected or found
+            assert found == expected, text
