@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.latent.decode_program import HALF, LATENT, ROPE, TILE
-from pallas_kernels.latent.few_program import BY_TOKEN, STAGES, FewBlock, slot_of
+from pallas_kernels.latent.few_program import BY_TOKEN, STAGES, FilledBlock, slot_of
 from pallas_kernels.launch import REF, inline
 from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.many_rows.pipeline import tiled, warpgroup_barrier
@@ -84,22 +84,13 @@ def _floats_arrived():
     p.copies_wait(0)
 
 
-class CodesBlock(FewBlock):
+class CodesBlock(FilledBlock):
     """The program of two warpgroups: all query rows of a row of the batch, over a chunk."""
 
-    def attend(self) -> None:
-        warpgroup = lax.axis_index("warpgroup")
-        pl.when(warpgroup == 0)(super().attend)
-        pl.when(warpgroup == 1)(self.fill)
+    name = "latent_codes_kernel"
+    reduction_bytes = 2048  # codes leave less than others
 
     # --- the first warpgroup ---
-
-    def begin(self) -> None:
-        plgpu.copy_gmem_to_smem(self.gmem.q.at[self.row], self.smem.q, self.barrier.q_full)
-        plgpu.barrier_wait(self.barrier.q_full)
-
-    def release(self, i) -> None:
-        plgpu.barrier_arrive(self.barrier.free.at[slot_of(i)])
 
     def scores(self, i, tile):
         def multiply(keys, column: int, width: int, start):

@@ -112,7 +112,14 @@ def scalar(x, i: int):
 
 
 class LatentBlock:
-    """What both warpgroups of a block know: the block's place, its tokens and its copies."""
+    """What both warpgroups of a block know: the block's place, its tokens and its copies.
+
+    reduction_bytes: for sums over warps.  The program for 64 rows sums over lanes of a warp.
+    """
+
+    name = "latent_attention_kernel"
+    warpgroups: int | None = 2
+    reduction_bytes = 0
 
     def __init__(self, gmem, smem, barrier, facts: Facts, round_tokens: int = ROUND):
         self.gmem, self.smem, self.barrier, self.facts = gmem, smem, barrier, facts

@@ -71,6 +71,8 @@ def _write_stats(facts: Facts):
 class FewBlock(LatentBlock):
     """The program of a warpgroup: all query rows of a row of the batch, over a chunk."""
 
+    warpgroups, reduction_bytes = None, 4096
+
     def __init__(self, gmem, smem, barrier, facts: Facts):
         super().__init__(gmem, smem, barrier, facts, round_tokens=TILE)
         self.width = facts.rows
@@ -209,25 +211,39 @@ def _arrived(pending: int):
     return wait
 
 
-class ChosenBlock(FewBlock):
+class FilledBlock(FewBlock):
+    """The program beside a second warpgroup, which fills the places of tiles (``fill``)."""
+
+    warpgroups = 2
+
+    def attend(self) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        pl.when(warpgroup == 0)(super().attend)
+        pl.when(warpgroup == 1)(self.fill)
+
+    def begin(self) -> None:
+        plgpu.copy_gmem_to_smem(self.gmem.q.at[self.row], self.smem.q, self.barrier.q_full)
+        plgpu.barrier_wait(self.barrier.q_full)
+
+    def release(self, i) -> None:
+        plgpu.barrier_arrive(self.barrier.free.at[slot_of(i)])
+
+    def fill(self) -> None:
+        raise NotImplementedError
+
+
+class ChosenBlock(FilledBlock):
     """The program of two warpgroups: all query rows of a token over a chunk of its list."""
+
+    name = "chosen_latents_kernel"
 
     def seen(self, token: int):
         del token
         return jnp.int32(self.facts.capacity)
 
-    def attend(self) -> None:
-        warpgroup = lax.axis_index("warpgroup")
-        pl.when(warpgroup == 0)(super().attend)
-        pl.when(warpgroup == 1)(self.gather)
-
     def begin(self) -> None:
-        plgpu.copy_gmem_to_smem(self.gmem.q.at[self.row], self.smem.q, self.barrier.q_full)
-        plgpu.barrier_wait(self.barrier.q_full)
+        super().begin()
         plgpu.barrier_wait(self.barrier.listed)
-
-    def release(self, i) -> None:
-        plgpu.barrier_arrive(self.barrier.free.at[slot_of(i)])
 
     def places(self, i):
         return self.smem.chosen.at[i]
@@ -237,7 +253,7 @@ class ChosenBlock(FewBlock):
         place = plgpu.load(self.places(i), layout=BY_TOKEN, optimized=False)
         return lax.broadcast_in_dim(place, (TILE, self.width), [0]) >= 0
 
-    def gather(self) -> None:
+    def fill(self) -> None:
         """Keep the places of tiles full, a tile ahead of the one that is announced."""
         tiles = self.facts.chunk // TILE
         chosen = self.gmem.chosen.at[self.row, pl.ds(self.first // TILE, tiles)]

@@ -30,8 +30,6 @@ from pallas_kernels.launch import Views, launch
 from pallas_kernels.matmul.many_rows.pipeline import tiled
 from pallas_kernels.ptx import LOG2E
 
-_NAMES = {ChosenBlock: "chosen_latents_kernel", CodesBlock: "latent_codes_kernel"}
-
 
 @functools.partial(jax.jit, static_argnames=("scale", "plan"))
 def latent_attention(
@@ -122,17 +120,12 @@ def _launch(
         body,
         operands,
         {"out": out, "stats": None if splits == 1 else stats},
-        name=_NAMES.get(block, "latent_attention_kernel"),
+        name=block.name,
         grid=parts * facts.tiles // (1 + facts.paired),
         cluster=1 + facts.paired,
-        warpgroups=None if block is FewBlock else 2,
+        warpgroups=block.warpgroups,
         approx_math=True,
-        # The program for 64 rows sums over lanes of a warp.  Codes leave less than others.
-        reduction_scratch_bytes=0
-        if block is LatentBlock
-        else 2048
-        if block is CodesBlock
-        else 4096,
+        reduction_scratch_bytes=block.reduction_bytes,
         scratch=_scratch(block, dtype, facts),
     )
     if splits == 1:
@@ -189,7 +182,7 @@ def _few_scratch(block: type[LatentBlock], out_dtype, facts: Facts) -> dict[str,
     bf16 = functools.partial(_tiles, jnp.bfloat16)
     has_list, has_codes = block is ChosenBlock, block is CodesBlock
     held = LATENT if has_codes else WIDTH
-    # Of codes a warpgroup fills a tile beside the copies of the turning parts.
+    # A warpgroup fills a tile of codes, beside the copies of the turning parts.
     arrivals = 1 + facts.copies if has_codes else facts.copies
     runs = plgpu.SMEM((RING, 2, RUN, HALF), facts.codes) if has_codes else None
     of_run = plgpu.Barrier(num_arrivals=2 * max(1, RUN // facts.run), num_barriers=RING)
