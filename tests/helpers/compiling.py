@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 # No LLVM optimization, and no threads for a module's parts.  jaxlib 0.10 may also do without the
 # emitters of fusions (MLIR), which are two thirds of its compile time; newer ones have no others,
@@ -22,3 +27,17 @@ def environment(n_devices: int = 1) -> dict[str, str]:
     """The environment of a child process that has CPU devices alone, this many."""
     flags = f"{SOON} --xla_force_host_platform_device_count={n_devices}"
     return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+
+
+def results_of(helper: str, *arguments: str) -> list[Any]:
+    """Return the JSON lines of ``tests.helpers.HELPER``, which runs with 8 CPU devices."""
+    run = subprocess.run(
+        [sys.executable, "-m", f"tests.helpers.{helper}", *arguments],
+        cwd=Path(__file__).parents[2],
+        env=environment(8),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return [json.loads(line) for line in run.stdout.splitlines()]

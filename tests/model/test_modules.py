@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -43,7 +39,7 @@ from jaxllama.modules import (
 from pallas_kernels.operands import Columns
 from pallas_kernels.qtensor import QTensor
 from tests.helpers.arrays import as_jax
-from tests.helpers.compiling import environment
+from tests.helpers.compiling import results_of
 from tests.helpers.models import DELTA, FAMILIES, GLA, LLAMA, params_of, relative_error, tokens_of
 
 KINDS = ("gla", "attention", "delta", "short_conv", "latent")
@@ -362,17 +358,7 @@ def test_the_axes_are_those_of_sharded_parameters(name):
 @pytest.mark.slow
 def test_a_mesh_takes_the_model_by_its_metadata():
     """Eight devices in a process of its own: each has its share, and XLA partitions the layers."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.modules_child"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment(8),
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    for line in run.stdout.splitlines():
-        said = json.loads(line)
+    for said in results_of("modules_child"):
         assert said["error"] < 1e-5 and said["size"] > 0.1
         assert said["parts"] == [1, 8]
 

@@ -5,21 +5,14 @@ The comparisons run in a child process with 8 CPU devices (``exchange_child``).
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from jaxllama.config import ExpertsConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.split import check_groups, local_config
-from tests.helpers.compiling import environment
+from tests.helpers.compiling import results_of
 from tests.helpers.models import LLAMA
 
-ROOT = Path(__file__).parents[2]
-CHILD = (sys.executable, "-m", "tests.helpers.exchange_child")
 MIXTURE = LLAMA.replace(experts=ExpertsConfig(6, 2, 32))
 FULL = [
     "float32:1x8x1:8",
@@ -32,11 +25,8 @@ FULL = [
 
 
 def result_of(name: str) -> dict:
-    run = subprocess.run(
-        [*CHILD, name], cwd=ROOT, capture_output=True, text=True, check=False, env=environment(8)
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout)
+    [result] = results_of("exchange_child", name)
+    return result
 
 
 def check(name: str) -> None:

@@ -5,11 +5,8 @@ The models run in a child process with 8 CPU devices (``mixture_mesh_child``).
 
 from __future__ import annotations
 
-import json
+import functools
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +24,9 @@ from jaxllama.parallel.mesh import AXES
 from jaxllama.quantization import random_params
 from jaxllama.quantization.random_params import _alike
 from jaxllama.typing import Tree
-from tests.helpers.compiling import environment
+from tests.helpers.compiling import results_of
 from tests.helpers.models import LATENT, LLAMA
 
-ROOT = Path(__file__).parents[2]
 # Devices that divide the rows, the experts, and the heads.
 MESHES = {
     "model=2": (1, 2, 2),
@@ -57,17 +53,7 @@ DEEPSEEK_V3 = LATENT.replace(
 )
 
 
-def lines(*arguments: str) -> list[dict]:
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.mixture_mesh_child", *arguments],
-        cwd=ROOT,
-        env=environment(8),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return [json.loads(line) for line in run.stdout.splitlines()]
+lines = functools.partial(results_of, "mixture_mesh_child")
 
 
 @pytest.mark.slow

@@ -36,12 +36,11 @@ from jaxllama.model.split import (
 from jaxllama.parallel import mesh as parallel
 from jaxllama.parallel.hosts import join
 from pallas_kernels.qtensor import QTensor
-from tests.helpers.compiling import environment
+from tests.helpers.compiling import environment, results_of
 from tests.helpers.models import FAMILIES, LLAMA
 from tests.helpers.seeded import seeded_params
 
 ROOT = Path(__file__).parents[2]
-CHILD = (sys.executable, "-m", "tests.helpers.parallel_child")
 LATENT = ("q_a", "kv_a", "kv_norm")  # what all heads share
 GEMMA4 = ("table", "project", "gate", "out", "scale", "mixer_out_norm", "mlp_out_norm")
 LOGPROB_BOUND = {"bfloat16": 0.1, "w8a8": 1e-4, "w4a8": 1e-4}
@@ -85,11 +84,7 @@ FULL = [
 
 def child(*names: str) -> dict[str, dict]:
     """The results of a child process by case."""
-    run = subprocess.run(
-        [*CHILD, *names], cwd=ROOT, capture_output=True, text=True, check=False, env=environment(8)
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    results = [json.loads(line) for line in run.stdout.splitlines()]
+    results = results_of("parallel_child", *names)
     return {result.pop("case"): result for result in results}
 
 

@@ -6,11 +6,6 @@ by what reordered float32 sums leave, and with a quantized cache by a code that 
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,12 +23,10 @@ from jaxllama.parallel.sequence import (
     piece_width,
     sequence_shards,
 )
-from tests.helpers.compiling import environment
+from tests.helpers.compiling import results_of
 from tests.helpers.models import LLAMA
 from tests.helpers.seeded import seeded_params
 
-ROOT = Path(__file__).parents[2]
-CHILD = (sys.executable, "-m", "tests.helpers.sequence_child")
 BOUND = {"float32": 1e-5, "prompt": 1e-5, "int8": 0.02, "int4": 0.2}
 FULL = [
     "gqa:4x1",
@@ -59,11 +52,7 @@ FULL = [
 
 
 def result_of(name: str) -> dict:
-    run = subprocess.run(
-        [*CHILD, name], cwd=ROOT, capture_output=True, text=True, check=False, env=environment(8)
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    result = json.loads(run.stdout)
+    [result] = results_of("sequence_child", name)
     assert result["is_cut"], "the devices did not share the prompt"
     return result
 
