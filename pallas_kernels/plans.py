@@ -33,7 +33,7 @@ from pallas_kernels.experts import summed_plan
 from pallas_kernels.experts.best import MOST as MOST_SCORES
 from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, Tile, TokenTile
 from pallas_kernels.experts.plan import MOST_PAIRS, row_plan
-from pallas_kernels.experts.route_plan import BLOCKS, WARPS, BestPlan, RoutePlan
+from pallas_kernels.experts.route_plan import BLOCKS, WARPS, BestPlan, RoutePlan, SigmoidRoutePlan
 from pallas_kernels.experts.summed_plan import GroupedSumPlan
 from pallas_kernels.latent import plan as latent
 from pallas_kernels.latent.chosen import ChosenPlan
@@ -109,8 +109,8 @@ def _best() -> Sequence[Plan]:
 
 
 def _norm_and_route() -> Sequence[Plan]:
-    sizes = (BLOCKS * rows for rows in range(1, WARPS + 1))
-    return _classes(RoutePlan(1, n, 1024) for n in sizes) if gpu().clusters else []
+    kinds = itertools.product((RoutePlan, SigmoidRoutePlan), range(1, WARPS + 1))
+    return _classes(kind(1, BLOCKS * rows, 1024) for kind, rows in kinds) if gpu().clusters else []
 
 
 # --- attention ------------------------------------------------------------------------------------

@@ -222,33 +222,41 @@ def grouped(
     return OpCall("grouped_matmul", find, run, operands, values, check)
 
 
-def route(tokens: int, width: int, n: int, k: int, normalize: bool) -> OpCall:
+def route(
+    tokens: int, width: int, n: int, k: int, normalize: bool, sigmoid: bool = False
+) -> OpCall:
+    """sigmoid: scores are sigmoids, with a bias of the choice."""
     x, router = S((tokens, width), BF16), S((n, width), BF16)
-    find = functools.partial(route_plan, x, router, RouteStatic(k, normalize, 1.0, 1e-6))
+    static = RouteStatic(k, normalize, 1.0, 1e-6, sigmoid)
+    find = functools.partial(route_plan, x, router, static)
 
-    def run(x: Any, gamma: Any, router: Any, implementation: Any) -> Any:
-        how = {"k": k, "normalize": normalize, "implementation": implementation}
-        return norm_and_route(x, (gamma, 1e-6), router, None, **how)
+    def run(x: Any, gamma: Any, router: Any, *choice_bias: Any, implementation: Any) -> Any:
+        how = {"k": k, "normalize": normalize, "sigmoid": sigmoid}
+        how |= {"implementation": implementation}
+        return norm_and_route(x, (gamma, 1e-6), router, None, *choice_bias, **how)
 
     def values(rng: Rng) -> tuple[Any, ...]:
         gamma = 1 + 0.1 * rng.standard_normal(width)
-        return normal(rng, x), as_jax(gamma, BF16), normal(rng, router, width**-0.5)
+        given = normal(rng, x), as_jax(gamma, BF16), normal(rng, router, width**-0.5)
+        return (*given, as_jax(rng.standard_normal(n), F32)) if sigmoid else given
 
     def check(out: Any, operands: tuple[Any, ...], rng: Rng) -> float:
-        (y, experts, weights), (x, gamma, router) = out, operands
+        (y, experts, weights), (x, gamma, router, *choice_bias) = out, operands
         floats = wide(x)
         normed = floats / np.sqrt(np.mean(floats**2, -1, keepdims=True) + 1e-6) * wide(gamma)
         logits = wide(y) @ wide(router).T
-        # Logits that are equal to float32 may come in either order.
-        found = np.take_along_axis(logits, np.asarray(experts), -1)
-        np.testing.assert_allclose(found, -np.sort(-logits, -1)[:, :k], rtol=0, atol=1e-4)
+        powers = 1 / (1 + np.exp(-logits)) if sigmoid else np.exp(logits)
+        by = powers + np.asarray(choice_bias[0]) if sigmoid else logits
+        # Scores that are equal to float32 may come in either order.
+        found, shares = (np.take_along_axis(v, np.asarray(experts), -1) for v in (by, powers))
+        np.testing.assert_allclose(found, -np.sort(-by, -1)[:, :k], rtol=0, atol=1e-4)
         assert all(len(set(row)) == k for row in np.asarray(experts).tolist())
-        powers = np.exp(logits)
-        shares = np.exp(found) / (np.exp(found) if normalize else powers).sum(-1, keepdims=True)
+        if normalize or not sigmoid:
+            shares = shares / (shares if normalize else powers).sum(-1, keepdims=True)
         np.testing.assert_allclose(wide(weights), shares, rtol=1e-3)
         return near(y, normed)
 
-    operands = x, S((width,), BF16), router
+    operands = x, S((width,), BF16), router, *[S((n,), F32)] * sigmoid
     return OpCall("norm_and_route", find, run, operands, values, check)
 
 

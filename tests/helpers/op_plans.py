@@ -148,7 +148,8 @@ def _route() -> Iterator[OpCall]:
         (1, 64, 64, 8),
         (8, 1000, 509, 8),
     ):
-        yield route(tokens, width, n, k, tokens == 1)
+        for sigmoid in (False, True):
+            yield route(tokens, width, n, k, tokens == 1, sigmoid)
 
 
 # Capacities of one round of a block's warps, and odd ones.

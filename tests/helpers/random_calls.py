@@ -62,7 +62,8 @@ def draw_route(draw: random.Random) -> OpCall:
     width, _, n, k = draw.choice(MIXTURES)
     if draw.random() < 0.3:
         width, n = 8 * draw.randint(8, 1000), draw.randint(k, 512)
-    return op_calls.route(draw.choice((1, 1, 2, 3, 8)), width, n, k, draw.random() < 0.5)
+    tokens = draw.choice((1, 1, 2, 3, 8))
+    return op_calls.route(tokens, width, n, k, draw.random() < 0.5, draw.random() < 0.5)
 
 
 def draw_best(draw: random.Random) -> OpCall:

@@ -139,7 +139,7 @@ def heads_of(cfg: LatentAttentionConfig, p: Params, projected: Sequence[Columns]
         if cfg.indexer is not None:
             q_low = rms_norm(q, scale, cfg.norm_eps)
             index = indexer.heads_of(cfg.indexer, p, q_low, *of_index)
-        q = linear_of_norm(q, scale, cfg.norm_eps, p["q"])
+        q = linear_of_norm(projected[0], scale, cfg.norm_eps, p["q"])
     low, key = jnp.split(down, (cfg.kv_rank,), axis=-1)
     low = rms_norm(low, p["kv_norm"]["weight"], cfg.norm_eps)
     q = q.reshape(*q.shape[:-1], cfg.n_heads, cfg.head_dim)
