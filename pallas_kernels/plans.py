@@ -37,6 +37,7 @@ from pallas_kernels.experts.route_plan import BLOCKS, WARPS, BestPlan, RoutePlan
 from pallas_kernels.experts.summed_plan import GroupedSumPlan
 from pallas_kernels.latent import plan as latent
 from pallas_kernels.latent.chosen import ChosenPlan
+from pallas_kernels.latent.step import LatentStepPlan
 from pallas_kernels.matmul.few_rows.plan import row_plans, tile_plans
 from pallas_kernels.matmul.many_rows.plan import (
     WeightTile,
@@ -156,9 +157,8 @@ def _latent_attention() -> Sequence[latent.LatentPlan]:
     return found if gpu().wgmma else []
 
 
-def _chosen_latent_attention() -> Sequence[Plan]:
-    plans = (plan for plan in _latent_attention() if not plan.codes)
-    return [ChosenPlan(plan) for plan in plans]
+def _over_latents(kind: Callable[[latent.LatentPlan], Plan]) -> Sequence[Plan]:
+    return [kind(plan) for plan in _latent_attention() if not plan.codes]
 
 
 # --- recurrences ----------------------------------------------------------------------------------
@@ -225,7 +225,8 @@ OPS: dict[str, Callable[[], Sequence[Plan]]] = {
     "norm_and_route": _norm_and_route,
     "decode_attention": _decode_attention,
     "latent_attention": _latent_attention,
-    "chosen_latent_attention": _chosen_latent_attention,
+    "chosen_latent_attention": lambda: _over_latents(ChosenPlan),
+    "latent_step": lambda: _over_latents(LatentStepPlan),
     "rope_and_attend": lambda: _classes(_direct()),
     "rope_and_write": lambda: [RopeCachePlan()],
     "gla": _gla,

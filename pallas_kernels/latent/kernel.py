@@ -30,6 +30,8 @@ from pallas_kernels.launch import Views, launch
 from pallas_kernels.matmul.many_rows.pipeline import tiled
 from pallas_kernels.ptx import LOG2E
 
+Parts = tuple[jax.Array, jax.Array | None]  # sums ``[B, chunks, rows, 512]``, and (maximum, sum)s
+
 
 @functools.partial(jax.jit, static_argnames=("scale", "plan"))
 def latent_attention(
@@ -42,8 +44,25 @@ def latent_attention(
     plan: LatentPlan,
 ) -> jax.Array:
     """``q [B, T, N, 576]``, ``lengths [B, T]`` -> ``[B, T, N, 512]``; see ``latent.op``."""
-    batch, tokens, n, _ = q.shape
+    n = q.shape[2]
     q = _filled_heads(q)
+    parts = attended_chunks(q, cache, lengths, table, scale=scale, plan=plan)
+    out = _merged(*parts, lengths, capacity=capacity_of(cache, table), chunk=plan.chunk)
+    return out.reshape(*q.shape[:3], LATENT)[:, :, :n]
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "plan"))
+def attended_chunks(
+    q: jax.Array,
+    cache: jax.Array | LatentCodes,
+    lengths: jax.Array,
+    table: jax.Array | None,
+    *,
+    scale: float,
+    plan: LatentPlan,
+) -> Parts:
+    """Return the chunks' sums of latents for ``q [B, T, N, 576]``, N a multiple of 8."""
+    batch, tokens = q.shape[:2]
     heads, capacity = q.shape[2], capacity_of(cache, table)
     codes = isinstance(cache, LatentCodes)
     page = pool = 0
@@ -74,8 +93,7 @@ def latent_attention(
         held = {"codes": cache.low.q, "scales": cache.low.scale[..., 0], "rope": cache.rope}
         operands |= held
     block = CodesBlock if codes else FewBlock if plan.few else LatentBlock
-    out = _launch(block, facts, operands, lengths)
-    return out.reshape(batch, tokens, heads, LATENT)[:, :, :n]
+    return _launch(block, facts, operands)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "plan"))
@@ -92,8 +110,8 @@ def chosen_attention(
     operands = {"q": q, "cache": cache, "chosen": chosen.reshape(batch, -1, TILE)}
     # A row whose list is empty has zeros.
     lengths = jnp.where(jnp.any(chosen >= 0, axis=1), chosen.shape[1], 0).astype(jnp.int32)
-    out = _launch(ChosenBlock, facts, operands, lengths)
-    return out[:, :n]
+    parts = _launch(ChosenBlock, facts, operands)
+    return _merged(*parts, lengths, capacity=facts.capacity, chunk=facts.chunk)[:, :n]
 
 
 def _filled_heads(q: jax.Array) -> jax.Array:
@@ -101,10 +119,8 @@ def _filled_heads(q: jax.Array) -> jax.Array:
     return jnp.pad(q, (*((0, 0),) * (q.ndim - 2), (0, -q.shape[-2] % ROWS), (0, 0)))
 
 
-def _launch(
-    block: type[LatentBlock], facts: Facts, operands: dict[str, jax.Array | None], seen: jax.Array
-) -> jax.Array:
-    """Return ``[B, rows, 512]``; seen: int32 ``[B]`` or ``[B, T]``, the keys of each token."""
+def _launch(block: type[LatentBlock], facts: Facts, operands: dict[str, jax.Array | None]) -> Parts:
+    """Return ``[B, chunks, rows, 512]``, and each chunk's maximum and sum if there are several."""
     q = operands["q"]
     assert q is not None
     assert facts.tiles % (1 + facts.paired) == 0, facts
@@ -128,17 +144,25 @@ def _launch(
         reduction_scratch_bytes=block.reduction_bytes,
         scratch=_scratch(block, dtype, facts),
     )
-    if splits == 1:
-        return out
+    parts = out.reshape(len(q), splits, facts.rows, LATENT)
+    return parts, None if splits == 1 else stats.reshape(len(q), splits, facts.rows, 2)
+
+
+def _merged(
+    parts: jax.Array, stats: jax.Array | None, seen: jax.Array, *, capacity: int, chunk: int
+) -> jax.Array:
+    """Return ``[B, rows, 512]``; seen: int32 ``[B]`` or ``[B, T]``, the keys of each token."""
+    if stats is None:
+        return parts[:, 0]
     return merge_chunks(
-        out.reshape(len(q), splits, facts.rows, LATENT),
-        stats.reshape(len(q), splits, facts.rows, 2),
+        parts,
+        stats,
         seen,
-        capacity=facts.capacity,
-        chunk=facts.chunk,
+        capacity=capacity,
+        chunk=chunk,
         window=None,
         rotated=False,
-        out_dtype=q.dtype,
+        out_dtype=jnp.dtype(jnp.bfloat16),
     )
 
 

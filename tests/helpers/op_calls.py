@@ -37,6 +37,7 @@ from pallas_kernels.gla import kernel as gla_kernel
 from pallas_kernels.gla import step_kernel as gla_step_kernel
 from pallas_kernels.latent import chosen
 from pallas_kernels.latent import op as latent
+from pallas_kernels.latent import step as step_op
 from pallas_kernels.matmul import gated
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.recurrence.op import Heads
@@ -418,6 +419,91 @@ def latents(
 
     name = "chosen_latent_attention" if places else "latent_attention"
     return OpCall(name, find, run, (q, cache, seen, table), values, check)
+
+
+def latent_step(batch: int, n: int, still: int, d_v: int, capacity: int, page: int = 0) -> OpCall:
+    """A step's latent attention; the entry stands behind 40 other columns.  Row 1 has no token."""
+    start, rank, r, eps = 40, 512, 64, 1e-5
+    pool = (2 * batch * capacity // page + 3, page) if page else (batch, capacity)
+    x = step_op.LatentStep(
+        S((batch, n, still + r), BF16),
+        S((batch, start + rank + r + 8), BF16),
+        S((rank,), BF16),
+        *[S((batch, r // 2), F32)] * 2,
+        S((*pool, 1, rank + r), BF16),
+        *[S((batch,), INT32)] * 2,
+        S((batch, capacity // page), INT32) if page else None,
+        S((n, still + d_v, rank), BF16),
+    )
+
+    def run(*operands: Any, implementation: Any) -> Any:
+        given = step_op.LatentStep(*operands)
+        return step_op.latent_step(given, start=start, eps=eps, implementation=implementation)
+
+    def values(rng: Rng) -> tuple[Any, ...]:
+        places = rng.integers(0, capacity, batch)
+        places[0], is_new = capacity - 1, np.arange(batch) != 1
+        angles = rng.uniform(0, 6, (batch, r // 2))
+        entries = np.array(normal(rng, S((batch, capacity, rank + r), BF16)))
+        for row, place in enumerate(places):
+            entries[row, place:] = np.nan
+        pages, held = None, entries
+        if page:
+            at, held = (
+                rng.permutation(pool[0])[: batch * capacity // page],
+                np.full((*pool, rank + r), np.nan, BF16),
+            )
+            held[at] = entries.reshape(-1, page, rank + r)
+            pages = as_jax(at.reshape(batch, -1), INT32)
+        return (
+            normal(rng, x.q),
+            normal(rng, x.entry),
+            as_jax(1 + 0.1 * rng.standard_normal(rank), BF16),
+            as_jax(np.cos(angles), F32),
+            as_jax(np.sin(angles), F32),
+            as_jax(held[:, :, None]),
+            as_jax(np.where(is_new, places, capacity), INT32),
+            as_jax(np.where(is_new, places + 1, 0), INT32),
+            pages,
+            normal(rng, x.up, rank**-0.5),
+        )
+
+    def check(out: Any, operands: tuple[Any, ...], rng: Rng) -> float:
+        (heads, cache), given = out, step_op.LatentStep(*operands)
+        cos, sin = wide(given.cos), wide(given.sin)
+
+        def turned(v: np.ndarray, row: int) -> np.ndarray:
+            a, b = np.split(v, 2, -1)
+            c, s = cos[row], sin[row]
+            return np.concatenate([a * c - b * s, b * c + a * s], -1)
+
+        got, want = [], []
+        before, after = wide(given.cache), wide(cache)
+        for row, seen in enumerate(np.asarray(given.lengths)):
+            flat = (np.arange(len(before)) == row).nonzero()[0] if not page else given.table[row]
+            keys = after[np.asarray(flat)].reshape(-1, rank + r)
+            new = wide(given.entry)[row, start:][: rank + r]
+            low = new[:rank] / np.sqrt(np.mean(new[:rank] ** 2) + eps) * wide(given.gamma)
+            if seen:
+                entry = np.concatenate([low, turned(new[rank:], row)])
+                np.testing.assert_allclose(keys[seen - 1], entry, rtol=1e-2, atol=1e-2)
+                place = (
+                    (row, seen - 1) if not page else (flat[(seen - 1) // page], (seen - 1) % page)
+                )
+                before[place] = after[place]
+            q, up = wide(given.q)[row], wide(given.up)
+            both = np.einsum("nd,ndr->nr", q[:, :still], up[:, :still])
+            both = (
+                np.concatenate([both, turned(q[:, still:], row)], -1) * (576 / (still + r)) ** 0.5
+            )
+            sums = _attended(both, keys[:seen], keys[:seen], int(seen), None)[:, :rank]
+            want.append(np.einsum("nr,nvr->nv", sums, up[:, still:]))
+            got.append(wide(heads[row]))
+        np.testing.assert_array_equal(before, after)  # nothing else was written
+        return near(np.stack(got), np.stack(want))
+
+    find = functools.partial(step_op.step_plan, x)
+    return OpCall("latent_step", find, run, tuple(x), values, check)
 
 
 def latent_prompt(batch: int, tokens: int, n: int) -> OpCall:

@@ -40,6 +40,7 @@ from tests.helpers.op_calls import (
     gated_product,
     grouped,
     largest,
+    latent_step,
     latents,
     rope_attend,
     rope_write,
@@ -188,6 +189,12 @@ def _latents(places: tuple[int, int] = (0, 0)) -> Iterator[OpCall]:
         yield latents(3, 3, 5, 448, 32, kind=kind)
 
 
+def _latent_step() -> Iterator[OpCall]:
+    for small, odd in ((8, 13), (24, 20), (72, 128)):
+        yield latent_step(1, small, 64, 64, 128)
+        yield latent_step(3, odd, 192, 256, 448, 32)
+
+
 def _rope_attend() -> Iterator[OpCall]:
     capacities = 64, 100, *_ROUNDS, 2048, 3000, 4096
     shapes = itertools.product((1, 2), capacities, _N_KV, (64, 256), (1, 5, 8))
@@ -261,6 +268,7 @@ _LISTS: dict[str, Callable[[], Iterator[OpCall]]] = {
     "best": _best,
     "latent_attention": _latents,
     "chosen_latent_attention": functools.partial(_latents, (64, 200)),
+    "latent_step": _latent_step,
     "rope_and_write": _rope_write,
     "gla": _gla,
     "gated_delta": _delta,

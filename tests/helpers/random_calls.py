@@ -116,6 +116,15 @@ def draw_latents(draw: random.Random, chosen: bool = False) -> OpCall:
     )
 
 
+def draw_latent_step(draw: random.Random) -> OpCall:
+    n, still, d_v = draw.choice(((20, 192, 256), (16, 128, 128), (128, 128, 128), (64, 192, 256)))
+    if draw.random() < 0.3:
+        n, still, d_v = draw.randint(1, 140), 64 * draw.randint(1, 4), 64 * draw.randint(1, 4)
+    page = draw.choice((0, 16, 32, 64))
+    capacity = 64 * draw.choice((2, 3, 8, 32, 128))
+    return op_calls.latent_step(draw.choice((1, 1, 2, 3, 8)), n, still, d_v, capacity, page)
+
+
 def draw_latent_codes(draw: random.Random) -> OpCall:
     """Few query rows over latents in 8 bits."""
     page = draw.choice((0, 0, 8, 16, 32, 64, 128))
@@ -208,6 +217,7 @@ DRAWERS: dict[str, Callable[[random.Random], OpCall]] = {
     "best": draw_best,
     "decode_attention": draw_decode,
     "latent_attention": draw_latents,
+    "latent_step": draw_latent_step,
     "chosen_latent_attention": functools.partial(draw_latents, chosen=True),
     "rope_and_attend": draw_rope_attend,
     "rope_and_write": draw_rope_write,
