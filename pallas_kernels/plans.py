@@ -32,7 +32,8 @@ from pallas_kernels.dispatch import Plan, Reason, named_plan, stands_for
 from pallas_kernels.experts import summed_plan
 from pallas_kernels.experts.best import MOST as MOST_SCORES
 from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, Tile, TokenTile
-from pallas_kernels.experts.plan import MOST_PAIRS, row_plan
+from pallas_kernels.experts.mixture import MixturePlan
+from pallas_kernels.experts.plan import MOST_PAIRS, GroupedRowPlan, row_plan
 from pallas_kernels.experts.route_plan import BLOCKS, WARPS, BestPlan, RoutePlan, SigmoidRoutePlan
 from pallas_kernels.experts.summed_plan import GroupedSumPlan
 from pallas_kernels.latent import plan as latent
@@ -103,6 +104,13 @@ def _grouped_matmul() -> Sequence[Plan]:
         for partial in (False, True)
     ]
     return [*few, *_classes(many), *sums]
+
+
+def _shared_mixture() -> Sequence[Plan]:
+    found = _grouped_matmul()
+    rows = (p for p in found if isinstance(p, GroupedRowPlan) and p.row.bits == 4)
+    sums = [p for p in found if isinstance(p, GroupedSumPlan) and not p.partial]
+    return [MixturePlan(*pair) for pair in itertools.product(rows, sums)]
 
 
 def _best() -> Sequence[Plan]:
@@ -221,6 +229,7 @@ OPS: dict[str, Callable[[], Sequence[Plan]]] = {
     "quantized_matmul": _quantized_matmul,
     "gated_matmul": _gated_matmul,
     "grouped_matmul": _grouped_matmul,
+    "shared_mixture": _shared_mixture,
     "best": _best,
     "norm_and_route": _norm_and_route,
     "decode_attention": _decode_attention,

@@ -54,6 +54,10 @@ class MixturePlan:
     rows: GroupedRowPlan
     sums: GroupedSumPlan
 
+    def __str__(self) -> str:
+        row = self.rows.row
+        return f"{row.warps} warps, {row.chains} chains; sums by {self.sums.warps} warps"
+
     def representative(self) -> MixturePlan:
         return MixturePlan(self.rows.representative(), self.sums.representative())
 

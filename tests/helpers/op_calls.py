@@ -26,11 +26,13 @@ from jaxllama.model.mixers.attention.chunk import attend
 from pallas_kernels.attention import op as attention
 from pallas_kernels.attention import rope_attention, rope_cache
 from pallas_kernels.dispatch import Plan, Reason
+from pallas_kernels.experts import mixture as mixtures
 from pallas_kernels.experts import plan as experts_plan
 from pallas_kernels.experts.best import best, best_plan
 from pallas_kernels.experts.gate import ClampedGate, Gate
 from pallas_kernels.experts.route import norm_and_route
 from pallas_kernels.experts.route_plan import RouteStatic, route_plan
+from pallas_kernels.experts.summed_plan import summed_plan
 from pallas_kernels.gated_delta import kernel as delta_kernel
 from pallas_kernels.gated_delta import step_kernel as delta_step_kernel
 from pallas_kernels.gla import kernel as gla_kernel
@@ -221,6 +223,62 @@ def grouped(
 
     operands = x, w, S((tokens, chosen), INT32), given
     return OpCall("grouped_matmul", find, run, operands, values, check)
+
+
+def mixture(k: int, gate_up: Any, down: Any, *, is_one_kernel: bool = False) -> OpCall:
+    """A token's k experts of these shapes ``[E, 2F, D]`` and ``[E, D, F]`` and one like them.
+
+    is_one_kernel: where another kernel is predicted to be shorter, too.
+    """
+    n_experts, d, f = down.shape
+    one = lambda w: jax.tree.map(lambda leaf: S(leaf.shape[1:], leaf.dtype), w)  # noqa: E731
+    x = mixtures.Mixture(
+        S((1, d), BF16),
+        mixtures.WithShared(gate_up, one(gate_up)),
+        mixtures.WithShared(down, one(down)),
+        S((1, k), INT32),
+        S((1, k), F32),
+        S((1, d), BF16),
+    )
+
+    def forced(*_: Any) -> Any:
+        rows = experts_plan.row_plan(x.x, gate_up, k + 1, "silu")
+        sums = summed_plan(S((1, k + 1, f), BF16), down, k + 1, k + 1)
+        return next((p for p in (rows, sums) if isinstance(p, Reason)), None) or (
+            mixtures.MixturePlan(rows, sums)  # pyright: ignore[reportArgumentType]
+        )
+
+    find = forced if is_one_kernel else functools.partial(mixtures.mixture_plan, x, "silu")
+
+    def run(*operands: Any, implementation: Any) -> Any:
+        with mock.patch.object(mixtures, "mixture_plan", lambda *_: find()):
+            return mixtures.shared_mixture(mixtures.Mixture(*operands), "silu", implementation)
+
+    def values(rng: Rng) -> tuple[Any, ...]:
+        weights = [
+            mixtures.WithShared(*(quantized_weight(rng, w, 0.05) for w in pair))
+            for pair in (x.gate_up, x.down)
+        ]
+        chosen = rng.permutation(n_experts)[:k].reshape(1, k)
+        given = normal(rng, x.x), *weights, as_jax(chosen, INT32)
+        return *given, as_jax(rng.random((1, k)), F32), normal(rng, x.residual)
+
+    def check(out: Any, operands: tuple[Any, ...], rng: Rng) -> float:
+        given = mixtures.Mixture(*operands)
+        want = wide(given.residual)[0].copy()
+        shares = [*zip(np.asarray(given.experts)[0], wide(given.weights)[0], strict=True), (-1, 1)]
+        for expert, share in shares:
+
+            def of(pair: Any, expert: int = expert) -> np.ndarray:
+                many = jax.tree.map(operator.itemgetter(expert), pair.experts)
+                return exact(pair.shared if expert < 0 else many)
+
+            gate_up, down = of(given.gate_up), of(given.down)
+            inner = _gate64(gate_up @ wide(given.x)[0], "silu")
+            want += share * (down @ wide(as_jax(inner, BF16)))
+        return near(wide(out)[0], want)
+
+    return OpCall("shared_mixture", find, run, tuple(x), values, check)
 
 
 def route(

@@ -42,6 +42,7 @@ from tests.helpers.op_calls import (
     largest,
     latent_step,
     latents,
+    mixture,
     rope_attend,
     rope_write,
     route,
@@ -124,6 +125,15 @@ def _grouped() -> Iterator[OpCall]:
     if gpu().wgmma:
         yield from _many_pairs()
         yield from _sums()
+
+
+def _mixtures() -> Iterator[OpCall]:
+    few = (1, 128, 128), (2, 256, 640), (1, 128, 3072), (8, 256, 3072)
+    sizes = *few, (8, 512, 128), (8, 512, 3072), (8, 512, 4096)
+    kinds = "int4", "int4 g32", "mxfp4", "nvfp4"
+    for (k, f, d), kind in itertools.product(sizes if gpu().wgmma else (), kinds):
+        gate_up, down = _experts(kind, k + 2, 2 * f, d), _experts(kind, k + 2, d, f)
+        yield mixture(k, gate_up, down, is_one_kernel=True)
 
 
 def _gated() -> Iterator[OpCall]:
@@ -267,6 +277,7 @@ _LISTS: dict[str, Callable[[], Iterator[OpCall]]] = {
     "norm_and_route": _route,
     "best": _best,
     "latent_attention": _latents,
+    "shared_mixture": _mixtures,
     "chosen_latent_attention": functools.partial(_latents, (64, 200)),
     "latent_step": _latent_step,
     "rope_and_write": _rope_write,

@@ -51,6 +51,15 @@ def draw_grouped(draw: random.Random) -> OpCall:
     return op_calls.grouped(tokens, k, w, gate, weights=weights, bias=bias)
 
 
+def draw_mixture(draw: random.Random) -> OpCall:
+    d, f, n_experts, k = draw.choice([size for size in MIXTURES if size[0] * size[1] < 1 << 23])
+    weights = [
+        jax.tree.map(lambda x: S((n_experts, *x.shape), x.dtype), draw_codes(draw, *shape, BF16))
+        for shape in ((2 * f, d), (d, f))
+    ]
+    return op_calls.mixture(k, *weights)
+
+
 def draw_gated(draw: random.Random) -> OpCall:
     width, inner, *_ = draw.choice(list(MODELS.values()))
     if draw.random() < 0.3:
@@ -214,6 +223,7 @@ DRAWERS: dict[str, Callable[[random.Random], OpCall]] = {
     "gated_matmul": draw_gated,
     "grouped_matmul": draw_grouped,
     "norm_and_route": draw_route,
+    "shared_mixture": draw_mixture,
     "best": draw_best,
     "decode_attention": draw_decode,
     "latent_attention": draw_latents,
