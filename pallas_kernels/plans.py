@@ -157,16 +157,19 @@ def _decode_attention() -> Sequence[Plan]:
     return _classes(itertools.chain(_direct(), many()))
 
 
+_LATENT_PROGRAMS = (latent.FEW_ROWS, False), (0, False), (0, True)
+
+
 def _latent_attention() -> Sequence[latent.LatentPlan]:
-    programs = (True, False), (False, False), (False, True)
-    found = [latent.LatentPlan(latent.TILE, *program) for program in programs]
+    found = [latent.LatentPlan(latent.TILE, *program) for program in _LATENT_PROGRAMS]
     kinds = "int8", "float8_e4m3fn"
-    found += [latent.LatentPlan(latent.TILE, True, codes=kind) for kind in kinds]
+    found += [latent.LatentPlan(latent.TILE, latent.MOST_FEW_ROWS, codes=kind) for kind in kinds]
     return found if gpu().wgmma else []
 
 
-def _over_latents(kind: Callable[[latent.LatentPlan], Plan]) -> Sequence[Plan]:
-    return [kind(plan) for plan in _latent_attention() if not plan.codes]
+def _over_latents(kind: Callable[[latent.LatentPlan], Plan], *more: tuple[int]) -> Sequence[Plan]:
+    programs = (*_LATENT_PROGRAMS, *more) if gpu().wgmma else ()
+    return [kind(latent.LatentPlan(latent.TILE, *program)) for program in programs]
 
 
 # --- recurrences ----------------------------------------------------------------------------------
@@ -235,7 +238,7 @@ OPS: dict[str, Callable[[], Sequence[Plan]]] = {
     "decode_attention": _decode_attention,
     "latent_attention": _latent_attention,
     "chosen_latent_attention": lambda: _over_latents(ChosenPlan),
-    "latent_step": lambda: _over_latents(LatentStepPlan),
+    "latent_step": lambda: _over_latents(LatentStepPlan, (latent.MOST_FEW_ROWS,)),
     "rope_and_attend": lambda: _classes(_direct()),
     "rope_and_write": lambda: [RopeCachePlan()],
     "gla": _gla,

@@ -31,8 +31,8 @@ from pallas_kernels.attention.operands import capacity_of
 from pallas_kernels.attention.pages import BlockTable, Paging
 from pallas_kernels.attention.rope_cache_kernel import Place
 from pallas_kernels.fused_parts import floats, packed
-from pallas_kernels.latent.plan import LATENT, ROWS, WIDTH
-from pallas_kernels.latent.step import MOST_ROWS, TURNING, LatentStep
+from pallas_kernels.latent.plan import LATENT, ROPE, ROWS, WIDTH
+from pallas_kernels.latent.step import MOST_ROWS, LatentStep
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.matmul.few_rows.kernel import kinds_of
 from pallas_kernels.matmul.few_rows.operands import BYTES, load_eight, load_number, over_lanes
@@ -144,16 +144,16 @@ class _Program:
 
     def turned(self, source: Value) -> list[Value]:
         """A lane's pair of turning features, with RoPE."""
-        table = self.warp * (TURNING // 2) + self.lane
+        table = self.warp * (ROPE // 2) + self.lane
         cos, sin = (load_number(v, table, "f32") for v in (self.gmem.cos, self.gmem.sin))
         source = p.offset(source, self.lane, 2)
-        first, second = (p.widen(p.load_half(source, at)) for at in (0, TURNING))
+        first, second = (p.widen(p.load_half(source, at)) for at in (0, ROPE))
         return [first * cos - second * sin, second * cos + first * sin]
 
     def store_turned(self, to: Value, pair: list[Value]) -> None:
         to = p.offset(to, self.lane, 2)
         for i, value in enumerate(pair):
-            p.store_global_half(p.offset(to, p.ci(TURNING * i)), p.narrow(value, "bf16"))
+            p.store_global_half(p.offset(to, p.ci(ROPE * i)), p.narrow(value, "bf16"))
 
     def store_entry(self) -> None:
         """Row ``warp``'s entry: two runs of 8 latents a lane, and a pair of its key."""

@@ -15,17 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention.merge import merge_chunks
 from pallas_kernels.attention.operands import LatentCodes, capacity_of
 from pallas_kernels.latent.codes_program import RING, RUN, CodesBlock
-from pallas_kernels.latent.decode_program import (
-    HALF,
-    LATENT,
-    PIECES,
-    ROPE,
-    TILE,
-    Facts,
-    LatentBlock,
-)
-from pallas_kernels.latent.few_program import STAGES, WIDTH, ChosenBlock, FewBlock
-from pallas_kernels.latent.plan import ROWS, LatentPlan, copy_of
+from pallas_kernels.latent.decode_program import HALF, PIECES, Facts, LatentBlock
+from pallas_kernels.latent.few_program import STAGES, ChosenBlock, FewBlock
+from pallas_kernels.latent.plan import LATENT, ROPE, ROWS, TILE, WIDTH, LatentPlan, copy_of
 from pallas_kernels.launch import Views, launch
 from pallas_kernels.matmul.many_rows.pipeline import tiled
 from pallas_kernels.ptx import LOG2E
@@ -201,27 +193,41 @@ def _scratch(block: type[LatentBlock], out_dtype, facts: Facts) -> dict[str, obj
     }
 
 
+# Of the arrays in shared memory; what a program lacks is None.
+_FEW_ORDER = (
+    *("q", "tiles", "turning", "weights", "q_full", "full"),
+    *("codes", "arrived", "scales", "chosen", "listed", "free"),
+)
+
+
 def _few_scratch(block: type[LatentBlock], out_dtype, facts: Facts) -> dict[str, object]:
     """The same of the programs for few query rows."""
     bf16 = functools.partial(_tiles, jnp.bfloat16)
-    has_list, has_codes = block is ChosenBlock, block is CodesBlock
-    held = LATENT if has_codes else WIDTH
-    # A warpgroup fills a tile of codes, beside the copies of the turning parts.
-    arrivals = 1 + facts.copies if has_codes else facts.copies
-    runs = plgpu.SMEM((RING, 2, RUN, HALF), facts.codes) if has_codes else None
-    of_run = plgpu.Barrier(num_arrivals=2 * max(1, RUN // facts.run), num_barriers=RING)
-    return {
+    held, arrivals, more = WIDTH, facts.copies, {}
+    free = plgpu.Barrier(num_barriers=STAGES)
+    if block is CodesBlock:
+        # A warpgroup fills a tile of codes, beside the copies of the turning parts.
+        held, arrivals = LATENT, 1 + facts.copies
+        of_run = 2 * max(1, RUN // facts.run)
+        more = {
+            "turning": bf16(STAGES, TILE, ROPE),
+            "codes": plgpu.SMEM((RING, 2, RUN, HALF), facts.codes),
+            "arrived": plgpu.Barrier(num_arrivals=of_run, num_barriers=RING),
+            "scales": plgpu.SMEM((STAGES, TILE), jnp.float32),
+            "free": free,
+        }
+    if block is ChosenBlock:
+        more = {
+            "chosen": plgpu.SMEM((facts.chunk // TILE, TILE), jnp.int32),
+            "listed": plgpu.Barrier(),
+            "free": free,
+        }
+    common = {
         "q": bf16(facts.rows, WIDTH),
         # The outputs leave from the place of the tiles.
         "tiles": Views(tokens=bf16(STAGES, TILE, held), out=_tiles(out_dtype, facts.rows, LATENT)),
-        "turning": bf16(STAGES, TILE, ROPE) if has_codes else None,
         "weights": bf16(facts.rows, TILE),
         "q_full": plgpu.Barrier(),
         "full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=STAGES),
-        "codes": runs,
-        "arrived": of_run if has_codes else None,
-        "scales": plgpu.SMEM((STAGES, TILE), jnp.float32) if has_codes else None,
-        "chosen": plgpu.SMEM((facts.chunk // TILE, TILE), jnp.int32) if has_list else None,
-        "listed": plgpu.Barrier() if has_list else None,
-        "free": plgpu.Barrier(num_barriers=STAGES) if has_list or has_codes else None,
     }
+    return dict.fromkeys(_FEW_ORDER) | common | more

@@ -25,14 +25,21 @@ from pallas_kernels.device import lacking
 from pallas_kernels.dispatch import Implementation, Reason, choose_plan, named_plan
 from pallas_kernels.fixed_sums import by_blocks, has_fixed_sums, planned_rows
 from pallas_kernels.latent.op import latent_attention
-from pallas_kernels.latent.plan import LATENT, TILE, WIDTH, LatentPlan
+from pallas_kernels.latent.plan import (
+    LATENT,
+    MOST_FEW_ROWS,
+    TILE,
+    LatentPlan,
+    microseconds,
+    plans,
+    query_rows,
+)
 from pallas_kernels.latent.plan import plan as attention_plan
 from pallas_kernels.operands import Columns
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.transform import Op, chosen
 
 MOST_ROWS = 8  # a block's warps
-TURNING = WIDTH - LATENT
 
 
 class LatentStep(NamedTuple):
@@ -108,22 +115,23 @@ def step_plan(x: LatentStep) -> LatentStepPlan | Reason:
         return Reason("the cache is in 8 bits")
     entries = jax.ShapeDtypeStruct((*x.cache.shape[:2], x.cache.shape[-1]), x.cache.dtype)
     q = jax.ShapeDtypeStruct((batch, 1, n, x.cache.shape[-1]), x.q.dtype)
-    found = named_plan(attention_plan(q, entries, x.table))
-    if not isinstance(found, LatentPlan):
-        return Reason("the step's attention has no kernel")
+    found = attention_plan(q, entries, x.table)
+    if named_plan(found) is None:
+        assert isinstance(found, Reason)
+        return found
     if planned_rows(batch) > MOST_ROWS:
         return Reason(f"{batch} rows; the kernels of a step take {MOST_ROWS}")
     if x.up.dtype != jnp.bfloat16 or x.up.shape[-1] != LATENT:
         return Reason(f"up is {x.up.dtype.name}{list(x.up.shape)}; the kernels take bfloat16")
     if x.still % 32 or (x.up.shape[1] - x.still) % 64:
         return Reason(f"{x.still} features of a key and {x.up.shape[1] - x.still} of a value")
-    tiles = -(-capacity_of(x.cache, x.table) // TILE)
-    if tiles == 1:
-        return Reason(f"a row holds {TILE} tokens or fewer")
+    capacity = capacity_of(x.cache, x.table)
     # The last kernel merges chunks, so there are two at least.
-    return LatentStepPlan(
-        dataclasses.replace(found, chunk=min(found.chunk, (tiles + 1) // 2 * TILE))
-    )
+    cut = [one for one in plans(1, n, capacity, most=MOST_FEW_ROWS) if one.chunk < capacity]
+    if not cut:
+        return Reason(f"a row holds {capacity} tokens; the kernels of a step take {TILE + 1}")
+    rows = query_rows(1, n)
+    return LatentStepPlan(min(cut, key=lambda one: microseconds(one, batch, rows, capacity)))
 
 
 def of_heads(shapes: str, x: jax.Array, w: jax.Array) -> jax.Array:
