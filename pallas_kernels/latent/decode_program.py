@@ -59,6 +59,7 @@ class Facts:
     block.  capacity: tokens that a row can hold.  run: neighbouring tokens of a copy.  page: tokens
     of a page, 0 without pages.  pool: pages.  factor: of scores, as exponents of 2.  paired: the
     blocks of two tiles of query rows are a cluster.  codes: their dtype, if latents are codes.
+    overlaps: a block begins while the kernel before still runs.
     """
 
     tokens: int
@@ -71,6 +72,7 @@ class Facts:
     factor: float
     paired: bool = False
     codes: str = ""
+    overlaps: bool = False
 
     @property
     def tiles(self) -> int:

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import ptx as p
 from pallas_kernels.attention.merge import merge_chunks
 from pallas_kernels.attention.operands import LatentCodes, capacity_of
 from pallas_kernels.latent.codes_program import RING, RUN, CodesBlock
 from pallas_kernels.latent.decode_program import HALF, PIECES, Facts, LatentBlock
 from pallas_kernels.latent.few_program import STAGES, ChosenBlock, FewBlock
 from pallas_kernels.latent.plan import LATENT, ROPE, ROWS, TILE, WIDTH, LatentPlan, copy_of
-from pallas_kernels.launch import Views, launch
+from pallas_kernels.launch import Views, inline, launch
 from pallas_kernels.matmul.many_rows.pipeline import tiled
 from pallas_kernels.ptx import LOG2E
 
@@ -43,7 +44,7 @@ def latent_attention(
     return out.reshape(*q.shape[:3], LATENT)[:, :, :n]
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "plan"))
+@functools.partial(jax.jit, static_argnames=("scale", "plan", "overlaps"))
 def attended_chunks(
     q: jax.Array,
     cache: jax.Array | LatentCodes,
@@ -52,8 +53,12 @@ def attended_chunks(
     *,
     scale: float,
     plan: LatentPlan,
+    overlaps: bool = False,
 ) -> Parts:
-    """Return the chunks' sums of latents for ``q [B, T, N, 576]``, N a multiple of 8."""
+    """Return the chunks' sums of latents for ``q [B, T, N, 576]``, N a multiple of 8.
+
+    overlaps: blocks begin while the kernel before still runs.
+    """
     batch, tokens = q.shape[:2]
     heads, capacity = q.shape[2], capacity_of(cache, table)
     codes = isinstance(cache, LatentCodes)
@@ -72,6 +77,7 @@ def attended_chunks(
         scale * LOG2E,
         plan.paired,
         plan.codes,
+        overlaps,
     )
     filled = facts.rows if plan.few else facts.tiles * TILE
     operands = {
@@ -122,6 +128,8 @@ def _launch(block: type[LatentBlock], facts: Facts, operands: dict[str, jax.Arra
     stats = jax.ShapeDtypeStruct((parts, facts.rows, 2), jnp.float32)
 
     def body(gmem, smem, barrier) -> None:
+        if facts.overlaps:
+            inline()(p.await_kernel)()
         block(gmem, smem, barrier, facts).run()
 
     out, stats = launch(

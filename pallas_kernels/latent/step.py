@@ -12,6 +12,7 @@ the other.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -138,16 +139,20 @@ def of_heads(shapes: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """Return the float32 products of ``x[B, T, N, K]`` and each head's matrix ``w[N, ., .]``."""
 
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jnp.einsum(shapes, x, w, preferred_element_type=jnp.float32, precision="highest")
+        one = functools.partial(jnp.einsum, shapes, preferred_element_type=jnp.float32)
+        return by_blocks(lambda x: one(x, w, precision="highest"), x, axes=2)
+
+    def of_floats(x: jax.Array, w: jax.Array) -> jax.Array:
+        # XLA's CPU has no product of 16 bits with float32 sums.
+        return product(x.astype(jnp.float32), w.astype(jnp.float32))
 
     def of_two(x: jax.Array, w: jax.Array) -> jax.Array:
+        # XLA makes a sum of a product of one row, and on a GPU may write its terms to memory first.
         return product(jnp.broadcast_to(x, (x.shape[0], 2, *x.shape[2:])), w)[:, :1]
 
-    w = w.astype(x.dtype)
-    if has_fixed_sums() or x.shape[0] * x.shape[1] > 1:
-        return by_blocks(lambda x: product(x, w), x, axes=2)
-    # XLA makes a sum of a product of one row, and on a GPU may write its terms to memory first.
-    return lax.platform_dependent(x, w, default=product, cuda=of_two)
+    is_one = not has_fixed_sums() and x.shape[0] * x.shape[1] == 1
+    forms = {"default": of_two if is_one else product, "cpu": of_floats}
+    return lax.platform_dependent(x, w.astype(x.dtype), **forms)
 
 
 def absorbed(q: jax.Array, up: jax.Array, width: int) -> jax.Array:
@@ -193,7 +198,7 @@ def _kernel(static: _Static, x: LatentStep) -> Result:
     q, cache = heads_and_entries(x, start=static.start, eps=static.eps)
     scale = x.q.shape[-1] ** -0.5
     given = q[:, None], cache[:, :, 0], x.lengths[:, None], x.table
-    parts, stats = attended_chunks(*given, scale=scale, plan=plan)
+    parts, stats = attended_chunks(*given, scale=scale, plan=plan, overlaps=True)
     assert stats is not None  # the plan has several chunks
     cut = {"capacity": capacity_of(cache, x.table), "chunk": plan.chunk, "still": x.still}
     return lifted_chunks(parts, stats, x.lengths, x.up, **cut), cache

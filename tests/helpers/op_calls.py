@@ -259,7 +259,7 @@ def mixture(k: int, gate_up: Any, down: Any, *, is_one_kernel: bool = False) -> 
             mixtures.WithShared(*(quantized_weight(rng, w, 0.05) for w in pair))
             for pair in (x.gate_up, x.down)
         ]
-        chosen = rng.permutation(n_experts)[:k].reshape(1, k)
+        chosen = rng.integers(0, n_experts, (1, k))
         given = normal(rng, x.x), *weights, as_jax(chosen, INT32)
         return *given, as_jax(rng.random((1, k)), F32), normal(rng, x.residual)
 

@@ -132,7 +132,7 @@ def _mixtures() -> Iterator[OpCall]:
     sizes = *few, (8, 512, 128), (8, 512, 3072), (8, 512, 4096)
     kinds = "int4", "int4 g32", "mxfp4", "nvfp4"
     for (k, f, d), kind in itertools.product(sizes if gpu().wgmma else (), kinds):
-        gate_up, down = _experts(kind, k + 2, 2 * f, d), _experts(kind, k + 2, d, f)
+        gate_up, down = _experts(kind, 3, 2 * f, d), _experts(kind, 3, d, f)
         yield mixture(k, gate_up, down, is_one_kernel=True)
 
 
@@ -200,7 +200,7 @@ def _latents(places: tuple[int, int] = (0, 0)) -> Iterator[OpCall]:
 
 
 def _latent_step() -> Iterator[OpCall]:
-    for small, odd in ((8, 13), (24, 20), (72, 128)):
+    for small, odd in ((8, 13), (24, 20), (32, 41), (72, 128)):
         yield latent_step(1, small, 64, 64, 128)
         yield latent_step(3, odd, 192, 256, 448, 32)
 

@@ -61,9 +61,20 @@ def test_one_row_s_product_of_heads_stays_a_product_on_a_gpu(shapes, monkeypatch
     f = functools.partial(latent.of_heads, shapes)
     lowered = jax.jit(f).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
     assert "dot_general" in lowered and "1x2x3x4" in lowered
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, cuda: cuda(*args))
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, cpu: default(*args))
     found, wanted = f(x, w), jnp.einsum(shapes, x, w, precision="highest")
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_in_16_bits_steps_on_a_cpu():
+    params, tokens = params_of(CFG), np.array([[5, 9], [7, 3]])
+    found = []
+    for dtype in (jnp.float32, jnp.bfloat16):
+        cast = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), params)
+        _, cache = jl.decode_step(CFG, cast, tokens[:, 0], jl.init_cache(CFG, 2, 24, dtype))
+        found.append(jl.decode_step(CFG, cast, tokens[:, 1], cache)[0])
+    exact, rounded = (np.asarray(x, np.float32) for x in found)
+    np.testing.assert_allclose(rounded, exact, atol=0.05 * np.abs(exact).max())
 
 
 @pytest.mark.parametrize("pages", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -41,7 +41,7 @@ def feed_experts(
     if ops is linear:
         total = _fused(layer, p, stream, read)
         if total is not None:
-            return stream._replace(x=total, pending=None)
+            return Stream(total)
     y = _experts(layer, p["mlp"], read.x, read.routed, ops)
     return with_output(layer, p, stream, read.x, y, ops)
 
