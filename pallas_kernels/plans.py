@@ -38,7 +38,7 @@ from pallas_kernels.experts.route_plan import BLOCKS, WARPS, BestPlan, RoutePlan
 from pallas_kernels.experts.summed_plan import GroupedSumPlan
 from pallas_kernels.latent import plan as latent
 from pallas_kernels.latent.chosen import ChosenPlan
-from pallas_kernels.latent.step import LatentStepPlan
+from pallas_kernels.latent.step_plan import LatentStepPlan
 from pallas_kernels.matmul.few_rows.plan import row_plans, tile_plans
 from pallas_kernels.matmul.many_rows.plan import (
     WeightTile,
@@ -157,19 +157,26 @@ def _decode_attention() -> Sequence[Plan]:
     return _classes(itertools.chain(_direct(), many()))
 
 
-_LATENT_PROGRAMS = (latent.FEW_ROWS, False), (0, False), (0, True)
+_LATENTS = [
+    latent.LatentPlan(latent.TILE, few=latent.FEW_ROWS),
+    latent.LatentPlan(latent.TILE),
+    latent.LatentPlan(latent.TILE, paired=True),
+]
 
 
-def _latent_attention() -> Sequence[latent.LatentPlan]:
-    found = [latent.LatentPlan(latent.TILE, *program) for program in _LATENT_PROGRAMS]
-    kinds = "int8", "float8_e4m3fn"
-    found += [latent.LatentPlan(latent.TILE, latent.MOST_FEW_ROWS, codes=kind) for kind in kinds]
-    return found if gpu().wgmma else []
+def _latent_attention() -> Sequence[Plan]:
+    kinds, few = ("int8", "float8_e4m3fn"), latent.MOST_FEW_ROWS
+    codes = [latent.LatentPlan(latent.TILE, few, codes=kind) for kind in kinds]
+    return _LATENTS + codes if gpu().wgmma else []
 
 
-def _over_latents(kind: Callable[[latent.LatentPlan], Plan], *more: tuple[int]) -> Sequence[Plan]:
-    programs = (*_LATENT_PROGRAMS, *more) if gpu().wgmma else ()
-    return [kind(latent.LatentPlan(latent.TILE, *program)) for program in programs]
+def _chosen_latent_attention() -> Sequence[Plan]:
+    return [ChosenPlan(plan) for plan in _LATENTS] if gpu().wgmma else []
+
+
+def _latent_step() -> Sequence[Plan]:
+    wider = latent.LatentPlan(latent.TILE, latent.MOST_FEW_ROWS)
+    return [LatentStepPlan(plan) for plan in (*_LATENTS, wider)] if gpu().wgmma else []
 
 
 # --- recurrences ----------------------------------------------------------------------------------
@@ -237,8 +244,8 @@ OPS: dict[str, Callable[[], Sequence[Plan]]] = {
     "norm_and_route": _norm_and_route,
     "decode_attention": _decode_attention,
     "latent_attention": _latent_attention,
-    "chosen_latent_attention": lambda: _over_latents(ChosenPlan),
-    "latent_step": lambda: _over_latents(LatentStepPlan, (latent.MOST_FEW_ROWS,)),
+    "chosen_latent_attention": _chosen_latent_attention,
+    "latent_step": _latent_step,
     "rope_and_attend": lambda: _classes(_direct()),
     "rope_and_write": lambda: [RopeCachePlan()],
     "gla": _gla,

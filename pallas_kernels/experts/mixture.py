@@ -11,19 +11,20 @@ addresses in place of an expert's.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+import functools
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, own_plan
 from pallas_kernels.experts.gate import Gate
+from pallas_kernels.experts.many_pairs_plan import inner_gate
 from pallas_kernels.experts.op import grouped_matmul
 from pallas_kernels.experts.plan import GroupedRowPlan
 from pallas_kernels.experts.plan import plan as grouped_plan
 from pallas_kernels.experts.summed_plan import GroupedSumPlan
 from pallas_kernels.fixed_sums import planned_rows
-from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
 
@@ -69,6 +70,8 @@ class _Static(NamedTuple):
 
 def mixture_plan(x: Mixture, gated: Gate) -> MixturePlan | Reason:
     """Return how two kernels compute a mixture, or why they do not."""
+    if inner_gate(gated) is None:
+        return Reason(f"no kernel has the gate {gated!r}")
     for name in ("gate_up", "down"):
         many, one = getattr(x, name)
         if not (isinstance(many, QTensor) and isinstance(one, QTensor)):
@@ -77,7 +80,7 @@ def mixture_plan(x: Mixture, gated: Gate) -> MixturePlan | Reason:
             return Reason(f"{name}'s shared expert is not stored as an expert is")
     tokens, k = planned_rows(x.experts.shape[0]), x.experts.shape[1] + 1
     rows = grouped_plan(x.x, x.gate_up.experts, tokens * k, gated)
-    inner = jax.ShapeDtypeStruct((tokens, k, x.down.experts.shape[-1]), x.x.dtype)
+    inner: Any = jax.ShapeDtypeStruct((tokens, k, x.down.experts.shape[-1]), x.x.dtype)
     sums = grouped_plan(inner, x.down.experts, tokens * k, None, joined=k)
     if not (isinstance(rows, GroupedRowPlan) and isinstance(sums, GroupedSumPlan)):
         return Reason("another kernel of experts is faster")
@@ -105,14 +108,18 @@ def shared_mixture(
 
 
 def _xla(static: _Static, x: Mixture) -> jax.Array:
-    how = {"implementation": "xla"}
-    inner = grouped_matmul(x.x, x.gate_up.experts, x.experts, gated=static.gated, **how)
-    routed = grouped_matmul(
-        inner, x.down.experts, x.experts, weights=x.weights, out_dtype=jnp.float32, **how
-    )
-    inner = quantized_matmul(x.x, x.gate_up.shared, swiglu=True, activation=static.gated, **how)
-    shared = quantized_matmul(inner, x.down.shared, out_dtype=jnp.float32, **how)
-    return (x.residual.astype(jnp.float32) + routed + shared).astype(x.residual.dtype)
+    def output(
+        gate_up: QTensor, down: QTensor, experts: jax.Array, weights: jax.Array
+    ) -> jax.Array:
+        product = functools.partial(grouped_matmul, experts=experts, implementation="xla")
+        inner = product(x.x, gate_up, gated=static.gated)
+        return product(inner, down, weights=weights, out_dtype=jnp.float32)
+
+    gate_up, down = (jax.tree.map(lambda leaf: leaf[None], w.shared) for w in (x.gate_up, x.down))
+    only = jnp.zeros((x.experts.shape[0], 1), jnp.int32)
+    routed = output(x.gate_up.experts, x.down.experts, x.experts, x.weights)
+    total = x.residual.astype(jnp.float32) + routed
+    return (total + output(gate_up, down, only, jnp.ones_like(only))).astype(x.residual.dtype)
 
 
 def _kernel(static: _Static, x: Mixture) -> jax.Array:

@@ -62,7 +62,7 @@ def grouped_sum(
     inputs |= {"residual": residual, "shared": None if shared is None else parts_of(shared)}
 
     def body(gmem, smem):
-        memory = jax.tree.map(p.address, vars(gmem))
+        memory = {name: jax.tree.map(p.address, ref) for name, ref in vars(gmem).items()}
         facts = plan, weight, memory, row_bytes, w.shape[0], kinds
         summed_program.SumProgram(*facts, smem).run()
 

@@ -39,26 +39,35 @@ def latent_attention(
     """``q [B, T, N, 576]``, ``lengths [B, T]`` -> ``[B, T, N, 512]``; see ``latent.op``."""
     n = q.shape[2]
     q = _filled_heads(q)
-    parts = attended_chunks(q, cache, lengths, table, scale=scale, plan=plan)
+    parts = _chunks(q, cache, lengths, table, scale, plan)
     out = _merged(*parts, lengths, capacity=capacity_of(cache, table), chunk=plan.chunk)
     return out.reshape(*q.shape[:3], LATENT)[:, :, :n]
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "plan", "overlaps"))
+@functools.partial(jax.jit, static_argnames=("scale", "plan"))
 def attended_chunks(
     q: jax.Array,
-    cache: jax.Array | LatentCodes,
+    cache: jax.Array,
     lengths: jax.Array,
     table: jax.Array | None,
     *,
     scale: float,
     plan: LatentPlan,
+) -> Parts:
+    """Return the chunks of ``q``, whose blocks begin while the kernel before still runs."""
+    return _chunks(q, cache, lengths, table, scale, plan, overlaps=True)
+
+
+def _chunks(
+    q: jax.Array,
+    cache: jax.Array | LatentCodes,
+    lengths: jax.Array,
+    table: jax.Array | None,
+    scale: float,
+    plan: LatentPlan,
     overlaps: bool = False,
 ) -> Parts:
-    """Return the chunks' sums of latents for ``q [B, T, N, 576]``, N a multiple of 8.
-
-    overlaps: blocks begin while the kernel before still runs.
-    """
+    """Return the chunks' sums of latents for ``q [B, T, N, 576]``, N a multiple of 8."""
     batch, tokens = q.shape[:2]
     heads, capacity = q.shape[2], capacity_of(cache, table)
     codes = isinstance(cache, LatentCodes)

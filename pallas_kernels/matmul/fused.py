@@ -66,12 +66,13 @@ def fused_matmul(
     The kernel of one row reads the first columns of an array where they are (``Columns``).
     Raises ValueError as ``quantized_matmul`` does.
     """
-    rows = x.rows if isinstance(x, Columns) and x.start == 0 else None
-    if isinstance(x, Columns):
-        # XLA would hand columns to the kernel in a fusion of slices, in which no GPU has run one.
-        x = lax.optimization_barrier(x.value)
     if isinstance(x, QTensor) or isinstance(w, RowBlocks):
         return None
+    rows = None
+    if isinstance(x, Columns):
+        rows = x.rows if x.start == 0 else None
+        # XLA would hand columns to the kernel in a fusion of slices, in which no GPU has run one.
+        x = jnp.asarray(lax.optimization_barrier(x.value))
     out_dtype = x.dtype if out_dtype is None else out_dtype
     out = jnp.dtype(dtype_name("quantized_matmul", "out_dtype", out_dtype, FLOATS))
     gamma, eps = (None, None) if norm is None else norm

@@ -40,6 +40,7 @@ from pallas_kernels.gla import step_kernel as gla_step_kernel
 from pallas_kernels.latent import chosen
 from pallas_kernels.latent import op as latent
 from pallas_kernels.latent import step as step_op
+from pallas_kernels.latent.step_plan import LatentStep, step_plan
 from pallas_kernels.matmul import gated
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.recurrence.op import Heads
@@ -483,7 +484,7 @@ def latent_step(batch: int, n: int, still: int, d_v: int, capacity: int, page: i
     """A step's latent attention; the entry stands behind 40 other columns.  Row 1 has no token."""
     start, rank, r, eps = 40, 512, 64, 1e-5
     pool = (2 * batch * capacity // page + 3, page) if page else (batch, capacity)
-    x = step_op.LatentStep(
+    x = LatentStep(
         S((batch, n, still + r), BF16),
         S((batch, start + rank + r + 8), BF16),
         S((rank,), BF16),
@@ -495,7 +496,7 @@ def latent_step(batch: int, n: int, still: int, d_v: int, capacity: int, page: i
     )
 
     def run(*operands: Any, implementation: Any) -> Any:
-        given = step_op.LatentStep(*operands)
+        given = LatentStep(*operands)
         return step_op.latent_step(given, start=start, eps=eps, implementation=implementation)
 
     def values(rng: Rng) -> tuple[Any, ...]:
@@ -527,7 +528,7 @@ def latent_step(batch: int, n: int, still: int, d_v: int, capacity: int, page: i
         )
 
     def check(out: Any, operands: tuple[Any, ...], rng: Rng) -> float:
-        (heads, cache), given = out, step_op.LatentStep(*operands)
+        (heads, cache), given = out, LatentStep(*operands)
         cos, sin = wide(given.cos), wide(given.sin)
 
         def turned(v: np.ndarray, row: int) -> np.ndarray:
@@ -560,7 +561,7 @@ def latent_step(batch: int, n: int, still: int, d_v: int, capacity: int, page: i
         np.testing.assert_array_equal(before, after)  # nothing else was written
         return near(np.stack(got), np.stack(want))
 
-    find = functools.partial(step_op.step_plan, x)
+    find = functools.partial(step_plan, x)
     return OpCall("latent_step", find, run, tuple(x), values, check)
 
 

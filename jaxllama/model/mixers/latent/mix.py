@@ -45,14 +45,8 @@ from pallas_kernels.attention.operands import LatentCodes, capacity_of
 from pallas_kernels.attention.rope_cache import store, to_cache_basis
 from pallas_kernels.dispatch import own_plan
 from pallas_kernels.latent.op import latent_attention, plan
-from pallas_kernels.latent.step import (
-    LatentStep,
-    absorbed,
-    latent_step,
-    of_heads,
-    step_plan,
-    turned_last,
-)
+from pallas_kernels.latent.step import absorbed, latent_step, of_heads, turned_last
+from pallas_kernels.latent.step_plan import LatentStep, step_plan
 from pallas_kernels.operands import Columns
 from pallas_kernels.rows.rms_norm import rms_norm
 
@@ -127,10 +121,10 @@ def _step(
     assert at.rope is not None
     is_new, position = at.lengths > 0, at.positions[:, 0]
     slots = jnp.where(is_new, position, capacity_of(cache.k, at.table))
-    seen, tables = jnp.where(is_new, position + 1, 0), at.rope.of(cfg.rope, cfg.d_rope)
-    tokens = (x[:, 0] for x in (q, entry.rows))
-    cos, sin = (table[:, 0] for table in tables)
+    seen = jnp.where(is_new, position + 1, 0)
+    cos, sin = (table[:, 0] for table in at.rope.of(cfg.rope, cfg.d_rope))
     up = weight.reshape(cfg.n_heads, -1, cfg.kv_rank)
+    tokens = q[:, 0], entry.rows[:, 0]
     x = LatentStep(*tokens, gamma, cos, sin, cache.k, slots, seen, at.table, up)
     if own_plan(lambda: step_plan(x), *x) is None:
         return None
