@@ -100,20 +100,14 @@ def fused_norm_and_route(
     x: jax.Array,
     norm: tuple[jax.Array, float],
     router: jax.Array,
-    bias: jax.Array | None = None,
-    choice_bias: jax.Array | None = None,
-    *,
-    k: int,
-    normalize: bool,
-    scale: float = 1.0,
-    sigmoid: bool = False,
+    *biases: jax.Array | None,
+    **options: Any,
 ) -> Routed | None:
     """Return ``norm_and_route`` of these if one kernel does all of it here, else None."""
-    static = RouteStatic(k, bool(normalize), float(scale), float(norm[1]), sigmoid)
+    static = RouteStatic(eps=float(norm[1]), **options)
     if own_plan(functools.partial(route_plan, x, router, static), x, router) is None:
         return None
-    how: Any = {"k": k, "normalize": normalize, "scale": scale, "sigmoid": sigmoid}
-    return norm_and_route(x, norm, router, bias, choice_bias, **how)
+    return norm_and_route(x, norm, router, *biases, **options)
 
 
 _Static = tuple[RouteStatic, RoutePlan | None]
