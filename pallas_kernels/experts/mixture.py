@@ -119,7 +119,9 @@ def _xla(static: _Static, x: Mixture) -> jax.Array:
     only = jnp.zeros((x.experts.shape[0], 1), jnp.int32)
     routed = output(x.gate_up.experts, x.down.experts, x.experts, x.weights)
     total = x.residual.astype(jnp.float32) + routed
-    return (total + output(gate_up, down, only, jnp.ones_like(only))).astype(x.residual.dtype)
+    return (total + output(gate_up, down, only, jnp.ones_like(only, jnp.float32))).astype(
+        x.residual.dtype
+    )
 
 
 def _kernel(static: _Static, x: Mixture) -> jax.Array:
