@@ -35,6 +35,7 @@ __all__ = [
     "jaxpr_as_fun",
     "llvm",
     "memref",
+    "parts_of",
     "persistent_cache_min_compile_time_secs",
     "scf",
     "vector",
@@ -51,6 +52,17 @@ def __getattr__(name: str) -> object:
     room = "jax._src.lib.mlir" + ("" if name == "ir" else ".dialects")
     globals()[name] = found = getattr(importlib.import_module(room), name)
     return found
+
+
+def parts_of(lowered: Any) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
+    """A ``jax.stages.Lowered``'s module, the arguments' leaves that it takes, by index, and the
+    compiler's options. Raises ValueError if a module is not all of the program."""
+    lowering = lowered._lowering
+    facts = lowering.compile_args
+    if lowering.const_args or facts["host_callbacks"] or facts["keepalive"]:
+        raise ValueError("the program refers to objects of this process")
+    options = dict(lowering._compiler_options_kvs)
+    return lowering.stablehlo(), tuple(sorted(facts["kept_var_idx"])), options
 
 
 def cudnn_attention() -> tuple[Callable[..., Any], type[MaskType]]:
