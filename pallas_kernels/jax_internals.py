@@ -37,6 +37,7 @@ __all__ = [
     "memref",
     "parts_of",
     "persistent_cache_min_compile_time_secs",
+    "renew_threads",
     "scf",
     "vector",
 ]
@@ -63,6 +64,20 @@ def parts_of(lowered: Any) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
         raise ValueError("the program refers to objects of this process")
     options = dict(lowering._compiler_options_kvs)
     return lowering.stablehlo(), tuple(sorted(facts["kept_var_idx"])), options
+
+
+def renew_threads() -> object:
+    """Let a forked process, which has none of its parent's threads, lower programs. Return what
+    must stay: a pool whose threads are gone cannot end."""
+    from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir
+
+    contexts: Any = getattr(mlir, "_thread_local_context", None)  # of earlier modules
+    gone = mlir.global_thread_pool, contexts and contexts.value
+    mlir.global_thread_pool = ir.ThreadPool()
+    if contexts is not None:
+        contexts.set_local(None)
+    return gone
 
 
 def cudnn_attention() -> tuple[Callable[..., Any], type[MaskType]]:

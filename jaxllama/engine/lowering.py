@@ -37,9 +37,10 @@ from jax.core import ShapedArray
 from jax.interpreters import mlir
 
 from jaxllama.typing import Tree
-from pallas_kernels.jax_internals import Primitive, parts_of
+from pallas_kernels.jax_internals import Primitive, parts_of, renew_threads
 
-PATIENCE = 60.0
+PATIENCE = 20.0
+LONGEST = 600  # seconds of a child
 Lower = Callable[[], jax.stages.Lowered]
 
 
@@ -112,7 +113,6 @@ class Children:
 
     def __init__(self, programs: Mapping[Hashable, Lower], n: int) -> None:
         self._modules = {key: Future[Module | None]() for key in programs}
-        self._pids: list[int] = []
         # Indices of the programs that no child has taken; a read takes one.
         turns, file = os.pipe()
         os.write(file, struct.pack(f"{len(programs)}H", *range(len(programs))))
@@ -140,7 +140,7 @@ class Children:
         return None if found is None else found.lower(arguments)
 
     def stop(self) -> None:
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):
             for pid in self._sources:
                 os.kill(pid, signal.SIGKILL)
 
@@ -161,9 +161,10 @@ class Children:
             while True:
                 turn, module = pickle.load(source)
                 modules[turn].set_result(module)
-        with self._lock:
-            os.waitpid(pid, 0)
+        with self._lock, contextlib.suppress(OSError):  # the process has it reaped already
             del self._sources[pid]
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         self._give_up()
 
     def _give_up(self) -> None:
@@ -178,6 +179,8 @@ class Children:
 def _work(turns: int, sink: int, programs: Sequence[Lower]) -> NoReturn:
     """Lower programs in a child, which ends here."""
     try:
+        signal.alarm(LONGEST)  # its parent may end without a word
+        gone = renew_threads()  # noqa: F841
         gc.disable()
         logging.disable()  # the engine's process says the same
         with os.fdopen(sink, "wb") as file:

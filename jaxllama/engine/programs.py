@@ -111,7 +111,7 @@ class Programs:
         self._lock = threading.Lock()  # of the claims
         self._lowering = threading.Lock()  # tracing is Python: two threads would take turns
         # A CPU's programs call handlers of the process that lowered them.
-        alone = self._is_cpu or len(devices) > 1
+        alone = self._is_cpu or is_shared or len(devices) > 1
         self._n_children = 0 if alone else min(CHILDREN, (os.cpu_count() or 1) // 2)
         self._children = Children({}, 0)
         self._is_stopped = False

@@ -10,9 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllama.engine import lowering, programs
+from jaxllama.engine import lowering
+from jaxllama.engine.engine import Engine
 from jaxllama.engine.lowering import Children
 from jaxllama.engine.programs import Programs, Wanted
+from jaxllama.engine.request import Request
+from tests.helpers.engine_cases import OPTIONS, PROMPTS, SAMPLINGS, model, written
 
 
 def updated(state: dict[str, jax.Array], unused: jax.Array, x: jax.Array, *, factor: int):
@@ -35,6 +38,7 @@ def wanted(factors: list[int]) -> dict[str, Wanted]:
 
 def test_a_program_that_a_child_lowers_computes_and_donates_the_same():
     ours = wanted([2, 3, 4])
+    ours["times 2"].lower()  # starts threads of MLIR, which a fork has not
     children = Children({key: program.lower for key, program in ours.items()}, 2)
     for (key, program), factor in zip(ours.items(), (2, 3, 4), strict=True):
         lowered = children.lowered(key, program.arguments)
@@ -67,9 +71,29 @@ def test_a_program_that_no_child_lowers_is_lowered_by_the_process_itself(end, mo
     jitted = jax.jit(lambda x: (fails(), x + 1)[1])
     ours = {key: Wanted(jitted, (jnp.zeros(3),)) for key in range(4)}
     monkeypatch.setattr(lowering, "PATIENCE", 0.5)
-    monkeypatch.setattr(programs, "CHILDREN", 2)
     made = Programs(None, jax.devices()[:1])
     made._n_children = 2
     made.add(ours)
     assert [made.call(key, ours[key]).tolist() for key in ours] == [[1, 1, 1]] * 4
-    assert not made._children._sources or end == "silent"
+
+
+@pytest.mark.slow
+def test_an_engine_whose_programs_children_lower_gives_the_same_tokens(monkeypatch):
+    options = {**OPTIONS, "max_slots": 2, "max_len": 32}
+    requests = [Request(f"r{i}", PROMPTS[i][:8], 6, SAMPLINGS[i], ignore_eos=True) for i in (0, 2)]
+    want = Engine(model("llama"), **options).generate(requests)
+
+    received = []
+    receive = lowering.Module.lower
+    monkeypatch.setattr(
+        lowering.Module, "lower", lambda *args: [received.append(1), receive(*args)][1]
+    )
+    engine = Engine(model("llama"), **options)
+    programs = engine.runner._programs
+    programs._folder, programs._n_children = None, 2
+    engine.warm_up()
+    assert len(received) == len(programs) - 1, "all but the first"
+    got = engine.generate(requests)
+    assert engine.stats().compilations == 0
+    for request in requests:
+        assert written(got[request.id])[0] == written(want[request.id])[0]
