@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 
+_gone: list[object] = []
 _DIALECTS = ("arith", "func", "gpu", "llvm", "memref", "scf", "vector")
 
 
@@ -66,18 +67,16 @@ def parts_of(lowered: Any) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
     return lowering.stablehlo(), tuple(sorted(facts["kept_var_idx"])), options
 
 
-def renew_threads() -> object:
-    """Let a forked process, which has none of its parent's threads, lower programs. Return what
-    must stay: a pool whose threads are gone cannot end."""
+def renew_threads() -> None:
+    """Let a forked process, which has none of its parent's threads, lower programs."""
     from jax._src.interpreters import mlir
-    from jax._src.lib.mlir import ir
 
     contexts: Any = getattr(mlir, "_thread_local_context", None)  # of earlier modules
-    gone = mlir.global_thread_pool, contexts and contexts.value
-    mlir.global_thread_pool = ir.ThreadPool()
+    # A pool whose threads are gone cannot end.
+    _gone.extend((mlir.global_thread_pool, contexts and contexts.value))
+    mlir.global_thread_pool = type(mlir.global_thread_pool)()
     if contexts is not None:
         contexts.set_local(None)
-    return gone
 
 
 def cudnn_attention() -> tuple[Callable[..., Any], type[MaskType]]:

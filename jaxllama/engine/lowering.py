@@ -180,7 +180,7 @@ def _work(turns: int, sink: int, programs: Sequence[Lower]) -> NoReturn:
     """Lower programs in a child, which ends here."""
     try:
         signal.alarm(LONGEST)  # its parent may end without a word
-        gone = renew_threads()  # noqa: F841
+        renew_threads()
         gc.disable()
         logging.disable()  # the engine's process says the same
         with os.fdopen(sink, "wb") as file:
