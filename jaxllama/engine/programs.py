@@ -243,9 +243,9 @@ class Programs:
         if is_new and not self._is_kept:
             # The first program is the longest to compile, and this process lowers it at once.
             others = {key: wanted[key].lower for key in list(wanted)[1:]}
-            self._children = Children(others, self._n_children)
             if self._n_children:
                 _tell_where_kernels_are()
+            self._children = Children(others, self._n_children)
         return all(self._made[key].done() for key in wanted)
 
     def _claim(self, key: Hashable) -> bool:
