@@ -50,7 +50,7 @@ from jaxllama.typing import Jitted, LocalDevice, Tree
 from pallas_kernels.cpu import jit
 
 PATIENCE = 1.0  # largest number of seconds that a program waits for more urgent work
-CHILDREN = 8  # processes that lower programs; each holds some 200 MB of its own
+CHILDREN = 4  # processes that lower programs; each takes 0.2 s to fork and 200 MB of its own
 LOOK = 0.01  # seconds between two checks for that work
 _log = logging.getLogger("jaxllama.serving")
 # number of files kept, one for each set of sizes; half a GB for an 8B model's engine on a GPU
@@ -185,7 +185,8 @@ class Programs:
     ) -> None:
         """Start a thread that compiles the programs after the first ``n``, in their order.
 
-        While ``is_busy`` it waits up to ``PATIENCE`` seconds before each program.
+        While ``is_busy`` it waits up to ``PATIENCE`` seconds before each program, and before each
+        call of ``on_made``.
 
         Parameters
         ----------
@@ -194,13 +195,10 @@ class Programs:
         is_busy
             True while the process has more urgent work.
         on_made
-            Called with the key of each of these programs once it exists.
+            Called with the key of each of these programs once it exists, for one after the other.
         """
         others = {key: wanted[key] for key in list(wanted)[n:]}
-
-        def on_ready(key: Hashable) -> None:
-            if not self._is_stopped:
-                on_made(key)
+        workers = max((os.cpu_count() or 1) - 2, 1)  # the others are for requests
 
         def wait() -> bool:
             until = time.monotonic() + PATIENCE
@@ -210,7 +208,13 @@ class Programs:
 
         def work() -> None:
             try:
-                self._compile_all(others, max((os.cpu_count() or 1) // 2, 1), wait, on_ready)
+                with ThreadPoolExecutor(1) as runs:
+                    self._compile_all(
+                        others,
+                        workers,
+                        wait,
+                        lambda key: runs.submit(lambda: wait() and on_made(key)),
+                    )
             except Exception as error:  # the call that needs the program raises it again
                 _log.error("a program cannot be compiled", exc_info=error)
                 return
