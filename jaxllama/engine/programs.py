@@ -50,7 +50,7 @@ from jaxllama.typing import Jitted, LocalDevice, Tree
 from pallas_kernels.cpu import jit
 
 PATIENCE = 1.0  # largest number of seconds that a program waits for more urgent work
-CHILDREN = 4  # processes that lower programs; each takes 0.2 s to fork and 200 MB of its own
+CHILDREN = 4  # processes that lower programs
 LOOK = 0.01  # seconds between two checks for that work
 _log = logging.getLogger("jaxllama.serving")
 # number of files kept, one for each set of sizes; half a GB for an 8B model's engine on a GPU
