@@ -25,7 +25,7 @@ from pallas_kernels.experts.plan import GroupedRowPlan
 from pallas_kernels.experts.plan import plan as grouped_plan
 from pallas_kernels.experts.summed_plan import GroupedSumPlan
 from pallas_kernels.fixed_sums import planned_rows
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import FLOAT4, QTensor
 from pallas_kernels.transform import Op, chosen
 
 
@@ -76,7 +76,9 @@ def mixture_plan(x: Mixture, gated: Gate) -> MixturePlan | Reason:
         many, one = getattr(x, name)
         if not (isinstance(many, QTensor) and isinstance(one, QTensor)):
             return Reason(f"{name} is not in codes")
-        if many.activations is not None or _form(many, 1) != _form(one, 0):
+        if many.activations is not None or (many.unit is not None and many.dtype != FLOAT4):
+            return Reason(f"{name} has quantized activations, or scales in two levels")
+        if _form(many, 1) != _form(one, 0):
             return Reason(f"{name}'s shared expert is not stored as an expert is")
     tokens, k = planned_rows(x.experts.shape[0]), x.experts.shape[1] + 1
     rows = grouped_plan(x.x, x.gate_up.experts, tokens * k, gated)

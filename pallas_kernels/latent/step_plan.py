@@ -71,7 +71,7 @@ def step_plan(x: LatentStep) -> LatentStepPlan | Reason:
     """Return how the kernels compute a step, or why there is none."""
     if reason := lacking("wgmma"):
         return Reason(reason)
-    batch, n, width = x.q.shape
+    batch, n, _ = x.q.shape
     if isinstance(x.cache, LatentCodes):
         return Reason("the cache is in 8 bits")
     entries = jax.ShapeDtypeStruct((*x.cache.shape[:2], x.cache.shape[-1]), x.cache.dtype)

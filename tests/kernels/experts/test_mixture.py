@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -44,7 +45,10 @@ def test_why_two_kernels_do_not_compute_a_mixture():
     given = Mixture(*call_of(4, *(_experts("int4", 64, *s) for s in SHAPES)).operands)
     x, gate_up = given.x, given.gate_up
     eight = jax.eval_shape(functools.partial(quantize, dtype="int8"), S((3072, 2048), jnp.float32))
+    unit = S((64, 3072, 1), jnp.float32)
+    two_levels = dataclasses.replace(gate_up.experts, unit=unit)
     others = {
+        "scales in two levels": given._replace(gate_up=gate_up._replace(experts=two_levels)),
         "gate_up is not in codes": given._replace(gate_up=WithShared(x, x)),
         "is not stored as an expert": given._replace(gate_up=gate_up._replace(shared=eight)),
         "another kernel of experts is faster": given._replace(
