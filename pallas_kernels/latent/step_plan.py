@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,8 +74,8 @@ def step_plan(x: LatentStep) -> LatentStepPlan | Reason:
     batch, n, _ = x.q.shape
     if isinstance(x.cache, LatentCodes):
         return Reason("the cache is in 8 bits")
-    entries = jax.ShapeDtypeStruct((*x.cache.shape[:2], x.cache.shape[-1]), x.cache.dtype)
-    q = jax.ShapeDtypeStruct((batch, 1, n, x.cache.shape[-1]), x.q.dtype)
+    entries: Any = jax.ShapeDtypeStruct((*x.cache.shape[:2], x.cache.shape[-1]), x.cache.dtype)
+    q: Any = jax.ShapeDtypeStruct((batch, 1, n, x.cache.shape[-1]), x.q.dtype)
     found = plan(q, entries, x.table)
     if named_plan(found) is None:
         assert isinstance(found, Reason)

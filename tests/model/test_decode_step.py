@@ -84,7 +84,7 @@ def kernels_of(
         body = functions[name]
         counts = Counter({"dot_general": body.count("stablehlo.dot_general")})
         if "@mosaic_gpu" in body:
-            counts[re.sub(r"_\d+$", "", name)] += 1
+            counts[re.sub(r"^_|_\d+$", "", name)] += 1
         for callee in re.findall(r"(?<!_)call @(\w+)\(", body):
             counts += executed(callee)
         return counts
