@@ -42,6 +42,7 @@ from jaxllama.decoding.sampling import History, SamplingParams, sample, whole
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder, verification
 from jaxllama.model.cache import Cache, LayerState, init_cache
+from jaxllama.model.heads import Scores
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.records import Hidden
 from jaxllama.parallel.mesh import mesh_of
@@ -74,13 +75,25 @@ class Drafted(NamedTuple):
         return jnp.pad(self.tokens, ((0, 0), (0, missing)))[:, :width]
 
 
+def next_token(
+    scores: Scores, sampling: SamplingParams, positions: jax.Array, history: History | None
+) -> jax.Array:
+    """Return the token of each row, int32 ``[B]``; all but ``scores`` as for ``sample``.
+
+    The likeliest token of all rows does not need the whole vocabulary.
+    """
+    is_greedy = not sampling.features and scores.ids is not None
+    tokens, _ = sample(scores.logits if is_greedy else scores.whole, sampling, positions, history)
+    return scores.ids[tokens] if is_greedy else tokens
+
+
 class DraftContext(NamedTuple):
     """The inputs of a draft.
 
     text: int32 ``[B, L]``: prompt and answer, ``size[B]`` tokens of each row.
     wanted: int32 ``[B]``: number of tokens to propose, at most ``most``.
     sampling, history: the model's own.
-    draw: called as ``sample``.
+    draw: called as ``next_token``.
     table: the places of the rows' pages, where the draft's cache has the model's.
     """
 
@@ -90,7 +103,7 @@ class DraftContext(NamedTuple):
     most: int
     sampling: SamplingParams
     history: History | None
-    draw: Callable[..., tuple[jax.Array, jax.Array]] = sample
+    draw: Callable[..., jax.Array] = next_token
     table: jax.Array | None = None
 
 
@@ -316,8 +329,8 @@ class ModelDraft:
         def drafted(
             tokens: jax.Array, index: jax.Array, hidden: Hidden, history: History | None
         ) -> tuple[jax.Array, History | None]:
-            scores = self._scores(params, hidden)
-            token, _ = ask.draw(scores, ask.sampling, ask.size + index, history)
+            scores = Scores(decoder.logits(self.cfg, params, hidden), self.vocab_size)
+            token = ask.draw(scores, ask.sampling, ask.size + index, history)
             tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], index, axis=1)
             return tokens, None if history is None else history.add(token)
 
@@ -371,12 +384,6 @@ class ModelDraft:
     def _known(self, tokens: jax.Array) -> jax.Array:
         """Tokens clamped to this model's vocabulary, whose padding may differ from the other's."""
         return jnp.minimum(tokens, self.cfg.vocab_size - 1)
-
-    def _scores(self, params: Params, hidden: Hidden) -> jax.Array:
-        """Return the logits ``[B, vocab_size]``."""
-        scores = decoder.logits(self.cfg, params, hidden)[:, : self.vocab_size]
-        more = self.vocab_size - scores.shape[1]
-        return jnp.pad(scores, ((0, 0), (0, more)), constant_values=-jnp.inf) if more else scores
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,13 +21,14 @@ from jax import lax
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import loop
-from jaxllama.decoding.drafts import Draft, DraftContext, Drafted, NGram, Pace, observer
+from jaxllama.decoding.drafts import Draft, DraftContext, Drafted, NGram, Pace, next_token, observer
 from jaxllama.decoding.rows import Fields, Rows
 from jaxllama.decoding.sampling import History, Sampling, SamplingParams, log_sum_exp, sample
 from jaxllama.decoding.turn import Draw, Inputs, Pass, TurnReport, sampled
 from jaxllama.engine.batch import BatchState
 from jaxllama.engine.request import MAX_LOGPROBS
 from jaxllama.model.decoder import forward, stored_logits
+from jaxllama.model.heads import Scores
 from jaxllama.model.records import Hidden
 from jaxllama.model.verification import commit, propose
 from jaxllama.typing import Params
@@ -312,19 +313,20 @@ def _draft(
     return dataclasses.replace(rows, kept=found.kept), draft
 
 
-def _draw_at(level: jax.Array) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Return a function that samples by the sampler's branch."""
+def _draw_at(level: jax.Array) -> Callable[..., jax.Array]:
+    """Return ``next_token`` by the sampler's branch."""
 
     def draw(
-        scores: jax.Array, sampling: SamplingParams, positions: jax.Array, history: History
-    ) -> tuple[jax.Array, jax.Array]:
-        def branch(features: tuple[str, ...]) -> Callable[..., tuple[jax.Array, jax.Array]]:
+        scores: Scores, sampling: SamplingParams, positions: jax.Array, history: History
+    ) -> jax.Array:
+        def branch(features: tuple[str, ...]) -> Callable[..., jax.Array]:
             params = dataclasses.replace(sampling, features=features)
-            return lambda scores, history: sample(
-                scores, params, positions, history if features else None
+            return lambda logits, history: next_token(
+                scores._replace(logits=logits), params, positions, history if features else None
             )
 
-        return lax.switch(level, [branch(features) for features in _LEVELS], scores, history)
+        branches = [branch(features) for features in _LEVELS]
+        return lax.switch(level, branches, scores.logits, history)
 
     return draw
 

@@ -15,13 +15,14 @@ import pytest
 import jaxllama as jl
 from jaxllama.checkpoints.hf import eagle3
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.decoding.drafts import DraftContext
+from jaxllama.decoding.drafts import DraftContext, next_token
 from jaxllama.decoding.forward import fill_hidden
 from jaxllama.decoding.heads import HeadDraft
 from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import verification
+from pallas_kernels.qtensor import tree_bytes
 from tests.helpers.eagle_cases import (
     CONFIG,
     IDS,
@@ -74,9 +75,9 @@ def test_proposals_are_those_of_the_published_code(tmp_path, norm_residual) -> N
     sampling = SamplingParams.stack([jl.Sampling()], CONFIG.vocab_size, 0)
     scores: list[jax.Array] = []
 
-    def draw(logits, *_):
-        jax.debug.callback(scores.append, logits[0])
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
+    def draw(found, *given):
+        jax.debug.callback(scores.append, found.whole[0])
+        return next_token(found, *given)
 
     @jax.jit
     def run(params, own, given, sampling):
@@ -113,6 +114,18 @@ def test_tokens_are_those_without_a_draft(deterministic) -> None:
         assert one.tokens == other.tokens
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
     assert 0 < got[2].accepted < sum(one.drafted for one in got)
+
+
+def test_a_quantized_head_s_drafts_change_no_token(tmp_path) -> None:
+    """Its proposals are near those of the head in floats."""
+    folder, scheme = write(tmp_path / "draft"), "w4a16-g32,down=w8a16"
+    own, rounded = (jl.load_drafter(folder, np.float32, way) for way in (None, scheme))
+    assert tree_bytes(rounded.params) < 0.7 * tree_bytes(own.params)
+    lm = endless()
+    want, got = (lm.generate(prompts(), NEW, draft=d, draft_tokens=3) for d in (own, rounded))
+    assert [one.tokens for one in got] == [one.tokens for one in want]
+    accepted = [sum(one.accepted for one in found) for found in (want, got)]
+    assert accepted[1] >= 0.8 * accepted[0] > 0
 
 
 def test_a_folder_is_read_and_written(tmp_path) -> None:
