@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.checkpoints.pooling import Pooling
 from jaxllama.config import ModelConfig
+from jaxllama.decoding.gain import Gain
 from jaxllama.decoding.sampling import Sampling, whole
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors import resident
@@ -91,6 +92,8 @@ class LanguageModel:
         documents of ``/v1/rerank``.
     executor : Executor
         The place where the model runs; by default the devices that hold the parameters.
+    gains : dict
+        What the drafts of earlier calls gained (``decoding.gain``).
     """
 
     config: ModelConfig
@@ -104,6 +107,7 @@ class LanguageModel:
     pooling: Pooling | None = None
     classifier: jax.Array | None = dataclasses.field(default=None, repr=False, compare=False)
     executor: Executor = dataclasses.field(default=resident.Resident(), repr=False, compare=False)
+    gains: dict[Hashable, Gain] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "executor", self.executor.with_params(self.params))

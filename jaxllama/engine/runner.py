@@ -7,7 +7,9 @@ requests.
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
@@ -17,6 +19,7 @@ import numpy as np
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import NGram
+from jaxllama.decoding.gain import DRAFT
 from jaxllama.engine import lazy_zeros, records
 from jaxllama.engine import slots as device
 from jaxllama.engine.adapters import AdapterSlots
@@ -60,11 +63,17 @@ class Written(NamedTuple):
 
 
 class DrawnOnDevice(NamedTuple):
-    """The results of ``slots.decode`` on the device."""
+    """The results of ``slots.decode`` on the device.
+
+    kind, how: of ``decoding.gain``. begun: time of the call; infinite if its step has other calls.
+    """
 
     row_of: dict[Sequence, int]
     rows: jax.Array
     top: tuple[jax.Array, ...]
+    kind: Hashable
+    how: int
+    begun: float
 
 
 class Running(NamedTuple):
@@ -95,6 +104,7 @@ class Runner:
             adapters.params = self.params
         self.mesh = mesh_of(params)
         self.draft_params = None if drafting is None else drafting.params
+        self._gain, self._read = None if drafting is None else drafting.gain, 0.0
         self.slots = self._empty()
         pages = records.page_leaves(self.slots)
         self.transfers: Transfers | None = None
@@ -218,7 +228,9 @@ class Runner:
                 self.slots = call()
         finally:
             handed.set()
-        return None if decode is None else self._decode(decode)
+        if decode is None:
+            return None
+        return self._decode(decode, math.inf if calls else time.perf_counter())
 
     def wait(self) -> None:
         """Wait until all queued plans are done or handed to the device."""
@@ -431,9 +443,12 @@ class Runner:
         if options.deterministic:  # a branch has its own rounding
             level = HIGHEST_LEVEL
         wants_top = any(request.logprobs for request in requests)
-        orders = device.make_orders(rows, level=level, wants_top=wants_top, steps=plan.steps)
+        how = DRAFT if self._gain is None else self._gain.next((n, context))
+        orders = device.make_orders(
+            rows, level=level, wants_top=wants_top, steps=plan.steps, how=how
+        )
         params = self._with(n, {row: sequence for sequence, row in row_of.items()})
-        return Decode(params, orders, allowed, row_of, n, context, wants_top)
+        return Decode(params, orders, allowed, row_of, n, context, wants_top, how)
 
     def _decode_size(self, rows: int, pages: int) -> tuple[int, int]:
         """Return the numbers of rows and pages of a decode call of ``rows`` rows of each part.
@@ -453,13 +468,21 @@ class Runner:
         keys = [Calls.decoding_key(*size) for size in enough]
         return enough[keys.index(self._programs.first_made(keys))]
 
-    def _decode(self, decode: Decode) -> DrawnOnDevice:
+    def _decode(self, decode: Decode, begun: float) -> DrawnOnDevice:
         self.slots, rows, top = self._programs.call(*self._calls.decoding(self.slots, decode))
-        return DrawnOnDevice(decode.row_of, rows, top if decode.wants_top else ())
+        kind = decode.n, decode.context
+        return DrawnOnDevice(
+            decode.row_of, rows, top if decode.wants_top else (), kind, decode.how, begun
+        )
 
     def read(self, drawn: DrawnOnDevice) -> dict[Sequence, Written]:
         """Wait for the results of a decode call, and return them by sequence."""
         rows, top = jax.device_get((drawn.rows, drawn.top))
+        now, begun = time.perf_counter(), max(drawn.begun, self._read)
+        self._read = now
+        if self._gain is not None and begun < now:
+            rate = float(rows[list(drawn.row_of.values()), 0].mean()) / (now - begun)
+            self._gain.took(drawn.kind, drawn.how, rate)
         width = (rows.shape[1] - 3) // 2
         numbers = rows[:, : 3 + width], rows[:, 3 + width :].view(np.float32)
         written = [  # convert to lists at once: many small slices of arrays would cost more

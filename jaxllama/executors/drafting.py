@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, Protocol, runtime_checkable
 
 from jax.sharding import Mesh
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import drafts
+from jaxllama.decoding.gain import Gain
 from jaxllama.decoding.heads import HeadDraft
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.executor import DraftSource, Executor
@@ -35,6 +37,8 @@ class DraftingModel(Protocol):
     def executor(self) -> Executor: ...
     @property
     def mesh(self) -> Mesh | None: ...
+    @property
+    def gains(self) -> dict[Hashable, Gain]: ...
 
 
 def draft_source(
@@ -62,7 +66,10 @@ def draft_source(
         )
     plan = drafts.DraftPlan.of(source, draft_tokens, model.deterministic)
     model.executor.check_drafts(model.deterministic)
-    return DraftSource(plan, params)
+    if not plan.adaptive or not model.executor.on_device:
+        return DraftSource(plan, params)
+    name = draft if isinstance(draft, str) else id(draft)
+    return DraftSource(plan, params, model.gains.setdefault(name, Gain()))
 
 
 def _fitted(model: DraftingModel, draft: Drafter) -> Eagle3Head:
