@@ -92,8 +92,6 @@ class LanguageModel:
         documents of ``/v1/rerank``.
     executor : Executor
         The place where the model runs; by default the devices that hold the parameters.
-    gains : dict
-        What the drafts of earlier calls gained (``decoding.gain``).
     """
 
     config: ModelConfig
@@ -107,7 +105,10 @@ class LanguageModel:
     pooling: Pooling | None = None
     classifier: jax.Array | None = dataclasses.field(default=None, repr=False, compare=False)
     executor: Executor = dataclasses.field(default=resident.Resident(), repr=False, compare=False)
-    gains: dict[Hashable, Gain] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    # What the drafts of earlier calls gained.
+    gains: dict[Hashable, Gain] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "executor", self.executor.with_params(self.params))
@@ -195,7 +196,8 @@ class LanguageModel:
             tokenizer; ``first_layers`` makes one. ``jl.load_drafter`` reads a head that was trained
             beside this model. Drafts do not change the tokens.
         draft_tokens : int
-            Tokens of one draft, up to 15. With 0 each row adapts the number.
+            Tokens of one draft, up to 15. With 0 each row adapts the number, and drafting ends where
+            it costs time.
 
         Returns
         -------
@@ -508,7 +510,8 @@ class LanguageModel:
         draft : str, LanguageModel or Drafter, optional
             "ngram", "mtp", a model with the same tokenizer, or a head trained beside this model.
         draft_tokens : int
-            Tokens of one draft, up to 15. With 0 each row adapts the number.
+            Tokens of one draft, up to 15. With 0 each row adapts the number, and drafting ends where
+            it costs time.
 
         Returns
         -------

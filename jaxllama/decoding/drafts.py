@@ -87,9 +87,9 @@ def next_token(
 
     The likeliest token of all rows does not need the whole vocabulary.
     """
-    is_greedy = not sampling.features and scores.ids is not None
-    tokens, _ = sample(scores.logits if is_greedy else scores.whole, sampling, positions, history)
-    return scores.ids[tokens] if is_greedy else tokens
+    if sampling.features or scores.ids is None:
+        return sample(scores.whole, sampling, positions, history)[0]
+    return scores.ids[sample(scores.logits, sampling, positions, history)[0]]
 
 
 class DraftContext(NamedTuple):

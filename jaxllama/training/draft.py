@@ -58,7 +58,8 @@ from pallas_kernels.attention.plain import attention_scores, rotate
 
 ANSWERS = "answers.npz"  # in the run's folder
 DECAY = 0.8  # weight of a step beside the step before
-_SLOTS = 64  # answers at a time
+_SLOTS = 256  # answers at a time
+_TOKENS = 2**18  # most of their cache, of which an answer has all at least
 _ROWS = 8  # that measure the size of the model's states
 _STREAM = 0.1  # size of a feature of x_0 at first
 KeysValues = tuple[jax.Array, jax.Array]  # [B, T, K, H] each
@@ -72,7 +73,8 @@ def answered(config: TrainConfig, prompts: PromptFile, run: Path, progress: bool
         lm = load(config.init_from, config.dtype, progress=progress)
         slots, tokens = min(_SLOTS, len(prompts) * options.samples), config.sequence_length
         rows = -(-tokens // 64) * 64
-        engine = Engine(lm, max_slots=slots, max_len=tokens, cache_tokens=slots * rows)
+        room = max(min(slots * rows, _TOKENS), rows)
+        engine = Engine(lm, max_slots=slots, max_len=tokens, cache_tokens=room)
         with working("answering the prompts", show=progress):
             found = rollout(
                 engine,
