@@ -196,8 +196,8 @@ class LanguageModel:
             tokenizer; ``first_layers`` makes one. ``jl.load_drafter`` reads a head that was trained
             beside this model. Drafts do not change the tokens.
         draft_tokens : int
-            Tokens of one draft, up to 15. With 0 each row adapts the number, and drafting ends where
-            it costs time.
+            Tokens of one draft, up to 15. With 0 each row adapts the number, and drafting ends
+            where it costs time.
 
         Returns
         -------
@@ -510,8 +510,8 @@ class LanguageModel:
         draft : str, LanguageModel or Drafter, optional
             "ngram", "mtp", a model with the same tokenizer, or a head trained beside this model.
         draft_tokens : int
-            Tokens of one draft, up to 15. With 0 each row adapts the number, and drafting ends where
-            it costs time.
+            Tokens of one draft, up to 15. With 0 each row adapts the number, and drafting ends
+            where it costs time.
 
         Returns
         -------
