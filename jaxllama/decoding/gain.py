@@ -15,21 +15,22 @@ import statistics
 from collections.abc import Hashable
 
 DRAFT, WAIT, OFF = range(3)
-DRAFTS, WAITS = 8, 4  # measured calls
 AGAIN = 400  # calls
 
 
 class Gain:
-    """The calls of one draft beside one model."""
+    """The calls of one draft beside one model, of which ``waits`` wait and twice as many draft."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits: int) -> None:
+        self._waits = waits
         self._asked = collections.Counter[Hashable]()
         self._rates = collections.defaultdict[Hashable, dict[int, list[float]]](dict)
 
     def is_known(self, kind: Hashable) -> bool:
         """Return whether enough calls of this kind have been measured."""
         rates = self._rates[kind]
-        return len(rates.get(DRAFT, ())) >= DRAFTS and len(rates.get(WAIT, ())) >= WAITS
+        drafts, waits = (len(rates.get(how, ())) for how in (DRAFT, WAIT))
+        return drafts >= 2 * self._waits and waits >= self._waits
 
     def pays(self, kind: Hashable) -> bool:
         """Return whether drafts pay, or are not known not to."""
@@ -49,8 +50,8 @@ class Gain:
         self._asked[kind] += 1
         if not self.pays(kind):
             return OFF
-        drafted = len(self._rates[kind].get(DRAFT, ()))
-        return WAIT if drafted >= DRAFTS and not self.is_known(kind) else DRAFT
+        drafts = len(self._rates[kind].get(DRAFT, ()))
+        return WAIT if drafts >= 2 * self._waits and not self.is_known(kind) else DRAFT
 
     def took(self, kind: Hashable, how: int, rate: float) -> None:
         """Record a call of this kind."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import NGram
-from jaxllama.decoding.gain import DRAFT
+from jaxllama.decoding.gain import DRAFT, Gain
 from jaxllama.engine import lazy_zeros, records
 from jaxllama.engine import slots as device
 from jaxllama.engine.adapters import AdapterSlots
@@ -104,7 +104,8 @@ class Runner:
             adapters.params = self.params
         self.mesh = mesh_of(params)
         self.draft_params = None if drafting is None else drafting.params
-        self._gain, self._read = None if drafting is None else drafting.gain, 0.0
+        is_measured = drafting is not None and drafting.gain is not None
+        self._gain, self._read = Gain(waits=12) if is_measured else None, 0.0
         self.slots = self._empty()
         pages = records.page_leaves(self.slots)
         self.transfers: Transfers | None = None

@@ -66,10 +66,11 @@ def draft_source(
         )
     plan = drafts.DraftPlan.of(source, draft_tokens, model.deterministic)
     model.executor.check_drafts(model.deterministic)
-    if not plan.adaptive or not model.executor.on_device:
+    # Hosts that share a mesh must not decide by their own times.
+    if not plan.adaptive or not model.executor.on_device or model.mesh is not None:
         return DraftSource(plan, params)
     name = draft if isinstance(draft, str) else id(draft)
-    return DraftSource(plan, params, model.gains.setdefault(name, Gain()))
+    return DraftSource(plan, params, model.gains.setdefault(name, Gain(waits=4)))
 
 
 def _fitted(model: DraftingModel, draft: Drafter) -> Eagle3Head:

@@ -34,7 +34,7 @@ DETERMINISTIC_ROWS = 32
 class DraftSource(NamedTuple):
     """The plan of drafts, and the draft model's parameters (None for n-grams).
 
-    gain: measured calls, by which drafting may end; None if it may not.
+    gain: measured calls of ``generate``, by which drafting may end; None if it may not.
     """
 
     plan: DraftPlan
