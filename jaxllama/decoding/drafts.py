@@ -436,13 +436,13 @@ def observer(draft: Any, params: Params | None, may_end: bool = True) -> Callabl
     observe = functools.partial(draft.observe, params)
 
     def observe_drafting(rows: Rows, inputs: Inputs, passed: Pass) -> Rows:
+        def read(carry: tuple[Tree, jax.Array]) -> tuple[Tree, jax.Array]:
+            before = dataclasses.replace(rows, kept=carry[0])
+            return observe(before, inputs, passed).kept, jnp.bool_(False)
+
         # A loop of at most one iteration, because lax.cond would copy the cache.
         is_read = jnp.any((inputs.live > 0) & (rows.fields.ask > 0))
-        kept, _ = lax.while_loop(
-            lambda carry: carry[1],
-            lambda _: (observe(rows, inputs, passed).kept, jnp.bool_(False)),
-            (rows.kept, is_read),
-        )
+        kept, _ = lax.while_loop(lambda carry: carry[1], read, (rows.kept, is_read))
         return dataclasses.replace(rows, kept=kept)
 
     return observe_drafting if may_end else observe

@@ -10,7 +10,7 @@ from jaxllama.engine.request import Request
 from jaxllama.language_model import LanguageModel
 from tests.helpers.eagle_cases import CONFIG, drafter, model
 
-PROMPT, NEW = [7, 8, 9, 7, 8], 64
+PROMPT, NEW = [7, 8, 9, 7, 8, 9, 7, 8], 64
 
 
 @pytest.mark.parametrize("number", [0, 3])
@@ -50,16 +50,18 @@ def answered(engine: Engine, name: str):
     return [token for event in events for token in event.tokens]
 
 
-def test_generate_ends_drafts_that_cost_time(rates) -> None:
+@pytest.mark.parametrize("draft", ["ngram", pytest.param("head", marks=pytest.mark.slow)])
+def test_generate_ends_drafts_that_cost_time(rates, draft) -> None:
+    draft = drafter() if draft == "head" else draft
     lm = LanguageModel(CONFIG.replace(eos_token_ids=()), model().params, None)
     want = generated(lm)
-    got = [generated(lm, draft=drafter()) for _ in range(4)]
+    got = [generated(lm, draft=draft) for _ in range(4)]
     assert [one.tokens for one in got] == [want.tokens] * 4
     drafted = [one.drafted for one in got]
     assert drafted[0] > 0 and drafted[3] == 0
     rates[DRAFT] = 3.0
     lm.gains.clear()
-    got = [generated(lm, draft=drafter()) for _ in range(4)]
+    got = [generated(lm, draft=draft) for _ in range(4)]
     assert [one.tokens for one in got] == [want.tokens] * 4 and got[3].drafted > 0
 
 
