@@ -8,9 +8,9 @@ another number of rows, so it computes products in blocks of that many rows (``b
 choice is made while a function is traced, so a jit needs the flag among its static arguments.
 XLA's attention divides keys by their positions.  Samplers add a row's exponentials in one order.
 
-Left out: norms, whose sums are a row's own, and attention of a prompt's first piece and cuDNN's.
-Their shapes follow the call.  ``docs/concepts/same-bits.md`` says what was compared
-where.
+Left out: norms, whose sums are a row's own, attention of a prompt's first piece and cuDNN's, whose
+shapes follow the call, and the mass of top-p, whose rounding decides about one token at its edge.
+``docs/concepts/same-bits.md`` says what was compared where.
 """
 
 from __future__ import annotations

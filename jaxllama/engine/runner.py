@@ -27,7 +27,7 @@ from jaxllama.engine.calls import Calls, Decode, IdleCall, Moved, blank
 from jaxllama.engine.grammar import NextTokens
 from jaxllama.engine.options import TRANSFER_BYTES, ResolvedOptions
 from jaxllama.engine.pages import KVPages, Save
-from jaxllama.engine.passes import HIGHEST_LEVEL, level_of
+from jaxllama.engine.passes import level_of
 from jaxllama.engine.programs import Programs, Wanted
 from jaxllama.engine.scheduler import Fill, Prefix, Sequence, TurnPlan
 from jaxllama.engine.slots import NOBODY
@@ -441,8 +441,6 @@ class Runner:
             allowed = jax.device_put(allowed)
         requests = [sequence.request for sequence in sequences]
         level = level_of([request.sampling for request in requests], bool(masks))
-        if options.deterministic:  # a branch has its own rounding
-            level = HIGHEST_LEVEL
         wants_top = any(request.logprobs for request in requests)
         how = DRAFT if self._gain is None else self._gain.next((n, context))
         orders = device.make_orders(
