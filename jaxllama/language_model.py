@@ -106,7 +106,7 @@ class LanguageModel:
     classifier: jax.Array | None = dataclasses.field(default=None, repr=False, compare=False)
     executor: Executor = dataclasses.field(default=resident.Resident(), repr=False, compare=False)
     # What the drafts of earlier calls gained.
-    gains: dict[Hashable, Gain] = dataclasses.field(
+    gains: dict[Hashable, Mapping[tuple[int, int], Gain]] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 

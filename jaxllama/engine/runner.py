@@ -6,6 +6,7 @@ requests.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import threading
@@ -65,13 +66,14 @@ class Written(NamedTuple):
 class DrawnOnDevice(NamedTuple):
     """The results of ``slots.decode`` on the device.
 
-    kind, how: of ``decoding.gain``. begun: time of the call; infinite if its step has other calls.
+    size: numbers of rows and pages. how: of ``decoding.gain``. begun: time of the call; infinite if
+    its step has other calls.
     """
 
     row_of: dict[Sequence, int]
     rows: jax.Array
     top: tuple[jax.Array, ...]
-    kind: Hashable
+    size: tuple[int, int]
     how: int
     begun: float
 
@@ -104,8 +106,11 @@ class Runner:
             adapters.params = self.params
         self.mesh = mesh_of(params)
         self.draft_params = None if drafting is None else drafting.params
-        is_measured = drafting is not None and drafting.gain is not None
-        self._gain, self._read = Gain(waits=12) if is_measured else None, 0.0
+        # By the size of the decode call; None if drafting may not end.
+        self._gains: dict[Hashable, Gain] | None = None
+        if drafting is not None and drafting.gains is not None:
+            self._gains = collections.defaultdict(lambda: Gain(waits=12))
+        self._read = 0.0
         self.slots = self._empty()
         pages = records.page_leaves(self.slots)
         self.transfers: Transfers | None = None
@@ -442,7 +447,7 @@ class Runner:
         requests = [sequence.request for sequence in sequences]
         level = level_of([request.sampling for request in requests], bool(masks))
         wants_top = any(request.logprobs for request in requests)
-        how = DRAFT if self._gain is None else self._gain.next((n, context))
+        how = DRAFT if self._gains is None else self._gains[n, context].next()
         orders = device.make_orders(
             rows, level=level, wants_top=wants_top, steps=plan.steps, how=how
         )
@@ -469,19 +474,17 @@ class Runner:
 
     def _decode(self, decode: Decode, begun: float) -> DrawnOnDevice:
         self.slots, rows, top = self._programs.call(*self._calls.decoding(self.slots, decode))
-        kind = decode.n, decode.context
-        return DrawnOnDevice(
-            decode.row_of, rows, top if decode.wants_top else (), kind, decode.how, begun
-        )
+        top, size = top if decode.wants_top else (), (decode.n, decode.context)
+        return DrawnOnDevice(decode.row_of, rows, top, size, decode.how, begun)
 
     def read(self, drawn: DrawnOnDevice) -> dict[Sequence, Written]:
         """Wait for the results of a decode call, and return them by sequence."""
         rows, top = jax.device_get((drawn.rows, drawn.top))
         now, begun = time.perf_counter(), max(drawn.begun, self._read)
         self._read = now
-        if self._gain is not None and begun < now:
+        if self._gains is not None and begun < now:
             rate = float(rows[list(drawn.row_of.values()), 0].mean()) / (now - begun)
-            self._gain.took(drawn.kind, drawn.how, rate)
+            self._gains[drawn.size].took(drawn.how, rate)
         width = (rows.shape[1] - 3) // 2
         numbers = rows[:, : 3 + width], rows[:, 3 + width :].view(np.float32)
         written = [  # convert to lists at once: many small slices of arrays would cost more

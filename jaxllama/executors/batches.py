@@ -12,8 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Generator, Hashable
-from typing import NamedTuple
+from collections.abc import Callable, Generator
 
 import jax
 import numpy as np
@@ -117,10 +116,10 @@ def generations(
         decoding = executor.begin(cfg, params_of(numbers), batch)
         answers = [_Answer(Reader(tokenizer, cfg.eos_token_ids, call.stops)) for _ in members]
         n_rows = batch.tokens.shape[0]
-        gain = None if call.drafting is None else call.drafting.gain
-        measured = None if gain is None else Measured(gain, (n_rows, batch.capacity))
+        gains = None if call.drafting is None else call.drafting.gains
+        gain = None if gains is None else gains[n_rows, batch.capacity]
         is_read = call.watched or bool(call.stops)
-        pace = _Pieces(call.max_new_tokens, is_read, measured)
+        pace = _Pieces(call.max_new_tokens, is_read, gain)
         counts, report = np.ones(n_rows, int), decoding.report
         while True:
             ahead = None
@@ -218,25 +217,19 @@ def _pieces(length: int) -> tuple[int, int]:
     return fixed_pieces(length - 1, jax.default_backend() == "cpu")
 
 
-class Measured(NamedTuple):
-    """The measured calls of a draft, and the kind of this one."""
-
-    gain: Gain
-    kind: Hashable
-
-
 class _Pieces:
     """The number of tokens that each call of the loop writes.
 
     If ``is_read`` is true, a caller waits for the text. Each call then takes about
     ``PIECE_SECONDS``, estimated from the fastest step so far. A slow model thus shows each token,
     and the host does not delay a fast one. Calls have 2 steps until one has been measured, and grow
-    by at most four times. Otherwise one call writes all tokens. Calls are short while drafts are
-    ``measured``. ``until`` is the number of tokens of each row after the calls so far.
+    by at most four times. Otherwise one call writes all tokens. Calls are short until the
+    ``gain`` of drafts is known. ``until`` is the number of tokens of each row after the calls so
+    far.
     """
 
-    def __init__(self, limit: int, is_read: bool, measured: Measured | None) -> None:
-        self._limit, self._is_read, self._measured = limit, is_read, measured
+    def __init__(self, limit: int, is_read: bool, gain: Gain | None) -> None:
+        self._limit, self._is_read, self._gain = limit, is_read, gain
         self._steps = 2 if is_read else limit
         self._running: list[tuple[int, int, float]] = []  # steps, how, time of the call
         self._arrived = 0.0
@@ -253,10 +246,10 @@ class _Pieces:
         if self._is_read and self._step_seconds < math.inf:
             affordable = max(int(PIECE_SECONDS / self._step_seconds), 1)
             self._steps = min(affordable, 4 * self._steps)
-        steps, how, measured = self._steps, DRAFT, self._measured
-        if measured is not None:
-            how = measured.gain.next(measured.kind)
-            steps = steps if measured.gain.is_known(measured.kind) else min(steps, MEASURED_STEPS)
+        steps, how = self._steps, DRAFT
+        if self._gain is not None:
+            how = self._gain.next()
+            steps = steps if self._gain.is_known else min(steps, MEASURED_STEPS)
         # After a correct draft a row has more tokens than the call requested.
         self.until = min(max(self.until, int(counts.min())) + steps, self._limit)
         self._running.append((steps, how, time.perf_counter()))
@@ -270,8 +263,8 @@ class _Pieces:
             seconds = now - max(asked, self._arrived)
             self._step_seconds = min(self._step_seconds, seconds / steps)
             new = (counts - self._before)[self._open]
-            if self._measured is not None and new.size:
-                self._measured.gain.took(self._measured.kind, how, float(new.mean()) / seconds)
+            if self._gain is not None and new.size:
+                self._gain.took(how, float(new.mean()) / seconds)
         self._arrived, self._before, self._open = now, counts, ~done & (counts < self._limit)
 
 

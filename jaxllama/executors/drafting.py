@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import collections
+import functools
+from collections.abc import Hashable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from jax.sharding import Mesh
@@ -38,7 +40,7 @@ class DraftingModel(Protocol):
     @property
     def mesh(self) -> Mesh | None: ...
     @property
-    def gains(self) -> dict[Hashable, Gain]: ...
+    def gains(self) -> dict[Hashable, Mapping[tuple[int, int], Gain]]: ...
 
 
 def draft_source(
@@ -70,7 +72,8 @@ def draft_source(
     if not plan.adaptive or not model.executor.on_device or model.mesh is not None:
         return DraftSource(plan, params)
     name = draft if isinstance(draft, str) else id(draft)
-    return DraftSource(plan, params, model.gains.setdefault(name, Gain(waits=4)))
+    gains = collections.defaultdict(functools.partial(Gain, waits=4))
+    return DraftSource(plan, params, model.gains.setdefault(name, gains))
 
 
 def _fitted(model: DraftingModel, draft: Drafter) -> Eagle3Head:

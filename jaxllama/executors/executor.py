@@ -10,7 +10,7 @@ An executor holds no parameters.  Each call passes them; the executor knows wher
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
@@ -34,12 +34,12 @@ DETERMINISTIC_ROWS = 32
 class DraftSource(NamedTuple):
     """The plan of drafts, and the draft model's parameters (None for n-grams).
 
-    gain: measured calls of ``generate``, by which drafting may end; None if it may not.
+    gains: of ``generate``'s calls, by rows and capacity; None if drafting may not end.
     """
 
     plan: DraftPlan
     params: Params | None
-    gain: Gain | None = None
+    gains: Mapping[tuple[int, int], Gain] | None = None
 
 
 class Alone(NamedTuple):

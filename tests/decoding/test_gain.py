@@ -16,7 +16,7 @@ PROMPT, NEW = [7, 8, 9, 7, 8, 9, 7, 8], 64
 @pytest.mark.parametrize("number", [0, 3])
 def test_a_number_of_the_caller_s_stays(number) -> None:
     source = model().drafting(drafter(), number)
-    assert source is not None and (source.gain is None) == (number > 0)
+    assert source is not None and (source.gains is None) == (number > 0)
 
 
 @pytest.mark.parametrize(("rate", "after"), [(3.0, DRAFT), (1.0, OFF)])
@@ -24,20 +24,18 @@ def test_calls_draft_then_wait_then_do_what_is_faster(rate, after) -> None:
     """The first measured call compiles; its rate is one of the slowest and does not count."""
     gain, found = Gain(waits=4), list[int]()
     for index in range(AGAIN):
-        found.append(gain.next("a"))
-        gain.took("a", found[-1], 0.01 if index == 0 else rate if found[-1] == DRAFT else 2.0)
+        found.append(gain.next())
+        gain.took(found[-1], 0.01 if index == 0 else rate if found[-1] == DRAFT else 2.0)
     assert found[:12] == [DRAFT] * 8 + [WAIT] * 4
     assert set(found[12:]) == {after}
-    assert gain.next("a") == DRAFT and gain.next("b") == DRAFT
+    assert gain.next() == DRAFT
 
 
 @pytest.fixture
 def rates(monkeypatch) -> dict[int, float]:
     """The rates that are recorded instead of the measured ones."""
     found, took = {DRAFT: 1.0, WAIT: 2.0}, Gain.took
-    monkeypatch.setattr(
-        Gain, "took", lambda self, kind, how, _: took(self, kind, how, found.get(how, 0.0))
-    )
+    monkeypatch.setattr(Gain, "took", lambda self, how, _: took(self, how, found.get(how, 0.0)))
     return found
 
 
