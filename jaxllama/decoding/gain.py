@@ -4,8 +4,9 @@
     gain.took(how, rate)         the tokens a second of a row that it gave
 
 The first calls draft, and then a few wait: their rows draft nothing, but a head reads on.  If the
-calls that draft have the lower median, drafting ends.  Rows that run then draft no more, so a head
-need not read them.  After ``AGAIN`` calls new rows are measured anew.
+median of the calls that draft is not ``LEAST`` times as high, drafting ends.  Rows that run then
+draft no more, so a head need not read them.  After ``AGAIN`` calls new rows are measured anew.
+N-grams are not measured: where they find nothing, they cost next to nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 
 DRAFT, WAIT, OFF = range(3)
 AGAIN = 400  # calls
+LEAST = 1.1  # ratio that pays; calls that wait bear a part of a draft's costs
 
 
 class Gain:
@@ -39,7 +41,7 @@ class Gain:
             self.__init__(self._waits)
         self._calls += 1
         if self.is_known:
-            return DRAFT if self.ratio >= 1 else OFF
+            return DRAFT if self.ratio >= LEAST else OFF
         return WAIT if self._has_drafted else DRAFT
 
     def took(self, how: int, rate: float) -> None:

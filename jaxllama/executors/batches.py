@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
-from jaxllama.decoding.gain import DRAFT, Gain
+from jaxllama.decoding.gain import DRAFT, OFF, Gain
 from jaxllama.decoding.rows import Report
 from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.executors.executor import (
@@ -113,11 +113,13 @@ def generations(
         if call.deterministic:
             numbers += [0] * (call.batch_rows(executor) - len(members))
         batch = _batch(executor, cfg, call, members, kept)
-        decoding = executor.begin(cfg, params_of(numbers), batch)
-        answers = [_Answer(Reader(tokenizer, cfg.eos_token_ids, call.stops)) for _ in members]
         n_rows = batch.tokens.shape[0]
         gains = None if call.drafting is None else call.drafting.gains
         gain = None if gains is None else gains[n_rows, batch.capacity]
+        if gain is not None and not call.deterministic and gain.next() == OFF:
+            batch, gain = dataclasses.replace(batch, drafting=None), None  # the program without
+        decoding = executor.begin(cfg, params_of(numbers), batch)
+        answers = [_Answer(Reader(tokenizer, cfg.eos_token_ids, call.stops)) for _ in members]
         is_read = call.watched or bool(call.stops)
         pace = _Pieces(call.max_new_tokens, is_read, gain)
         counts, report = np.ones(n_rows, int), decoding.report

@@ -69,7 +69,8 @@ def draft_source(
     plan = drafts.DraftPlan.of(source, draft_tokens, model.deterministic)
     model.executor.check_drafts(model.deterministic)
     # Hosts that share a mesh must not decide by their own times.
-    if not plan.adaptive or not model.executor.on_device or model.mesh is not None:
+    on_one = model.executor.on_device and model.mesh is None
+    if not (plan.adaptive and on_one) or draft == "ngram":
         return DraftSource(plan, params)
     name = draft if isinstance(draft, str) else id(draft)
     gains = collections.defaultdict(functools.partial(Gain, waits=4))

@@ -13,10 +13,10 @@ from tests.helpers.eagle_cases import CONFIG, drafter, model
 PROMPT, NEW = [7, 8, 9, 7, 8, 9, 7, 8], 64
 
 
-@pytest.mark.parametrize("number", [0, 3])
-def test_a_number_of_the_caller_s_stays(number) -> None:
-    source = model().drafting(drafter(), number)
-    assert source is not None and (source.gains is None) == (number > 0)
+@pytest.mark.parametrize(("draft", "number"), [("head", 0), ("head", 3), ("ngram", 0)])
+def test_adaptive_drafts_that_cost_are_measured(draft, number) -> None:
+    source = model().drafting(drafter() if draft == "head" else draft, number)
+    assert source is not None and (source.gains is not None) == ((draft, number) == ("head", 0))
 
 
 @pytest.mark.parametrize(("rate", "after"), [(3.0, DRAFT), (1.0, OFF)])
@@ -48,18 +48,16 @@ def answered(engine: Engine, name: str):
     return [token for event in events for token in event.tokens]
 
 
-@pytest.mark.parametrize("draft", ["ngram", pytest.param("head", marks=pytest.mark.slow)])
-def test_generate_ends_drafts_that_cost_time(rates, draft) -> None:
-    draft = drafter() if draft == "head" else draft
+def test_generate_ends_drafts_that_cost_time(rates) -> None:
     lm = LanguageModel(CONFIG.replace(eos_token_ids=()), model().params, None)
     want = generated(lm)
-    got = [generated(lm, draft=draft) for _ in range(4)]
+    got = [generated(lm, draft=drafter()) for _ in range(4)]
     assert [one.tokens for one in got] == [want.tokens] * 4
     drafted = [one.drafted for one in got]
     assert drafted[0] > 0 and drafted[3] == 0
     rates[DRAFT] = 3.0
     lm.gains.clear()
-    got = [generated(lm, draft=draft) for _ in range(4)]
+    got = [generated(lm, draft=drafter()) for _ in range(4)]
     assert [one.tokens for one in got] == [want.tokens] * 4 and got[3].drafted > 0
 
 
