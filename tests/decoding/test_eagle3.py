@@ -121,10 +121,11 @@ def test_a_quantized_head_s_drafts_change_no_token(tmp_path) -> None:
     rounded = jl.load_drafter(folder, np.float32, "w4a16-g32,down=w8a16")
     assert tree_bytes(rounded.params) < 0.7 * tree_bytes(drafter().params)
     want, got = (
-        endless().generate(prompts()[2:], NEW, draft=draft, draft_tokens=count)
+        endless().generate(prompts(), NEW, draft=draft, draft_tokens=count)
         for draft, count in ((None, 0), (rounded, 3))
     )
-    assert got[0].tokens == want[0].tokens and got[0].accepted > 0
+    assert [one.tokens for one in got] == [one.tokens for one in want]
+    assert sum(one.accepted for one in got) > 0
 
 
 def test_a_folder_is_read_and_written(tmp_path) -> None:
