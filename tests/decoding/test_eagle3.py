@@ -116,6 +116,25 @@ def test_tokens_are_those_without_a_draft(deterministic) -> None:
     assert 0 < got[2].accepted < sum(one.drafted for one in got)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_chain_has_no_loop_and_where_greedy_only_the_head_s_vocabulary(temperature) -> None:
+    """Three tokens of two rows; the one loop chooses the length."""
+    source = model().drafting(drafter(), 3)
+    assert source is not None
+    draft, three = source.plan.draft, jnp.full((2,), 3, jnp.int32)
+    sampling = SamplingParams.stack([jl.Sampling(temperature)] * 2, CONFIG.vocab_size, 0)
+    own = draft.weights(model().params, source.params)
+
+    def tokens(own, state, size):
+        text = jnp.zeros((2, 32), jnp.int32)
+        ask = DraftContext(text, size, size, 3, sampling, None)
+        return draft.propose(own, state, ask).tokens
+
+    program = str(jax.make_jaxpr(tokens)(own, draft.begin(own, 2, 32), three))
+    assert program.count("while[") == 1
+    assert (f"f32[2,{CONFIG.vocab_size}]" in program) == (temperature > 0)
+
+
 def test_a_quantized_head_s_drafts_change_no_token(tmp_path) -> None:
     folder = write(tmp_path / "draft")
     rounded = jl.load_drafter(folder, np.float32, "w4a16-g32,down=w8a16")
