@@ -30,9 +30,6 @@ from pallas_kernels.dispatch import device_of
 # Rows of a block, by whether the device is a CPU.  A GPU's products of 512 rows take most of its
 # rate, and their kernels still read the weights at the memory's rate where there are few rows.
 _ROWS = {True: 32, False: 512}
-# Platforms where rows were compared to the bit.  On others ``deterministic`` fixes the shapes of
-# whole programs instead.
-RUN_ON = ("cpu",)
 # Tokens.  Keys are then divided by the length of a row, and not by the cache that it lies in.
 _CAPACITY = 2048
 
@@ -49,11 +46,6 @@ def fixed_sums(on: bool) -> Generator[None, None, None]:
         yield
     finally:
         _fixed.reset(token)
-
-
-def fixes_sums() -> bool:
-    """Return whether a deterministic model has fixed sums on the device where new arrays go."""
-    return device_of(()).platform in RUN_ON
 
 
 def has_fixed_sums() -> bool:
