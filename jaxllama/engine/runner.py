@@ -533,12 +533,12 @@ class Runner:
         wanted, n = self._wanted(), self._calls.n_first
         calls = dict(zip(wanted, self._idle_calls(), strict=True))
 
-        def run(key: Hashable) -> Future[None]:
-            return self._thread.submit(self._run_idle, calls[key])
+        def run(key: Hashable) -> None:
+            self._thread.submit(self._run_idle, calls[key]).result()
 
         self._programs.add_first(wanted, n)
         for key in list(wanted)[:n]:
-            run(key).result()
+            run(key)
         jax.block_until_ready(self.slots)
         trim()
         self._programs.add_rest(wanted, n, is_busy, run)
