@@ -32,11 +32,13 @@ from pallas_kernels.dispatch import Plan, Reason, named_plan, stands_for
 from pallas_kernels.experts import summed_plan
 from pallas_kernels.experts.best import MOST as MOST_SCORES
 from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, Tile, TokenTile
-from pallas_kernels.experts.plan import MOST_PAIRS, row_plan
-from pallas_kernels.experts.route_plan import BLOCKS, WARPS, BestPlan, RoutePlan
+from pallas_kernels.experts.mixture import MixturePlan
+from pallas_kernels.experts.plan import MOST_PAIRS, GroupedRowPlan, row_plan
+from pallas_kernels.experts.route_plan import BLOCKS, WARPS, BestPlan, RoutePlan, SigmoidRoutePlan
 from pallas_kernels.experts.summed_plan import GroupedSumPlan
 from pallas_kernels.latent import plan as latent
 from pallas_kernels.latent.chosen import ChosenPlan
+from pallas_kernels.latent.step_plan import LatentStepPlan
 from pallas_kernels.matmul.few_rows.plan import row_plans, tile_plans
 from pallas_kernels.matmul.many_rows.plan import (
     WeightTile,
@@ -104,13 +106,20 @@ def _grouped_matmul() -> Sequence[Plan]:
     return [*few, *_classes(many), *sums]
 
 
+def _shared_mixture() -> Sequence[Plan]:
+    found = _grouped_matmul()
+    rows = (p for p in found if isinstance(p, GroupedRowPlan) and p.row.bits == 4)
+    sums = [p for p in found if isinstance(p, GroupedSumPlan) and not p.partial]
+    return [MixturePlan(*pair) for pair in itertools.product(rows, sums)]
+
+
 def _best() -> Sequence[Plan]:
     return [BestPlan(1, n, 1) for n in range(32, MOST_SCORES + 1, 32)]
 
 
 def _norm_and_route() -> Sequence[Plan]:
-    sizes = (BLOCKS * rows for rows in range(1, WARPS + 1))
-    return _classes(RoutePlan(1, n, 1024) for n in sizes) if gpu().clusters else []
+    kinds = itertools.product((RoutePlan, SigmoidRoutePlan), range(1, WARPS + 1))
+    return _classes(kind(1, BLOCKS * rows, 1024) for kind, rows in kinds) if gpu().clusters else []
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -148,17 +157,26 @@ def _decode_attention() -> Sequence[Plan]:
     return _classes(itertools.chain(_direct(), many()))
 
 
-def _latent_attention() -> Sequence[latent.LatentPlan]:
-    programs = (True, False), (False, False), (False, True)
-    found = [latent.LatentPlan(latent.TILE, *program) for program in programs]
-    kinds = "int8", "float8_e4m3fn"
-    found += [latent.LatentPlan(latent.TILE, True, codes=kind) for kind in kinds]
-    return found if gpu().wgmma else []
+_LATENTS = [
+    latent.LatentPlan(latent.TILE, few=latent.FEW_ROWS),
+    latent.LatentPlan(latent.TILE),
+    latent.LatentPlan(latent.TILE, paired=True),
+]
+
+
+def _latent_attention() -> Sequence[Plan]:
+    kinds, few = ("int8", "float8_e4m3fn"), latent.MOST_FEW_ROWS
+    codes = [latent.LatentPlan(latent.TILE, few, codes=kind) for kind in kinds]
+    return _LATENTS + codes if gpu().wgmma else []
 
 
 def _chosen_latent_attention() -> Sequence[Plan]:
-    plans = (plan for plan in _latent_attention() if not plan.codes)
-    return [ChosenPlan(plan) for plan in plans]
+    return [ChosenPlan(plan) for plan in _LATENTS] if gpu().wgmma else []
+
+
+def _latent_step() -> Sequence[Plan]:
+    wider = latent.LatentPlan(latent.TILE, latent.MOST_FEW_ROWS)
+    return [LatentStepPlan(plan) for plan in (*_LATENTS, wider)] if gpu().wgmma else []
 
 
 # --- recurrences ----------------------------------------------------------------------------------
@@ -221,11 +239,13 @@ OPS: dict[str, Callable[[], Sequence[Plan]]] = {
     "quantized_matmul": _quantized_matmul,
     "gated_matmul": _gated_matmul,
     "grouped_matmul": _grouped_matmul,
+    "shared_mixture": _shared_mixture,
     "best": _best,
     "norm_and_route": _norm_and_route,
     "decode_attention": _decode_attention,
     "latent_attention": _latent_attention,
     "chosen_latent_attention": _chosen_latent_attention,
+    "latent_step": _latent_step,
     "rope_and_attend": lambda: _classes(_direct()),
     "rope_and_write": lambda: [RopeCachePlan()],
     "gla": _gla,

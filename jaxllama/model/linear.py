@@ -29,12 +29,11 @@ from typing import NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 from jaxllama.config import StepConfig
 from jaxllama.model.elementwise import layer_norm
-from jaxllama.model.experts.route import Routed, has_plain_softmax, route, with_factors
+from jaxllama.model.experts.route import Routed, has_plain_scores, route, with_factors
 from jaxllama.model.lora import Adapted, Lora
 from jaxllama.parallel.collectives import row_parallel_matmul
 from jaxllama.parallel.mesh import is_split
@@ -318,17 +317,14 @@ def linear(x: Input, params: Params, dtype: DTypeLike | None = None) -> jax.Arra
     return _matmul(x, params["weight"], params.get("bias"), dtype)
 
 
-def linear_of_norm(x: jax.Array, scale: jax.Array, eps: float, params: Params) -> jax.Array:
+def linear_of_norm(x: Columns, scale: jax.Array, eps: float, params: Params) -> jax.Array:
     """Return ``linear`` of the RMSNorm of ``x[..., in]``; scale: its weights ``[in]``."""
     weight = params["weight"]
-    if input_codes(params) is _lora(params) is None and _has_kernels(x, weight):
-        # XLA would hand columns of another kernel's result to this one in a fusion of slices, in
-        # which no GPU has run a Mosaic kernel.
-        columns = lax.optimization_barrier(x)
-        y = fused_matmul(columns, weight, bias=params.get("bias"), norm=(scale, eps))
+    if input_codes(params) is _lora(params) is None and _has_kernels(x.rows, weight):
+        y = fused_matmul(x, weight, bias=params.get("bias"), norm=(scale, eps))
         if y is not None:
             return y
-    return linear(rms_norm(x, scale, eps), params)
+    return linear(rms_norm(x.value, scale, eps), params)
 
 
 def _with_lora(x: Input, params: Params, lora: Lora, dtype: DTypeLike | None) -> jax.Array:
@@ -412,16 +408,18 @@ def norm_route(
     options = cfg.experts
     assert options is not None
     width = stream.x.shape[-1]
-    is_plain = stream.pending is None and has_plain_softmax(options, router)
+    is_plain = stream.pending is None and has_plain_scores(options, router)
     if is_plain and scale is not None and cfg.norm.kind == "rms":
         fused = fused_norm_and_route(
             stream.x.reshape(-1, width),
             (scale["weight"], cfg.norm.eps),
             router["weight"],
             router.get("bias"),
+            router.get("choice_bias"),
             k=options.n_active,
             normalize=options.normalize,
             scale=options.scale,
+            sigmoid=options.scores == "sigmoid",
         )
         if fused is not None:
             y, experts, weights = fused

@@ -10,7 +10,7 @@ batch of loads at a time, each with a maximum of its own, and meet in shared mem
 a visible key were never written and are not read.
 
 Copies: a lane loads its columns of each part from device memory into registers.
-Waits: for the kernel before; in ``_ChunkMerge`` once at the block's barrier, for the warps' sums.
+Waits: for the kernel before; in ``ChunkMerge`` once at the block's barrier, for the warps' sums.
 Writes: warp 0 of a block (in ``_merge_parts`` every warp its own head) stores the head's output.
 """
 
@@ -54,7 +54,7 @@ def merge_chunks(
     facts |= {"kind": KIND[jnp.dtype(out_dtype).name], "rotated": rotated}
 
     (out,) = launch(
-        functools.partial(_ChunkMerge, heads=batch * n // lengths.size, **facts),
+        functools.partial(ChunkMerge, heads=batch * n // lengths.size, **facts),
         {"parts": parts, "stats": stats, "lengths": lengths, "sinks": sinks},
         {"out": jax.ShapeDtypeStruct((batch, n, h), out_dtype)},
         name="decode_attention_merge",
@@ -124,7 +124,7 @@ def _merge_parts(gmem, smem, *, shape, kind, rotated):
     p.when(index < batch * n, merge)
 
 
-class _ChunkMerge:
+class ChunkMerge:
     """One block per (row, query head): sum the chunks' parts, each faded to the common maximum.
 
     heads: query heads of a token.  N is tokens times heads: ``block // heads`` is the (row, token)
@@ -146,7 +146,7 @@ class _ChunkMerge:
         self.find_chunks()
         size = self.leave(self.sum_chunks())
         p.barrier()  # all warps' sums are there
-        p.when(self.warp < 1, lambda: self.write(size))
+        self.finish(size)
 
     def find_chunks(self) -> None:
         """The chunks that the row's queries see, and where they lie."""
@@ -191,7 +191,12 @@ class _ChunkMerge:
             p.store_shared(here, [x], 128 * i)
         return len(sums)
 
-    def write(self, size: int) -> None:
+    def finish(self, size: int) -> None:
+        """By warp 0."""
+        p.when(self.warp < 1, lambda: self.write(self.merged(size)))
+
+    def merged(self, size: int) -> list:
+        """The lane's columns of all warps' sums."""
         shares = [
             [p.load_float(self.table, 128 * (w * size + i)) for i in range(size)]
             for w in range(self.warps)
@@ -200,7 +205,9 @@ class _ChunkMerge:
         _, whole, *total = with_sink(joined, self.gmem.sinks, self.head % self.heads)
         some = 0 < self.length
         inverse = p.divide(1.0, p.where(some, whole, 1.0))
-        values = [x * inverse for x in total]
+        return [x * inverse for x in total]
+
+    def write(self, values: list) -> None:
         if self.rotated:
             values = hadamard_of_lanes(values, self.lane, 32)
         base = p.offset(p.address(self.gmem.out), self.row * self.n + self.head, 2 * self.h)

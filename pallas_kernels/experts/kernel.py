@@ -47,6 +47,7 @@ def grouped_rows(
     experts: jax.Array,
     bias: jax.Array | None = None,
     *,
+    shared: QTensor | None = None,
     fan: int,
     gate: Gate | None,
     plan: GroupedRowPlan,
@@ -58,8 +59,10 @@ def grouped_rows(
     x bfloat16 ``[P / fan, K]``, w ``[E, N, K]``, experts int32 ``[P]``, bias ``[E, N]``.
     Experts are clamped to [0, E).  With ``partial`` they must lie in [0, E], and the row of a pair
     whose expert is E is not computed and may hold anything.
+    shared: ``[N, K]``, the expert of each token's last pair, which ``experts`` then leaves out.
     """
     _, n, k = w.shape
+    beside = None if shared is None else parts_of(shared)
     inputs = {"x": x, **parts_of(w), "bias": bias, "experts": experts}
     shape = {"weight": StoredWeight.of(w), "n": n, "k": k}
     n_out = n if gate is None else n // 2
@@ -77,17 +80,23 @@ def grouped_rows(
 
     def body(gmem, smem):
         memory = dict(vars(gmem))
-        chosen = p.address(memory.pop("experts"))
+        chosen, apart = p.address(memory.pop("experts")), memory.pop("shared")
         operands = FewRowsOperands.of(memory, **shape, kinds=kinds, eps=None, **gated)
         block = p.register("ctaid.x")
         pair, block = block // plan.row.blocks, block % plan.row.blocks
         p.await_kernel()
-        (expert,) = p.load_global(p.offset(chosen, pair, 4), 1)
+        index, token, last = pair, pair // fan, None
+        if apart is not None:
+            index, last = pair % fan, fan - 1
+            last = p.equal(index, last)
+            index = token * (fan - 1) + p.smaller(index, fan - 2)
+        (expert,) = p.load_global(p.offset(chosen, index, 4), 1)
         if not partial:
             expert = p.smaller(p.larger(expert, 0), w.shape[0] - 1)
         is_own = expert < w.shape[0]
         moved = {name: p.offset(getattr(operands, name), expert, sizes[name]) for name in sizes}
-        token = pair // fan
+        if apart is not None:
+            moved = {k: p.where(last, p.address(apart[k]), v) for k, v in moved.items()}
         moved["x"] = p.offset(operands.x, token, 2 * k)
         moved["out"] = p.offset(operands.out, pair, out.dtype.itemsize * n_out)
         operands = dataclasses.replace(operands, **moved)
@@ -103,7 +112,7 @@ def grouped_rows(
     sizes_of_scratch = [size // 4 for size in plan.row.scratch_sizes(normed=False)]
     (found,) = launch(
         body,
-        inputs,
+        {**inputs, "shared": beside},
         {"out": out},
         name=plan.kernel.removesuffix("_mosaic"),
         grid=plan.row.blocks * plan.pairs,

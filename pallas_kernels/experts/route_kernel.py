@@ -5,6 +5,9 @@
     experts = the k largest logits', in descending order; of equal ones the lowest index first
     weights = scale times the softmax over them, or times their entries of that over all experts
 
+With ``sigmoid`` the k largest are those of sigmoid(logits) + choice_bias, and the weights scale
+times the chosen sigmoids, over their sum if they are normalized.
+
 A token has a cluster of ``BLOCKS`` blocks, and each block has ``plan.rows`` rows of the router.
 
     all      the router's rows -> L2 | the kernel before has ended
@@ -12,10 +15,10 @@ A token has a cluster of ``BLOCKS`` blocks, and each block has ``plan.rows`` row
     all      y -> shared memory (block 0: -> device memory); barrier
     warp     a row, or a part of it, times y: its sum -> block 0's shared memory, by st.async
     warp 0   (of block 0) all sums have come: the logits -> registers; k times the largest, by two
-             ``redux``; the softmax; the results
+             ``redux``; the softmax or shares of sigmoids; the results
 
 Copies: lanes load x, gamma and rows of the router into registers; one thread a row prefetches it.
-Warp 0 of block 0 loads the bias.
+Warp 0 of block 0 loads the biases.
 Waits: all threads for the kernel before, and at two block barriers of ``norm``: for the warps'
 squares, and for y.  All blocks wait until their cluster has begun.  Warp 0 of block 0 waits on
 ``arrival`` for all sums.
@@ -35,13 +38,14 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.best_kernel import largest, of_lane
-from pallas_kernels.experts.route_plan import BLOCKS, SENT, WARPS, RoutePlan, RouteStatic
+from pallas_kernels.experts.route_plan import BLOCKS, LEAST, SENT, WARPS, RoutePlan, RouteStatic
 from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.few_rows.kernel import kinds_of
@@ -59,21 +63,30 @@ EARLY = 2  # parts of rows that a warp loads before the norm
 SCRATCH = "y", "squares", "sums", "arrival"
 
 
+class Chosen(NamedTuple):
+    """An expert that a lane has, its score, and the sum by which the score is divided."""
+
+    expert: Value
+    score: Value
+    total: Value
+
+
 @functools.partial(jax.jit, static_argnames=("static", "plan"))
 def route_tokens(
     x: jax.Array,
     gamma: jax.Array,
     router: jax.Array,
     bias: jax.Array | None,
+    choice_bias: jax.Array | None,
     *,
     static: RouteStatic,
     plan: RoutePlan,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(y bfloat16 ``[T, D]``, experts int32 ``[T, k]``, weights float32 ``[T, k]``).
 
-    x bfloat16 ``[T, D]``, gamma ``[D]``, router bfloat16 ``[E, D]``, bias ``[E]``.
+    x bfloat16 ``[T, D]``, gamma ``[D]``, router bfloat16 ``[E, D]``, biases ``[E]``.
     """
-    inputs = {"x": x, "gamma": gamma, "router": router, "bias": bias}
+    inputs = {"x": x, "gamma": gamma, "router": router, "bias": bias, "choice_bias": choice_bias}
     kinds = kinds_of(inputs)
     shape = plan.tokens, static.k
     outs = {
@@ -127,13 +140,13 @@ class _Program:
         p.await_kernel()
         tasks = [warp + task for task in range(0, plan.tasks, WARPS)]
         early = [self.load(task, lane, first) for task in tasks[:EARLY]]
-        bias = self.load_bias(chooses, lane)
+        biases = [self.load_bias(name, chooses, lane) for name in ("bias", "choice_bias")]
         self.norm(thread, warp, lane, token, rank)
         p.cluster_wait()
         for i, task in enumerate(tasks):
             row = early[i] if i < len(early) else self.load(task, lane, first)
             self.multiply(task, lane, rank, row)
-        p.when(chooses, lambda: self.choose(token, lane, self.logits(lane, bias)))
+        p.when(chooses, lambda: self.choose(token, lane, *biases))
 
     def start(self, thread: Value) -> None:
         """Count what will come to this block, and announce that it has begun."""
@@ -205,15 +218,15 @@ class _Program:
             loaded.append((None if is_whole else piece < plan.pieces, at, words))
         return loaded
 
-    def load_bias(self, chooses: Value, lane: Value) -> list[Value]:
-        """The words of the bias of the lane's experts, where the choice is made."""
-        plan, bias = self.plan, self.gmem.bias
+    def load_bias(self, name: str, chooses: Value, lane: Value) -> list[Value]:
+        """The words of a bias of the lane's experts, where the choice is made."""
+        plan, bias = self.plan, getattr(self.gmem, name)
         if bias is None:
             return []
 
         def load() -> list[Value]:
             experts = (p.minimum(lane + 32 * i, plan.n - 1) for i in range(plan.per_lane))
-            return [load_word(bias, expert, self.kinds["bias"]) for expert in experts]
+            return [load_word(bias, expert, self.kinds[name]) for expert in experts]
 
         return p.choose(chooses, load, [p.ci(0)] * plan.per_lane)
 
@@ -249,9 +262,23 @@ class _Program:
             found.append(p.where(expert < plan.n, value, p.cf(float("-inf"))))
         return found
 
-    def choose(self, token: Value, lane: Value, logits: list[Value]) -> None:
-        plan = self.plan
-        best, chosen = largest(logits, lane, plan.n, self.static.k)
+    def choose(
+        self, token: Value, lane: Value, bias: Sequence[Value], choice_bias: Sequence[Value]
+    ) -> None:
+        logits = self.logits(lane, bias)
+        choose = self.by_sigmoids if self.static.sigmoid else self.by_softmax
+        index, mine, total = choose(lane, logits, choice_bias)
+        weight = p.divide(mine, total) * self.static.scale
+
+        def store() -> None:
+            at = token * self.static.k + lane
+            p.store_global(p.offset(self.gmem.experts, at, 4), index)
+            p.store_global(p.offset(self.gmem.weights, at, 4), weight)
+
+        p.when(lane < self.static.k, store)
+
+    def by_softmax(self, lane: Value, logits: list[Value], _: Sequence[Value]) -> Chosen:
+        best, chosen = largest(logits, lane, self.plan.n, self.static.k)
 
         def power(value: Value) -> Value:
             return p.exp2((value - best[0]) * LOG2E)
@@ -261,12 +288,18 @@ class _Program:
             total = functools.reduce(operator.add, powers)
         else:
             (total,) = over_lanes([functools.reduce(operator.add, [power(v) for v in logits])])
-        mine, index = of_lane(lane, powers), of_lane(lane, chosen)
-        weight = p.divide(mine, total) * self.static.scale
+        return Chosen(of_lane(lane, chosen), of_lane(lane, powers), total)
 
-        def store() -> None:
-            at = token * self.static.k + lane
-            p.store_global(p.offset(self.gmem.experts, at, 4), index)
-            p.store_global(p.offset(self.gmem.weights, at, 4), weight)
-
-        p.when(lane < self.static.k, store)
+    def by_sigmoids(self, lane: Value, logits: list[Value], choice_bias: Sequence[Value]) -> Chosen:
+        scores = [p.divide(1.0, p.exp2(v * -LOG2E) + 1.0) for v in logits]
+        biases = [as_float(word, self.kinds["choice_bias"]) for word in choice_bias]
+        by = [a + b for a, b in zip(scores, biases, strict=True)] if biases else scores
+        _, chosen = largest(by, lane, self.plan.n, self.static.k)
+        index, mine = of_lane(lane, chosen), p.cf(0.0)
+        for i, score in enumerate(scores):
+            mine = p.where(p.equal(index >> 5, i), p.shuffle_from(score, index & 31), mine)
+        total = p.cf(1.0)
+        if self.static.normalize:
+            (total,) = over_lanes([p.where(lane < self.static.k, mine, 0.0)])
+            total = total + LEAST
+        return Chosen(index, mine, total)

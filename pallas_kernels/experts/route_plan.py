@@ -17,16 +17,18 @@ BLOCKS = 8  # of a token: the most that every cluster may have
 SENT = 8  # bytes of a sum on its way to block 0
 MOST_TOKENS = 8
 MOST_EXPERTS = 512
+LEAST = 1e-20  # added to a sum of sigmoids, by which the weights are divided
 
 
 class RouteStatic(NamedTuple):
-    """k: experts of a token.  normalize: the softmax is that of the chosen experts alone.  scale:
-    factor of the weights.  eps: of the norm."""
+    """k: experts of a token.  normalize: weights are shares among the chosen experts alone.  scale:
+    factor of the weights.  eps: of the norm.  sigmoid: scores are sigmoids, not a softmax."""
 
     k: int
     normalize: bool
     scale: float
     eps: float
+    sigmoid: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,7 @@ class RoutePlan:
     d: int
 
     def representative(self) -> RoutePlan:
-        return RoutePlan(1, BLOCKS * max(1, WARPS // self.parts), 1024)
+        return type(self)(1, BLOCKS * max(1, WARPS // self.parts), 1024)
 
     @property
     def rows(self) -> int:
@@ -77,6 +79,10 @@ class RoutePlan:
         return [2 * self.d, 4 * WARPS, SENT * BLOCKS * self.tasks, 16]
 
 
+class SigmoidRoutePlan(RoutePlan):
+    """Scores are sigmoids; a bias of the choice may be added to them."""
+
+
 @dataclasses.dataclass(frozen=True)
 class BestPlan:
     """k of each of ``rows`` rows of n scores."""
@@ -106,4 +112,4 @@ def route_plan(x: jax.Array, router: jax.Array, static: RouteStatic) -> RoutePla
         return Reason(f"{tokens} tokens; the kernel takes up to {MOST_TOKENS}")
     if d % 8 or n > MOST_EXPERTS or static.k > 32:
         return Reason(f"{static.k} of {n} experts of {d} columns")
-    return RoutePlan(tokens, n, d)
+    return (SigmoidRoutePlan if static.sigmoid else RoutePlan)(tokens, n, d)

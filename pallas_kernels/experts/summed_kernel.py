@@ -41,6 +41,8 @@ def grouped_sum(
     weights: jax.Array,
     bias: jax.Array | None = None,
     *,
+    shared: QTensor | None = None,
+    residual: jax.Array | None = None,
     plan: GroupedSumPlan,
     out_dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
@@ -48,6 +50,8 @@ def grouped_sum(
 
     x bfloat16 ``[T, k, K]``, w ``[E, N, K]``, experts int32 ``[T, k]``, weights ``[T, k]``, bias
     ``[E, N]``.  Experts are clamped to [0, E); with ``plan.partial`` those outside add nothing.
+    shared: ``[N, K]``, the last of a token's k experts, whose weight is 1; experts and weights are
+    then ``[T, k - 1]``.  residual: ``[T, N]`` in out_dtype, added last.
     """
     weight = StoredWeight.of(w)
     inputs = {"x": x, **parts_of(w), "bias": bias, "experts": experts}
@@ -55,9 +59,10 @@ def grouped_sum(
     out = jax.ShapeDtypeStruct((plan.tokens, plan.n), out_dtype)
     row_bytes = {"w": plan.k // 2, "scale": weight.scale_row, "zero": weight.zero_row}
     kinds = kinds_of({"bias": bias, "out": out})
+    inputs |= {"residual": residual, "shared": None if shared is None else parts_of(shared)}
 
     def body(gmem, smem):
-        memory = {name: None if r is None else p.address(r) for name, r in vars(gmem).items()}
+        memory = {name: jax.tree.map(p.address, ref) for name, ref in vars(gmem).items()}
         facts = plan, weight, memory, row_bytes, w.shape[0], kinds
         summed_program.SumProgram(*facts, smem).run()
 

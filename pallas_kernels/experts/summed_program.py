@@ -264,8 +264,17 @@ class SumProgram:
 
     def expert_at(self, token: Value, index: Value) -> Value:
         """The token's expert of this number, as it is given."""
-        at = token * self.plan.fan + index
+        at = self.pair(token, index)
         return p.load_global(p.offset(self.memory["experts"], at, 4), 1)[0]
+
+    def pair(self, token: Value, index: Value) -> Value:
+        """The place in experts and weights; of the shared expert that of the one before it."""
+        if self.memory["shared"] is None:
+            return token * self.plan.fan + index
+        return token * (self.plan.fan - 1) + p.smaller(index, self.plan.fan - 2)
+
+    def is_shared(self, index: Value) -> Value:
+        return p.equal(index, self.plan.fan - 1)
 
     def clamped(self, expert: Value) -> Value:
         """An expert that w has."""
@@ -293,6 +302,10 @@ class SumProgram:
             for name in names
             for at in [p.offset(self.memory[name], starts[name])]
         }
+        if self.memory["shared"] is not None:
+            apart = {name: p.offset(self.memory["shared"][name], starts[name]) for name in names}
+            is_shared = self.is_shared(place.expert)
+            places = {name: p.where(is_shared, apart[name], at) for name, at in places.items()}
         return WarpCodes(weight, self.row_bytes, places, p.bit(lane, 2))
 
     def with_x(self, codes: WarpCodes, words: list[Value], warp: Value, lane: Value) -> WarpCodes:
@@ -326,9 +339,11 @@ class SumProgram:
         has_one = first + (row >> 1) < end
         row = p.where(has_one, first * 2 + row, first * 2)
         expert = self.expert_at(token, index)
-        at = token * plan.fan + index
         found = SimpleNamespace(has_one=has_one, bias=None, factor=None, is_own=None)
-        found.weight = load_number(self.memory["weights"], at, "f32")
+        found.weight = load_number(self.memory["weights"], self.pair(token, index), "f32")
+        shared = self.memory["shared"]
+        if shared is not None:
+            found.weight = p.where(self.is_shared(index), 1.0, found.weight)
         if plan.partial:
             found.is_own = expert < self.n_experts
         expert = self.clamped(expert)
@@ -337,9 +352,10 @@ class SumProgram:
             base = p.offset(self.memory["bias"], expert, BYTES[kind] * plan.n)
             found.bias = load_number(base, row, kind)
         if self.weight.has_unit:
-            found.factor = load_number(
-                p.offset(self.memory["zero"], expert, 4 * plan.n), row, "f32"
-            )
+            unit = p.offset(self.memory["zero"], expert, 4 * plan.n)
+            if shared is not None:
+                unit = p.where(self.is_shared(index), shared["zero"], unit)
+            found.factor = load_number(unit, row, "f32")
         return found
 
     def finish(
@@ -385,6 +401,8 @@ class SumProgram:
     def store(self, index: Value, value: Value) -> None:
         """The only rounding."""
         kind = self.kinds["out"]
+        if self.memory["residual"] is not None:
+            value = value + load_number(self.memory["residual"], index, kind)
         at = p.offset(self.memory["out"], index, BYTES[kind])
         if kind == "f32":
             p.store_global(at, [value])

@@ -32,8 +32,15 @@ from pallas_kernels.dispatch import (
     shortest,
 )
 from pallas_kernels.fixed_sums import planned_rows
-from pallas_kernels.latent.op import LATENT, check_latents
-from pallas_kernels.latent.plan import WIDTH, LatentPlan, microseconds, plans, xla_microseconds
+from pallas_kernels.latent.op import check_latents
+from pallas_kernels.latent.plan import (
+    LATENT,
+    WIDTH,
+    LatentPlan,
+    microseconds,
+    plans,
+    xla_microseconds,
+)
 from pallas_kernels.transform import Op
 from pallas_kernels.transform import chosen as implementation_of
 

@@ -21,8 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.latent.decode_program import HALF, LATENT, ROPE, TILE
+from pallas_kernels.latent.decode_program import HALF
 from pallas_kernels.latent.few_program import BY_TOKEN, STAGES, FilledBlock, slot_of
+from pallas_kernels.latent.plan import LATENT, ROPE, TILE
 from pallas_kernels.launch import REF, inline
 from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.many_rows.pipeline import tiled, warpgroup_barrier

@@ -37,15 +37,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.jax_internals import llvm
+from pallas_kernels.latent.plan import LATENT, ROPE, ROUND, TILE
 from pallas_kernels.launch import REF, inline
 from pallas_kernels.matmul.many_rows.pipeline import warpgroup_barrier
 from pallas_kernels.recurrence.channels import ThreadPlace
 
-LATENT = 512  # features of a latent, which is key and value
-ROPE = 64  # further features of a key
 HALF = LATENT // 2  # output columns of a warpgroup
-TILE = 64  # query rows of a block, and tokens of a tile
-ROUND = 2 * TILE  # tokens
 UNSEEN = -1e30  # the maximum of a row that has seen no key: finite, so that differences are
 TOTAL = 2  # the first line of sums in the table of numbers by query row
 _WGMMA = plgpu.Layout.WGMMA
@@ -62,6 +59,7 @@ class Facts:
     block.  capacity: tokens that a row can hold.  run: neighbouring tokens of a copy.  page: tokens
     of a page, 0 without pages.  pool: pages.  factor: of scores, as exponents of 2.  paired: the
     blocks of two tiles of query rows are a cluster.  codes: their dtype, if latents are codes.
+    overlaps: a block begins while the kernel before still runs.
     """
 
     tokens: int
@@ -74,6 +72,7 @@ class Facts:
     factor: float
     paired: bool = False
     codes: str = ""
+    overlaps: bool = False
 
     @property
     def tiles(self) -> int:

@@ -26,21 +26,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.latent.decode_program import (
-    LATENT,
-    ROPE,
-    TILE,
-    UNSEEN,
-    Facts,
-    LatentBlock,
-    scalar,
-)
+from pallas_kernels.latent.decode_program import UNSEEN, Facts, LatentBlock, scalar
+from pallas_kernels.latent.plan import LATENT, TILE, WIDTH
 from pallas_kernels.launch import REF, inline
 from pallas_kernels.matmul.many_rows.pipeline import tiled, warpgroup_barrier
 from pallas_kernels.recurrence.channels import ThreadPlace
 
 STAGES = 2  # tiles in shared memory
-WIDTH = LATENT + ROPE
 _WGMMA = plgpu.Layout.WGMMA
 _BY_COLUMN, BY_TOKEN = _WGMMA.reduce(0), _WGMMA.reduce(1)
 

@@ -12,23 +12,18 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import ptx as p
 from pallas_kernels.attention.merge import merge_chunks
 from pallas_kernels.attention.operands import LatentCodes, capacity_of
 from pallas_kernels.latent.codes_program import RING, RUN, CodesBlock
-from pallas_kernels.latent.decode_program import (
-    HALF,
-    LATENT,
-    PIECES,
-    ROPE,
-    TILE,
-    Facts,
-    LatentBlock,
-)
-from pallas_kernels.latent.few_program import STAGES, WIDTH, ChosenBlock, FewBlock
-from pallas_kernels.latent.plan import ROWS, LatentPlan, copy_of
-from pallas_kernels.launch import Views, launch
+from pallas_kernels.latent.decode_program import HALF, PIECES, Facts, LatentBlock
+from pallas_kernels.latent.few_program import STAGES, ChosenBlock, FewBlock
+from pallas_kernels.latent.plan import LATENT, ROPE, ROWS, TILE, WIDTH, LatentPlan, copy_of
+from pallas_kernels.launch import Views, inline, launch
 from pallas_kernels.matmul.many_rows.pipeline import tiled
 from pallas_kernels.ptx import LOG2E
+
+Parts = tuple[jax.Array, jax.Array | None]  # sums ``[B, chunks, rows, 512]``, and (maximum, sum)s
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "plan"))
@@ -42,8 +37,38 @@ def latent_attention(
     plan: LatentPlan,
 ) -> jax.Array:
     """``q [B, T, N, 576]``, ``lengths [B, T]`` -> ``[B, T, N, 512]``; see ``latent.op``."""
-    batch, tokens, n, _ = q.shape
+    n = q.shape[2]
     q = _filled_heads(q)
+    parts = _chunks(q, cache, lengths, table, scale, plan)
+    out = _merged(*parts, lengths, capacity=capacity_of(cache, table), chunk=plan.chunk)
+    return out.reshape(*q.shape[:3], LATENT)[:, :, :n]
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "plan"))
+def attended_chunks(
+    q: jax.Array,
+    cache: jax.Array,
+    lengths: jax.Array,
+    table: jax.Array | None,
+    *,
+    scale: float,
+    plan: LatentPlan,
+) -> Parts:
+    """Return the chunks of ``q``, whose blocks begin while the kernel before still runs."""
+    return _chunks(q, cache, lengths, table, scale, plan, overlaps=True)
+
+
+def _chunks(
+    q: jax.Array,
+    cache: jax.Array | LatentCodes,
+    lengths: jax.Array,
+    table: jax.Array | None,
+    scale: float,
+    plan: LatentPlan,
+    overlaps: bool = False,
+) -> Parts:
+    """Return the chunks' sums of latents for ``q [B, T, N, 576]``, N a multiple of 8."""
+    batch, tokens = q.shape[:2]
     heads, capacity = q.shape[2], capacity_of(cache, table)
     codes = isinstance(cache, LatentCodes)
     page = pool = 0
@@ -61,6 +86,7 @@ def latent_attention(
         scale * LOG2E,
         plan.paired,
         plan.codes,
+        overlaps,
     )
     filled = facts.rows if plan.few else facts.tiles * TILE
     operands = {
@@ -74,8 +100,7 @@ def latent_attention(
         held = {"codes": cache.low.q, "scales": cache.low.scale[..., 0], "rope": cache.rope}
         operands |= held
     block = CodesBlock if codes else FewBlock if plan.few else LatentBlock
-    out = _launch(block, facts, operands, lengths)
-    return out.reshape(batch, tokens, heads, LATENT)[:, :, :n]
+    return _launch(block, facts, operands)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "plan"))
@@ -92,8 +117,8 @@ def chosen_attention(
     operands = {"q": q, "cache": cache, "chosen": chosen.reshape(batch, -1, TILE)}
     # A row whose list is empty has zeros.
     lengths = jnp.where(jnp.any(chosen >= 0, axis=1), chosen.shape[1], 0).astype(jnp.int32)
-    out = _launch(ChosenBlock, facts, operands, lengths)
-    return out[:, :n]
+    parts = _launch(ChosenBlock, facts, operands)
+    return _merged(*parts, lengths, capacity=facts.capacity, chunk=facts.chunk)[:, :n]
 
 
 def _filled_heads(q: jax.Array) -> jax.Array:
@@ -101,10 +126,8 @@ def _filled_heads(q: jax.Array) -> jax.Array:
     return jnp.pad(q, (*((0, 0),) * (q.ndim - 2), (0, -q.shape[-2] % ROWS), (0, 0)))
 
 
-def _launch(
-    block: type[LatentBlock], facts: Facts, operands: dict[str, jax.Array | None], seen: jax.Array
-) -> jax.Array:
-    """Return ``[B, rows, 512]``; seen: int32 ``[B]`` or ``[B, T]``, the keys of each token."""
+def _launch(block: type[LatentBlock], facts: Facts, operands: dict[str, jax.Array | None]) -> Parts:
+    """Return ``[B, chunks, rows, 512]``, and each chunk's maximum and sum if there are several."""
     q = operands["q"]
     assert q is not None
     assert facts.tiles % (1 + facts.paired) == 0, facts
@@ -114,6 +137,8 @@ def _launch(
     stats = jax.ShapeDtypeStruct((parts, facts.rows, 2), jnp.float32)
 
     def body(gmem, smem, barrier) -> None:
+        if facts.overlaps:
+            inline()(p.await_kernel)()
         block(gmem, smem, barrier, facts).run()
 
     out, stats = launch(
@@ -128,17 +153,25 @@ def _launch(
         reduction_scratch_bytes=block.reduction_bytes,
         scratch=_scratch(block, dtype, facts),
     )
-    if splits == 1:
-        return out
+    parts = out.reshape(len(q), splits, facts.rows, LATENT)
+    return parts, None if splits == 1 else stats.reshape(len(q), splits, facts.rows, 2)
+
+
+def _merged(
+    parts: jax.Array, stats: jax.Array | None, seen: jax.Array, *, capacity: int, chunk: int
+) -> jax.Array:
+    """Return ``[B, rows, 512]``; seen: int32 ``[B]`` or ``[B, T]``, the keys of each token."""
+    if stats is None:
+        return parts[:, 0]
     return merge_chunks(
-        out.reshape(len(q), splits, facts.rows, LATENT),
-        stats.reshape(len(q), splits, facts.rows, 2),
+        parts,
+        stats,
         seen,
-        capacity=facts.capacity,
-        chunk=facts.chunk,
+        capacity=capacity,
+        chunk=chunk,
         window=None,
         rotated=False,
-        out_dtype=q.dtype,
+        out_dtype=jnp.dtype(jnp.bfloat16),
     )
 
 
@@ -177,27 +210,41 @@ def _scratch(block: type[LatentBlock], out_dtype, facts: Facts) -> dict[str, obj
     }
 
 
+# Of the arrays in shared memory; what a program lacks is None.
+_FEW_ORDER = (
+    *("q", "tiles", "turning", "weights", "q_full", "full"),
+    *("codes", "arrived", "scales", "chosen", "listed", "free"),
+)
+
+
 def _few_scratch(block: type[LatentBlock], out_dtype, facts: Facts) -> dict[str, object]:
     """The same of the programs for few query rows."""
     bf16 = functools.partial(_tiles, jnp.bfloat16)
-    has_list, has_codes = block is ChosenBlock, block is CodesBlock
-    held = LATENT if has_codes else WIDTH
-    # A warpgroup fills a tile of codes, beside the copies of the turning parts.
-    arrivals = 1 + facts.copies if has_codes else facts.copies
-    runs = plgpu.SMEM((RING, 2, RUN, HALF), facts.codes) if has_codes else None
-    of_run = plgpu.Barrier(num_arrivals=2 * max(1, RUN // facts.run), num_barriers=RING)
-    return {
+    held, arrivals, more = WIDTH, facts.copies, {}
+    free = plgpu.Barrier(num_barriers=STAGES)
+    if block is CodesBlock:
+        # A warpgroup fills a tile of codes, beside the copies of the turning parts.
+        held, arrivals = LATENT, 1 + facts.copies
+        of_run = 2 * max(1, RUN // facts.run)
+        more = {
+            "turning": bf16(STAGES, TILE, ROPE),
+            "codes": plgpu.SMEM((RING, 2, RUN, HALF), facts.codes),
+            "arrived": plgpu.Barrier(num_arrivals=of_run, num_barriers=RING),
+            "scales": plgpu.SMEM((STAGES, TILE), jnp.float32),
+            "free": free,
+        }
+    if block is ChosenBlock:
+        more = {
+            "chosen": plgpu.SMEM((facts.chunk // TILE, TILE), jnp.int32),
+            "listed": plgpu.Barrier(),
+            "free": free,
+        }
+    common = {
         "q": bf16(facts.rows, WIDTH),
         # The outputs leave from the place of the tiles.
         "tiles": Views(tokens=bf16(STAGES, TILE, held), out=_tiles(out_dtype, facts.rows, LATENT)),
-        "turning": bf16(STAGES, TILE, ROPE) if has_codes else None,
         "weights": bf16(facts.rows, TILE),
         "q_full": plgpu.Barrier(),
         "full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=STAGES),
-        "codes": runs,
-        "arrived": of_run if has_codes else None,
-        "scales": plgpu.SMEM((STAGES, TILE), jnp.float32) if has_codes else None,
-        "chosen": plgpu.SMEM((facts.chunk // TILE, TILE), jnp.int32) if has_list else None,
-        "listed": plgpu.Barrier() if has_list else None,
-        "free": plgpu.Barrier(num_barriers=STAGES) if has_list or has_codes else None,
     }
+    return dict.fromkeys(_FEW_ORDER) | common | more

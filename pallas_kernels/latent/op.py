@@ -30,11 +30,11 @@ from pallas_kernels.attention import op as attention
 from pallas_kernels.attention.blockwise import joined
 from pallas_kernels.attention.operands import LatentCodes
 from pallas_kernels.attention.plain import is_visible
-from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty
+from pallas_kernels.dispatch import Implementation, Plan, choose_plan, is_empty
+from pallas_kernels.latent.plan import LATENT, plan, rank_of
 from pallas_kernels.operands import check
 from pallas_kernels.transform import Op, chosen
 
-LATENT = 512
 _Static = tuple[float, Plan | None]  # scale, the kernel's plan
 _OPERANDS = {
     "q": "float [B, T+, N, H]",
@@ -102,11 +102,6 @@ def latent_attention(
     return _latent_attention(chosen(found, implementation), call, operands)
 
 
-def rank_of(cache: jax.Array | LatentCodes) -> int:
-    """Return the features of a latent."""
-    return cache.low.shape[-1] if isinstance(cache, LatentCodes) else LATENT
-
-
 def check_latents(op: str, lines: dict[str, str], **operands: Any) -> None:
     """Raise ValueError naming the operand that does not fit.  With a table, the cache has pages."""
     cache = operands["cache"]
@@ -122,15 +117,6 @@ def check_latents(op: str, lines: dict[str, str], **operands: Any) -> None:
             raise ValueError(f"{op}: q has {width} features, and cache {cache.shape[-1]}")
     elif width <= LATENT:
         raise ValueError(f"{op}: q has {width} features; it needs more than 512")
-
-
-def plan(
-    q: jax.Array, cache: jax.Array | LatentCodes, table: jax.Array | None = None
-) -> Plan | Reason:
-    """How the kernel computes the call."""
-    from pallas_kernels.latent import plan as chunks
-
-    return chunks.plan(q, cache, table)
 
 
 class _Operands(NamedTuple):

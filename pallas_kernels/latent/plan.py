@@ -18,37 +18,36 @@ from pallas_kernels.device import gpu, lacking
 from pallas_kernels.dispatch import Predicted, Reason, shortest
 from pallas_kernels.fixed_sums import planned_capacity, planned_rows
 
-LATENT, WIDTH = 512, 576  # features of a value, and of a key
-CODES_BYTES = LATENT + 4 + 2 * (WIDTH - LATENT)  # of a token in 8 bits
+LATENT, ROPE = 512, 64  # features of a latent, which is key and value, and further ones of a key
+WIDTH = LATENT + ROPE
+CODES_BYTES = LATENT + 4 + 2 * ROPE  # of a token in 8 bits
 MOST_TOKENS = 16  # query tokens of a row
 TILE, ROUND = 64, 128  # query rows of a block, and tokens of a round
 # XLA's form reads the cache twice, and its scores and weights go through memory in float32.
 XLA_READS = 2
 ROWS = 8  # a token's heads are filled up to a multiple: a row of a tile in shared memory
-# Query rows of the programs for few.  Codes leave shared memory for more.
-FEW_ROWS, CODES_ROWS = 16, 24
+# Query rows of the program for few: what a call takes, and what codes and a step take.
+FEW_ROWS, MOST_FEW_ROWS = 16, 24
 
 
 @dataclasses.dataclass(frozen=True)
 class LatentPlan(Predicted):
     """chunk: tokens of a block, a multiple of 64.
 
-    few: by a program for few query rows, and not that for 64.  paired: by pairs of blocks
+    few: query rows of a program for few, or 0: the program for 64.  paired: by pairs of blocks
     that share their copies.  codes: the dtype of latents in 8 bits.
     """
 
     kernel: ClassVar[str] = "latent_attention_mosaic"
     chunk: int
-    few: bool = False
+    few: int = 0
     paired: bool = False
     codes: str = ""
 
     def __str__(self) -> str:
         program = "pairs of blocks" if self.paired else "blocks"
         if self.few:
-            program = f"{FEW_ROWS} query rows"
-        if self.codes:
-            program = f"{CODES_ROWS} query rows of {self.codes}"
+            program = f"{self.few} query rows" + (f" of {self.codes}" if self.codes else "")
         return f"{program}, chunks of {self.chunk} tokens"
 
     def representative(self) -> LatentPlan:
@@ -56,7 +55,7 @@ class LatentPlan(Predicted):
 
 
 def plan(
-    q: jax.Array, cache: jax.Array | LatentCodes, table: jax.Array | None
+    q: jax.Array, cache: jax.Array | LatentCodes, table: jax.Array | None = None
 ) -> LatentPlan | Reason:
     """Return the chunk with the least predicted time; q is ``[B, T, N, 576]``."""
     if reason := lacking("wgmma"):
@@ -67,12 +66,12 @@ def plan(
             f"q is {q.dtype.name} and cache {cache.dtype.name}; the kernel takes bfloat16"
         )
     batch, tokens, n, width = q.shape
-    rank = cache.low.shape[-1] if isinstance(cache, LatentCodes) else LATENT
-    if (rank, width) != (LATENT, WIDTH):
+    if (rank_of(cache), width) != (LATENT, WIDTH):
         return Reason(f"q has {width} features; the kernel takes 512 + 64")
-    if codes and query_rows(tokens, n) > CODES_ROWS:
+    most = MOST_FEW_ROWS if codes else FEW_ROWS
+    if codes and query_rows(tokens, n) > most:
         rows = f"{tokens} tokens of {n} heads"
-        return Reason(f"q has {rows}; the kernel of codes takes {CODES_ROWS} query rows")
+        return Reason(f"q has {rows}; the kernel of codes takes {most} query rows")
     if tokens > MOST_TOKENS:
         return Reason(f"q has {tokens} tokens a row; the kernel takes {MOST_TOKENS}")
     if cache.shape[1] % 8:
@@ -86,10 +85,15 @@ def plan(
         )
     batch, capacity = planned_rows(batch), planned_capacity(capacity_of(cache, table))
     return shortest(
-        plans(tokens, n, capacity, codes),
+        plans(tokens, n, capacity, codes, most),
         lambda one: microseconds(one, batch, query_rows(tokens, n), capacity),
         lambda: xla_microseconds(batch, tokens * n, capacity),
     )
+
+
+def rank_of(cache: jax.Array | LatentCodes) -> int:
+    """Return the features of a latent."""
+    return cache.low.shape[-1] if isinstance(cache, LatentCodes) else LATENT
 
 
 def query_rows(tokens: int, n: int) -> int:
@@ -97,10 +101,15 @@ def query_rows(tokens: int, n: int) -> int:
     return tokens * (-(-n // ROWS) * ROWS)
 
 
-def plans(tokens: int, n: int, capacity: int, codes: str = "") -> list[LatentPlan]:
-    """Return the plans of rows of this capacity, one for each number of chunks."""
+def plans(
+    tokens: int, n: int, capacity: int, codes: str = "", most: int = FEW_ROWS
+) -> list[LatentPlan]:
+    """Return the plans of rows of this capacity, one for each number of chunks.
+
+    most: query rows of the program for few.
+    """
     rows = query_rows(tokens, n)
-    few = rows <= (CODES_ROWS if codes else FEW_ROWS)
+    few = 0 if rows > most else most if rows > FEW_ROWS or codes else FEW_ROWS
     paired = not few and -(-rows // TILE) % 2 == 0
     return [LatentPlan(chunk, few, paired, codes) for chunk in chunks_of(capacity)]
 

@@ -7,13 +7,15 @@ from typing import overload
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.cpu.weight import CpuWeight
 from pallas_kernels.dispatch import Find, Plan, choose_plan, own_plan
 from pallas_kernels.matmul.call import Around
+from pallas_kernels.matmul.few_rows.plan import RowPlan
 from pallas_kernels.matmul.op import check_around, check_operands, planners, run
-from pallas_kernels.operands import FLOATS, dtype_name
+from pallas_kernels.operands import FLOATS, Columns, dtype_name
 from pallas_kernels.qtensor import QTensor, RowBlocks
 
 _Weight = jax.Array | QTensor | CpuWeight
@@ -22,7 +24,7 @@ _Result = jax.Array | tuple[jax.Array, jax.Array]
 
 @overload
 def fused_matmul(
-    x: jax.Array | QTensor,
+    x: jax.Array | QTensor | Columns,
     w: _Weight | RowBlocks,
     *,
     bias: jax.Array | None = ...,
@@ -35,7 +37,7 @@ def fused_matmul(
 ) -> jax.Array | None: ...
 @overload
 def fused_matmul(
-    x: jax.Array | QTensor,
+    x: jax.Array | QTensor | Columns,
     w: _Weight | RowBlocks,
     *,
     bias: jax.Array | None = ...,
@@ -47,7 +49,7 @@ def fused_matmul(
     pending: jax.Array,
 ) -> tuple[jax.Array, jax.Array] | None: ...
 def fused_matmul(
-    x: jax.Array | QTensor,
+    x: jax.Array | QTensor | Columns,
     w: _Weight | RowBlocks,
     *,
     bias: jax.Array | None = None,
@@ -61,10 +63,16 @@ def fused_matmul(
     """Return ``quantized_matmul`` of these if one kernel does all of it here and is the faster way.
 
     The result is None otherwise, and the caller computes the parts.
+    The kernel of one row reads the first columns of an array where they are (``Columns``).
     Raises ValueError as ``quantized_matmul`` does.
     """
     if isinstance(x, QTensor) or isinstance(w, RowBlocks):
         return None
+    rows = None
+    if isinstance(x, Columns):
+        rows = x.rows if x.start == 0 else None
+        # XLA would hand columns to the kernel in a fusion of slices, in which no GPU has run one.
+        x = jnp.asarray(lax.optimization_barrier(x.value))
     out_dtype = x.dtype if out_dtype is None else out_dtype
     out = jnp.dtype(dtype_name("quantized_matmul", "out_dtype", out_dtype, FLOATS))
     gamma, eps = (None, None) if norm is None else norm
@@ -74,6 +82,8 @@ def fused_matmul(
     check_around(x, w, around)
     find, on_cpu = planners(x, w, around)
     plan = own_plan(find, x, w, cpu=on_cpu)
+    if rows is not None and isinstance(plan, RowPlan):
+        x = rows
     return None if plan is None else _fused_run(x, w, around, plan)
 
 

@@ -498,13 +498,14 @@ def _product_kernel(
 
 def _fused_xla(static: Static, x: jax.Array, w: _Weight, around: Around) -> Any:
     del static
-    return _composed(x, w, around, "xla")
+    return _composed(x[..., : w.shape[1]], w, around, "xla")
 
 
 def _fused_parts(static: Static, x: jax.Array, w: _Weight, around: Around) -> Any:
     del static
     # A prepared weight's derivative is that of the weight which it stands for.
-    return _composed(x, restore(w) if isinstance(w, CpuWeight) else w, around, None)
+    w = restore(w) if isinstance(w, CpuWeight) else w
+    return _composed(x[..., : w.shape[1]], w, around, None)
 
 
 _weight_only = Op(_OP, weight_only, _product_kernel, backward=weight_only_gradients)

@@ -26,17 +26,21 @@ from jaxllama.model.mixers.attention.chunk import attend
 from pallas_kernels.attention import op as attention
 from pallas_kernels.attention import rope_attention, rope_cache
 from pallas_kernels.dispatch import Plan, Reason
+from pallas_kernels.experts import mixture as mixtures
 from pallas_kernels.experts import plan as experts_plan
 from pallas_kernels.experts.best import best, best_plan
 from pallas_kernels.experts.gate import ClampedGate, Gate
 from pallas_kernels.experts.route import norm_and_route
 from pallas_kernels.experts.route_plan import RouteStatic, route_plan
+from pallas_kernels.experts.summed_plan import summed_plan
 from pallas_kernels.gated_delta import kernel as delta_kernel
 from pallas_kernels.gated_delta import step_kernel as delta_step_kernel
 from pallas_kernels.gla import kernel as gla_kernel
 from pallas_kernels.gla import step_kernel as gla_step_kernel
 from pallas_kernels.latent import chosen
 from pallas_kernels.latent import op as latent
+from pallas_kernels.latent import step as step_op
+from pallas_kernels.latent.step_plan import LatentStep, step_plan
 from pallas_kernels.matmul import gated
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.recurrence.op import Heads
@@ -222,33 +226,97 @@ def grouped(
     return OpCall("grouped_matmul", find, run, operands, values, check)
 
 
-def route(tokens: int, width: int, n: int, k: int, normalize: bool) -> OpCall:
-    x, router = S((tokens, width), BF16), S((n, width), BF16)
-    find = functools.partial(route_plan, x, router, RouteStatic(k, normalize, 1.0, 1e-6))
+def mixture(k: int, gate_up: Any, down: Any, *, is_one_kernel: bool = False) -> OpCall:
+    """A token's k experts of these shapes ``[E, 2F, D]`` and ``[E, D, F]`` and one like them.
 
-    def run(x: Any, gamma: Any, router: Any, implementation: Any) -> Any:
-        how = {"k": k, "normalize": normalize, "implementation": implementation}
-        return norm_and_route(x, (gamma, 1e-6), router, None, **how)
+    is_one_kernel: where another kernel is predicted to be shorter, too.
+    """
+    n_experts, d, f = down.shape
+    one = lambda w: jax.tree.map(lambda leaf: S(leaf.shape[1:], leaf.dtype), w)  # noqa: E731
+    x = mixtures.Mixture(
+        S((1, d), BF16),
+        mixtures.WithShared(gate_up, one(gate_up)),
+        mixtures.WithShared(down, one(down)),
+        S((1, k), INT32),
+        S((1, k), F32),
+        S((1, d), BF16),
+    )
+
+    def forced(*_: Any) -> Any:
+        rows = experts_plan.row_plan(x.x, gate_up, k + 1, "silu")
+        sums = summed_plan(S((1, k + 1, f), BF16), down, k + 1, k + 1)
+        return next((p for p in (rows, sums) if isinstance(p, Reason)), None) or (
+            mixtures.MixturePlan(rows, sums)  # pyright: ignore[reportArgumentType]
+        )
+
+    find = forced if is_one_kernel else functools.partial(mixtures.mixture_plan, x, "silu")
+
+    def run(*operands: Any, implementation: Any) -> Any:
+        with mock.patch.object(mixtures, "mixture_plan", lambda *_: find()):
+            return mixtures.shared_mixture(mixtures.Mixture(*operands), "silu", implementation)
+
+    def values(rng: Rng) -> tuple[Any, ...]:
+        weights = [
+            mixtures.WithShared(*(quantized_weight(rng, w, 0.05) for w in pair))
+            for pair in (x.gate_up, x.down)
+        ]
+        chosen = rng.integers(0, n_experts, (1, k))
+        given = normal(rng, x.x), *weights, as_jax(chosen, INT32)
+        return *given, as_jax(rng.random((1, k)), F32), normal(rng, x.residual)
+
+    def check(out: Any, operands: tuple[Any, ...], rng: Rng) -> float:
+        given = mixtures.Mixture(*operands)
+        want = wide(given.residual)[0].copy()
+        shares = [*zip(np.asarray(given.experts)[0], wide(given.weights)[0], strict=True), (-1, 1)]
+        for expert, share in shares:
+
+            def of(pair: Any, expert: int = expert) -> np.ndarray:
+                many = jax.tree.map(operator.itemgetter(expert), pair.experts)
+                return exact(pair.shared if expert < 0 else many)
+
+            gate_up, down = of(given.gate_up), of(given.down)
+            inner = _gate64(gate_up @ wide(given.x)[0], "silu")
+            want += share * (down @ wide(as_jax(inner, BF16)))
+        return near(wide(out)[0], want)
+
+    return OpCall("shared_mixture", find, run, tuple(x), values, check)
+
+
+def route(
+    tokens: int, width: int, n: int, k: int, normalize: bool, sigmoid: bool = False
+) -> OpCall:
+    """sigmoid: scores are sigmoids, with a bias of the choice."""
+    x, router = S((tokens, width), BF16), S((n, width), BF16)
+    static = RouteStatic(k, normalize, 1.0, 1e-6, sigmoid)
+    find = functools.partial(route_plan, x, router, static)
+
+    def run(x: Any, gamma: Any, router: Any, *choice_bias: Any, implementation: Any) -> Any:
+        how = {"k": k, "normalize": normalize, "sigmoid": sigmoid}
+        how |= {"implementation": implementation}
+        return norm_and_route(x, (gamma, 1e-6), router, None, *choice_bias, **how)
 
     def values(rng: Rng) -> tuple[Any, ...]:
         gamma = 1 + 0.1 * rng.standard_normal(width)
-        return normal(rng, x), as_jax(gamma, BF16), normal(rng, router, width**-0.5)
+        given = normal(rng, x), as_jax(gamma, BF16), normal(rng, router, width**-0.5)
+        return (*given, as_jax(rng.standard_normal(n), F32)) if sigmoid else given
 
     def check(out: Any, operands: tuple[Any, ...], rng: Rng) -> float:
-        (y, experts, weights), (x, gamma, router) = out, operands
+        (y, experts, weights), (x, gamma, router, *choice_bias) = out, operands
         floats = wide(x)
         normed = floats / np.sqrt(np.mean(floats**2, -1, keepdims=True) + 1e-6) * wide(gamma)
         logits = wide(y) @ wide(router).T
-        # Logits that are equal to float32 may come in either order.
-        found = np.take_along_axis(logits, np.asarray(experts), -1)
-        np.testing.assert_allclose(found, -np.sort(-logits, -1)[:, :k], rtol=0, atol=1e-4)
+        powers = 1 / (1 + np.exp(-logits)) if sigmoid else np.exp(logits)
+        by = powers + np.asarray(choice_bias[0]) if sigmoid else logits
+        # Scores that are equal to float32 may come in either order.
+        found, shares = (np.take_along_axis(v, np.asarray(experts), -1) for v in (by, powers))
+        np.testing.assert_allclose(found, -np.sort(-by, -1)[:, :k], rtol=0, atol=1e-4)
         assert all(len(set(row)) == k for row in np.asarray(experts).tolist())
-        powers = np.exp(logits)
-        shares = np.exp(found) / (np.exp(found) if normalize else powers).sum(-1, keepdims=True)
+        if normalize or not sigmoid:
+            shares = shares / (shares if normalize else powers).sum(-1, keepdims=True)
         np.testing.assert_allclose(wide(weights), shares, rtol=1e-3)
         return near(y, normed)
 
-    operands = x, S((width,), BF16), router
+    operands = x, S((width,), BF16), router, *[S((n,), F32)] * sigmoid
     return OpCall("norm_and_route", find, run, operands, values, check)
 
 
@@ -410,6 +478,91 @@ def latents(
 
     name = "chosen_latent_attention" if places else "latent_attention"
     return OpCall(name, find, run, (q, cache, seen, table), values, check)
+
+
+def latent_step(batch: int, n: int, still: int, d_v: int, capacity: int, page: int = 0) -> OpCall:
+    """A step's latent attention; the entry stands behind 40 other columns.  Row 1 has no token."""
+    start, rank, r, eps = 40, 512, 64, 1e-5
+    pool = (2 * batch * capacity // page + 3, page) if page else (batch, capacity)
+    x = LatentStep(
+        S((batch, n, still + r), BF16),
+        S((batch, start + rank + r + 8), BF16),
+        S((rank,), BF16),
+        *[S((batch, r // 2), F32)] * 2,
+        S((*pool, 1, rank + r), BF16),
+        *[S((batch,), INT32)] * 2,
+        S((batch, capacity // page), INT32) if page else None,
+        S((n, still + d_v, rank), BF16),
+    )
+
+    def run(*operands: Any, implementation: Any) -> Any:
+        given = LatentStep(*operands)
+        return step_op.latent_step(given, start=start, eps=eps, implementation=implementation)
+
+    def values(rng: Rng) -> tuple[Any, ...]:
+        places = rng.integers(0, capacity, batch)
+        places[0], is_new = capacity - 1, np.arange(batch) != 1
+        angles = rng.uniform(0, 6, (batch, r // 2))
+        entries = np.array(normal(rng, S((batch, capacity, rank + r), BF16)))
+        for row, place in enumerate(places):
+            entries[row, place:] = np.nan
+        pages, held = None, entries
+        if page:
+            at, held = (
+                rng.permutation(pool[0])[: batch * capacity // page],
+                np.full((*pool, rank + r), np.nan, BF16),
+            )
+            held[at] = entries.reshape(-1, page, rank + r)
+            pages = as_jax(at.reshape(batch, -1), INT32)
+        return (
+            normal(rng, x.q),
+            normal(rng, x.entry),
+            as_jax(1 + 0.1 * rng.standard_normal(rank), BF16),
+            as_jax(np.cos(angles), F32),
+            as_jax(np.sin(angles), F32),
+            as_jax(held[:, :, None]),
+            as_jax(np.where(is_new, places, capacity), INT32),
+            as_jax(np.where(is_new, places + 1, 0), INT32),
+            pages,
+            normal(rng, x.up, rank**-0.5),
+        )
+
+    def check(out: Any, operands: tuple[Any, ...], rng: Rng) -> float:
+        (heads, cache), given = out, LatentStep(*operands)
+        cos, sin = wide(given.cos), wide(given.sin)
+
+        def turned(v: np.ndarray, row: int) -> np.ndarray:
+            a, b = np.split(v, 2, -1)
+            c, s = cos[row], sin[row]
+            return np.concatenate([a * c - b * s, b * c + a * s], -1)
+
+        got, want = [], []
+        before, after = wide(given.cache), wide(cache)
+        for row, seen in enumerate(np.asarray(given.lengths)):
+            flat = (np.arange(len(before)) == row).nonzero()[0] if not page else given.table[row]
+            keys = after[np.asarray(flat)].reshape(-1, rank + r)
+            new = wide(given.entry)[row, start:][: rank + r]
+            low = new[:rank] / np.sqrt(np.mean(new[:rank] ** 2) + eps) * wide(given.gamma)
+            if seen:
+                entry = np.concatenate([low, turned(new[rank:], row)])
+                np.testing.assert_allclose(keys[seen - 1], entry, rtol=1e-2, atol=1e-2)
+                place = (
+                    (row, seen - 1) if not page else (flat[(seen - 1) // page], (seen - 1) % page)
+                )
+                before[place] = after[place]
+            q, up = wide(given.q)[row], wide(given.up)
+            both = np.einsum("nd,ndr->nr", q[:, :still], up[:, :still])
+            both = (
+                np.concatenate([both, turned(q[:, still:], row)], -1) * (576 / (still + r)) ** 0.5
+            )
+            sums = _attended(both, keys[:seen], keys[:seen], int(seen), None)[:, :rank]
+            want.append(np.einsum("nr,nvr->nv", sums, up[:, still:]))
+            got.append(wide(heads[row]))
+        np.testing.assert_array_equal(before, after)  # nothing else was written
+        return near(np.stack(got), np.stack(want))
+
+    find = functools.partial(step_plan, x)
+    return OpCall("latent_step", find, run, tuple(x), values, check)
 
 
 def latent_prompt(batch: int, tokens: int, n: int) -> OpCall:

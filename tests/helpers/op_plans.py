@@ -40,7 +40,9 @@ from tests.helpers.op_calls import (
     gated_product,
     grouped,
     largest,
+    latent_step,
     latents,
+    mixture,
     rope_attend,
     rope_write,
     route,
@@ -125,6 +127,15 @@ def _grouped() -> Iterator[OpCall]:
         yield from _sums()
 
 
+def _mixtures() -> Iterator[OpCall]:
+    few = (1, 128, 128), (2, 256, 640), (1, 128, 3072), (8, 256, 3072)
+    sizes = *few, (8, 512, 128), (8, 512, 3072), (8, 512, 4096)
+    kinds = "int4", "int4 g32", "mxfp4", "nvfp4"
+    for (k, f, d), kind in itertools.product(sizes if gpu().wgmma else (), kinds):
+        gate_up, down = _experts(kind, 3, 2 * f, d), _experts(kind, 3, d, f)
+        yield mixture(k, gate_up, down, is_one_kernel=True)
+
+
 def _gated() -> Iterator[OpCall]:
     if gpu().wgmma:
         for m, n, k in (5, 256, 128), (61, 768, 208), (70, 256, 128), (300, 768, 208):
@@ -148,7 +159,8 @@ def _route() -> Iterator[OpCall]:
         (1, 64, 64, 8),
         (8, 1000, 509, 8),
     ):
-        yield route(tokens, width, n, k, tokens == 1)
+        for sigmoid in (False, True):
+            yield route(tokens, width, n, k, tokens == 1, sigmoid)
 
 
 # Capacities of one round of a block's warps, and odd ones.
@@ -185,6 +197,12 @@ def _latents(places: tuple[int, int] = (0, 0)) -> Iterator[OpCall]:
     for kind in () if any(places) else ("int8", "float8_e4m3fn"):
         yield latents(1, 1, 8, 64, kind=kind)
         yield latents(3, 3, 5, 448, 32, kind=kind)
+
+
+def _latent_step() -> Iterator[OpCall]:
+    for small, odd in ((8, 13), (24, 20), (32, 41), (72, 128)):
+        yield latent_step(1, small, 64, 64, 128)
+        yield latent_step(3, odd, 192, 256, 448, 32)
 
 
 def _rope_attend() -> Iterator[OpCall]:
@@ -259,7 +277,9 @@ _LISTS: dict[str, Callable[[], Iterator[OpCall]]] = {
     "norm_and_route": _route,
     "best": _best,
     "latent_attention": _latents,
+    "shared_mixture": _mixtures,
     "chosen_latent_attention": functools.partial(_latents, (64, 200)),
+    "latent_step": _latent_step,
     "rope_and_write": _rope_write,
     "gla": _gla,
     "gated_delta": _delta,

@@ -51,6 +51,15 @@ def draw_grouped(draw: random.Random) -> OpCall:
     return op_calls.grouped(tokens, k, w, gate, weights=weights, bias=bias)
 
 
+def draw_mixture(draw: random.Random) -> OpCall:
+    d, f, n_experts, k = draw.choice([size for size in MIXTURES if size[0] * size[1] < 1 << 23])
+    weights = [
+        jax.tree.map(lambda x: S((n_experts, *x.shape), x.dtype), draw_codes(draw, *shape, BF16))
+        for shape in ((2 * f, d), (d, f))
+    ]
+    return op_calls.mixture(k, *weights)
+
+
 def draw_gated(draw: random.Random) -> OpCall:
     width, inner, *_ = draw.choice(list(MODELS.values()))
     if draw.random() < 0.3:
@@ -62,7 +71,8 @@ def draw_route(draw: random.Random) -> OpCall:
     width, _, n, k = draw.choice(MIXTURES)
     if draw.random() < 0.3:
         width, n = 8 * draw.randint(8, 1000), draw.randint(k, 512)
-    return op_calls.route(draw.choice((1, 1, 2, 3, 8)), width, n, k, draw.random() < 0.5)
+    tokens = draw.choice((1, 1, 2, 3, 8))
+    return op_calls.route(tokens, width, n, k, draw.random() < 0.5, draw.random() < 0.5)
 
 
 def draw_best(draw: random.Random) -> OpCall:
@@ -113,6 +123,15 @@ def draw_latents(draw: random.Random, chosen: bool = False) -> OpCall:
         page,
         draw.randint(1, capacity) if chosen else 0,
     )
+
+
+def draw_latent_step(draw: random.Random) -> OpCall:
+    n, still, d_v = draw.choice(((20, 192, 256), (16, 128, 128), (128, 128, 128), (64, 192, 256)))
+    if draw.random() < 0.3:
+        n, still, d_v = draw.randint(1, 140), 64 * draw.randint(1, 4), 64 * draw.randint(1, 4)
+    page = draw.choice((0, 16, 32, 64))
+    capacity = 64 * draw.choice((2, 3, 8, 32, 128))
+    return op_calls.latent_step(draw.choice((1, 1, 2, 3, 8)), n, still, d_v, capacity, page)
 
 
 def draw_latent_codes(draw: random.Random) -> OpCall:
@@ -204,9 +223,11 @@ DRAWERS: dict[str, Callable[[random.Random], OpCall]] = {
     "gated_matmul": draw_gated,
     "grouped_matmul": draw_grouped,
     "norm_and_route": draw_route,
+    "shared_mixture": draw_mixture,
     "best": draw_best,
     "decode_attention": draw_decode,
     "latent_attention": draw_latents,
+    "latent_step": draw_latent_step,
     "chosen_latent_attention": functools.partial(draw_latents, chosen=True),
     "rope_and_attend": draw_rope_attend,
     "rope_and_write": draw_rope_write,

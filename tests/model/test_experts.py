@@ -21,8 +21,9 @@ from jaxllama.checkpoints.packed import load as packed
 from jaxllama.checkpoints.peft import products
 from jaxllama.config import CheckpointForm, ExpertsConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
+from jaxllama.model import linear
 from jaxllama.model.decoder import logits
-from jaxllama.model.experts.feed import mixture
+from jaxllama.model.experts.feed import feed_experts, mixture
 from jaxllama.model.experts.route import choose, router_logits
 from jaxllama.model.forms import FORMS
 from jaxllama.model.linear import Stream
@@ -33,7 +34,8 @@ from jaxllama.quantization.checkpoint import QuantizeRequest, check
 from jaxllama.quantization.pipeline import calibrate
 from jaxllama.quantization.scheme import parse
 from pallas_kernels.cpu import restore_tree
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.experts import mixture as mixture_op
+from pallas_kernels.qtensor import QTensor, quantize
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import slow
 from tests.helpers.engine_cases import every_way_generates
@@ -58,6 +60,30 @@ CFG = LLAMA.replace(
     stored=CheckpointForm(family="qwen2_moe"),
 )
 ROWS, WIDTH = 2, 9
+
+
+def test_a_shared_expert_like_the_others_is_one_op_with_them(monkeypatch):
+    """The op's XLA form stands for its kernels: experts, shared expert and the residual."""
+    layer = jl.load_config("glm-4.7-flash").layers[1]
+    few = dataclasses.replace(layer.experts, n_experts=4, n_active=2, d_ff=128, shared=128)
+    layer = layer.replace(d_model=256, feed=dataclasses.replace(layer.feed, experts=few))
+    rng = np.random.default_rng(0)
+
+    def drawn(*shape):
+        return as_jax(rng.normal(size=shape) * shape[-1] ** -0.5, jnp.float32)
+
+    router = {"weight": drawn(4, 256), "choice_bias": drawn(4)}
+    shapes = {"gate_up": (256, 256), "down": (256, 128)}
+    shapes |= {f"experts_{name}": (4, *shape) for name, shape in shapes.items()}
+    codes = {k: {"weight": quantize(drawn(*v), "int4", group_size=128)} for k, v in shapes.items()}
+    p = {"mlp": {"router": router, **codes}, "mlp_norm": {"weight": jnp.ones(256)}}
+    stream = Stream(drawn(2, 1, 256))
+    feeds = [jax.jit(lambda x: feed_experts(layer, p, x, linear, None)) for _ in range(2)]
+    parts = feeds[0](stream)
+    monkeypatch.setattr(mixture_op, "own_plan", lambda *_: True)
+    whole = feeds[1](stream)
+    assert parts.pending is not None and whole.pending is None
+    np.testing.assert_allclose(whole.x, parts.total, rtol=1e-5, atol=1e-5)
 
 
 @functools.cache

@@ -121,7 +121,7 @@ def test_the_choice_is_that_of_transformers(seed: int, tmp_path: Path) -> None:
     )
     products = [Columns.whole(linear(y, weight)) for weight in latent.inputs(layer, p)]
     heads = latent.turned(
-        options, latent.heads_of(options, p, products), *at.rope.of(options.rope, options.d_rope)
+        latent.heads_of(options, p, products), *at.rope.of(options.rope, options.d_rope)
     ).indexed
     seen = np.tile(np.arange(1, 41, dtype=np.int32), (2, 1))
     top_k = options.indexer.top_k

@@ -17,6 +17,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.model.mixers.latent import mix as latent
 from jaxllama.offload.policy import Policy
 from jaxllama.placement import Placement
+from pallas_kernels.latent import step
 from pallas_kernels.latent.op import latent_attention
 from pallas_kernels.latent.plan import LatentPlan
 from tests.helpers.models import LATENT, check_chunks_and_steps, params_of
@@ -60,28 +61,60 @@ def test_one_row_s_product_of_heads_stays_a_product_on_a_gpu(shapes, monkeypatch
     f = functools.partial(latent.of_heads, shapes)
     lowered = jax.jit(f).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
     assert "dot_general" in lowered and "1x2x3x4" in lowered
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, cuda: cuda(*args))
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, cpu: default(*args))
     found, wanted = f(x, w), jnp.einsum(shapes, x, w, precision="highest")
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_in_16_bits_steps_on_a_cpu():
+    params, tokens = params_of(CFG), np.array([[5, 9], [7, 3]])
+    found = []
+    for dtype in (jnp.float32, jnp.bfloat16):
+        cast = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), params)
+        _, cache = jl.decode_step(CFG, cast, tokens[:, 0], jl.init_cache(CFG, 2, 24, dtype))
+        found.append(jl.decode_step(CFG, cast, tokens[:, 1], cache)[0])
+    exact, rounded = (np.asarray(x, np.float32) for x in found)
+    np.testing.assert_allclose(rounded, exact, atol=0.05 * np.abs(exact).max())
 
 
 @pytest.mark.parametrize("pages", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_steps_by_the_op_of_latent_attention(pages, monkeypatch):
     """The op's XLA form stands for its kernel, which steps take where it has a plan."""
-    called, sizes = [], {"kv_rank": 512, "d_nope": 4, "d_rope": 4}
-    cfg = CFG.replace(
-        latent=dataclasses.replace(CFG.latent, **sizes),
-        rope=RopeConfig(theta=10000.0, rotary_dim=4),
-    )
+    called = []
 
     def op(*operands, **named):
         called.append(operands[0].shape)
         return latent_attention(*operands, **named, implementation="xla")
 
     monkeypatch.setattr(latent, "own_plan", lambda find, *operands: LatentPlan(64))
+    monkeypatch.setattr(latent, "_step", lambda *_: None)
     monkeypatch.setattr(latent, "latent_attention", op)
-    check_chunks_and_steps(cfg, "float32", 1e-5, pages, n=4)
+    check_chunks_and_steps(_of_512(), "float32", 1e-5, pages, n=4)
     assert called == [(2, 1, 4, 516)]
+
+
+def _of_512(theta: float = 10000.0) -> ModelConfig:
+    sizes = {"kv_rank": 512, "d_nope": 4, "d_rope": 4}
+    return CFG.replace(
+        latent=dataclasses.replace(CFG.latent, **sizes),
+        rope=RopeConfig(theta=theta, rotary_dim=4),
+    )
+
+
+@pytest.mark.parametrize("pages", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_steps_by_the_op_of_a_step(pages, monkeypatch):
+    """The XLA form of norm, RoPE, cache, both up products and attention stands for its kernels."""
+    called = []
+
+    def op(x, **named):
+        called.append((x.q.shape, x.entry.shape))
+        return step.latent_step(x, **named)
+
+    monkeypatch.setattr(latent, "own_plan", lambda find, *operands: LatentPlan(64))
+    monkeypatch.setattr(latent, "latent_step", op)
+    # Another model than above, whose programs jax has kept.
+    check_chunks_and_steps(_of_512(theta=20000.0), "float32", 1e-5, pages, n=4)
+    assert called == [((2, 4, 8), (2, 516))]
 
 
 def test_a_config_that_latents_contradict_names_the_key():

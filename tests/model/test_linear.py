@@ -12,6 +12,9 @@ import pytest
 from jaxllama.model import linear
 from jaxllama.model.linear import Stream
 from pallas_kernels import dispatch, quantize
+from pallas_kernels.matmul import op
+from pallas_kernels.matmul.call import Around, Static
+from pallas_kernels.operands import Columns
 from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.matmul_cases import activations, newest
 from tests.helpers.models import LATENT
@@ -45,9 +48,20 @@ def test_a_pending_sum_joins_the_norm_before_several_products(planned):
 @newest
 def test_a_norm_and_a_product_of_short_rows_are_one_kernel(planned):
     w = quantize(activations((48, 768), jnp.bfloat16), "int4", group_size=128, symmetric=False)
-    scale, x = jnp.ones(768, jnp.bfloat16), activations((1, 1, 768), jnp.bfloat16)
-    f = functools.partial(linear.linear_of_norm, scale=scale, eps=1e-5, params={"weight": w})
-    assert kernels_in(lowered(f, x)) == ["quantized_matmul_row"]
+    scale, rows = jnp.ones(768, jnp.bfloat16), activations((1, 1, 1344), jnp.bfloat16)
+
+    def f(rows, start):
+        x = Columns(rows, start, 768)
+        return linear.linear_of_norm(x, scale, 1e-5, {"weight": w})
+
+    for start, copies in ((0, 0), (576, 1)):  # the kernel reads the first columns where they are
+        text = lowered(functools.partial(f, start=start), rows)
+        assert kernels_in(text) == ["quantized_matmul_row"]
+        assert text.count("stablehlo.slice") == copies
+    # The XLA form of a call with a longer row, as jax takes it on several devices.
+    around = Around(rows.dtype, gamma=scale, eps=1e-5)
+    want = op._fused_xla(Static(rows.dtype), rows[0, :, :768], w, around)
+    np.testing.assert_array_equal(op._fused_xla(Static(rows.dtype), rows[0], w, around), want)
 
 
 def test_a_product_of_a_norm_is_both_in_turn():
@@ -56,5 +70,5 @@ def test_a_product_of_a_norm_is_both_in_turn():
     params = {"weight": params["weight"].astype(jnp.float32), "bias": jnp.ones(16)}
     normed = np.asarray(x) / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + 1e-5) * scale
     want = normed @ np.asarray(params["weight"]).T + 1
-    found = linear.linear_of_norm(x, scale, 1e-5, params)
+    found = linear.linear_of_norm(Columns.whole(x), scale, 1e-5, params)
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)

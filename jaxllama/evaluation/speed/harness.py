@@ -326,11 +326,13 @@ def held_cache(
     """Return a cache that holds ``held`` tokens of noise.
 
     Zeros can be faster to multiply than data, so the cache is not empty. Its contents mean nothing;
-    only its speed matters. mesh: as for ``init_cache``.
+    only its speed matters. Rows hold a multiple of 64 tokens, as those of ``generate`` do.
+    mesh: as for ``init_cache``.
     """
+    width = -(-max_len // 64) * 64
 
     def make() -> Cache:
-        shapes = jax.eval_shape(functools.partial(init_cache, cfg, batch, max_len, dtype))
+        shapes = jax.eval_shape(functools.partial(init_cache, cfg, batch, width, dtype))
         layers = jax.tree.map(lambda leaf: _noise(leaf.shape, leaf.dtype.name), shapes.layers)
         return Cache(layers, jnp.full((batch,), held, jnp.int32))
 

@@ -27,6 +27,7 @@ from jaxllama.parallel.exchange import exchanged
 from jaxllama.parallel.mesh import EXPERT_AXIS, expert_axes, is_split
 from jaxllama.typing import Options, Params
 from pallas_kernels.experts.gate import ClampedGate, Gate
+from pallas_kernels.experts.mixture import Mixture, WithShared, fused_mixture
 
 
 def feed_experts(
@@ -37,6 +38,10 @@ def feed_experts(
     before: the stream without the mixer's part, which a parallel block reads; None for others.
     """
     read, stream = inputs_of(layer, p, stream, before, ops)
+    if ops is linear:
+        total = _fused(layer, p, stream, read)
+        if total is not None:
+            return Stream(total)
     y = _experts(layer, p["mlp"], read.x, read.routed, ops)
     return with_output(layer, p, stream, read.x, y, ops)
 
@@ -73,6 +78,27 @@ def inputs_of(
         return MixtureInput(x, routed), Stream(stream.total)
     x, stream, routed = ops.norm_route(stream, p.get("mlp_norm"), router, layer)
     return MixtureInput(x, routed), stream
+
+
+def _fused(layer: LayerConfig, p: Params, stream: Stream, read: MixtureInput) -> jax.Array | None:
+    """Return the stream with the output of experts like the shared one, if kernels do all of it."""
+    options, params = layer.experts, p["mlp"]
+    assert options is not None
+    is_plain = options.shared == options.d_ff and not (options.shared_gate or options.shared_norms)
+    has_more = options.bias or options.shared_bias or "mlp_out_norm" in p or not layer.gated_mlp
+    if not is_plain or has_more or is_split() or expert_axes() or stream.pending is not None:
+        return None
+    if any("lora" in params[name] for name in ("gate_up", "down")):
+        return None
+    gate_up, down = (
+        WithShared(params[f"experts_{name}"]["weight"], params[name]["weight"])
+        for name in ("gate_up", "down")
+    )
+    rows, residual = (x.reshape(-1, x.shape[-1]) for x in (read.x, stream.x))
+    gate = gate_of(layer, options)
+    assert gate is not None
+    y = fused_mixture(Mixture(rows, gate_up, down, *read.routed, residual), gate)
+    return None if y is None else y.reshape(stream.x.shape)
 
 
 def with_output(

@@ -68,10 +68,13 @@ def router_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None
     return logits if bias is None else logits + bias.astype(jnp.float32)
 
 
-def has_plain_softmax(options: ExpertsConfig, router: Params) -> bool:
-    """Whether the logits alone order the experts, and a softmax gives ``choose``'s weights."""
-    is_grouped = options.n_active_groups != options.n_groups
-    return options.scores == "softmax" and "choice_bias" not in router and not is_grouped
+def has_plain_scores(options: ExpertsConfig, router: Params) -> bool:
+    """Whether ``norm_and_route`` chooses as ``choose`` does."""
+    if options.n_active_groups != options.n_groups:
+        return False
+    if options.scores == "sigmoid":
+        return not options.choice_by_logits
+    return options.scores == "softmax" and "choice_bias" not in router
 
 
 def choose(

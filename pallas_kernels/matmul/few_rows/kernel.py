@@ -30,12 +30,12 @@ _LAST = "pending", "total"  # of the tile kernel's addresses
 def matmul(
     x: jax.Array, w: Weight, around: Around, plan: RowDivision | TileDivision
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Return the product [M, N] of x [M, K] (bf16 or f16) and w [N, K].
+    """Return the product [M, N] of x [M, K] (bf16 or f16) and w [N, K].  One row may be longer.
 
     ``plan`` has further conditions.  With a pending term [M, K], f32 or x's dtype, the result is a
     pair, with the sum.
     """
-    (m, k), n = x.shape, w.shape[0]
+    m, (n, k) = x.shape[0], w.shape
     if isinstance(plan, TileDivision) and plan.m < m:
         return _in_passes(plan, x, w, around)
     bias, residual, out_dtype = around.bias, around.residual, around.out

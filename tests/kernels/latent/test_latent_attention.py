@@ -127,7 +127,7 @@ def test_few_query_rows_use_nearly_every_sm(batch, capacity, chunk):
     assert not isinstance(found, Reason) and found.chunk == chunk
 
 
-@pytest.mark.parametrize("tokens, n, few", [(1, 16, True), (2, 5, True), (1, 17, False)])
+@pytest.mark.parametrize("tokens, n, few", [(1, 16, 16), (2, 5, 16), (1, 17, 0)])
 def test_few_query_rows_have_a_program(tokens, n, few):
     with planned_for("NVIDIA H200"):
         found = plan(*shapes(64, tokens, n, 8192))
@@ -150,7 +150,7 @@ def test_lowers_as_planned(batch, capacity, page):
     assert kernels_in(lowered(f, *given)) == (names if batch == 1 else names[1:])
 
 
-def emulated(seed, chunk, *given, few=False, kind="bfloat16"):
+def emulated(seed, chunk, *given, few=0, kind="bfloat16"):
     from pallas_kernels.latent import kernel
     from pallas_kernels.latent.plan import LatentPlan
     from tests.helpers.emulator.launch import emulated
@@ -195,7 +195,7 @@ def test_kernel_in_any_order(chunk, given):
     ],
 )
 def test_codes_in_any_order(kind, chunk, given):
-    emulated(chunk, chunk, *given, few=True, kind=kind)
+    emulated(chunk, chunk, *given, few=24, kind=kind)
 
 
 @newest
@@ -210,7 +210,7 @@ def test_codes_in_any_order(kind, chunk, given):
     ],
 )
 def test_few_query_rows_in_any_order(chunk, given):
-    emulated(chunk + 1, chunk, *given, few=True)
+    emulated(chunk + 1, chunk, *given, few=16)
 
 
 @newest

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 
 from jaxllama.config import LatentAttentionConfig, LayerConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.mixers.latent.mix import absorbed, entries, heads_of, lifted, turned_last
+from jaxllama.model.mixers.latent.mix import absorbed_heads, entries, heads_of, lifted
 from jaxllama.model.mixers.latent.state import LatentCache
 from jaxllama.model.rope import Ropes
 from jaxllama.typing import Params
 from pallas_kernels.attention.blockwise import blockwise_attention
 from pallas_kernels.attention.rope_cache import from_cache_basis, store, to_cache_basis
+from pallas_kernels.latent.step import turned_last
 from pallas_kernels.operands import Columns
 
 
@@ -34,7 +35,7 @@ def before(
     if cfg.indexer is not None:
         raise JaxLlamaError("attention beside the device: not of layers with an indexer")
     heads = heads_of(cfg, p, projected)
-    return jnp.concatenate([absorbed(cfg, p, heads), entries(heads)], axis=2)[:, 0], None
+    return jnp.concatenate([absorbed_heads(cfg, p, heads), entries(heads)], axis=2)[:, 0], None
 
 
 def attend(
@@ -50,7 +51,7 @@ def attend(
     del sinks
     cfg: LatentAttentionConfig = layer.mixer
     slots = jnp.where(lengths > 0, position, cache.k.shape[1])
-    heads = turned_last(cfg, new[:, None], *rope.of(cfg.rope, cfg.d_rope))
+    heads = turned_last(new[:, None], *rope.of(cfg.rope, cfg.d_rope))
     (heads,) = to_cache_basis(cache.k, heads)
     q, entry = jnp.split(heads, (cfg.n_heads,), axis=2)
     k = store(cache.k, entry, slots[:, None])

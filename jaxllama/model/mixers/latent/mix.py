@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxllama.config import LatentAttentionConfig, LayerConfig
 from jaxllama.model.linear import linear, linear_of_norm
@@ -43,11 +42,11 @@ from jaxllama.model.records import At, Chunk, Draft, Step
 from jaxllama.model.rope import scaled_by_position
 from jaxllama.typing import Params
 from pallas_kernels.attention.operands import LatentCodes, capacity_of
-from pallas_kernels.attention.plain import rotate
 from pallas_kernels.attention.rope_cache import store, to_cache_basis
 from pallas_kernels.dispatch import own_plan
-from pallas_kernels.fixed_sums import by_blocks, has_fixed_sums
 from pallas_kernels.latent.op import latent_attention, plan
+from pallas_kernels.latent.step import absorbed, latent_step, of_heads, turned_last
+from pallas_kernels.latent.step_plan import LatentStep, step_plan
 from pallas_kernels.operands import Columns
 from pallas_kernels.rows.rms_norm import rms_norm
 
@@ -83,7 +82,13 @@ def mix(
     """The products of ``inputs`` -> (heads ``[B, T, N d_v]``, cache)."""
     cfg: LatentAttentionConfig = layer.mixer
     assert at.rope is not None
-    heads = turned(cfg, heads_of(cfg, p, projected), *at.rope.of(cfg.rope, cfg.d_rope))
+    tables = at.rope.of(cfg.rope, cfg.d_rope)
+    heads = heads_of(cfg, p, projected)
+    if isinstance(at, Step) and cache is not None and cfg.indexer is None:
+        found = _step(cfg, p, heads.q, projected[1], cache, at)
+        if found is not None:
+            return found
+    heads = turned(heads, *tables)
     if cfg.rope.query_beta:
         heads = heads._replace(q=scaled_by_position(cfg.rope, heads.q, at.positions))
     if cache is not None:
@@ -91,14 +96,40 @@ def mix(
     if _chooses(cfg, cache, at):
         assert heads.indexed is not None
         held = LatentCache(entries(heads), heads.indexed.key) if cache is None else cache
-        out = indexer.over_chosen(cfg, absorbed(cfg, p, heads), heads.indexed, held, at)
+        out = indexer.over_chosen(cfg, absorbed_heads(cfg, p, heads), heads.indexed, held, at)
         out = lifted(cfg, p, out)
     elif isinstance(at, Chunk) and (cache is None or at.fresh):
         out = _expanded(cfg, p, heads, at)
     else:
         assert cache is not None
-        out = lifted(cfg, p, over_latents(absorbed(cfg, p, heads), cache, at))
+        out = lifted(cfg, p, over_latents(absorbed_heads(cfg, p, heads), cache, at))
     return out.reshape(*out.shape[:2], -1), cache
+
+
+def _step(
+    cfg: LatentAttentionConfig,
+    p: Params,
+    q: jax.Array,
+    entry: Columns,
+    cache: LatentCache,
+    at: Step,
+) -> tuple[jax.Array, LatentCache] | None:
+    """Return ``mix`` of queries before RoPE if the kernels of a step compute it, else None."""
+    weight, gamma = p["kv_b"]["weight"], p["kv_norm"]["weight"]
+    if not isinstance(weight, jax.Array) or cfg.rope.query_beta:
+        return None
+    assert at.rope is not None
+    is_new, position = at.lengths > 0, at.positions[:, 0]
+    slots = jnp.where(is_new, position, capacity_of(cache.k, at.table))
+    seen = jnp.where(is_new, position + 1, 0)
+    cos, sin = (table[:, 0] for table in at.rope.of(cfg.rope, cfg.d_rope))
+    up = weight.reshape(cfg.n_heads, -1, cfg.kv_rank)
+    tokens = q[:, 0], entry.rows[:, 0]
+    x = LatentStep(*tokens, gamma, cos, sin, cache.k, slots, seen, at.table, up)
+    if own_plan(lambda: step_plan(x), *x) is None:
+        return None
+    out, entries = latent_step(x, start=entry.start, eps=cfg.norm_eps)
+    return out.reshape(*q.shape[:2], -1), dataclasses.replace(cache, k=entries)
 
 
 def over_latents(q: jax.Array, cache: LatentCache, at: At) -> jax.Array:
@@ -139,28 +170,18 @@ def heads_of(cfg: LatentAttentionConfig, p: Params, projected: Sequence[Columns]
         if cfg.indexer is not None:
             q_low = rms_norm(q, scale, cfg.norm_eps)
             index = indexer.heads_of(cfg.indexer, p, q_low, *of_index)
-        q = linear_of_norm(q, scale, cfg.norm_eps, p["q"])
+        q = linear_of_norm(projected[0], scale, cfg.norm_eps, p["q"])
     low, key = jnp.split(down, (cfg.kv_rank,), axis=-1)
     low = rms_norm(low, p["kv_norm"]["weight"], cfg.norm_eps)
     q = q.reshape(*q.shape[:-1], cfg.n_heads, cfg.head_dim)
     return LatentHeads(q, low, key[..., None, :], index)
 
 
-def turned(
-    cfg: LatentAttentionConfig, heads: LatentHeads, cos: jax.Array, sin: jax.Array
-) -> LatentHeads:
+def turned(heads: LatentHeads, cos: jax.Array, sin: jax.Array) -> LatentHeads:
     """Return the heads with RoPE; tables ``[B, T, r / 2]``."""
-    turn = functools.partial(turned_last, cfg, cos=cos, sin=sin)
+    turn = functools.partial(turned_last, cos=cos, sin=sin)
     index = None if heads.indexed is None else indexer.turned(heads.indexed, cos, sin)
     return LatentHeads(turn(heads.q), heads.low, turn(heads.key), index)
-
-
-def turned_last(
-    cfg: LatentAttentionConfig, x: jax.Array, cos: jax.Array, sin: jax.Array
-) -> jax.Array:
-    """Return ``x[B, T, heads, ...]`` with RoPE of its last r features; tables as ``turned``'s."""
-    still, turning = jnp.split(x, (x.shape[-1] - cfg.d_rope,), axis=-1)
-    return jnp.concatenate([still, rotate(turning, cos, sin)], axis=-1)
 
 
 def entries(heads: LatentHeads) -> jax.Array:
@@ -182,38 +203,15 @@ def written(heads: LatentHeads, cache: LatentCache, at: At) -> LatentCache:
     return dataclasses.replace(cache, k=store(cache.k, new, slots, at.table), v=keys)
 
 
-def absorbed(cfg: LatentAttentionConfig, p: Params, heads: LatentHeads) -> jax.Array:
-    """Return the queries of latents ``[B, T, N, R + r]``.
-
-    They are scaled such that dividing scores by the root of their width gives those of the heads.
-    """
-    still, q = jnp.split(heads.q, (cfg.d_nope,), axis=-1)
-    up, _ = _ups(cfg, p)
-    low = of_heads("btnd,ndr->btnr", still, up)
-    both = jnp.concatenate([low, q.astype(jnp.float32)], axis=-1)
-    return (both * (both.shape[-1] / cfg.head_dim) ** 0.5).astype(q.dtype)
+def absorbed_heads(cfg: LatentAttentionConfig, p: Params, heads: LatentHeads) -> jax.Array:
+    """Return the queries of latents ``[B, T, N, R + r]``."""
+    return absorbed(heads.q, _ups(cfg, p)[0], cfg.width)
 
 
 def lifted(cfg: LatentAttentionConfig, p: Params, out: jax.Array) -> jax.Array:
     """Return the heads ``[B, T, N, d_v]`` of sums of the cache's entries ``[B, T, N, R + r]``."""
     _, up = _ups(cfg, p)
     return of_heads("btnr,nvr->btnv", out[..., : cfg.kv_rank], up).astype(out.dtype)
-
-
-def of_heads(shapes: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Return the float32 products of ``x[B, T, N, K]`` and each head's matrix ``w[N, ., .]``."""
-
-    def product(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jnp.einsum(shapes, x, w, preferred_element_type=jnp.float32, precision="highest")
-
-    def of_two(x: jax.Array, w: jax.Array) -> jax.Array:
-        return product(jnp.broadcast_to(x, (x.shape[0], 2, *x.shape[2:])), w)[:, :1]
-
-    w = w.astype(x.dtype)
-    if has_fixed_sums() or x.shape[0] * x.shape[1] > 1:
-        return by_blocks(lambda x: product(x, w), x, axes=2)
-    # XLA makes a sum of a product of one row, and on a GPU may write its terms to memory first.
-    return lax.platform_dependent(x, w, default=product, cuda=of_two)
 
 
 def _ups(cfg: LatentAttentionConfig, p: Params) -> tuple[jax.Array, jax.Array]:
