@@ -30,7 +30,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -49,9 +49,6 @@ from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.records import Hidden
 from jaxllama.parallel.mesh import mesh_of
 from jaxllama.typing import Params, Tree
-
-if TYPE_CHECKING:
-    from jaxllama.decoding.turn import Inputs, Pass
 
 _Carry = tuple[jax.Array, jax.Array, Cache, History | None]  # tokens drafted, tokens, cache
 MOST = 15  # drafted tokens of a pass
@@ -424,28 +421,6 @@ class DraftPlan:
         else:
             widths = (1, 4, 8) if adaptive else (1, most + 1)
         return cls(draft, most, widths, adaptive, deterministic)
-
-
-def observer(draft: Any, params: Params | None, may_end: bool = True) -> Callable[..., Rows] | None:
-    """Return ``loop.run``'s ``observe`` for a draft that reads the passes of a model, or None.
-
-    may_end: whether rows may have ended drafting, for which nothing is to be read.
-    """
-    if not draft.reads_hidden:
-        return None
-    observe = functools.partial(draft.observe, params)
-
-    def observe_drafting(rows: Rows, inputs: Inputs, passed: Pass) -> Rows:
-        def read(carry: tuple[Tree, jax.Array]) -> tuple[Tree, jax.Array]:
-            before = dataclasses.replace(rows, kept=carry[0])
-            return observe(before, inputs, passed).kept, jnp.bool_(False)
-
-        # A loop of at most one iteration, because lax.cond would copy the cache.
-        is_read = jnp.any((inputs.live > 0) & (rows.fields.ask > 0))
-        kept, _ = lax.while_loop(lambda carry: carry[1], read, (rows.kept, is_read))
-        return dataclasses.replace(rows, kept=kept)
-
-    return observe_drafting if may_end else observe
 
 
 def ended(rows: Rows, how: jax.Array | int) -> Rows:

@@ -8,9 +8,10 @@ A pass takes the smallest compiled width that holds the longest draft of any row
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jax import lax
 from jaxllama.decoding.drafts import Drafted
 from jaxllama.decoding.rows import Rows
 from jaxllama.decoding.turn import Draw, Forward, Inputs, Pass, TurnReport, finish, start
-from jaxllama.typing import Tree
+from jaxllama.typing import Params, Tree
 
 Carry = TypeVar("Carry")
 
@@ -102,6 +103,28 @@ def run(
         return in_width(drafting.widths, needed, run_pass, (rows, carry[1]))
 
     return lax.while_loop(lambda carry: unfinished(carry[0]), turn, (rows, found))
+
+
+def observer(draft: Any, params: Params | None, may_end: bool = True) -> Callable[..., Rows] | None:
+    """Return ``loop.run``'s ``observe`` for a draft that reads the passes of a model, or None.
+
+    may_end: whether rows may have ended drafting, for which nothing is to be read.
+    """
+    if not draft.reads_hidden:
+        return None
+    observe = functools.partial(draft.observe, params)
+
+    def observe_drafting(rows: Rows, inputs: Inputs, passed: Pass) -> Rows:
+        def read(carry: tuple[Tree, jax.Array]) -> tuple[Tree, jax.Array]:
+            before = dataclasses.replace(rows, kept=carry[0])
+            return observe(before, inputs, passed).kept, jnp.bool_(False)
+
+        # A loop of at most one iteration, because lax.cond would copy the cache.
+        is_read = jnp.any((inputs.live > 0) & (rows.fields.ask > 0))
+        kept, _ = lax.while_loop(lambda carry: carry[1], read, (rows.kept, is_read))
+        return dataclasses.replace(rows, kept=kept)
+
+    return observe_drafting if may_end else observe
 
 
 def in_width(

@@ -29,7 +29,6 @@ from jaxllama.decoding.drafts import (
     Pace,
     ended,
     next_token,
-    observer,
 )
 from jaxllama.decoding.gain import DRAFT
 from jaxllama.decoding.rows import Fields, Rows
@@ -144,7 +143,7 @@ def run(
         unfinished,
         limit=limits,
         drafting=loop.Drafting(drafted, widths, most) if drafts_here else None,
-        observe=observer(draft_by, draft_params, drafts_here),
+        observe=loop.observer(draft_by, draft_params, drafts_here),
         ignores_stops=slots.ignore_eos,
         collector=loop.Collector(
             _no_top(cfg, slots.size, width), _top_adder(cfg, wants_top != 0, drafts_here)

@@ -357,7 +357,7 @@ def advance_drafts(
         unfinished,
         limit=limit,
         drafting=drafting,
-        observe=drafts.observer(plan.draft, draft_params, plan.adaptive),
+        observe=loop.observer(plan.draft, draft_params, plan.adaptive),
     )
     return rows, rows.copied_report()
 
