@@ -38,6 +38,7 @@ _CAPACITY = 2048
 
 barrier = lax.optimization_barrier
 Rows = TypeVar("Rows")
+Results = TypeVar("Results")
 _fixed: contextvars.ContextVar[bool] = contextvars.ContextVar("_", default=False)
 
 
@@ -76,7 +77,17 @@ def planned_capacity(tokens: int) -> int:
     return _CAPACITY if _fixed.get() else tokens
 
 
-def by_blocks(product: Callable[[Rows], jax.Array], x: Rows, axes: int = 1) -> jax.Array:
+def by_cpu_blocks(reduction: Callable[[Rows], Results], x: Rows, axes: int = 1) -> Results:
+    """Return ``reduction(x)``, on a CPU as ``by_blocks``.
+
+    XLA divides a CPU's reduction among its threads by the number of rows, and adds otherwise in
+    each part. A GPU's reduction of a row depends on its length alone.
+    """
+    on_cpu = block_rows() == _ROWS[True]
+    return by_blocks(reduction, x, axes) if on_cpu else reduction(x)
+
+
+def by_blocks(product: Callable[[Rows], Results], x: Rows, axes: int = 1) -> Results:
     """Return ``product(x)``, where the sums are fixed block by block, the last one padded.
 
     x: a pytree of arrays whose first ``axes`` axes are the rows, and of scalars, which all blocks
@@ -94,7 +105,7 @@ def by_blocks(product: Callable[[Rows], jax.Array], x: Rows, axes: int = 1) -> j
         padding = [(0, count * size - rows), *[(0, 0)] * len(inner)]
         return jnp.pad(leaf.reshape(rows, *inner), padding).reshape(count, size, *ones, *inner)
 
-    def one(block: list[jax.Array]) -> jax.Array:
+    def one(block: list[jax.Array]) -> Results:
         parts = iter(block)
         return product(tree.unflatten([next(parts) if leaf.ndim else leaf for leaf in leaves]))
 
@@ -103,5 +114,8 @@ def by_blocks(product: Callable[[Rows], jax.Array], x: Rows, axes: int = 1) -> j
     alone = lambda block: barrier(one(barrier(block)))  # noqa: E731
     # A CUDA graph has no loop that stacks results, so one block is no loop.
     out = alone([leaf[0] for leaf in blocks]) if count == 1 else lax.map(alone, blocks)
-    inner = out.shape[axes + (count > 1) :]
-    return out.reshape(count * size, *inner)[:rows].reshape(*lead, *inner)
+    more = axes + (count > 1)
+    return jax.tree.map(
+        lambda y: y.reshape(count * size, *y.shape[more:])[:rows].reshape(*lead, *y.shape[more:]),
+        out,
+    )

@@ -537,9 +537,10 @@ class ResolvedOptions:
     def widths(self) -> tuple[int, ...]:
         """Widths of a prefill call in tokens: 32, 128, 512, 1024, ..., piece.
 
-        On a CPU they begin at 16, because padding costs as much as tokens there.
+        On a CPU they begin at 16, because padding costs as much as tokens there. With
+        ``deterministic`` they are 32 there, because attention adds otherwise in other widths.
         """
-        return _widths(self.piece)
+        return chunk_widths(self.piece, jax.default_backend() == "cpu" and not self.deterministic)
 
     @property
     def history_widths(self) -> tuple[int, ...]:

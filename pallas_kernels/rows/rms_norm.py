@@ -19,6 +19,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, choose_plan
+from pallas_kernels.fixed_sums import by_cpu_blocks
 from pallas_kernels.operands import FLOATS, ROW_CODES, check, dtype_name
 from pallas_kernels.qtensor import QTensor, of_one_scale
 from pallas_kernels.qtensor import quantize as quantize_rows
@@ -186,8 +187,7 @@ def _xla(
 ) -> _Result:
     call, _ = static
     total = x if residual is None else x + residual
-    s = total.astype(jnp.float32)
-    y = s * lax.rsqrt(jnp.mean(s * s, axis=-1, keepdims=True) + call.eps)
+    y = by_cpu_blocks(functools.partial(_normed, call.eps), total, axes=min(total.ndim - 1, 2))
     y = y * weight.astype(jnp.float32)
     if call.quantize is None:
         y = y.astype(call.out_dtype)
@@ -196,6 +196,11 @@ def _xla(
     else:
         y = of_one_scale(to_codes(y / scale, call.quantize), scale)
     return y if residual is None else (y, total)
+
+
+def _normed(eps: float, x: jax.Array) -> jax.Array:
+    s = x.astype(jnp.float32)
+    return s * lax.rsqrt(jnp.mean(s * s, axis=-1, keepdims=True) + eps)
 
 
 def _at_the_sum(
