@@ -31,7 +31,16 @@ from jaxllama.model import decoder, stacked
 from jaxllama.model.cache import init_layer
 from jaxllama.model.linear import Stream
 from jaxllama.model.lora import Lora, TrainedLora
-from jaxllama.model.records import Draft, Hidden, new_tokens, places_of, positions_of, whole_rows
+from jaxllama.model.records import (
+    Chunk,
+    Draft,
+    Hidden,
+    Step,
+    new_tokens,
+    places_of,
+    positions_of,
+    whole_rows,
+)
 from jaxllama.text.rows import fixed_pieces
 from jaxllama.training.batch import Batch
 from jaxllama.training.loss import chunks, head_weight, token_logprobs
@@ -119,27 +128,41 @@ def _served_rows(
     batch, length, features = x.shape
     room, begin = setup.config.rollout.max_new_tokens, prompts - 1
     width = max(room, DETERMINISTIC_ROWS)  # a pass of the engine has no fewer rows
-    piece, last = fixed_pieces(length - room)
-    widths = [piece] * ((length - room - 1) // (piece or length)) + [last]
-    run, weights = decoder.block_of_a_program(cfg), _engine_params(setup, p, batch)
+    size = max(fixed_pieces(length - room))
+    block = decoder.block_of_a_program(cfg)
+
+    def run(part: jax.Array, state: Tree, at: Chunk | Step | Draft) -> tuple[jax.Array, Tree]:
+        weights = _engine_params(setup, p, len(part))
+        stream, state = block(layer, weights, Stream(part), state, at)
+        return stream.total, state
+
+    def read(index: jax.Array, carry: tuple[jax.Array, Tree]) -> tuple[jax.Array, Tree]:
+        out, state = carry
+        first = index * size
+        positions, rope = positions_of(cfg, jnp.full_like(begin, first), prompts, size)
+        n_new = jnp.clip(begin - first, 0, size)
+        part = lax.dynamic_slice_in_dim(x, first, size, axis=1)
+
+        def form(fresh: bool) -> Callable[[Tree], tuple[jax.Array, Tree]]:
+            at = new_tokens(positions, n_new, rope, fresh=fresh, cached=True)
+            return lambda state: run(part, state, at)
+
+        part, state = lax.cond(index == 0, form(True), form(False), state)
+        return lax.dynamic_update_slice_in_dim(out, part, first, axis=1), state
+
+    # XLA's fusions on a CPU round otherwise where it sees that a state has only zeros. It does not
+    # see how many pieces a loop reads.
     kv_dtype = default_cache_dtype(x.dtype, jax.local_devices()[0])
     state = init_layer(layer, batch, -(-(length + width) // 64) * 64, kv_dtype)
-    x = jnp.pad(x, ((0, 0), (0, width + sum(widths)), (0, 0)))
-    outs, first = [], 0
-    for size in filter(None, widths):
-        start = jnp.full((batch,), first, jnp.int32)
-        positions, rope = positions_of(cfg, start, prompts, size)
-        n_new = jnp.clip(begin - first, 0, size)
-        at = new_tokens(positions, n_new, rope, fresh=first == 0, cached=True)
-        stream, state = run(layer, weights, Stream(x[:, first : first + size]), state, at)
-        outs.append(stream.total)
-        first += size
-    out = jnp.concatenate([*outs, jnp.zeros_like(x[:, first:])], axis=1)
+    x = jnp.pad(x, ((0, 0), (0, width + size), (0, 0)))
+    out = jnp.zeros_like(x)
+    if size:
+        pieces = (jnp.max(begin) + size - 1) // size
+        out, state = lax.fori_loop(jnp.zeros_like(pieces), pieces, read, (out, state))
     at = Draft(*places_of(cfg, begin, jnp.full_like(begin, width), width), width, exact=True)
     place = jnp.arange(batch, dtype=jnp.int32)[:, None], at.by_row(at.positions)
-    weights = _engine_params(setup, p, batch * width)
-    stream, _ = run(layer, weights, Stream(x[place].reshape(-1, 1, features)), state, at)
-    out = out.at[place].set(stream.total.reshape(batch, width, features))
+    answer, _ = run(x[place].reshape(-1, 1, features), state, at)
+    out = out.at[place].set(answer.reshape(batch, width, features))
     return _without_rest(out[:, :length], begin + room - 1)
 
 
