@@ -6,18 +6,20 @@ Two rules hold within.  Planners plan every call for ``block_rows()`` rows (``pl
 weight has one plan: one tile of K and one order of sums.  XLA may choose another algorithm for
 another number of rows, so it computes products in blocks of that many rows (``by_blocks``).  The
 choice is made while a function is traced, so a jit needs the flag among its static arguments.
-XLA's attention divides keys by their positions.  Samplers add a row's exponentials in one order.
+XLA's attention divides keys by their positions.  Samplers add a row's exponentials in one order. On
+a CPU norms and recurrences do so with their terms.
 
-Left out: norms, whose sums are a row's own, and attention of a prompt's first piece and cuDNN's.
-Their shapes follow the call.  ``docs/concepts/same-bits.md`` says what was compared
-where.
+Left out: attention of a prompt's first piece and cuDNN's. Their shapes follow the call.
+``docs/concepts/same-bits.md`` says what was compared where.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import math
+import operator
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
@@ -36,9 +38,11 @@ RUN_ON = ("cpu",)
 # Tokens.  Keys are then divided by the length of a row, and not by the cache that it lies in.
 _CAPACITY = 2048
 
+# Terms that ``ordered_sums`` adds at once: a vocabulary of 128,256 takes five such sums.
+_TERMS = 16
+
 barrier = lax.optimization_barrier
 Rows = TypeVar("Rows")
-Results = TypeVar("Results")
 _fixed: contextvars.ContextVar[bool] = contextvars.ContextVar("_", default=False)
 
 
@@ -77,17 +81,31 @@ def planned_capacity(tokens: int) -> int:
     return _CAPACITY if _fixed.get() else tokens
 
 
-def by_cpu_blocks(reduction: Callable[[Rows], Results], x: Rows, axes: int = 1) -> Results:
-    """Return ``reduction(x)``, on a CPU as ``by_blocks``.
+def row_sums(x: jax.Array, axis: int = -1) -> jax.Array:
+    """Return the sums over an axis, which is kept, in the order of ``ordered_sums`` on a CPU.
 
-    XLA divides a CPU's reduction among its threads by the number of rows, and adds otherwise in
-    each part. A GPU's reduction of a row depends on its length alone.
+    XLA divides a CPU's reduction among threads by the number of rows, and otherwise in a loop. A
+    GPU's sum of a row depends on its length alone.
     """
-    on_cpu = block_rows() == _ROWS[True]
-    return by_blocks(reduction, x, axes) if on_cpu else reduction(x)
+    if _fixed.get() and block_rows() == _ROWS[True]:
+        return ordered_sums(x, axis)
+    return jnp.sum(x, axis=axis, keepdims=True)
 
 
-def by_blocks(product: Callable[[Rows], Results], x: Rows, axes: int = 1) -> Results:
+def ordered_sums(x: jax.Array, axis: int = -1) -> jax.Array:
+    """Return the sums over an axis, which is kept. XLA cannot change the order of these sums."""
+    axis %= x.ndim
+    # Where x is a product, a fusion would round it and a first sum as one, or not.
+    x = jnp.maximum(x, jnp.finfo(x.dtype).min)
+    while x.shape[axis] > 1:
+        width = -(-x.shape[axis] // _TERMS)
+        rest = width * _TERMS - x.shape[axis]
+        x = jnp.pad(x, [(0, rest if at == axis else 0) for at in range(x.ndim)])
+        x = functools.reduce(operator.add, jnp.split(x, _TERMS, axis))
+    return x
+
+
+def by_blocks(product: Callable[[Rows], jax.Array], x: Rows, axes: int = 1) -> jax.Array:
     """Return ``product(x)``, where the sums are fixed block by block, the last one padded.
 
     x: a pytree of arrays whose first ``axes`` axes are the rows, and of scalars, which all blocks
@@ -105,7 +123,7 @@ def by_blocks(product: Callable[[Rows], Results], x: Rows, axes: int = 1) -> Res
         padding = [(0, count * size - rows), *[(0, 0)] * len(inner)]
         return jnp.pad(leaf.reshape(rows, *inner), padding).reshape(count, size, *ones, *inner)
 
-    def one(block: list[jax.Array]) -> Results:
+    def one(block: list[jax.Array]) -> jax.Array:
         parts = iter(block)
         return product(tree.unflatten([next(parts) if leaf.ndim else leaf for leaf in leaves]))
 
@@ -114,8 +132,5 @@ def by_blocks(product: Callable[[Rows], Results], x: Rows, axes: int = 1) -> Res
     alone = lambda block: barrier(one(barrier(block)))  # noqa: E731
     # A CUDA graph has no loop that stacks results, so one block is no loop.
     out = alone([leaf[0] for leaf in blocks]) if count == 1 else lax.map(alone, blocks)
-    more = axes + (count > 1)
-    return jax.tree.map(
-        lambda y: y.reshape(count * size, *y.shape[more:])[:rows].reshape(*lead, *y.shape[more:]),
-        out,
-    )
+    inner = out.shape[axes + (count > 1) :]
+    return out.reshape(count * size, *inner)[:rows].reshape(*lead, *inner)

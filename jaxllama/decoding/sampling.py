@@ -34,7 +34,6 @@ typical sampling, mirostat.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import numbers
 import operator
@@ -51,7 +50,7 @@ from jaxllama.decoding.cutoff import cutoff
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import Tree
 from pallas_kernels.brief import short_repr
-from pallas_kernels.fixed_sums import has_fixed_sums
+from pallas_kernels.fixed_sums import has_fixed_sums, ordered_sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +131,6 @@ class Sampling:
             said += [f"{field.name} {value}"] if value != field.default else []
         return ", ".join(said)
 
-
-# Terms that ``log_sum_exp`` adds at once: a vocabulary of 128,256 takes five such sums.
-_TERMS = 16
 
 _NUMBERS = (
     "temperature",
@@ -413,13 +409,7 @@ def log_sum_exp(logits: jax.Array) -> jax.Array:
         return jax.nn.logsumexp(logits, axis=1)
     best = jnp.max(logits, axis=1, keepdims=True)
     # A row of -inf alone has the sum NaN, and no token of it counts.
-    parts = jnp.exp(logits - best)
-    while parts.shape[1] > 1:
-        width = -(-parts.shape[1] // _TERMS)
-        parts = jnp.pad(parts, ((0, 0), (0, width * _TERMS - parts.shape[1])))
-        terms = [parts[:, at * width : (at + 1) * width] for at in range(_TERMS)]
-        parts = functools.reduce(operator.add, terms)
-    return best[:, 0] + jnp.log(parts[:, 0])
+    return (best + jnp.log(ordered_sums(jnp.exp(logits - best))))[:, 0]
 
 
 def _likeliest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -271,7 +271,7 @@ class EngineOptions:
         rows = 1 if self.deterministic else rows
         if self.token_budget is not None:
             rows = min(rows, max(self.token_budget // narrowest, 1))
-        call = chunk
+        call = max(chunk, piece)
         if not on_cpu or self.prefill_rows is not None:
             rows = self.prefill_rows or rows
             call = max(width * _rows(rows, width, PREFILL_TOKENS) for width in _widths(piece))

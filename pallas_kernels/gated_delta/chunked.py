@@ -31,6 +31,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.fixed_sums import row_sums
 from pallas_kernels.gated_delta.reference import heads_of
 from pallas_kernels.recurrence import groups
 from pallas_kernels.recurrence.decay import decay_sums, pairs, second_halves
@@ -173,7 +174,7 @@ def step(
     decay, beta = jnp.exp(heads.log_decay), heads.beta
     assert beta is not None
     state = (decay[..., None] if decay.ndim == 3 else decay[..., None, None]) * state
-    found, read = (jnp.sum(x[..., None] * state, axis=-2) for x in (k, q))
+    found, read = (row_sums(x[..., None] * state, axis=-2)[..., 0, :] for x in (k, q))
     u = beta[..., None] * (v - found)
-    o = read + jnp.sum(q * k, axis=-1, keepdims=True) * u
+    o = read + row_sums(q * k) * u
     return o.astype(heads.v.dtype), state + k[..., None] * u[..., None, :]

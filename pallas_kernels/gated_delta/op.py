@@ -31,7 +31,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan
-from pallas_kernels.fixed_sums import by_cpu_blocks
 from pallas_kernels.gated_delta.chunked import chunked_backward, chunked_forward, step
 from pallas_kernels.gated_delta.reference import normalized
 from pallas_kernels.operands import check
@@ -286,7 +285,7 @@ def _step_plan(heads: Heads) -> Plan | Reason:
 
 
 def _step_xla(call: tuple[_Options, Plan | None], heads: Heads, state: jax.Array) -> Results:
-    return by_cpu_blocks(lambda rows: step(*rows, *call[0]), (heads, state))
+    return step(heads, state, *call[0])
 
 
 def _step_kernel(call: tuple[_Options, DeltaStepPlan], heads: Heads, state: jax.Array) -> Results:

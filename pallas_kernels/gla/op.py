@@ -19,7 +19,6 @@ Source: arXiv 2312.06635.  Left out: gates on value channels.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -27,7 +26,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.cpu import gla as cpu
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan
-from pallas_kernels.fixed_sums import by_cpu_blocks
+from pallas_kernels.fixed_sums import row_sums
 from pallas_kernels.gla.chunked import chunked_backward, chunked_forward
 from pallas_kernels.operands import check
 from pallas_kernels.recurrence.op import Heads, Recurrence, Results, check_decay, default_scale
@@ -253,14 +252,9 @@ def _step_kernel(
 
 
 def _step_xla(call: tuple[float, Plan | None], heads: Heads, state: jax.Array) -> Results:
-    return by_cpu_blocks(functools.partial(_step_of_rows, call[0]), (heads, state))
-
-
-def _step_of_rows(scale: float, rows: tuple[Heads, jax.Array]) -> Results:
-    heads, state = rows
     q, k, v = (x.astype(jnp.float32) for x in heads[:3])
     state = jnp.exp(heads.log_decay)[..., None] * state + k[..., None] * v[..., None, :]
-    o = scale * jnp.sum(q[..., None] * state, axis=-2)
+    o = call[0] * row_sums(q[..., None] * state, axis=-2)[..., 0, :]
     return o.astype(heads.v.dtype), state
 
 

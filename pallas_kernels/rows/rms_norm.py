@@ -19,7 +19,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, choose_plan
-from pallas_kernels.fixed_sums import by_cpu_blocks
+from pallas_kernels.fixed_sums import row_sums
 from pallas_kernels.operands import FLOATS, ROW_CODES, check, dtype_name
 from pallas_kernels.qtensor import QTensor, of_one_scale
 from pallas_kernels.qtensor import quantize as quantize_rows
@@ -187,7 +187,8 @@ def _xla(
 ) -> _Result:
     call, _ = static
     total = x if residual is None else x + residual
-    y = by_cpu_blocks(functools.partial(_normed, call.eps), total, axes=min(total.ndim - 1, 2))
+    s = total.astype(jnp.float32)
+    y = s * lax.rsqrt(row_sums(s * s) / s.shape[-1] + call.eps)
     y = y * weight.astype(jnp.float32)
     if call.quantize is None:
         y = y.astype(call.out_dtype)
@@ -196,11 +197,6 @@ def _xla(
     else:
         y = of_one_scale(to_codes(y / scale, call.quantize), scale)
     return y if residual is None else (y, total)
-
-
-def _normed(eps: float, x: jax.Array) -> jax.Array:
-    s = x.astype(jnp.float32)
-    return s * lax.rsqrt(jnp.mean(s * s, axis=-1, keepdims=True) + eps)
 
 
 def _at_the_sum(
