@@ -115,13 +115,12 @@ class Sampler:
         tokens = np.zeros((config.batch_size, config.sequence_length + 1), np.int32)
         tokens[:, : found.tokens.shape[1]] = found.tokens
         is_answer, sampled = (_padded(part, tokens) for part in (found.answers, found.logprobs))
-        prompt_tokens, entropies = None, None
+        prompt_tokens, old, entropies = None, sampled, None
         if is_served(self._setup):  # the update computes the engine's bits, and entropies
             prompt_tokens = np.argmax(is_answer, axis=1, keepdims=True).astype(np.int32) + 1
-            old = sampled
         else:
-            old, entropies = scores(self._setup, state["params"], fixed, tokens)
-            old = sampled if options.deterministic else old
+            own, entropies = scores(self._setup, state["params"], fixed, tokens)
+            old = sampled if options.deterministic else own
         reference = None
         if self._reference is not None:
             reference = scores(self._setup, self._reference, fixed, tokens)[0]
