@@ -45,7 +45,6 @@ from jaxllama.text.rows import (
 )
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.typing import Params
-from pallas_kernels.fixed_sums import fixes_sums
 
 # a message has one of these beside its role
 _HOLDS = {"content", "tool_calls", "tool_responses", "reasoning_content", "reasoning", "thinking"}
@@ -67,12 +66,11 @@ class LanguageModel:
         None if the checkpoint has no tokenizer. Prompts are then token ids, and ``chat`` raises
         JaxLlamaError.
     deterministic : bool
-        Each row's logits then have the same bits in any batch and at any place in it. The compiler
-        chooses the order of sums by shape, so this option fixes the shapes. Prompts are prefilled
-        one by one in pieces of fixed widths, whatever ``chunk`` says. Programs of exactly 32 rows
-        decode them, each with rows that need the same room. An engine on a CPU may have more rows
-        (``pallas_kernels.fixed_sums``). An offloaded model's programs, also for prompts, have its
-        policy's ``gpu_batch_size`` rows.
+        Each row's logits then have the same bits in any batch and at any place in it, and in an
+        engine of any number of slots: sums have one order (``pallas_kernels.fixed_sums``). Prompts
+        are prefilled one by one in pieces of fixed widths, whatever ``chunk`` says. Programs of
+        exactly 32 rows decode them, each with rows that need the same room. An offloaded model's
+        programs, also for prompts, have its policy's ``gpu_batch_size`` rows.
     sampling : Sampling, optional
         The checkpoint's own settings, from generation_config.json. ``chat`` and the server use them
         if the caller names none.
@@ -111,9 +109,8 @@ class LanguageModel:
             object.__setattr__(self, "params", self.executor.laid_out(self.params))
         # Saving, byte counts and offloading then see an untied model.
         config = self.config.with_head_of(self.params)
-        fixed = self.deterministic and fixes_sums()
-        if config.fixed_sums != fixed:
-            config = config.replace(fixed_sums=fixed)
+        if config.fixed_sums != self.deterministic:
+            config = config.replace(fixed_sums=self.deterministic)
         object.__setattr__(self, "config", config)
 
     @property

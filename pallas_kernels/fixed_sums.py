@@ -9,7 +9,8 @@ choice is made while a function is traced, so a jit needs the flag among its sta
 XLA's attention divides keys by their positions.  Samplers add a row's exponentials in one order. On
 a CPU norms and recurrences do so with their terms.
 
-Left out: attention of a prompt's first piece and cuDNN's. Their shapes follow the call.
+Left out: attention of a prompt's first piece and cuDNN's, whose shapes follow the call, and the
+mass of top-p, whose rounding decides about one token at its edge.
 ``docs/concepts/same-bits.md`` says what was compared where.
 """
 
@@ -32,9 +33,6 @@ from pallas_kernels.dispatch import device_of
 # Rows of a block, by whether the device is a CPU.  A GPU's products of 512 rows take most of its
 # rate, and their kernels still read the weights at the memory's rate where there are few rows.
 _ROWS = {True: 32, False: 512}
-# Platforms where rows were compared to the bit.  On others ``deterministic`` fixes the shapes of
-# whole programs instead.
-RUN_ON = ("cpu",)
 # Tokens.  Keys are then divided by the length of a row, and not by the cache that it lies in.
 _CAPACITY = 2048
 
@@ -54,11 +52,6 @@ def fixed_sums(on: bool) -> Generator[None, None, None]:
         yield
     finally:
         _fixed.reset(token)
-
-
-def fixes_sums() -> bool:
-    """Return whether a deterministic model has fixed sums on the device where new arrays go."""
-    return device_of(()).platform in RUN_ON
 
 
 def has_fixed_sums() -> bool:

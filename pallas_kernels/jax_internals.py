@@ -35,12 +35,15 @@ __all__ = [
     "jaxpr_as_fun",
     "llvm",
     "memref",
+    "parts_of",
     "persistent_cache_min_compile_time_secs",
+    "renew_threads",
     "scf",
     "vector",
 ]
 
 
+_gone: list[object] = []
 _DIALECTS = ("arith", "func", "gpu", "llvm", "memref", "scf", "vector")
 
 
@@ -51,6 +54,29 @@ def __getattr__(name: str) -> object:
     room = "jax._src.lib.mlir" + ("" if name == "ir" else ".dialects")
     globals()[name] = found = getattr(importlib.import_module(room), name)
     return found
+
+
+def parts_of(lowered: Any) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
+    """A ``jax.stages.Lowered``'s module, the arguments' leaves that it takes, by index, and the
+    compiler's options. Raises ValueError if a module is not all of the program."""
+    lowering = lowered._lowering
+    facts = lowering.compile_args
+    if lowering.const_args or facts["host_callbacks"] or facts["keepalive"]:
+        raise ValueError("the program refers to objects of this process")
+    options = dict(lowering._compiler_options_kvs)
+    return lowering.stablehlo(), tuple(sorted(facts["kept_var_idx"])), options
+
+
+def renew_threads() -> None:
+    """Let a forked process, which has none of its parent's threads, lower programs."""
+    from jax._src.interpreters import mlir
+
+    contexts: Any = getattr(mlir, "_thread_local_context", None)  # of earlier modules
+    # A pool whose threads are gone cannot end.
+    _gone.extend((mlir.global_thread_pool, contexts and contexts.value))
+    mlir.global_thread_pool = type(mlir.global_thread_pool)()
+    if contexts is not None:
+        contexts.set_local(None)
 
 
 def cudnn_attention() -> tuple[Callable[..., Any], type[MaskType]]:

@@ -70,10 +70,19 @@ def lowered(
                 while len(_kept) >= MOST:
                     del _kept[next(iter(_kept))]
                 _kept[key] = kept
-        copy = ir.Module.parse(kept, module.context)
-        own = mlir.merge_mlir_modules(module.module, name, copy, module.symbol_table)
-        functions[key] = module.symbol_table[own]
-    function = functions[key]
+        functions[key] = merged(module, name, kept)
+    return called(functions[key], args)
+
+
+def merged(module: mlir.ModuleContext, name: str, code: bytes) -> Any:
+    """Return the function "main" of a module's bytecode, which becomes part of another module."""
+    copy = ir.Module.parse(code, module.context)
+    own = mlir.merge_mlir_modules(module.module, name, copy, module.symbol_table)
+    return module.symbol_table[own]
+
+
+def called(function: Any, args: Sequence[Value]) -> Sequence[Any]:
+    """Return the results of a function of the module that is being lowered."""
     kind = ir.FunctionType(function.attributes["function_type"].value)
     own = ir.FlatSymbolRefAttr.get(ir.StringAttr(function.attributes["sym_name"]).value)
     return func.CallOp(kind.results, own, list(args)).results

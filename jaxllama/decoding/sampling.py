@@ -381,11 +381,17 @@ def sample(
         scores = jnp.where(allowed, scores, -jnp.inf)
     if "draw" in features:
         scores = _noisy(_clean(scores), params, positions)
-    if has_fixed_sums():  # a program's other reductions do not change this form's sums
-        return _pick(scores, logits)
+    return _picked(scores, logits)
+
+
+def _picked(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``_pick`` in the form of the device."""
+    # jax keeps the trace of a named function, whatever the sums were then.
     if scores is logits:
-        return lax.platform_dependent(logits, cuda=_likeliest, default=lambda x: _pick(x, x))
-    return lax.platform_dependent(scores, logits, cuda=_pick_likeliest, default=_pick)
+        likeliest, pick = lambda x: _likeliest(x), lambda x: _pick(x, x)
+        return lax.platform_dependent(logits, cuda=likeliest, default=pick)
+    likeliest, pick = lambda *x: _pick_likeliest(*x), lambda *x: _pick(*x)
+    return lax.platform_dependent(scores, logits, cuda=likeliest, default=pick)
 
 
 def _pick(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -400,16 +406,28 @@ def _pick(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     return tokens, chosen - log_sum_exp(logits)
 
 
-def log_sum_exp(logits: jax.Array) -> jax.Array:
-    """Return the logarithm of each row's sum of exponentials, ``[B, V]`` -> ``[B]``.
+def logprobs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Return the log-probabilities of given tokens as ``sample`` has them, ``[B, V], [B]``."""
+    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    scores = jnp.where(ids == tokens[:, None], jnp.float32(0), -jnp.inf)
+    return _picked(scores, _clean(logits))[1]
 
-    With fixed sums it adds elementwise, as XLA reduces a row otherwise in every fusion.
-    """
+
+def log_sum_exp(logits: jax.Array) -> jax.Array:
+    """Return the logarithm of each row's sum of exponentials, ``[B, V]`` -> ``[B]``."""
     if not has_fixed_sums():
         return jax.nn.logsumexp(logits, axis=1)
-    best = jnp.max(logits, axis=1, keepdims=True)
+    best = jnp.max(logits, axis=1)
+    return best + jnp.log(_total(logits, best))
+
+
+def _total(logits: jax.Array, best: jax.Array) -> jax.Array:
+    """Return each row's sum of exponentials relative to its largest logit, ``[B]``.
+
+    It adds elementwise, as XLA reduces a row otherwise in every fusion.
+    """
     # A row of -inf alone has the sum NaN, and no token of it counts.
-    return (best + jnp.log(ordered_sums(jnp.exp(logits - best))))[:, 0]
+    return ordered_sums(jnp.exp(logits - best[:, None]))[:, 0]
 
 
 def _likeliest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -433,20 +451,25 @@ def _pick_likeliest(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, ja
 def _summed(logits: jax.Array) -> tuple[jax.Array, ...]:
     """Return each row's largest logit, its token, and the sum of all exponentials relative to it.
 
-    One reduction computes all three.
+    One reduction computes all three, or the sums are fixed and have one of their own.
     """
 
     def merge(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        (logit_a, id_a, sum_a), (logit_b, id_b, sum_b) = a, b
+        (logit_a, id_a, *sums_a), (logit_b, id_b, *sums_b) = a, b
         is_a = (logit_a > logit_b) | ((logit_a == logit_b) & (id_a < id_b))
         best, other = jnp.maximum(logit_a, logit_b), jnp.minimum(logit_a, logit_b)
         share = jnp.where(other == -jnp.inf, 0.0, jnp.exp(other - best))
-        total = jnp.where(is_a, sum_a, sum_b) + share * jnp.where(is_a, sum_b, sum_a)
-        return best, jnp.where(is_a, id_a, id_b), total
+        sums = (
+            jnp.where(is_a, x, y) + share * jnp.where(is_a, y, x)
+            for x, y in zip(sums_a, sums_b, strict=True)
+        )
+        return best, jnp.where(is_a, id_a, id_b), *sums
 
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     none = jnp.float32(-jnp.inf), jnp.int32(logits.shape[1]), jnp.float32(0.0)
-    return lax.reduce((logits, ids, jnp.ones_like(logits)), none, merge, (1,))
+    count = 2 if has_fixed_sums() else 3
+    found = lax.reduce((logits, ids, jnp.ones_like(logits))[:count], none[:count], merge, (1,))
+    return tuple(found) if count == 3 else (*found, _total(logits, found[0]))
 
 
 def _clean(x: jax.Array) -> jax.Array:

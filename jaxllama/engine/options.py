@@ -30,7 +30,7 @@ from jaxllama.offload.store import available_memory
 from jaxllama.parallel.mesh import MODEL_AXIS
 from jaxllama.text.rows import chunk_widths, default_chunk, powers_of, short
 from pallas_kernels.architecture import CARDS
-from pallas_kernels.fixed_sums import block_rows, fixes_sums
+from pallas_kernels.fixed_sums import block_rows
 from pallas_kernels.qtensor import tree_bytes
 
 CACHE_DTYPES = ("float32", "bfloat16", "float16", *QUANTIZED_CACHE)
@@ -121,11 +121,10 @@ class EngineOptions:
         GB that this folder may hold; the default is half of what its disk has room for.
     deterministic : bool
         Whether a request's tokens and logprobs are the same bits whatever runs beside it and in any
-        slot. The default is the model's own flag. On a CPU products then have one order of sums for
-        any number of rows. A GPU decodes in one program of 32 rows, or of max_slots rows if that is
-        more; with drafts, of 32 tokens. Prompts are prefilled one by one. Prefixes are reused in
-        whole pieces. A row that has generated tokens is never preempted, because another program
-        would compute them again.
+        slot. The default is the model's own flag. Sums then have one order for any number of rows,
+        in passes of 32 tokens and more, on a GPU of 512 at most. Prompts are prefilled one by one.
+        Prefixes are reused in whole pieces. A row that has generated tokens is never preempted,
+        because another program would compute them again.
     draft : str, ModelConfig or None
         Source of drafts. "ngram" proposes the tokens that followed an earlier occurrence of a row's
         last tokens (``jaxllama.decoding.drafts``). "mtp" is the checkpoint's own head
@@ -379,7 +378,7 @@ class ResolvedOptions:
         narrowest, page, piece = self.widths[0], self.page_size, self.piece
         call = _rows(self.prefill_rows, narrowest, PREFILL_TOKENS) * narrowest
         tokens = self.pass_widths(1)[-1]
-        most = block_rows() // tokens if fixes_sums() else self.sizes[-1]
+        most = block_rows() // tokens
         for name, fits, why in (
             ("prefill_chunk", chunk <= max_len, f"exceeds max_len = {max_len}"),
             (
@@ -496,8 +495,6 @@ class ResolvedOptions:
         """
         least = DETERMINISTIC_ROWS // self.pass_widths(1)[0] if self.deterministic else 1
         most = max(self.max_slots, least)
-        if self.deterministic and not fixes_sums():
-            return (most if self.draft is None else least,)
         sizes = (least, 4, 16, 64, *range(128, most, 128))
         sizes = (-(-size // self.parts) * self.parts for size in sizes if least <= size < most)
         return tuple(sorted({*sizes, most}))

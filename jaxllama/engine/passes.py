@@ -36,13 +36,12 @@ from pallas_kernels.fixed_sums import fixed_sums
 # Branches of the sampler: greedy, greedy with edited logits, and all features.
 _EDITS = ("bias", "penalties")
 _LEVELS = ((), _EDITS, (*_EDITS, "draw", "top_k", "top_p", "min_p", "mixed"))
-HIGHEST_LEVEL = len(_LEVELS) - 1  # serves every request
 
 
 def level_of(requests: Sequence[Sampling], is_masked: bool) -> int:
     """Return the cheapest branch of the sampler that serves all of these requests."""
     if any(row.temperature > 0 for row in requests):
-        return HIGHEST_LEVEL
+        return len(_LEVELS) - 1
     return int(is_masked or any(row.has_penalties or row.logit_bias for row in requests))
 
 

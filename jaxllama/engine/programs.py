@@ -44,11 +44,13 @@ from jax.sharding import NamedSharding
 
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
+from jaxllama.engine.lowering import Children
 from jaxllama.kept import Kept, collector_paused, digest, keep, read
 from jaxllama.typing import Jitted, LocalDevice, Tree
 from pallas_kernels.cpu import jit
 
 PATIENCE = 1.0  # largest number of seconds that a program waits for more urgent work
+CHILDREN = 4  # processes that lower programs
 LOOK = 0.01  # seconds between two checks for that work
 _log = logging.getLogger("jaxllama.serving")
 # number of files kept, one for each set of sizes; half a GB for an 8B model's engine on a GPU
@@ -108,6 +110,10 @@ class Programs:
         self._claimed: set[Hashable] = set()
         self._lock = threading.Lock()  # of the claims
         self._lowering = threading.Lock()  # tracing is Python: two threads would take turns
+        # A CPU's programs call handlers of the process that lowered them.
+        alone = self._is_cpu or is_shared or len(devices) > 1
+        self._n_children = 0 if alone else min(CHILDREN, (os.cpu_count() or 1) // 2)
+        self._children = Children({}, 0)
         self._is_stopped = False
         self._path: Path | None = None
         self._is_kept = False
@@ -179,7 +185,8 @@ class Programs:
     ) -> None:
         """Start a thread that compiles the programs after the first ``n``, in their order.
 
-        While ``is_busy`` it waits up to ``PATIENCE`` seconds before each program.
+        While ``is_busy`` it waits up to ``PATIENCE`` seconds before each program, and before each
+        call of ``on_made``.
 
         Parameters
         ----------
@@ -188,13 +195,10 @@ class Programs:
         is_busy
             True while the process has more urgent work.
         on_made
-            Called with the key of each of these programs once it exists.
+            Called with the key of each of these programs once it exists, for one after the other.
         """
         others = {key: wanted[key] for key in list(wanted)[n:]}
-
-        def on_ready(key: Hashable) -> None:
-            if not self._is_stopped:
-                on_made(key)
+        workers = max((os.cpu_count() or 1) - 2, 1)  # the others are for requests
 
         def wait() -> bool:
             until = time.monotonic() + PATIENCE
@@ -204,7 +208,13 @@ class Programs:
 
         def work() -> None:
             try:
-                self._compile_all(others, max((os.cpu_count() or 1) // 2, 1), wait, on_ready)
+                with ThreadPoolExecutor(1) as runs:
+                    self._compile_all(
+                        others,
+                        workers,
+                        wait,
+                        lambda key: runs.submit(lambda: wait() and on_made(key)),
+                    )
             except Exception as error:  # the call that needs the program raises it again
                 _log.error("a program cannot be compiled", exc_info=error)
                 return
@@ -219,6 +229,7 @@ class Programs:
     def stop(self) -> None:
         """End the thread of ``add_rest`` after the programs that it compiles now."""
         self._is_stopped = True
+        self._children.stop()
 
     def _open(self, wanted: Mapping[Hashable, Wanted]) -> bool:
         """Return whether all programs exist, after reading their file if it exists."""
@@ -233,6 +244,12 @@ class Programs:
             for key, program in zip(wanted, kept or (), strict=kept is not None):
                 if self._claim(key):
                     self._made[key].set_result(program)
+        if is_new and not self._is_kept:
+            # The first program is the longest to compile, and this process lowers it at once.
+            others = {key: wanted[key].lower for key in list(wanted)[1:]}
+            if self._n_children:
+                _tell_where_kernels_are()
+            self._children = Children(others, self._n_children)
         return all(self._made[key].done() for key in wanted)
 
     def _claim(self, key: Hashable) -> bool:
@@ -247,17 +264,18 @@ class Programs:
 
         Returns None if another key has the same program.
         """
-        with self._lowering:
-            try:
-                with collector_paused():
-                    lowered = wanted.lower()
-            except Exception as error:
-                return error
-            if not self._is_cpu:
+        try:
+            if (lowered := self._children.lowered(key, wanted.arguments)) is not None:
                 return lowered
-            # A prompt's first chunk and the following ones may be one program.
-            text = f"{lowered.in_tree}\n{lowered.as_text()}"
-            twin = self._keys.setdefault(hashlib.sha256(text.encode()).digest(), key)
+            with self._lowering, collector_paused():
+                lowered = wanted.lower()
+        except Exception as error:
+            return error
+        if not self._is_cpu:
+            return lowered
+        # A prompt's first chunk and the following ones may be one program.
+        text = f"{lowered.in_tree}\n{lowered.as_text()}"
+        twin = self._keys.setdefault(hashlib.sha256(text.encode()).digest(), key)
         if twin == key:
             return lowered
         self._made[twin].add_done_callback(lambda future: _copy(future, self._made[key]))
@@ -355,8 +373,8 @@ def _copy(source: Future[jax.stages.Compiled], to: Future[jax.stages.Compiled]) 
 def _tell_where_kernels_are() -> None:
     """Tell jaxlib where the runtime of Mosaic GPU is, with which programs link.
 
-    jax does so when it imports the module below. Lowering imports that module, but kept programs
-    are not lowered.
+    jax does so when it imports the module below. Lowering imports that module, but this process
+    does not lower kept programs, nor those of its children.
     """
     with contextlib.suppress(ImportError):
         importlib.import_module("jax.experimental.mosaic.gpu.core")

@@ -24,7 +24,7 @@ from jaxllama.engine.calls import Calls, Decode, IdleCall, Moved, blank
 from jaxllama.engine.grammar import NextTokens
 from jaxllama.engine.options import TRANSFER_BYTES, ResolvedOptions
 from jaxllama.engine.pages import KVPages, Save
-from jaxllama.engine.passes import HIGHEST_LEVEL, level_of
+from jaxllama.engine.passes import level_of
 from jaxllama.engine.programs import Programs, Wanted
 from jaxllama.engine.scheduler import Fill, Prefix, Sequence, TurnPlan
 from jaxllama.engine.slots import NOBODY
@@ -428,8 +428,6 @@ class Runner:
             allowed = jax.device_put(allowed)
         requests = [sequence.request for sequence in sequences]
         level = level_of([request.sampling for request in requests], bool(masks))
-        if options.deterministic:  # a branch has its own rounding
-            level = HIGHEST_LEVEL
         wants_top = any(request.logprobs for request in requests)
         orders = device.make_orders(rows, level=level, wants_top=wants_top, steps=plan.steps)
         params = self._with(n, {row: sequence for sequence, row in row_of.items()})
@@ -508,12 +506,12 @@ class Runner:
         wanted, n = self._wanted(), self._calls.n_first
         calls = dict(zip(wanted, self._idle_calls(), strict=True))
 
-        def run(key: Hashable) -> Future[None]:
-            return self._thread.submit(self._run_idle, calls[key])
+        def run(key: Hashable) -> None:
+            self._thread.submit(self._run_idle, calls[key]).result()
 
         self._programs.add_first(wanted, n)
         for key in list(wanted)[:n]:
-            run(key).result()
+            run(key)
         jax.block_until_ready(self.slots)
         trim()
         self._programs.add_rest(wanted, n, is_busy, run)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllama.config import LayerConfig, ModelConfig
-from jaxllama.decoding.sampling import log_sum_exp
+from jaxllama.decoding.sampling import logprobs_of
 from jaxllama.engine.options import default_cache_dtype
 from jaxllama.executors.executor import DETERMINISTIC_ROWS
 from jaxllama.model import decoder, stacked
@@ -46,7 +46,7 @@ from jaxllama.training.batch import Batch
 from jaxllama.training.loss import chunks, head_weight, token_logprobs
 from jaxllama.training.start import TrainingSetup
 from jaxllama.typing import Params, Tree
-from pallas_kernels.fixed_sums import fixed_sums, fixes_sums
+from pallas_kernels.fixed_sums import fixed_sums
 
 
 def is_served(setup: TrainingSetup) -> bool:
@@ -66,7 +66,7 @@ def objective(
     """
     config, inputs, targets = setup.config, batch.inputs, batch.targets
     assert config.rollout is not None
-    cfg = setup.model.replace(fixed_sums=fixes_sums())
+    cfg = setup.model.replace(fixed_sums=True)
     prompts = jnp.asarray(batch.prompts)[:, 0]
 
     def run(
@@ -190,9 +190,8 @@ def _served_scores(
     def scores(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         logits = decoder.stored_logits(cfg, weights, Hidden(part[0])).astype(jnp.float32)
         with fixed_sums(cfg.fixed_sums):
-            total = log_sum_exp(logits)
-        chosen = jnp.take_along_axis(logits, part[1][:, None], axis=1)[:, 0] - total
-        logp = logits - total[:, None]
+            chosen = logprobs_of(logits, part[1])
+        logp = jax.nn.log_softmax(logits)
         return chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
 
     found = lax.map(scores, (split(x), split(targets)))

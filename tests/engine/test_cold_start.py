@@ -102,6 +102,20 @@ def test_the_thread_yields_to_requests_and_keeps_all_programs(tmp_path, monkeypa
     again.add_first(wanted(6), 2)
     assert len(again) == 6, "the next engine reads them all"
 
+    ran.clear()
+
+    def run(key: int) -> None:
+        ran.append(key)
+        busy.set()
+
+    again.add_rest(wanted(6), 2, busy.is_set, run)
+    wait_until(lambda: ran)
+    time.sleep(5 * programs.LOOK)
+    assert ran == [2], "a request does not wait for the first runs of all of them"
+    busy.clear()
+    wait_until(lambda: ran == [2, 3])
+    again.stop()
+
 
 @pytest.mark.core
 def test_a_program_that_cannot_be_compiled_fails_the_call_that_needs_it(caplog):

@@ -218,12 +218,6 @@ def test_a_gpu_has_512_tokens_a_pass(monkeypatch):
         sizes(513)
     with pytest.raises(JaxLlamaError, match="most 512 tokens a pass, 4 of each of 128 rows"):
         sizes(129, draft="ngram", draft_tokens=3)
-    # A device that has not run such sums has one program, of 32 rows or all slots.
-    monkeypatch.setattr("jaxllama.engine.options.fixes_sums", lambda: False)
-    assert sizes(4) == (32,) and sizes(513) == (513,)
-    assert sizes(8, draft="ngram", draft_tokens=3) == (8,)
-    with pytest.raises(JaxLlamaError, match="most 32 tokens a pass, 4 of each of 8 rows"):
-        sizes(9, draft="ngram", draft_tokens=3)
 
 
 @pytest.mark.parametrize("chunk", [16, 64, 2048])
