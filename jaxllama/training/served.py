@@ -66,6 +66,7 @@ def objective(
     """
     config, inputs, targets = setup.config, batch.inputs, batch.targets
     assert config.rollout is not None
+    room = config.rollout.max_new_tokens
     cfg = setup.model.replace(fixed_sums=True)
     prompts = jnp.asarray(batch.prompts)[:, 0]
 
@@ -73,7 +74,7 @@ def objective(
         layer: LayerConfig, p: Params, stream: Stream, state: None, at: Tree
     ) -> tuple[Stream, None]:
         served = functools.partial(_served_rows, setup, cfg, layer)
-        free = functools.partial(_free_rows, cfg, layer, width=config.rollout.max_new_tokens)
+        free = functools.partial(_free_rows, cfg, layer, room)
         return Stream(_with_bits_of(served, free)(p, stream.total, prompts)), None
 
     stream, at = stacked.embed(cfg, params, inputs, jnp.dtype(config.dtype))
@@ -173,11 +174,12 @@ def _without_rest(x: jax.Array, last: jax.Array) -> jax.Array:
 
 
 def _free_rows(
-    cfg: ModelConfig, layer: LayerConfig, p: Params, x: jax.Array, prompts: jax.Array, width: int
+    cfg: ModelConfig, layer: LayerConfig, room: int, p: Params, x: jax.Array, prompts: jax.Array
 ) -> jax.Array:
     """Return ``_served_rows`` in the trainer's form."""
-    stream, _ = decoder.block(layer, p, Stream(x), None, whole_rows(cfg, *x.shape[:2]))
-    return _without_rest(stream.total, prompts - 2 + width)
+    at = whole_rows(cfg, x.shape[0], x.shape[1])
+    stream, _ = decoder.block(layer, p, Stream(x), None, at)
+    return _without_rest(stream.total, prompts + room - 2)
 
 
 def _served_scores(
