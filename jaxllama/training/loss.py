@@ -96,7 +96,7 @@ def token_logprobs(
     Arguments as ``cross_entropy``'s. Logits exist for one chunk at a time. The backward pass
     computes them again, because such losses weigh a token by what they read of all tokens.
     """
-    split, _ = chunks(targets.size, w, is_frozen)
+    split, _ = _chunks(targets.size, w, is_frozen)
     found: jax.Array = _logprobs(cap, is_frozen, split(x), w, split(targets))
     return found.reshape(-1)[: targets.size].reshape(targets.shape)
 
@@ -108,7 +108,7 @@ def token_scores(
 
     Both are float32 ``[B, T]``, in nats, and have no gradient. Arguments as ``cross_entropy``'s.
     """
-    split, _ = chunks(targets.size, w, True)
+    split, _ = _chunks(targets.size, w, True)
     head = w.astype(x.dtype)
 
     def chunk_scores(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -141,7 +141,7 @@ def draft_divergence(
 def likeliest(x: jax.Array, w: jax.Array | QTensor, cap: float | None = None) -> jax.Array:
     """Return the likeliest token of each state ``x[B, T, D]``, int32 ``[B, T]``."""
     head = dequantize(w, x.dtype) if isinstance(w, QTensor) else w.astype(x.dtype)
-    split, _ = chunks(x.shape[0] * x.shape[1], head, True)
+    split, _ = _chunks(x.shape[0] * x.shape[1], head, True)
 
     def chunk(part: jax.Array) -> jax.Array:
         return jnp.argmax(softcap(_dot(part, head, 1, 1), cap), axis=-1).astype(jnp.int32)
@@ -271,12 +271,12 @@ def _mean_over_tokens(
 ) -> tuple[jax.Array, Tree]:
     """Return the chunks' sums over all of x's ``[B, T]``, divided by their number."""
     count = x.shape[0] * x.shape[1]
-    split, valid = chunks(count, w, is_frozen)
+    split, valid = _chunks(count, w, is_frozen)
     sums = _sums(chunk, cap, is_frozen, split(x), w, (valid, jax.tree.map(split, tokens)), others)
     return jax.tree.map(lambda total: total / count, sums)
 
 
-def chunks(
+def _chunks(
     count: int, w: jax.Array, is_frozen: bool
 ) -> tuple[Callable[[jax.Array], jax.Array], jax.Array]:
     """Return how ``count`` tokens are split, and which places of the chunks have one.

@@ -80,6 +80,8 @@ def check(setup, params, fixed, batch, is_answer, want):
                 ("gqa", 64, {"scan": True, "remat": True}),
                 ("gla", 64, {}),
                 ("hybrid", 16, {}),
+                ("delta", 16, {}),
+                ("kda", 16, {}),
                 ("latent", 16, {}),
             )
         ),
