@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.checkpoints.pooling import Pooling
 from jaxllama.config import ModelConfig
+from jaxllama.decoding.gain import Gain
 from jaxllama.decoding.sampling import Sampling, whole
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors import resident
@@ -102,6 +103,10 @@ class LanguageModel:
     pooling: Pooling | None = None
     classifier: jax.Array | None = dataclasses.field(default=None, repr=False, compare=False)
     executor: Executor = dataclasses.field(default=resident.Resident(), repr=False, compare=False)
+    # What the drafts of earlier calls gained.
+    gains: dict[Hashable, Mapping[tuple[int, int], Gain]] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "executor", self.executor.with_params(self.params))
@@ -188,7 +193,8 @@ class LanguageModel:
             tokenizer; ``first_layers`` makes one. ``jl.load_drafter`` reads a head that was trained
             beside this model. Drafts do not change the tokens.
         draft_tokens : int
-            Tokens of one draft, up to 15. With 0 each row adapts the number.
+            Tokens of one draft, up to 15. With 0 each row adapts the number, and drafting ends
+            where it costs time.
 
         Returns
         -------
@@ -501,7 +507,8 @@ class LanguageModel:
         draft : str, LanguageModel or Drafter, optional
             "ngram", "mtp", a model with the same tokenizer, or a head trained beside this model.
         draft_tokens : int
-            Tokens of one draft, up to 15. With 0 each row adapts the number.
+            Tokens of one draft, up to 15. With 0 each row adapts the number, and drafting ends
+            where it costs time.
 
         Returns
         -------

@@ -230,7 +230,7 @@ def proposer(args: argparse.Namespace, lm: LanguageModel) -> str | LanguageModel
     from jaxllama.loading import first_layers, is_drafter, load, load_drafter
 
     if is_drafter(args.draft):
-        return load_drafter(args.draft, lm.dtype)
+        return load_drafter(args.draft, lm.dtype, args.quantize)
     name, layers = first_layers(args.draft)
     if name == args.model:  # do not load the same model twice
         return lm if layers is None else lm.first_layers(layers)

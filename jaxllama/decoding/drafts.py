@@ -20,6 +20,7 @@ With ``draft_tokens`` 0 each row adapts the length of its drafts.  A draft with 
 makes the next one up to four times as long, and a draft without one half as long.  A row whose
 draft of one token fails asks for none for 2 turns.  The pause doubles with each further failure, up
 to 64 turns, and a success ends the doubling.  ``NGram`` proposes few tokens where it is unsure.
+Where measured calls with drafts are slower than those without, rows end drafting (``gain``).
 
 Left out: trees; sampling rules that are not by position.
 """
@@ -29,23 +30,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxllama.config import ModelConfig
+from jaxllama.decoding import gain
 from jaxllama.decoding.forward import fill_rows, prefill_chunk
 from jaxllama.decoding.rows import Rows
 from jaxllama.decoding.sampling import History, SamplingParams, sample, whole
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder, verification
 from jaxllama.model.cache import Cache, LayerState, init_cache
+from jaxllama.model.heads import Scores
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.records import Hidden
 from jaxllama.parallel.mesh import mesh_of
 from jaxllama.typing import Params, Tree
+
+if TYPE_CHECKING:
+    from jaxllama.decoding.turn import Inputs, Pass
 
 _Carry = tuple[jax.Array, jax.Array, Cache, History | None]  # tokens drafted, tokens, cache
 MOST = 15  # drafted tokens of a pass
@@ -74,13 +80,25 @@ class Drafted(NamedTuple):
         return jnp.pad(self.tokens, ((0, 0), (0, missing)))[:, :width]
 
 
+def next_token(
+    scores: Scores, sampling: SamplingParams, positions: jax.Array, history: History | None
+) -> jax.Array:
+    """Return the token of each row, int32 ``[B]``; all but ``scores`` as for ``sample``.
+
+    The likeliest token of all rows does not need the whole vocabulary.
+    """
+    if sampling.features or scores.ids is None:
+        return sample(scores.whole, sampling, positions, history)[0]
+    return scores.ids[sample(scores.logits, sampling, positions, history)[0]]
+
+
 class DraftContext(NamedTuple):
     """The inputs of a draft.
 
     text: int32 ``[B, L]``: prompt and answer, ``size[B]`` tokens of each row.
     wanted: int32 ``[B]``: number of tokens to propose, at most ``most``.
     sampling, history: the model's own.
-    draw: called as ``sample``.
+    draw: called as ``next_token``.
     table: the places of the rows' pages, where the draft's cache has the model's.
     """
 
@@ -90,14 +108,15 @@ class DraftContext(NamedTuple):
     most: int
     sampling: SamplingParams
     history: History | None
-    draw: Callable[..., tuple[jax.Array, jax.Array]] = sample
+    draw: Callable[..., jax.Array] = next_token
     table: jax.Array | None = None
 
 
 class Pace(NamedTuple):
     """How many tokens each row asks for, and when; int32 ``[B]`` each.
 
-    tokens: length of the next draft.  wait: turns until then.  pause: turns of the last pause.
+    tokens: length of the next draft, 0 for a row that has ended drafting.  wait: turns until then.
+    pause: turns of the last pause.
     """
 
     tokens: jax.Array
@@ -316,8 +335,8 @@ class ModelDraft:
         def drafted(
             tokens: jax.Array, index: jax.Array, hidden: Hidden, history: History | None
         ) -> tuple[jax.Array, History | None]:
-            scores = self._scores(params, hidden)
-            token, _ = ask.draw(scores, ask.sampling, ask.size + index, history)
+            scores = Scores(decoder.logits(self.cfg, params, hidden), self.vocab_size)
+            token = ask.draw(scores, ask.sampling, ask.size + index, history)
             tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], index, axis=1)
             return tokens, None if history is None else history.add(token)
 
@@ -372,12 +391,6 @@ class ModelDraft:
         """Tokens clamped to this model's vocabulary, whose padding may differ from the other's."""
         return jnp.minimum(tokens, self.cfg.vocab_size - 1)
 
-    def _scores(self, params: Params, hidden: Hidden) -> jax.Array:
-        """Return the logits ``[B, vocab_size]``."""
-        scores = decoder.logits(self.cfg, params, hidden)[:, : self.vocab_size]
-        more = self.vocab_size - scores.shape[1]
-        return jnp.pad(scores, ((0, 0), (0, more)), constant_values=-jnp.inf) if more else scores
-
 
 @dataclasses.dataclass(frozen=True)
 class DraftPlan:
@@ -413,9 +426,33 @@ class DraftPlan:
         return cls(draft, most, widths, adaptive, deterministic)
 
 
-def observer(draft: Any, params: Params | None) -> Callable[..., Rows] | None:
-    """Return ``loop.run``'s ``observe`` for a draft that reads the passes of a model, or None."""
-    return functools.partial(draft.observe, params) if draft.reads_hidden else None
+def observer(draft: Any, params: Params | None, may_end: bool = True) -> Callable[..., Rows] | None:
+    """Return ``loop.run``'s ``observe`` for a draft that reads the passes of a model, or None.
+
+    may_end: whether rows may have ended drafting, for which nothing is to be read.
+    """
+    if not draft.reads_hidden:
+        return None
+    observe = functools.partial(draft.observe, params)
+
+    def observe_drafting(rows: Rows, inputs: Inputs, passed: Pass) -> Rows:
+        def read(carry: tuple[Tree, jax.Array]) -> tuple[Tree, jax.Array]:
+            before = dataclasses.replace(rows, kept=carry[0])
+            return observe(before, inputs, passed).kept, jnp.bool_(False)
+
+        # A loop of at most one iteration, because lax.cond would copy the cache.
+        is_read = jnp.any((inputs.live > 0) & (rows.fields.ask > 0))
+        kept, _ = lax.while_loop(lambda carry: carry[1], read, (rows.kept, is_read))
+        return dataclasses.replace(rows, kept=kept)
+
+    return observe_drafting if may_end else observe
+
+
+def ended(rows: Rows, how: jax.Array | int) -> Rows:
+    """Return the rows of a call, which end drafting if ``how`` is ``gain.OFF``."""
+    fields = rows.fields
+    after = fields._replace(ask=jnp.where(how == gain.OFF, 0, fields.ask))
+    return dataclasses.replace(rows, ints=after.packed())
 
 
 def begin(
@@ -456,14 +493,16 @@ def propose(
     rows: Rows,
     sampling: SamplingParams,
     limit: jax.Array | int,
+    how: jax.Array | int = gain.DRAFT,
 ) -> tuple[Rows, Drafted]:
     """(rows with the draft's new state, proposals of the live rows).
 
     limit: number of written tokens at which a row stops.  A proposal never goes past it.
+    how: of ``gain``: only DRAFT proposes tokens.
     """
     fields = rows.fields
     room = jnp.where(fields.is_live(limit), limit - fields.count - 1, 0)
-    wanted = jnp.where(fields.wait > 0, 0, jnp.minimum(fields.ask, room))
+    wanted = jnp.where((fields.wait > 0) | (how != gain.DRAFT), 0, jnp.minimum(fields.ask, room))
     assert rows.text is not None
     ask = DraftContext(rows.text, fields.length + 1, wanted, plan.most, sampling, rows.history)
     draft = plan.draft.propose(draft_params, rows.kept, ask)

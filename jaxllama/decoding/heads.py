@@ -5,7 +5,8 @@ over the model therefore hand out their hidden states, and the head reads them a
 no row drafts: its cache is always as long as the model's.  Between passes a row keeps one hidden
 state, from which its next draft begins.
 
-Reading costs one layer a pass.  A proposal of k tokens costs k heads and k - 1 layers.
+Reading costs one layer a pass.  A proposal of k tokens costs k heads and k - 1 layers.  A chain of
+tokens is compiled for few lengths, each without a loop, which costs kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllama.decoding.drafts import DraftContext, Drafted, PromptPart, SlotDrafts
+from jaxllama.decoding.drafts import FEW, DraftContext, Drafted, PromptPart, SlotDrafts
+from jaxllama.decoding.loop import in_width
 from jaxllama.decoding.rows import Rows
-from jaxllama.decoding.sampling import History
 from jaxllama.decoding.turn import Inputs, Pass
 from jaxllama.model import decoder
 from jaxllama.model.cache import Cache, init_cache
 from jaxllama.model.heads import Head
 from jaxllama.model.records import Hidden
 from jaxllama.parallel.mesh import mesh_of
-from jaxllama.typing import Params, Tree
+from jaxllama.typing import Params
 
 
 @jax.tree_util.register_dataclass
@@ -167,37 +168,29 @@ class HeadDraft:
 
     def propose(self, params: Params, kept: HeadState, ask: DraftContext) -> Drafted:
         """Draft ``ask.wanted`` tokens for each row; if no row wants any, the head does not run."""
-        none = jnp.zeros((ask.size.shape[0], ask.most), jnp.int32)
         wanted = jnp.where(kept.is_known, ask.wanted, 0)
-        most = jnp.max(wanted)
 
-        def drafted(
-            tokens: jax.Array, index: jax.Array, hidden: Hidden, history: History | None
-        ) -> tuple[jax.Array, History | None]:
-            scores = self.head.logits(params, hidden)
-            token, _ = ask.draw(scores, ask.sampling, ask.size + index, history)
-            tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], index, axis=1)
-            return tokens, None if history is None else history.add(token)
+        def chain(length: int, carry: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
+            (_, cache), hidden, history = carry, kept.last, ask.history
+            tokens = list[jax.Array]()
+            for index in range(length):
+                if index:
+                    newest, before = tokens[-1][:, None], hidden.reshaped(-1, 1)
+                    goes_on = (index < wanted).astype(jnp.int32)
+                    read, cache = self.head.forward(
+                        params, newest, before, goes_on, cache, is_own=True
+                    )
+                    hidden = read[:, 0]
+                scores = self.head.scores(params, hidden)
+                token = ask.draw(scores, ask.sampling, ask.size + index, history)
+                history = None if history is None else history.add(token)
+                tokens.append(token)
+            drafted = jnp.stack(tokens, axis=1)
+            return jnp.pad(drafted, ((0, 0), (0, ask.most - length))), cache
 
-        def one_more(carry: tuple[Tree, ...]) -> tuple[Tree, ...]:
-            index, tokens, cache, hidden, history = carry
-            newest = lax.dynamic_index_in_dim(tokens, index - 1, 1)
-            goes_on = (index < wanted).astype(jnp.int32)
-            before = hidden.reshaped(-1, 1)
-            read, cache = self.head.forward(params, newest, before, goes_on, cache, is_own=True)
-            hidden = read[:, 0]
-            tokens, history = drafted(tokens, index, hidden, history)
-            return index + 1, tokens, cache, hidden, history
-
-        def proposed(carry: tuple[Tree, ...]) -> tuple[Tree, ...]:
-            tokens, history = drafted(none, jnp.int32(0), kept.last, ask.history)
-            first = jnp.int32(1), tokens, carry[1], kept.last, history
-            _, tokens, cache, _, _ = lax.while_loop(lambda carry: carry[0] < most, one_more, first)
-            return tokens, cache, jnp.bool_(False)
-
-        # A loop of at most one iteration, because lax.cond would copy the cache.
-        carry = none, kept.cache, most > 0
-        tokens, cache, _ = lax.while_loop(lambda carry: carry[2], proposed, carry)
+        none = jnp.zeros((ask.size.shape[0], ask.most), jnp.int32)
+        lengths = tuple(sorted({min(FEW, ask.most), ask.most}))
+        tokens, cache = in_width(lengths, jnp.max(wanted), chain, (none, kept.cache))
         # Entries past the length are never read.
         cache = Cache(cache.layers, kept.cache.lengths, kept.cache.table)
         return Drafted(tokens, wanted, dataclasses.replace(kept, cache=cache))

@@ -97,6 +97,8 @@ def run(
         rows, draft = drafting.propose(carry[0])
         needed = jnp.max(draft.lengths) + 1
         run_pass = functools.partial(one_pass, draft)
+        if len(drafting.widths) == 1:
+            return run_pass(drafting.widths[0], (rows, carry[1]))
         return in_width(drafting.widths, needed, run_pass, (rows, carry[1]))
 
     return lax.while_loop(lambda carry: unfinished(carry[0]), turn, (rows, found))
@@ -105,9 +107,9 @@ def run(
 def in_width(
     widths: tuple[int, ...], needed: jax.Array, run: Callable[[int, Carry], Carry], carry: Carry
 ) -> Carry:
-    """Return ``run(width, carry)`` for the smallest of ``widths`` that is at least ``needed``."""
-    if len(widths) == 1:
-        return run(widths[0], carry)
+    """Return ``run(width, carry)`` for the smallest of ``widths`` that is at least ``needed``, or
+    ``carry`` if ``needed`` is 0.
+    """
     # A loop of at most one iteration chooses a width, because lax.switch would copy the cache.
     once, least = (carry, jnp.bool_(True)), 0
     for width in widths:

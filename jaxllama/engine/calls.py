@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import Draft
+from jaxllama.decoding.gain import DRAFT
 from jaxllama.engine import records, scheduler
 from jaxllama.engine import slots as device
 from jaxllama.engine.options import ResolvedOptions
@@ -40,7 +41,7 @@ MOVES = records.save, records.load_pages, records.load_state
 class Decode(NamedTuple):
     """The arguments of a decode call of ``n`` rows with up to ``context`` pages each.
 
-    row_of: the call's row of each sequence.
+    row_of: the call's row of each sequence. how: of ``decoding.gain``.
     """
 
     params: device.Params
@@ -50,6 +51,7 @@ class Decode(NamedTuple):
     n: int
     context: int
     wants_top: bool
+    how: int = DRAFT
 
 
 class Calls:

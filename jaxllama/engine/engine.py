@@ -19,7 +19,9 @@ Every request gets exactly one Event with a ``finish_reason``, its last. An erro
 text, grammar or listener ends only that request, with the reason "error". An error in a step ends
 the engine: every listener gets ``EngineFailed``, and ``failure`` holds the reason. After
 ``warm_up`` nothing is compiled. The same requests and cancellations at the same steps then give the
-same bits. Before that a larger program may serve, which a GPU may round otherwise.
+same bits. Before that a larger program may serve, which a GPU may round otherwise. Drafts whose
+length the engine chooses end by measured times, and a pass of several tokens may round otherwise,
+too.
 
 The engine hands step k + 1 to the device before it reads the tokens of step k. It decodes step k to
 text and calls the listeners while the device works. A row that ends on the device (stop tokens,

@@ -133,7 +133,8 @@ class EngineOptions:
         never change the tokens. A row whose drafts are wrong asks for fewer and then for none, and
         no row drafts if there are too many rows.
     draft_tokens : int
-        Largest number of tokens that a row proposes, up to 15; 0 lets the engine choose.
+        Largest number of tokens that a row proposes, up to 15; 0 lets the engine choose, and end
+        drafting where it costs time.
     lora_slots : int
         Number of LoRA adapters that can be loaded while the engine runs (``Engine.load_adapter``).
     max_lora_rank : int

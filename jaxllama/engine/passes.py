@@ -21,13 +21,24 @@ from jax import lax
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import loop
-from jaxllama.decoding.drafts import Draft, DraftContext, Drafted, NGram, Pace, observer
+from jaxllama.decoding.drafts import (
+    Draft,
+    DraftContext,
+    Drafted,
+    NGram,
+    Pace,
+    ended,
+    next_token,
+    observer,
+)
+from jaxllama.decoding.gain import DRAFT
 from jaxllama.decoding.rows import Fields, Rows
 from jaxllama.decoding.sampling import History, Sampling, SamplingParams, log_sum_exp, sample
 from jaxllama.decoding.turn import Draw, Inputs, Pass, TurnReport, sampled
 from jaxllama.engine.batch import BatchState
 from jaxllama.engine.request import MAX_LOGPROBS
 from jaxllama.model.decoder import forward, stored_logits
+from jaxllama.model.heads import Scores
 from jaxllama.model.records import Hidden
 from jaxllama.model.verification import commit, propose
 from jaxllama.typing import Params
@@ -75,10 +86,11 @@ def run(
 ) -> tuple[BatchState, jax.Array, tuple[jax.Array, jax.Array]]:
     """Run one decode call, see ``slots.decode``.
 
-    limits int32 ``[B]``: largest number of new tokens of each row. orders int32 ``[3]``: the
-    sampler's branch, whether the likeliest tokens are wanted, and the largest number of passes.
+    limits int32 ``[B]``: largest number of new tokens of each row. orders int32 ``[4]``: the
+    sampler's branch, whether the likeliest tokens are wanted, the largest number of passes, and
+    how rows draft.
     """
-    level, wants_top, steps = orders
+    level, wants_top, steps, how = orders
     width, widths, draft_by = sizes.width, sizes.widths, sizes.draft
     drafts_here, exact = widths[-1] > 1, len(widths) == 1
     most = min(sizes.most, widths[-1] - 1)
@@ -120,18 +132,20 @@ def run(
             prompted,
             most,
             level,
+            how,
         )
 
+    rows = _rows_of(slots, width, draft_by, drafts_here)
     with fixed_sums(cfg.fixed_sums):
         rows, top = loop.run(
             pass_over,
-            _rows_of(slots, width, draft_by, drafts_here),
+            ended(rows, how) if drafts_here else rows,
             _draw_with(cfg, slots.sampling, masks, level),
             stop_ids,
             unfinished,
             limit=limits,
             drafting=loop.Drafting(drafted, widths, most) if drafts_here else None,
-            observe=observer(draft_by, draft_params),
+            observe=observer(draft_by, draft_params, drafts_here),
             ignores_stops=slots.ignore_eos,
             collector=loop.Collector(
                 _no_top(cfg, slots.size, width), _top_adder(wants_top != 0, drafts_here)
@@ -277,6 +291,7 @@ def _draft(
     prompted: jax.Array,
     most: int,
     level: jax.Array,
+    how: jax.Array,
 ) -> tuple[Rows, Drafted]:
     """Return (the rows, whose draft model may have read more of their text; proposals of live
     rows).
@@ -291,7 +306,8 @@ def _draft(
     if cfg.attn_sparsity < 1.0:
         is_live = is_live & ~jnp.any(is_live & prompted & (fields.count == 0))
     room = jnp.minimum(limits - fields.count - 1, most)
-    wanted = jnp.where(is_live & (fields.wait == 0), jnp.minimum(fields.ask, room), 0)
+    drafts_now = is_live & (fields.wait == 0) & (how == DRAFT)
+    wanted = jnp.where(drafts_now, jnp.minimum(fields.ask, room), 0)
     place = jnp.arange(most, dtype=jnp.int32)[None, :]
     forced = _forced(masks, fields.count[:, None] + place, cfg.vocab_size)
     run = jnp.min(jnp.where(forced < 0, place, most), axis=1)
@@ -310,19 +326,20 @@ def _draft(
     return dataclasses.replace(rows, kept=found.kept), draft
 
 
-def _draw_at(level: jax.Array) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Return a function that samples by the sampler's branch."""
+def _draw_at(level: jax.Array) -> Callable[..., jax.Array]:
+    """Return ``next_token`` by the sampler's branch."""
 
     def draw(
-        scores: jax.Array, sampling: SamplingParams, positions: jax.Array, history: History
-    ) -> tuple[jax.Array, jax.Array]:
-        def branch(features: tuple[str, ...]) -> Callable[..., tuple[jax.Array, jax.Array]]:
+        scores: Scores, sampling: SamplingParams, positions: jax.Array, history: History
+    ) -> jax.Array:
+        def branch(features: tuple[str, ...]) -> Callable[..., jax.Array]:
             params = dataclasses.replace(sampling, features=features)
-            return lambda scores, history: sample(
-                scores, params, positions, history if features else None
+            return lambda logits, history: next_token(
+                scores._replace(logits=logits), params, positions, history if features else None
             )
 
-        return lax.switch(level, [branch(features) for features in _LEVELS], scores, history)
+        branches = [branch(features) for features in _LEVELS]
+        return lax.switch(level, branches, scores.logits, history)
 
     return draw
 

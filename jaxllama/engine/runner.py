@@ -6,8 +6,11 @@ requests.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import math
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
@@ -17,6 +20,7 @@ import numpy as np
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import NGram
+from jaxllama.decoding.gain import DRAFT, Gain
 from jaxllama.engine import lazy_zeros, records
 from jaxllama.engine import slots as device
 from jaxllama.engine.adapters import AdapterSlots
@@ -60,11 +64,18 @@ class Written(NamedTuple):
 
 
 class DrawnOnDevice(NamedTuple):
-    """The results of ``slots.decode`` on the device."""
+    """The results of ``slots.decode`` on the device.
+
+    size: numbers of rows and pages. how: of ``decoding.gain``. begun: time of the call; infinite if
+    its step has other calls.
+    """
 
     row_of: dict[Sequence, int]
     rows: jax.Array
     top: tuple[jax.Array, ...]
+    size: tuple[int, int]
+    how: int
+    begun: float
 
 
 class Running(NamedTuple):
@@ -95,6 +106,11 @@ class Runner:
             adapters.params = self.params
         self.mesh = mesh_of(params)
         self.draft_params = None if drafting is None else drafting.params
+        # By the size of the decode call; None if drafting may not end.
+        self._gains: dict[Hashable, Gain] | None = None
+        if drafting is not None and drafting.gains is not None:
+            self._gains = collections.defaultdict(lambda: Gain(waits=12))
+        self._read = 0.0
         self.slots = self._empty()
         pages = records.page_leaves(self.slots)
         self.transfers: Transfers | None = None
@@ -218,7 +234,9 @@ class Runner:
                 self.slots = call()
         finally:
             handed.set()
-        return None if decode is None else self._decode(decode)
+        if decode is None:
+            return None
+        return self._decode(decode, math.inf if calls else time.perf_counter())
 
     def wait(self) -> None:
         """Wait until all queued plans are done or handed to the device."""
@@ -429,9 +447,12 @@ class Runner:
         requests = [sequence.request for sequence in sequences]
         level = level_of([request.sampling for request in requests], bool(masks))
         wants_top = any(request.logprobs for request in requests)
-        orders = device.make_orders(rows, level=level, wants_top=wants_top, steps=plan.steps)
+        how = DRAFT if self._gains is None else self._gains[n, context].next()
+        orders = device.make_orders(
+            rows, level=level, wants_top=wants_top, steps=plan.steps, how=how
+        )
         params = self._with(n, {row: sequence for sequence, row in row_of.items()})
-        return Decode(params, orders, allowed, row_of, n, context, wants_top)
+        return Decode(params, orders, allowed, row_of, n, context, wants_top, how)
 
     def _decode_size(self, rows: int, pages: int) -> tuple[int, int]:
         """Return the numbers of rows and pages of a decode call of ``rows`` rows of each part.
@@ -451,13 +472,19 @@ class Runner:
         keys = [Calls.decoding_key(*size) for size in enough]
         return enough[keys.index(self._programs.first_made(keys))]
 
-    def _decode(self, decode: Decode) -> DrawnOnDevice:
+    def _decode(self, decode: Decode, begun: float) -> DrawnOnDevice:
         self.slots, rows, top = self._programs.call(*self._calls.decoding(self.slots, decode))
-        return DrawnOnDevice(decode.row_of, rows, top if decode.wants_top else ())
+        top, size = top if decode.wants_top else (), (decode.n, decode.context)
+        return DrawnOnDevice(decode.row_of, rows, top, size, decode.how, begun)
 
     def read(self, drawn: DrawnOnDevice) -> dict[Sequence, Written]:
         """Wait for the results of a decode call, and return them by sequence."""
         rows, top = jax.device_get((drawn.rows, drawn.top))
+        now, begun = time.perf_counter(), max(drawn.begun, self._read)
+        self._read = now
+        if self._gains is not None and begun < now:
+            rate = float(rows[list(drawn.row_of.values()), 0].mean()) / (now - begun)
+            self._gains[drawn.size].took(drawn.how, rate)
         width = (rows.shape[1] - 3) // 2
         numbers = rows[:, : 3 + width], rows[:, 3 + width :].view(np.float32)
         written = [  # convert to lists at once: many small slices of arrays would cost more

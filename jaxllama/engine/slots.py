@@ -39,6 +39,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import ADAPTIVE, Draft, NGram, Pace, PromptPart, SlotDrafts
+from jaxllama.decoding.gain import DRAFT
 from jaxllama.decoding.sampling import BiasPairs, History, Sampling, SamplingParams
 from jaxllama.engine import passes
 from jaxllama.engine.batch import BatchState
@@ -289,12 +290,15 @@ def _parted(cfg: ModelConfig, cache: Cache) -> tuple[Cache, Cache]:
     return dataclasses.replace(cache, layers=layers), dataclasses.replace(cache, layers=more)
 
 
-def make_orders(rows: np.ndarray, *, level: int, wants_top: bool, steps: int) -> np.ndarray:
+def make_orders(
+    rows: np.ndarray, *, level: int, wants_top: bool, steps: int, how: int = DRAFT
+) -> np.ndarray:
     """Return the ``orders`` of ``decode``, int32.
 
     rows ``[n, 3 + k]``: slot, largest number of new tokens, number of pages so far, new pages.
     """
-    return np.concatenate([[level, wants_top, steps], rows.reshape(-1)]).astype(np.int32)
+    calls = [level, wants_top, steps, how]
+    return np.concatenate([calls, rows.reshape(-1)]).astype(np.int32)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="sizes", donate_argnums=2)
@@ -312,9 +316,9 @@ def decode(
     """Generate up to ``sizes.width`` tokens for each of ``sizes.n`` rows.
 
     orders: from ``make_orders``. Slot indices past the last are ignored. In a full batch row i
-    belongs to slot i or is unused. Page indices past the last are ignored too. Its first three
-    entries are the sampler's branch, whether the likeliest tokens are wanted, and the largest
-    number of passes.
+    belongs to slot i or is unused. Page indices past the last are ignored too. Its first four
+    entries are the sampler's branch, whether the likeliest tokens are wanted, the largest number of
+    passes, and how rows draft (``decoding.gain``).
 
     masks uint32 ``[n, ceil(V / 32) + width]``: bit i of a row allows token i. The columns after
     the bits hold forced tokens: 0 leaves a position to the bits, and t + 1 forces token t. Level 0
@@ -325,7 +329,7 @@ def decode(
     likeliest tokens and their logprobs ``[n, width, top]``, if requested.
     """
     n, every = sizes.n, slots
-    orders_of_rows = orders[3:].reshape(n, -1)
+    orders_of_rows = orders[4:].reshape(n, -1)
     rows, limits = orders_of_rows[:, 0], orders_of_rows[:, 1]
     if n != every.size:
         slots = _of_rows(every, rows)
@@ -340,7 +344,7 @@ def decode(
         drafting = slots.drafting._replace(layers=more.layers)
         slots = dataclasses.replace(slots, drafting=drafting)
     slots, drawn, top = passes.run(
-        cfg, params, slots, limits, orders[:3], masks, stop_ids, draft_params, sizes
+        cfg, params, slots, limits, orders[:4], masks, stop_ids, draft_params, sizes
     )
     active, drafting = slots.active, slots.drafting
     if n == every.size:

@@ -19,6 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
+from jaxllama.decoding.gain import DRAFT, OFF, Gain
 from jaxllama.decoding.rows import Report
 from jaxllama.decoding.sampling import Sampling, SamplingParams
 from jaxllama.executors.executor import (
@@ -38,6 +39,7 @@ from jaxllama.typing import Params
 # Seconds of decoding between two reads of the text, if a caller streams it or stop strings may end
 # it. 12 pieces a second read as one flow.
 PIECE_SECONDS = 0.08
+MEASURED_STEPS = 16  # most tokens of a row in a call by which drafts are measured
 
 OnPrompt = Callable[[int, int], None]
 # Yields (row, new text) during decoding, and returns the results.
@@ -111,20 +113,25 @@ def generations(
         if call.deterministic:
             numbers += [0] * (call.batch_rows(executor) - len(members))
         batch = _batch(executor, cfg, call, members, kept)
+        n_rows = batch.tokens.shape[0]
+        gains = None if call.drafting is None else call.drafting.gains
+        gain = None if gains is None else gains[n_rows, batch.capacity]
+        if gain is not None and not call.deterministic and gain.next() == OFF:
+            batch, gain = dataclasses.replace(batch, drafting=None), None  # the program without
         decoding = executor.begin(cfg, params_of(numbers), batch)
         answers = [_Answer(Reader(tokenizer, cfg.eos_token_ids, call.stops)) for _ in members]
-        pace = _Pieces(call.max_new_tokens, is_read=call.watched or bool(call.stops))
-        n_rows = batch.tokens.shape[0]
+        is_read = call.watched or bool(call.stops)
+        pace = _Pieces(call.max_new_tokens, is_read, gain)
         counts, report = np.ones(n_rows, int), decoding.report
         while True:
             ahead = None
             # The device gets the next call before the host reads this one. The first piece is the
             # exception: it does not wait until the loop is compiled.
             if executor.runs_ahead and pace.until > 1 and pace.until < call.max_new_tokens:
-                ahead = decoding.advance(pace.next(counts))
+                ahead = decoding.advance(*pace.next(counts))
             found: Report = fetch(report)
             counts = found.counts
-            pace.arrived()
+            pace.arrived(counts, found.done)
             for row, answer in enumerate(answers):
                 text = answer.read(found.tokens[row, : counts[row]])
                 if text and call.watched:
@@ -136,7 +143,7 @@ def generations(
             if call.stops:
                 decoding.end(ended)
             if ahead is None:
-                ahead = decoding.advance(pace.next(counts[~ended]))
+                ahead = decoding.advance(*pace.next(counts[~ended]))
             report = ahead
         for row, answer in enumerate(answers):
             tail = answer.close()
@@ -213,39 +220,49 @@ class _Pieces:
     If ``is_read`` is true, a caller waits for the text. Each call then takes about
     ``PIECE_SECONDS``, estimated from the fastest step so far. A slow model thus shows each token,
     and the host does not delay a fast one. Calls have 2 steps until one has been measured, and grow
-    by at most four times. Otherwise one call writes all tokens. ``until`` is the number of tokens
-    of each row after the calls so far.
+    by at most four times. Otherwise one call writes all tokens. Calls are short until the
+    ``gain`` of drafts is known. ``until`` is the number of tokens of each row after the calls so
+    far.
     """
 
-    def __init__(self, limit: int, is_read: bool) -> None:
-        self._limit, self._is_read = limit, is_read
+    def __init__(self, limit: int, is_read: bool, gain: Gain | None) -> None:
+        self._limit, self._is_read, self._gain = limit, is_read, gain
         self._steps = 2 if is_read else limit
-        self._running: list[tuple[int, float]] = []  # steps, time of the call
+        self._running: list[tuple[int, int, float]] = []  # steps, how, time of the call
         self._arrived = 0.0
         self._step_seconds = math.inf
+        self._before, self._open = np.zeros(0, int), np.zeros(0, bool)
         self.until = 1
 
-    def next(self, counts: np.ndarray) -> int:
-        """Return the tokens that each row shall have after the call that begins now.
+    def next(self, counts: np.ndarray) -> tuple[int, int]:
+        """Return (the tokens that each row shall have after the call that begins now, how it
+        drafts).
 
         counts: the open rows' tokens, as far as they are known.
         """
         if self._is_read and self._step_seconds < math.inf:
             affordable = max(int(PIECE_SECONDS / self._step_seconds), 1)
             self._steps = min(affordable, 4 * self._steps)
+        steps, how = self._steps, DRAFT
+        if self._gain is not None:
+            how = self._gain.next()
+            steps = steps if self._gain.is_known else min(steps, MEASURED_STEPS)
         # After a correct draft a row has more tokens than the call requested.
-        self.until = min(max(self.until, int(counts.min())) + self._steps, self._limit)
-        self._running.append((self._steps, time.perf_counter()))
-        return self.until
+        self.until = min(max(self.until, int(counts.min())) + steps, self._limit)
+        self._running.append((steps, how, time.perf_counter()))
+        return self.until, how
 
-    def arrived(self) -> None:
-        """Record that the tokens of the oldest call have arrived."""
+    def arrived(self, counts: np.ndarray, done: np.ndarray) -> None:
+        """Record that the tokens of the oldest call have arrived; of its rows."""
         now = time.perf_counter()
         if self._running:
-            steps, asked = self._running.pop(0)
+            steps, how, asked = self._running.pop(0)
             seconds = now - max(asked, self._arrived)
             self._step_seconds = min(self._step_seconds, seconds / steps)
-        self._arrived = now
+            new = (counts - self._before)[self._open]
+            if self._gain is not None and new.size:
+                self._gain.took(how, float(new.mean()) / seconds)
+        self._arrived, self._before, self._open = now, counts, ~done & (counts < self._limit)
 
 
 @dataclasses.dataclass

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import collections
+import functools
+from collections.abc import Hashable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from jax.sharding import Mesh
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import drafts
+from jaxllama.decoding.gain import Gain
 from jaxllama.decoding.heads import HeadDraft
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.executor import DraftSource, Executor
@@ -35,6 +39,8 @@ class DraftingModel(Protocol):
     def executor(self) -> Executor: ...
     @property
     def mesh(self) -> Mesh | None: ...
+    @property
+    def gains(self) -> dict[Hashable, Mapping[tuple[int, int], Gain]]: ...
 
 
 def draft_source(
@@ -62,7 +68,13 @@ def draft_source(
         )
     plan = drafts.DraftPlan.of(source, draft_tokens, model.deterministic)
     model.executor.check_drafts(model.deterministic)
-    return DraftSource(plan, params)
+    # Hosts that share a mesh must not decide by their own times.
+    on_one = model.executor.on_device and model.mesh is None
+    if not (plan.adaptive and on_one) or draft == "ngram":
+        return DraftSource(plan, params)
+    name = draft if isinstance(draft, str) else id(draft)
+    gains = collections.defaultdict(functools.partial(Gain, waits=4))
+    return DraftSource(plan, params, model.gains.setdefault(name, gains))
 
 
 def _fitted(model: DraftingModel, draft: Drafter) -> Eagle3Head:

@@ -10,7 +10,7 @@ An executor holds no parameters.  Each call passes them; the executor knows wher
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.drafts import DraftPlan
+from jaxllama.decoding.gain import DRAFT, Gain
 from jaxllama.decoding.rows import Report
 from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.kept import KeptPrograms
@@ -31,10 +32,14 @@ DETERMINISTIC_ROWS = 32
 
 
 class DraftSource(NamedTuple):
-    """The plan of drafts, and the draft model's parameters (None for n-grams)."""
+    """The plan of drafts, and the draft model's parameters (None for n-grams).
+
+    gains: of ``generate``'s calls, by rows and capacity; None if drafting may not end.
+    """
 
     plan: DraftPlan
     params: Params | None
+    gains: Mapping[tuple[int, int], Gain] | None = None
 
 
 class Alone(NamedTuple):
@@ -94,8 +99,11 @@ class RowsDecoder(Protocol):
         """Return the rows' tokens so far. Read it before the next call of ``advance``."""
         ...
 
-    def advance(self, until: int) -> Report:
-        """Take turns until every row has ``until`` tokens or has ended, and return the report."""
+    def advance(self, until: int, how: int = DRAFT) -> Report:
+        """Take turns until every row has ``until`` tokens or has ended, and return the report.
+
+        how: of ``decoding.gain``, for rows with drafts.
+        """
         ...
 
     def end(self, rows: np.ndarray) -> None:

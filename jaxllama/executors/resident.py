@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
-from jaxllama.decoding import drafts, loop
+from jaxllama.decoding import drafts, gain, loop
 from jaxllama.decoding.forward import (
     all_logits,
     donated,
@@ -35,7 +35,7 @@ from jaxllama.decoding.forward import (
 from jaxllama.decoding.rows import Report, Rows
 from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.decoding.turn import Inputs, Pass, drawn_by
-from jaxllama.executors.executor import Call, DraftSource, Executor, RowsDecoder
+from jaxllama.executors.executor import Call, Executor, RowsDecoder
 from jaxllama.executors.posting import posting
 from jaxllama.executors.prompts import PromptBatch, start, start_in_pieces
 from jaxllama.kept import signature
@@ -101,9 +101,9 @@ class Resident:
 
     def begin(self, cfg: ModelConfig, params: Params, call: Call) -> RowsDecoder:
         if call.drafting is not None:
-            plan, draft_params = call.drafting
+            plan, draft_params, _ = call.drafting
             cfg = cfg.replace(taps=plan.draft.taps)
-            source = DraftSource(plan, plan.draft.weights(params, draft_params))
+            source = call.drafting._replace(params=plan.draft.weights(params, draft_params))
             call = dataclasses.replace(call, drafting=source)
         return ResidentDecoding(cfg, params, call, self._prefilled(cfg, params, call))
 
@@ -117,7 +117,7 @@ class Resident:
         prompts = PromptBatch(call.tokens, call.lengths, call.sampling, call.stop_ids)
         head, state, draft_params = None, None, None
         if call.drafting is not None and call.drafting.plan.draft.reads_hidden:
-            plan, draft_params = call.drafting
+            plan, draft_params, _ = call.drafting
             head = plan.draft
             state = head.begin(draft_params, batch, call.capacity)
         if call.on_prompt is not None and chunk is not None and chunk < width:
@@ -204,7 +204,7 @@ class ResidentDecoding:
         if call.drafting is None:
             self._params = posting(cfg, params, rows.written.shape[1])
         else:
-            plan, draft_params = call.drafting
+            plan, draft_params, _ = call.drafting
             prompts = call.tokens, call.lengths
             self._rows = drafts.begin(plan, draft_params, *prompts, rows, call.capacity)
 
@@ -212,16 +212,16 @@ class ResidentDecoding:
     def report(self) -> Report:
         return self._rows.report
 
-    def advance(self, until: int) -> Report:
+    def advance(self, until: int, how: int = gain.DRAFT) -> Report:
         call = self._call
         rest = self._rows, call.sampling, call.stop_ids, np.int32(until)
         if call.drafting is None:
             loop = loop_for(self._params)
             self._rows, report = _run(call, "advance", loop, self._cfg, (self._params, *rest))
             return report
-        plan, draft_params = call.drafting
+        plan, draft_params, _ = call.drafting
         self._rows, report = draft_loop_for(self._params)(
-            self._cfg, plan, self._params, draft_params, *rest, np.int32(call.limit)
+            self._cfg, plan, self._params, draft_params, *rest, np.int32(call.limit), np.int32(how)
         )
         return report
 
@@ -322,10 +322,12 @@ def advance_drafts(
     stop_ids: jax.Array,
     until: jax.Array | int,
     limit: jax.Array | int,
+    how: jax.Array | int = gain.DRAFT,
 ) -> tuple[Rows, Report]:
     """Take turns until every row has ``until`` tokens or has stopped. A row may then have up to
-    ``limit``.
+    ``limit``. how: of ``decoding.gain``.
     """
+    rows = drafts.ended(rows, how) if plan.adaptive else rows
 
     def unfinished(rows: Rows) -> jax.Array:
         fields = rows.fields
@@ -343,7 +345,7 @@ def advance_drafts(
         )
 
     drafting = loop.Drafting(
-        propose=lambda rows: drafts.propose(plan, draft_params, rows, sampling, limit),
+        propose=lambda rows: drafts.propose(plan, draft_params, rows, sampling, limit, how),
         widths=plan.widths,
         adapts_to=plan.most if plan.adaptive else None,
     )
@@ -355,7 +357,7 @@ def advance_drafts(
         unfinished,
         limit=limit,
         drafting=drafting,
-        observe=drafts.observer(plan.draft, draft_params),
+        observe=drafts.observer(plan.draft, draft_params, plan.adaptive),
     )
     return rows, rows.copied_report()
 

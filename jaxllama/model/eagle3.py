@@ -16,14 +16,13 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder, linear
 from jaxllama.model.cache import Cache
 from jaxllama.model.forms.parameters import layer_table
-from jaxllama.model.heads import run_layer
+from jaxllama.model.heads import Scores, run_layer
 from jaxllama.model.linear import Stream
 from jaxllama.model.names import Names, Source
 from jaxllama.model.param import Param, Path, norm_rows, tensor
@@ -113,14 +112,9 @@ class Eagle3Head:
             layer, params["layer_0"], stream, lengths, cache, is_prompt=is_prompt, fresh=fresh
         )
 
-    def own_logits(self, params: Params, hidden: Hidden) -> jax.Array:
-        """Return float32 logits ``[..., model.vocab_size]`` of the head's own tokens."""
-        return decoder.logits(self.model, params, hidden)
-
-    def logits(self, params: Params, hidden: Hidden) -> jax.Array:
-        scores = self.own_logits(params, hidden)
-        every = jnp.full((*scores.shape[:-1], self.target_vocab), -jnp.inf, scores.dtype)
-        return every.at[..., params[TARGETS]].set(scores)
+    def scores(self, params: Params, hidden: Hidden) -> Scores:
+        logits = decoder.logits(self.model, params, hidden)
+        return Scores(logits, self.target_vocab, params[TARGETS])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

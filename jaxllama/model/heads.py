@@ -2,7 +2,7 @@
 
     params        = head.weights(model, draft)
     hidden, state = head.forward(params, tokens, before, lengths, state)
-    scores        = head.logits(params, hidden)
+    scores        = head.scores(params, hidden)
 
 Entry t of the head's cache belongs to the model's states of token t and to token t + 1.  The head's
 own output takes the place of the states for the tokens after that, so one head proposes any number.
@@ -12,7 +12,7 @@ own output takes the place of the states for the tokens after that, so one head 
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,30 @@ from jaxllama.model.cache import Cache
 from jaxllama.model.linear import Stream
 from jaxllama.model.records import Draft, Hidden, new_tokens, places_of, positions_of
 from jaxllama.typing import Params
+
+
+class Scores(NamedTuple):
+    """The scores of next tokens.
+
+    logits: float32 ``[..., n]``.
+    vocab_size: of the model that verifies the tokens.
+    ids: int32 ``[n]``: the token of each score; None if it is the score's number.
+    """
+
+    logits: jax.Array
+    vocab_size: int
+    ids: jax.Array | None = None
+
+    @property
+    def whole(self) -> jax.Array:
+        """Float32 logits ``[..., vocab_size]``, which are -inf for tokens without a score."""
+        ids, shape = self.ids, (*self.logits.shape[:-1], self.vocab_size)
+        if ids is not None:
+            return jnp.full(shape, -jnp.inf, self.logits.dtype).at[..., ids].set(self.logits)
+        scores = self.logits[..., : self.vocab_size]
+        missing = self.vocab_size - scores.shape[-1]
+        before = ((0, 0),) * (scores.ndim - 1)
+        return jnp.pad(scores, (*before, (0, missing)), constant_values=-jnp.inf)
 
 
 class Head(Protocol):
@@ -64,8 +88,8 @@ class Head(Protocol):
         """
         ...
 
-    def logits(self, params: Params, hidden: Hidden) -> jax.Array:
-        """Return float32 logits ``[..., V]`` over the model's vocabulary."""
+    def scores(self, params: Params, hidden: Hidden) -> Scores:
+        """Return the scores of its next tokens after ``hidden [..., D]``."""
         ...
 
 

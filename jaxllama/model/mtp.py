@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxllama.config import ModelConfig
 from jaxllama.model import decoder, linear
 from jaxllama.model.cache import Cache, cache_specs
-from jaxllama.model.heads import run_layer
+from jaxllama.model.heads import Scores, run_layer
 from jaxllama.model.linear import Stream
 from jaxllama.model.records import Hidden
 from jaxllama.model.sharded import over_mesh
@@ -97,5 +97,6 @@ class MTPHead:
             layer, mtp["layer_0"], Stream(x), lengths, cache, is_prompt=is_prompt, fresh=fresh
         )
 
-    def logits(self, params: Params, hidden: Hidden) -> jax.Array:
-        return decoder.logits(self.cfg, {**params, "norm": params["mtp"]["norm"]}, hidden)
+    def scores(self, params: Params, hidden: Hidden) -> Scores:
+        params = {**params, "norm": params["mtp"]["norm"]}
+        return Scores(decoder.logits(self.cfg, params, hidden), self.cfg.vocab_size)

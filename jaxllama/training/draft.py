@@ -14,9 +14,9 @@ the states g_t before the head's layers and its own distribution p of each next 
     loss = sum over k of 0.8^k  mean over answers of KL(p_{t + 1 + k} || q_k)
 
 p has the tokens of the head's vocabulary only.  Places where the model's likeliest token is not
-among them do not count.  The head begins with the model's last norm, and the rows of its head.  fc
-begins at random, over the size of each state's features, so that x_0 is small beside what the layer
-adds (``docs/lab/training.md``).
+among them do not count.  The head begins with the model's last norm, the rows of its head, and its
+last layer's o and feed-forward where they fit.  fc begins at random, over the size of each state's
+features, so that x_0 is small beside what the layer adds (``docs/lab/training.md``).
 
 Source: EAGLE-3 (arXiv 2503.01840) and its published code.  Left out: a mesh, other losses.
 """
@@ -58,9 +58,17 @@ from pallas_kernels.attention.plain import attention_scores, rotate
 
 ANSWERS = "answers.npz"  # in the run's folder
 DECAY = 0.8  # weight of a step beside the step before
-_SLOTS = 64  # answers at a time
+_SLOTS = 256  # answers at a time
+_TOKENS = 2**18  # most of their cache, of which an answer has all at least
 _ROWS = 8  # that measure the size of the model's states
 _STREAM = 0.1  # size of a feature of x_0 at first
+# Parameters that begin as those of the model's last layer.
+_OF_LAST = (
+    ("mixer", "o", "weight"),
+    ("mlp_norm", "weight"),
+    ("mlp", "gate_up", "weight"),
+    ("mlp", "down", "weight"),
+)
 KeysValues = tuple[jax.Array, jax.Array]  # [B, T, K, H] each
 
 
@@ -72,7 +80,8 @@ def answered(config: TrainConfig, prompts: PromptFile, run: Path, progress: bool
         lm = load(config.init_from, config.dtype, progress=progress)
         slots, tokens = min(_SLOTS, len(prompts) * options.samples), config.sequence_length
         rows = -(-tokens // 64) * 64
-        engine = Engine(lm, max_slots=slots, max_len=tokens, cache_tokens=slots * rows)
+        room = max(min(slots * rows, _TOKENS), rows)
+        engine = Engine(lm, max_slots=slots, max_len=tokens, cache_tokens=room)
         with working("answering the prompts", show=progress):
             found = rollout(
                 engine,
@@ -110,6 +119,12 @@ def begin(
         noise = jax.random.normal(jax.random.fold_in(key, number), spec.shape, jnp.float32)
         own[path] = spec.mean + spec.std * noise
     # The step donates the head's arrays, so they are copies.
+    for path in _OF_LAST:
+        found = functools.reduce(
+            lambda node, name: node.get(name, {}), path, params[f"layer_{target.n_layers - 1}"]
+        )
+        if isinstance(found, jax.Array) and found.shape == own["layer_0", *path].shape:
+            own["layer_0", *path] = jnp.array(found, jnp.float32)
     weight = decoder.rows_of_table(decoder.head(params)["weight"], targets, jnp.float32)
     own["head", "weight"] = jnp.array(weight)
     if target.norm.kind == "rms" and target.norm.weight:

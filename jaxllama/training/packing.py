@@ -118,7 +118,7 @@ class PackedRows:
         used = sum(map(len, self.units))
         return used / max(len(self) * self.length, 1)
 
-    @property
+    @functools.cached_property
     def _pairs(self) -> int:
         """Most pairs of a row; 0 for single sequences."""
         is_pair = any(len(unit.examples) == 2 for unit in self.units)

@@ -15,13 +15,14 @@ import pytest
 import jaxllama as jl
 from jaxllama.checkpoints.hf import eagle3
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.decoding.drafts import DraftContext
+from jaxllama.decoding.drafts import DraftContext, next_token
 from jaxllama.decoding.forward import fill_hidden
 from jaxllama.decoding.heads import HeadDraft
 from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import verification
+from pallas_kernels.qtensor import tree_bytes
 from tests.helpers.eagle_cases import (
     CONFIG,
     IDS,
@@ -74,9 +75,9 @@ def test_proposals_are_those_of_the_published_code(tmp_path, norm_residual) -> N
     sampling = SamplingParams.stack([jl.Sampling()], CONFIG.vocab_size, 0)
     scores: list[jax.Array] = []
 
-    def draw(logits, *_):
-        jax.debug.callback(scores.append, logits[0])
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
+    def draw(found, *given):
+        jax.debug.callback(scores.append, found.whole[0])
+        return next_token(found, *given)
 
     @jax.jit
     def run(params, own, given, sampling):
@@ -113,6 +114,37 @@ def test_tokens_are_those_without_a_draft(deterministic) -> None:
         assert one.tokens == other.tokens
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
     assert 0 < got[2].accepted < sum(one.drafted for one in got)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_chain_has_no_loop_and_where_greedy_only_the_head_s_vocabulary(temperature) -> None:
+    """Three tokens of two rows; the one loop chooses the length."""
+    source = model().drafting(drafter(), 3)
+    assert source is not None
+    draft, three = source.plan.draft, jnp.full((2,), 3, jnp.int32)
+    sampling = SamplingParams.stack([jl.Sampling(temperature)] * 2, CONFIG.vocab_size, 0)
+    own = draft.weights(model().params, source.params)
+
+    def tokens(own, state, size):
+        text = jnp.zeros((2, 32), jnp.int32)
+        ask = DraftContext(text, size, size, 3, sampling, None)
+        return draft.propose(own, state, ask).tokens
+
+    program = str(jax.make_jaxpr(tokens)(own, draft.begin(own, 2, 32), three))
+    assert program.count("while[") == 1
+    assert (f"f32[2,{CONFIG.vocab_size}]" in program) == (temperature > 0)
+
+
+def test_a_quantized_head_s_drafts_change_no_token(tmp_path) -> None:
+    folder = write(tmp_path / "draft")
+    rounded = jl.load_drafter(folder, np.float32, "w4a16-g32,down=w8a16")
+    assert tree_bytes(rounded.params) < 0.7 * tree_bytes(drafter().params)
+    want, got = (
+        endless().generate(prompts(), NEW, draft=draft, draft_tokens=count)
+        for draft, count in ((None, 0), (rounded, 3))
+    )
+    assert [one.tokens for one in got] == [one.tokens for one in want]
+    assert sum(one.accepted for one in got) > 0
 
 
 def test_a_folder_is_read_and_written(tmp_path) -> None:

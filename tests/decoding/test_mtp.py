@@ -13,7 +13,7 @@ import pytest
 
 import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.decoding.drafts import ADAPTIVE, DraftContext
+from jaxllama.decoding.drafts import ADAPTIVE, DraftContext, next_token
 from jaxllama.decoding.forward import fill_hidden
 from jaxllama.decoding.heads import HeadDraft
 from jaxllama.decoding.sampling import SamplingParams
@@ -52,9 +52,9 @@ def test_the_head_is_the_reference(tmp_path) -> None:
     sampling = SamplingParams.stack([jl.Sampling()], CONFIG.vocab_size, 0)
     scores: list[jax.Array] = []
 
-    def draw(logits, *_):
-        jax.debug.callback(scores.append, logits[0])
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
+    def draw(found, *given):
+        jax.debug.callback(scores.append, found.whole[0])
+        return next_token(found, *given)
 
     @jax.jit
     def run(params, given, sampling):
@@ -72,7 +72,7 @@ def test_the_head_is_the_reference(tmp_path) -> None:
         size, wanted = jnp.asarray([len(tokens)]), jnp.asarray([count], jnp.int32)
         ask = DraftContext(given, size, wanted, count, sampling, None, draw)
         found = draft.propose(params, state, ask)
-        logits = HEAD.logits(params, state.last)
+        logits = HEAD.scores(params, state.last).logits
         return logits, state.cache.lengths, found.tokens, found.lengths
 
     got, known, found, lengths = run(params, given, sampling)

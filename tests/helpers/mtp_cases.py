@@ -72,7 +72,7 @@ def _chain(params: Any, tokens: jax.Array, length: jax.Array, count: int) -> jax
     )
     last, found, one = states.last(known), [], jnp.ones(1, jnp.int32)
     for index in range(count):
-        token = jnp.argmax(HEAD.logits(params, last), axis=-1).astype(jnp.int32)
+        token = jnp.argmax(HEAD.scores(params, last).logits, axis=-1).astype(jnp.int32)
         found.append(token)
         if index < count - 1:
             before = Hidden(last.x[:, None])

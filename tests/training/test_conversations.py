@@ -208,6 +208,22 @@ def test_rows_too_short_for_every_answer_are_named():
         data.split(0)
 
 
+def test_a_batch_does_not_walk_through_all_sequences():
+    class Counted(list):
+        walks = 0
+
+        def __iter__(self):
+            Counted.walks += 1
+            return super().__iter__()
+
+    units = Counted(Unit((Example.of(range(1, 4), range(100, 104)),)) for _ in range(64))
+    rows = PackedRows(units, [[index] for index in range(64)], 17, 0)
+    rows.batch(0, 8, 16, seed=3)
+    walks = Counted.walks
+    rows.batch(1, 8, 16, seed=3)
+    assert walks == Counted.walks <= 2
+
+
 def test_a_batch_has_every_answer_once_an_epoch_and_weights_of_mean_one():
     examples = [Example.of(range(1, n), range(100, 100 + n)) for n in range(2, 9)]
     units = [Unit((example,)) for example in examples]

@@ -125,7 +125,7 @@ def test_the_loss_is_its_formula(folder) -> None:
     (x,) = draft.unrolled(
         head, config, own, hidden.taps, jnp.asarray(tokens[:, :-1]), segments, read
     )
-    mine = np.asarray(head.own_logits(own, Hidden(x)), np.float64)[:, :-1]
+    mine = np.asarray(head.scores(own, Hidden(x)).logits, np.float64)[:, :-1]
     theirs = scores[:, 1:][..., targets]
     counts = np.isin(scores[:, 1:].argmax(-1), targets)
 

@@ -39,6 +39,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.decoding import drafts
+from jaxllama.decoding.gain import DRAFT
 from jaxllama.decoding.rows import Report
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.executor import Call, DraftSource, Executor
@@ -184,7 +185,7 @@ class Offloaded:
         if call.drafting is None or not call.drafting.plan.draft.reads_hidden:
             run.step()
             return OffloadedDecoding(run, call)
-        plan, own = call.drafting
+        plan, own, _ = call.drafting
         head = self._on_device(plan.draft.weights(params, own))
         source = DraftSource(plan, head)
         run.begin_head(plan.draft, head)
@@ -280,7 +281,7 @@ class OffloadedDecoding:
     def __init__(self, run: OffloadRun, call: Call) -> None:
         self._run, self._call = run, call
         if call.drafting is not None:
-            plan, params = call.drafting
+            plan, params, _ = call.drafting
             prompts = run.cut(call.tokens, call.lengths)
             for batch, (tokens, lengths, _) in zip(run.batches, prompts, strict=True):
                 batch.rows = drafts.begin(plan, params, tokens, lengths, batch.rows, call.capacity)
@@ -294,10 +295,12 @@ class OffloadedDecoding:
     def report(self) -> Report:
         return self._run.report
 
-    def advance(self, until: int) -> Report:
+    def advance(self, until: int, how: int = DRAFT) -> Report:
+        del how
         run, call = self._run, self._call
         if call.drafting is not None:
-            advance_drafts(run, *call.drafting, call.stop_ids, until, call.limit)
+            plan, params, _ = call.drafting
+            advance_drafts(run, plan, params, call.stop_ids, until, call.limit)
             return run.report
         run.end_rows()
         while run.steps < until and run.active_batches():
