@@ -6,10 +6,11 @@ Two rules hold within.  Planners plan every call for ``block_rows()`` rows (``pl
 weight has one plan: one tile of K and one order of sums.  XLA may choose another algorithm for
 another number of rows, so it computes products in blocks of that many rows (``by_blocks``).  The
 choice is made while a function is traced, so a jit needs the flag among its static arguments.
-XLA's attention divides keys by their positions.  Samplers add a row's exponentials in one order.
+XLA's attention divides keys by their positions.  Samplers add a row's exponentials in one order. On
+a CPU norms and recurrences do so with their terms.
 
-Left out: norms, whose sums are a row's own, attention of a prompt's first piece and cuDNN's, whose
-shapes follow the call, and the mass of top-p, whose rounding decides about one token at its edge.
+Left out: attention of a prompt's first piece and cuDNN's, whose shapes follow the call, and the
+mass of top-p, whose rounding decides about one token at its edge.
 ``docs/concepts/same-bits.md`` says what was compared where.
 """
 
@@ -17,7 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import math
+import operator
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
@@ -32,6 +35,9 @@ from pallas_kernels.dispatch import device_of
 _ROWS = {True: 32, False: 512}
 # Tokens.  Keys are then divided by the length of a row, and not by the cache that it lies in.
 _CAPACITY = 2048
+
+# Terms that ``ordered_sums`` adds at once: a vocabulary of 128,256 takes five such sums.
+_TERMS = 16
 
 barrier = lax.optimization_barrier
 Rows = TypeVar("Rows")
@@ -66,6 +72,30 @@ def planned_rows(rows: int) -> int:
 def planned_capacity(tokens: int) -> int:
     """Return the length of a row's cache for which attention to ``tokens`` tokens is planned."""
     return _CAPACITY if _fixed.get() else tokens
+
+
+def row_sums(x: jax.Array, axis: int = -1) -> jax.Array:
+    """Return the sums over an axis, which is kept, in the order of ``ordered_sums`` on a CPU.
+
+    XLA divides a CPU's reduction among threads by the number of rows, and otherwise in a loop. A
+    GPU's sum of a row depends on its length alone.
+    """
+    if _fixed.get() and block_rows() == _ROWS[True]:
+        return ordered_sums(x, axis)
+    return jnp.sum(x, axis=axis, keepdims=True)
+
+
+def ordered_sums(x: jax.Array, axis: int = -1) -> jax.Array:
+    """Return the sums over an axis, which is kept. XLA cannot change the order of these sums."""
+    axis %= x.ndim
+    # Where x is a product, a fusion would round it and a first sum as one, or not.
+    x = jnp.maximum(x, jnp.finfo(x.dtype).min)
+    while x.shape[axis] > 1:
+        width = -(-x.shape[axis] // _TERMS)
+        rest = width * _TERMS - x.shape[axis]
+        x = jnp.pad(x, [(0, rest if at == axis else 0) for at in range(x.ndim)])
+        x = functools.reduce(operator.add, jnp.split(x, _TERMS, axis))
+    return x
 
 
 def by_blocks(product: Callable[[Rows], jax.Array], x: Rows, axes: int = 1) -> jax.Array:

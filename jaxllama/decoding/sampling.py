@@ -34,7 +34,6 @@ typical sampling, mirostat.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import numbers
 import operator
@@ -51,7 +50,7 @@ from jaxllama.decoding.cutoff import cutoff
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import Tree
 from pallas_kernels.brief import short_repr
-from pallas_kernels.fixed_sums import has_fixed_sums
+from pallas_kernels.fixed_sums import has_fixed_sums, ordered_sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +131,6 @@ class Sampling:
             said += [f"{field.name} {value}"] if value != field.default else []
         return ", ".join(said)
 
-
-# Terms that ``_total`` adds at once: a vocabulary of 128,256 takes five such sums.
-_TERMS = 16
 
 _NUMBERS = (
     "temperature",
@@ -385,9 +381,17 @@ def sample(
         scores = jnp.where(allowed, scores, -jnp.inf)
     if "draw" in features:
         scores = _noisy(_clean(scores), params, positions)
+    return _picked(scores, logits)
+
+
+def _picked(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``_pick`` in the form of the device."""
+    # jax keeps the trace of a named function, whatever the sums were then.
     if scores is logits:
-        return lax.platform_dependent(logits, cuda=_likeliest, default=lambda x: _pick(x, x))
-    return lax.platform_dependent(scores, logits, cuda=_pick_likeliest, default=_pick)
+        likeliest, pick = lambda x: _likeliest(x), lambda x: _pick(x, x)
+        return lax.platform_dependent(logits, cuda=likeliest, default=pick)
+    likeliest, pick = lambda *x: _pick_likeliest(*x), lambda *x: _pick(*x)
+    return lax.platform_dependent(scores, logits, cuda=likeliest, default=pick)
 
 
 def _pick(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -400,6 +404,13 @@ def _pick(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     chosen = jnp.max(jnp.where(ids == tokens[:, None], logits, -jnp.inf), axis=1)
     return tokens, chosen - log_sum_exp(logits)
+
+
+def logprobs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Return the log-probabilities of given tokens as ``sample`` has them, ``[B, V], [B]``."""
+    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    scores = jnp.where(ids == tokens[:, None], jnp.float32(0), -jnp.inf)
+    return _picked(scores, _clean(logits))[1]
 
 
 def log_sum_exp(logits: jax.Array) -> jax.Array:
@@ -416,13 +427,7 @@ def _total(logits: jax.Array, best: jax.Array) -> jax.Array:
     It adds elementwise, as XLA reduces a row otherwise in every fusion.
     """
     # A row of -inf alone has the sum NaN, and no token of it counts.
-    parts = jnp.exp(logits - best[:, None])
-    while parts.shape[1] > 1:
-        width = -(-parts.shape[1] // _TERMS)
-        parts = jnp.pad(parts, ((0, 0), (0, width * _TERMS - parts.shape[1])))
-        terms = [parts[:, at * width : (at + 1) * width] for at in range(_TERMS)]
-        parts = functools.reduce(operator.add, terms)
-    return parts[:, 0]
+    return ordered_sums(jnp.exp(logits - best[:, None]))[:, 0]
 
 
 def _likeliest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:

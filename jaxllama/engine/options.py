@@ -271,7 +271,7 @@ class EngineOptions:
         rows = 1 if self.deterministic else rows
         if self.token_budget is not None:
             rows = min(rows, max(self.token_budget // narrowest, 1))
-        call = chunk
+        call = max(chunk, piece)
         if not on_cpu or self.prefill_rows is not None:
             rows = self.prefill_rows or rows
             call = max(width * _rows(rows, width, PREFILL_TOKENS) for width in _widths(piece))
@@ -535,9 +535,10 @@ class ResolvedOptions:
     def widths(self) -> tuple[int, ...]:
         """Widths of a prefill call in tokens: 32, 128, 512, 1024, ..., piece.
 
-        On a CPU they begin at 16, because padding costs as much as tokens there.
+        On a CPU they begin at 16, because padding costs as much as tokens there. With
+        ``deterministic`` they are 32 there, because attention adds otherwise in other widths.
         """
-        return _widths(self.piece)
+        return chunk_widths(self.piece, jax.default_backend() == "cpu" and not self.deterministic)
 
     @property
     def history_widths(self) -> tuple[int, ...]:

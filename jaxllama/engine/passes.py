@@ -135,20 +135,21 @@ def run(
         )
 
     rows = _rows_of(slots, width, draft_by, drafts_here)
-    rows, top = loop.run(
-        pass_over,
-        ended(rows, how) if drafts_here else rows,
-        _draw_with(cfg, slots.sampling, masks, level),
-        stop_ids,
-        unfinished,
-        limit=limits,
-        drafting=loop.Drafting(drafted, widths, most) if drafts_here else None,
-        observe=loop.observer(draft_by, draft_params, drafts_here),
-        ignores_stops=slots.ignore_eos,
-        collector=loop.Collector(
-            _no_top(cfg, slots.size, width), _top_adder(cfg, wants_top != 0, drafts_here)
-        ),
-    )
+    with fixed_sums(cfg.fixed_sums):
+        rows, top = loop.run(
+            pass_over,
+            ended(rows, how) if drafts_here else rows,
+            _draw_with(cfg, slots.sampling, masks, level),
+            stop_ids,
+            unfinished,
+            limit=limits,
+            drafting=loop.Drafting(drafted, widths, most) if drafts_here else None,
+            observe=loop.observer(draft_by, draft_params, drafts_here),
+            ignores_stops=slots.ignore_eos,
+            collector=loop.Collector(
+                _no_top(cfg, slots.size, width), _top_adder(wants_top != 0, drafts_here)
+            ),
+        )
     fields = rows.fields
     none = jnp.zeros((slots.size,), jnp.int32)
     counts = jnp.stack(
@@ -242,8 +243,7 @@ def _draw_with(
 
             return run
 
-        with fixed_sums(cfg.fixed_sums):
-            return lax.switch(level, [branch(features) for features in _LEVELS], scores, history)
+        return lax.switch(level, [branch(features) for features in _LEVELS], scores, history)
 
     return draw
 
@@ -255,7 +255,7 @@ def _no_top(cfg: ModelConfig, batch: int, width: int) -> tuple[jax.Array, jax.Ar
 
 
 def _top_adder(
-    cfg: ModelConfig, wants_top: jax.Array, drafts_here: bool
+    wants_top: jax.Array, drafts_here: bool
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Return the ``add`` of a Collector, which adds the likeliest tokens of a turn."""
 
@@ -264,8 +264,7 @@ def _top_adder(
     ) -> tuple[jax.Array, jax.Array]:
         # jax keeps a named function's trace, whatever the sums were then.
         likeliest = lambda scores: _likeliest(scores)  # noqa: E731
-        with fixed_sums(cfg.fixed_sums):
-            found = lax.cond(wants_top, likeliest, _no_likeliest, report.scores)
+        found = lax.cond(wants_top, likeliest, _no_likeliest, report.scores)
         row = jnp.arange(report.is_new.shape[0], dtype=jnp.int32)[:, None]
 
         def put(buffer: jax.Array, news: jax.Array) -> jax.Array:

@@ -167,7 +167,7 @@ def _groups(executor: Executor, call: GenerateCall) -> list[list[int]]:
     alike: dict[tuple[object, ...], list[int]] = {}
     for index, row in enumerate(call.rows):
         shapes = shapes_of([row], call.max_new_tokens)
-        alike.setdefault((*shapes[:2], _pieces(len(row))), []).append(index)
+        alike.setdefault((*shapes[:2], fixed_pieces(len(row))), []).append(index)
     size = call.batch_rows(executor)
     return [
         members[first : first + size]
@@ -196,7 +196,7 @@ def _batch(
     tokens, lengths = pad_rows(rows, width)
     alone = None
     if call.deterministic:
-        alone = Alone(DETERMINISTIC_ROWS, *_pieces(max(map(len, rows))))
+        alone = Alone(DETERMINISTIC_ROWS, *fixed_pieces(max(map(len, rows))))
     return Call(
         tokens,
         lengths,
@@ -212,11 +212,6 @@ def _batch(
         on_prompt=call.on_prompt,
         kept=kept,
     )
-
-
-def _pieces(length: int) -> tuple[int, int]:
-    """Return the widths of a prompt's pieces: all but its last token, which a decode step reads."""
-    return fixed_pieces(length - 1, jax.default_backend() == "cpu")
 
 
 class _Pieces:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllama.typing import Params
+from pallas_kernels.fixed_sums import row_sums
 from pallas_kernels.rows.activations import ACTIVATIONS
 
 
@@ -14,8 +15,8 @@ def layer_norm(x: jax.Array, scale: Params | None, eps: float) -> jax.Array:
     if scale is None:
         return x
     y = x.astype(jnp.float32)
-    y = y - jnp.mean(y, axis=-1, keepdims=True)
-    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
+    y = y - row_sums(y) / y.shape[-1]
+    y = y * jax.lax.rsqrt(row_sums(jnp.square(y)) / y.shape[-1] + eps)
     y = y * scale["weight"].astype(jnp.float32)
     y = y + scale["bias"].astype(jnp.float32) if "bias" in scale else y
     return y.astype(x.dtype)

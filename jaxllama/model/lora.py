@@ -39,6 +39,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.scipy import linalg
 from jax.typing import DTypeLike
 
 from jaxllama.errors import JaxLlamaError
@@ -131,9 +132,9 @@ class Lora(NamedTuple):
 class TrainedLora(Lora):
     """The factors of the one adapter that a training step's rows have.
 
-    a ``[1, S, r, in]``, b one matrix ``[out, S r]``, whose blocks off the diagonal are zero. Both
-    products and their derivatives are in the activations' dtype, without float32 copies of rows as
-    wide as the result: these took longer than the products.
+    a ``[1, S, r, in]``, b S matrices ``[out, r]``. Both products and their derivatives are in the
+    activations' dtype, without float32 copies of rows as wide as the result: these took longer than
+    the products.
     """
 
     def product(self, x: jax.Array) -> jax.Array:
@@ -141,7 +142,8 @@ class TrainedLora(Lora):
         precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         first = self.a[0].reshape(-1, x.shape[-1])
         inner = jnp.einsum("...k,rk->...r", x, first, precision=precision)
-        return jnp.einsum("...r,nr->...n", inner, self.b[0], precision=precision)
+        second = linalg.block_diag(*self.b)  # one product for all S tensors
+        return jnp.einsum("...r,nr->...n", inner, second, precision=precision)
 
     def sums_in(self, dtype: DTypeLike) -> DTypeLike:
         return dtype

@@ -113,16 +113,17 @@ def default_chunk(on_cpu: bool) -> int:
     return 64 if on_cpu else 2048
 
 
-def fixed_pieces(n_tokens: int, on_cpu: bool) -> tuple[int, int]:
-    """Return the widths in which a deterministic model reads ``n_tokens``: (whole pieces', last's).
+def fixed_pieces(length: int) -> tuple[int, int]:
+    """Return the widths in which a deterministic model reads a prompt: (whole pieces', last's).
 
-    Whole pieces are as wide as a block of ``fixed_sums``. The last has the narrowest width that
-    holds the rest. A width without a piece is 0.
+    A decode step reads the last of the prompt's ``length`` tokens. Whole pieces are as wide as a
+    block of ``fixed_sums``. The last has the narrowest width that holds the rest. A width without a
+    piece is 0.
     """
     piece = block_rows()
-    rest = n_tokens % piece
-    last = next(width for width in (0, *chunk_widths(piece, on_cpu)) if width >= rest)
-    return piece if n_tokens >= piece else 0, last
+    rest = (length - 1) % piece
+    last = next(width for width in (0, *chunk_widths(piece, False)) if width >= rest)
+    return piece if length > piece else 0, last
 
 
 def encoded(

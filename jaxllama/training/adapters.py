@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.scipy import linalg
 
 from jaxllama.checkpoints import peft
 from jaxllama.checkpoints.folding import unfold_rows
@@ -149,15 +148,13 @@ def joined(
                 first.append(pair["a"].astype(dtype))
                 second.append((pair["b"] * np.float32(lora.scale * source.scale)).astype(dtype))
         a = jnp.stack(first, axis=lead)
-        block_diagonal = jax.vmap(linalg.block_diag) if lead else linalg.block_diag
         of_rows = jnp.ones((*leading, rows), jnp.int32)
         gain = None
         if lora.dora:
             found = functools.partial(_gain, lora, sources)
             # One layer's weight in floats at a time.
             gain = lax.map(found, (weight, added)) if lead else found((weight, added))
-        b = block_diagonal(*second)
-        return TrainedLora(jnp.expand_dims(a, lead), (b,), of_rows, gain)
+        return TrainedLora(jnp.expand_dims(a, lead), tuple(second), of_rows, gain)
 
     return walk(base, adapters, ())
 

@@ -25,6 +25,8 @@ class Batch(NamedTuple):
     begins : int32 ``[..., M]`` or None
         Where the row's segments begin, the padding's too, then -1: a kernel skips what no token
         sees. None: it masks that.
+    prompts : int32 ``[..., 1]`` or None
+        Tokens of each row's prompt, if the forward pass has the engine's bits (``served``).
     """
 
     tokens: ArrayOrNumpy
@@ -33,6 +35,7 @@ class Batch(NamedTuple):
     labels: ArrayOrNumpy | None = None
     reference: ArrayOrNumpy | None = None
     begins: ArrayOrNumpy | None = None
+    prompts: ArrayOrNumpy | None = None
 
     @classmethod
     def of(cls, rows: Batch | ArrayOrNumpy) -> Batch:

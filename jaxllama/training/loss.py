@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllama.model.decoder import softcap
-from jaxllama.typing import Tree
+from jaxllama.model.decoder import head, softcap
+from jaxllama.typing import Params, Tree
 from pallas_kernels.qtensor import QTensor, dequantize
 
 CHUNK = 4096  # tokens
@@ -75,6 +75,12 @@ def distillation(
     chunk = functools.partial(_kl_chunk, kl_weight, ce_weight, temperature, teacher_cap)
     teacher_w = teacher_w.astype(teacher_x.dtype)
     return _mean_over_tokens(chunk, cap, x, w, (targets, teacher_x), teacher_w)
+
+
+def head_weight(params: Params, dtype: jnp.dtype) -> jax.Array:
+    """Return the head's weight in floats; ``dtype`` if it is quantized."""
+    weight = head(params)["weight"]
+    return dequantize(weight, dtype) if isinstance(weight, QTensor) else weight
 
 
 def token_logprobs(

@@ -11,8 +11,9 @@ cached prefix of earlier calls. A resumed run therefore has the bits of an unint
 
 ``policy`` has the losses. With ``rollout.deterministic`` the policy is the engine's form of the
 model: a prompt in fixed pieces, an answer token by token. Its log-probabilities are then the old
-and new ones, to the bit. Otherwise the policy is the trainer's form (whole rows, chunks of GLA and
-delta layers), and "gap_kl" and "gap_max" measure how far the engine is from it. Gradients are the
+and new ones, to the bit, and the forward pass of the update computes them again (``served``).
+Otherwise the policy is the trainer's form (whole rows, chunks of GLA and delta layers). "gap_kl"
+and "gap_max" measure how far the engine is from the trainer's forward pass. Gradients are the
 trainer's in both cases. Left out: a mesh, a temperature, several steps of sampling ahead.
 """
 
@@ -39,6 +40,7 @@ from jaxllama.training.policy import Answers, coefficients, gap
 from jaxllama.training.prompts import Prompt, PromptFile
 from jaxllama.training.rewards import reward_of
 from jaxllama.training.scores import scores
+from jaxllama.training.served import is_served
 from jaxllama.training.start import TrainingSetup
 from jaxllama.training.step import State, per_layer, update
 from jaxllama.typing import JsonObject, Options, ParamsDict, Tree
@@ -113,8 +115,12 @@ class Sampler:
         tokens = np.zeros((config.batch_size, config.sequence_length + 1), np.int32)
         tokens[:, : found.tokens.shape[1]] = found.tokens
         is_answer, sampled = (_padded(part, tokens) for part in (found.answers, found.logprobs))
-        old, entropies = scores(self._setup, state["params"], fixed, tokens)
-        old = sampled if options.deterministic else old
+        prompt_tokens, old, entropies = None, sampled, None
+        if is_served(self._setup):  # the update computes the engine's bits, and entropies
+            prompt_tokens = np.argmax(is_answer, axis=1, keepdims=True).astype(np.int32) + 1
+        else:
+            own, entropies = scores(self._setup, state["params"], fixed, tokens)
+            old = sampled if options.deterministic else own
         reference = None
         if self._reference is not None:
             reference = scores(self._setup, self._reference, fixed, tokens)[0]
@@ -126,7 +132,7 @@ class Sampler:
             jnp.asarray(rewards),
         )
         clock.took("scoring")
-        new, parts = old, {}
+        new, parts, measured = old, {}, answers
         for number in range(options.updates):
             if number:
                 new = self._scores(state["params"], fixed, tokens, found)
@@ -136,9 +142,14 @@ class Sampler:
                 goal, options.samples, options.importance_cap, new, answers
             )
             # The mean of weighted cross entropies divides by the places of the batch.
-            batch = Batch(tokens, None, np.asarray(change) * np.float32(-change.size))
+            weights = np.asarray(change) * np.float32(-change.size)
+            batch = Batch(tokens, None, weights, prompts=prompt_tokens)
             batch = jax.tree.map(self._microbatches, batch)
             state, metrics = update(self._setup, state, fixed, batch)
+            if prompt_tokens is not None:
+                rows = [metrics.pop(name).reshape(old.shape) for name in ("logprobs", "entropies")]
+                if not number:
+                    measured, entropies = answers._replace(old=rows[0]), rows[1]
             parts = {**metrics, **parts}
         jax.block_until_ready(state)
         clock.took("update")
@@ -148,7 +159,7 @@ class Sampler:
             "reward_std": rewards.std(),
             "length": is_answer.sum() / len(is_answer),
             "entropy": (entropies * is_answer).sum() / is_answer.sum(),
-            **gap(answers),
+            **gap(measured),
             **clock.seconds,
         }
 

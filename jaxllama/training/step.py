@@ -32,16 +32,21 @@ from jaxllama.model.stacked import (
     unstack_layers,
 )
 from jaxllama.parallel.mesh import is_staged
-from jaxllama.training import adapters, distill, draft, fsdp, pipeline, preference, routers
+from jaxllama.training import adapters, distill, draft, fsdp, pipeline, preference, routers, served
 from jaxllama.training.batch import Batch
 from jaxllama.training.config import RouterConfig
 from jaxllama.training.fp8 import Fp8
-from jaxllama.training.loss import cross_entropy, distillation, token_logprobs, token_scores
+from jaxllama.training.loss import (
+    cross_entropy,
+    distillation,
+    head_weight,
+    token_logprobs,
+    token_scores,
+)
 from jaxllama.training.optimizer import learning_rate, optimizer, times_multipliers
 from jaxllama.training.quantization_aware import prepare, rounded
 from jaxllama.training.start import TrainingSetup
 from jaxllama.typing import Params, ParamsDict
-from pallas_kernels.qtensor import QTensor, dequantize
 
 State = ParamsDict  # params, optimizer, step
 
@@ -87,7 +92,8 @@ def update(
     """Make one update with a Batch of ``[microbatches, rows, ...]``, or with its tokens alone.
 
     Returns (state, metrics). The metrics are float32 scalars: "loss", its parts, "grad_norm" before
-    clipping, "learning_rate".
+    clipping, "learning_rate". Of a batch with ``prompts`` "logprobs" and "entropies" are
+    ``[..., T]``.
     """
     multipliers, params = setup.multipliers, state["params"]
     if is_staged(params):
@@ -133,7 +139,8 @@ def _gradient(
     zeros = jax.tree.map(jnp.zeros_like, params)
     microbatches = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), rows)
     grads, metrics = lax.scan(add, zeros, microbatches)
-    return jax.tree.map(lambda g: g / parts, grads), jax.tree.map(jnp.mean, metrics)
+    metrics = jax.tree.map(lambda x: jnp.mean(x) if x.ndim == 1 else x, metrics)
+    return jax.tree.map(lambda g: g / parts, grads), metrics
 
 
 def loss(
@@ -146,6 +153,8 @@ def loss(
     dtype = jnp.dtype(config.dtype)
     if goal is None:
         params = _weights(setup, params, fixed, len(inputs))
+        if batch.prompts is not None:
+            return served.objective(setup, params, batch)
         if config.router is not None:
             return _with_routers(setup, config.router, params, batch)
         return _objective(setup, params, batch, config.remat)
@@ -234,10 +243,7 @@ def _states_and_head(
 
 def _head(setup: TrainingSetup, params: Params) -> tuple[jax.Array, bool]:
     """Return (the head's weight in floats, whether it is frozen)."""
-    weight = head(params)["weight"]
-    if isinstance(weight, QTensor):
-        weight = dequantize(weight, jnp.dtype(setup.config.dtype))
-    return weight, setup.config.lora is not None
+    return head_weight(params, jnp.dtype(setup.config.dtype)), setup.config.lora is not None
 
 
 def _ops(setup: TrainingSetup) -> LayerOps:

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.attention.operands import Entries, capacity_of
 from pallas_kernels.attention.plain import attention_scores, by_head, is_visible, weighted_values
-from pallas_kernels.fixed_sums import has_fixed_sums
+from pallas_kernels.fixed_sums import has_fixed_sums, row_sums
 from pallas_kernels.qtensor import QTensor, dequantize
 
 Kv = TypeVar("Kv", bound=Entries)
@@ -101,7 +101,7 @@ def blockwise_attention(
         out = out * jnp.transpose(fade, (0, 3, 1, 2)).reshape(*q.shape[:3], 1)
         return (
             new_top,
-            total * fade + jnp.sum(weights, axis=-1),
+            total * fade + row_sums(weights)[..., 0],
             out + weighted_values(weights, v_block),
         )
 

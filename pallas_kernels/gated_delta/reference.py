@@ -23,12 +23,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.fixed_sums import row_sums
+
 EPSILON = 1e-6  # of normalize_qk
 
 
 def normalized(x: jax.Array) -> jax.Array:
     """Scale x to length one over the last axis; a zero vector stays zero."""
-    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPSILON)
+    return x * lax.rsqrt(row_sums(x * x) + EPSILON)
 
 
 def heads_of(

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.cpu import gla as cpu
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan
+from pallas_kernels.fixed_sums import row_sums
 from pallas_kernels.gla.chunked import chunked_backward, chunked_forward
 from pallas_kernels.operands import check
 from pallas_kernels.recurrence.op import Heads, Recurrence, Results, check_decay, default_scale
@@ -253,7 +254,7 @@ def _step_kernel(
 def _step_xla(call: tuple[float, Plan | None], heads: Heads, state: jax.Array) -> Results:
     q, k, v = (x.astype(jnp.float32) for x in heads[:3])
     state = jnp.exp(heads.log_decay)[..., None] * state + k[..., None] * v[..., None, :]
-    o = call[0] * jnp.sum(q[..., None] * state, axis=-2)
+    o = call[0] * row_sums(q[..., None] * state, axis=-2)[..., 0, :]
     return o.astype(heads.v.dtype), state
 
 

@@ -19,6 +19,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, choose_plan
+from pallas_kernels.fixed_sums import row_sums
 from pallas_kernels.operands import FLOATS, ROW_CODES, check, dtype_name
 from pallas_kernels.qtensor import QTensor, of_one_scale
 from pallas_kernels.qtensor import quantize as quantize_rows
@@ -187,7 +188,7 @@ def _xla(
     call, _ = static
     total = x if residual is None else x + residual
     s = total.astype(jnp.float32)
-    y = s * lax.rsqrt(jnp.mean(s * s, axis=-1, keepdims=True) + call.eps)
+    y = s * lax.rsqrt(row_sums(s * s) / s.shape[-1] + call.eps)
     y = y * weight.astype(jnp.float32)
     if call.quantize is None:
         y = y.astype(call.out_dtype)

@@ -18,6 +18,7 @@ from jaxllama.decoding.sampling import (
     _penalize,
     _pick,
     log_sum_exp,
+    logprobs_of,
     sample,
 )
 from jaxllama.errors import JaxLlamaError
@@ -443,3 +444,29 @@ def test_a_rows_exponentials_are_added_in_one_order(vocab):
     np.testing.assert_array_equal(beside, want)
     np.testing.assert_array_equal(jax.jit(lambda x: sums(x))(logits[3:4]), want[3:4])
     np.testing.assert_allclose(want, jax.nn.logsumexp(logits, axis=1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)])
+def test_a_deterministic_program_does_not_get_the_trace_of_a_plain_one(sampling):
+    """jax keeps traces of named functions, and a process may have models of both kinds."""
+    params = SamplingParams.stack([sampling], 97, seed=0)
+
+    def program(fixed: bool) -> str:
+        def draw(logits, positions):
+            with fixed_sums(fixed):
+                return sample(logits, params, positions, None)
+
+        return str(jax.make_jaxpr(draw)(jnp.zeros((1, 97)), jnp.zeros(1, jnp.int32)))
+
+    plain, fixed = program(False), program(True)
+    assert plain == program(False) and fixed == program(True) and "pad[" in fixed
+    assert "pad[" not in plain
+
+
+def test_given_tokens_have_the_log_probabilities_that_they_were_drawn_with():
+    logits = as_jax(np.random.default_rng(0).normal(0, 3, (5, 97)), jnp.float32)
+    params = SamplingParams.stack([Sampling(temperature=1.0)] * 5, 97, seed=0)
+    for fixed in (False, True):
+        with fixed_sums(fixed):
+            tokens, logprobs = sample(logits, params, jnp.arange(5, dtype=jnp.int32), None)
+            np.testing.assert_array_equal(logprobs_of(logits, tokens), logprobs)

@@ -224,7 +224,7 @@ def test_a_gpu_has_512_tokens_a_pass(monkeypatch):
 def test_prompts_are_read_in_the_same_pieces_whatever_the_chunk(chunk):
     """A chunk is a number of pieces between two steps: 84 tokens are 32, 32 and 20."""
     engine = Engine(fixed("llama"), max_slots=4, max_len=2048, prefill_chunk=chunk)
-    assert engine.options.widths == (16, PIECE) and engine.options.unit == PIECE
+    assert engine.options.widths == (PIECE,) and engine.options.unit == PIECE
     rng = np.random.default_rng(1)
     prompt = tuple(rng.integers(3, 97, 85).tolist())
     engine.scheduler.add(Sequence(Request("r", prompt, 4), 0, 0.0))

@@ -28,6 +28,7 @@ from pallas_kernels.matmul.call import Around, MatmulCall, Static
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.rows import plan as rows
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
+from pallas_kernels.rows.rms_norm import rms_norm
 from tests.helpers.matmul_cases import lowered, newest
 
 ROWS = (1, 2, 33, 64, 200, 512)
@@ -224,6 +225,34 @@ def test_xla_multiplies_blocks_of_rows():
     np.testing.assert_array_equal(y, 2 * x @ scale.T)
     np.testing.assert_array_equal(one, x[:3, 0] @ scale.T)
     assert fixed_sums.by_blocks(lambda x: x, x, 2) is x
+
+
+@pytest.mark.parametrize("width", [8, 32, 576])
+def test_a_norm_has_the_same_bits_in_any_number_of_rows(width):
+    """In calls of any rows and in loops: XLA divides a CPU's reductions among threads otherwise."""
+    r = np.random.default_rng(0)
+    x, scale = (jnp.asarray(r.standard_normal(n), jnp.float32) for n in ((160, width), width))
+
+    def differing(on: bool) -> int:
+        def norm(x):
+            with fixed_sums.fixed_sums(on):
+                return rms_norm(x, scale, 1e-5)
+
+        want = np.concatenate([jax.jit(norm)(x[at : at + 32]) for at in range(0, 160, 32)])
+        in_a_loop = jax.jit(lambda x: jax.lax.map(norm, x[:, None].reshape(5, 32, 1, -1)))(x)
+        found = jax.jit(norm)(x), in_a_loop.reshape(160, -1)
+        np.testing.assert_allclose(found[0], want, rtol=1e-6)
+        return sum(int(np.sum(np.asarray(y) != want)) for y in found)
+
+    assert differing(True) == 0
+    assert width != 32 or differing(False) > 0
+
+
+def test_ordered_sums_are_sums():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 130, 5)), jnp.float32)
+    for axis in (-1, 1, -3):
+        want = np.sum(np.asarray(x, np.float64), axis=axis, keepdims=True)
+        np.testing.assert_allclose(fixed_sums.ordered_sums(x, axis), want, atol=1e-5)
 
 
 @pytest.mark.parametrize("page", [None, 16])

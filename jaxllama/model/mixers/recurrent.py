@@ -22,6 +22,7 @@ from jaxllama.model.records import At, Pieces
 from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis
 from jaxllama.typing import Tree
 from pallas_kernels.brief import short_repr
+from pallas_kernels.fixed_sums import has_fixed_sums
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.transform import equally_varying
 
@@ -158,13 +159,19 @@ def gated_norm(
     It is computed in float32 with one cast. A backward pass keeps o and gate as they are, and
     computes the float32 arrays between them and the result again. activation: "silu" or "sigmoid".
     """
-    return _gated_norm(o, weight, gate, eps, activation)
+    return _gated_norm(o, weight, gate, eps, activation, has_fixed_sums())
 
 
-@functools.partial(jax.checkpoint, static_argnums=(3, 4))
+@functools.partial(jax.checkpoint, static_argnums=(3, 4, 5))
 def _gated_norm(
-    o: jax.Array, weight: jax.Array, gate: jax.Array | None, eps: float, activation: str
+    o: jax.Array,
+    weight: jax.Array,
+    gate: jax.Array | None,
+    eps: float,
+    activation: str,
+    fixed: bool,
 ) -> jax.Array:
+    del fixed  # jax keeps a trace for each value
     y = rms_norm(o, weight, eps, out_dtype=jnp.float32)
     if gate is not None:
         y = y * getattr(jax.nn, activation)(gate.astype(jnp.float32))

@@ -51,6 +51,7 @@ from jaxllama.model.records import At, Chunk, Draft, Pieces, Step
 from jaxllama.typing import Options, Params, Tree
 from pallas_kernels.brief import short_repr
 from pallas_kernels.dispatch import Implementation, wants_kernel
+from pallas_kernels.fixed_sums import row_sums
 from pallas_kernels.gla.commit import gla_commit, own_commit
 from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.gla.token import GlaLayerTokens, gla_token, own_token
@@ -337,7 +338,7 @@ def _gated(layer: LayerConfig, p: Params, streams: dict[str, Columns], o: jax.Ar
     weight = p["g_norm"]["weight"] if gla.norm_weight else jnp.ones(o.shape[-1:], dtype)
     if gla.output_norm == "layer":
         o = o.astype(jnp.float32)
-        o = o - jnp.mean(o, axis=-1, keepdims=True)  # without the mean, the RMS is the deviation
+        o = o - row_sums(o) / o.shape[-1]  # without the mean, the RMS is the deviation
     return gated_norm(o, weight, gla.norm_eps, gate).astype(dtype)
 
 

@@ -38,6 +38,7 @@ from jaxllama.model.mixers.ssm.parameters import SSMOptions, options
 from jaxllama.model.records import At, Chunk, Draft, Pieces, Step
 from jaxllama.typing import Params
 from pallas_kernels.brief import short_repr
+from pallas_kernels.fixed_sums import row_sums
 from pallas_kernels.gla.op import gla_step
 from pallas_kernels.operands import Columns
 from pallas_kernels.ssd.op import ssd, ssd_as_gla
@@ -166,7 +167,7 @@ def _gated(ssm: SSMOptions, p: Params, y: jax.Array, z: jax.Array) -> jax.Array:
         y = y * gate
     if ssm.norm != "none":
         groups = y.reshape(*y.shape[:-1], ssm.n_groups, -1)
-        variance = jnp.mean(jnp.square(groups), axis=-1, keepdims=True)
+        variance = row_sums(jnp.square(groups)) / groups.shape[-1]
         y = (groups * jax.lax.rsqrt(variance + ssm.norm_eps)).reshape(y.shape)
         y = y * p["y_norm"]["weight"].astype(jnp.float32)
     if ssm.norm == "norm_first":
