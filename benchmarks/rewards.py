@@ -61,7 +61,7 @@ def rewards(args: argparse.Namespace) -> None:
     cfg = model_of(args.model, small)
     prompts, samples, asked, new = (4, 2, 16, 8) if small else (64, 8, 128, 256)
     rows = prompts * samples
-    slots = min(args.slots or (32 if deterministic else rows), rows)
+    slots = min(args.slots or rows, rows)
     config = TrainConfig(
         data=DataConfig(prompts="none", tokenizer="bytes"),
         steps=1000,
@@ -268,7 +268,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps behind the first")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--pairs", type=int, default=3, help="rollouts beside their requests")
-    parser.add_argument("--slots", type=int, help="rows in flight; default: all, or 32")
+    parser.add_argument("--slots", type=int, help="rows in flight; default: all")
     parser.add_argument("--mixers", default=",".join(MIXERS), help="of `bits`")
     parser.add_argument("--model", default="llama-3.2-1b", help="a preset; weights are random")
     args = parser.parse_args(argv)
