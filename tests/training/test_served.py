@@ -56,7 +56,10 @@ def answered(lm, prompts, adapter=None):
 
 
 def check(setup, params, fixed, batch, is_answer, want, apart=0.0):
-    """The engine's bits (apart: the largest difference), the weighted loss of them, and the gradients of the trainer's form."""
+    """The engine's bits, the weighted loss of them, and the gradients of the trainer's form.
+
+    apart: the largest difference from the engine.
+    """
     gradient = jax.jit(jax.value_and_grad(step.loss, argnums=1, has_aux=True), static_argnums=0)
     (loss, parts), grads = gradient(setup, params, fixed, batch)
     got = np.asarray(parts["logprobs"])
