@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxllama import kept
+from jaxllama.decoding.gain import DRAFT
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.executors import batches
 from jaxllama.executors.resident import ResidentDecoding
@@ -73,16 +74,16 @@ def test_a_call_takes_about_as_long_as_a_reader_waits(step_seconds, calls, monke
     monkeypatch.setattr(batches, "PIECE_SECONDS", 0.08)
     clock = [0.0]
     monkeypatch.setattr(batches.time, "perf_counter", lambda: clock[0])
-    pieces, found, before = batches._Pieces(1000, is_read=True), [], 1
+    pieces, found, before = batches._Pieces(1000, is_read=True, gain=None), [], 1
     for _ in calls:
-        until = pieces.next(np.array([before]))
+        until, _ = pieces.next(np.array([before]))
         clock[0] += step_seconds * (until - before) * 1.001
-        pieces.arrived()
+        pieces.arrived(np.array([until]), np.array([False]))
         found.append(until)
         before = until
     assert found == calls
-    whole = batches._Pieces(1000, is_read=False)
-    assert whole.next(np.array([1])) == 1000
+    whole = batches._Pieces(1000, is_read=False, gain=None)
+    assert whole.next(np.array([1])) == (1000, DRAFT)
 
 
 def test_the_device_has_the_next_call_before_the_host_reads_one(lm, monkeypatch):

@@ -26,6 +26,7 @@ and cores share nothing. Small transfers, however, are mostly dispatch, and one 
 of it. On a CPU a "link" is a copy made by the cores that also compute. The result is kept in a
 file.
 
+A CPU measures few layers of a large model, with short prompts.
 After ``PATIENCE`` seconds, as beside other work, nothing is timed several times, and ``contention``
 is fitted to steps that move all that their policy places in the host's memory.
 """
@@ -34,6 +35,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import hashlib
 import json
 import statistics
@@ -59,7 +61,7 @@ from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import is_pending
 from jaxllama.offload.timeline import NO_RECORD, Recorder, TimelineBar
 from jaxllama.placement import Placement, scheme_of
-from jaxllama.planner.accounting import unit_shapes
+from jaxllama.planner.accounting import unit_shapes, weight_shapes
 from jaxllama.planner.calibrate_experts import EXPERT_ROWS, measure_experts
 from jaxllama.planner.cost import KINDS, PlannerSettings, Task, kept_share, step_of
 from jaxllama.planner.experts import ExpertCosts
@@ -76,6 +78,8 @@ from jaxllama.planner.trial import random_model, random_run, timed_step
 ROWS = (1, 8)
 CONTEXTS = (64, 256)
 DEPTHS = (1, 4)  # layers of each kind
+# Tokens and layers instead where a CPU multiplies by so many weights in four layers and the head.
+SHORTER, SHALLOWER, MANY_WEIGHTS = (16, 64), (1, 2), 1 << 29
 BATCHES = (1, 4)
 STEPS, IN_A_ROW = 12, 4  # timed decode steps
 LONG = 0.5  # seconds of a prefill that needs no repetition
@@ -109,14 +113,21 @@ def calibrate(
     """
     kv_dtype = dtype if kv_dtype is None else kv_dtype
     kinds = tuple(dict.fromkeys(cfg.layer_types))
-    small = cfg.replace(
-        n_layers=DEPTHS[1] * len(kinds),
-        layer_types=DEPTHS[1] * kinds,
-        window_layers=(),
-        expert_layers=(),
-        experts=None if cfg.experts is None else _fewer(cfg.experts),
-        name="calibration",
-    )
+
+    def of_depth(depth: int) -> ModelConfig:
+        return cfg.replace(
+            n_layers=depth * len(kinds),
+            layer_types=depth * kinds,
+            window_layers=(),
+            expert_layers=(),
+            experts=None if cfg.experts is None else _fewer(cfg.experts),
+            name="calibration",
+        )
+
+    leaves = jax.tree.leaves(weight_shapes(of_depth(DEPTHS[1]), dtype, scheme))
+    is_slow = jax.default_backend() == "cpu" and sum(x.size for x in leaves) > MANY_WEIGHTS
+    depths, contexts = (SHALLOWER, SHORTER) if is_slow else (DEPTHS, CONTEXTS)
+    small = of_depth(depths[1])
     whole, resident = (
         _path(small, dtype, scheme, kv_dtype, chunk, *words) for words in ((), ("resident",))
     )
@@ -124,7 +135,8 @@ def calibrate(
         for known in (whole,) if moves else (whole, resident):
             if known.is_file():
                 return _read(known)
-    result = _Measure(small, dtype, scheme, kv_dtype, chunk, progress, moves).run()
+    sizes = depths, contexts
+    result = _Measure(small, dtype, scheme, kv_dtype, chunk, progress, moves, *sizes).run()
     path = whole if moves else resident
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dataclasses.asdict(result), indent=1))
@@ -197,10 +209,13 @@ class _Measure:
         chunk: int,
         progress: Progress,
         moves: bool = True,
+        depths: tuple[int, int] = DEPTHS,
+        contexts: tuple[int, int] = CONTEXTS,
     ) -> None:
         self.cfg, self.dtype, self.scheme, self.kv_dtype = cfg, jnp.dtype(dtype), scheme, kv_dtype
         self.chunk, self.progress, self.moves = chunk, progress, moves
-        self.layers = [depth * cfg.n_layers // DEPTHS[1] for depth in DEPTHS]
+        self.layers = [depth * cfg.n_layers // depths[1] for depth in depths]
+        self.contexts = contexts
         self.until = time.perf_counter() + PATIENCE
 
     @property
@@ -208,36 +223,33 @@ class _Measure:
         return time.perf_counter() > self.until
 
     def run(self) -> Calibration:
-        largest = ROWS[-1], CONTEXTS[-1]
-        points = [(rows, CONTEXTS[-1]) for rows in ROWS]
+        largest = ROWS[-1], self.contexts[-1]
+        points = [(rows, self.contexts[-1]) for rows in ROWS]
         still: dict[Point, list[tuple[float, float]]] = {}
         on_cpu: dict[Point, list[tuple[float, float]]] = {}
         moved: list[_Sample] = []
         joins: list[tuple[float, float]] = []
         lookups: list[tuple[float, float]] = []
         overlapped: list[tuple[Policy, int, float]] = []
-        stages = len(SHARES) if self.moves else 1
-        for stage, (name, (device, host)) in enumerate(SHARES.items(), start=1):
-            if name != "resident" and not self.moves:
-                break
+        shares = dict(SHARES if self.moves else list(SHARES.items())[:1])
+
+        def measure(name: str, device: int, host: int) -> None:
             model = self._model(Policy.parse(f"{device} {host} " * 3))
-            fewer = ", each time once" if self.is_late else ""
-            self.progress(f"calibrating: {name} ({stage} of {stages}){fewer}")
             if name == "resident":
-                for point in [*points, (ROWS[-1], CONTEXTS[0])]:
+                for point in [*points, (ROWS[-1], self.contexts[0])]:
                     both = [self._shallow(model), model]
                     still[point] = self._times([self._runs(lm, *point)[1] for lm in both])
                     if not self.moves:
                         continue
                     both = [_with(lm, **ON_CPU) for lm in both]
                     on_cpu[point] = self._times([self._runs(lm, *point)[1] for lm in both])
-                continue
+                return
             serial = _with(model, overlap=False)
             for point in points if name == "host" else [largest]:
                 moved.append(self._sample(serial, *point))
             if name == "half":
-                joins = self._joins(model)
-                lookups = self._lookups(model)
+                joins.extend(self._joins(model))
+                lookups.extend(self._lookups(model))
             if name in ("host", "half"):
                 models = [
                     _with(model, num_gpu_batches=count, **staying)
@@ -245,12 +257,18 @@ class _Measure:
                     for count in BATCHES
                 ]
                 runs = [
-                    self._runs(lm, ROWS[-1] * _policy(lm).num_gpu_batches, CONTEXTS[-1])[0]
+                    self._runs(lm, ROWS[-1] * _policy(lm).num_gpu_batches, self.contexts[-1])[0]
                     for lm in models
                 ]
                 for lm, step in zip(models, self._steps(runs), strict=True):
                     policy = _policy(lm)
                     overlapped.append((policy, policy.num_gpu_batches, step))
+
+        for stage, (name, share) in enumerate(shares.items(), start=1):
+            fewer = ", each time once" if self.is_late else ""
+            self.progress(f"calibrating: {name} ({stage} of {len(shares)}){fewer}")
+            measure(name, *share)
+            gc.collect()  # or two models would be in memory
         costs = self._fit(still, on_cpu, moved, joins, lookups, overlapped)
         if self.cfg.experts is None or self.cfg.parallel_block or not self.moves:
             return costs
@@ -344,7 +362,7 @@ class _Measure:
     def _lookups(self, model: LanguageModel) -> list[tuple[float, float]]:
         """Return (tokens, seconds) of embedding a step's tokens and a prompt's tokens."""
         found, store = [], offloaded(model.executor).store
-        for width in (1, CONTEXTS[-1]):
+        for width in (1, self.contexts[-1]):
             tokens = jnp.ones((ROWS[-1], width), jnp.int32)
             times = []
             for _ in range(STEPS + 1):
@@ -467,10 +485,10 @@ class _Measure:
         )
         steps = []
         for policy, count, seconds in overlapped:
-            task = Task(ROWS[-1] * count, CONTEXTS[-1], ROOM)
+            task = Task(ROWS[-1] * count, self.contexts[-1], ROOM)
             settings = PlannerSettings(self.dtype, self.kv_dtype, self.scheme)
             step = step_of(
-                self.cfg, policy, costs, task, settings, ROWS[-1], count, 1, CONTEXTS[-1]
+                self.cfg, policy, costs, task, settings, ROWS[-1], count, 1, self.contexts[-1]
             )
             steps.append((step.longest, step.beside, seconds))
         return dataclasses.replace(costs, contention=contention(steps))

@@ -260,10 +260,14 @@ def test_fitted_costs_are_written_into_the_table(add_card) -> None:
     assert tomllib.loads(path_of(NEW.name).read_text())["costs"]["new"] == {"start": 1.0}
 
 
-# Units of the amounts, and numbers that no card changes: the largest codes, and integer
-# instructions for a code in the program of the mid-rows kernel.
+# Units of the amounts, and numbers that no card changes: the largest codes, integer instructions
+# for a code in the program of the mid-rows kernel, and what a model adds to a divisor.
 UNITS = {0.0, 1.0, 1e3, 8e3, 1e6, 2e6, 1e9}
-OF_PROGRAMS = {"rows/plan.py": {127.0, 448.0}, "matmul/mid_rows/plan.py": {1.2, 1.5, 2.2}}
+OF_PROGRAMS = {
+    "rows/plan.py": {127.0, 448.0},
+    "matmul/mid_rows/plan.py": {1.2, 1.5, 2.2},
+    "experts/route_plan.py": {1e-20},
+}
 
 
 def test_files_of_plans_hold_no_measured_number_and_no_card() -> None:
