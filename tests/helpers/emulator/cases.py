@@ -33,6 +33,7 @@ from pallas_kernels.rows.greedy import append_greedy
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.ssd.op import ssd
 from tests.helpers import kernel_cases as real
+from tests.helpers import op_calls
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 HEADS = 4, 2, 64
@@ -111,6 +112,13 @@ def chosen(kernels: str, batch: int, n: int, capacity: int, places: int) -> Case
     f, (q, cache, _) = built(real.chosen, batch, n, capacity, places)
     listed = jnp.arange(places, dtype=I32)[::-1] * (capacity // places)
     return both(kernels, f, q, cache, jnp.tile(listed, (batch, 1, 1)), sms=1)
+
+
+def latent_step(kernels: str, *sizes: int) -> Case:
+    """The heads alone: a step leaves the rest of its cache as it was."""
+    call = op_calls.latent_step(*sizes)
+    given = jax.tree.map(jnp.nan_to_num, call.values(np.random.default_rng(0)))
+    return both(kernels, lambda *x, **how: call.function(*x, **how)[0], *given)
 
 
 def rope(kernels: str, op, kind: str, batch: int, capacity: int, tokens=None) -> Case:
@@ -298,6 +306,9 @@ CASES: dict[str, Callable[[], Case]] = {
         "latent_attention_kernel decode_attention_merge", 1, 2, 8, 256, 32
     ),
     "chosen": lambda: chosen("chosen_latents_kernel", 1, 8, 256, 128),
+    "latent step": lambda: latent_step(
+        "latent_heads latent_attention_kernel latent_merge_and_lift", 1, 3, 64, 64, 128
+    ),
     "direct": lambda: rope("decode_attention_direct", real.rope_and_attend, "bfloat16", 1, 256),
     "rope": lambda: rope("rope_and_cache_write", real.rope_and_write, "int8", 3, 64),
     "past": past_case,
