@@ -44,7 +44,7 @@ from jaxllama.decoding.sampling import History, SamplingParams, sample, whole
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder, verification
 from jaxllama.model.cache import Cache, LayerState, init_cache
-from jaxllama.model.heads import Scores
+from jaxllama.model.heads import HeadScores
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.records import Hidden
 from jaxllama.parallel.mesh import mesh_of
@@ -78,7 +78,7 @@ class Drafted(NamedTuple):
 
 
 def next_token(
-    scores: Scores, sampling: SamplingParams, positions: jax.Array, history: History | None
+    scores: HeadScores, sampling: SamplingParams, positions: jax.Array, history: History | None
 ) -> jax.Array:
     """Return the token of each row, int32 ``[B]``; all but ``scores`` as for ``sample``.
 
@@ -332,7 +332,7 @@ class ModelDraft:
         def drafted(
             tokens: jax.Array, index: jax.Array, hidden: Hidden, history: History | None
         ) -> tuple[jax.Array, History | None]:
-            scores = Scores(decoder.logits(self.cfg, params, hidden), self.vocab_size)
+            scores = HeadScores(decoder.logits(self.cfg, params, hidden), self.vocab_size)
             token = ask.draw(scores, ask.sampling, ask.size + index, history)
             tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], index, axis=1)
             return tokens, None if history is None else history.add(token)

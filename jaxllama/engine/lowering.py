@@ -45,7 +45,7 @@ Lower = Callable[[], jax.stages.Lowered]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Module:
+class LoweredModule:
     """A lowered program as plain data.
 
     code: its MLIR. kept: indices of the leaves of the arguments that it takes. donated: indices of
@@ -60,7 +60,7 @@ class Module:
     results: Tree
 
     @classmethod
-    def of(cls, lowered: jax.stages.Lowered) -> Module:
+    def of(cls, lowered: jax.stages.Lowered) -> LoweredModule:
         file = io.BytesIO()
         module, kept, options = parts_of(lowered)
         module.operation.write_bytecode(file)
@@ -95,7 +95,7 @@ module_p.def_abstract_eval(lambda *operands, module, avals: avals)
 
 
 def _call_of(
-    ctx: mlir.LoweringRuleContext, *operands: Any, module: Module, avals: object
+    ctx: mlir.LoweringRuleContext, *operands: Any, module: LoweredModule, avals: object
 ) -> Sequence[Any]:
     from pallas_kernels.lowered import called, merged
 
@@ -112,7 +112,7 @@ class Children:
     """
 
     def __init__(self, programs: Mapping[Hashable, Lower], n: int) -> None:
-        self._modules = {key: Future[Module | None]() for key in programs}
+        self._modules = {key: Future[LoweredModule | None]() for key in programs}
         # Indices of the programs that no child has taken; a read takes one.
         turns, file = os.pipe()
         os.write(file, struct.pack(f"{len(programs)}H", *range(len(programs))))
@@ -187,7 +187,7 @@ def _work(turns: int, sink: int, programs: Sequence[Lower]) -> NoReturn:
             while turn := os.read(turns, 2):
                 [index] = struct.unpack("H", turn)
                 try:
-                    module = Module.of(programs[index]())
+                    module = LoweredModule.of(programs[index]())
                 except Exception:  # the engine's process meets it as well
                     module = None
                 pickle.dump((index, module), file)

@@ -37,7 +37,7 @@ from jaxllama.decoding.turn import Draw, Inputs, Pass, TurnReport, sampled
 from jaxllama.engine.batch import BatchState
 from jaxllama.engine.request import MAX_LOGPROBS
 from jaxllama.model.decoder import forward, stored_logits
-from jaxllama.model.heads import Scores
+from jaxllama.model.heads import HeadScores
 from jaxllama.model.records import Hidden
 from jaxllama.model.verification import commit, propose
 from jaxllama.typing import Params
@@ -329,7 +329,7 @@ def _draw_at(level: jax.Array) -> Callable[..., jax.Array]:
     """Return ``next_token`` by the sampler's branch."""
 
     def draw(
-        scores: Scores, sampling: SamplingParams, positions: jax.Array, history: History
+        scores: HeadScores, sampling: SamplingParams, positions: jax.Array, history: History
     ) -> jax.Array:
         def branch(features: tuple[str, ...]) -> Callable[..., jax.Array]:
             params = dataclasses.replace(sampling, features=features)

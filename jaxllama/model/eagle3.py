@@ -22,7 +22,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder, linear
 from jaxllama.model.cache import Cache
 from jaxllama.model.forms.parameters import layer_table
-from jaxllama.model.heads import Scores, run_layer
+from jaxllama.model.heads import HeadScores, run_layer
 from jaxllama.model.linear import Stream
 from jaxllama.model.names import Names, Source
 from jaxllama.model.param import Param, Path, norm_rows, tensor
@@ -112,9 +112,9 @@ class Eagle3Head:
             layer, params["layer_0"], stream, lengths, cache, is_prompt=is_prompt, fresh=fresh
         )
 
-    def scores(self, params: Params, hidden: Hidden) -> Scores:
+    def scores(self, params: Params, hidden: Hidden) -> HeadScores:
         logits = decoder.logits(self.model, params, hidden)
-        return Scores(logits, self.target_vocab, params[TARGETS])
+        return HeadScores(logits, self.target_vocab, params[TARGETS])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ from jaxllama.model.records import Draft, Hidden, new_tokens, places_of, positio
 from jaxllama.typing import Params
 
 
-class Scores(NamedTuple):
+class HeadScores(NamedTuple):
     """The scores of next tokens.
 
     logits: float32 ``[..., n]``.
@@ -88,7 +88,7 @@ class Head(Protocol):
         """
         ...
 
-    def scores(self, params: Params, hidden: Hidden) -> Scores:
+    def scores(self, params: Params, hidden: Hidden) -> HeadScores:
         """Return the scores of its next tokens after ``hidden [..., D]``."""
         ...
 

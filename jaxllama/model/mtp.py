@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxllama.config import ModelConfig
 from jaxllama.model import decoder, linear
 from jaxllama.model.cache import Cache, cache_specs
-from jaxllama.model.heads import Scores, run_layer
+from jaxllama.model.heads import HeadScores, run_layer
 from jaxllama.model.linear import Stream
 from jaxllama.model.records import Hidden
 from jaxllama.model.sharded import over_mesh
@@ -97,6 +97,6 @@ class MTPHead:
             layer, mtp["layer_0"], Stream(x), lengths, cache, is_prompt=is_prompt, fresh=fresh
         )
 
-    def scores(self, params: Params, hidden: Hidden) -> Scores:
+    def scores(self, params: Params, hidden: Hidden) -> HeadScores:
         params = {**params, "norm": params["mtp"]["norm"]}
-        return Scores(decoder.logits(self.cfg, params, hidden), self.cfg.vocab_size)
+        return HeadScores(decoder.logits(self.cfg, params, hidden), self.cfg.vocab_size)

@@ -176,7 +176,7 @@ class _Heads:
         return words
 
 
-class Place:
+class CachePlace:
     """Where a token's heads lie in a cache; row: of the cache, or of the table."""
 
     def __init__(self, slot, row, n_kv, capacity, pages):
@@ -219,7 +219,7 @@ def _write(gmem, smem, *, shape, paging, dtype, groups, kind):
     own = _Heads(h, dtype, groups, kind)
     (slot,) = p.load_global(p.offset(p.address(gmem.slots), row, 4), 1)
     pages = BlockTable(gmem.table, row, paging) if paging else None
-    place = Place(slot, row, n_kv, capacity, pages)
+    place = CachePlace(slot, row, n_kv, capacity, pages)
     raw = own.load(p.offset(p.address(gmem.qkv), unit, 2 * h))
     tables = [own.load_table(ref, row) for ref in (gmem.cos, gmem.sin)]
     is_v = head >= n + n_kv
@@ -257,7 +257,7 @@ def _write_tokens(gmem, smem, *, shape, paging, dtype, groups, kind):
     own = _Heads(h, dtype, groups, kind)
     (slot,) = p.load_global(p.offset(p.address(gmem.slots), token, 4), 1)
     pages = BlockTable(gmem.table, row, paging) if paging else None
-    place = Place(slot, row, n_kv, capacity, pages)
+    place = CachePlace(slot, row, n_kv, capacity, pages)
     source = p.offset(p.address(gmem.qkv), token, 2 * h * heads)
 
     def load(head):

@@ -36,7 +36,7 @@ class WithShared(NamedTuple):
     shared: QTensor
 
 
-class Mixture(NamedTuple):
+class SharedMixture(NamedTuple):
     """x bfloat16 ``[T, D]``, experts int32 and weights float ``[T, k]``, residual ``[T, D]``."""
 
     x: jax.Array
@@ -68,7 +68,7 @@ class _Static(NamedTuple):
     plan: Plan | None
 
 
-def mixture_plan(x: Mixture, gated: Gate) -> MixturePlan | Reason:
+def mixture_plan(x: SharedMixture, gated: Gate) -> MixturePlan | Reason:
     """Return how two kernels compute a mixture, or why they do not."""
     if inner_gate(gated) is None:
         return Reason(f"no kernel has the gate {gated!r}")
@@ -95,21 +95,21 @@ def _form(w: QTensor, leading: int) -> object:
     return leaves, jax.tree.structure(w)
 
 
-def fused_mixture(x: Mixture, gated: Gate) -> jax.Array | None:
+def fused_mixture(x: SharedMixture, gated: Gate) -> jax.Array | None:
     """Return ``[T, D]`` in the residual's dtype if two kernels compute all of it, else None."""
     has_kernel = own_plan(lambda: mixture_plan(x, gated), *x) is not None
     return shared_mixture(x, gated) if has_kernel else None
 
 
 def shared_mixture(
-    x: Mixture, gated: Gate, implementation: Implementation | None = None
+    x: SharedMixture, gated: Gate, implementation: Implementation | None = None
 ) -> jax.Array:
     """Return ``[T, D]`` in the residual's dtype; gated: the experts' activation."""
     found = choose_plan("shared_mixture", implementation, lambda: mixture_plan(x, gated), *x)
     return _mixture(chosen(found, implementation), _Static(gated, found), x)
 
 
-def _xla(static: _Static, x: Mixture) -> jax.Array:
+def _xla(static: _Static, x: SharedMixture) -> jax.Array:
     def output(
         gate_up: QTensor, down: QTensor, experts: jax.Array, weights: jax.Array
     ) -> jax.Array:
@@ -126,7 +126,7 @@ def _xla(static: _Static, x: Mixture) -> jax.Array:
     )
 
 
-def _kernel(static: _Static, x: Mixture) -> jax.Array:
+def _kernel(static: _Static, x: SharedMixture) -> jax.Array:
     from pallas_kernels.experts.kernel import grouped_rows
     from pallas_kernels.experts.summed_kernel import grouped_sum
 

@@ -29,7 +29,7 @@ import jax
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.operands import capacity_of
 from pallas_kernels.attention.pages import BlockTable, Paging
-from pallas_kernels.attention.rope_cache_kernel import Place
+from pallas_kernels.attention.rope_cache_kernel import CachePlace
 from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.latent.plan import LATENT, ROPE, ROWS, WIDTH
 from pallas_kernels.latent.step_plan import MOST_ROWS, LatentStep
@@ -171,7 +171,7 @@ class _Program:
         paging = Paging.of(self.x.cache, self.x.table)
         pages = BlockTable(self.refs.table, self.warp, paging) if paging else None
         capacity = capacity_of(self.x.cache, self.x.table)
-        place = Place(slot, self.warp, 1, capacity, pages)
+        place = CachePlace(slot, self.warp, 1, capacity, pages)
         to = place.line(p.ci(0))(self.refs.cache, 2 * WIDTH)
 
         def store() -> None:

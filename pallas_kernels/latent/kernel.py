@@ -39,26 +39,12 @@ def latent_attention(
     """``q [B, T, N, 576]``, ``lengths [B, T]`` -> ``[B, T, N, 512]``; see ``latent.op``."""
     n = q.shape[2]
     q = _filled_heads(q)
-    parts = _chunks(q, cache, lengths, table, scale, plan)
+    parts = attended_chunks(q, cache, lengths, table, scale, plan)
     out = _merged(*parts, lengths, capacity=capacity_of(cache, table), chunk=plan.chunk)
     return out.reshape(*q.shape[:3], LATENT)[:, :, :n]
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "plan"))
 def attended_chunks(
-    q: jax.Array,
-    cache: jax.Array,
-    lengths: jax.Array,
-    table: jax.Array | None,
-    *,
-    scale: float,
-    plan: LatentPlan,
-) -> Parts:
-    """Return the chunks of ``q``, whose blocks begin while the kernel before still runs."""
-    return _chunks(q, cache, lengths, table, scale, plan, overlaps=True)
-
-
-def _chunks(
     q: jax.Array,
     cache: jax.Array | LatentCodes,
     lengths: jax.Array,
@@ -67,7 +53,10 @@ def _chunks(
     plan: LatentPlan,
     overlaps: bool = False,
 ) -> Parts:
-    """Return the chunks' sums of latents for ``q [B, T, N, 576]``, N a multiple of 8."""
+    """Return the chunks' sums of latents for ``q [B, T, N, 576]``, N a multiple of 8.
+
+    overlaps: blocks begin while the kernel before still runs.
+    """
     batch, tokens = q.shape[:2]
     heads, capacity = q.shape[2], capacity_of(cache, table)
     codes = isinstance(cache, LatentCodes)
@@ -101,6 +90,10 @@ def _chunks(
         operands |= held
     block = CodesBlock if codes else FewBlock if plan.few else LatentBlock
     return _launch(block, facts, operands)
+
+
+# The layers of a program share its trace.
+traced_chunks = jax.jit(attended_chunks, static_argnames=("scale", "plan", "overlaps"))
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "plan"))

@@ -107,7 +107,7 @@ def _xla(static: _Static, x: LatentStep) -> Result:
 
 def _kernel(static: _Static, x: LatentStep) -> Result:
     from pallas_kernels.latent.heads_kernel import heads_and_entries
-    from pallas_kernels.latent.kernel import attended_chunks
+    from pallas_kernels.latent.kernel import traced_chunks
     from pallas_kernels.latent.lift_kernel import lifted_chunks
 
     assert isinstance(static.plan, LatentStepPlan)
@@ -115,7 +115,7 @@ def _kernel(static: _Static, x: LatentStep) -> Result:
     q, cache = heads_and_entries(x, start=static.start, eps=static.eps)
     scale = x.q.shape[-1] ** -0.5
     given = q[:, None], cache[:, :, 0], x.lengths[:, None], x.table
-    parts, stats = attended_chunks(*given, scale=scale, plan=plan)
+    parts, stats = traced_chunks(*given, scale=scale, plan=plan, overlaps=True)
     assert stats is not None  # the plan has several chunks
     cut = {"capacity": capacity_of(cache, x.table), "chunk": plan.chunk, "still": x.still}
     return lifted_chunks(parts, stats, x.lengths, x.up, **cut), cache

@@ -84,9 +84,9 @@ def test_an_engine_whose_programs_children_lower_gives_the_same_tokens(monkeypat
     want = Engine(model("llama"), **options).generate(requests)
 
     received = []
-    receive = lowering.Module.lower
+    receive = lowering.LoweredModule.lower
     monkeypatch.setattr(
-        lowering.Module, "lower", lambda *args: [received.append(1), receive(*args)][1]
+        lowering.LoweredModule, "lower", lambda *args: [received.append(1), receive(*args)][1]
     )
     engine = Engine(model("llama"), **options)
     programs = engine.runner._programs

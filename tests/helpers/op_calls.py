@@ -233,7 +233,7 @@ def mixture(k: int, gate_up: Any, down: Any, *, is_one_kernel: bool = False) -> 
     """
     n_experts, d, f = down.shape
     one = lambda w: jax.tree.map(lambda leaf: S(leaf.shape[1:], leaf.dtype), w)  # noqa: E731
-    x = mixtures.Mixture(
+    x = mixtures.SharedMixture(
         S((1, d), BF16),
         mixtures.WithShared(gate_up, one(gate_up)),
         mixtures.WithShared(down, one(down)),
@@ -253,7 +253,9 @@ def mixture(k: int, gate_up: Any, down: Any, *, is_one_kernel: bool = False) -> 
 
     def run(*operands: Any, implementation: Any) -> Any:
         with mock.patch.object(mixtures, "mixture_plan", lambda *_: find()):
-            return mixtures.shared_mixture(mixtures.Mixture(*operands), "silu", implementation)
+            return mixtures.shared_mixture(
+                mixtures.SharedMixture(*operands), "silu", implementation
+            )
 
     def values(rng: Rng) -> tuple[Any, ...]:
         weights = [
@@ -265,7 +267,7 @@ def mixture(k: int, gate_up: Any, down: Any, *, is_one_kernel: bool = False) -> 
         return *given, as_jax(rng.random((1, k)), F32), normal(rng, x.residual)
 
     def check(out: Any, operands: tuple[Any, ...], rng: Rng) -> float:
-        given = mixtures.Mixture(*operands)
+        given = mixtures.SharedMixture(*operands)
         want = wide(given.residual)[0].copy()
         shares = [*zip(np.asarray(given.experts)[0], wide(given.weights)[0], strict=True), (-1, 1)]
         for expert, share in shares:

@@ -27,7 +27,7 @@ from jaxllama.parallel.exchange import exchanged
 from jaxllama.parallel.mesh import EXPERT_AXIS, expert_axes, is_split
 from jaxllama.typing import Options, Params
 from pallas_kernels.experts.gate import ClampedGate, Gate
-from pallas_kernels.experts.mixture import Mixture, WithShared, fused_mixture
+from pallas_kernels.experts.mixture import SharedMixture, WithShared, fused_mixture
 
 
 def feed_experts(
@@ -97,7 +97,7 @@ def _fused(layer: LayerConfig, p: Params, stream: Stream, read: MixtureInput) ->
     rows, residual = (x.reshape(-1, x.shape[-1]) for x in (read.x, stream.x))
     gate = gate_of(layer, options)
     assert gate is not None
-    y = fused_mixture(Mixture(rows, gate_up, down, *read.routed, residual), gate)
+    y = fused_mixture(SharedMixture(rows, gate_up, down, *read.routed, residual), gate)
     return None if y is None else y.reshape(stream.x.shape)
 
 

@@ -13,7 +13,7 @@ import pytest
 from pallas_kernels.device import planned_for
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.experts import mixture
-from pallas_kernels.experts.mixture import Mixture, WithShared
+from pallas_kernels.experts.mixture import SharedMixture, WithShared
 from pallas_kernels.qtensor import quantize
 from tests.helpers.matmul_cases import newest
 from tests.helpers.op_calls import mixture as call_of
@@ -42,7 +42,7 @@ def test_kernels_in_the_emulator(given):
 
 
 def test_why_two_kernels_do_not_compute_a_mixture():
-    given = Mixture(*call_of(4, *(_experts("int4", 64, *s) for s in SHAPES)).operands)
+    given = SharedMixture(*call_of(4, *(_experts("int4", 64, *s) for s in SHAPES)).operands)
     x, gate_up = given.x, given.gate_up
     eight = jax.eval_shape(functools.partial(quantize, dtype="int8"), S((3072, 2048), jnp.float32))
     unit = S((64, 3072, 1), jnp.float32)
