@@ -24,8 +24,9 @@ Source: EAGLE-3 (arXiv 2503.01840) and its published code.  Left out: a mesh, ot
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +35,8 @@ from jax import lax
 
 from jaxllama.config import Eagle, ModelConfig, RopeConfig
 from jaxllama.decoding.sampling import Sampling
-from jaxllama.engine.engine import Engine
-from jaxllama.engine.rollout import rollout
 from jaxllama.files import whole_file
+from jaxllama.language_model import LanguageModel
 from jaxllama.loading import load
 from jaxllama.model import decoder, linear
 from jaxllama.model.eagle3 import TARGETS, Drafter, Eagle3Head, published_taps, table
@@ -58,8 +58,7 @@ from pallas_kernels.attention.plain import attention_scores, rotate
 
 ANSWERS = "answers.npz"  # in the run's folder
 DECAY = 0.8  # weight of a step beside the step before
-_SLOTS = 256  # answers at a time
-_TOKENS = 2**18  # most of their cache, of which an answer has all at least
+_TOKENS = 2**18  # of the cache for answers at a time, of which one has all at least
 _ROWS = 8  # that measure the size of the model's states
 _STREAM = 0.1  # size of a feature of x_0 at first
 # Parameters that begin as those of the model's last layer.
@@ -72,36 +71,66 @@ _OF_LAST = (
 KeysValues = tuple[jax.Array, jax.Array]  # [B, T, K, H] each
 
 
+class Answer(NamedTuple):
+    """tokens int32 ``[T]``: a prompt with its answer, which begins at ``begin``."""
+
+    tokens: np.ndarray
+    begin: int
+
+
 def answered(config: TrainConfig, prompts: PromptFile, run: Path, progress: bool) -> Conversations:
     """Return the prompts with the model's answers, which the run's folder keeps."""
-    path, options = run / ANSWERS, config.drafting
+    path, count = run / ANSWERS, len(config.drafting.temperatures)
     if not path.exists():
         assert config.init_from is not None
         lm = load(config.init_from, config.dtype, progress=progress)
-        slots, tokens = min(_SLOTS, len(prompts) * options.samples), config.sequence_length
-        rows = -(-tokens // 64) * 64
-        room = max(min(slots * rows, _TOKENS), rows)
-        engine = Engine(lm, max_slots=slots, max_len=tokens, cache_tokens=room)
-        with working("answering the prompts", show=progress):
-            found = rollout(
-                engine,
-                [prompt.tokens for prompt in prompts.prompts],
-                n=options.samples,
-                sampling=Sampling(temperature=options.temperature),
-                max_new_tokens=options.max_new_tokens,
-                seed=config.seed,
-            )
-        with whole_file(path) as file:
-            np.savez(file, tokens=found.tokens, lengths=found.lengths, answers=found.answers)
+        asked = [prompt.tokens for prompt in prompts.prompts]
+        with working("answering", len(asked), progress, unit="prompts") as sign:
+            rows = list[Answer]()
+            for group in answers(lm, config, asked):
+                rows += group
+                sign(len(group) // count)
+        keep(path, rows)
     with np.load(path) as kept:
-        rows = zip(kept["tokens"], kept["lengths"], kept["answers"], strict=True)
+        ends = np.cumsum(kept["lengths"])
+        tokens = np.split(kept["tokens"], ends[:-1])
         units = [
-            Unit((Example(tokens[:n], np.concatenate([[False], answers[: n - 1] > 0])),))
-            for tokens, n, answers in rows
+            Unit((Example(row, np.arange(len(row)) >= begin),))
+            for row, begin in zip(tokens, kept["begins"], strict=True)
         ]
-    lines = [units[at : at + options.samples] for at in range(0, len(units), options.samples)]
+    lines = [units[at : at + count] for at in range(0, len(units), count)]
     length = config.sequence_length + 1
     return Conversations(prompts.tokenizer, lines, prompts.sha256, length)
+
+
+def answers(
+    lm: LanguageModel, config: TrainConfig, prompts: Sequence[Sequence[int]]
+) -> Iterator[list[Answer]]:
+    """Yield the answers to the prompts in order, one at each temperature, in groups."""
+    temperatures = config.drafting.temperatures
+    rows = [(prompt, temperature) for prompt in prompts for temperature in temperatures]
+    size = min(max(_TOKENS // config.sequence_length, 1), len(rows))
+    for first in range(0, len(rows), size):
+        group = rows[first : first + size]
+        asked = [*group, *[group[-1]] * (size - len(group))]
+        found = lm.generate(
+            [prompt for prompt, _ in asked],
+            config.drafting.max_new_tokens,
+            [Sampling(temperature=temperature) for _, temperature in asked],
+            [(config.seed << 24) + first + index for index in range(size)],
+        )
+        yield [
+            Answer(np.array([*prompt, *answer.tokens], np.int32), len(prompt))
+            for (prompt, _), answer in zip(group, found, strict=False)
+        ]
+
+
+def keep(path: Path, rows: Sequence[Answer]) -> None:
+    """Write answers, which ``answered`` reads."""
+    tokens = np.concatenate([row.tokens for row in rows])
+    lengths, begins = [len(row.tokens) for row in rows], [row.begin for row in rows]
+    with whole_file(path) as file:
+        np.savez(file, tokens=tokens, lengths=lengths, begins=begins)
 
 
 def begin(

@@ -312,24 +312,24 @@ class DraftConfig:
         Largest number of tokens that the head has: the most frequent ones of the answers.
     depth : int
         Test-time steps: tokens of a draft that the head learns to propose.
-    max_new_tokens, samples : int
-        Largest number of tokens of an answer, and answers to a prompt.
-    temperature : float
-        Temperature of the answers; 0 is greedy.
+    max_new_tokens : int
+        Largest number of tokens of an answer.
+    temperatures : tuple of float
+        Of the answers to each prompt, one at each; 0 is greedy.
     """
 
     vocab_size: int = 32000
     depth: int = 7
     max_new_tokens: int = 256
-    samples: int = 1
-    temperature: float = 1.0
+    temperatures: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
-        for key in ("vocab_size", "depth", "max_new_tokens", "samples"):
+        for key in ("vocab_size", "depth", "max_new_tokens"):
             value = getattr(self, key)
             require(value >= 1, f"draft.{key}", value, "must be at least 1")
-        value = self.temperature
-        require(value >= 0, "draft.temperature", value, "must not be negative")
+        values = self.temperatures
+        require(bool(values), "draft.temperatures", list(values), "must not be empty")
+        require(min(values) >= 0, "draft.temperatures", list(values), "must not be negative")
 
 
 @dataclasses.dataclass(frozen=True)

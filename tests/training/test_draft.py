@@ -44,7 +44,7 @@ def config_of(folder, **changes):
         "init_from": str(base),
         "optimizer": {"warmup_steps": 1, "weight_decay": 0.0},
         "objective": {"kind": "draft"},
-        "draft": {"vocab_size": 200, "depth": 3, "max_new_tokens": 12, "temperature": 0.0},
+        "draft": {"vocab_size": 200, "depth": 3, "max_new_tokens": 12, "temperatures": [0.0]},
         "data": {"prompts": str(prompts), "validation_prompts": 2},
         **changes,
     }
@@ -171,6 +171,7 @@ def test_a_run_learns_resumes_to_the_bit_and_its_head_drafts(folder) -> None:
     [
         ({"lora": {"rank": 2}}, "lora .* excludes objective.kind = draft"),
         ({"draft": {"depth": 0}}, "draft.depth = 0: must be at least 1"),
+        ({"draft": {"temperatures": [1.0, -1.0]}}, "draft.temperatures .* must not be negative"),
         ({"draft": {"max_new_tokens": 64}}, "leaves no room for prompts"),
         ({"objective": {"kind": "grpo"}}, "draft .* is for objective.kind = draft"),
         ({"data": {"tokens": "x"}}, "'draft': needs data.prompts"),
