@@ -244,9 +244,8 @@ def in_time(path: Path, out: Path, seconds: float, began: float, count: int) -> 
                     means = {key: np.mean([row[key] for row in last]) for key in ("loss", *names)}
                     parts = " ".join(f"{key} {value:.3f}" for key, value in means.items())
                     took = np.median([row["seconds"] for row in last])
-                    say(
-                        f"step {len(curve)} {parts} lr {last[-1]['learning_rate']:.1e} {1e3 * took:.1f} ms"
-                    )
+                    rate = last[-1]["learning_rate"]
+                    say(f"step {len(curve)} {parts} lr {rate:.1e} {1e3 * took:.1f} ms")
                 if is_probe and not wanted and len(curve) >= PROBE:
                     took = np.mean([row["seconds"] for row in curve[PROBE // 2 :]])
                     wanted.append(len(curve) + int((seconds - now) / took * 0.97))
