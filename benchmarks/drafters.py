@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -29,13 +30,20 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxllama as jl
 from jaxllama.checkpoints.hf import eagle3
 from jaxllama.config import configs_dir
+from jaxllama.decoding.sampling import Sampling, SamplingParams
+from jaxllama.evaluation.speed.harness import timed
+from jaxllama.executors.executor import Call
+from jaxllama.model.eagle3 import Drafter
+from jaxllama.text.rows import pad_rows
 from jaxllama.training import corpus, draft, start, train
 from jaxllama.training.checkpoint import Checkpoints
 from jaxllama.training.config import TrainConfig, load_train_config
@@ -43,8 +51,15 @@ from jaxllama.training.passes import first_state, stored
 from jaxllama.training.prompts import PromptFile
 from jaxllama.training.run_directory import RunDirectory
 from jaxllama.training.step import per_layer
+from jaxllama.typing import JsonObject
 
 TEXTS = configs_dir() / "texts"
+TEMPERATURES = (0.0, 0.8)
+NEW, WIDTH = 128, 256  # tokens of an answer that is measured, and of its prompt at most
+SPEEDS = """
+1:plain:0 1:head:3 1:ngram:3 8:plain:0 8:head:3 64:plain:0 64:head:2 1:ngram:0 1:head:2 1:head:5
+64:ngram:2 8:ngram:3 64:head:3
+""".split()
 PROBE = 150  # steps, after which the number of steps is known
 ASKS = (
     "Write a Python function `{name}` that does this: {about}",
@@ -303,6 +318,109 @@ def _export(config: TrainConfig, directory: Path) -> None:
     eagle3.save(directory / "model", draft.drafter_of(config, setup.head, learned, fixed))
 
 
+def texts_of(lm: jl.LanguageModel, each: int) -> dict[str, list[list[int]]]:
+    """Return the tokens of the prompts to measure, of each kind."""
+    tokenizer = lm.tokenizer
+    assert tokenizer is not None
+    return {
+        kind: [
+            tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
+            for prompt in prompts
+        ]
+        for kind, prompts in held_prompts(each).items()
+    }
+
+
+def accepted(lm: jl.LanguageModel, drafter: Drafter, each: int, count: int) -> JsonObject:
+    """Return tokens a pass of the head and of n-grams, ``count`` drafted, and equal answers.
+
+    All prompts are rows of one call, greedy and at temperature 0.8.
+    """
+    kinds = texts_of(lm, each)
+    rows = [row for _ in TEMPERATURES for rows in kinds.values() for row in rows]
+    settings = [Sampling(temperature=t) for t in TEMPERATURES for _ in range(3 * each)]
+    answered = functools.partial(lm.generate, rows, NEW, settings, list(range(len(rows))))
+    plain, report = answered(), dict[str, Any]()
+    for name, source in (("head", drafter), ("ngram", "ngram")):
+        found = answered(draft=source, draft_tokens=count)
+        for at, (temperature, kind) in enumerate(itertools.product(TEMPERATURES, kinds)):
+            part = slice(at * each, (at + 1) * each)
+            pairs = list(zip(found[part], plain[part], strict=True))
+            passes = sum(len(one.tokens) - 1 - one.accepted for one, _ in pairs)
+            report[f"{name}, {kind}, {temperature}"] = {
+                "tokens_a_pass": sum(len(one.tokens) - 1 for one, _ in pairs) / max(passes, 1),
+                "drafted": count,
+                "equal": sum(one.tokens == other.tokens for one, other in pairs),
+                "equal_bits": sum(one.logprobs == other.logprobs for one, other in pairs),
+                "answers": each,
+            }
+            print(
+                f"{name}, {kind}, {temperature}",
+                report[f"{name}, {kind}, {temperature}"],
+                flush=True,
+            )
+    return report
+
+
+def speeds(
+    lm: jl.LanguageModel, drafter: Drafter, wanted: list[str], until: float, after: Path | None
+) -> JsonObject:
+    """Return greedy tokens/s and ms a pass of ROWS:DRAFT:TOKENS, without prefills and stops.
+
+    until: no further program is compiled then. after: a file to wait for before times are taken.
+    """
+    kinds, report = texts_of(lm, 64), dict[str, Any]()
+    dtype, chunk = lm.executor.cache_options(lm.config, None, None, lm.dtype)
+    stops, room = jnp.full((1,), -1, jnp.int32), NEW + 16  # every row has all its tokens
+
+    def run(name: str, rows: list[list[int]]) -> np.ndarray:
+        """Return (tokens, seconds, passes of a row)."""
+        count, draft_name, tokens = name.split(":")
+        source = {"plain": None, "head": drafter, "ngram": "ngram"}[draft_name]
+        greedy = SamplingParams.stack([Sampling()] * int(count), lm.config.vocab_size)
+        rest = greedy, stops, WIDTH + room, room, NEW, dtype, chunk
+        call = Call(*pad_rows(rows, WIDTH), *rest, drafting=lm.drafting(source, int(tokens)))
+        running = lm.executor.begin(lm.config, lm.params, call)
+        jax.block_until_ready(running.report)
+        found, seconds = timed(running.advance, NEW)
+        written, right = found.counts.sum() - len(rows), found.drafts[1].sum()
+        return np.array([written, seconds, (written - right) / len(rows)])
+
+    ready = []
+    for name in wanted:
+        if time.monotonic() < until:
+            run(name, kinds["text"][: int(name.split(":")[0])])
+            ready.append(name)
+            print(f"{name} is compiled", flush=True)
+    while after is not None and not after.exists():
+        time.sleep(0.2)
+    for name, (kind, rows) in itertools.product(ready, kinds.items()):
+        batch = int(name.split(":")[0])
+        parts = [rows[begin : begin + batch] for begin in range(0, min(6 * batch, 64), batch)]
+        tokens, seconds, passes = np.sum([run(name, part) for part in parts * (batch // 64 + 1)], 0)
+        report[f"{name} {kind}"] = {
+            "tokens_per_second": tokens / seconds,
+            "ms_a_pass": 1e3 * seconds / passes,
+            "tokens_a_pass": tokens / passes / batch,
+        }
+        print(name, kind, report[f"{name} {kind}"], flush=True)
+    return report
+
+
+def measure(args: argparse.Namespace, began: float) -> None:
+    """Print and write the parts that were asked for."""
+    report = dict[str, Any](device=jax.devices()[0].device_kind, jax=jax.__version__)
+    for part in args.parts:
+        lm = jl.load(args.model, args.dtype, deterministic=part == "deterministic")
+        drafter = jl.load_drafter(args.drafter, lm.dtype, args.quantize)
+        if part == "speed":
+            report[part] = speeds(lm, drafter, args.speeds, began + args.seconds, args.after)
+        else:
+            report[part] = accepted(lm, drafter, args.each, args.drafted)
+        print(f"{time.monotonic() - began:6.1f} s  {part}", flush=True)
+        args.out.write_text(json.dumps(report, indent=1), encoding="utf-8")
+
+
 def main() -> None:
     began = time.monotonic()
     words = argparse.ArgumentParser(description="Prompts, training and gain of a drafter.")
@@ -312,9 +430,24 @@ def main() -> None:
     job.add_argument("--out", type=Path, required=True)
     job.add_argument("--seconds", type=float, default=440.0)
     job.add_argument("--count", type=int, default=30000, help="prompts at most")
+    job = jobs.add_parser("measure")
+    job.add_argument("drafter", type=Path)
+    job.add_argument("--out", type=Path, required=True)
+    job.add_argument("--model", default="smollm2-135m")
+    job.add_argument("--dtype", default=None)
+    job.add_argument("--quantize", default=None, help="scheme of the head")
+    job.add_argument("--each", type=int, default=100, help="prompts of a kind")
+    job.add_argument("--drafted", type=int, default=7)
+    job.add_argument("--seconds", type=float, default=600.0, help="to compile")
+    job.add_argument("--after", type=Path, default=None, help="a file to wait for")
+    job.add_argument("--speeds", nargs="+", default=SPEEDS, metavar="ROWS:DRAFT:TOKENS")
+    job.add_argument("--parts", nargs="+", default=["plain", "deterministic", "speed"])
     args = words.parse_args()
     print(jax.__version__, jax.devices()[0].device_kind, flush=True)
-    in_time(args.config, args.out, args.seconds, began, args.count)
+    if args.job == "measure":
+        measure(args, began)
+    else:
+        in_time(args.config, args.out, args.seconds, began, args.count)
 
 
 if __name__ == "__main__":
