@@ -50,7 +50,7 @@ from jaxllama.model.records import Hidden
 from jaxllama.parallel.mesh import mesh_of
 from jaxllama.typing import Params, Tree
 
-_Carry = tuple[jax.Array, jax.Array, Cache, History | None]  # tokens drafted, tokens, cache
+_Carry = tuple[jax.Array, Hidden, Cache, History | None]  # of a chain, tokens first
 MOST = 15  # drafted tokens of a pass
 ADAPTIVE = 7  # most drafted tokens of a row that adapts
 FEW = 3  # most drafted tokens after a match that is short
@@ -107,6 +107,47 @@ class DraftContext(NamedTuple):
     history: History | None
     draw: Callable[..., jax.Array] = next_token
     table: jax.Array | None = None
+
+    @property
+    def none(self) -> jax.Array:
+        """Proposals without a token, int32 ``[B, most]``."""
+        return jnp.zeros((self.size.shape[0], self.most), jnp.int32)
+
+
+def chain(
+    length: int | jax.Array,
+    ask: DraftContext,
+    hidden: Hidden,
+    cache: Cache,
+    scores: Callable[[Hidden], HeadScores],
+    forward: Callable[[jax.Array, Hidden, jax.Array, Cache], tuple[Hidden, Cache]],
+) -> tuple[jax.Array, Cache]:
+    """Sample ``length`` tokens of each row, each from the state after the one before.
+
+    length: an int needs no loop, which costs kernels on a GPU; an array has one body to compile.
+    hidden: ``[B, D]``: states for the first token.
+    forward: reads tokens ``[B, 1]`` with the states ``[B, 1, D]`` before them, in the rows that
+        want more; returns (their states, the cache).
+    Returns (proposals ``[B, most]``, the cache with what ``forward`` added).
+    """
+
+    def sampled(index: int | jax.Array, carry: _Carry) -> _Carry:
+        tokens, hidden, cache, history = carry
+        token = ask.draw(scores(hidden), ask.sampling, ask.size + index, history)
+        tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], index, axis=1)
+        return tokens, hidden, cache, None if history is None else history.add(token)
+
+    def one_more(index: jax.Array, carry: _Carry) -> _Carry:
+        tokens, hidden, cache, history = carry
+        newest = lax.dynamic_slice_in_dim(tokens, index - 1, 1, axis=1)
+        goes_on = (index < ask.wanted).astype(jnp.int32)
+        read, cache = forward(newest, hidden.reshaped(-1, 1), goes_on, cache)
+        return sampled(index, (tokens, read[:, 0], cache, history))
+
+    first = sampled(0, (ask.none, hidden, cache, ask.history))
+    is_known = isinstance(length, int)
+    tokens, _, cache, _ = lax.fori_loop(1, length, one_more, first, unroll=is_known or None)
+    return tokens, cache
 
 
 class Pace(NamedTuple):
@@ -313,42 +354,27 @@ class ModelDraft:
 
     def propose(self, params: Params, kept: Cache, ask: DraftContext) -> Drafted:
         """Draft ``ask.wanted`` tokens for each row; if no row wants any, the model does not run."""
-        none = jnp.zeros((ask.size.shape[0], ask.most), jnp.int32)
         cache = kept if ask.table is None else dataclasses.replace(kept, table=ask.table)
         # A loop of at most one iteration, because lax.cond would copy the cache.
         tokens, cache, _ = lax.while_loop(
             lambda carry: carry[2],
-            lambda carry: (*self._proposed(params, carry[0], carry[1], ask), jnp.bool_(False)),
-            (none, cache, jnp.any(ask.wanted > 0)),
+            lambda carry: (*self._proposed(params, carry[1], ask), jnp.bool_(False)),
+            (ask.none, cache, jnp.any(ask.wanted > 0)),
         )
         return Drafted(tokens, ask.wanted, dataclasses.replace(cache, table=kept.table))
 
-    def _proposed(
-        self, params: Params, none: jax.Array, kept: Cache, ask: DraftContext
-    ) -> tuple[jax.Array, Cache]:
+    def _proposed(self, params: Params, kept: Cache, ask: DraftContext) -> tuple[jax.Array, Cache]:
         kept, hidden = self._read(params, kept, ask)
-        most = jnp.max(ask.wanted)
-
-        def drafted(
-            tokens: jax.Array, index: jax.Array, hidden: Hidden, history: History | None
-        ) -> tuple[jax.Array, History | None]:
-            scores = HeadScores(decoder.logits(self.cfg, params, hidden), self.vocab_size)
-            token = ask.draw(scores, ask.sampling, ask.size + index, history)
-            tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], index, axis=1)
-            return tokens, None if history is None else history.add(token)
-
-        def one_more(carry: _Carry) -> _Carry:
-            index, tokens, cache, history = carry
-            newest = lax.dynamic_index_in_dim(tokens, index - 1, 1)
-            goes_on = (index < ask.wanted).astype(jnp.int32)
-            newest = self._known(newest)
-            hidden, cache = decoder.forward(self.cfg, params, newest, goes_on, cache, sparse=True)
-            tokens, history = drafted(tokens, index, hidden[:, 0], history)
-            return index + 1, tokens, cache, history
-
-        tokens, history = drafted(none, jnp.int32(0), hidden, ask.history)
-        carry = jnp.int32(1), tokens, kept, history
-        _, tokens, after, _ = lax.while_loop(lambda carry: carry[0] < most, one_more, carry)
+        tokens, after = chain(
+            jnp.max(ask.wanted),
+            ask,
+            hidden,
+            kept,
+            lambda hidden: HeadScores(decoder.logits(self.cfg, params, hidden), self.vocab_size),
+            lambda tokens, _, lengths, cache: decoder.forward(
+                self.cfg, params, self._known(tokens), lengths, cache, sparse=True
+            ),
+        )
         # Keys and values past the length are never read.  A recurrent state must be the old one.
         layers = tuple(
             new if isinstance(new, KVCache) else old

@@ -37,8 +37,8 @@ class Gain:
 
     def next(self) -> int:
         """Return DRAFT, WAIT or OFF for the next call."""
-        if self._calls >= AGAIN:
-            self.__init__(self._waits)
+        if self._calls and self._calls % AGAIN == 0:
+            self._rates = {DRAFT: [], WAIT: []}
         self._calls += 1
         if self.is_known:
             return DRAFT if self.ratio >= LEAST else OFF

@@ -6,19 +6,27 @@ no row drafts: its cache is always as long as the model's.  Between passes a row
 state, from which its next draft begins.
 
 Reading costs one layer a pass.  A proposal of k tokens costs k heads and k - 1 layers.  A chain of
-tokens is compiled for few lengths, each without a loop, which costs kernels on a GPU.
+tokens is compiled for few lengths, each without a loop.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllama.decoding.drafts import FEW, DraftContext, Drafted, PromptPart, SlotDrafts
+from jaxllama.decoding.drafts import (
+    FEW,
+    DraftContext,
+    Drafted,
+    PromptPart,
+    SlotDrafts,
+    chain,
+)
 from jaxllama.decoding.loop import in_width
 from jaxllama.decoding.rows import Rows
 from jaxllama.decoding.turn import Inputs, Pass
@@ -168,32 +176,18 @@ class HeadDraft:
 
     def propose(self, params: Params, kept: HeadState, ask: DraftContext) -> Drafted:
         """Draft ``ask.wanted`` tokens for each row; if no row wants any, the head does not run."""
-        wanted = jnp.where(kept.is_known, ask.wanted, 0)
-
-        def chain(length: int, carry: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
-            (_, cache), hidden, history = carry, kept.last, ask.history
-            tokens = list[jax.Array]()
-            for index in range(length):
-                if index:
-                    newest, before = tokens[-1][:, None], hidden.reshaped(-1, 1)
-                    goes_on = (index < wanted).astype(jnp.int32)
-                    read, cache = self.head.forward(
-                        params, newest, before, goes_on, cache, is_own=True
-                    )
-                    hidden = read[:, 0]
-                scores = self.head.scores(params, hidden)
-                token = ask.draw(scores, ask.sampling, ask.size + index, history)
-                history = None if history is None else history.add(token)
-                tokens.append(token)
-            drafted = jnp.stack(tokens, axis=1)
-            return jnp.pad(drafted, ((0, 0), (0, ask.most - length))), cache
-
-        none = jnp.zeros((ask.size.shape[0], ask.most), jnp.int32)
-        lengths = tuple(sorted({min(FEW, ask.most), ask.most}))
-        tokens, cache = in_width(lengths, jnp.max(wanted), chain, (none, kept.cache))
+        ask = ask._replace(wanted=jnp.where(kept.is_known, ask.wanted, 0))
+        scores = functools.partial(self.head.scores, params)
+        forward = functools.partial(self.head.forward, params, is_own=True)
+        tokens, cache = in_width(
+            tuple(sorted({min(FEW, ask.most), ask.most})),
+            jnp.max(ask.wanted),
+            lambda length, carry: chain(length, ask, kept.last, carry[1], scores, forward),
+            (ask.none, kept.cache),
+        )
         # Entries past the length are never read.
         cache = Cache(cache.layers, kept.cache.lengths, kept.cache.table)
-        return Drafted(tokens, wanted, dataclasses.replace(kept, cache=cache))
+        return Drafted(tokens, ask.wanted, dataclasses.replace(kept, cache=cache))
 
 
 def _apart(hidden: Hidden) -> Hidden:
