@@ -22,7 +22,6 @@ which compile together.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import logging
