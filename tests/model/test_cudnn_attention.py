@@ -98,7 +98,7 @@ def test_extend_parts(monkeypatch, dtype):
     so the exponents of the weights, are rounded at 2e-6 in float32."""
     pretend_a_gpu(monkeypatch)
     qkv, layer, past, n_past = case(dtype, jnp.float32)
-    got = jax.jit(cudnn_attention.extend)(*qkv, layer.k, layer.v, n_past)
+    got = jax.jit(cudnn_attention.extend)(*qkv, (layer.k, layer.v), n_past)
     assert relative_error(got, expected(*qkv, past, n_past)) < 1e-5
 
 
@@ -119,11 +119,11 @@ def test_extend_parts_through_a_window(monkeypatch, dtype, window):
     pretend_a_gpu(monkeypatch)
     qkv, layer, past, n_past = case(dtype, jnp.float32)
     extend = jax.jit(cudnn_attention.extend, static_argnames="window")
-    got = extend(*qkv, layer.k, layer.v, n_past, window=window)
+    got = extend(*qkv, (layer.k, layer.v), n_past, window=window)
     assert relative_error(got, expected(*qkv, past, n_past, window=window)) < 1e-5
     if window < 700:
         pools, table = in_pages(layer, n_past)
-        paged = extend(*qkv, pools.k, pools.v, n_past, table, window=window)
+        paged = extend(*qkv, (pools.k, pools.v), n_past, table, window=window)
         assert np.array_equal(got, paged)
 
 
@@ -211,7 +211,7 @@ def test_extend_values(monkeypatch, dtype, past_tokens):
     part: 1e-2 of the largest value."""
     monkeypatch.setattr(cudnn_attention, "PAST_TOKENS", past_tokens)
     qkv, layer, past, n_past = case(dtype, jnp.bfloat16)
-    got = jax.jit(cudnn_attention.extend)(*qkv, layer.k, layer.v, n_past)
+    got = jax.jit(cudnn_attention.extend)(*qkv, (layer.k, layer.v), n_past)
     assert np.isfinite(np.asarray(got, np.float32)).all()
     assert relative_error(got, expected(*qkv, past, n_past)) < 1e-2
 
@@ -224,7 +224,7 @@ def test_extend_values_through_a_window(monkeypatch, dtype, window):
     monkeypatch.setattr(cudnn_attention, "PAST_TOKENS", 512)
     qkv, layer, past, n_past = case(dtype, jnp.bfloat16)
     extend = jax.jit(cudnn_attention.extend, static_argnames="window")
-    got = extend(*qkv, layer.k, layer.v, n_past, window=window)
+    got = extend(*qkv, (layer.k, layer.v), n_past, window=window)
     assert np.isfinite(np.asarray(got, np.float32)).all()
     assert relative_error(got, expected(*qkv, past, n_past, window=window)) < 1e-2
 
