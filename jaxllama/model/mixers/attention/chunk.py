@@ -42,9 +42,9 @@ def has_cudnn(
 ) -> bool:
     """Return whether cuDNN's fused attention takes these heads on this machine.
 
-    It takes 16-bit heads of up to 128 features, in eights, and from Hopper on of up to 256.  There
-    values may have fewer than keys, as in latent attention.  v: None is as wide as q.  AMD's GPUs,
-    which jax calls "gpu" too, have no compute capability in numbers.
+    It takes 16-bit heads of up to 128 features, in eights, and on Hopper of up to 256.  From there
+    on values may have fewer than keys, as in latent attention.  v: None is as wide as q.  AMD's
+    GPUs, which jax calls "gpu" too, have no compute capability in numbers.
     """
     is_half = q.dtype in (jnp.bfloat16, jnp.float16)
     capability = str(getattr(device_of(q), "compute_capability", ""))
@@ -52,7 +52,7 @@ def has_cudnn(
     if not is_cuda or not is_half or q.shape[-1] % 8:
         return False
     if v is None or v.shape[-1] == q.shape[-1]:
-        return q.shape[-1] <= (256 if float(capability) >= 9 else 128)
+        return q.shape[-1] <= (256 if capability.startswith("9.") else 128)
     return v.shape[-1] <= 128 and v.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and has_two_widths()
 
 

@@ -116,10 +116,13 @@ def has_two_widths() -> bool:
 
 
 def _reads_segments(q: jax.Array, begins: jax.Array) -> bool:
-    """Whether each segment is read alone; cuDNN's packed layout needs Hopper."""
+    """Whether each segment is read alone; cuDNN's packed layout needs Hopper.
+
+    With more than 128 features its derivatives are wrong, NaN among them (cuDNN 9.14).
+    """
     # The backward pass has an array of q's shape for each of the M segments, however short.
     work = 8 * begins.shape[1] * q.size
-    is_small = begins.shape[1] <= MOST_SEGMENTS and work <= MOST_WORK
+    is_small = begins.shape[1] <= MOST_SEGMENTS and work <= MOST_WORK and q.shape[-1] <= 128
     return is_small and str(getattr(device_of(q), "compute_capability", "")).startswith("9.")
 
 
