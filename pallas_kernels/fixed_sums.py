@@ -41,6 +41,7 @@ _TERMS = 16
 
 barrier = lax.optimization_barrier
 Rows = TypeVar("Rows")
+Results = TypeVar("Results")
 _fixed: contextvars.ContextVar[bool] = contextvars.ContextVar("_", default=False)
 
 
@@ -90,19 +91,20 @@ def ordered_sums(x: jax.Array, axis: int = -1) -> jax.Array:
     axis %= x.ndim
     # Where x is a product, a fusion would round it and a first sum as one, or not.
     x = jnp.maximum(x, jnp.finfo(x.dtype).min)
-    while x.shape[axis] > 1:
-        width = -(-x.shape[axis] // _TERMS)
-        rest = width * _TERMS - x.shape[axis]
+    while (size := x.shape[axis]) > 1:
+        terms = min(size, _TERMS)
+        rest = -size % terms
         x = jnp.pad(x, [(0, rest if at == axis else 0) for at in range(x.ndim)])
-        x = functools.reduce(operator.add, jnp.split(x, _TERMS, axis))
+        x = functools.reduce(operator.add, jnp.split(x, terms, axis))
     return x
 
 
-def by_blocks(product: Callable[[Rows], jax.Array], x: Rows, axes: int = 1) -> jax.Array:
+def by_blocks(product: Callable[[Rows], Results], x: Rows, axes: int = 1) -> Results:
     """Return ``product(x)``, where the sums are fixed block by block, the last one padded.
 
     x: a pytree of arrays whose first ``axes`` axes are the rows, and of scalars, which all blocks
-    read. With several axes a block's arrays keep them: all but the first have size 1.
+    read. With several axes a block's arrays keep them: all but the first have size 1. The result
+    is a pytree of arrays with these axes.
     """
     if not _fixed.get():
         return product(x)
@@ -116,7 +118,7 @@ def by_blocks(product: Callable[[Rows], jax.Array], x: Rows, axes: int = 1) -> j
         padding = [(0, count * size - rows), *[(0, 0)] * len(inner)]
         return jnp.pad(leaf.reshape(rows, *inner), padding).reshape(count, size, *ones, *inner)
 
-    def one(block: list[jax.Array]) -> jax.Array:
+    def one(block: list[jax.Array]) -> Results:
         parts = iter(block)
         return product(tree.unflatten([next(parts) if leaf.ndim else leaf for leaf in leaves]))
 
@@ -125,5 +127,9 @@ def by_blocks(product: Callable[[Rows], jax.Array], x: Rows, axes: int = 1) -> j
     alone = lambda block: barrier(one(barrier(block)))  # noqa: E731
     # A CUDA graph has no loop that stacks results, so one block is no loop.
     out = alone([leaf[0] for leaf in blocks]) if count == 1 else lax.map(alone, blocks)
-    inner = out.shape[axes + (count > 1) :]
-    return out.reshape(count * size, *inner)[:rows].reshape(*lead, *inner)
+
+    def rows_of(leaf: jax.Array) -> jax.Array:
+        inner = leaf.shape[axes + (count > 1) :]
+        return leaf.reshape(count * size, *inner)[:rows].reshape(*lead, *inner)
+
+    return jax.tree.map(rows_of, out)
