@@ -6,8 +6,8 @@ Two rules hold within.  Planners plan every call for ``block_rows()`` rows (``pl
 weight has one plan: one tile of K and one order of sums.  XLA may choose another algorithm for
 another number of rows, so it computes products in blocks of that many rows (``by_blocks``).  The
 choice is made while a function is traced, so a jit needs the flag among its static arguments.
-XLA's attention divides keys by their positions.  Samplers add a row's exponentials in one order. On
-a CPU norms and recurrences do so with their terms.
+XLA's attention divides keys by their positions.  Samplers, norms and recurrences add a row's terms
+in one order.
 
 Left out: attention of a prompt's first piece and cuDNN's, whose shapes follow the call, and the
 mass of top-p, whose rounding decides about one token at its edge.
@@ -76,14 +76,11 @@ def planned_capacity(tokens: int) -> int:
 
 
 def row_sums(x: jax.Array, axis: int = -1) -> jax.Array:
-    """Return the sums over an axis, which is kept, in the order of ``ordered_sums`` on a CPU.
+    """Return the sums over an axis, which is kept, in the order of ``ordered_sums`` if fixed.
 
-    XLA divides a CPU's reduction among threads by the number of rows, and otherwise in a loop. A
-    GPU's sum of a row depends on its length alone.
+    XLA divides a reduction among threads by the number of rows, on a CPU and on a GPU.
     """
-    if _fixed.get() and block_rows() == _ROWS[True]:
-        return ordered_sums(x, axis)
-    return jnp.sum(x, axis=axis, keepdims=True)
+    return ordered_sums(x, axis) if _fixed.get() else jnp.sum(x, axis=axis, keepdims=True)
 
 
 def ordered_sums(x: jax.Array, axis: int = -1) -> jax.Array:
