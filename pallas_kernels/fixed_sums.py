@@ -22,7 +22,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Generator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ _CAPACITY = 2048
 _TERMS = 16
 
 barrier = lax.optimization_barrier
-Rows = TypeVar("Rows")
+Tree = Any
 Results = TypeVar("Results")
 _fixed: contextvars.ContextVar[bool] = contextvars.ContextVar("_", default=False)
 
@@ -96,15 +96,18 @@ def ordered_sums(x: jax.Array, axis: int = -1) -> jax.Array:
     return x
 
 
-def by_blocks(product: Callable[[Rows], Results], x: Rows, axes: int = 1) -> Results:
-    """Return ``product(x)``, where the sums are fixed block by block, the last one padded.
+def by_blocks(
+    product: Callable[..., Results], x: Tree, *weights: Tree | None, axes: int = 1
+) -> Results:
+    """Return ``product(x, *weights)``, if the sums are fixed block by block, the last one padded.
 
     x: a pytree of arrays whose first ``axes`` axes are the rows, and of scalars, which all blocks
     read. With several axes a block's arrays keep them: all but the first have size 1. The result
-    is a pytree of arrays with these axes.
+    is a pytree of arrays with these axes. weights: pytrees that all blocks read. XLA makes one
+    product of those with the same rows or the same weight, unless it is given here.
     """
     if not _fixed.get():
-        return product(x)
+        return product(x, *weights)
     leaves, tree = jax.tree.flatten(x)
     lead = next(leaf.shape[:axes] for leaf in leaves if leaf.ndim)
     rows, size, ones = math.prod(lead), block_rows(), (1,) * (axes - 1)
@@ -115,13 +118,14 @@ def by_blocks(product: Callable[[Rows], Results], x: Rows, axes: int = 1) -> Res
         padding = [(0, count * size - rows), *[(0, 0)] * len(inner)]
         return jnp.pad(leaf.reshape(rows, *inner), padding).reshape(count, size, *ones, *inner)
 
-    def one(block: list[jax.Array]) -> Results:
+    def one(block: list[jax.Array], weights: tuple[Tree, ...]) -> Results:
         parts = iter(block)
-        return product(tree.unflatten([next(parts) if leaf.ndim else leaf for leaf in leaves]))
+        whole = tree.unflatten([next(parts) if leaf.ndim else leaf for leaf in leaves])
+        return product(whole, *weights)
 
     blocks = [blocks_of(leaf) for leaf in leaves if leaf.ndim]
     # XLA chooses an algorithm for a product with all that it fuses, so nothing else may be part.
-    alone = lambda block: barrier(one(barrier(block)))  # noqa: E731
+    alone = lambda block: barrier(one(*barrier((block, weights))))  # noqa: E731
     # A CUDA graph has no loop that stacks results, so one block is no loop.
     out = alone([leaf[0] for leaf in blocks]) if count == 1 else lax.map(alone, blocks)
 

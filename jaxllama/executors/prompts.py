@@ -29,7 +29,6 @@ from jaxllama.model.cache import Cache, LayerState
 from jaxllama.model.lora import ROWS, for_rows
 from jaxllama.model.records import Hidden
 from jaxllama.typing import Params, Tree
-from pallas_kernels.fixed_sums import barrier
 
 
 class PromptBatch(NamedTuple):
@@ -75,9 +74,6 @@ def _prefill_alone(
         ) -> tuple[Cache, HeadState | None]:
             cache, state = states
             piece = lax.dynamic_slice_in_dim(tokens, first, width, axis=1)
-            # XLA multiplies a weight at once by all that is known, which are other sums. So the
-            # first layer of a piece waits for the piece before.
-            piece, cache = barrier((piece, cache))
             n_new = jnp.clip(length - 1 - first, 0, width)
             hidden, after = decoder.forward(
                 cfg, row_params, piece, n_new, cache, length, fresh=fresh

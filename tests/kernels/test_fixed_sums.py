@@ -224,7 +224,7 @@ def test_xla_multiplies_blocks_of_rows():
     assert {size[0] for size in seen} == {32}
     np.testing.assert_array_equal(y, 2 * x @ scale.T)
     np.testing.assert_array_equal(one, x[:3, 0] @ scale.T)
-    assert fixed_sums.by_blocks(lambda x: x, x, 2) is x
+    assert fixed_sums.by_blocks(lambda x: x, x, axes=2) is x
 
 
 @pytest.mark.parametrize("width", [8, 32, 576])

@@ -61,8 +61,10 @@ def router_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None
 
     def one_product(x: jax.Array, weight: jax.Array) -> jax.Array:
         contracted = ((1,), (1,)), ((), ())
-        product = lambda x: lax.dot_general(x, weight, contracted, lax.Precision.HIGHEST)  # noqa: E731
-        return by_blocks(product, x)
+        product = functools.partial(
+            lax.dot_general, dimension_numbers=contracted, precision=lax.Precision.HIGHEST
+        )
+        return by_blocks(product, x, weight)
 
     def as_expert(x: jax.Array, weight: jax.Array) -> jax.Array:
         # In one product of all rows, the rounding of a row would depend on the number of rows.
