@@ -267,15 +267,16 @@ class EngineOptions:
             tokens = max(min(tokens, most) if on_cpu else tokens, parts * row_pages * page)
         narrowest = _widths(piece)[0]
         slots = self.max_slots // parts
-        rows = min(chunk // narrowest, slots) if on_cpu else max(slots // 32, 1)
-        rows = 1 if self.deterministic else rows
+        many = min(chunk // narrowest, slots) if on_cpu else max(slots // 32, 1)
         if self.token_budget is not None:
-            rows = min(rows, max(self.token_budget // narrowest, 1))
+            many = min(many, max(self.token_budget // narrowest, 1))
+        many = self.prefill_rows or many
+        rows = 1 if self.deterministic and self.prefill_rows is None else many
         call = max(chunk, piece)
         if not on_cpu or self.prefill_rows is not None:
-            rows = self.prefill_rows or rows
-            call = max(width * _rows(rows, width, PREFILL_TOKENS) for width in _widths(piece))
-            call = max(call, chunk)
+            # A deterministic engine reads as many tokens, prompt by prompt.
+            tokens_of = (width * _rows(many, width, PREFILL_TOKENS) for width in _widths(chunk))
+            call = max(call, *tokens_of)
         calls = 1 if on_cpu or self.deterministic or slots < TWO_CALLS else 2
         prefix_cache = self.prefix_cache and not is_dynamic
         if self.has_tiers and not prefix_cache:
