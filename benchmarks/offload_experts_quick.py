@@ -36,7 +36,6 @@ from jaxllama.executors.offloaded import experts as placed
 from jaxllama.executors.offloaded.executor import offloaded
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import enable_compilation_cache
-from jaxllama.offload import experts as places
 from jaxllama.offload.policy import Policy
 from jaxllama.planner.trial import random_run, timed_step
 from pallas_kernels.cpu import unavailable
@@ -105,7 +104,6 @@ def main() -> None:
     args = parser.parse_args()
     begin = time.perf_counter()
     enable_compilation_cache()
-    places.RUN_ON = "cpu", "gpu"
     cfg = load_config("gpt-oss-120b").replace(eos_token_ids=())
     assert cfg.experts is not None
     lengths, chunk = (512, 8192), 8192

@@ -42,8 +42,6 @@ from pallas_kernels.rounding import NIBBLES
 
 ALIGN = 64  # bytes: XLA's CPU client reads arrays in place from such addresses
 DECAY = 0.5 ** (1 / 64)  # of an expert's heat, a token
-# Platforms that have run slots that learn and experts that are sent ahead; others do neither.
-RUN_ON = ("cpu",)
 
 
 class PackedLeaf(NamedTuple):
@@ -94,7 +92,6 @@ class HotSlots(NamedTuple):
         slots = np.full(n_experts + 1, len(place.device), np.int32)
         slots[list(place.device)] = np.arange(len(place.device))
         heat = None
-        learns = learns and store.device.platform in RUN_ON
         if learns and 0 < len(place.device) < n_experts:
             shares = np.asarray(place.shares or (0.0,) * n_experts)
             heat = jax.device_put((shares / (1 - DECAY)).astype(np.float32), store.on_device)
