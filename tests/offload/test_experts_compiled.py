@@ -141,6 +141,8 @@ def test_layers_that_read_their_experts_compile_for_hopper(shape, rows, width):
     bound = loading + expert_program_bytes(whole, policy, rows * width, jnp.bfloat16)
     memory = found.memory_analysis()
     assert memory.temp_size_in_bytes <= bound
+    if rows * width == 1:  # the second layer's four experts lie where the first one's lay
+        assert memory.temp_size_in_bytes <= 6 * sum(layout.nbytes for layout in layouts)
     # The slots change where they are: no program copies them.
     assert memory.alias_size_in_bytes >= 2 * tree_bytes(hot.weights)
     copies = [line for line in found.as_text().splitlines() if " copy(" in line]
