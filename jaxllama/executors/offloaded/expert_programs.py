@@ -289,7 +289,7 @@ def fetched(
         stream, states[place], count, hot[place] = _fetched_layer(
             kind, mixes, leaves[place], hot[place], stream, states[place], where, count, sparse
         )
-        # Each layer is compiled as if alone, and what it has read is gone before the next one reads.
+        # Each layer is compiled as if alone. What it has read is gone before the next one reads.
         stream, hot[place] = lax.optimization_barrier((stream, hot[place]))
     return stream, states, count, hot
 

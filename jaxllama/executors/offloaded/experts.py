@@ -478,14 +478,15 @@ class _Cold:
 
         pieces: of loaded experts; None if the device reads them.
         """
-        cold, fan = self.n_experts - self.hot.held.experts.shape[0], routed.experts.shape[1]
-        width, parts = min(cold, GROUP if pieces else FETCHED), None
+        none, fan = routed.experts.size, routed.experts.shape[1]
+        cold = self.n_experts - self.hot.held.experts.shape[0]
+        width, parts = min(cold, none, GROUP if pieces else FETCHED), None
         empty = width - len(group)
         if pieces is not None:
             parts = tuple(zip(*pieces, *pieces[:1] * empty, strict=True))
         experts = np.asarray(group + [self.n_experts] * empty, np.int32)
         group_pairs = [self.pairs[expert] for expert in group]
-        pairs, none = np.concatenate(group_pairs), routed.experts.size
+        pairs = np.concatenate(group_pairs)
         count = min(PAIRS, none)
         while count < len(pairs):
             count = min(4 * count, none)
