@@ -283,10 +283,12 @@ class OffloadRun:
         None for other steps.
         """
         batches = [self.batches[index] for index in self.active_batches()]
-        if not self.is_small or len(batches) > 1 or self.cfg.taps or self.record is not NO_RECORD:
+        if not self.is_small or len(batches) > 1 or self.policy.cpu_attention or self.cfg.taps:
             return None
         [batch] = batches
-        if batch.drafted is not None or batch.adapters is not None or self.policy.cpu_attention:
+        if batch.drafted is not None or batch.adapters is not None:
+            return None
+        if self.alone is not None or self.record is not NO_RECORD:  # a layer is a program there
             return None
         tokens = batch.pieces[0].tokens.size
 
