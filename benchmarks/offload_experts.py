@@ -554,7 +554,7 @@ def main() -> None:
     cfg = load_config("gpt-oss-120b").replace(eos_token_ids=())
     assert cfg.experts is not None
     if args.small:
-        experts = dataclasses.replace(cfg.experts, d_ff=128, n_experts=32)
+        experts = dataclasses.replace(cfg.experts, d_ff=128, n_experts=64)
         cfg = cfg.first_layers(3).replace(
             d_model=128, n_heads=4, n_kv_heads=2, head_dim=32, vocab_size=1024, experts=experts
         )
