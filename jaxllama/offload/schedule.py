@@ -98,8 +98,7 @@ class Overlapped:
             if batch == batches[0]:
                 own_weights, self._weights = self._weights, None
                 assert own_weights is not None  # the last batch began to load them
-                # The units of the next step are known if they move.
-                if unit is not units[-1] or (work.moves["weights"] and not last):
+                if not (last and unit is units[-1]):
                     # Begun before its predecessor has arrived, so that the link is never idle.
                     after = units[(units.index(unit) + 1) % len(units)]
                     self._weights = self._load_weights(work, previous, after)

@@ -110,7 +110,7 @@ def test_gpt_oss_s_experts_compile_for_hopper(shape, tokens, pairs):
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (16, 1), (2, 64)])
-def test_layers_that_read_their_experts_compile_for_hopper(shape, rows, width):
+def test_a_layer_that_reads_its_experts_compiles_for_hopper(shape, rows, width):
     layer, layouts, parts, hot = layer_of(shape)
     ints = jnp.int32
 
@@ -124,16 +124,8 @@ def test_layers_that_read_their_experts_compile_for_hopper(shape, rows, width):
     flat = programs.FlatParts.of(parts)
     places = programs.Places(positions, shape(rows, dtype=ints), rope)
     stream, count = Stream(shape(rows, width, 2880)), shape(dtype=ints)
-    kind, two = programs.LayerKind(layer, layouts, flat.structure), [0, 1]
     found = programs.fetched.lower(
-        (kind,) * 2,
-        True,
-        [flat.leaves for _ in two],
-        [hot for _ in two],
-        stream,
-        [state for _ in two],
-        places,
-        count,
+        layer, True, layouts, *flat, hot, stream, state, places, count, False
     ).compile()
     policy = Policy.parse("100 0 100 0 100 0 experts=0/100")
     whole = load_config("gpt-oss-120b")
@@ -141,9 +133,7 @@ def test_layers_that_read_their_experts_compile_for_hopper(shape, rows, width):
     bound = loading + expert_program_bytes(whole, policy, rows * width, jnp.bfloat16)
     memory = found.memory_analysis()
     assert memory.temp_size_in_bytes <= bound
-    if rows * width == 1:  # the second layer's four experts lie where the first one's lay
-        assert memory.temp_size_in_bytes <= 6 * sum(layout.nbytes for layout in layouts)
     # The slots change where they are: no program copies them.
-    assert memory.alias_size_in_bytes >= 2 * tree_bytes(hot.weights)
+    assert memory.alias_size_in_bytes >= tree_bytes(hot.weights)
     copies = [line for line in found.as_text().splitlines() if " copy(" in line]
     assert not [line for line in copies if "[24," in line]

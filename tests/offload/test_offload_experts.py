@@ -16,10 +16,8 @@ from jaxllama.config import ExpertsConfig, ModelConfig
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Request
 from jaxllama.errors import JaxLlamaError
-from jaxllama.executors.offloaded import expert_programs as programs
 from jaxllama.executors.offloaded.experts import GROUP, divided, streams
 from jaxllama.language_model import LanguageModel
-from jaxllama.offload import units
 from jaxllama.offload.expert_places import ExpertPlace, ExpertUse, places
 from jaxllama.offload.experts import HotExperts, HotSlots, kept, warmed
 from jaxllama.offload.policy import Policy
@@ -33,7 +31,6 @@ from tests.helpers.models import FAMILIES, params_of
 
 EXPERTS = ExpertsConfig(8, 2, 32, bias=True, router_bias=True, gate_limit=7.0)
 CFG = FAMILIES["gqa"].first_layers(1).replace(eos_token_ids=(), experts=EXPERTS)
-TWO = CFG.replace(n_layers=2, layer_types=("attention",) * 2)
 DEEP = FAMILIES["gqa"].replace(
     eos_token_ids=(),
     d_ff=64,
@@ -109,24 +106,11 @@ def test_every_placement_gives_the_resident_model_s_tokens(tmp_path, cfg, scheme
 READS = "100 0 100 0 100 0 experts="
 
 
-@pytest.fixture
-def reads(monkeypatch):
-    """Stores whose device reads pinned memory, as on a GPU; here the host reads for it."""
-    begin = Store.__init__
-
-    def reading(store, *args) -> None:
-        begin(store, *args)
-        store.fetches = True
-
-    monkeypatch.setattr(Store, "__init__", reading)
-
-
 @pytest.mark.parametrize(
     ("cfg", "policies"),
     [
-        (TWO, [f"{READS}25/75"]),
+        (CFG, [f"{READS}25/75"]),
         *slow(
-            (TWO, [f"{READS}25/75 gpu_batch_size=2 num_gpu_batches=2", f"{READS}100/0"]),
             (CFG, [f"{READS}25/75 cpu_expert=0.7", f"{READS}100/0"]),
             (CFG, [f"{READS}0/100 sep_layer=true"]),
             (CFG, [f"{READS}25/75 gpu_batch_size=2 num_gpu_batches=2"]),
@@ -134,7 +118,16 @@ def reads(monkeypatch):
         ),
     ],
 )
-def test_a_device_that_reads_pinned_memory_gives_the_same_tokens(reads, tmp_path, cfg, policies):
+def test_a_device_that_reads_pinned_memory_gives_the_same_tokens(
+    monkeypatch, tmp_path, cfg, policies
+):
+    begin = Store.__init__
+
+    def reading(store, *args) -> None:
+        begin(store, *args)
+        store.fetches = True  # as on a GPU; here the host reads for it
+
+    monkeypatch.setattr(Store, "__init__", reading)
     params = params_of(cfg)
     want = LanguageModel(cfg, params, None).generate(PROMPTS, NEW)
     for text in policies:
@@ -143,24 +136,6 @@ def test_a_device_that_reads_pinned_memory_gives_the_same_tokens(reads, tmp_path
             for one, other in zip(out, want, strict=True):
                 assert one.tokens == other.tokens, text
                 np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
-
-
-def test_layers_in_one_program_have_the_bits_of_layers_alone(reads, monkeypatch, tmp_path):
-    found, params, run = [], params_of(TWO), programs.fetched
-    for longest in (units.SPAN, 1):
-        calls: list[int] = []
-
-        def counted(kinds, *rest, calls=calls):
-            calls.append(len(kinds))
-            return run(kinds, *rest)
-
-        monkeypatch.setattr(units, "SPAN", longest)
-        monkeypatch.setattr(programs, "fetched", counted)
-        off = offloaded(TWO, params, f"{READS}25/75", tmp_path)
-        out = [off.generate(PROMPTS, NEW) for _ in range(2)]  # of two states of the slots
-        assert set(calls) == {min(longest, 2)}
-        found.append([(row.tokens, row.logprobs) for rows in out for row in rows])
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("chunk", [30, pytest.param(15, marks=pytest.mark.slow)])

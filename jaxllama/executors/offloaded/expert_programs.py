@@ -4,7 +4,7 @@
     y, hot, done = added_pairs(..., y, hot, group)  and of a group of loaded experts
     computed_pairs_of(...)                          pairs of experts that the CPU computes
     stream = with_mixture(..., y, computed)         and the CPU's pairs; the weighted sum
-    stream, states, count, hot = fetched(...)       whole layers; the device itself reads experts
+    stream, state, count, hot = fetched(...)        a whole layer; the device itself reads experts
 
 A pair is a token and one of its experts. Loaded experts that are chosen more than those on the
 device take their slots (``offload.experts``). Dispatching a program costs a GPU's host more than
@@ -253,59 +253,28 @@ def _with_mixture(
 with_mixture = jax.jit(_with_mixture, static_argnums=(0, 1))
 
 
-class LayerKind(NamedTuple):
-    """What is static of a layer with experts.
-
-    layouts: how the two products' weights of an expert lie in the host's memory.
-    structure: of ``FlatParts``.
-    """
-
-    layer: LayerConfig
-    layouts: tuple[ExpertLayout, ExpertLayout]
-    structure: TreeDef
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 8), donate_argnums=(3, 5, 7))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 10), donate_argnums=(5, 7, 9))
 def fetched(
-    kinds: tuple[LayerKind, ...],
+    layer: LayerConfig,
     mixes: bool,
-    leaves: list[list[jax.Array]],
-    hot: list[HotExperts],
-    stream: Stream,
-    states: list[LayerState | None],
-    where: Places,
-    count: jax.Array,
-    sparse: bool = False,
-) -> tuple[Stream, list[LayerState | None], jax.Array, list[HotExperts]]:
-    """Return (stream, states, count, hot) after layers whose device reads the experts it lacks.
-
-    mixes, leaves: as for ``_routed_layer``; leaves, hot, states: by layer.
-    where: positions ``[B, T]``, lengths ``[B]`` and RoPE tables of the tokens.
-    count: int32; the number of experts read in these layers is added to it.
-    sparse: whether the tokens read V sparsely.
-    """
-    hot, states = [*hot], [*states]
-    for place, kind in enumerate(kinds):
-        stream, states[place], count, hot[place] = _fetched_layer(
-            kind, mixes, leaves[place], hot[place], stream, states[place], where, count, sparse
-        )
-        # Each layer is compiled as if alone. What it has read is gone before the next one reads.
-        stream, hot[place] = lax.optimization_barrier((stream, hot[place]))
-    return stream, states, count, hot
-
-
-def _fetched_layer(
-    kind: LayerKind,
-    mixes: bool,
+    layouts: tuple[ExpertLayout, ExpertLayout],
+    structure: TreeDef,
     leaves: list[jax.Array],
     hot: HotExperts,
     stream: Stream,
     state: LayerState | None,
     where: Places,
     count: jax.Array,
-    sparse: bool,
+    sparse: bool = False,
 ) -> tuple[Stream, LayerState | None, jax.Array, HotExperts]:
-    layer, layouts, structure = kind
+    """Return (stream, state, count, hot) after a layer whose device reads the experts it lacks.
+
+    mixes, structure, leaves: as for ``_routed_layer``.
+    layouts: how the two products' weights of an expert lie in the host's memory.
+    where: positions ``[B, T]``, lengths ``[B]`` and RoPE tables of the tokens.
+    count: int32; the number of experts read in this layer is added to it.
+    sparse: whether the tokens read V sparsely.
+    """
     parts: MixtureParts = structure.unflatten(leaves)
     routed, y, state, held = _routed_layer(
         layer, mixes, structure, leaves, hot, stream, state, where, sparse

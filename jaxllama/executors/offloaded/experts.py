@@ -2,9 +2,8 @@
 
     work = ExpertWork(store, policy)
     stream, state = work.layer(layer, mixes, unit, weights, stream, state, at)
-    stream, states = work.span(layers, units, weights, stream, states, at)
 
-A GPU reads pinned host memory itself. Where the CPU computes nothing, layers are one program, whose
+A GPU reads pinned host memory itself. Where the CPU computes nothing, a layer is one program, whose
 kernels fetch the experts that the router has chosen, and the host waits for nothing. Otherwise:
 
     device   the first half, norm, router, the pairs of the experts that it holds: one program
@@ -28,7 +27,6 @@ Left out: a guess of the few experts that the next layer's router will choose.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import Mapping
@@ -44,7 +42,6 @@ from jaxllama.executors.offloaded.expert_programs import (
     ComputedPairs,
     FlatParts,
     HotExperts,
-    LayerKind,
     LoadedGroup,
     MixtureParts,
     Places,
@@ -202,15 +199,32 @@ class ExpertWork:
 
         mixes: whether the layer's first half is run, too.
         """
-        flat, cold = self._known(layer, unit, weights)
+        tree, flat, cold = self._flat.get(unit, (None, None, None))
+        if flat is None or cold is None or tree is not weights:
+            flat, cold = self._parts(layer, weights)
+            if self.policy.weights.device >= 100:  # others are gone after the layer
+                self._flat[unit] = weights, flat, cold
         tokens, known = stream.x.shape[0] * stream.x.shape[1], self._loaded.of(unit.layer)
         is_streamed = streams(layer, tokens) and not cold.lays_out
-        if not known and self.reads(layer, unit, weights, tokens, following.keeps):
-            stream, [state] = self.span(
-                [layer], [unit], [weights], stream, [state], where, sparse, mixes
-            )
-            return stream, state
+        sends = following.keeps or bool(known) or is_streamed
         with cold.lock:
+            if self._fetches(cold, sends):
+                if self.fetched is None:
+                    self.fetched = jax.device_put(np.int32(0), self.store.on_device)
+                stream, state, self.fetched, hot = programs.fetched(
+                    layer,
+                    mixes,
+                    cold.layouts,
+                    *flat,
+                    cold.hot,
+                    stream,
+                    state,
+                    where,
+                    self.fetched,
+                    sparse,
+                )
+                cold.hold(hot)
+                return stream, state
             routed, y, state, held = programs.routed_layer(
                 layer, mixes, *flat, cold.hot, stream, state, where, sparse
             )
@@ -226,63 +240,14 @@ class ExpertWork:
             y, computed = cold.added(self.tally, y, routed, chosen, unit, record, loads)
         return programs.with_mixture(layer, *flat, routed, y, computed), state
 
-    def reads(
-        self, layer: LayerConfig, unit: ModelUnit, weights: Tree, tokens: int, keeps: bool = False
-    ) -> bool:
+    def _fetches(self, cold: _Cold, sends: bool) -> bool:
         """Whether the device reads a layer's experts by itself: nothing else needs to know them.
 
-        keeps: as in ``Following``.
+        sends: the host sends them instead.
         """
         if self.counts_all:
             return False
-        _, cold = self._known(layer, unit, weights)
-        sends = keeps or (streams(layer, tokens) and not cold.lays_out)
         return cold.is_none or not (sends or cold.may_compute or cold.addresses[0] is None)
-
-    def span(
-        self,
-        layers: list[LayerConfig],
-        units: list[ModelUnit],
-        weights: list[Tree],
-        stream: Stream,
-        states: list[LayerState | None],
-        where: Places,
-        sparse: bool = False,
-        mixes: bool = True,
-    ) -> tuple[Stream, list[LayerState | None]]:
-        """Return the stream and the states after layers of which each ``reads``, in one program."""
-        found = [self._known(*own) for own in zip(layers, units, weights, strict=True)]
-        if self.fetched is None:
-            self.fetched = jax.device_put(np.int32(0), self.store.on_device)
-        kinds = tuple(
-            LayerKind(layer, cold.layouts, flat.structure)
-            for layer, (flat, cold) in zip(layers, found, strict=True)
-        )
-        with contextlib.ExitStack() as locks:
-            for _, cold in found:
-                locks.enter_context(cold.lock)
-            stream, states, self.fetched, hot = programs.fetched(
-                kinds,
-                mixes,
-                [flat.leaves for flat, _ in found],
-                [cold.hot for _, cold in found],
-                stream,
-                states,
-                where,
-                self.fetched,
-                sparse,
-            )
-            for (_, cold), own in zip(found, hot, strict=True):
-                cold.hold(own)
-        return stream, states
-
-    def _known(self, layer: LayerConfig, unit: ModelUnit, weights: Tree) -> tuple[FlatParts, _Cold]:
-        tree, flat, cold = self._flat.get(unit, (None, None, None))
-        if flat is None or cold is None or tree is not weights:
-            flat, cold = self._parts(layer, weights)
-            if self.policy.weights.device >= 100:  # others are gone after the layer
-                self._flat[unit] = weights, flat, cold
-        return flat, cold
 
     def _ahead(self, following: Following) -> Ahead | None:
         """Return the experts to send for the layer that follows: the hottest that have no slot."""
