@@ -122,12 +122,14 @@ def compiled_for(program: Jitted, mesh: Mesh | None, **jit: Any) -> Jitted:
 
 
 def compiled_here(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compile a lowered program in this thread, past jax's cache, so that it can be serialized.
+    """Compile a lowered program in this thread, so that it can be serialized.
 
     A CPU program that jax read from its cache loses functions when it is serialized again.
-    Therefore this program gets another key, by an option that equals XLA's default, and is not
+    Therefore a CPU's program gets another key, by an option that equals XLA's default, and is not
     stored there.
     """
+    if jax.default_backend() != "cpu":
+        return lowered.compile()
     with persistent_cache_min_compile_time_secs(1e9):
         return lowered.compile(compiler_options={"xla_embed_ir_in_executable": False})
 

@@ -2,6 +2,7 @@
 
     programs = KeptPrograms(facts)      facts of how the model is loaded; a thread reads the file
     programs.call(key, function, arguments, cfg, static)     the result of ``function``
+    programs.begin(key, function, arguments, cfg, static)    compiles for a later call, in a thread
     programs.wait()                     until the first calls' programs are ready
     folder, digest, read, keep          the files, which an engine's programs have too
     trim()                              returns the C library's free memory to the system
@@ -12,7 +13,7 @@ program is found by its arguments' shapes instead. ``load`` begins to read the f
 the weights. A program in memory takes 5 to 30 MB, so only the newest few are prepared then. A call
 prepares an older program when it needs it, and that program counts as the newest afterwards.
 
-Left out: GPUs, meshes, and models of few layers, whose tracing takes little time.
+Left out: meshes, and models of few layers, whose tracing takes little time.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import contextlib
 import ctypes
 import gc
 import hashlib
+import importlib
 import os
 import pickle
 import warnings
@@ -36,7 +38,7 @@ import numpy as np
 from jax.experimental import serialize_executable
 
 import pallas_kernels
-from jaxllama import compiler_options
+from jaxllama.compiler_options import compiled_here, for_device
 from jaxllama.config import ModelConfig
 from jaxllama.typing import Jitted, Tree
 from pallas_kernels import sealed
@@ -71,6 +73,7 @@ class KeptPrograms:
         self._made: dict[str, Future[jax.stages.Compiled]] = {}
         self._later: dict[str, Serialized] = {}  # serialized, for a call that asks
         self._pool = ThreadPoolExecutor(1, "jaxllama-kept")
+        self._compilers = ThreadPoolExecutor(thread_name_prefix="jaxllama-compile")
         self._index = self._pool.submit(self._read, facts)
 
     def call(
@@ -87,38 +90,57 @@ class KeptPrograms:
         key: its repr tells this program from all others of the model. It names the arguments'
             shapes and every static argument.
         """
-        before = () if cfg is None else (cfg,)
         if self._settings != _settings():  # the kept programs depend on other settings
+            before = () if cfg is None else (cfg,)
             return function(*before, *arguments, **static)
-        name = hashlib.sha256(repr((key, cfg)).encode()).hexdigest()
+        self.begin(key, function, arguments, cfg, static)
+        return self._made[_name(key, cfg)].result()(*arguments)
+
+    def begin(
+        self,
+        key: object,
+        function: Jitted,
+        arguments: tuple[Tree, ...] = (),
+        cfg: ModelConfig | None = None,
+        static: Mapping[str, object] = MappingProxyType({}),
+    ) -> Tree | None:
+        """Lower a program that is not there, and let a thread compile it for ``call``.
+
+        Takes the arguments of ``call``, or their shapes. Returns the shapes of the program's
+        result; None if the program is there already.
+        """
+        name = _name(key, cfg)
         self._index.result()
-        compiled = self._ready(name)
-        if compiled is None:
-            with collector_paused():
-                lowered = function.lower(*before, *arguments, **static)
-            compiled = _compiled(lowered)
-            del lowered
-            trim()
-            program = self._made[name] = Future()
-            program.set_result(compiled)
-            if self._path is not None:
-                self._pool.submit(self._serialize, name, compiled)
-        return compiled(*arguments)
+        if self._settings != _settings() or self._is_ready(name):
+            return None
+        before = () if cfg is None else (cfg,)
+        with collector_paused():
+            lowered = function.lower(*before, *arguments, **static)
+        self._made[name] = self._compilers.submit(self._compile, name, lowered)
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lowered.out_info
+        )
 
     def wait(self) -> None:
         """Return when the programs kept for the first calls are ready, or cannot be used."""
         self._index.result()
         wait(self._made.values())
 
-    def _ready(self, name: str) -> jax.stages.Compiled | None:
+    def _is_ready(self, name: str) -> bool:
+        """Return whether the program exists or is being prepared."""
         blob = self._later.pop(name, None)
         if blob is not None:
             self._made[name] = self._pool.submit(_loaded, blob)
             self._pool.submit(self._keep, name, blob)  # the next process prepares it early
         program = self._made.get(name)
-        if program is None or program.exception() is not None:
-            return None
-        return program.result()
+        return program is not None and program.exception() is None
+
+    def _compile(self, name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        compiled = compiled_here(lowered)
+        trim()
+        if self._path is not None:
+            self._pool.submit(self._serialize, name, compiled)
+        return compiled
 
     def _read(self, facts: object) -> None:
         """Read the programs' names and start to prepare the newest ones."""
@@ -128,6 +150,8 @@ class KeptPrograms:
         handlers, programs = _stored(self._path)
         for handler in handlers:
             jit.register(handler)
+        if programs and jax.default_backend() == "gpu":
+            tell_where_kernels_are()
         newest = list(reversed(programs.items()))
         for name, blob in newest[:EARLY]:
             self._made[name] = self._pool.submit(_loaded, blob)
@@ -172,9 +196,8 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Return a program that can be serialized."""
-    return compiler_options.compiled_here(lowered)
+def _name(key: object, cfg: ModelConfig | None) -> str:
+    return hashlib.sha256(repr((key, cfg)).encode()).hexdigest()
 
 
 def signature(tree: Tree) -> str:
@@ -203,9 +226,29 @@ def _path(facts: object) -> Path | None:
     The file's name is a hash of everything that determines the programs.
     """
     known = folder("models")
-    if known is None or jax.default_backend() != "cpu":
+    if known is None:
         return None
-    return known / f"model-{digest(jit.identity(), len(jax.devices()), facts)}.pickle"
+    devices = [device.device_kind for device in jax.devices()]
+    facts = backend_facts(), devices, facts
+    return known / f"model-{digest(facts)}.pickle"
+
+
+def backend_facts() -> tuple[object, ...]:
+    """Return what compiled programs depend on beside this code, jax, and the kinds of devices."""
+    if jax.default_backend() == "cpu":
+        return (jit.identity(),)
+    version = jax.local_devices()[0].client.platform_version
+    return version, for_device()
+
+
+def tell_where_kernels_are() -> None:
+    """Tell jaxlib where the runtime of Mosaic GPU is, with which programs link.
+
+    jax does so when it imports the module below. Lowering imports that module, but a process does
+    not lower kept programs.
+    """
+    with contextlib.suppress(ImportError):
+        importlib.import_module("jax.experimental.mosaic.gpu.core")
 
 
 def folder(name: str) -> Path | None:

@@ -487,8 +487,11 @@ class LanguageModel:
 
     @property
     def _kept(self) -> KeptCalls | None:
-        """Return the kept programs for the base model's rows on one device."""
+        """Return the kept programs for the base model's rows on the first device."""
         if self.programs is None or self.adapters or self.mesh is not None:
+            return None
+        leaf = next(iter(jax.tree.leaves(self.params)))
+        if isinstance(leaf, jax.Array) and leaf.devices() != {jax.local_devices()[0]}:
             return None
         return KeptCalls(self.programs, self._signature)
 

@@ -171,7 +171,7 @@ def load(
             raise JaxLlamaError(f"quantize = {short(quantize)}: expected text, such as 'w8a8'")
         parse(quantize)
     programs = None
-    if policy is None and mesh is None and jax.default_backend() == "cpu":
+    if policy is None and mesh is None:
         programs = KeptPrograms((str(whole), revision, dtype.name, quantize, random, exact, merge))
     if random and merge:
         raise JaxLlamaError("merge goes into a checkpoint's weights, and these are random")

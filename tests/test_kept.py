@@ -45,8 +45,8 @@ def test_what_one_process_compiled_the_next_one_reads(lm, tmp_path, monkeypatch)
     def never(lowered):
         raise AssertionError("compiled again")
 
-    compiled = kept._compiled
-    monkeypatch.setattr(kept, "_compiled", never)
+    compiled = kept.compiled_here
+    monkeypatch.setattr(kept, "compiled_here", never)
     assert with_programs(lm).generate("abc", 5) == want
     assert "".join(with_programs(lm).stream("abc", 5)) == want[0].text
     # Other weights' shapes, other sampling and other settings are other programs.
@@ -56,7 +56,7 @@ def test_what_one_process_compiled_the_next_one_reads(lm, tmp_path, monkeypatch)
     with pytest.raises(AssertionError, match="compiled again"):
         with_programs(dataclasses.replace(lm, params=half)).generate("abc", 5)
     # A file that is damaged is made again.
-    monkeypatch.setattr(kept, "_compiled", compiled)
+    monkeypatch.setattr(kept, "compiled_here", compiled)
     path.write_bytes(path.read_bytes()[:100])
     monkeypatch.setattr(kept.warnings, "warn", lambda *_, **__: None)
     assert with_programs(lm).generate("abc", 5) == want
@@ -114,9 +114,8 @@ def test_a_start_makes_ready_what_the_last_process_called(tmp_path, monkeypatch)
     programs = KeptPrograms("facts")
     programs.wait()
     assert sorted(loaded) == names[2:]
-    assert programs._ready("program 0") == b"program 0"
-    assert programs._ready("program 0") is programs._ready("program 0")
-    assert programs._ready("another") is None
+    assert programs._is_ready("program 0") and programs._is_ready("program 0")
+    assert not programs._is_ready("another")
     assert loaded.count("program 0") == 1 and "program 1" not in loaded
     programs._pool.shutdown()  # all is written
     assert list(kept._stored(path)[1]) == [*names[1:], "program 0"]

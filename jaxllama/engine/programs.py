@@ -22,10 +22,8 @@ which compile together.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
-import importlib
 import logging
 import os
 import pickle
@@ -45,7 +43,15 @@ from jax.sharding import NamedSharding
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
 from jaxllama.engine.lowering import Children
-from jaxllama.kept import Kept, collector_paused, digest, keep, read
+from jaxllama.kept import (
+    Kept,
+    backend_facts,
+    collector_paused,
+    digest,
+    keep,
+    read,
+    tell_where_kernels_are,
+)
 from jaxllama.typing import Jitted, LocalDevice, Tree
 from pallas_kernels.cpu import jit
 
@@ -248,7 +254,7 @@ class Programs:
             # The first program is the longest to compile, and this process lowers it at once.
             others = {key: wanted[key].lower for key in list(wanted)[1:]}
             if self._n_children:
-                _tell_where_kernels_are()
+                tell_where_kernels_are()
             self._children = Children(others, self._n_children)
         return all(self._made[key].done() for key in wanted)
 
@@ -287,7 +293,7 @@ class Programs:
         try:
             if isinstance(lowered, Exception):
                 raise lowered
-            program = compiler_options.compiled_here(lowered) if self._is_cpu else lowered.compile()
+            program = compiler_options.compiled_here(lowered)
         except Exception as error:
             self._made[key].set_exception(error)
             return
@@ -334,7 +340,7 @@ class Programs:
             for handler in kept.handlers:
                 jit.register(handler)
             if not self._is_cpu:
-                _tell_where_kernels_are()
+                tell_where_kernels_are()
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 return list(pool.map(lambda entry: load(*entry), kept.programs))
         except (pickle.UnpicklingError, EOFError, ValueError, jax.errors.JaxRuntimeError) as error:
@@ -370,20 +376,8 @@ def _copy(source: Future[jax.stages.Compiled], to: Future[jax.stages.Compiled]) 
         to.set_exception(error)
 
 
-def _tell_where_kernels_are() -> None:
-    """Tell jaxlib where the runtime of Mosaic GPU is, with which programs link.
-
-    jax does so when it imports the module below. Lowering imports that module, but this process
-    does not lower kept programs, nor those of its children.
-    """
-    with contextlib.suppress(ImportError):
-        importlib.import_module("jax.experimental.mosaic.gpu.core")
-
-
 def name(wanted: Mapping[Hashable, Wanted], devices: Sequence[LocalDevice]) -> str:
     """Return the file name of these programs on jax.Devices: a hash of all that they depend on."""
-    first, kinds = devices[0], [device.device_kind for device in devices]
-    facts = first.client.platform_version, kinds, compiler_options.for_device()
-    facts += (jit.identity(),) if first.platform == "cpu" else ()
+    facts = backend_facts(), [device.device_kind for device in devices]
     programs = [(key, program.facts()) for key, program in wanted.items()]
     return f"engine-{digest(facts, programs)}.pickle"

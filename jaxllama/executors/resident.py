@@ -35,7 +35,7 @@ from jaxllama.decoding.forward import (
 from jaxllama.decoding.rows import Report, Rows
 from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.decoding.turn import Inputs, Pass, drawn_by
-from jaxllama.executors.executor import Call, Executor, RowsDecoder
+from jaxllama.executors.executor import Call, Executor, KeptCalls, RowsDecoder
 from jaxllama.executors.posting import posting
 from jaxllama.executors.prompts import PromptBatch, start, start_in_pieces
 from jaxllama.kept import signature
@@ -153,14 +153,16 @@ class Resident:
         else:
             key = "cache", repr(new_cache.args[1:])
             cache = call.kept.programs.call(key, jax.jit(new_cache), cfg=None)
-        return _run(
-            call,
-            "start",
-            start,
-            cfg,
-            (params, prompts, cache.layers, cache.lengths),
-            {"max_new_tokens": call.room, "alone": call.alone, "chunk": chunk},
-        )
+        arguments = params, prompts, cache.layers, cache.lengths
+        static = {"max_new_tokens": call.room, "alone": call.alone, "chunk": chunk}
+        if call.kept is not None and call.room > 1:
+            programs = call.kept.programs
+            rows = programs.begin(*_kept(call.kept, "start", start, cfg, arguments, static))
+            if rows is not None:  # two threads compile both programs
+                rest = rows, call.sampling, call.stop_ids, np.int32(0)
+                loop = loop_for(params)
+                programs.begin(*_kept(call.kept, "advance", loop, cfg, (params, *rest)))
+        return _run(call, "start", start, cfg, arguments, static)
 
     def logits(
         self, cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array
@@ -242,8 +244,20 @@ def _run(
     """
     if call.kept is None:
         return program(cfg, *arguments, **static)
-    key = name, call.kept.signature, signature(arguments[1:]), dict(static)
-    return call.kept.programs.call(key, program, arguments, cfg, static)
+    return call.kept.programs.call(*_kept(call.kept, name, program, cfg, arguments, static))
+
+
+def _kept(
+    kept: KeptCalls,
+    name: str,
+    program: Jitted,
+    cfg: ModelConfig,
+    arguments: tuple[Tree, ...],
+    static: Mapping[str, object] = MappingProxyType({}),
+) -> tuple[object, Jitted, tuple[Tree, ...], ModelConfig, Mapping[str, object]]:
+    """Return the arguments of ``KeptPrograms.call`` and ``begin``."""
+    key = name, kept.signature, signature(arguments[1:]), dict(static)
+    return key, program, arguments, cfg, static
 
 
 _LOOP = {"static_argnums": 0, "donate_argnums": 2}

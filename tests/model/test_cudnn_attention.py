@@ -45,11 +45,11 @@ def poison(cache: Cache) -> Cache:
     return Cache(jax.tree.map(spoil, cache.layers), cache.lengths)
 
 
-def case(dtype, compute):
+def case(dtype, compute, h=128):
     """((q, k, v), a cache that holds a ragged past and NaN behind it, the same as floats, the
     past's lengths).  Scores of up to 30: logarithms rounded to bfloat16 would be off by 0.1."""
     rng = np.random.default_rng(0)
-    shapes = ((4, 150, 4, 128), (4, 150, 2, 128), (4, 150, 2, 128), *[(4, 611, 2, 128)] * 2)
+    shapes = ((4, 150, 4, h), (4, 150, 2, h), (4, 150, 2, h), *[(4, 611, 2, h)] * 2)
     q, *rest = (rng.standard_normal(shape, np.float32) for shape in shapes)
     return stored(dtype, compute, 6 * q, *rest, np.asarray([0, 1, 140, 400], np.int32))
 
@@ -98,7 +98,7 @@ def test_extend_parts(monkeypatch, dtype):
     so the exponents of the weights, are rounded at 2e-6 in float32."""
     pretend_a_gpu(monkeypatch)
     qkv, layer, past, n_past = case(dtype, jnp.float32)
-    got = jax.jit(cudnn_attention.extend)(*qkv, layer.k, layer.v, n_past)
+    got = jax.jit(cudnn_attention.extend)(*qkv, (layer.k, layer.v), n_past)
     assert relative_error(got, expected(*qkv, past, n_past)) < 1e-5
 
 
@@ -119,11 +119,11 @@ def test_extend_parts_through_a_window(monkeypatch, dtype, window):
     pretend_a_gpu(monkeypatch)
     qkv, layer, past, n_past = case(dtype, jnp.float32)
     extend = jax.jit(cudnn_attention.extend, static_argnames="window")
-    got = extend(*qkv, layer.k, layer.v, n_past, window=window)
+    got = extend(*qkv, (layer.k, layer.v), n_past, window=window)
     assert relative_error(got, expected(*qkv, past, n_past, window=window)) < 1e-5
     if window < 700:
         pools, table = in_pages(layer, n_past)
-        paged = extend(*qkv, pools.k, pools.v, n_past, table, window=window)
+        paged = extend(*qkv, (pools.k, pools.v), n_past, table, window=window)
         assert np.array_equal(got, paged)
 
 
@@ -189,42 +189,46 @@ def test_segments_that_are_read_alone_have_their_places_and_sizes(monkeypatch):
 
 
 def test_few_segments_are_read_alone_on_hopper(monkeypatch):
-    def reads(m, rows=4, capability="9.0"):
+    def reads(m, rows=4, capability="9.0", width=128):
         device = types.SimpleNamespace(compute_capability=capability)
         monkeypatch.setattr(cudnn_attention, "device_of", lambda x: device)
-        q = jax.ShapeDtypeStruct((rows, 2048, 32, 128), jnp.bfloat16)
+        q = jax.ShapeDtypeStruct((rows, 2048, 4096 // width, width), jnp.bfloat16)
         return cudnn_attention._reads_segments(q, jax.ShapeDtypeStruct((rows, m), jnp.int32))
 
     assert reads(2) and reads(16)
     assert not reads(17) and not reads(16, rows=5)  # 5.4 GB of work
     assert not reads(16, capability="8.0") and not reads(16, capability="10.0")
+    assert not reads(2, width=256)
 
 
 # --- on a Hopper GPU -----------------------------------------------------------------------------
 
 
+DTYPES = [(dtype, 128) for dtype in ("bfloat16", "int8", "int4", "float8_e4m3fn")]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("past_tokens", [1024, 32768])  # 256 keys a row at once, or all 611
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4", "float8_e4m3fn"])
-def test_extend_values(monkeypatch, dtype, past_tokens):
+@pytest.mark.parametrize(("dtype", "width"), [*DTYPES, ("bfloat16", 256), ("int8", 256)])
+def test_extend_values(monkeypatch, dtype, width, past_tokens):
     """Both parts and the result are rounded to bfloat16 (2^-9 each), as are the weights within a
     part: 1e-2 of the largest value."""
     monkeypatch.setattr(cudnn_attention, "PAST_TOKENS", past_tokens)
-    qkv, layer, past, n_past = case(dtype, jnp.bfloat16)
-    got = jax.jit(cudnn_attention.extend)(*qkv, layer.k, layer.v, n_past)
+    qkv, layer, past, n_past = case(dtype, jnp.bfloat16, width)
+    got = jax.jit(cudnn_attention.extend)(*qkv, (layer.k, layer.v), n_past)
     assert np.isfinite(np.asarray(got, np.float32)).all()
     assert relative_error(got, expected(*qkv, past, n_past)) < 1e-2
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [60, 151, 350])
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4", "float8_e4m3fn"])
-def test_extend_values_through_a_window(monkeypatch, dtype, window):
+@pytest.mark.parametrize(("dtype", "width"), [*DTYPES, ("bfloat16", 256)])
+def test_extend_values_through_a_window(monkeypatch, dtype, width, window):
     """1e-2 as above."""
     monkeypatch.setattr(cudnn_attention, "PAST_TOKENS", 512)
-    qkv, layer, past, n_past = case(dtype, jnp.bfloat16)
+    qkv, layer, past, n_past = case(dtype, jnp.bfloat16, width)
     extend = jax.jit(cudnn_attention.extend, static_argnames="window")
-    got = extend(*qkv, layer.k, layer.v, n_past, window=window)
+    got = extend(*qkv, (layer.k, layer.v), n_past, window=window)
     assert np.isfinite(np.asarray(got, np.float32)).all()
     assert relative_error(got, expected(*qkv, past, n_past, window=window)) < 1e-2
 
@@ -244,13 +248,14 @@ def test_prefill_in_chunks_on_the_gpu(dtype, window):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 256])
 @pytest.mark.parametrize(("window", "known"), [(None, False), (60, False), (None, True)])
-def test_packed_rows_on_the_gpu(window, known):
+def test_packed_rows_on_the_gpu(window, known, width):
     """Values and gradients beside float32 sums: 1.8e-3 to 3.5e-3 RMS were measured."""
     keys = jax.random.split(jax.random.key(0), 4)
     sizes = (100, 37, 119)
     q, k, v, dy = (
-        jax.random.normal(key, (2, sum(sizes), heads, 64), jnp.bfloat16)
+        jax.random.normal(key, (2, sum(sizes), heads, width), jnp.bfloat16)
         for key, heads in zip(keys, (4, 2, 2, 4), strict=True)
     )
     segments = jnp.repeat(jnp.arange(3, dtype=jnp.int32), jnp.array(sizes))[None]
@@ -305,7 +310,9 @@ def test_values_of_another_width_are_not_filled_up(monkeypatch):
     "widths, capability, version, taken",
     [
         ((128, 128), "8.0", 0, True),
-        ((192, 192), "9.0", 91400, False),
+        ((256, 256), "9.0", 91400, True),
+        ((192, 192), "8.0", 91400, False),
+        ((256, 256), "10.0", 91400, False),
         ((192, 128), "9.0", 91400, True),
         ((192, 128), "9.0", 90900, False),
         ((192, 128), "8.0", 91400, False),

@@ -14,12 +14,14 @@ import jaxllama as jl
 from jaxllama.config import ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
+from jaxllama.model.mixers.attention import cudnn
 from jaxllama.model.mixers.latent import mix as latent
 from jaxllama.offload.policy import Policy
 from jaxllama.placement import Placement
 from pallas_kernels.latent import step
 from pallas_kernels.latent.op import latent_attention
 from pallas_kernels.latent.plan import LatentPlan
+from tests.helpers.cudnn_plain import plain
 from tests.helpers.models import LATENT, check_chunks_and_steps, params_of
 
 CFG = LATENT.first_layers(1)
@@ -91,6 +93,31 @@ def test_steps_by_the_op_of_latent_attention(pages, monkeypatch):
     monkeypatch.setattr(latent, "latent_attention", op)
     check_chunks_and_steps(_of_512(), "float32", 1e-5, pages, n=4)
     assert called == [(2, 1, 4, 516)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound", "pages"),
+    [
+        ("float32", 1e-5, True),
+        pytest.param("float32", 1e-5, False, marks=pytest.mark.slow),
+        pytest.param("int8", 0.03, True, marks=pytest.mark.slow),
+        pytest.param("int4", 0.3, False, marks=pytest.mark.slow),
+    ],
+)
+def test_chunks_make_the_keys_of_their_past_again(dtype, bound, pages, monkeypatch):
+    """As where cuDNN takes the heads; plain sums in float32 stand for it."""
+    called = []
+
+    def made(*args, **named):
+        called.append(args[0].shape)
+        return cudnn.extend(*args, **named)
+
+    monkeypatch.setattr(cudnn, "_with_log_sum", plain)
+    monkeypatch.setattr(latent, "has_cudnn", lambda *heads: True)
+    monkeypatch.setattr(latent, "extend", made)
+    cfg = CFG.replace(rope=RopeConfig(theta=30000.0, rotary_dim=2))  # no kept program
+    check_chunks_and_steps(cfg, dtype, bound, pages, n=1)
+    assert called == [(2, 8, 4, 8)]
 
 
 def _of_512(theta: float = 10000.0) -> ModelConfig:

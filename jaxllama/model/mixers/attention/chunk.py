@@ -42,8 +42,8 @@ def has_cudnn(
 ) -> bool:
     """Return whether cuDNN's fused attention takes these heads on this machine.
 
-    It takes 16-bit heads of up to 128 features, in eights.  From Hopper on it takes keys of up to
-    256 features if values have up to 128, as in latent attention.  v: None is as wide as q.  AMD's
+    It takes 16-bit heads of up to 128 features, in eights, and on Hopper of up to 256.  From there
+    on values may have fewer than keys, as in latent attention.  v: None is as wide as q.  AMD's
     GPUs, which jax calls "gpu" too, have no compute capability in numbers.
     """
     is_half = q.dtype in (jnp.bfloat16, jnp.float16)
@@ -52,7 +52,7 @@ def has_cudnn(
     if not is_cuda or not is_half or q.shape[-1] % 8:
         return False
     if v is None or v.shape[-1] == q.shape[-1]:
-        return q.shape[-1] <= 128
+        return q.shape[-1] <= (256 if capability.startswith("9.") else 128)
     return v.shape[-1] <= 128 and v.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and has_two_widths()
 
 
@@ -273,7 +273,7 @@ def over_past(
     if has_cudnn(q) and softcap is None:
         # The past of a row without new tokens need not be read.
         n_past = jnp.where(lengths > 0, positions[:, 0], 0)
-        out = extend(q, k, v, cache.k, cache.v, n_past, table, window, sinks)
+        out = extend(q, k, v, (cache.k, cache.v), n_past, table, window, sinks)
     else:
         out = attend_cached(q, cache, positions, lengths, window, softcap, table, sinks)
     return from_cache_basis(cache.v, out)

@@ -1,7 +1,7 @@
 """Attention of several new tokens on a GPU in 16-bit floats: cuDNN's fused kernels, mostly.
 
     causal(q, k, v, window)                a sequence by itself: training, prompts of an empty cache
-    extend(q, k, v, cache_k, cache_v, n)   new tokens after the n[B] in each row's cache; with a
+    extend(q, k, v, cache, n)   new tokens after the n[B] in each row's cache; with a
                                            window, after the last of these
 
 cuDNN's causal mask begins at the first key of a call, and its padding mask ends at a row's last
@@ -27,6 +27,9 @@ Left out: capped scores (Gemma 2).  ``attention.chunk.has_cudnn`` says which hea
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -34,7 +37,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.attention import past
 from pallas_kernels.attention.blockwise import floats, part_of
-from pallas_kernels.attention.operands import capacity_of
+from pallas_kernels.attention.operands import Cached, Entries, capacity_of
 from pallas_kernels.attention.plain import is_visible
 from pallas_kernels.attention.rope_cache import place
 from pallas_kernels.dispatch import choose_plan, device_of
@@ -49,8 +52,6 @@ PAST_TOKENS = 32768
 # rows of 2,048, 32 heads of 128).
 MOST_SEGMENTS = 16
 MOST_WORK = 5 * 10**9
-
-_KV = tuple[jax.Array | QTensor, jax.Array | QTensor]  # the cached keys and values
 
 
 def causal(
@@ -115,10 +116,13 @@ def has_two_widths() -> bool:
 
 
 def _reads_segments(q: jax.Array, begins: jax.Array) -> bool:
-    """Whether each segment is read alone; cuDNN's packed layout needs Hopper."""
+    """Whether each segment is read alone; cuDNN's packed layout needs Hopper.
+
+    With more than 128 features its derivatives are wrong, NaN among them (cuDNN 9.14).
+    """
     # The backward pass has an array of q's shape for each of the M segments, however short.
     work = 8 * begins.shape[1] * q.size
-    is_small = begins.shape[1] <= MOST_SEGMENTS and work <= MOST_WORK
+    is_small = begins.shape[1] <= MOST_SEGMENTS and work <= MOST_WORK and q.shape[-1] <= 128
     return is_small and str(getattr(device_of(q), "compute_capability", "")).startswith("9.")
 
 
@@ -147,23 +151,24 @@ def extend(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    cache_k: jax.Array | QTensor,
-    cache_v: jax.Array | QTensor,
+    cache: tuple[Entries, ...],
     n_past: jax.Array,
     table: jax.Array | None = None,
     window: int | None = None,
     sinks: jax.Array | None = None,
+    expand: Callable[..., tuple[Any, Any]] = lambda k, v: (k, v),
 ) -> jax.Array:
     """Return attention ``[B, T, N, H]`` of new tokens over their past and causally over themselves.
 
     q: ``[B, T, N, H]``.  k, v: the new tokens, ``[B, T, K, H]``.
-    cache_k, cache_v: ``[B, S, K, H]``, or pages with a table (``model.cache.Cache``).
+    cache: keys and values ``[B, S, K, H]``, or pages with a table (``model.cache.Cache``).
     n_past: ``[B]``, tokens of each row of the cache that are read.
     window, sinks: as for ``causal``.
+    expand: makes keys and values of a part of other caches, which have no window.
     """
-    batch, page, capacity = q.shape[0], cache_k.shape[1], capacity_of(cache_k, table)
+    batch, page, capacity = q.shape[0], cache[0].shape[1], capacity_of(cache[0], table)
     if window is not None and window < capacity:
-        return _extend_through(window, q, k, v, (cache_k, cache_v), n_past, table, sinks)
+        return _extend_through(window, q, k, v, cache, n_past, table, sinks)
     block = min(max(PAST_TOKENS // batch, 128), capacity)
     if table is not None:
         block -= block % page if block > page else block - page  # whole pages
@@ -174,11 +179,12 @@ def extend(
         begin = jnp.minimum(index * block, capacity - block)
         n_keys = jnp.clip(n_past - index * block, 0, block)
 
-        def keys_first(kv: jax.Array | QTensor) -> jax.Array | QTensor:
+        def keys_first(kv: Entries) -> Entries:
             part = part_of(kv, begin, block, table)
             return jax.tree.map(lambda x: jnp.roll(x, begin - index * block, axis=1), part)
 
-        part, log = attend_past(q, keys_first(cache_k), keys_first(cache_v), n_keys)
+        past_k, past_v = expand(*map(keys_first, cache))
+        part, log = attend_past(q, past_k, past_v, n_keys)
         return _merge(*carry, part, jnp.where((n_keys > 0)[:, None, None], log, -jnp.inf))
 
     def with_past() -> jax.Array:
@@ -199,7 +205,7 @@ def _extend_through(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    cache: tuple[jax.Array | QTensor, jax.Array | QTensor],
+    cache: tuple[Entries, ...],
     n_past: jax.Array,
     table: jax.Array | None,
     sinks: jax.Array | None,
@@ -251,12 +257,12 @@ def _extend_through(
 
 
 def _newest(
-    cache: _KV,
+    cache: tuple[Entries, ...],
     n_past: jax.Array,
     first: jax.Array | int,
     n: int,
     table: jax.Array | None,
-) -> _KV:
+) -> tuple[Any, ...]:
     """Return ``n`` tokens of each row's past, newest first, ``[B, n, ...]``.
 
     They follow the newest ``first`` of the row's ``n_past[B]`` tokens.  Entries past a row's oldest
@@ -271,7 +277,7 @@ def _newest(
 
 
 def attend_past(
-    q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor, n_keys: jax.Array
+    q: jax.Array, k: Cached, v: Cached, n_keys: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return attention of ``q`` over each row's first ``n_keys[B]`` keys, and its log-sum-exp.
 
@@ -283,7 +289,7 @@ def attend_past(
 
 
 def _past_by_cudnn(
-    _: None, q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor, n_keys: jax.Array
+    _: None, q: jax.Array, k: Cached, v: Cached, n_keys: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     k, v = (_zeros_behind(floats(kv, q.dtype), n_keys) for kv in (k, v))
     return _with_log_sum(q, k, v, jnp.maximum(n_keys, 1))

@@ -5,8 +5,8 @@
     v[n, s]  = up_v[n] latent_s
 
 The cache holds ``latent | rope(key)`` of each token: one array with one head, whose first R
-features also stand for the values.  Several tokens without a past are attended to in this form,
-with the keys and values of each head ("expanded").
+features also stand for the values.  Several tokens are attended to in this form, with the keys
+and values of each head ("expanded"); those of a past are made again, where cuDNN takes the heads.
 
 With an indexer a query reads the keys that ``latent.indexer`` chooses, absorbed as well.
 
@@ -31,8 +31,9 @@ import jax.numpy as jnp
 
 from jaxllama.config import LatentAttentionConfig, LayerConfig
 from jaxllama.model.linear import linear, linear_of_norm
-from jaxllama.model.lora import floats
-from jaxllama.model.mixers.attention.chunk import attend
+from jaxllama.model.lora import floats as float_weight
+from jaxllama.model.mixers.attention.chunk import attend, has_cudnn
+from jaxllama.model.mixers.attention.cudnn import extend
 from jaxllama.model.mixers.attention.shared import over_cache
 from jaxllama.model.mixers.attention.state import KVCache, as_pages
 from jaxllama.model.mixers.latent import indexer
@@ -41,8 +42,9 @@ from jaxllama.model.mixers.latent.state import LatentCache, init_state
 from jaxllama.model.records import At, Chunk, Draft, Step
 from jaxllama.model.rope import scaled_by_position
 from jaxllama.typing import Params
-from pallas_kernels.attention.operands import LatentCodes, capacity_of
-from pallas_kernels.attention.rope_cache import store, to_cache_basis
+from pallas_kernels.attention.blockwise import floats
+from pallas_kernels.attention.operands import Entries, LatentCodes, capacity_of
+from pallas_kernels.attention.rope_cache import from_cache_basis, store, to_cache_basis
 from pallas_kernels.dispatch import own_plan
 from pallas_kernels.latent.op import latent_attention, plan
 from pallas_kernels.latent.step import absorbed, latent_step, of_heads, turned_last
@@ -99,7 +101,11 @@ def mix(
         out = indexer.over_chosen(cfg, absorbed_heads(cfg, p, heads), heads.indexed, held, at)
         out = lifted(cfg, p, out)
     elif isinstance(at, Chunk) and (cache is None or at.fresh):
-        out = _expanded(cfg, p, heads, at)
+        k, v = expanded(cfg, p, heads.low, heads.key)
+        out = attend(heads.q, k, v, at.positions, None, segments=at.segments)
+    elif isinstance(at, Chunk) and _has_cudnn(cfg, heads.q):
+        assert cache is not None
+        out = _over_past(cfg, p, heads, cache, at)
     else:
         assert cache is not None
         out = lifted(cfg, p, over_latents(absorbed_heads(cfg, p, heads), cache, at))
@@ -216,14 +222,38 @@ def lifted(cfg: LatentAttentionConfig, p: Params, out: jax.Array) -> jax.Array:
 
 def _ups(cfg: LatentAttentionConfig, p: Params) -> tuple[jax.Array, jax.Array]:
     """The products that make keys ``[N, d_nope, R]`` and values ``[N, d_v, R]``."""
-    both = floats(p["kv_b"]["weight"]).reshape(cfg.n_heads, -1, cfg.kv_rank)
+    both = float_weight(p["kv_b"]["weight"]).reshape(cfg.n_heads, -1, cfg.kv_rank)
     return both[:, : cfg.d_nope], both[:, cfg.d_nope :]
 
 
-def _expanded(cfg: LatentAttentionConfig, p: Params, heads: LatentHeads, at: Chunk) -> jax.Array:
-    """Attention among the new tokens, with the keys and values of each head."""
-    keys_values = linear(heads.low, p["kv_b"]).reshape(*heads.q.shape[:3], -1)
+def expanded(
+    cfg: LatentAttentionConfig, p: Params, low: jax.Array, key: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Latents ``[B, T, R]`` and shared keys ``[B, T, 1, r]`` -> each head's keys and values."""
+    keys_values = linear(low, p["kv_b"]).reshape(*low.shape[:2], cfg.n_heads, -1)
     k, v = jnp.split(keys_values, (cfg.d_nope,), axis=-1)
-    shared = jnp.broadcast_to(heads.key, (*k.shape[:-1], cfg.d_rope))
-    k = jnp.concatenate([k, shared], axis=-1)
-    return attend(heads.q, k, v, at.positions, None, segments=at.segments)
+    shared = jnp.broadcast_to(key, (*k.shape[:-1], cfg.d_rope))
+    return jnp.concatenate([k, shared], axis=-1), v
+
+
+def _has_cudnn(cfg: LatentAttentionConfig, q: jax.Array) -> bool:
+    return has_cudnn(q, jax.ShapeDtypeStruct((*q.shape[:-1], cfg.d_v), q.dtype))
+
+
+def _over_past(
+    cfg: LatentAttentionConfig, p: Params, heads: LatentHeads, cache: LatentCache, at: Chunk
+) -> jax.Array:
+    """Attention of new tokens over their past and themselves, both expanded.
+
+    A product of ``kv_b`` with the past costs less than scores of absorbed queries, which are
+    (2 R + r) / (d_nope + r + d_v) times wider.
+    """
+
+    def past(part: Entries) -> tuple[jax.Array, jax.Array]:
+        both = from_cache_basis(part, floats(part, heads.q.dtype))
+        low, key = jnp.split(both, (cfg.kv_rank,), axis=-1)
+        return expanded(cfg, p, low[:, :, 0], key)
+
+    new = expanded(cfg, p, heads.low, heads.key)
+    n_past = jnp.where(at.lengths > 0, at.positions[:, 0], 0)
+    return extend(heads.q, *new, (cache.k,), n_past, at.table, expand=past)
