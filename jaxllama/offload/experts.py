@@ -139,8 +139,8 @@ def kept(hot: HotExperts, experts: jax.Array, loaded: tuple[Tree, Tree]) -> HotE
     to = jnp.where(is_hotter, places, n_slots)
 
     def with_new(own: jax.Array, new: jax.Array) -> jax.Array:
-        # Two codes of 4 bits are one byte, which a GPU must not write in halves. It writes an item
-        # a thread, so words are faster.
+        # Two codes of 4 bits are one byte, which a GPU must not write in halves. A thread writes an
+        # item, so words need fewer.
         dtype, own, new = own.dtype, _in_words(own), _in_words(new)
         own = own.at[to].set(new[chosen], mode="drop")
         if dtype == own.dtype:
