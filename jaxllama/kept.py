@@ -41,7 +41,7 @@ import pallas_kernels
 from jaxllama.compiler_options import compiled_here, for_device
 from jaxllama.config import ModelConfig
 from jaxllama.typing import Jitted, Tree
-from pallas_kernels import sealed
+from pallas_kernels import architecture, sealed
 from pallas_kernels.cpu import jit
 
 FILES = 4  # one per model and way of loading it
@@ -266,7 +266,8 @@ def digest(*facts: object) -> str:
     for package in (Path(__file__).parent, pallas_kernels.__path__[0]):
         for line in sorted(_sources(str(package))):
             found.update(line.encode())
-    flags = os.environ.get("XLA_FLAGS"), sorted(map(repr, jax.config.values.items()))
+    told = os.environ.get("XLA_FLAGS"), os.environ.get(architecture.TARGET)
+    flags = told, sorted(map(repr, jax.config.values.items()))
     found.update(repr((jax.__version__, jaxlib.version.__version__, flags, facts)).encode())
     return found.hexdigest()[:32]
 

@@ -18,6 +18,7 @@ from jaxllama.executors.resident import ResidentDecoding
 from jaxllama.kept import KeptPrograms, collector_paused
 from jaxllama.language_model import LanguageModel
 from jaxllama.text.tokenizer import Tokenizer
+from pallas_kernels import architecture
 from tests.helpers.models import LLAMA, params_of
 
 
@@ -132,6 +133,12 @@ def test_damaged_programs_are_left_alone(tmp_path, damage):
     path.write_bytes(whole[:-1] + damage if damage else whole[:-1])
     with pytest.warns(UserWarning, match="compiling again"):
         assert kept._stored(path) == ((), {})
+
+
+def test_programs_for_another_target_are_others(monkeypatch):
+    here = kept.digest("facts")
+    monkeypatch.setenv(architecture.TARGET, "sm_80")
+    assert kept.digest("facts") != here
 
 
 def test_the_collector_rests_within_and_goes_on_behind() -> None:
