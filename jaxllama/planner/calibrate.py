@@ -84,7 +84,7 @@ MANY_WEIGHTS, ENOUGH_WEIGHTS = 1 << 29, 1 << 27
 NARROWER = (2, 4, 8, 16)  # divisors of a feed-forward's width and of the vocabulary
 STEPS, IN_A_ROW, FEWER = 12, 4, 2  # timed decode steps; in a row, and of a late calibration
 LONG = 0.5  # seconds of a prefill that needs no repetition
-LONGEST = 20.0  # seconds after which the steps of several runs are not repeated
+LONGEST, SOON = 20.0, 2.0  # seconds after which steps are not repeated; in a late calibration
 ROOM = 64  # tokens that a cache has beside the context
 SHARES = {"resident": (100, 0), "host": (0, 100), "disk": (0, 0), "half": (50, 50)}
 CACHE_STAYS = {"cache_device": 100.0, "cache_host": 0.0}
@@ -374,8 +374,9 @@ class _Measure:
         in_a_row = FEWER if self.is_late else IN_A_ROW
         steps: list[list[float]] = [[] for _ in begun]
         start = time.perf_counter()
-        for _ in range(STEPS // IN_A_ROW):
-            if steps[0] and (time.perf_counter() - start > LONGEST or self.is_late):
+        for _ in range(STEPS // in_a_row):
+            longest = SOON if self.is_late else LONGEST
+            if steps[0] and time.perf_counter() - start > longest:
                 break
             for run, times in zip(begun, steps, strict=True):
                 times += [timed_step(run) for _ in range(in_a_row + 1)][1:]

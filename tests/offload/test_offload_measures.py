@@ -332,10 +332,11 @@ def test_a_measurement_of_minutes_is_left_to_the_user(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "seconds, until, rounds", [(0.1, 60, 3), (1.0, 60, 3), (3.0, 60, 1), (0.1, 0, 1)]
+    "seconds, until, in_a_row, rounds",
+    [(0.1, 60, 5, 3), (1.0, 60, 5, 3), (3.0, 60, 5, 1), (0.1, -1, 3, 4), (1.0, -1, 3, 1)],
 )
-def test_slow_steps_are_not_repeated(monkeypatch, seconds, until, rounds):
-    """Two runs take 10 steps a round. A calibration that is late repeats none."""
+def test_slow_steps_are_not_repeated(monkeypatch, seconds, until, in_a_row, rounds):
+    """Two runs take turns. A calibration that is late repeats steps of moments only."""
     steps = []
 
     def step(run):
@@ -349,7 +350,7 @@ def test_slow_steps_are_not_repeated(monkeypatch, seconds, until, rounds):
     settings = model_of(128, 1), "float32", None, "float32", 8, print
     measure = calibration._Measure(*settings, extent=extent)
     assert measure._steps(["a", "b"]) == [seconds, seconds]
-    assert steps == (5 * ["a"] + 5 * ["b"]) * rounds
+    assert steps == (in_a_row * ["a"] + in_a_row * ["b"]) * rounds
 
 
 def test_a_large_model_s_costs_are_those_of_a_narrower_one_scaled_by_weights(tmp_path, monkeypatch):
