@@ -294,7 +294,9 @@ class _Measure:
                     runs = [self._runs(_with(lm, **ON_CPU), *point)[0] for lm in both]
                     on_cpu[point] = self._steps(runs)
                 return
-            serial = self._shallow(_with(model, overlap=False))
+            serial = _with(model, overlap=False)
+            if self.extent is LITTLE:  # the samples are each layer's
+                serial = self._shallow(serial)
             for point in points if name == "host" else [largest]:
                 moved.append(self._sample(serial, *point))
             if name == "half":
