@@ -1,6 +1,7 @@
 """XLA options for decode loops, for GPUs on which the defaults are slow.
 
     for_device()                options for ``jax.jit`` of a loop on one device; None: the defaults
+    for_fixed_sums()            those of them that decide how XLA computes a fusion
     for_mesh(mesh)              options for ``jax.jit`` of a loop on a mesh; None: the defaults
     check_sums(mesh)            raises JaxLlamaError if the defaults cannot add over its devices
     compiled_for(program, mesh) a jitted loop with these options
@@ -77,6 +78,16 @@ def for_device() -> Options | None:
 
 
 @functools.cache
+def for_fixed_sums() -> Options | None:
+    """Return the options with which a program off the loop computes fusions as a loop does.
+
+    XLA would time two ways to compile each fusion, whose exponentials and quotients differ in bits.
+    """
+    name = "xla_gpu_experimental_enable_fusion_autotuner"
+    return None if for_device() is None else {name: _WHOLE_LOOP[name]}
+
+
+@functools.cache
 def for_mesh(mesh: Mesh | None) -> Options | None:
     """Return the options for a loop with sums over the "model" axis of ``mesh``, or None."""
     if not _KNOWN or mesh is None or mesh.shape["model"] == 1:
@@ -115,8 +126,12 @@ def compiled_for(program: Jitted, mesh: Mesh | None, **jit: Any) -> Jitted:
     """
     if is_traced():
         return program
-    options = for_device() if mesh is None else for_mesh(mesh)
-    if options is None:
+    return compiled_with(for_device() if mesh is None else for_mesh(mesh), program, **jit)
+
+
+def compiled_with(options: Options | None, program: Jitted, **jit: Any) -> Jitted:
+    """Return the jitted ``program`` with these options; jit: as for ``compiled_for``."""
+    if options is None or is_traced():
         return program
     return _jit(program.__wrapped__, tuple(options.items()), tuple(jit.items()))
 

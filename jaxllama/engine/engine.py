@@ -12,8 +12,8 @@ runner executes the plan (admit, fill, decode). Last, the step reads the tokens 
 Contract. A request gets the tokens of ``lm.generate`` for this request alone, whatever else runs
 and in whatever order. On a CPU with weights in the handlers' layout they are the same bits.
 Elsewhere they are equal up to rounding (``docs/rooms/model.md``). A ``deterministic`` model gives a
-request the same bits whatever runs beside it; with up to 32 slots they are the bits of
-``lm.generate``.
+request the same bits whatever runs beside it, with any number of slots. They are the bits of
+``lm.generate``, but for what ``docs/concepts/same-bits.md`` names.
 
 Every request gets exactly one Event with a ``finish_reason``, its last. An error in a request's own
 text, grammar or listener ends only that request, with the reason "error". An error in a step ends

@@ -267,15 +267,16 @@ class EngineOptions:
             tokens = max(min(tokens, most) if on_cpu else tokens, parts * row_pages * page)
         narrowest = _widths(piece)[0]
         slots = self.max_slots // parts
-        rows = min(chunk // narrowest, slots) if on_cpu else max(slots // 32, 1)
-        rows = 1 if self.deterministic else rows
+        many = min(chunk // narrowest, slots) if on_cpu else max(slots // 32, 1)
         if self.token_budget is not None:
-            rows = min(rows, max(self.token_budget // narrowest, 1))
+            many = min(many, max(self.token_budget // narrowest, 1))
+        many = self.prefill_rows or many
+        rows = 1 if self.deterministic and self.prefill_rows is None else many
         call = max(chunk, piece)
         if not on_cpu or self.prefill_rows is not None:
-            rows = self.prefill_rows or rows
-            call = max(width * _rows(rows, width, PREFILL_TOKENS) for width in _widths(piece))
-            call = max(call, chunk)
+            # A deterministic engine reads as many tokens, prompt by prompt.
+            tokens_of = (width * _rows(many, width, PREFILL_TOKENS) for width in _widths(chunk))
+            call = max(call, *tokens_of)
         calls = 1 if on_cpu or self.deterministic or slots < TWO_CALLS else 2
         prefix_cache = self.prefix_cache and not is_dynamic
         if self.has_tiers and not prefix_cache:
@@ -306,7 +307,6 @@ class EngineOptions:
             disk_cache=self.disk_cache,
             disk_bytes=None if self.disk_cache_gb is None else int(self.disk_cache_gb * 1e9),
             parts=parts,
-            one_size=self.deterministic and not on_cpu and not _has_equal_sizes(cfg),
         )
         resolved.check()
         return resolved
@@ -351,8 +351,6 @@ class ResolvedOptions:
     snapshots: number of snapshots of GLA's states for known prefixes. host_bytes: for prefixes that
     leave the device; 0 keeps none. disk_bytes: None stands for half of the room. parts: of the
     slots and pages, as of ``Cache``; each has ``prefill_rows`` and ``token_budget`` of its own.
-    one_size: whether all decode calls have the same number of rows, on which the bits of some
-    layers depend on a GPU.
     """
 
     max_slots: int
@@ -375,7 +373,6 @@ class ResolvedOptions:
     disk_cache: str | None = None
     disk_bytes: int | None = None
     parts: int = 1
-    one_size: bool = False
 
     def check(self) -> None:
         """Raise JaxLlamaError for sizes that contradict each other."""
@@ -500,7 +497,7 @@ class ResolvedOptions:
         """
         least = DETERMINISTIC_ROWS // self.pass_widths(1)[0] if self.deterministic else 1
         most = max(self.max_slots, least)
-        sizes = () if self.one_size else (least, 4, 16, 64, *range(128, most, 128))
+        sizes = (least, 4, 16, 64, *range(128, most, 128))
         sizes = (-(-size // self.parts) * self.parts for size in sizes if least <= size < most)
         return tuple(sorted({*sizes, most}))
 
@@ -567,12 +564,6 @@ def draft_config(cfg: ModelConfig, draft: str | ModelConfig | None) -> ModelConf
 def _rows(most: int, width: int, tokens: int) -> int:
     """Return the number of prompts of a call: at most ``most``, with about ``tokens`` tokens."""
     return max(min(most, tokens // width), 1)
-
-
-def _has_equal_sizes(cfg: ModelConfig) -> bool:
-    """Whether a GPU gave such layers the same bits in decode calls of any number of rows."""
-    experts = any(layer.experts is not None for layer in cfg.layers)
-    return not experts and {"attention", "gla"}.issuperset(cfg.layer_types)
 
 
 def _widths(chunk: int) -> tuple[int, ...]:

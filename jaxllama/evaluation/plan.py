@@ -12,6 +12,10 @@ At most ``MEASURED`` of ``new_tokens`` steps run. The rate is extrapolated from 
 mean step, as in the prediction. If everything stays on the device and the predicted prefill exceeds
 ``LONG`` seconds, the measured prompts are shorter. The measured prefill is then scaled by the ratio
 of both lengths' operations, and the report says so.
+
+If measuring would take more than ``LONGEST`` seconds, by the prediction, only the prediction is
+reported. A policy that is given, ``timeline`` and ``recalibrate`` measure always. A preset without
+published weights has random ones.
 """
 
 from __future__ import annotations
@@ -59,7 +63,9 @@ from jaxllama.typing import JsonObject
 from pallas_kernels.qtensor import packed_bytes
 
 MEASURED = 8  # number of decode steps that are timed
+WARM = 3  # number of steps that compile the programs, the prefill among them
 LONG = 1.5  # seconds: a longer prefill is measured with shorter prompts
+LONGEST = 120.0  # seconds
 USE_ROWS, USE_WIDTH = 16, 128  # rows and tokens a row that measure the experts' use
 SHORTEST = 64  # smallest number of tokens of those prompts
 
@@ -96,7 +102,8 @@ def run(asked: PlanRequest, progress: Progress = lambda _: None) -> JsonObject:
     """Plan a task and measure it; see the module docstring."""
     enable_compilation_cache()
     dtype = jnp.dtype(default_dtype() if asked.dtype is None else asked.dtype)
-    source, random, revision = asked.source, asked.random, asked.revision
+    source, revision = asked.source, asked.revision
+    random = asked.random or hub.is_unpublished(source)
     policy, expert_use, timeline = asked.policy, asked.expert_use, asked.timeline
     base = policy or asked.base or Policy()
     task = asked.task
@@ -139,27 +146,37 @@ def run(asked: PlanRequest, progress: Progress = lambda _: None) -> JsonObject:
         policy = solve(cfg, costs, task, limits, settings, base, use)
     expected = predict(cfg, policy, costs, task, settings)
     need = need_of(cfg, policy, task, settings)
+    trial = shortened(cfg, policy, costs, task, settings)
+    block = predict(cfg, policy, costs, trial, settings)
+    seconds = 2 * block.prefill + (WARM + MEASURED) * block.step
     known = measured_file(cfg, policy, task, settings)
-    if known.is_file() and timeline is None and not asked.recalibrate:
+    anew = timeline is not None or asked.recalibrate
+    found: JsonObject = {}
+    if known.is_file() and not anew:
         progress(f"measured before: {policy}; --recalibrate measures anew")
         found = json.loads(known.read_text(encoding="utf-8"))
+    elif seconds > LONGEST and not anew and asked.policy is None:
+        progress(f"not measured, which takes {seconds / 60:.0f} minutes: --policy '{policy}' does")
     else:
-        progress(f"measuring: {policy}")
+        progress(
+            f"measuring: {policy}; predicted: prefill {expected.prefill:.3g} s, step "
+            f"{expected.step:.3g} s, {expected.tokens_per_second:.3g} tokens/s"
+        )
         rounding = None if policy.compress_weight else scheme
         lm = load(source, dtype, rounding, policy=policy, random=random, revision=revision)
-        trial = shortened(cfg, policy, costs, task, settings)
         found, events = measure(lm, trial, settings)
         found["prompt_tokens"] = trial.prompt
         known.write_text(json.dumps(found), encoding="utf-8")
         if timeline is not None:
             draw(events, timeline, f"{cfg.name}: {policy}")
-    measured_prompt = found["prompt_tokens"]
+    measured_prompt = found.get("prompt_tokens", task.prompt)
     scale = _operations(cfg, task.prompt) / _operations(cfg, measured_prompt)
-    prefill = found["prefill"] * scale
-    lanes = {
-        lane: {"predicted": expected.lanes[lane], "measured": found["lanes"][lane]}
-        for lane in LANES
-    }
+    prefill = rate = None
+    if found:
+        prefill = found["prefill"] * scale
+        block_seconds = prefill + (task.new - 1) * found["step"]
+        rate = task.rows * task.new / (expected.blocks * block_seconds)
+    lanes = found.get("lanes", {})
     return {
         "model": cfg.name,
         "policy": str(policy),
@@ -169,24 +186,21 @@ def run(asked: PlanRequest, progress: Progress = lambda _: None) -> JsonObject:
         "measured_prompt_tokens": measured_prompt,
         "prefill_scale": scale,
         "prefill_seconds": {"predicted": expected.prefill, "measured": prefill},
-        "step_seconds": {"predicted": expected.step, "measured": found["step"]},
-        "tokens_per_second": {
-            "predicted": expected.tokens_per_second,
-            "measured": task.rows
-            * task.new
-            / (expected.blocks * (prefill + (task.new - 1) * found["step"])),
+        "step_seconds": {"predicted": expected.step, "measured": found.get("step")},
+        "tokens_per_second": {"predicted": expected.tokens_per_second, "measured": rate},
+        "lanes": {
+            lane: {"predicted": expected.lanes[lane], "measured": lanes.get(lane)} for lane in LANES
         },
-        "lanes": lanes,
         "experts": _experts(cfg, policy, costs, task, found),
         "bytes": {
             "device": {
                 "predicted": need.device,
-                "measured": found["device_bytes"],
+                "measured": found.get("device_bytes"),
                 "in_programs": need.programs,
-                "sees_programs": found["sees_programs"],
+                "sees_programs": found.get("sees_programs", True),
             },
             "host": {"predicted": need.host, "measured": None},
-            "disk": {"predicted": need.disk, "measured": found["disk_bytes"]},
+            "disk": {"predicted": need.disk, "measured": found.get("disk_bytes")},
         },
     }
 
@@ -298,9 +312,9 @@ def resident(
     policy = dataclasses.replace(base, gpu_batch_size=one_batch)
     if limits.device is None:  # a CPU's memory is the host's
         limits = dataclasses.replace(limits, device=available_memory())
-    if policy.moves or not limits.allow(need_of(cfg, policy, task, settings)):
-        return None
-    return policy
+    # Only a policy whose arrays fit compiles the programs, whose bytes count too.
+    needs = (need_of(cfg, policy, task, settings, programs) for programs in (0, None))
+    return None if policy.moves or not all(map(limits.allow, needs)) else policy
 
 
 def measure(
@@ -316,7 +330,7 @@ def measure(
     rows = min(executor.policy.block_size, task.rows)
     warm = start_run(lm, rows, task, settings.kv_dtype)
     with Watch(functools.partial(held_on_device, lm)) as watch:
-        for _ in range(min(3, task.new)):
+        for _ in range(min(WARM, task.new)):
             timed_step(warm)
     del warm
     run = start_run(lm, rows, task, settings.kv_dtype)

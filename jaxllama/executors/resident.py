@@ -115,6 +115,10 @@ class Resident:
             init_cache, cfg, batch, call.capacity, call.kv_dtype, mesh=self.mesh
         )
         prompts = PromptBatch(call.tokens, call.lengths, call.sampling, call.stop_ids)
+        begin = start
+        if call.alone is not None and self.mesh is None:  # as an engine compiles its prompts
+            options = compiler_options.for_fixed_sums()
+            begin = compiler_options.compiled_with(options, start, **_START)
         head, state, draft_params = None, None, None
         if call.drafting is not None and call.drafting.plan.draft.reads_hidden:
             plan, draft_params, _ = call.drafting
@@ -135,7 +139,7 @@ class Resident:
             )
         if head is not None:
             cache = new_cache()
-            return start(
+            return begin(
                 cfg,
                 params,
                 prompts,
@@ -157,12 +161,12 @@ class Resident:
         static = {"max_new_tokens": call.room, "alone": call.alone, "chunk": chunk}
         if call.kept is not None and call.room > 1:
             programs = call.kept.programs
-            rows = programs.begin(*_kept(call.kept, "start", start, cfg, arguments, static))
+            rows = programs.begin(*_kept(call.kept, "start", begin, cfg, arguments, static))
             if rows is not None:  # two threads compile both programs
                 rest = rows, call.sampling, call.stop_ids, np.int32(0)
                 loop = loop_for(params)
                 programs.begin(*_kept(call.kept, "advance", loop, cfg, (params, *rest)))
-        return _run(call, "start", start, cfg, arguments, static)
+        return _run(call, "start", begin, cfg, arguments, static)
 
     def logits(
         self, cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array
@@ -260,6 +264,11 @@ def _kept(
     return key, program, arguments, cfg, static
 
 
+_START = {
+    "static_argnums": 0,
+    "static_argnames": ("max_new_tokens", "chunk", "alone", "head"),
+    "donate_argnums": 3,
+}
 _LOOP = {"static_argnums": 0, "donate_argnums": 2}
 
 

@@ -42,8 +42,6 @@ from pallas_kernels.rounding import NIBBLES
 
 ALIGN = 64  # bytes: XLA's CPU client reads arrays in place from such addresses
 DECAY = 0.5 ** (1 / 64)  # of an expert's heat, a token
-# Platforms that have run slots that learn and experts that are sent ahead; others do neither.
-RUN_ON = ("cpu",)
 
 
 class PackedLeaf(NamedTuple):
@@ -94,7 +92,6 @@ class HotSlots(NamedTuple):
         slots = np.full(n_experts + 1, len(place.device), np.int32)
         slots[list(place.device)] = np.arange(len(place.device))
         heat = None
-        learns = learns and store.device.platform in RUN_ON
         if learns and 0 < len(place.device) < n_experts:
             shares = np.asarray(place.shares or (0.0,) * n_experts)
             heat = jax.device_put((shares / (1 - DECAY)).astype(np.float32), store.on_device)
@@ -142,10 +139,11 @@ def kept(hot: HotExperts, experts: jax.Array, loaded: tuple[Tree, Tree]) -> HotE
     to = jnp.where(is_hotter, places, n_slots)
 
     def with_new(own: jax.Array, new: jax.Array) -> jax.Array:
-        # Two codes of 4 bits are one byte, which a GPU must not write in halves.
-        dtype, own, new = own.dtype, _in_bytes(own), _in_bytes(new)
+        # Two codes of 4 bits are one byte, which a GPU must not write in halves. A thread writes an
+        # item, so words need fewer.
+        dtype, own, new = own.dtype, _in_words(own), _in_words(new)
         own = own.at[to].set(new[chosen], mode="drop")
-        if dtype.name not in NIBBLES:
+        if dtype == own.dtype:
             return own
         found = lax.bitcast_convert_type(own, dtype)
         return found.reshape(*own.shape[:-1], -1)
@@ -155,11 +153,15 @@ def kept(hot: HotExperts, experts: jax.Array, loaded: tuple[Tree, Tree]) -> HotE
     return HotExperts(weights, held)
 
 
-def _in_bytes(codes: jax.Array) -> jax.Array:
-    """Return codes of 4 bits as bytes, and other arrays as they are."""
-    if codes.dtype.name not in NIBBLES:
-        return codes
-    return lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], -1, 2), jnp.uint8)
+def _in_words(codes: jax.Array) -> jax.Array:
+    """Return codes of less than 32 bits as words or bytes, if they fill them."""
+    bits = 4 if codes.dtype.name in NIBBLES else 8 * codes.dtype.itemsize
+    for word in (jnp.uint32, jnp.uint8):
+        count, rest = divmod(8 * jnp.dtype(word).itemsize, bits)
+        if count > 1 and not rest and codes.shape[-1] % count == 0:
+            parts = codes.reshape(*codes.shape[:-1], -1, count)
+            return lax.bitcast_convert_type(parts, word)
+    return codes
 
 
 @dataclasses.dataclass(eq=False)

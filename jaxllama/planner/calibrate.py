@@ -26,9 +26,11 @@ and cores share nothing. Small transfers, however, are mostly dispatch, and one 
 of it. On a CPU a "link" is a copy made by the cores that also compute. The result is kept in a
 file.
 
-A CPU measures few layers of a large model, with short prompts.
-After ``PATIENCE`` seconds, as beside other work, nothing is timed several times, and ``contention``
-is fitted to steps that move all that their policy places in the host's memory.
+A CPU measures few layers of a large model, with short prompts, narrower feed-forwards and a shorter
+vocabulary. Their weights still exceed its caches. The seconds of a layer and of the head are scaled
+by the weights of the model's own. A transfer's seconds are those of bytes, and need no scaling.
+After ``Extent.patience`` seconds, as beside other work, hardly anything is timed several times, and
+``contention`` is fitted to steps that move all that their policy places in the host's memory.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,15 +78,13 @@ from jaxllama.planner.fitting import (
 from jaxllama.planner.trial import random_model, random_run, timed_step
 
 ROWS = (1, 8)
-CONTEXTS = (64, 256)
-DEPTHS = (1, 4)  # layers of each kind
-# Tokens and layers instead where a CPU multiplies by so many weights in four layers and the head.
-SHORTER, SHALLOWER, MANY_WEIGHTS = (16, 64), (1, 2), 1 << 29
-BATCHES = (1, 4)
-STEPS, IN_A_ROW = 12, 4  # timed decode steps
+# A CPU measures less of more weights than these in four layers and the head: half a gigabyte of
+# float32.
+MANY_WEIGHTS, ENOUGH_WEIGHTS = 1 << 29, 1 << 27
+NARROWER = (2, 4, 8, 16)  # divisors of a feed-forward's width and of the vocabulary
+STEPS, IN_A_ROW, FEWER = 12, 4, 2  # timed decode steps; in a row, and of a late calibration
 LONG = 0.5  # seconds of a prefill that needs no repetition
-LONGEST = 20.0  # seconds after which the steps of several runs are not repeated
-PATIENCE = 60.0  # seconds after which a calibration repeats nothing
+LONGEST, SOON = 20.0, 2.0  # seconds after which steps are not repeated; in a late calibration
 ROOM = 64  # tokens that a cache has beside the context
 SHARES = {"resident": (100, 0), "host": (0, 100), "disk": (0, 0), "half": (50, 50)}
 CACHE_STAYS = {"cache_device": 100.0, "cache_host": 0.0}
@@ -92,6 +92,23 @@ ON_CPU = {"cache_device": 0.0, "cache_host": 100.0, "cpu_attention": True}
 HIDDEN_STAYS = {"activations_device": 100.0, "activations_host": 0.0}
 STAYING = ({}, CACHE_STAYS, HIDDEN_STAYS, CACHE_STAYS | HIDDEN_STAYS)
 Progress = Callable[[str], None]
+
+
+class Extent(NamedTuple):
+    """What a calibration measures.
+
+    depths: layers of each kind. contexts: tokens of a row. beside: the same of overlapped steps.
+    batches: their numbers of batches. patience: seconds after which nothing is repeated.
+    """
+
+    depths: tuple[int, int] = (1, 4)
+    contexts: tuple[int, int] = (64, 256)
+    beside: int = 256
+    batches: tuple[int, int] = (1, 4)
+    patience: float = 60.0
+
+
+FULL, LITTLE = Extent(), Extent((1, 2), (16, 64), 16, (1, 2), 10.0)
 
 
 def calibrate(
@@ -124,23 +141,57 @@ def calibrate(
             name="calibration",
         )
 
-    leaves = jax.tree.leaves(weight_shapes(of_depth(DEPTHS[1]), dtype, scheme))
-    is_slow = jax.default_backend() == "cpu" and sum(x.size for x in leaves) > MANY_WEIGHTS
-    depths, contexts = (SHALLOWER, SHORTER) if is_slow else (DEPTHS, CONTEXTS)
-    small = of_depth(depths[1])
-    whole, resident = (
-        _path(small, dtype, scheme, kv_dtype, chunk, *words) for words in ((), ("resident",))
-    )
+    def weights_of(model: ModelConfig) -> int:
+        return sum(x.size for x in jax.tree.leaves(weight_shapes(model, dtype, scheme)))
+
+    extent, scale = FULL, (1.0, 1.0)
+    small = of_depth(extent.depths[1])
+    if jax.default_backend() == "cpu" and weights_of(small) > MANY_WEIGHTS:
+        extent = LITTLE
+        wide = small = of_depth(extent.depths[1])
+        for divisor in NARROWER:
+            if weights_of(small) > ENOUGH_WEIGHTS and wide.d_ff % (128 * divisor) == 0:
+                small = _narrower(wide, divisor)
+        layers = [
+            weights_of(model) - weights_of(model.first_layers(len(kinds)))
+            for model in (wide, small)
+        ]
+        scale = layers[0] / layers[1], wide.vocab_size / small.vocab_size
+    words = small, dtype, scheme, kv_dtype, chunk, scale
+    whole, resident = _path(*words), _path(*words, "resident")
     if not fresh:
         for known in (whole,) if moves else (whole, resident):
             if known.is_file():
                 return _read(known)
-    sizes = depths, contexts
-    result = _Measure(small, dtype, scheme, kv_dtype, chunk, progress, moves, *sizes).run()
+    measure = _Measure(small, dtype, scheme, kv_dtype, chunk, progress, moves, extent)
+    result = _scaled(measure.run(), *scale)
     path = whole if moves else resident
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dataclasses.asdict(result), indent=1))
     return result
+
+
+def _narrower(cfg: ModelConfig, divisor: int) -> ModelConfig:
+    """Return the config with fewer features of each feed-forward, and fewer tokens."""
+    return cfg.replace(d_ff=cfg.d_ff // divisor, vocab_size=-(-cfg.vocab_size // divisor))
+
+
+def _scaled(costs: Calibration, layer: float, head: float) -> Calibration:
+    """Return the costs of layers and a head with so many times the weights that were measured.
+
+    Attention to the context has none.
+    """
+
+    def wider(fixed: float, a_row: float, a_pair: float) -> tuple[float, ...]:
+        return layer * fixed, layer * a_row, a_pair
+
+    return dataclasses.replace(
+        costs,
+        decode=wider(*costs.decode),
+        prefill=wider(*costs.prefill),
+        cpu=wider(*costs.cpu),
+        head=tuple(head * seconds for seconds in costs.head),
+    )
 
 
 def _fewer(experts: ExpertsConfig) -> ExpertsConfig:
@@ -209,14 +260,13 @@ class _Measure:
         chunk: int,
         progress: Progress,
         moves: bool = True,
-        depths: tuple[int, int] = DEPTHS,
-        contexts: tuple[int, int] = CONTEXTS,
+        extent: Extent = FULL,
     ) -> None:
         self.cfg, self.dtype, self.scheme, self.kv_dtype = cfg, jnp.dtype(dtype), scheme, kv_dtype
         self.chunk, self.progress, self.moves = chunk, progress, moves
-        self.layers = [depth * cfg.n_layers // depths[1] for depth in depths]
-        self.contexts = contexts
-        self.until = time.perf_counter() + PATIENCE
+        self.layers = [depth * cfg.n_layers // extent.depths[1] for depth in extent.depths]
+        self.extent, self.contexts = extent, extent.contexts
+        self.until = time.perf_counter() + extent.patience
 
     @property
     def is_late(self) -> bool:
@@ -226,7 +276,7 @@ class _Measure:
         largest = ROWS[-1], self.contexts[-1]
         points = [(rows, self.contexts[-1]) for rows in ROWS]
         still: dict[Point, list[tuple[float, float]]] = {}
-        on_cpu: dict[Point, list[tuple[float, float]]] = {}
+        on_cpu: dict[Point, list[float]] = {}
         moved: list[_Sample] = []
         joins: list[tuple[float, float]] = []
         lookups: list[tuple[float, float]] = []
@@ -241,10 +291,12 @@ class _Measure:
                     still[point] = self._times([self._runs(lm, *point)[1] for lm in both])
                     if not self.moves:
                         continue
-                    both = [_with(lm, **ON_CPU) for lm in both]
-                    on_cpu[point] = self._times([self._runs(lm, *point)[1] for lm in both])
+                    runs = [self._runs(_with(lm, **ON_CPU), *point)[0] for lm in both]
+                    on_cpu[point] = self._steps(runs)
                 return
             serial = _with(model, overlap=False)
+            if self.extent is LITTLE:  # the samples are each layer's
+                serial = self._shallow(serial)
             for point in points if name == "host" else [largest]:
                 moved.append(self._sample(serial, *point))
             if name == "half":
@@ -254,10 +306,10 @@ class _Measure:
                 models = [
                     _with(model, num_gpu_batches=count, **staying)
                     for staying in (STAYING[:1] if self.is_late else STAYING)
-                    for count in BATCHES
+                    for count in self.extent.batches
                 ]
                 runs = [
-                    self._runs(lm, ROWS[-1] * _policy(lm).num_gpu_batches, self.contexts[-1])[0]
+                    self._runs(lm, ROWS[-1] * _policy(lm).num_gpu_batches, self.extent.beside)[0]
                     for lm in models
                 ]
                 for lm, step in zip(models, self._steps(runs), strict=True):
@@ -296,7 +348,7 @@ class _Measure:
             random_run, model, rows, context, 32, context + ROOM, self.kv_dtype, self.chunk
         )
         run = begin()
-        for _ in range(3):
+        for _ in range(2):  # the prefill and a step have every program
             timed_step(run)
         return run, begin
 
@@ -321,13 +373,15 @@ class _Measure:
         The first of several steps in a row does not count, because the next weights of another run
         load beside it.
         """
+        in_a_row = FEWER if self.is_late else IN_A_ROW
         steps: list[list[float]] = [[] for _ in begun]
         start = time.perf_counter()
-        for _ in range(STEPS // IN_A_ROW):
-            if steps[0] and (time.perf_counter() - start > LONGEST or self.is_late):
+        for _ in range(STEPS // in_a_row):
+            longest = SOON if self.is_late else LONGEST
+            if steps[0] and time.perf_counter() - start > longest:
                 break
             for run, times in zip(begun, steps, strict=True):
-                times += [timed_step(run) for _ in range(IN_A_ROW + 1)][1:]
+                times += [timed_step(run) for _ in range(in_a_row + 1)][1:]
         return list(map(lower, steps))
 
     def _sample(self, model: LanguageModel, rows: int, context: int) -> _Sample:
@@ -335,7 +389,7 @@ class _Measure:
         run = begin()
         prefill = self._record(run, 1)
         run.step()
-        steps = IN_A_ROW if self.is_late else STEPS
+        steps = FEWER if self.is_late else STEPS
         return _Sample(_policy(model), rows, context, self._record(run, steps), prefill)
 
     def _joins(self, model: LanguageModel) -> list[tuple[float, float]]:
@@ -347,7 +401,7 @@ class _Measure:
             if unit.layer > 0:
                 continue
             times = []
-            for _ in range(STEPS):
+            for _ in range(FEWER if self.is_late else STEPS):
                 pending = store.begin(unit.weights(model.params))
                 parts = [
                     x.moved for x in jax.tree.leaves(pending, is_leaf=is_pending) if is_pending(x)
@@ -382,7 +436,7 @@ class _Measure:
     def _fit(
         self,
         still: dict[Point, list[tuple[float, float]]],
-        on_cpu: dict[Point, list[tuple[float, float]]],
+        on_cpu: dict[Point, list[float]],
         moved: list[_Sample],
         joins: list[tuple[float, float]],
         lookups: list[tuple[float, float]],
@@ -421,16 +475,16 @@ class _Measure:
                 puts.append((*amounts, sample.seconds("store hidden", layer, prefill)))
         fewer, more = self.layers
 
-        def layers_of(times: dict[Point, list[tuple[float, float]]]) -> dict[Point, float]:
+        def layers_of(steps: dict[Point, list[float]]) -> dict[Point, float]:
             return {
-                point: max(1e-9, (long[1] - short[1]) / (more - fewer))
-                for point, (short, long) in times.items()
+                point: max(1e-9, (long - short) / (more - fewer))
+                for point, (short, long) in steps.items()
             }
 
         def decode_of(steps: dict[Point, float]) -> tuple[float, ...]:
             return nnls([(1.0, rows, rows * at) for rows, at in steps], list(steps.values()))
 
-        steps = layers_of(still)
+        steps = layers_of({point: [step for _, step in both] for point, both in still.items()})
         rests = {
             point: max(1e-9, short[1] - fewer * steps[point]) for point, (short, _) in still.items()
         }
@@ -485,11 +539,10 @@ class _Measure:
         )
         steps = []
         for policy, count, seconds in overlapped:
-            task = Task(ROWS[-1] * count, self.contexts[-1], ROOM)
+            context = self.extent.beside
+            task = Task(ROWS[-1] * count, context, ROOM)
             settings = PlannerSettings(self.dtype, self.kv_dtype, self.scheme)
-            step = step_of(
-                self.cfg, policy, costs, task, settings, ROWS[-1], count, 1, self.contexts[-1]
-            )
+            step = step_of(self.cfg, policy, costs, task, settings, ROWS[-1], count, 1, context)
             steps.append((step.longest, step.beside, seconds))
         return dataclasses.replace(costs, contention=contention(steps))
 

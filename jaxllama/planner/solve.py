@@ -73,7 +73,7 @@ def solve(
             continue
         policy = dataclasses.replace(moving, gpu_batch_size=size, num_gpu_batches=count)
         if _least_device(cfg, base, policy, task, settings) > (limits.device or math.inf):
-            continue  # before programs are compiled to know their bytes
+            continue
         programs = program_bytes(cfg, policy, task, settings)
         found = itertools.chain(
             _candidates(cfg, policy, costs, task, limits, settings, programs),
@@ -135,12 +135,14 @@ def _variants(cfg: ModelConfig, base: Policy, policy: Policy) -> Iterator[Policy
 def _least_device(
     cfg: ModelConfig, base: Policy, policy: Policy, task: Task, settings: PlannerSettings
 ) -> float:
-    """Return at most the bytes that the device needs for these batches, without programs'."""
+    """Return at most the bytes that the device needs for these batches."""
     if cfg.experts is not None:  # experts that lie one by one need less than a layer
         return 0
     nothing = _with_shares(policy, (0,) * 6)
+    programs = program_bytes(cfg, policy, task, settings)
     needs = (
-        need_of(cfg, candidate, task, settings, 0) for candidate in _variants(cfg, base, nothing)
+        need_of(cfg, candidate, task, settings, programs)
+        for candidate in _variants(cfg, base, nothing)
     )
     return min((need.device for need in needs), default=0)
 

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention.operands import WIDTHS, Cached, Entries, LatentCodes, NewTokens
 from pallas_kernels.attention.plain import hadamard, rotate
 from pallas_kernels.dispatch import Implementation, Reason, choose_plan
+from pallas_kernels.fixed_sums import row_sums
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor, dequantize, quantize
 from pallas_kernels.rounding import reciprocal, to_codes
@@ -146,13 +147,13 @@ def norm_heads(
     heads, h = qkv.shape[-2:]
     n, x = heads - 2 * n_kv, qkv.astype(jnp.float32)
     index = jnp.arange(heads, dtype=jnp.int32)[:, None]
-    mean = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    mean = row_sums(jnp.square(x)) / h
     q, k = (w.astype(jnp.float32) for w in weights)
     if full:
         q, k = (w.reshape(-1, h) for w in (q, k))
         q, k = jnp.pad(q, ((0, 2 * n_kv), (0, 0))), jnp.pad(k, ((n, n_kv), (0, 0)))
         parts = mean[..., :n, :], mean[..., n : n + n_kv, :]
-        mean = jnp.where(index < n, *(jnp.mean(m, axis=-2, keepdims=True) for m in parts))
+        mean = jnp.where(index < n, *(row_sums(m, axis=-2) / m.shape[-2] for m in parts))
     y = x * jax.lax.rsqrt(mean + eps) * jnp.where(index < n, q, k)
     return jnp.where(index < n + n_kv, y, x).astype(qkv.dtype)
 

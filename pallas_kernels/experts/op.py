@@ -42,7 +42,7 @@ from pallas_kernels.experts.blocks import by_expert
 from pallas_kernels.experts.gate import ClampedGate, Gate, apply_gate, check_gate
 from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, inner_gate
 from pallas_kernels.experts.summed_plan import GroupedSumPlan
-from pallas_kernels.fixed_sums import planned_rows
+from pallas_kernels.fixed_sums import has_fixed_sums, ordered_sums, planned_rows
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import FLOAT4, QTensor, dequantize
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
@@ -253,6 +253,8 @@ def weighted_sum(y: jax.Array, weights: jax.Array, dtype: DTypeLike) -> jax.Arra
     y: float32 ``[T, k, out]``.
     """
     parts = weights.astype(jnp.float32)[..., None] * y
+    if has_fixed_sums():  # a fusion may else round a product and its sum as one
+        return ordered_sums(parts, axis=1)[:, 0].astype(dtype)
     total = functools.reduce(jnp.add, (parts[:, j] for j in range(y.shape[1])))
     return total.astype(dtype)
 

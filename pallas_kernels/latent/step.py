@@ -57,8 +57,8 @@ def of_heads(shapes: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """Return the float32 products of ``x[B, T, N, K]`` and each head's matrix ``w[N, ., .]``."""
 
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
-        one = functools.partial(jnp.einsum, shapes, preferred_element_type=jnp.float32)
-        return by_blocks(lambda x: one(x, w, precision="highest"), x, axes=2)
+        options = {"precision": "highest", "preferred_element_type": jnp.float32}
+        return by_blocks(functools.partial(jnp.einsum, shapes, **options), x, w, axes=2)
 
     def of_floats(x: jax.Array, w: jax.Array) -> jax.Array:
         # XLA's CPU has no product of 16 bits with float32 sums.

@@ -297,12 +297,12 @@ def _product(
     made = chosen(plan, implementation)
     static = Static(around.out, None if plan is None else MatmulCall.around(rows, w, around), plan)
 
-    def product(rows: jax.Array | QTensor) -> jax.Array:
+    def product(rows: jax.Array | QTensor, w: QTensor) -> jax.Array:
         if isinstance(rows, QTensor):
             return _codes(made, static, rows, w, around.bias, _flat_term(around.low_rank))
         return _weight_only(made, static, rows, w, around.bias)
 
-    out = by_blocks(product, rows) if plan is None else product(rows)
+    out = by_blocks(product, rows, w) if plan is None else product(rows, w)
     return out.reshape(*x.shape[:-1], w.shape[0])
 
 
@@ -321,7 +321,7 @@ def _with_low_rank(
     alone = Around(jnp.dtype(jnp.float32), around.bias)
     y = _product(x, w, alone, implementation)
     inner, second = low_rank
-    added = by_blocks(lambda rows: low_rank_sums(rows, second), inner, inner.ndim - 1)
+    added = by_blocks(low_rank_sums, inner, second, axes=inner.ndim - 1)
     return (y + added).astype(around.out)
 
 
@@ -387,11 +387,10 @@ def _dense(x: jax.Array, w: jax.Array, bias: jax.Array | None, out_dtype: jnp.dt
     # ``x @ w.T`` says the same and is slower: a fifth in SmolLM2 on jax 0.10, four times on 0.11.
     product = functools.partial(
         lax.dot_general,
-        rhs=w.astype(x.dtype),
         dimension_numbers=(((1,), (1,)), ((), ())),
         precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
     )
-    out = by_blocks(product, _flatten(x))
+    out = by_blocks(product, _flatten(x), w.astype(x.dtype))
     if bias is not None:
         out = out + bias.astype(x.dtype)
     return out.reshape(*x.shape[:-1], w.shape[0]).astype(out_dtype)

@@ -16,6 +16,7 @@ from jaxllama.language_model import LanguageModel
 from tests.helpers.models import FAMILIES, LLAMA
 from tests.helpers.seeded import seeded_params
 
+pytestmark = pytest.mark.usefixtures("engines_of_one_size")
 CFG = LLAMA.replace(n_layers=1, layer_types=(), eos_token_ids=())
 PROMPTS = [tuple(range(1, 41)), (5, 6, 7)]
 HIDDEN = {"delta": FAMILIES["delta"].replace(eos_token_ids=())}

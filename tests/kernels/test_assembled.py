@@ -13,6 +13,7 @@ import random
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from tests.helpers import assembling
@@ -30,6 +31,8 @@ from jax.sharding import SingleDeviceSharding  # noqa: E402
 
 from pallas_kernels import dispatch  # noqa: E402
 from pallas_kernels.architecture import BY_NAME  # noqa: E402
+from pallas_kernels.fixed_sums import fixed_sums  # noqa: E402
+from pallas_kernels.matmul.op import quantized_matmul  # noqa: E402
 from tests.helpers.kernel_cases import CASES, S  # noqa: E402
 from tests.kernels.test_plan_records import drawn_call  # noqa: E402
 
@@ -182,3 +185,21 @@ def test_random_calls_are_assembled(part, device, capfd):
         jax.jit(call.kernel).trace(*operands).lower(lowering_platforms=("cuda",)).compile()
     found, serialized = assembled("".join(capfd.readouterr()))
     assert found and not serialized
+
+
+def test_products_of_fixed_sums_stay_apart(device):
+    """XLA makes one product of those with the same rows, or the same weight, whose sums differ."""
+    x, w = (S((n, 256), jnp.bfloat16, sharding=device) for n in (32, 64))
+
+    def products(xs, ws):
+        with fixed_sums(True):
+            return [quantized_matmul(x, w, implementation="xla") for x in xs for w in ws]
+
+    def free(xs, ws):
+        return [x @ w.T for x in xs for w in ws]
+
+    def joined(f):
+        lowered = jax.jit(f).trace([x, x], [w, w]).lower(lowering_platforms=("cuda",))
+        return lowered.compile().as_text().count(" concatenate(")
+
+    assert joined(free) and not joined(products)

@@ -20,6 +20,7 @@ from pallas_kernels.attention.pages import as_rows
 from pallas_kernels.device import planned_for
 from pallas_kernels.dispatch import Reason, explain, named_plan
 from pallas_kernels.experts import plan as experts
+from pallas_kernels.experts.op import weighted_sum
 from pallas_kernels.gated_delta import step_kernel as delta
 from pallas_kernels.gla import step_kernel as gla
 from pallas_kernels.latent import plan as latent
@@ -224,7 +225,7 @@ def test_xla_multiplies_blocks_of_rows():
     assert {size[0] for size in seen} == {32}
     np.testing.assert_array_equal(y, 2 * x @ scale.T)
     np.testing.assert_array_equal(one, x[:3, 0] @ scale.T)
-    assert fixed_sums.by_blocks(lambda x: x, x, 2) is x
+    assert fixed_sums.by_blocks(lambda x: x, x, axes=2) is x
 
 
 @pytest.mark.parametrize("width", [8, 32, 576])
@@ -253,6 +254,26 @@ def test_ordered_sums_are_sums():
     for axis in (-1, 1, -3):
         want = np.sum(np.asarray(x, np.float64), axis=axis, keepdims=True)
         np.testing.assert_allclose(fixed_sums.ordered_sums(x, axis), want, atol=1e-5)
+
+
+def test_a_tokens_experts_are_summed_in_their_order():
+    """Each product is rounded before it is added, whatever a fusion would do."""
+    r = np.random.default_rng(0)
+    y, w = (jnp.asarray(r.standard_normal(n), jnp.float32) for n in ((5, 4, 64), (5, 4)))
+    want = np.zeros((5, 64), np.float32)
+    for j in range(4):
+        want = want + np.asarray(y)[:, j] * np.asarray(w)[:, j, None]
+    with fixed_sums.fixed_sums(True):
+        got = jax.jit(lambda y, w: weighted_sum(y, w, jnp.float32))(y, w)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_blocks_may_have_several_results():
+    x = jnp.arange(35 * 4, dtype=jnp.float32).reshape(35, 4)
+    with fixed_sums.fixed_sums(True):
+        first, both = fixed_sums.by_blocks(lambda x, w: (x[:, 0], {"x": x * w}), x, jnp.ones(4))
+    np.testing.assert_array_equal(first, x[:, 0])
+    np.testing.assert_array_equal(both["x"], x)
 
 
 @pytest.mark.parametrize("page", [None, 16])

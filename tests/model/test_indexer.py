@@ -115,17 +115,21 @@ def test_the_choice_is_that_of_transformers(seed: int, tmp_path: Path) -> None:
     layer, options = cfg.layers[0], cfg.layers[0].mixer
     params = params_of(cfg, seed)
     tokens = np.asarray(tokens_of(cfg, 2, 40, seed))
-    p, at = params["layer_0"]["mixer"], whole_rows(layer, 2, 40)
-    y = rms_norm(
-        params["embed"]["weight"][tokens], params["layer_0"]["mixer_norm"]["weight"], cfg.norm_eps
-    )
-    products = [Columns.whole(linear(y, weight)) for weight in latent.inputs(layer, p)]
-    heads = latent.turned(
-        latent.heads_of(options, p, products), *at.rope.of(options.rope, options.d_rope)
-    ).indexed
     seen = np.tile(np.arange(1, 41, dtype=np.int32), (2, 1))
     top_k = options.indexer.top_k
-    chosen, is_chosen = choice(heads.q, heads.weights, heads.key[:, :, 0], seen, top_k)
+
+    @jax.jit
+    def ours_of(params: Params) -> tuple[jax.Array, jax.Array]:
+        p, at = params["layer_0"]["mixer"], whole_rows(layer, 2, 40)
+        norm = params["layer_0"]["mixer_norm"]["weight"]
+        y = rms_norm(jnp.asarray(params["embed"]["weight"])[tokens], norm, cfg.norm_eps)
+        products = [Columns.whole(linear(y, weight)) for weight in latent.inputs(layer, p)]
+        heads = latent.turned(
+            latent.heads_of(options, p, products), *at.rope.of(options.rope, options.d_rope)
+        ).indexed
+        return choice(heads.q, heads.weights, heads.key[:, :, 0], seen, top_k)
+
+    chosen, is_chosen = ours_of(params)
     want = their_choice(cfg, params, tokens, tmp_path / "m")
     for row, place in np.ndindex(seen.shape):
         theirs = {int(key) for key in want[row, place] if key <= place}
@@ -137,10 +141,7 @@ def test_more_keys_than_there_are_is_attention_to_all():
     """The oracle is the form without an indexer; fewer keys give something else."""
     params, tokens = params_of(CFG), np.asarray(tokens_of(CFG, 2, 12))
     lengths = np.full(2, 12, np.int32)
-    few, all_but_one, whole = (
-        np.asarray(jl.logits(with_top_k(k), params, tokens, lengths)) for k in (5, 11, 12)
-    )
-    np.testing.assert_allclose(all_but_one[:, :11], whole[:, :11], atol=1e-5)
+    few, whole = (np.asarray(jl.logits(with_top_k(k), params, tokens, lengths)) for k in (5, 12))
     assert np.abs(few - whole).max() > 1e-2
     np.testing.assert_allclose(few[:, :5], whole[:, :5], atol=1e-5)
 

@@ -19,6 +19,7 @@ import jaxllama as jl
 from jaxllama import compiler_options
 from jaxllama.config import preset_names
 from jaxllama.decoding.sampling import SamplingParams
+from jaxllama.language_model import LanguageModel
 from jaxllama.model.mixers.attention.state import KVCache
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import slow
@@ -383,3 +384,16 @@ def test_every_kind_of_state_is_reset(name):
 def test_rows_that_cannot_be_reset_are_named(rows, message):
     with pytest.raises(jl.JaxLlamaError, match=message):
         jl.reset_rows(new_cache(), rows)
+
+
+def test_a_deterministic_prompt_is_compiled_as_in_an_engine(monkeypatch):
+    """With the options under which XLA chooses no other exponential for it."""
+    cfg = LLAMA.first_layers(1)
+    plain = LanguageModel(cfg, params_of(cfg), None)
+    lm, asked = dataclasses.replace(plain, deterministic=True), []
+    want = lm.generate([[5, 6, 7]], 3)
+    monkeypatch.setattr(compiler_options, "for_fixed_sums", lambda: asked.append(1) or {})
+    [got] = lm.generate([[5, 6, 7]], 3)
+    assert asked == [1] and (got.tokens, got.logprobs) == (want[0].tokens, want[0].logprobs)
+    plain.generate([[5, 6, 7]], 3)
+    assert asked == [1]

@@ -26,7 +26,7 @@ from jaxllama.planner.cost import (
     program_bytes,
 )
 from jaxllama.planner.fitting import Calibration, Moving, nnls
-from jaxllama.planner.solve import solve
+from jaxllama.planner.solve import check_fits, solve
 from tests.helpers.cases import slow
 from tests.helpers.models import FAMILIES
 from tests.helpers.seeded import seeded_params
@@ -239,6 +239,10 @@ def test_what_is_read_from_disk_passes_through_host_memory():
 def test_no_policy_is_one_line():
     with pytest.raises(JaxLlamaError, match="no policy fits: even one row"):
         solve(LLAMA, COSTS, Task(1, 512, 32), MemoryLimits(10**8, 10**9, 10**9), HALF)
+    on_disk = Policy.parse("0 0 0 0 100 0 gpu_batch_size=1")
+    arrays = need_of(LLAMA, on_disk, TASK, HALF, 0).device
+    with pytest.raises(JaxLlamaError, match=r"the limit is"):  # programs need some too
+        check_fits(LLAMA, None, TASK, MemoryLimits(device=arrays), HALF)
 
 
 def test_fit_recovers_rates():

@@ -204,7 +204,8 @@ def test_plan_solves_measures_and_draws(tmp_path, monkeypatch):
     """Half of the model's bytes on the device: every term has both figures, and the limit holds."""
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("JAXLLAMA_CACHE", str(tmp_path))
-    monkeypatch.setattr(calibration, "CONTEXTS", (8, 16))
+    extent = calibration.FULL._replace(contexts=(8, 16), beside=16)
+    monkeypatch.setattr(calibration, "FULL", extent)
     file = tmp_path / "tiny.toml"
     file.write_text(
         "vocab_size = 512\nd_model = 128\nn_layers = 6\nn_heads = 4\nn_kv_heads = 2\n"
@@ -317,11 +318,25 @@ def test_a_long_prefill_is_measured_on_shorter_prompts(seconds, text, prompt, mo
     assert (said in plan.table(found)) == (prompt != 512)
 
 
+def test_a_measurement_of_minutes_is_left_to_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXLLAMA_CACHE", str(tmp_path))
+    costs = dataclasses.replace(COSTS, decode=(60.0, 0.0, 0.0))
+    monkeypatch.setattr(plan, "read_config", lambda *_: model_of(128, 1))
+    monkeypatch.setattr(plan, "calibrate", lambda *_, **__: costs)
+    said = []
+    task = plan.Task(2, 4, 3)
+    found = plan.run(plan.PlanRequest("tiny", task, dtype=jnp.float32), said.append)
+    assert said == [f"not measured, which takes 11 minutes: --policy '{found['policy']}' does"]
+    assert found["step_seconds"] == {"predicted": pytest.approx(60, rel=1e-3), "measured": None}
+    assert found["tokens_per_second"]["measured"] is None and "60003.00" in plan.table(found)
+
+
 @pytest.mark.parametrize(
-    "seconds, until, rounds", [(0.1, 60, 3), (1.0, 60, 3), (3.0, 60, 1), (0.1, 0, 1)]
+    "seconds, until, in_a_row, rounds",
+    [(0.1, 60, 5, 3), (1.0, 60, 5, 3), (3.0, 60, 5, 1), (0.1, -1, 3, 4), (1.0, -1, 3, 1)],
 )
-def test_slow_steps_are_not_repeated(monkeypatch, seconds, until, rounds):
-    """Two runs take 10 steps a round. A calibration that is late repeats none."""
+def test_slow_steps_are_not_repeated(monkeypatch, seconds, until, in_a_row, rounds):
+    """Two runs take turns. A calibration that is late repeats steps of moments only."""
     steps = []
 
     def step(run):
@@ -331,16 +346,39 @@ def test_slow_steps_are_not_repeated(monkeypatch, seconds, until, rounds):
     monkeypatch.setattr(calibration, "timed_step", step)
     clock = SimpleNamespace(perf_counter=lambda: seconds * len(steps))
     monkeypatch.setattr(calibration, "time", clock)
-    monkeypatch.setattr(calibration, "PATIENCE", until)
-    measure = calibration._Measure(model_of(128, 1), "float32", None, "float32", 8, print)
+    extent = calibration.FULL._replace(patience=until)
+    settings = model_of(128, 1), "float32", None, "float32", 8, print
+    measure = calibration._Measure(*settings, extent=extent)
     assert measure._steps(["a", "b"]) == [seconds, seconds]
-    assert steps == (5 * ["a"] + 5 * ["b"]) * rounds
+    assert steps == (in_a_row * ["a"] + in_a_row * ["b"]) * rounds
+
+
+def test_a_large_model_s_costs_are_those_of_a_narrower_one_scaled_by_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXLLAMA_CACHE", str(tmp_path))
+    measured = []
+
+    def measure(cfg, *_):
+        measured.append(cfg)
+        return SimpleNamespace(run=lambda: COSTS)
+
+    monkeypatch.setattr(calibration, "_Measure", measure)
+    cfg = load_config("llama-3.1-8b")
+    costs = calibration.calibrate(cfg, jnp.float32)
+    [small] = measured
+    assert (small.n_layers, small.d_model, small.d_ff) == (2, cfg.d_model, cfg.d_ff // 16)
+    mixer, norms = 2 * cfg.d_model**2 * 5 // 4, 2 * cfg.d_model
+    wide, narrow = (mixer + norms + 3 * cfg.d_model * x.d_ff for x in (cfg, small))
+    layer = 1e-3 * wide / narrow
+    assert costs.decode == costs.prefill == costs.cpu == pytest.approx((layer, layer, 1e-3))
+    assert costs.head == (16e-3,) * 2 and costs.load_weights == FREE
+    assert calibration.calibrate(cfg, jnp.float32) == costs and len(measured) == 1
 
 
 @pytest.mark.slow
 def test_computation_alone_is_calibrated(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLAMA_CACHE", str(tmp_path))
-    monkeypatch.setattr(calibration, "CONTEXTS", (8, 16))
+    extent = calibration.FULL._replace(contexts=(8, 16), beside=16)
+    monkeypatch.setattr(calibration, "FULL", extent)
     said: list[str] = []
     options = {"moves": False, "progress": said.append}
     costs = calibration.calibrate(model_of(128, 1), jnp.float32, **options)

@@ -245,7 +245,9 @@ def _with_mixture(
     pairs = y.reshape(*routed.experts.shape, y.shape[-1])
     out = weighted_sum(pairs, routed.weights, tokens.dtype).reshape(stream.x.shape)
     out = with_output(layer, parts.dense, stream, tokens.reshape(stream.x.shape), out)
-    return FORMS[layer.form.name].finish(layer, parts.dense, out, None)
+    stream = FORMS[layer.form.name].finish(layer, parts.dense, out, None)
+    # As the first layer finds it, so that a layer has one program wherever it stands.
+    return stream._replace(x=stream.total, pending=None)
 
 
 with_mixture = jax.jit(_with_mixture, static_argnums=(0, 1))

@@ -49,7 +49,6 @@ from jaxllama.executors.offloaded.expert_programs import (
 )
 from jaxllama.model.cache import LayerState
 from jaxllama.model.linear import Stream
-from jaxllama.offload import experts as placed
 from jaxllama.offload.experts import (
     ExpertBias,
     ExpertLayout,
@@ -63,6 +62,7 @@ from jaxllama.typing import Tree
 
 GROUP = 8  # experts of one program that the host sends
 ON_CPU = 4  # experts of one program of the CPU
+PAIRS = 256  # fewest pairs of a group's program, if so many tokens have them
 AHEAD = 2  # groups that are on their way or being computed
 NEARLY_ALL = 0.9  # share of the experts that is needed, from which on they are streamed
 
@@ -80,8 +80,6 @@ def placed_experts(weights: Tree) -> ExpertTensor | None:
 def streams(layer: LayerConfig, tokens: int) -> bool:
     """Whether so many tokens need nearly all of a layer's experts, which are then sent ahead."""
     assert layer.experts is not None
-    if jax.default_backend() not in placed.RUN_ON:
-        return False
     unused = (1.0 - layer.experts.n_active / layer.experts.n_experts) ** tokens
     return 1.0 - unused >= NEARLY_ALL
 
@@ -441,23 +439,24 @@ class _Cold:
     def _group(
         self, group: list[int], pieces: list[Pieces] | None, routed: RoutedTokens
     ) -> LoadedGroup:
-        """Return a group of experts, padded to few sizes.
+        """Return a group of experts, padded to few sizes, because each is a program.
 
         pieces: of loaded experts; None if the device reads them.
         """
-        width, fan = _size(len(group)), routed.experts.shape[1]
-        empty, parts = width - len(group), None
+        none, fan = routed.experts.size, routed.experts.shape[1]
+        cold = self.n_experts - self.hot.held.experts.shape[0]
+        width, parts = min(cold, none, GROUP if pieces else FETCHED), None
+        empty = width - len(group)
         if pieces is not None:
             parts = tuple(zip(*pieces, *pieces[:1] * empty, strict=True))
         experts = np.asarray(group + [self.n_experts] * empty, np.int32)
         group_pairs = [self.pairs[expert] for expert in group]
         pairs = np.concatenate(group_pairs)
-        count = width
+        count = min(PAIRS, none)
         while count < len(pairs):
-            count *= 4  # few sizes, because each is a program
-        places = np.full(count, routed.experts.size, np.int32)  # a pair that is none
+            count = min(4 * count, none)
+        places, slots = np.full(count, none, np.int32), np.full(count, width, np.int32)
         places[: len(pairs)] = pairs
-        slots = np.zeros(count, np.int32)
         slots[: len(pairs)] = np.repeat(np.arange(len(group)), [len(part) for part in group_pairs])
         rows = np.minimum(places // fan, len(routed.tokens) - 1)
         return LoadedGroup(experts, parts, places, slots, rows)

@@ -28,6 +28,7 @@ from jaxllama.parallel.mesh import EXPERT_AXIS, expert_axes, is_split
 from jaxllama.typing import Options, Params
 from pallas_kernels.experts.gate import ClampedGate, Gate
 from pallas_kernels.experts.mixture import SharedMixture, WithShared, fused_mixture
+from pallas_kernels.fixed_sums import by_blocks
 
 
 def feed_experts(
@@ -187,6 +188,7 @@ def shared(layer: LayerConfig, params: Params, x: jax.Array, ops: LayerOps = lin
         y = ops.product(inner, params["down"], x.dtype, layer)
     if "shared_gate" not in params:
         return y
-    logits = router_logits(x.reshape(-1, x.shape[-1]), params["shared_gate"]["weight"])
-    gate = jax.nn.sigmoid(logits).reshape(*x.shape[:-1], 1)
+    weight = params["shared_gate"]["weight"]
+    gate_by = lambda x: jax.nn.sigmoid(router_logits(x, weight))  # noqa: E731
+    gate = by_blocks(gate_by, x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], 1)
     return (gate * y.astype(jnp.float32)).astype(y.dtype)

@@ -34,7 +34,12 @@ Routed = tuple[jax.Array, jax.Array]  # experts and weights, as from ``route``
 
 def route(options: ExpertsConfig, x: jax.Array, router: Params) -> Routed:
     """Return the experts and weights of tokens ``x[T, D]``: int32 and float32 ``[T, k]``."""
-    return route_by(options, router_logits(x, router["weight"], router.get("bias")), router)
+
+    def of_tokens(x: jax.Array) -> Routed:
+        return route_by(options, router_logits(x, router["weight"], router.get("bias")), router)
+
+    # XLA chooses the shape of a softmax's kernel, and so the order of its sum, by the rows.
+    return by_blocks(of_tokens, x)
 
 
 def route_by(options: ExpertsConfig, logits: jax.Array, router: Params) -> Routed:
@@ -56,8 +61,10 @@ def router_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None
 
     def one_product(x: jax.Array, weight: jax.Array) -> jax.Array:
         contracted = ((1,), (1,)), ((), ())
-        product = lambda x: lax.dot_general(x, weight, contracted, lax.Precision.HIGHEST)  # noqa: E731
-        return by_blocks(product, x)
+        product = functools.partial(
+            lax.dot_general, dimension_numbers=contracted, precision=lax.Precision.HIGHEST
+        )
+        return by_blocks(product, x, weight)
 
     def as_expert(x: jax.Array, weight: jax.Array) -> jax.Array:
         # In one product of all rows, the rounding of a row would depend on the number of rows.
