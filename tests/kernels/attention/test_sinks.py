@@ -158,7 +158,7 @@ def test_a_chunk_after_a_past_by_cudnn_is_the_same(window, monkeypatch):
     monkeypatch.setattr(cudnn_attention, "_with_log_sum", plain)
     new = (x[:, 110:] for x in (q, k, v))
     got = cudnn_attention.extend(
-        *new, k, v, jnp.full(2, 110, jnp.int32), window=window, sinks=sinks
+        *new, (k, v), jnp.full(2, 110, jnp.int32), window=window, sinks=sinks
     )
     assert relative_rms(got, want) < 1e-5
 
