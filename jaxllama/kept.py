@@ -1,8 +1,8 @@
 """Compiled programs of a model's first calls, kept on disk for the next process.
 
     programs = KeptPrograms(facts)      facts of how the model is loaded; a thread reads the file
-    programs.call(key, function, arguments, cfg, static)     the result of ``function``
-    programs.begin(key, function, arguments, cfg, static)    compiles for a later call, in a thread
+    programs.call(key, Wanted(function, arguments, cfg, static))     the result of ``function``
+    programs.begin(key, wanted)         compiles for a later call, in a thread
     programs.wait()                     until the first calls' programs are ready
     folder, digest, read, keep          the files, which an engine's programs have too
     trim()                              returns the C library's free memory to the system
@@ -51,6 +51,27 @@ EARLY = 4  # programs prepared while the weights are read: the last process's ne
 LEAST_LAYERS = 8
 
 
+class Wanted(NamedTuple):
+    """A jitted function and the arguments, or their shapes, that it is compiled for.
+
+    cfg: its first argument, if it takes a ModelConfig. static: its static keyword arguments.
+    """
+
+    jitted: Jitted
+    arguments: tuple[Tree, ...]
+    cfg: ModelConfig | None = None
+    static: Mapping[str, object] = MappingProxyType({})
+
+    def lower(self) -> jax.stages.Lowered:
+        return self.jitted.lower(*self._positional(), **self.static)
+
+    def run(self) -> Tree:
+        return self.jitted(*self._positional(), **self.static)
+
+    def _positional(self) -> tuple[Tree, ...]:
+        return self.arguments if self.cfg is None else (self.cfg, *self.arguments)
+
+
 class Kept(NamedTuple):
     """The contents of a file.
 
@@ -76,46 +97,28 @@ class KeptPrograms:
         self._compilers = ThreadPoolExecutor(thread_name_prefix="jaxllama-compile")
         self._index = self._pool.submit(self._read, facts)
 
-    def call(
-        self,
-        key: object,
-        function: Jitted,
-        arguments: tuple[Tree, ...] = (),
-        cfg: ModelConfig | None = None,
-        static: Mapping[str, object] = MappingProxyType({}),
-    ) -> Tree:
-        """Return the result of a jitted ``function(cfg, *arguments, **static)``.
+    def call(self, key: object, wanted: Wanted) -> Tree:
+        """Run a program, which is compiled if it is not kept.
 
-        cfg: the function's first argument, if it takes one.
         key: its repr tells this program from all others of the model. It names the arguments'
             shapes and every static argument.
         """
         if self._settings != _settings():  # the kept programs depend on other settings
-            before = () if cfg is None else (cfg,)
-            return function(*before, *arguments, **static)
-        self.begin(key, function, arguments, cfg, static)
-        return self._made[_name(key, cfg)].result()(*arguments)
+            return wanted.run()
+        self.begin(key, wanted)
+        return self._made[_name(key)].result()(*wanted.arguments)
 
-    def begin(
-        self,
-        key: object,
-        function: Jitted,
-        arguments: tuple[Tree, ...] = (),
-        cfg: ModelConfig | None = None,
-        static: Mapping[str, object] = MappingProxyType({}),
-    ) -> Tree | None:
+    def begin(self, key: object, wanted: Wanted) -> Tree | None:
         """Lower a program that is not there, and let a thread compile it for ``call``.
 
-        Takes the arguments of ``call``, or their shapes. Returns the shapes of the program's
-        result; None if the program is there already.
+        Returns the shapes of the program's result; None if the program is there already.
         """
-        name = _name(key, cfg)
+        name = _name(key)
         self._index.result()
         if self._settings != _settings() or self._is_ready(name):
             return None
-        before = () if cfg is None else (cfg,)
         with collector_paused():
-            lowered = function.lower(*before, *arguments, **static)
+            lowered = wanted.lower()
         self._made[name] = self._compilers.submit(self._compile, name, lowered)
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lowered.out_info
@@ -150,7 +153,7 @@ class KeptPrograms:
         handlers, programs = _stored(self._path)
         for handler in handlers:
             jit.register(handler)
-        if programs and jax.default_backend() == "gpu":
+        if jax.default_backend() == "gpu":
             tell_where_kernels_are()
         newest = list(reversed(programs.items()))
         for name, blob in newest[:EARLY]:
@@ -196,8 +199,8 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _name(key: object, cfg: ModelConfig | None) -> str:
-    return hashlib.sha256(repr((key, cfg)).encode()).hexdigest()
+def _name(key: object) -> str:
+    return hashlib.sha256(repr(key).encode()).hexdigest()
 
 
 def signature(tree: Tree) -> str:
@@ -245,10 +248,10 @@ def tell_where_kernels_are() -> None:
     """Tell jaxlib where the runtime of Mosaic GPU is, with which programs link.
 
     jax does so when it imports the module below. Lowering imports that module, but a process does
-    not lower kept programs.
+    not lower kept programs. Other processes need it too: it takes 0.7 s, here while weights load.
     """
     with contextlib.suppress(ImportError):
-        importlib.import_module("jax.experimental.mosaic.gpu.core")
+        importlib.import_module("jax.experimental.pallas.mosaic_gpu")
 
 
 def folder(name: str) -> Path | None:

@@ -28,8 +28,8 @@ from jaxllama.engine import records, scheduler
 from jaxllama.engine import slots as device
 from jaxllama.engine.options import ResolvedOptions
 from jaxllama.engine.passes import CallSizes
-from jaxllama.engine.programs import Wanted
 from jaxllama.engine.slots import NOBODY
+from jaxllama.kept import Wanted
 from jaxllama.typing import Jitted, Params, Tree
 
 ProgramCall = tuple[Hashable, Wanted]

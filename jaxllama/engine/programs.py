@@ -33,18 +33,17 @@ import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
 
 from jaxllama import compiler_options
-from jaxllama.config import ModelConfig
 from jaxllama.engine.lowering import Children
 from jaxllama.kept import (
     Kept,
+    Wanted,
     backend_facts,
     collector_paused,
     digest,
@@ -52,7 +51,7 @@ from jaxllama.kept import (
     read,
     tell_where_kernels_are,
 )
-from jaxllama.typing import Jitted, LocalDevice, Tree
+from jaxllama.typing import LocalDevice, Tree
 from pallas_kernels.cpu import jit
 
 PATIENCE = 1.0  # largest number of seconds that a program waits for more urgent work
@@ -61,35 +60,6 @@ LOOK = 0.01  # seconds between two checks for that work
 _log = logging.getLogger("jaxllama.serving")
 # number of files kept, one for each set of sizes; half a GB for an 8B model's engine on a GPU
 KEPT = 4
-
-
-class Wanted(NamedTuple):
-    """A jitted function and the arguments that it is compiled for.
-
-    cfg: its first argument, if it takes a ModelConfig. static: its static keyword arguments.
-    """
-
-    jitted: Jitted
-    arguments: tuple[Tree, ...]
-    cfg: ModelConfig | None = None
-    static: Mapping[str, object] = MappingProxyType({})
-
-    def lower(self) -> jax.stages.Lowered:
-        return self.jitted.lower(*self._positional(), **self.static)
-
-    def run(self) -> Tree:
-        return self.jitted(*self._positional(), **self.static)
-
-    def _positional(self) -> tuple[Tree, ...]:
-        return self.arguments if self.cfg is None else (self.cfg, *self.arguments)
-
-    def facts(self) -> tuple[object, ...]:
-        leaves, structure = jax.tree.flatten(self.arguments)
-        kinds = [
-            (leaf.shape, str(leaf.dtype), getattr(leaf, "weak_type", None), _placed(leaf))
-            for leaf in leaves
-        ]
-        return self.jitted.__name__, str(structure), kinds, self.cfg, dict(self.static)
 
 
 class Programs:
@@ -362,6 +332,15 @@ class Programs:
             self._is_kept = True
 
 
+def _facts(wanted: Wanted) -> tuple[object, ...]:
+    leaves, structure = jax.tree.flatten(wanted.arguments)
+    kinds = [
+        (leaf.shape, str(leaf.dtype), getattr(leaf, "weak_type", None), _placed(leaf))
+        for leaf in leaves
+    ]
+    return wanted.jitted.__name__, str(structure), kinds, wanted.cfg, dict(wanted.static)
+
+
 def _placed(leaf: Any) -> str | None:
     """Return how an array lies on its mesh; None without one."""
     sharding = getattr(leaf, "sharding", None)
@@ -379,5 +358,5 @@ def _copy(source: Future[jax.stages.Compiled], to: Future[jax.stages.Compiled]) 
 def name(wanted: Mapping[Hashable, Wanted], devices: Sequence[LocalDevice]) -> str:
     """Return the file name of these programs on jax.Devices: a hash of all that they depend on."""
     facts = backend_facts(), [device.device_kind for device in devices]
-    programs = [(key, program.facts()) for key, program in wanted.items()]
+    programs = [(key, _facts(program)) for key, program in wanted.items()]
     return f"engine-{digest(facts, programs)}.pickle"

@@ -29,14 +29,14 @@ from jaxllama.engine.grammar import NextTokens
 from jaxllama.engine.options import TRANSFER_BYTES, ResolvedOptions
 from jaxllama.engine.pages import KVPages, Save
 from jaxllama.engine.passes import level_of
-from jaxllama.engine.programs import Programs, Wanted
+from jaxllama.engine.programs import Programs
 from jaxllama.engine.scheduler import Fill, Prefix, Sequence, TurnPlan
 from jaxllama.engine.slots import NOBODY
 from jaxllama.engine.tier_files import TierFiles
 from jaxllama.engine.tiers import Tiers
 from jaxllama.engine.transfers import Arrived, OnDevice, Transfers
 from jaxllama.executors.executor import DraftSource
-from jaxllama.kept import folder, trim
+from jaxllama.kept import Wanted, folder, trim
 from jaxllama.model.decoder import activation_dtype
 from jaxllama.model.lora import for_rows
 from jaxllama.model.mixers.common import LayerState

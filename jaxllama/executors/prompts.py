@@ -118,7 +118,11 @@ def _prefill_alone(
     return scores, hidden[:, 0], verification.commit(proposal, live, exact=True), state
 
 
-@donated(3, static_argnums=0, static_argnames=("max_new_tokens", "chunk", "alone", "head"))
+# How ``start`` is jitted, beside its donated cache: ``compiler_options.compiled_with``.
+START = {"static_argnums": 0, "static_argnames": ("max_new_tokens", "chunk", "alone", "head")}
+
+
+@donated(3, **START)
 def start(
     cfg: ModelConfig,
     params: Params,

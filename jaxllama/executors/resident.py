@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import jax
@@ -37,8 +36,8 @@ from jaxllama.decoding.sampling import SamplingParams
 from jaxllama.decoding.turn import Inputs, Pass, drawn_by
 from jaxllama.executors.executor import Call, Executor, KeptCalls, RowsDecoder
 from jaxllama.executors.posting import posting
-from jaxllama.executors.prompts import PromptBatch, start, start_in_pieces
-from jaxllama.kept import signature
+from jaxllama.executors.prompts import START, PromptBatch, start, start_in_pieces
+from jaxllama.kept import Wanted, signature
 from jaxllama.model import decoder, verification
 from jaxllama.model.cache import Cache, cache_dtype_name, check_has_keys, init_cache
 from jaxllama.model.layout import lay_out
@@ -46,7 +45,7 @@ from jaxllama.model.records import Hidden
 from jaxllama.model.shardings import gather_params
 from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import mesh_of, traced_mesh
-from jaxllama.typing import ArrayOrNumpy, Jitted, Params, Tree
+from jaxllama.typing import ArrayOrNumpy, Params, Tree
 from pallas_kernels.rows import greedy
 
 
@@ -116,9 +115,9 @@ class Resident:
         )
         prompts = PromptBatch(call.tokens, call.lengths, call.sampling, call.stop_ids)
         begin = start
-        if call.alone is not None and self.mesh is None:  # as an engine compiles its prompts
+        if self.mesh is None:  # as an engine compiles its prompts
             options = compiler_options.for_fixed_sums()
-            begin = compiler_options.compiled_with(options, start, **_START)
+            begin = compiler_options.compiled_with(options, start, donate_argnums=3, **START)
         head, state, draft_params = None, None, None
         if call.drafting is not None and call.drafting.plan.draft.reads_hidden:
             plan, draft_params, _ = call.drafting
@@ -156,17 +155,17 @@ class Resident:
             cache = new_cache()
         else:
             key = "cache", repr(new_cache.args[1:])
-            cache = call.kept.programs.call(key, jax.jit(new_cache), cfg=None)
+            cache = call.kept.programs.call(key, Wanted(jax.jit(new_cache), ()))
         arguments = params, prompts, cache.layers, cache.lengths
         static = {"max_new_tokens": call.room, "alone": call.alone, "chunk": chunk}
+        first = Wanted(begin, arguments, cfg, static)
         if call.kept is not None and call.room > 1:
-            programs = call.kept.programs
-            rows = programs.begin(*_kept(call.kept, "start", begin, cfg, arguments, static))
+            rows = call.kept.programs.begin(_key(call.kept, "start", first), first)
             if rows is not None:  # two threads compile both programs
                 rest = rows, call.sampling, call.stop_ids, np.int32(0)
-                loop = loop_for(params)
-                programs.begin(*_kept(call.kept, "advance", loop, cfg, (params, *rest)))
-        return _run(call, "start", begin, cfg, arguments, static)
+                then = Wanted(loop_for(params), (params, *rest), cfg)
+                call.kept.programs.begin(_key(call.kept, "advance", then), then)
+        return _run(call, "start", first)
 
     def logits(
         self, cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array
@@ -222,8 +221,8 @@ class ResidentDecoding:
         call = self._call
         rest = self._rows, call.sampling, call.stop_ids, np.int32(until)
         if call.drafting is None:
-            loop = loop_for(self._params)
-            self._rows, report = _run(call, "advance", loop, self._cfg, (self._params, *rest))
+            wanted = Wanted(loop_for(self._params), (self._params, *rest), self._cfg)
+            self._rows, report = _run(call, "advance", wanted)
             return report
         plan, draft_params, _ = call.drafting
         self._rows, report = draft_loop_for(self._params)(
@@ -235,40 +234,18 @@ class ResidentDecoding:
         self._rows = self._rows.ended(rows)
 
 
-def _run(
-    call: Call,
-    name: str,
-    program: Jitted,
-    cfg: ModelConfig,
-    arguments: tuple[Tree, ...],
-    static: Mapping[str, object] = MappingProxyType({}),
-) -> Tree:
-    """Return ``program(cfg, *arguments, **static)``, from an earlier process's compiled program if
-    kept.
-    """
+def _run(call: Call, name: str, wanted: Wanted) -> Tree:
+    """Run a program: an earlier process's compiled one, if it is kept."""
     if call.kept is None:
-        return program(cfg, *arguments, **static)
-    return call.kept.programs.call(*_kept(call.kept, name, program, cfg, arguments, static))
+        return wanted.run()
+    return call.kept.programs.call(_key(call.kept, name, wanted), wanted)
 
 
-def _kept(
-    kept: KeptCalls,
-    name: str,
-    program: Jitted,
-    cfg: ModelConfig,
-    arguments: tuple[Tree, ...],
-    static: Mapping[str, object] = MappingProxyType({}),
-) -> tuple[object, Jitted, tuple[Tree, ...], ModelConfig, Mapping[str, object]]:
-    """Return the arguments of ``KeptPrograms.call`` and ``begin``."""
-    key = name, kept.signature, signature(arguments[1:]), dict(static)
-    return key, program, arguments, cfg, static
+def _key(kept: KeptCalls, name: str, wanted: Wanted) -> object:
+    """Return the key of a program whose first argument are the model's parameters."""
+    return name, kept.signature, signature(wanted.arguments[1:]), wanted.cfg, dict(wanted.static)
 
 
-_START = {
-    "static_argnums": 0,
-    "static_argnames": ("max_new_tokens", "chunk", "alone", "head"),
-    "donate_argnums": 3,
-}
 _LOOP = {"static_argnums": 0, "donate_argnums": 2}
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from jaxllama.engine import programs, runner
 from jaxllama.engine.engine import Engine
-from jaxllama.engine.programs import Programs, Wanted
+from jaxllama.engine.programs import Programs
 from jaxllama.engine.request import Event, Request
+from jaxllama.kept import Wanted
 from tests.helpers.engine_cases import OPTIONS, PROMPTS, SAMPLINGS, model, written
 
 

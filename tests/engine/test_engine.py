@@ -22,12 +22,7 @@ from jaxllama.engine import runner
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.grammar import Matcher
 from jaxllama.engine.options import EngineOptions, ResolvedOptions, default_cache_dtype
-from jaxllama.engine.programs import (
-    KEPT,
-    Programs,
-    Wanted,
-    name,
-)
+from jaxllama.engine.programs import KEPT, Programs, name
 from jaxllama.engine.request import (
     EngineClosed,
     EngineFailed,
@@ -37,7 +32,7 @@ from jaxllama.engine.request import (
     Request,
 )
 from jaxllama.engine.step_input import Ended, StepInput, Submitted
-from jaxllama.kept import Kept, keep, read
+from jaxllama.kept import Kept, Wanted, keep, read
 from jaxllama.language_model import LanguageModel
 from pallas_kernels.jax_internals import persistent_cache_min_compile_time_secs
 from tests.helpers.engine_cases import (

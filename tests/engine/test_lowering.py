@@ -13,8 +13,9 @@ import pytest
 from jaxllama.engine import lowering
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.lowering import Children
-from jaxllama.engine.programs import Programs, Wanted
+from jaxllama.engine.programs import Programs
 from jaxllama.engine.request import Request
+from jaxllama.kept import Wanted
 from tests.helpers.engine_cases import OPTIONS, PROMPTS, SAMPLINGS, model, written
 
 
