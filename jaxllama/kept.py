@@ -65,6 +65,18 @@ class Wanted(NamedTuple):
     def lower(self) -> jax.stages.Lowered:
         return self.jitted.lower(*self._positional(), **self.static)
 
+    def lower_to_compile(self) -> jax.stages.Lowered:
+        """As ``lower``, in the process that compiles the program: on a GPU a thread begins with its
+        kernels.
+        """
+        early = contextlib.nullcontext()
+        if jax.default_backend() == "gpu":
+            from pallas_kernels.lowered import assembled_early  # a CPU's process needs no Pallas
+
+            early = assembled_early()
+        with collector_paused(), early:
+            return self.lower()
+
     def run(self) -> Tree:
         return self.jitted(*self._positional(), **self.static)
 
@@ -117,8 +129,7 @@ class KeptPrograms:
         self._index.result()
         if self._settings != _settings() or self._is_ready(name):
             return None
-        with collector_paused():
-            lowered = wanted.lower()
+        lowered = wanted.lower_to_compile()
         self._made[name] = self._compilers.submit(self._compile, name, lowered)
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lowered.out_info

@@ -1,6 +1,8 @@
 """Kernels that a process lowers once, whatever number of programs launch them.
 
     results = lowered(name, ctx, args, jaxpr, emit)     in the lowering rule of a launch
+    with assembled_early(): program = jitted.lower(...)  a thread assembles its new kernels
+    module_p.bind(*operands, name, code, avals)          calls a lowered function in a program
 
 jax lowers an equation once a program. For a Mosaic kernel this is Python code that takes 0.2 s, and
 that threads cannot share. The programs of an engine differ in few of their kernels: decode steps by
@@ -9,20 +11,33 @@ leaves its lowered function here, and the others get a copy of it.
 
 A kernel is known by its jaxpr. Inner jaxprs count as equal if they are one object, which
 ``jax.jit`` sees to: calls of a jitted function with equal static arguments and shapes have one.
+
+A process assembles one Mosaic kernel at a time, 0.2 s each, because jaxlib holds a lock meanwhile.
+XLA asks for a program's kernels after its own passes. ``assembled_early`` uses that time: a thread
+compiles each kernel alone, and jaxlib then has it for the program.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import jax
 from jax.interpreters import mlir
 
 from pallas_kernels.architecture import asked_target
 from pallas_kernels.copies import refuse
-from pallas_kernels.jax_internals import func, ir  # pyright: ignore[reportPrivateImportUsage]
+from pallas_kernels.jax_internals import (
+    Primitive,
+    func,  # pyright: ignore[reportPrivateImportUsage]
+    ir,  # pyright: ignore[reportPrivateImportUsage]
+    persistent_cache_min_compile_time_secs,
+)
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr
@@ -35,6 +50,37 @@ _CACHES = "lowering_cache", "cached_primitive_lowerings", "pallas_lowering_cache
 MOST = 1024  # kernels that are kept, of 46 KB on average and 300 KB at most
 _kept: dict[Hashable, bytes] = {}
 _lock = threading.Lock()
+_early = threading.local()  # its ``on``: whether this thread lowers within ``assembled_early``
+
+module_p = Primitive("lowered_module")
+module_p.multiple_results = True
+module_p.def_abstract_eval(lambda *operands, name, code, avals: avals)
+
+
+@contextlib.contextmanager
+def assembled_early() -> Generator[None]:
+    """Within, a thread assembles each kernel that is lowered for this process's GPU."""
+    _early.on = jax.default_backend() == "gpu" and asked_target() is None
+    try:
+        yield
+    finally:
+        _early.on = False
+
+
+@functools.cache
+def _assembler() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "jaxllama-kernels")
+
+
+def _assemble(name: str, code: bytes, operands: Sequence[Any], avals: Sequence[Any]) -> None:
+    """Compile a program of one kernel. The program that launches the kernel tells of errors."""
+
+    def program(*arguments: Any) -> Any:
+        return module_p.bind(*arguments, name=name, code=code, avals=avals)
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    with contextlib.suppress(Exception), persistent_cache_min_compile_time_secs(1e9):
+        jax.jit(program).lower(*shapes).compile()
 
 
 def lowered(
@@ -70,6 +116,9 @@ def lowered(
                 while len(_kept) >= MOST:
                     del _kept[next(iter(_kept))]
                 _kept[key] = kept
+            if getattr(_early, "on", False):
+                avals = ctx.avals_in, tuple(ctx.avals_out)
+                _assembler().submit(_assemble, name, kept, *avals)
         functions[key] = merged(module, name, kept)
     return called(functions[key], args)
 
@@ -86,6 +135,15 @@ def called(function: Any, args: Sequence[Value]) -> Sequence[Any]:
     kind = ir.FunctionType(function.attributes["function_type"].value)
     own = ir.FlatSymbolRefAttr.get(ir.StringAttr(function.attributes["sym_name"]).value)
     return func.CallOp(kind.results, own, list(args)).results
+
+
+def _call_of(
+    ctx: mlir.LoweringRuleContext, *operands: Any, name: str, code: bytes, avals: object
+) -> Sequence[Any]:
+    return called(merged(ctx.module_context, name, code), operands)
+
+
+mlir.register_lowering(module_p, _call_of)
 
 
 def _key(jaxpr: ClosedJaxpr, module: mlir.ModuleContext) -> Hashable | None:

@@ -177,7 +177,19 @@ class Calls:
     @property
     def n_first(self) -> int:
         """How many of the ``idle`` calls a first request may need."""
-        return len(self._options.history_widths[:2]) + len(self._options.widths) + 1
+        return len(self._options.history_widths[:2]) + len(self._first_widths) + 1
+
+    @property
+    def _first_widths(self) -> tuple[int, ...]:
+        """Widths of the prompt calls that a first request may need.
+
+        The widest serves in place of the others until they exist. Padding is cheap on a GPU, and
+        each program's kernels take seconds to assemble. The bits of a deterministic engine are
+        those of the narrowest width.
+        """
+        on_cpu = jax.default_backend() == "cpu"
+        is_each = on_cpu or self._options.deterministic
+        return self._options.widths if is_each else self._options.widths[-1:]
 
     def idle(
         self, slots: Callable[[], device.BatchState], params: Callable[[int], device.Params]
@@ -185,9 +197,9 @@ class Calls:
         """Return a call without rows of every program, in the order in which requests need them.
 
         The first programs are for one request at a time: the decode call of one row, an admission
-        without and with a short history, and a prompt of each width. A decode call comes first
-        because it takes the longest to compile. The largest calls follow, which serve any number
-        of requests until the smaller ones exist.
+        without and with a short history, and prompts of ``_first_widths``. A decode call comes
+        first because it takes the longest to compile. The largest calls follow, which serve any
+        number of requests until the smaller ones exist.
 
         slots, params: of the call, asked when it is made; params by the number of rows.
         """
@@ -204,7 +216,9 @@ class Calls:
             return lambda: self.decoding(slots(), self._without_rows(n, context, params(n)))
 
         shapes = [(rows, width) for width in options.widths for rows in options.row_counts(width)]
-        alone = [(options.row_counts(width)[0], width) for width in options.widths]
+        first = self._first_widths
+        widths = *first, *(width for width in options.widths if width not in first)
+        alone = [(options.row_counts(width)[0], width) for width in widths]
         largest = [(options.row_counts(width)[-1], width) for width in options.widths]
         between = [shape for shape in shapes if shape not in (*alone, *largest)]
         decodes = [(n, context) for context in options.contexts for n in options.sizes]

@@ -34,10 +34,9 @@ from typing import Any, BinaryIO, NoReturn
 
 import jax
 from jax.core import ShapedArray
-from jax.interpreters import mlir
 
 from jaxllama.typing import Tree
-from pallas_kernels.jax_internals import Primitive, parts_of, renew_threads
+from pallas_kernels.jax_internals import parts_of, renew_threads
 
 PATIENCE = 20.0
 LONGEST = 600  # seconds of a child
@@ -76,33 +75,20 @@ class LoweredModule:
 
     def lower(self, arguments: tuple[Tree, ...]) -> jax.stages.Lowered:
         """Return the program of these arguments as this process's own lowered program."""
+        from pallas_kernels.lowered import module_p
+
         results, tree = jax.tree.flatten(self.results)
         avals = tuple(ShapedArray(x.shape, x.dtype) for x in results)
 
         def program(*arguments: Tree) -> Tree:
             leaves = jax.tree.leaves(arguments)
             operands = [leaves[i] for i in self.kept]
-            return tree.unflatten(module_p.bind(*operands, module=self, avals=avals))
+            found = module_p.bind(*operands, name=self.name, code=self.code, avals=avals)
+            return tree.unflatten(found)
 
         program.__name__ = self.name
         jitted = jax.jit(program, donate_argnums=self.donated, compiler_options=self.options)
         return jitted.lower(*arguments)
-
-
-module_p = Primitive("lowered_module")
-module_p.multiple_results = True
-module_p.def_abstract_eval(lambda *operands, module, avals: avals)
-
-
-def _call_of(
-    ctx: mlir.LoweringRuleContext, *operands: Any, module: LoweredModule, avals: object
-) -> Sequence[Any]:
-    from pallas_kernels.lowered import called, merged
-
-    return called(merged(ctx.module_context, module.name, module.code), operands)
-
-
-mlir.register_lowering(module_p, _call_of)
 
 
 class Children:

@@ -45,7 +45,6 @@ from jaxllama.kept import (
     Kept,
     Wanted,
     backend_facts,
-    collector_paused,
     digest,
     keep,
     read,
@@ -243,8 +242,8 @@ class Programs:
         try:
             if (lowered := self._children.lowered(key, wanted.arguments)) is not None:
                 return lowered
-            with self._lowering, collector_paused():
-                lowered = wanted.lower()
+            with self._lowering:
+                lowered = wanted.lower_to_compile()
         except Exception as error:
             return error
         if not self._is_cpu:

@@ -388,9 +388,15 @@ class Runner:
     ) -> Callable[[], device.BatchState]:
         longest = max(map(len, parts))
         # A larger program serves until the one of this size exists.
-        enough = [rows for rows in self.options.row_counts(width) if rows >= longest]
-        keys = [Calls.filling_key(rows * len(parts), width, fresh) for rows in enough]
-        count = enough[keys.index(self._programs.first_made(keys))]
+        widths = [some for some in self.options.widths if some >= width]
+        enough = [
+            (rows, some)
+            for some in widths[: 1 if self.options.deterministic else None]
+            for rows in self.options.row_counts(some)
+            if rows >= longest
+        ]
+        keys = [Calls.filling_key(rows * len(parts), some, fresh) for rows, some in enough]
+        count, width = enough[keys.index(self._programs.first_made(keys))]
         fills = {
             part * count + row: fill
             for part, some in enumerate(parts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -73,3 +75,29 @@ def test_kernels_that_write_in_place(case, made) -> None:
     f, operands = CASES[case]()
     texts = [lowered(lambda *operands: f(*operands), *operands) for _ in range(2)]
     assert texts[0] == texts[1] and len(made) == 1
+
+
+@newest
+def test_a_kernel_that_is_assembled_early_is_the_programs(made, monkeypatch) -> None:
+    """jaxlib knows a kernel by its module, which must be the same in both programs."""
+    alone = []
+    monkeypatch.setattr(module, "_assemble", lambda *what: alone.append(what))
+    monkeypatch.setattr(module, "asked_target", lambda: None)
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(jax, "default_backend", lambda: "gpu")
+        early = module.assembled_early()
+        early.__enter__()
+    program = lowered(lambda x, gamma: norm(norm(x, gamma) + 1, gamma), *ARRAYS)
+    early.__exit__(None, None, None)
+    lowered(lambda x, gamma: norm(x, gamma, 1e-5), *ARRAYS)
+    module._assembler().submit(int).result()
+    [(name, code, operands, results)] = alone
+
+    def kernel(*arrays):
+        return module.module_p.bind(*arrays, name=name, code=code, avals=results)
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    calls = re.findall(r'kernel_hash = "[^"]*".*?module = "[^"]*"', program)
+    assert calls and set(calls) == set(
+        re.findall(r'kernel_hash = "[^"]*".*?module = "[^"]*"', lowered(kernel, *shapes))
+    )
