@@ -122,9 +122,7 @@ class Calls:
     def admission(self, slots: device.BatchState, packed: np.ndarray) -> ProgramCall:
         return ("admit", *packed.shape), Wanted(device.admit, (slots, packed))
 
-    def copying(
-        self, slots: device.BatchState, pairs: Sequence[tuple[int, int]]
-    ) -> ProgramCall:
+    def copying(self, slots: device.BatchState, pairs: Sequence[tuple[int, int]]) -> ProgramCall:
         pages = np.full((self._options.newcomers, 2), NOBODY, np.int32)
         pages[: len(pairs)] = np.reshape(pairs, (-1, 2))
         return "copy", Wanted(device.copy_pages, (slots, pages))

@@ -49,11 +49,12 @@ def fixed(family: str, scheme: str | None = None, adapted: bool = False) -> Lang
 
 @functools.cache
 def requests(adapted: bool = False) -> tuple[Request, ...]:
-    """As many as ``ROWS``; some share their first pieces, and prompts have up to four."""
+    """As many as ``ROWS``; some share their first pieces or all, and prompts have up to four."""
     rng = np.random.default_rng(0)
     start = rng.integers(3, 97, 2 * PIECE).tolist()
     tails = [rng.integers(3, 97, n).tolist() for n in rng.integers(1, 50, ROWS)]
     prompts = [tuple(start[: i % 3 * PIECE] + tail) for i, tail in enumerate(tails)]
+    prompts[30:] = prompts[:10]
     names = ADAPTERS if adapted else (None,)
     return tuple(
         Request(
