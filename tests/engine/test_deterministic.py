@@ -247,7 +247,8 @@ def test_prompts_of_one_call_do_not_know_each_other(monkeypatch):
     cfg = CONFIGS["llama"].replace(d_ff=40, vocab_size=128)  # no other test has its programs
     lm = LanguageModel(cfg, params_of(cfg), None, deterministic=True)
     sizes = {"max_slots": 8, "max_len": 272}
-    together, alone = (Engine(lm, prefix_cache=False, **sizes) for _ in range(2))
+    together = Engine(lm, prefix_cache=False, **sizes)
+    alone = Engine(lm, prefix_cache=False, **{**sizes, "max_slots": 1})
     assert [together.options.row_counts(width) for width in together.options.widths] == [[4], [1]]
     start = tuple(range(128))  # a piece
     few = requests()[:12]
