@@ -88,7 +88,8 @@ class Calls:
 
     def compiled(self) -> int:
         """Return the number of programs that jit has compiled."""
-        programs = device.admit, device.copy_pages, self._fill, self._decode, *MOVES
+        of_slots = device.admit, device.copy_pages
+        programs: tuple[Jitted, ...] = (*of_slots, self._fill, self._decode, *MOVES)
         return sum(program._cache_size() for program in programs)
 
     def masks(self, size: int) -> np.ndarray:

@@ -484,9 +484,9 @@ class ResolvedOptions:
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether a request may begin with the whole prompt of another, whose last page is copied.
+        """Whether a request may begin with a whole prompt that is known, whose last page it copies.
 
-        Then no piece is read again in which a prefix of whole pieces ends.
+        Its last piece may be no whole ``unit``.
         """
         return self.deterministic and self.prefix_cache and not self.snapshots
 
