@@ -136,6 +136,8 @@ def _served_rows(
     width = max(room, DETERMINISTIC_ROWS)  # a pass of the engine has no fewer rows
     size = max(fixed_pieces(length - room))
     block = decoder.block_of_a_program(cfg)
+    if setup.config.lora is None:  # once for all pieces
+        p = _engine_params(setup, p, batch)
 
     def run(part: jax.Array, state: Tree, at: Chunk | Step | Draft) -> tuple[jax.Array, Tree]:
         weights = _engine_params(setup, p, len(part))
