@@ -29,6 +29,7 @@ SIZES = {"max_len": 128, "steps_per_call": 4}
 ROWS = 40  # more than the 32 rows of ``generate``'s program
 PIECE = 32  # tokens of a prompt's pieces on a CPU
 ADAPTERS = (None, "one", "two")
+SMALL = "llama", "w8a8", "int8", True  # family, scheme, cache and whether it has adapters
 
 
 @functools.cache
@@ -152,7 +153,7 @@ def mixes(draw: st.DrawFn, is_small: bool) -> Mix:
         options |= {"host_cache_gb": 0.01}
     order = draw(st.permutations(range(ROWS)))[: 3 if is_small else one_of(3, ROWS)]
     if is_small:
-        return Mix("llama", None, None, True, options, order)
+        return Mix(*SMALL, options, order)
     family = one_of("llama", "gla", "qwen3.5")
     return Mix(
         family,
@@ -181,7 +182,7 @@ def test_a_few_mixes_of_options_give_the_same_bits():
         "draft_tokens": 3,
         "host_cache_gb": 0.01,
     }
-    Mix("llama", None, None, True, options, list(range(0, ROWS, 3))).check()
+    Mix(*SMALL, options, list(range(0, ROWS, 3))).check()
     search(2, is_small=True)
 
 
