@@ -298,11 +298,12 @@ class KVPages:
         """
         if not self.share:
             return
-        whole = len(tokens) // self.unit * self.unit
-        known: list[Hashable] = list(self._in_pages(tokens[:whole]))
-        units = len(known)
-        known += self._rest(tokens) if is_whole else []
-        for index, page in enumerate(known[len(held.nodes) :], len(held.nodes)):
+        units = len(tokens) // self.unit * self.unit // self.size
+        rest = self._rest(tokens) if is_whole else []
+        for index in range(len(held.nodes), units + len(rest)):
+            page: Hashable = tuple(tokens[index * self.size : (index + 1) * self.size])
+            if index >= units:
+                page = rest[index - units]
             if held.nodes:
                 parent = held.nodes[-1]
             else:
