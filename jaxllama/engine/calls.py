@@ -1,6 +1,7 @@
-"""The calls of an engine's three programs: each one's key among ``Programs``, and its arguments.
+"""The calls of an engine's programs: each one's key among ``Programs``, and its arguments.
 
     admission(slots, newcomers)     rows get their slots
+    copying(slots, pairs)           pages of whole prompts that are known
     filling(slots, params, ...)     pieces of prompts
     decoding(slots, decode)         tokens of answers
     saving, loading(slots, ...)     pages and states to the tiers and back
@@ -87,7 +88,8 @@ class Calls:
 
     def compiled(self) -> int:
         """Return the number of programs that jit has compiled."""
-        programs: tuple[Jitted, ...] = (device.admit, self._fill, self._decode, *MOVES)
+        of_slots = device.admit, device.copy_pages
+        programs: tuple[Jitted, ...] = (*of_slots, self._fill, self._decode, *MOVES)
         return sum(program._cache_size() for program in programs)
 
     def masks(self, size: int) -> np.ndarray:
@@ -120,6 +122,11 @@ class Calls:
 
     def admission(self, slots: device.BatchState, packed: np.ndarray) -> ProgramCall:
         return ("admit", *packed.shape), Wanted(device.admit, (slots, packed))
+
+    def copying(self, slots: device.BatchState, pairs: Sequence[tuple[int, int]]) -> ProgramCall:
+        pages = np.full((self._options.newcomers, 2), NOBODY, np.int32)
+        pages[: len(pairs)] = np.reshape(pairs, (-1, 2))
+        return "copy", Wanted(device.copy_pages, (slots, pages))
 
     def filling(
         self,
@@ -232,6 +239,7 @@ class Calls:
             *(filling(*shape, False) for shape in dict.fromkeys((*largest, *alone))),
             *(decoding(*size) for size in decodes[1:-1]),
             *(filling(*shape, fresh) for shape in between for fresh in (True, False)),
+            *((lambda: self.copying(slots(), ()),) if options.shares_prompts else ()),
             *self._moving(slots),
         ]
 

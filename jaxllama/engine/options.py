@@ -98,7 +98,8 @@ class EngineOptions:
     prefill_rows : int or None
         Largest number of prompts in one prefill call; calls of wide chunks take fewer (``rows``).
         The default on a CPU is as many short prompts as a chunk has room for, and elsewhere a 32nd
-        of max_slots.
+        of max_slots. A deterministic engine has as many as fill a block of ``fixed_sums``, and one
+        if layers have states.
     token_budget : int or None
         Tokens of prompts, padding included, between two decode calls, at least prefill_chunk. While
         more wait, a decode call is one step. The default is the tokens of one prefill call, on a
@@ -122,9 +123,9 @@ class EngineOptions:
     deterministic : bool
         Whether a request's tokens and logprobs are the same bits whatever runs beside it and in any
         slot. The default is the model's own flag. Sums then have one order for any number of rows,
-        in passes of 32 tokens and more, on a GPU of 512 at most. Prompts are prefilled one by one.
-        Prefixes are reused in whole pieces. A row that has generated tokens is never preempted,
-        because another program would compute them again.
+        in passes of 32 tokens and more, on a GPU of 512 at most. A prefill call has one shape for
+        each width. Prefixes are reused in whole pieces, or as a whole prompt. A row that has
+        generated tokens is never preempted, because another program would compute them again.
     draft : str, ModelConfig or None
         Source of drafts. "ngram" proposes the tokens that followed an earlier occurrence of a row's
         last tokens (``jaxllama.decoding.drafts``). "mtp" is the checkpoint's own head
@@ -271,13 +272,15 @@ class EngineOptions:
         if self.token_budget is not None:
             many = min(many, max(self.token_budget // narrowest, 1))
         many = self.prefill_rows or many
-        rows = 1 if self.deterministic and self.prefill_rows is None else many
+        fixed_rows = None
+        if self.deterministic:
+            fixed_rows = 1 if keeps_states else piece // chunk_widths(piece, False)[0]
         call = max(chunk, piece)
         if not on_cpu or self.prefill_rows is not None:
-            # A deterministic engine reads as many tokens, prompt by prompt.
+            # A deterministic engine reads as many tokens, in other calls.
             tokens_of = (width * _rows(many, width, PREFILL_TOKENS) for width in _widths(chunk))
             call = max(call, *tokens_of)
-        calls = 1 if on_cpu or self.deterministic or slots < TWO_CALLS else 2
+        calls = 1 if on_cpu or slots < TWO_CALLS else 2
         prefix_cache = self.prefix_cache and not is_dynamic
         if self.has_tiers and not prefix_cache:
             name = "disk_cache" if self.host_cache_gb is None else "host_cache_gb"
@@ -295,7 +298,7 @@ class EngineOptions:
             page_size=page,
             prefix_cache=prefix_cache,
             prefill_chunk=chunk,
-            prefill_rows=rows,
+            prefill_rows=fixed_rows or many,
             token_budget=self.token_budget or calls * call,
             max_queue=self.max_queue,
             steps_per_call=self.steps_per_call or min(4, max_len - 1),
@@ -308,6 +311,11 @@ class EngineOptions:
             disk_bytes=None if self.disk_cache_gb is None else int(self.disk_cache_gb * 1e9),
             parts=parts,
         )
+        if self.prefill_rows not in (None, resolved.prefill_rows):
+            raise JaxLlamaError(
+                f"prefill_rows = {self.prefill_rows}: must be {resolved.prefill_rows}, as a "
+                "deterministic engine's calls have one shape"
+            )
         resolved.check()
         return resolved
 
@@ -378,32 +386,29 @@ class ResolvedOptions:
         """Raise JaxLlamaError for sizes that contradict each other."""
         chunk, slots, max_len = self.prefill_chunk, self.max_slots, self.max_len
         narrowest, page, piece = self.widths[0], self.page_size, self.piece
-        call = _rows(self.prefill_rows, narrowest, PREFILL_TOKENS) * narrowest
+        call, fixed = narrowest, self.deterministic
+        if not fixed:
+            call *= _rows(self.prefill_rows, narrowest, PREFILL_TOKENS)
         tokens = self.pass_widths(1)[-1]
         most = block_rows() // tokens
         for name, fits, why in (
             ("prefill_chunk", chunk <= max_len, f"exceeds max_len = {max_len}"),
             (
                 "page_size",
-                self.deterministic or page <= chunk,
+                fixed or page <= chunk,
                 f"exceeds prefill_chunk = {chunk}",
             ),
             (
                 "page_size",
-                not self.snapshots or self.deterministic or not chunk % page,
+                not self.snapshots or fixed or not chunk % page,
                 f"must divide {chunk}, as GLA's states are taken between chunks",
             ),
             (
                 "page_size",
-                not self.deterministic or not piece % page,
+                not fixed or not piece % page,
                 f"must divide {piece}, as a deterministic engine reads prompts in such pieces",
             ),
-            (
-                "prefill_rows",
-                not self.deterministic or self.prefill_rows == 1,
-                "must be 1, as a deterministic engine prefills prompts one by one",
-            ),
-            ("prefill_rows", self.prefill_rows <= slots, f"exceeds max_slots = {slots}"),
+            ("prefill_rows", fixed or self.prefill_rows <= slots, f"exceeds max_slots = {slots}"),
             ("token_budget", self.token_budget >= chunk, f"less than prefill_chunk = {chunk}"),
             (
                 "prefill_rows",
@@ -418,7 +423,7 @@ class ResolvedOptions:
             ),
             (
                 "cache_tokens",
-                not self.deterministic or self.pages >= slots * self.row_pages,
+                not fixed or self.pages >= slots * self.row_pages,
                 f"less than {slots} slots of {self.row_pages * page} tokens, and a deterministic "
                 "engine preempts no row",
             ),
@@ -429,7 +434,7 @@ class ResolvedOptions:
             ),
             (
                 "max_slots",
-                not self.deterministic or jax.default_backend() == "cpu" or slots <= most,
+                not fixed or jax.default_backend() == "cpu" or slots <= most,
                 f"a deterministic engine computes at most {most * tokens} tokens a pass, "
                 f"{tokens} of each of {most} rows",
             ),
@@ -440,21 +445,25 @@ class ResolvedOptions:
 
     @property
     def newcomers(self) -> int:
-        """A part's newcomers in an admission call, which has no sums: also several where prompts
-        are read one by one."""
-        return max(self.prefill_rows, self.max_slots // self.parts // 32)
+        """A part's newcomers in an admission call, which has no sums."""
+        slots = self.max_slots // self.parts
+        return min(max(self.prefill_rows, slots // 32), slots)
 
     def rows(self, width: int) -> int:
         """Return the number of a part's prompts in a prefill call of ``width`` tokens a row."""
-        return _rows(self.prefill_rows, width, min(self.token_budget, PREFILL_TOKENS))
+        tokens = self.piece if self.deterministic else min(self.token_budget, PREFILL_TOKENS)
+        return _rows(self.prefill_rows, width, tokens)
 
     def row_counts(self, width: int) -> list[int]:
         """Return a part's row counts in the prefill calls of this width.
 
         They are one, a quarter, half and all of ``rows``. On a CPU, whose calls are small, they are
-        one and all.
+        one and all. A deterministic engine has all alone: its calls fill a block of
+        ``fixed_sums``, so a prompt's bits do not depend on how many others are read beside it.
         """
         most = self.rows(width)
+        if self.deterministic:
+            return [most]
         if jax.default_backend() == "cpu":
             return sorted({1, most})
         return sorted({1, -(-most // 4), -(-most // 2), most})
@@ -472,6 +481,14 @@ class ResolvedOptions:
     def has_tiers(self) -> bool:
         """Whether prefixes that leave the device are kept."""
         return self.host_bytes > 0 or self.disk_cache is not None
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a request may begin with a whole prompt that is known, whose last page it copies.
+
+        Its last piece may be no whole ``unit``.
+        """
+        return self.deterministic and self.prefix_cache and not self.snapshots
 
     @property
     def more_pages(self) -> int:

@@ -17,6 +17,10 @@ of the state was taken. ``snapshot`` gives the last published page one of the ro
 its snapshot. If there are any, only prefixes with snapshots are found. The length of a prefix is a
 multiple of ``unit`` tokens.
 
+Where pages of less than a unit have no state, ``publish`` also keeps the rest of a whole prompt
+behind its last unit. Only the same prompt finds it. Its last page may not be full, so the caller
+copies that page (``Held.source``) before the device does anything else with the new pages.
+
 With ``tiers``, ``begin`` also finds the pages and the state that have left the device
 (``Held.missing``); the caller copies them into pages of the sequence and then publishes these.
 ``unsaved`` gives the pages and snapshots that no tier has yet.
@@ -86,12 +90,14 @@ class Held:
     """A sequence's pages, in order. nodes: the tree's nodes for the first of these pages.
 
     A node's page differs from the sequence's page where two sequences wrote the same tokens at the
-    same time. missing: what the tiers have of the prefix that ``begin`` found.
+    same time. missing: what the tiers have of the prefix that ``begin`` found. source: a page that
+    the sequence's first page of its own must be a copy of; then all tokens were found.
     """
 
     pages: list[int] = dataclasses.field(default_factory=list)
     nodes: list[Node] = dataclasses.field(default_factory=list)
     missing: Missing | None = None
+    source: int | None = None
 
     @property
     def unshared(self) -> Iterable[int]:
@@ -125,6 +131,7 @@ class KVPages:
         self._unsaved: collections.OrderedDict[Node, None] = collections.OrderedDict()
         self._unsaved_states: collections.OrderedDict[Node, None] = collections.OrderedDict()
         self._needs_state = len(states) > 0
+        self._keeps_rests = unit > 1 and has_keys and not states
         self._roots: dict[Hashable, Node] = {}
         self._free = list(reversed(range(count)))
         self._free_states = list(reversed(states))
@@ -159,9 +166,38 @@ class KVPages:
     def begin(self, tokens: Sequence[int], key: Hashable = None) -> Held:
         """Acquire the longest known prefix of ``tokens``."""
         nodes, missing = self._known(tokens, key)
+        source = None
+        rest = self._known_rest(nodes, tokens, key) if missing is None else []
+        if rest and len(tokens) % self.size:
+            last = rest.pop()
+            source = last.page
+            if last in self._leaves:
+                self._leaves[last] = self._leaves.pop(last)
+        nodes += rest
         for node in nodes:
             self._acquire(node)
-        return Held([node.page for node in nodes], nodes, missing)
+        return Held([node.page for node in nodes], nodes, missing, source)
+
+    def _known_rest(self, nodes: list[Node], tokens: Sequence[int], key: Hashable) -> list[Node]:
+        """Return the nodes of all pages behind the last unit, or none of them."""
+        units = len(tokens) // self.unit * self.unit // self.size
+        node = nodes[-1] if nodes else self._roots.get(key)
+        if not self.share or node is None or len(nodes) != units:
+            return []
+        rest = []
+        for page in self._rest(tokens):
+            node = node.children.get(page)
+            if node is None:
+                return []
+            rest.append(node)
+        return rest
+
+    def _rest(self, tokens: Sequence[int]) -> list[Hashable]:
+        """Return the keys of the pages behind the last unit, which all of its tokens determine."""
+        if not self._keeps_rests:
+            return []
+        rest = tuple(tokens[len(tokens) // self.unit * self.unit :])
+        return [(index, rest) for index in range(self.need(len(rest)))]
 
     def places(self, tokens: Sequence[int], key: Hashable) -> Mapping[str, int]:
         """Return how many tokens ``begin`` would find, by "device", "host" and "disk"."""
@@ -253,22 +289,33 @@ class KVPages:
         held.pages += [self._free.pop() for _ in range(count)]
         return True
 
-    def publish(self, held: Held, tokens: Sequence[int], key: Hashable = None) -> None:
-        """Make the first pages, which hold these tokens, known to later prompts, in whole units."""
-        whole = len(tokens) // self.unit * self.unit // self.size
-        for index in range(len(held.nodes), whole if self.share else 0):
+    def publish(
+        self, held: Held, tokens: Sequence[int], key: Hashable = None, *, is_whole: bool = False
+    ) -> None:
+        """Make the first pages, which hold these tokens, known to later prompts, in whole units.
+
+        is_whole: these are all tokens of a prompt, so that the rest may be known too.
+        """
+        if not self.share:
+            return
+        units = len(tokens) // self.unit * self.unit // self.size
+        rest = self._rest(tokens) if is_whole else []
+        for index in range(len(held.nodes), units + len(rest)):
+            page: Hashable = tuple(tokens[index * self.size : (index + 1) * self.size])
+            if index >= units:
+                page = rest[index - units]
             if held.nodes:
                 parent = held.nodes[-1]
             else:
                 parent = self._roots.setdefault(key, Node(key, -1, None))
-            page = tuple(tokens[index * self.size : (index + 1) * self.size])
             node = parent.children.get(page)
             if node is None:
                 self._leaves.pop(parent, None)
                 node = parent.children[page] = Node(page, held.pages[index], parent)
                 self.known += 1
                 self._unreferenced += 1
-                self._to_save(node, key)
+                if index < units:
+                    self._to_save(node, key)
             self._acquire(node)
             held.nodes.append(node)
 
@@ -350,7 +397,7 @@ class KVPages:
             node.references -= 1
             self._unreferenced += not node.references
             self._offer(node)
-        held.pages, held.nodes, held.missing = [], [], None
+        held.pages, held.nodes, held.missing, held.source = [], [], None, None
 
     def gain(self, helds: Iterable[Held]) -> int:
         """Pages that would be available if all of these were released."""

@@ -187,9 +187,11 @@ class Runner:
         Generated tokens may have attended sparsely, differ from a prompt's bits, and leave no
         snapshots.
         """
-        fixed = self.options.deterministic or self.cfg.attn_sparsity < 1.0
-        if fixed or self.options.snapshots:
-            return min(sequence.to_fill, len(sequence.request.prompt))
+        prompt = len(sequence.request.prompt)
+        if self.options.deterministic:  # a decode step reads a prompt's last token
+            return prompt - 1
+        if self.cfg.attn_sparsity < 1.0 or self.options.snapshots:
+            return min(sequence.to_fill, prompt)
         return sequence.to_fill
 
     # A step
@@ -217,6 +219,7 @@ class Runner:
             *self._admissions(with_state),
             *self._states(with_state),
             *self._admissions(others),
+            *self._copies(plan),
             *self._fills(plan.fills),
         ]
         decode = self._decode_of(plan, masks) if plan.budgets else None
@@ -347,6 +350,16 @@ class Runner:
 
     def _admit(self, packed: np.ndarray) -> device.BatchState:
         return self._programs.call(*self._calls.admission(self.slots, packed))
+
+    def _copies(self, plan: TurnPlan) -> Iterator[Callable[[], device.BatchState]]:
+        """Yield the calls that copy pages for newcomers, in the order of their admission.
+
+        A page may be given to a later newcomer of the plan, which is then copied after it.
+        """
+        pairs = [some.copy for some in plan.prefixes.values() if some.copy is not None]
+        for first in range(0, len(pairs), self.options.newcomers):
+            some = pairs[first : first + self.options.newcomers]
+            yield lambda some=some: self._programs.call(*self._calls.copying(self.slots, some))
 
     def _history_width(self, tokens: int) -> int:
         return next(width for width in self.options.history_widths if width >= tokens)

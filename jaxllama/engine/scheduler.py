@@ -167,12 +167,14 @@ class Prefix:
 
     length: its tokens.  snapshot: row of the snapshot pool with the recurrent state after them;
     None starts from an empty state, unless ``state`` is one that came back to the device. That
-    state then goes to the snapshot too.
+    state then goes to the snapshot too. copy: a page and the sequence's own one that must be like
+    it.
     """
 
     length: int
     snapshot: int | None
     state: Record | None = None
+    copy: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,7 +337,9 @@ class Scheduler:
         return dataclasses.replace(fill, snapshot=snapshot)
 
     def _publish(self, sequence: Sequence, end: int) -> None:
-        self.pages.publish(sequence.held, self._shared(sequence, end), sequence.prefix_key)
+        shared = self._shared(sequence, end)
+        is_whole = len(shared) == len(sequence.request.prompt) - 1
+        self.pages.publish(sequence.held, shared, sequence.prefix_key, is_whole=is_whole)
 
     def _shared(self, sequence: Sequence, end: int) -> list[int]:
         """Return those of the first ``end`` tokens that others may begin with."""
@@ -545,7 +549,11 @@ class Scheduler:
         self._next += self._growth(sequence, 1)
         if held.missing is None:
             state = held.nodes[-1].state if held.nodes else None
-            self._start(sequence, Prefix(known * self.pages.size, state))
+            prefix = Prefix(known * self.pages.size, state)
+            if held.source is not None:
+                length = len(sequence.request.prompt) - 1
+                prefix = Prefix(length, None, copy=(held.source, held.pages[known]))
+            self._start(sequence, prefix)
         else:
             assert self._transfers is not None
             self.loading[sequence] = self._transfers.begin(held, known)

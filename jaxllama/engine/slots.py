@@ -5,9 +5,9 @@
 
 A running request is one row of ``cache``, whose attention layers are pages that all rows share.
 ``admit`` gives a slot to a request, with its pages and its initial state. ``fill`` appends the
-prompt, except its last token, to the cache. ``decode`` appends each row's newest token and samples
-the next one, several times a call. Nothing is copied between these calls. A slot or a page without
-an owner may hold anything, NaN included.
+prompt, except its last token, to the cache; ``copy_pages`` takes it from another row. ``decode``
+appends each row's newest token and samples the next one, several times a call. A slot or a page
+without an owner may hold anything, NaN included.
 
 Llama, GLA and hybrid models and all cache dtypes differ in ``Cache``'s leaves only, so nothing here
 tests for them. The layers of a draft model follow the model's own, in the same cache. A page holds
@@ -216,6 +216,25 @@ def admit(slots: BatchState, packed: jax.Array) -> BatchState:
         news = SlotDrafts(text, _new_pace(len(slot)), read, (), last)
         admitted = dataclasses.replace(admitted, drafting=put(slots.drafting, news))
     return _constrained(admitted, slots)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def copy_pages(slots: BatchState, pages: jax.Array) -> BatchState:
+    """Copy each first page of ``pages`` int32 ``[n, 2]`` to the second, as all were before.
+
+    Indices past the last page are ignored.
+    """
+    source, target = pages.T
+
+    def copied(pool: jax.Array) -> jax.Array:
+        return pool.at[target].set(jnp.take(pool, source, axis=0, mode="clip"), mode="drop")
+
+    layers = tuple(
+        jax.tree.map(copied, layer) if isinstance(layer, KVCache) else layer
+        for layer in slots.cache.layers
+    )
+    copy = dataclasses.replace(slots, cache=dataclasses.replace(slots.cache, layers=layers))
+    return _constrained(copy, slots)
 
 
 def _beginning(snapshots: LayerState, index: jax.Array) -> LayerState:

@@ -63,6 +63,7 @@ def objective(
     """Return the weighted mean of cross entropies, and {"logprobs", "entropies"} ``[B, T]``.
 
     params: the floats or frozen weights that the model multiplies by. Entropies have no gradient.
+    Places without an answer have no weight; the results are zeros there.
     """
     config, inputs, targets = setup.config, batch.inputs, batch.targets
     assert config.rollout is not None
@@ -82,7 +83,11 @@ def objective(
     ends = {name: params[name] for name in ("norm", "head", "embed") if name in params}
     served = functools.partial(_served_scores, setup, cfg)
     free = functools.partial(_free_scores, setup)
-    logprobs, entropies = _with_bits_of(served, free)(ends, x, targets)
+    at = jnp.arange(len(inputs))[:, None], (prompts - 1)[:, None] + jnp.arange(room)
+    x, targets = (whole.at[at].get(mode="clip") for whole in (x, targets))
+    found = _with_bits_of(served, free)(ends, x, targets)
+    none = jnp.zeros(inputs.shape, jnp.float32)
+    logprobs, entropies = (none.at[at].set(values, mode="drop") for values in found)
     loss = -jnp.mean(jnp.asarray(batch.weights) * logprobs)
     return loss, {"logprobs": logprobs, "entropies": entropies}
 
@@ -131,6 +136,8 @@ def _served_rows(
     width = max(room, DETERMINISTIC_ROWS)  # a pass of the engine has no fewer rows
     size = max(fixed_pieces(length - room))
     block = decoder.block_of_a_program(cfg)
+    if setup.config.lora is None:  # once for all pieces
+        p = _engine_params(setup, p, batch)
 
     def run(part: jax.Array, state: Tree, at: Chunk | Step | Draft) -> tuple[jax.Array, Tree]:
         weights = _engine_params(setup, p, len(part))

@@ -20,6 +20,7 @@ from jaxllama.engine.scheduler import Sequence
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.lora import attach
+from pallas_kernels import fixed_sums
 from tests.helpers import lora_cases
 from tests.helpers.engine_cases import CONFIGS, OTHERS, SAMPLINGS, model, written
 from tests.helpers.models import params_of
@@ -28,6 +29,7 @@ SIZES = {"max_len": 128, "steps_per_call": 4}
 ROWS = 40  # more than the 32 rows of ``generate``'s program
 PIECE = 32  # tokens of a prompt's pieces on a CPU
 ADAPTERS = (None, "one", "two")
+SMALL = "llama", "w8a8", "int8", True  # family, scheme, cache and whether it has adapters
 
 
 @functools.cache
@@ -48,11 +50,12 @@ def fixed(family: str, scheme: str | None = None, adapted: bool = False) -> Lang
 
 @functools.cache
 def requests(adapted: bool = False) -> tuple[Request, ...]:
-    """As many as ``ROWS``; some share their first pieces, and prompts have up to four."""
+    """As many as ``ROWS``; some share their first pieces or all, and prompts have up to four."""
     rng = np.random.default_rng(0)
     start = rng.integers(3, 97, 2 * PIECE).tolist()
     tails = [rng.integers(3, 97, n).tolist() for n in rng.integers(1, 50, ROWS)]
     prompts = [tuple(start[: i % 3 * PIECE] + tail) for i, tail in enumerate(tails)]
+    prompts[30:] = prompts[:10]
     names = ADAPTERS if adapted else (None,)
     return tuple(
         Request(
@@ -150,7 +153,7 @@ def mixes(draw: st.DrawFn, is_small: bool) -> Mix:
         options |= {"host_cache_gb": 0.01}
     order = draw(st.permutations(range(ROWS)))[: 3 if is_small else one_of(3, ROWS)]
     if is_small:
-        return Mix("llama", None, None, True, options, order)
+        return Mix(*SMALL, options, order)
     family = one_of("llama", "gla", "qwen3.5")
     return Mix(
         family,
@@ -179,7 +182,7 @@ def test_a_few_mixes_of_options_give_the_same_bits():
         "draft_tokens": 3,
         "host_cache_gb": 0.01,
     }
-    Mix("llama", None, None, True, options, list(range(0, ROWS, 3))).check()
+    Mix(*SMALL, options, list(range(0, ROWS, 3))).check()
     search(2, is_small=True)
 
 
@@ -211,11 +214,16 @@ def test_a_gpu_has_512_tokens_a_pass(monkeypatch):
     def sizes(slots: int, **options) -> tuple[int, ...]:
         return resolved(slots, **options).sizes
 
-    assert (resolved(512).prefill_rows, resolved(512).newcomers) == (1, 16)
+    assert (resolved(512).prefill_rows, resolved(512).newcomers) == (16, 16)
+    # A prefill call has 512 tokens, whatever its width and the number of slots.
+    assert resolved(512).widths == resolved(1).widths == (32, 128, 512)
+    for slots in (1, 512):
+        counts = [resolved(slots).row_counts(width) for width in (32, 128, 512)]
+        assert counts == [[16], [4], [1]]
     assert sizes(4) == (32,) and sizes(512) == (32, 64, 128, 256, 384, 512)
     assert sizes(128, draft="ngram", draft_tokens=3) == (8, 16, 64, 128)
-    # As many tokens between two decode steps as 16 prompts in one call have.
-    assert resolved(512).token_budget == 16 * 64
+    # As many tokens between two decode steps as 16 prompts in each of two calls have.
+    assert resolved(512).token_budget == 2 * 16 * 64
     with pytest.raises(JaxLlamaError, match="max_slots = 513: a deterministic engine computes at"):
         sizes(513)
     with pytest.raises(JaxLlamaError, match="most 512 tokens a pass, 4 of each of 128 rows"):
@@ -232,3 +240,43 @@ def test_prompts_are_read_in_the_same_pieces_whatever_the_chunk(chunk):
     engine.scheduler.add(Sequence(Request("r", prompt, 4), 0, 0.0))
     fills = [len(engine.scheduler.plan().fills) for _ in range(3)]
     assert fills == {16: [1, 1, 1], 64: [2, 1, 0], 2048: [3, 0, 0]}[chunk]
+
+
+def test_prompts_of_one_call_do_not_know_each_other(monkeypatch):
+    """Four prompts of up to 32 tokens, in a block of 128 rows as a GPU has one of 512."""
+    monkeypatch.setitem(fixed_sums._ROWS, True, 128)
+    cfg = CONFIGS["llama"].replace(d_ff=40, vocab_size=128)  # no other test has its programs
+    lm = LanguageModel(cfg, params_of(cfg), None, deterministic=True)
+    sizes = {"max_slots": 8, "max_len": 272}
+    together = Engine(lm, prefix_cache=False, **sizes)
+    alone = Engine(lm, prefix_cache=False, **{**sizes, "max_slots": 1})
+    assert [together.options.row_counts(width) for width in together.options.widths] == [[4], [1]]
+    start = tuple(range(128))  # a piece
+    few = requests()[:12]
+    longer = [dataclasses.replace(one, id=f"{one.id}+", prompt=start + one.prompt) for one in few]
+    asked = [*few, *longer[:4]]
+    want = [written(events) for events in together.generate(asked).values()]
+    assert [written(alone.generate([one])[one.id]) for one in asked] == want
+    for chunk in (16, 128):
+        engine = Engine(lm, prefill_chunk=chunk, **sizes)
+        assert [written(engine.generate([one])[one.id]) for one in asked] == want
+        assert engine.stats().prefix_hit_tokens == 3 * len(start)
+
+
+@pytest.mark.parametrize("chunk", [16, 128])
+def test_samples_of_a_prompt_copy_what_the_first_has_read(chunk):
+    """Prompts that end within a page, at its end, at the end of a piece, and one of one token."""
+    rng = np.random.default_rng(4)
+    prompts = [tuple(rng.integers(3, 97, n).tolist()) for n in (1, 9, 17, 33, 41, 49, 65, 70)]
+    asked = [
+        Request(f"{i} {n}", prompt, 6, SAMPLINGS[(i + n) % 5], ignore_eos=True)
+        for n in range(3)
+        for i, prompt in enumerate(prompts)
+    ]
+    lm, sizes = fixed("llama"), {"max_len": 128, "max_slots": 8, "prefill_chunk": chunk}
+    want = answers(lm, tuple(asked), prefix_cache=False, **sizes)
+    engine = Engine(lm, **sizes)
+    found = {name: written(events) for name, events in engine.generate(asked).items()}
+    assert found == want
+    read = sum(len(prompt) - 1 for prompt in prompts)
+    assert engine.stats().prefix_hit_tokens == 2 * read

@@ -74,7 +74,7 @@ def test_an_engine_gives_each_request_the_tokens_of_its_adapter(lm, deterministi
         for request, out in zip(requests, want, strict=True):
             got = events[request.id]
             assert [token for event in got for token in event.tokens] == out.tokens
-            if not turn and request.id != "0-3":
+            if not turn and request.id in ("0-0", "0-1", "0-2"):
                 assert got[-1].cached_tokens == 0
         assert turn == 0 or events["1-3"][-1].cached_tokens == 32
     assert engine.stats().compilations == 0

@@ -557,23 +557,52 @@ def test_an_evicted_page_gives_its_state_back():
     assert pages.snapshot(second, 2) == row
 
 
+def test_the_rest_of_a_whole_prompt_is_found_by_the_same_prompt_alone():
+    """Units of four tokens in pages of two: nine tokens are two units and half a page."""
+    pages = KVPages(12, 2, unit=4)
+    held = pages.begin(range(9))
+    assert pages.grow(held, 5)
+    pages.publish(held, range(9), is_whole=True)
+    assert pages.known == 5
+    again = pages.begin(range(9))
+    assert again.pages == held.pages[:4] and again.source == held.pages[4]
+    assert pages.grow(again, 1) and again.pages[4] != again.source
+    shorter, longer = pages.begin(range(8)), pages.begin(range(11))
+    assert shorter.pages == longer.pages == held.pages[:4]
+    assert shorter.source is longer.source is None
+    other = pages.begin([0, 1, 2, 3, 9, 9, 9])
+    assert other.pages == held.pages[:2] and pages.grow(other, 2)
+    pages.publish(other, [0, 1, 2, 3, 9, 9, 9], is_whole=True)
+    found = pages.begin([0, 1, 2, 3, 9, 9, 9])  # a whole page of a rest is shared, not copied
+    assert found.pages == other.pages[:3] and found.source == other.pages[3]
+    for one in (held, again, shorter, longer, other, found):
+        pages.release(one)
+    assert pages.used == 0 and pages.known == 7
+
+
 @pytest.mark.core
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(st.lists(st.integers(0, 1), max_size=8), max_size=30), st.integers(1, 9))
-def test_no_page_is_lost_or_anybody_elses(prompts, count):
-    pages, running = KVPages(count, 2), []
+@given(
+    st.lists(st.lists(st.integers(0, 1), max_size=8), max_size=30),
+    st.integers(1, 9),
+    st.sampled_from([1, 4]),
+)
+def test_no_page_is_lost_or_anybody_elses(prompts, count, unit):
+    pages, running = KVPages(count, 2, unit=unit), []
     written: dict[int, tuple[int, ...]] = {}
     for turn, prompt in enumerate(prompts):
-        held = pages.begin(prompt)
+        held, content = pages.begin(prompt), [tuple(prompt[at : at + 2]) for at in range(0, 8, 2)]
         for index, page in enumerate(held.pages):  # what is known is what was written
-            assert written[page] == tuple(prompt[2 * index : 2 * index + 2])
+            assert written[page] == content[index]
         known = len(held.pages)
+        source = None if held.source is None else written[held.source]
         if pages.grow(held, pages.need(len(prompt)) - known):
             mine = set(held.pages[known:])
             assert not mine & {page for other, _ in running for page in other.pages}
+            assert source is None or source == content[known]
             for index in range(known, len(held.pages)):
-                written[held.pages[index]] = tuple(prompt[2 * index : 2 * index + 2])
-            pages.publish(held, prompt)
+                written[held.pages[index]] = content[index]
+            pages.publish(held, prompt, is_whole=turn % 2 == 0)
             running.append((held, prompt))
         else:
             pages.release(held)

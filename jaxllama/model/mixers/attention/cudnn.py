@@ -41,6 +41,7 @@ from pallas_kernels.attention.operands import Cached, Entries, capacity_of
 from pallas_kernels.attention.plain import is_visible
 from pallas_kernels.attention.rope_cache import place
 from pallas_kernels.dispatch import choose_plan, device_of
+from pallas_kernels.fixed_sums import planned_capacity
 from pallas_kernels.jax_internals import cudnn_attention, cudnn_version
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
@@ -169,7 +170,7 @@ def extend(
     batch, page, capacity = q.shape[0], cache[0].shape[1], capacity_of(cache[0], table)
     if window is not None and window < capacity:
         return _extend_through(window, q, k, v, cache, n_past, table, sinks)
-    block = min(max(PAST_TOKENS // batch, 128), capacity)
+    block = min(planned_capacity(max(PAST_TOKENS // batch, 128)), capacity)
     if table is not None:
         block -= block % page if block > page else block - page  # whole pages
     longest = jnp.max(n_past)
@@ -217,7 +218,8 @@ def _extend_through(
     """
     corner = min(q.shape[1], window - 1)
     shared = window - 1 - corner  # none where some tokens see no past
-    block = min(max(PAST_TOKENS // q.shape[0], 128), -(-shared // 128) * 128)
+    most = planned_capacity(max(PAST_TOKENS // q.shape[0], 128))
+    block = min(most, -(-shared // 128) * 128)
     longest = jnp.max(n_past)
 
     def chunk_alone() -> tuple[jax.Array, jax.Array]:
