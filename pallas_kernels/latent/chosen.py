@@ -166,15 +166,7 @@ def _kernel(call: _Static, q: jax.Array, cache: jax.Array, places: jax.Array) ->
     scale, plan = call
     assert isinstance(plan, ChosenPlan)
     queries, lists = q.reshape(-1, *q.shape[2:]), places.reshape(-1, places.shape[-1])
-    if plan.over_list.few:
-        out = kernel.chosen_attention(queries, cache, lists, scale=scale, plan=plan.over_list)
-    else:
-        lists = jnp.pad(lists, ((0, 0), (0, -lists.shape[1] % 8)), constant_values=-1)
-        taken = jnp.sum(lists >= 0, axis=1, keepdims=True, dtype=jnp.int32)
-        entries = cache.at[jnp.maximum(lists, 0)].get(mode="promise_in_bounds")
-        out = kernel.latent_attention(
-            queries[:, None], entries, taken, None, scale=scale, plan=plan.over_list
-        )
+    out = kernel.chosen_attention(queries, cache, lists, scale=scale, plan=plan.over_list)
     return out.reshape(*q.shape[:3], LATENT)
 
 

@@ -197,12 +197,15 @@ class Half:
         """Copy the first tile, and the queries."""
         for name in self.pieces:
             self.load(0, self.slot, name)
+        self.load_queries()
+        plgpu.barrier_wait(self.barrier.q_full)
+
+    def load_queries(self) -> None:
         if self.slot == 0:
             rows = pl.ds(self.block.tile * TILE, TILE)
             for name, (column, width) in PIECES.items():
                 source = self.block.gmem.q.at[self.block.row, rows, pl.ds(column, width)]
                 plgpu.copy_gmem_to_smem(source, self.piece("q", name), self.barrier.q_full)
-        plgpu.barrier_wait(self.barrier.q_full)
 
     def round(self, step, carry):
         raise NotImplementedError
@@ -219,6 +222,11 @@ class Half:
     def load(self, step, slot: int, name: str) -> None:
         full = getattr(self.barrier, f"{name}_full").at[slot]
         self.block.copy(self.start(step, slot), *PIECES[name], self.piece(slot, name), full)
+
+    def arrived(self, step, slot: int, name: str) -> None:
+        """Wait for a round's piece."""
+        del step
+        plgpu.barrier_wait(getattr(self.barrier, f"{name}_full").at[slot])
 
     def start(self, step, slot: int):
         """The first token of a round's tile."""
@@ -249,15 +257,22 @@ class Half:
         """Q K^T of this warpgroup's tile, as exponents of 2."""
 
         def multiply_keys(acc):
-            for name in self.pieces:
-                plgpu.barrier_wait(getattr(self.barrier, f"{name}_full").at[self.slot])
-                keys = self.piece(self.slot, name)
-                plgpu.wgmma(acc, self.piece("q", name), keys.transpose((1, 0)))
-                if name == self.name:
-                    meanwhile()
+            self.multiply_keys(step, acc, self.pieces, meanwhile)
             return acc[...]
 
         scores = pl.run_scoped(multiply_keys, plgpu.ACC((TILE, TILE), jnp.float32))
+        return self.exponents(step, scores)
+
+    def multiply_keys(self, step, acc, pieces: tuple[str, ...], meanwhile) -> None:
+        """Start products of pieces; meanwhile: what the warpgroup does after the first one."""
+        for name in pieces:
+            self.arrived(step, self.slot, name)
+            keys = self.piece(self.slot, name)
+            plgpu.wgmma(acc, self.piece("q", name), keys.transpose((1, 0)))
+            if name == pieces[0]:
+                meanwhile()
+
+    def exponents(self, step, scores):
         self.release(step, self.slot, "rope")
         self.clear(step)
         token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_WGMMA)
