@@ -15,6 +15,8 @@ zeros.  Mosaic's barriers cannot be passed to inline code, so these are words of
 from __future__ import annotations
 
 import functools
+import math
+import operator
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +35,6 @@ from pallas_kernels.latent.decode_program import (
     SecondHalf,
     hidden_zero,
     scalar,
-    softmax,
 )
 from pallas_kernels.latent.plan import ROUND, TILE, WIDTH
 from pallas_kernels.launch import REF, inline
@@ -111,11 +112,45 @@ def _faded(shape):
             return (out * fade.broadcast_in_dim(shape, (0,), out.layout)).registers.flat
 
         found = p.choose(changed[0] | changed[1], multiplied, list(out.registers.flat))
-        registers = np.empty(out.registers.shape, dtype=object)
-        registers.reshape(-1)[:] = found
-        return mgpu.FragmentedArray(_registers=registers, _layout=out.layout, _is_signed=None)
+        return like(out, found)
 
     return emit
+
+
+@inline(_WGMMA, _SPLAT, out=plgpu.ShapeDtypeStruct((TILE, TILE), jnp.float32, layout=_WGMMA))
+def _masked(scores, inside):
+    """Scores of the tokens inside the list, -inf for the others.  Most tiles have none of these."""
+    (inside,) = inside.registers.flat
+    kind = scores.layout
+
+    def masked():
+        column = mgpu.FragmentedArray.broadcasted_iota(
+            p.i32(), scores.shape, 1, layout=kind, is_signed=True
+        )
+        least = mgpu.FragmentedArray.splat(p.cf(-math.inf), scores.shape, kind)
+        seen = column < mgpu.FragmentedArray.splat(inside, scores.shape, kind, is_signed=True)
+        return seen.select(scores, least).registers.flat
+
+    return like(scores, p.choose(p.below(inside, TILE), masked, list(scores.registers.flat)))
+
+
+@inline(_WGMMA, out=plgpu.ShapeDtypeStruct((TILE, 8), jnp.float32, layout=_WGMMA))
+def _by_thread(weights):
+    """Sums of a thread's weights, eight columns of them."""
+    found = functools.reduce(
+        operator.add, (weights[:, column : column + 8] for column in range(0, TILE, 8))
+    )
+    return found
+
+
+def like(array, registers):
+    found = np.empty(array.registers.shape, dtype=object)
+    found.reshape(-1)[:] = registers
+    return mgpu.FragmentedArray(_registers=found, _layout=array.layout, _is_signed=None)
+
+
+def faded(total, fade):
+    return total * lax.broadcast_in_dim(fade, total.shape, [0])
 
 
 class ChosenBlock(LatentBlock):
@@ -162,13 +197,31 @@ class _Gathered(Half):
             warpgroup_barrier()
             self.gather(slot, name, places)
 
-    def clear(self, step) -> None:
-        """Tokens past the end are gathered as zeros, or are of the next chunk."""
+    def totals(self):
+        return plgpu.layout_cast(jnp.zeros((TILE, 8), jnp.float32), _WGMMA)
 
-    def top_of(self, before, scores):
-        """The number that exponents are reduced by; it changes where one would pass SLACK."""
+    def finish(self, out, top, total) -> None:
+        super().finish(out, top, jnp.sum(total, axis=1))
+
+    def products(self, step, pieces: tuple[str, ...], scores, meanwhile=lambda: None):
+        """Add the products of pieces to scores."""
+        multiply = functools.partial(self.multiply_keys, step, pieces=pieces, meanwhile=meanwhile)
+        return pl.run_state(lambda acc: multiply(acc=acc))(plgpu.ACC.init(scores))
+
+    def begun(self, step):
+        """Scores of the first piece of the round's tile; zeros if there is no such round."""
+        zeros = lambda: plgpu.layout_cast(jnp.zeros((TILE, TILE), jnp.float32), _WGMMA)  # noqa: E731
+        first = lambda: self.products(step, self.pieces[:1], zeros())  # noqa: E731
+        return lax.cond(step < self.block.rounds, first, zeros)
+
+    def softmax(self, step, scores, before):
+        """(maximum, weights, their sums) of scores; the maximum changes where it grows by SLACK."""
+        inside = jnp.full((128,), self.block.end - self.start(step, self.slot), jnp.int32)
+        scores = _masked(scores, plgpu.layout_cast(inside, _SPLAT)) * self.facts.factor
         found = jnp.max(scores, axis=1)
-        return jnp.where(found > before + SLACK, found, before)
+        top = jnp.where(found > before + SLACK, found, before)
+        weights = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, [0]))
+        return top, weights.astype(jnp.bfloat16), _by_thread(weights)
 
     def add(self, out, fade, weights, slot: int, meanwhile=lambda: None):
         values = self.piece(slot, self.name)
@@ -189,24 +242,27 @@ class _Gathered(Half):
 
 
 class _First(_Gathered, FirstHalf):
+    def ahead(self):
+        return (self.begun(jnp.int32(0)),)
+
     def round(self, step, carry):
-        out, before, total = carry
+        out, before, total, begun = carry
         self.hidden_zero = hidden_zero(step)
         late, places = self.places(step, 1), self.places(step + 1, 0)
-        scores = self.scores(step, lambda: self.refill_late(step, late))
-        top = self.top_of(before, scores)
-        weights, sums = softmax(scores, top)
+        scores = self.products(step, ("right", "rope"), begun, lambda: self.refill_late(step, late))
+        top, weights, sums = self.softmax(step, scores, before)
         self.give(top, weights)
         fade = jnp.exp2(before - top)
         rope = functools.partial(self.refill_from, step, 0, "rope", places)
         out = self.add(out, fade, weights, 0, rope)
         self.refill_from(step, 0, "left", places)
-        total = total * fade + sums
+        total = faded(total, fade) + sums
+        begun = self.begun(step + 1)  # the other warpgroup computes weights meanwhile
         plgpu.barrier_wait(self.barrier.weights_full.at[1])
         last = self.read(1)
         fade = jnp.exp2(top - last)
         out = self.add(out, fade, self.smem.weights, 1)
-        return out, last, total * fade
+        return out, last, faded(total, fade), begun
 
     def refill_late(self, step, places) -> None:
         pl.when(step > 0)(lambda: self.refill_from(step - 1, 1, "left", places))
@@ -217,24 +273,16 @@ class _Second(_Gathered, SecondHalf):
         out, before, total = carry
         self.hidden_zero = hidden_zero(step)
         places = self.places(step + 1, 0)
-        # The other warpgroup computes weights meanwhile.
-        zeros = plgpu.layout_cast(jnp.zeros((TILE, TILE), jnp.float32), _WGMMA)
-        begun = self.products(step, ("right",), zeros)
+        begun = self.begun(step)  # the other warpgroup computes weights meanwhile
         plgpu.barrier_wait(self.barrier.weights_full.at[0])
         first = self.read(0)
         out = self.add(out, jnp.exp2(before - first), self.smem.weights, 0)
         following = self.places(step + 1, 1)
         right = functools.partial(self.refill_from, step, 0, "right", places)
-        scores = self.exponents(step, self.products(step, ("left", "rope"), begun, right))
-        top = self.top_of(first, scores)
-        weights, sums = softmax(scores, top)
+        scores = self.products(step, ("left", "rope"), begun, right)
+        top, weights, sums = self.softmax(step, scores, first)
         self.give(top, weights)
         rope = functools.partial(self.refill_from, step, 1, "rope", following)
         out = self.add(out, jnp.exp2(first - top), weights, 1, rope)
         self.refill_from(step, 1, "right", following)
-        return out, top, total * jnp.exp2(before - top) + sums
-
-    def products(self, step, pieces: tuple[str, ...], scores, meanwhile=lambda: None):
-        """Add the products of pieces to scores."""
-        multiply = functools.partial(self.multiply_keys, step, pieces=pieces, meanwhile=meanwhile)
-        return pl.run_state(lambda acc: multiply(acc=acc))(plgpu.ACC.init(scores))
+        return out, top, faded(total, jnp.exp2(before - top)) + sums

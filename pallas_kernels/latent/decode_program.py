@@ -186,12 +186,20 @@ class Half:
         self.hidden_zero = 0
 
     def run(self) -> None:
-        block, zeros = self.block, functools.partial(jnp.zeros, dtype=jnp.float32)
+        block = self.block
         pl.when(block.rounds > 0)(self.begin)
         top = plgpu.layout_cast(jnp.full((TILE,), UNSEEN, jnp.float32), _BY_ROW)
-        total = plgpu.layout_cast(zeros((TILE,)), _BY_ROW)
-        out = plgpu.layout_cast(zeros((TILE, HALF)), _WGMMA)
-        self.finish(*lax.fori_loop(0, block.rounds, self.round, (out, top, total)))
+        out = plgpu.layout_cast(jnp.zeros((TILE, HALF), jnp.float32), _WGMMA)
+        carry = out, top, self.totals(), *self.ahead()
+        self.finish(*lax.fori_loop(0, block.rounds, self.round, carry)[:3])
+
+    def totals(self):
+        """Sums of weights, zero at first."""
+        return plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), _BY_ROW)
+
+    def ahead(self) -> tuple:
+        """What a round leaves for the next one besides."""
+        return ()
 
     def begin(self) -> None:
         """Copy the first tile, and the queries."""
