@@ -5,10 +5,9 @@
 Contract, as ``latent.op``'s: a negative place is free, free places come last, and a list without
 tokens gives zeros.  Entries that no list names, even NaN, never change a result.
 
-Source: DeepSeek-V3.2's sparse attention; the exact form over the chosen tokens.  With up to 16
-heads a block gathers a chunk of a list and multiplies it (``latent.few_program``).  More heads take
-longer to multiply than to read: XLA gathers the lists, and ``latent_attention``'s kernel reads them
-as rows.  Left out: lists that query heads do not share.
+Source: DeepSeek-V3.2's sparse attention; the exact form over the chosen tokens.  A block gathers a
+chunk of a list and multiplies it (``latent.chosen_program``), in prompts as in decoding: each token
+has a list.  Left out: lists that query heads do not share, and latents in 8 bits.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from pallas_kernels.fixed_sums import planned_rows
 from pallas_kernels.latent.op import check_latents
 from pallas_kernels.latent.plan import (
     LATENT,
+    ROUND,
     WIDTH,
     LatentPlan,
     microseconds,
-    plans,
     xla_microseconds,
 )
 from pallas_kernels.transform import Op
@@ -56,19 +55,16 @@ TOKENS = 16  # query tokens whose entries XLA's form gathers at once
 
 @dataclasses.dataclass(frozen=True)
 class ChosenPlan(Predicted):
-    """over_list: the plan of a list as if it were a row.
-
-    Its program of few query rows gathers the list itself.  For another one XLA has gathered it.
-    """
+    """chunk: tokens of a list that a block takes, a multiple of 128."""
 
     kernel: ClassVar[str] = "chosen_latents_mosaic"
-    over_list: LatentPlan
+    chunk: int
 
     def __str__(self) -> str:
-        return str(self.over_list)
+        return f"chunks of {self.chunk} tokens"
 
     def representative(self) -> ChosenPlan:
-        return ChosenPlan(self.over_list.representative())
+        return ChosenPlan(ROUND)
 
 
 def chosen_latent_attention(
@@ -140,12 +136,18 @@ def plan(q: jax.Array, cache: jax.Array, chosen: jax.Array) -> ChosenPlan | Reas
     lists, places = planned_rows(batch * tokens), chosen.shape[2]
     gather_us = 2 * lists * places * 2 * WIDTH / gpu().copy_rate * 1e6  # reads and writes
     return shortest(
-        [ChosenPlan(one) for one in plans(1, n, places)],
-        lambda one: (
-            microseconds(one.over_list, lists, n, places) + gather_us * (not one.over_list.few)
-        ),
+        plans(places),
+        lambda one: microseconds(LatentPlan(one.chunk), lists, n, places),
         lambda: gather_us + xla_microseconds(lists, n, places),
     )
+
+
+def plans(places: int) -> list[ChosenPlan]:
+    """Return the plans of lists of so many places, one for each number of chunks."""
+    rounds = -(-places // ROUND)
+    most = min(rounds, gpu().sms)
+    chunks = {-(-rounds // splits) * ROUND for splits in range(1, most + 1)}
+    return [ChosenPlan(chunk) for chunk in sorted(chunks, reverse=True)]
 
 
 def places_of(cache: jax.Array, chosen: jax.Array, table: jax.Array | None) -> jax.Array:
@@ -166,15 +168,8 @@ def _kernel(call: _Static, q: jax.Array, cache: jax.Array, places: jax.Array) ->
     scale, plan = call
     assert isinstance(plan, ChosenPlan)
     queries, lists = q.reshape(-1, *q.shape[2:]), places.reshape(-1, places.shape[-1])
-    if plan.over_list.few:
-        out = kernel.chosen_attention(queries, cache, lists, scale=scale, plan=plan.over_list)
-    else:
-        lists = jnp.pad(lists, ((0, 0), (0, -lists.shape[1] % 8)), constant_values=-1)
-        taken = jnp.sum(lists >= 0, axis=1, keepdims=True, dtype=jnp.int32)
-        entries = cache.at[jnp.maximum(lists, 0)].get(mode="promise_in_bounds")
-        out = kernel.latent_attention(
-            queries[:, None], entries, taken, None, scale=scale, plan=plan.over_list
-        )
+    over_list = LatentPlan(plan.chunk)
+    out = kernel.chosen_attention(queries, cache, lists, scale=scale, plan=over_list)
     return out.reshape(*q.shape[:3], LATENT)
 
 

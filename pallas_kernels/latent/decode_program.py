@@ -27,12 +27,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import operator
 from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
@@ -44,9 +48,11 @@ from pallas_kernels.recurrence.channels import ThreadPlace
 
 HALF = LATENT // 2  # output columns of a warpgroup
 UNSEEN = -1e30  # the maximum of a row that has seen no key: finite, so that differences are
+SLACK = 8.0  # weights are at most 2**SLACK
 TOTAL = 2  # the first line of sums in the table of numbers by query row
 _WGMMA = plgpu.Layout.WGMMA
 _BY_ROW = _WGMMA.reduce(1)
+_SPLAT = plgpu.Layout.WG_SPLAT((128,))
 # The first feature of a piece of a token, and its number of features.
 PIECES = {"left": (0, HALF), "right": (HALF, HALF), "rope": (LATENT, ROPE)}
 
@@ -145,8 +151,12 @@ class LatentBlock:
 
     def attend(self) -> None:
         warpgroup = lax.axis_index("warpgroup")
-        pl.when(warpgroup == 0)(FirstHalf(self).run)
-        pl.when(warpgroup == 1)(SecondHalf(self).run)
+        for i, half in enumerate(self.halves()):
+            pl.when(warpgroup == i)(half(self).run)
+
+    def halves(self) -> tuple[type[Half], type[Half]]:
+        """The programs of the warpgroups."""
+        return FirstHalf, SecondHalf
 
     def copy(self, start, column: int, width: int, to, full) -> None:
         """Columns of the 64 tokens from ``start`` on."""
@@ -186,23 +196,32 @@ class Half:
         self.hidden_zero = 0
 
     def run(self) -> None:
-        block, zeros = self.block, functools.partial(jnp.zeros, dtype=jnp.float32)
+        block = self.block
         pl.when(block.rounds > 0)(self.begin)
         top = plgpu.layout_cast(jnp.full((TILE,), UNSEEN, jnp.float32), _BY_ROW)
-        total = plgpu.layout_cast(zeros((TILE,)), _BY_ROW)
-        out = plgpu.layout_cast(zeros((TILE, HALF)), _WGMMA)
-        self.finish(*lax.fori_loop(0, block.rounds, self.round, (out, top, total)))
+        out = plgpu.layout_cast(jnp.zeros((TILE, HALF), jnp.float32), _WGMMA)
+        total = plgpu.layout_cast(jnp.zeros((TILE, 8), jnp.float32), _WGMMA)
+        carry = out, top, total, *self.ahead()
+        self.finish(*lax.fori_loop(0, block.rounds, self.round, carry)[:3])
+
+    def ahead(self) -> tuple:
+        """What a round leaves for the next one besides its sums."""
+        return ()
 
     def begin(self) -> None:
         """Copy the first tile, and the queries."""
+        self.look_ahead((jnp.int32(0), self.slot))
         for name in self.pieces:
             self.load(0, self.slot, name)
+        self.load_queries()
+        plgpu.barrier_wait(self.barrier.q_full)
+
+    def load_queries(self) -> None:
         if self.slot == 0:
             rows = pl.ds(self.block.tile * TILE, TILE)
             for name, (column, width) in PIECES.items():
                 source = self.block.gmem.q.at[self.block.row, rows, pl.ds(column, width)]
                 plgpu.copy_gmem_to_smem(source, self.piece("q", name), self.barrier.q_full)
-        plgpu.barrier_wait(self.barrier.q_full)
 
     def round(self, step, carry):
         raise NotImplementedError
@@ -220,9 +239,17 @@ class Half:
         full = getattr(self.barrier, f"{name}_full").at[slot]
         self.block.copy(self.start(step, slot), *PIECES[name], self.piece(slot, name), full)
 
+    def arrived(self, step, slot: int, name: str) -> None:
+        """Wait for a round's piece."""
+        del step
+        plgpu.barrier_wait(getattr(self.barrier, f"{name}_full").at[slot])
+
     def start(self, step, slot: int):
         """The first token of a round's tile."""
         return self.block.first + step * ROUND + slot * TILE
+
+    def look_ahead(self, *tiles: tuple[Any, int]) -> None:
+        """Prepare the copies of tiles (round, slot) that a round starts."""
 
     def release(self, step, slot: int, name: str) -> None:
         """This block has multiplied the piece for the last time."""
@@ -245,24 +272,45 @@ class Half:
 
     # --- scores ---
 
-    def scores(self, step, meanwhile):
-        """Q K^T of this warpgroup's tile, as exponents of 2."""
+    def begun(self, step):
+        """Scores of the first piece of the round's tile; zeros if there is no such round."""
+        zeros = lambda: plgpu.layout_cast(jnp.zeros((TILE, TILE), jnp.float32), _WGMMA)  # noqa: E731
+        first = lambda: self.products(step, self.pieces[:1], zeros())  # noqa: E731
+        return lax.cond(step < self.block.rounds, first, zeros)
 
-        def multiply_keys(acc):
-            for name in self.pieces:
-                plgpu.barrier_wait(getattr(self.barrier, f"{name}_full").at[self.slot])
+    def products(self, step, pieces: tuple[str, ...], scores, meanwhile=lambda: None):
+        """scores + Q K^T of pieces; meanwhile: what follows the start of the first product."""
+
+        def multiply(acc):
+            for name in pieces:
+                self.arrived(step, self.slot, name)
                 keys = self.piece(self.slot, name)
                 plgpu.wgmma(acc, self.piece("q", name), keys.transpose((1, 0)))
-                if name == self.name:
+                if name == pieces[0]:
                     meanwhile()
-            return acc[...]
 
-        scores = pl.run_scoped(multiply_keys, plgpu.ACC((TILE, TILE), jnp.float32))
+        return pl.run_state(multiply)(plgpu.ACC.init(scores))
+
+    def softmax(self, step, scores, before):
+        """(maximum, weights, their sums) of the tile's scores.
+
+        The maximum stays as it was before until one is larger by SLACK.
+        """
         self.release(step, self.slot, "rope")
         self.clear(step)
+        scores = self.seen_of(step, scores) * self.facts.factor
+        found = jnp.max(scores, axis=1)
+        top = jnp.where(found > before + SLACK, found, before)
+        weights = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, [0]))
+        return top, weights.astype(jnp.bfloat16), _by_thread(weights)
+
+    def seen_of(self, step, scores):
+        """The scores of tokens that a query row sees; -inf for the others."""
+        left = self.left(step)
+        if self.facts.tokens == 1:
+            return _masked(scores, plgpu.layout_cast(jnp.full((128,), left, jnp.int32), _SPLAT))
         token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_WGMMA)
-        seen = token < self.left(step)
-        return jnp.where(seen, scores * self.facts.factor, jnp.full_like(scores, -jnp.inf))
+        return jnp.where(token < left, scores, jnp.full_like(scores, -jnp.inf))
 
     def left(self, step):
         """How many tokens of the tile each query row sees, or more than there are."""
@@ -309,12 +357,12 @@ class Half:
             plgpu.wgmma(acc, weights, values)
             meanwhile()
 
-        start = out * lax.broadcast_in_dim(fade, out.shape, [0])
-        return pl.run_state(multiply)(plgpu.ACC.init(start))
+        return pl.run_state(multiply)(plgpu.ACC.init(_faded(out, fade)))
 
     def finish(self, out, top, total) -> None:
         """Write the outputs, and with chunks the maximum and sum of each query row."""
         block, smem, facts = self.block, self.smem, self.facts
+        total = jnp.sum(total, axis=1)
         smem.by_row.at[TOTAL + self.slot][...] = total
         plgpu.barrier_arrive(self.barrier.total_ready)
         plgpu.barrier_wait(self.barrier.total_ready)
@@ -342,10 +390,46 @@ def hidden_zero(step):
     return lax.shift_right_logical(step, jnp.full_like(step, 24))
 
 
-def softmax(scores, top):
-    """(weights, their sums by row) of scores that are exponents of 2."""
-    weights = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, [0]))
-    return weights.astype(jnp.bfloat16), jnp.sum(weights, axis=1)
+def _like(array, registers):
+    found = np.empty(array.registers.shape, dtype=object)
+    found.reshape(-1)[:] = registers
+    return mgpu.FragmentedArray(_registers=found, _layout=array.layout, _is_signed=None)
+
+
+@inline(_WGMMA, _SPLAT, out=plgpu.ShapeDtypeStruct((TILE, TILE), jnp.float32, layout=_WGMMA))
+def _masked(scores, inside):
+    """The scores of the first columns, -inf for the others, of which most tiles have none."""
+    (inside,) = inside.registers.flat
+    shape, layout = scores.shape, scores.layout
+    splat = functools.partial(mgpu.FragmentedArray.splat, shape=shape, layout=layout)
+
+    def masked():
+        column = mgpu.FragmentedArray.broadcasted_iota(p.i32(), shape, 1, layout, is_signed=True)
+        seen = column < splat(inside, is_signed=True)
+        return seen.select(scores, splat(p.cf(-math.inf))).registers.flat
+
+    return _like(scores, p.choose(p.below(inside, TILE), masked, list(scores.registers.flat)))
+
+
+@inline(_WGMMA, out=plgpu.ShapeDtypeStruct((TILE, 8), jnp.float32, layout=_WGMMA))
+def _by_thread(weights):
+    """The sums of a thread's weights, by column of eight."""
+    return functools.reduce(operator.add, (weights[:, i : i + 8] for i in range(0, TILE, 8)))
+
+
+@inline(_WGMMA, _BY_ROW, out=plgpu.ShapeDtypeStruct((TILE, HALF), jnp.float32, layout=_WGMMA))
+def _faded(out, fade):
+    """out * fade; the fades are 1 but for a few rounds."""
+    first, second = (p.unequal(scalar(x, 0), 1.0) for x in fade.registers.flat)
+
+    def faded():
+        return (out * fade.broadcast_in_dim(out.shape, (0,), out.layout)).registers.flat
+
+    return _like(out, p.choose(first | second, faded, list(out.registers.flat)))
+
+
+def _faded_total(total, fade):
+    return total * lax.broadcast_in_dim(fade, total.shape, [0])
 
 
 class FirstHalf(Half):
@@ -353,25 +437,31 @@ class FirstHalf(Half):
 
     slot, pieces = 0, ("left", "right", "rope")
 
+    def ahead(self):
+        return (self.begun(jnp.int32(0)),)
+
     def round(self, step, carry):
-        out, before, total = carry
+        out, before, total, begun = carry
         self.hidden_zero = hidden_zero(step)
-        late = functools.partial(self.refill, step - 1, 1, "left")
-        scores = self.scores(step, lambda: pl.when(step > 0)(late))
-        top = jnp.maximum(before, jnp.max(scores, axis=1))
-        weights, sums = softmax(scores, top)
+        self.look_ahead((step + 1, 0), (step, 1))
+        scores = self.products(step, self.pieces[1:], begun, lambda: self.refill_late(step))
+        top, weights, sums = self.softmax(step, scores, before)
         self.give(top, weights)
         fade = jnp.exp2(before - top)
         out = self.add(out, fade, weights, 0, lambda: self.refill(step, 0, "rope"))
         self.release(step, 0, "left")
         self.refill(step, 0, "left")
-        total = total * fade + sums
+        total = _faded_total(total, fade) + sums
+        begun = self.begun(step + 1)  # the other warpgroup computes weights meanwhile
         plgpu.barrier_wait(self.barrier.weights_full.at[1])
         last = self.read(1)
         fade = jnp.exp2(top - last)
         out = self.add(out, fade, self.smem.weights, 1)
         self.release(step, 1, "left")
-        return out, last, total * fade
+        return out, last, _faded_total(total, fade), begun
+
+    def refill_late(self, step) -> None:
+        pl.when(step > 0)(lambda: self.refill(step - 1, 1, "left"))
 
 
 class SecondHalf(Half):
@@ -382,15 +472,17 @@ class SecondHalf(Half):
     def round(self, step, carry):
         out, before, total = carry
         self.hidden_zero = hidden_zero(step)
+        self.look_ahead((step + 1, 0), (step + 1, 1))
+        begun = self.begun(step)  # the other warpgroup computes weights meanwhile
         plgpu.barrier_wait(self.barrier.weights_full.at[0])
         first = self.read(0)
         out = self.add(out, jnp.exp2(before - first), self.smem.weights, 0)
         self.release(step, 0, "right")
-        scores = self.scores(step, lambda: self.refill(step, 0, "right"))
-        top = jnp.maximum(first, jnp.max(scores, axis=1))
-        weights, sums = softmax(scores, top)
+        right = functools.partial(self.refill, step, 0, "right")
+        scores = self.products(step, self.pieces[1:], begun, right)
+        top, weights, sums = self.softmax(step, scores, first)
         self.give(top, weights)
         out = self.add(out, jnp.exp2(first - top), weights, 1, lambda: self.refill(step, 1, "rope"))
         self.release(step, 1, "right")
         self.refill(step, 1, "right")
-        return out, top, total * jnp.exp2(before - top) + sums
+        return out, top, _faded_total(total, jnp.exp2(before - top)) + sums

@@ -15,10 +15,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.merge import merge_chunks
 from pallas_kernels.attention.operands import LatentCodes, capacity_of
+from pallas_kernels.latent.chosen_program import BARRIERS, ChosenBlock
 from pallas_kernels.latent.codes_program import RING, RUN, CodesBlock
 from pallas_kernels.latent.decode_program import HALF, PIECES, Facts, LatentBlock
-from pallas_kernels.latent.few_program import STAGES, ChosenBlock, FewBlock
-from pallas_kernels.latent.plan import LATENT, ROPE, ROWS, TILE, WIDTH, LatentPlan, copy_of
+from pallas_kernels.latent.few_program import STAGES, FewBlock, FewChosenBlock
+from pallas_kernels.latent.plan import LATENT, ROPE, ROUND, ROWS, TILE, WIDTH, LatentPlan, copy_of
 from pallas_kernels.launch import Views, inline, launch
 from pallas_kernels.matmul.many_rows.pipeline import tiled
 from pallas_kernels.ptx import LOG2E
@@ -105,12 +106,20 @@ def chosen_attention(
     q = _filled_heads(q)
     splits = -(-chosen.shape[1] // plan.chunk)
     free = splits * plan.chunk - chosen.shape[1]
-    chosen = jnp.pad(chosen, ((0, 0), (0, free)), constant_values=-1)
-    facts = Facts(1, q.shape[1], plan.chunk, chosen.shape[1], TILE, 0, 0, scale * LOG2E)
-    operands = {"q": q, "cache": cache, "chosen": chosen.reshape(batch, -1, TILE)}
-    # A row whose list is empty has zeros.
-    lengths = jnp.where(jnp.any(chosen >= 0, axis=1), chosen.shape[1], 0).astype(jnp.int32)
-    parts = _launch(ChosenBlock, facts, operands)
+    # A block's last round may read a tile past its chunk.
+    more = 0 if plan.few else -plan.chunk % ROUND
+    chosen = jnp.pad(chosen, ((0, 0), (0, free + more)), constant_values=-1)
+    capacity = splits * plan.chunk
+    facts = Facts(1, q.shape[1], plan.chunk, capacity, TILE, 0, 0, scale * LOG2E)
+    operands = {"q": q, "cache": cache, "chosen": chosen}
+    lengths = jnp.sum(chosen >= 0, axis=1, dtype=jnp.int32)
+    if plan.few:
+        operands["chosen"] = chosen.reshape(batch, -1, TILE)
+        # A row whose list is empty has zeros.
+        lengths = jnp.where(jnp.any(chosen >= 0, axis=1), chosen.shape[1], 0).astype(jnp.int32)
+        parts = _launch(FewChosenBlock, facts, operands)
+    else:
+        parts = _launch(ChosenBlock, facts, operands | {"lengths": lengths})
     return _merged(*parts, lengths, capacity=facts.capacity, chunk=facts.chunk)[:, :n]
 
 
@@ -188,6 +197,10 @@ def _scratch(block: type[LatentBlock], out_dtype, facts: Facts) -> dict[str, obj
     half = Views(tokens=bf16(2, TILE, HALF), out=_tiles(out_dtype, TILE, HALF))
     full = plgpu.Barrier(num_arrivals=facts.copies, num_barriers=2)
     free = plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=2)
+    barriers = {**{f"{name}_full": full for name in PIECES}}
+    barriers |= {f"{name}_free": free if facts.paired else None for name in PIECES}
+    if block is ChosenBlock:
+        barriers = {"full": plgpu.SMEM(BARRIERS, jnp.int32)}
     return {
         **{f"q_{name}": bf16(1, TILE, width) for name, (_, width) in PIECES.items()},
         "left": half,
@@ -196,8 +209,7 @@ def _scratch(block: type[LatentBlock], out_dtype, facts: Facts) -> dict[str, obj
         "weights": bf16(TILE, TILE),
         "by_row": plgpu.SMEM((4, TILE), jnp.float32),
         "q_full": plgpu.Barrier(num_arrivals=len(PIECES)),
-        **{f"{name}_full": full for name in PIECES},
-        **{f"{name}_free": free if facts.paired else None for name in PIECES},
+        **barriers,
         "weights_full": plgpu.Barrier(num_barriers=2),
         "total_ready": plgpu.Barrier(num_arrivals=2),
     }
@@ -226,7 +238,7 @@ def _few_scratch(block: type[LatentBlock], out_dtype, facts: Facts) -> dict[str,
             "scales": plgpu.SMEM((STAGES, TILE), jnp.float32),
             "free": free,
         }
-    if block is ChosenBlock:
+    if block is FewChosenBlock:
         more = {
             "chosen": plgpu.SMEM((facts.chunk // TILE, TILE), jnp.int32),
             "listed": plgpu.Barrier(),
