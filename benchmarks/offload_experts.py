@@ -366,7 +366,7 @@ def decode(lm: LanguageModel, rows: int, warm: int, steps: int = 16) -> dict[str
         "fastest_ms": 1e3 * times[0],
         "slowest_ms": 1e3 * times[-1],
         "loads_a_layer": run.experts.loads / count,
-        "computed_a_layer": run.experts.tally.computed / count,
+        "computed_a_layer": run.experts.computed[0] / count,
         "peak_device_bytes": stats.get("peak_bytes_in_use"),
     }
 
@@ -380,7 +380,7 @@ def prompt(lm: LanguageModel, tokens: int) -> dict[str, Any]:
         "seconds": seconds,
         "loads_a_layer": run.experts.loads / layers,
         "ahead_a_layer": tally.ahead / layers,
-        "computed_a_layer": tally.computed / layers,
+        "computed_a_layer": run.experts.computed[0] / layers,
     }
 
 

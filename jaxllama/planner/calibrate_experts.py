@@ -183,10 +183,10 @@ def _point(lm: LanguageModel, rows: int, kv_dtype: DTypeLike, chunk: int, waits:
     times: list[float] = []
     while len(times) < LEAST or (len(times) < STEPS and sum(times) < SECONDS):
         times.append(timed_step(run))
-    tally, count = run.experts.tally, lm.config.n_layers * len(times)
+    count, (computed, pairs) = lm.config.n_layers * len(times), run.experts.computed
     return StepPoint(
         statistics.median(times),
         run.experts.loads / count,
-        tally.computed / count,
-        (tally.computed_pairs - tally.computed) / count,
+        computed / count,
+        (pairs - computed) / count,
     )

@@ -1,0 +1,94 @@
+"""Mailbox: a run's thread that computes experts while the device's program waits for them.
+
+    box = Mailbox(store, width)
+    with box.serving(layer, tensors, biases, layout):       the CPU's part of a turn
+        programs.fetched(..., shares, box.address)          the device posts this turn, and waits
+
+The host dispatches both and waits for neither. The thread waits for the device's words in machine
+code (``pallas_kernels.cpu.mail``). Turns are served in the order of the calls.
+
+Left out: experts on disk, those without a handler on the CPU, and more than ``MAILED`` pairs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from jaxllama.config import LayerConfig
+from jaxllama.executors.offloaded import expert_programs as programs
+from jaxllama.executors.offloaded.cpu_attention import cpu
+from jaxllama.offload.experts import ExpertBias, ExpertTensor
+from jaxllama.offload.store import Store
+from pallas_kernels.cpu.mail import ANSWERED, POSTED, MailLayout
+from pallas_kernels.experts.mail import turn_at
+
+MAILED = 128  # pairs of a layer at most
+
+
+class Mailbox:
+    """The mail of one run, and its thread; see the module docstring.
+
+    address: int32 ``[2]`` on the device.  width: floats of a token.
+    """
+
+    def __init__(self, store: Store, width: int) -> None:
+        nbytes = MailLayout(MAILED, width, MAILED).nbytes
+        self._memory = store.pin(np.zeros(nbytes, np.uint8))
+        start = self._memory.unsafe_buffer_pointer()
+        words = np.array([start], np.int64).view(np.int32)
+        self.address = jax.device_put(words, store.on_device)
+        self._start = jax.device_put(words, cpu())
+        self._turn = 0
+        self._failed: list[BaseException] = []
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        work = self._jobs, self._memory, self._failed
+        threading.Thread(target=_work, args=work, name="offload-mail", daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
+
+    @contextlib.contextmanager
+    def serving(
+        self,
+        layer: LayerConfig,
+        tensors: tuple[ExpertTensor, ExpertTensor],
+        biases: Sequence[ExpertBias | None],
+        layout: MailLayout,
+    ) -> Iterator[None]:
+        """Begin to wait for the next turn of the mail, and to compute its experts.
+
+        The body dispatches the program that posts this turn; if it raises, nobody waits for it.
+        Raises what an earlier turn has raised.
+        """
+        if self._failed:
+            raise self._failed[0]
+        self._turn += 1
+        turn = np.array([self._turn], np.int64).view(np.int32)
+        patterns = tuple(next(iter(tensor.views.values())) for tensor in tensors)
+        tables = tuple(tensor.leaf_addresses for tensor in tensors)
+        added = [None if bias is None else bias.on_cpu for bias in biases]
+        layouts = tensors[0].layout, tensors[1].layout
+        what = layer, layouts, layout, self._start, turn, patterns, tables, added
+        self._jobs.put((self._turn, what))
+        try:
+            yield
+        except BaseException:
+            turn_at(self._memory.unsafe_buffer_pointer() + POSTED).value = self._turn
+            raise
+
+
+def _work(jobs: queue.SimpleQueue, memory: jax.Array, failed: list[BaseException]) -> None:
+    """Serve turns until there is None."""
+    answered = turn_at(memory.unsafe_buffer_pointer() + ANSWERED)
+    while (job := jobs.get()) is not None:
+        turn, what = job
+        try:
+            programs.served(*what).block_until_ready()
+        except BaseException as error:  # noqa: BLE001  the caller raises it in its own thread
+            failed.append(error)
+            answered.value = turn  # the device waits
