@@ -58,9 +58,7 @@ def _whole(nbytes: int) -> int:
     return -(-nbytes // 128) * 128
 
 
-def awaited(
-    address: jax.Array, turn: jax.Array, layout: MailLayout
-) -> tuple[jax.Array, jax.Array]:
+def awaited(address: jax.Array, turn: jax.Array, layout: MailLayout) -> tuple[jax.Array, jax.Array]:
     """Return what the device posts: x float32 ``[rows, width]``, experts int32 ``[pairs]``.
 
     address, turn: int32 ``[2]``, low word before high.

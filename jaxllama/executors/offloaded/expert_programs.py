@@ -110,12 +110,17 @@ class LoadedGroup(NamedTuple):
     rows: np.ndarray
 
 
-class Shares(NamedTuple):
-    """What the CPU takes to compute an expert of one token and each further token, beside the load
-    of one expert."""
+class Mail(NamedTuple):
+    """Where a device posts the experts that the CPU computes, and which these are.
 
-    expert: float
-    token: float
+    address: int32 ``[2]``, low word before high.
+    expert, token: float32; what the CPU takes to compute an expert of one token and each further
+        token, beside the load of one expert.
+    """
+
+    address: jax.Array
+    expert: jax.Array
+    token: jax.Array
 
 
 class FetchedCount(NamedTuple):
@@ -281,7 +286,7 @@ def _with_mixture(
 with_mixture = jax.jit(_with_mixture, static_argnums=(0, 1))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 10, 11), donate_argnums=(5, 7, 9))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 10), donate_argnums=(5, 7, 9))
 def fetched(
     layer: LayerConfig,
     mixes: bool,
@@ -294,8 +299,7 @@ def fetched(
     where: Places,
     count: FetchedCount,
     sparse: bool = False,
-    shares: Shares | None = None,
-    mail: jax.Array | None = None,
+    mail: Mail | None = None,
 ) -> tuple[Stream, LayerState | None, FetchedCount, HotExperts]:
     """Return (stream, state, count, hot) after a layer whose device reads the experts it lacks.
 
@@ -304,7 +308,7 @@ def fetched(
     where: positions ``[B, T]``, lengths ``[B]`` and RoPE tables of the tokens.
     count: this layer's are added to it.
     sparse: whether the tokens read V sparsely.
-    shares, mail: the CPU computes some of the experts, for which it waits at the address ``mail``.
+    mail: with it, the CPU computes some of the experts.
     """
     parts: MixtureParts = structure.unflatten(leaves)
     routed, y, state, held = _routed_layer(
@@ -321,12 +325,11 @@ def fetched(
     layout = MailLayout(*routed.tokens.shape, experts.size)
     is_sent, posted = jnp.zeros(experts.size, bool), count.turn
     if mail is not None:
-        assert shares is not None
-        computed = _for_cpu(shares, experts, needed, held.heat)
+        computed = _for_cpu(mail, experts, needed, held.heat)
         needed &= ~computed
         is_sent = jnp.append(computed, False)[experts.reshape(-1)]
         sent = jnp.where(is_sent, experts.reshape(-1), n_experts)
-        posted = post(mail, count.turn, routed.tokens, sent, layout)
+        posted = post(mail.address, count.turn, routed.tokens, sent, layout)
         posted, needed = lax.optimization_barrier((posted, needed))  # before the link's part
         count = count._replace(
             computed=count.computed + jnp.sum(computed, dtype=jnp.int32),
@@ -359,14 +362,14 @@ def fetched(
     y = y.reshape(experts.size, -1)
     if mail is not None:
         posted, y = lax.optimization_barrier((posted, y))  # after the link's part
-        found = collect(mail, posted, is_sent.astype(jnp.int32), layout)
+        found = collect(mail.address, posted, is_sent.astype(jnp.int32), layout)
         y = jnp.where(is_sent[:, None], found, y)
     stream = _with_mixture(layer, structure, leaves, routed, y)
     return stream, state, count._replace(read=count.read + jnp.sum(needed, dtype=jnp.int32)), hot
 
 
 def _for_cpu(
-    shares: Shares, experts: jax.Array, needed: jax.Array, heat: jax.Array | None
+    mail: Mail, experts: jax.Array, needed: jax.Array, heat: jax.Array | None
 ) -> jax.Array:
     """Return the experts that the CPU computes, bool ``[E]``, as ``experts.divided`` does.
 
@@ -377,10 +380,10 @@ def _for_cpu(
     every = jnp.arange(n_experts, dtype=jnp.int32)
     warmth = jnp.zeros(n_experts, jnp.float32) if heat is None else heat
     *_, order = lax.sort((~needed, -tokens, -warmth, every), num_keys=4)
-    own = jnp.where(needed, shares.expert + shares.token * (tokens - 1), 0.0)[order]
+    more = (tokens - 1).astype(jnp.float32)
+    own = jnp.where(needed, mail.expert + mail.token * more, 0.0)[order]
     on_cpu = jnp.append(jnp.cumsum(own[::-1])[::-1], 0.0)  # if the first so many are loaded
-    last = jnp.sum(needed, dtype=jnp.int32)
-    loads = jnp.minimum(jnp.arange(n_experts + 1), last)
+    loads = jnp.minimum(jnp.arange(n_experts + 1), jnp.sum(needed)).astype(jnp.float32)
     cut = jnp.argmin(jnp.maximum(on_cpu, loads))
     return needed & jnp.zeros(n_experts, bool).at[order].set(every >= cut)
 
@@ -389,7 +392,7 @@ def _for_cpu(
 def served(
     layer: LayerConfig,
     layouts: tuple[ExpertLayout, ExpertLayout],
-    mail: MailLayout,
+    sizes: MailLayout,
     address: jax.Array,
     turn: np.ndarray,
     patterns: tuple[Sequence[jax.Array], Sequence[jax.Array]],
@@ -404,16 +407,16 @@ def served(
     tables: addresses of all experts' leaves, int32 ``[E, leaves, 2]``.  biases: ``[E, out]``.
     """
     assert layer.experts is not None
-    x, experts = awaited(address, turn, mail)
+    x, experts = awaited(address, turn, sizes)
     n_experts = tables[0].shape[0]
     order, _ = by_expert(experts, n_experts)
     chosen = experts[order]
     slots = jnp.cumsum(jnp.append(-1, chosen[:-1]) != chosen) - 1  # of each pair; experts once
-    firsts = jnp.sum(slots[:, None] < jnp.arange(mail.pairs + 1), axis=0, dtype=jnp.int32)
+    firsts = jnp.sum(slots[:, None] < jnp.arange(sizes.pairs + 1), axis=0, dtype=jnp.int32)
     starts = jnp.minimum(firsts, jnp.sum(chosen < n_experts, dtype=jnp.int32))
     chosen = jnp.minimum(chosen, n_experts - 1)
-    listed = chosen[jnp.minimum(starts[:-1], mail.pairs - 1)]
-    gate, y = gate_of(layer, layer.experts), x[order // (mail.pairs // mail.rows)]
+    listed = chosen[jnp.minimum(starts[:-1], sizes.pairs - 1)]
+    gate, y = gate_of(layer, layer.experts), x[order // (sizes.pairs // sizes.rows)]
     for number, (layout, leaves, table, bias) in enumerate(
         zip(layouts, patterns, tables, biases, strict=True)
     ):
@@ -424,4 +427,4 @@ def served(
         y = y if gate is None or is_gated else apply_gate(y, gate)
         if not number and not layer.gated_mlp:
             y = activated(y, layer.activation)
-    return answered(address, turn, mail, jnp.zeros_like(y).at[order].set(y))
+    return answered(address, turn, sizes, jnp.zeros_like(y).at[order].set(y))

@@ -49,7 +49,6 @@ from jaxllama.executors.offloaded.expert_programs import (
     MixtureParts,
     Places,
     RoutedTokens,
-    Shares,
 )
 from jaxllama.executors.offloaded.mailbox import MAILED, Mailbox
 from jaxllama.model.cache import LayerState
@@ -225,11 +224,11 @@ class ExpertWork:
             if self._fetches(cold, sends, tokens):
                 if self.fetched is None:
                     self.fetched = jax.device_put(FetchedCount.none(), self.store.on_device)
-                shares, mail, served = None, None, contextlib.nullcontext()
+                mail, served = None, contextlib.nullcontext()
                 if cold.may_compute:
-                    shares = Shares(self.policy.cpu_expert, self.policy.cpu_token)
-                    box = self._mailbox = self._mailbox or Mailbox(self.store, layer.d_model)
-                    mail, served = box.address, cold.served(box, tokens)
+                    if self._mailbox is None:
+                        self._mailbox = Mailbox(self.store, self.policy, layer.d_model)
+                    mail, served = self._mailbox.mail, cold.served(self._mailbox, tokens)
                 with served:
                     stream, state, self.fetched, hot = programs.fetched(
                         layer,
@@ -242,7 +241,6 @@ class ExpertWork:
                         where,
                         self.fetched,
                         sparse,
-                        shares,
                         mail,
                     )
                 cold.hold(hot)

@@ -1,8 +1,8 @@
 """Mailbox: a run's thread that computes experts while the device's program waits for them.
 
-    box = Mailbox(store, width)
+    box = Mailbox(store, policy, width)
     with box.serving(layer, tensors, biases, layout):       the CPU's part of a turn
-        programs.fetched(..., shares, box.address)          the device posts this turn, and waits
+        programs.fetched(..., box.mail)                     the device posts this turn, and waits
 
 The host dispatches both and waits for neither. The thread waits for the device's words in machine
 code (``pallas_kernels.cpu.mail``). Turns are served in the order of the calls.
@@ -25,6 +25,7 @@ from jaxllama.config import LayerConfig
 from jaxllama.executors.offloaded import expert_programs as programs
 from jaxllama.executors.offloaded.cpu_attention import cpu
 from jaxllama.offload.experts import ExpertBias, ExpertTensor
+from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import Store
 from pallas_kernels.cpu.mail import ANSWERED, POSTED, MailLayout
 from pallas_kernels.experts.mail import turn_at
@@ -35,15 +36,16 @@ MAILED = 128  # pairs of a layer at most
 class Mailbox:
     """The mail of one run, and its thread; see the module docstring.
 
-    address: int32 ``[2]`` on the device.  width: floats of a token.
+    mail: what the device knows of it.  width: floats of a token.
     """
 
-    def __init__(self, store: Store, width: int) -> None:
+    def __init__(self, store: Store, policy: Policy, width: int) -> None:
         nbytes = MailLayout(MAILED, width, MAILED).nbytes
         self._memory = store.pin(np.zeros(nbytes, np.uint8))
         start = self._memory.unsafe_buffer_pointer()
         words = np.array([start], np.int64).view(np.int32)
-        self.address = jax.device_put(words, store.on_device)
+        costs = np.float32(policy.cpu_expert), np.float32(policy.cpu_token)
+        self.mail = jax.device_put(programs.Mail(words, *costs), store.on_device)
         self._start = jax.device_put(words, cpu())
         self._turn = 0
         self._failed: list[BaseException] = []
