@@ -80,6 +80,7 @@ EVERY = "100 0 100 0 100 0"
 ON_CPU = {"cpu_expert": 1e-6, "cpu_token": 0.0}
 COSTS = ((0.5, 0.15), (0.8, 0.2), (0.3, 0.1))  # of an expert on the CPU, and of each further token
 SPREAD, WARM, LONG = Sampling(temperature=100.0), 40, 8192
+CAPACITY = 128  # tokens of a row that decodes: one number, so that phases share programs
 BUDGET, DEPTH = 16 * 10**9, 4  # bytes; layers of the model that is calibrated
 Views = dict[int, tuple[jax.Array, ...]]
 BYTES = 450e6  # of experts; more than the last-level cache that one of many machines may use
@@ -354,7 +355,7 @@ def memory(host: Host) -> dict[str, float]:
 
 
 def decode(lm: LanguageModel, rows: int, warm: int, steps: int = 16) -> dict[str, Any]:
-    run = random_run(lm, rows, 1, warm + steps, warm + steps + 1, lm.dtype, 512, SPREAD)
+    run = random_run(lm, rows, 1, warm + steps, CAPACITY, lm.dtype, 512, SPREAD)
     for _ in range(warm):
         timed_step(run)
     run.experts.reset()
