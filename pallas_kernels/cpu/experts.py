@@ -148,6 +148,7 @@ class _TilesOfExperts(TilesOfRows):
         last = program.arguments - 1
         self.starts = call.argument(last)
         self.experts = call.argument_dim(last, 0) - 1
+        self.apart = program.apart
         self.parts: dict[int, Value] = {}  # of the chunk's expert, if it lies apart
         super().__init__(program, e, call)
         self.runs = (self.tiles + self.run - 1) // self.run
@@ -155,7 +156,7 @@ class _TilesOfExperts(TilesOfRows):
 
     def count_tiles(self) -> Value:
         tiles = super().count_tiles()
-        return tiles if self.p.apart else self.e.b.udiv(tiles, self.experts)
+        return tiles if self.apart else self.e.b.udiv(tiles, self.experts)
 
     def part(self, argument: int) -> Value:
         return self.parts[argument] if self.parts else super().part(argument)
@@ -165,7 +166,7 @@ class _TilesOfExperts(TilesOfRows):
         expert = i // self.runs
         first = (i - expert * self.runs) * self.run
         end = e.least(first + self.run, self.tiles)
-        if self.p.apart:
+        if self.apart:
             where = self.p.arguments - 2
             stride = self.call.argument_dim(where, 1) * 8
             table = e.at(self.call.argument(where), expert * stride)

@@ -104,8 +104,14 @@ class Await(Program):
     """x: its offset in the mail."""
 
     x: int
-    arguments = 2
-    results = 2
+
+    @property
+    def arguments(self) -> int:
+        return 2
+
+    @property
+    def results(self) -> int:
+        return 2
 
     def phases(self, target: Target) -> Sequence[Phase]:
         def waited(e: Emitter, call: CallFrame, _: Value) -> None:
@@ -128,8 +134,14 @@ class Answer(Program):
     """y: its offset in the mail."""
 
     y: int
-    arguments = 3
-    results = 1
+
+    @property
+    def arguments(self) -> int:
+        return 3
+
+    @property
+    def results(self) -> int:
+        return 1
 
     def phases(self, target: Target) -> Sequence[Phase]:
         def rows(e: Emitter, call: CallFrame) -> Value:

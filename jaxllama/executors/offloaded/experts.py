@@ -344,14 +344,14 @@ class _Cold:
         self.n_experts = tensors[0].shape[0]
         self.is_none = tensors[0].is_whole
         self.may_compute = policy.cpu_expert > 0 and not self.is_none
+        self.has_handlers = all(tensor.layout.is_of_cpu for tensor in tensors)
         self.addresses = tensors[0].addresses, tensors[1].addresses
         self.lock = tensors[0].lock
 
     def is_mailed(self, tokens: int) -> bool:
         """Whether the CPU gets the experts of so many tokens by mail."""
         assert self.layer.experts is not None
-        has_handlers = all(layout.is_of_cpu for layout in self.layouts)
-        return has_handlers and tokens * self.layer.experts.n_active <= MAILED
+        return self.has_handlers and tokens * self.layer.experts.n_active <= MAILED
 
     def served(self, box: Mailbox, tokens: int) -> contextlib.AbstractContextManager[None]:
         """Begin the CPU's part of a layer for so many tokens, around the device's part."""

@@ -17,6 +17,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,6 +32,7 @@ from pallas_kernels.cpu.mail import ANSWERED, POSTED, MailLayout
 from pallas_kernels.experts.mail import turn_at
 
 MAILED = 128  # pairs of a layer at most
+Jobs = queue.SimpleQueue[tuple[int, tuple[Any, ...]] | None]  # a turn and ``served``'s arguments
 
 
 class Mailbox:
@@ -49,7 +51,7 @@ class Mailbox:
         self._start = jax.device_put(words, cpu())
         self._turn = 0
         self._failed: list[BaseException] = []
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._jobs: Jobs = queue.SimpleQueue()
         work = self._jobs, self._memory, self._failed
         threading.Thread(target=_work, args=work, name="offload-mail", daemon=True).start()
         weakref.finalize(self, self._jobs.put, None)
@@ -84,7 +86,7 @@ class Mailbox:
             raise
 
 
-def _work(jobs: queue.SimpleQueue, memory: jax.Array, failed: list[BaseException]) -> None:
+def _work(jobs: Jobs, memory: jax.Array, failed: list[BaseException]) -> None:
     """Serve turns until there is None."""
     answered = turn_at(memory.unsafe_buffer_pointer() + ANSWERED)
     while (job := jobs.get()) is not None:
