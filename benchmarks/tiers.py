@@ -49,6 +49,7 @@ from jaxllama.language_model import LanguageModel
 NEW = 8  # tokens of a session's answer
 MORE = 24  # tokens that each turn adds
 AT_ONCE = 4  # sessions at a time in ``load``
+EVERY = 0.25  # seconds between two sessions beside rows that decode
 ANSWERS = "answers.json"  # of a process that was killed
 SMALL = {
     "model": "smollm2-135m",
@@ -201,14 +202,15 @@ class Bench:
             self.engine.step()
         for _ in range(8):
             self.engine.step()
-        events: list[Event] = []
+        events: list[Event] | None = None
         session = came = 0
         bytes_before = self.tiers.counts.host_hit_bytes
         written[0], begun, steps = 0, time.perf_counter(), self.engine.steps
         gaps.clear()
-        while time.perf_counter() - begun < seconds:
-            if beside != "none" and (not events or events[-1].finish_reason is not None):
-                came += bool(events)
+        while (now := time.perf_counter() - begun) < seconds:
+            if events and events[-1].finish_reason is not None:
+                came, events = came + 1, None
+            if beside != "none" and events is None and now >= EVERY * came:
                 events = []
                 session = 0 if beside == "device" else (session + 1) % self.args.sessions
                 self.ask(session, 3, events, 1)

@@ -427,4 +427,4 @@ def served(
         y = y if gate is None or is_gated else apply_gate(y, gate)
         if not number and not layer.gated_mlp:
             y = activated(y, layer.activation)
-    return answered(address, turn, sizes, jnp.zeros_like(y).at[order].set(y))
+    return answered(address, turn, sizes, y[jnp.argsort(order)])
