@@ -78,7 +78,9 @@ SCHEME = "none,experts_*=mxfp4"
 EXPERTS = ("experts_gate_up", "experts_down")
 EVERY = "100 0 100 0 100 0"
 ON_CPU = {"cpu_expert": 1e-6, "cpu_token": 0.0}
+COSTS = ((0.5, 0.15), (0.8, 0.2), (0.3, 0.1))  # of an expert on the CPU, and of each further token
 SPREAD, WARM, LONG = Sampling(temperature=100.0), 40, 8192
+CAPACITY = 128  # tokens of a row that decodes: one number, so that phases share programs
 BUDGET, DEPTH = 16 * 10**9, 4  # bytes; layers of the model that is calibrated
 Views = dict[int, tuple[jax.Array, ...]]
 BYTES = 450e6  # of experts; more than the last-level cache that one of many machines may use
@@ -353,7 +355,7 @@ def memory(host: Host) -> dict[str, float]:
 
 
 def decode(lm: LanguageModel, rows: int, warm: int, steps: int = 16) -> dict[str, Any]:
-    run = random_run(lm, rows, 1, warm + steps, warm + steps + 1, lm.dtype, 512, SPREAD)
+    run = random_run(lm, rows, 1, warm + steps, CAPACITY, lm.dtype, 512, SPREAD)
     for _ in range(warm):
         timed_step(run)
     run.experts.reset()
@@ -366,7 +368,7 @@ def decode(lm: LanguageModel, rows: int, warm: int, steps: int = 16) -> dict[str
         "fastest_ms": 1e3 * times[0],
         "slowest_ms": 1e3 * times[-1],
         "loads_a_layer": run.experts.loads / count,
-        "computed_a_layer": run.experts.tally.computed / count,
+        "computed_a_layer": run.experts.computed[0] / count,
         "peak_device_bytes": stats.get("peak_bytes_in_use"),
     }
 
@@ -380,7 +382,7 @@ def prompt(lm: LanguageModel, tokens: int) -> dict[str, Any]:
         "seconds": seconds,
         "loads_a_layer": run.experts.loads / layers,
         "ahead_a_layer": tally.ahead / layers,
-        "computed_a_layer": tally.computed / layers,
+        "computed_a_layer": run.experts.computed[0] / layers,
     }
 
 
@@ -435,18 +437,24 @@ def with_cpu(tell: Report, cfg: ModelConfig, distinct: int, small: bool) -> None
     tell("pinned layers, in the CPU's layout", lambda: distinct)
     tell("GB/s of the host's memory", memory, host)
     lm = host.model(Policy.parse(f"{EVERY} experts=12.5/87.5 gpu_batch_size=16"))
-    lm, alone = changed(lm, cpu_expert=0.8, cpu_token=0.2), changed(lm, **ON_CPU)
-    uneven, length = skewed(lm), 64 if small else 512
-    calls = [functools.partial(decode, own, 1, 2, 2) for own in (alone, lm)]
-    calls += [functools.partial(decode, lm, 16, 2, 2), functools.partial(prompt, lm, length)]
-    tell("warm, with CPU, 1 row", together, calls[:2])
+    length = 64 if small else 512
+    shared = [(costs, changed(lm, cpu_expert=costs[0], cpu_token=costs[1])) for costs in COSTS]
+    (_, first), alone, uneven = shared[0], changed(lm, **ON_CPU), skewed(shared[0][1])
+    tell("warm, 1 row", decode, alone, 1, 2, 2)
     tell("CPU alone: decode 1", decode, alone, 1, 6)
-    tell("with CPU: decode 1, even", decode, lm, 1, WARM // 2)
-    tell("warm, with CPU", together, calls[2:])
-    tell(f"with CPU: prompt {length}", prompt, lm, length)
-    tell("with CPU: decode 16, even", decode, lm, 16, WARM // 4)
+    tell("by mail, but none: decode 1", decode, changed(lm, cpu_expert=1e6), 1, 6)
+    for costs, own in shared:
+        tell(f"with CPU, costs {costs}: decode 1, even", decode, own, 1, WARM // 2)
+    tell("warm, 16 rows", decode, first, 16, 2, 2)
+    for costs, own in shared:
+        tell(f"with CPU, costs {costs}: decode 16, even", decode, own, 16, WARM // 4)
+    tell("CPU alone: decode 16", decode, alone, 16, 4, 8)
+    forget(lm)
+    tell("with CPU: decode 1, skewed, learned", decode, uneven, 1, 2 * WARM)
     forget(lm)
     tell("with CPU: decode 16, skewed, learned", decode, uneven, 16, WARM // 2)
+    tell("warm, prompt", prompt, first, length)
+    tell(f"with CPU: prompt {length}", prompt, first, length)
 
 
 def solver(tell: Report, cfg: ModelConfig, distinct: int, small: bool) -> None:

@@ -16,6 +16,11 @@ phases, one line of JSON each, and ``$OUT/tiers.json`` after each of them:
               and beside as many sessions that are on the device
     disk      turns from the disk, with and without the system's cache of files
 
+With ``--kill`` the process then kills itself. The next call with this folder begins there:
+
+    restarted    a turn of each session that the killed process has left
+    damaged      the same of one session, of which a file has a wrong bit
+
 The answers of device, host and disk must be the same tokens. Those of prefill are too on a CPU, and
 on a GPU up to rounding: it reads the prompt in other chunks. ``--limit`` ends the phases early.
 """
@@ -27,6 +32,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -43,6 +49,8 @@ from jaxllama.language_model import LanguageModel
 NEW = 8  # tokens of a session's answer
 MORE = 24  # tokens that each turn adds
 AT_ONCE = 4  # sessions at a time in ``load``
+EVERY = 0.25  # seconds between two sessions beside rows that decode
+ANSWERS = "answers.json"  # of a process that was killed
 SMALL = {
     "model": "smollm2-135m",
     "quantize": "none",
@@ -194,14 +202,15 @@ class Bench:
             self.engine.step()
         for _ in range(8):
             self.engine.step()
-        events: list[Event] = []
+        events: list[Event] | None = None
         session = came = 0
         bytes_before = self.tiers.counts.host_hit_bytes
         written[0], begun, steps = 0, time.perf_counter(), self.engine.steps
         gaps.clear()
-        while time.perf_counter() - begun < seconds:
-            if beside != "none" and (not events or events[-1].finish_reason is not None):
-                came += bool(events)
+        while (now := time.perf_counter() - begun) < seconds:
+            if events and events[-1].finish_reason is not None:
+                came, events = came + 1, None
+            if beside != "none" and events is None and now >= EVERY * came:
                 events = []
                 session = 0 if beside == "device" else (session + 1) % self.args.sessions
                 self.ask(session, 3, events, 1)
@@ -222,20 +231,35 @@ class Bench:
             "gap_ms_most": 1e3 * gaps[-1] if gaps else 0.0,
         }
 
+    def files_of(self, session: int, turn: int) -> list[Path]:
+        """Return the files of a session that the device has forgotten."""
+        files, key = self.tiers.files, (self.engine.scheduler.weights, (None, ""))
+        assert files is not None
+        records = self.engine.runner.pools[0].missing(self.prompt(session, turn), key)
+        return [path for path in map(files.path, records) if path.exists()]
+
     def drop_files(self, sessions: list[int], turn: int) -> int:
         """Let the system forget these sessions' files, and return their bytes."""
-        files, total = self.tiers.files, 0
-        assert files is not None
-        for session in sessions:
-            key = (self.engine.scheduler.weights, (None, ""))
-            for record in self.engine.runner.pools[0].missing(self.prompt(session, turn), key):
-                with contextlib.suppress(OSError):
-                    handle = os.open(files.path(record), os.O_RDONLY)
-                    os.fdatasync(handle)
-                    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-                    total += os.fstat(handle).st_size
-                    os.close(handle)
+        total = 0
+        for path in [path for session in sessions for path in self.files_of(session, turn)]:
+            handle = os.open(path, os.O_RDONLY)
+            os.fdatasync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            total += os.fstat(handle).st_size
+            os.close(handle)
         return total
+
+    def restarted(self, answers: list[list[int]]) -> None:
+        """Find the sessions of a killed process, whose answers these were."""
+        few = list(range(len(answers)))
+        self.say("same", restarted=self.phase("restarted", few, 1) == answers)
+        self.forget_device()
+        self.tiers.forget_host()
+        files = self.files_of(0, 1)
+        data = bytearray(files[len(files) // 2].read_bytes())
+        data[-1] ^= 1
+        files[len(files) // 2].write_bytes(data)
+        self.say("same", damaged=self.phase("damaged", few[:1], 1) == answers[:1])
 
     def moves(self) -> None:
         """Time the copies of a group of pages, and of its programs."""
@@ -343,6 +367,9 @@ class Bench:
             self.forget_device()
             tiers.forget_host()
             self.phase("disk, cached by the system", few, 1)
+            if args.kill:
+                (args.disk / ANSWERS).write_text(json.dumps(disk))
+                os.kill(os.getpid(), signal.SIGKILL)
         stats = self.engine.stats()
         self.say("stats", **{k: v for k, v in vars(stats).items() if "tier" in k})
 
@@ -364,12 +391,13 @@ def main() -> None:
     parser.add_argument("--device-sessions", type=int, default=6, help="that the device holds")
     parser.add_argument("--host-gb", type=float, default=48.0)
     parser.add_argument(
-        "--disk", type=Path, required=True, help="folder, which is emptied at the end"
+        "--disk", type=Path, required=True, help="folder, which is deleted at the end"
     )
     parser.add_argument("--disk-gb", type=float, default=50.0)
     parser.add_argument("--rows", type=int, default=4, help="rows that decode beside the moves")
     parser.add_argument("--seconds", type=float, default=6.0, help="of each rate of decoding")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds for all phases")
+    parser.add_argument("--kill", action="store_true", help="end by SIGKILL and keep the folder")
     parser.add_argument("--name", default="tiers.json", help="of the file in $OUT")
     parser.add_argument(
         "--small", action="store_true", help="two layers of a small model, on a CPU"
@@ -404,13 +432,16 @@ def main() -> None:
         warm_up_s=time.perf_counter() - begun - loaded,
     )
     bench.begun = begun
+    left = args.disk / ANSWERS
     try:
-        bench.run()
+        if left.exists():
+            bench.restarted(json.loads(left.read_text()))
+        else:
+            bench.run()
     finally:
         bench.tiers.forget_host()
         bench.engine.stop()
-        for folder in args.disk.iterdir():
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(args.disk, ignore_errors=True)
 
 
 if __name__ == "__main__":

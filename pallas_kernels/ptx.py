@@ -525,6 +525,19 @@ def await_posted(words: Sequence[Value], base: Value, empty: int, at: int = 0) -
     return list(ptx(code, *words, base, results=[i32()] * 4, convergent=True))
 
 
+def await_turn(base: Value, turn: Value, at: int) -> None:
+    """Load a word that the host writes again until it is ``turn``, 2^24 times (30 s) at most.
+
+    What the host has written before it, is read after it.
+    """
+    code = (
+        "{ .reg .pred q; .reg .b32 a, n; mov.b32 n, 0; "
+        f"again: ld.acquire.sys.global.b32 a, [$0+{at}]; setp.ne.b32 q, a, $1; "
+        "@q nanosleep.u32 100; add.u32 n, n, 1; setp.lt.and.u32 q, n, 16777216, q; @q bra again; }"
+    )
+    ptx(code, base, turn, convergent=True)
+
+
 def post(base: Value, value: Value, at: int = 0) -> None:
     """Store an f32 in device memory, perhaps another device's, that a kernel there polls."""
     ptx(f"st.relaxed.sys.global.f32 [$0+{at}], $1;", base, value)

@@ -339,7 +339,7 @@ def measure(
     run.experts.reset()
     step = statistics.fmean(timed_step(run) for _ in range(count))
     layers = count * max(1, len(expert_counts(lm.config)))
-    loaded, computed = run.experts.loads / layers, run.experts.tally.computed / layers
+    loaded, computed = run.experts.loads / layers, run.experts.computed[0] / layers
     run.record = Recorder()
     timed_step(run)
     events, run.record = run.record.finish(), NO_RECORD

@@ -7,7 +7,8 @@ Steps of one small model are timed under policies that place its experts one by 
 that a run has. Each series gives the seconds of a layer:
 
     hot          all experts on the device: ``layer``
-    wait         the same, while the host reads the routers' choices: ``wait``
+    wait         the same, while the host reads the routers' choices: ``wait``. If the CPU gets its
+                 experts by mail, the host reads nothing
     link         none or half on the device, all others loaded: ``load``
     CPU          none on the device, all computed by the CPU: ``cpu``, beyond ``wait``
     both         divided between them by the two costs: ``both``, beyond ``wait``
@@ -113,7 +114,9 @@ def measure_experts(
     found: list[list[StepPoint]] = []
     lm = spread(hot)
     layer = nnls(of_rows, by_layer("hot", lm))
-    wait = nnls([(1.0, rows) for rows in CPU_ROWS], by_layer("wait", lm, rows=CPU_ROWS, waits=True))
+    waits = not (computes and offloaded(lm.executor).store.fetches)  # or the CPU gets mail
+    seconds = by_layer("wait", lm, rows=CPU_ROWS, waits=waits)
+    wait = nnls([(1.0, rows) for rows in CPU_ROWS], seconds)
     waiting = found[-1]
     del lm
     lm = spread(cold)
@@ -183,10 +186,10 @@ def _point(lm: LanguageModel, rows: int, kv_dtype: DTypeLike, chunk: int, waits:
     times: list[float] = []
     while len(times) < LEAST or (len(times) < STEPS and sum(times) < SECONDS):
         times.append(timed_step(run))
-    tally, count = run.experts.tally, lm.config.n_layers * len(times)
+    count, (computed, pairs) = lm.config.n_layers * len(times), run.experts.computed
     return StepPoint(
         statistics.median(times),
         run.experts.loads / count,
-        tally.computed / count,
-        (tally.computed_pairs - tally.computed) / count,
+        computed / count,
+        (pairs - computed) / count,
     )

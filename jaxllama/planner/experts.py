@@ -14,8 +14,9 @@ link and CPU (``offloaded.experts.divided``), and
 
 where ``tokens`` are those beyond the first of an expert, and ``dispatch`` is the host's time for a
 layer whose experts are all on the device. A layer that only loads waits for nothing on the host, so
-the link hides the dispatch. A layer of which the CPU may compute experts waits for its router. The
-mean over the distribution is the layer's time.
+the link hides the dispatch. A layer of which the CPU may compute experts waits for its router, on a
+GPU without the host (``offloaded.mailbox``): then ``wait`` is a layer without loads. The mean over
+the distribution is the layer's time.
 
 Left out: the dependence between a token's experts, which are distinct.
 """

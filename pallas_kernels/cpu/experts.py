@@ -2,6 +2,8 @@
 
     y[p] = x[p] @ w[e].T        for the pairs starts[e] <= p < starts[e + 1] of expert e
 
+``run_apart`` reads experts that lie one by one, by their addresses.
+
 The pairs are sorted by expert.  A chunk is a run of tiles of one expert.  It does nothing if no
 pair has that expert, so only the chosen experts' codes are read.  Everything else is as in
 ``cpu.matmul``: x is rounded to 8 bits in blocks, a block's sum is exact, and sums follow the order
@@ -44,22 +46,27 @@ def plan(w: CpuWeight, n_pairs: int, swiglu: bool) -> CpuPlan | Reason:
     """
     if reason := jit.unavailable():
         return reason
-    n_experts, n, k = w.shape
-    target = jit.host()
+    return GroupedPlan(_program(w, n_pairs, w.shape[0], swiglu), jit.host().name)
+
+
+def _program(
+    w: CpuWeight, n_pairs: int, n_experts: int, swiglu: bool, apart: bool = False
+) -> GroupedMatmul:
+    _, n, k = w.shape
     mean = -(-n_pairs // n_experts)
-    program = GroupedMatmul(
+    return GroupedMatmul(
         bits=w.form.bits,
         block=block_size(k, w.groups),
         group=w.group_size if w.groups > 1 else 0,
         scale=w.scale.dtype.name,
         zero=None if w.zero is None else w.zero.dtype.name,
         minimum=w.form.minimum,
-        rows=next(r for r in (1, 2, 4, 8) if r >= min(mean, target.rows)),
+        rows=next(r for r in (1, 2, 4, 8) if r >= min(mean, jit.host().rows)),
         float4=w.form.is_float4,
         unit=w.form.has_unit,
         swiglu=swiglu and n % (2 * TILE) == 0,
+        apart=apart,
     )
-    return GroupedPlan(program, target.name)
 
 
 def run(plan: CpuPlan, x: jax.Array, w: CpuWeight, starts: jax.Array) -> jax.Array:
@@ -67,7 +74,32 @@ def run(plan: CpuPlan, x: jax.Array, w: CpuWeight, starts: jax.Array) -> jax.Arr
 
     w's experts follow each other as the tiles of one weight.
     """
-    program, (n_pairs, _) = plan.program, x.shape
+    return _called(plan.program, x, w, starts)
+
+
+def run_apart(
+    x: jax.Array,
+    w: CpuWeight,
+    starts: jax.Array,
+    addresses: jax.Array,
+    n_experts: int,
+    swiglu: bool,
+) -> tuple[jax.Array, bool]:
+    """(float32 ``[P, N]`` of x ``[P, K]``, whether it has passed the gate, as in ``plan``).
+
+    The pairs ``starts[g] <= p < starts[g + 1]`` are of the expert with its parts at
+    ``addresses[g]``.
+
+    starts: int32 ``[G + 1]``.  addresses: int32 ``[G, parts, 2]``, low words before high ones.
+    w: any expert ``[1, N, K]``, of which only the shape is read.
+    n_experts: from which the pairs were chosen.
+    """
+    program = _program(w, len(x), n_experts, swiglu, apart=True)
+    return _called(program, x, w, addresses, starts), program.swiglu
+
+
+def _called(program: GroupedMatmul, x: jax.Array, w: CpuWeight, *where: jax.Array) -> jax.Array:
+    n_pairs = x.shape[0]
     parts = (w.q, w.scale) if w.zero is None else (w.q, w.scale, w.zero)
     if program.unit and w.unit is not None:
         parts = (*parts, w.unit)
@@ -79,17 +111,22 @@ def run(plan: CpuPlan, x: jax.Array, w: CpuWeight, starts: jax.Array) -> jax.Arr
         jax.ShapeDtypeStruct((n_pairs, n), jnp.float32),
         jax.ShapeDtypeStruct((scratch,), jnp.uint8),
     ]
-    call = jax.ffi.ffi_call(jit.name_of(plan), results)
-    return call(x.astype(jnp.float32), *tiles, starts)[0]
+    call = jax.ffi.ffi_call(jit.register(program), results)
+    return call(x.astype(jnp.float32), *tiles, *where)[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedMatmul(Matmul):
-    """``Matmul`` with one more operand, the experts' first pairs."""
+    """``Matmul`` with one more operand, the experts' first pairs.
+
+    apart: before it stand the addresses of the experts' parts.
+    """
+
+    apart: bool = False
 
     @property
     def arguments(self) -> int:
-        return super().arguments + 1
+        return super().arguments + 1 + self.apart
 
     def phases(self, target: Target) -> Sequence[Phase]:
         rounded = super().phases(target)[0]
@@ -111,19 +148,34 @@ class _TilesOfExperts(TilesOfRows):
         last = program.arguments - 1
         self.starts = call.argument(last)
         self.experts = call.argument_dim(last, 0) - 1
+        self.apart = program.apart
+        self.parts: dict[int, Value] = {}  # of the chunk's expert, if it lies apart
         super().__init__(program, e, call)
         self.runs = (self.tiles + self.run - 1) // self.run
         self.base = e.i64(0)  # of the chunk's expert
 
     def count_tiles(self) -> Value:
-        return self.e.b.udiv(super().count_tiles(), self.experts)
+        tiles = super().count_tiles()
+        return tiles if self.apart else self.e.b.udiv(tiles, self.experts)
+
+    def part(self, argument: int) -> Value:
+        return self.parts[argument] if self.parts else super().part(argument)
 
     def chunk(self, i: Value) -> None:
         e, b, rows = self.e, self.e.b, self.p.rows
         expert = i // self.runs
         first = (i - expert * self.runs) * self.run
         end = e.least(first + self.run, self.tiles)
-        self.base = expert * self.all_tiles
+        if self.apart:
+            where = self.p.arguments - 2
+            stride = self.call.argument_dim(where, 1) * 8
+            table = e.at(self.call.argument(where), expert * stride)
+            for i in range(self.p.fused - 1):
+                word = e.load(table, e.I64, 8 * i, align=4)
+                self.parts[1 + i] = b.inttoptr(word, e.PTR)
+            self.q = self.parts[1]
+        else:
+            self.base = expert * self.all_tiles
         at = expert * 4
         start: Value
         stop: Value

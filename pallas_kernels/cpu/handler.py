@@ -294,14 +294,14 @@ def _emit_parallel(
 
     e.loop(helpers, send)
     b.call(take, [slot, count])
-    _emit_wait(e, e.at(slot, DONE), count)
+    emit_wait(e, e.at(slot, DONE), count)
     b.atomic_rmw("sub", e.at(slot, REFS), e.i64(1), "release")
     b.ret_void()
     return parallel
 
 
-def _emit_wait(e: Emitter, done: Value, count: Value) -> None:
-    """Until so many chunks are done."""
+def emit_wait(e: Emitter, done: Value, count: Value) -> None:
+    """Emit a loop that ends when the i64 at ``done`` is at least ``count``."""
     from llvmlite import ir
 
     from pallas_kernels.cpu.emit import I32, I64

@@ -341,7 +341,7 @@ class TilesOfRows(_Body):
     def __init__(self, program: Matmul, e: Emitter, call: CallFrame) -> None:
         super().__init__(program, e, call)
         b = e.b
-        self.q = call.argument(1)
+        self.q = self.part(1)
         self.all_tiles = self.count_tiles()
         self.tiles = self.all_tiles // 2 if program.swiglu else self.all_tiles
         per_tile = self.tile_bytes * 2 if program.swiglu else self.tile_bytes
@@ -349,6 +349,10 @@ class TilesOfRows(_Body):
         run = b.select(run > 1, run, e.i64(1))
         small = self.tiles * per_tile < ALONE_BYTES
         self.run = b.select(small, self.tiles, run)
+
+    def part(self, argument: int) -> Value:
+        """The address of a part of w."""
+        return self.call.argument(argument)
 
     def count_tiles(self) -> Value:
         """The tiles that a row of x meets."""
@@ -586,7 +590,7 @@ class TilesOfRows(_Body):
             return sums
         first = tile * TILE
         left = self.call.argument_dim(p.fused - 1, 0) - first
-        unit = e.load_part(e.at(self.call.argument(p.fused - 1), first * 4), left)
+        unit = e.load_part(e.at(self.part(p.fused - 1), first * 4), left)
         return [total * unit for total in sums]
 
     def _group_sums(self, q: Value, g: Value, rows: list[_Row]) -> list[Value]:
@@ -635,12 +639,12 @@ class TilesOfRows(_Body):
         """Scales or zeros as float32; of float8_e4m3fn 2^-8 times them."""
         e = self.e
         if dtype in (E4M3, E8M0):
-            byte = e.load(self.call.argument(argument), e.vector(e.I8, lanes), index)
+            byte = e.load(self.part(argument), e.vector(e.I8, lanes), index)
             return e.widen_float8(byte, dtype)
         kind = {"float32": e.F32, "float16": e.F16, "bfloat16": e.I16, "int8": e.I8}
         size = np.dtype(jnp.dtype(dtype)).itemsize
         at = index * size
-        return e.widen(e.load(self.call.argument(argument), e.vector(kind[dtype], lanes), at))
+        return e.widen(e.load(self.part(argument), e.vector(kind[dtype], lanes), at))
 
 
 @dataclasses.dataclass(frozen=True)

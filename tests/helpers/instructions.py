@@ -76,6 +76,9 @@ LANEWISE: dict[str, Callable[..., Any]] = {
     "prmt.b32": _permute,
     "setp.ne.u32": lambda a, b: a != b,
     "setp.eq.u32": lambda a, b: a == b,
+    "add.u32": lambda a, b: a + U32(b),
+    "setp.ne.b32": lambda a, b: a != b,
+    "setp.lt.and.u32": lambda a, b, other: (a < b) & other,
     "setp.eq.or.u32": lambda a, b, other: (a == b) | other,
     "selp.u32": lambda a, b, condition: np.where(condition, U32(a), U32(b)),
     "min.f32": np.fmin,
@@ -215,7 +218,7 @@ def _mma_int8(block, left, right, acc):
 # --- Memory ---------------------------------------------------------------------------------------
 
 SPACES = ("global", "global.nc", "global.L1::no_allocate", "shared", "shared::cluster")
-SPACES += ("volatile.global", "relaxed.sys.global")
+SPACES += ("volatile.global", "relaxed.sys.global", "acquire.sys.global", "release.sys.global")
 WORDS = {"b32": U32, "f32": F32}
 NARROW = {"u8": np.uint8, "s8": np.int8, "u16": U16}
 for _space, _kind, _n in itertools.product(SPACES, WORDS, (1, 2, 4)):
@@ -320,9 +323,11 @@ def _prefetch(block, address, size):
     "barrier.cluster.arrive.relaxed.aligned",
     "barrier.cluster.arrive.release.aligned",
     "barrier.cluster.wait.acquire.aligned",
+    "fence.acq_rel.sys",
     "fence.mbarrier_init.release.cluster",
     "fence.proxy.async.shared::cta",
     "griddepcontrol.launch_dependents",
+    "nanosleep.u32",
     "prefetch.global.L1",
 )
 def _nothing(block, *operands):

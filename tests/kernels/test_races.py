@@ -105,8 +105,10 @@ def test_values_on_a_gpu(name):
 
 # Kernels whose warps share nothing: each has its own rows, and there is no barrier.
 ALONE = {
+    "collect_answer": "one wait, then a thread copies its own vectors",
     "collect_posted": "a thread for each piece",
     "fetch_experts": "each warp copies its own bytes",
+    "post_tokens": "a thread copies its own vectors; the turn follows a barrier",
 }
 # Layers' steps, in any order in the kernels' own tests.
 ELSEWHERE = {

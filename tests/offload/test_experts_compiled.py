@@ -109,8 +109,8 @@ def test_gpt_oss_s_experts_compile_for_hopper(shape, tokens, pairs):
     assert found.memory_analysis().temp_size_in_bytes <= 3 * width * packed
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 1), (16, 1), (2, 64)])
-def test_a_layer_that_reads_its_experts_compiles_for_hopper(shape, rows, width):
+@pytest.mark.parametrize(("rows", "width", "mails"), [(1, 1, False), (16, 1, True), (2, 64, False)])
+def test_a_layer_that_reads_its_experts_compiles_for_hopper(shape, rows, width, mails):
     layer, layouts, parts, hot = layer_of(shape)
     ints = jnp.int32
 
@@ -123,9 +123,12 @@ def test_a_layer_that_reads_its_experts_compiles_for_hopper(shape, rows, width):
     positions, rope = on_device(at)
     flat = programs.FlatParts.of(parts)
     places = programs.Places(positions, shape(rows, dtype=ints), rope)
-    stream, count = Stream(shape(rows, width, 2880)), shape(dtype=ints)
+    stream, one = Stream(shape(rows, width, 2880)), shape(dtype=ints)
+    count = programs.FetchedCount(one, one, one, shape(1, dtype=ints))
+    cost = shape(dtype=jnp.float32)
+    mail = programs.Mail(shape(2, dtype=ints), cost, cost) if mails else None
     found = programs.fetched.lower(
-        layer, True, layouts, *flat, hot, stream, state, places, count, False
+        layer, True, layouts, *flat, hot, stream, state, places, count, False, mail
     ).compile()
     policy = Policy.parse("100 0 100 0 100 0 experts=0/100")
     whole = load_config("gpt-oss-120b")

@@ -16,7 +16,9 @@ from jaxllama.config import ExpertsConfig, ModelConfig
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Request
 from jaxllama.errors import JaxLlamaError
+from jaxllama.executors.offloaded import expert_programs as programs
 from jaxllama.executors.offloaded.experts import GROUP, divided, streams
+from jaxllama.executors.offloaded.mailbox import Mailbox
 from jaxllama.language_model import LanguageModel
 from jaxllama.offload.expert_places import ExpertPlace, ExpertUse, places
 from jaxllama.offload.experts import HotExperts, HotSlots, kept, warmed
@@ -26,6 +28,7 @@ from jaxllama.placement import Placement
 from jaxllama.planner.trial import given_run, spread_routes
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.typing import Params
+from pallas_kernels.cpu.mail import MailLayout
 from tests.helpers.cases import slow
 from tests.helpers.models import FAMILIES, params_of
 
@@ -106,6 +109,48 @@ def test_every_placement_gives_the_resident_model_s_tokens(tmp_path, cfg, scheme
 READS = "100 0 100 0 100 0 experts="
 
 
+@pytest.fixture
+def reads(monkeypatch) -> None:
+    """Devices read pinned memory, as on a GPU; here the host reads for them."""
+    begin = Store.__init__
+
+    def reading(store, *args) -> None:
+        begin(store, *args)
+        store.fetches = True
+
+    monkeypatch.setattr(Store, "__init__", reading)
+
+
+def test_experts_that_the_cpu_gets_by_mail_give_the_same_tokens(reads, monkeypatch, tmp_path):
+    cfg = CFG.replace(n_layers=2, layer_types=("attention",) * 2)
+    params = quantize_params(params_of(cfg), "none,experts_*=w8a16-g32")
+    turns, serving = [], Mailbox.serving
+    monkeypatch.setattr(
+        Mailbox, "serving", lambda box, *args: turns.append(args[-1]) or serving(box, *args)
+    )
+    want = offloaded(cfg, params, f"{READS}100/0", tmp_path).generate(PROMPTS, NEW)
+    for part in ("0/100 cpu_expert=1e-6", "25/75 cpu_expert=0.7", "25/75 cpu_expert=0.3"):
+        off = offloaded(cfg, params, READS + part, tmp_path)
+        for _ in range(2):  # of two states of the slots
+            turns.clear()
+            for one, other in zip(off.generate(PROMPTS, NEW), want, strict=True):
+                assert one.tokens == other.tokens, part
+                np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+            assert turns == [MailLayout(3, cfg.d_model, 6)] * cfg.n_layers * (NEW - 1)
+
+
+def test_a_thread_that_fails_lets_the_device_go_on(reads, monkeypatch, tmp_path):
+    params = quantize_params(params_of(CFG), "none,experts_*=w8a16-g32")
+    off = offloaded(CFG, params, f"{READS}0/100 cpu_expert=1e-6", tmp_path)
+
+    def fails(*args):
+        raise ValueError("no")
+
+    monkeypatch.setattr(programs, "served", fails)
+    with pytest.raises(ValueError, match="no"):
+        off.generate(PROMPTS, 8)
+
+
 @pytest.mark.parametrize(
     ("cfg", "policies"),
     [
@@ -118,16 +163,7 @@ READS = "100 0 100 0 100 0 experts="
         ),
     ],
 )
-def test_a_device_that_reads_pinned_memory_gives_the_same_tokens(
-    monkeypatch, tmp_path, cfg, policies
-):
-    begin = Store.__init__
-
-    def reading(store, *args) -> None:
-        begin(store, *args)
-        store.fetches = True  # as on a GPU; here the host reads for it
-
-    monkeypatch.setattr(Store, "__init__", reading)
+def test_a_device_that_reads_pinned_memory_gives_the_same_tokens(reads, tmp_path, cfg, policies):
     params = params_of(cfg)
     want = LanguageModel(cfg, params, None).generate(PROMPTS, NEW)
     for text in policies:
@@ -294,6 +330,16 @@ def test_experts_are_divided_between_link_and_cpu():
     assert split({1: 1, 2: 1, 3: 1, 4: 1}, cpu_expert=1.0) == ([1, 2], [3, 4])
     assert split({1: 1, 2: 9}, [1], cpu_expert=0.1, cpu_token=1.0) == ([1, 2], [])
     # The hottest of equal ones are loaded, because they may get a slot.
+    rng = np.random.default_rng(0)
+    for share, more in ((1e-6, 0.0), (0.5, 0.15), (0.8, 0.25), (4.0, 1.0)):  # as a device does it
+        experts, cold = rng.integers(0, 16, (6, 2)), rng.random(16) < 0.7
+        heat = rng.integers(0, 3, 16).astype(np.float32)
+        needed = cold & np.isin(np.arange(16), experts)
+        tokens = {e: int((experts == e).sum()) for e in np.flatnonzero(needed)}
+        policy = Policy(experts="0/100", cpu_expert=share, cpu_token=more)
+        mail = programs.Mail(None, *(jnp.float32(x) for x in (share, more)))
+        found = programs._for_cpu(mail, jnp.asarray(experts), jnp.asarray(needed), heat)
+        assert np.flatnonzero(found).tolist() == sorted(divided(tokens, set(), policy, heat)[1])
     heat, policy = np.arange(5), Policy(experts="0/100", cpu_expert=1.0)
     assert divided(dict.fromkeys((1, 2, 3, 4), 1), set(), policy, heat) == ([4, 3], [2, 1])
 

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from jaxllama.config import ExpertsConfig
+from jaxllama.executors.offloaded import experts as room
 from jaxllama.executors.offloaded.executor import SCHEME
 from jaxllama.executors.offloaded.experts import streams
+from jaxllama.executors.offloaded.mailbox import Mailbox
 from jaxllama.language_model import LanguageModel
 from jaxllama.offload.experts import fetched, layout_of, pack
 from jaxllama.offload.policy import Policy
@@ -113,6 +115,30 @@ def test_experts_that_the_gpu_reads_from_the_host(tmp_path, scheme):
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         one, other = (np.asarray(x.astype(jnp.float32)) for x in (one, other))
         np.testing.assert_array_equal(one[[0, 2]], other[[1, 3]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3])
+def test_experts_by_mail_give_what_the_host_s_calls_give(tmp_path, monkeypatch, rows):
+    """The CPU computes all of them either way."""
+    cfg = CFG.replace(experts=ExpertsConfig(16, 2, 256, bias=True, router_bias=True))
+    params = quantize_params(params_of(cfg, dtype="float32"), "mxfp4")
+    place = Placement(
+        Policy.parse(f"{RESIDENT} experts=0/100 cpu_expert=1e-6"), jnp.float32, directory=tmp_path
+    )
+    model = place.model(cfg, place.tree(jax.tree.map(np.asarray, params)), None)
+    turns, serving = [], Mailbox.serving
+    monkeypatch.setattr(
+        Mailbox, "serving", lambda box, *args: turns.append(args[-1]) or serving(box, *args)
+    )
+    prompts = [PROMPTS[0], PROMPTS[0][::-1], [9]][:rows]
+    found = [model.generate(prompts, NEW) for _ in range(2)]
+    assert len(turns) >= 2 * cfg.n_layers * (NEW - 1)
+    monkeypatch.setattr(room, "MAILED", 0)
+    for want in model.generate(prompts, NEW):
+        for one in (generation.pop(0) for generation in found):
+            assert one.tokens == want.tokens
+            np.testing.assert_allclose(one.logprobs, want.logprobs, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@
     computed_pairs_of(...)                          pairs of experts that the CPU computes
     stream = with_mixture(..., y, computed)         and the CPU's pairs; the weighted sum
     stream, state, count, hot = fetched(...)        a whole layer; the device itself reads experts
+    served(...)                                     the CPU's part of that layer, for its mail
 
 A pair is a token and one of its experts. Loaded experts that are chosen more than those on the
 device take their slots (``offload.experts``). Dispatching a program costs a GPU's host more than
@@ -41,6 +42,11 @@ from jaxllama.offload.experts import (
     warmed,
 )
 from jaxllama.typing import Options, Params, Tree
+from pallas_kernels.cpu.experts import run_apart
+from pallas_kernels.cpu.mail import MailLayout, answered, awaited
+from pallas_kernels.experts.blocks import by_expert
+from pallas_kernels.experts.gate import apply_gate
+from pallas_kernels.experts.mail import collect, post
 from pallas_kernels.experts.op import grouped_matmul, weighted_sum
 from pallas_kernels.types import TreeDef
 
@@ -102,6 +108,33 @@ class LoadedGroup(NamedTuple):
     places: np.ndarray
     slots: np.ndarray
     rows: np.ndarray
+
+
+class Mail(NamedTuple):
+    """Where a device posts the experts that the CPU computes, and which these are.
+
+    address: int32 ``[2]``, low word before high.
+    expert, token: float32; what the CPU takes to compute an expert of one token and each further
+        token, beside the load of one expert.
+    """
+
+    address: jax.Array
+    expert: jax.Array
+    token: jax.Array
+
+
+class FetchedCount(NamedTuple):
+    """int32: experts that the device has read, experts and pairs of the CPU, and the last turn of
+    the mail ``[1]``."""
+
+    read: jax.Array
+    computed: jax.Array
+    pairs: jax.Array
+    turn: jax.Array
+
+    @classmethod
+    def none(cls) -> FetchedCount:
+        return cls(*(jnp.zeros((), jnp.int32) for _ in range(3)), jnp.zeros(1, jnp.int32))
 
 
 class ComputedPairs(NamedTuple):
@@ -264,16 +297,18 @@ def fetched(
     stream: Stream,
     state: LayerState | None,
     where: Places,
-    count: jax.Array,
+    count: FetchedCount,
     sparse: bool = False,
-) -> tuple[Stream, LayerState | None, jax.Array, HotExperts]:
+    mail: Mail | None = None,
+) -> tuple[Stream, LayerState | None, FetchedCount, HotExperts]:
     """Return (stream, state, count, hot) after a layer whose device reads the experts it lacks.
 
     mixes, structure, leaves: as for ``_routed_layer``.
     layouts: how the two products' weights of an expert lie in the host's memory.
     where: positions ``[B, T]``, lengths ``[B]`` and RoPE tables of the tokens.
-    count: int32; the number of experts read in this layer is added to it.
+    count: this layer's are added to it.
     sparse: whether the tokens read V sparsely.
+    mail: with it, the CPU computes some of the experts.
     """
     parts: MixtureParts = structure.unflatten(leaves)
     routed, y, state, held = _routed_layer(
@@ -286,6 +321,20 @@ def fetched(
     groups = -(-most // width)
     needed = jnp.zeros(n_experts + 1, bool).at[experts].set(True)[:-1]
     needed &= held.slots[:-1] == held.experts.shape[0]
+    count = count._replace(turn=count.turn + 1)
+    layout = MailLayout(*routed.tokens.shape, experts.size)
+    is_sent, posted = jnp.zeros(experts.size, bool), count.turn
+    if mail is not None:
+        computed = _for_cpu(mail, experts, needed, held.heat)
+        needed &= ~computed
+        is_sent = jnp.append(computed, False)[experts.reshape(-1)]
+        sent = jnp.where(is_sent, experts.reshape(-1), n_experts)
+        posted = post(mail.address, count.turn, routed.tokens, sent, layout)
+        posted, needed = lax.optimization_barrier((posted, needed))  # before the link's part
+        count = count._replace(
+            computed=count.computed + jnp.sum(computed, dtype=jnp.int32),
+            pairs=count.pairs + jnp.sum(is_sent, dtype=jnp.int32),
+        )
     places = jnp.where(needed, jnp.cumsum(needed, dtype=jnp.int32) - 1, groups * width)
     every = jnp.arange(n_experts, dtype=jnp.int32)
     listed = jnp.full((groups, width), n_experts, jnp.int32)
@@ -311,5 +360,71 @@ def fetched(
     elif groups:
         y, hot = lax.fori_loop(0, groups, with_one, (y, hot))
     y = y.reshape(experts.size, -1)
+    if mail is not None:
+        posted, y = lax.optimization_barrier((posted, y))  # after the link's part
+        found = collect(mail.address, posted, is_sent.astype(jnp.int32), layout)
+        y = jnp.where(is_sent[:, None], found, y)
     stream = _with_mixture(layer, structure, leaves, routed, y)
-    return stream, state, count + jnp.sum(needed, dtype=jnp.int32), hot
+    return stream, state, count._replace(read=count.read + jnp.sum(needed, dtype=jnp.int32)), hot
+
+
+def _for_cpu(
+    mail: Mail, experts: jax.Array, needed: jax.Array, heat: jax.Array | None
+) -> jax.Array:
+    """Return the experts that the CPU computes, bool ``[E]``, as ``experts.divided`` does.
+
+    experts: int32 ``[T, k]``.  needed: bool ``[E]``.
+    """
+    n_experts = needed.shape[0]
+    tokens = jnp.zeros(n_experts + 1, jnp.int32).at[experts].add(1)[:-1]
+    every = jnp.arange(n_experts, dtype=jnp.int32)
+    warmth = jnp.zeros(n_experts, jnp.float32) if heat is None else heat
+    *_, order = lax.sort((~needed, -tokens, -warmth, every), num_keys=4)
+    more = (tokens - 1).astype(jnp.float32)
+    own = jnp.where(needed, mail.expert + mail.token * more, 0.0)[order]
+    on_cpu = jnp.append(jnp.cumsum(own[::-1])[::-1], 0.0)  # if the first so many are loaded
+    loads = jnp.minimum(jnp.arange(n_experts + 1), jnp.sum(needed)).astype(jnp.float32)
+    cut = jnp.argmin(jnp.maximum(on_cpu, loads))
+    return needed & jnp.zeros(n_experts, bool).at[order].set(every >= cut)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def served(
+    layer: LayerConfig,
+    layouts: tuple[ExpertLayout, ExpertLayout],
+    sizes: MailLayout,
+    address: jax.Array,
+    turn: np.ndarray,
+    patterns: tuple[Sequence[jax.Array], Sequence[jax.Array]],
+    tables: tuple[jax.Array, jax.Array],
+    biases: Sequence[jax.Array | None],
+) -> jax.Array:
+    """Wait for the mail of a turn, compute its experts and answer. On the CPU; the result says that
+    it is done.
+
+    address, turn: int32 ``[2]``, low word before high.
+    patterns: any expert's leaves, of both products.
+    tables: addresses of all experts' leaves, int32 ``[E, leaves, 2]``.  biases: ``[E, out]``.
+    """
+    assert layer.experts is not None
+    x, experts = awaited(address, turn, sizes)
+    n_experts = tables[0].shape[0]
+    order, _ = by_expert(experts, n_experts)
+    chosen = experts[order]
+    slots = jnp.cumsum(jnp.append(-1, chosen[:-1]) != chosen) - 1  # of each pair; experts once
+    firsts = jnp.sum(slots[:, None] < jnp.arange(sizes.pairs + 1), axis=0, dtype=jnp.int32)
+    starts = jnp.minimum(firsts, jnp.sum(chosen < n_experts, dtype=jnp.int32))
+    chosen = jnp.minimum(chosen, n_experts - 1)
+    listed = chosen[jnp.minimum(starts[:-1], sizes.pairs - 1)]
+    gate, y = gate_of(layer, layer.experts), x[order // (sizes.pairs // sizes.rows)]
+    for number, (layout, leaves, table, bias) in enumerate(
+        zip(layouts, patterns, tables, biases, strict=True)
+    ):
+        gate = None if number else gate
+        like, swiglu = unpack_on_cpu(layout, leaves), gate == "silu" and bias is None
+        y, is_gated = run_apart(y, like, starts, table[listed], n_experts, swiglu)
+        y = y if bias is None else y + bias.astype(jnp.float32)[chosen]
+        y = y if gate is None or is_gated else apply_gate(y, gate)
+        if not number and not layer.gated_mlp:
+            y = activated(y, layer.activation)
+    return answered(address, turn, sizes, y[jnp.argsort(order)])

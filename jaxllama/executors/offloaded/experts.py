@@ -3,8 +3,9 @@
     work = ExpertWork(store, policy)
     stream, state = work.layer(layer, mixes, unit, weights, stream, state, at)
 
-A GPU reads pinned host memory itself. Where the CPU computes nothing, a layer is one program, whose
-kernels fetch the experts that the router has chosen, and the host waits for nothing. Otherwise:
+A GPU reads pinned host memory itself. There a layer of few tokens is one program, whose kernels
+fetch the experts that the router has chosen. Those that the CPU computes go by mail (``mailbox``)
+in the middle of it. The host waits for nothing. Otherwise:
 
     device   the first half, norm, router, the pairs of the experts that it holds: one program
     link     the other experts with the most tokens, ``FETCHED`` at a time; where the host sends
@@ -27,6 +28,7 @@ Left out: a guess of the few experts that the next layer's router will choose.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import Mapping
@@ -40,6 +42,7 @@ from jaxllama.executors.offloaded.cpu_attention import cpu
 from jaxllama.executors.offloaded.expert_programs import (
     FETCHED,
     ComputedPairs,
+    FetchedCount,
     FlatParts,
     HotExperts,
     LoadedGroup,
@@ -47,6 +50,7 @@ from jaxllama.executors.offloaded.expert_programs import (
     Places,
     RoutedTokens,
 )
+from jaxllama.executors.offloaded.mailbox import MAILED, Mailbox
 from jaxllama.model.cache import LayerState
 from jaxllama.model.linear import Stream
 from jaxllama.offload.experts import (
@@ -59,6 +63,7 @@ from jaxllama.offload.store import Store
 from jaxllama.offload.timeline import NO_RECORD, Recording
 from jaxllama.offload.units import ModelUnit
 from jaxllama.typing import Tree
+from pallas_kernels.cpu.mail import MailLayout
 
 GROUP = 8  # experts of one program that the host sends
 ON_CPU = 4  # experts of one program of the CPU
@@ -145,7 +150,8 @@ class Following:
 
 @dataclasses.dataclass
 class ExpertTally:
-    """moved, computed: numbers of experts whose load the host has begun, and that the CPU computed.
+    """moved, computed: numbers of experts whose load the host has begun, and that the CPU computed
+    for it.
     ahead: of the former, those begun before their layer's router had chosen.
     computed_pairs: number of pairs that the CPU computed."""
 
@@ -161,7 +167,7 @@ class ExpertWork:
 
     counts: tokens that have passed each expert, ``[E]`` by layer; of a layer whose experts are all
         on the device only with ``counts_all``, because its router is not waited for otherwise.
-    fetched: int32 on the device: number of experts that the device itself has read.
+    fetched: what the layers counted that the device runs by itself.
     """
 
     store: Store
@@ -169,18 +175,25 @@ class ExpertWork:
     counts_all: bool = False
     counts: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
     tally: ExpertTally = dataclasses.field(default_factory=ExpertTally)
-    fetched: jax.Array | None = None
+    fetched: FetchedCount | None = None
+    _mailbox: Mailbox | None = None
     _loaded: LoadedExperts = dataclasses.field(default_factory=LoadedExperts)
     _flat: dict[ModelUnit, tuple[Tree, FlatParts, _Cold]] = dataclasses.field(default_factory=dict)
 
     @property
     def loads(self) -> int:
         """Number of experts that were loaded."""
-        return self.tally.moved + (0 if self.fetched is None else int(self.fetched))
+        return self.tally.moved + (0 if self.fetched is None else int(self.fetched.read))
+
+    @property
+    def computed(self) -> tuple[int, int]:
+        """Numbers of experts and of their pairs that the CPU computed."""
+        own = (0, 0) if self.fetched is None else (self.fetched.computed, self.fetched.pairs)
+        return self.tally.computed + int(own[0]), self.tally.computed_pairs + int(own[1])
 
     def reset(self) -> None:
         """Set all counts to zero."""
-        self.counts, self.tally, self.fetched = {}, ExpertTally(), None
+        self.counts, self.tally, self.fetched, self._mailbox = {}, ExpertTally(), None, None
 
     def layer(
         self,
@@ -208,21 +221,28 @@ class ExpertWork:
         is_streamed = streams(layer, tokens) and not cold.lays_out
         sends = following.keeps or bool(known) or is_streamed
         with cold.lock:
-            if self._fetches(cold, sends):
+            if self._fetches(cold, sends, tokens):
                 if self.fetched is None:
-                    self.fetched = jax.device_put(np.int32(0), self.store.on_device)
-                stream, state, self.fetched, hot = programs.fetched(
-                    layer,
-                    mixes,
-                    cold.layouts,
-                    *flat,
-                    cold.hot,
-                    stream,
-                    state,
-                    where,
-                    self.fetched,
-                    sparse,
-                )
+                    self.fetched = jax.device_put(FetchedCount.none(), self.store.on_device)
+                mail, served = None, contextlib.nullcontext()
+                if cold.may_compute:
+                    if self._mailbox is None:
+                        self._mailbox = Mailbox(self.store, self.policy, layer.d_model)
+                    mail, served = self._mailbox.mail, cold.served(self._mailbox, tokens)
+                with served:
+                    stream, state, self.fetched, hot = programs.fetched(
+                        layer,
+                        mixes,
+                        cold.layouts,
+                        *flat,
+                        cold.hot,
+                        stream,
+                        state,
+                        where,
+                        self.fetched,
+                        sparse,
+                        mail,
+                    )
                 cold.hold(hot)
                 return stream, state
             routed, y, state, held = programs.routed_layer(
@@ -240,14 +260,17 @@ class ExpertWork:
             y, computed = cold.added(self.tally, y, routed, chosen, unit, record, loads)
         return programs.with_mixture(layer, *flat, routed, y, computed), state
 
-    def _fetches(self, cold: _Cold, sends: bool) -> bool:
-        """Whether the device reads a layer's experts by itself: nothing else needs to know them.
+    def _fetches(self, cold: _Cold, sends: bool, tokens: int) -> bool:
+        """Whether the device runs a layer by itself: the host need not know the choice.
 
-        sends: the host sends them instead.
+        sends: the host sends experts.
         """
         if self.counts_all:
             return False
-        return cold.is_none or not (sends or cold.may_compute or cold.addresses[0] is None)
+        if cold.is_none:
+            return True
+        reads = not sends and cold.addresses[0] is not None
+        return reads and (not cold.may_compute or cold.is_mailed(tokens))
 
     def _ahead(self, following: Following) -> Ahead | None:
         """Return the experts to send for the layer that follows: the hottest that have no slot."""
@@ -321,8 +344,20 @@ class _Cold:
         self.n_experts = tensors[0].shape[0]
         self.is_none = tensors[0].is_whole
         self.may_compute = policy.cpu_expert > 0 and not self.is_none
+        self.has_handlers = all(tensor.layout.is_of_cpu for tensor in tensors)
         self.addresses = tensors[0].addresses, tensors[1].addresses
         self.lock = tensors[0].lock
+
+    def is_mailed(self, tokens: int) -> bool:
+        """Whether the CPU gets the experts of so many tokens by mail."""
+        assert self.layer.experts is not None
+        return self.has_handlers and tokens * self.layer.experts.n_active <= MAILED
+
+    def served(self, box: Mailbox, tokens: int) -> contextlib.AbstractContextManager[None]:
+        """Begin the CPU's part of a layer for so many tokens, around the device's part."""
+        assert self.layer.experts is not None
+        width, pairs = self.layer.d_model, tokens * self.layer.experts.n_active
+        return box.serving(self.layer, self.tensors, self.biases, MailLayout(tokens, width, pairs))
 
     @property
     def hot(self) -> HotExperts:

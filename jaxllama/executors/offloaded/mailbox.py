@@ -1,0 +1,101 @@
+"""Mailbox: a run's threads that compute experts while the device's program waits for them.
+
+    box = Mailbox(store, policy, width)
+    with box.serving(layer, tensors, biases, layout):       the CPU's part of a turn
+        programs.fetched(..., box.mail)                     the device posts this turn, and waits
+
+The host dispatches both and waits for neither. A thread waits for the device's words in machine
+code (``pallas_kernels.cpu.mail``). Two threads take the turns in their order, so the next turn is
+waited for while one is computed, and no turn waits for Python.
+
+Left out: experts on disk, those without a handler on the CPU, and more than ``MAILED`` pairs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllama.config import LayerConfig
+from jaxllama.executors.offloaded import expert_programs as programs
+from jaxllama.executors.offloaded.cpu_attention import cpu
+from jaxllama.offload.experts import ExpertBias, ExpertTensor
+from jaxllama.offload.policy import Policy
+from jaxllama.offload.store import Store
+from pallas_kernels.cpu.mail import ANSWERED, POSTED, MailLayout
+from pallas_kernels.experts.mail import turn_at
+
+THREADS = 2
+MAILED = 128  # pairs of a layer at most
+Jobs = queue.SimpleQueue[tuple[int, tuple[Any, ...]] | None]  # a turn and ``served``'s arguments
+
+
+class Mailbox:
+    """The mail of one run, and its threads; see the module docstring.
+
+    mail: what the device knows of it.  width: floats of a token.
+    """
+
+    def __init__(self, store: Store, policy: Policy, width: int) -> None:
+        nbytes = MailLayout(MAILED, width, MAILED).nbytes
+        self._memory = store.pin(np.zeros(nbytes, np.uint8))
+        start = self._memory.unsafe_buffer_pointer()
+        words = np.array([start], np.int64).view(np.int32)
+        costs = np.float32(policy.cpu_expert), np.float32(policy.cpu_token)
+        self.mail = jax.device_put(programs.Mail(words, *costs), store.on_device)
+        self._start = jax.device_put(words, cpu())
+        self._turn = 0
+        self._failed: list[BaseException] = []
+        self._jobs: Jobs = queue.SimpleQueue()
+        work = self._jobs, self._memory, self._failed
+        for _ in range(THREADS):
+            threading.Thread(target=_work, args=work, name="offload-mail", daemon=True).start()
+            weakref.finalize(self, self._jobs.put, None)
+
+    @contextlib.contextmanager
+    def serving(
+        self,
+        layer: LayerConfig,
+        tensors: tuple[ExpertTensor, ExpertTensor],
+        biases: Sequence[ExpertBias | None],
+        layout: MailLayout,
+    ) -> Iterator[None]:
+        """Begin to wait for the next turn of the mail, and to compute its experts.
+
+        The body dispatches the program that posts this turn; if it raises, nobody waits for it.
+        Raises what an earlier turn has raised.
+        """
+        if self._failed:
+            raise self._failed[0]
+        self._turn += 1
+        turn = np.array([self._turn], np.int64).view(np.int32)
+        patterns = tuple(next(iter(tensor.views.values())) for tensor in tensors)
+        tables = tuple(tensor.leaf_addresses for tensor in tensors)
+        added = [None if bias is None else bias.on_cpu for bias in biases]
+        layouts = tensors[0].layout, tensors[1].layout
+        what = layer, layouts, layout, self._start, turn, patterns, tables, added
+        self._jobs.put((self._turn, what))
+        try:
+            yield
+        except BaseException:
+            turn_at(self._memory.unsafe_buffer_pointer() + POSTED).value = self._turn
+            raise
+
+
+def _work(jobs: Jobs, memory: jax.Array, failed: list[BaseException]) -> None:
+    """Serve turns until there is None."""
+    answered = turn_at(memory.unsafe_buffer_pointer() + ANSWERED)
+    while (job := jobs.get()) is not None:
+        turn, what = job
+        try:
+            programs.served(*what).block_until_ready()
+        except BaseException as error:  # noqa: BLE001  the caller raises it in its own thread
+            failed.append(error)
+            answered.value = turn  # the device waits
