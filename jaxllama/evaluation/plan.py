@@ -51,6 +51,7 @@ from jaxllama.planner.cost import (
     LANES,
     MemoryLimits,
     PlannerSettings,
+    Prediction,
     Task,
     need_of,
     predict,
@@ -146,8 +147,7 @@ def run(asked: PlanRequest, progress: Progress = lambda _: None) -> JsonObject:
         policy = solve(cfg, costs, task, limits, settings, base, use)
     expected = predict(cfg, policy, costs, task, settings)
     need = need_of(cfg, policy, task, settings)
-    trial = shortened(cfg, policy, costs, task, settings)
-    block = predict(cfg, policy, costs, trial, settings)
+    trial, block = shortened(cfg, policy, costs, task, settings, expected)
     seconds = 2 * block.prefill + (WARM + MEASURED) * block.step
     known = measured_file(cfg, policy, task, settings)
     anew = timeline is not None or asked.recalibrate
@@ -160,11 +160,12 @@ def run(asked: PlanRequest, progress: Progress = lambda _: None) -> JsonObject:
     else:
         progress(
             f"measuring: {policy}; predicted: prefill {expected.prefill:.3g} s, step "
-            f"{expected.step:.3g} s, {expected.tokens_per_second:.3g} tokens/s"
+            f"{expected.step:.3g} s, {expected.tokens_per_second:.3g} tokens/s; about "
+            f"{seconds:.0f} s after the weights"
         )
         rounding = None if policy.compress_weight else scheme
         lm = load(source, dtype, rounding, policy=policy, random=random, revision=revision)
-        found, events = measure(lm, trial, settings)
+        found, events = measure(lm, trial, settings, progress)
         found["prompt_tokens"] = trial.prompt
         known.write_text(json.dumps(found), encoding="utf-8")
         if timeline is not None:
@@ -273,22 +274,24 @@ def _operations(cfg: ModelConfig, tokens: int) -> float:
 
 
 def shortened(
-    cfg: ModelConfig, policy: Policy, costs: Calibration, task: Task, settings: PlannerSettings
-) -> Task:
-    """Return the task that is measured.
+    cfg: ModelConfig,
+    policy: Policy,
+    costs: Calibration,
+    task: Task,
+    settings: PlannerSettings,
+    expected: Prediction,
+) -> tuple[Task, Prediction]:
+    """Return the task that is measured, with its prediction.
 
     It has shorter prompts in a cache of the same capacity if the policy moves nothing and the
-    prefill would take more than ``LONG`` seconds.
+    prefill would take more than ``LONG`` seconds. expected: the prediction for ``task``.
     """
     trial = task
-    while (
-        not policy.moves
-        and trial.prompt // 2 >= SHORTEST
-        and predict(cfg, policy, costs, trial, settings).prefill > LONG
-    ):
+    while not policy.moves and trial.prompt // 2 >= SHORTEST and expected.prefill > LONG:
         half = trial.prompt // 2
         trial = dataclasses.replace(trial, prompt=half, new=task.capacity - half)
-    return trial
+        expected = predict(cfg, policy, costs, trial, settings)
+    return trial, expected
 
 
 def measured_file(cfg: ModelConfig, policy: Policy, task: Task, settings: PlannerSettings) -> Path:
@@ -318,7 +321,11 @@ def resident(
 
 
 def measure(
-    lm: LanguageModel, task: Task, settings: PlannerSettings, steps: int = MEASURED
+    lm: LanguageModel,
+    task: Task,
+    settings: PlannerSettings,
+    progress: Progress = lambda _: None,
+    steps: int = MEASURED,
 ) -> tuple[JsonObject, list[TimelineBar]]:
     """Measure a block of the task.
 
@@ -329,13 +336,15 @@ def measure(
     executor = offloaded(lm.executor)
     rows = min(executor.policy.block_size, task.rows)
     warm = start_run(lm, rows, task, settings.kv_dtype)
+    progress("measuring: first prefill and steps, which compile the programs")
     with Watch(functools.partial(held_on_device, lm)) as watch:
-        for _ in range(min(WARM, task.new)):
-            timed_step(warm)
+        taken = [timed_step(warm) for _ in range(min(WARM, task.new))]
     del warm
     run = start_run(lm, rows, task, settings.kv_dtype)
-    prefill = timed_step(run)
     count = max(1, min(steps, task.new - 2))
+    left = taken[0] + (count + 1) * taken[-1]
+    progress(f"measuring: prefill and {count} steps, at most {left:.1f} s more")
+    prefill = timed_step(run)
     run.experts.reset()
     step = statistics.fmean(timed_step(run) for _ in range(count))
     layers = count * max(1, len(expert_counts(lm.config)))

@@ -272,22 +272,10 @@ def footprint(
     batches, size = batches_of(policy, rows)
     chunk = width if chunk is None else min(chunk, width)
     weights, loading_weights = weights_footprint(cfg, policy, dtype, scheme, batches > 1)
-    one_cache = cache_shapes(cfg, size, capacity, kv_dtype)
-    cache, loading_cache = Tiers(), 0
-    moves_cache = policy.cache.device < 100 and not policy.cpu_attention
-    for layer in one_cache:
-        part = split_bytes(layer, policy.cache)
-        if isinstance(layer, KVCache) and moves_cache:
-            part += Tiers(device=tree_bytes(layer) * TAIL // capacity + 4 * size * TAIL)
-        cache += part
-    if policy.cpu_attention:
-        # After the prefill: one that is cut in two, and those of what is dispatched.
-        loading_cache = (2 + AHEAD) * max(map(tree_bytes, one_cache))
-    elif moves_cache:
-        # One in use, one being loaded from its parts, one being stored, and those of what is
-        # dispatched (on an H200 two were missing: 1.02 times the prediction in one of nine).
-        largest = max(one_cache, key=tree_bytes)
-        loading_cache = (3 + AHEAD) * tree_bytes(largest) + loading_bytes(largest, policy.cache)
+    on_cpu = policy.cpu_attention
+    cache, loading_cache, reading = _cache_footprint(
+        cfg, policy.cache, on_cpu, size, capacity, kv_dtype
+    )
     padded = -(-width // chunk) * chunk
     pair = 2 * hidden_bytes(cfg, size, padded, dtype)
     hidden = split_bytes(jax.ShapeDtypeStruct((pair,), jnp.int8), Shares(100, 0))
@@ -297,11 +285,10 @@ def footprint(
         shape = jax.ShapeDtypeStruct((pair // cfg.d_model, cfg.d_model), jnp.int8)
         hidden, loading_hidden = split_bytes(shape, policy.activations), (3 + AHEAD) * pair
     singly = bool(policy.experts)
-    reading = _weights_reading(cfg, policy.weights, jnp.dtype(dtype).name, scheme, singly)
-    reading += reading_bytes(one_cache, policy.cache) + 3 * hidden.disk
-    ints = jax.ShapeDtypeStruct((size,), jnp.int32)
-    arrays = jax.eval_shape(functools.partial(programs.positions_of, cfg, n_new=padded), ints, ints)
-    hidden += Tiers(device=tree_bytes(arrays) + 4 * size * padded)  # positions, rotations, tokens
+    reading += _weights_reading(cfg, policy.weights, jnp.dtype(dtype).name, scheme, singly)
+    reading += 3 * hidden.disk
+    # Positions, rotations, tokens.
+    hidden += Tiers(device=_position_bytes(cfg, size, padded) + 4 * size * padded)
     needs = 0
     if compile_programs:
         needs = _program_bytes(cfg, policy, size, chunk, capacity, dtype, kv_dtype, scheme)
@@ -316,6 +303,40 @@ def footprint(
         needs,
         reading,
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _cache_footprint(
+    cfg: ModelConfig, shares: Shares, on_cpu: bool, size: int, capacity: int, kv_dtype: DTypeLike
+) -> tuple[Tiers, int, int]:
+    """Return a batch's cache by tier, the peak bytes of a moved cache on the device, and the host
+    bytes for reading it from disk.
+    """
+    one_cache = cache_shapes(cfg, size, capacity, kv_dtype)
+    cache, loading = Tiers(), 0
+    moves = shares.device < 100 and not on_cpu
+    for layer in one_cache:
+        part = split_bytes(layer, shares)
+        if isinstance(layer, KVCache) and moves:
+            part += Tiers(device=tree_bytes(layer) * TAIL // capacity + 4 * size * TAIL)
+        cache += part
+    if on_cpu:
+        # After the prefill: one that is cut in two, and those of what is dispatched.
+        loading = (2 + AHEAD) * max(map(tree_bytes, one_cache))
+    elif moves:
+        # One in use, one being loaded from its parts, one being stored, and those of what is
+        # dispatched (on an H200 two were missing: 1.02 times the prediction in one of nine).
+        largest = max(one_cache, key=tree_bytes)
+        loading = (3 + AHEAD) * tree_bytes(largest) + loading_bytes(largest, shares)
+    return cache, loading, reading_bytes(one_cache, shares)
+
+
+@functools.lru_cache(maxsize=4096)
+def _position_bytes(cfg: ModelConfig, size: int, width: int) -> int:
+    """Return the bytes of the positions and rotations of ``size`` rows."""
+    ints = jax.ShapeDtypeStruct((size,), jnp.int32)
+    arrays = jax.eval_shape(functools.partial(programs.positions_of, cfg, n_new=width), ints, ints)
+    return tree_bytes(arrays)
 
 
 def _programs(

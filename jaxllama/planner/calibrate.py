@@ -26,20 +26,25 @@ and cores share nothing. Small transfers, however, are mostly dispatch, and one 
 of it. On a CPU a "link" is a copy made by the cores that also compute. The result is kept in a
 file.
 
-A CPU measures few layers of a large model, with short prompts, narrower feed-forwards and a shorter
-vocabulary. Their weights still exceed its caches. The seconds of a layer and of the head are scaled
-by the weights of the model's own. A transfer's seconds are those of bytes, and need no scaling.
-After ``Extent.patience`` seconds, as beside other work, hardly anything is timed several times, and
-``contention`` is fitted to steps that move all that their policy places in the host's memory.
+A CPU measures two layers of each kind with short prompts, in a narrower form of a large model:
+fewer heads, fewer features of the feed-forward and fewer tokens. The weights of each layer and of
+the head still exceed the CPU's last cache. The seconds of a layer and of the head's program are
+scaled by the weights of the model's own. A transfer's seconds are those of bytes, and need no
+scaling. After ``Extent.patience`` seconds, hardly anything is timed several times, and
+``contention`` is fitted to steps that move all that their policy places in the host's memory, or
+their weights alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
 import hashlib
 import json
+import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -55,15 +60,17 @@ from jaxllama.checkpoints import hub
 from jaxllama.config import ExpertsConfig, ModelConfig
 from jaxllama.executors.offloaded.executor import kv_dtype_of, offloaded
 from jaxllama.executors.offloaded.layer_cache import snapshot_columns
-from jaxllama.executors.offloaded.programs import embed_tokens
+from jaxllama.executors.offloaded.programs import embed_tokens, head_logits
 from jaxllama.executors.offloaded.room import cache_shapes, hidden_bytes
 from jaxllama.executors.offloaded.run import OffloadRun
 from jaxllama.language_model import LanguageModel
+from jaxllama.model.records import Hidden
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import is_pending
 from jaxllama.offload.timeline import NO_RECORD, Recorder, TimelineBar
+from jaxllama.offload.units import units_of
 from jaxllama.placement import Placement, scheme_of
-from jaxllama.planner.accounting import unit_shapes, weight_shapes
+from jaxllama.planner.accounting import model_bytes, unit_shapes
 from jaxllama.planner.calibrate_experts import EXPERT_ROWS, measure_experts
 from jaxllama.planner.cost import KINDS, PlannerSettings, Task, kept_share, step_of
 from jaxllama.planner.experts import ExpertCosts
@@ -78,37 +85,47 @@ from jaxllama.planner.fitting import (
 from jaxllama.planner.trial import random_model, random_run, timed_step
 
 ROWS = (1, 8)
-# A CPU measures less of more weights than these in four layers and the head: half a gigabyte of
-# float32.
-MANY_WEIGHTS, ENOUGH_WEIGHTS = 1 << 29, 1 << 27
-NARROWER = (2, 4, 8, 16)  # divisors of a feed-forward's width and of the vocabulary
+NARROWER = (16, 8, 4, 2)  # divisors of a layer's heads and width, and of the vocabulary
 STEPS, IN_A_ROW, FEWER = 12, 4, 2  # timed decode steps; in a row, and of a late calibration
-LONG = 0.5  # seconds of a prefill that needs no repetition
-LONGEST, SOON = 20.0, 2.0  # seconds after which steps are not repeated; in a late calibration
+LONG = 0.5  # seconds of prefills that need no repetition
+LONGEST, SOON = 20.0, 1.0  # seconds after which steps are not repeated; in a late calibration
 ROOM = 64  # tokens that a cache has beside the context
 SHARES = {"resident": (100, 0), "host": (0, 100), "disk": (0, 0), "half": (50, 50)}
 CACHE_STAYS = {"cache_device": 100.0, "cache_host": 0.0}
 ON_CPU = {"cache_device": 0.0, "cache_host": 100.0, "cpu_attention": True}
 HIDDEN_STAYS = {"activations_device": 100.0, "activations_host": 0.0}
-STAYING = ({}, CACHE_STAYS, HIDDEN_STAYS, CACHE_STAYS | HIDDEN_STAYS)
+STAYING = ({}, CACHE_STAYS | HIDDEN_STAYS, CACHE_STAYS, HIDDEN_STAYS)
 Progress = Callable[[str], None]
 
 
 class Extent(NamedTuple):
     """What a calibration measures.
 
-    depths: layers of each kind. contexts: tokens of a row. beside: the same of overlapped steps.
-    batches: their numbers of batches. patience: seconds after which nothing is repeated.
+    depths: layers of each kind. context: tokens of a row. other: the point with other contexts.
+    batches: numbers of batches of overlapped steps. patience: seconds after which hardly anything
+    is repeated.
     """
 
     depths: tuple[int, int] = (1, 4)
-    contexts: tuple[int, int] = (64, 256)
-    beside: int = 256
-    batches: tuple[int, int] = (1, 4)
+    context: int = 256
+    other: tuple[int, int] = (ROWS[-1], 64)
+    batches: tuple[int, ...] = (1, 4)
     patience: float = 60.0
 
+    @property
+    def points(self) -> list[Point]:
+        return [*((rows, self.context) for rows in ROWS), self.other]
 
-FULL, LITTLE = Extent(), Extent((1, 2), (16, 64), 16, (1, 2), 10.0)
+
+class Widths(NamedTuple):
+    """Ratios of the model's own weights and heads to those of the measured form."""
+
+    layer: float = 1.0
+    head: float = 1.0
+    heads: float = 1.0
+
+
+FULL, LITTLE = Extent(), Extent((1, 2), 16, (1, 512), (2,), 0.0)
 
 
 def calibrate(
@@ -141,57 +158,87 @@ def calibrate(
             name="calibration",
         )
 
-    def weights_of(model: ModelConfig) -> int:
-        return sum(x.size for x in jax.tree.leaves(weight_shapes(model, dtype, scheme)))
-
-    extent, scale = FULL, (1.0, 1.0)
+    extent, widths = FULL, Widths()
     small = of_depth(extent.depths[1])
-    if jax.default_backend() == "cpu" and weights_of(small) > MANY_WEIGHTS:
+    if jax.default_backend() == "cpu":
         extent = LITTLE
-        wide = small = of_depth(extent.depths[1])
-        for divisor in NARROWER:
-            if weights_of(small) > ENOUGH_WEIGHTS and wide.d_ff % (128 * divisor) == 0:
-                small = _narrower(wide, divisor)
-        layers = [
-            weights_of(model) - weights_of(model.first_layers(len(kinds)))
-            for model in (wide, small)
-        ]
-        scale = layers[0] / layers[1], wide.vocab_size / small.vocab_size
-    words = small, dtype, scheme, kv_dtype, chunk, scale
+        small, widths = narrower(of_depth(extent.depths[1]), dtype, scheme)
+    words = small, dtype, scheme, kv_dtype, chunk, widths, extent
     whole, resident = _path(*words), _path(*words, "resident")
     if not fresh:
         for known in (whole,) if moves else (whole, resident):
             if known.is_file():
                 return _read(known)
-    measure = _Measure(small, dtype, scheme, kv_dtype, chunk, progress, moves, extent)
-    result = _scaled(measure.run(), *scale)
+    measure = _Measure(small, dtype, scheme, kv_dtype, chunk, progress, moves, extent, widths)
+    result = measure.run()
     path = whole if moves else resident
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dataclasses.asdict(result), indent=1))
     return result
 
 
-def _narrower(cfg: ModelConfig, divisor: int) -> ModelConfig:
-    """Return the config with fewer features of each feed-forward, and fewer tokens."""
-    return cfg.replace(d_ff=cfg.d_ff // divisor, vocab_size=-(-cfg.vocab_size // divisor))
+def narrower(cfg: ModelConfig, dtype: DTypeLike, scheme: str | None) -> tuple[ModelConfig, Widths]:
+    """Return the config with narrower layers and fewer tokens, and how much narrower it is.
+
+    Each layer and the head keep more bytes than the CPU's last cache; a step reads both in turn.
+    """
+    kinds = len(set(cfg.layer_types))
+
+    def bytes_of(model: ModelConfig) -> tuple[int, int]:
+        """Return the bytes of one layer of each kind, and of the rest."""
+        both = [model_bytes(x, dtype, scheme) for x in (model, model.first_layers(kinds))]
+        layers = (both[0] - both[1]) * kinds // (cfg.n_layers - kinds)
+        return layers, both[1] - layers
+
+    plain = set(cfg.layer_types) == {"attention"} and cfg.experts is None
+    plain = plain and cfg.full is None
+    enough, wide, found = 3 * _last_cache() // 2, bytes_of(cfg), cfg
+    for divisor in NARROWER:
+        heads = math.gcd(divisor, cfg.n_kv_heads) if plain else 1
+        if cfg.d_ff % (128 * divisor) == 0:
+            layer = cfg.replace(
+                d_ff=cfg.d_ff // divisor,
+                n_heads=cfg.n_heads // heads,
+                n_kv_heads=cfg.n_kv_heads // heads,
+            )
+            if bytes_of(layer)[0] >= enough * kinds:
+                found = layer
+                break
+    for divisor in NARROWER:
+        if wide[1] >= enough * divisor:
+            found = found.replace(vocab_size=-(-cfg.vocab_size // divisor))
+            break
+    layer = wide[0] / bytes_of(found)[0]
+    return found, Widths(layer, cfg.vocab_size / found.vocab_size, cfg.n_heads / found.n_heads)
 
 
-def _scaled(costs: Calibration, layer: float, head: float) -> Calibration:
-    """Return the costs of layers and a head with so many times the weights that were measured.
+def widened(costs: Calibration, widths: Widths, heads: Sequence[float]) -> Calibration:
+    """Return the costs of a model so much wider than the measured one.
 
-    Attention to the context has none.
+    heads: the measured seconds of the head's program for each of ``ROWS``. The rest of a step has
+    no weights.
     """
 
     def wider(fixed: float, a_row: float, a_pair: float) -> tuple[float, ...]:
-        return layer * fixed, layer * a_row, a_pair
+        return widths.layer * fixed, widths.layer * a_row, widths.heads * a_pair
 
+    weighed = nnls([(1.0, rows) for rows in ROWS], heads)
+    pairs = zip(costs.head, weighed, strict=True)
     return dataclasses.replace(
         costs,
         decode=wider(*costs.decode),
         prefill=wider(*costs.prefill),
         cpu=wider(*costs.cpu),
-        head=tuple(head * seconds for seconds in costs.head),
+        head=tuple(rest + (widths.head - 1) * seconds for rest, seconds in pairs),
     )
+
+
+def _last_cache() -> int:
+    """Return the bytes of the CPU's last cache; 32 MB if the system does not say."""
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        sizes = [os.sysconf(f"SC_LEVEL{level}_CACHE_SIZE") for level in (2, 3, 4)]
+        return max(*sizes, 1 << 22)
+    return 1 << 25
 
 
 def _fewer(experts: ExpertsConfig) -> ExpertsConfig:
@@ -261,70 +308,85 @@ class _Measure:
         progress: Progress,
         moves: bool = True,
         extent: Extent = FULL,
+        widths: Widths = Widths(),  # noqa: B008
     ) -> None:
         self.cfg, self.dtype, self.scheme, self.kv_dtype = cfg, jnp.dtype(dtype), scheme, kv_dtype
         self.chunk, self.progress, self.moves = chunk, progress, moves
         self.layers = [depth * cfg.n_layers // extent.depths[1] for depth in extent.depths]
-        self.extent, self.contexts = extent, extent.contexts
-        self.until = time.perf_counter() + extent.patience
+        self.extent, self.widths = extent, widths
+        self.begun = time.perf_counter()
+        self.parts, self.done = len(ROWS) + 1, 0
+        if moves:
+            self.parts += len(ROWS) + 4 + (cfg.experts is not None and not cfg.parallel_block)
 
     @property
     def is_late(self) -> bool:
-        return time.perf_counter() > self.until
+        return time.perf_counter() > self.begun + self.extent.patience
+
+    def _begin(self, part: str) -> None:
+        """Report the part that begins, and how long it and those behind it will take."""
+        left = ""
+        if self.done:
+            taken = time.perf_counter() - self.begun
+            left = f", about {taken * (self.parts - self.done) / self.done:.0f} s more"
+        self.done += 1
+        self.progress(f"calibrating: {part} ({self.done} of {self.parts}){left}")
 
     def run(self) -> Calibration:
-        largest = ROWS[-1], self.contexts[-1]
-        points = [(rows, self.contexts[-1]) for rows in ROWS]
+        points = self.extent.points
         still: dict[Point, list[tuple[float, float]]] = {}
         on_cpu: dict[Point, list[float]] = {}
         moved: list[_Sample] = []
         joins: list[tuple[float, float]] = []
         lookups: list[tuple[float, float]] = []
+        heads: list[float] = []
         overlapped: list[tuple[Policy, int, float]] = []
         shares = dict(SHARES if self.moves else list(SHARES.items())[:1])
 
         def measure(name: str, device: int, host: int) -> None:
             model = self._model(Policy.parse(f"{device} {host} " * 3))
             if name == "resident":
-                for point in [*points, (ROWS[-1], self.contexts[0])]:
+                for point in points:
+                    self._begin(name)
                     both = [self._shallow(model), model]
                     still[point] = self._times([self._runs(lm, *point)[1] for lm in both])
                     if not self.moves:
                         continue
                     runs = [self._runs(_with(lm, **ON_CPU), *point)[0] for lm in both]
                     on_cpu[point] = self._steps(runs)
+                heads.extend(self._heads(model))
                 return
             serial = _with(model, overlap=False)
             if self.extent is LITTLE:  # the samples are each layer's
                 serial = self._shallow(serial)
-            for point in points if name == "host" else [largest]:
+            for point in points[: len(ROWS)] if name == "host" else [points[len(ROWS) - 1]]:
+                self._begin(name)
                 moved.append(self._sample(serial, *point))
             if name == "half":
                 joins.extend(self._joins(model))
                 lookups.extend(self._lookups(model))
             if name in ("host", "half"):
+                self._begin(f"{name}, overlapped")
                 models = [
                     _with(model, num_gpu_batches=count, **staying)
-                    for staying in (STAYING[:1] if self.is_late else STAYING)
+                    for staying in (STAYING[:2] if self.is_late else STAYING)
                     for count in self.extent.batches
                 ]
                 runs = [
-                    self._runs(lm, ROWS[-1] * _policy(lm).num_gpu_batches, self.extent.beside)[0]
+                    self._runs(lm, ROWS[-1] * _policy(lm).num_gpu_batches, self.extent.context)[0]
                     for lm in models
                 ]
                 for lm, step in zip(models, self._steps(runs), strict=True):
                     policy = _policy(lm)
                     overlapped.append((policy, policy.num_gpu_batches, step))
 
-        for stage, (name, share) in enumerate(shares.items(), start=1):
-            fewer = ", each time once" if self.is_late else ""
-            self.progress(f"calibrating: {name} ({stage} of {len(shares)}){fewer}")
+        for name, share in shares.items():
             measure(name, *share)
             gc.collect()  # or two models would be in memory
-        costs = self._fit(still, on_cpu, moved, joins, lookups, overlapped)
+        costs = self._fit(still, on_cpu, heads, moved, joins, lookups, overlapped)
         if self.cfg.experts is None or self.cfg.parallel_block or not self.moves:
             return costs
-        self.progress("calibrating: experts")
+        self._begin("experts")
         known = functools.partial(random_model, self.cfg, self.dtype, scheme=self.scheme)
         return dataclasses.replace(
             costs, experts=measure_experts(self.cfg, known, self.kv_dtype, self.chunk)
@@ -355,13 +417,13 @@ class _Measure:
     def _times(self, runs: Sequence[Callable[[], OffloadRun]]) -> list[tuple[float, float]]:
         """Return (prefill, step) seconds of each run.
 
-        The runs alternate, so that a busy machine slows all alike. A prefill of seconds is timed
+        The runs alternate, so that a busy machine slows all alike. Prefills of seconds are timed
         once.
         """
         prefills: list[list[float]] = []
         begun: list[OffloadRun] = []
         for _ in range(3):
-            if prefills and (sum(prefills[0]) > LONG or self.is_late):
+            if sum(map(sum, prefills)) > LONG:
                 break
             begun = [begin() for begin in runs]
             prefills.append([timed_step(run) for run in begun])
@@ -389,8 +451,23 @@ class _Measure:
         run = begin()
         prefill = self._record(run, 1)
         run.step()
-        steps = FEWER if self.is_late else STEPS
+        steps = IN_A_ROW if self.is_late else STEPS
         return _Sample(_policy(model), rows, context, self._record(run, steps), prefill)
+
+    def _heads(self, model: LanguageModel) -> list[float]:
+        """Return the seconds of the head's program for each number of rows."""
+        weights = offloaded(model.executor).store.get(
+            units_of(self.cfg, False)[-1].weights(model.params)
+        )
+        found = []
+        for rows in ROWS:
+            x, times = Hidden(jnp.ones((rows, self.cfg.d_model), self.dtype)), []
+            for _ in range(IN_A_ROW + 1):
+                begin = time.perf_counter()
+                jax.block_until_ready(head_logits(self.cfg, weights, x))
+                times.append(time.perf_counter() - begin)
+            found.append(lower(times[1:]))
+        return found
 
     def _joins(self, model: LanguageModel) -> list[tuple[float, float]]:
         """Return (bytes, seconds) of finishing a layer's weights and the head's after they have
@@ -401,7 +478,7 @@ class _Measure:
             if unit.layer > 0:
                 continue
             times = []
-            for _ in range(FEWER if self.is_late else STEPS):
+            for _ in range(IN_A_ROW if self.is_late else STEPS):
                 pending = store.begin(unit.weights(model.params))
                 parts = [
                     x.moved for x in jax.tree.leaves(pending, is_leaf=is_pending) if is_pending(x)
@@ -416,10 +493,10 @@ class _Measure:
     def _lookups(self, model: LanguageModel) -> list[tuple[float, float]]:
         """Return (tokens, seconds) of embedding a step's tokens and a prompt's tokens."""
         found, store = [], offloaded(model.executor).store
-        for width in (1, self.contexts[-1]):
+        for width in (1, self.extent.context):
             tokens = jnp.ones((ROWS[-1], width), jnp.int32)
             times = []
-            for _ in range(STEPS + 1):
+            for _ in range((FEWER if self.is_late else STEPS) + 1):
                 begin = time.perf_counter()
                 jax.block_until_ready(embed_tokens(store, model.config, model.params, tokens))
                 times.append(time.perf_counter() - begin)
@@ -437,6 +514,7 @@ class _Measure:
         self,
         still: dict[Point, list[tuple[float, float]]],
         on_cpu: dict[Point, list[float]],
+        heads: list[float],
         moved: list[_Sample],
         joins: list[tuple[float, float]],
         lookups: list[tuple[float, float]],
@@ -496,23 +574,10 @@ class _Measure:
         )
         free = fetch = Moving(0.0, 0.0, 0.0, 0.0)
         if not self.moves:
-            return Calibration(
-                free,
-                (0.0, 0.0),
-                free,
-                free,
-                0.0,
-                free,
-                free,
-                decode,
-                prefill,
-                head,
-                (0.0, 0.0),
-                (0.0,) * len(KINDS),
-                0.0,
-                decode,
-                free,
-            )
+            computes = decode, prefill, head
+            still_only = (0.0, 0.0), (0.0,) * len(KINDS), 0.0, decode, free
+            costs = free, (0.0, 0.0), free, free, 0.0, free, free, *computes, *still_only
+            return widened(Calibration(*costs), self.widths, heads)
         if sparse:
             fetch = fit_moving(
                 [
@@ -539,18 +604,19 @@ class _Measure:
         )
         steps = []
         for policy, count, seconds in overlapped:
-            context = self.extent.beside
+            context = self.extent.context
             task = Task(ROWS[-1] * count, context, ROOM)
             settings = PlannerSettings(self.dtype, self.kv_dtype, self.scheme)
             step = step_of(self.cfg, policy, costs, task, settings, ROWS[-1], count, 1, context)
             steps.append((step.longest, step.beside, seconds))
-        return dataclasses.replace(costs, contention=contention(steps))
+        costs = dataclasses.replace(costs, contention=contention(steps))
+        return widened(costs, self.widths, heads)
 
     def _cold_disk(self) -> float:
         """Return the seconds a byte of reading a file that is not in the page cache."""
         place = Placement(Policy.parse("0 0 0 0 0 0"), self.dtype)
         disk = place.store.disk
-        block = np.random.default_rng(0).integers(0, 256, 1 << 26, np.uint8)
+        block = np.random.default_rng(0).integers(0, 256, 1 << 25, np.uint8)
         extents = [disk.write(block) for _ in range(2)]
         disk.drop_cache()
         begin = time.perf_counter()

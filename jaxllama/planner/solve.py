@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -72,7 +71,8 @@ def solve(
         if size * count > 2 * task.rows and (size, count) != (1, 1):
             continue
         policy = dataclasses.replace(moving, gpu_batch_size=size, num_gpu_batches=count)
-        if _least_device(cfg, base, policy, task, settings) > (limits.device or math.inf):
+        least = _least_device(cfg, base, policy, task, settings)
+        if limits.device is not None and least > limits.device:
             continue
         programs = program_bytes(cfg, policy, task, settings)
         found = itertools.chain(
@@ -135,14 +135,19 @@ def _variants(cfg: ModelConfig, base: Policy, policy: Policy) -> Iterator[Policy
 def _least_device(
     cfg: ModelConfig, base: Policy, policy: Policy, task: Task, settings: PlannerSettings
 ) -> float:
-    """Return at most the bytes that the device needs for these batches."""
-    if cfg.experts is not None:  # experts that lie one by one need less than a layer
-        return 0
-    nothing = _with_shares(policy, (0,) * 6)
+    """Return at most the bytes that the device needs for these batches.
+
+    Each kind of tensor is all on the device, or not at all. Experts may lie one by one.
+    """
     programs = program_bytes(cfg, policy, task, settings)
+    forms = [policy]
+    if cfg.experts is not None and not policy.experts and not cfg.parallel_block:
+        forms.append(dataclasses.replace(policy, experts="0/100"))
     needs = (
         need_of(cfg, candidate, task, settings, programs)
-        for candidate in _variants(cfg, base, nothing)
+        for form, device in itertools.product(forms, itertools.product((0, 100), repeat=3))
+        for shares in [_with_shares(form, tuple(x for share in device for x in (share, 0)))]
+        for candidate in _variants(cfg, base, shares)
     )
     return min((need.device for need in needs), default=0)
 

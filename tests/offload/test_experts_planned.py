@@ -22,10 +22,17 @@ from jaxllama.offload.store import RowTable, is_stored
 from jaxllama.placement import Placement
 from jaxllama.planner.accounting import footprint, weight_shapes
 from jaxllama.planner.calibrate_experts import measure_experts, measured_use
-from jaxllama.planner.cost import MemoryLimits, PlannerSettings, Task, need_of, predict
+from jaxllama.planner.cost import (
+    MemoryLimits,
+    PlannerSettings,
+    Task,
+    need_of,
+    predict,
+    program_bytes,
+)
 from jaxllama.planner.experts import ExpertCosts, experts_step, layer_seconds
 from jaxllama.planner.fitting import Calibration, Moving
-from jaxllama.planner.solve import one_by_one, solve
+from jaxllama.planner.solve import check_fits, one_by_one, solve
 from jaxllama.planner.trial import random_tree
 from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.cpu.weight import prepare
@@ -133,6 +140,21 @@ def limited() -> tuple[ModelConfig, MemoryLimits, Task, PlannerSettings]:
     cfg = CFG.replace(n_layers=4, layer_types=("attention",) * 4)
     need = need_of(cfg, Policy(experts="40/60"), task, settings, 0)
     return cfg, MemoryLimits(need.device, 10**9, 10**9), task, settings
+
+
+def test_a_device_too_small_for_a_mixture_is_known_before_anything_is_measured():
+    """The check allows what a policy with experts one by one needs, and whole layers exceed."""
+    cfg, _, task, settings = limited()
+    one = Policy.parse("0 100 100 0 100 0 gpu_batch_size=1 num_gpu_batches=1")
+    programs = program_bytes(cfg, one, task, settings)
+    singly, whole = (
+        need_of(cfg, dataclasses.replace(one, experts=experts), task, settings, programs).device
+        for experts in ("0/100", "")
+    )
+    assert singly < whole
+    check_fits(cfg, None, task, MemoryLimits(singly), settings)
+    with pytest.raises(JaxLlamaError, match="no policy fits: even one row"):
+        check_fits(cfg, None, task, MemoryLimits(singly // 2), settings)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import threading
 import time
@@ -204,8 +205,8 @@ def test_plan_solves_measures_and_draws(tmp_path, monkeypatch):
     """Half of the model's bytes on the device: every term has both figures, and the limit holds."""
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("JAXLLAMA_CACHE", str(tmp_path))
-    extent = calibration.FULL._replace(contexts=(8, 16), beside=16)
-    monkeypatch.setattr(calibration, "FULL", extent)
+    extent = calibration.LITTLE._replace(other=(1, 32))
+    monkeypatch.setattr(calibration, "LITTLE", extent)
     file = tmp_path / "tiny.toml"
     file.write_text(
         "vocab_size = 512\nd_model = 128\nn_layers = 6\nn_heads = 4\nn_kv_heads = 2\n"
@@ -290,14 +291,16 @@ def test_a_long_prefill_is_measured_on_shorter_prompts(seconds, text, prompt, mo
         COSTS, prefill=(0.0, seconds / (8 * 512 * cfg.n_layers), 0.0), head=(0.0,) * 2
     )
     policy = Policy.parse(text + " gpu_batch_size=8")
-    trial = plan.shortened(cfg, policy, costs, task, PLAIN)
+    expected = plan.predict(cfg, policy, costs, task, PLAIN)
+    trial, block = plan.shortened(cfg, policy, costs, task, PLAIN, expected)
+    assert block == plan.predict(cfg, policy, costs, trial, PLAIN)
     assert trial.prompt == prompt and trial.capacity == task.capacity
     measured = []
     monkeypatch.setattr(plan, "read_config", lambda *_: cfg)
     monkeypatch.setattr(plan, "calibrate", lambda *_, **__: costs)
     monkeypatch.setattr(plan, "load", lambda *_, **__: object())
 
-    def measure(_, task, __):
+    def measure(_, task, *__):
         measured.append(task)
         return {
             "prefill": 2.0,
@@ -333,7 +336,7 @@ def test_a_measurement_of_minutes_is_left_to_the_user(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "seconds, until, in_a_row, rounds",
-    [(0.1, 60, 5, 3), (1.0, 60, 5, 3), (3.0, 60, 5, 1), (0.1, -1, 3, 4), (1.0, -1, 3, 1)],
+    [(0.1, 60, 5, 3), (1.0, 60, 5, 3), (3.0, 60, 5, 1), (0.1, -1, 3, 2), (1.0, -1, 3, 1)],
 )
 def test_slow_steps_are_not_repeated(monkeypatch, seconds, until, in_a_row, rounds):
     """Two runs take turns. A calibration that is late repeats steps of moments only."""
@@ -353,37 +356,58 @@ def test_slow_steps_are_not_repeated(monkeypatch, seconds, until, in_a_row, roun
     assert steps == (in_a_row * ["a"] + in_a_row * ["b"]) * rounds
 
 
-def test_a_large_model_s_costs_are_those_of_a_narrower_one_scaled_by_weights(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "name, cache, layer, vocabulary",
+    [("llama-3.1-8b", 1 << 25, 16, 16), ("llama-3.2-1b", 1 << 25, 4, 16), ("gla-340m", 1, 2, 16)],
+)
+def test_a_model_is_measured_narrower_and_larger_than_the_last_cache(
+    name, cache, layer, vocabulary, tmp_path, monkeypatch
+):
+    """Layers with a mixer other than attention keep it whole. A measurement is kept."""
     monkeypatch.setenv("JAXLLAMA_CACHE", str(tmp_path))
     measured = []
 
-    def measure(cfg, *_):
-        measured.append(cfg)
+    def measure(cfg, *settings):
+        measured.append((cfg, *settings[-2:]))
         return SimpleNamespace(run=lambda: COSTS)
 
     monkeypatch.setattr(calibration, "_Measure", measure)
-    cfg = load_config("llama-3.1-8b")
+    monkeypatch.setattr(calibration, "_last_cache", lambda: cache)
+    cfg = load_config(name)
     costs = calibration.calibrate(cfg, jnp.float32)
-    [small] = measured
-    assert (small.n_layers, small.d_model, small.d_ff) == (2, cfg.d_model, cfg.d_ff // 16)
-    mixer, norms = 2 * cfg.d_model**2 * 5 // 4, 2 * cfg.d_model
-    wide, narrow = (mixer + norms + 3 * cfg.d_model * x.d_ff for x in (cfg, small))
-    layer = 1e-3 * wide / narrow
-    assert costs.decode == costs.prefill == costs.cpu == pytest.approx((layer, layer, 1e-3))
-    assert costs.head == (16e-3,) * 2 and costs.load_weights == FREE
+    [(small, extent, widths)] = measured
+    assert extent == calibration.LITTLE and small.n_layers == 2
+    assert small.d_model == cfg.d_model and small.d_ff <= cfg.d_ff // layer
+    assert small.vocab_size == -(-cfg.vocab_size // vocabulary) and widths.head >= vocabulary
+    wide, narrow = (
+        model_bytes(x.first_layers(2), jnp.float32) - model_bytes(x.first_layers(1), jnp.float32)
+        for x in (cfg, small)
+    )
+    assert widths.layer == pytest.approx(wide / narrow) and narrow > cache
+    heads = math.gcd(layer, cfg.n_kv_heads) if cfg.layer_types[0] == "attention" else 1
+    assert small.n_heads * heads == cfg.n_heads and widths.heads == heads
     assert calibration.calibrate(cfg, jnp.float32) == costs and len(measured) == 1
+
+
+def test_costs_are_those_of_a_wider_model():
+    """A layer's grow with its weights, those of pairs with heads, the head's with the program's."""
+    widths = calibration.Widths(layer=4.0, head=3.0, heads=2.0)
+    found = calibration.widened(COSTS, widths, [0.5 + 0.25 * rows for rows in calibration.ROWS])
+    assert found.decode == found.prefill == found.cpu == (4e-3, 4e-3, 2e-3)
+    assert found.head == pytest.approx((1.001, 0.501)) and found.load_weights == FREE
 
 
 @pytest.mark.slow
 def test_computation_alone_is_calibrated(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLAMA_CACHE", str(tmp_path))
-    extent = calibration.FULL._replace(contexts=(8, 16), beside=16)
-    monkeypatch.setattr(calibration, "FULL", extent)
+    extent = calibration.LITTLE._replace(other=(1, 32))
+    monkeypatch.setattr(calibration, "LITTLE", extent)
     said: list[str] = []
     options = {"moves": False, "progress": said.append}
     costs = calibration.calibrate(model_of(128, 1), jnp.float32, **options)
     assert calibration.calibrate(model_of(128, 1), jnp.float32, **options) == costs
-    assert said == ["calibrating: resident (1 of 1)"]
+    assert said[0] == "calibrating: resident (1 of 3)"
+    assert said[2].startswith("calibrating: resident (3 of 3), about ") and len(said) == 3
     assert sum(costs.decode) > 0 and sum(costs.prefill) > 0
     assert costs.load_weights == Moving(0.0, 0.0, 0.0, 0.0)
 
