@@ -14,7 +14,15 @@ from jaxllama.engine.engine import Engine
 from jaxllama.engine.programs import Programs
 from jaxllama.engine.request import Event, Request
 from jaxllama.kept import Wanted
-from tests.helpers.engine_cases import OPTIONS, PROMPTS, SAMPLINGS, model, written
+from tests.helpers.engine_cases import (
+    OPTIONS,
+    PROMPTS,
+    SAMPLINGS,
+    check_answer,
+    engine,
+    model,
+    written,
+)
 
 
 def wait_until(condition) -> None:
@@ -79,6 +87,19 @@ def test_an_engine_answers_before_all_programs_exist(tmp_path, monkeypatch):
     for request in requests:
         assert written(events[request.id])[0] == written(want[request.id])[0]
     assert written(events["again"])[0] == written(want["r0"])[0]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["llama", "gla"])
+def test_a_wider_program_reads_prompts_until_their_own_exists(family, monkeypatch):
+    monkeypatch.setattr(Programs, "first_made", lambda _, keys: keys[-1])
+    eng = engine(family, prefill_chunk=64)
+    ours, call, called = eng.runner._programs, eng.runner._programs.call, set()
+    monkeypatch.setattr(ours, "call", lambda key, *more: called.add(key) or call(key, *more))
+    requests = [Request(f"r{i}", PROMPTS[i], 3, ignore_eos=True) for i in range(2)]
+    for request in requests:
+        check_answer(family, request, eng.generate([request])[request.id])
+    assert {key[2] for key in called if key[0] == "fill"} == {eng.options.widths[-1]}
 
 
 def _is_answered(events: list[Event]) -> bool:
