@@ -171,7 +171,8 @@ def _latent_attention() -> Sequence[Plan]:
 
 
 def _chosen_latent_attention() -> Sequence[Plan]:
-    return [ChosenPlan(latent.ROUND)] if gpu().wgmma else []
+    few = ChosenPlan(latent.TILE, latent.FEW_ROWS)
+    return [few, ChosenPlan(latent.ROUND)] if gpu().wgmma else []
 
 
 def _latent_step() -> Sequence[Plan]:

@@ -6,8 +6,9 @@ Contract, as ``latent.op``'s: a negative place is free, free places come last, a
 tokens gives zeros.  Entries that no list names, even NaN, never change a result.
 
 Source: DeepSeek-V3.2's sparse attention; the exact form over the chosen tokens.  A block gathers a
-chunk of a list and multiplies it (``latent.chosen_program``), in prompts as in decoding: each token
-has a list.  Left out: lists that query heads do not share, and latents in 8 bits.
+chunk of a list and multiplies it: ``latent.chosen_program``, or with up to 16 heads, whose bytes
+take longer than their products, ``latent.few_program``.  Each token of a prompt has a list, too.
+Left out: lists that query heads do not share, and latents in 8 bits.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from pallas_kernels.dispatch import (
 from pallas_kernels.fixed_sums import planned_rows
 from pallas_kernels.latent.op import check_latents
 from pallas_kernels.latent.plan import (
+    FEW_ROWS,
     LATENT,
     ROUND,
+    TILE,
     WIDTH,
     LatentPlan,
     microseconds,
@@ -55,16 +58,26 @@ TOKENS = 16  # query tokens whose entries XLA's form gathers at once
 
 @dataclasses.dataclass(frozen=True)
 class ChosenPlan(Predicted):
-    """chunk: tokens of a list that a block takes, a multiple of 128."""
+    """chunk: tokens of a list that a block takes.
+
+    few: query rows of the program for few, or 0: the program for 64.
+    """
 
     kernel: ClassVar[str] = "chosen_latents_mosaic"
     chunk: int
+    few: int = 0
 
     def __str__(self) -> str:
-        return f"chunks of {self.chunk} tokens"
+        program = f"{self.few} query rows, " if self.few else ""
+        return f"{program}chunks of {self.chunk} tokens"
+
+    @property
+    def round(self) -> int:
+        """Tokens of a round, of which chunks are multiples."""
+        return TILE if self.few else ROUND
 
     def representative(self) -> ChosenPlan:
-        return ChosenPlan(ROUND)
+        return dataclasses.replace(self, chunk=self.round)
 
 
 def chosen_latent_attention(
@@ -136,18 +149,19 @@ def plan(q: jax.Array, cache: jax.Array, chosen: jax.Array) -> ChosenPlan | Reas
     lists, places = planned_rows(batch * tokens), chosen.shape[2]
     gather_us = 2 * lists * places * 2 * WIDTH / gpu().copy_rate * 1e6  # reads and writes
     return shortest(
-        plans(places),
-        lambda one: microseconds(LatentPlan(one.chunk), lists, n, places),
+        plans(n, places),
+        lambda one: microseconds(LatentPlan(one.chunk, one.few), lists, n, places),
         lambda: gather_us + xla_microseconds(lists, n, places),
     )
 
 
-def plans(places: int) -> list[ChosenPlan]:
+def plans(n: int, places: int) -> list[ChosenPlan]:
     """Return the plans of lists of so many places, one for each number of chunks."""
-    rounds = -(-places // ROUND)
+    least = ChosenPlan(0, FEW_ROWS if n <= FEW_ROWS else 0)
+    rounds = -(-places // least.round)
     most = min(rounds, gpu().sms)
-    chunks = {-(-rounds // splits) * ROUND for splits in range(1, most + 1)}
-    return [ChosenPlan(chunk) for chunk in sorted(chunks, reverse=True)]
+    chunks = {-(-rounds // splits) * least.round for splits in range(1, most + 1)}
+    return [dataclasses.replace(least, chunk=chunk) for chunk in sorted(chunks, reverse=True)]
 
 
 def places_of(cache: jax.Array, chosen: jax.Array, table: jax.Array | None) -> jax.Array:
@@ -168,8 +182,8 @@ def _kernel(call: _Static, q: jax.Array, cache: jax.Array, places: jax.Array) ->
     scale, plan = call
     assert isinstance(plan, ChosenPlan)
     queries, lists = q.reshape(-1, *q.shape[2:]), places.reshape(-1, places.shape[-1])
-    over_list = LatentPlan(plan.chunk)
-    out = kernel.chosen_attention(queries, cache, lists, scale=scale, plan=over_list)
+    few = bool(plan.few)
+    out = kernel.chosen_attention(queries, cache, lists, scale=scale, chunk=plan.chunk, few=few)
     return out.reshape(*q.shape[:3], LATENT)
 
 

@@ -8,8 +8,9 @@ them cost a quarter of what 64 cost:
 K is a tile of 64 tokens and L its latents.  The sums out^T stay in registers.  Copies of the next
 tile run while a tile is multiplied.
 
-``FewBlock`` reads a run of the cache, and its warpgroup starts the copies.  ``FewChosenBlock`` reads
-listed tokens.  A second warpgroup of it gathers them: each token's 1,152 bytes in 16 at a time.
+``FewBlock`` reads a run of the cache, and its warpgroup starts the copies.  ``FewChosenBlock``
+reads listed tokens.  A second warpgroup of it gathers them: each token's 1,152 bytes in 16 at a
+time.
 
 Weights are exp2(scale * log2(e) * score - top), where top is a query row's running maximum.  Tokens
 past a row's end score -inf, and their latents are set to zero in shared memory, as 0 * NaN is NaN.

@@ -19,7 +19,7 @@ from pallas_kernels.latent.chosen_program import BARRIERS, ChosenBlock
 from pallas_kernels.latent.codes_program import RING, RUN, CodesBlock
 from pallas_kernels.latent.decode_program import HALF, PIECES, Facts, LatentBlock
 from pallas_kernels.latent.few_program import STAGES, FewBlock, FewChosenBlock
-from pallas_kernels.latent.plan import LATENT, ROPE, ROUND, ROWS, TILE, WIDTH, LatentPlan, copy_of
+from pallas_kernels.latent.plan import LATENT, ROPE, ROWS, TILE, WIDTH, LatentPlan, copy_of
 from pallas_kernels.launch import Views, inline, launch
 from pallas_kernels.matmul.many_rows.pipeline import tiled
 from pallas_kernels.ptx import LOG2E
@@ -97,30 +97,29 @@ def attended_chunks(
 traced_chunks = jax.jit(attended_chunks, static_argnames=("scale", "plan", "overlaps"))
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "plan"))
+@functools.partial(jax.jit, static_argnames=("scale", "chunk", "few"))
 def chosen_attention(
-    q: jax.Array, cache: jax.Array, chosen: jax.Array, *, scale: float, plan: LatentPlan
+    q: jax.Array, cache: jax.Array, chosen: jax.Array, *, scale: float, chunk: int, few: bool
 ) -> jax.Array:
-    """``q [B, N, 576]``, ``cache [tokens, 576]``, ``chosen [B, K]`` -> ``[B, N, 512]``."""
+    """``q [B, N, 576]``, ``cache [tokens, 576]``, ``chosen [B, K]`` -> ``[B, N, 512]``.
+
+    few: by the program for up to 16 heads.  Else the chunk is a multiple of ROUND.
+    """
     batch, n, _ = q.shape
     q = _filled_heads(q)
-    splits = -(-chosen.shape[1] // plan.chunk)
-    free = splits * plan.chunk - chosen.shape[1]
-    # A block's last round may read a tile past its chunk.
-    more = 0 if plan.few else -plan.chunk % ROUND
-    chosen = jnp.pad(chosen, ((0, 0), (0, free + more)), constant_values=-1)
-    capacity = splits * plan.chunk
-    facts = Facts(1, q.shape[1], plan.chunk, capacity, TILE, 0, 0, scale * LOG2E)
-    operands = {"q": q, "cache": cache, "chosen": chosen}
-    lengths = jnp.sum(chosen >= 0, axis=1, dtype=jnp.int32)
-    if plan.few:
-        operands["chosen"] = chosen.reshape(batch, -1, TILE)
+    chosen = jnp.pad(chosen, ((0, 0), (0, -chosen.shape[1] % chunk)), constant_values=-1)
+    capacity = chosen.shape[1]
+    facts = Facts(1, q.shape[1], chunk, capacity, TILE, 0, 0, scale * LOG2E)
+    if few:
+        operands = {"q": q, "cache": cache, "chosen": chosen.reshape(batch, -1, TILE)}
         # A row whose list is empty has zeros.
-        lengths = jnp.where(jnp.any(chosen >= 0, axis=1), chosen.shape[1], 0).astype(jnp.int32)
+        lengths = jnp.where(jnp.any(chosen >= 0, axis=1), capacity, 0).astype(jnp.int32)
         parts = _launch(FewChosenBlock, facts, operands)
     else:
-        parts = _launch(ChosenBlock, facts, operands | {"lengths": lengths})
-    return _merged(*parts, lengths, capacity=facts.capacity, chunk=facts.chunk)[:, :n]
+        lengths = jnp.sum(chosen >= 0, axis=1, dtype=jnp.int32)
+        operands = {"q": q, "cache": cache, "chosen": chosen, "lengths": lengths}
+        parts = _launch(ChosenBlock, facts, operands)
+    return _merged(*parts, lengths, capacity=capacity, chunk=chunk)[:, :n]
 
 
 def _filled_heads(q: jax.Array) -> jax.Array:
@@ -197,7 +196,7 @@ def _scratch(block: type[LatentBlock], out_dtype, facts: Facts) -> dict[str, obj
     half = Views(tokens=bf16(2, TILE, HALF), out=_tiles(out_dtype, TILE, HALF))
     full = plgpu.Barrier(num_arrivals=facts.copies, num_barriers=2)
     free = plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=2)
-    barriers = {**{f"{name}_full": full for name in PIECES}}
+    barriers = {f"{name}_full": full for name in PIECES}
     barriers |= {f"{name}_free": free if facts.paired else None for name in PIECES}
     if block is ChosenBlock:
         barriers = {"full": plgpu.SMEM(BARRIERS, jnp.int32)}

@@ -65,8 +65,8 @@ def test_a_reason_names_the_fact(width, dtype, words):
 @pytest.mark.parametrize(
     "lists, n, program",
     [
-        (64, 16, "chunks of 1024 tokens"),
-        (132, 16, "chunks of 2048 tokens"),
+        (64, 16, "16 query rows, chunks of 1024 tokens"),
+        (132, 16, "16 query rows, chunks of 2048 tokens"),
         (64, 128, "chunks of 2048 tokens"),
         (1, 128, "chunks of 128 tokens"),
     ],
@@ -93,6 +93,7 @@ def test_lowers_as_planned():
     "chunk, given",
     [
         (256, (2, 1, 5, 256, 200)),
+        (256, (2, 1, 20, 256, 200)),
         pytest.param(384, (2, 1, 20, 1024, 700), marks=pytest.mark.slow),
         pytest.param(128, (2, 1, 72, 256, 130), marks=pytest.mark.slow),
         pytest.param(128, (2, 2, 16, 512, 256, 32), marks=pytest.mark.slow),
@@ -100,11 +101,13 @@ def test_lowers_as_planned():
 )
 def test_kernel_in_any_order(chunk, given):
     from pallas_kernels.latent import chosen
+    from pallas_kernels.latent.chosen import plans
     from tests.helpers.emulator.launch import emulated
 
     def form(q, cache, listed, *, scale, table):
         with emulated(chunk):
-            call = scale, ChosenPlan(chunk)
+            few = plans(q.shape[2], listed.shape[2])[0].few
+            call = scale, ChosenPlan(chunk, few)
             listed = chosen.places_of(cache, listed, table)
             return chosen._kernel(call, q, cache.reshape(-1, 576), listed)
 
