@@ -386,29 +386,28 @@ class ResolvedOptions:
         """Raise JaxLlamaError for sizes that contradict each other."""
         chunk, slots, max_len = self.prefill_chunk, self.max_slots, self.max_len
         narrowest, page, piece = self.widths[0], self.page_size, self.piece
-        call, fixed = narrowest, self.deterministic
-        if not fixed:
-            call *= _rows(self.prefill_rows, narrowest, PREFILL_TOKENS)
+        rows = 1 if self.deterministic else self.prefill_rows
+        call = _rows(rows, narrowest, PREFILL_TOKENS) * narrowest
         tokens = self.pass_widths(1)[-1]
         most = block_rows() // tokens
         for name, fits, why in (
             ("prefill_chunk", chunk <= max_len, f"exceeds max_len = {max_len}"),
             (
                 "page_size",
-                fixed or page <= chunk,
+                self.deterministic or page <= chunk,
                 f"exceeds prefill_chunk = {chunk}",
             ),
             (
                 "page_size",
-                not self.snapshots or fixed or not chunk % page,
+                not self.snapshots or self.deterministic or not chunk % page,
                 f"must divide {chunk}, as GLA's states are taken between chunks",
             ),
             (
                 "page_size",
-                not fixed or not piece % page,
+                not self.deterministic or not piece % page,
                 f"must divide {piece}, as a deterministic engine reads prompts in such pieces",
             ),
-            ("prefill_rows", fixed or self.prefill_rows <= slots, f"exceeds max_slots = {slots}"),
+            ("prefill_rows", rows <= slots, f"exceeds max_slots = {slots}"),
             ("token_budget", self.token_budget >= chunk, f"less than prefill_chunk = {chunk}"),
             (
                 "prefill_rows",
@@ -423,7 +422,7 @@ class ResolvedOptions:
             ),
             (
                 "cache_tokens",
-                not fixed or self.pages >= slots * self.row_pages,
+                not self.deterministic or self.pages >= slots * self.row_pages,
                 f"less than {slots} slots of {self.row_pages * page} tokens, and a deterministic "
                 "engine preempts no row",
             ),
@@ -434,7 +433,7 @@ class ResolvedOptions:
             ),
             (
                 "max_slots",
-                not fixed or jax.default_backend() == "cpu" or slots <= most,
+                not self.deterministic or jax.default_backend() == "cpu" or slots <= most,
                 f"a deterministic engine computes at most {most * tokens} tokens a pass, "
                 f"{tokens} of each of {most} rows",
             ),
