@@ -261,50 +261,8 @@ class Bench:
         files[len(files) // 2].write_bytes(data)
         self.say("same", damaged=self.phase("damaged", few[:1], 1) == answers[:1])
 
-    def moves(self) -> None:
-        """Time the copies of a group of pages, and of its programs."""
-        runner = self.engine.runner
-        assert isinstance(runner, Runner)
-        from jaxllama.engine import records as programs
-
-        n = self.transfers.n
-        rows = np.arange(n, dtype=np.int32)
-        leaves = programs.page_leaves(runner.slots)
-        if not leaves:
-            return
-        times: dict[str, list[float]] = {"save": [], "out": [], "in": [], "load": []}
-        places = programs.Memories(next(iter(runner.slots.token.devices())))
-        for _ in range(4):
-            begun = time.perf_counter()
-            call = runner._calls.saving(runner.slots, rows, "pages")
-            copies = runner._programs.call(*call)
-            jax.block_until_ready(copies)
-            times["save"].append(time.perf_counter() - begun)
-            begun = time.perf_counter()
-            host = places.to_host(copies)
-            times["out"].append(time.perf_counter() - begun)
-            begun = time.perf_counter()
-            back = places.to_device(host)
-            times["in"].append(time.perf_counter() - begun)
-            begun = time.perf_counter()
-            call = runner._calls.loading(runner.slots, rows, back, "pages")
-            runner.slots = runner._programs.call(*call)
-            jax.block_until_ready(runner.slots.token)
-            times["load"].append(time.perf_counter() - begun)
-        size = n * programs.record_bytes(leaves)
-        best = {name: min(some[1:]) for name, some in times.items()}
-        self.say(
-            "copies",
-            pages=n,
-            mb=round(size / 1e6, 1),
-            **{f"{name}_ms": round(1e3 * value, 3) for name, value in best.items()},
-            out_gb_per_second=round(size / best["out"] / 1e9, 1),
-            in_gb_per_second=round(size / best["in"] / 1e9, 1),
-        )
-
     def run(self) -> None:
         args, tiers, everyone = self.args, self.tiers, list(range(self.args.sessions))
-        self.moves()
         self.phase("cold", everyone, 0)
         few = everyone[: max(args.few, 1)]
         self.say(
