@@ -5,10 +5,11 @@ stay in its registers.  A round takes two tiles of 64 tokens: the first warpgrou
 queries by tile 0, the second by tile 1.  So every score is computed once, and each warpgroup gives
 the other its weights through shared memory.  One multiplies while the other computes weights:
 
-    first     Q K0^T | P0 -> | out += P0 L0 |        wait P1         | out += P1 L1
-    second           wait P0 | out += P0 R0 | Q K1^T | P1 ->         | out += P1 R1
+    first   Q K0^T, rest  | P0 -> | out += P0 L0 | next Q K0^T, left | wait P1 | out += P1 L1
+    second  Q K1^T, right | wait  | out += P0 R0 | Q K1^T, rest      | P1 ->   | out += P1 R1
 
-L and R are the left and right halves of a tile's latents, which are its values, too.  A half of a
+L and R are the left and right halves of a tile's latents, which are its values, too.  The scores of
+its own half begin while a warpgroup waits for the other's weights.  A half of a
 tile is free after its last product, and the warpgroup of that product copies the half that follows.
 So tile 0 arrives while tile 1 is multiplied.  The exchange of weights orders the copy behind the
 other warpgroup's scores.  One tile of weights serves both directions, because its reader is its
@@ -17,8 +18,9 @@ next writer.
 Two blocks with the same tokens are a cluster (``paired``).  Each copies one half of the tokens for
 both, once both have released the place.  That halves the reads of the L2, which limit one block.
 
-Weights are exp2(scale * log2(e) * score - top).  top, a row's running maximum, goes back and forth
-with the weights: each warpgroup fades its sums where it changes.  Keys past a row's end score -inf.
+Weights are exp2(scale * log2(e) * score - top).  top goes back and forth with the weights: each
+warpgroup fades its sums where it changes.  top is a maximum of the row so far, and follows a larger
+one where that is larger by SLACK.  So most rounds fade nothing.  Keys past a row's end score -inf.
 Their latents are set to zero in shared memory, as 0 * NaN is NaN; only a block's last round does
 so.
 """
@@ -48,7 +50,7 @@ from pallas_kernels.recurrence.channels import ThreadPlace
 
 HALF = LATENT // 2  # output columns of a warpgroup
 UNSEEN = -1e30  # the maximum of a row that has seen no key: finite, so that differences are
-SLACK = 8.0  # weights are at most 2**SLACK
+SLACK = 8.0  # weights are at most 2 ** SLACK
 TOTAL = 2  # the first line of sums in the table of numbers by query row
 _WGMMA = plgpu.Layout.WGMMA
 _BY_ROW = _WGMMA.reduce(1)
@@ -274,12 +276,17 @@ class Half:
 
     def begun(self, step):
         """Scores of the first piece of the round's tile; zeros if there is no such round."""
-        zeros = lambda: plgpu.layout_cast(jnp.zeros((TILE, TILE), jnp.float32), _WGMMA)  # noqa: E731
-        first = lambda: self.products(step, self.pieces[:1], zeros())  # noqa: E731
+
+        def zeros():
+            return plgpu.layout_cast(jnp.zeros((TILE, TILE), jnp.float32), _WGMMA)
+
+        def first():
+            return self.products(step, self.pieces[:1], zeros())
+
         return lax.cond(step < self.block.rounds, first, zeros)
 
     def products(self, step, pieces: tuple[str, ...], scores, meanwhile=lambda: None):
-        """scores + Q K^T of pieces; meanwhile: what follows the start of the first product."""
+        """Return scores + Q K^T of pieces; meanwhile: emits what runs beside the products."""
 
         def multiply(acc):
             for name in pieces:
@@ -292,9 +299,9 @@ class Half:
         return pl.run_state(multiply)(plgpu.ACC.init(scores))
 
     def softmax(self, step, scores, before):
-        """(maximum, weights, their sums) of the tile's scores.
+        """Return (top, weights, a thread's sums of them) of the tile's scores.
 
-        The maximum stays as it was before until one is larger by SLACK.
+        before: top until now, which stays unless a score is larger by SLACK.
         """
         self.release(step, self.slot, "rope")
         self.clear(step)
@@ -391,6 +398,7 @@ def hidden_zero(step):
 
 
 def _like(array, registers):
+    """Return an array of float32 with another one's layout."""
     found = np.empty(array.registers.shape, dtype=object)
     found.reshape(-1)[:] = registers
     return mgpu.FragmentedArray(_registers=found, _layout=array.layout, _is_signed=None)

@@ -1,7 +1,7 @@
 """Latent attention on Hopper: one pass over the cache, whose latents are keys and values.
 
 See ``latent.op`` for the contract.  ``latent.decode_program`` has the program of a block of 64
-query rows, and ``latent.few_program`` that of up to 16.
+query rows, ``latent.few_program`` that of up to 16, and ``latent.chosen_program`` that of lists.
 """
 
 from __future__ import annotations

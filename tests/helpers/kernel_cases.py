@@ -338,6 +338,7 @@ CASES = {
     "latent 16 of 4 tokens in pages": lambda: latent(16, 4, 16, 8192, 64),
     "latent codes 64": lambda: latent(64, 1, 20, 8192, 64, "int8"),
     "chosen latents 64": lambda: chosen(64, 16, 131072, 2048),
+    "chosen latents 64 of 128 heads": lambda: chosen(64, 128, 131072, 2048),
     "decode 1 of 5 tokens": lambda: decode("bfloat16", 1, 1536, 5),
     "direct": lambda: rope(rope_and_attend, "bfloat16", 1, 1152),
     "rope and cache int8": lambda: rope(rope_and_write, "int8", 64, 1152),

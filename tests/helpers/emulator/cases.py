@@ -306,6 +306,7 @@ CASES: dict[str, Callable[[], Case]] = {
         "latent_attention_kernel decode_attention_merge", 1, 2, 8, 256, 32
     ),
     "chosen": lambda: chosen("chosen_latents_kernel", 1, 8, 256, 128),
+    "chosen of 24 heads": lambda: chosen("chosen_latents_kernel", 1, 24, 512, 384),
     "latent step": lambda: latent_step(
         "latent_heads latent_attention_kernel latent_merge_and_lift", 1, 3, 64, 64, 128
     ),
