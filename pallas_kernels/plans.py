@@ -221,7 +221,12 @@ def _ssd() -> Sequence[Plan]:
 def _rows(form: str, out: str, given: bool = False) -> list[Plan]:
     widths = itertools.product(range(8, MAX_WIDTH + 1, 8), (1, 65, 1024))
     ops = ((RowOp(form, width, "bf16", out, given=given), rows) for width, rows in widths)
-    return _classes(itertools.starmap(divided, ops))
+    # Plans of one form with equal threads and parts are one class.
+    found = {
+        (plan.threads, plan.split, plan.ring, plan.blocks): plan
+        for plan in itertools.starmap(divided, ops)
+    }
+    return _classes(found.values())
 
 
 def _rms_norm() -> Sequence[Plan]:

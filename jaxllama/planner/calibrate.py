@@ -255,7 +255,8 @@ def _path(cfg: ModelConfig, *settings: object) -> Path:
     device = jax.devices()[0].device_kind
     records = Calibration, ExpertCosts
     fields = [field.name for record in records for field in dataclasses.fields(record)]
-    words = [repr(cfg), device, jax.__version__, *fields, str(KINDS), *map(str, settings)]
+    machine = device, os.cpu_count(), _last_cache()
+    words = [repr((cfg, machine)), jax.__version__, *fields, str(KINDS), *map(str, settings)]
     name = hashlib.sha256("|".join(words).encode()).hexdigest()[:16]
     return hub.cache_dir() / "offload" / f"calibration-{name}.json"
 
