@@ -1,12 +1,11 @@
-"""Mailbox: a run's threads that compute experts while the device's program waits for them.
+"""Mailbox: a run's thread that computes experts while the device's program waits for them.
 
     box = Mailbox(store, policy, width)
     with box.serving(layer, tensors, biases, layout):       the CPU's part of a turn
         programs.fetched(..., box.mail)                     the device posts this turn, and waits
 
-The host dispatches both and waits for neither. A thread waits for the device's words in machine
-code (``pallas_kernels.cpu.mail``). Two threads take the turns in their order, so the next turn is
-waited for while one is computed, and no turn waits for Python.
+The host dispatches both and waits for neither. The thread waits for the device's words in machine
+code (``pallas_kernels.cpu.mail``). Turns are served in the order of the calls.
 
 Left out: experts on disk, those without a handler on the CPU, and more than ``MAILED`` pairs.
 """
@@ -32,13 +31,12 @@ from jaxllama.offload.store import Store
 from pallas_kernels.cpu.mail import ANSWERED, POSTED, MailLayout
 from pallas_kernels.experts.mail import turn_at
 
-THREADS = 2
 MAILED = 128  # pairs of a layer at most
 Jobs = queue.SimpleQueue[tuple[int, tuple[Any, ...]] | None]  # a turn and ``served``'s arguments
 
 
 class Mailbox:
-    """The mail of one run, and its threads; see the module docstring.
+    """The mail of one run, and its thread; see the module docstring.
 
     mail: what the device knows of it.  width: floats of a token.
     """
@@ -55,9 +53,8 @@ class Mailbox:
         self._failed: list[BaseException] = []
         self._jobs: Jobs = queue.SimpleQueue()
         work = self._jobs, self._memory, self._failed
-        for _ in range(THREADS):
-            threading.Thread(target=_work, args=work, name="offload-mail", daemon=True).start()
-            weakref.finalize(self, self._jobs.put, None)
+        threading.Thread(target=_work, args=work, name="offload-mail", daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
 
     @contextlib.contextmanager
     def serving(
