@@ -16,7 +16,7 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -46,7 +46,7 @@ class Mailbox:
         self._memory = store.pin(np.zeros(nbytes, np.uint8))
         start = self._memory.unsafe_buffer_pointer()
         words = np.array([start], np.int64).view(np.int32)
-        costs = np.float32(policy.cpu_expert), np.float32(policy.cpu_token)
+        costs = (np.array(cost, np.float32) for cost in (policy.cpu_expert, policy.cpu_token))
         self.mail = jax.device_put(programs.Mail(words, *costs), store.on_device)
         self._start = jax.device_put(words, cpu())
         self._turn = 0
@@ -63,7 +63,7 @@ class Mailbox:
         tensors: tuple[ExpertTensor, ExpertTensor],
         biases: Sequence[ExpertBias | None],
         layout: MailLayout,
-    ) -> Iterator[None]:
+    ) -> Generator[None]:
         """Begin to wait for the next turn of the mail, and to compute its experts.
 
         The body dispatches the program that posts this turn; if it raises, nobody waits for it.
