@@ -41,7 +41,7 @@ from jaxllama.offload.experts import (
     unpack_on_cpu,
     warmed,
 )
-from jaxllama.typing import Options, Params, Tree
+from jaxllama.typing import ArrayOrNumpy, Options, Params, Tree
 from pallas_kernels.cpu.experts import run_apart
 from pallas_kernels.cpu.mail import MailLayout, answered, awaited
 from pallas_kernels.experts.blocks import by_expert
@@ -118,9 +118,9 @@ class Mail(NamedTuple):
         token, beside the load of one expert.
     """
 
-    address: jax.Array
-    expert: jax.Array
-    token: jax.Array
+    address: ArrayOrNumpy
+    expert: ArrayOrNumpy
+    token: ArrayOrNumpy
 
 
 class FetchedCount(NamedTuple):
@@ -134,7 +134,8 @@ class FetchedCount(NamedTuple):
 
     @classmethod
     def none(cls) -> FetchedCount:
-        return cls(*(jnp.zeros((), jnp.int32) for _ in range(3)), jnp.zeros(1, jnp.int32))
+        read, computed, pairs = (jnp.zeros((), jnp.int32) for _ in range(3))
+        return cls(read, computed, pairs, jnp.zeros(1, jnp.int32))
 
 
 class ComputedPairs(NamedTuple):
@@ -322,14 +323,15 @@ def fetched(
     needed = jnp.zeros(n_experts + 1, bool).at[experts].set(True)[:-1]
     needed &= held.slots[:-1] == held.experts.shape[0]
     count = count._replace(turn=count.turn + 1)
-    layout = MailLayout(*routed.tokens.shape, experts.size)
+    (rows, d_model), pairs = routed.tokens.shape, experts.size
+    layout = MailLayout(rows, d_model, pairs)
     is_sent, posted = jnp.zeros(experts.size, bool), count.turn
     if mail is not None:
         computed = _for_cpu(mail, experts, needed, held.heat)
         needed &= ~computed
         is_sent = jnp.append(computed, False)[experts.reshape(-1)]
         sent = jnp.where(is_sent, experts.reshape(-1), n_experts)
-        posted = post(mail.address, count.turn, routed.tokens, sent, layout)
+        posted = post(jnp.asarray(mail.address), count.turn, routed.tokens, sent, layout)
         posted, needed = lax.optimization_barrier((posted, needed))  # before the link's part
         count = count._replace(
             computed=count.computed + jnp.sum(computed, dtype=jnp.int32),
@@ -362,7 +364,7 @@ def fetched(
     y = y.reshape(experts.size, -1)
     if mail is not None:
         posted, y = lax.optimization_barrier((posted, y))  # after the link's part
-        found = collect(mail.address, posted, is_sent.astype(jnp.int32), layout)
+        found = collect(jnp.asarray(mail.address), posted, is_sent.astype(jnp.int32), layout)
         y = jnp.where(is_sent[:, None], found, y)
     stream = _with_mixture(layer, structure, leaves, routed, y)
     return stream, state, count._replace(read=count.read + jnp.sum(needed, dtype=jnp.int32)), hot
@@ -394,7 +396,7 @@ def served(
     layouts: tuple[ExpertLayout, ExpertLayout],
     sizes: MailLayout,
     address: jax.Array,
-    turn: np.ndarray,
+    turn: jax.Array | np.ndarray,
     patterns: tuple[Sequence[jax.Array], Sequence[jax.Array]],
     tables: tuple[jax.Array, jax.Array],
     biases: Sequence[jax.Array | None],
@@ -407,6 +409,7 @@ def served(
     tables: addresses of all experts' leaves, int32 ``[E, leaves, 2]``.  biases: ``[E, out]``.
     """
     assert layer.experts is not None
+    turn = jnp.asarray(turn)
     x, experts = awaited(address, turn, sizes)
     n_experts = tables[0].shape[0]
     order, _ = by_expert(experts, n_experts)

@@ -1,12 +1,11 @@
-"""Mailbox: a run's threads that compute experts while the device's program waits for them.
+"""Mailbox: a run's thread that computes experts while the device's program waits for them.
 
     box = Mailbox(store, policy, width)
     with box.serving(layer, tensors, biases, layout):       the CPU's part of a turn
         programs.fetched(..., box.mail)                     the device posts this turn, and waits
 
-The host dispatches both and waits for neither. A thread waits for the device's words in machine
-code (``pallas_kernels.cpu.mail``). Two threads take the turns in their order, so the next turn is
-waited for while one is computed, and no turn waits for Python.
+The host dispatches both and waits for neither. The thread waits for the device's words in machine
+code (``pallas_kernels.cpu.mail``). Turns are served in the order of the calls.
 
 Left out: experts on disk, those without a handler on the CPU, and more than ``MAILED`` pairs.
 """
@@ -17,7 +16,7 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -32,13 +31,12 @@ from jaxllama.offload.store import Store
 from pallas_kernels.cpu.mail import ANSWERED, POSTED, MailLayout
 from pallas_kernels.experts.mail import turn_at
 
-THREADS = 2
 MAILED = 128  # pairs of a layer at most
 Jobs = queue.SimpleQueue[tuple[int, tuple[Any, ...]] | None]  # a turn and ``served``'s arguments
 
 
 class Mailbox:
-    """The mail of one run, and its threads; see the module docstring.
+    """The mail of one run, and its thread; see the module docstring.
 
     mail: what the device knows of it.  width: floats of a token.
     """
@@ -48,16 +46,15 @@ class Mailbox:
         self._memory = store.pin(np.zeros(nbytes, np.uint8))
         start = self._memory.unsafe_buffer_pointer()
         words = np.array([start], np.int64).view(np.int32)
-        costs = np.float32(policy.cpu_expert), np.float32(policy.cpu_token)
+        costs = (np.array(cost, np.float32) for cost in (policy.cpu_expert, policy.cpu_token))
         self.mail = jax.device_put(programs.Mail(words, *costs), store.on_device)
         self._start = jax.device_put(words, cpu())
         self._turn = 0
         self._failed: list[BaseException] = []
         self._jobs: Jobs = queue.SimpleQueue()
         work = self._jobs, self._memory, self._failed
-        for _ in range(THREADS):
-            threading.Thread(target=_work, args=work, name="offload-mail", daemon=True).start()
-            weakref.finalize(self, self._jobs.put, None)
+        threading.Thread(target=_work, args=work, name="offload-mail", daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
 
     @contextlib.contextmanager
     def serving(
@@ -66,7 +63,7 @@ class Mailbox:
         tensors: tuple[ExpertTensor, ExpertTensor],
         biases: Sequence[ExpertBias | None],
         layout: MailLayout,
-    ) -> Iterator[None]:
+    ) -> Generator[None]:
         """Begin to wait for the next turn of the mail, and to compute its experts.
 
         The body dispatches the program that posts this turn; if it raises, nobody waits for it.
