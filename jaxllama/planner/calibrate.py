@@ -43,7 +43,6 @@ import functools
 import gc
 import hashlib
 import json
-import math
 import os
 import statistics
 import time
@@ -70,7 +69,7 @@ from jaxllama.offload.store import is_pending
 from jaxllama.offload.timeline import NO_RECORD, Recorder, TimelineBar
 from jaxllama.offload.units import units_of
 from jaxllama.placement import Placement, scheme_of
-from jaxllama.planner.accounting import model_bytes, unit_shapes
+from jaxllama.planner.accounting import model_bytes, unit_shapes, weight_shapes
 from jaxllama.planner.calibrate_experts import EXPERT_ROWS, measure_experts
 from jaxllama.planner.cost import KINDS, PlannerSettings, Task, kept_share, step_of
 from jaxllama.planner.experts import ExpertCosts
@@ -83,8 +82,11 @@ from jaxllama.planner.fitting import (
     nnls,
 )
 from jaxllama.planner.trial import random_model, random_run, timed_step
+from jaxllama.typing import JsonObject
+from pallas_kernels.qtensor import packed_bytes
 
 ROWS = (1, 8)
+REUSED = 1 << 25  # bytes; malloc uses the memory of smaller arrays again
 NARROWER = (16, 8, 4, 2)  # divisors of a layer's heads and width, and of the vocabulary
 STEPS, IN_A_ROW, FEWER = 12, 4, 2  # timed decode steps; in a row, and of a late calibration
 LONG = 0.5  # seconds of prefills that need no repetition
@@ -180,9 +182,10 @@ def calibrate(
 def narrower(cfg: ModelConfig, dtype: DTypeLike, scheme: str | None) -> tuple[ModelConfig, Widths]:
     """Return the config with narrower layers and fewer tokens, and how much narrower it is.
 
-    Each layer and the head keep more bytes than the CPU's last cache; a step reads both in turn.
+    Each layer and the head keep more bytes than the CPU's last cache. A weight of ``REUSED``
+    bytes or more keeps as many: its copies touch new pages, which takes several times as long.
     """
-    kinds = len(set(cfg.layer_types))
+    kinds, wide = len(set(cfg.layer_types)), cfg
 
     def bytes_of(model: ModelConfig) -> tuple[int, int]:
         """Return the bytes of one layer of each kind, and of the rest."""
@@ -190,26 +193,37 @@ def narrower(cfg: ModelConfig, dtype: DTypeLike, scheme: str | None) -> tuple[Mo
         layers = (both[0] - both[1]) * kinds // (cfg.n_layers - kinds)
         return layers, both[1] - layers
 
-    plain = set(cfg.layer_types) == {"attention"} and cfg.experts is None
-    plain = plain and cfg.full is None
-    enough, wide, found = 3 * _last_cache() // 2, bytes_of(cfg), cfg
-    for divisor in NARROWER:
-        heads = math.gcd(divisor, cfg.n_kv_heads) if plain else 1
-        if cfg.d_ff % (128 * divisor) == 0:
-            layer = cfg.replace(
-                d_ff=cfg.d_ff // divisor,
-                n_heads=cfg.n_heads // heads,
-                n_kv_heads=cfg.n_kv_heads // heads,
-            )
-            if bytes_of(layer)[0] >= enough * kinds:
-                found = layer
-                break
-    for divisor in NARROWER:
-        if wide[1] >= enough * divisor:
-            found = found.replace(vocab_size=-(-cfg.vocab_size // divisor))
-            break
-    layer = wide[0] / bytes_of(found)[0]
-    return found, Widths(layer, cfg.vocab_size / found.vocab_size, cfg.n_heads / found.n_heads)
+    def sizes(model: ModelConfig) -> list[int]:
+        leaves = jax.tree.leaves(weight_shapes(model.first_layers(kinds), dtype, scheme))
+        return [packed_bytes(leaf.size, leaf.dtype) for leaf in leaves]
+
+    enough, most = 3 * _last_cache() // 2, sizes(cfg)
+
+    def narrowest(part: int, least: int, change: Callable[[int], JsonObject | None]) -> ModelConfig:
+        """Return the config with the largest divisor whose part keeps ``least`` bytes."""
+        for divisor in NARROWER:
+            if (changes := change(divisor)) is not None:
+                found = cfg.replace(**changes)
+                pairs = zip(most, sizes(found), strict=True)
+                keeps = all(size < REUSED or narrow >= REUSED for size, narrow in pairs)
+                if keeps and bytes_of(found)[part] >= least:
+                    return found
+        return cfg
+
+    def feed(divisor: int) -> JsonObject | None:
+        return None if cfg.d_ff % (128 * divisor) else {"d_ff": cfg.d_ff // divisor}
+
+    def heads(divisor: int) -> JsonObject | None:
+        if cfg.n_kv_heads % divisor:
+            return None
+        return {"n_heads": cfg.n_heads // divisor, "n_kv_heads": cfg.n_kv_heads // divisor}
+
+    cfg = narrowest(0, enough * kinds, feed)
+    if set(cfg.layer_types) == {"attention"} and cfg.experts is None and cfg.full is None:
+        cfg = narrowest(0, enough * kinds, heads)
+    cfg = narrowest(1, enough, lambda divisor: {"vocab_size": -(-wide.vocab_size // divisor)})
+    layer = bytes_of(wide)[0] / bytes_of(cfg)[0]
+    return cfg, Widths(layer, wide.vocab_size / cfg.vocab_size, wide.n_heads / cfg.n_heads)
 
 
 def widened(costs: Calibration, widths: Widths, heads: Sequence[float]) -> Calibration:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import threading
 import time
@@ -28,7 +27,7 @@ from jaxllama.offload.schedule import LANES, Overlapped
 from jaxllama.offload.store import Store
 from jaxllama.offload.units import ModelUnit
 from jaxllama.planner import calibrate as calibration
-from jaxllama.planner.accounting import model_bytes
+from jaxllama.planner.accounting import model_bytes, weight_shapes
 from jaxllama.planner.cost import PlannerSettings
 from jaxllama.planner.fitting import Calibration, Moving, contention, moving
 from jaxllama.planner.trial import Watch, repeated_model, streamed_bytes
@@ -357,13 +356,18 @@ def test_slow_steps_are_not_repeated(monkeypatch, seconds, until, in_a_row, roun
 
 
 @pytest.mark.parametrize(
-    "name, cache, layer, vocabulary",
-    [("llama-3.1-8b", 1 << 25, 16, 16), ("llama-3.2-1b", 1 << 25, 4, 16), ("gla-340m", 1, 2, 16)],
+    "name, cache, feed, heads, vocabulary",
+    [
+        ("llama-3.1-8b", 1 << 25, 4, 2, 16),
+        ("llama-3.2-1b", 1 << 25, 2, 8, 16),
+        ("gla-340m", 1, 2, 1, 2),
+    ],
 )
 def test_a_model_is_measured_narrower_and_larger_than_the_last_cache(
-    name, cache, layer, vocabulary, tmp_path, monkeypatch
+    name, cache, feed, heads, vocabulary, tmp_path, monkeypatch
 ):
-    """Layers with a mixer other than attention keep it whole. A measurement is kept."""
+    """Weights of 32 MB keep as many. A mixer other than attention stays whole. The result is
+    kept."""
     monkeypatch.setenv("JAXLLAMA_CACHE", str(tmp_path))
     measured = []
 
@@ -376,16 +380,20 @@ def test_a_model_is_measured_narrower_and_larger_than_the_last_cache(
     cfg = load_config(name)
     costs = calibration.calibrate(cfg, jnp.float32)
     [(small, extent, widths)] = measured
-    assert extent == calibration.LITTLE and small.n_layers == 2
-    assert small.d_model == cfg.d_model and small.d_ff <= cfg.d_ff // layer
-    assert small.vocab_size == -(-cfg.vocab_size // vocabulary) and widths.head >= vocabulary
+    assert extent == calibration.LITTLE and small.n_layers == 2 and small.d_model == cfg.d_model
+    assert (small.d_ff * feed, small.n_heads * heads) == (cfg.d_ff, cfg.n_heads)
+    assert small.vocab_size == -(-cfg.vocab_size // vocabulary)
+    assert (widths.head, widths.heads) == (cfg.vocab_size / small.vocab_size, heads)
     wide, narrow = (
         model_bytes(x.first_layers(2), jnp.float32) - model_bytes(x.first_layers(1), jnp.float32)
         for x in (cfg, small)
     )
     assert widths.layer == pytest.approx(wide / narrow) and narrow > cache
-    heads = math.gcd(layer, cfg.n_kv_heads) if cfg.layer_types[0] == "attention" else 1
-    assert small.n_heads * heads == cfg.n_heads and widths.heads == heads
+    sizes = (
+        [leaf.size * 4 for leaf in jax.tree.leaves(weight_shapes(x.first_layers(1), jnp.float32))]
+        for x in (cfg, small)
+    )
+    assert all(y >= min(x, 1 << 25) for x, y in zip(*sizes, strict=True) if x >= 1 << 25)
     assert calibration.calibrate(cfg, jnp.float32) == costs and len(measured) == 1
 
 
