@@ -526,14 +526,15 @@ def await_posted(words: Sequence[Value], base: Value, empty: int, at: int = 0) -
 
 
 def await_turn(base: Value, turn: Value, at: int) -> None:
-    """Load a word that the host writes again until it is ``turn``, 2^24 times (30 s) at most.
+    """Load a word that the host writes until it is ``turn``; 2^28 times (8 minutes), then trap.
 
     What the host has written before it, is read after it.
     """
     code = (
         "{ .reg .pred q; .reg .b32 a, n; mov.b32 n, 0; "
         f"again: ld.acquire.sys.global.b32 a, [$0+{at}]; setp.ne.b32 q, a, $1; "
-        "@q nanosleep.u32 100; add.u32 n, n, 1; setp.lt.and.u32 q, n, 16777216, q; @q bra again; }"
+        "@q nanosleep.u32 100; add.u32 n, n, 1; setp.lt.and.u32 q, n, 268435456, q; @q bra again; "
+        "setp.ne.b32 q, a, $1; @q trap; }"
     )
     ptx(code, base, turn, convergent=True)
 

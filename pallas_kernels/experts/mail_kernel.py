@@ -5,7 +5,7 @@
 
 Copies: vectors of 16 bytes, from or to the host's memory through registers.  Waits: ``post`` for
 its own threads, whose data are in the host's memory before the turn; ``collect`` for the CPU's
-turn, some 30 s at most.  Writes: the thread that has loaded a vector.
+turn, minutes at most, as a process may be stopped.  Writes: the thread that has loaded a vector.
 
 Floor: the link, and one look at the turn (about 1 us).
 """

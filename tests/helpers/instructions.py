@@ -334,6 +334,11 @@ def _nothing(block, *operands):
     pass
 
 
+@effect_of("trap")
+def _trap(block):
+    assert not block.masks[-1].any(), "a thread traps"
+
+
 @effect_of("griddepcontrol.wait")
 def _await_kernel(block):
     assert not block.touched, "device memory is read or written before the kernel before ended"
