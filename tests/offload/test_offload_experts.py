@@ -17,6 +17,7 @@ from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Request
 from jaxllama.errors import JaxLlamaError
 from jaxllama.executors.offloaded import expert_programs as programs
+from jaxllama.executors.offloaded import experts as experts_of_layers
 from jaxllama.executors.offloaded.experts import GROUP, divided, streams
 from jaxllama.executors.offloaded.mailbox import Mailbox
 from jaxllama.language_model import LanguageModel
@@ -137,6 +138,23 @@ def test_experts_that_the_cpu_gets_by_mail_give_the_same_tokens(reads, monkeypat
                 assert one.tokens == other.tokens, part
                 np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
             assert turns == [MailLayout(3, cfg.d_model, 6)] * cfg.n_layers * (NEW - 1)
+
+
+def test_a_layer_without_mail_takes_no_turn(reads, monkeypatch, tmp_path):
+    cfg = CFG.replace(n_layers=2, layer_types=("attention",) * 2)
+    params = quantize_params(params_of(cfg), "none,experts_*=w8a16-g32")
+    want = offloaded(cfg, params, f"{READS}100/0", tmp_path).generate(PROMPTS, NEW)
+    made, begin = [], experts_of_layers._Cold.__init__
+
+    def every_other(cold, *args) -> None:
+        begin(cold, *args)
+        cold.may_compute = cold.may_compute and len(made) % 2 == 1
+        made.append(cold.may_compute)
+
+    monkeypatch.setattr(experts_of_layers._Cold, "__init__", every_other)
+    found = offloaded(cfg, params, f"{READS}0/100 cpu_expert=1e-6", tmp_path).generate(PROMPTS, NEW)
+    assert made[:2] == [False, True]
+    assert [one.tokens for one in found] == [one.tokens for one in want]
 
 
 def test_a_thread_that_fails_lets_the_device_go_on(reads, monkeypatch, tmp_path):

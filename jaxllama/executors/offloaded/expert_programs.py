@@ -322,11 +322,11 @@ def fetched(
     groups = -(-most // width)
     needed = jnp.zeros(n_experts + 1, bool).at[experts].set(True)[:-1]
     needed &= held.slots[:-1] == held.experts.shape[0]
-    count = count._replace(turn=count.turn + 1)
     (rows, d_model), pairs = routed.tokens.shape, experts.size
     layout = MailLayout(rows, d_model, pairs)
-    is_sent, posted = jnp.zeros(experts.size, bool), count.turn
+    is_sent, posted = jnp.zeros(pairs, bool), count.turn
     if mail is not None:
+        count = count._replace(turn=count.turn + 1)  # as ``Mailbox`` counts, layers with mail alone
         computed = _for_cpu(mail, experts, needed, held.heat)
         needed &= ~computed
         is_sent = jnp.append(computed, False)[experts.reshape(-1)]
