@@ -40,3 +40,7 @@ class BatchState:
     @property
     def size(self) -> int:
         return self.token.shape[0]
+
+    def with_layers(self, layers: tuple[LayerState, ...]) -> BatchState:
+        """Return the slots with these states of the cache's layers."""
+        return dataclasses.replace(self, cache=dataclasses.replace(self.cache, layers=layers))

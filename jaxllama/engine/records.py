@@ -65,7 +65,7 @@ def load_pages(slots: BatchState, pages: jax.Array, records: Sequence[jax.Array]
         _put(layer, pages, new) if isinstance(layer, KVCache) else layer
         for layer in slots.cache.layers
     )
-    return dataclasses.replace(slots, cache=dataclasses.replace(slots.cache, layers=layers))
+    return slots.with_layers(layers)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -78,8 +78,7 @@ def load_state(slots: BatchState, where: jax.Array, record: jax.Array) -> BatchS
         state if known is None else _put(state, where[:1], states)
         for known, state in zip(slots.snapshots, slots.cache.layers, strict=True)
     )
-    cache = dataclasses.replace(slots.cache, layers=layers)
-    return dataclasses.replace(slots, cache=cache, snapshots=snapshots)
+    return dataclasses.replace(slots.with_layers(layers), snapshots=snapshots)
 
 
 def _values(records: Sequence[jax.Array], leaves: Sequence[jax.Array]) -> Iterator[jax.Array]:

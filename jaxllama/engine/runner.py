@@ -7,7 +7,6 @@ requests.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import math
 import threading
 import time
@@ -39,7 +38,6 @@ from jaxllama.executors.executor import DraftSource
 from jaxllama.kept import Wanted, folder, trim
 from jaxllama.model.decoder import activation_dtype
 from jaxllama.model.lora import for_rows
-from jaxllama.model.mixers.common import LayerState
 from jaxllama.offload.experts import host_view
 from jaxllama.parallel.mesh import mesh_of
 from jaxllama.typing import LocalDevice, Tree
@@ -161,8 +159,8 @@ class Runner:
             if jax.default_backend() != "cpu":
                 return _committed(device.empty_slots(*sizes))
             layers = jax.eval_shape(lambda: device.empty_slots(*sizes)).cache.layers
-            slots = jax.jit(lambda: _without_layers(device.empty_slots(*sizes)))()
-            return _committed(_with_layers(slots, jax.tree.map(lazy_zeros.zeros, layers)))
+            slots = jax.jit(lambda: device.empty_slots(*sizes).with_layers(()))()
+            return _committed(slots.with_layers(jax.tree.map(lazy_zeros.zeros, layers)))
         places = device.slots_shardings(
             jax.eval_shape(lambda: device.empty_slots(*sizes)), self.mesh
         )
@@ -597,15 +595,6 @@ def _committed(tree: Tree) -> Tree:
         return jax.device_put(leaf, leaf.sharding) if isinstance(leaf, jax.Array) else leaf
 
     return jax.tree.map(bound, tree)
-
-
-def _with_layers(slots: device.BatchState, layers: tuple[LayerState, ...]) -> device.BatchState:
-    cache = dataclasses.replace(slots.cache, layers=layers)
-    return dataclasses.replace(slots, cache=cache)
-
-
-def _without_layers(slots: device.BatchState) -> device.BatchState:
-    return _with_layers(slots, ())
 
 
 def _transfers(options: ResolvedOptions, n: int, device: LocalDevice) -> Transfers:

@@ -233,8 +233,7 @@ def copy_pages(slots: BatchState, pages: jax.Array) -> BatchState:
         jax.tree.map(copied, layer) if isinstance(layer, KVCache) else layer
         for layer in slots.cache.layers
     )
-    copy = dataclasses.replace(slots, cache=dataclasses.replace(slots.cache, layers=layers))
-    return _constrained(copy, slots)
+    return _constrained(slots.with_layers(layers), slots)
 
 
 def _beginning(snapshots: LayerState, index: jax.Array) -> LayerState:
