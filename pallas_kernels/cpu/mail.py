@@ -1,7 +1,7 @@
 """Words between a device and the CPU in pinned memory: the handlers that await and answer them.
 
-    x, experts = awaited(address, turn, rows, width, pairs)      waits until the device has posted
-    done = answered(address, turn, y)                            the device waits for it
+    x, experts = awaited(address, turn, layout)      waits until the device has posted
+    done = answered(address, turn, layout, y)        the device waits for it
 
 The memory holds two turns, then what the device has posted, then the answer:
 

@@ -55,6 +55,11 @@ def turn_at(address: int) -> ctypes.c_int64:
     return ctypes.c_int64.from_address(address)
 
 
+def words_of(number: int) -> np.ndarray:
+    """Return an address or a turn as int32 ``[2]``, low word before high."""
+    return np.array([number], np.int64).view(np.int32)
+
+
 def _start(address: np.ndarray) -> int:
     return int(np.ascontiguousarray(address).view(np.int64)[0])
 

@@ -40,6 +40,7 @@ from pallas_kernels.latent.plan import (
     TILE,
     WIDTH,
     LatentPlan,
+    chunks_of,
     microseconds,
     xla_microseconds,
 )
@@ -71,13 +72,13 @@ class ChosenPlan(Predicted):
         program = f"{self.few} query rows, " if self.few else ""
         return f"{program}chunks of {self.chunk} tokens"
 
-    @property
-    def round(self) -> int:
-        """Tokens of a round, of which chunks are multiples."""
-        return TILE if self.few else ROUND
-
     def representative(self) -> ChosenPlan:
-        return dataclasses.replace(self, chunk=self.round)
+        return dataclasses.replace(self, chunk=_round(self.few))
+
+
+def _round(few: int) -> int:
+    """Return the tokens of a round of the program, of which chunks are multiples."""
+    return TILE if few else ROUND
 
 
 def chosen_latent_attention(
@@ -157,11 +158,8 @@ def plan(q: jax.Array, cache: jax.Array, chosen: jax.Array) -> ChosenPlan | Reas
 
 def plans(n: int, places: int) -> list[ChosenPlan]:
     """Return the plans of lists of so many places, one for each number of chunks."""
-    least = ChosenPlan(0, FEW_ROWS if n <= FEW_ROWS else 0)
-    rounds = -(-places // least.round)
-    most = min(rounds, gpu().sms)
-    chunks = {-(-rounds // splits) * least.round for splits in range(1, most + 1)}
-    return [dataclasses.replace(least, chunk=chunk) for chunk in sorted(chunks, reverse=True)]
+    few = FEW_ROWS if n <= FEW_ROWS else 0
+    return [ChosenPlan(chunk, few) for chunk in chunks_of(places, _round(few))]
 
 
 def places_of(cache: jax.Array, chosen: jax.Array, table: jax.Array | None) -> jax.Array:

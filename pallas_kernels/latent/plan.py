@@ -124,11 +124,14 @@ def copy_of(entries: int, page: int) -> int:
     return page if TILE % page == 0 else 0
 
 
-def chunks_of(capacity: int) -> list[int]:
-    """Return the chunks that a row of this capacity may be cut into, the longest first."""
-    tiles = -(-capacity // TILE)
-    most = min(tiles, gpu().sms)
-    return sorted({-(-tiles // splits) * TILE for splits in range(1, most + 1)}, reverse=True)
+def chunks_of(capacity: int, unit: int = TILE) -> list[int]:
+    """Return the chunks that a row of this capacity may be cut into, the longest first.
+
+    unit: tokens of which a chunk is a multiple.
+    """
+    units = -(-capacity // unit)
+    most = min(units, gpu().sms)
+    return sorted({-(-units // splits) * unit for splits in range(1, most + 1)}, reverse=True)
 
 
 def microseconds(plan: LatentPlan, batch: int, rows: int, capacity: int) -> float:

@@ -29,7 +29,7 @@ from jaxllama.offload.experts import ExpertBias, ExpertTensor
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import Store
 from pallas_kernels.cpu.mail import ANSWERED, POSTED, MailLayout
-from pallas_kernels.experts.mail import turn_at
+from pallas_kernels.experts.mail import turn_at, words_of
 
 MAILED = 128  # pairs of a layer at most
 Jobs = queue.SimpleQueue[tuple[int, tuple[Any, ...]] | None]  # a turn and ``served``'s arguments
@@ -45,7 +45,7 @@ class Mailbox:
         nbytes = MailLayout(MAILED, width, MAILED).nbytes
         self._memory = store.pin(np.zeros(nbytes, np.uint8))
         start = self._memory.unsafe_buffer_pointer()
-        words = np.array([start], np.int64).view(np.int32)
+        words = words_of(start)
         costs = (np.array(cost, np.float32) for cost in (policy.cpu_expert, policy.cpu_token))
         self.mail = jax.device_put(programs.Mail(words, *costs), store.on_device)
         self._start = jax.device_put(words, cpu())
@@ -72,12 +72,11 @@ class Mailbox:
         if self._failed:
             raise self._failed[0]
         self._turn += 1
-        turn = np.array([self._turn], np.int64).view(np.int32)
         patterns = tuple(next(iter(tensor.views.values())) for tensor in tensors)
         tables = tuple(tensor.leaf_addresses for tensor in tensors)
         added = [None if bias is None else bias.on_cpu for bias in biases]
         layouts = tensors[0].layout, tensors[1].layout
-        what = layer, layouts, layout, self._start, turn, patterns, tables, added
+        what = layer, layouts, layout, self._start, words_of(self._turn), patterns, tables, added
         self._jobs.put((self._turn, what))
         try:
             yield

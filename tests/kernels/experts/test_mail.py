@@ -22,10 +22,6 @@ Y = np.random.default_rng(1).standard_normal((6, 20)).astype(np.float32)
 CHOSEN = np.array([4, 0, 2, 5, 1, 3], np.int32)
 
 
-def words_of(number: int) -> np.ndarray:
-    return np.array([number], np.int64).view(np.int32)
-
-
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "int4 zeros", "int8"])
 def test_experts_that_lie_apart_have_the_bits_of_those_behind_one_another(scheme, swiglu):
@@ -48,15 +44,15 @@ def test_a_turn_passes_from_the_device_to_the_cpu_and_back(tmp_path):
     """Where no kernel runs, the device's side is Python's."""
     memory = Store(tmp_path).pin(np.zeros(SIZES.nbytes, np.uint8))
     start = memory.unsafe_buffer_pointer()
-    address = words_of(start)
+    address = mail.words_of(start)
     for turn in (1, 2):
         posted = mail.post(address, jnp.array([turn], jnp.int32), X * turn, CHOSEN, SIZES)
-        x, experts = jax.jit(awaited, static_argnums=2)(address, words_of(turn), SIZES)
+        x, experts = jax.jit(awaited, static_argnums=2)(address, mail.words_of(turn), SIZES)
         np.testing.assert_array_equal(x, X * turn)
         np.testing.assert_array_equal(experts, CHOSEN)
         assert mail.turn_at(start + ANSWERED).value == turn - 1
         program = jax.jit(answered, static_argnums=2)
-        program(address, words_of(turn), SIZES, Y * turn).block_until_ready()
+        program(address, mail.words_of(turn), SIZES, Y * turn).block_until_ready()
         wanted = np.ones(6, np.int32)
         np.testing.assert_array_equal(mail.collect(address, posted, wanted, SIZES), Y * turn)
 
