@@ -86,14 +86,23 @@ def row_sums(x: jax.Array, axis: int = -1) -> jax.Array:
 def ordered_sums(x: jax.Array, axis: int = -1) -> jax.Array:
     """Return the sums over an axis, which is kept. XLA cannot change the order of these sums."""
     axis %= x.ndim
-    # Where x is a product, a fusion would round it and a first sum as one, or not.
-    x = jnp.maximum(x, jnp.finfo(x.dtype).min)
+    x = _rounded(x)
     while (size := x.shape[axis]) > 1:
         terms = min(size, _TERMS)
         rest = -size % terms
         x = jnp.pad(x, [(0, rest if at == axis else 0) for at in range(x.ndim)])
         x = functools.reduce(operator.add, jnp.split(x, terms, axis))
     return x
+
+
+def rounded(product: jax.Array) -> jax.Array:
+    """Return a product that is a term of a sum, rounded before it is added if sums are fixed."""
+    return _rounded(product) if _fixed.get() else product
+
+
+def _rounded(product: jax.Array) -> jax.Array:
+    """A fusion decides whether a product and a sum are rounded once; a maximum parts them."""
+    return jnp.maximum(product, jnp.finfo(product.dtype).min)
 
 
 def by_blocks(

@@ -22,7 +22,7 @@ from jaxllama.model.records import At, Pieces
 from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis
 from jaxllama.typing import Tree
 from pallas_kernels.brief import short_repr
-from pallas_kernels.fixed_sums import has_fixed_sums
+from pallas_kernels.fixed_sums import has_fixed_sums, rounded
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.transform import equally_varying
 
@@ -228,7 +228,7 @@ def _causal(
             back = width - 1 - tap
             before = jnp.pad(segments, ((0, 0), (back, 0)), constant_values=-1)[:, :n_new]
             read = jnp.where((before == segments)[:, :, None], read, 0.0)
-        y = y + read * taps[:, tap]
+        y = y + rounded(read * taps[:, tap])
     return y, last_inputs(past, x, lengths)
 
 
