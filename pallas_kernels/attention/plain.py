@@ -21,12 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.fixed_sums import rounded
+
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotate ``x[B, T, heads, H]`` by tables ``[B, T, H / 2]``; float32 inside, x's dtype out."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     c, s = cos[:, :, None, :], sin[:, :, None, :]
-    return jnp.concatenate((first * c - second * s, second * c + first * s), -1).astype(x.dtype)
+    parts = rounded(first * c) - rounded(second * s), rounded(second * c) + rounded(first * s)
+    return jnp.concatenate(parts, axis=-1).astype(x.dtype)
 
 
 def attention_scores(

@@ -19,11 +19,7 @@ CASES += [(family, draft) for family in ("delta", "kda", "kimi") for draft in ("
     [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] != "llama")) for case in CASES],
 )
 def test_tokens_and_logprobs_are_those_without_a_draft_bit_for_bit(family, draft):
-    """Each pass verifies 4 tokens of 8 rows, so its products have the 32 rows of every step.
-
-    Tests compile without LLVM's optimization.  With it, an MTP head's program for prompts may round
-    keys of the last layer otherwise, because it computes the layer's output, too.
-    """
+    """Each pass verifies 4 tokens of 8 rows, so its products have the 32 rows of every step."""
     lm = dataclasses.replace(model(family), deterministic=True)
     own = lm.first_layers(1) if draft == "first" else draft
     eng = Engine(lm, draft=own, draft_tokens=3, **{**OPTIONS, "cache_tokens": None})
