@@ -17,11 +17,12 @@ import pytest
 from jaxllama.engine import tier_files
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.pages import Held
-from jaxllama.engine.records import bytes_of, of_bytes, record_bytes
+from jaxllama.engine.records import record_bytes
 from jaxllama.engine.request import Event, Request
 from jaxllama.engine.tier_files import TierFiles
 from jaxllama.engine.tiers import Identity, Tiers, after
 from jaxllama.errors import JaxLlamaError
+from pallas_kernels.words import of_words, words_of
 from tests.helpers.engine_cases import (
     OPTIONS,
     PROMPTS,
@@ -101,9 +102,9 @@ def test_tokens_are_the_same_from_every_tier(family, tmp_path):
 def test_a_record_holds_every_bit(dtype):
     codes = np.random.default_rng(0).integers(-7, 7, (3, 5, 8))
     leaf = jnp.asarray(codes, dtype)
-    packed = bytes_of(leaf)
-    assert (packed.dtype, packed.shape) == (jnp.uint8, (3, record_bytes([leaf])))
-    back = of_bytes(packed, leaf)
+    packed = words_of(leaf)
+    assert (packed.dtype, packed.shape) == (jnp.uint32, (3, record_bytes([leaf]) // 4))
+    back = of_words(packed, leaf)
     assert back.dtype == leaf.dtype
     np.testing.assert_array_equal(back.astype(jnp.float32), leaf.astype(jnp.float32))
 
