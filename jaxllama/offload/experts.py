@@ -114,9 +114,15 @@ def warmed(held: HotSlots, experts: jax.Array) -> HotSlots:
     if held.heat is None:
         return held
     n_experts = held.heat.shape[0]
-    passed = jnp.zeros(n_experts + 1, jnp.float32).at[experts].add(1.0)[:-1]
+    passed = tokens_of(experts, n_experts).astype(jnp.float32)
     tokens = jnp.sum(experts[:, 0] < n_experts, dtype=jnp.float32)
     return held._replace(heat=held.heat * jnp.float32(DECAY) ** tokens + passed)
+
+
+def tokens_of(experts: jax.Array, n_experts: int) -> jax.Array:
+    """Return how many tokens pass each expert, int32 ``[E]``, in one kernel of a GPU."""
+    every = jnp.arange(n_experts, dtype=jnp.int32)
+    return jnp.sum(experts.reshape(-1, 1) == every, axis=0, dtype=jnp.int32)
 
 
 def kept(hot: HotExperts, experts: jax.Array, loaded: tuple[Tree, Tree]) -> HotExperts:
