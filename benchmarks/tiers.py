@@ -1,7 +1,7 @@
 """Sessions that return: first tokens from the device, host memory, the disk, and by prefill again.
 
     python -m benchmarks.tiers --disk DIR [--model llama-3.1-8b --quantize w8a8]    on one GPU
-    python -m benchmarks.tiers --disk DIR --small                                   two on a CPU
+    python -m benchmarks.tiers --disk DIR --small                                   on a CPU
 
 ``--sessions`` prompts of ``--tokens`` random tokens take turns; each turn adds a few tokens. The
 device holds ``--device-sessions`` of them, so every turn finds its session gone from there. The
@@ -358,11 +358,12 @@ def main() -> None:
     parser.add_argument("--kill", action="store_true", help="end by SIGKILL and keep the folder")
     parser.add_argument("--name", default="tiers.json", help="of the file in $OUT")
     parser.add_argument(
-        "--small", action="store_true", help="two layers of a small model, on a CPU"
+        "--small", action="store_true", help="the first layers of a small model, on a CPU"
     )
     args = parser.parse_args()
     if args.small:
-        vars(args).update(SMALL)
+        parser.set_defaults(**SMALL)
+        args = parser.parse_args()
     else:
         pinned = str(int(args.host_gb) + 16)
         os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", pinned)
@@ -373,7 +374,8 @@ def main() -> None:
     if lm.config.max_position < needed:
         lm = LanguageModel(lm.config.replace(max_position=needed), lm.params, lm.tokenizer)
     if args.small:
-        lm = lm.first_layers(2)
+        kinds = lm.config.layer_types
+        lm = lm.first_layers(max(2, *(1 + kinds.index(kind) for kind in kinds)))
     loaded = time.perf_counter() - begun
     bench = Bench(args, lm)
     bench.engine.warm_up()

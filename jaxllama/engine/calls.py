@@ -247,7 +247,7 @@ class Calls:
         """Return calls that move no page and no state."""
 
         def blank_record(leaves: Sequence[jax.Array]) -> jax.Array:
-            return jnp.zeros(records.record_bytes(leaves), jnp.uint8)
+            return jnp.zeros(records.record_bytes(leaves) // 4, jnp.uint32)
 
         calls: list[IdleCall] = []
         if self._n_moved:

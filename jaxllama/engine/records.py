@@ -1,6 +1,6 @@
-"""Records: a page, or a snapshot of the states, as bytes; and the programs that make and read them.
+"""Records: a page, or a snapshot of the states, as words; and the programs that make and read them.
 
-    copies = save(page_leaves(slots), pages)      uint8 arrays, one a page
+    copies = save(page_leaves(slots), pages)      uint32 arrays, one a page
     slots = load_pages(slots, pages, records)
     (copy,) = save(state_leaves(slots), row)      a snapshot of all layers with a state
     slots = load_state(slots, where, record)      to a slot and to a row of the snapshots
@@ -15,12 +15,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
@@ -30,6 +30,7 @@ from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.typing import LocalDevice, Tree
 from pallas_kernels.qtensor import packed_bytes
 from pallas_kernels.rounding import NIBBLES
+from pallas_kernels.words import set_rows, words_of
 
 FORMAT = 1  # of the bytes of a record
 
@@ -52,8 +53,8 @@ def record_bytes(leaves: Sequence[jax.Array]) -> int:
 
 @jax.jit
 def save(leaves: Sequence[jax.Array], rows: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the records of these rows of the arrays, uint8."""
-    parts = [bytes_of(jnp.take(leaf, rows, axis=0, mode="clip")) for leaf in leaves]
+    """Return the records of these rows of the arrays, uint32."""
+    parts = [words_of(jnp.take(leaf, rows, axis=0, mode="clip")) for leaf in leaves]
     data = jnp.concatenate(parts, axis=1)
     return tuple(data[index] for index in range(len(rows)))
 
@@ -82,31 +83,20 @@ def load_state(slots: BatchState, where: jax.Array, record: jax.Array) -> BatchS
 
 
 def _values(records: Sequence[jax.Array], leaves: Sequence[jax.Array]) -> Iterator[jax.Array]:
-    """Yield the arrays ``[n, ...]`` of the records, in the order of ``leaves``."""
-    data = jnp.stack(records)
-    sizes = [record_bytes([leaf]) for leaf in leaves]
-    ends = itertools.accumulate(sizes)
-    for leaf, size, end in zip(leaves, sizes, ends, strict=True):
-        yield of_bytes(data[:, end - size : end], leaf)
+    """Yield the words ``[n, size]`` of the records, in the order of ``leaves``."""
+    data = lax.empty((len(records), *records[0].shape), jnp.uint32)
+    for row, record in enumerate(records):  # copies by the driver; concatenation moves single words
+        data = lax.dynamic_update_slice(data, record[None], (row, 0))
+    begin, data = 0, lax.optimization_barrier(data)
+    for leaf in leaves:
+        end = begin + record_bytes([leaf]) // 4
+        yield data[:, begin:end]
+        begin = end
 
 
 def _put(tree: Tree, rows: jax.Array, new: Iterator[jax.Array]) -> Tree:
-    """Write the next arrays of ``new`` to these rows of the tree's arrays."""
-    return jax.tree.map(lambda leaf: leaf.at[rows].set(next(new), mode="drop"), tree)
-
-
-def bytes_of(leaf: jax.Array) -> jax.Array:
-    """Return ``leaf [n, ...]`` as bytes ``[n, size]``."""
-    if leaf.dtype.name in NIBBLES:
-        leaf = leaf.reshape(len(leaf), -1, 2)
-    return lax.bitcast_convert_type(leaf, jnp.uint8).reshape(len(leaf), -1)
-
-
-def of_bytes(data: jax.Array, like: jax.Array) -> jax.Array:
-    """Undo ``bytes_of``; like: an array of the same shape behind its first axis, and dtype."""
-    if like.dtype.itemsize > 1:
-        data = data.reshape(len(data), -1, like.dtype.itemsize)
-    return lax.bitcast_convert_type(data, like.dtype).reshape(len(data), *like.shape[1:])
+    """Write the next words of ``new`` to these rows of the tree's arrays."""
+    return jax.tree.map(lambda leaf: set_rows(leaf, rows, next(new)), tree)
 
 
 class Memories:
@@ -118,6 +108,10 @@ class Memories:
 
     def to_device(self, records: Sequence[jax.Array]) -> list[jax.Array]:
         return jax.block_until_ready(jax.device_put(list(records), self.on_device))
+
+    def pin(self, data: np.ndarray) -> jax.Array:
+        """Return the record of these bytes in pinned memory.  Raises as ``to_host`` does."""
+        return self.to_host(data.view(np.uint32))
 
     def to_host(self, data: Tree) -> Tree:
         """Return arrays in pinned memory.  Raises JaxLlamaError if there is no room in it."""

@@ -602,7 +602,7 @@ def _transfers(options: ResolvedOptions, n: int, device: LocalDevice) -> Transfe
     if options.disk_cache is not None:
         files = TierFiles(options.disk_cache, options.disk_bytes)
     places = records.Memories(device)
-    tiers = Tiers(options.host_bytes, files, places.to_host, host_view)
+    tiers = Tiers(options.host_bytes, files, places.pin, host_view)
     return Transfers(tiers, n, places.to_device, places.to_host)
 
 

@@ -227,7 +227,9 @@ def copy_pages(slots: BatchState, pages: jax.Array) -> BatchState:
     source, target = pages.T
 
     def copied(pool: jax.Array) -> jax.Array:
-        return pool.at[target].set(jnp.take(pool, source, axis=0, mode="clip"), mode="drop")
+        new = jnp.take(pool, source, axis=0, mode="clip")
+        # Nothing is written past the last page, so these targets may be equal.
+        return pool.at[target].set(new, mode="drop", unique_indices=True)
 
     layers = tuple(
         jax.tree.map(copied, layer) if isinstance(layer, KVCache) else layer

@@ -40,6 +40,7 @@ from pallas_kernels.cpu import CpuWeight, restore_tree
 from pallas_kernels.experts.fetch import addresses_of, fetched_weight
 from pallas_kernels.qtensor import packed_bytes
 from pallas_kernels.rounding import NIBBLES
+from pallas_kernels.words import set_rows, words_of
 
 ALIGN = 64  # bytes: XLA's CPU client reads arrays in place from such addresses
 DECAY = 0.5 ** (1 / 64)  # of an expert's heat, a token
@@ -113,9 +114,15 @@ def warmed(held: HotSlots, experts: jax.Array) -> HotSlots:
     if held.heat is None:
         return held
     n_experts = held.heat.shape[0]
-    passed = jnp.zeros(n_experts + 1, jnp.float32).at[experts].add(1.0)[:-1]
+    passed = tokens_of(experts, n_experts).astype(jnp.float32)
     tokens = jnp.sum(experts[:, 0] < n_experts, dtype=jnp.float32)
     return held._replace(heat=held.heat * jnp.float32(DECAY) ** tokens + passed)
+
+
+def tokens_of(experts: jax.Array, n_experts: int) -> jax.Array:
+    """Return how many tokens pass each expert, int32 ``[E]``, in one kernel of a GPU."""
+    every = jnp.arange(n_experts, dtype=jnp.int32)
+    return jnp.sum(experts.reshape(-1, 1) == every, axis=0, dtype=jnp.int32)
 
 
 def kept(hot: HotExperts, experts: jax.Array, loaded: tuple[Tree, Tree]) -> HotExperts:
@@ -140,29 +147,11 @@ def kept(hot: HotExperts, experts: jax.Array, loaded: tuple[Tree, Tree]) -> HotE
     to = jnp.where(is_hotter, places, n_slots)
 
     def with_new(own: jax.Array, new: jax.Array) -> jax.Array:
-        # Two codes of 4 bits are one byte, which a GPU must not write in halves. A thread writes an
-        # item, so words need fewer.
-        dtype, own, new = own.dtype, _in_words(own), _in_words(new)
-        own = own.at[to].set(new[chosen], mode="drop")
-        if dtype == own.dtype:
-            return own
-        found = lax.bitcast_convert_type(own, dtype)
-        return found.reshape(*own.shape[:-1], -1)
+        return set_rows(own, to, words_of(new)[chosen])
 
     weights = jax.tree.map(with_new, weights, loaded)
     held = held._replace(experts=held.experts.at[to].set(comes, mode="drop"), slots=slots)
     return HotExperts(weights, held)
-
-
-def _in_words(codes: jax.Array) -> jax.Array:
-    """Return codes of less than 32 bits as words or bytes, if they fill them."""
-    bits = 4 if codes.dtype.name in NIBBLES else 8 * codes.dtype.itemsize
-    for word in (jnp.uint32, jnp.uint8):
-        count, rest = divmod(8 * jnp.dtype(word).itemsize, bits)
-        if count > 1 and not rest and codes.shape[-1] % count == 0:
-            parts = codes.reshape(*codes.shape[:-1], -1, count)
-            return lax.bitcast_convert_type(parts, word)
-    return codes
 
 
 @dataclasses.dataclass(eq=False)

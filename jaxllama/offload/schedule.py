@@ -100,7 +100,7 @@ class Overlapped:
                 assert own_weights is not None  # the last batch began to load them
                 if not (last and unit is units[-1]):
                     # Begun before its predecessor has arrived, so that the link is never idle.
-                    after = units[(units.index(unit) + 1) % len(units)]
+                    after = units[(index // len(batches) + 1) % len(units)]
                     self._weights = self._load_weights(work, previous, after)
                 weights = work.finish_weights(own_weights.result())
                 del own_weights

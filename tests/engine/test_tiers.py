@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,11 +18,12 @@ import pytest
 from jaxllama.engine import tier_files
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.pages import Held
-from jaxllama.engine.records import bytes_of, of_bytes, record_bytes
+from jaxllama.engine.records import record_bytes
 from jaxllama.engine.request import Event, Request
 from jaxllama.engine.tier_files import TierFiles
 from jaxllama.engine.tiers import Identity, Tiers, after
 from jaxllama.errors import JaxLlamaError
+from pallas_kernels.words import of_words, words_of
 from tests.helpers.engine_cases import (
     OPTIONS,
     PROMPTS,
@@ -35,6 +37,7 @@ from tests.helpers.engine_cases import (
 pytestmark = pytest.mark.usefixtures("engines_of_one_size")
 LONG = tuple(np.random.default_rng(1).integers(3, 97, 70).tolist())  # 64 tokens in four chunks
 MB = 1e-3  # GB
+PLACES = ("device", "host", "disk", "restart", "again")
 FAMILIES = ["llama", pytest.param("gla", marks=pytest.mark.slow), "hybrid"]
 
 
@@ -97,13 +100,51 @@ def test_tokens_are_the_same_from_every_tier(family, tmp_path):
     again.stop()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gla", "hybrid"])
+def test_sessions_go_on_with_the_same_tokens_wherever_they_were(family, tmp_path):
+    """Turn after turn, of several sessions: on the device, in each tier, after a restart, and
+    prefilled again."""
+    options = {"max_len": 160, "cache_tokens": 320}
+    plain = Engine(model(family), **{**OPTIONS, **options}, prefix_cache=False)
+    eng, draw, found = tiered(family, tmp_path, **options), random.Random(0), set()
+    sessions = [[draw.randrange(3, 250) for _ in range(30)] for _ in range(3)]
+
+    def answer(eng: Engine, prompt: list[int]) -> tuple[list[int], int]:
+        request = Request(f"r{eng.arrivals}", tuple(prompt), 5, ignore_eos=True)
+        events = eng.generate([request])[request.id]
+        return written(events)[0], events[-1].cached_tokens
+
+    for turn in range(40):
+        session, where = draw.choice(sessions), PLACES[turn % len(PLACES)]
+        if where != "device":
+            forget_device(eng)
+        if where in ("disk", "restart"):
+            assert tiers_of(eng).settle()
+            tiers_of(eng).forget_host()
+        if where == "restart":
+            eng.stop()
+            eng = tiered(family, tmp_path, **options)
+        identity = tiers_of(eng).identity
+        if where == "again":
+            tiers_of(eng).identity = None
+        tokens, cached = answer(eng, session)
+        tiers_of(eng).identity = identity
+        found |= {where} if cached else set()
+        assert tokens == answer(plain, session)[0], (turn, where)
+        session += [*tokens, *(draw.randrange(3, 250) for _ in range(3))]
+        del session[140:]
+    assert found == {*PLACES} - {"again"}
+    eng.stop()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4", "float8_e4m3fn"])
 def test_a_record_holds_every_bit(dtype):
     codes = np.random.default_rng(0).integers(-7, 7, (3, 5, 8))
     leaf = jnp.asarray(codes, dtype)
-    packed = bytes_of(leaf)
-    assert (packed.dtype, packed.shape) == (jnp.uint8, (3, record_bytes([leaf])))
-    back = of_bytes(packed, leaf)
+    packed = words_of(leaf)
+    assert (packed.dtype, packed.shape) == (jnp.uint32, (3, record_bytes([leaf]) // 4))
+    back = of_words(packed, leaf)
     assert back.dtype == leaf.dtype
     np.testing.assert_array_equal(back.astype(jnp.float32), leaf.astype(jnp.float32))
 

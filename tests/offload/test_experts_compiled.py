@@ -1,9 +1,10 @@
-"""The device's programs of experts that lie one by one compile for Hopper, within the accounted
-memory.  The wheels are those of the extra ``assemble``."""
+"""Programs that move bytes compile for Hopper, within the accounted memory: those of experts that
+lie one by one, and of pages that come back.  The wheels are those of the extra ``assemble``."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import re
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ from jax.experimental.mosaic.gpu import utils  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
 from jaxllama.config import load_config  # noqa: E402
+from jaxllama.engine.records import load_pages, page_leaves, record_bytes  # noqa: E402
+from jaxllama.engine.slots import empty_slots  # noqa: E402
 from jaxllama.executors.offloaded import expert_programs as programs  # noqa: E402
 from jaxllama.executors.offloaded.experts import GROUP  # noqa: E402
 from jaxllama.model import records  # noqa: E402
@@ -138,5 +141,26 @@ def test_a_layer_that_reads_its_experts_compiles_for_hopper(shape, rows, width, 
     assert memory.temp_size_in_bytes <= bound
     # The slots change where they are: no program copies them.
     assert memory.alias_size_in_bytes >= tree_bytes(hot.weights)
-    copies = [line for line in found.as_text().splitlines() if " copy(" in line]
-    assert not [line for line in copies if "[24," in line]
+    text = found.as_text()
+    assert not re.findall(r"= \S+\[24,.* copy\(", text)
+    words = re.findall(r"= u32\[24,\S+ scatter\(.*", text)
+    assert len(words) == 4 and all("unique_indices=true" in line for line in words)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "int4"])
+def test_pages_come_back_by_one_kernel_an_array(shape, kv_dtype):
+    """It writes words in place, without atomics: the places are unique."""
+    cfg = load_config("llama-3.1-8b").first_layers(2)
+    made = jax.eval_shape(lambda: empty_slots(cfg, 4, 16, 100, 64, 0, kv_dtype))
+    slots = jax.tree.map(lambda x: shape(*x.shape, dtype=x.dtype), made)
+    leaves, count = page_leaves(slots), 7
+    size = record_bytes(leaves)
+    records = [shape(size // 4, dtype=jnp.uint32)] * count
+    found = load_pages.lower(slots, shape(count, dtype=jnp.int32), records).compile()
+    memory, text = found.memory_analysis(), found.as_text()
+    assert memory.alias_size_in_bytes >= tree_bytes(leaves)
+    assert memory.temp_size_in_bytes <= count * size + (1 << 20)
+    assert " while(" not in text and " copy(" not in text and " sort(" not in text
+    scatters = re.findall(r"= (\w+)\[100,\S+ scatter\((.*)", text)
+    assert len(scatters) == len(leaves)
+    assert all(kind == "u32" and "unique_indices=true" in rest for kind, rest in scatters)

@@ -37,6 +37,7 @@ from jaxllama.offload.experts import (
     HotExperts,
     HotSlots,
     kept,
+    tokens_of,
     unpack,
     unpack_on_cpu,
     warmed,
@@ -320,7 +321,7 @@ def fetched(
     most = min(n_experts - held.experts.shape[0], experts.size)
     width = max(1, min(most, FETCHED))
     groups = -(-most // width)
-    needed = jnp.zeros(n_experts + 1, bool).at[experts].set(True)[:-1]
+    needed = tokens_of(experts, n_experts) > 0
     needed &= held.slots[:-1] == held.experts.shape[0]
     (rows, d_model), pairs = routed.tokens.shape, experts.size
     layout = MailLayout(rows, d_model, pairs)
@@ -378,7 +379,7 @@ def _for_cpu(
     experts: int32 ``[T, k]``.  needed: bool ``[E]``.
     """
     n_experts = needed.shape[0]
-    tokens = jnp.zeros(n_experts + 1, jnp.int32).at[experts].add(1)[:-1]
+    tokens = tokens_of(experts, n_experts)
     every = jnp.arange(n_experts, dtype=jnp.int32)
     warmth = jnp.zeros(n_experts, jnp.float32) if heat is None else heat
     *_, order = lax.sort((~needed, -tokens, -warmth, every), num_keys=4)
