@@ -95,7 +95,9 @@ def assemble(kernel: Kernel) -> None:
 
 def await_assembled() -> None:
     """Return when the kernels are assembled that were given to ``assemble`` before."""
-    wait(list(_assembled.values()))
+    with _lock:
+        begun = list(_assembled.values())
+    wait(begun)
 
 
 @functools.cache
