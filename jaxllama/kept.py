@@ -66,14 +66,14 @@ class Wanted(NamedTuple):
         return self.jitted.lower(*self._positional(), **self.static)
 
     def lower_to_compile(self) -> jax.stages.Lowered:
-        """As ``lower``, in the process that compiles the program: on a GPU a thread begins with its
+        """As ``lower``, in the process that compiles the program: on a GPU threads begin with its
         kernels.
         """
         early = contextlib.nullcontext()
         if jax.default_backend() == "gpu":
-            from pallas_kernels.lowered import assembled_early  # a CPU's process needs no Pallas
+            from pallas_kernels.lowered import assemble, noted  # a CPU's process needs no Pallas
 
-            early = assembled_early()
+            early = noted(assemble)
         with collector_paused(), early:
             return self.lower()
 

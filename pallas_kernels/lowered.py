@@ -1,7 +1,9 @@
-"""Kernels that a process lowers once, whatever number of programs launch them.
+"""Kernels that a process lowers and assembles once, whatever number of programs launch them.
 
     results = lowered(name, ctx, args, jaxpr, emit)     in the lowering rule of a launch
-    with assembled_early(): program = jitted.lower(...)  a thread assembles its new kernels
+    with noted(note): program = jitted.lower(...)        ``note`` is called with each of its kernels
+    assemble(kernel)                                     a thread assembles it, if none has
+    await_assembled()                                    until these threads are done
     module_p.bind(*operands, name, code, avals)          calls a lowered function in a program
 
 jax lowers an equation once a program. For a Mosaic kernel this is Python code that takes 0.2 s, and
@@ -12,22 +14,27 @@ leaves its lowered function here, and the others get a copy of it.
 A kernel is known by its jaxpr. Inner jaxprs count as equal if they are one object, which
 ``jax.jit`` sees to: calls of a jitted function with equal static arguments and shapes have one.
 
-A process assembles one Mosaic kernel at a time, 0.2 s each, because jaxlib holds a lock meanwhile.
-XLA asks for a program's kernels after its own passes. ``assembled_early`` uses that time: a thread
-compiles each kernel alone, and jaxlib then has it for the program.
+XLA asks for a program's kernels one after the other, 0.2 to 4 s each. Programs that compile at once
+each assemble a kernel that none has yet. LLVM's options are the process's, so XLA's own code waits
+while any kernel is assembled, and kernels wait for that code. So ``assemble`` has each kernel
+compiled alone, several at once and each once, from the moment it is lowered. A program is compiled
+when its kernels are there. jax's cache keeps them for other processes, as it does programs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import io
+import os
 import threading
 from collections.abc import Callable, Generator, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+from jax.core import ShapedArray
 from jax.interpreters import mlir
 
 from pallas_kernels.architecture import asked_target
@@ -36,7 +43,6 @@ from pallas_kernels.jax_internals import (
     Primitive,
     func,  # pyright: ignore[reportPrivateImportUsage]
     ir,  # pyright: ignore[reportPrivateImportUsage]
-    persistent_cache_min_compile_time_secs,
 )
 
 if TYPE_CHECKING:
@@ -50,7 +56,18 @@ _CACHES = "lowering_cache", "cached_primitive_lowerings", "pallas_lowering_cache
 MOST = 1024  # kernels that are kept, of 46 KB on average and 300 KB at most
 _kept: dict[Hashable, bytes] = {}
 _lock = threading.Lock()
-_early = threading.local()  # its ``on``: whether this thread lowers within ``assembled_early``
+_here = threading.local()  # its ``note``: of ``noted``
+_assembled: dict[bytes, Future[None]] = {}  # by the hash of a kernel's code
+
+
+class Kernel(NamedTuple):
+    """A lowered kernel: a module's bytecode, and the shapes of its operands and results."""
+
+    name: str
+    code: bytes
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+    results: tuple[jax.ShapeDtypeStruct, ...]
+
 
 module_p = Primitive("lowered_module")
 module_p.multiple_results = True
@@ -58,29 +75,45 @@ module_p.def_abstract_eval(lambda *operands, name, code, avals: avals)
 
 
 @contextlib.contextmanager
-def assembled_early() -> Generator[None]:
-    """Within, a thread assembles each kernel that is lowered for this process's GPU."""
-    _early.on = jax.default_backend() == "gpu" and asked_target() is None
+def noted(note: Callable[[Kernel], object]) -> Generator[None]:
+    """Within, ``note`` is called with each kernel that a program of this thread launches."""
+    _here.note = note
     try:
         yield
     finally:
-        _early.on = False
+        del _here.note
+
+
+def assemble(kernel: Kernel) -> None:
+    """Let a thread assemble the kernel for this process's GPU, unless one has."""
+    if jax.default_backend() == "gpu" and asked_target() is None:
+        known = hashlib.sha256(kernel.code).digest()
+        with _lock:
+            if known not in _assembled:
+                _assembled[known] = _assemblers().submit(_assemble, kernel)
+
+
+def await_assembled() -> None:
+    """Return when the kernels are assembled that were given to ``assemble`` before."""
+    with _lock:
+        begun = list(_assembled.values())
+    wait(begun)
 
 
 @functools.cache
-def _assembler() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "jaxllama-kernels")
+def _assemblers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1), "jaxllama-kernels")
 
 
-def _assemble(name: str, code: bytes, operands: Sequence[Any], avals: Sequence[Any]) -> None:
+def _assemble(kernel: Kernel) -> None:
     """Compile a program of one kernel. The program that launches the kernel tells of errors."""
+    avals = tuple(ShapedArray(x.shape, x.dtype) for x in kernel.results)
 
-    def program(*arguments: Any) -> Any:
-        return module_p.bind(*arguments, name=name, code=code, avals=avals)
+    def program(*operands: Any) -> Any:
+        return module_p.bind(*operands, name=kernel.name, code=kernel.code, avals=avals)
 
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-    with contextlib.suppress(Exception), persistent_cache_min_compile_time_secs(1e9):
-        jax.jit(program).lower(*shapes).compile()
+    with contextlib.suppress(Exception):
+        jax.jit(program).lower(*kernel.operands).compile()
 
 
 def lowered(
@@ -116,11 +149,14 @@ def lowered(
                 while len(_kept) >= MOST:
                     del _kept[next(iter(_kept))]
                 _kept[key] = kept
-            if getattr(_early, "on", False):
-                avals = ctx.avals_in, tuple(ctx.avals_out)
-                _assembler().submit(_assemble, name, kept, *avals)
         functions[key] = merged(module, name, kept)
+        if note := getattr(_here, "note", None):
+            note(Kernel(name, kept, _shapes(ctx.avals_in), _shapes(ctx.avals_out)))
     return called(functions[key], args)
+
+
+def _shapes(avals: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)
 
 
 def merged(module: mlir.ModuleContext, name: str, code: bytes) -> Any:

@@ -30,13 +30,16 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import jax
 from jax.core import ShapedArray
 
 from jaxllama.typing import Tree
 from pallas_kernels.jax_internals import parts_of, renew_threads
+
+if TYPE_CHECKING:
+    from pallas_kernels.lowered import Kernel
 
 PATIENCE = 20.0
 LONGEST = 600  # seconds of a child
@@ -48,7 +51,7 @@ class LoweredModule:
     """A lowered program as plain data.
 
     code: its MLIR. kept: indices of the leaves of the arguments that it takes. donated: indices of
-    arguments. options: of the compiler. results: a tree of shapes.
+    arguments. options: of the compiler. results: a tree of shapes. kernels: that it launches.
     """
 
     name: str
@@ -57,9 +60,15 @@ class LoweredModule:
     donated: tuple[int, ...]
     options: dict[str, Any]
     results: Tree
+    kernels: tuple[Kernel, ...]
 
     @classmethod
-    def of(cls, lowered: jax.stages.Lowered) -> LoweredModule:
+    def of(cls, lower: Lower) -> LoweredModule:
+        from pallas_kernels.lowered import noted
+
+        kernels: list[Kernel] = []
+        with noted(kernels.append):
+            lowered = lower()
         file = io.BytesIO()
         module, kept, options = parts_of(lowered)
         module.operation.write_bytecode(file)
@@ -71,12 +80,16 @@ class LoweredModule:
             tuple(i for i, leaves in enumerate(arguments) if any(leaf.donated for leaf in leaves)),
             options,
             jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info),
+            tuple(kernels),
         )
 
     def lower(self, arguments: tuple[Tree, ...]) -> jax.stages.Lowered:
-        """Return the program of these arguments as this process's own lowered program."""
-        from pallas_kernels.lowered import module_p
+        """Return the program of these arguments as this process's own lowered program. Threads
+        assemble its kernels."""
+        from pallas_kernels.lowered import assemble, module_p
 
+        for kernel in self.kernels:
+            assemble(kernel)
         results, tree = jax.tree.flatten(self.results)
         avals = tuple(ShapedArray(x.shape, x.dtype) for x in results)
 
@@ -173,7 +186,7 @@ def _work(turns: int, sink: int, programs: Sequence[Lower]) -> NoReturn:
             while turn := os.read(turns, 2):
                 [index] = struct.unpack("H", turn)
                 try:
-                    module = LoweredModule.of(programs[index]())
+                    module = LoweredModule.of(programs[index])
                 except Exception:  # the engine's process meets it as well
                     module = None
                 pickle.dump((index, module), file)

@@ -22,7 +22,6 @@ which compile together.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import os
@@ -43,6 +42,7 @@ from jaxllama import compiler_options
 from jaxllama.engine.lowering import Children
 from jaxllama.kept import (
     Kept,
+    Serialized,
     Wanted,
     backend_facts,
     digest,
@@ -65,7 +65,7 @@ class Programs:
     """Compiled programs of an engine, by key.
 
     Every key is compiled once: by ``add``, by ``add_first``, by the thread of ``add_rest``, or by
-    the ``call`` that needs it first.
+    the ``call`` that needs it first; unless a file has it.
 
     Parameters
     ----------
@@ -138,18 +138,16 @@ class Programs:
         on_made
             Called with the key of each program once it exists.
         """
-        if self._open(wanted):
-            for key in wanted:
-                on_made(key)
-        else:
-            self._compile_all(wanted, self._workers, on_made=on_made)
-            self._keep(wanted)
+        self._open(wanted)
+        self._compile_all(wanted, self._workers, on_made=on_made)
+        self._keep(wanted)
 
     def add_first(self, wanted: Mapping[Hashable, Wanted], n: int) -> None:
-        """Read all programs, or compile the first ``n``; ``add_rest`` compiles the others."""
-        if not self._open(wanted):
-            first = list(wanted)[:n]
-            self._compile_all({key: wanted[key] for key in first}, self._workers)
+        """Read or compile the first ``n`` programs. Threads read the others; without a file
+        ``add_rest`` compiles them."""
+        self._open(wanted)
+        first = list(wanted)[:n]
+        self._compile_all({key: wanted[key] for key in first}, self._workers)
 
     def add_rest(
         self,
@@ -206,26 +204,30 @@ class Programs:
         self._is_stopped = True
         self._children.stop()
 
-    def _open(self, wanted: Mapping[Hashable, Wanted]) -> bool:
-        """Return whether all programs exist, after reading their file if it exists."""
+    def _open(self, wanted: Mapping[Hashable, Wanted]) -> None:
+        """Let threads read the programs from their file, the first ones first. If there is none,
+        let children lower them."""
         with self._lock:
             is_new = not self._made
             for key in wanted:
                 self._made.setdefault(key, Future())
-        if is_new and self._folder is not None:
+        if not is_new:
+            return
+        if self._folder is not None:
             self._path = self._folder / name(wanted, self._devices)
             kept = self._kept(self._path)
             self._is_kept = kept is not None
-            for key, program in zip(wanted, kept or (), strict=kept is not None):
+            readers = ThreadPoolExecutor(os.cpu_count(), "jaxllama-kept")
+            for (key, program), entry in zip(wanted.items(), kept or (), strict=self._is_kept):
                 if self._claim(key):
-                    self._made[key].set_result(program)
-        if is_new and not self._is_kept:
+                    readers.submit(self._load, key, program, entry)
+            readers.shutdown(wait=False)
+        if not self._is_kept:
             # The first program is the longest to compile, and this process lowers it at once.
             others = {key: wanted[key].lower for key in list(wanted)[1:]}
             if self._n_children:
                 tell_where_kernels_are()
             self._children = Children(others, self._n_children)
-        return all(self._made[key].done() for key in wanted)
 
     def _claim(self, key: Hashable) -> bool:
         """Return whether the caller must make the program."""
@@ -296,25 +298,33 @@ class Programs:
         for key in wanted:
             self._made[key].result()
 
-    def _kept(self, path: Path) -> list[jax.stages.Compiled] | None:
+    def _kept(self, path: Path) -> Sequence[Serialized] | None:
         """Return the kept programs.  None if there are none, or, with a warning, if they are
         unusable."""
-        load = functools.partial(
-            serialize_executable.deserialize_and_load, execution_devices=self._devices
-        )
         try:
             kept = read(path)
-            if kept is None:
-                return None
-            for handler in kept.handlers:
-                jit.register(handler)
-            if not self._is_cpu:
-                tell_where_kernels_are()
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                return list(pool.map(lambda entry: load(*entry), kept.programs))
-        except (pickle.UnpicklingError, EOFError, ValueError, jax.errors.JaxRuntimeError) as error:
-            warnings.warn(f"{path}: compiling again: {error}", stacklevel=3)
+        except (pickle.UnpicklingError, EOFError, ValueError) as error:
+            warnings.warn(f"{path}: compiling again: {error}", stacklevel=4)
             return None
+        if kept is None:
+            return None
+        for handler in kept.handlers:
+            jit.register(handler)
+        if not self._is_cpu:
+            tell_where_kernels_are()
+        return kept.programs
+
+    def _load(self, key: Hashable, wanted: Wanted, kept: Serialized) -> None:
+        try:
+            program = serialize_executable.deserialize_and_load(
+                *kept, execution_devices=self._devices
+            )
+        except Exception as error:
+            warnings.warn(f"{self._path}: compiling again: {error}", stacklevel=2)
+            self._is_kept = False
+            self._compile(key, self._lowered(key, wanted))
+        else:
+            self._made[key].set_result(program)
 
     def _keep(self, wanted: Mapping[Hashable, Wanted]) -> None:
         """Write the programs to their file, if they can be written and are not there."""

@@ -135,6 +135,19 @@ def test_kept_programs_that_are_damaged_are_compiled_again(tmp_path):
         assert programs.call("one", wanted["one"]).tolist() == [1, 1, 1]
 
 
+def test_a_kept_program_that_cannot_be_read_is_compiled_again(tmp_path):
+    jitted, device = jax.jit(lambda x: x + 1), jax.devices()[:1]
+    wanted = {key: Wanted(jitted, (jnp.zeros(key),)) for key in (1, 2)}
+    Programs(tmp_path, device).add(wanted)
+    [path] = tmp_path.iterdir()
+    kept = read(path)
+    keep(path, kept._replace(programs=[kept.programs[0], (b"", *kept.programs[1][1:])]), KEPT)
+    with pytest.warns(UserWarning, match="compiling again"):
+        (programs := Programs(tmp_path, device)).add(wanted)
+    assert [programs.call(key, wanted[key]).tolist() for key in (1, 2)] == [[1], [1, 1]]
+    assert read(path).programs[1][0], "which is kept again"
+
+
 def test_a_cpus_program_is_compiled_past_jaxs_cache(tmp_path):
     """One from there lacks functions when it is written once more: the start after that failed."""
     seconds, asked = persistent_cache_min_compile_time_secs, []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.core import ShapedArray
 
 from pallas_kernels import lowered as module
 from pallas_kernels import rms_norm
@@ -78,26 +80,29 @@ def test_kernels_that_write_in_place(case, made) -> None:
 
 
 @newest
-def test_a_kernel_that_is_assembled_early_is_the_programs(made, monkeypatch) -> None:
-    """jaxlib knows a kernel by its module, which must be the same in both programs."""
-    alone = []
-    monkeypatch.setattr(module, "_assemble", lambda *what: alone.append(what))
+def test_a_kernel_is_assembled_once_and_is_the_programs(monkeypatch) -> None:
+    """jaxlib knows a kernel by its module, which must be the same in all programs."""
+    noted, alone = [], []
+    with module.noted(noted.append):
+        program = lowered(lambda x, gamma: norm(norm(x, gamma) + 1, gamma), *ARRAYS)
+        lowered(lambda x, gamma: norm(x, gamma) + 2, *ARRAYS)
+    lowered(lambda x, gamma: norm(x, gamma, 1e-5), *ARRAYS)
+    assert len(noted) == 2, "one of each program"
+    monkeypatch.setattr(module, "_assemble", alone.append)
+    monkeypatch.setattr(module, "_assembled", {})
     monkeypatch.setattr(module, "asked_target", lambda: None)
     with monkeypatch.context() as on_gpu:
         on_gpu.setattr(jax, "default_backend", lambda: "gpu")
-        early = module.assembled_early()
-        early.__enter__()
-    program = lowered(lambda x, gamma: norm(norm(x, gamma) + 1, gamma), *ARRAYS)
-    early.__exit__(None, None, None)
-    lowered(lambda x, gamma: norm(x, gamma, 1e-5), *ARRAYS)
-    module._assembler().submit(int).result()
-    [(name, code, operands, results)] = alone
+        for kernel in noted:
+            module.assemble(pickle.loads(pickle.dumps(kernel)))  # as from a child
+    module.await_assembled()
+    [kernel] = alone
 
-    def kernel(*arrays):
-        return module.module_p.bind(*arrays, name=name, code=code, avals=results)
+    def called(*arrays):
+        avals = tuple(ShapedArray(x.shape, x.dtype) for x in kernel.results)
+        return module.module_p.bind(*arrays, name=kernel.name, code=kernel.code, avals=avals)
 
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     calls = re.findall(r'kernel_hash = "[^"]*".*?module = "[^"]*"', program)
     assert calls and set(calls) == set(
-        re.findall(r'kernel_hash = "[^"]*".*?module = "[^"]*"', lowered(kernel, *shapes))
+        re.findall(r'kernel_hash = "[^"]*".*?module = "[^"]*"', lowered(called, *kernel.operands))
     )
