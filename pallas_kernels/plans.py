@@ -274,7 +274,7 @@ def plans(op: str, card: str) -> tuple[Plan, ...]:
     op
         A key of ``OPS``.
     card
-        The name of a card in ``architecture.CARDS``.
+        The name of a card in ``cards.architecture.CARDS``.
     """
     with planned_for(card):
         return tuple(OPS[op]())

@@ -54,17 +54,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels.brief import short_repr
-from pallas_kernels.formats import (
+from pallas_kernels.operands import FLOATS, check, check_parts, dtype_name, short_repr
+from pallas_kernels.rounding import (
+    CODES,
     E4M3,
     FORMATS,
+    NIBBLES,
+    codes,
     format_blocks,
     format_group,
     format_scales,
+    grid,
+    multiples,
     whole_scale,
 )
-from pallas_kernels.operands import FLOATS, check, check_parts, dtype_name
-from pallas_kernels.rounding import CODES, NIBBLES, codes, grid, multiples
 
 FLOAT4 = jnp.dtype("float4_e2m1fn")
 BLOCK_ROWS = FORMATS["fp8-block"].rows

@@ -34,8 +34,8 @@ from pallas_kernels.experts.gate import apply_gate
 from pallas_kernels.experts.op import grouped_matmul_reference
 from pallas_kernels.experts.route import norm_and_route
 from pallas_kernels.experts.summed_plan import summed_plan
-from pallas_kernels.formats import FORMATS
 from pallas_kernels.qtensor import QTensor, dequantize, tree_bytes
+from pallas_kernels.rounding import FORMATS
 
 SHAPES = {  # experts, chosen, rows and columns of one, SwiGLU
     "qwen3 gate_up": (128, 8, 1536, 2048, True),

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.card_file import write_costs
-from pallas_kernels.architecture import MEASURED
+from pallas_kernels.cards.architecture import MEASURED
 from pallas_kernels.cards.table import KernelCost
 from pallas_kernels.device import gpu_named
 from pallas_kernels.experts import predict
@@ -166,7 +166,7 @@ def losses_of_unseen_shapes(times: Times) -> list[Lost]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("times")
-    parser.add_argument("--card", help="name of the card in pallas_kernels/architecture.py")
+    parser.add_argument("--card", help="name of the card in pallas_kernels/cards/architecture.py")
     args = parser.parse_args()
     times = read(args.times)
     costs = fit(times)

@@ -75,7 +75,7 @@ class LoweredModule:
 
     def lower(self, arguments: tuple[Tree, ...]) -> jax.stages.Lowered:
         """Return the program of these arguments as this process's own lowered program."""
-        from pallas_kernels.lowered import module_p
+        from pallas_kernels.primitives.lowered import module_p
 
         results, tree = jax.tree.flatten(self.results)
         avals = tuple(ShapedArray(x.shape, x.dtype) for x in results)

@@ -16,7 +16,7 @@ import functools
 import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import KIND, floats, packed
+from pallas_kernels.rows.fused_parts import KIND, floats, packed
 
 _BITS = {"bfloat16": 16, "float16": 16, "int8": 8, "int4": 4, "float8_e4m3fn": 8}
 

@@ -53,9 +53,9 @@ from pallas_kernels.attention.source import HeadWords, staged_floats
 from pallas_kernels.attention.tile import LEAST, NEG_INF, TILE
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.fused_parts import KIND, floats
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.qtensor import QTensor
+from pallas_kernels.rows.fused_parts import KIND, floats
 
 CLUSTER = 8  # the largest that any Hopper GPU takes
 

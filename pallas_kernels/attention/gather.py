@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import hadamard_of_lanes
 from pallas_kernels.attention.merge import combine, with_sink
-from pallas_kernels.fused_parts import packed
+from pallas_kernels.rows.fused_parts import packed
 
 PAD = 8  # floats between two heads' parts: neighbouring heads in other banks
 AT_ONCE = 8  # shares that are in registers together

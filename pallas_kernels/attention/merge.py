@@ -24,8 +24,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import hadamard_of_lanes
-from pallas_kernels.fused_parts import KIND, packed
 from pallas_kernels.launch import launch
+from pallas_kernels.rows.fused_parts import KIND, packed
 
 NEG_INF = float("-inf")
 

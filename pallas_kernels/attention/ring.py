@@ -23,8 +23,8 @@ from typing import NamedTuple
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.pages import BlockTable
-from pallas_kernels.fused_parts import floats
 from pallas_kernels.ptx import Value
+from pallas_kernels.rows.fused_parts import floats
 
 RUNS = 8
 PAD = 32  # bytes between two runs in shared memory

@@ -25,7 +25,7 @@ from pallas_kernels.attention import tile
 from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.pages import BlockTable, Paging
 from pallas_kernels.attention.tile import TILE
-from pallas_kernels.fused_parts import floats, packed
+from pallas_kernels.rows.fused_parts import floats, packed
 
 
 def staged_floats(head_dim: int) -> int:

@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import jax
 import numpy as np
 
-from pallas_kernels import sealed
-from pallas_kernels.cpu import elf, frame, handler
+from pallas_kernels.cpu import elf, frame, handler, sealed
 from pallas_kernels.cpu.handler import CpuPlan, Program
 from pallas_kernels.cpu.self_test import fault
 from pallas_kernels.cpu.target import VARIABLE, Target, host_cpu, target

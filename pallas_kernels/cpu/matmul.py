@@ -34,7 +34,7 @@ from pallas_kernels.cpu import jit
 from pallas_kernels.cpu.handler import CpuPlan, Phase, Program
 from pallas_kernels.cpu.weight import TILE, CpuWeight, WeightForm, block_size
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.formats import E4M3, E8M0
+from pallas_kernels.rounding import E4M3, E8M0
 
 if TYPE_CHECKING:
     from llvmlite import ir

@@ -16,7 +16,7 @@ Under a gate a warpgroup has 32 rows of gate and 32 of up, which a thread reads 
 the gate needs no exchange.  Consecutive tiles have one part, so that L2 still has its rows of x,
 and a part's weight is read once.  Where the weight is bfloat16 and experts have many pairs, no
 operand is in registers (``many_pairs_tokens_program``).  Where experts fill tiles of float4 codes,
-another kernel sorts rows of x in memory first (``sorted_rows_kernel``), and two blocks share them.
+another kernel sorts rows of x in memory first (``sort_kernel``), and two blocks share them.
 
 Copies: the feeder's warp copies w and its scales by TMA (``PairsFeeder``).  Two more warps gather
 rows of x by cp.async (``RowGather``), or the feeder copies sorted rows by TMA.
@@ -61,7 +61,7 @@ from pallas_kernels.experts.many_pairs_plan import (
 )
 from pallas_kernels.experts.many_pairs_program import UNIT, PairsBlock
 from pallas_kernels.experts.many_pairs_tokens_program import TokenBlock
-from pallas_kernels.experts.sorted_rows_kernel import sorted_rows
+from pallas_kernels.experts.sort_kernel import sorted_rows
 from pallas_kernels.launch import Views
 from pallas_kernels.matmul.few_rows.kernel import parts_of
 from pallas_kernels.matmul.many_rows.pipeline import (

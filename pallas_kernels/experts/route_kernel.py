@@ -46,7 +46,6 @@ import jax.numpy as jnp
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.best_kernel import largest, of_lane
 from pallas_kernels.experts.route_plan import BLOCKS, LEAST, SENT, WARPS, RoutePlan, RouteStatic
-from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.few_rows.kernel import kinds_of
 from pallas_kernels.matmul.few_rows.operands import (
@@ -57,6 +56,7 @@ from pallas_kernels.matmul.few_rows.operands import (
     over_lanes,
 )
 from pallas_kernels.ptx import LOG2E, Value
+from pallas_kernels.rows.fused_parts import floats, packed
 
 THREADS = 32 * WARPS
 EARLY = 2  # parts of rows that a warp loads before the norm

@@ -30,13 +30,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.derivative import is_codes
 from pallas_kernels.experts import predict
 from pallas_kernels.experts.blocks import blocks_of
 from pallas_kernels.experts.predict import XlaForm
 from pallas_kernels.fixed_sums import has_fixed_sums, planned_rows
 from pallas_kernels.matmul.predict import WORD
 from pallas_kernels.matmul.weight_only import dot, float4_values
+from pallas_kernels.primitives.derivative import is_codes
 from pallas_kernels.qtensor import FLOAT4, QTensor, dequantize
 from pallas_kernels.rounding import NIBBLES
 

@@ -12,9 +12,9 @@ Writes: ``finish`` writes the warp's channels of dq, dk and dlog_decay in shared
 from __future__ import annotations
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import floats
 from pallas_kernels.recurrence.channels import TILE, ChannelLane
 from pallas_kernels.recurrence.slices import K, Levels, Q, flat, load_block, nested, store_gradients
+from pallas_kernels.rows.fused_parts import floats
 
 TILES = 4  # of the tokens: q, k, two of gates
 ASKED, SEEN, KEYS = range(3)  # tiles of what came through the states

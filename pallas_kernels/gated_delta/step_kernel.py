@@ -35,10 +35,10 @@ from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.fixed_sums import planned_rows
-from pallas_kernels.fused_parts import KIND, floats, packed
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.operands import half_reason
 from pallas_kernels.ptx import LOG2E
+from pallas_kernels.rows.fused_parts import KIND, floats, packed
 
 ROWS = 16  # of the state that a lane holds, four columns of each
 

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import floats, layer_address, packed, silu
 from pallas_kernels.gated_delta.reference import EPSILON
 from pallas_kernels.ptx import LOG2E, Value
+from pallas_kernels.rows.fused_parts import floats, layer_address, packed, silu
 
 if TYPE_CHECKING:
     import jax

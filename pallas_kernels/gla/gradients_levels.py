@@ -13,10 +13,10 @@ from __future__ import annotations
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import floats
 from pallas_kernels.launch import REF, inline
 from pallas_kernels.recurrence.channels import ROWS, TILE, ChannelLane, bundle, bundle_type
 from pallas_kernels.recurrence.slices import GATES, Levels, flat, load_block
+from pallas_kernels.rows.fused_parts import floats
 
 # Registers of a slice (``recurrence.slices``): dq, dk, p, t; the chunk's decay; which gates are 0.
 # q and k are read again where they are needed.  The flux q dq - k dk of every element waits in the

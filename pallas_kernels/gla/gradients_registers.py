@@ -18,7 +18,6 @@ import functools
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import floats
 from pallas_kernels.gla.gradients_levels import N_STATE
 from pallas_kernels.launch import inline
 from pallas_kernels.recurrence.channels import (
@@ -42,6 +41,7 @@ from pallas_kernels.recurrence.slices import (
     nested,
     store_gradients,
 )
+from pallas_kernels.rows.fused_parts import floats
 
 N_EXTRA = 2 + 4  # sum_j k_j dk_j of the states' part, per h; accumulator of <S, E>
 

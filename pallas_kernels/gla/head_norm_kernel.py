@@ -26,9 +26,9 @@ from collections.abc import Sequence
 import jax
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import KIND, floats, packed, silu
 from pallas_kernels.launch import launch
 from pallas_kernels.ptx import Value
+from pallas_kernels.rows.fused_parts import KIND, floats, packed, silu
 
 _WIDTH = 128  # columns that a warp takes at once, four a lane
 

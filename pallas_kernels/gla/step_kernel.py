@@ -58,7 +58,6 @@ import jax.numpy as jnp
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.fixed_sums import planned_rows
-from pallas_kernels.fused_parts import KIND
 from pallas_kernels.gla.head_norm_kernel import gated_norm
 from pallas_kernels.gla.step_registers import (
     BATCH,
@@ -70,6 +69,7 @@ from pallas_kernels.gla.step_registers import (
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.operands import half_reason
 from pallas_kernels.recurrence.plan import shapes_reason
+from pallas_kernels.rows.fused_parts import KIND
 
 LAYERS = 64  # of a commit: their addresses are the kernel's arguments
 

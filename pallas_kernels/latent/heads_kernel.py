@@ -30,13 +30,13 @@ from pallas_kernels import ptx as p
 from pallas_kernels.attention.operands import capacity_of
 from pallas_kernels.attention.pages import BlockTable, Paging
 from pallas_kernels.attention.rope_cache_kernel import CachePlace
-from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.latent.plan import LATENT, ROPE, ROWS, WIDTH
 from pallas_kernels.latent.step_plan import MOST_ROWS, LatentStep
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.matmul.few_rows.kernel import kinds_of
 from pallas_kernels.matmul.few_rows.operands import BYTES, load_eight, load_number, over_lanes
 from pallas_kernels.ptx import Value
+from pallas_kernels.rows.fused_parts import floats, packed
 
 WARPS, PARTS = MOST_ROWS, 8
 COLUMNS = LATENT // PARTS

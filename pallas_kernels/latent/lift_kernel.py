@@ -20,10 +20,10 @@ import jax
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.merge import ChunkMerge
-from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.latent.plan import LATENT
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.few_rows.operands import over_lanes
+from pallas_kernels.rows.fused_parts import floats, packed
 
 WARPS, PARTS = 8, 8
 

@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 from pallas_kernels.cpu.weight import CpuWeight
 from pallas_kernels.dispatch import Plan
 from pallas_kernels.matmul.stored import StoredWeight
+from pallas_kernels.operands import HasShape
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.types import HasShape
 
 Weight = jax.ShapeDtypeStruct | QTensor | CpuWeight
 

@@ -31,14 +31,14 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
-from pallas_kernels.derivative import is_codes, late
 from pallas_kernels.dispatch import device_of
 from pallas_kernels.matmul.call import Static
 from pallas_kernels.matmul.predict import WORD, Form, shortest_form
+from pallas_kernels.operands import Device
+from pallas_kernels.primitives.derivative import is_codes, late
 from pallas_kernels.qtensor import FLOAT4, QTensor
 from pallas_kernels.rounding import NIBBLES
 from pallas_kernels.transform import OpChoice
-from pallas_kernels.types import Device
 
 Tree = TypeVar("Tree", bound=jax.Array | QTensor)
 _Operands = tuple[jax.Array, QTensor, jax.Array | None]

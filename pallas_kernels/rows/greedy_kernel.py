@@ -33,9 +33,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
-from pallas_kernels.fused_parts import KIND, floats
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.ptx import LOG2E, Value
+from pallas_kernels.rows.fused_parts import KIND, floats
 
 BLOCKS, THREADS = 8, 1024
 LN2 = math.log(2.0)

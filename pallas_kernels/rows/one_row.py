@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.ptx import LOG2E
+from pallas_kernels.rows.fused_parts import floats, packed
 from pallas_kernels.rows.plan import BYTES, QMAX, RowsPlan
 
 _FLOAT_MAX = 3.4028234663852886e38

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.gate import ClampedGate
-from pallas_kernels.fused_parts import floats, gated, rounded_sum
 from pallas_kernels.matmul.few_rows.posted import Posts
 from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.ptx import Value
+from pallas_kernels.rows.fused_parts import floats, gated, rounded_sum
 
 BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 

@@ -14,11 +14,11 @@ import dataclasses
 import functools
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import floats
 from pallas_kernels.matmul.few_rows.operands import FewRowsOperands, add_squares, over_lanes
 from pallas_kernels.matmul.few_rows.plan import RowDivision
 from pallas_kernels.matmul.few_rows.row_loops import Floats, Nibbles
 from pallas_kernels.ptx import Value
+from pallas_kernels.rows.fused_parts import floats
 
 
 @dataclasses.dataclass(frozen=True)

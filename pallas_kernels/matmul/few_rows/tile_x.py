@@ -21,12 +21,12 @@ from collections.abc import Sequence
 
 from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
-from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.few_rows.block import TileBlock
 from pallas_kernels.matmul.few_rows.operands import BYTES, add_squares, over_lanes
 from pallas_kernels.matmul.few_rows.plan import TOKENS, WARPS
 from pallas_kernels.ptx import Value
+from pallas_kernels.rows.fused_parts import floats, packed
 
 
 def in_flight() -> int:

@@ -23,7 +23,6 @@ from pallas_kernels.experts import (
     many_pairs_gather_program,
     many_pairs_plan,
     sort_kernel,
-    sorted_rows_kernel,
 )
 from pallas_kernels.experts import plan as planning
 from pallas_kernels.experts.gate import ClampedGate, apply_gate
@@ -35,11 +34,11 @@ from pallas_kernels.experts.many_pairs_plan import (
     tile_plan,
 )
 from pallas_kernels.experts.op import GroupedStatic, grouped_matmul_reference, planned
-from pallas_kernels.formats import FORMATS
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.many_rows.plan import WeightTile
 from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.qtensor import tree_bytes
+from pallas_kernels.rounding import FORMATS
 from tests.helpers.matmul_cases import activations, newest
 from tests.helpers.warp_emulator import emulated
 
@@ -242,11 +241,11 @@ def test_the_gather_s_code_on_numpy() -> None:
 @pytest.mark.parametrize("k", [200, 3136])
 def test_the_sorted_rows_code_on_numpy(k, monkeypatch) -> None:
     """Rows of fewer vectors than a warp has lanes, and of more than a warp has under way."""
-    monkeypatch.setattr(sorted_rows_kernel, "gpu", lambda: SimpleNamespace(sms=1))
+    monkeypatch.setattr(sort_kernel, "gpu", lambda: SimpleNamespace(sms=1))
     x = activations((20, k), jnp.bfloat16)
     order = np.random.default_rng(0).permutation(40).astype(np.int32)
-    with emulated(sorted_rows_kernel):
-        found = sorted_rows_kernel.sorted_rows(x, jnp.asarray(order), 2)
+    with emulated(sort_kernel):
+        found = sort_kernel.sorted_rows(x, jnp.asarray(order), 2)
     np.testing.assert_array_equal(found, x[order // 2])
 
 

@@ -30,14 +30,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.interpreters import mlir
 
-from pallas_kernels.architecture import asked_target
-from pallas_kernels.copies import refuse
+from pallas_kernels.cards.architecture import asked_target
 from pallas_kernels.jax_internals import (
     Primitive,
     func,  # pyright: ignore[reportPrivateImportUsage]
     ir,  # pyright: ignore[reportPrivateImportUsage]
     persistent_cache_min_compile_time_secs,
 )
+from pallas_kernels.primitives.refused import refuse
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr
