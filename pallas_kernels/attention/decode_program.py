@@ -23,12 +23,12 @@ from pallas_kernels.attention.ring import (
     RingPlace,
     Scales,
     TokenWords,
+    WarpRing,
     ring_bytes,
     scale_bytes,
 )
 from pallas_kernels.attention.team_share import DecodeFacts, TeamPlace, TeamShare
 from pallas_kernels.attention.tile import HEADS, LEAST, NEG_INF
-from pallas_kernels.attention.warp_ring import WarpRing
 
 
 class _Sums(NamedTuple):

@@ -1,7 +1,7 @@
 """Attention of one query token a row over its cache: the program of ``decode_attention`` and, with
 RoPE and the cache's write before it, of ``rope_and_attend``.  ``cpu.attend`` plans and calls it.
 
-A row's keys are cut into parts, in the order of ``cpu.softmax``.  The cut does not depend on the
+A row's keys are cut into parts, in the order of ``cpu.scores``.  The cut does not depend on the
 threads or the other rows:
 
     scores of a part's keys, their weights, sums of weight times value   phase 1, by rows and parts
@@ -33,8 +33,7 @@ from typing import TYPE_CHECKING
 from pallas_kernels.cpu.cache import CacheForm
 from pallas_kernels.cpu.handler import Phase, Program
 from pallas_kernels.cpu.parts import VALUES, CallRows, Join, KeyPart, Write, ahead
-from pallas_kernels.cpu.scores import KEYS
-from pallas_kernels.cpu.softmax import PART
+from pallas_kernels.cpu.scores import KEYS, PART
 
 if TYPE_CHECKING:
     from pallas_kernels.cpu.emit import Emitter, Value

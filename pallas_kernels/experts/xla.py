@@ -12,7 +12,7 @@
 On a CPU the blocks have ``CPU_ROWS`` rows whatever the call's size.  XLA then runs the same product
 for every pair, so a row's bits depend on that row and its expert alone.
 
-On an accelerator ``experts.predict`` chooses the form by the number of pairs.  The order of a sum
+On an accelerator ``experts.plan`` chooses the form by the number of pairs.  The order of a sum
 depends on the form and on the number of pairs.  "every" reads the weight once, as it lies, and
 multiplies a token once where its pairs share a row.  It holds float sums ``[N, E, out]``, which
 ``predict`` limits, and the floats of all codes in x's dtype.  The other forms read chosen experts
@@ -30,9 +30,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.experts import predict
+from pallas_kernels.experts import plan
 from pallas_kernels.experts.blocks import blocks_of
-from pallas_kernels.experts.predict import XlaForm
+from pallas_kernels.experts.plan import XlaForm
 from pallas_kernels.fixed_sums import has_fixed_sums, planned_rows
 from pallas_kernels.matmul.predict import WORD
 from pallas_kernels.matmul.weight_only import dot, float4_values
@@ -59,9 +59,9 @@ def sums(
         plain = dataclasses.replace(w, unit=None)
         return sums(x, plain, experts, fan, form) * w.unit[..., 0][experts]
     n_pairs = planned_rows(experts.shape[0])
-    form = "blocks" if has_fixed_sums() else form or predict.shortest_form(w, n_pairs, x.shape[0])
+    form = "blocks" if has_fixed_sums() else form or plan.shortest_form(w, n_pairs, x.shape[0])
     elsewhere = functools.partial(
-        BY_FORM[form], fan=fan, size=predict.block_rows(n_pairs, w.shape[0]), dtype=x.dtype
+        BY_FORM[form], fan=fan, size=plan.block_rows(n_pairs, w.shape[0]), dtype=x.dtype
     )
     on_cpu = functools.partial(_by_blocks, fan=fan, size=CPU_ROWS, dtype=jnp.float32)
     return lax.platform_dependent(x, w, experts, default=elsewhere, cpu=on_cpu)
@@ -82,7 +82,7 @@ def backward(
             experts,
             dy,
             default=functools.partial(
-                form, fan=fan, size=predict.block_rows(experts.shape[0], w.shape[0]), dtype=x.dtype
+                form, fan=fan, size=plan.block_rows(experts.shape[0], w.shape[0]), dtype=x.dtype
             ),
             cpu=functools.partial(form, fan=fan, size=CPU_ROWS, dtype=jnp.float32),
         )

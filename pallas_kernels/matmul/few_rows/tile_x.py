@@ -6,7 +6,7 @@ The pending term is added to x first, and the sum is rounded to x's dtype, as it
 
 Copies: a warp copies its run by cp.async.  With a norm its lanes load x and the norm's weight, and
 store the products in shared memory.
-Waits (``tile``, ``tile_sums``): a lane for its copies, then its warp.  A block barrier precedes the
+Waits (``tile``): a lane for its copies, then its warp.  A block barrier precedes the
 sum of squares; the batch's barrier, or with ``split`` the cluster's, precedes the factor.
 Writes: shared memory; the first cluster also stores x with what was pending.
 """

@@ -275,7 +275,6 @@ KERNELS = (
     "source",
     "team_share",
     "tile",
-    "warp_ring",
 )
 
 

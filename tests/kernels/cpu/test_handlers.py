@@ -17,7 +17,7 @@ import pytest
 
 from pallas_kernels.cpu import elf, jit, sealed
 from pallas_kernels.cpu import target as cpu_target
-from pallas_kernels.cpu.self_test import SelfTest, fault
+from pallas_kernels.cpu.jit import SelfTest, fault
 from pallas_kernels.cpu.target import TARGETS, VARIABLE, Target, _from_linux, target
 from pallas_kernels.dispatch import Reason
 from tests.helpers.cpu_cases import in_six_threads

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 if VERSION >= (0, 11, 2):
+    from pallas_kernels.gated_delta import gradients_channels as registers
     from pallas_kernels.gated_delta import gradients_channels_products as products
-    from pallas_kernels.gated_delta import gradients_channels_registers as registers
     from pallas_kernels.gated_delta import kernel_inverse
     from pallas_kernels.recurrence import channels, slices
     from pallas_kernels.rows import fused_parts
