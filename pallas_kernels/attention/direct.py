@@ -284,8 +284,7 @@ class _Kernel:
                 at = at + self.g * (4 * run)
                 p.when(self.g < 1, lambda: p.store_shared(stats, [top[c], whole]))
                 for first, values in tile.head_outputs(out, parts, c, self.codes):
-                    for i in range(0, run, 4):
-                        p.store_shared(at, values[i : i + 4], 4 * (first + i))
+                    p.store_shared(at, values, 4 * first)
 
             p.when(head < self.group, write)
 

@@ -290,8 +290,7 @@ class Scales:
                 scale, zero = parts if codes.zeros else (parts[0], [None] * codes.groups)
                 pairs = [self.adjust(s, z, values) for s, z in zip(scale, zero, strict=True)]
                 kept = [x for column in zip(*pairs, strict=True) for x in column]
-                for i in range(0, len(kept), 4):
-                    p.store_shared(to, kept[i : i + 4], 4 * i + self.half * values)
+                p.store_shared(to, kept, self.half * values)
         p.warp_barrier()
 
     def _floats(self, rest: list) -> list:
@@ -307,10 +306,7 @@ class Scales:
         """[scale, zero][group] (without zero points, [scale]) of token i of a run."""
         at = self.at + run * self.token_bytes
         offset = i * RUNS * self.token_bytes + self.half * values
-        groups, kept = self.codes.groups, []
-        for first in range(0, self.codes.staged, 4):
-            count = min(4, self.codes.staged - first)
-            kept += p.load_shared(at, count, offset + 4 * first, "f32")
+        groups, kept = self.codes.groups, p.load_shared(at, self.codes.staged, offset, "f32")
         return [kept[j : j + groups] for j in range(0, len(kept), groups)]
 
 

@@ -291,9 +291,7 @@ def _numbers(values, dtype):
     as ``quantize_kv`` has them."""
 
     def over_lanes(f, x):
-        for lanes in (1, 2, 4, 8, 16):
-            x = f(x, p.shuffle_xor(x, lanes))
-        return x
+        return p.over_lanes(x, (1, 2, 4, 8, 16), f)
 
     if dtype == "int4":
         high = over_lanes(p.maximum, functools.reduce(p.maximum, values))

@@ -91,32 +91,12 @@ def grouped_tiles(
     out_dtype: DTypeLike,
     partial: bool = False,
 ) -> jax.Array:
-    """The products of all pairs.
+    """The products of all pairs in out_dtype (float32 or bfloat16), ``[P, N]``, with a gate half.
 
-    Parameters
-    ----------
-    x : bfloat16 [P / fan, K]
-        Pair p reads row p // fan.
-    w : Array or QTensor [E, N, K]
-        See the module's docstring.
-    experts : int32 [P]
-        Clamped to [0, E).
-    bias : float [E, N], optional
-        Added before the gate.
-    fan : int
-        Pairs of a row of x.
-    gate : "silu", "gelu_tanh", ClampedGate or None
-        N is gate, then up.
-    tile : WeightTile or TokenTile
-        Of the plan.
-    out_dtype : data-type
-        float32 or bfloat16.
-    partial : bool
-        An index of E is an expert that w has not: the pair's result may be anything.
-
-    Returns
-    -------
-    Array [P, N] in out_dtype, with a gate [P, N / 2]
+    x: bfloat16 ``[P / fan, K]``; pair p reads row p // fan.  w: ``[E, N, K]``, of the module's
+    docstring; under a gate N is gate, then up.  experts: int32 ``[P]``, clamped to [0, E).
+    bias: float ``[E, N]``, added before the gate.  partial: an index of E is an expert that w has
+    not; the pair's result may be anything.
     """
     n_experts, n, k = w.shape
     n_pairs = experts.shape[0]

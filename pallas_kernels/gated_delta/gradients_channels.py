@@ -189,10 +189,7 @@ def finish(words, states, gates_out, diagonal, through, state) -> None:
     channel = through + (((lane.warp << 4) + lane.g) << 2)
 
     def start(h):
-        total = sums[h]
-        for lanes in (1, 2):
-            total = total + p.shuffle_xor(total, lanes)
-        return total + p.load_float(channel, 32 * h)
+        return p.over_lanes(sums[h], (1, 2)) + p.load_float(channel, 32 * h)
 
     gates, gone = lane.gate_words(gates_out), p.bits(state[-1])
     store_gradients(lane, moved, gates, 0, gone, start, flux, d_q, d_k)

@@ -210,20 +210,8 @@ def gated_delta_step(
     scale: float,
     plan: DeltaStepPlan,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute one step, and update the state in place: donate it and no copy is made.
-
-    Parameters
-    ----------
-    q, k : [B, Hk, Dk]
-    v : [B, H, Dv]
-    log_decay : float32 [B, H] or [B, H, Dk]
-    beta : float32 [B, H]
-    state : float32 [B, H, Dk, Dv]
-
-    Returns
-    -------
-    o [B, H, Dv], state
-    """
+    """``gated_delta.op.gated_delta_step``; the state is updated in place: donate it and no copy is
+    made."""
     b, h, dk, dv = state.shape
     shape = _Shape(
         h,

@@ -139,20 +139,9 @@ def _call(
 
 @functools.partial(jax.jit, static_argnames=("scale", "plan"))
 def gla_step(q, k, v, log_decay, state, scale: float, plan: GlaStepPlan | None = None):
-    """Compute one step, and update the state in place: donate it and no copy is made.
+    """``gla.op.gla_step`` of bfloat16 or float16: Dk is 64, 128, 256 or 512, and 32 divides Dv.
 
-    Parameters
-    ----------
-    q, k : bfloat16 or float16 [B, H, Dk]
-        Dk is 64, 128, 256 or 512.
-    v : [B, H, Dv]
-        32 divides Dv.
-    log_decay : float32 [B, H, Dk]
-    state : float32 [B, H, Dk, Dv]
-
-    Returns
-    -------
-    o [B, H, Dv], state
+    The state is updated in place: donate it and no copy is made.
     """
     b, h, dk = q.shape
     dv = v.shape[-1]

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -248,9 +249,7 @@ class _Greedy:
         if self.stop is None:
             return done
         is_stop = p.where(p.equal(self.stop, token), p.ci(1), p.ci(0))
-        for lanes in (16, 8, 4, 2, 1):
-            is_stop = is_stop | p.shuffle_xor(is_stop, lanes)
-        return done | is_stop
+        return done | p.over_lanes(is_stop, p.WARP, operator.or_)
 
 
 def _of_thread(logits: Value, thread: Value, rank: Value, vocabulary: int, kind: str) -> _Part:

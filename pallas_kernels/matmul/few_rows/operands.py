@@ -136,7 +136,7 @@ def load_eight(at: Value, kind: str) -> list[Value]:
     """Load 8 neighbouring values of an array of floats."""
     if kind != "f32":
         return floats(p.load_global(at, 4), kind)
-    return [v for i in (0, 16) for v in p.load_global(at, 4, i, "f32")]
+    return p.load_global(at, 8, kind="f32")
 
 
 def add_squares(total: Value, values: Sequence[Value], inside: Callable[[], Value] | None) -> Value:
@@ -147,7 +147,7 @@ def add_squares(total: Value, values: Sequence[Value], inside: Callable[[], Valu
     return squares if inside is None else p.where(inside(), squares, total)
 
 
-def over_lanes(values: Sequence[Value], lanes: int = 32) -> list[Value]:
+def lane_sums(values: Sequence[Value], lanes: int = 32) -> list[Value]:
     """Sums over so many neighbouring lanes, in each of them."""
     values = list(values)
     for distance in (16, 8, 4, 2, 1):

@@ -23,7 +23,7 @@ from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
 from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.few_rows.block import TileBlock
-from pallas_kernels.matmul.few_rows.operands import BYTES, add_squares, over_lanes
+from pallas_kernels.matmul.few_rows.operands import BYTES, add_squares, lane_sums
 from pallas_kernels.matmul.few_rows.plan import TOKENS, WARPS
 from pallas_kernels.ptx import Value
 from pallas_kernels.rows.fused_parts import floats, packed
@@ -215,7 +215,7 @@ class NormedX:
             while len(parts) > 1:
                 half = len(parts) // 2
                 parts = [u + v for u, v in zip(parts[:half], parts[half:], strict=True)]
-            (total,) = over_lanes(parts, self.lanes)
+            (total,) = lane_sums(parts, self.lanes)
             mine = (self.lane < 1) & is_one
             mine = mine & (self.block.warp < self.block.plan.warps)
             at = self.squares + self.block.warp * (4 * TOKENS) + token * 4

@@ -73,27 +73,10 @@ from pallas_kernels.matmul.stored import StoredWeight
 def weight_matmul(
     operands: WeightOperands, weight: StoredWeight, out_dtype: DTypeLike, tile: WeightTile
 ) -> jax.Array:
-    """Multiply by a weight in codes; see the module's docstring.
+    """The product with a weight in codes, ``[M, N]`` of 16 bits; see the module's docstring.
 
-    Parameters
-    ----------
-    operands : WeightOperands
-        The arrays.
-    weight : StoredWeight
-        How the weight is stored whose parts they are.
-    out_dtype : data-type
-        16 bits wide.
-    tile : WeightTile
-        Of the plan.
-
-    Returns
-    -------
-    [M, N] in out_dtype.
-
-    Raises
-    ------
-    ValueError
-        The tile's slots do not divide K.
+    weight: how the weight is stored whose parts ``operands`` has.  Raises ValueError where the
+    tile's slots do not divide K.
     """
     x = operands.x
     if not tile.divides(x.shape[1]):
