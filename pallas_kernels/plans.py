@@ -31,7 +31,7 @@ from pallas_kernels.device import gpu, planned_for, timed_tiles
 from pallas_kernels.dispatch import Plan, Reason, named_plan, stands_for
 from pallas_kernels.experts import summed_plan
 from pallas_kernels.experts.best import MOST as MOST_SCORES
-from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, Tile, TokenTile
+from pallas_kernels.experts.many_pairs.plan import GroupedTilePlan, Tile, TokenTile
 from pallas_kernels.experts.mixture import MixturePlan
 from pallas_kernels.experts.plan import MOST_PAIRS, GroupedRowPlan, row_plan
 from pallas_kernels.experts.route_plan import BLOCKS, WARPS, BestPlan, RoutePlan, SigmoidRoutePlan

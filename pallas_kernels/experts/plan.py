@@ -1,7 +1,7 @@
 """Which Mosaic kernel computes a grouped product, and the division of one of few pairs.
 
 Each pair of a token and an expert is a product of one row. It is divided as ``few_rows`` divides
-that product, over its share of the multiprocessors.  ``many_pairs_plan`` plans the kernel of many
+that product, over its share of the multiprocessors.  ``many_pairs.plan`` plans the kernel of many
 pairs, and ``summed_plan`` that of sums over experts.  The plan with the shortest predicted time
 is taken, if that is shorter than the time of XLA's shortest form:
 
@@ -27,7 +27,7 @@ from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Predicted, Reason, named_plan, shortest
 from pallas_kernels.experts.blocks import most_blocks
 from pallas_kernels.experts.gate import Gate
-from pallas_kernels.experts.many_pairs_plan import (
+from pallas_kernels.experts.many_pairs.plan import (
     GroupedTilePlan,
     chosen_experts,
     inner_gate,

@@ -29,7 +29,7 @@ from pallas_kernels.cards.table import KernelCost, measured_cards, of_version, p
 from pallas_kernels.device import block_bytes, gpu, planned_for
 from pallas_kernels.dispatch import named_plan
 from pallas_kernels.experts import plan as experts
-from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, TokenTile, fitted
+from pallas_kernels.experts.many_pairs.plan import GroupedTilePlan, TokenTile, fitted
 from pallas_kernels.experts.route_plan import RouteStatic, route_plan
 from pallas_kernels.gated_delta import op as gated_delta
 from pallas_kernels.gla import op as gla

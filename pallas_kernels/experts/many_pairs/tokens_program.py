@@ -14,7 +14,7 @@ first of the next expert.  A warpgroup without tokens does not multiply.  Rows b
 are multiplied, and not stored.
 
 Copies: the feeder's warp brings w by TMA.  If both blocks have one expert, each copies half of the
-rows of w to both.  Other warps gather each block's own rows of x (``many_pairs_gather_program``).
+rows of w to both.  Other warps gather each block's own rows of x (``gather_program``).
 Waits: a slot's w is refilled when all multiplying warpgroups of both blocks have arrived at its
 ``empty``, also those without tokens (``pass_by``).  The gathering warps wait for their block alone.
 Writes: a warpgroup stores its results at their pairs, as bfloat16 through shared memory.
@@ -31,9 +31,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.experts.many_pairs_finish_program import TokenStage, exchanged_four
-from pallas_kernels.experts.many_pairs_plan import token_stage
-from pallas_kernels.experts.many_pairs_program import PairsBlock, PairsFeeder
+from pallas_kernels.experts.many_pairs.finish_program import TokenStage, exchanged_four
+from pallas_kernels.experts.many_pairs.pairs_program import PairsBlock, PairsFeeder
+from pallas_kernels.experts.many_pairs.plan import token_stage
 from pallas_kernels.jax_internals import llvm
 from pallas_kernels.launch import REF, inline
 from pallas_kernels.matmul.many_rows.pipeline import REGISTERS, ring_next, ring_slot

@@ -1,12 +1,12 @@
-"""The program of a block of the grouped product of many pairs (``many_pairs_kernel``).
+"""The program of a block of the grouped product of many pairs (``kernel``).
 
 ``PairsBlock`` holds the facts that all of a block's warpgroups share.  The feeder and the
 multipliers are those of the dense product (``matmul.many_rows.weight_program``), which differ here
 in three places: a tile's expert comes from a table, and so do its rows of x, which other warps
-gather (``many_pairs_gather_program``); the rows of gate and up are copied side by side; and results
+gather (``gather_program``); the rows of gate and up are copied side by side; and results
 go to their pairs.
 
-``many_pairs_kernel`` says who copies, who waits and who writes.
+``kernel`` says who copies, who waits and who writes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.experts.many_pairs_finish_program import RowStage, store_one
-from pallas_kernels.experts.many_pairs_gather_program import GatherShape, RowGather, SortedRows
-from pallas_kernels.experts.many_pairs_plan import (
+from pallas_kernels.experts.many_pairs.finish_program import RowStage, store_one
+from pallas_kernels.experts.many_pairs.gather_program import GatherShape, RowGather, SortedRows
+from pallas_kernels.experts.many_pairs.plan import (
     Tile,
     has_sorted_rows,
     in_groups,

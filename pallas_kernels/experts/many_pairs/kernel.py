@@ -11,11 +11,11 @@ zeros, MXFP4 or NVFP4, ``[E, N, K]``.  64 divides K, a group has a multiple of 6
     others   codes -> bfloat16 in registers | wgmma over K | * row + bias, gate -> its pair's result
 
 The program is the dense product's (``matmul.many_rows.weight``): w is wgmma's register operand, and
-tokens are its N.  ``many_pairs_gather_program`` copies a tile's rows of x from where they lie.
+tokens are its N.  ``gather_program`` copies a tile's rows of x from where they lie.
 Under a gate a warpgroup has 32 rows of gate and 32 of up, which a thread reads eight rows apart, so
 the gate needs no exchange.  Consecutive tiles have one part, so that L2 still has its rows of x,
 and a part's weight is read once.  Where the weight is bfloat16 and experts have many pairs, no
-operand is in registers (``many_pairs_tokens_program``).  Where experts fill tiles of float4 codes,
+operand is in registers (``tokens_program``).  Where experts fill tiles of float4 codes,
 another kernel sorts rows of x in memory first (``sort_kernel``), and two blocks share them.
 
 Copies: the feeder's warp copies w and its scales by TMA (``PairsFeeder``).  Two more warps gather
@@ -45,12 +45,13 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.experts import sort_kernel
 from pallas_kernels.experts.blocks import parts_of_pairs
 from pallas_kernels.experts.gate import Gate
-from pallas_kernels.experts.many_pairs_finish_program import PairsFinish
-from pallas_kernels.experts.many_pairs_gather_program import barriers_of_slots, rows_of_slots
-from pallas_kernels.experts.many_pairs_plan import (
+from pallas_kernels.experts.many_pairs import sort_kernel
+from pallas_kernels.experts.many_pairs.finish_program import PairsFinish
+from pallas_kernels.experts.many_pairs.gather_program import barriers_of_slots, rows_of_slots
+from pallas_kernels.experts.many_pairs.pairs_program import UNIT, PairsBlock
+from pallas_kernels.experts.many_pairs.plan import (
     Tile,
     TokenTile,
     computing_of,
@@ -59,9 +60,8 @@ from pallas_kernels.experts.many_pairs_plan import (
     rows_in_memory,
     stage_bytes,
 )
-from pallas_kernels.experts.many_pairs_program import UNIT, PairsBlock
-from pallas_kernels.experts.many_pairs_tokens_program import TokenBlock
-from pallas_kernels.experts.sort_kernel import sorted_rows
+from pallas_kernels.experts.many_pairs.sort_kernel import sorted_rows
+from pallas_kernels.experts.many_pairs.tokens_program import TokenBlock
 from pallas_kernels.launch import Views
 from pallas_kernels.matmul.few_rows.kernel import parts_of
 from pallas_kernels.matmul.many_rows.pipeline import (
