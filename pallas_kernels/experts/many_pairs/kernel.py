@@ -130,9 +130,10 @@ def grouped_tiles(
         rest=FLOAT4_REST if weight.float4 else 1.0,
         bytes=jnp.dtype(out_dtype).itemsize,
     )
+    block = TokenBlock if isinstance(tile, TokenTile) else PairsBlock
     facts = {"tile": tile, "weight": weight, "finish": finish, "shape": (n, k), "fan": fan}
     (out,) = launch_persistent(
-        functools.partial(_run, **facts),
+        functools.partial(block, **facts),
         operands,
         {"out": jax.ShapeDtypeStruct((n_pairs, n_out), out_dtype)},
         name=f"grouped_matmul_{weight.scale_kind if weight.float4 else weight.codes.name}",
@@ -141,11 +142,6 @@ def grouped_tiles(
         computing=computing_of(tile),
     )
     return out
-
-
-def _run(gmem, smem, barrier, *, tile: Tile, **facts) -> None:
-    block = TokenBlock if isinstance(tile, TokenTile) else PairsBlock
-    block(gmem, smem, barrier, tile=tile, **facts).run()
 
 
 def _boxed(v: jax.Array | None) -> jax.Array | None:

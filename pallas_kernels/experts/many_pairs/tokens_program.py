@@ -108,19 +108,12 @@ class TokenMultiplier:
         pl.when(first < end)(multiply)
         pl.when(first >= end)(lambda: self.pass_by(t))
 
-    def await_slot(self, t, j, at) -> None:
-        self.block.gather.wait(at, t * self.block.steps + j)
-
-    def release_slot(self, at) -> None:
-        plgpu.barrier_arrive(self.block.barrier.empty.at[at])
-        self.block.gather.release(at)
-
     def pass_by(self, t) -> None:
         """Keep step with the others through a tile."""
 
         def step(j, at):
-            self.await_slot(t, j, at)
-            self.release_slot(at)
+            self.block.await_slot(t, j, at)
+            self.block.release_slot(at)
             return ring_next(at, 1, self.tile.stages)
 
         first = ring_slot(t * self.block.steps, self.tile.stages)
@@ -130,16 +123,16 @@ class TokenMultiplier:
         block, stages = self.block, self.tile.stages
 
         def step(j, at):
-            self.await_slot(t, j, at)
+            self.block.await_slot(t, j, at)
             x, w = self.smem.x.tiles.at[at, self.tokens], self.smem.w.tiles.at[at]
             plgpu.wgmma(acc, x, w.transpose((1, 0)))
             plgpu.wgmma_wait(1)
-            pl.when(j > 0)(lambda: self.release_slot(ring_next(at, stages - 1, stages)))
+            pl.when(j > 0)(lambda: self.block.release_slot(ring_next(at, stages - 1, stages)))
             return ring_next(at, 1, stages)
 
         end = lax.fori_loop(0, block.steps, step, ring_slot(t * block.steps, stages))
         plgpu.wgmma_wait(0)
-        self.release_slot(ring_next(end, stages - 1, stages))
+        self.block.release_slot(ring_next(end, stages - 1, stages))
         return plgpu.wgmma_accumulator_load(acc, wait_n=None)
 
     def finish(self, part, n0, first, end, acc) -> None:

@@ -82,7 +82,7 @@ def weight_matmul(
     if not tile.divides(x.shape[1]):
         raise ValueError(f"quantized_matmul: {tile} does not divide K = {x.shape[1]}")
     (out,) = launch_persistent(
-        functools.partial(_run, tile=tile, weight=weight),
+        functools.partial(WeightBlock, tile=tile, weight=weight),
         operands._asdict(),
         {"out": jax.ShapeDtypeStruct((x.shape[0], operands.w.shape[0]), out_dtype)},
         name=f"quantized_matmul_w{weight.bits}a{8 * x.dtype.itemsize}",
@@ -92,10 +92,6 @@ def weight_matmul(
         feeds=tile.lag == 0,
     )
     return out
-
-
-def _run(gmem, smem, barrier, **facts) -> None:
-    WeightBlock(gmem, smem, barrier, **facts).run()
 
 
 def _scratch(
