@@ -129,7 +129,7 @@ def gated_delta(
     more = {"initial_state": initial_state, "lengths": lengths, "segment_ids": segment_ids}
     _check("gated_delta", _OPERANDS, heads, **more)
     options = default_scale(q, scale), normalize_qk
-    return _gated_delta(options, heads, *more.values(), implementation)
+    return _gated_delta(options, heads, initial_state, lengths, segment_ids, implementation)
 
 
 def gated_delta_step(

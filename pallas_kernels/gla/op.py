@@ -122,7 +122,7 @@ def gla(
     if chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"gla: chunk {chunk} is not a power of two")
     options = default_scale(q, scale), chunk
-    o, state = _gla(options, heads, *more.values(), implementation)
+    o, state = _gla(options, heads, initial_state, lengths, segment_ids, implementation)
     return o, state if return_state else None
 
 
