@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxllama.config import ModelConfig, load_config
 from jaxllama.engine.options import SMALL_CARDS
 from jaxllama.planner.accounting import model_bytes
-from pallas_kernels.architecture import CARDS, Architecture, Card
+from pallas_kernels.cards.architecture import CARDS, Architecture, Card
 from pallas_kernels.device import card_of
 
 CARDS_SHOWN = (

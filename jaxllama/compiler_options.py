@@ -139,14 +139,14 @@ def compiled_with(options: Options | None, program: Jitted, **jit: Any) -> Jitte
 def compiled_here(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compile a lowered program in this thread, so that it can be serialized.
 
-    A GPU's program waits for its kernels (``pallas_kernels/lowered.py``).
+    A GPU's program waits for its kernels (``pallas_kernels/primitives/lowered.py``).
 
     A CPU program that jax read from its cache loses functions when it is serialized again.
     Therefore a CPU's program gets another key, by an option that equals XLA's default, and is not
     stored there.
     """
     if jax.default_backend() != "cpu":
-        from pallas_kernels.lowered import await_assembled  # a CPU's process needs no Pallas
+        from pallas_kernels.primitives.lowered import await_assembled  # a CPU needs no Pallas
 
         await_assembled()
         return lowered.compile()

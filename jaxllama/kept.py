@@ -41,8 +41,8 @@ import pallas_kernels
 from jaxllama.compiler_options import compiled_here, for_device
 from jaxllama.config import ModelConfig
 from jaxllama.typing import Jitted, Tree
-from pallas_kernels import architecture, sealed
-from pallas_kernels.cpu import jit
+from pallas_kernels.cards import architecture
+from pallas_kernels.cpu import jit, sealed
 
 FILES = 4  # one per model and way of loading it
 Serialized = tuple[bytes, object, object]  # as ``serialize_executable`` returns it
@@ -71,7 +71,8 @@ class Wanted(NamedTuple):
         """
         early = contextlib.nullcontext()
         if jax.default_backend() == "gpu":
-            from pallas_kernels.lowered import assemble, noted  # a CPU's process needs no Pallas
+            # A CPU's process needs no Pallas.
+            from pallas_kernels.primitives.lowered import assemble, noted
 
             early = noted(assemble)
         with collector_paused(), early:

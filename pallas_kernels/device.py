@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TypeVar
 
-from pallas_kernels.architecture import (
+from pallas_kernels.cards.architecture import (
     FEATURES,
     STAND_IN,
     Architecture,

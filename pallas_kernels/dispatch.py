@@ -37,9 +37,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 import jax
 from jax.core import Tracer
 
-from pallas_kernels.architecture import TARGET, asked_target, nearest
-from pallas_kernels.operands import has_shape
-from pallas_kernels.types import Device
+from pallas_kernels.cards.architecture import TARGET, asked_target, nearest
+from pallas_kernels.operands import Device, has_shape
 
 Implementation = Literal["xla", "mosaic", "cpu"]
 _IMPLEMENTATIONS = ("xla", "mosaic", "cpu")

@@ -1,8 +1,10 @@
-"""Checks of an op's operands against a table for each op, once while the op is traced.
+"""What an op is given: types of arrays, checks of operands, and their short text.
 
     sizes = check("gla", {"q": "float [B, T, H, Dk]", "lengths": "int32 [B] ?"}, q=q, lengths=None)
+    brief(value) -> "float32[64, 128]"       size_text(tree) -> "32.8 kB"
 
-An operand's line is its dtype, its axes and, where it may be None, a question mark.
+``check`` compares operands with a table for each op, once while the op is traced.  An operand's
+line is its dtype, its axes and, where it may be None, a question mark.
 
     dtype   a name; "float" for float32, bfloat16 and float16; another operand, for its dtype;
             "float|QTensor" where a QTensor may stand too
@@ -14,19 +16,58 @@ A QTensor's codes have those axes, and its other parts are what its docstring sa
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels.formats import E4M3, E8M0
-from pallas_kernels.rounding import CODES, NIBBLES
-from pallas_kernels.types import HasShape
+from pallas_kernels.rounding import CODES, E4M3, E8M0, NIBBLES
 
 if TYPE_CHECKING:
     import jax
+    from _typeshed import DataclassInstance
+
+
+class HasShape(Protocol):
+    """An array, a tracer, a ``jax.ShapeDtypeStruct``, numpy's array or a quantized weight."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+
+class Device(Protocol):
+    """A ``jax.Device``, or the abstract device of a mesh for another machine.
+
+    A GPU also has a ``compute_capability``.
+    """
+
+    @property
+    def platform(self) -> str: ...
+
+    @property
+    def device_kind(self) -> str: ...
+
+
+class TreeDef(Protocol):
+    """A ``jax.tree_util.PyTreeDef``, for which jaxlib has no type."""
+
+    @property
+    def num_leaves(self) -> int: ...
+
+    def unflatten(self, leaves: Iterable[object]) -> Any: ...
+
+    def flatten_up_to(self, tree: object) -> list[Any]: ...
+
 
 FLOATS = ("float32", "bfloat16", "float16")
 ROW_CODES = ("int8", "float8_e4m3fn")  # of the ops that quantize rows
@@ -264,3 +305,44 @@ def half_reason(**operands: HasShape) -> str | None:
         if x.dtype != known.dtype:
             return f"{name} is {x.dtype} where {first} is {known.dtype}"
     return None
+
+
+# --- arrays in a few words, for repr --------------------------------------------------------------
+
+
+def brief(value: object) -> str:
+    """Return a short text of a value.
+
+    An array is its dtype and shape, and equal neighbours of a tuple are counted.  Anything else is
+    its ``repr``.
+    """
+    if not hasattr(value, "_fields") and isinstance(value, tuple):
+        runs = [(text, len(list(run))) for text, run in itertools.groupby(map(brief, value))]
+        return f"({', '.join(text if n == 1 else f'{n} x {text}' for text, n in runs)})"
+    if not has_shape(value) or type(value).__repr__ is short_repr:
+        return repr(value)
+    return f"{value.dtype.name}[{', '.join(map(str, value.shape))}]"
+
+
+def short_repr(self: DataclassInstance) -> str:
+    """A dataclass of arrays: its fields but those that are None, and all their bytes."""
+    fields = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+    parts = [f"{name}={brief(value)}" for name, value in fields if value is not None]
+    return f"{type(self).__name__}({', '.join(filter(None, (*parts, size_text(self))))})"
+
+
+def size_text(tree: object) -> str:
+    """Bytes of a tree on an accelerator, where 4-bit codes lie two to a byte; "" where a leaf is no
+    array."""
+    leaves = jax.tree.leaves(tree)
+    if not all(map(has_shape, leaves)):
+        return ""
+    size = sum(
+        math.prod(leaf.shape) * (1 if leaf.dtype.name in NIBBLES else 2 * leaf.dtype.itemsize) / 2
+        for leaf in leaves
+    )
+    unit, scale = next(
+        (entry for entry in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size >= entry[1]),
+        ("bytes", 1),
+    )
+    return f"{size / scale:.4g} {unit}"

@@ -31,7 +31,7 @@ from pallas_kernels.device import gpu, planned_for, timed_tiles
 from pallas_kernels.dispatch import Plan, Reason, named_plan, stands_for
 from pallas_kernels.experts import summed_plan
 from pallas_kernels.experts.best import MOST as MOST_SCORES
-from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, Tile, TokenTile
+from pallas_kernels.experts.many_pairs.plan import GroupedTilePlan, Tile, TokenTile
 from pallas_kernels.experts.mixture import MixturePlan
 from pallas_kernels.experts.plan import MOST_PAIRS, GroupedRowPlan, row_plan
 from pallas_kernels.experts.route_plan import BLOCKS, WARPS, BestPlan, RoutePlan, SigmoidRoutePlan
@@ -111,10 +111,6 @@ def _shared_mixture() -> Sequence[Plan]:
     rows = (p for p in found if isinstance(p, GroupedRowPlan) and p.row.bits == 4)
     sums = [p for p in found if isinstance(p, GroupedSumPlan) and not p.partial]
     return [MixturePlan(*pair) for pair in itertools.product(rows, sums)]
-
-
-def _best() -> Sequence[Plan]:
-    return [BestPlan(1, n, 1) for n in range(32, MOST_SCORES + 1, 32)]
 
 
 def _norm_and_route() -> Sequence[Plan]:
@@ -229,16 +225,8 @@ def _rows(form: str, out: str, given: bool = False) -> list[Plan]:
     return _classes(found.values())
 
 
-def _rms_norm() -> Sequence[Plan]:
-    return _rows("norm", "s8")
-
-
 def _swiglu() -> Sequence[Plan]:
     return list(dict.fromkeys([*_rows("gate", "s8"), *_rows("gate", "s8", given=True)]))
-
-
-def _quantize_tokens() -> Sequence[Plan]:
-    return _rows("copy", "s8")
 
 
 OPS: dict[str, Callable[[], Sequence[Plan]]] = {
@@ -246,7 +234,7 @@ OPS: dict[str, Callable[[], Sequence[Plan]]] = {
     "gated_matmul": _gated_matmul,
     "grouped_matmul": _grouped_matmul,
     "shared_mixture": _shared_mixture,
-    "best": _best,
+    "best": lambda: [BestPlan(1, n, 1) for n in range(32, MOST_SCORES + 1, 32)],
     "norm_and_route": _norm_and_route,
     "decode_attention": _decode_attention,
     "latent_attention": _latent_attention,
@@ -259,9 +247,9 @@ OPS: dict[str, Callable[[], Sequence[Plan]]] = {
     "gated_delta": _gated_delta,
     "gated_delta_step": _gated_delta_step,
     "ssd": _ssd,
-    "rms_norm": _rms_norm,
+    "rms_norm": lambda: _rows("norm", "s8"),
     "swiglu": _swiglu,
-    "quantize_tokens": _quantize_tokens,
+    "quantize_tokens": lambda: _rows("copy", "s8"),
 }
 
 
@@ -274,7 +262,7 @@ def plans(op: str, card: str) -> tuple[Plan, ...]:
     op
         A key of ``OPS``.
     card
-        The name of a card in ``architecture.CARDS``.
+        The name of a card in ``cards.architecture.CARDS``.
     """
     with planned_for(card):
         return tuple(OPS[op]())

@@ -11,6 +11,7 @@ The instructions are those of the architecture that the kernel is for (``device.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 
 import jax
@@ -401,6 +402,18 @@ def shuffle_xor(x: Value, lanes: int) -> Value:
     return ptx(code, x, results=type_of(x), convergent=True)
 
 
+WARP = 16, 8, 4, 2, 1
+
+
+def over_lanes(
+    x: Value, lanes: Sequence[int] = WARP, f: Callable[[Value, Value], Value] = operator.add
+) -> Value:
+    """The sum, or ``f``, over the lanes whose numbers differ by xor of some of ``lanes``."""
+    for distance in lanes:
+        x = f(x, shuffle_xor(x, distance))
+    return x
+
+
 def shuffle_up(x: Value, lanes: int) -> Value:
     """Return the value of the lane this many below; the first lanes keep their own values."""
     code = f"shfl.sync.up.b32 $0, $1, {lanes}, 0, -1;"
@@ -471,26 +484,30 @@ def store_matrices_transposed(base: Value, words: Sequence[Value], at: int = 0) 
 
 
 def _load(space: str, base: Value, n: int, at: int, kind: str) -> list[Value]:
+    if n > 4:
+        return [x for i in range(0, n, 4) for x in _load(space, base, 4, at + 4 * i, kind)]
     result, (kind, outs) = f32() if kind == "f32" else i32(), _vector(kind, n, 0)
     return list(ptx(f"ld.{space}.{kind} {outs}, [${n}+{at}];", base, results=[result] * n))
 
 
 def _store(space: str, base: Value, values: Sequence[Value], at: int) -> None:
-    kind, names = _vector("f32" if type_of(values[0]) == f32() else "b32", len(values), 1)
-    ptx(f"st.{space}.{kind} [$0+{at}], {names};", base, *values)
+    for i in range(0, len(values), 4):
+        some = values[i : i + 4]
+        kind, names = _vector("f32" if type_of(some[0]) == f32() else "b32", len(some), 1)
+        ptx(f"st.{space}.{kind} [$0+{at + 4 * i}], {names};", base, *some)
 
 
 READ_ONLY = ".nc"  # the path of constants
 
 
 def load_global(base: Value, n: int, at: int = 0, kind: str = "b32", cache: str = ""):
-    """n (1, 2, 4) words, or "f32"; cache: ``READ_ONLY`` where no thread writes them during the
-    kernel, and no kernel before that is waited for did (``await_kernel``)."""
+    """n (1, 2, or a multiple of 4) words, or "f32"; cache: ``READ_ONLY`` where no thread writes
+    them during the kernel, and no kernel before that is waited for did (``await_kernel``)."""
     return _load(f"global{cache}", base, n, at, kind)
 
 
 def store_global(base: Value, values: Value | Sequence[Value], at: int = 0) -> None:
-    """A word or float, or 1, 2 or 4 of them at ``at``."""
+    """A word or float, or 1, 2, or a multiple of 4 of them at ``at``."""
     if isinstance(values, Value):
         ptx(f"st.global.{'f32' if type_of(values) == f32() else 'b32'} [$0], $1;", base, values)
     else:
@@ -566,12 +583,12 @@ def store_byte(base: Value, word: Value) -> None:
 
 
 def load_shared(base: Value, n: int, at: int = 0, kind: str = "b32") -> list[Value]:
-    """n (1, 2, 4) words, or "f32"."""
+    """n (1, 2, or a multiple of 4) words, or "f32"."""
     return _load("shared", base, n, at, kind)
 
 
 def store_shared(base: Value, values: Sequence[Value], at: int = 0) -> None:
-    """1, 2 or 4 words or floats."""
+    """1, 2, or a multiple of 4 words or floats."""
     _store("shared", base, values, at)
 
 

@@ -54,17 +54,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels.brief import short_repr
-from pallas_kernels.formats import (
+from pallas_kernels.operands import FLOATS, check, check_parts, dtype_name, short_repr
+from pallas_kernels.rounding import (
+    CODES,
     E4M3,
     FORMATS,
+    NIBBLES,
+    codes,
     format_blocks,
     format_group,
     format_scales,
+    grid,
+    multiples,
     whole_scale,
 )
-from pallas_kernels.operands import FLOATS, check, check_parts, dtype_name
-from pallas_kernels.rounding import CODES, NIBBLES, codes, grid, multiples
 
 FLOAT4 = jnp.dtype("float4_e2m1fn")
 BLOCK_ROWS = FORMATS["fp8-block"].rows
@@ -399,8 +402,6 @@ def of_one_scale(codes: jax.Array, scale: jax.Array) -> QTensor:
 def take_columns(x: jax.Array, columns: jax.Array) -> jax.Array: ...
 @overload
 def take_columns(x: QTensor, columns: jax.Array) -> QTensor: ...
-@overload
-def take_columns(x: jax.Array | QTensor, columns: jax.Array) -> jax.Array | QTensor: ...
 def take_columns(x: jax.Array | QTensor, columns: jax.Array) -> jax.Array | QTensor:
     """Columns of ``x[..., K]`` in another order; of a QTensor with one scale a row, its codes'."""
     if isinstance(x, QTensor):

@@ -34,10 +34,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.derivative import is_codes, is_float, linear_p
 from pallas_kernels.dispatch import KERNELS, Implementation, Plan, kind_of
 from pallas_kernels.jax_internals import Primitive, get_opaque_trace_state, jaxpr_as_fun
-from pallas_kernels.types import TreeDef
+from pallas_kernels.operands import TreeDef
+from pallas_kernels.primitives.derivative import is_codes, is_float, linear_p
 
 if TYPE_CHECKING:
     from jax.core import ShapedArray
@@ -320,7 +320,7 @@ def _kernel_lowering(
     plain = ctx.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
     emit = mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)
     if call.choice.implementation == "mosaic":
-        from pallas_kernels.lowered import lowered
+        from pallas_kernels.primitives.lowered import lowered
 
         return lowered(call.op.name, plain, args, jaxpr, emit)
     return emit(plain, *args)

@@ -44,7 +44,7 @@ import pytest
 
 from jaxllama import kept, progress
 from jaxllama.checkpoints import hub
-from pallas_kernels.architecture import asked_target
+from pallas_kernels.cards.architecture import asked_target
 from pallas_kernels.dispatch import hopper_reason
 from tests.helpers.compiling import SOON
 

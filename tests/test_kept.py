@@ -18,7 +18,7 @@ from jaxllama.executors.resident import ResidentDecoding
 from jaxllama.kept import KeptPrograms, collector_paused
 from jaxllama.language_model import LanguageModel
 from jaxllama.text.tokenizer import Tokenizer
-from pallas_kernels import architecture
+from pallas_kernels.cards import architecture
 from tests.helpers.models import LLAMA, params_of
 
 

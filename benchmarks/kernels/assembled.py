@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.architecture import BY_NAME
+from pallas_kernels.cards.architecture import BY_NAME
 
 ARCHITECTURES = tuple(BY_NAME)
 PAGE = Path(__file__).parent.parent.parent / "docs" / "assembled.md"

@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.kernels.shapes import LLAMA_1B, SMOLLM2_135M
 from pallas_kernels.cpu import CpuWeight, jit, prepare
 from pallas_kernels.cpu.handler import Phase, Program
-from pallas_kernels.formats import E4M3, E8M0, FORMATS
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.qtensor import FLOAT4, QTensor, tree_bytes
-from pallas_kernels.shapes import LLAMA_1B, SMOLLM2_135M
+from pallas_kernels.rounding import E4M3, E8M0, FORMATS
 
 MODELS = {"smollm2": (SMOLLM2_135M, 30), "1b": (LLAMA_1B, 16)}
 _CHUNK = 1 << 16

@@ -28,14 +28,14 @@ from benchmarks.kernels.timing import device_us
 from pallas_kernels import quantize, quantized_matmul
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.experts import op, predict, xla
+from pallas_kernels.experts import op, xla
 from pallas_kernels.experts import plan as planning
 from pallas_kernels.experts.gate import apply_gate
 from pallas_kernels.experts.op import grouped_matmul_reference
 from pallas_kernels.experts.route import norm_and_route
 from pallas_kernels.experts.summed_plan import summed_plan
-from pallas_kernels.formats import FORMATS
 from pallas_kernels.qtensor import QTensor, dequantize, tree_bytes
+from pallas_kernels.rounding import FORMATS
 
 SHAPES = {  # experts, chosen, rows and columns of one, SwiGLU
     "qwen3 gate_up": (128, 8, 1536, 2048, True),
@@ -165,7 +165,7 @@ def report(name: str, scheme: str, tokens: int, path: str | None, only: list[str
         found = summed_plan(x, w, pairs, chosen, most_tokens=MOST_SUMMED)
         if not isinstance(found, Reason):
             forms["summed"] = of_sum(found)
-    if predict.has_every(w, rows):
+    if plan.has_every(w, rows):
         forms["every"] = of_form("every", swiglu)
     forms["ragged"] = ragged(swiglu)
     forms = {form: f for form, f in forms.items() if not only or form in only}
@@ -173,7 +173,7 @@ def report(name: str, scheme: str, tokens: int, path: str | None, only: list[str
     if pairs <= 64:
         want = np.asarray(grouped_matmul_reference(x, w, picked[0], gated=gated), np.float32)
     ours = [form for form in forms if form != "ragged"]
-    us_of = {form: predict.form_us(form, w, pairs, rows, swiglu) for form in ours}
+    us_of = {form: plan.form_us(form, w, pairs, rows, swiglu) for form in ours}
     shortest = min(us_of, key=us_of.__getitem__, default=None)
     for form, f in forms.items():
         us, error = device_us(f, sets), ""

@@ -25,13 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.card_file import write_costs
-from pallas_kernels.architecture import MEASURED
+from pallas_kernels.cards.architecture import MEASURED
 from pallas_kernels.cards.table import KernelCost
 from pallas_kernels.device import gpu_named
-from pallas_kernels.experts import predict
+from pallas_kernels.experts import plan
 from pallas_kernels.qtensor import QTensor
 
-FORMS: tuple[Any, ...] = (*predict.XLA_FORMS, "mosaic", "tiles", "summed")
+FORMS: tuple[Any, ...] = (*plan.XLA_FORMS, "mosaic", "tiles", "summed")
 OUTLIER = 0.1  # relative error from which a time counts less
 
 
@@ -82,14 +82,14 @@ def read(path: str) -> Times:
 @contextlib.contextmanager
 def table(card: str, costs: dict[str, KernelCost] | None = None) -> Iterator[None]:
     """Predictions for a card, with other costs than the device's if given."""
-    before = predict.gpu
+    before = plan.gpu
     device = gpu_named(card)
     device = device if costs is None else dataclasses.replace(device, costs=costs)
-    predict.gpu = lambda: device
+    plan.gpu = lambda: device
     try:
         yield
     finally:
-        predict.gpu = before
+        plan.gpu = before
 
 
 def fit(times: Times) -> dict[str, KernelCost]:
@@ -101,13 +101,13 @@ def fit(times: Times) -> dict[str, KernelCost]:
     return costs
 
 
-def work(form: Any, case: ExpertsCase) -> predict.FormWork:
+def work(form: Any, case: ExpertsCase) -> plan.FormWork:
     """A form's amounts on the card that was measured."""
     with table(case.card):
-        return predict.form_work(form, case.weight(), case.pairs, case.rows, case.gated)
+        return plan.form_work(form, case.weight(), case.pairs, case.rows, case.gated)
 
 
-def fit_form(rows: list[tuple[predict.FormWork, float]]) -> dict[str, KernelCost]:
+def fit_form(rows: list[tuple[plan.FormWork, float]]) -> dict[str, KernelCost]:
     """One form's costs by family: a common start and cost of a block, a rate for each family."""
     from scipy.optimize import least_squares
 
@@ -140,10 +140,10 @@ Lost = tuple[float, str, ExpertsCase]
 def lost(found: dict[str, float], case: ExpertsCase, costs: dict[str, KernelCost] | None) -> Lost:
     """Share of time that the choice loses beside the best of the measured forms, and the choice."""
     w = case.weight()
-    forms = [form for form in found if form != "every" or predict.has_every(w, case.rows)]
+    forms = [form for form in found if form != "every" or plan.has_every(w, case.rows)]
     with table(case.card, costs):
         amounts = w, case.pairs, case.rows, case.gated
-        best = min(forms, key=lambda form: predict.form_us(form, *amounts))
+        best = min(forms, key=lambda form: plan.form_us(form, *amounts))
     return found[best] / min(found[form] for form in forms) - 1, best, case
 
 
@@ -166,7 +166,7 @@ def losses_of_unseen_shapes(times: Times) -> list[Lost]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("times")
-    parser.add_argument("--card", help="name of the card in pallas_kernels/architecture.py")
+    parser.add_argument("--card", help="name of the card in pallas_kernels/cards/architecture.py")
     args = parser.parse_args()
     times = read(args.times)
     costs = fit(times)

@@ -32,13 +32,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.card_file import write_costs
+from benchmarks.kernels.shapes import LLAMA_8B
 from pallas_kernels.cards.table import KernelCost
 from pallas_kernels.dispatch import Reason, named_plan
 from pallas_kernels.matmul import choice, predict, weight_only
 from pallas_kernels.matmul.call import MatmulCall, Static
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.shapes import LLAMA_8B
 
 SCHEMES = {  # codes, columns of a group (0: a row), zeros, codes of x
     "plain": (None, 0, None, None),
@@ -484,7 +484,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--compile-seconds", type=float, default=1e9, help="drop what is later")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop timing then")
-    parser.add_argument("--card", help="name of the card in pallas_kernels/architecture.py")
+    parser.add_argument("--card", help="name of the card in pallas_kernels/cards/architecture.py")
     args = parser.parse_args()
     if args.what == "measure":
         drawn = cases(args.seed, args.cases)

@@ -19,15 +19,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from benchmarks.kernels.shapes import LLAMA_8B
 from benchmarks.kernels.timing import device_us
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import hopper_reason, named_plan
-from pallas_kernels.formats import FORMATS
 from pallas_kernels.matmul.interleave import interleaved
 from pallas_kernels.matmul.op import product_plan, quantized_matmul
 from pallas_kernels.qtensor import QTensor, quantize
-from pallas_kernels.rounding import NIBBLES
-from pallas_kernels.shapes import LLAMA_8B
+from pallas_kernels.rounding import FORMATS, NIBBLES
 
 ROTATED_BYTES = 110e6  # at least twice the L2
 

@@ -158,7 +158,7 @@ def _cache_hint(lm: LanguageModel, rows: int, total: int) -> str:
     import jax
 
     from jaxllama.model.cache import init_cache
-    from pallas_kernels.brief import size_text
+    from pallas_kernels.operands import size_text
 
     stored, small = (
         size_text(jax.eval_shape(functools.partial(init_cache, lm.config, rows, total, dtype)))

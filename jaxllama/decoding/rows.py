@@ -22,7 +22,7 @@ from jaxllama.decoding.sampling import History
 from jaxllama.model.cache import Cache
 from jaxllama.model.mixers.common import LayerState
 from jaxllama.typing import Tree
-from pallas_kernels.brief import short_repr
+from pallas_kernels.operands import short_repr
 
 
 class Fields(NamedTuple):

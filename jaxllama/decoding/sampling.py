@@ -49,8 +49,8 @@ from jax.core import Tracer
 from jaxllama.decoding.cutoff import cutoff
 from jaxllama.errors import JaxLlamaError
 from jaxllama.typing import Tree
-from pallas_kernels.brief import short_repr
 from pallas_kernels.fixed_sums import has_fixed_sums, ordered_sums
+from pallas_kernels.operands import short_repr
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,7 @@ from jaxllama.typing import Tree
 from pallas_kernels.jax_internals import parts_of, renew_threads
 
 if TYPE_CHECKING:
-    from pallas_kernels.lowered import Kernel
+    from pallas_kernels.primitives.lowered import Kernel
 
 PATIENCE = 20.0
 LONGEST = 600  # seconds of a child
@@ -64,7 +64,7 @@ class LoweredModule:
 
     @classmethod
     def of(cls, lower: Lower) -> LoweredModule:
-        from pallas_kernels.lowered import noted
+        from pallas_kernels.primitives.lowered import noted
 
         kernels: list[Kernel] = []
         with noted(kernels.append):
@@ -86,7 +86,7 @@ class LoweredModule:
     def lower(self, arguments: tuple[Tree, ...]) -> jax.stages.Lowered:
         """Return the program of these arguments as this process's own lowered program. Threads
         assemble its kernels."""
-        from pallas_kernels.lowered import assemble, module_p
+        from pallas_kernels.primitives.lowered import assemble, module_p
 
         for kernel in self.kernels:
             assemble(kernel)

@@ -29,7 +29,7 @@ from jaxllama.model.mixers.common import QUANTIZED_CACHE
 from jaxllama.offload.store import available_memory
 from jaxllama.parallel.mesh import MODEL_AXIS
 from jaxllama.text.rows import chunk_widths, default_chunk, powers_of, short
-from pallas_kernels.architecture import CARDS
+from pallas_kernels.cards.architecture import CARDS
 from pallas_kernels.fixed_sums import block_rows
 from pallas_kernels.qtensor import tree_bytes
 

@@ -16,8 +16,8 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.quantization.scheme import Scheme, is_packed, round_weight
 from jaxllama.typing import ArrayOrNumpy, Params, Tree
 from pallas_kernels.cpu import CpuWeight
-from pallas_kernels.formats import FORMATS
 from pallas_kernels.qtensor import QTensor, RowBlocks
+from pallas_kernels.rounding import FORMATS
 
 
 def replaced(lm: LanguageModel, params: Params) -> LanguageModel:

@@ -36,7 +36,7 @@ from jaxllama.model.cache import init_cache
 from jaxllama.model.mixers import keeps_tokens
 from jaxllama.model.mixers.attention.chunk import has_cudnn
 from jaxllama.typing import JsonObject, LocalDevice, Params, Tree
-from pallas_kernels.architecture import TARGET, asked_target, nearest_card
+from pallas_kernels.cards.architecture import TARGET, asked_target, nearest_card
 from pallas_kernels.cpu import CpuWeight, jit, unavailable
 from pallas_kernels.dispatch import Choice, choices
 from pallas_kernels.gla.op import gla, gla_step

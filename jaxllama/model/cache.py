@@ -32,8 +32,8 @@ from jaxllama.model.records import Hidden
 from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis, row_axis
 from jaxllama.typing import Tree
 from pallas_kernels.attention.operands import WIDTHS, capacity_of
-from pallas_kernels.brief import short_repr
 from pallas_kernels.dispatch import hopper_reason
+from pallas_kernels.operands import short_repr
 from pallas_kernels.qtensor import tree_bytes
 
 

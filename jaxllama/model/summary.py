@@ -8,8 +8,8 @@ import jax
 
 from jaxllama.config import ModelConfig
 from jaxllama.typing import Leaf, Params
-from pallas_kernels.brief import brief, size_text
 from pallas_kernels.cpu import CpuWeight
+from pallas_kernels.operands import brief, size_text
 from pallas_kernels.qtensor import QTensor, RowBlocks
 
 _QUANTIZED = QTensor | RowBlocks | CpuWeight

@@ -23,9 +23,16 @@ from jax.typing import DTypeLike
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.quantization.rounding import Grid
-from pallas_kernels.formats import FORMATS, format_blocks, format_scales, whole_scale
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.rounding import Shrink, reciprocal, to_codes
+from pallas_kernels.rounding import (
+    FORMATS,
+    Shrink,
+    format_blocks,
+    format_scales,
+    reciprocal,
+    to_codes,
+    whole_scale,
+)
 from pallas_kernels.rounding import grid as make_grid
 
 DAMPING = 0.01  # share of the mean of H's diagonal

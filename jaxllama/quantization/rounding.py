@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.formats import FORMATS
 from pallas_kernels.qtensor import QTensor, dequantize, quantize
-from pallas_kernels.rounding import CODES, Shrink, codes, kept, reciprocal
+from pallas_kernels.rounding import CODES, FORMATS, Shrink, codes, kept, reciprocal
 from pallas_kernels.rounding import grid as make_grid
 
 # A weight's (dtype of the codes or format, columns per scale, whether it has zero points).

@@ -53,8 +53,8 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.quantization.rounding import fitted, nearest
 from jaxllama.typing import Leaf, Params, ParamsDict
 from pallas_kernels.cpu import CpuWeight
-from pallas_kernels.formats import FORMATS, format_group
 from pallas_kernels.qtensor import QTensor, RowBlocks
+from pallas_kernels.rounding import FORMATS, format_group
 
 SCHEMES = (
     "w8a16",
@@ -119,7 +119,7 @@ class Scheme:
 
     @property
     def is_format(self) -> bool:
-        """Whether a format fixes the groups and their scales (``pallas_kernels.formats``)."""
+        """Whether a format fixes the groups and their scales (``pallas_kernels.rounding``)."""
         return self.weights in FORMATS
 
     @property

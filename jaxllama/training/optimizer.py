@@ -27,8 +27,8 @@ from jaxllama.model.param import Path
 from jaxllama.model.params import param_table
 from jaxllama.model.stacked import one_layer_path
 from jaxllama.training.config import TrainConfig
+from jaxllama.training.fake_quantize import RANGES
 from jaxllama.typing import Params, Tree
-from pallas_kernels.fake_quantize import RANGES
 
 Multipliers = Mapping[Path, np.ndarray]
 

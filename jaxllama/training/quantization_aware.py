@@ -2,7 +2,7 @@
 
 A weight becomes a ``GridWeight``: the float32 master weight, its scales and its zeros, all of them
 trained. ``rounded`` returns the tree of floats that the model multiplies by, with straight-through
-gradients (``pallas_kernels.fake_quantize``). ``quantized`` returns the QTensors at the end. The
+gradients (``jaxllama.training.fake_quantize``). ``quantized`` returns the QTensors at the end. The
 grid starts as round-to-nearest's. So step 0 equals ``quantize_params`` of w8a16 or w4a16-sym,
 without zeros to the last bit.
 
@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.training.config import QuantizeConfig
+from jaxllama.training.fake_quantize import RANGES, fake_quantize, to_qtensor
 from jaxllama.typing import Params, Tree
-from pallas_kernels.fake_quantize import RANGES, fake_quantize, to_qtensor
 from pallas_kernels.qtensor import QTensor
 
 

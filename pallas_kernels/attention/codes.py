@@ -16,7 +16,7 @@ import functools
 import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import KIND, floats, packed
+from pallas_kernels.rows.fused_parts import KIND, floats, packed
 
 _BITS = {"bfloat16": 16, "float16": 16, "int8": 8, "int4": 4, "float8_e4m3fn": 8}
 
@@ -112,8 +112,7 @@ def as_float16(raw, factor, kind):
     scale is the power of two that brings the warp's largest query to 2^14."""
     chunks = [floats(words, kind) for words in raw]
     best = functools.reduce(p.maximum, [p.absolute(x) for values in chunks for x in values])
-    for lanes in (1, 2, 4, 8, 16):
-        best = p.maximum(best, p.shuffle_xor(best, lanes))
+    best = p.over_lanes(best, (1, 2, 4, 8, 16), p.maximum)
     exponent = p.larger(p.bits(best) >> 23, 15)
 
     def power(word):

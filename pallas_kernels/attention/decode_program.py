@@ -23,12 +23,12 @@ from pallas_kernels.attention.ring import (
     RingPlace,
     Scales,
     TokenWords,
+    WarpRing,
     ring_bytes,
     scale_bytes,
 )
 from pallas_kernels.attention.team_share import DecodeFacts, TeamPlace, TeamShare
 from pallas_kernels.attention.tile import HEADS, LEAST, NEG_INF
-from pallas_kernels.attention.warp_ring import WarpRing
 
 
 class _Sums(NamedTuple):
@@ -330,8 +330,7 @@ class DecodeKernel:
         at = at + here.g * (4 * run)
         p.when(here.g < 1, lambda: p.store_shared(to_stats, stats))
         for first, values in outputs():
-            for i in range(0, run, 4):
-                p.store_shared(at, values[i : i + 4], 4 * (first + i))
+            p.store_shared(at, values, 4 * first)
 
     def store_part(self, place, number, stats, outputs) -> None:
         """Write a query row's part for the kernel that merges chunks."""
@@ -344,8 +343,7 @@ class DecodeKernel:
         to_stats = p.offset(p.address(self.gmem.stats), line, 8)
         p.when(here.g < 1, lambda: p.store_global(to_stats, stats))
         for first, values in outputs():
-            for i in range(0, run, 4):
-                p.store_global(base, values[i : i + 4], 4 * (first + i))
+            p.store_global(base, values, 4 * first)
 
     def line(self, number):
         """The line of the result of one of the team's query rows."""

@@ -53,9 +53,9 @@ from pallas_kernels.attention.source import HeadWords, staged_floats
 from pallas_kernels.attention.tile import LEAST, NEG_INF, TILE
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.fused_parts import KIND, floats
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.qtensor import QTensor
+from pallas_kernels.rows.fused_parts import KIND, floats
 
 CLUSTER = 8  # the largest that any Hopper GPU takes
 
@@ -284,8 +284,7 @@ class _Kernel:
                 at = at + self.g * (4 * run)
                 p.when(self.g < 1, lambda: p.store_shared(stats, [top[c], whole]))
                 for first, values in tile.head_outputs(out, parts, c, self.codes):
-                    for i in range(0, run, 4):
-                        p.store_shared(at, values[i : i + 4], 4 * (first + i))
+                    p.store_shared(at, values, 4 * first)
 
             p.when(head < self.group, write)
 

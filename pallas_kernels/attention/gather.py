@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import hadamard_of_lanes
 from pallas_kernels.attention.merge import combine, with_sink
-from pallas_kernels.fused_parts import packed
+from pallas_kernels.rows.fused_parts import packed
 
 PAD = 8  # floats between two heads' parts: neighbouring heads in other banks
 AT_ONCE = 8  # shares that are in registers together
@@ -101,24 +101,18 @@ class Gathering:
         for head in heads:
             at, at_stats = self.part(part, head)
             at = at + self.lane * (4 * self.columns)
-            for c in range(0, self.columns, 4):
-                p.store_shared(at, [p.cf(0.0)] * min(4, self.columns), 4 * c)
+            p.store_shared(at, [p.cf(0.0)] * self.columns)
             p.store_shared(at_stats, [p.cf(float("-inf")), p.cf(0.0)])
 
     def _combined(self, base, stats, step: int, step_stats: int, count: int):
         """(maximum, sum, this lane's columns) of ``count`` shares."""
-        vector, carry = min(self.columns, 4), []
+        carry = []
         base = base + self.lane * (4 * self.columns)
         for first in range(0, count, AT_ONCE):
             loaded = []
             for i in range(first, min(first + AT_ONCE, count)):
                 peak, whole = p.load_shared(stats, 2, i * step_stats, "f32")
-                x = [
-                    v
-                    for c in range(0, self.columns, vector)
-                    for v in p.load_shared(base, vector, i * step + 4 * c, "f32")
-                ]
-                loaded.append((peak, whole, x))
+                loaded.append((peak, whole, p.load_shared(base, self.columns, i * step, "f32")))
             peak, whole, *x = combine(carry + loaded)
             carry = [(peak, whole, x)]
         return carry[0]
@@ -196,8 +190,7 @@ def write_parts(parts_ref, stats_ref, line: Callable, lane, head_dim: int) -> Ca
         at = line(head)
         base = p.offset(p.address(parts_ref), at, 4 * head_dim)
         base = p.offset(base, lane, 4 * columns)
-        for c in range(0, columns, 4):
-            p.store_global(base, x[c : c + 4], 4 * c)
+        p.store_global(base, x)
         stats = p.offset(p.address(stats_ref), at, 8)
         p.when(lane < 1, lambda: p.store_global(stats, [peak, whole]))
 

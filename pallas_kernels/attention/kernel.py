@@ -69,8 +69,8 @@ from pallas_kernels.attention.operands import Attended, capacity_of
 from pallas_kernels.attention.pages import Paging
 from pallas_kernels.attention.plan import AttentionPlan, blocks_of, shared_bytes
 from pallas_kernels.attention.team_share import DecodeFacts, QueryRows
-from pallas_kernels.fused_parts import KIND
 from pallas_kernels.launch import launch
+from pallas_kernels.rows.fused_parts import KIND
 
 # Shared memory of a block, as ``shared_bytes`` has it; the last three where a cluster sums parts.
 _SHARED = "ring", "scales", "barriers", "parts", "shares", "arrivals"

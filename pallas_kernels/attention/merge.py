@@ -24,8 +24,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import hadamard_of_lanes
-from pallas_kernels.fused_parts import KIND, packed
 from pallas_kernels.launch import launch
+from pallas_kernels.rows.fused_parts import KIND, packed
 
 NEG_INF = float("-inf")
 
@@ -110,7 +110,7 @@ def _merge_parts(gmem, smem, *, shape, kind, rotated):
         shares = []
         for i in range(splits):
             peak, whole = p.load_global(stats, 2, 8 * n * i, "f32")
-            shares.append((peak, whole, _columns(part, columns, 4 * h * n * i)))
+            shares.append((peak, whole, p.load_global(part, columns, 4 * h * n * i, "f32")))
         sums = combine(shares)
         some = 0 < p.bits(sums[1])  # else the outputs may be NaN
         _, whole, *x = with_sink(sums, gmem.sinks, head)
@@ -119,7 +119,7 @@ def _merge_parts(gmem, smem, *, shape, kind, rotated):
         if rotated:
             x = hadamard_of_lanes(x, lane, 32)
         base = p.offset(p.offset(p.address(gmem.out), index, 2 * h), lane, 2 * columns)
-        _store(base, packed(x, kind))
+        p.store_global(base, packed(x, kind))
 
     p.when(index < batch * n, merge)
 
@@ -181,7 +181,8 @@ class ChunkMerge:
         at = p.offset_rows(self.stats, index, 8 * self.n)
         at_part = p.offset_rows(self.part, index, 4 * self.h * self.n)
         peak, whole = p.load_global(at, 2, kind="f32")
-        return p.where(inside, peak, NEG_INF), whole, _columns(at_part, self.columns)
+        peak = p.where(inside, peak, NEG_INF)
+        return peak, whole, p.load_global(at_part, self.columns, kind="f32")
 
     def leave(self, sums: list) -> int:
         """Leave the warp's sums in shared memory; return how many of a lane there are."""
@@ -211,20 +212,8 @@ class ChunkMerge:
         if self.rotated:
             values = hadamard_of_lanes(values, self.lane, 32)
         base = p.offset(p.address(self.gmem.out), self.row * self.n + self.head, 2 * self.h)
-        _store(p.offset(base, self.lane, 2 * self.columns), packed(values, self.kind))
-
-
-def _columns(base, count: int, at: int = 0) -> list:
-    """Load a lane's neighbouring columns of a part, up to four together."""
-    vector = min(count, 4)
-    starts = range(0, count, vector)
-    return [x for c in starts for x in p.load_global(base, vector, at + 4 * c, "f32")]
-
-
-def _store(base, words) -> None:
-    """Store words, four together."""
-    for i in range(0, len(words), 4):
-        p.store_global(base, words[i : i + 4], 4 * i)
+        base = p.offset(base, self.lane, 2 * self.columns)
+        p.store_global(base, packed(values, self.kind))
 
 
 def with_sink(sums, sinks_ref, head):

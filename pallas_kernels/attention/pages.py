@@ -14,8 +14,8 @@ import jax
 from pallas_kernels import ptx as p
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.fixed_sums import planned_capacity, planned_rows
+from pallas_kernels.operands import HasShape
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.types import HasShape
 
 STEP = 32  # the longest of a kernel's steps, tokens
 

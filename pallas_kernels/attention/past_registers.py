@@ -117,9 +117,7 @@ def _of_row(i: int) -> int:
 
 def _over_quad(op, x):
     """A row's value, of the four threads that have its columns."""
-    for lanes in (1, 2):
-        x = op(x, p.shuffle_xor(x, lanes))
-    return x
+    return p.over_lanes(x, (1, 2), op)
 
 
 def zeros(h: int):

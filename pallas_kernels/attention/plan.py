@@ -31,7 +31,7 @@ class AttentionPlan:
     a block.  heads: kv heads of a team.  cluster: blocks that share a row's steps, and sum their
     parts; 0: chunks of ``chunk`` tokens to a team, and a second kernel that sums.  fuls: times
     eight query rows of a kv head that a warp takes.  by_warp: every warp has a ring of its own and
-    copies for itself (``warp_ring``); a team then has one kv head.  by_length: the longest rows
+    copies for itself (``ring.WarpRing``); a team then has one kv head.  by_length: the longest rows
     begin first (``kernel.longest_first``).
     """
 

@@ -12,6 +12,14 @@ the float32 numbers that the products take.  Every warp has its own, so only its
 
 Copies: ``fill``, by the warps of a team, a lane a run.  Waits: ``wait`` on ``full`` by every warp
 that reads; ``refill`` on ``empty`` by every warp that copies, until all of the team have read.
+
+``WarpRing`` serves GPUs without a copy engine (before Hopper).  A warp copies the tokens of its own
+kv head by ``cp.async``, 16 bytes a lane. It waits only for its own groups of copies, so no two
+warps wait for each other. A group is the keys or the values of a step. Groups are closed in the
+order in which the steps wait for them, so the number of younger ones is known. Every fill closes a
+group, also one that copies nothing.
+
+Its tokens lie as a team's of one head.
 """
 
 from __future__ import annotations
@@ -23,8 +31,8 @@ from typing import NamedTuple
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.pages import BlockTable
-from pallas_kernels.fused_parts import floats
 from pallas_kernels.ptx import Value
+from pallas_kernels.rows.fused_parts import floats
 
 RUNS = 8
 PAD = 32  # bytes between two runs in shared memory
@@ -282,8 +290,7 @@ class Scales:
                 scale, zero = parts if codes.zeros else (parts[0], [None] * codes.groups)
                 pairs = [self.adjust(s, z, values) for s, z in zip(scale, zero, strict=True)]
                 kept = [x for column in zip(*pairs, strict=True) for x in column]
-                for i in range(0, len(kept), 4):
-                    p.store_shared(to, kept[i : i + 4], 4 * i + self.half * values)
+                p.store_shared(to, kept, self.half * values)
         p.warp_barrier()
 
     def _floats(self, rest: list) -> list:
@@ -299,8 +306,88 @@ class Scales:
         """[scale, zero][group] (without zero points, [scale]) of token i of a run."""
         at = self.at + run * self.token_bytes
         offset = i * RUNS * self.token_bytes + self.half * values
-        groups, kept = self.codes.groups, []
-        for first in range(0, self.codes.staged, 4):
-            count = min(4, self.codes.staged - first)
-            kept += p.load_shared(at, count, offset + 4 * first, "f32")
+        groups, kept = self.codes.groups, p.load_shared(at, self.codes.staged, offset, "f32")
         return [kept[j : j + groups] for j in range(0, len(kept), groups)]
+
+
+# --- without a copy engine ------------------------------------------------------------------------
+
+
+_PIECE = 16  # bytes of one copy
+
+
+class WarpRing(Ring):
+    """``Ring`` of one warp: ``member`` and ``barriers`` are unused."""
+
+    def start(self, condition: p.Value | None, fills: Sequence[Callable[[], None]]) -> None:
+        for fill in fills:
+            self._group(condition, fill)
+
+    def _group(self, condition: p.Value | None, fill: Callable[[], None]) -> None:
+        """Copy where the condition holds (None: always), and close the group in any case."""
+        if condition is None:
+            fill()
+        else:
+            p.when(condition, fill)
+        p.copies_commit()
+
+    def fill(self, token0: p.Value, slot: p.Value, values: bool, entry: p.Value | None) -> None:
+        pieces = self.token_bytes // _PIECE  # of a token
+        at_once = 32 // pieces  # tokens
+        token = self.lane >> (pieces.bit_length() - 1)
+        piece = (self.lane & (pieces - 1)) * _PIECE
+        run = token >> (self.per_run.bit_length() - 1)
+        to = (
+            self.ring
+            + slot * self.slot_bytes
+            + run * self.stride
+            + (token & (self.per_run - 1)) * self.token_bytes
+            + piece
+            + (self.depth * self.slot_bytes if values else 0)
+        )
+        shift = self.pages.shift(token0, entry) if self.pages else None
+        unit = max(at_once, self.per_run)  # tokens of a turn: whole runs
+
+        def copy(done: p.Value, carry: list[p.Value]) -> list[p.Value]:
+            # Unrolled, the turns' addresses take more registers than there are.
+            (at,) = carry
+            for rest in range(0, unit, at_once):
+                here = p.smaller(first + done + rest, self.last)
+                source = p.offset(self.source(here, shift, values), piece)
+                p.copy_async(at, source, rest * self.token_bytes)
+            return [at + unit // self.per_run * self.stride]
+
+        first = token0 + token
+        p.loop(0, p.opaque(RUNS * self.per_run), unit, [to], copy)
+
+    def wait(self, slot: p.Value, parity: p.Value, values: bool) -> None:
+        del slot, parity, values
+        # A step closes two groups.  With one step in the ring the keys of the next come before the
+        # values of this one; with more, the values of ``depth - 1`` steps ahead before the keys.
+        p.copies_wait(1 if self.depth == 1 else 2 * self.depth - 2)
+        p.warp_barrier()
+
+    def release(self, slot: p.Value, values: bool) -> None:
+        del slot, values
+        p.warp_barrier()
+
+    def refill(
+        self, token0: p.Value, slot: p.Value, parity: p.Value, values: bool, entry: p.Value | None
+    ) -> None:
+        self.refill_if(None, token0, slot, parity, values, entry)
+
+    def refill_if(
+        self,
+        condition: p.Value | None,
+        token0: p.Value,
+        slot: p.Value,
+        parity: p.Value,
+        values: bool,
+        entry: p.Value | None,
+    ) -> None:
+        del parity
+        token = token0 + self.depth * self.apart
+        inside = p.at_most(token, self.last)
+        if condition is not None:
+            inside = condition & inside
+        self._group(inside, lambda: self.fill(token, slot, values, entry))

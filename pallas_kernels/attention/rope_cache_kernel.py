@@ -35,10 +35,10 @@ from pallas_kernels.attention.codes import hadamard_of_lanes
 from pallas_kernels.attention.operands import Cached, NewTokens, capacity_of
 from pallas_kernels.attention.pages import BlockTable, Paging
 from pallas_kernels.device import gpu
-from pallas_kernels.fused_parts import KIND, floats, packed
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import CODES
+from pallas_kernels.rows.fused_parts import KIND, floats, packed
 
 WARPS = 4
 TEAM = 8  # query heads that a warp of many tokens loads at once
@@ -291,9 +291,7 @@ def _numbers(values, dtype):
     as ``quantize_kv`` has them."""
 
     def over_lanes(f, x):
-        for lanes in (1, 2, 4, 8, 16):
-            x = f(x, p.shuffle_xor(x, lanes))
-        return x
+        return p.over_lanes(x, (1, 2, 4, 8, 16), f)
 
     if dtype == "int4":
         high = over_lanes(p.maximum, functools.reduce(p.maximum, values))

@@ -25,7 +25,7 @@ from pallas_kernels.attention import tile
 from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.pages import BlockTable, Paging
 from pallas_kernels.attention.tile import TILE
-from pallas_kernels.fused_parts import floats, packed
+from pallas_kernels.rows.fused_parts import floats, packed
 
 
 def staged_floats(head_dim: int) -> int:
@@ -256,8 +256,7 @@ class HeadWords:
         total = p.cf(0.0)
         for x in floats([w for chunk in chunks for w in chunk], self.kind):
             total = p.fma(x, x, total)
-        for lanes in (1, 2):  # the other features of the head
-            total = total + p.shuffle_xor(total, lanes)
+        total = p.over_lanes(total, (1, 2))  # the other features of the head
         return p.rsqrt(p.fma(total, 1.0 / self.h, self.eps))
 
     def weights(self, chunk: int, of: str) -> list:
@@ -265,17 +264,14 @@ class HeadWords:
         features = tile.features_of(self.codes)
         at = self.staged + self.quad * (2 * features)
         begin = 2 * self.h * (2 + "qk".index(of)) + 8 * features * chunk
-        words = [w for i in range(features // 8) for w in p.load_shared(at, 4, begin + 16 * i)]
-        return floats(words, self.kind)
+        return floats(p.load_shared(at, features // 2, begin), self.kind)
 
     def staged_table(self, chunk: int, index: int) -> list:
         """cos or sin at the lane's features of a chunk."""
         features = tile.features_of(self.codes)
         at = self.staged + self.quad * (4 * features)
         begin = 2 * self.h * index + 16 * features * chunk
-        return [
-            x for i in range(features // 4) for x in p.load_shared(at, 4, begin + 16 * i, "f32")
-        ]
+        return p.load_shared(at, features, begin, "f32")
 
     def with_new_key(self, token0, keys, shift, loaded=None):
         """loaded: by ``load_new_key``, where there are registers for it."""

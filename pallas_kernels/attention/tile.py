@@ -27,10 +27,7 @@ HEADS = 8  # query heads
 def load_heads(base, codes: Codes) -> list[list]:
     """A head's 16-bit features that meet a lane's key words, by chunk; base: of the first."""
     features = features_of(codes)
-    return [
-        [w for i in range(features // 8) for w in p.load_global(base, 4, 8 * features * j + 16 * i)]
-        for j in range(codes.k_chunks)
-    ]
+    return [p.load_global(base, features // 2, 8 * features * j) for j in range(codes.k_chunks)]
 
 
 def features_of(codes: Codes) -> int:
@@ -120,9 +117,7 @@ def maxima(scores, top) -> tuple[list, list]:
     new, fade = [], []
     for c in range(2):
         best = functools.reduce(p.maximum, [s[i] for s in scores for i in (c, c + 2)])
-        for lanes in (4, 8, 16):
-            best = p.maximum(best, p.shuffle_xor(best, lanes))
-        best = p.maximum(best, top[c])
+        best = p.maximum(p.over_lanes(best, (4, 8, 16), p.maximum), top[c])
         new.append(best)
         fade.append(p.exp2(top[c] - best))
     return new, fade
@@ -169,9 +164,7 @@ def add_values(outs: list, tokens, rights, codes: Codes) -> None:
 
 def over_tokens(x):
     """The sum over the lanes that share a quad's place."""
-    for lanes in (4, 8, 16):
-        x = x + p.shuffle_xor(x, lanes)
-    return x
+    return p.over_lanes(x, (4, 8, 16))
 
 
 def run_of(codes: Codes) -> int:

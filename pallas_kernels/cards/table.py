@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import jax
 
-from pallas_kernels.architecture import CARDS, MEASURED, Card
+from pallas_kernels.cards.architecture import CARDS, MEASURED, Card
 
 FOLDER = Path(__file__).parent
 _COLUMN = re.compile(r"(.+)_(before|from)_(\d+)_(\d+)")

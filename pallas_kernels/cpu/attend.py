@@ -27,7 +27,7 @@ from pallas_kernels.cpu.attention import Attend
 from pallas_kernels.cpu.cache import LANES, form_of
 from pallas_kernels.cpu.handler import CpuPlan
 from pallas_kernels.cpu.prefill import Prefill
-from pallas_kernels.cpu.softmax import PART
+from pallas_kernels.cpu.scores import PART
 from pallas_kernels.cpu.target import VARIABLE
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor

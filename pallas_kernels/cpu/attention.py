@@ -1,7 +1,7 @@
 """Attention of one query token a row over its cache: the program of ``decode_attention`` and, with
 RoPE and the cache's write before it, of ``rope_and_attend``.  ``cpu.attend`` plans and calls it.
 
-A row's keys are cut into parts, in the order of ``cpu.softmax``.  The cut does not depend on the
+A row's keys are cut into parts, in the order of ``cpu.scores``.  The cut does not depend on the
 threads or the other rows:
 
     scores of a part's keys, their weights, sums of weight times value   phase 1, by rows and parts
@@ -30,11 +30,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pallas_kernels.cpu.cache import CacheForm
-from pallas_kernels.cpu.handler import Phase, Program
+from pallas_kernels.cpu.cache import AttendForm
+from pallas_kernels.cpu.handler import Phase
 from pallas_kernels.cpu.parts import VALUES, CallRows, Join, KeyPart, Write, ahead
-from pallas_kernels.cpu.scores import KEYS
-from pallas_kernels.cpu.softmax import PART
+from pallas_kernels.cpu.scores import KEYS, PART
 
 if TYPE_CHECKING:
     from pallas_kernels.cpu.emit import Emitter, Value
@@ -43,33 +42,12 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Attend(Program):
+class Attend(AttendForm):
     """The program of attention over a cache.
 
-    group: query heads to a kv head.  paged: through a table.  new: with RoPE and the write.
-    norm: with an RMSNorm of q's and k's heads before RoPE.  sinks: with a sink of each query head.
-
-    Operands: q and lengths (qkv and slots), k, v, table, cos, sin, weights of q's norm and of k's,
-    sinks.
     Results: heads, parts (a record a part and head: sums, then total and largest), k, v.
     Attributes: eps, scale, window.
     """
-
-    cache: CacheForm
-    group: int
-    paged: bool
-    new: bool = False
-    norm: bool = False
-    sinks: bool = False
-
-    @property
-    def heads(self) -> int:
-        return self.group * self.cache.heads
-
-    @property
-    def arguments(self) -> int:
-        before = 2 + 2 * self.cache.arrays + self.paged
-        return before + 2 * self.new + 2 * self.norm + self.sinks
 
     @property
     def results(self) -> int:

@@ -13,9 +13,10 @@ first; sums over such heads are permuted back by ``in_order`` at the end.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pallas_kernels.cpu.frame import CallFrame
+from pallas_kernels.cpu.handler import Program
 from pallas_kernels.dispatch import Reason
 
 if TYPE_CHECKING:
@@ -68,25 +69,32 @@ def form_of(name: str, head: tuple[int, ...], groups: int) -> CacheForm | Reason
     return CacheForm(name, heads, width, groups)
 
 
-class AttendForm(Protocol):
-    """The parts of a cache that an attention program reads; ``attention.Attend`` is one."""
+@dataclasses.dataclass(frozen=True)
+class AttendForm(Program):
+    """What a program of attention over a cache depends on.
+
+    group: query heads to a kv head.  paged: through a table.  new: with RoPE and the write.
+    norm: with an RMSNorm of q's and k's heads before RoPE.  sinks: with a sink of each query head.
+
+    Operands: q and lengths (qkv and slots), k, v, table, cos, sin, weights of q's norm and of k's,
+    sinks.
+    """
+
+    cache: CacheForm
+    group: int
+    paged: bool
+    new: bool = False
+    norm: bool = False
+    sinks: bool = False
 
     @property
-    def cache(self) -> CacheForm: ...
+    def heads(self) -> int:
+        return self.group * self.cache.heads
+
     @property
-    def group(self) -> int: ...
-    @property
-    def paged(self) -> bool: ...
-    @property
-    def new(self) -> bool: ...
-    @property
-    def norm(self) -> bool: ...
-    @property
-    def sinks(self) -> bool: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def arguments(self) -> int: ...
+    def arguments(self) -> int:
+        before = 2 + 2 * self.cache.arrays + self.paged
+        return before + 2 * self.new + 2 * self.norm + self.sinks
 
 
 class CachePlaces:

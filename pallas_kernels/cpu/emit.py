@@ -409,6 +409,10 @@ class Emitter:
             self.call(name, values.type, values, self.lanes(index, first, lanes))
             for first in range(0, 64, lanes)
         ]
+        return self._joined(parts)
+
+    def _joined(self, parts: Sequence[Value]) -> Value:
+        """Vectors one behind the other; 2, 4 or 8 of them, or one."""
         while len(parts) > 1:
             parts = [self.join(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
         return parts[0]
@@ -461,10 +465,7 @@ class Emitter:
 
     def _parts(self, acc: Value, lanes: int, one: Callable[[Value, int], Value]) -> Value:
         """``one(part of acc, its first lane)`` for parts of some lanes, joined."""
-        parts = [one(self.lanes(acc, i, lanes), i) for i in range(0, LANES, lanes)]
-        while len(parts) > 1:
-            parts = [self.join(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
-        return parts[0]
+        return self._joined([one(self.lanes(acc, i, lanes), i) for i in range(0, LANES, lanes)])
 
     def _vnni256(self, acc: Value, pairs: Sequence[tuple[Value, Value]], bits: int) -> Value:
         def one(part: Value, first: int) -> Value:

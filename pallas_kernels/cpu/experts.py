@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from pallas_kernels.cpu import jit
 from pallas_kernels.cpu.handler import CpuPlan, Phase
 from pallas_kernels.cpu.matmul import TILE, Matmul, TilesOfRows
-from pallas_kernels.cpu.weight import CpuWeight, block_size
+from pallas_kernels.cpu.weight import CpuWeight
 from pallas_kernels.dispatch import Reason
 
 if TYPE_CHECKING:
@@ -52,21 +52,10 @@ def plan(w: CpuWeight, n_pairs: int, swiglu: bool) -> CpuPlan | Reason:
 def _program(
     w: CpuWeight, n_pairs: int, n_experts: int, swiglu: bool, apart: bool = False
 ) -> GroupedMatmul:
-    _, n, k = w.shape
     mean = -(-n_pairs // n_experts)
-    return GroupedMatmul(
-        bits=w.form.bits,
-        block=block_size(k, w.groups),
-        group=w.group_size if w.groups > 1 else 0,
-        scale=w.scale.dtype.name,
-        zero=None if w.zero is None else w.zero.dtype.name,
-        minimum=w.form.minimum,
-        rows=next(r for r in (1, 2, 4, 8) if r >= min(mean, jit.host().rows)),
-        float4=w.form.is_float4,
-        unit=w.form.has_unit,
-        swiglu=swiglu and n % (2 * TILE) == 0,
-        apart=apart,
-    )
+    rows = next(r for r in (1, 2, 4, 8) if r >= min(mean, jit.host().rows))
+    is_fused = swiglu and w.shape[1] % (2 * TILE) == 0
+    return GroupedMatmul.of(w, rows, swiglu=is_fused, apart=apart)
 
 
 def run(plan: CpuPlan, x: jax.Array, w: CpuWeight, starts: jax.Array) -> jax.Array:
@@ -99,19 +88,8 @@ def run_apart(
 
 
 def _called(program: GroupedMatmul, x: jax.Array, w: CpuWeight, *where: jax.Array) -> jax.Array:
-    n_pairs = x.shape[0]
-    parts = (w.q, w.scale) if w.zero is None else (w.q, w.scale, w.zero)
-    if program.unit and w.unit is not None:
-        parts = (*parts, w.unit)
-    tiles = [v.reshape(-1, *v.shape[2:]) for v in parts]
-    blocks = w.padded_k // program.block
-    scratch = n_pairs * (w.padded_k + 8 * blocks + 4 * w.groups)
-    n = w.form.n // 2 if program.swiglu else w.form.n
-    results = [
-        jax.ShapeDtypeStruct((n_pairs, n), jnp.float32),
-        jax.ShapeDtypeStruct((scratch,), jnp.uint8),
-    ]
-    call = jax.ffi.ffi_call(jit.register(program), results)
+    tiles = [v.reshape(-1, *v.shape[2:]) for v in program.parts_of(w)]
+    call = jax.ffi.ffi_call(jit.register(program), program.results_of(w, x.shape[0]))
     return call(x.astype(jnp.float32), *tiles, *where)[0]
 
 

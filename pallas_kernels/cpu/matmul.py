@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from pallas_kernels.cpu import jit
 from pallas_kernels.cpu.handler import CpuPlan, Phase, Program
 from pallas_kernels.cpu.weight import TILE, CpuWeight, WeightForm, block_size
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.formats import E4M3, E8M0
+from pallas_kernels.rounding import E4M3, E8M0
 
 if TYPE_CHECKING:
     from llvmlite import ir
@@ -84,16 +84,9 @@ def plan(call: MatmulCall) -> CpuPlan | Reason:
     if call.swiglu and call.n % (2 * TILE):
         return Reason(f"the {call.n} rows of gate and up are not whole tiles of {TILE} each")
     target = jit.host()
-    program = Matmul(
-        bits=w.form.bits,
-        block=block_size(call.k, w.groups),
-        group=w.group_size if w.groups > 1 else 0,
-        scale=w.scale.dtype.name,
-        zero=None if w.zero is None else w.zero.dtype.name,
-        minimum=w.form.minimum,
-        rows=shared_rows(call.m, w.form, target),
-        float4=w.form.is_float4,
-        unit=w.form.has_unit,
+    program = Matmul.of(
+        w,
+        shared_rows(call.m, w.form, target),
         norm=call.norm is not None,
         bias=call.bias,
         swiglu=call.swiglu,
@@ -121,24 +114,10 @@ def run(
 ) -> jax.Array:
     """x ``[R, K]`` -> ``[R, N]`` of the call's dtype."""
     program = plan.program
-    operands = [x, w.q, w.scale]
-    operands += [] if w.zero is None else [w.zero]
-    if program.unit and w.unit is not None:
-        operands.append(w.unit)
-    for v in (gamma, bias, residual):
-        operands += [] if v is None else [v]
-    operands = [
-        v.astype(jnp.float32) if i in (0, *range(program.fused, len(operands))) else v
-        for i, v in enumerate(operands)
-    ]
-    blocks = w.padded_k // program.block
-    scratch = call.m * (w.padded_k + 8 * blocks + 4 * w.groups)
-    n = call.n // 2 if call.swiglu else call.n
-    results = [
-        jax.ShapeDtypeStruct((call.m, n), jnp.float32),
-        jax.ShapeDtypeStruct((scratch,), jnp.uint8),
-    ]
+    fused = [v.astype(jnp.float32) for v in (gamma, bias, residual) if v is not None]
+    operands = x.astype(jnp.float32), *program.parts_of(w), *fused
     fixed = {"eps": np.float32(call.eps)} if program.norm else {}
+    results = program.results_of(w, call.m)
     y, _ = jax.ffi.ffi_call(jit.name_of(plan), results)(*operands, **fixed)
     return y.astype(call.out)
 
@@ -163,6 +142,35 @@ class Matmul(Program):
     residual: bool = False
     float4: bool = False
     unit: bool = False
+
+    @classmethod
+    def of(cls, w: CpuWeight, rows: int, **more: bool) -> Self:
+        """The program of a weight ``[..., N, K]``.  more: further fields."""
+        return cls(
+            bits=w.form.bits,
+            block=block_size(w.shape[-1], w.groups),
+            group=w.group_size if w.groups > 1 else 0,
+            scale=w.scale.dtype.name,
+            zero=None if w.zero is None else w.zero.dtype.name,
+            minimum=w.form.minimum,
+            rows=rows,
+            float4=w.form.is_float4,
+            unit=w.form.has_unit,
+            **more,
+        )
+
+    def parts_of(self, w: CpuWeight) -> list[jax.Array]:
+        """The weight's arrays, as operands."""
+        return [v for v in (w.q, w.scale, w.zero, w.unit if self.unit else None) if v is not None]
+
+    def results_of(self, w: CpuWeight, rows: int) -> list[jax.ShapeDtypeStruct]:
+        """The result of so many rows of x, and the scratch array."""
+        n = w.form.n // 2 if self.swiglu else w.form.n
+        size = rows * (w.padded_k + 8 * (w.padded_k // self.block) + 4 * w.groups)
+        return [
+            jax.ShapeDtypeStruct((rows, n), jnp.float32),
+            jax.ShapeDtypeStruct((size,), jnp.uint8),
+        ]
 
     @property
     def results(self) -> int:
@@ -228,8 +236,8 @@ class _Body:
         return kept + self.e.code_offset(self.p.bits)
 
     @property
-    def blocks_of_group(self) -> Value | int:
-        return self.p.group // self.p.block if self.p.group else self.blocks
+    def blocks_of_group(self) -> Value:
+        return self.e.i64(self.p.group // self.p.block) if self.p.group else self.blocks
 
 
 class _Round(_Body):
@@ -256,7 +264,7 @@ class _Round(_Body):
         gamma = self.call.argument(self.p.fused) if self.p.norm else None
 
         def group(g: Value) -> None:
-            start = g * self._count()
+            start = g * self.blocks_of_group
 
             def block(j: Value, total: Value) -> list[Value]:
                 j = start + j
@@ -275,15 +283,11 @@ class _Round(_Body):
                 e.store(total_codes * -self.offset, presets, word)
                 return [e.fma(scale, b.sitofp(total_codes, e.F32), total)]
 
-            (total,) = e.loop(self._count(), block, [e.f32(0.0)])
+            (total,) = e.loop(self.blocks_of_group, block, [e.f32(0.0)])
             if self.p.zero is not None:
                 e.store(total, group_sums, g * 4)
 
         e.loop(self.groups, group)
-
-    def _count(self) -> Value:
-        count = self.blocks_of_group
-        return self.e.i64(count) if isinstance(count, int) else count
 
     def _load(self, pointer: Value, column: Value) -> Value:
         """16 columns.  Groups hold whole blocks; one group may end inside of one."""
@@ -443,12 +447,10 @@ class TilesOfRows(_Body):
         self, tile: Value, start: Value, count: Value, totals: Value, held: _Held
     ) -> None:
         """16 outputs of ``count`` rows from ``start`` on, into ``totals[HELD_ROWS, 16]``."""
-        e, b, p = self.e, self.e.b, self.p
+        e, p = self.e, self.p
         q = e.at(self.q, tile * self.tile_bytes)
         first_group = tile * self.groups
-        many = self.blocks_of_group
-        blocks = e.i64(many) if isinstance(many, int) else many
-        last = count - 1
+        blocks, last = self.blocks_of_group, count - 1
 
         def put(value: Value, pointer: Value, row: Value) -> None:
             e.store(value, pointer, row * _SUMS, align=64)
@@ -473,14 +475,8 @@ class TilesOfRows(_Body):
                 made = []
                 before = [self._sums(totals, j) for j in rows]
                 for j, found, total in zip(rows, sums, before, strict=True):
-                    if zero is not None:
-                        index = (start + j) * self.groups + g
-                        x_sum = e.splat(self._word(self.group_sums, index))
-                        if p.zero == "int8":
-                            found = e.fma(b.fneg(zero), x_sum, found)
-                        else:
-                            total = e.fma(zero, x_sum, total)
-                    made.append(e.fma(scale, found, total))
+                    place = self.group_sums, (start + j) * self.groups + g
+                    made.append(self._scaled(found, total, scale, zero, *place))
                 for j, total in zip(rows, made, strict=True):
                     put(total, totals, j)
 
@@ -499,7 +495,7 @@ class TilesOfRows(_Body):
 
                 each(some)
 
-            if many == 1:
+            if p.group == p.block:
                 self._unpack(q, g, held.codes)
                 each(only_block)
                 return
@@ -553,7 +549,7 @@ class TilesOfRows(_Body):
 
     def products(self, tile: Value, rows: list[Value]) -> list[Value]:
         """16 outputs of each row."""
-        e, b, p = self.e, self.e.b, self.p
+        e, p = self.e, self.p
         q = e.at(self.q, tile * self.tile_bytes)
         first_group = tile * self.groups
         of_rows = []
@@ -576,13 +572,7 @@ class TilesOfRows(_Body):
             made = []
             zero = None if p.zero is None else self._numbers(3, p.zero, at)
             for row, found, total in zip(of_rows, sums, totals, strict=True):
-                if zero is not None:
-                    x_sum = e.splat(self._word(row.group_sums, g))
-                    if p.zero == "int8":
-                        found = e.fma(b.fneg(zero), x_sum, found)
-                    else:
-                        total = e.fma(zero, x_sum, total)
-                made.append(e.fma(scale, found, total))
+                made.append(self._scaled(found, total, scale, zero, row.group_sums, g))
             return made
 
         sums = e.loop(self.groups, group, [e.floats(0.0)] * len(rows))
@@ -593,17 +583,36 @@ class TilesOfRows(_Body):
         unit = e.load_part(e.at(self.part(p.fused - 1), first * 4), left)
         return [total * unit for total in sums]
 
+    def _scaled(
+        self,
+        found: Value,
+        total: Value,
+        scale: Value,
+        zero: Value | None,
+        x_sums: Value,
+        index: Value,
+    ) -> Value:
+        """A row's total with a group's sum ``found``.  x_sums, index: where the sum of x is."""
+        e = self.e
+        if zero is not None:
+            x_sum = e.splat(self._word(x_sums, index))
+            if self.p.zero == "int8":
+                found = e.fma(e.b.fneg(zero), x_sum, found)
+            else:
+                total = e.fma(zero, x_sum, total)
+        return e.fma(scale, found, total)
+
     def _group_sums(self, q: Value, g: Value, rows: list[_Row]) -> list[Value]:
         """Return each row's sum over group g of w's codes times x, with x's scales applied."""
-        e, count = self.e, self.blocks_of_group
+        e, count = self.e, self.p.group // self.p.block
         zeros = [e.floats(0.0)] * len(rows)
-        if isinstance(count, int) and count <= 4:
+        if 0 < count <= 4:
             sums, first = zeros, g * count
             for j in range(count):
                 sums = self._block(q, first + j, rows, sums)
             return sums
-        many = e.i64(count) if isinstance(count, int) else count
-        first = g * many
+        first = g * self.blocks_of_group
+        many = self.blocks_of_group
         return e.loop(many, lambda j, *s: self._block(q, first + j, rows, list(s)), zeros)
 
     def _block(self, q: Value, block: Value, rows: list[_Row], sums: list[Value]) -> list[Value]:

@@ -15,8 +15,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from pallas_kernels.cpu.cache import LANES, AttendForm, CacheForm, CacheHeads, CachePlaces
-from pallas_kernels.cpu.scores import KEYS, scores_of
-from pallas_kernels.cpu.softmax import BLOCK, PART, join, weigh
+from pallas_kernels.cpu.scores import BLOCK, KEYS, PART, join, scores_of, weigh
 
 if TYPE_CHECKING:
     from pallas_kernels.cpu.emit import Emitter, Value

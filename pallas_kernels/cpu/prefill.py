@@ -7,7 +7,7 @@
 A chunk is a row of the cache, a kv head and a tile of query tokens.  A tile has about ``ROWS``
 query rows: its tokens times their G heads.  A tile takes keys in blocks and converts each block
 once to float32, k laid out by features and v by keys.  Several queries at a time meet 16 keys in
-registers.  The softmax is online and in float32, in the order of ``cpu.softmax``.  So a query has
+registers.  The softmax is online and in float32, in the order of ``cpu.scores``.  So a query has
 the bits that ``cpu.attention`` gives it.  A tile reads only the blocks that it sees, and nothing
 after the last key that it sees.
 
@@ -30,8 +30,7 @@ from pallas_kernels.cpu.attention import Attend
 from pallas_kernels.cpu.cache import LANES
 from pallas_kernels.cpu.handler import Phase
 from pallas_kernels.cpu.parts import SCALE, CallRows, Write
-from pallas_kernels.cpu.scores import columns_of
-from pallas_kernels.cpu.softmax import BLOCK, PART, join, weigh
+from pallas_kernels.cpu.scores import BLOCK, PART, columns_of, join, weigh
 
 if TYPE_CHECKING:
     from pallas_kernels.cpu.emit import Emitter, Value

@@ -31,12 +31,11 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from pallas_kernels.brief import short_repr
 from pallas_kernels.cpu import pages
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.formats import E4M3, E8M0
+from pallas_kernels.operands import short_repr
 from pallas_kernels.qtensor import FLOAT4, QTensor, map_weights, tree_bytes
-from pallas_kernels.rounding import NIBBLES
+from pallas_kernels.rounding import E4M3, E8M0, NIBBLES
 
 Params = TypeVar("Params")  # a tree of parameters
 AnyArray = Any  # jax's or numpy's array, or its shape: no type has the methods of all

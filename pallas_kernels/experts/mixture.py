@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, own_plan
 from pallas_kernels.experts.gate import Gate
-from pallas_kernels.experts.many_pairs_plan import inner_gate
+from pallas_kernels.experts.many_pairs.plan import inner_gate
 from pallas_kernels.experts.op import grouped_matmul
 from pallas_kernels.experts.plan import GroupedRowPlan
 from pallas_kernels.experts.plan import plan as grouped_plan

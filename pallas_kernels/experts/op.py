@@ -11,7 +11,7 @@ CPU a token's result has the same bits in any batch, because every product has t
 
 The weight is an array, or a QTensor with a leading axis of experts (weight-only: codes by rows or
 groups, zeros of both kinds, scales in two levels).  ``experts.xla`` holds the forms, ``kernel`` and
-``many_pairs_kernel`` the Mosaic kernels, and ``predict`` the times that choose among them.  A CPU's
+``many_pairs.kernel`` the Mosaic kernels, and ``plan`` the times that choose among them.  A CPU's
 handler (``cpu.experts``) reads its own layout.  Where w is a ``CpuWeight``, its preparation was the
 choice, and x is rounded to 8 bits in blocks.
 
@@ -40,7 +40,7 @@ from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, i
 from pallas_kernels.experts import xla
 from pallas_kernels.experts.blocks import by_expert
 from pallas_kernels.experts.gate import ClampedGate, Gate, apply_gate, check_gate
-from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, inner_gate
+from pallas_kernels.experts.many_pairs.plan import GroupedTilePlan, inner_gate
 from pallas_kernels.experts.summed_plan import GroupedSumPlan
 from pallas_kernels.fixed_sums import has_fixed_sums, ordered_sums, planned_rows
 from pallas_kernels.operands import check
@@ -323,7 +323,7 @@ def planned(
         y = _handled(static.fan, plan, rows, w, experts.reshape(-1))
         left, added = (None, None) if plan.program.swiglu else (gated, bias)
     else:
-        from pallas_kernels.experts.many_pairs_kernel import grouped_tiles
+        from pallas_kernels.experts.many_pairs.kernel import grouped_tiles
 
         how = {**_inside(static, weights), "partial": static.partial}  # it clamps experts itself
         left, added = _left(gated), None

@@ -46,7 +46,6 @@ import jax.numpy as jnp
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.best_kernel import largest, of_lane
 from pallas_kernels.experts.route_plan import BLOCKS, LEAST, SENT, WARPS, RoutePlan, RouteStatic
-from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.few_rows.kernel import kinds_of
 from pallas_kernels.matmul.few_rows.operands import (
@@ -54,9 +53,9 @@ from pallas_kernels.matmul.few_rows.operands import (
     as_float,
     load_eight,
     load_word,
-    over_lanes,
 )
 from pallas_kernels.ptx import LOG2E, Value
+from pallas_kernels.rows.fused_parts import floats, packed
 
 THREADS = 32 * WARPS
 EARLY = 2  # parts of rows that a warp loads before the norm
@@ -183,7 +182,7 @@ class _Program:
         for _, inside, values, _ in asked:
             squares = functools.reduce(lambda sum_, v: p.fma(v, v, sum_), values, p.cf(0.0))
             total = total + p.where(inside, squares, 0.0)
-        (total,) = over_lanes([total])
+        total = p.over_lanes(total)
         at = smem.squares + warp * 4
         p.when(lane < 1, lambda: p.store_shared(at, [total]))
         p.barrier()
@@ -239,7 +238,7 @@ class _Program:
                 a = a if inside is None else p.where(inside, a, 0.0)
                 sums[i % 4] = p.fma(a, b, sums[i % 4])
         total = sums[0] + sums[1] + (sums[2] + sums[3])
-        (total,) = over_lanes([total])
+        total = p.over_lanes(total)
         is_one = (lane < 1) & (task < self.plan.tasks)
         at = rank * self.plan.tasks + task
         to = p.peer_address(self.smem.sums + at * SENT, 0)
@@ -287,7 +286,7 @@ class _Program:
         if self.static.normalize:
             total = functools.reduce(operator.add, powers)
         else:
-            (total,) = over_lanes([functools.reduce(operator.add, [power(v) for v in logits])])
+            total = p.over_lanes(functools.reduce(operator.add, [power(v) for v in logits]))
         return Chosen(of_lane(lane, chosen), of_lane(lane, powers), total)
 
     def by_sigmoids(self, lane: Value, logits: list[Value], choice_bias: Sequence[Value]) -> Chosen:
@@ -300,6 +299,6 @@ class _Program:
             mine = p.where(p.equal(index >> 5, i), p.shuffle_from(score, index & 31), mine)
         total = p.cf(1.0)
         if self.static.normalize:
-            (total,) = over_lanes([p.where(lane < self.static.k, mine, 0.0)])
+            total = p.over_lanes(p.where(lane < self.static.k, mine, 0.0))
             total = total + LEAST
         return Chosen(index, mine, total)

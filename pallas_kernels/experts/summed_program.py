@@ -325,9 +325,7 @@ class SumProgram:
         while len(parts) > 1:
             half = len(parts) // 2
             parts = [a + b for a, b in zip(parts[:half], parts[half:], strict=True)]
-        (total,) = parts
-        for distance in (1, 2):
-            total = total + p.shuffle_xor(total, distance)
+        total = p.over_lanes(parts[0], (1, 2))
         return dataclasses.replace(codes, x=pairs, x_sum=total)
 
     # --- behind them ---

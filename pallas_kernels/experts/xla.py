@@ -12,7 +12,7 @@
 On a CPU the blocks have ``CPU_ROWS`` rows whatever the call's size.  XLA then runs the same product
 for every pair, so a row's bits depend on that row and its expert alone.
 
-On an accelerator ``experts.predict`` chooses the form by the number of pairs.  The order of a sum
+On an accelerator ``experts.plan`` chooses the form by the number of pairs.  The order of a sum
 depends on the form and on the number of pairs.  "every" reads the weight once, as it lies, and
 multiplies a token once where its pairs share a row.  It holds float sums ``[N, E, out]``, which
 ``predict`` limits, and the floats of all codes in x's dtype.  The other forms read chosen experts
@@ -30,22 +30,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.derivative import is_codes
-from pallas_kernels.experts import predict
+from pallas_kernels.experts import plan
 from pallas_kernels.experts.blocks import blocks_of
-from pallas_kernels.experts.predict import XlaForm
+from pallas_kernels.experts.plan import XlaForm
 from pallas_kernels.fixed_sums import has_fixed_sums, planned_rows
 from pallas_kernels.matmul.predict import WORD
-from pallas_kernels.matmul.weight_only import dot, float4_values
+from pallas_kernels.matmul.weight_only import Dims, dot, float4_values, scale_gradients
 from pallas_kernels.qtensor import FLOAT4, QTensor, dequantize
 from pallas_kernels.rounding import NIBBLES
 
 Weight = jax.Array | QTensor
 # Rows of a block on a CPU: what few pairs waste beside what many read again.
 CPU_ROWS = 8
-_LAST = (((1,), (1,)), ((), ()))
-_FIRST = (((0,), (0,)), ((), ()))
-_ROWS = (((1,), (0,)), ((), ()))
+_LAST: Dims = (((1,), (1,)), ((), ()))
+_FIRST: Dims = (((0,), (0,)), ((), ()))
+_ROWS: Dims = (((1,), (0,)), ((), ()))
 
 
 def sums(
@@ -59,9 +58,9 @@ def sums(
         plain = dataclasses.replace(w, unit=None)
         return sums(x, plain, experts, fan, form) * w.unit[..., 0][experts]
     n_pairs = planned_rows(experts.shape[0])
-    form = "blocks" if has_fixed_sums() else form or predict.shortest_form(w, n_pairs, x.shape[0])
+    form = "blocks" if has_fixed_sums() else form or plan.shortest_form(w, n_pairs, x.shape[0])
     elsewhere = functools.partial(
-        BY_FORM[form], fan=fan, size=predict.block_rows(n_pairs, w.shape[0]), dtype=x.dtype
+        BY_FORM[form], fan=fan, size=plan.block_rows(n_pairs, w.shape[0]), dtype=x.dtype
     )
     on_cpu = functools.partial(_by_blocks, fan=fan, size=CPU_ROWS, dtype=jnp.float32)
     return lax.platform_dependent(x, w, experts, default=elsewhere, cpu=on_cpu)
@@ -74,19 +73,15 @@ def backward(
 
     w's is formed only where a caller wants it: ``jit`` drops it otherwise.
     """
-    made = {}
-    for name, form in (("x", _d_x), ("w", _d_w)):
-        made[name] = lax.platform_dependent(
-            x,
-            w,
-            experts,
-            dy,
-            default=functools.partial(
-                form, fan=fan, size=predict.block_rows(experts.shape[0], w.shape[0]), dtype=x.dtype
-            ),
-            cpu=functools.partial(form, fan=fan, size=CPU_ROWS, dtype=jnp.float32),
-        )
-    return made["x"].astype(x.dtype), _of_weight(w, made["w"])
+    size = plan.block_rows(experts.shape[0], w.shape[0])
+
+    def gradient(form: Callable[..., jax.Array]) -> jax.Array:
+        elsewhere = functools.partial(form, fan=fan, size=size, dtype=x.dtype)
+        on_cpu = functools.partial(form, fan=fan, size=CPU_ROWS, dtype=jnp.float32)
+        return lax.platform_dependent(x, w, experts, dy, default=elsewhere, cpu=on_cpu)
+
+    dx, dw = gradient(_d_x).astype(x.dtype), gradient(_d_w)
+    return dx, scale_gradients(w, dw) if isinstance(w, QTensor) else dw.astype(w.dtype)
 
 
 # --- one expert's floats --------------------------------------------------------------------------
@@ -124,14 +119,23 @@ def _pick(w: QTensor, e: jax.Array) -> QTensor:
 
 
 def _by_blocks(
-    x: jax.Array, w: Weight, experts: jax.Array, *, fan: int, size: int, dtype: DTypeLike
+    x: jax.Array,
+    w: Weight,
+    experts: jax.Array,
+    *,
+    fan: int,
+    size: int,
+    dtype: DTypeLike,
+    dims: Dims = _LAST,
 ) -> jax.Array:
+    """dims: of rows of x and an expert's floats, that are summed."""
     floats, at = _expert(w, dtype), blocks_of(experts, w.shape[0], size)
-    rows = jnp.minimum(at.pairs, experts.shape[0] - 1) // fan
+    pairs = jnp.minimum(at.pairs, experts.shape[0] - 1)
+    rows = pairs if fan == 1 else pairs // fan
 
     def one(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         expert, own = block
-        return dot(x[own], floats(expert), _LAST, dtype)
+        return dot(x[own], floats(expert), dims, dtype)
 
     found = lax.map(one, (at.experts, rows))
     return found.reshape(-1, found.shape[-1])[at.places]
@@ -185,15 +189,7 @@ def _d_x(
     size: int,
     dtype: DTypeLike,
 ) -> jax.Array:
-    floats, at = _expert(w, dtype), blocks_of(experts, w.shape[0], size)
-    rows = jnp.minimum(at.pairs, experts.shape[0] - 1)
-
-    def one(block: tuple[jax.Array, jax.Array]) -> jax.Array:
-        expert, own = block
-        return dot(dy[own], floats(expert), _ROWS, dtype)
-
-    found = lax.map(one, (at.experts, rows))
-    by_pair = found.reshape(-1, found.shape[-1])[at.places]
+    by_pair = _by_blocks(dy, w, experts, fan=1, size=size, dtype=dtype, dims=_ROWS)
     return jnp.sum(by_pair.reshape(x.shape[0], fan, -1), axis=1)
 
 
@@ -221,23 +217,3 @@ def _d_w(
     # Zeros of dy, so that inside of a shard_map they vary over the axes that dy does.
     zero = jnp.broadcast_to(jnp.zeros_like(dy[:1, :1])[..., None], w.shape)
     return lax.scan(add, zero, (at.experts, at.pairs))[0]
-
-
-def _of_weight(w: Weight, dw: jax.Array) -> Weight:
-    """The gradient of an array, or of a QTensor's scales and floating zeros."""
-    if not isinstance(w, QTensor):
-        return dw.astype(w.dtype)
-    by_group = dw.reshape(*w.scale.shape, -1)
-    codes = w.q.astype(jnp.float32).reshape(by_group.shape)
-    d_zero = None
-    if w.zero is not None and jnp.issubdtype(w.zero.dtype, jnp.integer):
-        codes = codes - w.zero.astype(jnp.float32)[..., None]
-    elif w.zero is not None:
-        d_zero = jnp.sum(by_group, axis=-1).astype(w.zero.dtype)
-    d_scale: jax.Array | None = jnp.sum(by_group * codes, axis=-1)
-    d_unit = None
-    if w.unit is not None:
-        by_scale = d_scale * w.scale.astype(jnp.float32)
-        d_unit = jnp.sum(by_scale, axis=-1, keepdims=True).astype(w.unit.dtype)
-    d_scale = None if is_codes(w.scale) else d_scale.astype(w.scale.dtype)
-    return dataclasses.replace(w, q=None, scale=d_scale, zero=d_zero, unit=d_unit)

@@ -13,7 +13,7 @@ and M' is the part of M between two of them, ``T - T M' T`` inverts the blocks o
 of T is the effect of one token's value on a later token's write.  For keys of length one, however
 alike, no entry exceeds 1; powers of M have no such bound.
 
-Decays are GLA's sums (``recurrence.decay``): no exponential of a positive number, no difference of
+Decays are GLA's sums (``recurrence.groups``): no exponential of a positive number, no difference of
 running sums.  A decay that is one number a head multiplies the products ``q k^T``, ``k k^T``
 afterwards; one number a channel goes into their operands, level by level.
 
@@ -34,8 +34,7 @@ import jax.numpy as jnp
 from pallas_kernels.fixed_sums import has_fixed_sums, row_sums
 from pallas_kernels.gated_delta.reference import heads_of
 from pallas_kernels.recurrence import groups
-from pallas_kernels.recurrence.decay import decay_sums, pairs, second_halves
-from pallas_kernels.recurrence.groups import dot, scan_unroll
+from pallas_kernels.recurrence.groups import decay_sums, dot, pairs, scan_unroll, second_halves
 from pallas_kernels.recurrence.op import Heads
 
 CHUNK = 64

@@ -195,11 +195,7 @@ def _sum_states(tiles, out) -> None:
         total = [x + p.shuffle_xor(x, distance) for x in total]
     to = p.offset(out, (place.warp << 3) + chunk, 32)
 
-    def store():
-        for n in (0, 4):
-            p.store_global(to, total[n : n + 4], 4 * n)
-
-    p.when(row < 1, store)
+    p.when(row < 1, lambda: p.store_global(to, total))
 
 
 @inline(plgpu.RefType(ROWS), REF)

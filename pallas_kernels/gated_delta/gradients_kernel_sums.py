@@ -113,8 +113,7 @@ def _finish_tokens(scratch, table, thread, limit, outs) -> None:
 def _from_end(lane, parts, moved):
     """The sum of what moved from the lane's second token on, with the whole chunk's parts."""
     whole = parts[0] + parts[1] + (parts[2] + parts[3])
-    for distance in (1, 2, 4, 8, 16):
-        whole = whole + p.shuffle_xor(whole, distance)
+    whole = p.over_lanes(whole, (1, 2, 4, 8, 16))
     return inverse.lanes_before(lane, moved[0] + moved[1]) + whole + moved[1]
 
 

@@ -169,9 +169,7 @@ def sum_rows(rows: InverseRows, to, x) -> None:
         total = p.cf(0.0)
         for tile in x:
             total = total + (tile[half][0] + tile[half][1])
-        for distance in (1, 2):
-            total = total + p.shuffle_xor(total, distance)
-        sums.append(total)
+        sums.append(p.over_lanes(total, (1, 2)))
 
     def store():
         for half in range(2):
@@ -247,8 +245,7 @@ def _invert_diagonal(rows: InverseRows, block) -> None:
     p.warp_barrier()  # all lanes have read A
     at = block + column * _PITCH
     at = at + p.where(upper, 0, p.ci(_BLOCK))
-    for i in range(2):
-        p.store_shared(at, words[4 * i : 4 * i + 4], 16 * i)
+    p.store_shared(at, words)
 
 
 def _matrices(rows: InverseRows, base):

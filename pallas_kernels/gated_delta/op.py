@@ -33,7 +33,6 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan
 from pallas_kernels.gated_delta.chunked import chunked_backward, chunked_forward, step
 from pallas_kernels.gated_delta.reference import normalized
-from pallas_kernels.operands import check
 from pallas_kernels.recurrence.op import Heads, Recurrence, Results, check_decay, default_scale
 from pallas_kernels.transform import Op, chosen
 
@@ -126,19 +125,10 @@ def gated_delta(
     | jvp, grad, at any order       | q, k, v, log_decay, beta, initial_state: its own backward |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
     """
-    _check(
-        "gated_delta",
-        _OPERANDS,
-        q=q,
-        k=k,
-        v=v,
-        log_decay=log_decay,
-        beta=beta,
-        initial_state=initial_state,
-        lengths=lengths,
-        segment_ids=segment_ids,
-    )
-    heads, options = Heads(q, k, v, log_decay, beta), (default_scale(q, scale), normalize_qk)
+    heads = Heads(q, k, v, log_decay, beta)
+    more = {"initial_state": initial_state, "lengths": lengths, "segment_ids": segment_ids}
+    _check("gated_delta", _OPERANDS, heads, **more)
+    options = default_scale(q, scale), normalize_qk
     return _gated_delta(options, heads, initial_state, lengths, segment_ids, implementation)
 
 
@@ -196,35 +186,20 @@ def gated_delta_step(
     | jvp, grad, at any order       | q, k, v, log_decay, beta, state: the XLA form's |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
     """
-    _check(
-        "gated_delta_step",
-        _STEP_OPERANDS,
-        q=q,
-        k=k,
-        v=v,
-        log_decay=log_decay,
-        beta=beta,
-        state=state,
-    )
+    heads = Heads(q, k, v, log_decay, beta)
+    _check("gated_delta_step", _STEP_OPERANDS, heads, state=state)
     check_decay("gated_delta_step", log_decay)
-    heads = Heads(q, k, v, log_decay, beta).in_float32()
+    heads = heads.in_float32()
     find = lambda: _step_plan(heads)  # noqa: E731
     found = choose_plan("gated_delta_step", implementation, find, *heads, state)
     call = (default_scale(q, scale), normalize_qk), found
     return _gated_delta_step(chosen(found, implementation), call, heads, state)
 
 
-def _check(
-    op: str,
-    lines: dict[str, str],
-    *,
-    q: jax.Array,
-    log_decay: jax.Array,
-    **operands: jax.Array | None,
-) -> None:
-    if getattr(log_decay, "ndim", 0) == q.ndim:
+def _check(op: str, lines: dict[str, str], heads: Heads, **more: jax.Array | None) -> None:
+    if getattr(heads.log_decay, "ndim", 0) == heads.q.ndim:
         lines = lines | {"log_decay": lines["log_decay"].replace("]", ", Dk]")}
-    sizes = check(op, lines, q=q, log_decay=log_decay, **operands)
+    sizes = heads.check(op, lines, **more)
     if sizes["H"] % sizes["Hk"]:
         raise ValueError(f"{op}: v has {sizes['H']} heads, no multiple of the {sizes['Hk']} of q")
 

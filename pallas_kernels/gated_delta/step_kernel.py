@@ -35,10 +35,10 @@ from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.fixed_sums import planned_rows
-from pallas_kernels.fused_parts import KIND, floats, packed
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.operands import half_reason
 from pallas_kernels.ptx import LOG2E
+from pallas_kernels.rows.fused_parts import KIND, floats, packed
 
 ROWS = 16  # of the state that a lane holds, four columns of each
 
@@ -210,20 +210,8 @@ def gated_delta_step(
     scale: float,
     plan: DeltaStepPlan,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute one step, and update the state in place: donate it and no copy is made.
-
-    Parameters
-    ----------
-    q, k : [B, Hk, Dk]
-    v : [B, H, Dv]
-    log_decay : float32 [B, H] or [B, H, Dk]
-    beta : float32 [B, H]
-    state : float32 [B, H, Dk, Dv]
-
-    Returns
-    -------
-    o [B, H, Dv], state
-    """
+    """``gated_delta.op.gated_delta_step``; the state is updated in place: donate it and no copy is
+    made."""
     b, h, dk, dv = state.shape
     shape = _Shape(
         h,

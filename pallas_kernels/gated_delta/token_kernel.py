@@ -42,7 +42,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.device import gpu
-from pallas_kernels.fused_parts import KIND
 from pallas_kernels.gated_delta.token_registers import (
     COLUMNS,
     ROWS,
@@ -52,6 +51,7 @@ from pallas_kernels.gated_delta.token_registers import (
     Token,
 )
 from pallas_kernels.launch import in_place, launch
+from pallas_kernels.rows.fused_parts import KIND
 
 __all__ = ["COLUMNS", "ROWS", "DeltaTokenPlan", "gated_delta_commit", "gated_delta_token"]
 

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import floats, layer_address, packed, silu
 from pallas_kernels.gated_delta.reference import EPSILON
 from pallas_kernels.ptx import LOG2E, Value
+from pallas_kernels.rows.fused_parts import floats, layer_address, packed, silu
 
 if TYPE_CHECKING:
     import jax
@@ -295,8 +295,7 @@ class Token:
         squares = p.cf(0.0)
         for x in o:
             squares = p.fma(x, x, squares)
-        for distance in (16, 8, 4, 2, 1):
-            squares = squares + p.shuffle_xor(squares, distance)
+        squares = p.over_lanes(squares)
         factor = p.rsqrt(p.fma(squares, 1.0 / COLUMNS, shape.eps))
         y = [x * factor * w for x, w in zip(o, weight, strict=True)]
         if z is not None:
@@ -319,9 +318,7 @@ class Token:
         p.store_shared(at, [qk], 8 * self.shape.dk * t)
         place = 4 * (COLUMNS + self.shape.warps) * t
         p.store_shared(self.values + self.v_channel * 4, [v], place)
-        squares = qk * qk
-        for distance in (16, 8, 4, 2, 1):
-            squares = squares + p.shuffle_xor(squares, distance)
+        squares = p.over_lanes(qk * qk)
         at = self.values + self.warp * 4
         store = functools.partial(p.store_shared, at, [squares], place + 4 * COLUMNS)
         p.when(self.lane < 1, store)

@@ -33,14 +33,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.recurrence import groups
-from pallas_kernels.recurrence.decay import (
+from pallas_kernels.recurrence.groups import (
     DecaySums,
     decay_sums,
+    dot,
+    operand_dtype,
     pairs,
+    scan_unroll,
     second_halves,
     transpose_sums,
 )
-from pallas_kernels.recurrence.groups import dot, operand_dtype, scan_unroll
 from pallas_kernels.recurrence.op import Heads
 
 

@@ -56,8 +56,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gla.gradients_levels import levels_call
-from pallas_kernels.gla.gradients_registers import N_EXTRA, finish_call, flux_call, states_call
+from pallas_kernels.gla.gradients_registers import (
+    N_EXTRA,
+    finish_call,
+    flux_call,
+    levels_call,
+    states_call,
+)
 from pallas_kernels.gla.products import chunk_products, products_call, symmetric_call
 from pallas_kernels.launch import Views, launch
 from pallas_kernels.recurrence.channels import (

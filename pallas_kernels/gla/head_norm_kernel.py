@@ -26,9 +26,9 @@ from collections.abc import Sequence
 import jax
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import KIND, floats, packed, silu
 from pallas_kernels.launch import launch
 from pallas_kernels.ptx import Value
+from pallas_kernels.rows.fused_parts import KIND, floats, packed, silu
 
 _WIDTH = 128  # columns that a warp takes at once, four a lane
 
@@ -38,10 +38,7 @@ def squares(o: Sequence[Value], lanes: int) -> Value:
     total = p.cf(0.0)
     for x in o:
         total = p.fma(x, x, total)
-    for distance in (16, 8, 4, 2, 1):
-        if distance < lanes:
-            total = total + p.shuffle_xor(total, distance)
-    return total
+    return p.over_lanes(total, [d for d in p.WARP if d < lanes])
 
 
 def finished(
@@ -131,21 +128,11 @@ class _Head:
 def gated_norm(
     o: jax.Array, weight: jax.Array, gate: jax.Array | None, *, start: int, eps: float, columns: int
 ) -> jax.Array:
-    """Return the norm of each head of o through the gate.
+    """Return the norm of each head of o through the gate, ``[N, H, Dv]`` of the weight's dtype.
 
-    Parameters
-    ----------
-    o : float32 [N, H, Dv]
-        128 divides Dv.
-    weight : bfloat16 or float16 [Dv]
-    gate : [N, pitch], optional
-        Rows with the gate of all heads from column ``start`` on.
-    columns : int
-        Columns of a block of the step, 64 or 128.
-
-    Returns
-    -------
-    [N, H, Dv], of the weight's dtype
+    o: float32 ``[N, H, Dv]``; 128 divides Dv.  weight: bfloat16 or float16 ``[Dv]``.  gate:
+    ``[N, pitch]``, rows with the gate of all heads from column ``start`` on.  columns: of a block
+    of the step, 64 or 128.
     """
     n, heads, dv = o.shape
     pitch = 0 if gate is None else gate.shape[1]

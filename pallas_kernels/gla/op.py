@@ -28,7 +28,6 @@ from pallas_kernels.cpu import gla as cpu
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan
 from pallas_kernels.fixed_sums import row_sums
 from pallas_kernels.gla.chunked import chunked_backward, chunked_forward
-from pallas_kernels.operands import check
 from pallas_kernels.recurrence.op import Heads, Recurrence, Results, check_decay, default_scale
 from pallas_kernels.transform import Op, chosen
 
@@ -117,20 +116,12 @@ def gla(
     | jvp, grad, at any order       | q, k, v, log_decay, initial_state: a backward of its own |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
     """
-    check(
-        "gla",
-        _OPERANDS,
-        q=q,
-        k=k,
-        v=v,
-        log_decay=log_decay,
-        initial_state=initial_state,
-        lengths=lengths,
-        segment_ids=segment_ids,
-    )
+    heads = Heads(q, k, v, log_decay)
+    more = {"initial_state": initial_state, "lengths": lengths, "segment_ids": segment_ids}
+    heads.check("gla", _OPERANDS, **more)
     if chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"gla: chunk {chunk} is not a power of two")
-    heads, options = Heads(q, k, v, log_decay), (default_scale(q, scale), chunk)
+    options = default_scale(q, scale), chunk
     o, state = _gla(options, heads, initial_state, lengths, segment_ids, implementation)
     return o, state if return_state else None
 
@@ -183,9 +174,10 @@ def gla_step(
     | jvp, grad, at any order       | q, k, v, log_decay, state: the XLA form's |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
     """
-    check("gla_step", _STEP_OPERANDS, q=q, k=k, v=v, log_decay=log_decay, state=state)
+    heads = Heads(q, k, v, log_decay)
+    heads.check("gla_step", _STEP_OPERANDS, state=state)
     check_decay("gla_step", log_decay)
-    heads = Heads(q, k, v, log_decay).in_float32()
+    heads = heads.in_float32()
     find, on_cpu = lambda: _step_plan(heads), lambda: cpu.plan(q, v)
     leaves = jax.tree.leaves((heads, state))
     found = choose_plan("gla_step", implementation, find, *leaves, cpu=on_cpu)

@@ -58,7 +58,6 @@ import jax.numpy as jnp
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.fixed_sums import planned_rows
-from pallas_kernels.fused_parts import KIND
 from pallas_kernels.gla.head_norm_kernel import gated_norm
 from pallas_kernels.gla.step_registers import (
     BATCH,
@@ -70,6 +69,7 @@ from pallas_kernels.gla.step_registers import (
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.operands import half_reason
 from pallas_kernels.recurrence.plan import shapes_reason
+from pallas_kernels.rows.fused_parts import KIND
 
 LAYERS = 64  # of a commit: their addresses are the kernel's arguments
 
@@ -139,20 +139,9 @@ def _call(
 
 @functools.partial(jax.jit, static_argnames=("scale", "plan"))
 def gla_step(q, k, v, log_decay, state, scale: float, plan: GlaStepPlan | None = None):
-    """Compute one step, and update the state in place: donate it and no copy is made.
+    """``gla.op.gla_step`` of bfloat16 or float16: Dk is 64, 128, 256 or 512, and 32 divides Dv.
 
-    Parameters
-    ----------
-    q, k : bfloat16 or float16 [B, H, Dk]
-        Dk is 64, 128, 256 or 512.
-    v : [B, H, Dv]
-        32 divides Dv.
-    log_decay : float32 [B, H, Dk]
-    state : float32 [B, H, Dk, Dv]
-
-    Returns
-    -------
-    o [B, H, Dv], state
+    The state is updated in place: donate it and no copy is made.
     """
     b, h, dk = q.shape
     dv = v.shape[-1]

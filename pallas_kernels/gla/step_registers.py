@@ -15,9 +15,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import floats, layer_address, packed
 from pallas_kernels.gla.head_norm_kernel import finished, norm_factor, squares
 from pallas_kernels.ptx import LOG2E, Value
+from pallas_kernels.rows.fused_parts import floats, layer_address, packed
 
 if TYPE_CHECKING:
     import jax

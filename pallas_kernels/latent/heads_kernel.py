@@ -30,13 +30,13 @@ from pallas_kernels import ptx as p
 from pallas_kernels.attention.operands import capacity_of
 from pallas_kernels.attention.pages import BlockTable, Paging
 from pallas_kernels.attention.rope_cache_kernel import CachePlace
-from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.latent.plan import LATENT, ROPE, ROWS, WIDTH
 from pallas_kernels.latent.step_plan import MOST_ROWS, LatentStep
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.matmul.few_rows.kernel import kinds_of
-from pallas_kernels.matmul.few_rows.operands import BYTES, load_eight, load_number, over_lanes
+from pallas_kernels.matmul.few_rows.operands import BYTES, load_eight, load_number
 from pallas_kernels.ptx import Value
+from pallas_kernels.rows.fused_parts import floats, packed
 
 WARPS, PARTS = MOST_ROWS, 8
 COLUMNS = LATENT // PARTS
@@ -164,7 +164,7 @@ class _Program:
         low = [floats(p.load_global(p.offset(source, piece, 16), 4)) for piece in pieces]
         gamma = [load_eight(p.offset(self.gmem.gamma, piece, 8 * size), kind) for piece in pieces]
         squares = [p.fma(v, v, 0.0) for eight in low for v in eight]
-        (total,) = over_lanes([functools.reduce(operator.add, squares)])
+        total = p.over_lanes(functools.reduce(operator.add, squares))
         factor = p.rsqrt(p.fma(total, 1.0 / LATENT, self.eps))
         turned = self.turned(p.offset(source, p.ci(2 * LATENT)))
         (slot,) = p.load_global(p.offset(self.gmem.slots, self.warp, 4), 1)

@@ -16,9 +16,15 @@ from pallas_kernels import ptx as p
 from pallas_kernels.attention.merge import merge_chunks
 from pallas_kernels.attention.operands import LatentCodes, capacity_of
 from pallas_kernels.latent.chosen_program import BARRIERS, ChosenBlock
-from pallas_kernels.latent.codes_program import RING, RUN, CodesBlock
 from pallas_kernels.latent.decode_program import HALF, PIECES, Facts, LatentBlock
-from pallas_kernels.latent.few_program import STAGES, FewBlock, FewChosenBlock
+from pallas_kernels.latent.few_program import (
+    RING,
+    RUN,
+    STAGES,
+    CodesBlock,
+    FewBlock,
+    FewChosenBlock,
+)
 from pallas_kernels.latent.plan import LATENT, ROPE, ROWS, TILE, WIDTH, LatentPlan, copy_of
 from pallas_kernels.launch import Views, inline, launch
 from pallas_kernels.matmul.many_rows.pipeline import tiled

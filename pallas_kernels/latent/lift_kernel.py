@@ -20,10 +20,10 @@ import jax
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.merge import ChunkMerge
-from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.latent.plan import LATENT
 from pallas_kernels.launch import launch
-from pallas_kernels.matmul.few_rows.operands import over_lanes
+from pallas_kernels.matmul.few_rows.operands import lane_sums
+from pallas_kernels.rows.fused_parts import floats, packed
 
 WARPS, PARTS = 8, 8
 
@@ -84,14 +84,14 @@ class _LiftedMerge(ChunkMerge):
         words = []
         for row in self.rows:
             at = p.offset(row, self.lane, 2 * self.columns)
-            words.append([word for i in (0, 16) for word in p.load_global(at, 4, i)])
+            words.append(p.load_global(at, 8))
         sums = []
         for eight in words:
             total = p.cf(0.0)
             for w, x in zip(floats(eight), low, strict=True):
                 total = p.fma(w, x, total)
             sums.append(total)
-        for i, total in enumerate(over_lanes(sums)):
+        for i, total in enumerate(lane_sums(sums)):
             store = functools.partial(
                 p.store_global_half, p.offset(self.to, p.ci(2 * i)), p.narrow(total, self.kind)
             )

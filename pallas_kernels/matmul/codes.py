@@ -69,7 +69,8 @@ def _int4_sums(x: QTensor, w: QTensor) -> jax.Array:
 
 def pair_sums(xq: jax.Array, wq: jax.Array) -> jax.Array:
     """``xq[M, K]`` times ``wq[N, K]`` of codes, without scales, in float32."""
-    whole, tiled = (_int8_whole, _int8_tiled) if xq.dtype == jnp.int8 else (_fp8_whole, _fp8_tiled)
+    kind, tiled = (jnp.int32, _int8_tiled) if xq.dtype == jnp.int8 else (jnp.float32, _fp8_tiled)
+    whole = functools.partial(lax.dot_general, dimension_numbers=_LAST, preferred_element_type=kind)
     return lax.platform_dependent(xq, wq, default=whole, cpu=tiled).astype(jnp.float32)
 
 
@@ -79,14 +80,6 @@ def widened(q: jax.Array, multiple: jax.Array, zero: jax.Array | None) -> jax.Ar
     if zero is not None:
         steps = steps - zero[..., None]
     return (steps * multiple[..., None]).reshape(q.shape)
-
-
-def _int8_whole(xq: jax.Array, wq: jax.Array) -> jax.Array:
-    return lax.dot_general(xq, wq, _LAST, preferred_element_type=jnp.int32)
-
-
-def _fp8_whole(xq: jax.Array, wq: jax.Array) -> jax.Array:
-    return lax.dot_general(xq, wq, _LAST, preferred_element_type=jnp.float32)
 
 
 def _int8_tiled(xq: jax.Array, wq: jax.Array) -> jax.Array:

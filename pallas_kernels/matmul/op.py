@@ -66,7 +66,7 @@ from pallas_kernels.dispatch import (
     is_empty,
 )
 from pallas_kernels.fixed_sums import by_blocks
-from pallas_kernels.matmul import choice, operands
+from pallas_kernels.matmul import call, choice
 from pallas_kernels.matmul.call import Around, LowRankTerm, MatmulCall, Static
 from pallas_kernels.matmul.codes import codes, low_rank_sums
 from pallas_kernels.matmul.weight_only import finish, weight_only, weight_only_gradients
@@ -402,9 +402,9 @@ def check_operands(x: jax.Array | QTensor, w: _Weight, around: Around) -> None:
     fused = dict(zip(_FUSED, given, strict=True))
     check(_OP, _OPERANDS, x=x, w=w.outline if isinstance(w, CpuWeight) else w, **fused)
     if isinstance(x, QTensor):
-        operands.check_codes(x, w, around.gamma is not None)
+        call.check_codes(x, w, around.gamma is not None)
     if around.low_rank is not None:
-        operands.check_low_rank(x, w, *around.low_rank)
+        call.check_low_rank(x, w, *around.low_rank)
 
 
 def check_around(x: jax.Array | QTensor, w: _Weight, around: Around) -> None:

@@ -32,9 +32,9 @@ from pallas_kernels.matmul.many_rows import plan as many_rows
 from pallas_kernels.matmul.many_rows.plan import PairTile, WeightTile
 from pallas_kernels.matmul.mid_rows import plan as mid_rows
 from pallas_kernels.matmul.mid_rows.plan import MidTile
+from pallas_kernels.operands import HasShape
 from pallas_kernels.qtensor import QTensor, tree_bytes
 from pallas_kernels.rounding import NIBBLES
-from pallas_kernels.types import HasShape
 
 # Of a weight-only product on an accelerator; ``weight_only`` describes them.
 Form = Literal["words", "sums", "copy"]

@@ -9,10 +9,9 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pallas_kernels.formats import E4M3, E8M0
+from pallas_kernels.operands import HasShape
 from pallas_kernels.qtensor import FLOAT4, QTensor
-from pallas_kernels.rounding import NIBBLES
-from pallas_kernels.types import HasShape
+from pallas_kernels.rounding import E4M3, E8M0, NIBBLES
 
 KIND = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 _SCALE_KIND = {**KIND, E8M0: "e8m0", E4M3: "e4m3"}

@@ -40,8 +40,8 @@ from jax.typing import DTypeLike
 from pallas_kernels.dispatch import Reason, wants_kernel
 from pallas_kernels.matmul.call import Around, MatmulCall, Weight
 from pallas_kernels.matmul.few_rows.plan import WARPS, RowDivision, row_plan
+from pallas_kernels.operands import HasShape
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.types import HasShape
 
 SLOTS = 4
 _FLOAT32 = jnp.dtype(jnp.float32)

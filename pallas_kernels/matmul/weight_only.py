@@ -31,14 +31,14 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
-from pallas_kernels.derivative import is_codes, late
 from pallas_kernels.dispatch import device_of
 from pallas_kernels.matmul.call import Static
 from pallas_kernels.matmul.predict import WORD, Form, shortest_form
+from pallas_kernels.operands import Device
+from pallas_kernels.primitives.derivative import is_codes, late
 from pallas_kernels.qtensor import FLOAT4, QTensor
 from pallas_kernels.rounding import NIBBLES
 from pallas_kernels.transform import OpChoice
-from pallas_kernels.types import Device
 
 Tree = TypeVar("Tree", bound=jax.Array | QTensor)
 _Operands = tuple[jax.Array, QTensor, jax.Array | None]
@@ -246,7 +246,17 @@ def weight_only_gradients(
     # In a loop over layers XLA would else transpose the codes of all layers before the loop.
     dx = contract_rows(dy, w, x.dtype).astype(x.dtype)
     # dW is formed only if a caller wants a gradient of scale or zero; jit drops it otherwise.
-    dw = outer_sums(dy, x).reshape(*w.scale.shape, -1)
+    dw = scale_gradients(w, outer_sums(dy, x))
+    dbias = None if bias is None else jnp.sum(dy, axis=0).astype(bias.dtype)
+    return dx, dw, dbias
+
+
+def scale_gradients(w: QTensor, dw: jax.Array) -> QTensor:
+    """The gradients of a weight's scales, floating zeros and units, of those of its floats.
+
+    dw: float32 ``[..., K]``.  Codes have no gradient.
+    """
+    dw = dw.reshape(*w.scale.shape, -1)
     codes = w.q.astype(jnp.float32).reshape(dw.shape)
     dzero = dunit = None
     if w.zero is not None and jnp.issubdtype(w.zero.dtype, jnp.integer):
@@ -258,8 +268,7 @@ def weight_only_gradients(
         by_scale = dscale * w.scale.astype(jnp.float32)
         dunit = jnp.sum(by_scale, axis=-1, keepdims=True).astype(w.unit.dtype)
     dscale = None if is_codes(w.scale) else dscale.astype(w.scale.dtype)
-    dbias = None if bias is None else jnp.sum(dy, axis=0).astype(bias.dtype)
-    return dx, dataclasses.replace(w, q=None, scale=dscale, zero=dzero, unit=dunit), dbias
+    return dataclasses.replace(w, q=None, scale=dscale, zero=dzero, unit=dunit)
 
 
 def contract_rows(dy: jax.Array, w: QTensor, dtype: jnp.dtype) -> jax.Array:

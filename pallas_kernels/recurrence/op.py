@@ -43,6 +43,11 @@ class Heads(NamedTuple):
         """Whether every key channel has a decay."""
         return self.log_decay.ndim == self.q.ndim
 
+    def check(self, op: str, lines: dict[str, str], **more: jax.Array | None) -> dict[str, int]:
+        """Check these and further operands against their lines, as ``operands.check`` does."""
+        own = {name: x for name, x in self._asdict().items() if name in lines}
+        return check(op, lines, **own, **more)
+
     def in_float32(self) -> Heads:
         """Return the same with float32 gates."""
         beta = None if self.beta is None else self.beta.astype(jnp.float32)

@@ -27,15 +27,16 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
-from pallas_kernels.fused_parts import KIND, floats
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.ptx import LOG2E, Value
+from pallas_kernels.rows.fused_parts import KIND, floats
 
 BLOCKS, THREADS = 8, 1024
 LN2 = math.log(2.0)
@@ -248,9 +249,7 @@ class _Greedy:
         if self.stop is None:
             return done
         is_stop = p.where(p.equal(self.stop, token), p.ci(1), p.ci(0))
-        for lanes in (16, 8, 4, 2, 1):
-            is_stop = is_stop | p.shuffle_xor(is_stop, lanes)
-        return done | is_stop
+        return done | p.over_lanes(is_stop, p.WARP, operator.or_)
 
 
 def _of_thread(logits: Value, thread: Value, rank: Value, vocabulary: int, kind: str) -> _Part:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import floats
+from pallas_kernels.rows.fused_parts import floats
 from pallas_kernels.rows.one_row import RowShare, load_chunk
 from pallas_kernels.rows.plan import RowOp
 

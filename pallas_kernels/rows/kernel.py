@@ -134,25 +134,13 @@ def run(
     adapter: jax.Array | None = None,
     given: jax.Array | None = None,
 ) -> list[jax.Array]:
-    """Run the kernel of a plan.
+    """Return a plan's out ``[..., width]``, then the scales that it finds ``[..., 1]``, with a
+    residual the sum ``[..., width]``, and with adapters the inner products ``[..., sources * n *
+    rank]``.
 
-    Parameters
-    ----------
-    x : [..., width], of a gate [..., 2 * width]
-    residual : [..., width], optional
-    weight : [width], optional
-    first : [n, sources, rank, width], optional
-        First factors of n adapters.
-    adapter : int32 [...], optional
-        The adapter of each row.
-    given : float32 scalar, optional
-        The codes' scale.
-
-    Returns
-    -------
-    list
-        out [..., width]; if its scales are found these [..., 1]; if there is a residual the sum
-        [..., width]; with adapters the inner products [..., sources * n * rank].
+    x: ``[..., width]``, of a gate ``[..., 2 * width]``.  residual: ``[..., width]``.  weight:
+    ``[width]``.  first: the first factors of n adapters, ``[n, sources, rank, width]``, and
+    adapter: that of each row, int32 ``[...]``.  given: the codes' scale, a float32 scalar.
     """
     lead, rows = x.shape[:-1], x.reshape(-1, x.shape[-1])
     if residual is not None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.ptx import LOG2E
+from pallas_kernels.rows.fused_parts import floats, packed
 from pallas_kernels.rows.plan import BYTES, QMAX, RowsPlan
 
 _FLOAT_MAX = 3.4028234663852886e38
@@ -40,9 +40,7 @@ def _tree(values: Sequence[p.Value], join: Callable[[p.Value, p.Value], p.Value]
 
 
 def _warp_sum(value: p.Value) -> p.Value:
-    for distance in (16, 8, 4, 2, 1):
-        value = value + p.shuffle_xor(value, distance)
-    return value
+    return p.over_lanes(value)
 
 
 def _warp_max(value: p.Value) -> p.Value:
@@ -236,7 +234,7 @@ class RowShare:
         p.when(lane < 1, lambda: p.store_shared(mine, pair))
         if split == 1:
             p.barrier()
-            words = [w for first in range(0, warps, 2) for w in p.load_shared(here, 4, 8 * first)]
+            words = p.load_shared(here, 2 * warps)
             sums, peaks = (
                 [p.from_bits(w) for w in words[::2]],
                 [p.from_bits(w) for w in words[1::2]],
@@ -310,11 +308,7 @@ class RowShare:
             values = [p.minimum(p.maximum(value, ends[0]), ends[1]) for value in values]
         words = _pack(values, self.op.out)
 
-        def write() -> None:
-            for i in range(0, len(words), 4):
-                p.store_global(base, words[i : i + 4], self.at(chunk, size) + 4 * i)
-
-        self._guarded(chunk, write)
+        self._guarded(chunk, lambda: p.store_global(base, words, self.at(chunk, size)))
 
     def row(
         self, row, words, weight, turn, release: Callable[[], None] = lambda: None, inner=None

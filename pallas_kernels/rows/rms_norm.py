@@ -83,18 +83,6 @@ def rms_norm(
     out_dtype: DTypeLike | None = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[jax.Array | QTensor, jax.Array]: ...
-@overload
-def rms_norm(
-    x: jax.Array,
-    weight: jax.Array,
-    eps: float,
-    *,
-    residual: jax.Array | None = ...,
-    quantize: DTypeLike | None = ...,
-    scale: jax.Array | None = ...,
-    out_dtype: DTypeLike | None = ...,
-    implementation: Implementation | None = ...,
-) -> jax.Array | QTensor | tuple[jax.Array | QTensor, jax.Array]: ...
 def rms_norm(
     x: jax.Array,
     weight: jax.Array,

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty
 from pallas_kernels.gla.op import gla
-from pallas_kernels.operands import check
 from pallas_kernels.recurrence.op import Heads, Results, check_decay
 from pallas_kernels.transform import Op, chosen
 
@@ -90,19 +89,11 @@ def ssd(
     | jvp, grad, at any order       | q, k, v, log_decay, initial_state: those of ``gla`` |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
     """
-    check(
-        "ssd",
-        _OPERANDS,
-        q=q,
-        k=k,
-        v=v,
-        log_decay=log_decay,
-        initial_state=initial_state,
-        lengths=lengths,
-    )
+    heads = Heads(q, k, v, log_decay)
+    heads.check("ssd", _OPERANDS, initial_state=initial_state, lengths=lengths)
     _check_groups(q, v)
     check_decay("ssd", log_decay, lengths)
-    heads = Heads(q, k, v, log_decay).in_float32()
+    heads = heads.in_float32()
     leaves = jax.tree.leaves(heads)
     found = choose_plan("ssd", implementation, lambda: plan(heads), *leaves)
     if found is None or is_empty(heads):

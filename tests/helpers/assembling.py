@@ -29,7 +29,7 @@ from jax.experimental.mosaic.gpu import utils
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels import dispatch
-from pallas_kernels.architecture import BY_NAME, TARGET, Architecture
+from pallas_kernels.cards.architecture import BY_NAME, TARGET, Architecture
 from pallas_kernels.jax_internals import ir
 from tests.helpers.kernel_cases import CASES, VARIANTS, S
 from tests.helpers.kernel_modules import calls_in, text_of

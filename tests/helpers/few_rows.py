@@ -10,7 +10,6 @@ from pallas_kernels.matmul.call import Around
 from pallas_kernels.matmul.few_rows import (
     block,
     blocks,
-    copies,
     kernel,
     operands,
     posted,
@@ -20,13 +19,12 @@ from pallas_kernels.matmul.few_rows import (
     several,
     tile,
     tile_loop,
-    tile_sums,
     tile_x,
 )
 from pallas_kernels.matmul.few_rows.plan import divide_tiles
 from tests.helpers.warp_emulator import emulated
 
-_TILES = block, copies, tile, tile_loop, tile_sums, tile_x
+_TILES = block, tile, tile_loop, tile_x
 
 
 def few_rows() -> contextlib.AbstractContextManager[None]:

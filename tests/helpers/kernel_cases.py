@@ -19,7 +19,6 @@ from pallas_kernels.experts.fetch_layout import FetchedLeaf
 from pallas_kernels.experts.gate import ClampedGate, Gate
 from pallas_kernels.experts.op import grouped_matmul
 from pallas_kernels.experts.route import norm_and_route
-from pallas_kernels.formats import FORMATS
 from pallas_kernels.gated_delta import kernel as delta
 from pallas_kernels.gated_delta import step_kernel as delta_step
 from pallas_kernels.gated_delta import token as delta_token
@@ -36,6 +35,7 @@ from pallas_kernels.matmul.interleave import interleaved
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.operands import Columns
 from pallas_kernels.recurrence.op import Heads
+from pallas_kernels.rounding import FORMATS
 from pallas_kernels.rows import greedy_kernel
 from pallas_kernels.rows.low_rank import quantize_adapted
 from pallas_kernels.rows.quantize_tokens import quantize_tokens

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.formats import E4M3, E8M0
 from pallas_kernels.qtensor import QTensor
+from pallas_kernels.rounding import E4M3, E8M0
 from tests.helpers.arrays import as_jax
 
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())

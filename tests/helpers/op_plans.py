@@ -20,7 +20,7 @@ from pallas_kernels.device import gpu, planned_for, timed_tiles
 from pallas_kernels.dispatch import Plan, named_plan, stands_for
 from pallas_kernels.experts import plan as experts_plan
 from pallas_kernels.experts.gate import ClampedGate, Gate
-from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, TokenTile, fitted
+from pallas_kernels.experts.many_pairs.plan import GroupedTilePlan, TokenTile, fitted
 from pallas_kernels.experts.summed_plan import summed_plan
 from pallas_kernels.matmul.many_rows.plan import WeightTile
 from pallas_kernels.matmul.stored import StoredWeight

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.kernels.shapes import MODELS
 from pallas_kernels.experts.gate import ClampedGate
-from pallas_kernels.shapes import MODELS
 from tests.helpers import op_calls
 from tests.helpers.op_calls import OpCall
 from tests.helpers.random_products import BF16, F16, F32, ROWS, S, draw_codes

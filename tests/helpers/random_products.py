@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.kernels.shapes import MODELS
 from pallas_kernels.matmul.call import LowRank, MatmulCall
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.shapes import MODELS
 from tests.helpers.arrays import as_jax
 from tests.helpers.matmul_cases import codes, fused_product, product, wide
 

@@ -24,8 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import fused_parts, launch, transform
+from pallas_kernels import launch, transform
 from pallas_kernels import ptx as kernel_side
+from pallas_kernels.rows import fused_parts
 from tests.helpers.arrays import as_jax
 from tests.helpers.instructions import EFFECTS, MEANING
 

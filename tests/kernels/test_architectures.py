@@ -16,7 +16,7 @@ import sys
 import jax
 import pytest
 
-from pallas_kernels.architecture import BY_NAME, OTHER_JAX
+from pallas_kernels.cards.architecture import BY_NAME, OTHER_JAX
 from tests.helpers.cases import slow
 
 pytestmark = pytest.mark.newer

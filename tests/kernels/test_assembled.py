@@ -30,7 +30,7 @@ from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
 from pallas_kernels import dispatch  # noqa: E402
-from pallas_kernels.architecture import BY_NAME  # noqa: E402
+from pallas_kernels.cards.architecture import BY_NAME  # noqa: E402
 from pallas_kernels.fixed_sums import fixed_sums  # noqa: E402
 from pallas_kernels.matmul.op import quantized_matmul  # noqa: E402
 from tests.helpers.kernel_cases import CASES, S  # noqa: E402

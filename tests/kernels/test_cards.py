@@ -18,18 +18,18 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.kernels.card_file import write_costs
-from pallas_kernels import architecture, device
-from pallas_kernels.architecture import BY_NAME, CARDS, MEASURED, Card
+from pallas_kernels import device
 from pallas_kernels.attention import op as attention
 from pallas_kernels.attention import plan as many_rows_attention
 from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.plan import AttentionPlan
-from pallas_kernels.cards import table
+from pallas_kernels.cards import architecture, table
+from pallas_kernels.cards.architecture import BY_NAME, CARDS, MEASURED, Card
 from pallas_kernels.cards.table import KernelCost, measured_cards, of_version, path_of, table_of
 from pallas_kernels.device import block_bytes, gpu, planned_for
 from pallas_kernels.dispatch import named_plan
 from pallas_kernels.experts import plan as experts
-from pallas_kernels.experts.many_pairs_plan import GroupedTilePlan, TokenTile, fitted
+from pallas_kernels.experts.many_pairs.plan import GroupedTilePlan, TokenTile, fitted
 from pallas_kernels.experts.route_plan import RouteStatic, route_plan
 from pallas_kernels.gated_delta import op as gated_delta
 from pallas_kernels.gla import op as gla

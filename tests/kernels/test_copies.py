@@ -12,9 +12,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import QTensor, quantized_matmul
-from pallas_kernels.copies import refuse
 from pallas_kernels.launch import Views, launch
 from pallas_kernels.matmul.many_rows import plan as planning
+from pallas_kernels.primitives.refused import refuse
 from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.matmul_cases import newest
 

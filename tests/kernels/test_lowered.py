@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 from jax.core import ShapedArray
 
-from pallas_kernels import lowered as module
 from pallas_kernels import rms_norm
+from pallas_kernels.primitives import lowered as module
 from tests.helpers.kernel_cases import CASES
 from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.matmul_cases import newest

@@ -26,10 +26,10 @@ import pallas_kernels as ops
 from pallas_kernels import transform
 from pallas_kernels.attention.op import decode_attention_reference
 from pallas_kernels.attention.rope_cache import quantize_kv
-from pallas_kernels.derivative import late
 from pallas_kernels.experts.op import grouped_matmul_reference
 from pallas_kernels.matmul import weight_only
 from pallas_kernels.matmul.op import quantized_matmul_reference
+from pallas_kernels.primitives.derivative import late
 from tests.helpers.arrays import as_jax
 from tests.helpers.compiling import environment
 

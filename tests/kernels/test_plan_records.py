@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.architecture import CARDS, OTHER_JAX, TARGET, card_of
+from pallas_kernels.cards.architecture import CARDS, OTHER_JAX, TARGET, card_of
 from pallas_kernels.device import planned_for
 from pallas_kernels.dispatch import Reason, hopper_reason, named_plan, run_name, stands_for
 from pallas_kernels.matmul import choice

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.architecture import ARCHITECTURES, FEATURES, TARGET, nearest
+from pallas_kernels.cards.architecture import ARCHITECTURES, FEATURES, TARGET, nearest
 from pallas_kernels.device import card_of, gpu, lacking
 from tests.helpers import warp_emulator
 

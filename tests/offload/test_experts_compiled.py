@@ -41,7 +41,7 @@ from jaxllama.planner.accounting import (  # noqa: E402
 )
 from jaxllama.planner.trial import random_expert  # noqa: E402
 from pallas_kernels import dispatch  # noqa: E402
-from pallas_kernels.architecture import BY_NAME  # noqa: E402
+from pallas_kernels.cards.architecture import BY_NAME  # noqa: E402
 from pallas_kernels.cpu import CpuWeight, prepare_tree  # noqa: E402
 from pallas_kernels.qtensor import tree_bytes  # noqa: E402
 

@@ -27,10 +27,10 @@ from jaxllama.training.distill import (
     student_config,
     student_params,
 )
+from jaxllama.training.fake_quantize import RANGES, fake_quantize, to_qtensor
 from jaxllama.training.quantization_aware import GridWeight, prepare, quantized, rounded
 from jaxllama.training.start import TrainingSetup, begin
 from jaxllama.training.step import init_state, loss
-from pallas_kernels.fake_quantize import RANGES, fake_quantize, to_qtensor
 from pallas_kernels.qtensor import QTensor
 from tests.helpers.models import relative_error, tokens_of
 from tests.helpers.packed_oracle import floats_of

@@ -49,7 +49,7 @@ from pallas_kernels.experts.blocks import by_expert
 from pallas_kernels.experts.gate import apply_gate
 from pallas_kernels.experts.mail import collect, post
 from pallas_kernels.experts.op import grouped_matmul, weighted_sum
-from pallas_kernels.types import TreeDef
+from pallas_kernels.operands import TreeDef
 
 FETCHED = 16  # experts that ``fetched`` has in device memory at once
 

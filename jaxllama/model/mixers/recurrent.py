@@ -21,8 +21,8 @@ from jaxllama.model.mixers.common import QUANTIZED_CACHE
 from jaxllama.model.records import At, Pieces
 from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis
 from jaxllama.typing import Tree
-from pallas_kernels.brief import short_repr
 from pallas_kernels.fixed_sums import has_fixed_sums, rounded
+from pallas_kernels.operands import short_repr
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.transform import equally_varying
 

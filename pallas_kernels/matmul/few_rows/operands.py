@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.gate import ClampedGate
-from pallas_kernels.fused_parts import floats, gated, rounded_sum
 from pallas_kernels.matmul.few_rows.posted import Posts
 from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.ptx import Value
+from pallas_kernels.rows.fused_parts import floats, gated, rounded_sum
 
 BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 
@@ -136,7 +136,7 @@ def load_eight(at: Value, kind: str) -> list[Value]:
     """Load 8 neighbouring values of an array of floats."""
     if kind != "f32":
         return floats(p.load_global(at, 4), kind)
-    return [v for i in (0, 16) for v in p.load_global(at, 4, i, "f32")]
+    return p.load_global(at, 8, kind="f32")
 
 
 def add_squares(total: Value, values: Sequence[Value], inside: Callable[[], Value] | None) -> Value:
@@ -147,7 +147,7 @@ def add_squares(total: Value, values: Sequence[Value], inside: Callable[[], Valu
     return squares if inside is None else p.where(inside(), squares, total)
 
 
-def over_lanes(values: Sequence[Value], lanes: int = 32) -> list[Value]:
+def lane_sums(values: Sequence[Value], lanes: int = 32) -> list[Value]:
     """Sums over so many neighbouring lanes, in each of them."""
     values = list(values)
     for distance in (16, 8, 4, 2, 1):

@@ -17,8 +17,8 @@ from pallas_kernels.device import gpu, sms
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.matmul.call import MatmulCall, Weight
 from pallas_kernels.matmul.stored import KIND, StoredWeight
+from pallas_kernels.operands import HasShape
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.types import HasShape
 
 WARPS = 16
 MOST_WARPS = 24  # 80 registers a thread

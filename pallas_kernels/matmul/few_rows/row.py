@@ -48,7 +48,12 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
-from pallas_kernels.matmul.few_rows.operands import FewRowsOperands, as_float, load_word, over_lanes
+from pallas_kernels.matmul.few_rows.operands import (
+    FewRowsOperands,
+    as_float,
+    lane_sums,
+    load_word,
+)
 from pallas_kernels.matmul.few_rows.plan import RowDivision
 from pallas_kernels.matmul.few_rows.posted import Posts
 from pallas_kernels.matmul.few_rows.row_loops import Floats, Nibbles, loop_class
@@ -166,7 +171,7 @@ class WeightRows:
         kept: Value | None,
     ) -> None:
         """kept: shared memory for the results of a block that posts them; None stores them."""
-        totals = over_lanes(self.loop.totals(sums))
+        totals = lane_sums(self.loop.totals(sums))
 
         def store():
             words = iter(asked)

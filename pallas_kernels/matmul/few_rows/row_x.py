@@ -14,11 +14,11 @@ import dataclasses
 import functools
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import floats
-from pallas_kernels.matmul.few_rows.operands import FewRowsOperands, add_squares, over_lanes
+from pallas_kernels.matmul.few_rows.operands import FewRowsOperands, add_squares
 from pallas_kernels.matmul.few_rows.plan import RowDivision
 from pallas_kernels.matmul.few_rows.row_loops import Floats, Nibbles
 from pallas_kernels.ptx import Value
+from pallas_kernels.rows.fused_parts import floats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Input:
                 values = [v * g for v, g in zip(values, gamma, strict=True)]
             self.loop.store_x(piece, *self.loop.prepared(values))
         if self.operands.gamma is not None:
-            (total,) = over_lanes([total])
+            total = p.over_lanes(total)
             at = self.squares + warp * 4
             p.when(lane < 1, lambda: p.store_shared(at, [total]))
 

@@ -6,7 +6,7 @@ The pending term is added to x first, and the sum is rounded to x's dtype, as it
 
 Copies: a warp copies its run by cp.async.  With a norm its lanes load x and the norm's weight, and
 store the products in shared memory.
-Waits (``tile``, ``tile_sums``): a lane for its copies, then its warp.  A block barrier precedes the
+Waits (``tile``): a lane for its copies, then its warp.  A block barrier precedes the
 sum of squares; the batch's barrier, or with ``split`` the cluster's, precedes the factor.
 Writes: shared memory; the first cluster also stores x with what was pending.
 """
@@ -21,12 +21,12 @@ from collections.abc import Sequence
 
 from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
-from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.few_rows.block import TileBlock
-from pallas_kernels.matmul.few_rows.operands import BYTES, add_squares, over_lanes
+from pallas_kernels.matmul.few_rows.operands import BYTES, add_squares, lane_sums
 from pallas_kernels.matmul.few_rows.plan import TOKENS, WARPS
 from pallas_kernels.ptx import Value
+from pallas_kernels.rows.fused_parts import floats, packed
 
 
 def in_flight() -> int:
@@ -215,7 +215,7 @@ class NormedX:
             while len(parts) > 1:
                 half = len(parts) // 2
                 parts = [u + v for u, v in zip(parts[:half], parts[half:], strict=True)]
-            (total,) = over_lanes(parts, self.lanes)
+            (total,) = lane_sums(parts, self.lanes)
             mine = (self.lane < 1) & is_one
             mine = mine & (self.block.warp < self.block.plan.warps)
             at = self.squares + self.block.warp * (4 * TOKENS) + token * 4

@@ -133,7 +133,7 @@ def pair_matmul(
     if scale_x is not None and scale_x.ndim == 2:
         kind = "fp8_block"
     (out,) = launch_persistent(
-        functools.partial(_run, tile=tile, swiglu=swiglu, sources=sources, shape=(m, n, k)),
+        functools.partial(PairBlock, tile=tile, swiglu=swiglu, sources=sources, shape=(m, n, k)),
         operands,
         {"out": jax.ShapeDtypeStruct((m, n), out_dtype)},
         name=f"quantized_matmul_{kind}",
@@ -141,10 +141,6 @@ def pair_matmul(
         tile=tile,
     )
     return out
-
-
-def _run(gmem, smem, barrier, **facts) -> None:
-    PairBlock(gmem, smem, barrier, **facts).run()
 
 
 def _scratch(operands, out_dtype, tile: PairTile, swiglu: bool) -> dict:

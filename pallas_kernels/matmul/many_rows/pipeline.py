@@ -30,7 +30,7 @@ from pallas_kernels.launch import REF, Views, inline, launch
 
 AHEAD = 512  # bytes of a row of w that are prefetched to L2 before the previous kernel has ended
 # Registers a thread of the feeder and of a compute warpgroup, by the number of compute warpgroups.
-# ``copies`` compares their sum with the launch's.
+# ``primitives.refused`` compares their sum with the launch's.
 REGISTERS = {2: (40, 232), 3: (40, 152), 4: (32, 112)}
 
 

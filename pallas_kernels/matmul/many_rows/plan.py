@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.copies import UNIT
 from pallas_kernels.device import block_bytes, gpu, lacking, sms, tiles_of, timed_tiles
 from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.matmul.call import MatmulCall
 from pallas_kernels.matmul.few_rows.plan import TOKENS
 from pallas_kernels.matmul.stored import StoredWeight
+from pallas_kernels.primitives.refused import UNIT
 from pallas_kernels.qtensor import QTensor
 
 BLOCK_BYTES = 128  # of a row in a slot of the pair kernel: one swizzle

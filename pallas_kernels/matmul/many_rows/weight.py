@@ -73,33 +73,16 @@ from pallas_kernels.matmul.stored import StoredWeight
 def weight_matmul(
     operands: WeightOperands, weight: StoredWeight, out_dtype: DTypeLike, tile: WeightTile
 ) -> jax.Array:
-    """Multiply by a weight in codes; see the module's docstring.
+    """The product with a weight in codes, ``[M, N]`` of 16 bits; see the module's docstring.
 
-    Parameters
-    ----------
-    operands : WeightOperands
-        The arrays.
-    weight : StoredWeight
-        How the weight is stored whose parts they are.
-    out_dtype : data-type
-        16 bits wide.
-    tile : WeightTile
-        Of the plan.
-
-    Returns
-    -------
-    [M, N] in out_dtype.
-
-    Raises
-    ------
-    ValueError
-        The tile's slots do not divide K.
+    weight: how the weight is stored whose parts ``operands`` has.  Raises ValueError where the
+    tile's slots do not divide K.
     """
     x = operands.x
     if not tile.divides(x.shape[1]):
         raise ValueError(f"quantized_matmul: {tile} does not divide K = {x.shape[1]}")
     (out,) = launch_persistent(
-        functools.partial(_run, tile=tile, weight=weight),
+        functools.partial(WeightBlock, tile=tile, weight=weight),
         operands._asdict(),
         {"out": jax.ShapeDtypeStruct((x.shape[0], operands.w.shape[0]), out_dtype)},
         name=f"quantized_matmul_w{weight.bits}a{8 * x.dtype.itemsize}",
@@ -109,10 +92,6 @@ def weight_matmul(
         feeds=tile.lag == 0,
     )
     return out
-
-
-def _run(gmem, smem, barrier, **facts) -> None:
-    WeightBlock(gmem, smem, barrier, **facts).run()
 
 
 def _scratch(

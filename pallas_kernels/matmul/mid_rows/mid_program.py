@@ -27,10 +27,10 @@ import functools
 from types import SimpleNamespace
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.mid_rows.plan import WARP_ROWS, MidStep, MidTile
 from pallas_kernels.ptx import Value
+from pallas_kernels.rows.fused_parts import floats, packed
 
 _PIECE = 16  # bytes of a copy
 _OWN = WARP_ROWS // 8  # rows of w of a lane

@@ -21,7 +21,7 @@ from pallas_kernels import gated_delta, gla, quantize, quantized_matmul
 from pallas_kernels.attention import past
 from pallas_kernels.device import tiles_of
 from pallas_kernels.experts.best import best
-from pallas_kernels.experts.many_pairs_plan import TokenTile
+from pallas_kernels.experts.many_pairs.plan import TokenTile
 from pallas_kernels.experts.op import grouped_matmul, grouped_matmul_reference
 from pallas_kernels.gated_delta.op import gated_delta_step
 from pallas_kernels.gla.op import gla_step
@@ -166,8 +166,8 @@ def grouped(kernels: str, scheme: str, tokens=1, gated=None, tile=None, sms=4) -
         return both(kernels, call, sms=sms)
 
     def run():
-        from pallas_kernels.experts.many_pairs_kernel import grouped_tiles
-        from pallas_kernels.experts.many_pairs_plan import fitted
+        from pallas_kernels.experts.many_pairs.kernel import grouped_tiles
+        from pallas_kernels.experts.many_pairs.plan import fitted
 
         own = fitted(tile, StoredWeight.of(w), gated is not None)
         out = grouped_tiles(

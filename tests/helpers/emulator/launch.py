@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device, dispatch, launch, transform
-from pallas_kernels.architecture import TARGET
+from pallas_kernels.cards.architecture import TARGET
 from pallas_kernels.jax_internals import ir
 from tests.helpers.emulator import asm
 from tests.helpers.emulator.machine import DEVICE, LANES, Apart, Deadlock, Machine, Task

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import device
-from pallas_kernels.architecture import TARGET, asked_target
 from pallas_kernels.attention.op import decode_attention, decode_attention_reference, plan
 from pallas_kernels.attention.plain import hadamard
 from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write
+from pallas_kernels.cards.architecture import TARGET, asked_target
 from pallas_kernels.device import block_bytes, gpu, gpu_named
 from pallas_kernels.dispatch import Reason
 from tests.helpers import warp_emulator
@@ -275,7 +275,6 @@ KERNELS = (
     "source",
     "team_share",
     "tile",
-    "warp_ring",
 )
 
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.architecture import TARGET
 from pallas_kernels.attention.rope_attention import plan, rope_and_attend
 from pallas_kernels.attention.rope_cache import norm_heads, rope_and_write
+from pallas_kernels.cards.architecture import TARGET
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor

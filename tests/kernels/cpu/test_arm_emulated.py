@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.cpu import jit
-from pallas_kernels.cpu.self_test import SelfTest, fault
+from pallas_kernels.cpu.jit import SelfTest, fault
 from tests.helpers.arm import MISSING, NEON, emulated
 from tests.helpers.cpu_cases import SCHEMES, by_hand, error, floats, oracle, prepared, weight
 from tests.kernels.cpu import test_cpu_attention as attention

@@ -19,7 +19,7 @@ from pallas_kernels.cpu.attend import attributes
 from pallas_kernels.cpu.attention import Attend
 from pallas_kernels.cpu.cache import CacheForm
 from pallas_kernels.cpu.handler import CpuPlan
-from pallas_kernels.cpu.softmax import PART
+from pallas_kernels.cpu.scores import PART
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
 from tests.helpers.arrays import as_jax
 from tests.helpers.cache_cases import cache_of, heads_of, in_pages, poisoned, same, values_of

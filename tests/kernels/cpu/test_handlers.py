@@ -15,10 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import sealed
-from pallas_kernels.cpu import elf, jit
+from pallas_kernels.cpu import elf, jit, sealed
 from pallas_kernels.cpu import target as cpu_target
-from pallas_kernels.cpu.self_test import SelfTest, fault
+from pallas_kernels.cpu.jit import SelfTest, fault
 from pallas_kernels.cpu.target import TARGETS, VARIABLE, Target, _from_linux, target
 from pallas_kernels.dispatch import Reason
 from tests.helpers.cpu_cases import in_six_threads

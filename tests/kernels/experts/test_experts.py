@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels import ClampedGate, QTensor, explain, grouped_matmul, quantize
 from pallas_kernels.cpu import CpuWeight, prepare, restore, unavailable
-from pallas_kernels.experts import predict, xla
+from pallas_kernels.experts import plan, xla
 from pallas_kernels.experts.blocks import blocks_of, most_blocks
 from pallas_kernels.experts.op import grouped_matmul_reference
 from tests.helpers.arrays import as_jax
@@ -102,13 +102,13 @@ def test_values(scheme, dtype, gated, own_rows, weighted) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "scheme"), each_once(predict.XLA_FORMS, ["float32", "int8", "int4-zeros"])
+    ("form", "scheme"), each_once(plan.XLA_FORMS, ["float32", "int8", "int4-zeros"])
 )
 def test_the_forms_of_an_accelerator(form, scheme) -> None:
     """Run here, where another is chosen."""
     x, w, experts = as_jax(draw(13, IN)), weight(scheme), chosen(13, 3).reshape(-1)
     w = QTensor(w.q, w.scale, w.zero) if isinstance(w, QTensor) else w
-    size = predict.block_rows(len(experts), E)
+    size = plan.block_rows(len(experts), E)
     run = functools.partial(xla.BY_FORM[form], fan=3, size=size, dtype=jnp.float32)
     loss = lambda f, *given: jnp.sum(jnp.sin(f(*given)))  # noqa: E731
     whole = lambda *given: xla.sums(*given, 3)  # noqa: E731
@@ -126,10 +126,10 @@ def test_the_forms_of_an_accelerator(form, scheme) -> None:
     np.testing.assert_allclose(*slopes, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", predict.XLA_FORMS)
+@pytest.mark.parametrize("form", plan.XLA_FORMS)
 def test_no_nan_of_an_expert_that_is_not_chosen(form) -> None:
     x, w, experts = as_jax(draw(13, IN)), weight("float32"), chosen(13, 3).reshape(-1)
-    size = predict.block_rows(len(experts), E)
+    size = plan.block_rows(len(experts), E)
     w = np.array(w)
     w[-1] = np.nan
     run = functools.partial(xla.BY_FORM[form], fan=3, size=size, dtype=jnp.float32)
@@ -299,5 +299,5 @@ def test_explain_and_the_choice_of_a_form() -> None:
     x, w = jnp.zeros((4, IN)), weight("int8")
     assert "grouped_matmul" in explain("grouped_matmul", x, w, chosen(4, 2))
     shape = jax.ShapeDtypeStruct((128, 1536, 2048), jnp.bfloat16)
-    assert predict.shortest_form(shape, 8, 1) == "gather"
-    assert predict.shortest_form(shape, 8 * 8192, 8192) == "blocks"
+    assert plan.shortest_form(shape, 8, 1) == "gather"
+    assert plan.shortest_form(shape, 8 * 8192, 8192) == "blocks"

@@ -15,8 +15,8 @@ from benchmarks.kernels import experts_fit as fit
 from pallas_kernels.cards.table import measured_cards
 from pallas_kernels.device import gpu_named
 from pallas_kernels.dispatch import Reason
+from pallas_kernels.experts import plan, xla
 from pallas_kernels.experts import plan as planning
-from pallas_kernels.experts import predict, xla
 
 # H100s and H200s, jax 0.12.0.1, 2026-11-25 to 27: microseconds of 49 cases with a choice,
 # and others of one form.  Down's rows count a row for each pair; its other forms were timed with a
@@ -35,9 +35,9 @@ def test_every_expert_is_multiplied_between_few_and_many_pairs() -> None:
     """A float weight; its sums bound the number of rows."""
     w = fit.ExpertsCase("NVIDIA H200", (128, 8, 1536, 2048), "bf16", 1, 1).weight()
     with fit.table("NVIDIA H200"):
-        forms = [predict.shortest_form(w, 8 * tokens, tokens) for tokens in (1, 8, 32, 256, 512)]
+        forms = [plan.shortest_form(w, 8 * tokens, tokens) for tokens in (1, 8, 32, 256, 512)]
     assert forms == ["gather", "gather", "every", "every", "blocks"]
-    assert predict.has_every(w, 341) and not predict.has_every(w, 342)
+    assert plan.has_every(w, 341) and not plan.has_every(w, 342)
 
 
 def test_choices_of_a_shape_that_the_fit_has_not_seen() -> None:
@@ -64,7 +64,7 @@ def test_a_longer_call_takes_longer() -> None:
                     fit.ExpertsCase("", (32, 4, n, 1024), scheme, 1, 1).weight()
                     for n in (512, 8192)
                 )
-                us = functools.partial(predict.form_us, form)
+                us = functools.partial(plan.form_us, form)
                 by_pairs = [us(small, pairs, pairs) for pairs in (1, 8, 64, 512, 4096)]
                 assert by_pairs == sorted(by_pairs) and by_pairs[0] > 0
                 assert us(small, 8, 8) < us(large, 8, 8)
@@ -85,4 +85,4 @@ def test_the_kernel_is_taken_where_it_is_the_shortest(scheme, tokens, is_kernel)
 
 
 def test_every_form_of_xla_is_there() -> None:
-    assert set(xla.BY_FORM) == set(predict.XLA_FORMS)
+    assert set(xla.BY_FORM) == set(plan.XLA_FORMS)

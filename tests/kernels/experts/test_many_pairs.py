@@ -17,29 +17,23 @@ from pallas_kernels import QTensor, grouped_matmul, quantize
 from pallas_kernels import ptx as p
 from pallas_kernels.device import tiles_of
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.experts import (
-    blocks,
-    many_pairs_finish_program,
-    many_pairs_gather_program,
-    many_pairs_plan,
-    sort_kernel,
-    sorted_rows_kernel,
-)
+from pallas_kernels.experts import blocks
 from pallas_kernels.experts import plan as planning
 from pallas_kernels.experts.gate import ClampedGate, apply_gate
-from pallas_kernels.experts.many_pairs_finish_program import PairsFinish
-from pallas_kernels.experts.many_pairs_gather_program import GatherShape, RowCopies, RowGather
-from pallas_kernels.experts.many_pairs_plan import (
+from pallas_kernels.experts.many_pairs import finish_program, gather_program, plan, sort_kernel
+from pallas_kernels.experts.many_pairs.finish_program import PairsFinish
+from pallas_kernels.experts.many_pairs.gather_program import GatherShape, RowCopies, RowGather
+from pallas_kernels.experts.many_pairs.plan import (
     GroupedTilePlan,
     TokenTile,
     tile_plan,
 )
 from pallas_kernels.experts.op import GroupedStatic, grouped_matmul_reference, planned
-from pallas_kernels.formats import FORMATS
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.many_rows.plan import WeightTile
 from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.qtensor import tree_bytes
+from pallas_kernels.rounding import FORMATS
 from tests.helpers.matmul_cases import activations, newest
 from tests.helpers.warp_emulator import emulated
 
@@ -171,7 +165,7 @@ def test_a_gated_result_has_its_own_reciprocal(gate) -> None:
                 p.store_global(p.offset(p.address(gmem.out), thread, 4), [y], 512 * token)
 
         out = {"out": jax.ShapeDtypeStruct((2, 128), jnp.float32)}
-        with emulated(many_pairs_finish_program, sys.modules[__name__]):
+        with emulated(finish_program, sys.modules[__name__]):
             (found,) = launch(
                 body, {"sums": sums}, out, name="ends", grid=1, registers=True, warpgroups=1
             )
@@ -209,7 +203,7 @@ def gathered(parts_of, pair: int, x, pairs, fan: int, tokens: int, stages: int) 
 
     operands = {"x": x, "pairs": pairs, "work": work}
     out = {"out": jax.ShapeDtypeStruct((stages, tokens, 8, 8), jnp.bfloat16)}
-    with emulated(many_pairs_gather_program, sys.modules[__name__]):
+    with emulated(gather_program, sys.modules[__name__]):
         (found,) = launch(
             body, operands, out, name="gather", grid=1, registers=True, scratch=sizes, warpgroups=1
         )
@@ -242,11 +236,11 @@ def test_the_gather_s_code_on_numpy() -> None:
 @pytest.mark.parametrize("k", [200, 3136])
 def test_the_sorted_rows_code_on_numpy(k, monkeypatch) -> None:
     """Rows of fewer vectors than a warp has lanes, and of more than a warp has under way."""
-    monkeypatch.setattr(sorted_rows_kernel, "gpu", lambda: SimpleNamespace(sms=1))
+    monkeypatch.setattr(sort_kernel, "gpu", lambda: SimpleNamespace(sms=1))
     x = activations((20, k), jnp.bfloat16)
     order = np.random.default_rng(0).permutation(40).astype(np.int32)
-    with emulated(sorted_rows_kernel):
-        found = sorted_rows_kernel.sorted_rows(x, jnp.asarray(order), 2)
+    with emulated(sort_kernel):
+        found = sort_kernel.sorted_rows(x, jnp.asarray(order), 2)
     np.testing.assert_array_equal(found, x[order // 2])
 
 
@@ -296,7 +290,7 @@ def test_a_tile_fits_into_shared_memory(scheme) -> None:
     k = 2944 if scheme == "fp8-block" else k
     w = outline(scheme, 2, 128, k)
     weight = StoredWeight.of(w)
-    assert any(many_pairs_plan.fitted(tile, weight, True).stages >= 3 for tile in CODES_TILES)
+    assert any(plan.fitted(tile, weight, True).stages >= 3 for tile in CODES_TILES)
 
 
 def test_the_choice_between_the_kernels() -> None:
@@ -329,7 +323,7 @@ def by_tile(tile, gated, x, w, experts, bias=None, weights=None):
 
 
 def fitted(tile, w, gated):
-    return many_pairs_plan.fitted(tile, StoredWeight.of(w), gated is not None)
+    return plan.fitted(tile, StoredWeight.of(w), gated is not None)
 
 
 @newest
@@ -390,7 +384,7 @@ def test_a_pair_has_the_same_bits_in_any_place(scheme) -> None:
 @newest
 def test_a_pair_has_the_same_bits_beside_any_other() -> None:
     """The same on the emulator, in float32, whose last bit a neighbour's gate must not change."""
-    from pallas_kernels.experts.many_pairs_kernel import grouped_tiles
+    from pallas_kernels.experts.many_pairs.kernel import grouped_tiles
     from tests.helpers.emulator.launch import emulated
 
     x, w, experts, bias = operands("bfloat16", 128, 192, tokens=20, n_experts=3)

@@ -11,15 +11,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ptx as p
-from pallas_kernels.experts import (
-    many_pairs_finish_program,
-    many_pairs_program,
-    many_pairs_tokens_program,
-)
 from pallas_kernels.experts.gate import ClampedGate, apply_gate
-from pallas_kernels.experts.many_pairs_finish_program import PairsFinish
-from pallas_kernels.experts.many_pairs_program import PairsMultiplier
-from pallas_kernels.experts.many_pairs_tokens_program import TokenMultiplier
+from pallas_kernels.experts.many_pairs import finish_program, pairs_program, tokens_program
+from pallas_kernels.experts.many_pairs.finish_program import PairsFinish
+from pallas_kernels.experts.many_pairs.pairs_program import PairsMultiplier
+from pallas_kernels.experts.many_pairs.tokens_program import TokenMultiplier
 from pallas_kernels.launch import launch
 from pallas_kernels.matmul.many_rows import unpack
 from tests.helpers.matmul_cases import activations, newest
@@ -66,7 +62,7 @@ def stored(of, sums, bias, gate, dtype, n0: int, n_out: int, scalars) -> np.ndar
     part = jnp.asarray([EXPERT, FIRST, END, 0], jnp.int32)
     out = {"out": jax.ShapeDtypeStruct((N_PAIRS, n_out), dtype)}
     operands = {"pairs": jnp.asarray(PAIRS), "part": part, "bias": bias}
-    modules = many_pairs_tokens_program, many_pairs_program, many_pairs_finish_program, unpack
+    modules = tokens_program, pairs_program, finish_program, unpack
     with emulated(*modules, sys.modules[__name__]):
         (found,) = launch(
             body,
@@ -98,7 +94,7 @@ def check(got, want, dtype) -> None:
 def vectors(monkeypatch) -> None:
     """MLIR's vectors of two sums are lists here."""
     pick = SimpleNamespace(extractelement=lambda pair, e: pair[int(e[0])])
-    for module in (many_pairs_tokens_program, many_pairs_program):
+    for module in (tokens_program, pairs_program):
         monkeypatch.setattr(module, "llvm", pick)
 
 

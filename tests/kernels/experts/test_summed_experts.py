@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import grouped_matmul
-from pallas_kernels.architecture import TARGET
+from pallas_kernels.cards.architecture import TARGET
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.experts import plan as planning
 from pallas_kernels.experts import summed_kernel, summed_program

@@ -29,11 +29,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 if VERSION >= (0, 11, 2):
-    from pallas_kernels import fused_parts
+    from pallas_kernels.gated_delta import gradients_channels as registers
     from pallas_kernels.gated_delta import gradients_channels_products as products
-    from pallas_kernels.gated_delta import gradients_channels_registers as registers
     from pallas_kernels.gated_delta import kernel_inverse
     from pallas_kernels.recurrence import channels, slices
+    from pallas_kernels.rows import fused_parts
 
 C, BF16 = 64, ml_dtypes.bfloat16
 TILE, BASE = 8192, 1024

@@ -18,8 +18,8 @@ import pytest
 from pallas_kernels.gla import chunked as gla_chunked
 from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.gla.reference import gla_parallel, gla_recurrent
-from pallas_kernels.recurrence import decay as gla_decay
 from pallas_kernels.recurrence import groups
+from pallas_kernels.recurrence import groups as gla_decay
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import slow
 

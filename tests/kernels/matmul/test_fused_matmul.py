@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.kernels.shapes import LLAMA_8B
 from pallas_kernels import quantized_matmul
 from pallas_kernels.matmul import choice
 from pallas_kernels.matmul.call import Around, MatmulCall
@@ -15,7 +16,6 @@ from pallas_kernels.matmul.few_rows import kernel
 from pallas_kernels.matmul.few_rows import plan as planning
 from pallas_kernels.matmul.fused import fused_matmul
 from pallas_kernels.qtensor import QTensor, RowBlocks
-from pallas_kernels.shapes import LLAMA_8B
 from tests.helpers.arrays import as_jax
 from tests.helpers.few_rows import few_rows, run_tiles
 from tests.helpers.matmul_cases import (

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.architecture import BY_NAME, TARGET
+from pallas_kernels.cards.architecture import BY_NAME, TARGET
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.matmul import choice
 from pallas_kernels.matmul.call import MatmulCall

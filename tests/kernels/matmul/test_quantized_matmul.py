@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.kernels.shapes import LLAMA_8B
 from pallas_kernels import QTensor, explain, quantized_matmul
-from pallas_kernels.architecture import TARGET
+from pallas_kernels.cards.architecture import TARGET
 from pallas_kernels.dispatch import named_plan
 from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.call import Around, MatmulCall
@@ -18,7 +19,6 @@ from pallas_kernels.matmul.few_rows import plan as planning
 from pallas_kernels.matmul.op import product_plan, quantized_matmul_reference
 from pallas_kernels.matmul.stored import StoredWeight
 from pallas_kernels.rows.swiglu import swiglu
-from pallas_kernels.shapes import LLAMA_8B
 from tests.helpers import warp_emulator
 from tests.helpers.arrays import as_jax
 from tests.helpers.cases import pairwise

@@ -17,7 +17,7 @@ import pytest
 
 from pallas_kernels import device, quantize
 from pallas_kernels import launch as launching
-from pallas_kernels.architecture import CARDS
+from pallas_kernels.cards.architecture import CARDS
 from pallas_kernels.cards.table import table_of
 from pallas_kernels.device import gpu, tiles_of
 from pallas_kernels.dispatch import choose_plan, named_plan

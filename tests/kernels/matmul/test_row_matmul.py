@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.architecture import TARGET
+from pallas_kernels.cards.architecture import TARGET
 from pallas_kernels.dispatch import named_plan
 from pallas_kernels.matmul import widen
 from pallas_kernels.matmul.call import Around, MatmulCall

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.architecture import TARGET
+from pallas_kernels.cards.architecture import TARGET
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.rows import greedy
 from pallas_kernels.rows.greedy import append_greedy

@@ -15,7 +15,7 @@ from jaxllama.parallel.mesh import MODEL_AXIS, RowAxis
 from jaxllama.typing import Tree
 from pallas_kernels.attention.blockwise import CPU_DECODE_BLOCK
 from pallas_kernels.attention.rope_cache import quantize_kv, store
-from pallas_kernels.brief import short_repr
+from pallas_kernels.operands import short_repr
 from pallas_kernels.qtensor import QTensor
 
 

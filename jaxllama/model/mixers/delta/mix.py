@@ -43,11 +43,10 @@ from jaxllama.model.mixers.recurrent import (
 )
 from jaxllama.model.records import At, Chunk, Draft, Pieces, Step
 from jaxllama.typing import Options, Params
-from pallas_kernels.brief import short_repr
 from pallas_kernels.gated_delta.commit import gated_delta_commit, own_commit
 from pallas_kernels.gated_delta.op import gated_delta, gated_delta_step
 from pallas_kernels.gated_delta.token import DeltaLayerTokens, gated_delta_token, own_token
-from pallas_kernels.operands import Columns
+from pallas_kernels.operands import Columns, short_repr
 
 
 @jax.tree_util.register_dataclass

@@ -49,13 +49,12 @@ from jaxllama.model.mixers.recurrent import (
 )
 from jaxllama.model.records import At, Chunk, Draft, Pieces, Step
 from jaxllama.typing import Options, Params, Tree
-from pallas_kernels.brief import short_repr
 from pallas_kernels.dispatch import Implementation, wants_kernel
 from pallas_kernels.fixed_sums import row_sums
 from pallas_kernels.gla.commit import gla_commit, own_commit
 from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.gla.token import GlaLayerTokens, gla_token, own_token
-from pallas_kernels.operands import Columns
+from pallas_kernels.operands import Columns, short_repr
 from pallas_kernels.rows.activations import gelu_tanh
 
 _LEAST = 1e-10  # what is added to a normalizer, as flash-linear-attention does

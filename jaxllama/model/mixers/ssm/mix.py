@@ -37,10 +37,9 @@ from jaxllama.model.mixers.recurrent import (
 from jaxllama.model.mixers.ssm.parameters import SSMOptions, options
 from jaxllama.model.records import At, Chunk, Draft, Pieces, Step
 from jaxllama.typing import Params
-from pallas_kernels.brief import short_repr
 from pallas_kernels.fixed_sums import row_sums
 from pallas_kernels.gla.op import gla_step
-from pallas_kernels.operands import Columns
+from pallas_kernels.operands import Columns, short_repr
 from pallas_kernels.ssd.op import ssd, ssd_as_gla
 
 commit = gla_mix.commit  # a draft's tokens are k, v and log_decay, as GLA's

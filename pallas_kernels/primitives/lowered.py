@@ -37,13 +37,13 @@ import jax
 from jax.core import ShapedArray
 from jax.interpreters import mlir
 
-from pallas_kernels.architecture import asked_target
-from pallas_kernels.copies import refuse
+from pallas_kernels.cards.architecture import asked_target
 from pallas_kernels.jax_internals import (
     Primitive,
     func,  # pyright: ignore[reportPrivateImportUsage]
     ir,  # pyright: ignore[reportPrivateImportUsage]
 )
+from pallas_kernels.primitives.refused import refuse
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr

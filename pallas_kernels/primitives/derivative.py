@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.jax_internals import Primitive
-from pallas_kernels.types import TreeDef
+from pallas_kernels.operands import TreeDef
 
 if TYPE_CHECKING:
     from jax.core import ShapedArray

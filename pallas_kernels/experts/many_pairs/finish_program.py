@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 
 from pallas_kernels import ptx as p
 from pallas_kernels.experts.gate import Gate
-from pallas_kernels.experts.many_pairs_plan import row_stage
-from pallas_kernels.fused_parts import quickly_gated, two_gated
+from pallas_kernels.experts.many_pairs.plan import row_stage
 from pallas_kernels.ptx import Value
+from pallas_kernels.rows.fused_parts import quickly_gated, two_gated
 
 Vectors = Sequence[Value] | None
 

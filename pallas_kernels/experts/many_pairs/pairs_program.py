@@ -1,12 +1,12 @@
-"""The program of a block of the grouped product of many pairs (``many_pairs_kernel``).
+"""The program of a block of the grouped product of many pairs (``kernel``).
 
 ``PairsBlock`` holds the facts that all of a block's warpgroups share.  The feeder and the
 multipliers are those of the dense product (``matmul.many_rows.weight_program``), which differ here
 in three places: a tile's expert comes from a table, and so do its rows of x, which other warps
-gather (``many_pairs_gather_program``); the rows of gate and up are copied side by side; and results
+gather (``gather_program``); the rows of gate and up are copied side by side; and results
 go to their pairs.
 
-``many_pairs_kernel`` says who copies, who waits and who writes.
+``kernel`` says who copies, who waits and who writes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.experts.many_pairs_finish_program import RowStage, store_one
-from pallas_kernels.experts.many_pairs_gather_program import GatherShape, RowGather, SortedRows
-from pallas_kernels.experts.many_pairs_plan import (
+from pallas_kernels.experts.many_pairs.finish_program import RowStage, store_one
+from pallas_kernels.experts.many_pairs.gather_program import GatherShape, RowGather, SortedRows
+from pallas_kernels.experts.many_pairs.plan import (
     Tile,
     has_sorted_rows,
     in_groups,
@@ -130,6 +130,13 @@ class PairsBlock:
             ni = ni * self.tile.cluster + self.pair
         return part, ni * self.wide
 
+    def await_slot(self, t, j, at) -> None:
+        self.gather.wait(at, t * self.steps + j)
+
+    def release_slot(self, at) -> None:
+        plgpu.barrier_arrive(self.barrier.empty.at[at])
+        self.gather.release(at)
+
     def by_width(self, part, body: Callable[[int], None]) -> None:
         """Run ``body(width)`` for the least width that has the part's rows of x."""
         rows = self.gmem.work[part + 1, 2] - self.gmem.work[part + 1, 1]
@@ -227,13 +234,6 @@ class PairsMultiplier(Multiplier):
         ref = plgpu.ACC((64, width), self.sum_dtype)
         self.finish(part, n0, pl.run_scoped(functools.partial(self.sum_of_products, t), ref))
 
-    def await_slot(self, t, j, at) -> None:
-        self.block.gather.wait(at, t * self.block.steps + j)
-
-    def release_slot(self, at) -> None:
-        plgpu.barrier_arrive(self.barrier.empty.at[at])
-        self.block.gather.release(at)
-
     def tokens_at(self, at):
         return self.smem.x.tiles.at[at, pl.ds(0, self.width)]
 
@@ -246,7 +246,7 @@ class PairsMultiplier(Multiplier):
         block, stages = self.block, self.tile.stages
 
         def weights(j, at):
-            self.await_slot(t, j, at)
+            block.await_slot(t, j, at)
             return self.dequantized(t, j, at)
 
         def multiply(at, a) -> None:
@@ -254,7 +254,7 @@ class PairsMultiplier(Multiplier):
 
         def multiplied(at) -> None:
             plgpu.wgmma_wait(0)
-            self.release_slot(at)
+            block.release_slot(at)
 
         def both(j, at, a):
             """Multiply slots j and j + 1.  a: of slot j.  Return the second's place."""

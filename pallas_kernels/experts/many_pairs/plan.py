@@ -55,7 +55,7 @@ def computing_of(tile: Tile) -> int:
     return tile.tokens // 64 if isinstance(tile, TokenTile) else tile.rows // 64
 
 
-# Results in 16 bits pass through shared memory (``many_pairs_finish_program``).  There are 16 bytes
+# Results in 16 bits pass through shared memory (``finish_program``).  There are 16 bytes
 # more than a row has from one token to the next, for the banks.
 
 

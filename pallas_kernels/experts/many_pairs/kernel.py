@@ -11,12 +11,12 @@ zeros, MXFP4 or NVFP4, ``[E, N, K]``.  64 divides K, a group has a multiple of 6
     others   codes -> bfloat16 in registers | wgmma over K | * row + bias, gate -> its pair's result
 
 The program is the dense product's (``matmul.many_rows.weight``): w is wgmma's register operand, and
-tokens are its N.  ``many_pairs_gather_program`` copies a tile's rows of x from where they lie.
+tokens are its N.  ``gather_program`` copies a tile's rows of x from where they lie.
 Under a gate a warpgroup has 32 rows of gate and 32 of up, which a thread reads eight rows apart, so
 the gate needs no exchange.  Consecutive tiles have one part, so that L2 still has its rows of x,
 and a part's weight is read once.  Where the weight is bfloat16 and experts have many pairs, no
-operand is in registers (``many_pairs_tokens_program``).  Where experts fill tiles of float4 codes,
-another kernel sorts rows of x in memory first (``sorted_rows_kernel``), and two blocks share them.
+operand is in registers (``tokens_program``).  Where experts fill tiles of float4 codes,
+another kernel sorts rows of x in memory first (``sort_kernel``), and two blocks share them.
 
 Copies: the feeder's warp copies w and its scales by TMA (``PairsFeeder``).  Two more warps gather
 rows of x by cp.async (``RowGather``), or the feeder copies sorted rows by TMA.
@@ -45,12 +45,13 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.experts import sort_kernel
 from pallas_kernels.experts.blocks import parts_of_pairs
 from pallas_kernels.experts.gate import Gate
-from pallas_kernels.experts.many_pairs_finish_program import PairsFinish
-from pallas_kernels.experts.many_pairs_gather_program import barriers_of_slots, rows_of_slots
-from pallas_kernels.experts.many_pairs_plan import (
+from pallas_kernels.experts.many_pairs import sort_kernel
+from pallas_kernels.experts.many_pairs.finish_program import PairsFinish
+from pallas_kernels.experts.many_pairs.gather_program import barriers_of_slots, rows_of_slots
+from pallas_kernels.experts.many_pairs.pairs_program import UNIT, PairsBlock
+from pallas_kernels.experts.many_pairs.plan import (
     Tile,
     TokenTile,
     computing_of,
@@ -59,9 +60,8 @@ from pallas_kernels.experts.many_pairs_plan import (
     rows_in_memory,
     stage_bytes,
 )
-from pallas_kernels.experts.many_pairs_program import UNIT, PairsBlock
-from pallas_kernels.experts.many_pairs_tokens_program import TokenBlock
-from pallas_kernels.experts.sorted_rows_kernel import sorted_rows
+from pallas_kernels.experts.many_pairs.sort_kernel import sorted_rows
+from pallas_kernels.experts.many_pairs.tokens_program import TokenBlock
 from pallas_kernels.launch import Views
 from pallas_kernels.matmul.few_rows.kernel import parts_of
 from pallas_kernels.matmul.many_rows.pipeline import (
@@ -91,32 +91,12 @@ def grouped_tiles(
     out_dtype: DTypeLike,
     partial: bool = False,
 ) -> jax.Array:
-    """The products of all pairs.
+    """The products of all pairs in out_dtype (float32 or bfloat16), ``[P, N]``, with a gate half.
 
-    Parameters
-    ----------
-    x : bfloat16 [P / fan, K]
-        Pair p reads row p // fan.
-    w : Array or QTensor [E, N, K]
-        See the module's docstring.
-    experts : int32 [P]
-        Clamped to [0, E).
-    bias : float [E, N], optional
-        Added before the gate.
-    fan : int
-        Pairs of a row of x.
-    gate : "silu", "gelu_tanh", ClampedGate or None
-        N is gate, then up.
-    tile : WeightTile or TokenTile
-        Of the plan.
-    out_dtype : data-type
-        float32 or bfloat16.
-    partial : bool
-        An index of E is an expert that w has not: the pair's result may be anything.
-
-    Returns
-    -------
-    Array [P, N] in out_dtype, with a gate [P, N / 2]
+    x: bfloat16 ``[P / fan, K]``; pair p reads row p // fan.  w: ``[E, N, K]``, of the module's
+    docstring; under a gate N is gate, then up.  experts: int32 ``[P]``, clamped to [0, E).
+    bias: float ``[E, N]``, added before the gate.  partial: an index of E is an expert that w has
+    not; the pair's result may be anything.
     """
     n_experts, n, k = w.shape
     n_pairs = experts.shape[0]
@@ -150,9 +130,10 @@ def grouped_tiles(
         rest=FLOAT4_REST if weight.float4 else 1.0,
         bytes=jnp.dtype(out_dtype).itemsize,
     )
+    block = TokenBlock if isinstance(tile, TokenTile) else PairsBlock
     facts = {"tile": tile, "weight": weight, "finish": finish, "shape": (n, k), "fan": fan}
     (out,) = launch_persistent(
-        functools.partial(_run, **facts),
+        functools.partial(block, **facts),
         operands,
         {"out": jax.ShapeDtypeStruct((n_pairs, n_out), out_dtype)},
         name=f"grouped_matmul_{weight.scale_kind if weight.float4 else weight.codes.name}",
@@ -161,11 +142,6 @@ def grouped_tiles(
         computing=computing_of(tile),
     )
     return out
-
-
-def _run(gmem, smem, barrier, *, tile: Tile, **facts) -> None:
-    block = TokenBlock if isinstance(tile, TokenTile) else PairsBlock
-    block(gmem, smem, barrier, tile=tile, **facts).run()
 
 
 def _boxed(v: jax.Array | None) -> jax.Array | None:

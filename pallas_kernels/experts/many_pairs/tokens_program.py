@@ -14,7 +14,7 @@ first of the next expert.  A warpgroup without tokens does not multiply.  Rows b
 are multiplied, and not stored.
 
 Copies: the feeder's warp brings w by TMA.  If both blocks have one expert, each copies half of the
-rows of w to both.  Other warps gather each block's own rows of x (``many_pairs_gather_program``).
+rows of w to both.  Other warps gather each block's own rows of x (``gather_program``).
 Waits: a slot's w is refilled when all multiplying warpgroups of both blocks have arrived at its
 ``empty``, also those without tokens (``pass_by``).  The gathering warps wait for their block alone.
 Writes: a warpgroup stores its results at their pairs, as bfloat16 through shared memory.
@@ -31,9 +31,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.experts.many_pairs_finish_program import TokenStage, exchanged_four
-from pallas_kernels.experts.many_pairs_plan import token_stage
-from pallas_kernels.experts.many_pairs_program import PairsBlock, PairsFeeder
+from pallas_kernels.experts.many_pairs.finish_program import TokenStage, exchanged_four
+from pallas_kernels.experts.many_pairs.pairs_program import PairsBlock, PairsFeeder
+from pallas_kernels.experts.many_pairs.plan import token_stage
 from pallas_kernels.jax_internals import llvm
 from pallas_kernels.launch import REF, inline
 from pallas_kernels.matmul.many_rows.pipeline import REGISTERS, ring_next, ring_slot
@@ -108,19 +108,12 @@ class TokenMultiplier:
         pl.when(first < end)(multiply)
         pl.when(first >= end)(lambda: self.pass_by(t))
 
-    def await_slot(self, t, j, at) -> None:
-        self.block.gather.wait(at, t * self.block.steps + j)
-
-    def release_slot(self, at) -> None:
-        plgpu.barrier_arrive(self.block.barrier.empty.at[at])
-        self.block.gather.release(at)
-
     def pass_by(self, t) -> None:
         """Keep step with the others through a tile."""
 
         def step(j, at):
-            self.await_slot(t, j, at)
-            self.release_slot(at)
+            self.block.await_slot(t, j, at)
+            self.block.release_slot(at)
             return ring_next(at, 1, self.tile.stages)
 
         first = ring_slot(t * self.block.steps, self.tile.stages)
@@ -130,16 +123,16 @@ class TokenMultiplier:
         block, stages = self.block, self.tile.stages
 
         def step(j, at):
-            self.await_slot(t, j, at)
+            self.block.await_slot(t, j, at)
             x, w = self.smem.x.tiles.at[at, self.tokens], self.smem.w.tiles.at[at]
             plgpu.wgmma(acc, x, w.transpose((1, 0)))
             plgpu.wgmma_wait(1)
-            pl.when(j > 0)(lambda: self.release_slot(ring_next(at, stages - 1, stages)))
+            pl.when(j > 0)(lambda: self.block.release_slot(ring_next(at, stages - 1, stages)))
             return ring_next(at, 1, stages)
 
         end = lax.fori_loop(0, block.steps, step, ring_slot(t * block.steps, stages))
         plgpu.wgmma_wait(0)
-        self.release_slot(ring_next(end, stages - 1, stages))
+        self.block.release_slot(ring_next(end, stages - 1, stages))
         return plgpu.wgmma_accumulator_load(acc, wait_n=None)
 
     def finish(self, part, n0, first, end, acc) -> None:

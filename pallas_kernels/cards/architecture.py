@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import NotRequired, TypedDict
+from typing import Any
 
 TARGET = "JAXLLAMA_TARGET"
 KIB = 1024
+RESERVED = KIB  # bytes of a multiprocessor's shared memory that a block cannot have
 OTHER_JAX = 0, 12, 0  # the first that assembles kernels for other GPUs than Hopper's
 
 
@@ -72,7 +73,7 @@ class Architecture(Features):
     """One architecture.
 
     name: as the assembler has it.  capability: (major, minor).
-    shared_bytes: shared memory of one block at most.  shared_per_sm: of a multiprocessor.
+    shared_bytes: shared memory of one block at most; a multiprocessor has ``RESERVED`` more.
     threads: of a multiprocessor.  registers: 32-bit registers of a multiprocessor.
     first_jax: the first version of jax that assembles kernels for it.
     cards: the first is the one that an unknown card is planned as.
@@ -81,11 +82,14 @@ class Architecture(Features):
     name: str
     capability: tuple[int, int]
     shared_bytes: int
-    shared_per_sm: int
     threads: int = 2048
     registers: int = 65536
     first_jax: tuple[int, int, int] = OTHER_JAX
     cards: tuple[Card, ...] = ()
+
+    @property
+    def shared_per_sm(self) -> int:
+        return self.shared_bytes + RESERVED
 
     def limited(self, by: Architecture) -> Architecture:
         """Return what both offer; the name says both."""
@@ -94,48 +98,25 @@ class Architecture(Features):
             self,
             name=by.name if self.name == by.name else f"{by.name} on {self.name}",
             shared_bytes=min(self.shared_bytes, by.shared_bytes),
-            shared_per_sm=min(self.shared_per_sm, by.shared_per_sm),
             threads=min(self.threads, by.threads),
             **both,
         )
 
 
-class _Offered(TypedDict):
-    """Features that Hopper and what came later share."""
-
-    clusters: bool
-    bulk_copies: bool
-    dependent_launch: bool
-    pair_arithmetic: bool
-    float8: bool
+def _with_hoppers(name: str, capability: tuple[int, int], **own: Any) -> Architecture:
+    """Return an architecture with the features that Hopper and what came later share."""
+    shared = ("clusters", "bulk_copies", "dependent_launch", "pair_arithmetic", "float8")
+    return Architecture(name=name, capability=capability, **dict.fromkeys(shared, True), **own)
 
 
-_HOPPER: _Offered = {
-    "clusters": True,
-    "bulk_copies": True,
-    "dependent_launch": True,
-    "pair_arithmetic": True,
-    "float8": True,
-}
-
-
-class _Limits(TypedDict):
-    """Fields of an ``Architecture`` that several share."""
-
-    shared_bytes: int
-    shared_per_sm: int
-    threads: NotRequired[int]
-
-
-_SMALL: _Limits = {"shared_bytes": 99 * KIB, "shared_per_sm": 100 * KIB, "threads": 1536}
-_LARGE: _Limits = {"shared_bytes": 227 * KIB, "shared_per_sm": 228 * KIB}
+_SMALL: dict[str, Any] = {"shared_bytes": 99 * KIB, "threads": 1536}
+_LARGE: dict[str, Any] = {"shared_bytes": 227 * KIB}
 
 ARCHITECTURES = (
     Architecture(
         "sm_80",
         (8, 0),
         163 * KIB,
-        164 * KIB,
         cards=(
             _card("NVIDIA A100-SXM4-80GB", 108, 2039, 40, 80),
             _card("NVIDIA A100-SXM4-40GB", 108, 1555, 40, 40),
@@ -160,9 +141,7 @@ ARCHITECTURES = (
             _card("NVIDIA A10G", 80, 600, 6, 24),
         ),
     ),
-    Architecture(
-        "sm_87", (8, 7), 163 * KIB, 164 * KIB, threads=1536, cards=(_card("Orin", 16, 204, 4, 64),)
-    ),
+    Architecture("sm_87", (8, 7), 163 * KIB, 1536, cards=(_card("Orin", 16, 204, 4, 64),)),
     Architecture(
         "sm_89",
         (8, 9),
@@ -181,11 +160,10 @@ ARCHITECTURES = (
             _card("NVIDIA L4", 58, 300, 48, 24),
         ),
     ),
-    Architecture(
+    _with_hoppers(
         "sm_90",
         (9, 0),
         **_LARGE,
-        **_HOPPER,
         wgmma=True,
         first_jax=(0, 11, 2),
         cards=(
@@ -197,30 +175,27 @@ ARCHITECTURES = (
             _card("NVIDIA H20", 78, 4023, 60, 96),
         ),
     ),
-    Architecture(
+    _with_hoppers(
         "sm_100",
         (10, 0),
         **_LARGE,
-        **_HOPPER,
         tcgen05=True,
         cards=(
             _card("NVIDIA B200", 148, 8000, 126, 180),
             _card("NVIDIA GB200", 148, 8000, 126, 184),
         ),
     ),
-    Architecture(
+    _with_hoppers(
         "sm_103",
         (10, 3),
         **_LARGE,
-        **_HOPPER,
         tcgen05=True,
         cards=(_card("NVIDIA B300", 148, 8000, 126, 268),),
     ),
-    Architecture(
+    _with_hoppers(
         "sm_120",
         (12, 0),
         **_SMALL,
-        **_HOPPER,
         cards=(
             _card("NVIDIA GeForce RTX 5090", 170, 1792, 96, 32),
             _card("NVIDIA GeForce RTX 5080", 84, 960, 64, 16),
@@ -231,9 +206,7 @@ ARCHITECTURES = (
             _card("NVIDIA RTX PRO 6000 Blackwell Server Edition", 188, 1597, 128, 96),
         ),
     ),
-    Architecture(
-        "sm_121", (12, 1), **_SMALL, **_HOPPER, cards=(_card("NVIDIA GB10", 48, 273, 24, 128),)
-    ),
+    _with_hoppers("sm_121", (12, 1), **_SMALL, cards=(_card("NVIDIA GB10", 48, 273, 24, 128),)),
 )
 BY_NAME = {one.name: one for one in ARCHITECTURES}
 CARDS = {card.name: card for one in ARCHITECTURES for card in one.cards}
