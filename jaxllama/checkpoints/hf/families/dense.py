@@ -11,18 +11,15 @@ from collections.abc import Mapping
 
 from jaxllama.checkpoints.hf.family import (
     BIAS,
+    GEMMA_KEYS,
+    GRANITE_KEYS,
     GRANITE_SCALES,
+    MINICPM_KEYS,
     MLP_BIAS,
     Family,
     Fields,
     every,
-    gemma,
-    gemma_to_hf,
-    granite,
-    granite_to_hf,
     head_scale,
-    minicpm,
-    minicpm_to_hf,
 )
 from jaxllama.checkpoints.hf.names import OLMO
 from jaxllama.checkpoints.json_reader import JsonReader
@@ -115,14 +112,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "vaultgemma": Family(
         ("VaultGemmaForCausalLM",),
-        keys=("query_pre_attn_scalar", "hidden_act"),
+        keys=("hidden_act",),
         same=(
             *BIAS,
             ("attn_logit_softcapping", "attn_softcap", None),
             ("final_logit_softcapping", "logit_softcap", None),
         ),
-        fields=gemma,
-        to_hf=gemma_to_hf,
+        parts=(GEMMA_KEYS,),
         facts={"embedding_scale": True},
         stored={"norm_offset": 1.0},
         activation="hidden_activation",
@@ -144,8 +140,7 @@ FAMILIES: dict[str, Family] = {
         },
         keys=("mup_denominator",),
         same=BIAS,
-        fields=minicpm,
-        to_hf=minicpm_to_hf,
+        parts=(MINICPM_KEYS,),
         fixed={"sparse_config": (None,)},  # attention to chosen blocks (InfLLM)
     ),
     "nemotron": Family(
@@ -249,10 +244,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "granite_swa": Family(
         ("GraniteSWAForCausalLM",),
-        keys=("attention_multiplier", "logits_scaling", "layer_rope_theta"),
+        keys=("layer_rope_theta",),
         same=(*GRANITE_SCALES, *MLP_BIAS),
-        fields=granite,
-        to_hf=lambda cfg: {**granite_to_hf(cfg), **granite_thetas(cfg)},
+        parts=(GRANITE_KEYS,),
+        to_hf=granite_thetas,
         facts={"attn_sinks": True},
         window=lambda i, read: i % 4 != 0,
         is_nope=granite_nope,
