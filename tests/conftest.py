@@ -52,6 +52,8 @@ PROGRAMS = (hub.cache_dir() / "tests").resolve()  # the path is a part of a prog
 MONTH = 30 * 86_400.0  # seconds
 # A busy machine may take seconds for what tests expect to leave nothing on stderr.
 progress.QUIET = 1e6
+# A fresh checkout would otherwise read the constants of all sources again: 6 s of each worker.
+os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(PROGRAMS / "hypothesis"))
 # Several test processes may share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Read when jax makes its first backend, here and in the processes that tests start.  A machine with

@@ -8,7 +8,6 @@ the other.
 
 from __future__ import annotations
 
-import importlib.metadata
 import random
 import re
 
@@ -16,15 +15,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.helpers import assembling
+from tests.helpers import assembling, cases
 
 pytestmark = pytest.mark.newer
-HERE = {found.metadata["Name"] for found in importlib.metadata.distributions()}
-if MISSING := [name for name in assembling.WHEELS if name not in HERE]:
-    pytest.skip(
-        f"the assembler is not here: pip install 'jaxllama[assemble]' brings {', '.join(MISSING)}",
-        allow_module_level=True,
-    )
+cases.skip_without(*assembling.WHEELS)
 
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402

@@ -3,21 +3,14 @@ memory.  The wheels are those of the extra ``assemble``."""
 
 from __future__ import annotations
 
-import importlib.metadata
-
 import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.helpers import assembling
+from tests.helpers import assembling, cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.newer]
-HERE = {found.metadata["Name"] for found in importlib.metadata.distributions()}
-if MISSING := [name for name in assembling.WHEELS if name not in HERE]:
-    pytest.skip(
-        f"the assembler is not here: pip install 'jaxllama[assemble]' brings {', '.join(MISSING)}",
-        allow_module_level=True,
-    )
+cases.skip_without(*assembling.WHEELS)
 
 from jax.experimental import topologies  # noqa: E402
 from jax.experimental.mosaic.gpu import utils  # noqa: E402
