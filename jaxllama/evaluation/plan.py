@@ -131,9 +131,7 @@ def run(asked: PlanRequest, progress: Progress = lambda _: None) -> JsonObject:
         policy = resident(cfg, task, limits, settings, base)
     costs = calibrate(
         cfg,
-        dtype,
-        scheme,
-        kv_dtype,
+        settings,
         chunk=task.chunk,
         moves=policy is None or policy.moves,
         fresh=asked.recalibrate,
@@ -147,8 +145,8 @@ def run(asked: PlanRequest, progress: Progress = lambda _: None) -> JsonObject:
         policy = solve(cfg, costs, task, limits, settings, base, use)
     expected = predict(cfg, policy, costs, task, settings)
     need = need_of(cfg, policy, task, settings)
-    trial, block = shortened(cfg, policy, costs, task, settings, expected)
-    seconds = 2 * block.prefill + (WARM + MEASURED) * block.step
+    trial, prefill = shortened(cfg, policy, task, expected)
+    seconds = 2 * prefill + (WARM + MEASURED) * expected.step
     known = measured_file(cfg, policy, task, settings)
     anew = timeline is not None or asked.recalibrate
     found: JsonObject = {}
@@ -274,24 +272,18 @@ def _operations(cfg: ModelConfig, tokens: int) -> float:
 
 
 def shortened(
-    cfg: ModelConfig,
-    policy: Policy,
-    costs: Calibration,
-    task: Task,
-    settings: PlannerSettings,
-    expected: Prediction,
-) -> tuple[Task, Prediction]:
-    """Return the task that is measured, with its prediction.
+    cfg: ModelConfig, policy: Policy, task: Task, expected: Prediction
+) -> tuple[Task, float]:
+    """Return the task that is measured, and the seconds of its prefill.
 
     It has shorter prompts in a cache of the same capacity if the policy moves nothing and the
     prefill would take more than ``LONG`` seconds. expected: the prediction for ``task``.
     """
-    trial = task
-    while not policy.moves and trial.prompt // 2 >= SHORTEST and expected.prefill > LONG:
-        half = trial.prompt // 2
-        trial = dataclasses.replace(trial, prompt=half, new=task.capacity - half)
-        expected = predict(cfg, policy, costs, trial, settings)
-    return trial, expected
+    prompt, seconds = task.prompt, expected.prefill
+    while not policy.moves and prompt // 2 >= SHORTEST and seconds > LONG:
+        prompt //= 2
+        seconds = expected.prefill * _operations(cfg, prompt) / _operations(cfg, task.prompt)
+    return dataclasses.replace(task, prompt=prompt, new=task.capacity - prompt), seconds
 
 
 def measured_file(cfg: ModelConfig, policy: Policy, task: Task, settings: PlannerSettings) -> Path:
