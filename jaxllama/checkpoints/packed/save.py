@@ -36,6 +36,7 @@ from jaxllama.checkpoints.hf.config import config_to_hf, generation_config
 from jaxllama.checkpoints.hf.save import (
     FOREIGN,
     GENERATION,
+    MAX_SHARD_BYTES,
     OURS,
     SaveUnit,
     check_paths,
@@ -63,6 +64,7 @@ from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 if TYPE_CHECKING:
     from jaxllama.model.param import Path as Key
 
+FORMATS = ("native", "awq", "gptq", "compressed-tensors", "fp8", "modelopt", "mxfp4")
 Tensors = dict[str, np.ndarray]
 Layout = dict[str, tuple[tuple[int, ...], np.dtype]]
 
@@ -126,13 +128,44 @@ def save(
     directory: str | Path,
     cfg: ModelConfig,
     params: Params,
-    tokenizer_files: Iterable[str | Path] | None,
-    format: str,
-    sampling: Sampling | None,
-    max_shard_bytes: int,
-    progress: bool,
+    tokenizer_files: Iterable[str | Path] | None = None,
+    *,
+    format: str = "native",
+    sampling: Sampling | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: bool = False,
 ) -> Path:
-    """Write a packed checkpoint; see ``packed.load.save``."""
+    """Write parameters with their QTensors bit for bit, as config.json and safetensors.
+
+    Parameters
+    ----------
+    directory : str or Path
+        A folder that does not exist yet, or an empty one. It appears complete or, on any failure,
+        not at all.
+    cfg : ModelConfig
+        Config of the model.
+    params : dict
+        Parameter tree with QTensors.
+    tokenizer_files : iterable of paths or None
+        Files to copy.
+    format : str
+        One of ``FORMATS``. "native" holds everything, and only ``hf.load`` reads it: transformers
+        and other programs find no weight file in it. The other formats hold what their programs
+        support.
+    sampling : Sampling or None
+        The model's own sampling, for generation_config.json.
+    max_shard_bytes : int
+        Bytes after which a further file is begun.
+    progress : bool
+        Whether to show a bar on stderr.
+
+    Raises
+    ------
+    JaxLlamaError
+        Naming the parameter that the format cannot hold, and why.
+    """
+    if format not in FORMATS:
+        raise JaxLlamaError(f"format {format!r} is not one of {', '.join(FORMATS)}")
     cfg = cfg.with_head_of(params)
     options, units, more = _units(cfg, params, format)
     dtype = np.dtype(params["norm"]["weight"].dtype).name
