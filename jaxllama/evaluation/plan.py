@@ -73,7 +73,7 @@ SHORTEST = 64  # smallest number of tokens of those prompts
 
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
-    """What is planned for, and what may be used.
+    """The task that is planned, and the resources that it may use.
 
     source, random, revision, dtype, scheme, kv_dtype: the model, as for ``load``. policy: the
     policy to measure, by default the solver's. base: fields that the solver does not search

@@ -102,7 +102,7 @@ Point = tuple[int, int]  # rows, context
 
 
 class Extent(NamedTuple):
-    """What a calibration measures.
+    """The extent of a calibration.
 
     depths: layers of each kind. context: tokens of a row. other: the point with other contexts.
     batches: numbers of batches of overlapped steps. patience: seconds after which hardly anything
