@@ -139,25 +139,14 @@ def save(
 
     Parameters
     ----------
-    directory : str or Path
-        A folder that does not exist yet, or an empty one. It appears complete or, on any failure,
-        not at all.
-    cfg : ModelConfig
-        Config of the model.
     params : dict
         Parameter tree with QTensors.
-    tokenizer_files : iterable of paths or None
-        Files to copy.
     format : str
         One of ``FORMATS``. "native" holds everything, and only ``hf.load`` reads it: transformers
         and other programs find no weight file in it. The other formats hold what their programs
         support.
-    sampling : Sampling or None
-        The model's own sampling, for generation_config.json.
-    max_shard_bytes : int
-        Bytes after which a further file is begun.
-    progress : bool
-        Whether to show a bar on stderr.
+    directory, cfg, tokenizer_files, sampling, max_shard_bytes, progress
+        As for ``hf.save``.
 
     Raises
     ------
