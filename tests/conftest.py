@@ -52,8 +52,6 @@ PROGRAMS = (hub.cache_dir() / "tests").resolve()  # the path is a part of a prog
 MONTH = 30 * 86_400.0  # seconds
 # A busy machine may take seconds for what tests expect to leave nothing on stderr.
 progress.QUIET = 1e6
-# A fresh checkout would otherwise read the constants of all sources again: 6 s of each worker.
-os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(PROGRAMS / "hypothesis"))
 # Several test processes may share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Read when jax makes its first backend, here and in the processes that tests start.  A machine with
@@ -66,6 +64,8 @@ if not os.path.exists("/dev/nvidiactl"):
     if jax.config.values["jax_compilation_cache_dir"] is None:
         with contextlib.suppress(OSError):  # a home that is full or read-only keeps nothing
             PROGRAMS.mkdir(parents=True, exist_ok=True)
+            # In a fresh checkout each worker would read the constants of all sources: 6 s.
+            os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(PROGRAMS / "hypothesis"))
             jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
             os.environ["JAX_COMPILATION_CACHE_DIR"] = str(PROGRAMS)  # of the processes tests start
@@ -207,9 +207,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Remove programs that are older than a month: most of them are of older sources."""
+    """Remove files that are older than a month: most of them are of older sources."""
     if not hasattr(config, "workerinput") and PROGRAMS.is_dir():
-        for path in PROGRAMS.iterdir():
+        for path in PROGRAMS.rglob("*"):
             if path.is_file() and path.stat().st_mtime < time.time() - MONTH:
                 path.unlink(missing_ok=True)
 
