@@ -87,11 +87,7 @@ def granite_thetas(cfg: ModelConfig) -> Fields:
     return {"layer_rope_theta": thetas, "rope_theta": cfg.rope.theta, "rope_scaling": None}
 
 
-_BITNET = Family(
-    ("BitNetForCausalLM",),
-    same=BIAS,
-    facts={"inner_norms": True},
-)
+_BITNET = Family(("BitNetForCausalLM",), same=BIAS, facts={"inner_norms": True})
 _APERTUS = Family(
     ("ApertusForCausalLM",),
     keys=("qk_norm", "post_norm", "mlp_bias"),
@@ -125,11 +121,7 @@ FAMILIES: dict[str, Family] = {
         window=lambda i, read: bool((i + 1) % 2),
         tensors=Names(mlp_norm="pre_feedforward_layernorm"),
     ),
-    "arcee": Family(
-        ("ArceeForCausalLM",),
-        same=(*BIAS, *MLP_BIAS),
-        facts={"gated_mlp": False},
-    ),
+    "arcee": Family(("ArceeForCausalLM",), same=(*BIAS, *MLP_BIAS), facts={"gated_mlp": False}),
     "minicpm": Family(
         ("MiniCPMForCausalLM",),
         defaults={

@@ -52,9 +52,7 @@ _ERNIE_TENSORS = ExpertNames(
     shared="shared_experts.", choice_bias="moe_statics.e_score_correction_bias", is_matrix=True
 )
 _NEMOTRON_TENSORS = ExpertNames(
-    "mixer.",
-    fused=("experts.up_proj", "experts.down_proj"),
-    shared="shared_experts.",
+    "mixer.", fused=("experts.up_proj", "experts.down_proj"), shared="shared_experts."
 )
 _MAMBA_TENSORS = Names(
     embed="backbone.embeddings",
@@ -315,25 +313,10 @@ FAMILIES: dict[str, Family] = {
         ("LlamaForCausalLM", "LLaMAForCausalLM"),  # the second: the first converted Llama 1 files
         same=(*BIAS, *MLP_BIAS),
     ),
-    "mistral": Family(
-        ("MistralForCausalLM",),
-        window="all",
-    ),
-    "ministral": Family(
-        ("MinistralForCausalLM",),
-        window="all",
-    ),
-    "qwen2": Family(
-        ("Qwen2ForCausalLM",),
-        window="use",
-        facts={"qkv_bias": True},
-    ),
-    "qwen3": Family(
-        ("Qwen3ForCausalLM",),
-        same=BIAS,
-        window="use",
-        facts={"qk_norm": "head"},
-    ),
+    "mistral": Family(("MistralForCausalLM",), window="all"),
+    "ministral": Family(("MinistralForCausalLM",), window="all"),
+    "qwen2": Family(("Qwen2ForCausalLM",), window="use", facts={"qkv_bias": True}),
+    "qwen3": Family(("Qwen3ForCausalLM",), same=BIAS, window="use", facts={"qk_norm": "head"}),
     "mixtral": Family(
         ("MixtralForCausalLM",),
         parts=(_MIXTRAL_EXPERTS,),
@@ -438,9 +421,7 @@ FAMILIES: dict[str, Family] = {
         is_nope=_smollm3_nope,
     ),
     "granite": Family(
-        ("GraniteForCausalLM",),
-        same=(*GRANITE_SCALES, *MLP_BIAS),
-        parts=(GRANITE_KEYS,),
+        ("GraniteForCausalLM",), same=(*GRANITE_SCALES, *MLP_BIAS), parts=(GRANITE_KEYS,)
     ),
     "granitemoe": Family(
         ("GraniteMoeForCausalLM",),
@@ -556,8 +537,7 @@ FAMILIES: dict[str, Family] = {
         tensors=Names(mixers={"experts": _GPT_OSS_TENSORS}),
     ),
     "seed_oss": Family(
-        ("SeedOssForCausalLM",),
-        same=(QKV_BIAS, ("attention_out_bias", "o_bias", False), *MLP_BIAS),
+        ("SeedOssForCausalLM",), same=(QKV_BIAS, ("attention_out_bias", "o_bias", False), *MLP_BIAS)
     ),
     "ernie4_5": Family(
         ("Ernie4_5ForCausalLM",),
@@ -583,9 +563,7 @@ FAMILIES: dict[str, Family] = {
         tensors=Names(mixers={"experts": MIXTRAL}),
     ),
     "helium": Family(
-        ("HeliumForCausalLM",),
-        same=(QKV_BIAS, *MLP_BIAS),
-        stored={"interleaved": True},
+        ("HeliumForCausalLM",), same=(QKV_BIAS, *MLP_BIAS), stored={"interleaved": True}
     ),
     "olmo2": Family(
         ("Olmo2ForCausalLM",),

@@ -52,26 +52,12 @@ _COUNTS = {
     "count": ("num_experts", "num_local_experts"),
     "shared": ("num_shared_experts", "n_shared_experts"),
 }
-_EXAONE_EXPERTS = SigmoidMixture(
-    64,
-    8,
-    width=1024,
-    scale=2.5,
-    names=_COUNTS,
-    has_types=True,
-)
+_EXAONE_EXPERTS = SigmoidMixture(64, 8, width=1024, scale=2.5, names=_COUNTS, has_types=True)
 _LFM2_EXPERTS = SigmoidMixture(32, 4, width=1792, names={"count": ("num_experts",)})
 _MINIMAX_EXPERTS = SigmoidMixture(
     256, 8, width=1536, names={"count": ("num_local_experts", "num_experts")}
 )
-_HY_EXPERTS = SigmoidMixture(
-    192,
-    8,
-    width=1536,
-    scale=2.826,
-    names=_COUNTS,
-    has_types=True,
-)
+_HY_EXPERTS = SigmoidMixture(192, 8, width=1536, scale=2.826, names=_COUNTS, has_types=True)
 
 
 def _granite_shared(read: JsonReader) -> Fields:
