@@ -36,7 +36,7 @@ from jax.typing import DTypeLike
 from jaxllama.checkpoints import hub
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.executors.offloaded.executor import offloaded
+from jaxllama.executors.offloaded.executor import kv_dtype_of, offloaded
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache, load, read_config
 from jaxllama.model.flops import flops_per_token
@@ -44,8 +44,9 @@ from jaxllama.offload.expert_places import ExpertUse
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import available_memory
 from jaxllama.offload.timeline import NO_RECORD, Recorder, TimelineBar, draw
+from jaxllama.placement import scheme_of
 from jaxllama.planner.accounting import batches_of, model_bytes
-from jaxllama.planner.calibrate import Progress, calibrate, settings_of
+from jaxllama.planner.calibrate import Progress, calibrate
 from jaxllama.planner.calibrate_experts import measured_use
 from jaxllama.planner.cost import (
     LANES,
@@ -123,8 +124,8 @@ def run(asked: PlanRequest, progress: Progress = lambda _: None) -> JsonObject:
         expert_use = use_on(source, asked.calibrate_on, dtype, asked.scheme, random, revision)
     if expert_use is not None:
         ExpertUse.load(expert_use)  # a file that is none is an error before anything is measured
-    scheme, kv_dtype = settings_of(base, dtype, asked.scheme, asked.kv_dtype)
-    settings = PlannerSettings(dtype, kv_dtype, scheme)
+    scheme = scheme_of(base, asked.scheme)
+    settings = PlannerSettings(dtype, kv_dtype_of(base, asked.kv_dtype, dtype), scheme)
     limits = _limits(asked.limits)
     if policy is None:
         check_fits(cfg, base, task, limits, settings)

@@ -57,7 +57,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.checkpoints import hub
 from jaxllama.config import ExpertsConfig, ModelConfig
-from jaxllama.executors.offloaded.executor import kv_dtype_of, offloaded
+from jaxllama.executors.offloaded.executor import offloaded
 from jaxllama.executors.offloaded.layer_cache import snapshot_columns
 from jaxllama.executors.offloaded.programs import embed_tokens, head_logits
 from jaxllama.executors.offloaded.room import cache_shapes, hidden_bytes
@@ -68,7 +68,7 @@ from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import is_pending
 from jaxllama.offload.timeline import NO_RECORD, Recorder, TimelineBar
 from jaxllama.offload.units import ModelUnit, units_of
-from jaxllama.placement import Placement, scheme_of
+from jaxllama.placement import Placement
 from jaxllama.planner.accounting import model_bytes, unit_shapes, weight_shapes
 from jaxllama.planner.calibrate_experts import EXPERT_ROWS, measure_experts
 from jaxllama.planner.cost import KINDS, PlannerSettings, Task, kept_share, step_of
@@ -644,10 +644,3 @@ def _policy(model: LanguageModel) -> Policy:
 
 def _with(model: LanguageModel, **changes: Any) -> LanguageModel:
     return dataclasses.replace(model, executor=offloaded(model.executor).with_policy(**changes))
-
-
-def settings_of(
-    policy: Policy, dtype: DTypeLike, scheme: str | None, kv_dtype: DTypeLike | None
-) -> tuple[str | None, DTypeLike]:
-    """Return the (scheme, cache dtype) of a policy's compression."""
-    return scheme_of(policy, scheme), kv_dtype_of(policy, kv_dtype, dtype)

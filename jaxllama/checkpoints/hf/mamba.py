@@ -261,8 +261,3 @@ def nemotron_to_hf(cfg: ModelConfig) -> Fields:
         "topk_group": experts.n_active_groups,
         "moe_shared_expert_intermediate_size": experts.shared,
     }
-
-
-def kinds_to_hf(cfg: ModelConfig) -> list[str]:
-    """Return a config's ``layer_types``."""
-    return ["full_attention" if k == "attention" else "linear_attention" for k in cfg.layer_types]

@@ -163,10 +163,6 @@ def _v2_to_hf(cfg: ModelConfig) -> Fields:
     return {"topk_method": _METHODS[has_groups], "norm_topk_prob": False}
 
 
-def _value_width(read: JsonReader) -> Fields:
-    return {"v_head_dim": read.size("hidden_size") // read.size("num_attention_heads")}
-
-
 _RANKS = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
@@ -275,6 +271,8 @@ FAMILIES: dict[str, Family] = {
         parts=(KEYS, MINICPM_KEYS),
         fixed={"mlp_bias": (False, None)},
         turning=TURNING,
-        derived=_value_width,
+        derived=lambda read: {
+            "v_head_dim": read.size("hidden_size") // read.size("num_attention_heads")
+        },
     ),
 }

@@ -99,7 +99,7 @@ def _granite_hybrid_to_hf(cfg: ModelConfig) -> Fields:
     return {
         **keys,
         "shared_intermediate_size": cfg.d_ff if experts is None else experts.shared,
-        "layer_types": mamba.kinds_to_hf(cfg),
+        "layer_types": [_LINEAR[kind == "ssm"] for kind in cfg.layer_types],
         "position_embedding_type": None if cfg.nope_layers else "rope",
     }
 
