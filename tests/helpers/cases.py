@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import itertools
 from collections.abc import Sequence
@@ -72,14 +71,3 @@ def pairwise(*axes: Sequence[Any]) -> list[Any]:
         pytest.param(*(x for axis, i in zip(axes, row, strict=True) for x in _flat(axis[i])))
         for row in chosen
     ]
-
-
-def skip_without(*wheels: str) -> None:
-    """Skip the module that calls this if a wheel of the extra ``assemble`` is not installed."""
-    find = importlib.metadata.Distribution.discover  # by name: it reads no other package's metadata
-    if missing := [name for name in wheels if not any(find(name=name))]:
-        pytest.skip(
-            "the assembler is not here: pip install 'jaxllama[assemble]' brings "
-            f"{', '.join(missing)}",
-            allow_module_level=True,
-        )
