@@ -42,7 +42,7 @@ def main() -> None:
         for form, calibrate.narrower in forms.items():
             begin, used = time.perf_counter(), time.process_time()
             moves = form == "narrow"
-            costs = calibrate.calibrate(cfg, jnp.float32, moves=moves, fresh=True)
+            costs = calibrate.calibrate(cfg, SETTINGS, moves=moves, fresh=True)
             wall, cpu = time.perf_counter() - begin, time.process_time() - used
             print(f"{form}: calibrated in {wall:.0f} s, {cpu:.0f} s of CPU", flush=True)
             for text in POLICIES if moves else POLICIES[:1]:

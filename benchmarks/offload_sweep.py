@@ -185,7 +185,7 @@ def _programs_of(cfg: ModelConfig, settings: PlannerSettings, sizes: set[int]) -
 def _calibrate(cfg: ModelConfig, settings: PlannerSettings, fresh: bool = True) -> Calibration:
     return calibrate(
         cfg,
-        settings.dtype,
+        settings,
         chunk=TASK.chunk,
         fresh=fresh,
         progress=lambda text: print(text, file=sys.stderr),

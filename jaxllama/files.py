@@ -7,7 +7,7 @@
     with whole_file(path) as file: ...      a file that gets its name when it is complete
     with whole_folder(path) as scratch: ... the same of a folder
 
-A pipe, a device or a folder in a file's place is refused before anything is read, so nothing waits
+A pipe, a device or a folder in a file's place is refused before anything is read. So nothing waits
 for a writer or reads for ever. Files that a user names as an option (texts, TOML) are the user's
 own and may be pipes; they are read elsewhere.
 """
@@ -147,8 +147,8 @@ def parse_json(raw: bytes, what: str) -> object:
     Raises
     ------
     JaxLlamaError
-        Beginning with ``what``, for text that is not JSON or not Unicode, for a key that an object
-        has twice, for more than ``DEPTH`` levels, and for integers of more than 40 digits.
+        If the text is not JSON or not Unicode, if an object has a key twice, and for more than
+        ``DEPTH`` levels or integers of more than 40 digits. The error begins with ``what``.
     """
 
     def unique(pairs: list[tuple[str, object]]) -> JsonObject:

@@ -88,8 +88,8 @@ def read(directory: str | Path, cfg: ModelConfig, max_bytes: int | None = None) 
     Raises
     ------
     JaxLlamaError
-        Naming the file and the key or tensor that is missing, unexpected, of the wrong shape or
-        type, or not supported. Keys that PEFT would ignore give a WeightWarning instead.
+        If a key or tensor is missing, unexpected, of the wrong shape or type, or not supported.
+        The error names it and the file. Keys that PEFT would ignore give a WeightWarning instead.
     """
     directory = Path(directory)
     config = _read_config(directory)

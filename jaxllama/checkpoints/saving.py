@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.checkpoints.gguf import save as gguf
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.checkpoints.packed import load as packed
+from jaxllama.checkpoints.packed import save as packed
 from jaxllama.config import ModelConfig
 from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError

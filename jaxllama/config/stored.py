@@ -1,4 +1,4 @@
-"""What a checkpoint's tensors have differently from the parameters."""
+"""The differences between a checkpoint's tensors and the parameters."""
 
 from __future__ import annotations
 

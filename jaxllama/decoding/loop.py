@@ -39,7 +39,7 @@ class Drafting(NamedTuple):
 
 
 class Collector(NamedTuple):
-    """What a loop's caller collects: ``empty``, and ``add(found, inputs, report)`` after a turn."""
+    """Results that a loop collects: ``empty``, then ``add(found, inputs, report)`` after a turn."""
 
     empty: Tree
     add: Callable[[Tree, Inputs, TurnReport], Tree]

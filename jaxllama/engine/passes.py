@@ -57,7 +57,7 @@ def level_of(requests: Sequence[Sampling], is_masked: bool) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class CallSizes:
-    """What a decode call is compiled for.
+    """The sizes for which a decode call is compiled.
 
     n, context: numbers of rows and of pages that a row may have. width: largest number of tokens of
     a row. widths: numbers of tokens of a row that a pass may verify: 1, and more where there are

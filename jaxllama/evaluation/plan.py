@@ -36,7 +36,7 @@ from jax.typing import DTypeLike
 from jaxllama.checkpoints import hub
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.executors.offloaded.executor import offloaded
+from jaxllama.executors.offloaded.executor import kv_dtype_of, offloaded
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache, load, read_config
 from jaxllama.model.flops import flops_per_token
@@ -44,8 +44,9 @@ from jaxllama.offload.expert_places import ExpertUse
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import available_memory
 from jaxllama.offload.timeline import NO_RECORD, Recorder, TimelineBar, draw
+from jaxllama.placement import scheme_of
 from jaxllama.planner.accounting import batches_of, model_bytes
-from jaxllama.planner.calibrate import Progress, calibrate, settings_of
+from jaxllama.planner.calibrate import Progress, calibrate
 from jaxllama.planner.calibrate_experts import measured_use
 from jaxllama.planner.cost import (
     LANES,
@@ -73,7 +74,7 @@ SHORTEST = 64  # smallest number of tokens of those prompts
 
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
-    """What is planned for, and what may be used.
+    """The task that is planned, and the resources that it may use.
 
     source, random, revision, dtype, scheme, kv_dtype: the model, as for ``load``. policy: the
     policy to measure, by default the solver's. base: fields that the solver does not search
@@ -123,17 +124,15 @@ def run(asked: PlanRequest, progress: Progress = lambda _: None) -> JsonObject:
         expert_use = use_on(source, asked.calibrate_on, dtype, asked.scheme, random, revision)
     if expert_use is not None:
         ExpertUse.load(expert_use)  # a file that is none is an error before anything is measured
-    scheme, kv_dtype = settings_of(base, dtype, asked.scheme, asked.kv_dtype)
-    settings = PlannerSettings(dtype, kv_dtype, scheme)
+    scheme = scheme_of(base, asked.scheme)
+    settings = PlannerSettings(dtype, kv_dtype_of(base, asked.kv_dtype, dtype), scheme)
     limits = _limits(asked.limits)
     if policy is None:
         check_fits(cfg, base, task, limits, settings)
         policy = resident(cfg, task, limits, settings, base)
     costs = calibrate(
         cfg,
-        dtype,
-        scheme,
-        kv_dtype,
+        settings,
         chunk=task.chunk,
         moves=policy is None or policy.moves,
         fresh=asked.recalibrate,
@@ -147,8 +146,8 @@ def run(asked: PlanRequest, progress: Progress = lambda _: None) -> JsonObject:
         policy = solve(cfg, costs, task, limits, settings, base, use)
     expected = predict(cfg, policy, costs, task, settings)
     need = need_of(cfg, policy, task, settings)
-    trial, block = shortened(cfg, policy, costs, task, settings, expected)
-    seconds = 2 * block.prefill + (WARM + MEASURED) * block.step
+    trial, prefill = shortened(cfg, policy, task, expected)
+    seconds = 2 * prefill + (WARM + MEASURED) * expected.step
     known = measured_file(cfg, policy, task, settings)
     anew = timeline is not None or asked.recalibrate
     found: JsonObject = {}
@@ -274,24 +273,18 @@ def _operations(cfg: ModelConfig, tokens: int) -> float:
 
 
 def shortened(
-    cfg: ModelConfig,
-    policy: Policy,
-    costs: Calibration,
-    task: Task,
-    settings: PlannerSettings,
-    expected: Prediction,
-) -> tuple[Task, Prediction]:
-    """Return the task that is measured, with its prediction.
+    cfg: ModelConfig, policy: Policy, task: Task, expected: Prediction
+) -> tuple[Task, float]:
+    """Return the task that is measured, and the seconds of its prefill.
 
     It has shorter prompts in a cache of the same capacity if the policy moves nothing and the
     prefill would take more than ``LONG`` seconds. expected: the prediction for ``task``.
     """
-    trial = task
-    while not policy.moves and trial.prompt // 2 >= SHORTEST and expected.prefill > LONG:
-        half = trial.prompt // 2
-        trial = dataclasses.replace(trial, prompt=half, new=task.capacity - half)
-        expected = predict(cfg, policy, costs, trial, settings)
-    return trial, expected
+    prompt, seconds = task.prompt, expected.prefill
+    while not policy.moves and prompt // 2 >= SHORTEST and seconds > LONG:
+        prompt //= 2
+        seconds = expected.prefill * _operations(cfg, prompt) / _operations(cfg, task.prompt)
+    return dataclasses.replace(task, prompt=prompt, new=task.capacity - prompt), seconds
 
 
 def measured_file(cfg: ModelConfig, policy: Policy, task: Task, settings: PlannerSettings) -> Path:

@@ -5,7 +5,7 @@
 For every point whose model is known without its checkpoint, the plan has the parameters and the
 time. It also has the bytes of weights and cache as an accelerator stores them. An offloaded point
 has its bytes in each place. The time comes from a small piece of the point's own work
-(``estimate``). Of points that differ in numbers alone the cheapest is measured, and the others
+(``estimate``). If points differ in numbers alone, the cheapest is measured, and the others
 follow from it by their lower bounds. If the piece is too large for this machine, the plan has a
 lower bound instead. The bound follows from bytes, operations and this machine's rates in a short
 probe. The time of a calibration is not known.

@@ -23,17 +23,15 @@ from typing import ClassVar, Unpack
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from jaxllama.config import ExpertsConfig, FeedConfig, LayerConfig, ModelConfig, Norm
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import linear
-from jaxllama.model.cache import Cache, LayerState, init_layer
+from jaxllama.model.cache import Cache, LayerState
 from jaxllama.model.declare import (
     Declared,
     ParameterTree,
     declare,
-    layer_alone,
     table_of,
     table_of_layer,
     tokens_at,
@@ -51,7 +49,8 @@ from jaxllama.model.experts.feed import mixture
 from jaxllama.model.forms.sequential import inner
 from jaxllama.model.linear import Stream
 from jaxllama.model.mixers import MIXERS
-from jaxllama.model.records import Hidden, check_features, check_ints
+from jaxllama.model.mixers.module import LayerModule
+from jaxllama.model.records import At, Hidden, check_features, check_ints
 from jaxllama.model.stacked import recomputed_block, runs, walk
 from jaxllama.parallel.mesh import MODEL_AXIS, traced_mesh
 from jaxllama.typing import Params, ParamsDict
@@ -156,25 +155,16 @@ class MixtureOfExperts(SwiGLU):
         return mixture(self.layer(), self.tree(), x)
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(LayerModule):
     """Layer ``index`` of a model: ``x += mixer(norm(x)); x += mlp(norm(x))``.
 
     The layer's mixer is ``cfg.layer_types[index]``. The module can be the body of ``nn.scan``: x is
     the carry, and the state is the output of each iteration.
     """
 
-    cfg: ModelConfig
-    index: int = 0
-
-    @nn.nowrap
-    def init_state(self, batch: int, max_len: int, dtype: DTypeLike | None = None) -> LayerState:
-        """Return the state of ``batch`` rows without tokens, as ``jl.init_cache`` makes it."""
-        return init_layer(self.cfg.layer(self.index), batch, max_len, dtype)
-
     @nn.compact
     def tree(self) -> ParamsDict:
-        """Return the layer's parameters by name, as ``decoder.block`` takes them."""
-        layer = self.cfg.layer(self.index)
+        layer = self.layer()
         modules = {
             "mixer": MIXERS[layer.kind].module.MIXER,
             "mlp": SwiGLU if layer.experts is None else MixtureOfExperts,
@@ -187,44 +177,13 @@ class DecoderLayer(nn.Module):
                 found[name] = ParameterTree(table, name=name).tree()
         return found
 
-    def __call__(
-        self,
-        x: jax.Array,
-        state: LayerState = None,
-        lengths: jax.Array | None = None,
-        start: jax.Array | None = None,
+    @nn.nowrap
+    def _run(
+        self, layer: LayerConfig, params: Params, x: jax.Array, state: LayerState, at: At
     ) -> tuple[jax.Array, LayerState]:
-        """Run the layer on tokens; arguments and errors as of a mixer, such as ``Attention``.
-
-        Parameters
-        ----------
-        x : float [B, T, D]
-            The residual stream, padded on the right; D is ``cfg.d_model``.
-        state : optional
-            What each row keeps of earlier tokens (``init_state``). None for whole sequences.
-        lengths : int32 [B], optional
-            Number of valid tokens of each row. The default is T.
-        start : int32 [B], optional
-            Number of tokens of each row that ``state`` holds. It is required with ``state``.
-
-        Returns
-        -------
-        (float [B, T, D], state)
-            The stream after the layer in x's dtype, and the state after the valid tokens.
-
-        Raises
-        ------
-        JaxLlamaError
-            If an array has another shape or dtype, if only one of ``state`` and ``start`` is given,
-            if the model has no layer ``index``, or if this layer needs the others: it reads their
-            keys, or has inputs that the Decoder computes.
-        """
-        check_features(self.cfg, x, "[B, T, D]")
-        layer = layer_alone(self.cfg.name, self.cfg.layer(self.index))
         if layer.needs_model:
             raise JaxLlamaError(f"{self.cfg.name}: {layer.needs_model}; run the Decoder")
-        at = tokens_at(layer, x, state, lengths, start)
-        stream, state = block(layer, self.tree(), Stream(x), state, at)
+        stream, state = block(layer, params, Stream(x), state, at)
         return stream.total, state
 
 

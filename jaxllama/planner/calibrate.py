@@ -1,6 +1,6 @@
 """Calibration: measures the cost of loads, stores and computations on this machine.
 
-    calibrate(cfg, dtype, scheme, kv_dtype) -> Calibration      seconds as linear functions of bytes
+    calibrate(cfg, settings) -> Calibration      seconds as linear functions of bytes
 
 It runs a model with a few layers of each kind, equally sparse attention and random weights, unit by
 unit. A few policies place everything in one tier, or half in each of two. Non-negative least
@@ -57,7 +57,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.checkpoints import hub
 from jaxllama.config import ExpertsConfig, ModelConfig
-from jaxllama.executors.offloaded.executor import kv_dtype_of, offloaded
+from jaxllama.executors.offloaded.executor import offloaded
 from jaxllama.executors.offloaded.layer_cache import snapshot_columns
 from jaxllama.executors.offloaded.programs import embed_tokens, head_logits
 from jaxllama.executors.offloaded.room import cache_shapes, hidden_bytes
@@ -67,8 +67,8 @@ from jaxllama.model.records import Hidden
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import is_pending
 from jaxllama.offload.timeline import NO_RECORD, Recorder, TimelineBar
-from jaxllama.offload.units import units_of
-from jaxllama.placement import Placement, scheme_of
+from jaxllama.offload.units import ModelUnit, units_of
+from jaxllama.placement import Placement
 from jaxllama.planner.accounting import model_bytes, unit_shapes, weight_shapes
 from jaxllama.planner.calibrate_experts import EXPERT_ROWS, measure_experts
 from jaxllama.planner.cost import KINDS, PlannerSettings, Task, kept_share, step_of
@@ -82,7 +82,7 @@ from jaxllama.planner.fitting import (
     nnls,
 )
 from jaxllama.planner.trial import random_model, random_run, timed_step
-from jaxllama.typing import JsonObject
+from jaxllama.typing import JsonObject, Tree
 from pallas_kernels.qtensor import packed_bytes
 
 ROWS = (1, 8)
@@ -92,16 +92,17 @@ STEPS, IN_A_ROW, FEWER = 12, 4, 2  # timed decode steps; in a row, and of a late
 LONG = 0.5  # seconds of prefills that need no repetition
 LONGEST, SOON = 20.0, 1.0  # seconds after which steps are not repeated; in a late calibration
 ROOM = 64  # tokens that a cache has beside the context
-SHARES = {"resident": (100, 0), "host": (0, 100), "disk": (0, 0), "half": (50, 50)}
+SHARES = {"host": (0, 100), "disk": (0, 0), "half": (50, 50)}  # on the device, in host memory
 CACHE_STAYS = {"cache_device": 100.0, "cache_host": 0.0}
 ON_CPU = {"cache_device": 0.0, "cache_host": 100.0, "cpu_attention": True}
 HIDDEN_STAYS = {"activations_device": 100.0, "activations_host": 0.0}
 STAYING = ({}, CACHE_STAYS | HIDDEN_STAYS, CACHE_STAYS, HIDDEN_STAYS)
 Progress = Callable[[str], None]
+Point = tuple[int, int]  # rows, context
 
 
 class Extent(NamedTuple):
-    """What a calibration measures.
+    """The extent of a calibration.
 
     depths: layers of each kind. context: tokens of a row. other: the point with other contexts.
     batches: numbers of batches of overlapped steps. patience: seconds after which hardly anything
@@ -132,9 +133,7 @@ FULL, LITTLE = Extent(), Extent((1, 2), 16, (1, 512), (2,), 0.0)
 
 def calibrate(
     cfg: ModelConfig,
-    dtype: DTypeLike,
-    scheme: str | None = None,
-    kv_dtype: DTypeLike | None = None,
+    settings: PlannerSettings,
     *,
     chunk: int = 512,
     moves: bool = True,
@@ -147,7 +146,7 @@ def calibrate(
         0. Use it for policies that keep everything on the device.
     fresh: measure even if there is an earlier measurement.
     """
-    kv_dtype = dtype if kv_dtype is None else kv_dtype
+    dtype, scheme = settings.dtype, settings.scheme
     kinds = tuple(dict.fromkeys(cfg.layer_types))
 
     def of_depth(depth: int) -> ModelConfig:
@@ -165,14 +164,13 @@ def calibrate(
     if jax.default_backend() == "cpu":
         extent = LITTLE
         small, widths = narrower(of_depth(extent.depths[1]), dtype, scheme)
-    words = small, dtype, scheme, kv_dtype, chunk, widths, extent
+    words = small, dtype, scheme, settings.kv_dtype, chunk, widths, extent
     whole, resident = _path(*words), _path(*words, "resident")
     if not fresh:
         for known in (whole,) if moves else (whole, resident):
             if known.is_file():
                 return _read(known)
-    measure = _Measure(small, dtype, scheme, kv_dtype, chunk, progress, moves, extent, widths)
-    result = measure.run()
+    result = _Measure(small, settings, chunk, progress, moves, extent, widths).run()
     path = whole if moves else resident
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dataclasses.asdict(result), indent=1))
@@ -309,30 +307,41 @@ class _Sample:
         return lower(times) if times else 0.0
 
 
-Point = tuple[int, int]  # rows, context
-
-
+@dataclasses.dataclass
 class _Measure:
-    def __init__(
-        self,
-        cfg: ModelConfig,
-        dtype: DTypeLike,
-        scheme: str | None,
-        kv_dtype: DTypeLike,
-        chunk: int,
-        progress: Progress,
-        moves: bool = True,
-        extent: Extent = FULL,
-        widths: Widths = Widths(),  # noqa: B008
-    ) -> None:
-        self.cfg, self.dtype, self.scheme, self.kv_dtype = cfg, jnp.dtype(dtype), scheme, kv_dtype
-        self.chunk, self.progress, self.moves = chunk, progress, moves
-        self.layers = [depth * cfg.n_layers // extent.depths[1] for depth in extent.depths]
-        self.extent, self.widths = extent, widths
+    """A calibration under way: what it measures, and what it has measured.
+
+    still, on_cpu: by point, of the shallow and the deep model: (prefill, step) seconds, and the
+    step's with attention on the CPU. moved: serial runs of policies that move data. joins, lookups:
+    (bytes or tokens, seconds). heads: the seconds of the head's program, for each of ``ROWS``.
+    overlapped: (policy, number of batches, seconds of a step).
+    """
+
+    cfg: ModelConfig
+    settings: PlannerSettings
+    chunk: int
+    progress: Progress
+    moves: bool = True
+    extent: Extent = FULL
+    widths: Widths = Widths()
+    still: dict[Point, list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
+    on_cpu: dict[Point, list[float]] = dataclasses.field(default_factory=dict)
+    moved: list[_Sample] = dataclasses.field(default_factory=list)
+    joins: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    lookups: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    heads: list[float] = dataclasses.field(default_factory=list)
+    overlapped: list[tuple[Policy, int, float]] = dataclasses.field(default_factory=list)
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        extent, deep = self.extent, self.cfg.n_layers
+        self.dtype = jnp.dtype(self.settings.dtype)
+        self.layers = [depth * deep // extent.depths[1] for depth in extent.depths]
         self.begun = time.perf_counter()
-        self.parts, self.done = len(ROWS) + 1, 0
-        if moves:
-            self.parts += len(ROWS) + 4 + (cfg.experts is not None and not cfg.parallel_block)
+        self.measures_experts = (
+            self.moves and self.cfg.experts is not None and not self.cfg.parallel_block
+        )
+        self.parts = len(ROWS) + 1 + self.moves * (len(ROWS) + 4) + self.measures_experts
 
     @property
     def is_late(self) -> bool:
@@ -348,68 +357,60 @@ class _Measure:
         self.progress(f"calibrating: {part} ({self.done} of {self.parts}){left}")
 
     def run(self) -> Calibration:
-        points = self.extent.points
-        still: dict[Point, list[tuple[float, float]]] = {}
-        on_cpu: dict[Point, list[float]] = {}
-        moved: list[_Sample] = []
-        joins: list[tuple[float, float]] = []
-        lookups: list[tuple[float, float]] = []
-        heads: list[float] = []
-        overlapped: list[tuple[Policy, int, float]] = []
-        shares = dict(SHARES if self.moves else list(SHARES.items())[:1])
-
-        def measure(name: str, device: int, host: int) -> None:
-            model = self._model(Policy.parse(f"{device} {host} " * 3))
-            if name == "resident":
-                for point in points:
-                    self._begin(name)
-                    both = [self._shallow(model), model]
-                    still[point] = self._times([self._runs(lm, *point)[1] for lm in both])
-                    if not self.moves:
-                        continue
-                    runs = [self._runs(_with(lm, **ON_CPU), *point)[0] for lm in both]
-                    on_cpu[point] = self._steps(runs)
-                heads.extend(self._heads(model))
-                return
-            serial = _with(model, overlap=False)
-            if self.extent is LITTLE:  # the samples are each layer's
-                serial = self._shallow(serial)
-            for point in points[: len(ROWS)] if name == "host" else [points[len(ROWS) - 1]]:
-                self._begin(name)
-                moved.append(self._sample(serial, *point))
-            if name == "half":
-                joins.extend(self._joins(model))
-                lookups.extend(self._lookups(model))
-            if name in ("host", "half"):
-                self._begin(f"{name}, overlapped")
-                models = [
-                    _with(model, num_gpu_batches=count, **staying)
-                    for staying in (STAYING[:2] if self.is_late else STAYING)
-                    for count in self.extent.batches
-                ]
-                runs = [
-                    self._runs(lm, ROWS[-1] * _policy(lm).num_gpu_batches, self.extent.context)[0]
-                    for lm in models
-                ]
-                for lm, step in zip(models, self._steps(runs), strict=True):
-                    policy = _policy(lm)
-                    overlapped.append((policy, policy.num_gpu_batches, step))
-
-        for name, share in shares.items():
-            measure(name, *share)
+        self._measure_resident()
+        for name, share in SHARES.items() if self.moves else ():
             gc.collect()  # or two models would be in memory
-        costs = self._fit(still, on_cpu, heads, moved, joins, lookups, overlapped)
-        if self.cfg.experts is None or self.cfg.parallel_block or not self.moves:
+            self._measure_moving(name, self._model(share))
+        gc.collect()
+        costs = self._fit()
+        if not self.measures_experts:
             return costs
         self._begin("experts")
-        known = functools.partial(random_model, self.cfg, self.dtype, scheme=self.scheme)
-        return dataclasses.replace(
-            costs, experts=measure_experts(self.cfg, known, self.kv_dtype, self.chunk)
-        )
+        known = functools.partial(random_model, self.cfg, self.dtype, scheme=self.settings.scheme)
+        found = measure_experts(self.cfg, known, self.settings.kv_dtype, self.chunk)
+        return dataclasses.replace(costs, experts=found)
 
-    def _model(self, policy: Policy) -> LanguageModel:
-        policy = dataclasses.replace(policy, gpu_batch_size=ROWS[-1])
-        return random_model(self.cfg, self.dtype, policy, self.scheme)
+    def _measure_resident(self) -> None:
+        model = self._model((100, 0))
+        both = [self._shallow(model), model]
+        for point in self.extent.points:
+            self._begin("resident")
+            self.still[point] = self._times([self._runs(lm, *point)[1] for lm in both])
+            if self.moves:
+                runs = [self._runs(_with(lm, **ON_CPU), *point)[0] for lm in both]
+                self.on_cpu[point] = self._steps(runs)
+        self.heads += self._heads(model)
+
+    def _measure_moving(self, name: str, model: LanguageModel) -> None:
+        serial, points = _with(model, overlap=False), self.extent.points[: len(ROWS)]
+        if self.extent is LITTLE:  # the samples are each layer's
+            serial = self._shallow(serial)
+        for point in points if name == "host" else points[-1:]:
+            self._begin(name)
+            self.moved.append(self._sample(serial, *point))
+        if name == "half":
+            self.joins += self._joins(model)
+            self.lookups += self._lookups(model)
+        if name not in ("host", "half"):
+            return
+        self._begin(f"{name}, overlapped")
+        models = [
+            _with(model, num_gpu_batches=count, **staying)
+            for staying in (STAYING[:2] if self.is_late else STAYING)
+            for count in self.extent.batches
+        ]
+        counts = [_policy(lm).num_gpu_batches for lm in models]
+        runs = [
+            self._runs(lm, ROWS[-1] * count, self.extent.context)[0]
+            for lm, count in zip(models, counts, strict=True)
+        ]
+        steps = self._steps(runs)
+        self.overlapped += zip(map(_policy, models), counts, steps, strict=True)
+
+    def _model(self, share: tuple[int, int]) -> LanguageModel:
+        """Return a model with these percentages of all data on the device and in host memory."""
+        policy = Policy.parse(f"{share[0]} {share[1]} " * 3 + f"gpu_batch_size={ROWS[-1]}")
+        return random_model(self.cfg, self.dtype, policy, self.settings.scheme)
 
     def _shallow(self, model: LanguageModel) -> LanguageModel:
         """Return the model's first layers."""
@@ -422,7 +423,7 @@ class _Measure:
         run.
         """
         begin = functools.partial(
-            random_run, model, rows, context, 32, context + ROOM, self.kv_dtype, self.chunk
+            random_run, model, rows, context, 32, context + ROOM, self.settings.kv_dtype, self.chunk
         )
         run = begin()
         for _ in range(2):  # the prefill and a step have every program
@@ -489,7 +490,7 @@ class _Measure:
         arrived.
         """
         found, store = [], offloaded(model.executor).store
-        for unit, shapes in unit_shapes(self.cfg, self.dtype.name, self.scheme, False)[1:]:
+        for unit, shapes in self._units():
             if unit.layer > 0:
                 continue
             times = []
@@ -518,6 +519,10 @@ class _Measure:
             found.append((float(tokens.size), lower(times[1:])))
         return found
 
+    def _units(self) -> list[tuple[ModelUnit, Tree]]:
+        """Return the units behind the embedding, with the shapes of their weights."""
+        return unit_shapes(self.cfg, self.dtype.name, self.settings.scheme, False)[1:]
+
     def _record(self, run: OffloadRun, steps: int) -> list[TimelineBar]:
         run.record = Recorder()
         for _ in range(steps):
@@ -525,22 +530,13 @@ class _Measure:
         events, run.record = run.record.finish(), NO_RECORD
         return events
 
-    def _fit(
-        self,
-        still: dict[Point, list[tuple[float, float]]],
-        on_cpu: dict[Point, list[float]],
-        heads: list[float],
-        moved: list[_Sample],
-        joins: list[tuple[float, float]],
-        lookups: list[tuple[float, float]],
-        overlapped: list[tuple[Policy, int, float]],
-    ) -> Calibration:
+    def _fit(self) -> Calibration:
         layer = ("layer",)
         sparse = self.cfg.attn_sparsity < 1 and "attention" in self.cfg.layer_types
         weights, caches, stores, hiddens, puts, fetches = [], [], [], [], [], []
-        for sample in moved:
+        for sample in self.moved:
             policy = sample.policy
-            for unit, shapes in unit_shapes(self.cfg, self.dtype.name, self.scheme, False)[1:]:
+            for unit, shapes in self._units():
                 if unit.kind == "head" and "embed" in shapes:
                     continue  # its table is not loaded twice
                 if unit.layer in (-1, 0):
@@ -550,7 +546,7 @@ class _Measure:
                 self.cfg.replace(n_layers=1, layer_types=self.cfg.layer_types[:1]),
                 sample.rows,
                 sample.context + ROOM,
-                self.kv_dtype,
+                self.settings.kv_dtype,
             )
             capacity = sample.context + ROOM
             share = snapshot_columns(capacity, sample.context) / capacity
@@ -577,22 +573,21 @@ class _Measure:
         def decode_of(steps: dict[Point, float]) -> tuple[float, ...]:
             return nnls([(1.0, rows, rows * at) for rows, at in steps], list(steps.values()))
 
-        steps = layers_of({point: [step for _, step in both] for point, both in still.items()})
-        rests = {
-            point: max(1e-9, short[1] - fewer * steps[point]) for point, (short, _) in still.items()
-        }
+        still = self.still.items()
+        steps = layers_of({point: [step for _, step in both] for point, both in still})
+        rests = {point: max(1e-9, short[1] - fewer * steps[point]) for point, (short, _) in still}
         decode = decode_of(steps)
         head = nnls([(1.0, rows) for rows, _ in rests], list(rests.values()))
         prefill = nnls(
-            [(1.0, rows * width, rows * width**2) for rows, width in still],
-            [max(1e-9, (long[0] - short[0]) / (more - fewer)) for short, long in still.values()],
+            [(1.0, rows * width, rows * width**2) for rows, width in self.still],
+            [max(1e-9, (long[0] - short[0]) / (more - fewer)) for _, (short, long) in still],
         )
         free = fetch = Moving(0.0, 0.0, 0.0, 0.0)
         if not self.moves:
             computes = decode, prefill, head
             still_only = (0.0, 0.0), (0.0,) * len(KINDS), 0.0, decode, free
             costs = free, (0.0, 0.0), free, free, 0.0, free, free, *computes, *still_only
-            return widened(Calibration(*costs), self.widths, heads)
+            return widened(Calibration(*costs), self.widths, self.heads)
         if sparse:
             fetch = fit_moving(
                 [
@@ -602,30 +597,28 @@ class _Measure:
             )
         costs = Calibration(
             fit_moving(weights),
-            nnls([(1.0, size) for size, _ in joins], [t for _, t in joins]),
+            nnls([(1.0, size) for size, _ in self.joins], [t for _, t in self.joins]),
             fit_moving(caches),
             fit_moving(stores),
-            statistics.median(s.seconds("store cache", layer) for s in moved),
+            statistics.median(s.seconds("store cache", layer) for s in self.moved),
             fit_moving(hiddens),
             fit_moving(puts),
             decode,
             prefill,
             head,
-            nnls([(1.0, count) for count, _ in lookups], [t for _, t in lookups]),
+            nnls([(1.0, count) for count, _ in self.lookups], [t for _, t in self.lookups]),
             (0.0,) * len(KINDS),
             self._cold_disk(),
-            decode_of(layers_of(on_cpu)),
+            decode_of(layers_of(self.on_cpu)),
             fetch,
         )
-        steps = []
-        for policy, count, seconds in overlapped:
-            context = self.extent.context
+        steps, cfg, context = [], self.cfg, self.extent.context
+        for policy, count, seconds in self.overlapped:
             task = Task(ROWS[-1] * count, context, ROOM)
-            settings = PlannerSettings(self.dtype, self.kv_dtype, self.scheme)
-            step = step_of(self.cfg, policy, costs, task, settings, ROWS[-1], count, 1, context)
+            step = step_of(cfg, policy, costs, task, self.settings, ROWS[-1], count, 1, context)
             steps.append((step.longest, step.beside, seconds))
         costs = dataclasses.replace(costs, contention=contention(steps))
-        return widened(costs, self.widths, heads)
+        return widened(costs, self.widths, self.heads)
 
     def _cold_disk(self) -> float:
         """Return the seconds a byte of reading a file that is not in the page cache."""
@@ -651,10 +644,3 @@ def _policy(model: LanguageModel) -> Policy:
 
 def _with(model: LanguageModel, **changes: Any) -> LanguageModel:
     return dataclasses.replace(model, executor=offloaded(model.executor).with_policy(**changes))
-
-
-def settings_of(
-    policy: Policy, dtype: DTypeLike, scheme: str | None, kv_dtype: DTypeLike | None
-) -> tuple[str | None, DTypeLike]:
-    """Return the (scheme, cache dtype) of a policy's compression."""
-    return scheme_of(policy, scheme), kv_dtype_of(policy, kv_dtype, dtype)

@@ -184,13 +184,10 @@ def text_pair(prompt: str, completion: str, tokenizer: Tokenizer) -> tuple[list[
 def tools_of(line: JsonObject) -> list[object] | None:
     """Return the tools of a line. Raises JaxLlamaError for anything but a list of objects."""
     tools = line.get("tools")
-    if tools is not None and not (isinstance(tools, list) and all(map(_is_object, tools))):
+    is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    if tools is not None and not is_list:
         raise JaxLlamaError("tools: expected a list of objects")
     return tools
-
-
-def _is_object(value: object) -> bool:
-    return isinstance(value, dict)
 
 
 def chat(

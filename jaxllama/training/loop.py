@@ -35,7 +35,7 @@ from jax.sharding import Mesh
 
 from jaxllama.checkpoints.hf import eagle3
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.checkpoints.packed import load as packed
+from jaxllama.checkpoints.packed import save as packed
 from jaxllama.errors import JaxLlamaError
 from jaxllama.loading import enable_compilation_cache, load
 from jaxllama.model.flops import flops_per_token, peak_flops

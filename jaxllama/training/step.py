@@ -92,8 +92,8 @@ def update(
     """Make one update with a Batch of ``[microbatches, rows, ...]``, or with its tokens alone.
 
     Returns (state, metrics). The metrics are float32 scalars: "loss", its parts, "grad_norm" before
-    clipping, "learning_rate". Of a batch with ``prompts`` "logprobs" and "entropies" are
-    ``[..., T]``.
+    clipping, "learning_rate". A batch with ``prompts`` has
+    "logprobs" and "entropies" ``[..., T]``.
     """
     multipliers, params = setup.multipliers, state["params"]
     if is_staged(params):

@@ -11,7 +11,7 @@ import pytest
 
 import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.checkpoints.packed import load as packed
+from jaxllama.checkpoints.packed import save as packed
 from jaxllama.errors import JaxLlamaError
 from pallas_kernels.qtensor import QTensor, dequantize
 from tests.helpers.parity_cases import CASES, _family

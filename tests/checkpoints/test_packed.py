@@ -16,7 +16,7 @@ import pytest
 import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.save import flatten
-from jaxllama.checkpoints.packed import load as packed
+from jaxllama.checkpoints.packed import save as packed
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.quantization.quantize import quantize_params
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize, quantize

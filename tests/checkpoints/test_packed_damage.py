@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.checkpoints.packed import load as packed
+from jaxllama.checkpoints.packed import save as packed
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from tests.helpers import packed_oracle as oracle
 from tests.helpers.packed_cases import (

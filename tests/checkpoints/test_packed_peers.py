@@ -18,7 +18,7 @@ import pytest
 import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.save import flatten
-from jaxllama.checkpoints.packed import load as packed
+from jaxllama.checkpoints.packed import save as packed
 from tests.helpers import packed_oracle as oracle
 from tests.helpers.models import relative_error, tokens_of
 from tests.helpers.packed_cases import CFG, IMPORTS, quantized, words_of, write_case

@@ -178,8 +178,9 @@ def told(events: dict[str, list[Event]]) -> dict[str, tuple]:
 @pytest.mark.parametrize(
     ("family", "draft"),
     [
-        ("hybrid", None),
+        (FAMILY, None),
         (FAMILY, "ngram"),
+        *slow(("hybrid", None)),
         *slow(*((family, "ngram") for family in ("hybrid", *DELTA_FAMILIES) if family != FAMILY)),
     ],
 )

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxllama as jl
-from jaxllama.checkpoints.packed import load as packed
+from jaxllama.checkpoints.packed import save as packed
 from jaxllama.config import ExpertsConfig, LatentConfig, ModelConfig, RopeConfig
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.request import Request

@@ -17,7 +17,7 @@ import pytest
 import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.save import flatten
-from jaxllama.checkpoints.packed import load as packed
+from jaxllama.checkpoints.packed import save as packed
 from jaxllama.checkpoints.peft import products
 from jaxllama.config import CheckpointForm, ExpertsConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning

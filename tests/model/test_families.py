@@ -9,7 +9,7 @@ import pytest
 
 import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.checkpoints.packed import load as packed
+from jaxllama.checkpoints.packed import save as packed
 from jaxllama.engine.request import Request
 from jaxllama.errors import JaxLlamaError
 from jaxllama.offload.policy import Policy

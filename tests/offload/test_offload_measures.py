@@ -291,8 +291,7 @@ def test_a_long_prefill_is_measured_on_shorter_prompts(seconds, text, prompt, mo
     )
     policy = Policy.parse(text + " gpu_batch_size=8")
     expected = plan.predict(cfg, policy, costs, task, PLAIN)
-    trial, block = plan.shortened(cfg, policy, costs, task, PLAIN, expected)
-    assert block == plan.predict(cfg, policy, costs, trial, PLAIN)
+    trial, prefill = plan.shortened(cfg, policy, task, expected)
     assert trial.prompt == prompt and trial.capacity == task.capacity
     measured = []
     monkeypatch.setattr(plan, "read_config", lambda *_: cfg)
@@ -315,6 +314,7 @@ def test_a_long_prefill_is_measured_on_shorter_prompts(seconds, text, prompt, mo
     found = plan.run(asked)
     assert measured == [trial]
     assert found["prefill_seconds"]["measured"] == 2.0 * found["prefill_scale"]
+    assert prefill * found["prefill_scale"] == pytest.approx(expected.prefill)
     assert 1.0 <= found["prefill_scale"] / (512 / prompt) < 2.0  # attention grows faster
     said = f"measured with prompts of {prompt} tokens; the prefill of 512 is"
     assert (said in plan.table(found)) == (prompt != 512)
@@ -349,8 +349,7 @@ def test_slow_steps_are_not_repeated(monkeypatch, seconds, until, in_a_row, roun
     clock = SimpleNamespace(perf_counter=lambda: seconds * len(steps))
     monkeypatch.setattr(calibration, "time", clock)
     extent = calibration.FULL._replace(patience=until)
-    settings = model_of(128, 1), "float32", None, "float32", 8, print
-    measure = calibration._Measure(*settings, extent=extent)
+    measure = calibration._Measure(model_of(128, 1), PLAIN, 8, print, extent=extent)
     assert measure._steps(["a", "b"]) == [seconds, seconds]
     assert steps == (in_a_row * ["a"] + in_a_row * ["b"]) * rounds
 
@@ -378,7 +377,7 @@ def test_a_model_is_measured_narrower_and_larger_than_the_last_cache(
     monkeypatch.setattr(calibration, "_Measure", measure)
     monkeypatch.setattr(calibration, "_last_cache", lambda: cache)
     cfg = load_config(name)
-    costs = calibration.calibrate(cfg, jnp.float32)
+    costs = calibration.calibrate(cfg, PLAIN)
     [(small, extent, widths)] = measured
     assert extent == calibration.LITTLE and small.n_layers == 2 and small.d_model == cfg.d_model
     assert (small.d_ff * feed, small.n_heads * heads) == (cfg.d_ff, cfg.n_heads)
@@ -394,7 +393,7 @@ def test_a_model_is_measured_narrower_and_larger_than_the_last_cache(
         for x in (cfg, small)
     )
     assert all(y >= min(x, 1 << 25) for x, y in zip(*sizes, strict=True) if x >= 1 << 25)
-    assert calibration.calibrate(cfg, jnp.float32) == costs and len(measured) == 1
+    assert calibration.calibrate(cfg, PLAIN) == costs and len(measured) == 1
 
 
 def test_costs_are_those_of_a_wider_model():
@@ -412,8 +411,8 @@ def test_computation_alone_is_calibrated(tmp_path, monkeypatch):
     monkeypatch.setattr(calibration, "LITTLE", extent)
     said: list[str] = []
     options = {"moves": False, "progress": said.append}
-    costs = calibration.calibrate(model_of(128, 1), jnp.float32, **options)
-    assert calibration.calibrate(model_of(128, 1), jnp.float32, **options) == costs
+    costs = calibration.calibrate(model_of(128, 1), PLAIN, **options)
+    assert calibration.calibrate(model_of(128, 1), PLAIN, **options) == costs
     assert said[0] == "calibrating: resident (1 of 3)"
     assert said[2].startswith("calibrating: resident (3 of 3), about ") and len(said) == 3
     assert sum(costs.decode) > 0 and sum(costs.prefill) > 0

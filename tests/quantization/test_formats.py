@@ -9,7 +9,7 @@ import pytest
 
 import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.checkpoints.packed import load as packed
+from jaxllama.checkpoints.packed import save as packed
 from jaxllama.quantization.gptq import gptq
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import random_params

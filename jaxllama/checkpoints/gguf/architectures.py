@@ -174,16 +174,10 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         "olmoe", mixture="olmoe", experts=_COUNTED, tied=False, has_groups=False
     ),
     "qwen2moe": GGUFArchitecture(
-        "qwen2_moe",
-        mixture="qwen2_moe",
-        experts={**_WIDE, **_SHARED_WIDTH},
-        tied=False,
+        "qwen2_moe", mixture="qwen2_moe", experts={**_WIDE, **_SHARED_WIDTH}, tied=False
     ),
     "qwen3moe": GGUFArchitecture(
-        "qwen3_moe",
-        mixture="qwen3_moe",
-        experts=_WIDE,
-        more=lambda sizes: {"norm_topk_prob": True},
+        "qwen3_moe", mixture="qwen3_moe", experts=_WIDE, more=lambda sizes: {"norm_topk_prob": True}
     ),
     "gpt-oss": GGUFArchitecture(
         "gpt_oss",
@@ -200,12 +194,7 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "internlm2": GGUFArchitecture("llama", interleaved=True),
     "smollm3": GGUFArchitecture("smollm3", interleaved=True),
     "phimoe": GGUFArchitecture(
-        "phimoe",
-        windowed="phimoe",
-        mixture="phimoe",
-        experts=_LOCAL,
-        biases=("o",),
-        tied=False,
+        "phimoe", windowed="phimoe", mixture="phimoe", experts=_LOCAL, biases=("o",), tied=False
     ),
     "granite": dataclasses.replace(_GRANITE, has_still=True),
     "granitemoe": dataclasses.replace(

@@ -1,4 +1,4 @@
-"""What a missing key of config.json means: the defaults of transformers.
+"""The defaults of transformers for missing keys of config.json.
 
 COMMON                 of all model types
 defaults_of(kind)      of one type, where they differ: ``defaults.json``, made by

@@ -113,7 +113,7 @@ def config_from_hf(
         *_KEYS,
         family.eps,
         family.activation,
-        *family.keys,
+        *family.all_keys,
         *family.defaults,
         *windowed,
         *(key for key, _, _ in family.same),
@@ -146,9 +146,7 @@ def config_from_hf(
     nope: set[int] = set()
     if family.is_nope is not None:
         nope = {i for i in range(n_layers) if family.is_nope(i, read, i in slides)}
-    fields = {path: _same(read, key, default) for key, path, default in family.same}
-    fields |= {} if family.fields is None else family.fields(read)
-    stored, fields = _stored_of(kind, fields)
+    stored, fields = _stored_of(kind, family.translated(read))
     eos, bos = read.token_ids("eos_token_id", None), read.token_ids("bos_token_id", None)
     found: JsonObject = {
         "name": name,
@@ -213,12 +211,6 @@ def _with_plain_rope(config: JsonMapping) -> JsonMapping:
             kept = {k: v for k, v in scaling.items() if not k.startswith("mrope")}
             found[key] = {k: "default" if v == "mrope" else v for k, v in kept.items()}
     return found
-
-
-def _same(read: JsonReader, key: str, default: Any) -> Any:
-    if isinstance(default, bool):
-        return read.flag(key, default)
-    return read.number(key, default)
 
 
 def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
@@ -294,8 +286,7 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> JsonObject:
             **(result.pop("rope_scaling") or {}),
             "rope_theta": result.pop("rope_theta"),
         }
-    result |= {} if family.to_hf is None else family.to_hf(cfg)
-    result = family.renamed(result)
+    result = family.renamed(result | family.written(cfg))
     _check_way_back(cfg, result, kind)
     return result if dtype is None else {**result, "torch_dtype": dtype}
 

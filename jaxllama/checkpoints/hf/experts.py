@@ -82,8 +82,7 @@ class Mixture:
             n_active=active,
             d_ff=read.size(self.width_key, *(() if self.width is None else (self.width,))),
             normalize=normalize,
-            **shared,
-            **self.facts,
+            **{**shared, **self.facts},
             **{field: read.number(key, default) for key, field, default in self.same},
         )
         return {"experts": experts, "expert_layers": layers}
@@ -204,7 +203,8 @@ class SigmoidMixture:
     It has sigmoids, a bias that only affects the choice, and groups of experts. Its shared experts
     have no gate and are read as one wide expert. count, active, width, scale: the defaults. names:
     other names of keys, by role. has_types: whether ``mlp_layer_types`` can name the dense layers;
-    otherwise the first ``first_k_dense_replace`` layers are dense.
+    otherwise the first ``first_k_dense_replace`` layers are dense. facts: fields of
+    ``ExpertsConfig`` that are constant in the family.
     """
 
     count: int
@@ -213,6 +213,7 @@ class SigmoidMixture:
     scale: float = 1.0
     names: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=JsonObject)
     has_types: bool = False
+    facts: JsonMapping = dataclasses.field(default_factory=JsonObject)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -237,18 +238,19 @@ class SigmoidMixture:
             return {"experts": None}
         key = functools.partial(self._key, read)
         width, count = read.size("moe_intermediate_size", self.width), key("count")
-        experts = ExpertsConfig(
-            n_experts=read.size(count, self.count),
-            n_active=read.size(key("active"), self.active),
-            d_ff=width,
-            scores="sigmoid",
-            normalize=read.flag(key("normalize"), True),
-            scale=read.number("routed_scaling_factor", self.scale),
-            choice_bias=True,
-            n_groups=read.size(key("groups"), 1),
-            n_active_groups=read.size(key("active_groups"), 1),
-            shared=width * read.natural(key("shared"), 1),
-        )
+        options: Fields = {
+            "n_experts": read.size(count, self.count),
+            "n_active": read.size(key("active"), self.active),
+            "d_ff": width,
+            "scores": "sigmoid",
+            "normalize": read.flag(key("normalize"), True),
+            "scale": read.number("routed_scaling_factor", self.scale),
+            "choice_bias": True,
+            "n_groups": read.size(key("groups"), 1),
+            "n_active_groups": read.size(key("active_groups"), 1),
+            "shared": width * read.natural(key("shared"), 1),
+        }
+        experts = ExpertsConfig(**{**options, **self.facts})
         return {"experts": experts, "expert_layers": layers}
 
     def _layers(self, read: JsonReader) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import DeltaConfig, ModelConfig
@@ -30,6 +30,32 @@ ACTIVATIONS = {
 }
 
 
+class Part(Protocol):
+    """Keys that several families share, with their meaning in both directions."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of ``config.json`` that are read or have no effect."""
+        ...
+
+    def fields(self, read: JsonReader, /) -> Fields:
+        """Return fields of ModelConfig. Raises JaxLlamaError naming a key."""
+        ...
+
+    def to_hf(self, cfg: ModelConfig, /) -> Fields:
+        """Return the keys of a config. Raises JaxLlamaError if no keys have its options."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """A part that two functions translate."""
+
+    keys: tuple[str, ...]
+    fields: Callable[[JsonReader], Fields]
+    to_hf: Callable[[ModelConfig], Fields]
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """A family of models.
@@ -37,8 +63,9 @@ class Family:
     architectures: names in config.json, the present one first. defaults: meaning of a missing key,
     if it differs from ``hf.config.COMMON``. keys: the keys that are read besides the common ones.
     same: (key, path of the field, default) of values that are copied unchanged in both directions.
-    fields, to_hf: translate all other values. fixed: keys that change the computation, with the
-    supported values. facts: fields that are constant in the family.
+    parts: keys with their translation. fields, to_hf: translate all other values, and replace those
+    of the parts. fixed: keys that change the computation, with the supported values. facts: fields
+    that are constant in the family.
 
     window: "none"; "all" (every layer, if ``sliding_window`` is set); "use" (if also
     ``use_sliding_window``, from layer ``max_window_layers`` on); or a function that replaces a
@@ -62,6 +89,7 @@ class Family:
     defaults: JsonMapping = dataclasses.field(default_factory=dict)
     keys: tuple[str, ...] = ()
     same: tuple[tuple[str, str, Any], ...] = ()
+    parts: tuple[Part, ...] = ()
     fields: Callable[[JsonReader], Fields] | None = None
     to_hf: Callable[[ModelConfig], Fields] | None = None
     fixed: Mapping[str, tuple[object, ...]] = dataclasses.field(default_factory=dict)
@@ -88,6 +116,25 @@ class Family:
     rope_key: str = "rope_scaling"
     has_mxfp4: bool = False
 
+    @property
+    def all_keys(self) -> tuple[str, ...]:
+        """The keys that are read besides the common ones."""
+        return self.keys + tuple(key for part in self.parts for key in part.keys)
+
+    def translated(self, read: JsonReader) -> Fields:
+        """Return the fields of ``same``, ``parts`` and ``fields``."""
+        found = {path: _same(read, key, default) for key, path, default in self.same}
+        for part in self.parts:
+            found |= part.fields(read)
+        return found if self.fields is None else found | self.fields(read)
+
+    def written(self, cfg: ModelConfig) -> Fields:
+        """Return the keys of ``parts`` and ``to_hf``."""
+        found: Fields = {}
+        for part in self.parts:
+            found |= part.to_hf(cfg)
+        return found if self.to_hf is None else found | self.to_hf(cfg)
+
     def shared(self, config: JsonMapping) -> JsonMapping:
         """Return a config.json under the shared names of its keys."""
         shared = {family_name: name for name, family_name in self.names.items()} | dict(self.others)
@@ -100,6 +147,12 @@ class Family:
             for key, value in config.items()
             if key not in self.absent
         }
+
+
+def _same(read: JsonReader, key: str, default: Any) -> Any:
+    if isinstance(default, bool):
+        return read.flag(key, default)
+    return read.number(key, default)
 
 
 MTP = "mtp."  # prefix of the tensors of a head for multi-token prediction
@@ -126,7 +179,7 @@ def head_scale(read: JsonReader, key: str, default: float) -> float:
     return read.number(key, default) * head_dim**0.5
 
 
-def granite(read: JsonReader) -> Fields:
+def _granite(read: JsonReader) -> Fields:
     """Return the multipliers of Granite's q and logits."""
     return {
         "stored.query": head_scale(read, "attention_multiplier", 1.0),
@@ -134,26 +187,30 @@ def granite(read: JsonReader) -> Fields:
     }
 
 
-def granite_to_hf(cfg: ModelConfig) -> Fields:
-    """Return the keys of Granite's multipliers."""
+def _granite_to_hf(cfg: ModelConfig) -> Fields:
     return {
         "attention_multiplier": cfg.stored.query / cfg.head_dim**0.5,
         "logits_scaling": 1.0 / cfg.stored.logits,
     }
 
 
-def gemma(read: JsonReader) -> Fields:
+GRANITE_KEYS = Keys(("attention_multiplier", "logits_scaling"), _granite, _granite_to_hf)
+
+
+def _gemma(read: JsonReader) -> Fields:
     """Return the multiplier of Gemma's q."""
     scalar = read.size("query_pre_attn_scalar", 256)
     return {"stored.query": (read.size("head_dim") / scalar) ** 0.5}
 
 
-def gemma_to_hf(cfg: ModelConfig) -> Fields:
-    """Return the key of Gemma's multiplier."""
+def _gemma_to_hf(cfg: ModelConfig) -> Fields:
     return {"query_pre_attn_scalar": round(cfg.head_dim / cfg.stored.query**2)}
 
 
-def minicpm(read: JsonReader) -> Fields:
+GEMMA_KEYS = Keys(("query_pre_attn_scalar",), _gemma, _gemma_to_hf)
+
+
+def _minicpm(read: JsonReader) -> Fields:
     """Return the multipliers of MiniCPM's embeddings, sublayers and logits."""
     n, width = read.size("num_hidden_layers"), read.size("hidden_size")
     return {
@@ -163,14 +220,15 @@ def minicpm(read: JsonReader) -> Fields:
     }
 
 
-def minicpm_to_hf(cfg: ModelConfig) -> Fields:
-    """Return the keys of MiniCPM's multipliers."""
+def _minicpm_to_hf(cfg: ModelConfig) -> Fields:
     return {
         "scale_emb": cfg.stored.embed,
         "scale_depth": cfg.stored.residual * cfg.n_layers**0.5,
         "dim_model_base": round(cfg.stored.logits * cfg.d_model),
     }
 
+
+MINICPM_KEYS = Keys(("scale_emb", "scale_depth", "dim_model_base"), _minicpm, _minicpm_to_hf)
 
 DELTA_KEYS = (
     "linear_num_value_heads",

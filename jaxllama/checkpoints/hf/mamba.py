@@ -18,7 +18,7 @@ from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ExpertsConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.mixers.ssm.parameters import SSMOptions, options
-from jaxllama.typing import JsonMapping, JsonObject
+from jaxllama.typing import JsonObject
 
 Fields = JsonObject
 _KINDS = {
@@ -240,7 +240,7 @@ def _nemotron_experts(read: JsonReader) -> ExpertsConfig:
     )
 
 
-def nemotron_to_hf(cfg: ModelConfig) -> JsonMapping:
+def nemotron_to_hf(cfg: ModelConfig) -> Fields:
     """Return the keys of the layers."""
     types: list[str] = []
     for index, kind in enumerate(cfg.layer_types):
@@ -261,8 +261,3 @@ def nemotron_to_hf(cfg: ModelConfig) -> JsonMapping:
         "topk_group": experts.n_active_groups,
         "moe_shared_expert_intermediate_size": experts.shared,
     }
-
-
-def kinds_to_hf(cfg: ModelConfig) -> list[str]:
-    """Return a config's ``layer_types``."""
-    return ["full_attention" if k == "attention" else "linear_attention" for k in cfg.layer_types]

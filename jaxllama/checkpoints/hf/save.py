@@ -3,7 +3,7 @@
 The table of ``model.params``, which loading uses too, says how each parameter is split into the
 checkpoint's tensors. One parameter at a time comes to the host. Everything is written into a
 temporary folder beside the target, and one rename moves it into place (``write_directory``;
-``checkpoints.packed.load`` saves quantized weights with it). Left out: overwriting.
+``checkpoints.packed.save`` saves quantized weights with it). Left out: overwriting.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Packed checkpoints: quantized codes in a file <-> QTensors, without loss in either direction.
+"""Packed checkpoints: quantized codes in a file -> QTensors, without loss.
 
     plan(directory, config, table, files)   which parameters are packed, and how each is read
-    save(directory, cfg, params, ...)       a directory in one of FORMATS
 
 ``hf.load`` calls ``plan`` with config.json. Its ``quantization_config`` names the method, and each
 method is one file here: AutoAWQ (``awq``), GPTQ (``gptq``), compressed-tensors (``compressed``),
@@ -11,8 +10,9 @@ whether it is quantized; for compressed-tensors the config does. The rows of a f
 gate_up) are its members' rows, one after the other. Members that are stored differently (other
 groups, bits or column orders, or floats) become ``RowBlocks``.
 
-Every file is checked, by name, shape and type, before anything is allocated. Left out: finding the
-codes (``jaxllama.quantization``), GGUF (``checkpoints.gguf.load``).
+Every file is checked, by name, shape and type, before anything is allocated. ``packed.save`` is
+the way back. Left out: finding the codes (``jaxllama.quantization``), GGUF
+(``checkpoints.gguf.load``).
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jax.typing import DTypeLike
 
 from jaxllama.checkpoints.folding import fold
-from jaxllama.checkpoints.hf.save import MAX_SHARD_BYTES
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.checkpoints.packed import awq as packed_awq
 from jaxllama.checkpoints.packed import compressed as packed_compressed
@@ -47,17 +45,14 @@ from jaxllama.checkpoints.packed.module import (
     fuse,
     plain,
 )
-from jaxllama.config import ModelConfig
-from jaxllama.decoding.sampling import Sampling
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import param as tensors
 from jaxllama.model.param import Param, TensorSource
-from jaxllama.typing import ArrayOrNumpy, JsonMapping, JsonObject, Params, ParamsDict
+from jaxllama.typing import ArrayOrNumpy, JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor, RowBlocks
 
-FORMATS = ("native", "awq", "gptq", "compressed-tensors", "fp8", "modelopt", "mxfp4")
 _READERS: dict[str, Callable[[JsonObject], Reader]] = {
     "awq": packed_awq.reader,
     "gptq": packed_gptq.reader,
@@ -190,69 +185,3 @@ def read(
     packed = [part.names for part in leaf.parts if not isinstance(part.read, Param)]
     advance(sum(files[name][1].nbytes for names in packed for name in names))
     return value
-
-
-def check(cfg: ModelConfig, params: Params, format: str) -> None:
-    """Raise the JaxLlamaError of ``save`` for parameters that the format cannot hold.
-
-    The parameters may be stand-ins of their shapes and dtypes. Nothing is written.
-    """
-    from jaxllama.checkpoints.packed import save as packed_save
-
-    packed_save.check(cfg, params, format)
-
-
-def in_floats(params: Params, dtype: DTypeLike) -> ParamsDict:
-    """Return the tree with every quantized weight dequantized to floats."""
-    from jaxllama.checkpoints.packed import save as packed_save
-
-    return packed_save.in_floats(params, dtype)
-
-
-def save(
-    directory: str | Path,
-    cfg: ModelConfig,
-    params: Params,
-    tokenizer_files: Iterable[str | Path] | None = None,
-    *,
-    format: str = "native",
-    sampling: Sampling | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: bool = False,
-) -> Path:
-    """Write parameters with their QTensors bit for bit, as config.json and safetensors.
-
-    Parameters
-    ----------
-    directory : str or Path
-        A folder that does not exist yet, or an empty one. It appears complete or, on any failure,
-        not at all.
-    cfg : ModelConfig
-        Config of the model.
-    params : dict
-        Parameter tree with QTensors.
-    tokenizer_files : iterable of paths or None
-        Files to copy.
-    format : str
-        One of ``FORMATS``. "native" holds everything, and only ``hf.load`` reads it: transformers
-        and other programs find no weight file in it. The other formats hold what their programs
-        support (``packed.save``).
-    sampling : Sampling or None
-        The model's own sampling, for generation_config.json.
-    max_shard_bytes : int
-        Bytes after which a further file is begun.
-    progress : bool
-        Whether to show a bar on stderr.
-
-    Raises
-    ------
-    JaxLlamaError
-        Naming the parameter that the format cannot hold, and why.
-    """
-    from jaxllama.checkpoints.packed import save as packed_save
-
-    if format not in FORMATS:
-        raise JaxLlamaError(f"format {format!r} is not one of {', '.join(FORMATS)}")
-    return packed_save.save(
-        directory, cfg, params, tokenizer_files, format, sampling, max_shard_bytes, progress
-    )

@@ -36,6 +36,7 @@ from jaxllama.checkpoints.hf.config import config_to_hf, generation_config
 from jaxllama.checkpoints.hf.save import (
     FOREIGN,
     GENERATION,
+    MAX_SHARD_BYTES,
     OURS,
     SaveUnit,
     check_paths,
@@ -63,6 +64,7 @@ from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 if TYPE_CHECKING:
     from jaxllama.model.param import Path as Key
 
+FORMATS = ("native", "awq", "gptq", "compressed-tensors", "fp8", "modelopt", "mxfp4")
 Tensors = dict[str, np.ndarray]
 Layout = dict[str, tuple[tuple[int, ...], np.dtype]]
 
@@ -126,13 +128,33 @@ def save(
     directory: str | Path,
     cfg: ModelConfig,
     params: Params,
-    tokenizer_files: Iterable[str | Path] | None,
-    format: str,
-    sampling: Sampling | None,
-    max_shard_bytes: int,
-    progress: bool,
+    tokenizer_files: Iterable[str | Path] | None = None,
+    *,
+    format: str = "native",
+    sampling: Sampling | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: bool = False,
 ) -> Path:
-    """Write a packed checkpoint; see ``packed.load.save``."""
+    """Write parameters with their QTensors bit for bit, as config.json and safetensors.
+
+    Parameters
+    ----------
+    params : dict
+        Parameter tree with QTensors.
+    format : str
+        One of ``FORMATS``. "native" holds everything, and only ``hf.load`` reads it: transformers
+        and other programs find no weight file in it. The other formats hold what their programs
+        support.
+    directory, cfg, tokenizer_files, sampling, max_shard_bytes, progress
+        As for ``hf.save``.
+
+    Raises
+    ------
+    JaxLlamaError
+        Naming the parameter that the format cannot hold, and why.
+    """
+    if format not in FORMATS:
+        raise JaxLlamaError(f"format {format!r} is not one of {', '.join(FORMATS)}")
     cfg = cfg.with_head_of(params)
     options, units, more = _units(cfg, params, format)
     dtype = np.dtype(params["norm"]["weight"].dtype).name

@@ -95,7 +95,7 @@ class Sequential:
     def feed(
         self, layer: LayerConfig, p: Params, stream: Stream, before: Stream, ops: LayerOps = linear
     ) -> Stream:
-        """The second half: norm and feed-forward, or experts, or nothing without them.
+        """Compute the second half: norm and feed-forward, or experts, or nothing without them.
 
         before: the stream without the mixer's part.
         """
@@ -109,7 +109,7 @@ class Sequential:
     def finish(
         self, layer: LayerConfig, p: Params, stream: Stream, at: At | None, ops: LayerOps = linear
     ) -> Stream:
-        """What follows both halves: nothing."""
+        """Return the stream after both halves, unchanged."""
         return stream
 
 

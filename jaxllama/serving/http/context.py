@@ -1,4 +1,4 @@
-"""What the handlers of a front end share: the model's prompts, the engine's link, the settings."""
+"""The record that the handlers of a front end share: prompts, the engine's link, settings."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class MarkFinder:
 
 
 class CallsReader:
-    """What readers of calls share. only_one: whether further calls are dropped."""
+    """The base of readers of calls. only_one: whether further calls are dropped."""
 
     def __init__(self, only_one: bool) -> None:
         self._only_one, self.calls = only_one, 0

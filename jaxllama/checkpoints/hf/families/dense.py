@@ -11,18 +11,15 @@ from collections.abc import Mapping
 
 from jaxllama.checkpoints.hf.family import (
     BIAS,
+    GEMMA_KEYS,
+    GRANITE_KEYS,
     GRANITE_SCALES,
+    MINICPM_KEYS,
     MLP_BIAS,
     Family,
     Fields,
     every,
-    gemma,
-    gemma_to_hf,
-    granite,
-    granite_to_hf,
     head_scale,
-    minicpm,
-    minicpm_to_hf,
 )
 from jaxllama.checkpoints.hf.names import OLMO
 from jaxllama.checkpoints.json_reader import JsonReader
@@ -90,11 +87,7 @@ def granite_thetas(cfg: ModelConfig) -> Fields:
     return {"layer_rope_theta": thetas, "rope_theta": cfg.rope.theta, "rope_scaling": None}
 
 
-_BITNET = Family(
-    ("BitNetForCausalLM",),
-    same=BIAS,
-    facts={"inner_norms": True},
-)
+_BITNET = Family(("BitNetForCausalLM",), same=BIAS, facts={"inner_norms": True})
 _APERTUS = Family(
     ("ApertusForCausalLM",),
     keys=("qk_norm", "post_norm", "mlp_bias"),
@@ -115,25 +108,20 @@ FAMILIES: dict[str, Family] = {
     ),
     "vaultgemma": Family(
         ("VaultGemmaForCausalLM",),
-        keys=("query_pre_attn_scalar", "hidden_act"),
+        keys=("hidden_act",),
         same=(
             *BIAS,
             ("attn_logit_softcapping", "attn_softcap", None),
             ("final_logit_softcapping", "logit_softcap", None),
         ),
-        fields=gemma,
-        to_hf=gemma_to_hf,
+        parts=(GEMMA_KEYS,),
         facts={"embedding_scale": True},
         stored={"norm_offset": 1.0},
         activation="hidden_activation",
         window=lambda i, read: bool((i + 1) % 2),
         tensors=Names(mlp_norm="pre_feedforward_layernorm"),
     ),
-    "arcee": Family(
-        ("ArceeForCausalLM",),
-        same=(*BIAS, *MLP_BIAS),
-        facts={"gated_mlp": False},
-    ),
+    "arcee": Family(("ArceeForCausalLM",), same=(*BIAS, *MLP_BIAS), facts={"gated_mlp": False}),
     "minicpm": Family(
         ("MiniCPMForCausalLM",),
         defaults={
@@ -144,8 +132,7 @@ FAMILIES: dict[str, Family] = {
         },
         keys=("mup_denominator",),
         same=BIAS,
-        fields=minicpm,
-        to_hf=minicpm_to_hf,
+        parts=(MINICPM_KEYS,),
         fixed={"sparse_config": (None,)},  # attention to chosen blocks (InfLLM)
     ),
     "nemotron": Family(
@@ -249,10 +236,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "granite_swa": Family(
         ("GraniteSWAForCausalLM",),
-        keys=("attention_multiplier", "logits_scaling", "layer_rope_theta"),
+        keys=("layer_rope_theta",),
         same=(*GRANITE_SCALES, *MLP_BIAS),
-        fields=granite,
-        to_hf=lambda cfg: {**granite_to_hf(cfg), **granite_thetas(cfg)},
+        parts=(GRANITE_KEYS,),
+        to_hf=granite_thetas,
         facts={"attn_sinks": True},
         window=lambda i, read: i % 4 != 0,
         is_nope=granite_nope,

@@ -11,6 +11,7 @@ from jaxllama.checkpoints.hf.family import (
     DELTA_KEYS,
     Family,
     Fields,
+    Keys,
     delta_config,
     delta_of,
     delta_to_hf,
@@ -66,7 +67,9 @@ def _olmo_hybrid_to_hf(cfg: ModelConfig) -> Fields:
 
 _LARA_KINDS = ("linear_attention", "sliding_attention", "full_attention")
 _LARA_PATTERN = tuple(_LARA_KINDS[i] for i in (0, 1, 0, 2, 1))
-_LARA_EXPERTS = Mixture(128, 4, width=512, has_norm_key=True, shared=512)
+_LARA_EXPERTS = Mixture(
+    128, 4, width=512, has_norm_key=True, shared=512, facts={"shared_gate": False}
+)
 
 
 def _lara_types(read: JsonReader) -> Fields:
@@ -79,20 +82,17 @@ def _lara_types(read: JsonReader) -> Fields:
 
 
 def _lara(read: JsonReader) -> Fields:
-    experts = _LARA_EXPERTS.fields(read)["experts"]
     types = read.config["layer_types"]
     return {
         "layer_types": tuple("delta" if kind == _LARA_KINDS[0] else "attention" for kind in types),
         "delta": delta_config(read, 16, 8, 128, 128, read.number("rms_norm_eps")),
-        "experts": dataclasses.replace(experts, shared_gate=False),
-        "d_ff": experts.d_ff,
+        "d_ff": read.size("moe_intermediate_size", 512),
     }
 
 
 def _lara_to_hf(cfg: ModelConfig) -> Fields:
     kinds = [_LARA_KINDS[2 - (layer.window is not None)] for layer in cfg.layers]
     return {
-        **_LARA_EXPERTS.to_hf(cfg),
         "layer_types": [
             _LARA_KINDS[0] if kind == "delta" else kinds[i]
             for i, kind in enumerate(cfg.layer_types)
@@ -113,7 +113,7 @@ def _inner_width(read: JsonReader) -> int:
     return step * -(-int(factor * width) // step)
 
 
-def conv_layers(read: JsonReader) -> Fields:
+def _conv_layers(read: JsonReader) -> Fields:
     """Return the fields of LFM2's layers: attention, and short convolutions."""
     n, types = read.size("num_hidden_layers"), read.config.get("layer_types")
     if types is None:
@@ -132,7 +132,7 @@ def conv_layers(read: JsonReader) -> Fields:
     }
 
 
-def conv_to_hf(cfg: ModelConfig) -> Fields:
+def _conv_to_hf(cfg: ModelConfig) -> Fields:
     """Return the keys of LFM2's layers.  Raises JaxLlamaError where there is no convolution."""
     layer = next((candidate for candidate in cfg.layers if candidate.kind == "short_conv"), None)
     if layer is None:
@@ -143,6 +143,8 @@ def conv_to_hf(cfg: ModelConfig) -> Fields:
         "conv_L_cache": options(layer).taps,
     }
 
+
+CONV_KEYS = Keys(("layer_types", "conv_L_cache"), _conv_layers, _conv_to_hf)
 
 FAMILIES: dict[str, Family] = {
     "olmo_hybrid": Family(
@@ -174,12 +176,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "lara_mini": Family(
         ("LaraMiniForCausalLM",),
-        keys=(
-            "layer_types",
-            *DELTA_KEYS,
-            *_LARA_EXPERTS.keys,
-        ),
+        keys=("layer_types", *DELTA_KEYS),
         same=BIAS,
+        parts=(_LARA_EXPERTS,),
         fields=_lara,
         to_hf=_lara_to_hf,
         facts={"qk_norm": "head"},
@@ -202,9 +201,7 @@ FAMILIES: dict[str, Family] = {
     "lfm2": Family(
         ("Lfm2ForCausalLM",),
         keys=(
-            "layer_types",
             "full_attn_idxs",
-            "conv_L_cache",
             "block_auto_adjust_ff_dim",
             "block_ffn_dim_multiplier",
             "block_multiple_of",
@@ -220,8 +217,9 @@ FAMILIES: dict[str, Family] = {
             "use_pos_enc",
             "num_heads",
         ),
-        fields=lambda read: {**conv_layers(read), "d_ff": _inner_width(read)},
-        to_hf=lambda cfg: {**conv_to_hf(cfg), "block_auto_adjust_ff_dim": False},
+        parts=(CONV_KEYS,),
+        fields=lambda read: {"d_ff": _inner_width(read)},
+        to_hf=lambda cfg: {"block_auto_adjust_ff_dim": False},
         fixed={"conv_bias": (False, None)},
         facts={"qk_norm": "head"},
         eps="norm_eps",

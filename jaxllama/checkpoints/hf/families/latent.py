@@ -1,6 +1,6 @@
 """Families of attention from latents (MLA).
 
-    latent_fields(read), latent_to_hf(cfg)     the keys that all of them share, and Kimi-Linear's
+    KEYS     the keys that all of them share, and Kimi-Linear's
 
 Their ``head_dim`` in config.json, which some files have, is not the width of a key: that is
 ``qk_nope_head_dim + qk_rope_head_dim``.  With YaRN the scores have a further multiplier, which q's
@@ -14,26 +14,18 @@ import math
 from collections.abc import Callable, Mapping
 
 from jaxllama.checkpoints.hf.experts import SigmoidMixture
-from jaxllama.checkpoints.hf.family import BIAS, Family, Fields, minicpm, minicpm_to_hf
+from jaxllama.checkpoints.hf.family import BIAS, MINICPM_KEYS, Family, Fields, Keys
 from jaxllama.checkpoints.hf.names import SHARED
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import IndexerConfig, LatentConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.names import Names
 
-KEYS = (
-    "kv_lora_rank",
-    "q_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "qk_head_dim",
-    "q_head_dim",
-)
 TURNING = "qk_rope_head_dim"
+_ORDER = ("rope_interleave", "stored.interleaved", True)
 
 
-def latent_fields(read: JsonReader) -> Fields:
+def _latent(read: JsonReader) -> Fields:
     """Return ``latent``, ``head_dim`` and the multiplier of q.
 
     Raises JaxLlamaError, which names the key.
@@ -64,8 +56,7 @@ def _score_scale(read: JsonReader) -> float:
     return (0.1 * times * math.log(factor) + 1.0) ** 2 if times and factor > 1 else 1.0
 
 
-def latent_to_hf(cfg: ModelConfig) -> Fields:
-    """Return the keys of a config. Raises JaxLlamaError without latents."""
+def _latent_to_hf(cfg: ModelConfig) -> Fields:
     latent = cfg.latent
     if latent is None:
         raise JaxLlamaError("latent = None: this family's attention has it")
@@ -79,12 +70,19 @@ def latent_to_hf(cfg: ModelConfig) -> Fields:
     }
 
 
-def _turning(read: JsonReader) -> Fields:
-    return {**latent_fields(read), "stored.interleaved": read.flag("rope_interleave", True)}
-
-
-def _turning_to_hf(cfg: ModelConfig) -> Fields:
-    return {**latent_to_hf(cfg), "rope_interleave": cfg.stored.interleaved}
+KEYS = Keys(
+    (
+        "kv_lora_rank",
+        "q_lora_rank",
+        "qk_nope_head_dim",
+        TURNING,
+        "v_head_dim",
+        "qk_head_dim",
+        "q_head_dim",
+    ),
+    _latent,
+    _latent_to_hf,
+)
 
 
 def _with_indexer(interleaved: bool) -> Callable[[JsonReader], Fields]:
@@ -95,27 +93,24 @@ def _with_indexer(interleaved: bool) -> Callable[[JsonReader], Fields]:
         for key, value in (("index_topk_freq", 1), ("index_topk_pattern", None)):
             if read.config.get(key, value) != value:
                 raise read.error(key, f"must be {value}: layers do not share an indexer's choice")
-        shared = latent_fields(read)
         indexer = IndexerConfig(
             n_heads=read.size("index_n_heads"),
             head_dim=read.size("index_head_dim"),
             top_k=read.size("index_topk"),
             interleaved=interleaved,
         )
-        latent = dataclasses.replace(shared["latent"], indexer=indexer)
-        found = {**shared, **_V32_EXPERTS.fields(read), "latent": latent}
-        return {**found, "stored.interleaved": True}
+        latent = dataclasses.replace(_latent(read)["latent"], indexer=indexer)
+        return {"latent": latent, "stored.interleaved": True}
 
     return fields
 
 
 def _with_indexer_to_hf(cfg: ModelConfig) -> Fields:
-    keys, latent = {**latent_to_hf(cfg), **_V32_EXPERTS.to_hf(cfg)}, cfg.latent
+    latent = cfg.latent
     if latent is None or latent.indexer is None:
         raise JaxLlamaError("latent.indexer = None: this family's attention has it")
     indexer = latent.indexer
     return {
-        **keys,
         "index_n_heads": indexer.n_heads,
         "index_head_dim": indexer.head_dim,
         "index_topk": indexer.top_k,
@@ -123,12 +118,22 @@ def _with_indexer_to_hf(cfg: ModelConfig) -> Fields:
 
 
 _COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
-_V2_EXPERTS = SigmoidMixture(64, 6, width=1407, names={"count": _COUNTS})
+_V2_EXPERTS = SigmoidMixture(
+    64,
+    6,
+    width=1407,
+    names={"count": _COUNTS},
+    facts={"scores": "softmax", "normalize": False, "choice_bias": False, "group_best": 1},
+)
 _V3_EXPERTS = SigmoidMixture(256, 8, width=2048, scale=2.5)
 _V32_EXPERTS = SigmoidMixture(256, 8, width=2048, scale=2.5, has_types=True)
 _GLM_EXPERTS = SigmoidMixture(64, 4, width=1536, scale=1.8, has_types=True)
-_MISTRAL4_EXPERTS = SigmoidMixture(128, 4, width=2048)
-_AXK_EXPERTS = SigmoidMixture(192, 8, width=2048, scale=2.5, has_types=True)
+_MISTRAL4_EXPERTS = SigmoidMixture(
+    128, 4, width=2048, facts={"scores": "softmax", "choice_bias": False}
+)
+_AXK_EXPERTS = SigmoidMixture(
+    192, 8, width=2048, scale=2.5, has_types=True, facts={"out_norm": True}
+)
 _SARVAM_EXPERTS = SigmoidMixture(
     128,
     8,
@@ -147,46 +152,15 @@ def _v2(read: JsonReader) -> Fields:
     method = read.text("topk_method", "greedy")
     if method not in _METHODS:
         raise read.error("topk_method", f"must be one of {', '.join(_METHODS)}")
-    fields = _V2_EXPERTS.fields(read)
-    experts = fields["experts"]
-    if experts is not None:
-        groups = {} if method == _METHODS[1] else {"n_groups": 1, "n_active_groups": 1}
-        experts = dataclasses.replace(
-            experts,
-            scores="softmax",
-            normalize=False,
-            choice_bias=False,
-            group_best=1,
-            **groups,
-        )
-    return {**latent_fields(read), **fields, "experts": experts}
+    experts = _V2_EXPERTS.fields(read)["experts"]
+    if experts is not None and method == _METHODS[0]:
+        experts = dataclasses.replace(experts, n_groups=1, n_active_groups=1)
+    return {"experts": experts}
 
 
 def _v2_to_hf(cfg: ModelConfig) -> Fields:
     has_groups = cfg.experts is not None and cfg.experts.n_groups > 1
-    keys = {**latent_to_hf(cfg), **_V2_EXPERTS.to_hf(cfg), "topk_method": _METHODS[has_groups]}
-    return {**keys, "norm_topk_prob": False}
-
-
-def _mistral4(read: JsonReader) -> Fields:
-    """Return the fields. The router is a softmax."""
-    fields = _MISTRAL4_EXPERTS.fields(read)
-    experts = fields["experts"]
-    if experts is not None:
-        experts = dataclasses.replace(experts, scores="softmax", choice_bias=False)
-    return {**_turning(read), **fields, "experts": experts}
-
-
-def _value_width(read: JsonReader) -> Fields:
-    return {"v_head_dim": read.size("hidden_size") // read.size("num_attention_heads")}
-
-
-def _axk1(read: JsonReader) -> Fields:
-    fields = _AXK_EXPERTS.fields(read)
-    experts = fields["experts"]
-    if experts is not None:
-        experts = dataclasses.replace(experts, out_norm=True)
-    return {**_turning(read), **fields, "experts": experts}
+    return {"topk_method": _METHODS[has_groups], "norm_topk_prob": False}
 
 
 _RANKS = {
@@ -196,14 +170,13 @@ _RANKS = {
     TURNING: 64,
     "v_head_dim": 128,
 }
-_V3_KEYS = (*KEYS, "rope_interleave", "num_nextn_predict_layers", "num_mtp_layers")
+_V3_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 _DEEPSEEK_V3 = Family(
     ("DeepseekV3ForCausalLM",),
     defaults={"n_group": 8, "topk_group": 4, "first_k_dense_replace": 3},
-    keys=(*_V3_KEYS, "topk_method", "scoring_func", "moe_layer_freq", *_V3_EXPERTS.keys),
-    same=BIAS,
-    fields=lambda read: {**_turning(read), **_V3_EXPERTS.fields(read)},
-    to_hf=lambda cfg: {**_turning_to_hf(cfg), **_V3_EXPERTS.to_hf(cfg)},
+    keys=(*_V3_KEYS, "topk_method", "scoring_func", "moe_layer_freq"),
+    same=(*BIAS, _ORDER),
+    parts=(KEYS, _V3_EXPERTS),
     fixed={"scoring_func": ("sigmoid", None), "moe_layer_freq": (1, None)},
     turning=TURNING,
     unused=("model.layers.{n_layers}.",),
@@ -214,7 +187,9 @@ _INDEX_KEYS = ("index_n_heads", "index_head_dim", "index_topk")
 _DEEPSEEK_V32 = dataclasses.replace(
     _DEEPSEEK_V3,
     architectures=("DeepseekV32ForCausalLM",),
-    keys=(*_DEEPSEEK_V3.keys, *_INDEX_KEYS, *_INDEX_SHARED, *_V32_EXPERTS.keys),
+    keys=(*_DEEPSEEK_V3.keys, *_INDEX_KEYS, *_INDEX_SHARED, "rope_interleave"),
+    same=BIAS,
+    parts=(KEYS, _V32_EXPERTS),
     fields=_with_indexer(interleaved=False),
     to_hf=_with_indexer_to_hf,
 )
@@ -222,8 +197,9 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(
         ("DeepseekV2ForCausalLM",),
         defaults={"n_shared_experts": 2, "first_k_dense_replace": 0},
-        keys=(*KEYS, "topk_method", "scoring_func", "moe_layer_freq", *_V2_EXPERTS.keys),
+        keys=("topk_method", "scoring_func", "moe_layer_freq"),
         same=BIAS,
+        parts=(KEYS, _V2_EXPERTS),
         fields=_v2,
         to_hf=_v2_to_hf,
         fixed={
@@ -248,9 +224,8 @@ FAMILIES: dict[str, Family] = {
         _DEEPSEEK_V3,
         architectures=("DeepseekV3ForCausalLM", "SarvamMLAForCausalLM"),
         defaults={"q_lora_rank": None, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
-        keys=(*_V3_KEYS, *_SARVAM_EXPERTS.keys),
-        fields=lambda read: {**_turning(read), **_SARVAM_EXPERTS.fields(read)},
-        to_hf=lambda cfg: {**_turning_to_hf(cfg), **_SARVAM_EXPERTS.to_hf(cfg)},
+        keys=_V3_KEYS,
+        parts=(KEYS, _SARVAM_EXPERTS),
         fixed={},
         rope_kinds={"deepseek_yarn": "yarn"},
     ),
@@ -258,18 +233,16 @@ FAMILIES: dict[str, Family] = {
         _DEEPSEEK_V3,
         architectures=("AXK1ForCausalLM",),
         defaults={"n_group": 8, "topk_group": 4, "first_k_dense_replace": 1},
-        keys=(*_V3_KEYS, "moe_layer_freq", *_AXK_EXPERTS.keys),
-        fields=_axk1,
-        to_hf=lambda cfg: {**_turning_to_hf(cfg), **_AXK_EXPERTS.to_hf(cfg)},
+        keys=(*_V3_KEYS, "moe_layer_freq"),
+        parts=(KEYS, _AXK_EXPERTS),
         fixed={"moe_layer_freq": (1, None)},
         tensors=Names(mixers={"experts": dataclasses.replace(SHARED, may_lack_bias=True)}),
     ),
     "glm4_moe_lite": Family(
         ("Glm4MoeLiteForCausalLM",),
-        keys=(*_V3_KEYS, *_GLM_EXPERTS.keys),
-        same=BIAS,
-        fields=lambda read: {**_turning(read), **_GLM_EXPERTS.fields(read)},
-        to_hf=lambda cfg: {**_turning_to_hf(cfg), **_GLM_EXPERTS.to_hf(cfg)},
+        keys=_V3_KEYS,
+        same=(*BIAS, _ORDER),
+        parts=(KEYS, _GLM_EXPERTS),
         turning=TURNING,
         unused=("model.layers.{n_layers}.",),
         tensors=Names(mixers={"experts": SHARED}),
@@ -278,30 +251,28 @@ FAMILIES: dict[str, Family] = {
         _DEEPSEEK_V3,
         architectures=("Mistral4ForCausalLM",),
         defaults={"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
-        keys=(*_V3_KEYS, *_MISTRAL4_EXPERTS.keys),
-        fields=_mistral4,
-        to_hf=lambda cfg: {**_turning_to_hf(cfg), **_MISTRAL4_EXPERTS.to_hf(cfg)},
+        keys=_V3_KEYS,
+        parts=(KEYS, _MISTRAL4_EXPERTS),
         fixed={},
         unused=(),
         tensors=Names(mixers={"experts": dataclasses.replace(SHARED, is_fused=True)}),
     ),
     "youtu": Family(
         ("YoutuForCausalLM",),
-        keys=(*KEYS, "rope_interleave", "embedding_initializer_range"),
-        same=BIAS,
-        fields=_turning,
-        to_hf=_turning_to_hf,
+        keys=("embedding_initializer_range",),
+        same=(*BIAS, _ORDER),
+        parts=(KEYS,),
         turning=TURNING,
     ),
     "minicpm3": Family(
         ("MiniCPM3ForCausalLM",),
         defaults={"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
-        keys=KEYS,
         same=BIAS,
-        fields=lambda read: {**latent_fields(read), **minicpm(read)},
-        to_hf=lambda cfg: {**latent_to_hf(cfg), **minicpm_to_hf(cfg)},
+        parts=(KEYS, MINICPM_KEYS),
         fixed={"mlp_bias": (False, None)},
         turning=TURNING,
-        derived=_value_width,
+        derived=lambda read: {
+            "v_head_dim": read.size("hidden_size") // read.size("num_attention_heads")
+        },
     ),
 }

@@ -15,6 +15,8 @@ from jaxllama.checkpoints.hf.families import latent
 from jaxllama.checkpoints.hf.family import (
     BIAS,
     DELTA_KEYS,
+    GEMMA_KEYS,
+    GRANITE_KEYS,
     GRANITE_SCALES,
     MLP_BIAS,
     MTP,
@@ -25,10 +27,6 @@ from jaxllama.checkpoints.hf.family import (
     delta_of,
     delta_to_hf,
     every,
-    gemma,
-    gemma_to_hf,
-    granite,
-    granite_to_hf,
 )
 from jaxllama.checkpoints.hf.names import GEMMA, GRANITE, MIXTRAL, OLMO, SHARED
 from jaxllama.checkpoints.json_reader import JsonReader
@@ -54,9 +52,7 @@ _ERNIE_TENSORS = ExpertNames(
     shared="shared_experts.", choice_bias="moe_statics.e_score_correction_bias", is_matrix=True
 )
 _NEMOTRON_TENSORS = ExpertNames(
-    "mixer.",
-    fused=("experts.up_proj", "experts.down_proj"),
-    shared="shared_experts.",
+    "mixer.", fused=("experts.up_proj", "experts.down_proj"), shared="shared_experts."
 )
 _MAMBA_TENSORS = Names(
     embed="backbone.embeddings",
@@ -92,8 +88,7 @@ def _granite_hybrid(read: JsonReader) -> Fields:
         experts["d_ff"] = shared
     else:
         experts["experts"] = dataclasses.replace(experts["experts"], shared=shared)
-    kinds = mamba.mamba_layers(read)
-    return {**granite(read), **_MAMBA.fields(read), **experts, "layer_types": kinds}
+    return {**experts, "layer_types": mamba.mamba_layers(read)}
 
 
 def _granite_hybrid_to_hf(cfg: ModelConfig) -> Fields:
@@ -103,10 +98,8 @@ def _granite_hybrid_to_hf(cfg: ModelConfig) -> Fields:
         keys.pop(name, None)
     return {
         **keys,
-        **granite_to_hf(cfg),
-        **_MAMBA.to_hf(cfg),
         "shared_intermediate_size": cfg.d_ff if experts is None else experts.shared,
-        "layer_types": mamba.kinds_to_hf(cfg),
+        "layer_types": [_LINEAR[kind == "ssm"] for kind in cfg.layer_types],
         "position_embedding_type": None if cfg.nope_layers else "rope",
     }
 
@@ -168,12 +161,6 @@ _NEXT_EXPERTS = Mixture(
 _QWEN35_EXPERTS = Mixture(256, 8, width=512, shared=512)
 
 
-def _qwen35_experts(read: JsonReader) -> Fields:
-    """Return the fields. Every layer has experts; there is no other feed-forward width."""
-    experts = _QWEN35_EXPERTS.fields(read)
-    return {**_qwen_delta(read), **experts, "d_ff": experts["experts"].d_ff}
-
-
 def _qwen_delta_to_hf(cfg: ModelConfig) -> Fields:
     return {
         "layer_types": [_LINEAR[kind == "delta"] for kind in cfg.layer_types],
@@ -218,9 +205,7 @@ def _kimi(read: JsonReader) -> Fields:
         context["max_position"] = read.size("model_max_length")
     return {
         "layer_types": _kimi_layers(read),
-        **latent.latent_fields(read),
         "delta": delta,
-        **_KIMI_EXPERTS.fields(read),
         **context,
     }
 
@@ -229,8 +214,6 @@ def _kimi_to_hf(cfg: ModelConfig) -> Fields:
     delta = delta_of(cfg)
     return {
         "layer_types": [_LINEAR[kind == "delta"] for kind in cfg.layer_types],
-        **_KIMI_EXPERTS.to_hf(cfg),
-        **latent.latent_to_hf(cfg),
         "linear_head_dim": delta.d_k,
         "linear_num_heads": delta.n_heads,
         "linear_conv_kernel_dim": delta.conv_size,
@@ -330,51 +313,29 @@ FAMILIES: dict[str, Family] = {
         ("LlamaForCausalLM", "LLaMAForCausalLM"),  # the second: the first converted Llama 1 files
         same=(*BIAS, *MLP_BIAS),
     ),
-    "mistral": Family(
-        ("MistralForCausalLM",),
-        window="all",
-    ),
-    "ministral": Family(
-        ("MinistralForCausalLM",),
-        window="all",
-    ),
-    "qwen2": Family(
-        ("Qwen2ForCausalLM",),
-        window="use",
-        facts={"qkv_bias": True},
-    ),
-    "qwen3": Family(
-        ("Qwen3ForCausalLM",),
-        same=BIAS,
-        window="use",
-        facts={"qk_norm": "head"},
-    ),
+    "mistral": Family(("MistralForCausalLM",), window="all"),
+    "ministral": Family(("MinistralForCausalLM",), window="all"),
+    "qwen2": Family(("Qwen2ForCausalLM",), window="use", facts={"qkv_bias": True}),
+    "qwen3": Family(("Qwen3ForCausalLM",), same=BIAS, window="use", facts={"qk_norm": "head"}),
     "mixtral": Family(
         ("MixtralForCausalLM",),
-        keys=_MIXTRAL_EXPERTS.keys,
-        fields=_MIXTRAL_EXPERTS.fields,
-        to_hf=_MIXTRAL_EXPERTS.to_hf,
+        parts=(_MIXTRAL_EXPERTS,),
         window="all",
         tensors=Names(mixers={"experts": MIXTRAL}),
     ),
     "olmoe": Family(
         ("OlmoeForCausalLM",),
-        keys=_OLMOE_EXPERTS.keys,
         same=BIAS,
-        fields=_OLMOE_EXPERTS.fields,
-        to_hf=_OLMOE_EXPERTS.to_hf,
+        parts=(_OLMOE_EXPERTS,),
         fixed={"clip_qkv": (None,), "sliding_window": (None,)},
         facts={"qk_norm": "full"},
     ),
     "qwen2_moe": Family(
         ("Qwen2MoeForCausalLM",),
-        keys=(*_QWEN2_EXPERTS.keys, "use_sliding_window", "max_window_layers"),
+        keys=("use_sliding_window", "max_window_layers"),
         same=(("qkv_bias", "qkv_bias", True),),
-        fields=_QWEN2_EXPERTS.fields,
-        to_hf=lambda cfg: {
-            **_QWEN2_EXPERTS.to_hf(cfg),
-            "use_sliding_window": cfg.sliding_window is not None,
-        },
+        parts=(_QWEN2_EXPERTS,),
+        to_hf=lambda cfg: {"use_sliding_window": cfg.sliding_window is not None},
         window=lambda i, read: (
             read.flag("use_sliding_window", False)
             and i % 2 == 0
@@ -383,13 +344,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(
         ("Qwen3MoeForCausalLM",),
-        keys=(*_QWEN3_EXPERTS.keys, "use_sliding_window", "max_window_layers"),
+        keys=("use_sliding_window", "max_window_layers"),
         same=BIAS,
-        fields=_QWEN3_EXPERTS.fields,
-        to_hf=lambda cfg: {
-            **_QWEN3_EXPERTS.to_hf(cfg),
-            "use_sliding_window": cfg.sliding_window is not None,
-        },
+        parts=(_QWEN3_EXPERTS,),
+        to_hf=lambda cfg: {"use_sliding_window": cfg.sliding_window is not None},
         window=lambda i, read: read.flag("use_sliding_window", False),
         facts={"qk_norm": "head"},
     ),
@@ -397,9 +355,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": dataclasses.replace(
         _QWEN_DELTA,
         architectures=("Qwen3NextForCausalLM",),
-        keys=(*_QWEN_DELTA.keys, *_NEXT_EXPERTS.keys),
-        fields=lambda read: {**_qwen_delta(read), **_NEXT_EXPERTS.fields(read)},
-        to_hf=lambda cfg: {**_qwen_delta_to_hf(cfg), **_NEXT_EXPERTS.to_hf(cfg)},
+        parts=(_NEXT_EXPERTS,),
         tensors=Names(mixers={"delta": _QWEN_NEXT_TENSORS}),
     ),
     "qwen3_5_moe_text": dataclasses.replace(
@@ -407,9 +363,9 @@ FAMILIES: dict[str, Family] = {
         architectures=("Qwen3_5MoeForCausalLM",),
         # No layer has a feed-forward of this width.
         defaults={"intermediate_size": 512},
-        keys=(*_QWEN_DELTA.keys, *_QWEN35_EXPERTS.keys),
-        fields=_qwen35_experts,
-        to_hf=lambda cfg: {**_qwen_delta_to_hf(cfg), **_QWEN35_EXPERTS.to_hf(cfg)},
+        parts=(_QWEN35_EXPERTS,),
+        # Every layer has experts; there is no other feed-forward width.
+        fields=lambda read: {**_qwen_delta(read), "d_ff": read.size("moe_intermediate_size", 512)},
     ),
     "kimi_linear": Family(
         ("KimiLinearForCausalLM",),
@@ -419,14 +375,13 @@ FAMILIES: dict[str, Family] = {
             "linear_head_dim",
             "linear_num_heads",
             "linear_conv_kernel_dim",
-            *latent.KEYS,
             "model_max_length",
             "use_grouped_topk",
             "moe_layer_freq",
             "num_nextn_predict_layers",
-            *_KIMI_EXPERTS.keys,
         ),
         same=BIAS,
+        parts=(_KIMI_EXPERTS, latent.KEYS),
         fields=_kimi,
         to_hf=_kimi_to_hf,
         fixed={
@@ -466,18 +421,12 @@ FAMILIES: dict[str, Family] = {
         is_nope=_smollm3_nope,
     ),
     "granite": Family(
-        ("GraniteForCausalLM",),
-        keys=("attention_multiplier", "logits_scaling"),
-        same=(*GRANITE_SCALES, *MLP_BIAS),
-        fields=granite,
-        to_hf=granite_to_hf,
+        ("GraniteForCausalLM",), same=(*GRANITE_SCALES, *MLP_BIAS), parts=(GRANITE_KEYS,)
     ),
     "granitemoe": Family(
         ("GraniteMoeForCausalLM",),
-        keys=("attention_multiplier", "logits_scaling", *_GRANITE_EXPERTS.keys),
         same=GRANITE_SCALES,
-        fields=lambda read: {**granite(read), **_GRANITE_EXPERTS.fields(read)},
-        to_hf=lambda cfg: {**granite_to_hf(cfg), **_GRANITE_EXPERTS.to_hf(cfg)},
+        parts=(GRANITE_KEYS, _GRANITE_EXPERTS),
         tensors=Names(mixers={"experts": GRANITE}),
     ),
     "mamba2": Family(
@@ -493,18 +442,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "bamba": Family(
         ("BambaForCausalLM",),
-        keys=(
-            *_MAMBA.keys,
-            "attn_layer_indices",
-            "attn_rotary_emb",
-            "layer_types",
-            "layers_block_type",
-        ),
+        keys=("attn_layer_indices", "attn_rotary_emb", "layer_types", "layers_block_type"),
         same=(*BIAS, *MLP_BIAS),
-        fields=lambda read: {**_MAMBA.fields(read), "layer_types": mamba.indexed_layers(read)},
+        parts=(_MAMBA,),
+        fields=lambda read: {"layer_types": mamba.indexed_layers(read)},
         to_hf=lambda cfg: {
-            **_MAMBA.to_hf(cfg),
-            "attn_layer_indices": [i for i, k in enumerate(cfg.layer_types) if k == "attention"],
+            "attn_layer_indices": [i for i, k in enumerate(cfg.layer_types) if k == "attention"]
         },
         fixed={"partial_rotary_factor": (0.5, None)},  # whatever a file says, in transformers
         tensors=Names(
@@ -514,18 +457,16 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": Family(
         ("GraniteMoeHybridForCausalLM",),
         keys=(
-            "attention_multiplier",
-            "logits_scaling",
             "shared_intermediate_size",
             "layer_types",
             "layers_block_type",
             "position_embedding_type",
             "init_method",
             "normalization_function",
-            *_MAMBA.keys,
             *_HYBRID_EXPERTS.keys,
         ),
         same=GRANITE_SCALES,
+        parts=(GRANITE_KEYS, _MAMBA),
         fields=_granite_hybrid,
         to_hf=_granite_hybrid_to_hf,
         fixed={"mamba_proj_bias": (False, None)},
@@ -545,7 +486,6 @@ FAMILIES: dict[str, Family] = {
         ("NemotronHForCausalLM",),
         defaults={"num_hidden_layers": 1},
         keys=(
-            *_NEMOTRON_H.keys,
             "mamba_proj_bias",  # which no class reads
             "hybrid_override_pattern",
             "layers_block_type",
@@ -565,8 +505,9 @@ FAMILIES: dict[str, Family] = {
             "topk_group",
         ),
         same=MLP_BIAS,
-        fields=lambda read: {**_NEMOTRON_H.fields(read), **mamba.nemotron_layers(read)},
-        to_hf=lambda cfg: {**_NEMOTRON_H.to_hf(cfg), **mamba.nemotron_to_hf(cfg)},
+        parts=(_NEMOTRON_H,),
+        fields=mamba.nemotron_layers,
+        to_hf=mamba.nemotron_to_hf,
         # transformers reads attention_bias, and has no biases
         fixed={
             "sliding_window": (None,),
@@ -587,18 +528,16 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_oss": Family(
         ("GptOssForCausalLM",),
-        keys=("initial_context_length", "experts_per_token", *_GPT_OSS_EXPERTS.keys),
+        keys=("initial_context_length", "experts_per_token"),
         same=BIAS,
-        fields=_GPT_OSS_EXPERTS.fields,
-        to_hf=_GPT_OSS_EXPERTS.to_hf,
+        parts=(_GPT_OSS_EXPERTS,),
         facts={"attn_sinks": True},
         window=lambda i, read: bool((i + 1) % 2),
         has_mxfp4=True,
         tensors=Names(mixers={"experts": _GPT_OSS_TENSORS}),
     ),
     "seed_oss": Family(
-        ("SeedOssForCausalLM",),
-        same=(QKV_BIAS, ("attention_out_bias", "o_bias", False), *MLP_BIAS),
+        ("SeedOssForCausalLM",), same=(QKV_BIAS, ("attention_out_bias", "o_bias", False), *MLP_BIAS)
     ),
     "ernie4_5": Family(
         ("Ernie4_5ForCausalLM",),
@@ -607,18 +546,16 @@ FAMILIES: dict[str, Family] = {
     ),
     "ernie4_5_moe": Family(
         ("Ernie4_5_MoeForCausalLM",),
-        keys=_ERNIE_EXPERTS.keys,
-        fields=_ERNIE_EXPERTS.fields,
-        to_hf=_ERNIE_EXPERTS.to_hf,
+        parts=(_ERNIE_EXPERTS,),
         fixed={"use_bias": (False, None)},
         stored={"interleaved": True},
         tensors=Names(mixers={"experts": _ERNIE_TENSORS}),
     ),
     "phimoe": Family(
         ("PhimoeForCausalLM", "PhiMoEForCausalLM"),
-        keys=("input_jitter_noise", *_PHI_EXPERTS.keys),
+        keys=("input_jitter_noise",),
         same=(*BIAS, ("lm_head_bias", "head_bias", False)),
-        fields=_PHI_EXPERTS.fields,
+        parts=(_PHI_EXPERTS,),
         to_hf=_phimoe_to_hf,
         window="all",
         facts={"norm": "layer", "norm_bias": True},
@@ -626,9 +563,7 @@ FAMILIES: dict[str, Family] = {
         tensors=Names(mixers={"experts": MIXTRAL}),
     ),
     "helium": Family(
-        ("HeliumForCausalLM",),
-        same=(QKV_BIAS, *MLP_BIAS),
-        stored={"interleaved": True},
+        ("HeliumForCausalLM",), same=(QKV_BIAS, *MLP_BIAS), stored={"interleaved": True}
     ),
     "olmo2": Family(
         ("Olmo2ForCausalLM",),
@@ -646,10 +581,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma2": Family(
         ("Gemma2ForCausalLM",),
-        keys=("query_pre_attn_scalar", "hidden_act"),
+        keys=("hidden_act",),
         same=(*BIAS, ("attn_logit_softcapping", "attn_softcap", None), _LOGIT_CAP),
-        fields=gemma,
-        to_hf=gemma_to_hf,
+        parts=(GEMMA_KEYS,),
         fixed={"use_bidirectional_attention": (None, False)},
         facts=_GEMMA,
         stored={"norm_offset": 1.0},
@@ -660,10 +594,9 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         ("Gemma3ForCausalLM",),
         defaults={"rope_local_base_freq": 10000.0, "rope_parameters": None},
-        keys=("query_pre_attn_scalar", "hidden_act", "sliding_window_pattern"),
+        keys=("hidden_act", "sliding_window_pattern"),
         same=(*BIAS, _LOGIT_CAP),  # transformers reads attn_logit_softcapping, and caps nothing
-        fields=gemma,
-        to_hf=gemma_to_hf,
+        parts=(GEMMA_KEYS,),
         fixed={"use_bidirectional_attention": (None, False)},
         facts={**_GEMMA, "qk_norm": "head"},
         stored={"norm_offset": 1.0},
@@ -679,18 +612,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe": Family(
         ("Glm4MoeForCausalLM",),
-        keys=(
-            "use_qk_norm",
-            "num_nextn_predict_layers",
-            "num_mtp_layers",
-            *_GLM_EXPERTS.keys,
-        ),
+        keys=("use_qk_norm", "num_nextn_predict_layers", "num_mtp_layers"),
         same=(QKV_BIAS,),
-        fields=lambda read: {
-            "qk_norm": "head" if read.flag("use_qk_norm", False) else "none",
-            **_GLM_EXPERTS.fields(read),
-        },
-        to_hf=lambda cfg: {"use_qk_norm": cfg.qk_norm == "head", **_GLM_EXPERTS.to_hf(cfg)},
+        parts=(_GLM_EXPERTS,),
+        fields=lambda read: {"qk_norm": "head" if read.flag("use_qk_norm", False) else "none"},
+        to_hf=lambda cfg: {"use_qk_norm": cfg.qk_norm == "head"},
         unused=("model.layers.{n_layers}.",),  # a draft of several tokens
         tensors=Names(mixers={"experts": SHARED}),
     ),

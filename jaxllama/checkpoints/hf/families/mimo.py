@@ -28,7 +28,6 @@ def _fields(read: JsonReader) -> Fields:
     if isinstance(types, list):
         slides = [kind == "sliding_attention" for kind in types]
     found: Fields = {
-        **_EXPERTS.fields(read),
         "d_v": read.size("v_head_dim"),
         "stored.products": Multipliers(attention_output=read.number("attention_value_scale", 1.0)),
     }
@@ -44,7 +43,6 @@ def _to_hf(cfg: ModelConfig) -> Fields:
     window, products = cfg.window_rope or cfg.rope, cfg.stored.products or Multipliers()
     named = {"full_attention": cfg.rope, "sliding_attention": window}
     return {
-        **_EXPERTS.to_hf(cfg),
         "num_key_value_heads": cfg.n_kv_heads // (2 if cfg.attn_sinks else 1),
         "v_head_dim": cfg.d_v or cfg.head_dim,
         "sliding_window": cfg.sliding_window or 129,  # the class takes no null
@@ -71,8 +69,9 @@ FAMILIES: dict[str, Family] = {
             "rope_local_base_freq": 10000.0,
             _PART: 0.334,
         },
-        keys=(*_EXPERTS.keys, "sliding_window_size", "scoring_func", "topk_method"),
+        keys=("sliding_window_size", "scoring_func", "topk_method"),
         same=(("attention_bias", "qkv_bias", False),),
+        parts=(_EXPERTS,),
         fields=_fields,
         to_hf=_to_hf,
         fixed={"scoring_func": ("sigmoid", None)},

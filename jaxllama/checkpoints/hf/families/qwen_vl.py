@@ -28,10 +28,8 @@ def _tensors(cfg: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> Names:
 FAMILIES: dict[str, Family] = {
     "qwen3_vl_moe_text": Family(
         ("Qwen3VLMoeForConditionalGeneration",),
-        keys=_EXPERTS.keys,
         same=BIAS,
-        fields=_EXPERTS.fields,
-        to_hf=_EXPERTS.to_hf,
+        parts=(_EXPERTS,),
         fixed={"norm_topk_prob": (True, None)},
         facts={"qk_norm": "head"},
         rope_key="rope_parameters",

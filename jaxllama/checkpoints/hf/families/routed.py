@@ -15,8 +15,20 @@ from jaxllama.model.experts.parameters import ExpertNames
 from jaxllama.model.names import Names
 
 _MELLUM_EXPERTS = Mixture(64, 8, "num_local_experts", width=896, has_norm_key=True)
-_FLINT_EXPERTS = Mixture(256, 6, width=512, has_norm_key=True, shared=1024, is_mixed=True)
-_KOLIBRI_EXPERTS = Mixture(384, 6, width=512, normalize=False, has_norm_key=True, shared=512)
+# Sigmoids choose experts, and the shared one has no gate.
+_SIGMOIDS = {"scores": "sigmoid", "shared_gate": False}
+_FLINT_EXPERTS = Mixture(
+    256, 6, width=512, has_norm_key=True, shared=1024, is_mixed=True, facts=_SIGMOIDS
+)
+_KOLIBRI_EXPERTS = Mixture(
+    384,
+    6,
+    width=512,
+    normalize=False,
+    has_norm_key=True,
+    shared=512,
+    facts={**_SIGMOIDS, "choice_bias": True, "choice_by_logits": True},
+)
 _AFMOE_EXPERTS = SigmoidMixture(
     64,
     6,
@@ -68,17 +80,8 @@ def _mellum_to_hf(cfg: ModelConfig) -> Fields:
     return {**keys, "mlp_layer_types": _kinds_to_hf(cfg)}
 
 
-def _sigmoids(fields: Fields, **changes: bool) -> Fields:
-    """Return the fields of experts chosen by sigmoids, with a shared one that has no gate."""
-    experts = fields["experts"]
-    if experts is not None:
-        experts = dataclasses.replace(experts, scores="sigmoid", shared_gate=False, **changes)
-    return {**fields, "experts": experts}
-
-
-def _kolibri(read: JsonReader) -> Fields:
-    fields = _sigmoids(_KOLIBRI_EXPERTS.fields(read), choice_bias=True, choice_by_logits=True)
-    return {**fields, "d_ff": fields["experts"].d_ff}  # every layer has them
+def _kolibri_width(read: JsonReader) -> int:
+    return read.size("moe_intermediate_size", 512)
 
 
 def _flint_window(index: int, read: JsonReader) -> bool:
@@ -285,10 +288,8 @@ FAMILIES: dict[str, Family] = {
     "flint": Family(
         ("FlintForCausalLM",),
         defaults={"mlp_only_layers": [0, 1]},
-        keys=_FLINT_EXPERTS.keys,
         same=BIAS,
-        fields=lambda read: _sigmoids(_FLINT_EXPERTS.fields(read)),
-        to_hf=_FLINT_EXPERTS.to_hf,
+        parts=(_FLINT_EXPERTS,),
         facts={"qk_norm": "head", "attn_sinks": True},
         window=_flint_window,
         is_nope=_is_full,
@@ -296,13 +297,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "kolibri1": Family(
         ("Kolibri1ForCausalLM",),
-        keys=_KOLIBRI_EXPERTS.keys,
-        fields=_kolibri,
-        to_hf=_KOLIBRI_EXPERTS.to_hf,
+        parts=(_KOLIBRI_EXPERTS,),
+        fields=lambda read: {"d_ff": _kolibri_width(read)},  # every layer has experts
         facts={"qk_norm": "head", "post_norms": True},
         window=every(5),
         is_nope=_is_full_of_some,
-        derived=lambda read: {"intermediate_size": read.size("moe_intermediate_size", 512)},
+        derived=lambda read: {"intermediate_size": _kolibri_width(read)},
         absent=("intermediate_size",),
         tensors=Names(
             mixer_out_norm="post_attn_norm",
@@ -316,10 +316,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "afmoe": Family(
         ("AfmoeForCausalLM",),
-        keys=("global_attn_every_n_layers", *_AFMOE_EXPERTS.keys),
+        keys=("global_attn_every_n_layers",),
         same=(*BIAS, ("mup_enabled", "embedding_scale", False)),
-        fields=_AFMOE_EXPERTS.fields,
-        to_hf=_AFMOE_EXPERTS.to_hf,
+        parts=(_AFMOE_EXPERTS,),
         fixed={"score_func": ("sigmoid", None), "attention_bias": (False, None)},
         facts={"qk_norm": "head", "post_norms": True, "attn_gate": True},
         window=lambda i, read: bool((i + 1) % read.size("global_attn_every_n_layers", 4)),

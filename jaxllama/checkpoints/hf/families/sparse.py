@@ -6,16 +6,16 @@ import dataclasses
 
 from jaxllama.checkpoints.hf.experts import Mixture, SigmoidMixture
 from jaxllama.checkpoints.hf.families.dense import granite_nope, granite_thetas, has_nope
-from jaxllama.checkpoints.hf.families.hybrid import conv_layers, conv_to_hf
+from jaxllama.checkpoints.hf.families.hybrid import CONV_KEYS
 from jaxllama.checkpoints.hf.family import (
     BIAS,
+    GRANITE_KEYS,
     GRANITE_SCALES,
     QKV_BIAS,
     Family,
     Fields,
+    Keys,
     every,
-    granite,
-    granite_to_hf,
 )
 from jaxllama.checkpoints.hf.names import GRANITE, LFM2, MIXTRAL, OLMO, SHARED
 from jaxllama.checkpoints.json_reader import JsonReader
@@ -52,39 +52,31 @@ _COUNTS = {
     "count": ("num_experts", "num_local_experts"),
     "shared": ("num_shared_experts", "n_shared_experts"),
 }
-_EXAONE_EXPERTS = SigmoidMixture(
-    64,
-    8,
-    width=1024,
-    scale=2.5,
-    names=_COUNTS,
-    has_types=True,
-)
+_EXAONE_EXPERTS = SigmoidMixture(64, 8, width=1024, scale=2.5, names=_COUNTS, has_types=True)
 _LFM2_EXPERTS = SigmoidMixture(32, 4, width=1792, names={"count": ("num_experts",)})
 _MINIMAX_EXPERTS = SigmoidMixture(
     256, 8, width=1536, names={"count": ("num_local_experts", "num_experts")}
 )
-_HY_EXPERTS = SigmoidMixture(
-    192,
-    8,
-    width=1536,
-    scale=2.826,
-    names=_COUNTS,
-    has_types=True,
-)
+_HY_EXPERTS = SigmoidMixture(192, 8, width=1536, scale=2.826, names=_COUNTS, has_types=True)
 
 
 def _granite_shared(read: JsonReader) -> Fields:
-    """Return Granite's fields with the expert of every token, which has no gate."""
+    """Return Granite's experts with the one of every token, which has no gate."""
     experts = _GRANITE_EXPERTS.fields(read)["experts"]
     shared = read.natural("shared_intermediate_size", 0)
-    return {**granite(read), "experts": dataclasses.replace(experts, shared=shared)}
+    return {"experts": dataclasses.replace(experts, shared=shared)}
 
 
 def _granite_shared_to_hf(cfg: ModelConfig) -> Fields:
-    keys = {**granite_to_hf(cfg), **_GRANITE_EXPERTS.to_hf(cfg)}
-    assert cfg.experts is not None  # to_hf raises an error
-    return {**keys, "shared_intermediate_size": cfg.experts.shared}
+    assert cfg.experts is not None  # _GRANITE_EXPERTS raises an error
+    return {"shared_intermediate_size": cfg.experts.shared}
+
+
+_GRANITE_PARTS = (
+    GRANITE_KEYS,
+    _GRANITE_EXPERTS,
+    Keys(("shared_intermediate_size",), _granite_shared, _granite_shared_to_hf),
+)
 
 
 def _hunyuan(read: JsonReader) -> Fields:
@@ -102,10 +94,10 @@ def _hunyuan(read: JsonReader) -> Fields:
 
 def _of_experts(mixture: SigmoidMixture, read: JsonReader) -> Fields:
     """Return the fields of a family without a dense layer: no other width exists."""
-    experts = mixture.fields(read)
-    if experts["experts"] is None:
+    experts = mixture.fields(read)["experts"]
+    if experts is None:
         raise read.error("first_k_dense_replace", "leaves no layer with experts")
-    return {**experts, "d_ff": experts["experts"].d_ff}
+    return {"d_ff": experts.d_ff}
 
 
 def _moe_width(read: JsonReader) -> Fields:
@@ -165,19 +157,17 @@ FAMILIES: dict[str, Family] = {
     "dots1": Family(
         ("Dots1ForCausalLM",),
         defaults={"norm_topk_prob": False, "first_k_dense_replace": 0},
-        keys=("max_window_layers", *_DOTS_EXPERTS.keys),
+        keys=("max_window_layers",),
         same=BIAS,
-        fields=_DOTS_EXPERTS.fields,
-        to_hf=_DOTS_EXPERTS.to_hf,
+        parts=(_DOTS_EXPERTS,),
         facts={"qk_norm": "head"},
         window=lambda i, read: i >= read.natural("max_window_layers", 62),
         tensors=Names(mixers={"experts": SHARED}),
     ),
     "exaone_moe": Family(
         ("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
-        keys=("sliding_window_pattern", "num_nextn_predict_layers", *_EXAONE_EXPERTS.keys),
-        fields=_EXAONE_EXPERTS.fields,
-        to_hf=_EXAONE_EXPERTS.to_hf,
+        keys=("sliding_window_pattern", "num_nextn_predict_layers"),
+        parts=(_EXAONE_EXPERTS,),
         facts={"qk_norm": "head"},
         window=every(4),
         is_nope=has_nope,
@@ -188,37 +178,28 @@ FAMILIES: dict[str, Family] = {
     ),
     "flex_olmo": Family(
         ("FlexOlmoForCausalLM",),
-        keys=_FLEX_EXPERTS.keys,
         same=BIAS,
-        fields=_FLEX_EXPERTS.fields,
-        to_hf=_FLEX_EXPERTS.to_hf,
+        parts=(_FLEX_EXPERTS,),
         facts={"pre_norms": False, "post_norms": True, "qk_norm": "full"},
         tensors=OLMO,
     ),
     "solar_open": Family(
         ("SolarOpenForCausalLM",),
         defaults={"partial_rotary_factor": 1.0, "first_k_dense_replace": 0},
-        keys=("use_qk_norm", *_SOLAR_EXPERTS.keys),
+        keys=("use_qk_norm",),
         same=(QKV_BIAS,),
+        parts=(_SOLAR_EXPERTS,),
         fields=lambda read: _of_experts(_SOLAR_EXPERTS, read),
-        to_hf=_SOLAR_EXPERTS.to_hf,
         derived=_moe_width,
         tensors=Names(mixers={"experts": SHARED}),
     ),
     "sarvam_moe": Family(
         ("SarvamMoEForCausalLM",),
-        keys=(
-            "use_qk_norm",
-            "num_nextn_predict_layers",
-            "num_mtp_layers",
-            *_SARVAM_EXPERTS.keys,
-        ),
+        keys=("use_qk_norm", "num_nextn_predict_layers", "num_mtp_layers"),
         same=(QKV_BIAS,),
-        fields=lambda read: {
-            "qk_norm": "head" if read.flag("use_qk_norm", True) else "none",
-            **_SARVAM_EXPERTS.fields(read),
-        },
-        to_hf=lambda cfg: {"use_qk_norm": cfg.qk_norm == "head", **_SARVAM_EXPERTS.to_hf(cfg)},
+        parts=(_SARVAM_EXPERTS,),
+        fields=lambda read: {"qk_norm": "head" if read.flag("use_qk_norm", True) else "none"},
+        to_hf=lambda cfg: {"use_qk_norm": cfg.qk_norm == "head"},
         others={"use_qkv_bias": "attention_bias"},
         tensors=Names(
             embed="model.word_embeddings",
@@ -232,29 +213,16 @@ FAMILIES: dict[str, Family] = {
     ),
     "granitemoeshared": Family(
         ("GraniteMoeSharedForCausalLM",),
-        keys=(
-            "attention_multiplier",
-            "logits_scaling",
-            "shared_intermediate_size",
-            *_GRANITE_EXPERTS.keys,
-        ),
         same=GRANITE_SCALES,
-        fields=_granite_shared,
-        to_hf=_granite_shared_to_hf,
+        parts=_GRANITE_PARTS,
         tensors=_GRANITE_SHARED_TENSORS,
     ),
     "granitemoe_swa": Family(
         ("GraniteMoeSWAForCausalLM",),
-        keys=(
-            "attention_multiplier",
-            "logits_scaling",
-            "shared_intermediate_size",
-            "layer_rope_theta",
-            *_GRANITE_EXPERTS.keys,
-        ),
+        keys=("layer_rope_theta",),
         same=GRANITE_SCALES,
-        fields=_granite_shared,
-        to_hf=lambda cfg: {**_granite_shared_to_hf(cfg), **granite_thetas(cfg)},
+        parts=_GRANITE_PARTS,
+        to_hf=granite_thetas,
         facts={"attn_sinks": True},
         window=lambda i, read: i % 4 != 0,
         is_nope=granite_nope,
@@ -294,10 +262,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "hy_v3": Family(
         ("HYV3ForCausalLM",),
-        keys=("enable_moe_fp32_combine", *_HY_EXPERTS.keys),
+        keys=("enable_moe_fp32_combine",),
         same=BIAS,
-        fields=_HY_EXPERTS.fields,
-        to_hf=_HY_EXPERTS.to_hf,
+        parts=(_HY_EXPERTS,),
         fixed={"mlp_bias": (False, None)},
         facts={"qk_norm": "head"},
         names={"routed_scaling_factor": "router_scaling_factor"},
@@ -313,9 +280,7 @@ FAMILIES: dict[str, Family] = {
     "lfm2_moe": Family(
         ("Lfm2MoeForCausalLM",),
         defaults={"first_k_dense_replace": 2, "n_shared_experts": 0},
-        keys=("layer_types", "conv_L_cache", *_LFM2_EXPERTS.keys),
-        fields=lambda read: {**conv_layers(read), **_LFM2_EXPERTS.fields(read)},
-        to_hf=lambda cfg: {**conv_to_hf(cfg), **_LFM2_EXPERTS.to_hf(cfg)},
+        parts=(CONV_KEYS, _LFM2_EXPERTS),
         fixed={"conv_bias": (False, None), "use_expert_bias": (True, None)},
         facts={"qk_norm": "head"},
         eps="norm_eps",
@@ -326,9 +291,9 @@ FAMILIES: dict[str, Family] = {
     "minimax_m2": Family(
         ("MiniMaxM2ForCausalLM",),
         defaults={"partial_rotary_factor": None, "first_k_dense_replace": 0, "n_shared_experts": 0},
-        keys=("rotary_dim", "use_qk_norm", "qk_norm_type", "scoring_func", *_MINIMAX_EXPERTS.keys),
+        keys=("rotary_dim", "use_qk_norm", "qk_norm_type", "scoring_func"),
+        parts=(_MINIMAX_EXPERTS,),
         fields=lambda read: _of_experts(_MINIMAX_EXPERTS, read),
-        to_hf=_MINIMAX_EXPERTS.to_hf,
         facts={"qk_norm": "full"},
         names={"moe_intermediate_size": "intermediate_size"},
         derived=_minimax_derived,

@@ -100,12 +100,14 @@ def mix(
         held = LatentCache(entries(heads), heads.indexed.key) if cache is None else cache
         out = indexer.over_chosen(cfg, absorbed_heads(cfg, p, heads), heads.indexed, held, at)
         out = lifted(cfg, p, out)
-    elif isinstance(at, Chunk) and (cache is None or at.fresh):
+    elif isinstance(at, Chunk) and (cache is None or at.fresh or _has_cudnn(cfg, heads.q)):
         k, v = expanded(cfg, p, heads.low, heads.key)
-        out = attend(heads.q, k, v, at.positions, None, segments=at.segments)
-    elif isinstance(at, Chunk) and _has_cudnn(cfg, heads.q):
-        assert cache is not None
-        out = _over_past(cfg, p, heads, cache, at)
+        if cache is None or at.fresh:
+            out = attend(heads.q, k, v, at.positions, None, segments=at.segments)
+        else:
+            n_past = jnp.where(at.lengths > 0, at.positions[:, 0], 0)
+            past = functools.partial(_past, cfg, p, heads.q.dtype)
+            out = extend(heads.q, k, v, (cache.k,), n_past, at.table, expand=past)
     else:
         assert cache is not None
         out = lifted(cfg, p, over_latents(absorbed_heads(cfg, p, heads), cache, at))
@@ -240,20 +242,14 @@ def _has_cudnn(cfg: LatentAttentionConfig, q: jax.Array) -> bool:
     return has_cudnn(q, jax.ShapeDtypeStruct((*q.shape[:-1], cfg.d_v), q.dtype))
 
 
-def _over_past(
-    cfg: LatentAttentionConfig, p: Params, heads: LatentHeads, cache: LatentCache, at: Chunk
-) -> jax.Array:
-    """Attention of new tokens over their past and themselves, both expanded.
+def _past(
+    cfg: LatentAttentionConfig, p: Params, dtype: jnp.dtype, part: Entries
+) -> tuple[jax.Array, jax.Array]:
+    """Return the keys and values of a part of the cache, expanded.
 
     A product of ``kv_b`` with the past costs less than scores of absorbed queries, which are
     (2 R + r) / (d_nope + r + d_v) times wider.
     """
-
-    def past(part: Entries) -> tuple[jax.Array, jax.Array]:
-        both = from_cache_basis(part, floats(part, heads.q.dtype))
-        low, key = jnp.split(both, (cfg.kv_rank,), axis=-1)
-        return expanded(cfg, p, low[:, :, 0], key)
-
-    new = expanded(cfg, p, heads.low, heads.key)
-    n_past = jnp.where(at.lengths > 0, at.positions[:, 0], 0)
-    return extend(heads.q, *new, (cache.k,), n_past, at.table, expand=past)
+    both = from_cache_basis(part, floats(part, dtype))
+    low, key = jnp.split(both, (cfg.kv_rank,), axis=-1)
+    return expanded(cfg, p, low[:, :, 0], key)
