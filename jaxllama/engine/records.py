@@ -30,7 +30,7 @@ from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.typing import LocalDevice, Tree
 from pallas_kernels.qtensor import packed_bytes
 from pallas_kernels.rounding import NIBBLES
-from pallas_kernels.words import set_rows, words_of
+from pallas_kernels.rows.words import set_rows, words_of
 
 FORMAT = 1  # of the bytes of a record
 

@@ -40,7 +40,7 @@ from pallas_kernels.cpu import CpuWeight, restore_tree
 from pallas_kernels.experts.fetch import addresses_of, fetched_weight
 from pallas_kernels.qtensor import packed_bytes
 from pallas_kernels.rounding import NIBBLES
-from pallas_kernels.words import set_rows, words_of
+from pallas_kernels.rows.words import set_rows, words_of
 
 ALIGN = 64  # bytes: XLA's CPU client reads arrays in place from such addresses
 DECAY = 0.5 ** (1 / 64)  # of an expert's heat, a token

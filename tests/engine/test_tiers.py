@@ -23,7 +23,7 @@ from jaxllama.engine.request import Event, Request
 from jaxllama.engine.tier_files import TierFiles
 from jaxllama.engine.tiers import Identity, Tiers, after
 from jaxllama.errors import JaxLlamaError
-from pallas_kernels.words import of_words, words_of
+from pallas_kernels.rows.words import of_words, words_of
 from tests.helpers.engine_cases import (
     OPTIONS,
     PROMPTS,
