@@ -154,8 +154,13 @@ class _Rows(NamedTuple):
         return self._each(lambda rows, leaf: jnp.take(leaf, rows, axis=0, mode="clip"), tree)
 
     def put(self, old: Tree, new: Tree) -> Tree:
-        """Write ``new`` to these rows of ``old``. Indices past the last row are dropped."""
-        return self._each(lambda rows, o, n: o.at[rows].set(n, mode="drop"), old, new)
+        """Write ``new`` to these rows of ``old``, which differ. Indices past the last row are
+        dropped."""
+
+        def written(rows: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+            return old.at[rows].set(new, mode="drop", unique_indices=True)
+
+        return self._each(written, old, new)
 
     def _each(self, function: Callable[..., jax.Array], *trees: Tree) -> Tree:
         """Return ``function(rows, *leaves)`` of the trees' arrays, for each part alone."""

@@ -335,12 +335,14 @@ def as_stored(kv: Entries, new: jax.Array) -> jax.Array:
 def store_codes(
     kv: Entries, new_tokens: Cached, slots: jax.Array, table: jax.Array | None = None
 ) -> Cached:
-    """``store`` of what ``to_stored`` returned."""
+    """``store`` of what ``to_stored`` returned. No two of a row's slots are equal, unless dropped:
+    a GPU then writes 8 bytes at once, where it would exchange each element's word."""
     rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
     if table is not None:
         rows, slots = place(kv, slots, table)
 
     def written(old: jax.Array, new: jax.Array) -> jax.Array:
-        return old.at[rows, slots].set(new, mode="drop", wrap_negative_indices=False)
+        at = old.at[rows, slots]
+        return at.set(new, mode="drop", wrap_negative_indices=False, unique_indices=True)
 
     return jax.tree.map(written, kv, new_tokens)
