@@ -211,7 +211,8 @@ def added_pairs(
     slots = jnp.asarray(group.slots)[:, None]
     found = _products(layer, (up, down), added, slots, tokens[group.rows])[:, 0]
     hot = kept(hot, jnp.asarray(group.experts), (up, down))
-    return y.at[group.places].set(found, mode="drop"), hot, found[0, 0]
+    y = y.at[group.places].set(found, mode="drop", unique_indices=True)  # plain stores on a GPU
+    return y, hot, found[0, 0]
 
 
 def _fetched(
@@ -276,7 +277,7 @@ def _with_mixture(
     parts: MixtureParts = structure.unflatten(leaves)
     stream, tokens = routed.stream, routed.tokens
     if computed is not None:
-        y = y.at[computed.places].set(computed.found, mode="drop")
+        y = y.at[computed.places].set(computed.found, mode="drop", unique_indices=True)
     pairs = y.reshape(*routed.experts.shape, y.shape[-1])
     out = weighted_sum(pairs, routed.weights, tokens.dtype).reshape(stream.x.shape)
     out = with_output(layer, parts.dense, stream, tokens.reshape(stream.x.shape), out)
