@@ -356,7 +356,8 @@ def test_experts_are_divided_between_link_and_cpu():
         tokens = {e: int((experts == e).sum()) for e in np.flatnonzero(needed)}
         policy = Policy(experts="0/100", cpu_expert=share, cpu_token=more)
         mail = programs.Mail(None, *(jnp.float32(x) for x in (share, more)))
-        found = programs._for_cpu(mail, jnp.asarray(experts), jnp.asarray(needed), heat)
+        passed = programs.tokens_of(jnp.asarray(experts), 16)
+        found = programs._for_cpu(mail, passed, jnp.asarray(needed), heat)
         assert np.flatnonzero(found).tolist() == sorted(divided(tokens, set(), policy, heat)[1])
     heat, policy = np.arange(5), Policy(experts="0/100", cpu_expert=1.0)
     assert divided(dict.fromkeys((1, 2, 3, 4), 1), set(), policy, heat) == ([4, 3], [2, 1])

@@ -322,14 +322,14 @@ def fetched(
     most = min(n_experts - held.experts.shape[0], experts.size)
     width = max(1, min(most, FETCHED))
     groups = -(-most // width)
-    needed = tokens_of(experts, n_experts) > 0
-    needed &= held.slots[:-1] == held.experts.shape[0]
+    tokens = tokens_of(experts, n_experts)
+    needed = (tokens > 0) & (held.slots[:-1] == held.experts.shape[0])
     (rows, d_model), pairs = routed.tokens.shape, experts.size
     layout = MailLayout(rows, d_model, pairs)
     is_sent, posted = jnp.zeros(pairs, bool), count.turn
     if mail is not None:
         count = count._replace(turn=count.turn + 1)  # as ``Mailbox`` counts, layers with mail alone
-        computed = _for_cpu(mail, experts, needed, held.heat)
+        computed = _for_cpu(mail, tokens, needed, held.heat)
         needed &= ~computed
         is_sent = jnp.append(computed, False)[experts.reshape(-1)]
         sent = jnp.where(is_sent, experts.reshape(-1), n_experts)
@@ -372,15 +372,12 @@ def fetched(
     return stream, state, count._replace(read=count.read + jnp.sum(needed, dtype=jnp.int32)), hot
 
 
-def _for_cpu(
-    mail: Mail, experts: jax.Array, needed: jax.Array, heat: jax.Array | None
-) -> jax.Array:
+def _for_cpu(mail: Mail, tokens: jax.Array, needed: jax.Array, heat: jax.Array | None) -> jax.Array:
     """Return the experts that the CPU computes, bool ``[E]``, as ``experts.divided`` does.
 
-    experts: int32 ``[T, k]``.  needed: bool ``[E]``.
+    tokens: number of those that pass each expert, int32 ``[E]``.  needed: bool ``[E]``.
     """
     n_experts = needed.shape[0]
-    tokens = tokens_of(experts, n_experts)
     every = jnp.arange(n_experts, dtype=jnp.int32)
     warmth = jnp.zeros(n_experts, jnp.float32) if heat is None else heat
     *_, order = lax.sort((~needed, -tokens, -warmth, every), num_keys=4)
