@@ -31,7 +31,6 @@ from jax.typing import DTypeLike
 from pallas_kernels.rounding import CODES, E4M3, E8M0, NIBBLES
 
 if TYPE_CHECKING:
-    import jax
     from _typeshed import DataclassInstance
 
 

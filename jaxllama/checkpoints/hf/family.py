@@ -30,7 +30,7 @@ ACTIVATIONS = {
 }
 
 
-class Part(Protocol):
+class SharedKeys(Protocol):
     """Keys that several families share, with their meaning in both directions."""
 
     @property
@@ -89,7 +89,7 @@ class Family:
     defaults: JsonMapping = dataclasses.field(default_factory=dict)
     keys: tuple[str, ...] = ()
     same: tuple[tuple[str, str, Any], ...] = ()
-    parts: tuple[Part, ...] = ()
+    parts: tuple[SharedKeys, ...] = ()
     fields: Callable[[JsonReader], Fields] | None = None
     to_hf: Callable[[ModelConfig], Fields] | None = None
     fixed: Mapping[str, tuple[object, ...]] = dataclasses.field(default_factory=dict)
