@@ -4,8 +4,8 @@
     y, hot, done = added_pairs(..., y, hot, group)  and of a group of loaded experts
     computed_pairs_of(...)                          pairs of experts that the CPU computes
     stream = with_mixture(..., y, computed)         and the CPU's pairs; the weighted sum
-    stream, state, count, hot = fetched(...)        a whole layer; the device itself reads experts
-    served(...)                                     the CPU's part of that layer, for its mail
+    stream, states, count, hot = fetched(...)       whole layers; the device itself reads experts
+    served(...)                                     the CPU's part of these layers, for their mail
 
 A pair is a token and one of its experts. Loaded experts that are chosen more than those on the
 device take their slots (``offload.experts``). Dispatching a program costs a GPU's host more than
@@ -46,7 +46,7 @@ from jaxllama.typing import ArrayOrNumpy, Options, Params, Tree
 from pallas_kernels.cpu.experts import run_apart
 from pallas_kernels.cpu.mail import MailLayout, answered, awaited
 from pallas_kernels.experts.blocks import by_expert
-from pallas_kernels.experts.gate import apply_gate
+from pallas_kernels.experts.gate import Gate, apply_gate
 from pallas_kernels.experts.mail import collect, post
 from pallas_kernels.experts.op import grouped_matmul, weighted_sum
 from pallas_kernels.operands import TreeDef
@@ -289,30 +289,63 @@ def _with_mixture(
 with_mixture = jax.jit(_with_mixture, static_argnums=(0, 1))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 10), donate_argnums=(5, 7, 9))
+class LayerKind(NamedTuple):
+    """What is static of a layer with experts.
+
+    layouts: how the two products' weights of an expert lie in the host's memory.
+    structure: of ``FlatParts``.
+    """
+
+    layer: LayerConfig
+    layouts: tuple[ExpertLayout, ExpertLayout]
+    structure: TreeDef
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 8), donate_argnums=(3, 5, 7))
 def fetched(
-    layer: LayerConfig,
+    kinds: tuple[LayerKind, ...],
     mixes: bool,
-    layouts: tuple[ExpertLayout, ExpertLayout],
-    structure: TreeDef,
+    leaves: list[list[jax.Array]],
+    hot: list[HotExperts],
+    stream: Stream,
+    states: list[LayerState | None],
+    where: Places,
+    count: FetchedCount,
+    sparse: bool = False,
+    mail: Mail | None = None,
+) -> tuple[Stream, list[LayerState | None], FetchedCount, list[HotExperts]]:
+    """Return (stream, states, count, hot) after layers whose device reads the experts it lacks.
+
+    mixes, leaves: as for ``_routed_layer``; leaves, hot, states: by layer.
+    where: positions ``[B, T]``, lengths ``[B]`` and RoPE tables of the tokens.
+    count: these layers' are added to it.
+    sparse: whether the tokens read V sparsely.
+    mail: with it, the CPU computes some of the experts.
+    """
+    hot, states = [*hot], [*states]
+    for place, kind in enumerate(kinds):
+        own = leaves[place], hot[place], stream, states[place]
+        stream, states[place], count, hot[place] = _fetched_layer(
+            kind, mixes, *own, where, count, sparse, mail
+        )
+        # Each layer is compiled as if alone. What it has read is gone before the next one reads.
+        stream, hot[place] = lax.optimization_barrier((stream, hot[place]))
+    return stream, states, count, hot
+
+
+def _fetched_layer(
+    kind: LayerKind,
+    mixes: bool,
     leaves: list[jax.Array],
     hot: HotExperts,
     stream: Stream,
     state: LayerState | None,
     where: Places,
     count: FetchedCount,
-    sparse: bool = False,
-    mail: Mail | None = None,
+    sparse: bool,
+    mail: Mail | None,
 ) -> tuple[Stream, LayerState | None, FetchedCount, HotExperts]:
-    """Return (stream, state, count, hot) after a layer whose device reads the experts it lacks.
-
-    mixes, structure, leaves: as for ``_routed_layer``.
-    layouts: how the two products' weights of an expert lie in the host's memory.
-    where: positions ``[B, T]``, lengths ``[B]`` and RoPE tables of the tokens.
-    count: this layer's are added to it.
-    sparse: whether the tokens read V sparsely.
-    mail: with it, the CPU computes some of the experts.
-    """
+    layer, layouts, structure = kind
     parts: MixtureParts = structure.unflatten(leaves)
     routed, y, state, held = _routed_layer(
         layer, mixes, structure, leaves, hot, stream, state, where, sparse
@@ -389,44 +422,79 @@ def _for_cpu(mail: Mail, tokens: jax.Array, needed: jax.Array, heat: jax.Array |
     return needed & jnp.zeros(n_experts, bool).at[order].set(every >= cut)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def served(
-    layer: LayerConfig,
-    layouts: tuple[ExpertLayout, ExpertLayout],
-    sizes: MailLayout,
-    address: jax.Array,
-    turn: jax.Array | np.ndarray,
-    patterns: tuple[Sequence[jax.Array], Sequence[jax.Array]],
-    tables: tuple[jax.Array, jax.Array],
-    biases: Sequence[jax.Array | None],
-) -> jax.Array:
-    """Wait for the mail of a turn, compute its experts and answer. On the CPU; the result says that
-    it is done.
+class CpuKind(NamedTuple):
+    """What is static of a layer's experts for the CPU.
 
-    address, turn: int32 ``[2]``, low word before high.
-    patterns: any expert's leaves, of both products.
-    tables: addresses of all experts' leaves, int32 ``[E, leaves, 2]``.  biases: ``[E, out]``.
+    gate: as ``gate_of`` returns it.  activation: of experts without a gate, None otherwise.
     """
-    assert layer.experts is not None
-    turn = jnp.asarray(turn)
-    x, experts = awaited(address, turn, sizes)
-    n_experts = tables[0].shape[0]
-    order, _ = by_expert(experts, n_experts)
-    chosen = experts[order]
+
+    layouts: tuple[ExpertLayout, ExpertLayout]
+    gate: Gate | None
+    activation: str | None
+
+    @classmethod
+    def of(cls, layer: LayerConfig, layouts: tuple[ExpertLayout, ExpertLayout]) -> CpuKind:
+        assert layer.experts is not None
+        activation = None if layer.gated_mlp else layer.activation
+        return cls(layouts, gate_of(layer, layer.experts), activation)
+
+
+class CpuExperts(NamedTuple):
+    """The experts of ``L`` layers in the host's memory, by product.
+
+    patterns: any expert's leaves.  biases: ``[L, E, out]``, or None.
+    tables: addresses of all experts' leaves, int32 ``[L, E, leaves, 2]``, low words before high.
+    """
+
+    patterns: Sequence[Sequence[jax.Array]]
+    tables: Sequence[jax.Array]
+    biases: Sequence[jax.Array | None]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def served(
+    kind: CpuKind, sizes: MailLayout, address: jax.Array, turn: np.ndarray, experts: CpuExperts
+) -> jax.Array:
+    """Wait for the mail of each layer in turn, compute its experts and answer; on the CPU.
+
+    address, turn: int32 ``[2]``, low word before high; the turn of the first layer.
+    Returns the turn after the last one, when all are answered.
+    """
+
+    def one(layer: jax.Array, turn: jax.Array) -> jax.Array:
+        x, chosen = awaited(address, turn, sizes)
+        y, order = _of_pairs(kind, sizes, layer, experts, x, chosen)
+        return answered(address, turn, sizes, y[jnp.argsort(order)])
+
+    return lax.fori_loop(0, experts.tables[0].shape[0], one, jnp.asarray(turn))
+
+
+def _of_pairs(
+    kind: CpuKind,
+    sizes: MailLayout,
+    layer: jax.Array,
+    experts: CpuExperts,
+    x: jax.Array,
+    chosen: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the results float32 ``[pairs, D]`` of a layer's pairs by expert, and their order."""
+    n_experts = experts.tables[0].shape[1]
+    order, _ = by_expert(chosen, n_experts)
+    chosen = chosen[order]
     slots = jnp.cumsum(jnp.append(-1, chosen[:-1]) != chosen) - 1  # of each pair; experts once
     firsts = jnp.sum(slots[:, None] < jnp.arange(sizes.pairs + 1), axis=0, dtype=jnp.int32)
     starts = jnp.minimum(firsts, jnp.sum(chosen < n_experts, dtype=jnp.int32))
     chosen = jnp.minimum(chosen, n_experts - 1)
     listed = chosen[jnp.minimum(starts[:-1], sizes.pairs - 1)]
-    gate, y = gate_of(layer, layer.experts), x[order // (sizes.pairs // sizes.rows)]
+    gate, y = kind.gate, x[order // (sizes.pairs // sizes.rows)]
     for number, (layout, leaves, table, bias) in enumerate(
-        zip(layouts, patterns, tables, biases, strict=True)
+        zip(kind.layouts, *experts, strict=True)
     ):
         gate = None if number else gate
         like, swiglu = unpack_on_cpu(layout, leaves), gate == "silu" and bias is None
-        y, is_gated = run_apart(y, like, starts, table[listed], n_experts, swiglu)
-        y = y if bias is None else y + bias.astype(jnp.float32)[chosen]
+        y, is_gated = run_apart(y, like, starts, table[layer, listed], n_experts, swiglu)
+        y = y if bias is None else y + bias[layer, chosen].astype(jnp.float32)
         y = y if gate is None or is_gated else apply_gate(y, gate)
-        if not number and not layer.gated_mlp:
-            y = activated(y, layer.activation)
-    return answered(address, turn, sizes, y[jnp.argsort(order)])
+        if not number and kind.activation is not None:
+            y = activated(y, kind.activation)
+    return y, order
