@@ -127,8 +127,8 @@ def test_layers_that_read_their_experts_compile_for_hopper(shape, rows, width, m
     positions, rope = on_device(at)
     flat = programs.FlatParts.of(parts)
     places = programs.Places(positions, shape(rows, dtype=ints), rope)
-    stream, one = Stream(shape(rows, width, 2880)), shape(dtype=ints)
-    count = programs.FetchedCount(one, one, one, shape(1, dtype=ints))
+    stream = Stream(shape(rows, width, 2880))
+    count = programs.FetchedCount(shape(3, dtype=ints), shape(1, dtype=ints))
     cost = shape(dtype=jnp.float32)
     mail = programs.Mail(shape(2, dtype=ints), cost, cost) if mails else None
     kind, two = programs.LayerKind(layer, layouts, flat.structure), [0, 1]

@@ -125,18 +125,15 @@ class Mail(NamedTuple):
 
 
 class FetchedCount(NamedTuple):
-    """int32: experts that the device has read, experts and pairs of the CPU, and the last turn of
-    the mail ``[1]``."""
+    """counts: int32 ``[3]``, experts that the device has read, experts and pairs of the CPU.
+    turn: int32 ``[1]``, the last one of the mail."""
 
-    read: jax.Array
-    computed: jax.Array
-    pairs: jax.Array
+    counts: jax.Array
     turn: jax.Array
 
     @classmethod
     def none(cls) -> FetchedCount:
-        read, computed, pairs = (jnp.zeros((), jnp.int32) for _ in range(3))
-        return cls(read, computed, pairs, jnp.zeros(1, jnp.int32))
+        return cls(jnp.zeros(3, jnp.int32), jnp.zeros(1, jnp.int32))
 
 
 class ComputedPairs(NamedTuple):
@@ -359,23 +356,20 @@ def _fetched_layer(
     needed = (tokens > 0) & (held.slots[:-1] == held.experts.shape[0])
     (rows, d_model), pairs = routed.tokens.shape, experts.size
     layout = MailLayout(rows, d_model, pairs)
-    is_sent, posted = jnp.zeros(pairs, bool), count.turn
+    computed, is_sent = jnp.zeros(n_experts, bool), jnp.zeros(pairs, bool)
+    turn = posted = count.turn
     if mail is not None:
-        count = count._replace(turn=count.turn + 1)  # as ``Mailbox`` counts, layers with mail alone
+        turn = count.turn + 1  # as ``Mailbox`` counts, layers with mail alone
         computed = _for_cpu(mail, tokens, needed, held.heat)
         needed &= ~computed
         is_sent = jnp.append(computed, False)[experts.reshape(-1)]
         sent = jnp.where(is_sent, experts.reshape(-1), n_experts)
-        posted = post(jnp.asarray(mail.address), count.turn, routed.tokens, sent, layout)
+        posted = post(jnp.asarray(mail.address), turn, routed.tokens, sent, layout)
         posted, needed = lax.optimization_barrier((posted, needed))  # before the link's part
-        count = count._replace(
-            computed=count.computed + jnp.sum(computed, dtype=jnp.int32),
-            pairs=count.pairs + jnp.sum(is_sent, dtype=jnp.int32),
-        )
-    places = jnp.where(needed, jnp.cumsum(needed, dtype=jnp.int32) - 1, groups * width)
-    every = jnp.arange(n_experts, dtype=jnp.int32)
-    listed = jnp.full((groups, width), n_experts, jnp.int32)
-    listed = listed.reshape(-1).at[places].set(every, mode="drop").reshape(groups, width)
+    places = jnp.where(needed, ranked([needed])[0], groups * width)
+    every, at = (jnp.arange(count, dtype=jnp.int32) for count in (n_experts, groups * width))
+    listed = jnp.min(jnp.where(places == at[:, None], every, n_experts), axis=1)
+    listed = listed.reshape(groups, width)
     slots = jnp.append(places, groups * width)[experts]  # [T, k], the last if it is not fetched
 
     def with_one(
@@ -402,7 +396,8 @@ def _fetched_layer(
         found = collect(jnp.asarray(mail.address), posted, is_sent.astype(jnp.int32), layout)
         y = jnp.where(is_sent[:, None], found, y)
     stream = _with_mixture(layer, structure, leaves, routed, y)
-    return stream, state, count._replace(read=count.read + jnp.sum(needed, dtype=jnp.int32)), hot
+    own = jnp.stack([jnp.sum(which, dtype=jnp.int32) for which in (needed, computed, is_sent)])
+    return stream, state, FetchedCount(count.counts + own, turn), hot
 
 
 def _for_cpu(mail: Mail, tokens: jax.Array, needed: jax.Array, heat: jax.Array | None) -> jax.Array:
@@ -410,16 +405,27 @@ def _for_cpu(mail: Mail, tokens: jax.Array, needed: jax.Array, heat: jax.Array |
 
     tokens: number of those that pass each expert, int32 ``[E]``.  needed: bool ``[E]``.
     """
-    n_experts = needed.shape[0]
-    every = jnp.arange(n_experts, dtype=jnp.int32)
-    warmth = jnp.zeros(n_experts, jnp.float32) if heat is None else heat
-    *_, order = lax.sort((~needed, -tokens, -warmth, every), num_keys=4)
-    more = (tokens - 1).astype(jnp.float32)
-    own = jnp.where(needed, mail.expert + mail.token * more, 0.0)[order]
-    on_cpu = jnp.append(jnp.cumsum(own[::-1])[::-1], 0.0)  # if the first so many are loaded
-    loads = jnp.minimum(jnp.arange(n_experts + 1), jnp.sum(needed)).astype(jnp.float32)
-    cut = jnp.argmin(jnp.maximum(on_cpu, loads))
-    return needed & jnp.zeros(n_experts, bool).at[order].set(every >= cut)
+    warmth = jnp.zeros(tokens.shape, jnp.float32) if heat is None else heat
+    rank, before = ranked((needed, tokens, warmth))
+    own = jnp.where(needed, mail.expert + mail.token * (tokens - 1).astype(jnp.float32), 0.0)
+    on_cpu = jnp.sum(jnp.where(before, 0.0, own), axis=1)  # if the expert and all behind it are
+    end, none = jnp.maximum(on_cpu, rank.astype(jnp.float32)), jnp.sum(needed, dtype=jnp.int32)
+    least = jnp.minimum(jnp.min(jnp.where(needed, end, jnp.inf)), none.astype(jnp.float32))
+    cut = jnp.min(jnp.where(needed & (end <= least), rank, none))
+    return needed & (rank >= cut)
+
+
+def ranked(keys: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Return each expert's place by these keys ``[E]``, the largest first, equal ones in their own
+    order, int32 ``[E]``; and ``[E, E]``, whether the second one stands before the first.
+
+    A sort takes a GPU several kernels.
+    """
+    every = jnp.arange(keys[0].shape[0], dtype=jnp.int32)
+    before = every < every[:, None]
+    for key in reversed(keys):
+        before = (key > key[:, None]) | ((key == key[:, None]) & before)
+    return jnp.sum(before, axis=1, dtype=jnp.int32), before
 
 
 class CpuKind(NamedTuple):

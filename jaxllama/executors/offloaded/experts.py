@@ -198,13 +198,17 @@ class ExpertWork:
     @property
     def loads(self) -> int:
         """Number of experts that were loaded."""
-        return self.tally.moved + (0 if self.fetched is None else int(self.fetched.read))
+        return self.tally.moved + self._fetched_counts[0]
 
     @property
     def computed(self) -> tuple[int, int]:
         """Numbers of experts and of their pairs that the CPU computed."""
-        own = (0, 0) if self.fetched is None else (self.fetched.computed, self.fetched.pairs)
-        return self.tally.computed + int(own[0]), self.tally.computed_pairs + int(own[1])
+        _, computed, pairs = self._fetched_counts
+        return self.tally.computed + computed, self.tally.computed_pairs + pairs
+
+    @property
+    def _fetched_counts(self) -> list[int]:
+        return [0] * 3 if self.fetched is None else np.asarray(self.fetched.counts).tolist()
 
     def reset(self) -> None:
         """Set all counts to zero."""
