@@ -2,7 +2,8 @@
 
     routed, y, state, held = routed_layer(...)      the first half; router; pairs of experts there
     y, hot, done = added_pairs(..., y, hot, group)  and of a group of loaded experts
-    computed_pairs_of(...)                          pairs of experts that the CPU computes
+    computed(...)                                   pairs of experts that the CPU computes
+    computed_pairs_of(...)                          the same for experts without handlers
     stream = with_mixture(..., y, computed)         and the CPU's pairs; the weighted sum
     stream, states, count, hot = fetched(...)       whole layers; the device itself reads experts
     served(...)                                     the CPU's part of these layers, for their mail
@@ -469,30 +470,27 @@ def served(
 
     def one(layer: jax.Array, turn: jax.Array) -> jax.Array:
         x, chosen = awaited(address, turn, sizes)
-        y, order = _of_pairs(kind, sizes, layer, experts, x, chosen)
+        order, _ = by_expert(chosen, experts.tables[0].shape[1])
+        x = x[order // (sizes.pairs // sizes.rows)]
+        y = _computed(kind, experts, layer, x, chosen[order])
         return answered(address, turn, sizes, y[jnp.argsort(order)])
 
     return lax.fori_loop(0, experts.tables[0].shape[0], one, jnp.asarray(turn))
 
 
-def _of_pairs(
-    kind: CpuKind,
-    sizes: MailLayout,
-    layer: jax.Array,
-    experts: CpuExperts,
-    x: jax.Array,
-    chosen: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the results float32 ``[pairs, D]`` of a layer's pairs by expert, and their order."""
-    n_experts = experts.tables[0].shape[1]
-    order, _ = by_expert(chosen, n_experts)
-    chosen = chosen[order]
+def _computed(
+    kind: CpuKind, experts: CpuExperts, layer: jax.Array | int, x: jax.Array, chosen: jax.Array
+) -> jax.Array:
+    """Return the results float32 ``[P, D]`` of a layer's pairs x ``[P, D]``, sorted by the expert
+    ``chosen [P]``; E is none."""
+    pairs, n_experts = len(chosen), experts.tables[0].shape[1]
     slots = jnp.cumsum(jnp.append(-1, chosen[:-1]) != chosen) - 1  # of each pair; experts once
-    firsts = jnp.sum(slots[:, None] < jnp.arange(sizes.pairs + 1), axis=0, dtype=jnp.int32)
+    most = jnp.arange(min(pairs, n_experts) + 1)
+    firsts = jnp.sum(slots[:, None] < most, axis=0, dtype=jnp.int32)
     starts = jnp.minimum(firsts, jnp.sum(chosen < n_experts, dtype=jnp.int32))
     chosen = jnp.minimum(chosen, n_experts - 1)
-    listed = chosen[jnp.minimum(starts[:-1], sizes.pairs - 1)]
-    gate, y = kind.gate, x[order // (sizes.pairs // sizes.rows)]
+    listed = chosen[jnp.minimum(starts[:-1], pairs - 1)]
+    gate, y = kind.gate, x
     for number, (layout, leaves, table, bias) in enumerate(
         zip(kind.layouts, *experts, strict=True)
     ):
@@ -503,4 +501,7 @@ def _of_pairs(
         y = y if gate is None or is_gated else apply_gate(y, gate)
         if not number and kind.activation is not None:
             y = activated(y, kind.activation)
-    return y, order
+    return y
+
+
+computed = jax.jit(_computed, static_argnums=0)

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -191,7 +192,7 @@ class ExpertWork:
     _mailbox: Mailbox | None = None
     _loaded: LoadedExperts = dataclasses.field(default_factory=LoadedExperts)
     _flat: dict[ModelUnit, tuple[Tree, FlatParts, _Cold]] = dataclasses.field(default_factory=dict)
-    _on_cpu: dict[tuple[ModelUnit, ...], tuple[list[_Cold], CpuExperts]] = dataclasses.field(
+    _spans: dict[tuple[ModelUnit, ...], tuple[list[_Cold], CpuExperts]] = dataclasses.field(
         default_factory=dict
     )
 
@@ -325,12 +326,12 @@ class ExpertWork:
 
     def _of_cpu(self, units: list[ModelUnit], found: list[_Cold]) -> CpuExperts:
         """Return the layers' experts in the host's memory; those of a span are stacked once."""
-        key = tuple(units)
-        known, experts = self._on_cpu.get(key, (None, None))
+        if len(found) == 1:
+            return found[0].alone
+        known, experts = self._spans.get(tuple(units), (None, None))
         if experts is None or known != found:
             experts = _Cold.on_cpu(found)
-            if self.policy.weights.device >= 100:
-                self._on_cpu[key] = found, experts
+            self._spans[tuple(units)] = found, experts
         return experts
 
     def _known(self, layer: LayerConfig, unit: ModelUnit, weights: Tree) -> tuple[FlatParts, _Cold]:
@@ -416,6 +417,10 @@ class _Cold:
         self.has_handlers = all(tensor.layout.is_of_cpu for tensor in tensors)
         self.addresses = tensors[0].addresses, tensors[1].addresses
         self.lock = tensors[0].lock
+
+    @functools.cached_property
+    def alone(self) -> CpuExperts:
+        return _Cold.on_cpu([self])
 
     @staticmethod
     def on_cpu(found: Sequence[_Cold]) -> CpuExperts:
@@ -580,6 +585,17 @@ class _Cold:
             return []
         tokens, fan = np.asarray(routed.tokens), routed.experts.shape[1]
         (up, down), store = self.tensors, self.store
+        if self.has_handlers and not up.disk:
+            pairs = [self.pairs[expert] for expert in sorted(experts)]
+            places = np.concatenate(pairs)
+            empty = (0, _size(len(places)) - len(places))
+            chosen = np.repeat(np.sort(experts), [len(part) for part in pairs]).astype(np.int32)
+            chosen = np.pad(chosen, empty, constant_values=self.n_experts)
+            places = np.pad(places, empty, constant_values=routed.experts.size)
+            x = tokens[np.minimum(places // fan, len(tokens) - 1)]
+            kind = CpuKind.of(self.layer, self.layouts)
+            with jax.default_device(cpu()):
+                return [(places, programs.computed(kind, self.alone, np.int32(0), x, chosen))]
         results = []
         for first in range(0, len(experts), ON_CPU):
             group = experts[first : first + ON_CPU]
