@@ -516,14 +516,12 @@ class _Cold:
         unit: ModelUnit,
         record: Recording,
     ) -> tuple[jax.Array, ComputedPairs | None]:
-        """As ``added``, if the device reads experts: the host begins that, and the CPU's part."""
-        groups = [to_load[first : first + FETCHED] for first in range(0, len(to_load), FETCHED)]
-        for group in groups[:1]:
-            y, _ = self._with(y, routed, self._group(group, None, routed))
-        computed = self._compute(to_compute, routed)
-        for group in groups[1:]:
-            y, _ = self._with(y, routed, self._group(group, None, routed))
-        return y, _finished(computed, y.shape[0], unit, record)
+        """As ``added``, if the device reads experts: the host begins that before the CPU's part,
+        which takes all cores."""
+        for first in range(0, len(to_load), FETCHED):
+            group = self._group(to_load[first : first + FETCHED], None, routed)
+            y, _ = self._with(y, routed, group)
+        return y, _finished(self._compute(to_compute, routed), y.shape[0], unit, record)
 
     def _with(
         self, y: jax.Array, routed: RoutedTokens, group: LoadedGroup
