@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,7 @@ from jaxllama.executors.offloaded.expert_programs import computed_pairs_of
 from jaxllama.executors.offloaded.experts import ON_CPU as AT_ONCE
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache
+from jaxllama.offload import units
 from jaxllama.offload.expert_places import ExpertPlace, ExpertUse, places
 from jaxllama.offload.experts import (
     ExpertBias,
@@ -62,6 +64,7 @@ from jaxllama.offload.experts import (
 )
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import Store
+from jaxllama.offload.units import SPAN
 from jaxllama.placement import Placement
 from jaxllama.planner.accounting import weight_shapes
 from jaxllama.planner.calibrate_experts import EXPERT_ROWS, StepPoint, measure_experts
@@ -392,11 +395,11 @@ def on_device(tell: Report, cfg: ModelConfig, distinct: int, parts: set[str], sm
     tell("pinned layers", lambda: distinct)
     policy = Policy.parse(f"{EVERY} experts=12.5/87.5 gpu_batch_size=16")
 
-    def few(learns: bool, work: Callable[..., Any], *how: Any) -> Callable[[], Any]:
-        """Return a call for the programs of two layers, of a model of its own."""
+    def few(count: int, learns: bool, work: Callable[..., Any], *how: Any) -> Callable[[], Any]:
+        """Return a call for the programs of the first layers, of a model of its own."""
 
         def call() -> None:
-            lm = host.model(policy, cfg=cfg.first_layers(2))
+            lm = host.model(policy, cfg=cfg.first_layers(min(count, cfg.n_layers)))
             forget(lm, learns)
             work(lm, *how)
 
@@ -404,7 +407,7 @@ def on_device(tell: Report, cfg: ModelConfig, distinct: int, parts: set[str], sm
 
     lengths = (64, 128) if small else (512, LONG)
     if "decode" in parts:
-        calls = [few(True, decode, 1, 2, 1), few(False, decode, 1, 2, 1)]
+        calls = [few(SPAN, True, decode, 1, 2, 1), few(SPAN, False, decode, 1, 2, 1)]
         tell("warm, 1 row", together, calls)
         lm = host.model(policy)
         forget(lm, learns=False)
@@ -416,9 +419,9 @@ def on_device(tell: Report, cfg: ModelConfig, distinct: int, parts: set[str], sm
         tell("decode 1, skewed, learned", decode, uneven, 1, 2 * WARM)
         del lm, uneven
         tell("GB/s of the link", link, host)
-    calls = [few(True, decode, 16, 2, 1)] if "decode" in parts else []
+    calls = [few(SPAN, True, decode, 16, 2, 1)] if "decode" in parts else []
     if "prompt" in parts:
-        calls += [few(True, prompt, length) for length in lengths]
+        calls += [few(2, True, prompt, length) for length in lengths]
     tell("warm, prompts and 16 rows", together, calls)
     lm = host.model(policy)
     uneven = skewed(lm)
@@ -427,6 +430,10 @@ def on_device(tell: Report, cfg: ModelConfig, distinct: int, parts: set[str], sm
     if "decode" in parts:
         forget(lm)
         tell("decode 16, skewed, learned", decode, uneven, 16, WARM // 2)
+        forget(lm)
+        with mock.patch.object(units, "SPAN", 1):
+            tell("decode 1, even, a program a layer", decode, lm, 1, WARM // 2)
+            tell("decode 1, skewed, a program a layer", decode, uneven, 1, 2 * WARM)
         forget(lm)
         tell("decode 16, even, learned", decode, lm, 16, WARM // 4)
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -189,14 +188,13 @@ class ExpertTensor:
         """Whether the device holds all experts."""
         return not self.host and not self.disk
 
-    @functools.cached_property
-    def leaf_addresses(self) -> jax.Array:
-        """Addresses of the leaves of all experts in pinned memory, on the CPU: int32 ``[E, leaves,
-        2]``, low words before high ones."""
+    @property
+    def leaf_addresses(self) -> np.ndarray:
+        """Addresses of the leaves of all experts in pinned memory: int32 ``[E, leaves, 2]``, low
+        words before high ones."""
         starts = addresses_of(self.host, self.shape[0]).view(np.int64)
         offsets = np.array([leaf.offset for leaf in self.layout.leaves], np.int64)
-        words = (starts + offsets).view(np.int32).reshape(*starts.shape[:1], -1, 2)
-        return jax.device_put(words, jax.devices("cpu")[0])
+        return (starts + offsets).view(np.int32).reshape(*starts.shape[:1], -1, 2)
 
     def stored(self, store: Store, expert: int) -> jax.Array | np.ndarray:
         """Return an expert's bytes where they lie, or as they are read from disk."""
@@ -216,10 +214,6 @@ class ExpertBias:
 
     device: jax.Array
     host: np.ndarray
-
-    @functools.cached_property
-    def on_cpu(self) -> jax.Array:
-        return jax.device_put(self.host, jax.devices("cpu")[0])
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -98,7 +98,8 @@ class Overlapped:
             if batch == batches[0]:
                 own_weights, self._weights = self._weights, None
                 assert own_weights is not None  # the last batch began to load them
-                if not (last and unit is units[-1]):
+                # The units of the next step are known if they move.
+                if unit is not units[-1] or (work.moves["weights"] and not last):
                     # Begun before its predecessor has arrived, so that the link is never idle.
                     after = units[(index // len(batches) + 1) % len(units)]
                     self._weights = self._load_weights(work, previous, after)

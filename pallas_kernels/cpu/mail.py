@@ -1,7 +1,7 @@
 """Words between a device and the CPU in pinned memory: the handlers that await and answer them.
 
     x, experts = awaited(address, turn, layout)      waits until the device has posted
-    done = answered(address, turn, layout, y)        the device waits for it
+    turn = answered(address, turn, layout, y)        the device waits for it; the next turn
 
 The memory holds two turns, then what the device has posted, then the answer:
 
@@ -72,8 +72,8 @@ def awaited(address: jax.Array, turn: jax.Array, layout: MailLayout) -> tuple[ja
 
 
 def answered(address: jax.Array, turn: jax.Array, layout: MailLayout, y: jax.Array) -> jax.Array:
-    """Give y float32 ``[pairs, width]`` to the device. Returns a byte to wait for."""
-    result = jax.ShapeDtypeStruct((1,), jnp.uint8)
+    """Give y float32 ``[pairs, width]`` to the device. Returns the next turn, when it is done."""
+    result = jax.ShapeDtypeStruct((2,), jnp.int32)
     return jax.ffi.ffi_call(jit.register(Answer(layout.y)), result)(address, turn, y)
 
 
@@ -155,5 +155,6 @@ class Answer(Program):
         def told(e: Emitter, call: CallFrame, _: Value) -> None:
             turn, to = _turn(e, call), _address(e, call, ANSWERED)
             e.b.atomic_rmw("xchg", to, turn, "release")
+            e.store(turn + 1, call.result(0), align=4)
 
         return [Phase(rows, row), Phase(_one, told)]

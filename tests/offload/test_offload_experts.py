@@ -21,6 +21,7 @@ from jaxllama.executors.offloaded import experts as experts_of_layers
 from jaxllama.executors.offloaded.experts import GROUP, divided, streams
 from jaxllama.executors.offloaded.mailbox import Mailbox
 from jaxllama.language_model import LanguageModel
+from jaxllama.offload import units
 from jaxllama.offload.expert_places import ExpertPlace, ExpertUse, places
 from jaxllama.offload.experts import HotExperts, HotSlots, kept, warmed
 from jaxllama.offload.policy import Policy
@@ -35,6 +36,7 @@ from tests.helpers.models import FAMILIES, params_of
 
 EXPERTS = ExpertsConfig(8, 2, 32, bias=True, router_bias=True, gate_limit=7.0)
 CFG = FAMILIES["gqa"].first_layers(1).replace(eos_token_ids=(), experts=EXPERTS)
+TWO = CFG.replace(n_layers=2, layer_types=("attention",) * 2)
 DEEP = FAMILIES["gqa"].replace(
     eos_token_ids=(),
     d_ff=64,
@@ -123,11 +125,15 @@ def reads(monkeypatch) -> None:
 
 
 def test_experts_that_the_cpu_gets_by_mail_give_the_same_tokens(reads, monkeypatch, tmp_path):
-    cfg = CFG.replace(n_layers=2, layer_types=("attention",) * 2)
+    cfg = TWO
     params = quantize_params(params_of(cfg), "none,experts_*=w8a16-g32")
     turns, serving = [], Mailbox.serving
     monkeypatch.setattr(
-        Mailbox, "serving", lambda box, *args: turns.append(args[-1]) or serving(box, *args)
+        Mailbox,
+        "serving",
+        lambda box, kind, sizes, experts: (
+            turns.append((sizes, len(experts.tables[0]))) or serving(box, kind, sizes, experts)
+        ),
     )
     want = offloaded(cfg, params, f"{READS}100/0", tmp_path).generate(PROMPTS, NEW)
     for part in ("0/100 cpu_expert=1e-6", "25/75 cpu_expert=0.7", "25/75 cpu_expert=0.3"):
@@ -137,11 +143,11 @@ def test_experts_that_the_cpu_gets_by_mail_give_the_same_tokens(reads, monkeypat
             for one, other in zip(off.generate(PROMPTS, NEW), want, strict=True):
                 assert one.tokens == other.tokens, part
                 np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
-            assert turns == [MailLayout(3, cfg.d_model, 6)] * cfg.n_layers * (NEW - 1)
+            assert turns == [(MailLayout(3, cfg.d_model, 6), cfg.n_layers)] * (NEW - 1)
 
 
 def test_a_layer_without_mail_takes_no_turn(reads, monkeypatch, tmp_path):
-    cfg = CFG.replace(n_layers=2, layer_types=("attention",) * 2)
+    cfg = TWO
     params = quantize_params(params_of(cfg), "none,experts_*=w8a16-g32")
     want = offloaded(cfg, params, f"{READS}100/0", tmp_path).generate(PROMPTS, NEW)
     made, begin = [], experts_of_layers._Cold.__init__
@@ -172,8 +178,9 @@ def test_a_thread_that_fails_lets_the_device_go_on(reads, monkeypatch, tmp_path)
 @pytest.mark.parametrize(
     ("cfg", "policies"),
     [
-        (CFG, [f"{READS}25/75"]),
+        (TWO, [f"{READS}25/75"]),
         *slow(
+            (TWO, [f"{READS}25/75 gpu_batch_size=2 num_gpu_batches=2", f"{READS}100/0"]),
             (CFG, [f"{READS}25/75 cpu_expert=0.7", f"{READS}100/0"]),
             (CFG, [f"{READS}0/100 sep_layer=true"]),
             (CFG, [f"{READS}25/75 gpu_batch_size=2 num_gpu_batches=2"]),
@@ -192,9 +199,29 @@ def test_a_device_that_reads_pinned_memory_gives_the_same_tokens(reads, tmp_path
                 np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
+@pytest.mark.parametrize("part", ["", " cpu_expert=0.3"])
+def test_layers_in_one_program_have_the_bits_of_layers_alone(reads, part, monkeypatch, tmp_path):
+    params = quantize_params(params_of(TWO), "none,experts_*=w8a16-g32")
+    found, run = [], programs.fetched
+    for longest in (units.SPAN, 1):
+        calls: list[int] = []
+
+        def counted(kinds, *rest, calls=calls):
+            calls.append(len(kinds))
+            return run(kinds, *rest)
+
+        monkeypatch.setattr(units, "SPAN", longest)
+        monkeypatch.setattr(programs, "fetched", counted)
+        off = offloaded(TWO, params, f"{READS}25/75{part}", tmp_path)
+        out = [off.generate(PROMPTS, NEW) for _ in range(2)]  # of two states of the slots
+        assert set(calls) == {min(longest, 2)}
+        found.append([(row.tokens, row.logprobs) for rows in out for row in rows])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("chunk", [30, pytest.param(15, marks=pytest.mark.slow)])
 def test_a_long_prompt_loads_a_layer_s_experts_once_for_each_piece(tmp_path, chunk):
-    cfg = CFG.replace(n_layers=2, layer_types=("attention",) * 2)
+    cfg = TWO
     tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, (8, 30))
     params = spread_routes(params_of(cfg), cfg)
     want = [out.tokens for out in LanguageModel(cfg, params, None).generate(tokens.tolist(), 2)]

@@ -2,10 +2,11 @@
 
     routed, y, state, held = routed_layer(...)      the first half; router; pairs of experts there
     y, hot, done = added_pairs(..., y, hot, group)  and of a group of loaded experts
-    computed_pairs_of(...)                          pairs of experts that the CPU computes
+    computed(...)                                   pairs of experts that the CPU computes
+    computed_pairs_of(...)                          the same for experts without handlers
     stream = with_mixture(..., y, computed)         and the CPU's pairs; the weighted sum
-    stream, state, count, hot = fetched(...)        a whole layer; the device itself reads experts
-    served(...)                                     the CPU's part of that layer, for its mail
+    stream, states, count, hot = fetched(...)       whole layers; the device itself reads experts
+    served(...)                                     the CPU's part of these layers, for their mail
 
 A pair is a token and one of its experts. Loaded experts that are chosen more than those on the
 device take their slots (``offload.experts``). Dispatching a program costs a GPU's host more than
@@ -46,7 +47,7 @@ from jaxllama.typing import ArrayOrNumpy, Options, Params, Tree
 from pallas_kernels.cpu.experts import run_apart
 from pallas_kernels.cpu.mail import MailLayout, answered, awaited
 from pallas_kernels.experts.blocks import by_expert
-from pallas_kernels.experts.gate import apply_gate
+from pallas_kernels.experts.gate import Gate, apply_gate
 from pallas_kernels.experts.mail import collect, post
 from pallas_kernels.experts.op import grouped_matmul, weighted_sum
 from pallas_kernels.operands import TreeDef
@@ -125,18 +126,15 @@ class Mail(NamedTuple):
 
 
 class FetchedCount(NamedTuple):
-    """int32: experts that the device has read, experts and pairs of the CPU, and the last turn of
-    the mail ``[1]``."""
+    """counts: int32 ``[3]``, experts that the device has read, experts and pairs of the CPU.
+    turn: int32 ``[1]``, the last one of the mail."""
 
-    read: jax.Array
-    computed: jax.Array
-    pairs: jax.Array
+    counts: jax.Array
     turn: jax.Array
 
     @classmethod
     def none(cls) -> FetchedCount:
-        read, computed, pairs = (jnp.zeros((), jnp.int32) for _ in range(3))
-        return cls(read, computed, pairs, jnp.zeros(1, jnp.int32))
+        return cls(jnp.zeros(3, jnp.int32), jnp.zeros(1, jnp.int32))
 
 
 class ComputedPairs(NamedTuple):
@@ -289,30 +287,63 @@ def _with_mixture(
 with_mixture = jax.jit(_with_mixture, static_argnums=(0, 1))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 10), donate_argnums=(5, 7, 9))
+class LayerKind(NamedTuple):
+    """What is static of a layer with experts.
+
+    layouts: how the two products' weights of an expert lie in the host's memory.
+    structure: of ``FlatParts``.
+    """
+
+    layer: LayerConfig
+    layouts: tuple[ExpertLayout, ExpertLayout]
+    structure: TreeDef
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 8), donate_argnums=(3, 5, 7))
 def fetched(
-    layer: LayerConfig,
+    kinds: tuple[LayerKind, ...],
     mixes: bool,
-    layouts: tuple[ExpertLayout, ExpertLayout],
-    structure: TreeDef,
+    leaves: list[list[jax.Array]],
+    hot: list[HotExperts],
+    stream: Stream,
+    states: list[LayerState | None],
+    where: Places,
+    count: FetchedCount,
+    sparse: bool = False,
+    mail: Mail | None = None,
+) -> tuple[Stream, list[LayerState | None], FetchedCount, list[HotExperts]]:
+    """Return (stream, states, count, hot) after layers whose device reads the experts it lacks.
+
+    mixes, leaves: as for ``_routed_layer``; leaves, hot, states: by layer.
+    where: positions ``[B, T]``, lengths ``[B]`` and RoPE tables of the tokens.
+    count: these layers' are added to it.
+    sparse: whether the tokens read V sparsely.
+    mail: with it, the CPU computes some of the experts.
+    """
+    hot, states = [*hot], [*states]
+    for place, kind in enumerate(kinds):
+        own = leaves[place], hot[place], stream, states[place]
+        stream, states[place], count, hot[place] = _fetched_layer(
+            kind, mixes, *own, where, count, sparse, mail
+        )
+        # Each layer is compiled as if alone. What it has read is gone before the next one reads.
+        stream, hot[place] = lax.optimization_barrier((stream, hot[place]))
+    return stream, states, count, hot
+
+
+def _fetched_layer(
+    kind: LayerKind,
+    mixes: bool,
     leaves: list[jax.Array],
     hot: HotExperts,
     stream: Stream,
     state: LayerState | None,
     where: Places,
     count: FetchedCount,
-    sparse: bool = False,
-    mail: Mail | None = None,
+    sparse: bool,
+    mail: Mail | None,
 ) -> tuple[Stream, LayerState | None, FetchedCount, HotExperts]:
-    """Return (stream, state, count, hot) after a layer whose device reads the experts it lacks.
-
-    mixes, structure, leaves: as for ``_routed_layer``.
-    layouts: how the two products' weights of an expert lie in the host's memory.
-    where: positions ``[B, T]``, lengths ``[B]`` and RoPE tables of the tokens.
-    count: this layer's are added to it.
-    sparse: whether the tokens read V sparsely.
-    mail: with it, the CPU computes some of the experts.
-    """
+    layer, layouts, structure = kind
     parts: MixtureParts = structure.unflatten(leaves)
     routed, y, state, held = _routed_layer(
         layer, mixes, structure, leaves, hot, stream, state, where, sparse
@@ -326,23 +357,20 @@ def fetched(
     needed = (tokens > 0) & (held.slots[:-1] == held.experts.shape[0])
     (rows, d_model), pairs = routed.tokens.shape, experts.size
     layout = MailLayout(rows, d_model, pairs)
-    is_sent, posted = jnp.zeros(pairs, bool), count.turn
+    computed, is_sent = jnp.zeros(n_experts, bool), jnp.zeros(pairs, bool)
+    turn = posted = count.turn
     if mail is not None:
-        count = count._replace(turn=count.turn + 1)  # as ``Mailbox`` counts, layers with mail alone
+        turn = count.turn + 1  # as ``Mailbox`` counts, layers with mail alone
         computed = _for_cpu(mail, tokens, needed, held.heat)
         needed &= ~computed
         is_sent = jnp.append(computed, False)[experts.reshape(-1)]
         sent = jnp.where(is_sent, experts.reshape(-1), n_experts)
-        posted = post(jnp.asarray(mail.address), count.turn, routed.tokens, sent, layout)
+        posted = post(jnp.asarray(mail.address), turn, routed.tokens, sent, layout)
         posted, needed = lax.optimization_barrier((posted, needed))  # before the link's part
-        count = count._replace(
-            computed=count.computed + jnp.sum(computed, dtype=jnp.int32),
-            pairs=count.pairs + jnp.sum(is_sent, dtype=jnp.int32),
-        )
-    places = jnp.where(needed, jnp.cumsum(needed, dtype=jnp.int32) - 1, groups * width)
-    every = jnp.arange(n_experts, dtype=jnp.int32)
-    listed = jnp.full((groups, width), n_experts, jnp.int32)
-    listed = listed.reshape(-1).at[places].set(every, mode="drop").reshape(groups, width)
+    places = jnp.where(needed, ranked([needed])[0], groups * width)
+    every, at = (jnp.arange(count, dtype=jnp.int32) for count in (n_experts, groups * width))
+    listed = jnp.min(jnp.where(places == at[:, None], every, n_experts), axis=1)
+    listed = listed.reshape(groups, width)
     slots = jnp.append(places, groups * width)[experts]  # [T, k], the last if it is not fetched
 
     def with_one(
@@ -369,7 +397,8 @@ def fetched(
         found = collect(jnp.asarray(mail.address), posted, is_sent.astype(jnp.int32), layout)
         y = jnp.where(is_sent[:, None], found, y)
     stream = _with_mixture(layer, structure, leaves, routed, y)
-    return stream, state, count._replace(read=count.read + jnp.sum(needed, dtype=jnp.int32)), hot
+    own = jnp.stack([jnp.sum(which, dtype=jnp.int32) for which in (needed, computed, is_sent)])
+    return stream, state, FetchedCount(count.counts + own, turn), hot
 
 
 def _for_cpu(mail: Mail, tokens: jax.Array, needed: jax.Array, heat: jax.Array | None) -> jax.Array:
@@ -377,56 +406,102 @@ def _for_cpu(mail: Mail, tokens: jax.Array, needed: jax.Array, heat: jax.Array |
 
     tokens: number of those that pass each expert, int32 ``[E]``.  needed: bool ``[E]``.
     """
-    n_experts = needed.shape[0]
-    every = jnp.arange(n_experts, dtype=jnp.int32)
-    warmth = jnp.zeros(n_experts, jnp.float32) if heat is None else heat
-    *_, order = lax.sort((~needed, -tokens, -warmth, every), num_keys=4)
-    more = (tokens - 1).astype(jnp.float32)
-    own = jnp.where(needed, mail.expert + mail.token * more, 0.0)[order]
-    on_cpu = jnp.append(jnp.cumsum(own[::-1])[::-1], 0.0)  # if the first so many are loaded
-    loads = jnp.minimum(jnp.arange(n_experts + 1), jnp.sum(needed)).astype(jnp.float32)
-    cut = jnp.argmin(jnp.maximum(on_cpu, loads))
-    return needed & jnp.zeros(n_experts, bool).at[order].set(every >= cut)
+    warmth = jnp.zeros(tokens.shape, jnp.float32) if heat is None else heat
+    rank, before = ranked((needed, tokens, warmth))
+    own = jnp.where(needed, mail.expert + mail.token * (tokens - 1).astype(jnp.float32), 0.0)
+    on_cpu = jnp.sum(jnp.where(before, 0.0, own), axis=1)  # if the expert and all behind it are
+    end, none = jnp.maximum(on_cpu, rank.astype(jnp.float32)), jnp.sum(needed, dtype=jnp.int32)
+    least = jnp.minimum(jnp.min(jnp.where(needed, end, jnp.inf)), none.astype(jnp.float32))
+    cut = jnp.min(jnp.where(needed & (end <= least), rank, none))
+    return needed & (rank >= cut)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def served(
-    layer: LayerConfig,
-    layouts: tuple[ExpertLayout, ExpertLayout],
-    sizes: MailLayout,
-    address: jax.Array,
-    turn: jax.Array | np.ndarray,
-    patterns: tuple[Sequence[jax.Array], Sequence[jax.Array]],
-    tables: tuple[jax.Array, jax.Array],
-    biases: Sequence[jax.Array | None],
-) -> jax.Array:
-    """Wait for the mail of a turn, compute its experts and answer. On the CPU; the result says that
-    it is done.
+def ranked(keys: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Return each expert's place by these keys ``[E]``, the largest first, equal ones in their own
+    order, int32 ``[E]``; and ``[E, E]``, whether the second one stands before the first.
 
-    address, turn: int32 ``[2]``, low word before high.
-    patterns: any expert's leaves, of both products.
-    tables: addresses of all experts' leaves, int32 ``[E, leaves, 2]``.  biases: ``[E, out]``.
+    A sort takes a GPU several kernels.
     """
-    assert layer.experts is not None
-    turn = jnp.asarray(turn)
-    x, experts = awaited(address, turn, sizes)
-    n_experts = tables[0].shape[0]
-    order, _ = by_expert(experts, n_experts)
-    chosen = experts[order]
+    every = jnp.arange(keys[0].shape[0], dtype=jnp.int32)
+    before = every < every[:, None]
+    for key in reversed(keys):
+        before = (key > key[:, None]) | ((key == key[:, None]) & before)
+    return jnp.sum(before, axis=1, dtype=jnp.int32), before
+
+
+class CpuKind(NamedTuple):
+    """What is static of a layer's experts for the CPU.
+
+    gate: as ``gate_of`` returns it.  activation: of experts without a gate, None otherwise.
+    """
+
+    layouts: tuple[ExpertLayout, ExpertLayout]
+    gate: Gate | None
+    activation: str | None
+
+    @classmethod
+    def of(cls, layer: LayerConfig, layouts: tuple[ExpertLayout, ExpertLayout]) -> CpuKind:
+        assert layer.experts is not None
+        activation = None if layer.gated_mlp else layer.activation
+        return cls(layouts, gate_of(layer, layer.experts), activation)
+
+
+class CpuExperts(NamedTuple):
+    """The experts of ``L`` layers in the host's memory, by product.
+
+    patterns: any expert's leaves.  biases: ``[L, E, out]``, or None.
+    tables: addresses of all experts' leaves, int32 ``[L, E, leaves, 2]``, low words before high.
+    """
+
+    patterns: Sequence[Sequence[jax.Array]]
+    tables: Sequence[jax.Array]
+    biases: Sequence[jax.Array | None]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def served(
+    kind: CpuKind, sizes: MailLayout, address: jax.Array, turn: np.ndarray, experts: CpuExperts
+) -> jax.Array:
+    """Wait for the mail of each layer in turn, compute its experts and answer; on the CPU.
+
+    address, turn: int32 ``[2]``, low word before high; the turn of the first layer.
+    Returns the turn after the last one, when all are answered.
+    """
+
+    def one(layer: jax.Array, turn: jax.Array) -> jax.Array:
+        x, chosen = awaited(address, turn, sizes)
+        order, _ = by_expert(chosen, experts.tables[0].shape[1])
+        x = x[order // (sizes.pairs // sizes.rows)]
+        y = _computed(kind, experts, layer, x, chosen[order])
+        return answered(address, turn, sizes, y[jnp.argsort(order)])
+
+    return lax.fori_loop(0, experts.tables[0].shape[0], one, jnp.asarray(turn))
+
+
+def _computed(
+    kind: CpuKind, experts: CpuExperts, layer: jax.Array | int, x: jax.Array, chosen: jax.Array
+) -> jax.Array:
+    """Return the results float32 ``[P, D]`` of a layer's pairs x ``[P, D]``, sorted by the expert
+    ``chosen [P]``; E is none."""
+    pairs, n_experts = len(chosen), experts.tables[0].shape[1]
     slots = jnp.cumsum(jnp.append(-1, chosen[:-1]) != chosen) - 1  # of each pair; experts once
-    firsts = jnp.sum(slots[:, None] < jnp.arange(sizes.pairs + 1), axis=0, dtype=jnp.int32)
+    most = jnp.arange(min(pairs, n_experts) + 1)
+    firsts = jnp.sum(slots[:, None] < most, axis=0, dtype=jnp.int32)
     starts = jnp.minimum(firsts, jnp.sum(chosen < n_experts, dtype=jnp.int32))
     chosen = jnp.minimum(chosen, n_experts - 1)
-    listed = chosen[jnp.minimum(starts[:-1], sizes.pairs - 1)]
-    gate, y = gate_of(layer, layer.experts), x[order // (sizes.pairs // sizes.rows)]
+    listed = chosen[jnp.minimum(starts[:-1], pairs - 1)]
+    gate, y = kind.gate, x
     for number, (layout, leaves, table, bias) in enumerate(
-        zip(layouts, patterns, tables, biases, strict=True)
+        zip(kind.layouts, *experts, strict=True)
     ):
         gate = None if number else gate
         like, swiglu = unpack_on_cpu(layout, leaves), gate == "silu" and bias is None
-        y, is_gated = run_apart(y, like, starts, table[listed], n_experts, swiglu)
-        y = y if bias is None else y + bias.astype(jnp.float32)[chosen]
+        y, is_gated = run_apart(y, like, starts, table[layer, listed], n_experts, swiglu)
+        y = y if bias is None else y + bias[layer, chosen].astype(jnp.float32)
         y = y if gate is None or is_gated else apply_gate(y, gate)
-        if not number and not layer.gated_mlp:
-            y = activated(y, layer.activation)
-    return answered(address, turn, sizes, y[jnp.argsort(order)])
+        if not number and kind.activation is not None:
+            y = activated(y, kind.activation)
+    return y
+
+
+computed = jax.jit(_computed, static_argnums=0)

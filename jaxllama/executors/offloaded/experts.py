@@ -2,10 +2,11 @@
 
     work = ExpertWork(store, policy)
     stream, state = work.layer(layer, mixes, unit, weights, stream, state, at)
+    stream, states = work.span(layers, units, weights, stream, states, at)
 
-A GPU reads pinned host memory itself. There a layer of few tokens is one program, whose kernels
-fetch the experts that the router has chosen. Those that the CPU computes go by mail (``mailbox``)
-in the middle of it. The host waits for nothing. Otherwise:
+A GPU reads pinned host memory itself. There layers of few tokens are one program, a span, whose
+kernels fetch the experts that the router has chosen. Those that the CPU computes go by mail
+(``mailbox``) in the middle of it. The host waits for nothing. Otherwise:
 
     device   the first half, norm, router, the pairs of the experts that it holds: one program
     link     the other experts with the most tokens, ``FETCHED`` at a time; where the host sends
@@ -30,8 +31,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -42,9 +45,12 @@ from jaxllama.executors.offloaded.cpu_attention import cpu
 from jaxllama.executors.offloaded.expert_programs import (
     FETCHED,
     ComputedPairs,
+    CpuExperts,
+    CpuKind,
     FetchedCount,
     FlatParts,
     HotExperts,
+    LayerKind,
     LoadedGroup,
     MixtureParts,
     Places,
@@ -148,6 +154,13 @@ class Following:
     weights: Tree = None
 
 
+class SpanKind(NamedTuple):
+    """What layers of one program share.  sizes, cpu: of their mail, if the CPU computes some."""
+
+    sizes: MailLayout | None = None
+    cpu: CpuKind | None = None
+
+
 @dataclasses.dataclass
 class ExpertTally:
     """moved, computed: numbers of experts whose load the host has begun, and that the CPU computed
@@ -179,17 +192,24 @@ class ExpertWork:
     _mailbox: Mailbox | None = None
     _loaded: LoadedExperts = dataclasses.field(default_factory=LoadedExperts)
     _flat: dict[ModelUnit, tuple[Tree, FlatParts, _Cold]] = dataclasses.field(default_factory=dict)
+    _spans: dict[tuple[ModelUnit, ...], tuple[list[_Cold], CpuExperts]] = dataclasses.field(
+        default_factory=dict
+    )
 
     @property
     def loads(self) -> int:
         """Number of experts that were loaded."""
-        return self.tally.moved + (0 if self.fetched is None else int(self.fetched.read))
+        return self.tally.moved + self._fetched_counts[0]
 
     @property
     def computed(self) -> tuple[int, int]:
         """Numbers of experts and of their pairs that the CPU computed."""
-        own = (0, 0) if self.fetched is None else (self.fetched.computed, self.fetched.pairs)
-        return self.tally.computed + int(own[0]), self.tally.computed_pairs + int(own[1])
+        _, computed, pairs = self._fetched_counts
+        return self.tally.computed + computed, self.tally.computed_pairs + pairs
+
+    @property
+    def _fetched_counts(self) -> list[int]:
+        return [0] * 3 if self.fetched is None else np.asarray(self.fetched.counts).tolist()
 
     def reset(self) -> None:
         """Set all counts to zero."""
@@ -212,39 +232,15 @@ class ExpertWork:
 
         mixes: whether the layer's first half is run, too.
         """
-        tree, flat, cold = self._flat.get(unit, (None, None, None))
-        if flat is None or cold is None or tree is not weights:
-            flat, cold = self._parts(layer, weights)
-            if self.policy.weights.device >= 100:  # others are gone after the layer
-                self._flat[unit] = weights, flat, cold
+        flat, cold = self._known(layer, unit, weights)
         tokens, known = stream.x.shape[0] * stream.x.shape[1], self._loaded.of(unit.layer)
         is_streamed = streams(layer, tokens) and not cold.lays_out
-        sends = following.keeps or bool(known) or is_streamed
+        kind = None if known else self.kind(layer, unit, weights, tokens, following.keeps)
+        if kind is not None:
+            one = [layer], [unit], [weights]
+            stream, [state] = self.span(kind, *one, stream, [state], where, sparse, mixes)
+            return stream, state
         with cold.lock:
-            if self._fetches(cold, sends, tokens):
-                if self.fetched is None:
-                    self.fetched = jax.device_put(FetchedCount.none(), self.store.on_device)
-                mail, served = None, contextlib.nullcontext()
-                if cold.may_compute:
-                    if self._mailbox is None:
-                        self._mailbox = Mailbox(self.store, self.policy, layer.d_model)
-                    mail, served = self._mailbox.mail, cold.served(self._mailbox, tokens)
-                with served:
-                    stream, state, self.fetched, hot = programs.fetched(
-                        layer,
-                        mixes,
-                        cold.layouts,
-                        *flat,
-                        cold.hot,
-                        stream,
-                        state,
-                        where,
-                        self.fetched,
-                        sparse,
-                        mail,
-                    )
-                cold.hold(hot)
-                return stream, state
             routed, y, state, held = programs.routed_layer(
                 layer, mixes, *flat, cold.hot, stream, state, where, sparse
             )
@@ -260,17 +256,91 @@ class ExpertWork:
             y, computed = cold.added(self.tally, y, routed, chosen, unit, record, loads)
         return programs.with_mixture(layer, *flat, routed, y, computed), state
 
-    def _fetches(self, cold: _Cold, sends: bool, tokens: int) -> bool:
-        """Whether the device runs a layer by itself: the host need not know the choice.
+    def kind(
+        self, layer: LayerConfig, unit: ModelUnit, weights: Tree, tokens: int, keeps: bool = False
+    ) -> SpanKind | None:
+        """Return what layers of one span share; None if the host must know the routers' choice.
 
-        sends: the host sends experts.
+        keeps: as in ``Following``.
         """
         if self.counts_all:
-            return False
+            return None
+        _, cold = self._known(layer, unit, weights)
         if cold.is_none:
-            return True
-        reads = not sends and cold.addresses[0] is not None
-        return reads and (not cold.may_compute or cold.is_mailed(tokens))
+            return SpanKind()
+        sends = keeps or (streams(layer, tokens) and not cold.lays_out)
+        if sends or cold.addresses[0] is None:
+            return None
+        if not cold.may_compute:
+            return SpanKind()
+        assert layer.experts is not None
+        sizes = MailLayout(tokens, layer.d_model, tokens * layer.experts.n_active)
+        is_mailed = cold.has_handlers and sizes.pairs <= MAILED
+        return SpanKind(sizes, CpuKind.of(layer, cold.layouts)) if is_mailed else None
+
+    def span(
+        self,
+        kind: SpanKind,
+        layers: list[LayerConfig],
+        units: list[ModelUnit],
+        weights: list[Tree],
+        stream: Stream,
+        states: list[LayerState | None],
+        where: Places,
+        sparse: bool = False,
+        mixes: bool = True,
+    ) -> tuple[Stream, list[LayerState | None]]:
+        """Return the stream and the states after layers of one ``kind``, in one program."""
+        found = [self._known(*own) for own in zip(layers, units, weights, strict=True)]
+        if self.fetched is None:
+            self.fetched = jax.device_put(FetchedCount.none(), self.store.on_device)
+        kinds = tuple(
+            LayerKind(layer, cold.layouts, flat.structure)
+            for layer, (flat, cold) in zip(layers, found, strict=True)
+        )
+        with contextlib.ExitStack() as stack:
+            for _, cold in found:
+                stack.enter_context(cold.lock)
+            mail = None
+            if kind.sizes is not None and kind.cpu is not None:
+                if self._mailbox is None:
+                    self._mailbox = Mailbox(self.store, self.policy, kind.sizes.width)
+                experts = self._of_cpu(units, [cold for _, cold in found])
+                mail = self._mailbox.mail
+                stack.enter_context(self._mailbox.serving(kind.cpu, kind.sizes, experts))
+            stream, states, self.fetched, hot = programs.fetched(
+                kinds,
+                mixes,
+                [flat.leaves for flat, _ in found],
+                [cold.hot for _, cold in found],
+                stream,
+                states,
+                where,
+                self.fetched,
+                sparse,
+                mail,
+            )
+            for (_, cold), own in zip(found, hot, strict=True):
+                cold.hold(own)
+        return stream, states
+
+    def _of_cpu(self, units: list[ModelUnit], found: list[_Cold]) -> CpuExperts:
+        """Return the layers' experts in the host's memory; those of a span are stacked once."""
+        if len(found) == 1:
+            return found[0].alone
+        known, experts = self._spans.get(tuple(units), (None, None))
+        if experts is None or known != found:
+            experts = _Cold.on_cpu(found)
+            self._spans[tuple(units)] = found, experts
+        return experts
+
+    def _known(self, layer: LayerConfig, unit: ModelUnit, weights: Tree) -> tuple[FlatParts, _Cold]:
+        tree, flat, cold = self._flat.get(unit, (None, None, None))
+        if flat is None or cold is None or tree is not weights:
+            flat, cold = self._parts(layer, weights)
+            if self.policy.weights.device >= 100:  # others are gone after the layer
+                self._flat[unit] = weights, flat, cold
+        return flat, cold
 
     def _ahead(self, following: Following) -> Ahead | None:
         """Return the experts to send for the layer that follows: the hottest that have no slot."""
@@ -348,16 +418,27 @@ class _Cold:
         self.addresses = tensors[0].addresses, tensors[1].addresses
         self.lock = tensors[0].lock
 
-    def is_mailed(self, tokens: int) -> bool:
-        """Whether the CPU gets the experts of so many tokens by mail."""
-        assert self.layer.experts is not None
-        return self.has_handlers and tokens * self.layer.experts.n_active <= MAILED
+    @functools.cached_property
+    def alone(self) -> CpuExperts:
+        return _Cold.on_cpu([self])
 
-    def served(self, box: Mailbox, tokens: int) -> contextlib.AbstractContextManager[None]:
-        """Begin the CPU's part of a layer for so many tokens, around the device's part."""
-        assert self.layer.experts is not None
-        width, pairs = self.layer.d_model, tokens * self.layer.experts.n_active
-        return box.serving(self.layer, self.tensors, self.biases, MailLayout(tokens, width, pairs))
+    @staticmethod
+    def on_cpu(found: Sequence[_Cold]) -> CpuExperts:
+        """Return what the CPU's part of these layers reads."""
+
+        def stacked(parts: list[np.ndarray]) -> Any:
+            return jax.device_put(np.stack(parts), cpu()) if parts else None
+
+        patterns = [next(iter(tensor.views.values())) for tensor in found[0].tensors]
+        tables = [
+            stacked([tensor.leaf_addresses for tensor in each])
+            for each in zip(*(cold.tensors for cold in found), strict=True)
+        ]
+        biases = [
+            stacked([bias.host for bias in each if bias is not None])
+            for each in zip(*(cold.biases for cold in found), strict=True)
+        ]
+        return CpuExperts(patterns, tables, biases)
 
     @property
     def hot(self) -> HotExperts:
@@ -435,14 +516,12 @@ class _Cold:
         unit: ModelUnit,
         record: Recording,
     ) -> tuple[jax.Array, ComputedPairs | None]:
-        """As ``added``, if the device reads experts: the host begins that, and the CPU's part."""
-        groups = [to_load[first : first + FETCHED] for first in range(0, len(to_load), FETCHED)]
-        for group in groups[:1]:
-            y, _ = self._with(y, routed, self._group(group, None, routed))
-        computed = self._compute(to_compute, routed)
-        for group in groups[1:]:
-            y, _ = self._with(y, routed, self._group(group, None, routed))
-        return y, _finished(computed, y.shape[0], unit, record)
+        """As ``added``, if the device reads experts: the host begins that before the CPU's part,
+        which takes all cores."""
+        for first in range(0, len(to_load), FETCHED):
+            group = self._group(to_load[first : first + FETCHED], None, routed)
+            y, _ = self._with(y, routed, group)
+        return y, _finished(self._compute(to_compute, routed), y.shape[0], unit, record)
 
     def _with(
         self, y: jax.Array, routed: RoutedTokens, group: LoadedGroup
@@ -504,6 +583,17 @@ class _Cold:
             return []
         tokens, fan = np.asarray(routed.tokens), routed.experts.shape[1]
         (up, down), store = self.tensors, self.store
+        if self.has_handlers and not up.disk:
+            pairs = [self.pairs[expert] for expert in sorted(experts)]
+            places = np.concatenate(pairs)
+            empty = (0, _size(len(places)) - len(places))
+            chosen = np.repeat(np.sort(experts), [len(part) for part in pairs]).astype(np.int32)
+            chosen = np.pad(chosen, empty, constant_values=self.n_experts)
+            places = np.pad(places, empty, constant_values=routed.experts.size)
+            x = tokens[np.minimum(places // fan, len(tokens) - 1)]
+            kind = CpuKind.of(self.layer, self.layouts)
+            with jax.default_device(cpu()):
+                return [(places, programs.computed(kind, self.alone, np.int32(0), x, chosen))]
         results = []
         for first in range(0, len(experts), ON_CPU):
             group = experts[first : first + ON_CPU]

@@ -1,11 +1,12 @@
 """Mailbox: a run's thread that computes experts while the device's program waits for them.
 
     box = Mailbox(store, policy, width)
-    with box.serving(layer, tensors, biases, layout):       the CPU's part of a turn
-        programs.fetched(..., box.mail)                     the device posts this turn, and waits
+    with box.serving(kind, sizes, experts):       the CPU's part of some layers, a turn each
+        programs.fetched(..., box.mail)           the device posts these turns, and waits in each
 
-The host dispatches both and waits for neither. The thread waits for the device's words in machine
-code (``pallas_kernels.cpu.mail``). Turns are served in the order of the calls.
+The host dispatches both and waits for neither. Each is one program, so no turn needs Python. The
+thread waits for the device's words in machine code (``pallas_kernels.cpu.mail``). Turns are served
+in the order of the calls.
 
 Left out: experts on disk, those without a handler on the CPU, and more than ``MAILED`` pairs.
 """
@@ -16,23 +17,23 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxllama.config import LayerConfig
 from jaxllama.executors.offloaded import expert_programs as programs
 from jaxllama.executors.offloaded.cpu_attention import cpu
-from jaxllama.offload.experts import ExpertBias, ExpertTensor
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import Store
 from pallas_kernels.cpu.mail import ANSWERED, POSTED, MailLayout
 from pallas_kernels.experts.mail import turn_at, words_of
 
 MAILED = 128  # pairs of a layer at most
-Jobs = queue.SimpleQueue[tuple[int, tuple[Any, ...]] | None]  # a turn and ``served``'s arguments
+Jobs = queue.SimpleQueue[
+    tuple[int, tuple[Any, ...]] | None
+]  # the last turn; ``served``'s arguments
 
 
 class Mailbox:
@@ -59,25 +60,19 @@ class Mailbox:
     @contextlib.contextmanager
     def serving(
         self,
-        layer: LayerConfig,
-        tensors: tuple[ExpertTensor, ExpertTensor],
-        biases: Sequence[ExpertBias | None],
-        layout: MailLayout,
+        kind: programs.CpuKind,
+        sizes: MailLayout,
+        experts: programs.CpuExperts,
     ) -> Generator[None]:
-        """Begin to wait for the next turn of the mail, and to compute its experts.
+        """Begin to wait for the next turns of the mail, one a layer, and to compute their experts.
 
-        The body dispatches the program that posts this turn; if it raises, nobody waits for it.
+        The body dispatches the program that posts them; if it raises, nobody waits for it.
         Raises what an earlier turn has raised.
         """
         if self._failed:
             raise self._failed[0]
-        self._turn += 1
-        patterns = tuple(next(iter(tensor.views.values())) for tensor in tensors)
-        tables = tuple(tensor.leaf_addresses for tensor in tensors)
-        added = [None if bias is None else bias.on_cpu for bias in biases]
-        layouts = tensors[0].layout, tensors[1].layout
-        what = layer, layouts, layout, self._start, words_of(self._turn), patterns, tables, added
-        self._jobs.put((self._turn, what))
+        first, self._turn = self._turn + 1, self._turn + experts.tables[0].shape[0]
+        self._jobs.put((self._turn, (kind, sizes, self._start, words_of(first), experts)))
         try:
             yield
         except BaseException:
@@ -86,7 +81,7 @@ class Mailbox:
 
 
 def _work(jobs: Jobs, memory: jax.Array, failed: list[BaseException]) -> None:
-    """Serve turns until there is None."""
+    """Serve layers until there is None."""
     answered = turn_at(memory.unsafe_buffer_pointer() + ANSWERED)
     while (job := jobs.get()) is not None:
         turn, what = job

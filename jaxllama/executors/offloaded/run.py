@@ -48,6 +48,7 @@ from jaxllama.executors.offloaded.expert_programs import Places, without_mlp
 from jaxllama.executors.offloaded.experts import (
     ExpertWork,
     Following,
+    SpanKind,
     placed_experts,
 )
 from jaxllama.executors.offloaded.layer_cache import LayerCache
@@ -63,7 +64,7 @@ from jaxllama.offload.policy import Policy
 from jaxllama.offload.schedule import Overlapped, serial
 from jaxllama.offload.store import Pending, RowTable, Store, is_pending, moves, stored_leaves, wait
 from jaxllama.offload.timeline import NO_RECORD, Recording
-from jaxllama.offload.units import ModelUnit, units_of
+from jaxllama.offload.units import ModelUnit, in_spans, units_of
 from jaxllama.typing import Params, Tree
 
 
@@ -95,9 +96,11 @@ class OffloadRun:
         self.stop_ids, self.room, self.capacity = call.stop_ids, call.room, call.capacity
         self.limit, self.chunk, self.alone = call.limit, call.chunk, call.alone
         self.kv_dtype = jnp.dtype(call.kv_dtype).name
-        self.units = units_of(self.cfg, self.policy.sep_layer)
+        self._each = units_of(self.cfg, self.policy.sep_layer)
         if not self._embeds_by_unit():
-            self.units = self.units[1:]
+            self._each = self._each[1:]
+        self.units = self._each  # of the step at hand
+        self._in_spans: dict[int, list[ModelUnit]] = {}  # by tokens
         self.moves = {
             "weights": self.policy.weights.device < 100,
             "cache": self.policy.cache.device < 100,
@@ -269,11 +272,37 @@ class OffloadRun:
                         for piece in batch.pieces
                     ],
                 )
+        self.units = self._spans() or self._each
         if self._overlapped is None:
             serial(self)
         else:
             self._overlapped.step(self, last=self.steps + 1 >= self.limit)
         self.steps += 1
+
+    def _spans(self) -> list[ModelUnit] | None:
+        """Return the units of a step in which the device itself reads the experts that it lacks.
+
+        None for other steps.
+        """
+        batches = [self.batches[index] for index in self.active_batches()]
+        if not self.is_small or len(batches) > 1 or self.policy.cpu_attention or self.cfg.taps:
+            return None
+        [batch] = batches
+        if batch.drafted is not None or batch.adapters is not None:
+            return None
+        if self.alone is not None or self.record is not NO_RECORD:  # a layer is a program there
+            return None
+        tokens = batch.pieces[0].tokens.size
+        if tokens in self._in_spans:
+            return self._in_spans[tokens]
+
+        def kind(unit: ModelUnit) -> SpanKind | None:
+            whole = self._resident(unit)
+            if whole is None or placed_experts(whole.tree) is None:
+                return None
+            return self.experts.kind(self.cfg.layers[unit.layer], unit, whole.tree, tokens)
+
+        return self._in_spans.setdefault(tokens, in_spans(self._each, kind))
 
     def end_rows(self, done: np.ndarray | None = None) -> None:
         """Find the rows that have stopped.
@@ -281,7 +310,7 @@ class OffloadRun:
         done: bool ``[B]``: rows that the caller wants to stop.
         """
         for index, batch in enumerate(self.batches):
-            ended = jax.device_get(batch.rows.done)
+            ended = jax.device_get(batch.rows.ints)[Fields._fields.index("done")] != 0
             if done is not None:
                 wanted = ended.copy()
                 first = index * len(ended)
@@ -326,6 +355,10 @@ class OffloadRun:
         if self.moves["weights"]:
             return None
         if unit not in self._whole:
+            if unit.kind == "span":
+                parts = [self._resident(layer) for layer in unit.layers]
+                self._whole[unit] = _Whole([part.tree for part in parts if part is not None])
+                return self._whole[unit]
             tree = unit.weights(self.params)
             stored = stored_leaves(tree)
             here = all(x.device is not None and x.device.shape == x.shape for x in stored)
@@ -353,6 +386,8 @@ class OffloadRun:
     def load_cache(self, unit: ModelUnit, batch: int) -> LayerState | None:
         if not unit.has_cache:
             return None
+        if unit.kind == "span":
+            return [self.load_cache(layer, batch) for layer in unit.layers]
         cache = self.batches[batch].caches[unit.layer]
         load = cache.load_whole if self.batches[batch].reads_prompts else cache.load
         if not cache.moves:
@@ -380,10 +415,24 @@ class OffloadRun:
             elif unit.kind == "head":
                 self._head(batch, weights, hidden)
                 hidden = None
+            elif unit.kind == "span":
+                hidden, cache = self._span(unit, batch, weights, cache, hidden)
             else:
                 hidden, cache = self._layer(unit, batch, weights, cache, hidden)
             out.append((batch.rows.written, batch.scores) if hidden is None else hidden)
         return cache, hidden
+
+    def _span(
+        self, unit: ModelUnit, batch: OffloadedBatch, weights: Tree, cache: Tree, hidden: Tree
+    ) -> tuple[Tree, Tree]:
+        [piece], [x] = batch.pieces, hidden
+        layers = [self.cfg.layers[layer.layer] for layer in unit.layers]
+        own = layers, unit.layers, weights
+        kind = self.experts.kind(layers[0], unit.layers[0], weights[0], piece.tokens.size)
+        assert kind is not None  # as ``_spans`` has found
+        at = Places(piece.positions, piece.lengths, piece.rope)
+        x, cache = self.experts.span(kind, *own, x, cache, at, self._is_sparse(piece))
+        return [x], cache
 
     def _layer(
         self, unit: ModelUnit, batch: OffloadedBatch, weights: Tree, cache: Tree, hidden: Tree
@@ -466,7 +515,7 @@ class OffloadRun:
     def _next_experts(self) -> dict[int, Following]:
         """The next layer with experts that lie one by one, by layer."""
         found, after = {}, Following()
-        for unit in reversed(self.units):
+        for unit in reversed(self._each):
             weights = unit.weights(self.params)
             if placed_experts(weights) is not None:
                 found[unit.layer], after = after, Following(False, unit.layer, weights)
@@ -515,6 +564,10 @@ class OffloadRun:
         if not unit.has_cache:
             return
         assert cache is not None
+        if unit.kind == "span":
+            for layer, own in zip(unit.layers, cache, strict=True):
+                self.store_cache(layer, index, own)
+            return
         batch = self.batches[index]
         home = batch.caches[unit.layer]
         if not home.moves:
