@@ -235,10 +235,14 @@ def test_prompts_are_read_in_the_same_pieces_whatever_the_chunk(chunk):
     assert fills == {16: [1, 1, 1], 64: [2, 1, 0], 2048: [3, 0, 0]}[chunk]
 
 
-def test_prompts_of_one_call_do_not_know_each_other(monkeypatch):
+@pytest.mark.parametrize(
+    "family", ["llama", "gla", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW[1:])]
+)
+def test_prompts_of_one_call_do_not_know_each_other(family, monkeypatch):
     """Four prompts of up to 32 tokens, in a block of 128 rows as a GPU has one of 512."""
     monkeypatch.setitem(fixed_sums._ROWS, True, 128)
-    cfg = CONFIGS["llama"].replace(d_ff=40, vocab_size=128)  # no other test has its programs
+    cfg = (CONFIGS | OTHERS)[family]
+    cfg = cfg.replace(d_ff=40, vocab_size=128)  # no other test has its programs
     lm = LanguageModel(cfg, params_of(cfg), None, deterministic=True)
     sizes = {"max_slots": 8, "max_len": 272}
     together = Engine(lm, prefix_cache=False, **sizes)
