@@ -200,7 +200,7 @@ def test_a_gpu_has_512_tokens_a_pass(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr("jaxllama.engine.options.block_rows", lambda: 512)
 
-    def resolved(slots: int, **options):
+    def resolved(slots: int, cfg=cfg, **options):
         asked = EngineOptions(slots, deterministic=True, cache_tokens=10**6, max_len=64, **options)
         return asked.resolve(cfg, jax.numpy.bfloat16)
 
@@ -211,8 +211,8 @@ def test_a_gpu_has_512_tokens_a_pass(monkeypatch):
     # A prefill call has 512 tokens, whatever its width and the number of slots.
     assert resolved(512).widths == resolved(1).widths == (32, 128, 512)
     for slots in (1, 512):
-        counts = [resolved(slots).row_counts(width) for width in (32, 128, 512)]
-        assert counts == [[16], [4], [1]]
+        for some in (resolved(slots), resolved(slots, model("gla").config)):
+            assert [some.row_counts(width) for width in (32, 128, 512)] == [[16], [4], [1]]
     assert sizes(4) == (32,) and sizes(512) == (32, 64, 128, 256, 384, 512)
     assert sizes(128, draft="ngram", draft_tokens=3) == (8, 16, 64, 128)
     # As many tokens between two decode steps as 16 prompts in each of two calls have.
