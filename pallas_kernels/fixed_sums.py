@@ -106,7 +106,11 @@ def _rounded(product: jax.Array) -> jax.Array:
 
 
 def by_blocks(
-    product: Callable[..., Results], x: Tree, *weights: Tree | None, axes: int = 1
+    product: Callable[..., Results],
+    x: Tree,
+    *weights: Tree | None,
+    axes: int = 1,
+    size: int | None = None,
 ) -> Results:
     """Return ``product(x, *weights)``, if the sums are fixed block by block, the last one padded.
 
@@ -114,12 +118,13 @@ def by_blocks(
     read. With several axes a block's arrays keep them: all but the first have size 1. The result
     is a pytree of arrays with these axes. weights: pytrees that all blocks read. XLA makes one
     product of those with the same rows or the same weight, unless it is given here.
+    size: rows of a block, ``block_rows()`` by default.
     """
     if not _fixed.get():
         return product(x, *weights)
     leaves, tree = jax.tree.flatten(x)
     lead = next(leaf.shape[:axes] for leaf in leaves if leaf.ndim)
-    rows, size, ones = math.prod(lead), block_rows(), (1,) * (axes - 1)
+    rows, size, ones = math.prod(lead), size or block_rows(), (1,) * (axes - 1)
     count = -(-rows // size)
 
     def blocks_of(leaf: jax.Array) -> jax.Array:

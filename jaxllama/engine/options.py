@@ -98,8 +98,7 @@ class EngineOptions:
     prefill_rows : int or None
         Largest number of prompts in one prefill call; calls of wide chunks take fewer (``rows``).
         The default on a CPU is as many short prompts as a chunk has room for, and elsewhere a 32nd
-        of max_slots. A deterministic engine has as many as fill a block of ``fixed_sums``, and one
-        if layers have states.
+        of max_slots. A deterministic engine has as many as fill a block of ``fixed_sums``.
     token_budget : int or None
         Tokens of prompts, padding included, between two decode calls, at least prefill_chunk. While
         more wait, a decode call is one step. The default is the tokens of one prefill call, on a
@@ -272,9 +271,7 @@ class EngineOptions:
         if self.token_budget is not None:
             many = min(many, max(self.token_budget // narrowest, 1))
         many = self.prefill_rows or many
-        fixed_rows = None
-        if self.deterministic:
-            fixed_rows = 1 if keeps_states else piece // chunk_widths(piece, False)[0]
+        fixed_rows = piece // chunk_widths(piece, False)[0] if self.deterministic else None
         call = max(chunk, piece)
         if not on_cpu or self.prefill_rows is not None:
             # A deterministic engine reads as many tokens, in other calls.

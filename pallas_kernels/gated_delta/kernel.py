@@ -57,6 +57,7 @@ from pallas_kernels.recurrence.plan import (
     ScanPlan,
     operands_reason,
     padded,
+    planned_batch,
     segments_for,
 )
 from pallas_kernels.recurrence.scan import segment_states
@@ -93,6 +94,7 @@ def segments_of(heads: Heads) -> int:
     """
     us, (batch, length, n_heads, dv) = gpu().gated_delta, heads.v.shape
     n_chunks, wide = -(-length // CHUNK), heads.q.shape[-1] > 128  # blocks of 64 value channels
+    batch = planned_batch(batch, length)
     blocks = batch * n_heads * (1 + wide) * -(-dv // VALUE_BLOCK)
     of_identity = batch * n_heads * (1 + wide) ** 2
 

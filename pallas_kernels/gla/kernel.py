@@ -50,6 +50,7 @@ from pallas_kernels.recurrence.plan import (
     ScanPlan,
     operands_reason,
     padded,
+    planned_batch,
     segments_for,
 )
 from pallas_kernels.recurrence.scan import segment_states
@@ -73,7 +74,8 @@ def plan(heads: Heads) -> GlaPlan | Reason:
 def segments_of(heads: Heads) -> int:
     """Return the segments of a row: as many as still run in one wave."""
     batch, length, n_heads, dv = heads.v.shape
-    blocks = batch * n_heads * (1 + is_halved(heads.q)) * -(-dv // VALUE_BLOCK)
+    of_row = n_heads * (1 + is_halved(heads.q)) * -(-dv // VALUE_BLOCK)
+    blocks = planned_batch(batch, length) * of_row
     return segments_for(blocks, -(-length // CHUNK))
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty, own_plan
+from pallas_kernels.fixed_sums import by_blocks
 from pallas_kernels.operands import check
 from pallas_kernels.transform import Op, OpChoice, chosen
 
@@ -117,7 +118,11 @@ class Recurrence:
     def _xla(
         self, call: Call, heads: Heads, state: jax.Array | None, lengths: jax.Array | None
     ) -> Results:
-        return self._chunked(call, zero_padding(lengths, heads), state)[0]
+        def results(operands: tuple[Heads, jax.Array | None]) -> Results:
+            return self._chunked(call, *operands)[0]
+
+        # XLA adds the chunks of several rows otherwise.
+        return by_blocks(results, (zero_padding(lengths, heads), state), size=1)
 
     def _chunked(
         self, call: Call, heads: Heads, state: jax.Array | None

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.device import gpu
+from pallas_kernels.fixed_sums import planned_rows
 
 WIDTHS = 64, 128, 256, 512  # of keys
 VALUE_BLOCK = 128  # value channels of a block: two warpgroups of 64
@@ -27,6 +28,14 @@ class ScanPlan:
 
     def __str__(self) -> str:
         return f"{self.segments} segments a row"
+
+
+def planned_batch(batch: int, length: int) -> int:
+    """Return the number of rows for which a call of ``batch`` rows of ``length`` tokens is planned.
+
+    With ``fixed_sums`` they are those of a block, so a row's segments do not depend on the others.
+    """
+    return max(planned_rows(batch * length) // max(length, 1), 1)
 
 
 def segments_for(

@@ -51,6 +51,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu, lacking
 from pallas_kernels.dispatch import Reason
+from pallas_kernels.fixed_sums import by_blocks
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta.kernel_chunks import bf16_array, pairs
 from pallas_kernels.gated_delta.kernel_inverse import LOWEST
@@ -58,7 +59,13 @@ from pallas_kernels.launch import REF, inline, launch
 from pallas_kernels.ptx import LOG2E
 from pallas_kernels.recurrence.channels import CHUNK, tiles, tokens
 from pallas_kernels.recurrence.op import Heads, zero_padding
-from pallas_kernels.recurrence.plan import ScanPlan, operands_reason, padded, segments_for
+from pallas_kernels.recurrence.plan import (
+    ScanPlan,
+    operands_reason,
+    padded,
+    planned_batch,
+    segments_for,
+)
 from pallas_kernels.recurrence.scan import PART, WIDTH, ChunkScan, ScanFacts, segment_states
 from pallas_kernels.recurrence.states import by_token, read_transposed
 
@@ -278,7 +285,8 @@ def plan(heads: Heads) -> SSDPlan | Reason:
     if dk not in WIDTHS:
         return Reason(f"q has Dk = {dk}, the kernel takes 64, 128 and 256")
     units = -(-dv // WIDTH)
-    blocks = batch * n_heads * units // warpgroups_of(units, n_heads // heads.q.shape[2], dk)
+    blocks = planned_batch(batch, length) * n_heads * units
+    blocks //= warpgroups_of(units, n_heads // heads.q.shape[2], dk)
     n_chunks, us = -(-length // CHUNK), gpu().ssd
 
     def microseconds(n: int) -> float:
@@ -294,8 +302,10 @@ def chunk_sums(log_decay: jax.Array) -> jax.Array:
     nc = -(-t // CHUNK)
     x = jnp.maximum(log_decay.astype(jnp.float32) * LOG2E, LOWEST)
     x = jnp.pad(x, ((0, 0), (0, nc * CHUNK - t), (0, 0))).reshape(b, nc, CHUNK, h)
+    x = jnp.moveaxis(x, 3, 1)
     upper = jnp.asarray(np.triu(np.ones((CHUNK, CHUNK), np.float32)))
-    return jnp.einsum("bnch,ct->bhnt", x, upper, precision=lax.Precision.HIGHEST)
+    product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    return by_blocks(product, x.reshape(-1, CHUNK), upper).reshape(x.shape)
 
 
 def segment_starts(
@@ -312,20 +322,23 @@ def segment_starts(
     return segment_states(local, start, lambda s, state: whole[:, :, s] * state)
 
 
-@functools.partial(jax.jit, static_argnames="segments")
+@functools.partial(jax.jit, static_argnames=("segments", "fixed"))
 def ssd_forward(
     heads: Heads,
     *,
     initial_state: jax.Array | None = None,
     lengths: jax.Array | None = None,
     segments: int = 1,
+    fixed: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Return o [B, T, H, Dv] and the state [B, H, Dk, Dv].
 
     lengths: int32[B]; tokens at t >= lengths[b] are never read into a result (they may be NaN), o
         is 0 there, and whole chunks of them cost nothing.
     segments: parts of a row, of ``plan``.
+    fixed: ``has_fixed_sums()`` of the caller, as jax keeps a trace for each value.
     """
+    del fixed
     q, k, v, log_decay, _ = heads
     if lengths is not None:
         lengths = lengths.astype(jnp.int32)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty
+from pallas_kernels.fixed_sums import has_fixed_sums
 from pallas_kernels.gla.op import gla
 from pallas_kernels.recurrence.op import Heads, Results, check_decay
 from pallas_kernels.transform import Op, chosen
@@ -130,7 +131,8 @@ def _kernel(
 ) -> Results:
     from pallas_kernels.ssd import kernel
 
-    return kernel.ssd_forward(heads, initial_state=state, lengths=lengths, segments=plan.segments)
+    given = {"initial_state": state, "lengths": lengths, "segments": plan.segments}
+    return kernel.ssd_forward(heads, fixed=has_fixed_sums(), **given)
 
 
 def _form(implementation: Implementation | None) -> Callable[..., Results]:

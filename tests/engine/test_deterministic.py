@@ -200,7 +200,7 @@ def test_a_gpu_has_512_tokens_a_pass(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr("jaxllama.engine.options.block_rows", lambda: 512)
 
-    def resolved(slots: int, **options):
+    def resolved(slots: int, cfg=cfg, **options):
         asked = EngineOptions(slots, deterministic=True, cache_tokens=10**6, max_len=64, **options)
         return asked.resolve(cfg, jax.numpy.bfloat16)
 
@@ -211,8 +211,8 @@ def test_a_gpu_has_512_tokens_a_pass(monkeypatch):
     # A prefill call has 512 tokens, whatever its width and the number of slots.
     assert resolved(512).widths == resolved(1).widths == (32, 128, 512)
     for slots in (1, 512):
-        counts = [resolved(slots).row_counts(width) for width in (32, 128, 512)]
-        assert counts == [[16], [4], [1]]
+        for some in (resolved(slots), resolved(slots, model("gla").config)):
+            assert [some.row_counts(width) for width in (32, 128, 512)] == [[16], [4], [1]]
     assert sizes(4) == (32,) and sizes(512) == (32, 64, 128, 256, 384, 512)
     assert sizes(128, draft="ngram", draft_tokens=3) == (8, 16, 64, 128)
     # As many tokens between two decode steps as 16 prompts in each of two calls have.
@@ -235,10 +235,14 @@ def test_prompts_are_read_in_the_same_pieces_whatever_the_chunk(chunk):
     assert fills == {16: [1, 1, 1], 64: [2, 1, 0], 2048: [3, 0, 0]}[chunk]
 
 
-def test_prompts_of_one_call_do_not_know_each_other(monkeypatch):
+@pytest.mark.parametrize(
+    "family", ["llama", "gla", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW[1:])]
+)
+def test_prompts_of_one_call_do_not_know_each_other(family, monkeypatch):
     """Four prompts of up to 32 tokens, in a block of 128 rows as a GPU has one of 512."""
     monkeypatch.setitem(fixed_sums._ROWS, True, 128)
-    cfg = CONFIGS["llama"].replace(d_ff=40, vocab_size=128)  # no other test has its programs
+    cfg = (CONFIGS | OTHERS)[family]
+    cfg = cfg.replace(d_ff=40, vocab_size=128)  # no other test has its programs
     lm = LanguageModel(cfg, params_of(cfg), None, deterministic=True)
     sizes = {"max_slots": 8, "max_len": 272}
     together = Engine(lm, prefix_cache=False, **sizes)

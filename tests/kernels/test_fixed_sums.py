@@ -21,15 +21,21 @@ from pallas_kernels.device import planned_for
 from pallas_kernels.dispatch import Reason, explain, named_plan
 from pallas_kernels.experts import plan as experts
 from pallas_kernels.experts.op import weighted_sum
+from pallas_kernels.gated_delta import kernel as delta_kernel
 from pallas_kernels.gated_delta import step_kernel as delta
+from pallas_kernels.gated_delta.op import gated_delta
+from pallas_kernels.gla import kernel as gla_kernel
+from pallas_kernels.gla import op as gla_op
 from pallas_kernels.gla import step_kernel as gla
 from pallas_kernels.latent import plan as latent
 from pallas_kernels.matmul import choice
 from pallas_kernels.matmul.call import Around, MatmulCall, Static
 from pallas_kernels.matmul.op import quantized_matmul
+from pallas_kernels.recurrence.op import Heads
 from pallas_kernels.rows import plan as rows
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
+from pallas_kernels.ssd import kernel as ssd
 from tests.helpers.matmul_cases import lowered, newest
 
 ROWS = (1, 2, 33, 64, 200, 512)
@@ -129,6 +135,47 @@ def test_every_other_op_has_one_plan(on_an_h200):
         return experts.plan(shape((m, 2880), BF16), w, pairs, "silu")
 
     assert alike([grouped(m) for m in ROWS])
+
+
+def test_a_row_has_one_number_of_segments_beside_any_others(on_an_h200):
+    """GLA-1.3B, Qwen3.6 and Mamba-2 in calls of one row and more, also longer than a block."""
+
+    def plans(batch, length):
+        def heads(n, d, *keys):
+            q, v = shape((batch, length, keys[0], d), BF16), shape((batch, length, n, d), BF16)
+            return Heads(q, q, v, shape((batch, length, *keys[1:]), jnp.float32))
+
+        gla = heads(4, 256, 4, 4, 256)
+        return gla_kernel.plan(gla), delta_kernel.plan(heads(32, 128, 16, 32)), ssd.plan(gla)
+
+    for length in (32, 128, 512, 2048):
+        for kernel in zip(*(plans(batch, length) for batch in (1, 4, 16)), strict=True):
+            assert alike(kernel) and not isinstance(kernel[0], Reason)
+    assert [plan.segments for plan in plans(1, 512)] == [2, 1, 1]
+
+
+@pytest.mark.parametrize(("name", "length"), [("gla", 100), ("delta", 32)])
+def test_chunks_of_a_row_do_not_know_the_rows_beside_it(name, length):
+    """XLA's form; without fixed sums its products of several rows add otherwise."""
+    r = np.random.default_rng(0)
+    shapes = [(3, length, 2, 16)] * 2 + [(3, length, 2, 32)]
+    heads = [jnp.asarray(r.standard_normal(size), jnp.float32) for size in shapes]
+    lengths, state = jnp.asarray([length, 7, length - 5]), jnp.ones((3, 2, 16, 32))
+
+    @jax.jit
+    def run(q, k, v, state, lengths):
+        log_decay, given = -jnp.square(k) / 8, {"initial_state": state, "lengths": lengths}
+        with fixed_sums.fixed_sums(True):
+            if name == "gla":
+                return gla_op.gla(q, k, v, log_decay, **given)
+            beta = jax.nn.sigmoid(v[..., 0])
+            return gated_delta(q, k, v, log_decay[..., 0], beta, normalize_qk=True, **given)
+
+    together = run(*heads, state, lengths)
+    for i in range(3):
+        alone = run(*(x[i : i + 1] for x in (*heads, state, lengths)))
+        for x, y in zip(together, alone, strict=True):
+            np.testing.assert_array_equal(x[i], y[0])
 
 
 @newest

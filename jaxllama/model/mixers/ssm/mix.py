@@ -37,7 +37,7 @@ from jaxllama.model.mixers.recurrent import (
 from jaxllama.model.mixers.ssm.parameters import SSMOptions, options
 from jaxllama.model.records import At, Chunk, Draft, Pieces, Step
 from jaxllama.typing import Params
-from pallas_kernels.fixed_sums import row_sums
+from pallas_kernels.fixed_sums import rounded, row_sums
 from pallas_kernels.gla.op import gla_step
 from pallas_kernels.operands import Columns, short_repr
 from pallas_kernels.ssd.op import ssd, ssd_as_gla
@@ -107,7 +107,7 @@ def mix(
         o, after = _recur(operands, at, state)
         new = None if after is None else RecurrentState(after, (last,))
     skip = p["decay"]["skip"].astype(jnp.float32)[:, None]
-    y = o.reshape(x.shape).astype(jnp.float32) + skip * x
+    y = o.reshape(x.shape).astype(jnp.float32) + rounded(skip * x)
     return _gated(ssm, p, y.reshape(z.shape), z), new
 
 
