@@ -2,6 +2,7 @@
 
     for_device()                options for ``jax.jit`` of a loop on one device; None: the defaults
     for_fixed_sums()            those of them that decide how XLA computes a fusion
+    for_small_products()        options for a loop or a prompt whose large products are kernels
     for_mesh(mesh)              options for ``jax.jit`` of a loop on a mesh; None: the defaults
     check_sums(mesh)            raises JaxLlamaError if the defaults cannot add over its devices
     compiled_for(program, mesh) a jitted loop with these options
@@ -85,6 +86,16 @@ def for_fixed_sums() -> Options | None:
     """
     name = "xla_gpu_experimental_enable_fusion_autotuner"
     return None if for_device() is None else {name: _WHOLE_LOOP[name]}
+
+
+def for_small_products() -> Options | None:
+    """Return ``for_device`` for a program that leaves XLA a router's product and no larger one.
+
+    By default XLA compiles dozens of forms of a product and times them: 5 s for each number of
+    rows, and more beside other programs.
+    """
+    options = for_device()
+    return options and {**options, "xla_gpu_enable_triton_gemm": False}
 
 
 @functools.cache
