@@ -135,6 +135,12 @@ class Children:
             return None
         return None if found is None else found.lower(arguments)
 
+    def kernels(self, key: Hashable) -> tuple[Kernel, ...] | None:
+        """Return the kernels of a program that a child has lowered, else None."""
+        module = self._modules.get(key)
+        found = module.result() if module is not None and module.done() else None
+        return None if found is None else found.kernels
+
     def stop(self) -> None:
         with self._lock, contextlib.suppress(OSError):
             for pid in self._sources:

@@ -268,7 +268,7 @@ class Programs:
         try:
             if isinstance(lowered, Exception):
                 raise lowered
-            program = compiler_options.compiled_here(lowered)
+            program = compiler_options.compiled_here(lowered, self._children.kernels(key))
         except Exception as error:
             self._made[key].set_exception(error)
             return

@@ -3,7 +3,7 @@
     results = lowered(name, ctx, args, jaxpr, emit)     in the lowering rule of a launch
     with noted(note): program = jitted.lower(...)        ``note`` is called with each of its kernels
     assemble(kernel)                                     a thread assembles it, if none has
-    await_assembled()                                    until these threads are done
+    await_assembled(kernels)                             until these are there
     module_p.bind(*operands, name, code, avals)          calls a lowered function in a program
 
 jax lowers an equation once a program. For a Mosaic kernel this is Python code that takes 0.2 s, and
@@ -87,17 +87,21 @@ def noted(note: Callable[[Kernel], object]) -> Generator[None]:
 def assemble(kernel: Kernel) -> None:
     """Let a thread assemble the kernel for this process's GPU, unless one has."""
     if jax.default_backend() == "gpu" and asked_target() is None:
-        known = hashlib.sha256(kernel.code).digest()
         with _lock:
-            if known not in _assembled:
+            if (known := _known(kernel)) not in _assembled:
                 _assembled[known] = _assemblers().submit(_assemble, kernel)
 
 
-def await_assembled() -> None:
-    """Return when the kernels are assembled that were given to ``assemble`` before."""
+def await_assembled(kernels: Sequence[Kernel] | None) -> None:
+    """Return when these kernels, or all, are assembled that were given to ``assemble`` before."""
     with _lock:
-        begun = list(_assembled.values())
+        which = list(_assembled) if kernels is None else map(_known, kernels)
+        begun = [_assembled[known] for known in which if known in _assembled]
     wait(begun)
+
+
+def _known(kernel: Kernel) -> bytes:
+    return hashlib.sha256(kernel.code).digest()
 
 
 def start_assemblers() -> None:
