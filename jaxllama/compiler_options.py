@@ -2,6 +2,7 @@
 
     for_device()                options for ``jax.jit`` of a loop on one device; None: the defaults
     for_fixed_sums()            those of them that decide how XLA computes a fusion
+    for_small_products()        options for a loop or a prompt whose large products are kernels
     for_mesh(mesh)              options for ``jax.jit`` of a loop on a mesh; None: the defaults
     check_sums(mesh)            raises JaxLlamaError if the defaults cannot add over its devices
     compiled_for(program, mesh) a jitted loop with these options
@@ -32,8 +33,8 @@ with NCCL inside.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,9 @@ from jaxllama.typing import Jitted, Tree
 from pallas_kernels.dispatch import untested_jax
 from pallas_kernels.jax_internals import persistent_cache_min_compile_time_secs
 from pallas_kernels.transform import is_traced
+
+if TYPE_CHECKING:
+    from pallas_kernels.primitives.lowered import Kernel
 
 _KNOWN = untested_jax() is None
 Options = dict[str, str | bool | int]
@@ -85,6 +89,16 @@ def for_fixed_sums() -> Options | None:
     """
     name = "xla_gpu_experimental_enable_fusion_autotuner"
     return None if for_device() is None else {name: _WHOLE_LOOP[name]}
+
+
+def for_small_products() -> Options | None:
+    """Return ``for_device`` for a program that leaves XLA a router's product and no larger one.
+
+    By default XLA compiles dozens of forms of a product and times them: 5 s for each number of
+    rows, and more beside other programs.
+    """
+    options = for_device()
+    return options and {**options, "xla_gpu_enable_triton_gemm": False}
 
 
 @functools.cache
@@ -136,10 +150,13 @@ def compiled_with(options: Options | None, program: Jitted, **jit: Any) -> Jitte
     return _jit(program.__wrapped__, tuple(options.items()), tuple(jit.items()))
 
 
-def compiled_here(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+def compiled_here(
+    lowered: jax.stages.Lowered, kernels: Sequence[Kernel] | None = None
+) -> jax.stages.Compiled:
     """Compile a lowered program in this thread, so that it can be serialized.
 
-    A GPU's program waits for its kernels (``pallas_kernels/primitives/lowered.py``).
+    A GPU's program waits for its kernels (``pallas_kernels/primitives/lowered.py``), or for all if
+    they are not known.
 
     A CPU program that jax read from its cache loses functions when it is serialized again.
     Therefore a CPU's program gets another key, by an option that equals XLA's default, and is not
@@ -148,7 +165,7 @@ def compiled_here(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     if jax.default_backend() != "cpu":
         from pallas_kernels.primitives.lowered import await_assembled  # a CPU needs no Pallas
 
-        await_assembled()
+        await_assembled(kernels)
         return lowered.compile()
     with persistent_cache_min_compile_time_secs(1e9):
         return lowered.compile(compiler_options={"xla_embed_ir_in_executable": False})

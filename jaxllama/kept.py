@@ -167,6 +167,10 @@ class KeptPrograms:
             jit.register(handler)
         if jax.default_backend() == "gpu":
             tell_where_kernels_are()
+            if not programs:
+                from pallas_kernels.primitives.lowered import start_assemblers
+
+                start_assemblers()
         newest = list(reversed(programs.items()))
         for name, blob in newest[:EARLY]:
             self._made[name] = self._pool.submit(_loaded, blob)

@@ -27,6 +27,8 @@ __all__ = [
     "arith",
     "cudnn_attention",
     "cudnn_version",
+    "described_device",
+    "description_of",
     "distributed_state",
     "func",
     "get_opaque_trace_state",
@@ -77,6 +79,26 @@ def renew_threads() -> None:
     mlir.global_thread_pool = type(mlir.global_thread_pool)()
     if contexts is not None:
         contexts.set_local(None)
+
+
+def description_of(device: Any) -> bytes:
+    """What a compiler needs to know of a device. Raises AttributeError in versions without it."""
+    return _topologies().TopologyDescription([device]).serialize()
+
+
+def described_device(description: bytes) -> Any:
+    """A device of CUDA that need not be there, for programs that are compiled here."""
+    xla_bridge: Any = importlib.import_module("jax._src.xla_bridge")
+    xla_client: Any = importlib.import_module("jax._src.lib").xla_client
+    xla_bridge._discover_and_register_pjrt_plugins()
+    if not xla_client.pjrt_plugin_initialized("cuda"):
+        xla_client.initialize_pjrt_plugin("cuda")
+    [device] = _topologies().TopologyDescription.deserialize(description).devices
+    return device
+
+
+def _topologies() -> Any:
+    return importlib.import_module("jax.experimental.topologies")
 
 
 def cudnn_attention() -> tuple[Callable[..., Any], type[MaskType]]:

@@ -7,8 +7,8 @@ float for which the tokens with ``below <= t`` have at least the mass ``enough``
 non-negative floats are ordered like the floats, so a search over int32 ends at the exact value.
 The rounded sum is monotone in t, because each t adds terms >= 0 in the same order.
 
-A CPU bisects in 31 passes of compare-and-sum.  On a GPU an iteration of a loop costs more than its
-work.  There each pass finds four bits: 8 passes of 15 sums, with three kernels a pass.
+A CPU bisects in 31 passes of compare-and-sum.  On a GPU a pass of a loop costs more than its work.
+There each pass finds four bits: 8 passes of 15 sums, with three kernels a pass.
 """
 
 from __future__ import annotations
@@ -64,22 +64,22 @@ def by_halves(below: jax.Array, mass: jax.Array | None, enough: jax.Array) -> ja
 def by_digits(below: jax.Array, mass: jax.Array | None, enough: jax.Array) -> jax.Array:
     """Return the threshold, found four bits at a time.
 
-    A pass depends on the pass before by its edges alone: the 15 candidates of each row. So all
-    passes are the same three kernels, which XLA compiles once.
+    Four passes are an iteration of a loop. All 16 of a sampler in a row compile for 3.0 s, four and
+    four for 1.4; one by one they take a step of an H200 80 us more.
     """
     mass = jnp.ones_like(below, jnp.int32) if mass is None else mass
     bits = lax.bitcast_convert_type(below, jnp.int32)
     zero = jnp.zeros((), mass.dtype)
     digits = jnp.arange(1, 16, dtype=jnp.int32)[:, None]
-    found, unit = jnp.zeros(below.shape[:1], jnp.int32), jnp.int32(1 << 28)
-    for _ in range(8):
-        edges = lax.optimization_barrier(found + digits * unit)
+
+    def one_pass(i: jax.Array, found: jax.Array) -> jax.Array:
+        unit = jnp.int32(1 << 28) >> 4 * i
+        edges = found + digits * unit
         parts = tuple(jnp.where(bits < edge[:, None], mass, zero) for edge in edges)
         sums = lax.reduce(parts, (zero,) * 15, lambda a, b: tuple(map(jnp.add, a, b)), (1,))
-        unit = edges[1] - edges[0]
-        found = edges[0] - unit
-        for edge, got in zip(edges, sums, strict=True):
-            # An edge with the sign's bit is past all numbers.
-            found += jnp.where((got < enough) & (edge >= 0), unit, 0)
-        unit >>= 4
+        # An edge with the sign's bit is past all numbers.
+        below_enough = (jnp.stack(sums) < enough) & (edges >= 0)
+        return found + unit * jnp.sum(below_enough, axis=0, dtype=jnp.int32)
+
+    found = lax.fori_loop(0, 8, one_pass, jnp.zeros(below.shape[:1], jnp.int32), unroll=4)
     return lax.bitcast_convert_type(jnp.minimum(found, _INF_BITS), jnp.float32)

@@ -151,17 +151,19 @@ def fill_hidden(
     chunk: int | None,
     read: ReadHidden | None = None,
     kept: Tree = None,
+    *,
+    fresh: bool = False,
 ) -> tuple[Hidden, Cache, Tree]:
     """Return (hidden state ``[B, D]`` of each row's last valid token, cache, kept).
 
     read: takes the hidden states of a chunk, with the token after each of them.  A row's last token
-    has no successor yet, so the lengths leave it out.
+    has no successor yet, so the lengths leave it out.  fresh: as for ``decoder.forward``.
     """
     before = Hidden.zeros(cfg, tokens.shape[:1], decoder.activation_dtype(params))
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
 
     if chunk is None or chunk >= tokens.shape[1]:
-        hidden, cache = decoder.forward(cfg, params, tokens, lengths, cache)
+        hidden, cache = decoder.forward(cfg, params, tokens, lengths, cache, fresh=fresh)
         if read is not None:
             kept = read(kept, following, hidden, jnp.maximum(lengths - 1, 0))
         return hidden.last(lengths), cache, kept

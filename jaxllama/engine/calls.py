@@ -32,6 +32,7 @@ from jaxllama.engine.passes import CallSizes
 from jaxllama.engine.slots import NOBODY
 from jaxllama.kept import Wanted
 from jaxllama.typing import Jitted, Params, Tree
+from pallas_kernels.experts.route_plan import MOST_TOKENS
 
 ProgramCall = tuple[Hashable, Wanted]
 IdleCall = Callable[[], ProgramCall]
@@ -70,17 +71,23 @@ class Calls:
         draft: Draft,
         draft_params: Params | None,
         n_moved: int = 0,
+        *,
+        routes_alone: bool = False,
     ) -> None:
         self._cfg, self._options, self._n_moved = cfg, options, n_moved
         self._draft, self._draft_params = draft, draft_params
         # Loops and branches that run without the host. On a mesh prompts gain nothing from this.
         compiled = functools.partial(
-            compiler_options.compiled_for, static_argnums=0, donate_argnums=2
+            compiler_options.compiled_with, static_argnums=0, donate_argnums=2
         )
+        own = compiler_options.for_device() if mesh is None else compiler_options.for_mesh(mesh)
+        many = compiler_options.for_small_products() if routes_alone and mesh is None else own
         self._fill: Jitted = device.fill
         if mesh is None:
-            self._fill = compiled(device.fill, None, static_argnames=("fresh", "draft"))
-        self._decode: Jitted = compiled(device.decode, mesh, static_argnames="sizes")
+            self._fill = compiled(many, device.fill, static_argnames=("fresh", "draft"))
+        # A router's product of few tokens is a kernel, and codes are multiplied in XLA's form.
+        self._decode_few: Jitted = compiled(own, device.decode, static_argnames="sizes")
+        self._decode_many: Jitted = compiled(many, device.decode, static_argnames="sizes")
         self._stop_ids = jax.device_put(np.array(cfg.eos_token_ids, np.int32))
         self.mask_words = -(-cfg.vocab_size // 32)
         # Masks on the device that allow everything, by the number of rows.
@@ -89,7 +96,8 @@ class Calls:
     def compiled(self) -> int:
         """Return the number of programs that jit has compiled."""
         of_slots = device.admit, device.copy_pages
-        programs: tuple[Jitted, ...] = (*of_slots, self._fill, self._decode, *MOVES)
+        decodes = {self._decode_few, self._decode_many}
+        programs: tuple[Jitted, ...] = (*of_slots, self._fill, *decodes, *MOVES)
         return sum(program._cache_size() for program in programs)
 
     def masks(self, size: int) -> np.ndarray:
@@ -159,7 +167,9 @@ class Calls:
         widths, most = self._options.pass_widths(n), self._options.longest_draft
         sizes = CallSizes(n, context, self._width(n), widths, most, self._draft)
         key = self.decoding_key(n, context)
-        return key, Wanted(self._decode, operands, self._cfg, {"sizes": sizes})
+        is_few = n * widths[0] <= MOST_TOKENS
+        program = self._decode_few if is_few else self._decode_many
+        return key, Wanted(program, operands, self._cfg, {"sizes": sizes})
 
     @staticmethod
     def decoding_key(n: int, context: int) -> Hashable:

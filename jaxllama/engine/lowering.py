@@ -84,12 +84,9 @@ class LoweredModule:
         )
 
     def lower(self, arguments: tuple[Tree, ...]) -> jax.stages.Lowered:
-        """Return the program of these arguments as this process's own lowered program. Threads
-        assemble its kernels."""
-        from pallas_kernels.primitives.lowered import assemble, module_p
+        """Return the program of these arguments as this process's own lowered program."""
+        from pallas_kernels.primitives.lowered import module_p
 
-        for kernel in self.kernels:
-            assemble(kernel)
         results, tree = jax.tree.flatten(self.results)
         avals = tuple(ShapedArray(x.shape, x.dtype) for x in results)
 
@@ -138,6 +135,12 @@ class Children:
             return None
         return None if found is None else found.lower(arguments)
 
+    def kernels(self, key: Hashable) -> tuple[Kernel, ...] | None:
+        """Return the kernels of a program that a child has lowered, else None."""
+        module = self._modules.get(key)
+        found = module.result() if module is not None and module.done() else None
+        return None if found is None else found.kernels
+
     def stop(self) -> None:
         with self._lock, contextlib.suppress(OSError):
             for pid in self._sources:
@@ -154,11 +157,15 @@ class Children:
         self._sources[pid] = os.fdopen(source, "rb")
 
     def _receive(self, pid: int) -> None:
-        """Take the modules of a child until it ends."""
+        """Take the modules of a child until it ends, and have their kernels assembled."""
+        from pallas_kernels.primitives.lowered import assemble
+
         modules = list(self._modules.values())
         with contextlib.suppress(EOFError, pickle.UnpicklingError), self._sources[pid] as source:
             while True:
                 turn, module = pickle.load(source)
+                for kernel in module.kernels if module else ():
+                    assemble(kernel)
                 modules[turn].set_result(module)
         with self._lock, contextlib.suppress(OSError):  # the process has it reaped already
             del self._sources[pid]

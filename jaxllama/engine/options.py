@@ -503,14 +503,14 @@ class ResolvedOptions:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of rows of the decode programs: 1, 4, 16, 64, 128, 256, 384, ..., max_slots.
+        """Numbers of rows of the decode programs: 1, 4, 16, 64, 128, 256, 512, 768, ..., max_slots.
 
         A deterministic engine's programs have at least the tokens of that of
         ``LanguageModel.generate``.
         """
         least = DETERMINISTIC_ROWS // self.pass_widths(1)[0] if self.deterministic else 1
         most = max(self.max_slots, least)
-        sizes = (least, 4, 16, 64, *range(128, most, 128))
+        sizes = (least, 4, 16, 64, 128, *range(256, most, 256))
         sizes = (-(-size // self.parts) * self.parts for size in sizes if least <= size < most)
         return tuple(sorted({*sizes, most}))
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import pickle
 import threading
 import time
@@ -52,6 +51,7 @@ from jaxllama.kept import (
 )
 from jaxllama.typing import LocalDevice, Tree
 from pallas_kernels.cpu import jit
+from pallas_kernels.primitives.assembler import cores
 
 PATIENCE = 1.0  # largest number of seconds that a program waits for more urgent work
 CHILDREN = 4  # processes that lower programs
@@ -78,7 +78,7 @@ class Programs:
     def __init__(self, folder: Path | None, devices: Sequence[LocalDevice]) -> None:
         # Processes of one mesh wait for each other in every program that they compile.
         is_shared = jax.process_count() > 1
-        self._workers = 1 if is_shared else os.cpu_count() or 1
+        self._workers = 1 if is_shared else cores()
         self._folder, self._devices = None if is_shared else folder, tuple(devices)
         self._is_cpu = devices[0].platform == "cpu"
         self._made: dict[Hashable, Future[jax.stages.Compiled]] = {}
@@ -87,7 +87,7 @@ class Programs:
         self._lowering = threading.Lock()  # tracing is Python: two threads would take turns
         # A CPU's programs call handlers of the process that lowered them.
         alone = self._is_cpu or is_shared or len(devices) > 1
-        self._n_children = 0 if alone else min(CHILDREN, (os.cpu_count() or 1) // 2)
+        self._n_children = 0 if alone else min(CHILDREN, cores() // 2)
         self._children = Children({}, 0)
         self._is_stopped = False
         self._path: Path | None = None
@@ -171,7 +171,7 @@ class Programs:
             Called with the key of each of these programs once it exists, for one after the other.
         """
         others = {key: wanted[key] for key in list(wanted)[n:]}
-        workers = max((os.cpu_count() or 1) - 2, 1)  # the others are for requests
+        workers = max(cores() - 2, 1)  # the others are for requests
 
         def wait() -> bool:
             until = time.monotonic() + PATIENCE
@@ -217,7 +217,7 @@ class Programs:
             self._path = self._folder / name(wanted, self._devices)
             kept = self._kept(self._path)
             self._is_kept = kept is not None
-            readers = ThreadPoolExecutor(os.cpu_count(), "jaxllama-kept")
+            readers = ThreadPoolExecutor(cores(), "jaxllama-kept")
             for (key, program), entry in zip(wanted.items(), kept or (), strict=self._is_kept):
                 if self._claim(key):
                     readers.submit(self._load, key, program, entry)
@@ -228,6 +228,10 @@ class Programs:
             if self._n_children:
                 tell_where_kernels_are()
             self._children = Children(others, self._n_children)
+            if self._n_children:
+                from pallas_kernels.primitives.lowered import start_assemblers
+
+                start_assemblers()
 
     def _claim(self, key: Hashable) -> bool:
         """Return whether the caller must make the program."""
@@ -264,7 +268,7 @@ class Programs:
         try:
             if isinstance(lowered, Exception):
                 raise lowered
-            program = compiler_options.compiled_here(lowered)
+            program = compiler_options.compiled_here(lowered, self._children.kernels(key))
         except Exception as error:
             self._made[key].set_exception(error)
             return
@@ -332,7 +336,7 @@ class Programs:
             return
         compiled = [self._made[key].result() for key in wanted]
         try:
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
+            with ThreadPoolExecutor(cores()) as pool:
                 programs = list(pool.map(serialize_executable.serialize, compiled))
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
             warnings.warn(f"the next start will lower them again: {error}", stacklevel=3)

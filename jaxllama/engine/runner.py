@@ -41,6 +41,7 @@ from jaxllama.model.lora import for_rows
 from jaxllama.offload.experts import host_view
 from jaxllama.parallel.mesh import mesh_of
 from jaxllama.typing import LocalDevice, Tree
+from pallas_kernels.qtensor import QTensor
 
 LARGEST_GROUP = 64  # pages that move together, so that the program has no more operands
 Item = TypeVar("Item")
@@ -132,13 +133,29 @@ class Runner:
             )
             for part in range(options.parts)
         ]
-        self._calls = Calls(self.cfg, options, self.mesh, self._draft, self.draft_params, n_moved)
+        self._calls = Calls(
+            self.cfg,
+            options,
+            self.mesh,
+            self._draft,
+            self.draft_params,
+            n_moved,
+            routes_alone=self._routes_alone(),
+        )
         where = list(self.slots.token.devices() if self.mesh is None else self.mesh.devices.flat)
         is_kept = self.mesh is None or where[0].platform == "cpu"
         self._programs = Programs(folder("engines") if is_kept else None, where)
         self._asleep = False
         self._told: dict[Sequence, int] = {}  # number of pages that the device knows, by sequence
         self._thread = ThreadPoolExecutor(1, "jaxllama-decode")
+
+    def _routes_alone(self) -> bool:
+        """Whether the weights of a mixture are codes. The bits of a deterministic engine are those
+        of ``LanguageModel.generate``, whose programs XLA tunes."""
+        is_codes = lambda x: isinstance(x, QTensor)  # noqa: E731
+        has_codes = any(map(is_codes, jax.tree.leaves(self.params, is_leaf=is_codes)))
+        routes = any(layer.experts is not None for layer in self.cfg.layers)
+        return routes and has_codes and not self.options.deterministic
 
     def _empty(self) -> device.BatchState:
         options = self.options

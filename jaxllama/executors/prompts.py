@@ -119,7 +119,10 @@ def _prefill_alone(
 
 
 # How ``start`` is jitted, beside its donated cache: ``compiler_options.compiled_with``.
-START = {"static_argnums": 0, "static_argnames": ("max_new_tokens", "chunk", "alone", "head")}
+START = {
+    "static_argnums": 0,
+    "static_argnames": ("max_new_tokens", "chunk", "alone", "head", "fresh"),
+}
 
 
 @donated(3, **START)
@@ -136,6 +139,7 @@ def start(
     chunk: int | None = None,
     alone: Alone | None = None,
     head: HeadDraft | None = None,
+    fresh: bool = False,
 ) -> Rows:
     """Run the prefill and write the first new token, in rows with room for ``max_new_tokens``.
 
@@ -146,6 +150,7 @@ def start(
     alone: shapes in which the rows of an empty cache are read, whatever the batch and ``chunk``.
     head, state, draft_params: a draft that reads hidden states; its state, which becomes
         ``Rows.kept``; and its parameters.
+    fresh: whether the cache is empty.
     """
     cache = Cache(layers, held)
     tokens, lengths = int32_ids(prompts.tokens, prompts.lengths)
@@ -158,7 +163,9 @@ def start(
         read = None
         if head is not None and draft_params is not None:
             read = functools.partial(head.read_prompt, draft_params)
-        last, after, state = fill_hidden(cfg, params, tokens, lengths, cache, chunk, read, state)
+        last, after, state = fill_hidden(
+            cfg, params, tokens, lengths, cache, chunk, read, state, fresh=fresh
+        )
         scores, cache = scores_of(cfg, params, last, cache, lengths), after
     prompts = prompts._replace(tokens=tokens, lengths=lengths)
     rows = _first_token(cfg, prompts, scores, cache, max_new_tokens)

@@ -150,6 +150,7 @@ class Resident:
                 alone=call.alone,
                 chunk=chunk,
                 head=head,
+                fresh=True,
             )
         if call.kept is None:
             cache = new_cache()
@@ -157,7 +158,7 @@ class Resident:
             key = "cache", repr(new_cache.args[1:])
             cache = call.kept.programs.call(key, Wanted(jax.jit(new_cache), ()))
         arguments = params, prompts, cache.layers, cache.lengths
-        static = {"max_new_tokens": call.room, "alone": call.alone, "chunk": chunk}
+        static = {"max_new_tokens": call.room, "alone": call.alone, "chunk": chunk, "fresh": True}
         first = Wanted(begin, arguments, cfg, static)
         if call.kept is not None and call.room > 1:
             rows = call.kept.programs.begin(_key(call.kept, "start", first), first)

@@ -3,7 +3,7 @@
     results = lowered(name, ctx, args, jaxpr, emit)     in the lowering rule of a launch
     with noted(note): program = jitted.lower(...)        ``note`` is called with each of its kernels
     assemble(kernel)                                     a thread assembles it, if none has
-    await_assembled()                                    until these threads are done
+    await_assembled(kernels)                             until these are there
     module_p.bind(*operands, name, code, avals)          calls a lowered function in a program
 
 jax lowers an equation once a program. For a Mosaic kernel this is Python code that takes 0.2 s, and
@@ -15,10 +15,9 @@ A kernel is known by its jaxpr. Inner jaxprs count as equal if they are one obje
 ``jax.jit`` sees to: calls of a jitted function with equal static arguments and shapes have one.
 
 XLA asks for a program's kernels one after the other, 0.2 to 4 s each. Programs that compile at once
-each assemble a kernel that none has yet. LLVM's options are the process's, so XLA's own code waits
-while any kernel is assembled, and kernels wait for that code. So ``assemble`` has each kernel
-compiled alone, several at once and each once, from the moment it is lowered. A program is compiled
-when its kernels are there. jax's cache keeps them for other processes, as it does programs.
+each assemble a kernel that none has yet. So ``assemble`` has each kernel compiled alone, several at
+once and each once, from the moment it is lowered, in processes of their own (``assembler.py``). A
+program is compiled when its kernels are there.
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ import contextlib
 import functools
 import hashlib
 import io
-import os
 import threading
 from collections.abc import Callable, Generator, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-from jax.core import ShapedArray
+from jax.experimental import serialize_executable
 from jax.interpreters import mlir
 
 from pallas_kernels.cards.architecture import asked_target
@@ -43,6 +41,7 @@ from pallas_kernels.jax_internals import (
     func,  # pyright: ignore[reportPrivateImportUsage]
     ir,  # pyright: ignore[reportPrivateImportUsage]
 )
+from pallas_kernels.primitives import assembler
 from pallas_kernels.primitives.refused import refuse
 
 if TYPE_CHECKING:
@@ -54,6 +53,7 @@ Emit = Callable[..., Sequence[Any]]
 # Of a module's context: what it has lowered before.
 _CACHES = "lowering_cache", "cached_primitive_lowerings", "pallas_lowering_cache"
 MOST = 1024  # kernels that are kept, of 46 KB on average and 300 KB at most
+MOST_ASSEMBLERS = 16
 _kept: dict[Hashable, bytes] = {}
 _lock = threading.Lock()
 _here = threading.local()  # its ``note``: of ``noted``
@@ -87,33 +87,47 @@ def noted(note: Callable[[Kernel], object]) -> Generator[None]:
 def assemble(kernel: Kernel) -> None:
     """Let a thread assemble the kernel for this process's GPU, unless one has."""
     if jax.default_backend() == "gpu" and asked_target() is None:
-        known = hashlib.sha256(kernel.code).digest()
         with _lock:
-            if known not in _assembled:
+            if (known := _known(kernel)) not in _assembled:
                 _assembled[known] = _assemblers().submit(_assemble, kernel)
 
 
-def await_assembled() -> None:
-    """Return when the kernels are assembled that were given to ``assemble`` before."""
+def await_assembled(kernels: Sequence[Kernel] | None) -> None:
+    """Return when these kernels, or all, are assembled that were given to ``assemble`` before."""
     with _lock:
-        begun = list(_assembled.values())
+        which = list(_assembled) if kernels is None else map(_known, kernels)
+        begun = [_assembled[known] for known in which if known in _assembled]
     wait(begun)
+
+
+def _known(kernel: Kernel) -> bytes:
+    return hashlib.sha256(kernel.code).digest()
+
+
+def start_assemblers() -> None:
+    """Start the processes that assemble kernels before there is a kernel."""
+    assembler.start(_n_assemblers())
+
+
+def _n_assemblers() -> int:
+    # The processes of a mesh share the cores, and each assembler has 0.3 GB.
+    return min(max(assembler.cores() // (2 * jax.process_count()), 1), MOST_ASSEMBLERS)
 
 
 @functools.cache
 def _assemblers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1), "jaxllama-kernels")
+    return ThreadPoolExecutor(_n_assemblers(), "jaxllama-kernels")
 
 
 def _assemble(kernel: Kernel) -> None:
-    """Compile a program of one kernel. The program that launches the kernel tells of errors."""
-    avals = tuple(ShapedArray(x.shape, x.dtype) for x in kernel.results)
-
-    def program(*operands: Any) -> Any:
-        return module_p.bind(*operands, name=kernel.name, code=kernel.code, avals=avals)
-
+    """Let jaxlib have a kernel assembled. The program that launches the kernel tells of errors."""
     with contextlib.suppress(Exception):
-        jax.jit(program).lower(*kernel.operands).compile()
+        try:
+            serialize_executable.deserialize_and_load(
+                *assembler.serialized(kernel), execution_devices=jax.local_devices()[:1]
+            )
+        except Exception:
+            assembler.program_of(kernel)
 
 
 def lowered(

@@ -9,11 +9,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxllama import compiler_options
+from jaxllama.config import ExpertsConfig
 from jaxllama.engine import programs, runner
 from jaxllama.engine.engine import Engine
 from jaxllama.engine.programs import Programs
 from jaxllama.engine.request import Event, Request
 from jaxllama.kept import Wanted
+from jaxllama.language_model import LanguageModel
+from jaxllama.quantization.quantize import quantize_params
+from jaxllama.text.tokenizer import Tokenizer
+from pallas_kernels.cpu.weight import CpuWeight
+from pallas_kernels.qtensor import QTensor
 from tests.helpers.engine_cases import (
     OPTIONS,
     PROMPTS,
@@ -23,6 +30,7 @@ from tests.helpers.engine_cases import (
     model,
     written,
 )
+from tests.helpers.models import LLAMA, params_of
 
 
 def wait_until(condition) -> None:
@@ -162,3 +170,30 @@ def test_a_stopped_engine_compiles_no_more():
     made.add_rest(ours, 1, lambda: False, lambda key: None)
     time.sleep(5 * programs.LOOK)
     assert len(made) == 1
+
+
+def test_xla_tunes_no_product_of_a_router_beside_codes(monkeypatch):
+    """It would time dozens of forms of it in every program. Few tokens are routed by a kernel."""
+    own = {"own": True}
+    found = []
+
+    def compiled_with(options, program, **_):
+        found.append((program.__name__, options))
+        return program
+
+    monkeypatch.setattr(compiler_options, "for_device", lambda: own)
+    monkeypatch.setattr(compiler_options, "compiled_with", compiled_with)
+    cfg = LLAMA.replace(vocab_size=256, n_layers=1, experts=ExpertsConfig(8, 2, 32))
+    floats = params_of(cfg)
+    codes = quantize_params(floats, "w8a16")
+    monkeypatch.setattr(runner, "QTensor", (QTensor, CpuWeight))  # the layout of a CPU
+    untuned = own | {"xla_gpu_enable_triton_gemm": False}
+    for params, deterministic, many in (
+        (codes, False, untuned),
+        (floats, False, own),
+        (codes, True, own),
+    ):
+        found.clear()
+        options = {**OPTIONS, "deterministic": deterministic, "cache_tokens": None}
+        Engine(LanguageModel(cfg, params, Tokenizer.byte_level()), **options)
+        assert found == [("fill", many), ("decode", own), ("decode", many)]

@@ -213,7 +213,7 @@ def test_a_gpu_has_512_tokens_a_pass(monkeypatch):
     for slots in (1, 512):
         for some in (resolved(slots), resolved(slots, model("gla").config)):
             assert [some.row_counts(width) for width in (32, 128, 512)] == [[16], [4], [1]]
-    assert sizes(4) == (32,) and sizes(512) == (32, 64, 128, 256, 384, 512)
+    assert sizes(4) == (32,) and sizes(512) == (32, 64, 128, 256, 512)
     assert sizes(128, draft="ngram", draft_tokens=3) == (8, 16, 64, 128)
     # As many tokens between two decode steps as 16 prompts in each of two calls have.
     assert resolved(512).token_budget == 2 * 16 * 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -95,8 +96,11 @@ def test_a_kernel_is_assembled_once_and_is_the_programs(monkeypatch) -> None:
         on_gpu.setattr(jax, "default_backend", lambda: "gpu")
         for kernel in noted:
             module.assemble(pickle.loads(pickle.dumps(kernel)))  # as from a child
-    module.await_assembled()
+    module.await_assembled(None)
     [kernel] = alone
+    other = kernel._replace(code=b"another")
+    module._assembled[module._known(other)] = Future()  # which never comes
+    module.await_assembled([kernel, kernel._replace(code=b"not asked for")])
 
     def called(*arrays):
         avals = tuple(ShapedArray(x.shape, x.dtype) for x in kernel.results)

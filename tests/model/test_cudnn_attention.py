@@ -99,7 +99,15 @@ def test_extend_parts(monkeypatch, dtype):
     pretend_a_gpu(monkeypatch)
     qkv, layer, past, n_past = case(dtype, jnp.float32)
     got = jax.jit(cudnn_attention.extend)(*qkv, (layer.k, layer.v), n_past)
-    assert relative_error(got, expected(*qkv, past, n_past)) < 1e-5
+    want = expected(*qkv, past, n_past)
+    assert relative_error(got, want) < 1e-5
+    even = jax.tree.map(lambda x: x[:, :512], (layer.k, layer.v))  # in four whole blocks
+    got = jax.jit(cudnn_attention.extend)(*qkv, even, n_past)
+    assert relative_error(got, want) < 1e-5
+    monkeypatch.setattr(cudnn_attention, "PAST_TOKENS", 4096)  # in one block, without a loop
+    program = jax.jit(lambda *x: cudnn_attention.extend(*x[:3], x[3:5], x[5]))
+    assert relative_error(program(*qkv, layer.k, layer.v, n_past), want) < 1e-5
+    assert "stablehlo.while" not in program.lower(*qkv, layer.k, layer.v, n_past).as_text()
 
 
 # For 150 tokens behind 0, 1, 140 and 400: no past, windows within the tokens, as long, longer, in

@@ -232,7 +232,7 @@ class Decoding:
         chunk = self.chunk or prefill_chunk(self.batch, prompt, self.lm.mesh)
         asked = prompts.PromptBatch(tokens, lengths, self.sampling, self.stop_ids)
         arguments = self.lm.params, asked, cache.layers, cache.lengths
-        return arguments, {"max_new_tokens": room, "chunk": chunk}
+        return arguments, {"max_new_tokens": room, "chunk": chunk, "fresh": not held}
 
     def begun(self, room: int) -> Rows:
         """Return a state with one token a row and an empty cache; no prefill runs.

@@ -57,17 +57,23 @@ def with_factors(weights: jax.Array, experts: jax.Array, router: Params) -> jax.
 
 def router_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """Return float32 logits ``[T, E]`` of ``x[T, D]`` and ``weight[E, D]``."""
-    x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+    if x.dtype != weight.dtype:
+        x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
 
     def one_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+        # Float32 has the product of two numbers of 16 bits exactly.
         contracted = ((1,), (1,)), ((), ())
         product = functools.partial(
-            lax.dot_general, dimension_numbers=contracted, precision=lax.Precision.HIGHEST
+            lax.dot_general,
+            dimension_numbers=contracted,
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
         )
         return by_blocks(product, x, weight)
 
     def as_expert(x: jax.Array, weight: jax.Array) -> jax.Array:
         # In one product of all rows, the rounding of a row would depend on the number of rows.
+        x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
         only = jnp.zeros((x.shape[0], 1), jnp.int32)
         return grouped_matmul(x, weight[None], only, implementation="xla")[:, 0]
 

@@ -41,7 +41,7 @@ from pallas_kernels.attention.operands import Cached, Entries, capacity_of
 from pallas_kernels.attention.plain import is_visible
 from pallas_kernels.attention.rope_cache import place
 from pallas_kernels.dispatch import choose_plan, device_of
-from pallas_kernels.fixed_sums import planned_capacity
+from pallas_kernels.fixed_sums import has_fixed_sums, planned_capacity
 from pallas_kernels.jax_internals import cudnn_attention, cudnn_version
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
@@ -173,7 +173,6 @@ def extend(
     block = min(planned_capacity(max(PAST_TOKENS // batch, 128)), capacity)
     if table is not None:
         block -= block % page if block > page else block - page  # whole pages
-    longest = jnp.max(n_past)
 
     def one_block(index: jax.Array, carry: tuple[jax.Array, jax.Array]):
         # A last block that exceeds the capacity begins earlier; a roll moves keys done to its end.
@@ -182,6 +181,8 @@ def extend(
 
         def keys_first(kv: Entries) -> Entries:
             part = part_of(kv, begin, block, table)
+            if not capacity % block:
+                return part
             return jax.tree.map(lambda x: jnp.roll(x, begin - index * block, axis=1), part)
 
         past_k, past_v = expand(*map(keys_first, cache))
@@ -189,16 +190,43 @@ def extend(
         return _merge(*carry, part, jnp.where((n_keys > 0)[:, None, None], log, -jnp.inf))
 
     def with_past() -> jax.Array:
-        blocks = (longest + block - 1) // block
-        chunk_out, log = _with_log_sum(q, k, v, is_causal=True)
-        out, log = lax.fori_loop(0, blocks, one_block, (chunk_out.astype(jnp.float32), log))
+        out, log = _with_log_sum(q, k, v, is_causal=True)
+        carry = out.astype(jnp.float32), log
+        out, log = _each_block(block == capacity, block, jnp.max(n_past), one_block, carry)
         return _finished(out, log, sinks, q.dtype)
 
     # Each branch has its own call: a result from outside would be copied.
     def alone() -> jax.Array:
         return _finished(*_with_log_sum(q, k, v, is_causal=True), sinks, q.dtype)
 
-    return lax.cond(longest > 0, with_past, alone)
+    return _unless_empty(n_past, table, with_past, alone)
+
+
+def _unless_empty(
+    n_past: jax.Array,
+    table: jax.Array | None,
+    with_past: Callable[[], jax.Array],
+    alone: Callable[[], jax.Array],
+) -> jax.Array:
+    """Choose a branch by whether a row has a past. One of those in pages has, or ``Chunk.fresh``
+    says that none has. Where sums are fixed, pages have the other cache's program, and its bits."""
+    if table is not None and not has_fixed_sums():
+        return with_past()
+    return lax.cond(jnp.max(n_past) > 0, with_past, alone)
+
+
+def _each_block(
+    is_one: bool,
+    block: int,
+    longest: jax.Array,
+    one_block: Callable[..., tuple[jax.Array, jax.Array]],
+    carry: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """Run ``one_block`` for each block of the longest past; the only one without a loop, unless
+    sums are fixed."""
+    if is_one and not has_fixed_sums():
+        return one_block(jnp.int32(0), carry)
+    return lax.fori_loop(0, (longest + block - 1) // block, one_block, carry)
 
 
 def _extend_through(
@@ -220,11 +248,6 @@ def _extend_through(
     shared = window - 1 - corner  # none where some tokens see no past
     most = planned_capacity(max(PAST_TOKENS // q.shape[0], 128))
     block = min(most, -(-shared // 128) * 128)
-    longest = jnp.max(n_past)
-
-    def chunk_alone() -> tuple[jax.Array, jax.Array]:
-        inner = window if window < q.shape[1] else None
-        return _with_log_sum(q, k, v, is_causal=True, window=inner)
 
     def one_block(index: jax.Array, carry: tuple[jax.Array, jax.Array]):
         n_keys = jnp.clip(jnp.minimum(n_past, shared) - index * block, 0, block)
@@ -246,16 +269,20 @@ def _extend_through(
         out, log = (jnp.concatenate([new, old[:, corner:]], axis=1) for new, old in pairs)
         return out, log
 
+    def chunk_alone() -> tuple[jax.Array, jax.Array]:
+        inner = window if window < q.shape[1] else None
+        return _with_log_sum(q, k, v, is_causal=True, window=inner)
+
     def with_past() -> jax.Array:
         out, log = chunk_alone()
         out = out.astype(jnp.float32)
         if shared:
-            blocks = (jnp.minimum(longest, shared) + block - 1) // block
-            out, log = lax.fori_loop(0, blocks, one_block, (out, log))
+            longest = jnp.minimum(jnp.max(n_past), shared)
+            out, log = _each_block(block >= shared, block, longest, one_block, (out, log))
         return _finished(*with_corner(out, log), sinks, q.dtype)
 
     alone = lambda: _finished(*chunk_alone(), sinks, q.dtype)  # noqa: E731
-    return lax.cond(longest > 0, with_past, alone) if corner else alone()
+    return _unless_empty(n_past, table, with_past, alone) if corner else alone()
 
 
 def _newest(
