@@ -133,7 +133,8 @@ def begin(
 ) -> tuple[Stream, At]:
     """Return the first layer's stream and record of ``tokens[B, T]``, whose places ``at`` has."""
     x, form = embed_tokens(cfg, params, tokens, dtype), FORMS[cfg.layers[0].form.name]
-    inputs = form.inputs(cfg, params, tokens, x)
+    with fixed_sums(cfg.fixed_sums):
+        inputs = form.inputs(cfg, params, tokens, x)
     return form.begin(x), at if inputs is None else dataclasses.replace(at, inputs=inputs)
 
 

@@ -24,6 +24,7 @@ from jaxllama.model.linear import Stream
 from jaxllama.model.records import At
 from jaxllama.typing import Params
 from pallas_kernels.cpu import CpuWeight
+from pallas_kernels.fixed_sums import rounded
 from pallas_kernels.qtensor import QTensor, dequantize
 from pallas_kernels.rows.rms_norm import rms_norm
 
@@ -50,7 +51,9 @@ class LayerInputs(Sequential):
         projected = linear.linear(x, p["project"]) * jnp.asarray(cfg.d_model**-0.5, x.dtype)
         projected = rms_norm(projected.reshape(shape), p["norm"]["weight"], cfg.norm.eps)
         scale = jnp.asarray(tables.width**0.5, x.dtype)
-        return (projected + rows.reshape(shape) * scale) * jnp.asarray(0.5**0.5, x.dtype)
+        return (rounded(projected) + rounded(rows.reshape(shape) * scale)) * jnp.asarray(
+            0.5**0.5, x.dtype
+        )
 
     def finish(
         self, layer: LayerConfig, p: Params, stream: Stream, at: At | None, ops: LayerOps = linear
@@ -64,7 +67,7 @@ class LayerInputs(Sequential):
             stream = Stream(x, linear.norm(Stream(y), params["norm"], layer)[0])
         if "scale" not in p:
             return stream
-        return Stream(stream.total * p["scale"]["weight"].astype(stream.x.dtype))
+        return Stream(rounded(stream.total * p["scale"]["weight"].astype(stream.x.dtype)))
 
 
 FORM = LayerInputs()
