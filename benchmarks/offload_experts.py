@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +47,6 @@ from jaxllama.executors.offloaded.expert_programs import computed_pairs_of
 from jaxllama.executors.offloaded.experts import ON_CPU as AT_ONCE
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache
-from jaxllama.offload import units
 from jaxllama.offload.expert_places import ExpertPlace, ExpertUse, places
 from jaxllama.offload.experts import (
     ExpertBias,
@@ -430,10 +428,6 @@ def on_device(tell: Report, cfg: ModelConfig, distinct: int, parts: set[str], sm
     if "decode" in parts:
         forget(lm)
         tell("decode 16, skewed, learned", decode, uneven, 16, WARM // 2)
-        forget(lm)
-        with mock.patch.object(units, "SPAN", 1):
-            tell("decode 1, even, a program a layer", decode, lm, 1, WARM // 2)
-            tell("decode 1, skewed, a program a layer", decode, uneven, 1, 2 * WARM)
         forget(lm)
         tell("decode 16, even, learned", decode, lm, 16, WARM // 4)
 
