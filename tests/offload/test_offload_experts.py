@@ -175,6 +175,24 @@ def test_a_thread_that_fails_lets_the_device_go_on(reads, monkeypatch, tmp_path)
         off.generate(PROMPTS, 8)
 
 
+def test_nobody_waits_for_a_span_that_was_not_dispatched(reads, monkeypatch, tmp_path):
+    params = quantize_params(params_of(TWO), "none,experts_*=w8a16-g32")
+    off = offloaded(TWO, params, f"{READS}0/100 cpu_expert=1e-6", tmp_path)
+    want, run, calls = off.generate(PROMPTS, NEW), programs.fetched, []
+
+    def fails_once(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise ValueError("no")
+        return run(*args)
+
+    monkeypatch.setattr(programs, "fetched", fails_once)
+    with pytest.raises(ValueError, match="no"):
+        off.generate(PROMPTS, NEW)
+    found = off.generate(PROMPTS, NEW)
+    assert [one.tokens for one in found] == [one.tokens for one in want]
+
+
 @pytest.mark.parametrize(
     ("cfg", "policies"),
     [
