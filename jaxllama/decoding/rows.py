@@ -191,6 +191,11 @@ class Rows:
         return self.ints[Fields._fields.index("length")]
 
     @property
+    def done(self) -> jax.Array:
+        """bool ``[B]``: the row met a stop token."""
+        return self.ints[Fields._fields.index("done")] != 0
+
+    @property
     def step(self) -> jax.Array:
         """Number of turns taken; the first token is one turn."""
         return self.ints[Fields._fields.index("step"), 0]

@@ -39,7 +39,7 @@ from jaxllama.typing import Tree
 from pallas_kernels.jax_internals import parts_of, renew_threads
 
 if TYPE_CHECKING:
-    from pallas_kernels.primitives.lowered import Kernel
+    from pallas_kernels.primitives.assembler import Kernel
 
 PATIENCE = 20.0
 LONGEST = 600  # seconds of a child

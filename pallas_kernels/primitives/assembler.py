@@ -18,26 +18,20 @@ import hashlib
 import os
 import pickle
 import queue
-import signal
 import subprocess
 import sys
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import jax
-from jax.core import ShapedArray
-from jax.experimental import serialize_executable
-from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.cpu import sealed
-from pallas_kernels.jax_internals import described_device, description_of
-
-if TYPE_CHECKING:
-    from pallas_kernels.primitives.lowered import Kernel
+from pallas_kernels.jax_internals import description_of
 
 LONGEST = 120
 KEPT = 1024  # files, of 20 to 200 KB
+OWN = "pallas_kernels.primitives.lowered"  # whose ``serve`` a process runs; it imports this module
 Serialized = tuple[bytes, Any, Any]
 _idle: queue.SimpleQueue[Assembler] = queue.SimpleQueue()
 
@@ -48,12 +42,21 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+class Kernel(NamedTuple):
+    """A lowered kernel: a module's bytecode, and the shapes of its operands and results."""
+
+    name: str
+    code: bytes
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+    results: tuple[jax.ShapeDtypeStruct, ...]
+
+
 class Assembler:
     """A process that assembles one kernel after the other."""
 
     def __init__(self) -> None:
         device = description_of(jax.local_devices()[0])
-        begin = f"import signal; signal.alarm({LONGEST}); import {__name__} as own; own.main()"
+        begin = f"import signal; signal.alarm({LONGEST}); import {OWN} as own; own.serve()"
         own = {
             "JAX_PLATFORMS": "cpu",
             "CUDA_VISIBLE_DEVICES": "",
@@ -144,38 +147,3 @@ def start(n: int) -> None:
     with contextlib.suppress(Exception):  # an older jaxlib describes no device
         while _idle.qsize() < n:
             _idle.put(Assembler())
-
-
-def program_of(kernel: Kernel, where: Any = None) -> jax.stages.Compiled:
-    """Return a compiled program of a kernel alone.
-
-    where: the sharding of a device that need not be there; None stands for this process's GPU.
-    """
-    from pallas_kernels.primitives.lowered import module_p
-
-    avals = tuple(ShapedArray(x.shape, x.dtype) for x in kernel.results)
-
-    def program(*operands: Any) -> Any:
-        return module_p.bind(*operands, name=kernel.name, code=kernel.code, avals=avals)
-
-    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x in kernel.operands]
-    return jax.jit(program).trace(*operands).lower(lowering_platforms=("cuda",)).compile()
-
-
-def main() -> None:
-    """Assemble the kernels that come."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print
-    jax.config.update("jax_enable_compilation_cache", False)  # it reads by a device
-    where = SingleDeviceSharding(described_device(pickle.load(sys.stdin.buffer)))
-    with contextlib.suppress(EOFError):
-        while True:
-            signal.alarm(LONGEST)
-            kernel = pickle.load(sys.stdin.buffer)
-            signal.alarm(LONGEST)
-            try:
-                found = serialize_executable.serialize(program_of(kernel, where))
-            except Exception as error:
-                found = str(error)
-            pickle.dump(found, answers)
-            answers.flush()

@@ -26,22 +26,30 @@ import contextlib
 import functools
 import hashlib
 import io
+import os
+import pickle
+import signal
+import sys
 import threading
 from collections.abc import Callable, Generator, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.core import ShapedArray
 from jax.experimental import serialize_executable
 from jax.interpreters import mlir
+from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.cards.architecture import asked_target
 from pallas_kernels.jax_internals import (
     Primitive,
+    described_device,
     func,  # pyright: ignore[reportPrivateImportUsage]
     ir,  # pyright: ignore[reportPrivateImportUsage]
 )
 from pallas_kernels.primitives import assembler
+from pallas_kernels.primitives.assembler import Kernel
 from pallas_kernels.primitives.refused import refuse
 
 if TYPE_CHECKING:
@@ -58,15 +66,6 @@ _kept: dict[Hashable, bytes] = {}
 _lock = threading.Lock()
 _here = threading.local()  # its ``note``: of ``noted``
 _assembled: dict[bytes, Future[None]] = {}  # by the hash of a kernel's code
-
-
-class Kernel(NamedTuple):
-    """A lowered kernel: a module's bytecode, and the shapes of its operands and results."""
-
-    name: str
-    code: bytes
-    operands: tuple[jax.ShapeDtypeStruct, ...]
-    results: tuple[jax.ShapeDtypeStruct, ...]
 
 
 module_p = Primitive("lowered_module")
@@ -127,7 +126,40 @@ def _assemble(kernel: Kernel) -> None:
                 *assembler.serialized(kernel), execution_devices=jax.local_devices()[:1]
             )
         except Exception:
-            assembler.program_of(kernel)
+            program_of(kernel)
+
+
+def program_of(kernel: Kernel, where: Any = None) -> jax.stages.Compiled:
+    """Return a compiled program of a kernel alone.
+
+    where: the sharding of a device that need not be there; None stands for this process's GPU.
+    """
+    avals = tuple(ShapedArray(x.shape, x.dtype) for x in kernel.results)
+
+    def program(*operands: Any) -> Any:
+        return module_p.bind(*operands, name=kernel.name, code=kernel.code, avals=avals)
+
+    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x in kernel.operands]
+    return jax.jit(program).trace(*operands).lower(lowering_platforms=("cuda",)).compile()
+
+
+def serve() -> None:
+    """Assemble the kernels that come, as a process of ``assembler``."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print
+    jax.config.update("jax_enable_compilation_cache", False)  # it reads by a device
+    where = SingleDeviceSharding(described_device(pickle.load(sys.stdin.buffer)))
+    with contextlib.suppress(EOFError):
+        while True:
+            signal.alarm(assembler.LONGEST)
+            kernel = pickle.load(sys.stdin.buffer)
+            signal.alarm(assembler.LONGEST)
+            try:
+                found = serialize_executable.serialize(program_of(kernel, where))
+            except Exception as error:
+                found = str(error)
+            pickle.dump(found, answers)
+            answers.flush()
 
 
 def lowered(

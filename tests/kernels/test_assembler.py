@@ -77,7 +77,7 @@ def test_a_kernel_is_assembled_here_if_no_process_can(kernel, monkeypatch) -> No
             )
 
     monkeypatch.setattr(assembler, "Assembler", Ending)
-    monkeypatch.setattr(assembler, "program_of", here.append)
+    monkeypatch.setattr(lowered, "program_of", here.append)
     lowered._assemble(kernel)
     assert len(begun) == 1 and here == [kernel] and assembler._idle.empty()
     monkeypatch.setattr(assembler, "Assembler", None)  # none can begin
