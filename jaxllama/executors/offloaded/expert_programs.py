@@ -368,7 +368,7 @@ def _fetched_layer(
         posted = post(jnp.asarray(mail.address), turn, routed.tokens, sent, layout)
         posted, needed = lax.optimization_barrier((posted, needed))  # before the link's part
     places = jnp.where(needed, ranked([needed])[0], groups * width)
-    every, at = (jnp.arange(count, dtype=jnp.int32) for count in (n_experts, groups * width))
+    every, at = (jnp.arange(size, dtype=jnp.int32) for size in (n_experts, groups * width))
     listed = jnp.min(jnp.where(places == at[:, None], every, n_experts), axis=1)
     listed = listed.reshape(groups, width)
     slots = jnp.append(places, groups * width)[experts]  # [T, k], the last if it is not fetched

@@ -2,7 +2,7 @@
 
     work = ExpertWork(store, policy)
     stream, state = work.layer(layer, mixes, unit, weights, stream, state, at)
-    stream, states = work.span(layers, units, weights, stream, states, at)
+    stream, states = work.span(kind, layers, units, weights, stream, states, at)
 
 A GPU reads pinned host memory itself. There layers of few tokens are one program, a span, whose
 kernels fetch the experts that the router has chosen. Those that the CPU computes go by mail
