@@ -44,9 +44,6 @@ Implementation = Literal["xla", "mosaic", "cpu"]
 _IMPLEMENTATIONS = ("xla", "mosaic", "cpu")
 _NAMES = "'xla', 'mosaic', 'cpu' or None"
 KERNELS = {"mosaic": "Mosaic kernel", "cpu": "CPU handler"}
-# A kernel is chosen if its predicted time is at most this part of that of XLA's form. XLA tunes its
-# form for seconds in every program.
-TIE = 1.04
 # From the first version on, and below the second.
 TESTED_JAX = (0, 11, 2), (0, 13, 0)
 _SPAN = " <= jax < ".join(".".join(map(str, version)) for version in TESTED_JAX)
@@ -348,7 +345,7 @@ def shortest(
     found: Sequence[T | Reason], us: Callable[[T], float], xla: Callable[[], float]
 ) -> T | Reason:
     """The plan with the shortest predicted time, or a Reason: no planner has a plan, or XLA's form
-    is predicted to be clearly shorter.
+    is predicted to be shorter.
 
     found: what each planner says of a call.
     us, xla: predicted microseconds of a plan, and of XLA's form.
@@ -361,7 +358,7 @@ def shortest(
     xla_us = xla()
     timed = [dataclasses.replace(one, predicted_us=us(one), xla_us=xla_us) for one in plans]
     best = min(timed, key=_predicted_us)
-    if _predicted_us(best) <= TIE * xla_us:
+    if _predicted_us(best) <= xla_us:
         return best
     times = (
         f"XLA's form is predicted to take {xla_us:.1f} us, {best.kernel} {best.predicted_us:.1f}"
