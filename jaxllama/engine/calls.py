@@ -77,17 +77,17 @@ class Calls:
         self._cfg, self._options, self._n_moved = cfg, options, n_moved
         self._draft, self._draft_params = draft, draft_params
         # Loops and branches that run without the host. On a mesh prompts gain nothing from this.
-        compiled = functools.partial(
-            compiler_options.compiled_with, static_argnums=0, donate_argnums=2
-        )
-        own = compiler_options.for_device() if mesh is None else compiler_options.for_mesh(mesh)
-        many = compiler_options.for_small_products() if routes_alone and mesh is None else own
+        how = {"static_argnums": 0, "donate_argnums": 2}
+        few = many = functools.partial(compiler_options.compiled_for, mesh=mesh, **how)
+        if routes_alone and mesh is None:
+            small = compiler_options.for_small_products()
+            many = functools.partial(compiler_options.compiled_with, small, **how)
         self._fill: Jitted = device.fill
         if mesh is None:
-            self._fill = compiled(many, device.fill, static_argnames=("fresh", "draft"))
+            self._fill = many(device.fill, static_argnames=("fresh", "draft"))
         # A router's product of few tokens is a kernel, and codes are multiplied in XLA's form.
-        self._decode_few: Jitted = compiled(own, device.decode, static_argnames="sizes")
-        self._decode_many: Jitted = compiled(many, device.decode, static_argnames="sizes")
+        self._decode_few: Jitted = few(device.decode, static_argnames="sizes")
+        self._decode_many: Jitted = many(device.decode, static_argnames="sizes")
         self._stop_ids = jax.device_put(np.array(cfg.eos_token_ids, np.int32))
         self.mask_words = -(-cfg.vocab_size // 32)
         # Masks on the device that allow everything, by the number of rows.

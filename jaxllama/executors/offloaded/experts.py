@@ -234,7 +234,6 @@ class ExpertWork:
         """
         flat, cold = self._known(layer, unit, weights)
         tokens, known = stream.x.shape[0] * stream.x.shape[1], self._loaded.of(unit.layer)
-        is_streamed = streams(layer, tokens) and not cold.lays_out
         kind = None if known else self.kind(layer, unit, weights, tokens, following.keeps)
         if kind is not None:
             one = [layer], [unit], [weights]
@@ -251,7 +250,7 @@ class ExpertWork:
             chosen, slots, heat = jax.device_get((routed.experts, held.slots, held.heat))
             count = np.bincount(chosen.reshape(-1), minlength=cold.n_experts + 1)[:-1]
             self.counts[unit.layer] = self.counts.get(unit.layer, 0) + count
-            ahead = self._ahead(following) if is_streamed else None
+            ahead = self._ahead(following) if cold.is_streamed(tokens) else None
             loads = Loads(known, following.keeps, ahead, slots, heat)
             y, computed = cold.added(self.tally, y, routed, chosen, unit, record, loads)
         return programs.with_mixture(layer, *flat, routed, y, computed), state
@@ -268,8 +267,7 @@ class ExpertWork:
         _, cold = self._known(layer, unit, weights)
         if cold.is_none:
             return SpanKind()
-        sends = keeps or (streams(layer, tokens) and not cold.lays_out)
-        if sends or cold.addresses[0] is None:
+        if keeps or cold.is_streamed(tokens) or cold.addresses[0] is None:
             return None
         if not cold.may_compute:
             return SpanKind()
@@ -417,6 +415,10 @@ class _Cold:
         self.has_handlers = all(tensor.layout.is_of_cpu for tensor in tensors)
         self.addresses = tensors[0].addresses, tensors[1].addresses
         self.lock = tensors[0].lock
+
+    def is_streamed(self, tokens: int) -> bool:
+        """Whether the host sends the experts ahead for so many tokens."""
+        return streams(self.layer, tokens) and not self.lays_out
 
     @functools.cached_property
     def alone(self) -> CpuExperts:

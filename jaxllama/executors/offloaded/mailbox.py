@@ -31,9 +31,8 @@ from pallas_kernels.cpu.mail import ANSWERED, POSTED, MailLayout
 from pallas_kernels.experts.mail import turn_at, words_of
 
 MAILED = 128  # pairs of a layer at most
-Jobs = queue.SimpleQueue[
-    tuple[int, tuple[Any, ...]] | None
-]  # the last turn; ``served``'s arguments
+# The last turn of each job, and the arguments of ``served``; None ends the thread.
+Jobs = queue.SimpleQueue[tuple[int, tuple[Any, ...]] | None]
 
 
 class Mailbox:

@@ -310,7 +310,7 @@ class OffloadRun:
         done: bool ``[B]``: rows that the caller wants to stop.
         """
         for index, batch in enumerate(self.batches):
-            ended = jax.device_get(batch.rows.ints)[Fields._fields.index("done")] != 0
+            ended = Report(jax.device_get(batch.rows.ints), None).done
             if done is not None:
                 wanted = ended.copy()
                 first = index * len(ended)
