@@ -201,24 +201,31 @@ def check_prompt_steps_and_a_draft(
     want: Any,
     chunk: int | None = None,
     atol: float = 1e-5,
+    dtype: str = "float32",
+    *,
+    lengths: tuple[int, int] = (5, 3),
+    n_steps: int = 1,
+    n_drafted: int = 2,
+    last: tuple[int, int] = (1, -1),
 ) -> None:
-    """Rows of different lengths, then steps, then a draft of which one row keeps nothing, give the
-    logits ``want [2, T, V]`` of the whole rows ``tokens [2, T]``."""
-    cfg = lm.config
-    lengths = as_jax([5, 3])
-    cache = jl.init_cache(cfg, 2, 16, dtype=jnp.float32)
-    scores, cache = jl.prefill(cfg, lm.params, tokens[:, :5], lengths, cache, chunk=chunk)
-    np.testing.assert_allclose(scores, want[[0, 1], [4, 2]], atol=atol)
-    newest = as_jax([tokens[0, 5], tokens[1, 3]])
-    scores, cache = jl.decode_step(cfg, lm.params, newest, cache)
-    np.testing.assert_allclose(scores, want[[0, 1], [5, 3]], atol=atol)
-    drafted = as_jax([tokens[0, 6:8], tokens[1, 4:6]])
-    scores, proposal = jl.verify_step(cfg, lm.params, drafted, as_jax([2, 2]), cache)
-    np.testing.assert_allclose(scores, [want[0, 6:8], want[1, 4:6]], atol=atol)
-    cache = jl.commit(proposal, as_jax([1, -1]))
-    newest = as_jax([tokens[0, 8], tokens[1, 4]])
-    scores, cache = jl.decode_step(cfg, lm.params, newest, cache)
-    np.testing.assert_allclose(scores, want[[0, 1], [8, 4]], atol=atol)
+    """Rows of different lengths, then steps, then a draft of which a row keeps the tokens up to its
+    ``last``, or nothing, give the logits ``want [2, T, V]`` of the whole rows ``tokens [2, T]``."""
+    cfg, rows, at = lm.config, np.arange(2), np.asarray(lengths)
+    cache = jl.init_cache(cfg, 2, tokens.shape[1] + 8, dtype=dtype)
+    given = tokens[:, : max(lengths)]
+    scores, cache = jl.prefill(cfg, lm.params, given, as_jax(lengths), cache, chunk=chunk)
+    np.testing.assert_allclose(scores, want[rows, at - 1], atol=atol)
+    for _ in range(n_steps):
+        scores, cache = jl.decode_step(cfg, lm.params, as_jax(tokens[rows, at]), cache)
+        np.testing.assert_allclose(scores, want[rows, at], atol=atol)
+        at = at + 1
+    drafted = rows[:, None], at[:, None] + np.arange(n_drafted)
+    counts = as_jax([n_drafted] * 2)
+    scores, proposal = jl.verify_step(cfg, lm.params, as_jax(tokens[drafted]), counts, cache)
+    np.testing.assert_allclose(scores, want[drafted], atol=atol)
+    cache, at = jl.commit(proposal, as_jax(last)), at + np.asarray(last) + 1
+    scores, _ = jl.decode_step(cfg, lm.params, as_jax(tokens[rows, at]), cache)
+    np.testing.assert_allclose(scores, want[rows, at], atol=atol)
 
 
 def shrunk(cfg: ModelConfig) -> ModelConfig:
