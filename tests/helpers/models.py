@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -22,6 +23,9 @@ from jaxllama.config import (
     RopeConfig,
 )
 from jaxllama.model.cache import init_pages
+from jaxllama.offload.policy import Policy
+from jaxllama.placement import Placement
+from jaxllama.quantization.sites import fold, sites
 from tests.helpers.arrays import as_jax
 from tests.helpers.seeded import seeded_params
 
@@ -226,6 +230,46 @@ def check_prompt_steps_and_a_draft(
     cache, at = jl.commit(proposal, as_jax(last)), at + np.asarray(last) + 1
     scores, _ = jl.decode_step(cfg, lm.params, as_jax(tokens[rows, at]), cache)
     np.testing.assert_allclose(scores, want[rows, at], atol=atol)
+
+
+def check_gradients(lm: jl.LanguageModel, tokens: np.ndarray) -> None:
+    """Gradients of logits reach every parameter, and are finite."""
+    lengths = jnp.full(len(tokens), tokens.shape[1], jnp.int32)
+    loss = lambda p: jnp.mean(jl.logits(lm.config, p, tokens, lengths) ** 2)  # noqa: E731
+    found = jax.device_get(jax.jit(jax.grad(loss))(lm.params))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(found):
+        assert np.isfinite(leaf).all() and np.any(leaf), path
+
+
+def check_folded_scales(cfg: ModelConfig, params: Any) -> None:
+    """Scales of channels, which AWQ and SmoothQuant fold, leave a model's function alone."""
+    tokens, lengths = np.asarray(tokens_of(cfg, 1, 12)), np.array([12], np.int32)
+    want, rng = jl.logits(cfg, params, tokens, lengths), np.random.default_rng(0)
+    for index, part in enumerate(cfg.layers):
+        scales = {
+            site.name: np.exp(rng.standard_normal(site.n_channels)).astype(np.float32)
+            for site in sites(part)
+            if site.source
+        }
+        layer = jax.jit(functools.partial(fold, part))(params[f"layer_{index}"], scales)
+        params = {**params, f"layer_{index}": layer}
+    assert relative_error(jl.logits(cfg, params, tokens, lengths), want) < 1e-4
+
+
+def check_offloaded(
+    policy: str, cfg: ModelConfig, params: Any, **options: Any
+) -> tuple[list[list[int]], jl.LanguageModel, list[jl.Generation]]:
+    """A model under a policy gives the tokens of a resident one.
+
+    options: of ``Placement``.  Returns (prompts, the offloaded model, its answers).
+    """
+    prompts, cfg = [[5, 9, 4, 7, 11], [3], [8, 6, 5]], cfg.replace(eos_token_ids=())
+    place = Placement(Policy.parse(policy), jnp.float32, **options)
+    off = place.model(cfg, place.tree(jax.tree.map(np.asarray, params)), None)
+    want = jl.LanguageModel(cfg, params, None).generate(prompts, 8)
+    got = off.generate(prompts, 8)
+    assert [one.tokens for one in got] == [one.tokens for one in want]
+    return prompts, off, got
 
 
 def shrunk(cfg: ModelConfig) -> ModelConfig:
