@@ -52,8 +52,11 @@ class Phase:
 class Program:
     """The input from which a handler is generated: a name and fields that the emission may read.
 
-    arguments, results: numbers of buffers in a call.
+    arguments, results: numbers of buffers in a call, by default those of the class.
     """
+
+    n_arguments: ClassVar[int]
+    n_results: ClassVar[int]
 
     @property
     def name(self) -> str:
@@ -63,11 +66,11 @@ class Program:
 
     @property
     def arguments(self) -> int:
-        raise NotImplementedError
+        return self.n_arguments
 
     @property
     def results(self) -> int:
-        raise NotImplementedError
+        return self.n_results
 
     def phases(self, target: Target) -> Sequence[Phase]:
         raise NotImplementedError

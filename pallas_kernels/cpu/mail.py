@@ -105,13 +105,8 @@ class Await(Program):
 
     x: int
 
-    @property
-    def arguments(self) -> int:
-        return 2
-
-    @property
-    def results(self) -> int:
-        return 2
+    n_arguments = 2
+    n_results = 2
 
     def phases(self, target: Target) -> Sequence[Phase]:
         def waited(e: Emitter, call: CallFrame, _: Value) -> None:
@@ -135,13 +130,8 @@ class Answer(Program):
 
     y: int
 
-    @property
-    def arguments(self) -> int:
-        return 3
-
-    @property
-    def results(self) -> int:
-        return 1
+    n_arguments = 3
+    n_results = 1
 
     def phases(self, target: Target) -> Sequence[Phase]:
         def rows(e: Emitter, call: CallFrame) -> Value:
