@@ -256,6 +256,15 @@ def check_folded_scales(cfg: ModelConfig, params: Any) -> None:
     assert relative_error(jl.logits(cfg, params, tokens, lengths), want) < 1e-4
 
 
+def check_same(
+    got: list[jl.Generation], want: list[jl.Generation], atol: float = 1e-5, of: str = ""
+) -> None:
+    """The same tokens, and log-probabilities as near as ``atol``; ``of`` names a case."""
+    for one, other in zip(got, want, strict=True):
+        assert one.tokens == other.tokens, of
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=atol)
+
+
 def check_offloaded(
     policy: str, cfg: ModelConfig, params: Any, **options: Any
 ) -> tuple[list[list[int]], jl.LanguageModel, list[jl.Generation]]:
