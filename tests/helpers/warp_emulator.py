@@ -189,20 +189,29 @@ Operand = Callable[[Block, dict[str, Any]], Any]
 
 def names_of(code: str) -> list[str]:
     """Return the instructions' names in PTX text; labels, jumps and declarations are left out."""
-    return [name for name, _, _ in _statements(code)]
+    return [name for name, *_ in statements(code)]
 
 
-def _statements(code: str) -> list[tuple[str, list[str], str | None]]:
-    """(name, operands, predicate) of each instruction."""
+@functools.cache
+def statements(code: str) -> tuple[tuple[str, tuple[str, ...], str | None, bool], ...]:
+    """(name, operands, predicate, whether it is negated) of each instruction."""
     found = []
-    for line in re.sub(r"^\{ (?=\.reg)| \}$", "", code.strip()).split(";"):
-        line = re.sub(r"^(\s*\w+:(?!:))+", "", line).strip()
-        guard = re.match(r"@(\w+) ", line)
+    text = re.sub(r"^\{|(?<=[;\s])\}$", "", code.strip()).strip()
+    for line in text.split(";"):
+        line = re.sub(r"^(\s*\w+:(?!:))+", "", line.strip().lstrip("{").strip()).strip()
+        guard = re.match(r"@(!?)([$\w]+)\s+", line)
         name, _, rest = line[guard.end() if guard else 0 :].partition(" ")
-        if name and name not in (".reg", "bra"):
-            operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^\s,]+", rest)
-            found.append((name, operands, guard and guard[1]))
-    return found
+        if not name or name in (".reg", "bra", "}"):
+            continue
+        rest = re.sub(r"\((.*?)\)( . \w+)?$", _evaluated, rest)
+        operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^\s,]+", rest)
+        found.append((name, tuple(operands), guard and guard[2], bool(guard and guard[1])))
+    return tuple(found)
+
+
+def _evaluated(found: re.Match) -> str:
+    """A constant expression, such as ``(0xf0 & 0xcc) ^ 0xaa``."""
+    return str(eval(found[0], {"__builtins__": {}}))
 
 
 def _operand(text: str) -> Operand:
@@ -226,11 +235,12 @@ def _operand(text: str) -> Operand:
 def _program(code: str) -> list[tuple[Callable, list[str], list[Operand], str | None]]:
     """(meaning, results, operands, predicate) of each instruction."""
     program = []
-    for name, operands, guard in _statements(code):
-        if name not in MEANING:
+    for name, operands, guard, negated in statements(code):
+        if name not in MEANING or negated:
             raise NotImplementedError(f"tests.helpers.instructions has no meaning for {name!r}")
-        results = [] if name in EFFECTS else re.findall(r"[$\w]+", operands.pop(0))
-        program.append((MEANING[name], results, [_operand(x) for x in operands], guard))
+        rest = list(operands)
+        results = [] if name in EFFECTS else re.findall(r"[$\w]+", rest.pop(0))
+        program.append((MEANING[name], results, [_operand(x) for x in rest], guard))
     return program
 
 

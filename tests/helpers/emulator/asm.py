@@ -24,7 +24,7 @@ from tests.helpers.emulator.machine import (
     in_flight,
 )
 from tests.helpers.instructions import EFFECTS, MEANING
-from tests.helpers.warp_emulator import Block, _operand
+from tests.helpers.warp_emulator import Block, _operand, statements
 
 U32 = np.uint32
 SIZES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "b32": 4, "u32": 4, "f32": 4, "b64": 8}
@@ -401,28 +401,6 @@ def _fragments(words, kind, depth: int) -> np.ndarray:
 
 
 # --- text ---
-
-
-@functools.cache
-def statements(code: str) -> tuple[tuple[str, tuple[str, ...], str | None, bool], ...]:
-    """(name, operands, predicate, whether it is negated) of each instruction."""
-    found = []
-    text = re.sub(r"^\{|\}$", "", code.strip()).strip()
-    for line in text.split(";"):
-        line = re.sub(r"^(\s*\w+:(?!:))+", "", line.strip().lstrip("{").strip()).strip()
-        guard = re.match(r"@(!?)([$\w]+)\s+", line)
-        name, _, rest = line[guard.end() if guard else 0 :].partition(" ")
-        if not name or name in (".reg", "bra", "}"):
-            continue
-        rest = re.sub(r"\((.*?)\)( . \w+)?$", _evaluated, rest)
-        operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^\s,]+", rest)
-        found.append((name, tuple(operands), guard and guard[2], bool(guard and guard[1])))
-    return tuple(found)
-
-
-def _evaluated(found: re.Match) -> str:
-    """A constant expression, such as ``(0xf0 & 0xcc) ^ 0xaa``."""
-    return str(eval(found[0], {"__builtins__": {}}))
 
 
 def _read(text: str):
