@@ -6,7 +6,7 @@ and the routers are random and so large that tokens choose all experts about equ
 (``planner.trial.spread_routes``). Skewed use: the routers have a bias of ``-log(rank) / 2``, in an
 order of its own in each layer. A JSON line after each measurement. The parts:
 
-    decode    1 and 16 rows, even and skewed use that no table tells; an eighth of each layer's
+    decode    1 and 16 rows, even and skewed use that no table tells; 24 of each layer's 128
               experts have slots, which learn or stay; what the link reaches alone
     prompt    512 and 8,192 tokens
     cpu       the same where the CPU computes a part, and where it computes all; the rate at which
@@ -391,7 +391,7 @@ def on_device(tell: Report, cfg: ModelConfig, distinct: int, parts: set[str], sm
     """The parts ``decode`` and ``prompt``."""
     host = Host(cfg, False, distinct)
     tell("pinned layers", lambda: distinct)
-    policy = Policy.parse(f"{EVERY} experts=12.5/87.5 gpu_batch_size=16")
+    policy = Policy.parse(f"{EVERY} experts=18.75/81.25 gpu_batch_size=16")
 
     def few(count: int, learns: bool, work: Callable[..., Any], *how: Any) -> Callable[[], Any]:
         """Return a call for the programs of the first layers, of a model of its own."""
@@ -405,7 +405,7 @@ def on_device(tell: Report, cfg: ModelConfig, distinct: int, parts: set[str], sm
 
     lengths = (64, 128) if small else (512, LONG)
     if "decode" in parts:
-        calls = [few(SPAN, True, decode, 1, 2, 1), few(SPAN, False, decode, 1, 2, 1)]
+        calls = [few(2 * SPAN, True, decode, 1, 2, 1), few(2 * SPAN, False, decode, 1, 2, 1)]
         tell("warm, 1 row", together, calls)
         lm = host.model(policy)
         forget(lm, learns=False)
@@ -417,7 +417,7 @@ def on_device(tell: Report, cfg: ModelConfig, distinct: int, parts: set[str], sm
         tell("decode 1, skewed, learned", decode, uneven, 1, 2 * WARM)
         del lm, uneven
         tell("GB/s of the link", link, host)
-    calls = [few(SPAN, True, decode, 16, 2, 1)] if "decode" in parts else []
+    calls = [few(2 * SPAN, True, decode, 16, 2, 1)] if "decode" in parts else []
     if "prompt" in parts:
         calls += [few(2, True, prompt, length) for length in lengths]
     tell("warm, prompts and 16 rows", together, calls)
@@ -437,7 +437,7 @@ def with_cpu(tell: Report, cfg: ModelConfig, distinct: int, small: bool) -> None
     host = Host(cfg, True, distinct)
     tell("pinned layers, in the CPU's layout", lambda: distinct)
     tell("GB/s of the host's memory", memory, host)
-    lm = host.model(Policy.parse(f"{EVERY} experts=12.5/87.5 gpu_batch_size=16"))
+    lm = host.model(Policy.parse(f"{EVERY} experts=18.75/81.25 gpu_batch_size=16"))
     length = 64 if small else 512
     shared = [(costs, changed(lm, cpu_expert=costs[0], cpu_token=costs[1])) for costs in COSTS]
     (_, first), alone, uneven = shared[0], changed(lm, **ON_CPU), skewed(shared[0][1])
