@@ -36,7 +36,7 @@ def gather(
     """As ``words.gather``; sizes: bytes of a row of each array, multiples of 16."""
     record = jax.ShapeDtypeStruct((sum(sizes) // 4,), jnp.uint32)
     out = {"records": (record,) * len(places)}
-    return _launch("gather_rows", {"arrays": arrays, "places": places}, out, sizes)[0]
+    return _launch({"arrays": arrays, "places": places}, out, sizes)[0]
 
 
 def scatter(
@@ -49,14 +49,12 @@ def scatter(
 
     def kernel(refs: Sequence[jax.Array]) -> list[jax.Array]:
         operands = {"arrays": refs, "places": places, "records": tuple(records)}
-        return _launch("scatter_rows", operands, {}, sizes)
+        return _launch(operands, {}, sizes)
 
     return in_place(kernel, arrays)[1]
 
 
-def _launch(
-    name: str, operands: Mapping[str, Any], out: Mapping[str, Any], sizes: Sequence[int]
-) -> list[Any]:
+def _launch(operands: Mapping[str, Any], out: Mapping[str, Any], sizes: Sequence[int]) -> list[Any]:
     n_rows, n_records = operands["arrays"][0].shape[0], len(operands["places"])
     is_loading = "records" in operands
     parts = min(-(-max(sizes) // (16 * THREADS)), PARTS)
@@ -101,7 +99,7 @@ def _launch(
         body,
         operands,
         out,
-        name=name,
+        name="copy_records",
         grid=n_records * parts,
         warpgroups=THREADS // 128,
         registers=True,
