@@ -1,17 +1,19 @@
 """A mixture whose experts lie one by one: ``python -m benchmarks.offload_experts [PART ...]``.
 
-gpt-oss-120b's shape, experts in MXFP4, in 16 GB of an H200. All experts are the same random bytes.
+gpt-oss-120b's shape, experts in MXFP4, in 16 GB of an H200; ``--model``, ``--scheme`` and ``--gb``
+name others for ``solver``. All experts are the same random bytes.
 ``--distinct`` layers have pinned experts of their own, and the others share them. The embedding
 and the routers are random and so large that tokens choose all experts about equally often
 (``planner.trial.spread_routes``). Skewed use: the routers have a bias of ``-log(rank) / 2``, in an
 order of its own in each layer. A JSON line after each measurement. The parts:
 
-    decode    1 and 16 rows, even and skewed use that no table tells; an eighth of each layer's
+    decode    1 and 16 rows, even and skewed use that no table tells; 24 of each layer's 128
               experts have slots, which learn or stay; what the link reaches alone
     prompt    512 and 8,192 tokens
     cpu       the same where the CPU computes a part, and where it computes all; the rate at which
               a handler reads the host's memory
-    solver    the solver's placement beside all loaded and all computed; predicted, measured
+    solver    the solver's placement beside all loaded and all computed; predicted, measured; and
+              prompts of 512 and 8,192 tokens under its placement for one row
     schemes   the CPU's experts beside its memory, in other schemes
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=0.114 python -m benchmarks.offload_experts decode prompt cpu
@@ -82,7 +84,7 @@ ON_CPU = {"cpu_expert": 1e-6, "cpu_token": 0.0}
 COSTS = ((0.5, 0.15), (0.8, 0.2), (0.3, 0.1))  # of an expert on the CPU, and of each further token
 SPREAD, WARM, LONG = Sampling(temperature=100.0), 40, 8192
 CAPACITY = 128  # tokens of a row that decodes: one number, so that phases share programs
-BUDGET, DEPTH = 16 * 10**9, 4  # bytes; layers of the model that is calibrated
+DEPTH = 4  # layers of the model that is calibrated
 Views = dict[int, tuple[jax.Array, ...]]
 BYTES = 450e6  # of experts; more than the last-level cache that one of many machines may use
 
@@ -90,12 +92,12 @@ BYTES = 450e6  # of experts; more than the last-level cache that one of many mac
 class Host:
     """The experts of all layers in pinned memory, from which models of any placement are made."""
 
-    def __init__(self, cfg: ModelConfig, computes: bool, first: int) -> None:
+    def __init__(self, cfg: ModelConfig, computes: bool, first: int, scheme: str = SCHEME) -> None:
         """Pin the experts of the ``first`` layers, which the others share until they are pinned."""
         self.cfg, self.computes, self.dtype = cfg, computes, default_dtype()
-        self.place = Placement(Policy.parse("100 0 100 0 100 0"), self.dtype, SCHEME)
+        self.place = Placement(Policy.parse("100 0 100 0 100 0"), self.dtype, scheme)
         self.store = self.place.store
-        self.shapes = weight_shapes(cfg, self.dtype, SCHEME)
+        self.shapes = weight_shapes(cfg, self.dtype, scheme)
         dense = self.place.model(cfg, self._dense(self.shapes), None).params
         self.params = spread_routes(dense, cfg)
         own = self.shapes["layer_0"]["mlp"]  # the weights are those of one expert
@@ -165,7 +167,7 @@ class Host:
             own = self.params[f"layer_{layer}"]
             mlp = dict(own["mlp"])
             for name in EXPERTS:
-                mlp[name] = {**mlp[name], "weight": self._tensor(layer, name, where[layer])}
+                mlp[name] = {**mlp.get(name, {}), "weight": self._tensor(layer, name, where[layer])}
             if bias is not None:
                 mlp["router"] = {**mlp["router"], "bias": jnp.asarray(bias[layer], self.dtype)}
             params[f"layer_{layer}"] = {**own, "mlp": mlp}
@@ -391,7 +393,7 @@ def on_device(tell: Report, cfg: ModelConfig, distinct: int, parts: set[str], sm
     """The parts ``decode`` and ``prompt``."""
     host = Host(cfg, False, distinct)
     tell("pinned layers", lambda: distinct)
-    policy = Policy.parse(f"{EVERY} experts=12.5/87.5 gpu_batch_size=16")
+    policy = Policy.parse(f"{EVERY} experts=18.75/81.25 gpu_batch_size=16")
 
     def few(count: int, learns: bool, work: Callable[..., Any], *how: Any) -> Callable[[], Any]:
         """Return a call for the programs of the first layers, of a model of its own."""
@@ -405,7 +407,7 @@ def on_device(tell: Report, cfg: ModelConfig, distinct: int, parts: set[str], sm
 
     lengths = (64, 128) if small else (512, LONG)
     if "decode" in parts:
-        calls = [few(SPAN, True, decode, 1, 2, 1), few(SPAN, False, decode, 1, 2, 1)]
+        calls = [few(2 * SPAN, True, decode, 1, 2, 1), few(2 * SPAN, False, decode, 1, 2, 1)]
         tell("warm, 1 row", together, calls)
         lm = host.model(policy)
         forget(lm, learns=False)
@@ -417,7 +419,7 @@ def on_device(tell: Report, cfg: ModelConfig, distinct: int, parts: set[str], sm
         tell("decode 1, skewed, learned", decode, uneven, 1, 2 * WARM)
         del lm, uneven
         tell("GB/s of the link", link, host)
-    calls = [few(SPAN, True, decode, 16, 2, 1)] if "decode" in parts else []
+    calls = [few(2 * SPAN, True, decode, 16, 2, 1)] if "decode" in parts else []
     if "prompt" in parts:
         calls += [few(2, True, prompt, length) for length in lengths]
     tell("warm, prompts and 16 rows", together, calls)
@@ -437,7 +439,7 @@ def with_cpu(tell: Report, cfg: ModelConfig, distinct: int, small: bool) -> None
     host = Host(cfg, True, distinct)
     tell("pinned layers, in the CPU's layout", lambda: distinct)
     tell("GB/s of the host's memory", memory, host)
-    lm = host.model(Policy.parse(f"{EVERY} experts=12.5/87.5 gpu_batch_size=16"))
+    lm = host.model(Policy.parse(f"{EVERY} experts=18.75/81.25 gpu_batch_size=16"))
     length = 64 if small else 512
     shared = [(costs, changed(lm, cpu_expert=costs[0], cpu_token=costs[1])) for costs in COSTS]
     (_, first), alone, uneven = shared[0], changed(lm, **ON_CPU), skewed(shared[0][1])
@@ -458,13 +460,15 @@ def with_cpu(tell: Report, cfg: ModelConfig, distinct: int, small: bool) -> None
     tell(f"with CPU: prompt {length}", prompt, first, length)
 
 
-def solver(tell: Report, cfg: ModelConfig, distinct: int, small: bool) -> None:
+def solver(
+    tell: Report, cfg: ModelConfig, distinct: int, small: bool, scheme: str, gb: float
+) -> None:
     """The part ``solver``: predictions are of costs measured with four layers without windows."""
     assert cfg.experts is not None
     computes = unavailable() is None
-    host, dtype = Host(cfg, computes, distinct), default_dtype()
-    settings = PlannerSettings(dtype, dtype, SCHEME)
-    total = int(0.96 * BUDGET)  # the rest is for the allocator's gaps
+    host, dtype = Host(cfg, computes, distinct, scheme), default_dtype()
+    settings = PlannerSettings(dtype, dtype, scheme)
+    total = int(0.96e9 * gb)  # the rest is for the allocator's gaps
     if small:
         each = sum(layout.nbytes for layout in host.layouts.values())
         total = int(0.6 * each * cfg.n_layers * cfg.experts.n_experts) + 4 * 1024 * 128 * 4
@@ -518,7 +522,12 @@ def solver(tell: Report, cfg: ModelConfig, distinct: int, small: bool) -> None:
                 use.save(path)
             for rows in EXPERT_ROWS:
                 name, policy = f"{kind}, {rows} rows", planned(rows, path)
-                tell(f"{name}, solver", compared, policy, rows, host.model(policy, use, bias))
+                lm = host.model(policy, use, bias)
+                tell(f"{name}, solver", compared, policy, rows, lm)
+                for length in (64, 128) if small else (512, LONG):
+                    if rows == EXPERT_ROWS[0] and bias is None:
+                        tell(f"warm, prompt {length}", prompt, lm, length)
+                        tell(f"solver, prompt {length}", prompt, lm, length)
                 cold = Policy.parse(f"{EVERY} gpu_batch_size={rows} experts=0/100")
                 cold = dataclasses.replace(cold, expert_use=path)
                 lm = host.model(cold, use, bias)
@@ -551,9 +560,12 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds")
     parser.add_argument("--distinct", type=int, default=2)
+    parser.add_argument("--model", default="gpt-oss-120b")
+    parser.add_argument("--scheme", default=SCHEME)
+    parser.add_argument("--gb", type=float, default=16.0, help="of the device, for solver")
     args = parser.parse_args()
     enable_compilation_cache()
-    cfg = load_config("gpt-oss-120b").replace(eos_token_ids=())
+    cfg = load_config(args.model).replace(eos_token_ids=())
     assert cfg.experts is not None
     if args.small:
         experts = dataclasses.replace(cfg.experts, d_ff=128, n_experts=64)
@@ -567,7 +579,7 @@ def main() -> None:
     if "cpu" in parts and unavailable() is None:
         with_cpu(tell, cfg, args.distinct, args.small)
     if "solver" in parts:
-        solver(tell, cfg, args.distinct, args.small)
+        solver(tell, cfg, args.distinct, args.small, args.scheme, args.gb)
     if "schemes" in parts:
         schemes(tell)
 

@@ -32,6 +32,8 @@ from pallas_kernels.dispatch import device_of
 # Rows of a block, by whether the device is a CPU.  A GPU's products of 512 rows take most of its
 # rate, and their kernels still read the weights at the memory's rate where there are few rows.
 _ROWS = {True: 32, False: 512}
+# Largest number of blocks that are no loop, as a CUDA graph has no loop that stacks results.
+_UNROLLED = {True: 1, False: 4}
 # Tokens.  Keys are then divided by the length of a row, and not by the cache that it lies in.
 _CAPACITY = 2048
 
@@ -56,7 +58,11 @@ def has_fixed_sums() -> bool:
 
 def block_rows() -> int:
     """Return the rows of a block on the device on which new arrays are placed."""
-    return _ROWS[device_of(()).platform == "cpu"]
+    return _ROWS[_is_on_cpu()]
+
+
+def _is_on_cpu() -> bool:
+    return device_of(()).platform == "cpu"
 
 
 def planned_rows(rows: int) -> int:
@@ -134,11 +140,14 @@ def by_blocks(
     blocks = [blocks_of(leaf) for leaf in leaves if leaf.ndim]
     # XLA chooses an algorithm for a product with all that it fuses, so nothing else may be part.
     alone = lambda block: barrier(one(*barrier((block, weights))))  # noqa: E731
-    # A CUDA graph has no loop that stacks results, so one block is no loop.
-    out = alone([leaf[0] for leaf in blocks]) if count == 1 else lax.map(alone, blocks)
+    if count > _UNROLLED[_is_on_cpu()]:
+        out = lax.map(alone, blocks)
+    else:
+        found = [alone([leaf[index] for leaf in blocks]) for index in range(count)]
+        out = jax.tree.map(lambda *parts: jnp.stack(parts), *found)
 
     def rows_of(leaf: jax.Array) -> jax.Array:
-        inner = leaf.shape[axes + (count > 1) :]
+        inner = leaf.shape[axes + 1 :]
         return leaf.reshape(count * size, *inner)[:rows].reshape(*lead, *inner)
 
     return jax.tree.map(rows_of, out)

@@ -514,6 +514,14 @@ def store_global(base: Value, values: Value | Sequence[Value], at: int = 0) -> N
         _store("global", base, values, at)
 
 
+def store_four(base: Value, words: Sequence[Value], condition: Value, at: int = 0) -> None:
+    """Store 16 bytes at ``base + at`` where the condition holds, without a branch."""
+    kind = "f32" if type_of(words[0]) == f32() else "b32"
+    test = "{ .reg .pred q; setp.ne.u32 q, $5, 0; "
+    code = f"{test}@q st.global.v4.{kind} [$0+{at}], {{$1, $2, $3, $4}}; }}"
+    ptx(code, base, *words, unsigned(condition))
+
+
 def load_address(base: Value, at: int = 0) -> Value:
     """Load an i64 address from a table that no kernel writes; allowed before ``await_kernel``."""
     return ptx(f"ld.global.nc.b64 $0, [$1+{at}];", base, results=i64())

@@ -447,19 +447,23 @@ class ResolvedOptions:
 
     def rows(self, width: int) -> int:
         """Return the number of a part's prompts in a prefill call of ``width`` tokens a row."""
-        tokens = self.piece if self.deterministic else min(self.token_budget, PREFILL_TOKENS)
-        return _rows(self.prefill_rows, width, tokens)
+        tokens = min(self.token_budget, PREFILL_TOKENS)
+        if not self.deterministic:
+            return _rows(self.prefill_rows, width, tokens)
+        many = _rows(min(self.prefill_rows, self.max_slots), width, tokens)
+        return max(many, self.piece // width)
 
     def row_counts(self, width: int) -> list[int]:
         """Return a part's row counts in the prefill calls of this width.
 
         They are one, a quarter, half and all of ``rows``. On a CPU, whose calls are small, they are
-        one and all. A deterministic engine has all alone: its calls fill a block of
-        ``fixed_sums``, so a prompt's bits do not depend on how many others are read beside it.
+        one and all. The calls of a deterministic engine fill one block of ``fixed_sums``, two, or
+        as many as ``rows``. Fewer prompts than a block has room for cost as much as a block.
         """
         most = self.rows(width)
         if self.deterministic:
-            return [most]
+            block = self.piece // width
+            return sorted({block, min(2 * block, most), most})
         if jax.default_backend() == "cpu":
             return sorted({1, most})
         return sorted({1, -(-most // 4), -(-most // 2), most})

@@ -15,8 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +25,11 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxllama.engine.batch import BatchState
 from jaxllama.errors import JaxLlamaError
+from jaxllama.model.cache import LayerState
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.typing import LocalDevice, Tree
-from pallas_kernels.qtensor import packed_bytes
 from pallas_kernels.rounding import NIBBLES
-from pallas_kernels.rows.words import set_rows, words_of
+from pallas_kernels.rows.words import gather, row_bytes, scatter
 
 FORMAT = 1  # of the bytes of a record
 
@@ -48,55 +47,42 @@ def state_leaves(slots: BatchState) -> list[jax.Array]:
 
 def record_bytes(leaves: Sequence[jax.Array]) -> int:
     """Return the bytes of one row of these arrays."""
-    return sum(packed_bytes(math.prod(leaf.shape[1:]), leaf.dtype) for leaf in leaves)
+    return sum(map(row_bytes, leaves))
 
 
 @jax.jit
 def save(leaves: Sequence[jax.Array], rows: jax.Array) -> tuple[jax.Array, ...]:
     """Return the records of these rows of the arrays, uint32."""
-    parts = [words_of(jnp.take(leaf, rows, axis=0, mode="clip")) for leaf in leaves]
-    data = jnp.concatenate(parts, axis=1)
-    return tuple(data[index] for index in range(len(rows)))
+    return gather(leaves, rows)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def load_pages(slots: BatchState, pages: jax.Array, records: Sequence[jax.Array]) -> BatchState:
-    new = _values(records, page_leaves(slots))
-    layers = tuple(
-        _put(layer, pages, new) if isinstance(layer, KVCache) else layer
-        for layer in slots.cache.layers
-    )
-    return slots.with_layers(layers)
+    layers = slots.cache.layers
+    paged = tuple(layer if isinstance(layer, KVCache) else None for layer in layers)
+    return slots.with_layers(_joined(_put(paged, pages, records), layers))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def load_state(slots: BatchState, where: jax.Array, record: jax.Array) -> BatchState:
     """where: int32 ``[2]``, the slot and the row of the snapshots."""
-    new = list(_values([record], state_leaves(slots)))
-    snapshots = _put(slots.snapshots, where[1:], iter(new))
-    states = iter(new)
-    layers = tuple(
-        state if known is None else _put(state, where[:1], states)
-        for known, state in zip(slots.snapshots, slots.cache.layers, strict=True)
-    )
-    return dataclasses.replace(slots.with_layers(layers), snapshots=snapshots)
+    layers = slots.cache.layers
+    kept = zip(slots.snapshots, layers, strict=True)
+    states = tuple(None if known is None else state for known, state in kept)
+    slots = slots.with_layers(_joined(_put(states, where[:1], [record]), layers))
+    return dataclasses.replace(slots, snapshots=_put(slots.snapshots, where[1:], [record]))
 
 
-def _values(records: Sequence[jax.Array], leaves: Sequence[jax.Array]) -> Iterator[jax.Array]:
-    """Yield the words ``[n, size]`` of the records, in the order of ``leaves``."""
-    data = lax.empty((len(records), *records[0].shape), jnp.uint32)
-    for row, record in enumerate(records):  # copies by the driver; concatenation moves single words
-        data = lax.dynamic_update_slice(data, record[None], (row, 0))
-    begin, data = 0, lax.optimization_barrier(data)
-    for leaf in leaves:
-        end = begin + record_bytes([leaf]) // 4
-        yield data[:, begin:end]
-        begin = end
+def _put(tree: Tree, rows: jax.Array, records: Sequence[jax.Array]) -> Tree:
+    """Write records to these rows of the tree's arrays."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(scatter(leaves, rows, records))
 
 
-def _put(tree: Tree, rows: jax.Array, new: Iterator[jax.Array]) -> Tree:
-    """Write the next words of ``new`` to these rows of the tree's arrays."""
-    return jax.tree.map(lambda leaf: set_rows(leaf, rows, next(new)), tree)
+def _joined(new: Sequence[LayerState | None], old: Sequence[LayerState]) -> tuple[LayerState, ...]:
+    """Return the new layers, and old ones instead of None."""
+    pairs = zip(new, old, strict=True)
+    return tuple(layer if layer is not None else before for layer, before in pairs)
 
 
 class Memories:

@@ -2,7 +2,7 @@
 
     tiers.root(weights, cache_key) -> key      of the empty prefix; ``after(key, tokens)`` goes on
     tiers.has(key)                             whether a tier has the record of this key
-    tiers.fetch(key) -> Future[record | None]  None if it cannot be read after all
+    tiers.fetch(keys) -> [record, ...]         or a Future of one that is read from disk
     tiers.put(key, record)                     a record that a device gave
 
 A record is what one page, or one snapshot of the states, keeps of its tokens: bytes in host memory.
@@ -157,21 +157,25 @@ class Tiers:
                 return "disk"
         return "disk" if self.files is not None and self.files.find(key) else None
 
-    def fetch(self, key: bytes) -> Future[Record | None]:
-        """Return the record when it is in host memory; None for one that cannot be read."""
+    def fetch(self, keys: Sequence[bytes]) -> list[Record | Future[Record | None]]:
+        """Return the records that are in host memory, and for each other one when it is there.
+
+        None stands for one that cannot be read.
+        """
+        found = list[Record | None]()
         with self._lock:
-            record, is_ahead = self._host.get(key), key in self._ahead
-            self._ahead.discard(key)
-            if record is not None:
-                self._host.move_to_end(key)
-            else:
-                record = self._unwritten.get(key)  # it has left, and waits for the disk
-            if record is not None:
-                self._count("disk" if is_ahead else "host", record.nbytes)
-                return _done(record)
-        future = self._read(key)
-        future.add_done_callback(self._count_read)
-        return future
+            for key in keys:
+                record, is_ahead = self._host.get(key), key in self._ahead
+                self._ahead.discard(key)
+                if record is not None:
+                    self._host.move_to_end(key)
+                else:
+                    record = self._unwritten.get(key)  # it has left, and waits for the disk
+                if record is not None:
+                    self._count("disk" if is_ahead else "host", record.nbytes)
+                found.append(record)
+        pairs = zip(keys, found, strict=True)
+        return [self._from_disk(key) if record is None else record for key, record in pairs]
 
     def prefetch(self, keys: Iterable[bytes]) -> None:
         """Begin to read these records from disk, as many as half of the host's memory holds."""
@@ -257,6 +261,11 @@ class Tiers:
         if record is not None:
             with self._lock:
                 self._count("disk", record.nbytes)
+
+    def _from_disk(self, key: bytes) -> Future[Record | None]:
+        future = self._read(key)
+        future.add_done_callback(self._count_read)
+        return future
 
     def _read(self, key: bytes) -> Future[Record | None]:
         with self._lock:

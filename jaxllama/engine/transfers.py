@@ -131,23 +131,25 @@ class Transfers:
 
     def _fetch(self, group: Group) -> None:
         """Move a group to the device when all of its records are in host memory."""
-        records = [self.tiers.fetch(key) for key in group.keys]
-        waiting = [len(records)]
+        found = self.tiers.fetch(group.keys)
+        reads = [record for record in found if isinstance(record, Future)]
+        waiting = [len(reads) + 1]
 
-        def on_record(record: Future[Record | None]) -> None:
+        def on_record(read: Future[Record | None] | None) -> None:
             with self._lock:
                 waiting[0] -= 1
                 is_last = not waiting[0]
             if is_last and not self._is_closed:
-                self._in.submit(self._move, group, records)
+                self._in.submit(self._move, group, found)
 
-        for record in records:
-            record.add_done_callback(on_record)
+        for read in reads:
+            read.add_done_callback(on_record)
+        on_record(None)
 
-    def _move(self, group: Group, futures: Sequence[Future[Record | None]]) -> None:
+    def _move(self, group: Group, found: Sequence[Record | Future[Record | None]]) -> None:
         moved = None
         try:
-            records = [future.result() for future in futures]
+            records = [x.result() if isinstance(x, Future) else x for x in found]
             missing = [
                 key for key, record in zip(group.keys, records, strict=True) if record is None
             ]

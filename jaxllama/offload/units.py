@@ -19,8 +19,9 @@ from jaxllama.offload.policy import Policy
 from jaxllama.typing import Params, ParamsDict
 
 Kind = Literal["embed", "layer", "mix", "feed", "span", "head"]
-# Most layers of a span.  The host updates a span's CUDA graph while the one before it runs, and
-# nothing runs beside the first: 731 us a layer in spans of 1, 610 of 2, 579 of 4, 702 of 12 (H200).
+# Most layers of a span.  The host updates a span's CUDA graph while the one before it runs: 731 us
+# a layer in spans of 1, 610 of 2, 579 of 4, 702 of 12 (H200).  Nothing runs beside the first, so the
+# spans of the first ``SPAN`` layers are half as long.
 SPAN = 4
 _HALVES = {
     "mix": ("positions", "embed_norm", "mixer_norm", "mixer", "mixer_out_norm"),
@@ -117,8 +118,9 @@ def in_spans(
     for unit in units:
         own = kind(unit) if unit.kind == "layer" else None
         if own is not None:
-            if own == before and found[-1].count < SPAN:
-                found[-1] = dataclasses.replace(found[-1], count=found[-1].count + 1)
+            last = found[-1] if found and own == before else None
+            if last is not None and last.count < (SPAN // 2 if last.layer < SPAN else SPAN):
+                found[-1] = dataclasses.replace(last, count=last.count + 1)
                 continue
             unit = ModelUnit("span", unit.layer)
         found.append(unit)

@@ -46,12 +46,13 @@ def plan(w: CpuWeight, n_pairs: int, swiglu: bool) -> CpuPlan | Reason:
     """
     if reason := jit.unavailable():
         return reason
-    return GroupedPlan(_program(w, n_pairs, w.shape[0], swiglu), jit.host().name)
+    return GroupedPlan(grouped_program(w, n_pairs, w.shape[0], swiglu), jit.host().name)
 
 
-def _program(
+def grouped_program(
     w: CpuWeight, n_pairs: int, n_experts: int, swiglu: bool, apart: bool = False
 ) -> GroupedMatmul:
+    """Return the program of a weight ``[E, N, K]``; swiglu: as for ``plan``."""
     mean = -(-n_pairs // n_experts)
     rows = next(r for r in (1, 2, 4, 8) if r >= min(mean, jit.host().rows))
     is_fused = swiglu and w.shape[1] % (2 * TILE) == 0
@@ -83,7 +84,7 @@ def run_apart(
     w: any expert ``[1, N, K]``, of which only the shape is read.
     n_experts: from which the pairs were chosen.
     """
-    program = _program(w, len(x), n_experts, swiglu, apart=True)
+    program = grouped_program(w, len(x), n_experts, swiglu, apart=True)
     return _called(program, x, w, addresses, starts), program.swiglu
 
 
@@ -110,16 +111,16 @@ class GroupedMatmul(Matmul):
         rounded = super().phases(target)[0]
 
         def multiplied(e: Emitter, call: CallFrame, i: Value) -> None:
-            _TilesOfExperts(self, e, call).chunk(i)
+            TilesOfExperts(self, e, call).chunk(i)
 
         def runs(e: Emitter, call: CallFrame) -> Value:
-            body = _TilesOfExperts(self, e, call)
+            body = TilesOfExperts(self, e, call)
             return body.experts * body.runs
 
         return [rounded, Phase(runs, multiplied)]
 
 
-class _TilesOfExperts(TilesOfRows):
+class TilesOfExperts(TilesOfRows):
     """A run of one expert's tiles times that expert's rows."""
 
     def __init__(self, program: GroupedMatmul, e: Emitter, call: CallFrame) -> None:
@@ -139,15 +140,19 @@ class _TilesOfExperts(TilesOfRows):
     def part(self, argument: int) -> Value:
         return self.parts[argument] if self.parts else super().part(argument)
 
+    def addresses(self, expert: Value) -> Value:
+        """Where the addresses of a listed expert's parts lie."""
+        where = self.p.arguments - 2
+        stride = self.call.argument_dim(where, 1) * 8
+        return self.e.at(self.call.argument(where), expert * stride)
+
     def chunk(self, i: Value) -> None:
         e, b, rows = self.e, self.e.b, self.p.rows
         expert = i // self.runs
         first = (i - expert * self.runs) * self.run
         end = e.least(first + self.run, self.tiles)
         if self.apart:
-            where = self.p.arguments - 2
-            stride = self.call.argument_dim(where, 1) * 8
-            table = e.at(self.call.argument(where), expert * stride)
+            table = self.addresses(expert)
             for i in range(self.p.fused - 1):
                 word = e.load(table, e.I64, 8 * i, align=4)
                 self.parts[1 + i] = b.inttoptr(word, e.PTR)

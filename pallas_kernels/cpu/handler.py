@@ -7,10 +7,12 @@ A phase is a number of chunks and what one of them does.  The calling thread and
 pool take chunks from one counter; the next phase begins when all are done.  A chunk's result
 depends on its number alone, so it does not matter which thread takes it.
 
-The state of a phase lies in a slot of the module's own memory.  A slot counts the threads that may
-still read it.  The caller never waits for a helper to start, only for chunks that a helper has
-begun.  A helper that starts late finds no chunk and releases the slot.  The caller does all chunks
-if there is no free slot or no pool, or if the pool accepts no helper.
+The state of a call lies in a slot of the module's own memory.  A slot counts the threads that may
+still read it.  Helpers are asked for at the first phase of several chunks, and stay until the call
+ends, because waking a thread takes longer than many phases.  The caller never waits for a helper to
+start, only for chunks that a helper has begun.  A helper that starts late finds no chunk and
+releases the slot.  The caller does all chunks if there is no free slot or no pool, or if the pool
+accepts no helper.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ if TYPE_CHECKING:
     from pallas_kernels.cpu.target import Target
 
 SLOTS, SLOT = 64, 256
-# Offsets in a slot: the number of threads that may read it, the next chunk and the chunks done
-# (each in its own cache line).  Then the number of chunks, the call frame, the function of a chunk
-# and the number of threads that may take chunks.
+# Offsets in a slot: the number of threads that may read it, the phase (upper half) with its next
+# chunk (lower half), and the chunks done (each in its own cache line).  Then the number of chunks,
+# the call frame, the function of a chunk and the number of threads that may take chunks.
 REFS, NEXT, DONE, COUNT, FRAME, CHUNK, TAKERS = 0, 64, 128, 192, 200, 208, 216
+NO_CHUNK, ENDED = 0xFFFFFFFF, -1  # in NEXT: of this phase, which is being written; of any phase
+# Offsets in what the caller knows of its helpers: the slot, or null, and how many were asked for.
+SLOT_OF_CALL, ASKED = 0, 8
 # A thread takes consecutive chunks, so that its prefetches are for its own next chunk.  It takes
 # the chunks left, divided by SHARES for each thread.  It takes at most SPAN, because another
 # process may delay the thread.
@@ -75,6 +80,15 @@ class Program:
     def phases(self, target: Target) -> Sequence[Phase]:
         raise NotImplementedError
 
+    def rounds(self, e: Emitter, call: ffi.CallFrame) -> Value:
+        """Emit what runs once, before the phases; return how often these run (i64)."""
+        return e.i64(1)
+
+    @property
+    def spares(self) -> int:
+        """Threads of the pool that get no chunks."""
+        return 0
+
 
 @dataclasses.dataclass(frozen=True)
 class CpuPlan:
@@ -107,10 +121,12 @@ def emit(program: Program, target: Target, triple: str) -> ir.Module:
         made.linkage = "internal"
         return made, Emitter(ir.IRBuilder(made.append_basic_block("start")), target)
 
-    take = _emit_take(*function(chunk_type, "take"), chunk_type)
-    helper = _emit_helper(*function(ir.FunctionType(ir.VoidType(), [PTR]), "helper"), take)
-    parallel_type = ir.FunctionType(ir.VoidType(), [PTR, I64, PTR])
-    parallel = _emit_parallel(*function(parallel_type, "parallel"), slots, take, helper, chunk_type)
+    slot_type = ir.FunctionType(ir.VoidType(), [PTR])
+    take = _emit_take(*function(slot_type, "take"), chunk_type)
+    helper = _emit_helper(*function(slot_type, "helper"), take)
+    parallel_type = ir.FunctionType(ir.VoidType(), [PTR, I64, PTR, PTR])
+    parallel, e = function(parallel_type, "parallel")
+    _emit_parallel(parallel, e, slots, take, helper, chunk_type, program.spares)
     phases = []
     for i, phase in enumerate(program.phases(target)):
         count, e = function(ir.FunctionType(I64, [PTR]), f"count_{i}")
@@ -162,8 +178,19 @@ def _emit_entry(
             create = word(word(frame, ffi.API), ffi.ERROR_CREATE)
             args = _struct(e, 32, {16: e.opaque(words), 24: e.i64(ffi.INVALID_ARGUMENT)})
             b.ret(e.call_at(create, ir.FunctionType(PTR, [PTR]), args))
-    for count, chunk in phases:
-        b.call(parallel, [frame, b.call(count, [frame]), e.opaque(chunk)])
+    helpers = e.room(16)
+    e.store(null, helpers, SLOT_OF_CALL, align=8)
+    e.store(e.i64(0), helpers, ASKED, align=8)
+
+    def once(_: Value) -> None:
+        for count, chunk in phases:
+            b.call(parallel, [frame, b.call(count, [frame]), e.opaque(chunk), helpers])
+
+    e.loop(program.rounds(e, ffi.CallFrame(e, frame)), once)
+    slot = e.load(helpers, PTR, SLOT_OF_CALL, align=8)
+    with e.when(b.icmp_unsigned("!=", slot, null)):
+        b.atomic_rmw("xchg", e.at(slot, NEXT), e.i64(ENDED), "release")
+        b.atomic_rmw("sub", e.at(slot, REFS), e.i64(1), "release")
     b.ret(null)
 
 
@@ -183,30 +210,29 @@ def _struct(e: Emitter, size: int, fields: dict[int, Value]) -> Value:
 
 
 def _emit_take(take: ir.Function, e: Emitter, chunk_type: ir.FunctionType) -> ir.Function:
-    """take(slot, count): chunks, several that follow each other at a time, until there is none."""
+    """take(slot): the phase's chunks, several that follow each other at a time, until none is left.
+
+    The claim succeeds only in the phase of which the number of chunks was read.
+    """
     from pallas_kernels.cpu.emit import I64, PTR
 
-    b, (slot, count) = e.b, take.args
+    b, (slot,) = e.b, take.args
     look, some, work, end = (b.append_basic_block(name) for name in ("look", "some", "work", "end"))
-    frame, chunk = e.load(slot, PTR, FRAME, align=8), e.load(slot, PTR, CHUNK, align=8)
-    takers = e.load(slot, I64, TAKERS, align=8)
-    first = b.load_atomic(e.at(slot, NEXT), "monotonic", 8, typ=I64)
-    before = b.block
     b.branch(look)
     b.position_at_end(look)
-    i = b.phi(I64)
-    i.add_incoming(first, before)
+    word = b.load_atomic(e.at(slot, NEXT), "acquire", 8, typ=I64)
+    count = b.load_atomic(e.at(slot, COUNT), "acquire", 8, typ=I64)
+    takers = e.load(slot, I64, TAKERS, align=8)
+    i = word & NO_CHUNK
     b.cbranch(i < count, some, end)
     b.position_at_end(some)
-    span = e.least((count - i) // (takers * SHARES), e.i64(SPAN - 1))
-    after = i + (span + 1)
-    claimed = b.cmpxchg(e.at(slot, NEXT), i, after, "monotonic", "monotonic")
-    i.add_incoming(b.extract_value(claimed, 0), b.block)
+    span = e.least((count - i) // (takers * SHARES), e.i64(SPAN - 1)) + 1
+    claimed = b.cmpxchg(e.at(slot, NEXT), word, word + span, "monotonic", "monotonic")
     b.cbranch(b.extract_value(claimed, 1), work, look)
     b.position_at_end(work)
-    e.loop(after, lambda j: e.call_at(chunk, chunk_type, frame, j) and None, start=i)
-    b.atomic_rmw("add", e.at(slot, DONE), after - i, "release")
-    i.add_incoming(b.load_atomic(e.at(slot, NEXT), "monotonic", 8, typ=I64), b.block)
+    frame, chunk = e.load(slot, PTR, FRAME, align=8), e.load(slot, PTR, CHUNK, align=8)
+    e.loop(i + span, lambda j: e.call_at(chunk, chunk_type, frame, j) and None, start=i)
+    b.atomic_rmw("add", e.at(slot, DONE), span, "release")
     b.branch(look)
     b.position_at_end(end)
     b.ret_void()
@@ -216,10 +242,16 @@ def _emit_take(take: ir.Function, e: Emitter, chunk_type: ir.FunctionType) -> ir
 def _emit_helper(helper: ir.Function, e: Emitter, take: ir.Function) -> ir.Function:
     from pallas_kernels.cpu.emit import I64
 
-    slot = helper.args[0]
-    e.b.call(take, [slot, e.load(slot, I64, COUNT, align=8)])
-    e.b.atomic_rmw("sub", e.at(slot, REFS), e.i64(1), "release")
-    e.b.ret_void()
+    b, (slot,) = e.b, helper.args
+
+    def ended() -> Value:
+        b.call(take, [slot])
+        word = b.load_atomic(e.at(slot, NEXT), "acquire", 8, typ=I64)
+        return b.icmp_signed("==", word, e.i64(ENDED))
+
+    _emit_until(e, ended)
+    b.atomic_rmw("sub", e.at(slot, REFS), e.i64(1), "release")
+    b.ret_void()
     return helper
 
 
@@ -230,13 +262,14 @@ def _emit_parallel(
     take: ir.Function,
     helper: ir.Function,
     chunk_type: ir.FunctionType,
-) -> ir.Function:
-    """parallel(frame, count, chunk)."""
+    spares: int,
+) -> None:
+    """parallel(frame, count, chunk, helpers): a phase.  helpers: what the call has of them."""
     from llvmlite import ir
 
     from pallas_kernels.cpu.emit import I64, PTR
 
-    b, (frame, count, chunk) = e.b, parallel.args
+    b, (frame, count, chunk, helpers) = e.b, parallel.args
     null = ir.Constant(PTR, None)
     api, context = (e.load(frame, PTR, offset, align=8) for offset in (ffi.API, ffi.CONTEXT))
 
@@ -264,47 +297,62 @@ def _emit_parallel(
         threads = e.opaque(b.alloca(I64))
     e.store(e.i64(1), threads, align=8)
     ask(ffi.NUM_THREADS, _struct(e, 32, {16: context, 24: threads}))
-    helpers = e.least(e.load(threads, I64, align=8), count)
-    helpers = helpers - 1
-    with e.when(helpers <= 0):
+    wanted = e.least(e.load(threads, I64, align=8) - spares, count) - 1
+    with e.when(wanted <= 0):
         alone()
-    # Claim a slot: itself and the helpers may look at it.
-    head, claim, more = (b.append_basic_block(name) for name in ("head", "claim", "more"))
-    before = b.block
-    b.branch(head)
-    b.position_at_end(head)
-    i = b.phi(I64)
-    i.add_incoming(e.i64(0), before)
-    slot = e.at(e.opaque(slots), i * SLOT)
-    refs = helpers + 1
-    found = b.cmpxchg(e.at(slot, REFS), e.i64(0), refs, "acquire", "monotonic")
-    b.cbranch(b.extract_value(found, 1), claim, more)
-    b.position_at_end(more)
-    i.add_incoming(i + 1, more)
-    none = b.append_basic_block("none")
-    b.cbranch(i < SLOTS - 1, head, none)
-    b.position_at_end(none)
-    alone()
-    b.position_at_end(claim)
-    start = {NEXT: e.i64(0), DONE: e.i64(0), COUNT: count, FRAME: frame, CHUNK: chunk, TAKERS: refs}
-    for offset, value in start.items():
+    asked = e.load(helpers, I64, ASKED, align=8)
+    missing = b.select(wanted > asked, wanted - asked, e.i64(0))
+    with e.when(b.icmp_unsigned("==", e.load(helpers, PTR, SLOT_OF_CALL, align=8), null)):
+        head, more, none, claim = (
+            b.append_basic_block(name) for name in ("head", "more", "none", "claim")
+        )
+        before = b.block
+        b.branch(head)
+        b.position_at_end(head)
+        i = b.phi(I64)
+        i.add_incoming(e.i64(0), before)
+        free = e.at(e.opaque(slots), i * SLOT)
+        found = b.cmpxchg(e.at(free, REFS), e.i64(0), e.i64(1), "acquire", "monotonic")
+        b.cbranch(b.extract_value(found, 1), claim, more)
+        b.position_at_end(more)
+        i.add_incoming(i + 1, more)
+        b.cbranch(i < SLOTS - 1, head, none)
+        b.position_at_end(none)
+        alone()
+        b.position_at_end(claim)
+        b.atomic_rmw("xchg", e.at(free, NEXT), e.i64(NO_CHUNK), "monotonic")
+        e.store(free, helpers, SLOT_OF_CALL, align=8)
+    # A helper may look at any time, so it must not take this phase's number with the last phase's
+    # chunks.
+    slot = e.load(helpers, PTR, SLOT_OF_CALL, align=8)
+    phase = (e.load(slot, I64, NEXT, align=8) >> 32) + 1
+    b.atomic_rmw("xchg", e.at(slot, NEXT), (phase << 32) | NO_CHUNK, "monotonic")
+    b.atomic_rmw("xchg", e.at(slot, COUNT), count, "release")
+    takers = b.select(wanted > asked, wanted, asked) + 1
+    for offset, value in {DONE: e.i64(0), FRAME: frame, CHUNK: chunk, TAKERS: takers}.items():
         e.store(value, slot, offset, align=8)
+    b.atomic_rmw("xchg", e.at(slot, NEXT), phase << 32, "release")
+    b.atomic_rmw("add", e.at(slot, REFS), missing, "monotonic")
+    e.store(asked + missing, helpers, ASKED, align=8)
     schedule = _struct(e, 40, {16: context, 24: e.opaque(helper), 32: slot})
 
     def send(_: Value) -> None:
         with e.when(ask(ffi.SCHEDULE, schedule), likely=False):
             b.atomic_rmw("sub", e.at(slot, REFS), e.i64(1), "release")
 
-    e.loop(helpers, send)
-    b.call(take, [slot, count])
+    e.loop(missing, send)
+    b.call(take, [slot])
     emit_wait(e, e.at(slot, DONE), count)
-    b.atomic_rmw("sub", e.at(slot, REFS), e.i64(1), "release")
     b.ret_void()
-    return parallel
 
 
 def emit_wait(e: Emitter, done: Value, count: Value) -> None:
     """Emit a loop that ends when the i64 at ``done`` is at least ``count``."""
+    _emit_until(e, lambda: e.b.load_atomic(done, "acquire", 8, typ=e.I64) >= count)
+
+
+def _emit_until(e: Emitter, ended: Callable[[], Value]) -> None:
+    """Emit a loop that looks at ``ended`` without pause, and later yields its core between."""
     from llvmlite import ir
 
     from pallas_kernels.cpu.emit import I32, I64
@@ -316,8 +364,7 @@ def emit_wait(e: Emitter, done: Value, count: Value) -> None:
     b.position_at_end(look)
     spins = b.phi(I64)
     spins.add_incoming(e.i64(0), before)
-    seen = b.load_atomic(done, "acquire", 8, typ=I64)
-    b.cbranch(seen < count, spin, after)
+    b.cbranch(ended(), after, spin)
     b.position_at_end(spin)
     if e.target.arch == "x86_64":
         e.call("llvm.x86.sse2.pause", ir.VoidType())
@@ -329,6 +376,6 @@ def emit_wait(e: Emitter, done: Value, count: Value) -> None:
     b.position_at_end(give)
     if "windows" not in b.module.triple:
         e.call("sched_yield", I32)
-    spins.add_incoming(e.i64(0), b.block)
+    spins.add_incoming(e.i64(SPINS), b.block)
     b.branch(look)
     b.position_at_end(after)

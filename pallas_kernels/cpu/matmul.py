@@ -190,7 +190,7 @@ class Matmul(Program):
 
     def phases(self, target: Target) -> Sequence[Phase]:
         def rounded(e: Emitter, call: CallFrame, i: Value) -> None:
-            _Round(self, e, call).chunk(i)
+            Round(self, e, call).chunk(i)
 
         def multiplied(e: Emitter, call: CallFrame, i: Value) -> None:
             TilesOfRows(self, e, call).chunk(i)
@@ -207,7 +207,7 @@ class Matmul(Program):
         return [Phase(row_runs, rounded), Phase(tile_runs, multiplied)]
 
 
-class _Body:
+class Body:
     """The sizes (i64) and addresses that both phases read from the call."""
 
     def __init__(self, program: Matmul, e: Emitter, call: CallFrame) -> None:
@@ -238,7 +238,7 @@ class _Body:
         return self.e.i64(self.p.group // self.p.block) if self.p.group else self.blocks
 
 
-class _Round(_Body):
+class Round(Body):
     """Rows of x to codes, scales, presets and sums."""
 
     def chunk(self, i: Value) -> None:
@@ -248,9 +248,13 @@ class _Round(_Body):
         end = e.least(first + PREPARED_ROWS, self.n_rows)
         e.loop(b.select(many, end, self.n_rows), self.row, start=first)
 
+    def source(self, r: Value) -> Value:
+        """The row of x that is row r of the codes."""
+        return r
+
     def row(self, r: Value) -> None:
         e, b = self.e, self.e.b
-        x = e.at(self.x, r * self.k * 4)
+        x = e.at(self.x, self.source(r) * self.k * 4)
         by_block = r * self.blocks * 4
         codes = e.at(self.codes, r * self.padded_k)
         x_scales, presets = (e.at(v, by_block) for v in (self.x_scales, self.presets))
@@ -337,7 +341,7 @@ def norm_factor(e: Emitter, x: Value, k: Value, eps: Value) -> Value:
     return b.fdiv(e.f32(1.0), e.sqrt(mean + eps))
 
 
-class TilesOfRows(_Body):
+class TilesOfRows(Body):
     """A run of tiles times all rows."""
 
     def __init__(self, program: Matmul, e: Emitter, call: CallFrame) -> None:
@@ -389,26 +393,40 @@ class TilesOfRows(_Body):
         """Rows of a tile's results, of the products (the gate's and up's, if there are two)."""
         e, p = self.e, self.p
         sums = self._biased(sums, tile)
-        if up is not None:
+        if up is None:
+            sums = [self.activated(total, None) for total in sums]
+        else:
             up = self._biased(up, tile + self.tiles)
-            sums = [_silu(e, g) * u for g, u in zip(sums, up, strict=True)]
+            sums = [self.activated(g, u) for g, u in zip(sums, up, strict=True)]
         column = tile * TILE
         n = self.call.result_dim(0, 1)
         count = n - column
         for r, total in zip(rows, sums, strict=True):
-            at = (r * n + column) * 4
+            at = (self.target(r) * n + column) * 4
             if p.residual:
                 added = e.at(self.call.argument(p.arguments - 1), at)
                 total = e.load_part(added, count) + total
             e.store_part(total, e.at(self.call.result(0), at), count)
+
+    def activated(self, gate: Value, up: Value | None) -> Value:
+        return gate if up is None else silu(self.e, gate) * up
+
+    def target(self, r: Value) -> Value:
+        """The row of the result that is row r of the codes."""
+        return r
+
+    def bias(self) -> tuple[Value, Value]:
+        """Where the bias lies, and its size."""
+        at = self.p.fused + self.p.norm
+        return self.call.argument(at), self.call.argument_dim(at, 0)
 
     def _biased(self, sums: list[Value], tile: Value) -> list[Value]:
         if not self.p.bias:
             return sums
         e = self.e
         column = tile * TILE
-        n = self.call.argument_dim(self.p.fused + self.p.norm, 0)
-        pointer = e.at(self.call.argument(self.p.fused + self.p.norm), column * 4)
+        pointer, n = self.bias()
+        pointer = e.at(pointer, column * 4)
         bias = e.load_part(pointer, n - column)
         return [total + bias for total in sums]
 
@@ -672,7 +690,7 @@ class _Row:
     group_sums: Value
 
 
-def _silu(e: Emitter, gate: Value) -> Value:
-    b = e.b
-    power = e.exp(b.fneg(gate))
-    return b.fdiv(gate, power + 1.0)
+def silu(e: Emitter, gate: Value, factor: float = 1.0) -> Value:
+    """gate times the logistic function of ``factor * gate``."""
+    power = e.exp(gate * -factor)
+    return e.b.fdiv(gate, power + 1.0)

@@ -208,11 +208,11 @@ def test_a_gpu_has_512_tokens_a_pass(monkeypatch):
         return resolved(slots, **options).sizes
 
     assert (resolved(512).prefill_rows, resolved(512).newcomers) == (16, 16)
-    # A prefill call has 512 tokens, whatever its width and the number of slots.
+    # A prefill call has 512 tokens, or up to 2,048 of many prompts.
     assert resolved(512).widths == resolved(1).widths == (32, 128, 512)
-    for slots in (1, 512):
+    for slots, counts in ((1, [[16], [4], [1]]), (512, [[16], [4, 8, 16], [1, 2, 4]])):
         for some in (resolved(slots), resolved(slots, model("gla").config)):
-            assert [some.row_counts(width) for width in (32, 128, 512)] == [[16], [4], [1]]
+            assert [some.row_counts(width) for width in (32, 128, 512)] == counts
     assert sizes(4) == (32,) and sizes(512) == (32, 64, 128, 256, 512)
     assert sizes(128, draft="ngram", draft_tokens=3) == (8, 16, 64, 128)
     # As many tokens between two decode steps as 16 prompts in each of two calls have.
@@ -239,15 +239,18 @@ def test_prompts_are_read_in_the_same_pieces_whatever_the_chunk(chunk):
     "family", ["llama", "gla", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW[1:])]
 )
 def test_prompts_of_one_call_do_not_know_each_other(family, monkeypatch):
-    """Four prompts of up to 32 tokens, in a block of 128 rows as a GPU has one of 512."""
+    """Four prompts of up to 32 tokens, in a block of 128 rows as a GPU has one of 512; four of 128
+    tokens have four blocks."""
     monkeypatch.setitem(fixed_sums._ROWS, True, 128)
+    monkeypatch.setitem(fixed_sums._UNROLLED, True, 4)
     cfg = (CONFIGS | OTHERS)[family]
     cfg = cfg.replace(d_ff=40, vocab_size=128)  # no other test has its programs
     lm = LanguageModel(cfg, params_of(cfg), None, deterministic=True)
     sizes = {"max_slots": 8, "max_len": 272}
-    together = Engine(lm, prefix_cache=False, **sizes)
+    together = Engine(lm, prefix_cache=False, token_budget=512, **sizes)
     alone = Engine(lm, prefix_cache=False, **{**sizes, "max_slots": 1})
-    assert [together.options.row_counts(width) for width in together.options.widths] == [[4], [1]]
+    for engine, counts in ((together, [[4], [1, 2, 4]]), (alone, [[4], [1]])):
+        assert [engine.options.row_counts(width) for width in engine.options.widths] == counts
     start = tuple(range(128))  # a piece
     few = requests()[:12]
     longer = [dataclasses.replace(one, id=f"{one.id}+", prompt=start + one.prompt) for one in few]

@@ -391,13 +391,13 @@ def test_each_tier_forgets_what_was_used_longest_ago(tmp_path):
         tiers.put(*data(key))
         assert tiers.settle()
     assert [tiers.where(data(key)[0]) for key in (1, 2, 3)] == ["disk", "host", "host"]
-    np.testing.assert_array_equal(tiers.fetch(data(1)[0]).result(), data(1)[1])
+    np.testing.assert_array_equal(tiers.fetch([data(1)[0]])[0].result(), data(1)[1])
     assert [tiers.where(data(key)[0]) for key in (1, 2, 3)] == ["host", "disk", "host"]
     tiers.put(*data(4))
     assert tiers.settle()
     assert [tiers.where(data(key)[0]) for key in (1, 2, 3, 4)] == ["host", None, "disk", "host"]
     assert (tiers.host_used, files.nbytes) == (200, 3 * 164)
-    assert tiers.fetch(data(2)[0]).result() is None
+    assert tiers.fetch([data(2)[0]])[0].result() is None
     found = TierFiles(tmp_path, limit=3 * 164)  # as a new server finds them
     assert [found.find(data(key)[0]) for key in (1, 2, 3, 4)] == [True, False, True, True]
     tiers.close()

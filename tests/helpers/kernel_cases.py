@@ -41,6 +41,7 @@ from pallas_kernels.rows.low_rank import quantize_adapted
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import swiglu
+from pallas_kernels.rows.words import row_bytes, scatter
 from pallas_kernels.ssd import kernel as ssd
 from tests.helpers.latent_cases import in_codes
 
@@ -259,6 +260,14 @@ def fetched(rows: int, width: int, count: int):
     )
 
 
+def records(kind: str, count: int):
+    """Pages of 64 tokens of Llama-3.1-8B's cache, from their records."""
+    codes, scales = S((1000, 64, 8, 128), jnp.dtype(kind)), S((1000, 64, 8, 1), F32)
+    arrays = [codes, scales] * 64 if kind == "int8" else [codes] * 64
+    record = S((sum(map(row_bytes, arrays)) // 4,), jnp.uint32)
+    return scatter, (arrays, S((count,), I32), [record] * count)
+
+
 CASES = {
     "product 1 int4": lambda: product(1, "int4"),
     "product 1 zeros": lambda: product(1, "zeros"),
@@ -271,6 +280,8 @@ CASES = {
     "experts zeros short row": lambda: grouped("zeros", 2048, 768),
     "experts int8": lambda: grouped("int8", 2048, 1024),
     "experts fetched": lambda: fetched(5760, 2880, 16),
+    "records of pages int8": lambda: records("int8", 31),
+    "records of pages bfloat16": lambda: records("bfloat16", 31),
     "experts 64 bfloat16": lambda: grouped("bfloat16", 1536, 2048, "silu", 64),
     "experts 64 zeros": lambda: grouped("zeros", 1536, 2048, "silu", 64),
     "experts 8192 bfloat16 bias": lambda: grouped_biased("bfloat16", 5760, 2880, 8192, (32, 4)),

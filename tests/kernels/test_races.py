@@ -107,6 +107,7 @@ def test_values_on_a_gpu(name):
 ALONE = {
     "collect_answer": "one wait, then a thread copies its own vectors",
     "collect_posted": "a thread for each piece",
+    "copy_records": "each thread copies its own vectors",
     "fetch_experts": "each warp copies its own bytes",
     "post_tokens": "a thread copies its own vectors; the turn follows a barrier",
 }

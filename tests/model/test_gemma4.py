@@ -108,7 +108,8 @@ def test_factors_of_experts_on_the_gpu(tokens):
         "expert_scale": as_jax(np.linspace(0.25, 4, 128), jnp.bfloat16),
     }
     norm = gamma, cfg.norm_eps
-    assert fused_norm_and_route(x, norm, router["weight"], k=8, normalize=True) is not None
+    options = {"k": 8, "normalize": True, "scale": 1.0}
+    assert fused_norm_and_route(x, norm, router["weight"], **options) is not None
 
     @jax.jit
     def routed(x, gamma, router):

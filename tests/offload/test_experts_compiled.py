@@ -26,7 +26,7 @@ from jax.experimental.mosaic.gpu import utils  # noqa: E402
 from jax.sharding import SingleDeviceSharding  # noqa: E402
 
 from jaxllama.config import load_config  # noqa: E402
-from jaxllama.engine.records import load_pages, page_leaves, record_bytes  # noqa: E402
+from jaxllama.engine.records import load_pages, page_leaves, record_bytes, save  # noqa: E402
 from jaxllama.engine.slots import empty_slots  # noqa: E402
 from jaxllama.executors.offloaded import expert_programs as programs  # noqa: E402
 from jaxllama.executors.offloaded.experts import GROUP  # noqa: E402
@@ -161,19 +161,18 @@ def test_layers_that_read_their_experts_compile_for_hopper(shape, rows, width, m
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "int4"])
-def test_pages_come_back_by_one_kernel_an_array(shape, kv_dtype):
-    """It writes words in place, without atomics: the places are unique."""
-    cfg = load_config("llama-3.1-8b").first_layers(2)
+def test_pages_leave_and_come_back_by_one_kernel(shape, kv_dtype):
+    """It writes in place, and no record is copied before."""
+    cfg = load_config("llama-3.1-8b")
     made = jax.eval_shape(lambda: empty_slots(cfg, 4, 16, 100, 64, 0, kv_dtype))
     slots = jax.tree.map(lambda x: shape(*x.shape, dtype=x.dtype), made)
-    leaves, count = page_leaves(slots), 7
-    size = record_bytes(leaves)
-    records = [shape(size // 4, dtype=jnp.uint32)] * count
-    found = load_pages.lower(slots, shape(count, dtype=jnp.int32), records).compile()
-    memory, text = found.memory_analysis(), found.as_text()
-    assert memory.alias_size_in_bytes >= tree_bytes(leaves)
-    assert memory.temp_size_in_bytes <= count * size + (1 << 20)
-    assert " while(" not in text and " copy(" not in text and " sort(" not in text
-    scatters = re.findall(r"= (\w+)\[100,\S+ scatter\((.*)", text)
-    assert len(scatters) == len(leaves)
-    assert all(kind == "u32" and "unique_indices=true" in rest for kind, rest in scatters)
+    leaves, count = page_leaves(slots), 31
+    pages = shape(count, dtype=jnp.int32)
+    records = [shape(record_bytes(leaves) // 4, dtype=jnp.uint32)] * count
+    found = load_pages.lower(slots, pages, records).compile()
+    assert found.memory_analysis().alias_size_in_bytes >= tree_bytes(leaves)
+    for program in (found, save.lower(leaves, pages).compile()):
+        assert program.memory_analysis().temp_size_in_bytes <= 1 << 20
+        text = program.as_text()
+        assert text.count(" custom-call(") == 1
+        assert not re.search(r" (while|copy|sort|scatter|fusion)\(", text)

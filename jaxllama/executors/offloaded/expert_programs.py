@@ -44,10 +44,11 @@ from jaxllama.offload.experts import (
     warmed,
 )
 from jaxllama.typing import ArrayOrNumpy, Options, Params, Tree
+from pallas_kernels.cpu import mail as cpu_mail
 from pallas_kernels.cpu.experts import run_apart
-from pallas_kernels.cpu.mail import MailLayout, answered, awaited
-from pallas_kernels.experts.blocks import by_expert
-from pallas_kernels.experts.gate import Gate, apply_gate
+from pallas_kernels.cpu.mail import Clamped, MailedGate, MailedProduct, MailLayout
+from pallas_kernels.cpu.weight import TILE
+from pallas_kernels.experts.gate import ClampedGate, Gate, apply_gate
 from pallas_kernels.experts.mail import collect, post
 from pallas_kernels.experts.op import grouped_matmul, weighted_sum
 from pallas_kernels.operands import TreeDef
@@ -445,11 +446,23 @@ class CpuKind(NamedTuple):
         activation = None if layer.gated_mlp else layer.activation
         return cls(layouts, gate_of(layer, layer.experts), activation)
 
+    @property
+    def mailed(self) -> MailedGate | None:
+        """What ``served`` computes between the products; None if it cannot."""
+        up = self.layouts[0]
+        if self.gate is None:
+            return "relu2" if self.activation == "relu2" else None
+        if not up.is_of_cpu or up.structure.unflatten(up.leaves).form.n % (2 * TILE):
+            return None
+        if isinstance(self.gate, ClampedGate):
+            return Clamped(self.gate.limit, self.gate.alpha)
+        return "silu" if self.gate == "silu" else None
+
 
 class CpuExperts(NamedTuple):
     """The experts of ``L`` layers in the host's memory, by product.
 
-    patterns: any expert's leaves.  biases: ``[L, E, out]``, or None.
+    patterns: any expert's leaves.  biases: float32 ``[L, E, out]``, or None.
     tables: addresses of all experts' leaves, int32 ``[L, E, leaves, 2]``, low words before high.
     """
 
@@ -468,14 +481,13 @@ def served(
     Returns the turn after the last one, when all are answered.
     """
 
-    def one(layer: jax.Array, turn: jax.Array) -> jax.Array:
-        x, chosen = awaited(address, turn, sizes)
-        order, _ = by_expert(chosen, experts.tables[0].shape[1])
-        x = x[order // (sizes.pairs // sizes.rows)]
-        y = _computed(kind, experts, layer, x, chosen[order])
-        return answered(address, turn, sizes, y[jnp.argsort(order)])
-
-    return lax.fori_loop(0, experts.tables[0].shape[0], one, jnp.asarray(turn))
+    gate = kind.mailed
+    assert gate is not None
+    products = [
+        MailedProduct(unpack_on_cpu(layout, leaves), table, bias)
+        for layout, leaves, table, bias in zip(kind.layouts, *experts, strict=True)
+    ]
+    return cpu_mail.served(address, jnp.asarray(turn), sizes, *products, gate)
 
 
 def _computed(
@@ -497,7 +509,7 @@ def _computed(
         gate = None if number else gate
         like, swiglu = unpack_on_cpu(layout, leaves), gate == "silu" and bias is None
         y, is_gated = run_apart(y, like, starts, table[layer, listed], n_experts, swiglu)
-        y = y if bias is None else y + bias[layer, chosen].astype(jnp.float32)
+        y = y if bias is None else y + bias[layer, chosen]
         y = y if gate is None or is_gated else apply_gate(y, gate)
         if not number and kind.activation is not None:
             y = activated(y, kind.activation)

@@ -269,8 +269,9 @@ class ExpertWork:
             return SpanKind()
         assert layer.experts is not None
         sizes = MailLayout(tokens, layer.d_model, tokens * layer.experts.n_active)
-        is_mailed = cold.has_handlers and sizes.pairs <= MAILED
-        return SpanKind(sizes, CpuKind.of(layer, cold.layouts)) if is_mailed else None
+        kind = CpuKind.of(layer, cold.layouts)
+        is_mailed = cold.has_handlers and kind.mailed is not None and sizes.pairs <= MAILED
+        return SpanKind(sizes, kind) if is_mailed else None
 
     def span(
         self,
@@ -424,7 +425,7 @@ class _Cold:
             for each in zip(*(cold.tensors for cold in found), strict=True)
         ]
         biases = [
-            stacked([bias.host for bias in each if bias is not None])
+            stacked([bias.host.astype(np.float32) for bias in each if bias is not None])
             for each in zip(*(cold.biases for cold in found), strict=True)
         ]
         return CpuExperts(patterns, tables, biases)

@@ -91,15 +91,7 @@ def exchanged_four(
         words = [p.where(odd, *one) for one in zip(got, a, strict=True)]
         words += [p.where(odd, *one) for one in zip(b, got, strict=True)]
         is_inside = column + 8 * c < n_out
-        store_four(to, words, is_own & is_inside, 8 * c * 4)
-
-
-def store_four(base: Value, words: Sequence[Value], condition: Value, at: int) -> None:
-    """Store 16 bytes at ``base + at`` where the condition holds."""
-    kind = "f32" if p.type_of(words[0]) == p.f32() else "b32"
-    test = "{ .reg .pred q; setp.ne.u32 q, $5, 0; "
-    code = f"{test}@q st.global.v4.{kind} [$0+{at}], {{$1, $2, $3, $4}}; }}"
-    p.ptx(code, base, *words, p.unsigned(condition))
+        p.store_four(to, words, is_own & is_inside, 8 * c * 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +147,7 @@ class RowStage:
             p.warpgroup_barrier()
             found = p.load_shared(read, 4, begin)
             is_own = (token < end) & is_inside
-            store_four(p.offset_rows(to, place, self.n_out * 2), found, is_own, 0)
+            p.store_four(p.offset_rows(to, place, self.n_out * 2), found, is_own, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,4 +187,4 @@ class TokenStage:
             for i, (token, place) in enumerate(zip(tokens, places, strict=True)):
                 found = p.load_shared(read, 4, at_once * i * pitch)
                 is_own = p.below(token, end) & is_inside
-                store_four(p.offset_rows(to, place, self.n_out * 2), found, is_own, 0)
+                p.store_four(p.offset_rows(to, place, self.n_out * 2), found, is_own, 0)

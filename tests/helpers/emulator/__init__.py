@@ -43,6 +43,6 @@ Of kernels with more than one warpgroup, or warps with roles (``cases`` has a ca
                         _gradients, _products, _step
     a layer's step      gated_delta_token, gla_head_norm                    (their own tests)
 
-Not covered: collect_posted and fetch_experts, whose warps share nothing.  Blocks of different
-clusters run one after the other; their accesses of device memory are not compared.
+Not covered: collect_posted, copy_records and fetch_experts, whose warps share nothing.  Blocks of
+different clusters run one after the other; their accesses of device memory are not compared.
 """
